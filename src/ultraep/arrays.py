@@ -1,0 +1,14 @@
+"""The one array type of the control plane: 64-bit integers."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+IntArray = NDArray[np.int64]
+
+
+def frozen(array: IntArray) -> IntArray:
+    """The same array, refusing writes: records are shared and must not change."""
+    array.flags.writeable = False
+    return array

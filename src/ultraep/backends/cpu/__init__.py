@@ -1,0 +1,8 @@
+"""Compiled with numba: the bits of the reference, about a thousand times faster."""
+
+from ultraep.backends.cpu.bound import lower_bound
+from ultraep.backends.cpu.place import place
+from ultraep.backends.cpu.split import split
+from ultraep.backends.cpu.tally import tally
+
+__all__ = ["lower_bound", "place", "split", "tally"]

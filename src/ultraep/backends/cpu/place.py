@@ -1,0 +1,241 @@
+"""Twin of `reference/place.py`, where the two members and the search are explained.
+
+Experts are renumbered rank by rank, so that the home experts of a rank are neighbours; `first`
+says where each rank begins. Every attempt writes its copies (expert, host, quota) into the rows
+of its `copies` and answers (peak, number of copies).
+"""
+
+import numpy as np
+from numba import njit
+
+from ultraep.backends.cpu.bound import bound_of_domain
+from ultraep.config import PARTS
+
+
+@njit(cache=True)
+def hottest(at_home, first, rank):
+    best = first[rank]
+    for expert in range(best + 1, first[rank + 1]):
+        if at_home[expert] > at_home[best]:
+            best = expert
+    return best
+
+
+@njit(cache=True)
+def starting_loads(loads, first):
+    rank_loads = np.zeros(len(first) - 1, np.int64)
+    for rank in range(len(rank_loads)):
+        for expert in range(first[rank], first[rank + 1]):
+            rank_loads[rank] += loads[expert]
+    return rank_loads
+
+
+@njit(cache=True)
+def alias(loads, first, slots, threshold, min_tokens, max_replicas, copies):
+    """The emptiest rank takes from the fullest, exactly what it lacks."""
+    rank_loads, at_home = starting_loads(loads, first), loads.copy()
+    ranks = len(rank_loads)
+    free_slots = np.full(ranks, slots, np.int64)
+    hot = np.zeros(ranks, np.int64)
+    for rank in range(ranks):
+        if rank_loads[rank] > threshold:
+            hot[rank] = hottest(at_home, first, rank)
+    made = 0
+    while made < max_replicas:
+        host, need = -1, min_tokens - 1
+        for rank in range(ranks):
+            if threshold - rank_loads[rank] > need and free_slots[rank] > 0:
+                host, need = rank, threshold - rank_loads[rank]
+        if host < 0:
+            break
+        donor, fits, key = -1, False, 0
+        for rank in range(ranks):
+            if rank_loads[rank] <= threshold:
+                continue
+            heat = at_home[hot[rank]]
+            if heat >= need:
+                if not fits or rank_loads[rank] > key:
+                    donor, fits, key = rank, True, rank_loads[rank]
+            elif not fits and (
+                donor < 0 or heat > key or (heat == key and rank_loads[rank] > rank_loads[donor])
+            ):
+                donor, key = rank, heat
+        if donor < 0:
+            break
+        expert = hot[donor]
+        quota = min(need, at_home[expert])
+        if quota < min_tokens:
+            break
+        copies[made, 0], copies[made, 1], copies[made, 2] = expert, host, quota
+        made += 1
+        at_home[expert] -= quota
+        rank_loads[donor] -= quota
+        rank_loads[host] += quota
+        free_slots[host] -= 1
+        hot[donor] = hottest(at_home, first, donor)
+    return rank_loads.max(), made
+
+
+@njit(cache=True)
+def window(loads, first, slots, threshold, min_tokens, max_replicas, copies):
+    """Every donor gives its surplus to as few hosts as possible, and to the tightest such."""
+    rank_loads, at_home = starting_loads(loads, first), loads.copy()
+    ranks = len(rank_loads)
+    free_slots = np.full(ranks, slots, np.int64)
+    emptiest_first = np.argsort(rank_loads, kind="mergesort")
+    hosts = np.empty(ranks, np.int64)
+    made = 0
+    while True:
+        donor = -1
+        for rank in range(ranks):
+            if rank_loads[rank] > threshold and (
+                donor < 0 or rank_loads[rank] < rank_loads[donor]
+            ):
+                donor = rank
+        if donor < 0:
+            break
+        expert = hottest(at_home, first, donor)
+        surplus = min(rank_loads[donor] - threshold, at_home[expert])
+        sort_again(emptiest_first, rank_loads)
+        num_hosts = 0
+        for rank in emptiest_first:
+            if threshold - rank_loads[rank] >= min_tokens and free_slots[rank] > 0:
+                hosts[num_hosts] = rank
+                num_hosts += 1
+        begin, end = tightest(threshold - rank_loads[hosts[:num_hosts]], surplus)
+        for host in hosts[begin:end]:
+            quota = min(threshold - rank_loads[host], max(surplus, min_tokens))
+            if made >= max_replicas or at_home[expert] < quota:
+                return rank_loads.max(), made
+            copies[made, 0], copies[made, 1], copies[made, 2] = expert, host, quota
+            made += 1
+            surplus -= quota
+            at_home[expert] -= quota
+            rank_loads[donor] -= quota
+            rank_loads[host] += quota
+            free_slots[host] -= 1
+        if begin == end:
+            break
+    return rank_loads.max(), made
+
+
+@njit(cache=True)
+def sort_again(emptiest_first, rank_loads):
+    """Insertion sort by load, then rank: few ranks have moved since the last time."""
+    for index in range(1, len(emptiest_first)):
+        rank, place = emptiest_first[index], index
+        while place > 0:
+            before = emptiest_first[place - 1]
+            if rank_loads[before] < rank_loads[rank] or (
+                rank_loads[before] == rank_loads[rank] and before < rank
+            ):
+                break
+            emptiest_first[place] = before
+            place -= 1
+        emptiest_first[place] = rank
+
+
+@njit(cache=True)
+def tightest(rooms, surplus):
+    """Begin and end of the last run of as few neighbours as possible that hold the surplus."""
+    length, held = 0, 0
+    while held < surplus and length < len(rooms):
+        held += rooms[length]
+        length += 1
+    if held < surplus:
+        return 0, 0
+    begin = 0
+    while begin + length < len(rooms) and held - rooms[begin] + rooms[begin + length] >= surplus:
+        held += rooms[begin + length] - rooms[begin]
+        begin += 1
+    return begin, begin + length
+
+
+@njit(cache=True)
+def probe(loads, first, slots, threshold, min_tokens, max_replicas, copies, spare):
+    """The best attempt at this threshold: the lowest peak above it, then the fewest copies."""
+    peak, made = alias(loads, first, slots, threshold, min_tokens, max_replicas, copies)
+    if threshold * (len(first) - 1) - loads.sum() >= len(first) - 1:
+        other_peak, other_made = window(
+            loads, first, slots, threshold, min_tokens, max_replicas, spare
+        )
+        floor, other_floor = max(peak, threshold), max(other_peak, threshold)
+        if other_floor < floor or (other_floor == floor and other_made <= made):
+            copies[:other_made] = spare[:other_made]
+            return other_peak, other_made
+    return peak, made
+
+
+@njit(cache=True)
+def solve(loads, first, slots, threshold, min_tokens, max_replicas, copies):
+    """The best attempt at the threshold, or at the least one above it that can be met.
+
+    The number of copies; they stand in the first rows of `copies`.
+    """
+    trial, spare = np.empty_like(copies), np.empty_like(copies)
+    peak, made = probe(loads, first, slots, threshold, min_tokens, max_replicas, copies, spare)
+    if peak <= threshold:
+        return made
+    failed = max(threshold, bound_of_domain(loads, first, slots, max_replicas) - 1)
+    middle = failed + 1
+    while peak - failed > 1:
+        trial_peak, trial_made = probe(
+            loads, first, slots, middle, min_tokens, max_replicas, trial, spare
+        )
+        if trial_peak > middle:
+            failed = middle
+        if trial_peak < peak:
+            peak, made = trial_peak, trial_made
+            copies[:made] = trial[:made]
+        middle = (failed + peak) // 2
+    return made
+
+
+@njit(cache=True)
+def shared_threshold(loads, first_of_rank, domain, tolerance_parts):
+    """What no rank shall exceed: the heaviest domain's mean, rounded up, and the tolerance."""
+    threshold = 0
+    for begin in range(0, len(first_of_rank) - 1, domain):
+        total = loads[first_of_rank[begin] : first_of_rank[begin + domain]].sum()
+        mean = -(-total // domain)
+        threshold = max(threshold, mean, total * (PARTS + tolerance_parts) // (domain * PARTS))
+    return threshold
+
+
+@njit(cache=True)
+def place(
+    expert_loads,
+    experts_by_rank,
+    first_of_rank,
+    domain,
+    slots,
+    tolerance_parts,
+    min_tokens,
+    max_replicas,
+):
+    """[C, 3] expert, host rank and quota of every copy, ordered by expert, then host."""
+    ranks = len(first_of_rank) - 1
+    loads = expert_loads[experts_by_rank]
+    threshold = shared_threshold(loads, first_of_rank, domain, tolerance_parts)
+    limit = min(max_replicas, domain * slots)
+    found = np.empty((ranks * slots, 3), np.int64)
+    copies = np.empty((limit, 3), np.int64)
+    total = 0
+    for begin in range(0, ranks, domain):
+        first = first_of_rank[begin : begin + domain + 1]
+        made = solve(
+            loads[first[0] : first[-1]],
+            first - first[0],
+            slots,
+            threshold,
+            min_tokens,
+            limit,
+            copies,
+        )
+        for copy in range(made):
+            found[total, 0] = experts_by_rank[first[0] + copies[copy, 0]]
+            found[total, 1] = begin + copies[copy, 1]
+            found[total, 2] = copies[copy, 2]
+            total += 1
+    order = np.argsort(found[:total, 0] * ranks + found[:total, 1])
+    return found[order]

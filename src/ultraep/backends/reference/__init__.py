@@ -1,0 +1,8 @@
+"""Plain NumPy and Python: slow, obvious, the definition of correct."""
+
+from ultraep.backends.reference.bound import lower_bound
+from ultraep.backends.reference.place import place
+from ultraep.backends.reference.split import split
+from ultraep.backends.reference.tally import tally
+
+__all__ = ["lower_bound", "place", "split", "tally"]

@@ -1,0 +1,49 @@
+"""How many tokens of every source rank each copy serves: exact, by overlapping intervals.
+
+Put the tokens of an expert on a line, ordered by source rank, and its quotas on the same line,
+home first. Where the interval of a source overlaps the interval of a copy, these tokens go there.
+Both sets of intervals cover the line once, so sources and quotas both come out exactly. With
+locality, what a host can send to itself is taken out before the rest is laid on the line.
+
+Shapes: R ranks, E experts, C copies.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ultraep.arrays import IntArray
+
+
+def split(
+    loads_RE: IntArray, home_of_expert: IntArray, copies_C3: IntArray, locality: bool
+) -> IntArray:
+    """[C, R] tokens of every source rank served by each copy (expert, host, quota).
+
+    Two source ranks with 3 tokens each for expert 0, at home on rank 0; rank 1 serves 2 of them:
+
+    >>> copies = np.array([[0, 1, 2]])
+    >>> split(np.array([[3], [3]]), np.array([0]), copies, locality=True)
+    array([[0, 2]])
+    """
+    split_CR = np.zeros((len(copies_C3), len(loads_RE)), dtype=np.int64)
+    for expert in sorted(set(copies_C3[:, 0].tolist())):
+        rows = np.flatnonzero(copies_C3[:, 0] == expert)
+        sources = loads_RE[:, expert].copy()
+        hosts = [int(home_of_expert[expert]), *copies_C3[rows, 1].tolist()]
+        quotas = [int(sources.sum() - copies_C3[rows, 2].sum()), *copies_C3[rows, 2].tolist()]
+        table = np.zeros((len(hosts), len(sources)), dtype=np.int64)
+        if locality:
+            for copy, host in enumerate(hosts):
+                kept = min(int(sources[host]), quotas[copy])
+                table[copy, host] = kept
+                sources[host] -= kept
+                quotas[copy] -= kept
+        source_end, quota_end = np.cumsum(sources), np.cumsum(quotas)
+        for copy in range(len(hosts)):
+            for source in range(len(sources)):
+                begin = max(source_end[source] - sources[source], quota_end[copy] - quotas[copy])
+                end = min(source_end[source], quota_end[copy])
+                table[copy, source] += max(0, end - begin)
+        split_CR[rows] = table[1:]
+    return split_CR

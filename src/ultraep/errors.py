@@ -1,0 +1,41 @@
+"""Everything that can go wrong, as one small tree.
+
+    UltraEPError
+    |-- ConfigError          a setting, topology or argument that cannot work   (also a ValueError)
+    |-- LoadError            loads that are no loads: wrong shape, sign, type   (also a ValueError)
+    |-- FileError            a file that cannot be read as loads                (also a ValueError)
+    |-- PlanError            a plan that breaks one of its rules; `.rule` names it
+    `-- BackendUnavailable   a backend or extra that is not installed           (also an ImportError)
+
+Catch `UltraEPError` to catch them all. Messages name what was given and what was expected.
+"""
+
+from __future__ import annotations
+
+
+class UltraEPError(Exception):
+    """Base of every error that this package raises on purpose."""
+
+
+class ConfigError(UltraEPError, ValueError):
+    """A setting, topology or argument that cannot work."""
+
+
+class LoadError(UltraEPError, ValueError):
+    """Loads of the wrong shape, type or sign, or too large to count exactly."""
+
+
+class FileError(UltraEPError, ValueError):
+    """A file that does not hold loads, or not in a format that is known."""
+
+
+class PlanError(UltraEPError):
+    """A plan that breaks one of its rules. `rule` is a short, stable name of that rule."""
+
+    def __init__(self, rule: str, detail: str) -> None:
+        super().__init__(f"{rule}: {detail}")
+        self.rule = rule
+
+
+class BackendUnavailable(UltraEPError, ImportError):
+    """A backend, or an optional package, that is asked for and not installed."""

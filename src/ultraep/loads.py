@@ -1,0 +1,67 @@
+"""Stage 1: gating ids -> loads, the exact tokens per source rank and expert.
+
+Shapes: T tokens, K experts per token, R ranks, E experts.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import numpy as np
+
+from ultraep.arrays import IntArray
+from ultraep.errors import LoadError
+from ultraep.topology import Topology
+
+MAX_TOTAL = 2**31 - 1  # so that 32-bit devices count the same microbatch exactly
+
+
+def count_loads(ids: Any, experts: int) -> IntArray:
+    """[E] tokens routed to every expert by the `[T, K]` ids of one rank.
+
+    >>> count_loads([[0, 1], [1, 3]], experts=4)
+    array([1, 2, 0, 1])
+    """
+    flat = as_integers(ids, "ids").reshape(-1)
+    if flat.size and (flat.min() < 0 or flat.max() >= experts):
+        raise LoadError(f"ids must lie in 0..{experts - 1}, got {flat.min()}..{flat.max()}")
+    return np.bincount(flat, minlength=experts).astype(np.int64)
+
+
+def as_loads(loads: Any, topology: Topology) -> IntArray:
+    """A checked copy of `[R, E]` loads as int64, from an array, a tensor or nested lists."""
+    array = as_integers(loads, "loads")
+    expected = (topology.ranks, topology.experts)
+    if array.shape != expected:
+        raise LoadError(
+            f"loads must be [ranks, experts] = {list(expected)}, got {list(array.shape)}"
+        )
+    counts = np.array(array, dtype=np.int64, order="C")
+    # As unsigned numbers, negative ones are the largest: one pass finds both kinds of nonsense.
+    if counts.view(np.uint64).max() > MAX_TOTAL or counts.sum() > MAX_TOTAL:
+        _refuse(array)
+    return counts
+
+
+def _refuse(array: np.ndarray[Any, np.dtype[Any]]) -> NoReturn:
+    for source, expert in np.argwhere(array < 0)[:1]:
+        raise LoadError(
+            f"loads must not be negative, got {array[source, expert]} "
+            f"for source rank {source}, expert {expert}"
+        )
+    raise LoadError(
+        f"loads add up to more than {MAX_TOTAL} tokens, the most that is counted exactly"
+    )
+
+
+def as_integers(values: Any, name: str) -> np.ndarray[Any, np.dtype[Any]]:
+    """Any array, tensor or nested lists as an integer array; `name` is for the error message."""
+    if hasattr(values, "detach"):  # a torch tensor, without importing torch to find out
+        values = values.detach().cpu().numpy()
+    try:
+        array = np.asarray(values)
+    except ValueError as error:
+        raise LoadError(f"{name} must be a rectangular array: {error}") from None
+    if array.dtype == object or not np.issubdtype(array.dtype, np.integer):
+        raise LoadError(f"{name} must be integers, got {array.dtype}")
+    return array

@@ -1,0 +1,236 @@
+"""Stage 2: loads -> Plan, the copies of this microbatch and the tokens each of them serves.
+
+Shapes: R ranks, E experts, C copies.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ultraep.arrays import IntArray, frozen
+from ultraep.backends import select
+from ultraep.config import BalanceConfig
+from ultraep.errors import ConfigError, LoadError
+from ultraep.loads import as_integers, as_loads
+from ultraep.policies import BUILT_IN, Policy, Problem, get_policy
+from ultraep.policies.ultraep import UNLIMITED
+from ultraep.rules import check_copies, check_plan, check_shape
+from ultraep.topology import Topology
+
+DEFAULT_CONFIG = BalanceConfig()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Plan:
+    """Which experts are copied where, and which tokens go there.
+
+    Two ranks, one expert each, and 6 tokens that all want expert 0:
+
+    >>> topology = Topology(ranks=2, experts=2, slots=1)
+    >>> made = plan([[3, 0], [3, 0]], topology)
+    >>> made.replicas  # expert 0 has a copy on rank 1, in its spare slot 0
+    array([[0, 1, 0]])
+    >>> made.quotas  # which serves 3 tokens
+    array([3])
+    >>> made.split  # all of them from rank 1 itself
+    array([[0, 3]])
+    >>> made.initial_imbalance, made.imbalance
+    (2.0, 1.0)
+    """
+
+    topology: Topology
+    config: BalanceConfig
+    loads: IntArray  # [R, E] tokens that every source rank routed to every expert
+    replicas: IntArray  # [C, 3] expert, host rank, spare slot; ordered by expert, then host
+    quotas: IntArray  # [C] tokens that each copy serves; the rest of an expert stays at home
+    split: IntArray  # [C, R] of these, the tokens that come from each source rank
+    rank_loads: IntArray  # [R] tokens served by every rank
+
+    @property
+    def num_replicas(self) -> int:
+        """Copies in all."""
+        return len(self.replicas)
+
+    @property
+    def max_fanout(self) -> int:
+        """Most copies of one expert."""
+        return _largest(np.bincount(self.replicas[:, 0]))
+
+    @property
+    def max_ingress(self) -> int:
+        """Most copies received by one rank."""
+        return _largest(np.bincount(self.replicas[:, 1]))
+
+    @property
+    def max_egress(self) -> int:
+        """Most different experts given away by one rank: what it must send, with relays."""
+        given = np.unique(self.replicas[:, 0])
+        return _largest(np.bincount(self.topology.home_of_expert[given]))
+
+    @property
+    def total(self) -> int:
+        """Tokens of the microbatch, counted once for each expert they are routed to."""
+        return int(self.rank_loads.sum())
+
+    @property
+    def imbalance(self) -> float:
+        """Fullest rank over mean rank, as planned; 1.0 is perfect."""
+        return self._over_mean(_largest(self.rank_loads))
+
+    @property
+    def initial_imbalance(self) -> float:
+        """Fullest rank over mean rank, with every token at the home of its expert."""
+        return self._over_mean(_largest(self.initial_rank_loads))
+
+    @property
+    def lower_bound(self) -> float:
+        """What no plan for these loads and this topology can go below, as an imbalance."""
+        topology = self.topology
+        tokens = select().lower_bound(
+            self.loads.sum(axis=0),
+            topology.experts_by_rank,
+            topology.first_of_rank,
+            topology.domain_size,
+            topology.slots,
+            UNLIMITED if self.config.max_replicas is None else self.config.max_replicas,
+        )
+        return self._over_mean(int(tokens))
+
+    @property
+    def initial_rank_loads(self) -> IntArray:
+        """[R] tokens of every rank if nothing were copied."""
+        nothing = np.empty((0, 3), dtype=np.int64)
+        rank_loads: IntArray = select().tally(
+            self.loads.sum(axis=0), self.topology.home_of_expert, nothing, self.topology.ranks
+        )[0]
+        return rank_loads
+
+    @property
+    def remote_tokens(self) -> int:
+        """Tokens served by another rank than the one they come from."""
+        homes = self.topology.home_of_expert
+        experts, hosts = self.replicas[:, 0], self.replicas[:, 1]
+        copies = np.arange(self.num_replicas)
+        local = self.loads[homes, np.arange(len(homes))].sum()
+        local -= self.split[copies, homes[experts]].sum()
+        local += self.split[copies, hosts].sum()
+        return self.total - int(local)
+
+    def dense_quota(self) -> IntArray:
+        """[E, R] tokens of every expert served on every rank."""
+        quota_ER = np.zeros((self.topology.experts, self.topology.ranks), dtype=np.int64)
+        quota_ER[self.replicas[:, 0], self.replicas[:, 1]] = self.quotas
+        at_home = self.loads.sum(axis=0) - quota_ER.sum(axis=1)
+        quota_ER[np.arange(len(at_home)), self.topology.home_of_expert] += at_home
+        return quota_ER
+
+    def dense_split(self) -> IntArray:
+        """[source rank, expert, host rank] tokens; large, for inspection and tests."""
+        ranks, experts = self.loads.shape
+        split_RER = np.zeros((ranks, experts, ranks), dtype=np.int64)
+        split_RER[:, self.replicas[:, 0], self.replicas[:, 1]] = self.split.T
+        at_home = self.loads - split_RER.sum(axis=2)
+        split_RER[:, np.arange(experts), self.topology.home_of_expert] += at_home
+        return split_RER
+
+    def digest(self) -> str:
+        """A stable hash: equal plans have equal digests, on every machine and backend."""
+        digest = hashlib.blake2b(b"ultraep-plan-1", digest_size=16)
+        shape = [*self.loads.shape, self.topology.slots, self.topology.domain_size]
+        for array in (
+            np.array(shape),
+            self.topology.home_of_expert,
+            self.loads,
+            self.replicas,
+            self.quotas,
+            self.split,
+        ):
+            digest.update(np.ascontiguousarray(array, dtype="<i8").tobytes())
+        return digest.hexdigest()
+
+    def check(self, loads: Any) -> None:
+        """Raise `PlanError`, naming the broken rule, unless this is a sound plan for the loads."""
+        limited = get_policy(self.config.policy).within_limits
+        check_plan(self, as_loads(loads, self.topology), limited=limited)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Plan):
+            return NotImplemented
+        return self.topology == other.topology and self.digest() == other.digest()
+
+    def __hash__(self) -> int:
+        return hash(self.digest())
+
+    def __repr__(self) -> str:
+        return (
+            f"Plan({self.config.policy}, {self.topology.ranks} ranks, "
+            f"{self.topology.experts} experts: imbalance {self.initial_imbalance:.3f} -> "
+            f"{self.imbalance:.3f} with {self.num_replicas} copies)"
+        )
+
+    def _over_mean(self, tokens: int) -> float:
+        return tokens * self.topology.ranks / self.total if self.total else 1.0
+
+
+def plan(
+    loads: Any,
+    topology: Topology,
+    config: BalanceConfig = DEFAULT_CONFIG,
+    *,
+    backend: str | None = None,
+    history: Any = None,
+) -> Plan:
+    """Plan one microbatch: a pure integer function of loads, topology and config.
+
+    loads: integers `[source rank, expert]`, an array or a tensor.
+    backend: "cpu", "reference" or None for the best there is; all give the same bits.
+    history: past loads, `[..., expert]`, for the policies that place by them (eplb, lplb).
+    """
+    policy = get_policy(config.policy)
+    engine = select(backend)
+    loads_RE = as_loads(loads, topology)
+    past_E = _past(history, policy, topology)
+    expert_loads = loads_RE.sum(axis=0)
+    problem = Problem(loads_RE, expert_loads, topology, config, engine, past_E)
+    copies_C3 = _in_order(policy.decide(problem), topology)
+    if policy.name not in BUILT_IN:
+        check_copies(copies_C3, loads_RE, topology, limited=policy.within_limits)
+    homes = topology.home_of_expert
+    split_CR = engine.split(loads_RE, homes, copies_C3, config.locality)
+    rank_loads, slots = engine.tally(expert_loads, homes, copies_C3, topology.ranks)
+    replicas, quotas = copies_C3.copy(), copies_C3[:, 2].copy()
+    replicas[:, 2] = slots
+    arrays = (loads_RE, replicas, quotas, split_CR, rank_loads)
+    return Plan(topology, config, *map(frozen, arrays))
+
+
+def _past(history: Any, policy: Policy, topology: Topology) -> IntArray | None:
+    if history is None:
+        if policy.needs_history:
+            raise ConfigError(f"policy {policy.name!r} places by past loads: pass history=")
+        return None
+    array = as_integers(history, "history")
+    if not array.ndim or array.shape[-1] != topology.experts:
+        raise LoadError(
+            f"history must be [..., {topology.experts} experts], got {list(array.shape)}"
+        )
+    if array.size and array.min() < 0:
+        raise LoadError(f"history must not be negative, got {array.min()}")
+    return array.reshape(-1, topology.experts).sum(axis=0, dtype=np.int64)
+
+
+def _in_order(copies_C3: IntArray, topology: Topology) -> IntArray:
+    """The same copies, ordered by expert, then host."""
+    check_shape(copies_C3)
+    place = copies_C3[:, 0] * topology.ranks + copies_C3[:, 1]
+    if (place[1:] > place[:-1]).all():
+        return copies_C3
+    return copies_C3[np.argsort(place, kind="stable")]
+
+
+def _largest(values: IntArray) -> int:
+    return int(values.max()) if len(values) else 0

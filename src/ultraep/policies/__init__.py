@@ -1,0 +1,82 @@
+"""Who decides where copies go: one registered function per policy, all behind one call.
+
+A policy sees a `Problem` and answers with `[C, 3]` integers: expert, host rank and quota of every
+copy. What it leaves out stays at home. To add one:
+
+    @ultraep.register_policy("mine")
+    def mine(problem: ultraep.Problem) -> IntArray: ...
+
+`within_limits=False` marks policies that were not made for a fixed number of spare slots, or that
+move experts freely; their plans are compared, not run, and not held to the slot and domain limits.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType
+
+from ultraep.arrays import IntArray
+from ultraep.config import BalanceConfig
+from ultraep.errors import ConfigError
+from ultraep.topology import Topology
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """What a policy decides on. Shapes: R ranks, E experts."""
+
+    loads: IntArray  # [R, E] tokens that every source rank routed to every expert
+    expert_loads: IntArray  # [E] their sum over source ranks
+    topology: Topology
+    config: BalanceConfig
+    backend: ModuleType
+    history: IntArray | None  # [E] tokens of every expert in the past, for policies that need it
+
+
+Decide = Callable[[Problem], IntArray]
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """A registered policy."""
+
+    name: str
+    decide: Decide
+    summary: str
+    within_limits: bool
+    needs_history: bool
+
+
+BUILT_IN = ("none", "ultraep", "quota", "echo", "llep", "eplb", "lplb", "ideal")
+_registry: dict[str, Policy] = {}
+
+
+def register_policy(
+    name: str, *, within_limits: bool = True, needs_history: bool = False
+) -> Callable[[Decide], Decide]:
+    """Make the decorated function available as `BalanceConfig(policy=name)`."""
+
+    def register(decide: Decide) -> Decide:
+        if name in _registry and _registry[name].decide is not decide:
+            raise ConfigError(f"a policy named {name!r} is registered already")
+        summary = (decide.__doc__ or "").strip().split("\n")[0]
+        _registry[name] = Policy(name, decide, summary, within_limits, needs_history)
+        return decide
+
+    return register
+
+
+def get_policy(name: str) -> Policy:
+    """The policy of that name; built-in ones are imported when first asked for."""
+    if name not in _registry and name in BUILT_IN:
+        importlib.import_module(f"ultraep.policies.{name}")
+    if name not in _registry:
+        raise ConfigError(f"unknown policy {name!r}; known are {', '.join(policy_names())}")
+    return _registry[name]
+
+
+def policy_names() -> list[str]:
+    """Names of all policies: the built-in ones, then those registered since."""
+    return [*BUILT_IN, *(name for name in _registry if name not in BUILT_IN)]

@@ -1,0 +1,28 @@
+"""The ceiling: every rank serves the mean, whatever slots and domains allow.
+
+What frameworks call forced balance. With a slot for every home expert of a rank, alias planning
+always reaches the mean (`docs/plan.md`), so the ceiling is our own solver without its limits.
+"""
+
+from __future__ import annotations
+
+from ultraep.arrays import IntArray
+from ultraep.policies import Problem, register_policy
+from ultraep.policies.ultraep import UNLIMITED
+
+
+@register_policy("ideal", within_limits=False)
+def ideal(problem: Problem) -> IntArray:
+    """Forced balance: exactly the mean on every rank, without limits; a ceiling, not a plan."""
+    topology = problem.topology
+    copies: IntArray = problem.backend.place(
+        problem.expert_loads,
+        topology.experts_by_rank,
+        topology.first_of_rank,
+        topology.ranks,
+        int(topology.homes_per_rank.max()),
+        0,
+        1,
+        UNLIMITED,
+    )
+    return copies

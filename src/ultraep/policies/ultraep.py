@@ -1,0 +1,28 @@
+"""Our own policy: exact balance from exact loads, by alias planning.
+
+The algorithm stands in `backends/reference/place.py`; `docs/plan.md` tells why it works.
+"""
+
+from __future__ import annotations
+
+from ultraep.arrays import IntArray
+from ultraep.policies import Problem, register_policy
+
+UNLIMITED = 1 << 40
+
+
+@register_policy("ultraep")
+def ultraep(problem: Problem) -> IntArray:
+    """Alias planning: the emptiest rank takes from the fullest, exactly what it lacks."""
+    topology, config = problem.topology, problem.config
+    copies: IntArray = problem.backend.place(
+        problem.expert_loads,
+        topology.experts_by_rank,
+        topology.first_of_rank,
+        topology.domain_size,
+        topology.slots,
+        config.tolerance_parts,
+        config.min_tokens_per_replica,
+        UNLIMITED if config.max_replicas is None else config.max_replicas,
+    )
+    return copies

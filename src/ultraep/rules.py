@@ -1,0 +1,137 @@
+"""The rules of a plan, each with a short name that `PlanError.rule` carries.
+
+shape            arrays fit the topology and each other
+range            experts, hosts and slots exist
+home             no copy stands on the home rank of its expert
+duplicate        no rank holds two copies of one expert
+order            copies stand in order of expert, then host
+slots            no rank uses more spare slots than it has, and none of them twice
+domain           no copy leaves the fast-link domain of its home
+quota            every copy serves at least one token, and together no more than the expert has
+split            what a copy gets from all sources is its quota; no source sends what it lacks
+loads            the plan was made for these loads
+rank loads       the rank loads are the sums of what is served there
+
+Shapes: R ranks, E experts, C copies.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ultraep.arrays import IntArray
+from ultraep.errors import PlanError
+from ultraep.topology import Topology
+
+if TYPE_CHECKING:
+    from ultraep.plan import Plan
+
+
+def check_plan(plan: Plan, loads_RE: IntArray, *, limited: bool) -> None:
+    """Raise `PlanError` unless the plan keeps every rule for these loads."""
+    topology = plan.topology
+    if not np.array_equal(plan.loads, loads_RE):
+        source, expert = np.argwhere(plan.loads != loads_RE)[0]
+        raise PlanError(
+            "loads",
+            f"source rank {source} routes {loads_RE[source, expert]} tokens to expert {expert}, "
+            f"the plan was made for {plan.loads[source, expert]}",
+        )
+    check_shape(plan.replicas)
+    if plan.quotas.shape != (plan.num_replicas,):
+        raise PlanError("shape", f"{plan.num_replicas} copies, quotas {plan.quotas.shape}")
+    copies = np.column_stack([plan.replicas[:, :2], plan.quotas])
+    check_copies(copies, loads_RE, topology, limited=limited)
+    _check_slots(plan, limited=limited)
+    _check_split(plan)
+    expected = plan.dense_quota().sum(axis=0)
+    if not np.array_equal(plan.rank_loads, expected):
+        raise PlanError("rank loads", f"{plan.rank_loads.tolist()}, served {expected.tolist()}")
+
+
+def check_shape(copies: IntArray) -> None:
+    """Copies are int64 `[C, 3]`; a policy of one's own may get that wrong."""
+    if copies.ndim != 2 or copies.shape[1] != 3 or copies.dtype != np.int64:
+        raise PlanError("shape", f"want int64 [copies, 3], got {copies.dtype} {copies.shape}")
+
+
+def check_copies(
+    copies_C3: IntArray, loads_RE: IntArray, topology: Topology, *, limited: bool
+) -> None:
+    """The rules that concern copies (expert, host, quota) alone."""
+    experts, hosts, quotas = copies_C3.T
+    _check_range("expert", experts, topology.experts)
+    _check_range("host", hosts, topology.ranks)
+    homes = topology.home_of_expert[experts]
+    _fail_at(homes == hosts, copies_C3, "home", "stands on the home rank of its expert")
+    step = np.diff(experts * topology.ranks + hosts)
+    _fail_at(step == 0, copies_C3, "duplicate", "is the second copy of its expert there")
+    _fail_at(step < 0, copies_C3, "order", "is followed by a copy that belongs before it")
+    _fail_at(quotas < 1, copies_C3, "quota", "serves no token")
+    served = np.zeros(topology.experts, dtype=np.int64)
+    np.add.at(served, experts, quotas)
+    over = np.flatnonzero(served > loads_RE.sum(axis=0))
+    if len(over):
+        expert = over[0]
+        raise PlanError(
+            "quota",
+            f"copies of expert {expert} serve {served[expert]} tokens, "
+            f"it has {loads_RE[:, expert].sum()}",
+        )
+    if limited:
+        size = topology.domain_size
+        _fail_at(homes // size != hosts // size, copies_C3, "domain", "left its home's domain")
+        _check_slot_counts(hosts, topology)
+
+
+def _check_slot_counts(hosts: IntArray, topology: Topology) -> None:
+    held = np.bincount(hosts, minlength=topology.ranks)
+    if len(hosts) and held.max() > topology.slots:
+        raise PlanError(
+            "slots", f"rank {held.argmax()} holds {held.max()} copies in {topology.slots} slots"
+        )
+
+
+def _check_slots(plan: Plan, *, limited: bool) -> None:
+    hosts, slots = plan.replicas[:, 1], plan.replicas[:, 2]
+    most = plan.topology.slots if limited else plan.topology.experts
+    _check_range("slot", slots, most)
+    places = hosts * most + slots
+    if len(np.unique(places)) != len(places):
+        raise PlanError("slots", "two copies share one slot")
+
+
+def _check_split(plan: Plan) -> None:
+    expected = (plan.num_replicas, plan.topology.ranks)
+    if plan.split.shape != expected:
+        raise PlanError("shape", f"split must be {expected}, got {plan.split.shape}")
+    if plan.num_replicas == 0:
+        return
+    if plan.split.min() < 0:
+        raise PlanError("split", f"a source sends {plan.split.min()} tokens")
+    received = plan.split.sum(axis=1)
+    for copy in np.flatnonzero(received != plan.quotas)[:1]:
+        raise PlanError(
+            "split", f"copy {copy} gets {received[copy]} tokens, its quota is {plan.quotas[copy]}"
+        )
+    sent = np.zeros_like(plan.loads)
+    np.add.at(sent.T, plan.replicas[:, 0], plan.split)
+    for source, expert in np.argwhere(sent > plan.loads)[:1]:
+        raise PlanError(
+            "split",
+            f"source rank {source} sends {sent[source, expert]} tokens to copies of expert "
+            f"{expert}, it has {plan.loads[source, expert]}",
+        )
+
+
+def _check_range(name: str, values: IntArray, end: int) -> None:
+    if len(values) and (values.min() < 0 or values.max() >= end):
+        raise PlanError("range", f"{name} {values.min()}..{values.max()} is not in 0..{end - 1}")
+
+
+def _fail_at(broken: np.ndarray, copies_C3: IntArray, rule: str, what: str) -> None:
+    for copy in np.flatnonzero(broken)[:1]:
+        expert, host, quota = copies_C3[copy].tolist()
+        raise PlanError(rule, f"the copy of expert {expert} on rank {host} ({quota} tokens) {what}")

@@ -1,0 +1,111 @@
+"""Topology: ranks, their fast-link domains, the homes of the experts, the spare slots.
+
+Shapes: R ranks, E experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ultraep.arrays import IntArray, frozen
+from ultraep.errors import ConfigError
+
+MAX_RANKS = 1 << 16
+MAX_EXPERTS = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Topology:
+    """Where experts live and where copies may go.
+
+    ranks: ranks of the expert-parallel group.
+    experts: experts of one layer.
+    slots: spare slots of every rank, each holding one copy.
+    domain: ranks joined by the fast link, contiguous; copies never leave the domain of their home.
+        None: all ranks are one domain.
+    homes: home rank of every expert. None: contiguous blocks of `experts / ranks`.
+
+    >>> Topology(ranks=2, experts=4, slots=1).home_of_expert
+    array([0, 0, 1, 1])
+    """
+
+    ranks: int
+    experts: int
+    slots: int = 1
+    domain: int | None = None
+    homes: Sequence[int] | None = None
+
+    home_of_expert: IntArray = field(init=False, repr=False, compare=False)
+    experts_by_rank: IntArray = field(init=False, repr=False, compare=False)
+    first_of_rank: IntArray = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        _check_range("ranks", self.ranks, 1, MAX_RANKS)
+        _check_range("experts", self.experts, 1, MAX_EXPERTS)
+        _check_range("slots", self.slots, 0, self.experts)
+        domain = self.ranks if self.domain is None else self.domain
+        _check_range("domain", domain, 1, self.ranks)
+        if self.ranks % domain:
+            raise ConfigError(
+                f"domain must divide the ranks into equal blocks: "
+                f"{self.ranks} ranks do not divide by a domain of {domain}"
+            )
+        home_of_expert = self._home_of_expert()
+        counts_R = np.bincount(home_of_expert, minlength=self.ranks)
+        first = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts_R)])
+        by_rank = np.argsort(home_of_expert, kind="stable").astype(np.int64)
+        self._set("domain", domain)
+        self._set("homes", None if self.homes is None else tuple(home_of_expert.tolist()))
+        self._set("home_of_expert", frozen(home_of_expert))
+        self._set("experts_by_rank", frozen(by_rank))
+        self._set("first_of_rank", frozen(first))
+
+    @property
+    def domain_size(self) -> int:
+        """Ranks of one fast-link domain."""
+        assert self.domain is not None
+        return self.domain
+
+    @property
+    def num_domains(self) -> int:
+        return self.ranks // self.domain_size
+
+    @property
+    def homes_per_rank(self) -> IntArray:
+        """[R] number of home experts of every rank."""
+        return np.diff(self.first_of_rank)
+
+    def _home_of_expert(self) -> IntArray:
+        if self.homes is None:
+            if self.experts % self.ranks:
+                raise ConfigError(
+                    f"{self.experts} experts do not divide evenly over {self.ranks} ranks: "
+                    f"pass homes=, the home rank of every expert"
+                )
+            return np.repeat(np.arange(self.ranks), self.experts // self.ranks)
+        homes = np.asarray(self.homes)
+        if homes.ndim != 1 or len(homes) != self.experts:
+            raise ConfigError(
+                f"homes must hold one rank for each of the {self.experts} experts, "
+                f"got shape {tuple(homes.shape)}"
+            )
+        if not np.issubdtype(homes.dtype, np.integer):
+            raise ConfigError(f"homes must be integers, got {homes.dtype}")
+        if homes.min() < 0 or homes.max() >= self.ranks:
+            raise ConfigError(
+                f"homes must lie in 0..{self.ranks - 1}, got {homes.min()}..{homes.max()}"
+            )
+        return homes.astype(np.int64)
+
+    def _set(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)
+
+
+def _check_range(name: str, value: object, least: int, most: int) -> None:
+    if not isinstance(value, (int, np.integer)) or isinstance(value, bool):
+        raise ConfigError(f"{name} must be an integer, got {value!r}")
+    if not least <= value <= most:
+        raise ConfigError(f"{name} must lie between {least} and {most}, got {value}")
