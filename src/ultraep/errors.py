@@ -1,11 +1,11 @@
 """Everything that can go wrong, as one small tree.
 
     UltraEPError
-    |-- ConfigError          a setting, topology or argument that cannot work   (also a ValueError)
-    |-- LoadError            loads that are no loads: wrong shape, sign, type   (also a ValueError)
-    |-- FileError            a file that cannot be read as loads                (also a ValueError)
-    |-- PlanError            a plan that breaks one of its rules; `.rule` names it
-    `-- BackendUnavailable   a backend or extra that is not installed           (also an ImportError)
+    |-- ConfigError         a setting, topology or argument that cannot work  (also a ValueError)
+    |-- LoadError           loads that are no loads: wrong shape, sign, type  (also a ValueError)
+    |-- FileError           a file that cannot be read as loads               (also a ValueError)
+    |-- PlanError           a plan that breaks one of its rules; `.rule` names it
+    `-- BackendUnavailable  a backend or extra that is not installed          (also an ImportError)
 
 Catch `UltraEPError` to catch them all. Messages name what was given and what was expected.
 """

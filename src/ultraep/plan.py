@@ -220,7 +220,8 @@ def _past(history: Any, policy: Policy, topology: Topology) -> IntArray | None:
         )
     if array.size and array.min() < 0:
         raise LoadError(f"history must not be negative, got {array.min()}")
-    return array.reshape(-1, topology.experts).sum(axis=0, dtype=np.int64)
+    past_E: IntArray = array.reshape(-1, topology.experts).sum(axis=0, dtype=np.int64)
+    return past_E
 
 
 def _in_order(copies_C3: IntArray, topology: Topology) -> IntArray:

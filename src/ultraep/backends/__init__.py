@@ -68,7 +68,5 @@ def _best() -> ModuleType:
     for info in BACKENDS:
         if info.available:
             return importlib.import_module(info.module)
-        logger.warning(
-            "backend %r is not available (%s), using a slower one", info.name, info.hint
-        )
+        logger.warning("backend %r is not available (%s), using a slower one", info.name, info.hint)
     raise AssertionError("the reference backend needs nothing and is always available")

@@ -9,6 +9,6 @@ from ultraep.policies import Problem, register_policy
 
 
 @register_policy("none")
-def none(problem: Problem) -> IntArray:
+def none(_: Problem) -> IntArray:
     """No copies: every token goes to the home of its expert."""
     return np.empty((0, 3), dtype=np.int64)

@@ -1,0 +1,22 @@
+"""Where loads come from: seeded generators, recorded routing, and files.
+
+>>> loads = one_hot(ranks=2, experts=4, tokens=3, expert=1)
+>>> loads
+array([[0, 3, 0, 0],
+       [0, 3, 0, 0]])
+"""
+
+from ultraep.workload.files import read_loads
+from ultraep.workload.generators import domain_shift, lognormal, one_hot, uniform, zipf
+from ultraep.workload.windows import loads_of_windows, read_routing
+
+__all__ = [
+    "domain_shift",
+    "loads_of_windows",
+    "lognormal",
+    "one_hot",
+    "read_loads",
+    "read_routing",
+    "uniform",
+    "zipf",
+]

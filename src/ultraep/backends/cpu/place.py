@@ -88,9 +88,7 @@ def window(loads, first, slots, threshold, min_tokens, max_replicas, copies):
     while True:
         donor = -1
         for rank in range(ranks):
-            if rank_loads[rank] > threshold and (
-                donor < 0 or rank_loads[rank] < rank_loads[donor]
-            ):
+            if rank_loads[rank] > threshold and (donor < 0 or rank_loads[rank] < rank_loads[donor]):
                 donor = rank
         if donor < 0:
             break

@@ -1,0 +1,47 @@
+# `make demo` and `make test` work as the first command on a fresh machine.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: help demo test lint types bench format clean
+
+help:
+	@echo "make demo    set up, then a planning tour in the terminal"
+	@echo "make test    set up, then all tests"
+	@echo "make lint    set up, then ruff: rules and format"
+	@echo "make types   set up, then mypy --strict"
+	@echo "make bench   set up, then the planner benchmark (some minutes)"
+	@echo "make format  rewrite the sources in the project's format"
+	@echo "make clean   remove the virtual environment and all caches"
+
+demo: $(READY)
+	@$(BIN)/ultraep demo
+
+test: $(READY)
+	$(BIN)/python -m pytest
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(READY)
+	$(BIN)/mypy
+
+bench: $(READY)
+	$(BIN)/python benchmarks/bench_plan.py
+
+format: $(READY)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(READY): pyproject.toml constraints.txt
+	@echo "Setting up $(VENV) (PyTorch is large; this takes a minute or more, once)"
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed; set PYTHON=")'
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@

@@ -1,0 +1,105 @@
+"""Loads from files: one matrix `[source rank, expert]`, or a sequence of them.
+
+.npy   an integer array, two- or three-dimensional
+.npz   any number of such arrays, in the order of the file
+.csv   one line per source rank, one column per expert; empty lines between matrices
+.json  nested lists, or an object whose "loads" are nested lists
+"""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ultraep.arrays import IntArray
+from ultraep.errors import FileError, LoadError
+from ultraep.loads import as_integers
+
+
+def read_loads(path: str | Path) -> IntArray:
+    """[S, R, E] all load matrices of the file, in order."""
+    path = Path(path)
+    read = READERS.get(path.suffix.lower())
+    if read is None:
+        raise FileError(
+            f"{path}: unknown format {path.suffix or '(none)'!r}; known are {', '.join(READERS)}"
+        )
+    if not path.is_file():
+        raise FileError(f"{path}: no such file")
+    try:
+        matrices = [_as_sequence(array) for array in read(path)]
+    except (LoadError, json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise FileError(f"{path}: {error}") from None
+    except (ValueError, EOFError, OSError, KeyError, zipfile.BadZipFile) as error:
+        raise FileError(f"{path}: cannot be read, truncated or damaged: {error}") from None
+    shapes = sorted({matrix.shape[1:] for matrix in matrices})
+    if len(shapes) > 1:
+        raise FileError(f"{path}: matrices of different shapes, {shapes[0]} and {shapes[1]}")
+    if not matrices or not sum(len(matrix) for matrix in matrices):
+        raise FileError(f"{path}: holds no loads")
+    return np.concatenate(matrices)
+
+
+def _as_sequence(values: Any) -> IntArray:
+    array = as_integers(values, "loads")
+    if array.ndim not in (2, 3):
+        raise LoadError(
+            f"want [source rank, expert] or a sequence of such, got shape {list(array.shape)}"
+        )
+    if array.dtype == np.uint64 and array.size and array.max() > np.iinfo(np.int64).max:
+        raise LoadError(f"a load of {array.max()} is too large to count")
+    return array.astype(np.int64).reshape(-1, *array.shape[-2:])
+
+
+def _read_npy(path: Path) -> Iterator[Any]:
+    with path.open("rb") as file:
+        yield np.load(file, allow_pickle=False)
+
+
+def _read_npz(path: Path) -> Iterator[Any]:
+    with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
+        yield from (arrays[name] for name in arrays.files)
+
+
+def _read_csv(path: Path) -> Iterator[Any]:
+    rows: list[list[int]] = []
+    for number, line in enumerate(path.read_text().splitlines(), start=1):
+        if line.strip():
+            rows.append(_parse_row(line, number, rows))
+        elif rows:
+            yield rows
+            rows = []
+    if rows:
+        yield rows
+
+
+def _parse_row(line: str, number: int, rows: list[list[int]]) -> list[int]:
+    try:
+        row = [int(cell) for cell in line.split(",")]
+    except ValueError as error:
+        raise LoadError(f"line {number}: loads must be integers: {error}") from None
+    if rows and len(row) != len(rows[0]):
+        raise LoadError(f"line {number}: {len(row)} columns, the lines before have {len(rows[0])}")
+    return row
+
+
+def _read_json(path: Path) -> Iterator[Any]:
+    content = json.loads(path.read_text())
+    if isinstance(content, dict):
+        if "loads" not in content:
+            raise LoadError(f"an object needs the key 'loads', found {sorted(content)}")
+        content = content["loads"]
+    yield content
+
+
+READERS: dict[str, Callable[[Path], Iterator[Any]]] = {
+    ".npy": _read_npy,
+    ".npz": _read_npz,
+    ".csv": _read_csv,
+    ".json": _read_json,
+}

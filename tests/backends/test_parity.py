@@ -1,0 +1,83 @@
+"""Every backend gives the bits of the reference, over the named grid and at random."""
+
+import numpy as np
+import pytest
+from cases import NAMED, configs, problems
+from hypothesis import given, settings
+
+import ultraep
+from ultraep import BackendUnavailable, BalanceConfig, ConfigError, backends
+
+FAST = [name for name in ultraep.backend_names() if name != "reference"]
+SETTINGS = [
+    BalanceConfig(),
+    BalanceConfig(tolerance=0.01),
+    BalanceConfig(tolerance=0.3, locality=False),
+    BalanceConfig(min_tokens_per_replica=20),
+    BalanceConfig(max_replicas=2, tolerance=0.05),
+]
+
+
+def assert_same(plan, wanted):
+    for name in ("replicas", "quotas", "split", "rank_loads"):
+        np.testing.assert_array_equal(getattr(plan, name), getattr(wanted, name), err_msg=name)
+    assert plan.digest() == wanted.digest()
+
+
+@pytest.mark.parametrize("backend", FAST)
+@pytest.mark.parametrize("config", SETTINGS, ids=str)
+@pytest.mark.parametrize("name", NAMED)
+def test_named_cases(name, config, backend):
+    loads, topology = NAMED[name]
+    wanted = ultraep.plan(loads, topology, config, backend="reference")
+    assert_same(ultraep.plan(loads, topology, config, backend=backend), wanted)
+
+
+@pytest.mark.parametrize("backend", FAST)
+@settings(max_examples=2000)
+@given(problems(), configs)
+def test_random_cases(backend, problem, config):
+    loads, topology = problem
+    wanted = ultraep.plan(loads, topology, config, backend="reference")
+    assert_same(ultraep.plan(loads, topology, config, backend=backend), wanted)
+
+
+@pytest.mark.parametrize("backend", FAST)
+@given(problems(), configs)
+def test_bounds(backend, problem, config):
+    loads, topology = problem
+    bounds = {
+        backends.select(name).lower_bound(
+            loads.sum(axis=0),
+            topology.experts_by_rank,
+            topology.first_of_rank,
+            topology.domain_size,
+            topology.slots,
+            10**9 if config.max_replicas is None else config.max_replicas,
+        )
+        for name in ("reference", backend)
+    }
+    assert len(bounds) == 1
+
+
+def test_an_unknown_backend_is_refused():
+    with pytest.raises(ConfigError, match="unknown backend 'gpu'; known are cpu, reference"):
+        backends.select("gpu")
+
+
+@pytest.fixture
+def without_numba(monkeypatch):
+    monkeypatch.setattr(backends.importlib.util, "find_spec", lambda name: None)
+    backends.select.cache_clear()
+    yield
+    backends.select.cache_clear()
+
+
+def test_an_explicit_choice_never_falls_back(without_numba):
+    with pytest.raises(BackendUnavailable, match=r"'cpu' needs numba.*pip install numba"):
+        backends.select("cpu")
+
+
+def test_an_automatic_choice_says_what_it_leaves_out(without_numba, caplog):
+    assert backends.select().__name__ == "ultraep.backends.reference"
+    assert "'cpu' is not available" in caplog.text

@@ -1,0 +1,94 @@
+"""Loads and topologies for many tests: a named grid, and strategies for hypothesis."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import strategies as st
+
+import ultraep
+from ultraep import workload
+
+MAX_TOTAL = 2**31 - 1
+
+
+def _named() -> dict[str, tuple[np.ndarray, ultraep.Topology]]:
+    def case(loads, **topology):
+        loads = np.asarray(loads)
+        ranks, experts = loads.shape
+        return loads, ultraep.Topology(ranks=ranks, experts=experts, **topology)
+
+    uneven = [0, 0, 0, 1, 1, 2, 3, 3, 3, 3]
+    return {
+        "uniform": case(workload.uniform(8, 32, top_k=4, tokens=256)),
+        "one_hot": case(workload.one_hot(8, 32, tokens=100)),
+        "one_hot_many_slots": case(workload.one_hot(8, 32, tokens=100, expert=17), slots=3),
+        "zipf": case(workload.zipf(16, 64, ratio=3.0, tokens=512)),
+        "zipf_shuffled": case(workload.zipf(16, 64, ratio=3.0, tokens=512, shuffled=True)),
+        "zipf_two_slots": case(workload.zipf(16, 32, ratio=2.0, tokens=512), slots=2),
+        "lognormal_domains": case(workload.lognormal(16, 48, sigma=2.0, tokens=128), domain=4),
+        "no_slots": case(workload.zipf(8, 16, ratio=2.0, top_k=2, tokens=64), slots=0),
+        "one_rank": case(workload.uniform(1, 4, top_k=2, tokens=10)),
+        "one_rank_domains": case(workload.zipf(4, 8, ratio=2.0, top_k=2, tokens=50), domain=1),
+        "empty": case(np.zeros((4, 8), dtype=int)),
+        "one_token": case(np.eye(1, 8, dtype=int).repeat(4, axis=0)),
+        "single_row": case(np.vstack([np.arange(8), np.zeros((3, 8), dtype=int)])),
+        "uneven_homes": case(workload.lognormal(4, 10, top_k=3, tokens=99), homes=uneven),
+        "a_rank_without_homes": case(
+            workload.lognormal(4, 6, top_k=2, tokens=99), homes=[0, 0, 0, 1, 1, 3]
+        ),
+        "near_overflow": case(_near_overflow()),
+        "wide": case(workload.zipf(64, 256, ratio=4.0, shuffled=True, seed=3)),
+        "unclosable": case(_many_small_experts(), slots=1),
+    }
+
+
+def _near_overflow() -> np.ndarray:
+    loads = np.zeros((4, 8), dtype=np.int64)
+    loads[:, 2] = MAX_TOTAL // 4 - 5
+    loads[1, 7] = 19
+    return loads
+
+
+def _many_small_experts() -> np.ndarray:
+    """Rank 0 is three times as full as the rest, in experts too small to fill a slot's worth."""
+    rng = np.random.default_rng(5)
+    loads = rng.integers(20, 40, (4, 48))
+    loads[:, :12] *= 3
+    return loads
+
+
+NAMED = _named()
+
+
+@st.composite
+def topologies(draw: st.DrawFn, max_ranks: int = 8, max_slots: int = 3) -> ultraep.Topology:
+    domain = draw(st.integers(1, max_ranks))
+    ranks = domain * draw(st.integers(1, max_ranks // domain))
+    homes = None
+    if draw(st.booleans()):
+        experts = draw(st.integers(1, 24))
+        homes = draw(st.lists(st.integers(0, ranks - 1), min_size=experts, max_size=experts))
+    else:
+        experts = ranks * draw(st.integers(1, 5))
+    slots = draw(st.integers(0, min(max_slots, experts)))
+    return ultraep.Topology(ranks=ranks, experts=experts, slots=slots, domain=domain, homes=homes)
+
+
+@st.composite
+def problems(draw: st.DrawFn, **limits: int) -> tuple[np.ndarray, ultraep.Topology]:
+    """Loads of many shapes: flat, skewed, sparse, tiny and huge."""
+    topology = draw(topologies(**limits))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    shape = (topology.ranks, topology.experts)
+    popularity = np.exp(rng.normal(0, draw(st.sampled_from([0.0, 0.5, 1.0, 2.0, 4.0])), shape[1]))
+    scale = draw(st.sampled_from([0.3, 3, 30, 3000, 10**6])) / popularity.mean()
+    return rng.poisson(popularity * scale, shape), topology
+
+
+configs = st.builds(
+    ultraep.BalanceConfig,
+    tolerance=st.sampled_from([0.0, 0.01, 0.1, 1.0]),
+    min_tokens_per_replica=st.sampled_from([1, 1, 2, 50]),
+    max_replicas=st.sampled_from([None, None, 0, 1, 3]),
+    locality=st.booleans(),
+)

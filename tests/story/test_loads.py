@@ -1,0 +1,54 @@
+"""Counting ids, and refusing what is no load."""
+
+import numpy as np
+import pytest
+import torch
+
+import ultraep
+from ultraep import LoadError, Topology, count_loads
+
+TOPOLOGY = Topology(ranks=2, experts=4, slots=1)
+
+
+def test_ids_are_counted():
+    assert count_loads([[0, 3], [3, 1]], experts=4).tolist() == [1, 1, 0, 2]
+    assert count_loads(torch.tensor([[0, 3], [3, 1]]), experts=4).tolist() == [1, 1, 0, 2]
+    assert count_loads(np.empty((0, 2), dtype=int), experts=3).tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize("ids", [[[4]], [[-1]]])
+def test_ids_out_of_range_are_refused(ids):
+    with pytest.raises(LoadError, match=r"0\.\.3"):
+        count_loads(ids, experts=4)
+
+
+@pytest.mark.parametrize(
+    ("loads", "message"),
+    [
+        (np.zeros((2, 3), dtype=int), r"\[2, 4\], got \[2, 3\]"),
+        (np.zeros(4, dtype=int), r"\[2, 4\], got \[4\]"),
+        (np.zeros((1, 2, 4), dtype=int), r"got \[1, 2, 4\]"),
+        (np.zeros((2, 4)), "integers, got float64"),
+        (np.full((2, 4), np.nan), "integers, got float64"),
+        (np.zeros((2, 4), dtype=bool), "integers, got bool"),
+        (torch.zeros(2, 4), "integers, got float32"),
+        ([[1, 2, 3, 4], [1, 2]], "rectangular"),
+        ([["a"] * 4] * 2, "integers"),
+        (np.array([[0, 0, 0, 0], [0, -7, 0, 0]]), "got -7 for source rank 1, expert 1"),
+        (np.full((2, 4), 2**31), "more than 2147483647"),
+        (np.full((2, 4), 2**29), "more than 2147483647"),
+        (np.full((2, 4), 2**63, dtype=np.uint64), "more than 2147483647"),
+        (np.full((2, 4), np.iinfo(np.int64).max), "more than 2147483647"),
+    ],
+)
+def test_bad_loads_are_refused(loads, message):
+    with pytest.raises(LoadError, match=message):
+        ultraep.plan(loads, TOPOLOGY)
+
+
+def test_the_largest_total_is_counted_exactly():
+    loads = np.zeros((2, 4), dtype=np.int64)
+    loads[0, 0] = 2**31 - 1
+    plan = ultraep.plan(loads, TOPOLOGY)
+    assert plan.rank_loads.tolist() == [2**30 - 1, 2**30]
+    plan.check(loads)

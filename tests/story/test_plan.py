@@ -1,0 +1,297 @@
+"""What every plan promises, whatever the loads, the topology and the settings."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from cases import NAMED, configs, problems, topologies
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import ultraep
+from ultraep import BalanceConfig, PlanError, Topology, workload
+
+
+@given(problems(), configs)
+def test_every_plan_keeps_every_rule(problem, config):
+    loads, topology = problem
+    ultraep.plan(loads, topology, config).check(loads)
+
+
+@given(problems(), configs)
+def test_tokens_are_conserved(problem, config):
+    loads, topology = problem
+    plan = ultraep.plan(loads, topology, config)
+    split, quota = plan.dense_split(), plan.dense_quota()
+    assert split.min(initial=0) >= 0
+    np.testing.assert_array_equal(split.sum(axis=2), loads)  # every source sends all it routed
+    np.testing.assert_array_equal(split.sum(axis=0), quota)  # every quota is met exactly
+    np.testing.assert_array_equal(quota.sum(axis=1), loads.sum(axis=0))
+    np.testing.assert_array_equal(quota.sum(axis=0), plan.rank_loads)
+
+
+@given(problems(), configs)
+def test_limits_hold(problem, config):
+    loads, topology = problem
+    plan = ultraep.plan(loads, topology, config)
+    experts, hosts, slots = plan.replicas.T
+    homes = topology.home_of_expert[experts]
+    assert (hosts != homes).all()
+    assert (hosts // topology.domain == homes // topology.domain).all()
+    assert plan.max_ingress <= topology.slots
+    assert (slots < topology.slots).all()
+    assert len({(e, h) for e, h, _ in plan.replicas.tolist()}) == plan.num_replicas
+    assert len({(h, s) for _, h, s in plan.replicas.tolist()}) == plan.num_replicas
+    assert (plan.quotas >= config.min_tokens_per_replica).all()
+    if config.max_replicas is not None:
+        in_domain = np.bincount(hosts // topology.domain, minlength=1)
+        assert in_domain.max() <= config.max_replicas
+
+
+@given(problems(), configs)
+def test_balancing_never_hurts_and_never_beats_the_bound(problem, config):
+    loads, topology = problem
+    plan = ultraep.plan(loads, topology, config)
+    assert plan.lower_bound <= plan.imbalance <= plan.initial_imbalance
+
+
+@given(problems(max_slots=0))
+def test_without_slots_nothing_moves_and_the_bound_says_so(problem):
+    loads, topology = problem
+    plan = ultraep.plan(loads, topology)
+    assert plan.num_replicas == 0
+    assert plan.lower_bound == plan.imbalance == plan.initial_imbalance
+
+
+@settings(max_examples=1000)
+@given(topologies(max_ranks=8), st.integers(0, 2**32 - 1), st.sampled_from([1, 10, 1000]))
+def test_a_slot_for_every_home_expert_gives_the_mean_rounded_up(topology, seed, scale):
+    most_homes = max(1, int(topology.homes_per_rank.max()))
+    topology = dataclasses.replace(
+        topology, slots=min(most_homes, topology.experts), domain=topology.ranks
+    )
+    rng = np.random.default_rng(seed)
+    loads = rng.poisson(
+        scale * np.exp(rng.normal(0, 2, topology.experts)), (topology.ranks, topology.experts)
+    )
+    plan = ultraep.plan(loads, topology)
+    assert plan.rank_loads.max() == -(-int(loads.sum()) // topology.ranks)
+
+
+@given(problems(), st.sampled_from([0.01, 0.1, 0.5]))
+def test_tolerance_is_met_where_exact_balance_is(problem, tolerance):
+    loads, topology = problem
+    exact = ultraep.plan(loads, topology)
+    relaxed = ultraep.plan(loads, topology, BalanceConfig(tolerance=tolerance))
+    target = max(exact.imbalance, exact.lower_bound * (1 + tolerance))
+    assert relaxed.imbalance <= target + topology.ranks / max(1, loads.sum())
+
+
+def test_within_the_tolerance_nothing_is_copied():
+    loads = workload.uniform(8, 32, top_k=4, tokens=4096)
+    topology = Topology(ranks=8, experts=32, slots=1)
+    plan = ultraep.plan(loads, topology, BalanceConfig(tolerance=0.05))
+    assert 1.0 < plan.initial_imbalance < 1.05
+    assert plan.num_replicas == 0
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 4, 16, 64])
+def test_small_batches_are_realised_exactly(tokens):
+    loads = workload.lognormal(64, 256, sigma=1.0, tokens=tokens)
+    plan = ultraep.plan(loads, Topology(ranks=64, experts=256, slots=1))
+    np.testing.assert_array_equal(plan.dense_split().sum(axis=(0, 1)), plan.rank_loads)
+    assert plan.rank_loads.max() == -(-int(loads.sum()) // 64)
+
+
+def test_a_copy_serves_its_own_rank_first():
+    loads = np.array([[30, 0], [30, 0]])
+    topology = Topology(ranks=2, experts=2, slots=1)
+    near = ultraep.plan(loads, topology)
+    far = ultraep.plan(loads, topology, BalanceConfig(locality=False))
+    assert near.split.tolist() == [[0, 30]]
+    assert near.remote_tokens == 0
+    assert far.remote_tokens == 0  # home takes the first 30 on the line, which are its own
+    lopsided = np.array([[10, 0], [50, 0]])
+    assert ultraep.plan(lopsided, topology).remote_tokens == 20
+
+
+def test_the_split_follows_the_line_of_sources():
+    loads = np.array([[4, 0, 0], [4, 0, 0], [4, 0, 0]])
+    topology = Topology(ranks=3, experts=3, slots=1)
+    plan = ultraep.plan(loads, topology, BalanceConfig(locality=False))
+    assert plan.replicas.tolist() == [[0, 1, 0], [0, 2, 0]]
+    assert plan.split.tolist() == [[0, 4, 0], [0, 0, 4]]
+
+
+def test_a_fast_link_domain_keeps_its_copies():
+    loads = np.zeros((4, 4), dtype=int)
+    loads[:, 0] = 100
+    one = ultraep.plan(loads, Topology(ranks=4, experts=4, slots=1))
+    two = ultraep.plan(loads, Topology(ranks=4, experts=4, slots=1, domain=2))
+    assert one.rank_loads.tolist() == [100, 100, 100, 100]
+    assert two.rank_loads.tolist() == [200, 200, 0, 0]
+    assert two.lower_bound == two.imbalance == 2.0
+
+
+def test_a_lighter_domain_is_not_balanced_for_nothing():
+    loads = np.array([[90, 10, 4, 0]] * 4)
+    plan = ultraep.plan(loads, Topology(ranks=4, experts=4, slots=1, domain=2))
+    assert plan.rank_loads.tolist() == [200, 200, 16, 0]
+    assert plan.replicas.tolist() == [[0, 1, 0]]
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.int16, np.int32, np.uint32, np.int64, np.uint64])
+def test_any_integer_type_gives_the_same_plan(dtype):
+    loads = np.random.default_rng(0).integers(0, 100, (4, 8))
+    topology = Topology(ranks=4, experts=8, slots=1)
+    assert ultraep.plan(loads.astype(dtype), topology) == ultraep.plan(loads, topology)
+
+
+def test_tensors_lists_and_views_give_the_same_plan():
+    loads = np.random.default_rng(0).integers(0, 100, (4, 8))
+    topology = Topology(ranks=4, experts=8, slots=1)
+    wanted = ultraep.plan(loads, topology)
+    assert ultraep.plan(torch.from_numpy(loads), topology) == wanted
+    assert ultraep.plan(torch.from_numpy(loads).int(), topology) == wanted
+    assert ultraep.plan(loads.tolist(), topology) == wanted
+    assert ultraep.plan(np.asfortranarray(loads), topology) == wanted
+    assert ultraep.plan(loads.repeat(2, axis=1)[:, ::2], topology) == wanted
+
+
+def test_a_plan_does_not_follow_later_changes_of_the_loads():
+    loads = np.full((2, 2), 5)
+    plan = ultraep.plan(loads, Topology(ranks=2, experts=2))
+    loads[:] = 0
+    assert plan.total == 20
+    with pytest.raises(ValueError, match="read-only"):
+        plan.loads[0, 0] = 1
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_equal_plans_have_equal_digests(name):
+    loads, topology = NAMED[name]
+    plan, again = (ultraep.plan(loads, topology) for _ in range(2))
+    assert plan == again
+    assert plan.digest() == again.digest()
+    assert hash(plan) == hash(again)
+
+
+def test_different_plans_have_different_digests():
+    loads, topology = NAMED["zipf"]
+    plans = [
+        ultraep.plan(loads, topology),
+        ultraep.plan(loads, topology, BalanceConfig(policy="none")),
+        ultraep.plan(loads, topology, BalanceConfig(tolerance=0.1)),
+        ultraep.plan(loads, topology, BalanceConfig(locality=False)),
+        ultraep.plan(loads, dataclasses.replace(topology, domain=8)),
+        ultraep.plan(loads[::-1], topology),
+    ]
+    assert len({plan.digest() for plan in plans}) == len(plans)
+    assert plans[0] != "a plan"
+
+
+def _broken(plan, **changes):
+    arrays = {
+        name: getattr(plan, name).copy() for name in ("replicas", "quotas", "split", "rank_loads")
+    }
+    for name, change in changes.items():
+        arrays[name] = change(arrays[name])
+    return dataclasses.replace(plan, **arrays)
+
+
+def _set(index, value):
+    def change(array):
+        array[index] = value
+        return array
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("rule", "changes"),
+    [
+        ("range", {"replicas": _set((0, 0), 999)}),
+        ("range", {"replicas": _set((0, 1), -1)}),
+        ("range", {"replicas": _set((0, 2), 1)}),
+        ("quota", {"quotas": _set(0, 0)}),
+        ("quota", {"quotas": _set(0, 10**6)}),
+        ("split", {"split": _set((0, 0), -1)}),
+        ("split", {"split": lambda s: s + np.eye(*s.shape, dtype=int)}),
+        ("rank loads", {"rank_loads": lambda r: r + 1}),
+        ("shape", {"split": lambda s: s[:, 1:]}),
+        ("shape", {"quotas": lambda q: q[1:]}),
+        ("shape", {"replicas": lambda r: r[:, :2]}),
+        ("duplicate", {"replicas": lambda r: np.repeat(r[:1], len(r), axis=0)}),
+        (
+            "order",
+            {
+                "replicas": lambda r: r[::-1],
+                "quotas": lambda q: q[::-1],
+                "split": lambda s: s[::-1],
+            },
+        ),
+    ],
+)
+def test_check_names_the_broken_rule(rule, changes):
+    loads = workload.zipf(16, 64, ratio=3.0, tokens=512, shuffled=True)
+    topology = Topology(ranks=16, experts=64, slots=1)
+    plan = ultraep.plan(loads, topology)
+    plan.check(loads)
+    with pytest.raises(PlanError) as caught:
+        _broken(plan, **changes).check(loads)
+    assert caught.value.rule == rule
+
+
+def test_check_names_a_copy_at_home_or_outside_its_domain():
+    loads = workload.one_hot(4, 4, tokens=100)
+    plan = ultraep.plan(loads, Topology(ranks=4, experts=4, slots=1, domain=2))
+    assert plan.replicas.tolist() == [[0, 1, 0]]
+    for host, rule in ((0, "home"), (3, "domain")):
+        with pytest.raises(PlanError) as caught:
+            _broken(plan, replicas=_set((0, 1), host)).check(loads)
+        assert caught.value.rule == rule
+
+
+def test_check_names_slots_used_twice_or_too_many():
+    loads = np.array([[50, 50, 0, 0], [50, 50, 0, 0]])
+    plan = ultraep.plan(loads, Topology(ranks=2, experts=4, slots=2))
+    assert plan.replicas.tolist() == [[0, 1, 0]]
+    two = ultraep.plan(loads * [2, 1, 0, 0], Topology(ranks=2, experts=4, slots=2))
+    both = dataclasses.replace(
+        two,
+        replicas=np.array([[0, 1, 0], [1, 1, 0]]),
+        quotas=np.array([50, 50]),
+        split=np.array([[0, 50], [0, 50]]),
+    )
+    with pytest.raises(PlanError, match="share one slot"):
+        both.check(loads * [2, 1, 0, 0])
+    one_slot = dataclasses.replace(both, topology=Topology(ranks=2, experts=4, slots=1))
+    with pytest.raises(PlanError, match="rank 1 holds 2 copies in 1 slots"):
+        one_slot.check(loads * [2, 1, 0, 0])
+
+
+def test_check_refuses_other_loads():
+    loads, topology = NAMED["zipf"]
+    plan = ultraep.plan(loads, topology)
+    with pytest.raises(PlanError, match="source rank 0 routes") as caught:
+        plan.check(loads + np.eye(*loads.shape, dtype=int))
+    assert caught.value.rule == "loads"
+
+
+def test_numbers_of_a_hand_made_example():
+    loads = np.array([[8, 0, 1, 1], [8, 0, 1, 1]])
+    plan = ultraep.plan(loads, Topology(ranks=2, experts=4, slots=1))
+    assert plan.initial_rank_loads.tolist() == [16, 4]
+    assert plan.rank_loads.tolist() == [10, 10]
+    assert plan.replicas.tolist() == [[0, 1, 0]]
+    assert plan.quotas.tolist() == [6]
+    assert plan.dense_quota().tolist() == [[10, 6], [0, 0], [0, 2], [0, 2]]
+    assert (plan.num_replicas, plan.max_fanout, plan.max_ingress, plan.max_egress) == (1, 1, 1, 1)
+    assert (plan.initial_imbalance, plan.imbalance, plan.lower_bound) == (1.6, 1.0, 1.0)
+    assert (
+        plan.remote_tokens == 2 + 2
+    )  # expert 0: two of rank 1's tokens; experts 2 and 3: two of rank 0's
+    assert repr(plan) == (
+        "Plan(ultraep, 2 ranks, 4 experts: imbalance 1.600 -> 1.000 with 1 copies)"
+    )

@@ -1,0 +1,151 @@
+"""Promises to users and newcomers that no single module can keep alone."""
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import ultraep
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "src" / "ultraep"
+MODULES = sorted(PACKAGE.rglob("*.py"))
+
+# Every layer may import from itself and from the layers above it in this list.
+LAYERS = [
+    ["errors", "version", "arrays"],
+    ["config"],
+    ["topology"],
+    ["backends"],
+    ["loads", "policies"],
+    ["rules"],
+    ["plan", "workload"],
+    ["__init__"],
+    ["cli", "__main__"],
+]
+ONLY_IN = {
+    "numba": ["backends/cpu"],
+    "scipy": ["policies/lplb.py"],
+    "typer": ["cli"],
+    "rich": ["cli"],
+    "torch": ["cli/env.py"],
+}
+
+
+def layer_of(name: str) -> int:
+    return next(index for index, names in enumerate(LAYERS) if name in names)
+
+
+def imports_of(path: Path) -> set[str]:
+    tree = ast.parse(path.read_text())
+    typing_only = {
+        id(statement)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        for statement in node.body
+    }
+    found = set()
+    for node in ast.walk(tree):
+        if id(node) in typing_only:
+            continue
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found.add(node.module)
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def test_public_names_are_frozen():
+    assert sorted(ultraep.__all__) == [
+        "BackendUnavailable",
+        "BalanceConfig",
+        "ConfigError",
+        "FileError",
+        "LoadError",
+        "Plan",
+        "PlanError",
+        "Problem",
+        "Topology",
+        "UltraEPError",
+        "__version__",
+        "backend_names",
+        "count_loads",
+        "plan",
+        "policy_names",
+        "register_policy",
+        "workload",
+    ]
+    assert all(hasattr(ultraep, name) for name in ultraep.__all__)
+
+
+def test_every_error_is_in_the_tree():
+    errors = [e for e in vars(ultraep).values() if isinstance(e, type) and issubclass(e, Exception)]
+    assert all(issubclass(error, ultraep.UltraEPError) for error in errors)
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_imports_run_one_way(path):
+    own = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+    for name in imports_of(path):
+        top, _, rest = name.partition(".")
+        if top == "ultraep":
+            target = rest.split(".")[0] or "__init__"
+            known = {name for names in LAYERS for name in names}
+            target = target if target in known else "__init__"
+            assert layer_of(target) <= layer_of(own), f"{path.name} imports {name}"
+        elif top in ONLY_IN:
+            where = str(path.relative_to(PACKAGE))
+            assert any(where.startswith(place) for place in ONLY_IN[top]), f"{where}: {name}"
+
+
+def test_the_package_imports_without_optional_packages():
+    code = """
+import sys
+for name in ("numba", "scipy", "torch", "triton", "typer", "rich"):
+    sys.modules[name] = None
+import numpy as np, ultraep
+loads = np.array([[9, 0], [9, 0]])
+plan = ultraep.plan(loads, ultraep.Topology(ranks=2, experts=2), backend="reference")
+plan.check(loads)
+assert plan.imbalance == 1.0
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_importing_is_light():
+    code = """
+import sys, ultraep
+heavy = {"numba", "scipy", "torch", "triton", "typer", "rich"} & set(sys.modules)
+assert not heavy, heavy
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_modules_explain_themselves_and_stay_short(path):
+    source = path.read_text()
+    assert ast.get_docstring(ast.parse(source)), "no module docstring"
+    assert len(source.splitlines()) <= 400
+
+
+def test_no_broad_except():
+    for path in MODULES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ExceptHandler):
+                caught = ast.unparse(node.type) if node.type else ""
+                assert caught not in ("", "Exception", "BaseException"), path
+
+
+def test_the_changelog_knows_this_version():
+    assert f"## {ultraep.__version__}" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_links_in_the_docs_lead_somewhere():
+    for page in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/*.md")]:
+        for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text()):
+            if not target.startswith(("http://", "https://")):
+                assert (page.parent / target).exists(), f"{page.name}: {target}"

@@ -1,0 +1,127 @@
+"""Load files and recorded routing: what is read, and what is refused by name."""
+
+import json
+
+import numpy as np
+import pytest
+
+from ultraep import ConfigError, FileError, workload
+
+MATRIX = np.arange(8).reshape(2, 4)
+SEQUENCE = np.stack([MATRIX, MATRIX + 1, MATRIX + 2])
+
+
+def write(path, matrices):
+    if path.suffix == ".npy":
+        np.save(path, matrices)
+    elif path.suffix == ".npz":
+        np.savez(path, *matrices.reshape(-1, 2, 4))
+    elif path.suffix == ".csv":
+        blocks = [
+            "\n".join(",".join(map(str, row)) for row in m) for m in matrices.reshape(-1, 2, 4)
+        ]
+        path.write_text("\n\n".join(blocks) + "\n")
+    else:
+        path.write_text(json.dumps(matrices.tolist()))
+    return path
+
+
+@pytest.mark.parametrize("suffix", [".npy", ".npz", ".csv", ".json"])
+@pytest.mark.parametrize("matrices", [MATRIX, SEQUENCE], ids=["one", "sequence"])
+def test_all_formats_hold_one_or_many(tmp_path, suffix, matrices):
+    read = workload.read_loads(write(tmp_path / f"loads{suffix}", matrices))
+    np.testing.assert_array_equal(read, matrices.reshape(-1, 2, 4))
+
+
+def test_a_json_object_names_its_loads(tmp_path):
+    path = tmp_path / "loads.JSON"
+    path.write_text(json.dumps({"loads": MATRIX.tolist(), "model": "any"}))
+    np.testing.assert_array_equal(workload.read_loads(path)[0], MATRIX)
+
+
+BAD = {
+    "loads.txt": (b"1,2", "unknown format '.txt'; known are .npy, .npz, .csv, .json"),
+    "loads": (b"1,2", r"unknown format '\(none\)'"),
+    "empty.npy": (b"", "truncated or damaged"),
+    "empty.npz": (b"", "truncated or damaged"),
+    "empty.csv": (b"", "holds no loads"),
+    "empty.json": (b"", "Expecting value"),
+    "none.json": (b"[]", "got float64"),
+    "half.json": (b"[[1, 2], [3", "delimiter"),
+    "key.json": (b'{"load": []}', "needs the key 'loads', found"),
+    "ragged.json": (b"[[1, 2], [3]]", "rectangular"),
+    "float.json": (b"[[1.5, 2]]", "integers, got float64"),
+    "flat.json": (b"[1, 2]", r"\[source rank, expert\].* got shape \[2\]"),
+    "ragged.csv": (b"1,2\n3\n", "line 2: 1 columns, the lines before have 2"),
+    "float.csv": (b"1,2\n3,4.5\n", "line 2: loads must be integers"),
+    "word.csv": (b"a,b\n1,2\n", "line 1: loads must be integers"),
+    "shapes.csv": (b"1,2\n\n1,2,3\n", r"different shapes, \(1, 2\) and \(1, 3\)"),
+    "binary.csv": (b"\xff\xfe\x00", "codec can't decode"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_files_are_refused_by_name(tmp_path, name):
+    content, message = BAD[name]
+    path = tmp_path / name
+    path.write_bytes(content)
+    with pytest.raises(FileError, match=message) as caught:
+        workload.read_loads(path)
+    assert str(path) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("suffix", [".npy", ".npz"])
+@pytest.mark.parametrize("kept", [10, 100, -30])
+def test_truncated_arrays_are_refused(tmp_path, suffix, kept):
+    path = write(tmp_path / f"loads{suffix}", SEQUENCE)
+    path.write_bytes(path.read_bytes()[:kept])
+    with pytest.raises(FileError, match="loads"):
+        workload.read_loads(path)
+
+
+def test_objects_floats_and_huge_numbers_are_refused(tmp_path):
+    path = tmp_path / "loads.npy"
+    for array, message in (
+        (np.array([[None]]), "pickle"),
+        (np.array([[np.nan]]), "integers, got float64"),
+        (np.array([[2**63]], dtype=np.uint64), "too large"),
+    ):
+        np.save(path, array)
+        with pytest.raises(FileError, match=message):
+            workload.read_loads(path)
+    with pytest.raises(FileError, match="no such file"):
+        workload.read_loads(tmp_path / "missing.npy")
+    with pytest.raises(FileError, match="no such file"):
+        workload.read_loads(tmp_path.with_suffix(".npy"))
+
+
+def test_windows_count_every_row(tmp_path):
+    ids = np.random.default_rng(0).integers(0, 8, (50, 3, 2))
+    np.savez(tmp_path / "routing.npz", first_ids=ids, first_seq_lens=np.array([50]))
+    (read,) = workload.read_routing(tmp_path / "routing.npz")
+    loads = workload.loads_of_windows(read, ranks=4, experts=8, tokens=20)
+    assert loads.shape == (2, 3, 4, 8)
+    for window in range(2):
+        for layer in range(3):
+            for rank in range(4):
+                begin = window * 20 + rank * 5
+                rows = ids[begin : begin + 5, layer]
+                counted = np.bincount(rows.reshape(-1), minlength=8)
+                np.testing.assert_array_equal(loads[window, layer, rank], counted)
+
+
+def test_bad_routing_is_refused(tmp_path):
+    path = tmp_path / "routing.npz"
+    for content in ({"loads": MATRIX}, {"a_ids": MATRIX}):
+        np.savez(path, **content)
+        with pytest.raises(FileError, match="_ids of"):
+            workload.read_routing(path)
+    path.write_bytes(b"nonsense")
+    with pytest.raises(FileError, match="recorded routing"):
+        workload.read_routing(path)
+    ids = np.zeros((10, 1, 1), dtype=np.int64)
+    with pytest.raises(ConfigError, match="10 tokens does not divide over 3 ranks"):
+        workload.loads_of_windows(ids, ranks=3, experts=2, tokens=10)
+    with pytest.raises(ConfigError, match=r"0\.\.1, got 5\.\.5"):
+        workload.loads_of_windows(ids + 5, ranks=2, experts=2, tokens=10)

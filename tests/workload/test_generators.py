@@ -1,0 +1,87 @@
+"""Generators: what they promise about skew, sums and seeds."""
+
+import numpy as np
+import pytest
+
+from ultraep import ConfigError, workload
+
+
+def rank_imbalance(loads):
+    per_rank = loads.sum(axis=0).reshape(len(loads), -1).sum(axis=1)
+    return per_rank.max() / per_rank.mean()
+
+
+MAKERS = {
+    "uniform": lambda seed: workload.uniform(8, 32, top_k=4, tokens=100, seed=seed),
+    "lognormal": lambda seed: workload.lognormal(8, 32, top_k=4, tokens=100, seed=seed),
+    "zipf": lambda seed: workload.zipf(8, 32, ratio=2.0, top_k=4, tokens=100, seed=seed),
+    "shuffled": lambda seed: workload.zipf(
+        8, 32, ratio=2.0, top_k=4, tokens=100, shuffled=True, seed=seed
+    ),
+    "shift": lambda seed: workload.domain_shift(
+        8, 32, steps=6, top_k=4, tokens=100, seed=seed
+    ).reshape(-1, 32),
+}
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_every_token_chooses_top_k_different_experts(name):
+    loads = MAKERS[name](0)
+    assert loads.dtype == np.int64
+    assert (loads.sum(axis=1) == 400).all()
+    assert loads.min() >= 0
+    assert loads.max() <= 100
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_seeds_decide(name):
+    np.testing.assert_array_equal(MAKERS[name](1), MAKERS[name](1))
+    assert (MAKERS[name](1) != MAKERS[name](2)).any()
+
+
+@pytest.mark.parametrize("ratio", [1.0, 1.5, 2.0, 3.0, 4.0])
+@pytest.mark.parametrize("experts", [64, 128, 256])
+def test_zipf_reaches_the_wanted_imbalance(experts, ratio):
+    loads = workload.zipf(64, experts, ratio=ratio, tokens=4096)
+    assert rank_imbalance(loads) == pytest.approx(ratio, rel=0.02)
+
+
+def test_a_popular_expert_is_chosen_at_most_once_per_token():
+    loads = workload.zipf(4, 16, ratio=2.0, top_k=4, tokens=1000, inner=8.0)
+    assert loads.max() == 1000
+    assert rank_imbalance(loads) == pytest.approx(2.0, rel=0.02)
+
+
+def test_one_hot_loads_one_expert():
+    loads = workload.one_hot(3, 5, tokens=7, expert=2)
+    assert loads.sum(axis=0).tolist() == [0, 0, 21, 0, 0]
+
+
+def test_topics_differ_more_than_neighbours():
+    loads = workload.domain_shift(4, 64, steps=30, topics=3, tokens=2048).sum(axis=1)
+    share = loads / loads.sum(axis=1, keepdims=True)
+
+    def distance(a, b):
+        return np.abs(share[a] - share[b]).sum()
+
+    assert distance(2, 15) > 3 * distance(2, 3)
+    assert distance(15, 25) > 3 * distance(15, 16)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: workload.zipf(4, 8, ratio=5.0, top_k=2), "ratio must lie between 1 and"),
+        (lambda: workload.zipf(4, 8, ratio=0.5, top_k=2), "got 0.5"),
+        (lambda: workload.zipf(3, 8, ratio=1.5, top_k=2), "8 experts do not divide evenly over 3"),
+        (lambda: workload.uniform(4, 8, top_k=9), "top_k must lie between 1 and 8"),
+        (lambda: workload.uniform(0, 8), "ranks, experts >= 1"),
+        (lambda: workload.lognormal(4, 8, sigma=-1.0), "sigma must lie"),
+        (lambda: workload.one_hot(4, 8, expert=8), r"0\.\.7, got 8"),
+        (lambda: workload.domain_shift(4, 8, steps=0), "at least 1, got 0"),
+        (lambda: workload.domain_shift(4, 8, steps=3, blend=2.0), "blend in 0..1"),
+    ],
+)
+def test_impossible_wishes_are_refused(make, message):
+    with pytest.raises(ConfigError, match=message):
+        make()
