@@ -15,7 +15,7 @@ from ultraep.arrays import IntArray, frozen
 from ultraep.backends import select
 from ultraep.config import BalanceConfig
 from ultraep.errors import ConfigError, LoadError
-from ultraep.loads import as_integers, as_loads
+from ultraep.loads import MAX_TOTAL, as_integers, as_loads
 from ultraep.policies import BUILT_IN, Policy, Problem, get_policy
 from ultraep.policies.ultraep import UNLIMITED
 from ultraep.rules import check_copies, check_plan, check_shape
@@ -218,8 +218,8 @@ def _past(history: Any, policy: Policy, topology: Topology) -> IntArray | None:
         raise LoadError(
             f"history must be [..., {topology.experts} experts], got {list(array.shape)}"
         )
-    if array.size and array.min() < 0:
-        raise LoadError(f"history must not be negative, got {array.min()}")
+    if array.size and not 0 <= array.min() <= array.max() <= MAX_TOTAL:
+        raise LoadError(f"history must lie in 0..{MAX_TOTAL}, got {array.min()}..{array.max()}")
     past_E: IntArray = array.reshape(-1, topology.experts).sum(axis=0, dtype=np.int64)
     return past_E
 

@@ -1,7 +1,8 @@
 """The ceiling: every rank serves the mean, whatever slots and domains allow.
 
 What frameworks call forced balance. With a slot for every home expert of a rank, alias planning
-always reaches the mean (`docs/plan.md`), so the ceiling is our own solver without its limits.
+always reaches the mean (`docs/plan.md`), so the ceiling is our own solver without its limits;
+tolerance and limits of the config mean nothing to it.
 """
 
 from __future__ import annotations

@@ -1,0 +1,28 @@
+"""The Python in the documentation runs as it stands there."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from ultraep import policies
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+BLOCKS = [
+    pytest.param(block, id=f"{page.name}-{number}")
+    for page in PAGES
+    for number, block in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL))
+]
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_python_blocks_run(block, monkeypatch):
+    import numpy as np
+
+    import ultraep
+
+    monkeypatch.setattr(policies, "_registry", dict(policies._registry))
+    topology = ultraep.Topology(ranks=8, experts=32, slots=1)
+    loads = ultraep.workload.zipf(8, 32, ratio=2.0, top_k=4, tokens=64)
+    exec(block, {"np": np, "ultraep": ultraep, "topology": topology, "loads": loads})
