@@ -88,7 +88,10 @@ class Plan:
 
     @property
     def lower_bound(self) -> float:
-        """What no plan for these loads and this topology can go below, as an imbalance."""
+        """What no plan for these loads and this topology can go below, as an imbalance.
+
+        It knows slots, domains and `max_replicas`; not `min_tokens_per_replica` nor tolerance.
+        """
         topology = self.topology
         tokens = select().lower_bound(
             self.loads.sum(axis=0),

@@ -77,6 +77,7 @@ def test_topics_differ_more_than_neighbours():
         (lambda: workload.uniform(4, 8, top_k=9), "top_k must lie between 1 and 8"),
         (lambda: workload.uniform(0, 8), "ranks, experts >= 1"),
         (lambda: workload.lognormal(4, 8, sigma=-1.0), "sigma must lie"),
+        (lambda: workload.uniform(4, 8, seed=-1), "seed must not be negative, got -1"),
         (lambda: workload.one_hot(4, 8, expert=8), r"0\.\.7, got 8"),
         (lambda: workload.domain_shift(4, 8, steps=0), "at least 1, got 0"),
         (lambda: workload.domain_shift(4, 8, steps=3, blend=2.0), "blend in 0..1"),

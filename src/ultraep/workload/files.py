@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import zipfile
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,19 @@ from ultraep.arrays import IntArray
 from ultraep.errors import FileError, LoadError
 from ultraep.loads import as_integers
 
+# What NumPy, zipfile and json raise on files that were cut short or overwritten.
+DAMAGE = (
+    ValueError,
+    TypeError,
+    KeyError,
+    EOFError,
+    OSError,
+    MemoryError,
+    RecursionError,
+    zipfile.BadZipFile,
+    zlib.error,
+)
+
 
 def read_loads(path: str | Path) -> IntArray:
     """[S, R, E] all load matrices of the file, in order."""
@@ -29,13 +43,13 @@ def read_loads(path: str | Path) -> IntArray:
         raise FileError(
             f"{path}: unknown format {path.suffix or '(none)'!r}; known are {', '.join(READERS)}"
         )
-    if not path.is_file():
-        raise FileError(f"{path}: no such file")
     try:
         matrices = [_as_sequence(array) for array in read(path)]
+    except FileNotFoundError:
+        raise FileError(f"{path}: no such file") from None
     except (LoadError, json.JSONDecodeError, UnicodeDecodeError) as error:
         raise FileError(f"{path}: {error}") from None
-    except (ValueError, EOFError, OSError, KeyError, zipfile.BadZipFile) as error:
+    except DAMAGE as error:
         raise FileError(f"{path}: cannot be read, truncated or damaged: {error}") from None
     shapes = sorted({matrix.shape[1:] for matrix in matrices})
     if len(shapes) > 1:
@@ -53,15 +67,22 @@ def _as_sequence(values: Any) -> IntArray:
         )
     if array.dtype == np.uint64 and array.size and array.max() > np.iinfo(np.int64).max:
         raise LoadError(f"a load of {array.max()} is too large to count")
+    if 0 in array.shape:
+        raise LoadError(f"no source rank, no expert or no matrix in shape {list(array.shape)}")
     return array.astype(np.int64).reshape(-1, *array.shape[-2:])
 
 
 def _read_npy(path: Path) -> Iterator[Any]:
     with path.open("rb") as file:
-        yield np.load(file, allow_pickle=False)
+        array = np.load(file, allow_pickle=False)
+        if not isinstance(array, np.ndarray):
+            raise LoadError("an archive of arrays; its name should end in .npz")
+        yield array
 
 
 def _read_npz(path: Path) -> Iterator[Any]:
+    if not zipfile.is_zipfile(path):
+        raise zipfile.BadZipFile("not an archive of arrays")
     with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
         yield from (arrays[name] for name in arrays.files)
 

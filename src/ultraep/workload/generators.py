@@ -24,7 +24,7 @@ def uniform(
 ) -> IntArray:
     """[R, E] loads of a router without favourites."""
     _check(ranks, experts, top_k, tokens)
-    return _draw(np.ones(experts), ranks, top_k, tokens, np.random.default_rng(seed))
+    return _draw(np.ones(experts), ranks, top_k, tokens, _random(seed))
 
 
 def one_hot(ranks: int, experts: int, *, tokens: int = 8192, expert: int = 0) -> IntArray:
@@ -50,7 +50,7 @@ def lognormal(
     _check(ranks, experts, top_k, tokens)
     if not 0 <= sigma <= 10:
         raise ConfigError(f"sigma must lie between 0 and 10, got {sigma}")
-    rng = np.random.default_rng(seed)
+    rng = _random(seed)
     return _draw(np.exp(rng.normal(0.0, sigma, experts)), ranks, top_k, tokens, rng)
 
 
@@ -92,7 +92,7 @@ def zipf(
     for _ in range(60):
         middle = (low + high) / 2
         low, high = (middle, high) if imbalance(middle) < ratio else (low, middle)
-    rng = np.random.default_rng(seed)
+    rng = _random(seed)
     weights = popularity(high)
     return _draw(rng.permutation(weights) if shuffled else weights, ranks, top_k, tokens, rng)
 
@@ -119,7 +119,7 @@ def domain_shift(
         raise ConfigError(f"steps and topics must be at least 1, got {steps} and {topics}")
     if not 0 <= blend <= 1 or not 0 <= sigma <= 10:
         raise ConfigError(f"need blend in 0..1 and sigma in 0..10, got {blend} and {sigma}")
-    rng = np.random.default_rng(seed)
+    rng = _random(seed)
     profiles = rng.normal(0.0, sigma, (topics + 1, experts))
     wander = np.zeros(experts)
     matrices = []
@@ -163,6 +163,12 @@ def _chances(weights: FloatArray, top_k: int) -> FloatArray:
         if not (chances > 1.0).any():
             return chances
         certain |= chances >= 1.0
+
+
+def _random(seed: int) -> np.random.Generator:
+    if seed < 0:
+        raise ConfigError(f"seed must not be negative, got {seed}")
+    return np.random.default_rng(seed)
 
 
 def _check(ranks: int, experts: int, top_k: int, tokens: int) -> None:

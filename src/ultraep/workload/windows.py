@@ -5,7 +5,6 @@ Shapes: T tokens, H layers, K experts per token, S microbatches, R ranks, E expe
 
 from __future__ import annotations
 
-import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +12,7 @@ import numpy as np
 from ultraep.arrays import IntArray
 from ultraep.errors import ConfigError, FileError
 from ultraep.loads import as_integers
+from ultraep.workload.files import DAMAGE
 
 
 def read_routing(path: str | Path) -> list[IntArray]:
@@ -20,7 +20,7 @@ def read_routing(path: str | Path) -> list[IntArray]:
     try:
         with open(path, "rb") as file, np.load(file, allow_pickle=False) as arrays:
             found = [arrays[name] for name in arrays.files if name.endswith("_ids")]
-    except (ValueError, EOFError, OSError, zipfile.BadZipFile) as error:
+    except DAMAGE as error:
         raise FileError(f"{path}: cannot be read as recorded routing: {error}") from None
     if not found or any(ids.ndim != 3 for ids in found):
         raise FileError(f"{path}: want arrays *_ids of [tokens, layers, top_k]")

@@ -1,0 +1,83 @@
+"""The command `ultraep`: plan loads from a file, take a tour, describe this installation.
+
+Errors of ours are one line on stderr and exit code 2; anything else is a bug and stays a traceback.
+torch and numba are imported by the commands that need them, not here: `--help` is quick.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+import ultraep.cli.demo as demo
+import ultraep.cli.env as env
+import ultraep.cli.plan as plan
+from ultraep.errors import UltraEPError
+from ultraep.version import __version__
+
+
+class Commands(TyperGroup):
+    """All commands, with our errors and Ctrl-C turned into exit codes."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except UltraEPError as error:
+            message = " ".join(str(error).splitlines())
+            print(f"ultraep: {message}", file=sys.stderr)
+            raise typer.Exit(2) from None
+        except KeyboardInterrupt:
+            raise typer.Exit(130) from None
+
+
+app = typer.Typer(
+    name="ultraep",
+    cls=Commands,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    epilog="New here? Start with: ultraep demo",
+)
+app.command("plan", epilog=plan.EXAMPLE)(plan.command)
+app.command("demo", epilog=demo.EXAMPLE)(demo.command)
+app.command("env", epilog=env.EXAMPLE)(env.command)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"ultraep {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
+        ),
+    ] = False,
+) -> None:
+    """Exact load balance for expert-parallel Mixture-of-Experts models."""
+
+
+def main() -> None:
+    """Run the command line; the entry point of the package."""
+    try:
+        app(prog_name="ultraep")
+    finally:
+        _flush()
+
+
+def _flush() -> None:
+    """Write what is left; a reader that has gone away (`| head`) is not worth a traceback."""
+    try:
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)

@@ -1,0 +1,102 @@
+"""`ultraep env`: what is installed here, to paste into a bug report."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+from typing import Annotated, Any
+
+import typer
+from rich import box
+from rich.table import Table
+
+from ultraep.backends import BACKENDS
+from ultraep.cli import render
+from ultraep.policies import policy_names
+from ultraep.version import __version__
+
+EXAMPLE = "Example: ultraep env --json > env.json"
+PACKAGES = ("numpy", "numba", "torch", "triton", "scipy")
+
+
+def command(
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print a JSON object instead of a table.")
+    ] = False,
+) -> None:
+    """Show versions, devices, backends and policies: what a bug report should say."""
+    facts = collect()
+    if as_json:
+        print(json.dumps(facts, indent=2))
+    else:
+        render.make_console().print(_table(facts))
+
+
+def collect() -> dict[str, Any]:
+    """All facts, as they are printed by `--json`."""
+    return {
+        "ultraep": __version__,
+        "python": f"{platform.python_implementation()} {platform.python_version()}",
+        "platform": platform.platform(),
+        "cpus": os.cpu_count(),
+        "packages": {name: _version(name) for name in PACKAGES},
+        "torch": _torch(),
+        "backends": {info.name: info.available for info in BACKENDS},
+        "backend": next(info.name for info in BACKENDS if info.available),
+        "policies": policy_names(),
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _torch() -> dict[str, Any]:
+    """What torch says of its devices; a torch that does not load is a fact too."""
+    try:
+        import torch
+    except (ImportError, OSError) as error:
+        return {"error": str(error)}
+    available = torch.cuda.is_available()
+    count = torch.cuda.device_count() if available else 0
+    return {
+        "cuda": torch.version.cuda,
+        "rocm": torch.version.hip,
+        "available": available,
+        "devices": [torch.cuda.get_device_name(device) for device in range(count)],
+    }
+
+
+def _table(facts: dict[str, Any]) -> Table:
+    grid = Table(box=box.SIMPLE, show_header=False, pad_edge=False)
+    grid.add_column(style="bold")
+    grid.add_column(overflow="fold")
+    for name in ("ultraep", "python", "platform", "cpus"):
+        grid.add_row(name, str(facts[name]))
+    for name, version in facts["packages"].items():
+        grid.add_row(name, version or "not installed")
+    grid.add_row("devices", _devices(facts["torch"]))
+    for info in BACKENDS:
+        grid.add_row(f"backend {info.name}", _backend(info.available, info.hint, info.name, facts))
+    grid.add_row("policies", ", ".join(facts["policies"]))
+    return grid
+
+
+def _devices(torch: dict[str, Any]) -> str:
+    if "error" in torch:
+        return f"unknown, torch cannot be imported: {torch['error']}"
+    kind = f"CUDA {torch['cuda']}" if torch["cuda"] else f"ROCm {torch['rocm']}"
+    if not torch["cuda"] and not torch["rocm"]:
+        return "CPU only: torch was built without CUDA and ROCm"
+    return f"{kind}: {', '.join(torch['devices']) or 'no device found'}"
+
+
+def _backend(available: bool, hint: str, name: str, facts: dict[str, Any]) -> str:
+    if not available:
+        return f"not available: {hint}"
+    return "available, chosen automatically" if name == facts["backend"] else "available"

@@ -1,0 +1,74 @@
+"""`ultraep env`: the facts of a bug report."""
+
+import json
+import platform
+import sys
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+import ultraep
+from ultraep.backends import BackendInfo
+from ultraep.cli import app, env
+from ultraep.policies import BUILT_IN
+
+
+def invoke(*arguments):
+    result = CliRunner().invoke(app, ["env", *arguments], env={"COLUMNS": "100"})
+    assert result.exit_code == 0
+    return result.stdout
+
+
+def test_json_holds_all_facts():
+    facts = json.loads(invoke("--json"))
+    assert facts["ultraep"] == ultraep.__version__
+    assert facts["python"].endswith(platform.python_version())
+    assert facts["packages"]["numpy"] == np.__version__
+    assert facts["backends"] == {"cpu": True, "reference": True}
+    assert facts["backend"] == "cpu"
+    assert set(BUILT_IN) <= set(facts["policies"])
+    assert facts["cpus"] >= 1
+    assert set(facts["torch"]) == {"cuda", "rocm", "available", "devices"}
+
+
+def test_the_table_says_the_same():
+    shown = invoke()
+    for word in (ultraep.__version__, np.__version__, platform.platform(), "eplb", "numba"):
+        assert word in shown
+    assert "chosen automatically" in shown
+
+
+def test_what_is_missing_is_said(monkeypatch):
+    monkeypatch.setattr(env, "PACKAGES", ("numpy", "no-such-package"))
+    monkeypatch.setattr(
+        env,
+        "BACKENDS",
+        (
+            BackendInfo("gpu", "x", "no_such_module", "pip install luck"),
+            BackendInfo("reference", "y", None, ""),
+        ),
+    )
+    lines = {line.split()[0]: line for line in invoke().splitlines() if line.strip()}
+    assert "not installed" in lines["no-such-package"]
+    assert json.loads(invoke("--json"))["backend"] == "reference"
+    assert "not available: pip install luck" in invoke()
+
+
+def test_a_torch_that_does_not_load_is_a_fact(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    assert "error" in json.loads(invoke("--json"))["torch"]
+    assert "torch cannot be imported" in invoke()
+
+
+@pytest.mark.parametrize(
+    ("torch", "expected"),
+    [
+        ({"cuda": None, "rocm": None, "devices": []}, "CPU only"),
+        ({"cuda": "12.8", "rocm": None, "devices": []}, "CUDA 12.8: no device found"),
+        ({"cuda": "12.8", "rocm": None, "devices": ["H200", "H200"]}, "CUDA 12.8: H200, H200"),
+        ({"cuda": None, "rocm": "6.2", "devices": ["MI300X"]}, "ROCm 6.2: MI300X"),
+    ],
+)
+def test_devices_are_named(torch, expected):
+    assert expected in env._devices(torch)
