@@ -19,10 +19,13 @@ BLOCKS = [
 @pytest.mark.parametrize("block", BLOCKS)
 def test_python_blocks_run(block, monkeypatch):
     import numpy as np
+    import torch
 
     import ultraep
 
     monkeypatch.setattr(policies, "_registry", dict(policies._registry))
     topology = ultraep.Topology(ranks=8, experts=32, slots=1)
     loads = ultraep.workload.zipf(8, 32, ratio=2.0, top_k=4, tokens=64)
-    exec(block, {"np": np, "ultraep": ultraep, "topology": topology, "loads": loads})
+    exec(
+        block, {"np": np, "torch": torch, "ultraep": ultraep, "topology": topology, "loads": loads}
+    )

@@ -4,6 +4,14 @@ The load of every layer of every microbatch is known exactly after gating. From 
 
     1 loads       gating ids      -> tokens per source rank and expert          loads.py
     2 plan        loads           -> copies of hot experts, and their quotas    plan.py
+    3 replicate   plan, weights   -> filled spare slots                         replicate.py
+    4 reroute     ids, plan       -> a slot instead of an expert for every row  reroute.py
+    5 dispatch    tokens          -> rows at the rank that serves them          dispatch.py
+    6 experts     rows            -> outputs of home experts and replicas       experts.py
+    7 combine     outputs         -> weighted sums at the tokens' own rank      combine.py
+    8 reduce      (backward) gradients of replicas -> home experts              grad_reduce.py
+
+`layer.py` puts them together: `BalancedMoE`, over the ranks of a `Balancer`.
 
     >>> import ultraep
     >>> topology = ultraep.Topology(ranks=4, experts=8, slots=1)
@@ -14,15 +22,20 @@ The load of every layer of every microbatch is known exactly after gating. From 
     2.00 -> 1.00
 """
 
+from typing import TYPE_CHECKING, Any
+
 from ultraep import workload
 from ultraep.backends import backend_names
 from ultraep.config import BalanceConfig
 from ultraep.errors import (
     BackendUnavailable,
+    CommunicationError,
     ConfigError,
     FileError,
     LoadError,
     PlanError,
+    PlanMismatch,
+    SlotError,
     UltraEPError,
 )
 from ultraep.loads import count_loads
@@ -31,15 +44,33 @@ from ultraep.policies import Problem, policy_names, register_policy
 from ultraep.topology import Topology
 from ultraep.version import __version__
 
+if TYPE_CHECKING:
+    from ultraep.layer import BalancedMoE
+    from ultraep.runtime.balancer import Balancer
+    from ultraep.runtime.local import LocalGroup
+
+# Imported on first use: they need torch, and planning does not.
+_LAZY = {
+    "BalancedMoE": "ultraep.layer",
+    "Balancer": "ultraep.runtime.balancer",
+    "LocalGroup": "ultraep.runtime.local",
+}
+
 __all__ = [
     "BackendUnavailable",
     "BalanceConfig",
+    "BalancedMoE",
+    "Balancer",
+    "CommunicationError",
     "ConfigError",
     "FileError",
     "LoadError",
+    "LocalGroup",
     "Plan",
     "PlanError",
+    "PlanMismatch",
     "Problem",
+    "SlotError",
     "Topology",
     "UltraEPError",
     "__version__",
@@ -50,3 +81,11 @@ __all__ = [
     "register_policy",
     "workload",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module 'ultraep' has no attribute {name!r}")
+    import importlib
+
+    return getattr(importlib.import_module(_LAZY[name]), name)

@@ -5,6 +5,9 @@
     |-- LoadError           loads that are no loads: wrong shape, sign, type  (also a ValueError)
     |-- FileError           a file that cannot be read as loads               (also a ValueError)
     |-- PlanError           a plan that breaks one of its rules; `.rule` names it
+    |-- PlanMismatch        ranks that disagree about settings, step or plan; names the ranks
+    |-- SlotError           spare slots that are in use, missing, or too few
+    |-- CommunicationError  a rank that failed, died or did not answer in time
     `-- BackendUnavailable  a backend or extra that is not installed          (also an ImportError)
 
 Catch `UltraEPError` to catch them all. Messages name what was given and what was expected.
@@ -35,6 +38,18 @@ class PlanError(UltraEPError):
     def __init__(self, rule: str, detail: str) -> None:
         super().__init__(f"{rule}: {detail}")
         self.rule = rule
+
+
+class PlanMismatch(UltraEPError):
+    """Ranks of one group that disagree about settings, step or plan. The message names them."""
+
+
+class SlotError(UltraEPError):
+    """Spare slots that a microbatch still uses, or that a plan needs and nobody has."""
+
+
+class CommunicationError(UltraEPError):
+    """A rank that failed, died or did not answer in time. The message names it where known."""
 
 
 class BackendUnavailable(UltraEPError, ImportError):

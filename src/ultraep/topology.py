@@ -28,8 +28,11 @@ class Topology:
         None: all ranks are one domain.
     homes: home rank of every expert. None: contiguous blocks of `experts / ranks`.
 
-    >>> Topology(ranks=2, experts=4, slots=1).home_of_expert
-    array([0, 0, 1, 1])
+    Slots are numbered rank by rank, those of the home experts first, then the spare ones:
+
+    >>> topology = Topology(ranks=2, experts=4, slots=1)
+    >>> topology.home_of_expert, topology.home_slot_of_expert, topology.first_slot_of_rank
+    (array([0, 0, 1, 1]), array([0, 1, 3, 4]), array([0, 3, 6]))
     """
 
     ranks: int
@@ -41,6 +44,8 @@ class Topology:
     home_of_expert: IntArray = field(init=False, repr=False, compare=False)
     experts_by_rank: IntArray = field(init=False, repr=False, compare=False)
     first_of_rank: IntArray = field(init=False, repr=False, compare=False)
+    first_slot_of_rank: IntArray = field(init=False, repr=False, compare=False)
+    home_slot_of_expert: IntArray = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         _check_range("ranks", self.ranks, 1, MAX_RANKS)
@@ -62,6 +67,10 @@ class Topology:
         self._set("home_of_expert", frozen(home_of_expert))
         self._set("experts_by_rank", frozen(by_rank))
         self._set("first_of_rank", frozen(first))
+        self._set("first_slot_of_rank", frozen(first + np.arange(self.ranks + 1) * self.slots))
+        places = np.empty_like(by_rank)
+        places[by_rank] = np.arange(self.experts)
+        self._set("home_slot_of_expert", frozen(places + home_of_expert * self.slots))
 
     @property
     def domain_size(self) -> int:
@@ -72,6 +81,15 @@ class Topology:
     @property
     def num_domains(self) -> int:
         return self.ranks // self.domain_size
+
+    def home_experts(self, rank: int) -> IntArray:
+        """The experts at home on a rank, ascending: the order of its home slots."""
+        return self.experts_by_rank[self.first_of_rank[rank] : self.first_of_rank[rank + 1]]
+
+    def spare_slot(self, host: IntArray | int, index: IntArray | int) -> IntArray:
+        """The number of a rank's spare slot among all slots."""
+        end: IntArray = self.first_slot_of_rank[np.asarray(host) + 1]
+        return end - self.slots + index
 
     @property
     def homes_per_rank(self) -> IntArray:

@@ -2,7 +2,8 @@
 
 from ultraep.backends.cpu.bound import lower_bound
 from ultraep.backends.cpu.place import place
+from ultraep.backends.cpu.reroute import reroute
 from ultraep.backends.cpu.split import split
 from ultraep.backends.cpu.tally import tally
 
-__all__ = ["lower_bound", "place", "split", "tally"]
+__all__ = ["lower_bound", "place", "reroute", "split", "tally"]

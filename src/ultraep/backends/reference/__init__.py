@@ -2,7 +2,8 @@
 
 from ultraep.backends.reference.bound import lower_bound
 from ultraep.backends.reference.place import place
+from ultraep.backends.reference.reroute import reroute
 from ultraep.backends.reference.split import split
 from ultraep.backends.reference.tally import tally
 
-__all__ = ["lower_bound", "place", "split", "tally"]
+__all__ = ["lower_bound", "place", "reroute", "split", "tally"]

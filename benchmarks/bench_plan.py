@@ -1,0 +1,400 @@
+"""Every planner on the same loads: how flat, how many copies, how fast; and how far from optimal.
+
+    python benchmarks/bench_plan.py                          # quality, tolerance, growth, small
+    python benchmarks/bench_plan.py --trace FILE --optimum   # also real routing and exact optima
+    python benchmarks/bench_plan.py --toy                    # tiny, for CI
+
+`benchmarks/README.md` tells how to read the tables. Shapes: R ranks, E experts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import product
+from pathlib import Path
+from statistics import median
+
+import harness
+import numpy as np
+from harness import (
+    ORDERED,
+    SHUFFLED,
+    Kind,
+    Line,
+    Metric,
+    Report,
+    Samples,
+    Trace,
+    Values,
+    progress,
+    time_call,
+    zipf_kinds,
+)
+from optimum import Unproven, optimal_peak, small_cases
+
+import ultraep
+from ultraep import BalanceConfig, Plan, Topology
+from ultraep.arrays import IntArray
+from ultraep.backends import select
+from ultraep.policies import BUILT_IN, Problem, get_policy
+
+SECTIONS = ("quality", "tolerance", "growth", "small", "trace", "optimum")
+PUBLISHED_FOR = (64, 256, 2)  # ranks, experts, slots; ordered Zipf, 1 % above the mean
+PUBLISHED_COPIES = {1.5: 38, 2.0: 46, 3.0: 51}  # of UltraEP's planner, by ratio
+STOP_EARLY = ("ultraep", "quota", "echo", "llep")  # the policies that make use of a tolerance
+CHECKED_RANKS = 256  # plans for more ranks are not checked, for a check is dense
+GROWTH_PASSES = 3  # over all sizes; the quickest counts, as others may use the machine
+TIME_LIMIT = 60.0  # seconds for one exact optimum
+
+COUNT = Metric("loads", "loads", "n", ".0f", sum)
+BEFORE = Metric("imbalance_before_mean", "max/mean", "before", ".3f")
+MEAN = Metric("imbalance_mean", "max/mean", "mean")
+WORST = Metric("imbalance_worst", "max/mean", "worst", combine=max)
+BOUND = Metric("lower_bound_mean", "max/mean", "bound")
+GAP = Metric("gap_to_bound_mean", "max/mean", "gap")
+COPIES = Metric("copies_mean", "copies", "copies", ".1f")
+PUBLISHED = Metric("copies_published", "copies", "publ.", ".0f", max)
+FANOUT = Metric("fanout_max", "copies", "fan", ".0f", max)
+INGRESS = Metric("ingress_max", "copies", "in", ".0f", max)
+EGRESS = Metric("egress_max", "experts", "out", ".0f", max)
+REMOTE = Metric("remote_share_mean", "share", "remote", ".3f")
+TIME = Metric("plan_time_p50", "us", "us", ".0f", median)
+FAST, SLOW = (Metric(f"plan_time_{p}", "us", p, ".0f") for p in ("p20", "p80"))
+PLACE_SHARE = Metric("place_share", "share", "place", ".2f")
+SPLIT_SHARE = Metric("split_share", "share", "split", ".2f")
+EXPONENT = Metric("exponent", "power", "exponent", ".2f")
+UPPER_EXPONENT = Metric("exponent_upper_half", "power", "upper half", ".2f")
+REALISED = Metric("realised_imbalance_mean", "max/mean", "realised")
+EQUAL = Metric("realised_equals_planned", "share", "equal", ".3f")
+AT_BOUND = Metric("at_bound", "share", "at bound", ".3f")
+OPTIMUM = Metric("optimum_mean", "max/mean", "optimum")
+EXCESS = Metric("gap_to_optimum_mean", "share", "mean gap", ".5f")
+WORST_EXCESS = Metric("gap_to_optimum_worst", "share", "worst gap", ".5f", max)
+OPTIMAL = Metric("exactly_optimal", "share", "optimal", ".3f")
+UNPROVEN = Metric("unproven", "loads", "unproven", ".0f", sum)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scale:
+    """How much is measured."""
+
+    sizes: tuple[tuple[int, int], ...]  # ranks and experts
+    detail: tuple[int, int]  # the size of the other sections; its ranks are shown load by load
+    ratios: tuple[float, ...]
+    seeds: int
+    tokens: int
+    growth_ranks: tuple[int, ...]
+    growth_experts: tuple[int, ...]
+    small_tokens: tuple[int, ...]
+    trace_ranks: tuple[int, ...]
+    optima: int
+
+    def seeds_at(self, ranks: int) -> int:
+        """All seeds where it is shown load by load, fewer elsewhere."""
+        return self.seeds if ranks == self.detail[0] else max(1, min(5, self.seeds, 1024 // ranks))
+
+
+FULL = Scale(
+    sizes=((8, 32), (16, 64), (32, 128), (64, 64), (64, 128), (64, 256), (256, 1024), (1024, 4096)),
+    detail=(64, 256),
+    ratios=(1.5, 2.0, 3.0, 4.0),
+    seeds=20,
+    tokens=8192,
+    growth_ranks=(8, 16, 32, 64, 128, 256, 512, 1024),
+    growth_experts=(64, 128, 256, 512, 1024, 2048, 4096),
+    small_tokens=(1, 4, 16, 64, 256, 1024),
+    trace_ranks=(8, 16),
+    optima=600,
+)
+QUICK = replace(
+    FULL,
+    sizes=((8, 32), (64, 256), (256, 1024)),
+    ratios=(2.0, 3.0),
+    seeds=3,
+    growth_ranks=(16, 64, 256),
+    growth_experts=(64, 256, 1024),
+    small_tokens=(4, 64, 1024),
+    trace_ranks=(8,),
+    optima=60,
+)
+TOY = Scale(
+    sizes=((4, 8), (8, 16)),
+    detail=(8, 16),
+    ratios=(2.0,),
+    seeds=2,
+    tokens=64,
+    growth_ranks=(4, 8),
+    growth_experts=(8, 16),
+    small_tokens=(1, 4),
+    trace_ranks=(4,),
+    optima=12,
+)
+
+
+def measure(
+    loads: IntArray,
+    topology: Topology,
+    config: BalanceConfig,
+    *,
+    history: IntArray,
+    repeats: int = 1,
+) -> Values:
+    """Plan once, check the plan, then time the same again: loads in, placement and split out."""
+    call = partial(ultraep.plan, loads, topology, config, history=history)
+    plan = call()
+    if topology.ranks <= CHECKED_RANKS:
+        plan.check(loads)
+    bound = plan.lower_bound if get_policy(config.policy).within_limits else None
+    return {
+        COUNT: 1,
+        BEFORE: plan.initial_imbalance,
+        MEAN: plan.imbalance,
+        WORST: plan.imbalance,
+        BOUND: bound,
+        GAP: None if bound is None else plan.imbalance - bound,
+        COPIES: plan.num_replicas,
+        FANOUT: plan.max_fanout,
+        INGRESS: plan.max_ingress,
+        EGRESS: plan.max_egress,
+        REMOTE: plan.remote_tokens / max(1, plan.total),
+        TIME: 1e6 * time_call(call, repeats, warmup=1).p50,
+    }
+
+
+def quality(report: Report, scale: Scale, policies: Sequence[str]) -> None:
+    """All policies on generated loads of all sizes, with one and two slots."""
+    kinds = [*zipf_kinds(scale.ratios), Kind("lognormal"), Kind("uniform"), Kind("one_hot")]
+    for ranks, experts in progress(scale.sizes, "quality"):
+        tables = {slots: Samples() for slots in (1, 2)}
+        repeats = 3 if ranks <= 64 else 1
+        for kind in kinds:
+            label = kind.name if ranks == scale.detail[0] else kind.family
+            for seed in range(1 if kind.family == "one_hot" else scale.seeds_at(ranks)):
+                loads = kind.draw(ranks, experts, tokens=scale.tokens, seed=seed)
+                for (slots, samples), policy in product(tables.items(), policies):
+                    topology = Topology(ranks=ranks, experts=experts, slots=slots)
+                    config = BalanceConfig(policy=policy)
+                    values = measure(loads, topology, config, history=loads, repeats=repeats)
+                    samples.add(_case(topology, load=label, policy=policy), values)
+        for samples in tables.values():
+            report.add("quality", samples.lines())
+    report.note(
+        "All policies plan the same n loads; eplb and lplb place by the very load they then serve."
+        "\nllep, eplb, lplb and ideal keep to no slots: no bound holds for them."
+    )
+
+
+def tolerance(report: Report, scale: Scale, policies: Sequence[str]) -> None:
+    """Copies that are made when 1 % above the mean will do."""
+    ranks, experts = scale.detail
+    kinds = zipf_kinds([ratio for ratio in scale.ratios if ratio in PUBLISHED_COPIES])
+    for slots in (1, 2):
+        topology, samples = Topology(ranks=ranks, experts=experts, slots=slots), Samples()
+        for kind, seed in progress(list(product(kinds, range(scale.seeds))), "tolerance"):
+            loads = kind.draw(ranks, experts, tokens=scale.tokens, seed=seed)
+            same = kind.family == ORDERED and (*scale.detail, slots) == PUBLISHED_FOR
+            published = PUBLISHED_COPIES[kind.ratio] if same and kind.ratio else None
+            for policy in (policy for policy in policies if policy in STOP_EARLY):
+                allowed = 0.0 if policy == "quota" else 0.01  # quota adds 1 % by itself
+                config = BalanceConfig(policy=policy, tolerance=allowed)
+                values = measure(loads, topology, config, history=loads)
+                values = {m: v for m, v in values.items() if m not in (BOUND, GAP)}
+                values |= {PUBLISHED: published}
+                samples.add(_case(topology, load=kind.name, policy=policy), values)
+        report.add("tolerance 0.01", samples.lines())
+    report.note("publ.: copies that UltraEP's paper prints for its own planner.")
+
+
+def growth(report: Report, scale: Scale) -> None:
+    """How the time of our planner grows, with the ranks and with the experts."""
+    ranks, experts = scale.detail
+    sizes_along = {
+        "ranks": [(size, size * experts // ranks) for size in scale.growth_ranks],
+        "experts": [(ranks, size) for size in scale.growth_experts],
+    }
+    laws = []
+    for kind, along in product((Kind(SHUFFLED, 2.0), Kind("lognormal")), sizes_along):
+        measured = partial(_growth_line, kind, tokens=scale.tokens, along=along)
+        passes = [
+            [measured(*size) for size in sizes_along[along]]
+            for _ in progress(range(GROWTH_PASSES), f"growth with {along}")
+        ]
+        lines = [min(of_size, key=_seconds) for of_size in zip(*passes, strict=True)]
+        report.add("growth", lines)
+        points = [float(line.case[along]) for line in lines]
+        times = [_seconds(line) for line in lines]
+        half = len(points) // 2
+        law = {EXPONENT: harness.growth_law(points, times)}
+        if half > 1:
+            law[UPPER_EXPONENT] = harness.growth_law(points[half:], times[half:])
+        laws.append(Line({"load": kind.name, "along": along}, law))
+    report.add("growth law: time ~ size ^ exponent", laws)
+    report.note("place and split are shares of the time; the rest checks, sums and tallies.")
+
+
+def _seconds(line: Line) -> float:
+    return (line.values[TIME] or 0.0) / 1e6
+
+
+def _growth_line(kind: Kind, ranks: int, experts: int, *, tokens: int, along: str) -> Line:
+    topology, config, backend = Topology(ranks=ranks, experts=experts), BalanceConfig(), select()
+    loads = kind.draw(ranks, experts, tokens=tokens, seed=0)
+    problem = Problem(loads, loads.sum(axis=0), topology, config, backend, None)
+    place = partial(get_policy(config.policy).decide, problem)
+    split = partial(backend.split, loads, topology.home_of_expert, place(), config.locality)
+    whole = time_call(partial(ultraep.plan, loads, topology), repeats=30, warmup=3)
+    times = {FAST: 1e6 * whole.p20, TIME: 1e6 * whole.p50, SLOW: 1e6 * whole.p80}
+    for share, part in ((PLACE_SHARE, place), (SPLIT_SHARE, split)):
+        times[share] = time_call(part, repeats=30, warmup=3).p50 / whole.p50
+    return Line(_case(topology, load=kind.name, along=along), times)
+
+
+def small(report: Report, scale: Scale) -> None:
+    """Few tokens: what the sources send adds up to what was planned."""
+    ranks, experts = scale.detail
+    topology, kind, samples = Topology(ranks=ranks, experts=experts), Kind(SHUFFLED, 2.0), Samples()
+    for tokens, seed in progress(list(product(scale.small_tokens, range(scale.seeds))), "small"):
+        plan = ultraep.plan(kind.draw(ranks, experts, tokens=tokens, seed=seed), topology)
+        served = plan.dense_split().sum(axis=(0, 1))
+        values: Values = {
+            COUNT: 1,
+            BEFORE: plan.initial_imbalance,
+            BOUND: plan.lower_bound,
+            MEAN: plan.imbalance,
+            REALISED: float(served.max() / served.mean()),
+            WORST: plan.imbalance,
+            EQUAL: float(np.array_equal(served, plan.rank_loads)),
+            COPIES: plan.num_replicas,
+        }
+        samples.add(_case(topology, load=kind.name) | {"tokens": tokens}, values)
+    report.add("small batches", samples.lines())
+    report.note(
+        "tokens: of each rank; mean, worst: as planned; equal: share of loads met on every rank."
+    )
+
+
+def trace(report: Report, scale: Scale, policies: Sequence[str], recorded: Trace) -> None:
+    """All policies on recorded routing; those that need history also with a stale one."""
+    for ranks in scale.trace_ranks:
+        microbatches, samples = list(recorded.microbatches(ranks)), Samples()
+        for slots, policy in progress(list(product((1, 2), policies)), f"trace EP{ranks}"):
+            config = BalanceConfig(policy=policy)
+            stale = ("exact", "previous") if get_policy(policy).needs_history else ("-",)
+            for history, (loads, before) in product(stale, microbatches):
+                past = before if history == "previous" else loads
+                if past is not None:
+                    topology = Topology(ranks=ranks, experts=loads.shape[1], slots=slots)
+                    values = measure(loads, topology, config, history=past)
+                    samples.add(_case(topology, policy=policy, history=history), values)
+        report.add(f"trace {recorded.path.name}, window {recorded.window}", samples.lines())
+    report.note("previous: placed by the window before; the first of a text has none.")
+
+
+def optimum(report: Report, scale: Scale, recorded: Trace | None) -> None:
+    """How far our plans are from the best there is, by a mixed-integer program."""
+    shapes, together = Samples(), Samples()
+    for case in progress(small_cases(scale.optima), "optimum", scale.optima):
+        loads = np.zeros((case.topology.ranks, case.topology.experts), dtype=np.int64)
+        loads[0] = case.expert_loads  # the sources do not matter to the peak
+        values = _gap(ultraep.plan(loads, case.topology), always=True)
+        shapes.add({"slots": case.topology.slots, "load": case.shape}, values)
+        together.add({"slots": case.topology.slots, "load": "all"}, values)
+    lines = [*shapes.lines(), *together.lines()]
+    report.add(
+        "optimum, small random loads", sorted(lines, key=lambda line: str(line.case["slots"]))
+    )
+    if recorded:
+        samples, ranks = Samples(), scale.trace_ranks[0]
+        for loads, _ in progress(list(recorded.microbatches(ranks)), "optimum of the trace"):
+            topology = Topology(ranks=ranks, experts=loads.shape[1])
+            values = _gap(ultraep.plan(loads, topology), always=False)
+            samples.add(_case(topology, load=recorded.path.name), values)
+        report.add("optimum, recorded routing", samples.lines())
+    report.note(
+        "gap: imbalance over optimum, less one; at bound: plans that reach the lower bound."
+        f"\nunproven within {TIME_LIMIT:g} s: counted, but left out of gap and optimum."
+    )
+
+
+def _gap(plan: Plan, *, always: bool) -> Values:
+    """A plan at the bound is optimal, so that the program need not be run to know it."""
+    at_bound, best = plan.imbalance == plan.lower_bound, plan.imbalance
+    proven = True
+    if always or not at_bound:
+        try:
+            peak = optimal_peak(plan.loads.sum(axis=0), plan.topology, TIME_LIMIT)
+            best = peak * plan.topology.ranks / plan.total
+        except Unproven:
+            proven = False
+    assert plan.lower_bound <= best <= plan.imbalance, (plan, best)
+    gap = plan.imbalance / best - 1 if proven else None
+    return {
+        COUNT: 1,
+        BEFORE: plan.initial_imbalance,
+        MEAN: plan.imbalance,
+        WORST: plan.imbalance,
+        OPTIMUM: best if proven else None,
+        AT_BOUND: float(at_bound),
+        OPTIMAL: None if gap is None else float(gap == 0),
+        EXCESS: gap,
+        WORST_EXCESS: gap,
+        UNPROVEN: float(not proven),
+    }
+
+
+def _case(topology: Topology, **names: str) -> dict[str, str | int | float]:
+    sizes = {"ranks": topology.ranks, "experts": topology.experts, "slots": topology.slots}
+    return {**sizes, **names}
+
+
+def main(argv: Sequence[str]) -> None:
+    """Run the chosen sections, print their tables, and write their rows."""
+    options = _options(argv[1:])
+    harness.one_core()
+    report = Report("plan", argv)
+    report.header()
+    scale = TOY if options.toy else QUICK if options.quick else FULL
+    recorded = options.trace and Trace(options.trace, options.experts, options.window)
+    sections: dict[str, Callable[[], None]] = {
+        "quality": partial(quality, report, scale, options.policies),
+        "tolerance": partial(tolerance, report, scale, options.policies),
+        "growth": partial(growth, report, scale),
+        "small": partial(small, report, scale),
+        "trace": partial(trace, report, scale, options.policies, recorded),
+        "optimum": partial(optimum, report, scale, recorded),
+    }
+    for name in options.only:
+        report.section = name
+        sections[name]()
+    if options.json:
+        report.write(options.json)
+
+
+def _options(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    harness.common_options(parser)
+    names = partial(str.split, sep=",")
+    parser.add_argument("--only", type=names, metavar="A,B", help=f"of {', '.join(SECTIONS)}")
+    parser.add_argument("--policies", type=names, metavar="A,B", default=list(BUILT_IN))
+    parser.add_argument("--trace", type=Path, metavar="FILE", help="recorded routing, .npz")
+    parser.add_argument("--experts", type=int, help="of the trace; default: from its largest id")
+    parser.add_argument("--window", type=int, default=4096, help="tokens of a microbatch")
+    parser.add_argument("--optimum", action="store_true", help="also compare with exact optima")
+    options = parser.parse_args(arguments)
+    skipped = {"trace": not options.trace, "optimum": not options.optimum}
+    options.only = options.only or [name for name in SECTIONS if not skipped.get(name)]
+    if unknown := set(options.only) - set(SECTIONS):
+        parser.error(f"unknown sections {sorted(unknown)}; known are {', '.join(SECTIONS)}")
+    if unknown := set(options.policies) - set(ultraep.policy_names()):
+        parser.error(f"unknown policies {sorted(unknown)}; known are {', '.join(BUILT_IN)}")
+    if "trace" in options.only and not options.trace:
+        parser.error("section trace needs --trace FILE")
+    return options
+
+
+if __name__ == "__main__":
+    main(sys.argv)

@@ -1,0 +1,361 @@
+"""One way to time, one record and one set of loads, for every benchmark of the project.
+
+A benchmark fills a `Report` with lines, a case and what was measured in it. The report prints them
+as tables and keeps one `Row` per number, which carries all that is needed to read it alone or to
+measure it again: device, versions, command and date.
+
+Shapes: R ranks, E experts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import platform
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from itertools import pairwise
+from pathlib import Path
+from statistics import fmean
+from typing import TypeVar
+
+import numpy as np
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+import ultraep
+from ultraep import workload
+from ultraep.arrays import IntArray
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ("numpy", "numba", "scipy", "torch")
+WIDTH, DIGITS = 110, 5  # of a printed table, of a number in it
+ORDERED, SHUFFLED = "zipf ordered", "zipf shuffled"
+
+Item = TypeVar("Item")
+Case = Mapping[str, str | int | float]
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Percentiles of the time of one call, in seconds."""
+
+    p20: float
+    p50: float
+    p80: float
+
+
+def time_call(
+    call: Callable[[], object],
+    repeats: int,
+    warmup: int,
+    synchronize: Callable[[], object] | None = None,
+) -> Timing:
+    """Time single calls; `synchronize` waits for a device, before either reading of the clock."""
+    wait = synchronize or (lambda: None)
+    for _ in range(warmup):
+        call()
+    seconds = []
+    for _ in range(repeats):
+        wait()
+        begin = time.perf_counter()
+        call()
+        wait()
+        seconds.append(time.perf_counter() - begin)
+    return Timing(*(float(p) for p in np.percentile(seconds, (20, 50, 80))))
+
+
+def growth_law(sizes: Sequence[float], seconds: Sequence[float]) -> float:
+    """Exponent of the power law through the points: least squares between logarithms.
+
+    >>> round(growth_law([1, 2, 4], [3, 12, 48]), 6)
+    2.0
+    """
+    return float(np.polyfit(np.log(sizes), np.log(seconds), 1)[0])
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """A measured quantity: name and unit, head and form in a table, and how many become one."""
+
+    name: str
+    unit: str
+    head: str
+    form: str = ".4f"
+    combine: Callable[[Sequence[float]], float] = fmean
+
+
+# What a case does not have is None: shown as a dash, and not recorded.
+Values = Mapping[Metric, float | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One line of a table: a case, and what was measured in it."""
+
+    case: Case
+    values: Values
+
+
+class Samples:
+    """Measurements of the same case, again and again, and of many cases."""
+
+    def __init__(self) -> None:
+        self._of_case: dict[tuple[tuple[str, str | int | float], ...], list[Values]] = {}
+
+    def add(self, case: Case, values: Values) -> None:
+        self._of_case.setdefault(tuple(case.items()), []).append(values)
+
+    def lines(self) -> list[Line]:
+        """One line for every case, in the order of their first samples."""
+        return [Line(dict(case), _combined(found)) for case, found in self._of_case.items()]
+
+
+def _combined(samples: Sequence[Values]) -> Values:
+    together: dict[Metric, float | None] = {}
+    for metric in samples[0]:
+        known = [value for sample in samples if (value := sample[metric]) is not None]
+        together[metric] = metric.combine(known) if known else None
+    return together
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One number, and all that is needed to understand and to repeat it."""
+
+    benchmark: str
+    case: Case
+    metric: str
+    value: float
+    unit: str
+    device: str
+    versions: Mapping[str, str]
+    command: str
+    date: str
+
+
+class Report:
+    """Collects what a benchmark measures: tables to read, rows to keep."""
+
+    def __init__(self, benchmark: str, argv: Sequence[str], *, device: str | None = None) -> None:
+        self.rows: list[Row] = []
+        self.benchmark = benchmark
+        self.section = ""  # of the benchmark, to be set before lines are added
+        self.device = device or cpu_device()
+        self.versions = versions()
+        self.command = command(argv)
+        self.date = datetime.now(UTC).date().isoformat()
+        self.console = Console(width=WIDTH, highlight=False)
+
+    def header(self) -> None:
+        """Print once what holds for all tables."""
+        known = ", ".join(f"{name} {version}" for name, version in self.versions.items())
+        for text in (self.command, f"{self.date}, {self.device}", known):
+            self.console.print(text, soft_wrap=True, markup=False)
+
+    def note(self, text: str) -> None:
+        """Print a remark under a table."""
+        self.console.print(text, markup=False)
+
+    def add(self, title: str, lines: Sequence[Line]) -> None:
+        """Print the lines as one table, and keep a row for every number in it."""
+        for line in lines:
+            for metric, value in line.values.items():
+                if value is not None:
+                    self.rows.append(self._row(line.case, metric, value))
+        names = list(dict.fromkeys(name for line in lines for name in line.case))
+        same = [name for name in names if len({line.case.get(name) for line in lines}) == 1]
+        heading = [title, *(f"{name} {lines[0].case[name]}" for name in same)]
+        with self.console.capture() as printed:
+            self.console.print(_table(lines, [name for name in names if name not in same]))
+        rows = [row.rstrip() for row in printed.get().splitlines()]
+        self.console.print("", "; ".join(heading), *rows, sep="\n", markup=False, soft_wrap=True)
+
+    def write(self, path: Path) -> None:
+        """Write all rows as a JSON list, one row a line; an older file stays whole until then."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        text = "[\n" + ",\n".join(_as_json(row) for row in self.rows) + "\n]\n"
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
+            file.write(text)
+        os.chmod(file.name, 0o644)
+        os.replace(file.name, path)
+
+    def _row(self, case: Case, metric: Metric, value: float) -> Row:
+        return Row(
+            f"{self.benchmark}/{self.section}" if self.section else self.benchmark,
+            dict(case),
+            metric.name,
+            float(f"{value:.7g}"),
+            metric.unit,
+            self.device,
+            self.versions,
+            self.command,
+            self.date,
+        )
+
+
+def _as_json(row: Row) -> str:
+    return json.dumps(asdict(row), separators=(",", ":"))
+
+
+def _table(lines: Sequence[Line], shown: Sequence[str]) -> Table:
+    """The named cases and all metrics; in the first column what repeats is not said again."""
+    metrics = list(dict.fromkeys(metric for line in lines for metric in line.values))
+    table = Table(box=SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), pad_edge=False)
+    for name in shown:
+        table.add_column(name, no_wrap=True)
+    for metric in metrics:
+        table.add_column(metric.head, justify="right", no_wrap=True)
+    cells = [[str(line.case.get(name, "-")) for name in shown] for line in lines]
+    grouped = any(one[:1] == two[:1] for one, two in pairwise(cells))
+    for i, line in enumerate(lines):
+        repeats = grouped and i and cells[i][0] == cells[i - 1][0]
+        if grouped and i and not repeats:
+            table.add_section()
+        names = ["", *cells[i][1:]] if repeats else cells[i]
+        table.add_row(*names, *(_shown(line.values.get(metric), metric) for metric in metrics))
+    return table
+
+
+def _shown(value: float | None, metric: Metric) -> str:
+    """As the metric says, with fewer decimals where the number is large."""
+    if value is None:
+        return "-"
+    text = format(value, metric.form)
+    whole, _, decimals = text.partition(".")
+    room = max(1, DIGITS - len(whole.lstrip("-0")))
+    return format(value, f".{room}f") if room < len(decimals) else text
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A kind of load; the ratio is that of the Zipf families."""
+
+    family: str
+    ratio: float | None = None
+
+    @property
+    def name(self) -> str:
+        return self.family if self.ratio is None else f"{self.family} {self.ratio:g}"
+
+    def draw(self, ranks: int, experts: int, *, tokens: int, seed: int) -> IntArray:
+        """[R, E] loads, top-8 or less where there are few experts."""
+        if self.family == "one_hot":
+            return workload.one_hot(ranks, experts, tokens=tokens)
+        top_k = min(8, max(1, experts // 8))
+        if self.ratio is None:
+            generate = workload.uniform if self.family == "uniform" else workload.lognormal
+            return generate(ranks, experts, top_k=top_k, tokens=tokens, seed=seed)
+        return workload.zipf(
+            ranks,
+            experts,
+            ratio=self.ratio,
+            top_k=top_k,
+            tokens=tokens,
+            shuffled=self.family == SHUFFLED,
+            seed=seed,
+        )
+
+
+def zipf_kinds(ratios: Sequence[float]) -> list[Kind]:
+    return [Kind(family, ratio) for family in (ORDERED, SHUFFLED) for ratio in ratios]
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """Recorded routing, cut into windows that each become a microbatch."""
+
+    path: Path
+    experts: int | None
+    window: int
+
+    def microbatches(self, ranks: int) -> Iterator[tuple[IntArray, IntArray | None]]:
+        """[R, E] loads of every layer of every window, and those of the window before, if any."""
+        texts = workload.read_routing(self.path)
+        experts = self.experts or 1 << max(int(ids.max()) for ids in texts).bit_length()
+        for ids in texts:
+            loads = workload.loads_of_windows(ids, ranks=ranks, experts=experts, tokens=self.window)
+            for window, layer in np.ndindex(loads.shape[:2]):
+                yield loads[window, layer], loads[window - 1, layer] if window else None
+
+
+def one_core() -> int:
+    """Pin this process to one core, where the system can; the number of cores it may use."""
+    if not hasattr(os, "sched_setaffinity"):
+        return os.cpu_count() or 1
+    os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
+    return 1
+
+
+def cpu_device() -> str:
+    """The CPU by name, and how many of its cores this process may use."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    cores = len(affinity(0)) if affinity else os.cpu_count() or 1
+    return f"{_cpu_name()}, {cores} core{'s' if cores > 1 else ''}"
+
+
+def _cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    for line in info.read_text().splitlines() if info.is_file() else ():
+        key, _, value = line.partition(":")
+        if key.strip() == "model name":
+            return value.strip()
+    return platform.processor() or platform.machine()
+
+
+def versions() -> dict[str, str]:
+    """Versions of this package and of what it computes with; nothing is imported for it."""
+    found = {"ultraep": ultraep.__version__, "python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[package] = "not installed"
+    return found
+
+
+def command(argv: Sequence[str]) -> str:
+    """The command from the root of the project; of files elsewhere, only their names.
+
+    >>> command([str(ROOT / "benchmarks" / "bench_plan.py"), "--trace", "/data/trace.npz"])
+    'python benchmarks/bench_plan.py --trace trace.npz'
+    """
+    return " ".join(["python", *(_portable(argument) for argument in argv)])
+
+
+def _portable(argument: str) -> str:
+    option, equals, value = argument.rpartition("=")
+    path = Path(value)
+    if path.is_absolute() or ".." in path.parts:
+        whole = path.resolve()
+        value = whole.relative_to(ROOT).as_posix() if whole.is_relative_to(ROOT) else path.name
+    return option + equals + value
+
+
+def progress(items: Iterable[Item], label: str, total: float | None = None) -> Iterable[Item]:
+    """The same items, with a bar on stderr if that is a terminal."""
+    console = Console(stderr=True)
+    return track(
+        items,
+        label,
+        total=total,
+        console=console,
+        transient=True,
+        auto_refresh=False,  # no thread that disturbs what is timed
+        disable=not console.is_terminal,
+    )
+
+
+def common_options(parser: argparse.ArgumentParser) -> None:
+    """The options that every benchmark has."""
+    size = parser.add_mutually_exclusive_group()
+    size.add_argument("--toy", action="store_true", help="tiny sizes, a few seconds, for CI")
+    size.add_argument("--quick", action="store_true", help="fewer sizes and seeds, half a minute")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="write all rows to this file")

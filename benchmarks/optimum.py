@@ -1,0 +1,202 @@
+"""The exact optimum of small planning problems, by a mixed-integer program.
+
+It shares nothing with the planner but the topology, so each can be used to check the other.
+
+Shapes: R ranks of a domain, E experts of a domain, P pairs of an expert and a host that is not its
+home. Unknown are whether a pair has a copy, how many tokens it serves, and the peak:
+
+    minimise   peak
+    such that  tokens of a pair            <=  load of its expert, if it has a copy, else 0
+               copies on a rank            <=  slots
+               tokens of an expert's pairs <=  its load
+               tokens served by a rank     <=  peak
+
+Tokens are left continuous: once the copies are fixed they are a flow, and a flow through whole
+capacities can be made whole. The solver works with floats, so that its answer is only the lower
+half of the proof (its tolerances can but make the peak too small); the upper half is an integer
+flow through the copies that it chose.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.optimize import Bounds, LinearConstraint, milp
+from scipy.sparse import block_array, csr_array, diags_array, eye_array
+from scipy.sparse.csgraph import maximum_flow
+
+from ultraep.arrays import IntArray
+from ultraep.topology import Topology
+
+OPTIMAL, OUT_OF_TIME = 0, 1  # status of scipy.optimize.milp
+NOISE = 1e-6
+
+
+class Unproven(Exception):
+    """The solver ran out of time, or its answer could not be confirmed in integers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pairs:
+    """Every expert of a domain with every rank but its home. Experts without load have none."""
+
+    loads: IntArray  # [E]
+    homes: IntArray  # [E]
+    ranks: int
+    expert: IntArray  # [P]
+    host: IntArray  # [P]
+
+    @property
+    def rank_loads(self) -> IntArray:
+        """[R] tokens of every rank if nothing is copied."""
+        sums = np.zeros(self.ranks, dtype=np.int64)
+        np.add.at(sums, self.homes, self.loads)
+        return sums
+
+    @property
+    def mean(self) -> int:
+        """Tokens per rank, rounded up."""
+        return -(-int(self.loads.sum()) // self.ranks)
+
+
+def optimal_peak(expert_loads: IntArray, topology: Topology, time_limit: float = 60.0) -> int:
+    """Tokens of the fullest rank in the best plan that the slots and domains allow.
+
+    Three ranks with one expert each. Each can hold but one copy, so rank 0 keeps 9 - 3 - 3:
+
+    >>> optimal_peak(np.array([9, 0, 0]), Topology(ranks=3, experts=3, slots=1))
+    3
+
+    Raises `Unproven` if a domain takes longer than `time_limit` seconds.
+    """
+    homes, size = topology.home_of_expert, topology.domain_size
+    peaks = []
+    for begin in range(0, topology.ranks, size):
+        inside = (homes >= begin) & (homes < begin + size)
+        pairs = _pairs(expert_loads[inside], homes[inside] - begin, size)
+        peaks.append(_peak_of_domain(pairs, topology.slots, time_limit))
+    return max(peaks)
+
+
+def _pairs(loads_E: IntArray, homes_E: IntArray, ranks: int) -> Pairs:
+    loaded = np.flatnonzero(loads_E)
+    expert, host = np.repeat(loaded, ranks), np.tile(np.arange(ranks), len(loaded))
+    away = homes_E[expert] != host
+    return Pairs(loads_E, homes_E, ranks, expert[away], host[away])
+
+
+def _peak_of_domain(pairs: Pairs, slots: int, time_limit: float) -> int:
+    fullest = int(pairs.rank_loads.max())
+    if fullest == pairs.mean or not slots:
+        return fullest
+    result = milp(
+        c=np.append(np.zeros(2 * len(pairs.expert)), 1.0),
+        integrality=_integrality(pairs),
+        bounds=_bounds(pairs),
+        constraints=_constraints(pairs, slots),
+        options={"time_limit": time_limit, "mip_rel_gap": 0.0},
+    )
+    if result.status == OUT_OF_TIME:
+        raise Unproven(f"no proof within {time_limit:g} s")
+    if result.status != OPTIMAL:
+        raise Unproven(f"status {result.status}: {result.message}")
+    peak: int = math.ceil(result.mip_dual_bound - NOISE)
+    copied = result.x[: len(pairs.expert)] > 0.5
+    if not _flows(pairs, copied, peak):
+        raise Unproven(f"the copies of the solver do not reach its peak of {peak}")
+    return peak
+
+
+def _integrality(pairs: Pairs) -> IntArray:
+    num_pairs = len(pairs.expert)
+    return np.repeat([1, 0, 1], [num_pairs, num_pairs, 1])
+
+
+def _bounds(pairs: Pairs) -> Bounds:
+    num_pairs = len(pairs.expert)
+    low = np.append(np.zeros(2 * num_pairs), pairs.mean)
+    most = pairs.loads[pairs.expert]
+    return Bounds(low, np.concatenate([np.ones(num_pairs), most, [pairs.rank_loads.max()]]))
+
+
+def _constraints(pairs: Pairs, slots: int) -> LinearConstraint:
+    """The four lines of the program, in the order of the module's docstring."""
+    num_pairs = len(pairs.expert)
+
+    def sum_over(group_of_P: IntArray, groups: int) -> csr_array:
+        places = (group_of_P, np.arange(num_pairs))
+        return csr_array((np.ones(num_pairs), places), shape=(groups, num_pairs))
+
+    onto = sum_over(pairs.host, pairs.ranks)
+    away = sum_over(pairs.homes[pairs.expert], pairs.ranks)
+    of_expert = sum_over(pairs.expert, len(pairs.loads))
+    peak = csr_array(np.ones((pairs.ranks, 1)))
+    matrix = block_array(
+        [
+            [diags_array(-pairs.loads[pairs.expert].astype(float)), eye_array(num_pairs), None],
+            [onto, None, None],
+            [None, of_expert, None],
+            [None, onto - away, -peak],
+        ]
+    )
+    most = [np.zeros(num_pairs), np.full(pairs.ranks, slots), pairs.loads, -pairs.rank_loads]
+    return LinearConstraint(matrix, -np.inf, np.concatenate(most))
+
+
+def _flows(pairs: Pairs, copied_P: IntArray, peak: int) -> bool:
+    """Whether all tokens find a place: source -> expert -> home or copy -> sink, in integers."""
+    experts, ranks = len(pairs.loads), pairs.ranks
+    source, sink = experts + ranks, experts + ranks + 1
+    all_experts = np.arange(experts)
+    serving = np.concatenate([all_experts, pairs.expert[copied_P]])
+    where = np.concatenate([pairs.homes, pairs.host[copied_P]])
+    tails = np.concatenate([np.full(experts, source), serving, experts + np.arange(ranks)])
+    heads = np.concatenate([all_experts, experts + where, np.full(ranks, sink)])
+    room = np.concatenate([pairs.loads, pairs.loads[serving], np.full(ranks, peak)])
+    graph = csr_array((room.astype(np.int32), (tails, heads)), shape=(sink + 1, sink + 1))
+    return bool(maximum_flow(graph, source, sink).flow_value == pairs.loads.sum())
+
+
+@dataclass(frozen=True, slots=True)
+class SmallCase:
+    """A random problem that the program solves in a moment."""
+
+    shape: str
+    topology: Topology
+    expert_loads: IntArray  # [E]
+
+
+SHAPES = ("uniform", "lognormal", "hot few", "rank-skewed", "many small", "few tokens")
+
+
+def small_cases(count: int, *, seed: int = 0) -> Iterator[SmallCase]:
+    """Seeded problems: 2-6 ranks, 1-10 experts per rank, 1-2 slots, all shapes in turn."""
+    for number in range(count):
+        rng = np.random.default_rng((seed, number))
+        shape = SHAPES[number % len(SHAPES)]
+        ranks = int(rng.integers(2, 7))
+        experts = ranks * int(rng.integers(6 if shape == "many small" else 1, 11))
+        slots = 1 + number // len(SHAPES) % 2
+        domain = 2 if ranks in (4, 6) and rng.random() < 0.2 else ranks
+        topology = Topology(ranks=ranks, experts=experts, slots=slots, domain=domain)
+        yield SmallCase(shape, topology, _loads(shape, topology, rng))
+
+
+def _loads(shape: str, topology: Topology, rng: np.random.Generator) -> IntArray:
+    """[E] tokens; "rank-skewed" and "many small" multiply whole ranks by a factor."""
+    experts = topology.experts
+    if shape == "uniform":
+        return rng.integers(0, 1000, experts)
+    if shape == "few tokens":
+        return rng.integers(0, 12, experts)
+    popularity = rng.lognormal(0.0, 0.2 if shape == "many small" else 1.0, experts)
+    if shape in ("rank-skewed", "many small"):
+        popularity *= rng.lognormal(0.0, 1.0, topology.ranks)[topology.home_of_expert]
+    if shape == "hot few":
+        popularity *= np.where(rng.random(experts) < 0.3, 20.0, 1.0)
+    tokens = 500 * topology.ranks
+    loads: IntArray = np.floor(popularity / popularity.sum() * tokens).astype(np.int64)
+    return loads

@@ -1,0 +1,208 @@
+"""Stage 6: Arrivals -> outputs, a SwiGLU network for every home and every filled spare slot.
+
+    out = down(silu(gate) * up),   gate, up = the two halves of gate_up(x)
+
+Backward restores the replicas' weights (stage 3 again), computes all gradients and adds those of
+the replicas to their homes (stage 8).
+
+Shapes: A arrived rows, L slots of this rank (H home experts, then the spare ones), D model width,
+F hidden width, P parameters of an expert.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.nn.functional import linear, silu
+
+from ultraep.dispatch import Arrivals
+from ultraep.grad_reduce import accumulator
+
+if TYPE_CHECKING:
+    from ultraep.runtime.replicas import Replicas
+
+TILE = 32
+NAMES = ("gate_up_proj", "down_proj", "gate_up_bias", "down_bias")
+Weights = dict[str, torch.Tensor]
+
+
+class Experts(nn.Module):
+    """The home experts of one rank, stacked.
+
+    seed: experts are drawn from it one by one, so a model starts alike on any number of ranks.
+    bitwise: fixed tiles of rows, so that a row's result does not depend on the rows beside it.
+    """
+
+    gate_up_bias: nn.Parameter | None
+    down_bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        hidden: int,
+        ffn: int,
+        home_experts: list[int],
+        *,
+        bias: bool = False,
+        bitwise: bool = False,
+        seed: int = 0,
+        dtype: torch.dtype | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        super().__init__()
+        self.bitwise = bitwise
+        options: dict[str, Any] = {"dtype": dtype, "device": device}
+        homes = len(home_experts)
+        self.gate_up_proj = nn.Parameter(torch.empty(homes, 2 * ffn, hidden, **options))
+        self.down_proj = nn.Parameter(torch.empty(homes, hidden, ffn, **options))
+        for name, width in (("gate_up_bias", 2 * ffn), ("down_bias", hidden)):
+            zeros = nn.Parameter(torch.zeros(homes, width, **options)) if bias else None
+            self.register_parameter(name, zeros)
+        self._draw(home_experts, seed)
+
+    @torch.no_grad()
+    def _draw(self, home_experts: list[int], seed: int) -> None:
+        for index, expert in enumerate(home_experts):
+            generator = torch.Generator().manual_seed(seed * 1_000_003 + expert)
+            for stack in (self.gate_up_proj, self.down_proj):
+                bound = 1 / math.sqrt(stack.shape[-1])
+                drawn = torch.rand(stack.shape[1:], generator=generator, dtype=torch.float64)
+                stack[index] = ((2 * drawn - 1) * bound).to(stack)
+
+    @property
+    def bundle(self) -> Weights:
+        """What a copy of an expert consists of."""
+        found = ((name, getattr(self, name)) for name in NAMES)
+        return {name: weight for name, weight in found if weight is not None}
+
+    def forward(self, arrivals: Arrivals, replicas: Replicas, copies: Weights) -> torch.Tensor:
+        """[A, D] outputs of all rows. `copies` are the weights that `replicas` put in the slots."""
+        tile = TILE if self.bitwise else None
+        weights = self.bundle
+        call = _Call(arrivals.counts, replicas, copies, tuple(weights), tile)
+        outputs: torch.Tensor = _GroupedMLP.apply(arrivals.rows, call, *weights.values())  # type: ignore[no-untyped-call]
+        return outputs
+
+
+class _Call:
+    """What the rows of one microbatch meet: counts, replicas, and how to multiply."""
+
+    def __init__(
+        self,
+        counts: list[int],
+        replicas: Replicas,
+        copies: Weights | None,
+        names: tuple[str, ...],
+        tile: int | None,
+    ) -> None:
+        self.counts, self.replicas, self.copies = counts, replicas, copies
+        self.names, self.tile = names, tile
+
+    def slots(self, homes: Weights, copies: Weights) -> list[tuple[int, slice, Weights]]:
+        """Every slot that has rows: its index, its rows and its weights."""
+        found, begin = [], 0
+        for slot, count in enumerate(self.counts):
+            if count:
+                spare = slot - self.replicas.num_homes
+                source, index = (homes, slot) if spare < 0 else (copies, spare)
+                weights = {name: source[name][index] for name in self.names}
+                found.append((slot, slice(begin, begin + count), weights))
+            begin += count
+        return found
+
+
+class _GroupedMLP(torch.autograd.Function):
+    """The networks of all slots, one after the other, forward and backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows_AD: torch.Tensor, call: _Call, *stacked: torch.Tensor
+    ) -> torch.Tensor:
+        homes = dict(zip(call.names, stacked, strict=True))
+        assert call.copies is not None
+        hidden_AF = rows_AD.new_empty(len(rows_AD), homes["gate_up_proj"].shape[1])
+        outputs_AD = torch.empty_like(rows_AD)
+        for _, part, weights in call.slots(homes, call.copies):
+            up = _linear(rows_AD[part], weights, "gate_up", call.tile)
+            hidden_AF[part] = up
+            outputs_AD[part] = _linear(_swiglu(up), weights, "down", call.tile)
+        ctx.call, call.copies = call, None  # the slots are only lent
+        ctx.save_for_backward(rows_AD, hidden_AF, *stacked)
+        return outputs_AD
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        rows_AD, hidden_AF, *stacked = ctx.saved_tensors
+        call: _Call = ctx.call
+        homes = dict(zip(call.names, stacked, strict=True))
+        trains = any(ctx.needs_input_grad[2:])
+        sums = _Gradients(call, homes) if trains else None
+        d_rows_AD = torch.empty_like(rows_AD)
+        with call.replicas as copies:
+            for slot, part, weights in call.slots(homes, copies):
+                d_out = gradients[0][part]
+                d_up = _d_swiglu(hidden_AF[part], d_out @ weights["down_proj"].to(d_out))
+                d_rows_AD[part] = d_up @ weights["gate_up_proj"].to(d_up)
+                if sums is not None:
+                    sums.add(slot, "down", d_out, _swiglu(hidden_AF[part]))
+                    sums.add(slot, "gate_up", d_up, rows_AD[part])
+        wanted = sums.reduced() if sums is not None else [None] * len(stacked)
+        return d_rows_AD, None, *wanted
+
+
+class _Gradients:
+    """Weight gradients of all slots, flat, in the type they are summed in."""
+
+    def __init__(self, call: _Call, homes: Weights) -> None:
+        some = homes["gate_up_proj"]
+        self._call, self._homes = call, homes
+        shapes = [homes[name].shape[1:] for name in call.names]
+        width, dtype = sum(shape.numel() for shape in shapes), accumulator(some.dtype)
+        self._of_homes = torch.zeros(len(some), width, dtype=dtype, device=some.device)
+        self._of_copies = call.replicas.gradient_rows(width, dtype, some.device)
+        self._of_copies.zero_()
+        self._views = [self._split(rows, shapes) for rows in (self._of_homes, self._of_copies)]
+
+    def _split(self, rows: torch.Tensor, shapes: list[torch.Size]) -> Weights:
+        parts = rows.split([shape.numel() for shape in shapes], dim=1)
+        views = zip(self._call.names, parts, shapes, strict=True)
+        return {name: part.unflatten(1, shape) for name, part, shape in views}
+
+    def add(self, slot: int, layer: str, d_out: torch.Tensor, rows: torch.Tensor) -> None:
+        """Fill in the gradients of one layer of one slot."""
+        spare = slot - len(self._of_homes)
+        views, index = (self._views[0], slot) if spare < 0 else (self._views[1], spare)
+        views[f"{layer}_proj"][index] = d_out.T @ rows
+        if f"{layer}_bias" in views:
+            views[f"{layer}_bias"][index] = d_out.sum(dim=0)
+
+    def reduced(self) -> list[torch.Tensor]:
+        """The gradients of the home experts, with those of all their copies."""
+        self._call.replicas.reduce(self._of_homes, self._of_copies)
+        return [self._views[0][name].to(self._homes[name].dtype) for name in self._call.names]
+
+
+def _swiglu(up: torch.Tensor) -> torch.Tensor:
+    gate, value = up.chunk(2, dim=-1)
+    return silu(gate) * value
+
+
+def _d_swiglu(up: torch.Tensor, d_out: torch.Tensor) -> torch.Tensor:
+    gate, value = up.chunk(2, dim=-1)
+    sigmoid = torch.sigmoid(gate)
+    d_gate = d_out * value * sigmoid * (1 + gate * (1 - sigmoid))
+    return torch.cat([d_gate, d_out * gate * sigmoid], dim=-1)
+
+
+def _linear(rows: torch.Tensor, weights: Weights, layer: str, tile: int | None) -> torch.Tensor:
+    weight = weights[f"{layer}_proj"].to(rows)
+    bias = weights.get(f"{layer}_bias")
+    bias = None if bias is None else bias.to(rows)
+    if tile is None:
+        return linear(rows, weight, bias)
+    short = -len(rows) % tile
+    padded = torch.cat([rows, rows.new_zeros(short, rows.shape[1])])
+    tiles = [linear(part, weight, bias) for part in padded.split(tile)]
+    return torch.cat(tiles)[: len(rows)]

@@ -1,0 +1,180 @@
+"""BalancedMoE: a Mixture-of-Experts layer that balances every microbatch. Read this first.
+
+Shapes: T local tokens, K experts per token, E experts, D model width.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import silu
+
+from ultraep.combine import combine
+from ultraep.comm import Message
+from ultraep.dispatch import dispatch
+from ultraep.errors import ConfigError, LoadError
+from ultraep.experts import Experts
+from ultraep.plan import Plan
+from ultraep.runtime.balancer import Balancer
+
+SCORES = ("softmax", "sigmoid")
+
+
+class BalancedMoE(nn.Module):
+    """Top-k routed SwiGLU experts, spread over the ranks of a `Balancer`'s group.
+
+    hidden, ffn: model width, and the hidden width of an expert.
+    scores: "softmax" over all experts, or "sigmoid" of each.
+    normalize_top_k: the weights of a token's experts add up to one.
+    shared_ffn: hidden width of an expert that every token passes; None: there is none.
+    bias: experts have biases.   router_bias: added to the scores of the choice, not to the weights.
+    bitwise: the result does not depend on the plan in a single bit; somewhat slower.
+    """
+
+    def __init__(
+        self,
+        hidden: int,
+        ffn: int,
+        experts: int,
+        top_k: int,
+        *,
+        balancer: Balancer,
+        scores: str = "softmax",
+        normalize_top_k: bool = True,
+        shared_ffn: int | None = None,
+        bias: bool = False,
+        router_bias: bool = False,
+        bitwise: bool = False,
+        seed: int = 0,
+        dtype: torch.dtype | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        super().__init__()
+        topology = balancer.topology
+        if experts != topology.experts:
+            raise ConfigError(f"{experts} experts, but the balancer has {topology.experts}")
+        options: dict[str, Any] = {"dtype": dtype, "device": device}
+        self.hidden, self.balancer = hidden, balancer
+        self.router = Router(
+            hidden, experts, top_k, scores, normalize_top_k, router_bias, seed, **options
+        )
+        mine = topology.home_experts(balancer.rank).tolist()
+        self.experts = Experts(
+            hidden, ffn, mine, bias=bias, bitwise=bitwise, seed=seed + 1, **options
+        )
+        self.shared = SwiGLU(hidden, shared_ffn, **options) if shared_ffn else None
+        self.last_plan: Plan | None = None
+        self._layer = balancer.register_layer()
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def forward(self, x: torch.Tensor, *, policy: str | None = None) -> torch.Tensor:
+        """[..., D] -> [..., D]. `policy` replaces the balancer's for this call."""
+        if x.shape[-1] != self.hidden:
+            raise LoadError(f"x must be [..., {self.hidden}], got {list(x.shape)}")
+        balancer, bundle = self.balancer, self.experts.bundle
+        tokens = x.reshape(-1, self.hidden)
+        ids, weights = self.router(tokens)
+        loads = balancer.gather(ids, layer=self._layer, bundle=bundle)  # 1 loads
+        plan = self.last_plan = balancer.plan(loads, policy=policy)  # 2 plan
+        replicas = balancer.replicate(plan, loads, bundle)
+        with replicas as copies:  # 3 replicate
+            roads = balancer.roads(balancer.reroute(ids, plan), loads)  # 4 reroute
+            arrivals = dispatch(in_autocast_type(tokens), roads)  # 5 dispatch
+            outputs = self.experts(arrivals, replicas, copies)  # 6 experts
+        y = combine(outputs, weights, roads)  # 7 combine
+        # 8 reduce happens in the backward of stage 6
+        if self.shared is not None:
+            y = y + self.shared(tokens)
+        return y.reshape(x.shape)
+
+    def full_state_dict(self) -> dict[str, torch.Tensor]:
+        """The state with all experts, on every rank: a checkpoint for any number of ranks."""
+        state = self.state_dict()
+        for name in self.experts.bundle:
+            state[f"experts.{name}"] = gather_experts(state[f"experts.{name}"], self.balancer)
+        return state
+
+    def load_full_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Load a `full_state_dict`, also one of another number of ranks, with or without copies."""
+        mine = self.balancer.topology.home_experts(self.balancer.rank)
+        own = {name: t[mine] if name.startswith("experts.") else t for name, t in state.items()}
+        self.load_state_dict(own)
+
+
+def gather_experts(stacked: torch.Tensor, balancer: Balancer) -> torch.Tensor:
+    """[E, ...] the stacked home experts of all ranks, in the order of the experts."""
+    topology, comm = balancer.topology, balancer.comm
+    stacked = stacked.detach().contiguous()
+    parts = [stacked.new_empty(homes, *stacked.shape[1:]) for homes in topology.homes_per_rank]
+    comm.exchange(
+        [Message(peer, stacked) for peer in range(comm.size)],
+        [Message(peer, part) for peer, part in enumerate(parts)],
+    )
+    every = torch.empty_like(torch.cat(parts))
+    every[torch.from_numpy(topology.experts_by_rank.copy())] = torch.cat(parts)
+    return every
+
+
+class Router(nn.Module):
+    """Scores every expert for every token and keeps the best `top_k`."""
+
+    def __init__(
+        self,
+        hidden: int,
+        experts: int,
+        top_k: int,
+        scores: str,
+        normalize: bool,
+        bias: bool,
+        seed: int,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        if not 1 <= top_k <= experts:
+            raise ConfigError(f"top_k must lie between 1 and {experts} experts, got {top_k}")
+        if scores not in SCORES:
+            raise ConfigError(f"unknown scores {scores!r}; known are {', '.join(SCORES)}")
+        self.top_k, self.scores, self.normalize = top_k, scores, normalize
+        generator = torch.Generator().manual_seed(seed)
+        drawn = torch.randn(experts, hidden, generator=generator, dtype=torch.float64)
+        self.weight = nn.Parameter((drawn / math.sqrt(hidden)).to(**options))
+        zeros = torch.zeros(experts, **options) if bias else None
+        self.register_buffer("bias", zeros)
+        self.bias: torch.Tensor | None
+
+    def forward(self, tokens_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """[T, K] chosen experts, and [T, K] their weights."""
+        wide = torch.promote_types(tokens_TD.dtype, torch.float32)
+        with torch.autocast(tokens_TD.device.type, enabled=False):
+            logits = nn.functional.linear(tokens_TD.to(wide), self.weight.to(wide))
+        scores = logits.softmax(dim=-1) if self.scores == "softmax" else logits.sigmoid()
+        choice = scores if self.bias is None else scores + self.bias
+        ids = choice.topk(self.top_k, dim=-1).indices
+        weights = scores.gather(-1, ids)
+        if self.normalize:
+            weights = weights / weights.sum(dim=-1, keepdim=True)
+        return ids, weights
+
+
+class SwiGLU(nn.Module):
+    """An expert that every token passes, on its own rank."""
+
+    def __init__(self, hidden: int, ffn: int, **options: Any) -> None:
+        super().__init__()
+        self.gate_up = nn.Linear(hidden, 2 * ffn, bias=False, **options)
+        self.down = nn.Linear(ffn, hidden, bias=False, **options)
+
+    def forward(self, tokens_TD: torch.Tensor) -> torch.Tensor:
+        gate, up = self.gate_up(tokens_TD).chunk(2, dim=-1)
+        out: torch.Tensor = self.down(silu(gate) * up)
+        return out
+
+
+def in_autocast_type(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor in the type that autocast asks for, if it is on."""
+    kind = tensor.device.type
+    return tensor.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else tensor

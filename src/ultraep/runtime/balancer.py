@@ -1,0 +1,243 @@
+"""Balancer: one per expert-parallel group; owns communicator, backend and spare slots.
+
+Its verbs are the stages that need the group: `gather` (1), `plan` (2), `replicate` (3), `reroute`
+(4), `roads` (5 and 7), and `Replicas.reduce` (8). All ranks call them in the same order. The first
+message of every step carries what the ranks must agree on, so that a rank with other settings, or
+at another place of the program, is an error that names it, on every rank.
+
+Shapes: T tokens, K experts per token, R ranks, E experts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from ultraep.arrays import IntArray
+from ultraep.backends import select
+from ultraep.bundle import Bundle, resolve
+from ultraep.comm import Communicator
+from ultraep.config import BalanceConfig
+from ultraep.dispatch import Roads
+from ultraep.errors import CommunicationError, ConfigError, LoadError, PlanMismatch, SlotError
+from ultraep.loads import count_loads
+from ultraep.plan import Plan
+from ultraep.plan import plan as make_plan
+from ultraep.policies import get_policy
+from ultraep.replicate import MODES
+from ultraep.reroute import Routes, reroute
+from ultraep.runtime.replicas import Replicas
+from ultraep.runtime.slots import SlotPool
+from ultraep.runtime.stats import Stats
+from ultraep.runtime.versions import weights_version
+from ultraep.topology import Topology
+from ultraep.version import __version__
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+HEADER = ("settings", "layer", "step", "trains", "refused")  # what ranks must agree on
+
+
+@dataclass(frozen=True, slots=True)
+class Gathered:
+    """The loads of all ranks, and the versions of their weights."""
+
+    loads: IntArray  # [R, E]
+    versions: IntArray  # [R]
+    layer: int
+    step: int
+
+
+class Balancer:
+    """Balances every microbatch of every layer of one expert-parallel group.
+
+    group: a torch.distributed process group; None: one process is the whole group.
+    experts, slots, domain, homes: see `Topology`.
+    config or policy: how to balance; `policy` alone is short for `BalanceConfig(policy=...)`.
+    relay: "direct" or "chain", how weights travel; chunks: pieces of an expert in a chain.
+    in_flight: buffers of spare slots, for callers that keep several filled at the same time.
+    verify: compare the plans of all ranks, and the order of their backward passes.
+    transport: "auto", "shared" (memory, CPU ranks of one host) or "sockets" (the group's own).
+    timeout: seconds after which a silent rank is an error; None: the group's own.
+    communicator: in place of a group, for ranks that are no processes (`LocalGroup`).
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None = None,
+        *,
+        experts: int,
+        slots: int = 1,
+        domain: int | None = None,
+        homes: Sequence[int] | None = None,
+        config: BalanceConfig | None = None,
+        policy: str | None = None,
+        backend: str | None = None,
+        relay: str = "direct",
+        chunks: int = 4,
+        in_flight: int = 1,
+        verify: bool = True,
+        transport: str = "auto",
+        timeout: float | None = None,
+        communicator: Communicator | None = None,
+    ) -> None:
+        if config is not None and policy is not None:
+            raise ConfigError(f"give config or policy, not both: {config} and {policy!r}")
+        self.config = config or BalanceConfig(policy=policy or "ultraep")
+        if relay not in MODES or chunks < 1:
+            raise ConfigError(f"want relay of {', '.join(MODES)}, chunks >= 1: {relay!r}, {chunks}")
+        get_policy(self.config.policy)
+        self.backend = select(backend)
+        self.relay, self.chunks, self.verify = relay, chunks, verify
+        self.pool = SlotPool(slots, in_flight)
+        self.comm = communicator or _connect(group, transport, timeout)
+        self.topology = Topology(
+            ranks=self.comm.size, experts=experts, slots=slots, domain=domain, homes=homes
+        )
+        settings = repr((self.topology, self.config, relay, chunks, in_flight, verify, __version__))
+        self._agree("settings", self.comm.gather_objects(settings))
+        self._settings = _short_digest(settings.encode())
+        self._backend_name = backend
+        self._layers = self._steps = 0
+        self._history: dict[int, IntArray] = {}
+        self._stats = Stats()
+
+    @property
+    def rank(self) -> int:
+        return self.comm.rank
+
+    def register_layer(self) -> int:
+        """A number for a layer; layers are made in the same order on all ranks."""
+        self._layers += 1
+        return self._layers - 1
+
+    def gather(
+        self, ids: torch.Tensor, *, layer: int = 0, bundle: Bundle | None = None
+    ) -> Gathered:
+        """Stage 1: the exact loads of all ranks from the `[T, K]` ids of this one."""
+        with self.timed("loads"):
+            refusal = None
+            try:
+                loads_E = count_loads(ids, self.topology.experts)
+            except LoadError as error:
+                loads_E, refusal = np.zeros(self.topology.experts, dtype=np.int64), error
+            tensors = list(resolve(bundle).values()) if bundle else []
+            self._steps += 1
+            trains = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+            words = [self._settings, layer, self._steps, trains, refusal is not None]
+            mine = np.concatenate([words, [weights_version(tensors)], loads_E]).astype(np.int64)
+            table = self.comm.all_gather(torch.from_numpy(mine)).numpy()
+            if refusal is not None:
+                raise refusal
+            self._check_header(table)
+        return Gathered(table[:, len(HEADER) + 1 :], table[:, len(HEADER)], layer, self._steps)
+
+    def plan(self, gathered: Gathered, *, policy: str | None = None) -> Plan:
+        """Stage 2: the plan of this step; every rank finds the same."""
+        with self.timed("plan"):
+            config = self.config if policy is None else replace(self.config, policy=policy)
+            past = self._history.get(gathered.layer, gathered.loads)
+            plan = make_plan(
+                gathered.loads, self.topology, config, backend=self._backend_name, history=past
+            )
+            self._history[gathered.layer] = plan.loads
+            if plan.max_ingress > self.topology.slots:
+                raise SlotError(
+                    f"policy {config.policy!r} needs {plan.max_ingress} spare slots on one rank, "
+                    f"there are {self.topology.slots}"
+                )
+            self._stats.planned(plan)
+        if self.verify:
+            with self.timed("verify"):
+                self._same_everywhere("plan", _short_digest(plan.replicas, plan.quotas))
+        return plan
+
+    def replicate(self, plan: Plan, gathered: Gathered, bundle: Bundle) -> Replicas:
+        """Stage 3: spare slots filled with weights of `bundle`, for the time of a `with` block."""
+        return Replicas(self, plan, gathered, bundle)
+
+    def reroute(self, ids: torch.Tensor, plan: Plan) -> Routes:
+        """Stage 4: a slot for every routed row of this rank."""
+        with self.timed("reroute"):
+            return reroute(ids, plan, self.rank, backend=self.backend)
+
+    def roads(self, routes: Routes, gathered: Gathered) -> Roads:
+        """The way of stages 5 and 7 between tokens and slots."""
+
+        def on_return() -> None:
+            if self.verify:
+                self._same_everywhere("backward pass of step", gathered.step)
+
+        return Roads(routes, self.comm, on_return)
+
+    def weights_changed(self) -> None:
+        """Forget what the spare slots hold.
+
+        Needed only after weights were written behind autograd's back (through `.data` or another
+        alias) by something that is no `torch.optim.Optimizer`.
+        """
+        self.pool.forget()
+
+    def stats(self) -> dict[str, Any]:
+        """What was planned and moved so far, and the seconds of every stage on this rank."""
+        return self._stats.summary() | {"pool_bytes": self.pool.nbytes}
+
+    def reset_stats(self) -> None:
+        """Start counting anew."""
+        self._stats = Stats()
+
+    def close(self) -> None:
+        """Give back the communicator's resources; the process group stays."""
+        self.comm.close()
+
+    @contextmanager
+    def timed(self, stage: str) -> Iterator[None]:
+        """Add the time of the block to this stage."""
+        begin = time.perf_counter()
+        yield
+        self._stats.took(stage, time.perf_counter() - begin)
+
+    def sent(self, what: str, nbytes: int, copies: int) -> None:
+        """Count what a stage sent."""
+        self._stats.sent(what, nbytes, copies)
+
+    def _check_header(self, table: IntArray) -> None:
+        refused = np.flatnonzero(table[:, HEADER.index("refused")]).tolist()
+        if refused:
+            raise CommunicationError(f"ranks {refused} refused their input; their errors say why")
+        for column, name in enumerate(HEADER[:-1]):
+            self._agree(name, table[:, column].tolist())
+
+    def _same_everywhere(self, what: str, value: int) -> None:
+        values = self.comm.all_gather(torch.tensor([value]))
+        self._agree(what, values[:, 0].tolist())
+
+    def _agree(self, what: str, values: list[Any]) -> None:
+        if len(set(values)) > 1:
+            groups = {v: [r for r, other in enumerate(values) if other == v] for v in values}
+            listed = "; ".join(f"ranks {ranks} have {value}" for value, ranks in groups.items())
+            raise PlanMismatch(f"ranks disagree about the {what}: {listed}")
+
+
+def _connect(
+    group: dist.ProcessGroup | None, transport: str, timeout: float | None
+) -> Communicator:
+    from ultraep.runtime.connect import connect  # torch.distributed, only where it is needed
+
+    return connect(group, transport=transport, timeout=timeout)
+
+
+def _short_digest(*parts: Any) -> int:
+    """A 62-bit digest of arrays or bytes."""
+    digest = hashlib.blake2b(digest_size=8)
+    for part in parts:
+        digest.update(part if isinstance(part, bytes) else np.ascontiguousarray(part).tobytes())
+    return int.from_bytes(digest.digest(), "little") >> 2

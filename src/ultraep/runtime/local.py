@@ -1,0 +1,140 @@
+"""Many ranks in one process, each in a thread of its own: for tests, notebooks and simulation.
+
+    group = LocalGroup(4)
+    outputs = group.run(lambda comm: layer_of(comm)(inputs[comm.rank]))
+
+If one rank raises, the others stop with a `CommunicationError` instead of waiting for ever, and
+`run` raises what the first one raised.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+
+from ultraep.comm import Communicator, Message
+from ultraep.errors import CommunicationError, ConfigError
+
+T = TypeVar("T")
+
+
+class LocalGroup:
+    """The mailboxes that the ranks of one process share."""
+
+    def __init__(self, size: int, *, timeout: float = 60.0) -> None:
+        if size < 1:
+            raise ConfigError(f"a group needs at least one rank, got {size}")
+        self.size = size
+        self.timeout = timeout
+        self._mail: dict[tuple[int, int], queue.SimpleQueue[Any]] = {
+            (source, target): queue.SimpleQueue()
+            for source in range(size)
+            for target in range(size)
+        }
+        self._failed: tuple[int, BaseException] | None = None
+        self._lock = threading.Lock()
+
+    def run(self, work: Callable[[Communicator], T]) -> list[T]:
+        """`work(communicator)` on every rank at once; the results in the order of ranks."""
+        results: list[Any] = [None] * self.size
+
+        def on_rank(rank: int) -> None:
+            with _Watch(self, rank):
+                results[rank] = work(LocalCommunicator(self, rank))
+
+        threads = [threading.Thread(target=on_rank, args=(r,)) for r in range(self.size)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if self._failed is not None:
+            raise self._failed[1]
+        return results
+
+    def fail(self, rank: int, error: BaseException) -> None:
+        """Remember the first failure; every waiting rank sees it."""
+        with self._lock:
+            if self._failed is None:
+                self._failed = (rank, error)
+
+    def send(self, source: int, target: int, value: Any) -> None:
+        self._mail[source, target].put(value)
+
+    def receive(self, source: int, target: int) -> Any:
+        """The next value from that source; an error once a rank failed or the time is over."""
+        waited, step = 0.0, 0.05
+        while True:
+            try:
+                return self._mail[source, target].get(timeout=step)
+            except queue.Empty:
+                waited += step
+            if self._failed is not None:
+                raise CommunicationError(f"rank {self._failed[0]} failed: {self._failed[1]!r}")
+            if waited >= self.timeout:
+                raise CommunicationError(
+                    f"rank {target} waited {self.timeout:g} s for rank {source}"
+                )
+
+
+class _Watch:
+    """Reports whatever ends a rank's work to its group, which raises it where `run` was called."""
+
+    def __init__(self, group: LocalGroup, rank: int) -> None:
+        self._group, self._rank = group, rank
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
+        if error is not None:
+            self._group.fail(self._rank, error)
+        return True
+
+
+class LocalCommunicator:
+    """One rank of a `LocalGroup`."""
+
+    def __init__(self, group: LocalGroup, rank: int) -> None:
+        self._group = group
+        self.rank = rank
+        self.size = group.size
+
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        return torch.stack(self._swap([tensor.detach().clone()] * self.size))
+
+    def all_to_all(
+        self, rows: torch.Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]
+    ) -> torch.Tensor:
+        parts = self._swap(list(rows.detach().clone().split(list(send_counts))))
+        for peer, (part, count) in enumerate(zip(parts, receive_counts, strict=True)):
+            if len(part) != count:
+                raise CommunicationError(
+                    f"rank {self.rank} expects {count} rows from rank {peer}, got {len(part)}"
+                )
+        return torch.cat(parts)
+
+    def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
+        for peer, tensor in sends:
+            self._group.send(self.rank, peer, tensor.detach().clone())
+        for peer, tensor in receives:
+            tensor.copy_(self._group.receive(peer, self.rank))
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        return self._swap([value] * self.size)
+
+    def close(self) -> None:
+        """Nothing was taken."""
+
+    def _swap(self, values: Sequence[Any]) -> list[Any]:
+        for peer, value in enumerate(values):
+            self._group.send(self.rank, peer, value)
+        return [self._group.receive(peer, self.rank) for peer in range(self.size)]
+
+
+def alone() -> LocalCommunicator:
+    """The communicator of a group of one."""
+    return LocalCommunicator(LocalGroup(1), 0)

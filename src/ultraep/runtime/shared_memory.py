@@ -1,0 +1,190 @@
+"""The communicator of CPU ranks on one host: bytes travel through /dev/shm, not through sockets.
+
+The process group serves to find each other, once. wire.py moves the messages.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import mmap
+import os
+import pickle
+import platform
+import secrets
+import weakref
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from ultraep.comm import Message
+from ultraep.errors import CommunicationError, ConfigError
+from ultraep.runtime import wire
+from ultraep.runtime.torch_dist import TorchDistCommunicator, as_bytes, copy_own, landing
+
+logger = logging.getLogger(__name__)
+
+
+class SharedMemoryCommunicator:
+    """One rank of a gloo group on one host. To make one is collective, and it is for one thread.
+
+    After an error the communicator stays broken, here and soon on all other ranks. `timeout` is
+    how many seconds to wait without any progress.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, timeout: float = 60.0) -> None:
+        self._wire = _set_up(group, timeout)
+        self.rank, self.size = self._wire.rank, self._wire.size
+        # Also at exit; the wire does not know the communicator, so nothing keeps that alive.
+        self._release = weakref.finalize(self, self._wire.close)
+
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self._gather("all_gather", tensor)
+
+    def all_to_all(
+        self, rows: torch.Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]
+    ) -> torch.Tensor:
+        width = math.prod(rows.shape[1:]) * rows.element_size()
+        arrived = rows.new_empty((sum(receive_counts), *rows.shape[1:]))
+        parts = as_bytes(rows).split([count * width for count in send_counts])
+        places = as_bytes(arrived).split([count * width for count in receive_counts])
+        self._swap("all_to_all", parts, places)
+        return arrived
+
+    def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
+        with landing(receives) as buffers:
+            copy_own(self.rank, sends, buffers)
+            self._wire.move("exchange", self._queues(sends), self._queues(buffers))
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        sizes = self._gather("gather_objects", torch.tensor(len(data))).tolist()
+        places = [torch.empty(size, dtype=torch.uint8) for size in sizes]
+        self._swap("gather_objects", [data] * self.size, places)
+        return [pickle.loads(place.numpy().tobytes()) for place in places]
+
+    def abort(self) -> None:
+        """Tell the other ranks that this one failed: they stop waiting for it."""
+        self._wire.abort()
+
+    def close(self) -> None:
+        """Wait until the last messages were read, and remove what is left in /dev/shm."""
+        self._release()
+
+    def _gather(self, verb: str, tensor: torch.Tensor) -> torch.Tensor:
+        data = as_bytes(tensor)
+        gathered = tensor.new_empty((self.size, *tensor.shape))
+        self._swap(verb, [data] * self.size, as_bytes(gathered).split([len(data)] * self.size))
+        return gathered
+
+    def _swap(
+        self, verb: str, parts: Sequence[torch.Tensor], places: Sequence[torch.Tensor]
+    ) -> None:
+        """One message of bytes to, and one from, every rank."""
+        places[self.rank].copy_(parts[self.rank])
+        # Every rank starts with another peer: all sending to rank 0 first would make a queue.
+        peers = [(self.rank + step) % self.size for step in range(1, self.size)]
+        outgoing = {peer: deque([parts[peer]]) for peer in peers}
+        self._wire.move(verb, outgoing, {peer: deque([places[peer]]) for peer in peers})
+
+    def _queues(self, messages: Iterable[Message]) -> wire.Queues:
+        queues: wire.Queues = {}
+        for peer, tensor in messages:
+            if peer != self.rank:
+                queues.setdefault(peer, deque()).append(as_bytes(tensor))
+        return queues
+
+
+class _Host(NamedTuple):
+    """What a rank knows about where it runs."""
+
+    machine: str
+    writable: bool
+    place: tuple[str, ...]
+
+
+def usable(group: dist.ProcessGroup, timeout: float | None = None) -> bool:
+    """Whether all ranks of the group can share memory; collective, the same answer everywhere."""
+    if dist.get_backend(group) != "gloo":
+        return False
+    obstacle = _obstacle(TorchDistCommunicator(group, timeout).gather_objects(_this_host()))
+    if obstacle:
+        logger.info("no shared memory: %s", obstacle)
+    return not obstacle
+
+
+def _set_up(group: dist.ProcessGroup, timeout: float) -> wire.Wire:
+    """Connect to the other ranks; collective."""
+    if dist.get_backend(group) != "gloo":
+        raise ConfigError(f"shared memory needs a gloo group, got {dist.get_backend(group)}")
+    setup = TorchDistCommunicator(group, timeout)
+    prefix = f"{wire.FOLDER}/ultraep-{os.getpid()}-{secrets.token_hex(4)}"
+    told = setup.gather_objects((_this_host(), prefix))
+    obstacle = _obstacle([host for host, _ in told])
+    if obstacle:
+        raise ConfigError(f"shared memory cannot be used: {obstacle}")
+    prefix = told[0][1]
+    try:
+        block = _control_block(setup, f"{prefix}-control")
+        joined = wire.Wire(setup.rank, setup.size, timeout, block, prefix)
+        setup.gather_objects(None)  # nobody starts, or leaves, before all are on the roll
+        return joined
+    finally:
+        if setup.rank == 0:
+            wire.unlink(f"{prefix}-control")
+
+
+def _control_block(setup: TorchDistCommunicator, path: str) -> mmap.mmap:
+    """Rank 0 makes it, then the others open it; an error on one rank is one on all."""
+    size = wire.block_bytes(setup.size)
+    for making in (True, False):
+        trouble = None
+        if making == (setup.rank == 0):
+            try:
+                memory = wire.create(path, size) if making else wire.attach(path)
+            except OSError as error:
+                trouble = f"rank {setup.rank}: {error}"
+        troubles = [text for text in setup.gather_objects(trouble) if text]
+        if troubles:
+            raise CommunicationError(f"no control block: {'; '.join(troubles)}")
+    return memory
+
+
+def _this_host() -> _Host:
+    boot = _first_line("/proc/sys/kernel/random/boot_id")
+    return _Host(
+        machine=f"{platform.system()} {platform.machine()}",
+        writable=os.access(wire.FOLDER, os.R_OK | os.W_OK),
+        place=(platform.node(), boot, *_namespace()),
+    )
+
+
+def _namespace() -> tuple[str, ...]:
+    """Containers of one host may have a /dev/shm and process numbers of their own."""
+    try:
+        return str(os.stat(wire.FOLDER).st_dev), os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ()
+
+
+def _first_line(path: str) -> str:
+    try:
+        with open(path, encoding="ascii") as file:
+            return file.readline().strip()
+    except OSError:
+        return ""
+
+
+def _obstacle(hosts: Sequence[_Host]) -> str:
+    """Why these ranks cannot share memory; empty if they can."""
+    for rank, host in enumerate(hosts):
+        if host.machine != "Linux x86_64":
+            return f"rank {rank} runs on {host.machine}, not on Linux x86_64"
+        if not host.writable:
+            return f"rank {rank} may not write to {wire.FOLDER}"
+        if host.place != hosts[0].place:
+            return f"rank {rank} is not in the host or container of rank 0"
+    return ""

@@ -1,0 +1,84 @@
+"""SlotPool: spare slots and gradient rows, allocated once and lent to all layers.
+
+A buffer is lent while a microbatch fills and uses it, in forward and again in backward. Whoever
+asks while all are lent gets an error that names the borrowers: a live slot is never overwritten.
+
+The pool also remembers what every slot of every rank holds. All ranks see the same plans in the
+same order, so all know it alike, and what is there already is not sent again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+
+from ultraep.bundle import Layout
+from ultraep.errors import ConfigError, SlotError
+
+Content = tuple[int, int, int]  # layer, expert, version of the home's weights
+
+
+@dataclass(eq=False)
+class Buffer:
+    """The spare slots of this rank for one bundle layout."""
+
+    rows: torch.Tensor  # [slots, bytes]
+    held: dict[tuple[int, int], Content] = field(default_factory=dict)  # by host rank and slot
+    borrower: str | None = None
+
+
+class SlotPool:
+    """Lends buffers of spare slots; makes at most `buffers` of each layout and device."""
+
+    def __init__(self, slots: int, buffers: int) -> None:
+        if buffers < 1:
+            raise ConfigError(f"a pool needs at least one buffer, got {buffers}")
+        self._slots, self._most = slots, buffers
+        self._buffers: dict[tuple[Layout, torch.device], list[Buffer]] = {}
+        self._rows: dict[tuple[str, torch.dtype, torch.device], torch.Tensor] = {}
+
+    @contextmanager
+    def lend(self, layout: Layout, device: torch.device, borrower: str) -> Iterator[Buffer]:
+        """A free buffer of this layout, until the end of the `with` block."""
+        buffers = self._buffers.setdefault((layout, device), [])
+        buffer = next((b for b in buffers if b.borrower is None), None)
+        if buffer is None:
+            if len(buffers) >= self._most:
+                raise SlotError(
+                    f"{borrower} needs spare slots, all {self._most} are lent to "
+                    f"{', '.join(str(b.borrower) for b in buffers)}: "
+                    f"let it finish, or give the balancer more with in_flight="
+                )
+            rows = torch.zeros(self._slots, layout.nbytes, dtype=torch.uint8, device=device)
+            buffer = Buffer(rows)
+            buffers.append(buffer)
+        buffer.borrower = borrower
+        try:
+            yield buffer
+        finally:
+            buffer.borrower = None
+
+    def gradient_rows(
+        self, use: str, count: int, width: int, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        """`[count, width]` of memory that is kept for this use, and grows only."""
+        key = (use, dtype, device)
+        flat = self._rows.get(key)
+        if flat is None or flat.numel() < count * width:
+            flat = self._rows[key] = torch.zeros(count * width, dtype=dtype, device=device)
+        return flat[: count * width].view(count, width)
+
+    def forget(self) -> None:
+        """Treat the content of all slots as unknown."""
+        for buffers in self._buffers.values():
+            for buffer in buffers:
+                buffer.held.clear()
+
+    @property
+    def nbytes(self) -> int:
+        """Memory taken so far."""
+        lent = sum(b.rows.numel() for buffers in self._buffers.values() for b in buffers)
+        return lent + sum(rows.numel() * rows.element_size() for rows in self._rows.values())

@@ -1,0 +1,52 @@
+"""Stats: what a balancer planned and moved, and how long its stages took."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+from ultraep.plan import Plan
+
+
+class Stats:
+    """Running sums; `summary` turns them into means."""
+
+    def __init__(self) -> None:
+        self._microbatches = 0
+        self._before = self._after = self._worst = 0.0
+        self._copies = self._tokens = self._remote = 0
+        self._sent: dict[str, int] = defaultdict(int)
+        self._seconds: dict[str, float] = defaultdict(float)
+
+    def planned(self, plan: Plan) -> None:
+        self._microbatches += 1
+        self._before += plan.initial_imbalance
+        self._after += plan.imbalance
+        self._worst = max(self._worst, plan.imbalance)
+        self._copies += plan.num_replicas
+        self._tokens += plan.total
+        self._remote += plan.remote_tokens
+
+    def took(self, stage: str, seconds: float) -> None:
+        self._seconds[stage] += seconds
+
+    def sent(self, what: str, nbytes: int, copies: int) -> None:
+        self._sent[f"{what}_bytes_sent"] += nbytes
+        self._sent[f"{what}_copies_moved"] += copies
+
+    def summary(self) -> dict[str, Any]:
+        """Means over microbatches, totals of what this rank sent, seconds per stage."""
+        count = max(1, self._microbatches)
+        return {
+            "microbatches": self._microbatches,
+            "imbalance_before": self._before / count,
+            "imbalance_after": self._after / count,
+            "imbalance_worst": self._worst,
+            "copies": self._copies,
+            "remote_share": self._remote / max(1, self._tokens),
+            "weights_bytes_sent": self._sent["weights_bytes_sent"],
+            "weights_copies_moved": self._sent["weights_copies_moved"],
+            "gradients_bytes_sent": self._sent["gradients_bytes_sent"],
+            "gradients_copies_moved": self._sent["gradients_copies_moved"],
+            "seconds": dict(self._seconds),
+        }

@@ -1,0 +1,161 @@
+"""The communicator over torch.distributed: any process group, gloo or NCCL, sub-groups included.
+
+Tensors travel as bytes: nothing is summed on the way, and gloo does not know every dtype.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ultraep.comm import Message
+from ultraep.errors import CommunicationError, ConfigError
+
+# torch 2.13 renamed it and warns about the old name; 2.11 knows only that one.
+_all_gather: Callable[..., Any] = (
+    getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+)
+
+
+class TorchDistCommunicator:
+    """One rank of a process group. To make one is collective: all ranks of the group do it.
+
+    `timeout` in seconds holds for CPU tensors; on a GPU the host does not wait, and the watchdog
+    of the group does the rest. None leaves it to the group in both cases.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, timeout: float | None = None) -> None:
+        self.rank = dist.get_rank(group)
+        self.size = dist.get_world_size(group)
+        if self.rank < 0:
+            raise ConfigError("this process is no rank of the group")
+        self._group = group
+        self._timeout = timeout
+        # NCCL connects in the first call, which all ranks must join; an exchange may lack some.
+        self.gather_objects(None)
+
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self._gather("all_gather", tensor)
+
+    def all_to_all(
+        self, rows: torch.Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]
+    ) -> torch.Tensor:
+        width = math.prod(rows.shape[1:]) * rows.element_size()
+        arrived = rows.new_empty((sum(receive_counts), *rows.shape[1:]))
+        if width:
+            with self._named("all_to_all"):
+                work = dist.all_to_all_single(
+                    as_bytes(arrived),
+                    as_bytes(rows),
+                    [count * width for count in receive_counts],
+                    [count * width for count in send_counts],
+                    group=self._group,
+                    async_op=True,
+                )
+                self._wait(work, rows.device, self._deadline())
+        return arrived
+
+    def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
+        with landing(receives) as buffers:
+            copy_own(self.rank, sends, buffers)
+            ops = [*self._ops(dist.isend, sends), *self._ops(dist.irecv, buffers)]
+            if ops:
+                with self._named("exchange"):
+                    self._wait_all(dist.batch_isend_irecv(ops), ops)
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        values = [None] * self.size
+        if self._timeout is not None and "cpu:" in dist.get_backend_config(self._group):
+            # all_gather_object knows no timeout, so wait here until all ranks have come.
+            self._gather("gather_objects", torch.zeros(1, dtype=torch.uint8))
+        with self._named("gather_objects"):
+            dist.all_gather_object(values, value, group=self._group)
+        return values
+
+    def close(self) -> None:
+        """Nothing was taken."""
+
+    def _gather(self, verb: str, tensor: torch.Tensor) -> torch.Tensor:
+        source = as_bytes(tensor)
+        gathered = tensor.new_empty((self.size, *tensor.shape))
+        if source.numel():
+            with self._named(verb):
+                work = _all_gather(as_bytes(gathered), source, group=self._group, async_op=True)
+                self._wait(work, tensor.device, self._deadline())
+        return gathered
+
+    def _ops(self, verb: Callable[..., Any], messages: Sequence[Message]) -> list[dist.P2POp]:
+        """Without empty ones: both sides know their sizes, and backends differ about them."""
+        return [
+            dist.P2POp(verb, as_bytes(tensor), dist.get_global_rank(self._group, peer), self._group)
+            for peer, tensor in messages
+            if peer != self.rank and tensor.numel()
+        ]
+
+    def _wait_all(self, works: Sequence[Any], ops: Sequence[dist.P2POp]) -> None:
+        deadline = self._deadline()
+        if len(works) != len(ops):  # NCCL makes one work of them all
+            for work in works:
+                self._wait(work, ops[0].tensor.device, deadline)
+            return
+        for work, op in zip(works, ops, strict=True):
+            peer = dist.get_group_rank(self._group, op.peer)
+            with self._named(f"exchange with rank {peer}"):
+                self._wait(work, op.tensor.device, deadline)
+
+    def _deadline(self) -> float | None:
+        return None if self._timeout is None else time.monotonic() + self._timeout
+
+    def _wait(self, work: Any, device: torch.device, deadline: float | None) -> None:
+        if deadline is None or device.type != "cpu":
+            work.wait()
+        else:  # zero would mean the timeout of the group
+            work.wait(timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
+
+    @contextmanager
+    def _named(self, verb: str) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            cause = re.sub(r"^\[\S+:\d+\] ", "", str(error)).partition("\n")[0]
+            raise CommunicationError(
+                f"{verb}: noticed by rank {self.rank} of {self.size}: {cause}"
+            ) from error
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a tensor in one dimension: its own memory if it is contiguous."""
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)
+
+
+@contextmanager
+def landing(receives: Sequence[Message]) -> Iterator[list[Message]]:
+    """Contiguous places to receive into; what is not contiguous is filled at the end."""
+    buffers = [
+        message
+        if message.tensor.is_contiguous()
+        else Message(
+            message.peer, torch.empty_like(message.tensor, memory_format=torch.contiguous_format)
+        )
+        for message in receives
+    ]
+    yield buffers
+    for message, buffer in zip(receives, buffers, strict=True):
+        if buffer is not message:
+            message.tensor.detach().copy_(buffer.tensor)
+
+
+def copy_own(rank: int, sends: Sequence[Message], receives: Sequence[Message]) -> None:
+    """What a rank sends to itself."""
+    sources = [tensor for peer, tensor in sends if peer == rank]
+    targets = [tensor for peer, tensor in receives if peer == rank]
+    for source, target in zip(sources, targets, strict=True):
+        target.detach().copy_(source.detach())

@@ -1,0 +1,29 @@
+"""Whether weights are still the ones that were sent: a number that changes when they do.
+
+Autograd counts in-place writes to a tensor, which covers optimizers, `load_state_dict` and plain
+assignments. Writes through `.data` escape it; a hook on every optimizer's step catches those.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+_steps = 0
+
+
+def _count_step(*_: Any) -> None:
+    global _steps
+    _steps += 1
+
+
+register_optimizer_step_post_hook(_count_step)
+
+
+def weights_version(tensors: Iterable[torch.Tensor]) -> int:
+    """A 62-bit number: equal as long as these are the same tensors with the same content."""
+    state = (_steps, *((tensor.data_ptr(), tensor._version) for tensor in tensors))
+    return hash(state) & ((1 << 62) - 1)

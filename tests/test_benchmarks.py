@@ -1,0 +1,182 @@
+"""Every benchmark runs, at toy size, and writes rows that can be read alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import fields
+from importlib import import_module
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import ultraep
+
+ROOT = Path(__file__).resolve().parents[1]
+BENCHMARKS = ROOT / "benchmarks"
+SCRIPTS = sorted(path.name for path in BENCHMARKS.glob("bench_*.py"))
+SECTIONS = {
+    "bench_plan.py": {"quality", "tolerance", "growth", "small", "trace", "optimum"},
+}
+
+
+@pytest.fixture
+def harness(monkeypatch):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    return import_module("harness")
+
+
+@pytest.fixture
+def optimum(monkeypatch):
+    pytest.importorskip("scipy")
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    return import_module("optimum")
+
+
+def run(script, *options):
+    paths = [str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]
+    return subprocess.run(
+        [sys.executable, str(BENCHMARKS / script), *options],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def extra_options(script, folder):
+    if script != "bench_plan.py":
+        return []
+    rng = np.random.default_rng(0)
+    texts = {f"{name}_ids": rng.integers(0, 16, (n, 2, 2)) for name, n in (("a", 200), ("b", 70))}
+    np.savez(folder / "routing.npz", **texts)
+    return ["--optimum", "--trace", str(folder / "routing.npz"), "--window", "64"]
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_toy_run_writes_complete_rows(script, tmp_path, harness):
+    pytest.importorskip("scipy")
+    path = tmp_path / "rows.json"
+    done = run(script, "--toy", "--json", str(path), *extra_options(script, tmp_path))
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(path.read_text())
+    wanted = [field.name for field in fields(harness.Row)]
+    assert rows
+    for row in rows:
+        assert list(row) == wanted
+        assert np.isfinite(row["value"])
+        assert row["device"]
+        assert row["versions"]["ultraep"] == ultraep.__version__
+        assert row["command"].startswith(f"python benchmarks/{script} --toy --json rows.json")
+    found = {row["benchmark"].partition("/")[2] for row in rows}
+    assert found == SECTIONS.get(script, found)
+    keys = [(row["benchmark"], *row["case"].items(), row["metric"]) for row in rows]
+    assert len(set(keys)) == len(keys)
+    assert str(tmp_path) not in done.stdout + path.read_text()
+    assert "…" not in done.stdout  # no table is cut off
+
+
+def test_plan_benchmark_compares_all_policies(tmp_path):
+    path = tmp_path / "rows.json"
+    done = run("bench_plan.py", "--toy", "--only", "quality", "--json", str(path))
+    assert done.returncode == 0, done.stderr
+    policies = {row["case"]["policy"] for row in json.loads(path.read_text())}
+    assert policies == set(ultraep.policy_names())
+
+
+@pytest.mark.parametrize(
+    "options",
+    [["--only", "nonsense"], ["--policies", "nonsense"], ["--only", "trace"], ["--toy", "--quick"]],
+)
+def test_plan_benchmark_refuses_nonsense(options):
+    done = run("bench_plan.py", *options)
+    assert done.returncode == 2
+    assert options[0] in done.stderr or "trace" in done.stderr or "unknown" in done.stderr
+
+
+def test_time_call_gives_percentiles_of_the_repeats(harness):
+    calls = []
+    timing = harness.time_call(lambda: calls.append(1), repeats=5, warmup=2)
+    assert len(calls) == 7
+    assert 0 <= timing.p20 <= timing.p50 <= timing.p80
+
+
+def test_time_call_waits_for_the_device(harness):
+    events = []
+    harness.time_call(
+        lambda: events.append("call"), 1, 0, synchronize=lambda: events.append("wait")
+    )
+    assert events == ["wait", "call", "wait"]
+
+
+def test_growth_law_is_the_exponent(harness):
+    assert harness.growth_law([1, 2, 4], [3, 12, 48]) == pytest.approx(2)
+
+
+def test_commands_name_no_place_of_this_machine(harness):
+    script = str(BENCHMARKS / "bench_plan.py")
+    inside = str(ROOT / "benchmarks" / "results" / "plan.json")
+    argv = [script, "--trace=/data/trace.npz", "--json", inside, "--window", "64", "../x/y.npz"]
+    assert harness.command(argv) == (
+        "python benchmarks/bench_plan.py --trace=trace.npz "
+        "--json benchmarks/results/plan.json --window 64 y.npz"
+    )
+
+
+def test_a_report_replaces_its_file_as_a_whole(harness, tmp_path, capsys):
+    path = tmp_path / "new" / "rows.json"
+    metric = harness.Metric("answer", "apples", "answer")
+    for value in (1.0, 2.0):
+        report = harness.Report("test", ["bench_test.py"])
+        report.add("a table", [harness.Line({"case": "a"}, {metric: value})])
+        report.write(path)
+    assert [row["value"] for row in json.loads(path.read_text())] == [2.0]
+    assert [file.name for file in path.parent.iterdir()] == ["rows.json"]
+    assert "a table; case a" in capsys.readouterr().out
+
+
+def test_samples_combine_case_by_case(harness):
+    mean, worst = harness.Metric("m", "", "m"), harness.Metric("w", "", "w", combine=max)
+    samples = harness.Samples()
+    for case, value in (("a", 1.0), ("b", 5.0), ("a", 3.0)):
+        samples.add({"case": case}, {mean: value, worst: value})
+    samples.add({"case": "c"}, {mean: None, worst: None})
+    found = {line.case["case"]: list(line.values.values()) for line in samples.lines()}
+    assert found == {"a": [2.0, 3.0], "b": [5.0, 5.0], "c": [None, None]}
+
+
+@pytest.mark.parametrize(
+    ("loads", "options", "peak"),
+    [
+        ([9, 0, 0], {"ranks": 3, "slots": 1}, 3),
+        ([9, 0, 0], {"ranks": 3, "slots": 0}, 9),
+        ([10, 0, 0], {"ranks": 3, "slots": 1}, 4),  # whole tokens
+        ([0, 0], {"ranks": 2, "slots": 1}, 0),
+        ([4, 4, 4, 0, 0, 0], {"ranks": 2, "slots": 1}, 8),  # one slot takes one of the three
+        ([4, 4, 4, 0, 0, 0], {"ranks": 2, "slots": 2}, 6),
+        ([8, 0, 4, 0], {"ranks": 4, "slots": 1, "domain": 2}, 4),  # nothing leaves its domain
+    ],
+)
+def test_optimal_peak_of_small_problems(optimum, loads, options, peak):
+    topology = ultraep.Topology(experts=len(loads), **options)
+    assert optimum.optimal_peak(np.array(loads), topology) == peak
+
+
+def test_optimum_lies_between_bound_and_plan(optimum):
+    for case in optimum.small_cases(24, seed=1):
+        loads = np.zeros((case.topology.ranks, case.topology.experts), dtype=np.int64)
+        loads[0] = case.expert_loads
+        plan = ultraep.plan(loads, case.topology)
+        peak = optimum.optimal_peak(case.expert_loads, case.topology)
+        imbalance = peak * case.topology.ranks / plan.total
+        assert plan.lower_bound <= imbalance <= plan.imbalance
+
+
+def test_small_cases_are_seeded(optimum):
+    one, two = (list(optimum.small_cases(6, seed=7)) for _ in range(2))
+    for left, right in zip(one, two, strict=True):
+        assert left.topology == right.topology
+        assert np.array_equal(left.expert_loads, right.expert_loads)
