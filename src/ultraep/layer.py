@@ -100,7 +100,7 @@ class BalancedMoE(nn.Module):
 
     def load_full_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Load a `full_state_dict`, also one of another number of ranks, with or without copies."""
-        mine = self.balancer.topology.home_experts(self.balancer.rank)
+        mine = self.balancer.topology.home_experts(self.balancer.rank).tolist()
         own = {name: t[mine] if name.startswith("experts.") else t for name, t in state.items()}
         self.load_state_dict(own)
 

@@ -10,22 +10,28 @@ from typing import Any, NoReturn
 import numpy as np
 
 from ultraep.arrays import IntArray
+from ultraep.backends import select
 from ultraep.errors import LoadError
 from ultraep.topology import Topology
 
 MAX_TOTAL = 2**31 - 1  # so that 32-bit devices count the same microbatch exactly
 
 
-def count_loads(ids: Any, experts: int) -> IntArray:
+def count_loads(ids: Any, experts: int, *, backend: str | None = None) -> IntArray:
     """[E] tokens routed to every expert by the `[T, K]` ids of one rank.
 
     >>> count_loads([[0, 1], [1, 3]], experts=4)
     array([1, 2, 0, 1])
     """
-    flat = as_integers(ids, "ids").reshape(-1)
-    if flat.size and (flat.min() < 0 or flat.max() >= experts):
-        raise LoadError(f"ids must lie in 0..{experts - 1}, got {flat.min()}..{flat.max()}")
-    return np.bincount(flat, minlength=experts).astype(np.int64)
+    flat = as_integers(ids, "ids").reshape(-1).astype(np.int64, copy=False)
+    counts: IntArray
+    counts, unknown = select(backend).count(flat, experts)
+    if unknown:
+        raise LoadError(
+            f"ids must lie in 0..{experts - 1}, got {flat.min()}..{flat.max()} "
+            f"({unknown} of {flat.size} are out of range)"
+        )
+    return counts
 
 
 def as_loads(loads: Any, topology: Topology) -> IntArray:

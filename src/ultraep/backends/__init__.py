@@ -2,9 +2,11 @@
 
 A backend knows no record and no rank: integers and arrays in, arrays out. It offers
 
+    count(...)        rows of every expert, from the router's ids
     place(...)        which expert is copied where, and how many tokens each copy serves
     lower_bound(...)  the least that the fullest rank can hold, whatever the plan
     split(...)        how many tokens of every source rank each copy serves
+    reroute(...)      the slot of every row, and the order of sending
     tally(...)        what every rank serves and holds in the end
 
 `reference` is slow, obvious and the definition of correct; every other backend gives its bits.

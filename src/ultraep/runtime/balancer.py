@@ -126,7 +126,7 @@ class Balancer:
         with self.timed("loads"):
             refusal = None
             try:
-                loads_E = count_loads(ids, self.topology.experts)
+                loads_E = count_loads(ids, self.topology.experts, backend=self._backend_name)
             except LoadError as error:
                 loads_E, refusal = np.zeros(self.topology.experts, dtype=np.int64), error
             tensors = list(resolve(bundle).values()) if bundle else []

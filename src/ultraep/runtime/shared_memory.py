@@ -61,8 +61,8 @@ class SharedMemoryCommunicator:
 
     def gather_objects(self, value: Any) -> list[Any]:
         data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        sizes = self._gather("gather_objects", torch.tensor(len(data))).tolist()
-        places = [torch.empty(size, dtype=torch.uint8) for size in sizes]
+        sizes = self._gather("gather_objects", torch.tensor(len(data), device="cpu")).tolist()
+        places = [torch.empty(size, dtype=torch.uint8, device="cpu") for size in sizes]
         self._swap("gather_objects", [data] * self.size, places)
         return [pickle.loads(place.numpy().tobytes()) for place in places]
 
@@ -71,7 +71,10 @@ class SharedMemoryCommunicator:
         self._wire.abort()
 
     def close(self) -> None:
-        """Wait until the last messages were read, and remove what is left in /dev/shm."""
+        """Wait until the last messages were read, then remove what is left in /dev/shm.
+
+        The end of the interpreter does it too. Ranks that wait for this one get an error.
+        """
         self._release()
 
     def _gather(self, verb: str, tensor: torch.Tensor) -> torch.Tensor:

@@ -75,7 +75,7 @@ class TorchDistCommunicator:
         values = [None] * self.size
         if self._timeout is not None and "cpu:" in dist.get_backend_config(self._group):
             # all_gather_object knows no timeout, so wait here until all ranks have come.
-            self._gather("gather_objects", torch.zeros(1, dtype=torch.uint8))
+            self._gather("gather_objects", torch.zeros(1, dtype=torch.uint8, device="cpu"))
         with self._named("gather_objects"):
             dist.all_gather_object(values, value, group=self._group)
         return values

@@ -1,9 +1,10 @@
 """Compiled with numba: the bits of the reference, about a thousand times faster."""
 
 from ultraep.backends.cpu.bound import lower_bound
+from ultraep.backends.cpu.count import count
 from ultraep.backends.cpu.place import place
 from ultraep.backends.cpu.reroute import reroute
 from ultraep.backends.cpu.split import split
 from ultraep.backends.cpu.tally import tally
 
-__all__ = ["lower_bound", "place", "reroute", "split", "tally"]
+__all__ = ["count", "lower_bound", "place", "reroute", "split", "tally"]

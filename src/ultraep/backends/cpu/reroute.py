@@ -46,7 +46,8 @@ def reroute(ids_N, home_slot_of_expert, expert_of_copy, slot_of_copy, rows_of_co
         copy = first_copy[expert]
         if copy < first_copy[expert + 1]:
             place = next_place[expert]
-            next_place[expert] = (place + step[expert]) % length[expert]
+            after = place + step[expert]
+            next_place[expert] = after if after < length[expert] else after - length[expert]
             place -= at_home[expert]
             if place >= 0:
                 while place >= rows_of_copy[copy]:

@@ -31,7 +31,7 @@ def reroute(
     Three rows for expert 1, one of them for its copy in slot 0:
 
     >>> reroute(*map(np.array, ([1, 1, 1], [0, 1], [1], [0], [1])), 2)
-    (array([1, 0, 1]), array([1, 0, 2]))
+    (array([1, 1, 0]), array([2, 0, 1]))
     """
     del num_slots  # only faster backends need to know
     slot_N = home_slot_of_expert[ids_N]

@@ -1,0 +1,17 @@
+"""Twin of `reference/count.py`."""
+
+import numpy as np
+from numba import njit
+
+
+@njit(cache=True)
+def count(ids_N, experts):
+    """[E] rows of every expert, and the number of ids out of range."""
+    counts = np.zeros(experts, np.int64)
+    unknown = 0
+    for expert in ids_N:
+        if 0 <= expert < experts:
+            counts[expert] += 1
+        else:
+            unknown += 1
+    return counts, unknown

@@ -1,0 +1,309 @@
+"""The definition of correct: the layer on one process, without ranks, slots or copies.
+
+`DenseMoE` is the twin of a `BalancedMoE`, made of its full state. `Example` draws weights, skewed
+inputs and gradients of the outputs; `on_ranks` runs the layer on them, `dense` the twin, and
+`assert_same` compares all they return.
+
+Shapes: T tokens, K experts per token, E experts, D model width, F hidden width of an expert.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import linear, silu
+
+import ultraep
+from ultraep import BalancedMoE, Balancer, LocalGroup, Plan
+
+State = dict[str, torch.Tensor]
+Router = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 2e-2}
+EXPERT_NAMES = ("gate_up_proj", "down_proj", "gate_up_bias", "down_bias")
+
+
+class DenseMoE(nn.Module):
+    """All experts in one place; `router` replaces the one of the state."""
+
+    def __init__(
+        self,
+        state: Mapping[str, torch.Tensor],
+        top_k: int,
+        *,
+        scores: str = "softmax",
+        normalize_top_k: bool = True,
+        router: Router | None = None,
+    ) -> None:
+        super().__init__()
+        self.top_k, self.scores, self.normalize = top_k, scores, normalize_top_k
+        self.replaced = router
+        self.weights = nn.ParameterDict(
+            {_flat(name): nn.Parameter(tensor.clone()) for name, tensor in state.items()}
+        )
+
+    def get(self, name: str) -> torch.Tensor | None:
+        return self.weights.get(_flat(name))
+
+    def gradient(self, name: str) -> torch.Tensor | None:
+        weight = self.get(name)
+        return None if weight is None else weight.grad
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        tokens = x.reshape(-1, x.shape[-1])
+        ids, weights = (self.replaced or self.route)(tokens)
+        y = self.mix(tokens, ids, weights)
+        if (gate_up := self.get("shared.gate_up.weight")) is not None:
+            y = y + swiglu(tokens, gate_up, self.get("shared.down.weight"))
+        return y.reshape(x.shape)
+
+    def route(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        wide = torch.promote_types(tokens.dtype, torch.float32)
+        logits = tokens.to(wide) @ self.get("router.weight").to(wide).T
+        scores = logits.softmax(-1) if self.scores == "softmax" else logits.sigmoid()
+        bias = self.get("router.bias")
+        ids = (scores if bias is None else scores + bias.detach()).topk(self.top_k).indices
+        weights = torch.take_along_dim(scores, ids, -1)
+        return ids, weights / weights.sum(-1, keepdim=True) if self.normalize else weights
+
+    def mix(self, tokens: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """[T, D] the weighted sum of what the chosen experts make of every token."""
+        stacks = [self.get(f"experts.{name}") for name in EXPERT_NAMES]
+        outputs = tokens.new_zeros(*ids.shape, tokens.shape[-1])
+        for expert in range(len(stacks[0])):
+            token, choice = (ids == expert).nonzero(as_tuple=True)
+            own = [None if stack is None else stack[expert] for stack in stacks]
+            outputs = outputs.index_put((token, choice), swiglu(tokens[token], *own))
+        return (weights.unsqueeze(-1).to(outputs.dtype) * outputs).sum(dim=1)
+
+
+def swiglu(
+    rows: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    gate_up_bias: torch.Tensor | None = None,
+    down_bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    gate, up = linear(rows, gate_up, gate_up_bias).chunk(2, dim=-1)
+    return linear(silu(gate) * up, down, down_bias)
+
+
+def _flat(name: str) -> str:
+    return name.replace(".", "/")
+
+
+class FixedRouter(nn.Module):
+    """Routes as told, whatever the tokens: `[T, K]` ids, and weights that are learned."""
+
+    def __init__(self, ids: torch.Tensor, weights: torch.Tensor) -> None:
+        super().__init__()
+        self.ids = ids
+        self.weight = nn.Parameter(weights.clone())
+
+    def forward(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.ids, self.weight
+
+
+@dataclass
+class Example:
+    """A layer, what every rank feeds it, and the gradients of what it answers.
+
+    tokens: shape of the tokens of each rank, without the model width.
+    skew: how much more the first experts are liked than the last ones.
+    ids: `[T, K]` of every rank, in place of a router that chooses them.
+    """
+
+    tokens: list[int | tuple[int, ...]]
+    experts: int = 8
+    top_k: int = 2
+    hidden: int = 16
+    ffn: int = 12
+    dtype: torch.dtype = torch.float64
+    skew: float = 1.5
+    scores: str = "softmax"
+    normalize_top_k: bool = True
+    bias: bool = False
+    router_bias: bool = False
+    shared_ffn: int | None = None
+    ids: list[torch.Tensor] | None = None
+    seed: int = 0
+    state: State = field(init=False)
+    inputs: list[torch.Tensor] = field(init=False)
+    gradients: list[torch.Tensor] = field(init=False)
+    choice_weights: list[torch.Tensor] = field(init=False)
+
+    def __post_init__(self) -> None:
+        draw = _Draw(self.seed, self.dtype)
+        self.state = self._draw_state(draw)
+        shapes = [(t,) if isinstance(t, int) else tuple(t) for t in self.tokens]
+        self.inputs = [draw(*shape, self.hidden) for shape in shapes]
+        for x in self.inputs:
+            x[..., 0] = 1.0  # what the skew of the router looks at
+        self.gradients = [draw(*shape, self.hidden) for shape in shapes]
+        counts = [torch.Size(shape).numel() for shape in shapes]
+        self.choice_weights = [draw(count, self.top_k) for count in counts]
+
+    @property
+    def ranks(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def layer_options(self) -> dict[str, Any]:
+        names = ("scores", "normalize_top_k", "bias", "router_bias", "shared_ffn", "dtype")
+        return {name: getattr(self, name) for name in names}
+
+    def _draw_state(self, draw: _Draw) -> State:
+        experts, hidden, ffn = self.experts, self.hidden, self.ffn
+        state = {"router.weight": draw(experts, hidden, scale=hidden**-0.5)}
+        state["router.weight"][:, 0] = torch.linspace(self.skew, -self.skew, experts)
+        if self.router_bias:
+            state["router.bias"] = draw(experts, scale=0.1)
+        state["experts.gate_up_proj"] = draw(experts, 2 * ffn, hidden, scale=hidden**-0.5)
+        state["experts.down_proj"] = draw(experts, hidden, ffn, scale=ffn**-0.5)
+        if self.bias:
+            state["experts.gate_up_bias"] = draw(experts, 2 * ffn)
+            state["experts.down_bias"] = draw(experts, hidden)
+        if self.shared_ffn:
+            state["shared.gate_up.weight"] = draw(2 * self.shared_ffn, hidden, scale=0.2)
+            state["shared.down.weight"] = draw(hidden, self.shared_ffn, scale=0.2)
+        return state
+
+    def layer(self, balancer: Balancer, **options: Any) -> BalancedMoE:
+        """The layer of one rank, with the weights of this example."""
+        layer = BalancedMoE(
+            self.hidden,
+            self.ffn,
+            self.experts,
+            self.top_k,
+            balancer=balancer,
+            **self.layer_options | options,
+        )
+        layer.load_full_state_dict(self.state)
+        if self.ids is not None:
+            rank = balancer.rank
+            layer.router = FixedRouter(self.ids[rank], self.choice_weights[rank])
+        return layer
+
+    def twin(self) -> DenseMoE:
+        router = None
+        if self.ids is not None:
+            router = FixedRouter(torch.cat(self.ids), torch.cat(self.choice_weights))
+        return DenseMoE(
+            self.state,
+            self.top_k,
+            scores=self.scores,
+            normalize_top_k=self.normalize_top_k,
+            router=router,
+        )
+
+
+class _Draw:
+    """Random tensors: the same for every type, up to its precision."""
+
+    def __init__(self, seed: int, dtype: torch.dtype) -> None:
+        self._generator, self._dtype = torch.Generator().manual_seed(seed), dtype
+
+    def __call__(self, *shape: int, scale: float = 1.0) -> torch.Tensor:
+        drawn = torch.randn(shape, generator=self._generator, dtype=torch.float64)
+        return (drawn * scale).to(self._dtype)
+
+
+@dataclass
+class Result:
+    """What one rank got, or the twin: outputs and all gradients, by name."""
+
+    output: torch.Tensor
+    gradients: State
+    plan: Plan | None = None
+    stats: dict[str, Any] = field(default_factory=dict)
+
+
+def on_ranks(
+    example: Example,
+    *,
+    layer_options: Mapping[str, Any] | None = None,
+    wrap: Callable[[Any], Any] = lambda comm: comm,
+    **balancer_options: Any,
+) -> list[Result]:
+    """One forward and backward pass of the layer on every rank; `wrap` may dress communicators."""
+
+    def work(comm: Any) -> Result:
+        comm = wrap(comm)
+        balancer = Balancer(experts=example.experts, communicator=comm, **balancer_options)
+        layer = example.layer(balancer, **layer_options or {})
+        x = example.inputs[comm.rank].clone().requires_grad_()
+        y = layer(x)
+        y.backward(example.gradients[comm.rank])
+        return Result(y.detach(), gradients_of(layer, x), layer.last_plan, balancer.stats())
+
+    return LocalGroup(example.ranks).run(work)
+
+
+def gradients_of(layer: nn.Module, x: torch.Tensor) -> State:
+    found = {name: p.grad for name, p in layer.named_parameters() if p.grad is not None}
+    return found if x.grad is None else {"x": x.grad, **found}
+
+
+def dense(example: Example) -> Result:
+    """The same pass through the twin, with the tokens of all ranks one after the other."""
+    twin = example.twin()
+    x = torch.cat([x.reshape(-1, example.hidden) for x in example.inputs]).requires_grad_()
+    y = twin(x)
+    y.backward(torch.cat([g.reshape(-1, example.hidden) for g in example.gradients]))
+    gradients = {name: twin.gradient(name) for name in example.state if name != "router.bias"}
+    if example.ids is not None:
+        gradients["router.weight"] = twin.replaced.weight.grad
+    return Result(y.detach(), {"x": x.grad, **gradients})
+
+
+def assert_same(
+    results: list[Result],
+    wanted: Result,
+    topology: ultraep.Topology,
+    *,
+    fixed_router: bool = False,
+    tolerance: float | None = None,
+) -> None:
+    """The ranks together got what the twin got."""
+    flat = [result.output.flatten(0, -2) for result in results]
+    assert_close(torch.cat(flat), wanted.output, "output", tolerance)
+    for name, gradient in wanted.gradients.items():
+        found = [result.gradients[name] for result in results]
+        if name == "x":
+            both = torch.cat([part.flatten(0, -2) for part in found]), gradient
+        elif name.startswith("experts."):
+            by_rank = torch.from_numpy(topology.experts_by_rank.copy())
+            both = torch.cat(found), gradient[by_rank]
+        elif fixed_router and name == "router.weight":
+            both = torch.cat(found), gradient
+        else:
+            both = torch.stack(found).sum(dim=0), gradient
+        assert_close(*both, f"gradient of {name}", tolerance)
+
+
+def assert_close(
+    found: torch.Tensor, wanted: torch.Tensor, what: str = "", tolerance: float | None = None
+) -> None:
+    """Equal up to rounding, relative to the largest value."""
+    assert found.shape == wanted.shape, f"{what}: {list(found.shape)}, not {list(wanted.shape)}"
+    assert found.dtype == wanted.dtype, f"{what}: {found.dtype}, not {wanted.dtype}"
+    if not wanted.numel():
+        return
+    error = (found.double() - wanted.double()).abs().max().item()
+    scale = wanted.double().abs().max().item()
+    allowed = TOLERANCE[wanted.dtype] if tolerance is None else tolerance
+    assert error <= allowed * scale, f"{what}: off by {error:.3g}, largest value {scale:.3g}"
+
+
+def check(example: Example, **options: Any) -> list[Result]:
+    """Run layer and twin and compare them; what the ranks got."""
+    results = on_ranks(example, **options)
+    plan = results[0].plan
+    assert plan is not None
+    assert all(result.plan == plan for result in results)
+    plan.check(plan.loads)
+    assert_same(results, dense(example), plan.topology, fixed_router=example.ids is not None)
+    return results

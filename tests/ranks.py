@@ -1,0 +1,250 @@
+"""Real processes as ranks of a gloo group, for tests.
+
+    def work(rank, group, number): ...                  # at the top of a module: it is pickled
+
+    results = run_ranks(3, work, 42)                     # fresh processes: some seconds
+    results = shared_pool().run(3, work, 42)             # processes that stay: some milliseconds
+    results = everywhere("shared", 3, body, 42)          # body(communicator, number)
+
+`run` raises `RankError` with the first traceback; `outcomes` tells what became of each rank, for
+tests in which ranks are meant to fail. Every run gets a process group of its own. Processes that
+were lost, or did not come back in time, are killed and replaced.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import gc
+import glob
+import os
+import pickle
+import subprocess
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from multiprocessing.connection import Connection, Pipe, wait
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ultraep.runtime.connect import connect
+from ultraep.runtime.local import LocalGroup
+
+TRANSPORTS = ["local", "sockets", "shared"]
+LIMIT = 60.0  # seconds
+
+
+class RankError(AssertionError):
+    """What a rank raised, as text."""
+
+
+class Outcome(NamedTuple):
+    """What became of the work of a rank, and when. `kind` is "result", "error" or "lost"."""
+
+    when: float
+    rank: int
+    kind: str
+    value: Any
+
+
+class Job(NamedTuple):
+    """The work of one rank, and where to find the others."""
+
+    work: Callable[..., Any]
+    args: tuple[Any, ...]
+    rank: int
+    size: int
+    timeout: float
+    port: int
+    name: str
+
+
+class Worker:
+    """One process that runs what it is sent."""
+
+    def __init__(self) -> None:
+        self.pipe, theirs = Pipe()
+        code = f"import ranks; ranks.serve({theirs.fileno()})"
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", code], pass_fds=[theirs.fileno()], env=worker_environment()
+        )
+        theirs.close()
+
+    def end(self, patience: float) -> None:
+        """A worker leaves when its pipe is closed, unless something holds it."""
+        try:
+            self.process.wait(patience)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+
+class RankPool:
+    """Processes that stay between runs, started when they are needed."""
+
+    def __init__(self, limit: int = 8) -> None:
+        self.limit = limit
+        self.workers: list[Worker] = []
+        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.runs = 0
+        self.pids: list[int] = []  # of all that were ever started
+
+    def __enter__(self) -> RankPool:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def run(self, size: int, work: Callable[..., Any], *args: Any, timeout: float = LIMIT) -> list:
+        """`work(rank, group, *args)` on the first `size` processes; results in rank order."""
+        found = self.outcomes(size, work, *args, timeout=timeout)
+        for outcome in found:
+            if outcome.kind != "result":
+                others = [f"rank {o.rank}: {o.kind}" for o in found if o.kind != "result"]
+                raise RankError(f"rank {outcome.rank}: {outcome.value}\n({', '.join(others)})")
+        return [outcome.value for outcome in sorted(found, key=lambda outcome: outcome.rank)]
+
+    def outcomes(
+        self, size: int, work: Callable[..., Any], *args: Any, timeout: float = LIMIT
+    ) -> list[Outcome]:
+        """What became of each rank, in the order in which they ended."""
+        assert size <= self.limit
+        self._fill(size)
+        self.runs += 1
+        for rank, worker in enumerate(self.workers[:size]):
+            job = Job(work, args, rank, size, timeout, self.store.port, f"run {self.runs}")
+            worker.pipe.send_bytes(pickle.dumps(job))
+        found = self._collect(size, time.monotonic() + timeout)
+        self._dismiss({outcome.rank for outcome in found if outcome.kind == "lost"})
+        return found
+
+    def close(self) -> None:
+        self._dismiss(set(range(len(self.workers))), patience=5.0)
+
+    def _fill(self, size: int) -> None:
+        self._dismiss({r for r, w in enumerate(self.workers) if w.process.poll() is not None})
+        while len(self.workers) < size:
+            self.workers.append(Worker())
+            self.pids.append(self.workers[-1].process.pid)
+
+    def _collect(self, size: int, until: float) -> list[Outcome]:
+        pending = {worker.pipe: rank for rank, worker in enumerate(self.workers[:size])}
+        found: list[Outcome] = []
+        while pending:
+            ready = wait(list(pending), max(until - time.monotonic(), 0))
+            found += [receive(pending.pop(pipe), pipe) for pipe in ready]
+            if not ready:
+                late = "did not come back in time"
+                found += [Outcome(until, rank, "lost", late) for rank in pending.values()]
+                break
+        return sorted(found, key=lambda outcome: outcome.when)
+
+    def _dismiss(self, ranks: set[int], patience: float = 0.0) -> None:
+        leaving = [self.workers[rank] for rank in ranks]
+        for worker in leaving:
+            worker.pipe.close()
+        for worker in leaving:
+            worker.end(patience)
+        self.workers = [worker for worker in self.workers if worker not in leaving]
+
+
+def receive(rank: int, pipe: Connection) -> Outcome:
+    try:
+        when, kind, value = pickle.loads(pipe.recv_bytes())
+    except (EOFError, ConnectionResetError):
+        return Outcome(time.monotonic(), rank, "lost", "its process ended")
+    return Outcome(when, rank, kind, value)
+
+
+def run_ranks(size: int, work: Callable[..., Any], *args: Any, timeout: float = LIMIT) -> list:
+    """`work(rank, group, *args)` in processes of their own, which are gone afterwards."""
+    with RankPool(size) as pool:
+        return pool.run(size, work, *args, timeout=timeout)
+
+
+@functools.cache
+def shared_pool() -> RankPool:
+    """One pool for the whole session, whoever asks."""
+    pool = RankPool()
+    atexit.register(pool.close)
+    return pool
+
+
+def everywhere(
+    transport: str, size: int, body: Callable[..., Any], *args: Any, timeout: float = 20.0
+) -> list:
+    """The results of `body(communicator, *args)` on all ranks, whatever joins them."""
+    if transport == "local":
+        return LocalGroup(size, timeout=timeout).run(lambda comm: body(comm, *args))
+    try:
+        return shared_pool().run(size, on_communicator, transport, body, args, timeout)
+    finally:
+        assert leftovers(shared_pool().pids) == []
+
+
+def on_communicator(rank, group, transport, body, args, timeout):
+    comm = connect(group, transport=transport, timeout=timeout)
+    try:
+        return body(comm, *args)
+    finally:
+        comm.close()
+
+
+def leftovers(pids: list[int]) -> list[str]:
+    """What communicators of these processes, as rank 0, left in shared memory."""
+    return [path for pid in pids for path in glob.glob(f"/dev/shm/ultraep-{pid}-*")]
+
+
+@pytest.fixture(scope="session")
+def rank_pool() -> Iterator[RankPool]:
+    yield shared_pool()
+    shared_pool().close()
+
+
+def worker_environment() -> dict[str, str]:
+    return os.environ | {
+        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+
+
+def serve(descriptor: int) -> None:
+    """The life of a worker: one job after the other, until the other end is closed."""
+    torch.set_num_threads(1)
+    gc.freeze()  # the modules need no look at the end of each job
+    pipe = Connection(descriptor)
+    while True:
+        try:
+            pickled = pipe.recv_bytes()
+        except EOFError:
+            return
+        pipe.send_bytes(do(pickled))
+        gc.collect()  # a communicator in a traceback keeps its sockets open, and others waiting
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def do(pickled: bytes) -> bytes:
+    """What to tell about the job: when it ended, how, and with what."""
+    try:
+        job = pickle.loads(pickled)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            result = job.work(job.rank, join(job), *job.args)
+        return pickle.dumps((time.monotonic(), "result", result))
+    except BaseException:  # noqa: BLE001  whatever it was, the test wants to read it
+        return pickle.dumps((time.monotonic(), "error", traceback.format_exc()))
+
+
+def join(job: Job) -> dist.ProcessGroup:
+    store = dist.PrefixStore(job.name, dist.TCPStore("127.0.0.1", job.port))
+    limit = timedelta(seconds=job.timeout)
+    dist.init_process_group("gloo", store=store, rank=job.rank, world_size=job.size, timeout=limit)
+    return dist.group.WORLD

@@ -1,0 +1,269 @@
+"""Ranks that raise, die, dawdle or disagree; what is left behind; which communicator is taken."""
+
+import errno
+import os
+import platform
+import re
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import (
+    TRANSPORTS,
+    RankError,
+    RankPool,
+    everywhere,
+    leftovers,
+    on_communicator,
+    run_ranks,
+    shared_pool,
+)
+
+from ultraep.comm import Message
+from ultraep.errors import CommunicationError, ConfigError
+from ultraep.runtime.connect import connect
+from ultraep.runtime.local import LocalCommunicator
+from ultraep.runtime.shared_memory import SharedMemoryCommunicator, usable
+from ultraep.runtime.torch_dist import TorchDistCommunicator
+
+
+def complaint(act, *args):
+    """The message of the error, and after how many seconds it came."""
+    start = time.monotonic()
+    with pytest.raises(CommunicationError) as caught:
+        act(*args)
+    return str(caught.value), time.monotonic() - start
+
+
+def raise_in_the_middle(comm, log):
+    for _ in range(3):
+        comm.all_gather(torch.zeros(3))
+    if comm.rank == 1:
+        raise ValueError("on purpose")
+    log.append(complaint(comm.all_gather, torch.zeros(3)))
+    return log
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_rank_that_raises_stops_the_others(transport):
+    log = []
+    if transport == "local":
+        with pytest.raises(ValueError, match="on purpose"):
+            everywhere(transport, 3, raise_in_the_middle, log)
+    else:
+        args = (transport, raise_in_the_middle, (log,), 20.0)
+        found = {o.rank: o for o in shared_pool().outcomes(3, on_communicator, *args)}
+        assert "on purpose" in found[1].value
+        log = [complaint for rank in (0, 2) for complaint in found[rank].value]
+    assert len(log) == 2
+    for message, seconds in log:
+        assert seconds < 10
+        assert transport == "sockets" or "rank 1" in message
+
+
+def late(comm):
+    comm.all_gather(torch.zeros(3))
+    if comm.rank == 1:
+        time.sleep(1.4)
+        return None
+    return complaint(comm.all_gather, torch.zeros(3))
+
+
+def late_exchange(comm):
+    comm.all_gather(torch.zeros(3))
+    if comm.rank == 1:
+        time.sleep(1.4)
+        return None
+    return complaint(comm.exchange, [], [Message(1, torch.zeros(3))])
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("body", [late, late_exchange])
+def test_a_rank_that_is_too_slow_is_an_error(transport, body):
+    message, seconds = everywhere(transport, 2, body, timeout=0.8)[0]
+    assert 0.7 < seconds < 5
+    assert re.search(r"[Tt]imed out|no progress in 0.8 s with rank 1|waited 0.8 s", message)
+
+
+def disagree(comm):
+    if comm.rank == 0:
+        comm.exchange([Message(1, torch.zeros(3))], [])
+        return None
+    complained = complaint(comm.exchange, [], [Message(0, torch.zeros(2))])
+    assert complaint(comm.all_gather, torch.zeros(1))[0].endswith("failed before")
+    return complained
+
+
+def test_sizes_that_disagree_are_named():
+    message, _ = everywhere("shared", 2, disagree)[1]
+    assert "rank 0 sent 12 bytes, 8 were expected" in message
+
+
+def give_up(comm):
+    if comm.rank == 1:
+        # As if two more ranks had been killed, with a message between them.
+        Path(f"{comm._wire._prefix}-7-8-1").touch()
+        return comm.abort()
+    return complaint(comm.all_gather, torch.zeros(3))
+
+
+def test_an_abort_stops_the_others_and_cleans_up():
+    for found in everywhere("shared", 3, give_up)[::2]:
+        assert "rank 1 gave up" in found[0] or "because of rank 1" in found[0]
+
+
+def no_room(comm):
+    if comm.rank == 1:
+        return complaint(comm.exchange, [], [Message(0, torch.zeros(3))])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", raise_no_space)
+        return complaint(comm.exchange, [Message(1, torch.zeros(3))], [])
+
+
+def raise_no_space(*args):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_full_dev_shm_is_an_error_and_no_crash():
+    (sender, _), (receiver, _) = everywhere("shared", 2, no_room)
+    assert "no room in /dev/shm for rank 1" in sender
+    assert "rank 0 gave up" in receiver
+
+
+def lose_one(rank, group):
+    comms = [SharedMemoryCommunicator(group, 20.0), TorchDistCommunicator(group, 20.0)]
+    for comm in comms:
+        comm.all_gather(torch.zeros(3))
+    if rank == 2:  # what it sent to rank 0 stays there, unread
+        comms[0].exchange([Message(0, torch.zeros(1 << 18))], [])
+        os.kill(os.getpid(), signal.SIGKILL)
+    complaints = [
+        complaint(comms[0].exchange, [], [Message(1 - rank, torch.zeros(1))]),
+        complaint(comms[1].all_gather, torch.zeros(1)),
+    ]
+    comms[0].close()
+    return complaints
+
+
+def leave_without_close(rank, group):
+    comm = SharedMemoryCommunicator(group, 20.0)
+    leave_without_close.kept = comm  # until the interpreter ends
+    if rank == 0:
+        comm.exchange([Message(1, torch.zeros(1 << 18))], [])
+
+
+@pytest.fixture(scope="module")
+def end_of_ranks():
+    """The complaints about rank 2, and what was left before and after the others ended."""
+    with RankPool(3) as pool:
+        found = {outcome.rank: outcome for outcome in pool.outcomes(3, lose_one)}
+        assert found[2].kind == "lost"
+        left = [leftovers(pool.pids)]
+        pool.run(2, leave_without_close)
+        left.append(leftovers(pool.pids))
+    return found[0].value + found[1].value, [*left, leftovers(pool.pids)]
+
+
+def test_a_killed_rank_is_noticed_and_named(end_of_ranks):
+    complaints, (left, _, _) = end_of_ranks
+    for message, seconds in complaints:
+        assert seconds < 5
+        assert re.search(
+            r"rank 2 .*died|because of rank 2|all_gather: noticed by rank . of 3: ", message
+        )
+        assert "\n" not in message
+    assert left == []
+
+
+def test_an_interpreter_that_ends_cleans_up(end_of_ranks):
+    _, (_, before, after) = end_of_ranks
+    assert len(before) == 1
+    assert after == []
+
+
+def drop(rank, group):
+    for _ in range(3):
+        comm = SharedMemoryCommunicator(group, 20.0)
+        comm.all_gather(torch.zeros(3))
+        comm.exchange([Message(1 - rank, torch.zeros(1 << 18))], [])
+        del comm
+
+
+def test_a_communicator_that_is_dropped_cleans_up():
+    shared_pool().run(2, drop)
+
+
+def last_words(comm):
+    if comm.rank == 0:
+        comm.exchange([Message(1, torch.ones(1 << 18))], [])
+    else:
+        time.sleep(0.2)
+        place = torch.zeros(1 << 18)
+        comm.exchange([], [Message(0, place)])
+        assert place.all()
+
+
+def test_the_last_message_is_read_before_its_sender_is_gone():
+    everywhere("shared", 2, last_words)
+
+
+# Which communicator.
+
+
+def choose(rank, group):
+    chosen = [connect(group, transport=name) for name in ("auto", "shared", "sockets")]
+    for comm in chosen:
+        comm.close()
+    return [type(comm) for comm in chosen]
+
+
+def test_the_transport_is_chosen_or_given():
+    shared, sockets = SharedMemoryCommunicator, TorchDistCommunicator
+    assert shared_pool().run(2, choose) == [[shared, shared, sockets]] * 2
+    assert isinstance(connect(None), LocalCommunicator)
+    with pytest.raises(ConfigError, match="auto, shared, sockets, got 'pigeon'"):
+        connect(None, transport="pigeon")
+
+
+def on_another_machine(rank, group):
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(platform, "machine", lambda: "aarch64")
+        with pytest.raises(ConfigError, match="rank 1 runs on Linux aarch64"):
+            connect(group, transport="shared")
+        return usable(group), type(connect(group))
+
+
+def test_other_machines_are_refused():
+    assert shared_pool().run(2, on_another_machine) == [(False, TorchDistCommunicator)] * 2
+
+
+# The processes that run all this.
+
+
+def fail_on_one(rank, group):
+    if rank == 1:
+        raise ValueError("the first one")
+    dist.barrier()
+
+
+def test_the_first_traceback_is_shown():
+    with pytest.raises(RankError, match="the first one"):
+        shared_pool().run(3, fail_on_one)
+
+
+def process_number(rank, group):
+    return os.getpid()
+
+
+def sleep_long(rank, group):
+    time.sleep(60 if rank == 1 else 0)
+
+
+def test_a_run_has_a_time_limit_and_leaves_no_process():
+    with pytest.raises(RankError, match="rank 1: did not come back in time"):
+        shared_pool().run(2, sleep_long, timeout=1.0)
+    assert run_ranks(1, process_number) != [os.getpid()]

@@ -1,0 +1,157 @@
+"""The whole layer in real processes: equal to the dense twin, beside DDP, and when a rank dies."""
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from dense import Example, Result, assert_same, dense, gradients_of
+from ranks import everywhere, shared_pool
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import ultraep
+from ultraep import BalancedMoE, Balancer, CommunicationError, Topology
+
+
+def example_for(size, dtype=torch.float64):
+    return Example(tokens=[20 + 3 * rank for rank in range(size)], experts=4 * size, dtype=dtype)
+
+
+def one_pass(comm, example, options):
+    balancer = Balancer(experts=example.experts, communicator=comm, **options)
+    layer = example.layer(balancer)
+    x = example.inputs[comm.rank].clone().requires_grad_()
+    y = layer(x)
+    y.backward(example.gradients[comm.rank])
+    gradients = {name: gradient.clone() for name, gradient in gradients_of(layer, x).items()}
+    return y.detach(), gradients, layer.last_plan.num_replicas, layer.last_plan.digest()
+
+
+@pytest.mark.parametrize("transport", ["sockets", "shared"])
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
+def test_processes_agree_with_the_dense_twin(size, transport):
+    example = example_for(size)
+    relay = "chain" if size > 2 else "direct"
+    found = everywhere(transport, size, one_pass, example, {"relay": relay, "slots": 1})
+    assert len({digest for *_, digest in found}) == 1
+    assert all(copies > 0 for _, _, copies, _ in found) or size == 1
+    results = [Result(y, gradients) for y, gradients, *_ in found]
+    topology = Topology(ranks=size, experts=example.experts)
+    assert_same(results, dense(example), topology)
+
+
+def test_processes_agree_in_single_precision():
+    example = example_for(4, torch.float32)
+    found = everywhere("shared", 4, one_pass, example, {"slots": 2})
+    results = [Result(y, gradients) for y, gradients, *_ in found]
+    assert_same(results, dense(example), Topology(ranks=4, experts=16))
+
+
+class Model(nn.Module):
+    """A layer between two others, which are the same on all ranks."""
+
+    def __init__(self, balancer):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(8, 16), nn.Linear(16, 4)
+        self.moe = BalancedMoE(16, 12, 8, 2, balancer=balancer)
+
+    def forward(self, x):
+        return self.last(torch.relu(self.first(x)) + self.moe(torch.relu(self.first(x))))
+
+
+def losses_beside_ddp(rank, group, policy, steps):
+    balancer = Balancer(group, experts=8, slots=4, policy=policy, timeout=30)
+    model = Model(balancer)
+    experts = [f"moe.experts.{name}" for name, _ in model.moe.experts.named_parameters()]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, experts)
+    wrapped = DistributedDataParallel(model, process_group=group)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    generator = torch.Generator().manual_seed(rank)
+    losses = []
+    for _ in range(steps):
+        x = torch.randn(32, 8, generator=generator)
+        loss = (wrapped(x) - x[:, :4].sin()).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        for parameter in model.moe.experts.parameters():
+            parameter.grad /= group.size()
+        optimizer.step()
+        total = loss.detach().clone()
+        dist.all_reduce(total, group=group)
+        losses.append(total.item() / group.size())
+    stats = balancer.stats()
+    balancer.close()
+    return losses, stats["imbalance_before"], stats["imbalance_after"]
+
+
+def test_training_beside_ddp_is_the_same_balanced_or_not():
+    runs = {p: shared_pool().run(2, losses_beside_ddp, p, 60) for p in ("none", "ultraep")}
+    plain, balanced = runs["none"][0][0], runs["ultraep"][0][0]
+    assert balanced == pytest.approx(plain, rel=1e-3)
+    assert balanced[-1] < balanced[0] / 2
+    _, before, after = runs["ultraep"][0]
+    assert after < before
+    assert after == pytest.approx(1.0, abs=0.02)
+
+
+def two_groups(rank, group):
+    """Every rank is in the group of its neighbours, and in the group of all."""
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    found = []
+    for members in (pairs[rank // 2], group):
+        balancer = Balancer(members, experts=8, slots=1, timeout=30)
+        layer = BalancedMoE(16, 12, 8, 2, balancer=balancer, dtype=torch.float64)
+        x = torch.randn(10, 16, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
+        found.append((layer(x).detach(), balancer.comm.size))
+        balancer.close()
+    return found
+
+
+def test_several_groups_in_one_process():
+    """Experts are drawn alike on any number of ranks, so both groups compute the same."""
+    for (small, pair), (large, all_ranks) in shared_pool().run(4, two_groups):
+        assert (pair, all_ranks) == (2, 4)
+        torch.testing.assert_close(small, large, rtol=1e-12, atol=1e-12)
+
+
+def dies_in_the_middle(rank, group, transport):
+    balancer = Balancer(group, experts=9, slots=1, transport=transport, timeout=10)
+    layer = BalancedMoE(16, 12, 9, 2, balancer=balancer)
+    x = torch.randn(16, 16, requires_grad=True)
+    layer(x).sum().backward()
+    y = layer(x)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    begin = time.monotonic()
+    with pytest.raises(CommunicationError) as caught:
+        y.sum().backward()
+    return str(caught.value), time.monotonic() - begin
+
+
+@pytest.mark.parametrize("transport", ["sockets", "shared"])
+def test_a_rank_that_dies_stops_the_others_in_backward(transport):
+    found = {o.rank: o for o in shared_pool().outcomes(3, dies_in_the_middle, transport)}
+    assert found[1].kind == "lost"
+    for rank in (0, 2):
+        assert found[rank].kind == "result", found[rank].value
+        message, seconds = found[rank].value
+        assert seconds < 12
+        assert "\n" not in message
+        if transport == "shared":
+            assert "rank 1" in message
+
+
+def other_settings(rank, group):
+    with pytest.raises(ultraep.PlanMismatch) as caught:
+        Balancer(group, experts=9, slots=1 + (rank == 2), timeout=10)
+    return str(caught.value)
+
+
+def test_other_settings_are_named_on_every_rank():
+    for message in shared_pool().run(3, other_settings):
+        assert "ranks [0, 1] have" in message
+        assert "ranks [2] have" in message
