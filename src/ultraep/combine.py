@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from ultraep.dispatch import Roads
 
@@ -31,6 +32,7 @@ class _ToTokens(torch.autograd.Function):
         return roads.to_tokens(outputs_AD)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
         ctx.roads.on_return()
         return ctx.roads.to_slots(gradients[0], ctx.roads.routes.order), None

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from ultraep.arrays import IntArray
 from ultraep.comm import Communicator
@@ -64,10 +65,11 @@ class _Dispatch(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tokens_TD: torch.Tensor, roads: Roads) -> torch.Tensor:
         ctx.roads = roads
-        ctx.shape = (*roads.routes.slots.shape, tokens_TD.shape[-1])
+        ctx.shape = (*roads.routes.shape, tokens_TD.shape[-1])
         return roads.to_slots(tokens_TD, roads.routes.order // roads.routes.top_k)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
         rows_ND = ctx.roads.to_tokens(gradients[0].contiguous())
         return rows_ND.reshape(ctx.shape).sum(dim=1), None
@@ -76,7 +78,7 @@ class _Dispatch(torch.autograd.Function):
 def _transpose_blocks(rows: torch.Tensor, lengths: IntArray) -> torch.Tensor:
     """Rows in blocks `[i, j]` of `lengths[i, j]` rows, reordered to blocks `[j, i]`."""
     outer, inner = lengths.shape
-    if outer == 1 or inner == 1:
+    if outer <= 1 or inner <= 1:
         return rows
     blocks = rows.split(lengths.reshape(-1).tolist())
     return torch.cat([blocks[i * inner + j] for j in range(inner) for i in range(outer)])

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear, silu
 
 from ultraep.dispatch import Arrivals
@@ -33,7 +34,7 @@ class Experts(nn.Module):
     """The home experts of one rank, stacked.
 
     seed: experts are drawn from it one by one, so a model starts alike on any number of ranks.
-    bitwise: fixed tiles of rows, so that a row's result does not depend on the rows beside it.
+    bitwise: fixed tiles of rows, so that a row's output does not depend on the rows beside it.
     """
 
     gate_up_bias: nn.Parameter | None
@@ -62,14 +63,11 @@ class Experts(nn.Module):
             self.register_parameter(name, zeros)
         self._draw(home_experts, seed)
 
-    @torch.no_grad()
     def _draw(self, home_experts: list[int], seed: int) -> None:
         for index, expert in enumerate(home_experts):
             generator = torch.Generator().manual_seed(seed * 1_000_003 + expert)
             for stack in (self.gate_up_proj, self.down_proj):
-                bound = 1 / math.sqrt(stack.shape[-1])
-                drawn = torch.rand(stack.shape[1:], generator=generator, dtype=torch.float64)
-                stack[index] = ((2 * drawn - 1) * bound).to(stack)
+                draw(stack[index], generator)
 
     @property
     def bundle(self) -> Weights:
@@ -133,6 +131,7 @@ class _GroupedMLP(torch.autograd.Function):
         return outputs_AD
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         rows_AD, hidden_AF, *stacked = ctx.saved_tensors
         call: _Call = ctx.call
@@ -182,6 +181,13 @@ class _Gradients:
         """The gradients of the home experts, with those of all their copies."""
         self._call.replicas.reduce(self._of_homes, self._of_copies)
         return [self._views[0][name].to(self._homes[name].dtype) for name in self._call.names]
+
+
+@torch.no_grad()
+def draw(weight: torch.Tensor, generator: torch.Generator) -> None:
+    """Fill a weight `[out, in]` evenly within 1 / sqrt(in), alike for every type and device."""
+    drawn = torch.rand(weight.shape, generator=generator, dtype=torch.float64)
+    weight.copy_((2 * drawn - 1) / math.sqrt(weight.shape[-1]))
 
 
 def _swiglu(up: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,7 @@ from ultraep.combine import combine
 from ultraep.comm import Message
 from ultraep.dispatch import dispatch
 from ultraep.errors import ConfigError, LoadError
-from ultraep.experts import Experts
+from ultraep.experts import Experts, draw
 from ultraep.plan import Plan
 from ultraep.runtime.balancer import Balancer
 
@@ -32,7 +32,7 @@ class BalancedMoE(nn.Module):
     normalize_top_k: the weights of a token's experts add up to one.
     shared_ffn: hidden width of an expert that every token passes; None: there is none.
     bias: experts have biases.   router_bias: added to the scores of the choice, not to the weights.
-    bitwise: the result does not depend on the plan in a single bit; somewhat slower.
+    bitwise: the output does not depend on the plan in a single bit; somewhat slower.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class BalancedMoE(nn.Module):
         self.experts = Experts(
             hidden, ffn, mine, bias=bias, bitwise=bitwise, seed=seed + 1, **options
         )
-        self.shared = SwiGLU(hidden, shared_ffn, **options) if shared_ffn else None
+        self.shared = SwiGLU(hidden, shared_ffn, seed + 2, **options) if shared_ffn else None
         self.last_plan: Plan | None = None
         self._layer = balancer.register_layer()
 
@@ -78,7 +78,7 @@ class BalancedMoE(nn.Module):
         balancer, bundle = self.balancer, self.experts.bundle
         tokens = x.reshape(-1, self.hidden)
         ids, weights = self.router(tokens)
-        loads = balancer.gather(ids, layer=self._layer, bundle=bundle)  # 1 loads
+        loads = balancer.gather(ids, layer=self._layer, bundle=bundle, inputs=tokens)  # 1 loads
         plan = self.last_plan = balancer.plan(loads, policy=policy)  # 2 plan
         replicas = balancer.replicate(plan, loads, bundle)
         with replicas as copies:  # 3 replicate
@@ -93,15 +93,21 @@ class BalancedMoE(nn.Module):
 
     def full_state_dict(self) -> dict[str, torch.Tensor]:
         """The state with all experts, on every rank: a checkpoint for any number of ranks."""
-        state = self.state_dict()
+        state = {name: tensor.clone() for name, tensor in self.state_dict().items()}
         for name in self.experts.bundle:
             state[f"experts.{name}"] = gather_experts(state[f"experts.{name}"], self.balancer)
         return state
 
     def load_full_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Load a `full_state_dict`, also one of another number of ranks, with or without copies."""
-        mine = self.balancer.topology.home_experts(self.balancer.rank).tolist()
-        own = {name: t[mine] if name.startswith("experts.") else t for name, t in state.items()}
+        topology, rank = self.balancer.topology, self.balancer.rank
+        own = dict(state)
+        for name in [name for name in state if name.startswith("experts.")]:
+            if len(state[name]) != topology.experts:
+                raise ConfigError(
+                    f"{name!r} holds {len(state[name])} experts, the layer has {topology.experts}"
+                )
+            own[name] = state[name][topology.home_experts(rank).tolist()]
         self.load_state_dict(own)
 
 
@@ -163,10 +169,13 @@ class Router(nn.Module):
 class SwiGLU(nn.Module):
     """An expert that every token passes, on its own rank."""
 
-    def __init__(self, hidden: int, ffn: int, **options: Any) -> None:
+    def __init__(self, hidden: int, ffn: int, seed: int, **options: Any) -> None:
         super().__init__()
         self.gate_up = nn.Linear(hidden, 2 * ffn, bias=False, **options)
         self.down = nn.Linear(ffn, hidden, bias=False, **options)
+        generator = torch.Generator().manual_seed(seed)
+        for layer in (self.gate_up, self.down):
+            draw(layer.weight, generator)
 
     def forward(self, tokens_TD: torch.Tensor) -> torch.Tensor:
         gate, up = self.gate_up(tokens_TD).chunk(2, dim=-1)

@@ -7,6 +7,7 @@ ranks, L slots of this rank.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from types import ModuleType
 
 import numpy as np
@@ -15,21 +16,31 @@ import torch
 from ultraep.arrays import IntArray
 from ultraep.backends import select
 from ultraep.errors import LoadError
+from ultraep.loads import as_integers
 from ultraep.plan import Plan
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Routes:
     """Where the rows of this rank go, and how many come from everywhere."""
 
-    slots: torch.Tensor  # [T, K] slot of every routed row, counted over all ranks
+    shape: tuple[int, ...]  # of the ids: [T, K]
     order: torch.Tensor  # [N] rows in the order of sending: by slot, then by token
+    rows_of_slot: torch.Tensor  # [S] rows of this rank for every slot
     send_counts: list[int]  # [R] rows for every rank
     receive_counts: IntArray  # [R, L] rows from every rank for each slot of this one
 
+    @cached_property
+    def slots(self) -> torch.Tensor:
+        """[T, K] slot of every routed row, counted over all ranks: what dispatchers need."""
+        in_order = torch.arange(len(self.rows_of_slot), device=self.order.device)
+        slots = torch.empty_like(self.order)
+        slots[self.order] = in_order.repeat_interleave(self.rows_of_slot)
+        return slots.reshape(self.shape)
+
     @property
     def top_k(self) -> int:
-        return self.slots.shape[-1]
+        return self.shape[-1]
 
 
 def reroute(
@@ -37,36 +48,28 @@ def reroute(
 ) -> Routes:
     """Give every routed row of this rank its slot. `ids` are the `[T, K]` choices of the router."""
     topology, engine = plan.topology, backend or select()
-    flat = ids.detach().reshape(-1).to("cpu", torch.int64).numpy()
-    experts, hosts, indices = plan.replicas.T
-    slot_N, order_N = engine.reroute(
+    flat = as_integers(ids, "ids").reshape(-1).astype(np.int64, copy=False)
+    experts, hosts, indices = plan.replicas.T.copy()
+    found = engine.reroute(
         flat,
+        plan.loads[rank],
         topology.home_slot_of_expert,
-        np.ascontiguousarray(experts),
+        experts,
         topology.spare_slot(hosts, indices),
-        np.ascontiguousarray(plan.split[:, rank]),
+        plan.split[:, rank].copy(),
         int(topology.first_slot_of_rank[-1]),
     )
+    if found is None:
+        raise LoadError(f"the ids of rank {rank} are not those that its plan was made for")
+    order_N, rows_of_slot = found
+    ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(rows_of_slot)])
     return Routes(
-        slots=torch.from_numpy(slot_N).reshape(ids.shape).to(ids.device),
+        shape=tuple(ids.shape),
         order=torch.from_numpy(order_N).to(ids.device),
-        send_counts=rows_sent(plan, rank).tolist(),
+        rows_of_slot=torch.from_numpy(rows_of_slot).to(ids.device),
+        send_counts=np.diff(ends[topology.first_slot_of_rank]).tolist(),
         receive_counts=rows_received(plan, rank),
     )
-
-
-def rows_sent(plan: Plan, rank: int) -> IntArray:
-    """[R] rows that this rank sends to every rank."""
-    homes, experts, hosts = (
-        plan.topology.home_of_expert,
-        plan.replicas[:, 0],
-        plan.replicas[:, 1],
-    )
-    sent = np.bincount(homes, plan.loads[rank], plan.topology.ranks)
-    moved = plan.split[:, rank]
-    sent -= np.bincount(homes[experts], moved, plan.topology.ranks)
-    sent += np.bincount(hosts, moved, plan.topology.ranks)
-    return sent.astype(np.int64)
 
 
 def rows_received(plan: Plan, rank: int) -> IntArray:

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from cases import NAMED, configs, problems
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import ultraep
 from ultraep import BackendUnavailable, BalanceConfig, ConfigError, backends
@@ -58,6 +59,17 @@ def test_bounds(backend, problem, config):
         for name in ("reference", backend)
     }
     assert len(bounds) == 1
+
+
+@pytest.mark.parametrize("backend", FAST)
+@given(st.lists(st.integers(-2, 12), max_size=50), st.integers(1, 12))
+def test_counts(backend, ids, experts):
+    ids = np.array(ids, dtype=np.int64)
+    (wanted, bad), (counts, unknown) = (
+        backends.select(name).count(ids, experts) for name in ("reference", backend)
+    )
+    np.testing.assert_array_equal(counts, wanted)
+    assert unknown == bad
 
 
 def test_an_unknown_backend_is_refused():

@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +33,7 @@ from ultraep.plan import plan as make_plan
 from ultraep.policies import get_policy
 from ultraep.replicate import MODES
 from ultraep.reroute import Routes, reroute
+from ultraep.runtime.past import Past
 from ultraep.runtime.replicas import Replicas
 from ultraep.runtime.slots import SlotPool
 from ultraep.runtime.stats import Stats
@@ -43,7 +44,7 @@ from ultraep.version import __version__
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-HEADER = ("settings", "layer", "step", "trains", "refused")  # what ranks must agree on
+HEADER = ("settings", "layer", "step", "kinds", "refused")  # what ranks must agree on
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,23 +92,30 @@ class Balancer:
     ) -> None:
         if config is not None and policy is not None:
             raise ConfigError(f"give config or policy, not both: {config} and {policy!r}")
-        self.config = config or BalanceConfig(policy=policy or "ultraep")
+        self.config = config or BalanceConfig(policy="ultraep" if policy is None else policy)
         if relay not in MODES or chunks < 1:
             raise ConfigError(f"want relay of {', '.join(MODES)}, chunks >= 1: {relay!r}, {chunks}")
         get_policy(self.config.policy)
         self.backend = select(backend)
         self.relay, self.chunks, self.verify = relay, chunks, verify
         self.pool = SlotPool(slots, in_flight)
-        self.comm = communicator or _connect(group, transport, timeout)
-        self.topology = Topology(
-            ranks=self.comm.size, experts=experts, slots=slots, domain=domain, homes=homes
-        )
-        settings = repr((self.topology, self.config, relay, chunks, in_flight, verify, __version__))
-        self._agree("settings", self.comm.gather_objects(settings))
+        with ExitStack() as undo:
+            self.comm = communicator or undo.enter_context(
+                closing(_connect(group, transport, timeout))
+            )
+            self.topology = Topology(
+                ranks=self.comm.size, experts=experts, slots=slots, domain=domain, homes=homes
+            )
+            settings = repr(
+                (self.topology, self.config, relay, chunks, in_flight, verify, __version__)
+            )
+            self._agree("settings", self.comm.gather_objects(settings))
+            undo.pop_all()
         self._settings = _short_digest(settings.encode())
         self._backend_name = backend
-        self._layers = self._steps = 0
-        self._history: dict[int, IntArray] = {}
+        self._device = torch.device("cpu")
+        self._layers = self._steps = self._changes = 0
+        self._past = Past()
         self._stats = Stats()
 
     @property
@@ -120,35 +128,41 @@ class Balancer:
         return self._layers - 1
 
     def gather(
-        self, ids: torch.Tensor, *, layer: int = 0, bundle: Bundle | None = None
+        self,
+        ids: torch.Tensor,
+        *,
+        layer: int = 0,
+        bundle: Bundle | None = None,
+        inputs: torch.Tensor | None = None,
     ) -> Gathered:
-        """Stage 1: the exact loads of all ranks from the `[T, K]` ids of this one."""
+        """Stage 1: the exact loads of all ranks from the `[T, K]` ids of this one.
+
+        bundle, inputs: the weights to be copied and the tokens to be sent; ranks compare of which
+        kind they are and whether they want gradients.
+        """
         with self.timed("loads"):
-            refusal = None
-            try:
-                loads_E = count_loads(ids, self.topology.experts, backend=self._backend_name)
-            except LoadError as error:
-                loads_E, refusal = np.zeros(self.topology.experts, dtype=np.int64), error
-            tensors = list(resolve(bundle).values()) if bundle else []
+            loads_E, refusal = self._count(ids)
+            tensors = resolve(bundle or {})
             self._steps += 1
-            trains = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-            words = [self._settings, layer, self._steps, trains, refusal is not None]
-            mine = np.concatenate([words, [weights_version(tensors)], loads_E]).astype(np.int64)
-            table = self.comm.all_gather(torch.from_numpy(mine)).numpy()
+            kinds = _kinds(tensors, inputs)
+            agreed = [self._settings, layer, self._steps, _short_digest(kinds.encode())]
+            version = self._version(bundle or {}, tensors)
+            mine = np.array([*agreed, refusal is not None, version, *loads_E], dtype=np.int64)
+            self._device = ids.device  # where the group can send from, if it is no CPU group
+            table = self.comm.all_gather(torch.from_numpy(mine).to(self._device)).cpu().numpy()
             if refusal is not None:
                 raise refusal
-            self._check_header(table)
+            self._check_header(table, kinds)
         return Gathered(table[:, len(HEADER) + 1 :], table[:, len(HEADER)], layer, self._steps)
 
     def plan(self, gathered: Gathered, *, policy: str | None = None) -> Plan:
         """Stage 2: the plan of this step; every rank finds the same."""
         with self.timed("plan"):
             config = self.config if policy is None else replace(self.config, policy=policy)
-            past = self._history.get(gathered.layer, gathered.loads)
+            past = self._past.before(gathered.layer, gathered.loads)
             plan = make_plan(
                 gathered.loads, self.topology, config, backend=self._backend_name, history=past
             )
-            self._history[gathered.layer] = plan.loads
             if plan.max_ingress > self.topology.slots:
                 raise SlotError(
                     f"policy {config.policy!r} needs {plan.max_ingress} spare slots on one rank, "
@@ -179,15 +193,18 @@ class Balancer:
         return Roads(routes, self.comm, on_return)
 
     def weights_changed(self) -> None:
-        """Forget what the spare slots hold.
+        """Say that the weights of this rank are others than those in the spare slots.
 
         Needed only after weights were written behind autograd's back (through `.data` or another
-        alias) by something that is no `torch.optim.Optimizer`.
+        alias) by something that is no `torch.optim.Optimizer`. One rank alone may say so.
         """
-        self.pool.forget()
+        self._changes += 1
 
     def stats(self) -> dict[str, Any]:
-        """What was planned and moved so far, and the seconds of every stage on this rank."""
+        """What was planned and moved so far, and the seconds of every stage on this rank.
+
+        A forward pass that is computed again in backward counts twice.
+        """
         return self._stats.summary() | {"pool_bytes": self.pool.nbytes}
 
     def reset_stats(self) -> None:
@@ -209,15 +226,30 @@ class Balancer:
         """Count what a stage sent."""
         self._stats.sent(what, nbytes, copies)
 
-    def _check_header(self, table: IntArray) -> None:
+    def _count(self, ids: torch.Tensor) -> tuple[IntArray, LoadError | None]:
+        """The loads of this rank; if its ids are no good, none, and the error to raise later."""
+        try:
+            return count_loads(ids, self.topology.experts, backend=self._backend_name), None
+        except LoadError as error:
+            return np.zeros(self.topology.experts, dtype=np.int64), error
+
+    def _version(self, bundle: Bundle, tensors: dict[str, torch.Tensor]) -> int:
+        """Changes with the weights. What functions return may be new at every step."""
+        made_anew = any(not isinstance(given, torch.Tensor) for given in bundle.values())
+        salt = hash((self._changes, self._steps if made_anew else 0))
+        return weights_version(list(tensors.values()), salt)
+
+    def _check_header(self, table: IntArray, kinds: str) -> None:
         refused = np.flatnonzero(table[:, HEADER.index("refused")]).tolist()
         if refused:
             raise CommunicationError(f"ranks {refused} refused their input; their errors say why")
-        for column, name in enumerate(HEADER[:-1]):
+        for column, name in enumerate(HEADER[:3]):
             self._agree(name, table[:, column].tolist())
+        if len(set(table[:, HEADER.index("kinds")].tolist())) > 1:
+            self._agree("weights or inputs", self.comm.gather_objects(kinds))
 
     def _same_everywhere(self, what: str, value: int) -> None:
-        values = self.comm.all_gather(torch.tensor([value]))
+        values = self.comm.all_gather(torch.tensor([value], device=self._device))
         self._agree(what, values[:, 0].tolist())
 
     def _agree(self, what: str, values: list[Any]) -> None:
@@ -233,6 +265,16 @@ def _connect(
     from ultraep.runtime.connect import connect  # torch.distributed, only where it is needed
 
     return connect(group, transport=transport, timeout=timeout)
+
+
+def _kinds(tensors: dict[str, torch.Tensor], inputs: torch.Tensor | None) -> str:
+    """What ranks must have alike: names, shapes and types of tensors, and who wants gradients."""
+    named = tensors if inputs is None else tensors | {"inputs": inputs}
+    learning = torch.is_grad_enabled()
+    return ", ".join(
+        f"{name} {list(t.shape[1:])} {t.dtype}{' with gradient' * (learning and t.requires_grad)}"
+        for name, t in named.items()
+    )
 
 
 def _short_digest(*parts: Any) -> int:

@@ -52,8 +52,7 @@ class SlotPool:
                     f"{', '.join(str(b.borrower) for b in buffers)}: "
                     f"let it finish, or give the balancer more with in_flight="
                 )
-            rows = torch.zeros(self._slots, layout.nbytes, dtype=torch.uint8, device=device)
-            buffer = Buffer(rows)
+            buffer = Buffer(_zeros((self._slots, layout.nbytes), torch.uint8, device))
             buffers.append(buffer)
         buffer.borrower = borrower
         try:
@@ -68,17 +67,17 @@ class SlotPool:
         key = (use, dtype, device)
         flat = self._rows.get(key)
         if flat is None or flat.numel() < count * width:
-            flat = self._rows[key] = torch.zeros(count * width, dtype=dtype, device=device)
+            flat = self._rows[key] = _zeros((count * width,), dtype, device)
         return flat[: count * width].view(count, width)
-
-    def forget(self) -> None:
-        """Treat the content of all slots as unknown."""
-        for buffers in self._buffers.values():
-            for buffer in buffers:
-                buffer.held.clear()
 
     @property
     def nbytes(self) -> int:
         """Memory taken so far."""
         lent = sum(b.rows.numel() for buffers in self._buffers.values() for b in buffers)
         return lent + sum(rows.numel() * rows.element_size() for rows in self._rows.values())
+
+
+@torch.inference_mode(False)
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Memory that serves inference and training alike, whichever comes first."""
+    return torch.zeros(shape, dtype=dtype, device=device)

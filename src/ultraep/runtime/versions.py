@@ -6,24 +6,27 @@ assignments. Writes through `.data` escape it; a hook on every optimizer's step 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-_steps = 0
+_optimizer_steps = [0]
 
 
 def _count_step(*_: Any) -> None:
-    global _steps
-    _steps += 1
+    _optimizer_steps[0] += 1
 
 
 register_optimizer_step_post_hook(_count_step)
 
 
-def weights_version(tensors: Iterable[torch.Tensor]) -> int:
-    """A 62-bit number: equal as long as these are the same tensors with the same content."""
-    state = (_steps, *((tensor.data_ptr(), tensor._version) for tensor in tensors))
+def weights_version(tensors: Sequence[torch.Tensor], salt: int) -> int:
+    """A 62-bit number: equal as long as these are the same tensors with the same content.
+
+    Tensors made in inference mode have no count; they can only be written there.
+    """
+    writes = (0 if tensor.is_inference() else tensor._version for tensor in tensors)
+    state = (_optimizer_steps[0], salt, *(t.data_ptr() for t in tensors), *writes)
     return hash(state) & ((1 << 62) - 1)

@@ -1,0 +1,342 @@
+"""Train a small MoE language model on bytes, balancing every microbatch of every layer.
+
+    python examples/train_moe.py                                            # one process
+    torchrun --nproc-per-node 4 examples/train_moe.py --policy ultraep      # four ranks
+
+Experts are spread over the ranks. The rest of the model is on every rank: DistributedDataParallel
+averages its gradients. The gradients of the experts are sums over all tokens of the group already,
+so they are only divided by the number of ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import sys
+import time
+from collections import Counter
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from model import (
+    DTYPES,
+    ModelConfig,
+    TinyMoE,
+    add_options,
+    balancer_of,
+    model_config,
+    process_group,
+)
+from rich.console import Console
+from rich.filesize import decimal
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from text import Text
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+import ultraep
+from ultraep.layer import gather_experts
+
+LARGEST_NORM = 1.0  # of the gradient
+CHECKED = 4  # held-out sequences of each subject
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What one step did, over all ranks; imbalance over all its layers and microbatches."""
+
+    loss: float
+    before: float  # mean imbalance without copies
+    after: float  # mean imbalance with them
+    bound: float  # what no plan with these slots could go below, mean
+    worst_before: float
+    worst_after: float
+    copies: int
+    seconds: float
+
+
+class Trainer:
+    """One rank of the training."""
+
+    def __init__(
+        self, args: argparse.Namespace, config: ModelConfig, balancer: ultraep.Balancer
+    ) -> None:
+        self.args, self.balancer = args, balancer
+        self.text, self.done = Text(), 0
+        self.model = TinyMoE(config, balancer, seed=args.seed, checkpointing=args.checkpoint)
+        self.model.to(DTYPES[args.dtype])
+        named = dict(self.model.named_parameters())
+        self.experts = {name: p for name, p in named.items() if ".experts." in name}
+        self.rest = {name: p for name, p in named.items() if name not in self.experts}
+        self.parallel = data_parallel(self.model, list(self.experts))
+        self.optimizer = torch.optim.AdamW(named.values(), lr=args.lr, betas=(0.9, 0.95))
+
+    def step(self) -> Step:
+        """One step of the optimizer, over `--accumulate` microbatches."""
+        begin, parts = time.perf_counter(), self.args.accumulate
+        plans: list[ultraep.Plan] = []
+        total = torch.zeros((), dtype=torch.float64)
+        self.optimizer.zero_grad()
+        for part in range(parts):
+            tokens = self.batch(part)
+            last = part == parts - 1
+            with nullcontext() if last else self.parallel.no_sync():
+                loss = next_byte_loss(self.parallel, tokens) / parts
+                plans += self.model.last_plans()
+                loss.backward()
+            total += loss.detach()
+        for parameter in self.experts.values():
+            assert parameter.grad is not None
+            parameter.grad /= self.balancer.comm.size
+        self.clip()
+        self.optimizer.step()
+        self.done += 1
+        dist.all_reduce(total)
+        loss_of_all = total.item() / self.balancer.comm.size
+        return summed_up(loss_of_all, plans, time.perf_counter() - begin)
+
+    def batch(self, part: int) -> torch.Tensor:
+        """[B, T + 1] sequences of this rank: another text, but the same subject, on every rank."""
+        rng = np.random.default_rng([self.args.seed, self.done, part, self.balancer.rank])
+        count = self.args.tokens // self.args.length
+        subjects = self.text.shifting(rng, self.done, count, self.args.period)
+        return self.text.sequences(rng, subjects, self.args.length + 1)
+
+    def clip(self) -> None:
+        """Limit the norm of the gradient, to which the experts of all ranks belong."""
+        of_experts = norm(self.experts).square()
+        dist.all_reduce(of_experts)
+        total = (norm(self.rest).square() + of_experts).sqrt()
+        clip_grads_with_norm_([*self.experts.values(), *self.rest.values()], LARGEST_NORM, total)
+
+    @torch.no_grad()
+    def check(self) -> float:
+        """The loss on held-out text, the same text on any number of ranks."""
+        subjects = CHECKED * list(range(len(self.text.names)))
+        rng = np.random.default_rng(0)
+        tokens = self.text.sequences(rng, subjects, self.args.length + 1, held_out=True)
+        return next_byte_loss(self.model, tokens).item()
+
+    def save(self, path: Path) -> None:
+        """Write everything that training needs to go on; all experts, whoever is their home."""
+        content = {
+            "config": asdict(self.model.config),
+            "step": self.done,
+            "model": self.model.full_state(),
+            "optimizer": {name: self.full_moments(name) for name in (*self.experts, *self.rest)},
+        }
+        if self.balancer.rank == 0:
+            unfinished = path.with_name(path.name + ".part")
+            torch.save(content, unfinished)
+            os.replace(unfinished, path)
+        dist.barrier()
+
+    def load(self, saved: dict[str, Any]) -> None:
+        """Go on where `save` was called, on this or another number of ranks."""
+        self.done = saved["step"]
+        self.model.load_full_state(saved["model"])
+        mine = self.balancer.topology.home_experts(self.balancer.rank).tolist()
+        for name, parameter in self.rest.items():
+            self.optimizer.state[parameter] = saved["optimizer"][name]
+        for name, parameter in self.experts.items():
+            found = saved["optimizer"][name]
+            own = {key: value[mine] if value.ndim else value for key, value in found.items()}
+            self.optimizer.state[parameter] = own
+
+    def full_moments(self, name: str) -> dict[str, torch.Tensor]:
+        """The optimizer's state of one parameter, with the experts of all ranks."""
+        if name in self.rest:
+            return dict(self.optimizer.state[self.rest[name]])
+        found = self.optimizer.state[self.experts[name]]
+        return {k: gather_experts(v, self.balancer) if v.ndim else v for k, v in found.items()}
+
+
+def data_parallel(model: nn.Module, own: list[str]) -> DistributedDataParallel:
+    """Average all gradients over the ranks, but not those of parameters of a rank's own."""
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, own)
+    return DistributedDataParallel(model)
+
+
+def next_byte_loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    """Mean cross-entropy of every byte but the first."""
+    logits = model(tokens[:, :-1])
+    return cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def norm(parameters: dict[str, nn.Parameter]) -> torch.Tensor:
+    return get_total_norm([p.grad for p in parameters.values() if p.grad is not None])
+
+
+def summed_up(loss: float, plans: list[ultraep.Plan], seconds: float) -> Step:
+    before = [plan.initial_imbalance for plan in plans]
+    after = [plan.imbalance for plan in plans]
+    return Step(
+        loss=loss,
+        before=fmean(before),
+        after=fmean(after),
+        bound=fmean(plan.lower_bound for plan in plans),
+        worst_before=max(before),
+        worst_after=max(after),
+        copies=sum(plan.num_replicas for plan in plans),
+        seconds=seconds,
+    )
+
+
+class Display:
+    """A progress bar on a terminal, else a line now and then; nothing on the other ranks."""
+
+    def __init__(self, console: Console, args: argparse.Namespace) -> None:
+        self.console, self.steps = console, args.steps
+        self.tokens = args.tokens * args.accumulate * dist.get_world_size()
+        self.bar = Progress(
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.description}"),
+            TimeRemainingColumn(),
+            console=console,
+            disable=console.quiet or not console.is_terminal,
+        )
+        self.task = self.bar.add_task("", total=args.steps)
+
+    def show(self, done: list[Step]) -> None:
+        step = done[-1]
+        told = (
+            f"loss {step.loss:.3f}   {self.tokens / step.seconds:,.0f} tokens/s   "
+            f"imbalance {step.before:.2f} -> {step.after:.2f}"
+        )
+        self.bar.update(self.task, advance=1, description=told)
+        often = max(1, self.steps // 10)
+        if self.bar.disable and (len(done) % often == 0 or len(done) in (1, self.steps)):
+            self.console.print(f"step {len(done):>5}   {told}", highlight=False, soft_wrap=True)
+
+
+def summary(trainer: Trainer, steps: list[Step], check: float) -> dict[str, Any]:
+    """What the run did, over all ranks; the same on every rank."""
+    args, comm = trainer.args, trainer.balancer.comm
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    rss = peak * (1 if sys.platform == "darwin" else 1024)
+    everyone = comm.gather_objects(trainer.balancer.stats() | {"rss_bytes": rss})
+    seconds: Counter[str] = Counter()
+    for stats in everyone:
+        seconds.update(stats["seconds"])
+    timed = steps[1:] or steps  # the first one also warms up
+    tokens = args.tokens * args.accumulate * comm.size
+    return {
+        "policy": args.policy,
+        "ranks": comm.size,
+        "steps": len(steps),
+        "losses": [step.loss for step in steps],
+        "loss_first": steps[0].loss,
+        "loss_last": steps[-1].loss,
+        "loss_held_out": check,
+        "imbalance_before": fmean(step.before for step in steps),
+        "imbalance_before_worst": max(step.worst_before for step in steps),
+        "imbalance_after": fmean(step.after for step in steps),
+        "imbalance_after_worst": max(step.worst_after for step in steps),
+        "imbalance_bound": fmean(step.bound for step in steps),
+        "tokens_per_second": tokens * len(timed) / sum(step.seconds for step in timed),
+        "copies": sum(step.copies for step in steps),
+        "copies_sent": everyone[0]["weights_copies_moved"],
+        "weights_bytes": sum(stats["weights_bytes_sent"] for stats in everyone),
+        "gradients_bytes": sum(stats["gradients_bytes_sent"] for stats in everyone),
+        "pool_bytes": max(stats["pool_bytes"] for stats in everyone),
+        "rss_bytes": max(stats["rss_bytes"] for stats in everyone),
+        "seconds": {stage: total / comm.size for stage, total in seconds.items()},
+        "seconds_in_all": sum(step.seconds for step in steps),
+    }
+
+
+def table(found: dict[str, Any]) -> Table:
+    shown = Table(title=f"policy {found['policy']}, ranks: {found['ranks']}", show_header=False)
+    rows = {
+        "loss, first and last step": f"{found['loss_first']:.4f} -> {found['loss_last']:.4f}",
+        "loss on held-out text": f"{found['loss_held_out']:.4f}",
+        "imbalance before, mean (worst)": "{imbalance_before:.3f} ({imbalance_before_worst:.3f})",
+        "imbalance after, mean (worst)": "{imbalance_after:.3f} ({imbalance_after_worst:.3f})",
+        "imbalance, lower bound, mean": "{imbalance_bound:.3f}",
+        "tokens/s, all ranks": f"{found['tokens_per_second']:,.0f}",
+        "copies planned, sent": "{copies}, {copies_sent}",
+        "weights sent, all ranks": decimal(found["weights_bytes"]),
+        "gradients sent, all ranks": decimal(found["gradients_bytes"]),
+        "memory of a rank: spare slots": decimal(found["pool_bytes"]),
+        "memory of a rank: peak in all": decimal(found["rss_bytes"]),
+        "seconds in all": f"{found['seconds_in_all']:.2f}",
+    }
+    for name, value in rows.items():
+        shown.add_row(name, value.format(**found))
+    for stage, seconds in found["seconds"].items():
+        shown.add_row(f"seconds of a rank: {stage}", f"{seconds:.2f}")
+    return shown
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    assert __doc__ is not None
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    train = parser.add_argument_group("training")
+    train.add_argument("--policy", choices=ultraep.policy_names(), default="ultraep")
+    train.add_argument("--steps", type=int, default=100)
+    train.add_argument("--tokens", type=int, default=1024, help="of a rank's microbatch")
+    train.add_argument("--length", type=int, default=64, help="tokens of a sequence")
+    train.add_argument("--accumulate", type=int, default=1, help="microbatches of a step")
+    train.add_argument("--period", type=int, default=20, help="steps until the subject changes")
+    train.add_argument("--lr", type=float, default=3e-3)
+    train.add_argument("--seed", type=int, default=0)
+    train.add_argument("--checkpoint", action="store_true", help="recompute activations")
+    add_options(parser)
+    files = parser.add_argument_group("files")
+    files.add_argument("--save", type=Path, help="write a checkpoint at the end")
+    files.add_argument("--load", type=Path, help="go on from a checkpoint, of any number of ranks")
+    files.add_argument("--json", type=Path, help="write the summary")
+    args = parser.parse_args(argv)
+    if min(args.steps, args.length, args.accumulate, args.period) < 1:
+        parser.error("--steps, --length, --accumulate and --period start at 1")
+    if args.tokens < 1 or args.tokens % args.length:
+        parser.error(f"--tokens {args.tokens} is no multiple of --length {args.length}")
+    return args
+
+
+def train(args: argparse.Namespace) -> None:
+    console = Console(quiet=dist.get_rank() != 0)
+    saved = torch.load(args.load) if args.load else None
+    config = model_config(args, saved and saved["config"])
+    with balancer_of(args, config, args.policy) as balancer:
+        trainer = Trainer(args, config, balancer)
+        if saved:
+            trainer.load(saved)
+        display, steps = Display(console, args), []
+        with display.bar:
+            for _ in range(args.steps):
+                steps.append(trainer.step())
+                display.show(steps)
+        found = summary(trainer, steps, trainer.check())
+        if args.save:
+            trainer.save(args.save)
+    console.print(table(found))
+    if args.json and dist.get_rank() == 0:
+        args.json.write_text(json.dumps(found, indent=1))
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse(argv)
+    with process_group():
+        try:
+            train(args)
+        except ultraep.UltraEPError as error:
+            print(f"rank {dist.get_rank()}: {error}", file=sys.stderr)
+            return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

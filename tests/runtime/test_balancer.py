@@ -1,0 +1,470 @@
+"""A group of ranks agrees, or every rank learns who does not; nobody waits for ever."""
+
+import contextlib
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+from dense import Example, on_ranks
+
+import ultraep
+from ultraep import (
+    BackendUnavailable,
+    BalanceConfig,
+    BalancedMoE,
+    Balancer,
+    CommunicationError,
+    ConfigError,
+    LoadError,
+    LocalGroup,
+    PlanMismatch,
+)
+from ultraep.runtime import balancer as balancer_module
+from ultraep.runtime.local import alone
+
+QUICK = 5.0  # seconds; a rank that waits for its whole timeout needs more
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def outcomes(size, work):
+    """What every rank returned or raised; no rank outlives the first error by much."""
+    results, ends = [None] * size, []
+
+    def on_rank(comm):
+        try:
+            results[comm.rank] = work(comm)
+        except Exception as error:
+            results[comm.rank] = error
+            ends.append(time.monotonic())
+            raise
+
+    with contextlib.suppress(Exception):
+        LocalGroup(size).run(on_rank)
+    assert max(ends) - min(ends) < QUICK
+    return results
+
+
+def ids_of(rank, experts=8, tokens=30):
+    generator = torch.Generator().manual_seed(rank)
+    liked = torch.exp(-0.7 * torch.arange(experts))
+    return torch.multinomial(liked, tokens, replacement=True, generator=generator)[:, None]
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (torch.tensor([[0], [8]]), r"ids must lie in 0\.\.7, got 0\.\.8"),
+        (torch.tensor([[-1], [3]]), r"ids must lie in 0\.\.7, got -1\.\.3"),
+        (torch.tensor([[0.0]]), "ids must be integers, got float32"),
+        (torch.tensor([[True]]), "ids must be integers, got bool"),
+    ],
+    ids=["too large", "negative", "floats", "bools"],
+)
+def test_ids_of_one_rank_that_are_none(bad, message):
+    def work(comm):
+        balancer = Balancer(experts=8, communicator=comm)
+        with pytest.raises((LoadError, CommunicationError)) as caught:
+            balancer.gather(bad if comm.rank == 2 else ids_of(comm.rank))
+        gathered = balancer.gather(ids_of(comm.rank))  # all ranks go on together
+        return caught, gathered.loads.sum()
+
+    results = LocalGroup(4).run(work)
+    assert [total for _, total in results] == [120] * 4
+    for rank, (caught, _) in enumerate(results):
+        assert caught.type is (LoadError if rank == 2 else CommunicationError)
+        assert caught.match(message if rank == 2 else r"ranks \[2\] refused their input")
+
+
+def test_ids_of_several_ranks_that_are_none_name_all_of_them():
+    def work(comm):
+        balancer = Balancer(experts=8, communicator=comm)
+        bad = torch.tensor([[99]])
+        with pytest.raises((LoadError, CommunicationError)) as caught:
+            balancer.gather(bad if comm.rank in (0, 3) else ids_of(comm.rank))
+        return str(caught.value)
+
+    results = LocalGroup(4).run(work)
+    assert "ranks [0, 3] refused" in results[1]
+    assert results[1] == results[2]
+
+
+def test_the_layer_refuses_ids_on_all_ranks_and_goes_on():
+    example = Example([20] * 4, ids=[ids_of(rank, tokens=20).repeat(1, 2) for rank in range(4)])
+
+    def work(comm):
+        layer = example.layer(Balancer(experts=8, communicator=comm))
+        x, good = example.inputs[comm.rank], layer.router.ids
+        if comm.rank == 1:
+            layer.router.ids = good + 100
+        with pytest.raises((LoadError, CommunicationError)) as caught:
+            layer(x)
+        layer.router.ids = good
+        assert layer(x).shape == x.shape
+        return caught.type
+
+    wanted = [CommunicationError, LoadError, CommunicationError, CommunicationError]
+    assert LocalGroup(4).run(work) == wanted
+
+
+def test_an_input_of_the_wrong_width_on_one_rank_stops_the_others():
+    example = Example([20] * 3, experts=9)
+
+    def work(comm):
+        layer = example.layer(Balancer(experts=9, communicator=comm))
+        return layer(example.inputs[comm.rank][:, : 16 - (comm.rank == 1)])
+
+    first, second, third = outcomes(3, work)
+    assert isinstance(second, LoadError)
+    for error in (first, third):
+        assert isinstance(error, CommunicationError)
+        assert "rank 1" in str(error) or "ranks [1]" in str(error)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"slots": 2},
+        {"experts": 12},
+        {"domain": 2},
+        {"homes": [3, 3, 2, 2, 1, 1, 0, 0]},
+        {"policy": "none"},
+        {"config": BalanceConfig(tolerance=0.1)},
+        {"config": BalanceConfig(locality=False)},
+        {"relay": "chain"},
+        {"chunks": 2},
+        {"in_flight": 2},
+        {"verify": False},
+    ],
+    ids=str,
+)
+def test_settings_that_differ_are_an_error_on_every_rank(other):
+    def work(comm):
+        options = {"experts": 8, **(other if comm.rank == 2 else {})}
+        with pytest.raises(PlanMismatch, match=r"ranks disagree about the settings") as caught:
+            Balancer(communicator=comm, **options)
+        return str(caught.value)
+
+    results = LocalGroup(4).run(work)
+    assert len(set(results)) == 1
+    assert "ranks [0, 1, 3] have" in results[0]
+    assert "ranks [2] have" in results[0]
+
+
+def test_the_backend_may_differ():
+    def work(comm):
+        names = ultraep.backend_names()
+        balancer = Balancer(experts=8, communicator=comm, backend=names[comm.rank % len(names)])
+        return balancer.plan(balancer.gather(ids_of(comm.rank))).digest()
+
+    assert len(set(LocalGroup(2).run(work))) == 1
+
+
+def test_policies_of_one_call_that_differ_are_an_error_on_every_rank():
+    def work(comm):
+        balancer = Balancer(experts=8, communicator=comm)
+        gathered = balancer.gather(ids_of(comm.rank))
+        with pytest.raises(PlanMismatch, match=r"about the plan: .*ranks \[0, 2, 3\] .*\[1\]"):
+            balancer.plan(gathered, policy="none" if comm.rank == 1 else None)
+
+    LocalGroup(4).run(work)
+
+
+def test_layers_in_another_order_are_an_error_on_every_rank():
+    example = Example([20] * 2)
+
+    def work(comm):
+        balancer = Balancer(experts=8, communicator=comm)
+        layers = [example.layer(balancer), example.layer(balancer)]
+        layers = layers[::-1] if comm.rank else layers
+        x = example.inputs[comm.rank]
+        with pytest.raises(PlanMismatch, match=r"layer: ranks \[0\] have 0; ranks \[1\] have 1"):
+            layers[0](x)
+
+    LocalGroup(2).run(work)
+
+
+def test_a_step_more_is_an_error_on_every_rank():
+    def work(comm):
+        balancer = Balancer(experts=8, communicator=comm)
+        if comm.rank == 0:
+            balancer._steps += 1
+        with pytest.raises(PlanMismatch, match=r"step: ranks \[0\] have 2; ranks \[1\] have 1"):
+            balancer.gather(ids_of(comm.rank))
+
+    LocalGroup(2).run(work)
+
+
+@pytest.mark.parametrize("place", ["before", "router", "experts", "between", "backward"])
+def test_a_rank_that_fails_stops_the_others_quickly(place):
+    example = Example([20] * 4)
+
+    def fail(*_):
+        raise ZeroDivisionError(place)
+
+    def work(comm):
+        layer = example.layer(Balancer(experts=8, communicator=comm))
+        x = example.inputs[comm.rank].clone().requires_grad_()
+        layer(x).sum().backward()
+        broken = comm.rank == 3
+        if broken and place == "before":
+            fail()
+        if broken and place in ("router", "experts"):
+            getattr(layer, place).forward = fail
+        y = layer(x)
+        if broken and place == "between":
+            fail()
+        if broken and place == "backward":
+            y.register_hook(fail)
+        y.sum().backward()
+        layer(x)
+
+    *others, last = outcomes(4, work)
+    assert isinstance(last, ZeroDivisionError)
+    for error in others:
+        assert isinstance(error, CommunicationError)
+        assert "rank 3 failed" in str(error)
+
+
+def test_a_rank_that_says_nothing_is_named_after_the_timeout():
+    def work(comm):
+        balancer = Balancer(experts=9, communicator=comm)
+        if comm.rank != 1:
+            balancer.gather(ids_of(comm.rank))
+
+    begin = time.monotonic()
+    with pytest.raises(CommunicationError, match=r"waited 1 s for rank 1"):
+        LocalGroup(3, timeout=1).run(work)
+    assert time.monotonic() - begin < QUICK
+
+
+class Delayed:
+    """A communicator whose chosen ranks dawdle before some of their verbs."""
+
+    def __init__(self, comm, ranks, seed):
+        self._comm, self._dawdles = comm, comm.rank in ranks
+        self._rng = np.random.default_rng([seed, comm.rank])
+        self.rank, self.size = comm.rank, comm.size
+
+    def __getattr__(self, name):
+        verb = getattr(self._comm, name)
+
+        def late(*args):
+            if self._dawdles and self._rng.random() < 0.7:
+                time.sleep(self._rng.random() * 0.01)
+            return verb(*args)
+
+        return late
+
+
+@pytest.mark.parametrize("relay", ["direct", "chain"])
+@pytest.mark.parametrize("ranks", [{0}, {3}, {1, 2}, {0, 1, 2, 3}], ids=str)
+def test_slow_ranks_change_nothing(ranks, relay):
+    example = Example([20, 5, 30, 10], dtype=torch.float32, bias=True)
+    options = {"slots": 2, "relay": relay, "chunks": 3}
+    prompt = on_ranks(example, **options)
+    assert prompt[0].plan.num_replicas > 0
+    for seed in range(3):
+        late = on_ranks(example, wrap=lambda comm, s=seed: Delayed(comm, ranks, s), **options)
+        for found, wanted in zip(late, prompt, strict=True):
+            assert torch.equal(found.output, wanted.output)
+            for name, gradient in wanted.gradients.items():
+                assert torch.equal(found.gradients[name], gradient), name
+
+
+def test_stats():
+    example = Example([30] * 4)
+    nbytes = (2 * 12 * 16 + 16 * 12) * 8
+
+    def work(comm):
+        balancer = Balancer(experts=8, communicator=comm)
+        layer = example.layer(balancer)
+        empty = balancer.stats()
+        x = example.inputs[comm.rank].clone().requires_grad_()
+        for _ in range(3):
+            layer(x).backward(example.gradients[comm.rank])
+        stats = balancer.stats()
+        layer(x, policy="none")
+        both = balancer.stats()
+        balancer.reset_stats()
+        return empty, stats, both, balancer.stats(), layer, balancer.plan
+
+    results = LocalGroup(4).run(work)
+    empty, stats, both, reset, *_ = results[0]
+    plan_none = results[0][4].last_plan
+    assert empty == {
+        "microbatches": 0,
+        "imbalance_before": 0.0,
+        "imbalance_after": 0.0,
+        "imbalance_worst": 0.0,
+        "copies": 0,
+        "remote_share": 0.0,
+        "weights_bytes_sent": 0,
+        "weights_copies_moved": 0,
+        "gradients_bytes_sent": 0,
+        "gradients_copies_moved": 0,
+        "seconds": {},
+        "pool_bytes": 0,
+    }
+    assert reset | {"pool_bytes": 0} == empty
+    plan = ultraep.plan(plan_none.loads, plan_none.topology)
+    assert stats["microbatches"] == 3
+    assert stats["imbalance_before"] == pytest.approx(plan.initial_imbalance)
+    assert stats["imbalance_after"] == pytest.approx(plan.imbalance)
+    assert stats["imbalance_worst"] == plan.imbalance
+    assert stats["copies"] == 3 * plan.num_replicas > 0
+    assert stats["remote_share"] == pytest.approx(plan.remote_tokens / plan.total)
+    assert stats["weights_copies_moved"] == plan.num_replicas  # they stay where they are
+    assert stats["gradients_copies_moved"] == 3 * plan.num_replicas
+    for name, times in (("weights", 1), ("gradients", 3)):
+        sent = [rank[1][f"{name}_bytes_sent"] for rank in results]
+        assert sum(sent) == times * plan.num_replicas * nbytes, name
+    stages = {"loads", "plan", "verify", "replicate", "reroute", "reduce"}
+    assert stats["seconds"].keys() == stages
+    assert all(seconds > 0 for seconds in stats["seconds"].values())
+    assert stats["pool_bytes"] == results[0][4].balancer.pool.nbytes >= nbytes
+    assert both["microbatches"] == 4
+    assert both["imbalance_worst"] == plan.initial_imbalance
+    assert both["copies"] == stats["copies"]
+
+
+def test_stats_without_verification_show_none():
+    balancer = Balancer(experts=8, verify=False)
+    balancer.plan(balancer.gather(ids_of(0)))
+    assert balancer.stats()["seconds"].keys() == {"loads", "plan"}
+
+
+WRONG = {
+    "policy": ({"policy": "fair"}, "unknown policy 'fair'; known are none, ultraep"),
+    "empty policy": ({"policy": ""}, "policy"),
+    "config": ({"config": BalanceConfig(policy="fair")}, "unknown policy 'fair'"),
+    "both": ({"config": BalanceConfig(), "policy": "none"}, "config or policy, not both"),
+    "relay": ({"relay": "ring"}, "relay of direct, chain.*'ring'"),
+    "chunks": ({"chunks": 0}, "chunks >= 1.*0"),
+    "in_flight": ({"in_flight": 0}, "at least one buffer, got 0"),
+    "backend": ({"backend": "gpu"}, "unknown backend 'gpu'"),
+    "slots": ({"slots": -1}, "slots must lie between 0 and 7, got -1"),
+    "experts": ({"experts": 0}, "experts must lie between 1"),
+    "experts per rank": ({"experts": 7}, "7 experts do not divide evenly over 2 ranks"),
+    "homes": ({"homes": [0] * 6}, "one rank for each of the 7 experts"),
+    "domain": ({"experts": 8, "domain": 3}, "domain"),
+}
+
+
+@pytest.mark.parametrize(("options", "message"), WRONG.values(), ids=WRONG)
+def test_settings_that_cannot_work_leave_nothing_taken(options, message, monkeypatch):
+    """What was connected to find out is closed again."""
+
+    class Group:
+        rank, size, open = 0, 2, True
+
+        def close(self):
+            self.open = False
+
+    def connect(*_):
+        connected.append(Group())
+        return connected[-1]
+
+    connected = []
+    monkeypatch.setattr(balancer_module, "_connect", connect)
+    with pytest.raises(ConfigError, match=message):
+        Balancer(**{"experts": 7, **options})
+    assert not any(group.open for group in connected)
+
+
+def test_ranks_that_disagree_leave_nothing_taken(monkeypatch):
+    closed = []
+
+    def work(comm):
+        comm.close = lambda: closed.append(comm.rank)
+        here.comm = comm
+        with pytest.raises(PlanMismatch):
+            Balancer(experts=8, slots=comm.rank)
+
+    here = threading.local()
+    monkeypatch.setattr(balancer_module, "_connect", lambda *_: here.comm)
+    LocalGroup(2).run(work)
+    assert sorted(closed) == [0, 1]
+
+
+def test_an_unavailable_backend_is_said_before_anything_is_taken(monkeypatch):
+    monkeypatch.setattr(ultraep.backends.importlib.util, "find_spec", lambda name: None)
+    ultraep.backends.select.cache_clear()
+    monkeypatch.setattr(balancer_module, "_connect", lambda *_: pytest.fail("connected"))
+    with pytest.raises(BackendUnavailable, match="pip install numba"):
+        Balancer(experts=8, backend="cpu")
+    ultraep.backends.select.cache_clear()
+
+
+def test_an_unknown_transport_is_refused():
+    with pytest.raises(ConfigError, match="transport"):
+        Balancer(experts=8, transport="pigeons")
+
+
+def test_a_policy_for_one_call_that_is_unknown():
+    balancer = Balancer(experts=8)
+    gathered = balancer.gather(ids_of(0))
+    with pytest.raises(ConfigError, match="unknown policy 'fair'"):
+        balancer.plan(gathered, policy="fair")
+    assert balancer.plan(gathered, policy="none").config.policy == "none"
+    assert balancer.plan(gathered).config.policy == "ultraep"
+
+
+def test_experts_of_layer_and_balancer_must_agree():
+    with pytest.raises(ConfigError, match="16 experts, but the balancer has 8"):
+        BalancedMoE(6, 4, 16, 2, balancer=Balancer(experts=8))
+
+
+def test_a_given_communicator_is_used_and_closed_once():
+    comm = alone()
+    closed = []
+    comm.close = lambda: closed.append(1)
+    balancer = Balancer(experts=8, communicator=comm)
+    assert balancer.comm is comm
+    assert balancer.rank == 0
+    assert balancer.topology.ranks == 1
+    balancer.close()
+    assert closed == [1]
+
+
+def test_a_policy_that_looks_at_the_past_sees_the_last_microbatch_of_its_layer():
+    def work(comm):
+        balancer = Balancer(experts=8, slots=2, communicator=comm, policy="eplb")
+        hot = [torch.full((40, 1), expert) for expert in (7, 6)]
+        plans = []
+        for ids, layer in ((hot[0], 0), (hot[1], 1), (hot[1], 0), (hot[1], 0)):
+            plans.append(balancer.plan(balancer.gather(ids, layer=layer)))
+        return plans
+
+    first, other_layer, surprised, adapted = LocalGroup(2).run(work)[0]
+    assert first.imbalance == other_layer.imbalance == 1.0
+    assert surprised.replicas.tolist() != adapted.replicas.tolist()
+    assert adapted.imbalance == 1.0
+
+
+def test_a_group_runs_one_thing_after_the_other():
+    group = LocalGroup(3)
+    assert group.run(lambda comm: comm.rank) == [0, 1, 2]
+    tables = group.run(lambda comm: comm.all_gather(torch.tensor([comm.rank])).tolist())
+    assert tables == [[[0], [1], [2]]] * 3
+    assert group.run(lambda comm: comm.gather_objects(str(comm.rank))) == [["0", "1", "2"]] * 3
+
+
+def test_a_group_raises_what_its_first_rank_raised():
+    def work(comm):
+        if comm.rank == 1:
+            raise KeyError("gone")
+        comm.all_gather(torch.zeros(1))
+
+    with pytest.raises(KeyError, match="gone"):
+        LocalGroup(3).run(work)
+    with pytest.raises(ConfigError, match="at least one rank, got 0"):
+        LocalGroup(0)

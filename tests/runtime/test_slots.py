@@ -1,0 +1,196 @@
+"""Spare slots are lent, never overwritten while in use, and come back whatever happens."""
+
+import pytest
+import torch
+
+from ultraep import BalancedMoE, Balancer, ConfigError, LocalGroup, SlotError
+from ultraep.bundle import Layout
+from ultraep.runtime.slots import SlotPool
+
+CPU = torch.device("cpu")
+LAYOUT = Layout.of({"w": torch.zeros(1, 5)}, 1)
+OTHER = Layout.of({"w": torch.zeros(1, 50)}, 1)
+
+
+def test_a_buffer_has_a_row_for_every_slot():
+    pool = SlotPool(3, 1)
+    with pool.lend(LAYOUT, CPU, "me") as buffer:
+        assert buffer.rows.shape == (3, LAYOUT.nbytes)
+        assert buffer.rows.dtype == torch.uint8
+        assert buffer.borrower == "me"
+    assert buffer.borrower is None
+
+
+def test_the_same_memory_is_lent_again():
+    pool = SlotPool(2, 1)
+    with pool.lend(LAYOUT, CPU, "first") as first:
+        first.rows.fill_(7)
+        first.held[0, 0] = (1, 2, 3)
+    with pool.lend(LAYOUT, CPU, "second") as second:
+        assert second is first
+        assert (second.rows == 7).all()
+        assert second.held == {(0, 0): (1, 2, 3)}
+
+
+def test_a_live_buffer_is_refused_with_the_name_of_the_borrower():
+    pool = SlotPool(1, 1)
+    with (
+        pool.lend(LAYOUT, CPU, "layer 3 (step 7)"),
+        pytest.raises(SlotError, match=r"layer 4 .*needs .*layer 3 \(step 7\).*in_flight="),
+        pool.lend(LAYOUT, CPU, "layer 4 (step 7)"),
+    ):
+        pass
+    with pool.lend(LAYOUT, CPU, "layer 4 (step 7)"):
+        pass
+
+
+def test_more_buffers_let_more_be_in_flight():
+    pool = SlotPool(1, 2)
+    with pool.lend(LAYOUT, CPU, "one") as one, pool.lend(LAYOUT, CPU, "two") as two:
+        assert one is not two
+        assert one.rows.data_ptr() != two.rows.data_ptr()
+        with pytest.raises(SlotError, match="all 2 are lent to one, two"):
+            pool.lend(LAYOUT, CPU, "three").__enter__()
+    with pool.lend(LAYOUT, CPU, "three") as three:
+        assert three is one
+
+
+def test_other_layouts_have_other_buffers():
+    pool = SlotPool(1, 1)
+    with pool.lend(LAYOUT, CPU, "one") as one, pool.lend(OTHER, CPU, "two") as two:
+        assert one is not two
+    assert pool.nbytes == LAYOUT.nbytes + OTHER.nbytes
+
+
+def test_a_buffer_comes_back_after_an_error():
+    pool = SlotPool(1, 1)
+    with pytest.raises(RuntimeError, match="broken"), pool.lend(LAYOUT, CPU, "one"):
+        raise RuntimeError("broken")
+    with pool.lend(LAYOUT, CPU, "two"):
+        pass
+
+
+def test_gradient_rows_grow_and_are_kept():
+    pool = SlotPool(2, 1)
+    assert pool.nbytes == 0
+    few = pool.gradient_rows("replicas", 2, 5, torch.float32, CPU)
+    assert few.shape == (2, 5)
+    assert pool.nbytes == 40
+    assert pool.gradient_rows("replicas", 1, 3, torch.float32, CPU).data_ptr() == few.data_ptr()
+    assert pool.nbytes == 40
+    assert pool.gradient_rows("replicas", 4, 5, torch.float32, CPU).shape == (4, 5)
+    assert pool.nbytes == 80
+    pool.gradient_rows("arriving", 1, 5, torch.float64, CPU)
+    assert pool.nbytes == 120
+    assert pool.gradient_rows("replicas", 0, 5, torch.float32, CPU).shape == (0, 5)
+
+
+def test_a_pool_needs_a_buffer():
+    with pytest.raises(ConfigError, match="at least one buffer, got 0"):
+        SlotPool(1, 0)
+    with pytest.raises(ConfigError, match="at least one buffer"):
+        Balancer(experts=4, in_flight=0)
+
+
+def hot(comm, tokens=40):
+    return torch.zeros(tokens, 1, dtype=torch.int64)
+
+
+class Rank:
+    """One rank with a bundle, all of whose tokens go to expert 0."""
+
+    def __init__(self, comm, **options):
+        self.balancer = Balancer(experts=4, communicator=comm, **options)
+        homes = len(self.balancer.topology.home_experts(comm.rank))
+        self.bundle = {"w": torch.full((homes, 3), float(comm.rank))}
+        self.ids = hot(comm)
+
+    def replicas(self, layer=0):
+        gathered = self.balancer.gather(self.ids, layer=layer, bundle=self.bundle)
+        plan = self.balancer.plan(gathered)
+        assert plan.num_replicas == 1
+        return self.balancer.replicate(plan, gathered, self.bundle)
+
+
+def test_two_microbatches_that_fill_the_slots_at_once_are_refused_by_name():
+    def work(comm):
+        rank = Rank(comm)
+        first, second = rank.replicas(layer=5), rank.replicas(layer=6)
+        with first:
+            with pytest.raises(SlotError, match=r"layer 6 \(step 2\).*layer 5 \(step 1\)"):
+                second.__enter__()
+            with pytest.raises(SlotError, match=r"layer 5 \(step 1\)"):
+                first.__enter__()
+        with second as slots:
+            return slots["w"].tolist()
+
+    assert LocalGroup(2).run(work)[1] == [[0.0, 0.0, 0.0]]
+
+
+def test_two_microbatches_fill_two_buffers():
+    def work(comm):
+        rank = Rank(comm, in_flight=2)
+        first, second, third = (rank.replicas(layer) for layer in range(3))
+        with first as one, second as two:
+            assert one["w"].data_ptr() != two["w"].data_ptr()
+            with pytest.raises(SlotError):
+                third.__enter__()
+        with third:
+            pass
+
+    LocalGroup(2).run(work)
+
+
+def test_an_error_while_slots_are_lent_gives_them_back():
+    def work(comm):
+        rank = Rank(comm)
+        replicas = rank.replicas()
+        with pytest.raises(ZeroDivisionError), replicas:
+            raise ZeroDivisionError
+        with replicas as slots, pytest.raises(SlotError):
+            replicas.__enter__()
+        with rank.replicas():
+            return slots["w"].tolist()
+
+    assert LocalGroup(2).run(work)[1] == [[0.0, 0.0, 0.0]]
+
+
+def test_an_error_inside_of_the_layer_gives_the_slots_back(monkeypatch):
+    def work(comm):
+        balancer = Balancer(experts=4, communicator=comm)
+        layer = BalancedMoE(6, 4, 4, 2, balancer=balancer)
+        x = torch.randn(20, 6, generator=torch.Generator().manual_seed(comm.rank))
+        good = layer(x)
+        forward, layer.experts.forward = layer.experts.forward, broken
+        with pytest.raises(ZeroDivisionError):
+            layer(x)
+        layer.experts.forward = forward
+        again = layer(x)
+        again.sum().backward()
+        return torch.equal(good, again)
+
+    def broken(*_):
+        raise ZeroDivisionError
+
+    assert LocalGroup(2).run(work) == [True, True]
+
+
+@pytest.mark.parametrize("policy", ["ideal", "llep"])
+def test_a_policy_that_needs_more_slots_than_there_are(policy):
+    def work(comm):
+        rank = Rank(comm, slots=0, policy=policy)
+        gathered = rank.balancer.gather(rank.ids, bundle=rank.bundle)
+        with pytest.raises(SlotError, match=f"policy '{policy}' needs 1 spare slots.*there are 0"):
+            rank.balancer.plan(gathered)
+        assert rank.balancer.plan(gathered, policy="none").num_replicas == 0
+
+    LocalGroup(2).run(work)
+
+
+def test_leaving_what_was_not_entered_is_a_mistake():
+    rank = LocalGroup(1).run(lambda comm: Balancer(experts=4, communicator=comm))[0]
+    bundle = {"w": torch.zeros(4, 2)}
+    gathered = rank.gather(hot(None), bundle=bundle)
+    replicas = rank.replicate(rank.plan(gathered), gathered, bundle)
+    with pytest.raises(AssertionError, match="not entered"):
+        replicas.__exit__(None, None, None)

@@ -1,0 +1,405 @@
+"""The layer computes what its dense twin computes, however its tokens are balanced."""
+
+import pytest
+import torch
+from dense import DenseMoE, Example, assert_close, assert_same, check, dense, on_ranks
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import ultraep
+from ultraep import BalanceConfig, BalancedMoE, Balancer, ConfigError, LoadError, LocalGroup
+
+FLOATS = [torch.float64, torch.float32]
+EVERY = [*FLOATS, torch.bfloat16]
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def copies_of(results):
+    return results[0].plan.num_replicas
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("policy", ["none", "ultraep", "quota", "echo"])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
+def test_any_number_of_ranks_and_any_policy(ranks, policy, dtype):
+    results = check(Example([20] * ranks, experts=24, dtype=dtype), policy=policy)
+    assert (copies_of(results) > 0) == (ranks > 1 and policy != "none")
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("slots", [0, 1, 2])
+@pytest.mark.parametrize("policy", ["ultraep", "quota", "echo"])
+def test_any_number_of_slots(slots, policy, dtype):
+    results = check(Example([30] * 4, dtype=dtype), slots=slots, policy=policy)
+    assert (copies_of(results) > 0) == (slots > 0)
+
+
+@pytest.mark.parametrize("policy", ["none", "ultraep"])
+def test_64_ranks(policy):
+    results = check(Example([5] * 64, experts=64, hidden=8, ffn=4), policy=policy)
+    assert (copies_of(results) > 10) == (policy == "ultraep")
+
+
+HOMES = {
+    "uneven": [0, 0, 0, 0, 1, 2, 2, 2],
+    "mixed": [2, 1, 0, 0, 2, 1, 0, 0],
+    "a rank without homes": [0, 0, 0, 0, 0, 2, 2, 2],
+    "the first without homes": [1, 1, 1, 1, 1, 2, 2, 2],
+    "all on the last": [2] * 8,
+}
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("slots", [0, 1, 2])
+@pytest.mark.parametrize("homes", HOMES.values(), ids=HOMES)
+def test_any_homes(homes, slots, dtype):
+    results = check(Example([30] * 3, dtype=dtype), slots=slots, homes=homes)
+    assert (copies_of(results) > 0) == (slots > 0)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"domain": 2},
+        {"domain": 1},
+        {"domain": 2, "slots": 2, "homes": [0, 0, 0, 1, 2, 3, 3, 3]},
+        {"relay": "direct", "slots": 2},
+        {"relay": "chain", "slots": 2, "chunks": 1},
+        {"relay": "chain", "slots": 2, "chunks": 3},
+        {"relay": "chain", "chunks": 10_000},
+        {"in_flight": 2},
+        {"verify": False},
+        {"backend": "reference"},
+        {"config": BalanceConfig(locality=False)},
+        {"config": BalanceConfig(tolerance=0.2)},
+        {"config": BalanceConfig(min_tokens_per_replica=5, max_replicas=2)},
+    ],
+    ids=str,
+)
+def test_any_setting_of_the_balancer(options, dtype):
+    results = check(Example([30] * 4, dtype=dtype), **options)
+    assert (copies_of(results) > 0) == (options.get("domain") != 1)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"scores": "sigmoid"},
+        {"normalize_top_k": False},
+        {"scores": "sigmoid", "normalize_top_k": False, "router_bias": True},
+        {"router_bias": True},
+        {"bias": True},
+        {"shared_ffn": 7},
+        {"bias": True, "router_bias": True, "shared_ffn": 5, "scores": "sigmoid"},
+        {"top_k": 1},
+        {"top_k": 1, "normalize_top_k": False},
+        {"top_k": 5},
+        {"hidden": 2, "ffn": 1},
+        {"hidden": 33, "ffn": 17},
+    ],
+    ids=str,
+)
+def test_any_setting_of_the_layer(options, dtype):
+    results = check(Example([30] * 4, dtype=dtype, **options), slots=2)
+    assert copies_of(results) > 0
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_every_token_to_every_expert(dtype):
+    example = Example([9, 5, 0, 2], dtype=dtype, top_k=8)
+    results = check(example, homes=[0, 0, 0, 0, 0, 1, 2, 3])
+    assert copies_of(results) > 0
+
+
+@pytest.mark.parametrize("bitwise", [False, True])
+def test_bfloat16_is_as_close_as_it_can_be(bitwise):
+    example = Example([30] * 4, dtype=torch.bfloat16, bias=True, shared_ffn=8)
+    results = check(example, layer_options={"bitwise": bitwise})
+    assert copies_of(results) > 0
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize(
+    "tokens",
+    [
+        [40, 3, 17, 1],
+        [0, 30, 0, 30],
+        [0, 0, 0, 1],
+        [0, 0, 0, 0],
+        [(2, 7), (2, 3, 2), 5, (4, 1, 1, 2)],
+        [(2, 0), 9, (3, 3), 0],
+    ],
+    ids=str,
+)
+def test_any_tokens_of_any_shape(tokens, dtype):
+    example = Example(tokens, dtype=dtype, shared_ffn=4)
+    for result, x in zip(check(example), example.inputs, strict=True):
+        assert result.output.shape == x.shape
+        assert result.gradients["x"].shape == x.shape
+
+
+def test_inputs_that_are_no_whole_memory_blocks():
+    def work(comm):
+        layer = example.layer(Balancer(experts=8, communicator=comm))
+        x = example.inputs[comm.rank]
+        wide = torch.zeros(2 * example.hidden, len(x), dtype=x.dtype).requires_grad_()
+        view = wide.T[:, ::2] + x
+        layer(view).sum().backward()  # the gradient is one number, expanded
+        return wide.grad.T[:, ::2]
+
+    example = Example([20] * 2)
+    found = LocalGroup(2).run(work)
+    twin, x = example.twin(), torch.cat(example.inputs).requires_grad_()
+    twin(x).sum().backward()
+    assert_close(torch.cat(found), x.grad)
+
+
+def random_ids(tokens, experts, top_k, *, skew, seed):
+    """[T, K] ids, with repetition, that prefer the first experts."""
+    generator = torch.Generator().manual_seed(seed)
+    liked = torch.exp(-skew * torch.arange(experts, dtype=torch.float64))
+    count = tokens * top_k
+    if not count:
+        return torch.zeros(tokens, top_k, dtype=torch.int64)
+    drawn = torch.multinomial(liked, count, replacement=True, generator=generator)
+    return drawn.reshape(tokens, top_k)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_an_expert_chosen_twice_by_a_token_counts_twice(dtype):
+    ids = [random_ids(25, 8, 3, skew=0.8, seed=rank) for rank in range(4)]
+    assert any((row.unique().numel() < 3) for row in ids[0])
+    results = check(Example([25] * 4, top_k=3, dtype=dtype, ids=ids), slots=2)
+    assert copies_of(results) > 0
+
+
+@pytest.mark.parametrize("expert", [0, 5])
+def test_all_tokens_to_one_expert(expert):
+    ids = [torch.full((20, 2), expert) for _ in range(4)]
+    results = check(Example([20] * 4, ids=ids))
+    assert results[0].plan.imbalance == 1.0
+    assert results[0].plan.num_replicas == 3
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int16, torch.uint8], ids=str)
+def test_ids_of_any_integer_type(dtype):
+    ids = [random_ids(20, 8, 2, skew=0.8, seed=rank).to(dtype) for rank in range(2)]
+    assert copies_of(check(Example([20] * 2, ids=ids))) > 0
+
+
+@st.composite
+def routed(draw):
+    """A topology, and ids of any skew for every rank."""
+    ranks = draw(st.integers(1, 5))
+    experts = draw(st.integers(1, 9))
+    homes = draw(st.lists(st.integers(0, ranks - 1), min_size=experts, max_size=experts))
+    top_k = draw(st.integers(1, min(3, experts)))
+    tokens = draw(st.lists(st.integers(0, 24), min_size=ranks, max_size=ranks))
+    skew = draw(st.sampled_from([0.0, 0.5, 1.0, 3.0]))
+    seed = draw(st.integers(0, 2**31))
+    ids = [
+        random_ids(count, experts, top_k, skew=skew, seed=seed + rank)
+        for rank, count in enumerate(tokens)
+    ]
+    shuffled = torch.randperm(experts, generator=torch.Generator().manual_seed(seed))
+    example = Example(
+        tokens, experts=experts, top_k=top_k, hidden=6, ffn=4, ids=[shuffled[i] for i in ids]
+    )
+    options = {
+        "homes": homes,
+        "slots": draw(st.integers(0, min(2, experts))),
+        "relay": draw(st.sampled_from(["direct", "chain"])),
+        "policy": draw(st.sampled_from(["ultraep", "quota", "echo"])),
+    }
+    return example, options
+
+
+@settings(max_examples=100)
+@given(routed())
+def test_any_routing(problem):
+    example, options = problem
+    check(example, **options)
+
+
+BITWISE = [(16, 24), (100, 37), (33, 65), (256, 48)]
+
+
+@pytest.mark.parametrize("dtype", EVERY, ids=str)
+@pytest.mark.parametrize(("hidden", "ffn"), BITWISE)
+def test_bitwise_means_the_plan_changes_no_bit_of_the_output(hidden, ffn, dtype):
+    example = Example(
+        [70, 33, 1, 64], hidden=hidden, ffn=ffn, dtype=dtype, bias=True, shared_ffn=8, skew=2.0
+    )
+
+    def work(comm):
+        layer = example.layer(Balancer(experts=8, slots=2, communicator=comm), bitwise=True)
+        x = example.inputs[comm.rank]
+        plain = layer(x, policy="none")
+        for policy in ("ultraep", "quota", "echo"):
+            balanced = layer(x, policy=policy)
+            assert layer.last_plan.num_replicas > 0
+            assert torch.equal(balanced, plain), policy
+
+    LocalGroup(4).run(work)
+
+
+def test_bitwise_means_no_bit_depends_on_homes_relay_or_slots():
+    example = Example([40] * 4, hidden=100, ffn=37, dtype=torch.float32)
+    options = [
+        {"policy": "none"},
+        {"relay": "chain", "chunks": 3},
+        {"slots": 3, "homes": [3, 3, 3, 3, 1, 1, 1, 1]},
+        {"domain": 2, "homes": [0, 0, 0, 1, 2, 2, 2, 2]},
+        {"config": BalanceConfig(locality=False)},
+    ]
+    plain, *others = (on_ranks(example, layer_options={"bitwise": True}, **o) for o in options)
+    for results in others:
+        assert copies_of(results) > 0
+        for result, wanted in zip(results, plain, strict=True):
+            assert torch.equal(result.output, wanted.output)
+
+
+@pytest.mark.parametrize("bitwise", [False, True])
+@pytest.mark.parametrize("dtype", EVERY, ids=str)
+def test_two_runs_give_the_same_bits(dtype, bitwise):
+    example = Example([50, 20, 30, 40], hidden=100, ffn=37, dtype=dtype, bias=True, shared_ffn=8)
+    runs = [on_ranks(example, slots=2, layer_options={"bitwise": bitwise}) for _ in range(3)]
+    assert copies_of(runs[0]) > 0
+    for results in runs[1:]:
+        for result, wanted in zip(results, runs[0], strict=True):
+            assert torch.equal(result.output, wanted.output)
+            assert result.gradients.keys() == wanted.gradients.keys()
+            for name, gradient in wanted.gradients.items():
+                assert torch.equal(result.gradients[name], gradient), name
+
+
+def test_both_backends_give_the_same_bits():
+    example = Example([50, 20, 30, 40], dtype=torch.float32)
+    runs = [on_ranks(example, slots=2, backend=name) for name in ultraep.backend_names()]
+    for result, wanted in zip(*runs, strict=True):
+        assert torch.equal(result.output, wanted.output)
+        for name, gradient in wanted.gradients.items():
+            assert torch.equal(result.gradients[name], gradient), name
+
+
+def test_a_group_of_one_needs_no_group():
+    example = Example([20], bias=True)
+    layer = example.layer(Balancer(experts=8))
+    x = example.inputs[0].clone().requires_grad_()
+    layer(x).backward(example.gradients[0])
+    wanted = dense(example)
+    assert_close(x.grad, wanted.gradients["x"])
+    assert_close(layer.experts.down_proj.grad, wanted.gradients["experts.down_proj"])
+
+
+def test_two_layers_that_share_a_balancer():
+    first, second = Example([30] * 4), Example([30] * 4, seed=1, bias=True)
+
+    def work(comm):
+        balancer = Balancer(experts=8, communicator=comm)
+        layers = torch.nn.Sequential(first.layer(balancer), second.layer(balancer))
+        x = first.inputs[comm.rank].clone().requires_grad_()
+        layers(x).backward(first.gradients[comm.rank])
+        return x.grad, [layer.experts.down_proj.grad for layer in layers]
+
+    results = LocalGroup(4).run(work)
+    twins = torch.nn.Sequential(first.twin(), second.twin())
+    x = torch.cat(first.inputs).requires_grad_()
+    twins(x).backward(torch.cat(first.gradients))
+    assert_close(torch.cat([grad for grad, _ in results]), x.grad)
+    for index, twin in enumerate(twins):
+        found = torch.cat([grads[index] for _, grads in results])
+        assert_close(found, twin.gradient("experts.down_proj"))
+
+
+def test_weights_of_another_type_than_the_tokens_follow_them():
+    example = Example([20] * 2, dtype=torch.float32)
+
+    def work(comm):
+        layer = example.layer(Balancer(experts=8, communicator=comm), dtype=torch.bfloat16)
+        y = layer(example.inputs[comm.rank])
+        assert y.dtype == torch.float32
+        y.backward(example.gradients[comm.rank])
+        assert layer.experts.down_proj.grad.dtype == torch.bfloat16
+        return y.detach()
+
+    rounded = {name: tensor.bfloat16().float() for name, tensor in example.state.items()}
+    wanted = DenseMoE(rounded, 2)(torch.cat(example.inputs))
+    assert_close(torch.cat(LocalGroup(2).run(work)), wanted.detach())
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_a_model_starts_alike_on_any_number_of_ranks(ranks):
+    def work(comm):
+        balancer = Balancer(experts=8, communicator=comm)
+        layer = BalancedMoE(6, 4, 8, 2, balancer=balancer, bias=True, router_bias=True, seed=3)
+        return layer.full_state_dict()
+
+    alone = BalancedMoE(
+        6, 4, 8, 2, balancer=Balancer(experts=8), bias=True, router_bias=True, seed=3
+    ).state_dict()
+    for state in LocalGroup(ranks).run(work):
+        assert state.keys() == alone.keys()
+        for name, tensor in alone.items():
+            assert torch.equal(state[name], tensor), name
+
+
+def test_seeds_differ():
+    states = [
+        BalancedMoE(6, 4, 8, 2, balancer=Balancer(experts=8), seed=seed).state_dict()
+        for seed in (0, 1)
+    ]
+    for name, tensor in states[0].items():
+        assert not torch.equal(states[1][name], tensor), name
+    drawn = states[0]["experts.down_proj"]
+    assert len(drawn.unique()) == drawn.numel()
+
+
+def test_the_shared_expert_starts_alike_on_all_ranks():
+    def work(comm):
+        balancer = Balancer(experts=8, communicator=comm)
+        return BalancedMoE(6, 4, 8, 2, balancer=balancer, shared_ffn=5).state_dict()
+
+    first, *others = LocalGroup(4).run(work)
+    for state in others:
+        for name in ("shared.gate_up.weight", "shared.down.weight"):
+            assert torch.equal(state[name], first[name]), name
+
+
+def test_inputs_and_settings_that_cannot_work():
+    balancer = Balancer(experts=8)
+    with pytest.raises(ConfigError, match="4 experts, but the balancer has 8"):
+        BalancedMoE(6, 4, 4, 2, balancer=balancer)
+    for top_k in (0, 9):
+        with pytest.raises(ConfigError, match=f"top_k must lie between 1 and 8.*{top_k}"):
+            BalancedMoE(6, 4, 8, top_k, balancer=balancer)
+    with pytest.raises(ConfigError, match="unknown scores 'relu'; known are softmax, sigmoid"):
+        BalancedMoE(6, 4, 8, 2, balancer=balancer, scores="relu")
+    layer = BalancedMoE(6, 4, 8, 2, balancer=balancer)
+    with pytest.raises(LoadError, match=r"x must be \[\.\.\., 6\], got \[3, 5\]"):
+        layer(torch.zeros(3, 5))
+    with pytest.raises(ConfigError, match="unknown policy 'fair'"):
+        layer(torch.zeros(3, 6), policy="fair")
+    assert layer(torch.zeros(3, 6)).shape == (3, 6)  # still works
+
+
+def test_the_comparison_itself_sees_errors():
+    example = Example([20] * 2)
+    results, wanted = on_ranks(example), dense(example)
+    topology = results[0].plan.topology
+    assert_same(results, wanted, topology)
+    results[1].gradients["experts.down_proj"][0, 0, 0] += 1e-9
+    with pytest.raises(AssertionError, match=r"experts\.down_proj"):
+        assert_same(results, wanted, topology)
+    results[0].output[0, 0] += 1e-9
+    with pytest.raises(AssertionError, match="output"):
+        assert_same(results, wanted, topology)

@@ -1,0 +1,522 @@
+"""Spare slots hold the bytes of the home weights, by whatever way they came."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from cases import configs, problems
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import ultraep
+from ultraep import Balancer, ConfigError, LocalGroup, Topology
+from ultraep.bundle import Layout, resolve
+from ultraep.replicate import HOME, hops, send_weights
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+modes = st.sampled_from(["direct", "chain"])
+
+
+@settings(max_examples=100)
+@given(problems(), configs, modes)
+def test_every_copy_is_reached_exactly_once_from_one_who_has_it(problem, config, mode):
+    loads, topology = problem
+    plan = ultraep.plan(loads, topology, config)
+    way = hops(plan, mode)
+    reached = [(hop.expert, hop.receiver, hop.slot) for hop in way]
+    assert sorted(reached) == sorted(map(tuple, plan.replicas.tolist()))
+    depth_at = {}
+    for hop in way:  # in this order, every sender has the expert before it sends it
+        if hop.sender_slot == HOME:
+            assert hop.sender == topology.home_of_expert[hop.expert]
+            assert hop.depth == 0
+        else:
+            assert depth_at[hop.expert, hop.sender, hop.sender_slot] == hop.depth - 1
+        depth_at[hop.expert, hop.receiver, hop.slot] = hop.depth
+
+
+@settings(max_examples=100)
+@given(problems(), configs)
+def test_directly_the_home_sends_all(problem, config):
+    loads, topology = problem
+    for hop in hops(ultraep.plan(loads, topology, config), "direct"):
+        assert (hop.sender_slot, hop.depth) == (HOME, 0)
+
+
+@settings(max_examples=100)
+@given(problems(), configs)
+def test_in_a_chain_no_rank_sends_an_expert_twice(problem, config):
+    loads, topology = problem
+    plan = ultraep.plan(loads, topology, config)
+    way = hops(plan, "chain")
+    sends = Counter((hop.expert, hop.sender) for hop in way)
+    assert max(sends.values(), default=0) <= 1
+    deepest = max((hop.depth + 1 for hop in way), default=0)
+    assert deepest == plan.max_fanout
+
+
+@settings(max_examples=100)
+@given(problems(), configs)
+def test_in_a_chain_ranks_with_experts_to_give_come_last(problem, config):
+    loads, topology = problem
+    plan = ultraep.plan(loads, topology, config)
+    donors = set(topology.home_of_expert[plan.replicas[:, 0]].tolist())
+    chains = {}
+    for hop in hops(plan, "chain"):
+        chains.setdefault(hop.expert, []).append(hop.receiver in donors)
+    for is_donor in chains.values():
+        assert is_donor == sorted(is_donor)
+
+
+@settings(max_examples=100)
+@given(problems(), configs, modes, st.integers(0, 2**32 - 1))
+def test_slots_that_are_filled_already_are_left_out(problem, config, mode, seed):
+    loads, topology = problem
+    plan = ultraep.plan(loads, topology, config)
+    rng = np.random.default_rng(seed)
+    skip = {(host, slot) for _, host, slot in plan.replicas.tolist() if rng.random() < 0.5}
+    way = hops(plan, mode, skip=skip)
+    reached = {(hop.receiver, hop.slot) for hop in way}
+    assert reached == {(host, slot) for _, host, slot in plan.replicas.tolist()} - skip
+    assert all(hop.sender_slot == HOME or (hop.sender, hop.sender_slot) not in skip for hop in way)
+
+
+def test_an_unknown_mode_is_refused():
+    plan = ultraep.plan(np.zeros((2, 2), dtype=int), Topology(ranks=2, experts=2))
+    with pytest.raises(ConfigError, match="unknown relay mode 'ring'; known are direct, chain"):
+        hops(plan, "ring")
+
+
+def test_a_hand_made_chain():
+    loads = np.zeros((4, 4), dtype=int)
+    loads[:, 1] = 100
+    plan = ultraep.plan(loads, Topology(ranks=4, experts=4, slots=1))
+    assert [tuple(hop) for hop in hops(plan, "chain")] == [
+        (1, 1, HOME, 0, 0, 0),
+        (1, 0, 0, 2, 0, 1),
+        (1, 2, 0, 3, 0, 2),
+    ]
+
+
+def random_bytes(shape, dtype, seed):
+    """Any bits, also those of no number."""
+    generator = torch.Generator().manual_seed(seed)
+    count = torch.Size(shape).numel() * dtype.itemsize
+    drawn = torch.randint(0, 256, (count,), generator=generator, dtype=torch.uint8)
+    return drawn.view(dtype).reshape(shape)
+
+
+PARTS = {
+    "w1": ((6, 5), torch.bfloat16),
+    "w1_bias": ((7,), torch.float32),
+    "w2": ((3, 4), torch.float8_e4m3fn),
+    "w2_scales": ((3, 1), torch.float32),
+    "w2_scale": ((), torch.float32),
+    "w3": ((11,), torch.int8),
+    "w3_zero": ((), torch.int8),
+    "w4": ((2, 2, 2), torch.float64),
+    "w5": ((1,), torch.float8_e5m2),
+    "w6": ((5,), torch.float16),
+}
+SINGLE = {"weight": ((3,), torch.float32)}
+BUNDLES = {"many": PARTS, "one": SINGLE, "scalar": {"scale": ((), torch.bfloat16)}}
+
+
+def weights_of(parts, experts):
+    """Every tensor of a bundle, stacked over these experts."""
+    return {
+        name: torch.stack([random_bytes(shape, dtype, 1000 * index + int(e)) for e in experts])
+        if len(experts)
+        else torch.empty(0, *shape, dtype=dtype)
+        for index, (name, (shape, dtype)) in enumerate(parts.items())
+    }
+
+
+def as_bytes(tensor):
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def skewed_ids(rank, experts=8, tokens=40, seed=0):
+    """[T, 1] ids that like the first experts."""
+    generator = torch.Generator().manual_seed(100 * seed + rank)
+    liked = torch.exp(-0.8 * torch.arange(experts))
+    return torch.multinomial(liked, tokens, replacement=True, generator=generator)[:, None]
+
+
+@pytest.mark.parametrize("parts", BUNDLES.values(), ids=BUNDLES)
+@pytest.mark.parametrize(
+    ("relay", "chunks"), [("direct", 1), ("chain", 1), ("chain", 3), ("chain", 7), ("chain", 999)]
+)
+@pytest.mark.parametrize("homes", [None, [0, 0, 0, 0, 0, 3, 1, 3]], ids=["even", "uneven"])
+def test_slots_hold_the_bytes_of_the_home(parts, relay, chunks, homes):
+    truth = weights_of(parts, range(8))
+
+    def work(comm):
+        balancer = Balancer(
+            experts=8, slots=2, homes=homes, relay=relay, chunks=chunks, communicator=comm
+        )
+        bundle = weights_of(parts, balancer.topology.home_experts(comm.rank))
+        gathered = balancer.gather(skewed_ids(comm.rank), bundle=bundle)
+        plan = balancer.plan(gathered)
+        with balancer.replicate(plan, gathered, bundle) as slots:
+            assert slots.keys() == parts.keys()
+            for expert, host, slot in plan.replicas.tolist():
+                for name, stacked in slots.items() if host == comm.rank else ():
+                    assert stacked.dtype == parts[name][1]
+                    assert stacked.shape == (2, *parts[name][0])
+                    wanted = truth[name][expert]
+                    assert torch.equal(as_bytes(stacked[slot]), as_bytes(wanted)), name
+        return plan.num_replicas, plan.max_fanout, balancer.stats()["weights_bytes_sent"]
+
+    results = LocalGroup(4).run(work)
+    copies, fanout, _ = results[0]
+    assert copies >= 3
+    assert fanout > 1
+    nbytes = Layout.of(weights_of(parts, [0]), 1).nbytes
+    assert sum(sent for *_, sent in results) == copies * nbytes
+
+
+def test_weights_that_are_no_whole_memory_blocks():
+    truth = {"w": torch.randn(4, 3, 6), "v": torch.randn(4, 5)}
+
+    def work(comm):
+        plan = ultraep.plan([[9, 0, 0, 0], [9, 0, 0, 0]], Topology(ranks=2, experts=4, slots=1))
+        mine = plan.topology.home_experts(comm.rank).copy()
+        wide = torch.zeros(6, 3, 4, 2)
+        wide[..., 0] = truth["w"].permute(2, 1, 0)
+        weights = {
+            "w": wide[..., 0].permute(2, 1, 0)[mine[0] : mine[-1] + 1],
+            "v": truth["v"][mine[0] : mine[-1] + 1].requires_grad_(),
+        }
+        assert not weights["w"].is_contiguous()
+        layout = Layout.of(weights, len(mine))
+        rows = torch.zeros(1, layout.nbytes, dtype=torch.uint8)
+        send_weights(hops(plan, "direct"), weights, rows, layout=layout, plan=plan, comm=comm)
+        return {name: view[0] for name, view in layout.views(rows).items()}
+
+    _, found = LocalGroup(2).run(work)
+    assert torch.equal(found["w"], truth["w"][0])
+    assert torch.equal(found["v"], truth["v"][0])
+
+
+def test_a_plan_without_copies_moves_nothing_but_waits_for_nobody():
+    def work(comm):
+        balancer = Balancer(experts=8, communicator=comm, policy="none")
+        bundle = weights_of(PARTS, balancer.topology.home_experts(comm.rank))
+        gathered = balancer.gather(skewed_ids(comm.rank), bundle=bundle)
+        with balancer.replicate(balancer.plan(gathered), gathered, bundle):
+            pass
+        return balancer.stats()["weights_bytes_sent"]
+
+    assert LocalGroup(4).run(work) == [0, 0, 0, 0]
+
+
+class Replicated:
+    """One rank that replicates again and again; `step` gives the bytes it sent."""
+
+    def __init__(self, comm, **options):
+        self.balancer = Balancer(experts=8, slots=2, communicator=comm, **options)
+        self.homes = self.balancer.topology.home_experts(comm.rank)
+        self.ids = skewed_ids(comm.rank)
+
+    def weights(self, scale=1.0):
+        return {"w": scale * torch.arange(8.0)[self.homes.tolist(), None] * torch.ones(8, 5)[0]}
+
+    def step(self, bundle, *, layer=0, ids=None, value=None):
+        """Check the slots against `value`, a function of the expert, and count bytes."""
+        self.balancer.reset_stats()
+        ids = self.ids if ids is None else ids
+        gathered = self.balancer.gather(ids, layer=layer, bundle=bundle)
+        plan = self.balancer.plan(gathered)
+        assert plan.num_replicas > 0
+        with self.balancer.replicate(plan, gathered, bundle) as slots:
+            for expert, host, slot in plan.replicas.tolist():
+                if host == self.balancer.rank and value is not None:
+                    assert slots["w"][slot].tolist() == [value(expert)] * 5
+        self.nbytes = plan.num_replicas * Layout.of(resolve(bundle), len(self.homes)).nbytes
+        return self.balancer.stats()["weights_bytes_sent"]
+
+
+def total(results):
+    """Bytes sent by all ranks in each step."""
+    return [sum(steps) for steps in zip(*results, strict=True)]
+
+
+@pytest.mark.parametrize("relay", ["direct", "chain"])
+def test_unchanged_weights_are_not_sent_again(relay):
+    def work(comm):
+        rank = Replicated(comm, relay=relay)
+        bundle = rank.weights()
+        sent = [rank.step(bundle, value=float) for _ in range(3)]
+        return [*sent, rank.nbytes if comm.rank == 0 else 0]
+
+    first, second, third, everything = total(LocalGroup(4).run(work))
+    assert (first, second, third) == (everything, 0, 0)
+
+
+def test_weights_written_in_place_are_sent_again():
+    def work(comm):
+        rank = Replicated(comm)
+        bundle = rank.weights()
+        sent = [rank.step(bundle, value=float)]
+        bundle["w"].mul_(2)
+        sent.append(rank.step(bundle, value=lambda e: 2.0 * e))
+        bundle["w"][:] += 1
+        sent.append(rank.step(bundle, value=lambda e: 2.0 * e + 1))
+        return sent
+
+    first, second, third = total(LocalGroup(4).run(work))
+    assert first == second == third > 0
+
+
+def test_only_the_experts_of_ranks_that_changed_are_sent_again():
+    homes = [0, 1, 2, 3, 0, 1, 2, 3]
+
+    def work(comm):
+        rank = Replicated(comm, homes=homes)
+        bundle = rank.weights()
+        sent = [rank.step(bundle, value=float)]
+        if comm.rank == 0:
+            bundle["w"].add_(1)
+        sent.append(rank.step(bundle, value=lambda e: float(e + (homes[e] == 0))))
+        return sent
+
+    results = LocalGroup(4).run(work)
+    first, second = total(results)
+    assert 0 < second < first
+    assert [sent for _, sent in results] == [second, 0, 0, 0]
+
+
+def test_weights_in_another_place_are_sent_again():
+    def work(comm):
+        rank = Replicated(comm)
+        before, after = rank.weights(), rank.weights(3.0)
+        return [
+            rank.step(before, value=float),
+            rank.step(after, value=lambda e: 3.0 * e),
+            rank.step(before, value=float),
+        ]
+
+    first, second, third = total(LocalGroup(4).run(work))
+    assert first == second == third > 0
+
+
+class Behind(torch.optim.Optimizer):
+    """Writes where autograd does not look, as fused and sharded optimizers do."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {})
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.data.mul_(2)
+
+
+@pytest.mark.parametrize(
+    "make", [Behind, lambda p: torch.optim.SGD(p, lr=1.0), torch.optim.Adam], ids=str
+)
+def test_an_optimizer_step_is_seen(make):
+    def work(comm):
+        rank = Replicated(comm)
+        weight = torch.nn.Parameter(rank.weights()["w"])
+        weight.grad = torch.ones_like(weight)
+        optimizer = make([weight])
+        sent = [rank.step({"w": weight}, value=float)]
+        optimizer.step()
+        new = {e: row[0].item() for e, row in zip(rank.homes.tolist(), weight, strict=True)}
+        value = {k: v for part in comm.gather_objects(new) for k, v in part.items()}
+        return [*sent, rank.step({"w": weight}, value=value.get)]
+
+    first, second = total(LocalGroup(4).run(work))
+    assert first == second > 0
+
+
+def test_other_writes_are_told_by_hand():
+    def work(comm):
+        rank = Replicated(comm)
+        weight = torch.nn.Parameter(rank.weights()["w"])
+        sent = [rank.step({"w": weight}, value=float)]
+        weight.data.mul_(2)
+        rank.balancer.weights_changed()
+        sent.append(rank.step({"w": weight}, value=lambda e: 2.0 * e))
+        return sent
+
+    first, second = total(LocalGroup(4).run(work))
+    assert first == second > 0
+
+
+def test_one_rank_alone_may_tell_that_its_weights_changed():
+    homes = [0, 1, 2, 3, 0, 1, 2, 3]
+
+    def work(comm):
+        rank = Replicated(comm, homes=homes)
+        weight = torch.nn.Parameter(rank.weights()["w"])
+        sent = [rank.step({"w": weight}, value=float)]
+        if comm.rank == 0:
+            weight.data.add_(1)
+            rank.balancer.weights_changed()
+        sent.append(rank.step({"w": weight}, value=lambda e: float(e + (homes[e] == 0))))
+        return sent
+
+    first, second = total(LocalGroup(4).run(work))
+    assert 0 < second <= first
+
+
+def test_layers_with_the_same_layout_take_turns_in_the_slots():
+    def work(comm):
+        rank = Replicated(comm)
+        one, two = rank.weights(), rank.weights(2.0)
+        return [
+            rank.step(one, layer=0, value=float),
+            rank.step(two, layer=1, value=lambda e: 2.0 * e),
+            rank.step(two, layer=1, value=lambda e: 2.0 * e),
+            rank.step(one, layer=0, value=float),
+        ]
+
+    sent = total(LocalGroup(4).run(work))
+    assert sent[0] == sent[1] == sent[3] > 0
+    assert sent[2] == 0
+
+
+def test_another_plan_sends_only_what_is_not_there():
+    def work(comm):
+        rank = Replicated(comm)
+        bundle = rank.weights()
+        other = torch.cat([rank.ids[:20], torch.full((60, 1), 7)])
+        sent = [rank.step(bundle, value=float)]
+        sent.append(rank.step(bundle, ids=other, value=float))
+        sent.append(rank.step(bundle, ids=rank.ids, value=float))
+        return sent
+
+    sent = total(LocalGroup(4).run(work))
+    assert all(sent)
+
+
+def test_getters_are_asked_at_every_use():
+    def work(comm):
+        rank = Replicated(comm)
+        now, asked = rank.weights(), []
+
+        def get():
+            asked.append(1)
+            return now["w"]
+
+        sent = [rank.step({"w": get}, value=float)]
+        before = len(asked)
+        now = rank.weights(2.0)  # the framework moved and changed them
+        sent.append(rank.step({"w": get}, value=lambda e: 2.0 * e))
+        assert 0 < before < len(asked)
+        return sent
+
+    first, second = total(LocalGroup(4).run(work))
+    assert first == second > 0
+
+
+def test_getters_are_asked_again_when_slots_are_restored():
+    def work(comm):
+        rank = Replicated(comm)
+        balancer, now = rank.balancer, rank.weights()
+        bundle = {"w": lambda: now["w"]}
+        gathered = balancer.gather(rank.ids, bundle=bundle)
+        plan = balancer.plan(gathered)
+        replicas = balancer.replicate(plan, gathered, bundle)
+        with replicas:
+            pass
+        old = now
+        now = rank.weights()  # in backward they live somewhere else
+        old["w"].fill_(-1)
+        rank.step(rank.weights(5.0), layer=1)  # and somebody used the slots
+        with replicas as slots:
+            for expert, host, slot in plan.replicas.tolist():
+                if host == comm.rank:
+                    assert slots["w"][slot].tolist() == [float(expert)] * 5
+
+    LocalGroup(4).run(work)
+
+
+def test_getters_that_make_new_tensors_are_not_taken_for_unchanged():
+    """A new tensor in the memory of the last one looks like it: address and version agree."""
+
+    def work(comm):
+        rank = Replicated(comm)
+        source = rank.weights()["w"]
+        scratch = torch.empty_like(source)
+
+        def get():  # as frameworks do that gather their shards into one buffer
+            fresh = torch.empty(0).set_(scratch.untyped_storage(), 0, source.shape)
+            return fresh.copy_(source)
+
+        rank.step({"w": get}, value=float)
+        source.mul_(2)  # in plain sight, but not of the tensor that was handed out
+        rank.step({"w": get}, value=lambda e: 2.0 * e)
+
+    LocalGroup(4).run(work)
+
+
+def test_what_was_used_before_is_not_sent_again_for_backward():
+    def work(comm):
+        rank = Replicated(comm)
+        balancer, bundle = rank.balancer, rank.weights()
+        gathered = balancer.gather(rank.ids, bundle=bundle)
+        replicas = balancer.replicate(balancer.plan(gathered), gathered, bundle)
+        with replicas:
+            first = balancer.stats()["weights_bytes_sent"]
+        with replicas:
+            return first, balancer.stats()["weights_bytes_sent"] - first
+
+    first, second = total(LocalGroup(4).run(work))
+    assert first > 0
+    assert second == 0
+
+
+def test_layouts_align_and_do_not_overlap():
+    tensors = weights_of(PARTS, range(3))
+    layout = Layout.of(tensors, 3)
+    assert layout == Layout.of(weights_of(PARTS, range(5)), 5)
+    assert hash(layout) == hash(Layout.of(weights_of(PARTS, range(5)), 5))
+    end = 0
+    for name, (begin, stop) in layout.spans.items():
+        assert begin >= end
+        assert begin % 64 == 0
+        assert stop - begin == tensors[name][0].numel() * tensors[name].dtype.itemsize
+        end = stop
+    assert layout.nbytes >= end
+    assert layout.nbytes % 64 == 0
+    rows = torch.stack([layout.pack(tensors, index) for index in range(3)])
+    for name, view in layout.views(rows).items():
+        assert torch.equal(as_bytes(view), as_bytes(tensors[name])), name
+        assert view.shape == tensors[name].shape
+    assert {name: list(v.shape) for name, v in layout.views(rows[:0]).items()} == {
+        name: [0, *shape] for name, (shape, _) in PARTS.items()
+    }
+
+
+def test_bundles_that_are_none():
+    with pytest.raises(ConfigError, match="at least one tensor"):
+        Layout.of({}, 2)
+    with pytest.raises(ConfigError, match=r"'b' must be stacked over 2 home experts.*\[3, 4\]"):
+        Layout.of({"a": torch.zeros(2, 4), "b": torch.zeros(3, 4)}, 2)
+    with pytest.raises(ConfigError, match=r"'scale' must be stacked.*got shape \[\]"):
+        Layout.of({"scale": torch.tensor(1.0)}, 1)
+
+
+def test_a_bundle_that_is_none_is_refused_before_anything_is_lent():
+    balancer = Balancer(experts=4)
+    bundle = {"w": torch.zeros(3, 2)}
+    gathered = balancer.gather(torch.zeros(5, 1, dtype=torch.int64), bundle=bundle)
+    plan = balancer.plan(gathered)
+    with pytest.raises(ConfigError, match="'w' must be stacked over 4 home experts"):
+        balancer.replicate(plan, gathered, bundle).__enter__()
+    good = {"w": torch.zeros(4, 2)}
+    with balancer.replicate(plan, gathered, good) as slots:
+        assert slots["w"].shape == (1, 2)

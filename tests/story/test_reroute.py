@@ -1,0 +1,250 @@
+"""Every routed row gets a slot: the one that the plan says, whatever the backend."""
+
+import numpy as np
+import pytest
+import torch
+from cases import topologies
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import ultraep
+from ultraep import BalanceConfig, LoadError, Topology, backends
+from ultraep.reroute import reroute, reroute_dense, rows_received
+
+FAST = [name for name in ultraep.backend_names() if name != "reference"]
+POLICIES = ("none", "ultraep", "quota", "echo")
+
+
+def draw_ids(rng, tokens, top_k, topology, skew):
+    """[T, K] ids, with repetition, that like some experts more than others."""
+    liked = np.exp(rng.normal(0, skew, topology.experts))
+    ids = rng.choice(topology.experts, (tokens, top_k), p=liked / liked.sum())
+    return torch.from_numpy(ids)
+
+
+def plan_of(ids_of_rank, topology, config=None):
+    loads = [ultraep.count_loads(ids, topology.experts) for ids in ids_of_rank]
+    return ultraep.plan(np.array(loads), topology, config or BalanceConfig())
+
+
+@st.composite
+def routings(draw):
+    """The ids of all ranks, and a plan for them."""
+    topology = draw(topologies(max_ranks=6))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    skew = draw(st.sampled_from([0.0, 1.0, 3.0]))
+    top_k = draw(st.integers(1, 3))
+    most = draw(st.sampled_from([0, 1, 5, 60]))
+    config = BalanceConfig(policy=draw(st.sampled_from(POLICIES)), locality=draw(st.booleans()))
+    ids = [
+        draw_ids(rng, int(rng.integers(0, most + 1)), top_k, topology, skew)
+        for _ in range(topology.ranks)
+    ]
+    return ids, plan_of(ids, topology, config)
+
+
+@pytest.mark.parametrize("backend", FAST)
+@settings(max_examples=200)
+@given(routings())
+def test_every_backend_gives_the_routes_of_the_reference(backend, routing):
+    ids, plan = routing
+    for rank, own in enumerate(ids):
+        wanted = reroute(own, plan, rank, backend=backends.select("reference"))
+        found = reroute(own, plan, rank, backend=backends.select(backend))
+        assert torch.equal(found.slots, wanted.slots)
+        assert torch.equal(found.order, wanted.order)
+        assert found.slots.dtype == found.order.dtype == torch.int64
+        assert found.send_counts == wanted.send_counts
+        np.testing.assert_array_equal(found.receive_counts, wanted.receive_counts)
+
+
+def experts_of_slots(plan):
+    """[S] the expert that every slot holds; -1: none."""
+    topology = plan.topology
+    held = np.full(topology.first_slot_of_rank[-1], -1)
+    held[topology.home_slot_of_expert] = np.arange(topology.experts)
+    for expert, host, index in plan.replicas:
+        held[topology.spare_slot(host, index)] = expert
+    return held
+
+
+@settings(max_examples=100)
+@given(routings())
+def test_every_row_gets_a_slot_that_holds_its_expert(routing):
+    ids, plan = routing
+    held = experts_of_slots(plan)
+    for rank, own in enumerate(ids):
+        routes = reroute(own, plan, rank)
+        assert routes.slots.shape == own.shape
+        np.testing.assert_array_equal(held[routes.slots.numpy()], own.numpy())
+
+
+@settings(max_examples=100)
+@given(routings())
+def test_counts_are_those_of_the_plan(routing):
+    ids, plan = routing
+    topology = plan.topology
+    for rank, own in enumerate(ids):
+        slots = reroute(own, plan, rank).slots.numpy().reshape(-1)
+        counts = np.bincount(slots, minlength=topology.first_slot_of_rank[-1])
+        at_home = plan.loads[rank].copy()
+        for (expert, host, index), rows in zip(plan.replicas, plan.split[:, rank], strict=True):
+            assert counts[topology.spare_slot(host, index)] == rows
+            at_home[expert] -= rows
+        np.testing.assert_array_equal(counts[topology.home_slot_of_expert], at_home)
+        assert counts.sum() == own.numel()
+
+
+@settings(max_examples=100)
+@given(routings())
+def test_rows_are_sent_by_slot_then_by_row(routing):
+    ids, plan = routing
+    for rank, own in enumerate(ids):
+        routes = reroute(own, plan, rank)
+        slots, order = routes.slots.reshape(-1).numpy(), routes.order.numpy()
+        np.testing.assert_array_equal(order, np.lexsort((np.arange(len(slots)), slots)))
+
+
+@settings(max_examples=100)
+@given(routings())
+def test_what_ranks_send_is_what_ranks_receive(routing):
+    ids, plan = routing
+    topology = plan.topology
+    sent = np.array([reroute(own, plan, rank).send_counts for rank, own in enumerate(ids)])
+    received = [rows_received(plan, rank) for rank in range(topology.ranks)]
+    assert sent.min() >= 0
+    for rank, (own, blocks) in enumerate(zip(ids, received, strict=True)):
+        assert blocks.shape == (topology.ranks, topology.homes_per_rank[rank] + topology.slots)
+        assert blocks.min(initial=0) >= 0
+        np.testing.assert_array_equal(blocks.sum(axis=1), sent[:, rank])
+        assert blocks.sum() == plan.rank_loads[rank]
+        routes = reroute(own, plan, rank)
+        slots = routes.slots.numpy().reshape(-1)
+        hosts = np.searchsorted(topology.first_slot_of_rank, slots, side="right") - 1
+        counted = np.bincount(hosts, minlength=topology.ranks)
+        assert routes.send_counts == sent[rank].tolist() == counted.tolist()
+    for source, own in enumerate(ids):
+        slots = reroute(own, plan, source).slots.numpy().reshape(-1)
+        counts = np.bincount(slots, minlength=topology.first_slot_of_rank[-1])
+        rows = np.concatenate([blocks[source] for blocks in received])
+        np.testing.assert_array_equal(rows, counts)
+
+
+@pytest.mark.parametrize("backend", ultraep.backend_names())
+@pytest.mark.parametrize("tokens", [32, 64, 100, 128, 400, 1000, 4096])
+def test_neighbouring_tokens_spread_over_equal_copies(tokens, backend):
+    """With locality off and one source, home and three copies serve a quarter each."""
+    topology = Topology(ranks=4, experts=4, slots=1)
+    ids = [torch.zeros(tokens, 1, dtype=torch.int64), *[torch.zeros(0, 1, dtype=torch.int64)] * 3]
+    plan = plan_of(ids, topology, BalanceConfig(locality=False))
+    assert plan.quotas.tolist() == [tokens // 4] * 3
+    slots = reroute(ids[0], plan, 0, backend=backends.select(backend)).slots[:, 0]
+    assert slots.bincount()[slots.unique()].tolist() == [tokens // 4] * 4
+    for begin in range(0, tokens - tokens // 4 + 1, max(1, tokens // 40)):
+        window = slots[begin : begin + tokens // 4]
+        assert len(window.unique()) == 4, begin
+
+
+def test_a_short_stretch_of_tokens_meets_each_copy_about_equally():
+    topology = Topology(ranks=4, experts=4, slots=1)
+    ids = [torch.zeros(4096, 1, dtype=torch.int64), *[torch.zeros(0, 1, dtype=torch.int64)] * 3]
+    plan = plan_of(ids, topology, BalanceConfig(locality=False))
+    slots = reroute(ids[0], plan, 0).slots[:, 0]
+    for window in slots.split(256):
+        counts = window.bincount()[slots.unique()]
+        assert counts.max() - counts.min() <= 6
+
+
+def test_a_hand_made_example():
+    topology = Topology(ranks=2, experts=2, slots=1)  # slots: 0 home, 1 spare; 2 home, 3 spare
+    ids = [torch.tensor([[0], [0], [0], [1]]), torch.tensor([[0], [0], [0], [0], [0]])]
+    plan = plan_of(ids, topology)
+    assert plan.replicas.tolist() == [[0, 1, 0]]
+    assert plan.split.tolist() == [[0, 4]]  # 9 rows: rank 0 serves 5, rank 1 serves 4
+    near, far = (reroute(own, plan, rank) for rank, own in enumerate(ids))
+    assert near.slots.tolist() == [[0], [0], [0], [2]]
+    assert near.order.tolist() == [0, 1, 2, 3]
+    assert near.send_counts == [3, 1]
+    assert near.receive_counts.tolist() == [[3, 0], [1, 0]]
+    assert sorted(far.slots[:, 0].tolist()) == [0, 3, 3, 3, 3]
+    assert far.send_counts == [1, 4]
+    assert far.receive_counts.tolist() == [[1, 0], [0, 4]]
+    assert far.top_k == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int32, torch.int64], ids=str)
+def test_ids_of_any_integer_type(dtype):
+    topology = Topology(ranks=2, experts=8, slots=2)
+    rng = np.random.default_rng(0)
+    ids = [draw_ids(rng, 50, 2, topology, 2.0) for _ in range(2)]
+    plan = plan_of(ids, topology)
+    assert torch.equal(reroute(ids[1].to(dtype), plan, 1).slots, reroute(ids[1], plan, 1).slots)
+
+
+def test_ids_that_are_a_view():
+    topology = Topology(ranks=2, experts=8, slots=2)
+    rng = np.random.default_rng(0)
+    ids = [draw_ids(rng, 50, 4, topology, 2.0)[:, ::2] for _ in range(2)]
+    plan = plan_of(ids, topology)
+    routes = reroute(ids[0], plan, 0)
+    assert torch.equal(routes.slots, reroute(ids[0].contiguous(), plan, 0).slots)
+
+
+def distinct_ids(rng, tokens, top_k, topology):
+    """[T, K] ids, none twice in a token, in any order."""
+    liked = np.exp(rng.normal(0, 2, topology.experts))
+    noise = np.log(liked) + rng.gumbel(size=(tokens, topology.experts))
+    return torch.from_numpy(np.argsort(-noise, axis=1)[:, :top_k].copy())
+
+
+@settings(max_examples=100)
+@given(topologies(max_ranks=5), st.integers(0, 2**32 - 1), st.integers(1, 3))
+def test_maps_of_all_experts_give_the_slots_of_the_ids(topology, seed, top_k):
+    rng = np.random.default_rng(seed)
+    top_k = min(top_k, topology.experts)
+    ids = [
+        distinct_ids(rng, int(rng.integers(0, 30)), top_k, topology) for _ in range(topology.ranks)
+    ]
+    plan = plan_of(ids, topology)
+    for rank, own in enumerate(ids):
+        weights = torch.rand(own.shape, generator=torch.Generator().manual_seed(seed % 2**31))
+        chosen = torch.zeros(len(own), topology.experts, dtype=torch.bool).scatter(1, own, True)
+        full = torch.zeros(chosen.shape).scatter(1, own, weights).requires_grad_()
+        slot_map, probabilities = reroute_dense(chosen, full, plan, rank)
+        slots = reroute(own, plan, rank).slots
+        shape = (len(own), int(topology.first_slot_of_rank[-1]))
+        assert torch.equal(slot_map, torch.zeros(shape, dtype=torch.bool).scatter(1, slots, True))
+        assert torch.equal(probabilities.detach(), torch.zeros(shape).scatter(1, slots, weights))
+        pull = torch.rand(shape, generator=torch.Generator().manual_seed(1))
+        probabilities.backward(pull)
+        expected = torch.zeros(chosen.shape).scatter(1, own, pull.gather(1, slots))
+        assert torch.equal(full.grad, expected)
+
+
+def test_a_map_must_be_one():
+    topology = Topology(ranks=2, experts=4, slots=1)
+    plan = ultraep.plan(np.zeros((2, 4), dtype=int), topology)
+    with pytest.raises(LoadError, match=r"bool map like the probabilities \[3, 4\], got .*int64"):
+        reroute_dense(torch.zeros(3, 4, dtype=torch.int64), torch.zeros(3, 4), plan, 0)
+    with pytest.raises(LoadError, match=r"got torch.bool \[3, 5\]"):
+        reroute_dense(torch.zeros(3, 5, dtype=torch.bool), torch.zeros(3, 4), plan, 0)
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [
+        [[0], [0], [1], [1], [1]],  # other experts than were counted
+        [[0], [0], [0]],  # fewer rows
+        [[0], [0], [0], [0], [4]],  # an expert that is not there
+        [[0], [0], [0], [0], [-1]],
+    ],
+    ids=str,
+)
+def test_ids_that_are_not_those_of_the_plan_are_refused(ids):
+    """Not tried with compiled backends: they would write where they must not."""
+    topology = Topology(ranks=2, experts=4, slots=1)
+    counted = [torch.zeros(5, 1, dtype=torch.int64)] * 2
+    plan = plan_of(counted, topology)
+    assert plan.num_replicas > 0
+    with pytest.raises(LoadError):
+        reroute(torch.tensor(ids), plan, 1, backend=backends.select("reference"))

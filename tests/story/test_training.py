@@ -1,0 +1,600 @@
+"""What training does with a layer: checkpointing, accumulation, frozen weights, optimizers."""
+
+import gc
+import itertools
+
+import pytest
+import torch
+from dense import DenseMoE, Example, assert_close, dense, gradients_of
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from ultraep import Balancer, LocalGroup, PlanMismatch, UltraEPError
+
+EXPERTS = 8
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def on_every_rank(example, work, **options):
+    """`work(layer, x, gradient)` on every rank of a group; its results."""
+
+    def on_rank(comm):
+        options_here = {"experts": example.experts, "communicator": comm, **options}
+        layer = example.layer(Balancer(**options_here))
+        x = example.inputs[comm.rank].clone().requires_grad_()
+        return work(layer, x, example.gradients[comm.rank])
+
+    return LocalGroup(example.ranks).run(on_rank)
+
+
+def train_once(layer, x, gradient):
+    layer(x).backward(gradient)
+    assert layer.last_plan.num_replicas > 0
+    return gradients_of(layer, x)
+
+
+def assert_equal_gradients(found, wanted):
+    assert found.keys() == wanted.keys()
+    for name, gradient in wanted.items():
+        assert_close(found[name], gradient, name)
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.parametrize("options", [{}, {"relay": "chain", "slots": 2}], ids=str)
+def test_activation_checkpointing_gives_the_same_gradients(use_reentrant, options):
+    def work(layer, x, gradient):
+        checkpoint(layer, x, use_reentrant=use_reentrant).backward(gradient)
+        return gradients_of(layer, x)
+
+    example = Example([30] * 4, bias=True, shared_ffn=4)
+    plain = on_every_rank(example, train_once, **options)
+    for found, wanted in zip(on_every_rank(example, work, **options), plain, strict=True):
+        assert found.keys() == wanted.keys()
+        for name, gradient in wanted.items():
+            assert torch.equal(found[name], gradient), name
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_checkpointing_of_several_layers_at_once(use_reentrant):
+    examples = [Example([30] * 2, seed=seed) for seed in range(3)]
+
+    def work(comm, keep):
+        balancer = Balancer(experts=EXPERTS, communicator=comm)
+        layers = nn.Sequential(*(example.layer(balancer) for example in examples))
+        x = examples[0].inputs[comm.rank].clone().requires_grad_()
+        y = layers(x) if keep else checkpoint(layers, x, use_reentrant=use_reentrant)
+        y.backward(examples[0].gradients[comm.rank])
+        return gradients_of(layers, x)
+
+    kept = LocalGroup(2).run(lambda comm: work(comm, True))
+    again = LocalGroup(2).run(lambda comm: work(comm, False))
+    for found, wanted in zip(again, kept, strict=True):
+        assert_equal_gradients(found, wanted)
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_checkpointing_with_a_policy_that_looks_at_the_past(use_reentrant):
+    """What is recomputed is planned as it was, although the past has moved on since."""
+    example = Example([40] * 2, hidden=8)
+    hot = [[torch.full((40, 2), expert) for _ in range(2)] for expert in (7, 6)]
+
+    def work(layer, x, gradient):
+        for ids in hot:
+            layer.router.ids = ids[layer.balancer.rank]
+            x.grad = None
+            layer.zero_grad()
+            y = checkpoint(layer, x, use_reentrant=use_reentrant)
+            y.backward(gradient)
+        return gradients_of(layer, x)
+
+    example.ids = hot[1]
+    found = on_every_rank(example, work, policy="eplb", slots=2)
+    wanted = dense(example).gradients
+    assert_close(torch.cat([rank["x"] for rank in found]), wanted["x"])
+    weights = torch.cat([rank["experts.down_proj"] for rank in found])
+    assert_close(weights, wanted["experts.down_proj"])
+
+
+def test_gradients_accumulate_over_microbatches():
+    examples = [Example([tokens] * 4, seed=0) for tokens in (30, 7, 18)]
+
+    def work(comm):
+        layer = examples[0].layer(Balancer(experts=EXPERTS, communicator=comm))
+        for example in examples:
+            layer(example.inputs[comm.rank]).backward(example.gradients[comm.rank])
+        return dict(layer.experts.named_parameters())
+
+    results = LocalGroup(4).run(work)
+    wanted = [dense(example).gradients for example in examples]
+    for name in ("gate_up_proj", "down_proj"):
+        found = torch.cat([parameters[name].grad for parameters in results])
+        assert_close(found, sum(gradients[f"experts.{name}"] for gradients in wanted))
+
+
+@pytest.mark.parametrize("in_flight", [1, 2])
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))), ids=str)
+def test_microbatches_in_flight_with_backward_in_any_order(order, in_flight):
+    examples = [Example([20] * 3, experts=9, skew=skew) for skew in (2.0, 1.0, -2.0)]
+
+    def work(comm):
+        balancer = Balancer(experts=9, communicator=comm, in_flight=in_flight)
+        layer = examples[0].layer(balancer)
+        inputs = [example.inputs[comm.rank].clone().requires_grad_() for example in examples]
+        for x, example in zip(inputs, examples, strict=True):
+            x.data[:, 0] = example.skew / 2  # another sign likes other experts
+        outputs = [layer(x) for x in inputs]
+        plans.append(layer.last_plan)
+        for index in order:
+            outputs[index].backward(examples[index].gradients[comm.rank])
+        return [x.grad for x in inputs], gradients_of(layer, inputs[0])
+
+    plans = []
+    results = LocalGroup(3).run(work)
+    assert plans[0].num_replicas > 0
+    twin = examples[0].twin()
+    for index, example in enumerate(examples):
+        x = torch.cat(example.inputs)
+        x[:, 0] = example.skew / 2
+        x.requires_grad_()
+        twin(x).backward(torch.cat(example.gradients))
+        assert_close(torch.cat([inputs[index] for inputs, _ in results]), x.grad)
+    found = torch.cat([gradients["experts.gate_up_proj"] for _, gradients in results])
+    assert_close(found, twin.gradient("experts.gate_up_proj"))
+
+
+def test_without_gradients_nothing_is_kept():
+    def work(layer, x, gradient):
+        plain = layer(x)
+        with torch.no_grad():
+            quiet = layer(x)
+        with torch.inference_mode():
+            quietest = layer(x)
+        assert plain.requires_grad
+        assert not quiet.requires_grad
+        assert quietest.is_inference()
+        assert torch.equal(plain, quiet)
+        assert torch.equal(plain, quietest)
+        assert layer.balancer.stats()["gradients_bytes_sent"] == 0
+
+    on_every_rank(Example([30] * 4), work)
+
+
+def test_training_after_inference_mode():
+    """Slots that were first filled in inference mode can be filled again outside of it."""
+    example = Example([30] * 4)
+
+    def work(layer, x, gradient):
+        with torch.inference_mode():
+            layer(x)
+        layer.balancer.weights_changed()
+        return train_once(layer, x, gradient)
+
+    plain = on_every_rank(example, train_once)
+    for found, wanted in zip(on_every_rank(example, work), plain, strict=True):
+        assert_equal_gradients(found, wanted)
+
+
+def test_a_layer_made_in_inference_mode():
+    example = Example([30] * 4)
+
+    def work(comm):
+        with torch.inference_mode():
+            layer = example.layer(Balancer(experts=EXPERTS, communicator=comm))
+            return layer(example.inputs[comm.rank])
+
+    assert_close(torch.cat(LocalGroup(4).run(work)), dense(example).output)
+
+
+def test_frozen_experts_move_no_gradients():
+    def work(layer, x, gradient):
+        layer.experts.requires_grad_(False)
+        gradients = train_once(layer, x, gradient)
+        assert layer.balancer.stats()["gradients_bytes_sent"] == 0
+        assert layer.balancer.stats()["gradients_copies_moved"] == 0
+        assert layer.balancer.stats()["weights_bytes_sent"] >= 0
+        assert gradients.keys() == {"x", "router.weight"}
+        return gradients
+
+    example = Example([30] * 4)
+    results, wanted = on_every_rank(example, work), dense(example).gradients
+    assert_close(torch.cat([gradients["x"] for gradients in results]), wanted["x"])
+    routers = sum(gradients["router.weight"] for gradients in results)
+    assert_close(routers, wanted["router.weight"])
+
+
+def test_everything_frozen_and_only_the_input_learns():
+    def work(layer, x, gradient):
+        layer.requires_grad_(False)
+        return train_once(layer, x, gradient)
+
+    example = Example([30] * 4, shared_ffn=4)
+    results = on_every_rank(example, work)
+    assert all(gradients.keys() == {"x"} for gradients in results)
+    assert_close(torch.cat([r["x"] for r in results]), dense(example).gradients["x"])
+
+
+def test_inputs_that_need_no_gradient():
+    def work(layer, x, gradient):
+        return train_once(layer, x.detach(), gradient)
+
+    example = Example([30] * 4)
+    results, wanted = on_every_rank(example, work), dense(example).gradients
+    for name in ("experts.gate_up_proj", "experts.down_proj"):
+        assert_close(torch.cat([r[name] for r in results]), wanted[name])
+    assert "x" not in results[0]
+
+
+@pytest.mark.parametrize("name", ["gate_up_proj", "down_proj", "gate_up_bias", "down_bias"])
+def test_only_one_tensor_of_the_experts_learns(name):
+    def work(layer, x, gradient):
+        layer.requires_grad_(False)
+        layer.experts.get_parameter(name).requires_grad_()
+        gradients = train_once(layer, x, gradient)
+        assert gradients.keys() == {"x", f"experts.{name}"}
+        return gradients
+
+    example = Example([30] * 4, bias=True)
+    results, wanted = on_every_rank(example, work), dense(example).gradients
+    for key in ("x", f"experts.{name}"):
+        assert_close(torch.cat([r[key] for r in results]), wanted[key])
+
+
+@pytest.mark.parametrize("backward_inside", [False, True])
+def test_autocast(backward_inside):
+    def work(layer, x, gradient):
+        with torch.autocast("cpu", torch.bfloat16):
+            y = layer(x)
+            assert y.dtype == torch.bfloat16
+            if backward_inside:
+                y.backward(gradient.bfloat16())
+        if not backward_inside:
+            y.backward(gradient.bfloat16())
+        assert layer.last_plan.num_replicas > 0
+        gradients = gradients_of(layer, x)
+        assert all(g.dtype == torch.float32 for g in gradients.values())
+        return y.detach().float(), gradients
+
+    example = Example([30] * 4, dtype=torch.float32, shared_ffn=4, bias=True)
+    results, wanted = on_every_rank(example, work), dense(example)
+    assert_close(torch.cat([y for y, _ in results]), wanted.output, tolerance=0.03)
+    for name in ("x", "experts.down_proj", "experts.gate_up_proj", "experts.down_bias"):
+        found = torch.cat([gradients[name] for _, gradients in results])
+        assert_close(found, wanted.gradients[name], name, tolerance=0.03)
+
+
+def test_autocast_leaves_the_choice_of_experts_alone():
+    def work(layer, x, gradient):
+        layer(x)
+        plain = layer.last_plan
+        with torch.autocast("cpu", torch.bfloat16):
+            layer(x)
+        assert layer.last_plan == plain
+
+    on_every_rank(Example([100] * 2, dtype=torch.float32, skew=0.1), work)
+
+
+class Block(nn.Module):
+    """What a model puts around the layer."""
+
+    def __init__(self, layer, hidden, dtype):
+        super().__init__()
+        torch.manual_seed(0)
+        self.before = nn.Linear(hidden, hidden, dtype=dtype)
+        self.layer = layer
+        self.after = nn.Linear(hidden, hidden, dtype=dtype)
+
+    def forward(self, x):
+        x = x + self.layer(torch.tanh(self.before(x)))
+        return self.after(torch.relu(x))
+
+
+# Of torch itself, at every graph break that hands on a tensor with a history.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_torch_compile_of_a_module_around_the_layer(backend):
+    example = Example([20])
+    layer = example.layer(Balancer(experts=EXPERTS))
+    block = Block(layer, example.hidden, example.dtype)
+    found = []
+    torch.compiler.reset()
+    for module in (block, torch.compile(block, backend=backend)):
+        x = example.inputs[0].clone().requires_grad_()
+        block.zero_grad()
+        y = module(x)
+        y.backward(example.gradients[0])
+        found.append({"y": y.detach(), **gradients_of(block, x)})
+    torch.compiler.reset()
+    assert_equal_gradients(found[1], found[0])
+
+
+def test_backward_twice_is_an_error_of_torch_on_every_rank():
+    def work(layer, x, gradient):
+        y = layer(x)
+        y.backward(gradient)
+        with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+            y.backward(gradient)
+        x.grad = None
+        layer.zero_grad()
+        return train_once(layer, x, gradient)  # and the next step is right
+
+    example = Example([30] * 4)
+    results = on_every_rank(example, work)
+    assert_close(torch.cat([r["x"] for r in results]), dense(example).gradients["x"])
+
+
+def test_weights_written_before_backward_are_an_error_of_torch_on_every_rank():
+    def work(layer, x, gradient):
+        y = layer(x)
+        with torch.no_grad():
+            layer.experts.down_proj.mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.backward(gradient)
+        layer(x).backward(gradient)  # and the next step works
+
+    on_every_rank(Example([30] * 4), work)
+
+
+def test_backward_twice_on_purpose_doubles_the_gradients():
+    def work(layer, x, gradient):
+        y = layer(x)
+        y.backward(gradient, retain_graph=True)
+        y.backward(gradient)
+        return gradients_of(layer, x)
+
+    example = Example([30] * 4, bias=True)
+    results, wanted = on_every_rank(example, work), dense(example).gradients
+    for name in ("x", "experts.gate_up_proj", "experts.down_bias"):
+        assert_close(torch.cat([r[name] for r in results]), 2 * wanted[name])
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_second_derivatives_are_refused_not_wrong(frozen):
+    def work(layer, x, gradient):
+        layer.experts.requires_grad_(not frozen)
+        y = layer(x)
+        (first,) = torch.autograd.grad(y, x, gradient, create_graph=True)
+        with pytest.raises(RuntimeError, match="once_differentiable"):
+            first.square().sum().backward()
+        return first.detach()
+
+    example = Example([30] * 2)
+    found = on_every_rank(example, work)
+    assert_close(torch.cat(found), dense(example).gradients["x"])
+
+
+def test_backward_passes_in_another_order_are_an_error_that_names_the_ranks():
+    def work(layer, x, gradient):
+        outputs = [layer(x), layer(x)]
+        if layer.balancer.rank == 2:
+            outputs.reverse()
+        with pytest.raises(PlanMismatch, match=r"ranks \[0, 1, 3\] have 1; ranks \[2\] have 2"):
+            outputs[0].backward(gradient)
+
+    on_every_rank(Example([30] * 4), work)
+
+
+@pytest.mark.parametrize("option", ["no_grad", "frozen"])
+def test_ranks_that_disagree_about_training_are_named(option):
+    def work(layer, x, gradient):
+        if layer.balancer.rank == 1 and option == "frozen":
+            layer.experts.requires_grad_(False)
+        train = not (layer.balancer.rank == 1 and option == "no_grad")
+        with (
+            torch.set_grad_enabled(train),
+            pytest.raises(
+                PlanMismatch, match=r"ranks \[0, 2, 3\] have .* with gradient.*ranks \[1\]"
+            ),
+        ):
+            layer(x)
+
+    on_every_rank(Example([30] * 4), work)
+
+
+def test_ranks_that_disagree_about_the_gradient_of_the_input_are_named():
+    """Their backward passes would speak different verbs: one would take the other's message."""
+
+    def work(layer, x, gradient):
+        x = x.detach() if layer.balancer.rank == 1 else x
+        with pytest.raises(PlanMismatch, match=r"ranks \[1\]"):
+            layer(x).backward(gradient)
+
+    on_every_rank(Example([30] * 4), work)
+
+
+def test_ranks_whose_weights_have_another_type_are_named():
+    example = Example([30] * 4)
+
+    def work(comm):
+        layer = example.layer(Balancer(experts=EXPERTS, communicator=comm))
+        if comm.rank == 2:
+            layer.experts.float()
+        with pytest.raises(PlanMismatch, match=r"ranks \[2\]"):
+            layer(example.inputs[comm.rank])
+
+    LocalGroup(4).run(work)
+
+
+def test_a_step_without_backward_leaves_nothing_lent():
+    def work(layer, x, gradient):
+        kept = [layer(x) for _ in range(3)]
+        gradients = train_once(layer, x, gradient)
+        del kept
+        return gradients
+
+    example = Example([30] * 4)
+    results = on_every_rank(example, work)
+    assert_close(torch.cat([r["x"] for r in results]), dense(example).gradients["x"])
+
+
+def tensors_alive():
+    return sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
+
+
+def test_two_hundred_steps_take_no_more_memory_than_twenty():
+    example = Example([12] * 2, hidden=6, ffn=4)
+    group = LocalGroup(2)
+
+    def build(comm):
+        layer = example.layer(Balancer(experts=EXPERTS, communicator=comm))
+        return layer, torch.optim.Adam(layer.parameters(), lr=1e-3)
+
+    built = group.run(build)
+
+    def steps(count):
+        def work(comm):
+            layer, optimizer = built[comm.rank]
+            for step in range(count):
+                x = example.inputs[comm.rank].clone().requires_grad_()
+                x.data[:, 0] = (-1) ** step  # plans change
+                layer(x).backward(example.gradients[comm.rank])
+                optimizer.step()
+                optimizer.zero_grad()
+            return layer.last_plan.num_replicas
+
+        assert group.run(work)[0] > 0
+        pools = [layer.balancer.pool.nbytes for layer, _ in built]
+        return pools, tensors_alive(), len(gc.get_objects())
+
+    steps(5)
+    gc.collect()
+    gc.disable()  # what is alive afterwards is alive without cycles to blame
+    try:
+        pools, tensors, objects = steps(15)
+        pools_after, tensors_after, objects_after = steps(200)
+    finally:
+        gc.enable()
+    assert pools_after == pools
+    assert tensors_after <= tensors + 2
+    assert objects_after <= objects + 100
+
+
+OPTIMIZERS = {
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.003, momentum=0.9),
+    "adam": lambda parameters: torch.optim.Adam(parameters, lr=0.01),
+}
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_balanced_and_unbalanced_training_agree(optimizer):
+    """50 steps in double precision: layer balanced, layer unbalanced, dense twin."""
+    example = Example([8] * 4, hidden=6, ffn=5, seed=4)
+    targets = [gradient.tanh() for gradient in example.gradients]
+
+    def work(comm, policy):
+        layer = example.layer(Balancer(experts=EXPERTS, communicator=comm, policy=policy))
+        step = OPTIMIZERS[optimizer](layer.parameters())
+        losses, copies = [], 0
+        for _ in range(50):
+            step.zero_grad()
+            x = example.inputs[comm.rank]
+            loss = (layer(x) - targets[comm.rank]).square().sum()
+            loss.backward()
+            router = layer.router.weight
+            router.grad = comm.all_gather(router.grad).sum(dim=0)  # every rank has a part of it
+            step.step()
+            losses.append(comm.all_gather(loss.detach()).sum().item())
+            copies += layer.last_plan.num_replicas
+        return torch.tensor(losses, dtype=torch.float64), copies
+
+    (plain, none), *_ = LocalGroup(4).run(lambda comm: work(comm, "none"))
+    (balanced, some), *_ = LocalGroup(4).run(lambda comm: work(comm, "ultraep"))
+    twin = example.twin()
+    step, losses = OPTIMIZERS[optimizer](twin.parameters()), []
+    for _ in range(50):
+        step.zero_grad()
+        loss = (twin(torch.cat(example.inputs)) - torch.cat(targets)).square().sum()
+        loss.backward()
+        step.step()
+        losses.append(loss.item())
+    assert none == 0
+    assert some > 50
+    assert losses[-1] < losses[0] / 2
+    assert_close(balanced, plain, tolerance=1e-9)
+    assert_close(balanced, torch.tensor(losses, dtype=torch.float64), tolerance=1e-9)
+
+
+def test_states_and_parameters_hold_no_copies():
+    def work(layer, x, gradient):
+        train_once(layer, x, gradient)
+        shapes = {name: list(tensor.shape) for name, tensor in layer.state_dict().items()}
+        assert shapes == {
+            "router.weight": [8, 16],
+            "experts.gate_up_proj": [2, 24, 16],
+            "experts.down_proj": [2, 16, 12],
+        }
+        assert {name for name, _ in layer.named_parameters()} == shapes.keys()
+        assert not dict(layer.named_buffers())
+        return sum(p.numel() for p in layer.experts.parameters())
+
+    example = Example([30] * 4)
+    experts = [t for name, t in example.state.items() if name.startswith("experts.")]
+    assert sum(on_every_rank(example, work, slots=2)) == sum(t.numel() for t in experts)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "options"),
+    [
+        (1, {}),
+        (2, {"slots": 0}),
+        (2, {"slots": 2}),
+        (4, {"slots": 1}),
+        (4, {"slots": 2, "homes": [3, 3, 3, 1, 0, 1, 0, 2]}),
+        (4, {"slots": 1, "homes": [3, 3, 3, 1, 1, 1, 0, 0]}),
+    ],
+    ids=str,
+)
+def test_full_states_travel_between_numbers_of_ranks_and_slots(ranks, options):
+    example = Example([12] * 4, bias=True, router_bias=True, shared_ffn=4)
+
+    def work(comm):
+        layer = example.layer(Balancer(experts=EXPERTS, communicator=comm, **options))
+        state = {name: tensor.clone() for name, tensor in layer.full_state_dict().items()}
+        with torch.no_grad():
+            for parameter in layer.parameters():
+                parameter.zero_()
+        layer.load_full_state_dict(state)
+        parts = torch.cat(example.inputs).chunk(comm.size)
+        return state, layer(parts[comm.rank]).detach()
+
+    results = LocalGroup(ranks).run(work)
+    for state, _ in results:
+        assert state.keys() == example.state.keys()
+        for name, tensor in example.state.items():
+            assert torch.equal(state[name], tensor), name
+            assert not state[name].requires_grad
+    assert_close(torch.cat([y for _, y in results]), dense(example).output)
+
+
+def test_a_full_state_is_enough_for_the_twin():
+    def work(layer, x, gradient):
+        return layer.full_state_dict(), layer(x).detach()
+
+    example = Example([12] * 2, bias=True, shared_ffn=4)
+    results = on_every_rank(example, work)
+    twin = DenseMoE(results[1][0], example.top_k)
+    wanted = twin(torch.cat(example.inputs)).detach()
+    assert_close(torch.cat([y for _, y in results]), wanted)
+
+
+def test_a_state_with_missing_or_foreign_tensors_is_refused():
+    example = Example([12])
+    layer = example.layer(Balancer(experts=EXPERTS))
+    few = {name: t for name, t in example.state.items() if name != "router.weight"}
+    with pytest.raises((RuntimeError, UltraEPError), match=r"router\.weight"):
+        layer.load_full_state_dict(few)
+    with pytest.raises((RuntimeError, UltraEPError), match="stranger"):
+        layer.load_full_state_dict(example.state | {"experts.stranger": torch.zeros(8, 1)})
+
+
+@pytest.mark.parametrize("experts", [4, 16])
+def test_a_state_of_another_number_of_experts_is_refused(experts):
+    layer = Example([12]).layer(Balancer(experts=EXPERTS))
+    with pytest.raises((RuntimeError, UltraEPError)):
+        layer.load_full_state_dict(Example([12], experts=experts).state)
