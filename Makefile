@@ -11,7 +11,7 @@ help:
 	@echo "make test    set up, then all tests"
 	@echo "make lint    set up, then ruff: rules and format"
 	@echo "make types   set up, then mypy --strict"
-	@echo "make bench   set up, then the planner benchmark (some minutes)"
+	@echo "make bench   set up, then all benchmarks (some minutes)"
 	@echo "make format  rewrite the sources in the project's format"
 	@echo "make clean   remove the virtual environment and all caches"
 
@@ -29,6 +29,7 @@ types: $(READY)
 	$(BIN)/mypy
 
 bench: $(READY)
+	$(BIN)/python benchmarks/bench_layer.py
 	$(BIN)/python benchmarks/bench_plan.py
 
 format: $(READY)

@@ -55,14 +55,14 @@ class Size:
     """What is measured."""
 
     ranks: int = 2
-    tokens: int = 4096
+    tokens: int = 2048
     hidden: int = 512
     ffn: int = 1024
     experts: int = 8
     top_k: int = 2
     ratio: float = 1.6
     slots: int = 1
-    rounds: int = 15
+    rounds: int = 31
     transport: str = "auto"
 
 
@@ -312,7 +312,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     common_options(parser)
     parser.add_argument("--ranks", type=int, default=2, help="processes (default 2)")
-    parser.add_argument("--tokens", type=int, default=4096, help="tokens of a rank")
+    parser.add_argument("--tokens", type=int, default=2048, help="tokens of a rank")
     parser.add_argument("--hidden", type=int, default=512, help="model width")
     parser.add_argument("--ffn", type=int, default=1024, help="hidden width of an expert")
     parser.add_argument("--ratio", type=float, default=1.6, help="fullest rank over mean rank")

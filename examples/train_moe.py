@@ -247,7 +247,7 @@ def summary(trainer: Trainer, steps: list[Step], check: float) -> dict[str, Any]
         "imbalance_bound": fmean(step.bound for step in steps),
         "tokens_per_second": tokens * len(timed) / sum(step.seconds for step in timed),
         "copies": sum(step.copies for step in steps),
-        "copies_sent": everyone[0]["weights_copies_moved"],
+        "copies_sent": sum(stats["weights_copies_sent"] for stats in everyone),
         "weights_bytes": sum(stats["weights_bytes_sent"] for stats in everyone),
         "gradients_bytes": sum(stats["gradients_bytes_sent"] for stats in everyone),
         "pool_bytes": max(stats["pool_bytes"] for stats in everyone),

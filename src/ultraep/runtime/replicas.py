@@ -83,7 +83,8 @@ class Replicas:
                 self._balancer.comm,
                 staging=staging,
             )
-        self._balancer.sent("gradients", nbytes, self.plan.num_replicas)
+        mine = int((self.plan.replicas[:, 1] == self._balancer.rank).sum())
+        self._balancer.sent("gradients", nbytes, mine)
 
     def gradient_rows(self, width: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """`[L, P]` for the gradients of this rank's copies; the memory is shared by all layers."""
@@ -110,4 +111,5 @@ class Replicas:
             chunks=self._balancer.chunks,
         )
         buffer.held.update(wanted)
-        self._balancer.sent("weights", nbytes, len(way))
+        mine = sum(hop.sender == self._balancer.rank for hop in way)
+        self._balancer.sent("weights", nbytes, mine)

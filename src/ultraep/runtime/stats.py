@@ -32,7 +32,7 @@ class Stats:
 
     def sent(self, what: str, nbytes: int, copies: int) -> None:
         self._sent[f"{what}_bytes_sent"] += nbytes
-        self._sent[f"{what}_copies_moved"] += copies
+        self._sent[f"{what}_copies_sent"] += copies
 
     def summary(self) -> dict[str, Any]:
         """Means over microbatches, totals of what this rank sent, seconds per stage."""
@@ -45,8 +45,8 @@ class Stats:
             "copies": self._copies,
             "remote_share": self._remote / max(1, self._tokens),
             "weights_bytes_sent": self._sent["weights_bytes_sent"],
-            "weights_copies_moved": self._sent["weights_copies_moved"],
+            "weights_copies_sent": self._sent["weights_copies_sent"],
             "gradients_bytes_sent": self._sent["gradients_bytes_sent"],
-            "gradients_copies_moved": self._sent["gradients_copies_moved"],
+            "gradients_copies_sent": self._sent["gradients_copies_sent"],
             "seconds": dict(self._seconds),
         }

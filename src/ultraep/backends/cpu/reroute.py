@@ -1,4 +1,4 @@
-"""Twin of `reference/reroute.py`: two passes over the rows, and no sorting."""
+"""Twin of `reference/reroute.py`: a counting sort, then copied experts deal out their rows."""
 
 import math
 
@@ -21,39 +21,57 @@ def reroute(
     ids_N, loads_E, home_slot_of_expert, expert_of_copy, slot_of_copy, rows_of_copy, num_slots
 ):
     """[N] the rows in the order of their slots, and [S] the rows of every slot."""
-    experts, copies = len(home_slot_of_expert), len(expert_of_copy)
-    length, unknown = count(ids_N, experts)
+    length, unknown = count(ids_N, len(home_slot_of_expert))
     if unknown or not np.array_equal(length, loads_E):
         return None
-    first_copy = np.zeros(experts + 1, np.int64)
     rows_of_slot = np.zeros(num_slots, np.int64)
-    at_home = length.copy()
-    for copy in range(copies):
-        first_copy[expert_of_copy[copy] + 1] += 1
-        at_home[expert_of_copy[copy]] -= rows_of_copy[copy]
+    for expert in range(len(length)):
+        rows_of_slot[home_slot_of_expert[expert]] = length[expert]
+    for copy in range(len(expert_of_copy)):
         rows_of_slot[slot_of_copy[copy]] = rows_of_copy[copy]
-    first_copy = np.cumsum(first_copy)
-    step = np.ones(experts, np.int64)
-    for expert in range(experts):
-        rows_of_slot[home_slot_of_expert[expert]] = at_home[expert]
-        if first_copy[expert] < first_copy[expert + 1]:
-            step[expert] = stride(length[expert])
+        rows_of_slot[home_slot_of_expert[expert_of_copy[copy]]] -= rows_of_copy[copy]
     next_row = np.cumsum(rows_of_slot) - rows_of_slot
-    next_place = np.zeros(experts, np.int64)
+    by_expert, first = sort_by_expert(ids_N, length)
     order_N = np.empty(len(ids_N), np.int64)
+    copy = 0
+    for expert in range(len(length)):
+        rows = by_expert[first[expert] : first[expert + 1]]
+        home, begin = home_slot_of_expert[expert], copy
+        while copy < len(expert_of_copy) and expert_of_copy[copy] == expert:
+            copy += 1
+        if begin == copy:
+            order_N[next_row[home] : next_row[home] + len(rows)] = rows
+        else:
+            deal_out(rows, home, slot_of_copy[begin:copy], rows_of_slot, next_row, order_N)
+    return order_N, rows_of_slot
+
+
+@njit(cache=True)
+def sort_by_expert(ids_N, length):
+    """[N] rows by expert, then by token, and [E + 1] where each expert begins."""
+    first = np.zeros(len(length) + 1, np.int64)
+    first[1:] = np.cumsum(length)
+    next_row = first[:-1].copy()
+    rows_N = np.empty(len(ids_N), np.int64)
     for row in range(len(ids_N)):
         expert = ids_N[row]
-        slot, copy = home_slot_of_expert[expert], first_copy[expert]
-        if copy < first_copy[expert + 1]:
-            place = next_place[expert]
-            after = place + step[expert]
-            next_place[expert] = after if after < length[expert] else after - length[expert]
-            place -= at_home[expert]
-            if place >= 0:
-                while place >= rows_of_copy[copy]:
-                    place -= rows_of_copy[copy]
-                    copy += 1
-                slot = slot_of_copy[copy]
+        rows_N[next_row[expert]] = row
+        next_row[expert] += 1
+    return rows_N, first
+
+
+@njit(cache=True)
+def deal_out(rows, home, copies, rows_of_slot, next_row, order_N):
+    """The rows of one expert to its home and its copies, by their places on the line."""
+    place, step = 0, stride(len(rows))
+    for row in rows:
+        slot, rest, copy = home, place, 0
+        while rest >= rows_of_slot[slot]:
+            rest -= rows_of_slot[slot]
+            slot = copies[copy]
+            copy += 1
         order_N[next_row[slot]] = row
         next_row[slot] += 1
-    return order_N, rows_of_slot
+        place += step
+        if place >= len(rows):
+            place -= len(rows)
