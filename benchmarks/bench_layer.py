@@ -67,6 +67,7 @@ class Size:
 
 
 Shape = tuple[int, int, int]  # experts, top_k, tokens of a rank
+CONTROL_PASSES = 5  # the quickest counts, as others may use the machine
 CONTROL: tuple[Shape, ...] = ((64, 8, 1024), (64, 8, 8192), (256, 8, 8192))
 
 
@@ -283,13 +284,19 @@ def report_control(report: Report, rounds: int, ranks: int, sizes: Sequence[Shap
         ids, others = skewed_ids(wide), Others(ranks)
         others.loads = torch.stack([torch.bincount(i.reshape(-1), minlength=experts) for i in ids])
         balancer = ultraep.Balancer(experts=experts, communicator=others)  # type: ignore[arg-type]
-        seconds = [control_seconds(balancer, ids[0]) for _ in range(rounds + 3)][3:]
+        passes = [control_pass(balancer, ids[0], rounds) for _ in range(CONTROL_PASSES)]
+        stages = min(passes, key=lambda stages: sum(stages.values()))
         case = {"ranks": ranks, "experts": experts, "top_k": top_k, "tokens": tokens}
-        stages = {stage: median(s[stage] for s in seconds) for stage in seconds[0]}
         for stage, value in (stages | {"all": sum(stages.values())}).items():
             lines.append(Line(case | {"stage": stage}, {STAGE: value * 1e3}))
     report.section = "control"
     report.add("control of one layer, messages excluded", lines)
+
+
+def control_pass(balancer: ultraep.Balancer, ids: torch.Tensor, rounds: int) -> dict[str, float]:
+    """Medians over some rounds, the first ones left out."""
+    seconds = [control_seconds(balancer, ids) for _ in range(rounds + 3)][3:]
+    return {stage: median(s[stage] for s in seconds) for stage in seconds[0]}
 
 
 def control_seconds(balancer: ultraep.Balancer, ids: torch.Tensor) -> dict[str, float]:
