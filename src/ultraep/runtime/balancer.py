@@ -159,7 +159,7 @@ class Balancer:
         """Stage 2: the plan of this step; every rank finds the same."""
         with self.timed("plan"):
             config = self.config if policy is None else replace(self.config, policy=policy)
-            past = self._past.before(gathered.layer, gathered.loads)
+            past = self._past.before(gathered.layer, gathered.loads.sum(axis=0))
             plan = make_plan(
                 gathered.loads, self.topology, config, backend=self._backend_name, history=past
             )

@@ -2,6 +2,8 @@
 
 A forward pass that is computed again in backward (activation checkpointing) must plan as it did the
 first time. Its loads are not new: they are looked up, and their past is that of the first time.
+
+Shapes: E experts.
 """
 
 from __future__ import annotations
@@ -22,14 +24,14 @@ class Past:
     def __init__(self) -> None:
         self._loads: dict[int, deque[IntArray]] = defaultdict(lambda: deque(maxlen=REMEMBERED + 1))
 
-    def before(self, layer: int, loads_RE: IntArray) -> IntArray:
-        """The loads that came before these in this layer; these themselves if there were none."""
+    def before(self, layer: int, loads_E: IntArray) -> IntArray:
+        """[E] the loads that came before these in this layer; these if there were none."""
         seen = self._loads[layer]
         if _in_backward():
             for index in range(len(seen) - 1, -1, -1):
-                if np.array_equal(seen[index], loads_RE):
+                if np.array_equal(seen[index], loads_E):
                     return seen[max(0, index - 1)]
-        seen.append(loads_RE.copy())
+        seen.append(loads_E)
         return seen[max(0, len(seen) - 2)]
 
 
