@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -97,6 +98,7 @@ class Balancer:
             raise ConfigError(f"want relay of {', '.join(MODES)}, chunks >= 1: {relay!r}, {chunks}")
         get_policy(self.config.policy)
         self.backend = select(backend)
+        _warm_up(backend)
         self.relay, self.chunks, self.verify = relay, chunks, verify
         self.pool = SlotPool(slots, in_flight)
         with ExitStack() as undo:
@@ -257,6 +259,15 @@ class Balancer:
             groups = {v: [r for r, other in enumerate(values) if other == v] for v in values}
             listed = "; ".join(f"ranks {ranks} have {value}" for value, ranks in groups.items())
             raise PlanMismatch(f"ranks disagree about the {what}: {listed}")
+
+
+@cache
+def _warm_up(backend: str | None) -> None:
+    """Compile what a step needs before the group is joined, so that no rank waits for it then."""
+    topology, ids = Topology(ranks=2, experts=2), torch.zeros(2, 1, dtype=torch.int64)
+    loads = [count_loads(ids, topology.experts, backend=backend)] * topology.ranks
+    plan = make_plan(loads, topology, BalanceConfig(tolerance=0.1), backend=backend)
+    reroute(ids, plan, 0, backend=select(backend))
 
 
 def _connect(

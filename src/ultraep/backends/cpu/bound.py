@@ -31,9 +31,10 @@ def bound_of_domain(loads, first_of_rank, slots, max_replicas):
         for expert in range(first_of_rank[rank], first_of_rank[rank + 1]):
             rank_of_expert[expert] = rank
             rank_loads[rank] += loads[expert]
-    emptiest_first = np.argsort(rank_loads, kind="mergesort")
-    position = np.empty(ranks, np.int64)
-    position[emptiest_first] = np.arange(ranks)
+    emptiest_first, position = np.arange(ranks), np.empty(ranks, np.int64)
+    sort_again(emptiest_first, rank_loads)
+    for place in range(ranks):
+        position[emptiest_first[place]] = place
     hottest_first = np.argsort(-loads, kind="mergesort")
     rest, best = rank_loads.sum(), 0
     for k in range(ranks):
@@ -47,3 +48,19 @@ def bound_of_domain(loads, first_of_rank, slots, max_replicas):
         best = max(best, -(-(rest - movable) // (ranks - k)))
         rest -= rank_loads[emptiest_first[k]]
     return best
+
+
+@njit(cache=True)
+def sort_again(emptiest_first, rank_loads):
+    """Insertion sort by load, then rank: after the first time, few ranks have moved."""
+    for index in range(1, len(emptiest_first)):
+        rank, place = emptiest_first[index], index
+        while place > 0:
+            before = emptiest_first[place - 1]
+            if rank_loads[before] < rank_loads[rank] or (
+                rank_loads[before] == rank_loads[rank] and before < rank
+            ):
+                break
+            emptiest_first[place] = before
+            place -= 1
+        emptiest_first[place] = rank

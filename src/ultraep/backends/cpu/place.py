@@ -8,7 +8,7 @@ of its `copies` and answers (peak, number of copies).
 import numpy as np
 from numba import njit
 
-from ultraep.backends.cpu.bound import bound_of_domain
+from ultraep.backends.cpu.bound import bound_of_domain, sort_again
 from ultraep.config import PARTS
 
 
@@ -82,7 +82,7 @@ def window(loads, first, slots, threshold, min_tokens, max_replicas, copies):
     rank_loads, at_home = starting_loads(loads, first), loads.copy()
     ranks = len(rank_loads)
     free_slots = np.full(ranks, slots, np.int64)
-    emptiest_first = np.argsort(rank_loads, kind="mergesort")
+    emptiest_first = np.arange(ranks)
     hosts = np.empty(ranks, np.int64)
     made = 0
     while True:
@@ -118,22 +118,6 @@ def window(loads, first, slots, threshold, min_tokens, max_replicas, copies):
 
 
 @njit(cache=True)
-def sort_again(emptiest_first, rank_loads):
-    """Insertion sort by load, then rank: few ranks have moved since the last time."""
-    for index in range(1, len(emptiest_first)):
-        rank, place = emptiest_first[index], index
-        while place > 0:
-            before = emptiest_first[place - 1]
-            if rank_loads[before] < rank_loads[rank] or (
-                rank_loads[before] == rank_loads[rank] and before < rank
-            ):
-                break
-            emptiest_first[place] = before
-            place -= 1
-        emptiest_first[place] = rank
-
-
-@njit(cache=True)
 def tightest(rooms, surplus):
     """Begin and end of the last run of as few neighbours as possible that hold the surplus."""
     length, held = 0, 0
@@ -150,6 +134,29 @@ def tightest(rooms, surplus):
 
 
 @njit(cache=True)
+def copy_rows(target, source, count):
+    for row in range(count):
+        for column in range(3):
+            target[row, column] = source[row, column]
+
+
+@njit(cache=True)
+def sort_rows(rows, count):
+    """Insertion sort by expert, then host."""
+    for index in range(1, count):
+        expert, host, quota = rows[index, 0], rows[index, 1], rows[index, 2]
+        place = index
+        while place > 0 and (
+            rows[place - 1, 0] > expert
+            or (rows[place - 1, 0] == expert and rows[place - 1, 1] > host)
+        ):
+            for column in range(3):
+                rows[place, column] = rows[place - 1, column]
+            place -= 1
+        rows[place, 0], rows[place, 1], rows[place, 2] = expert, host, quota
+
+
+@njit(cache=True)
 def probe(loads, first, slots, threshold, min_tokens, max_replicas, copies, spare):
     """The best attempt at this threshold: the lowest peak above it, then the fewest copies."""
     peak, made = alias(loads, first, slots, threshold, min_tokens, max_replicas, copies)
@@ -159,7 +166,7 @@ def probe(loads, first, slots, threshold, min_tokens, max_replicas, copies, spar
         )
         floor, other_floor = max(peak, threshold), max(other_peak, threshold)
         if other_floor < floor or (other_floor == floor and other_made <= made):
-            copies[:other_made] = spare[:other_made]
+            copy_rows(copies, spare, other_made)
             return other_peak, other_made
     return peak, made
 
@@ -184,7 +191,7 @@ def solve(loads, first, slots, threshold, min_tokens, max_replicas, copies):
             failed = middle
         if trial_peak < peak:
             peak, made = trial_peak, trial_made
-            copies[:made] = trial[:made]
+            copy_rows(copies, trial, made)
         middle = (failed + peak) // 2
     return made
 
@@ -235,5 +242,5 @@ def place(
             found[total, 1] = begin + copies[copy, 1]
             found[total, 2] = copies[copy, 2]
             total += 1
-    order = np.argsort(found[:total, 0] * ranks + found[:total, 1])
-    return found[order]
+    sort_rows(found, total)
+    return found[:total]
