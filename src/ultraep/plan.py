@@ -72,6 +72,18 @@ class Plan:
         return _largest(np.bincount(self.topology.home_of_expert[given]))
 
     @property
+    def leaves_domain(self) -> bool:
+        """Whether a copy stands outside the fast-link domain of its home."""
+        size = self.topology.domain_size
+        homes = self.topology.home_of_expert[self.replicas[:, 0]]
+        return bool((homes // size != self.replicas[:, 1] // size).any())
+
+    @property
+    def within_limits(self) -> bool:
+        """Whether it can be run: no more copies than slots, none outside its domain."""
+        return self.max_ingress <= self.topology.slots and not self.leaves_domain
+
+    @property
     def total(self) -> int:
         """Tokens of the microbatch, counted once for each expert they are routed to."""
         return int(self.rank_loads.sum())

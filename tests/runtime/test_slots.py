@@ -187,6 +187,17 @@ def test_a_policy_that_needs_more_slots_than_there_are(policy):
     LocalGroup(2).run(work)
 
 
+def test_a_policy_whose_copies_leave_their_domain():
+    def work(comm):
+        balancer = Balancer(experts=4, slots=1, domain=2, communicator=comm, policy="llep")
+        gathered = balancer.gather(torch.zeros(8, 1, dtype=torch.int64))
+        with pytest.raises(SlotError, match="copies leave their domain of 2 ranks"):
+            balancer.plan(gathered)
+        assert balancer.plan(gathered, policy="ultraep").within_limits
+
+    LocalGroup(4).run(work)
+
+
 def test_leaving_what_was_not_entered_is_a_mistake():
     rank = LocalGroup(1).run(lambda comm: Balancer(experts=4, communicator=comm))[0]
     bundle = {"w": torch.zeros(4, 2)}

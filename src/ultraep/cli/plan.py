@@ -274,7 +274,7 @@ def _heading(name: str, job: Job) -> Text:
 def _footnotes(outcomes: list[Outcome]) -> Iterator[Text]:
     groups = render.by_label(outcomes)
     beyond = {
-        label: sum(render.beyond_limits(outcome.plan) for outcome in group)
+        label: sum(not outcome.plan.within_limits for outcome in group)
         for label, group in groups.items()
     }
     steps = len({outcome.microbatch for outcome in outcomes})

@@ -95,7 +95,7 @@ def summarize(outcomes: Sequence[Outcome]) -> Summary:
     """The line of the table for the outcomes of one policy."""
     plans = [outcome.plan for outcome in outcomes]
     return Summary(
-        label=outcomes[0].label + ("*" if any(map(beyond_limits, plans)) else ""),
+        label=outcomes[0].label + ("" if all(plan.within_limits for plan in plans) else "*"),
         before=_spread([plan.initial_imbalance for plan in plans]),
         after=_spread([plan.imbalance for plan in plans]),
         bound=fmean(plan.lower_bound for plan in plans),
@@ -105,14 +105,6 @@ def summarize(outcomes: Sequence[Outcome]) -> Summary:
         remote=fmean(plan.remote_tokens / max(plan.total, 1) for plan in plans),
         plan_us=median(outcome.plan_us for outcome in outcomes),
     )
-
-
-def beyond_limits(plan: Plan) -> bool:
-    """Whether it holds more copies than there are slots, or copies outside their home's domain."""
-    topology = plan.topology
-    homes = topology.home_of_expert[plan.replicas[:, 0]]
-    abroad = homes // topology.domain_size != plan.replicas[:, 1] // topology.domain_size
-    return bool(plan.max_ingress > topology.slots or abroad.any())
 
 
 def by_label(outcomes: Sequence[Outcome]) -> dict[str, list[Outcome]]:

@@ -165,10 +165,12 @@ class Balancer:
             plan = make_plan(
                 gathered.loads, self.topology, config, backend=self._backend_name, history=past
             )
-            if plan.max_ingress > self.topology.slots:
+            if not plan.within_limits:
                 raise SlotError(
                     f"policy {config.policy!r} needs {plan.max_ingress} spare slots on one rank, "
-                    f"there are {self.topology.slots}"
+                    f"there are {self.topology.slots}; copies "
+                    f"{'leave' if plan.leaves_domain else 'stay in'} their domain of "
+                    f"{self.topology.domain_size} ranks"
                 )
             self._stats.planned(plan)
         if self.verify:
