@@ -9,6 +9,7 @@ from ultraep.errors import ConfigError
 
 PARTS = 1_000_000  # the tolerance is kept in millionths, so that no float decides a plan
 MAX_TOLERANCE = 1_000.0
+UNLIMITED = 1 << 40  # copies
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,6 +44,11 @@ class BalanceConfig:
             _check_integer("max_replicas", self.max_replicas, least=0)
         if not isinstance(self.locality, bool):
             raise ConfigError(f"locality must be True or False, got {self.locality!r}")
+
+    @property
+    def replica_limit(self) -> int:
+        """Most copies in one domain, as a number; without a limit, more than there can be."""
+        return UNLIMITED if self.max_replicas is None else self.max_replicas
 
     @property
     def tolerance_parts(self) -> int:

@@ -125,7 +125,7 @@ class _GroupedMLP(torch.autograd.Function):
         for _, part, weights in call.slots(homes, call.copies):
             up = _linear(rows_AD[part], weights, "gate_up", call.tile)
             hidden_AF[part] = up
-            outputs_AD[part] = _linear(_swiglu(up), weights, "down", call.tile)
+            outputs_AD[part] = _linear(swiglu(up), weights, "down", call.tile)
         ctx.call, call.copies = call, None  # the slots are only lent
         ctx.save_for_backward(rows_AD, hidden_AF, *stacked)
         return outputs_AD
@@ -145,7 +145,7 @@ class _GroupedMLP(torch.autograd.Function):
                 d_up = _d_swiglu(hidden_AF[part], d_out @ weights["down_proj"].to(d_out))
                 d_rows_AD[part] = d_up @ weights["gate_up_proj"].to(d_up)
                 if sums is not None:
-                    sums.add(slot, "down", d_out, _swiglu(hidden_AF[part]))
+                    sums.add(slot, "down", d_out, swiglu(hidden_AF[part]))
                     sums.add(slot, "gate_up", d_up, rows_AD[part])
         wanted = sums.reduced() if sums is not None else [None] * len(stacked)
         return d_rows_AD, None, *wanted
@@ -190,7 +190,8 @@ def draw(weight: torch.Tensor, generator: torch.Generator) -> None:
     weight.copy_((2 * drawn - 1) / math.sqrt(weight.shape[-1]))
 
 
-def _swiglu(up: torch.Tensor) -> torch.Tensor:
+def swiglu(up: torch.Tensor) -> torch.Tensor:
+    """[..., 2F] -> [..., F]: the first half gates the second."""
     gate, value = up.chunk(2, dim=-1)
     return silu(gate) * value
 

@@ -11,13 +11,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.functional import silu
 
 from ultraep.combine import combine
 from ultraep.comm import Message
 from ultraep.dispatch import dispatch
 from ultraep.errors import ConfigError, LoadError
-from ultraep.experts import Experts, draw
+from ultraep.experts import Experts, draw, swiglu
 from ultraep.plan import Plan
 from ultraep.runtime.balancer import Balancer
 
@@ -120,8 +119,9 @@ def gather_experts(stacked: torch.Tensor, balancer: Balancer) -> torch.Tensor:
         [Message(peer, stacked) for peer in range(comm.size)],
         [Message(peer, part) for peer, part in enumerate(parts)],
     )
-    every = torch.empty_like(torch.cat(parts))
-    every[torch.from_numpy(topology.experts_by_rank.copy())] = torch.cat(parts)
+    by_rank = torch.cat(parts)
+    every = torch.empty_like(by_rank)
+    every[torch.from_numpy(topology.experts_by_rank.copy())] = by_rank
     return every
 
 
@@ -178,8 +178,7 @@ class SwiGLU(nn.Module):
             draw(layer.weight, generator)
 
     def forward(self, tokens_TD: torch.Tensor) -> torch.Tensor:
-        gate, up = self.gate_up(tokens_TD).chunk(2, dim=-1)
-        out: torch.Tensor = self.down(silu(gate) * up)
+        out: torch.Tensor = self.down(swiglu(self.gate_up(tokens_TD)))
         return out
 
 

@@ -17,7 +17,6 @@ from ultraep.config import BalanceConfig
 from ultraep.errors import ConfigError, LoadError
 from ultraep.loads import MAX_TOTAL, as_integers, as_loads
 from ultraep.policies import BUILT_IN, Policy, Problem, get_policy
-from ultraep.policies.ultraep import UNLIMITED
 from ultraep.rules import check_copies, check_plan, check_shape
 from ultraep.topology import Topology
 
@@ -111,7 +110,7 @@ class Plan:
             topology.first_of_rank,
             topology.domain_size,
             topology.slots,
-            UNLIMITED if self.config.max_replicas is None else self.config.max_replicas,
+            self.config.replica_limit,
         )
         return self._over_mean(int(tokens))
 

@@ -54,7 +54,7 @@ def test_bounds(backend, problem, config):
             topology.first_of_rank,
             topology.domain_size,
             topology.slots,
-            10**9 if config.max_replicas is None else config.max_replicas,
+            config.replica_limit,
         )
         for name in ("reference", backend)
     }

@@ -8,8 +8,8 @@ tolerance and limits of the config mean nothing to it.
 from __future__ import annotations
 
 from ultraep.arrays import IntArray
+from ultraep.config import UNLIMITED
 from ultraep.policies import Problem, register_policy
-from ultraep.policies.ultraep import UNLIMITED
 
 
 @register_policy("ideal", within_limits=False)

@@ -8,8 +8,6 @@ from __future__ import annotations
 from ultraep.arrays import IntArray
 from ultraep.policies import Problem, register_policy
 
-UNLIMITED = 1 << 40
-
 
 @register_policy("ultraep")
 def ultraep(problem: Problem) -> IntArray:
@@ -23,6 +21,6 @@ def ultraep(problem: Problem) -> IntArray:
         topology.slots,
         config.tolerance_parts,
         config.min_tokens_per_replica,
-        UNLIMITED if config.max_replicas is None else config.max_replicas,
+        config.replica_limit,
     )
     return copies

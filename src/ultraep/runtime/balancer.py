@@ -149,7 +149,7 @@ class Balancer:
             kinds = _kinds(tensors, inputs)
             agreed = [self._settings, layer, self._steps, _short_digest(kinds.encode())]
             version = self._version(bundle or {}, tensors)
-            mine = np.array([*agreed, refusal is not None, version, *loads_E], dtype=np.int64)
+            mine = np.concatenate([[*agreed, refusal is not None, version], loads_E])
             self._device = ids.device  # where the group can send from, if it is no CPU group
             table = self.comm.all_gather(torch.from_numpy(mine).to(self._device)).cpu().numpy()
             if refusal is not None:
