@@ -24,6 +24,7 @@ from ranks import (
 
 from ultraep.comm import Message
 from ultraep.errors import CommunicationError, ConfigError
+from ultraep.runtime import wire
 from ultraep.runtime.connect import connect
 from ultraep.runtime.local import LocalCommunicator
 from ultraep.runtime.shared_memory import SharedMemoryCommunicator, usable
@@ -113,6 +114,24 @@ def give_up(comm):
 def test_an_abort_stops_the_others_and_cleans_up():
     for found in everywhere("shared", 3, give_up)[::2]:
         assert "rank 1 gave up" in found[0] or "because of rank 1" in found[0]
+
+
+def remove_the_message(comm):
+    path = Path(f"{comm._wire._prefix}-2-0-1")
+    if comm.rank == 2:
+        return comm.exchange([Message(0, torch.zeros(3))], [])
+    while comm.rank == 1 and not path.exists():
+        time.sleep(0.001)
+    if comm.rank == 1:
+        comm.abort()
+        return comm.close()
+    while comm._wire._roll.state(1) != wire.FAILED or path.exists():
+        time.sleep(0.001)
+    return complaint(comm.exchange, [], [Message(2, torch.zeros(3))])
+
+
+def test_a_message_that_a_failed_rank_removed_is_its_fault():
+    assert "rank 1 gave up" in everywhere("shared", 3, remove_the_message)[0][0]
 
 
 def no_room(comm):

@@ -248,7 +248,9 @@ class Wire:
             try:
                 self._inboxes[peer].take(place)
             except OSError as error:
-                self._fail(verb, peer, f"no message of rank {peer}: {error}")
+                # A rank that fails removes what others have sent as well: then it is the cause.
+                lost = self._roll.loss()
+                self._fail(verb, *(lost or (peer, f"no message of rank {peer}: {error}")))
             if not incoming[peer]:
                 del incoming[peer]
         return bool(ready)
