@@ -27,6 +27,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from multiprocessing.connection import Connection, Pipe, wait
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -37,7 +38,10 @@ from ultraep.runtime.connect import connect
 from ultraep.runtime.local import LocalGroup
 
 TRANSPORTS = ["local", "sockets", "shared"]
-LIMIT = 60.0  # seconds
+# Seconds. Only what hangs needs them, so they are many: a busy machine is slow to start processes.
+LIMIT = 180.0  # of a run
+PATIENCE = 60.0  # with a silent rank, and with processes that are to end
+QUICK = 30.0  # enough for a rank that hears of a failure; one that waits for its timeout needs more
 
 
 class RankError(AssertionError):
@@ -60,7 +64,6 @@ class Job(NamedTuple):
     args: tuple[Any, ...]
     rank: int
     size: int
-    timeout: float
     port: int
     name: str
 
@@ -118,14 +121,14 @@ class RankPool:
         self._fill(size)
         self.runs += 1
         for rank, worker in enumerate(self.workers[:size]):
-            job = Job(work, args, rank, size, timeout, self.store.port, f"run {self.runs}")
+            job = Job(work, args, rank, size, self.store.port, f"run {self.runs}")
             worker.pipe.send_bytes(pickle.dumps(job))
         found = self._collect(size, time.monotonic() + timeout)
         self._dismiss({outcome.rank for outcome in found if outcome.kind == "lost"})
         return found
 
     def close(self) -> None:
-        self._dismiss(set(range(len(self.workers))), patience=5.0)
+        self._dismiss(set(range(len(self.workers))), patience=PATIENCE)
 
     def _fill(self, size: int) -> None:
         self._dismiss({r for r, w in enumerate(self.workers) if w.process.poll() is not None})
@@ -149,8 +152,9 @@ class RankPool:
         leaving = [self.workers[rank] for rank in ranks]
         for worker in leaving:
             worker.pipe.close()
+        until = time.monotonic() + patience
         for worker in leaving:
-            worker.end(patience)
+            worker.end(max(until - time.monotonic(), 0.0))
         self.workers = [worker for worker in self.workers if worker not in leaving]
 
 
@@ -177,7 +181,7 @@ def shared_pool() -> RankPool:
 
 
 def everywhere(
-    transport: str, size: int, body: Callable[..., Any], *args: Any, timeout: float = 20.0
+    transport: str, size: int, body: Callable[..., Any], *args: Any, timeout: float = PATIENCE
 ) -> list:
     """The results of `body(communicator, *args)` on all ranks, whatever joins them."""
     if transport == "local":
@@ -194,6 +198,15 @@ def on_communicator(rank, group, transport, body, args, timeout):
         return body(comm, *args)
     finally:
         comm.close()
+
+
+def meet(folder: Path, rank: int, size: int) -> None:
+    """Wait for all ranks without a message: when one fails then, none is still at work before."""
+    (folder / str(rank)).touch()
+    until = time.monotonic() + PATIENCE
+    while len(list(folder.iterdir())) < size:
+        assert time.monotonic() < until, "not all ranks came"
+        time.sleep(0.001)
 
 
 def leftovers(pids: list[int]) -> list[str]:
@@ -245,6 +258,10 @@ def do(pickled: bytes) -> bytes:
 
 def join(job: Job) -> dist.ProcessGroup:
     store = dist.PrefixStore(job.name, dist.TCPStore("127.0.0.1", job.port))
-    limit = timedelta(seconds=job.timeout)
+    limit = timedelta(seconds=LIMIT)  # a shorter run is ended by its pool, not by its group
     dist.init_process_group("gloo", store=store, rank=job.rank, world_size=job.size, timeout=limit)
+    # A rank with little to do must not leave while others still connect: they would fail.
+    if store.add("joined", 1) == job.size:
+        store.set("all joined", "yes")
+    store.wait(["all joined"], limit)
     return dist.group.WORLD

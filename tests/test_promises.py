@@ -37,7 +37,14 @@ ONLY_IN = {
     "scipy": ["policies/lplb.py"],
     "typer": ["cli"],
     "rich": ["cli"],
-    "torch": ["cli/env.py", "layer.py", "runtime", *(f"{name}.py" for name in STORY)],
+    "torch": [
+        "backends/triton",
+        "cli/env.py",
+        "layer.py",
+        "runtime",
+        *(f"{name}.py" for name in STORY),
+    ],
+    "triton": ["backends/triton"],
     "torch.distributed": ["runtime"],
 }
 
@@ -74,6 +81,7 @@ def test_public_names_are_frozen():
         "Balancer",
         "CommunicationError",
         "ConfigError",
+        "ControlPlane",
         "FileError",
         "LoadError",
         "LocalGroup",

@@ -47,12 +47,14 @@ from ultraep.version import __version__
 if TYPE_CHECKING:
     from ultraep.layer import BalancedMoE
     from ultraep.runtime.balancer import Balancer
+    from ultraep.runtime.control import ControlPlane
     from ultraep.runtime.local import LocalGroup
 
 # Imported on first use: they need torch, and planning does not.
 _LAZY = {
     "BalancedMoE": "ultraep.layer",
     "Balancer": "ultraep.runtime.balancer",
+    "ControlPlane": "ultraep.runtime.control",
     "LocalGroup": "ultraep.runtime.local",
 }
 
@@ -63,6 +65,7 @@ __all__ = [
     "Balancer",
     "CommunicationError",
     "ConfigError",
+    "ControlPlane",
     "FileError",
     "LoadError",
     "LocalGroup",

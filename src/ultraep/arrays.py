@@ -1,4 +1,4 @@
-"""The one array type of the control plane: 64-bit integers."""
+"""The one array type of the control plane, 64-bit integers, and the one id that is none."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 IntArray = NDArray[np.int64]
+
+PADDING = -1  # in place of an expert's id: a row that is none, never counted and never sent
 
 
 def frozen(array: IntArray) -> IntArray:

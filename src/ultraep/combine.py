@@ -13,11 +13,14 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
+from ultraep.arrays import PADDING
 from ultraep.dispatch import Roads
 
 
 def combine(outputs_AD: torch.Tensor, weights_TK: torch.Tensor, roads: Roads) -> torch.Tensor:
-    """[T, D] outputs of the tokens of this rank."""
+    """[T, D] outputs of the tokens of this rank. Padding adds nothing, whatever its weight."""
+    if roads.routes.has_padding:
+        weights_TK = weights_TK.masked_fill(roads.routes.slots == PADDING, 0)
     rows_ND: torch.Tensor = _ToTokens.apply(outputs_AD, roads)  # type: ignore[no-untyped-call]
     rows_TKD = rows_ND.reshape(*weights_TK.shape, outputs_AD.shape[-1])
     return (weights_TK.unsqueeze(-1).to(rows_TKD.dtype) * rows_TKD).sum(dim=1)

@@ -45,10 +45,16 @@ class Roads:
         return _transpose_blocks(arrived, self._blocks)
 
     def to_tokens(self, rows_AD: torch.Tensor) -> torch.Tensor:
-        """[N, D] rows of this rank's tokens in token order, from the `[A, D]` rows served here."""
+        """[N, D] rows of this rank's tokens in token order, from the `[A, D]` rows served here.
+
+        Padding was not sent; zeros come back for it.
+        """
         leaving = _transpose_blocks(rows_AD, self._blocks.T)
         back = self._comm.all_to_all(leaving, self._from_rank, self.routes.send_counts)
-        rows_ND = torch.empty_like(back)
+        if self.routes.has_padding:
+            rows_ND = back.new_zeros(self.routes.num_rows, *back.shape[1:])
+        else:
+            rows_ND = torch.empty_like(back)
         rows_ND[self.routes.order] = back
         return rows_ND
 

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from ultraep.arrays import IntArray
+from ultraep.arrays import PADDING, IntArray
 from ultraep.backends import select
 from ultraep.errors import LoadError
 from ultraep.topology import Topology
@@ -18,20 +18,39 @@ MAX_TOTAL = 2**31 - 1  # so that 32-bit devices count the same microbatch exactl
 
 
 def count_loads(ids: Any, experts: int, *, backend: str | None = None) -> IntArray:
-    """[E] tokens routed to every expert by the `[T, K]` ids of one rank.
+    """[E] tokens routed to every expert by the `[T, K]` ids of one rank; -1 is padding.
 
     >>> count_loads([[0, 1], [1, 3]], experts=4)
     array([1, 2, 0, 1])
     """
-    flat = as_integers(ids, "ids").reshape(-1).astype(np.int64, copy=False)
+    engine = select(backend, device_of(ids))
+    flat = flat_ids(ids, engine.DEVICE)
     counts: IntArray
-    counts, unknown = select(backend).count(flat, experts)
+    counts, unknown = engine.count(flat, experts)
     if unknown:
+        named = flat[flat != PADDING]
         raise LoadError(
-            f"ids must lie in 0..{experts - 1}, got {flat.min()}..{flat.max()} "
-            f"({unknown} of {flat.size} are out of range)"
+            f"ids must lie in 0..{experts - 1}, got {named.min()}..{named.max()} "
+            f"({unknown} of {len(flat)} are out of range)"
         )
     return counts
+
+
+def device_of(values: Any) -> str:
+    """The type of the device that values are on."""
+    return str(getattr(getattr(values, "device", None), "type", "cpu"))
+
+
+def flat_ids(ids: Any, device: str = "cpu") -> Any:
+    """[N] ids of any integer type, as int64; a tensor where a backend works on its device."""
+    if device_of(ids) == device != "cpu":
+        if not str(ids.dtype).startswith(("torch.int", "torch.uint")):
+            raise LoadError(f"ids must be integers, got {ids.dtype}")
+        return ids.reshape(-1).long()
+    flat = as_integers(ids, "ids").reshape(-1)
+    if flat.dtype == np.uint64:  # its largest numbers must not turn into padding
+        flat = np.minimum(flat, np.uint64(np.iinfo(np.int64).max))
+    return flat.astype(np.int64, copy=False)
 
 
 def as_loads(loads: Any, topology: Topology) -> IntArray:

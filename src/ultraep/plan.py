@@ -15,7 +15,7 @@ from ultraep.arrays import IntArray, frozen
 from ultraep.backends import select
 from ultraep.config import BalanceConfig
 from ultraep.errors import ConfigError, LoadError
-from ultraep.loads import MAX_TOTAL, as_integers, as_loads
+from ultraep.loads import MAX_TOTAL, as_integers, as_loads, device_of
 from ultraep.policies import BUILT_IN, Policy, Problem, get_policy
 from ultraep.rules import check_copies, check_plan, check_shape
 from ultraep.topology import Topology
@@ -201,11 +201,12 @@ def plan(
     """Plan one microbatch: a pure integer function of loads, topology and config.
 
     loads: integers `[source rank, expert]`, an array or a tensor.
-    backend: "cpu", "reference" or None for the best there is; all give the same bits.
+    backend: "triton", "cpu", "reference" or None for the best one where the loads are; all give
+        the same bits.
     history: past loads, `[..., expert]`, for the policies that place by them (eplb, lplb).
     """
     policy = get_policy(config.policy)
-    engine = select(backend)
+    engine = select(backend, device_of(loads))
     loads_RE = as_loads(loads, topology)
     past_E = _past(history, policy, topology)
     expert_loads = loads_RE.sum(axis=0)

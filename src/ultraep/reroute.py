@@ -1,22 +1,25 @@
 """Stage 4: ids + Plan -> Routes, a slot instead of an expert for every routed row.
 
-Shapes: T tokens, K experts per token, N = T * K routed rows, R ranks, E experts, S slots of all
-ranks, L slots of this rank.
+An id of -1 is padding: a row that is none, has no slot and is not sent.
+
+Shapes: T tokens, K experts per token, N = T * K routed rows, M of them that are no padding, R
+ranks, E experts, S slots of all ranks, L slots of this rank.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from types import ModuleType
 
 import numpy as np
 import torch
 
-from ultraep.arrays import IntArray
+from ultraep.arrays import PADDING, IntArray
 from ultraep.backends import select
 from ultraep.errors import LoadError
-from ultraep.loads import as_integers
+from ultraep.loads import flat_ids
 from ultraep.plan import Plan
 
 
@@ -25,16 +28,16 @@ class Routes:
     """Where the rows of this rank go, and how many come from everywhere."""
 
     shape: tuple[int, ...]  # of the ids: [T, K]
-    order: torch.Tensor  # [N] rows in the order of sending: by slot, then by token
+    order: torch.Tensor  # [M] rows in the order of sending: by slot, then by place on the line
     rows_of_slot: torch.Tensor  # [S] rows of this rank for every slot
     send_counts: list[int]  # [R] rows for every rank
     receive_counts: IntArray  # [R, L] rows from every rank for each slot of this one
 
     @cached_property
     def slots(self) -> torch.Tensor:
-        """[T, K] slot of every routed row, counted over all ranks: what dispatchers need."""
+        """[T, K] slot of every routed row, counted over all ranks, for dispatchers; -1: padding."""
         in_order = torch.arange(len(self.rows_of_slot), device=self.order.device)
-        slots = torch.empty_like(self.order)
+        slots = torch.full((self.num_rows,), PADDING, device=self.order.device)
         slots[self.order] = in_order.repeat_interleave(self.rows_of_slot)
         return slots.reshape(self.shape)
 
@@ -42,16 +45,25 @@ class Routes:
     def top_k(self) -> int:
         return self.shape[-1]
 
+    @property
+    def num_rows(self) -> int:
+        """Routed rows, padding and all."""
+        return math.prod(self.shape)
 
-def reroute(
-    ids: torch.Tensor, plan: Plan, rank: int, *, backend: ModuleType | None = None
-) -> Routes:
-    """Give every routed row of this rank its slot. `ids` are the `[T, K]` choices of the router."""
-    topology, engine = plan.topology, backend or select()
-    flat = as_integers(ids, "ids").reshape(-1).astype(np.int64, copy=False)
+    @property
+    def has_padding(self) -> bool:
+        return len(self.order) < self.num_rows
+
+
+def reroute(ids: torch.Tensor, plan: Plan, rank: int, *, backend: str | None = None) -> Routes:
+    """Give every routed row of this rank its slot.
+
+    ids: `[T, K]` choices of the router, those that were counted; -1: padding.
+    """
+    topology, engine = plan.topology, select(backend, ids.device.type)
     experts, hosts, indices = plan.replicas.T.copy()
     found = engine.reroute(
-        flat,
+        flat_ids(ids, engine.DEVICE),
         plan.loads[rank],
         topology.home_slot_of_expert,
         experts,
@@ -61,15 +73,31 @@ def reroute(
     )
     if found is None:
         raise LoadError(f"the ids of rank {rank} are not those that its plan was made for")
-    order_N, rows_of_slot = found
+    return routes_of(plan, rank, ids.shape, torch.as_tensor(found[0], device=ids.device))
+
+
+def routes_of(plan: Plan, rank: int, shape: Sequence[int], order_M: torch.Tensor) -> Routes:
+    """Routes from the order of sending; all the rest is known from the plan."""
+    rows_of_slot = rows_sent(plan, rank)
     ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(rows_of_slot)])
     return Routes(
-        shape=tuple(ids.shape),
-        order=torch.from_numpy(order_N).to(ids.device),
-        rows_of_slot=torch.from_numpy(rows_of_slot).to(ids.device),
-        send_counts=np.diff(ends[topology.first_slot_of_rank]).tolist(),
+        shape=tuple(shape),
+        order=order_M,
+        rows_of_slot=torch.from_numpy(rows_of_slot).to(order_M.device),
+        send_counts=np.diff(ends[plan.topology.first_slot_of_rank]).tolist(),
         receive_counts=rows_received(plan, rank),
     )
+
+
+def rows_sent(plan: Plan, rank: int) -> IntArray:
+    """[S] rows that this rank sends to every slot."""
+    topology = plan.topology
+    experts, hosts, indices = plan.replicas.T
+    rows = np.zeros(topology.first_slot_of_rank[-1], dtype=np.int64)
+    rows[topology.home_slot_of_expert] = plan.loads[rank]
+    np.subtract.at(rows, topology.home_slot_of_expert[experts], plan.split[:, rank])
+    rows[topology.spare_slot(hosts, indices)] = plan.split[:, rank]
+    return rows
 
 
 def rows_received(plan: Plan, rank: int) -> IntArray:
@@ -92,7 +120,7 @@ def reroute_dense(
     plan: Plan,
     rank: int,
     *,
-    backend: ModuleType | None = None,
+    backend: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The same for routers that hand out `[T, E]` maps: `[T, S]` map and probabilities.
 

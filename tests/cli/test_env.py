@@ -25,8 +25,8 @@ def test_json_holds_all_facts():
     assert facts["ultraep"] == ultraep.__version__
     assert facts["python"].endswith(platform.python_version())
     assert facts["packages"]["numpy"] == np.__version__
-    assert facts["backends"] == {"cpu": True, "reference": True}
-    assert facts["backend"] == "cpu"
+    assert facts["backends"] == {"triton": True, "cpu": True, "reference": True}
+    assert facts["chosen"] == {"cpu": "cpu", "cuda": "triton"}
     assert set(BUILT_IN) <= set(facts["policies"])
     assert facts["cpus"] >= 1
     assert set(facts["torch"]) == {"cuda", "rocm", "available", "devices"}
@@ -36,7 +36,8 @@ def test_the_table_says_the_same():
     shown = invoke()
     for word in (ultraep.__version__, np.__version__, platform.platform(), "eplb", "numba"):
         assert word in shown
-    assert "chosen automatically" in shown
+    assert "chosen for CPU tensors" in shown
+    assert "chosen for GPU tensors" in shown
 
 
 def test_what_is_missing_is_said(monkeypatch):
@@ -45,14 +46,16 @@ def test_what_is_missing_is_said(monkeypatch):
         env,
         "BACKENDS",
         (
-            BackendInfo("gpu", "x", "no_such_module", "pip install luck"),
-            BackendInfo("reference", "y", None, ""),
+            BackendInfo("gpu", "x", "cuda", "no_such_module", "pip install luck"),
+            BackendInfo("reference", "y", "cpu", None, ""),
         ),
     )
     lines = {line.split()[0]: line for line in invoke().splitlines() if line.strip()}
     assert "not installed" in lines["no-such-package"]
-    assert json.loads(invoke("--json"))["backend"] == "reference"
-    assert "not available: pip install luck" in invoke()
+    chosen = json.loads(invoke("--json"))["chosen"]
+    assert chosen == {"cpu": "reference", "cuda": "reference"}
+    assert "chosen for CPU and GPU tensors" in invoke()
+    assert "not available: needs no_such_module" in invoke()
 
 
 def test_a_torch_that_does_not_load_is_a_fact(monkeypatch):

@@ -113,7 +113,10 @@ BAD_OPTIONS = {
     "policy": (["--policy", "magic"], "unknown policy 'magic'; known are none, ultraep"),
     "no_policy": (["--policy", " , "], "--policy must name at least one policy"),
     "second_policy": (["--policy", "none,magic"], "unknown policy 'magic'"),
-    "backend": (["--backend", "abacus"], "unknown backend 'abacus'; known are cpu, reference"),
+    "backend": (
+        ["--backend", "abacus"],
+        "unknown backend 'abacus'; known are triton, cpu, reference",
+    ),
     "tolerance": (["--tolerance", "nan"], "tolerance must lie between 0 and 1000, got nan"),
     "min_tokens": (["--min-tokens", "0"], "at least 1, got 0"),
     "max_replicas": (["--max-replicas", "-2"], "at least 0, got -2"),

@@ -8,7 +8,7 @@ from itertools import accumulate
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import TRANSPORTS, everywhere, shared_pool
+from ranks import PATIENCE, TRANSPORTS, everywhere, shared_pool
 
 from ultraep.comm import Message
 from ultraep.runtime.connect import connect
@@ -217,7 +217,9 @@ def test_random_verbs_with_delays(run, size, seed):
 def several_groups(rank, world, transport):
     groups = [dist.new_group(ranks) for ranks in ([0, 2], [3, 1], [0, 1, 2])]
     mine = [group for group in groups if dist.get_rank(group) >= 0]
-    comms = [connect(group, transport=transport, timeout=20.0) for group in [world, world, *mine]]
+    comms = [
+        connect(group, transport=transport, timeout=PATIENCE) for group in [world, world, *mine]
+    ]
     for turn in range(3):
         for comm in comms if turn % 2 else reversed(comms):
             all_verbs(comm)

@@ -12,11 +12,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import (
+    PATIENCE,
+    QUICK,
     TRANSPORTS,
     RankError,
     RankPool,
     everywhere,
     leftovers,
+    meet,
     on_communicator,
     run_ranks,
     shared_pool,
@@ -39,9 +42,10 @@ def complaint(act, *args):
     return str(caught.value), time.monotonic() - start
 
 
-def raise_in_the_middle(comm, log):
+def raise_in_the_middle(comm, log, folder):
     for _ in range(3):
         comm.all_gather(torch.zeros(3))
+    meet(folder, comm.rank, comm.size)
     if comm.rank == 1:
         raise ValueError("on purpose")
     log.append(complaint(comm.all_gather, torch.zeros(3)))
@@ -49,44 +53,43 @@ def raise_in_the_middle(comm, log):
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_rank_that_raises_stops_the_others(transport):
+def test_a_rank_that_raises_stops_the_others(transport, tmp_path):
     log = []
     if transport == "local":
         with pytest.raises(ValueError, match="on purpose"):
-            everywhere(transport, 3, raise_in_the_middle, log)
+            everywhere(transport, 3, raise_in_the_middle, log, tmp_path)
     else:
-        args = (transport, raise_in_the_middle, (log,), 20.0)
+        args = (transport, raise_in_the_middle, (log, tmp_path), PATIENCE)
         found = {o.rank: o for o in shared_pool().outcomes(3, on_communicator, *args)}
         assert "on purpose" in found[1].value
         log = [complaint for rank in (0, 2) for complaint in found[rank].value]
     assert len(log) == 2
     for message, seconds in log:
-        assert seconds < 10
+        assert seconds < QUICK
         assert transport == "sockets" or "rank 1" in message
 
 
-def late(comm):
+def silent(comm, verb, complained):
+    """Rank 1 says nothing until rank 0 has complained, however long that takes."""
     comm.all_gather(torch.zeros(3))
     if comm.rank == 1:
-        time.sleep(1.4)
+        while not complained.exists():
+            time.sleep(0.01)
         return None
-    return complaint(comm.all_gather, torch.zeros(3))
-
-
-def late_exchange(comm):
-    comm.all_gather(torch.zeros(3))
-    if comm.rank == 1:
-        time.sleep(1.4)
-        return None
-    return complaint(comm.exchange, [], [Message(1, torch.zeros(3))])
+    args = {"all_gather": [torch.zeros(3)], "exchange": [[], [Message(1, torch.zeros(3))]]}
+    try:
+        return complaint(getattr(comm, verb), *args[verb])
+    finally:
+        complained.touch()
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("body", [late, late_exchange])
-def test_a_rank_that_is_too_slow_is_an_error(transport, body):
-    message, seconds = everywhere(transport, 2, body, timeout=0.8)[0]
-    assert 0.7 < seconds < 5
-    assert re.search(r"[Tt]imed out|no progress in 0.8 s with rank 1|waited 0.8 s", message)
+@pytest.mark.parametrize("verb", ["all_gather", "exchange"])
+def test_a_rank_that_is_too_slow_is_an_error(transport, verb, tmp_path):
+    args = (verb, tmp_path / "complained")
+    message, seconds = everywhere(transport, 2, silent, *args, timeout=1.5)[0]
+    assert 1.4 < seconds < QUICK
+    assert re.search(r"[Tt]imed out|no progress in 1.5 s with rank 1|waited 1.5 s", message)
 
 
 def disagree(comm):
@@ -152,10 +155,11 @@ def test_a_full_dev_shm_is_an_error_and_no_crash():
     assert "rank 0 gave up" in receiver
 
 
-def lose_one(rank, group):
-    comms = [SharedMemoryCommunicator(group, 20.0), TorchDistCommunicator(group, 20.0)]
+def lose_one(rank, group, folder):
+    comms = [maker(group, PATIENCE) for maker in (SharedMemoryCommunicator, TorchDistCommunicator)]
     for comm in comms:
         comm.all_gather(torch.zeros(3))
+    meet(folder, rank, 3)
     if rank == 2:  # what it sent to rank 0 stays there, unread
         comms[0].exchange([Message(0, torch.zeros(1 << 18))], [])
         os.kill(os.getpid(), signal.SIGKILL)
@@ -168,17 +172,18 @@ def lose_one(rank, group):
 
 
 def leave_without_close(rank, group):
-    comm = SharedMemoryCommunicator(group, 20.0)
+    comm = SharedMemoryCommunicator(group, PATIENCE)
     leave_without_close.kept = comm  # until the interpreter ends
     if rank == 0:
         comm.exchange([Message(1, torch.zeros(1 << 18))], [])
 
 
 @pytest.fixture(scope="module")
-def end_of_ranks():
+def end_of_ranks(tmp_path_factory):
     """The complaints about rank 2, and what was left before and after the others ended."""
+    folder = tmp_path_factory.mktemp("ranks")
     with RankPool(3) as pool:
-        found = {outcome.rank: outcome for outcome in pool.outcomes(3, lose_one)}
+        found = {outcome.rank: outcome for outcome in pool.outcomes(3, lose_one, folder)}
         assert found[2].kind == "lost"
         left = [leftovers(pool.pids)]
         pool.run(2, leave_without_close)
@@ -189,7 +194,7 @@ def end_of_ranks():
 def test_a_killed_rank_is_noticed_and_named(end_of_ranks):
     complaints, (left, _, _) = end_of_ranks
     for message, seconds in complaints:
-        assert seconds < 5
+        assert seconds < QUICK
         assert re.search(
             r"rank 2 .*died|because of rank 2|all_gather: noticed by rank . of 3: ", message
         )
@@ -205,7 +210,7 @@ def test_an_interpreter_that_ends_cleans_up(end_of_ranks):
 
 def drop(rank, group):
     for _ in range(3):
-        comm = SharedMemoryCommunicator(group, 20.0)
+        comm = SharedMemoryCommunicator(group, PATIENCE)
         comm.all_gather(torch.zeros(3))
         comm.exchange([Message(1 - rank, torch.zeros(1 << 18))], [])
         del comm
@@ -279,10 +284,24 @@ def process_number(rank, group):
 
 
 def sleep_long(rank, group):
-    time.sleep(60 if rank == 1 else 0)
+    time.sleep(600 if rank == 1 else 0)
 
 
 def test_a_run_has_a_time_limit_and_leaves_no_process():
-    with pytest.raises(RankError, match="rank 1: did not come back in time"):
+    """Rank 1 cannot keep it; on a busy machine rank 0 may be too slow as well."""
+    sleeper = shared_pool().run(2, process_number)[1]
+    with pytest.raises(RankError, match=r"did not come back in time\n\(.*rank 1: lost\)"):
         shared_pool().run(2, sleep_long, timeout=1.0)
-    assert run_ranks(1, process_number) != [os.getpid()]
+    assert_gone(sleeper)
+    assert sleeper not in shared_pool().run(2, process_number)
+
+
+def test_processes_of_their_own_are_gone_afterwards():
+    (fresh,) = run_ranks(1, process_number)
+    assert fresh != os.getpid()
+    assert_gone(fresh)
+
+
+def assert_gone(process):
+    with pytest.raises(ProcessLookupError):
+        os.kill(process, 0)

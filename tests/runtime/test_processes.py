@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from dense import Example, Result, assert_same, dense, gradients_of
-from ranks import everywhere, shared_pool
+from ranks import PATIENCE, QUICK, everywhere, meet, shared_pool
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -64,7 +64,7 @@ class Model(nn.Module):
 
 
 def losses_beside_ddp(rank, group, policy, steps):
-    balancer = Balancer(group, experts=8, slots=4, policy=policy, timeout=30)
+    balancer = Balancer(group, experts=8, slots=4, policy=policy, timeout=PATIENCE)
     model = Model(balancer)
     experts = [f"moe.experts.{name}" for name, _ in model.moe.experts.named_parameters()]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, experts)
@@ -103,7 +103,7 @@ def two_groups(rank, group):
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     found = []
     for members in (pairs[rank // 2], group):
-        balancer = Balancer(members, experts=8, slots=1, timeout=30)
+        balancer = Balancer(members, experts=8, slots=1, timeout=PATIENCE)
         layer = BalancedMoE(16, 12, 8, 2, balancer=balancer, dtype=torch.float64)
         x = torch.randn(10, 16, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
         found.append((layer(x).detach(), balancer.comm.size))
@@ -118,12 +118,13 @@ def test_several_groups_in_one_process():
         torch.testing.assert_close(small, large, rtol=1e-12, atol=1e-12)
 
 
-def dies_in_the_middle(rank, group, transport):
-    balancer = Balancer(group, experts=9, slots=1, transport=transport, timeout=10)
+def dies_in_the_middle(rank, group, transport, folder):
+    balancer = Balancer(group, experts=9, slots=1, transport=transport, timeout=PATIENCE)
     layer = BalancedMoE(16, 12, 9, 2, balancer=balancer)
     x = torch.randn(16, 16, requires_grad=True)
     layer(x).sum().backward()
     y = layer(x)
+    meet(folder, rank, 3)
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     begin = time.monotonic()
@@ -133,13 +134,14 @@ def dies_in_the_middle(rank, group, transport):
 
 
 @pytest.mark.parametrize("transport", ["sockets", "shared"])
-def test_a_rank_that_dies_stops_the_others_in_backward(transport):
-    found = {o.rank: o for o in shared_pool().outcomes(3, dies_in_the_middle, transport)}
+def test_a_rank_that_dies_stops_the_others_in_backward(transport, tmp_path):
+    ended = shared_pool().outcomes(3, dies_in_the_middle, transport, tmp_path)
+    found = {outcome.rank: outcome for outcome in ended}
     assert found[1].kind == "lost"
     for rank in (0, 2):
         assert found[rank].kind == "result", found[rank].value
         message, seconds = found[rank].value
-        assert seconds < 12
+        assert seconds < QUICK
         assert "\n" not in message
         if transport == "shared":
             assert "rank 1" in message
@@ -147,7 +149,7 @@ def test_a_rank_that_dies_stops_the_others_in_backward(transport):
 
 def other_settings(rank, group):
     with pytest.raises(ultraep.PlanMismatch) as caught:
-        Balancer(group, experts=9, slots=1 + (rank == 2), timeout=10)
+        Balancer(group, experts=9, slots=1 + (rank == 2), timeout=PATIENCE)
     return str(caught.value)
 
 

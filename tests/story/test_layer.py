@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 import ultraep
 from ultraep import BalanceConfig, BalancedMoE, Balancer, ConfigError, LoadError, LocalGroup
+from ultraep.arrays import PADDING
 
 FLOATS = [torch.float64, torch.float32]
 EVERY = [*FLOATS, torch.bfloat16]
@@ -196,9 +197,48 @@ def test_ids_of_any_integer_type(dtype):
     assert copies_of(check(Example([20] * 2, ids=ids))) > 0
 
 
+def with_padding(ids, share, seed):
+    """About this share of the ids in the same places, but padding."""
+    drawn = torch.rand(ids.shape, generator=torch.Generator().manual_seed(seed))
+    return ids.where(drawn >= share, PADDING)
+
+
+@pytest.mark.parametrize("garbage", ["largest", "inf", "nan"])
+@pytest.mark.parametrize("dtype", EVERY, ids=str)
+def test_padding_adds_nothing_and_learns_nothing(dtype, garbage):
+    ids = [random_ids(25, 8, 3, skew=0.8, seed=rank) for rank in range(4)]
+    ids = [with_padding(own, 0.3, rank) for rank, own in enumerate(ids)]
+    ids[0][7] = ids[2][:] = PADDING  # a token without choices, and a rank without any
+    example = Example([25] * 4, top_k=3, dtype=dtype, ids=ids)
+    filled = torch.finfo(dtype).max if garbage == "largest" else float(garbage)
+    for own, weights in zip(ids, example.choice_weights, strict=True):
+        weights[own == PADDING] = filled
+    results = on_ranks(example, slots=2)
+    for own, weights, result in zip(ids, example.choice_weights, results, strict=True):
+        weights[own == PADDING] = 0.0
+        idle = (own == PADDING).all(dim=1)
+        assert not result.gradients["router.weight"][own == PADDING].any()
+        assert not result.output[idle].any()
+        assert not result.gradients["x"][idle].any()
+    plan = results[0].plan
+    assert plan.num_replicas > 0
+    assert plan.total == sum((own != PADDING).sum() for own in ids)
+    assert_same(results, dense(example), plan.topology, fixed_router=True)
+
+
+def test_tokens_of_half_precision_and_a_weight_that_it_cannot_hold():
+    """Padding may carry any weight; this one is infinite in the type of the rows."""
+    ids = [torch.tensor([[0, PADDING], [1, 0]])]
+    example = Example([2], dtype=torch.bfloat16, ids=ids)
+    example.choice_weights[0] = torch.tensor([[1.0, torch.finfo(torch.float32).max], [1.0, 1.0]])
+    (result,) = on_ranks(example)
+    assert result.output.isfinite().all()
+    assert result.gradients["router.weight"][0, 1] == 0
+
+
 @st.composite
 def routed(draw):
-    """A topology, and ids of any skew for every rank."""
+    """A topology, and ids of any skew for every rank, some of them padding."""
     ranks = draw(st.integers(1, 5))
     experts = draw(st.integers(1, 9))
     homes = draw(st.lists(st.integers(0, ranks - 1), min_size=experts, max_size=experts))
@@ -211,9 +251,9 @@ def routed(draw):
         for rank, count in enumerate(tokens)
     ]
     shuffled = torch.randperm(experts, generator=torch.Generator().manual_seed(seed))
-    example = Example(
-        tokens, experts=experts, top_k=top_k, hidden=6, ffn=4, ids=[shuffled[i] for i in ids]
-    )
+    padding = draw(st.sampled_from([0.0, 0.0, 0.4]))
+    ids = [with_padding(shuffled[own], padding, seed + rank) for rank, own in enumerate(ids)]
+    example = Example(tokens, experts=experts, top_k=top_k, hidden=6, ffn=4, ids=ids)
     options = {
         "homes": homes,
         "slots": draw(st.integers(0, min(2, experts))),
@@ -282,13 +322,14 @@ def test_two_runs_give_the_same_bits(dtype, bitwise):
                 assert torch.equal(result.gradients[name], gradient), name
 
 
-def test_both_backends_give_the_same_bits():
+def test_all_backends_give_the_same_bits():
     example = Example([50, 20, 30, 40], dtype=torch.float32)
     runs = [on_ranks(example, slots=2, backend=name) for name in ultraep.backend_names()]
-    for result, wanted in zip(*runs, strict=True):
-        assert torch.equal(result.output, wanted.output)
-        for name, gradient in wanted.gradients.items():
-            assert torch.equal(result.gradients[name], gradient), name
+    for results in runs[1:]:
+        for result, wanted in zip(results, runs[0], strict=True):
+            assert torch.equal(result.output, wanted.output)
+            for name, gradient in wanted.gradients.items():
+                assert torch.equal(result.gradients[name], gradient), name
 
 
 def test_a_group_of_one_needs_no_group():

@@ -16,10 +16,31 @@ def test_ids_are_counted():
     assert count_loads(np.empty((0, 2), dtype=int), experts=3).tolist() == [0, 0, 0]
 
 
-@pytest.mark.parametrize("ids", [[[4]], [[-1]]])
+@pytest.mark.parametrize("backend", ultraep.backend_names())
+def test_padding_is_not_counted(backend):
+    ids = torch.tensor([[0, -1], [3, 3], [-1, -1]])
+    for dtype in (torch.int8, torch.int16, torch.int32, torch.int64):
+        counts = count_loads(ids.to(dtype), experts=4, backend=backend)
+        assert counts.tolist() == [1, 0, 0, 2]
+    assert count_loads([[-1, -1]], experts=4, backend=backend).tolist() == [0] * 4
+
+
+@pytest.mark.parametrize("ids", [[[4]], [[-2]]])
 def test_ids_out_of_range_are_refused(ids):
     with pytest.raises(LoadError, match=r"0\.\.3"):
         count_loads(ids, experts=4)
+
+
+def test_padding_is_no_part_of_a_complaint():
+    with pytest.raises(LoadError, match=r"0\.\.3, got 2\.\.9 \(1 of 4 are out of range\)"):
+        count_loads([[-1, 2], [-1, 9]], experts=4)
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.uint32, np.uint64])
+def test_unsigned_ids_know_no_padding(dtype):
+    largest = np.array([[np.iinfo(dtype).max]], dtype=dtype)
+    with pytest.raises(LoadError, match=r"0\.\.3"):
+        count_loads(largest, experts=4)
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,9 @@ A backend knows no record and no rank: integers and arrays in, arrays out. It of
     place(...)        which expert is copied where, and how many tokens each copy serves
     lower_bound(...)  the least that the fullest rank can hold, whatever the plan
     split(...)        how many tokens of every source rank each copy serves
-    reroute(...)      the slot of every row, and the order of sending
+    reroute(...)      the order of sending, and the rows of every slot
     tally(...)        what every rank serves and holds in the end
+    DEVICE            the type of the tensors that `count` and `reroute` take instead of arrays
 
 `reference` is slow, obvious and the definition of correct; every other backend gives its bits.
 """
@@ -28,47 +29,72 @@ logger = logging.getLogger("ultraep")
 
 @dataclass(frozen=True, slots=True)
 class BackendInfo:
-    """A backend by name: its module, what it needs, and how to get that."""
+    """A backend by name: its module, where it runs, what it needs, and how to get that."""
 
     name: str
     module: str
+    device: str  # type of the tensors that it is made for
     needs: str | None
     hint: str
 
     @property
+    def obstacle(self) -> str:
+        """Why it cannot be used here; empty if it can."""
+        if self.needs is not None and importlib.util.find_spec(self.needs) is None:
+            return f"needs {self.needs}, which is not installed: {self.hint}"
+        if self.device != "cpu" and not _gpu_usable():
+            return f"needs a GPU that torch can see: {self.hint}"
+        return ""
+
+    @property
     def available(self) -> bool:
-        return self.needs is None or importlib.util.find_spec(self.needs) is not None
+        return not self.obstacle
 
 
 BACKENDS = (
-    BackendInfo("cpu", "ultraep.backends.cpu", "numba", "pip install numba"),
-    BackendInfo("reference", "ultraep.backends.reference", None, ""),
+    BackendInfo("triton", "ultraep.backends.triton", "cuda", "triton", "pip install triton"),
+    BackendInfo("cpu", "ultraep.backends.cpu", "cpu", "numba", "pip install numba"),
+    BackendInfo("reference", "ultraep.backends.reference", "cpu", None, ""),
 )
 
 
 def backend_names() -> list[str]:
-    """Names of all backends, the preferred one first."""
+    """Names of all backends."""
     return [info.name for info in BACKENDS]
 
 
 @cache
-def select(name: str | None = None) -> ModuleType:
-    """The backend of that name, or the best one here. An explicit choice never falls back."""
+def backend_for(device: str = "cpu") -> BackendInfo:
+    """The best backend here for tensors of a device type; says so if a better one is missing."""
+    for info in BACKENDS:
+        if info.device not in (device, "cpu"):
+            continue
+        obstacle = info.obstacle
+        if not obstacle:
+            return info
+        logger.warning("backend %r %s; using a slower one", info.name, obstacle)
+    raise AssertionError("the reference backend needs nothing and is always available")
+
+
+@cache
+def select(name: str | None = None, device: str = "cpu") -> ModuleType:
+    """The backend of that name, or the best one for a device. An explicit choice never falls back.
+
+    device: a type of torch devices, where ids or loads are.
+    """
     if name is None:
-        return _best()
+        return importlib.import_module(backend_for(device).module)
     info = next((info for info in BACKENDS if info.name == name), None)
     if info is None:
         raise ConfigError(f"unknown backend {name!r}; known are {', '.join(backend_names())}")
-    if not info.available:
-        raise BackendUnavailable(
-            f"backend {name!r} needs {info.needs}, which is not installed: {info.hint}"
-        )
+    obstacle = info.obstacle
+    if obstacle:
+        raise BackendUnavailable(f"backend {name!r} {obstacle}")
     return importlib.import_module(info.module)
 
 
-def _best() -> ModuleType:
-    for info in BACKENDS:
-        if info.available:
-            return importlib.import_module(info.module)
-        logger.warning("backend %r is not available (%s), using a slower one", info.name, info.hint)
-    raise AssertionError("the reference backend needs nothing and is always available")
+@cache
+def _gpu_usable() -> bool:
+    device = importlib.import_module("ultraep.backends.triton.device")
+    usable: bool = device.usable()
+    return usable

@@ -12,12 +12,13 @@ import typer
 from rich import box
 from rich.table import Table
 
-from ultraep.backends import BACKENDS
+from ultraep.backends import BACKENDS, BackendInfo
 from ultraep.cli import render
 from ultraep.policies import policy_names
 from ultraep.version import __version__
 
 EXAMPLE = "Example: ultraep env --json > env.json"
+DEVICES = {"cpu": "CPU", "cuda": "GPU"}
 PACKAGES = ("numpy", "numba", "torch", "triton", "scipy")
 
 
@@ -44,9 +45,15 @@ def collect() -> dict[str, Any]:
         "packages": {name: _version(name) for name in PACKAGES},
         "torch": _torch(),
         "backends": {info.name: info.available for info in BACKENDS},
-        "backend": next(info.name for info in BACKENDS if info.available),
+        "chosen": {device: _chosen(device) for device in ("cpu", "cuda")},
         "policies": policy_names(),
     }
+
+
+def _chosen(device: str) -> str:
+    """The backend for tensors of a device, without a word in the log about the others."""
+    fitting = (info for info in BACKENDS if info.device in (device, "cpu"))
+    return next(info.name for info in fitting if info.available)
 
 
 def _version(package: str) -> str | None:
@@ -82,7 +89,7 @@ def _table(facts: dict[str, Any]) -> Table:
         grid.add_row(name, version or "not installed")
     grid.add_row("devices", _devices(facts["torch"]))
     for info in BACKENDS:
-        grid.add_row(f"backend {info.name}", _backend(info.available, info.hint, info.name, facts))
+        grid.add_row(f"backend {info.name}", _backend(info, facts["chosen"]))
     grid.add_row("policies", ", ".join(facts["policies"]))
     return grid
 
@@ -96,7 +103,8 @@ def _devices(torch: dict[str, Any]) -> str:
     return f"{kind}: {', '.join(torch['devices']) or 'no device found'}"
 
 
-def _backend(available: bool, hint: str, name: str, facts: dict[str, Any]) -> str:
-    if not available:
-        return f"not available: {hint}"
-    return "available, chosen automatically" if name == facts["backend"] else "available"
+def _backend(info: BackendInfo, chosen: dict[str, str]) -> str:
+    if info.obstacle:
+        return f"not available: {info.obstacle}"
+    devices = [DEVICES[device] for device, name in chosen.items() if name == info.name]
+    return f"available, chosen for {' and '.join(devices)} tensors" if devices else "available"

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from ultraep.arrays import IntArray
-from ultraep.backends import select
+from ultraep.backends import backend_for, select
 from ultraep.bundle import Bundle, resolve
 from ultraep.comm import Communicator
 from ultraep.config import BalanceConfig
@@ -33,7 +33,7 @@ from ultraep.plan import Plan
 from ultraep.plan import plan as make_plan
 from ultraep.policies import get_policy
 from ultraep.replicate import MODES
-from ultraep.reroute import Routes, reroute
+from ultraep.reroute import Routes, reroute, routes_of
 from ultraep.runtime.past import Past
 from ultraep.runtime.replicas import Replicas
 from ultraep.runtime.slots import SlotPool
@@ -44,6 +44,8 @@ from ultraep.version import __version__
 
 if TYPE_CHECKING:
     import torch.distributed as dist
+
+    from ultraep.runtime.control import ControlPlane
 
 HEADER = ("settings", "layer", "step", "kinds", "refused")  # what ranks must agree on
 
@@ -56,6 +58,7 @@ class Gathered:
     versions: IntArray  # [R]
     layer: int
     step: int
+    on_device: torch.Tensor  # [R, E] the loads where the ids are
 
 
 class Balancer:
@@ -97,7 +100,7 @@ class Balancer:
         if relay not in MODES or chunks < 1:
             raise ConfigError(f"want relay of {', '.join(MODES)}, chunks >= 1: {relay!r}, {chunks}")
         get_policy(self.config.policy)
-        self.backend = select(backend)
+        select(backend)
         _warm_up(backend)
         self.relay, self.chunks, self.verify = relay, chunks, verify
         self.pool = SlotPool(slots, in_flight)
@@ -115,6 +118,8 @@ class Balancer:
             undo.pop_all()
         self._settings = _short_digest(settings.encode())
         self._backend_name = backend
+        self._control: ControlPlane | None = None
+        self._known_to_control: Plan | None = None
         self._device = torch.device("cpu")
         self._layers = self._steps = self._changes = 0
         self._past = Past()
@@ -137,34 +142,44 @@ class Balancer:
         bundle: Bundle | None = None,
         inputs: torch.Tensor | None = None,
     ) -> Gathered:
-        """Stage 1: the exact loads of all ranks from the `[T, K]` ids of this one.
+        """Stage 1: the exact loads of all ranks from the `[T, K]` ids of this one; -1: padding.
 
         bundle, inputs: the weights to be copied and the tokens to be sent; ranks compare of which
         kind they are and whether they want gradients.
         """
         with self.timed("loads"):
-            loads_E, refusal = self._count(ids)
+            self._control = self._control_for(ids)
+            loads_E, refused = self._count(ids)
             tensors = resolve(bundle or {})
             self._steps += 1
             kinds = _kinds(tensors, inputs)
             agreed = [self._settings, layer, self._steps, _short_digest(kinds.encode())]
             version = self._version(bundle or {}, tensors)
-            mine = np.concatenate([[*agreed, refusal is not None, version], loads_E])
             self._device = ids.device  # where the group can send from, if it is no CPU group
-            table = self.comm.all_gather(torch.from_numpy(mine).to(self._device)).cpu().numpy()
-            if refusal is not None:
-                raise refusal
+            header = torch.tensor([*agreed, 0, version], device=self._device)
+            header[HEADER.index("refused")] = refused
+            on_device = self.comm.all_gather(torch.cat([header, loads_E.long()]))
+            table = on_device.cpu().numpy()
+            if table[self.rank, HEADER.index("refused")]:
+                self._refuse(ids)
             self._check_header(table, kinds)
-        return Gathered(table[:, len(HEADER) + 1 :], table[:, len(HEADER)], layer, self._steps)
+        start = len(HEADER) + 1
+        return Gathered(
+            table[:, start:], table[:, start - 1], layer, self._steps, on_device[:, start:]
+        )
 
     def plan(self, gathered: Gathered, *, policy: str | None = None) -> Plan:
         """Stage 2: the plan of this step; every rank finds the same."""
         with self.timed("plan"):
             config = self.config if policy is None else replace(self.config, policy=policy)
             past = self._past.before(gathered.layer, gathered.loads.sum(axis=0))
-            plan = make_plan(
-                gathered.loads, self.topology, config, backend=self._backend_name, history=past
-            )
+            if self._control is not None and config == self._control.config:
+                plan = self._control.plan(gathered.on_device).to_host(gathered.loads)
+                self._known_to_control = plan
+            else:
+                plan = make_plan(
+                    gathered.loads, self.topology, config, backend=self._backend_name, history=past
+                )
             if not plan.within_limits:
                 raise SlotError(
                     f"policy {config.policy!r} needs {plan.max_ingress} spare slots on one rank, "
@@ -185,7 +200,14 @@ class Balancer:
     def reroute(self, ids: torch.Tensor, plan: Plan) -> Routes:
         """Stage 4: a slot for every routed row of this rank."""
         with self.timed("reroute"):
-            return reroute(ids, plan, self.rank, backend=self.backend)
+            if self._control is None:
+                return reroute(ids, plan, self.rank, backend=self._backend_name)
+            if self._known_to_control is not plan:
+                self._control.adopt(plan)
+                self._known_to_control = plan
+            order = self._control.reroute(ids.contiguous()).order
+            sent = int(plan.loads[self.rank].sum())
+            return routes_of(plan, self.rank, ids.shape, order[:sent].long())
 
     def roads(self, routes: Routes, gathered: Gathered) -> Roads:
         """The way of stages 5 and 7 between tokens and slots."""
@@ -230,12 +252,41 @@ class Balancer:
         """Count what a stage sent."""
         self._stats.sent(what, nbytes, copies)
 
-    def _count(self, ids: torch.Tensor) -> tuple[IntArray, LoadError | None]:
-        """The loads of this rank; if its ids are no good, none, and the error to raise later."""
+    def _control_for(self, ids: torch.Tensor) -> ControlPlane | None:
+        """The kernels for these ids, if they are on a GPU, or if the user asks for them."""
+        if (self._backend_name or backend_for(ids.device.type).name) != "triton":
+            return None
+        control, rows = self._control, ids.numel()
+        if control is not None and control.device == ids.device and rows <= control.rows:
+            return control
+        from ultraep.runtime.control import POLICIES, ControlPlane  # triton, only where it is used
+
+        config = self.config
+        if config.policy not in POLICIES:
+            config = replace(config, policy="ultraep")
+        rows = 1 << max(rows, 1024).bit_length()
+        self._known_to_control = None
+        return ControlPlane(self.topology, config, rows=rows, rank=self.rank, device=ids.device)
+
+    def _count(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | int]:
+        """The loads of this rank, and whether its ids are no good: an error to raise later.
+
+        On the GPU it also counts if something was wrong since the last step.
+        """
         try:
-            return count_loads(ids, self.topology.experts, backend=self._backend_name), None
-        except LoadError as error:
-            return np.zeros(self.topology.experts, dtype=np.int64), error
+            if self._control is not None:
+                return self._control.count(ids.contiguous()), self._control.faults.any()
+            counts = count_loads(ids, self.topology.experts, backend=self._backend_name)
+            return torch.from_numpy(counts).to(ids.device), 0
+        except LoadError:
+            return torch.zeros(self.topology.experts, dtype=torch.int64, device=ids.device), 1
+
+    def _refuse(self, ids: torch.Tensor) -> None:
+        """Raise the error that `_count` has kept."""
+        if self._control is not None:
+            self._control.check()
+            self._control.count(ids.contiguous())
+        count_loads(ids, self.topology.experts, backend=self._backend_name)
 
     def _version(self, bundle: Bundle, tensors: dict[str, torch.Tensor]) -> int:
         """Changes with the weights. What functions return may be new at every step."""
@@ -269,7 +320,7 @@ def _warm_up(backend: str | None) -> None:
     topology, ids = Topology(ranks=2, experts=2), torch.zeros(2, 1, dtype=torch.int64)
     loads = [count_loads(ids, topology.experts, backend=backend)] * topology.ranks
     plan = make_plan(loads, topology, BalanceConfig(tolerance=0.1), backend=backend)
-    reroute(ids, plan, 0, backend=select(backend))
+    reroute(ids, plan, 0, backend=backend)
 
 
 def _connect(

@@ -7,4 +7,6 @@ from ultraep.backends.cpu.reroute import reroute
 from ultraep.backends.cpu.split import split
 from ultraep.backends.cpu.tally import tally
 
-__all__ = ["count", "lower_bound", "place", "reroute", "split", "tally"]
+__all__ = ["DEVICE", "count", "lower_bound", "place", "reroute", "split", "tally"]
+
+DEVICE = "cpu"

@@ -5,6 +5,7 @@ import math
 import numpy as np
 from numba import njit
 
+from ultraep.arrays import PADDING
 from ultraep.backends.cpu.count import count
 
 
@@ -20,7 +21,7 @@ def stride(length):
 def reroute(
     ids_N, loads_E, home_slot_of_expert, expert_of_copy, slot_of_copy, rows_of_copy, num_slots
 ):
-    """[N] the rows in the order of their slots, and [S] the rows of every slot."""
+    """[M] the rows in the order of sending, and [S] the rows of every slot."""
     length, unknown = count(ids_N, len(home_slot_of_expert))
     if unknown or not np.array_equal(length, loads_E):
         return None
@@ -30,38 +31,39 @@ def reroute(
     for copy in range(len(expert_of_copy)):
         rows_of_slot[slot_of_copy[copy]] = rows_of_copy[copy]
         rows_of_slot[home_slot_of_expert[expert_of_copy[copy]]] -= rows_of_copy[copy]
-    next_row = np.cumsum(rows_of_slot) - rows_of_slot
+    first_of_slot = np.cumsum(rows_of_slot) - rows_of_slot
     by_expert, first = sort_by_expert(ids_N, length)
-    order_N = np.empty(len(ids_N), np.int64)
+    order_M = np.empty(len(by_expert), np.int64)
     copy = 0
     for expert in range(len(length)):
         rows = by_expert[first[expert] : first[expert + 1]]
         home, begin = home_slot_of_expert[expert], copy
         while copy < len(expert_of_copy) and expert_of_copy[copy] == expert:
             copy += 1
-        if begin == copy:
-            order_N[next_row[home] : next_row[home] + len(rows)] = rows
+        if rows_of_slot[home] == len(rows):
+            order_M[first_of_slot[home] : first_of_slot[home] + len(rows)] = rows
         else:
-            deal_out(rows, home, slot_of_copy[begin:copy], rows_of_slot, next_row, order_N)
-    return order_N, rows_of_slot
+            deal_out(rows, home, slot_of_copy[begin:copy], rows_of_slot, first_of_slot, order_M)
+    return order_M, rows_of_slot
 
 
 @njit(cache=True)
 def sort_by_expert(ids_N, length):
-    """[N] rows by expert, then by token, and [E + 1] where each expert begins."""
+    """[M] rows by expert, then by token, and [E + 1] where each expert begins."""
     first = np.zeros(len(length) + 1, np.int64)
     first[1:] = np.cumsum(length)
     next_row = first[:-1].copy()
-    rows_N = np.empty(len(ids_N), np.int64)
+    rows_M = np.empty(first[-1], np.int64)
     for row in range(len(ids_N)):
         expert = ids_N[row]
-        rows_N[next_row[expert]] = row
-        next_row[expert] += 1
-    return rows_N, first
+        if expert != PADDING:
+            rows_M[next_row[expert]] = row
+            next_row[expert] += 1
+    return rows_M, first
 
 
 @njit(cache=True)
-def deal_out(rows, home, copies, rows_of_slot, next_row, order_N):
+def deal_out(rows, home, copies, rows_of_slot, first_of_slot, order_M):
     """The rows of one expert to its home and its copies, by their places on the line."""
     place, step = 0, stride(len(rows))
     for row in rows:
@@ -70,8 +72,7 @@ def deal_out(rows, home, copies, rows_of_slot, next_row, order_N):
             rest -= rows_of_slot[slot]
             slot = copies[copy]
             copy += 1
-        order_N[next_row[slot]] = row
-        next_row[slot] += 1
+        order_M[first_of_slot[slot] + rest] = row
         place += step
         if place >= len(rows):
             place -= len(rows)

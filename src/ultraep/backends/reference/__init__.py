@@ -7,4 +7,6 @@ from ultraep.backends.reference.reroute import reroute
 from ultraep.backends.reference.split import split
 from ultraep.backends.reference.tally import tally
 
-__all__ = ["count", "lower_bound", "place", "reroute", "split", "tally"]
+__all__ = ["DEVICE", "count", "lower_bound", "place", "reroute", "split", "tally"]
+
+DEVICE = "cpu"

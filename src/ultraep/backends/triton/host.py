@@ -1,0 +1,201 @@
+"""What every backend offers, by the kernels: arrays in, arrays out. See `backends/__init__.py`.
+
+Shapes: N routed rows, R ranks, E experts, C copies, S slots of all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from types import SimpleNamespace
+from typing import Any, TypeVar, cast
+
+import numpy as np
+import torch
+
+from ultraep.arrays import IntArray
+from ultraep.backends.triton.counter import Counter
+from ultraep.backends.triton.device import default_device, launching
+from ultraep.backends.triton.kernels.attempts import MOST
+from ultraep.backends.triton.planner import Planner
+from ultraep.backends.triton.rerouter import Planned, Rerouter
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def _launching(function: Function) -> Function:
+    @wraps(function)
+    def launched(*args: Any) -> Any:
+        with launching(default_device()):
+            return function(*args)
+
+    return cast(Function, launched)
+
+
+@_launching
+def count(ids_N: IntArray | torch.Tensor, experts: int) -> tuple[IntArray, int]:
+    """[E] rows of every expert, and the number of ids out of range."""
+    ids = _on_device(ids_N)
+    counter = Counter(experts, ids.numel(), ids.device)
+    counter.count(ids)
+    return _on_host(counter.totals[:experts]), int(counter.unknown)
+
+
+@_launching
+def place(
+    expert_loads: IntArray,
+    experts_by_rank: IntArray,
+    first_of_rank: IntArray,
+    domain: int,
+    slots: int,
+    tolerance_parts: int,
+    min_tokens: int,
+    max_replicas: int,
+) -> IntArray:
+    """[C, 3] expert, host rank and quota of every copy, ordered by expert, then host."""
+    limits = (tolerance_parts, min_tokens, max_replicas)
+    planner = _planner(expert_loads, experts_by_rank, first_of_rank, domain, slots, *limits)
+    planner.place()
+    experts, quotas = _on_host(planner.found)
+    held = np.flatnonzero(experts != MOST.value)
+    copies = np.stack([experts[held], held // max(1, slots), quotas[held]], axis=1)
+    return copies[np.lexsort((copies[:, 1], copies[:, 0]))]
+
+
+@_launching
+def lower_bound(
+    expert_loads: IntArray,
+    experts_by_rank: IntArray,
+    first_of_rank: IntArray,
+    domain: int,
+    slots: int,
+    max_replicas: int,
+) -> int:
+    """Tokens on the fullest rank that no plan can go below."""
+    planner = _planner(
+        expert_loads, experts_by_rank, first_of_rank, domain, slots, 0, 1, max_replicas
+    )
+    return int(planner.bounds().max())
+
+
+@_launching
+def split(
+    loads_RE: IntArray, home_of_expert: IntArray, copies_C3: IntArray, locality: bool
+) -> IntArray:
+    """[C, R] tokens of every source rank served by each copy (expert, host, quota)."""
+    ranks = len(loads_RE)
+    hosts = copies_C3[:, 1]
+    slots = int(np.bincount(hosts, minlength=1).max())
+    order = np.argsort(home_of_expert, kind="stable")
+    first = np.searchsorted(home_of_expert[order], np.arange(ranks + 1))
+    planner = Planner(order, first, ranks, slots, 0, 1, ranks * slots, locality, default_device())
+    # The copies of one host, in any order, in its spare slots.
+    by_host = np.argsort(hosts, kind="stable")
+    index = np.arange(len(hosts)) - np.searchsorted(hosts[by_host], hosts[by_host])
+    found = np.full((2, ranks * slots), MOST.value)
+    found[:, hosts[by_host] * slots + index] = copies_C3[by_host][:, [0, 2]].T
+    loads = _on_device(loads_RE)
+    if slots:
+        planner.sum(loads)
+        planner.found.copy_(_on_device(found))
+        planner.lay_out(loads)
+    return _on_host(planner.split)[: len(copies_C3)]
+
+
+@_launching
+def reroute(
+    ids_N: IntArray | torch.Tensor,
+    loads_E: IntArray,
+    home_slot_of_expert: IntArray,
+    expert_of_copy: IntArray,
+    slot_of_copy: IntArray,
+    rows_of_copy: IntArray,
+    num_slots: int,
+) -> tuple[IntArray, IntArray] | tuple[torch.Tensor, torch.Tensor] | None:
+    """[M] the rows in the order of sending, and [S] the rows of every slot."""
+    ids, loads = _on_device(ids_N), _on_device(loads_E)[None]
+    copies = max(1, len(expert_of_copy))
+    padded = np.full((copies, 3), -1)
+    padded[: len(expert_of_copy), 0] = expert_of_copy
+    slots, rows = np.zeros(copies, np.int64), np.zeros(copies, np.int64)
+    slots[: len(slot_of_copy)], rows[: len(rows_of_copy)] = slot_of_copy, rows_of_copy
+    numbers = SimpleNamespace(
+        experts=len(loads_E),
+        ranks=1,
+        num_slots=num_slots,
+        max_fanout=copies,
+        replicas=_numbers(padded),
+        slot_of_copy=_numbers(slots),
+        split=_numbers(rows),
+        num_replicas=_numbers(np.array([len(expert_of_copy)])),
+        home_slot_of_expert=_numbers(home_slot_of_expert),
+        first_slot_of_rank=_numbers(np.array([0, num_slots])),
+    )
+    counter = Counter(len(loads_E), ids.numel(), ids.device)
+    rerouter = Rerouter(cast(Planned, numbers), counter)
+    order = torch.empty(ids.numel(), dtype=torch.int64, device=ids.device)
+    counter.count(ids)
+    rerouter.lines(loads, 0)
+    rerouter.assign(ids, torch.empty_like(order), order, torch.empty_like(order))
+    if int(counter.unknown) or int(rerouter.unlike):
+        return None
+    order, rows_of_slot = order[: int(loads.sum())], rerouter.rows_of_slot.long()
+    if isinstance(ids_N, torch.Tensor):
+        return order, rows_of_slot
+    return _on_host(order), _on_host(rows_of_slot)
+
+
+def tally(
+    expert_loads: IntArray, home_of_expert: IntArray, copies_C3: IntArray, ranks: int
+) -> tuple[IntArray, IntArray]:
+    """[R] tokens served by every rank, and [C] the spare slot of every copy."""
+    experts, hosts, quotas = _on_device(copies_C3).T
+    homes = _on_device(home_of_expert)
+    rank_loads = torch.zeros(ranks, dtype=torch.int64, device=homes.device)
+    rank_loads.index_add_(0, homes, _on_device(expert_loads))
+    rank_loads.index_add_(0, homes[experts], -quotas)
+    rank_loads.index_add_(0, hosts, quotas)
+    by_host = torch.sort(hosts, stable=True)
+    first = torch.searchsorted(by_host.values, by_host.values)
+    slots = torch.empty_like(hosts)
+    slots[by_host.indices] = torch.arange(len(hosts), device=hosts.device) - first
+    return _on_host(rank_loads), _on_host(slots)
+
+
+def _planner(
+    expert_loads: IntArray,
+    experts_by_rank: IntArray,
+    first_of_rank: IntArray,
+    domain: int,
+    slots: int,
+    *limits: int,
+) -> Planner:
+    """A planner that knows the tokens of every expert."""
+    parts, least, most = limits
+    planner = Planner(
+        experts_by_rank,
+        first_of_rank,
+        domain,
+        slots,
+        parts,
+        least,
+        most,
+        locality=False,
+        device=default_device(),
+    )
+    planner.sum(_on_device(expert_loads)[None])
+    return planner
+
+
+def _on_device(values: IntArray | torch.Tensor) -> torch.Tensor:
+    if isinstance(values, torch.Tensor):
+        return values.contiguous()
+    return torch.from_numpy(np.array(values, dtype=np.int64)).to(default_device())
+
+
+def _numbers(array: IntArray) -> torch.Tensor:
+    return _on_device(array).to(torch.int32)
+
+
+def _on_host(tensor: torch.Tensor) -> IntArray:
+    return tensor.cpu().numpy().astype(np.int64)

@@ -1,0 +1,226 @@
+"""Twins of `alias` and `window` in `reference/place.py`: one domain, one program, in registers.
+
+The ranks of the domain stand in columns, their home experts in rows: `home_HG` are the tokens still
+at home (-1 where a rank has no such expert) and `load_G` the tokens of every rank. A reduction over
+experts then stays inside a thread, and one over ranks is one instruction of a warp.
+
+Every copy is noted at its host: `hosted` is [2, ranks * slots], first the place of its expert among
+the homes (row * G + column; -1: the slot stays free), then its quota. The answer is the loads in
+the end and the number of copies.
+"""
+
+import triton
+import triton.language as tl
+
+MOST = tl.constexpr(2**31 - 1)
+MOST_LONG = tl.constexpr(2**63 - 1)
+
+
+@triton.jit
+def free_all(hosted, held, HELD: tl.constexpr):
+    """Forget the copies of an earlier attempt; `held` slots are all that there are."""
+    slot = tl.arange(0, HELD)
+    tl.debug_barrier()
+    tl.store(hosted + slot, slot * 0 - 1, mask=slot < held)
+    tl.debug_barrier()
+
+
+@triton.jit
+def alias(
+    load_G,
+    home_HG,
+    hosted,
+    threshold,
+    ranks,
+    slots,
+    min_tokens,
+    limit,
+    H: tl.constexpr,
+    G: tl.constexpr,
+    HELD: tl.constexpr,
+    ONE_SLOT: tl.constexpr,
+    PACKED: tl.constexpr,
+    ONE_WARP: tl.constexpr,
+):
+    """The emptiest rank takes from the fullest, exactly what it lacks.
+
+    With `PACKED`, tokens and ranks share a number, and one reduction finds both; see `fits_packed`.
+    """
+    rank = tl.arange(0, G)
+    row = tl.arange(0, H)[:, None]
+    free_all(hosted, ranks * slots, HELD)
+    free_G = tl.where(rank < ranks, slots, 0)
+    made = 0
+    going = limit > 0
+    while going:
+        heat_G = tl.max(home_HG, 0)
+        hot_G = tl.min(tl.where(home_HG == heat_G[None, :], row, H), 0)
+        room_G = tl.where(free_G > 0, threshold - load_G, -1)
+        host, donor, quota = choose(room_G, load_G, heat_G, threshold, G, PACKED, ONE_WARP)
+        going = quota >= min_tokens
+        donor = tl.where(going, donor, G)  # nobody
+        host = tl.where(going, host, G)
+        slot = host
+        if not ONE_SLOT:
+            used = slots - tl.max(tl.where(rank == host, free_G, 0), 0)
+            slot = host * slots + used
+        tl.store(hosted + slot + rank * 0, hot_G * G + rank, mask=rank == donor)
+        tl.store(hosted + ranks * slots + slot, quota, mask=going)
+        hit_HG = (row == hot_G[None, :]) & (rank == donor)[None, :]
+        home_HG -= tl.where(hit_HG, quota, 0)
+        load_G += tl.where(rank == host, quota, 0) - tl.where(rank == donor, quota, 0)
+        free_G -= tl.where(rank == host, 1, 0)
+        made += going.to(tl.int32)
+        going = going & (made < limit)
+    return load_G, made
+
+
+@triton.jit
+def choose(
+    room_G, load_G, heat_G, threshold, G: tl.constexpr, PACKED: tl.constexpr, ONE_WARP: tl.constexpr
+):
+    """The emptiest rank, who gives to it, and how much."""
+    over_G = load_G > threshold
+    if PACKED and not ONE_WARP:
+        # Warps wait for each other in every reduction. The fullest rank of all, with its heat, is
+        # found in the same one as the emptiest, and is the donor unless its heat is too small.
+        need, host, fullest, donor, heat = both_ends(
+            room_G, tl.where(over_G, load_G, -1), heat_G, G
+        )
+        if heat < need:
+            enough_G = over_G & (heat_G >= need)
+            fullest, donor = largest(tl.where(enough_G, load_G, -1), G, PACKED)
+    else:
+        need, host = largest(room_G, G, PACKED)
+        enough_G = over_G & (heat_G >= need)
+        fullest, donor = largest(tl.where(enough_G, load_G, -1), G, PACKED)
+    quota = need
+    if fullest < 0:
+        heat = tl.max(tl.where(over_G, heat_G, -1), 0)
+        fullest, donor = largest(tl.where(over_G & (heat_G == heat), load_G, -1), G, PACKED)
+        quota = tl.minimum(need, heat)
+    return host, donor, quota
+
+
+@triton.jit
+def largest(value_G, G: tl.constexpr, PACKED: tl.constexpr):
+    """The largest value, and the first rank that has it."""
+    rank = tl.arange(0, G)
+    if PACKED:
+        return unpack(tl.max(value_G * G + (G - 1 - rank), 0), G)
+    else:  # noqa: RET505 - both are compiled where this is not an else
+        value = tl.max(value_G, 0)
+        return value, tl.min(tl.where(value_G == value, rank, G), 0)
+
+
+@triton.jit
+def both_ends(room_G, load_G, heat_G, G: tl.constexpr):
+    """The largest room and load with their first ranks, and the heat of the latter."""
+    rank = tl.arange(0, G)
+    room_G = room_G * G + (G - 1 - rank)
+    load_G = load_G * G + (G - 1 - rank)
+    room, load, heat = tl.reduce((room_G, load_G, heat_G), 0, further)
+    need, host = unpack(room, G)
+    fullest, donor = unpack(load, G)
+    return need, host, fullest, donor, heat
+
+
+@triton.jit
+def further(room, load, heat, other_room, other_load, other_heat):
+    fuller = other_load > load
+    room = tl.maximum(room, other_room)
+    return room, tl.where(fuller, other_load, load), tl.where(fuller, other_heat, heat)
+
+
+@triton.jit
+def unpack(key, G: tl.constexpr):
+    last = key & (G - 1)
+    return (key - last) // G, G - 1 - last
+
+
+@triton.jit
+def fits_packed(load_G, threshold, G: tl.constexpr):
+    """Whether tokens times ranks fit into 32 bits."""
+    return tl.maximum(tl.max(load_G, 0), threshold) < (1 << 31) // G - 1
+
+
+@triton.jit
+def window(
+    load_G,
+    home_HG,
+    hosted,
+    threshold,
+    ranks,
+    slots,
+    min_tokens,
+    limit,
+    H: tl.constexpr,
+    G: tl.constexpr,
+    HELD: tl.constexpr,
+):
+    """Every donor gives its surplus to as few hosts as possible, and to the tightest such."""
+    rank = tl.arange(0, G)
+    row = tl.arange(0, H)[:, None]
+    free_all(hosted, ranks * slots, HELD)
+    free_G = tl.where(rank < ranks, slots, 0)
+    made = 0
+    going = tl.max(load_G, 0) > threshold
+    while going:
+        over_G = load_G > threshold
+        least = tl.min(tl.where(over_G, load_G, MOST), 0)
+        donor = tl.min(tl.where(over_G & (load_G == least), rank, G), 0)
+        heat_G = tl.max(home_HG, 0)
+        hot_G = tl.min(tl.where(home_HG == heat_G[None, :], row, H), 0)
+        heat = tl.max(tl.where(rank == donor, heat_G, -1), 0)
+        hot = tl.max(tl.where(rank == donor, hot_G, -1), 0)
+        surplus = tl.minimum(least - threshold, heat)
+        room_G = tl.where((free_G > 0) & (threshold - load_G >= min_tokens), threshold - load_G, 0)
+        # Unique, and in the order of the line of hosts: the roomiest first, then the lower rank.
+        key_G = (room_G.to(tl.int64) << 32) | (G - rank)
+        wanted, kept, first, last = tightest(room_G, key_G, surplus, limit - made, G)
+        host_G = (key_G <= first) & (key_G >= last)
+        # All but the last one are filled up.
+        final = tl.where(kept == wanted, last, -1)
+        filled = tl.sum(tl.where(host_G & (key_G != final), room_G, 0), 0)
+        rest = tl.minimum((last >> 32).to(tl.int32), tl.maximum(surplus - filled, min_tokens))
+        # The last one may ask for more than is left at home: then it, and all after it, is off.
+        whole = (kept == wanted) & (heat - filled >= rest)
+        host_G = host_G & (key_G != tl.where(whole, -1, final))
+        quota_G = tl.where(host_G, tl.where(key_G == final, rest, room_G), 0)
+        slot_G = rank * slots + slots - free_G
+        tl.store(hosted + slot_G, hot * G + donor + rank * 0, mask=host_G)
+        tl.store(hosted + ranks * slots + slot_G, quota_G, mask=host_G)
+        given = tl.sum(quota_G, 0)
+        home_HG -= tl.where((row == hot) & (rank == donor)[None, :], given, 0)
+        load_G += quota_G - tl.where(rank == donor, given, 0)
+        free_G -= host_G.to(tl.int32)
+        made += tl.sum(host_G.to(tl.int32), 0)
+        going = whole & (tl.max(load_G, 0) > threshold)
+    return load_G, made
+
+
+@triton.jit
+def tightest(room_G, key_G, surplus, allowed, G: tl.constexpr):
+    """The last run of as few neighbours as possible that hold the surplus.
+
+    How many that are, how many of them are allowed, and the keys of the first and last allowed one.
+    None are allowed if there is no such run.
+    """
+    place = tl.arange(0, G)
+    wanted = 1
+    kept = tl.minimum(allowed, 1)
+    first = tl.min(tl.where(room_G >= surplus, key_G, MOST_LONG), 0)
+    last = first
+    if tl.max(room_G, 0) < surplus:
+        line_G = tl.sort(key_G, 0, descending=True)
+        rooms_G = line_G >> 32
+        end_G = tl.cumsum(rooms_G, 0)
+        wanted = tl.sum((end_G < surplus).to(tl.int32), 0) + 1
+        hosts = tl.sum((rooms_G > 0).to(tl.int32), 0)
+        reach_G = tl.gather(end_G, tl.minimum(place + wanted - 1, G - 1), 0)
+        holds_G = (reach_G - end_G + rooms_G >= surplus) & (place + wanted <= hosts)
+        start = tl.sum(holds_G.to(tl.int32), 0) - 1
+        kept = tl.where(start >= 0, tl.minimum(allowed, wanted), 0)
+        first = tl.max(tl.where(place == start, line_G, -1), 0)
+        last = tl.max(tl.where(place == start + kept - 1, line_G, -1), 0)
+    return wanted, kept, tl.where(kept > 0, first, -1), last

@@ -1,0 +1,69 @@
+"""Twin of `reference/count.py`: rows of every expert, and where the rows of every tile begin.
+
+Rows are cut into tiles. `offsets` says for every tile and expert how many rows of that expert stand
+in earlier tiles: with it, `reroute` numbers the rows of an expert without looking at other tiles,
+whatever the order in which programs run. A row without an expert (padding, or an id out of range)
+is counted in one bin more, behind the last expert.
+
+Shapes: N rows, E experts, B rows of a tile.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def bin_of(id_B, there_B, experts):
+    """[B] the expert of every row; `experts`: none. And which ids are out of range."""
+    id_B = id_B.to(tl.int64)  # an unsigned 255 is not -1
+    known_B = (id_B >= 0) & (id_B < experts)
+    unknown_B = there_B & (known_B == 0) & (id_B != -1)
+    return tl.where(there_B & known_B, id_B, experts).to(tl.int32), unknown_B
+
+
+@triton.jit(do_not_specialize=["rows", "experts"])
+def tile_counts(ids, counts, faults, rows, experts, B: tl.constexpr, E: tl.constexpr):
+    """Program t: [E + 1] rows of every bin in tile t."""
+    tile = tl.program_id(0)
+    counts += tile.to(tl.int64) * (experts + 1)
+    expert = tl.arange(0, E)
+    tl.store(counts + expert, expert * 0, mask=expert <= experts)
+    row = tile * B + tl.arange(0, B)
+    there_B = row < rows
+    bin_B, unknown_B = bin_of(tl.load(ids + row, mask=there_B, other=-1), there_B, experts)
+    tl.debug_barrier()
+    tl.atomic_add(counts + bin_B, 1, mask=there_B, sem="relaxed")
+    unknown = tl.sum(unknown_B.to(tl.int32), 0)
+    tl.atomic_add(faults, unknown, mask=unknown > 0, sem="relaxed")
+
+
+@triton.jit(do_not_specialize=["rows", "experts", "stride"])
+def tile_counts_of_map(
+    routing_map, counts, rows, experts, stride, B: tl.constexpr, E: tl.constexpr
+):
+    """Program (t, e): the same for a map `[N, E]` of tokens and experts."""
+    tile = tl.program_id(0)
+    token = tile * B + tl.arange(0, B)
+    expert = tl.program_id(1) * E + tl.arange(0, E)
+    at = routing_map + token[:, None].to(tl.int64) * stride + expert[None, :]
+    mask = (token < rows)[:, None] & (expert < experts)[None, :]
+    chosen_BE = (tl.load(at, mask=mask, other=0) != 0).to(tl.int32)
+    at = counts + tile.to(tl.int64) * (experts + 1) + expert
+    # Nothing is without an expert here: the last bin is empty.
+    tl.store(at, tl.sum(chosen_BE, 0), mask=expert <= experts)
+
+
+@triton.jit(do_not_specialize=["tiles", "bins"])
+def tile_offsets(counts, totals, tiles, bins, T: tl.constexpr, E: tl.constexpr):
+    """Counts of tiles become counts of all earlier tiles, in place; and [E + 1] the totals."""
+    expert = tl.program_id(0) * E + tl.arange(0, E)
+    known = expert < bins
+    total_E = tl.zeros((E,), tl.int32)
+    for begin in range(0, tiles, T):
+        tile = begin + tl.arange(0, T)
+        at = counts + tile[:, None].to(tl.int64) * bins + expert[None, :]
+        mask = (tile < tiles)[:, None] & known[None, :]
+        count_TE = tl.load(at, mask=mask, other=0)
+        tl.store(at, total_E[None, :] + tl.cumsum(count_TE, 0) - count_TE, mask=mask)
+        total_E += tl.sum(count_TE, 0)
+    tl.store(totals + expert, total_E, mask=known)

@@ -1,0 +1,302 @@
+"""Twin of `reference/place.py`: every domain is solved by one program, against one threshold.
+
+    sum_loads    tokens of every expert over all source ranks, laid out by homes
+    first_try    the two members, side by side, at the threshold
+    search       the better of the two; if none meets the threshold, the least one that can be met
+
+Shapes: R ranks, E experts, D domains of `ranks` ranks, H experts and G ranks padded to powers of
+two, HELD spare slots of a domain, padded likewise. Numbers are 32-bit, but for sums of many.
+"""
+
+import triton
+import triton.language as tl
+
+from ultraep.backends.triton.kernels.attempts import MOST, alias, fits_packed, window
+from ultraep.backends.triton.kernels.bound import bound
+
+BUFFERS = tl.constexpr(3)  # of attempts: the best one, and two to try again
+# What is known of every domain: the threshold, whether it is above the mean, then the peaks and the
+# numbers of copies of the first attempts.
+FACTS = tl.constexpr(6)
+
+
+@triton.jit(do_not_specialize=["ranks", "experts", "stride"])
+def sum_loads(
+    loads,
+    place_of_expert,
+    expert_loads,
+    home,
+    faults,
+    ranks,
+    experts,
+    stride,
+    BR: tl.constexpr,
+    BE: tl.constexpr,
+):
+    """[E] tokens of every expert, and [D, H, G] the same by homes; -1 where there is no expert.
+
+    Counts loads that are negative, or add up to too many.
+    """
+    expert = tl.program_id(0) * BE + tl.arange(0, BE)
+    known = expert < experts
+    place_E = tl.load(place_of_expert + expert, mask=known, other=0)
+    total_E = tl.zeros((BE,), tl.int64)
+    bad_E = tl.zeros((BE,), tl.int32)
+    for begin in range(0, ranks, BR):
+        rank = begin + tl.arange(0, BR)
+        at = loads + rank[:, None].to(tl.int64) * stride + expert[None, :]
+        mask = (rank < ranks)[:, None] & known[None, :]
+        tokens = tl.load(at, mask=mask, other=0).to(tl.int64)
+        bad_E += tl.sum((tokens < 0).to(tl.int32), 0)
+        total_E += tl.sum(tokens, 0)
+    bad = tl.sum(bad_E + (total_E > MOST).to(tl.int32), 0)
+    tl.atomic_add(faults, bad, mask=bad > 0, sem="relaxed")
+    total_E = tl.minimum(tl.maximum(total_E, 0), MOST).to(tl.int32)
+    tl.store(expert_loads + expert, total_E, mask=known)
+    tl.store(home + place_E, total_E, mask=known)
+
+
+@triton.jit
+def load_domain(home, domain, H: tl.constexpr, G: tl.constexpr):
+    """[H, G] tokens of the home experts of every rank; -1: there is none."""
+    row = tl.arange(0, H)[:, None]
+    column = tl.arange(0, G)[None, :]
+    return tl.load(home + (domain * H + row) * G + column)
+
+
+@triton.jit
+def rank_loads_of(home_HG):
+    """[G] tokens of every rank, with all of them at home."""
+    return tl.sum(tl.maximum(home_HG, 0), 0)
+
+
+@triton.jit
+def mean_of(load_G, ranks):
+    """The mean load of a rank, rounded up."""
+    return ((tl.sum(load_G.to(tl.int64), 0) + ranks - 1) // ranks).to(tl.int32)
+
+
+@triton.jit
+def shared_threshold(home, domains, ranks, parts, H: tl.constexpr, G: tl.constexpr):
+    """What no rank shall exceed: the heaviest domain's mean, rounded up, and the tolerance."""
+    most = tl.zeros((), tl.int64)
+    for domain in range(domains):
+        load_G = rank_loads_of(load_domain(home, domain, H, G))
+        most = tl.maximum(most, tl.sum(load_G.to(tl.int64), 0))
+    mean = (most + ranks - 1) // ranks
+    allowed = most * (1000000 + parts) // (ranks.to(tl.int64) * 1000000)
+    # More than all tokens is never exceeded either, and needs more than 32 bits.
+    return tl.minimum(tl.maximum(mean, allowed), MOST).to(tl.int32)
+
+
+# The layout of a tile follows its first load. Where that may be wide, the experts of a rank end up
+# in several threads; where the address is not known to be aligned, they stay in one.
+@triton.jit(
+    do_not_specialize=["domains", "ranks", "slots", "parts", "min_tokens", "limit"],
+    do_not_specialize_on_alignment=["home"],
+)
+def first_try(
+    home,
+    hosted,
+    rank_loads,
+    facts,
+    domains,
+    ranks,
+    slots,
+    parts,
+    min_tokens,
+    limit,
+    H: tl.constexpr,
+    G: tl.constexpr,
+    HELD: tl.constexpr,
+    ONE_SLOT: tl.constexpr,
+    ONE_WARP: tl.constexpr,
+):
+    """Program (d, b): the attempt of member b at domain d, into buffer b."""
+    domain = tl.program_id(0)
+    member = tl.program_id(1)
+    home_HG = load_domain(home, domain, H, G)
+    load_G = rank_loads_of(home_HG)
+    threshold = shared_threshold(home, domains, ranks, parts, H, G)
+    slack = threshold > mean_of(load_G, ranks)
+    known = facts + domain * FACTS
+    hosted += (domain * BUFFERS + member) * 2 * ranks * slots
+    made = 0
+    if member == 0:
+        tl.store(known, threshold)
+        tl.store(known + 1, slack.to(tl.int32))
+        if fits_packed(load_G, threshold, G):
+            load_G, made = alias(
+                load_G, home_HG, hosted, threshold, ranks, slots, min_tokens, limit,
+                H, G, HELD, ONE_SLOT, True, ONE_WARP
+            )  # fmt: skip
+        else:
+            load_G, made = alias(
+                load_G, home_HG, hosted, threshold, ranks, slots, min_tokens, limit,
+                H, G, HELD, ONE_SLOT, False, ONE_WARP
+            )  # fmt: skip
+    elif slack:
+        load_G, made = window(
+            load_G, home_HG, hosted, threshold, ranks, slots, min_tokens, limit, H, G, HELD
+        )
+    rank = tl.arange(0, G)
+    tl.store(rank_loads + (domain * BUFFERS + member) * ranks + rank, load_G, mask=rank < ranks)
+    tl.store(known + 2 + member, tl.max(load_G, 0))
+    tl.store(known + 4 + member, made)
+
+
+@triton.jit
+def better(peak, made, other_peak, other_made, threshold):
+    """Whether the other attempt is: a lower peak above the threshold, or no more copies."""
+    floor = tl.maximum(peak, threshold)
+    other_floor = tl.maximum(other_peak, threshold)
+    return (other_floor < floor) | ((other_floor == floor) & (other_made <= made))
+
+
+@triton.jit(
+    do_not_specialize=["ranks", "slots", "min_tokens", "limit"],
+    do_not_specialize_on_alignment=["home"],
+)
+def search(
+    home,
+    expert_of_place,
+    first_slot_of_rank,
+    hosted,
+    rank_loads,
+    facts,
+    scratch,
+    found,
+    planned_loads,
+    expert_of_slot,
+    ranks,
+    slots,
+    min_tokens,
+    limit,
+    FIRST: tl.constexpr,
+    H: tl.constexpr,
+    G: tl.constexpr,
+    HELD: tl.constexpr,
+    ONE_SLOT: tl.constexpr,
+    ONE_WARP: tl.constexpr,
+    STEP: tl.constexpr,
+):
+    """Program d: the best attempt at domain d. With `FIRST`, it makes the first one itself.
+
+    found: [2, R * slots] the expert of every spare slot (`MOST`: none), and its quota.
+    """
+    domain = tl.program_id(0)
+    held = ranks * slots
+    hosted += domain * BUFFERS * 2 * held
+    rank_loads += domain * BUFFERS * ranks
+    rank = tl.arange(0, G)
+    best = 0
+    if FIRST:  # there is one domain, and no tolerance
+        home_HG = load_domain(home, domain, H, G)
+        load_G = rank_loads_of(home_HG)
+        threshold = mean_of(load_G, ranks)
+        if fits_packed(load_G, threshold, G):
+            load_G, made = alias(
+                load_G, home_HG, hosted, threshold, ranks, slots, min_tokens, limit,
+                H, G, HELD, ONE_SLOT, True, ONE_WARP
+            )  # fmt: skip
+        else:
+            load_G, made = alias(
+                load_G, home_HG, hosted, threshold, ranks, slots, min_tokens, limit,
+                H, G, HELD, ONE_SLOT, False, ONE_WARP
+            )  # fmt: skip
+        peak = tl.max(load_G, 0)
+        tl.store(rank_loads + rank, load_G, mask=rank < ranks)
+    else:
+        known = facts + domain * FACTS
+        threshold = tl.load(known)
+        peak = tl.load(known + 2)
+        made = tl.load(known + 4)
+        if tl.load(known + 1) != 0:
+            other_peak = tl.load(known + 3)
+            other_made = tl.load(known + 5)
+            other = better(peak, made, other_peak, other_made, threshold)
+            best = tl.where(other, 1, best)
+            peak = tl.where(other, other_peak, peak)
+            made = tl.where(other, other_made, made)
+    if peak > threshold:
+        best = least_that_is_met(
+            home, hosted, rank_loads, scratch, domain, best, peak, threshold,
+            ranks, slots, min_tokens, limit, H, G, HELD, ONE_SLOT, STEP
+        )  # fmt: skip
+    tl.debug_barrier()
+    load_G = tl.load(rank_loads + best * ranks + rank, mask=rank < ranks)
+    tl.store(planned_loads + domain * ranks + rank, load_G, mask=rank < ranks)
+    slot = tl.arange(0, HELD)
+    there = slot < held
+    place = tl.load(hosted + best * 2 * held + slot, mask=there, other=-1)
+    quota = tl.load(hosted + (best * 2 + 1) * held + slot, mask=there & (place >= 0), other=0)
+    expert = tl.load(expert_of_place + domain * H * G + place, mask=place >= 0, other=MOST)
+    tl.store(found + domain * held + slot, expert, mask=there)
+    tl.store(found + (tl.num_programs(0) + domain) * held + slot, quota, mask=there)
+    # No slot holds an expert until `split` says so.
+    slots = tl.maximum(slots, 1)
+    end = tl.load(first_slot_of_rank + domain * ranks + slot // slots + 1, mask=there, other=0)
+    tl.store(expert_of_slot + end - 1 - slot % slots, slot * 0 - 1, mask=there)
+
+
+@triton.jit
+def least_that_is_met(
+    home, hosted, rank_loads, scratch, domain, best, peak, threshold,
+    ranks, slots, min_tokens, limit,
+    H: tl.constexpr, G: tl.constexpr, HELD: tl.constexpr, ONE_SLOT: tl.constexpr, STEP: tl.constexpr
+):  # fmt: skip
+    """The buffer of the best attempt above the threshold."""
+    home_HG = load_domain(home, domain, H, G)
+    load_G = rank_loads_of(home_HG)
+    mean = mean_of(load_G, ranks)
+    rank = tl.arange(0, G)
+    size = 2 * ranks * slots
+    scratch += domain * 2 * (H + 1) * G
+    least = bound(load_G, home + domain * H * G, scratch, ranks, slots, limit, H, G, STEP)
+    failed = tl.maximum(threshold, least - 1)
+    middle = failed + 1
+    while peak - failed > 1:
+        trial = (best + 1) % BUFFERS
+        spare = (best + 2) % BUFFERS
+        end_G, made = alias(
+            load_G, home_HG, hosted + trial * size, middle,
+            ranks, slots, min_tokens, limit, H, G, HELD, ONE_SLOT, False, True
+        )  # fmt: skip
+        trial_peak = tl.max(end_G, 0)
+        if middle > mean:
+            other_G, other_made = window(
+                load_G, home_HG, hosted + spare * size, middle,
+                ranks, slots, min_tokens, limit, H, G, HELD
+            )  # fmt: skip
+            other_peak = tl.max(other_G, 0)
+            other = better(trial_peak, made, other_peak, other_made, middle)
+            end_G = tl.where(other, other_G, end_G)
+            trial = tl.where(other, spare, trial)
+            trial_peak = tl.where(other, other_peak, trial_peak)
+        failed = tl.where(trial_peak > middle, middle, failed)
+        if trial_peak < peak:
+            tl.store(rank_loads + trial * ranks + rank, end_G, mask=rank < ranks)
+            best = trial
+            peak = trial_peak
+        middle = failed + (peak - failed) // 2
+    return best
+
+
+@triton.jit(do_not_specialize=["ranks", "slots", "limit"])
+def lower_bounds(
+    home,
+    scratch,
+    bounds,
+    ranks,
+    slots,
+    limit,
+    H: tl.constexpr,
+    G: tl.constexpr,
+    STEP: tl.constexpr,
+):
+    """Program d: the bound of domain d."""
+    domain = tl.program_id(0)
+    load_G = rank_loads_of(load_domain(home, domain, H, G))
+    scratch += domain * 2 * (H + 1) * G
+    least = bound(load_G, home + domain * H * G, scratch, ranks, slots, limit, H, G, STEP)
+    tl.store(bounds + domain, least)

@@ -1,0 +1,269 @@
+"""Twin of `reference/reroute.py`: a slot and a place in the order of sending for every row.
+
+    lines     for one source rank: where every slot begins, on its expert's line and in the order
+    assign    every row finds its number within its expert, its place on the line, its slot
+    assign_to_map    the same for maps of tokens and experts: maps of tokens and slots
+    receive   rows that every rank sends to each slot of one
+
+Shapes: N rows, E experts, C copies, S slots of all ranks, R ranks, B rows of a tile.
+"""
+
+import triton
+import triton.language as tl
+
+from ultraep.backends.triton.kernels.count import bin_of
+
+
+@triton.jit(do_not_specialize=["rank", "ranks", "experts", "num_slots", "stride"])
+def lines(
+    loads,
+    totals,
+    replicas,
+    slot_of_copy,
+    split_CR,
+    num_replicas,
+    home_slot_of_expert,
+    first_slot_of_rank,
+    away,
+    first_copy,
+    end_copy,
+    first_place,
+    first_place_of_slot,
+    rows_of_slot,
+    first_row,
+    send_counts,
+    faults,
+    rank,
+    ranks,
+    experts,
+    num_slots,
+    stride,
+    E: tl.constexpr,
+    C: tl.constexpr,
+    S: tl.constexpr,
+    R: tl.constexpr,
+):
+    """One program, for the rows of one source rank.
+
+    away: [E] rows of an expert that leave its home.
+    first_copy, end_copy: [E] its copies; only valid where rows go away.
+    first_place: [C] where a copy begins on the line of its expert; and [S], where a slot does.
+    first_row: [S + 1] where a slot begins in the order of sending.
+    """
+    copy = tl.arange(0, C)
+    expert = tl.arange(0, E)
+    slot = tl.arange(0, S)
+    number = tl.load(num_replicas)
+    there = copy < number
+    expert_C = tl.load(replicas + 3 * copy, mask=there, other=experts)
+    before_C = tl.load(replicas + 3 * copy - 3, mask=there & (copy > 0), other=-1)
+    after_C = tl.load(replicas + 3 * copy + 3, mask=copy + 1 < number, other=-1)
+    rows_C = tl.load(split_CR + copy.to(tl.int64) * ranks + rank, mask=there, other=0)
+    end_C = tl.cumsum(rows_C, 0)
+    begins_C = there & (expert_C != before_C)
+    ends_C = there & (expert_C != after_C)
+    tl.store(away + expert, expert * 0, mask=expert < experts)
+    tl.store(rows_of_slot + slot, slot * 0, mask=slot < num_slots)
+    tl.debug_barrier()
+    # `away` holds the end of an expert's copies first, then their beginning is subtracted.
+    tl.store(away + expert_C, end_C, mask=ends_C)
+    tl.store(first_copy + expert_C, copy, mask=begins_C)
+    tl.store(first_row + expert_C, end_C - rows_C, mask=begins_C)
+    tl.store(end_copy + expert_C, copy + 1, mask=ends_C)
+    tl.debug_barrier()
+    begin_E = tl.load(first_row + expert, mask=expert < experts, other=0)
+    end_E = tl.load(away + expert, mask=expert < experts, other=0)
+    begin_C = tl.load(first_row + expert_C, mask=there, other=0)
+    all_C = tl.load(away + expert_C, mask=there, other=0)
+    tl.debug_barrier()
+    away_E = tl.where(end_E > 0, end_E - begin_E, 0)
+    tl.store(away + expert, away_E, mask=expert < experts)
+    length_E = tl.load(totals + expert, mask=expert < experts, other=0)
+    planned_E = tl.load(loads + rank.to(tl.int64) * stride + expert, mask=expert < experts, other=0)
+    wrong = tl.sum((length_E != planned_E).to(tl.int32), 0)
+    tl.atomic_add(faults, wrong, mask=wrong > 0, sem="relaxed")
+    home_E = tl.load(home_slot_of_expert + expert, mask=expert < experts, other=0)
+    tl.store(rows_of_slot + home_E, length_E - away_E, mask=expert < experts)
+    tl.store(first_place_of_slot + home_E, expert * 0, mask=expert < experts)
+    slot_C = tl.load(slot_of_copy + copy, mask=there, other=0)
+    tl.store(rows_of_slot + slot_C, rows_C, mask=there)
+    length_C = tl.load(totals + expert_C, mask=there, other=0)
+    at_home_C = length_C - (all_C - begin_C)
+    place_C = at_home_C + end_C - rows_C - begin_C
+    tl.store(first_place + copy, place_C, mask=there)
+    tl.store(first_place_of_slot + slot_C, place_C, mask=there)
+    tl.debug_barrier()
+    rows_S = tl.load(rows_of_slot + slot, mask=slot < num_slots, other=0)
+    end_S = tl.cumsum(rows_S, 0)
+    tl.store(first_row + slot, end_S - rows_S, mask=slot < num_slots)
+    tl.store(first_row + num_slots, tl.sum(rows_S, 0))
+    tl.debug_barrier()
+    to = tl.arange(0, R)
+    begin_R = tl.load(first_slot_of_rank + to, mask=to < ranks, other=0)
+    end_R = tl.load(first_slot_of_rank + to + 1, mask=to < ranks, other=0)
+    sent_R = tl.load(first_row + end_R, mask=to < ranks, other=0)
+    sent_R -= tl.load(first_row + begin_R, mask=to < ranks, other=0)
+    tl.store(send_counts + to, sent_R, mask=to < ranks)
+
+
+@triton.jit
+def place_on_line(number, length, gone, strides, known):
+    """The i-th row of n goes to place i * stride mod n, unless all of them stay at home."""
+    step = tl.load(strides + length, mask=known & (gone > 0), other=1)
+    spread = (number.to(tl.int64) * step % tl.maximum(length, 1)).to(tl.int32)
+    return tl.where(gone > 0, spread, number)
+
+
+@triton.jit(do_not_specialize=["rows", "experts", "num_slots"])
+def assign(
+    ids,
+    offsets,
+    totals,
+    strides,
+    home_slot_of_expert,
+    away,
+    first_copy,
+    end_copy,
+    first_place,
+    slot_of_copy,
+    first_row,
+    slots,
+    order,
+    positions,
+    rows,
+    experts,
+    num_slots,
+    HALVINGS: tl.constexpr,
+    B: tl.constexpr,
+):
+    """Program t: the rows of tile t, sorted by expert. `slots` may be `ids` itself.
+
+    slots: [N] the slot of every row.   positions: [N] where it stands in the order of sending.
+    order: [N] the rows in that order; rows without an expert have no slot, and come last, as -1.
+    """
+    tile = tl.program_id(0)
+    within = tl.arange(0, B)
+    there = tile * B + within < rows
+    ids_B = tl.load(ids + tile * B + within, mask=there, other=-1)
+    bin_B, _unknown_B = bin_of(ids_B, there, experts)
+    # Rows behind the end come last of all.
+    key_B = tl.sort(tl.where(there, bin_B, experts + 1) * B + within, 0)
+    bin_B = key_B // B
+    row = tile * B + key_B % B
+    there = bin_B <= experts
+    known = bin_B < experts
+    before_B = tl.gather(bin_B, tl.maximum(within - 1, 0), 0)
+    begins_B = (bin_B != before_B) | (within == 0)
+    first_B = tl.associative_scan(tl.where(begins_B, within, 0), 0, later)
+    at = offsets + tile.to(tl.int64) * (experts + 1) + bin_B
+    number = tl.load(at, mask=there, other=0) + within - first_B
+    length = tl.load(totals + bin_B, mask=known, other=0)
+    gone = tl.load(away + bin_B, mask=known, other=0)
+    place = place_on_line(number, length, gone, strides, known)
+    copied = known & (place >= length - gone)
+    low = tl.load(first_copy + bin_B, mask=copied, other=0)
+    high = tl.load(end_copy + bin_B, mask=copied, other=1)
+    for _ in tl.static_range(HALVINGS):
+        middle = (low + high) // 2
+        right = tl.load(first_place + middle, mask=copied, other=0) <= place
+        low = tl.where(right, middle, low)
+        high = tl.where(right, high, middle)
+    slot = tl.load(home_slot_of_expert + bin_B, mask=known, other=num_slots)
+    slot = tl.where(copied, tl.load(slot_of_copy + low, mask=copied, other=0), slot)
+    begin_place = tl.load(first_place + low, mask=copied, other=0)
+    position = tl.load(first_row + slot, mask=there, other=0) + place - begin_place
+    safe = there & (position >= 0) & (position < rows)
+    tl.store(slots + row, tl.where(known, slot, -1), mask=there)
+    tl.store(positions + row, tl.where(known, position, -1), mask=there)
+    tl.store(order + position, tl.where(known, row, -1), mask=safe)
+
+
+@triton.jit
+def later(one, other):
+    return tl.maximum(one, other)
+
+
+@triton.jit(do_not_specialize=["rows", "experts", "num_slots", "stride"])
+def assign_to_map(
+    routing_map,
+    offsets,
+    totals,
+    strides,
+    expert_of_slot,
+    away,
+    first_place_of_slot,
+    rows_of_slot,
+    slot_map,
+    rows,
+    experts,
+    num_slots,
+    stride,
+    B: tl.constexpr,
+    S: tl.constexpr,
+):
+    """Program (t, s): tokens of tile t, some slots: whether the slot serves the token."""
+    tile = tl.program_id(0)
+    token = tile * B + tl.arange(0, B)
+    slot = tl.program_id(1) * S + tl.arange(0, S)
+    expert_S = tl.load(expert_of_slot + slot, mask=slot < num_slots, other=-1)
+    held = expert_S >= 0
+    at = routing_map + token[:, None].to(tl.int64) * stride + expert_S[None, :]
+    chosen = tl.load(at, mask=(token < rows)[:, None] & held[None, :], other=0) != 0
+    counted = chosen.to(tl.int32)
+    begin = tl.load(offsets + tile.to(tl.int64) * (experts + 1) + expert_S, mask=held, other=0)
+    number = begin[None, :] + tl.cumsum(counted, 0) - counted
+    length = tl.load(totals + expert_S, mask=held, other=0)[None, :]
+    gone = tl.load(away + expert_S, mask=held, other=0)[None, :]
+    place = place_on_line(number, length, gone, strides, held[None, :])
+    first = tl.load(first_place_of_slot + slot, mask=held, other=0)[None, :]
+    end = first + tl.load(rows_of_slot + slot, mask=held, other=0)[None, :]
+    served = chosen & (place >= first) & (place < end)
+    at = slot_map + token[:, None].to(tl.int64) * num_slots + slot[None, :]
+    tl.store(at, served.to(tl.int8), mask=(token < rows)[:, None] & (slot < num_slots)[None, :])
+
+
+@triton.jit(do_not_specialize=["rank", "ranks", "num_local", "num_copies", "stride"])
+def receive(
+    loads,
+    replicas,
+    slot_of_copy,
+    split_CR,
+    expert_of_slot,
+    home_of_expert,
+    first_slot_of_rank,
+    received,
+    rank,
+    ranks,
+    num_local,
+    num_copies,
+    stride,
+    C: tl.constexpr,
+    R: tl.constexpr,
+    STEP: tl.constexpr,
+):
+    """Program l: [R] rows that every rank sends to slot l of this rank."""
+    local = tl.program_id(0)
+    slot = tl.load(first_slot_of_rank + rank) + local
+    expert = tl.load(expert_of_slot + slot)
+    source = tl.arange(0, R)
+    copy = tl.arange(0, C)
+    mask = copy < num_copies
+    rows_R = source * 0
+    if expert >= 0:
+        if tl.load(home_of_expert + expert) == rank:
+            at = loads + source.to(tl.int64) * stride + expert
+            rows_R = tl.load(at, mask=source < ranks, other=0).to(tl.int32)
+            same_C = (tl.load(replicas + 3 * copy, mask=mask, other=-1) == expert).to(tl.int32)
+            first = tl.min(tl.where(same_C != 0, copy, C), 0)
+            for begin in range(first, first + tl.sum(same_C, 0), STEP):
+                other = begin + tl.arange(0, STEP)
+                listed = other < first + tl.sum(same_C, 0)
+                rows = split_CR + other[:, None].to(tl.int64) * ranks + source[None, :]
+                gone = tl.load(rows, mask=listed[:, None] & (source < ranks)[None, :], other=0)
+                rows_R -= tl.sum(gone, 0)
+        else:
+            slot_C = tl.load(slot_of_copy + copy, mask=mask, other=-1)
+            own = tl.sum(tl.where(slot_C == slot, copy, 0), 0)
+            at = split_CR + own.to(tl.int64) * ranks + source
+            rows_R = tl.load(at, mask=source < ranks, other=0)
+    tl.store(received + source * num_local + local, rows_R, mask=source < ranks)

@@ -1,0 +1,221 @@
+"""Buffers and launches of stage 2 on the GPU: loads in, copies and their split out.
+
+Shapes: R ranks, E experts, D domains, C copies at most, S slots of all ranks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+
+from ultraep.arrays import IntArray
+from ultraep.backends.triton.kernels import place, split
+
+INT = torch.int32
+
+
+class Planner:
+    """Plans for one topology and one set of limits; everything is allocated once.
+
+    `plan` only launches kernels, and always the same ones: it can be captured in a graph. The
+    results stand in tensors that the next call overwrites; rows behind the last copy are -1 or 0.
+    """
+
+    def __init__(
+        self,
+        experts_by_rank: IntArray,
+        first_of_rank: IntArray,
+        domain: int,
+        slots: int,
+        tolerance_parts: int,
+        min_tokens: int,
+        max_replicas: int,
+        locality: bool,
+        device: torch.device,
+    ) -> None:
+        self.ranks, self.experts = len(first_of_rank) - 1, len(experts_by_rank)
+        self.domain, self.slots, self.locality = domain, slots, locality
+        self.domains = self.ranks // domain
+        self.limit = min(max_replicas, domain * slots)
+        self.parts, self.min_tokens = tolerance_parts, min(min_tokens, 2**31 - 1)
+        self.homes = max(1, int(np.diff(first_of_rank).max()))
+        self.max_fanout = max(1, min(self.limit, domain))
+        self._pad()
+        self._tables(experts_by_rank, first_of_rank, device)
+        self._allocate(device)
+
+    def _pad(self) -> None:
+        power = triton.next_power_of_2
+        self.H, self.G, self.R = power(self.homes), power(self.domain), power(self.ranks)
+        self.held = self.domain * self.slots
+        self.C = power(max(1, self.ranks * self.slots))
+        # A warp holds up to 32 experts a thread; more of them would wait for each other.
+        tile = self.H * self.G
+        self.warps = min(8, max(1, tile // 512))
+        self.step = max(1, min(16, tile, 2048 * self.warps // tile))
+
+    def _tables(
+        self, experts_by_rank: IntArray, first_of_rank: IntArray, device: torch.device
+    ) -> None:
+        """What never changes: homes and slots."""
+        ranks = np.repeat(np.arange(self.ranks), np.diff(first_of_rank))
+        row = np.arange(self.experts) - first_of_rank[ranks]
+        places = ((ranks // self.domain) * self.H + row) * self.G + ranks % self.domain
+        first_slot = first_of_rank + np.arange(self.ranks + 1) * self.slots
+        self.num_slots = int(first_slot[-1])
+        home_slots = np.arange(self.experts) + self.slots * ranks
+
+        def table(size: int, at: Any, values: Any) -> torch.Tensor:
+            filled = np.full(size, -1)
+            filled[at] = values
+            return torch.from_numpy(filled).to(device, INT)
+
+        experts = np.asarray(experts_by_rank)
+        padded = self.domains * self.H * self.G
+        self.place_of_expert = table(self.experts, experts, places)
+        self.expert_of_place = table(padded, places, experts)
+        self.home_of_expert = table(self.experts, experts, ranks)
+        self.home_slot_of_expert = table(self.experts, experts, home_slots)
+        self.expert_of_slot = table(self.num_slots, home_slots, experts)  # spare ones change
+        self.first_slot_of_rank = table(self.ranks + 1, slice(None), first_slot)
+        self.home = table(padded, [], [])  # tokens of every expert at its home
+
+    def _allocate(self, device: torch.device) -> None:
+        def numbers(*shape: int) -> torch.Tensor:
+            return torch.zeros(shape, dtype=INT, device=device)
+
+        copies = max(1, self.ranks * self.slots)  # without slots, one row that is never used
+        self.expert_loads = numbers(self.experts)
+        self.attempts = numbers(self.domains, place.BUFFERS.value, 2, max(1, self.held))
+        self.attempt_loads = numbers(self.domains, place.BUFFERS.value, self.domain)
+        self.facts = numbers(self.domains, place.FACTS.value)
+        self.scratch = numbers(self.domains, 2 * (self.H + 1) * self.G)
+        self.found = torch.full((2, copies), 2**31 - 1, dtype=INT, device=device)
+        self.faults = numbers(1)  # loads that are negative, or too many
+        # All results stand in one piece of memory, and travel to the host in one copy.
+        self.result = numbers(1 + self.ranks + copies * (1 + 3 + 1 + self.ranks))
+        self.results = self.result.split(
+            [1, self.ranks, copies, 3 * copies, copies, copies * self.ranks]
+        )
+        self.num_replicas, self.rank_loads, self.quotas = self.results[:3]
+        self.replicas, self.slot_of_copy = self.results[3].view(copies, 3), self.results[4]
+        self.split = self.results[5].view(copies, self.ranks)
+        self.replicas.fill_(-1)
+        self.slot_of_copy.fill_(-1)
+
+    def plan(self, loads_RE: torch.Tensor) -> None:
+        """Launch it all: afterwards the plan stands in the buffers."""
+        self.sum(loads_RE)
+        self.place()
+        self.lay_out(loads_RE)
+
+    def sum(self, loads_RE: torch.Tensor) -> None:
+        """Tokens of every expert."""
+        columns = 32
+        place.sum_loads[(triton.cdiv(self.experts, columns),)](
+            loads_RE,
+            self.place_of_expert,
+            self.expert_loads,
+            self.home,
+            self.faults,
+            len(loads_RE),
+            self.experts,
+            loads_RE.stride(0),
+            BR=min(self.R, 64),
+            BE=columns,
+            num_warps=4,
+        )
+
+    def place(self) -> None:
+        """The copies of every domain, where they are held, and what every rank serves."""
+        one_slot = self.slots == 1
+        held = triton.next_power_of_2(max(1, self.held))
+        slack = self.parts > 0 or self.domains > 1
+        if slack:
+            place.first_try[(self.domains, 2)](
+                self.home,
+                self.attempts,
+                self.attempt_loads,
+                self.facts,
+                self.domains,
+                self.domain,
+                self.slots,
+                self.parts,
+                self.min_tokens,
+                self.limit,
+                H=self.H,
+                G=self.G,
+                HELD=held,
+                ONE_SLOT=one_slot,
+                ONE_WARP=self.warps == 1,
+                num_warps=self.warps,
+            )
+        place.search[(self.domains,)](
+            self.home,
+            self.expert_of_place,
+            self.first_slot_of_rank,
+            self.attempts,
+            self.attempt_loads,
+            self.facts,
+            self.scratch,
+            self.found,
+            self.rank_loads,
+            self.expert_of_slot,
+            self.domain,
+            self.slots,
+            self.min_tokens,
+            self.limit,
+            FIRST=not slack,
+            H=self.H,
+            G=self.G,
+            HELD=held,
+            ONE_SLOT=one_slot,
+            ONE_WARP=self.warps == 1,
+            STEP=self.step,
+            num_warps=self.warps,
+        )
+
+    def bounds(self) -> torch.Tensor:
+        """[D] the least that the fullest rank of every domain can hold."""
+        bounds = torch.empty_like(self.facts[:, 0])
+        place.lower_bounds[(self.domains,)](
+            self.home,
+            self.scratch,
+            bounds,
+            self.domain,
+            self.slots,
+            self.limit,
+            H=self.H,
+            G=self.G,
+            STEP=self.step,
+            num_warps=self.warps,
+        )
+        return bounds
+
+    def lay_out(self, loads_RE: torch.Tensor) -> None:
+        """Replicas with their slots and quotas, and the tokens of every source for each of them."""
+        if not self.slots:
+            return
+        split.split[(len(self.quotas),)](
+            loads_RE,
+            self.expert_loads,
+            self.home_of_expert,
+            self.first_slot_of_rank,
+            self.found,
+            self.replicas,
+            self.quotas,
+            self.slot_of_copy,
+            self.expert_of_slot,
+            self.split,
+            self.num_replicas,
+            self.ranks,
+            loads_RE.stride(0),
+            SLOTS=self.slots,
+            LOCALITY=self.locality,
+            C=self.C,
+            R=self.R,
+            num_warps=min(8, max(1, max(self.R, self.C) // 128)),
+        )

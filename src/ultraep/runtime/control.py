@@ -1,0 +1,329 @@
+"""ControlPlane: stages 1, 2 and 4 on the GPU, from ids to routes without the host in between.
+
+Every verb launches a fixed row of kernels over buffers that were allocated once. So it returns at
+once, can be captured in a CUDA graph, and a replay with other ids or loads gives other plans and
+routes. What a verb returns stays valid until the same verb is called again.
+
+What cannot be seen on the host, since nobody waits for it, is counted on the device: ids that name
+no expert, loads that are no loads, ids that are not those of the plan. `check` reads the counts.
+
+Shapes: T tokens, K experts per token, N = T * K routed rows, R ranks, E experts, C copies at most,
+S slots of all ranks, L slots of this rank.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from ultraep.arrays import IntArray, frozen
+from ultraep.backends import select
+from ultraep.config import BalanceConfig
+from ultraep.errors import ConfigError, LoadError
+from ultraep.loads import MAX_TOTAL
+from ultraep.plan import Plan
+from ultraep.topology import Topology
+
+POLICIES = ("ultraep", "none")
+MAX_TILE = 1 << 16  # home experts of a domain, padded, that one program can hold
+
+
+@dataclass(frozen=True, slots=True)
+class DevicePlan:
+    """A plan that has not left the device. Rows behind the last copy are -1, or 0 tokens."""
+
+    topology: Topology
+    config: BalanceConfig
+    loads: torch.Tensor  # [R, E] as they were given
+    num_replicas: torch.Tensor  # [1] copies in all
+    replicas: torch.Tensor  # [C, 3] expert, host rank, spare slot; by expert, then host
+    quotas: torch.Tensor  # [C] tokens that each copy serves
+    split: torch.Tensor  # [C, R] of these, the tokens that come from each source rank
+    rank_loads: torch.Tensor  # [R] tokens served by every rank
+    slot_of_copy: torch.Tensor  # [C] counted over all ranks
+    expert_of_slot: torch.Tensor  # [S] what every slot holds; -1: nothing
+    result: torch.Tensor  # most of the above in one piece
+
+    def to_host(self, loads: IntArray | None = None) -> Plan:
+        """The same as a `Plan`; waits for the device. `loads`: if the host has them already."""
+        ranks, copies = self.topology.ranks, len(self.quotas)
+        result = self.result.cpu().numpy().astype(np.int64)
+        sizes = [1, ranks, copies, 3 * copies, copies]
+        number, rank_loads, quotas, replicas, _, split = np.split(result, np.cumsum(sizes))
+        end = int(number[0])
+        arrays: list[IntArray] = [
+            self.loads.cpu().numpy().astype(np.int64) if loads is None else loads,
+            replicas.reshape(copies, 3)[:end],
+            quotas[:end],
+            split.reshape(copies, ranks)[:end],
+            rank_loads,
+        ]
+        return Plan(self.topology, self.config, *map(frozen, arrays))
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceRoutes:
+    """Routes that have not left the device."""
+
+    slots: torch.Tensor  # [T, K] slot of every row, counted over all ranks; -1: padding
+    positions: torch.Tensor  # [N] where it stands in the order of sending; -1: padding
+    order: torch.Tensor  # [N] the rows in the order of sending; behind the last one -1
+    rows_of_slot: torch.Tensor  # [S] rows of this rank for every slot
+    send_counts: torch.Tensor  # [R] rows for every rank
+    receive_counts: torch.Tensor  # [R, L] rows from every rank for each slot of this one
+
+    @property
+    def realised(self) -> torch.Tensor:
+        """Tokens that this rank will serve: by the plan, its `rank_loads`."""
+        return self.receive_counts.sum()
+
+
+class ControlPlane:
+    """Counts, plans and reroutes the microbatches of one rank on its GPU.
+
+    rows: the most routed rows, tokens times choices, that this rank has in one microbatch.
+    rank: of this rank among those of the topology.
+    config: with the policy "ultraep" or "none".
+    device: None, the current GPU; through Triton's interpreter, the CPU.
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        config: BalanceConfig | None = None,
+        *,
+        rows: int,
+        rank: int = 0,
+        device: torch.device | str | None = None,
+    ) -> None:
+        config = config or BalanceConfig()
+        if config.policy not in POLICIES:
+            raise ConfigError(
+                f"policy {config.policy!r} cannot run on the GPU; known are {', '.join(POLICIES)}"
+            )
+        if not 0 <= rank < topology.ranks:
+            raise ConfigError(f"rank must lie in 0..{topology.ranks - 1}, got {rank}")
+        if not 0 <= rows <= MAX_TOTAL // topology.ranks:
+            raise ConfigError(
+                f"rows must lie in 0..{MAX_TOTAL // topology.ranks}, so that {topology.ranks} "
+                f"ranks count no more than {MAX_TOTAL}, got {rows}"
+            )
+        _check_tile(topology)
+        select("triton")
+        from ultraep.backends.triton.counter import Counter
+        from ultraep.backends.triton.device import default_device
+        from ultraep.backends.triton.planner import Planner
+        from ultraep.backends.triton.rerouter import Rerouter
+
+        self.topology, self.config, self.rank, self.rows = topology, config, rank, rows
+        self.device = torch.empty(0, device=device or default_device()).device
+        if self.device.type != default_device().type:
+            raise ConfigError(f"kernels run on {default_device().type}, not on {self.device}")
+        self._planner = Planner(
+            topology.experts_by_rank,
+            topology.first_of_rank,
+            topology.domain_size,
+            topology.slots,
+            config.tolerance_parts,
+            config.min_tokens_per_replica,
+            0 if config.policy == "none" else config.replica_limit,
+            config.locality,
+            self.device,
+        )
+        self._counter = Counter(topology.experts, rows, self.device)
+        self._rerouter = Rerouter(self._planner, self._counter)
+        self._plan: DevicePlan | None = None
+        local = int(topology.homes_per_rank[rank]) + topology.slots
+        self._slots, self._order, self._positions = torch.zeros(
+            3, rows, dtype=torch.int32, device=self.device
+        )
+        self._received = torch.zeros(topology.ranks, local, dtype=torch.int32, device=self.device)
+
+    def count(self, ids: torch.Tensor) -> torch.Tensor:
+        """Stage 1: [E] rows of every expert among the `[T, K]` ids; -1 is padding."""
+        self._check_ids(ids)
+        with self._here():
+            self._counter.count(ids)
+        return self._counter.totals[:-1]
+
+    def count_map(self, routing_map: torch.Tensor) -> torch.Tensor:
+        """The same for a router that hands out a bool map `[T, E]`."""
+        self._check_map(routing_map)
+        with self._here():
+            self._counter.count_map(routing_map)
+        return self._counter.totals[:-1]
+
+    def plan(self, loads: torch.Tensor) -> DevicePlan:
+        """Stage 2: the plan for the loads `[R, E]` of all ranks."""
+        self._check_loads(loads)
+        with self._here():
+            self._planner.plan(loads)
+        self._plan = self._device_plan(loads)
+        return self._plan
+
+    def adopt(self, plan: Plan) -> DevicePlan:
+        """Take a plan that was made elsewhere, by any policy, as the last one."""
+        if plan.topology != self.topology or not plan.within_limits:
+            raise ConfigError(f"{plan} does not fit {self.topology}")
+        p, topology = self._planner, self.topology
+        slots = topology.spare_slot(plan.replicas[:, 1], plan.replicas[:, 2])
+        number = np.array([plan.num_replicas])
+        columns = (number, plan.rank_loads, plan.quotas, plan.replicas, slots, plan.split)
+        for part, values in zip(p.results, columns, strict=True):
+            part[: values.size].copy_(torch.from_numpy(values.reshape(-1).astype(np.int32)))
+        held = np.full(len(p.expert_of_slot), -1)
+        held[topology.home_slot_of_expert] = np.arange(topology.experts)
+        held[slots] = plan.replicas[:, 0]
+        p.expert_of_slot.copy_(torch.from_numpy(held))
+        self._plan = self._device_plan(torch.from_numpy(plan.loads.copy()).to(self.device))
+        return self._plan
+
+    def reroute(
+        self, ids: torch.Tensor, *, counted: bool = False, in_place: bool = False
+    ) -> DeviceRoutes:
+        """Stage 4: a slot for every one of the ids, by the last plan.
+
+        counted: the last call of `count` was with these ids, so it need not be done again.
+        in_place: write the slots over the ids.
+        """
+        if not counted:
+            self.count(ids)
+        self._check_ids(ids)
+        plan, rows = self._last_plan(), ids.numel()
+        slots = ids if in_place else self._slots[:rows].view(ids.shape)
+        order, positions = self._order[:rows], self._positions[:rows]
+        with self._here():
+            self._rerouter.lines(plan.loads, self.rank)
+            self._rerouter.assign(ids, slots, order, positions)
+            self._rerouter.receive(plan.loads, self.rank, self._received)
+        r = self._rerouter
+        return DeviceRoutes(slots, positions, order, r.rows_of_slot, r.send_counts, self._received)
+
+    def reroute_map(
+        self, routing_map: torch.Tensor, probabilities: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Stage 4 for a map: `[T, S]` map and probabilities.
+
+        Gradients flow through the probabilities to where they came from.
+        """
+        self._check_map(routing_map)
+        if probabilities.shape != routing_map.shape:
+            raise LoadError(
+                f"probabilities must be like the map, {list(routing_map.shape)}, "
+                f"got {list(probabilities.shape)}"
+            )
+        plan = self._last_plan()
+        self.count_map(routing_map)
+        shape = (len(routing_map), len(plan.expert_of_slot))
+        slot_map = torch.empty(shape, dtype=torch.bool, device=self.device)
+        with self._here():
+            self._rerouter.lines(plan.loads, self.rank)
+            self._rerouter.assign_to_map(routing_map, slot_map)
+        spread = probabilities.index_select(1, plan.expert_of_slot.clamp(min=0))
+        return slot_map, spread.masked_fill(~slot_map, 0)
+
+    @property
+    def faults(self) -> torch.Tensor:
+        """[3] what the device has counted since the last check, see there."""
+        return torch.cat([self._counter.unknown, self._planner.faults, self._rerouter.unlike])
+
+    def check(self) -> None:
+        """Raise what the device has counted since the last check; waits for it."""
+        unknown, no_loads, unlike = self.faults.tolist()
+        for counter in (self._counter.unknown, self._planner.faults, self._rerouter.unlike):
+            counter.zero_()
+        complaints = []
+        if unknown:
+            complaints.append(f"{unknown} ids must lie in 0..{self.topology.experts - 1}")
+        if no_loads:
+            complaints.append(f"{no_loads} loads are negative, or add up to more than {MAX_TOTAL}")
+        if unlike:
+            complaints.append(f"{unlike} experts have another number of rows than in the plan")
+        if complaints:
+            raise LoadError(f"since the last check on rank {self.rank}: {'; '.join(complaints)}")
+
+    def _device_plan(self, loads: torch.Tensor) -> DevicePlan:
+        p = self._planner
+        return DevicePlan(
+            self.topology,
+            self.config,
+            loads,
+            p.num_replicas,
+            p.replicas,
+            p.quotas,
+            p.split,
+            p.rank_loads,
+            p.slot_of_copy,
+            p.expert_of_slot,
+            p.result,
+        )
+
+    def _here(self) -> AbstractContextManager[None]:
+        from ultraep.backends.triton.device import launching
+
+        return launching(self.device)
+
+    def _last_plan(self) -> DevicePlan:
+        if self._plan is None:
+            raise LoadError("nothing is planned yet: call plan() before reroute()")
+        return self._plan
+
+    def _check_ids(self, ids: torch.Tensor) -> None:
+        if ids.dtype.is_floating_point or ids.dtype.is_complex or ids.dtype == torch.bool:
+            raise LoadError(f"ids must be integers, got {ids.dtype}")
+        self._check_tensor("ids", ids)
+        if ids.numel() > self.rows:
+            raise LoadError(f"{ids.numel()} routed rows, but the buffers are for {self.rows}")
+
+    def _check_map(self, routing_map: torch.Tensor) -> None:
+        if routing_map.dtype != torch.bool or routing_map.ndim != 2:
+            raise LoadError(
+                f"want a bool map [tokens, {self.topology.experts} experts], "
+                f"got {routing_map.dtype} {list(routing_map.shape)}"
+            )
+        if routing_map.shape[1] != self.topology.experts:
+            raise LoadError(
+                f"the map has {routing_map.shape[1]} experts, "
+                f"the topology has {self.topology.experts}"
+            )
+        self._check_tensor("the map", routing_map)
+        if len(routing_map) > self.rows:
+            raise LoadError(f"{len(routing_map)} tokens, but the buffers are for {self.rows} rows")
+
+    def _check_loads(self, loads: torch.Tensor) -> None:
+        expected = (self.topology.ranks, self.topology.experts)
+        if tuple(loads.shape) != expected:
+            raise LoadError(
+                f"loads must be [ranks, experts] = {list(expected)}, got {list(loads.shape)}"
+            )
+        if loads.dtype not in (torch.int32, torch.int64):
+            raise LoadError(f"loads must be int32 or int64, got {loads.dtype}")
+        if loads.stride(1) != 1:
+            raise LoadError(f"the rows of loads must be contiguous, got strides {loads.stride()}")
+        self._check_device("loads", loads)
+
+    def _check_tensor(self, name: str, tensor: torch.Tensor) -> None:
+        self._check_device(name, tensor)
+        if not tensor.is_contiguous():
+            raise LoadError(
+                f"{name} must be contiguous: shape {list(tensor.shape)}, "
+                f"strides {list(tensor.stride())}"
+            )
+
+    def _check_device(self, name: str, tensor: torch.Tensor) -> None:
+        if tensor.device != self.device:
+            raise LoadError(f"{name} must be on {self.device}, got {tensor.device}")
+
+
+def _check_tile(topology: Topology) -> None:
+    """A domain is planned by one program: its homes must fit."""
+    most = max(1, int(topology.homes_per_rank.max()))
+    tile = (1 << (most - 1).bit_length()) * (1 << (topology.domain_size - 1).bit_length())
+    if tile > MAX_TILE:
+        raise ConfigError(
+            f"a domain of {topology.domain_size} ranks with up to {most} home experts needs a tile "
+            f"of {tile}, the GPU planner holds {MAX_TILE}"
+        )
