@@ -115,7 +115,7 @@ BAD_OPTIONS = {
     "second_policy": (["--policy", "none,magic"], "unknown policy 'magic'"),
     "backend": (
         ["--backend", "abacus"],
-        "unknown backend 'abacus'; known are triton, cpu, reference",
+        "unknown backend 'abacus'; known are triton, cpu",
     ),
     "tolerance": (["--tolerance", "nan"], "tolerance must lie between 0 and 1000, got nan"),
     "min_tokens": (["--min-tokens", "0"], "at least 1, got 0"),

@@ -43,7 +43,7 @@ class BackendInfo:
         if self.needs is not None and importlib.util.find_spec(self.needs) is None:
             return f"needs {self.needs}, which is not installed: {self.hint}"
         if self.device != "cpu" and not _gpu_usable():
-            return f"needs a GPU that torch can see: {self.hint}"
+            return "needs a GPU, and torch sees none (TRITON_INTERPRET=1 runs it slowly without)"
         return ""
 
     @property
