@@ -35,7 +35,7 @@ from ultraep import workload
 from ultraep.arrays import IntArray
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = ("numpy", "numba", "scipy", "torch")
+PACKAGES = ("numpy", "numba", "scipy", "torch", "triton")
 WIDTH, DIGITS = 110, 5  # of a printed table, of a number in it
 ORDERED, SHUFFLED = "zipf ordered", "zipf shuffled"
 

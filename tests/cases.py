@@ -1,14 +1,17 @@
-"""Loads and topologies for many tests: a named grid, and strategies for hypothesis."""
+"""Loads, topologies and ids for many tests: a named grid, and strategies for hypothesis."""
 
 from __future__ import annotations
 
 import numpy as np
+import torch
 from hypothesis import strategies as st
 
 import ultraep
-from ultraep import workload
+from ultraep import BalanceConfig, workload
+from ultraep.arrays import PADDING
 
 MAX_TOTAL = 2**31 - 1
+POLICIES = ("none", "ultraep", "quota", "echo")  # that need no past
 
 
 def _named() -> dict[str, tuple[np.ndarray, ultraep.Topology]]:
@@ -86,9 +89,51 @@ def problems(draw: st.DrawFn, **limits: int) -> tuple[np.ndarray, ultraep.Topolo
 
 
 configs = st.builds(
-    ultraep.BalanceConfig,
+    BalanceConfig,
     tolerance=st.sampled_from([0.0, 0.01, 0.1, 1.0]),
     min_tokens_per_replica=st.sampled_from([1, 1, 2, 50]),
     max_replicas=st.sampled_from([None, None, 0, 1, 3]),
     locality=st.booleans(),
 )
+
+
+def draw_ids(rng, tokens, top_k, topology, skew):
+    """[T, K] ids, with repetition, that like some experts more than others."""
+    liked = np.exp(rng.normal(0, skew, topology.experts))
+    ids = rng.choice(topology.experts, (tokens, top_k), p=liked / liked.sum())
+    return torch.from_numpy(ids)
+
+
+def plan_of(ids_of_rank, topology, config=None):
+    loads = [ultraep.count_loads(ids, topology.experts) for ids in ids_of_rank]
+    return ultraep.plan(np.array(loads), topology, config or BalanceConfig())
+
+
+def with_padding(rng, ids, share):
+    """About this share of the ids in the same places, but padding."""
+    return ids.where(torch.from_numpy(rng.random(ids.shape) >= share), PADDING)
+
+
+@st.composite
+def routings(draw):
+    """The ids of all ranks, some of them padding, and a plan for them."""
+    topology = draw(topologies(max_ranks=6))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    skew = draw(st.sampled_from([0.0, 1.0, 3.0]))
+    top_k = draw(st.integers(1, 3))
+    most = draw(st.sampled_from([0, 1, 5, 60]))
+    config = BalanceConfig(policy=draw(st.sampled_from(POLICIES)), locality=draw(st.booleans()))
+    ids = [
+        draw_ids(rng, int(rng.integers(0, most + 1)), top_k, topology, skew)
+        for _ in range(topology.ranks)
+    ]
+    padding = draw(st.sampled_from([0.0, 0.0, 0.3, 1.0]))
+    ids = [with_padding(rng, own, padding) for own in ids]
+    return ids, plan_of(ids, topology, config)
+
+
+def distinct_ids(rng, tokens, top_k, topology):
+    """[T, K] ids, none twice in a token, in any order."""
+    liked = np.exp(rng.normal(0, 2, topology.experts))
+    noise = np.log(liked) + rng.gumbel(size=(tokens, topology.experts))
+    return torch.from_numpy(np.argsort(-noise, axis=1)[:, :top_k].copy())

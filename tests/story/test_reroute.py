@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from cases import topologies
+from cases import distinct_ids, draw_ids, plan_of, routings, topologies
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,42 +16,6 @@ from ultraep.arrays import PADDING
 from ultraep.reroute import reroute, reroute_dense, rows_received
 
 FAST = ["cpu"]  # the kernels of the GPU have a file of their own
-POLICIES = ("none", "ultraep", "quota", "echo")
-
-
-def draw_ids(rng, tokens, top_k, topology, skew):
-    """[T, K] ids, with repetition, that like some experts more than others."""
-    liked = np.exp(rng.normal(0, skew, topology.experts))
-    ids = rng.choice(topology.experts, (tokens, top_k), p=liked / liked.sum())
-    return torch.from_numpy(ids)
-
-
-def plan_of(ids_of_rank, topology, config=None):
-    loads = [ultraep.count_loads(ids, topology.experts) for ids in ids_of_rank]
-    return ultraep.plan(np.array(loads), topology, config or BalanceConfig())
-
-
-def with_padding(rng, ids, share):
-    """About this share of the ids in the same places, but padding."""
-    return ids.where(torch.from_numpy(rng.random(ids.shape) >= share), PADDING)
-
-
-@st.composite
-def routings(draw):
-    """The ids of all ranks, some of them padding, and a plan for them."""
-    topology = draw(topologies(max_ranks=6))
-    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
-    skew = draw(st.sampled_from([0.0, 1.0, 3.0]))
-    top_k = draw(st.integers(1, 3))
-    most = draw(st.sampled_from([0, 1, 5, 60]))
-    config = BalanceConfig(policy=draw(st.sampled_from(POLICIES)), locality=draw(st.booleans()))
-    ids = [
-        draw_ids(rng, int(rng.integers(0, most + 1)), top_k, topology, skew)
-        for _ in range(topology.ranks)
-    ]
-    padding = draw(st.sampled_from([0.0, 0.0, 0.3, 1.0]))
-    ids = [with_padding(rng, own, padding) for own in ids]
-    return ids, plan_of(ids, topology, config)
 
 
 def slots_of_sent(routes):
@@ -262,13 +226,6 @@ def test_ids_that_are_a_view():
     plan = plan_of(ids, topology)
     routes = reroute(ids[0], plan, 0)
     assert torch.equal(routes.slots, reroute(ids[0].contiguous(), plan, 0).slots)
-
-
-def distinct_ids(rng, tokens, top_k, topology):
-    """[T, K] ids, none twice in a token, in any order."""
-    liked = np.exp(rng.normal(0, 2, topology.experts))
-    noise = np.log(liked) + rng.gumbel(size=(tokens, topology.experts))
-    return torch.from_numpy(np.argsort(-noise, axis=1)[:, :top_k].copy())
 
 
 @settings(max_examples=100)

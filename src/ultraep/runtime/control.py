@@ -223,7 +223,7 @@ class ControlPlane:
             self._rerouter.lines(plan.loads, self.rank)
             self._rerouter.assign_to_map(routing_map, slot_map)
         spread = probabilities.index_select(1, plan.expert_of_slot.clamp(min=0))
-        return slot_map, spread.masked_fill(~slot_map, 0)
+        return slot_map, torch.where(slot_map, spread, 0)
 
     @property
     def faults(self) -> torch.Tensor:

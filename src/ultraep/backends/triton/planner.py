@@ -12,7 +12,7 @@ import torch
 import triton
 
 from ultraep.arrays import IntArray
-from ultraep.backends.triton.kernels import place, split
+from ultraep.backends.triton.kernels import groups, place, split
 
 INT = torch.int32
 
@@ -55,6 +55,7 @@ class Planner:
         # A warp holds up to 32 experts a thread; more of them would wait for each other.
         tile = self.H * self.G
         self.warps = min(8, max(1, tile // 512))
+        self.by_groups = self.G >= 256
         self.step = max(1, min(16, tile, 2048 * self.warps // tile))
 
     def _tables(
@@ -92,6 +93,8 @@ class Planner:
         self.attempts = numbers(self.domains, place.BUFFERS.value, 2, max(1, self.held))
         self.attempt_loads = numbers(self.domains, place.BUFFERS.value, self.domain)
         self.facts = numbers(self.domains, place.FACTS.value)
+        if self.by_groups:
+            self.work = numbers(self.domains, (self.H + 2) * self.G)
         self.scratch = numbers(self.domains, 2 * (self.H + 1) * self.G)
         self.found = torch.full((2, copies), 2**31 - 1, dtype=INT, device=device)
         self.faults = numbers(1)  # loads that are negative, or too many
@@ -134,8 +137,28 @@ class Planner:
         one_slot = self.slots == 1
         held = triton.next_power_of_2(max(1, self.held))
         slack = self.parts > 0 or self.domains > 1
+        if self.by_groups:
+            groups.first_by_groups[(self.domains,)](
+                self.home,
+                self.work,
+                self.attempts,
+                self.attempt_loads,
+                self.facts,
+                self.domains,
+                self.domain,
+                self.slots,
+                self.parts,
+                self.min_tokens,
+                self.limit,
+                BUFFERS=place.BUFFERS.value,
+                FACTS=place.FACTS.value,
+                H=self.H,
+                G=self.G,
+                HELD=held,
+                num_warps=1,
+            )
         if slack:
-            place.first_try[(self.domains, 2)](
+            place.first_try[(self.domains, 1 if self.by_groups else 2)](
                 self.home,
                 self.attempts,
                 self.attempt_loads,
@@ -150,7 +173,7 @@ class Planner:
                 G=self.G,
                 HELD=held,
                 ONE_SLOT=one_slot,
-                ONE_WARP=self.warps == 1,
+                BY_GROUPS=self.by_groups,
                 num_warps=self.warps,
             )
         place.search[(self.domains,)](
@@ -168,12 +191,11 @@ class Planner:
             self.slots,
             self.min_tokens,
             self.limit,
-            FIRST=not slack,
+            FIRST=not (slack or self.by_groups),
             H=self.H,
             G=self.G,
             HELD=held,
             ONE_SLOT=one_slot,
-            ONE_WARP=self.warps == 1,
             STEP=self.step,
             num_warps=self.warps,
         )

@@ -10,6 +10,7 @@ from typing import Protocol
 import numpy as np
 import torch
 import triton
+import triton.language as tl
 
 from ultraep.arrays import IntArray
 from ultraep.backends.triton.counter import ROWS, TOKENS, Counter
@@ -47,6 +48,7 @@ class Rerouter:
         def numbers(*shape: int) -> torch.Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=device)
 
+        self.product = tl.uint32 if counter.rows <= 1 << 16 else tl.int64
         self.strides = torch.from_numpy(strides(counter.rows)).to(device, torch.int32)
         self.away, self.first_copy, self.end_copy = (numbers(planner.experts) for _ in range(3))
         self.first_place = numbers(len(planner.slot_of_copy))
@@ -114,6 +116,7 @@ class Rerouter:
             ids.numel(),
             planner.experts,
             planner.num_slots,
+            PRODUCT=self.product,
             HALVINGS=max(1, (planner.max_fanout - 1).bit_length()),
             B=ROWS,
             num_warps=8,
@@ -139,6 +142,7 @@ class Rerouter:
             planner.experts,
             planner.num_slots,
             routing_map.stride(0),
+            PRODUCT=self.product,
             B=TOKENS,
             S=columns,
             num_warps=8,

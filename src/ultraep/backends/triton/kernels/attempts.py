@@ -40,7 +40,6 @@ def alias(
     HELD: tl.constexpr,
     ONE_SLOT: tl.constexpr,
     PACKED: tl.constexpr,
-    ONE_WARP: tl.constexpr,
 ):
     """The emptiest rank takes from the fullest, exactly what it lacks.
 
@@ -56,7 +55,7 @@ def alias(
         heat_G = tl.max(home_HG, 0)
         hot_G = tl.min(tl.where(home_HG == heat_G[None, :], row, H), 0)
         room_G = tl.where(free_G > 0, threshold - load_G, -1)
-        host, donor, quota = choose(room_G, load_G, heat_G, threshold, G, PACKED, ONE_WARP)
+        host, donor, quota = choose(room_G, load_G, heat_G, threshold, G, PACKED)
         going = quota >= min_tokens
         donor = tl.where(going, donor, G)  # nobody
         host = tl.where(going, host, G)
@@ -76,30 +75,25 @@ def alias(
 
 
 @triton.jit
-def choose(
-    room_G, load_G, heat_G, threshold, G: tl.constexpr, PACKED: tl.constexpr, ONE_WARP: tl.constexpr
-):
+def choose(room_G, load_G, heat_G, threshold, G: tl.constexpr, PACKED: tl.constexpr):
     """The emptiest rank, who gives to it, and how much."""
+    need, host = largest(room_G, G, PACKED)
+    donor, quota = choose_donor(need, load_G, heat_G, threshold, G, PACKED)
+    return host, donor, quota
+
+
+@triton.jit
+def choose_donor(need, load_G, heat_G, threshold, G: tl.constexpr, PACKED: tl.constexpr):
+    """The fullest rank that can give what is needed, or the one that can give most."""
     over_G = load_G > threshold
-    if PACKED and not ONE_WARP:
-        # Warps wait for each other in every reduction. The fullest rank of all, with its heat, is
-        # found in the same one as the emptiest, and is the donor unless its heat is too small.
-        need, host, fullest, donor, heat = both_ends(
-            room_G, tl.where(over_G, load_G, -1), heat_G, G
-        )
-        if heat < need:
-            enough_G = over_G & (heat_G >= need)
-            fullest, donor = largest(tl.where(enough_G, load_G, -1), G, PACKED)
-    else:
-        need, host = largest(room_G, G, PACKED)
-        enough_G = over_G & (heat_G >= need)
-        fullest, donor = largest(tl.where(enough_G, load_G, -1), G, PACKED)
+    enough_G = over_G & (heat_G >= need)
+    fullest, donor = largest(tl.where(enough_G, load_G, -1), G, PACKED)
     quota = need
     if fullest < 0:
         heat = tl.max(tl.where(over_G, heat_G, -1), 0)
         fullest, donor = largest(tl.where(over_G & (heat_G == heat), load_G, -1), G, PACKED)
         quota = tl.minimum(need, heat)
-    return host, donor, quota
+    return donor, quota
 
 
 @triton.jit
@@ -111,25 +105,6 @@ def largest(value_G, G: tl.constexpr, PACKED: tl.constexpr):
     else:  # noqa: RET505 - both are compiled where this is not an else
         value = tl.max(value_G, 0)
         return value, tl.min(tl.where(value_G == value, rank, G), 0)
-
-
-@triton.jit
-def both_ends(room_G, load_G, heat_G, G: tl.constexpr):
-    """The largest room and load with their first ranks, and the heat of the latter."""
-    rank = tl.arange(0, G)
-    room_G = room_G * G + (G - 1 - rank)
-    load_G = load_G * G + (G - 1 - rank)
-    room, load, heat = tl.reduce((room_G, load_G, heat_G), 0, further)
-    need, host = unpack(room, G)
-    fullest, donor = unpack(load, G)
-    return need, host, fullest, donor, heat
-
-
-@triton.jit
-def further(room, load, heat, other_room, other_load, other_heat):
-    fuller = other_load > load
-    room = tl.maximum(room, other_room)
-    return room, tl.where(fuller, other_load, load), tl.where(fuller, other_heat, heat)
 
 
 @triton.jit

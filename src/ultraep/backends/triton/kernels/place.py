@@ -110,11 +110,14 @@ def first_try(
     G: tl.constexpr,
     HELD: tl.constexpr,
     ONE_SLOT: tl.constexpr,
-    ONE_WARP: tl.constexpr,
+    BY_GROUPS: tl.constexpr,
 ):
-    """Program (d, b): the attempt of member b at domain d, into buffer b."""
+    """Program (d, b): the attempt of member b at domain d, into buffer b.
+
+    With `BY_GROUPS`, the first member has made its attempt already.
+    """
     domain = tl.program_id(0)
-    member = tl.program_id(1)
+    member = tl.program_id(1) + BY_GROUPS
     home_HG = load_domain(home, domain, H, G)
     load_G = rank_loads_of(home_HG)
     threshold = shared_threshold(home, domains, ranks, parts, H, G)
@@ -122,18 +125,18 @@ def first_try(
     known = facts + domain * FACTS
     hosted += (domain * BUFFERS + member) * 2 * ranks * slots
     made = 0
-    if member == 0:
+    if member == 0 and not BY_GROUPS:
         tl.store(known, threshold)
         tl.store(known + 1, slack.to(tl.int32))
         if fits_packed(load_G, threshold, G):
             load_G, made = alias(
                 load_G, home_HG, hosted, threshold, ranks, slots, min_tokens, limit,
-                H, G, HELD, ONE_SLOT, True, ONE_WARP
+                H, G, HELD, ONE_SLOT, True
             )  # fmt: skip
         else:
             load_G, made = alias(
                 load_G, home_HG, hosted, threshold, ranks, slots, min_tokens, limit,
-                H, G, HELD, ONE_SLOT, False, ONE_WARP
+                H, G, HELD, ONE_SLOT, False
             )  # fmt: skip
     elif slack:
         load_G, made = window(
@@ -177,7 +180,6 @@ def search(
     G: tl.constexpr,
     HELD: tl.constexpr,
     ONE_SLOT: tl.constexpr,
-    ONE_WARP: tl.constexpr,
     STEP: tl.constexpr,
 ):
     """Program d: the best attempt at domain d. With `FIRST`, it makes the first one itself.
@@ -197,12 +199,12 @@ def search(
         if fits_packed(load_G, threshold, G):
             load_G, made = alias(
                 load_G, home_HG, hosted, threshold, ranks, slots, min_tokens, limit,
-                H, G, HELD, ONE_SLOT, True, ONE_WARP
+                H, G, HELD, ONE_SLOT, True
             )  # fmt: skip
         else:
             load_G, made = alias(
                 load_G, home_HG, hosted, threshold, ranks, slots, min_tokens, limit,
-                H, G, HELD, ONE_SLOT, False, ONE_WARP
+                H, G, HELD, ONE_SLOT, False
             )  # fmt: skip
         peak = tl.max(load_G, 0)
         tl.store(rank_loads + rank, load_G, mask=rank < ranks)
@@ -260,7 +262,7 @@ def least_that_is_met(
         spare = (best + 2) % BUFFERS
         end_G, made = alias(
             load_G, home_HG, hosted + trial * size, middle,
-            ranks, slots, min_tokens, limit, H, G, HELD, ONE_SLOT, False, True
+            ranks, slots, min_tokens, limit, H, G, HELD, ONE_SLOT, False
         )  # fmt: skip
         trial_peak = tl.max(end_G, 0)
         if middle > mean:

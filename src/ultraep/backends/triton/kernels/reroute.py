@@ -107,11 +107,14 @@ def lines(
 
 
 @triton.jit
-def place_on_line(number, length, gone, strides, known):
-    """The i-th row of n goes to place i * stride mod n, unless all of them stay at home."""
-    step = tl.load(strides + length, mask=known & (gone > 0), other=1)
-    spread = (number.to(tl.int64) * step % tl.maximum(length, 1)).to(tl.int32)
-    return tl.where(gone > 0, spread, number)
+def place_on_line(number, length, gone, strides, known, PRODUCT: tl.constexpr):
+    """The i-th row of n goes to place i * stride mod n, unless all of them stay at home.
+
+    PRODUCT: a type that holds n * n; dividing 64 bits takes many times longer than 32.
+    """
+    step = tl.load(strides + length, mask=known & (gone > 0), other=1).to(PRODUCT)
+    spread = number.to(PRODUCT) * step % tl.maximum(length, 1).to(PRODUCT)
+    return tl.where(gone > 0, spread.to(tl.int32), number)
 
 
 @triton.jit(do_not_specialize=["rows", "experts", "num_slots"])
@@ -133,6 +136,7 @@ def assign(
     rows,
     experts,
     num_slots,
+    PRODUCT: tl.constexpr,
     HALVINGS: tl.constexpr,
     B: tl.constexpr,
 ):
@@ -159,7 +163,7 @@ def assign(
     number = tl.load(at, mask=there, other=0) + within - first_B
     length = tl.load(totals + bin_B, mask=known, other=0)
     gone = tl.load(away + bin_B, mask=known, other=0)
-    place = place_on_line(number, length, gone, strides, known)
+    place = place_on_line(number, length, gone, strides, known, PRODUCT)
     copied = known & (place >= length - gone)
     low = tl.load(first_copy + bin_B, mask=copied, other=0)
     high = tl.load(end_copy + bin_B, mask=copied, other=1)
@@ -198,6 +202,7 @@ def assign_to_map(
     experts,
     num_slots,
     stride,
+    PRODUCT: tl.constexpr,
     B: tl.constexpr,
     S: tl.constexpr,
 ):
@@ -214,7 +219,7 @@ def assign_to_map(
     number = begin[None, :] + tl.cumsum(counted, 0) - counted
     length = tl.load(totals + expert_S, mask=held, other=0)[None, :]
     gone = tl.load(away + expert_S, mask=held, other=0)[None, :]
-    place = place_on_line(number, length, gone, strides, held[None, :])
+    place = place_on_line(number, length, gone, strides, held[None, :], PRODUCT)
     first = tl.load(first_place_of_slot + slot, mask=held, other=0)[None, :]
     end = first + tl.load(rows_of_slot + slot, mask=held, other=0)[None, :]
     served = chosen & (place >= first) & (place < end)
@@ -251,8 +256,8 @@ def receive(
     rows_R = source * 0
     if expert >= 0:
         if tl.load(home_of_expert + expert) == rank:
-            at = loads + source.to(tl.int64) * stride + expert
-            rows_R = tl.load(at, mask=source < ranks, other=0).to(tl.int32)
+            column = loads + source.to(tl.int64) * stride + expert
+            rows_R = tl.load(column, mask=source < ranks, other=0).to(tl.int32)
             same_C = (tl.load(replicas + 3 * copy, mask=mask, other=-1) == expert).to(tl.int32)
             first = tl.min(tl.where(same_C != 0, copy, C), 0)
             for begin in range(first, first + tl.sum(same_C, 0), STEP):
@@ -264,6 +269,6 @@ def receive(
         else:
             slot_C = tl.load(slot_of_copy + copy, mask=mask, other=-1)
             own = tl.sum(tl.where(slot_C == slot, copy, 0), 0)
-            at = split_CR + own.to(tl.int64) * ranks + source
-            rows_R = tl.load(at, mask=source < ranks, other=0)
+            row = split_CR + own.to(tl.int64) * ranks + source
+            rows_R = tl.load(row, mask=source < ranks, other=0)
     tl.store(received + source * num_local + local, rows_R, mask=source < ranks)

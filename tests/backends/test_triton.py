@@ -1,0 +1,635 @@
+"""Every kernel of the GPU gives the bits of its twin; without a GPU, it is interpreted."""
+
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+import triton
+import triton.language as tl
+from cases import MAX_TOTAL, NAMED, configs, distinct_ids, draw_ids, plan_of, problems, routings
+from guard import watched
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from triton.runtime.interpreter import InterpreterError
+
+import ultraep
+from ultraep import BalanceConfig, ControlPlane, Topology, backends, workload
+from ultraep.backends.reference import place as reference
+from ultraep.backends.triton.counter import ROWS, TOKENS, Counter
+from ultraep.backends.triton.device import default_device, interpreted
+from ultraep.backends.triton.kernels import place
+from ultraep.backends.triton.planner import Planner
+from ultraep.backends.triton.rerouter import strides
+from ultraep.reroute import reroute, reroute_dense, rows_received
+
+DEVICE = default_device()
+TWIN, KERNELS = backends.select("cpu"), backends.select("triton")
+only_interpreted = pytest.mark.skipif(
+    not interpreted(), reason="a compiler would need seconds for every new shape"
+)
+SMALL = [name for name in NAMED if name != "wide"]
+LOOSE = BalanceConfig(tolerance=0.05, max_replicas=2, min_tokens_per_replica=3)
+
+
+def on_device(values):
+    return torch.as_tensor(values).to(DEVICE)
+
+
+def control_of(topology, config=None, *, rows=0, rank=0):
+    return ControlPlane(topology, config, rows=rows, rank=rank, device=DEVICE)
+
+
+def planned(loads, topology, config):
+    return control_of(topology, config).plan(on_device(loads)).to_host()
+
+
+def assert_same(plan, wanted):
+    for name in ("replicas", "quotas", "split", "rank_loads"):
+        np.testing.assert_array_equal(getattr(plan, name), getattr(wanted, name), err_msg=name)
+    assert plan.digest() == wanted.digest()
+
+
+@pytest.fixture
+def by_groups(monkeypatch):
+    """Small domains are planned as large ones are."""
+    pad = Planner._pad
+
+    def padded(self):
+        pad(self)
+        self.by_groups = True
+
+    monkeypatch.setattr(Planner, "_pad", padded)
+
+
+# Plans
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        BalanceConfig(),
+        BalanceConfig(tolerance=0.01),
+        BalanceConfig(tolerance=0.3, locality=False),
+        BalanceConfig(min_tokens_per_replica=20),
+        LOOSE,
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("name", SMALL)
+def test_plans_of_named_cases(name, config):
+    loads, topology = NAMED[name]
+    assert_same(planned(loads, topology, config), ultraep.plan(loads, topology, config))
+
+
+@pytest.mark.parametrize("config", [BalanceConfig(), BalanceConfig(tolerance=0.02)], ids=str)
+def test_a_plan_of_many_ranks(config):
+    loads, topology = NAMED["wide"]
+    assert_same(planned(loads, topology, config), ultraep.plan(loads, topology, config))
+
+
+@only_interpreted
+@settings(max_examples=40)
+@given(problems(), configs)
+def test_plans_of_random_cases(problem, config):
+    loads, topology = problem
+    assert_same(planned(loads, topology, config), ultraep.plan(loads, topology, config))
+
+
+def full(ranks, experts, slots=1):
+    """Loads that add up to as many tokens as there may be, half of them for the first expert."""
+    loads = workload.zipf(ranks, experts, ratio=3.0, top_k=1, tokens=1000)
+    loads[0, 0] = MAX_TOTAL // 2
+    loads[1, 1] = MAX_TOTAL - loads.sum() + loads[1, 1]
+    assert loads.sum() == MAX_TOTAL
+    return loads, Topology(ranks=ranks, experts=experts, slots=slots)
+
+
+def zipf(ranks, experts, ratio=3.0, **topology):
+    loads = workload.zipf(ranks, experts, ratio=ratio, tokens=512, shuffled=True)
+    return loads, Topology(ranks=ranks, experts=experts, **topology)
+
+
+LARGE = {
+    "72 ranks": zipf(72, 144),
+    "80 ranks, one expert each": zipf(80, 80),
+    "domains of 24 ranks": zipf(48, 96, domain=24),
+    "two slots": zipf(40, 40, slots=2),
+    "two slots, uneven homes": (
+        workload.lognormal(20, 30, sigma=2.0, tokens=99),
+        Topology(ranks=20, experts=30, slots=2, homes=[*range(10), *range(20)]),
+    ),
+    "as many tokens as there may be": full(40, 40),
+    "one hot": (workload.one_hot(33, 33, tokens=64), Topology(ranks=33, experts=33)),
+}
+
+
+@pytest.mark.parametrize("name", LARGE)
+@pytest.mark.parametrize("config", [BalanceConfig(), LOOSE], ids=["exact", "loose"])
+def test_plans_of_large_domains(name, config, by_groups):
+    loads, topology = LARGE[name]
+    assert_same(planned(loads, topology, config), ultraep.plan(loads, topology, config))
+
+
+@pytest.mark.parametrize("ranks", [72, 80])
+def test_ranks_that_are_no_power_of_two(ranks):
+    loads, topology = zipf(ranks, ranks)
+    assert_same(planned(loads, topology, BalanceConfig()), ultraep.plan(loads, topology))
+
+
+def test_ranks_and_tokens_that_do_not_fit_one_number():
+    loads, topology = full(16, 32, slots=2)
+    for config in (BalanceConfig(), BalanceConfig(tolerance=0.1)):
+        assert_same(planned(loads, topology, config), ultraep.plan(loads, topology, config))
+
+
+@pytest.mark.parametrize(
+    "strange",
+    [
+        lambda loads: torch.as_tensor(loads, dtype=torch.int32),
+        lambda loads: torch.nn.functional.pad(torch.as_tensor(loads), (3, 2), value=-9)[:, 3:-2],
+        lambda loads: torch.as_tensor(loads).repeat_interleave(2, 0)[::2],
+    ],
+    ids=["int32", "columns of a table", "every other row"],
+)
+def test_loads_that_are_a_view(strange):
+    loads, topology = NAMED["zipf_two_slots"]
+    plan = control_of(topology).plan(strange(loads).to(DEVICE))
+    assert_same(plan.to_host(), ultraep.plan(loads, topology))
+
+
+def test_a_planner_forgets_the_last_plan():
+    loads, topology = NAMED["zipf_two_slots"]
+    control = control_of(topology)
+    for current in (loads, loads[:, ::-1].copy(), np.zeros_like(loads), np.ones_like(loads), loads):
+        found, wanted = control.plan(on_device(current)), ultraep.plan(current, topology)
+        assert_same(found.to_host(), wanted)
+        assert_cleared(found, wanted.num_replicas)
+
+
+def assert_cleared(plan, number):
+    """Rows behind the last copy say nothing."""
+    assert int(plan.num_replicas) == number
+    assert (plan.replicas[number:] == -1).all()
+    assert (plan.slot_of_copy[number:] == -1).all()
+    assert not plan.quotas[number:].any()
+    assert not plan.split[number:].any()
+
+
+def test_a_device_plan_knows_its_slots():
+    loads, topology = NAMED["uneven_homes"]
+    found, wanted = control_of(topology).plan(on_device(loads)), ultraep.plan(loads, topology)
+    slots = topology.spare_slot(wanted.replicas[:, 1], wanted.replicas[:, 2])
+    held = np.full(topology.first_slot_of_rank[-1], -1)
+    held[topology.home_slot_of_expert] = np.arange(topology.experts)
+    held[slots] = wanted.replicas[:, 0]
+    assert wanted.num_replicas > 0
+    assert found.slot_of_copy[: len(slots)].tolist() == slots.tolist()
+    assert found.expert_of_slot.tolist() == held.tolist()
+
+
+def domains_of(topology, config, loads):
+    """The domains as the reference knows them."""
+    tokens = loads.sum(axis=0)
+    for begin in range(0, topology.ranks, topology.domain_size):
+        ranks = range(begin, begin + topology.domain_size)
+        homes = [topology.home_experts(rank).tolist() for rank in ranks]
+        own = {expert: int(tokens[expert]) for experts in homes for expert in experts}
+        yield reference.Domain(
+            homes, own, topology.slots, config.min_tokens_per_replica, config.replica_limit
+        )
+
+
+def copies_in(planner, domain, member):
+    """Expert, host and quota of the copies that a member has left in its buffer."""
+    places, quotas = planner.attempts[domain, member].cpu().numpy()
+    experts = planner.expert_of_place.cpu().numpy().reshape(planner.domains, -1)[domain]
+    held = np.flatnonzero(places[: planner.held] >= 0)
+    return [(experts[places[slot]], slot // planner.slots, quotas[slot]) for slot in held]
+
+
+def assert_members_agree(loads, topology, config):
+    """Both attempts at the first threshold, the one that is not taken too."""
+    planner = control_of(topology, config)._planner
+    with mock.patch.object(place, "search"):
+        planner.plan(on_device(loads))
+    for index, domain in enumerate(domains_of(topology, config, loads)):
+        threshold, slack, *facts = planner.facts[index].tolist()
+        assert slack == (threshold > domain.mean)
+        for member, attempt in enumerate([reference.alias, reference.window][: 1 + slack]):
+            wanted = attempt(domain, threshold)
+            assert copies_in(planner, index, member) == sorted(wanted.copies, key=by_host(wanted))
+            assert planner.attempt_loads[index, member].tolist() == wanted.rank_loads
+            assert facts[member::2] == [wanted.peak, len(wanted.copies)]
+
+
+def by_host(attempt):
+    """Copies of one host stand in the order in which they were made."""
+    return lambda copy: (copy[1], attempt.copies.index(copy))
+
+
+@only_interpreted
+@settings(max_examples=40)
+@given(problems(), st.sampled_from([0.01, 0.1, 0.5, 2.0]), st.sampled_from([1, 2, 50]))
+def test_both_members_make_the_attempts_of_the_reference(problem, tolerance, least):
+    loads, topology = problem
+    config = BalanceConfig(tolerance=tolerance, min_tokens_per_replica=least)
+    assert_members_agree(loads, topology, config)
+
+
+def test_members_of_large_domains_make_the_attempts_of_the_reference(by_groups):
+    for name in ("domains of 24 ranks", "two slots, uneven homes"):
+        assert_members_agree(*LARGE[name], BalanceConfig(tolerance=0.1))
+
+
+def test_a_surplus_that_only_several_hosts_can_hold():
+    """Rank 0 has 20 too many; the last two neighbours with room for them have 11 and 10."""
+    loads, topology = np.diag([40, 10, 9, 8]), Topology(ranks=4, experts=4)
+    found = planned(loads, topology, BalanceConfig(tolerance=0.2))
+    assert found.replicas.tolist() == [[0, 1, 0], [0, 2, 0]]
+    assert found.quotas.tolist() == [9, 11]
+    assert_members_agree(loads, topology, BalanceConfig(tolerance=0.2))
+
+
+# The functions that every backend has
+
+
+@pytest.mark.parametrize("config", [BalanceConfig(), LOOSE], ids=["exact", "loose"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "zipf_two_slots",
+        "lognormal_domains",
+        "uneven_homes",
+        "a_rank_without_homes",
+        "no_slots",
+        "near_overflow",
+        "unclosable",
+        "empty",
+        "one_rank",
+    ],
+)
+def test_the_functions_for_plans(name, config):
+    loads, topology = NAMED[name]
+    wanted = ultraep.plan(loads, topology, config)
+    assert_same(ultraep.plan(loads, topology, config, backend="triton"), wanted)
+
+
+@pytest.mark.parametrize("policy", ["none", "quota", "echo", "ideal"])
+def test_the_functions_for_plans_of_other_policies(policy):
+    loads, topology = NAMED["zipf_two_slots"]
+    config = BalanceConfig(policy=policy)
+    wanted = ultraep.plan(loads, topology, config)
+    assert_same(ultraep.plan(loads, topology, config, backend="triton"), wanted)
+
+
+@pytest.mark.parametrize("limit", [BalanceConfig().replica_limit, 2, 0])
+@pytest.mark.parametrize("name", NAMED)
+def test_bounds_of_named_cases(name, limit):
+    loads, topology = NAMED[name]
+    assert_same_bounds(loads, topology, limit)
+
+
+@only_interpreted
+@settings(max_examples=40)
+@given(problems(), st.sampled_from([0, 1, 3, 2**40]))
+def test_bounds_of_random_cases(problem, limit):
+    assert_same_bounds(*problem, limit)
+
+
+def assert_same_bounds(loads, topology, limit):
+    problem = (
+        loads.sum(axis=0),
+        topology.experts_by_rank,
+        topology.first_of_rank,
+        topology.domain_size,
+        topology.slots,
+        limit,
+    )
+    assert KERNELS.lower_bound(*problem) == TWIN.lower_bound(*problem)
+
+
+@settings(max_examples=30)
+@given(st.lists(st.integers(-2, 12), max_size=50))
+def test_counts_of_random_ids(ids):
+    assert_same_counts(np.array(ids, dtype=np.int64), 10)
+
+
+@pytest.mark.parametrize("rows", [0, 1, ROWS - 1, ROWS, ROWS + 1, 2 * ROWS, 2 * ROWS + 1])
+def test_counts_at_the_edge_of_a_tile(rows):
+    rng = np.random.default_rng(rows)
+    assert_same_counts(rng.integers(-2, 12, rows), 10)
+
+
+@pytest.mark.parametrize("experts", [1, 7, 8, 64, 127, 128, 300])
+def test_counts_of_any_number_of_experts(experts):
+    rng = np.random.default_rng(experts)
+    assert_same_counts(rng.integers(-1, experts, 700), experts)
+
+
+def assert_same_counts(ids, experts):
+    (wanted, unknown), (counts, bad) = TWIN.count(ids, experts), KERNELS.count(ids, experts)
+    np.testing.assert_array_equal(counts, wanted)
+    assert bad == unknown
+
+
+@only_interpreted
+@settings(max_examples=40)
+@given(routings())
+def test_routes_of_random_ids(routing):
+    ids, plan = routing
+    for rank, own in enumerate(ids[:2]):
+        wanted, found = (reroute(own, plan, rank, backend=name) for name in ("cpu", "triton"))
+        assert torch.equal(found.slots, wanted.slots)
+        assert torch.equal(found.order, wanted.order)
+        np.testing.assert_array_equal(found.rows_of_slot, wanted.rows_of_slot)
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [
+        [0, 0, 1, 1, 1],  # other experts than were counted
+        [0, 0, 0],
+        [0, 0, 0, 0, 4],  # an expert that is not there
+        [0, 0, 0, 0, -1],
+        [0, 0, 0, 0, 0, -2],
+    ],
+    ids=str,
+)
+def test_ids_that_are_not_those_of_the_plan_have_no_routes(ids):
+    plan = plan_of([torch.zeros(5, 1, dtype=torch.int64)] * 2, Topology(ranks=2, experts=4))
+    with pytest.raises(ultraep.LoadError, match="the ids of rank 1 are not those"):
+        reroute(torch.tensor(ids)[:, None], plan, 1, backend="triton")
+
+
+def test_strides_are_those_of_the_reference():
+    wanted = [backends.reference.reroute.__globals__["stride"](length) for length in range(1, 2000)]
+    assert strides(1999).tolist()[1:] == wanted
+
+
+# Routes on the device
+
+
+def routed(ids, plan, rank, **how):
+    """The routes of one rank, by a plan that the kernels make or take over."""
+    control = control_of(plan.topology, rows=ids.numel(), rank=rank)
+    control.adopt(plan)
+    return control.reroute(on_device(ids), **how), control
+
+
+def assert_same_routes(found, ids, plan, rank):
+    wanted = reroute(ids.to(torch.int64), plan, rank)
+    sent = len(wanted.order)
+    assert found.slots.tolist() == wanted.slots.tolist()
+    assert found.order.tolist() == wanted.order.tolist() + [-1] * (ids.numel() - sent)
+    assert found.rows_of_slot.tolist() == wanted.rows_of_slot.tolist()
+    assert found.send_counts.tolist() == wanted.send_counts
+    assert found.receive_counts.tolist() == wanted.receive_counts.tolist()
+    assert int(found.realised) == plan.rank_loads[rank]
+    positions = found.positions.cpu()
+    padding = positions == -1
+    assert torch.equal(padding, (ids == -1).reshape(-1))
+    assert positions[~padding].sort().values.tolist() == list(range(sent))
+    rows = torch.arange(ids.numel(), dtype=torch.int32)
+    assert torch.equal(found.order.cpu()[positions[~padding].long()], rows[~padding])
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64], ids=str
+)
+def test_ids_of_any_integer_type(dtype):
+    topology = Topology(ranks=4, experts=32, slots=2)
+    rng = np.random.default_rng(0)
+    ids = [draw_ids(rng, 100, 2, topology, 2.0) for _ in range(4)]
+    if dtype.is_signed:
+        ids = [own.where(own > 1, -1) for own in ids]
+    plan = plan_of(ids, topology)
+    for how in ({}, {"in_place": True}):
+        found, control = routed(ids[1].to(dtype), plan, 1, **how)
+        assert_same_routes(found, ids[1], plan, 1)
+        control.check()
+
+
+@pytest.mark.parametrize("top_k", [1, 3])
+@pytest.mark.parametrize("rows", [0, 1, ROWS - 1, ROWS, ROWS + 1, 3 * ROWS])
+def test_routes_at_the_edge_of_a_tile(rows, top_k):
+    topology = Topology(ranks=3, experts=6, slots=2)
+    rng = np.random.default_rng(rows)
+    ids = [draw_ids(rng, max(1, rows // top_k), top_k, topology, 2.0) for _ in range(3)]
+    ids[2] = draw_ids(rng, rows // top_k, top_k, topology, 2.0)
+    plan = plan_of(ids, topology)
+    found, control = routed(ids[2], plan, 2)
+    assert_same_routes(found, ids[2], plan, 2)
+    control.check()
+
+
+@only_interpreted
+@settings(max_examples=30)
+@given(routings())
+def test_routes_of_random_plans(routing):
+    ids, plan = routing
+    for rank in (0, len(ids) - 1):
+        assert_same_routes(routed(ids[rank], plan, rank)[0], ids[rank], plan, rank)
+
+
+def test_slots_written_over_the_ids_are_the_same():
+    topology = Topology(ranks=4, experts=16, slots=2)
+    rng = np.random.default_rng(3)
+    ids = [draw_ids(rng, 600, 2, topology, 1.0).where(torch.tensor(rng.random((600, 2)) > 0.1), -1)]
+    plan = plan_of(ids * 4, topology)
+    mine = on_device(ids[0].clone())
+    control = control_of(topology, rows=1200)
+    control.plan(on_device(plan.loads))
+    apart = control.reroute(mine)
+    wanted, order = apart.slots.tolist(), apart.order.tolist()
+    assert torch.equal(mine.cpu(), ids[0])
+    over = control.reroute(mine, in_place=True)
+    assert over.slots is mine
+    assert mine.tolist() == wanted
+    assert over.order.tolist() == order
+
+
+def test_ids_that_name_no_expert_are_counted_and_have_no_slot():
+    topology = Topology(ranks=2, experts=8)
+    strange = [-(2**63), -(2**31) - 1, -2, 8, 9, 255, 2**31, 2**32, 2**32 + 3, 2**63 - 1]
+    ids = torch.tensor([[3, id_] for id_ in strange])
+    control = control_of(topology, rows=20)
+    assert control.count(on_device(ids)).tolist() == [0, 0, 0, 10, 0, 0, 0, 0]
+    assert control.faults.tolist() == [10, 0, 0]
+    control.plan(on_device(np.eye(2, 8, 3, dtype=int) * 10))
+    routes = control.reroute(on_device(ids), counted=True)
+    assert routes.slots[:, 1].tolist() == [-1] * 10
+    assert routes.slots[:, 0].min() >= 0
+    assert routes.order.tolist()[10:] == [-1] * 10
+
+
+# Maps of tokens and experts
+
+
+@pytest.mark.parametrize("tokens", [0, 1, TOKENS - 1, TOKENS, TOKENS + 1, 3 * TOKENS + 5])
+def test_maps_give_the_slots_of_the_host(tokens):
+    topology = Topology(ranks=3, experts=66, slots=2)
+    rng = np.random.default_rng(tokens)
+    ids = [distinct_ids(rng, tokens, 3, topology) for _ in range(3)]
+    plan = plan_of(ids, topology)
+    for rank, own in enumerate(ids):
+        assert_same_maps(own, plan, rank)
+
+
+@only_interpreted
+@settings(max_examples=20)
+@given(problems(max_ranks=4), st.integers(0, 2**32 - 1))
+def test_random_maps(problem, seed):
+    _, topology = problem
+    rng = np.random.default_rng(seed)
+    most = min(3, topology.experts)
+    ids = [distinct_ids(rng, int(rng.integers(0, 40)), most, topology)] * topology.ranks
+    assert_same_maps(ids[0], plan_of(ids, topology), topology.ranks - 1)
+
+
+def assert_same_maps(ids, plan, rank):
+    """The map, the probabilities, and the gradient that comes back through them."""
+    experts = plan.topology.experts
+    draw = torch.Generator().manual_seed(1)
+    chosen = torch.zeros(len(ids), experts, dtype=torch.bool).scatter(1, ids, True)
+    host = torch.rand(chosen.shape, dtype=torch.float64, generator=draw).requires_grad_()
+    mine = host.detach().to(DEVICE).requires_grad_()
+    wanted_map, wanted = reroute_dense(chosen, host, plan, rank)
+    control = control_of(plan.topology, rows=len(ids), rank=rank)
+    assert control.count_map(on_device(chosen)).tolist() == plan.loads[rank].tolist()
+    control.adopt(plan)
+    slot_map, found = control.reroute_map(on_device(chosen), mine)
+    assert torch.equal(slot_map.cpu(), wanted_map)
+    assert torch.equal(found.cpu(), wanted)
+    pull = torch.rand(found.shape, dtype=torch.float64, generator=draw)
+    found.backward(pull.to(DEVICE))
+    wanted.backward(pull)
+    assert torch.equal(mine.grad.cpu(), host.grad)
+    control.check()
+
+
+# Nothing is touched that is not given
+
+
+@triton.jit
+def reach(at, other, KIND: tl.constexpr):
+    """Goes where it is told, in one of the ways in which kernels can."""
+    lane = tl.arange(0, 4)
+    if KIND == "load":
+        tl.store(at, tl.load(other))
+    elif KIND == "store":
+        tl.store(other, 1)
+    elif KIND == "masked load":
+        tl.store(at, tl.sum(tl.load(other + lane, mask=lane < 1, other=0), 0))
+    elif KIND == "masked store":
+        tl.store(other + lane, lane, mask=lane < 1)
+    else:
+        tl.atomic_add(other, 1)
+
+
+@only_interpreted
+@pytest.mark.parametrize("kind", ["load", "store", "masked load", "masked store", "atomic"])
+def test_the_watch_sees_who_leaves_the_bounds(kind):
+    """The memory is there, but is not given to the kernel: `other` is empty."""
+    numbers = torch.zeros(8, dtype=torch.int32)
+    with watched() as watch:
+        reach[(1,)](numbers[:4], numbers[3:], KIND=kind)
+        with pytest.raises(InterpreterError, match="1 of 1 addresses out of bounds"):
+            reach[(1,)](numbers[:4], numbers[4:4], KIND=kind)
+    assert watch.kernels == {"reach"}
+    assert watch.touched
+
+
+KERNEL_NAMES = {
+    "sum_loads",
+    "search",
+    "split",
+    "tile_counts",
+    "tile_offsets",
+    "lines",
+    "assign",
+    "receive",
+    "tile_counts_of_map",
+    "assign_to_map",
+    "lower_bounds",
+}
+
+
+def run_all(loads, topology, config, ids, rank):
+    """Every kernel once."""
+    control = control_of(topology, config, rows=ids.numel(), rank=rank)
+    control.count(ids)
+    control._planner.bounds()
+    control.plan(loads)
+    control.reroute(ids)
+    chosen = torch.rand(len(ids), topology.experts, device=DEVICE) < 0.3
+    control.reroute_map(chosen, torch.rand(chosen.shape, device=DEVICE))
+    control.reroute(ids, counted=True, in_place=True)
+    return control
+
+
+@only_interpreted
+@pytest.mark.parametrize("config", [BalanceConfig(), LOOSE], ids=["exact", "loose"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "zipf_two_slots",
+        "lognormal_domains",
+        "uneven_homes",
+        "a_rank_without_homes",
+        "no_slots",
+        "one_rank",
+        "unclosable",
+        "near_overflow",
+    ],
+)
+def test_no_kernel_leaves_its_tensors(name, config):
+    """Ids are any: not those of the loads, and some name no expert."""
+    loads, topology = NAMED[name]
+    rng = np.random.default_rng(0)
+    ids = on_device(rng.integers(-2, topology.experts + 2, (ROWS // 2 + 1, 2)))
+    with watched() as watch:
+        run_all(on_device(loads), topology, config, ids, topology.ranks - 1)
+    assert watch.kernels - {"first_try"} >= KERNEL_NAMES - (set() if topology.slots else {"split"})
+
+
+@only_interpreted
+def test_no_kernel_of_large_domains_leaves_its_tensors(by_groups):
+    loads, topology = LARGE["two slots, uneven homes"]
+    ids = torch.zeros(3, 1, dtype=torch.int64)
+    with watched() as watch:
+        for config in (BalanceConfig(), LOOSE):
+            run_all(on_device(loads), topology, config, ids, 0)
+    assert {"first_by_groups", "first_try"} < watch.kernels
+
+
+@only_interpreted
+@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
+@pytest.mark.parametrize("tolerance", [0.0, 0.1])
+@pytest.mark.parametrize("bits", [31, 62])
+def test_loads_that_are_none_lead_nowhere_either(bits, tolerance):
+    """They are counted as a fault; until that is read, the kernels go on with them."""
+    topology = Topology(ranks=4, experts=8, slots=2)
+    rng = np.random.default_rng(bits)
+    loads = on_device(rng.integers(-(2**bits), 2**bits, (4, 8)))
+    config = BalanceConfig(tolerance=tolerance)
+    with watched():
+        control = run_all(loads, topology, config, torch.zeros(9, 1, dtype=torch.int32), 1)
+    with pytest.raises(ultraep.LoadError, match="loads are negative, or add up to more"):
+        control.check()
+
+
+def test_a_counter_for_no_rows():
+    counter = Counter(5, 0, DEVICE)
+    counter.count(torch.zeros(0, 2, dtype=torch.int64, device=DEVICE))
+    assert counter.totals.tolist() == [0] * 6
+
+
+def test_receive_counts_are_those_of_the_host():
+    loads, topology = NAMED["uneven_homes"]
+    plan = ultraep.plan(loads, topology)
+    for rank in range(topology.ranks):
+        control = control_of(topology, rows=1, rank=rank)
+        control.adopt(plan)
+        found = control.reroute(torch.zeros(0, 1, dtype=torch.int64, device=DEVICE))
+        np.testing.assert_array_equal(found.receive_counts.cpu(), rows_received(plan, rank))
