@@ -37,6 +37,7 @@ from ultraep.policies import Problem, get_policy
 from ultraep.reroute import Routes, reroute, reroute_dense, rows_received
 from ultraep.runtime.control import DevicePlan, DeviceRoutes
 
+USUAL = Kind(SHUFFLED, 3.0)
 WHOLE = "counts to routes"
 VERBS = ("count", "plan", "reroute")
 KERNELS = ("count", "sum", "place", "split", "lines", "assign", "receive")
@@ -84,7 +85,7 @@ class Setting:
     domain: int | None = None
     tolerance: float = 0.0
     ids: str = "int64"
-    kind: Kind = Kind(SHUFFLED, 3.0)
+    kind: Kind = USUAL
 
     @property
     def topology(self) -> Topology:
@@ -129,8 +130,8 @@ class Family:
         }
 
 
-# The small ones first: they are for the interpreter too. The last three are padded like the
-# settings that are timed.
+# The small ones first: they are for the interpreter too. Those behind them are padded like the
+# settings that are timed, but for the last: it is planned by groups of ranks.
 FAMILIES = (
     Family(domain=(3, 4), homes=(3, 4), slots=1),
     Family(domain=(5, 8), homes=(2,), slots=2),
@@ -140,6 +141,7 @@ FAMILIES = (
     Family(domain=(5, 8), domains=8, homes=(3, 4), slots=1),
     Family(domain=(35, 64), homes=(3, 4), slots=1),
     Family(domain=(47, 64), homes=(4,), uneven=True, slots=2),
+    Family(domain=(200, 256), homes=(2,), slots=1),
 )
 SMALL = 5
 
@@ -175,12 +177,12 @@ FULL = Scale(
     variant_stages=(*VERBS, WHOLE),
     tokens=8192,
     plans=10_000,
-    plan_settings=40,
+    plan_settings=45,
     families=len(FAMILIES),
     routed_rows=1 << 15,
     copied=COPIED,
 )
-QUICK = replace(FULL, sizes=((8, 128), (64, 256)), ratios=(3.0,), plans=50, plan_settings=8)
+QUICK = replace(FULL, sizes=((8, 128), (64, 256)), ratios=(3.0,), plans=50, plan_settings=9)
 TOY = Scale(
     sizes=((4, 8),),
     detail=(4, 8),
@@ -533,7 +535,7 @@ def nothing_kernel() -> Any:
     import triton
 
     @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
-    def nothing(target):  # type: ignore[no-untyped-def]  # noqa: ARG001
+    def nothing(target):  # type: ignore[no-untyped-def]
         pass
 
     return nothing
@@ -578,7 +580,7 @@ def _events_us(call: Callable[[], object], between: Callable[[], object]) -> flo
         call()
         end.record()
     torch.cuda.synchronize()
-    return median(1e3 * begin.elapsed_time(end) for begin, end in events)
+    return float(median(1e3 * begin.elapsed_time(end) for begin, end in events))
 
 
 def copy_rate(size: int) -> float:
