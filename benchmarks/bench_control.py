@@ -137,10 +137,10 @@ FAMILIES = (
     Family(domain=(5, 8), homes=(2,), slots=2),
     Family(domain=(3, 4), domains=2, homes=(5,), uneven=True, slots=3),
     Family(domain=(1,), homes=(3, 4), slots=1),
-    Family(domain=(7, 8), homes=(3, 4), uneven=True, slots=0),
+    Family(domain=(6, 8), homes=(3, 4), uneven=True, slots=0),
     Family(domain=(5, 8), domains=8, homes=(3, 4), slots=1),
-    Family(domain=(35, 64), homes=(3, 4), slots=1),
-    Family(domain=(47, 64), homes=(4,), uneven=True, slots=2),
+    Family(domain=(37, 64), homes=(3, 4), slots=1),
+    Family(domain=(45, 64), homes=(4,), uneven=True, slots=2),
     Family(domain=(200, 256), homes=(2,), slots=1),
 )
 SMALL = 5
@@ -746,7 +746,7 @@ def random_setting(family: Family, rng: np.random.Generator) -> tuple[Topology, 
         BalanceConfig(
             tolerance=float(rng.choice([0.0, 0.0, 0.01, 0.1, 1.0])),
             min_tokens_per_replica=int(rng.choice([1, 1, 2, 50])),
-            max_replicas=(None, None, 0, 1, 3)[rng.integers(5)],
+            max_replicas=(None, None, None, None, 0, 1, 3)[rng.integers(7)],
             locality=bool(rng.integers(2)),
         ),
     )
@@ -847,21 +847,19 @@ def tell(what: str) -> None:
 def main(argv: Sequence[str]) -> None:
     """Run all sections, print their tables, and write their rows."""
     options = _options(argv[1:])
-    clock: Clock
-    if torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
-        device = f"{torch.cuda.get_device_name()}; host {harness.cpu_device()}"
-    elif options.toy:
-        device = f"Triton interpreter on {harness.cpu_device()}"
-        os.environ.setdefault("TRITON_INTERPRET", "1")  # before a kernel is imported
-    else:
+    gpu = torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1"
+    if not gpu and not options.toy:
         raise SystemExit("a GPU is needed; without one, only --toy runs (Triton's interpreter)")
+    if not gpu:
+        os.environ.setdefault("TRITON_INTERPRET", "1")  # before a kernel is imported
+    name = torch.cuda.get_device_name() if gpu else "Triton interpreter"
     torch.set_num_threads(1)  # for the twin; it has one thread anyway, but for maps
-    report = Report("control", argv, device=device)
+    report = Report("control", argv, device=f"{name}; host {harness.cpu_device()}")
     report.header()
     scale = TOY if options.toy else QUICK if options.quick else FULL
     sizes = options.sizes or scale.sizes
     plans = scale.plans if options.plans is None else options.plans
-    clock = Interpreter() if "interpreter" in device else Gpu(scale.copied)
+    clock: Clock = Gpu(scale.copied) if gpu else Interpreter()
     tally = Tally()
     all_stages(report, scale, sizes, clock, tally)
     if scale.detail in sizes:

@@ -67,6 +67,7 @@ class Balancer:
     group: a torch.distributed process group; None: one process is the whole group.
     experts, slots, domain, homes: see `Topology`.
     config or policy: how to balance; `policy` alone is short for `BalanceConfig(policy=...)`.
+    backend: "triton", "cpu" or "reference"; None: the best one where the ids are.
     relay: "direct" or "chain", how weights travel; chunks: pieces of an expert in a chain.
     in_flight: buffers of spare slots, for callers that keep several filled at the same time.
     verify: compare the plans of all ranks, and the order of their backward passes.
@@ -206,8 +207,12 @@ class Balancer:
                 self._control.adopt(plan)
                 self._known_to_control = plan
             order = self._control.reroute(ids.contiguous()).order
+            if self.verify:
+                self._control.check()
+            # Where nobody checks, ids of another plan must not lead out of the tokens.
             sent = int(plan.loads[self.rank].sum())
-            return routes_of(plan, self.rank, ids.shape, order[:sent].long())
+            order = order[:sent].long().clamp_(0, max(0, ids.numel() - 1))
+            return routes_of(plan, self.rank, ids.shape, order)
 
     def roads(self, routes: Routes, gathered: Gathered) -> Roads:
         """The way of stages 5 and 7 between tokens and slots."""

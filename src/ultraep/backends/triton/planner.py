@@ -174,6 +174,7 @@ class Planner:
                 HELD=held,
                 ONE_SLOT=one_slot,
                 BY_GROUPS=self.by_groups,
+                STEP=triton.next_power_of_2(min(self.domains, max(1, 2048 // (self.H * self.G)))),
                 num_warps=self.warps,
             )
         place.search[(self.domains,)](

@@ -77,12 +77,17 @@ def mean_of(load_G, ranks):
 
 
 @triton.jit
-def shared_threshold(home, domains, ranks, parts, H: tl.constexpr, G: tl.constexpr):
+def shared_threshold(
+    home, domains, ranks, parts, H: tl.constexpr, G: tl.constexpr, STEP: tl.constexpr
+):
     """What no rank shall exceed: the heaviest domain's mean, rounded up, and the tolerance."""
     most = tl.zeros((), tl.int64)
-    for domain in range(domains):
-        load_G = rank_loads_of(load_domain(home, domain, H, G))
-        most = tl.maximum(most, tl.sum(load_G.to(tl.int64), 0))
+    place = tl.arange(0, H * G)[None, :]
+    for begin in range(0, domains, STEP):
+        domain = begin + tl.arange(0, STEP)[:, None]
+        tokens = tl.load(home + domain * (H * G) + place, mask=domain < domains, other=0)
+        total = tl.sum(tl.maximum(tokens, 0).to(tl.int64), 1)
+        most = tl.maximum(most, tl.max(total, 0))
     mean = (most + ranks - 1) // ranks
     allowed = most * (1000000 + parts) // (ranks.to(tl.int64) * 1000000)
     # More than all tokens is never exceeded either, and needs more than 32 bits.
@@ -111,6 +116,7 @@ def first_try(
     HELD: tl.constexpr,
     ONE_SLOT: tl.constexpr,
     BY_GROUPS: tl.constexpr,
+    STEP: tl.constexpr,
 ):
     """Program (d, b): the attempt of member b at domain d, into buffer b.
 
@@ -120,7 +126,7 @@ def first_try(
     member = tl.program_id(1) + BY_GROUPS
     home_HG = load_domain(home, domain, H, G)
     load_G = rank_loads_of(home_HG)
-    threshold = shared_threshold(home, domains, ranks, parts, H, G)
+    threshold = shared_threshold(home, domains, ranks, parts, H, G, STEP)
     slack = threshold > mean_of(load_G, ranks)
     known = facts + domain * FACTS
     hosted += (domain * BUFFERS + member) * 2 * ranks * slots
