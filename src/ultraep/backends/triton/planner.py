@@ -155,6 +155,7 @@ class Planner:
                 H=self.H,
                 G=self.G,
                 HELD=held,
+                ONE_SLOT=one_slot,
                 num_warps=1,
             )
         if slack:
