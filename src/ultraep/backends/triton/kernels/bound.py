@@ -42,6 +42,7 @@ def bound(
     tl.store(scratch + rank, key_G)
     tl.debug_barrier()
     place_G = place_in_line(key_G, scratch, G, min(STEP * H, G))
+    tl.debug_barrier()  # all keys have been read
     tl.store(scratch + G + place_G, load_G)
     tl.store(scratch + rank, place_G)
     tl.debug_barrier()
