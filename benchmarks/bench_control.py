@@ -26,7 +26,18 @@ from unittest.mock import patch
 import harness
 import numpy as np
 import torch
-from harness import SHUFFLED, Kind, Line, Metric, Report, Values, progress, time_call, zipf_kinds
+from harness import (
+    ORDERED,
+    SHUFFLED,
+    Kind,
+    Line,
+    Metric,
+    Report,
+    Values,
+    progress,
+    time_call,
+    zipf_kinds,
+)
 
 import ultraep
 from ultraep import BalanceConfig, ControlPlane, Plan, Topology
@@ -154,7 +165,7 @@ class Scale:
 
     sizes: tuple[tuple[int, int], ...]  # ranks and experts
     detail: tuple[int, int]  # the size at which loads and variants are measured
-    ratios: tuple[float, ...]
+    kinds: tuple[Kind, ...]
     variants: tuple[dict[str, Any], ...]
     variant_stages: tuple[str, ...]
     tokens: int
@@ -168,7 +179,7 @@ class Scale:
 FULL = Scale(
     sizes=((8, 128), (16, 128), (64, 256), (72, 288), (256, 1024), (1024, 4096)),
     detail=(64, 256),
-    ratios=(1.5, 3.0, 4.0),
+    kinds=tuple(zipf_kinds((1.5, 3.0, 4.0))),
     variants=(
         {"slots": 2},
         {"tolerance": 0.01},
@@ -187,7 +198,7 @@ FULL = Scale(
 QUICK = replace(
     FULL,
     sizes=((8, 128), (64, 256)),
-    ratios=(3.0,),
+    kinds=tuple(zipf_kinds((3.0,))),
     variants=({"tolerance": 0.01}, {"ids": MAP}),
     plans=50,
     plan_settings=3,
@@ -196,7 +207,7 @@ QUICK = replace(
 TOY = Scale(
     sizes=((4, 8),),
     detail=(4, 8),
-    ratios=(2.0,),
+    kinds=(Kind(ORDERED, 2.0),),
     variants=({"slots": 2, "domain": 2, "tolerance": 0.01, "ids": "int32"}, {"ids": MAP}),
     variant_stages=VERBS,
     tokens=32,
@@ -706,7 +717,7 @@ def all_loads(report: Report, scale: Scale, clock: Clock, tally: Tally) -> None:
     """Time and imbalance of the plans for every load."""
     ranks, experts = scale.detail
     lines, shown = [], (LAUNCHES, GRAPH, EAGER, OVER_FLOOR, TWIN, WALL)
-    for kind in zipf_kinds(scale.ratios):
+    for kind in scale.kinds:
         tell(f"plans for {kind.name}")
         setting = Setting(ranks=ranks, experts=experts, kind=kind)
         measured = measure(setting, VERBS, scale.tokens, clock, tally)

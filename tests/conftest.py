@@ -7,6 +7,8 @@ import os
 import sys
 from pathlib import Path
 
+import numpy as np
+import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
@@ -25,3 +27,23 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("repeatable")
+
+
+@pytest.fixture(scope="session")
+def quick_sort():
+    """Where Triton's interpreter sorts, it folds the numbers one by one; this does it at once."""
+    if torch.cuda.is_available():
+        return
+    import triton.language as tl
+    from triton.runtime.interpreter import ReduceOps
+
+    fold = ReduceOps.apply_impl
+
+    def apply(self, inputs):
+        if self.combine_fn is not tl.standard._xor_combine:
+            return fold(self, inputs)
+        data = inputs[0].handle.data
+        folded = np.bitwise_xor.reduce(data, axis=self.axis, keepdims=self.keep_dims)
+        return self.to_tensor(folded, inputs[0].dtype)
+
+    ReduceOps.apply_impl = apply

@@ -20,23 +20,25 @@ from ultraep.backends.reference.reroute import stride
 from ultraep.backends.triton.counter import ROWS, TOKENS, Counter
 from ultraep.backends.triton.device import default_device, interpreted
 from ultraep.backends.triton.kernels import place
+from ultraep.backends.triton.kernels.reroute import place_on_line
 from ultraep.backends.triton.planner import Planner
 from ultraep.backends.triton.rerouter import strides
 from ultraep.reroute import reroute, reroute_dense, rows_received
 
+pytestmark = pytest.mark.usefixtures("quick_sort")
 DEVICE = default_device()
 TWIN, KERNELS = backends.select("cpu"), backends.select("triton")
 only_interpreted = pytest.mark.skipif(
     not interpreted(), reason="a compiler would need seconds for every new shape"
 )
 UNSHRUNK = [Phase.explicit, Phase.reuse, Phase.generate]  # to shrink takes many minutes
-few = settings(max_examples=30, phases=UNSHRUNK)
+few = settings(max_examples=25, phases=UNSHRUNK)
 SMALL = [name for name in NAMED if name != "wide"]
 LOOSE = BalanceConfig(tolerance=0.05, max_replicas=2, min_tokens_per_replica=3)
 
 
 def on_device(values):
-    return torch.as_tensor(values).to(DEVICE)
+    return torch.tensor(values).to(DEVICE) if isinstance(values, np.ndarray) else values.to(DEVICE)
 
 
 def control_of(topology, config=None, *, rows=0, rank=0):
@@ -73,8 +75,7 @@ def by_groups(monkeypatch):
     [
         BalanceConfig(),
         BalanceConfig(tolerance=0.01),
-        BalanceConfig(tolerance=0.3, locality=False),
-        BalanceConfig(min_tokens_per_replica=20),
+        BalanceConfig(tolerance=0.3, locality=False, min_tokens_per_replica=20),
     ],
     ids=str,
 )
@@ -84,9 +85,9 @@ def test_plans_of_named_cases(name, config):
     assert_same(planned(loads, topology, config), ultraep.plan(loads, topology, config))
 
 
-@pytest.mark.parametrize("config", [BalanceConfig(), BalanceConfig(tolerance=0.02)], ids=str)
-def test_a_plan_of_many_ranks(config):
+def test_a_plan_of_many_ranks():
     loads, topology = NAMED["wide"]
+    config = BalanceConfig(tolerance=0.02)
     assert_same(planned(loads, topology, config), ultraep.plan(loads, topology, config))
 
 
@@ -115,7 +116,6 @@ def zipf(ranks, experts, ratio=3.0, **topology):
 LARGE = {
     "80 ranks": zipf(80, 80),
     "domains of 24 ranks": zipf(48, 96, domain=24),
-    "two slots": zipf(40, 40, slots=2),
     "two slots, uneven homes": (
         workload.lognormal(20, 30, sigma=2.0, tokens=99),
         Topology(ranks=20, experts=30, slots=2, homes=[*range(10), *range(20)]),
@@ -131,10 +131,22 @@ def test_plans_of_large_domains(name, by_groups):
     assert_same(planned(loads, topology, BalanceConfig()), ultraep.plan(loads, topology))
 
 
-@pytest.mark.parametrize("name", ["domains of 24 ranks", "two slots, uneven homes"])
-def test_plans_of_large_domains_with_limits(name, by_groups):
-    loads, topology = LARGE[name]
+def test_plans_of_large_domains_with_limits(by_groups):
+    loads, topology = LARGE["two slots, uneven homes"]
     assert_same(planned(loads, topology, LOOSE), ultraep.plan(loads, topology, LOOSE))
+
+
+@only_interpreted
+@pytest.mark.parametrize("seed", range(8))
+def test_random_plans_of_large_domains(seed, by_groups):
+    rng = np.random.default_rng(seed)
+    ranks, slots = int(rng.integers(17, 40)), int(rng.integers(1, 3))
+    homes = rng.integers(0, ranks, ranks + int(rng.integers(0, ranks)))
+    topology = Topology(ranks=ranks, experts=len(homes), slots=slots, homes=homes)
+    liked = np.exp(rng.normal(0, rng.choice([0.5, 1.5, 3.0]), len(homes)))
+    loads = rng.poisson(liked * rng.choice([0.5, 20, 1000]), (ranks, len(homes)))
+    config = BalanceConfig(min_tokens_per_replica=int(rng.choice([1, 5])))
+    assert_same(planned(loads, topology, config), ultraep.plan(loads, topology, config))
 
 
 def test_ranks_that_are_no_power_of_two():
@@ -243,8 +255,7 @@ def test_both_members_make_the_attempts_of_the_reference(problem, tolerance, lea
 
 
 def test_members_of_large_domains_make_the_attempts_of_the_reference(by_groups):
-    for name in ("domains of 24 ranks", "two slots, uneven homes"):
-        assert_members_agree(*LARGE[name], BalanceConfig(tolerance=0.1))
+    assert_members_agree(*LARGE["domains of 24 ranks"], BalanceConfig(tolerance=0.1))
 
 
 def test_a_surplus_that_only_several_hosts_can_hold():
@@ -259,19 +270,18 @@ def test_a_surplus_that_only_several_hosts_can_hold():
 # The functions that every backend has
 
 
-@pytest.mark.parametrize("config", [BalanceConfig(), LOOSE], ids=["exact", "loose"])
 @pytest.mark.parametrize(
-    "name",
+    ("name", "config"),
     [
-        "zipf_two_slots",
-        "lognormal_domains",
-        "uneven_homes",
-        "a_rank_without_homes",
-        "no_slots",
-        "near_overflow",
-        "unclosable",
-        "empty",
-        "one_rank",
+        ("zipf_two_slots", BalanceConfig()),
+        ("lognormal_domains", BalanceConfig()),
+        ("uneven_homes", LOOSE),
+        ("a_rank_without_homes", LOOSE),
+        ("no_slots", BalanceConfig()),
+        ("near_overflow", LOOSE),
+        ("unclosable", BalanceConfig()),
+        ("empty", BalanceConfig()),
+        ("one_rank", LOOSE),
     ],
 )
 def test_the_functions_for_plans(name, config):
@@ -288,7 +298,7 @@ def test_the_functions_for_plans_of_other_policies(policy):
     assert_same(ultraep.plan(loads, topology, config, backend="triton"), wanted)
 
 
-@pytest.mark.parametrize("limit", [BalanceConfig().replica_limit, 2, 0])
+@pytest.mark.parametrize("limit", [BalanceConfig().replica_limit, 2])
 @pytest.mark.parametrize("name", NAMED)
 def test_bounds_of_named_cases(name, limit):
     loads, topology = NAMED[name]
@@ -343,11 +353,10 @@ def assert_same_counts(ids, experts):
 @given(routings())
 def test_routes_of_random_ids(routing):
     ids, plan = routing
-    for rank, own in enumerate(ids[:2]):
-        wanted, found = (reroute(own, plan, rank, backend=name) for name in ("cpu", "triton"))
-        assert torch.equal(found.slots, wanted.slots)
-        assert torch.equal(found.order, wanted.order)
-        np.testing.assert_array_equal(found.rows_of_slot, wanted.rows_of_slot)
+    rank = len(ids) - 1
+    wanted, found = (reroute(ids[rank], plan, rank, backend=name) for name in ("cpu", "triton"))
+    assert torch.equal(found.slots, wanted.slots)
+    assert torch.equal(found.order, wanted.order)
 
 
 @pytest.mark.parametrize(
@@ -370,6 +379,32 @@ def test_ids_that_are_not_those_of_the_plan_have_no_routes(ids):
 def test_strides_are_those_of_the_reference():
     wanted = [stride(length) for length in range(1, 2000)]
     assert strides(1999).tolist()[1:] == wanted
+
+
+@triton.jit
+def places(numbers, length, step, PRODUCT: tl.constexpr, B: tl.constexpr):
+    row = tl.arange(0, B)
+    number = tl.load(numbers + row)
+    place = place_on_line(number, length, length, step - length, row >= 0, PRODUCT)
+    tl.store(numbers + row, place)
+
+
+@pytest.mark.parametrize(
+    ("length", "product"),
+    [(1 << 16, tl.uint32), ((1 << 16) - 1, tl.uint32), (1 << 16, tl.int64), (10**9, tl.int64)],
+)
+def test_the_longest_lines_have_room_for_a_product(length, product):
+    """Only the last stride of the table is read."""
+    numbers = np.linspace(0, length - 1, 64).astype(int)
+    found = on_device(numbers).to(torch.int32)
+    step = torch.tensor([stride(length)], dtype=torch.int32, device=DEVICE)
+    places[(1,)](found, length, step, PRODUCT=product, B=64)
+    assert found.tolist() == (numbers * stride(length) % length).tolist()
+
+
+@pytest.mark.parametrize(("rows", "product"), [(1 << 16, tl.uint32), ((1 << 16) + 1, tl.int64)])
+def test_long_lines_are_counted_with_more_bits(rows, product):
+    assert control_of(Topology(ranks=1, experts=1), rows=rows)._rerouter.product == product
 
 
 # Routes on the device
@@ -410,7 +445,7 @@ def test_ids_of_any_integer_type(dtype):
         ids = [own.where(own > 1, -1) for own in ids]
     plan = plan_of(ids, topology)
     for how in ({}, {"in_place": True}):
-        found, control = routed(ids[1].to(dtype), plan, 1, **how)
+        found, control = routed(ids[1].to(dtype, copy=True), plan, 1, **how)
         assert_same_routes(found, ids[1], plan, 1)
         control.check()
 
@@ -433,8 +468,7 @@ def test_routes_at_the_edge_of_a_tile(rows, top_k):
 @given(routings())
 def test_routes_of_random_plans(routing):
     ids, plan = routing
-    for rank in (0, len(ids) - 1):
-        assert_same_routes(routed(ids[rank], plan, rank)[0], ids[rank], plan, rank)
+    assert_same_routes(routed(ids[0], plan, 0)[0], ids[0], plan, 0)
 
 
 def test_slots_written_over_the_ids_are_the_same():
@@ -567,25 +601,24 @@ def run_all(loads, topology, config, ids, rank):
     control._planner.bounds()
     control.plan(loads)
     control.reroute(ids)
+    control.reroute(ids.clone(), counted=True, in_place=True)
     chosen = torch.rand(len(ids), topology.experts, device=DEVICE) < 0.3
     control.reroute_map(chosen, torch.rand(chosen.shape, device=DEVICE))
-    control.reroute(ids, counted=True, in_place=True)
     return control
 
 
 @only_interpreted
-@pytest.mark.parametrize("config", [BalanceConfig(), LOOSE], ids=["exact", "loose"])
 @pytest.mark.parametrize(
-    "name",
+    ("name", "config"),
     [
-        "zipf_two_slots",
-        "lognormal_domains",
-        "uneven_homes",
-        "a_rank_without_homes",
-        "no_slots",
-        "one_rank",
-        "unclosable",
-        "near_overflow",
+        ("zipf_two_slots", BalanceConfig()),
+        ("lognormal_domains", BalanceConfig()),
+        ("uneven_homes", LOOSE),
+        ("a_rank_without_homes", LOOSE),
+        ("no_slots", LOOSE),
+        ("one_rank", BalanceConfig()),
+        ("unclosable", BalanceConfig()),
+        ("near_overflow", BalanceConfig()),
     ],
 )
 def test_no_kernel_leaves_its_tensors(name, config):
@@ -595,7 +628,7 @@ def test_no_kernel_leaves_its_tensors(name, config):
     ids = on_device(rng.integers(-2, topology.experts + 2, (ROWS // 2 + 1, 2)))
     with watched() as watch:
         run_all(on_device(loads), topology, config, ids, topology.ranks - 1)
-    assert watch.kernels - {"first_try"} >= KERNEL_NAMES - (set() if topology.slots else {"split"})
+    assert watch.kernels >= KERNEL_NAMES - (set() if topology.slots else {"split"})
 
 
 @only_interpreted
@@ -603,8 +636,7 @@ def test_no_kernel_of_large_domains_leaves_its_tensors(by_groups):
     loads, topology = LARGE["two slots, uneven homes"]
     ids = torch.zeros(3, 1, dtype=torch.int64)
     with watched() as watch:
-        for config in (BalanceConfig(), LOOSE):
-            run_all(on_device(loads), topology, config, ids, 0)
+        run_all(on_device(loads), topology, LOOSE, ids, 0)
     assert {"first_by_groups", "first_try"} < watch.kernels
 
 

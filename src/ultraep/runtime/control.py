@@ -49,17 +49,19 @@ class DevicePlan:
 
     def to_host(self, loads: IntArray | None = None) -> Plan:
         """The same as a `Plan`; waits for the device. `loads`: if the host has them already."""
-        ranks, copies = self.topology.ranks, len(self.quotas)
         result = self.result.cpu().numpy().astype(np.int64)
-        sizes = [1, ranks, copies, 3 * copies, copies]
-        number, rank_loads, quotas, replicas, _, split = np.split(result, np.cumsum(sizes))
-        end = int(number[0])
+
+        def part(tensor: torch.Tensor) -> IntArray:
+            begin = tensor.storage_offset() - self.result.storage_offset()
+            return result[begin : begin + tensor.numel()].reshape(tensor.shape)
+
+        end = int(part(self.num_replicas)[0])
         arrays: list[IntArray] = [
             self.loads.cpu().numpy().astype(np.int64) if loads is None else loads,
-            replicas.reshape(copies, 3)[:end],
-            quotas[:end],
-            split.reshape(copies, ranks)[:end],
-            rank_loads,
+            part(self.replicas)[:end],
+            part(self.quotas)[:end],
+            part(self.split)[:end],
+            part(self.rank_loads),
         ]
         return Plan(self.topology, self.config, *map(frozen, arrays))
 
@@ -189,10 +191,10 @@ class ControlPlane:
         counted: the last call of `count` was with these ids, so it need not be done again.
         in_place: write the slots over the ids.
         """
-        if not counted:
-            self.count(ids)
         self._check_ids(ids)
         plan, rows = self._last_plan(), ids.numel()
+        if not counted:
+            self.count(ids)
         slots = ids if in_place else self._slots[:rows].view(ids.shape)
         order, positions = self._order[:rows], self._positions[:rows]
         with self._here():
@@ -203,10 +205,11 @@ class ControlPlane:
         return DeviceRoutes(slots, positions, order, r.rows_of_slot, r.send_counts, self._received)
 
     def reroute_map(
-        self, routing_map: torch.Tensor, probabilities: torch.Tensor
+        self, routing_map: torch.Tensor, probabilities: torch.Tensor, *, counted: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Stage 4 for a map: `[T, S]` map and probabilities.
 
+        counted: the last call of `count_map` was with this map, so it need not be done again.
         Gradients flow through the probabilities to where they came from.
         """
         self._check_map(routing_map)
@@ -216,7 +219,8 @@ class ControlPlane:
                 f"got {list(probabilities.shape)}"
             )
         plan = self._last_plan()
-        self.count_map(routing_map)
+        if not counted:
+            self.count_map(routing_map)
         shape = (len(routing_map), len(plan.expert_of_slot))
         slot_map = torch.empty(shape, dtype=torch.bool, device=self.device)
         with self._here():

@@ -99,10 +99,11 @@ class Planner:
         self.found = torch.full((2, copies), 2**31 - 1, dtype=INT, device=device)
         self.faults = numbers(1)  # loads that are negative, or too many
         # All results stand in one piece of memory, and travel to the host in one copy.
-        self.result = numbers(1 + self.ranks + copies * (1 + 3 + 1 + self.ranks))
-        self.results = self.result.split(
-            [1, self.ranks, copies, 3 * copies, copies, copies * self.ranks]
-        )
+        sizes = [1, self.ranks, copies, 3 * copies, copies, copies * self.ranks]
+        aligned = [triton.cdiv(size, 4) * 4 for size in sizes]  # wide loads want 16 bytes
+        self.result = numbers(sum(aligned))
+        parts = self.result.split(aligned)
+        self.results = [part[:size] for part, size in zip(parts, sizes, strict=True)]
         self.num_replicas, self.rank_loads, self.quotas = self.results[:3]
         self.replicas, self.slot_of_copy = self.results[3].view(copies, 3), self.results[4]
         self.split = self.results[5].view(copies, self.ranks)

@@ -116,8 +116,8 @@ class Rerouter:
             ids.numel(),
             planner.experts,
             planner.num_slots,
+            (planner.max_fanout - 1).bit_length(),
             PRODUCT=self.product,
-            HALVINGS=max(1, (planner.max_fanout - 1).bit_length()),
             B=ROWS,
             num_warps=8,
         )

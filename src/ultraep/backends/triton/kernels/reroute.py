@@ -117,7 +117,7 @@ def place_on_line(number, length, gone, strides, known, PRODUCT: tl.constexpr):
     return tl.where(gone > 0, spread.to(tl.int32), number)
 
 
-@triton.jit(do_not_specialize=["rows", "experts", "num_slots"])
+@triton.jit(do_not_specialize=["rows", "experts", "num_slots", "halvings"])
 def assign(
     ids,
     offsets,
@@ -136,8 +136,8 @@ def assign(
     rows,
     experts,
     num_slots,
+    halvings,
     PRODUCT: tl.constexpr,
-    HALVINGS: tl.constexpr,
     B: tl.constexpr,
 ):
     """Program t: the rows of tile t, sorted by expert. `slots` may be `ids` itself.
@@ -167,7 +167,7 @@ def assign(
     copied = known & (place >= length - gone)
     low = tl.load(first_copy + bin_B, mask=copied, other=0)
     high = tl.load(end_copy + bin_B, mask=copied, other=1)
-    for _ in tl.static_range(HALVINGS):
+    for _ in range(halvings):
         middle = (low + high) // 2
         right = tl.load(first_place + middle, mask=copied, other=0) <= place
         low = tl.where(right, middle, low)
