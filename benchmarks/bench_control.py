@@ -311,9 +311,9 @@ class Bench:
         return self.control.plan(self.loads)
 
     def reroute(self) -> object:
-        """A map is counted again, ids are not."""
+        """Nothing is counted again."""
         if self.setting.ids == MAP:
-            return self.control.reroute_map(self.choices, self.probabilities)
+            return self.control.reroute_map(self.choices, self.probabilities, counted=True)
         return self.control.reroute(self.choices, counted=True)
 
     def all(self) -> object:
