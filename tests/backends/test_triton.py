@@ -137,7 +137,7 @@ def test_plans_of_large_domains_with_limits(by_groups):
 
 
 @only_interpreted
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(5))
 def test_random_plans_of_large_domains(seed, by_groups):
     rng = np.random.default_rng(seed)
     ranks, slots = int(rng.integers(17, 40)), int(rng.integers(1, 3))
@@ -614,7 +614,6 @@ def run_all(loads, topology, config, ids, rank):
         ("uneven_homes", LOOSE),
         ("a_rank_without_homes", LOOSE),
         ("no_slots", LOOSE),
-        ("one_rank", BalanceConfig()),
         ("unclosable", BalanceConfig()),
         ("near_overflow", BalanceConfig()),
     ],
@@ -640,8 +639,7 @@ def test_no_kernel_of_large_domains_leaves_its_tensors(by_groups):
 
 @only_interpreted
 @pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
-@pytest.mark.parametrize("tolerance", [0.0, 0.1])
-@pytest.mark.parametrize("bits", [31, 62])
+@pytest.mark.parametrize(("bits", "tolerance"), [(31, 0.0), (62, 0.1)])
 def test_loads_that_are_none_lead_nowhere_either(bits, tolerance):
     """They are counted as a fault; until that is read, the kernels go on with them."""
     topology = Topology(ranks=4, experts=8, slots=2)

@@ -28,7 +28,6 @@ from ultraep.plan import Plan
 from ultraep.topology import Topology
 
 POLICIES = ("ultraep", "none")
-MAX_TILE = 1 << 16  # home experts of a domain, padded, that one program can hold
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +112,6 @@ class ControlPlane:
                 f"rows must lie in 0..{MAX_TOTAL // topology.ranks}, so that {topology.ranks} "
                 f"ranks count no more than {MAX_TOTAL}, got {rows}"
             )
-        _check_tile(topology)
         select("triton")
         from ultraep.backends.triton.counter import Counter
         from ultraep.backends.triton.device import default_device
@@ -174,6 +172,9 @@ class ControlPlane:
         slots = topology.spare_slot(plan.replicas[:, 1], plan.replicas[:, 2])
         number = np.array([plan.num_replicas])
         columns = (number, plan.rank_loads, plan.quotas, plan.replicas, slots, plan.split)
+        p.result.zero_()
+        p.replicas.fill_(-1)
+        p.slot_of_copy.fill_(-1)
         for part, values in zip(p.results, columns, strict=True):
             part[: values.size].copy_(torch.from_numpy(values.reshape(-1).astype(np.int32)))
         held = np.full(len(p.expert_of_slot), -1)
@@ -320,14 +321,3 @@ class ControlPlane:
     def _check_device(self, name: str, tensor: torch.Tensor) -> None:
         if tensor.device != self.device:
             raise LoadError(f"{name} must be on {self.device}, got {tensor.device}")
-
-
-def _check_tile(topology: Topology) -> None:
-    """A domain is planned by one program: its homes must fit."""
-    most = max(1, int(topology.homes_per_rank.max()))
-    tile = (1 << (most - 1).bit_length()) * (1 << (topology.domain_size - 1).bit_length())
-    if tile > MAX_TILE:
-        raise ConfigError(
-            f"a domain of {topology.domain_size} ranks with up to {most} home experts needs a tile "
-            f"of {tile}, the GPU planner holds {MAX_TILE}"
-        )

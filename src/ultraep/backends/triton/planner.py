@@ -13,8 +13,10 @@ import triton
 
 from ultraep.arrays import IntArray
 from ultraep.backends.triton.kernels import groups, place, split
+from ultraep.errors import ConfigError
 
 INT = torch.int32
+MAX_TILE = 1 << 14  # home experts times ranks of a domain, both padded, that one program can hold
 
 
 class Planner:
@@ -42,7 +44,7 @@ class Planner:
         self.limit = min(max_replicas, domain * slots)
         self.parts, self.min_tokens = tolerance_parts, min(min_tokens, 2**31 - 1)
         self.homes = max(1, int(np.diff(first_of_rank).max()))
-        self.max_fanout = max(1, min(self.limit, domain))
+        self.max_fanout = domain  # whatever the limit: plans of others may be adopted
         self._pad()
         self._tables(experts_by_rank, first_of_rank, device)
         self._allocate(device)
@@ -54,6 +56,11 @@ class Planner:
         self.C = power(max(1, self.ranks * self.slots))
         # A warp holds up to 32 experts a thread; more of them would wait for each other.
         tile = self.H * self.G
+        if tile > MAX_TILE:
+            raise ConfigError(
+                f"a domain of {self.domain} ranks with up to {self.homes} home experts makes a "
+                f"tile of {tile}, the GPU planner holds {MAX_TILE}"
+            )
         self.warps = min(8, max(1, tile // 512))
         self.by_groups = self.G >= 256
         self.step = max(1, min(16, tile, 2048 * self.warps // tile))
@@ -151,8 +158,6 @@ class Planner:
                 self.parts,
                 self.min_tokens,
                 self.limit,
-                BUFFERS=place.BUFFERS.value,
-                FACTS=place.FACTS.value,
                 H=self.H,
                 G=self.G,
                 HELD=held,

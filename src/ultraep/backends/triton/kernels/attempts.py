@@ -43,7 +43,7 @@ def alias(
 ):
     """The emptiest rank takes from the fullest, exactly what it lacks.
 
-    With `PACKED`, tokens and ranks share a number, and one reduction finds both; see `fits_packed`.
+    With `PACKED`, tokens and ranks share a number, and one reduction finds both.
     """
     rank = tl.arange(0, G)
     row = tl.arange(0, H)[:, None]
@@ -114,9 +114,23 @@ def unpack(key, G: tl.constexpr):
 
 
 @triton.jit
-def fits_packed(load_G, threshold, G: tl.constexpr):
-    """Whether tokens times ranks fit into 32 bits."""
-    return tl.maximum(tl.max(load_G, 0), threshold) < (1 << 31) // G - 1
+def alias_packed_or_not(
+    load_G, home_HG, hosted, threshold, ranks, slots, min_tokens, limit,
+    H: tl.constexpr, G: tl.constexpr, HELD: tl.constexpr, ONE_SLOT: tl.constexpr
+):  # fmt: skip
+    """`alias`, packed if tokens times ranks fit into 32 bits."""
+    made = 0
+    if tl.maximum(tl.max(load_G, 0), threshold) < (1 << 31) // G - 1:
+        load_G, made = alias(
+            load_G, home_HG, hosted, threshold, ranks, slots, min_tokens, limit,
+            H, G, HELD, ONE_SLOT, True
+        )  # fmt: skip
+    else:
+        load_G, made = alias(
+            load_G, home_HG, hosted, threshold, ranks, slots, min_tokens, limit,
+            H, G, HELD, ONE_SLOT, False
+        )  # fmt: skip
+    return load_G, made
 
 
 @triton.jit

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from ultraep.backends.triton.kernels.attempts import MOST, choose_donor, free_all, unpack
+from ultraep.backends.triton.kernels.place import BUFFERS, FACTS, threshold_of
 
 GROUP = tl.constexpr(32)
 
@@ -45,8 +46,6 @@ def first_by_groups(
     parts,
     min_tokens,
     limit,
-    BUFFERS: tl.constexpr,
-    FACTS: tl.constexpr,
     H: tl.constexpr,
     G: tl.constexpr,
     HELD: tl.constexpr,
@@ -57,9 +56,7 @@ def first_by_groups(
     most = tl.zeros((), tl.int64)
     for other in range(domains):
         most = tl.maximum(most, total_of(home, other, H, G))
-    mean = (most + ranks - 1) // ranks
-    allowed = most * (1000000 + parts) // (ranks.to(tl.int64) * 1000000)
-    threshold = tl.minimum(tl.maximum(mean, allowed), MOST).to(tl.int32)
+    threshold = threshold_of(most, ranks, parts)
     own_mean = (total_of(home, domain, H, G) + ranks - 1) // ranks
     known = facts + domain * FACTS
     tl.store(known, threshold)

@@ -11,7 +11,7 @@ two, HELD spare slots of a domain, padded likewise. Numbers are 32-bit, but for 
 import triton
 import triton.language as tl
 
-from ultraep.backends.triton.kernels.attempts import MOST, alias, fits_packed, window
+from ultraep.backends.triton.kernels.attempts import MOST, alias, alias_packed_or_not, window
 from ultraep.backends.triton.kernels.bound import bound
 
 BUFFERS = tl.constexpr(3)  # of attempts: the best one, and two to try again
@@ -88,8 +88,14 @@ def shared_threshold(
         tokens = tl.load(home + domain * (H * G) + place, mask=domain < domains, other=0)
         total = tl.sum(tl.maximum(tokens, 0).to(tl.int64), 1)
         most = tl.maximum(most, tl.max(total, 0))
-    mean = (most + ranks - 1) // ranks
-    allowed = most * (1000000 + parts) // (ranks.to(tl.int64) * 1000000)
+    return threshold_of(most, ranks, parts)
+
+
+@triton.jit
+def threshold_of(total, ranks, parts):
+    """The mean load of a rank, rounded up, and as many millionths of it more."""
+    mean = (total + ranks - 1) // ranks
+    allowed = total * (1000000 + parts) // (ranks.to(tl.int64) * 1000000)
     # More than all tokens is never exceeded either, and needs more than 32 bits.
     return tl.minimum(tl.maximum(mean, allowed), MOST).to(tl.int32)
 
@@ -134,16 +140,20 @@ def first_try(
     if member == 0 and not BY_GROUPS:
         tl.store(known, threshold)
         tl.store(known + 1, slack.to(tl.int32))
-        if fits_packed(load_G, threshold, G):
-            load_G, made = alias(
-                load_G, home_HG, hosted, threshold, ranks, slots, min_tokens, limit,
-                H, G, HELD, ONE_SLOT, True
-            )  # fmt: skip
-        else:
-            load_G, made = alias(
-                load_G, home_HG, hosted, threshold, ranks, slots, min_tokens, limit,
-                H, G, HELD, ONE_SLOT, False
-            )  # fmt: skip
+        load_G, made = alias_packed_or_not(
+            load_G,
+            home_HG,
+            hosted,
+            threshold,
+            ranks,
+            slots,
+            min_tokens,
+            limit,
+            H,
+            G,
+            HELD,
+            ONE_SLOT,
+        )
     elif slack:
         load_G, made = window(
             load_G, home_HG, hosted, threshold, ranks, slots, min_tokens, limit, H, G, HELD
@@ -202,16 +212,20 @@ def search(
         home_HG = load_domain(home, domain, H, G)
         load_G = rank_loads_of(home_HG)
         threshold = mean_of(load_G, ranks)
-        if fits_packed(load_G, threshold, G):
-            load_G, made = alias(
-                load_G, home_HG, hosted, threshold, ranks, slots, min_tokens, limit,
-                H, G, HELD, ONE_SLOT, True
-            )  # fmt: skip
-        else:
-            load_G, made = alias(
-                load_G, home_HG, hosted, threshold, ranks, slots, min_tokens, limit,
-                H, G, HELD, ONE_SLOT, False
-            )  # fmt: skip
+        load_G, made = alias_packed_or_not(
+            load_G,
+            home_HG,
+            hosted,
+            threshold,
+            ranks,
+            slots,
+            min_tokens,
+            limit,
+            H,
+            G,
+            HELD,
+            ONE_SLOT,
+        )
         peak = tl.max(load_G, 0)
         tl.store(rank_loads + rank, load_G, mask=rank < ranks)
     else:

@@ -1,0 +1,429 @@
+"""The control plane on the GPU: the plans and routes of the host, and a word where they go wrong.
+
+Without a GPU, its kernels are interpreted.
+"""
+
+import numpy as np
+import pytest
+import torch
+from cases import NAMED, draw_ids, plan_of, with_padding
+from dense import Example, check, on_ranks
+
+import ultraep
+from ultraep import (
+    BalanceConfig,
+    Balancer,
+    CommunicationError,
+    ConfigError,
+    ControlPlane,
+    LoadError,
+    LocalGroup,
+    Topology,
+)
+from ultraep.backends.triton.device import default_device
+from ultraep.backends.triton.planner import MAX_TILE
+from ultraep.reroute import reroute
+
+pytestmark = pytest.mark.usefixtures("quick_sort")
+DEVICE = default_device()
+TOPOLOGIES = {
+    "one domain": Topology(ranks=4, experts=8),
+    "two domains": Topology(ranks=6, experts=12, slots=2, domain=3),
+    "uneven homes": Topology(ranks=3, experts=7, homes=[0, 0, 2, 2, 2, 2, 0]),
+    "no slots": Topology(ranks=2, experts=6, slots=0),
+    "one rank": Topology(ranks=1, experts=5),
+}
+
+
+def control_of(topology, config=None, *, rows=200, rank=0):
+    return ControlPlane(topology, config, rows=rows, rank=rank, device=DEVICE)
+
+
+def on_device(array):
+    return torch.tensor(array).to(DEVICE)
+
+
+def ids_of_ranks(topology, seed, top_k=2, padding=0.1):
+    rng = np.random.default_rng(seed)
+    tokens = rng.integers(0, 100, topology.ranks)
+    ids = [draw_ids(rng, n, top_k, topology, 2.0) for n in tokens]
+    return [with_padding(rng, own, padding) for own in ids]
+
+
+def assert_same_routes(found, wanted):
+    sent = len(wanted.order)
+    assert found.slots.tolist() == wanted.slots.tolist()
+    assert found.order.tolist() == wanted.order.tolist() + [-1] * (wanted.num_rows - sent)
+    assert found.rows_of_slot.tolist() == wanted.rows_of_slot.tolist()
+    assert found.send_counts.tolist() == wanted.send_counts
+    assert found.receive_counts.tolist() == wanted.receive_counts.tolist()
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES.values(), ids=TOPOLOGIES)
+def test_steps_are_those_of_the_host(topology):
+    config = BalanceConfig(tolerance=0.05)
+    controls = [control_of(topology, config, rank=rank) for rank in range(topology.ranks)]
+    for step in range(3):
+        ids = ids_of_ranks(topology, seed=step)
+        counts = [c.count(own.to(DEVICE)) for c, own in zip(controls, ids, strict=True)]
+        loads, wanted = torch.stack(counts), plan_of(ids, topology, config)
+        for rank in {step % topology.ranks, topology.ranks - 1}:
+            control, own = controls[rank], ids[rank]
+            assert control.plan(loads).to_host().digest() == wanted.digest()
+            routes = control.reroute(own.to(DEVICE), counted=True)
+            assert_same_routes(routes, reroute(own, wanted, rank))
+            assert int(routes.realised) == wanted.rank_loads[rank]
+            control.check()
+
+
+def test_a_plan_may_keep_the_loads_that_the_host_has():
+    loads, topology = NAMED["uneven_homes"]
+    plan = control_of(topology).plan(on_device(loads))
+    assert plan.to_host(loads).loads is loads
+    assert plan.to_host() == plan.to_host(loads) == ultraep.plan(loads, topology)
+
+
+def test_without_balance_nothing_is_copied():
+    loads, topology = NAMED["zipf_two_slots"]
+    plan = control_of(topology, BalanceConfig(policy="none")).plan(on_device(loads)).to_host()
+    assert plan == ultraep.plan(loads, topology, BalanceConfig(policy="none"))
+    assert plan.num_replicas == 0
+    assert plan.rank_loads.tolist() == plan.initial_rank_loads.tolist()
+
+
+def test_ids_are_counted_again_unless_they_were():
+    topology = TOPOLOGIES["one domain"]
+    ids = ids_of_ranks(topology, seed=1)
+    plan = plan_of(ids, topology)
+    control = control_of(topology)
+    control.count(ids[1].to(DEVICE))
+    control.adopt(plan)
+    assert_same_routes(control.reroute(ids[0].to(DEVICE)), reroute(ids[0], plan, 0))
+    control.check()
+
+
+# Plans that were made elsewhere
+
+
+@pytest.mark.parametrize("own", [BalanceConfig(), BalanceConfig(policy="none")], ids=str)
+@pytest.mark.parametrize("policy", ["none", "ultraep", "quota", "echo"])
+def test_plans_of_any_policy_can_be_adopted(policy, own):
+    topology = Topology(ranks=8, experts=16, slots=2, domain=4)
+    ids = ids_of_ranks(topology, seed=2)
+    plan = plan_of(ids, topology, BalanceConfig(policy=policy, locality=False))
+    for rank in (0, 5):
+        control = control_of(topology, own, rank=rank)
+        assert control.adopt(plan).to_host() == plan
+        routes = control.reroute(ids[rank].to(DEVICE))
+        assert_same_routes(routes, reroute(ids[rank], plan, rank))
+        control.check()
+
+
+@pytest.mark.parametrize("own", [BalanceConfig(policy="none"), BalanceConfig(max_replicas=1)])
+def test_an_adopted_plan_may_have_more_copies_than_it_would_make(own):
+    """Expert 0 has a copy on all other ranks."""
+    topology = Topology(ranks=8, experts=8)
+    ids = torch.zeros(60, 1, dtype=torch.int64)
+    plan = plan_of([ids] * 8, topology, BalanceConfig(locality=False))
+    assert plan.max_fanout == 7
+    control = control_of(topology, own, rank=3)
+    control.adopt(plan)
+    assert_same_routes(control.reroute(ids.to(DEVICE)), reroute(ids, plan, 3))
+
+
+def test_an_adopted_plan_replaces_all_of_the_last_one():
+    topology = Topology(ranks=8, experts=8)
+    ids = torch.zeros(60, 1, dtype=torch.int64)
+    many, none = (
+        plan_of([ids] * 8, topology, BalanceConfig(policy=name)) for name in ("ultraep", "none")
+    )
+    control = control_of(topology)
+    control.plan(on_device(many.loads))
+    adopted = control.adopt(none)
+    assert adopted.to_host() == none
+    assert (adopted.replicas == -1).all()
+    assert (adopted.slot_of_copy == -1).all()
+    assert not adopted.quotas.any()
+    assert_same_routes(control.reroute(ids.to(DEVICE)), reroute(ids, none, 0))
+    assert control.plan(on_device(many.loads)).to_host() == many
+    assert_same_routes(control.reroute(ids.to(DEVICE)), reroute(ids, many, 0))
+
+
+def test_a_plan_of_another_topology_is_not_adopted():
+    plan = plan_of(ids_of_ranks(TOPOLOGIES["no slots"], seed=0), TOPOLOGIES["no slots"])
+    with pytest.raises(ConfigError, match=r"2 ranks, 6 experts.* does not fit .*ranks=4.*"):
+        control_of(TOPOLOGIES["one domain"]).adopt(plan)
+
+
+def test_a_plan_that_needs_more_slots_is_not_adopted():
+    topology = Topology(ranks=4, experts=8, slots=0)
+    plan = plan_of(ids_of_ranks(topology, seed=0), topology, BalanceConfig(policy="ideal"))
+    assert plan.max_ingress == 1
+    with pytest.raises(ConfigError, match=r"Plan\(ideal, 4 ranks.* does not fit .*slots=0"):
+        control_of(topology).adopt(plan)
+
+
+# What the device has counted
+
+
+def test_unknown_ids_are_reported_once():
+    control = control_of(TOPOLOGIES["one domain"], rank=2)
+    control.count(torch.tensor([[0, 8], [-2, 99], [7, -1]], device=DEVICE))
+    with pytest.raises(LoadError, match=r"on rank 2: 3 ids must lie in 0\.\.7$"):
+        control.check()
+    control.check()
+
+
+def test_faults_add_up_until_they_are_read():
+    control = control_of(TOPOLOGIES["one domain"])
+    for _ in range(3):
+        control.count(torch.tensor([[0, 8]], device=DEVICE))
+    control.count(torch.tensor([[0, 7]], device=DEVICE))
+    assert control.faults.tolist() == [3, 0, 0]
+    with pytest.raises(LoadError, match="3 ids"):
+        control.check()
+    assert control.faults.tolist() == [0, 0, 0]
+
+
+def test_loads_that_are_none_are_reported_once():
+    topology = TOPOLOGIES["one domain"]
+    control = control_of(topology)
+    loads = torch.ones(4, 8, dtype=torch.int64)
+    loads[1, 2] = loads[3, 3] = -1
+    loads[:, 5] = 2**30
+    control.plan(loads.to(DEVICE))
+    with pytest.raises(LoadError, match=r"3 loads are negative, or add up to more than 2147483647"):
+        control.check()
+    control.plan(loads.clamp(0, 9).to(DEVICE))
+    control.check()
+
+
+def test_ids_that_are_not_those_of_the_plan_are_reported_once():
+    topology = TOPOLOGIES["one domain"]
+    ids = ids_of_ranks(topology, seed=3, padding=0)
+    plan = plan_of(ids, topology)
+    control = control_of(topology)
+    control.plan(on_device(plan.loads))
+    control.reroute(torch.full_like(ids[0], 7).to(DEVICE))
+    unlike = np.count_nonzero(plan.loads[0, :7]) + 1
+    with pytest.raises(LoadError, match=f"{unlike} experts have another number of rows than in"):
+        control.check()
+    assert_same_routes(control.reroute(ids[0].to(DEVICE)), reroute(ids[0], plan, 0))
+    control.check()
+
+
+def test_all_faults_are_in_one_message():
+    control = control_of(TOPOLOGIES["one domain"], rank=1)
+    control.plan(torch.full((4, 8), -1, device=DEVICE))
+    control.reroute(torch.tensor([[9]], device=DEVICE))
+    with pytest.raises(LoadError, match=r"rank 1: 1 ids .*; 32 loads .*; 8 experts "):
+        control.check()
+
+
+# What is refused at once
+
+FEW = Topology(ranks=4, experts=8)
+WRONG_SETTINGS = {
+    "policy": (
+        {"config": BalanceConfig(policy="quota")},
+        "policy 'quota' cannot run on the GPU; known are ultraep, none",
+    ),
+    "rank too large": ({"rank": 4}, r"rank must lie in 0\.\.3, got 4"),
+    "negative rank": ({"rank": -1}, r"rank must lie in 0\.\.3, got -1"),
+    "too many rows": (
+        {"rows": 2**29},
+        r"rows must lie in 0\.\.536870911, so that 4 ranks .* 2147483647, got 536870912",
+    ),
+    "negative rows": ({"rows": -1}, r"rows must lie in 0\.\.536870911, .*, got -1"),
+    "device": ({"device": "meta"}, f"kernels run on {DEVICE.type}, not on meta"),
+    "tile": (
+        {"topology": Topology(ranks=1024, experts=65 * 1024)},
+        f"1024 ranks with up to 65 home experts .* tile of 131072, .* planner holds {MAX_TILE}",
+    ),
+}
+
+
+@pytest.mark.parametrize(("wrong", "message"), WRONG_SETTINGS.values(), ids=WRONG_SETTINGS)
+def test_settings_that_cannot_work(wrong, message):
+    settings = {"topology": FEW, "rows": 10, "device": DEVICE, **wrong}
+    with pytest.raises(ConfigError, match=message):
+        ControlPlane(settings.pop("topology"), **settings)
+
+
+def integers(*shape, dtype=torch.int64, device=DEVICE):
+    return torch.zeros(shape, dtype=dtype, device=device)
+
+
+def booleans(*shape, device=DEVICE):
+    return integers(*shape, dtype=torch.bool, device=device)
+
+
+WRONG_INPUTS = {
+    "float ids": ("count", [torch.zeros(2, 2)], "ids must be integers, got torch.float32"),
+    "bool ids": ("count", [booleans(2, 2)], "ids must be integers, got torch.bool"),
+    "ids elsewhere": ("count", [integers(2, 2, device="meta")], f"on {DEVICE.type}.*, got meta"),
+    "ids of a view": ("count", [integers(2, 4).T], r"contiguous: shape \[4, 2\], strides \[1, 4\]"),
+    "too many ids": ("count", [integers(6, 2)], "12 routed rows, but the buffers are for 10"),
+    "too many ids to reroute": ("reroute", [integers(11, 1)], "11 routed rows.* for 10"),
+    "map of numbers": (
+        "count_map",
+        [integers(2, 8)],
+        r"want a bool map \[tokens, 8 experts\], got torch.int64 \[2, 8\]",
+    ),
+    "map of one token": ("count_map", [booleans(8)], r"got torch.bool \[8\]"),
+    "map of other experts": ("count_map", [booleans(2, 9)], "map has 9 experts, .* has 8"),
+    "map elsewhere": ("count_map", [booleans(2, 8, device="meta")], f"on {DEVICE.type}.*got meta"),
+    "map of a view": ("count_map", [booleans(8, 8).T], r"shape \[8, 8\], strides \[1, 8\]"),
+    "too many tokens": ("count_map", [booleans(11, 8)], "11 tokens, .* for 10 rows"),
+    "loads of other ranks": (
+        "plan",
+        [integers(3, 8)],
+        r"loads must be \[ranks, experts\] = \[4, 8\], got \[3, 8\]",
+    ),
+    "flat loads": ("plan", [integers(32)], r"\[4, 8\], got \[32\]"),
+    "float loads": ("plan", [torch.zeros(4, 8)], "int32 or int64, got torch.float32"),
+    "short loads": ("plan", [integers(4, 8, dtype=torch.int16)], "int64, got torch.int16"),
+    "loads by columns": ("plan", [integers(8, 4).T], r"contiguous, got strides \(1, 4\)"),
+    "loads elsewhere": ("plan", [integers(4, 8, device="meta")], f"{DEVICE.type}.*, got meta"),
+    "no plan": ("reroute", [integers(2, 2)], r"nothing is planned yet: call plan\(\) before"),
+    "no plan for a map": ("reroute_map", [booleans(2, 8), torch.zeros(2, 8)], "nothing is planned"),
+    "other probabilities": (
+        "reroute_map",
+        [booleans(2, 8), torch.zeros(3, 8)],
+        r"probabilities must be like the map, \[2, 8\], got \[3, 8\]",
+    ),
+}
+
+
+@pytest.mark.parametrize(("verb", "inputs", "message"), WRONG_INPUTS.values(), ids=WRONG_INPUTS)
+def test_inputs_that_cannot_be_meant(verb, inputs, message):
+    with pytest.raises(LoadError, match=message):
+        getattr(control_of(FEW, rows=10), verb)(*inputs)
+
+
+def test_the_buffers_may_be_filled_to_the_last_row():
+    control = control_of(FEW, rows=10)
+    assert control.count(integers(5, 2)).tolist() == [10] + [0] * 7
+    assert control.count_map(booleans(10, 8) | True).tolist() == [10] * 8
+
+
+def test_there_may_be_no_rows_at_all():
+    control = control_of(FEW, rows=0)
+    assert control.count(integers(0, 2)).tolist() == [0] * 8
+    control.plan(integers(4, 8))
+    routes = control.reroute(integers(0, 2))
+    assert routes.slots.shape == (0, 2)
+    assert routes.send_counts.tolist() == [0] * 4
+    control.check()
+
+
+# The balancer that uses it
+
+
+def skewed_ids(rank, experts=8, tokens=30):
+    return draw_ids(np.random.default_rng(rank), tokens, 1, Topology(ranks=1, experts=experts), 2.0)
+
+
+def balancer_of(comm, **options):
+    return Balancer(experts=8, communicator=comm, backend="triton", **options)
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (torch.tensor([[0], [8], [9]]), r"on rank 2: 2 ids must lie in 0\.\.7"),
+        (torch.tensor([[-2], [3]]), r"on rank 2: 1 ids must lie in 0\.\.7"),
+        (torch.tensor([[0.0]]), "ids must be integers, got torch.float32"),
+        (torch.tensor([[True]]), "ids must be integers, got torch.bool"),
+    ],
+    ids=["too large", "negative", "floats", "bools"],
+)
+def test_ids_of_one_rank_that_are_none(bad, message):
+    def work(comm):
+        balancer = balancer_of(comm)
+        ids = skewed_ids(comm.rank).to(DEVICE)
+        with pytest.raises((LoadError, CommunicationError)) as caught:
+            balancer.gather(bad.to(DEVICE) if comm.rank == 2 else ids)
+        gathered = balancer.gather(ids)  # all ranks go on together
+        return caught, gathered.loads.sum()
+
+    results = LocalGroup(4).run(work)
+    assert [total for _, total in results] == [120] * 4
+    for rank, (caught, _) in enumerate(results):
+        assert caught.type is (LoadError if rank == 2 else CommunicationError)
+        assert caught.match(message if rank == 2 else r"ranks \[2\] refused their input")
+
+
+def test_a_balancer_has_the_routes_of_the_host():
+    def work(comm):
+        balancer, twin = balancer_of(comm, slots=2), Balancer(experts=8, slots=2, communicator=comm)
+        ids = skewed_ids(comm.rank)
+        ids[::7] = -1
+        found, wanted = (each.gather(ids) for each in (balancer, twin))
+        plan = balancer.plan(found)
+        assert plan == twin.plan(wanted)
+        routes, twins = (each.reroute(ids, plan) for each in (balancer, twin))
+        assert balancer._control is not None
+        assert twin._control is None
+        assert torch.equal(routes.slots, twins.slots)
+        assert torch.equal(routes.order, twins.order)
+        assert routes.send_counts == twins.send_counts
+        assert routes.receive_counts.tolist() == twins.receive_counts.tolist()
+        return plan.num_replicas
+
+    assert min(LocalGroup(4).run(work)) > 0
+
+
+def test_a_balancer_keeps_its_buffers_while_they_suffice():
+    balancer = Balancer(experts=8, backend="triton")
+    balancer.gather(skewed_ids(0, tokens=30).to(DEVICE))
+    first = balancer._control
+    balancer.gather(skewed_ids(0, tokens=first.rows).to(DEVICE))
+    assert balancer._control is first
+    balancer.gather(skewed_ids(0, tokens=first.rows + 1).to(DEVICE))
+    assert balancer._control.rows > first.rows
+    larger = balancer._control
+    balancer.gather(skewed_ids(0, tokens=30).to(DEVICE))
+    assert balancer._control is larger
+
+
+def test_ids_that_are_not_those_of_the_plan_are_refused():
+    balancer = Balancer(experts=8, backend="triton")
+    ids = skewed_ids(0).to(DEVICE)
+    plan = balancer.plan(balancer.gather(ids))
+    with pytest.raises(LoadError, match="experts have another number of rows than in the plan"):
+        balancer.reroute((ids + 1) % 8, plan)
+    assert len(balancer.reroute(ids, plan).order) == 30
+
+
+@pytest.mark.parametrize("policy", ["none", "quota", "ultraep"])
+def test_a_layer_of_any_policy_agrees_with_its_twin(policy):
+    check(Example([30, 20, 0, 40]), policy=policy, slots=2, backend="triton")
+
+
+def test_policies_that_change_from_step_to_step():
+    example = Example([20] * 4)
+
+    def steps(backend):
+        def work(comm):
+            options = {"policy": "none", "slots": 2, "backend": backend}
+            layer = example.layer(Balancer(experts=8, communicator=comm, **options))
+            x = example.inputs[comm.rank]
+            return [layer(x, policy=policy) for policy in ("ultraep", None, "quota", "ultraep")]
+
+        return LocalGroup(4).run(work)
+
+    for found, wanted in zip(steps("triton"), steps("cpu"), strict=True):
+        for output, twin in zip(found, wanted, strict=True):
+            assert torch.equal(output, twin)
+
+
+def test_the_layer_gives_the_bits_of_the_host():
+    example = Example([40, 10, 30], experts=9, ids=[skewed_ids(n, 9, n) for n in (40, 10, 30)])
+    example.ids = [torch.cat([own, own.roll(1)], dim=1) for own in example.ids]
+    found, wanted = (on_ranks(example, backend=name) for name in ("triton", "cpu"))
+    for result, twin in zip(found, wanted, strict=True):
+        assert result.plan == twin.plan
+        assert torch.equal(result.output, twin.output)
+        for name, gradient in twin.gradients.items():
+            assert torch.equal(result.gradients[name], gradient), name
