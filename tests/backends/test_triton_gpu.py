@@ -131,6 +131,7 @@ def test_a_running_step_allocates_nothing():
     assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 def test_a_running_step_waits_for_nothing():
     step = Step()
     wanted = step.draw(0)

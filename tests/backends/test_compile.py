@@ -1,0 +1,78 @@
+"""Every kernel compiles for every GPU that is promised, and is of the size that it should be."""
+
+import ast
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from compile_kernels import COLUMNS, TARGETS
+
+import ultraep
+
+KERNELS = Path(ultraep.__file__).parent / "backends/triton/kernels"
+SCRIPT = Path(__file__).parent / "compile_kernels.py"
+SIZES = ("64x256x1", "512x2048x2")
+
+
+def launched():
+    """The names of the kernels that no other one calls."""
+    trees = [ast.parse(file.read_text()) for file in KERNELS.glob("*.py")]
+    kernels = {
+        node.name for tree in trees for node in tree.body if isinstance(node, ast.FunctionDef)
+    }
+    nodes = [node for tree in trees for node in ast.walk(tree)]
+    called = {ast.unparse(node.func) for node in nodes if isinstance(node, ast.Call)}
+    handed_on = {name.id for node in nodes if isinstance(node, ast.Call) for name in names_in(node)}
+    return kernels - called - handed_on
+
+
+def names_in(call):
+    return [argument for argument in call.args if isinstance(argument, ast.Name)]
+
+
+@pytest.fixture(scope="module")
+def table():
+    """What the script prints, line by line."""
+    source = str(Path(ultraep.__file__).parents[1])
+    paths = [source, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    made = subprocess.run(
+        [sys.executable, str(SCRIPT), "--sizes", ",".join(SIZES)],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
+        capture_output=True,
+        text=True,
+    )
+    assert made.returncode == 0, made.stderr
+    print(made.stdout)
+    header, *lines = made.stdout.splitlines()
+    assert header.split() == list(COLUMNS)
+    return [dict(zip(COLUMNS, line.split(), strict=True)) for line in lines]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", TARGETS)
+def test_every_kernel_compiles(table, target):
+    assert {row["kernel"] for row in table if row["target"] == target} == launched()
+
+
+@pytest.mark.slow
+def test_the_planner_compiles_in_all_its_variants(table):
+    variants = [row["variant"] for row in table if row["kernel"] == "search"]
+    for setting in ("FIRST=True", "FIRST=False", "ONE_SLOT=True", "ONE_SLOT=False"):
+        assert sum(setting in variant for variant in variants) >= len(TARGETS), setting
+    assert {row["warps"] for row in table if row["kernel"] == "search"} == {"1", "4"}
+
+
+@pytest.mark.slow
+def test_registers_suffice(table):
+    """Only the search for a higher threshold, a rare case, may keep some numbers elsewhere."""
+    for row in table:
+        if row["size"] == "64x256x1" and row["target"] == "sm_90":
+            allowed = 64 if row["kernel"] == "search" else 0
+            assert int(row["spilled"]) <= allowed, row
+
+
+@pytest.mark.slow
+def test_shared_memory_suffices_everywhere(table):
+    assert all(int(row["shared"]) <= 48 * 1024 for row in table)
