@@ -11,6 +11,10 @@ from ultraep import BalanceConfig, workload
 from ultraep.arrays import PADDING
 
 MAX_TOTAL = 2**31 - 1
+# On a machine with a GPU, the kernels for it take no tensors of the CPU.
+BACKENDS_OF_CPU = [
+    name for name in ultraep.backend_names() if name != "triton" or not torch.cuda.is_available()
+]
 POLICIES = ("none", "ultraep", "quota", "echo")  # that need no past
 
 

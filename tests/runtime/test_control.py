@@ -20,12 +20,13 @@ from ultraep import (
     LocalGroup,
     Topology,
 )
-from ultraep.backends.triton.device import default_device
+from ultraep.backends.triton.device import default_device, interpreted
 from ultraep.backends.triton.planner import MAX_TILE
 from ultraep.reroute import reroute
 
 pytestmark = pytest.mark.usefixtures("quick_sort")
 DEVICE = default_device()
+only_interpreted = pytest.mark.skipif(not interpreted(), reason="its tokens are on the CPU")
 TOPOLOGIES = {
     "one domain": Topology(ranks=4, experts=8),
     "two domains": Topology(ranks=6, experts=12, slots=2, domain=3),
@@ -198,6 +199,42 @@ def test_loads_that_are_none_are_reported_once():
     control.check()
 
 
+def test_a_load_too_large_for_its_sum_is_reported():
+    control = control_of(TOPOLOGIES["one domain"])
+    control.plan(torch.full((4, 8), 2**62, device=DEVICE))
+    with pytest.raises(LoadError, match="32 loads are negative, or add up to more"):
+        control.check()
+
+
+def test_ids_that_were_not_those_that_were_counted_are_reported():
+    control = control_of(TOPOLOGIES["one domain"])
+    control.plan(torch.zeros(4, 8, dtype=torch.int64, device=DEVICE))
+    control.count(torch.ones(3, 1, dtype=torch.int64, device=DEVICE))
+    control.reroute(torch.zeros(9, 1, dtype=torch.int64, device=DEVICE), counted=True)
+    with pytest.raises(LoadError, match="1 experts have another number of rows"):
+        control.check()
+
+
+def test_slots_that_do_not_fit_over_ids_are_refused():
+    control = control_of(Topology(ranks=4, experts=200, slots=30))
+    ids = torch.zeros(3, 2, dtype=torch.uint8, device=DEVICE)
+    control.plan(torch.zeros(4, 200, dtype=torch.int64, device=DEVICE))
+    with pytest.raises(LoadError, match=r"320 slots do not fit into ids of torch.uint8: up to 255"):
+        control.reroute(ids, in_place=True)
+
+
+def test_unsigned_ids_of_64_bits_are_refused():
+    ids = torch.zeros(3, 2, dtype=torch.uint64, device=DEVICE)
+    with pytest.raises(LoadError, match=r"ids must fit into 63 bits and a sign, got torch.uint64"):
+        control_of(TOPOLOGIES["one domain"]).count(ids)
+
+
+def test_an_adopted_plan_keeps_its_config():
+    topology, config = TOPOLOGIES["one domain"], BalanceConfig(policy="echo")
+    plan = ultraep.plan(np.arange(32).reshape(4, 8), topology, config)
+    assert control_of(topology).adopt(plan).to_host().config == config
+
+
 def test_ids_that_are_not_those_of_the_plan_are_reported_once():
     topology = TOPOLOGIES["one domain"]
     ids = ids_of_ranks(topology, seed=3, padding=0)
@@ -356,8 +393,9 @@ def test_ids_of_one_rank_that_are_none(bad, message):
 
 def test_a_balancer_has_the_routes_of_the_host():
     def work(comm):
-        balancer, twin = balancer_of(comm, slots=2), Balancer(experts=8, slots=2, communicator=comm)
-        ids = skewed_ids(comm.rank)
+        balancer = balancer_of(comm, slots=2)
+        twin = Balancer(experts=8, slots=2, communicator=comm, backend="cpu")
+        ids = skewed_ids(comm.rank).to(DEVICE)
         ids[::7] = -1
         found, wanted = (each.gather(ids) for each in (balancer, twin))
         plan = balancer.plan(found)
@@ -396,11 +434,13 @@ def test_ids_that_are_not_those_of_the_plan_are_refused():
     assert len(balancer.reroute(ids, plan).order) == 30
 
 
+@only_interpreted
 @pytest.mark.parametrize("policy", ["none", "quota", "ultraep"])
 def test_a_layer_of_any_policy_agrees_with_its_twin(policy):
     check(Example([30, 20, 0, 40]), policy=policy, slots=2, backend="triton")
 
 
+@only_interpreted
 def test_policies_that_change_from_step_to_step():
     example = Example([20] * 4)
 
@@ -418,6 +458,7 @@ def test_policies_that_change_from_step_to_step():
             assert torch.equal(output, twin)
 
 
+@only_interpreted
 def test_the_layer_gives_the_bits_of_the_host():
     example = Example([40, 10, 30], experts=9, ids=[skewed_ids(n, 9, n) for n in (40, 10, 30)])
     example.ids = [torch.cat([own, own.roll(1)], dim=1) for own in example.ids]

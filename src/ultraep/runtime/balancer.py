@@ -28,7 +28,7 @@ from ultraep.comm import Communicator
 from ultraep.config import BalanceConfig
 from ultraep.dispatch import Roads
 from ultraep.errors import CommunicationError, ConfigError, LoadError, PlanMismatch, SlotError
-from ultraep.loads import count_loads
+from ultraep.loads import MAX_TOTAL, count_loads
 from ultraep.plan import Plan
 from ultraep.plan import plan as make_plan
 from ultraep.policies import get_policy
@@ -269,7 +269,7 @@ class Balancer:
         config = self.config
         if config.policy not in POLICIES:
             config = replace(config, policy="ultraep")
-        rows = 1 << max(rows, 1024).bit_length()
+        rows = min(1 << max(rows, 1024).bit_length(), MAX_TOTAL // self.topology.ranks)
         self._known_to_control = None
         return ControlPlane(self.topology, config, rows=rows, rank=self.rank, device=ids.device)
 

@@ -14,7 +14,7 @@ S slots of all ranks, L slots of this rank.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -181,7 +181,8 @@ class ControlPlane:
         held[topology.home_slot_of_expert] = np.arange(topology.experts)
         held[slots] = plan.replicas[:, 0]
         p.expert_of_slot.copy_(torch.from_numpy(held))
-        self._plan = self._device_plan(torch.from_numpy(plan.loads.copy()).to(self.device))
+        loads = torch.from_numpy(plan.loads.copy()).to(self.device)
+        self._plan = replace(self._device_plan(loads), config=plan.config)
         return self._plan
 
     def reroute(
@@ -194,6 +195,9 @@ class ControlPlane:
         """
         self._check_ids(ids)
         plan, rows = self._last_plan(), ids.numel()
+        num_slots, most = len(plan.expert_of_slot), torch.iinfo(ids.dtype).max
+        if in_place and num_slots > most:
+            raise LoadError(f"{num_slots} slots do not fit into ids of {ids.dtype}: up to {most}")
         if not counted:
             self.count(ids)
         slots = ids if in_place else self._slots[:rows].view(ids.shape)
@@ -279,6 +283,8 @@ class ControlPlane:
     def _check_ids(self, ids: torch.Tensor) -> None:
         if ids.dtype.is_floating_point or ids.dtype.is_complex or ids.dtype == torch.bool:
             raise LoadError(f"ids must be integers, got {ids.dtype}")
+        if ids.dtype == torch.uint64:
+            raise LoadError(f"ids must fit into 63 bits and a sign, got {ids.dtype}")
         self._check_tensor("ids", ids)
         if ids.numel() > self.rows:
             raise LoadError(f"{ids.numel()} routed rows, but the buffers are for {self.rows}")

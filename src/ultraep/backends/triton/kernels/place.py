@@ -35,7 +35,7 @@ def sum_loads(
 ):
     """[E] tokens of every expert, and [D, H, G] the same by homes; -1 where there is no expert.
 
-    Counts loads that are negative, or add up to too many.
+    Counts loads that are negative, too many, or add up to too many.
     """
     expert = tl.program_id(0) * BE + tl.arange(0, BE)
     known = expert < experts
@@ -47,7 +47,7 @@ def sum_loads(
         at = loads + rank[:, None].to(tl.int64) * stride + expert[None, :]
         mask = (rank < ranks)[:, None] & known[None, :]
         tokens = tl.load(at, mask=mask, other=0).to(tl.int64)
-        bad_E += tl.sum((tokens < 0).to(tl.int32), 0)
+        bad_E += tl.sum(((tokens < 0) | (tokens > MOST)).to(tl.int32), 0)
         total_E += tl.sum(tokens, 0)
     bad = tl.sum(bad_E + (total_E > MOST).to(tl.int32), 0)
     tl.atomic_add(faults, bad, mask=bad > 0, sem="relaxed")

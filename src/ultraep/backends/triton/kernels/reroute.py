@@ -175,7 +175,8 @@ def assign(
     slot = tl.load(home_slot_of_expert + bin_B, mask=known, other=num_slots)
     slot = tl.where(copied, tl.load(slot_of_copy + low, mask=copied, other=0), slot)
     begin_place = tl.load(first_place + low, mask=copied, other=0)
-    position = tl.load(first_row + slot, mask=there, other=0) + place - begin_place
+    # No slot: ids that were counted are not these.
+    position = tl.load(first_row + slot, mask=there & (slot >= 0), other=-1) + place - begin_place
     safe = there & (position >= 0) & (position < rows)
     tl.store(slots + row, tl.where(known, slot, -1), mask=there)
     tl.store(positions + row, tl.where(known, position, -1), mask=there)
