@@ -54,13 +54,13 @@ class Planner:
         self.H, self.G, self.R = power(self.homes), power(self.domain), power(self.ranks)
         self.held = self.domain * self.slots
         self.C = power(max(1, self.ranks * self.slots))
-        # A warp holds up to 32 experts a thread; more of them would wait for each other.
         tile = self.H * self.G
         if tile > MAX_TILE:
             raise ConfigError(
                 f"a domain of {self.domain} ranks with up to {self.homes} home experts makes a "
                 f"tile of {tile}, the GPU planner holds {MAX_TILE}"
             )
+        # One warp as long as a thread holds few experts: several wait for each other at every step.
         self.warps = min(8, max(1, tile // 512))
         self.by_groups = self.G >= 256
         self.step = max(1, min(16, tile, 2048 * self.warps // tile))
