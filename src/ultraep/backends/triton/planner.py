@@ -65,6 +65,17 @@ class Planner:
         self.by_groups = self.G >= 256
         self.step = max(1, min(16, tile, 2048 * self.warps // tile))
 
+    @property
+    def settings(self) -> tuple[int, ...]:
+        """What the first attempts need to know, in the order of their arguments."""
+        return self.domains, self.domain, self.slots, self.parts, self.min_tokens, self.limit
+
+    @property
+    def shape(self) -> dict[str, Any]:
+        """What kernels that attempt a plan are compiled for."""
+        held = triton.next_power_of_2(max(1, self.held))
+        return {"H": self.H, "G": self.G, "HELD": held, "ONE_SLOT": self.slots == 1}
+
     def _tables(
         self, experts_by_rank: IntArray, first_of_rank: IntArray, device: torch.device
     ) -> None:
@@ -142,48 +153,39 @@ class Planner:
 
     def place(self) -> None:
         """The copies of every domain, where they are held, and what every rank serves."""
-        one_slot = self.slots == 1
-        held = triton.next_power_of_2(max(1, self.held))
         slack = self.parts > 0 or self.domains > 1
         if self.by_groups:
-            groups.first_by_groups[(self.domains,)](
-                self.home,
-                self.work,
-                self.attempts,
-                self.attempt_loads,
-                self.facts,
-                self.domains,
-                self.domain,
-                self.slots,
-                self.parts,
-                self.min_tokens,
-                self.limit,
-                H=self.H,
-                G=self.G,
-                HELD=held,
-                ONE_SLOT=one_slot,
-                num_warps=1,
-            )
+            self._first_by_groups()
         if slack:
-            place.first_try[(self.domains, 1 if self.by_groups else 2)](
-                self.home,
-                self.attempts,
-                self.attempt_loads,
-                self.facts,
-                self.domains,
-                self.domain,
-                self.slots,
-                self.parts,
-                self.min_tokens,
-                self.limit,
-                H=self.H,
-                G=self.G,
-                HELD=held,
-                ONE_SLOT=one_slot,
-                BY_GROUPS=self.by_groups,
-                STEP=triton.next_power_of_2(min(self.domains, max(1, 2048 // (self.H * self.G)))),
-                num_warps=self.warps,
-            )
+            self._first_try()
+        self._search(first=not (slack or self.by_groups))
+
+    def _first_by_groups(self) -> None:
+        groups.first_by_groups[(self.domains,)](
+            self.home,
+            self.work,
+            self.attempts,
+            self.attempt_loads,
+            self.facts,
+            *self.settings,
+            **self.shape,
+            num_warps=1,
+        )
+
+    def _first_try(self) -> None:
+        place.first_try[(self.domains, 1 if self.by_groups else 2)](
+            self.home,
+            self.attempts,
+            self.attempt_loads,
+            self.facts,
+            *self.settings,
+            **self.shape,
+            BY_GROUPS=self.by_groups,
+            STEP=triton.next_power_of_2(min(self.domains, max(1, 2048 // (self.H * self.G)))),
+            num_warps=self.warps,
+        )
+
+    def _search(self, first: bool) -> None:
         place.search[(self.domains,)](
             self.home,
             self.expert_of_place,
@@ -199,11 +201,8 @@ class Planner:
             self.slots,
             self.min_tokens,
             self.limit,
-            FIRST=not (slack or self.by_groups),
-            H=self.H,
-            G=self.G,
-            HELD=held,
-            ONE_SLOT=one_slot,
+            FIRST=first,
+            **self.shape,
             STEP=self.step,
             num_warps=self.warps,
         )

@@ -141,19 +141,9 @@ def first_try(
         tl.store(known, threshold)
         tl.store(known + 1, slack.to(tl.int32))
         load_G, made = alias_packed_or_not(
-            load_G,
-            home_HG,
-            hosted,
-            threshold,
-            ranks,
-            slots,
-            min_tokens,
-            limit,
-            H,
-            G,
-            HELD,
-            ONE_SLOT,
-        )
+            load_G, home_HG, hosted, threshold,
+            ranks, slots, min_tokens, limit, H, G, HELD, ONE_SLOT
+        )  # fmt: skip
     elif slack:
         load_G, made = window(
             load_G, home_HG, hosted, threshold, ranks, slots, min_tokens, limit, H, G, HELD
@@ -213,19 +203,9 @@ def search(
         load_G = rank_loads_of(home_HG)
         threshold = mean_of(load_G, ranks)
         load_G, made = alias_packed_or_not(
-            load_G,
-            home_HG,
-            hosted,
-            threshold,
-            ranks,
-            slots,
-            min_tokens,
-            limit,
-            H,
-            G,
-            HELD,
-            ONE_SLOT,
-        )
+            load_G, home_HG, hosted, threshold,
+            ranks, slots, min_tokens, limit, H, G, HELD, ONE_SLOT
+        )  # fmt: skip
         peak = tl.max(load_G, 0)
         tl.store(rank_loads + rank, load_G, mask=rank < ranks)
     else:
