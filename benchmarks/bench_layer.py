@@ -309,7 +309,7 @@ def control_seconds(balancer: ultraep.Balancer, ids: torch.Tensor) -> dict[str, 
     routes = balancer.reroute(ids, plan)
     marks.append(time.perf_counter())
     Roads(routes, balancer.comm)
-    hops(plan, balancer.relay)
+    hops(plan, balancer.relay, chunks=balancer.chunks)
     marks.append(time.perf_counter())
     names = ("count", "plan and check", "reroute", "transfers")
     return {n: b - a for n, a, b in zip(names, marks, marks[1:], strict=False)}

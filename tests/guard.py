@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from unittest import mock
 
@@ -21,14 +21,16 @@ VERBS = {  # of the interpreter, and which of their arguments are the addresses 
 class Watch:
     """How often memory was touched, and by which kernels."""
 
-    def __init__(self) -> None:
+    def __init__(self, also: Iterable[torch.Tensor]) -> None:
         self.kernels: set[str] = set()
         self.touched = 0
+        self.always = [span(tensor) for tensor in also]
         self.spans: list[tuple[int, int]] = []
 
     def enter(self, kernel: str, arguments: list[object]) -> None:
         self.kernels.add(kernel)
-        self.spans = [span(a) for a in arguments if isinstance(a, torch.Tensor)]
+        given = [span(a) for a in arguments if isinstance(a, torch.Tensor)]
+        self.spans = self.always + given
 
     def check(self, verb: str, pointers, mask) -> None:
         addresses = np.asarray(pointers.data)
@@ -54,9 +56,12 @@ def span(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 @contextmanager
-def watched() -> Iterator[Watch]:
-    """Raise an `InterpreterError` as soon as a kernel leaves the tensors of its launch."""
-    watch = Watch()
+def watched(also: Iterable[torch.Tensor] = ()) -> Iterator[Watch]:
+    """Raise an `InterpreterError` as soon as a kernel leaves the tensors of its launch.
+
+    also: tensors that every kernel may touch, since it finds their addresses in a table.
+    """
+    watch = Watch(also)
 
     def launching(launch):
         def launched(self, *args, **kwargs):

@@ -75,3 +75,13 @@ class Layout:
         for name, view in self.views(row).items():
             view[0].copy_(tensors[name][index].detach())
         return row[0]
+
+
+def kinds(tensors: Mapping[str, torch.Tensor], inputs: torch.Tensor | None) -> str:
+    """What ranks must have alike: names, shapes and types of tensors, and who wants gradients."""
+    named = dict(tensors) if inputs is None else {**tensors, "inputs": inputs}
+    learning = torch.is_grad_enabled()
+    return ", ".join(
+        f"{name} {list(t.shape[1:])} {t.dtype}{' with gradient' * (learning and t.requires_grad)}"
+        for name, t in named.items()
+    )

@@ -1,4 +1,4 @@
-"""Communicator: the few verbs by which ranks speak. A protocol, no code.
+"""Communicator and Peers: how ranks speak, and memory that they share. Protocols, no code.
 
 Every rank of a group calls the same verbs in the same order, also with nothing to say. Shapes and
 counts are known on both sides beforehand, from the plan: nothing is negotiated.
@@ -7,6 +7,7 @@ counts are known on both sides beforehand, from the plan: nothing is negotiated.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -48,4 +49,38 @@ class Communicator(Protocol):
 
     def close(self) -> None:
         """Give back what the communicator took. The group itself stays."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class Region:
+    """Memory that every rank has alike, and that all ranks can read and write."""
+
+    local: torch.Tensor  # [bytes] of this rank
+    addresses: torch.Tensor  # [size] where that of every rank begins, as seen from this one
+    handle: object = None  # what keeps it mapped
+
+
+class Peers(Protocol):
+    """Ranks that reach each other's memory. All allocate the same, in the same order."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def allocate(self, name: str, nbytes: int) -> Region:
+        """Zeros, aligned to 64 bytes; an error on all ranks if they want different sizes."""
+        ...
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """The small picklable values of all ranks; for set-up and errors."""
+        ...
+
+    def close(self) -> None:
+        """Give the memory back."""
         ...

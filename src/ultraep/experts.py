@@ -1,9 +1,9 @@
 """Stage 6: Arrivals -> outputs, a SwiGLU network for every home and every filled spare slot.
 
-    out = down(silu(gate) * up),   gate, up = the two halves of gate_up(x)
+    out = weight * down(silu(gate) * up),   gate, up = the two halves of gate_up(x)
 
-Backward restores the replicas' weights (stage 3 again), computes all gradients and adds those of
-the replicas to their homes (stage 8).
+The weight of a row is the router's, and came with the row. Backward restores the replicas' weights
+(stage 3 again), computes all gradients and adds those of the replicas to their homes (stage 8).
 
 Shapes: A arrived rows, L slots of this rank (H home experts, then the spare ones), D model width,
 F hidden width, P parameters of an expert.
@@ -12,6 +12,7 @@ F hidden width, P parameters of an expert.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,7 +35,7 @@ class Experts(nn.Module):
     """The home experts of one rank, stacked.
 
     seed: experts are drawn from it one by one, so a model starts alike on any number of ranks.
-    bitwise: fixed tiles of rows, so that a row's output does not depend on the rows beside it.
+    bitwise: fixed tiles of rows, so that what a row gives does not depend on the rows beside it.
     """
 
     gate_up_bias: nn.Parameter | None
@@ -76,11 +77,19 @@ class Experts(nn.Module):
         return {name: weight for name, weight in found if weight is not None}
 
     def forward(self, arrivals: Arrivals, replicas: Replicas, copies: Weights) -> torch.Tensor:
-        """[A, D] outputs of all rows. `copies` are the weights that `replicas` put in the slots."""
-        tile = TILE if self.bitwise else None
-        weights = self.bundle
-        call = _Call(arrivals.counts, replicas, copies, tuple(weights), tile)
-        outputs: torch.Tensor = _GroupedMLP.apply(arrivals.rows, call, *weights.values())  # type: ignore[no-untyped-call]
+        """[A, D] outputs times their weights. `copies` is what `replicas` put in the slots."""
+        tile, bundle = TILE if self.bitwise else None, self.bundle
+        if isinstance(arrivals.counts, torch.Tensor):  # only the device knows them
+            from ultraep.backends.triton.experts import grouped_mlp
+
+            on_device: Any = replicas
+            return grouped_mlp(
+                arrivals.rows, arrivals.weights, arrivals.counts, on_device, copies, bundle
+            )
+        call = _Call(arrivals.counts, replicas, copies, tuple(bundle), tile)
+        outputs: torch.Tensor = _GroupedMLP.apply(  # type: ignore[no-untyped-call]
+            arrivals.rows, arrivals.weights, call, *bundle.values()
+        )
         return outputs
 
 
@@ -116,39 +125,59 @@ class _GroupedMLP(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, rows_AD: torch.Tensor, call: _Call, *stacked: torch.Tensor
+        ctx: Any,
+        rows_AD: torch.Tensor,
+        weights_A: torch.Tensor,
+        call: _Call,
+        *stacked: torch.Tensor,
     ) -> torch.Tensor:
         homes = dict(zip(call.names, stacked, strict=True))
         assert call.copies is not None
         hidden_AF = rows_AD.new_empty(len(rows_AD), homes["gate_up_proj"].shape[1])
         outputs_AD = torch.empty_like(rows_AD)
-        for _, part, weights in call.slots(homes, call.copies):
-            up = _linear(rows_AD[part], weights, "gate_up", call.tile)
+        scales_A1 = weights_A[:, None].to(rows_AD.dtype)
+        for _, part, expert in call.slots(homes, call.copies):
+            up = _linear(rows_AD[part], expert, "gate_up", call.tile)
             hidden_AF[part] = up
-            outputs_AD[part] = _linear(swiglu(up), weights, "down", call.tile)
+            outputs_AD[part] = _linear(swiglu(up), expert, "down", call.tile) * scales_A1[part]
         ctx.call, call.copies = call, None  # the slots are only lent
-        ctx.save_for_backward(rows_AD, hidden_AF, *stacked)
+        ctx.save_for_backward(rows_AD, weights_A, hidden_AF, *stacked)
         return outputs_AD
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        rows_AD, hidden_AF, *stacked = ctx.saved_tensors
+        # Only what it is called with tells `once_differentiable` of a second derivative.
+        return _GroupedMLP._backward(ctx, *gradients, *ctx.saved_tensors)
+
+    @staticmethod
+    @once_differentiable
+    def _backward(
+        ctx: Any,
+        d_outputs_AD: torch.Tensor,
+        rows_AD: torch.Tensor,
+        weights_A: torch.Tensor,
+        hidden_AF: torch.Tensor,
+        *stacked: torch.Tensor,
+    ) -> tuple[torch.Tensor | None, ...]:
         call: _Call = ctx.call
         homes = dict(zip(call.names, stacked, strict=True))
-        trains = any(ctx.needs_input_grad[2:])
-        sums = _Gradients(call, homes) if trains else None
+        sums = _Gradients(call, homes) if any(ctx.needs_input_grad[3:]) else None
         d_rows_AD = torch.empty_like(rows_AD)
+        d_weights_A = torch.empty_like(weights_A) if ctx.needs_input_grad[1] else None
+        scales_A1 = weights_A[:, None].to(rows_AD.dtype)
         with call.replicas as copies:
-            for slot, part, weights in call.slots(homes, copies):
-                d_out = gradients[0][part]
-                d_up = _d_swiglu(hidden_AF[part], d_out @ weights["down_proj"].to(d_out))
-                d_rows_AD[part] = d_up @ weights["gate_up_proj"].to(d_up)
+            for slot, part, expert in call.slots(homes, copies):
+                d_out, scale, up = d_outputs_AD[part], scales_A1[part], hidden_AF[part]
+                d_hidden, hidden = _d_linear(d_out, expert, "down", call.tile), swiglu(up)
+                if d_weights_A is not None:
+                    d_weights_A[part] = _d_scale(d_out, d_hidden, hidden, expert)
+                d_up = _d_swiglu(up, d_hidden * scale)
+                d_rows_AD[part] = _d_linear(d_up, expert, "gate_up", call.tile)
                 if sums is not None:
-                    sums.add(slot, "down", d_out, swiglu(hidden_AF[part]))
+                    sums.add(slot, "down", d_out * scale, hidden)
                     sums.add(slot, "gate_up", d_up, rows_AD[part])
         wanted = sums.reduced() if sums is not None else [None] * len(stacked)
-        return d_rows_AD, None, *wanted
+        return d_rows_AD, d_weights_A, None, *wanted
 
 
 class _Gradients:
@@ -203,13 +232,38 @@ def _d_swiglu(up: torch.Tensor, d_out: torch.Tensor) -> torch.Tensor:
     return torch.cat([d_gate, d_out * gate * sigmoid], dim=-1)
 
 
-def _linear(rows: torch.Tensor, weights: Weights, layer: str, tile: int | None) -> torch.Tensor:
-    weight = weights[f"{layer}_proj"].to(rows)
-    bias = weights.get(f"{layer}_bias")
+def _d_scale(
+    d_out: torch.Tensor, d_hidden: torch.Tensor, hidden: torch.Tensor, expert: Weights
+) -> torch.Tensor:
+    """`d_out` times the output before it was scaled; that was not kept, what `down` got was."""
+    d_scale = _dot(d_hidden, hidden)
+    bias = expert.get("down_bias")
+    return d_scale if bias is None else d_scale + _dot(d_out, bias.to(d_out))
+
+
+def _dot(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Products of rows, in the type of sums; a row's does not depend on the rows beside it."""
+    wide = accumulator(one.dtype)
+    return (one.to(wide) * other.to(wide)).sum(dim=1)
+
+
+def _linear(rows: torch.Tensor, expert: Weights, layer: str, tile: int | None) -> torch.Tensor:
+    weight = expert[f"{layer}_proj"].to(rows)
+    bias = expert.get(f"{layer}_bias")
     bias = None if bias is None else bias.to(rows)
+    return _in_tiles(lambda part: linear(part, weight, bias), rows, tile)
+
+
+def _d_linear(d_out: torch.Tensor, expert: Weights, layer: str, tile: int | None) -> torch.Tensor:
+    weight = expert[f"{layer}_proj"].to(d_out)
+    return _in_tiles(lambda part: part @ weight, d_out, tile)
+
+
+def _in_tiles(
+    multiply: Callable[[torch.Tensor], torch.Tensor], rows: torch.Tensor, tile: int | None
+) -> torch.Tensor:
     if tile is None:
-        return linear(rows, weight, bias)
+        return multiply(rows)
     short = -len(rows) % tile
     padded = torch.cat([rows, rows.new_zeros(short, rows.shape[1])])
-    tiles = [linear(part, weight, bias) for part in padded.split(tile)]
-    return torch.cat(tiles)[: len(rows)]
+    return torch.cat([multiply(part) for part in padded.split(tile)])[: len(rows)]

@@ -31,7 +31,8 @@ class BalancedMoE(nn.Module):
     normalize_top_k: the weights of a token's experts add up to one.
     shared_ffn: hidden width of an expert that every token passes; None: there is none.
     bias: experts have biases.   router_bias: added to the scores of the choice, not to the weights.
-    bitwise: the output does not depend on the plan in a single bit; somewhat slower.
+    bitwise: outputs, and gradients of inputs and router, do not depend on the plan in a single bit;
+        somewhat slower.
     """
 
     def __init__(
@@ -82,9 +83,9 @@ class BalancedMoE(nn.Module):
         replicas = balancer.replicate(plan, loads, bundle)
         with replicas as copies:  # 3 replicate
             roads = balancer.roads(balancer.reroute(ids, plan), loads)  # 4 reroute
-            arrivals = dispatch(in_autocast_type(tokens), roads)  # 5 dispatch
+            arrivals = dispatch(in_autocast_type(tokens), weights, roads)  # 5 dispatch
             outputs = self.experts(arrivals, replicas, copies)  # 6 experts
-        y = combine(outputs, weights, roads)  # 7 combine
+        y = combine(outputs, roads)  # 7 combine
         # 8 reduce happens in the backward of stage 6
         if self.shared is not None:
             y = y + self.shared(tokens)

@@ -4,14 +4,16 @@ The way of the weights is data: `hops` lists who hands which expert to whom. In 
 home sends every copy itself. In mode `chain` the copies of an expert stand in a row; each passes a
 chunk on while the next one arrives, so that no rank sends an expert more than once and the last
 copy is complete about when the first is. Ranks that have experts of their own to send come last.
+Mode `auto` takes the one that is done sooner, plan by plan.
 
 Shapes: R ranks, C copies.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -21,7 +23,7 @@ from ultraep.comm import Communicator, Message
 from ultraep.errors import ConfigError
 from ultraep.plan import Plan
 
-MODES = ("direct", "chain")
+MODES = ("direct", "chain", "auto")
 HOME = -1
 
 
@@ -36,10 +38,17 @@ class Hop(NamedTuple):
     depth: int  # hops before this one
 
 
-def hops(plan: Plan, mode: str, *, skip: set[tuple[int, int]] | None = None) -> list[Hop]:
-    """The hops of a plan, by expert and depth; slots (host, index) in `skip` are filled already."""
+def hops(
+    plan: Plan, mode: str, *, chunks: int = 1, skip: set[tuple[int, int]] | None = None
+) -> list[Hop]:
+    """The hops of a plan, by expert and depth.
+
+    chunks: pieces of an expert in a chain; mode `auto` decides by them.
+    skip: slots (host, index) that are filled already.
+    """
     if mode not in MODES:
         raise ConfigError(f"unknown relay mode {mode!r}; known are {', '.join(MODES)}")
+    mode = choose(plan, chunks) if mode == "auto" else mode
     homes = plan.topology.home_of_expert
     sends = set(homes[plan.replicas[:, 0]].tolist())
     copies: dict[int, list[tuple[int, int]]] = {}
@@ -55,6 +64,23 @@ def hops(plan: Plan, mode: str, *, skip: set[tuple[int, int]] | None = None) -> 
             if chained:
                 sender, sender_slot = host, slot
     return found
+
+
+def choose(plan: Plan, chunks: int) -> Literal["direct", "chain"]:
+    """The faster mode for all copies of a plan; decided by integers, alike on every rank.
+
+    What takes longest is the rank that sends most. A chain also takes time to fill: with n chunks
+    and h hops it lasts (n + h - 1) / n times as long as one transfer.
+    """
+    direct, chain = hops(plan, "direct"), hops(plan, "chain")
+    longest = max((hop.depth + 1 for hop in chain), default=0)
+    sooner = _most_sent(chain) * (chunks + longest - 1) < _most_sent(direct) * chunks
+    return "chain" if sooner else "direct"
+
+
+def _most_sent(way: list[Hop]) -> int:
+    """Hops that the busiest rank sends."""
+    return max(Counter(hop.sender for hop in way).values(), default=0)
 
 
 def send_weights(

@@ -3,7 +3,8 @@
     python tests/backends/compile_kernels.py --sizes 64x256x1,512x2048x2 --targets sm_90,gfx942
 
 A size is ranks x experts x slots. Every variant of a kernel that is launched for it is a line:
-warps, registers of a thread, bytes or registers that are spilled, bytes of shared memory.
+warps, registers of a thread, bytes or registers that are spilled, bytes of shared memory, bytes of
+the widest load of a thread.
 """
 
 from __future__ import annotations
@@ -25,9 +26,28 @@ TARGETS = {
     "sm_100": ("cuda", 100, 32),
     "gfx942": ("hip", "gfx942", 64),
 }
-COLUMNS = ("kernel", "size", "target", "warps", "registers", "spilled", "shared", "variant")
-WIDTHS = (20, 12, 8, 5, 9, 7, 7, 0)
-TYPES = {"torch.int32": "*i32", "torch.int64": "*i64", "torch.bool": "*i1"}
+COLUMNS = (
+    "kernel",
+    "size",
+    "target",
+    "warps",
+    "registers",
+    "spilled",
+    "shared",
+    "widest",
+    "variant",
+)
+WIDTHS = (20, 12, 8, 5, 9, 7, 7, 6, 0)
+TYPES = {
+    "torch.int32": "*i32",
+    "torch.int64": "*i64",
+    "torch.bool": "*i1",
+    "torch.bfloat16": "*bf16",
+    "torch.float32": "*fp32",
+    "torch.uint8": "*u8",
+}
+EXCHANGED = [("bfloat16", 8), ("float32", 8), ("bfloat16", 10)]  # rows, choices of every token
+PRODUCTS = [(4096, 1536, False), (2880, 2880, True)]  # model width, hidden width, with biases
 
 
 def main() -> None:
@@ -63,29 +83,44 @@ def compiled(target: str, size: str) -> Iterator[tuple[object, ...]]:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    for kernel, arguments, warps in launches(*map(int, size.split("x"))):
-        fixed = {p.name: arguments[p.name] for p in kernel.params if p.is_constexpr}
-        source = ASTSource(kernel, signature(kernel, arguments), fixed, aligned(kernel, arguments))
-        made = triton.compile(source, GPUTarget(*TARGETS[target]), {"num_warps": warps})
-        variant = ",".join(f"{name}={value}" for name, value in fixed.items())
-        yield kernel.fn.__name__, warps, *resources(made), made.metadata.shared, variant
+    machine = GPUTarget(*TARGETS[target])
+    for kernel, arguments, options in launches(*map(int, size.split("x")), machine.backend):
+        known = fixed(kernel, arguments)
+        source = ASTSource(kernel, signature(kernel, arguments), known, aligned(kernel, arguments))
+        made = triton.compile(source, machine, options)
+        variant = ",".join(f"{name}={value}" for name, value in known.items())
+        yield (
+            kernel.fn.__name__,
+            options["num_warps"],
+            *resources(made),
+            made.metadata.shared,
+            widest_load(made),
+            variant,
+        )
 
 
-def launches(ranks: int, experts: int, slots: int) -> list[tuple[Any, dict[str, Any], int]]:
-    """Every kernel with its arguments and warps, once for every variant."""
+def launches(
+    ranks: int, experts: int, slots: int, backend: str
+) -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
+    """Every kernel with its arguments, warps and stages, once for every variant."""
     from triton.runtime.jit import JITFunction
 
     found = {}
 
-    def record(kernel: Any, *args: Any, grid: Any, warmup: bool, num_warps: int, **named: Any):
+    def record(kernel: Any, *args: Any, grid: Any, warmup: bool, **named: Any):
         arguments = dict(zip(kernel.arg_names, args, strict=False)) | named
-        fixed = tuple(str(arguments[p.name]) for p in kernel.params if p.is_constexpr)
-        found.setdefault((kernel.fn.__name__, fixed, num_warps), (kernel, arguments, num_warps))
+        options = {name: named[name] for name in ("num_warps", "num_stages") if name in named}
+        variant = (kernel.fn.__name__, str(fixed(kernel, arguments)), str(options))
+        found.setdefault(variant, (kernel, arguments, options))
 
     run, JITFunction.run = JITFunction.run, record
     try:
         for tolerance in (0.0, 0.01):
             launch_all(ranks, experts, slots, tolerance)
+        for hidden, ffn, biases in PRODUCTS:
+            launch_products(experts // ranks, slots, hidden, ffn, biases, backend)
+        for dtype, top_k in EXCHANGED:
+            launch_exchange(ranks, experts, slots, dtype, top_k)
     finally:
         JITFunction.run = run
     return list(found.values())
@@ -132,10 +167,84 @@ def launch_all(ranks: int, experts: int, slots: int, tolerance: float, rows: int
     rerouter.assign_to_map(chosen, torch.zeros(rows, planner.num_slots, dtype=torch.bool))
 
 
+def launch_products(
+    homes: int, slots: int, hidden: int, ffn: int, biases: bool, backend: str, rows: int = 4096
+) -> None:
+    """The networks of all slots, forward and backward; the second one with weights of the rows."""
+    import torch
+
+    from ultraep.backends.triton.grouped import TABLES, Grouped, Stacks
+
+    def room(*shape: int, dtype: Any = torch.bfloat16) -> torch.Tensor:
+        return torch.empty(*shape, dtype=dtype)
+
+    def stacks(*shape: int, dtype: Any = torch.bfloat16) -> Stacks:
+        return Stacks(room(homes, *shape, dtype=dtype), room(slots, *shape, dtype=dtype))
+
+    offsets = torch.empty(homes + slots + 1, dtype=torch.int32)
+    grouped = Grouped(offsets, programs=132, table=TABLES[backend])
+    scale, single = room(rows, dtype=torch.float32), torch.float32
+    up, down = stacks(2 * ffn, hidden), stacks(hidden, ffn)
+    up_bias, down_bias = (stacks(2 * ffn), stacks(hidden)) if biases else (None, None)
+    d_down_bias = stacks(hidden, dtype=single) if biases else None
+    wide, narrow, outer = room(rows, 2 * ffn), room(rows, ffn), room(rows, hidden)
+    grouped.multiply(outer, up, wide, bias=up_bias)
+    grouped.swiglu(wide, narrow)
+    grouped.multiply(narrow, down, outer, bias=down_bias, scale=scale)
+    grouped.multiply_transposed(outer, down, narrow)
+    grouped.swiglu_backward(wide, narrow, wide, hidden=narrow, scale=scale, d_scale=scale)
+    grouped.weight_gradients(
+        outer, narrow, stacks(hidden, ffn, dtype=single), bias=d_down_bias, scale=scale
+    )
+    if down_bias is not None:
+        grouped.row_dots(outer, down_bias, scale)
+
+
+def launch_exchange(ranks: int, experts: int, slots: int, dtype: str, top_k: int) -> None:
+    """Tokens to slots, and back with and without scalars."""
+    from types import SimpleNamespace
+
+    import torch
+
+    from ultraep import Topology
+    from ultraep.backends.triton.exchange import Exchange, Layout
+
+    def room(*shape: int, dtype: Any = torch.int32) -> torch.Tensor:
+        return torch.empty(*shape, dtype=dtype)
+
+    def region(num_bytes: int) -> Any:
+        addresses = room(ranks, dtype=torch.int64)
+        return SimpleNamespace(local=room(num_bytes, dtype=torch.uint8), addresses=addresses)
+
+    tokens, width, capacity = 512, 7168, 8192
+    first_slot = Topology(ranks=ranks, experts=experts, slots=slots).first_slot_of_rank
+    layout = Layout(first_slot_of_rank=first_slot, tokens=tokens, top_k=top_k, capacity=capacity)
+    rows = room(capacity, width, dtype=getattr(torch, dtype))
+    values, served = (region(layout.served_bytes(width * rows.itemsize)) for _ in range(2))
+    exchange = Exchange(layout, rank=0, tables=region(layout.table_bytes), programs=132)
+    ways, received = exchange.ways(), room(ranks, exchange.num_local)
+    scalars = room(tokens, top_k, dtype=torch.float32)
+    routed = room(layout.rows)
+    exchange.tables(room(layout.num_slots), received, ways)
+    exchange.expose(routed, scalars)
+    exchange.expose_values(rows[:tokens], values)
+    exchange.origins(received, ways)
+    exchange.landings(routed, routed, ways)
+    exchange.gather_rows(values, ways, rows)
+    exchange.sum_rows(served, ways, rows[:tokens])
+    exchange.sum_rows(served, ways, rows[:tokens], scalars)
+
+
+def fixed(kernel: Any, arguments: dict[str, Any]) -> dict[str, Any]:
+    """What the kernel is compiled for, arguments that are not given among them."""
+    names = [p.name for p in kernel.params if p.is_constexpr or arguments[p.name] is None]
+    return {name: arguments[name] for name in names}
+
+
 def signature(kernel: Any, arguments: dict[str, Any]) -> dict[str, str]:
-    return {
-        p.name: "constexpr" if p.is_constexpr else type_of(arguments[p.name]) for p in kernel.params
-    }
+    known = fixed(kernel, arguments)
+    names = [p.name for p in kernel.params]
+    return {n: "constexpr" if n in known else type_of(arguments[n]) for n in names}
 
 
 def type_of(argument: Any) -> str:
@@ -143,14 +252,17 @@ def type_of(argument: Any) -> str:
 
 
 def aligned(kernel: Any, arguments: dict[str, Any]) -> dict[tuple[int], list[list[object]]]:
-    """The pointers that a launch would find to be aligned."""
-    return {
-        (p.num,): [["tt.divisibility", 16]]
-        for p in kernel.params
-        if hasattr(arguments[p.name], "data_ptr")
-        and not p.do_not_specialize_on_alignment
-        and arguments[p.name].data_ptr() % 16 == 0
-    }
+    """The pointers and numbers that a launch would find to be divisible by 16."""
+
+    def divisible(param: Any) -> bool:
+        argument = arguments[param.name]
+        if param.is_constexpr or param.do_not_specialize_on_alignment or argument is None:
+            return False
+        if hasattr(argument, "data_ptr"):
+            return argument.data_ptr() % 16 == 0
+        return not param.do_not_specialize and argument % 16 == 0
+
+    return {(p.num,): [["tt.divisibility", 16]] for p in kernel.params if divisible(p)}
 
 
 def resources(made: Any) -> tuple[int, int]:
@@ -160,6 +272,15 @@ def resources(made: Any) -> tuple[int, int]:
         return number(r"\.vgpr_count:\s+(\d+)", text), number(r"\.vgpr_spill_count:\s+(\d+)", text)
     text = usage(made.asm["cubin"])
     return number(r"REG:(\d+)", text), number(r"STACK:(\d+)", text)
+
+
+def widest_load(made: Any) -> int:
+    """Bytes that a thread loads from global memory at once, at most; 0: it loads none."""
+    if "amdgcn" in made.asm:
+        loads = re.findall(r"(?:global|buffer|flat)_load_dword(?:x(\d))?\s", made.asm["amdgcn"])
+        return max((4 * int(times or 1) for times in loads), default=0)
+    loads = re.findall(r"ld\.global\S*?(?:\.v(\d))?\.[bsuf](\d+)\s", made.asm["ptx"])
+    return max((int(times or 1) * int(size) // 8 for times, size in loads), default=0)
 
 
 def usage(cubin: bytes) -> str:

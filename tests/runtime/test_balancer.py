@@ -22,6 +22,7 @@ from ultraep import (
     LocalGroup,
     PlanMismatch,
 )
+from ultraep.replicate import MODES
 from ultraep.runtime import balancer as balancer_module
 from ultraep.runtime.local import alone
 
@@ -140,6 +141,7 @@ def test_an_input_of_the_wrong_width_on_one_rank_stops_the_others():
         {"policy": "none"},
         {"config": BalanceConfig(tolerance=0.1)},
         {"config": BalanceConfig(locality=False)},
+        {"relay": "direct"},
         {"relay": "chain"},
         {"chunks": 2},
         {"in_flight": 2},
@@ -269,7 +271,7 @@ class Delayed:
         return late
 
 
-@pytest.mark.parametrize("relay", ["direct", "chain"])
+@pytest.mark.parametrize("relay", MODES)
 @pytest.mark.parametrize("ranks", [{0}, {3}, {1, 2}, {0, 1, 2, 3}], ids=str)
 def test_slow_ranks_change_nothing(ranks, relay):
     example = Example([20, 5, 30, 10], dtype=torch.float32, bias=True)
@@ -351,7 +353,7 @@ WRONG = {
     "empty policy": ({"policy": ""}, "policy"),
     "config": ({"config": BalanceConfig(policy="fair")}, "unknown policy 'fair'"),
     "both": ({"config": BalanceConfig(), "policy": "none"}, "config or policy, not both"),
-    "relay": ({"relay": "ring"}, "relay of direct, chain.*'ring'"),
+    "relay": ({"relay": "ring"}, "relay of direct, chain, auto.*'ring'"),
     "chunks": ({"chunks": 0}, "chunks >= 1.*0"),
     "in_flight": ({"in_flight": 0}, "at least one buffer, got 0"),
     "backend": ({"backend": "gpu"}, "unknown backend 'gpu'"),

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from ultraep import BalanceConfig, BalancedMoE, Balancer, ConfigError, LoadError, LocalGroup
 from ultraep.arrays import PADDING
+from ultraep.replicate import MODES
 
 FLOATS = [torch.float64, torch.float32]
 EVERY = [*FLOATS, torch.bfloat16]
@@ -76,6 +77,7 @@ def test_any_homes(homes, slots, dtype):
         {"relay": "chain", "slots": 2, "chunks": 1},
         {"relay": "chain", "slots": 2, "chunks": 3},
         {"relay": "chain", "chunks": 10_000},
+        {"relay": "auto", "slots": 2, "chunks": 3},
         {"in_flight": 2},
         {"verify": False},
         {"backend": "reference"},
@@ -101,7 +103,6 @@ def test_any_setting_of_the_balancer(options, dtype):
         {"bias": True},
         {"shared_ffn": 7},
         {"bias": True, "router_bias": True, "shared_ffn": 5, "scores": "sigmoid"},
-        {"top_k": 1},
         {"top_k": 1, "normalize_top_k": False},
         {"top_k": 5},
         {"hidden": 2, "ffn": 1},
@@ -112,6 +113,17 @@ def test_any_setting_of_the_balancer(options, dtype):
 def test_any_setting_of_the_layer(options, dtype):
     results = check(Example([30] * 4, dtype=dtype, **options), slots=2)
     assert copies_of(results) > 0
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_a_single_choice_has_a_weight_of_one_that_learns_nothing(dtype):
+    """Its gradient is zero up to rounding, which the layer and its twin do in other ways."""
+    example = Example([30] * 4, dtype=dtype, top_k=1)
+    results, wanted = on_ranks(example, slots=2), dense(example)
+    for result in (*results, wanted):
+        assert result.gradients.pop("router.weight").abs().max() < 100 * torch.finfo(dtype).eps
+    assert copies_of(results) > 0
+    assert_same(results, wanted, results[0].plan.topology)
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
@@ -181,6 +193,19 @@ def test_an_expert_chosen_twice_by_a_token_counts_twice(dtype):
     assert any((row.unique().numel() < 3) for row in ids[0])
     results = check(Example([25] * 4, top_k=3, dtype=dtype, ids=ids), slots=2)
     assert copies_of(results) > 0
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("share", [0.0, 0.3])
+def test_weights_learn_where_their_rows_were_computed(share, bias):
+    ids = [random_ids(25, 8, 3, skew=0.8, seed=rank) for rank in range(4)]
+    ids = [with_padding(own, share, rank) for rank, own in enumerate(ids)]
+    example = Example([25] * 4, top_k=3, ids=ids, bias=bias)
+    results, wanted = on_ranks(example, slots=2), dense(example)
+    assert copies_of(results) > 0
+    found = torch.cat([result.gradients["router.weight"] for result in results])
+    assert_close(found, wanted.gradients["router.weight"], tolerance=1e-14)
+    assert not found[torch.cat(ids) == PADDING].any()
 
 
 @pytest.mark.parametrize("expert", [0, 5])
@@ -257,7 +282,7 @@ def routed(draw):
     options = {
         "homes": homes,
         "slots": draw(st.integers(0, min(2, experts))),
-        "relay": draw(st.sampled_from(["direct", "chain"])),
+        "relay": draw(st.sampled_from(MODES)),
         "policy": draw(st.sampled_from(["ultraep", "quota", "echo"])),
     }
     return example, options
@@ -292,6 +317,21 @@ def test_bitwise_means_the_plan_changes_no_bit_of_the_output(hidden, ffn, dtype)
     LocalGroup(4).run(work)
 
 
+@pytest.mark.parametrize("dtype", EVERY, ids=str)
+@pytest.mark.parametrize(("hidden", "ffn"), BITWISE)
+def test_bitwise_means_the_plan_changes_no_bit_of_what_tokens_and_router_learn(hidden, ffn, dtype):
+    example = Example([70, 33, 1, 64], hidden=hidden, ffn=ffn, dtype=dtype, bias=True, skew=2.0)
+    plain, *others = (
+        on_ranks(example, slots=2, policy=policy, layer_options={"bitwise": True})
+        for policy in ("none", "ultraep", "quota")
+    )
+    for results in others:
+        assert copies_of(results) > 0
+        for result, wanted in zip(results, plain, strict=True):
+            for name in ("x", "router.weight"):
+                assert torch.equal(result.gradients[name], wanted.gradients[name]), name
+
+
 def test_bitwise_means_no_bit_depends_on_homes_relay_or_slots():
     example = Example([40] * 4, hidden=100, ffn=37, dtype=torch.float32)
     options = [
@@ -308,28 +348,37 @@ def test_bitwise_means_no_bit_depends_on_homes_relay_or_slots():
             assert torch.equal(result.output, wanted.output)
 
 
-@pytest.mark.parametrize("bitwise", [False, True])
-@pytest.mark.parametrize("dtype", EVERY, ids=str)
-def test_two_runs_give_the_same_bits(dtype, bitwise):
-    example = Example([50, 20, 30, 40], hidden=100, ffn=37, dtype=dtype, bias=True, shared_ffn=8)
-    runs = [on_ranks(example, slots=2, layer_options={"bitwise": bitwise}) for _ in range(3)]
-    assert copies_of(runs[0]) > 0
-    for results in runs[1:]:
-        for result, wanted in zip(results, runs[0], strict=True):
+def assert_same_bits(runs):
+    """All runs gave the same outputs and gradients."""
+    first, *others = runs
+    assert copies_of(first) > 0
+    for results in others:
+        for result, wanted in zip(results, first, strict=True):
             assert torch.equal(result.output, wanted.output)
             assert result.gradients.keys() == wanted.gradients.keys()
             for name, gradient in wanted.gradients.items():
                 assert torch.equal(result.gradients[name], gradient), name
 
 
+@pytest.mark.parametrize("bitwise", [False, True])
+@pytest.mark.parametrize("dtype", EVERY, ids=str)
+def test_two_runs_give_the_same_bits(dtype, bitwise):
+    example = Example([50, 20, 30, 40], hidden=100, ffn=37, dtype=dtype, bias=True, shared_ffn=8)
+    assert_same_bits(
+        on_ranks(example, slots=2, layer_options={"bitwise": bitwise}) for _ in range(3)
+    )
+
+
 def test_all_backends_give_the_same_bits():
     example = Example([50, 20, 30, 40], dtype=torch.float32)
-    runs = [on_ranks(example, slots=2, backend=name) for name in BACKENDS_OF_CPU]
-    for results in runs[1:]:
-        for result, wanted in zip(results, runs[0], strict=True):
-            assert torch.equal(result.output, wanted.output)
-            for name, gradient in wanted.gradients.items():
-                assert torch.equal(result.gradients[name], gradient), name
+    assert_same_bits(on_ranks(example, slots=2, backend=name) for name in BACKENDS_OF_CPU)
+
+
+@pytest.mark.parametrize("dtype", EVERY, ids=str)
+@pytest.mark.parametrize("ids", [None, [torch.full((20, 2), 5)] * 4], ids=["mixed", "one hot"])
+def test_all_relay_modes_give_the_same_bits(ids, dtype):
+    example = Example([20] * 4, dtype=dtype, bias=True, ids=ids)
+    assert_same_bits(on_ranks(example, slots=2, relay=mode) for mode in MODES)
 
 
 def test_a_group_of_one_needs_no_group():

@@ -1,18 +1,19 @@
 """Spare slots hold the bytes of the home weights, by whatever way they came."""
 
 from collections import Counter
+from fractions import Fraction
 
 import numpy as np
 import pytest
 import torch
 from cases import configs, problems
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import ultraep
 from ultraep import Balancer, ConfigError, LocalGroup, Topology
 from ultraep.bundle import Layout, resolve
-from ultraep.replicate import HOME, hops, send_weights
+from ultraep.replicate import HOME, MODES, choose, hops, send_weights
 
 
 @pytest.fixture(autouse=True)
@@ -23,15 +24,16 @@ def one_thread():
     torch.set_num_threads(before)
 
 
-modes = st.sampled_from(["direct", "chain"])
+modes = st.sampled_from(MODES)
+chunks_of_a_chain = st.integers(1, 9)
 
 
 @settings(max_examples=100)
-@given(problems(), configs, modes)
-def test_every_copy_is_reached_exactly_once_from_one_who_has_it(problem, config, mode):
+@given(problems(), configs, modes, chunks_of_a_chain)
+def test_every_copy_is_reached_exactly_once_from_one_who_has_it(problem, config, mode, chunks):
     loads, topology = problem
     plan = ultraep.plan(loads, topology, config)
-    way = hops(plan, mode)
+    way = hops(plan, mode, chunks=chunks)
     reached = [(hop.expert, hop.receiver, hop.slot) for hop in way]
     assert sorted(reached) == sorted(map(tuple, plan.replicas.tolist()))
     depth_at = {}
@@ -92,7 +94,9 @@ def test_slots_that_are_filled_already_are_left_out(problem, config, mode, seed)
 
 def test_an_unknown_mode_is_refused():
     plan = ultraep.plan(np.zeros((2, 2), dtype=int), Topology(ranks=2, experts=2))
-    with pytest.raises(ConfigError, match="unknown relay mode 'ring'; known are direct, chain"):
+    with pytest.raises(
+        ConfigError, match="unknown relay mode 'ring'; known are direct, chain, auto"
+    ):
         hops(plan, "ring")
 
 
@@ -105,6 +109,66 @@ def test_a_hand_made_chain():
         (1, 0, 0, 2, 0, 1),
         (1, 2, 0, 3, 0, 2),
     ]
+
+
+def one_hot_plan(ranks):
+    """All tokens to one expert: a copy on every other rank."""
+    loads = np.zeros((ranks, ranks), dtype=int)
+    loads[:, -1] = 100
+    return ultraep.plan(loads, Topology(ranks=ranks, experts=ranks, slots=1))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "chunks", "mode"),
+    [
+        (8, 4, "chain"),  # 1 * (4 + 6) chunks, not 7 * 4
+        (8, 2, "chain"),  # 1 * (2 + 6), not 7 * 2
+        (8, 1, "direct"),  # a chain of whole experts: 7, not fewer than 7
+        (3, 2, "chain"),  # 1 * (2 + 1), not 2 * 2
+        (3, 1, "direct"),
+        (2, 100, "direct"),  # one copy: nothing to pass on
+        (1, 4, "direct"),
+    ],
+)
+def test_many_copies_of_one_expert_travel_in_a_chain(ranks, chunks, mode):
+    plan = one_hot_plan(ranks)
+    assert plan.max_fanout == ranks - 1
+    assert choose(plan, chunks) == mode
+    assert hops(plan, "auto", chunks=chunks) == hops(plan, mode)
+
+
+@pytest.mark.parametrize("chunks", [1, 4, 1000])
+def test_copies_of_different_experts_travel_directly(chunks):
+    loads = np.tile([90, 80, 70, 1, 1, 1, 1, 1, 1, 1, 1, 1], (4, 1))
+    plan = ultraep.plan(loads, Topology(ranks=4, experts=12, slots=1))
+    assert plan.num_replicas > 1
+    assert plan.max_fanout == 1
+    assert choose(plan, chunks) == "direct"
+
+
+@settings(max_examples=100)
+@given(problems(), configs, chunks_of_a_chain)
+def test_the_mode_is_the_one_whose_busiest_rank_is_done_sooner(problem, config, chunks):
+    loads, topology = problem
+    plan = ultraep.plan(loads, topology, config)
+    assume(plan.num_replicas > 0)
+    homes = topology.home_of_expert[plan.replicas[:, 0]]
+    directly = np.bincount(homes).max()  # transfers of whole experts
+    in_chains = max(Counter(hop.sender for hop in hops(plan, "chain")).values())
+    filled = Fraction(chunks + plan.max_fanout - 1, chunks)
+    wanted = "chain" if in_chains * filled < int(directly) else "direct"
+    assert choose(plan, chunks) == wanted
+
+
+@settings(max_examples=100)
+@given(problems(), configs, chunks_of_a_chain, st.integers(0, 2**32 - 1))
+def test_what_is_filled_already_does_not_change_the_mode(problem, config, chunks, seed):
+    loads, topology = problem
+    plan = ultraep.plan(loads, topology, config)
+    rng = np.random.default_rng(seed)
+    skip = {(host, slot) for _, host, slot in plan.replicas.tolist() if rng.random() < 0.5}
+    mode = choose(plan, chunks)
+    assert hops(plan, "auto", chunks=chunks, skip=skip) == hops(plan, mode, skip=skip)
 
 
 def random_bytes(shape, dtype, seed):
@@ -154,7 +218,8 @@ def skewed_ids(rank, experts=8, tokens=40, seed=0):
 
 @pytest.mark.parametrize("parts", BUNDLES.values(), ids=BUNDLES)
 @pytest.mark.parametrize(
-    ("relay", "chunks"), [("direct", 1), ("chain", 1), ("chain", 3), ("chain", 7), ("chain", 999)]
+    ("relay", "chunks"),
+    [("direct", 1), ("chain", 1), ("chain", 3), ("chain", 7), ("chain", 999), ("auto", 4)],
 )
 @pytest.mark.parametrize("homes", [None, [0, 0, 0, 0, 0, 3, 1, 3]], ids=["even", "uneven"])
 def test_slots_hold_the_bytes_of_the_home(parts, relay, chunks, homes):
@@ -251,7 +316,7 @@ def total(results):
     return [sum(steps) for steps in zip(*results, strict=True)]
 
 
-@pytest.mark.parametrize("relay", ["direct", "chain"])
+@pytest.mark.parametrize("relay", MODES)
 def test_unchanged_weights_are_not_sent_again(relay):
     def work(comm):
         rank = Replicated(comm, relay=relay)
@@ -282,7 +347,7 @@ def test_only_the_experts_of_ranks_that_changed_are_sent_again():
     homes = [0, 1, 2, 3, 0, 1, 2, 3]
 
     def work(comm):
-        rank = Replicated(comm, homes=homes)
+        rank = Replicated(comm, homes=homes, relay="direct")
         bundle = rank.weights()
         sent = [rank.step(bundle, value=float)]
         if comm.rank == 0:

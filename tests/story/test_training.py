@@ -47,7 +47,9 @@ def assert_equal_gradients(found, wanted):
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
-@pytest.mark.parametrize("options", [{}, {"relay": "chain", "slots": 2}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"relay": "direct"}, {"relay": "chain", "slots": 2}], ids=str
+)
 def test_activation_checkpointing_gives_the_same_gradients(use_reentrant, options):
     def work(layer, x, gradient):
         checkpoint(layer, x, use_reentrant=use_reentrant).backward(gradient)

@@ -23,7 +23,7 @@ import torch
 
 from ultraep.arrays import IntArray
 from ultraep.backends import backend_for, select
-from ultraep.bundle import Bundle, resolve
+from ultraep.bundle import Bundle, kinds, resolve
 from ultraep.comm import Communicator
 from ultraep.config import BalanceConfig
 from ultraep.dispatch import Roads
@@ -68,7 +68,8 @@ class Balancer:
     experts, slots, domain, homes: see `Topology`.
     config or policy: how to balance; `policy` alone is short for `BalanceConfig(policy=...)`.
     backend: "triton", "cpu" or "reference"; None: the best one where the ids are.
-    relay: "direct" or "chain", how weights travel; chunks: pieces of an expert in a chain.
+    relay: how weights travel, "direct", "chain", or "auto": the faster one for each plan.
+    chunks: pieces of an expert in a chain.
     in_flight: buffers of spare slots, for callers that keep several filled at the same time.
     verify: compare the plans of all ranks, and the order of their backward passes.
     transport: "auto", "shared" (memory, CPU ranks of one host) or "sockets" (the group's own).
@@ -87,7 +88,7 @@ class Balancer:
         config: BalanceConfig | None = None,
         policy: str | None = None,
         backend: str | None = None,
-        relay: str = "direct",
+        relay: str = "auto",
         chunks: int = 4,
         in_flight: int = 1,
         verify: bool = True,
@@ -153,8 +154,8 @@ class Balancer:
             loads_E, refused = self._count(ids)
             tensors = resolve(bundle or {})
             self._steps += 1
-            kinds = _kinds(tensors, inputs)
-            agreed = [self._settings, layer, self._steps, _short_digest(kinds.encode())]
+            found = kinds(tensors, inputs)
+            agreed = [self._settings, layer, self._steps, _short_digest(found.encode())]
             version = self._version(bundle or {}, tensors)
             self._device = ids.device  # where the group can send from, if it is no CPU group
             header = torch.tensor([*agreed, 0, version], device=self._device)
@@ -163,7 +164,7 @@ class Balancer:
             table = on_device.cpu().numpy()
             if table[self.rank, HEADER.index("refused")]:
                 self._refuse(ids)
-            self._check_header(table, kinds)
+            self._check_header(table, found)
         start = len(HEADER) + 1
         return Gathered(
             table[:, start:], table[:, start - 1], layer, self._steps, on_device[:, start:]
@@ -299,14 +300,14 @@ class Balancer:
         salt = hash((self._changes, self._steps if made_anew else 0))
         return weights_version(list(tensors.values()), salt)
 
-    def _check_header(self, table: IntArray, kinds: str) -> None:
+    def _check_header(self, table: IntArray, found: str) -> None:
         refused = np.flatnonzero(table[:, HEADER.index("refused")]).tolist()
         if refused:
             raise CommunicationError(f"ranks {refused} refused their input; their errors say why")
         for column, name in enumerate(HEADER[:3]):
             self._agree(name, table[:, column].tolist())
         if len(set(table[:, HEADER.index("kinds")].tolist())) > 1:
-            self._agree("weights or inputs", self.comm.gather_objects(kinds))
+            self._agree("weights or inputs", self.comm.gather_objects(found))
 
     def _same_everywhere(self, what: str, value: int) -> None:
         values = self.comm.all_gather(torch.tensor([value], device=self._device))
@@ -334,16 +335,6 @@ def _connect(
     from ultraep.runtime.connect import connect  # torch.distributed, only where it is needed
 
     return connect(group, transport=transport, timeout=timeout)
-
-
-def _kinds(tensors: dict[str, torch.Tensor], inputs: torch.Tensor | None) -> str:
-    """What ranks must have alike: names, shapes and types of tensors, and who wants gradients."""
-    named = tensors if inputs is None else tensors | {"inputs": inputs}
-    learning = torch.is_grad_enabled()
-    return ", ".join(
-        f"{name} {list(t.shape[1:])} {t.dtype}{' with gradient' * (learning and t.requires_grad)}"
-        for name, t in named.items()
-    )
 
 
 def _short_digest(*parts: Any) -> int:

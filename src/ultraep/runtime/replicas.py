@@ -98,7 +98,8 @@ class Replicas:
             for expert, host, slot in self.plan.replicas.tolist()
         }
         resident = {place for place, content in wanted.items() if buffer.held.get(place) == content}
-        way = hops(self.plan, self._balancer.relay, skip=resident)
+        chunks = self._balancer.chunks
+        way = hops(self.plan, self._balancer.relay, chunks=chunks, skip=resident)
         for hop in way:  # until the last byte is there, the slot holds nothing
             buffer.held.pop((hop.receiver, hop.slot), None)
         nbytes = send_weights(
@@ -108,7 +109,7 @@ class Replicas:
             layout=layout,
             plan=self.plan,
             comm=self._balancer.comm,
-            chunks=self._balancer.chunks,
+            chunks=chunks,
         )
         buffer.held.update(wanted)
         mine = sum(hop.sender == self._balancer.rank for hop in way)

@@ -1,0 +1,109 @@
+"""The board on which ranks leave each other words: epochs, flags, and what went wrong.
+
+Shapes: R ranks.
+"""
+
+from __future__ import annotations
+
+import time
+
+import torch
+import triton
+
+from ultraep.backends.triton.device import interpreted
+from ultraep.backends.triton.kernels import signals
+from ultraep.comm import Peers, Region
+from ultraep.errors import CommunicationError
+
+STAGES = ("loads", "rows", "weights", "gradients")  # what a rank can wait for
+MEETINGS = ("loads", "rows", "gradients")
+MAX_CHUNKS = 64
+WORD = 4
+
+
+class Board:
+    """Words of all ranks: a channel for every meeting and for every buffer of spare slots.
+
+    timeout: seconds after which a rank that waits gives up, and names whom it waited for.
+    """
+
+    def __init__(self, peers: Peers, *, slots: int, buffers: int, timeout: float) -> None:
+        self.peers, self.slots, self.timeout = peers, slots, timeout
+        channels = len(MEETINGS) + buffers
+        self._flags = self.channel(channels)
+        self._of_buffers = self._flags + len(MEETINGS) * peers.size
+        self._per_buffer = peers.size * slots + slots * MAX_CHUNKS
+        words = self._of_buffers + buffers * self._per_buffer
+        self.region = peers.allocate("board", words * WORD)
+        self.words = self.region.local.view(torch.int32)
+        self.patience = max(1, int(timeout * polls_per_second(peers.device)))
+        self._nothing = torch.zeros(1, dtype=torch.int32, device=peers.device)
+
+    def channel(self, index: int) -> int:
+        """Word at which a channel begins: meetings first, then buffers."""
+        return int(signals.CHANNEL.value + index * signals.WORDS.value)
+
+    def channel_of_buffer(self, buffer: int) -> int:
+        return self.channel(len(MEETINGS) + buffer)
+
+    def released(self, buffer: int) -> int:
+        """Word of the first of `R * slots` flags: a slot of that rank is free."""
+        return self._of_buffers + buffer * self._per_buffer
+
+    def arrived(self, buffer: int) -> int:
+        """Word of the first of `slots * MAX_CHUNKS` counts: programs that brought the chunk."""
+        return self.released(buffer) + self.peers.size * self.slots
+
+    def share(
+        self, meeting: str, row: torch.Tensor, tables: Region, gathered: torch.Tensor
+    ) -> None:
+        """All ranks meet and swap rows of int32: `gathered` is `[R, ...]` of them."""
+        self._share(meeting, row, tables, gathered, row.numel())
+
+    def meet(self, meeting: str) -> None:
+        """All ranks meet: what each wrote before, all can read afterwards."""
+        self._share(meeting, self._nothing, self.region, self._nothing, 0)
+
+    def _share(
+        self, meeting: str, row: torch.Tensor, tables: Region, gathered: torch.Tensor, numbers: int
+    ) -> None:
+        index, ranks = MEETINGS.index(meeting), self.peers.size
+        signals.share[(ranks,)](
+            self.region.addresses,
+            tables.addresses,
+            row,
+            gathered,
+            self.peers.rank,
+            ranks,
+            self.channel(index),
+            self._flags + index * ranks,
+            numbers,
+            STAGES.index(meeting),
+            self.patience,
+            B=min(1024, max(32, triton.next_power_of_2(numbers))),
+            num_warps=1,
+        )
+
+    def check(self) -> None:
+        """Raise if a rank did not come in time; waits for the device."""
+        fault = int(self.words[signals.FAULT.value])
+        if fault:
+            stage, peer = divmod(fault - 1, signals.RANKS.value)
+            raise CommunicationError(
+                f"rank {peer} did not come within {self.timeout:g} s: a rank waited for it "
+                f"at stage {STAGES[stage]!r} (seen on rank {self.peers.rank}); make the group anew"
+            )
+
+
+def polls_per_second(device: torch.device) -> float:
+    """How often a program looks at a word in a second; measured, since timers are not portable."""
+    words = torch.zeros(2, dtype=torch.int32, device=device)
+    signals.idle[(1,)](words, 10, num_warps=1)  # compiles
+    polls = 100 if interpreted() else 20_000
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    begin = time.perf_counter()
+    signals.idle[(1,)](words, polls, num_warps=1)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return polls / (time.perf_counter() - begin)

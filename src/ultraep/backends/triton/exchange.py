@@ -1,0 +1,367 @@
+"""Buffers and launches of stages 5 and 7 between GPUs that read each other's memory.
+
+Every rank exposes what it has, and pulls what it needs:
+
+    exchange.tables(rows_of_slot, receive_counts, ways)
+    exchange.expose(order, weights)
+    exchange.expose_values(tokens, values)
+    ...                                                     all ranks wait for each other
+    exchange.origins(receive_counts, ways)
+    exchange.landings(slots, positions, ways)
+    exchange.gather_rows(values, ways, arrivals)
+    ...                                                     experts fill `served_rows(served, ...)`
+    ...                                                     all ranks wait for each other
+    exchange.sum_rows(served, ways, outputs)
+
+Nobody may expose anew before the others have pulled. The way back of gradients is the same with
+gradients of outputs as values, and needs no tables: they are in the `Ways`.
+
+Shapes: T tokens, K choices, N = T * K routed rows, A arrived rows, S slots of all ranks, L slots of
+this rank, R ranks, D width of a row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+
+from ultraep.arrays import IntArray
+from ultraep.backends.triton.kernels import exchange as kernels
+from ultraep.errors import ConfigError, LoadError
+
+ALIGNMENT = 128  # bytes, of every part of a region
+WORDS = {4: torch.int32, 2: torch.int16, 1: torch.int8}  # in which rows are moved, by their bytes
+TYPES = {4: tl.int32, 2: tl.int16, 1: tl.int8}
+IN_FLIGHT = 64 << 10  # bytes that a program has asked for at once; few programs suffice then
+WARPS = 16
+
+
+class Region(Protocol):
+    """A piece of memory that every rank has, and that all of them can read."""
+
+    @property
+    def local(self) -> torch.Tensor:
+        """The bytes of this rank's piece."""
+
+    @property
+    def addresses(self) -> torch.Tensor:
+        """[R] where the pieces of all ranks lie, as seen from here: multiples of 16 bytes."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Layout:
+    """What the regions of a group hold. It must be the same on every rank.
+
+    first_slot_of_rank: [R + 1] of the topology.
+    tokens, top_k: the most tokens that a rank has at once, and the choices of each.
+    capacity: rows that may arrive at a rank.
+    """
+
+    first_slot_of_rank: IntArray
+    tokens: int
+    top_k: int
+    capacity: int
+
+    def __post_init__(self) -> None:
+        for name in ("tokens", "top_k", "capacity"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be positive, got {getattr(self, name)}")
+
+    @property
+    def ranks(self) -> int:
+        return len(self.first_slot_of_rank) - 1
+
+    @property
+    def num_slots(self) -> int:
+        return int(self.first_slot_of_rank[-1])
+
+    @property
+    def most_local(self) -> int:
+        """Slots of the rank that has the most of them."""
+        return int(np.diff(self.first_slot_of_rank).max())
+
+    @property
+    def rows(self) -> int:
+        """Routed rows of a rank, at most."""
+        return self.tokens * self.top_k
+
+    @property
+    def begins_at(self) -> int:
+        """Bytes from the beginning of the tables, where the order stands."""
+        return aligned(4 * self.rows)
+
+    @property
+    def blocks_at(self) -> int:
+        return self.begins_at + aligned(4 * self.num_slots)
+
+    @property
+    def scalars_at(self) -> int:
+        return self.blocks_at + aligned(4 * self.ranks * self.most_local)
+
+    @property
+    def table_bytes(self) -> int:
+        """Size of the region of the tables."""
+        return self.scalars_at + aligned(4 * self.rows)
+
+    def value_bytes(self, row_bytes: int) -> int:
+        """Size of a region for the values of all tokens."""
+        return aligned(self.tokens * row_bytes)
+
+    @property
+    def served_at(self) -> int:
+        """Bytes from the beginning of what was served, where the scalars stand, to the rows."""
+        return aligned(4 * self.capacity)
+
+    def served_bytes(self, row_bytes: int) -> int:
+        """Size of a region for served rows and their scalars."""
+        return self.served_at + aligned(self.capacity * row_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Ways:
+    """From where every row came, and where it went: all that is needed until the gradients."""
+
+    offsets: torch.Tensor  # [L + 1] where the arrivals of each slot begin; the last: A
+    origins: torch.Tensor  # [capacity] rank * rows + routed row of each arrived row; -1: unknown
+    weights: torch.Tensor  # [capacity] the scalar of each arrived row
+    landings: torch.Tensor  # [rows] rank * capacity + arrived row of each routed row; -1: none
+
+
+class Exchange:
+    """Moves rows between the ranks of a group. All verbs only launch kernels, always the same.
+
+    tables: a region of `layout.table_bytes`, for the routes of one microbatch after the other.
+    programs: of the kernels that move rows; no more of them than this run at a time.
+    `faults`: how often more rows arrived than there is room for, and the most that ever arrived.
+    """
+
+    def __init__(self, layout: Layout, *, rank: int, tables: Region, programs: int) -> None:
+        assert tables.local.numel() >= layout.table_bytes
+        self.layout, self.rank, self.programs, self.region = layout, rank, programs, tables
+        self.device, first_slot = tables.local.device, layout.first_slot_of_rank
+        self.num_local = int(first_slot[rank + 1] - first_slot[rank])
+        rank_of_slot = np.repeat(np.arange(layout.ranks), np.diff(first_slot))
+        self.first_slot_of_rank = torch.from_numpy(first_slot.copy()).to(self.device, torch.int32)
+        self.rank_of_slot = torch.from_numpy(rank_of_slot).to(self.device, torch.int32)
+        self.order = self._table(0, layout.rows)
+        self.begins = self._table(layout.begins_at, layout.num_slots)
+        self.blocks = self._table(layout.blocks_at, layout.ranks * layout.most_local)
+        self.scalars = self._table(layout.scalars_at, layout.rows).view(torch.float32)
+        self.faults = torch.zeros(2, dtype=torch.int32, device=self.device)
+
+    def _table(self, at: int, length: int) -> torch.Tensor:
+        return self.region.local[at : at + 4 * length].view(torch.int32)
+
+    def ways(self) -> Ways:
+        """Buffers for the routes of one microbatch."""
+
+        def buffer(length: int, dtype: torch.dtype) -> torch.Tensor:
+            return torch.zeros(length, dtype=dtype, device=self.device)
+
+        return Ways(
+            buffer(self.num_local + 1, torch.int32),
+            buffer(self.layout.capacity, torch.int64),
+            buffer(self.layout.capacity, torch.float32),
+            buffer(self.layout.rows, torch.int64),
+        )
+
+    def served_rows(self, served: Region, width: int, dtype: torch.dtype) -> torch.Tensor:
+        """[capacity, D] the part of a region for what this rank serves, by arrived row."""
+        begin, end = self.layout.served_at, self.layout.served_bytes(width * dtype.itemsize)
+        rows = served.local[begin:end].view(dtype)
+        return rows[: self.layout.capacity * width].view(self.layout.capacity, width)
+
+    def served_scalars(self, served: Region) -> torch.Tensor:
+        """[capacity] the same for one scalar of every arrived row."""
+        return served.local[: 4 * self.layout.capacity].view(torch.float32)
+
+    def tables(self, rows_of_slot: torch.Tensor, received: torch.Tensor, ways: Ways) -> None:
+        """Where the rows of every slot begin, here and for the others.
+
+        rows_of_slot: [S] rows that this rank sends.   received: [R, L] those that it gets.
+        """
+        layout = self.layout
+        assert rows_of_slot.numel() == layout.num_slots
+        self._check_received(received)
+        most = max(layout.num_slots, received.numel(), 1)
+        tile = min(2048, triton.next_power_of_2(most))
+        kernels.make_tables[(2,)](
+            rows_of_slot,
+            received,
+            self.begins,
+            self.blocks,
+            ways.offsets,
+            self.faults,
+            layout.num_slots,
+            self.num_local,
+            layout.ranks,
+            layout.rows,
+            layout.capacity,
+            layout.most_local,
+            B=tile,
+            num_warps=max(1, tile // 256),
+        )
+
+    def expose(self, order: torch.Tensor, scalars: torch.Tensor) -> None:
+        """[N] the routed rows in the order of sending, and a scalar of each by routed row."""
+        self._check_rows(order.numel())
+        assert scalars.numel() == order.numel()
+        assert scalars.is_contiguous()
+        if order.numel():
+            kernels.expose_routes[(self.programs,)](
+                order, scalars, self.order, self.scalars, order.numel(), B=1024, num_warps=8
+            )
+
+    def expose_values(self, values: torch.Tensor, region: Region) -> None:
+        """[T, D] rows of this rank's tokens, of any type."""
+        self._check_rows(len(values) * self.layout.top_k)
+        assert values.is_contiguous()
+        assert values.nbytes <= region.local.numel()
+        if not values.numel():
+            return
+        size = word_size(values.data_ptr())
+        kernels.expose_values[(self.programs,)](
+            values.view(-1).view(torch.uint8),
+            region.local,
+            values.nbytes,
+            WORD=TYPES[size],
+            LANES=16 // size,
+            B=IN_FLIGHT // size,
+            num_warps=WARPS,
+        )
+
+    def origins(self, received: torch.Tensor, ways: Ways) -> None:
+        """Pulls from where every arrived row comes, and its scalar."""
+        layout, rows = self.layout, 1024
+        self._check_received(received)
+        if not received.numel():
+            return
+        parts = min(triton.cdiv(layout.rows, rows), self.programs // received.numel())
+        kernels.origins[(self.num_local, layout.ranks, max(1, parts))](
+            self.region.addresses,
+            received,
+            self.blocks,
+            self.first_slot_of_rank,
+            ways.origins,
+            ways.weights,
+            self.rank,
+            self.num_local,
+            layout.capacity,
+            layout.rows,
+            layout.most_local,
+            BEGINS=layout.begins_at,
+            SCALARS=layout.scalars_at,
+            B=rows,
+            num_warps=4,
+        )
+
+    def gather_rows(self, values: Region, ways: Ways, gathered: torch.Tensor) -> None:
+        """[capacity, D] pulls the values of all arrived rows; what is behind them stays."""
+        row_bytes = gathered.shape[1] * gathered.itemsize
+        assert gathered.is_contiguous()
+        assert len(gathered) >= self.layout.capacity
+        assert values.local.numel() >= self.layout.value_bytes(row_bytes)
+        size = word_size(gathered.data_ptr() | row_bytes)
+        rows, columns = tile_of(row_bytes // size, IN_FLIGHT // size)
+        kernels.gather_rows[(self.programs,)](
+            values.addresses,
+            ways.origins,
+            ways.offsets,
+            gathered.view(-1).view(WORDS[size]),
+            self.num_local,
+            ROWS=self.layout.rows,
+            CHOICES=self.layout.top_k,
+            WORDS=row_bytes // size,
+            B=rows,
+            C=columns,
+            num_warps=WARPS,
+        )
+
+    def landings(self, slots: torch.Tensor, positions: torch.Tensor, ways: Ways) -> None:
+        """Pulls where every routed row `[T, K]` is served."""
+        layout, rows = self.layout, 256
+        self._check_rows(slots.numel())
+        if not slots.numel():
+            return
+        kernels.landings[(triton.cdiv(slots.numel(), rows),)](
+            self.region.addresses,
+            slots,
+            positions,
+            self.begins,
+            self.rank_of_slot,
+            self.first_slot_of_rank,
+            ways.landings,
+            self.rank,
+            layout.num_slots,
+            slots.numel(),
+            layout.capacity,
+            layout.most_local,
+            BLOCKS=layout.blocks_at,
+            B=rows,
+            num_warps=4,
+        )
+
+    def sum_rows(
+        self,
+        served: Region,
+        ways: Ways,
+        summed: torch.Tensor,
+        scalars: torch.Tensor | None = None,
+    ) -> None:
+        """[T, D] pulls what was served for every token and adds it up, in the order of choices.
+
+        scalars: [T, K] where to put the scalars that stand beside the rows, if they are wanted.
+        """
+        layout, (tokens, width) = self.layout, summed.shape
+        self._check_rows(tokens * layout.top_k)
+        assert summed.is_contiguous()
+        assert served.local.numel() >= layout.served_bytes(width * summed.itemsize)
+        assert scalars is None or scalars.is_contiguous()
+        if not tokens:
+            return
+        of_choice = max(IN_FLIGHT // triton.next_power_of_2(layout.top_k), 4 << 10)
+        rows, columns = tile_of(width, of_choice // summed.itemsize)
+        kernels.sum_rows[(self.programs,)](
+            served.addresses,
+            ways.landings,
+            summed,
+            scalars,
+            tokens,
+            CHOICES=layout.top_k,
+            CAPACITY=layout.capacity,
+            ROWS_AT=layout.served_at,
+            WIDTH=width,
+            B=rows,
+            C=columns,
+            num_warps=WARPS if layout.top_k <= 8 else WARPS // 2,
+        )
+
+    def _check_rows(self, rows: int) -> None:
+        if rows > self.layout.rows:
+            raise LoadError(f"{rows} routed rows, but the regions are for {self.layout.rows}")
+
+    def _check_received(self, received: torch.Tensor) -> None:
+        assert received.shape == (self.layout.ranks, self.num_local)
+        assert received.is_contiguous()
+
+
+def aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
+def word_size(number: int) -> int:
+    """Bytes of the widest words that divide an address, or a length, or both joined by `|`."""
+    return next(size for size in WORDS if number % size == 0)
+
+
+def tile_of(width: int, most: int) -> tuple[int, int]:
+    """Rows and columns of a tile of so many elements: powers of two, few columns of it unused."""
+    columns = [1 << power for power in range(11, 6, -1) if 1 << power <= most]
+    best = min(columns, key=lambda number: -width % number)
+    best = min(best, triton.next_power_of_2(width))
+    return most // best, best

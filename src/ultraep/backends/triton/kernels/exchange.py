@@ -1,0 +1,347 @@
+"""Rows between GPUs that read each other's memory: every rank pulls what it needs.
+
+    make_tables     where slots begin in the order of sending, and ranks among the arrivals
+    expose_routes   order and scalars of the routed rows, to where the others can read them
+    expose_values   the same for tokens, or for gradients of outputs
+    origins         whose row, and which, every arrived row is; the scalar of each
+    gather_rows     the values of the arrived rows
+    landings        on which rank and in which of its rows every routed row was served
+    sum_rows        served rows of every token, added in the order of its choices
+
+`addresses` are those of a region's pieces, one of every rank, multiples of 16. Between a kernel
+that writes into a region and those that read it on other ranks, somebody has to wait: not these
+kernels.
+
+What comes from other ranks, or from a plan for other ids, is never trusted with an address:
+positions and rows are compared with the sizes that were agreed on.
+
+Shapes: T tokens, K choices, N = T * K routed rows, S slots of all ranks, L slots of this rank, R
+ranks, A arrived rows.
+"""
+
+import triton
+import triton.language as tl
+
+LARGEST = tl.constexpr(2**31 - 1)
+
+
+@triton.jit
+def part_of(addresses, rank, AT: tl.constexpr, TYPE: tl.constexpr):
+    """Where a part of the pieces of these ranks lies: `AT` bytes behind their beginning."""
+    begin = tl.load(addresses + rank) + AT
+    return tl.multiple_of(begin, 16).to(tl.pointer_type(TYPE))
+
+
+@triton.jit(do_not_specialize=["num_slots", "num_local", "ranks", "rows", "capacity", "stride"])
+def make_tables(
+    rows_of_slot,
+    received,
+    begins,
+    blocks,
+    offsets,
+    faults,
+    num_slots,
+    num_local,
+    ranks,
+    rows,
+    capacity,
+    stride,
+    B: tl.constexpr,
+):
+    """Two programs: one for what this rank sends, one for what arrives.
+
+    begins: [S] where the rows of every slot begin in the order of sending.
+    blocks: [R, stride] where the rows of every rank begin among the arrivals of each slot.
+    offsets: [L + 1] where the arrivals of each slot begin; the last one: how many there are.
+    faults: how often there were more than `capacity`, and the most there ever were.
+    """
+    end = tl.zeros([], tl.int64)
+    if tl.program_id(0) == 0:
+        for first in range(0, num_slots, B):
+            slot = first + tl.arange(0, B)
+            rows_B = tl.load(rows_of_slot + slot, mask=slot < num_slots, other=0).to(tl.int64)
+            rows_B = tl.maximum(rows_B, 0)
+            begin_B = end + tl.cumsum(rows_B, 0) - rows_B
+            tl.store(begins + slot, tl.minimum(begin_B, rows).to(tl.int32), mask=slot < num_slots)
+            end += tl.sum(rows_B, 0)
+    else:
+        for first in range(0, num_local * ranks, B):
+            block = first + tl.arange(0, B)
+            local, source = block // ranks, block % ranks
+            there = local < num_local
+            rows_B = tl.load(received + source * num_local + local, mask=there, other=0)
+            rows_B = tl.maximum(rows_B.to(tl.int64), 0)
+            begin_B = end + tl.cumsum(rows_B, 0) - rows_B
+            begin_B = tl.minimum(begin_B, capacity).to(tl.int32)
+            tl.store(blocks + source * stride + local, begin_B, mask=there)
+            tl.store(offsets + local, begin_B, mask=there & (source == 0))
+            end += tl.sum(rows_B, 0)
+        tl.store(offsets + num_local, tl.minimum(end, capacity).to(tl.int32))
+        too_many = end > capacity
+        tl.atomic_add(faults, 1, mask=too_many, sem="relaxed")
+        most = tl.minimum(end, LARGEST).to(tl.int32)
+        tl.atomic_max(faults + 1, most, mask=too_many, sem="relaxed")
+
+
+@triton.jit(do_not_specialize=["rows"])
+def expose_routes(order, scalars, exposed_order, exposed_scalars, rows, B: tl.constexpr):
+    for first in range(tl.program_id(0) * B, rows, tl.num_programs(0) * B):
+        row = first + tl.arange(0, B)
+        there = row < rows
+        tl.store(exposed_order + row, tl.load(order + row, mask=there), mask=there)
+        scalar = tl.load(scalars + row, mask=there).to(tl.float32)
+        tl.store(exposed_scalars + row, scalar, mask=there)
+
+
+@triton.jit(do_not_specialize=["num_bytes"])
+def expose_values(
+    values, exposed, num_bytes, WORD: tl.constexpr, LANES: tl.constexpr, B: tl.constexpr
+):
+    """Any bytes, 16 at a time, as words of a type that suits the alignment of the values.
+
+    LANES: words of 16 bytes.   B: words that a program moves at once.
+    """
+    source, target = values.to(tl.pointer_type(WORD)), exposed.to(tl.pointer_type(WORD))
+    tiles = tl.cdiv(num_bytes // 16, B // LANES)
+    for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
+        word = tile * B + tl.arange(0, B).to(tl.int64)
+        # Whole groups of 16 bytes are there or not: else every word would be a load of its own.
+        there = word // LANES < num_bytes // 16
+        tl.store(target + word, tl.load(source + word, mask=there), mask=there)
+    if tl.program_id(0) == 0:
+        byte = num_bytes // 16 * 16 + tl.arange(0, 16)
+        left = byte < num_bytes
+        tl.store(exposed + byte, tl.load(values + byte, mask=left), mask=left)
+
+
+@triton.jit(do_not_specialize=["rank", "num_local", "capacity", "rows", "stride"])
+def origins(
+    addresses,
+    received,
+    blocks,
+    first_slot_of_rank,
+    origin_of_row,
+    weight_of_row,
+    rank,
+    num_local,
+    capacity,
+    rows,
+    stride,
+    BEGINS: tl.constexpr,
+    SCALARS: tl.constexpr,
+    B: tl.constexpr,
+):
+    """Program (l, q, p): part p of the arrivals of slot l from rank q.
+
+    origin_of_row: [A] rank * rows + row, of the routed rows of all ranks; -1: unknown.
+    weight_of_row: [A] the scalar that stands there beside it.
+    """
+    local, source, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    order = part_of(addresses, source, 0, tl.int32)
+    begins = part_of(addresses, source, BEGINS, tl.int32)
+    scalars = part_of(addresses, source, SCALARS, tl.float32)
+    begin = tl.load(begins + tl.load(first_slot_of_rank + rank) + local)
+    begin = tl.minimum(tl.maximum(begin, 0), rows)
+    target = tl.load(blocks + source * stride + local)
+    number = tl.minimum(tl.load(received + source * num_local + local), capacity - target)
+    for first in range(part * B, number, tl.num_programs(2) * B):
+        row = first + tl.arange(0, B)
+        there = row < number
+        sent = tl.load(order + begin + row, mask=there & (row < rows - begin), other=-1)
+        known = (sent >= 0) & (sent < rows)
+        weight = tl.load(scalars + sent, mask=known, other=0.0)
+        origin = tl.where(known, source.to(tl.int64) * rows + sent, -1)
+        tl.store(origin_of_row + target + row, origin, mask=there)
+        tl.store(weight_of_row + target + row, weight, mask=there)
+
+
+@triton.jit
+def own_tiles(tiles):
+    """The tiles of this program: neighbours, so that it looks up most addresses only once."""
+    share = tl.cdiv(tiles, tl.num_programs(0))
+    begin = tl.program_id(0) * share
+    return begin, tl.minimum(begin + share, tiles)
+
+
+@triton.jit
+def values_of(
+    addresses,
+    origin_of_row,
+    first,
+    total,
+    ROWS: tl.constexpr,
+    CHOICES: tl.constexpr,
+    ROW_BYTES: tl.constexpr,
+    B: tl.constexpr,
+):
+    """[B] addresses of the values of the arrived rows from the first one on; 0: none."""
+    row = first + tl.arange(0, B)
+    origin = tl.load(origin_of_row + row, mask=row < total, other=-1)
+    known = origin >= 0
+    begin = tl.load(addresses + origin // ROWS, mask=known, other=0)
+    return tl.where(known, begin + origin % ROWS // CHOICES * ROW_BYTES, 0)
+
+
+@triton.jit
+def tile_at(row_addresses, column, WIDTH: tl.constexpr, TYPE: tl.constexpr):
+    """[B, C] some columns of the rows at these addresses; 0 where there is no row or column."""
+    # Only the hint makes loads of 16 bytes, and rows of other lengths do not begin at a multiple.
+    ALIGNED: tl.constexpr = 16 if WIDTH * TYPE.primitive_bitwidth % 128 == 0 else 1
+    begin = tl.multiple_of(row_addresses.to(tl.pointer_type(TYPE))[:, None], [1, ALIGNED])
+    there = (row_addresses != 0)[:, None] & (column < WIDTH)[None, :]
+    return tl.load(begin + column[None, :], mask=there, other=0)
+
+
+@triton.jit(do_not_specialize=["num_local"])
+def gather_rows(
+    addresses,
+    origin_of_row,
+    offsets,
+    gathered,
+    num_local,
+    ROWS: tl.constexpr,
+    CHOICES: tl.constexpr,
+    WORDS: tl.constexpr,
+    B: tl.constexpr,
+    C: tl.constexpr,
+):
+    """Every program takes its share of the tiles of B arrived rows and C of their words.
+
+    The addresses for the next tile are looked up while the words of this one are on their way.
+    gathered: [A, WORDS] words of any type; rows of unknown origin become 0.
+    """
+    WORD: tl.constexpr = gathered.dtype.element_ty
+    ROW_BYTES: tl.constexpr = WORDS * WORD.primitive_bitwidth // 8
+    TILES: tl.constexpr = (WORDS + C - 1) // C
+    total = tl.load(offsets + num_local)
+    begin, end = own_tiles(tl.cdiv(total, B) * TILES)
+    first = begin // TILES * B
+    here = values_of(addresses, origin_of_row, first, total, ROWS, CHOICES, ROW_BYTES, B)
+    for tile in range(begin, end):
+        row = tile // TILES * B + tl.arange(0, B)
+        word = tile % TILES * C + tl.arange(0, C)
+        words = tile_at(here, word, WORDS, WORD)
+        following = (tile + 1) // TILES * B
+        here = values_of(addresses, origin_of_row, following, total, ROWS, CHOICES, ROW_BYTES, B)
+        there = (row < total)[:, None] & (word < WORDS)[None, :]
+        tl.store(gathered + row[:, None].to(tl.int64) * WORDS + word[None, :], words, mask=there)
+
+
+@triton.jit(do_not_specialize=["rank", "num_slots", "num_rows", "capacity", "stride"])
+def landings(
+    addresses,
+    slots,
+    positions,
+    begins,
+    rank_of_slot,
+    first_slot_of_rank,
+    landing_of_row,
+    rank,
+    num_slots,
+    num_rows,
+    capacity,
+    stride,
+    BLOCKS: tl.constexpr,
+    B: tl.constexpr,
+):
+    """Program t: the routed rows of tile t.
+
+    landing_of_row: [N] rank * capacity + row of that rank's arrivals; -1: not sent, or no room.
+    """
+    row = tl.program_id(0) * B + tl.arange(0, B)
+    there = row < num_rows
+    slot = tl.load(slots + row, mask=there, other=-1).to(tl.int32)
+    known = (slot >= 0) & (slot < num_slots)
+    target = tl.load(rank_of_slot + slot, mask=known, other=0)
+    local = slot - tl.load(first_slot_of_rank + target, mask=known, other=0)
+    blocks = part_of(addresses, target, BLOCKS, tl.int32)
+    begin = tl.load(blocks + rank * stride + local, mask=known, other=0)
+    within = tl.load(positions + row, mask=known, other=0)
+    within -= tl.load(begins + slot, mask=known, other=0)
+    held = known & (begin >= 0) & (within >= 0) & (within < capacity - begin)
+    landing = target.to(tl.int64) * capacity + begin + within
+    tl.store(landing_of_row + row, tl.where(held, landing, -1), mask=there)
+
+
+@triton.jit
+def served_of(
+    addresses,
+    landing_of_row,
+    first,
+    tokens,
+    CHOICES: tl.constexpr,
+    CAPACITY: tl.constexpr,
+    ROWS_AT: tl.constexpr,
+    ROW_BYTES: tl.constexpr,
+    B: tl.constexpr,
+):
+    """For every choice, the addresses `[B]` of what was served for these tokens; 0: nothing."""
+    token = first + tl.arange(0, B)
+    found = ()
+    for choice in tl.static_range(CHOICES):
+        row = token.to(tl.int64) * CHOICES + choice
+        landing = tl.load(landing_of_row + row, mask=token < tokens, other=-1)
+        begin = tl.load(addresses + landing // CAPACITY, mask=landing >= 0, other=0)
+        served = begin + ROWS_AT + landing % CAPACITY * ROW_BYTES
+        found = found + (tl.where(landing >= 0, served, 0),)  # noqa: RUF005
+    return found
+
+
+@triton.jit
+def pull_scalars(addresses, landing_of_row, scalars, num_rows, CAPACITY: tl.constexpr):
+    """[N] the scalars that stand beside the served rows; 0: not served."""
+    B: tl.constexpr = 512
+    for first in range(tl.program_id(0) * B, num_rows, tl.num_programs(0) * B):
+        row = first + tl.arange(0, B)
+        landing = tl.load(landing_of_row + row, mask=row < num_rows, other=-1)
+        there = part_of(addresses, tl.maximum(landing, 0) // CAPACITY, 0, tl.float32)
+        scalar = tl.load(there + landing % CAPACITY, mask=landing >= 0, other=0.0)
+        tl.store(scalars + row, scalar, mask=row < num_rows)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def sum_rows(
+    addresses,
+    landing_of_row,
+    summed,
+    scalars,
+    tokens,
+    CHOICES: tl.constexpr,
+    CAPACITY: tl.constexpr,
+    ROWS_AT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    B: tl.constexpr,
+    C: tl.constexpr,
+):
+    """Every program takes its share of the tiles of B tokens and C columns.
+
+    What is served for all choices is on its way at once, as are the addresses for the next tile.
+    summed: [T, WIDTH] rounded once.   scalars: [T, K], if wanted.
+    """
+    TYPE: tl.constexpr = summed.dtype.element_ty
+    SUM: tl.constexpr = tl.float64 if TYPE.primitive_bitwidth == 64 else tl.float32
+    ROW_BYTES: tl.constexpr = WIDTH * TYPE.primitive_bitwidth // 8
+    TILES: tl.constexpr = (WIDTH + C - 1) // C
+    if scalars is not None:
+        pull_scalars(addresses, landing_of_row, scalars, tokens * CHOICES, CAPACITY)
+    begin, end = own_tiles(tl.cdiv(tokens, B) * TILES)
+    first = begin // TILES * B
+    here = served_of(
+        addresses, landing_of_row, first, tokens, CHOICES, CAPACITY, ROWS_AT, ROW_BYTES, B
+    )
+    for tile in range(begin, end):
+        token = tile // TILES * B + tl.arange(0, B)
+        column = tile % TILES * C + tl.arange(0, C)
+        served = ()
+        for choice in tl.static_range(CHOICES):
+            served = served + (tile_at(here[choice], column, WIDTH, TYPE),)  # noqa: RUF005
+        following = (tile + 1) // TILES * B
+        here = served_of(
+            addresses, landing_of_row, following, tokens, CHOICES, CAPACITY, ROWS_AT, ROW_BYTES, B
+        )
+        total = tl.zeros([B, C], SUM)
+        for choice in tl.static_range(CHOICES):
+            total += served[choice].to(SUM)
+        there = (token < tokens)[:, None] & (column < WIDTH)[None, :]
+        target = summed + token[:, None].to(tl.int64) * WIDTH + column[None, :]
+        tl.store(target, total.to(TYPE), mask=there)

@@ -1,0 +1,103 @@
+"""Twin of `grad_reduce`: the gradients of all copies, pulled by the home and added in fixed order.
+
+Shapes: W numbers of a tile.
+"""
+
+import triton
+import triton.language as tl
+
+from ultraep.backends.triton.kernels.relay import HEADER
+
+
+@triton.jit
+def row_of(rows, where_copies, copy, width, gradients, ALIGNED: tl.constexpr):
+    """Where the gradient of a copy begins."""
+    host = tl.load(where_copies + 2 * copy)
+    slot = tl.load(where_copies + 2 * copy + 1)
+    row = tl.load(rows + host).to(gradients.dtype) + slot.to(tl.int64) * width
+    return tl.multiple_of(row, 16) if ALIGNED else row
+
+
+@triton.jit
+def add_rows(
+    total,
+    rows,
+    where_copies,
+    copy,
+    end,
+    width,
+    gradients,
+    here,
+    there,
+    AHEAD: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):
+    """The total with the gradients of up to `AHEAD` copies, in their order."""
+    first = row_of(rows, where_copies, copy, width, gradients, ALIGNED)
+    if AHEAD == 1:
+        return total + tl.load(first + here, mask=there).to(total.dtype)
+    second = row_of(rows, where_copies, tl.minimum(copy + 1, end - 1), width, gradients, ALIGNED)
+    third = row_of(rows, where_copies, tl.minimum(copy + 2, end - 1), width, gradients, ALIGNED)
+    tile_1 = tl.load(first + here, mask=there)
+    tile_2 = tl.load(second + here, mask=there & (copy + 1 < end), other=-0.0)
+    tile_3 = tl.load(third + here, mask=there & (copy + 2 < end), other=-0.0)
+    return total + tile_1.to(total.dtype) + tile_2.to(total.dtype) + tile_3.to(total.dtype)
+
+
+@triton.jit(do_not_specialize=["slots", "copies", "homes"])
+def pull(
+    gradients,
+    rows,
+    schedule,
+    slots,
+    copies,
+    homes,
+    width,
+    stride,
+    ACCUMULATOR: tl.constexpr,
+    ZERO: tl.constexpr,
+    AHEAD: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    W: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+):
+    """Add to every home expert what its copies hold, in the order of the plan.
+
+    gradients: [H, width] of the home experts, `stride` apart.   rows: addresses of every rank's
+    `[slots, width]` gradients, of the same type.   ZERO: leave the copies' gradients at nothing.
+    ALIGNED: rows begin at multiples of 16 bytes.
+    """
+    worker = tl.program_id(0)
+    where_copies = schedule + HEADER + 4 * copies + slots
+    of_homes = where_copies + 2 * copies
+    at = tl.arange(0, W)
+    target = gradients
+    for home in range(homes):
+        first = tl.load(of_homes + 2 * home)
+        end = tl.load(of_homes + 2 * home + 1)
+        if end > first:
+            for begin in range(worker * W, width, PROGRAMS * W):
+                here = begin + at
+                there = here < width
+                total = tl.load(target + here, mask=there).to(ACCUMULATOR)
+                for copy in range(first, end, AHEAD):
+                    # All are loaded before the first is added: several loads are in flight.
+                    total = add_rows(
+                        total,
+                        rows,
+                        where_copies,
+                        copy,
+                        end,
+                        width,
+                        gradients,
+                        here,
+                        there,
+                        AHEAD,
+                        ALIGNED,
+                    )
+                tl.store(target + here, total.to(gradients.dtype.element_ty), mask=there)
+                if ZERO:
+                    for copy in range(first, end):
+                        held = row_of(rows, where_copies, copy, width, gradients, ALIGNED)
+                        tl.store(held + here, 0.0, mask=there)
+        target += stride

@@ -1,0 +1,416 @@
+"""Stage 6 on the GPU: matrix products of the rows of every slot with the weights of that slot.
+
+The rows of slot l are `offsets[l]:offsets[l + 1]`, numbers that only the device knows. A fixed
+number of programs shares the tiles of all slots, tile t going to program t modulo their number.
+Weights stand in two stacks: those of the home slots, then those of the spare ones.
+
+    multiply            every row with the weights of its slot, or with their transposed
+    weight_gradients    of every slot: the sum over its rows
+    swiglu, swiglu_backward, row_dots    row by row
+
+What a row gets depends on this row and its weights alone, not on its position nor on the rows
+beside it: every sum over columns is made in the same order, in steps of K from first to last.
+
+Shapes: A rows that there is room for, L slots of this rank, padded to a power of two; tiles of M
+rows and N columns, summed in steps of K.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def in_bands(tile, high, wide, BAND: tl.constexpr):
+    """Row and column of a tile among high x wide of them: bands of rows, in them column by column.
+
+    Tiles that are worked on at the same time then need few rows and few columns.
+    """
+    first = tile // (BAND * wide) * BAND
+    height = tl.minimum(high - first, BAND)
+    within = tile - first * wide
+    return first + within % height, within // height
+
+
+@triton.jit
+def of_slot(homes, copies, slot, num_homes, home_stride, copy_stride):
+    """Where the tensor of a slot begins."""
+    spare = slot - num_homes
+    home_at = homes + slot.to(tl.int64) * home_stride
+    return tl.where(spare < 0, home_at, copies + spare.to(tl.int64) * copy_stride)
+
+
+@triton.jit
+def load_tile(at, row, column, stride, rows, columns, ALL_ROWS: tl.constexpr, ALL: tl.constexpr):
+    """A tile of a matrix, with zeros where it has no rows or columns left."""
+    at += row[:, None] * stride + column[None, :]
+    if ALL_ROWS and ALL:
+        tile = tl.load(at)
+    elif ALL:
+        tile = tl.load(at, mask=(row < rows)[:, None], other=0.0)
+    elif ALL_ROWS:
+        tile = tl.load(at, mask=(column < columns)[None, :], other=0.0)
+    else:
+        tile = tl.load(at, mask=(row < rows)[:, None] & (column < columns)[None, :], other=0.0)
+    return tile
+
+
+@triton.jit
+def multiply_tile(
+    rows,
+    at_weights,
+    at_bias,
+    scale,
+    out,
+    begin,
+    count,
+    column,
+    depth,
+    width,
+    rows_stride,
+    weight_stride,
+    out_stride,
+    TRANSPOSED: tl.constexpr,
+    ALL_DEPTH: tl.constexpr,
+    ALL_WIDTH: tl.constexpr,
+    BIASED: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+):
+    """One tile of `multiply`: `count` rows from `begin` on, N columns from `column` on."""
+    row_M, column_N, step_K = tl.arange(0, M), tl.arange(0, N), tl.arange(0, K)
+    left = width - column
+    # Behind the last row of the slot, it is read again: its product is not stored.
+    at_rows = rows + begin * rows_stride
+    last_M = tl.minimum(row_M, count - 1)
+    sum_MN = tl.zeros((M, N), tl.float32)
+    for k in range(0, depth, K):
+        row_MK = load_tile(at_rows + k, last_M, step_K, rows_stride, M, depth - k, True, ALL_DEPTH)
+        if TRANSPOSED:
+            at = at_weights + k * weight_stride + column
+            weight_KN = load_tile(
+                at, step_K, column_N, weight_stride, depth - k, left, ALL_DEPTH, ALL_WIDTH
+            )
+        else:
+            at = at_weights + column.to(tl.int64) * weight_stride + k
+            weight_NK = load_tile(
+                at, column_N, step_K, weight_stride, left, depth - k, ALL_WIDTH, ALL_DEPTH
+            )
+            weight_KN = weight_NK.T
+        sum_MN = tl.dot(row_MK, weight_KN, sum_MN, input_precision="ieee")
+    if BIASED:
+        bias_N = tl.load(at_bias + column + column_N, mask=column_N < left, other=0.0)
+        sum_MN += bias_N.to(tl.float32)[None, :]
+    out_MN = sum_MN.to(out.dtype.element_ty)
+    if scale is not None:
+        scale_M = tl.load(scale + begin + row_M, mask=row_M < count, other=0.0)
+        scale_M = scale_M.to(out.dtype.element_ty).to(tl.float32)
+        scaled_MN = out_MN.to(tl.float32) * scale_M[:, None]
+        out_MN = scaled_MN.to(out.dtype.element_ty)
+    at_MN = out + (begin + row_M)[:, None] * out_stride + (column + column_N)[None, :]
+    tl.store(at_MN, out_MN, mask=(row_M < count)[:, None] & (column_N < left)[None, :])
+
+
+@triton.jit(do_not_specialize=["num_homes", "num_slots"])
+def multiply(
+    rows,
+    homes,
+    copies,
+    home_biases,
+    copy_biases,
+    scale,
+    offsets,
+    out,
+    num_homes,
+    num_slots,
+    depth,
+    width,
+    rows_stride,
+    home_stride,
+    copy_stride,
+    weight_stride,
+    home_bias_stride,
+    copy_bias_stride,
+    out_stride,
+    TRANSPOSED: tl.constexpr,
+    ALL_DEPTH: tl.constexpr,
+    ALL_WIDTH: tl.constexpr,
+    L: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    BAND: tl.constexpr,
+    HALF: tl.constexpr,
+):
+    """[A, depth] -> [A, width]: (rows @ W^T + bias) * scale, W a [width, depth] of every slot.
+
+    TRANSPOSED: rows @ W, W a [depth, width].   ALL_DEPTH, ALL_WIDTH: tiles leave nothing over.
+    HALF: the last rows of a slot, if few, are a tile of half the height.
+    """
+    slot_L = tl.arange(0, L)
+    there_L = slot_L < num_slots
+    begin_L = tl.load(offsets + slot_L, mask=there_L, other=0)
+    end_L = tl.load(offsets + slot_L + 1, mask=there_L, other=0)
+    wide = tl.cdiv(width, N)
+    tiles_L = tl.cdiv(end_L - begin_L, M) * wide
+    next_L = tl.cumsum(tiles_L, 0)
+    all_tiles = tl.sum(tiles_L, 0)
+    for tile in range(tl.program_id(0), all_tiles, tl.num_programs(0)):
+        slot = tl.sum((next_L <= tile).to(tl.int32), 0)
+        before = tl.sum(tl.where(slot_L < slot, tiles_L, 0), 0)
+        begin = tl.load(offsets + slot)
+        count = tl.load(offsets + slot + 1) - begin
+        row, column = in_bands(tile - before, tl.cdiv(count, M), wide, BAND)
+        begin, count = (begin + row * M).to(tl.int64), count - row * M
+        at_weights = of_slot(homes, copies, slot, num_homes, home_stride, copy_stride)
+        at_bias = at_weights
+        if home_biases is not None:
+            at_bias = of_slot(
+                home_biases, copy_biases, slot, num_homes, home_bias_stride, copy_bias_stride
+            )
+        if HALF and count <= M // 2:
+            multiply_tile(
+                rows,
+                at_weights,
+                at_bias,
+                scale,
+                out,
+                begin,
+                count,
+                column * N,
+                depth,
+                width,
+                rows_stride,
+                weight_stride,
+                out_stride,
+                TRANSPOSED,
+                ALL_DEPTH,
+                ALL_WIDTH,
+                home_biases is not None,
+                M // 2,
+                N,
+                K,
+            )
+        else:
+            multiply_tile(
+                rows,
+                at_weights,
+                at_bias,
+                scale,
+                out,
+                begin,
+                count,
+                column * N,
+                depth,
+                width,
+                rows_stride,
+                weight_stride,
+                out_stride,
+                TRANSPOSED,
+                ALL_DEPTH,
+                ALL_WIDTH,
+                home_biases is not None,
+                M,
+                N,
+                K,
+            )
+
+
+@triton.jit(do_not_specialize=["num_homes", "num_slots"])
+def weight_gradients(
+    d_out,
+    rows,
+    scale,
+    offsets,
+    of_homes,
+    of_copies,
+    of_home_biases,
+    of_copy_biases,
+    num_homes,
+    num_slots,
+    height,
+    width,
+    d_out_stride,
+    rows_stride,
+    home_stride,
+    copy_stride,
+    weight_stride,
+    home_bias_stride,
+    copy_bias_stride,
+    ALL_HEIGHT: tl.constexpr,
+    ALL_WIDTH: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    BAND: tl.constexpr,
+):
+    """[A, height], [A, width] -> [height, width] of every slot: d_out^T @ rows; 0 without rows.
+
+    And [height] for the biases: the sum of d_out * scale, by the first column of tiles.
+    """
+    high, wide = tl.cdiv(height, M), tl.cdiv(width, N)
+    row_M, column_N, step_K = tl.arange(0, M), tl.arange(0, N), tl.arange(0, K)
+    for tile in range(tl.program_id(0), num_slots * high * wide, tl.num_programs(0)):
+        slot = tile // (high * wide)
+        begin = tl.load(offsets + slot)
+        count = tl.load(offsets + slot + 1) - begin
+        begin = begin.to(tl.int64)
+        row, column = in_bands(tile % (high * wide), high, wide, BAND)
+        row *= M
+        column *= N
+        rows_left, left = height - row, width - column
+        sum_MN = tl.zeros((M, N), tl.float32)
+        for k in range(0, count, K):
+            at = d_out + (begin + k) * d_out_stride + row
+            out_KM = load_tile(
+                at, step_K, row_M, d_out_stride, count - k, rows_left, False, ALL_HEIGHT
+            )
+            at = rows + (begin + k) * rows_stride + column
+            row_KN = load_tile(at, step_K, column_N, rows_stride, count - k, left, False, ALL_WIDTH)
+            sum_MN = tl.dot(out_KM.T, row_KN, sum_MN, input_precision="ieee")
+        at = of_slot(of_homes, of_copies, slot, num_homes, home_stride, copy_stride)
+        at_MN = at + (row + row_M)[:, None] * weight_stride + (column + column_N)[None, :]
+        mask = (row_M < rows_left)[:, None] & (column_N < left)[None, :]
+        tl.store(at_MN, sum_MN.to(of_homes.dtype.element_ty), mask=mask)
+        if of_home_biases is not None and column == 0:
+            sum_M = column_sums(
+                d_out + row, scale, begin, count, rows_left, d_out_stride, ALL_HEIGHT, M, K
+            )
+            at = of_slot(
+                of_home_biases, of_copy_biases, slot, num_homes, home_bias_stride, copy_bias_stride
+            )
+            sum_M = sum_M.to(of_home_biases.dtype.element_ty)
+            tl.store(at + row + row_M, sum_M, mask=row_M < rows_left)
+
+
+@triton.jit
+def column_sums(
+    at, scale, begin, count, columns, stride, ALL: tl.constexpr, M: tl.constexpr, K: tl.constexpr
+):
+    """[M] sums over the rows of a slot, every row times its scale."""
+    column_M, step_K = tl.arange(0, M), tl.arange(0, K)
+    sum_KM = tl.zeros((K, M), tl.float32)
+    for k in range(0, count, K):
+        row_KM = load_tile(
+            at + (begin + k) * stride, step_K, column_M, stride, count - k, columns, False, ALL
+        )
+        row_KM = row_KM.to(tl.float32)
+        if scale is not None:
+            scale_K = tl.load(scale + begin + k + step_K, mask=step_K < count - k, other=0.0)
+            row_KM *= scale_K[:, None]
+        sum_KM += row_KM
+    return tl.sum(sum_KM, 0)
+
+
+@triton.jit(do_not_specialize=["num_slots"])
+def swiglu(
+    up, offsets, out, num_slots, width, up_stride, out_stride, M: tl.constexpr, N: tl.constexpr
+):
+    """[A, 2 * width] -> [A, width]: silu of the first half, times the second."""
+    rows = tl.load(offsets + num_slots)
+    row_M, column_N = tl.arange(0, M), tl.arange(0, N)
+    for first in range(tl.program_id(0).to(tl.int64) * M, rows, tl.num_programs(0) * M):
+        at_up = up + first * up_stride + row_M[:, None] * up_stride
+        at_out = out + first * out_stride + row_M[:, None] * out_stride
+        there_M = first + row_M < rows
+        for begin in range(0, width, N):
+            column = begin + column_N[None, :]
+            mask = there_M[:, None] & (column < width)
+            gate = tl.load(at_up + column, mask=mask, other=0.0).to(tl.float32)
+            value = tl.load(at_up + width + column, mask=mask, other=0.0).to(tl.float32)
+            hidden = gate * tl.sigmoid(gate) * value
+            tl.store(at_out + column, hidden.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_slots"])
+def swiglu_backward(
+    up,
+    d_hidden,
+    scale,
+    offsets,
+    d_up,
+    hidden,
+    d_scale,
+    num_slots,
+    width,
+    up_stride,
+    d_hidden_stride,
+    d_up_stride,
+    hidden_stride,
+    M: tl.constexpr,
+    N: tl.constexpr,
+):
+    """Of swiglu(up) * scale: [A, 2 * width] d_up, [A, width] the result itself, [A] d_scale.
+
+    The gradients of scaled results are given, as if they were not scaled. A tile of `hidden` is
+    stored after the same tile of `d_hidden` has been read: both may be one tensor.
+    """
+    rows = tl.load(offsets + num_slots)
+    row_M, column_N = tl.arange(0, M), tl.arange(0, N)
+    for first in range(tl.program_id(0).to(tl.int64) * M, rows, tl.num_programs(0) * M):
+        there_M = first + row_M < rows
+        at_up = up + first * up_stride + row_M[:, None] * up_stride
+        at_d_up = d_up + first * d_up_stride + row_M[:, None] * d_up_stride
+        at_d_hidden = d_hidden + first * d_hidden_stride + row_M[:, None] * d_hidden_stride
+        scale_M = tl.full((M,), 1.0, tl.float32)
+        if scale is not None:
+            scale_M = tl.load(scale + first + row_M, mask=there_M, other=0.0)
+        dot_MN = tl.zeros((M, N), tl.float32)
+        for start in range(0, width, N):
+            column = start + column_N[None, :]
+            mask = there_M[:, None] & (column < width)
+            gate = tl.load(at_up + column, mask=mask, other=0.0).to(tl.float32)
+            value = tl.load(at_up + width + column, mask=mask, other=0.0).to(tl.float32)
+            grad = tl.load(at_d_hidden + column, mask=mask, other=0.0).to(tl.float32)
+            sigmoid = tl.sigmoid(gate)
+            silu = gate * sigmoid
+            dot_MN += grad * (silu * value)
+            grad *= scale_M[:, None]
+            d_gate = grad * value * (sigmoid + silu * (1 - sigmoid))
+            tl.store(at_d_up + column, d_gate.to(d_up.dtype.element_ty), mask=mask)
+            d_value = grad * silu
+            tl.store(at_d_up + width + column, d_value.to(d_up.dtype.element_ty), mask=mask)
+            if hidden is not None:
+                scaled = silu * value * scale_M[:, None]
+                at = hidden + first * hidden_stride + row_M[:, None] * hidden_stride
+                tl.store(at + column, scaled.to(hidden.dtype.element_ty), mask=mask)
+        if d_scale is not None:
+            tl.store(d_scale + first + row_M, tl.sum(dot_MN, 1), mask=there_M)
+
+
+@triton.jit(do_not_specialize=["num_homes", "num_slots"])
+def row_dots(
+    rows,
+    home_biases,
+    copy_biases,
+    offsets,
+    sums,
+    num_homes,
+    num_slots,
+    width,
+    rows_stride,
+    home_stride,
+    copy_stride,
+    L: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+):
+    """[A] += the product of every row with the bias of its slot."""
+    slot_L = tl.arange(0, L)
+    end_L = tl.load(offsets + 1 + slot_L, mask=slot_L < num_slots, other=2**31 - 1)
+    rows_there = tl.load(offsets + num_slots)
+    row_M, column_N = tl.arange(0, M), tl.arange(0, N)
+    for first in range(tl.program_id(0).to(tl.int64) * M, rows_there, tl.num_programs(0) * M):
+        there_M = first + row_M < rows_there
+        ended_ML = end_L[None, :] <= (first + row_M)[:, None]
+        slot_M = tl.sum(ended_ML.to(tl.int32), 1)
+        at_bias = of_slot(home_biases, copy_biases, slot_M, num_homes, home_stride, copy_stride)
+        at_row = rows + first * rows_stride + row_M[:, None] * rows_stride
+        dot_MN = tl.zeros((M, N), tl.float32)
+        for start in range(0, width, N):
+            column = start + column_N[None, :]
+            mask = there_M[:, None] & (column < width)
+            row = tl.load(at_row + column, mask=mask, other=0.0).to(tl.float32)
+            dot_MN += row * tl.load(at_bias[:, None] + column, mask=mask, other=0.0).to(tl.float32)
+        at = sums + first + row_M
+        tl.store(at, tl.load(at, mask=there_M, other=0.0) + tl.sum(dot_MN, 1), mask=there_M)

@@ -1,0 +1,128 @@
+"""Words by which ranks speak through each other's memory, in order at the scope of the system.
+
+Every rank has a board of int32 words that all can reach:
+
+    [0]                  what went wrong first: 0, or stage * RANKS + rank + 1
+    [CHANNEL + c * 4..]  channel c: epoch, tickets of the programs that are done
+    then                 flags
+
+Epochs live on the board and are advanced by the kernels themselves, so a graph can be replayed. A
+rank that waits polls its own memory only, at most `patience` times: then it writes the rank it
+waited for on every board, and from then on nobody waits for anything.
+"""
+
+import triton
+import triton.language as tl
+
+FAULT = tl.constexpr(0)
+CHANNEL = tl.constexpr(4)
+WORDS = tl.constexpr(4)  # of a channel: epoch, tickets, fill that is held, last fill
+RANKS = tl.constexpr(65536)  # more than there are
+
+
+@triton.jit
+def board_of(addresses, rank):
+    """The words of that rank."""
+    return tl.load(addresses + rank).to(tl.pointer_type(tl.int32))
+
+
+@triton.jit
+def read(word):
+    """What stands there now, and with it all that was written before it."""
+    return tl.atomic_add(word, 0, sem="acquire", scope="sys")
+
+
+@triton.jit
+def post(word, value):
+    """Write it behind everything that this program wrote before."""
+    tl.debug_barrier()
+    tl.atomic_xchg(word, value, sem="release", scope="sys")
+
+
+@triton.jit
+def add_one(word):
+    """Count one more, behind everything that this program wrote before."""
+    tl.debug_barrier()
+    tl.atomic_add(word, 1, sem="release", scope="sys")
+
+
+@triton.jit
+def wait(word, least, addresses, rank, ranks, peer, stage, patience):
+    """Until the word has come to `least`; whether it has. `peer`: who should have written it."""
+    fault = board_of(addresses, rank) + FAULT
+    value, broken, polls = read(word), 0, 0
+    while (value - least < 0) & (broken == 0) & (polls < patience):
+        value = read(word)
+        broken = read(fault)
+        polls += 1
+    came = value - least >= 0
+    if (came == 0) & (broken == 0):
+        tell(addresses, ranks, stage * RANKS + peer + 1)
+    return came
+
+
+@triton.jit
+def tell(addresses, ranks, fault):
+    """Write what went wrong on all boards where nothing is written yet."""
+    for rank in range(0, ranks):
+        tl.atomic_cas(board_of(addresses, rank) + FAULT, 0, fault, sem="acq_rel", scope="sys")
+
+
+@triton.jit
+def last_of(tickets, programs):
+    """Whether all other programs of this launch were here before; then the tickets are anew."""
+    tl.debug_barrier()
+    last = tl.atomic_add(tickets, 1, sem="acq_rel", scope="gpu") == programs - 1
+    if last:
+        tl.atomic_xchg(tickets, 0, sem="relaxed", scope="gpu")
+    return last
+
+
+@triton.jit(do_not_specialize=["polls"])
+def idle(words, polls):
+    """Look at two words as often as that, as one that waits does."""
+    seen, count = 0, 0
+    while (seen == 0) & (count < polls):
+        seen = read(words) + read(words + 1)
+        count += 1
+
+
+@triton.jit(do_not_specialize=["rank", "ranks", "channel", "flags", "numbers", "stage", "patience"])
+def share(
+    boards,
+    tables,
+    row,
+    gathered,
+    rank,
+    ranks,
+    channel,
+    flags,
+    numbers,
+    stage,
+    patience,
+    B: tl.constexpr,
+):
+    """Program p: hand `numbers` int32 to rank p, and take those of rank p; all ranks meet.
+
+    tables: memory of all ranks, `[2, R, numbers]`: a fast rank writes its next row into the other
+    half, while a slow one still reads.   flags: word of the first of R flags.
+    """
+    peer = tl.program_id(0)
+    mine, theirs = board_of(boards, rank), board_of(boards, peer)
+    epoch = tl.load(mine + channel) + 1
+    half = (epoch & 1) * ranks
+    at_peer = board_of(tables, peer) + (half + rank).to(tl.int64) * numbers
+    here = board_of(tables, rank) + (half + peer).to(tl.int64) * numbers
+    for begin in range(0, numbers, B):
+        at = begin + tl.arange(0, B)
+        there = at < numbers
+        tl.store(at_peer + at, tl.load(row + at, mask=there), mask=there)
+    post(theirs + flags + rank, epoch)
+    if wait(mine + flags + peer, epoch, boards, rank, ranks, peer, stage, patience):
+        for begin in range(0, numbers, B):
+            at = begin + tl.arange(0, B)
+            there = at < numbers
+            taken = tl.load(here + at, mask=there, volatile=True)
+            tl.store(gathered + peer.to(tl.int64) * numbers + at, taken, mask=there)
+    if last_of(mine + channel + 1, ranks):
+        tl.store(mine + channel, epoch)

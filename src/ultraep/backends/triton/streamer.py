@@ -1,0 +1,169 @@
+"""Launches of stage 3 on the GPU: a plan on the device in, filled spare slots out.
+
+Shapes: C copies at most, H home experts, R ranks, P tensors of a bundle.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+import triton
+
+from ultraep.backends.triton.board import MAX_CHUNKS, STAGES, Board
+from ultraep.backends.triton.kernels import relay, stream
+from ultraep.bundle import Layout
+from ultraep.comm import Region
+from ultraep.errors import ConfigError
+from ultraep.topology import Topology
+
+MODES = {"direct": relay.DIRECT, "chain": relay.CHAIN, "auto": relay.AUTO}
+SIGNAL_COST = 1 << 20  # bytes that travel while a signal does; makes small chunks expensive
+WORDS, WARPS = 4096, 4  # of a tile
+
+
+class Streamer:
+    """Sends the weights of experts into the spare slots of others, as the plan says.
+
+    relay: "direct", "chain" or "auto".   programs: how much of the device may work at it; alike
+    on all ranks.
+    """
+
+    def __init__(self, board: Board, topology: Topology, *, relay: str, programs: int) -> None:
+        if programs < 1:
+            raise ConfigError(f"programs must be at least 1, got {programs}")
+        self.board, self.topology, self.programs = board, topology, programs
+        self.mode = MODES[relay]
+        device = board.peers.device
+
+        def table(values: object) -> torch.Tensor:
+            return torch.as_tensor(values, dtype=torch.int32, device=device)
+
+        self.copies = max(1, topology.ranks * topology.slots)
+        self.homes = len(topology.home_experts(board.peers.rank))
+        self._home_of_expert = table(topology.home_of_expert.copy())
+        self._home_slot_of_expert = table(topology.home_slot_of_expert.copy())
+        self._first_slot_of_rank = table(topology.first_slot_of_rank.copy())
+        self._chunks: dict[int, torch.Tensor] = {}
+        self._sources: dict[tuple[int, ...], tuple[torch.Tensor, torch.Tensor]] = {}
+        self._scratch = torch.zeros(4 * self.copies, dtype=torch.int32, device=device)
+
+    @property
+    def size(self) -> int:
+        """Numbers of a schedule."""
+        return int(relay.HEADER.value) + 6 * self.copies + self.topology.slots + 2 * self.homes
+
+    def schedule(self, replicas_C3: torch.Tensor, layout: Layout, made: torch.Tensor) -> None:
+        """What this rank has to do for a plan, into `made`."""
+        board, topology = self.board, self.topology
+        relay.schedule[(1,)](
+            board.region.addresses,
+            replicas_C3,
+            self._home_of_expert,
+            self._home_slot_of_expert,
+            self._first_slot_of_rank,
+            self.chunks_of_length(layout.nbytes),
+            made,
+            self._scratch,
+            board.peers.rank,
+            topology.ranks,
+            topology.slots,
+            self.homes,
+            self.copies,
+            board.channel_of_buffer(0),  # fills of all buffers are numbered together
+            MODE=self.mode,
+            C=triton.next_power_of_2(self.copies),
+            I=min(32, triton.next_power_of_2(self.copies)),
+            H=triton.next_power_of_2(max(1, self.homes)),
+            num_warps=4,
+        )
+
+    def fill(
+        self,
+        made: torch.Tensor,
+        layout: Layout,
+        tensors: Mapping[str, torch.Tensor],
+        rows: Region,
+        buffer: int = 0,
+    ) -> None:
+        """Send what the schedule says, unless the slots hold it already."""
+        homes, parts = self.sources(layout, tensors)
+        self.launch(homes, parts, made, layout.nbytes, rows, buffer, self.board.peers.rank, 1)
+
+    def launch(
+        self,
+        homes: torch.Tensor,
+        parts: torch.Tensor,
+        schedules: torch.Tensor,
+        row_bytes: int,
+        rows: Region,
+        buffer: int,
+        first_rank: int,
+        ranks: int,
+    ) -> None:
+        """The same for several ranks of this device at once; `homes` and `schedules` by rank."""
+        board, topology = self.board, self.topology
+        stream.stream[(self.programs * ranks,)](
+            board.region.addresses,
+            rows.addresses,
+            homes,
+            parts,
+            schedules,
+            first_rank,
+            topology.ranks,
+            topology.slots,
+            self.copies,
+            row_bytes,
+            len(parts),
+            self.size,
+            board.channel_of_buffer(buffer),
+            board.released(buffer),
+            board.arrived(buffer),
+            MAX_CHUNKS,
+            STAGES.index("weights"),
+            board.patience,
+            W=WORDS,
+            PROGRAMS=self.programs,
+            num_warps=WARPS,
+        )
+
+    def sources(
+        self, layout: Layout, tensors: Mapping[str, torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """[P] where the stacked tensors begin, and [P, 3] place in a row, bytes, alignment."""
+        for name, tensor in tensors.items():
+            if not tensor.is_contiguous():
+                raise ConfigError(
+                    f"{name!r} must be contiguous: shape {list(tensor.shape)}, "
+                    f"strides {list(tensor.stride())}"
+                )
+        key = tuple(tensors[name].data_ptr() for name, _, _ in layout.parts)
+        if key not in self._sources:
+            device = self.board.peers.device
+            parts = []
+            for (begin, end), pointer in zip(layout.spans.values(), key, strict=True):
+                parts.append([begin, end - begin, int((end - begin) % 16 == pointer % 16 == 0)])
+            self._sources[key] = (
+                torch.tensor(key, dtype=torch.int64, device=device),
+                torch.tensor(parts, dtype=torch.int64, device=device),
+            )
+        return self._sources[key]
+
+    def chunks_of_length(self, nbytes: int) -> torch.Tensor:
+        """Chunks of an expert of so many bytes, by the longest chain."""
+        if nbytes not in self._chunks:
+            longest = min(self.copies, self.topology.domain_size)
+            chunks = [chunks_for(length, nbytes) for length in range(longest + 1)]
+            device = self.board.peers.device
+            self._chunks[nbytes] = torch.tensor(chunks, dtype=torch.int32, device=device)
+        return self._chunks[nbytes]
+
+
+def chunks_for(length: int, nbytes: int) -> int:
+    """Chunks of an expert in a chain of so many hops.
+
+    n chunks take n + length - 1 rounds of nbytes / n bytes and one signal: least at the root.
+    """
+    best = math.isqrt(max(0, length - 1) * nbytes // SIGNAL_COST)
+    return min(MAX_CHUNKS, max(1 if length < 2 else 2, best))

@@ -1,0 +1,472 @@
+"""Rows between GPUs: pulled by kernels they are where a few lines of Python put them."""
+
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+import triton.language as tl
+from cases import draw_ids, plan_of, routings, with_padding
+from guard import watched
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from triton.runtime.interpreter import InterpreterBuilder, InterpreterError, TensorHandle
+
+import ultraep
+from ultraep import BalanceConfig, ControlPlane, Topology
+from ultraep.backends.triton.device import default_device, interpreted
+from ultraep.backends.triton.exchange import Exchange, Layout, tile_of
+from ultraep.reroute import reroute, rows_received
+
+DEVICE = default_device()
+only_interpreted = pytest.mark.skipif(
+    not interpreted(), reason="a compiler would need seconds for every new shape"
+)
+UNSHRUNK = [Phase.explicit, Phase.reuse, Phase.generate]
+SENTINEL = 99.0
+
+
+@pytest.fixture(scope="module", autouse=True)
+def rounding():
+    """Triton's interpreter cuts the last bits of bfloat16 off; GPUs round to the nearest."""
+    with pytest.MonkeyPatch.context() as patch:
+        if interpreted():
+            patch.setattr(InterpreterBuilder, "cast_impl", rounded(InterpreterBuilder.cast_impl))
+        yield
+
+
+def rounded(cast):
+    def cast_impl(self, source, to):
+        if (source.dtype.scalar, to.scalar) != (tl.float32, tl.bfloat16):
+            return cast(self, source, to)
+        near = torch.from_numpy(source.data.copy()).to(torch.bfloat16)
+        return TensorHandle(near.view(torch.uint16).numpy(), to.scalar)
+
+    return cast_impl
+
+
+class Piece(NamedTuple):
+    """A region, as one rank sees it."""
+
+    local: torch.Tensor
+    addresses: torch.Tensor
+
+
+def make_region(ranks, num_bytes):
+    """The pieces of all ranks, full of what must not be taken for anything."""
+    pieces = [
+        torch.full((num_bytes,), 0xAB, dtype=torch.uint8, device=DEVICE) for _ in range(ranks)
+    ]
+    addresses = torch.tensor([piece.data_ptr() for piece in pieces], device=DEVICE)
+    return [Piece(piece, addresses) for piece in pieces]
+
+
+def pieces_of(*regions):
+    return [piece.local for region in regions for piece in region]
+
+
+class Route(NamedTuple):
+    """What a control plane knows about the rows of one rank."""
+
+    slots: torch.Tensor
+    positions: torch.Tensor
+    order: torch.Tensor
+    rows_of_slot: torch.Tensor
+    receive_counts: torch.Tensor
+
+
+def route_of(ids, plan, rank):
+    routes = reroute(ids, plan, rank)
+    positions, order = torch.full((2, ids.numel()), -1, dtype=torch.int32)
+    positions[routes.order] = torch.arange(len(routes.order), dtype=torch.int32)
+    order[: len(routes.order)] = routes.order
+    found = (routes.slots, positions, order, routes.rows_of_slot, routes.receive_counts)
+    return Route(*(torch.as_tensor(part).to(DEVICE, torch.int32) for part in found))
+
+
+class Twin:
+    """The same by hand: every arrived row is a pair of a rank and one of its routed rows."""
+
+    def __init__(self, ids, plan, capacity):
+        first = plan.topology.first_slot_of_rank
+        found = [reroute(own, plan, rank) for rank, own in enumerate(ids)]
+        sent = [[s.tolist() for s in r.order.split(r.rows_of_slot.tolist())] for r in found]
+        self.by_slot = [
+            [
+                [(source, row) for source in range(len(ids)) for row in sent[source][slot]]
+                for slot in range(first[rank], first[rank + 1])
+            ]
+            for rank in range(len(ids))
+        ]
+        self.totals = [sum(map(len, slots)) for slots in self.by_slot]
+        self.arrived = [[pair for slot in slots for pair in slot] for slots in self.by_slot]
+        self.arrived = [pairs[:capacity] for pairs in self.arrived]
+        self.landings = {
+            pair: (rank, row)
+            for rank, pairs in enumerate(self.arrived)
+            for row, pair in enumerate(pairs)
+        }
+
+    def offsets(self, rank, capacity):
+        ends = np.cumsum([0, *map(len, self.by_slot[rank])])
+        return np.minimum(ends, capacity).tolist()
+
+    def gathered(self, rank, values, top_k):
+        rows = [values[source][row // top_k] for source, row in self.arrived[rank]]
+        return torch.stack(rows) if rows else values[rank][:0]
+
+    def landing(self, rank, row, capacity):
+        target, arrived = self.landings.get((rank, row), (0, -1))
+        return target * capacity + arrived
+
+    def summed(self, rank, served, tokens, top_k):
+        """[T, D] in the order of choices, rounded once; [T, K] scalars, each its arrived row."""
+        wide = torch.float64 if served[0].dtype == torch.float64 else torch.float32
+        sums = torch.zeros(tokens, served[0].shape[1], dtype=wide)
+        for row in range(tokens * top_k):
+            if (rank, row) in self.landings:
+                target, arrived = self.landings[rank, row]
+                sums[row // top_k] += served[target][arrived].to(wide)
+        return sums.to(served[0].dtype)
+
+
+class Group:
+    """Every rank of a small group in this process, one after the other."""
+
+    def __init__(self, ids, plan, *, width=8, dtype=torch.float32, capacity=None, programs=3):
+        self.ids, self.plan, self.width, self.dtype = ids, plan, width, dtype
+        self.ranks, self.top_k = len(ids), ids[0].shape[1]
+        self.capacity = max(1, int(plan.rank_loads.max())) if capacity is None else capacity
+        self.twin = Twin(ids, plan, self.capacity)
+        self.layout = Layout(
+            first_slot_of_rank=plan.topology.first_slot_of_rank,
+            tokens=max(1, *map(len, ids)),
+            top_k=self.top_k,
+            capacity=self.capacity,
+        )
+        row_bytes = width * dtype.itemsize
+        self.tables = make_region(self.ranks, self.layout.table_bytes)
+        self.values = make_region(self.ranks, self.layout.value_bytes(row_bytes))
+        self.served = make_region(self.ranks, self.layout.served_bytes(row_bytes))
+        self.exchanges = [
+            Exchange(self.layout, rank=rank, tables=self.tables[rank], programs=programs)
+            for rank in range(self.ranks)
+        ]
+        self.ways = [exchange.ways() for exchange in self.exchanges]
+        self.routes = [route_of(own, plan, rank) for rank, own in enumerate(ids)]
+
+    @property
+    def members(self):
+        return list(zip(range(self.ranks), self.exchanges, self.ways, self.routes, strict=True))
+
+    @property
+    def exposed(self):
+        return pieces_of(self.tables, self.values, self.served)
+
+    def dispatch(self, values, weights):
+        """[capacity, D] what arrives at every rank."""
+        for rank, exchange, ways, route in self.members:
+            exchange.tables(route.rows_of_slot, route.receive_counts, ways)
+            exchange.expose(route.order, weights[rank].to(DEVICE))
+            exchange.expose_values(values[rank].to(DEVICE), self.values[rank])
+        for _, exchange, ways, route in self.members:
+            exchange.origins(route.receive_counts, ways)
+            exchange.landings(route.slots, route.positions, ways)
+        return [self.gather(rank) for rank in range(self.ranks)]
+
+    def gather(self, rank):
+        gathered = torch.full((self.capacity, self.width), SENTINEL).to(DEVICE, self.dtype)
+        self.exchanges[rank].gather_rows(self.values[rank], self.ways[rank], gathered)
+        return gathered.cpu()
+
+    def combine(self, served, scalars=None):
+        """[T, D] sums for every rank, and [T, K] scalars."""
+        for rank, exchange, *_ in self.members:
+            exchange.served_rows(self.served[rank], self.width, self.dtype).copy_(served[rank])
+            if scalars is not None:
+                exchange.served_scalars(self.served[rank]).copy_(scalars[rank])
+        return [self.sum(rank, scalars is not None) for rank in range(self.ranks)]
+
+    def sum(self, rank, with_scalars):
+        tokens = len(self.ids[rank])
+        summed = torch.full((tokens, self.width), SENTINEL).to(DEVICE, self.dtype)
+        scalars = torch.full((tokens, self.top_k), SENTINEL, device=DEVICE)
+        self.exchanges[rank].sum_rows(
+            self.served[rank], self.ways[rank], summed, scalars if with_scalars else None
+        )
+        return summed.cpu(), scalars.cpu()
+
+    def random(self, rows, seed):
+        """Rows of every rank, of many magnitudes: another order would give other sums."""
+        draw = torch.Generator().manual_seed(seed)
+        found = []
+        for number in rows:
+            sizes = torch.randint(-9, 9, (number, self.width), generator=draw)
+            found.append((torch.randn(sizes.shape, generator=draw) * 2.0**sizes).to(self.dtype))
+        return found
+
+
+def bits(tensor):
+    return tensor.contiguous().view(torch.uint8)
+
+
+def assert_there_and_back(group, seed=0):
+    """Both directions, bit by bit, and nothing written that is not asked for."""
+    values = group.random(map(len, group.ids), seed)
+    weights = [torch.rand(own.shape) for own in group.ids]
+    arrivals = group.dispatch(values, weights)
+    assert_ways(group, weights)
+    for rank, rows in enumerate(arrivals):
+        wanted = group.twin.gathered(rank, values, group.top_k)
+        assert torch.equal(bits(rows[: len(wanted)]), bits(wanted))
+        assert (rows[len(wanted) :] == SENTINEL).all()
+    served = group.random([group.capacity] * group.ranks, seed + 1)
+    scalars = [torch.rand(group.capacity) for _ in group.ids]
+    assert_sums(group, served, scalars, group.combine(served, scalars))
+    assert torch.equal(bits(group.sum(0, False)[0]), bits(group.sum(0, True)[0]))
+
+
+def assert_ways(group, weights):
+    rows, capacity = group.layout.rows, group.capacity
+    for rank, _, ways, route in group.members:
+        pairs = group.twin.arrived[rank]
+        assert route.receive_counts.sum() == group.twin.totals[rank]
+        assert ways.offsets.tolist() == group.twin.offsets(rank, capacity)
+        origins = [source * rows + row for source, row in pairs]
+        assert ways.origins.tolist() == origins + [0] * (capacity - len(pairs))
+        wanted = [weights[source].view(-1)[row].item() for source, row in pairs]
+        assert ways.weights.tolist() == wanted + [0] * (capacity - len(pairs))
+        number = group.ids[rank].numel()
+        landings = [group.twin.landing(rank, row, capacity) for row in range(number)]
+        assert ways.landings.tolist() == landings + [0] * (rows - number)
+
+
+def assert_sums(group, served, scalars, found):
+    for rank, (sums, beside) in enumerate(found):
+        tokens = len(group.ids[rank])
+        wanted = group.twin.summed(rank, served, tokens, group.top_k)
+        assert torch.equal(bits(sums), bits(wanted))
+        for row, scalar in enumerate(beside.view(-1).tolist()):
+            target, arrived = group.twin.landings.get((rank, row), (0, None))
+            assert scalar == (0 if arrived is None else scalars[target][arrived].item())
+
+
+def random_group(seed=0, *, ranks=3, tokens=(7, 0, 5), top_k=2, padding=0.2, slots=1, **settings):
+    topology = Topology(ranks=ranks, experts=2 * ranks, slots=slots)
+    rng = np.random.default_rng(seed)
+    ids = [draw_ids(rng, number, top_k, topology, 1.5) for number in tokens]
+    ids = [with_padding(rng, own, padding) for own in ids]
+    return Group(ids, plan_of(ids, topology), **settings)
+
+
+def test_twin_knows_what_the_host_knows():
+    group = random_group()
+    for rank, slots in enumerate(group.twin.by_slot):
+        received = rows_received(group.plan, rank)
+        assert [len(pairs) for pairs in slots] == received.sum(axis=0).tolist()
+        assert group.twin.totals[rank] == group.plan.rank_loads[rank]
+
+
+@only_interpreted
+@settings(max_examples=25, phases=UNSHRUNK)
+@given(
+    routings().filter(lambda routing: 2 <= len(routing[0]) <= 4),
+    st.sampled_from([torch.float32, torch.bfloat16]),
+    st.integers(1, 9),
+)
+def test_random_routings(routing, dtype, width):
+    ids, plan = routing
+    group = Group(ids, plan, width=width, dtype=dtype)
+    with watched(also=group.exposed):
+        assert_there_and_back(group)
+    assert group.exchanges[0].faults.tolist() == [0, 0]
+
+
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.mark.parametrize("width", [1, 7, 8, 130, 512])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_widths_and_types(dtype, width):
+    assert_there_and_back(random_group(width=width, dtype=dtype))
+
+
+@pytest.mark.parametrize("top_k", [1, 3, 10])
+def test_numbers_of_choices(top_k):
+    assert_there_and_back(random_group(1, top_k=top_k, tokens=(9, 4, 1), slots=2))
+
+
+def test_more_tiles_than_programs():
+    """Rows of several tiles, several of them to a program."""
+    group = random_group(2, ranks=2, tokens=(150, 60), width=1544, programs=2)
+    assert group.capacity * group.width > 4 * group.exchanges[0].programs * 2**14
+    assert_there_and_back(group)
+
+
+def test_one_rank_gets_everything():
+    topology = Topology(ranks=4, experts=8, slots=0)
+    ids = [torch.full((tokens, 2), 5) for tokens in (300, 0, 600, 3)]
+    group = Group(ids, plan_of(ids, topology), programs=40)
+    assert group.twin.totals == [0, 0, 1806, 0]
+    assert_there_and_back(group)
+
+
+def test_ranks_without_slots():
+    topology = Topology(ranks=4, experts=3, slots=0, homes=[0, 2, 2])
+    rng = np.random.default_rng(3)
+    ids = [draw_ids(rng, 6, 2, topology, 0.5) for _ in range(4)]
+    assert_there_and_back(Group(ids, plan_of(ids, topology)))
+
+
+def test_more_slots_than_a_tile_of_the_tables():
+    """Tables are made in steps; here the order of 5000 slots takes three."""
+    topology = Topology(ranks=2, experts=5000, slots=0)
+    ids = [torch.from_numpy(np.random.default_rng(r).integers(0, 5000, (20, 2))) for r in range(2)]
+    group = Group(ids, plan_of(ids, topology))
+    for _, exchange, ways, route in group.members:
+        exchange.tables(route.rows_of_slot, route.receive_counts, ways)
+    for rank, exchange, ways, route in group.members:
+        begins = route.rows_of_slot.cumsum(0) - route.rows_of_slot
+        assert torch.equal(exchange.begins, begins.int())
+        blocks_LR = route.receive_counts.T.reshape(-1)
+        blocks_LR = (blocks_LR.cumsum(0) - blocks_LR).view(-1, 2)
+        assert torch.equal(exchange.blocks.view(2, -1), blocks_LR.T.int())
+        assert ways.offsets.tolist() == group.twin.offsets(rank, group.capacity)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("width", [3, 6, 16])
+def test_bytes_are_moved_too(dtype, width):
+    group = random_group(width=width, dtype=torch.int8)
+    group.dtype = dtype
+    values = [torch.randint(-99, 99, (len(own), width), dtype=torch.int8) for own in group.ids]
+    weights = [torch.rand(own.shape) for own in group.ids]
+    arrivals = group.dispatch([own.view(dtype) for own in values], weights)
+    for rank, rows in enumerate(arrivals):
+        wanted = group.twin.gathered(rank, values, group.top_k)
+        assert torch.equal(rows.view(torch.int8)[: len(wanted)], wanted)
+
+
+@pytest.mark.parametrize("offset", [0, 1, 2, 5])
+def test_values_that_begin_anywhere(offset):
+    """Words are as wide as the alignment lets them be; the last bytes are moved one by one."""
+    group = random_group(tokens=(9, 1, 3), width=5, dtype=torch.int8, programs=2)
+    for rank, own in enumerate(group.ids):
+        memory = torch.arange(offset, offset + 64, dtype=torch.int8, device=DEVICE)
+        values = memory[offset : offset + 5 * len(own)].view(len(own), 5)
+        group.exchanges[rank].expose_values(values, group.values[rank])
+        local = group.values[rank].local
+        assert torch.equal(local[: values.numel()].view(torch.int8), values.reshape(-1))
+        assert (local[values.numel() :] == 0xAB).all()
+
+
+def test_weights_of_any_type():
+    group = random_group()
+    values = group.random(map(len, group.ids), 0)
+    weights = [torch.rand(own.shape).to(torch.bfloat16) for own in group.ids]
+    group.dispatch(values, weights)
+    assert_ways(group, [own.float() for own in weights])
+
+
+@pytest.mark.parametrize("missing", [1, 4, 1000])
+def test_no_room(missing):
+    """Rows that do not fit are left away, counted, and add nothing."""
+    full = random_group(4, tokens=(20, 7, 9), padding=0.0, slots=0)
+    capacity = max(1, full.capacity - missing)
+    group = Group(full.ids, full.plan, capacity=capacity)
+    with watched(also=group.exposed):
+        assert_there_and_back(group)
+    for rank, exchange, *_ in group.members:
+        total = group.twin.totals[rank]
+        assert exchange.faults.tolist() == ([1, total] if total > capacity else [0, 0])
+    assert max(group.twin.totals) > capacity
+
+
+def test_the_most_that_ever_arrived_is_remembered():
+    group = random_group(4, tokens=(20, 7, 9), capacity=1)
+    _, exchange, ways, route = group.members[0]
+    for times in (3, 5, 2):
+        exchange.tables(route.rows_of_slot, route.receive_counts * times, ways)
+    assert exchange.faults.tolist() == [3, 5 * group.twin.totals[0]]
+
+
+@only_interpreted
+def test_what_others_expose_is_read_by_its_address():
+    group = random_group()
+    values = group.random(map(len, group.ids), 0)
+    with watched(also=group.exposed) as watch:
+        group.dispatch(values, [torch.rand(own.shape) for own in group.ids])
+        group.sum(0, True)
+    assert watch.kernels == {
+        "make_tables",
+        "expose_routes",
+        "expose_values",
+        "origins",
+        "landings",
+        "gather_rows",
+        "sum_rows",
+    }
+    with watched(), pytest.raises(InterpreterError, match="addresses out of bounds"):
+        group.gather(0)
+
+
+@only_interpreted
+@pytest.mark.parametrize(("seed", "capacity"), [(0, 5), (1, 5), (2, 900)])
+def test_routes_that_are_none_lead_nowhere(seed, capacity):
+    """Whatever a wrong plan, or a rank that failed, leaves in the tables."""
+    group = random_group(seed, capacity=capacity)
+    rng = np.random.default_rng(seed)
+
+    def noise(tensor):
+        drawn = rng.integers(-(2**31), 2**31, tensor.shape) >> rng.integers(0, 32, tensor.shape)
+        return torch.from_numpy(drawn).to(torch.int32)
+
+    group.routes = [Route(*map(noise, route)) for route in group.routes]
+    values = group.random(map(len, group.ids), 0)
+    weights = [torch.rand(own.shape) for own in group.ids]
+    with watched(also=group.exposed):
+        group.dispatch(values, weights)
+        group.combine(group.random([capacity] * group.ranks, 1), [torch.rand(capacity)] * 3)
+
+
+@pytest.mark.usefixtures("quick_sort")
+def test_routes_of_the_control_plane():
+    """From ids to arrivals and back, with nothing of the host in between."""
+    topology = Topology(ranks=2, experts=6, slots=1)
+    rng = np.random.default_rng(5)
+    ids = [draw_ids(rng, tokens, 3, topology, 2.0) for tokens in (17, 40)]
+    group = Group(ids, plan_of(ids, topology, BalanceConfig()), dtype=torch.bfloat16)
+    planes = [
+        ControlPlane(topology, rows=own.numel(), rank=rank, device=DEVICE)
+        for rank, own in enumerate(ids)
+    ]
+    loads = torch.stack(
+        [plane.count(own.to(DEVICE)) for plane, own in zip(planes, ids, strict=True)]
+    )
+    for plane in planes:
+        plane.plan(loads)
+    found = [plane.reroute(own.to(DEVICE)) for plane, own in zip(planes, ids, strict=True)]
+    group.routes = found
+    assert_there_and_back(group)
+
+
+def test_too_many_tokens_are_refused():
+    group = random_group()
+    values = torch.zeros(group.layout.tokens + 1, group.width, device=DEVICE)
+    with pytest.raises(ultraep.LoadError, match="16 routed rows, but the regions are for 14"):
+        group.exchanges[0].expose_values(values, group.values[0])
+
+
+@pytest.mark.parametrize("name", ["tokens", "top_k", "capacity"])
+def test_layouts_of_nothing_are_refused(name):
+    sizes = {"tokens": 1, "top_k": 1, "capacity": 1, name: 0}
+    with pytest.raises(ultraep.ConfigError, match=f"{name} must be positive, got 0"):
+        Layout(first_slot_of_rank=np.array([0, 1]), **sizes)
+
+
+@pytest.mark.parametrize("most", [512, 4096, 8192])
+@pytest.mark.parametrize("width", [1, 5, 64, 100, 1024, 1440, 2880, 3584, 7168])
+def test_tiles_waste_little(width, most):
+    rows, columns = tile_of(width, most)
+    assert rows * columns == most
+    assert -width % columns < max(width / 4, 128)

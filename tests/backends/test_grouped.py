@@ -1,0 +1,402 @@
+"""The networks of all slots on the GPU; without one, the kernels are interpreted."""
+
+from contextlib import nullcontext
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+import triton.language as tl
+from guard import watched
+from torch.nn.functional import linear
+from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+from ultraep.backends.triton.device import default_device, interpreted, launching
+from ultraep.backends.triton.grouped import TABLES, Blocks, Grouped, Stacks
+from ultraep.experts import swiglu
+
+DEVICE = default_device()
+CAPACITY, N, K = 40, 40, 24
+SMALL = dict.fromkeys(TABLES["cuda"], Blocks(16, 16, 16, stages=2, band=2))
+SLOTS = {  # rows of the home slots, and of the spare ones
+    "mixed": ([5, 0, 17], [9, 3]),
+    "full": ([20, 1], [19]),
+    "no rows": ([0, 0], [0]),
+    "one slot": ([0, 0, 37], [0]),
+    "one copy": ([0], [0, 33]),
+    "no copies": ([16, 3, 2], []),
+    "no homes": ([], [3, 0, 20]),
+}
+NAN, KEPT = float("nan"), 7.0
+PRECISION = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+
+
+@pytest.fixture(autouse=True)
+def watch(monkeypatch):
+    """Interpreted kernels touch nothing but their tensors, and compute as a GPU does."""
+    if interpreted():
+        monkeypatch.setattr(InterpreterBuilder, "create_dot", dot)
+        monkeypatch.setattr(InterpreterBuilder, "create_fp_trunc", rounded)
+    with watched() if interpreted() else nullcontext(), launching(DEVICE):
+        yield
+
+
+def dot(self, left, right, added, *_):
+    """A product of tiles, for Triton's interpreter: its own one reads bfloat16 as integers.
+
+    Every element is summed by itself, in one order, as on a GPU; a library for the CPU need not.
+    """
+    left, right, total = numbers(left), numbers(right), added.data.copy()
+    for k in range(left.shape[1]):
+        total += left[:, k, None] * right[None, k]
+    return TensorHandle(total, added.dtype.scalar)
+
+
+def rounded(self, handle, dtype):
+    """To the nearest; the interpreter cuts numbers off where they become bfloat16."""
+    if dtype.scalar != tl.bfloat16:
+        return self.cast_impl(handle, dtype)
+    near = torch.from_numpy(handle.data).bfloat16().view(torch.uint16)
+    return TensorHandle(near.numpy(), tl.bfloat16)
+
+
+def numbers(handle):
+    if handle.dtype.scalar == tl.bfloat16:
+        return (handle.data.astype(np.uint32) << 16).view(np.float32)
+    return handle.data.astype(np.float32)
+
+
+class Case:
+    """Rows of some slots; behind them, numbers that nobody may read."""
+
+    def __init__(self, name="mixed", dtype=torch.float32, seed=0):
+        homes, copies = SLOTS[name]
+        self.counts, self.homes, self.copies = homes + copies, len(homes), len(copies)
+        self.total, self.dtype = sum(self.counts), dtype
+        self.draw = torch.Generator().manual_seed(seed)
+        ends = torch.tensor([0, *self.counts]).cumsum(0)
+        self.grouped = Grouped(ends.to(DEVICE, torch.int32), programs=2, table=SMALL)
+
+    def random(self, *shape, dtype=None):
+        return torch.randn(*shape, generator=self.draw).to(DEVICE, dtype or self.dtype)
+
+    def rows(self, *width, dtype=None):
+        drawn = self.random(CAPACITY, *width, dtype=dtype)
+        drawn[self.total :] = NAN
+        return drawn
+
+    def room(self, *width, dtype=None):
+        return torch.full((CAPACITY, *width), KEPT, dtype=dtype or self.dtype, device=DEVICE)
+
+    def stacks(self, *shape, dtype=None):
+        return Stacks(
+            self.random(self.homes, *shape, dtype=dtype),
+            padded(self.random(self.copies, *shape, dtype=dtype)),
+        )
+
+    def parts(self):
+        """The rows of every slot."""
+        begin = 0
+        for count in self.counts:
+            yield slice(begin, begin + count)
+            begin += count
+
+    def each(self, *stacks):
+        """Rows of every slot, and what the stacks hold for it."""
+        yield from zip(self.parts(), *(slots_of(stack) for stack in stacks), strict=True)
+
+    def check(self, found, wanted, scale=1.0):
+        assert (found[self.total :] == KEPT).all()
+        check(found[: self.total], wanted[: self.total], self.dtype, scale)
+
+
+def padded(stack):
+    """The same numbers in rows of bytes, some of which belong to something else."""
+    size, step = stack.shape[1:].numel(), 64 // stack.element_size()
+    shape = len(stack), (-(-size // step) + 1) * step
+    rows = torch.full(shape, NAN, dtype=stack.dtype, device=DEVICE)
+    view = rows[:, :size].unflatten(1, stack.shape[1:])
+    view.copy_(stack)
+    return view
+
+
+def slots_of(stacks):
+    return [*stacks.homes, *stacks.copies] if isinstance(stacks, Stacks) else stacks
+
+
+def transposed(stacks):
+    return Stacks(
+        stacks.homes.mT.clone(memory_format=torch.contiguous_format), padded(stacks.copies.mT)
+    )
+
+
+def check(found, wanted, dtype, scale=1.0):
+    error = scale * PRECISION[dtype]
+    torch.testing.assert_close(found.double(), wanted.double(), rtol=error, atol=8 * error)
+
+
+def expected(case, rows, weights, bias=None):
+    out = rows.new_full((CAPACITY, weights.homes.shape[1]), NAN, dtype=torch.float64)
+    for part, weight, shift in case.each(weights, bias or [None] * len(case.counts)):
+        shift = None if shift is None else shift.double()
+        out[part] = linear(rows[part].double(), weight.double(), shift)
+    return out
+
+
+@pytest.mark.parametrize("name", SLOTS)
+def test_multiply(name):
+    case = Case(name)
+    rows, weights, out = case.rows(K), case.stacks(N, K), case.room(N)
+    case.grouped.multiply(rows, weights, out)
+    case.check(out, expected(case, rows, weights))
+
+
+@pytest.mark.parametrize("name", SLOTS)
+def test_multiply_transposed(name):
+    case = Case(name)
+    rows, weights, out = case.rows(N), case.stacks(N, K), case.room(K)
+    case.grouped.multiply_transposed(rows, weights, out)
+    turned = transposed(weights)
+    case.check(out, expected(case, rows, turned))
+
+
+@pytest.mark.parametrize("name", SLOTS)
+def test_weight_gradients(name):
+    case = Case(name)
+    d_out, rows, into, bias = case.rows(N), case.rows(K), case.stacks(N, K), case.stacks(N)
+    case.grouped.weight_gradients(d_out, rows, into, bias=bias)
+    for part, found, sums in case.each(into, bias):
+        check(found, d_out[part].double().T @ rows[part].double(), torch.float32)
+        check(sums, d_out[part].double().sum(0), torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("sizes", [(64, 64), (33, 41), (8, 1)], ids=str)
+def test_other_types_and_sizes(sizes, dtype):
+    height, width = sizes
+    case = Case(dtype=dtype)
+    rows, weights, out = case.rows(width), case.stacks(height, width), case.room(height)
+    case.grouped.multiply(rows, weights, out)
+    wanted = expected(case, rows, weights)
+    case.check(out, wanted)
+    back = case.room(width)
+    out[case.total :] = NAN
+    case.grouped.multiply_transposed(out, weights, back)
+    turned = transposed(weights)
+    case.check(back, expected(case, out, turned))
+    into = case.stacks(height, width, dtype=torch.float32)
+    case.grouped.weight_gradients(out, rows, into)
+    rounded = case.stacks(height, width)
+    case.grouped.weight_gradients(out, rows, rounded)
+    for part, found, less in case.each(into, rounded):
+        check(found, out[part].double().T @ rows[part].double(), torch.float32, scale=8)
+        assert torch.equal(found.to(dtype), less)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_bias_and_scale(dtype):
+    """As without a scale, then scaled in the type of the result."""
+    case = Case(dtype=dtype)
+    rows, weights, bias = case.rows(K), case.stacks(N, K), case.stacks(N)
+    scale = case.rows(dtype=torch.float32)
+    plain, scaled = case.room(N), case.room(N)
+    case.grouped.multiply(rows, weights, plain, bias=bias)
+    case.check(plain, expected(case, rows, weights, bias))
+    case.grouped.multiply(rows, weights, scaled, bias=bias, scale=scale)
+    wanted = plain * scale.to(dtype)[:, None]
+    assert torch.equal(scaled[: case.total], wanted[: case.total])
+    assert (scaled[case.total :] == KEPT).all()
+
+
+def test_inner_strides():
+    """Of rows and weights that are parts of wider ones."""
+    case = Case()
+    rows, out = case.rows(2 * K)[:, K:], case.room(N + 3)
+    homes, copies = case.random(case.homes, N, K + 8), case.random(case.copies, N, K + 8)
+    weights = Stacks(homes[..., :K], copies[..., :K])
+    case.grouped.multiply(rows, weights, out[:, :N])
+    case.check(out[:, :N], expected(case, rows, weights))
+    assert (out[:, N:] == KEPT).all()
+    with pytest.raises(AssertionError):
+        Stacks(homes[..., :K], copies[..., :K].contiguous())
+
+
+@pytest.mark.parametrize("programs", [1, 5, 64])
+def test_any_number_of_programs(programs):
+    case = Case()
+    rows, weights, out = case.rows(K), case.stacks(N, K), case.room(N)
+    into, wanted = case.stacks(N, K), case.stacks(N, K)
+    case.grouped.multiply(rows, weights, out)
+    out[case.total :] = NAN
+    case.grouped.weight_gradients(out, rows, wanted)
+    again = Grouped(case.grouped.offsets, programs=programs, table=SMALL)
+    found = case.room(N)
+    again.multiply(rows, weights, found)
+    again.weight_gradients(out, rows, into)
+    assert torch.equal(found[: case.total], out[: case.total])
+    assert torch.equal(into.homes, wanted.homes)
+    assert torch.equal(into.copies, wanted.copies)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_bits_of_a_row_do_not_depend_on_its_place(dtype):
+    """All rows in another order, in slots of other sizes that hold the same weights."""
+    case = Case("full", dtype)
+    weight, other, bias = case.random(N, K), case.random(N, K), case.random(N)
+    scale, order = case.rows(dtype=torch.float32), torch.randperm(CAPACITY, generator=case.draw)
+    rows, up = case.rows(K), case.rows(2 * K)
+    moved = {}
+    for name in ("full", "one slot"):
+        there = Case(name, dtype)
+        chosen = torch.arange(CAPACITY) if name == "full" else order
+        weights = [weight] * (there.homes + there.copies)
+        if name == "full":
+            weights[1] = other
+        stacks = Stacks(torch.stack(weights[: there.homes]), torch.stack(weights[there.homes :]))
+        biases = Stacks(bias.expand(there.homes, N).clone(), bias.expand(there.copies, N).clone())
+        out, back, dots = there.room(N), there.room(K), there.room(dtype=torch.float32)
+        hidden, d_up = there.room(K), there.room(2 * K)
+        there.grouped.multiply(rows[chosen], stacks, out, bias=biases, scale=scale[chosen])
+        there.grouped.multiply_transposed(out, stacks, back)
+        there.grouped.swiglu_backward(
+            up[chosen], rows[chosen], d_up, hidden=hidden, scale=scale[chosen], d_scale=dots
+        )
+        there.grouped.row_dots(out, biases, dots)
+        moved[name] = [out, back, dots, d_up, hidden]
+    own = SLOTS["full"][0][0]  # of the slot between them, which has other weights
+    for before, after in zip(moved["full"], moved["one slot"], strict=True):
+        for place, row in enumerate(order[: sum(SLOTS["one slot"][0])].tolist()):
+            if row != own:
+                assert torch.equal(before[row], after[place]), (row, place)
+
+
+@pytest.mark.parametrize("name", SLOTS)
+def test_a_network_forward_and_backward(name):
+    """All gradients of down(swiglu(up(x))) * scale, with biases."""
+    case, F, D = Case(name), 20, 24
+    run = case.grouped
+    x, scale, d_out = case.rows(D), case.rows(dtype=torch.float32), case.rows(D)
+    weights = [case.stacks(2 * F, D), case.stacks(2 * F), case.stacks(D, F), case.stacks(D)]
+    up, hidden, out = case.room(2 * F), case.room(F), case.room(D)
+    run.multiply(x, weights[0], up, bias=weights[1])
+    run.swiglu(up, hidden)
+    run.multiply(hidden, weights[2], out, bias=weights[3], scale=scale)
+    d_hidden, d_up, d_x = case.room(F), case.room(2 * F), case.room(D)
+    d_scale, gradients = case.room(dtype=torch.float32), [empty_like(w) for w in weights]
+    run.multiply_transposed(d_out, weights[2], d_hidden)
+    run.swiglu_backward(up, d_hidden, d_up, hidden=d_hidden, scale=scale, d_scale=d_scale)
+    run.row_dots(d_out, weights[3], d_scale)
+    run.weight_gradients(d_out, d_hidden, gradients[2], bias=gradients[3], scale=scale)
+    run.weight_gradients(d_up, x, gradients[0], bias=gradients[1])
+    run.multiply_transposed(d_up, weights[0], d_x)
+
+    leaves = [t.double().requires_grad_() for t in (x, scale)]
+    slots = [[t.double().requires_grad_() for t in slots_of(w)] for w in weights]
+    wanted = torch.zeros(CAPACITY, D, dtype=torch.float64, device=DEVICE)
+    parts = []
+    for part, *own in case.each(*slots):
+        rows = linear(swiglu(linear(leaves[0][part], *own[:2])), *own[2:])
+        parts.append(rows * leaves[1][part, None])
+    if case.total:
+        torch.cat(parts).backward(d_out[: case.total].double())
+        wanted[: case.total] = torch.cat(parts).detach()
+    case.check(out, wanted, scale=8)
+    for found, leaf in zip((d_x, d_scale), leaves, strict=True):
+        if case.total:
+            case.check(found, leaf.grad, scale=32)
+    for found, leaf in zip(gradients, slots, strict=True):
+        for one, of in zip(slots_of(found), leaf, strict=True):
+            check(one, torch.zeros_like(of) if of.grad is None else of.grad, case.dtype, scale=32)
+
+
+def empty_like(stacks):
+    return Stacks(torch.full_like(stacks.homes, KEPT), padded(torch.full_like(stacks.copies, KEPT)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_swiglu_of_other_types(dtype):
+    case, F = Case(dtype=dtype), 33
+    up, d_hidden, hidden, d_up = case.rows(2 * F), case.rows(F), case.room(F), case.room(2 * F)
+    case.grouped.swiglu(up, hidden)
+    leaf = up[: case.total].double().requires_grad_()
+    wanted = swiglu(leaf)
+    wanted.backward(d_hidden[: case.total].double())
+    case.check(hidden, wanted.detach())
+    case.grouped.swiglu_backward(up, d_hidden, d_up)
+    case.check(d_up, leaf.grad)
+
+
+def test_nobody_reads_what_is_not_there():
+    """No offsets at all, no room at all."""
+    offsets = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    none, rows = torch.empty(0, N, K, device=DEVICE), torch.empty(0, K, device=DEVICE)
+    out = torch.empty(0, N, device=DEVICE)
+    grouped = Grouped(offsets, table=SMALL)
+    grouped.multiply(rows, Stacks(none, none), out)
+    grouped.weight_gradients(out, rows, Stacks(none, none))
+    grouped.swiglu(torch.empty(0, 2 * K, device=DEVICE), rows)
+
+
+def test_wrong_shapes_are_refused():
+    case = Case()
+    rows, weights, out = case.rows(K), case.stacks(N, K), case.room(N)
+    with pytest.raises(AssertionError):
+        case.grouped.multiply(rows, weights, case.room(N + 1))
+    with pytest.raises(AssertionError):
+        case.grouped.multiply(rows, Stacks(weights.homes, weights.homes), out)
+    with pytest.raises(AssertionError):
+        case.grouped.multiply(rows.half(), weights, out)
+    with pytest.raises(AssertionError):
+        case.grouped.multiply(rows, weights, out, scale=case.rows(dtype=torch.float16))
+    with pytest.raises(AssertionError):
+        case.grouped.swiglu(out, rows)
+
+
+# On a GPU: as large as they are used, and in a graph
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("sizes", [(1536, 1024), (2880, 2880)], ids=str)
+def test_large_products_in_a_graph(sizes):
+    """One graph for whatever the offsets say, with blocks as in use."""
+    height, width = sizes
+    homes, copies, capacity, dtype = 5, 2, 4096, torch.bfloat16
+
+    def random(*shape):
+        return torch.randn(*shape, device=DEVICE).to(dtype)
+
+    offsets = torch.zeros(homes + copies + 1, dtype=torch.int32, device=DEVICE)
+    grouped = Grouped(offsets)
+    weights = Stacks(random(homes, height, width), padded(random(copies, height, width)))
+    into = Stacks(weights.homes.float(), weights.copies.float())
+    rows, out, back = random(capacity, width), random(capacity, height), random(capacity, width)
+
+    def step():
+        grouped.multiply(rows, weights, out)
+        grouped.multiply_transposed(out, weights, back)
+        grouped.weight_gradients(out, rows, into)
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    for seed in range(4):
+        draw = torch.Generator().manual_seed(seed)
+        cuts = torch.randint(0, capacity + 1, (homes + copies - 1,), generator=draw).sort()[0]
+        ends = [0, *cuts.tolist(), capacity - 100 * seed]
+        ends = [min(end, capacity - 100 * seed) for end in ends]
+        offsets.copy_(torch.tensor(ends))
+        out.fill_(KEPT)
+        graph.replay()
+        assert (out[ends[-1] :] == KEPT).all()
+        for slot, (begin, end) in enumerate(pairwise(ends)):
+            weight, part = slots_of(weights)[slot].float(), slice(begin, end)
+            near(out[part], rows[part].float() @ weight.T)
+            near(back[part], out[part].float() @ weight)
+            near(slots_of(into)[slot], out[part].float().T @ rows[part].float())
+
+
+def near(found, wanted):
+    error = (found.float() - wanted).norm() / wanted.norm().clamp(min=1e-30)
+    assert error < 1e-2, error

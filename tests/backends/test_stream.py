@@ -1,0 +1,777 @@
+"""Copies of experts between ranks: who sends them is what `replicate.hops` says, and they arrive.
+
+Ranks are processes that map each other's memory and really wait for each other. The programs of an
+interpreted rank run one after the other: two of them only where nobody waits in a circle.
+"""
+
+import os
+import time
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+import triton.language as tl
+from cases import NAMED, topologies
+from guard import watched
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ranks import PATIENCE, QUICK, shared_pool
+from shared_peers import SharedPeers
+from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+import ultraep
+from ultraep import BalanceConfig, CommunicationError, ConfigError, Plan, Topology
+from ultraep.backends.triton import board as boards
+from ultraep.backends.triton import reducer, streamer
+from ultraep.backends.triton.board import MAX_CHUNKS, MEETINGS, Board
+from ultraep.backends.triton.device import default_device, interpreted
+from ultraep.backends.triton.streamer import Streamer, chunks_for
+from ultraep.bundle import Layout
+from ultraep.replicate import HOME, choose, hops
+from ultraep.runtime.peers import LocalPeers
+
+DEVICE = default_device()
+MODES = ("direct", "chain", "auto")
+SCRIBBLE = 0xAB
+FILLS = 12
+only_interpreted = pytest.mark.skipif(not interpreted(), reason="ranks are processes without GPUs")
+
+
+def plan_with(topology, replicas):
+    """A plan with these copies, of which only the copies count here."""
+    copies, ranks = sorted(replicas), topology.ranks
+    return Plan(
+        topology,
+        BalanceConfig(),
+        np.zeros((ranks, topology.experts), dtype=np.int64),
+        np.array(copies, dtype=np.int64).reshape(-1, 3),
+        np.zeros(len(copies), dtype=np.int64),
+        np.zeros((len(copies), ranks), dtype=np.int64),
+        np.zeros(ranks, dtype=np.int64),
+    )
+
+
+def random_plan(rng, topology, fullness=0.8):
+    """Any experts in any spare slots of their domain, some of them more often than others."""
+    liked = rng.normal(0, 2, topology.experts)
+    domains = topology.home_of_expert // topology.domain_size
+    replicas = []
+    for host in range(topology.ranks):
+        noise = liked + rng.gumbel(size=topology.experts)
+        order = [
+            expert
+            for expert in np.argsort(-noise).tolist()
+            if topology.home_of_expert[expert] != host
+            and domains[expert] == host // topology.domain_size
+        ]
+        slots = rng.permutation(topology.slots).tolist()
+        held = [place for place in zip(order, slots, strict=False) if rng.random() < fullness]
+        replicas += [(expert, host, slot) for expert, slot in held]
+    return plan_with(topology, replicas)
+
+
+def on_device(plan):
+    """[C, 3] the copies, with room for all that there can be."""
+    most = max(1, plan.topology.ranks * plan.topology.slots)
+    replicas = torch.full((most, 3), -1, dtype=torch.int32)
+    replicas[: plan.num_replicas] = torch.from_numpy(plan.replicas.copy())
+    return replicas.to(DEVICE)
+
+
+# Schedules.
+
+
+class Schedule(NamedTuple):
+    """What one rank has to do."""
+
+    hops: list[list[int]]  # source, receiver, slot, depth
+    chunks: int
+    longest: int
+    senders: list[int]
+    copies: list[list[int]]  # host, slot
+    of_homes: list[list[int]]  # first and end among the copies
+
+
+def found_schedule(made, plan, rank):
+    """As the kernel has written it."""
+    most, slots = max(1, plan.topology.ranks * plan.topology.slots), plan.topology.slots
+    homes = len(plan.topology.home_experts(rank))
+    header, numbers, senders, copies, of_homes = made.cpu().split(
+        [4, 4 * most, slots, 2 * most, 2 * homes]
+    )
+    sent, chunks, _, longest = header.tolist()
+    return Schedule(
+        numbers.view(-1, 4)[:sent].tolist(),
+        chunks,
+        longest,
+        senders.tolist(),
+        copies.view(-1, 2)[: plan.num_replicas].tolist(),
+        of_homes.view(-1, 2).tolist(),
+    )
+
+
+def wanted_schedule(plan, rank, mode, nbytes):
+    """As the plain twin has it."""
+    longest = max((hop.depth + 1 for hop in hops(plan, "chain")), default=0)
+    if mode == "auto":
+        mode = choose(plan, chunks_for(longest, nbytes))
+    way = hops(plan, mode)
+    longest = max((hop.depth + 1 for hop in way), default=0)
+    places = plan.replicas[:, 1:].tolist()
+    mine = plan.topology.home_experts(rank).tolist()
+    sent = sorted(
+        (hop for hop in way if hop.sender == rank),
+        key=lambda hop: (hop.depth, places.index([hop.receiver, hop.slot])),
+    )
+    experts = plan.replicas[:, 0].tolist()
+    firsts = [experts.index(expert) if expert in experts else 0 for expert in mine]
+    sender_of = {(hop.receiver, hop.slot): hop.sender for hop in way}
+    return Schedule(
+        [
+            [
+                mine.index(hop.expert) if hop.sender_slot == HOME else -1 - hop.sender_slot,
+                hop.receiver,
+                hop.slot,
+                hop.depth,
+            ]
+            for hop in sent
+        ],
+        chunks_for(longest, nbytes),
+        longest,
+        [sender_of.get((rank, slot), -1) for slot in range(plan.topology.slots)],
+        places,
+        [
+            [first, first + experts.count(expert)]
+            for first, expert in zip(firsts, mine, strict=True)
+        ],
+    )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_clock():
+    """Boards of this process need not know how long a poll takes: nobody waits here."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(boards, "polls_per_second", lambda device: 1000.0)
+        yield
+
+
+def of_bytes(nbytes):
+    return Layout((("weight", (nbytes,), torch.uint8),))
+
+
+def streamer_of(group, rank, topology, mode):
+    board = Board(group.of(rank), slots=topology.slots, buffers=1, timeout=1.0)
+    return Streamer(board, topology, relay=mode, programs=1)
+
+
+def schedules(plan, mode, nbytes, ranks=None):
+    """What the kernel and the twin say for these ranks."""
+    topology, replicas = plan.topology, on_device(plan)
+    group = LocalPeers(topology.ranks, device=DEVICE)
+    for rank in range(topology.ranks) if ranks is None else ranks:
+        made_by = streamer_of(group, rank, topology, mode)
+        made = torch.full((made_by.size,), -7, dtype=torch.int32, device=DEVICE)
+        made_by.schedule(replicas, of_bytes(nbytes), made)
+        yield found_schedule(made, plan, rank), wanted_schedule(plan, rank, mode, nbytes)
+
+
+@only_interpreted
+@settings(max_examples=40)
+@given(
+    topologies().filter(lambda topology: topology.slots and topology.ranks > 1),
+    st.integers(0, 2**32 - 1),
+    st.sampled_from([0.3, 0.8, 1.0]),
+    st.sampled_from(MODES),
+    st.sampled_from([64, 1 << 20, 1 << 26, 1 << 34]),
+)
+def test_schedules_are_those_of_the_plain_twin(topology, seed, fullness, mode, nbytes):
+    plan = random_plan(np.random.default_rng(seed), topology, fullness)
+    for found, wanted in schedules(plan, mode, nbytes):
+        assert found == wanted
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", ["zipf_two_slots", "lognormal_domains", "uneven_homes", "empty"])
+def test_schedules_of_real_plans(name, mode):
+    loads, topology = NAMED[name]
+    plan = ultraep.plan(loads, topology)
+    for found, wanted in schedules(plan, mode, 1 << 24, ranks=[0, topology.ranks - 1]):
+        assert found == wanted
+
+
+FANS = {  # copies, bytes of an expert, and whether relays are worth it
+    "nothing": ([], 1 << 26, False),
+    "one copy": ([(0, 1, 0)], 1 << 26, False),
+    "everyone sends one": ([(2 * r, (r + 1) % 6, 0) for r in range(6)], 1 << 26, False),
+    "one to five": ([(0, host, 0) for host in range(1, 6)], 1 << 26, True),
+    "one to five, small": ([(0, host, 0) for host in range(1, 6)], 64, True),
+    "two of one home": ([(e, h, e) for e in (0, 1) for h in (1, 2, 3)], 1 << 26, True),
+    "relays would be the busiest": (
+        [(0, 4, 0), (0, 5, 0), (2, 4, 1), (2, 5, 1)],
+        64,
+        False,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FANS)
+def test_relays_where_they_are_faster(name):
+    replicas, nbytes, chained = FANS[name]
+    plan = plan_with(Topology(ranks=6, experts=12, slots=2), replicas)
+    for found, wanted in schedules(plan, "auto", nbytes):
+        assert found == wanted
+        assert (found.longest > 1) == chained
+
+
+def test_every_schedule_has_a_number_of_its_own():
+    topology = Topology(ranks=2, experts=4)
+    made_by = streamer_of(LocalPeers(2, device=DEVICE), 1, topology, "auto")
+    made = torch.zeros(made_by.size, dtype=torch.int32, device=DEVICE)
+    numbers = []
+    for replicas in ([], [(0, 1, 0)], [(0, 1, 0)]):
+        made_by.schedule(on_device(plan_with(topology, replicas)), of_bytes(64), made)
+        numbers.append(int(made[2]))
+    assert numbers == [1, 2, 3]
+
+
+@only_interpreted
+def test_a_schedule_is_written_into_its_own_memory_only():
+    topology = Topology(ranks=4, experts=10, slots=3, homes=[0, 0, 0, 1, 1, 1, 3, 3, 3, 3])
+    plan = random_plan(np.random.default_rng(1), topology, fullness=1.0)
+    group = LocalPeers(4, device=DEVICE)
+    for rank in (0, 2):
+        made_by = streamer_of(group, rank, topology, "auto")
+        made = torch.zeros(made_by.size, dtype=torch.int32, device=DEVICE)
+        with watched(also=made_by.board.region.handle) as watch:
+            made_by.schedule(on_device(plan), of_bytes(4096), made)
+        assert watch.kernels == {"schedule"}
+
+
+sizes = st.integers(1, 1 << 40)
+
+
+@given(st.integers(0, 70), sizes, sizes)
+def test_chunks_grow_with_the_chain_and_the_expert(length, one, other):
+    small, large = sorted((one, other))
+    chunks = chunks_for(length, small)
+    assert 1 <= chunks <= MAX_CHUNKS
+    assert chunks <= chunks_for(length, large)
+    assert chunks <= chunks_for(length + 1, small)
+    assert (chunks == 1) == (length <= 1)
+
+
+def test_chunks_of_a_large_expert():
+    """n + 3 rounds of 2^26 / n bytes and 2^20 more: least with the root of 3 * 64 chunks."""
+    assert streamer.SIGNAL_COST == 1 << 20
+    assert chunks_for(4, 1 << 26) == 13
+    assert chunks_for(1000, 1 << 40) == MAX_CHUNKS
+
+
+# Transfers between processes.
+
+
+@contextmanager
+def small_tiles():
+    """Small experts in many chunks and tiles."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(streamer, "WORDS", 32)
+        patch.setattr(streamer, "SIGNAL_COST", 64)
+        yield
+
+
+TYPES = {
+    "quantised": torch.int8,
+    "scales": torch.float32,
+    "weight": torch.bfloat16,
+    "bias": torch.float32,
+    "scale": torch.float32,
+}
+
+
+def expert_tensors(expert, seed):
+    """The tensors of one expert, of any size; the same wherever they are drawn."""
+    sizes = np.random.default_rng(seed).integers(1, 80, len(TYPES))
+    sizes[3] *= 4  # a multiple of 16 bytes
+    generator = torch.Generator().manual_seed(1000 * seed + expert)
+    shapes = [(sizes[0],), (sizes[1],), (3, sizes[2]), (sizes[3],), ()]
+    return {
+        name: (30 * torch.randn(shape, generator=generator)).to(dtype)
+        for (name, dtype), shape in zip(TYPES.items(), shapes, strict=True)
+    }
+
+
+def stacked_tensors(experts, seed):
+    """Those of several experts, contiguous; the last ones begin at odd addresses."""
+    bundles = [expert_tensors(expert, seed) for expert in experts]
+    stacks = {}
+    for name, like in expert_tensors(0, seed).items():
+        odd = int(name in ("weight", "scale"))
+        memory = like.new_empty(odd + len(bundles) * like.numel())
+        stacks[name] = memory[odd:].view(len(bundles), *like.shape)
+        for index, bundle in enumerate(bundles):
+            stacks[name][index] = bundle[name]
+    return stacks
+
+
+class Rank:
+    """One rank with weights that it alone has, and spare slots for those of others."""
+
+    def __init__(
+        self, peers, topology, *, relay="chain", programs=1, seed=0, buffers=1, timeout=PATIENCE
+    ):
+        self.topology, self.rank, self.seed = topology, peers.rank, seed
+        self.board = Board(peers, slots=topology.slots, buffers=buffers, timeout=timeout)
+        self.streamer = Streamer(self.board, topology, relay=relay, programs=programs)
+        mine = topology.home_experts(peers.rank).tolist()
+        self.tensors = stacked_tensors(mine, seed)
+        self.layout = Layout.of(self.tensors, len(mine))
+        size = topology.slots * self.layout.nbytes
+        self.rows = [peers.allocate(f"slots {buffer}", size) for buffer in range(buffers)]
+
+    def schedule(self, plan):
+        made = torch.zeros(self.streamer.size, dtype=torch.int32)
+        self.streamer.schedule(on_device(plan), self.layout, made)
+        return made
+
+    def fill(self, made, buffer=0):
+        self.streamer.fill(made, self.layout, self.tensors, self.rows[buffer], buffer)
+
+    def slots(self, buffer=0):
+        slots, nbytes = self.topology.slots, self.layout.nbytes
+        return self.rows[buffer].local[: slots * nbytes].view(slots, nbytes)
+
+    def epoch(self, buffer=0):
+        return int(self.board.words[self.board.channel_of_buffer(buffer)])
+
+    def memory(self):
+        """All that the kernels reach by address."""
+        shared = [piece for region in (self.board.region, *self.rows) for piece in region.handle]
+        return [*shared, *self.tensors.values()]
+
+    def assert_filled(self, plan, buffer=0):
+        """The slots of the plan hold their experts, bit for bit; the others are untouched."""
+        self.board.check()
+        rows, held = self.slots(buffer), set()
+        views = self.layout.views(rows)
+        for expert, host, slot in plan.replicas.tolist():
+            if host == self.rank:
+                for name, wanted in expert_tensors(expert, self.seed).items():
+                    assert torch.equal(views[name][slot], wanted), (name, expert, slot)
+                held.add(slot)
+        for slot in set(range(self.topology.slots)) - held:
+            assert (rows[slot] == SCRIBBLE).all(), f"slot {slot} is not in the plan"
+
+
+def nap(rng):
+    """Some milliseconds, or none."""
+    time.sleep(rng.choice([0.0, 0.0, 0.003, 0.01]))
+
+
+def fill_again_and_again(rank, group, topology, options, fills, one_home):
+    """Plan after plan; every rank is late now and then."""
+    shared, own = np.random.default_rng(fills), np.random.default_rng(rank)
+    with small_tiles():
+        me = Rank(SharedPeers(group), topology, seed=fills, **options)
+        for _ in range(fills):
+            plan = random_plan(shared, topology, shared.choice([0.5, 1.0]))
+            if one_home:
+                of_first = topology.home_of_expert[plan.replicas[:, 0]] == 0
+                plan = plan_with(topology, plan.replicas[of_first].tolist())
+            me.slots().fill_(SCRIBBLE)
+            nap(own)
+            made = me.schedule(plan)
+            nap(own)
+            me.fill(made)
+            nap(own)
+            me.assert_filled(plan)
+        return me.epoch()
+
+
+TRANSFERS = {  # ranks, topology, streamer, only experts of rank 0
+    "direct": (3, {"experts": 6, "slots": 2}, {"relay": "direct", "programs": 2}, False),
+    "chains that cross": (4, {"experts": 8, "slots": 2}, {"relay": "chain"}, False),
+    "chains of one home": (4, {"experts": 8, "slots": 1}, {"programs": 2}, True),
+    "a rank without homes": (
+        3,
+        {"experts": 5, "slots": 2, "homes": [0, 2, 0, 2, 2]},
+        {"relay": "auto"},
+        False,
+    ),
+}
+
+
+@only_interpreted
+@pytest.mark.parametrize("name", TRANSFERS)
+def test_experts_arrive_bit_for_bit(name):
+    ranks, options, how, one_home = TRANSFERS[name]
+    topology = Topology(ranks=ranks, **options)
+    epochs = shared_pool().run(ranks, fill_again_and_again, topology, how, FILLS, one_home)
+    assert epochs == [FILLS] * ranks
+
+
+def fill_what_is_there(rank, group):
+    """Two schedules, two buffers, and a third schedule of the same copies."""
+    topology = Topology(ranks=3, experts=6)
+    plans = [
+        plan_with(topology, [(0, 1, 0), (0, 2, 0), (5, 0, 0)]),
+        plan_with(topology, [(2, 0, 0), (1, 2, 0)]),
+    ]
+    epochs = []
+    with small_tiles():
+        me = Rank(SharedPeers(group), topology, buffers=2)
+        first, second = (me.schedule(plan) for plan in plans)
+
+        def fill(made, plan, buffer=0):
+            """Whether anything was sent."""
+            me.slots(buffer).fill_(SCRIBBLE)
+            before = me.epoch(buffer)
+            me.fill(made, buffer)
+            epochs.append(me.epoch(buffer))
+            sent = me.epoch(buffer) > before
+            me.assert_filled(plan if sent else plan_with(topology, []), buffer)
+            return sent
+
+        found = [
+            fill(first, plans[0]),
+            fill(first, plans[0]),
+            fill(second, plans[1], buffer=1),
+            fill(first, plans[0]),
+            fill(second, plans[1]),
+            fill(first, plans[0]),
+            fill(first, plans[0]),
+            fill(me.schedule(plans[0]), plans[0]),
+        ]
+    return found, epochs
+
+
+@only_interpreted
+def test_slots_that_hold_a_schedule_are_not_filled_again():
+    sent = [True, False, True, False, True, True, False, True]
+    assert shared_pool().run(3, fill_what_is_there) == [(sent, [1, 1, 1, 1, 2, 3, 3, 4])] * 3
+
+
+def fill_under_watch(rank, group):
+    topology = Topology(ranks=3, experts=6, slots=2)
+    plan = random_plan(np.random.default_rng(3), topology, fullness=1.0)
+    with small_tiles():
+        me = Rank(SharedPeers(group), topology, seed=3)
+        me.slots().fill_(SCRIBBLE)
+        with watched(also=me.memory()) as watch:
+            me.fill(me.schedule(plan))
+            me.board.meet("rows")
+        me.assert_filled(plan)
+    return watch.kernels
+
+
+@only_interpreted
+def test_kernels_stay_in_the_memory_of_the_ranks():
+    assert shared_pool().run(3, fill_under_watch) == [{"schedule", "stream", "share"}] * 3
+
+
+def send_two_views_of_one_memory(rank, group):
+    topology = Topology(ranks=2, experts=2)
+    peers = SharedPeers(group)
+    with small_tiles():
+        board = Board(peers, slots=1, buffers=1, timeout=PATIENCE)
+        made_by = Streamer(board, topology, relay="direct", programs=1)
+        plan, base = plan_with(topology, [(0, 1, 0)]), torch.arange(64, dtype=torch.float32)
+        for length in (16, 64):
+            tensors = {"weight": (base[:length] + 100 * rank)[None]}
+            if rank == 0:
+                tensors = {"weight": base[None, :length]}
+            layout = Layout.of(tensors, 1)
+            rows = peers.allocate("rows", layout.nbytes)
+            made = torch.zeros(made_by.size, dtype=torch.int32)
+            made_by.schedule(on_device(plan), layout, made)
+            made_by.fill(made, layout, tensors, rows)
+            board.check()
+            if rank == 1:
+                assert torch.equal(rows.local.view(torch.float32), base[:length])
+
+
+@only_interpreted
+@pytest.mark.xfail(strict=True, reason="Streamer.sources keeps them by address alone")
+def test_bundles_at_one_address_may_have_different_shapes():
+    shared_pool().run(2, send_two_views_of_one_memory)
+
+
+def test_weights_must_be_contiguous():
+    made_by = streamer_of(LocalPeers(2, device=DEVICE), 0, Topology(ranks=2, experts=4), "auto")
+    tensors = {"weight": torch.zeros(2, 6, 4, device=DEVICE).transpose(1, 2)}
+    with pytest.raises(ConfigError, match=r"'weight' must be contiguous: shape \[2, 4, 6\]"):
+        made_by.sources(Layout.of(tensors, 2), tensors)
+
+
+def test_programs_must_be_positive():
+    board = Board(LocalPeers(2, device=DEVICE).of(0), slots=1, buffers=1, timeout=1.0)
+    with pytest.raises(ConfigError, match="programs must be at least 1, got 0"):
+        Streamer(board, Topology(ranks=2, experts=4), relay="auto", programs=0)
+
+
+# Meetings.
+
+
+def share_rows(rank, group, rounds, numbers):
+    peers, rng = SharedPeers(group), np.random.default_rng(rank)
+    board = Board(peers, slots=1, buffers=1, timeout=PATIENCE)
+    tables = peers.allocate("tables", 2 * peers.size * numbers * 4)
+    gathered = torch.empty(peers.size, numbers, dtype=torch.int32)
+    every = torch.arange(peers.size * numbers, dtype=torch.int32).view(peers.size, numbers)
+    for number in range(rounds):
+        if rng.random() < 0.3:
+            nap(rng)
+        wanted = 1000 * number + every
+        gathered.fill_(-1)
+        board.share("loads", wanted[rank].clone(), tables, gathered)
+        assert torch.equal(gathered, wanted), number
+        if number % 5 == 0:
+            board.meet("rows")
+    board.check()
+    return [int(board.words[board.channel(index)]) for index in range(len(MEETINGS))]
+
+
+@only_interpreted
+def test_rows_are_shared_in_every_round():
+    assert shared_pool().run(3, share_rows, 50, 37) == [[50, 10, 0]] * 3
+
+
+# Faults.
+
+
+def complaint(board):
+    with pytest.raises(CommunicationError) as caught:
+        board.check()
+    return str(caught.value)
+
+
+def act_of(me, stage):
+    """What all ranks do together, and wait for rank 2."""
+    if stage != "weights":
+        return me.board.meet(stage)
+    plan = plan_with(me.topology, [(4, 0, 0), (4, 1, 0)])
+    return me.fill(me.schedule(plan))
+
+
+def without_rank_2(rank, group, timeout):
+    """The complaints at every stage, and how long all took. After a fault, nobody waits."""
+    topology, found, begin = Topology(ranks=3, experts=6), [], time.monotonic()
+    with small_tiles():
+        for stage in boards.STAGES:
+            me = Rank(SharedPeers(group), topology, relay="direct", timeout=timeout)
+            if rank == 2:
+                continue
+            act_of(me, stage)
+            found.append(complaint(me.board))
+            me.board.patience = 2**31 - 1
+            for other in boards.STAGES:
+                act_of(me, other)
+            assert complaint(me.board) == found[-1]
+    return found, time.monotonic() - begin
+
+
+@only_interpreted
+def test_a_rank_that_never_comes_is_named():
+    for rank, (complaints, seconds) in enumerate(shared_pool().run(3, without_rank_2, 1.0)[:2]):
+        assert seconds < QUICK
+        for stage, message in zip(boards.STAGES, complaints, strict=True):
+            assert message.startswith("rank 2 did not come within 1 s")
+            assert f"at stage {stage!r} (seen on rank {rank})" in message
+
+
+def end_at_store(number):
+    """Let this process end without a word when kernels have stored so many times."""
+    store, stores = InterpreterBuilder.create_masked_store, iter(range(number))
+
+    def last_store(self, *args):
+        if next(stores, None) is None:
+            os._exit(1)
+        return store(self, *args)
+
+    InterpreterBuilder.create_masked_store = last_store
+
+
+def die_in_a_chain(rank, group, timeout):
+    topology = Topology(ranks=4, experts=8)
+    plan = plan_with(topology, [(0, host, 0) for host in (1, 2, 3)])
+    with small_tiles():
+        me = Rank(SharedPeers(group), topology)
+        me.slots().fill_(SCRIBBLE)
+        me.fill(me.schedule(plan))
+        me.assert_filled(plan)
+        made = me.schedule(plan)
+        me.board.meet("rows")
+        me.board.patience = int(me.board.patience * timeout / PATIENCE)
+        if rank == 1:
+            assert int(made[1]) > 2, "no chunk left to send"
+            end_at_store(3)
+        begin = time.monotonic()
+        me.fill(made)
+        me.board.meet("rows")
+        return complaint(me.board), time.monotonic() - begin
+
+
+@only_interpreted
+def test_a_rank_that_dies_in_a_chain_stops_the_others():
+    found = shared_pool().outcomes(4, die_in_a_chain, 2.0)
+    by_rank = {outcome.rank: outcome for outcome in found}
+    assert by_rank[1].kind == "lost", by_rank[1].value
+    for rank in (0, 2, 3):
+        assert by_rank[rank].kind == "result", by_rank[rank].value
+        message, seconds = by_rank[rank].value
+        assert message.startswith(("rank 1 did not come", "rank 2 did not come"))
+        assert seconds < QUICK
+
+
+def want_different_sizes(rank, group):
+    with pytest.raises(ConfigError) as caught:
+        SharedPeers(group).allocate("rows", 1000 + rank)
+    return str(caught.value)
+
+
+@only_interpreted
+def test_different_sizes_are_named_on_every_rank():
+    for message in shared_pool().run(3, want_different_sizes):
+        assert all(f"('rows', {1000 + rank})" in message for rank in range(3))
+
+
+def test_different_sizes_are_named_in_one_process():
+    group = LocalPeers(2, device=DEVICE)
+    group.of(0).allocate("rows", 1000)
+    with pytest.raises(ConfigError, match="rank 1 wants 1001 bytes for 'rows', others 1000"):
+        group.of(1).allocate("rows", 1001)
+
+
+def test_peers_of_one_process_share_memory():
+    group = LocalPeers(2, device=DEVICE)
+    regions = [group.of(rank).allocate("rows", 64) for rank in range(2)]
+    assert [region.local.data_ptr() for region in regions] == regions[0].addresses.tolist()
+    assert not regions[1].local.any()
+    assert group.of(1).gather_objects("me") == ["me"]
+    with pytest.raises(ConfigError, match=r"rank must lie in 0\.\.1, got 2"):
+        group.of(2)
+    with pytest.raises(ConfigError, match="at least one rank, got 0"):
+        LocalPeers(0, device=DEVICE)
+
+
+# Gradients.
+
+
+@pytest.fixture
+def rounding(monkeypatch):
+    """Triton's interpreter cuts the last bits of bfloat16 off; GPUs round to the nearest.
+
+    And where it makes a tile of a truth value, it makes a tile of numbers.
+    """
+    cast = InterpreterBuilder.cast_impl
+
+    def rounded(self, source, to):
+        if (source.dtype.scalar, to.scalar) != (tl.float32, tl.bfloat16):
+            return cast(self, source, to)
+        near = torch.from_numpy(source.data.copy()).to(torch.bfloat16)
+        return TensorHandle(near.view(torch.uint16).numpy(), to.scalar)
+
+    def splat(self, to, source):
+        return TensorHandle(np.full(to.shape, source.data), source.dtype.scalar)
+
+    if interpreted():
+        monkeypatch.setattr(InterpreterBuilder, "cast_impl", rounded)
+        monkeypatch.setattr(InterpreterBuilder, "create_splat", splat)
+        monkeypatch.setattr(reducer, "NUMBERS", 32)
+
+
+class Gradients:
+    """Those of the home experts of one rank, and of the copies on all ranks."""
+
+    def __init__(self, plan, rank, width, dtype):
+        self.plan, self.topology, self.rank = plan, plan.topology, rank
+        self.width, self.dtype = width, dtype
+        group, slots = LocalPeers(self.topology.ranks, device=DEVICE), self.topology.slots
+        self.streamer = streamer_of(group, rank, self.topology, "auto")
+        self.made = torch.zeros(self.streamer.size, dtype=torch.int32, device=DEVICE)
+        self.streamer.schedule(on_device(plan), of_bytes(64), self.made)
+        nbytes = slots * width * dtype.itemsize
+        self.rows = group.of(rank).allocate("gradients", nbytes)
+        self.of_copies = [piece.view(dtype).view(slots, width) for piece in self.rows.handle]
+        generator = torch.Generator().manual_seed(width)
+        for piece in self.of_copies:
+            piece.copy_(self.draw(generator, slots))
+        homes = len(self.topology.home_experts(rank))
+        self.of_homes = self.draw(generator, homes).to(DEVICE)
+
+    def draw(self, generator, rows):
+        """Of many magnitudes, so that another order gives other sums; some are -0."""
+        drawn = torch.randn(rows, self.width, generator=generator, dtype=torch.float64)
+        drawn *= 10 ** torch.randint(-3, 4, drawn.shape, generator=generator)
+        drawn[:, ::5] = -0.0
+        return drawn.to(self.dtype)
+
+    def wanted(self):
+        """[H, P] one addition after the other, in the order of the plan."""
+        wide = torch.float64 if self.dtype == torch.float64 else torch.float32
+        sums = self.of_homes.to(wide)
+        mine = self.topology.home_experts(self.rank).tolist()
+        for expert, host, slot in self.plan.replicas.tolist():
+            if expert in mine:
+                sums[mine.index(expert)] += self.of_copies[host][slot].to(wide)
+        return sums.to(self.dtype)
+
+    def pull(self, **options):
+        with watched(also=self.rows.handle) if interpreted() else no_watch():
+            reducer.pull(self.of_homes, self.rows, self.made, self.streamer, **options)
+
+
+@contextmanager
+def no_watch():
+    yield
+
+
+def bits(tensor):
+    return tensor.contiguous().view(torch.uint8)
+
+
+FAN_OUTS = [0, 1, 2, 3, 4, 5]  # copies of the experts of rank 0
+FANNED = Topology(ranks=6, experts=10, slots=3, homes=[0, 1, 0, 0, 0, 2, 0, 0, 3, 4])
+
+
+def fanned_plan():
+    """Every fan-out; the copies of other homes stand between them."""
+    mine = FANNED.home_experts(0).tolist()
+    free = {host: [2, 0, 1] for host in range(1, 6)}
+    replicas = [
+        (expert, host, free[host].pop())
+        for expert, copies in zip(mine, FAN_OUTS, strict=True)
+        for host in list(range(1 + expert % 2, 6))[:copies]
+        if free[host]
+    ]
+    return plan_with(FANNED, [*replicas, (1, 0, 0), (8, 0, 2)])
+
+
+@pytest.mark.usefixtures("rounding")
+@pytest.mark.parametrize("ahead", [1, 3])
+@pytest.mark.parametrize("width", [1, 32, 77])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_gradients_are_added_in_the_order_of_the_plan(dtype, width, ahead, monkeypatch):
+    monkeypatch.setattr(reducer, "AHEAD", ahead)
+    for rank in (0, 3):
+        case = Gradients(fanned_plan(), rank, width, dtype)
+        wanted, kept = case.wanted(), [piece.clone() for piece in case.of_copies]
+        case.pull(programs=2)
+        assert torch.equal(bits(case.of_homes), bits(wanted))
+        for piece, before in zip(case.of_copies, kept, strict=True):
+            assert torch.equal(bits(piece), bits(before))
+
+
+@pytest.mark.usefixtures("rounding")
+def test_gradients_that_were_pulled_can_be_zeroed():
+    case = Gradients(fanned_plan(), 0, 45, torch.float32)
+    wanted, kept = case.wanted(), [piece.clone() for piece in case.of_copies]
+    case.pull(programs=2, zero=True)
+    assert torch.equal(bits(case.of_homes), bits(wanted))
+    homes = FANNED.home_of_expert
+    for expert, host, slot in case.plan.replicas.tolist():
+        if homes[expert] == 0:
+            kept[host][slot] = 0.0
+    for piece, rows in zip(case.of_copies, kept, strict=True):
+        assert torch.equal(bits(piece), bits(rows))

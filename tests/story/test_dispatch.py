@@ -1,0 +1,205 @@
+"""The roads between tokens and slots: two directions, each the gradient of the other."""
+
+import pytest
+import torch
+from cases import routings
+from dense import Example, assert_close, dense, gradients_of
+from hypothesis import given, settings
+from torch.autograd.graph import saved_tensors_hooks
+
+from ultraep import Balancer, LocalGroup
+from ultraep.arrays import PADDING
+from ultraep.combine import combine
+from ultraep.dispatch import Roads, dispatch
+from ultraep.reroute import reroute
+from ultraep.runtime.local import alone
+
+WIDTH = 3
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def on_roads(routing, work):
+    """`work(roads, rank)` on every rank; its results."""
+    ids, plan = routing
+
+    def on_rank(comm):
+        return work(Roads(reroute(ids[comm.rank], plan, comm.rank), comm), comm.rank)
+
+    return LocalGroup(len(ids)).run(on_rank)
+
+
+def whole_numbers(seed, *shape):
+    """Sums of them are exact, in any order."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-9, 10, shape, generator=generator).double()
+
+
+@settings(max_examples=60)
+@given(routings())
+def test_every_slot_gets_its_rows_source_by_source(routing):
+    def work(roads, rank):
+        routes = roads.routes
+        tokens = torch.arange(routes.shape[0])
+        choices = torch.arange(routes.num_rows).reshape(routes.shape)
+        values = torch.stack([torch.full_like(tokens, rank), tokens], dim=1)
+        rows, scalars = roads.to_slots(values, choices)
+        return routes, roads.counts, torch.cat([rows, scalars[:, None]], dim=1)
+
+    results = on_roads(routing, work)
+    slot = 0
+    for _, counts, arrived in results:
+        for found in arrived.split(counts):
+            wanted = []
+            for source, (routes, *_) in enumerate(results):
+                slots = routes.slots.reshape(-1)[routes.order]
+                for choice in routes.order[slots == slot].tolist():
+                    wanted.append([source, choice // routes.top_k, choice])
+            assert found.tolist() == wanted
+            slot += 1
+
+
+@settings(max_examples=60)
+@given(routings())
+def test_there_and_back_is_once_for_every_choice(routing):
+    def work(roads, rank):
+        tokens, top_k = roads.routes.shape
+        values, scalars = whole_numbers(rank, tokens, WIDTH), whole_numbers(rank, tokens, top_k)
+        sums, back = roads.to_tokens(*roads.to_slots(values, scalars))
+        sent = roads.routes.slots != PADDING
+        assert torch.equal(sums, values * sent.sum(dim=1, keepdim=True))
+        assert torch.equal(back, scalars * sent)
+
+    on_roads(routing, work)
+
+
+@settings(max_examples=60)
+@given(routings())
+def test_each_direction_is_the_gradient_of_the_other(routing):
+    """<to_slots(x), y> = <x, to_tokens(y)>, summed over all ranks."""
+
+    def work(roads, rank):
+        tokens, top_k = roads.routes.shape
+        values, scalars = whole_numbers(rank, tokens, WIDTH), whole_numbers(rank, tokens, top_k)
+        there = roads.to_slots(values, scalars)
+        rows, of_rows = whole_numbers(rank, *there[0].shape), whole_numbers(rank, *there[1].shape)
+        back = roads.to_tokens(rows, of_rows)
+        one = (there[0] * rows).sum() + (there[1] * of_rows).sum()
+        other = (values * back[0]).sum() + (scalars * back[1]).sum()
+        return one.item(), other.item()
+
+    ones, others = zip(*on_roads(routing, work), strict=True)
+    assert sum(ones) == sum(others)
+
+
+@settings(max_examples=20)
+@given(routings())
+def test_without_scalars_none_travel(routing):
+    def work(roads, rank):
+        values = whole_numbers(rank, roads.routes.shape[0], WIDTH)
+        rows, nothing = roads.to_slots(values, None)
+        assert nothing is None
+        _, nothing = roads.to_tokens(rows, None)
+        assert nothing is None
+
+    on_roads(routing, work)
+
+
+class Counting:
+    """A communicator that notes what it is given to send."""
+
+    def __init__(self, comm):
+        self._comm, self.shapes = comm, []
+        self.rank, self.size = comm.rank, comm.size
+
+    def __getattr__(self, name):
+        return getattr(self._comm, name)
+
+    def all_to_all(self, rows, *counts):
+        self.shapes.append(list(rows.shape))
+        return self._comm.all_to_all(rows, *counts)
+
+
+def roads_of_one(ids):
+    balancer = Balancer(experts=4, communicator=Counting(alone()))
+    gathered = balancer.gather(ids)
+    return balancer.roads(balancer.reroute(ids, balancer.plan(gathered)), gathered)
+
+
+IDS = torch.tensor([[0, 1], [2, PADDING], [3, 3], [1, 0], [PADDING, PADDING]])
+
+
+def test_nothing_is_kept_at_the_side_of_the_tokens():
+    kept = []
+    roads = roads_of_one(IDS)
+    tokens, weights = torch.randn(5, 8, requires_grad=True), torch.rand(5, 2, requires_grad=True)
+    with saved_tensors_hooks(kept.append, lambda _: pytest.fail("nothing to give back")):
+        arrivals = dispatch(tokens, weights, roads)
+        combine(arrivals.rows, roads).sum().backward()
+    assert kept == []
+
+
+def test_all_that_a_layer_keeps_of_the_size_of_the_rows():
+    """What stage 6 got, and what it had between its two layers; no outputs."""
+    example = Example([30], top_k=5, hidden=16, ffn=12)
+    layer = example.layer(Balancer(experts=8))
+    kept = []
+    with saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        layer(example.inputs[0].clone().requires_grad_())
+    large = [list(tensor.shape) for tensor in kept if len(tensor) == 30 * 5 and tensor.ndim > 1]
+    assert sorted(large) == [[150, 16], [150, 24]]
+
+
+def test_padding_learns_nothing_and_is_never_looked_at():
+    roads = roads_of_one(IDS)
+    weights = torch.where(IDS == PADDING, torch.nan, 0.5).requires_grad_()
+    tokens = torch.randn(5, 8, dtype=torch.float64)
+    tokens[4] = torch.nan
+    tokens.requires_grad_()
+    arrivals = dispatch(tokens, weights, roads)
+    assert len(arrivals.rows) == len(arrivals.weights) == 7
+    assert arrivals.weights.dtype == torch.float32
+    y = combine(arrivals.rows * arrivals.weights[:, None], roads)
+    y.sum().backward()
+    assert not y[4].any()
+    assert not tokens.grad[4].any()
+    assert weights.grad.dtype == torch.float32
+    assert not weights.grad[IDS == PADDING].any()
+    assert weights.grad[IDS != PADDING].all()
+
+
+def test_weights_that_learn_nothing_do_not_travel_back():
+    roads = roads_of_one(IDS)
+    tokens = torch.randn(5, 8, requires_grad=True)
+    arrivals = dispatch(tokens, torch.rand(5, 2), roads)
+    assert arrivals.rows.requires_grad
+    assert not arrivals.weights.requires_grad
+    combine(arrivals.rows * arrivals.weights[:, None], roads).sum().backward()
+    # there: rows and weights; back: outputs. And again: gradients of outputs, and of rows.
+    assert roads._comm.shapes == [[7, 8], [7], [7, 8], [7, 8], [7, 8]]
+
+
+@pytest.mark.parametrize("frozen", ["weights", "tokens", "weights and tokens"])
+def test_weights_and_tokens_need_no_gradient_to_be_used(frozen):
+    ids = [torch.arange(40).reshape(20, 2) % 5 % (3 + rank) for rank in range(4)]
+    example = Example([20] * 4, ids=ids, bias=True)
+
+    def work(comm):
+        layer = example.layer(Balancer(experts=8, communicator=comm))
+        layer.router.requires_grad_("weights" not in frozen)
+        x = example.inputs[comm.rank].clone().requires_grad_("tokens" not in frozen)
+        layer(x).backward(example.gradients[comm.rank])
+        assert layer.last_plan.num_replicas > 0
+        return gradients_of(layer, x)
+
+    results, wanted = LocalGroup(4).run(work), dense(example).gradients
+    assert ("router.weight" in results[0]) == ("weights" not in frozen)
+    assert ("x" in results[0]) == ("tokens" not in frozen)
+    for name in results[0]:
+        assert_close(torch.cat([found[name] for found in results]), wanted[name], name)
