@@ -1,7 +1,7 @@
 """Eight ranks on one card: a whole MoE layer, forward and backward, with true stragglers.
 
     python benchmarks/bench_layer_gpu.py                 # a card whose SMs can be split
-    python benchmarks/bench_layer_gpu.py --toy           # tiny; without a GPU it says so and leaves
+    python benchmarks/bench_layer_gpu.py --toy           # tiny; without a GPU, plans and no times
 
 Green contexts cut the card into partitions of the same size, one for each rank. Every rank runs the
 layer in a CUDA graph of its own, waits for the others through shared memory and has its own
@@ -27,7 +27,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import pairwise, product
 from statistics import median
 from typing import Any
 from unittest import mock
@@ -106,8 +106,8 @@ class Load:
 
 
 LOADS = (
-    Load(2.0),
     Load(1.5),
+    Load(2.0),
     Load(3.0),
     Load(2.0, inner=1.0),
     Load(3.0, inner=1.0, slots=2),
@@ -343,16 +343,22 @@ class Result:
     outputs: list[torch.Tensor]
 
 
+def plan_for(size: Size, load: Load, policy: str) -> tuple[IntArray, Plan]:
+    """The loads, and the plan by which a policy serves them."""
+    if policy == "forced":
+        loads, slots, name = even(size), 0, "none"
+    else:
+        loads, slots, name = load.draw(size), 0 if policy == "none" else load.slots, policy
+    if policy == "eplb":
+        return loads, eplb_plan(loads, size, slots)
+    topology = Topology(ranks=size.ranks, experts=size.experts, slots=slots)
+    return loads, ultraep.plan(loads, topology, BalanceConfig(policy=name))
+
+
 def measure(world: World, load: Load, policy: str, *, stages: bool) -> Result:
     """One policy on one load."""
     size = world.size
-    loads = load.draw(size) if policy != "forced" else even(size)
-    slots = 0 if policy in ("none", "forced") else load.slots
-    if policy == "eplb":
-        plan = eplb_plan(loads, size, slots)
-    else:
-        topology = Topology(ranks=size.ranks, experts=size.experts, slots=slots)
-        plan = ultraep.plan(loads, topology, BalanceConfig(policy=policy if slots else "none"))
+    loads, plan = plan_for(size, load, policy)
     capacity = -(-int(plan.rank_loads.max() * 1.02) // 256) * 256
     world.regroup(plan, capacity)
     world.route(loads)
@@ -401,7 +407,9 @@ def write_time(stamps, index):  # type: ignore[no-untyped-def]
 @contextmanager
 def clocked(clock: Clock) -> Iterator[None]:
     """While this lasts, the verbs of the runtime leave marks."""
-    from ultraep.runtime.device import DeviceBalancer, DeviceReplicas, DeviceRoads
+    from ultraep.runtime.device import DeviceBalancer
+    from ultraep.runtime.device_replicas import DeviceReplicas
+    from ultraep.runtime.device_roads import DeviceRoads
 
     def after(verb: Any, stage: str, before: str | None = None) -> Any:
         def marked(*args: Any, **named: Any) -> Any:
@@ -457,6 +465,7 @@ def breakdown(world: World) -> dict[str, tuple[float, float]]:
 def run(report: Report, size: Size, loads: tuple[Load, ...], *, stages: bool) -> None:
     """The table of one model, and of the first load the stages."""
     world = World(size)
+    staged = loads[len(loads) > 1]
     lines, stage_lines = [], []
     report.note(f"... {size.model}, forced")
     forced = measure(world, loads[0], "forced", stages=stages)
@@ -464,7 +473,7 @@ def run(report: Report, size: Size, loads: tuple[Load, ...], *, stages: bool) ->
         results = {}
         for policy in POLICIES[:-1]:
             report.note(f"... {size.model}, {load.name} {load.ratio:g}, {policy}")
-            results[policy] = measure(world, load, policy, stages=stages and load is loads[0])
+            results[policy] = measure(world, load, policy, stages=stages and load is staged)
         results["forced"] = forced
         for policy in ("eplb", "ultraep"):
             if not all(map(torch.equal, results["none"].outputs, results[policy].outputs)):
@@ -490,7 +499,7 @@ def run(report: Report, size: Size, loads: tuple[Load, ...], *, stages: bool) ->
                     },
                 )
             )
-            for stage, (mean, most) in result.stages.items() if load is loads[0] else ():
+            for stage, (mean, most) in result.stages.items() if load is staged else ():
                 stage_lines.append(
                     Line({"policy": policy, "stage": stage}, {STAGE: mean, MOST: most})
                 )
@@ -502,7 +511,7 @@ def run(report: Report, size: Size, loads: tuple[Load, ...], *, stages: bool) ->
     if stage_lines:
         report.section = "stages"
         report.add(
-            f"{size.model}: stages of a step; {loads[0].name} {loads[0].ratio:g}",
+            f"{size.model}: stages of a step; {staged.name} {staged.ratio:g}",
             stage_lines,
         )
     report.section = ""
@@ -517,26 +526,41 @@ def draw_on_device(self: Experts, home_experts: list[int], seed: int) -> None:
             stack.data[index].uniform_(-bound, bound, generator=generator)
 
 
+def only_plans(report: Report, size: Size, loads: tuple[Load, ...]) -> None:
+    """Without a GPU: what the policies would make of the loads."""
+    report.note("There is no GPU: nothing is timed.")
+    lines = []
+    for load, policy in product(loads, POLICIES):
+        drawn, plan = plan_for(size, load, policy)
+        before, after = imbalance(served(drawn, size)), imbalance(plan.rank_loads)
+        case: dict[str, str | int | float] = {"load": f"{load.name} {load.ratio:g}"}
+        case |= {"policy": policy, "slots": load.slots}
+        lines.append(Line(case, {BEFORE: before, AFTER: after, COPIES: plan.num_replicas}))
+    report.section = "plans"
+    report.add(size.model, lines)
+
+
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     common_options(parser)
     parser.add_argument("--model", choices=["qwen", "deepseek"], help="one of the two models")
     parser.add_argument("--no-stages", action="store_true", help="leave the breakdown out")
     options = parser.parse_args(argv[1:])
-    if not torch.cuda.is_available():
-        print("bench_layer_gpu needs a GPU: there is none, nothing was measured")
-        return
     Experts._draw = draw_on_device  # type: ignore[method-assign]
-    report = Report("layer_gpu", argv, device=torch.cuda.get_device_name())
+    timed = torch.cuda.is_available()
+    report = Report("layer_gpu", argv, device=torch.cuda.get_device_name() if timed else None)
     report.header()
     sizes = [TOY] if options.toy else list(SIZES)
     if options.model:
         sizes = [size for size in sizes if options.model in size.model.lower()]
-    loads = LOADS if not (options.quick or options.toy) else LOADS[:1]
+    loads = LOADS if not (options.quick or options.toy) else LOADS[1:2]
     if options.toy:
         loads = (replace(LOADS[0], ratio=1.2),)
     for size in sizes:
-        run(report, size, loads, stages=not (options.no_stages or options.toy))
+        if timed:
+            run(report, size, loads, stages=not (options.no_stages or options.toy))
+        else:
+            only_plans(report, size, loads)
     if options.json:
         report.write(options.json)
 

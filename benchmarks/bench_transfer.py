@@ -53,6 +53,7 @@ CYCLES = 1_000_000  # half a millisecond in which a launch is queued before the 
 POISON = 0xA5  # byte that a slot holds before it is filled
 TIMEOUT = 5.0  # seconds after which a rank that waits gives up
 MEETS = 50  # meetings of a graph
+LINK_PROGRAMS = 16  # that fill such a link
 LINKS = (450.0, 900.0)  # GB/s to one side: NVLink of H100 and H200, of GB200
 ENOUGH_OF_COPY, ENOUGH_OF_FLOOR, SLOW_CHAIN = 0.85, 0.70, 1.5  # goals
 SWEPT_FAN = 8  # copies of the chain that is cut into more and more chunks
@@ -70,14 +71,13 @@ AUTO_CHAIN = Metric("auto_takes_the_chain", "0 or 1", "auto = chain", ".0f")
 FITTED = Metric("fitted_time", "us", "fit us", ".1f")
 HOP_RATE = Metric("fitted_rate_of_a_hop", "GB/s", "hop GB/s", ".1f")
 SIGNAL = Metric("fitted_cost_of_a_signal", "us", "signal us", ".2f")
-SIGNAL_BYTES = Metric("fitted_signal_cost", "MiB", "signal MiB", ".3f")
+SIGNAL_BYTES = Metric("fitted_signal_cost", "KiB", "signal KiB", ".1f")
 BEST_CHUNKS = Metric("best_chunks", "chunks", "best chunks", ".0f")
 CHOSEN_CHUNKS = Metric("chosen_chunks", "chunks", "chosen", ".0f")
 CHOSEN_OVER_BEST = Metric("chosen_over_best", "ratio", "chosen / best", ".3f")
 MODEL_DIRECT = Metric("model_direct_time", "us", "direct us", ".1f")
 MODEL_CHAIN = Metric("model_chain_time", "us", "chain us", ".1f")
 MODEL_RATIO = Metric("model_chain_over_fan_out_1", "ratio", "x fan 1", ".2f")
-MODEL_BEST = Metric("model_best_over_fan_out_1", "ratio", "x fan 1 at best", ".2f")
 BEFORE = Metric("imbalance_before_mean", "max/mean", "before", ".2f")
 COPIES = Metric("copies_mean", "copies", "copies", ".1f")
 EGRESS = Metric("egress_max", "experts", "out", ".0f", max)
@@ -534,8 +534,8 @@ def relay(bench: Bench) -> None:
     )
     bench.report.add("relay: the fit, and the chunks that the streamer chooses", list(found))
     bench.report.note(
-        "signal MiB: what travels meanwhile, B * a; the streamer takes "
-        f"{_signal_cost() / 2**20:.3g} MiB for it (SIGNAL_COST)."
+        "signal KiB: what a program moves meanwhile, B * a / programs; the streamer takes "
+        f"{_signal_cost() / 2**10:.3g} KiB for it (SIGNAL_COST)."
     )
     _links(bench, max(0.0, signals[-1]), scale.budgets[-1])
 
@@ -569,7 +569,7 @@ def _chunk_sweep(
     from ultraep.backends.triton.streamer import chunks_for
 
     nbytes, fan = world.layout.nbytes, SWEPT_FAN
-    chosen = chunks_for(fan, nbytes)
+    chosen = chunks_for(fan, nbytes, programs)
     copies = [(0, host) for host in range(1, fan + 1)]
     us_of_chunks = {}
     tell(f"relay: chunks, {programs} programs of each rank")
@@ -593,7 +593,7 @@ def _chunk_sweep(
     values: Values = {
         HOP_RATE: rate / 1e3,
         SIGNAL: signal,
-        SIGNAL_BYTES: rate * signal / 2**20,
+        SIGNAL_BYTES: rate * signal / programs / 2**10,
         BEST_CHUNKS: best,
         CHOSEN_CHUNKS: chosen,
         CHOSEN_OVER_BEST: us_of_chunks[chosen] / us_of_chunks[best],
@@ -626,23 +626,18 @@ def _signal_cost() -> int:
 def _links(bench: Bench, signal: float, programs: int) -> None:
     """What the fitted cost of a signal means for links between devices: a model."""
     from ultraep.backends.triton.board import MAX_CHUNKS
-    from ultraep.backends.triton.streamer import chunks_for
 
     nbytes, lines = bench.scale.layout.nbytes, []
     for link, fan in product(LINKS, bench.scale.fans):
         rate = 1e3 * link
         single = chain_us(1, 1, nbytes, rate, signal)
-        chunks = chunks_for(fan, nbytes)
-        chain = chain_us(chunks, fan, nbytes, rate, signal)
         times = {n: chain_us(n, fan, nbytes, rate, signal) for n in range(1, MAX_CHUNKS + 1)}
         best = min(times, key=times.__getitem__)
         values: Values = {
             MODEL_DIRECT: fan * nbytes / rate + signal,
-            MODEL_CHAIN: chain,
-            CHUNKS: chunks,
-            MODEL_RATIO: chain / single,
+            MODEL_CHAIN: times[best],
             BEST_CHUNKS: best,
-            MODEL_BEST: times[best] / single,
+            MODEL_RATIO: times[best] / single,
         }
         lines.append(Line({"link GB/s": link, "fan-out": fan}, values))
     bench.report.add(
@@ -656,8 +651,6 @@ def _links(bench: Bench, signal: float, programs: int) -> None:
 
 def critical(bench: Bench) -> None:
     """Real plans: what the busiest rank has to send, in experts."""
-    from ultraep.backends.triton.streamer import chunks_for
-
     scale, nbytes = bench.scale, FULL.layout.nbytes
     for family in (ORDERED, SHUFFLED):
         samples = Samples()
@@ -668,7 +661,7 @@ def critical(bench: Bench) -> None:
             for seed in range(scale.seeds):
                 loads = Kind(family, ratio).draw(ranks, experts, tokens=scale.tokens, seed=seed)
                 plan = ultraep.plan(loads, topology, backend="cpu")
-                samples.add(case | {"ratio": ratio}, _paths(plan, nbytes, chunks_for))
+                samples.add(case | {"ratio": ratio}, _paths(plan, nbytes))
         title = f"critical path, in experts of {nbytes / 1e6:.1f} MB; {scale.seeds} seeds"
         bench.report.add(title, samples.lines())
     bench.report.note(
@@ -682,10 +675,12 @@ def critical(bench: Bench) -> None:
     )
 
 
-def _paths(plan: Plan, nbytes: int, chunks_for: Callable[[int, int], int]) -> Values:
+def _paths(plan: Plan, nbytes: int) -> Values:
+    from ultraep.backends.triton.streamer import chunks_for
+
     ways = {mode: hops(plan, mode) for mode in ("direct", "chain")}
     longest = max((hop.depth + 1 for hop in ways["chain"]), default=0)
-    chunks = chunks_for(longest, nbytes)
+    chunks = chunks_for(longest, nbytes, LINK_PROGRAMS)
     path = {mode: float(_most_sent(way)) for mode, way in ways.items()}
     path["chain"] *= (chunks + max(0, longest - 1)) / chunks
     path["auto"] = path[choose(plan, chunks)]
@@ -947,7 +942,7 @@ def _schedule_us(bench: Bench, board: Board, plan: Plan, mode: str) -> float:
     layout = bench.scale.layout
     us = bench.clock.call_us(partial(streamer.schedule, replicas_C3, layout, made))
     longest = max((hop.depth + 1 for hop in hops(plan, "chain")), default=0)
-    want = _sent(plan, mode, chunks_for(longest, layout.nbytes), board.peers.rank)
+    want = _sent(plan, mode, chunks_for(longest, layout.nbytes, 1), board.peers.rank)
     got = made.tolist()
     if sorted(tuple(got[4 * i + 4 : 4 * i + 8]) for i in range(got[0])) != want:
         raise Mismatch(f"the schedule of rank {board.peers.rank}, {mode}, {plan.topology}")

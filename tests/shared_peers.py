@@ -36,9 +36,7 @@ class SharedPeers:
         os.ftruncate(number, nbytes)
         os.close(number)
         paths = self.gather_objects(path)
-        pieces = [
-            torch.from_file(p, shared=True, size=nbytes, dtype=torch.uint8) for p in paths
-        ]
+        pieces = [torch.from_file(p, shared=True, size=nbytes, dtype=torch.uint8) for p in paths]
         dist.barrier(self._group)
         os.unlink(path)
         addresses = torch.tensor([piece.data_ptr() for piece in pieces])

@@ -8,7 +8,7 @@ The load of every layer of every microbatch is known exactly after gating. From 
     4 reroute     ids, plan       -> a slot instead of an expert for every row  reroute.py
     5 dispatch    tokens          -> rows at the rank that serves them          dispatch.py
     6 experts     rows            -> outputs of home experts and replicas       experts.py
-    7 combine     outputs         -> weighted sums at the tokens' own rank      combine.py
+    7 combine     outputs         -> sums at the tokens' own rank      combine.py
     8 reduce      (backward) gradients of replicas -> home experts              grad_reduce.py
 
 `layer.py` puts them together: `BalancedMoE`, over the ranks of a `Balancer`.
@@ -48,14 +48,20 @@ if TYPE_CHECKING:
     from ultraep.layer import BalancedMoE
     from ultraep.runtime.balancer import Balancer
     from ultraep.runtime.control import ControlPlane
+    from ultraep.runtime.device import DeviceBalancer
     from ultraep.runtime.local import LocalGroup
+    from ultraep.runtime.peers import LocalPeers
+    from ultraep.runtime.symmetric import SymmetricPeers
 
 # Imported on first use: they need torch, and planning does not.
 _LAZY = {
     "BalancedMoE": "ultraep.layer",
     "Balancer": "ultraep.runtime.balancer",
     "ControlPlane": "ultraep.runtime.control",
+    "DeviceBalancer": "ultraep.runtime.device",
     "LocalGroup": "ultraep.runtime.local",
+    "LocalPeers": "ultraep.runtime.peers",
+    "SymmetricPeers": "ultraep.runtime.symmetric",
 }
 
 __all__ = [
@@ -66,14 +72,17 @@ __all__ = [
     "CommunicationError",
     "ConfigError",
     "ControlPlane",
+    "DeviceBalancer",
     "FileError",
     "LoadError",
     "LocalGroup",
+    "LocalPeers",
     "Plan",
     "PlanError",
     "PlanMismatch",
     "Problem",
     "SlotError",
+    "SymmetricPeers",
     "Topology",
     "UltraEPError",
     "__version__",

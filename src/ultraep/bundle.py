@@ -77,9 +77,9 @@ class Layout:
         return row[0]
 
 
-def kinds(tensors: Mapping[str, torch.Tensor], inputs: torch.Tensor | None) -> str:
+def kinds(tensors: Mapping[str, torch.Tensor], **others: torch.Tensor | None) -> str:
     """What ranks must have alike: names, shapes and types of tensors, and who wants gradients."""
-    named = dict(tensors) if inputs is None else {**tensors, "inputs": inputs}
+    named = {**tensors, **{name: t for name, t in others.items() if t is not None}}
     learning = torch.is_grad_enabled()
     return ", ".join(
         f"{name} {list(t.shape[1:])} {t.dtype}{' with gradient' * (learning and t.requires_grad)}"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -20,12 +20,17 @@ from ultraep.experts import Experts, draw, swiglu
 from ultraep.plan import Plan
 from ultraep.runtime.balancer import Balancer
 
+if TYPE_CHECKING:
+    from ultraep.runtime.control import DevicePlan
+    from ultraep.runtime.device import DeviceBalancer
+
 SCORES = ("softmax", "sigmoid")
 
 
 class BalancedMoE(nn.Module):
-    """Top-k routed SwiGLU experts, spread over the ranks of a `Balancer`'s group.
+    """Top-k routed SwiGLU experts, spread over the ranks of a balancer's group.
 
+    balancer: a `Balancer`; or a `DeviceBalancer`, which needs no host between the stages.
     hidden, ffn: model width, and the hidden width of an expert.
     scores: "softmax" over all experts, or "sigmoid" of each.
     normalize_top_k: the weights of a token's experts add up to one.
@@ -42,7 +47,7 @@ class BalancedMoE(nn.Module):
         experts: int,
         top_k: int,
         *,
-        balancer: Balancer,
+        balancer: Balancer | DeviceBalancer,
         scores: str = "softmax",
         normalize_top_k: bool = True,
         shared_ffn: int | None = None,
@@ -58,7 +63,8 @@ class BalancedMoE(nn.Module):
         if experts != topology.experts:
             raise ConfigError(f"{experts} experts, but the balancer has {topology.experts}")
         options: dict[str, Any] = {"dtype": dtype, "device": device}
-        self.hidden, self.balancer = hidden, balancer
+        self.hidden = hidden
+        self.balancer: Any = balancer
         self.router = Router(
             hidden, experts, top_k, scores, normalize_top_k, router_bias, seed, **options
         )
@@ -67,7 +73,7 @@ class BalancedMoE(nn.Module):
             hidden, ffn, mine, bias=bias, bitwise=bitwise, seed=seed + 1, **options
         )
         self.shared = SwiGLU(hidden, shared_ffn, seed + 2, **options) if shared_ffn else None
-        self.last_plan: Plan | None = None
+        self.last_plan: Plan | DevicePlan | None = None
         self._layer = balancer.register_layer()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -78,7 +84,8 @@ class BalancedMoE(nn.Module):
         balancer, bundle = self.balancer, self.experts.bundle
         tokens = x.reshape(-1, self.hidden)
         ids, weights = self.router(tokens)
-        loads = balancer.gather(ids, layer=self._layer, bundle=bundle, inputs=tokens)  # 1 loads
+        kinds = {"bundle": bundle, "inputs": tokens, "weights": weights}
+        loads = balancer.gather(ids, layer=self._layer, **kinds)  # 1 loads
         plan = self.last_plan = balancer.plan(loads, policy=policy)  # 2 plan
         replicas = balancer.replicate(plan, loads, bundle)
         with replicas as copies:  # 3 replicate

@@ -367,12 +367,12 @@ def test_large_products_in_a_graph(sizes):
         return torch.randn(*shape, device=DEVICE).to(dtype)
 
     offsets = torch.zeros(homes + copies + 1, dtype=torch.int32, device=DEVICE)
-    grouped = Grouped(offsets)
     weights = Stacks(random(homes, height, width), padded(random(copies, height, width)))
     into = Stacks(weights.homes.float(), weights.copies.float())
     rows, out, back = random(capacity, width), random(capacity, height), random(capacity, width)
 
     def step():
+        grouped = Grouped(offsets)
         grouped.multiply(rows, weights, out)
         grouped.multiply_transposed(out, weights, back)
         grouped.weight_gradients(out, rows, into)

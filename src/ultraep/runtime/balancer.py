@@ -143,18 +143,19 @@ class Balancer:
         layer: int = 0,
         bundle: Bundle | None = None,
         inputs: torch.Tensor | None = None,
+        weights: torch.Tensor | None = None,
     ) -> Gathered:
         """Stage 1: the exact loads of all ranks from the `[T, K]` ids of this one; -1: padding.
 
-        bundle, inputs: the weights to be copied and the tokens to be sent; ranks compare of which
-        kind they are and whether they want gradients.
+        bundle, inputs, weights: what is to be copied, the tokens to be sent, and the router's
+        weights; ranks compare of which kind they are and whether they want gradients.
         """
         with self.timed("loads"):
             self._control = self._control_for(ids)
             loads_E, refused = self._count(ids)
             tensors = resolve(bundle or {})
             self._steps += 1
-            found = kinds(tensors, inputs)
+            found = kinds(tensors, inputs=inputs, weights=weights)
             agreed = [self._settings, layer, self._steps, _short_digest(found.encode())]
             version = self._version(bundle or {}, tensors)
             self._device = ids.device  # where the group can send from, if it is no CPU group

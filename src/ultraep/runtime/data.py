@@ -46,12 +46,7 @@ class DataPlane:
         self.overlap = Overlap(peers.device, streams)
         self.board = Board(peers, slots=topology.slots, buffers=buffers, timeout=timeout)
         programs = 2 if peers.device.type == "cpu" else 4 * (budget or self.sms)
-        self.streamer = Streamer(
-            self.board,
-            topology,
-            relay=relay,
-            programs=1 if peers.device.type == "cpu" else programs,
-        )
+        self.streamer = Streamer(self.board, topology, relay=relay, programs=programs)
         self._pull_programs = programs
         layout = Layout(
             first_slot_of_rank=topology.first_slot_of_rank,

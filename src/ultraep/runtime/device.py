@@ -11,19 +11,22 @@ slots, P parameters of an expert, D model width.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 
 from ultraep.bundle import Bundle, Layout, kinds, resolve
-from ultraep.comm import Peers
+from ultraep.comm import Communicator, Peers
 from ultraep.config import BalanceConfig
 from ultraep.errors import ConfigError, LoadError, PlanMismatch
 from ultraep.plan import Plan
+from ultraep.runtime.connect import connect
 from ultraep.runtime.control import ControlPlane, DevicePlan, DeviceRoutes
 from ultraep.runtime.data import DataPlane
+from ultraep.runtime.device_replicas import DeviceReplicas
+from ultraep.runtime.device_roads import DeviceRoads
 from ultraep.topology import Topology
 from ultraep.version import __version__
 
@@ -110,6 +113,16 @@ class DeviceBalancer:
         self._layers = 0
         self._watch = _Watch(self)
 
+    @cached_property
+    def comm(self) -> Communicator:
+        """For what is not on the hot path: checkpoints of all experts."""
+        group = getattr(self.data.peers, "group", None)
+        if group is None and self.topology.ranks > 1:
+            raise ConfigError(
+                f"{self.topology.ranks} ranks of one process have no group to speak over"
+            )
+        return connect(group)
+
     def register_layer(self) -> int:
         """A number for a layer; layers are made in the same order on all ranks."""
         self._layers += 1
@@ -122,6 +135,7 @@ class DeviceBalancer:
         layer: int = 0,
         bundle: Bundle | None = None,
         inputs: torch.Tensor | None = None,
+        weights: torch.Tensor | None = None,
     ) -> DeviceGathered:
         """Stage 1: the exact loads of all ranks from the `[T, K]` ids of this one; -1: padding."""
         if ids.ndim != 2 or ids.shape[1] != self.top_k or len(ids) > self.tokens:
@@ -129,7 +143,7 @@ class DeviceBalancer:
                 f"ids must be [up to {self.tokens} tokens, {self.top_k}], got {list(ids.shape)}"
             )
         self._watch.look()
-        self._agree_on(layer, kinds(resolve(bundle or {}), inputs))
+        self._agree_on(layer, kinds(resolve(bundle or {}), inputs=inputs, weights=weights))
         return DeviceGathered(self.data.share_loads(self.control.count(ids.contiguous())), layer)
 
     def plan(self, gathered: DeviceGathered, *, policy: str | None = None) -> DevicePlan:
@@ -208,145 +222,6 @@ class DeviceBalancer:
     def close(self) -> None:
         """Give back the shared memory; the process group stays."""
         self.data.peers.close()
-
-
-class DeviceReplicas:
-    """The copies that one plan wants of one bundle of home weights."""
-
-    def __init__(
-        self,
-        data: DataPlane,
-        plan: DevicePlan,
-        layer: int,
-        bundle: Bundle,
-        made: torch.Tensor | None = None,
-    ) -> None:
-        self._data, self._plan, self._bundle = data, plan, bundle
-        self._name = f"layer {layer}"
-        self.made = made  # the schedule: all that backward needs of the plan
-        self._lent: ExitStack | None = None
-        self._copies: dict[str, torch.Tensor] = {}
-        self.sms = data.sms
-
-    @property
-    def num_homes(self) -> int:
-        return self._data.streamer.homes
-
-    def __enter__(self) -> dict[str, torch.Tensor]:
-        """`[L, ...]` for every tensor of the bundle; they have come when `arrived` was called."""
-        if self._lent is None:
-            self.begin()
-        return self._copies
-
-    def __exit__(self, *error: object) -> None:
-        assert self._lent is not None, "left a block that was not entered"
-        self._lent.close()
-        self._lent = None
-
-    def begin(self) -> None:
-        """Begin to fill the slots, aside; nothing is sent if they still hold what is wanted."""
-        data, tensors = self._data, resolve(self._bundle)
-        layout = Layout.of(tensors, self.num_homes)
-        with ExitStack() as stack:
-            buffer = stack.enter_context(data.lend(self._name))
-            rows = data.slots(layout, buffer)
-            slots = data.topology.slots
-            self._copies = layout.views(
-                rows.local[: slots * layout.nbytes].view(slots, layout.nbytes)
-            )
-            if slots:
-                with data.overlap.aside("weights"):
-                    if self.made is None:
-                        self.made = rows.local.new_empty(data.streamer.size, dtype=torch.int32)
-                        data.streamer.schedule(self._plan.replicas, layout, self.made)
-                    data.streamer.fill(self.made, layout, tensors, rows, buffer)
-            self._lent = stack.pop_all()
-
-    def arrived(self) -> None:
-        """From here on, the weights of all copies are there."""
-        self._data.overlap.join("weights")
-
-    def served_rows(self, width: int, dtype: torch.dtype) -> torch.Tensor:
-        """[A, D] where others can pull from."""
-        nbytes = self._data.exchange.layout.served_bytes(width * dtype.itemsize)
-        region = self._data.to_write("served", nbytes)
-        return self._data.exchange.served_rows(region, width, dtype)
-
-    def served_scalars(self) -> torch.Tensor:
-        """[A] a number beside each row that is served."""
-        return self._plan.loads.new_empty(self._data.capacity, dtype=torch.float32)
-
-    def gradient_rows(self, width: int, dtype: torch.dtype) -> torch.Tensor:
-        """[L, P] for the gradients of this rank's copies; the memory is shared by all layers."""
-        slots = self._data.topology.slots
-        if not slots:
-            return torch.empty(0, width, dtype=dtype, device=self._data.peers.device)
-        rows = self._data.gradients(width, dtype).local.view(dtype)
-        return rows[: slots * width].view(slots, width)
-
-    def reduce(self, gradients_HP: torch.Tensor) -> None:
-        """Stage 8: begin to add the gradients of all copies to those of the home experts."""
-        if self.made is not None:
-            self._data.reduce(gradients_HP, self.made)
-
-    def reduced(self) -> None:
-        """From here on, they are added, and the rows of the copies may be written again."""
-        self._data.overlap.join("gradients")
-
-
-class DeviceRoads:
-    """Both directions of the way between tokens and slots; each rank pulls what it needs."""
-
-    def __init__(
-        self, data: DataPlane, routes: DeviceRoutes, replicas: DeviceReplicas | None
-    ) -> None:
-        self._data, self._routes, self._replicas = data, routes, replicas
-        self._ways = data.exchange.ways()
-        self._shape = routes.slots.shape
-        self.counts = self._ways.offsets
-
-    def on_return(self) -> None:
-        """Backward begins: the weights of the copies are needed again."""
-        if self._replicas is not None:
-            self._replicas.begin()
-
-    def to_slots(
-        self, values_TD: torch.Tensor, scalars_TK: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """[A, D] a row for each choice of every token, and `[A]` its scalar, in slot order."""
-        data, exchange, routes = self._data, self._data.exchange, self._routes
-        values_TD = values_TD.contiguous()
-        nbytes = exchange.layout.value_bytes(values_TD.shape[1] * values_TD.itemsize)
-        exchange.expose_values(values_TD, data.to_write("values", nbytes))
-        if scalars_TK is not None:
-            exchange.tables(routes.rows_of_slot, routes.receive_counts, self._ways)
-            exchange.expose(routes.order, scalars_TK.contiguous())
-        data.meet()
-        if scalars_TK is not None:
-            exchange.origins(routes.receive_counts, self._ways)
-            exchange.landings(routes.slots, routes.positions, self._ways)
-        rows_AD = values_TD.new_empty(data.capacity, values_TD.shape[1])
-        exchange.gather_rows(data.to_read("values", nbytes), self._ways, rows_AD)
-        return rows_AD, None if scalars_TK is None else self._ways.weights
-
-    def to_tokens(
-        self, rows_AD: torch.Tensor, scalars_A: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """[T, D] the rows of each token, summed in the order of its choices; `[T, K]` scalars."""
-        data, exchange, width = self._data, self._data.exchange, rows_AD.shape[1]
-        nbytes = exchange.layout.served_bytes(width * rows_AD.itemsize)
-        served = exchange.served_rows(data.region("served", nbytes), width, rows_AD.dtype)
-        if rows_AD.data_ptr() != served.data_ptr():
-            data.to_write("served", nbytes)
-            served.copy_(rows_AD)
-        scalars_TK = None
-        if scalars_A is not None:
-            exchange.served_scalars(data.to_write("served", nbytes)).copy_(scalars_A)
-            scalars_TK = scalars_A.new_empty(self._shape)
-        data.meet()
-        sums_TD = rows_AD.new_empty(self._shape[0], width)
-        exchange.sum_rows(data.to_read("served", nbytes), self._ways, sums_TD, scalars_TK)
-        return sums_TD, scalars_TK
 
 
 class _Watch:

@@ -23,7 +23,7 @@ class SymmetricPeers:
     """One rank of a group whose devices map each other's memory."""
 
     def __init__(self, group: ProcessGroup, device: torch.device | str | None = None) -> None:
-        self._group = group
+        self.group = group
         self.rank, self.size = group.rank(), group.size()
         self.device = torch.empty(0, device=device or "cuda").device
         if self.device.type != "cuda":
@@ -40,7 +40,7 @@ class SymmetricPeers:
         with torch.cuda.device(self.device), torch.inference_mode(False):
             try:
                 local = symmetric_memory.empty(nbytes, dtype=torch.uint8, device=self.device)
-                handle = symmetric_memory.rendezvous(local, self._group)
+                handle = symmetric_memory.rendezvous(local, self.group)
             except RuntimeError as error:
                 raise CommunicationError(
                     f"rank {self.rank} of {self.size} cannot share {nbytes} bytes for {name!r} "
@@ -49,14 +49,14 @@ class SymmetricPeers:
             local.zero_()
             torch.cuda.synchronize()
             addresses = torch.tensor(list(handle.buffer_ptrs), device=self.device)
-        dist.barrier(self._group)  # nobody writes before all have zeros
+        dist.barrier(self.group)  # nobody writes before all have zeros
         region = Region(local, addresses, handle)
         self._regions.append(region)
         return region
 
     def gather_objects(self, value: Any) -> list[Any]:
         values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self._group)
+        dist.all_gather_object(values, value, group=self.group)
         return values
 
     def close(self) -> None:

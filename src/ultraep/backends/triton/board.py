@@ -97,13 +97,13 @@ class Board:
 
 def polls_per_second(device: torch.device) -> float:
     """How often a program looks at a word in a second; measured, since timers are not portable."""
-    words = torch.zeros(2, dtype=torch.int32, device=device)
-    signals.idle[(1,)](words, 10, num_warps=1)  # compiles
+    word = torch.zeros(1, dtype=torch.int32, device=device)
+    signals.idle[(1,)](word, 10, num_warps=1)  # compiles
     polls = 100 if interpreted() else 20_000
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     begin = time.perf_counter()
-    signals.idle[(1,)](words, polls, num_warps=1)
+    signals.idle[(1,)](word, polls, num_warps=1)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return polls / (time.perf_counter() - begin)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 import triton
 
-from ultraep.backends.triton.kernels import grouped
+from ultraep.backends.triton.kernels import grouped, swiglu
 
 
 @dataclass(frozen=True)
@@ -82,8 +82,8 @@ class Stacks:
 class Grouped:
     """Work on the rows of one rank, the rows of slot l being `offsets[l]:offsets[l + 1]`.
 
-    `offsets`: [L + 1] int32, may change between launches; whatever stands in it, the same kernels
-    are launched, and nobody waits. Rows behind `offsets[L]` are neither read nor written.
+    `offsets`: [L + 1] int32, for one microbatch; whatever stands in it, the same kernels are
+    launched, and nobody waits. Rows behind `offsets[L]` are neither read nor written.
     `programs`: multiprocessors to fill; all of them, if not given.
 
     Sums are made in single precision. A row of a result has the same bits wherever the row stands
@@ -97,6 +97,7 @@ class Grouped:
         self.offsets, self.num_slots = offsets, len(offsets) - 1
         self.programs = programs or multiprocessors(offsets.device)
         self.table = table or TABLES["cuda" if torch.version.hip is None else "hip"]
+        self._order: dict[int, torch.Tensor] = {}
         self._padded = triton.next_power_of_2(max(1, self.num_slots))
 
     def multiply(
@@ -144,9 +145,9 @@ class Grouped:
             bias and bias.copies,
             scale,
             self.offsets,
+            self._tiles(len(rows), blocks.rows),
             out,
             len(weights.homes),
-            self.num_slots,
             rows.shape[1],
             out.shape[1],
             rows.stride(0),
@@ -159,7 +160,6 @@ class Grouped:
             TRANSPOSED=transposed,
             ALL_DEPTH=rows.shape[1] % blocks.depth == 0,
             ALL_WIDTH=out.shape[1] % blocks.columns == 0,
-            L=self._padded,
             M=blocks.rows,
             N=blocks.columns,
             K=blocks.depth,
@@ -217,12 +217,29 @@ class Grouped:
             num_stages=blocks.stages,
         )
 
+    def _tiles(self, room: int, height: int) -> torch.Tensor:
+        """The order of the tiles of that height, made once for all products of these rows."""
+        if height not in self._order:
+            most = triton.cdiv(room, height) + self.num_slots
+            order = torch.empty(1 + 2 * most, dtype=torch.int32, device=self.offsets.device)
+            grouped.lay_tiles[(max(1, self.num_slots),)](
+                self.offsets,
+                order,
+                self.num_slots,
+                L=self._padded,
+                M=height,
+                B=64,
+                num_warps=4,
+            )
+            self._order[height] = order
+        return self._order[height]
+
     def swiglu(self, up: torch.Tensor, out_AF: torch.Tensor) -> None:
         """[A, 2F] -> [A, F]: silu of the first half, times the second; rounded once."""
         self._check(None, None, up, out_AF)
         assert up.shape[1] == 2 * out_AF.shape[1], (up.shape, out_AF.shape)
         blocks = self.table["swiglu", up.element_size()]
-        grouped.swiglu[(self.programs * blocks.resident,)](
+        swiglu.swiglu[(self.programs * blocks.resident,)](
             up,
             self.offsets,
             out_AF,
@@ -256,7 +273,7 @@ class Grouped:
         assert up.shape[1] == 2 * d_hidden_AF.shape[1], (up.shape, d_hidden_AF.shape)
         assert hidden is None or hidden.shape == d_hidden_AF.shape
         blocks = self.table["swiglu_backward", up.element_size()]
-        grouped.swiglu_backward[(self.programs * blocks.resident,)](
+        swiglu.swiglu_backward[(self.programs * blocks.resident,)](
             up,
             d_hidden_AF,
             scale,
@@ -279,7 +296,7 @@ class Grouped:
         """Add to `sums`, [A] float32, the product of every row with the bias [D] of its slot."""
         self._check(bias, rows_AD.shape[1:], rows_AD, sums)
         blocks = self.table["row_dots", rows_AD.element_size()]
-        grouped.row_dots[(self.programs * blocks.resident,)](
+        swiglu.row_dots[(self.programs * blocks.resident,)](
             rows_AD,
             bias.homes,
             bias.copies,

@@ -9,8 +9,8 @@ from ultraep.backends.triton.kernels import gradients
 from ultraep.backends.triton.streamer import Streamer
 from ultraep.comm import Region
 
-NUMBERS, WARPS = 4096, 4  # of a tile
-AHEAD = 1  # copies whose gradients are loaded together: 1 or 3
+NUMBERS, WARPS = 4096, 8  # of a tile
+AHEAD = 3  # copies whose gradients are loaded together: 1 or 3
 
 
 def pull(

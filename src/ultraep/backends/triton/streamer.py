@@ -19,8 +19,8 @@ from ultraep.errors import ConfigError
 from ultraep.topology import Topology
 
 MODES = {"direct": relay.DIRECT, "chain": relay.CHAIN, "auto": relay.AUTO}
-SIGNAL_COST = 1 << 20  # bytes that travel while a signal does; makes small chunks expensive
-WORDS, WARPS = 4096, 4  # of a tile
+SIGNAL_COST = 48 << 10  # bytes that a program could move while a signal travels
+WORDS, WARPS = 8192, 4  # of a tile
 
 
 class Streamer:
@@ -74,7 +74,7 @@ class Streamer:
             board.channel_of_buffer(0),  # fills of all buffers are numbered together
             MODE=self.mode,
             C=triton.next_power_of_2(self.copies),
-            I=min(32, triton.next_power_of_2(self.copies)),
+            B=min(32, triton.next_power_of_2(self.copies)),
             H=triton.next_power_of_2(max(1, self.homes)),
             num_warps=4,
         )
@@ -154,16 +154,18 @@ class Streamer:
         """Chunks of an expert of so many bytes, by the longest chain."""
         if nbytes not in self._chunks:
             longest = min(self.copies, self.topology.domain_size)
-            chunks = [chunks_for(length, nbytes) for length in range(longest + 1)]
+            chunks = [chunks_for(length, nbytes, self.programs) for length in range(longest + 1)]
             device = self.board.peers.device
             self._chunks[nbytes] = torch.tensor(chunks, dtype=torch.int32, device=device)
         return self._chunks[nbytes]
 
 
-def chunks_for(length: int, nbytes: int) -> int:
+def chunks_for(length: int, nbytes: int, programs: int) -> int:
     """Chunks of an expert in a chain of so many hops.
 
-    n chunks take n + length - 1 rounds of nbytes / n bytes and one signal: least at the root.
+    n chunks take n + length - 1 rounds, of nbytes / n bytes and one signal each: least at the root.
     """
-    best = math.isqrt(max(0, length - 1) * nbytes // SIGNAL_COST)
-    return min(MAX_CHUNKS, max(1 if length < 2 else 2, best))
+    if length < 2:
+        return 1
+    best = math.isqrt((length - 1) * nbytes // (programs * SIGNAL_COST))
+    return min(MAX_CHUNKS, max(2, best))

@@ -39,8 +39,8 @@ def add_rows(
     second = row_of(rows, where_copies, tl.minimum(copy + 1, end - 1), width, gradients, ALIGNED)
     third = row_of(rows, where_copies, tl.minimum(copy + 2, end - 1), width, gradients, ALIGNED)
     tile_1 = tl.load(first + here, mask=there)
-    tile_2 = tl.load(second + here, mask=there & (copy + 1 < end), other=-0.0)
-    tile_3 = tl.load(third + here, mask=there & (copy + 2 < end), other=-0.0)
+    tile_2 = tl.load(second + here, mask=there & (here * 0 + copy + 1 < end), other=-0.0)
+    tile_3 = tl.load(third + here, mask=there & (here * 0 + copy + 2 < end), other=-0.0)
     return total + tile_1.to(total.dtype) + tile_2.to(total.dtype) + tile_3.to(total.dtype)
 
 

@@ -6,7 +6,6 @@ Weights stand in two stacks: those of the home slots, then those of the spare on
 
     multiply            every row with the weights of its slot, or with their transposed
     weight_gradients    of every slot: the sum over its rows
-    swiglu, swiglu_backward, row_dots    row by row
 
 What a row gets depends on this row and its weights alone, not on its position nor on the rows
 beside it: every sum over columns is made in the same order, in steps of K from first to last.
@@ -52,6 +51,28 @@ def load_tile(at, row, column, stride, rows, columns, ALL_ROWS: tl.constexpr, AL
     else:
         tile = tl.load(at, mask=(row < rows)[:, None] & (column < columns)[None, :], other=0.0)
     return tile
+
+
+@triton.jit(do_not_specialize=["num_slots"])
+def lay_tiles(offsets, tiles, num_slots, L: tl.constexpr, M: tl.constexpr, B: tl.constexpr):
+    """Program l: the tiles of slot l behind those of the slots before it.
+
+    tiles: their number, then slot and number within the slot, of each. Bands of tiles go across
+    slots, so that programs have enough to share also where slots are small.
+    """
+    slot, slot_L = tl.program_id(0), tl.arange(0, L)
+    there_L = slot_L < num_slots
+    rows_L = tl.load(offsets + slot_L + 1, mask=there_L, other=0)
+    rows_L -= tl.load(offsets + slot_L, mask=there_L, other=0)
+    high_L = tl.cdiv(rows_L, M)
+    high = tl.sum(tl.where(slot_L == slot, high_L, 0), 0)
+    before = tl.sum(tl.where(slot_L < slot, high_L, 0), 0)
+    for begin in range(0, high, B):
+        tile_B = begin + tl.arange(0, B)
+        at_B = tiles + 1 + 2 * (before + tile_B)
+        tl.store(at_B, slot, mask=tile_B < high)
+        tl.store(at_B + 1, tile_B, mask=tile_B < high)
+    tl.store(tiles, tl.sum(high_L, 0))
 
 
 @triton.jit
@@ -111,7 +132,7 @@ def multiply_tile(
     tl.store(at_MN, out_MN, mask=(row_M < count)[:, None] & (column_N < left)[None, :])
 
 
-@triton.jit(do_not_specialize=["num_homes", "num_slots"])
+@triton.jit(do_not_specialize=["num_homes"])
 def multiply(
     rows,
     homes,
@@ -120,9 +141,9 @@ def multiply(
     copy_biases,
     scale,
     offsets,
+    tiles,
     out,
     num_homes,
-    num_slots,
     depth,
     width,
     rows_stride,
@@ -135,7 +156,6 @@ def multiply(
     TRANSPOSED: tl.constexpr,
     ALL_DEPTH: tl.constexpr,
     ALL_WIDTH: tl.constexpr,
-    L: tl.constexpr,
     M: tl.constexpr,
     N: tl.constexpr,
     K: tl.constexpr,
@@ -147,20 +167,12 @@ def multiply(
     TRANSPOSED: rows @ W, W a [depth, width].   ALL_DEPTH, ALL_WIDTH: tiles leave nothing over.
     HALF: the last rows of a slot, if few, are a tile of half the height.
     """
-    slot_L = tl.arange(0, L)
-    there_L = slot_L < num_slots
-    begin_L = tl.load(offsets + slot_L, mask=there_L, other=0)
-    end_L = tl.load(offsets + slot_L + 1, mask=there_L, other=0)
-    wide = tl.cdiv(width, N)
-    tiles_L = tl.cdiv(end_L - begin_L, M) * wide
-    next_L = tl.cumsum(tiles_L, 0)
-    all_tiles = tl.sum(tiles_L, 0)
-    for tile in range(tl.program_id(0), all_tiles, tl.num_programs(0)):
-        slot = tl.sum((next_L <= tile).to(tl.int32), 0)
-        before = tl.sum(tl.where(slot_L < slot, tiles_L, 0), 0)
+    high, wide = tl.load(tiles), tl.cdiv(width, N)
+    for tile in range(tl.program_id(0), high * wide, tl.num_programs(0)):
+        row, column = in_bands(tile, high, wide, BAND)
+        slot, row = tl.load(tiles + 1 + 2 * row), tl.load(tiles + 2 + 2 * row)
         begin = tl.load(offsets + slot)
         count = tl.load(offsets + slot + 1) - begin
-        row, column = in_bands(tile - before, tl.cdiv(count, M), wide, BAND)
         begin, count = (begin + row * M).to(tl.int64), count - row * M
         at_weights = of_slot(homes, copies, slot, num_homes, home_stride, copy_stride)
         at_bias = at_weights
@@ -250,12 +262,12 @@ def weight_gradients(
     """
     high, wide = tl.cdiv(height, M), tl.cdiv(width, N)
     row_M, column_N, step_K = tl.arange(0, M), tl.arange(0, N), tl.arange(0, K)
-    for tile in range(tl.program_id(0), num_slots * high * wide, tl.num_programs(0)):
-        slot = tile // (high * wide)
+    for number in range(tl.program_id(0), num_slots * high * wide, tl.num_programs(0)):
+        slot, tile = number // (high * wide), number % (high * wide)
         begin = tl.load(offsets + slot)
         count = tl.load(offsets + slot + 1) - begin
         begin = begin.to(tl.int64)
-        row, column = in_bands(tile % (high * wide), high, wide, BAND)
+        row, column = in_bands(tile, high, wide, BAND)
         row *= M
         column *= N
         rows_left, left = height - row, width - column
@@ -277,7 +289,12 @@ def weight_gradients(
                 d_out + row, scale, begin, count, rows_left, d_out_stride, ALL_HEIGHT, M, K
             )
             at = of_slot(
-                of_home_biases, of_copy_biases, slot, num_homes, home_bias_stride, copy_bias_stride
+                of_home_biases,
+                of_copy_biases,
+                slot,
+                num_homes,
+                home_bias_stride,
+                copy_bias_stride,
             )
             sum_M = sum_M.to(of_home_biases.dtype.element_ty)
             tl.store(at + row + row_M, sum_M, mask=row_M < rows_left)
@@ -300,117 +317,3 @@ def column_sums(
             row_KM *= scale_K[:, None]
         sum_KM += row_KM
     return tl.sum(sum_KM, 0)
-
-
-@triton.jit(do_not_specialize=["num_slots"])
-def swiglu(
-    up, offsets, out, num_slots, width, up_stride, out_stride, M: tl.constexpr, N: tl.constexpr
-):
-    """[A, 2 * width] -> [A, width]: silu of the first half, times the second."""
-    rows = tl.load(offsets + num_slots)
-    row_M, column_N = tl.arange(0, M), tl.arange(0, N)
-    for first in range(tl.program_id(0).to(tl.int64) * M, rows, tl.num_programs(0) * M):
-        at_up = up + first * up_stride + row_M[:, None] * up_stride
-        at_out = out + first * out_stride + row_M[:, None] * out_stride
-        there_M = first + row_M < rows
-        for begin in range(0, width, N):
-            column = begin + column_N[None, :]
-            mask = there_M[:, None] & (column < width)
-            gate = tl.load(at_up + column, mask=mask, other=0.0).to(tl.float32)
-            value = tl.load(at_up + width + column, mask=mask, other=0.0).to(tl.float32)
-            hidden = gate * tl.sigmoid(gate) * value
-            tl.store(at_out + column, hidden.to(out.dtype.element_ty), mask=mask)
-
-
-@triton.jit(do_not_specialize=["num_slots"])
-def swiglu_backward(
-    up,
-    d_hidden,
-    scale,
-    offsets,
-    d_up,
-    hidden,
-    d_scale,
-    num_slots,
-    width,
-    up_stride,
-    d_hidden_stride,
-    d_up_stride,
-    hidden_stride,
-    M: tl.constexpr,
-    N: tl.constexpr,
-):
-    """Of swiglu(up) * scale: [A, 2 * width] d_up, [A, width] the result itself, [A] d_scale.
-
-    The gradients of scaled results are given, as if they were not scaled. A tile of `hidden` is
-    stored after the same tile of `d_hidden` has been read: both may be one tensor.
-    """
-    rows = tl.load(offsets + num_slots)
-    row_M, column_N = tl.arange(0, M), tl.arange(0, N)
-    for first in range(tl.program_id(0).to(tl.int64) * M, rows, tl.num_programs(0) * M):
-        there_M = first + row_M < rows
-        at_up = up + first * up_stride + row_M[:, None] * up_stride
-        at_d_up = d_up + first * d_up_stride + row_M[:, None] * d_up_stride
-        at_d_hidden = d_hidden + first * d_hidden_stride + row_M[:, None] * d_hidden_stride
-        scale_M = tl.full((M,), 1.0, tl.float32)
-        if scale is not None:
-            scale_M = tl.load(scale + first + row_M, mask=there_M, other=0.0)
-        dot_MN = tl.zeros((M, N), tl.float32)
-        for start in range(0, width, N):
-            column = start + column_N[None, :]
-            mask = there_M[:, None] & (column < width)
-            gate = tl.load(at_up + column, mask=mask, other=0.0).to(tl.float32)
-            value = tl.load(at_up + width + column, mask=mask, other=0.0).to(tl.float32)
-            grad = tl.load(at_d_hidden + column, mask=mask, other=0.0).to(tl.float32)
-            sigmoid = tl.sigmoid(gate)
-            silu = gate * sigmoid
-            dot_MN += grad * (silu * value)
-            grad *= scale_M[:, None]
-            d_gate = grad * value * (sigmoid + silu * (1 - sigmoid))
-            tl.store(at_d_up + column, d_gate.to(d_up.dtype.element_ty), mask=mask)
-            d_value = grad * silu
-            tl.store(at_d_up + width + column, d_value.to(d_up.dtype.element_ty), mask=mask)
-            if hidden is not None:
-                scaled = silu * value * scale_M[:, None]
-                at = hidden + first * hidden_stride + row_M[:, None] * hidden_stride
-                tl.store(at + column, scaled.to(hidden.dtype.element_ty), mask=mask)
-        if d_scale is not None:
-            tl.store(d_scale + first + row_M, tl.sum(dot_MN, 1), mask=there_M)
-
-
-@triton.jit(do_not_specialize=["num_homes", "num_slots"])
-def row_dots(
-    rows,
-    home_biases,
-    copy_biases,
-    offsets,
-    sums,
-    num_homes,
-    num_slots,
-    width,
-    rows_stride,
-    home_stride,
-    copy_stride,
-    L: tl.constexpr,
-    M: tl.constexpr,
-    N: tl.constexpr,
-):
-    """[A] += the product of every row with the bias of its slot."""
-    slot_L = tl.arange(0, L)
-    end_L = tl.load(offsets + 1 + slot_L, mask=slot_L < num_slots, other=2**31 - 1)
-    rows_there = tl.load(offsets + num_slots)
-    row_M, column_N = tl.arange(0, M), tl.arange(0, N)
-    for first in range(tl.program_id(0).to(tl.int64) * M, rows_there, tl.num_programs(0) * M):
-        there_M = first + row_M < rows_there
-        ended_ML = end_L[None, :] <= (first + row_M)[:, None]
-        slot_M = tl.sum(ended_ML.to(tl.int32), 1)
-        at_bias = of_slot(home_biases, copy_biases, slot_M, num_homes, home_stride, copy_stride)
-        at_row = rows + first * rows_stride + row_M[:, None] * rows_stride
-        dot_MN = tl.zeros((M, N), tl.float32)
-        for start in range(0, width, N):
-            column = start + column_N[None, :]
-            mask = there_M[:, None] & (column < width)
-            row = tl.load(at_row + column, mask=mask, other=0.0).to(tl.float32)
-            dot_MN += row * tl.load(at_bias[:, None] + column, mask=mask, other=0.0).to(tl.float32)
-        at = sums + first + row_M
-        tl.store(at, tl.load(at, mask=there_M, other=0.0) + tl.sum(dot_MN, 1), mask=there_M)

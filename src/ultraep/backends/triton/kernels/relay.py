@@ -10,7 +10,7 @@ copies of its home experts are. Copies are compared with all others at once, til
     then            copies [C, 2]: host rank and slot, in the order of the plan
     then            first copy and end [H, 2] of every home expert of this rank
 
-Shapes: C copies at most, I copies of a tile.
+Shapes: C copies at most, B copies of a tile.
 """
 
 import triton
@@ -37,26 +37,26 @@ def copies_at(replicas, home_of_expert, at, copies):
 
 @triton.jit
 def stand_in_row(
-    replicas, home_of_expert, scratch, copies, ranks, slots, C: tl.constexpr, I: tl.constexpr
+    replicas, home_of_expert, scratch, copies, ranks, slots, C: tl.constexpr, B: tl.constexpr
 ):
     """Place of every copy in its chain, who stands before it, and whether it is the last.
 
     Ranks that have experts of their own to send come last. Returns the longest chain.
     """
     all_C = tl.arange(0, C)
-    expert_C, home_C, host_C, slot_C = copies_at(replicas, home_of_expert, all_C, copies)
+    expert_C, home_C, _host_C, _slot_C = copies_at(replicas, home_of_expert, all_C, copies)
     longest = 0
-    for begin in range(0, C, I):
-        at = begin + tl.arange(0, I)
-        expert, home, host, slot = copies_at(replicas, home_of_expert, at, copies)
+    for begin in range(0, C, B):
+        at = begin + tl.arange(0, B)
+        _expert, _home, host, slot = copies_at(replicas, home_of_expert, at, copies)
         sends = tl.max((home_C[None, :] == host[:, None]).to(tl.int32), 1)
         key = (sends * ranks + host) * slots + slot
         tl.store(scratch + at, key, mask=at < copies)
     tl.debug_barrier()
     key_C = tl.load(scratch + all_C, mask=all_C < copies, other=0)
-    for begin in range(0, C, I):
-        at = begin + tl.arange(0, I)
-        expert, home, host, slot = copies_at(replicas, home_of_expert, at, copies)
+    for begin in range(0, C, B):
+        at = begin + tl.arange(0, B)
+        expert = copies_at(replicas, home_of_expert, at, copies)[0]
         key = tl.load(scratch + at, mask=at < copies, other=0)
         alike = (expert_C[None, :] == expert[:, None]) & (expert >= 0)[:, None]
         before = alike & (key_C[None, :] < key[:, None])
@@ -72,17 +72,17 @@ def stand_in_row(
 
 
 @triton.jit
-def most_sent(replicas, home_of_expert, scratch, copies, C: tl.constexpr, I: tl.constexpr):
+def most_sent(replicas, home_of_expert, scratch, copies, C: tl.constexpr, B: tl.constexpr):
     """Hops that the busiest rank sends, if homes send all themselves, and in chains."""
     all_C = tl.arange(0, C)
-    expert_C, home_C, host_C, slot_C = copies_at(replicas, home_of_expert, all_C, copies)
+    expert_C, home_C, host_C, _slot_C = copies_at(replicas, home_of_expert, all_C, copies)
     there_C = expert_C >= 0
     first_C = there_C & (tl.load(scratch + copies + all_C, mask=there_C, other=1) == 0)
     passes_C = there_C & (tl.load(scratch + 3 * copies + all_C, mask=there_C, other=1) == 0)
     direct, chain = 0, 0
-    for begin in range(0, C, I):
-        at = begin + tl.arange(0, I)
-        expert, home, host, slot = copies_at(replicas, home_of_expert, at, copies)
+    for begin in range(0, C, B):
+        at = begin + tl.arange(0, B)
+        expert, home, host, _slot = copies_at(replicas, home_of_expert, at, copies)
         from_home = (home_C[None, :] == home[:, None]) & there_C[None, :] & (expert >= 0)[:, None]
         direct = tl.maximum(direct, tl.max(tl.sum(from_home.to(tl.int32), 1), 0))
         relays = (host_C[None, :] == home[:, None]) & passes_C[None, :] & (expert >= 0)[:, None]
@@ -107,7 +107,7 @@ def write_hops(
     rank,
     copies,
     C: tl.constexpr,
-    I: tl.constexpr,
+    B: tl.constexpr,
 ):
     """The hops that this rank sends, by depth, then in the order of the plan; their number."""
     all_C = tl.arange(0, C)
@@ -115,8 +115,8 @@ def write_hops(
     key_C = tl.where(mine_C, depth_C * C + all_C, NEVER)
     tl.store(scratch + all_C, key_C, mask=all_C < copies)
     tl.debug_barrier()
-    for begin in range(0, C, I):
-        at = begin + tl.arange(0, I)
+    for begin in range(0, C, B):
+        at = begin + tl.arange(0, B)
         key = tl.load(scratch + at, mask=at < copies, other=NEVER)
         place = tl.sum((key_C[None, :] < key[:, None]).to(tl.int32), 1)
         tl.store(scratch + copies + at, place, mask=at < copies)
@@ -147,7 +147,7 @@ def write_places(
 ):
     """Who fills the slots of this rank, where all copies are, and those of its home experts."""
     all_C, home = tl.arange(0, C), tl.arange(0, H)
-    for slot in range(0, slots):
+    for slot in range(slots):
         here_C = (host_C == rank) & (slot_C == slot)
         tl.store(senders + slot, tl.max(tl.where(here_C, sender_C, -1), 0))
     tl.store(where_copies + 2 * all_C, host_C, mask=all_C < copies)
@@ -178,18 +178,18 @@ def schedule(
     channel,
     MODE: tl.constexpr,
     C: tl.constexpr,
-    I: tl.constexpr,
+    B: tl.constexpr,
     H: tl.constexpr,
 ):
     """One program: the schedule of this rank is `made`, with a number of its own."""
     all_C = tl.arange(0, C)
-    longest = stand_in_row(replicas, home_of_expert, scratch, copies, ranks, slots, C, I)
+    longest = stand_in_row(replicas, home_of_expert, scratch, copies, ranks, slots, C, B)
     chained = longest > 1
     if MODE == DIRECT:
         chained = longest < 0
     if MODE == AUTO:
         chunks = tl.load(chunks_of_length + longest)
-        direct, chain = most_sent(replicas, home_of_expert, scratch, copies, C, I)
+        direct, chain = most_sent(replicas, home_of_expert, scratch, copies, C, B)
         chained = chain * (chunks + longest - 1) < direct * chunks
     longest = tl.where(chained, longest, tl.minimum(longest, 1))
 
@@ -210,7 +210,7 @@ def schedule(
     senders = hops + 4 * copies
     where_copies = senders + slots
     sent = write_hops(
-        hops, source_C, sender_C, host_C, slot_C, depth_C, scratch, rank, copies, C, I
+        hops, source_C, sender_C, host_C, slot_C, depth_C, scratch, rank, copies, C, B
     )
     write_places(
         senders,

@@ -53,8 +53,9 @@ def wait(word, least, addresses, rank, ranks, peer, stage, patience):
     value, broken, polls = read(word), 0, 0
     while (value - least < 0) & (broken == 0) & (polls < patience):
         value = read(word)
-        broken = read(fault)
         polls += 1
+        if polls % 32 == 0:
+            broken = read(fault)
     came = value - least >= 0
     if (came == 0) & (broken == 0):
         tell(addresses, ranks, stage * RANKS + peer + 1)
@@ -64,7 +65,7 @@ def wait(word, least, addresses, rank, ranks, peer, stage, patience):
 @triton.jit
 def tell(addresses, ranks, fault):
     """Write what went wrong on all boards where nothing is written yet."""
-    for rank in range(0, ranks):
+    for rank in range(ranks):
         tl.atomic_cas(board_of(addresses, rank) + FAULT, 0, fault, sem="acq_rel", scope="sys")
 
 
@@ -79,11 +80,11 @@ def last_of(tickets, programs):
 
 
 @triton.jit(do_not_specialize=["polls"])
-def idle(words, polls):
-    """Look at two words as often as that, as one that waits does."""
+def idle(word, polls):
+    """Look at a word as often as that, as one that waits does."""
     seen, count = 0, 0
     while (seen == 0) & (count < polls):
-        seen = read(words) + read(words + 1)
+        seen = read(word)
         count += 1
 
 

@@ -53,50 +53,40 @@ def move(
 
 
 @triton.jit
-def move_chunk(
+def move_from_home(
     homes,
     parts,
     num_parts,
     source,
-    own_slots,
     target,
-    row_bytes,
-    chunk,
-    chunks,
+    begin,
+    end,
     worker,
     W: tl.constexpr,
     PROGRAMS: tl.constexpr,
 ):
-    """Copy this worker's share of one chunk of an expert.
+    """Copy this worker's share of a piece of a home expert, whose tensors stand apart.
 
     parts: [P, 3] where each tensor stands in the row, its bytes, and whether all is aligned.
-    source: home expert, or spare slot of this rank (-1 - slot).
     """
-    size = tl.cdiv(tl.cdiv(row_bytes, chunks), ALIGNMENT) * ALIGNMENT
-    begin = chunk * size
-    end = tl.minimum(begin + size, row_bytes)
-    for part in range(0, num_parts):
+    for part in range(num_parts):
         offset = tl.load(parts + 3 * part)
         nbytes = tl.load(parts + 3 * part + 1)
         wide = tl.load(parts + 3 * part + 2)
         first = tl.maximum(begin, offset)
         count = tl.minimum(end, offset + nbytes) - first
         if count > 0:
-            if source < 0:
-                held = own_slots + (-1 - source).to(tl.int64) * row_bytes
-                move(held + first, target + first, count, worker, True, W, PROGRAMS)
+            home = tl.load(homes + part) + source.to(tl.int64) * nbytes + (first - offset)
+            if wide != 0:
+                move(home, target + first, count, worker, True, W, PROGRAMS)
             else:
-                home = tl.load(homes + part) + source.to(tl.int64) * nbytes + (first - offset)
-                if wide != 0:
-                    move(home, target + first, count, worker, True, W, PROGRAMS)
-                else:
-                    move(home, target + first, count, worker, False, W, PROGRAMS)
+                move(home, target + first, count, worker, False, W, PROGRAMS)
 
 
 @triton.jit
 def release_slots(boards, senders, rank, slots, released, epoch):
     """Tell whoever fills the slots of this rank that nobody reads them any more."""
-    for slot in range(0, slots):
+    for slot in range(slots):
         sender = tl.load(senders + slot)
         if sender >= 0:
             post(board_of(boards, sender) + released + rank * slots + slot, epoch)
@@ -193,8 +183,9 @@ def stream(
             patience,
             PROGRAMS,
         )
-        for flag in range(slots * max_chunks):
-            tl.store(board + arrived + flag, 0)
+        flag = tl.arange(0, 64)
+        for begin in range(0, slots * max_chunks, 64):
+            tl.store(board + arrived + begin + flag, 0, mask=begin + flag < slots * max_chunks)
         tl.store(board + channel + 2, fill)
         tl.store(board + channel, epoch)
 
@@ -226,6 +217,7 @@ def send(
     board = board_of(boards, rank)
     num_hops, chunks, longest = tl.load(schedule), tl.load(schedule + 1), tl.load(schedule + 3)
     own_slots = tl.load(rows + rank)
+    size = tl.cdiv(tl.cdiv(row_bytes, chunks), ALIGNMENT) * ALIGNMENT
     ready = num_hops > 0  # and nobody was waited for in vain
     for moment in range(chunks + longest - 1):
         for number in range(num_hops):
@@ -233,30 +225,27 @@ def send(
             source, receiver = tl.load(hop), tl.load(hop + 1)
             slot, chunk = tl.load(hop + 2), moment - tl.load(hop + 3)
             if ready & (chunk >= 0) & (chunk < chunks):
+                # All addresses are at hand before the wait, so that what arrives goes on at once.
+                target = tl.load(rows + receiver) + slot.to(tl.int64) * row_bytes
+                count = board_of(boards, receiver) + arrived + slot * max_chunks + chunk
+                begin = chunk * size
+                end = tl.minimum(begin + size, row_bytes)
                 if chunk == 0:
                     word = board + released + receiver * slots + slot
                     ready &= wait(word, epoch, boards, rank, ranks, receiver, stage, patience)
                 if source < 0:
+                    held = own_slots + (-1 - source).to(tl.int64) * row_bytes
                     word = board + arrived + (-1 - source) * max_chunks + chunk
                     sender = tl.load(senders - 1 - source)
                     ready &= wait(word, PROGRAMS, boards, rank, ranks, sender, stage, patience)
-                if ready:
-                    target = tl.load(rows + receiver) + slot.to(tl.int64) * row_bytes
-                    move_chunk(
-                        homes,
-                        parts,
-                        num_parts,
-                        source,
-                        own_slots,
-                        target,
-                        row_bytes,
-                        chunk,
-                        chunks,
-                        worker,
-                        W,
-                        PROGRAMS,
+                    if ready:
+                        move(held + begin, target + begin, end - begin, worker, True, W, PROGRAMS)
+                elif ready:
+                    move_from_home(
+                        homes, parts, num_parts, source, target, begin, end, worker, W, PROGRAMS
                     )
-                    add_one(board_of(boards, receiver) + arrived + slot * max_chunks + chunk)
+                if ready:
+                    add_one(count)
 
 
 @triton.jit
@@ -274,10 +263,10 @@ def wait_for_slots(
     PROGRAMS: tl.constexpr,
 ):
     """Until the last byte of every slot of this rank is there."""
-    for slot in range(0, slots):
+    for slot in range(slots):
         sender = tl.load(senders + slot)
         if sender >= 0:
-            for chunk in range(0, chunks):
+            for chunk in range(chunks):
                 wait(
                     arrived + slot * max_chunks + chunk,
                     PROGRAMS,
