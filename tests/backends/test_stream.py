@@ -369,10 +369,25 @@ def nap(rng):
     time.sleep(rng.choice([0.0, 0.0, 0.003, 0.01]))
 
 
+@contextmanager
+def dawdling(rng):
+    """Kernels stop for some milliseconds now and then, in the middle of their work."""
+    load = InterpreterBuilder.create_masked_load
+
+    def late(self, *args):
+        if rng.random() < 0.02:
+            time.sleep(0.005)
+        return load(self, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(InterpreterBuilder, "create_masked_load", late)
+        yield
+
+
 def fill_again_and_again(rank, group, topology, options, fills, one_home):
     """Plan after plan; every rank is late now and then."""
     shared, own = np.random.default_rng(fills), np.random.default_rng(rank)
-    with small_tiles():
+    with small_tiles(), dawdling(own):
         me = Rank(SharedPeers(group), topology, seed=fills, **options)
         for _ in range(fills):
             plan = random_plan(shared, topology, shared.choice([0.5, 1.0]))
@@ -520,13 +535,13 @@ def share_rows(rank, group, rounds, numbers):
     gathered = torch.empty(peers.size, numbers, dtype=torch.int32)
     every = torch.arange(peers.size * numbers, dtype=torch.int32).view(peers.size, numbers)
     for number in range(rounds):
-        if rng.random() < 0.3:
-            nap(rng)
         wanted = 1000 * number + every
         gathered.fill_(-1)
-        board.share("loads", wanted[rank].clone(), tables, gathered)
+        with dawdling(rng):
+            board.share("loads", wanted[rank].clone(), tables, gathered)
         assert torch.equal(gathered, wanted), number
         if number % 5 == 0:
+            nap(rng)
             board.meet("rows")
     board.check()
     return [int(board.words[board.channel(index)]) for index in range(len(MEETINGS))]

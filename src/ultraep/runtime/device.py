@@ -82,6 +82,7 @@ class DeviceBalancer:
         _check_positive(
             tokens=tokens, top_k=top_k, capacity=capacity, in_flight=in_flight, timeout=timeout
         )
+        _check_current(peers.device)
         self.tokens, self.top_k = tokens, top_k
         self.topology = Topology(
             ranks=peers.size, experts=experts, slots=slots, domain=domain, homes=homes
@@ -257,6 +258,15 @@ class _Watch:
                 self._event.record()
             else:
                 self._seen = noted
+
+
+def _check_current(device: torch.device) -> None:
+    """Kernels are launched on the current device."""
+    if device.type == "cuda" and device.index != torch.cuda.current_device():
+        raise ConfigError(
+            f"the memory is on {device}, the current device is cuda:{torch.cuda.current_device()}: "
+            "call torch.cuda.set_device first"
+        )
 
 
 def _check_positive(**settings: float) -> None:
