@@ -44,6 +44,7 @@ TYPES = {
     "torch.bool": "*i1",
     "torch.bfloat16": "*bf16",
     "torch.float32": "*fp32",
+    "torch.float64": "*fp64",
     "torch.uint8": "*u8",
 }
 EXCHANGED = [("bfloat16", 8), ("float32", 8), ("bfloat16", 10)]  # rows, choices of every token
@@ -121,6 +122,8 @@ def launches(
             launch_products(experts // ranks, slots, hidden, ffn, biases, backend)
         for dtype, top_k in EXCHANGED:
             launch_exchange(ranks, experts, slots, dtype, top_k)
+        for relay, dtype in (("direct", "bfloat16"), ("chain", "float32"), ("auto", "float64")):
+            launch_data(ranks, experts, slots, relay, dtype)
     finally:
         JITFunction.run = run
     return list(found.values())
@@ -233,6 +236,35 @@ def launch_exchange(ranks: int, experts: int, slots: int, dtype: str, top_k: int
     exchange.gather_rows(values, ways, rows)
     exchange.sum_rows(served, ways, rows[:tokens])
     exchange.sum_rows(served, ways, rows[:tokens], scalars)
+
+
+def launch_data(ranks: int, experts: int, slots: int, relay: str, dtype: str) -> None:
+    """Loads, weights and gradients between ranks that reach each other's memory."""
+    import torch
+
+    from ultraep import Topology
+    from ultraep.backends.triton.board import Board
+    from ultraep.backends.triton.reducer import pull
+    from ultraep.backends.triton.streamer import Streamer
+    from ultraep.bundle import Layout
+    from ultraep.runtime.peers import LocalPeers
+
+    width = 4096
+    peers = LocalPeers(ranks, "cpu").of(0)
+    board = Board(peers, slots=slots, buffers=1, timeout=1.0)
+    loads = torch.zeros(experts, dtype=torch.int32)
+    board.share("loads", loads, board.region, loads)
+    board.meet("rows")
+    topology = Topology(ranks=ranks, experts=experts, slots=slots)
+    streamer = Streamer(board, topology, relay=relay, programs=64)
+    weights = {"w": torch.zeros(streamer.homes, width, dtype=getattr(torch, dtype))}
+    layout = Layout.of(weights, streamer.homes)
+    made = torch.zeros(streamer.size, dtype=torch.int32)
+    rows = peers.allocate("rows", 64)
+    streamer.schedule(torch.zeros(streamer.copies, 3, dtype=torch.int32), layout, made)
+    streamer.fill(made, layout, weights, rows)
+    for zero in (False, True):
+        pull(weights["w"], rows, made, streamer, programs=528, zero=zero)
 
 
 def fixed(kernel: Any, arguments: dict[str, Any]) -> dict[str, Any]:

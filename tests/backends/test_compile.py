@@ -14,7 +14,7 @@ import ultraep
 KERNELS = Path(ultraep.__file__).parent / "backends/triton/kernels"
 SCRIPT = Path(__file__).parent / "compile_kernels.py"
 SIZES = ("64x256x1", "512x2048x2")
-MOVERS = {"expose_values", "gather_rows", "sum_rows"}  # of rows, between GPUs
+MOVERS = {"expose_values", "gather_rows", "sum_rows", "stream", "pull"}  # between GPUs
 PRODUCTS = {"multiply", "weight_gradients"}
 SHARED = {"sm_80": 163, "sm_90": 227, "sm_100": 227, "gfx942": 64}  # KiB of a program, at most
 
@@ -93,7 +93,7 @@ def test_products_compile_with_and_without_biases(table):
 
 
 @pytest.mark.slow
-def test_rows_are_moved_in_wide_pieces(table):
+def test_memory_is_moved_in_wide_pieces(table):
     """Addresses that a kernel finds in a table are not known to be aligned unless it is told."""
     rows = [row for row in table if row["kernel"] in MOVERS]
     assert {row["kernel"] for row in rows} == MOVERS

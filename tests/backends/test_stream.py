@@ -370,13 +370,13 @@ def nap(rng):
 
 
 @contextmanager
-def dawdling(rng):
-    """Kernels stop for some milliseconds now and then, in the middle of their work."""
+def dawdling(rng, chance):
+    """Kernels stop now and then in the middle of their work, long enough for others to go on."""
     load = InterpreterBuilder.create_masked_load
 
     def late(self, *args):
-        if rng.random() < 0.02:
-            time.sleep(0.005)
+        if rng.random() < chance:
+            time.sleep(0.05)
         return load(self, *args)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -387,7 +387,7 @@ def dawdling(rng):
 def fill_again_and_again(rank, group, topology, options, fills, one_home):
     """Plan after plan; every rank is late now and then."""
     shared, own = np.random.default_rng(fills), np.random.default_rng(rank)
-    with small_tiles(), dawdling(own):
+    with small_tiles(), dawdling(own, 0.001):
         me = Rank(SharedPeers(group), topology, seed=fills, **options)
         for _ in range(fills):
             plan = random_plan(shared, topology, shared.choice([0.5, 1.0]))
@@ -537,7 +537,7 @@ def share_rows(rank, group, rounds, numbers):
     for number in range(rounds):
         wanted = 1000 * number + every
         gathered.fill_(-1)
-        with dawdling(rng):
+        with dawdling(rng, 0.02):
             board.share("loads", wanted[rank].clone(), tables, gathered)
         assert torch.equal(gathered, wanted), number
         if number % 5 == 0:

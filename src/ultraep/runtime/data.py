@@ -45,9 +45,13 @@ class DataPlane:
         self.sms = sms or multiprocessors(peers.device)
         self.overlap = Overlap(peers.device, streams)
         self.board = Board(peers, slots=topology.slots, buffers=buffers, timeout=timeout)
-        programs = 2 if peers.device.type == "cpu" else 4 * (budget or self.sms)
-        self.streamer = Streamer(self.board, topology, relay=relay, programs=programs)
-        self._pull_programs = programs
+        # Programs of a relay wait for each other, so all must fit on the device at once: two on a
+        # multiprocessor do, with room for others. Those that only pull may queue.
+        moving, pulling = 2 * (budget or self.sms), 4 * self.sms
+        if peers.device.type == "cpu":
+            moving, pulling = 1, 2
+        self.streamer = Streamer(self.board, topology, relay=relay, programs=moving)
+        self._pull_programs = pulling
         layout = Layout(
             first_slot_of_rank=topology.first_slot_of_rank,
             tokens=tokens,

@@ -57,7 +57,7 @@ class Streamer:
     def schedule(self, replicas_C3: torch.Tensor, layout: Layout, made: torch.Tensor) -> None:
         """What this rank has to do for a plan, into `made`."""
         board, topology = self.board, self.topology
-        relay.schedule[(1,)](
+        relay.make_schedule[(1,)](
             board.region.addresses,
             replicas_C3,
             self._home_of_expert,

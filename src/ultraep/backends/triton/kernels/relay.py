@@ -161,7 +161,7 @@ def write_places(
 
 
 @triton.jit(do_not_specialize=["rank", "ranks", "slots", "homes", "copies", "channel"])
-def schedule(
+def make_schedule(
     boards,
     replicas,
     home_of_expert,
