@@ -17,6 +17,7 @@ from ultraep.backends.triton.grouped import Grouped, Stacks
 from ultraep.errors import ConfigError
 
 Weights = Mapping[str, torch.Tensor]
+TYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class Replicas(Protocol):
@@ -66,6 +67,9 @@ def grouped_mlp(
     bundle: Weights,
 ) -> torch.Tensor:
     """[A, D] outputs times the weights of their rows, where others can pull them from."""
+    if rows_AD.dtype not in TYPES:
+        known = ", ".join(map(str, TYPES))
+        raise ConfigError(f"kernels multiply {known}; rows are {rows_AD.dtype}")
     for name, tensor in bundle.items():
         if tensor.dtype != rows_AD.dtype:
             raise ConfigError(
@@ -104,11 +108,22 @@ class _GroupedMLP(torch.autograd.Function):
         return outputs_AD
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        rows_AD, weights_A, up, *stacked = ctx.saved_tensors
+        # Only what it is called with tells `once_differentiable` of a second derivative.
+        return _GroupedMLP._backward(ctx, *gradients, *ctx.saved_tensors)
+
+    @staticmethod
+    @once_differentiable
+    def _backward(
+        ctx: Any,
+        d_outputs_AD: torch.Tensor,
+        rows_AD: torch.Tensor,
+        weights_A: torch.Tensor,
+        up: torch.Tensor,
+        *stacked: torch.Tensor,
+    ) -> tuple[torch.Tensor | None, ...]:
         call: Call = ctx.call
-        homes, d_outputs_AD = dict(zip(call.names, stacked, strict=True)), gradients[0]
+        homes = dict(zip(call.names, stacked, strict=True))
         trains = any(ctx.needs_input_grad[3:])
         sums = _Gradients(call, homes) if trains else None
         d_weights_A = call.replicas.served_scalars() if ctx.needs_input_grad[1] else None

@@ -46,7 +46,7 @@ class Streamer:
         self._home_slot_of_expert = table(topology.home_slot_of_expert.copy())
         self._first_slot_of_rank = table(topology.first_slot_of_rank.copy())
         self._chunks: dict[int, torch.Tensor] = {}
-        self._sources: dict[tuple[int, ...], tuple[torch.Tensor, torch.Tensor]] = {}
+        self._sources: dict[tuple[Layout, tuple[int, ...]], tuple[torch.Tensor, torch.Tensor]] = {}
         self._scratch = torch.zeros(4 * self.copies, dtype=torch.int32, device=device)
 
     @property
@@ -138,14 +138,15 @@ class Streamer:
                     f"{name!r} must be contiguous: shape {list(tensor.shape)}, "
                     f"strides {list(tensor.stride())}"
                 )
-        key = tuple(tensors[name].data_ptr() for name, _, _ in layout.parts)
+        pointers = tuple(tensors[name].data_ptr() for name, _, _ in layout.parts)
+        key = (layout, pointers)
         if key not in self._sources:
             device = self.board.peers.device
             parts = []
-            for (begin, end), pointer in zip(layout.spans.values(), key, strict=True):
+            for (begin, end), pointer in zip(layout.spans.values(), pointers, strict=True):
                 parts.append([begin, end - begin, int((end - begin) % 16 == pointer % 16 == 0)])
             self._sources[key] = (
-                torch.tensor(key, dtype=torch.int64, device=device),
+                torch.tensor(pointers, dtype=torch.int64, device=device),
                 torch.tensor(parts, dtype=torch.int64, device=device),
             )
         return self._sources[key]
