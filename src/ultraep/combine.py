@@ -28,12 +28,14 @@ class _Combine(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, outputs_AD: torch.Tensor, roads: Roads) -> torch.Tensor:
         ctx.roads = roads
+        ctx.save_for_backward(outputs_AD.new_empty(0))
         y_TD, _ = roads.to_tokens(outputs_AD, None)
         return y_TD
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        assert ctx.saved_tensors  # where forward is to be computed again, that happens here, first
         ctx.roads.on_return()
         d_outputs_AD, _ = ctx.roads.to_slots(gradients[0], None)
         return d_outputs_AD, None

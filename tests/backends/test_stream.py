@@ -35,7 +35,7 @@ from ultraep.runtime.peers import LocalPeers
 DEVICE = default_device()
 MODES = ("direct", "chain", "auto")
 SCRIBBLE = 0xAB
-FILLS = 12
+FILLS = 8
 only_interpreted = pytest.mark.skipif(not interpreted(), reason="ranks are processes without GPUs")
 
 
@@ -116,7 +116,7 @@ def wanted_schedule(plan, rank, mode, nbytes):
     """As the plain twin has it."""
     longest = max((hop.depth + 1 for hop in hops(plan, "chain")), default=0)
     if mode == "auto":
-        mode = choose(plan, chunks_for(longest, nbytes))
+        mode = choose(plan, chunks_for(longest, nbytes, programs=1))
     way = hops(plan, mode)
     longest = max((hop.depth + 1 for hop in way), default=0)
     places = plan.replicas[:, 1:].tolist()
@@ -138,7 +138,7 @@ def wanted_schedule(plan, rank, mode, nbytes):
             ]
             for hop in sent
         ],
-        chunks_for(longest, nbytes),
+        chunks_for(longest, nbytes, programs=1),
         longest,
         [sender_of.get((rank, slot), -1) for slot in range(plan.topology.slots)],
         places,
@@ -246,27 +246,26 @@ def test_a_schedule_is_written_into_its_own_memory_only():
         made = torch.zeros(made_by.size, dtype=torch.int32, device=DEVICE)
         with watched(also=made_by.board.region.handle) as watch:
             made_by.schedule(on_device(plan), of_bytes(4096), made)
-        assert watch.kernels == {"schedule"}
+        assert watch.touched
 
 
 sizes = st.integers(1, 1 << 40)
 
 
-@given(st.integers(0, 70), sizes, sizes)
-def test_chunks_grow_with_the_chain_and_the_expert(length, one, other):
+@given(st.integers(0, 70), sizes, sizes, st.integers(1, 500))
+def test_chunks_grow_with_the_chain_and_the_expert(length, one, other, programs):
     small, large = sorted((one, other))
-    chunks = chunks_for(length, small)
+    chunks = chunks_for(length, small, programs)
     assert 1 <= chunks <= MAX_CHUNKS
-    assert chunks <= chunks_for(length, large)
-    assert chunks <= chunks_for(length + 1, small)
+    assert chunks <= chunks_for(length, large, programs)
+    assert chunks <= chunks_for(length + 1, small, programs)
+    assert chunks >= chunks_for(length, small, programs + 1)
     assert (chunks == 1) == (length <= 1)
 
 
 def test_chunks_of_a_large_expert():
-    """n + 3 rounds of 2^26 / n bytes and 2^20 more: least with the root of 3 * 64 chunks."""
-    assert streamer.SIGNAL_COST == 1 << 20
-    assert chunks_for(4, 1 << 26) == 13
-    assert chunks_for(1000, 1 << 40) == MAX_CHUNKS
+    """n + 4 rounds of 100 / n and 1 more: least with the root of 4 * 100 chunks."""
+    assert chunks_for(5, 100 * 8 * streamer.SIGNAL_COST, programs=8) == 20
 
 
 # Transfers between processes.
@@ -347,7 +346,8 @@ class Rank:
 
     def memory(self):
         """All that the kernels reach by address."""
-        shared = [piece for region in (self.board.region, *self.rows) for piece in region.handle]
+        regions = (self.board.region, self.board._no_table, *self.rows)
+        shared = [piece for region in regions for piece in region.handle]
         return [*shared, *self.tensors.values()]
 
     def assert_filled(self, plan, buffer=0):
@@ -387,7 +387,7 @@ def dawdling(rng, chance):
 def fill_again_and_again(rank, group, topology, options, fills, one_home):
     """Plan after plan; every rank is late now and then."""
     shared, own = np.random.default_rng(fills), np.random.default_rng(rank)
-    with small_tiles(), dawdling(own, 0.001):
+    with small_tiles(), dawdling(own, 0.0005):
         me = Rank(SharedPeers(group), topology, seed=fills, **options)
         for _ in range(fills):
             plan = random_plan(shared, topology, shared.choice([0.5, 1.0]))
@@ -477,12 +477,12 @@ def fill_under_watch(rank, group):
             me.fill(me.schedule(plan))
             me.board.meet("rows")
         me.assert_filled(plan)
-    return watch.kernels
+    return {"stream", "share"} <= watch.kernels
 
 
 @only_interpreted
 def test_kernels_stay_in_the_memory_of_the_ranks():
-    assert shared_pool().run(3, fill_under_watch) == [{"schedule", "stream", "share"}] * 3
+    assert all(shared_pool().run(3, fill_under_watch))
 
 
 def send_two_views_of_one_memory(rank, group):
@@ -507,7 +507,6 @@ def send_two_views_of_one_memory(rank, group):
 
 
 @only_interpreted
-@pytest.mark.xfail(strict=True, reason="Streamer.sources keeps them by address alone")
 def test_bundles_at_one_address_may_have_different_shapes():
     shared_pool().run(2, send_two_views_of_one_memory)
 
@@ -531,7 +530,7 @@ def test_programs_must_be_positive():
 def share_rows(rank, group, rounds, numbers):
     peers, rng = SharedPeers(group), np.random.default_rng(rank)
     board = Board(peers, slots=1, buffers=1, timeout=PATIENCE)
-    tables = peers.allocate("tables", 2 * peers.size * numbers * 4)
+    tables = peers.allocate("tables", board.table_bytes(numbers))
     gathered = torch.empty(peers.size, numbers, dtype=torch.int32)
     every = torch.arange(peers.size * numbers, dtype=torch.int32).view(peers.size, numbers)
     for number in range(rounds):
@@ -675,10 +674,7 @@ def test_peers_of_one_process_share_memory():
 
 @pytest.fixture
 def rounding(monkeypatch):
-    """Triton's interpreter cuts the last bits of bfloat16 off; GPUs round to the nearest.
-
-    And where it makes a tile of a truth value, it makes a tile of numbers.
-    """
+    """Triton's interpreter cuts the last bits of bfloat16 off; GPUs round to the nearest."""
     cast = InterpreterBuilder.cast_impl
 
     def rounded(self, source, to):
@@ -687,12 +683,8 @@ def rounding(monkeypatch):
         near = torch.from_numpy(source.data.copy()).to(torch.bfloat16)
         return TensorHandle(near.view(torch.uint16).numpy(), to.scalar)
 
-    def splat(self, to, source):
-        return TensorHandle(np.full(to.shape, source.data), source.dtype.scalar)
-
     if interpreted():
         monkeypatch.setattr(InterpreterBuilder, "cast_impl", rounded)
-        monkeypatch.setattr(InterpreterBuilder, "create_splat", splat)
         monkeypatch.setattr(reducer, "NUMBERS", 32)
 
 
@@ -725,7 +717,7 @@ class Gradients:
     def wanted(self):
         """[H, P] one addition after the other, in the order of the plan."""
         wide = torch.float64 if self.dtype == torch.float64 else torch.float32
-        sums = self.of_homes.to(wide)
+        sums = self.of_homes.to(wide, copy=True)
         mine = self.topology.home_experts(self.rank).tolist()
         for expert, host, slot in self.plan.replicas.tolist():
             if expert in mine:

@@ -70,7 +70,7 @@ def register_policy(
 
 def get_policy(name: str) -> Policy:
     """The policy of that name; built-in ones are imported when first asked for."""
-    if name not in _registry and name in BUILT_IN:
+    if name in BUILT_IN:  # also if it is registered: another thread may still be importing it
         importlib.import_module(f"ultraep.policies.{name}")
     if name not in _registry:
         raise ConfigError(f"unknown policy {name!r}; known are {', '.join(policy_names())}")

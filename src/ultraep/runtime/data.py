@@ -60,7 +60,7 @@ class DataPlane:
         )
         tables = peers.allocate("tables", layout.table_bytes)
         self.exchange = Exchange(layout, rank=peers.rank, tables=tables, programs=self.sms)
-        self._loads = peers.allocate("loads", 2 * topology.ranks * topology.experts * 4)
+        self._loads = peers.allocate("loads", self.board.table_bytes(topology.experts))
         # Kept, not made anew: if a rank is lost, it holds loads of a step before, and no nonsense.
         self._gathered = torch.zeros(
             topology.ranks, topology.experts, dtype=torch.int32, device=peers.device
@@ -78,9 +78,9 @@ class DataPlane:
         self.region("values", self.exchange.layout.value_bytes(row_bytes))
         self.region("served", self.exchange.layout.served_bytes(row_bytes))
 
-    def share_loads(self, loads_E: torch.Tensor) -> torch.Tensor:
-        """[R, E] the loads of all ranks, from those of this one."""
-        self.board.share("loads", loads_E, self._loads, self._gathered)
+    def share_loads(self, loads_E: torch.Tensor, kind: int) -> torch.Tensor:
+        """[R, E] the loads of all ranks, from those of this one; all must be of one kind."""
+        self.board.share("loads", loads_E, self._loads, self._gathered, kind)
         self._read.clear()
         return self._gathered
 
@@ -127,17 +127,24 @@ class DataPlane:
         return self.region(f"slots {buffer}", max(1, self.topology.slots) * layout.nbytes)
 
     def reduce(self, gradients_HP: torch.Tensor, made: torch.Tensor) -> None:
-        """Add the gradients of all copies to those of the home experts, in place, aside."""
+        """Add the gradients of all copies to those of the home experts, in place, aside.
+
+        To be joined before the next meeting of rows, which frees the memory of the copies.
+        """
         rows = self.gradients(gradients_HP.shape[1], gradients_HP.dtype)
         with self.overlap.aside("gradients"):
             self.board.meet("gradients")
             pull(gradients_HP, rows, made, self.streamer, programs=self._pull_programs)
-            self.board.meet("gradients")  # what was pulled may be overwritten
+        self._read.add("gradients")
 
     def gradients(self, width: int, dtype: torch.dtype) -> Region:
         """`[slots, P]` of every rank."""
-        slots = max(1, self.topology.slots)
-        return self.region(f"gradients {dtype}", slots * width * dtype.itemsize)
+        return self.region(f"gradients {dtype}", self.topology.slots * width * dtype.itemsize)
+
+    def free_gradients(self) -> None:
+        """From here on, nobody reads the gradients of copies of the backward pass before."""
+        if "gradients" in self._read:
+            self.meet()
 
     def check(self) -> None:
         """Raise what the device has noted; waits for it."""

@@ -1,4 +1,4 @@
-"""DeviceBalancer: the same verbs as `Balancer`, and no host between them.
+"""DeviceBalancer: the stages of `Balancer`, and no host between them.
 
 Loads, plan, routes, rows and weights stay on the GPUs of a group that map each other's memory.
 Every verb launches the same kernels whatever the loads are, so a whole layer, forward and backward,
@@ -10,6 +10,7 @@ slots, P parameters of an expert, D model width.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,6 +23,7 @@ from ultraep.comm import Communicator, Peers
 from ultraep.config import BalanceConfig
 from ultraep.errors import ConfigError, LoadError, PlanMismatch
 from ultraep.plan import Plan
+from ultraep.replicate import MODES
 from ultraep.runtime.connect import connect
 from ultraep.runtime.control import ControlPlane, DevicePlan, DeviceRoutes
 from ultraep.runtime.data import DataPlane
@@ -78,6 +80,8 @@ class DeviceBalancer:
         if config is not None and policy is not None:
             raise ConfigError(f"give config or policy, not both: {config} and {policy!r}")
         self.config = config or BalanceConfig(policy="ultraep" if policy is None else policy)
+        if relay not in MODES:
+            raise ConfigError(f"unknown relay mode {relay!r}; known are {', '.join(MODES)}")
         capacity = 2 * tokens * top_k if capacity is None else capacity
         _check_positive(
             tokens=tokens, top_k=top_k, capacity=capacity, in_flight=in_flight, timeout=timeout
@@ -110,7 +114,7 @@ class DeviceBalancer:
         )
         self._adopted: DevicePlan | None = None
         self._kept: torch.Tensor | None = None  # schedule of copies that stay
-        self._kinds: dict[int, str] = {}  # of the bundle and the inputs, by layer
+        self._known: set[int] = set()  # layers that ranks have compared in words
         self._layers = 0
         self._watch = _Watch(self)
 
@@ -144,8 +148,13 @@ class DeviceBalancer:
                 f"ids must be [up to {self.tokens} tokens, {self.top_k}], got {list(ids.shape)}"
             )
         self._watch.look()
-        self._agree_on(layer, kinds(resolve(bundle or {}), inputs=inputs, weights=weights))
-        return DeviceGathered(self.data.share_loads(self.control.count(ids.contiguous())), layer)
+        found = kinds(resolve(bundle or {}), inputs=inputs, weights=weights)
+        if layer not in self._known:  # later, only ranks that differ would ask
+            _agree("weights or inputs", self.data.peers.gather_objects(found))
+            self._known.add(layer)
+        kind = zlib.crc32(f"layer {layer}: {found}".encode()) >> 1
+        loads = self.data.share_loads(self.control.count(ids.contiguous()), kind)
+        return DeviceGathered(loads, layer)
 
     def plan(self, gathered: DeviceGathered, *, policy: str | None = None) -> DevicePlan:
         """Stage 2: the plan of this step; every rank finds the same."""
@@ -205,12 +214,6 @@ class DeviceBalancer:
         """The way of stages 5 and 7 between tokens and slots."""
         return DeviceRoads(self.data, routes, gathered.replicas)
 
-    def _agree_on(self, layer: int, found: str) -> None:
-        """Ranks compare what they have whenever it is new to them."""
-        if self._kinds.get(layer) != found:
-            _agree("weights or inputs", self.data.peers.gather_objects(found))
-            self._kinds[layer] = found
-
     def check(self) -> None:
         """Raise what the device has noted since the last check; waits for it.
 
@@ -226,38 +229,29 @@ class DeviceBalancer:
 
 
 class _Watch:
-    """Looks at what the device noted a step ago, without waiting for it."""
+    """Looks at what the device has noted, without waiting for it: at notes of some steps ago."""
 
     def __init__(self, balancer: DeviceBalancer) -> None:
-        self._balancer = balancer
-        self._seen: torch.Tensor | None = None
-        self._event: Any = None
+        self._balancer, cuda = balancer, balancer.control.device.type == "cuda"
+        self._noted = torch.zeros(5, dtype=torch.int32, pin_memory=cuda)
+        self._event: Any = torch.cuda.Event() if cuda else None
+        self._asked = False
 
     def look(self) -> None:
-        """Raise what was noted by the last step whose notes have come."""
-        balancer = self._balancer
-        device = balancer.control.device
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        """Raise what was noted, as far as notes have come, and ask for the next ones."""
+        if self._event is not None and torch.cuda.is_current_stream_capturing():
             return
-        if self._seen is not None and (self._event is None or self._event.query()):
-            if self._seen.any():
-                balancer.check()
-            self._seen = None
-        if self._seen is None:
-            noted = torch.cat(
-                [
-                    balancer.data.board.words[:1],
-                    balancer.data.exchange.faults[:1],
-                    balancer.control.faults,
-                ]
-            )
-            if device.type == "cuda":
-                self._seen = torch.empty(noted.shape, dtype=noted.dtype, pin_memory=True)
-                self._seen.copy_(noted, non_blocking=True)
-                self._event = torch.cuda.Event()
-                self._event.record()
-            else:
-                self._seen = noted
+        if self._asked and self._event is not None and not self._event.query():
+            return
+        if self._asked and self._noted.any():
+            self._asked = False
+            self._balancer.check()
+        data, control = self._balancer.data, self._balancer.control
+        noted = torch.cat([data.board.words[:1], data.exchange.faults[:1], control.faults])
+        self._noted.copy_(noted, non_blocking=True)
+        if self._event is not None:
+            self._event.record()
+        self._asked = True
 
 
 def _check_current(device: torch.device) -> None:

@@ -86,6 +86,7 @@ class DeviceReplicas:
         slots = self._data.topology.slots
         if not slots:
             return torch.empty(0, width, dtype=dtype, device=self._data.peers.device)
+        self._data.free_gradients()
         rows = self._data.gradients(width, dtype).local.view(dtype)
         return rows[: slots * width].view(slots, width)
 
@@ -95,5 +96,5 @@ class DeviceReplicas:
             self._data.reduce(gradients_HP, self.made)
 
     def reduced(self) -> None:
-        """From here on, they are added, and the rows of the copies may be written again."""
+        """From here on, they are added."""
         self._data.overlap.join("gradients")

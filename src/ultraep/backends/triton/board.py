@@ -13,9 +13,10 @@ import triton
 from ultraep.backends.triton.device import interpreted
 from ultraep.backends.triton.kernels import signals
 from ultraep.comm import Peers, Region
-from ultraep.errors import CommunicationError
+from ultraep.errors import CommunicationError, PlanMismatch
 
 STAGES = ("loads", "rows", "weights", "gradients")  # what a rank can wait for
+UNLIKE = len(STAGES)  # in place of a stage: ranks met that are of different kinds
 MEETINGS = ("loads", "rows", "gradients")
 MAX_CHUNKS = 64
 WORD = 4
@@ -37,6 +38,7 @@ class Board:
         self.region = peers.allocate("board", words * WORD)
         self.words = self.region.local.view(torch.int32)
         self.patience = max(1, int(timeout * polls_per_second(peers.device)))
+        self._no_table = peers.allocate("meetings", self.table_bytes(0))
         self._nothing = torch.zeros(1, dtype=torch.int32, device=peers.device)
 
     def channel(self, index: int) -> int:
@@ -55,17 +57,35 @@ class Board:
         return self.released(buffer) + self.peers.size * self.slots
 
     def share(
-        self, meeting: str, row: torch.Tensor, tables: Region, gathered: torch.Tensor
+        self,
+        meeting: str,
+        row: torch.Tensor,
+        tables: Region,
+        gathered: torch.Tensor,
+        kind: int = 0,
     ) -> None:
-        """All ranks meet and swap rows of int32: `gathered` is `[R, ...]` of them."""
-        self._share(meeting, row, tables, gathered, row.numel())
+        """All ranks meet and swap rows of int32: `gathered` is `[R, ...]` of them.
+
+        tables: `table_bytes` of every rank.   kind: a number that all must have alike.
+        """
+        self._share(meeting, row, tables, gathered, row.numel(), kind)
+
+    def table_bytes(self, numbers: int) -> int:
+        """Memory through which rows of so many numbers are swapped."""
+        return 2 * self.peers.size * (numbers + 1) * WORD
 
     def meet(self, meeting: str) -> None:
         """All ranks meet: what each wrote before, all can read afterwards."""
-        self._share(meeting, self._nothing, self.region, self._nothing, 0)
+        self._share(meeting, self._nothing, self._no_table, self._nothing, 0, 0)
 
     def _share(
-        self, meeting: str, row: torch.Tensor, tables: Region, gathered: torch.Tensor, numbers: int
+        self,
+        meeting: str,
+        row: torch.Tensor,
+        tables: Region,
+        gathered: torch.Tensor,
+        numbers: int,
+        kind: int,
     ) -> None:
         index, ranks = MEETINGS.index(meeting), self.peers.size
         signals.share[(ranks,)](
@@ -78,7 +98,9 @@ class Board:
             self.channel(index),
             self._flags + index * ranks,
             numbers,
+            kind,
             STAGES.index(meeting),
+            UNLIKE,
             self.patience,
             B=min(1024, max(32, triton.next_power_of_2(numbers))),
             num_warps=1,
@@ -89,6 +111,11 @@ class Board:
         fault = int(self.words[signals.FAULT.value])
         if fault:
             stage, peer = divmod(fault - 1, signals.RANKS.value)
+            if stage == UNLIKE:
+                raise PlanMismatch(
+                    f"ranks disagree about the weights or inputs: rank {peer} has others than "
+                    f"another rank (seen on rank {self.peers.rank}); make the group anew"
+                )
             raise CommunicationError(
                 f"rank {peer} did not come within {self.timeout:g} s: a rank waited for it "
                 f"at stage {STAGES[stage]!r} (seen on rank {self.peers.rank}); make the group anew"
@@ -96,14 +123,22 @@ class Board:
 
 
 def polls_per_second(device: torch.device) -> float:
-    """How often a program looks at a word in a second; measured, since timers are not portable."""
+    """How often a program looks at a word in a second; measured, since timers are not portable.
+
+    The most of some tries: a device that was idle is slow at first.
+    """
     word = torch.zeros(1, dtype=torch.int32, device=device)
-    signals.idle[(1,)](word, 10, num_warps=1)  # compiles
-    polls = 100 if interpreted() else 20_000
+    polls = 100 if interpreted() else 50_000
+    rates = []
+    for _ in range(2 if interpreted() else 4):  # the first one compiles
+        _finish(device)
+        begin = time.perf_counter()
+        signals.idle[(1,)](word, polls, num_warps=1)
+        _finish(device)
+        rates.append(polls / (time.perf_counter() - begin))
+    return max(rates)
+
+
+def _finish(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    begin = time.perf_counter()
-    signals.idle[(1,)](word, polls, num_warps=1)
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return polls / (time.perf_counter() - begin)

@@ -19,7 +19,7 @@ from ultraep.errors import ConfigError
 from ultraep.topology import Topology
 
 MODES = {"direct": relay.DIRECT, "chain": relay.CHAIN, "auto": relay.AUTO}
-SIGNAL_COST = 48 << 10  # bytes that a program could move while a signal travels
+SIGNAL_COST = 88 << 10  # bytes that a program could move while a signal travels
 WORDS, WARPS = 8192, 4  # of a tile
 
 

@@ -88,7 +88,19 @@ def idle(word, polls):
         count += 1
 
 
-@triton.jit(do_not_specialize=["rank", "ranks", "channel", "flags", "numbers", "stage", "patience"])
+@triton.jit(
+    do_not_specialize=[
+        "rank",
+        "ranks",
+        "channel",
+        "flags",
+        "numbers",
+        "kind",
+        "stage",
+        "unlike",
+        "patience",
+    ]
+)
 def share(
     boards,
     tables,
@@ -99,27 +111,33 @@ def share(
     channel,
     flags,
     numbers,
+    kind,
     stage,
+    unlike,
     patience,
     B: tl.constexpr,
 ):
     """Program p: hand `numbers` int32 to rank p, and take those of rank p; all ranks meet.
 
-    tables: memory of all ranks, `[2, R, numbers]`: a fast rank writes its next row into the other
-    half, while a slow one still reads.   flags: word of the first of R flags.
+    tables: memory of all ranks, `[2, R, numbers + 1]`: a fast rank writes its next row into the
+    other half, while a slow one still reads.   flags: word of the first of R flags.
+    kind: behind the numbers; ranks that meet with different ones are a fault of stage `unlike`.
     """
     peer = tl.program_id(0)
     mine, theirs = board_of(boards, rank), board_of(boards, peer)
     epoch = tl.load(mine + channel) + 1
     half = (epoch & 1) * ranks
-    at_peer = board_of(tables, peer) + (half + rank).to(tl.int64) * numbers
-    here = board_of(tables, rank) + (half + peer).to(tl.int64) * numbers
+    at_peer = board_of(tables, peer) + (half + rank).to(tl.int64) * (numbers + 1)
+    here = board_of(tables, rank) + (half + peer).to(tl.int64) * (numbers + 1)
     for begin in range(0, numbers, B):
         at = begin + tl.arange(0, B)
         there = at < numbers
         tl.store(at_peer + at, tl.load(row + at, mask=there), mask=there)
+    tl.store(at_peer + numbers, kind)
     post(theirs + flags + rank, epoch)
     if wait(mine + flags + peer, epoch, boards, rank, ranks, peer, stage, patience):
+        if tl.load(here + numbers, volatile=True) != kind:
+            tell(boards, ranks, unlike * RANKS + peer + 1)
         for begin in range(0, numbers, B):
             at = begin + tl.arange(0, B)
             there = at < numbers

@@ -1,0 +1,525 @@
+"""The data plane on a GPU: many ranks on one device, late ones, graphs, and ranks that never come.
+
+Ranks of one process wait for each other on the device, so their streams must not stand in each
+other's queues: they run in a process that is started with enough of them. Kernels are compiled and
+loaded before anybody waits, since loading may wait for those who wait.
+
+ULTRAEP_GPU_ROUNDS: plans of each test, 200 if not given.
+"""
+
+import os
+import time
+import warnings
+from contextlib import contextmanager, suppress
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from dense import assert_close
+from ranks import QUICK, RankPool
+
+from ultraep import BalancedMoE, CommunicationError, Topology, UltraEPError
+from ultraep.backends.triton import reducer, streamer
+from ultraep.backends.triton.board import Board
+from ultraep.backends.triton.streamer import Streamer
+from ultraep.bundle import Layout
+from ultraep.runtime.device import DeviceBalancer
+from ultraep.runtime.peers import LocalPeers
+from ultraep.runtime.symmetric import SymmetricPeers
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
+CUDA = torch.device("cuda")
+ROUNDS = int(os.environ.get("ULTRAEP_GPU_ROUNDS", "200"))
+LONG = 600.0 + ROUNDS  # seconds; only what hangs needs them
+RANKS, HOMES = 4, 3  # home experts of each rank
+SCRIBBLE = 0xAB
+MILLISECOND = 1_700_000  # cycles, about
+
+
+@contextmanager
+def processes(size):
+    """Those in which many streams run at the same time, and which may share the device."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+        patch.setenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
+        with RankPool(size) as pool:
+            yield pool
+
+
+@pytest.fixture(scope="module")
+def pool():
+    """One process for many tests."""
+    with processes(1) as pool:
+        yield pool
+
+
+@pytest.fixture
+def two():
+    """New ones for every test: torch's symmetric memory remembers groups by their names."""
+    with processes(2) as pool:
+        yield pool
+
+
+def small_tiles():
+    """Small experts in many chunks and tiles."""
+    return mock.patch.multiple(streamer, WORDS=256, SIGNAL_COST=256)
+
+
+def random_replicas(rng, topology, fullness):
+    """Any experts in any spare slots, some of them more often than others."""
+    liked, replicas = rng.normal(0, 2, topology.experts), []
+    for host in range(topology.ranks):
+        noise = liked + rng.gumbel(size=topology.experts)
+        away = [e for e in np.argsort(-noise).tolist() if topology.home_of_expert[e] != host]
+        slots = rng.permutation(topology.slots).tolist()
+        held = [place for place in zip(away, slots, strict=False) if rng.random() < fullness]
+        replicas += [(expert, host, slot) for expert, slot in held]
+    return sorted(replicas)
+
+
+def in_a_row(replicas, topology):
+    """[C, 3] the copies, with room for all that there can be."""
+    rows = torch.full((topology.ranks * topology.slots, 3), -1, dtype=torch.int32)
+    rows[: len(replicas)] = torch.tensor(replicas, dtype=torch.int32).view(-1, 3)
+    return rows
+
+
+def bundle_of(experts):
+    """Tensors of many types, stacked over experts."""
+    generator = torch.Generator().manual_seed(0)
+    drawn = {
+        "weight": torch.randn(experts, 64, 65, generator=generator).bfloat16(),
+        "quantised": torch.randint(-99, 99, (experts, 1001), generator=generator).to(torch.int8),
+        "scale": torch.randn(experts, generator=generator),
+    }
+    return {name: tensor.to(CUDA) for name, tensor in drawn.items()}
+
+
+@contextmanager
+def nobody_waits(boards):
+    """Whoever would have to wait goes on; afterwards the boards are as if nothing had been."""
+    patience = [board.patience for board in boards]
+    for board in boards:
+        board.patience = 1
+    yield
+    torch.cuda.synchronize()
+    for board, polls in zip(boards, patience, strict=True):
+        board.patience = polls
+        board.region.local.zero_()
+    torch.cuda.synchronize()
+
+
+class World:
+    """The ranks of one device: each with home experts, spare slots and a stream."""
+
+    def __init__(self, relay="chain", *, slots=2, programs=8, timeout=60.0):
+        self.topology = Topology(ranks=RANKS, experts=RANKS * HOMES, slots=slots)
+        group = LocalPeers(RANKS)
+        peers = [group.of(rank) for rank in range(RANKS)]
+        self.boards = [Board(p, slots=slots, buffers=1, timeout=timeout) for p in peers]
+        self.streamers = [
+            Streamer(board, self.topology, relay=relay, programs=programs) for board in self.boards
+        ]
+        self.experts = bundle_of(RANKS * HOMES)
+        self.tensors = [
+            {name: t[r * HOMES : (r + 1) * HOMES].clone() for name, t in self.experts.items()}
+            for r in range(RANKS)
+        ]
+        self.layout = Layout.of(self.tensors[0], HOMES)
+        self.rows = [p.allocate("slots", slots * self.layout.nbytes) for p in peers]
+        self.replicas = in_a_row([], self.topology).to(CUDA)
+        self.made = torch.zeros(RANKS, self.streamers[0].size, dtype=torch.int32, device=CUDA)
+        self.streams = [torch.cuda.Stream() for _ in range(RANKS)]
+        torch.cuda.synchronize()
+        with nobody_waits(self.boards):
+            self.launch(self.fill, range(RANKS))
+
+    def schedule(self, rank):
+        self.streamers[rank].schedule(self.replicas, self.layout, self.made[rank])
+
+    def fill(self, rank):
+        """What one rank does for the copies of the plan."""
+        self.schedule(rank)
+        self.streamers[rank].fill(self.made[rank], self.layout, self.tensors[rank], self.rows[rank])
+
+    def launch(self, act, ranks, rng=None):
+        """One rank after the other, each in its stream, some of them late."""
+        for rank in ranks:
+            with torch.cuda.stream(self.streams[rank]):
+                if rng is not None and rng.random() < 0.4:
+                    torch.cuda._sleep(int(rng.integers(1, MILLISECOND)))
+                act(rank)
+
+    def plan(self, replicas):
+        """Write the plan where all ranks read it; what the slots held is gone."""
+        self.replicas.copy_(in_a_row(replicas, self.topology))
+        for rows in self.rows:
+            rows.local.fill_(SCRIBBLE)
+        torch.cuda.synchronize()
+
+    def run(self, act, replicas, rng):
+        """All ranks in any order, up to three times; every slot holds what the plan says."""
+        self.plan(replicas)
+        for _ in range(rng.integers(1, 4)):
+            self.launch(act, rng.permutation(RANKS).tolist(), rng)
+        torch.cuda.synchronize()
+        for board in self.boards:
+            board.check()
+        shape = (self.topology.slots, self.layout.nbytes)
+        slots = [rows.local.view(shape) for rows in self.rows]
+        views = [self.layout.views(own) for own in slots]
+        for expert, host, slot in replicas:
+            for name, wanted in self.experts.items():
+                assert torch.equal(views[host][name][slot], wanted[expert]), (expert, host, name)
+        held = {(host, slot) for _, host, slot in replicas}
+        free = [
+            own[slot]
+            for h, own in enumerate(slots)
+            for slot in range(shape[0])
+            if (h, slot) not in held
+        ]
+        assert all((row == SCRIBBLE).all() for row in free)
+
+
+def random_plans(rank, group, relay, rounds, captured):
+    """New plans, one after the other, launched anew or by replaying graphs."""
+    rng = np.random.default_rng(rounds)
+    with small_tiles():
+        world = World(relay)
+        act = replay_of(world) if captured else world.fill
+        lengths = set()
+        for _ in range(rounds):
+            replicas = random_replicas(rng, world.topology, rng.choice([0.4, 1.0]))
+            world.run(act, replicas, rng)
+            lengths.add(int(world.made[0, 3]))
+        return lengths
+
+
+def replay_of(world):
+    """The same as `world.fill` by a graph of every rank."""
+    graphs = [torch.cuda.CUDAGraph() for _ in range(RANKS)]
+    for rank, graph in enumerate(graphs):
+        with torch.cuda.graph(graph, stream=world.streams[rank], capture_error_mode="thread_local"):
+            world.fill(rank)
+    return lambda rank: graphs[rank].replay()
+
+
+@pytest.mark.parametrize("captured", [False, True], ids=["launched", "replayed"])
+@pytest.mark.parametrize("relay", ["direct", "chain", "auto"])
+def test_experts_arrive_bit_for_bit(pool, relay, captured):
+    (lengths,) = pool.run(1, random_plans, relay, ROUNDS, captured, timeout=LONG)
+    assert (max(lengths) > 1) == (relay != "direct")
+
+
+def all_in_one_launch(rank, group, rounds):
+    rng = np.random.default_rng(0)
+    with small_tiles():
+        world = World("chain")
+        tables = [
+            own.sources(world.layout, tensors)
+            for own, tensors in zip(world.streamers, world.tensors, strict=True)
+        ]
+        homes, parts = torch.stack([table[0] for table in tables]), tables[0][1]
+
+        def act(rank):
+            if rank:
+                return
+            for each in range(RANKS):
+                world.schedule(each)
+            world.streamers[0].launch(
+                homes, parts, world.made, world.layout.nbytes, world.rows[0], 0, 0, RANKS
+            )
+
+        for _ in range(rounds):
+            world.run(act, random_replicas(rng, world.topology, 1.0), rng)
+
+
+def test_many_ranks_in_one_launch(pool):
+    pool.run(1, all_in_one_launch, 20)
+
+
+def without_rank_3(rank, group, timeout):
+    """The complaints on all boards, and after how many seconds the device was done."""
+    with small_tiles():
+        world = World("direct", timeout=timeout)
+        world.plan([(3 * HOMES, host, 0) for host in range(3)])
+        begin = time.monotonic()
+        world.launch(world.fill, range(3))
+        torch.cuda.synchronize()
+        seconds = [time.monotonic() - begin]
+        begin = time.monotonic()
+        for _ in range(20):
+            world.launch(lambda rank: world.boards[rank].meet("rows"), range(3))
+        torch.cuda.synchronize()
+        seconds.append(time.monotonic() - begin)
+        return [complaint(board) for board in world.boards], seconds
+
+
+def complaint(board):
+    with pytest.raises(CommunicationError) as caught:
+        board.check()
+    return str(caught.value)
+
+
+def test_a_rank_that_never_comes_is_named(pool):
+    ((complaints, (waited, after)),) = pool.run(1, without_rank_3, 0.5)
+    for rank, message in enumerate(complaints):
+        assert message.startswith("rank 3 did not come within 0.5 s")
+        assert f"at stage 'weights' (seen on rank {rank})" in message
+    assert 0.1 < waited < QUICK
+    assert after < QUICK / 3
+
+
+# Gradients.
+
+
+@pytest.mark.parametrize("ahead", [1, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_gradients_have_the_same_bits_every_time(dtype, ahead, monkeypatch):
+    """Those of one addition after the other, in the order of the plan."""
+    monkeypatch.setattr(reducer, "AHEAD", ahead)
+    topology, rng = Topology(ranks=8, experts=16, slots=3), np.random.default_rng(0)
+    group, wide = LocalPeers(8), torch.float64 if dtype == torch.float64 else torch.float32
+    board = Board(group.of(0), slots=3, buffers=1, timeout=1.0)
+    of_rank_0 = Streamer(board, topology, relay="auto", programs=4)
+    for width in (8, 1001, 50_000):
+        replicas = random_replicas(rng, topology, 0.9)
+        rows = group.of(0).allocate(f"gradients {width}", 3 * width * dtype.itemsize)
+        of_copies = [piece.view(dtype).view(3, width) for piece in rows.handle]
+        for piece in of_copies:
+            piece.copy_(torch.randn(3, width, device=CUDA) * 10 ** torch.randn(3, 1, device=CUDA))
+        of_homes = torch.randn(2, width, device=CUDA).to(dtype)
+        wanted = of_homes.to(wide, copy=True)
+        for expert, host, slot in replicas:
+            if expert < 2:
+                wanted[expert] += of_copies[host][slot].to(wide)
+        made = torch.zeros(of_rank_0.size, dtype=torch.int32, device=CUDA)
+        layout = Layout((("weight", (64,), torch.uint8),))
+        of_rank_0.schedule(in_a_row(replicas, topology).to(CUDA), layout, made)
+        for programs in (1, 7, 7):
+            found = of_homes.clone()
+            reducer.pull(found, rows, made, of_rank_0, programs=programs)
+            assert torch.equal(found, wanted.to(dtype))
+        reducer.pull(of_homes.clone(), rows, made, of_rank_0, programs=7, zero=True)
+        for expert, host, slot in replicas:
+            assert bool(of_copies[host][slot].any()) == (expert >= 2)
+
+
+# The whole layer.
+
+
+TOKENS, TOP_K, EXPERTS, HIDDEN, FFN = 96, 2, 8, 128, 64
+
+
+class Layers:
+    """The layer of every rank; tokens and gradients stay in their place, as a graph needs them."""
+
+    def __init__(self, policy):
+        group = LocalPeers(RANKS)
+        self.streams = [torch.cuda.Stream() for _ in range(RANKS)]
+        self.balancers = [
+            DeviceBalancer(
+                group.of(rank),
+                experts=EXPERTS,
+                tokens=TOKENS,
+                top_k=TOP_K,
+                capacity=RANKS * TOKENS * TOP_K,
+                policy=policy,
+                relay="chain",
+                sms=16,
+                timeout=60.0,
+            )
+            for rank in range(RANKS)
+        ]
+        self.layers = [
+            BalancedMoE(
+                HIDDEN, FFN, EXPERTS, TOP_K, balancer=own, dtype=torch.bfloat16, device=CUDA
+            )
+            for own in self.balancers
+        ]
+        shapes = [(TOKENS - 5 * rank, HIDDEN) for rank in range(RANKS)]
+        options = {"dtype": torch.bfloat16, "device": CUDA}
+        self.inputs = [torch.randn(s, **options).requires_grad_() for s in shapes]
+        self.gradients = [torch.randn(s, **options) for s in shapes]
+        self.names = ["y", "x", *(name for name, _ in self.layers[0].named_parameters())]
+        torch.cuda.synchronize()
+
+    def warm_up(self):
+        """Twice: the second pass frees what the first one has taken, and takes it again."""
+        for _ in range(2):
+            with nobody_waits([own.data.board for own in self.balancers]):
+                self.backward(self.forward())
+            for own in self.balancers:
+                for _ in range(3):  # loads and rows of nobody
+                    with suppress(UltraEPError):
+                        own.check()
+                own.check()
+                own._watch = type(own._watch)(own)  # which has seen it, and would tell
+
+    def draw(self, seed):
+        """Other tokens; some experts are liked by all of them."""
+        generator = torch.Generator().manual_seed(seed)
+        common = 2 * torch.randn(HIDDEN, generator=generator)
+        with torch.no_grad():
+            for x, gradient in zip(self.inputs, self.gradients, strict=True):
+                x.copy_(torch.randn(x.shape, generator=generator) + common)
+                gradient.copy_(torch.randn(x.shape, generator=generator))
+        torch.cuda.synchronize()
+
+    def forward(self):
+        """Launches all ranks; waits for nobody."""
+        outputs = []
+        for rank, stream in enumerate(self.streams):
+            with torch.cuda.stream(stream):
+                outputs.append(self.layers[rank](self.inputs[rank]))
+        return outputs
+
+    def backward(self, outputs):
+        """[y, gradients of x and of all parameters] of every rank."""
+        found = []
+        for rank, stream in enumerate(self.streams):
+            with torch.cuda.stream(stream):
+                found.append(self.results(rank, outputs[rank]))
+        return found
+
+    def results(self, rank, y):
+        wanted = [self.inputs[rank], *self.layers[rank].parameters()]
+        return [y.detach(), *torch.autograd.grad(y, wanted, self.gradients[rank])]
+
+    def check(self, found):
+        """The same tensors on the host, when all ranks are done."""
+        torch.cuda.synchronize()
+        for own in self.balancers:
+            own.check()
+        return [dict(zip(self.names, [t.cpu() for t in own], strict=True)) for own in found]
+
+    def eager(self):
+        return self.check(self.backward(self.forward()))
+
+    def capture(self):
+        """A graph of every rank: replays it, some ranks late, and returns what `eager` does."""
+        graphs, static = [torch.cuda.CUDAGraph() for _ in range(RANKS)], []
+        for rank, graph in enumerate(graphs):
+            with torch.cuda.graph(
+                graph, stream=self.streams[rank], capture_error_mode="thread_local"
+            ):
+                static.append(self.results(rank, self.layers[rank](self.inputs[rank])))
+
+        def replay(rng):
+            for rank in rng.permutation(RANKS).tolist():
+                with torch.cuda.stream(self.streams[rank]):
+                    if rng.random() < 0.3:
+                        torch.cuda._sleep(int(rng.integers(1, MILLISECOND)))
+                    graphs[rank].replay()
+            return self.check(static)
+
+        return replay
+
+
+def passes_of_the_layer(rank, group, rounds):
+    """The graph, the same without a graph, and the same without copies; the copies there were."""
+    rng = np.random.default_rng(0)
+    captured = Layers("ultraep")
+    captured.warm_up()
+    replay = captured.capture()
+    launched, plain = Layers("ultraep"), Layers("none")
+    launched.warm_up()
+    plain.warm_up()
+    copies = []
+    for seed in range(rounds):
+        for layers in (captured, launched, plain):
+            layers.draw(seed)
+        replayed, again = replay(rng), replay(rng)
+        for found, repeated, eager, unbalanced in zip(
+            replayed, again, launched.eager(), plain.eager(), strict=True
+        ):
+            assert torch.equal(found["y"], unbalanced["y"])
+            for name, tensor in found.items():
+                assert torch.equal(tensor, repeated[name]), (seed, name)
+                if name == "router.weight":  # a product of torch
+                    assert_close(tensor, eager[name], name)
+                else:
+                    assert torch.equal(tensor, eager[name]), (seed, name)
+                assert_close(tensor, unbalanced[name], name)
+        copies.append(int(captured.layers[0].last_plan.num_replicas))
+    return copies
+
+
+def test_a_graph_of_the_layer_gives_what_the_layer_gives(pool):
+    (copies,) = pool.run(1, passes_of_the_layer, max(2, ROUNDS // 10), timeout=LONG)
+    assert sum(copies) > 0
+
+
+# Two processes on one device.
+
+
+def pair(group, timeout):
+    """One rank of two that share memory through the driver."""
+    warnings.simplefilter("default")  # those of torch's symmetric memory are its own
+    peers = SymmetricPeers(group, device="cuda:0")
+    topology, rank = Topology(ranks=2, experts=2 * HOMES), peers.rank
+    board = Board(peers, slots=1, buffers=1, timeout=timeout)
+    sender = Streamer(board, topology, relay="chain", programs=8)
+    experts = bundle_of(2 * HOMES)
+    tensors = {name: t[rank * HOMES : (rank + 1) * HOMES].clone() for name, t in experts.items()}
+    layout = Layout.of(tensors, HOMES)
+    rows = peers.allocate("slots", layout.nbytes)
+    made = torch.zeros(sender.size, dtype=torch.int32, device=CUDA)
+
+    def fill(expert):
+        """Each rank gets that home expert of the other."""
+        replicas = [(expert, 1, 0), (HOMES + expert, 0, 0)]
+        sender.schedule(in_a_row(replicas, topology).to(CUDA), layout, made)
+        sender.fill(made, layout, tensors, rows)
+        torch.cuda.synchronize()
+        board.check()
+        views, wanted = layout.views(rows.local[None]), expert + HOMES * (1 - rank)
+        assert all(torch.equal(views[name][0], t[wanted]) for name, t in experts.items())
+
+    return peers, board, fill
+
+
+def share_and_fill(rank, group, rounds):
+    peers, board, fill = pair(group, 60.0)
+    numbers = 37
+    tables = peers.allocate("tables", board.table_bytes(numbers))
+    gathered = torch.empty(2, numbers, dtype=torch.int32, device=CUDA)
+    rng = np.random.default_rng(rank)
+    for number in range(rounds):
+        rows = torch.arange(2 * numbers, dtype=torch.int32, device=CUDA).view(2, -1) + number
+        torch.cuda._sleep(int(rng.integers(1, MILLISECOND)))
+        board.share("loads", rows[rank].clone(), tables, gathered)
+        assert torch.equal(gathered, rows)
+        fill(number % HOMES)
+    peers.close()
+
+
+def test_two_processes_on_one_device(two):
+    two.run(2, share_and_fill, 20)
+
+
+def outlive_rank_1(rank, group, timeout):
+    peers, board, fill = pair(group, timeout)
+    fill(0)
+    peers.gather_objects("filled")
+    if rank == 1:
+        os._exit(1)
+    begin = time.monotonic()
+    with pytest.raises(CommunicationError) as caught:
+        fill(1)
+    board.meet("rows")
+    torch.cuda.synchronize()
+    return str(caught.value), time.monotonic() - begin
+
+
+def test_a_process_that_dies_stops_the_other(two):
+    found = {outcome.rank: outcome for outcome in two.outcomes(2, outlive_rank_1, 5.0)}
+    assert found[1].kind == "lost", found[1].value
+    assert found[0].kind == "result", found[0].value
+    message, seconds = found[0].value
+    assert message.startswith("rank 1 did not come within 5 s")
+    assert seconds < QUICK
