@@ -219,7 +219,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     shape.add_argument("--dtype", choices=DTYPES, default="float32")
     balance = parser.add_argument_group("balance")
     balance.add_argument("--slots", type=int, default=1, help="spare slots of a rank (%(default)s)")
-    balance.add_argument("--relay", choices=("direct", "chain"), default="direct")
+    balance.add_argument("--relay", choices=("auto", "direct", "chain"), default="auto")
     balance.add_argument("--transport", choices=("auto", "shared", "sockets"), default="auto")
     balance.add_argument(
         "--tolerance", type=float, default=0.0, help="imbalance above 1 that may stay (%(default)s)"

@@ -27,7 +27,10 @@ def connect(
     how many seconds to wait for a rank; None means what is usual for the transport.
     """
     if transport not in TRANSPORTS:
-        raise ConfigError(f"transport is one of {', '.join(TRANSPORTS)}, got {transport!r}")
+        raise ConfigError(
+            f"transport is one of {', '.join(TRANSPORTS)}, got {transport!r}; "
+            "for memory that GPUs share there is ultraep.DeviceBalancer"
+        )
     if group is None:
         return local.alone()
     # Here, not above: a group of one needs no torch.distributed.
