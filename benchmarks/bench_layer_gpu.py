@@ -38,6 +38,7 @@ import numpy as np
 import torch
 import triton
 import triton.language as tl
+from bench_layer import AFTER, BEFORE, COPIES, GAIN, RATE, SHARE, STAGE, STEP
 from harness import Line, Metric, Report, common_options
 from torch import nn
 
@@ -49,14 +50,6 @@ from ultraep.policies.eplb import as_copies, place_by_history, split_equally
 
 LAUNCHING = 30_000_000  # cycles: longer than it takes to launch all ranks
 POLICIES = ("none", "eplb", "ultraep", "forced")
-STEP = Metric("step_time_p50", "ms", "ms", ".2f")
-RATE = Metric("tokens_per_second", "tokens/s", "tokens/s", ".0f")
-SHARE = Metric("share_of_forced_balance", "share", "of forced", ".3f")
-GAIN = Metric("gain_over_none", "ratio", "over none", ".3f")
-BEFORE = Metric("imbalance_before", "max/mean", "before", ".3f")
-AFTER = Metric("imbalance_after", "max/mean", "after", ".3f")
-COPIES = Metric("copies", "copies", "copies", ".0f")
-STAGE = Metric("stage_time", "ms", "ms", ".3f")
 MOST = Metric("stage_time_of_the_slowest_rank", "ms", "slowest", ".3f")
 
 
