@@ -89,7 +89,7 @@ def compiled(target: str, size: str) -> Iterator[tuple[object, ...]]:
         known = fixed(kernel, arguments)
         source = ASTSource(kernel, signature(kernel, arguments), known, aligned(kernel, arguments))
         made = triton.compile(source, machine, options)
-        variant = ",".join(f"{name}={value}" for name, value in known.items())
+        variant = ",".join(f"{name}={value}" for name, value in known.items()) or "-"
         yield (
             kernel.fn.__name__,
             options["num_warps"],

@@ -57,6 +57,7 @@ class Streamer:
     def schedule(self, replicas_C3: torch.Tensor, layout: Layout, made: torch.Tensor) -> None:
         """What this rank has to do for a plan, into `made`."""
         board, topology = self.board, self.topology
+        padded = triton.next_power_of_2(self.copies)
         relay.make_schedule[(1,)](
             board.region.addresses,
             replicas_C3,
@@ -73,8 +74,8 @@ class Streamer:
             self.copies,
             board.channel_of_buffer(0),  # fills of all buffers are numbered together
             MODE=self.mode,
-            C=triton.next_power_of_2(self.copies),
-            B=min(32, triton.next_power_of_2(self.copies)),
+            C=padded,
+            B=max(1, min(32, padded, 8192 // padded)),
             H=triton.next_power_of_2(max(1, self.homes)),
             num_warps=4,
         )
