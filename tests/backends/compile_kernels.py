@@ -2,9 +2,10 @@
 
     python tests/backends/compile_kernels.py --sizes 64x256x1,512x2048x2 --targets sm_90,gfx942
 
-A size is ranks x experts x slots. Every variant of a kernel that is launched for it is a line:
-warps, registers of a thread, bytes or registers that are spilled, bytes of shared memory, bytes of
-the widest load of a thread.
+A size is ranks x experts x slots; products of matrices hardly depend on it, and are compiled for
+the first one only. Every variant of a kernel that is launched for it is a line: warps, registers of
+a thread, bytes or registers that are spilled, bytes of shared memory, bytes of the widest load of a
+thread.
 """
 
 from __future__ import annotations
@@ -61,7 +62,8 @@ def main() -> None:
     print(line(COLUMNS))
     with tempfile.TemporaryDirectory() as cache:
         os.environ["TRITON_CACHE_DIR"] = cache
-        jobs = [(t, s) for t in options.targets.split(",") for s in options.sizes.split(",")]
+        sizes = options.sizes.split(",")
+        jobs = [(t, s, s == sizes[0]) for t in options.targets.split(",") for s in sizes]
         fresh = multiprocessing.get_context("spawn")
         with ProcessPoolExecutor(options.workers, mp_context=fresh) as pool:
             for rows in pool.map(compile_all, *zip(*jobs, strict=True)):
@@ -74,18 +76,21 @@ def line(row: tuple[object, ...]) -> str:
     return " ".join(cell.ljust(width) for cell, width in cells).rstrip()
 
 
-def compile_all(target: str, size: str) -> list[tuple[object, ...]]:
+def compile_all(target: str, size: str, products: bool) -> list[tuple[object, ...]]:
     """A row for every variant of every kernel that is launched for this size."""
-    return [(name, size, target, *facts) for name, *facts in compiled(target, size)]
+    return [(name, size, target, *facts) for name, *facts in compiled(target, size, products)]
 
 
-def compiled(target: str, size: str) -> Iterator[tuple[object, ...]]:
+def compiled(target: str, size: str, products: bool) -> Iterator[tuple[object, ...]]:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     machine = GPUTarget(*TARGETS[target])
-    for kernel, arguments, options in launches(*map(int, size.split("x")), machine.backend):
+    ranks, experts, slots = map(int, size.split("x"))
+    for kernel, arguments, options in launches(ranks, experts, slots, machine.backend, products):
+        *map(int, size.split("x")), machine.backend, products
+    ):
         known = fixed(kernel, arguments)
         source = ASTSource(kernel, signature(kernel, arguments), known, aligned(kernel, arguments))
         made = triton.compile(source, machine, options)
@@ -101,7 +106,7 @@ def compiled(target: str, size: str) -> Iterator[tuple[object, ...]]:
 
 
 def launches(
-    ranks: int, experts: int, slots: int, backend: str
+    ranks: int, experts: int, slots: int, backend: str, products: bool
 ) -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
     """Every kernel with its arguments, warps and stages, once for every variant."""
     from triton.runtime.jit import JITFunction
@@ -118,7 +123,7 @@ def launches(
     try:
         for tolerance in (0.0, 0.01):
             launch_all(ranks, experts, slots, tolerance)
-        for hidden, ffn, biases in PRODUCTS:
+        for hidden, ffn, biases in PRODUCTS if products else ():
             launch_products(experts // ranks, slots, hidden, ffn, biases, backend)
         for dtype, top_k in EXCHANGED:
             launch_exchange(ranks, experts, slots, dtype, top_k)
