@@ -89,8 +89,6 @@ def compiled(target: str, size: str, products: bool) -> Iterator[tuple[object, .
     machine = GPUTarget(*TARGETS[target])
     ranks, experts, slots = map(int, size.split("x"))
     for kernel, arguments, options in launches(ranks, experts, slots, machine.backend, products):
-        *map(int, size.split("x")), machine.backend, products
-    ):
         known = fixed(kernel, arguments)
         source = ASTSource(kernel, signature(kernel, arguments), known, aligned(kernel, arguments))
         made = triton.compile(source, machine, options)
