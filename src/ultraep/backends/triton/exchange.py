@@ -23,7 +23,6 @@ this rank, R ranks, D width of a row.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -32,6 +31,7 @@ import triton.language as tl
 
 from ultraep.arrays import IntArray
 from ultraep.backends.triton.kernels import exchange as kernels
+from ultraep.comm import Region
 from ultraep.errors import ConfigError, LoadError
 
 ALIGNMENT = 128  # bytes, of every part of a region
@@ -39,18 +39,6 @@ WORDS = {4: torch.int32, 2: torch.int16, 1: torch.int8}  # in which rows are mov
 TYPES = {4: tl.int32, 2: tl.int16, 1: tl.int8}
 IN_FLIGHT = 64 << 10  # bytes that a program has asked for at once; few programs suffice then
 WARPS = 16
-
-
-class Region(Protocol):
-    """A piece of memory that every rank has, and that all of them can read."""
-
-    @property
-    def local(self) -> torch.Tensor:
-        """The bytes of this rank's piece."""
-
-    @property
-    def addresses(self) -> torch.Tensor:
-        """[R] where the pieces of all ranks lie, as seen from here: multiples of 16 bytes."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
