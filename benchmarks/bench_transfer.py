@@ -668,7 +668,7 @@ def critical(bench: Bench) -> None:
         "out: different experts that the busiest home gives away; in: copies that a rank receives; "
         "hops: the longest chain; the most of all seeds. Paths: mean and worst of the seeds.\n"
         "direct: copies that the busiest rank sends, all from their home. chain: hops that the "
-        "busiest rank sends, its own and those it hands on, times (n + d - 1) / n for d hops in n "
+        "busiest rank sends, its own and those it hands on, and (d - 1) / n for d hops in n "
         "chunks, as the streamer cuts them. auto: the shorter of the two, plan by plan.\n"
         "rounds: the chain counted round by round, the most chunks of a rank in each; over n.\n"
         "Floor: 1, as soon as there is a copy."
@@ -682,7 +682,7 @@ def _paths(plan: Plan, nbytes: int) -> Values:
     longest = max((hop.depth + 1 for hop in ways["chain"]), default=0)
     chunks = chunks_for(longest, nbytes, LINK_PROGRAMS)
     path = {mode: float(_most_sent(way)) for mode, way in ways.items()}
-    path["chain"] *= (chunks + max(0, longest - 1)) / chunks
+    path["chain"] += max(0, longest - 1) / chunks
     path["auto"] = path[choose(plan, chunks)]
     path["rounds"] = _by_rounds(ways["chain"], chunks, longest)
     values: dict[Metric, float | None] = {

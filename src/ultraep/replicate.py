@@ -69,13 +69,13 @@ def hops(
 def choose(plan: Plan, chunks: int) -> Literal["direct", "chain"]:
     """The faster mode for all copies of a plan; decided by integers, alike on every rank.
 
-    What takes longest is the rank that sends most. A chain also takes time to fill: with n chunks
-    and h hops it lasts (n + h - 1) / n times as long as one transfer.
+    What takes longest is the rank that sends most. A chain of h hops also takes h - 1 chunks of
+    time until its last copy gets its first one.
     """
     direct, chain = hops(plan, "direct"), hops(plan, "chain")
     longest = max((hop.depth + 1 for hop in chain), default=0)
-    sooner = _most_sent(chain) * (chunks + longest - 1) < _most_sent(direct) * chunks
-    return "chain" if sooner else "direct"
+    rounds = _most_sent(chain) * chunks + max(0, longest - 1)
+    return "chain" if rounds < _most_sent(direct) * chunks else "direct"
 
 
 def _most_sent(way: list[Hop]) -> int:

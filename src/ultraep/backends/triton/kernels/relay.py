@@ -190,7 +190,7 @@ def make_schedule(
     if MODE == AUTO:
         chunks = tl.load(chunks_of_length + longest)
         direct, chain = most_sent(replicas, home_of_expert, scratch, copies, C, B)
-        chained = chain * (chunks + longest - 1) < direct * chunks
+        chained = chain * chunks + tl.maximum(longest - 1, 0) < direct * chunks
     longest = tl.where(chained, longest, tl.minimum(longest, 1))
 
     expert_C, home_C, host_C, slot_C = copies_at(replicas, home_of_expert, all_C, copies)
