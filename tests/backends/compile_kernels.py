@@ -213,7 +213,7 @@ def launch_exchange(ranks: int, experts: int, slots: int, dtype: str, top_k: int
     import torch
 
     from ultraep import Topology
-    from ultraep.backends.triton.exchange import Exchange, Layout
+    from ultraep.backends.triton.exchange import Exchange, RegionLayout
 
     def room(*shape: int, dtype: Any = torch.int32) -> torch.Tensor:
         return torch.empty(*shape, dtype=dtype)
@@ -224,7 +224,9 @@ def launch_exchange(ranks: int, experts: int, slots: int, dtype: str, top_k: int
 
     tokens, width, capacity = 512, 7168, 8192
     first_slot = Topology(ranks=ranks, experts=experts, slots=slots).first_slot_of_rank
-    layout = Layout(first_slot_of_rank=first_slot, tokens=tokens, top_k=top_k, capacity=capacity)
+    layout = RegionLayout(
+        first_slot_of_rank=first_slot, tokens=tokens, top_k=top_k, capacity=capacity
+    )
     rows = room(capacity, width, dtype=getattr(torch, dtype))
     values, served = (region(layout.served_bytes(width * rows.itemsize)) for _ in range(2))
     exchange = Exchange(layout, rank=0, tables=region(layout.table_bytes), programs=132)

@@ -15,7 +15,7 @@ from triton.runtime.interpreter import InterpreterBuilder, InterpreterError, Ten
 import ultraep
 from ultraep import BalanceConfig, ControlPlane, Topology
 from ultraep.backends.triton.device import default_device, interpreted
-from ultraep.backends.triton.exchange import Exchange, Layout, tile_of
+from ultraep.backends.triton.exchange import Exchange, RegionLayout, tile_of
 from ultraep.reroute import reroute, rows_received
 
 DEVICE = default_device()
@@ -138,7 +138,7 @@ class Group:
         self.ranks, self.top_k = len(ids), ids[0].shape[1]
         self.capacity = max(1, int(plan.rank_loads.max())) if capacity is None else capacity
         self.twin = Twin(ids, plan, self.capacity)
-        self.layout = Layout(
+        self.layout = RegionLayout(
             first_slot_of_rank=plan.topology.first_slot_of_rank,
             tokens=max(1, *map(len, ids)),
             top_k=self.top_k,
@@ -461,7 +461,7 @@ def test_too_many_tokens_are_refused():
 def test_layouts_of_nothing_are_refused(name):
     sizes = {"tokens": 1, "top_k": 1, "capacity": 1, name: 0}
     with pytest.raises(ultraep.ConfigError, match=f"{name} must be positive, got 0"):
-        Layout(first_slot_of_rank=np.array([0, 1]), **sizes)
+        RegionLayout(first_slot_of_rank=np.array([0, 1]), **sizes)
 
 
 @pytest.mark.parametrize("most", [512, 4096, 8192])

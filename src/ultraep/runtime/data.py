@@ -12,11 +12,11 @@ from contextlib import contextmanager
 import torch
 
 from ultraep.backends.triton.board import Board
-from ultraep.backends.triton.exchange import Exchange, Layout
+from ultraep.backends.triton.exchange import Exchange, RegionLayout
 from ultraep.backends.triton.grouped import multiprocessors
 from ultraep.backends.triton.reducer import pull
 from ultraep.backends.triton.streamer import Streamer
-from ultraep.bundle import Layout as RowLayout
+from ultraep.bundle import Layout
 from ultraep.comm import Peers, Region
 from ultraep.errors import LoadError, SlotError
 from ultraep.runtime.overlap import Overlap
@@ -52,7 +52,7 @@ class DataPlane:
             moving, pulling = 1, 2
         self.streamer = Streamer(self.board, topology, relay=relay, programs=moving)
         self._pull_programs = pulling
-        layout = Layout(
+        layout = RegionLayout(
             first_slot_of_rank=topology.first_slot_of_rank,
             tokens=tokens,
             top_k=top_k,
@@ -69,7 +69,7 @@ class DataPlane:
         self._regions: dict[str, Region] = {}
         self._read: set[str] = set()  # since the last meeting
 
-    def prepare(self, layout: RowLayout, parameters: int, row_bytes: int) -> None:
+    def prepare(self, layout: Layout, parameters: int, row_bytes: int) -> None:
         """Allocate what layers of these weights and rows need."""
         for buffer in range(len(self._borrowers)):
             self.slots(layout, buffer)
@@ -122,7 +122,7 @@ class DataPlane:
         finally:
             self._borrowers[buffer] = None
 
-    def slots(self, layout: RowLayout, buffer: int) -> Region:
+    def slots(self, layout: Layout, buffer: int) -> Region:
         """`[slots, bytes]` of every rank."""
         return self.region(f"slots {buffer}", max(1, self.topology.slots) * layout.nbytes)
 

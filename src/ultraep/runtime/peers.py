@@ -14,8 +14,6 @@ import torch
 from ultraep.comm import Region
 from ultraep.errors import ConfigError
 
-ALIGNMENT = 512  # of torch's allocators
-
 
 class LocalPeers:
     """The memory of all ranks of one process."""

@@ -42,7 +42,7 @@ WARPS = 16
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Layout:
+class RegionLayout:
     """What the regions of a group hold. It must be the same on every rank.
 
     first_slot_of_rank: [R + 1] of the topology.
@@ -128,7 +128,7 @@ class Exchange:
     `faults`: how often more rows arrived than there is room for, and the most that ever arrived.
     """
 
-    def __init__(self, layout: Layout, *, rank: int, tables: Region, programs: int) -> None:
+    def __init__(self, layout: RegionLayout, *, rank: int, tables: Region, programs: int) -> None:
         assert tables.local.numel() >= layout.table_bytes
         self.layout, self.rank, self.programs, self.region = layout, rank, programs, tables
         self.device, first_slot = tables.local.device, layout.first_slot_of_rank

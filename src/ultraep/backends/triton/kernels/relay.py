@@ -16,8 +16,9 @@ Shapes: C copies at most, B copies of a tile.
 import triton
 import triton.language as tl
 
-from ultraep.backends.triton.kernels.signals import board_of
+from ultraep.backends.triton.kernels.signals import LAST_FILL, board_of
 
+CHUNKS, FILL, LONGEST = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 HEADER = tl.constexpr(4)
 DIRECT, CHAIN, AUTO = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 NEVER = tl.constexpr(2**30)
@@ -228,9 +229,9 @@ def make_schedule(
         H,
     )
     board = board_of(boards, rank)
-    fill = tl.load(board + channel + 3) + 1
-    tl.store(board + channel + 3, fill)
+    fill = tl.load(board + channel + LAST_FILL) + 1
+    tl.store(board + channel + LAST_FILL, fill)
     tl.store(made, sent)
-    tl.store(made + 1, tl.load(chunks_of_length + longest))
-    tl.store(made + 2, fill)
-    tl.store(made + 3, longest)
+    tl.store(made + CHUNKS, tl.load(chunks_of_length + longest))
+    tl.store(made + FILL, fill)
+    tl.store(made + LONGEST, longest)

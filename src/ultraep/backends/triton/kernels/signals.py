@@ -3,7 +3,8 @@
 Every rank has a board of int32 words that all can reach:
 
     [0]                  what went wrong first: 0, or stage * RANKS + rank + 1
-    [CHANNEL + c * 4..]  channel c: epoch, tickets of the programs that are done
+    [CHANNEL + c * 4..]  channel c: epoch, tickets of the programs that are done; and of buffers of
+                         slots, the fill that they hold and the last fill that was numbered
     then                 flags
 
 Epochs live on the board and are advanced by the kernels themselves, so a graph can be replayed. A
@@ -16,7 +17,8 @@ import triton.language as tl
 
 FAULT = tl.constexpr(0)
 CHANNEL = tl.constexpr(4)
-WORDS = tl.constexpr(4)  # of a channel: epoch, tickets, fill that is held, last fill
+TICKETS, HELD, LAST_FILL = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)  # behind the epoch
+WORDS = tl.constexpr(4)  # of a channel
 RANKS = tl.constexpr(65536)  # more than there are
 
 
@@ -143,5 +145,5 @@ def share(
             there = at < numbers
             taken = tl.load(here + at, mask=there, volatile=True)
             tl.store(gathered + peer.to(tl.int64) * numbers + at, taken, mask=there)
-    if last_of(mine + channel + 1, ranks):
+    if last_of(mine + channel + TICKETS, ranks):
         tl.store(mine + channel, epoch)

@@ -10,8 +10,10 @@ Shapes: W words (4 bytes) of a tile.
 import triton
 import triton.language as tl
 
-from ultraep.backends.triton.kernels.relay import HEADER
+from ultraep.backends.triton.kernels.relay import CHUNKS, FILL, HEADER, LONGEST
 from ultraep.backends.triton.kernels.signals import (
+    HELD,
+    TICKETS,
     add_one,
     board_of,
     last_of,
@@ -142,8 +144,8 @@ def stream(
     board = board_of(boards, rank)
     schedule = schedules + index.to(tl.int64) * stride
     epoch = tl.load(board + channel) + 1
-    fill = tl.load(schedule + 2)
-    if fill != tl.load(board + channel + 2):
+    fill = tl.load(schedule + FILL)
+    if fill != tl.load(board + channel + HELD):
         senders = schedule + HEADER + 4 * copies
         if worker == 0:
             release_slots(boards, senders, rank, slots, released, epoch)
@@ -169,7 +171,7 @@ def stream(
             W,
             PROGRAMS,
         )
-    if last_of(board + channel + 1, PROGRAMS) & (fill != tl.load(board + channel + 2)):
+    if last_of(board + channel + TICKETS, PROGRAMS) & (fill != tl.load(board + channel + HELD)):
         wait_for_slots(
             boards,
             schedule + HEADER + 4 * copies,
@@ -177,7 +179,7 @@ def stream(
             rank,
             ranks,
             slots,
-            tl.load(schedule + 1),
+            tl.load(schedule + CHUNKS),
             max_chunks,
             stage,
             patience,
@@ -186,7 +188,7 @@ def stream(
         flag = tl.arange(0, 64)
         for begin in range(0, slots * max_chunks, 64):
             tl.store(board + arrived + begin + flag, 0, mask=begin + flag < slots * max_chunks)
-        tl.store(board + channel + 2, fill)
+        tl.store(board + channel + HELD, fill)
         tl.store(board + channel, epoch)
 
 
@@ -215,7 +217,11 @@ def send(
 ):
     """Chunk c of a hop at depth d goes in round c + d, so that no round waits for a later one."""
     board = board_of(boards, rank)
-    num_hops, chunks, longest = tl.load(schedule), tl.load(schedule + 1), tl.load(schedule + 3)
+    num_hops, chunks, longest = (
+        tl.load(schedule),
+        tl.load(schedule + CHUNKS),
+        tl.load(schedule + LONGEST),
+    )
     own_slots = tl.load(rows + rank)
     size = tl.cdiv(tl.cdiv(row_bytes, chunks), ALIGNMENT) * ALIGNMENT
     ready = num_hops > 0  # and nobody was waited for in vain
