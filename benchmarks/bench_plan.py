@@ -184,7 +184,7 @@ def quality(report: Report, scale: Scale, policies: Sequence[str]) -> None:
             report.add("quality", samples.lines())
     report.note(
         "All policies plan the same n loads; eplb and lplb place by the very load they then serve."
-        "\nllep, eplb, lplb and ideal keep to no slots: no bound holds for them."
+        "\nllep, eplb and ideal keep to no slots: no bound holds for them."
     )
 
 

@@ -97,6 +97,45 @@ def test_plan_benchmark_refuses_nonsense(options):
     assert options[0] in done.stderr or "trace" in done.stderr or "unknown" in done.stderr
 
 
+def test_grouped_benchmark_keeps_its_tables_when_a_section_fails(
+    harness, monkeypatch, tmp_path, capsys
+):
+    grouped = import_module("bench_grouped")
+
+    def works(bench):
+        bench.table("a table", [harness.Line({"rows": 1}, {grouped.WORK_TIME: 2.0})])
+
+    def fails(_):
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(grouped, "SECTIONS", {"one": works, "two": fails, "three": works})
+    path = tmp_path / "rows.json"
+    report = harness.Report("grouped", ["bench_grouped.py"])
+    bench = grouped.Bench(report, grouped.TOY, grouped.Host(1), path)
+    failures = grouped.run(bench, ["one", "two", "three"])
+    assert [failure.partition(":")[0] for failure in failures] == ["two"]
+    assert "out of memory" in capsys.readouterr().err
+    found = [row["benchmark"] for row in json.loads(path.read_text())]
+    assert found == ["grouped/one", "grouped/three"]
+
+
+def test_grouped_benchmark_divides_all_rows(harness):
+    grouped = import_module("bench_grouped")
+    for scale in (grouped.FULL, grouped.TOY):
+        for shares in grouped.DIVISIONS.values():
+            rows = grouped.divided(scale.skewed_rows, shares, scale.skewed_unit)
+            assert len(rows) == len(shares)
+            assert sum(rows) == scale.skewed_rows
+    assert grouped.divided(2048, (1, 2, 1), 128) == [512, 1024, 512]
+
+
+@pytest.mark.parametrize("options", [["--only", "nonsense"], ["--toy", "--quick"]])
+def test_grouped_benchmark_refuses_nonsense(options):
+    done = run("bench_grouped.py", *options)
+    assert done.returncode == 2
+    assert options[0] in done.stderr or "unknown" in done.stderr
+
+
 def test_time_call_gives_percentiles_of_the_repeats(harness):
     calls = []
     timing = harness.time_call(lambda: calls.append(1), repeats=5, warmup=2)

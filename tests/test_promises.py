@@ -28,13 +28,14 @@ LAYERS = [
     ["combine", "experts"],
     ["runtime"],
     ["layer"],
+    ["sim"],
     ["__init__"],
     ["cli", "__main__"],
 ]
 STORY = ("bundle", "comm", "reroute", "replicate", "dispatch", "combine", "experts", "grad_reduce")
 ONLY_IN = {
     "numba": ["backends/cpu"],
-    "scipy": ["policies/lplb.py"],
+    "scipy": [],  # for tests and benchmarks only
     "typer": ["cli"],
     "rich": ["cli"],
     "torch": [

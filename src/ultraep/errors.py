@@ -8,7 +8,7 @@
     |-- PlanMismatch        ranks that disagree about settings, step or plan; names the ranks
     |-- SlotError           spare slots that are in use, missing, or too few
     |-- CommunicationError  a rank that failed, died or did not answer in time
-    `-- BackendUnavailable  a backend or extra that is not installed          (also an ImportError)
+    `-- BackendUnavailable  a backend that is not installed                   (also an ImportError)
 
 Catch `UltraEPError` to catch them all. Messages name what was given and what was expected.
 """
@@ -53,4 +53,4 @@ class CommunicationError(UltraEPError):
 
 
 class BackendUnavailable(UltraEPError, ImportError):
-    """A backend, or an optional package, that is asked for and not installed."""
+    """A backend that is asked for and not installed."""

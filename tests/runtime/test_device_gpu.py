@@ -135,6 +135,9 @@ class World:
         self.made = torch.zeros(RANKS, self.streamers[0].size, dtype=torch.int32, device=CUDA)
         self.streams = [torch.cuda.Stream() for _ in range(RANKS)]
         torch.cuda.synchronize()
+        torch.cuda._sleep(
+            1
+        )  # loaded now: loading waits for kernels, and they will wait for each other
         with nobody_waits(self.boards):
             self.launch(self.fill, range(RANKS))
 

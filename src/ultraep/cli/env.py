@@ -19,7 +19,7 @@ from ultraep.version import __version__
 
 EXAMPLE = "Example: ultraep env --json > env.json"
 DEVICES = {"cpu": "CPU", "cuda": "GPU"}
-PACKAGES = ("numpy", "numba", "torch", "triton", "scipy")
+PACKAGES = ("numpy", "numba", "torch", "triton")
 
 
 def command(

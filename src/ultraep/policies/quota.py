@@ -19,6 +19,7 @@ Shapes: G ranks of one domain.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 
@@ -147,12 +148,13 @@ def probe(domain: Domain, threshold: int, min_tokens: int, *, fair: bool) -> Cop
 
 
 def _domain(problem: Problem, begin: int) -> Domain:
-    topology = problem.topology
+    topology, loads = problem.topology, problem.expert_loads.tolist()
+    end = begin + topology.domain_size
+    first = topology.first_of_rank[begin : end + 1].tolist()
+    by_rank = topology.experts_by_rank.tolist()
     experts = []
-    for rank in range(begin, begin + topology.domain_size):
-        first, end = topology.first_of_rank[rank : rank + 2]
-        homes = topology.experts_by_rank[first:end]
-        homes = homes[np.argsort(-problem.expert_loads[homes], kind="stable")]
-        experts.append(list(zip(homes.tolist(), problem.expert_loads[homes].tolist(), strict=True)))
+    for start, stop in pairwise(first):
+        homes = sorted(by_rank[start:stop], key=lambda expert: -loads[expert])
+        experts.append([(expert, loads[expert]) for expert in homes])
     rank_loads = [sum(tokens for _, tokens in homes) for homes in experts]
     return Domain(np.array(rank_loads, dtype=np.int64), experts, topology.slots)

@@ -1,0 +1,82 @@
+"""Presets and files of one's own: tables of TOML, turned into records.
+
+A name picks a preset; `file.toml` the first table of a file, `file.toml:name` another one of it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import tomllib
+from importlib import resources
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ultraep.errors import ConfigError, FileError
+
+Record = TypeVar("Record")
+Table = dict[str, Any]
+
+
+def load_table(kind: str, name: str) -> tuple[str, Table]:
+    """The table of that name among the presets of a kind (clusters, models), or in a file."""
+    path, _, wanted = name.partition(":") if ".toml" in name else ("", "", name)
+    tables = _tables_of_file(Path(path)) if path else presets(kind)
+    wanted = wanted or next(iter(tables))
+    if wanted not in tables:
+        near = difflib.get_close_matches(wanted, tables, n=1, cutoff=0.4)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise ConfigError(
+            f"unknown {kind.removesuffix('s')} {wanted!r}{hint} Known: {', '.join(tables)}"
+            if hint
+            else f"unknown {kind.removesuffix('s')} {wanted!r}; known are {', '.join(tables)}"
+        )
+    return wanted, tables[wanted]
+
+
+def presets(kind: str) -> dict[str, Table]:
+    """All presets of a kind, in the order of their file."""
+    text = resources.files("ultraep.sim").joinpath("data", f"{kind}.toml").read_text("utf-8")
+    return tomllib.loads(text)
+
+
+def as_record(make: type[Record], table: Table, where: str) -> Record:
+    """A dataclass from a table; fields that are missing, unknown or of a wrong type are named."""
+    fields = {field.name: field for field in dataclasses.fields(make)}  # type: ignore[arg-type]
+    unknown = sorted(set(table) - set(fields))
+    if unknown:
+        near = difflib.get_close_matches(unknown[0], fields, n=1)
+        raise ConfigError(
+            f"{where}: unknown entry {unknown[0]!r}"
+            + (f"; did you mean {near[0]}?" if near else f"; known are {', '.join(fields)}")
+        )
+    missing = [
+        name
+        for name, field in fields.items()
+        if name not in table and field.default is dataclasses.MISSING
+    ]
+    if missing:
+        raise ConfigError(f"{where}: {', '.join(missing)} missing")
+    for name, value in table.items():
+        _check_type(where, name, str(fields[name].type), value)
+    return make(**table)
+
+
+def _check_type(where: str, name: str, annotation: str, value: Any) -> None:
+    kinds: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "str": (str,)}
+    wanted = kinds.get(annotation)
+    if wanted and (not isinstance(value, wanted) or isinstance(value, bool)):
+        raise ConfigError(f"{where}: {name} must be of type {annotation}, got {value!r}")
+
+
+def _tables_of_file(path: Path) -> dict[str, Table]:
+    try:
+        content = tomllib.loads(path.read_text("utf-8"))
+    except FileNotFoundError:
+        raise FileError(f"{path}: no such file") from None
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise FileError(f"{path}: cannot be read as TOML: {error}") from None
+    tables = {name: table for name, table in content.items() if isinstance(table, dict)}
+    if not tables:
+        raise FileError(f"{path}: holds no table; a table begins with a line like [my-name]")
+    return tables

@@ -1,0 +1,350 @@
+"""simulate: a cluster, a model, a workload, a schedule -> what every policy would bring.
+
+Layers are independent of each other until the schedule puts them together, so they are dealt out
+to processes; a layer's figures do not depend on who works them out.
+
+Shapes: S microbatches, H layers with experts, P stages.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ultraep.arrays import IntArray
+from ultraep.config import BalanceConfig
+from ultraep.errors import ConfigError
+from ultraep.policies import get_policy
+from ultraep.sim.cluster import Cluster
+from ultraep.sim.costs import Costs, Rates, measured_rates
+from ultraep.sim.layer import LayerClock, LayerTimes
+from ultraep.sim.memory import Memory, memory_of, weight_bytes
+from ultraep.sim.model import Model
+from ultraep.sim.planning import plan_layer
+from ultraep.sim.runtime import Runtime, runtime_of
+from ultraep.sim.serving import Serving, make_iteration, rate_at_limit
+from ultraep.sim.training import (
+    Training,
+    optimizer_seconds,
+    pipeline_seconds,
+    plain_seconds,
+    stage_of_layer,
+)
+from ultraep.sim.workload import Workload, share_out
+from ultraep.topology import Topology
+
+FloatArray = NDArray[np.float64]
+Report = Callable[[int, int], None]  # layers done, layers in all
+
+IDEAL = "ideal"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scenario:
+    """What is simulated.
+
+    ranks: of the expert-parallel group.
+    interval: microbatches for which eplb and lplb keep their places.
+    """
+
+    cluster: Cluster
+    model: Model
+    workload: Workload
+    schedule: Training | Serving
+    ranks: int
+    slots: int = 1
+    tolerance: float = 0.01
+    min_tokens_per_replica: int = 1
+    interval: int = 100
+    domain: int | None = None
+    rates: Rates = field(default_factory=measured_rates)
+
+    def __post_init__(self) -> None:
+        model = self.model
+        if self.ranks > model.experts or model.experts % self.ranks:
+            raise ConfigError(
+                f"{model.experts} experts of {model.name} do not divide evenly "
+                f"over {self.ranks} ranks"
+            )
+        if self.devices > self.cluster.devices:
+            raise ConfigError(
+                f"{self.devices} devices are needed, cluster {self.cluster.name} has "
+                f"{self.cluster.devices}"
+            )
+        if self.workload.experts != model.experts:
+            raise ConfigError(
+                f"the workload has {self.workload.experts} experts, "
+                f"model {model.name} has {model.experts}"
+            )
+        if self.interval < 1:
+            raise ConfigError(f"interval must be at least 1, got {self.interval}")
+        needed = weight_bytes(model, self.ranks, self.schedule)
+        if needed > self.cluster.memory:
+            raise ConfigError(
+                f"{needed / 1e9:.0f} GB of weights and optimizer state per device do not fit into "
+                f"the {self.cluster.memory_gb:g} GB of cluster {self.cluster.name}: use more "
+                f"ranks, stages or groups"
+            )
+        _ = self.topology
+
+    @property
+    def devices(self) -> int:
+        """Devices in all."""
+        schedule = self.schedule
+        many = schedule.stages * schedule.groups if isinstance(schedule, Training) else 1
+        return self.ranks * many
+
+    @property
+    def topology(self) -> Topology:
+        """Ranks, domains, homes and slots."""
+        domain = self.cluster.domain_of(self.ranks) if self.domain is None else self.domain
+        return Topology(
+            ranks=self.ranks, experts=self.model.experts, slots=self.slots, domain=domain
+        )
+
+    @property
+    def costs(self) -> Costs:
+        """Seconds of single things."""
+        return Costs(self.cluster, self.model, self.rates)
+
+    @property
+    def microbatches(self) -> int:
+        """Microbatches, or iterations, of a layer."""
+        schedule = self.schedule
+        return schedule.in_all if isinstance(schedule, Training) else schedule.iterations
+
+    @property
+    def rows(self) -> int:
+        """Rows of a microbatch over all ranks."""
+        return self.ranks * self.schedule.tokens * self.model.top_k
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A policy, as it takes part: by name, with settings of its own where they differ."""
+
+    policy: str
+    label: str
+    slots: int | None = None
+    tolerance: float | None = None
+    runtime: Runtime | None = None
+
+    @staticmethod
+    def of(policy: str) -> Contender:
+        """A policy with the settings of the scenario."""
+        return Contender(get_policy(policy).name, policy)
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a policy brought."""
+
+    label: str
+    policy: str
+    slots: int
+    throughput: float
+    unit: str
+    tokens_per_second: float  # of one device
+    imbalance: float
+    worst_imbalance: float
+    copies: float
+    seconds: float  # of a microbatch through all layers, forward and backward
+    stages: dict[str, float]  # seconds of a microbatch, by stage, over all layers
+    memory: Memory
+    out_of_memory: float  # share of the microbatches in which a device would not have enough
+    by_microbatch: FloatArray  # [S] seconds through all layers
+    imbalance_by_layer: FloatArray  # [H]
+
+
+def simulate(
+    scenario: Scenario,
+    contenders: Sequence[Contender | str],
+    *,
+    processes: int = 1,
+    report: Report | None = None,
+) -> list[Result]:
+    """Every contender on the same loads, in the order given."""
+    wanted = [c if isinstance(c, Contender) else Contender.of(c) for c in contenders]
+    if not wanted:
+        raise ConfigError("nothing to simulate: name at least one policy")
+    if processes < 1:
+        raise ConfigError(f"processes must be at least 1, got {processes}")
+    layers = range(scenario.model.dense_layers, scenario.model.layers)
+    times: list[list[LayerTimes]] = []
+    for found in _spread(scenario, wanted, list(layers), processes):
+        times.append(found)
+        if report:
+            report(len(times), len(layers))
+    by_contender = [list(group) for group in zip(*times, strict=True)]
+    return [
+        put_together(scenario, contender, own)
+        for contender, own in zip(wanted, by_contender, strict=True)
+    ]
+
+
+def _spread(
+    scenario: Scenario, wanted: list[Contender], layers: list[int], processes: int
+) -> Iterator[list[LayerTimes]]:
+    if processes == 1 or len(layers) == 1:
+        yield from (time_layer(scenario, wanted, layer) for layer in layers)
+        return
+    with _pool(min(processes, len(layers))) as pool:
+        count = len(layers)
+        yield from pool.map(time_layer, [scenario] * count, [wanted] * count, layers, chunksize=1)
+
+
+@contextmanager
+def _pool(processes: int) -> Iterator[ProcessPoolExecutor]:
+    """Processes that are gone when the block is left, also by an error."""
+    pool = ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn"))
+    try:
+        yield pool
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+def time_layer(scenario: Scenario, wanted: list[Contender], layer: int) -> list[LayerTimes]:
+    """One layer of all microbatches, under every contender."""
+    drawn = np.arange(scenario.microbatches + scenario.interval)
+    loads_SE = scenario.workload.expert_loads(layer, drawn, scenario.rows)
+    past_E, now_SE = loads_SE[: scenario.interval].sum(axis=0), loads_SE[scenario.interval :]
+    return [_time(scenario, contender, now_SE, past_E) for contender in wanted]
+
+
+def _time(
+    scenario: Scenario, contender: Contender, loads_SE: IntArray, past_E: IntArray
+) -> LayerTimes:
+    slots = scenario.slots if contender.slots is None else contender.slots
+    topology = scenario.topology
+    topology = Topology(
+        ranks=topology.ranks,
+        experts=topology.experts,
+        slots=slots,
+        domain=topology.domain_size,
+    )
+    policy = contender.policy
+    if policy == IDEAL:  # what frameworks call forced balance: every expert gets the same
+        policy = "none"
+        loads_SE = share_out(np.ones(loads_SE.shape), scenario.rows, scenario.model.top_k)
+    copies = plan_layer(
+        loads_SE,
+        topology,
+        _config(scenario, contender, policy),
+        interval=scenario.interval,
+        past_E=past_E,
+    )
+    return _clock(scenario, contender, topology).times(copies)
+
+
+def _config(scenario: Scenario, contender: Contender, policy: str) -> BalanceConfig:
+    tolerance = scenario.tolerance if contender.tolerance is None else contender.tolerance
+    if policy != "ultraep":  # theirs has its own meaning, or none
+        tolerance = 0.0 if contender.tolerance is None else contender.tolerance
+        return BalanceConfig(policy=policy, tolerance=tolerance)
+    least = scenario.min_tokens_per_replica
+    return BalanceConfig(policy=policy, tolerance=tolerance, min_tokens_per_replica=least)
+
+
+def _clock(scenario: Scenario, contender: Contender, topology: Topology) -> LayerClock:
+    schedule = scenario.schedule
+    training = isinstance(schedule, Training)
+    return LayerClock(
+        costs=scenario.costs,
+        topology=topology,
+        runtime=contender.runtime or runtime_of(contender.policy),
+        tokens=schedule.tokens,
+        context=schedule.context if isinstance(schedule, Training) else 0.0,
+        recompute=isinstance(schedule, Training) and schedule.recompute,
+        training=training,
+    )
+
+
+# -- putting layers together ---------------------------------------------------------------------
+
+
+def put_together(scenario: Scenario, contender: Contender, layers: list[LayerTimes]) -> Result:
+    """The schedule over the times of all layers."""
+    slots = scenario.slots if contender.slots is None else contender.slots
+    fullest_S = np.max([times.rank_rows for times in layers], axis=0)
+    peaks = [
+        memory_of(scenario.model, scenario.ranks, slots, scenario.schedule, float(rows))
+        for rows in (fullest_S.max(), *fullest_S)
+    ]
+    short = np.mean([peak.total > scenario.cluster.memory for peak in peaks[1:]])
+    by_microbatch = np.sum([t.forward_seconds + t.backward_seconds for t in layers], axis=0)
+    throughput, unit, tokens = _throughput(scenario, layers)
+    return Result(
+        label=contender.label,
+        policy=contender.policy,
+        slots=slots,
+        throughput=throughput,
+        unit=unit,
+        tokens_per_second=tokens,
+        imbalance=float(np.mean([times.imbalance for times in layers])),
+        worst_imbalance=float(np.max([times.imbalance for times in layers])),
+        copies=float(np.mean([times.copies for times in layers])),
+        seconds=float(by_microbatch.mean()),
+        stages=_stages(layers),
+        memory=peaks[0],
+        out_of_memory=float(short),
+        by_microbatch=by_microbatch,
+        imbalance_by_layer=np.array([times.imbalance.mean() for times in layers]),
+    )
+
+
+def _stages(layers: list[LayerTimes]) -> dict[str, float]:
+    names = [*layers[0].forward, *layers[0].backward]
+    return {
+        name: float(sum((t.forward | t.backward)[name].mean() for t in layers)) for name in names
+    }
+
+
+def _throughput(scenario: Scenario, layers: list[LayerTimes]) -> tuple[float, str, float]:
+    schedule = scenario.schedule
+    if isinstance(schedule, Training):
+        tokens = _training_tokens(scenario, schedule, layers)
+        operations = scenario.model.training_operations(min(schedule.sequence, schedule.tokens))
+        return tokens * operations / 1e12, "TFLOP/s per device", tokens
+    rate = _serving_rate(scenario, schedule, layers)
+    return rate, "requests/s", rate * schedule.requests.mean_tokens / scenario.ranks
+
+
+def _training_tokens(scenario: Scenario, training: Training, layers: list[LayerTimes]) -> float:
+    """Tokens per second and device."""
+    costs = scenario.costs
+    stages = stage_of_layer(scenario.model, training.stages)[scenario.model.dense_layers :]
+    plain_forward, plain_backward = plain_seconds(costs, training)
+    forward_SP = np.tile(plain_forward, (scenario.microbatches, 1))
+    backward_SP = np.tile(plain_backward, (scenario.microbatches, 1))
+    for stage, times in zip(stages, layers, strict=True):
+        forward_SP[:, stage] += times.forward_seconds
+        backward_SP[:, stage] += times.backward_seconds
+    shape = (training.steps, training.microbatches, training.groups, training.stages)
+    forward, backward = forward_SP.reshape(shape), backward_SP.reshape(shape)
+    took = 0.0
+    for step in range(training.steps):
+        took += max(
+            pipeline_seconds(forward[step, :, group], backward[step, :, group])
+            for group in range(training.groups)
+        )
+    took += training.steps * optimizer_seconds(costs, training, scenario.ranks)
+    done = training.steps * training.microbatches * training.tokens / training.stages
+    return done / took
+
+
+def _serving_rate(scenario: Scenario, serving: Serving, layers: list[LayerTimes]) -> float:
+    experts_S = np.sum(
+        [times.forward_seconds - times.forward["attention"] for times in layers], axis=0
+    )
+    fixed_S = np.sum(
+        [t.forward["loads"] + t.forward["plan"] + t.forward["weights"] for t in layers], axis=0
+    )
+    fixed = float(fixed_S.mean())
+    iteration = make_iteration(scenario.costs, serving, experts_S - fixed_S, fixed)
+    return rate_at_limit(iteration, serving, scenario.ranks)

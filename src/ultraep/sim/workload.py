@@ -1,0 +1,232 @@
+"""Workload: the rows that every expert of every layer gets, microbatch by microbatch.
+
+Two kinds. `Skew` draws them: every layer has experts that are popular throughout (how much differs
+from layer to layer), each microbatch differs a little from the one before, and the text may move
+to another topic. `Recorded` takes them from a trace. Both are functions of layer and microbatch
+alone: which process asks, and in which order, changes nothing.
+
+Shapes: S microbatches, E experts, R ranks, H recorded layers.
+"""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ultraep.arrays import IntArray
+from ultraep.errors import ConfigError, FileError
+from ultraep.topology import Topology
+from ultraep.workload import loads_of_windows, read_loads, read_routing
+
+FloatArray = NDArray[np.float64]
+
+# Spread of the skew over layers and the noise between windows of 4096 tokens of one text, both as
+# found in recorded routing of gpt-oss-20b (24 layers, 15 windows).
+LAYER_SPREAD = 0.27
+RECORDED_NOISE = 0.4
+STEEPEST = 8.0  # deviation of log popularity beyond which all rows go to a few experts
+WINDOW = 4096  # tokens of a microbatch cut from recorded routing
+PROBE_ROWS = 8192 * 8  # of every rank
+PROBES = 1024  # loads by which the skew is fitted, at least
+
+
+class Workload(Protocol):
+    """Where the rows of a layer come from."""
+
+    def expert_loads(self, layer: int, microbatches: IntArray, rows: int) -> IntArray:
+        """[S, E] rows of every expert; `rows` in all, in each of the named microbatches."""
+        ...
+
+    @property
+    def experts(self) -> int:
+        """Experts of a layer."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Skew:
+    """Drawn loads.
+
+    spread: deviation of the experts' log popularity that lasts.
+    noise: deviation that is drawn anew for every microbatch and layer.
+    topic_length: microbatches after which the popular experts are others; 0: never.
+    """
+
+    experts: int
+    top_k: int
+    spread: float
+    noise: float
+    topic_length: int = 0
+    seed: int = 0
+
+    def expert_loads(self, layer: int, microbatches: IntArray, rows: int) -> IntArray:
+        """[S, E] rows of every expert, of each of these microbatches."""
+        logits_SE = self.noise * self._normal(1, layer, microbatches)
+        logits_SE += self._layer_spread(layer) * self._lasting(layer, microbatches)
+        return share_out(np.exp(logits_SE), rows, self.top_k)
+
+    def _layer_spread(self, layer: int) -> float:
+        factor = np.random.default_rng([self.seed, 2, layer]).normal(1.0, LAYER_SPREAD)
+        return self.spread * max(float(factor), 0.0)
+
+    def _lasting(self, layer: int, microbatches: IntArray) -> FloatArray:
+        topics_S = microbatches // self.topic_length if self.topic_length else 0 * microbatches
+        known, index_S = np.unique(topics_S, return_inverse=True)
+        return self._normal(0, layer, known)[index_S]
+
+    def _normal(self, stream: int, layer: int, numbers: IntArray) -> FloatArray:
+        """[S, E] draws that depend on stream, layer and number alone."""
+        last = int(numbers.max())
+        drawn = np.random.Generator(np.random.Philox(key=[self.seed, stream * 65536 + layer]))
+        block: FloatArray = drawn.standard_normal((last + 1, self.experts))
+        return block[numbers]
+
+
+def share_out(weights_SE: FloatArray, rows: int, top_k: int) -> IntArray:
+    """[S, E] whole rows in proportion to the weights; no expert gets more than one row per token.
+
+    >>> share_out(np.array([[6.0, 1.0, 1.0]]), rows=8, top_k=2)
+    array([[4, 2, 2]])
+    """
+    tokens = rows // top_k
+    exact_SE = weights_SE * (rows / weights_SE.sum(axis=1, keepdims=True))
+    full_SE = np.zeros(exact_SE.shape, dtype=bool)
+    while (exact_SE > tokens).any():
+        full_SE |= exact_SE >= tokens
+        rest_S1 = rows - tokens * full_SE.sum(axis=1, keepdims=True)
+        open_SE = np.where(full_SE, 0.0, weights_SE)
+        sums_S1 = np.maximum(open_SE.sum(axis=1, keepdims=True), np.finfo(float).tiny)
+        exact_SE = np.where(full_SE, tokens, open_SE * (rest_S1 / sums_S1))
+    # Cumulative rounding: sums are exact and nobody is off by more than one row.
+    ends_SE = np.rint(np.cumsum(exact_SE, axis=1)).astype(np.int64)
+    ends_SE[:, -1] = rows
+    whole_SE: IntArray = np.diff(ends_SE, axis=1, prepend=0)
+    return whole_SE
+
+
+def fit_skew(
+    imbalance: float,
+    topology: Topology,
+    top_k: int,
+    layers: range,
+    *,
+    noise: float = RECORDED_NOISE,
+    topic_length: int = 0,
+    seed: int = 0,
+) -> Skew:
+    """The drawn loads whose mean imbalance over these layers and some microbatches is as wanted.
+
+    The noise stays as it is if it alone is not too much already; else there is less of it, and
+    nothing lasts.
+    """
+
+    def made(spread: float, noise: float) -> Skew:
+        return Skew(
+            experts=topology.experts,
+            top_k=top_k,
+            spread=spread,
+            noise=noise,
+            topic_length=topic_length,
+            seed=seed,
+        )
+
+    if not 1 <= imbalance <= topology.ranks:
+        raise ConfigError(
+            f"imbalance must lie between 1 and the {topology.ranks} ranks, got {imbalance}"
+        )
+
+    def found(spread: float, noise: float) -> float:
+        return mean_imbalance(made(spread, noise), topology, layers)
+
+    if found(0.0, noise) > imbalance:
+        return made(0.0, _bisect(lambda x: found(0.0, x), imbalance, noise))
+    top = found(STEEPEST, noise)
+    if top < imbalance:
+        raise ConfigError(
+            f"an imbalance of {imbalance} cannot be drawn for {topology.experts} experts, "
+            f"top-{top_k}, on {topology.ranks} ranks: at most about {top:.1f}"
+        )
+    return made(_bisect(lambda x: found(x, noise), imbalance, STEEPEST), noise)
+
+
+def mean_imbalance(workload: Workload, topology: Topology, layers: range) -> float:
+    """Fullest rank over mean rank without copies, meaned over layers and some microbatches."""
+    rows = PROBE_ROWS * topology.ranks
+    microbatches = np.arange(-(-PROBES // len(layers)))
+    found = [
+        rank_imbalance(workload.expert_loads(layer, microbatches, rows), topology)
+        for layer in layers
+    ]
+    return float(np.mean(found))
+
+
+def rank_imbalance(loads_SE: IntArray, topology: Topology) -> FloatArray:
+    """[S] fullest rank over mean rank, every row at the home of its expert."""
+    by_rank = loads_SE[:, topology.experts_by_rank]
+    loads_SR = np.add.reduceat(by_rank, topology.first_of_rank[:-1], axis=1)
+    peak_S: FloatArray = loads_SR.max(axis=1) / loads_SR.mean(axis=1)
+    return peak_S
+
+
+def _bisect(value: Callable[[float], float], wanted: float, high: float) -> float:
+    low = 0.0
+    for _ in range(20):
+        middle = (low + high) / 2
+        low, high = (middle, high) if value(middle) < wanted else (low, middle)
+    return (low + high) / 2
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """Loads of a trace, scaled to the rows of a microbatch; when it ends it starts again."""
+
+    loads: IntArray  # [S, H, E]
+    top_k: int
+
+    @property
+    def experts(self) -> int:
+        """Experts of a layer."""
+        return int(self.loads.shape[2])
+
+    def expert_loads(self, layer: int, microbatches: IntArray, rows: int) -> IntArray:
+        """[S, E] rows of every expert, of each of these microbatches."""
+        recorded_SHE = self.loads
+        picked_SE = recorded_SHE[microbatches % len(recorded_SHE), layer % recorded_SHE.shape[1]]
+        return share_out(picked_SE.astype(np.float64), rows, self.top_k)
+
+
+def read_trace(path: str | Path, *, experts: int, top_k: int) -> Recorded:
+    """A workload from recorded routing (`*_ids` in .npz) or from a file of loads."""
+    loads_SHE = (
+        _routing(path, experts) if _holds_routing(path) else read_loads(path).sum(axis=1)[:, None]
+    )
+    if loads_SHE.shape[2] != experts:
+        raise ConfigError(
+            f"{path} has loads of {loads_SHE.shape[2]} experts, the model has {experts}"
+        )
+    if not loads_SHE.sum(axis=2).all():
+        raise FileError(f"{path}: a microbatch without any row")
+    return Recorded(loads_SHE, top_k)
+
+
+def _routing(path: str | Path, experts: int) -> IntArray:
+    texts = read_routing(path)
+    windows = [loads_of_windows(ids, ranks=1, experts=experts, tokens=WINDOW) for ids in texts]
+    loads = np.concatenate([window for window in windows if len(window)] or windows)
+    if not len(loads):
+        raise FileError(f"{path}: no text has a full window of {WINDOW} tokens")
+    summed: IntArray = loads.sum(axis=2)
+    return summed
+
+
+def _holds_routing(path: str | Path) -> bool:
+    if Path(path).suffix.lower() != ".npz" or not zipfile.is_zipfile(path):
+        return False
+    with zipfile.ZipFile(path) as archive:
+        return any(name.endswith("_ids.npy") for name in archive.namelist())
