@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import tomllib
+from functools import cache
 from importlib import resources
 from pathlib import Path
 from typing import Any, TypeVar
@@ -34,8 +35,9 @@ def load_table(kind: str, name: str) -> tuple[str, Table]:
     return wanted, tables[wanted]
 
 
+@cache
 def presets(kind: str) -> dict[str, Table]:
-    """All presets of a kind, in the order of their file."""
+    """All presets of a kind, in the order of their file; not to be changed."""
     text = resources.files("ultraep.sim").joinpath("data", f"{kind}.toml").read_text("utf-8")
     return tomllib.loads(text)
 

@@ -55,7 +55,8 @@ class Skew:
 
     spread: deviation of the experts' log popularity that lasts.
     noise: deviation that is drawn anew for every microbatch and layer.
-    topic_length: microbatches after which the popular experts are others; 0: never.
+    topic_length: microbatches after which the popular experts are others, at once; 0: never.
+    drift_length: microbatches in which they gradually become others; 0: they stay.
     """
 
     experts: int
@@ -63,7 +64,18 @@ class Skew:
     spread: float
     noise: float
     topic_length: int = 0
+    drift_length: int = 0
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        for field in ("spread", "noise", "topic_length", "drift_length", "seed"):
+            if getattr(self, field) < 0:
+                raise ConfigError(f"{field} must not be negative, got {getattr(self, field)}")
+        if self.topic_length and self.drift_length:
+            raise ConfigError(
+                f"topics change at once or gradually: topic_length {self.topic_length} and "
+                f"drift_length {self.drift_length} exclude each other"
+            )
 
     def expert_loads(self, layer: int, microbatches: IntArray, rows: int) -> IntArray:
         """[S, E] rows of every expert, of each of these microbatches."""
@@ -76,9 +88,15 @@ class Skew:
         return self.spread * max(float(factor), 0.0)
 
     def _lasting(self, layer: int, microbatches: IntArray) -> FloatArray:
-        topics_S = microbatches // self.topic_length if self.topic_length else 0 * microbatches
-        known, index_S = np.unique(topics_S, return_inverse=True)
-        return self._normal(0, layer, known)[index_S]
+        """[S, E] what is popular throughout, with a deviation of one."""
+        if self.drift_length:
+            topic_S, after_S = np.divmod(microbatches, self.drift_length)
+            angle_S1 = after_S[:, None] / self.drift_length * (np.pi / 2)
+            now_SE, next_SE = (self._normal(0, layer, topic_S + ahead) for ahead in (0, 1))
+            turned: FloatArray = np.cos(angle_S1) * now_SE + np.sin(angle_S1) * next_SE
+            return turned
+        topic_S = microbatches // self.topic_length if self.topic_length else 0 * microbatches
+        return self._normal(0, layer, topic_S)
 
     def _normal(self, stream: int, layer: int, numbers: IntArray) -> FloatArray:
         """[S, E] draws that depend on stream, layer and number alone."""
@@ -118,6 +136,7 @@ def fit_skew(
     *,
     noise: float = RECORDED_NOISE,
     topic_length: int = 0,
+    drift_length: int = 0,
     seed: int = 0,
 ) -> Skew:
     """The drawn loads whose mean imbalance over these layers and some microbatches is as wanted.
@@ -133,6 +152,7 @@ def fit_skew(
             spread=spread,
             noise=noise,
             topic_length=topic_length,
+            drift_length=drift_length,
             seed=seed,
         )
 
