@@ -426,16 +426,22 @@ def partition_curve(
         Mlp(model, slots, slots * max(rows), bench.clock, sms=size, seed=seed)
         for seed, size in enumerate(sms)
     ]
-    watches = dict(side_by_side(bench.clock, mlps, streams))
     lines = []
-    for each in rows:
-        for mlp in mlps:
-            mlp.divide([each] * slots)
-        flops = model.flops(count * slots * each)
-        case: Case = {"model": model.name, "slots": slots, "rows": each}
-        lines.append(Line(case, measured(bench, watches, flops)))
+    for busy in (count, *halves(count)):  # the others wait: they share power and memory with these
+        watches = dict(side_by_side(bench.clock, mlps[:busy], streams[:busy]))
+        for each in rows if busy == count else rows[-1:]:
+            for mlp in mlps:
+                mlp.divide([each] * slots)
+            flops = model.flops(busy * slots * each)
+            case: Case = {"model": model.name, "slots": slots, "busy": busy, "rows": each}
+            lines.append(Line(case, measured(bench, watches, flops)))
     about = f"{count} partitions of {sms[0]} SMs, D {model.width}, F {model.ffn}"
-    bench.table(f"{about}; rows of every slot, time of the slowest, TFLOP/s of all", lines)
+    bench.table(f"{about}; partitions busy, time of the slowest, TFLOP/s of all", lines)
+
+
+def halves(count: int) -> list[int]:
+    """Half of it, half of that, down to one."""
+    return [] if count == 1 else [count // 2, *halves(count // 2)]
 
 
 def fitting(model: Model, choices: Sequence[int], rows: int, count: int) -> int:
