@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help demo test lint types bench format clean
+.PHONY: help demo test lint types bench paper format clean
 
 help:
 	@echo "make demo    set up, then a planning tour in the terminal"
@@ -12,6 +12,7 @@ help:
 	@echo "make lint    set up, then ruff: rules and format"
 	@echo "make types   set up, then mypy --strict"
 	@echo "make bench   set up, then all benchmarks (some minutes)"
+	@echo "make paper   set up, then write docs/results/paper.md anew (some minutes)"
 	@echo "make format  rewrite the sources in the project's format"
 	@echo "make clean   remove the virtual environment and all caches"
 
@@ -33,6 +34,9 @@ bench: $(READY)
 	$(BIN)/python benchmarks/bench_plan.py
 	@if $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; \
 	then $(BIN)/python benchmarks/bench_control.py; else echo "bench_control.py needs a GPU"; fi
+
+paper: $(READY)
+	$(BIN)/python benchmarks/paper.py
 
 format: $(READY)
 	$(BIN)/ruff check --fix .

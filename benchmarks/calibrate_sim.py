@@ -10,6 +10,8 @@ serving loads from the imbalance under EPLB. Takes some minutes.
 
 from __future__ import annotations
 
+import argparse
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -25,7 +27,7 @@ ROUNDED = 0.01  # published imbalances have two digits; the least noise that fit
 
 def bisect(value: Callable[[float], float], wanted: float, low: float, high: float) -> float:
     """Where an increasing function takes the wanted value."""
-    for _ in range(HALVINGS):
+    for _ in range(1 if "--toy" in sys.argv else HALVINGS):
         middle = (low + high) / 2
         low, high = (middle, high) if value(middle) < wanted else (low, middle)
     return (low + high) / 2
@@ -60,6 +62,9 @@ def cost_of(setting: Setting, contender: Contender, field: str, factor: float) -
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--toy", action="store_true", help="one halving of each, for CI")
+    parser.parse_args()
     by_name = {setting.name: setting for setting in settings()}
     none, eplb, lplb = CONTENDERS[:3]
     train, serve = by_name["glm-train"], by_name["qwen-mixed"]

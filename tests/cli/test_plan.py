@@ -410,6 +410,58 @@ def test_options_are_frozen():
             "--tolerance",
             "file",
         ],
+        "simulate": [
+            "--cluster",
+            "--domain",
+            "--drift-length",
+            "--ep",
+            "--groups",
+            "--imbalance",
+            "--interval",
+            "--json",
+            "--microbatches",
+            "--model",
+            "--no-recompute",
+            "--noise",
+            "--plot",
+            "--policy",
+            "--prefill",
+            "--presets",
+            "--processes",
+            "--seed",
+            "--sequence",
+            "--slots",
+            "--stages",
+            "--steps",
+            "--timeline",
+            "--timeline-layers",
+            "--tokens",
+            "--tolerance",
+            "--topic-length",
+            "--trace",
+        ],
+        "advise": [
+            "--cluster",
+            "--domain",
+            "--drift-length",
+            "--ep",
+            "--groups",
+            "--imbalance",
+            "--json",
+            "--microbatches",
+            "--model",
+            "--no-recompute",
+            "--noise",
+            "--prefill",
+            "--processes",
+            "--seed",
+            "--sequence",
+            "--stages",
+            "--steps",
+            "--tokens",
+            "--topic-length",
+            "--trace",
+        ],
         "demo": ["--experts", "--ranks", "--ratio", "--seed", "--slots"],
         "env": ["--json"],
     }
@@ -424,9 +476,9 @@ def test_every_option_and_command_is_explained():
 def test_help_is_quick():
     code = (
         "import sys; from typer.testing import CliRunner; import ultraep.cli as cli\n"
-        "for command in [], ['plan'], ['demo'], ['env']:\n"
+        "for command in [], ['plan'], ['simulate'], ['advise'], ['demo'], ['env']:\n"
         "    assert CliRunner().invoke(cli.app, [*command, '--help']).exit_code == 0\n"
-        "assert not {'torch', 'numba', 'scipy'} & set(sys.modules)"
+        "assert not {'torch', 'numba', 'scipy', 'matplotlib', 'plotly'} & set(sys.modules)"
     )
     environment = os.environ | {"PYTHONPATH": str(SOURCE)}
     subprocess.run([sys.executable, "-c", code], check=True, env=environment, timeout=120)

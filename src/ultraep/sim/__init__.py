@@ -11,4 +11,6 @@ what is modelled, what is not, and how well it predicts.
     runtime.py   what a policy's plans cost           training.py  pipeline, groups, steps
     memory.py    bytes of the fullest device          serving.py   requests that arrive and wait
     run.py       all of it together                   published.py the paper's settings
+    advise.py    does it pay, with which settings     gain.py      range of the gain, break-even
+    reasons.py   why, in plain words
 """

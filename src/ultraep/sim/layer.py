@@ -198,7 +198,8 @@ class LayerClock:
         if relay == "direct":
             return direct_SR, (longest_S > 0).astype(float)
         if relay == "tree":
-            return _tree(copies, self.topology, direct_SR), 2.0 * (longest_S >= MIN_TREE)
+            hops_S = (longest_S > 0).astype(float) + (longest_S >= MIN_TREE)
+            return _tree(copies, self.topology, direct_SR), hops_S
         chain_SR = sends_by_rank(copies, self.topology, chain=True).astype(float)
         chain_SR += np.maximum(longest_S - 1, 0)[:, None] / CHUNKS
         if relay == "chain":
@@ -242,10 +243,11 @@ class LayerClock:
         return self.costs.reduced_at(arriving_SR.max(axis=1) * size, self.runtime.reduce_gb_s)
 
     def _gradients_arriving(self, copies: Copies) -> IntArray:
-        """[S, R] gradients that come to every home. An expert that moved has one instance fewer."""
+        """[S, R] gradients that come to every home."""
         topology = self.topology
         count_SE = copies_of_expert(copies, topology)
-        count_SE -= (count_SE > 0) & (copies.at_home == 0)
+        if self.runtime.relay == "placed":  # an expert that moved has one instance fewer
+            count_SE -= (count_SE > 0) & (copies.at_home == 0)
         return sum_by_rank(NO_COPIES, count_SE, NO_COPIES.rows, topology)
 
 

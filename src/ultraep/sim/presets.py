@@ -18,20 +18,21 @@ from ultraep.errors import ConfigError, FileError
 Record = TypeVar("Record")
 Table = dict[str, Any]
 
+NAMES_OF_ONE = {"clusters": "cluster", "models": "model", "requests": "set of requests"}
+
 
 def load_table(kind: str, name: str) -> tuple[str, Table]:
     """The table of that name among the presets of a kind (clusters, models), or in a file."""
     path, _, wanted = name.partition(":") if ".toml" in name else ("", "", name)
     tables = _tables_of_file(Path(path)) if path else presets(kind)
-    wanted = wanted or next(iter(tables))
+    if path and not wanted:
+        wanted = next(iter(tables))
     if wanted not in tables:
         near = difflib.get_close_matches(wanted, tables, n=1, cutoff=0.4)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        raise ConfigError(
-            f"unknown {kind.removesuffix('s')} {wanted!r}{hint} Known: {', '.join(tables)}"
-            if hint
-            else f"unknown {kind.removesuffix('s')} {wanted!r}; known are {', '.join(tables)}"
-        )
+        hint = f" did you mean {near[0]}?" if near else ""
+        where = f"{path}: " if path else ""
+        one = NAMES_OF_ONE.get(kind, kind)
+        raise ConfigError(f"{where}unknown {one} {wanted!r};{hint} known are {', '.join(tables)}")
     return wanted, tables[wanted]
 
 

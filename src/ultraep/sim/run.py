@@ -26,7 +26,7 @@ from ultraep.sim.costs import Costs, Rates, measured_rates
 from ultraep.sim.layer import LayerClock, LayerTimes
 from ultraep.sim.memory import Memory, memory_of, weight_bytes
 from ultraep.sim.model import Model
-from ultraep.sim.planning import plan_layer
+from ultraep.sim.planning import Copies, plan_layer
 from ultraep.sim.runtime import Runtime, runtime_of
 from ultraep.sim.serving import Serving, make_iteration, rate_at_limit
 from ultraep.sim.training import (
@@ -43,6 +43,7 @@ FloatArray = NDArray[np.float64]
 Report = Callable[[int, int], None]  # layers done, layers in all
 
 IDEAL = "ideal"
+BEYOND_LIMITS = (IDEAL, "eplb")  # what the runtime of these costs is known all the same
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +68,9 @@ class Scenario:
 
     def __post_init__(self) -> None:
         model = self.model
-        if self.ranks > model.experts or model.experts % self.ranks:
+        if self.ranks < 1:
+            raise ConfigError(f"ranks must be at least 1, got {self.ranks}")
+        if model.experts % self.ranks:
             raise ConfigError(
                 f"{model.experts} experts of {model.name} do not divide evenly "
                 f"over {self.ranks} ranks"
@@ -85,12 +88,17 @@ class Scenario:
         if self.interval < 1:
             raise ConfigError(f"interval must be at least 1, got {self.interval}")
         needed = weight_bytes(model, self.ranks, self.schedule)
+        training = isinstance(self.schedule, Training)
         if needed > self.cluster.memory:
             raise ConfigError(
-                f"{needed / 1e9:.0f} GB of weights and optimizer state per device do not fit into "
-                f"the {self.cluster.memory_gb:g} GB of cluster {self.cluster.name}: use more "
-                f"ranks, stages or groups"
+                f"{needed / 1e9:.0f} GB of weights{' and optimizer state' if training else ''} per "
+                f"device do not fit into the {self.cluster.memory_gb:g} GB of cluster "
+                f"{self.cluster.name}: use more ranks{', stages or groups' if training else ''}"
             )
+        if isinstance(self.schedule, Training):
+            stage_of_layer(model, self.schedule.stages)
+        least = self.min_tokens_per_replica
+        BalanceConfig(tolerance=self.tolerance, min_tokens_per_replica=least)
         _ = self.topology
 
     @property
@@ -138,7 +146,13 @@ class Contender:
     @staticmethod
     def of(policy: str) -> Contender:
         """A policy with the settings of the scenario."""
-        return Contender(get_policy(policy).name, policy)
+        found = get_policy(policy)
+        if not found.within_limits and policy not in BEYOND_LIMITS:
+            raise ConfigError(
+                f"policy {policy} copies beyond spare slots and domains, which has no price here; "
+                "`ultraep plan` compares its plans"
+            )
+        return Contender(found.name, policy)
 
 
 @dataclass(frozen=True)
@@ -211,15 +225,23 @@ def _pool(processes: int) -> Iterator[ProcessPoolExecutor]:
 
 def time_layer(scenario: Scenario, wanted: list[Contender], layer: int) -> list[LayerTimes]:
     """One layer of all microbatches, under every contender."""
+    return [clock.times(copies) for clock, copies in plan_and_clock(scenario, wanted, layer)]
+
+
+def plan_and_clock(
+    scenario: Scenario, wanted: Sequence[Contender], layer: int
+) -> Iterator[tuple[LayerClock, Copies]]:
+    """The copies of one layer in all microbatches, and the clock for them, by contender."""
     drawn = np.arange(scenario.microbatches + scenario.interval)
     loads_SE = scenario.workload.expert_loads(layer, drawn, scenario.rows)
     past_E, now_SE = loads_SE[: scenario.interval].sum(axis=0), loads_SE[scenario.interval :]
-    return [_time(scenario, contender, now_SE, past_E) for contender in wanted]
+    for contender in wanted:
+        yield _plan_and_clock(scenario, contender, now_SE, past_E)
 
 
-def _time(
+def _plan_and_clock(
     scenario: Scenario, contender: Contender, loads_SE: IntArray, past_E: IntArray
-) -> LayerTimes:
+) -> tuple[LayerClock, Copies]:
     slots = scenario.slots if contender.slots is None else contender.slots
     topology = scenario.topology
     topology = Topology(
@@ -239,7 +261,7 @@ def _time(
         interval=scenario.interval,
         past_E=past_E,
     )
-    return _clock(scenario, contender, topology).times(copies)
+    return _clock(scenario, contender, topology), copies
 
 
 def _config(scenario: Scenario, contender: Contender, policy: str) -> BalanceConfig:
@@ -271,9 +293,10 @@ def _clock(scenario: Scenario, contender: Contender, topology: Topology) -> Laye
 def put_together(scenario: Scenario, contender: Contender, layers: list[LayerTimes]) -> Result:
     """The schedule over the times of all layers."""
     slots = scenario.slots if contender.slots is None else contender.slots
+    held = slots * _layers_of_slot(scenario, contender)
     fullest_S = np.max([times.rank_rows for times in layers], axis=0)
     peaks = [
-        memory_of(scenario.model, scenario.ranks, slots, scenario.schedule, float(rows))
+        memory_of(scenario.model, scenario.ranks, held, scenario.schedule, float(rows))
         for rows in (fullest_S.max(), *fullest_S)
     ]
     short = np.mean([peak.total > scenario.cluster.memory for peak in peaks[1:]])
@@ -296,6 +319,16 @@ def put_together(scenario: Scenario, contender: Contender, layers: list[LayerTim
         by_microbatch=by_microbatch,
         imbalance_by_layer=np.array([times.imbalance.mean() for times in layers]),
     )
+
+
+def _layers_of_slot(scenario: Scenario, contender: Contender) -> int:
+    """How often a device holds a spare slot: once for all layers, unless its copies stay."""
+    relay = (contender.runtime or runtime_of(contender.policy)).relay
+    if relay == "nothing":
+        return 0
+    schedule = scenario.schedule
+    stages = schedule.stages if isinstance(schedule, Training) else 1
+    return -(-scenario.model.moe_layers // stages) if relay == "placed" else 1
 
 
 def _stages(layers: list[LayerTimes]) -> dict[str, float]:

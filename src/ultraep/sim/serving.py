@@ -38,6 +38,17 @@ class Requests:
     spread: float
     limit_s: float
 
+    def __post_init__(self) -> None:
+        for field in ("mean_tokens", "limit_s"):
+            if not 0 < getattr(self, field) < float("inf"):
+                raise ConfigError(
+                    f"requests {self.name}: {field} must be positive, got {getattr(self, field)}"
+                )
+        if not 0 <= self.spread < float("inf"):
+            raise ConfigError(
+                f"requests {self.name}: spread must not be negative, got {self.spread}"
+            )
+
     def lengths(self, count: int, rng: np.random.Generator) -> FloatArray:
         """[N] tokens of each prompt."""
         centre = np.log(self.mean_tokens) - self.spread**2 / 2

@@ -93,8 +93,7 @@ def pipeline_seconds(forward_SP: FloatArray, backward_SP: FloatArray) -> float:
     12.0
     """
     count, stages = forward_SP.shape
-    ahead = np.zeros((count, stages))
-    back = np.zeros((count, stages))
+    ahead, back = (np.full((count, stages), np.nan) for _ in range(2))
     free = np.zeros(stages)
     turns = [_turns(count, stages, stage) for stage in range(stages)]
     place = [0] * stages
@@ -135,7 +134,7 @@ def _ready(
         found = ahead[number, stage - 1]
     else:
         found = ahead[number, stage] if stage == stages - 1 else back[number, stage + 1]
-    return float(found) if found > 0 else None
+    return None if np.isnan(found) else float(found)
 
 
 def optimizer_seconds(costs: Costs, training: Training, ranks: int) -> float:

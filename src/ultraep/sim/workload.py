@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from ultraep.arrays import IntArray
 from ultraep.errors import ConfigError, FileError
+from ultraep.loads import MAX_TOTAL
 from ultraep.topology import Topology
 from ultraep.workload import loads_of_windows, read_loads, read_routing
 
@@ -34,6 +35,7 @@ STEEPEST = 8.0  # deviation of log popularity beyond which all rows go to a few 
 WINDOW = 4096  # tokens of a microbatch cut from recorded routing
 PROBE_ROWS = 8192 * 8  # of every rank
 PROBES = 1024  # loads by which the skew is fitted, at least
+LEAST_SHARE = 1e-12  # of an expert without weight: it gets rows when all others are full
 
 
 class Workload(Protocol):
@@ -71,6 +73,11 @@ class Skew:
         for field in ("spread", "noise", "topic_length", "drift_length", "seed"):
             if getattr(self, field) < 0:
                 raise ConfigError(f"{field} must not be negative, got {getattr(self, field)}")
+        for field in ("spread", "noise"):
+            if not getattr(self, field) <= STEEPEST:
+                raise ConfigError(
+                    f"{field} must be at most {STEEPEST:g}, got {getattr(self, field)}"
+                )
         if self.topic_length and self.drift_length:
             raise ConfigError(
                 f"topics change at once or gradually: topic_length {self.topic_length} and "
@@ -113,6 +120,7 @@ def share_out(weights_SE: FloatArray, rows: int, top_k: int) -> IntArray:
     array([[4, 2, 2]])
     """
     tokens = rows // top_k
+    weights_SE = np.maximum(weights_SE, LEAST_SHARE * weights_SE.sum(axis=1, keepdims=True))
     exact_SE = weights_SE * (rows / weights_SE.sum(axis=1, keepdims=True))
     full_SE = np.zeros(exact_SE.shape, dtype=bool)
     while (exact_SE > tokens).any():
@@ -122,9 +130,10 @@ def share_out(weights_SE: FloatArray, rows: int, top_k: int) -> IntArray:
         sums_S1 = np.maximum(open_SE.sum(axis=1, keepdims=True), np.finfo(float).tiny)
         exact_SE = np.where(full_SE, tokens, open_SE * (rest_S1 / sums_S1))
     # Cumulative rounding: sums are exact and nobody is off by more than one row.
-    ends_SE = np.rint(np.cumsum(exact_SE, axis=1)).astype(np.int64)
-    ends_SE[:, -1] = rows
-    whole_SE: IntArray = np.diff(ends_SE, axis=1, prepend=0)
+    full_SE |= exact_SE >= tokens
+    open_SE = np.where(full_SE, 0.0, exact_SE)
+    ends_SE = np.floor(np.cumsum(open_SE, axis=1) + 0.5).astype(np.int64)
+    whole_SE: IntArray = np.diff(ends_SE, axis=1, prepend=0) + tokens * full_SE
     return whole_SE
 
 
@@ -223,9 +232,7 @@ class Recorded:
 
 def read_trace(path: str | Path, *, experts: int, top_k: int) -> Recorded:
     """A workload from recorded routing (`*_ids` in .npz) or from a file of loads."""
-    loads_SHE = (
-        _routing(path, experts) if _holds_routing(path) else read_loads(path).sum(axis=1)[:, None]
-    )
+    loads_SHE = _routing(path, experts) if _holds_routing(path) else _loads(path)
     if loads_SHE.shape[2] != experts:
         raise ConfigError(
             f"{path} has loads of {loads_SHE.shape[2]} experts, the model has {experts}"
@@ -235,13 +242,30 @@ def read_trace(path: str | Path, *, experts: int, top_k: int) -> Recorded:
     return Recorded(loads_SHE, top_k)
 
 
+def _loads(path: str | Path) -> IntArray:
+    """[S, 1, E] of a file of loads: all layers get the same."""
+    loads_SRE = read_loads(path)
+    if loads_SRE.min() < 0:
+        raise FileError(f"{path}: loads must not be negative, got {loads_SRE.min()}")
+    if loads_SRE.max() > MAX_TOTAL:
+        raise FileError(f"{path}: a load of {loads_SRE.max()} is too large to count")
+    summed: IntArray = loads_SRE.sum(axis=1)[:, None]
+    return summed
+
+
 def _routing(path: str | Path, experts: int) -> IntArray:
-    texts = read_routing(path)
-    windows = [loads_of_windows(ids, ranks=1, experts=experts, tokens=WINDOW) for ids in texts]
-    loads = np.concatenate([window for window in windows if len(window)] or windows)
-    if not len(loads):
+    texts = [ids for ids in read_routing(path) if len(ids) >= WINDOW]
+    if not texts:
         raise FileError(f"{path}: no text has a full window of {WINDOW} tokens")
-    summed: IntArray = loads.sum(axis=2)
+    layers = sorted({ids.shape[1] for ids in texts})
+    if len(layers) > 1:
+        found = f"{layers[0]} and {layers[1]}"
+        raise FileError(f"{path}: texts of different numbers of layers, {found}")
+    try:
+        windows = [loads_of_windows(ids, ranks=1, experts=experts, tokens=WINDOW) for ids in texts]
+    except ConfigError as error:
+        raise FileError(f"{path}: {error}") from None
+    summed: IntArray = np.concatenate(windows).sum(axis=2)
     return summed
 
 

@@ -81,10 +81,12 @@ def _read_npy(path: Path) -> Iterator[Any]:
 
 
 def _read_npz(path: Path) -> Iterator[Any]:
-    if not zipfile.is_zipfile(path):
-        raise zipfile.BadZipFile("not an archive of arrays")
-    with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
-        yield from (arrays[name] for name in arrays.files)
+    with path.open("rb") as file:
+        if not zipfile.is_zipfile(file):
+            raise zipfile.BadZipFile("not an archive of arrays")
+        file.seek(0)
+        with np.load(file, allow_pickle=False) as arrays:
+            yield from (arrays[name] for name in arrays.files)
 
 
 def _read_csv(path: Path) -> Iterator[Any]:

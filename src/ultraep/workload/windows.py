@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from ultraep.arrays import IntArray
-from ultraep.errors import ConfigError, FileError
+from ultraep.errors import ConfigError, FileError, LoadError
 from ultraep.loads import as_integers
 from ultraep.workload.files import DAMAGE
 
@@ -24,7 +24,10 @@ def read_routing(path: str | Path) -> list[IntArray]:
         raise FileError(f"{path}: cannot be read as recorded routing: {error}") from None
     if not found or any(ids.ndim != 3 for ids in found):
         raise FileError(f"{path}: want arrays *_ids of [tokens, layers, top_k]")
-    return [as_integers(ids, "ids").astype(np.int64) for ids in found]
+    try:
+        return [as_integers(ids, "ids").astype(np.int64) for ids in found]
+    except LoadError as error:
+        raise FileError(f"{path}: {error}") from None
 
 
 def loads_of_windows(ids: IntArray, *, ranks: int, experts: int, tokens: int) -> IntArray:

@@ -1,0 +1,339 @@
+"""How well the simulator predicts, and how fast it is.
+
+`card`: a layer on eight partitions of one H200 (results of bench_layer_gpu.py). The same plans on
+the same loads go through the simulator's layer, on a cluster of eight such partitions. Ranks of one
+card share its power: one that works while others wait is faster, by what bench_grouped.py
+measured for as many busy partitions.
+`cpu`: a layer of two processes on two cores (results of bench_layer.py). The rate of the cores is
+the one that makes forced balance right; no balancing and ultraep are predicted.
+`published`: throughput over forced balance and imbalance in the published settings; the ones that
+calibrated a constant are marked.
+`speed`: seconds for a thousand microbatches of 94 layers at EP64, policy by policy, two processes.
+
+    python benchmarks/bench_sim.py --json out.json
+    python benchmarks/bench_sim.py --only speed
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import bench_layer
+import bench_layer_gpu
+import numpy as np
+from harness import ROOT, Case, Line, Metric, Report, common_options
+from numpy.typing import NDArray
+
+from ultraep import BalanceConfig, Topology, plan
+from ultraep.plan import Plan
+from ultraep.sim.cluster import Cluster, load_cluster
+from ultraep.sim.costs import Costs, measured_rates
+from ultraep.sim.layer import LayerClock
+from ultraep.sim.model import Grouped, Model
+from ultraep.sim.planning import Copies
+from ultraep.sim.published import CONTENDERS, Setting, scenario_of, settings, share_of_ideal
+from ultraep.sim.run import Contender, Result, simulate
+from ultraep.sim.runtime import runtime_of
+from ultraep.sim.training import Training
+
+FloatArray = NDArray[np.float64]
+Timed = dict[str, FloatArray]
+
+RESULTS = ROOT / "benchmarks" / "results"
+ON_CARD = (("qwen", "qwen3", 0), ("deepseek", "deepseek", 1))  # results, curve, size
+FORCED = "forced balance"
+
+PREDICTED = Metric("predicted_share", "share", "predicted", ".3f")
+MEASURED = Metric("measured_share", "share", "measured", ".3f")
+PUBLISHED = Metric("published_share", "share", "published", ".3f")
+POINTS = Metric("error", "points", "points off", "+.1f")
+SIM_IMBALANCE = Metric("predicted_imbalance", "max/mean", "imbalance", ".3f")
+SECONDS = Metric("time", "s", "seconds", ".1f")
+PER_PLAN = Metric("time_per_layer_and_microbatch", "us", "us per layer and microbatch", ".0f")
+PUB_IMBALANCE = Metric("published_imbalance", "max/mean", "published", ".2f")
+
+
+def rows_of(name: str) -> list[dict[str, Any]]:
+    """The rows of a results file."""
+    found: list[dict[str, Any]] = json.loads((RESULTS / f"{name}.json").read_text())
+    return found
+
+
+def layer_model(name: str, hidden: int, ffn: int, experts: int, top_k: int) -> Model:
+    """A model of which only the experts count."""
+    nothing = Grouped(kind="grouped", heads=1, kv_heads=1, head_width=1)
+    return Model(
+        name=name,
+        title=name,
+        source="benchmarks",
+        layers=1,
+        dense_layers=0,
+        width=hidden,
+        experts=experts,
+        top_k=top_k,
+        expert_width=ffn,
+        vocabulary=1,
+        attention=nothing,
+    )
+
+
+def copies_of(made: Plan) -> Copies:
+    """A plan of the runtime, as the simulator keeps it."""
+    loads_E = made.loads.sum(axis=0)
+    away_E = np.bincount(made.replicas[:, 0], weights=made.quotas, minlength=len(loads_E))
+    first = np.zeros(made.num_replicas, dtype=np.int64)
+    at_home = (loads_E - away_E.astype(np.int64))[None]
+    return Copies(first, made.replicas[:, 0], made.replicas[:, 1], made.quotas, at_home)
+
+
+# -- one card ------------------------------------------------------------------------------------
+
+
+@cache
+def speed_by_busy(curve: str, way: str) -> FloatArray:
+    """[0..8] how fast a partition is with so many busy, over all eight busy."""
+    rows = [
+        row for row in rows_of("grouped_h200_202611") if row["benchmark"] == "grouped/partitions"
+    ]
+    times = {
+        row["case"]["busy"]: row["value"]
+        for row in rows
+        if row["case"]["model"] == curve
+        and row["case"]["rows"] == 4096
+        and row["metric"] == f"{way}_time_p50"
+    }
+    busy = sorted(times)
+    speed: FloatArray = np.interp(np.arange(9), busy, [times[8] / times[n] for n in busy])
+    return speed
+
+
+def card_seconds(work_R: FloatArray, speed: FloatArray) -> float:
+    """Until the last rank is done; `work_R`: what each would take if all stayed busy."""
+    done = clock = 0.0
+    left = np.sort(work_R)
+    for index, work in enumerate(left):
+        clock += (work - done) / float(speed[len(left) - index])
+        done = float(work)
+    return clock
+
+
+def predict_on_card(size: bench_layer_gpu.Size, curve: str, made: Plan, policy: str) -> float:
+    """Seconds of a layer, forward and backward, on eight partitions of a card."""
+    model = layer_model(size.model, size.hidden, size.ffn, size.experts, size.top_k)
+    costs = Costs(load_cluster("h200-eight-parts"), model, measured_rates())
+    clock = LayerClock(
+        costs=costs,
+        topology=made.topology,
+        runtime=runtime_of("none" if policy in ("none", "forced") else "ultraep"),
+        tokens=size.tokens,
+        context=0.0,
+        recompute=False,
+    )
+    copies = copies_of(made)
+    times = clock.times(copies)
+    stages = times.forward | times.backward
+    leaving = ("attention", "attention back", "experts", "experts back")
+    rest = sum(float(took[0]) for stage, took in stages.items() if stage not in leaving)
+    ranks = clock.by_rank(copies)
+    forward = card_seconds(ranks["experts"][0], speed_by_busy(curve, "forward"))
+    backward = card_seconds(ranks["experts back"][0], speed_by_busy(curve, "backward"))
+    return rest + forward + backward
+
+
+def on_card(report: Report, small: bool = False) -> None:
+    """Shares of forced balance, predicted beside measured."""
+    for name, curve, index in ON_CARD:
+        size = bench_layer_gpu.SIZES[index]
+        measured = {
+            (row["case"]["load"], row["case"]["policy"]): row["value"]
+            for row in rows_of(f"layer_gpu_{name}_h200_202611")
+            if row["metric"] == "share_of_forced_balance"
+        }
+        lines = []
+        for load in bench_layer_gpu.LOADS[: 1 if small else size.loads]:
+            label = f"{load.name} {load.ratio:g}"
+            seconds = {
+                policy: predict_on_card(
+                    size, curve, bench_layer_gpu.plan_for(size, load, policy)[1], policy
+                )
+                for policy in ("none", "eplb", "ultraep", "forced")
+            }
+            for policy in ("none", "eplb", "ultraep"):
+                share = seconds["forced"] / seconds[policy]
+                lines.append(line(curve, label, policy, share, measured[label, policy]))
+        report.add(f"{size.model}, EP8 on one H200: share of forced balance", lines)
+
+
+def line(model: str, load: str, policy: str, predicted: float, measured: float) -> Line:
+    """Predicted beside measured."""
+    case = {"model": model, "load": load, "policy": policy}
+    points = 100 * (predicted - measured)
+    return Line(case, {PREDICTED: predicted, MEASURED: measured, POINTS: points})
+
+
+# -- two cores -----------------------------------------------------------------------------------
+
+
+def on_cpu(report: Report, _: bool = False) -> None:
+    """Two processes on two cores."""
+    size = bench_layer.Size()
+    measured = {
+        row["case"]["policy"]: row["value"]
+        for row in rows_of("layer_cpu_202611")
+        if row["metric"] == "step_time_p50" and row["benchmark"] == "layer/gain"
+    }
+    forced_s = measured[FORCED] * 1e-3
+    cluster = cores(1.0)
+    cluster = cores(cpu_seconds(size, cluster, "none", even=True) / forced_s)
+    lines = []
+    for policy in ("none", "ultraep"):
+        share = cpu_seconds(size, cluster, "none", even=True) / cpu_seconds(size, cluster, policy)
+        lines.append(
+            line(
+                "two cores",
+                f"ratio {size.ratio}",
+                policy,
+                share,
+                measured[FORCED] / measured[policy],
+            )
+        )
+    report.add("EP2 on two cores: share of forced balance", lines)
+
+
+def cores(rate: float) -> Cluster:
+    """Two cores; everything is as fast as the rate says, relative to one TFLOP/s."""
+    return replace(
+        load_cluster("h200-eight-parts"),
+        name="two-cores",
+        devices=2,
+        domain=2,
+        matmul_tflops=rate,
+        memory_gb_s=20 * rate,
+        link_gb_s=20 * rate,
+        network_gb_s=20 * rate,
+    )
+
+
+def cpu_seconds(
+    size: bench_layer.Size, cluster: Cluster, policy: str, *, even: bool = False
+) -> float:
+    """Seconds of a layer, forward and backward."""
+    model = layer_model("two cores", size.hidden, size.ffn, size.experts, size.top_k)
+    ids = (bench_layer.even_ids(size) if even else bench_layer.skewed_ids(size)).numpy()
+    loads = np.stack([np.bincount(own.reshape(-1), minlength=size.experts) for own in ids])
+    topology = Topology(ranks=size.ranks, experts=size.experts, slots=size.slots)
+    copies = copies_of(plan(loads, topology, BalanceConfig(policy=policy)))
+    clock = LayerClock(
+        costs=Costs(cluster, model, measured_rates()),
+        topology=topology,
+        runtime=runtime_of(policy),
+        tokens=size.tokens,
+        context=0.0,
+        recompute=False,
+    )
+    times = clock.times(copies)
+    attention = float(times.forward["attention"][0] + times.backward["attention back"][0])
+    return float(times.forward_seconds[0] + times.backward_seconds[0]) - attention
+
+
+# -- published -----------------------------------------------------------------------------------
+
+
+def on_published(report: Report, small: bool) -> None:
+    """Every published setting; or one."""
+    chosen = settings()[:1] if small else settings()
+    for setting in chosen:
+        scenario = scenario_of(setting, steps=1 if small else 2)
+        results = simulate(scenario, CONTENDERS, processes=1 if small else 2)
+        lines = [published_line(setting, result, results) for result in results[:-1]]
+        report.add(f"{setting.title} ({setting.use})", lines)
+
+
+def published_line(setting: Setting, result: Result, results: list[Result]) -> Line:
+    """Predicted beside published."""
+    share = share_of_ideal(results)[result.label]
+    known = result.policy in setting.throughput
+    published = setting.share(result.policy) if known else None
+    return Line(
+        {"setting": setting.name, "policy": result.policy},
+        {
+            PREDICTED: share,
+            PUBLISHED: published,
+            POINTS: None if published is None else 100 * (share - published),
+            SIM_IMBALANCE: result.imbalance,
+            PUB_IMBALANCE: setting.imbalance.get(result.policy),
+        },
+    )
+
+
+# -- speed ---------------------------------------------------------------------------------------
+
+
+def on_speed(report: Report, small: bool) -> None:
+    """Every policy alone, on the same loads."""
+    setting = next(setting for setting in settings() if setting.name == "qwen-train")
+    schedule = Training(microbatches=8 if small else 1000, steps=1)
+    scenario = replace(scenario_of(setting), schedule=schedule)
+    if small:
+        scenario = replace(scenario, model=replace(scenario.model, layers=2))
+    lines = []
+    for slots, policy in (
+        (1, "none"),
+        (1, "eplb"),
+        (1, "lplb"),
+        (2, "quota"),
+        (1, "quota"),
+        (1, "ultraep"),
+    ):
+        begin = time.perf_counter()
+        simulate(scenario, [Contender(policy, policy, slots=slots)], processes=1 if small else 2)
+        took = time.perf_counter() - begin
+        plans = scenario.microbatches * scenario.model.moe_layers
+        case: Case = {"policy": policy, "slots": slots}
+        lines.append(Line(case, {SECONDS: took, PER_PLAN: 1e6 * took / plans}))
+    title = (
+        f"{scenario.microbatches} microbatches, {scenario.model.layers} layers, EP64, two processes"
+    )
+    report.add(title, lines)
+
+
+SECTIONS: dict[str, Callable[[Report, bool], None]] = {
+    "card": on_card,
+    "cpu": on_cpu,
+    "published": on_published,
+    "speed": on_speed,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    common_options(parser)
+    parser.add_argument(
+        "--only",
+        type=lambda text: text.split(","),
+        default=list(SECTIONS),
+        help=", ".join(SECTIONS),
+    )
+    options = parser.parse_args()
+    unknown = sorted(set(options.only) - set(SECTIONS))
+    if unknown:
+        parser.error(f"unknown section {unknown[0]}; known are {', '.join(SECTIONS)}")
+    report = Report("sim", sys.argv)
+    report.header()
+    for name in SECTIONS:
+        if name in options.only:
+            report.section = name
+            SECTIONS[name](report, options.toy or options.quick)
+    if options.json:
+        report.write(options.json)
+
+
+if __name__ == "__main__":
+    main()

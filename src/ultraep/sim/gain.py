@@ -1,0 +1,169 @@
+"""Gain of balancing: its range over microbatches and draws, and the tokens from which on it is one.
+
+Shapes: S microbatches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ultraep.errors import ConfigError
+from ultraep.sim.run import Contender, Result, Scenario, simulate, time_layer
+from ultraep.sim.serving import Serving
+from ultraep.sim.training import Training, optimizer_seconds, plain_seconds
+from ultraep.sim.workload import Skew, fit_skew, mean_imbalance
+from ultraep.topology import Topology
+
+FloatArray = NDArray[np.float64]
+Curve = tuple[tuple[int, float], ...]  # tokens per rank and microbatch, gain
+
+NONE, IDEAL = Contender("none", "none", slots=0), Contender("ideal", "ideal", slots=0)
+DRAWS = 3  # seeds of a drawn workload
+INNER = (10, 90)  # percentiles of the microbatches' gains
+PROBE_TOKENS = tuple(2**power for power in range(6, 15))
+PROBE_MICROBATCHES = 8
+
+
+@dataclass(frozen=True)
+class Gain:
+    """Throughput over that without balancing; the range covers microbatches and draws."""
+
+    overall: float
+    low: float
+    high: float
+    microbatches: tuple[float, float]  # 10th and 90th percentile
+    draws: tuple[float, ...]  # one for every seed; a recorded trace has the one
+
+
+@dataclass(frozen=True)
+class BreakEven:
+    """Tokens per rank and microbatch from which on a gain is reached.
+
+    tokens: the number; None if it is not reached by the most tokens tried.
+    always: it is reached by the fewest tokens tried, which `tokens` then is.
+    """
+
+    gain: float
+    tokens: float | None
+    always: bool
+
+
+# -- range ---------------------------------------------------------------------------------------
+
+
+def gain_of(scenario: Scenario, none: Result, balanced: Result, draws: tuple[float, ...]) -> Gain:
+    """The gain on these loads; its range covers their microbatches and the gains of all draws.
+
+    Gains of microbatches are those of their seconds, scaled so that their mean is the overall gain:
+    pipelines and queues make that a little less.
+    """
+    overall = balanced.throughput / none.throughput
+    none_S, own_S = (r.by_microbatch + rest_seconds(scenario) for r in (none, balanced))
+    gain_S = (none_S / own_S) * (overall * own_S.mean() / none_S.mean())
+    low, high = (float(value) for value in np.percentile(gain_S, INNER))
+    every = (overall, low, high, *draws)
+    return Gain(overall, min(every), max(every), (low, high), draws)
+
+
+def rest_seconds(scenario: Scenario) -> float:
+    """Seconds of what has no experts, per microbatch."""
+    costs, schedule, model = scenario.costs, scenario.schedule, scenario.model
+    if isinstance(schedule, Training):
+        forward, backward = plain_seconds(costs, schedule)
+        step = optimizer_seconds(costs, schedule, scenario.ranks) * schedule.stages
+        return float(forward.sum() + backward.sum()) + step / schedule.microbatches
+    tokens, context = schedule.tokens, schedule.requests.mean_tokens / 2
+    attention = costs.attention_forward(tokens, context)
+    looking = attention - costs.attention_forward(tokens, 0.0)
+    dense = model.dense_layers * (attention + costs.dense_mlp(tokens))
+    return model.moe_layers * looking + dense
+
+
+def draw_again(scenario: Scenario, balanced: Contender, processes: int) -> Iterator[float]:
+    """The gain on loads of other seeds, one by one; a recorded trace has none."""
+    skew = scenario.workload
+    if not isinstance(skew, Skew):
+        return
+    for number in range(1, DRAWS):
+        drawn = _redrawn(scenario, skew, number)
+        none, own = simulate(drawn, [NONE, balanced], processes=processes)
+        yield own.throughput / none.throughput
+
+
+def _redrawn(scenario: Scenario, skew: Skew, number: int) -> Scenario:
+    """The same imbalance with other popular experts; for serving also other arrivals."""
+    workload, schedule = _fitted(scenario, skew, skew.seed + number), scenario.schedule
+    if isinstance(schedule, Serving):
+        schedule = replace(schedule, seed=schedule.seed + number)
+    return replace(scenario, workload=workload, schedule=schedule)
+
+
+def _fitted(scenario: Scenario, skew: Skew, seed: int) -> Skew:
+    model = scenario.model
+    layers = range(model.dense_layers, model.layers)
+    topology = Topology(ranks=scenario.ranks, experts=model.experts)
+    try:
+        return fit_skew(
+            mean_imbalance(skew, topology, layers),
+            topology,
+            model.top_k,
+            layers,
+            noise=skew.noise,
+            topic_length=skew.topic_length,
+            drift_length=skew.drift_length,
+            seed=seed,
+        )
+    except ConfigError:  # as steep as can be drawn: this seed cannot quite reach it
+        return replace(skew, seed=seed)
+
+
+# -- tokens --------------------------------------------------------------------------------------
+
+
+def probe(scenario: Scenario, balanced: Contender) -> Iterator[tuple[int, float]]:
+    """Gain by tokens per rank, one by one, on few microbatches."""
+    wanted, model = [NONE, balanced], scenario.model
+    for tokens in PROBE_TOKENS:
+        whole = replace(scenario, schedule=_with_tokens(scenario.schedule, tokens), interval=1)
+        few = replace(whole, schedule=_few(whole.schedule))
+        layers = range(model.dense_layers, model.layers)
+        times = [time_layer(few, wanted, layer) for layer in layers]
+        none, own = (
+            sum(float((t.forward_seconds + t.backward_seconds).mean()) for t in of_contender)
+            for of_contender in zip(*times, strict=True)
+        )
+        rest = rest_seconds(whole)
+        yield tokens, (none + rest) / (own + rest)
+
+
+def _with_tokens(schedule: Training | Serving, tokens: int) -> Training | Serving:
+    if isinstance(schedule, Training):
+        return replace(schedule, tokens=tokens)
+    return replace(schedule, chunk=tokens)
+
+
+def _few(schedule: Training | Serving) -> Training | Serving:
+    """The same with few microbatches in all."""
+    if isinstance(schedule, Serving):
+        return replace(schedule, iterations=PROBE_MICROBATCHES)
+    return replace(schedule, steps=1, microbatches=max(PROBE_MICROBATCHES // schedule.groups, 1))
+
+
+def break_even(curve: Curve, gain: float) -> BreakEven:
+    """The tokens from which on a gain is reached and kept, between the points of a curve.
+
+    >>> break_even(((64, 0.75), (256, 1.25)), 1.0)
+    BreakEven(gain=1.0, tokens=128.0, always=False)
+    """
+    below = [index for index, (_, reached) in enumerate(curve) if reached < gain]
+    if not below:
+        return BreakEven(gain, float(curve[0][0]), always=True)
+    if below[-1] == len(curve) - 1:
+        return BreakEven(gain, None, always=False)
+    (few, less), (many, more) = curve[below[-1] : below[-1] + 2]
+    part = (gain - less) / (more - less)
+    return BreakEven(gain, float(few * (many / few) ** part), always=False)

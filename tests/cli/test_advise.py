@@ -1,0 +1,185 @@
+"""`ultraep advise`: what it prints, what it refuses, and that both forms say the same."""
+
+import json
+from functools import cache
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+import ultraep
+import ultraep.cli
+from ultraep.cli import advise as advise_command
+
+SMALL = ["--cluster", "h200-nvl8", "--model", "gpt-oss-20b", "--ep", "8"]
+SHORT = ["--steps", "1", "--microbatches", "2", "--processes", "1"]
+EVEN = ["--imbalance", "1.02", "--noise", "0.01"]
+
+
+def invoke(*arguments, width=100):
+    environment = {"COLUMNS": str(width), "FORCE_COLOR": None, "TERM": "dumb"}
+    command = ["advise", *SMALL, *map(str, arguments)]
+    return CliRunner().invoke(ultraep.cli.app, command, env=environment)
+
+
+@cache
+def printed(*arguments, width=100):
+    result = invoke(*SHORT, *arguments, width=width)
+    assert (result.exit_code, result.stderr) == (0, ""), result.stderr
+    return result.stdout
+
+
+def flat(text):
+    return " ".join(text.split())
+
+
+@cache
+def figures(*arguments):
+    return json.loads(printed(*arguments, "--json"))
+
+
+# -- what it prints ------------------------------------------------------------------------------
+
+
+def test_the_verdict_comes_first_with_its_figures():
+    found, text = figures("--imbalance", "1.8"), flat(printed("--imbalance", "1.8"))
+    gain, option = found["gain"], found["option"]
+    assert text.startswith(
+        f"Pays: {option['slots']} spare slot and tolerance {option['tolerance']:g} bring "
+        f"{gain['overall']:.2f}x ({gain['low']:.2f}x to {gain['high']:.2f}x)"
+    )
+    assert f"{option['share']:.1%} of ideal instead of {found['none']['share']:.1%}" in text
+
+
+def test_all_settings_are_in_the_table_and_the_advice_is_marked():
+    found, text = figures(), printed()
+    assert len(found["options"]) == 16
+    for option in found["options"]:
+        assert f"{option['share']:.1%}" in text
+    marked = [line for line in text.splitlines() if "%*" in line]
+    assert len(marked) == 1
+    assert marked[0].startswith(str(found["slots"]))
+    assert f"{found['option']['share']:.1%}*" in marked[0]
+
+
+def test_every_figure_has_its_line():
+    found, text = figures(), flat(printed())
+    for name in ("Gain", "Throughput", "Break-even", "Memory", "Why", "Left to ideal", "Settings"):
+        assert name in text
+    assert f"{found['gain']['overall']:.3f}x" in text
+    assert all(reason in text for reason in found["reasons"])
+    assert found["remainder"] in text
+    assert f"{found['memory']['slot'] / 1e9:.2f} GB" in text
+    assert "docs/simulator.md" in text
+
+
+def test_the_settings_can_be_copied():
+    (line,) = [line for line in printed(width=80).splitlines() if line.startswith("Settings")]
+    arguments = line.removeprefix("Settings").strip()
+    given = eval(f"dict({arguments})", {"ultraep": ultraep})  # our own output, as a user pastes it
+    found = figures()
+    assert given["slots"] == found["slots"]
+    assert given["config"].tolerance == found["tolerance"]
+
+
+def test_it_says_plainly_that_it_does_not_pay():
+    text = flat(printed(*EVEN))
+    assert text.startswith("Does not pay: the best settings, 1 spare slot and tolerance 0.05, ")
+    assert "There is little to gain" in text
+    assert "Break-even never, up to 16,384 tokens per rank and microbatch" in text
+    assert "Settings no spare slots; leave balancing off" in text
+
+
+def test_few_tokens_are_below_break_even():
+    text = flat(printed("--tokens", "128"))
+    assert text.startswith("Does not pay")
+    assert "128 tokens per rank and microbatch are too few" in text
+    assert "(here: 128)" in text
+
+
+def test_one_rank_per_domain():
+    text = flat(printed("--domain", "1"))
+    assert text.startswith("Does not pay: there is no place for a copy.")
+    assert "Every fast-link domain of h200-nvl8 has one rank" in text
+    assert figures("--domain", "1")["option"] is None
+
+
+def test_domains_are_part_of_the_settings():
+    assert "domain=2, config=ultraep.BalanceConfig(" in printed("--domain", "2", width=80)
+
+
+def test_lines_fit_the_terminal():
+    for arguments in ([], EVEN, ["--domain", "1"]):
+        assert max(map(len, printed(*arguments, width=80).splitlines())) <= 80
+
+
+def test_a_trace_may_stand_in_for_drawn_loads(tmp_path):
+    loads = np.random.default_rng(1).zipf(1.7, (3, 8, 32)).clip(1, 300)
+    np.save(tmp_path / "loads.npy", loads)
+    found = json.loads(printed("--trace", str(tmp_path / "loads.npy"), "--json"))
+    assert found["gain"]["draws"] == [found["gain"]["overall"]]
+    assert found["none"]["imbalance"] > 1.2
+
+
+def test_prefill_is_about_requests(tmp_path):
+    entries = ('title = ""', "mean_tokens = 2000", "spread = 0.5", "limit_s = 0.1")
+    (tmp_path / "short.toml").write_text("\n".join(["[short]", *entries]))
+    asked = ["--prefill", tmp_path / "short.toml", "--imbalance", "2"]
+    result = invoke(*asked, "--processes", "1", "--ep", "32")
+    assert result.exit_code == 0, result.stderr
+    text = flat(result.stdout)
+    assert "requests/s" in text
+    assert "tokens per rank and iteration" in text
+
+
+# -- JSON ----------------------------------------------------------------------------------------
+
+
+def test_json_is_one_object_without_anything_else():
+    found = figures()
+    assert found["verdict"] == "pays"
+    assert found["slots"] == found["option"]["slots"]
+    assert [tokens for tokens, _ in found["curve"]][:2] == [64, 128]
+    assert {"device", "slot", "none", "balanced"} <= set(found["memory"])
+    assert {"low", "high", "overall"} <= set(found["gain"])
+
+
+def test_the_same_command_gives_the_same_bytes():
+    assert invoke(*SHORT, "--json").stdout == printed("--json")
+    assert invoke(*SHORT, "--json", "--seed", "5").stdout != printed("--json")
+
+
+# -- what it refuses -----------------------------------------------------------------------------
+
+BAD = {
+    "cluster": (["--cluster", "h300"], "unknown cluster 'h300'"),
+    "model": (["--model", "gpt-5"], "unknown model 'gpt-5'"),
+    "ep": (["--ep", "5"], "do not divide evenly over 5 ranks"),
+    "imbalance": (["--imbalance", "0.5"], "imbalance must lie between 1 and the 8 ranks"),
+    "tokens": (["--tokens", "0"], "tokens must be at least 1"),
+    "steps": (["--steps", "0"], "steps must be at least 1"),
+    "processes": (["--processes", "0"], "--processes must be at least 1, got 0"),
+    "prefill": (["--prefill", "poems"], "'poems'"),
+    "steps_of_prefill": (["--prefill", "stem", "--steps", "2"], "--steps has no meaning there"),
+    "trace": (["--trace", "nowhere.npy"], "nowhere.npy: no such file"),
+    "both": (["--trace", "x.npy", "--imbalance", "2"], "--imbalance has no meaning there"),
+    "seed": (["--seed", "-1"], "seed must lie between 0"),
+    "domain": (["--domain", "3"], "8 ranks do not divide by a domain of 3"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "expected"), BAD.values(), ids=BAD)
+def test_bad_input_is_one_line_before_any_work(arguments, expected, monkeypatch):
+    def never(*_, **__):
+        raise AssertionError("work was done")
+
+    monkeypatch.setattr(advise_command, "ask", never)
+    result = invoke(*arguments)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.startswith("ultraep: ")
+    assert result.stderr.count("\n") == 1
+    assert expected in result.stderr
+
+
+def test_slots_are_no_option_here():
+    assert invoke("--slots", "2").exit_code == 2

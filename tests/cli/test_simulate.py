@@ -1,0 +1,375 @@
+"""`ultraep simulate`: what it answers, refuses, prints and writes."""
+
+import json
+import sys
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+import ultraep.cli
+from ultraep import workload
+from ultraep.cli import scenario, simulate
+from ultraep.sim.run import simulate as run_simulation
+
+EXPERTS, RANKS = 32, 8
+SMALL = ("--cluster", "h200-nvl8", "--model", "gpt-oss-20b", "--ep", RANKS, "--processes", 1)
+QUICK = (*SMALL, "--interval", 4)
+TRAINING = (*QUICK, "--steps", 1, "--microbatches", 3)
+CLUSTER = """
+[mine]
+title = "a small cluster"
+source = "made up"
+devices = 16
+domain = 4
+memory_gb = {memory}
+matmul_tflops = 900
+memory_gb_s = 4000
+link_gb_s = 400
+link_us = 3
+network_gb_s = 50
+network_us = 8
+"""
+REQUESTS = """
+[slow]
+title = "long prompts, no patience"
+mean_tokens = 50000
+spread = 0.1
+limit_s = 0.00001
+[none]
+title = "no prompts"
+mean_tokens = 0
+spread = 0.1
+limit_s = 1
+"""
+
+
+def invoke(*arguments, width=100):
+    environment = {"COLUMNS": str(width), "FORCE_COLOR": None, "TERM": "dumb"}
+    return CliRunner().invoke(ultraep.cli.app, ["simulate", *map(str, arguments)], env=environment)
+
+
+def rows(*arguments):
+    result = invoke(*arguments, "--json")
+    assert result.exit_code == 0, result.stderr
+    assert result.stderr == ""
+    return json.loads(result.stdout)
+
+
+def text(path, content):
+    path.write_text(content)
+    return path
+
+
+@pytest.fixture
+def trace(tmp_path):
+    path = tmp_path / "loads.npy"
+    np.save(path, workload.domain_shift(RANKS, EXPERTS, steps=6, top_k=4, tokens=200, seed=1))
+    return path
+
+
+# -- what it answers -----------------------------------------------------------------------------
+
+
+def test_json_has_a_row_for_every_policy_that_fits_together():
+    found = rows(*TRAINING, "--policy", "ultraep,none,ideal", "--seed", 3)
+    assert [row["policy"] for row in found] == ["ultraep", "none", "ideal"]
+    ours, none, ideal = found
+    for row in found:
+        assert row["share_of_ideal"] == row["throughput"] / ideal["throughput"]
+        assert row["gain_over_none"] == row["throughput"] / none["throughput"]
+        assert row["seconds"] == pytest.approx(sum(row["stages"].values()))
+        *parts, total = row["memory_gb"].values()
+        assert sum(parts) == pytest.approx(total)
+        assert row["unit"] == "TFLOP/s per device"
+        assert (row["cluster"], row["model"], row["ep"]) == ("h200-nvl8", "gpt-oss-20b", RANKS)
+        assert (row["seed"], row["devices"], row["domain"]) == (3, RANKS, RANKS)
+        assert (row["slots"], row["out_of_memory"], row["schedule"]) == (1, 0, "training")
+        assert row["imbalance"] == pytest.approx(np.mean(row["imbalance_by_layer"]))
+        assert row["tokens_per_second"] > 0
+    assert none["throughput"] < ours["throughput"] < ideal["throughput"]
+    assert ours["imbalance"] < 1.03 < none["imbalance"] < none["worst_imbalance"]
+    assert (none["copies"], ideal["copies"]) == (0, 0)
+    assert 0 < ours["copies"] <= RANKS
+
+
+def test_rows_are_what_the_library_says():
+    options = {"imbalance": 1.7, "noise": 0.3, "steps": 1, "microbatches": 2, "interval": 4}
+    made = scenario.make_scenario(cluster="h200-nvl8", model="gpt-oss-20b", ep=RANKS, **options)
+    expected = run_simulation(made, ["quota", "ideal"])
+    given = [f"--{name}={value}" for name, value in options.items()]
+    (found,) = rows(*SMALL, *given, "--policy", "quota")
+    assert found["throughput"] == expected[0].throughput
+    assert found["share_of_ideal"] == expected[0].throughput / expected[1].throughput
+    assert found["stages"] == expected[0].stages
+
+
+def test_the_same_seed_gives_the_same_and_another_one_does_not():
+    options = (*TRAINING, "--policy", "none")
+    first, again, other = (rows(*options, "--seed", seed) for seed in (1, 1, 2))
+    assert first == again
+    assert first[0]["throughput"] != other[0]["throughput"]
+
+
+def test_processes_change_nothing():
+    options = (*TRAINING, "--policy", "none,eplb,ultraep")
+    assert rows(*options) == rows(*options, "--processes", 2)
+
+
+def test_little_work_stays_in_one_process():
+    made = scenario.make_scenario(
+        cluster="h200-nvl8", model="gpt-oss-20b", ep=RANKS, steps=1, microbatches=2
+    )
+    assert scenario.processes_for(made, None) == 1
+    assert scenario.processes_for(made, 3) == 3
+
+
+def test_the_imbalance_is_the_one_asked_for():
+    options = ("--policy", "none", "--noise", 0.2, "--steps", 4)
+    for wanted in (1.3, 2.2):
+        (found,) = rows(*QUICK, *options, "--imbalance", wanted)
+        assert found["imbalance"] == pytest.approx(wanted, rel=0.1)
+
+
+def test_recorded_loads_are_simulated(trace):
+    found = rows(*TRAINING, "--policy", "none,ultraep", "--trace", trace)
+    assert found[0]["imbalance"] > found[1]["imbalance"] >= 1
+    assert "recorded loads: 6 microbatches of 1 layer" in invoke(*TRAINING, "--trace", trace).stdout
+
+
+def test_prefill_is_in_requests():
+    found = rows(*QUICK, "--prefill", "stem", "--policy", "none,ultraep,ideal")
+    assert {row["unit"] for row in found} == {"requests/s"}
+    assert {row["schedule"] for row in found} == {"prefill"}
+    assert "experts back" not in found[0]["stages"]
+    assert found[0]["throughput"] < found[1]["throughput"] <= found[2]["throughput"]
+
+
+def test_files_of_ones_own_are_read(tmp_path):
+    cluster = text(tmp_path / "c.toml", CLUSTER.format(memory=200))
+    (found,) = rows(*TRAINING, "--cluster", f"{cluster}:mine", "--policy", "ultraep")
+    assert (found["cluster"], found["domain"]) == ("mine", 4)
+    (whole,) = rows(*TRAINING, "--cluster", cluster, "--domain", 8, "--policy", "ultraep")
+    assert whole["domain"] == 8
+    assert whole["imbalance"] < found["imbalance"]
+
+
+# -- what it prints ------------------------------------------------------------------------------
+
+
+def test_the_report_fits_and_says_what_it_means():
+    result = invoke(*TRAINING, width=80)
+    assert result.exit_code == 0, result.stderr
+    assert max(map(len, result.stdout.splitlines())) <= 80
+    flat = " ".join(result.stdout.split())
+    assert "gpt-oss-20b (21B-A4B) on h200-nvl8: 8 devices, EP8 in one fast-link domain" in flat
+    assert "drawn loads of imbalance 2 when nothing is balanced" in flat
+    ours, ideal = rows(*TRAINING, "--policy", "ultraep,ideal")
+    assert (
+        f"ultraep would bring {ours['gain_over_none']:.2f}x over no balancing, "
+        f"{100 * ours['share_of_ideal']:.0f} % of forced balance" in flat
+    )
+    assert f"{ideal['throughput']:,.1f} 100.0%" in flat
+    assert "docs/simulator.md" in flat
+    assert "out of memory" not in flat
+    assert result.stderr == ""
+
+
+def test_only_what_was_asked_for_is_shown():
+    shown = invoke(*TRAINING, "--policy", "quota").stdout
+    assert "quota would bring" in shown
+    first = [line.split()[0] for line in shown.splitlines() if line.strip()]
+    assert {"quota", "experts"} <= set(first)
+    assert not {"none", "ideal", "eplb", "ultraep"} & set(first)
+
+
+def test_it_says_when_balancing_does_not_pay():
+    flat = " ".join(invoke(*TRAINING, "--imbalance", 1, "--noise", 0).stdout.split())
+    assert "ultraep would not pay here: 1.00x over no balancing" in flat
+
+
+def test_without_any_policy_there_is_still_a_ceiling():
+    shown = invoke(*TRAINING, "--policy", "none,ideal").stdout
+    assert "Balancing can bring at most " in shown
+
+
+def test_devices_that_run_out_of_memory_are_marked(tmp_path):
+    memory = rows(*TRAINING, "--policy", "none,ultraep")
+    needed = [row["memory_gb"]["total"] for row in memory]
+    cluster = text(tmp_path / "c.toml", CLUSTER.format(memory=sum(needed) / 2))
+    options = (*TRAINING, "--cluster", cluster, "--domain", 8)
+    none, ours = rows(*options, "--policy", "none,ultraep")
+    assert none["out_of_memory"] > 0 == ours["out_of_memory"]
+    flat = " ".join(invoke(*options).stdout.split())
+    assert f"{none['memory_gb']['total']:.1f}!" in flat
+    assert "it fits into memory where no balancing does not" in flat
+
+
+def test_copies_that_stay_need_slots_in_every_layer():
+    found = rows(*TRAINING, "--policy", "none,eplb,lplb,ultraep,ideal")
+    none, eplb, lplb, ours, ideal = (row["memory_gb"]["slots"] for row in found)
+    assert none == ideal == 0 < ours
+    assert eplb == lplb == pytest.approx(24 * ours)
+
+
+def test_presets_are_listed_with_titles_and_sources():
+    result = invoke("--presets")
+    assert result.exit_code == 0
+    flat = " ".join(result.stdout.split())
+    for expected in ("gb200-nvl72", "qwen3-235b", "stem", "data sheet", "huggingface.co"):
+        assert expected in flat
+
+
+# -- what it writes ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ending", ["png", "html"])
+def test_pictures_are_written(tmp_path, ending):
+    path = tmp_path / f"out.{ending}"
+    result = invoke(*TRAINING, "--policy", "none,ultraep", "--plot", path)
+    assert result.exit_code == 0, result.stderr
+    assert path.stat().st_size > 10_000
+    assert "picture: " in result.stdout
+
+
+def test_a_timeline_is_written_and_stdout_stays_json(tmp_path):
+    path = tmp_path / "out.json"
+    rows(*TRAINING, "--policy", "none,ultraep", "--timeline", path, "--timeline-layers", 2)
+    events = json.loads(path.read_text())["traceEvents"]
+    assert {event["args"]["name"] for event in events if event["name"] == "process_name"} == {
+        "none",
+        "ultraep",
+    }
+
+
+# -- what it refuses -----------------------------------------------------------------------------
+
+
+def damaged(path, trace):
+    path.write_bytes(trace.read_bytes()[:100])
+    return path
+
+
+def save(path, loads):
+    np.save(path, loads)
+    return path
+
+
+BAD_OPTIONS = {
+    "cluster": (["--cluster", "gb20"], "unknown cluster 'gb20'; did you mean gb200-nvl72? known"),
+    "no_cluster": (["--cluster", ""], "unknown cluster ''; known are"),
+    "model": (["--model", "gpt-oss"], "unknown model 'gpt-oss'; did you mean gpt-oss-"),
+    "no_file": (["--model", "none.toml"], "none.toml: no such file"),
+    "ep": (["--ep", 7], "32 experts of gpt-oss-20b do not divide evenly over 7 ranks"),
+    "no_ranks": (["--ep", 0], "ranks must be at least 1, got 0"),
+    "few_devices": (["--cluster", "h200-eight-parts", "--ep", 16], "16 devices are needed"),
+    "weights": (["--model", "qwen3-235b"], "per device do not fit into the 141 GB"),
+    "policy": (["--policy", "none,magic"], "unknown policy 'magic'; known are none, ultraep"),
+    "not_simulable": (["--policy", "llep"], "policy llep copies beyond spare slots and domains"),
+    "no_policy": (["--policy", ","], "--policy must name at least one policy"),
+    "prefill": (["--prefill", "stem"], "--microbatches and --steps have no meaning there"),
+    "imbalance": (["--imbalance", 0.5], "imbalance must lie between 1 and the 8 ranks"),
+    "steep": (["--imbalance", 7.9], "an imbalance of 7.9 cannot be drawn"),
+    "noise": (["--noise", "nan"], "noise must be at most 8, got nan"),
+    "topics": (["--topic-length", 4, "--drift-length", 4], "exclude each other"),
+    "tokens": (["--tokens", 0], "tokens must be at least 1, got 0"),
+    "stages": (["--stages", 25], "24 layers cannot be dealt out to 25 stages"),
+    "groups": (["--groups", 0], "groups must be at least 1, got 0"),
+    "domain": (["--domain", 3], "8 ranks do not divide by a domain of 3"),
+    "slots": (["--slots", -1], "slots must lie between 0 and 32, got -1"),
+    "tolerance": (["--tolerance", "nan"], "tolerance must lie between 0 and 1000, got nan"),
+    "interval": (["--interval", 0], "interval must be at least 1, got 0"),
+    "seed": (["--seed", -1], "seed must lie between 0 and"),
+    "processes": (["--processes", 0], "--processes must be at least 1, got 0"),
+    "ending": (["--plot", "out.pdf"], "out.pdf: a picture ends in .png, .svg, .html, got .pdf"),
+    "plot": (["--plot", "/none/out.png"], "/none/out.png: cannot be written"),
+    "timeline": (["--timeline", "/none/out.json"], "/none/out.json: cannot be written"),
+    "layers": (["--timeline-layers", 0], "--timeline-layers must be at least 1"),
+}
+BAD_TRACES = {
+    "missing": (lambda d, _: d / "none.npz", "none.npz: no such file"),
+    "damaged": (lambda d, good: damaged(d / "a.npy", good), "truncated or damaged"),
+    "format": (lambda d, _: text(d / "a.txt", "1"), "unknown format '.txt'"),
+    "experts": (lambda d, _: save(d / "a.npy", np.ones((2, 16), int)), "loads of 16 experts"),
+    "empty": (lambda d, _: save(d / "a.npy", np.zeros((2, EXPERTS), int)), "without any row"),
+    "negative": (lambda d, _: save(d / "a.npy", -np.ones((2, EXPERTS), int)), "negative, got -1"),
+    "huge": (lambda d, _: save(d / "a.npy", np.full((2, EXPERTS), 2**60)), "too large"),
+}
+BAD_TABLES = {
+    "broken": ("--cluster", "[mine", "cannot be read as TOML"),
+    "no_table": ("--cluster", "a = 1", "holds no table"),
+    "short": ("--cluster", "[mine]\ndevices = 8", "title, source, domain"),
+    "type": ("--cluster", CLUSTER.format(memory="'much'"), "memory_gb must be of type float"),
+    "memory": ("--cluster", CLUSTER.format(memory=-1), "memory_gb must be positive, got -1"),
+    "entry": ("--cluster", CLUSTER.format(memory=80) + "link_gbs = 1", "did you mean link_gb_s?"),
+}
+
+
+def assert_one_line(result, expected):
+    assert result.exit_code == 2, result.output
+    assert result.stdout == ""
+    assert result.stderr.startswith("ultraep: ")
+    assert result.stderr.count("\n") == 1, result.stderr
+    assert expected in result.stderr
+
+
+@pytest.fixture
+def nothing_is_simulated(monkeypatch):
+    def refuse(*arguments, **options):
+        raise AssertionError("a wrong setting was not refused before the work")
+
+    monkeypatch.setattr(simulate, "run_simulation", refuse)
+
+
+@pytest.mark.usefixtures("nothing_is_simulated")
+@pytest.mark.parametrize(("options", "expected"), BAD_OPTIONS.values(), ids=BAD_OPTIONS)
+def test_a_bad_option_is_one_line_before_any_work(options, expected):
+    assert_one_line(invoke(*TRAINING, *options), expected)
+
+
+@pytest.mark.usefixtures("nothing_is_simulated")
+@pytest.mark.parametrize(("make", "expected"), BAD_TRACES.values(), ids=BAD_TRACES)
+def test_a_bad_trace_is_one_line(tmp_path, trace, make, expected):
+    assert_one_line(invoke(*TRAINING, "--trace", make(tmp_path, trace)), expected)
+
+
+@pytest.mark.usefixtures("nothing_is_simulated")
+@pytest.mark.parametrize(("option", "content", "expected"), BAD_TABLES.values(), ids=BAD_TABLES)
+def test_a_bad_table_is_one_line(tmp_path, option, content, expected):
+    assert_one_line(invoke(*TRAINING, option, text(tmp_path / "a.toml", content)), expected)
+
+
+@pytest.mark.usefixtures("nothing_is_simulated")
+def test_a_trace_and_drawn_loads_exclude_each_other(trace):
+    for option in ("--imbalance", "--noise", "--topic-length", "--drift-length"):
+        result = invoke(*TRAINING, "--trace", trace, option, 2)
+        assert_one_line(result, f"--trace brings its own loads: {option} has no meaning")
+
+
+@pytest.mark.usefixtures("nothing_is_simulated")
+def test_prefill_refuses_what_only_training_has():
+    options = ["--sequence", "--stages", "--groups", "--microbatches", "--steps"]
+    for given in ([option, 1] for option in options):
+        assert_one_line(invoke(*QUICK, "--prefill", "stem", *given), f"{given[0]} has no meaning")
+    assert_one_line(invoke(*QUICK, "--prefill", "stem", "--no-recompute"), "--no-recompute has no")
+
+
+def test_requests_that_cannot_be_served_are_one_line(tmp_path):
+    path = text(tmp_path / "r.toml", REQUESTS)
+    assert_one_line(invoke(*QUICK, "--prefill", f"{path}:none"), "mean_tokens must be positive")
+    assert_one_line(invoke(*QUICK, "--prefill", f"{path}:slow"), "no rate of requests")
+    assert_one_line(invoke(*QUICK, "--prefill", "stm"), "unknown set of requests 'stm'; did you")
+
+
+@pytest.mark.usefixtures("nothing_is_simulated")
+def test_a_missing_package_is_named(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "plotly", None)
+    result = invoke(*TRAINING, "--plot", tmp_path / "out.html")
+    assert_one_line(result, "pip install 'ultraep[plot]'")
+
+
+@pytest.mark.usefixtures("nothing_is_simulated")
+def test_a_refused_run_leaves_no_file(tmp_path):
+    path = tmp_path / "out.png"
+    assert_one_line(invoke(*TRAINING, "--plot", path, "--ep", 7), "do not divide")
+    assert not path.exists()

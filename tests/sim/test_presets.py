@@ -1,0 +1,337 @@
+"""Clusters, models and the tables they come from."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Callable
+from dataclasses import fields
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ultraep.errors import ConfigError, FileError
+from ultraep.policies import BUILT_IN
+from ultraep.sim.cluster import Cluster, load_cluster
+from ultraep.sim.model import Grouped, load_model
+from ultraep.sim.presets import as_record, presets
+from ultraep.sim.runtime import Runtime, runtime_of
+from ultraep.sim.serving import load_requests
+
+from .small import small_cluster, small_model
+
+CLUSTER = """
+[first]
+title = "mine"
+source = "me"
+devices = 16
+domain = 4
+memory_gb = 80
+matmul_tflops = 500.5
+memory_gb_s = 2000
+link_gb_s = 100
+link_us = 2
+network_gb_s = 25
+network_us = 5
+"""
+MODEL = """
+[first]
+title = "mine"
+source = "me"
+layers = 2
+dense_layers = 0
+width = 64
+experts = 8
+top_k = 2
+expert_width = 32
+vocabulary = 100
+attention = { kind = "grouped", heads = 4, kv_heads = 2, head_width = 16 }
+"""
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> Callable[[str], str]:
+    """Writes a file of one's own; its name."""
+
+    def write(text: str) -> str:
+        path = tmp_path / "mine.toml"
+        path.write_text(text)
+        return str(path)
+
+    return write
+
+
+# Models
+
+
+@pytest.mark.parametrize(
+    ("name", "all_billions", "active_billions"),
+    [
+        ("qwen3-235b", 235, 22),
+        ("glm-4.5-106b", 106, 12),
+        ("glm-4.7-358b", 353, 32),  # without the layer that predicts one token more
+        ("deepseek-v3-671b", 671, 37),
+        ("gpt-oss-120b", 117, 5.1),
+        ("gpt-oss-20b", 21, 3.6),
+        ("kimi-k2", 1026, 32),
+    ],
+)
+def test_weights_are_those_on_the_tin(
+    name: str, all_billions: float, active_billions: float
+) -> None:
+    model = load_model(name)
+    assert model.weights / 1e9 == pytest.approx(all_billions, rel=0.01)
+    assert model.active_weights / 1e9 == pytest.approx(active_billions, rel=0.07)
+
+
+def test_every_model_is_tested_above() -> None:
+    (mark,) = test_weights_are_those_on_the_tin.pytestmark  # type: ignore[attr-defined]
+    assert [case[0] for case in mark.args[1]] == list(presets("models"))
+
+
+def test_attention_of_qwen3_by_hand() -> None:
+    # Queries and outputs 4096 x 8192 each, keys and values 4096 x 512 each.
+    model = load_model("qwen3-235b")
+    assert model.attention_weights == 2 * 4096 * 8192 + 2 * 4096 * 512
+    assert model.attention.core == 4 * 64 * 128
+
+
+def test_attention_of_deepseek_v3_by_hand() -> None:
+    queries = 7168 * 1536 + 1536 * 128 * 192
+    keys_and_values = 7168 * 576 + 512 * 128 * 256
+    model = load_model("deepseek-v3-671b")
+    assert model.attention_weights == queries + keys_and_values + 128 * 128 * 7168
+    assert model.attention.core == 2 * 128 * (192 + 128)
+
+
+def test_all_counts_of_a_small_model_by_hand() -> None:
+    model = small_model()
+    assert model.moe_layers == 2
+    assert model.expert_weights == 96
+    assert model.expert_bytes == 192
+    assert model.attention_weights == 192
+    assert model.shared_weights == 3 * 8 * 2 + 8 * 4
+    # Three attentions, a dense MLP, two shared experts with routers, two tables.
+    assert model.plain_weights == 3 * 192 + 3 * 8 * 5 + 2 * 80 + 2 * 16 * 8
+    assert model.weights == 1112 + 2 * 4 * 96
+    assert model.active_weights == 1112 - 128 + 2 * 2 * 96
+    # Looks at 5 of 10 tokens in all three layers, 2 heads * 4 wide, scores and values.
+    assert model.training_operations(10) == 3 * (2 * 1368 + 3 * 32 * 5)
+
+
+def test_windowed_layers_look_back_no_further() -> None:
+    attention = Grouped(
+        kind="grouped", heads=2, kv_heads=1, head_width=4, window=10, windowed_layers=1
+    )
+    model = small_model(attention=attention)
+    assert model.looked_at(6) == 6
+    assert model.looked_at(40) == pytest.approx((10 + 40 + 40) / 3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"experts": 0}, "experts must be at least 1, got 0"),
+        ({"layers": -1}, "layers must be at least 1, got -1"),
+        ({"dense_layers": 3}, r"dense_layers must lie in 0\.\.2, got 3"),
+        ({"top_k": 5}, "top_k 5 is more than its 4 experts"),
+    ],
+)
+def test_models_that_cannot_be(changes: dict[str, int], words: str) -> None:
+    with pytest.raises(ConfigError, match=f"model small: {words}"):
+        small_model(**changes)
+
+
+# Clusters
+
+
+def test_rates_are_per_second() -> None:
+    cluster = load_cluster("h200-nvl8")
+    assert cluster.memory == 141e9
+    assert cluster.matmul == 989e12
+    assert cluster.memory_rate == 4.8e12
+    assert cluster.link_rate == 450e9
+    assert cluster.network_rate == 50e9
+
+
+@pytest.mark.parametrize(
+    ("ranks", "size"), [(1, 1), (4, 4), (8, 8), (10, 5), (12, 6), (16, 8), (11, 1), (64, 8)]
+)
+def test_a_group_takes_the_largest_equal_blocks_of_a_domain(ranks: int, size: int) -> None:
+    assert small_cluster(domain=8).domain_of(ranks) == size
+
+
+def test_a_group_larger_than_the_cluster_is_refused() -> None:
+    with pytest.raises(ConfigError, match="65 ranks do not fit on cluster small with 64 devices"):
+        small_cluster().domain_of(65)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"devices": 0}, "devices must be at least 1, got 0"),
+        ({"domain": 0}, "domain must be at least 1, got 0"),
+        ({"link_gb_s": 0.0}, "link_gb_s must be positive, got 0"),
+        ({"memory_gb": -5.0}, "memory_gb must be positive, got -5"),
+        ({"matmul_tflops": float("inf")}, "matmul_tflops must be positive, got inf"),
+        ({"network_gb_s": float("nan")}, "network_gb_s must be positive, got nan"),
+        ({"link_us": -1.0}, "link_us must not be negative, got -1"),
+    ],
+)
+def test_clusters_that_cannot_be(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=f"cluster small: {words}"):
+        small_cluster(**changes)
+
+
+# The tables
+
+
+def test_every_table_has_a_source_or_its_file_names_one() -> None:
+    files = list(resources.files("ultraep.sim").joinpath("data").iterdir())
+    assert len(files) >= 7
+    for file in files:
+        text = file.read_text("utf-8")
+        if file.name in ("published.toml", "requests.toml"):
+            assert re.search(r"^#.*(arXiv 2606|docs/simulator)", text, re.MULTILINE), file.name
+        else:
+            assert all(table["source"].strip() for table in tomllib.loads(text).values())
+
+
+def test_all_presets_can_be_made() -> None:
+    for load, kind in [
+        (load_cluster, "clusters"),
+        (load_model, "models"),
+        (load_requests, "requests"),
+    ]:
+        assert [load(name).name for name in presets(kind)] == list(presets(kind))
+
+
+def test_every_policy_has_a_runtime() -> None:
+    for policy in BUILT_IN:
+        assert runtime_of(policy).name == policy
+    assert not runtime_of("ideal").streams
+    assert not runtime_of("eplb").streams
+    assert runtime_of("echo").relay == runtime_of("ultraep").relay == "auto"
+    assert set(presets("runtimes")) <= set(BUILT_IN)
+
+
+def test_what_is_calibrated_goes_into_the_runtimes() -> None:
+    calibrated = presets("calibrated")
+    assert runtime_of("eplb").backward_us == calibrated["eplb"]["backward_us"] > 0
+    assert runtime_of("lplb").layer_us == calibrated["lplb"]["layer_us"] > 0
+    assert runtime_of("none").layer_us == runtime_of("none").backward_us == 0
+
+
+def test_runtimes_hold_known_words() -> None:
+    assert {field.name for field in fields(Runtime)} == {"name", *presets("runtimes")["none"]}
+    for table in presets("runtimes").values():
+        assert table["planner"] in ("measured", "given")
+        assert table["relay"] in ("nothing", "placed", "direct", "chain", "auto", "tree")
+        assert table["hidden"] in ("experts", "attention")
+
+
+# Names and files
+
+
+@pytest.mark.parametrize("load", [load_cluster, load_model, load_requests])
+@pytest.mark.parametrize("name", ["nothing-like-it", ""])
+def test_unknown_names_are_answered_with_those_known(load: Any, name: str) -> None:
+    with pytest.raises(ConfigError, match=f"unknown .* {name!r}; known are .*, "):
+        load(name)
+
+
+def test_a_near_miss_is_answered_with_a_suggestion() -> None:
+    with pytest.raises(ConfigError, match="unknown cluster 'gb200'; did you mean gb200-nvl72"):
+        load_cluster("gb200")
+    with pytest.raises(ConfigError, match="unknown model 'deepseek'; did you mean deepseek-v3"):
+        load_model("deepseek")
+
+
+def test_a_file_gives_its_first_table_or_the_one_named(written: Callable[[str], str]) -> None:
+    second = CLUSTER.replace("first", "second").replace("16", "32")
+    path = written(CLUSTER + second)
+    assert load_cluster(path).name == "first"
+    assert load_cluster(path).matmul_tflops == 500.5
+    assert load_cluster(f"{path}:first").devices == 16
+    assert load_cluster(f"{path}:second").devices == 32
+    with pytest.raises(ConfigError, match="unknown cluster 'secnd'; did you mean second"):
+        load_cluster(f"{path}:secnd")
+
+
+def test_a_model_of_ones_own(written: Callable[[str], str]) -> None:
+    model = load_model(written(MODEL))
+    assert model.expert_weights == 3 * 64 * 32
+    assert model.shared_width == model.dense_width == 0
+    assert model.attention == Grouped(kind="grouped", heads=4, kv_heads=2, head_width=16)
+
+
+def test_values_outside_of_tables_do_not_disturb(written: Callable[[str], str]) -> None:
+    assert load_cluster(written("version = 3\n" + CLUSTER)).name == "first"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[first\n", "cannot be read as TOML"),
+        ("version = 3\n", r"holds no table; a table begins with a line like \[my-name\]"),
+        ("", "holds no table"),
+    ],
+)
+def test_files_that_cannot_be_used(written: Callable[[str], str], text: str, words: str) -> None:
+    with pytest.raises(FileError, match=rf"mine\.toml: {words}"):
+        load_cluster(written(text))
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(FileError, match="no such file"):
+        load_cluster(str(tmp_path / "none.toml"))
+    (tmp_path / "folder.toml").mkdir()
+    with pytest.raises(FileError, match="cannot be read as TOML"):
+        load_cluster(str(tmp_path / "folder.toml"))
+    (tmp_path / "bytes.toml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(FileError, match="cannot be read as TOML"):
+        load_cluster(str(tmp_path / "bytes.toml"))
+
+
+@pytest.mark.parametrize(
+    ("line", "instead", "words"),
+    [
+        ("devices = 16", "devicess = 16", "unknown entry 'devicess'; did you mean devices?"),
+        ("link_us = 2", "link_us = 2\nzzz = 1", "unknown entry 'zzz'; known are name, title"),
+        ("link_us = 2", "", "link_us missing"),
+        ("devices = 16", "devices = 16.5", "devices must be of type int, got 16.5"),
+        ("devices = 16", "devices = true", "devices must be of type int, got True"),
+        ("link_us = 2", 'link_us = "2"', "link_us must be of type float, got '2'"),
+        ('title = "mine"', "title = 3", "title must be of type str, got 3"),
+    ],
+)
+def test_wrong_entries_are_named(
+    written: Callable[[str], str], line: str, instead: str, words: str
+) -> None:
+    path = written(CLUSTER.replace(line, instead))
+    with pytest.raises(ConfigError, match=re.escape(f"cluster {path}: {words}")):
+        load_cluster(path)
+
+
+@pytest.mark.parametrize(
+    ("attention", "words"),
+    [
+        ('"grouped"', "attention must be a table with kind grouped or latent"),
+        ('{ kind = "linear" }', "attention must be a table with kind grouped or latent"),
+        ('{ kind = "grouped", heads = 4 }', "attention: kv_heads, head_width missing"),
+        ('{ kind = "latent", head = 4 }', "attention: unknown entry 'head'; did you mean heads?"),
+    ],
+)
+def test_wrong_attention_is_named(
+    written: Callable[[str], str], attention: str, words: str
+) -> None:
+    text = re.sub(r"attention = .*", lambda _: f"attention = {attention}", MODEL)
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        load_model(written(text))
+
+
+def test_whole_numbers_do_for_rates() -> None:
+    table = {"name": "x", **tomllib.loads(CLUSTER)["first"]}
+    assert as_record(Cluster, table, "here").link_gb_s == 100
