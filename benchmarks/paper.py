@@ -226,7 +226,7 @@ def errors(page: Page, found: list[tuple[Setting, list[Result]]]) -> None:
         ["settings", "ratios", f"within {WITHIN:g} points", "mean error, points", "largest"], rows
     )
     if wrong:
-        page.text("Pairs of policies that stand the other way round than published:", "")
+        page.text("Pairs of policies that stand the other way round than published:")
         page.text(*(f"- {pair}" for pair in wrong))
     implied(page, found)
 
@@ -350,9 +350,12 @@ def study(
     title: str,
     text: str,
     cases: Sequence[tuple[str, Scenario, Contender]],
+    *,
+    picture: str = "",
 ) -> None:
-    """A table with one line per case."""
+    """A table with one line per case, and a picture of both shares if it has a name."""
     rows = []
+    shares: list[tuple[str, float, float]] = []
     for name, scenario, contender in list(cases)[: effort.points]:
         none, mine, ideal = effort.run(scenario, [NONE, contender, IDEAL])
         rows.append(
@@ -367,9 +370,25 @@ def study(
                 f"{mine.memory.total / 1e9:.0f}",
             ]
         )
+        shares.append(
+            (name, none.throughput / ideal.throughput, mine.throughput / ideal.throughput)
+        )
     page.text(f"### {title}", "", text)
     head = ["", "imbalance before", "after", "copies", "none, share", "share", "over none", "GB"]
     page.table(head, rows)
+    if picture:
+        page.picture(picture, title, lambda axes: draw_shares(axes, shares))
+
+
+def draw_shares(axes: Any, shares: list[tuple[str, float, float]]) -> None:
+    """Both shares over the cases."""
+    for index, (name, colour) in enumerate((("none", "#b0b0b0"), ("ultraep", "#c14a4a")), start=1):
+        values = [100 * row[index] for row in shares]
+        axes.plot(range(len(shares)), values, "o-", color=colour, label=name)
+    axes.set_xticks(range(len(shares)), [row[0] for row in shares])
+    axes.set_ylabel("% of forced balance")
+    axes.set_ylim(0, 108)
+    axes.legend(frameon=False)
 
 
 def studies(page: Page, effort: Effort) -> None:
@@ -409,6 +428,7 @@ def studies(page: Page, effort: Effort) -> None:
         "Tokens of a rank",
         "Copies cost the same for few tokens; below some thousand they eat what they save.",
         tokens,
+        picture="tokens",
     )
     relays = [
         (mode, start, replace(OURS, runtime=replace(runtime_of("ultraep"), relay=mode)))
@@ -428,7 +448,8 @@ def studies(page: Page, effort: Effort) -> None:
         (f"{rate} GB/s", replace(start, cluster=replace(start.cluster, link_gb_s=rate)), OURS)
         for rate in (100, 225, 450, 900, 1800)
     ]
-    study(page, effort, "Rate of the fast link", "Rows and weights share it.", links)
+    text = "Rows and weights share it."
+    study(page, effort, "Rate of the fast link", text, links, picture="links")
 
 
 def domains(effort: Effort) -> list[tuple[str, Scenario, Contender]]:
@@ -470,6 +491,7 @@ def scaling(page: Page, effort: Effort) -> None:
         "on a GB200-like cluster whose fast link joins all ranks. The router's skew is the same "
         "everywhere (imbalance 2 at EP64): the more ranks, the fewer experts each has, and the worse it is.",
         wide(effort),
+        picture="ranks",
     )
 
 

@@ -219,3 +219,26 @@ def test_small_cases_are_seeded(optimum):
     for left, right in zip(one, two, strict=True):
         assert left.topology == right.topology
         assert np.array_equal(left.expert_loads, right.expert_loads)
+
+
+def test_the_report_on_the_published_evaluation_is_written(tmp_path):
+    pytest.importorskip("matplotlib")
+    done = run("paper.py", "--toy", "--out", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    text = (tmp_path / "paper.md").read_text()
+    assert text.count("### ") >= 17
+    assert "nan" not in text
+    assert (tmp_path / "shares.svg").read_text().startswith("<?xml")
+
+
+def test_the_constants_of_the_simulator_can_be_calibrated():
+    done = run("calibrate_sim.py", "--toy")
+    assert done.returncode == 0, done.stderr
+    names = [line.partition(" = ")[0] for line in done.stdout.splitlines()]
+    assert names == [
+        "noise.training",
+        "noise.serving",
+        "framework.factor",
+        "eplb.backward_us",
+        "lplb.layer_us",
+    ]

@@ -16,7 +16,7 @@ from ultraep.sim.model import load_model
 from ultraep.sim.planning import plan_layer
 from ultraep.sim.run import Contender, Result, Scenario, simulate, time_layer
 from ultraep.sim.runtime import runtime_of
-from ultraep.sim.serving import Requests, Serving
+from ultraep.sim.serving import Requests, Serving, make_iteration, rate_at_limit
 from ultraep.sim.training import Training
 from ultraep.sim.workload import Skew, fit_skew
 from ultraep.topology import Topology
@@ -84,6 +84,20 @@ def test_throughput_is_in_the_unit_it_says() -> None:
     assert 10 < train.throughput < 2500
     assert prefill.unit == "requests/s"
     assert prefill.throughput == pytest.approx(prefill.tokens_per_second * 16 / 2000)
+
+
+@pytest.mark.parametrize("policy", ["none", "ultraep"])
+def test_requests_wait_for_iterations_of_all_layers(policy: str) -> None:
+    made = scenario(schedule=PREFILL)
+    (result,) = simulate(made, [policy])
+    layers = [time_layer(made, [Contender.of(policy)], layer)[0].forward for layer in range(1, 5)]
+    fixed_S, rows_S = (
+        sum(stages[name] for stages in layers for name in names)
+        for names in (("loads", "plan", "weights"), ("dispatch", "experts", "combine"))
+    )
+    iteration = make_iteration(made.costs, PREFILL, rows_S, fixed_S.mean())
+    wanted = rate_at_limit(iteration, PREFILL, 16)
+    assert result.throughput == pytest.approx(wanted, rel=0.01)
 
 
 def test_stages_add_up_to_a_microbatch() -> None:

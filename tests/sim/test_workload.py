@@ -125,6 +125,8 @@ def test_drift_turns_one_topic_into_the_next() -> None:
     assert near == sorted(near, reverse=True)
     assert near[0] > 0.95
     assert abs(near[-1]) < 0.6
+    steps = [np.corrcoef(logits[number : number + 2])[0, 1] for number in range(30)]
+    assert min(steps) > 0.95
     # As strong in the middle as at the ends: cosine and sine, not a straight line.
     topics = drawn(skew(noise=0.0, topic_length=1), range(31))  # the same topics, at once
     assert (drawn(workload, [0, 10, 20]) == topics[[0, 1, 2]]).all()

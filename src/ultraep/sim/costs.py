@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ultraep.sim.cluster import GIGA, MICRO, Cluster
-from ultraep.sim.model import WEIGHT_BYTES, Model
+from ultraep.sim.model import GATED, WEIGHT_BYTES, Model
 from ultraep.sim.presets import presets
 
 FloatArray = NDArray[np.float64]
@@ -31,7 +31,7 @@ CORE_BACKWARD = 2.5  # the same for scores and values of attention
 ELEMENTWISE_PASSES = 16
 # Times that a row passes through memory on its way: gathered and written, read again when summed.
 ROW_PASSES = 3
-CONTROL_TOKENS = 8192 * 8  # rows for which counting and rerouting were measured
+CONTROL_ROWS = 8192 * 8  # rows for which counting and rerouting were measured
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ class Costs:
 
     def dense_mlp(self, tokens: float) -> float:
         """The MLP of a layer without experts, forward."""
-        weights = 3 * self.model.width * self.model.dense_width
+        weights = GATED * self.model.width * self.model.dense_width
         return self.rates.framework * self._dense(2.0 * tokens * weights)
 
     def head(self, tokens: float) -> float:
@@ -194,13 +194,13 @@ class Costs:
 
     def loads(self, rows: float, ranks: int, domains: int) -> float:
         """Counting the rows of a rank and swapping the counts."""
-        counting = self.rates.count_us * MICRO * rows / CONTROL_TOKENS
+        counting = self.rates.count_us * MICRO * rows / CONTROL_ROWS
         swapped = self.on_links(8.0 * self.model.experts * ranks, 0.0)
         return counting + float(swapped) + self.rates.meeting_us * MICRO + self.latency(domains)
 
     def reroute(self, rows: float) -> float:
         """A slot for every row of a rank."""
-        return self.rates.reroute_us * MICRO * rows / CONTROL_TOKENS
+        return self.rates.reroute_us * MICRO * rows / CONTROL_ROWS
 
     def hop(self) -> float:
         """What a relay costs beside the bytes."""

@@ -47,7 +47,6 @@ class LayerTimes:
     rank_rows: IntArray  # [S] of the fullest rank
     imbalance: FloatArray  # [S]
     copies: IntArray  # [S]
-    sent: IntArray  # [S] experts that travel
 
     @property
     def forward_seconds(self) -> FloatArray:
@@ -82,15 +81,14 @@ class LayerClock:
         rank_SR = copies.rank_loads(self.topology)
         forward = self._forward(copies, rank_SR)
         backward = self._backward(copies, rank_SR, forward) if self.training else {}
-        sent_S = np.bincount(copies.microbatch, minlength=len(rank_SR))
+        copies_S = np.bincount(copies.microbatch, minlength=len(rank_SR))
         peak_S = rank_SR.max(axis=1)
         return LayerTimes(
             forward,
             backward,
             peak_S,
             peak_S / np.maximum(rank_SR.mean(axis=1), 1e-9),
-            sent_S,
-            sent_S if self.runtime.streams else np.zeros_like(sent_S),
+            copies_S,
         )
 
     # -- forward ---------------------------------------------------------------------------------
@@ -123,7 +121,7 @@ class LayerClock:
 
     def _exchange(self, rank_SR: IntArray) -> FloatArray:
         """[S] rows to the ranks that serve them, or back: as long as the busiest port."""
-        busiest_S = np.maximum(rank_SR.max(axis=1), self.rows).astype(float)
+        busiest_S = rank_SR.max(axis=1).astype(float)  # nobody sends more than the mean
         return self._ports(busiest_S, 0.0) + self.costs.latency(self.topology.num_domains)
 
     def _ports(self, rows: FloatArray, weight_bytes: NDArray[Any] | float) -> FloatArray:
@@ -170,25 +168,32 @@ class LayerClock:
     # -- weights ---------------------------------------------------------------------------------
 
     def _weights(self, copies: Copies, rank_SR: IntArray, exchange_S: FloatArray) -> FloatArray:
-        """[S] by how much weights make the pass longer; reroute and schedule run meanwhile."""
-        aside = self.costs.reroute(self.rows) + (
-            self.costs.schedule(self.topology.ranks) if self.runtime.planner == "measured" else 0.0
-        )
+        """[S] what lies between the plan and the dispatch, and by how much weights delay that."""
+        if self.runtime.relay == "nothing":
+            return np.zeros(len(rank_SR))
+        measured = self.runtime.planner == "measured"
+        schedule = self.costs.schedule(self.topology.ranks) if measured else 0.0
+        ready = max(self.costs.reroute(self.rows), schedule)
         if not self.runtime.streams:
-            return np.full(len(rank_SR), 0.0 if self.runtime.relay == "nothing" else aside)
+            return np.full(len(rank_SR), ready)
+        streamed_S = self._streamed(copies, rank_SR, exchange_S)
+        return streamed_S + ready if self.runtime.beside else np.maximum(streamed_S, ready)
+
+    def _streamed(self, copies: Copies, rank_SR: IntArray, exchange_S: FloatArray) -> FloatArray:
+        """[S] seconds of the weights: those that the exchange of rows beside them does not hide."""
         out_SR, hops_S = self._sends(copies)
         received_SR = received_by_rank(copies, self.topology)
         size = float(self.costs.model.expert_bytes)
         start_S = hops_S * self.costs.hop()
         if not self.runtime.beside:
             busiest_S = np.maximum(out_SR.max(axis=1), received_SR.max(axis=1)) * size
-            return np.maximum(self.costs.on_links(busiest_S, 0.0) + start_S, aside)
+            return self.costs.on_links(busiest_S, 0.0) + start_S
         leaving = self._ports(np.full(rank_SR.shape, float(self.rows)), out_SR * size)
         coming = self._ports(rank_SR.astype(float), received_SR * size)
         both_S = np.maximum(leaving, coming).max(axis=1)
         latency = self.costs.latency(self.topology.num_domains)
-        late_S: FloatArray = np.maximum(both_S + latency + start_S - exchange_S, 0.0) + aside
-        return late_S
+        late_S: FloatArray = both_S + latency + start_S - exchange_S
+        return np.maximum(late_S, 0.0)
 
     def _sends(self, copies: Copies) -> tuple[FloatArray, FloatArray]:
         """[S, R] experts that every rank sends, and [S] hops until the last copy has begun."""
@@ -218,7 +223,7 @@ class LayerClock:
         experts_S = self._slowest(copies, rank_SR, self.costs.experts_backward, 2)
         attention = self.costs.attention_backward(self.tokens, self.context)
         kept = not self.runtime.streams or (self.runtime.kept and self.recompute)
-        restored_S = 0 * whole if kept else self._weights(copies, rank_SR, exchange_S)
+        restored_S = 0 * whole if kept else self._streamed(copies, rank_SR, exchange_S)
         under_attention = self.runtime.hidden == "attention"
         hiding_S = whole * attention if under_attention else LAST_PRODUCT * experts_S
         times = {

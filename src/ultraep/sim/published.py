@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from ultraep.sim.cluster import load_cluster
 from ultraep.sim.costs import Rates, measured_rates
@@ -114,12 +114,6 @@ def _training(setting: Setting, steps: int) -> Training:
 
 def _serving(setting: Setting, seed: int) -> Serving:
     return Serving(requests=load_requests(setting.requests), chunk=setting.tokens, seed=seed)
-
-
-def with_slots(slots: int, policy: str = "ultraep", **changes: object) -> Contender:
-    """A policy under a label that names its slots."""
-    made = Contender(policy, f"{policy}, {slots} slots", slots=slots)
-    return replace(made, **changes)  # type: ignore[arg-type]
 
 
 def share_of_ideal(results: list[Result]) -> dict[str, float]:

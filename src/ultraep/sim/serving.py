@@ -24,7 +24,7 @@ from ultraep.sim.presets import as_record, load_table
 FloatArray = NDArray[np.float64]
 
 LONGEST = 131_072  # tokens of a prompt
-HALVINGS = 10
+HALVINGS = 14
 RUN_LIMITS = 20  # length of a run, in limits of the time to the first token
 
 

@@ -21,7 +21,7 @@ from ultraep.sim.model import Model
 
 FloatArray = NDArray[np.float64]
 
-OPTIMIZER_BYTES = 28  # read and written per weight: gradient, master copy and two moments; weight
+OPTIMIZER_BYTES = 30  # read and written per weight: gradient, master copy and two moments; weight
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -130,7 +130,6 @@ def share_out(weights_SE: FloatArray, rows: int, top_k: int) -> IntArray:
         sums_S1 = np.maximum(open_SE.sum(axis=1, keepdims=True), np.finfo(float).tiny)
         exact_SE = np.where(full_SE, tokens, open_SE * (rest_S1 / sums_S1))
     # Cumulative rounding: sums are exact and nobody is off by more than one row.
-    full_SE |= exact_SE >= tokens
     open_SE = np.where(full_SE, 0.0, exact_SE)
     ends_SE = np.floor(np.cumsum(open_SE, axis=1) + 0.5).astype(np.int64)
     whole_SE: IntArray = np.diff(ends_SE, axis=1, prepend=0) + tokens * full_SE
