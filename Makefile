@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 .PHONY: help demo test lint types bench paper format clean
 
 help:
-	@echo "make demo    set up, then a planning tour in the terminal"
+	@echo "make demo    set up, then train, serve and measure a small model here (five minutes)"
 	@echo "make test    set up, then all tests"
 	@echo "make lint    set up, then ruff: rules and format"
 	@echo "make types   set up, then mypy --strict"

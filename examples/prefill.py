@@ -3,15 +3,8 @@
     python examples/prefill.py                                              # one process
     torchrun --nproc-per-node 4 examples/prefill.py --policy none,ultraep   # four ranks, compared
 
-Requests wait in one queue. A batch takes them in order, each to the rank with the fewest tokens,
-until the token budget of a rank is used up; on a rank they stand one after the other in a single
-sequence. All policies serve the same requests with the same weights, so their outputs must agree:
-if they do not, the exit code is 1.
-
-Time is that of a queue: a batch starts when the one before it is finished and its first request
-has arrived, and lasts as long as it was measured to.
-
-Shapes: N requests, T tokens, V vocabulary.
+`ultraep.demo.prefill` tells how requests become batches. All policies serve the same requests with
+the same weights, so their outputs must agree: if they do not, the exit code is 1.
 """
 
 from __future__ import annotations
@@ -19,9 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -29,106 +20,25 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from model import DTYPES, VOCABULARY, TinyMoE, add_options, balancer_of, model_config, process_group
+from options import DTYPES, add_options, balancer_of, model_config
 from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
-from text import Text
 
 import ultraep
+from ultraep.demo.group import process_group
+from ultraep.demo.model import TinyMoE
+from ultraep.demo.prefill import Answers, Queue, Request, answer, make_requests
+from ultraep.demo.text import Text
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
-    """A text to continue, and when it was sent, in seconds."""
-
-    number: int
-    arrival: float
-    tokens: torch.Tensor  # [T]
-
-
-@dataclass(frozen=True, slots=True)
-class Served:
-    """What became of all requests; alike on all ranks."""
-
-    logits: torch.Tensor  # [N, V] of the first new token
-    waited: list[float]  # [N] seconds until it
-    batches: list[float]  # seconds that each took
-    plans: list[ultraep.Plan]
-
-
-def make_requests(args: argparse.Namespace) -> list[Request]:
-    """Lengths spread evenly in their logarithm; subjects come in bursts."""
-    rng, text = np.random.default_rng(args.seed), Text()
-    low, high = np.log([args.shortest, args.longest + 1])
-    lengths = np.exp(rng.uniform(low, high, args.requests)).astype(int).clip(max=args.longest)
-    gaps = rng.exponential(1 / args.rate, args.requests) if args.rate else np.zeros(args.requests)
-    requests = []
-    for number, (length, arrival) in enumerate(zip(lengths, gaps.cumsum(), strict=True)):
-        subject = text.shifting(rng, number, 1, args.period)
-        tokens = text.sequences(rng, subject, int(length), held_out=True)[0]
-        requests.append(Request(number, float(arrival), tokens))
-    return requests
-
-
-def next_batch(waiting: Sequence[Request], ranks: int, budget: int) -> list[list[Request]]:
-    """The first requests in the queue that fit, by the rank that serves them."""
-    batch: list[list[Request]] = [[] for _ in range(ranks)]
-    used = [0] * ranks
-    for request in waiting:
-        rank = used.index(min(used))
-        if used[rank] + len(request.tokens) > budget:
-            break
-        batch[rank].append(request)
-        used[rank] += len(request.tokens)
-    return batch
-
-
-@torch.no_grad()
-def first_logits(model: TinyMoE, mine: Sequence[Request], policy: str) -> torch.Tensor:
-    """[n, V] of this rank's requests. A rank without any takes part with no tokens."""
-    texts = [request.tokens for request in mine] or [torch.empty(0, dtype=torch.int64)]
-    positions = torch.cat([torch.arange(len(text)) for text in texts])
-    ends = torch.tensor([len(text) for text in texts]).cumsum(0)[: len(mine)] - 1
-    logits: torch.Tensor = model(torch.cat(texts)[None], positions[None], policy)
-    return logits[0, ends]
-
-
-def serve(model: TinyMoE, requests: Sequence[Request], policy: str, budget: int) -> Served:
-    """Serve all requests, batch after batch."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    logits = torch.zeros(len(requests), VOCABULARY, dtype=model.norm.weight.dtype)
-    waited, plans = [0.0] * len(requests), []
-    clock, batches = 0.0, []
-    queue = list(requests)
-    while queue:
-        clock = max(clock, queue[0].arrival)
-        batch = next_batch([r for r in queue if r.arrival <= clock], ranks, budget)
-        dist.barrier()
-        begin = time.perf_counter()
-        logits[[r.number for r in batch[rank]]] = first_logits(model, batch[rank], policy)
-        lasted = torch.tensor(time.perf_counter() - begin, dtype=torch.float64)
-        dist.all_reduce(lasted, dist.ReduceOp.MAX)
-        batches.append(lasted.item())
-        clock += lasted.item()
-        plans += model.last_plans()
-        taken = [request for part in batch for request in part]
-        for request in taken:
-            waited[request.number] = clock - request.arrival
-        queue = queue[len(taken) :]
-    dist.all_reduce(logits)  # every rank had its own rows, and zeros elsewhere
-    return Served(logits, waited, batches, plans)
-
-
-def report(
-    policy: str, served: Served, first: Served, requests: Sequence[Request], everyone: list[Any]
-) -> dict[str, Any]:
-    """The numbers of one policy; `first` is what the first policy did, `everyone` the ranks."""
-    largest = first.logits.abs().max()
+def report(answers: Answers, requests: Sequence[Request]) -> dict[str, Any]:
+    """The numbers of one policy."""
+    served = answers.served
     before = [plan.initial_imbalance for plan in served.plans]
     after = [plan.imbalance for plan in served.plans]
     return {
-        "policy": policy,
+        "policy": answers.policy,
         "batches": len(served.batches),
         "first_token_mean": fmean(served.waited),
         "first_token_p95": float(np.percentile(served.waited, 95)),
@@ -138,9 +48,9 @@ def report(
         "imbalance_after": fmean(after),
         "imbalance_after_worst": max(after),
         "copies": sum(plan.num_replicas for plan in served.plans),
-        "weights_bytes": sum(stats["weights_bytes_sent"] for stats in everyone),
-        "pool_bytes": max(stats["pool_bytes"] for stats in everyone),
-        "difference": ((served.logits - first.logits).abs().max() / largest).item(),
+        "weights_bytes": sum(stats["weights_bytes_sent"] for stats in answers.stats),
+        "pool_bytes": max(stats["pool_bytes"] for stats in answers.stats),
+        "difference": answers.difference,
     }
 
 
@@ -169,31 +79,18 @@ def table(rows: list[dict[str, Any]], ranks: int, requests: Sequence[Request]) -
     return shown
 
 
-def measured(
-    model: TinyMoE,
-    balancer: ultraep.Balancer,
-    requests: Sequence[Request],
-    args: argparse.Namespace,
-) -> list[dict[str, Any]]:
-    """A report of every policy. They take turns; of several rounds, the one of median speed."""
-    for policy in args.policy:
-        serve(model, requests[: args.warmup], policy, args.budget)
-    first, rounds = None, []
-    for _ in range(args.rounds):
-        rows = []
-        for policy in args.policy:
-            balancer.weights_changed()  # the last policy's copies are no gift to the next
-            balancer.reset_stats()
-            served = serve(model, requests, policy, args.budget)
-            first = first or served
-            everyone = balancer.comm.gather_objects(balancer.stats())
-            rows.append(report(policy, served, first, requests, everyone))
-        rounds.append(rows)
-    found = []
-    for rows in zip(*rounds, strict=True):
-        median = sorted(rows, key=lambda row: row["tokens_per_second"])[len(rows) // 2]
-        found.append(median | {"difference": max(row["difference"] for row in rows)})
-    return found
+def queue_of(args: argparse.Namespace) -> Queue:
+    return Queue(
+        requests=args.requests,
+        shortest=args.shortest,
+        longest=args.longest,
+        budget=args.budget,
+        rate=args.rate,
+        period=args.period,
+        warmup=args.warmup,
+        rounds=args.rounds,
+        seed=args.seed,
+    )
 
 
 def compare(args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -201,13 +98,14 @@ def compare(args: argparse.Namespace) -> list[dict[str, Any]]:
     console = Console(quiet=dist.get_rank() != 0)
     saved = torch.load(args.load) if args.load else None
     config = model_config(args, saved and saved["config"])
-    requests = make_requests(args)
+    queue = queue_of(args)
+    requests = make_requests(Text(), queue)
     with balancer_of(args, config, args.policy[0]) as balancer:
         model = TinyMoE(config, balancer, seed=args.seed, bitwise=args.bitwise)
         model.to(DTYPES[args.dtype]).eval()
         if saved:
             model.load_full_state(saved["model"])
-        rows = measured(model, balancer, requests, args)
+        rows = [report(a, requests) for a in answer(model, requests, queue, args.policy)]
     console.print(table(rows, dist.get_world_size(), requests))
     return rows
 

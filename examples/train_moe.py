@@ -12,185 +12,25 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import resource
 import sys
-import time
 from collections import Counter
-from contextlib import nullcontext
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from model import (
-    DTYPES,
-    ModelConfig,
-    TinyMoE,
-    add_options,
-    balancer_of,
-    model_config,
-    process_group,
-)
+from options import DTYPES, add_options, balancer_of, model_config
 from rich.console import Console
 from rich.filesize import decimal
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
-from text import Text
-from torch import nn
-from torch.nn.functional import cross_entropy
-from torch.nn.parallel import DistributedDataParallel
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 import ultraep
-from ultraep.layer import gather_experts
-
-LARGEST_NORM = 1.0  # of the gradient
-CHECKED = 4  # held-out sequences of each subject
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """What one step did, over all ranks; imbalance over all its layers and microbatches."""
-
-    loss: float
-    before: float  # mean imbalance without copies
-    after: float  # mean imbalance with them
-    bound: float  # what no plan with these slots could go below, mean
-    worst_before: float
-    worst_after: float
-    copies: int
-    seconds: float
-
-
-class Trainer:
-    """One rank of the training."""
-
-    def __init__(
-        self, args: argparse.Namespace, config: ModelConfig, balancer: ultraep.Balancer
-    ) -> None:
-        self.args, self.balancer = args, balancer
-        self.text, self.done = Text(), 0
-        self.model = TinyMoE(config, balancer, seed=args.seed, checkpointing=args.checkpoint)
-        self.model.to(DTYPES[args.dtype])
-        named = dict(self.model.named_parameters())
-        self.experts = {name: p for name, p in named.items() if ".experts." in name}
-        self.rest = {name: p for name, p in named.items() if name not in self.experts}
-        self.parallel = data_parallel(self.model, list(self.experts))
-        self.optimizer = torch.optim.AdamW(named.values(), lr=args.lr, betas=(0.9, 0.95))
-
-    def step(self) -> Step:
-        """One step of the optimizer, over `--accumulate` microbatches."""
-        begin, parts = time.perf_counter(), self.args.accumulate
-        plans: list[ultraep.Plan] = []
-        total = torch.zeros((), dtype=torch.float64)
-        self.optimizer.zero_grad()
-        for part in range(parts):
-            tokens = self.batch(part)
-            last = part == parts - 1
-            with nullcontext() if last else self.parallel.no_sync():
-                loss = next_byte_loss(self.parallel, tokens) / parts
-                plans += self.model.last_plans()
-                loss.backward()
-            total += loss.detach()
-        for parameter in self.experts.values():
-            assert parameter.grad is not None
-            parameter.grad /= self.balancer.comm.size
-        self.clip()
-        self.optimizer.step()
-        self.done += 1
-        dist.all_reduce(total)
-        loss_of_all = total.item() / self.balancer.comm.size
-        return summed_up(loss_of_all, plans, time.perf_counter() - begin)
-
-    def batch(self, part: int) -> torch.Tensor:
-        """[B, T + 1] sequences of this rank: another text, but the same subject, on every rank."""
-        rng = np.random.default_rng([self.args.seed, self.done, part, self.balancer.rank])
-        count = self.args.tokens // self.args.length
-        subjects = self.text.shifting(rng, self.done, count, self.args.period)
-        return self.text.sequences(rng, subjects, self.args.length + 1)
-
-    def clip(self) -> None:
-        """Limit the norm of the gradient, to which the experts of all ranks belong."""
-        of_experts = norm(self.experts).square()
-        dist.all_reduce(of_experts)
-        total = (norm(self.rest).square() + of_experts).sqrt()
-        clip_grads_with_norm_([*self.experts.values(), *self.rest.values()], LARGEST_NORM, total)
-
-    @torch.no_grad()
-    def check(self) -> float:
-        """The loss on held-out text, the same text on any number of ranks."""
-        subjects = CHECKED * list(range(len(self.text.names)))
-        rng = np.random.default_rng(0)
-        tokens = self.text.sequences(rng, subjects, self.args.length + 1, held_out=True)
-        return next_byte_loss(self.model, tokens).item()
-
-    def save(self, path: Path) -> None:
-        """Write everything that training needs to go on; all experts, whoever is their home."""
-        content = {
-            "config": asdict(self.model.config),
-            "step": self.done,
-            "model": self.model.full_state(),
-            "optimizer": {name: self.full_moments(name) for name in (*self.experts, *self.rest)},
-        }
-        if self.balancer.rank == 0:
-            unfinished = path.with_name(path.name + ".part")
-            torch.save(content, unfinished)
-            os.replace(unfinished, path)
-        dist.barrier()
-
-    def load(self, saved: dict[str, Any]) -> None:
-        """Go on where `save` was called, on this or another number of ranks."""
-        self.done = saved["step"]
-        self.model.load_full_state(saved["model"])
-        mine = self.balancer.topology.home_experts(self.balancer.rank).tolist()
-        for name, parameter in self.rest.items():
-            self.optimizer.state[parameter] = saved["optimizer"][name]
-        for name, parameter in self.experts.items():
-            found = saved["optimizer"][name]
-            own = {key: value[mine] if value.ndim else value for key, value in found.items()}
-            self.optimizer.state[parameter] = own
-
-    def full_moments(self, name: str) -> dict[str, torch.Tensor]:
-        """The optimizer's state of one parameter, with the experts of all ranks."""
-        if name in self.rest:
-            return dict(self.optimizer.state[self.rest[name]])
-        found = self.optimizer.state[self.experts[name]]
-        return {k: gather_experts(v, self.balancer) if v.ndim else v for k, v in found.items()}
-
-
-def data_parallel(model: nn.Module, own: list[str]) -> DistributedDataParallel:
-    """Average all gradients over the ranks, but not those of parameters of a rank's own."""
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, own)
-    return DistributedDataParallel(model)
-
-
-def next_byte_loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
-    """Mean cross-entropy of every byte but the first."""
-    logits = model(tokens[:, :-1])
-    return cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
-
-
-def norm(parameters: dict[str, nn.Parameter]) -> torch.Tensor:
-    return get_total_norm([p.grad for p in parameters.values() if p.grad is not None])
-
-
-def summed_up(loss: float, plans: list[ultraep.Plan], seconds: float) -> Step:
-    before = [plan.initial_imbalance for plan in plans]
-    after = [plan.imbalance for plan in plans]
-    return Step(
-        loss=loss,
-        before=fmean(before),
-        after=fmean(after),
-        bound=fmean(plan.lower_bound for plan in plans),
-        worst_before=max(before),
-        worst_after=max(after),
-        copies=sum(plan.num_replicas for plan in plans),
-        seconds=seconds,
-    )
+from ultraep.demo.group import process_group
+from ultraep.demo.text import Text
+from ultraep.demo.train import Step, Trainer, Training
 
 
 class Display:
@@ -221,9 +61,11 @@ class Display:
             self.console.print(f"step {len(done):>5}   {told}", highlight=False, soft_wrap=True)
 
 
-def summary(trainer: Trainer, steps: list[Step], check: float) -> dict[str, Any]:
+def summary(
+    args: argparse.Namespace, trainer: Trainer, steps: list[Step], check: float
+) -> dict[str, Any]:
     """What the run did, over all ranks; the same on every rank."""
-    args, comm = trainer.args, trainer.balancer.comm
+    comm = trainer.balancer.comm
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     rss = peak * (1 if sys.platform == "darwin" else 1024)
     everyone = comm.gather_objects(trainer.balancer.stats() | {"rss_bytes": rss})
@@ -306,12 +148,25 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return args
 
 
+def training(args: argparse.Namespace) -> Training:
+    return Training(
+        tokens=args.tokens,
+        length=args.length,
+        accumulate=args.accumulate,
+        period=args.period,
+        lr=args.lr,
+        seed=args.seed,
+        checkpointing=args.checkpoint,
+        dtype=DTYPES[args.dtype],
+    )
+
+
 def train(args: argparse.Namespace) -> None:
     console = Console(quiet=dist.get_rank() != 0)
     saved = torch.load(args.load) if args.load else None
     config = model_config(args, saved and saved["config"])
     with balancer_of(args, config, args.policy) as balancer:
-        trainer = Trainer(args, config, balancer)
+        trainer = Trainer(config, training(args), balancer, Text())
         if saved:
             trainer.load(saved)
         display, steps = Display(console, args), []
@@ -319,7 +174,7 @@ def train(args: argparse.Namespace) -> None:
             for _ in range(args.steps):
                 steps.append(trainer.step())
                 display.show(steps)
-        found = summary(trainer, steps, trainer.check())
+        found = summary(args, trainer, steps, trainer.check())
         if args.save:
             trainer.save(args.save)
     console.print(table(found))

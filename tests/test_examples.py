@@ -10,9 +10,7 @@ import sys
 from importlib import import_module
 from pathlib import Path
 
-import numpy as np
 import pytest
-import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = ROOT / "examples"
@@ -159,49 +157,15 @@ def test_prefill_as_one_process(example, tmp_path, capsys):
 
 
 def test_prefill_tells_when_outputs_differ(example, monkeypatch, capsys):
-    prefill = example("prefill")
-    right = prefill.first_logits
+    prefill, serving = example("prefill"), import_module("ultraep.demo.prefill")
+    right = serving.first_logits
 
     def wrong(model, mine, policy):
         return right(model, mine, policy) * (1.01 if policy == "ultraep" else 1)
 
-    monkeypatch.setattr(prefill, "first_logits", wrong)
+    monkeypatch.setattr(serving, "first_logits", wrong)
     assert prefill.main([*SHAPE, *SERVE]) == 1
     assert "outputs of none and ultraep differ" in capsys.readouterr().err
-
-
-def test_batches_keep_the_budget_and_the_order(example):
-    prefill = example("prefill")
-    waiting = [
-        prefill.Request(number, 0.0, torch.zeros(length, dtype=torch.int64))
-        for number, length in enumerate([5, 3, 3, 4, 9, 1])
-    ]
-    batch = prefill.next_batch(waiting, ranks=2, budget=10)
-    assert [[request.number for request in part] for part in batch] == [[0, 3], [1, 2]]
-
-
-def test_texts_in_one_sequence_do_not_see_each_other(example):
-    model = example("model")
-    ultraep = import_module("ultraep")
-    config = model.ModelConfig(hidden=16, ffn=16, experts=4, layers=2, heads=2)
-    tiny = model.TinyMoE(config, ultraep.Balancer(experts=4), bitwise=True).double()
-    one, two = torch.arange(7), torch.arange(50, 55)
-    alone = tiny(two[None])[0]
-    positions = torch.cat([torch.arange(7), torch.arange(5)])
-    together = tiny(torch.cat([one, two])[None], positions[None])[0, 7:]
-    assert torch.allclose(alone, together, rtol=1e-12, atol=1e-12)
-
-
-def test_text_is_the_same_everywhere_and_shifts(example):
-    text = example("text").Text()
-    first, again = (
-        text.sequences(np.random.default_rng(3), [0, 1], 40, held_out=True) for _ in range(2)
-    )
-    assert first.shape == (2, 40)
-    assert torch.equal(first, again)
-    rng = np.random.default_rng(0)
-    main = [max(s, key=s.count) for s in (text.shifting(rng, i, 99, 2) for i in range(6))]
-    assert main == [i // 2 % len(text.names) for i in range(6)]
 
 
 @pytest.mark.parametrize(
@@ -221,7 +185,7 @@ def test_nonsense_is_refused(example, script, options, told, capsys):
 
 
 def test_a_checkpoint_of_another_shape_is_refused(example):
-    model, train_moe = example("model"), example("train_moe")
+    options, train_moe = example("options"), example("train_moe")
     saved = {"hidden": 64, "experts": 8}
     with pytest.raises(ValueError, match=r"not \{'experts': 16\}"):
-        model.model_config(train_moe.parse(["--experts", "16"]), saved)
+        options.model_config(train_moe.parse(["--experts", "16"]), saved)

@@ -23,19 +23,21 @@ LAYERS = [
     ["loads", "policies"],
     ["rules"],
     ["plan", "workload"],
+    ["trace"],
     ["reroute", "replicate", "grad_reduce"],
     ["dispatch"],
     ["combine", "experts"],
     ["runtime"],
     ["layer"],
     ["sim"],
+    ["demo"],
     ["__init__"],
     ["cli", "__main__"],
 ]
 STORY = ("bundle", "comm", "reroute", "replicate", "dispatch", "combine", "experts", "grad_reduce")
 ONLY_IN = {
     "matplotlib": ["sim/plots.py"],
-    "plotly": ["sim/plots.py"],
+    "plotly": ["demo/report", "sim/plots.py"],
     "numba": ["backends/cpu"],
     "scipy": [],  # for tests and benchmarks only
     "typer": ["cli"],
@@ -43,12 +45,13 @@ ONLY_IN = {
     "torch": [
         "backends/triton",
         "cli/env.py",
+        "demo",
         "layer.py",
         "runtime",
         *(f"{name}.py" for name in STORY),
     ],
     "triton": ["backends/triton"],
-    "torch.distributed": ["runtime"],
+    "torch.distributed": ["demo", "runtime"],
 }
 
 
@@ -94,6 +97,7 @@ def test_public_names_are_frozen():
         "PlanError",
         "PlanMismatch",
         "Problem",
+        "Recorder",
         "SlotError",
         "SymmetricPeers",
         "Topology",
@@ -103,6 +107,7 @@ def test_public_names_are_frozen():
         "count_loads",
         "plan",
         "policy_names",
+        "read_trace",
         "register_policy",
         "workload",
     ]

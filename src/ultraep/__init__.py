@@ -52,8 +52,10 @@ if TYPE_CHECKING:
     from ultraep.runtime.local import LocalGroup
     from ultraep.runtime.peers import LocalPeers
     from ultraep.runtime.symmetric import SymmetricPeers
+    from ultraep.trace.read import read_trace
+    from ultraep.trace.record import Recorder
 
-# Imported on first use: they need torch, and planning does not.
+# Imported on first use: most need torch, and planning does not.
 _LAZY = {
     "BalancedMoE": "ultraep.layer",
     "Balancer": "ultraep.runtime.balancer",
@@ -61,7 +63,9 @@ _LAZY = {
     "DeviceBalancer": "ultraep.runtime.device",
     "LocalGroup": "ultraep.runtime.local",
     "LocalPeers": "ultraep.runtime.peers",
+    "Recorder": "ultraep.trace.record",
     "SymmetricPeers": "ultraep.runtime.symmetric",
+    "read_trace": "ultraep.trace.read",
 }
 
 __all__ = [
@@ -81,6 +85,7 @@ __all__ = [
     "PlanError",
     "PlanMismatch",
     "Problem",
+    "Recorder",
     "SlotError",
     "SymmetricPeers",
     "Topology",
@@ -90,6 +95,7 @@ __all__ = [
     "count_loads",
     "plan",
     "policy_names",
+    "read_trace",
     "register_policy",
     "workload",
 ]

@@ -74,7 +74,7 @@ class BalancedMoE(nn.Module):
         )
         self.shared = SwiGLU(hidden, shared_ffn, seed + 2, **options) if shared_ffn else None
         self.last_plan: Plan | DevicePlan | None = None
-        self._layer = balancer.register_layer()
+        self.layer_index = balancer.register_layer()  # layers count in the order they are made
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, x: torch.Tensor, *, policy: str | None = None) -> torch.Tensor:
@@ -85,7 +85,7 @@ class BalancedMoE(nn.Module):
         tokens = x.reshape(-1, self.hidden)
         ids, weights = self.router(tokens)
         kinds = {"bundle": bundle, "inputs": tokens, "weights": weights}
-        loads = balancer.gather(ids, layer=self._layer, **kinds)  # 1 loads
+        loads = balancer.gather(ids, layer=self.layer_index, **kinds)  # 1 loads
         plan = self.last_plan = balancer.plan(loads, policy=policy)  # 2 plan
         replicas = balancer.replicate(plan, loads, bundle)
         with replicas as copies:  # 3 replicate

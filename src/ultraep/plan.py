@@ -214,13 +214,32 @@ def plan(
     copies_C3 = _in_order(policy.decide(problem), topology)
     if policy.name not in BUILT_IN:
         check_copies(copies_C3, loads_RE, topology, limited=policy.within_limits)
+    return _with_split(problem, copies_C3)
+
+
+def plan_of_copies(
+    loads: Any, topology: Topology, config: BalanceConfig, copies_C3: IntArray
+) -> Plan:
+    """The plan that consists of these copies (expert, host, quota), made somewhere else.
+
+    Its policy need not be known here.
+    """
+    loads_RE = as_loads(loads, topology)
+    problem = Problem(loads_RE, loads_RE.sum(axis=0), topology, config, select(), None)
+    check_copies(copies_C3, loads_RE, topology, limited=False)
+    return _with_split(problem, copies_C3)
+
+
+def _with_split(problem: Problem, copies_C3: IntArray) -> Plan:
+    """All that follows from the copies: slots, rank loads, and the split over source ranks."""
+    topology, engine = problem.topology, problem.backend
     homes = topology.home_of_expert
-    split_CR = engine.split(loads_RE, homes, copies_C3, config.locality)
-    rank_loads, slots = engine.tally(expert_loads, homes, copies_C3, topology.ranks)
+    split_CR = engine.split(problem.loads, homes, copies_C3, problem.config.locality)
+    rank_loads, slots = engine.tally(problem.expert_loads, homes, copies_C3, topology.ranks)
     replicas, quotas = copies_C3.copy(), copies_C3[:, 2].copy()
     replicas[:, 2] = slots
-    arrays = (loads_RE, replicas, quotas, split_CR, rank_loads)
-    return Plan(topology, config, *map(frozen, arrays))
+    arrays = (problem.loads, replicas, quotas, split_CR, rank_loads)
+    return Plan(topology, problem.config, *map(frozen, arrays))
 
 
 def _past(history: Any, policy: Policy, topology: Topology) -> IntArray | None:

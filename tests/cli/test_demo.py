@@ -1,76 +1,197 @@
-"""`ultraep demo`: a tour that runs everywhere and says the same every time."""
+"""`ultraep demo`: what it prints, on a terminal and elsewhere, and how it refuses."""
 
-import re
+import io
+from dataclasses import replace
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
-from ultraep.cli import app, render
+from ultraep.cli import app, demo, render
+from ultraep.demo import report as reports
+from ultraep.demo import run as runs
+from ultraep.demo.result import DemoResult, Note, PolicyResult, Progress
+from ultraep.demo.sizes import Sizes
+from ultraep.errors import BackendUnavailable, CommunicationError
+
+
+def policy_result(policy, after, speed, share):
+    return PolicyResult(
+        policy=policy,
+        losses=[5.5, 2.25],
+        loss=2.25,
+        loss_held_out=2.5,
+        seconds=[0.5, 0.5],
+        tokens_per_second=4096.0,
+        before=[1.25, 1.25],
+        after=[after, after],
+        imbalance_before=1.25,
+        imbalance_before_worst=1.5,
+        imbalance_after=after,
+        imbalance_after_worst=after,
+        imbalance_bound=1.0,
+        copies_per_layer=0.0 if policy == "none" else 1.5,
+        weights_bytes=0 if policy == "none" else 2_000_000,
+        gradients_bytes=0 if policy == "none" else 1_000_000,
+        layer_tokens_per_second=speed,
+        layer_share=share,
+        first_token_median=0.5,
+        first_token_p90=0.75,
+        prefill_seconds=1.0,
+        prefill_difference=0.0,
+    )
+
+
+RESULT = DemoResult(
+    version="0",
+    python="3",
+    machine="here",
+    device="cpu",
+    seed=0,
+    sizes=Sizes(ranks=2),
+    parameters=7_300_000,
+    steps=2,
+    domains=["code", "tables"],
+    forced_tokens_per_second=20_000.0,
+    requests=160,
+    request_tokens=1000,
+    loss_difference=1e-5,
+    loss_difference_last=1e-6,
+    wall_seconds=1.0,
+    notes=[],
+    policies=[
+        policy_result("none", 1.25, 16_000.0, 0.8),
+        policy_result("ultraep", 1.0, 19_200.0, 0.96),
+    ],
+)
 
 
 def invoke(*arguments, width=80):
-    return CliRunner().invoke(app, ["demo", *arguments], env={"COLUMNS": str(width)})
+    return CliRunner().invoke(app, ["demo", *map(str, arguments)], env={"COLUMNS": str(width)})
 
 
-@pytest.fixture(scope="module")
-def tour():
-    result = invoke()
-    assert result.exit_code == 0
-    return result.stdout
+@pytest.fixture
+def ran(monkeypatch, tmp_path):
+    """The command with its work done already; the jobs that it had."""
+    jobs = []
+
+    def run(job, tell, place):
+        jobs.append(job)
+        tell(Note("something about the machine"))
+        tell(Progress("training", 1, 2, job.policies[-1], "code", 5.5, 4096.0, 1.25, 1.0))
+        tell(Progress("layers", 1, 1, domain="each in turn"))
+        return RESULT
+
+    monkeypatch.setattr(runs, "run", run)
+    return jobs
 
 
-def test_the_tour_has_all_its_parts(tour):
-    titles = re.findall(r"^\d\. (.+)$", tour, re.MULTILINE)
-    assert titles == ["Skewed loads", "A plan", "Fewer copies", "Loads that change", "Next"]
-    assert "only the planner runs, no model" in " ".join(tour.split())
-    assert "ultraep plan FILE --ranks 64" in tour
-    assert max(map(len, tour.splitlines())) <= 80
+def test_it_says_what_it_does_and_what_came_out(ran, tmp_path):
+    result = invoke("--no-report", "--ranks", 2, "--out", tmp_path)
+    assert result.exit_code == 0, result.output
+    out = " ".join(result.stdout.split())
+    assert "2 ranks, one thread each" in out
+    assert "code, then prose, then tables" in out
+    assert "note: something about the machine" in out
+    assert "1 training 1/2 ultraep code loss 5.500 4,096 tokens/s imbalance 1.250 -> 1.000" in out
+    assert "share of forced balance 80.0% 96.0% 100.0%" in out
+    assert "MoE layers: tokens/s 16,000 19,200 20,000" in out
+    assert "moved for copies 0 bytes 3.0 MB" in out
+    assert "imbalance after (worst) 1.250 (1.25) 1.000 (1.00)" in out
+    assert "MoE layers ran 1.20 times as fast as with none, at 96%" in out
+    assert "the losses agree to the last bit over the first tenth of the steps, to 1e-06 at" in out
+    assert "\x1b" not in result.stdout
+    table = result.stdout[result.stdout.index("forced balance") - 60 :]
+    assert max(map(len, table.split("trace ")[0].splitlines())) <= 80
 
 
-def rows(tour, *names):
-    lines = [line.split() for line in tour.splitlines()]
-    return [next(cells for cells in lines if cells[: len(n.split())] == n.split()) for n in names]
+def test_options_reach_the_job(ran, tmp_path):
+    options = ("--quick", "--steps", 5, "--ranks", 4, "--seed", 3, "--policy", "none, quota")
+    assert invoke("--no-report", "--out", tmp_path, *options).exit_code == 0
+    (job,) = ran
+    assert (job.sizes.steps, job.sizes.ranks, job.seed) == (5, 4, 3)
+    assert job.policies == ("none", "quota")
+    assert job.out == str(tmp_path)
 
 
-def test_the_numbers_tell_the_story(tour):
-    none, quota, ultraep = rows(tour, "none 2.996", "quota 2.996", "ultraep 2.996")
-    assert float(none[2]) > float(quota[2]) > float(ultraep[2]) == float(ultraep[3]) == 1.0
-    exact, one, ten = rows(tour, "0 %", "1 %", "10 %")
-    assert int(exact[5]) > int(one[5]) > int(ten[5])
-    worst = {
-        line.split()[0]: float(line.split()[-1]) for line in tour.splitlines() if "worst" in line
-    }
-    assert worst["none"] > worst["eplb"] > worst["ultraep"] == 1.0
+def test_a_report_is_written_where_it_can_be(ran, tmp_path, monkeypatch):
+    written = []
+
+    def write_report(out):
+        if written:
+            raise BackendUnavailable("the report needs plotly")
+        written.append(out)
+        return out / "report.html"
+
+    monkeypatch.setattr(reports, "write_report", write_report)
+    first, second = (invoke("--out", tmp_path) for _ in range(2))
+    assert f"report   {tmp_path / 'report.html'}" in first.stdout
+    assert "note: the report needs plotly" in second.stdout
+    assert (first.exit_code, second.exit_code) == (0, 0)
 
 
-def without_times(tour):
-    """The words of the tour, less the last number of every table row, the planning time."""
-    return re.sub(r"%\s+[\d.]+$", "%", tour, flags=re.MULTILINE).replace("─", "").split()
+def test_no_gain_is_no_gain(ran):
+    slower = replace(RESULT.policies[1], layer_tokens_per_second=12_000.0, layer_share=0.6)
+    words = demo._meaning(replace(RESULT, policies=[RESULT.policies[0], slower]))
+    assert "ran slower, 0.75 times as fast as with none" in words
+    alone = demo._meaning(replace(RESULT, policies=[RESULT.policies[1]]))
+    assert "96% of forced balance" in alone
 
 
-def test_the_tour_is_seeded():
-    small = ("--ranks", "4", "--experts", "16", "--slots", "2", "--ratio", "1.8")
-    first, again, other = (invoke(*small, *seed).stdout for seed in ([], [], ["--seed", "7"]))
-    assert without_times(first) == without_times(again)
-    assert without_times(first) != without_times(other)
+def test_on_a_terminal_there_is_a_picture():
+    file = io.StringIO()
+    console = Console(file=file, force_terminal=True, width=90, color_system=None)
+    with demo.Display(console, ("none", "ultraep")) as display:
+        for number in range(1, 4):
+            for policy, after in (("none", 1.5), ("ultraep", 1.0)):
+                display.show(
+                    Progress("training", number, 9, policy, "prose", 2.5, 999.0, 1.5, after)
+                )
+        display.show(Progress("layers", 1, 2, domain="each in turn"))
+    picture = file.getvalue()
+    assert "3/9" in picture
+    assert "text: prose" in picture
+    assert "1.500 -> 1.000" in picture
+    assert "███" in picture
+    assert "▁▁▁" in picture
 
 
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        (["--ranks", "7"], "256 experts do not divide evenly over 7 ranks"),
-        (["--ranks", "0"], "ranks must lie between 1"),
-        (["--ratio", "999"], "ratio must lie between"),
-        (["--slots", "-1"], "slots must lie between"),
+        (["--ranks", "0"], "--ranks must lie between 1 and 32"),
+        (["--steps", "0"], "--steps must be at least 1"),
         (["--seed", "-1"], "--seed must not be negative, got -1"),
+        (["--policy", "nonsense"], "unknown policy 'nonsense'"),
+        (["--device", "abacus"], "--device is one of cpu, cuda"),
+        (["--out", "/dev/null/folder"], "cannot be written to"),
     ],
 )
-def test_bad_options_are_one_line(options, expected):
+def test_bad_options_are_one_line(options, expected, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     result = invoke(*options)
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr.startswith("ultraep: ")
     assert result.stderr.count("\n") == 1
     assert expected in result.stderr
+
+
+def test_other_ranks_than_those_of_torchrun_are_refused(monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    result = invoke("--ranks", 2)
+    assert result.exit_code == 2
+    assert "torchrun has started 4" in result.stderr
+
+
+def test_a_failed_rank_is_one_line(monkeypatch, tmp_path):
+    def run(job, tell, place):
+        raise CommunicationError("rank 1 failed")
+
+    monkeypatch.setattr(runs, "run", run)
+    result = invoke("--out", tmp_path)
+    assert result.exit_code == 2
+    assert result.stderr == "ultraep: rank 1 failed\n"
 
 
 def test_sparklines_span_their_range():

@@ -462,8 +462,18 @@ def test_options_are_frozen():
             "--topic-length",
             "--trace",
         ],
-        "demo": ["--experts", "--ranks", "--ratio", "--seed", "--slots"],
+        "demo": [
+            "--device",
+            "--no-report",
+            "--out",
+            "--policy",
+            "--quick",
+            "--ranks",
+            "--seed",
+            "--steps",
+        ],
         "env": ["--json"],
+        "trace": [],  # its own are frozen in test_trace.py
     }
 
 
@@ -476,7 +486,7 @@ def test_every_option_and_command_is_explained():
 def test_help_is_quick():
     code = (
         "import sys; from typer.testing import CliRunner; import ultraep.cli as cli\n"
-        "for command in [], ['plan'], ['simulate'], ['advise'], ['demo'], ['env']:\n"
+        "for command in [], ['plan'], ['simulate'], ['advise'], ['demo'], ['env'], ['trace']:\n"
         "    assert CliRunner().invoke(cli.app, [*command, '--help']).exit_code == 0\n"
         "assert not {'torch', 'numba', 'scipy', 'matplotlib', 'plotly'} & set(sys.modules)"
     )

@@ -1,5 +1,5 @@
-"""The command `ultraep`: plan loads from a file, simulate a cluster, take a tour, describe this
-installation.
+"""The command `ultraep`: plan loads from a file, simulate a cluster, read traces, take a tour,
+describe this installation.
 
 Errors of ours are one line on stderr and exit code 2; anything else is a bug and stays a traceback.
 torch and numba are imported by the commands that need them, not here: `--help` is quick.
@@ -19,6 +19,7 @@ import ultraep.cli.demo as demo
 import ultraep.cli.env as env
 import ultraep.cli.plan as plan
 import ultraep.cli.simulate as simulate
+import ultraep.cli.trace as trace
 from ultraep.errors import UltraEPError
 from ultraep.version import __version__
 
@@ -48,6 +49,7 @@ app = typer.Typer(
 app.command("plan", epilog=plan.EXAMPLE)(plan.command)
 app.command("simulate", epilog=simulate.EXAMPLE)(simulate.command)
 app.command("advise", epilog=advise.EXAMPLE)(advise.command)
+app.add_typer(trace.app, name="trace")
 app.command("demo", epilog=demo.EXAMPLE)(demo.command)
 app.command("env", epilog=env.EXAMPLE)(env.command)
 

@@ -1,168 +1,312 @@
-"""`ultraep demo`: a tour of the planner for newcomers, on made-up loads.
-
-Shapes: S microbatches, R ranks, E experts.
+"""`ultraep demo`: train, serve and measure a small MoE model on this machine, with and without
+balancing.
 """
 
 from __future__ import annotations
 
-from statistics import fmean
+import time
+from pathlib import Path
+from types import TracebackType
 from typing import Annotated
 
-import numpy as np
 import typer
-from rich.console import Console
+from rich import box
+from rich.console import Console, Group
+from rich.filesize import decimal
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
 from rich.text import Text
 
-from ultraep.arrays import IntArray
 from ultraep.cli import render
-from ultraep.cli.plan import Job, Slots, check_even, report, run
-from ultraep.cli.render import Outcome
-from ultraep.config import BalanceConfig
-from ultraep.errors import ConfigError
-from ultraep.topology import Topology
-from ultraep.workload import domain_shift, zipf
+from ultraep.demo.job import Job, Place
+from ultraep.demo.result import DemoResult, Event, Note, PolicyResult, Progress, trace_folder
+from ultraep.demo.sizes import Machine, choose, this_machine
+from ultraep.errors import BackendUnavailable, ConfigError
 
-EXAMPLE = "Example: ultraep demo --ranks 16 --experts 64 --slots 2"
-STEPS, WINDOW = 36, 4
+EXAMPLE = (
+    "Example: ultraep demo --quick\n\n"
+    "Example: torchrun --nproc-per-node 8 -m ultraep demo --out demo"
+)
+DEVICES = ("cpu", "cuda")
+LINES = 8  # of a phase, where there is no terminal
+HISTORY = 30  # steps in a sparkline
+PHASES = {
+    "training": "1 training",
+    "prefill": "2 answering requests",
+    "layers": "3 measuring layers",
+}
 
 
 def command(
-    ranks: Annotated[int, typer.Option(help="Ranks of the expert-parallel group.")] = 64,
-    experts: Annotated[
-        int, typer.Option(help="Experts of the layer, a multiple of the ranks.")
-    ] = 256,
-    slots: Slots = 1,
-    ratio: Annotated[
-        float, typer.Option(help="How skewed the made-up loads are: fullest rank over mean rank.")
-    ] = 3.0,
-    seed: Annotated[int, typer.Option(help="Seed of the made-up loads.")] = 0,
+    quick: Annotated[bool, typer.Option("--quick", help="A smaller one, under a minute.")] = False,
+    steps: Annotated[
+        int | None,
+        typer.Option(help="Steps of the training.", show_default="100, or as time allows"),
+    ] = None,
+    ranks: Annotated[
+        int | None,
+        typer.Option(help="Processes of the expert-parallel group.", show_default="by cores"),
+    ] = None,
+    device: Annotated[str, typer.Option(help="cpu, or cuda with a GPU for every rank.")] = "cpu",
+    out: Annotated[
+        Path, typer.Option(metavar="DIR", help="Folder for result, traces and report.")
+    ] = Path("ultraep-demo"),
+    seed: Annotated[int, typer.Option(help="Seed of weights, texts and requests.")] = 0,
+    policy: Annotated[
+        str, typer.Option(metavar="NAME,...", help="Policies to compare, in this order.")
+    ] = "none,ultraep",
+    no_report: Annotated[
+        bool, typer.Option("--no-report", help="Do not write report.html.")
+    ] = False,
 ) -> None:
-    """Take a tour of the planner: skewed loads, copies of hot experts, balance.
+    """Train a small MoE model here, answer requests with it, and measure its layers.
 
-    Loads are made up and nothing is run but the planner, on the CPU, in a few seconds.
+    The text is Python's own library, the ranks are real processes. Everything that is
+    printed was measured in this run. Under torchrun its ranks take the place of processes.
     """
-    check_even(ranks, experts)
+    from ultraep.demo.run import prepare, run
+
     if seed < 0:
         raise ConfigError(f"--seed must not be negative, got {seed}")
-    topology = Topology(ranks=ranks, experts=experts, slots=slots)
+    place, names = Place.of_torchrun(), tuple(name.strip() for name in policy.split(","))
+    if place is not None and ranks not in (None, place.size):
+        raise ConfigError(f"--ranks {ranks}, but torchrun has started {place.size}")
+    sizes, notes = choose(
+        _machine(device),
+        quick=quick,
+        ranks=place.size if place else ranks,
+        steps=steps,
+        device=device,
+        policies=len(names),
+    )
+    job = Job(sizes, names, str(out), seed, device, tuple(notes))
     console = render.make_console()
-    loads = _skewed_loads(topology, ratio, seed)
-    _show_problem(console, loads, topology)
-    _show_balance(console, loads, topology)
-    _show_tolerance(console, loads, topology)
-    _show_shift(console, topology, seed)
-    _show_next(console, ranks)
+    console.quiet = place is not None and place.rank > 0
+    began = time.perf_counter()
+    prepare(job, place)
+    _introduce(console, job)
+    display = Display(console, names)
+    try:
+        with display:
+            result = run(job, display.show, place)
+    except KeyboardInterrupt:
+        console.print(f"interrupted; what was recorded so far is in {out}")
+        raise
+    _conclude(console, result, out, time.perf_counter() - began)
+    if not no_report and not console.quiet:
+        _report(console, out)
 
 
-def _skewed_loads(topology: Topology, ratio: float, seed: int) -> IntArray:
-    """[1, R, E] Zipf loads, with the ranks in random order."""
-    ranks, experts = topology.ranks, topology.experts
-    loads_RE = zipf(ranks, experts, ratio=ratio, top_k=_top_k(topology), seed=seed)
-    order = np.random.default_rng(seed).permutation(ranks)
-    blocks = loads_RE.reshape(ranks, ranks, experts // ranks)
-    return blocks[:, order].reshape(1, ranks, experts)
+def _machine(device: str) -> Machine:
+    if device not in DEVICES:
+        raise ConfigError(f"--device is one of {', '.join(DEVICES)}, got {device!r}")
+    machine = this_machine()
+    if device == "cpu":
+        return machine
+    from ultraep.demo.group import gpus
+
+    return Machine(machine.cores, machine.memory, gpus())
 
 
-def _top_k(topology: Topology) -> int:
-    """Experts per token: eight, or fewer where that would be more than every fourth."""
-    return min(8, max(topology.experts // 4, 1))
+# -- before --------------------------------------------------------------------------------------
 
 
-def _show_problem(console: Console, loads: IntArray, topology: Topology) -> None:
-    _title(console, 1, "Skewed loads")
+def _introduce(console: Console, job: Job) -> None:
+    sizes, cores = job.sizes, this_machine().cores
+    where = "a GPU each" if job.device == "cuda" else "one thread each"
+    slots = "1 spare slot" if sizes.slots == 1 else f"{sizes.slots} spare slots"
     _say(
         console,
-        f"A Mixture-of-Experts layer: {topology.experts} experts have their homes on "
-        f"{topology.ranks} ranks. The router sent them {loads.sum():,} tokens (a token counts "
-        "once for each of its experts), and some are far more wanted than others. All ranks wait "
-        "for the fullest. The loads here are made up, and only the planner runs, no model.",
+        f"{sizes.ranks} ranks, {where}; this machine has {cores} core{'s' * (cores > 1)}. "
+        f"A byte-level language model: {sizes.layers} MoE layers of {sizes.experts} experts, "
+        f"{sizes.top_k} for each token, width {sizes.hidden}, {sizes.dtype}; "
+        f"{sizes.tokens} tokens per rank and step, {sizes.steps} steps, {slots} per rank. "
+        "It reads Python's own "
+        f"library: code, then prose, then tables. Policies: {', '.join(job.policies)}; they take "
+        "turns, with the same seeds and the same text.",
     )
-
-
-def _show_balance(console: Console, loads: IntArray, topology: Topology) -> None:
-    _title(console, 2, "A plan")
-    _say(
-        console,
-        f"Spare slots per rank: {topology.slots}. A plan puts copies of hot experts there, "
-        "for this microbatch only, and gives each copy a quota: the tokens it serves. The rest "
-        "stays at the home of its expert. Three policies, on the same loads:",
-    )
-    configs = {name: BalanceConfig(policy=name) for name in ("none", "quota", "ultraep")}
-    outcomes = run(Job(loads=loads, topology=topology, configs=configs))
-    report(outcomes, console)
-    console.print()
-    _say(
-        console,
-        "Imbalance is the fullest rank over the mean rank; no plan can go below the bound. "
-        "Remote tokens are served by another rank than their own. "
-        "Planning time is the median of a few calls on this CPU.",
-    )
-
-
-def _show_tolerance(console: Console, loads: IntArray, topology: Topology) -> None:
-    _title(console, 3, "Fewer copies")
-    _say(
-        console,
-        "A copy costs a transfer of weights. With a tolerance the planner stops that far above "
-        "the mean and makes fewer:",
-    )
-    configs = {f"{percent} %": BalanceConfig(tolerance=percent / 100) for percent in (0, 1, 10)}
-    outcomes = run(Job(loads=loads, topology=topology, configs=configs))
-    console.print(render.table(outcomes, first="tolerance"))
-    console.print()
-
-
-def _show_shift(console: Console, topology: Topology, seed: int) -> None:
-    _title(console, 4, "Loads that change")
-    _say(
-        console,
-        f"Text moves from topic to topic, and the loads with it. Below are {STEPS - WINDOW} "
-        f"microbatches of three topics. eplb places experts by the loads of the last {WINDOW} "
-        "microbatches and may move them all; ultraep only copies, by the exact loads of each one:",
-    )
-    loads = domain_shift(
-        topology.ranks,
-        topology.experts,
-        steps=STEPS,
-        top_k=_top_k(topology),
-        tokens=1024,
-        seed=seed,
-    )
-    configs = {name: BalanceConfig(policy=name) for name in ("none", "eplb", "ultraep")}
-    outcomes = run(Job(loads=loads, topology=topology, configs=configs, history=WINDOW))
-    groups = render.by_label([o for o in outcomes if o.microbatch >= WINDOW])
-    console.print(_lines(groups, render.glyphs_for(console)))
-    _say(console, "One column is one microbatch: the higher, the more imbalanced.")
-
-
-def _lines(groups: dict[str, list[Outcome]], glyphs: render.Glyphs) -> Text:
-    """A sparkline of the imbalance for every policy, all on one scale."""
-    values = {label: [o.plan.imbalance for o in group] for label, group in groups.items()}
-    high = max(max(line) for line in values.values())
-    text = Text(no_wrap=True, overflow="crop")
-    for label, line in values.items():
-        text.append(f"  {label:8}", "bold")
-        text.append(render.sparkline(line, low=1.0, high=high, glyphs=glyphs), render.CALM)
-        text.append(f"  mean {fmean(line):.3f}, worst {max(line):.3f}\n")
-    return text
-
-
-def _show_next(console: Console, ranks: int) -> None:
-    _title(console, 5, "Next")
-    for command, what in (
-        (f"ultraep plan FILE --ranks {ranks}", "the same for loads of your own"),
-        ("ultraep plan --help", "file formats, policies, domains, limits"),
-        ("ultraep env", "versions, devices, backends and policies here"),
-        ("docs/", "how the planner works, and why it is exact"),
-    ):
-        console.print(Text.assemble("  ", (f"{command:32}", "bold"), what))
-
-
-def _title(console: Console, number: int, title: str) -> None:
-    console.print(Text(f"{number}. {title}", "bold underline"))
+    for words in job.notes:
+        console.print(f"note: {words}")
 
 
 def _say(console: Console, words: str) -> None:
     """A paragraph, no wider than is pleasant to read."""
     console.print(Text(words), width=min(console.width, 88))
     console.print()
+
+
+# -- while it runs -------------------------------------------------------------------------------
+
+
+class Display:
+    """What goes on: a picture that changes on a terminal, else a line now and then."""
+
+    def __init__(self, console: Console, policies: tuple[str, ...]) -> None:
+        self.console = console
+        self.past: dict[str, list[Progress]] = {name: [] for name in policies}
+        self.live = Live(console=console, transient=True, auto_refresh=False)
+
+    def __enter__(self) -> Display:
+        if self.console.is_terminal:
+            self.live.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.live.stop()
+
+    def show(self, event: Event) -> None:
+        """Take in what rank 0 told."""
+        if isinstance(event, Note):
+            self.console.print(f"note: {event.words}")
+            return
+        if event.policy:
+            self.past[event.policy].append(event)
+        if self.console.is_terminal:
+            self.live.update(self.picture(event), refresh=True)
+        else:
+            self.line(event)
+
+    def line(self, now: Progress) -> None:
+        every = -(-now.of // LINES)
+        if now.done % every == 0 or now.done in (1, now.of):
+            where = f"{PHASES[now.phase]:<21} {now.done:>4}/{now.of:<4}"
+            self.console.print(f"{where} {now.policy:<8} {_told(now)}", soft_wrap=True)
+
+    def picture(self, now: Progress) -> Group:
+        head = Table.grid(padding=(0, 2))
+        head.add_row(
+            Text(PHASES[now.phase], "bold"),
+            ProgressBar(now.of, now.done, width=24),
+            f"{now.done}/{now.of}",
+            f"text: {now.domain}",
+        )
+        grid = Table(box=box.SIMPLE_HEAD, show_edge=False)
+        for name in ("policy", "loss", "tokens/s", "imbalance", "before", "after"):
+            grid.add_column(name, justify="right" if name in ("loss", "tokens/s") else "left")
+        lines = {policy: past for policy, past in self.past.items() if past}
+        high = max([1.1, *(p.before or 1.0 for past in lines.values() for p in past[-HISTORY:])])
+        for policy, past in lines.items():
+            grid.add_row(policy, *_cells(past, high, render.glyphs_for(self.console)))
+        return Group(head, grid)
+
+
+def _told(now: Progress) -> str:
+    parts = [
+        f"{now.domain:<6}",
+        "" if now.loss is None else f"loss {now.loss:.3f}",
+        "" if now.tokens_per_second is None else f"{now.tokens_per_second:>7,.0f} tokens/s",
+        "" if now.after is None else f"imbalance {now.before:.3f} -> {now.after:.3f}",
+    ]
+    return "  ".join(part for part in parts if part)
+
+
+def _cells(past: list[Progress], high: float, glyphs: render.Glyphs) -> list[str | Text]:
+    now = past[-1]
+    same = [p for p in past if p.phase == now.phase][-HISTORY:]
+
+    def chart(values: list[float | None], style: str) -> Text:
+        known = [value for value in values if value is not None]
+        return Text(render.sparkline(known, low=1.0, high=high, glyphs=glyphs), style)
+
+    return [
+        "" if now.loss is None else f"{now.loss:.3f}",
+        f"{now.tokens_per_second:,.0f}",
+        f"{now.before:.3f} -> {now.after:.3f}",
+        chart([p.before for p in same], render.OVERFULL),
+        chart([p.after for p in same], render.CALM),
+    ]
+
+
+# -- afterwards ----------------------------------------------------------------------------------
+
+
+def _conclude(console: Console, result: DemoResult, out: Path, seconds: float) -> None:
+    console.print(_table(result))
+    console.print()
+    _say(console, _meaning(result))
+    for policy in result.policies:
+        console.print(f"trace    {trace_folder(out, policy.policy)}", soft_wrap=True)
+    console.print(f"result   {out / 'result.json'}   ({seconds:.0f} s in all)", soft_wrap=True)
+
+
+def _report(console: Console, out: Path) -> None:
+    from ultraep.demo.report import write_report
+
+    try:
+        console.print(f"report   {write_report(out)}", soft_wrap=True)
+    except BackendUnavailable as missing:
+        console.print(f"note: {missing}", soft_wrap=True)
+
+
+def _table(result: DemoResult) -> Table:
+    sizes = result.sizes
+    title = (
+        f"{sizes.ranks} ranks, {result.steps} steps, {result.parameters / 1e6:.1f} M parameters, "
+        f"{result.requests} requests"
+    )
+    grid = Table(title=title, box=box.SIMPLE_HEAD, show_edge=False, title_justify="left")
+    grid.add_column("")
+    for row in result.policies:
+        grid.add_column(row.policy, justify="right")
+    grid.add_column("forced balance", justify="right", style=render.FAINT)
+    ceiling = {
+        "MoE layers: tokens/s": f"{result.forced_tokens_per_second:,.0f}",
+        "  share of forced balance": "100.0%",
+    }
+    for name, values in _rows(result.policies).items():
+        grid.add_row(name, *values, ceiling.get(name, ""))
+    return grid
+
+
+def _rows(policies: list[PolicyResult]) -> dict[str, list[str]]:
+    forms = {
+        "training: loss, last tenth": "{loss:.4f}",
+        "  loss on held-out text": "{loss_held_out:.4f}",
+        "  tokens/s, whole step": "{tokens_per_second:,.0f}",
+        "  imbalance before (worst)": "{imbalance_before:.3f} ({imbalance_before_worst:.2f})",
+        "  imbalance after (worst)": "{imbalance_after:.3f} ({imbalance_after_worst:.2f})",
+        "  copies per layer": "{copies_per_layer:.2f}",
+        "  moved for copies": "{moved}",
+        "MoE layers: tokens/s": "{layer_tokens_per_second:,.0f}",
+        "  share of forced balance": "{layer_share:.1%}",
+        "prefill: first token, median": "{first_token_median:.3f} s",
+        "  first token, p90": "{first_token_p90:.3f} s",
+    }
+    found: dict[str, list[str]] = {}
+    for name, form in forms.items():
+        found[name] = [
+            form.format(**vars(row), moved=decimal(row.weights_bytes + row.gradients_bytes))
+            for row in policies
+        ]
+    return found
+
+
+def _meaning(result: DemoResult) -> str:
+    """One sentence about the first policy and the last."""
+    first, last = result.policies[0], result.policies[-1]
+    if result.sizes.ranks == 1 or first is last:
+        return (
+            f"The fullest rank had {last.imbalance_before:.2f} times the mean load before copies, "
+            f"{last.imbalance_after:.3f} times with them; MoE layers reach {last.layer_share:.0%} "
+            "of forced balance."
+        )
+    gain = last.layer_tokens_per_second / first.layer_tokens_per_second
+    much = f"{gain:.2f} times as fast" if gain >= 1 else f"slower, {gain:.2f} times as fast"
+    return (
+        f"The router gave the fullest rank {last.imbalance_before:.2f} times the mean load; "
+        f"{last.policy} brought that to {last.imbalance_after:.3f} with "
+        f"{last.copies_per_layer:.1f} copies per layer, so that MoE layers ran {much} as with "
+        f"{first.policy}, at {last.layer_share:.0%} of what even routing would reach, and the "
+        f"losses agree {_closely(result.loss_difference_first)} over the first tenth of the steps, "
+        f"{_closely(result.loss_difference_last)} at the end."
+    )
+
+
+def _closely(difference: float) -> str:
+    return f"to {difference:.0e}" if difference else "to the last bit"

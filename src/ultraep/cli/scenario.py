@@ -106,8 +106,8 @@ Trace = Annotated[
     Path | None,
     typer.Option(
         metavar="FILE",
-        help="Recorded routing (.npz with arrays *_ids) or loads (.npy, .npz, .csv, .json) "
-        "instead of drawn loads; it repeats when it ends.",
+        help="A trace, recorded routing (.npz with arrays *_ids) or loads (.npy, .npz, .csv, "
+        ".json) instead of drawn loads; it repeats when it ends.",
     ),
 ]
 Tokens = Annotated[

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -35,11 +36,13 @@ from ultraep.policies import get_policy
 from ultraep.replicate import MODES
 from ultraep.reroute import Routes, reroute, routes_of
 from ultraep.runtime.past import Past
+from ultraep.runtime.recording import Passage, Passages, TimedRoads, open_recorder, wanted
 from ultraep.runtime.replicas import Replicas
 from ultraep.runtime.slots import SlotPool
 from ultraep.runtime.stats import Stats
 from ultraep.runtime.versions import weights_version
 from ultraep.topology import Topology
+from ultraep.trace.record import Recorder
 from ultraep.version import __version__
 
 if TYPE_CHECKING:
@@ -59,6 +62,7 @@ class Gathered:
     layer: int
     step: int
     on_device: torch.Tensor  # [R, E] the loads where the ids are
+    passage: Passage | None = None  # what is recorded of it
 
 
 class Balancer:
@@ -75,6 +79,8 @@ class Balancer:
     transport: "auto", "shared" (memory, CPU ranks of one host) or "sockets" (the group's own).
     timeout: seconds after which a silent rank is an error; None: the group's own.
     communicator: in place of a group, for ranks that are no processes (`LocalGroup`).
+    record: folder for a trace of every microbatch, on all ranks; None: one inside the folder that
+        the environment variable ULTRAEP_TRACE names, or none.
     """
 
     def __init__(
@@ -95,6 +101,7 @@ class Balancer:
         transport: str = "auto",
         timeout: float | None = None,
         communicator: Communicator | None = None,
+        record: str | Path | None = None,
     ) -> None:
         if config is not None and policy is not None:
             raise ConfigError(f"give config or policy, not both: {config} and {policy!r}")
@@ -113,10 +120,12 @@ class Balancer:
             self.topology = Topology(
                 ranks=self.comm.size, experts=experts, slots=slots, domain=domain, homes=homes
             )
-            settings = repr(
-                (self.topology, self.config, relay, chunks, in_flight, verify, __version__)
-            )
+            agreed = (relay, chunks, in_flight, verify, wanted(record), __version__)
+            settings = repr((self.topology, self.config, *agreed))
             self._agree("settings", self.comm.gather_objects(settings))
+            self.recorder: Recorder | None = open_recorder(
+                record, self.comm, self.topology, self.config
+            )
             undo.pop_all()
         self._settings = _short_digest(settings.encode())
         self._backend_name = backend
@@ -125,6 +134,7 @@ class Balancer:
         self._device = torch.device("cpu")
         self._layers = self._steps = self._changes = 0
         self._past = Past()
+        self._passages = Passages(self.recorder) if self.recorder is not None else None
         self._stats = Stats()
 
     @property
@@ -150,7 +160,8 @@ class Balancer:
         bundle, inputs, weights: what is to be copied, the tokens to be sent, and the router's
         weights; ranks compare of which kind they are and whether they want gradients.
         """
-        with self.timed("loads"):
+        passage = Passage(self.recorder) if self.recorder is not None else None
+        with self.timed("loads", passage):
             self._control = self._control_for(ids)
             loads_E, refused = self._count(ids)
             tensors = resolve(bundle or {})
@@ -167,21 +178,22 @@ class Balancer:
                 self._refuse(ids)
             self._check_header(table, found)
         start = len(HEADER) + 1
-        return Gathered(
-            table[:, start:], table[:, start - 1], layer, self._steps, on_device[:, start:]
-        )
+        loads, versions = table[:, start:], table[:, start - 1]
+        return Gathered(loads, versions, layer, self._steps, on_device[:, start:], passage)
 
     def plan(self, gathered: Gathered, *, policy: str | None = None) -> Plan:
         """Stage 2: the plan of this step; every rank finds the same."""
-        with self.timed("plan"):
+        passage = gathered.passage
+        with self.timed("plan", passage):
             config = self.config if policy is None else replace(self.config, policy=policy)
-            past = self._past.before(gathered.layer, gathered.loads.sum(axis=0))
+            seen = self._past.see(gathered.layer, gathered.loads.sum(axis=0))
             if self._control is not None and config == self._control.config:
                 plan = self._control.plan(gathered.on_device).to_host(gathered.loads)
                 self._known_to_control = plan
             else:
+                backend, history = self._backend_name, seen.before
                 plan = make_plan(
-                    gathered.loads, self.topology, config, backend=self._backend_name, history=past
+                    gathered.loads, self.topology, config, backend=backend, history=history
                 )
             if not plan.within_limits:
                 raise SlotError(
@@ -191,8 +203,10 @@ class Balancer:
                     f"{self.topology.domain_size} ranks"
                 )
             self._stats.planned(plan)
+            if passage is not None and self._passages is not None:
+                self._passages.planned(passage, gathered.layer, plan, seen)
         if self.verify:
-            with self.timed("verify"):
+            with self.timed("verify", passage):
                 self._same_everywhere("plan", _short_digest(plan.replicas, plan.quotas))
         return plan
 
@@ -202,7 +216,7 @@ class Balancer:
 
     def reroute(self, ids: torch.Tensor, plan: Plan) -> Routes:
         """Stage 4: a slot for every routed row of this rank."""
-        with self.timed("reroute"):
+        with self.timed("reroute", self._passage_of(plan)):
             if self._control is None:
                 return reroute(ids, plan, self.rank, backend=self._backend_name)
             if self._known_to_control is not plan:
@@ -223,7 +237,17 @@ class Balancer:
             if self.verify:
                 self._same_everywhere("backward pass of step", gathered.step)
 
+        if gathered.passage is not None:
+            return TimedRoads(routes, self.comm, on_return, gathered.passage)
         return Roads(routes, self.comm, on_return)
+
+    def record_step(self, step: int) -> None:
+        """Say to which step of training the next microbatches belong, if they are recorded.
+
+        Unless that is said, the microbatches of a layer count as steps.
+        """
+        if self._passages is not None:
+            self._passages.begin_step(step)
 
     def weights_changed(self) -> None:
         """Say that the weights of this rank are others than those in the spare slots.
@@ -245,19 +269,30 @@ class Balancer:
         self._stats = Stats()
 
     def close(self) -> None:
-        """Give back the communicator's resources; the process group stays."""
+        """Write the rest of the trace, give back the communicator's resources."""
+        if self.recorder is not None:
+            self.recorder.close()
         self.comm.close()
 
     @contextmanager
-    def timed(self, stage: str) -> Iterator[None]:
+    def timed(self, stage: str, passage: Passage | None = None) -> Iterator[None]:
         """Add the time of the block to this stage."""
         begin = time.perf_counter()
         yield
-        self._stats.took(stage, time.perf_counter() - begin)
+        seconds = time.perf_counter() - begin
+        self._stats.took(stage, seconds)
+        if passage is not None:
+            passage.took(stage, seconds)
 
-    def sent(self, what: str, nbytes: int, copies: int) -> None:
+    def sent(self, what: str, nbytes: int, copies: int, passage: Passage | None = None) -> None:
         """Count what a stage sent."""
         self._stats.sent(what, nbytes, copies)
+        if passage is not None:
+            passage.moved += nbytes
+
+    def _passage_of(self, plan: Plan) -> Passage | None:
+        last = self._passages.last if self._passages is not None else None
+        return last if last is not None and last.plan is plan else None
 
     def _control_for(self, ids: torch.Tensor) -> ControlPlane | None:
         """The kernels for these ids, if they are on a GPU, or if the user asks for them."""

@@ -51,7 +51,7 @@ class Replicas:
         name = f"layer {self._gathered.layer} (step {self._gathered.step})"
         with ExitStack() as stack:
             buffer = stack.enter_context(self._balancer.pool.lend(layout, device, name))
-            with self._balancer.timed("replicate"):
+            with self._balancer.timed("replicate", self._gathered.passage):
                 self._fill(buffer, layout, tensors)
             self._open = stack.pop_all()
         return layout.views(buffer.rows)
@@ -75,7 +75,8 @@ class Replicas:
                 "arriving", count, width, dtype, gradients_HP.device
             )
 
-        with self._balancer.timed("reduce"):
+        passage = self._gathered.passage
+        with self._balancer.timed("reduce", passage):
             nbytes = reduce_gradients(
                 gradients_HP,
                 replica_gradients_LP,
@@ -84,7 +85,10 @@ class Replicas:
                 staging=staging,
             )
         mine = int((self.plan.replicas[:, 1] == self._balancer.rank).sum())
-        self._balancer.sent("gradients", nbytes, mine)
+        self._balancer.sent("gradients", nbytes, mine, passage)
+        if passage is not None:  # nothing need come after it
+            passage.served()
+            passage.flush()
 
     def gradient_rows(self, width: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """`[L, P]` for the gradients of this rank's copies; the memory is shared by all layers."""
@@ -113,4 +117,4 @@ class Replicas:
         )
         buffer.held.update(wanted)
         mine = sum(hop.sender == self._balancer.rank for hop in way)
-        self._balancer.sent("weights", nbytes, mine)
+        self._balancer.sent("weights", nbytes, mine, self._gathered.passage)

@@ -23,6 +23,8 @@ from ultraep.arrays import IntArray
 from ultraep.errors import ConfigError, FileError
 from ultraep.loads import MAX_TOTAL
 from ultraep.topology import Topology
+from ultraep.trace.read import holds_trace
+from ultraep.trace.read import read_trace as read_recorded
 from ultraep.workload import loads_of_windows, read_loads, read_routing
 
 FloatArray = NDArray[np.float64]
@@ -230,8 +232,11 @@ class Recorded:
 
 
 def read_trace(path: str | Path, *, experts: int, top_k: int) -> Recorded:
-    """A workload from recorded routing (`*_ids` in .npz) or from a file of loads."""
-    loads_SHE = _routing(path, experts) if _holds_routing(path) else _loads(path)
+    """A workload from a trace, from recorded routing (`*_ids` in .npz) or from a file of loads."""
+    if holds_trace(path):
+        loads_SHE = _recorded(path)
+    else:
+        loads_SHE = _routing(path, experts) if _holds_routing(path) else _loads(path)
     if loads_SHE.shape[2] != experts:
         raise ConfigError(
             f"{path} has loads of {loads_SHE.shape[2]} experts, the model has {experts}"
@@ -239,6 +244,14 @@ def read_trace(path: str | Path, *, experts: int, top_k: int) -> Recorded:
     if not loads_SHE.sum(axis=2).all():
         raise FileError(f"{path}: a microbatch without any row")
     return Recorded(loads_SHE, top_k)
+
+
+def _recorded(path: str | Path) -> IntArray:
+    """[S, H, E] of a trace: its layers in their order."""
+    summed: IntArray = read_recorded(path).by_layer().sum(axis=2, dtype=np.int64)
+    if not len(summed):
+        raise FileError(f"{path}: no microbatch of which all layers were recorded")
+    return summed
 
 
 def _loads(path: str | Path) -> IntArray:

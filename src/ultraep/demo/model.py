@@ -1,24 +1,22 @@
-"""A tiny Mixture-of-Experts language model whose MLPs are `BalancedMoE` layers, and its options.
+"""A small Mixture-of-Experts language model whose MLPs are `BalancedMoE` layers.
 
-Shapes: B sequences, T tokens, D model width, H heads, C width of a head, V vocabulary.
+Shapes: B sequences, T tokens, D model width, H heads, C width of a head, V vocabulary, E experts.
 """
 
 from __future__ import annotations
 
-import argparse
-import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, fields
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import linear, scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
-import ultraep
+from ultraep.errors import ConfigError
+from ultraep.layer import BalancedMoE
+from ultraep.plan import Plan
+from ultraep.runtime.balancer import Balancer
 
 VOCABULARY = 256  # bytes
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
@@ -39,9 +37,7 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         if self.hidden % (2 * self.heads):
-            raise ultraep.ConfigError(
-                f"heads have an even width: hidden {self.hidden}, heads {self.heads}"
-            )
+            raise ConfigError(f"heads have an even width: hidden {self.hidden}, heads {self.heads}")
 
 
 class TinyMoE(nn.Module):
@@ -50,7 +46,7 @@ class TinyMoE(nn.Module):
     def __init__(
         self,
         config: ModelConfig,
-        balancer: ultraep.Balancer,
+        balancer: Balancer,
         *,
         seed: int = 0,
         checkpointing: bool = False,
@@ -59,6 +55,7 @@ class TinyMoE(nn.Module):
         super().__init__()
         torch.manual_seed(seed)  # all ranks draw the same
         self.config, self.checkpointing = config, checkpointing
+        self.unevenness = torch.zeros(())  # of the last forward pass, the sum of all layers
         self.embedding = nn.Embedding(VOCABULARY, config.hidden)
         nn.init.normal_(self.embedding.weight, std=0.02)
         self.blocks = nn.ModuleList(
@@ -79,28 +76,31 @@ class TinyMoE(nn.Module):
         """[B, T, V]. Positions that start anew at 0 begin another text in the same sequence."""
         mask = None
         if positions_BT is None:
-            positions_BT = torch.arange(tokens_BT.shape[1]).expand_as(tokens_BT)
+            positions = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
+            positions_BT = positions.expand_as(tokens_BT)
         else:
             text = (positions_BT == 0).cumsum(dim=1)
             mask = (text[:, None, :, None] == text[:, None, None, :]).tril()
-        x = self.embedding(tokens_BT)
+        x, uneven = self.embedding(tokens_BT), []
         for block in self.blocks:
             if self.checkpointing and torch.is_grad_enabled():
-                x = checkpoint(block, x, positions_BT, mask, policy, use_reentrant=False)
+                x, loss = checkpoint(block, x, positions_BT, mask, policy, use_reentrant=False)
             else:
-                x = block(x, positions_BT, mask, policy)
+                x, loss = block(x, positions_BT, mask, policy)
+            uneven.append(loss)
+        self.unevenness = torch.stack(uneven).sum()
         logits: torch.Tensor = self.head(self.norm(x))
         return logits
 
-    def moe_layers(self) -> dict[str, ultraep.BalancedMoE]:
+    def moe_layers(self) -> dict[str, BalancedMoE]:
         """The layers with experts, by the prefix of their parameters."""
         named = self.named_modules()
-        return {f"{name}.": m for name, m in named if isinstance(m, ultraep.BalancedMoE)}
+        return {f"{name}.": m for name, m in named if isinstance(m, BalancedMoE)}
 
-    def last_plans(self) -> list[ultraep.Plan]:
+    def last_plans(self) -> list[Plan]:
         """The plan of every layer in the last forward pass."""
         plans = (moe.last_plan for moe in self.moe_layers().values())
-        return [plan for plan in plans if plan is not None]
+        return [plan for plan in plans if isinstance(plan, Plan)]
 
     def full_state(self) -> State:
         """The state with all experts of all ranks; collective."""
@@ -123,14 +123,14 @@ class Block(nn.Module):
     """Attention, then experts, each added to what came in."""
 
     def __init__(
-        self, config: ModelConfig, balancer: ultraep.Balancer, *, seed: int, bitwise: bool
+        self, config: ModelConfig, balancer: Balancer, *, seed: int, bitwise: bool
     ) -> None:
         super().__init__()
         self.heads = config.heads
         self.norms = nn.ModuleList(nn.RMSNorm(config.hidden) for _ in range(2))
         self.qkv = nn.Linear(config.hidden, 3 * config.hidden, bias=False)
         self.out = nn.Linear(config.hidden, config.hidden, bias=False)
-        self.moe = ultraep.BalancedMoE(
+        self.moe = BalancedMoE(
             config.hidden,
             config.ffn,
             config.experts,
@@ -146,10 +146,12 @@ class Block(nn.Module):
         positions_BT: torch.Tensor,
         mask: torch.Tensor | None,
         policy: str | None,
-    ) -> torch.Tensor:
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """[B, T, D], and how unevenly the router of this block spread the tokens."""
         x_BTD = x_BTD + self.attend(self.norms[0](x_BTD), positions_BT, mask)
-        out: torch.Tensor = x_BTD + self.moe(self.norms[1](x_BTD), policy=policy)
-        return out
+        tokens_BTD = self.norms[1](x_BTD)
+        out: torch.Tensor = x_BTD + self.moe(tokens_BTD, policy=policy)
+        return out, unevenness(self.moe, tokens_BTD)
 
     def attend(
         self, x_BTD: torch.Tensor, positions_BT: torch.Tensor, mask: torch.Tensor | None
@@ -161,78 +163,25 @@ class Block(nn.Module):
         return out
 
 
+def unevenness(moe: BalancedMoE, tokens_BTD: torch.Tensor) -> torch.Tensor:
+    """The usual auxiliary loss: loads of the experts times their mean probabilities.
+
+    The loads are those of the whole group, which the plan of this microbatch knows.
+    """
+    plan, router = moe.last_plan, moe.router
+    if not torch.is_grad_enabled() or not isinstance(plan, Plan) or not plan.total:
+        return tokens_BTD.new_zeros(())
+    chosen_E = torch.from_numpy(plan.loads.sum(axis=0) / plan.total).to(tokens_BTD)
+    probable_E = linear(tokens_BTD, router.weight).softmax(dim=-1).flatten(0, -2).mean(dim=0)
+    return len(chosen_E) * (chosen_E * probable_E).sum()
+
+
 def rotate(x_BHTC: torch.Tensor, positions_BT: torch.Tensor) -> torch.Tensor:
-    """Rotary positions."""
+    """Rotary positions. Angles are large numbers: autocast must not shorten them."""
     left, right = x_BHTC.chunk(2, dim=-1)
-    width = left.shape[-1]
-    speeds = 10_000 ** (-torch.arange(width, dtype=x_BHTC.dtype) / width)
+    width, wide = left.shape[-1], torch.promote_types(x_BHTC.dtype, torch.float32)
+    steps = torch.arange(width, dtype=wide, device=x_BHTC.device)
+    speeds = 10_000 ** (-steps / width)
     angles = positions_BT[:, None, :, None] * speeds
-    cos, sin = angles.cos(), angles.sin()
+    cos, sin = angles.cos().to(x_BHTC.dtype), angles.sin().to(x_BHTC.dtype)
     return torch.cat([left * cos - right * sin, left * sin + right * cos], dim=-1)
-
-
-@contextmanager
-def process_group() -> Iterator[dist.ProcessGroup]:
-    """The ranks that torchrun started; without it, a group of this process alone."""
-    if "RANK" in os.environ:
-        dist.init_process_group("gloo")
-    else:
-        alone = dist.HashStore()  # type: ignore[attr-defined]
-        dist.init_process_group("gloo", store=alone, rank=0, world_size=1)
-    try:
-        assert dist.group.WORLD is not None
-        yield dist.group.WORLD
-    finally:
-        dist.destroy_process_group()
-
-
-@contextmanager
-def balancer_of(
-    args: argparse.Namespace, config: ModelConfig, policy: str
-) -> Iterator[ultraep.Balancer]:
-    """A balancer over all ranks, whether or not the experts divide evenly among them."""
-    ranks = dist.get_world_size()
-    balancer = ultraep.Balancer(
-        dist.new_group(),  # its messages do not mix with those of the rest of the model
-        experts=config.experts,
-        slots=args.slots,
-        homes=[expert * ranks // config.experts for expert in range(config.experts)],
-        config=ultraep.BalanceConfig(policy=policy, tolerance=args.tolerance),
-        relay=args.relay,
-        transport=args.transport,
-    )
-    try:
-        yield balancer
-    finally:
-        balancer.close()
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """What both examples ask for: the shape of the model, and how to balance it."""
-    shape = parser.add_argument_group("model; of the checkpoint, if there is one")
-    for field in fields(ModelConfig):
-        name = f"--{field.name.replace('_', '-')}"
-        if field.type == "bool":
-            shape.add_argument(name, action=argparse.BooleanOptionalAction)
-        else:
-            shape.add_argument(name, type=int, metavar="N", help=f"default {field.default}")
-    shape.add_argument("--dtype", choices=DTYPES, default="float32")
-    balance = parser.add_argument_group("balance")
-    balance.add_argument("--slots", type=int, default=1, help="spare slots of a rank (%(default)s)")
-    balance.add_argument("--relay", choices=("auto", "direct", "chain"), default="auto")
-    balance.add_argument("--transport", choices=("auto", "shared", "sockets"), default="auto")
-    balance.add_argument(
-        "--tolerance", type=float, default=0.0, help="imbalance above 1 that may stay (%(default)s)"
-    )
-
-
-def model_config(args: argparse.Namespace, saved: Mapping[str, Any] | None) -> ModelConfig:
-    """The shape that was asked for; with a checkpoint, its shape."""
-    names = [field.name for field in fields(ModelConfig)]
-    asked = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
-    if saved is None:
-        return ModelConfig(**asked)
-    wrong = {name: value for name, value in asked.items() if value != saved[name]}
-    if wrong:
-        raise ultraep.ConfigError(f"the checkpoint has {dict(saved)}, not {wrong}")
-    return ModelConfig(**saved)

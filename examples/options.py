@@ -1,0 +1,69 @@
+"""What both examples ask for on the command line: the shape of the model, and how to balance it."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import fields
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import ultraep
+from ultraep.demo.model import ModelConfig
+from ultraep.demo.train import homes
+
+DTYPES = {"float32": torch.float32, "float64": torch.float64}
+
+
+@contextmanager
+def balancer_of(
+    args: argparse.Namespace, config: ModelConfig, policy: str
+) -> Iterator[ultraep.Balancer]:
+    """A balancer over all ranks, whether or not the experts divide evenly among them."""
+    balancer = ultraep.Balancer(
+        dist.new_group(),  # its messages do not mix with those of the rest of the model
+        experts=config.experts,
+        slots=args.slots,
+        homes=homes(config.experts, dist.get_world_size()),
+        config=ultraep.BalanceConfig(policy=policy, tolerance=args.tolerance),
+        relay=args.relay,
+        transport=args.transport,
+    )
+    try:
+        yield balancer
+    finally:
+        balancer.close()
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """What both examples ask for: the shape of the model, and how to balance it."""
+    shape = parser.add_argument_group("model; of the checkpoint, if there is one")
+    for field in fields(ModelConfig):
+        name = f"--{field.name.replace('_', '-')}"
+        if field.type == "bool":
+            shape.add_argument(name, action=argparse.BooleanOptionalAction)
+        else:
+            shape.add_argument(name, type=int, metavar="N", help=f"default {field.default}")
+    shape.add_argument("--dtype", choices=DTYPES, default="float32")
+    balance = parser.add_argument_group("balance")
+    balance.add_argument("--slots", type=int, default=1, help="spare slots of a rank (%(default)s)")
+    balance.add_argument("--relay", choices=("auto", "direct", "chain"), default="auto")
+    balance.add_argument("--transport", choices=("auto", "shared", "sockets"), default="auto")
+    balance.add_argument(
+        "--tolerance", type=float, default=0.0, help="imbalance above 1 that may stay (%(default)s)"
+    )
+
+
+def model_config(args: argparse.Namespace, saved: Mapping[str, Any] | None) -> ModelConfig:
+    """The shape that was asked for; with a checkpoint, its shape."""
+    names = [field.name for field in fields(ModelConfig)]
+    asked = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    if saved is None:
+        return ModelConfig(**asked)
+    wrong = {name: value for name, value in asked.items() if value != saved[name]}
+    if wrong:
+        raise ultraep.ConfigError(f"the checkpoint has {dict(saved)}, not {wrong}")
+    return ModelConfig(**saved)

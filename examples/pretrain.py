@@ -1,0 +1,360 @@
+"""Pretrain a Mixture-of-Experts language model on text of one's own, balancing every microbatch.
+
+    python examples/pretrain.py --config examples/pretrain.toml
+    torchrun --nproc-per-node 4 examples/pretrain.py --config examples/pretrain.toml
+    torchrun --nproc-per-node 2 examples/pretrain.py --config examples/pretrain.toml --resume
+
+A program to copy. The places where a training meets ultraep are numbered, `# ultraep 1` to 9; the
+layer itself is in `ultraep.demo.model.Block`. All else is what any training has. Settings are in
+pretrain_settings.py; text, checkpoint files, scalars and signals in pretrain_parts.py.
+
+Shapes: M microbatches, B windows of this rank in each, T bytes of a window.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+import time
+from contextlib import ExitStack, closing
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from pretrain_parts import (
+    Scalars,
+    Stop,
+    Windows,
+    checkpoint_of,
+    checkpoints,
+    connected,
+    naming,
+    read_text,
+    rng_state,
+    set_rng_state,
+    trace_folder,
+    write_whole,
+)
+from pretrain_settings import Settings, read_settings
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.nn.utils import clip_grads_with_norm_
+
+import ultraep
+from ultraep.demo.group import process_group, settle
+from ultraep.demo.job import Place
+from ultraep.demo.model import TinyMoE
+from ultraep.demo.train import homes, next_byte_loss, norm, summed_up
+from ultraep.layer import gather_experts
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.float32, "float64": torch.float64}  # weights
+
+
+class Pretraining:
+    """One rank of it. To make one is collective, and so is all that it does."""
+
+    def __init__(self, settings: Settings, text: Windows, start: int, stack: ExitStack) -> None:
+        self.settings, self.text = settings, text
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.done = self.drawn = 0  # steps, and windows of the text
+        self.stopping = False  # a rank was asked to
+        self.device = torch.device("cpu")
+        if settings.parallel.device == "cuda":
+            self.device = settle(Place.of_torchrun() or Place(0, 1, 0), "cuda")
+        ep = settings.group_size(self.size)
+        rows = np.arange(self.size).reshape(-1, ep)
+        self.group, _ = dist.new_subgroups_by_enumeration(rows.tolist())  # has every expert once
+        self.alike, _ = dist.new_subgroups_by_enumeration(rows.T.tolist())  # has the same experts
+        self.balancer = stack.enter_context(closing(self.make_balancer(ep, start)))
+        training, model = settings.training, settings.model
+        self.model = TinyMoE(  # ultraep 1: its MLPs are ultraep.BalancedMoE(..., balancer=balancer)
+            model, self.balancer, seed=training.seed, checkpointing=training.recompute
+        ).to(self.device, DTYPES[training.precision])
+        named = dict(self.model.named_parameters())
+        self.experts = {name: p for name, p in named.items() if ".experts." in name}
+        self.rest = {name: p for name, p in named.items() if name not in self.experts}
+        self.optimizer = torch.optim.AdamW(
+            named.values(), lr=training.lr, betas=(0.9, 0.95), weight_decay=training.weight_decay
+        )
+        self.seed_anew()
+        self.roll = dist.new_group()  # to ask who is still there
+
+    def make_balancer(self, ep: int, start: int) -> ultraep.Balancer:
+        """Spare slots for copies, and all that fills them."""
+        balance, way = self.settings.balance, self.settings.parallel
+        experts = self.settings.model.experts
+        return ultraep.Balancer(  # ultraep 2: one for all layers of an expert-parallel group
+            self.group,
+            experts=experts,
+            slots=balance.slots,
+            domain=balance.domain or None,
+            homes=homes(experts, ep),
+            config=ultraep.BalanceConfig(policy=balance.policy, tolerance=balance.tolerance),
+            relay=balance.relay,
+            transport=way.transport,
+            timeout=way.timeout,
+            record=trace_folder(self.settings.logging.record, start, self.rank // ep),
+        )
+
+    def step(self, asked: bool) -> dict[str, float]:
+        """One step of the optimizer; `asked`: this rank is to stop. What to tell about it."""
+        begin, training = time.perf_counter(), self.settings.training
+        self.balancer.record_step(self.done)  # ultraep 3: if a trace is recorded
+        plans: list[ultraep.Plan] = []
+        told = torch.zeros(2, dtype=torch.float64)  # loss; ranks that are asked to stop
+        tokens, share = self.batch(), 1 / training.microbatches
+        for first in range(0, training.microbatches, training.in_flight):
+            waiting = []
+            for tokens_BT in tokens[first : first + training.in_flight]:
+                with self.autocast():
+                    loss = next_byte_loss(self.model, tokens_BT)
+                waiting.append(share * (loss + training.even * self.model.unevenness))
+                plans += self.model.last_plans()  # ultraep 4: what was planned, for every layer
+                told[0] += share / self.size * loss.detach().cpu()
+            for loss in waiting:  # spare slots are filled anew: any number may wait, in any order
+                loss.backward()
+        told[1] = asked
+        size_of_gradient = self.descend()
+        self.sum(told)
+        if not math.isfinite(told[0]):
+            raise ultraep.UltraEPError(f"step {self.done}: the loss is {told[0].item()}")
+        self.stopping = bool(told[1])
+        found = summed_up(told[0].item(), plans, time.perf_counter() - begin)
+        return {
+            "loss": found.loss,
+            "learning_rate": self.optimizer.param_groups[0]["lr"],
+            "gradient_norm": size_of_gradient,
+            "tokens_per_second": training.batch * training.length / found.seconds,
+            "imbalance_before": found.before,
+            "imbalance_after": found.after,
+            "copies": found.copies,
+        }
+
+    def batch(self) -> torch.Tensor:
+        """[M, B, T + 1] of this rank. A microbatch has the same windows on any number of ranks."""
+        training = self.settings.training
+        numbers = self.text.after(self.drawn, training.batch)
+        self.drawn += training.batch
+        mine = numbers.reshape(training.microbatches, self.size, -1)[:, self.rank]
+        return self.text[mine.ravel()].unflatten(0, mine.shape).to(self.device)
+
+    def autocast(self) -> torch.autocast:
+        """With bfloat16 the rows that travel are half as many bytes; weights stay float32."""
+        wanted = self.settings.training.precision == "bfloat16"
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=wanted)
+
+    def descend(self) -> float:
+        """Average the gradients, limit their norm, change the weights; the norm before."""
+        self.sum(*gradients(self.rest))
+        if (
+            self.alike.size() > 1
+        ):  # ultraep 5: inside a group, gradients of experts are sums already
+            self.sum(*gradients(self.experts), group=self.alike)
+        for gradient in (*gradients(self.rest), *gradients(self.experts)):
+            gradient /= self.size
+        of_experts = norm(self.experts).square()
+        self.sum(of_experts, group=self.group)  # ultraep 6: other ranks have other experts
+        total = (norm(self.rest).square() + of_experts).sqrt()
+        if self.settings.training.clip:
+            every = [*self.rest.values(), *self.experts.values()]
+            clip_grads_with_norm_(every, self.settings.training.clip, total)
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.learning_rate()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.done += 1
+        return total.item()
+
+    def learning_rate(self) -> float:
+        """Of the step to come: up in a line, then down along a cosine."""
+        training = self.settings.training
+        if self.done < training.warmup:
+            return training.lr * (self.done + 1) / training.warmup
+        way = (self.done - training.warmup) / max(1, training.steps - training.warmup)
+        share = training.final_lr + (1 - training.final_lr) * (1 + math.cos(math.pi * way)) / 2
+        return training.lr * share
+
+    @torch.no_grad()
+    def evaluate(self) -> dict[str, float]:
+        """The loss on held-out text, the same text on any number of ranks."""
+        training, held = self.settings.training, self.text.held_out
+        total = torch.zeros((), dtype=torch.float64)
+        rows = training.batch // training.microbatches // self.size
+        self.model.eval()
+        for begin in range(0, len(held), rows * self.size):  # all ranks run the layers as often
+            mine = held[begin + self.rank * rows :][:rows]  # at the end perhaps none
+            tokens = self.text[mine].to(self.device)
+            with self.autocast():
+                logits = self.model(tokens[:, :-1]).flatten(0, 1)
+                total += cross_entropy(logits, tokens[:, 1:].flatten(), reduction="sum").cpu()
+        self.model.train()
+        self.sum(total)
+        loss = total.item() / (len(held) * self.text.length)
+        return {"held_out_loss": loss, "held_out_bits_per_byte": loss / math.log(2)}
+
+    def save(self, folder: Path, keep: int) -> Path:
+        """Write all that training needs to go on, whole or not at all; keep the last few."""
+        path, rng = folder / f"step-{self.done:08d}.pt", self.everyone(rng_state(self.device))
+        moments = {name: self.optimizer.state[p] for name, p in (self.experts | self.rest).items()}
+        content = {
+            "config": asdict(self.settings.model),
+            "step": self.done,
+            "text": self.text_position(),
+            "rng": rng,
+            "model": {n: self.whole(n, t) for n, t in self.model.state_dict().items()},
+            "optimizer": {
+                name: {key: self.whole(name, value) for key, value in found.items()}
+                for name, found in moments.items()
+            },
+        }
+        if self.rank == 0:
+            write_whole(content, path)
+            for old in checkpoints(folder)[:-keep]:
+                old.unlink()
+        self.everyone("written")  # that may take longer than a balancer waits
+        return path
+
+    def whole(self, name: str, tensor: torch.Tensor) -> torch.Tensor | None:
+        """A tensor for the checkpoint, with the experts of all ranks; only rank 0 keeps it."""
+        if ".experts." in name and tensor.ndim:
+            tensor = gather_experts(tensor, self.balancer)  # ultraep 7: in the order of experts
+        return tensor.detach().cpu() if self.rank == 0 else None
+
+    def text_position(self) -> dict[str, Any]:
+        text = self.text
+        return {
+            "digest": text.digest,
+            "length": text.length,
+            "seed": text.seed,
+            "drawn": self.drawn,
+        }
+
+    def load(self, saved: dict[str, Any]) -> None:
+        """Go on where `save` was called, on this or another number of ranks."""
+        self.done, self.drawn = saved["step"], saved["text"]["drawn"]
+        self.compare(saved["config"] | saved["text"])
+        self.model.load_full_state(saved["model"])  # ultraep 8: every rank takes its experts
+        mine = self.balancer.topology.home_experts(self.balancer.rank).tolist()  # ultraep 9
+        for name, parameter in (self.experts | self.rest).items():
+            found = saved["optimizer"][name]
+            if name in self.experts:
+                found = {key: value[mine] if value.ndim else value for key, value in found.items()}
+            self.optimizer.state[parameter] = {
+                key: value.to(parameter.device if value.ndim else "cpu", copy=True)
+                for key, value in found.items()
+            }
+        if len(saved["rng"]) == self.size:
+            set_rng_state(saved["rng"][self.rank])
+        else:
+            self.seed_anew()
+
+    def compare(self, then: dict[str, Any]) -> None:
+        for name, now in (asdict(self.settings.model) | self.text_position()).items():
+            if then[name] != now:
+                what = "text" if name == "digest" else name
+                raise ultraep.ConfigError(
+                    f"no way to go on: {what} was {then[name]} in the checkpoint, now it is {now}"
+                )
+
+    def seed_anew(self) -> None:
+        """Numbers that no other rank draws, for what is random in a model (here: nothing)."""
+        drawn = np.random.SeedSequence([self.settings.training.seed, self.done, self.rank])
+        torch.manual_seed(int(drawn.generate_state(1)[0]))
+
+    def sum(self, *tensors: torch.Tensor, group: dist.ProcessGroup | None = None) -> None:
+        """Sums over the ranks, in place, in one message."""
+        flat = torch.cat([tensor.flatten() for tensor in tensors])
+        with connected():
+            dist.all_reduce(flat, group=group)
+        parts = flat.split([tensor.numel() for tensor in tensors])
+        for tensor, part in zip(tensors, parts, strict=True):
+            tensor.copy_(part.view_as(tensor))
+
+    def everyone(self, mine: Any) -> list[Any]:
+        """What all ranks say, and they wait for each other."""
+        found = [None] * self.size
+        with connected():
+            dist.all_gather_object(found, mine)
+        return found
+
+
+def gradients(parameters: dict[str, nn.Parameter]) -> list[torch.Tensor]:
+    return [p.grad for p in parameters.values() if p.grad is not None]
+
+
+def run(settings: Settings, resume: str | None) -> None:
+    """Train to the last step, or until somebody asks to stop."""
+    steps, files = settings.training.steps, settings.checkpoints
+    saved = checkpoint_of(resume, Path(files.folder))
+    start = saved["step"] if saved else 0
+    text = Windows(read_text(settings.data.files, settings.data.pattern), settings)
+    with ExitStack() as stack:
+        training = Pretraining(settings, text, start, stack)
+        for rank, known in enumerate(training.everyone((settings, text.digest, start))):
+            if known != (settings, text.digest, start):
+                raise ultraep.ConfigError(f"rank {rank} has other settings, text or checkpoint")
+        if saved:
+            training.load(saved)
+        del saved  # and with it the file
+        scalars, stop = Scalars(settings, start, stack), stack.enter_context(Stop())
+        stack.enter_context(naming(training.roll))
+        if start >= steps:
+            scalars.say(f"nothing to do: the checkpoint has {start} steps of {steps}")
+        while training.done < steps and not training.stopping:
+            told, done = training.step(stop.asked), training.done
+            last = done == steps or training.stopping
+            if last or done % settings.logging.every == 0 or done == 1:
+                scalars.add(done, told)
+            if done == steps or done % settings.evaluation.every == 0:
+                scalars.add(done, training.evaluate())
+            if last or done % files.every == 0:
+                path = training.save(Path(files.folder), files.keep)
+                scalars.say(f"step {done:>6}   written: {path}")
+        if training.stopping and training.done < steps:
+            scalars.say(f"stopped after step {training.done}; --resume goes on")
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    assert __doc__ is not None
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--config", metavar="FILE", help="settings, in TOML (default: as built in)")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="one more setting"
+    )
+    parser.add_argument(
+        "--resume",
+        nargs="?",
+        const="",
+        metavar="FILE",
+        help="go on from this checkpoint (default: the last in checkpoints.folder)",
+    )
+    parser.add_argument("--no-tensorboard", action="store_true", help="no curves")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse(argv)
+    place = Place.of_torchrun() or Place(0, 1, 0)
+    changes = ["logging.tensorboard=false"] if args.no_tensorboard else []
+    try:
+        settings = read_settings(args.config, [*args.set, *changes])
+        settings.check(place.size)
+    except ultraep.UltraEPError as error:
+        if place.rank == 0:  # all ranks read the same
+            print(f"pretrain: {error}", file=sys.stderr)
+        return 2
+    with process_group(device=settings.parallel.device):
+        try:
+            run(settings, args.resume)
+        except ultraep.UltraEPError as error:
+            print(f"rank {place.rank}: {error}", file=sys.stderr)
+            return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,240 @@
+"""What pretrain.py has in common with any training: text, checkpoint files, scalars, an end.
+
+Shapes: B windows, T bytes of a window.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
+from pathlib import Path
+from pickle import UnpicklingError
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from pretrain_settings import Settings
+
+from ultraep.demo.text import SUBJECTS
+from ultraep.errors import CommunicationError, ConfigError, FileError
+
+NEWS = 0.2  # seconds until all connections know of a rank that died
+
+
+class Windows:
+    """Text in windows, some held out. An epoch reads all others once, in an order of its own."""
+
+    def __init__(self, data: bytes, settings: Settings) -> None:
+        self.length, self.seed = settings.training.length, settings.training.seed
+        numbers = np.arange((len(data) - 1) // self.length)
+        aside = numbers % settings.data.held_out == 0
+        self.held_out = numbers[aside][: settings.evaluation.windows]
+        self.trained = numbers[~aside]
+        if not len(self.trained):
+            raise FileError(f"{len(data)} bytes of text are no two windows of {self.length} bytes")
+        self.data = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        self.digest = hashlib.blake2b(data, digest_size=8).hexdigest()
+        self._epoch, self._order = -1, self.trained
+
+    def __getitem__(self, numbers: np.ndarray[Any, Any]) -> torch.Tensor:
+        """[B, T + 1] these windows, as token ids."""
+        begins = torch.from_numpy(numbers * self.length)
+        return self.data[begins[:, None] + torch.arange(self.length + 1)].long()
+
+    def after(self, drawn: int, count: int) -> np.ndarray[Any, Any]:
+        """The numbers of the next `count` windows, where `drawn` have been trained on."""
+        return np.array([self._at(place) for place in range(drawn, drawn + count)])
+
+    def _at(self, place: int) -> int:
+        epoch, place = divmod(place, len(self.trained))
+        if epoch != self._epoch:
+            rng = np.random.default_rng([self.seed, epoch])
+            self._epoch, self._order = epoch, rng.permutation(self.trained)
+        return int(self._order[place])
+
+
+def read_text(files: list[str], pattern: str) -> bytes:
+    """All of these files, and all that match in these folders; without any, Python's library."""
+    if not files:
+        return b"\n".join(read() for read in SUBJECTS.values())
+    found = []
+    for name in map(Path, files):
+        inside = sorted(path for path in name.rglob(pattern) if path.is_file())
+        if name.is_dir() and not inside:
+            raise FileError(f"data.files: no {pattern} in {name}")
+        found += inside if name.is_dir() else [name]
+    try:
+        return b"\n".join(path.read_bytes() for path in found)
+    except OSError as error:
+        raise FileError(f"data.files: {error.filename}: {error.strerror}") from None
+
+
+def write_whole(content: dict[str, Any], path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(path.name + ".part")
+    with unfinished.open("wb") as file:
+        torch.save(content, file)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(unfinished, path)
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """From the oldest to the newest."""
+    return sorted(folder.glob(f"step-{8 * '[0-9]'}.pt"))
+
+
+def read_checkpoint(path: Path) -> dict[str, Any]:
+    """What lies in the file; read when it is used."""
+    try:
+        saved: dict[str, Any] = torch.load(path, map_location="cpu", mmap=True)
+    except OSError as error:
+        raise FileError(f"{path}: cannot be read: {error.strerror}") from None
+    except (RuntimeError, UnpicklingError) as error:
+        raise FileError(f"{path}: {str(error).partition(chr(10))[0]}") from None
+    if not isinstance(saved, dict) or not saved.keys() >= {"config", "step", "text", "rng"}:
+        raise FileError(f"{path} is no checkpoint of pretrain.py")
+    return saved
+
+
+def checkpoint_of(resume: str | None, folder: Path) -> dict[str, Any] | None:
+    """What to go on from. Nothing newer may lie in the folder: it would be taken for ours."""
+    found = checkpoints(folder)
+    path = Path(resume) if resume else found[-1] if found else None
+    if resume == "" and path is None:
+        raise FileError(f"no checkpoint in {folder}: start without --resume")
+    saved = read_checkpoint(path) if resume is not None and path is not None else None
+    start, newest = saved["step"] if saved else 0, int(found[-1].stem[5:]) if found else 0
+    if newest > start:
+        raise ConfigError(
+            f"{folder} holds step {newest}, this run starts at {start}: "
+            "--resume goes on, or set checkpoints.folder"
+        )
+    return saved
+
+
+def trace_folder(parent: str, start: int, group: int) -> Path | None:
+    """A new folder for every run and group: a trace is not gone on with. Collective."""
+    if not parent:
+        return None
+    used = [len(list(Path(parent).glob("*")))]
+    dist.broadcast_object_list(used, device=torch.device("cpu"))
+    return Path(parent) / f"{used[0]:04d}-from-step-{start}-group-{group}"
+
+
+def rng_state(device: torch.device) -> dict[str, torch.Tensor]:
+    cuda = {"cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {}
+    return {"cpu": torch.get_rng_state()} | cuda
+
+
+def set_rng_state(state: dict[str, torch.Tensor]) -> None:
+    torch.set_rng_state(state["cpu"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+
+
+@contextmanager
+def connected() -> Iterator[None]:
+    """A connection that torch.distributed lost is an error as those of a balancer are."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise CommunicationError(str(error).partition("\n")[0]) from error
+
+
+@contextmanager
+def naming(group: dist.ProcessGroup) -> Iterator[None]:
+    """If messages fail because ranks are gone, name them."""
+    try:
+        yield
+    except CommunicationError as error:
+        gone = ", ".join(map(str, missing(group)))
+        if not gone:
+            raise
+        raise CommunicationError(f"gone: rank {gone}; {error}") from error
+
+
+def missing(group: dist.ProcessGroup) -> list[int]:
+    """Ranks that are gone. Nobody need answer: to them, a message cannot even be sent off."""
+    time.sleep(NEWS)
+    gone = []
+    for peer in range(group.size()):
+        try:
+            if peer != group.rank():
+                dist.isend(torch.zeros(1), peer, group=group)
+        except RuntimeError:
+            gone.append(peer)
+    return gone
+
+
+class Stop:
+    """Ctrl-C, or the end of a job: heard at once, obeyed after the step, by all ranks together."""
+
+    def __init__(self) -> None:
+        self.asked = False
+
+    def __enter__(self) -> Stop:
+        signals = (signal.SIGINT, signal.SIGTERM)
+        self._before = {number: signal.signal(number, self._ask) for number in signals}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, before in self._before.items():
+            signal.signal(number, before)
+
+    def _ask(self, number: int, _: FrameType | None) -> None:
+        self.asked = True
+        signal.signal(number, self._before[number])  # a second one ends it at once
+
+
+class Scalars:
+    """Lines on the terminal, scalars.jsonl, and TensorBoard where it is installed; rank 0 only."""
+
+    def __init__(self, settings: Settings, start: int, stack: ExitStack) -> None:
+        self.silent = dist.get_rank() != 0
+        if self.silent:
+            return
+        folder = Path(settings.logging.folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / "scalars.jsonl"
+        lines = path.read_text().splitlines(keepends=True) if start and path.exists() else []
+        whole = (line for line in lines if line.endswith("\n"))
+        path.write_text("".join(line for line in whole if json.loads(line)["step"] <= start))
+        self.file = stack.enter_context(path.open("a"))
+        self.curves = curves(folder, start, stack) if settings.logging.tensorboard else None
+
+    def add(self, step: int, values: dict[str, float]) -> None:
+        """One line of them."""
+        if self.silent:
+            return
+        self.file.write(json.dumps({"step": step} | values) + "\n")
+        self.file.flush()
+        if self.curves is not None:
+            for name, value in values.items():
+                self.curves.add_scalar(name, value, step)
+        words = (f"{name.replace('_', ' ')} {short(value)}" for name, value in values.items())
+        self.say("   ".join([f"step {step:>6}", *words]))
+
+    def say(self, words: str) -> None:
+        if not self.silent:
+            print(words, flush=True)
+
+
+def short(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
+def curves(folder: Path, start: int, stack: ExitStack) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        print("no curves: pip install tensorboard, or say --no-tensorboard", flush=True)
+        return None
+    return stack.enter_context(closing(SummaryWriter(folder, purge_step=start + 1)))

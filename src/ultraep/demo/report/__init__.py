@@ -1,0 +1,37 @@
+"""The report of a demo: one HTML file with interactive plots, made of result.json and the traces.
+
+    sources.py   reads them, and checks that they belong together
+    numbers.py   what each section draws
+    replays.py   the recorded loads under other policies
+    words.py     facts, tables, and a sentence for each plot
+    page.py      the file; page.html, page.css and page.js are its parts
+
+It needs no network, neither here nor in the browser. plotly: pip install 'ultraep[plot]'.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ultraep.demo.report.numbers import all_numbers
+from ultraep.demo.report.page import page, plotly_js
+from ultraep.demo.report.replays import replay_numbers
+from ultraep.demo.report.sources import read_sources
+from ultraep.errors import FileError
+from ultraep.trace.files import write_whole
+
+REPORT_FILE = "report.html"
+
+
+def write_report(out: str | Path) -> Path:
+    """Write OUT/report.html from OUT/result.json and the traces beside it."""
+    out = Path(out)
+    library = plotly_js()
+    sources = read_sources(out)
+    numbers = all_numbers(sources, replay_numbers(sources))
+    path = out / REPORT_FILE
+    try:
+        write_whole(path, page(sources, numbers, library))
+    except OSError as error:
+        raise FileError(f"{path}: cannot be written: {error.strerror}") from None
+    return path

@@ -1,0 +1,249 @@
+"""Training of the model: one rank's part of it.
+
+Experts are spread over the ranks. The rest of the model is on every rank: DistributedDataParallel
+averages its gradients. The gradients of the experts are sums over all tokens of the group already,
+so they are only divided by the number of ranks.
+
+Shapes: B sequences, T tokens.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+from ultraep.demo.model import ModelConfig, TinyMoE
+from ultraep.demo.text import Text
+from ultraep.layer import gather_experts
+from ultraep.plan import Plan
+from ultraep.runtime.balancer import Balancer
+
+LARGEST_NORM = 1.0  # of the gradient
+CHECKED = 4  # held-out sequences of each subject
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """How to train; tokens are those of one rank in one microbatch."""
+
+    tokens: int = 1024
+    length: int = 64
+    accumulate: int = 1
+    period: int = 20  # steps until the subject changes
+    lr: float = 3e-3
+    warmup: int = 0  # steps until the learning rate is reached
+    even: float = 0.0  # weight of the auxiliary loss that asks the router to be even
+    seed: int = 0
+    checkpointing: bool = False
+    dtype: torch.dtype = torch.float32
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What one step did, over all ranks; imbalance over all its layers and microbatches."""
+
+    loss: float
+    before: float  # mean imbalance without copies
+    after: float  # mean imbalance with them
+    bound: float  # what no plan with these slots could go below, mean
+    worst_before: float
+    worst_after: float
+    copies: int
+    seconds: float
+
+
+class Trainer:
+    """One rank of the training. To make one is collective."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        options: Training,
+        balancer: Balancer,
+        text: Text,
+        device: torch.device | None = None,
+    ) -> None:
+        self.options, self.balancer, self.text, self.done = options, balancer, text, 0
+        self.device = device or torch.device("cpu")
+        self.model = TinyMoE(
+            config, balancer, seed=options.seed, checkpointing=options.checkpointing
+        )
+        self.model.to(self.device, options.dtype)
+        named = dict(self.model.named_parameters())
+        self.experts = {name: p for name, p in named.items() if ".experts." in name}
+        self.rest = {name: p for name, p in named.items() if name not in self.experts}
+        self.parallel = data_parallel(self.model, list(self.experts))
+        self.optimizer = torch.optim.AdamW(named.values(), lr=options.lr, betas=(0.9, 0.95))
+
+    def step(self) -> Step:
+        """One step of the optimizer, over all its microbatches."""
+        begin, parts = time.perf_counter(), self.options.accumulate
+        plans: list[Plan] = []
+        total = torch.zeros((), dtype=torch.float64)
+        self.optimizer.zero_grad()
+        for part in range(parts):
+            tokens = self.batch(part)
+            last = part == parts - 1
+            with nullcontext() if last else self.parallel.no_sync():
+                loss = next_byte_loss(self.parallel, tokens) / parts
+                plans += self.model.last_plans()
+                (loss + self.options.even / parts * self.model.unevenness).backward()
+            total += loss.detach().cpu()
+        self.descend()
+        dist.all_reduce(total)  # on the host: the device has finished by then
+        loss_of_all = total.item() / self.balancer.comm.size
+        return summed_up(loss_of_all, plans, time.perf_counter() - begin)
+
+    def descend(self) -> None:
+        """Change the weights by the gradients of this step."""
+        for parameter in self.experts.values():
+            assert parameter.grad is not None
+            parameter.grad /= self.balancer.comm.size
+        self.clip()
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.options.lr * min(1.0, (self.done + 1) / (self.options.warmup + 1))
+        self.optimizer.step()
+        self.done += 1
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def batch(self, part: int) -> torch.Tensor:
+        """[B, T + 1] sequences of this rank: another text, but the same subject, on every rank."""
+        options = self.options
+        rng = np.random.default_rng([options.seed, self.done, part, self.balancer.rank])
+        count = options.tokens // options.length
+        subjects = self.text.shifting(rng, self.done, count, options.period)
+        return self.text.sequences(rng, subjects, options.length + 1).to(self.device)
+
+    def clip(self) -> None:
+        """Limit the norm of the gradient, to which the experts of all ranks belong."""
+        of_experts = norm(self.experts).square()
+        dist.all_reduce(of_experts)
+        total = (norm(self.rest).square() + of_experts).sqrt()
+        clip_grads_with_norm_([*self.experts.values(), *self.rest.values()], LARGEST_NORM, total)
+
+    @torch.no_grad()
+    def check(self) -> float:
+        """The loss on held-out text, the same text on any number of ranks."""
+        tokens = held_out_text(self.text, self.options.length)
+        return next_byte_loss(self.model, tokens.to(self.device)).item()
+
+    def save(self, path: Path) -> None:
+        """Write everything that training needs to go on; all experts, whoever is their home."""
+        content = {
+            "config": asdict(self.model.config),
+            "step": self.done,
+            "model": self.model.full_state(),
+            "optimizer": {name: self.full_moments(name) for name in (*self.experts, *self.rest)},
+        }
+        if self.balancer.rank == 0:
+            unfinished = path.with_name(path.name + ".part")
+            torch.save(content, unfinished)
+            os.replace(unfinished, path)
+        dist.barrier()
+
+    def load(self, saved: dict[str, Any]) -> None:
+        """Go on where `save` was called, on this or another number of ranks."""
+        self.done = saved["step"]
+        self.model.load_full_state(saved["model"])
+        mine = self.balancer.topology.home_experts(self.balancer.rank).tolist()
+        for name, parameter in self.rest.items():
+            self.optimizer.state[parameter] = saved["optimizer"][name]
+        for name, parameter in self.experts.items():
+            found = saved["optimizer"][name]
+            own = {key: value[mine] if value.ndim else value for key, value in found.items()}
+            self.optimizer.state[parameter] = own
+
+    def full_moments(self, name: str) -> dict[str, torch.Tensor]:
+        """The optimizer's state of one parameter, with the experts of all ranks."""
+        if name in self.rest:
+            return dict(self.optimizer.state[self.rest[name]])
+        found = self.optimizer.state[self.experts[name]]
+        return {k: gather_experts(v, self.balancer) if v.ndim else v for k, v in found.items()}
+
+
+def train(
+    trainers: Mapping[str, Trainer],
+    steps: int,
+    tell: Callable[[str, int, Step], None],
+    seconds: float | None = None,
+) -> dict[str, list[Step]]:
+    """Let several trainers take turns, step by step, so that all see the same machine.
+
+    tell: called after every step with the trainer's name, the number of the step, and the step.
+    seconds: after which no other turn begins, by the clock of rank 0.
+    """
+    begin = time.perf_counter()
+    done: dict[str, list[Step]] = {name: [] for name in trainers}
+    for number in range(steps):
+        late = seconds is not None and time.perf_counter() - begin > seconds
+        if seconds is not None and of_first(int(late)):
+            break
+        names = list(trainers)
+        for name in names if number % 2 == 0 else reversed(names):
+            done[name].append(trainers[name].step())
+            tell(name, trainers[name].done, done[name][-1])
+    return done
+
+
+def of_first(value: int) -> int:
+    """What rank 0 says."""
+    told = torch.tensor(value)
+    dist.broadcast(told, 0)
+    return int(told)
+
+
+def held_out_text(text: Text, length: int) -> torch.Tensor:
+    """[B, T + 1] some sequences of every subject, the same on every rank."""
+    subjects = CHECKED * list(range(len(text.names)))
+    return text.sequences(np.random.default_rng(0), subjects, length + 1, held_out=True)
+
+
+def homes(experts: int, ranks: int) -> list[int]:
+    """The home rank of every expert, whether or not they divide evenly."""
+    return [expert * ranks // experts for expert in range(experts)]
+
+
+def data_parallel(model: nn.Module, own: list[str]) -> DistributedDataParallel:
+    """Average all gradients over the ranks, but not those of parameters of a rank's own."""
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, own)
+    return DistributedDataParallel(model)
+
+
+def next_byte_loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    """Mean cross-entropy of every byte but the first."""
+    logits = model(tokens[:, :-1])
+    return cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def norm(parameters: Mapping[str, nn.Parameter]) -> torch.Tensor:
+    return get_total_norm([p.grad for p in parameters.values() if p.grad is not None])
+
+
+def summed_up(loss: float, plans: list[Plan], seconds: float) -> Step:
+    before = [plan.initial_imbalance for plan in plans]
+    after = [plan.imbalance for plan in plans]
+    return Step(
+        loss=loss,
+        before=fmean(before),
+        after=fmean(after),
+        bound=fmean(plan.lower_bound for plan in plans),
+        worst_before=max(before),
+        worst_after=max(after),
+        copies=sum(plan.num_replicas for plan in plans),
+        seconds=seconds,
+    )

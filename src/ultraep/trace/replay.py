@@ -1,0 +1,185 @@
+"""Replay: plan the recorded loads again, under any policy, slots, ranks and memory of the past.
+
+Shapes: N records, R ranks, E experts.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from statistics import fmean
+
+import numpy as np
+
+from ultraep.arrays import IntArray
+from ultraep.config import BalanceConfig
+from ultraep.errors import ConfigError
+from ultraep.plan import Plan
+from ultraep.plan import plan as make_plan
+from ultraep.policies import get_policy
+from ultraep.topology import Topology
+from ultraep.trace.read import Trace
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to plan a trace again.
+
+    history: past microbatches of a layer, for policies that place by them; None for others.
+    """
+
+    config: BalanceConfig
+    topology: Topology
+    history: int | None = None
+
+
+@dataclass(frozen=True)
+class Line:
+    """All records under one case: means, and the worst of them."""
+
+    case: Case
+    before: float
+    after: float
+    worst: float
+    bound: float
+    copies: float
+    remote: float  # share of tokens that are served on another rank than their own
+    beyond: int  # plans that need more slots than there are, or leave their domain
+
+
+def cases(
+    trace: Trace,
+    *,
+    policies: Sequence[str],
+    slots: Sequence[int],
+    ranks: Sequence[int],
+    history: Sequence[int],
+    tolerance: float | None = None,
+) -> list[Case]:
+    """Every combination; of the past only where the policy looks at it."""
+    for length in history:
+        if length < 1:
+            raise ConfigError(f"history must be at least 1 microbatch, got {length}")
+    base = trace.header.config
+    base = base if tolerance is None else replace(base, tolerance=tolerance)
+    found = []
+    for size, count, name in product(ranks, slots, policies):
+        topology = regrouped_topology(trace.topology, ranks=size, slots=count)
+        lengths: Sequence[int | None] = history if get_policy(name).needs_history else [None]
+        config = replace(base, policy=name)
+        found += [Case(config, topology, length) for length in lengths]
+    return found
+
+
+def replay(trace: Trace, case: Case) -> Line:
+    """Plan all records."""
+    rows = [
+        (
+            plan.initial_imbalance,
+            plan.imbalance,
+            plan.lower_bound,
+            plan.num_replicas,
+            plan.remote_tokens / max(plan.total, 1),
+            not plan.within_limits,
+        )
+        for plan in plans(trace, case)
+    ]
+    if not rows:
+        raise ConfigError("nothing to replay: the trace has no records")
+    before, after, bound, copies, remote, beyond = zip(*rows, strict=True)
+    return Line(
+        case=case,
+        before=fmean(before),
+        after=fmean(after),
+        worst=max(after),
+        bound=fmean(bound),
+        copies=fmean(copies),
+        remote=fmean(remote),
+        beyond=sum(beyond),
+    )
+
+
+def plans(trace: Trace, case: Case) -> Iterator[Plan]:
+    """The plans of all records, in their order."""
+    past: dict[int, deque[IntArray]] = defaultdict(lambda: deque(maxlen=case.history or 1))
+    for record in range(len(trace)):
+        loads_RE = regrouped_loads(trace.loads[record], case.topology.ranks)
+        seen = past[int(trace.layer[record])]
+        yield _plan(loads_RE, case, seen)
+        seen.append(loads_RE.sum(axis=0))
+
+
+def _plan(loads_RE: IntArray, case: Case, seen: deque[IntArray]) -> Plan:
+    """With the past that there is; the first microbatch sees itself, as at run time."""
+    history = None
+    if case.history is not None:
+        history = np.stack(list(seen) or [loads_RE.sum(axis=0)])
+    return make_plan(loads_RE, case.topology, case.config, history=history)
+
+
+def differing(trace: Trace) -> list[int]:
+    """Records whose plan is another one when it is made again as it was made; exactly compared."""
+    wrong = []
+    past: dict[int, deque[IntArray]] = defaultdict(lambda: deque(maxlen=1))
+    for record in range(len(trace)):
+        loads_RE, seen = trace.loads[record].astype(np.int64), past[int(trace.layer[record])]
+        config = trace.config(record)
+        length = 1 if get_policy(config.policy).needs_history else None
+        again = _plan(loads_RE, Case(config, trace.topology, length), seen)
+        if again.digest() != trace.plan(record).digest():
+            wrong.append(record)
+        seen.append(loads_RE.sum(axis=0))
+    return wrong
+
+
+# -- other numbers of ranks ----------------------------------------------------------------------
+
+
+def regrouped_topology(topology: Topology, *, ranks: int, slots: int) -> Topology:
+    """The same experts on more or fewer ranks: neighbours are merged, or divided evenly."""
+    old = topology.ranks
+    if ranks < 1 or (old % ranks and ranks % old):
+        raise ConfigError(
+            f"{old} recorded ranks cannot become {ranks}: one number must divide the other"
+        )
+    if topology.homes is None and topology.experts % ranks:
+        raise ConfigError(f"{topology.experts} experts do not divide evenly over {ranks} ranks")
+    domain = ranks if topology.num_domains == 1 else min(topology.domain_size, ranks)
+    homes = None if topology.homes is None else _regrouped_homes(topology, ranks)
+    return Topology(ranks=ranks, experts=topology.experts, slots=slots, domain=domain, homes=homes)
+
+
+def _regrouped_homes(topology: Topology, ranks: int) -> list[int]:
+    old = topology.ranks
+    if ranks <= old:
+        merged: list[int] = (topology.home_of_expert // (old // ranks)).tolist()
+        return merged
+    parts, homes = ranks // old, np.empty(topology.experts, dtype=np.int64)
+    for rank in range(old):
+        mine = topology.home_experts(rank)
+        homes[mine] = rank * parts + np.arange(len(mine)) * parts // max(len(mine), 1)
+    return homes.tolist()
+
+
+def regrouped_loads(loads_RE: IntArray, ranks: int) -> IntArray:
+    """The loads of source ranks that are merged, or whose tokens are dealt out in turn.
+
+    >>> regrouped_loads(np.array([[3, 1], [0, 2]]), 1)
+    array([[3, 3]])
+    >>> regrouped_loads(np.array([[3, 1]]), 2)
+    array([[2, 0],
+           [1, 1]])
+    """
+    old, experts = loads_RE.shape
+    loads_RE = loads_RE.astype(np.int64)
+    if ranks <= old:
+        merged: IntArray = loads_RE.reshape(ranks, old // ranks, experts).sum(axis=1)
+        return merged
+    parts = ranks // old
+    ends_RE = np.cumsum(loads_RE, axis=1)
+    # Of the first n tokens of a rank, part j gets those whose number leaves j when divided.
+    dealt = (ends_RE[:, None] + (parts - 1 - np.arange(parts))[:, None]) // parts
+    split: IntArray = np.diff(dealt, axis=2, prepend=0).reshape(ranks, experts)
+    return split

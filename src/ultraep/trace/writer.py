@@ -1,0 +1,107 @@
+"""Writer: the queue of a recorder, and the thread that empties it into pieces."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from pathlib import Path
+
+from ultraep.trace.files import write_arrays
+from ultraep.trace.pieces import More, Record, piece
+from ultraep.trace.schema import Header, piece_file
+
+PIECE_BYTES = 4 << 20  # after which a piece is written, uncompressed
+FIRST_WAIT, LONGEST_WAIT = 0.25, 60.0  # seconds until a piece is written; each twice the last one
+LOOK = 0.25  # seconds between two looks at what has come
+PATIENCE = 30.0  # seconds that `close` waits
+
+logger = logging.getLogger(__name__)
+
+
+class Writer:
+    """Takes records without waiting, as long as there is room for them; the rest is dropped."""
+
+    def __init__(self, folder: Path, header: Header, rank: int, memory: int) -> None:
+        self._folder, self._header, self._rank, self._memory = folder, header, rank, memory
+        self._lock, self._look = threading.Lock(), threading.Event()
+        self._waiting: list[Record | More] = []
+        self._held = 0  # bytes that wait, or are being written
+        self.dropped = self._told = 0  # so far; of them, what the last piece says
+        self._closed = self._failed = False
+        self._pieces = 0
+        self._thread: threading.Thread | None = None
+        self._process = os.getpid()
+
+    def put(self, item: Record | More) -> bool:
+        """Take it, or drop it."""
+        with self._lock:
+            if self._closed or self._failed or self._held + item.nbytes > self._memory:
+                self.dropped += 1
+                return False
+            self._waiting.append(item)
+            self._held += item.nbytes
+            if self._thread is None:
+                self._start()
+        if 2 * self._held > self._memory:
+            self._look.set()
+        return True
+
+    def close(self) -> None:
+        """Write what waits; a writer that is stuck is left behind after a while."""
+        if os.getpid() != self._process:  # a child that was forked off has no such thread
+            return
+        with self._lock:
+            self._closed = True
+            thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            self._look.set()
+            thread.join(PATIENCE)
+            if thread.is_alive():
+                logger.warning("%s: still being written, the last records may go", self._folder)
+        if self.dropped:
+            logger.warning("%s: %d records were dropped", self._folder, self.dropped)
+
+    def _start(self) -> None:
+        self._thread = threading.Thread(target=self._run, name="ultraep trace", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        """Collect for a while, write a piece, and again until closed."""
+        wait, closed = FIRST_WAIT, False
+        while not closed and not self._failed:
+            closed = self._collect(time.monotonic() + wait)
+            self._write()
+            wait = min(2 * wait, LONGEST_WAIT)
+
+    def _collect(self, until: float) -> bool:
+        """Wait until enough has come, or some and it is time; whether that was all."""
+        most = min(PIECE_BYTES, self._memory // 2)
+        while not self._closed:
+            if self._held > most or (self._waiting and time.monotonic() >= until):
+                break
+            self._look.wait(LOOK)
+            self._look.clear()
+        return self._closed
+
+    def _write(self) -> None:
+        with self._lock:
+            items, self._waiting, lost = self._waiting, [], self.dropped
+        if items or lost > self._told:
+            arrays = piece(items, self._header, self._rank, dropped=lost)
+            try:
+                write_arrays(self._folder / piece_file(self._pieces), arrays)
+            except OSError as error:
+                self._give_up(error, len(items))
+                return
+            self._told, self._pieces = lost, self._pieces + 1
+        with self._lock:
+            self._held -= sum(item.nbytes for item in items)
+
+    def _give_up(self, error: OSError, unwritten: int) -> None:
+        logger.warning("%s: recording ends here: %s", self._folder, error)
+        with self._lock:
+            self._failed = True
+            self.dropped += unwritten + len(self._waiting)
+            self._waiting, self._held = [], 0

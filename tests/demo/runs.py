@@ -1,0 +1,90 @@
+"""Small jobs for tests, and watching over the processes of a run."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from ultraep.demo.job import Job
+from ultraep.demo.sizes import Sizes
+
+ROOT = Path(__file__).resolve().parents[2]
+LIMIT = 120.0  # seconds; only what hangs needs them
+TINY = {
+    "ranks": 2,
+    "experts": 8,
+    "top_k": 2,
+    "layers": 2,
+    "hidden": 16,
+    "ffn": 32,
+    "heads": 2,
+    "tokens": 128,
+    "length": 32,
+    "steps": 6,
+    "seconds": None,
+    "requests": 12,
+    "longest": 64,
+    "rounds": 1,
+    "layer_rounds": 1,
+}
+
+
+def tiny_job(out, policies=("none", "ultraep"), **sizes):
+    return Job(Sizes(**(TINY | sizes)), tuple(policies), str(out))
+
+
+def start(*command, **environment):
+    """A program in a session of its own, with its output as text."""
+    paths = [str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]
+    own = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        [sys.executable, *map(str, command)],
+        env=os.environ | own | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def wait_for_line(process, words):
+    """Read its output up to a line with these words; the lines so far."""
+    lines = []
+    for line in process.stdout:
+        lines.append(line)
+        if words in line:
+            return lines
+    raise AssertionError(f"{''.join(lines)}\n{process.stderr.read()}")
+
+
+def children(pid):
+    listed = Path(f"/proc/{pid}/task/{pid}/children")
+    return [int(child) for child in listed.read_text().split()] if listed.exists() else []
+
+
+def alive(pids):
+    """Those that still run; a zombie does not."""
+    found = []
+    for pid in pids:
+        stat = Path(f"/proc/{pid}/stat")
+        try:
+            if stat.read_text().rpartition(")")[2].split()[0] != "Z":
+                found.append(pid)
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+    return found
+
+
+def gone(pids, patience=20.0):
+    """Whether they are all gone in time; who stays is killed."""
+    until = time.monotonic() + patience
+    while alive(pids) and time.monotonic() < until:
+        time.sleep(0.05)
+    left = alive(pids)
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    return not left

@@ -1,0 +1,417 @@
+"""The report: its numbers are those of the traces, it needs no network, and a browser draws it."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import asdict
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import ultraep
+from ultraep import BackendUnavailable, FileError, Recorder, Topology, read_trace
+from ultraep.demo.report import numbers as numbers_of_report
+from ultraep.demo.report import replays, write_report
+from ultraep.demo.report.page import SECTIONS
+from ultraep.demo.result import DemoResult, PolicyResult, trace_folder
+from ultraep.demo.sizes import Sizes
+from ultraep.workload import zipf
+
+pytest.importorskip("plotly")
+
+RANKS, EXPERTS, SLOTS, LAYERS, STEPS = 4, 12, 1, 2, 12
+TOPOLOGY = Topology(ranks=RANKS, experts=EXPERTS, slots=SLOTS)
+POLICIES = ("none", "ultraep")
+DOMAINS = ["code"] * 4 + ["prose"] * 4 + ["tables & <b>"] * 4
+
+
+def slot_rows(plan, rank):
+    """What would arrive in every slot of a rank."""
+    home = plan.dense_quota()[TOPOLOGY.home_experts(rank), rank]
+    spare = np.zeros(SLOTS, dtype=np.int64)
+    for (_, host, slot), quota in zip(plan.replicas, plan.quotas, strict=True):
+        if host == rank:
+            spare[slot] = quota
+    return [*home, *spare]
+
+
+def record(folder, policy, steps=STEPS + 1):
+    """A training, and one step more: the check behind it."""
+    config = ultraep.BalanceConfig(policy=policy)
+    recorders = [Recorder(folder, TOPOLOGY, config, rank=rank) for rank in range(RANKS)]
+    for step in range(steps):
+        for layer in range(LAYERS):
+            loads = zipf(RANKS, EXPERTS, ratio=2.0, top_k=2, tokens=300, seed=layer)
+            loads = np.roll(loads, step // 4 * 5, axis=1)  # another domain every fourth step
+            plan = ultraep.plan(loads + step % 3, TOPOLOGY, config)
+            for rank, recorder in enumerate(recorders):
+                recorder.add(
+                    plan=plan,
+                    slot_rows=slot_rows(plan, rank),
+                    step=step,
+                    layer=layer,
+                    bytes_moved=1000 * plan.num_replicas + rank,
+                )
+    for recorder in recorders:
+        recorder.close()
+
+
+def policy_result(policy, **changes):
+    values = dict.fromkeys(PolicyResult.__dataclass_fields__, 1.25)
+    values |= {
+        "policy": policy,
+        "losses": [5.0 - step / 10 for step in range(STEPS)],
+        "seconds": [0.5 + step / 100 for step in range(STEPS)],
+        "before": [2.0] * STEPS,
+        "after": [1.0] * STEPS,
+        "weights_bytes": 3_000_000,
+        "gradients_bytes": 2000,
+    }
+    return PolicyResult(**(values | changes))
+
+
+def demo_result(*policies, **changes):
+    values = {
+        "version": "1.2.3",
+        "python": "3.11",
+        "machine": "Linux",
+        "device": "cpu",
+        "seed": 7,
+        "sizes": Sizes(ranks=RANKS, experts=EXPERTS, slots=SLOTS, layers=LAYERS, tokens=300),
+        "parameters": 7_300_000,
+        "steps": STEPS,
+        "domains": DOMAINS,
+        "forced_tokens_per_second": 5000.0,
+        "requests": 20,
+        "request_tokens": 1234,
+        "loss_difference": 0.0035,
+        "loss_difference_last": 0.0001,
+        "wall_seconds": 55.0,
+        "notes": ["a note with <i>signs</i>"],
+        "policies": [policy_result(policy) for policy in policies or POLICIES],
+    }
+    return DemoResult(**(values | changes))
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory):
+    out = tmp_path_factory.mktemp("demo")
+    for policy in POLICIES:
+        record(trace_folder(out, policy), policy)
+    demo_result().save(out)
+    return out
+
+
+@pytest.fixture(scope="module")
+def report(demo):
+    return write_report(demo)
+
+
+@pytest.fixture(scope="module")
+def page(report):
+    return report.read_text("utf-8")
+
+
+@pytest.fixture
+def copy(demo, tmp_path):
+    return shutil.copytree(demo, tmp_path / "demo")
+
+
+@pytest.fixture(scope="module")
+def trace(demo):
+    whole = read_trace(trace_folder(demo, "ultraep"))
+    return whole.take(np.flatnonzero(whole.step < STEPS))
+
+
+def embedded(page, name):
+    found = re.search(rf'<script type="application/json" id="numbers-{name}">(.*?)</script>', page)
+    return json.loads(found[1])
+
+
+def by_step(trace, values, fold):
+    return [fold(values[trace.step == step]) for step in trace.steps]
+
+
+# -- numbers -------------------------------------------------------------------------------------
+
+
+def test_imbalance_is_that_of_the_trace(page, trace):
+    found = embedded(page, "imbalance")
+    assert found["step"] == list(range(STEPS))
+    for key, values in (("before", trace.imbalance_before), ("after", trace.imbalance_after)):
+        for name, fold in (("mean", np.mean), ("min", np.min), ("max", np.max)):
+            np.testing.assert_allclose(found[key][name], by_step(trace, values, fold), atol=1e-6)
+    assert [domain["name"] for domain in found["domains"]] == list(dict.fromkeys(DOMAINS))
+    assert [(d["begin"], d["end"]) for d in found["domains"]] == [(0, 3), (4, 7), (8, 11)]
+
+
+def test_layers_are_those_of_the_trace(page, trace):
+    found = embedded(page, "layers")
+    assert found["layer"] == list(range(LAYERS))
+    for layer in range(LAYERS):
+        own = trace.of_layer(layer)
+        assert found["before"][layer] == pytest.approx(own.imbalance_before.mean(), abs=1e-6)
+        assert found["after_worst"][layer] == pytest.approx(own.imbalance_after.max(), abs=1e-6)
+
+
+def test_microbatches_are_those_of_the_trace(page, trace):
+    found = embedded(page, "microbatches")
+    assert len(found["records"]) == found["recorded"] == STEPS
+    for n in range(len(trace)):
+        shown = found["records"][trace.step[n]][trace.layer[n]]
+        plan = trace.plan(n)
+        assert shown["loads"] == plan.loads.sum(axis=0).tolist()
+        assert shown["rows"] == trace.slot_loads[n].tolist()
+        held = {(expert, rank) for rank, expert in enumerate(shown["held"]) if expert >= 0}
+        assert held == {(expert, host) for expert, host, _ in plan.replicas.tolist()}
+    moment, layer = found["worst"]
+    worst = trace.imbalance_before.argmax()
+    assert (trace.step[worst], trace.layer[worst]) == (found["moments"][moment]["step"], layer)
+    assert found["homes"] == [TOPOLOGY.home_experts(rank).tolist() for rank in range(RANKS)]
+
+
+def test_copies_and_bytes_are_those_of_the_trace(page, trace):
+    found = embedded(page, "copies")
+    assert found["copies"]["mean"] == by_step(trace, trace.num_copies, np.mean)
+    assert found["bytes"] == by_step(trace, trace.bytes_moved, np.sum)
+    assert found["bytes_in_all"] == trace.bytes_moved.sum() > 0
+
+
+def test_replay_under_the_recorded_policy_is_the_recording(page, trace):
+    found = embedded(page, "replay")
+    assert list(found["imbalance"]) == list(replays.POLICIES)
+    recorded = {"none": trace.imbalance_before, "ultraep": trace.imbalance_after}
+    for policy, values in recorded.items():
+        np.testing.assert_allclose(
+            found["imbalance"][policy], by_step(trace, values, np.mean), atol=1e-6
+        )
+        row = next(row for row in found["table"] if row["policy"] == policy)
+        around = np.isin(trace.step, [2, 3, 6, 7]), np.isin(trace.step, [4, 5, 8, 9])
+        assert row["before_shift"] == pytest.approx(values[around[0]].mean(), abs=1e-6)
+        assert row["after_shift"] == pytest.approx(values[around[1]].mean(), abs=1e-6)
+
+
+def test_a_stale_window_shows_after_a_change_of_domain(page):
+    found = embedded(page, "replay")
+    rows = {row["policy"]: row for row in found["table"]}
+    assert found["window"] == rows["eplb"]["window"] == 2
+    assert (found["shifts"], found["span"]) == ([4, 8], 2)
+    assert rows["eplb"]["after_shift"] > rows["eplb"]["before_shift"] + 0.1
+    assert rows["ultraep"]["after_shift"] < 1.01
+    eplb = found["imbalance"]["eplb"]
+    assert eplb[4] > eplb[3] + 0.1
+    assert eplb[8] > eplb[7] + 0.1
+
+
+def test_losses_and_speeds_are_those_of_the_result(page):
+    row = policy_result("none")
+    assert embedded(page, "loss")["losses"] == {
+        name: pytest.approx(row.losses) for name in POLICIES
+    }
+    speeds = embedded(page, "speed")["tokens_per_second"]["ultraep"]
+    assert speeds == pytest.approx([300 * RANKS / seconds for seconds in row.seconds])
+    requests = embedded(page, "requests")
+    assert requests["first_token_p90"] == [1.25, 1.25]
+    assert requests["forced_tokens_per_second"] == 5000
+
+
+def test_long_trainings_are_thinned_out_and_say_so(copy, monkeypatch, trace):
+    monkeypatch.setattr(numbers_of_report, "MOST_POINTS", 5)
+    monkeypatch.setattr(numbers_of_report, "MOST_NUMBERS", 200)
+    monkeypatch.setattr(replays, "MOST_RECORDS", STEPS)
+    page = write_report(copy).read_text("utf-8")
+    found = embedded(page, "imbalance")
+    assert found["step"] == [0, 3, 6, 9]
+    first = trace.imbalance_before[trace.step < 3]
+    assert found["before"]["mean"][0] == pytest.approx(first.mean(), abs=1e-6)
+    assert found["before"]["max"][0] == pytest.approx(first.max(), abs=1e-6)
+    assert "a point of a line stands for 3 steps" in page
+    assert re.search(r"[3-5] of the 12 microbatches can be chosen", page)
+    assert "1 of 2 layers were planned again" in page
+
+
+# -- page ----------------------------------------------------------------------------------------
+
+
+class Parts(HTMLParser):
+    """Ids, and what would be loaded."""
+
+    def __init__(self):
+        super().__init__()
+        self.ids, self.loaded = [], []
+
+    def handle_starttag(self, tag, attrs):
+        found = dict(attrs)
+        self.ids.append(found.get("id"))
+        names = {"link": ["href"], "a": [], "object": ["data"]}.get(tag, ["src", "srcset"])
+        self.loaded += [found[name] for name in names if found.get(name)]
+
+
+def test_the_page_has_all_sections_and_loads_nothing(page, report):
+    parts = Parts()
+    parts.feed(page)
+    assert all(url.startswith("data:") for url in parts.loaded)
+    assert "Content-Security-Policy" in page
+    assert "default-src 'none'" in page
+    for section in SECTIONS:
+        assert section.name in parts.ids
+        for plot in section.plots:
+            assert f"plot-{plot}" in parts.ids
+            assert f"numbers-{plot}" in parts.ids
+    assert len(set(parts.ids)) == len([one for one in parts.ids if one]) + 1
+    assert report.stat().st_size < 8e6
+    style = re.search(r"<style>(.*?)</style>", page, re.DOTALL)[1]
+    assert "url(" not in style
+    assert "@import" not in style
+
+
+def test_words_come_from_the_result_and_are_escaped(page):
+    assert "a note with &lt;i&gt;signs&lt;/i&gt;" in page
+    assert "code, prose and tables &amp; &lt;b&gt;" in page
+    assert "7.3 million parameters" in page
+    assert "2 records of the check on held-out text" in page
+    assert "agree to one in a million over the first 12 steps" in page
+    assert "differ by more than 0.35 %" in page
+    assert '<table id="result">' in page
+    assert "3 MB" in page
+
+
+def test_one_policy_and_one_domain_are_enough(demo, tmp_path):
+    shutil.copytree(demo / "none", tmp_path / "none")
+    demo_result("none", domains=["code"] * STEPS).save(tmp_path)
+    page = write_report(tmp_path).read_text("utf-8")
+    row = embedded(page, "replay")["table"][1]
+    assert row["policy"] == "eplb"
+    assert row["after_shift"] is None
+    assert "The loss ended at" in page
+
+
+def test_a_loss_that_is_no_number_is_left_out(copy):
+    losses = [float("nan")] * STEPS
+    rows = [policy_result("none"), policy_result("ultraep", losses=losses)]
+    demo_result(policies=rows).save(copy)
+    page = write_report(copy).read_text("utf-8")
+    assert embedded(page, "loss")["losses"]["ultraep"] == [None] * STEPS
+
+
+# -- what is refused -----------------------------------------------------------------------------
+
+
+def edit(out, **changes):
+    path = out / "result.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def edit_policy(out, **changes):
+    edit(out, policies=[asdict(policy_result("none")) | changes])
+
+
+def gone(out, name):
+    path = out / name
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+BAD = {
+    "no result": (lambda out: gone(out, "result.json"), "result.json: not the result"),
+    "cut": (lambda out: (out / "result.json").write_text('{"version"'), "result.json: not the"),
+    "entry": (lambda out: edit(out, more=1), "result.json: not the result of a demo"),
+    "type": (lambda out: edit(out, parameters="many"), "damaged: parameters is 'many'"),
+    "list": (lambda out: edit(out, notes="one"), "damaged: notes is 'one'"),
+    "in a list": (lambda out: edit(out, domains=[1]), r"damaged: domains is \[1\]"),
+    "steps": (lambda out: edit(out, steps=3), "12 losses of none, but 3 steps"),
+    "domains": (lambda out: edit(out, domains=["code"]), "1 domains, but 12 steps"),
+    "nothing": (lambda out: edit(out, policies=[]), "no policies, steps or ranks"),
+    "losses": (lambda out: edit_policy(out, losses=[1.0]), "1 losses of none, but 12 steps"),
+    "policy": (lambda out: edit_policy(out, loss=None), "damaged: loss is None"),
+    "no trace": (lambda out: gone(out, "ultraep"), "ultraep/trace: no such file or folder"),
+    "piece": (
+        lambda out: (out / "none/trace/rank-00001/000000.npz").write_bytes(b""),
+        "rank-00001/000000.npz: truncated",
+    ),
+    "no records": (lambda out: gone(out, "none/trace/rank-00001"), "no record of the training"),
+    "foreign": (
+        lambda out: edit(out, sizes=asdict(Sizes(ranks=2))),
+        "a trace of 4 ranks, but result.json tells of 2",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_damage_is_told_in_one_line(copy, name):
+    damage, words = BAD[name]
+    damage(copy)
+    with pytest.raises(FileError, match=words) as error:
+        write_report(copy)
+    assert "\n" not in str(error.value)
+
+
+def test_a_folder_that_cannot_be_written_to(copy):
+    (copy / "report.html").unlink(missing_ok=True)
+    (copy / "report.html").mkdir()
+    with pytest.raises(FileError, match=r"report.html: cannot be written"):
+        write_report(copy)
+
+
+def test_without_plotly(copy, monkeypatch):
+    monkeypatch.setitem(sys.modules, "plotly.offline", None)
+    with pytest.raises(BackendUnavailable, match=r"pip install 'ultraep\[plot\]'"):
+        write_report(copy)
+
+
+# -- in a browser --------------------------------------------------------------------------------
+
+
+def chromium():
+    """A Chromium of this machine, or None."""
+    names = ("chromium", "chromium-browser", "google-chrome", "chromium-headless-shell")
+    found = next(filter(None, map(shutil.which, names)), None)
+    if found:
+        return found
+    own = Path.home() / ".cache" / "ms-playwright"
+    cache = Path(os.environ.get("PLAYWRIGHT_BROWSERS_PATH", own))
+    patterns = ("chromium*/chrome-*/chrome", "chromium*/chrome-*/*headless*shell")
+    return next((str(path) for p in patterns for path in sorted(cache.glob(p))), None)
+
+
+def dump_dom(path, home):
+    options = ["--headless", "--disable-gpu", "--no-sandbox", "--enable-logging=stderr"]
+    options += [f"--user-data-dir={home}", "--virtual-time-budget=5000", "--dump-dom"]
+    return subprocess.run(
+        [chromium(), *options, path.as_uri()],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+
+
+@pytest.mark.skipif(chromium() is None, reason="no Chromium here")
+def test_a_browser_draws_all_plots_without_complaint(page, tmp_path):
+    """Then it chooses another microbatch, as a user would."""
+    choose = """<script>
+    const choose = (id, value) => {
+      document.getElementById(id).value = value;
+      document.getElementById(id).dispatchEvent(new Event("input"));
+    };
+    choose("moment", 5);
+    choose("layer", 1);
+    </script></body>"""
+    path = tmp_path / "page.html"
+    path.write_text(page.replace("</body>", choose), "utf-8")
+    shown = dump_dom(path, tmp_path / "home")
+    assert "CONSOLE" not in shown.stderr, shown.stderr
+    for section in SECTIONS:
+        for plot in section.plots:
+            drawn = shown.stdout.split(f'id="plot-{plot}"')[1].split("</section>")[0]
+            assert 'class="main-svg"' in drawn, plot
+    found = embedded(page, "microbatches")
+    record = found["records"][5][1]
+    ranks = np.array(record["rows"]).reshape(RANKS, -1).sum(axis=1)
+    told = re.search(r'id="told"[^>]*>(.*?)</p>', shown.stdout)[1]
+    assert told.startswith("Step 5 (prose), layer 1: imbalance ")
+    assert f", {ranks.max() / ranks.mean():.3f} with." in told

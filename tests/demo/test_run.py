@@ -1,0 +1,207 @@
+"""The demo in real processes: it learns the same, balances, records, and leaves no process."""
+
+import os
+import shutil
+import signal
+import sys
+from dataclasses import replace
+
+import pytest
+
+import ultraep
+from demo.runs import LIMIT, TINY, alive, children, gone, start, tiny_job, wait_for_line
+from ultraep.demo import processes
+from ultraep.demo.result import DemoResult, Note, Progress, trace_folder
+from ultraep.demo.run import prepare, run
+from ultraep.errors import CommunicationError, ConfigError, FileError
+
+linux = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+
+
+def do(job):
+    """The result of a job, and what was told meanwhile."""
+    events = []
+    prepare(job)
+    return run(job, events.append), events
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory):
+    out = tmp_path_factory.mktemp("demo")
+    result, events = do(tiny_job(out))
+    return out, result, events
+
+
+def test_losses_agree_and_loads_are_balanced(done):
+    none, balanced = done[1].policies
+    assert (none.policy, balanced.policy) == ("none", "ultraep")
+    assert len(none.losses) == len(none.before) == len(done[1].domains) == TINY["steps"]
+    assert balanced.losses == pytest.approx(none.losses, rel=1e-4)
+    assert balanced.loss_held_out == pytest.approx(none.loss_held_out, rel=1e-4)
+    assert done[1].loss_difference == pytest.approx(
+        max(abs(a / b - 1) for a, b in zip(balanced.losses, none.losses, strict=True)), rel=1e-3
+    )
+    assert done[1].loss_difference_first <= done[1].loss_difference < 1e-4
+    assert none.losses[-1] < none.losses[0]
+    assert none.before == pytest.approx(balanced.before, rel=1e-2)
+    assert none.after == none.before
+    assert 1 <= balanced.imbalance_after < balanced.imbalance_before
+    assert balanced.imbalance_after == pytest.approx(balanced.imbalance_bound, abs=0.01)
+    assert none.copies_per_layer == none.weights_bytes == none.gradients_bytes == 0
+    assert min(balanced.copies_per_layer, balanced.weights_bytes, balanced.gradients_bytes) > 0
+
+
+def test_everything_was_measured(done):
+    for row in done[1].policies:
+        assert min(row.seconds) > 0
+        assert row.tokens_per_second > 0
+        assert 0 < row.first_token_median <= row.first_token_p90
+        assert row.prefill_difference < 1e-4
+        assert row.layer_share == pytest.approx(
+            row.layer_tokens_per_second / done[1].forced_tokens_per_second
+        )
+    assert done[1].domains == ["code", "code", "prose", "prose", "tables", "tables"]
+
+
+def test_the_result_is_kept_and_read_again(done):
+    assert DemoResult.load(done[0]) == done[1]
+    broken = done[0] / "broken"
+    broken.mkdir()
+    (broken / "result.json").write_text("{}")
+    with pytest.raises(FileError, match="not the result of a demo"):
+        DemoResult.load(broken)
+
+
+def test_traces_tell_the_same_as_the_result(done):
+    out, result, _ = done
+    for row in result.policies:
+        trace = ultraep.read_trace(trace_folder(out, row.policy))
+        assert len(trace) == TINY["steps"] * TINY["layers"]
+        assert trace.header.policy == row.policy
+        assert trace.header.ranks == 2
+
+
+def test_progress_is_told_step_by_step(done):
+    events = [event for event in done[2] if isinstance(event, Progress)]
+    training = [event for event in events if event.phase == "training"]
+    assert len(training) == 2 * TINY["steps"]
+    assert {event.policy for event in training} == {"none", "ultraep"}
+    assert [event.phase for event in events if event.phase != "training"][:1] == ["prefill"]
+    assert events[-1].phase == "layers"
+    assert events[-1].done == events[-1].of
+
+
+def test_the_same_seed_gives_the_same_run(done, tmp_path):
+    again, _ = do(tiny_job(tmp_path, policies=["none"]))
+    assert again.policies[0].losses == pytest.approx(done[1].policies[0].losses, rel=1e-6)
+    assert again.policies[0].before == pytest.approx(done[1].policies[0].before, rel=1e-3)
+
+
+def test_a_slow_machine_does_fewer_steps_and_says_so(tmp_path):
+    result, events = do(tiny_job(tmp_path, policies=["ultraep"], steps=90, seconds=1e-3))
+    assert result.steps == len(result.policies[0].losses) == 12
+    notes = [event.words for event in events if isinstance(event, Note)]
+    assert notes == result.notes
+    assert "12 steps in place of 90" in notes[0]
+
+
+def test_a_run_takes_the_place_of_an_earlier_one_and_of_nothing_else(done, tmp_path):
+    out = tmp_path / "out"
+    shutil.copytree(done[0], out)
+    (out / "mine.txt").write_text("kept")
+    prepare(tiny_job(out, policies=["ultraep"]))
+    assert (out / "mine.txt").read_text() == "kept"
+    assert not trace_folder(out, "ultraep").exists()
+    assert not (out / "result.json").exists()
+    assert len(ultraep.read_trace(trace_folder(out, "none"))) == TINY["steps"] * TINY["layers"]
+
+
+def test_what_cannot_work_is_refused_before_any_work(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(FileError, match="cannot be written to"):
+        prepare(tiny_job(tmp_path / "file"))
+    with pytest.raises(ConfigError, match="unknown policy 'nonsense'"):
+        prepare(tiny_job(tmp_path, policies=["nonsense"]))
+    with pytest.raises(ConfigError, match="must differ"):
+        prepare(tiny_job(tmp_path, policies=["none", "none"]))
+
+
+def test_the_error_of_a_rank_is_told(tmp_path):
+    job = tiny_job(tmp_path)
+    job = replace(job, sizes=replace(job.sizes, heads=3))
+    with pytest.raises(CommunicationError, match=r"rank \d failed.*heads have an even width"):
+        run(job, lambda _: None)
+
+
+@linux
+def test_a_rank_that_dies_is_named_and_the_others_stop(tmp_path, monkeypatch):
+    started = []
+
+    class Watched(processes.Rank):
+        def __init__(self, *args):
+            super().__init__(*args)
+            started.append(self.process)
+
+    def kill(event):
+        os.kill(started[1].pid, signal.SIGKILL)
+
+    monkeypatch.setattr(processes, "Rank", Watched)
+    job = tiny_job(tmp_path, steps=5000)
+    prepare(job)
+    with pytest.raises(CommunicationError, match=r"rank 1 failed.*ended by SIGKILL"):
+        run(job, kill)
+    assert len(started) == 2
+    assert alive([process.pid for process in started]) == []
+
+
+def running(tmp_path, *options):
+    """The command, in the middle of its training, and its ranks."""
+    out = tmp_path / "out"
+    process = start("-m", "ultraep", "demo", "--quick", "--steps", 999, "--out", out, *options)
+    wait_for_line(process, "ultraep  code")
+    ranks = children(process.pid)
+    assert len(alive(ranks)) == 2
+    return process, ranks, out
+
+
+@linux
+def test_an_interrupted_run_leaves_traces_and_no_process(tmp_path):
+    process, ranks, out = running(tmp_path)
+    try:
+        os.kill(process.pid, signal.SIGINT)
+        told, errors = process.communicate(timeout=LIMIT)
+        assert process.returncode == 130
+        assert "interrupted" in told
+        assert "Traceback" not in errors
+    finally:
+        assert gone([*ranks, process.pid])
+    for policy in ("none", "ultraep"):
+        assert len(ultraep.read_trace(out / policy / "trace")) >= 4
+
+
+@linux
+def test_ranks_do_not_outlive_the_command(tmp_path):
+    process, ranks, _ = running(tmp_path)
+    process.kill()
+    process.communicate(timeout=LIMIT)
+    assert gone(ranks)
+
+
+@pytest.mark.slow
+@linux
+def test_under_torchrun_its_ranks_do_the_work(tmp_path):
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    options = ("--quick", "--steps", 2, "--out", tmp_path, "--no-report")
+    process = start(*torchrun, "-m", "ultraep", "demo", *options, GLOO_SOCKET_IFNAME="lo")
+    ranks = []
+    try:
+        wait_for_line(process, "1 training")
+        ranks = children(process.pid)
+        told, errors = process.communicate(timeout=LIMIT)
+        assert process.returncode == 0, errors
+    finally:
+        assert gone([*ranks, process.pid])
+    assert told.count("share of forced balance") == 1  # rank 0 alone speaks
+    result = DemoResult.load(tmp_path)
+    assert (result.sizes.ranks, result.steps) == (2, 2)
+    assert len(ultraep.read_trace(trace_folder(tmp_path, "ultraep"))) == 2 * result.sizes.layers

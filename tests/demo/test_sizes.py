@@ -1,0 +1,73 @@
+"""Sizes follow the machine, and say so."""
+
+import pytest
+
+from ultraep.demo import sizes as module
+from ultraep.demo.sizes import GIB, Machine, choose
+from ultraep.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("cores", "ranks"), [(1, 2), (2, 2), (3, 2), (4, 4), (7, 4), (8, 8), (96, 8)]
+)
+def test_ranks_are_a_power_of_two_by_cores(cores, ranks):
+    assert choose(Machine(cores, None))[0].ranks == ranks
+
+
+def test_slots_follow_the_ranks():
+    assert [choose(Machine(n, None))[0].slots for n in (2, 4, 8)] == [2, 1, 1]
+
+
+def test_too_few_cores_are_told():
+    sizes, notes = choose(Machine(1, None))
+    assert sizes.ranks == 2
+    assert "2 ranks share 1 core:" in notes[0]
+    assert choose(Machine(2, None))[1] == []
+    assert "4 ranks share 2 cores" in choose(Machine(2, None), ranks=4)[1][0]
+    assert choose(Machine(2, None), ranks=1)[1] == ["one rank: there is nothing to balance"]
+
+
+def test_little_memory_makes_it_smaller_and_is_told():
+    plenty = choose(Machine(8, 64 * GIB))
+    assert plenty == choose(Machine(8, None))
+    sizes, notes = choose(Machine(8, 5 * GIB))
+    assert sizes.tokens < plenty[0].tokens
+    assert sizes.memory(2) <= 5 * GIB
+    assert "5.0 GiB of memory are free" in notes[0]
+    least, notes = choose(Machine(8, 100_000_000))
+    assert (least.ranks, least.tokens) == (2, module.FEWEST_TOKENS)
+    assert "more than is free" in notes[1]
+    assert choose(Machine(8, 100_000_000), ranks=8)[0].ranks == 8
+
+
+def test_steps_that_were_asked_for_are_all_done():
+    assert choose(Machine(2, None), steps=7)[0].seconds is None
+    quick = choose(Machine(2, None), quick=True)[0]
+    assert quick.seconds is not None
+    assert quick.steps < choose(Machine(2, None))[0].steps
+
+
+@pytest.mark.parametrize(("name", "value"), [("ranks", 0), ("ranks", 99), ("steps", 0)])
+def test_nonsense_is_refused(name, value):
+    with pytest.raises(ConfigError, match=f"--{name} must"):
+        choose(Machine(2, None), **{name: value})
+
+
+def test_one_gpu_is_one_rank():
+    assert choose(Machine(16, None, gpus=1), device="cuda")[0].ranks == 1
+    assert choose(Machine(16, None, gpus=6), device="cuda")[0].ranks == 4
+
+
+def test_containers_limit_the_machine(monkeypatch):
+    files = {
+        "/sys/fs/cgroup/cpu.max": "150000 100000\n",
+        "/sys/fs/cgroup/memory.max": "3000\n",
+        "/sys/fs/cgroup/memory.current": "1000\n",
+        "/proc/meminfo": "MemTotal: 9 kB\nMemAvailable: 8 kB\n",
+    }
+    monkeypatch.setattr(module, "_text", lambda path: files.get(path, ""))
+    assert (module._core_limit(), module._free_memory()) == (1, 2000)
+    files |= {"/sys/fs/cgroup/cpu.max": "max 100000\n", "/sys/fs/cgroup/memory.max": "max\n"}
+    assert (module._core_limit(), module._free_memory()) == (None, 8192)
+    files.clear()
+    assert module._free_memory() is None

@@ -1,0 +1,456 @@
+"""examples/pretrain.py: settings are checked, runs go on exactly, and end on all ranks together."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import socket
+import subprocess
+import sys
+import types
+from dataclasses import asdict
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+import torch
+
+import ultraep
+
+ROOT = Path(__file__).resolve().parents[1]
+EXAMPLES = ROOT / "examples"
+LIMIT = 120.0  # seconds; only what hangs needs them
+TINY = {
+    "model.hidden": 16,
+    "model.ffn": 32,
+    "model.layers": 2,
+    "model.heads": 2,
+    "model.experts": 8,
+    "training.steps": 6,
+    "training.batch": 16,
+    "training.length": 32,
+    "training.microbatches": 2,
+    "training.warmup": 2,
+    "evaluation.every": 3,
+    "evaluation.windows": 9,  # neither 1 nor 2 ranks share them evenly
+    "checkpoints.every": 2,
+    "logging.every": 1,
+}
+DRIVER = """
+import json, os, sys
+import pretrain
+for port, argv in json.loads(sys.argv[1]):
+    os.environ["MASTER_PORT"] = str(port)
+    if pretrain.main(argv):
+        sys.exit(1)
+"""
+
+
+def options(folder, **changes):
+    """Arguments of a tiny run into this folder; `training__lr` is training.lr."""
+    own = {"checkpoints.folder": folder, "logging.folder": folder}
+    own |= {name.replace("__", "."): value for name, value in changes.items()}
+    listed = ["--no-tensorboard"]
+    for name, value in (TINY | own).items():
+        listed += ["--set", f"{name}={value}"]
+    return listed
+
+
+def free_port():
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+def start(*runs, ranks=2):
+    """Processes of so many ranks that do these runs, one after the other, without torchrun."""
+    jobs = json.dumps([(free_port(), [str(word) for word in run]) for run in runs])
+    paths = [str(ROOT / "src"), str(EXAMPLES), os.environ.get("PYTHONPATH", "")]
+    own = {
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "MASTER_ADDR": "127.0.0.1",
+        "WORLD_SIZE": str(ranks),
+    }
+    return [
+        subprocess.Popen(
+            [sys.executable, "-c", DRIVER, jobs],
+            env=os.environ | own | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(ranks)
+    ]
+
+
+def finish(processes):
+    """Wait for all; (exit code, output, errors) of each. Nothing of them is left afterwards."""
+    try:
+        told = [process.communicate(timeout=LIMIT) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    return [(p.returncode, *words) for p, words in zip(processes, told, strict=True)]
+
+
+def wait_for_line(process, words):
+    for line in process.stdout:
+        if words in line:
+            return
+    raise AssertionError(process.stderr.read())
+
+
+def scalars(folder, name="loss"):
+    """What a run wrote of this name, by step."""
+    lines = map(json.loads, (folder / "scalars.jsonl").read_text().splitlines())
+    return {line["step"]: line[name] for line in lines if name in line}
+
+
+def later(found, step):
+    return {at: value for at, value in found.items() if at > step}
+
+
+def checkpoint(folder, step):
+    return folder / f"step-{step:08d}.pt"
+
+
+def tensors(content, path=""):
+    """All tensors of nested dicts and lists, by their path."""
+    if isinstance(content, torch.Tensor):
+        return {path: content}
+    items = content.items() if isinstance(content, dict) else enumerate(content)
+    found = {}
+    for key, value in items:
+        if isinstance(value, dict | list | torch.Tensor):
+            found |= tensors(value, f"{path}/{key}")
+    return found
+
+
+@pytest.fixture
+def pretrain(monkeypatch):
+    """The example as a module of this process, which is then a group of one."""
+    monkeypatch.syspath_prepend(EXAMPLES)
+    monkeypatch.delenv("RANK", raising=False)
+    return import_module("pretrain")
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    """Runs on two ranks, each in a folder of its own."""
+    root = tmp_path_factory.mktemp("two")
+    exact = {"training__precision": "float64", "training__even": 0}
+    runs = [
+        options(root / "whole", checkpoints__keep=2, logging__record=root / "traces"),
+        [*options(root / "resumed"), "--resume", checkpoint(root / "whole", 4)],
+        options(root / "in_flight", training__in_flight=2, training__recompute="true"),
+        options(root / "autocast", training__precision="bfloat16"),
+        options(root / "exact", **exact),
+        [
+            *options(root / "apart", **exact, parallel__ep=1),
+            "--resume",
+            checkpoint(root / "exact", 2),
+        ],
+    ]
+    for code, _, errors in finish(start(*runs)):
+        assert code == 0, errors
+    return root
+
+
+@pytest.mark.slow
+def test_training_learns_and_is_balanced(two):
+    losses, held_out = scalars(two / "whole"), scalars(two / "whole", "held_out_loss")
+    assert list(losses) == [1, 2, 3, 4, 5, 6]
+    assert losses[6] < losses[1]
+    assert list(held_out) == [3, 6]
+    bits = scalars(two / "whole", "held_out_bits_per_byte")
+    assert bits[6] == pytest.approx(held_out[6] / math.log(2))
+    before, after = (scalars(two / "whole", f"imbalance_{when}") for when in ("before", "after"))
+    assert all(after[step] < before[step] for step in losses)
+    assert sum(scalars(two / "whole", "copies").values()) > 0
+    assert all(speed > 0 for speed in scalars(two / "whole", "tokens_per_second").values())
+    assert all(size > 0 for size in scalars(two / "whole", "gradient_norm").values())
+
+
+@pytest.mark.slow
+def test_the_learning_rate_goes_up_then_down(two):
+    rates = list(scalars(two / "whole", "learning_rate").values())
+    assert rates[:3] == pytest.approx([1.5e-3, 3e-3, 3e-3])
+    assert rates[2:] == sorted(rates[2:], reverse=True)
+    assert rates[-1] > 0.1 * 3e-3
+
+
+@pytest.mark.slow
+def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(two):
+    for name in ("loss", "held_out_loss", "gradient_norm"):
+        assert scalars(two / "resumed", name) == later(scalars(two / "whole", name), 4)
+    one, other = (torch.load(checkpoint(two / run, 6)) for run in ("whole", "resumed"))
+    assert one["text"] == other["text"]
+    assert one["step"] == other["step"] == 6
+    one, other = tensors(one), tensors(other)
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert {"/rng/0/cpu", "/rng/1/cpu"} <= one.keys()
+
+
+@pytest.mark.slow
+def test_microbatches_in_flight_change_no_bit(two):
+    assert scalars(two / "in_flight") == scalars(two / "whole")
+
+
+@pytest.mark.slow
+def test_autocast_is_close_and_keeps_its_weights(two):
+    rough, losses = scalars(two / "autocast"), scalars(two / "whole")
+    assert rough != losses
+    assert list(rough.values()) == pytest.approx(list(losses.values()), rel=0.01)
+    saved = torch.load(checkpoint(two / "autocast", 6))["model"]
+    assert {tensor.dtype for tensor in saved.values()} == {torch.float32}
+
+
+@pytest.mark.slow
+def test_only_the_last_checkpoints_are_kept(two):
+    kept = sorted(path.name for path in (two / "whole").glob("step*"))
+    assert kept == ["step-00000004.pt", "step-00000006.pt"]
+
+
+@pytest.mark.slow
+def test_the_trace_of_a_run(two):
+    (folder,) = (two / "traces").iterdir()
+    assert folder.name == "0000-from-step-0-group-0"
+    trace = ultraep.read_trace(folder)
+    assert trace.topology.ranks == 2
+
+
+@pytest.mark.slow
+def test_groups_apart_train_the_same(two):
+    found, wanted = scalars(two / "apart"), later(scalars(two / "exact"), 2)
+    assert found == pytest.approx(wanted, rel=1e-10)
+    assert scalars(two / "apart", "copies") == dict.fromkeys(found, 0)  # one rank is a group
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("run", "precision", "even", "near"),
+    [("exact", "float64", 0, 1e-10), ("whole", "float32", 0.01, 1e-5)],
+)
+def test_two_ranks_go_on_as_one(two, pretrain, tmp_path, run, precision, even, near):
+    changes = {"training__precision": precision, "training__even": even}
+    resume = ["--resume", str(checkpoint(two / run, 4))]
+    assert pretrain.main([*options(tmp_path, **changes), *resume]) == 0
+    for name in ("loss", "held_out_loss", "gradient_norm"):
+        wanted = later(scalars(two / run, name), 4)
+        assert scalars(tmp_path, name) == pytest.approx(wanted, rel=near)
+
+
+@pytest.mark.slow
+def test_ctrl_c_on_one_rank_stops_all_and_loses_nothing(pretrain, tmp_path):
+    processes = start(options(tmp_path, training__steps=100_000))
+    wait_for_line(processes[0], "step      2")
+    processes[1].send_signal(signal.SIGINT)
+    (code, out, errors), (other_code, _, other_errors) = finish(processes)
+    assert (code, other_code) == (0, 0), errors + other_errors
+    assert "stopped after step" in out
+    newest = sorted(tmp_path.glob("step-*.pt"))[-1]
+    step = torch.load(newest)["step"]
+    assert step == max(scalars(tmp_path))
+    goal = options(tmp_path, training__steps=step + 1)
+    assert pretrain.main([*goal, "--resume"]) == 0
+    assert list(scalars(tmp_path)) == list(range(1, step + 2))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", ["shared", "sockets"])
+def test_a_dead_rank_is_named(tmp_path, transport):
+    changes = {"training__steps": 100_000, "parallel__transport": transport}
+    processes = start(options(tmp_path, **changes))
+    wait_for_line(processes[0], "step      2")
+    processes[1].kill()
+    (code, _, errors), _ = finish(processes)
+    assert code == 1
+    assert "rank 0: gone: rank 1; " in errors
+    assert "Traceback" not in errors
+
+
+def test_one_process_with_text_of_its_own(pretrain, tmp_path, capsys):
+    texts = tmp_path / "texts"
+    (texts / "more").mkdir(parents=True)
+    for number, name in enumerate(("one.txt", "more/two.txt", "left.out")):
+        (texts / name).write_bytes(bytes([65 + number]) * 1500)
+    single = tmp_path / "single.md"
+    single.write_bytes(b"D" * 1500)
+    files = json.dumps([str(texts), str(single)])
+    run = options(tmp_path / "run", data__files=files, training__steps=2)
+    assert pretrain.main(run) == 0
+    assert "written: " in capsys.readouterr().out
+    data = import_module("pretrain_parts").read_text(json.loads(files), "*.txt")
+    assert {byte: data.count(byte) for byte in b"ABCD"} == {65: 1500, 66: 1500, 67: 0, 68: 1500}
+    assert pretrain.main(run) == 1
+    assert "holds step 2, this run starts at 0: --resume goes on" in capsys.readouterr().err
+    assert pretrain.main([*run, "--resume"]) == 0
+    assert "nothing to do: the checkpoint has 2 steps of 2" in capsys.readouterr().out
+    more = ["--set", "training.steps=3", "--resume"]
+    assert pretrain.main([*run, *more, "--set", "data.held_out=10"]) == 0
+    for change, told in {
+        "model.ffn=64": "ffn was 32 in the checkpoint, now it is 64",
+        "training.length=16": "length was 32 in the checkpoint, now it is 16",
+        "data.files=[]": "text was ",
+    }.items():
+        assert pretrain.main([*run, *more, "--set", change]) == 1
+        assert told in capsys.readouterr().err
+
+
+def test_an_epoch_reads_every_window_once(pretrain):
+    parts, settings = import_module("pretrain_parts"), import_module("pretrain_settings")
+    changes = ["training.length=4", "data.held_out=5", "evaluation.windows=100"]
+    text = parts.Windows(bytes(range(101)), settings.read_settings(None, changes))
+    assert text.held_out.tolist() == [0, 5, 10, 15, 20]
+    first, second = text.after(0, 20), text.after(20, 20)
+    assert sorted(first) == sorted(second) == [n for n in range(25) if n % 5]
+    assert first.tolist() != second.tolist()
+    assert text.after(15, 10).tolist() == [*first[15:], *second[:5]]
+    assert text[first[:1]].tolist() == [[*range(4 * first[0], 4 * first[0] + 5)]]
+
+
+def test_the_shipped_file_has_all_settings_and_their_defaults(pretrain):
+    settings = import_module("pretrain_settings")
+    path = str(EXAMPLES / "pretrain.toml")
+    read, defaults = settings.read_settings(path), settings.Settings()
+    assert read == defaults
+    content = settings.read_toml(path)
+    assert {name: set(part) for name, part in content.items()} == {
+        name: set(part) for name, part in asdict(defaults).items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ("training.stepz=3", "unknown setting training.stepz; there are steps, batch"),
+        ("trainin.steps=3", "unknown section [trainin]; there are model, training"),
+        ("steps=3", "--set wants section.key=value, got 'steps=3'"),
+        ("training.steps=many", "training.steps must be a whole number, got 'many'"),
+        ("training.steps=1.5", "training.steps must be a whole number, got 1.5"),
+        ("training.steps=true", "training.steps must be a whole number, got True"),
+        ("training.steps=0", "training.steps must be at least 1, and finite, got 0"),
+        ("training.lr=-1", "training.lr must be at least 0, and finite, got -1"),
+        ("training.lr=nan", "training.lr must be at least 0, and finite, got nan"),
+        ("training.recompute=1", "training.recompute must be true or false, got 1"),
+        ("balance.policy=best", "balance.policy must be one of"),
+        ("training.precision=int8", "one of float32, bfloat16, float64, got 'int8'"),
+        ("data.files=text.txt", "data.files must be a list of texts, got 'text.txt'"),
+        ("model.top_k=17", "model.top_k 17 is more than model.experts 16"),
+        ("model.heads=5", "hidden 64, heads 5"),
+        ("balance.slots=17", "balance.slots 17 is more than model.experts 16"),
+        ("balance.domain=2", "balance.domain 2 does not divide a group of 1 ranks"),
+        ("parallel.ep=2", "parallel.ep 2 does not divide 1 ranks"),
+        ("training.microbatches=5", "batch 32 does not divide among 5 microbatches x 1 ranks"),
+        ("training.in_flight=2", "in_flight 2 is more than training.microbatches 1"),
+        ("training.final_lr=2", "training.final_lr 2 is a share"),
+    ],
+)
+def test_a_bad_setting_is_one_line(pretrain, capsys, change, told):
+    assert pretrain.main(["--set", change]) == 2
+    line = capsys.readouterr().err
+    assert line.startswith("pretrain: ")
+    assert line.count("\n") == 1
+    assert told in line
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (None, "No such file"),
+        ("steps = 3", "unknown section [steps]"),
+        ("training = 3", "[training] is a section, got 3"),
+        ("[training\n", "line 1"),
+    ],
+)
+def test_a_bad_file_is_one_line(pretrain, capsys, tmp_path, content, told):
+    path = tmp_path / "run.toml"
+    if content is not None:
+        path.write_text(content)
+    assert pretrain.main(["--config", str(path)]) == 2
+    line = capsys.readouterr().err
+    assert told in line
+    assert line.count("\n") == 1
+
+
+def test_ranks_are_part_of_the_check(pretrain, capsys, monkeypatch):
+    for name, value in {"RANK": "0", "WORLD_SIZE": "3"}.items():
+        monkeypatch.setenv(name, value)
+    assert pretrain.main([]) == 2
+    assert "batch 32 does not divide among 1 microbatches x 3 ranks" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (("data.files", '["nowhere"]'), "data.files: nowhere: No such file"),
+        (("data.files", "['{empty}']"), "no *.txt in"),
+        (("training.length", 10_000_000), "are no two windows of 10000000 bytes"),
+    ],
+)
+def test_text_that_is_not_there(pretrain, capsys, tmp_path, change, told):
+    name, value = change
+    (tmp_path / "empty").mkdir()
+    value = str(value).format(empty=tmp_path / "empty")
+    assert pretrain.main([*options(tmp_path), "--set", f"{name}={value}"]) == 1
+    assert told in capsys.readouterr().err
+
+
+def test_checkpoints_that_are_none(pretrain, capsys, tmp_path):
+    other, torn = tmp_path / "other.pt", tmp_path / "torn.pt"
+    torch.save({"model": {}}, other)
+    torn.write_bytes(b"PK")
+    for resume, told in {
+        (): f"no checkpoint in {tmp_path}: start without --resume",
+        (str(tmp_path / "gone.pt"),): "gone.pt: cannot be read: No such file",
+        (str(other),): "other.pt is no checkpoint of pretrain.py",
+        (str(torn),): "torn.pt: ",
+    }.items():
+        assert pretrain.main([*options(tmp_path), "--resume", *resume]) == 1
+        errors = capsys.readouterr().err
+        assert told in errors
+        assert errors.count("\n") == 1
+
+
+def with_curves(folder):
+    changed = options(folder, training__steps=2, evaluation__every=2)
+    return [word for word in changed if word != "--no-tensorboard"]
+
+
+def test_tensorboard_gets_every_scalar(pretrain, monkeypatch, tmp_path):
+    got, module = {}, types.ModuleType("torch.utils.tensorboard")
+
+    class SummaryWriter:
+        def __init__(self, folder, purge_step):
+            assert (folder, purge_step) == (tmp_path, 1)
+
+        def add_scalar(self, name, value, step):
+            got[name, step] = value
+
+        def close(self):
+            got["closed"] = True
+
+    module.SummaryWriter = SummaryWriter
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
+    assert pretrain.main(with_curves(tmp_path)) == 0
+    for name in ("loss", "tokens_per_second", "imbalance_before", "imbalance_after", "copies"):
+        assert [got[name, step] for step in (1, 2)] == list(scalars(tmp_path, name).values())
+    assert ("held_out_bits_per_byte", 2) in got
+    assert got["closed"]
+
+
+def test_a_hint_without_tensorboard(pretrain, monkeypatch, tmp_path, capsys):
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    assert pretrain.main(with_curves(tmp_path)) == 0
+    assert "pip install tensorboard, or say --no-tensorboard" in capsys.readouterr().out
+
+
+def test_tensorboard_itself(pretrain, tmp_path):
+    pytest.importorskip("tensorboard")
+    assert pretrain.main(with_curves(tmp_path)) == 0
+    assert list(tmp_path.glob("events.out.tfevents.*"))

@@ -1,0 +1,164 @@
+"""Traces that are damaged, foreign or of another version are refused in one line."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+from traces import plan_for, record
+
+from ultraep import ConfigError, FileError, read_trace
+from ultraep.sim.workload import read_trace as read_workload
+from ultraep.trace.schema import VERSION, Header
+
+
+@pytest.fixture
+def run(tmp_path):
+    return record(tmp_path / "run", [plan_for(seed) for seed in range(4)])
+
+
+def edit(path, **changes):
+    """Write a piece anew, with other arrays; None: without."""
+    with np.load(path) as found:
+        arrays = dict(found) | changes
+    np.savez_compressed(path, **{k: v for k, v in arrays.items() if v is not None})
+
+
+def edit_header(folder, **changes):
+    path = folder / "header.json"
+    content = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({k: v for k, v in content.items() if v != "gone"}))
+
+
+def cut(path):
+    content = path.read_bytes()
+    path.write_bytes(content[: len(content) * 2 // 3])
+
+
+PIECE = "rank-00000/000000.npz"
+OTHER = "rank-00001/000000.npz"
+BAD = {
+    "cut piece": (lambda d: cut(d / PIECE), "000000.npz: .*truncated"),
+    "empty piece": (lambda d: (d / OTHER).write_bytes(b""), "rank-00001/000000.npz: truncated"),
+    "foreign file": (lambda d: (d / "rank-00000/a.npz").write_bytes(b""), "a.npz: not the piece"),
+    "missing piece": (
+        lambda d: (d / PIECE).rename(d / "rank-00000/000001.npz"),
+        "000001.npz: not the piece that is expected here, 000000",
+    ),
+    "foreign arrays": (lambda d: np.savez(d / PIECE, a=np.zeros(3)), "arrays missing or unknown"),
+    "an array more": (lambda d: edit(d / OTHER, extra=np.zeros(1)), "unknown: extra"),
+    "an array less": (lambda d: edit(d / PIECE, loads=None), "missing or unknown: loads"),
+    "shape": (
+        lambda d: edit(d / PIECE, loads=np.zeros((4, 2, 5), np.int32)),
+        r"loads must be int32 \[4, 2, 4\], got int32 \[4, 2, 5\]",
+    ),
+    "count": (lambda d: edit(d / PIECE, began=np.zeros(3)), r"began must be float64 \[4\]"),
+    "type": (lambda d: edit(d / PIECE, step=np.zeros(4)), "step must be int64"),
+    "dimensions": (lambda d: edit(d / PIECE, quotas=np.zeros((1, 1), np.int32)), "quotas must be"),
+    "ends": (lambda d: edit(d / PIECE, copy_ends=np.full(4, 99, np.int32)), "do not fit the"),
+    "pickle": (
+        lambda d: edit(d / PIECE, policy=np.array([{}] * 4, dtype=object)),
+        "cannot be read",
+    ),
+    "rank too many": (
+        lambda d: shutil.copytree(d / "rank-00000", d / "rank-00002"),
+        "rank-00002: a rank too many, the trace is one of 2 ranks",
+    ),
+    "no header": (lambda d: (d / "header.json").unlink(), "holds no trace, there is no header"),
+    "cut header": (lambda d: cut(d / "header.json"), "header.json: truncated or damaged"),
+    "foreign header": (lambda d: (d / "header.json").write_text("[]"), "not the header of a trace"),
+    "binary header": (lambda d: (d / "header.json").write_bytes(b"\xff\xfe"), "cannot be read"),
+    "version": (
+        lambda d: edit_header(d, version=7),
+        f"a trace of version 7, this program reads version {VERSION}",
+    ),
+    "no version": (lambda d: edit_header(d, version="gone"), "a trace of version None"),
+    "entry less": (lambda d: edit_header(d, slots="gone"), "missing or unknown: slots"),
+    "entry more": (lambda d: edit_header(d, more=1), "missing or unknown: more"),
+    "topology": (lambda d: edit_header(d, experts=5), "header.json: 5 experts do not divide"),
+    "config": (lambda d: edit_header(d, tolerance=-1), "header.json: tolerance must lie"),
+    "words": (lambda d: edit_header(d, note=3), "header.json: stages, note and created"),
+    "stages": (lambda d: edit_header(d, stages=["a", "a"]), "stages must differ"),
+    "no stages": (lambda d: edit_header(d, stages=None), "header.json"),
+}
+
+
+@pytest.mark.parametrize(("spoil", "message"), BAD.values(), ids=BAD)
+def test_a_bad_trace_is_one_clear_line(run, spoil, message):
+    spoil(run)
+    with pytest.raises(FileError, match=message) as caught:
+        read_trace(run)
+    assert "\n" not in str(caught.value)
+
+
+def test_what_is_no_trace(tmp_path):
+    with pytest.raises(FileError, match="none: no such file or folder"):
+        read_trace(tmp_path / "none")
+    with pytest.raises(FileError, match="holds no trace"):
+        read_trace(tmp_path)
+    (tmp_path / "text.npz").write_text("text")
+    with pytest.raises(FileError, match=r"text.npz: truncated, damaged or no archive"):
+        read_trace(tmp_path / "text.npz")
+    np.savez(tmp_path / "loads.npz", loads=np.ones((2, 2)))
+    with pytest.raises(FileError, match=r"loads.npz: not a trace, it has no header"):
+        read_trace(tmp_path / "loads.npz")
+
+
+def test_unfinished_files_and_notes_are_passed_over(run):
+    (run / "rank-00000" / ".000001.npz.tmp").write_bytes(b"half")
+    (run / "notes.txt").write_text("mine")
+    assert len(read_trace(run)) == 4
+
+
+def test_the_only_trace_in_a_folder_is_found(run, tmp_path):
+    assert len(read_trace(tmp_path)) == 4
+    record(tmp_path / "again", [plan_for(0)])
+    with pytest.raises(FileError, match="holds 2 traces, name one of them: again, run"):
+        read_trace(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"loads": None}, "missing or unknown: loads"),
+        ({"header": np.array("{}")}, "not the header"),
+        ({"header": np.zeros(3)}, "it has no header"),
+        ({"slot_rows": np.zeros((4, 5), np.int32)}, r"slot_rows must be int32 \[4, 6\]"),
+    ],
+)
+def test_a_bad_file_is_one_clear_line(run, tmp_path, changes, message):
+    path = tmp_path / "small.npz"
+    read_trace(run).save(path)
+    assert len(read_trace(path)) == 4
+    edit(path, **changes)
+    with pytest.raises(FileError, match=message):
+        read_trace(path)
+
+
+def test_saving_where_nothing_can_be_written(run, tmp_path):
+    with pytest.raises(FileError, match="cannot be written"):
+        read_trace(run).save(tmp_path / "none" / "small.npz")
+
+
+def test_a_header_survives_json():
+    header = Header.of(plan_for(0).topology, plan_for(0).config, note='quotes " and ü')
+    assert Header.from_json(header.to_json(), "here") == header
+    assert header.created.endswith("+00:00")
+
+
+# -- for the simulator ---------------------------------------------------------------------------
+
+
+def test_a_trace_is_a_workload(run, tmp_path):
+    trace = read_trace(run)
+    trace.save(tmp_path / "small.npz")
+    for path in (run, tmp_path / "small.npz"):
+        found = read_workload(path, experts=4, top_k=1)
+        assert found.loads.tolist() == trace.loads.sum(axis=1)[:, None].tolist()
+    with pytest.raises(ConfigError, match="has loads of 4 experts, the model has 8"):
+        read_workload(run, experts=8, top_k=1)
+    with pytest.raises(FileError, match="holds no trace"):
+        read_workload(tmp_path / "run" / "rank-00000", experts=8, top_k=1)
+    record(tmp_path / "empty", [])
+    with pytest.raises(FileError, match="no microbatch of which all layers"):
+        read_workload(tmp_path / "empty", experts=4, top_k=1)

@@ -1,0 +1,319 @@
+"""A balancer that records: what really arrived, each microbatch once, on all ranks or on none."""
+
+import time
+
+import numpy as np
+import pytest
+import torch
+from dense import Example, on_ranks
+from ranks import PATIENCE, shared_pool
+from torch.utils.checkpoint import checkpoint
+
+import ultraep
+from ultraep import Balancer, FileError, LocalGroup, PlanMismatch, read_trace
+from ultraep.runtime.recording import VARIABLE
+from ultraep.trace.replay import differing
+from ultraep.trace.schema import BACKWARD, FORWARD
+
+EXPERTS, STEPS = 8, 4
+FORWARD_STAGES, BACKWARD_STAGES = set(FORWARD), set(BACKWARD) - {"recompute"}
+
+
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch):
+    monkeypatch.delenv(VARIABLE, raising=False)
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def ids_of(rank, step, tokens=40):
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    liked = torch.exp(-0.5 * torch.arange(EXPERTS))
+    return torch.multinomial(liked.expand(tokens, -1), 2, generator=generator)
+
+
+def train(comm, folder, *, keep=None, layers=2, steps=STEPS, between=None, **options):
+    """Steps of layers one behind the other; what each rank sent, and its plans."""
+    example = Example(
+        [40] * comm.size, experts=EXPERTS, ids=[ids_of(r, 0) for r in range(comm.size)]
+    )
+    balancer = Balancer(experts=EXPERTS, communicator=comm, record=folder, **options)
+    stack = [example.layer(balancer) for _ in range(layers)]
+    digests, sent = [], []
+    for step in range(steps):
+        if between is not None:
+            between(balancer, step)
+        x = example.inputs[comm.rank].clone().requires_grad_()
+        for layer in stack:
+            layer.router.ids = ids_of(comm.rank, step)
+            y = layer(x) if keep is None else checkpoint(layer, x, use_reentrant=keep)
+            digests.append(layer.last_plan.digest())
+            sent.append(balancer.reroute(layer.router.ids, layer.last_plan).slots)
+            x = x + y
+        x.sum().backward()
+    balancer.close()
+    return digests, sent, balancer
+
+
+def stages_of(trace):
+    used = trace.seconds.sum(axis=(0, 1)) > 0
+    return {name for name, there in zip(trace.header.stages, used, strict=True) if there}
+
+
+@pytest.mark.parametrize("policy", ["ultraep", "quota"])
+def test_loads_that_arrived_are_those_planned_and_those_counted(tmp_path, policy):
+    ranks = LocalGroup(4).run(lambda comm: train(comm, tmp_path / "run", policy=policy))
+    trace = read_trace(tmp_path / "run")
+    assert (len(trace), trace.dropped, trace.left_out) == (2 * STEPS, 0, 0)
+    assert list(zip(trace.step.tolist(), trace.layer.tolist(), strict=True)) == [
+        (step, layer) for step in range(STEPS) for layer in range(2)
+    ]
+    assert trace.microbatch.tolist() == [0] * len(trace)
+    assert trace.policy.tolist() == [policy] * len(trace)
+    slots = int(trace.topology.first_slot_of_rank[-1])
+    for record in range(len(trace)):
+        plan = trace.plan(record)
+        assert plan.digest() == ranks[0][0][record]
+        assert plan.num_replicas > 0
+        plan.check(plan.loads)
+        counted = sum(
+            np.bincount(sent[record].reshape(-1), minlength=slots) for _, sent, _ in ranks
+        )
+        assert trace.slot_loads[record].tolist() == counted.tolist()
+        assert trace.rank_loads[record].tolist() == plan.rank_loads.tolist()
+        for rank in range(4):
+            own = ultraep.count_loads(ids_of(rank, record // 2), EXPERTS)
+            assert trace.loads[record, rank].tolist() == own.tolist()
+    assert differing(trace) == []
+    assert stages_of(trace) == FORWARD_STAGES | BACKWARD_STAGES
+    assert (trace.seconds >= 0).all()
+    assert (trace.back_began > trace.began).all()
+    moved = [rank[2].stats() for rank in ranks]
+    assert trace.bytes_moved.sum(axis=0).tolist() == [
+        stats["weights_bytes_sent"] + stats["gradients_bytes_sent"] for stats in moved
+    ]
+
+
+def test_rows_that_arrived_are_counted_by_what_they_carry(tmp_path):
+    """Every row says whose it is; so what it wants is known without any plan."""
+    ids = [ids_of(rank, 0)[:, :1] for rank in range(4)]
+    example = Example([40] * 4, experts=EXPERTS, ids=ids, top_k=1)
+
+    def work(comm):
+        balancer = Balancer(experts=EXPERTS, slots=2, communicator=comm, record=tmp_path / "run")
+        layer = example.layer(balancer)
+        x = torch.zeros_like(example.inputs[comm.rank])
+        x[:, 0], x[:, 1] = comm.rank, torch.arange(len(x))
+        experts, caught = layer.experts.forward, []
+        layer.experts.forward = lambda arrivals, *rest: (
+            caught.append(arrivals.rows[:, :2].long().tolist()) or experts(arrivals, *rest)
+        )
+        layer(x)
+        balancer.close()
+        return caught[0]
+
+    rows_of_rank = LocalGroup(4).run(work)
+    trace = read_trace(tmp_path / "run")
+    plan, topology = trace.plan(0), trace.topology
+    counted = np.zeros_like(trace.slot_loads[0])
+    for rank, rows in enumerate(rows_of_rank):
+        slots = {expert: topology.home_slot_of_expert[expert] for expert in range(EXPERTS)}
+        for expert, host, index in plan.replicas.tolist():
+            if host == rank:
+                slots[expert] = topology.spare_slot(host, index)
+        for source, token in rows:
+            slot = slots[int(ids[source][token])]
+            assert topology.first_slot_of_rank[rank] <= slot < topology.first_slot_of_rank[rank + 1]
+            counted[slot] += 1
+    assert plan.num_replicas > 0
+    assert trace.slot_loads[0].tolist() == counted.tolist()
+
+
+@pytest.mark.parametrize("keep", [True, False], ids=["reentrant", "not reentrant"])
+def test_what_is_computed_again_counts_once(tmp_path, keep):
+    once = LocalGroup(3).run(
+        lambda comm: train(comm, tmp_path / "once", homes=[0, 1, 2] * 2 + [0, 1])
+    )
+    LocalGroup(3).run(
+        lambda comm: train(comm, tmp_path / "again", keep=keep, homes=[0, 1, 2] * 2 + [0, 1])
+    )
+    trace = read_trace(tmp_path / "again")
+    assert (len(trace), trace.dropped, trace.left_out) == (2 * STEPS, 0, 0)
+    assert [trace.plan(n).digest() for n in range(len(trace))] == once[0][0]
+    assert stages_of(trace) == FORWARD_STAGES | {"recompute"} | BACKWARD_STAGES
+    again = trace.header.stages.index("recompute")
+    assert (trace.seconds[:, :, again] > 0).all()
+    assert not read_trace(tmp_path / "once").seconds[:, :, again].any()
+
+
+def test_recording_changes_nothing(tmp_path):
+    example = Example([20, 5, 30, 10], dtype=torch.float32, bias=True)
+    plain, recorded = (on_ranks(example, slots=2, **o) for o in ({}, {"record": tmp_path / "run"}))
+    for found, wanted in zip(recorded, plain, strict=True):
+        assert torch.equal(found.output, wanted.output)
+        for name, gradient in wanted.gradients.items():
+            assert torch.equal(found.gradients[name], gradient), name
+
+
+def test_without_gradients_there_is_forward_only(tmp_path):
+    example = Example([20] * 2)
+
+    def work(comm):
+        balancer = Balancer(experts=8, communicator=comm, record=tmp_path / "run", verify=False)
+        layer = example.layer(balancer)
+        with torch.inference_mode():
+            for _ in range(3):
+                layer(example.inputs[comm.rank])
+        balancer.close()
+
+    LocalGroup(2).run(work)
+    trace = read_trace(tmp_path / "run")
+    assert trace.step.tolist() == [0, 1, 2]
+    assert stages_of(trace) == FORWARD_STAGES - {"verify"}
+    assert np.isnan(trace.back_began).all()
+
+
+def test_where_only_weights_learn_backward_is_recorded_too(tmp_path):
+    example = Example([20] * 2)
+
+    def work(comm):
+        balancer = Balancer(experts=8, communicator=comm, record=tmp_path / "run")
+        layer = example.layer(balancer)
+        layer.router.requires_grad_(False)
+        layer(example.inputs[comm.rank]).sum().backward()
+        balancer.close()
+
+    LocalGroup(2).run(work)
+    trace = read_trace(tmp_path / "run")
+    assert stages_of(trace) == FORWARD_STAGES | BACKWARD_STAGES - {"dispatch back"}
+
+
+def test_steps_that_are_told(tmp_path):
+    def tell(balancer, step):
+        balancer.record_step(10 + step // 2)
+
+    LocalGroup(2).run(lambda comm: train(comm, tmp_path / "run", between=tell))
+    trace = read_trace(tmp_path / "run")
+    assert trace.of_layer(0).step.tolist() == [10, 10, 11, 11]
+    assert trace.of_layer(1).microbatch.tolist() == [0, 1, 0, 1]
+    assert trace.by_layer().shape[:2] == (4, 2)
+    assert differing(trace) == []
+
+
+def test_policies_that_look_at_the_past_are_planned_again_exactly(tmp_path):
+    LocalGroup(4).run(lambda comm: train(comm, tmp_path / "run", policy="lplb", steps=6))
+    trace = read_trace(tmp_path / "run")
+    assert trace.num_copies.any()
+    assert differing(trace) == []
+
+
+def test_a_policy_for_one_call(tmp_path):
+    balancer = Balancer(experts=8, record=tmp_path / "run")
+    layer = Example([20]).layer(balancer)
+    for policy in (None, "none", "quota"):
+        layer(Example([20]).inputs[0], policy=policy)
+    balancer.close()
+    assert read_trace(tmp_path / "run").policy.tolist() == ["ultraep", "none", "quota"]
+    assert differing(read_trace(tmp_path / "run")) == []
+
+
+def test_verbs_without_roads_are_not_recorded(tmp_path):
+    """Who sends rows by himself knows what arrived, and tells the recorder."""
+    balancer = Balancer(experts=8, record=tmp_path / "run")
+    weights = {"w": torch.randn(8, 4)}
+    gathered = balancer.gather(ids_of(0, 0), bundle=weights)
+    plan = balancer.plan(gathered)
+    replicas = balancer.replicate(plan, gathered, weights)
+    with replicas:
+        balancer.reroute(ids_of(0, 0), plan)
+    replicas.reduce(torch.zeros(8, 4), torch.zeros(1, 4))
+    rows = [*plan.loads[0].tolist(), 0]
+    balancer.recorder.add(step=0, plan=plan, slot_rows=rows, seconds={"experts": 0.1})
+    balancer.close()
+    trace = read_trace(tmp_path / "run")
+    assert trace.slot_loads.tolist() == [rows]
+
+
+def test_off_by_default():
+    balancer = Balancer(experts=8)
+    assert balancer.recorder is None
+    balancer.record_step(3)
+    assert balancer.gather(ids_of(0, 0)).passage is None
+
+
+# -- all ranks or none ---------------------------------------------------------------------------
+
+
+def test_the_environment_turns_it_on_for_every_balancer(tmp_path, monkeypatch):
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "traces"))
+    for _ in range(2):
+        LocalGroup(2).run(lambda comm: train(comm, None, steps=1))
+    LocalGroup(2).run(lambda comm: train(comm, tmp_path / "named", steps=2))
+    found = sorted(path.name for path in (tmp_path / "traces").iterdir())
+    assert found == ["0000", "0001"]
+    assert [len(read_trace(tmp_path / "traces" / name)) for name in found] == [2, 2]
+    assert len(read_trace(tmp_path / "named")) == 4
+
+
+def test_one_rank_that_records_alone_is_an_error_on_all(tmp_path):
+    def work(comm):
+        with pytest.raises(PlanMismatch, match=r"settings.*record nothing.*record in") as caught:
+            Balancer(experts=8, communicator=comm, record=tmp_path if comm.rank == 1 else None)
+        return str(caught.value)
+
+    assert len(set(LocalGroup(4).run(work))) == 1
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("place", ["file", "held", "inside a file"])
+def test_a_folder_that_cannot_be_used_is_an_error_on_all_before_the_run(
+    tmp_path, monkeypatch, place
+):
+    folder = tmp_path / "run"
+    if place == "held":
+        LocalGroup(2).run(lambda comm: train(comm, folder, steps=1))
+    else:
+        folder.write_text("")
+    if place == "inside a file":
+        monkeypatch.setenv(VARIABLE, str(folder / "traces"))
+
+    def work(comm):
+        record = None if place == "inside a file" else folder
+        with pytest.raises(FileError, match=r"rank 0 cannot record: .*run") as caught:
+            Balancer(experts=8, communicator=comm, record=record)
+        return str(caught.value)
+
+    assert len(set(LocalGroup(2).run(work))) == 1
+
+
+def test_a_rank_that_cannot_write_takes_the_trace_back(tmp_path):
+    (tmp_path / "run" / "rank-00001").mkdir(parents=True)  # of a run before
+
+    def work(comm):
+        with pytest.raises(FileError, match=r"rank 1 cannot record: .*holds a trace already"):
+            Balancer(experts=9, communicator=comm, record=tmp_path / "run")
+
+    LocalGroup(3).run(work)
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["rank-00001"]
+
+
+def in_a_process(rank, group, folder):
+    balancer = Balancer(group, experts=EXPERTS, record=folder, timeout=PATIENCE)
+    layer = ultraep.BalancedMoE(16, 12, EXPERTS, 2, balancer=balancer)
+    digests = []
+    for step in range(3):
+        x = torch.randn(20, 16, generator=torch.Generator().manual_seed(10 * step + rank))
+        layer(x.requires_grad_()).sum().backward()
+        digests.append(layer.last_plan.digest())
+    balancer.close()
+    return digests
+
+
+def test_ranks_in_processes_of_their_own(tmp_path):
+    first, second = shared_pool().run(2, in_a_process, tmp_path / "run")
+    trace = read_trace(tmp_path / "run")
+    assert first == second == [trace.plan(n).digest() for n in range(3)]
+    assert trace.rank_loads.tolist() == [trace.plan(n).rank_loads.tolist() for n in range(3)]
+    assert (abs(trace.began - time.time()) < 600).all()

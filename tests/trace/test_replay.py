@@ -1,0 +1,198 @@
+"""A trace planned again as it was recorded gives the recorded plans; and planned otherwise."""
+
+import csv
+import json
+
+import numpy as np
+import pytest
+from traces import TOPOLOGY, plan_for, record
+
+import ultraep
+from ultraep import BalanceConfig, ConfigError, Topology, read_trace, workload
+from ultraep.trace import replay
+from ultraep.trace.export import write_csv, write_timeline
+
+WIDE = Topology(ranks=8, experts=32, slots=2, domain=4)
+LAYERS = 3
+LOADS = workload.domain_shift(8, 32, steps=12, top_k=4, tokens=100, seed=2)
+
+
+def planned(config, topology=WIDE, history=1):
+    """As a balancer does: layer by layer, policies with a memory see the microbatch before."""
+    plans = []
+    for number, loads in enumerate(LOADS):
+        past = LOADS[max(number - history * LAYERS, number % LAYERS) : max(number, 1) : LAYERS]
+        past = past if len(past) else loads[None]
+        plans.append(ultraep.plan(loads, topology, config, history=past))
+    return plans
+
+
+@pytest.fixture
+def trace(tmp_path):
+    return read_trace(record(tmp_path / "run", planned(BalanceConfig()), topology=WIDE, layers=3))
+
+
+@pytest.mark.parametrize("policy", ["ultraep", "quota", "none", "echo", "lplb"])
+@pytest.mark.parametrize("options", [{}, {"tolerance": 0.05, "locality": False}], ids=str)
+def test_planned_again_as_recorded_gives_the_recorded_plans(tmp_path, policy, options):
+    config = BalanceConfig(policy=policy, **options)
+    plans = planned(config)
+    run = record(tmp_path / "run", plans, topology=WIDE, config=config, layers=LAYERS)
+    trace = read_trace(run)
+    assert replay.differing(trace) == []
+    assert [trace.plan(n).digest() for n in range(12)] == [plan.digest() for plan in plans]
+    length = 1 if policy == "lplb" else None
+    again = replay.plans(trace, replay.Case(config, WIDE, length))
+    assert [plan.digest() for plan in again] == [plan.digest() for plan in plans]
+
+
+def test_policies_of_single_calls_are_planned_again_as_such(tmp_path):
+    names = ["ultraep", "none", "quota", "ultraep"]
+    plans = [plan_for(n, config=BalanceConfig(policy=name)) for n, name in enumerate(names)]
+    assert replay.differing(read_trace(record(tmp_path / "run", plans))) == []
+
+
+def test_other_plans_than_the_recorded_ones_are_found(tmp_path):
+    """Plans of another policy, recorded as if they were of this one."""
+    loads = np.array([[9, 0, 1, 0], [9, 0, 0, 1]])
+    right = ultraep.plan(loads, TOPOLOGY)
+    wrong = ultraep.plan(loads, TOPOLOGY, BalanceConfig(policy="none"))
+    forged = ultraep.Plan(
+        TOPOLOGY, right.config, wrong.loads, wrong.replicas, wrong.quotas, wrong.split,
+        wrong.rank_loads,
+    )  # fmt: skip
+    trace = read_trace(record(tmp_path / "run", [right, forged, right]))
+    assert replay.differing(trace) == [1]
+
+
+def test_a_line_is_the_mean_over_records(trace):
+    [case] = replay.cases(trace, policies=["quota"], slots=[1], ranks=[8], history=[4])
+    assert case.history is None
+    line = replay.replay(trace, case)
+    config = BalanceConfig(policy="quota")
+    plans = planned(config, Topology(ranks=8, experts=32, slots=1, domain=4))
+    assert line.before == pytest.approx(np.mean([plan.initial_imbalance for plan in plans]))
+    assert line.after == pytest.approx(np.mean([plan.imbalance for plan in plans]))
+    assert line.worst == max(plan.imbalance for plan in plans)
+    assert line.bound == pytest.approx(np.mean([plan.lower_bound for plan in plans]))
+    assert line.copies == pytest.approx(np.mean([plan.num_replicas for plan in plans]))
+    assert line.remote == pytest.approx(np.mean([p.remote_tokens / p.total for p in plans]))
+    assert line.beyond == 0
+
+
+@pytest.mark.parametrize("history", [1, 2, 3])
+def test_policies_see_as_much_of_the_past_as_is_asked_for(trace, history):
+    [case] = replay.cases(trace, policies=["lplb"], slots=[2], ranks=[8], history=[history])
+    wanted = planned(BalanceConfig(policy="lplb"), history=history)
+    assert [p.digest() for p in replay.plans(trace, case)] == [p.digest() for p in wanted]
+
+
+def test_every_combination_once(trace):
+    found = replay.cases(
+        trace,
+        policies=["none", "eplb"],
+        slots=[1, 2],
+        ranks=[4, 8],
+        history=[1, 4],
+        tolerance=0.02,
+    )
+    assert len(found) == 2 * 2 * (1 + 2)
+    assert {case.config.tolerance for case in found} == {0.02}
+    assert {case.topology.domain for case in found} == {4}
+
+
+def test_fewer_and_more_ranks(trace):
+    for ranks in (1, 2, 4, 16, 32):
+        [case] = replay.cases(trace, policies=["ultraep"], slots=[1], ranks=[ranks], history=[1])
+        for recorded, plan in zip(trace.loads, replay.plans(trace, case), strict=True):
+            plan.check(plan.loads)
+            assert plan.topology.ranks == ranks
+            assert plan.loads.sum(axis=0).tolist() == recorded.sum(axis=0).tolist()
+            tokens = plan.loads.sum(axis=1)
+            assert tokens.max() - tokens.min() <= 1
+
+
+def test_homes_are_regrouped(tmp_path):
+    homes = [3, 3, 2, 0, 0, 0, 1, 2]
+    topology = Topology(ranks=4, experts=8, homes=homes)
+    pair = replay.regrouped_topology(topology, ranks=2, slots=1)
+    assert pair.homes == (1, 1, 1, 0, 0, 0, 0, 1)
+    eight = replay.regrouped_topology(topology, ranks=8, slots=1)
+    assert eight.homes == (6, 7, 4, 0, 0, 1, 2, 5)
+    assert (eight.home_of_expert // 2).tolist() == homes
+
+
+REFUSED = {
+    "ranks": ({"ranks": [3]}, "8 recorded ranks cannot become 3: one number must divide"),
+    "no ranks": ({"ranks": [0]}, "cannot become 0"),
+    "experts": ({"ranks": [64]}, "32 experts do not divide evenly over 64 ranks"),
+    "slots": ({"slots": [99]}, "slots must lie between 0 and 32, got 99"),
+    "policy": ({"policies": ["magic"]}, "unknown policy 'magic'"),
+    "history": ({"history": [0]}, "history must be at least 1 microbatch, got 0"),
+    "tolerance": ({"tolerance": -1.0}, "tolerance must lie between"),
+}
+
+
+@pytest.mark.parametrize(("given", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_cannot_be_planned_is_refused(trace, given, message):
+    usual = {"policies": ["none"], "slots": [1], "ranks": [8], "history": [1]}
+    with pytest.raises(ConfigError, match=message):
+        replay.cases(trace, **(usual | given))
+
+
+def test_a_trace_without_records(tmp_path):
+    trace = read_trace(record(tmp_path / "run", []))
+    assert replay.differing(trace) == []
+    [case] = replay.cases(trace, policies=["none"], slots=[1], ranks=[2], history=[1])
+    with pytest.raises(ConfigError, match="nothing to replay"):
+        replay.replay(trace, case)
+
+
+# -- for other programs --------------------------------------------------------------------------
+
+
+def test_the_table(trace, tmp_path):
+    write_csv(trace, tmp_path / "run.csv")
+    with (tmp_path / "run.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 12
+    assert [int(row["layer"]) for row in rows] == [0, 1, 2] * 4
+    assert [int(row["tokens"]) for row in rows] == [3200] * 12
+    assert float(rows[3]["imbalance before"]) == pytest.approx(trace.imbalance_before[3], abs=1e-6)
+    assert rows[0]["policy"] == "ultraep"
+
+
+def test_the_timeline(tmp_path):
+    plan = plan_for(1)
+    for rank in range(2):
+        with ultraep.Recorder(tmp_path / "run", TOPOLOGY, rank=rank) as recorder:
+            recorder.add(
+                plan=plan, slot_rows=[1, 2, 3], step=4, layer=5, began=100.0 + rank,
+                seconds={"plan": 0.5, "experts": 2.0},
+            )  # fmt: skip
+            recorder.more(step=4, layer=5, seconds={"reduce": 1.0}, began=110.0)
+    write_timeline(read_trace(tmp_path / "run"), tmp_path / "run.json")
+    events = json.loads((tmp_path / "run.json").read_text())["traceEvents"]
+    drawn = [e for e in events if e["ph"] == "X"]
+    assert [(e["name"], e["tid"], e["ts"] / 1e6, e["dur"] / 1e6) for e in drawn] == [
+        ("plan", 0, 0.0, 0.5),
+        ("experts", 0, 0.5, 2.0),
+        ("reduce", 0, 10.0, 1.0),
+        ("plan", 1, 1.0, 0.5),
+        ("experts", 1, 1.5, 2.0),
+        ("reduce", 1, 10.0, 1.0),
+    ]
+    assert drawn[0]["args"] == {"step": 4, "layer": 5, "microbatch": 0}
+    assert {e["args"]["name"] for e in events if e["name"] == "thread_name"} == {"rank 0", "rank 1"}
+    [counter] = [e for e in events if e["ph"] == "C"]
+    assert counter["args"]["before"] == plan.initial_imbalance
+
+
+def test_an_empty_trace_can_be_exported(tmp_path):
+    trace = read_trace(record(tmp_path / "run", []))
+    write_csv(trace, tmp_path / "run.csv")
+    write_timeline(trace, tmp_path / "run.json")
+    assert len((tmp_path / "run.csv").read_text().splitlines()) == 1
+    for write in (write_csv, write_timeline):
+        with pytest.raises(ultraep.FileError, match="cannot be written"):
+            write(trace, tmp_path / "none" / "file")

@@ -1,0 +1,34 @@
+"""Small traces, for tests."""
+
+from __future__ import annotations
+
+import numpy as np
+
+import ultraep
+from ultraep import BalanceConfig, Recorder, Topology
+from ultraep.reroute import rows_received
+
+TOPOLOGY = Topology(ranks=2, experts=4, slots=1)
+CONFIG = BalanceConfig()
+
+
+def plan_for(seed, topology=TOPOLOGY, config=CONFIG, history=None):
+    rng = np.random.default_rng(seed)
+    loads = rng.integers(0, 30, (topology.ranks, topology.experts))
+    loads *= rng.random(topology.experts) < 0.7
+    return ultraep.plan(loads, topology, config, history=history)
+
+
+def arrived(plan, rank):
+    return rows_received(plan, rank).sum(axis=0)
+
+
+def record(folder, plans, *, topology=TOPOLOGY, config=CONFIG, ranks=None, layers=1, **options):
+    """A trace of these plans; `ranks` are those that write, and how many records each."""
+    counts = ranks or dict.fromkeys(range(topology.ranks), len(plans))
+    for rank, count in counts.items():
+        with Recorder(folder, topology, config, rank=rank, **options) as recorder:
+            for number, plan in enumerate(plans[:count]):
+                rows, name = arrived(plan, rank), divmod(number, layers)
+                assert recorder.add(plan=plan, slot_rows=rows, step=name[0], layer=name[1])
+    return folder
