@@ -230,6 +230,7 @@ class Pretraining:
             "digest": text.digest,
             "length": text.length,
             "seed": text.seed,
+            "held_out": self.settings.data.held_out,
             "drawn": self.drawn,
         }
 
