@@ -1,0 +1,40 @@
+"""The trace that is part of the repository: a real training, as `benchmarks/train_gpu.py` made it."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import ultraep
+from ultraep.sim.workload import read_trace as workload_of
+
+PATH = Path(__file__).parents[2] / "benchmarks/results/trace_train_ep8_h200_202611.npz"
+
+
+@pytest.fixture(scope="module")
+def trace():
+    return ultraep.read_trace(PATH)
+
+
+def test_it_holds_what_the_documentation_says(trace):
+    assert trace.loads.shape == (1800, 8, 64)
+    assert (trace.loads.sum(axis=(1, 2)) == 8 * 4096 * 4).all()
+    assert trace.imbalance_before.mean() == pytest.approx(1.482, abs=5e-4)
+    assert trace.imbalance_before.max() == pytest.approx(4.318, abs=5e-4)
+    assert trace.imbalance_after.mean() == pytest.approx(1.003, abs=5e-4)
+    assert trace.imbalance_after.max() == pytest.approx(1.046, abs=5e-4)
+
+
+@pytest.mark.parametrize("number", range(0, 1800, 150))
+def test_planned_again_it_gives_the_recorded_plans_and_rows(trace, number):
+    recorded = trace.plan(number)
+    again = ultraep.plan(trace.loads[number], recorded.topology, recorded.config)
+    assert again.digest() == recorded.digest()
+    assert (trace.rank_loads[number] == again.rank_loads).all()
+
+
+def test_the_simulator_takes_it(trace):
+    workload = workload_of(PATH, experts=64, top_k=4)
+    loads = workload.expert_loads(2, np.arange(3), 8 * 4096 * 4)
+    wanted = trace.of_layer(2).loads[:3].sum(axis=1)
+    assert (loads == wanted).all()
