@@ -1,4 +1,4 @@
-"""The trace that is part of the repository: a real training, as `benchmarks/train_gpu.py` made it."""
+"""The trace that is part of the repository: a training that `benchmarks/train_gpu.py` recorded."""
 
 from pathlib import Path
 
