@@ -596,20 +596,8 @@ def main(argv: Sequence[str]) -> None:
 def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     harness.common_options(parser)
-    parser.add_argument(
-        "--only", type=_sections, default=list(SECTIONS), metavar="A,B", help=", ".join(SECTIONS)
-    )
+    harness.section_option(parser, SECTIONS)
     return parser.parse_args(arguments)
-
-
-def _sections(text: str) -> list[str]:
-    names = text.split(",")
-    unknown = [name for name in names if name not in SECTIONS]
-    if unknown:
-        raise argparse.ArgumentTypeError(
-            f"unknown sections {', '.join(unknown)}; known are {', '.join(SECTIONS)}"
-        )
-    return [name for name in SECTIONS if name in names]
 
 
 if __name__ == "__main__":

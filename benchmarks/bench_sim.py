@@ -28,7 +28,7 @@ from typing import Any
 import bench_layer
 import bench_layer_gpu
 import numpy as np
-from harness import ROOT, Case, Line, Metric, Report, common_options
+from harness import ROOT, Case, Line, Metric, Report, common_options, section_option
 from numpy.typing import NDArray
 
 from ultraep import BalanceConfig, Topology, plan
@@ -315,22 +315,13 @@ SECTIONS: dict[str, Callable[[Report, bool], None]] = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     common_options(parser)
-    parser.add_argument(
-        "--only",
-        type=lambda text: text.split(","),
-        default=list(SECTIONS),
-        help=", ".join(SECTIONS),
-    )
+    section_option(parser, SECTIONS)
     options = parser.parse_args()
-    unknown = sorted(set(options.only) - set(SECTIONS))
-    if unknown:
-        parser.error(f"unknown section {unknown[0]}; known are {', '.join(SECTIONS)}")
     report = Report("sim", sys.argv)
     report.header()
-    for name in SECTIONS:
-        if name in options.only:
-            report.section = name
-            SECTIONS[name](report, options.toy or options.quick)
+    for name in options.only:
+        report.section = name
+        SECTIONS[name](report, options.toy or options.quick)
     if options.json:
         report.write(options.json)
 

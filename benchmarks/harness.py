@@ -359,3 +359,21 @@ def common_options(parser: argparse.ArgumentParser) -> None:
     size.add_argument("--toy", action="store_true", help="tiny sizes, a few seconds, for CI")
     size.add_argument("--quick", action="store_true", help="fewer sizes and seeds, half a minute")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write all rows to this file")
+
+
+def section_option(parser: argparse.ArgumentParser, known: Iterable[str]) -> None:
+    """`--only A,B`: some of these sections, in the order in which they are known."""
+    every = list(known)
+
+    def sections(text: str) -> list[str]:
+        names = text.split(",")
+        unknown = [name for name in names if name not in every]
+        if unknown:
+            raise argparse.ArgumentTypeError(
+                f"unknown sections {', '.join(unknown)}; known are {', '.join(every)}"
+            )
+        return [name for name in every if name in names]
+
+    parser.add_argument(
+        "--only", type=sections, default=every, metavar="A,B", help=", ".join(every)
+    )

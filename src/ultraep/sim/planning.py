@@ -9,6 +9,7 @@ Shapes: S microbatches, E experts, R ranks, C copies of all microbatches togethe
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -90,11 +91,11 @@ def _plan_by_past(
     interval: int,
     past_E: IntArray,
 ) -> Copies:
-    split = _split_lplb if config.policy == "lplb" else _split_eplb
+    split = _split_lplb if config.policy == "lplb" else partial(_split_eplb, config=config)
     parts = []
     for begin in range(0, len(loads_SE), interval):
         now_SE = loads_SE[begin : begin + interval]
-        expert_X, host_X, rows_SX = split(now_SE, past_E, topology, config)
+        expert_X, host_X, rows_SX = split(now_SE, past_E, topology)
         microbatch_C, index_C = np.nonzero(rows_SX)
         parts.append(
             (microbatch_C + begin, expert_X[index_C], host_X[index_C], rows_SX[rows_SX > 0])
@@ -108,7 +109,7 @@ Split = tuple[IntArray, IntArray, IntArray]  # [X] expert, [X] host, [S, X] rows
 
 
 def _split_eplb(
-    loads_SE: IntArray, past_E: IntArray, topology: Topology, config: BalanceConfig
+    loads_SE: IntArray, past_E: IntArray, topology: Topology, *, config: BalanceConfig
 ) -> Split:
     """Places by the past, equal shares of the present: `split_equally` for many at once."""
     held_ER = place_by_history(
@@ -122,10 +123,7 @@ def _split_eplb(
     return expert_X[away_X], host_X[away_X], rows_SX[:, away_X]
 
 
-def _split_lplb(
-    loads_SE: IntArray, past_E: IntArray, topology: Topology, config: BalanceConfig
-) -> Split:
-    del config
+def _split_lplb(loads_SE: IntArray, past_E: IntArray, topology: Topology) -> Split:
     graph = place_on_torus(past_E, topology)
     return graph.expert, graph.host, share_evenly(loads_SE, graph, topology)
 
