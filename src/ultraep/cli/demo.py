@@ -118,7 +118,8 @@ def _introduce(console: Console, job: Job) -> None:
     slots = "1 spare slot" if sizes.slots == 1 else f"{sizes.slots} spare slots"
     _say(
         console,
-        f"{sizes.ranks} rank{'s' * (sizes.ranks > 1)}, {where}; this machine has {cores} core{'s' * (cores > 1)}. "
+        f"{sizes.ranks} rank{'s' * (sizes.ranks > 1)}, {where}; "
+        f"this machine has {cores} core{'s' * (cores > 1)}. "
         f"A byte-level language model: {sizes.layers} MoE layers of {sizes.experts} experts, "
         f"{sizes.top_k} for each token, width {sizes.hidden}, {sizes.dtype}; "
         f"{sizes.tokens} tokens per rank and step, {sizes.steps} steps, {slots} per rank. "
@@ -247,8 +248,8 @@ def _report(console: Console, out: Path) -> None:
 def _table(result: DemoResult) -> Table:
     sizes = result.sizes
     title = (
-        f"{sizes.ranks} rank{'s' * (sizes.ranks > 1)}, {result.steps} steps, {result.parameters / 1e6:.1f} M parameters, "
-        f"{result.requests} requests"
+        f"{sizes.ranks} rank{'s' * (sizes.ranks > 1)}, {result.steps} steps, "
+        f"{result.parameters / 1e6:.1f} M parameters, {result.requests} requests"
     )
     grid = Table(title=title, box=box.SIMPLE_HEAD, show_edge=False, title_justify="left")
     grid.add_column("")
