@@ -141,3 +141,10 @@ def distinct_ids(rng, tokens, top_k, topology):
     liked = np.exp(rng.normal(0, 2, topology.experts))
     noise = np.log(liked) + rng.gumbel(size=(tokens, topology.experts))
     return torch.from_numpy(np.argsort(-noise, axis=1)[:, :top_k].copy())
+
+
+def skewed_ids(rank, experts=8, tokens=40, seed=0):
+    """[T, 1] ids that like the first experts."""
+    generator = torch.Generator().manual_seed(100 * seed + rank)
+    liked = torch.exp(-0.8 * torch.arange(experts))
+    return torch.multinomial(liked, tokens, replacement=True, generator=generator)[:, None]

@@ -16,7 +16,7 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 
 # Every layer may import from itself and from the layers above it in this list.
 LAYERS = [
-    ["errors", "version", "arrays"],
+    ["errors", "version", "arrays", "modes"],
     ["config", "comm", "bundle"],
     ["topology"],
     ["backends"],
@@ -34,7 +34,17 @@ LAYERS = [
     ["__init__"],
     ["cli", "__main__"],
 ]
-STORY = ("bundle", "comm", "reroute", "replicate", "dispatch", "combine", "experts", "grad_reduce")
+STORY = (
+    "bundle",
+    "comm",
+    "modes",
+    "reroute",
+    "replicate",
+    "dispatch",
+    "combine",
+    "experts",
+    "grad_reduce",
+)
 ONLY_IN = {
     "matplotlib": ["sim/plots.py"],
     "plotly": ["demo/report", "sim/plots.py"],

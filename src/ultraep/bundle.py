@@ -24,6 +24,11 @@ def resolve(bundle: Bundle) -> dict[str, torch.Tensor]:
     return {name: t if isinstance(t, torch.Tensor) else t() for name, t in bundle.items()}
 
 
+def given_tensors(bundle: Bundle) -> list[torch.Tensor]:
+    """Those tensors of a bundle that are given as such: what functions return may be new."""
+    return [given for given in bundle.values() if isinstance(given, torch.Tensor)]
+
+
 @dataclass(frozen=True)
 class Layout:
     """Where each tensor of one expert stands in a row of bytes."""

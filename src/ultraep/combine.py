@@ -14,6 +14,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from ultraep.dispatch import Roads
+from ultraep.modes import unseen
 
 
 def combine(outputs_AD: torch.Tensor, roads: Roads) -> torch.Tensor:
@@ -29,7 +30,8 @@ class _Combine(torch.autograd.Function):
     def forward(ctx: Any, outputs_AD: torch.Tensor, roads: Roads) -> torch.Tensor:
         ctx.roads = roads
         ctx.save_for_backward(outputs_AD.new_empty(0))
-        y_TD, _ = roads.to_tokens(outputs_AD, None)
+        with unseen():
+            y_TD, _ = roads.to_tokens(outputs_AD, None)
         return y_TD
 
     @staticmethod

@@ -15,6 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from ultraep.arrays import IntArray
 from ultraep.comm import Communicator
+from ultraep.modes import unseen
 from ultraep.reroute import Routes
 
 
@@ -90,7 +91,8 @@ class _Dispatch(torch.autograd.Function):
         ctx: Any, tokens_TD: torch.Tensor, weights_TK: torch.Tensor, roads: Roads
     ) -> tuple[torch.Tensor, torch.Tensor]:
         ctx.roads = roads
-        rows_AD, weights_A = roads.to_slots(tokens_TD, weights_TK)
+        with unseen():
+            rows_AD, weights_A = roads.to_slots(tokens_TD, weights_TK)
         assert weights_A is not None
         if not ctx.needs_input_grad[1]:
             ctx.mark_non_differentiable(weights_A)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.nn.functional import logsigmoid
 
 from ultraep.combine import combine
 from ultraep.comm import Message
@@ -84,13 +85,14 @@ class BalancedMoE(nn.Module):
         balancer, bundle = self.balancer, self.experts.bundle
         tokens = x.reshape(-1, self.hidden)
         ids, weights = self.router(tokens)
-        kinds = {"bundle": bundle, "inputs": tokens, "weights": weights}
+        rows = in_autocast_type(tokens)
+        kinds = {"bundle": bundle, "inputs": rows, "weights": weights}
         loads = balancer.gather(ids, layer=self.layer_index, **kinds)  # 1 loads
         plan = self.last_plan = balancer.plan(loads, policy=policy)  # 2 plan
         replicas = balancer.replicate(plan, loads, bundle)
         with replicas as copies:  # 3 replicate
             roads = balancer.roads(balancer.reroute(ids, plan), loads)  # 4 reroute
-            arrivals = dispatch(in_autocast_type(tokens), weights, roads)  # 5 dispatch
+            arrivals = dispatch(rows, weights, roads)  # 5 dispatch
             outputs = self.experts(arrivals, replicas, copies)  # 6 experts
         y = combine(outputs, roads)  # 7 combine
         # 8 reduce happens in the backward of stage 6
@@ -155,7 +157,8 @@ class Router(nn.Module):
         self.top_k, self.scores, self.normalize = top_k, scores, normalize
         generator = torch.Generator().manual_seed(seed)
         drawn = torch.randn(experts, hidden, generator=generator, dtype=torch.float64)
-        self.weight = nn.Parameter((drawn / math.sqrt(hidden)).to(**options))
+        weight = torch.empty(experts, hidden, **options)
+        self.weight = nn.Parameter(weight.copy_(drawn / math.sqrt(hidden)))
         zeros = torch.zeros(experts, **options) if bias else None
         self.register_buffer("bias", zeros)
         self.bias: torch.Tensor | None
@@ -168,10 +171,11 @@ class Router(nn.Module):
         scores = logits.softmax(dim=-1) if self.scores == "softmax" else logits.sigmoid()
         choice = scores if self.bias is None else scores + self.bias
         ids = choice.topk(self.top_k, dim=-1).indices
-        weights = scores.gather(-1, ids)
-        if self.normalize:
-            weights = weights / weights.sum(dim=-1, keepdim=True)
-        return ids, weights
+        if not self.normalize:
+            return ids, scores.gather(-1, ids)
+        # Scores of chosen experts may all be too small for their type; their logarithms are not.
+        logs = logits if self.scores == "softmax" else logsigmoid(logits)
+        return ids, logs.gather(-1, ids).softmax(dim=-1)
 
 
 class SwiGLU(nn.Module):
@@ -191,6 +195,8 @@ class SwiGLU(nn.Module):
 
 
 def in_autocast_type(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor in the type that autocast asks for, if it is on."""
+    """The tensor in the type that autocast asks for, if it is on; it leaves float64 alone."""
     kind = tensor.device.type
-    return tensor.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else tensor
+    if not torch.is_autocast_enabled(kind) or tensor.dtype == torch.float64:
+        return tensor
+    return tensor.to(torch.get_autocast_dtype(kind))

@@ -133,7 +133,6 @@ def once(moe: BalancedMoE, states_BTD: torch.Tensor, variant: str) -> float:
     """Seconds of forward and backward from a common start, on the slowest rank."""
     comm, x = moe.balancer.comm, states_BTD.clone().requires_grad_()
     moe.zero_grad(set_to_none=True)
-    moe.balancer.weights_changed()
     with routed(moe, even=variant == FORCED):
         comm.all_gather(torch.zeros(1, device=x.device))
         begin = time.perf_counter()

@@ -149,9 +149,9 @@ def answer(
     rounds: dict[str, list[tuple[Served, list[dict[str, Any]]]]] = {name: [] for name in policies}
     for number in range(queue.rounds):
         for policy in policies:
-            balancer.weights_changed()  # the last policy's copies are no gift to the next
             balancer.reset_stats()
-            served = serve(model, requests, policy, queue.budget)
+            with balancer.unchanged_weights():  # it ends: no copies for the next policy
+                served = serve(model, requests, policy, queue.budget)
             rounds[policy].append((served, balancer.comm.gather_objects(balancer.stats())))
             tell(policy, number + 1, served)
     first = rounds[policies[0]][0][0].logits

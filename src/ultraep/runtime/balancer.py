@@ -24,12 +24,13 @@ import torch
 
 from ultraep.arrays import IntArray
 from ultraep.backends import backend_for, select
-from ultraep.bundle import Bundle, kinds, resolve
+from ultraep.bundle import Bundle, given_tensors, kinds, resolve
 from ultraep.comm import Communicator
 from ultraep.config import BalanceConfig
 from ultraep.dispatch import Roads
 from ultraep.errors import CommunicationError, ConfigError, LoadError, PlanMismatch, SlotError
 from ultraep.loads import MAX_TOTAL, count_loads
+from ultraep.modes import unseen
 from ultraep.plan import Plan
 from ultraep.plan import plan as make_plan
 from ultraep.policies import get_policy
@@ -40,7 +41,7 @@ from ultraep.runtime.recording import Passage, Passages, TimedRoads, open_record
 from ultraep.runtime.replicas import Replicas
 from ultraep.runtime.slots import SlotPool
 from ultraep.runtime.stats import Stats
-from ultraep.runtime.versions import weights_version
+from ultraep.runtime.versions import Versions
 from ultraep.topology import Topology
 from ultraep.trace.record import Recorder
 from ultraep.version import __version__
@@ -132,7 +133,8 @@ class Balancer:
         self._control: ControlPlane | None = None
         self._known_to_control: Plan | None = None
         self._device = torch.device("cpu")
-        self._layers = self._steps = self._changes = 0
+        self._layers = self._steps = 0
+        self._versions = Versions()
         self._past = Past()
         self._passages = Passages(self.recorder) if self.recorder is not None else None
         self._stats = Stats()
@@ -146,6 +148,7 @@ class Balancer:
         self._layers += 1
         return self._layers - 1
 
+    @unseen()
     def gather(
         self,
         ids: torch.Tensor,
@@ -157,18 +160,17 @@ class Balancer:
     ) -> Gathered:
         """Stage 1: the exact loads of all ranks from the `[T, K]` ids of this one; -1: padding.
 
-        bundle, inputs, weights: what is to be copied, the tokens to be sent, and the router's
-        weights; ranks compare of which kind they are and whether they want gradients.
+        bundle, inputs, weights: what is to be copied, the tokens as they are to be sent, and the
+        router's weights; ranks compare of which kind they are and whether they want gradients.
         """
         passage = Passage(self.recorder) if self.recorder is not None else None
         with self.timed("loads", passage):
             self._control = self._control_for(ids)
             loads_E, refused = self._count(ids)
-            tensors = resolve(bundle or {})
             self._steps += 1
-            found = kinds(tensors, inputs=inputs, weights=weights)
+            found = kinds(resolve(bundle or {}), inputs=inputs, weights=weights)
             agreed = [self._settings, layer, self._steps, _short_digest(found.encode())]
-            version = self._version(bundle or {}, tensors)
+            version = self._versions.of(layer, given_tensors(bundle or {}))
             self._device = ids.device  # where the group can send from, if it is no CPU group
             header = torch.tensor([*agreed, 0, version], device=self._device)
             header[HEADER.index("refused")] = refused
@@ -181,6 +183,7 @@ class Balancer:
         loads, versions = table[:, start:], table[:, start - 1]
         return Gathered(loads, versions, layer, self._steps, on_device[:, start:], passage)
 
+    @unseen()
     def plan(self, gathered: Gathered, *, policy: str | None = None) -> Plan:
         """Stage 2: the plan of this step; every rank finds the same."""
         passage = gathered.passage
@@ -214,6 +217,7 @@ class Balancer:
         """Stage 3: spare slots filled with weights of `bundle`, for the time of a `with` block."""
         return Replicas(self, plan, gathered, bundle)
 
+    @unseen()
     def reroute(self, ids: torch.Tensor, plan: Plan) -> Routes:
         """Stage 4: a slot for every routed row of this rank."""
         with self.timed("reroute", self._passage_of(plan)):
@@ -249,13 +253,21 @@ class Balancer:
         if self._passages is not None:
             self._passages.begin_step(step)
 
-    def weights_changed(self) -> None:
-        """Say that the weights of this rank are others than those in the spare slots.
+    @contextmanager
+    def unchanged_weights(self) -> Iterator[None]:
+        """Promise that the weights of this rank's home experts do not change in this block.
 
-        Needed only after weights were written behind autograd's back (through `.data` or another
-        alias) by something that is no `torch.optim.Optimizer`. One rank alone may say so.
+        Copies that are still there are then not sent again: for serving, and for the microbatches
+        between two steps of an optimizer. Without the promise, copies serve the forward and the
+        backward pass of one microbatch, since torch does not see every write. Writes that it does
+        see, and other tensors than before, are noticed here too. One rank alone may promise.
         """
-        self._changes += 1
+        with self._versions.unchanged():
+            yield
+
+    def weights_changed(self) -> None:
+        """Say that weights of this rank have changed in spite of a promise. One rank may."""
+        self._versions.changed()
 
     def stats(self) -> dict[str, Any]:
         """What was planned and moved so far, and the seconds of every stage on this rank.
@@ -329,12 +341,6 @@ class Balancer:
             self._control.check()
             self._control.count(ids.contiguous())
         count_loads(ids, self.topology.experts, backend=self._backend_name)
-
-    def _version(self, bundle: Bundle, tensors: dict[str, torch.Tensor]) -> int:
-        """Changes with the weights. What functions return may be new at every step."""
-        made_anew = any(not isinstance(given, torch.Tensor) for given in bundle.values())
-        salt = hash((self._changes, self._steps if made_anew else 0))
-        return weights_version(list(tensors.values()), salt)
 
     def _check_header(self, table: IntArray, found: str) -> None:
         refused = np.flatnonzero(table[:, HEADER.index("refused")]).tolist()

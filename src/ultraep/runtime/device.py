@@ -22,6 +22,7 @@ from ultraep.bundle import Bundle, Layout, kinds, resolve
 from ultraep.comm import Communicator, Peers
 from ultraep.config import BalanceConfig
 from ultraep.errors import ConfigError, LoadError, PlanMismatch
+from ultraep.modes import unseen
 from ultraep.plan import Plan
 from ultraep.replicate import MODES
 from ultraep.runtime.connect import connect
@@ -133,6 +134,7 @@ class DeviceBalancer:
         self._layers += 1
         return self._layers - 1
 
+    @unseen()
     def gather(
         self,
         ids: torch.Tensor,
@@ -156,6 +158,7 @@ class DeviceBalancer:
         loads = self.data.share_loads(self.control.count(ids.contiguous()), kind)
         return DeviceGathered(loads, layer)
 
+    @unseen()
     def plan(self, gathered: DeviceGathered, *, policy: str | None = None) -> DevicePlan:
         """Stage 2: the plan of this step; every rank finds the same."""
         if policy not in (None, self.config.policy):
@@ -205,6 +208,7 @@ class DeviceBalancer:
         gathered.replicas = DeviceReplicas(self.data, plan, gathered.layer, bundle, self._kept)
         return gathered.replicas
 
+    @unseen()
     def reroute(self, ids: torch.Tensor, plan: DevicePlan) -> DeviceRoutes:
         """Stage 4: a slot for every routed row of this rank."""
         assert plan.topology == self.topology

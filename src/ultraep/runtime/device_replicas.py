@@ -11,6 +11,7 @@ from contextlib import ExitStack
 import torch
 
 from ultraep.bundle import Bundle, Layout, resolve
+from ultraep.modes import unseen
 from ultraep.runtime.control import DevicePlan
 from ultraep.runtime.data import DataPlane
 
@@ -48,6 +49,7 @@ class DeviceReplicas:
         self._lent.close()
         self._lent = None
 
+    @unseen()
     def begin(self) -> None:
         """Begin to fill the slots, aside; nothing is sent if they still hold what is wanted."""
         data, tensors = self._data, resolve(self._bundle)

@@ -23,6 +23,7 @@ import torch
 
 from ultraep.bundle import Bundle, Layout, resolve
 from ultraep.grad_reduce import reduce_gradients
+from ultraep.modes import unseen
 from ultraep.plan import Plan
 from ultraep.replicate import hops, send_weights
 from ultraep.runtime.slots import Buffer
@@ -43,6 +44,7 @@ class Replicas:
     def num_homes(self) -> int:
         return len(self.plan.topology.home_experts(self._balancer.rank))
 
+    @unseen()
     def __enter__(self) -> dict[str, torch.Tensor]:
         """`[L, ...]` for every tensor of the bundle: what the spare slots of this rank hold."""
         tensors = resolve(self._bundle)

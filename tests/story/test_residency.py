@@ -1,0 +1,428 @@
+"""Copies serve again only where their weights are certainly unchanged."""
+
+from contextlib import closing
+
+import pytest
+import torch
+from cases import skewed_ids
+from dense import Example, assert_close, dense
+from ranks import shared_pool
+from torch import nn
+
+from ultraep import Balancer, LocalGroup
+from ultraep.bundle import Layout, resolve
+from ultraep.replicate import MODES
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+class Replicated:
+    """One rank that replicates again and again; `step` gives the bytes it sent."""
+
+    def __init__(self, comm, **options):
+        self.balancer = Balancer(experts=8, slots=2, communicator=comm, **options)
+        self.homes = self.balancer.topology.home_experts(comm.rank)
+        self.ids = skewed_ids(comm.rank)
+
+    def weights(self, scale=1.0):
+        return {"w": scale * torch.arange(8.0)[self.homes.tolist(), None] * torch.ones(8, 5)[0]}
+
+    def step(self, bundle, *, layer=0, ids=None, value=None):
+        """Check the slots against `value`, a function of the expert, and count bytes."""
+        self.balancer.reset_stats()
+        ids = self.ids if ids is None else ids
+        gathered = self.balancer.gather(ids, layer=layer, bundle=bundle)
+        plan = self.balancer.plan(gathered)
+        assert plan.num_replicas > 0
+        with self.balancer.replicate(plan, gathered, bundle) as slots:
+            for expert, host, slot in plan.replicas.tolist():
+                if host == self.balancer.rank and value is not None:
+                    assert slots["w"][slot].tolist() == [value(expert)] * 5
+        self.nbytes = plan.num_replicas * Layout.of(resolve(bundle), len(self.homes)).nbytes
+        return self.balancer.stats()["weights_bytes_sent"]
+
+
+def on_ranks(work, **options):
+    """Bytes sent by all ranks in each step of `work`, which yields those of its own rank."""
+
+    def on_rank(comm):
+        return list(work(Replicated(comm, **options)))
+
+    return [sum(steps) for steps in zip(*LocalGroup(4).run(on_rank), strict=True)]
+
+
+def doubled(expert):
+    return 2.0 * expert
+
+
+# Without a promise
+
+
+@pytest.mark.parametrize("relay", MODES)
+def test_every_microbatch_gets_its_copies(relay):
+    def work(rank):
+        bundle = rank.weights()
+        yield from (rank.step(bundle, value=float) for _ in range(3))
+        yield rank.nbytes if rank.balancer.rank == 0 else 0
+
+    first, second, third, everything = on_ranks(work, relay=relay)
+    assert first == second == third == everything > 0
+
+
+def through_data(weight):
+    weight.data.mul_(2)
+
+
+def through_another_library(weight):
+    weight.detach().numpy()[:] *= 2
+
+
+def in_plain_sight(weight):
+    weight.detach().mul_(2)
+
+
+def by_an_optimizer(weight):
+    weight.grad = -weight.detach()
+    torch.optim.SGD([weight], lr=1.0).step()
+
+
+def by_another_tensor(weight):
+    weight.data = 2 * weight.data
+
+
+@pytest.mark.parametrize(
+    "write",
+    [through_data, through_another_library, in_plain_sight, by_an_optimizer, by_another_tensor],
+)
+def test_no_write_is_missed(write):
+    def work(rank):
+        weight = nn.Parameter(rank.weights()["w"])
+        yield rank.step({"w": weight}, value=float)
+        write(weight)
+        yield rank.step({"w": weight}, value=doubled)
+
+    first, second = on_ranks(work)
+    assert first == second > 0
+
+
+def test_tensors_made_for_every_microbatch():
+    """The next one often stands in the memory of the last one, with as many writes."""
+
+    def work(rank):
+        for number in range(10):
+            bundle = rank.weights(float(number))
+            yield rank.step(bundle, value=lambda e, n=number: float(n * e))
+            del bundle
+
+    assert len(set(on_ranks(work))) == 1
+
+
+def test_tensors_made_in_inference_mode_count_no_writes():
+    def work(rank):
+        with torch.inference_mode():
+            bundle = rank.weights()
+            yield rank.step(bundle, value=float)
+            bundle["w"].mul_(2)
+            yield rank.step(bundle, value=doubled)
+
+    first, second = on_ranks(work)
+    assert first == second > 0
+
+
+def test_what_was_used_before_is_not_sent_again_for_backward():
+    def work(rank):
+        balancer, bundle = rank.balancer, rank.weights()
+        gathered = balancer.gather(rank.ids, bundle=bundle)
+        replicas = balancer.replicate(balancer.plan(gathered), gathered, bundle)
+        with replicas:
+            first = balancer.stats()["weights_bytes_sent"]
+            yield first
+        with replicas:
+            yield balancer.stats()["weights_bytes_sent"] - first
+
+    first, second = on_ranks(work)
+    assert first > 0
+    assert second == 0
+
+
+# With a promise
+
+
+@pytest.mark.parametrize("relay", MODES)
+def test_unchanged_weights_are_not_sent_again(relay):
+    def work(rank):
+        bundle = rank.weights()
+        with rank.balancer.unchanged_weights():
+            yield from (rank.step(bundle, value=float) for _ in range(3))
+        yield rank.nbytes if rank.balancer.rank == 0 else 0
+
+    first, second, third, everything = on_ranks(work, relay=relay)
+    assert (first, second, third) == (everything, 0, 0)
+
+
+def test_a_promise_ends_with_its_block():
+    def work(rank):
+        weight = nn.Parameter(rank.weights()["w"])
+        for value in (float, doubled):
+            with rank.balancer.unchanged_weights():
+                yield rank.step({"w": weight}, value=value)
+                with rank.balancer.unchanged_weights():
+                    yield rank.step({"w": weight}, value=value)
+                yield rank.step({"w": weight}, value=value)
+            through_data(weight)
+
+    first, *others = on_ranks(work)
+    assert first > 0
+    assert others == [0, 0, first, 0, 0]
+
+
+def test_a_promise_that_torch_sees_broken_is_not_kept():
+    def work(rank):
+        bundle = rank.weights()
+        with rank.balancer.unchanged_weights():
+            yield rank.step(bundle, value=float)
+            bundle["w"].mul_(2)
+            yield rank.step(bundle, value=doubled)
+            bundle["w"][:] += 1
+            yield rank.step(bundle, value=lambda e: 2.0 * e + 1)
+            yield rank.step(rank.weights(3.0), value=lambda e: 3.0 * e)
+            bundle["w"].data = rank.weights(4.0)["w"]
+            yield rank.step(bundle, value=lambda e: 4.0 * e)
+
+    first, *others = on_ranks(work)
+    assert others == [first] * 4
+    assert first > 0
+
+
+def test_another_tensor_in_the_same_memory_is_another():
+    def work(rank):
+        memory = torch.zeros(len(rank.homes), 5)
+        with rank.balancer.unchanged_weights():
+            for number in range(5):
+                weight = torch.empty(0).set_(memory.untyped_storage(), 0, memory.shape)
+                weight.copy_(rank.weights(float(number))["w"])
+                yield rank.step({"w": weight}, value=lambda e, n=number: float(n * e))
+                del weight
+
+    assert len(set(on_ranks(work))) == 1
+
+
+def test_only_the_experts_of_ranks_that_changed_are_sent_again():
+    homes = [0, 1, 2, 3, 0, 1, 2, 3]
+
+    def work(comm):
+        rank = Replicated(comm, homes=homes, relay="direct")
+        bundle = rank.weights()
+        with rank.balancer.unchanged_weights():
+            sent = [rank.step(bundle, value=float)]
+            if comm.rank == 0:
+                bundle["w"].add_(1)
+            sent.append(rank.step(bundle, value=lambda e: float(e + (homes[e] == 0))))
+        return sent
+
+    results = LocalGroup(4).run(work)
+    first, second = (sum(sent) for sent in zip(*results, strict=True))
+    assert 0 < second < first
+    assert [sent for _, sent in results] == [second, 0, 0, 0]
+
+
+def test_one_rank_alone_may_promise():
+    homes = [0, 1, 2, 3, 0, 1, 2, 3]
+
+    def work(comm):
+        rank = Replicated(comm, homes=homes, relay="direct")
+        bundle = rank.weights()
+        if comm.rank == 0:
+            with rank.balancer.unchanged_weights():
+                return [rank.step(bundle, value=float) for _ in range(2)]
+        return [rank.step(bundle, value=float) for _ in range(2)]
+
+    first, *others = LocalGroup(4).run(work)
+    assert first[0] > first[1] == 0
+    assert all(sent[0] == sent[1] for sent in others)
+
+
+@pytest.mark.parametrize("ranks", [[0, 1, 2, 3], [0]], ids=str)
+def test_changes_can_be_told_by_hand(ranks):
+    def work(rank):
+        weight = nn.Parameter(rank.weights()["w"])
+        homes = rank.balancer.topology.home_of_expert
+        with rank.balancer.unchanged_weights():
+            yield rank.step({"w": weight}, value=float)
+            if rank.balancer.rank in ranks:
+                through_data(weight)
+                rank.balancer.weights_changed()
+            yield rank.step({"w": weight}, value=lambda e: e * (1.0 + (homes[e] in ranks)))
+
+    first, second = on_ranks(work)
+    assert 0 < second <= first
+
+
+def test_layers_with_the_same_layout_take_turns_in_the_slots():
+    def work(rank):
+        one, two = rank.weights(), rank.weights(2.0)
+        with rank.balancer.unchanged_weights():
+            yield rank.step(one, layer=0, value=float)
+            yield rank.step(two, layer=1, value=doubled)
+            yield rank.step(two, layer=1, value=doubled)
+            yield rank.step(one, layer=0, value=float)
+
+    sent = on_ranks(work)
+    assert sent[0] == sent[1] == sent[3] > 0
+    assert sent[2] == 0
+
+
+def test_another_plan_sends_only_what_is_not_there():
+    def work(rank):
+        bundle = rank.weights()
+        other = torch.cat([rank.ids[:20], torch.full((60, 1), 7)])
+        with rank.balancer.unchanged_weights():
+            yield rank.step(bundle, value=float)
+            yield rank.step(bundle, ids=other, value=float)
+            yield rank.step(bundle, ids=rank.ids, value=float)
+
+    assert all(on_ranks(work))
+
+
+# Functions that return weights
+
+
+def test_getters_are_asked_at_every_use():
+    def work(rank):
+        now, asked = rank.weights(), []
+
+        def get():
+            asked.append(1)
+            return now["w"]
+
+        yield rank.step({"w": get}, value=float)
+        before = len(asked)
+        now = rank.weights(2.0)  # the framework moved and changed them
+        yield rank.step({"w": get}, value=doubled)
+        assert 0 < before < len(asked)
+
+    first, second = on_ranks(work)
+    assert first == second > 0
+
+
+def test_getters_are_asked_again_when_slots_are_restored():
+    def work(comm):
+        rank = Replicated(comm)
+        balancer, now = rank.balancer, rank.weights()
+        bundle = {"w": lambda: now["w"]}
+        gathered = balancer.gather(rank.ids, bundle=bundle)
+        plan = balancer.plan(gathered)
+        replicas = balancer.replicate(plan, gathered, bundle)
+        with replicas:
+            pass
+        old = now
+        now = rank.weights()  # in backward they live somewhere else
+        old["w"].fill_(-1)
+        rank.step(rank.weights(5.0), layer=1)  # and somebody used the slots
+        with replicas as slots:
+            for expert, host, slot in plan.replicas.tolist():
+                if host == comm.rank:
+                    assert slots["w"][slot].tolist() == [float(expert)] * 5
+
+    LocalGroup(4).run(work)
+
+
+def test_of_what_getters_return_only_the_promise_tells():
+    def work(rank):
+        bundle = {"w": lambda: rank.weights()["w"]}
+        with rank.balancer.unchanged_weights():
+            yield rank.step(bundle, value=float)
+            yield rank.step(bundle, value=float)
+
+    first, second = on_ranks(work)
+    assert first > second == 0
+
+
+# Whole layers, against the dense twin
+
+SCALES = (1.0, 2.0, 3.0, 4.0)
+
+
+def assert_follows(example, run):
+    """`run(balancer, states, x)` yields an output for each state; down_proj grows from one on."""
+    base = example.state["experts.down_proj"]
+    states = [{**example.state, "experts.down_proj": scale * base} for scale in SCALES]
+
+    def work(comm):
+        balancer = Balancer(experts=example.experts, communicator=comm)
+        return [y.detach() for y in run(balancer, states, example.inputs[comm.rank])]
+
+    results = LocalGroup(example.ranks).run(work)
+    for state, *found in zip(states, *results, strict=True):
+        example.state = state
+        assert_close(torch.cat(found), dense(example).output)
+
+
+def test_a_layer_called_with_other_weights():
+    example = Example([30] * 4)
+
+    def run(balancer, states, x):
+        layer = example.layer(balancer)
+        for scale in SCALES:
+            fresh = {"experts.down_proj": scale * layer.experts.down_proj.detach()}
+            with torch.no_grad():
+                y = torch.func.functional_call(layer, fresh, (x,))
+            del fresh  # the next ones come to stand in this memory
+            yield y
+
+    assert_follows(example, run)
+
+
+def test_a_layer_made_in_inference_mode():
+    example = Example([30] * 4)
+
+    def run(balancer, states, x):
+        with torch.inference_mode():
+            layer = example.layer(balancer)
+            for state in states:
+                layer.load_full_state_dict(state)
+                yield layer(x)
+
+    assert_follows(example, run)
+
+
+def test_a_layer_cast_there_and_back():
+    example = Example([30] * 4)
+    example.state = {name: t.float().double() for name, t in example.state.items()}
+
+    def run(balancer, states, x):
+        layer = example.layer(balancer)
+        homes = balancer.topology.home_experts(balancer.rank).tolist()
+        for state in states:
+            layer.to(torch.float32).to(torch.float64)
+            layer.experts.down_proj.data = state["experts.down_proj"][homes]
+            yield layer(x)
+
+    assert_follows(example, run)
+
+
+def broadcast_experts(rank, group, example):
+    """All ranks get the experts of rank 1, by a collective whose writes torch does not count."""
+    with closing(Balancer(group, experts=example.experts)) as balancer:
+        layer = example.layer(balancer)
+        before = layer(example.inputs[rank]).detach()
+        with torch.no_grad():
+            for parameter in layer.experts.parameters():
+                torch.distributed.broadcast(parameter, 1, group=group)
+        return before, layer(example.inputs[rank]).detach()
+
+
+def test_weights_written_by_a_collective():
+    example = Example([40] * 2)
+    results = shared_pool().run(2, broadcast_experts, example)
+    before, after = (torch.cat(y) for y in zip(*results, strict=True))
+    assert_close(before, dense(example).output)
+    for name in ("experts.gate_up_proj", "experts.down_proj"):
+        example.state[name] = example.state[name][example.experts // 2 :].repeat(2, 1, 1)
+    assert_close(after, dense(example).output)
