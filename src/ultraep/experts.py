@@ -22,6 +22,7 @@ from torch.nn.functional import linear, silu
 
 from ultraep.dispatch import Arrivals
 from ultraep.grad_reduce import accumulator
+from ultraep.modes import unseen
 
 if TYPE_CHECKING:
     from ultraep.runtime.replicas import Replicas
@@ -107,6 +108,7 @@ class _Call:
         self.counts, self.replicas, self.copies = counts, replicas, copies
         self.names, self.tile = names, tile
 
+    @unseen()  # a view of a slot that was kept may show what others put there since
     def slots(self, homes: Weights, copies: Weights) -> list[tuple[int, slice, Weights]]:
         """Every slot that has rows: its index, its rows and its weights."""
         found, begin = [], 0
@@ -133,13 +135,15 @@ class _GroupedMLP(torch.autograd.Function):
     ) -> torch.Tensor:
         homes = dict(zip(call.names, stacked, strict=True))
         assert call.copies is not None
-        hidden_AF = rows_AD.new_empty(len(rows_AD), homes["gate_up_proj"].shape[1])
-        outputs_AD = torch.empty_like(rows_AD)
         scales_A1 = weights_A[:, None].to(rows_AD.dtype)
+        # New tensors, none written in part: selective checkpointing may keep any of them.
+        hidden, outputs = [], []
         for _, part, expert in call.slots(homes, call.copies):
             up = _linear(rows_AD[part], expert, "gate_up", call.tile)
-            hidden_AF[part] = up
-            outputs_AD[part] = _linear(swiglu(up), expert, "down", call.tile) * scales_A1[part]
+            hidden.append(up)
+            outputs.append(_linear(swiglu(up), expert, "down", call.tile) * scales_A1[part])
+        outputs_AD = _joined(outputs, rows_AD, rows_AD.shape[1])
+        hidden_AF = _joined(hidden, rows_AD, homes["gate_up_proj"].shape[1])
         ctx.call, call.copies = call, None  # the slots are only lent
         ctx.save_for_backward(rows_AD, weights_A, hidden_AF, *stacked)
         return outputs_AD
@@ -223,6 +227,10 @@ def swiglu(up: torch.Tensor) -> torch.Tensor:
     """[..., 2F] -> [..., F]: the first half gates the second."""
     gate, value = up.chunk(2, dim=-1)
     return silu(gate) * value
+
+
+def _joined(parts: list[torch.Tensor], like: torch.Tensor, width: int) -> torch.Tensor:
+    return torch.cat(parts) if parts else like.new_empty(0, width)
 
 
 def _d_swiglu(up: torch.Tensor, d_out: torch.Tensor) -> torch.Tensor:

@@ -493,3 +493,32 @@ def test_the_comparison_itself_sees_errors():
     results[0].output[0, 0] += 1e-9
     with pytest.raises(AssertionError, match="output"):
         assert_same(results, wanted, topology)
+
+
+@pytest.mark.parametrize("scores", ["softmax", "sigmoid"])
+def test_scores_too_small_for_their_type_still_make_weights(scores):
+    """The bias picks the experts that the scores do not: 1e-60 is zero in float32."""
+    layer = BalancedMoE(2, 4, 4, 2, balancer=Balancer(experts=4), scores=scores, router_bias=True)
+    with torch.no_grad():
+        layer.router.weight[:] = torch.tensor([[300.0, 0], [200.0, 0], [-140.0, 0], [-140.0, 1.0]])
+        layer.router.bias[:] = torch.tensor([0.0, 0.0, 5.0, 5.0])
+    x = torch.tensor([[1.0, 0.0], [1.0, 2.0]], requires_grad=True)
+    ids, weights = layer.router(x)
+    assert sorted(ids[0].tolist()) == [2, 3]
+    of_third = weights.gather(-1, (ids == 3).int().argmax(-1, keepdim=True))[:, 0]
+    assert_close(of_third.detach(), torch.sigmoid(torch.tensor([0.0, 2.0])), "", 1e-5)
+    layer(x).sum().backward()
+    assert x.grad.isfinite().all()
+    assert layer.router.weight.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("default", [torch.float32, torch.float64, torch.bfloat16])
+def test_without_a_type_all_parameters_have_the_default(default):
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(default)
+    try:
+        options = {"shared_ffn": 4, "bias": True, "router_bias": True}
+        layer = BalancedMoE(8, 4, 4, 2, balancer=Balancer(experts=4), **options)
+    finally:
+        torch.set_default_dtype(before)
+    assert {t.dtype for t in layer.state_dict().values()} == {default}

@@ -1,15 +1,23 @@
 """What training does with a layer: checkpointing, accumulation, frozen weights, optimizers."""
 
+import copy
+import functools
 import gc
+import io
 import itertools
+from contextlib import nullcontext
 
 import pytest
 import torch
 from dense import DenseMoE, Example, assert_close, dense, gradients_of
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
-from ultraep import Balancer, LocalGroup, PlanMismatch, UltraEPError
+from ultraep import Balancer, ConfigError, LocalGroup, PlanMismatch, UltraEPError
 
 EXPERTS = 8
 
@@ -78,6 +86,50 @@ def test_checkpointing_of_several_layers_at_once(use_reentrant):
     kept = LocalGroup(2).run(lambda comm: work(comm, True))
     again = LocalGroup(2).run(lambda comm: work(comm, False))
     for found, wanted in zip(again, kept, strict=True):
+        assert_equal_gradients(found, wanted)
+
+
+def save_all(*_, **__):
+    return CheckpointPolicy.MUST_SAVE
+
+
+def save_no_empty_ones(_, op, *__, **___):
+    in_part = op._schema.is_mutable or "empty" in op.name()
+    return CheckpointPolicy.MUST_RECOMPUTE if in_part else CheckpointPolicy.MUST_SAVE
+
+
+def save_nothing(*_, **__):
+    return CheckpointPolicy.MUST_RECOMPUTE
+
+
+@pytest.mark.parametrize(
+    "keep",
+    [[torch.ops.aten.mm.default], save_nothing, save_no_empty_ones, save_all],
+    ids=["products", "nothing", "no empty ones", "all"],
+)
+@pytest.mark.parametrize("promised", [False, True])
+def test_selective_checkpointing(keep, promised):
+    """Whatever it keeps, and whatever copies are there already in one pass and not in the other."""
+    examples = [Example([30] * 2, seed=seed) for seed in range(2)]
+    contexts = functools.partial(create_selective_checkpoint_contexts, keep)
+
+    def work(comm, selective):
+        balancer = Balancer(experts=EXPERTS, communicator=comm)
+        layers = nn.ModuleList(example.layer(balancer) for example in examples)
+        options = {"use_reentrant": False, "context_fn": contexts}
+        with balancer.unchanged_weights() if promised else nullcontext():
+            for _ in range(3):
+                x = examples[0].inputs[comm.rank].clone().requires_grad_()
+                y = x
+                for layer in layers:
+                    y = checkpoint(layer, y, **options) if selective else layer(y)
+                    assert layer.last_plan.num_replicas > 0
+                y.backward(examples[0].gradients[comm.rank])
+        return gradients_of(layers, x)
+
+    plain = LocalGroup(2).run(lambda comm: work(comm, False))
+    chosen = LocalGroup(2).run(lambda comm: work(comm, True))
+    for found, wanted in zip(chosen, plain, strict=True):
         assert_equal_gradients(found, wanted)
 
 
@@ -268,6 +320,34 @@ def test_autocast(backward_inside):
     for name in ("x", "experts.down_proj", "experts.gate_up_proj", "experts.down_bias"):
         found = torch.cat([gradients[name] for _, gradients in results])
         assert_close(found, wanted.gradients[name], name, tolerance=0.03)
+
+
+@pytest.mark.parametrize("other", [torch.float16, None])
+def test_ranks_with_different_autocast_are_told(other):
+    def work(comm):
+        layer = example.layer(Balancer(experts=EXPERTS, communicator=comm))
+        kind = torch.bfloat16 if comm.rank == 0 else other
+        with torch.autocast("cpu", kind, enabled=kind is not None):
+            try:
+                layer(example.inputs[comm.rank])
+            except PlanMismatch as error:
+                return str(error)
+
+    example = Example([30] * 2, dtype=torch.float32)
+    first, second = LocalGroup(2).run(work)
+    assert first == second
+    assert "ranks disagree about the weights or inputs: ranks [0] have" in first
+    assert "inputs [16] torch.bfloat16" in first
+    assert f"inputs [16] {other or torch.float32}" in first
+
+
+def test_autocast_leaves_float64_alone():
+    def work(layer, x, gradient):
+        with torch.autocast("cpu", torch.bfloat16):
+            return layer(x).detach()
+
+    example = Example([30] * 4)
+    assert_close(torch.cat(on_every_rank(example, work)), dense(example).output)
 
 
 def test_autocast_leaves_the_choice_of_experts_alone():
@@ -599,3 +679,24 @@ def test_a_state_of_another_number_of_experts_is_refused(experts):
     layer = Example([12]).layer(Balancer(experts=EXPERTS))
     with pytest.raises((RuntimeError, UltraEPError)):
         layer.load_full_state_dict(Example([12], experts=experts).state)
+
+
+def test_copies_of_a_module_share_its_balancer():
+    example = Example([30] * 2)
+
+    def work(layer, x, gradient):
+        averaged = torch.optim.swa_utils.AveragedModel(layer)
+        twin, shallow = copy.deepcopy(layer), copy.copy(layer)
+        layer.load_full_state_dict({name: 2 * t for name, t in example.state.items()})
+        assert averaged.module.balancer is twin.balancer is shallow.balancer is layer.balancer
+        return averaged(x).detach(), twin(x).detach()
+
+    for found in zip(*on_every_rank(example, work), strict=True):
+        assert_close(torch.cat(found), dense(example).output)
+
+
+def test_a_balancer_is_in_no_file():
+    layer = Example([3]).layer(Balancer(experts=EXPERTS))
+    with pytest.raises(ConfigError, match=r"a Balancer .* in no file: save the state_dict\(\)"):
+        torch.save(layer, io.BytesIO())
+    torch.save(layer.full_state_dict(), io.BytesIO())

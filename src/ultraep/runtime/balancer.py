@@ -41,6 +41,7 @@ from ultraep.runtime.recording import Passage, Passages, TimedRoads, open_record
 from ultraep.runtime.replicas import Replicas
 from ultraep.runtime.slots import SlotPool
 from ultraep.runtime.stats import Stats
+from ultraep.runtime.unique import Unique
 from ultraep.runtime.versions import Versions
 from ultraep.topology import Topology
 from ultraep.trace.record import Recorder
@@ -66,7 +67,7 @@ class Gathered:
     passage: Passage | None = None  # what is recorded of it
 
 
-class Balancer:
+class Balancer(Unique):
     """Balances every microbatch of every layer of one expert-parallel group.
 
     group: a torch.distributed process group; None: one process is the whole group.

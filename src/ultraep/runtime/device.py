@@ -30,6 +30,7 @@ from ultraep.runtime.control import ControlPlane, DevicePlan, DeviceRoutes
 from ultraep.runtime.data import DataPlane
 from ultraep.runtime.device_replicas import DeviceReplicas
 from ultraep.runtime.device_roads import DeviceRoads
+from ultraep.runtime.unique import Unique
 from ultraep.topology import Topology
 from ultraep.version import __version__
 
@@ -43,7 +44,7 @@ class DeviceGathered:
     replicas: DeviceReplicas | None = None
 
 
-class DeviceBalancer:
+class DeviceBalancer(Unique):
     """Balances every microbatch of every layer of one group of GPUs that map each other's memory.
 
     peers: `SymmetricPeers` of a process group, or one rank of `LocalPeers`.
