@@ -14,22 +14,19 @@ Shapes: T tokens of a rank, K experts per token, R ranks, E experts, D model wid
 from __future__ import annotations
 
 import argparse
-import os
 import sys
-import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from harness import Line, Metric, Report, common_options, cpu_device
+from harness import Line, Metric, Report, common_options, cpu_device, on_ranks
 from torch import nn
-from torch.multiprocessing.spawn import spawn as spawn_processes
 
 import ultraep
 from ultraep.comm import Communicator, Message
@@ -141,21 +138,10 @@ def even_ids(size: Size) -> torch.Tensor:
     return rows.reshape(size.ranks, size.tokens, size.top_k)
 
 
-def on_rank(rank: int, size: Size, folder: str) -> None:
-    """One process: time all variants in turns; rank 0 leaves the results in the folder."""
-    if hasattr(os, "sched_setaffinity"):
-        cores = sorted(os.sched_getaffinity(0))
-        os.sched_setaffinity(0, {cores[rank % len(cores)]})
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size.ranks
-    )
-    watched = Watched(connect(dist.group.WORLD, transport=size.transport))
-    found = measure(rank, size, watched)
-    watched.close()
-    dist.destroy_process_group()
-    if rank == 0:
-        torch.save(found, f"{folder}/results")
+def on_rank(rank: int, size: Size) -> dict[str, dict[str, Any]]:
+    """One process: time all variants in turns."""
+    with closing(Watched(connect(dist.group.WORLD, transport=size.transport))) as watched:
+        return measure(rank, size, watched)
 
 
 def measure(rank: int, size: Size, comm: Watched) -> dict[str, dict[str, Any]]:
@@ -217,14 +203,6 @@ def stage_facts(balancer: ultraep.Balancer, comm: Watched, elapsed: float) -> di
         "moved": together[:, 0].sum().item(),
         "stages": dict(zip(mine, together[busiest, 1:].tolist(), strict=True)),
     }
-
-
-def spawn(size: Size) -> dict[str, dict[str, Any]]:
-    """Run all ranks and collect what rank 0 found."""
-    with tempfile.TemporaryDirectory() as folder:
-        spawn_processes(on_rank, args=(size, folder), nprocs=size.ranks)
-        found: dict[str, dict[str, Any]] = torch.load(f"{folder}/results", weights_only=True)
-        return found
 
 
 def report_gain(report: Report, size: Size, found: dict[str, dict[str, Any]]) -> None:
@@ -338,7 +316,7 @@ def main() -> None:
         size = Size(ranks=2, tokens=64, hidden=16, ffn=32, rounds=2, transport=options.transport)
     report = Report("layer", sys.argv, device=cpu_device())
     report.header()
-    found = spawn(size)
+    found = on_ranks(size.ranks, on_rank, size)
     report_gain(report, size, found)
     report_stages(report, found)
     torch.set_num_threads(1)

@@ -11,10 +11,10 @@ for a record of rank 0, what the writing thread pays for it later, and its bytes
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import tempfile
 import time
+from contextlib import closing
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -23,8 +23,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from bench_layer import Preset, Size, one_step, skewed_ids
-from harness import Line, Metric, Report, common_options, cpu_device
-from torch.multiprocessing.spawn import spawn as spawn_processes
+from harness import Line, Metric, Report, common_options, cpu_device, on_ranks, standard_error
 
 import ultraep
 from ultraep import workload
@@ -48,21 +47,10 @@ RECORDED = {False: "off", True: "on"}
 Shape = tuple[int, int]  # ranks, experts
 
 
-def on_rank(rank: int, size: Size, folder: str) -> None:
-    """One process: time both variants in turns; rank 0 leaves the results in the folder."""
-    if hasattr(os, "sched_setaffinity"):
-        cores = sorted(os.sched_getaffinity(0))
-        os.sched_setaffinity(0, {cores[rank % len(cores)]})
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size.ranks
-    )
-    comm = connect(dist.group.WORLD, transport=size.transport)
-    found = measure(rank, size, comm, folder)
-    comm.close()
-    dist.destroy_process_group()
-    if rank == 0:
-        torch.save(found, f"{folder}/results")
+def on_rank(rank: int, size: Size, folder: str) -> dict[str, list[float]]:
+    """One process: time both variants in turns."""
+    with closing(connect(dist.group.WORLD, transport=size.transport)) as comm:
+        return measure(rank, size, comm, folder)
 
 
 def measure(rank: int, size: Size, comm: Any, folder: str) -> dict[str, list[float]]:
@@ -98,18 +86,18 @@ def make_layer(rank: int, size: Size, comm: Any, folder: str | None) -> ultraep.
 
 def report_layer(report: Report, size: Size) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        spawn_processes(on_rank, args=(size, folder), nprocs=size.ranks)
-        found: dict[str, list[float]] = torch.load(f"{folder}/results", weights_only=True)
+        found: dict[str, list[float]] = on_ranks(size.ranks, on_rank, size, folder)
         trace = ultraep.read_trace(f"{folder}/run")
         disk = sum(path.stat().st_size for path in Path(folder, "run").rglob("*.npz"))
     quotients = np.array(found["on"]) / np.array(found["off"]) - 1
-    low, cost, high = np.percentile(quotients, (20, 50, 80)).tolist()
     case = {"ranks": size.ranks, "tokens": size.tokens, "hidden": size.hidden, "ffn": size.ffn}
     case |= {"experts": size.experts, "top_k": size.top_k, "slots": size.slots}
-    deviation = (high - low) / 1.683  # of a normal distribution with these percentiles
-    error = 1.253 * deviation / len(quotients) ** 0.5  # of its median
     off = {STEP: median(found["off"]) * 1e3, COST: None, ERROR: None}
-    on = {STEP: median(found["on"]) * 1e3, COST: cost, ERROR: error}
+    on = {
+        STEP: median(found["on"]) * 1e3,
+        COST: float(np.median(quotients)),
+        ERROR: standard_error(quotients),
+    }
     facts = {RECORDS: float(len(trace)), DROPPED: found["dropped"][0], DISK: disk / len(trace)}
     nothing = dict.fromkeys(facts)
     report.section = "layer"

@@ -22,13 +22,17 @@ from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
+from torch.multiprocessing.spawn import spawn
 
 import ultraep
 from ultraep import workload
@@ -39,6 +43,7 @@ PACKAGES = ("numpy", "numba", "scipy", "torch", "triton")
 WIDTH, DIGITS = 110, 5  # of a printed table, of a number in it
 ORDERED, SHUFFLED = "zipf ordered", "zipf shuffled"
 
+FloatArray = NDArray[np.float64]
 Item = TypeVar("Item")
 Case = Mapping[str, str | int | float]
 
@@ -292,6 +297,39 @@ def one_core() -> int:
         return os.cpu_count() or 1
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     return 1
+
+
+def on_ranks(ranks: int, work: Callable[..., Any], *args: Any) -> Any:
+    """What `work(rank, *args)` gives on rank 0 of so many processes, joined by gloo.
+
+    Each has a core, where there are enough, and one thread. Plain values and tensors come back.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        spawn(_on_rank, args=(ranks, folder, work, args), nprocs=ranks)
+        return torch.load(f"{folder}/found", weights_only=True)
+
+
+def _on_rank(
+    rank: int, ranks: int, folder: str, work: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
+    if hasattr(os, "sched_setaffinity"):
+        cores = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, {cores[rank % len(cores)]})
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks
+    )
+    found = work(rank, *args)
+    dist.destroy_process_group()
+    if rank == 0:
+        torch.save(found, f"{folder}/found")
+
+
+def standard_error(values: FloatArray) -> float:
+    """Of the median, as if they were normal, from the 20th and the 80th percentile."""
+    low, high = np.percentile(values, (20, 80)).tolist()
+    deviation = (high - low) / 1.683
+    return float(1.253 * deviation / len(values) ** 0.5)
 
 
 def cpu_device() -> str:
