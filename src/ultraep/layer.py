@@ -17,6 +17,7 @@ from ultraep.comm import Message
 from ultraep.dispatch import dispatch
 from ultraep.errors import ConfigError, LoadError
 from ultraep.experts import Experts, draw, swiglu
+from ultraep.parallel.wrapped import check_data_parallel
 from ultraep.plan import Plan
 from ultraep.runtime.balancer import Balancer
 
@@ -72,6 +73,7 @@ class BalancedMoE(nn.Module):
         self.experts = Experts(
             hidden, ffn, mine, bias=bias, bitwise=bitwise, seed=seed + 1, **options
         )
+        self.experts.spread_over(balancer)
         self.shared = SwiGLU(hidden, shared_ffn, seed + 2, **options) if shared_ffn else None
         self.last_plan: Plan | DevicePlan | None = None
         self.layer_index = balancer.register_layer()  # layers count in the order they are made
@@ -81,6 +83,7 @@ class BalancedMoE(nn.Module):
         """[..., D] -> [..., D]. `policy` replaces the balancer's for this call."""
         if x.shape[-1] != self.hidden:
             raise LoadError(f"x must be [..., {self.hidden}], got {list(x.shape)}")
+        check_data_parallel()
         balancer, bundle = self.balancer, self.experts.bundle
         tokens = x.reshape(-1, self.hidden)
         ids, weights = self.router(tokens)

@@ -1,0 +1,101 @@
+"""Gradients of experts beside dense ones: the same scale, and one norm.
+
+The loss of a rank is a mean over its tokens; the loss of the job is the mean over all W ranks. DDP
+and FSDP2 average dense gradients over W. Gradients of home experts arrive as sums over the losses
+of the expert-parallel group; ranks of other groups that hold the same experts have sums of their
+own. All of these together, divided by W, are the gradients of the loss of the job.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.utils import get_total_norm
+
+from ultraep.errors import ConfigError
+from ultraep.parallel.home import ranks_of_experts, strangers
+from ultraep.parallel.tensors import local, mesh_of, pieces
+
+SMALLEST = 1e-6  # a norm to divide by
+
+
+@torch.no_grad()
+def average_expert_gradients(model: nn.Module, replicas: dist.ProcessGroup | None = None) -> None:
+    """Make the gradients of experts averages over all ranks; once a step, after the last backward.
+
+    replicas: the ranks that have the same experts as this one, which call this together; None:
+        there are no others. What `fully_shard` manages, it has averaged over replicas by itself.
+    """
+    of_groups: dict[tuple[int, ...], list[torch.Tensor]] = defaultdict(list)
+    for parameter, spread in ranks_of_experts(model).items():
+        if parameter.grad is not None:
+            of_groups[spread].append(parameter.grad)
+    for spread, gradients in of_groups.items():
+        plain = [gradient for gradient in gradients if mesh_of(gradient) is None]
+        if plain:
+            check_replicas(replicas, spread)
+        if plain and replicas is not None:
+            add_up(plain, replicas)
+            scale(plain, 1 / replicas.size())
+        scale([local(gradient) for gradient in gradients], 1 / len(spread))
+
+
+def check_replicas(replicas: dist.ProcessGroup | None, spread: Sequence[int]) -> None:
+    """Whether these can be the ranks with the same experts, and all of them."""
+    size = dist.get_world_size() if dist.is_initialized() else 1
+    if replicas is None and size > len(spread):
+        raise ConfigError(
+            f"there are {size} ranks, and the experts are spread over {len(spread)}, {list(spread)}"
+            ": name the ranks that have the same experts as this one, replicas=; "
+            "if there are none, a group of one"
+        )
+    together = dist.get_process_group_ranks(replicas) if replicas is not None else []
+    if strangers(together, spread):
+        raise ConfigError(
+            f"replicas {together} have different experts, which are spread over {list(spread)}"
+        )
+
+
+def add_up(gradients: list[torch.Tensor], group: dist.ProcessGroup) -> None:
+    """Sums over the ranks of a group, in place."""
+    pending = [dist.all_reduce(gradient, group=group, async_op=True) for gradient in gradients]
+    for work in pending:
+        work.wait()
+
+
+@torch.no_grad()
+def clip_grad_norm(
+    model: nn.Module, max_norm: float, *, group: dist.ProcessGroup | None = None
+) -> torch.Tensor:
+    """Limit the norm of all gradients to `max_norm`; what it was before, the same on all ranks.
+
+    Every expert counts once, wherever it is at home and however many ranks have it, and so does
+    every dense parameter, sharded or not. Comes after `average_expert_gradients`.
+
+    group: all ranks of the job, among which one number is summed up; None: the default group.
+    """
+    gradients: dict[int, list[torch.Tensor]] = defaultdict(list)
+    total = torch.zeros((), dtype=torch.float64, device=next(model.parameters()).device)
+    spread = ranks_of_experts(model)
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parts = len(spread.get(parameter, [0])) * pieces(parameter.grad)
+            gradients[parts].append(local(parameter.grad))
+    for parts, found in gradients.items():  # one of so many parts: size / parts ranks have it
+        total += parts * get_total_norm(found).double().square()
+    if dist.is_initialized():
+        dist.all_reduce(total, group=group)
+        total /= dist.get_world_size(group)
+    norm = total.sqrt()
+    factor = (max_norm / (norm + SMALLEST)).clamp(max=1.0)
+    scale([gradient for found in gradients.values() for gradient in found], factor)
+    return norm
+
+
+def scale(tensors: list[torch.Tensor], factor: float | torch.Tensor) -> None:
+    if tensors:
+        torch._foreach_mul_(tensors, factor)
