@@ -17,7 +17,6 @@ from ultraep.comm import Message
 from ultraep.dispatch import dispatch
 from ultraep.errors import ConfigError, LoadError
 from ultraep.experts import Experts, draw, swiglu
-from ultraep.parallel.wrapped import check_data_parallel
 from ultraep.plan import Plan
 from ultraep.runtime.balancer import Balancer
 
@@ -83,7 +82,6 @@ class BalancedMoE(nn.Module):
         """[..., D] -> [..., D]. `policy` replaces the balancer's for this call."""
         if x.shape[-1] != self.hidden:
             raise LoadError(f"x must be [..., {self.hidden}], got {list(x.shape)}")
-        check_data_parallel()
         balancer, bundle = self.balancer, self.experts.bundle
         tokens = x.reshape(-1, self.hidden)
         ids, weights = self.router(tokens)

@@ -56,11 +56,11 @@ class HomeModule(nn.Module):
         super().__setattr__(name, value)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._mark()  # copies of parameters come without
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> HomeModule:
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self._mark()  # on another kind of device they are new ones
         return self
 
