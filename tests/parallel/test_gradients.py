@@ -27,6 +27,7 @@ WAYS = [
     ("ddp", 4, 2),  # two groups with the same experts
     ("fsdp", 4, 2),
     ("fsdp, experts too", 4, 2),
+    ("fsdp, experts too", 2, 2),  # no other rank has the same
 ]
 
 
@@ -92,12 +93,13 @@ DTENSOR_TOLD = "'gate_up_proj' of home experts would be one DTensor of ranks [0,
         (by_fully_shard, UNEVEN, False, DTENSOR_TOLD),
         (by_distribute_module, None, False, DTENSOR_TOLD),
     ],
+    ids=["ddp", "ddp-frozen", "ddp-uneven", "fsdp1", "fsdp2", "fsdp2-uneven", "distribute_module"],
 )
-def test_what_takes_experts_for_replicas_is_refused_on_every_rank(wrap, homes, frozen, told):
+def test_what_takes_experts_to_be_the_same_is_refused_on_every_rank(wrap, homes, frozen, told):
     shared_pool().run(2, refused, wrap, homes, frozen, told)
 
 
-def replicas_in_ddp(rank, group):
+def alike_in_ddp(rank, group):
     experts, _ = grid(1)
     wrapped = DistributedDataParallel(balanced(experts))
     wrapped(torch.ones(3, 16, dtype=torch.float64)).sum().backward()
@@ -105,13 +107,13 @@ def replicas_in_ddp(rank, group):
 
 
 def test_plain_ddp_is_right_where_every_rank_has_all_experts():
-    shared_pool().run(2, replicas_in_ddp)
+    shared_pool().run(2, alike_in_ddp)
 
 
-def wrong_replicas(rank, group):
+def wrong_alike(rank, group):
     training = Training("ddp", 2)
     training.model(training.x).sum().backward()
-    told = r"replicas \[0, 1\] have different experts, which are spread over \[0, 1\]"
+    told = r"ranks \[0, 1\] are not alike: the experts are spread over \[0, 1\]"
     with pytest.raises(ConfigError, match=told):
         parallel.average_expert_gradients(training.model, group)
     training = Training("ddp", 1)
@@ -120,8 +122,8 @@ def wrong_replicas(rank, group):
         parallel.average_expert_gradients(training.model)
 
 
-def test_replicas_that_cannot_be_are_refused():
-    shared_pool().run(2, wrong_replicas)
+def test_ranks_that_are_not_alike_are_refused():
+    shared_pool().run(2, wrong_alike)
 
 
 def test_parameters_are_told_apart_and_marked():

@@ -24,11 +24,11 @@ SMALLEST = 1e-6  # a norm to divide by
 
 
 @torch.no_grad()
-def average_expert_gradients(model: nn.Module, replicas: dist.ProcessGroup | None = None) -> None:
+def average_expert_gradients(model: nn.Module, alike: dist.ProcessGroup | None = None) -> None:
     """Make the gradients of experts averages over all ranks; once a step, after the last backward.
 
-    replicas: the ranks that have the same experts as this one, which call this together; None:
-        there are no others. What `fully_shard` manages, it has averaged over replicas by itself.
+    alike: the ranks with the same experts as this one, all of which call this; None: there are no
+        others. Of parameters that `fully_shard` manages, it has averaged the gradients over them.
     """
     of_groups: dict[tuple[int, ...], list[torch.Tensor]] = defaultdict(list)
     for parameter, spread in ranks_of_experts(model).items():
@@ -37,26 +37,25 @@ def average_expert_gradients(model: nn.Module, replicas: dist.ProcessGroup | Non
     for spread, gradients in of_groups.items():
         plain = [gradient for gradient in gradients if mesh_of(gradient) is None]
         if plain:
-            check_replicas(replicas, spread)
-        if plain and replicas is not None:
-            add_up(plain, replicas)
-            scale(plain, 1 / replicas.size())
+            check_alike(alike, spread)
+        if plain and alike is not None:
+            add_up(plain, alike)
+            scale(plain, 1 / alike.size())
         scale([local(gradient) for gradient in gradients], 1 / len(spread))
 
 
-def check_replicas(replicas: dist.ProcessGroup | None, spread: Sequence[int]) -> None:
+def check_alike(alike: dist.ProcessGroup | None, spread: Sequence[int]) -> None:
     """Whether these can be the ranks with the same experts, and all of them."""
     size = dist.get_world_size() if dist.is_initialized() else 1
-    if replicas is None and size > len(spread):
+    if alike is None and size > len(spread):
         raise ConfigError(
-            f"there are {size} ranks, and the experts are spread over {len(spread)}, {list(spread)}"
-            ": name the ranks that have the same experts as this one, replicas=; "
-            "if there are none, a group of one"
+            f"there are {size} ranks, and the experts are spread over {len(spread)}: pass alike=, "
+            "the ranks with the same experts as this one; if there are no others, a group of one"
         )
-    together = dist.get_process_group_ranks(replicas) if replicas is not None else []
+    together = dist.get_process_group_ranks(alike) if alike is not None else []
     if strangers(together, spread):
         raise ConfigError(
-            f"replicas {together} have different experts, which are spread over {list(spread)}"
+            f"ranks {together} are not alike: the experts are spread over {list(spread)}"
         )
 
 
