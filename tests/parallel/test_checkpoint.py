@@ -7,6 +7,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from dense import Example
 from ranks import shared_pool
+from torch.distributed.checkpoint.api import CheckpointException
 from trained import Training, assert_told, reference
 
 from ultraep import Balancer, ConfigError, parallel
@@ -40,6 +41,17 @@ def test_training_goes_on_on_another_number_of_ranks(tmp_path, way, ranks, ep):
     pool.run(4, go_on, "ddp", 4, tmp_path)
     pool.run(4, go_on, "fsdp", 2, tmp_path)
     pool.run(4, go_on, "fsdp, experts too", 2, tmp_path)
+
+
+def load_plain_state(rank, group, folder):
+    training = Training("ddp", 1)
+    dcp.save({"training": {"model": training.bare.state_dict()}}, checkpoint_id=folder)
+    with pytest.raises(CheckpointException, match=r"state_dict: training\.model\.moe\.experts"):
+        dcp.load(training.state(), checkpoint_id=folder)
+
+
+def test_a_checkpoint_of_a_plain_state_is_not_taken_for_one_of_all_experts(tmp_path):
+    shared_pool().run(1, load_plain_state, tmp_path)
 
 
 def test_every_expert_has_a_key_of_its_own_and_memory_is_shared():
