@@ -1,10 +1,12 @@
 """Beside DDP, FSDP2 and DCP: what is to be done because every rank has experts of its own.
 
-expert_parameters, dense_parameters   which parameters are a rank's own, and which are not
-data_parallel                         DistributedDataParallel of all but the experts
-average_expert_gradients              experts to the scale that dense gradients have
-clip_grad_norm                        by the norm of all gradients of all ranks
-ShardedState                          model and optimizer for torch.distributed.checkpoint
+    expert_parameters, dense_parameters   which parameters are a rank's own, and which are not
+    data_parallel                         DistributedDataParallel of all but the experts
+    average_expert_gradients              experts at the scale that dense gradients have
+    clip_grad_norm                        by the norm of all gradients of all ranks
+    ShardedState                          model and optimizer for torch.distributed.checkpoint
+
+What would damage experts in silence is refused: `wrapped.py` and `home.py`.
 """
 
 from ultraep.parallel.checkpoint import ShardedState

@@ -38,10 +38,11 @@ def average_expert_gradients(model: nn.Module, alike: dist.ProcessGroup | None =
         plain = [gradient for gradient in gradients if mesh_of(gradient) is None]
         if plain:
             check_alike(alike, spread)
-        if plain and alike is not None:
             add_up(plain, alike)
-            scale(plain, 1 / alike.size())
-        scale([local(gradient) for gradient in gradients], 1 / len(spread))
+            torch._foreach_div_(plain, len(spread) * (alike.size() if alike is not None else 1))
+        sharded = [local(gradient) for gradient in gradients if mesh_of(gradient) is not None]
+        if sharded:
+            torch._foreach_div_(sharded, len(spread))
 
 
 def check_alike(alike: dist.ProcessGroup | None, spread: Sequence[int]) -> None:
@@ -59,8 +60,10 @@ def check_alike(alike: dist.ProcessGroup | None, spread: Sequence[int]) -> None:
         )
 
 
-def add_up(gradients: list[torch.Tensor], group: dist.ProcessGroup) -> None:
+def add_up(gradients: list[torch.Tensor], group: dist.ProcessGroup | None) -> None:
     """Sums over the ranks of a group, in place."""
+    if group is None:
+        return
     pending = [dist.all_reduce(gradient, group=group, async_op=True) for gradient in gradients]
     for work in pending:
         work.wait()
@@ -91,10 +94,6 @@ def clip_grad_norm(
         total /= dist.get_world_size(group)
     norm = total.sqrt()
     factor = (max_norm / (norm + SMALLEST)).clamp(max=1.0)
-    scale([gradient for found in gradients.values() for gradient in found], factor)
+    for found in gradients.values():
+        torch._foreach_mul_(found, factor)
     return norm
-
-
-def scale(tensors: list[torch.Tensor], factor: float | torch.Tensor) -> None:
-    if tensors:
-        torch._foreach_mul_(tensors, factor)
