@@ -111,6 +111,18 @@ def test_plain_ddp_is_right_where_every_rank_has_all_experts():
     shared_pool().run(2, alike_in_ddp)
 
 
+def made_elsewhere(rank, group):
+    model = balanced(group)
+    model._ddp_params_and_buffers_to_ignore = ["after.bias"]
+    parallel.leave_out_experts(model)
+    wrapped = DistributedDataParallel(model)
+    assert wrapped.parameters_to_ignore == {"after.bias", *parallel.expert_parameters(model)}
+
+
+def test_ddp_that_others_make_leaves_out_experts_and_what_was_left_out_before():
+    shared_pool().run(2, made_elsewhere)
+
+
 def wrong_alike(rank, group):
     training = Training("ddp", 2)
     training.model(training.x).sum().backward()

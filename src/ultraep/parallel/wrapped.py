@@ -20,11 +20,16 @@ from ultraep.parallel.home import expert_parameters, home_modules, strangers
 
 def data_parallel(model: nn.Module, **options: Any) -> DistributedDataParallel:
     """DistributedDataParallel with these options, of all parameters but those of experts."""
+    leave_out_experts(model)
+    return DistributedDataParallel(model, **options)
+
+
+def leave_out_experts(model: nn.Module) -> None:
+    """Let DistributedDataParallel ignore the experts of a model, whoever makes it."""
     ignored = getattr(model, "_ddp_params_and_buffers_to_ignore", ())  # as others have said
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
         model, [*ignored, *expert_parameters(model)]
     )
-    return DistributedDataParallel(model, **options)
 
 
 def check_wrapper(wrapper: nn.Module, attribute: str, model: nn.Module) -> None:
