@@ -40,15 +40,14 @@ from pretrain_parts import (
     write_whole,
 )
 from pretrain_settings import Settings, read_settings
-from torch import nn
 from torch.nn.functional import cross_entropy
-from torch.nn.utils import clip_grads_with_norm_
 
 import ultraep
+from ultraep import parallel
 from ultraep.demo.group import process_group, settle
 from ultraep.demo.job import Place
 from ultraep.demo.model import TinyMoE
-from ultraep.demo.train import homes, next_byte_loss, norm, summed_up
+from ultraep.demo.train import homes, next_byte_loss, summed_up
 from ultraep.layer import gather_experts
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.float32, "float64": torch.float64}  # weights
@@ -74,11 +73,13 @@ class Pretraining:
         self.model = TinyMoE(  # ultraep 1: its MLPs are ultraep.BalancedMoE(..., balancer=balancer)
             model, self.balancer, seed=training.seed, checkpointing=training.recompute
         ).to(self.device, DTYPES[training.precision])
-        named = dict(self.model.named_parameters())
-        self.experts = {name: p for name, p in named.items() if ".experts." in name}
-        self.rest = {name: p for name, p in named.items() if name not in self.experts}
+        self.experts = parallel.expert_parameters(self.model)
+        self.rest = parallel.dense_parameters(self.model)
         self.optimizer = torch.optim.AdamW(
-            named.values(), lr=training.lr, betas=(0.9, 0.95), weight_decay=training.weight_decay
+            self.model.parameters(),
+            lr=training.lr,
+            betas=(0.9, 0.95),
+            weight_decay=training.weight_decay,
         )
         self.seed_anew()
         self.roll = dist.new_group()  # to ask who is still there
@@ -149,25 +150,20 @@ class Pretraining:
 
     def descend(self) -> float:
         """Average the gradients, limit their norm, change the weights; the norm before."""
-        self.sum(*gradients(self.rest))
-        if (
-            self.alike.size() > 1
-        ):  # ultraep 5: inside a group, gradients of experts are sums already
-            self.sum(*gradients(self.experts), group=self.alike)
-        for gradient in (*gradients(self.rest), *gradients(self.experts)):
+        dense = [p.grad for p in self.rest.values() if p.grad is not None]
+        self.sum(*dense)
+        for gradient in dense:
             gradient /= self.size
-        of_experts = norm(self.experts).square()
-        self.sum(of_experts, group=self.group)  # ultraep 6: other ranks have other experts
-        total = (norm(self.rest).square() + of_experts).sqrt()
-        if self.settings.training.clip:
-            every = [*self.rest.values(), *self.experts.values()]
-            clip_grads_with_norm_(every, self.settings.training.clip, total)
+        with connected():  # ultraep 5: inside a group, gradients of experts are sums already
+            parallel.average_expert_gradients(self.model, self.alike)
+            largest = self.settings.training.clip or math.inf
+            norm = parallel.clip_grad_norm(self.model, largest)  # ultraep 6: of all experts
         for group in self.optimizer.param_groups:
             group["lr"] = self.learning_rate()
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.done += 1
-        return total.item()
+        return norm.item()
 
     def learning_rate(self) -> float:
         """Of the step to come: up in a line, then down along a cosine."""
@@ -266,11 +262,11 @@ class Pretraining:
         drawn = np.random.SeedSequence([self.settings.training.seed, self.done, self.rank])
         torch.manual_seed(int(drawn.generate_state(1)[0]))
 
-    def sum(self, *tensors: torch.Tensor, group: dist.ProcessGroup | None = None) -> None:
+    def sum(self, *tensors: torch.Tensor) -> None:
         """Sums over the ranks, in place, in one message."""
         flat = torch.cat([tensor.flatten() for tensor in tensors])
         with connected():
-            dist.all_reduce(flat, group=group)
+            dist.all_reduce(flat)
         parts = flat.split([tensor.numel() for tensor in tensors])
         for tensor, part in zip(tensors, parts, strict=True):
             tensor.copy_(part.view_as(tensor))
@@ -281,10 +277,6 @@ class Pretraining:
         with connected():
             dist.all_gather_object(found, mine)
         return found
-
-
-def gradients(parameters: dict[str, nn.Parameter]) -> list[torch.Tensor]:
-    return [p.grad for p in parameters.values() if p.grad is not None]
 
 
 def run(settings: Settings, resume: str | None) -> None:

@@ -25,6 +25,7 @@ LAYERS = [
     ["plan", "workload"],
     ["trace"],
     ["reroute", "replicate", "grad_reduce"],
+    ["parallel"],
     ["dispatch"],
     ["combine", "experts"],
     ["runtime"],
@@ -57,11 +58,12 @@ ONLY_IN = {
         "cli/env.py",
         "demo",
         "layer.py",
+        "parallel",
         "runtime",
         *(f"{name}.py" for name in STORY),
     ],
     "triton": ["backends/triton"],
-    "torch.distributed": ["demo", "runtime"],
+    "torch.distributed": ["demo", "parallel", "runtime"],
 }
 
 

@@ -23,6 +23,7 @@ from torch.nn.functional import linear, silu
 from ultraep.dispatch import Arrivals
 from ultraep.grad_reduce import accumulator
 from ultraep.modes import unseen
+from ultraep.parallel.home import HomeModule
 
 if TYPE_CHECKING:
     from ultraep.runtime.replicas import Replicas
@@ -32,7 +33,7 @@ NAMES = ("gate_up_proj", "down_proj", "gate_up_bias", "down_bias")
 Weights = dict[str, torch.Tensor]
 
 
-class Experts(nn.Module):
+class Experts(HomeModule):
     """The home experts of one rank, stacked.
 
     seed: experts are drawn from it one by one, so a model starts alike on any number of ranks.
@@ -55,7 +56,7 @@ class Experts(nn.Module):
         device: torch.device | None = None,
     ) -> None:
         super().__init__()
-        self.bitwise = bitwise
+        self.bitwise, self.home_experts = bitwise, tuple(home_experts)
         options: dict[str, Any] = {"dtype": dtype, "device": device}
         homes = len(home_experts)
         self.gate_up_proj = nn.Parameter(torch.empty(homes, 2 * ffn, hidden, **options))

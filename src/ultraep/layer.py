@@ -73,6 +73,7 @@ class BalancedMoE(nn.Module):
         self.experts = Experts(
             hidden, ffn, mine, bias=bias, bitwise=bitwise, seed=seed + 1, **options
         )
+        self.experts.spread_over(balancer)
         self.shared = SwiGLU(hidden, shared_ffn, seed + 2, **options) if shared_ffn else None
         self.last_plan: Plan | DevicePlan | None = None
         self.layer_index = balancer.register_layer()  # layers count in the order they are made

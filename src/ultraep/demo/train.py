@@ -1,8 +1,7 @@
 """Training of the model: one rank's part of it.
 
 Experts are spread over the ranks. The rest of the model is on every rank: DistributedDataParallel
-averages its gradients. The gradients of the experts are sums over all tokens of the group already,
-so they are only divided by the number of ranks.
+averages its gradients. What that means for the experts, `ultraep.parallel` does.
 
 Shapes: B sequences, T tokens.
 """
@@ -23,12 +22,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.functional import cross_entropy
-from torch.nn.parallel import DistributedDataParallel
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from ultraep.demo.model import ModelConfig, TinyMoE
 from ultraep.demo.text import Text
 from ultraep.layer import gather_experts
+from ultraep.parallel import (
+    average_expert_gradients,
+    clip_grad_norm,
+    data_parallel,
+    dense_parameters,
+    expert_parameters,
+)
 from ultraep.plan import Plan
 from ultraep.runtime.balancer import Balancer
 
@@ -83,11 +87,11 @@ class Trainer:
             config, balancer, seed=options.seed, checkpointing=options.checkpointing
         )
         self.model.to(self.device, options.dtype)
-        named = dict(self.model.named_parameters())
-        self.experts = {name: p for name, p in named.items() if ".experts." in name}
-        self.rest = {name: p for name, p in named.items() if name not in self.experts}
-        self.parallel = data_parallel(self.model, list(self.experts))
-        self.optimizer = torch.optim.AdamW(named.values(), lr=options.lr, betas=(0.9, 0.95))
+        self.experts, self.rest = expert_parameters(self.model), dense_parameters(self.model)
+        self.parallel = data_parallel(self.model)
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=options.lr, betas=(0.9, 0.95)
+        )
 
     def step(self) -> Step:
         """One step of the optimizer, over all its microbatches."""
@@ -110,10 +114,8 @@ class Trainer:
 
     def descend(self) -> None:
         """Change the weights by the gradients of this step."""
-        for parameter in self.experts.values():
-            assert parameter.grad is not None
-            parameter.grad /= self.balancer.comm.size
-        self.clip()
+        average_expert_gradients(self.model)
+        clip_grad_norm(self.model, LARGEST_NORM)
         for group in self.optimizer.param_groups:
             group["lr"] = self.options.lr * min(1.0, (self.done + 1) / (self.options.warmup + 1))
         self.optimizer.step()
@@ -128,13 +130,6 @@ class Trainer:
         count = options.tokens // options.length
         subjects = self.text.shifting(rng, self.done, count, options.period)
         return self.text.sequences(rng, subjects, options.length + 1).to(self.device)
-
-    def clip(self) -> None:
-        """Limit the norm of the gradient, to which the experts of all ranks belong."""
-        of_experts = norm(self.experts).square()
-        dist.all_reduce(of_experts)
-        total = (norm(self.rest).square() + of_experts).sqrt()
-        clip_grads_with_norm_([*self.experts.values(), *self.rest.values()], LARGEST_NORM, total)
 
     @torch.no_grad()
     def check(self) -> float:
@@ -218,20 +213,10 @@ def homes(experts: int, ranks: int) -> list[int]:
     return [expert * ranks // experts for expert in range(experts)]
 
 
-def data_parallel(model: nn.Module, own: list[str]) -> DistributedDataParallel:
-    """Average all gradients over the ranks, but not those of parameters of a rank's own."""
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, own)
-    return DistributedDataParallel(model)
-
-
 def next_byte_loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
     """Mean cross-entropy of every byte but the first."""
     logits = model(tokens[:, :-1])
     return cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
-
-
-def norm(parameters: Mapping[str, nn.Parameter]) -> torch.Tensor:
-    return get_total_norm([p.grad for p in parameters.values() if p.grad is not None])
 
 
 def summed_up(loss: float, plans: list[Plan], seconds: float) -> Step:

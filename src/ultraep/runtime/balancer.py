@@ -114,7 +114,7 @@ class Balancer(Unique):
         select(backend)
         _warm_up(backend)
         self.relay, self.chunks, self.verify = relay, chunks, verify
-        self.pool = SlotPool(slots, in_flight)
+        self.pool, self.group = SlotPool(slots, in_flight), group
         with ExitStack() as undo:
             self.comm = communicator or undo.enter_context(
                 closing(_connect(group, transport, timeout))

@@ -93,7 +93,7 @@ class DeviceBalancer(Unique):
         self.topology = Topology(
             ranks=peers.size, experts=experts, slots=slots, domain=domain, homes=homes
         )
-        self.rank = peers.rank
+        self.rank, self.group = peers.rank, getattr(peers, "group", None)
         settings = repr(
             (self.topology, self.config, tokens, top_k, capacity, relay, in_flight, __version__)
         )
@@ -123,12 +123,11 @@ class DeviceBalancer(Unique):
     @cached_property
     def comm(self) -> Communicator:
         """For what is not on the hot path: checkpoints of all experts."""
-        group = getattr(self.data.peers, "group", None)
-        if group is None and self.topology.ranks > 1:
+        if self.group is None and self.topology.ranks > 1:
             raise ConfigError(
                 f"{self.topology.ranks} ranks of one process have no group to speak over"
             )
-        return connect(group)
+        return connect(self.group)
 
     def register_layer(self) -> int:
         """A number for a layer; layers are made in the same order on all ranks."""

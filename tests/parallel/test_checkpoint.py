@@ -1,0 +1,89 @@
+"""Checkpoints of torch.distributed.checkpoint go on exactly, on another number of ranks too."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from dense import Example
+from ranks import shared_pool
+from torch.distributed.checkpoint.api import CheckpointException
+from trained import Training, assert_told, reference
+
+from ultraep import Balancer, ConfigError, parallel
+
+SAVED = 2  # after so many steps
+STEPS = 4
+
+
+def save(rank, group, way, ep, folder):
+    training = Training(way, ep)
+    training.steps(SAVED)
+    dcp.save(training.state(), checkpoint_id=folder)
+
+
+def go_on(rank, group, way, ep, folder):
+    training = Training(way, ep)
+    with torch.no_grad():
+        for parameter in training.model.parameters():
+            parameter.zero_()
+    dcp.load(training.state(), checkpoint_id=folder)
+    told, _ = reference(STEPS)
+    assert_told(training.steps(STEPS - SAVED), told[SAVED:])
+
+
+@pytest.mark.parametrize(("way", "ranks", "ep"), [("ddp", 2, 2), ("fsdp, experts too", 4, 2)])
+def test_training_goes_on_on_another_number_of_ranks(tmp_path, way, ranks, ep):
+    pool = shared_pool()
+    pool.run(ranks, save, way, ep, tmp_path)
+    pool.run(1, go_on, "ddp", 1, tmp_path)
+    pool.run(3, go_on, "ddp", 3, tmp_path)
+    pool.run(4, go_on, "ddp", 4, tmp_path)
+    pool.run(4, go_on, "fsdp", 2, tmp_path)
+    pool.run(4, go_on, "fsdp, experts too", 2, tmp_path)
+
+
+def load_plain_state(rank, group, folder):
+    training = Training("ddp", 1)
+    dcp.save({"training": {"model": training.bare.state_dict()}}, checkpoint_id=folder)
+    with pytest.raises(CheckpointException, match=r"state_dict: training\.model\.moe\.experts"):
+        dcp.load(training.state(), checkpoint_id=folder)
+
+
+def test_a_checkpoint_of_a_plain_state_is_not_taken_for_one_of_all_experts(tmp_path):
+    shared_pool().run(1, load_plain_state, tmp_path)
+
+
+def test_every_expert_has_a_key_of_its_own_and_memory_is_shared():
+    layer = Example([4]).layer(Balancer(experts=8))
+    optimizer = torch.optim.AdamW(layer.parameters())
+    state = parallel.ShardedState(torch.compile(layer), optimizer).state_dict()
+    model = [key for key in state if key.startswith("model.")]
+    stacks = ("experts.gate_up_proj", "experts.down_proj")
+    assert model == ["model.router.weight", *(f"model.{s}.{e}" for s in stacks for e in range(8))]
+    row = state["model.experts.down_proj.3"]
+    assert row.data_ptr() == layer.experts.down_proj[3].data_ptr()
+    moment = state["optimizer.state.experts.down_proj.exp_avg.3"]
+    own = optimizer.state[layer.experts.down_proj]["exp_avg"]
+    assert moment.data_ptr() == own[3].data_ptr()
+    assert state["optimizer.state.experts.down_proj.step"].ndim == 0
+
+
+def test_a_model_alone():
+    layers = [Example([4], seed=seed).layer(Balancer(experts=8)) for seed in range(2)]
+    state = parallel.ShardedState(layers[0]).state_dict()
+    assert not any(key.startswith("optimizer.") for key in state)
+    parallel.ShardedState(layers[1]).load_state_dict(state)
+    for one, other in zip(*(layer.parameters() for layer in layers), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_moments_that_are_not_stacked_over_experts_are_refused():
+    layer = Example([4]).layer(Balancer(experts=8))
+    optimizer = torch.optim.AdamW(layer.parameters())
+    state = parallel.ShardedState(layer, optimizer)
+    state.state_dict()
+    moments = optimizer.state[layer.experts.down_proj]
+    moments["exp_avg"] = moments["exp_avg"].flatten()
+    with pytest.raises(ConfigError, match=r"down_proj\.exp_avg' has 1536 rows for 8 home experts"):
+        state.state_dict()
