@@ -37,6 +37,7 @@ class TorchDistCommunicator:
         self.size = dist.get_world_size(group)
         if self.rank < 0:
             raise ConfigError("this process is no rank of the group")
+        self.timeout = timeout_of(group) if timeout is None else timeout
         self._group = group
         self._timeout = timeout
         # NCCL connects in the first call, which all ranks must join; an exchange may lack some.
@@ -129,6 +130,14 @@ class TorchDistCommunicator:
             raise CommunicationError(
                 f"{verb}: noticed by rank {self.rank} of {self.size}: {cause}"
             ) from error
+
+
+def timeout_of(group: dist.ProcessGroup) -> float:
+    """Seconds after which the group itself gives up; of its CPU side, if it has one."""
+    devices = group._device_types
+    device = next((device for device in devices if device.type == "cpu"), devices[0])
+    seconds: float = group._get_backend(device).options._timeout.total_seconds()
+    return seconds
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
