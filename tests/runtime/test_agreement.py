@@ -87,6 +87,12 @@ def take_another_balancer(program, odd):
     (twin if odd else program).forward()
 
 
+def save_alone(program, odd):
+    if odd:
+        program.layers[0].full_state_dict()
+    program.forward()
+
+
 PLACES = "ranks are at different places of the program: "
 SCENARIOS = {
     skip_a_backward: PLACES
@@ -107,6 +113,9 @@ SCENARIOS = {
     compute_again_while_others_go_on: PLACES
     + "ranks [0, 2] are at the loads of layer 0 (step 6); "
     + "ranks [1] are at the loads, computed again in backward, of layer 0 (step 6)",
+    save_alone: PLACES
+    + "ranks [0, 2] are at the loads of layer 0 (step 5); "
+    + "ranks [1] are at the full state of layer 0 (step 4)",
     evaluate: r"ranks disagree about the weights or inputs: "
     r"ranks \[0, 2\] have .* with gradient.*; "
     r"ranks \[1\] have ((?!gradient).)*",

@@ -41,6 +41,7 @@ class Point(IntEnum):
     LOADS_AGAIN = 1
     PLAN = 2
     BACKWARD = 3
+    STATE = 4
 
 
 WORDS = {
@@ -48,6 +49,7 @@ WORDS = {
     Point.LOADS_AGAIN: "the loads, computed again in backward,",
     Point.PLAN: "the plan",
     Point.BACKWARD: "the backward pass",
+    Point.STATE: "the full state",
 }
 
 

@@ -245,6 +245,10 @@ class Balancer:
             return TimedRoads(routes, self.comm, on_return, gathered.passage)
         return Roads(routes, self.comm, on_return)
 
+    def at_state(self, layer: int, device: torch.device) -> None:
+        """Before the experts of all ranks are gathered: raise if not all ranks are about to."""
+        self._agreement.meet(Place(Point.STATE, layer, self._steps), device)
+
     def record_step(self, step: int) -> None:
         """Say to which step of training the next microbatches belong, if they are recorded.
 

@@ -37,11 +37,15 @@ class TorchDistCommunicator:
         self.size = dist.get_world_size(group)
         if self.rank < 0:
             raise ConfigError("this process is no rank of the group")
-        self.timeout = timeout_of(group) if timeout is None else timeout
         self._group = group
         self._timeout = timeout
         # NCCL connects in the first call, which all ranks must join; an exchange may lack some.
         self.gather_objects(None)
+
+    @property
+    def timeout(self) -> float:
+        """Seconds after which a silent rank is an error."""
+        return timeout_of(self._group) if self._timeout is None else self._timeout
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         return self._gather("all_gather", tensor)
