@@ -31,7 +31,7 @@ from ultraep.comm import Communicator
 from ultraep.errors import CommunicationError, PlanMismatch
 
 FIELDS = ("balancer", "point", "layer", "step", "digest", "refused", "version")
-PLACE = slice(FIELDS.index("point"), FIELDS.index("step") + 1)
+ALIKE, PLACE, REFUSED = slice(0, 5), slice(1, 4), 5  # where they stand
 
 
 class Point(IntEnum):
@@ -66,10 +66,11 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Records:
-    """The records of all ranks, which are at one place."""
+    """What all ranks have sent from one place."""
 
     words: IntArray  # [R, fields and E]
     on_device: torch.Tensor  # the same
+    alike: bool  # in all that must be alike
 
     def column(self, field: str) -> IntArray:
         """[R] one field of all ranks."""
@@ -109,21 +110,21 @@ class Agreement:
         """The records of all ranks with their loads. Nothing but the place is compared yet."""
         digest = short_digest(kinds.encode())
         record = self._record(place, loads_E.device, digest=digest, version=version)
-        record[FIELDS.index("refused")] = refused
+        record[REFUSED] = refused
         record[len(FIELDS) :] = loads_E
         return self._gather(place, record)
 
     def compare_inputs(self, records: Records, kinds: str) -> None:
         """Raise if some rank refused its input, or has inputs or weights of another kind."""
-        refused = np.flatnonzero(records.column("refused")).tolist()
-        if refused:
+        if records.words[:, REFUSED].any():
+            refused = np.flatnonzero(records.column("refused")).tolist()
             raise CommunicationError(f"ranks {refused} refused their input; their errors say why")
         self._compare_digests("the weights or inputs", records, kinds)
 
     def meet(self, place: Place, device: torch.device, *, digest: int = 0, told: str = "") -> None:
         """Raise if ranks are at different places, or if the digests differ of what is told."""
         records = self._gather(place, self._record(place, device, digest=digest))
-        self._compare_digests(str(place), records, told)
+        self._compare_digests(place, records, told)
 
     def _record(
         self, place: Place, device: torch.device, *, digest: int, version: int = 0
@@ -137,23 +138,26 @@ class Agreement:
             gathered = self._comm.all_gather(record)
         except CommunicationError as error:
             raise CommunicationError(f"at {place}: {error}") from error
-        records = Records(gathered.cpu().numpy(), gathered)
-        self._compare_places(records)
+        words = gathered.cpu().numpy()
+        records = Records(words, gathered, bool((words[1:, ALIKE] == words[:1, ALIKE]).all()))
+        if not records.alike:
+            self._compare_places(records)
         return records
 
     def _compare_places(self, records: Records) -> None:
-        if _differ(records.column("balancer")):
-            every = self._comm.gather_objects(self._settings)
-            _compare("the balancer", records.column("balancer").tolist(), every)
+        """All ranks have the same table: if one of them asks the others, all do."""
+        balancers = records.column("balancer").tolist()
+        if len(set(balancers)) > 1:
+            _compare("the balancer", balancers, self._comm.gather_objects(self._settings))
         places = [Place(*row) for row in records.words[:, PLACE].tolist()]
         if len(set(places)) > 1:
-            groups = _groups(places)
-            listed = "; ".join(f"ranks {ranks} are at {place}" for place, ranks in groups.items())
+            groups = _groups(places).items()
+            listed = "; ".join(f"ranks {ranks} are at {place}" for place, ranks in groups)
             raise PlanMismatch(f"ranks are at different places of the program: {listed}")
 
-    def _compare_digests(self, what: str, records: Records, told: str) -> None:
-        """All ranks have the same table: if one of them asks the others, all do."""
-        if _differ(records.column("digest")):
+    def _compare_digests(self, what: str | Place, records: Records, told: str) -> None:
+        """After places: what is not alike then is the digest, and one asks as all do."""
+        if not records.alike:
             _compare(what, records.column("digest").tolist(), self._comm.gather_objects(told))
 
 
@@ -165,11 +169,7 @@ def short_digest(*parts: Any) -> int:
     return int.from_bytes(digest.digest(), "little") >> 2
 
 
-def _differ(values_R: IntArray) -> bool:
-    return bool((values_R != values_R[0]).any())
-
-
-def _compare(what: str, values: Sequence[Hashable], told: Sequence[str]) -> None:
+def _compare(what: str | Place, values: Sequence[Hashable], told: Sequence[str]) -> None:
     """Raise if the values of all ranks are not alike, with what they tell about them."""
     groups = _groups(values)
     if len(groups) > 1:

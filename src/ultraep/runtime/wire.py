@@ -34,7 +34,7 @@ from ultraep.backends.cpu.fence import fence
 from ultraep.errors import CommunicationError
 from ultraep.runtime.segments import Files
 
-VERBS = ("all_gather", "all_to_all", "exchange", "gather_objects")
+VERBS = {"all_gather": 0, "all_to_all": 1, "exchange": 2, "gather_objects": 3}
 LINE = 8  # words of a cache line: no two writers share one
 PID, STATE, BLAME = 0, 1, 2  # words in the line of a rank
 ARRIVED, TOLD, RELEASED = 0, 1, LINE  # words in the two lines of a pair
@@ -90,11 +90,12 @@ class _Words:
 
     def tell(self, at: int, told: _Told) -> None:
         """Store words that others load only after a word which is stored later."""
-        for step, value in enumerate(told):
-            self._words[at + step] = value
+        words = self._words
+        words[at], words[at + 1], words[at + 2], words[at + 3] = told
 
     def told(self, at: int) -> _Told:
-        return _Told(*self._words[at : at + len(_Told._fields)])
+        words = self._words
+        return _Told(words[at], words[at + 1], words[at + 2], words[at + 3])
 
 
 class _Told(NamedTuple):
@@ -123,17 +124,17 @@ class _Outbox(_Pair):
     def free(self) -> bool:
         return self._words[self._at + RELEASED] == self._pieces
 
-    def put(self, verb: str, data: torch.Tensor) -> torch.Tensor:
-        """Send as much as there is room for; the rest of it."""
-        if len(data) > len(self._segment):
-            self._grow(len(data))
-        piece = data[: len(self._segment)]
-        self._segment[: len(piece)].copy_(piece)
-        told = _Told(VERBS.index(verb), len(data), len(piece), self._generation)
-        self._words.tell(self._at + TOLD, told)
+    def put(self, verb: str, data: torch.Tensor) -> torch.Tensor | None:
+        """Send as much as there is room for; the rest of it, if there is one."""
+        left = size = len(data)
+        if left > len(self._segment):
+            self._grow(left)
+            size = min(left, len(self._segment))
+        self._segment[:size].copy_(data if size == left else data[:size])
+        self._words.tell(self._at + TOLD, _Told(VERBS[verb], left, size, self._generation))
         self._pieces += 1
         self._words[self._at + ARRIVED] = self._pieces
-        return data[len(piece) :]
+        return None if size == left else data[size:]
 
     def _grow(self, size: int) -> None:
         room, next_one = max(SMALLEST, 1 << (size - 1).bit_length()), self._generation + 1
@@ -151,16 +152,16 @@ class _Inbox(_Pair):
     def told(self) -> _Told:
         return self._words.told(self._at + TOLD)
 
-    def take(self, place: torch.Tensor) -> torch.Tensor:
-        """Fill the place with what has arrived; the rest of it."""
-        _, _, size, generation = self.told()
-        if generation != self._generation:
-            self._segment = _bytes_of(self._files.open(f"{self._name}-{generation}"))
-            self._generation = generation
-        place[:size].copy_(self._segment[:size])
+    def take(self, told: _Told, place: torch.Tensor) -> torch.Tensor | None:
+        """Fill the place with what has arrived; the rest of it, if there is one."""
+        if told.generation != self._generation:
+            self._segment = _bytes_of(self._files.open(f"{self._name}-{told.generation}"))
+            self._generation = told.generation
+        whole = told.size == told.left
+        (place if whole else place[: told.size]).copy_(self._segment[: told.size])
         self._pieces += 1
         self._words[self._at + RELEASED] = self._pieces
-        return place[size:]
+        return None if whole else place[told.size :]
 
 
 class _Roll:
@@ -278,9 +279,10 @@ class Wire:
         ready = [peer for peer in incoming if self._inboxes[peer].arrived()]
         for peer in ready:
             box, place = self._inboxes[peer], incoming[peer][0]
-            self._compare(verb, peer, box.told(), len(place))
+            told = box.told()
+            self._compare(verb, peer, told, len(place))
             try:
-                rest = box.take(place)
+                rest = box.take(told, place)
             except OSError as error:
                 self._fail(verb, peer, f"no message of rank {peer}: {error}")
             _advance(incoming, peer, rest)
@@ -288,8 +290,9 @@ class Wire:
 
     def _compare(self, verb: str, peer: int, told: _Told, size: int) -> None:
         """What has arrived with what is expected."""
-        if VERBS[told.verb] != verb:
-            self._fail(verb, peer, f"rank {peer} is at {VERBS[told.verb]} instead")
+        if told.verb != VERBS[verb]:
+            other = next(name for name, number in VERBS.items() if number == told.verb)
+            self._fail(verb, peer, f"rank {peer} is at {other} instead")
         if told.left != size:
             self._fail(verb, peer, f"rank {peer} sent {told.left} bytes, {size} were expected")
 
@@ -314,9 +317,9 @@ class Wire:
         raise CommunicationError(f"{verb}: {what}; noticed by rank {self.rank} of {self.size}")
 
 
-def _advance(queues: Queues, peer: int, rest: torch.Tensor) -> None:
+def _advance(queues: Queues, peer: int, rest: torch.Tensor | None) -> None:
     """Put the rest of the first message in its place; without one, the next is the first."""
-    if len(rest):
+    if rest is not None:
         queues[peer][0] = rest
         return
     queues[peer].popleft()
