@@ -97,7 +97,7 @@ class Pretraining:
             config=ultraep.BalanceConfig(policy=balance.policy, tolerance=balance.tolerance),
             relay=balance.relay,
             transport=way.transport,
-            timeout=way.timeout,
+            timeout=way.timeout or None,
             record=trace_folder(self.settings.logging.record, start, self.rank // ep),
         )
 

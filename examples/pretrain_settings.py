@@ -51,7 +51,7 @@ class Parallel:
     ep: int = number(0, least=0)  # ranks of an expert-parallel group; 0: all
     device: str = one_of("cpu", "cpu", "cuda")
     transport: str = one_of("auto", "auto", "shared", "sockets")
-    timeout: float = number(60.0, least=1)  # seconds after which a silent rank is an error
+    timeout: float = number(0.0, least=0)  # seconds for a silent rank; 0: as long as torch waits
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -102,7 +102,12 @@ class BalancedMoE(nn.Module):
         return y.reshape(x.shape)
 
     def full_state_dict(self) -> dict[str, torch.Tensor]:
-        """The state with all experts, on every rank: a checkpoint for any number of ranks."""
+        """The state with all experts, on every rank: a checkpoint for any number of ranks.
+
+        All ranks call it, also if only one of them saves it.
+        """
+        if isinstance(self.balancer, Balancer):
+            self.balancer.at_state(self.layer_index, self.router.weight.device)
         state = {name: tensor.clone() for name, tensor in self.state_dict().items()}
         for name in self.experts.bundle:
             state[f"experts.{name}"] = gather_experts(state[f"experts.{name}"], self.balancer)

@@ -1,6 +1,7 @@
 """A group of ranks agrees, or every rank learns who does not; nobody waits for ever."""
 
 import contextlib
+import re
 import threading
 import time
 
@@ -175,10 +176,17 @@ def test_policies_of_one_call_that_differ_are_an_error_on_every_rank():
     def work(comm):
         balancer = Balancer(experts=8, communicator=comm)
         gathered = balancer.gather(ids_of(comm.rank))
-        with pytest.raises(PlanMismatch, match=r"about the plan: .*ranks \[0, 2, 3\] .*\[1\]"):
+        with pytest.raises(PlanMismatch) as caught:
             balancer.plan(gathered, policy="none" if comm.rank == 1 else None)
+        return str(caught.value)
 
-    LocalGroup(4).run(work)
+    for message in LocalGroup(4).run(work):
+        assert re.fullmatch(
+            r"ranks disagree about the plan of layer 0 \(step 1\): "
+            r"ranks \[0, 2, 3\] have \d copies by policy 'ultraep'; "
+            r"ranks \[1\] have 0 copies by policy 'none'",
+            message,
+        )
 
 
 def test_layers_in_another_order_are_an_error_on_every_rank():
@@ -189,7 +197,8 @@ def test_layers_in_another_order_are_an_error_on_every_rank():
         layers = [example.layer(balancer), example.layer(balancer)]
         layers = layers[::-1] if comm.rank else layers
         x = example.inputs[comm.rank]
-        with pytest.raises(PlanMismatch, match=r"layer: ranks \[0\] have 0; ranks \[1\] have 1"):
+        places = r"ranks \[0\] are at the loads of layer 0 .*; ranks \[1\] .* of layer 1"
+        with pytest.raises(PlanMismatch, match=places):
             layers[0](x)
 
     LocalGroup(2).run(work)
@@ -200,7 +209,8 @@ def test_a_step_more_is_an_error_on_every_rank():
         balancer = Balancer(experts=8, communicator=comm)
         if comm.rank == 0:
             balancer._steps += 1
-        with pytest.raises(PlanMismatch, match=r"step: ranks \[0\] have 2; ranks \[1\] have 1"):
+        places = r"ranks \[0\] are at the loads .* \(step 2\); ranks \[1\] .* \(step 1\)"
+        with pytest.raises(PlanMismatch, match=places):
             balancer.gather(ids_of(comm.rank))
 
     LocalGroup(2).run(work)
@@ -242,13 +252,32 @@ def test_a_rank_that_says_nothing_is_named_after_the_timeout():
     balancers = group.run(lambda comm: Balancer(experts=9, communicator=comm))
 
     def work(comm):
-        if comm.rank != 1:
-            balancers[comm.rank].gather(ids_of(comm.rank))
+        if comm.rank == 1:
+            return complained.wait(QUICK)
+        try:
+            return balancers[comm.rank].gather(ids_of(comm.rank))
+        finally:
+            complained.set()
 
+    complained = threading.Event()
     group.timeout = 1  # not before: to make balancers may take longer
-    begin = time.monotonic()
-    with pytest.raises(CommunicationError, match=r"waited 1 s for rank 1"):
+    message = r"at the loads of layer 0 \(step 1\): rank . waited 1 s for rank 1"
+    with pytest.raises(CommunicationError, match=message):
         group.run(work)
+    assert complained.is_set()
+
+
+def test_a_rank_whose_work_has_ended_is_waited_for_by_nobody():
+    def work(comm):
+        balancer = Balancer(experts=9, communicator=comm)
+        balancer.gather(ids_of(comm.rank))
+        if comm.rank != 1:
+            balancer.gather(ids_of(comm.rank))
+
+    begin = time.monotonic()
+    message = r"at the loads of layer 0 \(step 2\): rank . waits for rank 1, which has ended"
+    with pytest.raises(CommunicationError, match=message):
+        LocalGroup(3).run(work)
     assert time.monotonic() - begin < QUICK
 
 

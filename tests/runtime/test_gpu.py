@@ -1,11 +1,13 @@
 """The layer on a GPU: one rank over NCCL with backward, several ranks in one process without."""
 
+from datetime import timedelta
+
 import pytest
 import torch
 import torch.distributed as dist
 from dense import Example, assert_close, dense
 
-from ultraep import Balancer, LocalGroup
+from ultraep import Balancer, LocalGroup, PlanMismatch
 
 pytestmark = [
     pytest.mark.gpu,
@@ -17,7 +19,8 @@ CUDA = torch.device("cuda")
 @pytest.fixture
 def nccl(tmp_path):
     store = dist.FileStore(str(tmp_path / "store"), 1)
-    dist.init_process_group("nccl", store=store, rank=0, world_size=1)
+    limit = timedelta(seconds=77)
+    dist.init_process_group("nccl", store=store, rank=0, world_size=1, timeout=limit)
     yield dist.group.WORLD
     dist.destroy_process_group()
 
@@ -35,6 +38,32 @@ def test_one_rank_over_nccl_agrees_with_the_dense_twin(nccl):
     assert_close(x.grad.cpu(), wanted.gradients["x"])
     for name, parameter in layer.named_parameters():
         assert_close(parameter.grad.cpu(), wanted.gradients[name], name)
+
+
+def test_without_a_timeout_nccl_says_how_long_to_wait(nccl):
+    assert Balancer(nccl, experts=8).comm.timeout == 77.0
+    assert Balancer(nccl, experts=8, timeout=5.0).comm.timeout == 5.0
+
+
+def test_ranks_at_different_places_are_told_so():
+    def work(comm):
+        balancer = Balancer(experts=8, communicator=comm)
+        ids = torch.arange(16, device=CUDA).reshape(8, 2) % 8
+        gathered = balancer.gather(ids)
+        assert gathered.on_device.is_cuda
+        with pytest.raises(PlanMismatch) as caught:
+            balancer.gather(ids) if comm.rank else balancer.plan(gathered)
+        return str(caught.value)
+
+    assert (
+        LocalGroup(2).run(work)
+        == [
+            "ranks are at different places of the program: "
+            "ranks [0] are at the plan of layer 0 (step 1); "
+            "ranks [1] are at the loads of layer 0 (step 2)"
+        ]
+        * 2
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])

@@ -1,16 +1,15 @@
 """Balancer: one per expert-parallel group; owns communicator, backend and spare slots.
 
 Its verbs are the stages that need the group: `gather` (1), `plan` (2), `replicate` (3), `reroute`
-(4), `roads` (5 and 7), and `Replicas.reduce` (8). All ranks call them in the same order. The first
-message of every step carries what the ranks must agree on, so that a rank with other settings, or
-at another place of the program, is an error that names it, on every rank.
+(4), `roads` (5 and 7), and `Replicas.reduce` (8). All ranks call them in the same order. Some
+also carry what the ranks must agree on (agreement.py), so that a rank with other weights, or at
+another place of the program, is an error that names it, on every rank.
 
 Shapes: T tokens, K experts per token, R ranks, E experts.
 """
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
@@ -19,7 +18,6 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 from ultraep.arrays import IntArray
@@ -28,7 +26,7 @@ from ultraep.bundle import Bundle, given_tensors, kinds, resolve
 from ultraep.comm import Communicator
 from ultraep.config import BalanceConfig
 from ultraep.dispatch import Roads
-from ultraep.errors import CommunicationError, ConfigError, LoadError, PlanMismatch, SlotError
+from ultraep.errors import ConfigError, LoadError, SlotError
 from ultraep.loads import MAX_TOTAL, count_loads
 from ultraep.modes import unseen
 from ultraep.plan import Plan
@@ -36,7 +34,8 @@ from ultraep.plan import plan as make_plan
 from ultraep.policies import get_policy
 from ultraep.replicate import MODES
 from ultraep.reroute import Routes, reroute, routes_of
-from ultraep.runtime.past import Past
+from ultraep.runtime.agreement import Agreement, Place, Point, short_digest
+from ultraep.runtime.past import Past, in_backward
 from ultraep.runtime.recording import Passage, Passages, TimedRoads, open_recorder, wanted
 from ultraep.runtime.replicas import Replicas
 from ultraep.runtime.slots import SlotPool
@@ -51,8 +50,6 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
     from ultraep.runtime.control import ControlPlane
-
-HEADER = ("settings", "layer", "step", "kinds", "refused")  # what ranks must agree on
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +74,11 @@ class Balancer(Unique):
     relay: how weights travel, "direct", "chain", or "auto": the faster one for each plan.
     chunks: pieces of an expert in a chain.
     in_flight: buffers of spare slots, for callers that keep several filled at the same time.
-    verify: compare the plans of all ranks, and the order of their backward passes.
+    verify: compare the plans of all ranks, and where they are in backward. Without it, only loads
+        are compared: a rank that skips a backward pass may stop the others, or go unnoticed.
     transport: "auto", "shared" (memory, CPU ranks of one host) or "sockets" (the group's own).
-    timeout: seconds after which a silent rank is an error; None: the group's own.
+    timeout: seconds after which a silent rank is an error; None: the group's own (those of
+        torch.distributed: 30 minutes with gloo, 10 with NCCL). A rank that died is one at once.
     communicator: in place of a group, for ranks that are no processes (`LocalGroup`).
     record: folder for a trace of every microbatch, on all ranks; None: one inside the folder that
         the environment variable ULTRAEP_TRACE names, or none.
@@ -124,16 +123,14 @@ class Balancer(Unique):
             )
             agreed = (relay, chunks, in_flight, verify, wanted(record), __version__)
             settings = repr((self.topology, self.config, *agreed))
-            self._agree("settings", self.comm.gather_objects(settings))
+            self._agreement = Agreement(self.comm, settings, experts)
             self.recorder: Recorder | None = open_recorder(
                 record, self.comm, self.topology, self.config
             )
             undo.pop_all()
-        self._settings = _short_digest(settings.encode())
         self._backend_name = backend
         self._control: ControlPlane | None = None
         self._known_to_control: Plan | None = None
-        self._device = torch.device("cpu")
         self._layers = self._steps = 0
         self._versions = Versions()
         self._past = Past()
@@ -170,19 +167,20 @@ class Balancer(Unique):
             loads_E, refused = self._count(ids)
             self._steps += 1
             found = kinds(resolve(bundle or {}), inputs=inputs, weights=weights)
-            agreed = [self._settings, layer, self._steps, _short_digest(found.encode())]
             version = self._versions.of(layer, given_tensors(bundle or {}))
-            self._device = ids.device  # where the group can send from, if it is no CPU group
-            header = torch.tensor([*agreed, 0, version], device=self._device)
-            header[HEADER.index("refused")] = refused
-            on_device = self.comm.all_gather(torch.cat([header, loads_E.long()]))
-            table = on_device.cpu().numpy()
-            if table[self.rank, HEADER.index("refused")]:
+            point = Point.LOADS_AGAIN if in_backward() else Point.LOADS
+            records = self._agreement.loads(
+                Place(point, layer, self._steps),
+                loads_E,
+                kinds=found,
+                version=version,
+                refused=refused,
+            )
+            if records.column("refused")[self.rank]:
                 self._refuse(ids)
-            self._check_header(table, found)
-        start = len(HEADER) + 1
-        loads, versions = table[:, start:], table[:, start - 1]
-        return Gathered(loads, versions, layer, self._steps, on_device[:, start:], passage)
+            self._agreement.compare_inputs(records, found)
+        versions, on_device = records.column("version"), records.loads_on_device
+        return Gathered(records.loads, versions, layer, self._steps, on_device, passage)
 
     @unseen()
     def plan(self, gathered: Gathered, *, policy: str | None = None) -> Plan:
@@ -211,7 +209,12 @@ class Balancer(Unique):
                 self._passages.planned(passage, gathered.layer, plan, seen)
         if self.verify:
             with self.timed("verify", passage):
-                self._same_everywhere("plan", _short_digest(plan.replicas, plan.quotas))
+                self._agreement.meet(
+                    Place(Point.PLAN, gathered.layer, gathered.step),
+                    gathered.on_device.device,
+                    digest=short_digest(plan.replicas, plan.quotas),
+                    told=f"{plan.num_replicas} copies by policy {config.policy!r}",
+                )
         return plan
 
     def replicate(self, plan: Plan, gathered: Gathered, bundle: Bundle) -> Replicas:
@@ -240,11 +243,16 @@ class Balancer(Unique):
 
         def on_return() -> None:
             if self.verify:
-                self._same_everywhere("backward pass of step", gathered.step)
+                place = Place(Point.BACKWARD, gathered.layer, gathered.step)
+                self._agreement.meet(place, gathered.on_device.device)
 
         if gathered.passage is not None:
             return TimedRoads(routes, self.comm, on_return, gathered.passage)
         return Roads(routes, self.comm, on_return)
+
+    def at_state(self, layer: int, device: torch.device) -> None:
+        """Before the experts of all ranks are gathered: raise if not all ranks are about to."""
+        self._agreement.meet(Place(Point.STATE, layer, self._steps), device)
 
     def record_step(self, step: int) -> None:
         """Say to which step of training the next microbatches belong, if they are recorded.
@@ -343,25 +351,6 @@ class Balancer(Unique):
             self._control.count(ids.contiguous())
         count_loads(ids, self.topology.experts, backend=self._backend_name)
 
-    def _check_header(self, table: IntArray, found: str) -> None:
-        refused = np.flatnonzero(table[:, HEADER.index("refused")]).tolist()
-        if refused:
-            raise CommunicationError(f"ranks {refused} refused their input; their errors say why")
-        for column, name in enumerate(HEADER[:3]):
-            self._agree(name, table[:, column].tolist())
-        if len(set(table[:, HEADER.index("kinds")].tolist())) > 1:
-            self._agree("weights or inputs", self.comm.gather_objects(found))
-
-    def _same_everywhere(self, what: str, value: int) -> None:
-        values = self.comm.all_gather(torch.tensor([value], device=self._device))
-        self._agree(what, values[:, 0].tolist())
-
-    def _agree(self, what: str, values: list[Any]) -> None:
-        if len(set(values)) > 1:
-            groups = {v: [r for r, other in enumerate(values) if other == v] for v in values}
-            listed = "; ".join(f"ranks {ranks} have {value}" for value, ranks in groups.items())
-            raise PlanMismatch(f"ranks disagree about the {what}: {listed}")
-
 
 @cache
 def _warm_up(backend: str | None) -> None:
@@ -378,11 +367,3 @@ def _connect(
     from ultraep.runtime.connect import connect  # torch.distributed, only where it is needed
 
     return connect(group, transport=transport, timeout=timeout)
-
-
-def _short_digest(*parts: Any) -> int:
-    """A 62-bit digest of arrays or bytes."""
-    digest = hashlib.blake2b(digest_size=8)
-    for part in parts:
-        digest.update(part if isinstance(part, bytes) else np.ascontiguousarray(part).tobytes())
-    return int.from_bytes(digest.digest(), "little") >> 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from typing import TYPE_CHECKING
 
 from ultraep.comm import Communicator
@@ -23,8 +24,8 @@ def connect(
     """The communicator of this rank; all ranks of the group call it with the same arguments.
 
     No group means a group of one. "auto" takes shared memory where all ranks are CPU ranks of one
-    host, torch.distributed elsewhere. "shared" and "sockets" are taken at their word. `timeout` is
-    how many seconds to wait for a rank; None means what is usual for the transport.
+    host that has enough of it, torch.distributed elsewhere. "shared" and "sockets" are taken at
+    their word. `timeout` is how many seconds to wait for a rank; None: as long as the group does.
     """
     if transport not in TRANSPORTS:
         raise ConfigError(
@@ -33,14 +34,16 @@ def connect(
         )
     if group is None:
         return local.alone()
-    # Here, not above: a group of one needs no torch.distributed.
-    from ultraep.runtime import shared_memory, torch_dist
+    if transport == "auto" and sys.platform != "linux":
+        transport = "sockets"
+    # Here, not above: a group of one needs no torch.distributed, and sockets no shared memory.
+    if transport != "sockets":
+        from ultraep.runtime import shared_memory
 
-    if transport == "auto":
-        transport = "shared" if shared_memory.usable(group, timeout) else "sockets"
-        logger.info("transport of %d ranks: %s", group.size(), transport)
-    if transport == "sockets":
-        return torch_dist.TorchDistCommunicator(group, timeout)
-    if timeout is None:
-        return shared_memory.SharedMemoryCommunicator(group)
-    return shared_memory.SharedMemoryCommunicator(group, timeout)
+        if transport == "shared" or shared_memory.usable(group, timeout):
+            logger.info("transport of %d ranks: shared", group.size())
+            return shared_memory.SharedMemoryCommunicator(group, timeout)
+    from ultraep.runtime.torch_dist import TorchDistCommunicator
+
+    logger.info("transport of %d ranks: sockets", group.size())
+    return TorchDistCommunicator(group, timeout)

@@ -4,7 +4,7 @@
     outputs = group.run(lambda comm: layer_of(comm)(inputs[comm.rank]))
 
 If one rank raises, the others stop with a `CommunicationError` instead of waiting for ever, and
-`run` raises what the first one raised.
+`run` raises what the first one raised. So do ranks that wait for one whose work has ended.
 """
 
 from __future__ import annotations
@@ -36,11 +36,13 @@ class LocalGroup:
             for target in range(size)
         }
         self._failed: tuple[int, BaseException] | None = None
+        self._ended: set[int] = set()
         self._lock = threading.Lock()
 
     def run(self, work: Callable[[Communicator], T]) -> list[T]:
         """`work(communicator)` on every rank at once; the results in the order of ranks."""
         results: list[Any] = [None] * self.size
+        self._ended.clear()
 
         def on_rank(rank: int) -> None:
             with _Watch(self, rank):
@@ -61,23 +63,34 @@ class LocalGroup:
             if self._failed is None:
                 self._failed = (rank, error)
 
-    def send(self, source: int, target: int, value: Any) -> None:
-        self._mail[source, target].put(value)
+    def end(self, rank: int) -> None:
+        """Say that nothing more comes from this rank."""
+        self._ended.add(rank)
 
-    def receive(self, source: int, target: int) -> Any:
+    def send(self, verb: str, source: int, target: int, value: Any) -> None:
+        self._mail[source, target].put((verb, value))
+
+    def receive(self, verb: str, source: int, target: int) -> Any:
         """The next value from that source; an error once a rank failed or the time is over."""
-        waited, step = 0.0, 0.05
+        mail, waited, step = self._mail[source, target], 0.0, 0.05
         while True:
+            ended = source in self._ended  # asked before its last word could be overlooked
             try:
-                return self._mail[source, target].get(timeout=step)
+                sent, value = mail.get(timeout=step)
+                break
             except queue.Empty:
                 waited += step
             if self._failed is not None:
                 raise CommunicationError(f"rank {self._failed[0]} failed: {self._failed[1]!r}")
+            if ended:
+                raise CommunicationError(f"rank {target} waits for rank {source}, which has ended")
             if waited >= self.timeout:
                 raise CommunicationError(
                     f"rank {target} waited {self.timeout:g} s for rank {source}"
                 )
+        if sent != verb:
+            raise CommunicationError(f"rank {target} is at {verb}, rank {source} at {sent} instead")
+        return value
 
 
 class _Watch:
@@ -92,6 +105,7 @@ class _Watch:
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
         if error is not None:
             self._group.fail(self._rank, error)
+        self._group.end(self._rank)
         return True
 
 
@@ -101,38 +115,46 @@ class LocalCommunicator:
     def __init__(self, group: LocalGroup, rank: int) -> None:
         self._group = group
         self.rank = rank
-        self.size = group.size
+        self.size, self.timeout = group.size, group.timeout
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        return torch.stack(self._swap([tensor.detach().clone()] * self.size))
+        parts = self._swap("all_gather", [tensor.detach().clone()] * self.size)
+        for peer, part in enumerate(parts):
+            self._compare(peer, part.shape, tensor.shape)
+        return torch.stack(parts)
 
     def all_to_all(
         self, rows: torch.Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]
     ) -> torch.Tensor:
-        parts = self._swap(list(rows.detach().clone().split(list(send_counts))))
+        parts = self._swap("all_to_all", list(rows.detach().clone().split(list(send_counts))))
         for peer, (part, count) in enumerate(zip(parts, receive_counts, strict=True)):
-            if len(part) != count:
-                raise CommunicationError(
-                    f"rank {self.rank} expects {count} rows from rank {peer}, got {len(part)}"
-                )
+            self._compare(peer, part.shape, (count, *rows.shape[1:]))
         return torch.cat(parts)
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
         for peer, tensor in sends:
-            self._group.send(self.rank, peer, tensor.detach().clone())
+            self._group.send("exchange", self.rank, peer, tensor.detach().clone())
         for peer, tensor in receives:
-            tensor.copy_(self._group.receive(peer, self.rank))
+            sent = self._group.receive("exchange", peer, self.rank)
+            self._compare(peer, sent.shape, tensor.shape)
+            tensor.copy_(sent)
 
     def gather_objects(self, value: Any) -> list[Any]:
-        return self._swap([value] * self.size)
+        return self._swap("gather_objects", [value] * self.size)
 
     def close(self) -> None:
         """Nothing was taken."""
 
-    def _swap(self, values: Sequence[Any]) -> list[Any]:
+    def _swap(self, verb: str, values: Sequence[Any]) -> list[Any]:
         for peer, value in enumerate(values):
-            self._group.send(self.rank, peer, value)
-        return [self._group.receive(peer, self.rank) for peer in range(self.size)]
+            self._group.send(verb, self.rank, peer, value)
+        return [self._group.receive(verb, peer, self.rank) for peer in range(self.size)]
+
+    def _compare(self, peer: int, sent: Sequence[int], expected: Sequence[int]) -> None:
+        if list(sent) != list(expected):
+            raise CommunicationError(
+                f"rank {self.rank} expects {list(expected)} from rank {peer}, got {list(sent)}"
+            )
 
 
 def alone() -> LocalCommunicator:

@@ -40,7 +40,7 @@ class Past:
     def see(self, layer: int, loads_E: IntArray) -> Seen:
         """Remember these loads, unless they were here before."""
         seen, numbers = self._loads[layer], self._numbers[layer]
-        again, number = _in_backward(), None
+        again, number = in_backward(), None
         if again:
             for index in range(len(seen) - 1, -1, -1):
                 if np.array_equal(seen[index], loads_E):
@@ -53,6 +53,6 @@ class Past:
         return Seen(seen[max(0, len(seen) - 2)], number, again)
 
 
-def _in_backward() -> bool:
+def in_backward() -> bool:
     """Whether autograd runs in this thread, so that a forward pass can only be a second one."""
     return torch._C._current_graph_task_id() != -1

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import logging
 import math
-import mmap
 import os
 import pickle
 import platform
-import secrets
 import weakref
 from collections import deque
 from collections.abc import Iterable, Sequence
+from contextlib import ExitStack, closing
 from typing import Any, NamedTuple
 
 import torch
@@ -22,8 +21,14 @@ import torch.distributed as dist
 
 from ultraep.comm import Message
 from ultraep.errors import CommunicationError, ConfigError
-from ultraep.runtime import wire
-from ultraep.runtime.torch_dist import TorchDistCommunicator, as_bytes, copy_own, landing
+from ultraep.runtime import segments, wire
+from ultraep.runtime.torch_dist import (
+    TorchDistCommunicator,
+    as_bytes,
+    copy_own,
+    landing,
+    timeout_of,
+)
 
 MACHINES = ("Linux x86_64", "Linux aarch64")  # aligned words are stored whole
 
@@ -34,12 +39,13 @@ class SharedMemoryCommunicator:
     """One rank of a gloo group on one host. To make one is collective, and it is for one thread.
 
     After an error the communicator stays broken, here and soon on all other ranks. `timeout` is
-    how many seconds to wait without any progress.
+    how many seconds to wait without any progress; None: as long as the group does. A rank that
+    died is noticed at once.
     """
 
-    def __init__(self, group: dist.ProcessGroup, timeout: float = 60.0) -> None:
+    def __init__(self, group: dist.ProcessGroup, timeout: float | None = None) -> None:
         self._wire = _set_up(group, timeout)
-        self.rank, self.size = self._wire.rank, self._wire.size
+        self.rank, self.size, self.timeout = self._wire.rank, self._wire.size, self._wire.timeout
         # Also at exit; the wire does not know the communicator, so nothing keeps that alive.
         self._release = weakref.finalize(self, self._wire.close)
 
@@ -73,7 +79,7 @@ class SharedMemoryCommunicator:
         self._wire.abort()
 
     def close(self) -> None:
-        """Wait until the last messages were read, then remove what is left in /dev/shm.
+        """Let go of the shared memory; what was sent can still be read.
 
         The end of the interpreter does it too. Ranks that wait for this one get an error.
         """
@@ -108,61 +114,70 @@ class _Host(NamedTuple):
 
     machine: str
     writable: bool
+    free: int  # bytes
     place: tuple[str, ...]
 
 
 def usable(group: dist.ProcessGroup, timeout: float | None = None) -> bool:
-    """Whether all ranks of the group can share memory; collective, the same answer everywhere."""
+    """Whether all ranks of the group can share memory, and should; collective, alike everywhere."""
     if dist.get_backend(group) != "gloo":
         return False
-    obstacle = _obstacle(TorchDistCommunicator(group, timeout).gather_objects(_this_host()))
+    setup = TorchDistCommunicator(group, timeout)
+    hosts = setup.gather_objects(_this_host(setup.rank))
+    obstacle = _obstacle(hosts, wire.wanted_bytes(setup.size))
     if obstacle:
         logger.info("no shared memory: %s", obstacle)
     return not obstacle
 
 
-def _set_up(group: dist.ProcessGroup, timeout: float) -> wire.Wire:
+def _set_up(group: dist.ProcessGroup, timeout: float | None) -> wire.Wire:
     """Connect to the other ranks; collective."""
     if dist.get_backend(group) != "gloo":
         raise ConfigError(f"shared memory needs a gloo group, got {dist.get_backend(group)}")
     setup = TorchDistCommunicator(group, timeout)
-    prefix = f"{wire.FOLDER}/ultraep-{os.getpid()}-{secrets.token_hex(4)}"
-    told = setup.gather_objects((_this_host(), prefix))
-    obstacle = _obstacle([host for host, _ in told])
+    told = setup.gather_objects((_this_host(setup.rank), segments.new_prefix()))
+    hosts, prefix = [host for host, _ in told], told[0][1]
+    obstacle = _obstacle(hosts, wire.control_bytes(setup.size))
     if obstacle:
         raise ConfigError(f"shared memory cannot be used: {obstacle}")
-    prefix = told[0][1]
-    try:
-        block = _control_block(setup, f"{prefix}-control")
-        joined = wire.Wire(setup.rank, setup.size, timeout, block, prefix)
+    with ExitStack() as undo:
+        files = _join(setup, prefix, undo)
+        files.limit = wire.largest_segment(setup.size, hosts[0].free)
+        patience = timeout_of(group) if timeout is None else timeout
+        joined = wire.Wire(setup.rank, setup.size, patience, files)
         setup.gather_objects(None)  # nobody starts, or leaves, before all are on the roll
-        return joined
-    finally:
-        if setup.rank == 0:
-            wire.unlink(f"{prefix}-control")
+        undo.pop_all()
+    return joined
 
 
-def _control_block(setup: TorchDistCommunicator, path: str) -> mmap.mmap:
-    """Rank 0 makes it, then the others open it; an error on one rank is one on all."""
-    size = wire.block_bytes(setup.size)
-    for making in (True, False):
+def _join(setup: TorchDistCommunicator, prefix: str, undo: ExitStack) -> segments.Files:
+    """Rank 0 makes the control file, then the others open it; an error on one is one on all."""
+    size = wire.control_bytes(setup.size)
+    for founder in (True, False):
         trouble = None
-        if making == (setup.rank == 0):
+        if founder == (setup.rank == 0):
             try:
-                memory = wire.create(path, size) if making else wire.attach(path)
+                made = segments.Files(prefix, size, founder=founder)
+                files = undo.enter_context(closing(made))
             except OSError as error:
                 trouble = f"rank {setup.rank}: {error}"
         troubles = [text for text in setup.gather_objects(trouble) if text]
         if troubles:
-            raise CommunicationError(f"no control block: {'; '.join(troubles)}")
-    return memory
+            raise CommunicationError(
+                f"no control file of {size:,} bytes in {segments.FOLDER}: {'; '.join(troubles)}"
+            )
+    return files
 
 
-def _this_host() -> _Host:
+def _this_host(rank: int) -> _Host:
+    if rank == 0:  # what dead groups hold is as good as free
+        segments.sweep()
     boot = _first_line("/proc/sys/kernel/random/boot_id")
+    writable = os.access(segments.FOLDER, os.R_OK | os.W_OK)
     return _Host(
         machine=f"{platform.system()} {platform.machine()}",
-        writable=os.access(wire.FOLDER, os.R_OK | os.W_OK),
+        writable=writable,
+        free=segments.free_bytes() if writable else 0,
         place=(platform.node(), boot, *_namespace()),
     )
 
@@ -170,7 +185,7 @@ def _this_host() -> _Host:
 def _namespace() -> tuple[str, ...]:
     """Containers of one host may have a /dev/shm and process numbers of their own."""
     try:
-        return str(os.stat(wire.FOLDER).st_dev), os.readlink("/proc/self/ns/pid")
+        return str(os.stat(segments.FOLDER).st_dev), os.readlink("/proc/self/ns/pid")
     except OSError:
         return ()
 
@@ -183,13 +198,18 @@ def _first_line(path: str) -> str:
         return ""
 
 
-def _obstacle(hosts: Sequence[_Host]) -> str:
-    """Why these ranks cannot share memory; empty if they can."""
+def _obstacle(hosts: Sequence[_Host], wanted: int) -> str:
+    """Why these ranks cannot share so many bytes of memory; empty if they can."""
     for rank, host in enumerate(hosts):
         if host.machine not in MACHINES:
             return f"rank {rank} runs on {host.machine}, not on {' or '.join(MACHINES)}"
         if not host.writable:
-            return f"rank {rank} may not write to {wire.FOLDER}"
+            return f"rank {rank} may not write to {segments.FOLDER}"
         if host.place != hosts[0].place:
             return f"rank {rank} is not in the host or container of rank 0"
+    if hosts[0].free < wanted:
+        return (
+            f"{segments.FOLDER} has {hosts[0].free:,} bytes free, {len(hosts)} ranks want "
+            f"{wanted:,}; containers get more by --shm-size"
+        )
     return ""

@@ -42,6 +42,11 @@ class TorchDistCommunicator:
         # NCCL connects in the first call, which all ranks must join; an exchange may lack some.
         self.gather_objects(None)
 
+    @property
+    def timeout(self) -> float:
+        """Seconds after which a silent rank is an error."""
+        return timeout_of(self._group) if self._timeout is None else self._timeout
+
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         return self._gather("all_gather", tensor)
 
@@ -129,6 +134,14 @@ class TorchDistCommunicator:
             raise CommunicationError(
                 f"{verb}: noticed by rank {self.rank} of {self.size}: {cause}"
             ) from error
+
+
+def timeout_of(group: dist.ProcessGroup) -> float:
+    """Seconds after which the group itself gives up; of its CPU side, if it has one."""
+    devices = group._device_types
+    device = next((device for device in devices if device.type == "cpu"), devices[0])
+    seconds: float = group._get_backend(device).options._timeout.total_seconds()
+    return seconds
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:

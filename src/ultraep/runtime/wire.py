@@ -1,16 +1,17 @@
 """Messages between the processes of one host, through mapped memory. See shared_memory.py.
 
-All ranks map one control block of 64-bit words, and each word has one writer:
+All ranks map one control file. It begins with 64-bit words, each of which has one writer:
 
     per rank          pid, state, blame
-    per ordered pair  arrived, size, generation (by the sender); released (by the receiver)
+    per ordered pair  arrived, and what is told of it (by the sender); released (by the receiver)
 
-Each ordered pair has a data segment. The sender makes it for the first message, and makes it anew,
-as the next generation, for a message that does not fit. A message goes like this:
+Each ordered pair has a segment for the bytes, at first a small one at the end of the control file.
+For a message that does not fit, the sender makes a larger one, the next generation. Where there is
+no room for that, the message travels in pieces. A piece goes like this:
 
-    sender    waits until released == messages sent; copies the bytes into the segment; writes size
-              and generation; then counts `arrived` up
-    receiver  waits until arrived > messages read; copies the bytes out; then counts `released` up
+    sender    waits until released == pieces sent; copies the bytes into the segment; tells what
+              they are; then counts `arrived` up
+    receiver  waits until arrived > pieces read; copies the bytes out; then counts `released` up
 
 The counters only grow, so there is nothing to reset, and no reset to agree about.
 
@@ -21,25 +22,29 @@ and has been read once `released` is seen. Words are aligned and therefore store
 
 from __future__ import annotations
 
-import contextlib
-import glob
 import mmap
 import os
 import time
 from collections import deque
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 import torch
 
 from ultraep.backends.cpu.fence import fence
 from ultraep.errors import CommunicationError
+from ultraep.runtime.segments import Files
 
-FOLDER = "/dev/shm"
+VERBS = {"all_gather": 0, "all_to_all": 1, "exchange": 2, "gather_objects": 3}
 LINE = 8  # words of a cache line: no two writers share one
 PID, STATE, BLAME = 0, 1, 2  # words in the line of a rank
-ARRIVED, SIZE, GENERATION, RELEASED = 0, 1, 2, LINE  # words in the two lines of a pair
+ARRIVED, TOLD, RELEASED = 0, 1, LINE  # words in the two lines of a pair
 RUNNING, CLOSED, FAILED = 1, 2, 3
-SMALLEST = 1 << 16  # bytes of a segment
+FIRST = 1 << 14  # bytes of a pair's first segment
+SMALLEST = 1 << 16  # bytes of a later one
+# Bytes that a segment can have, or sockets are as fast: on 2 cores, an all_to_all of 8 MB to each
+# took 2, 4 and 8 ranks 3, 35 and 145 ms in pieces of 1 MB, 5, 87 and 682 ms in pieces of 256 KB,
+# 7, 161 and 428 ms over sockets.
+PIECE = 1 << 20
 # Turns of waiting, before the long naps. Few spins: on 2 cores, 200 of them made an all_gather of 4
 # ranks three times as slow, and one of 2 ranks no faster.
 SPINS, YIELDS, NAPS = 10, 200, 200
@@ -48,9 +53,24 @@ NAP, LONG_NAP, LOOK = 20e-6, 100e-6, 0.05  # seconds
 Queues = dict[int, deque[torch.Tensor]]  # bytes to send to, or to receive from, each peer
 
 
-def block_bytes(size: int) -> int:
-    """Of the control block of so many ranks."""
-    return (size + 2 * size**2) * LINE * 8
+def control_bytes(size: int) -> int:
+    """Of the control file of so many ranks."""
+    return _words(size) * 8 + size**2 * FIRST
+
+
+def largest_segment(size: int, free: int) -> int:
+    """Bytes, a power of two: with all segments of that size, half of what is free stays free."""
+    each = (free - control_bytes(size)) // (2 * max(1, size * (size - 1)))
+    return max(FIRST, 1 << max(each, 1).bit_length() - 1)
+
+
+def wanted_bytes(size: int) -> int:
+    """What should be free for so many ranks: with less, sockets are as fast."""
+    return control_bytes(size) + 2 * size * (size - 1) * PIECE
+
+
+def _words(size: int) -> int:
+    return (size + 2 * size**2) * LINE
 
 
 class _Words:
@@ -68,61 +88,80 @@ class _Words:
         fence()
         self._words[at] = value
 
+    def tell(self, at: int, told: _Told) -> None:
+        """Store words that others load only after a word which is stored later."""
+        words = self._words
+        words[at], words[at + 1], words[at + 2], words[at + 3] = told
 
-class _Outbox:
-    """The sender's end of an ordered pair."""
+    def told(self, at: int) -> _Told:
+        words = self._words
+        return _Told(words[at], words[at + 1], words[at + 2], words[at + 3])
 
-    def __init__(self, words: _Words, at: int, path: str) -> None:
-        self._words, self._at, self._path = words, at, path
-        self._sent = self._generation = 0
-        self._segment = torch.empty(0, dtype=torch.uint8, device="cpu")
+
+class _Told(NamedTuple):
+    """What the sender tells of a piece."""
+
+    verb: int
+    left: int  # bytes of the message that were not sent before
+    size: int  # of these bytes
+    generation: int  # of the segment that they are in
+
+
+class _Pair:
+    """What either end of an ordered pair has of it."""
+
+    def __init__(self, files: Files, size: int, source: int, target: int) -> None:
+        pair = source * size + target
+        self._files, self._name = files, f"{source}-{target}"
+        self._words, self._at = _Words(files.control), (size + 2 * pair) * LINE
+        self._segment = _bytes_of(files.control, _words(size) * 8 + pair * FIRST, FIRST)
+        self._generation = self._pieces = 0  # pieces that were sent, or read
+
+
+class _Outbox(_Pair):
+    """The sender's end."""
 
     def free(self) -> bool:
-        return self._words[self._at + RELEASED] == self._sent
+        return self._words[self._at + RELEASED] == self._pieces
 
-    def put(self, data: torch.Tensor) -> None:
-        size = len(data)
-        if size > len(self._segment):
-            self._grow(size)
-        self._segment[:size].copy_(data)
-        self._words[self._at + SIZE] = size
-        self._words[self._at + GENERATION] = self._generation
-        self._sent += 1
-        self._words[self._at + ARRIVED] = self._sent
+    def put(self, verb: str, data: torch.Tensor) -> torch.Tensor | None:
+        """Send as much as there is room for; the rest of it, if there is one."""
+        left = size = len(data)
+        if left > len(self._segment):
+            self._grow(left)
+            size = min(left, len(self._segment))
+        self._segment[:size].copy_(data if size == left else data[:size])
+        self._words.tell(self._at + TOLD, _Told(VERBS[verb], left, size, self._generation))
+        self._pieces += 1
+        self._words[self._at + ARRIVED] = self._pieces
+        return None if size == left else data[size:]
 
     def _grow(self, size: int) -> None:
-        room = max(SMALLEST, 1 << (size - 1).bit_length())
-        self._generation += 1
-        self._segment = _bytes_of(create(f"{self._path}{self._generation}", room))
+        room, next_one = max(SMALLEST, 1 << (size - 1).bit_length()), self._generation + 1
+        memory = self._files.make(f"{self._name}-{next_one}", room, above=len(self._segment))
+        if memory is not None:
+            self._generation, self._segment = next_one, _bytes_of(memory)
 
 
-class _Inbox:
-    """The receiver's end of an ordered pair."""
-
-    def __init__(self, words: _Words, at: int, path: str) -> None:
-        self._words, self._at, self._path = words, at, path
-        self._read = self._generation = 0
-        self._segment = torch.empty(0, dtype=torch.uint8, device="cpu")
+class _Inbox(_Pair):
+    """The receiver's end."""
 
     def arrived(self) -> bool:
-        return self._words[self._at + ARRIVED] > self._read
+        return self._words[self._at + ARRIVED] > self._pieces
 
-    def size(self) -> int:
-        return self._words[self._at + SIZE]
+    def told(self) -> _Told:
+        return self._words.told(self._at + TOLD)
 
-    def take(self, place: torch.Tensor) -> None:
-        if self._generation != self._words[self._at + GENERATION]:
-            self._follow(self._words[self._at + GENERATION])
-        place.copy_(self._segment[: len(place)])
-        self._read += 1
-        self._words[self._at + RELEASED] = self._read
-
-    def _follow(self, generation: int) -> None:
-        path = f"{self._path}{generation}"
-        self._segment = _bytes_of(attach(path))
-        # Both ends have it now. Without a name it goes when they go, however they go.
-        unlink(path)
-        self._generation = generation
+    def take(self, told: _Told, place: torch.Tensor) -> torch.Tensor | None:
+        """Fill the place with what has arrived; the rest of it, if there is one."""
+        if told.generation != self._generation:
+            self._segment = _bytes_of(self._files.open(f"{self._name}-{told.generation}"))
+            self._generation = told.generation
+        whole = told.size == told.left
+        (place if whole else place[: told.size]).copy_(self._segment[: told.size])
+        self._pieces += 1
+        self._words[self._at + RELEASED] = self._pieces
+        return None if whole else place[told.size :]
 
 
 class _Roll:
@@ -191,20 +230,13 @@ class _Patience:
 class Wire:
     """Everything one rank shares with the others, and the moving of messages over it."""
 
-    def __init__(self, rank: int, size: int, timeout: float, block: mmap.mmap, prefix: str) -> None:
-        self.rank, self.size, self._timeout, self._prefix = rank, size, timeout, prefix
-        self._pid = os.getpid()
-        words = _Words(block)
-        self._roll = _Roll(words, rank, size)
-
-        def pair(source: int, target: int) -> tuple[_Words, int, str]:
-            at = (size + 2 * (source * size + target)) * LINE
-            return words, at, f"{prefix}-{source}-{target}-"
-
+    def __init__(self, rank: int, size: int, timeout: float, files: Files) -> None:
+        self.rank, self.size, self.timeout = rank, size, timeout
+        self._files, self._pid = files, os.getpid()
+        self._roll = _Roll(_Words(files.control), rank, size)
         peers = [peer for peer in range(size) if peer != rank]
-        with torch.inference_mode(False):  # tensors made in that mode are not to be written later
-            self._outboxes = {peer: _Outbox(*pair(rank, peer)) for peer in peers}
-            self._inboxes = {peer: _Inbox(*pair(peer, rank)) for peer in peers}
+        self._outboxes = {peer: _Outbox(files, size, rank, peer) for peer in peers}
+        self._inboxes = {peer: _Inbox(files, size, peer, rank) for peer in peers}
 
     def move(self, verb: str, outgoing: Queues, incoming: Queues) -> None:
         """Send and receive all of it; empties the queues."""
@@ -228,48 +260,41 @@ class Wire:
             self._roll.leave(FAILED, blame=self.rank)
 
     def close(self) -> None:
+        """Say so, and let go. Others can still read what was sent."""
         if os.getpid() != self._pid:  # a forked child: all of this belongs to its parent
             return
         if self._roll.state(self.rank) == RUNNING:
             self._roll.leave(CLOSED, blame=self.rank)
-            self._drain()
-        names = [f"-{self.rank}-*", f"-*-{self.rank}-*"]
-        if self._roll.state(self.rank) == FAILED:
-            names = ["-*"]  # a rank that was killed cannot remove its own
-        for name in names:
-            for path in glob.glob(self._prefix + name):
-                unlink(path)
+        self._files.close()
         self._outboxes.clear()
         self._inboxes.clear()
 
     def _push(self, verb: str, outgoing: Queues) -> bool:
         ready = [peer for peer in outgoing if self._outboxes[peer].free()]
         for peer in ready:
-            try:
-                self._outboxes[peer].put(outgoing[peer].popleft())
-            except OSError as error:
-                self._fail(verb, self.rank, f"no room in {FOLDER} for rank {peer}: {error}")
-            if not outgoing[peer]:
-                del outgoing[peer]
+            _advance(outgoing, peer, self._outboxes[peer].put(verb, outgoing[peer][0]))
         return bool(ready)
 
     def _pull(self, verb: str, incoming: Queues) -> bool:
         ready = [peer for peer in incoming if self._inboxes[peer].arrived()]
         for peer in ready:
-            place = incoming[peer].popleft()
-            size = self._inboxes[peer].size()
-            if size != len(place):
-                what = f"rank {peer} sent {size} bytes, {len(place)} were expected"
-                self._fail(verb, peer, what)
+            box, place = self._inboxes[peer], incoming[peer][0]
+            told = box.told()
+            self._compare(verb, peer, told, len(place))
             try:
-                self._inboxes[peer].take(place)
+                rest = box.take(told, place)
             except OSError as error:
-                # A rank that fails removes what others have sent as well: then it is the cause.
-                lost = self._roll.loss()
-                self._fail(verb, *(lost or (peer, f"no message of rank {peer}: {error}")))
-            if not incoming[peer]:
-                del incoming[peer]
+                self._fail(verb, peer, f"no message of rank {peer}: {error}")
+            _advance(incoming, peer, rest)
         return bool(ready)
+
+    def _compare(self, verb: str, peer: int, told: _Told, size: int) -> None:
+        """What has arrived with what is expected."""
+        if told.verb != VERBS[verb]:
+            other = next(name for name, number in VERBS.items() if number == told.verb)
+            self._fail(verb, peer, f"rank {peer} is at {other} instead")
+        if told.left != size:
+            self._fail(verb, peer, f"rank {peer} sent {told.left} bytes, {size} were expected")
 
     def _look(self, verb: str, outgoing: Queues, incoming: Queues, waited: float) -> None:
         loss = self._roll.loss()
@@ -282,22 +307,24 @@ class Wire:
             came = peer not in incoming or self._inboxes[peer].arrived()
             if not (sent and came):
                 self._fail(verb, peer, f"rank {peer} has closed")
-        if waited > self._timeout:
+        if waited > self.timeout:
             peers = sorted({*outgoing, *incoming})
             names = ", ".join(str(peer) for peer in peers)
-            self._fail(verb, peers[0], f"no progress in {self._timeout:g} s with rank {names}")
+            self._fail(verb, peers[0], f"no progress in {self.timeout:g} s with rank {names}")
 
     def _fail(self, verb: str, blame: int, what: str) -> NoReturn:
         self._roll.leave(FAILED, blame)
         raise CommunicationError(f"{verb}: {what}; noticed by rank {self.rank} of {self.size}")
 
-    def _drain(self) -> None:
-        """Wait for the readers of the last messages: those open the segments by name."""
-        until = time.monotonic() + self._timeout
-        while time.monotonic() < until and any(
-            not box.free() and self._roll.present(peer) for peer, box in self._outboxes.items()
-        ):
-            time.sleep(LONG_NAP)
+
+def _advance(queues: Queues, peer: int, rest: torch.Tensor | None) -> None:
+    """Put the rest of the first message in its place; without one, the next is the first."""
+    if rest is not None:
+        queues[peer][0] = rest
+        return
+    queues[peer].popleft()
+    if not queues[peer]:
+        del queues[peer]
 
 
 def _alive(pid: int) -> bool:
@@ -315,33 +342,6 @@ def _alive(pid: int) -> bool:
     return state not in (b"Z", b"X")  # a zombie still has a number, but will not answer
 
 
-def create(path: str, size: int) -> mmap.mmap:
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-    try:
-        # Take the pages now: a full /dev/shm is an error here, and a crash at the first write.
-        os.posix_fallocate(descriptor, 0, size)
-        return _map(descriptor, size)
-    finally:
-        os.close(descriptor)
-
-
-def attach(path: str) -> mmap.mmap:
-    descriptor = os.open(path, os.O_RDWR)
-    try:
-        return _map(descriptor, os.fstat(descriptor).st_size)
-    finally:
-        os.close(descriptor)
-
-
-def _map(descriptor: int, size: int) -> mmap.mmap:
-    return mmap.mmap(descriptor, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
-
-
-def _bytes_of(memory: mmap.mmap) -> torch.Tensor:
+def _bytes_of(memory: mmap.mmap, begin: int = 0, count: int = -1) -> torch.Tensor:
     with torch.inference_mode(False):  # tensors made in that mode are not to be written later
-        return torch.frombuffer(memory, dtype=torch.uint8)
-
-
-def unlink(path: str) -> None:
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(path)
+        return torch.frombuffer(memory, dtype=torch.uint8, offset=begin, count=count)

@@ -1,0 +1,178 @@
+"""Ranks at different places of the program: every rank learns who is where, over any transport."""
+
+import re
+import time
+
+import pytest
+import torch
+from dense import Example
+from ranks import QUICK, TRANSPORTS, everywhere
+from torch.utils.checkpoint import checkpoint
+
+from ultraep import Balancer, CommunicationError, PlanMismatch
+
+RANKS = 3
+
+
+class Program:
+    """Two layers of one rank, after a step that all ranks did together: four steps of loads."""
+
+    def __init__(self, comm, **options):
+        example = Example([20] * RANKS, experts=9)
+        self.comm = comm
+        self.balancer = Balancer(experts=9, communicator=comm, **options)
+        self.layers = [example.layer(self.balancer) for _ in range(3)]
+        self.x = example.inputs[comm.rank].clone().requires_grad_()
+        for _ in range(2):
+            self.forward().sum().backward()
+
+    def forward(self, layers=2):
+        y = self.x
+        for layer in self.layers[:layers]:
+            y = layer(y)
+        return y
+
+
+# What the odd rank does, and what all others do.
+
+
+def skip_a_backward(program, odd):
+    y = program.forward()
+    if not odd:
+        y.sum().backward()
+    program.forward()
+
+
+def run_a_layer_more(program, odd):
+    program.forward(layers=3 if odd else 2).sum().backward()
+
+
+def run_a_microbatch_more(program, odd):
+    outputs = [program.forward() for _ in range(2 if odd else 1)]
+    for y in outputs:
+        y.sum().backward()
+
+
+def go_back_through_another_microbatch(program, odd):
+    outputs = [program.forward() for _ in range(2)]
+    for y in outputs[::-1] if odd else outputs:
+        y.sum().backward()
+
+
+def compute_again(program, odd):
+    layer = program.layers[0]
+    y = checkpoint(layer, program.x, use_reentrant=False) if odd else layer(program.x)
+    y.sum().backward()
+
+
+def compute_again_while_others_go_on(program, odd):
+    layer = program.layers[0]
+    y = checkpoint(layer, program.x, use_reentrant=False)
+    if odd:
+        y.sum().backward()
+    layer(program.x)
+
+
+def evaluate(program, odd):
+    with torch.set_grad_enabled(not odd):
+        program.forward()
+
+
+def take_another_policy(program, odd):
+    program.layers[0](program.x, policy="none" if odd else None)
+
+
+def take_another_balancer(program, odd):
+    twin = Program(program.comm)  # with the same settings, and as far as the first
+    (twin if odd else program).forward()
+
+
+def save_alone(program, odd):
+    if odd:
+        program.layers[0].full_state_dict()
+    program.forward()
+
+
+PLACES = "ranks are at different places of the program: "
+SCENARIOS = {
+    skip_a_backward: PLACES
+    + "ranks [0, 2] are at the backward pass of layer 1 (step 6); "
+    + "ranks [1] are at the loads of layer 0 (step 7)",
+    run_a_layer_more: PLACES
+    + "ranks [0, 2] are at the backward pass of layer 1 (step 6); "
+    + "ranks [1] are at the loads of layer 2 (step 7)",
+    run_a_microbatch_more: PLACES
+    + "ranks [0, 2] are at the backward pass of layer 1 (step 6); "
+    + "ranks [1] are at the loads of layer 0 (step 7)",
+    go_back_through_another_microbatch: PLACES
+    + "ranks [0, 2] are at the backward pass of layer 1 (step 6); "
+    + "ranks [1] are at the backward pass of layer 1 (step 8)",
+    compute_again: PLACES
+    + "ranks [0, 2] are at the backward pass of layer 0 (step 5); "
+    + "ranks [1] are at the loads, computed again in backward, of layer 0 (step 6)",
+    compute_again_while_others_go_on: PLACES
+    + "ranks [0, 2] are at the loads of layer 0 (step 6); "
+    + "ranks [1] are at the loads, computed again in backward, of layer 0 (step 6)",
+    save_alone: PLACES
+    + "ranks [0, 2] are at the loads of layer 0 (step 5); "
+    + "ranks [1] are at the full state of layer 0 (step 4)",
+    evaluate: r"ranks disagree about the weights or inputs: "
+    r"ranks \[0, 2\] have .* with gradient.*; "
+    r"ranks \[1\] have ((?!gradient).)*",
+    take_another_policy: r"ranks disagree about the plan of layer 0 \(step 5\): "
+    r"ranks \[0, 2\] have [1-9] copies by policy 'ultraep'; "
+    r"ranks \[1\] have 0 copies by policy 'none'",
+    take_another_balancer: r"ranks disagree about the balancer: ranks \[0, 2\] have \(Topology.*; "
+    r"ranks \[1\] have \(Topology.*",
+}
+
+
+def told(comm, scenario):
+    with pytest.raises(PlanMismatch) as caught:
+        scenario(Program(comm), comm.rank == 1)
+    # What was sent has been read by all: the ranks can still speak.
+    assert comm.gather_objects(comm.rank) == list(range(RANKS))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
+def test_every_rank_is_told_who_is_where(scenario, transport):
+    wanted = SCENARIOS[scenario]
+    pattern = re.escape(wanted) if wanted.startswith(PLACES) else wanted
+    messages = everywhere(transport, RANKS, told, scenario)
+    assert len(set(messages)) == 1
+    assert re.fullmatch(pattern, messages[0]), messages[0]
+
+
+def leave_early(comm):
+    program = Program(comm)
+    if comm.rank == 1:
+        return program.balancer.close()
+    begin = time.monotonic()
+    with pytest.raises(CommunicationError) as caught:
+        program.forward()
+    return str(caught.value), time.monotonic() - begin
+
+
+@pytest.mark.parametrize("transport", ["sockets", "shared"])
+def test_a_rank_that_is_gone_is_noticed_and_the_place_told(transport):
+    """Over sockets, when its process leaves the group."""
+    for message, seconds in everywhere(transport, RANKS, leave_early)[::2]:
+        assert seconds < QUICK
+        assert message.startswith("at the loads of layer 0 (step 5): all_gather: ")
+        if transport == "shared":
+            assert "rank 1 has closed" in message or "because of rank 1" in message
+
+
+def skip_it_unverified(comm):
+    with pytest.raises(CommunicationError) as caught:
+        skip_a_backward(Program(comm, verify=False), comm.rank == 1)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("transport", ["local", "shared"])
+def test_unverified_ranks_still_tell_one_message_from_another(transport):
+    messages = everywhere(transport, RANKS, skip_it_unverified)
+    assert any(re.search(r"rank . (is )?at all_(gather|to_all) instead", m) for m in messages)
+    assert all(re.match("at the loads of layer 0|all_to_all|rank", m) for m in messages)

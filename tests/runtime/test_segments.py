@@ -1,0 +1,313 @@
+"""Shared memory that is small, full or left behind by the dead; and how long ranks wait."""
+
+import fcntl
+import glob
+import logging
+import os
+import resource
+import signal
+import time
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import LIMIT, QUICK, RankPool, everywhere, leftovers, shared_pool
+
+from ultraep import CommunicationError, ConfigError
+from ultraep.comm import Message
+from ultraep.runtime import segments, wire
+from ultraep.runtime.connect import connect
+from ultraep.runtime.shared_memory import SharedMemoryCommunicator
+from ultraep.runtime.torch_dist import TorchDistCommunicator, timeout_of
+
+MB = 1 << 20
+
+
+class Log(logging.Handler):
+    """What the package logs, as lines."""
+
+    def __init__(self):
+        super().__init__(logging.INFO)
+        self.lines = []
+
+    def emit(self, record):
+        self.lines.append(record.getMessage())
+
+    def __enter__(self):
+        logger = logging.getLogger("ultraep")
+        self._before = logger.level
+        logger.addHandler(self)
+        logger.setLevel(logging.INFO)
+        return self.lines
+
+    def __exit__(self, *error):
+        logger = logging.getLogger("ultraep")
+        logger.removeHandler(self)
+        logger.setLevel(self._before)
+
+
+# A message that there is no room for.
+
+
+def with_little_room(comm, room):
+    """Large messages, while no file may be larger than `room`; then the log."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, before[1]))
+    try:
+        with Log() as lines:
+            large_messages(comm)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    return lines
+
+
+def large_messages(comm):
+    mine = torch.arange(MB, dtype=torch.int32) * (comm.rank + 1)
+    every = comm.all_gather(mine)
+    for rank in range(comm.size):
+        assert torch.equal(every[rank], torch.arange(MB, dtype=torch.int32) * (rank + 1))
+    place, other = torch.zeros(MB - 3), (comm.rank + 1) % comm.size
+    sends = [Message(other, torch.ones(5)), Message(other, torch.full([MB - 3], comm.rank + 7.0))]
+    source = (comm.rank - 1) % comm.size
+    comm.exchange(sends, [Message(source, torch.zeros(5)), Message(source, place)])
+    assert torch.equal(place, torch.full([MB - 3], source + 7.0))
+
+
+@pytest.mark.parametrize("room", [0, 1 << 17])
+def test_a_message_without_room_travels_in_pieces(room):
+    for lines in everywhere("shared", 3, with_little_room, room):
+        (line,) = lines
+        assert line.startswith(f"{4 * MB:,} bytes wanted in /dev/shm, ")
+        assert line.endswith("messages travel in smaller pieces")
+        assert " are free ([Errno 27] File too large)" in line
+
+
+def bounded(comm):
+    """As if there were little at the start, so that half of it stays for others."""
+    large_messages(comm)
+    return max(len(box._segment) for box in comm._wire._outboxes.values())
+
+
+def on_small_host(rank, group, free, transport, body):
+    found = SimpleNamespace(f_bavail=free // 4096, f_frsize=4096, f_blocks=free // 4096)
+    with Log() as lines, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "statvfs", lambda path: found)
+        comm = connect(group, transport=transport)
+    try:
+        return type(comm), [line for line in lines if "/dev/shm" in line], body(comm)
+    finally:
+        comm.close()
+
+
+def test_half_of_the_memory_is_left_to_others():
+    found = shared_pool().run(2, on_small_host, 10 * MB, "auto", bounded)
+    assert found == [(SharedMemoryCommunicator, [], 2 * MB)] * 2
+
+
+def test_auto_takes_sockets_where_there_is_too_little_memory():
+    """A container has 64 MB."""
+    found = shared_pool().run(8, on_small_host, 64 * MB, "auto", all_ranks)
+    wanted = f"{wire.wanted_bytes(8):,}"
+    assert wire.wanted_bytes(6) < 64 * MB < wire.wanted_bytes(7)
+    for kind, lines, ranks in found:
+        assert kind is TorchDistCommunicator
+        (line,) = lines
+        assert f"/dev/shm has {64 * MB:,} bytes free, 8 ranks want {wanted}" in line
+        assert ranks == list(range(8))
+
+
+def all_ranks(comm):
+    return comm.all_gather(torch.tensor(comm.rank)).tolist()
+
+
+def test_shared_memory_is_taken_at_its_word_if_it_can_work_at_all():
+    free = wire.control_bytes(2) // 4096 * 4096 + 4096
+    found = shared_pool().run(2, on_small_host, free, "shared", bounded)
+    assert found == [(SharedMemoryCommunicator, [], wire.FIRST)] * 2
+
+
+def without_any(rank, group):
+    with pytest.raises(ConfigError) as caught:
+        on_small_host(rank, group, 8192, "shared", all_ranks)
+    return str(caught.value)
+
+
+def test_too_little_memory_for_anything_is_said_with_both_numbers():
+    wanted = f"{wire.control_bytes(2):,}"
+    for message in shared_pool().run(2, without_any):
+        assert f"/dev/shm has 8,192 bytes free, 2 ranks want {wanted}" in message
+        assert "--shm-size" in message
+
+
+def lose_the_race_for_room(rank, group):
+    """Free when rank 0 looked, and taken when it wants it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", raise_no_space)
+        with pytest.raises(CommunicationError) as caught:
+            connect(group, transport="shared")
+    return str(caught.value), glob.glob(f"/dev/shm/ultraep-{os.getpid()}-*")
+
+
+def raise_no_space(*args):
+    raise OSError(28, os.strerror(28))
+
+
+def test_a_control_file_without_room_is_an_error_everywhere_and_leaves_nothing():
+    wanted = f"no control file of {wire.control_bytes(2):,} bytes in /dev/shm: rank 0: [Errno 28]"
+    for message, left in shared_pool().run(2, lose_the_race_for_room):
+        assert wanted in message
+        assert left == []
+
+
+def test_a_file_system_without_limit_has_room(monkeypatch):
+    unlimited = SimpleNamespace(f_bavail=0, f_frsize=4096, f_blocks=0)
+    monkeypatch.setattr(os, "statvfs", lambda path: unlimited)
+    assert segments.free_bytes() > 1 << 60
+
+
+# What the dead left behind.
+
+
+def die_together(rank, group):
+    comm = connect(group, transport="shared")
+    if rank == 0:
+        comm.exchange([Message(1, torch.zeros(1 << 18))], [])
+    dist.barrier()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def start_again(rank, group):
+    connect(group, transport="auto").close()
+
+
+def test_the_next_start_sweeps_what_a_killed_group_left():
+    with RankPool(2) as pool:
+        assert {o.kind for o in pool.outcomes(2, die_together)} == {"lost"}
+        left = leftovers(pool.pids)
+        assert len(left) == 2, left
+        pool.run(2, start_again)
+        assert leftovers(pool.pids) == []
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(segments, "FOLDER", str(tmp_path))
+    return tmp_path
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_files_of_the_living_and_of_others_are_not_swept(folder):
+    strangers = [
+        "ultraep-*-control",
+        "ultraep-1-00000000-control.old",
+        "ultraep-1-0000000-control",
+        "ultraep-notes-control",
+        "ultraep-x-00000000-control",
+        "other-1-00000000-control",
+        "ultraep-7-abcdef01-0-1-1",  # without a control file: nothing says that it is dead
+    ]
+    for name in strangers:
+        (folder / name).touch()
+    (folder / "ultraep-5-00000000-control").symlink_to(folder / "ultraep-notes-control")
+    strangers.append("ultraep-5-00000000-control")
+    alive = segments.Files(segments.new_prefix(), 4096, founder=True)
+    assert alive.make("0-1-1", 4096, above=0)
+    before = names(folder)
+    segments.sweep()
+    assert names(folder) == before
+    alive.close()
+    assert names(folder) == sorted(strangers)
+
+
+def test_only_files_of_the_dead_group_are_swept(folder):
+    prefix = "ultraep-1-00000000"
+    for name in ("control", "0-1-1", "1-0-2"):
+        (folder / f"{prefix}-{name}").touch()
+    (folder / f"{prefix}0-1-0-1").touch()
+    segments.sweep()
+    assert names(folder) == [f"{prefix}0-1-0-1"]
+
+
+def test_the_last_rank_removes_what_nobody_read(folder):
+    prefix = segments.new_prefix()
+    first = segments.Files(prefix, 4096, founder=True)
+    second = segments.Files(prefix, 4096, founder=False)
+    first.make("0-1-1", 4096, above=0)[:4] = b"last"
+    first.close()
+    segments.sweep()
+    assert second.open("0-1-1")[:4] == b"last"
+    second.make("1-0-1", 4096, above=0)
+    second.close()
+    assert names(folder) == []
+
+
+def test_a_control_file_that_is_swept_before_it_is_held_is_made_again(folder, monkeypatch):
+    lock, prefix = fcntl.flock, segments.new_prefix()
+
+    def too_late(descriptor, how):
+        monkeypatch.setattr(fcntl, "flock", lock)
+        segments.sweep()
+        lock(descriptor, how)
+
+    monkeypatch.setattr(fcntl, "flock", too_late)
+    files = segments.Files(prefix, 4096, founder=True)
+    segments.Files(prefix, 4096, founder=False).close()
+    files.close()
+    assert names(folder) == []
+
+
+# How long to wait.
+
+
+def wait_in_vain(rank, world, transport, folder):
+    group = dist.new_group(timeout=timedelta(seconds=2))
+    comm = connect(group, transport=transport)
+    assert comm.timeout == timeout_of(group) == 2.0
+    comm.all_gather(torch.zeros(1))
+    if rank == 1:  # silent until rank 0 has complained, however long that takes
+        while not (folder / "complained").exists():
+            time.sleep(0.01)
+        return None
+    begin = time.monotonic()
+    try:
+        with pytest.raises(CommunicationError):
+            comm.all_gather(torch.zeros(1))
+    finally:
+        (folder / "complained").touch()
+    return time.monotonic() - begin
+
+
+@pytest.mark.parametrize("transport", ["sockets", "shared"])
+def test_without_a_timeout_the_group_says_how_long_to_wait(transport, tmp_path):
+    seconds, _ = shared_pool().run(2, wait_in_vain, transport, tmp_path)
+    assert 1.9 < seconds < QUICK
+
+
+def be_patient(rank, world, transport):
+    comm = connect(world, transport=transport)
+    if rank == 1:  # as if it saved a checkpoint
+        time.sleep(3.0)
+    comm.all_gather(torch.zeros(1))
+    timeout = comm.timeout
+    comm.close()
+    return timeout
+
+
+@pytest.mark.parametrize("transport", ["sockets", "shared"])
+def test_a_group_that_is_patient_waits(transport):
+    assert shared_pool().run(2, be_patient, transport) == [LIMIT] * 2
+
+
+def test_a_given_timeout_is_kept():
+    assert everywhere("shared", 2, timeout_of_communicator, timeout=17.0) == [17.0] * 2
+    assert everywhere("sockets", 2, timeout_of_communicator, timeout=17.0) == [17.0] * 2
+
+
+def timeout_of_communicator(comm):
+    return comm.timeout
