@@ -9,7 +9,6 @@ Shapes: B sequences, T tokens.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -29,6 +28,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from ultraep.demo.model import ModelConfig, TinyMoE
 from ultraep.demo.text import Text
 from ultraep.layer import gather_experts
+from ultraep.outputs import whole_file
 from ultraep.plan import Plan
 from ultraep.runtime.balancer import Balancer
 
@@ -151,9 +151,8 @@ class Trainer:
             "optimizer": {name: self.full_moments(name) for name in (*self.experts, *self.rest)},
         }
         if self.balancer.rank == 0:
-            unfinished = path.with_name(path.name + ".part")
-            torch.save(content, unfinished)
-            os.replace(unfinished, path)
+            with whole_file(path) as file:
+                torch.save(content, file)
         dist.barrier()
 
     def load(self, saved: dict[str, Any]) -> None:

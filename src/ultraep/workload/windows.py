@@ -11,17 +11,20 @@ import numpy as np
 
 from ultraep.arrays import IntArray
 from ultraep.errors import ConfigError, FileError, LoadError
+from ultraep.inputs import names_of_arrays, read_arrays
 from ultraep.loads import as_integers
-from ultraep.workload.files import DAMAGE
+
+IDS = "_ids"  # ending of the names of arrays with expert ids
+
+
+def holds_routing(path: str | Path) -> bool:
+    """Whether `read_routing` is the one to read it: an .npz file with arrays `*_ids`."""
+    return any(name.endswith(IDS) for name in names_of_arrays(path))
 
 
 def read_routing(path: str | Path) -> list[IntArray]:
     """Expert ids `[T, H, K]` of every recorded text: the arrays `*_ids` of an .npz file."""
-    try:
-        with open(path, "rb") as file, np.load(file, allow_pickle=False) as arrays:
-            found = [arrays[name] for name in arrays.files if name.endswith("_ids")]
-    except DAMAGE as error:
-        raise FileError(f"{path}: cannot be read as recorded routing: {error}") from None
+    found = [ids for name, ids in read_arrays(path).items() if name.endswith(IDS)]
     if not found or any(ids.ndim != 3 for ids in found):
         raise FileError(f"{path}: want arrays *_ids of [tokens, layers, top_k]")
     try:
