@@ -39,7 +39,10 @@ PIECE = "rank-00000/000000.npz"
 OTHER = "rank-00001/000000.npz"
 BAD = {
     "cut piece": (lambda d: cut(d / PIECE), "000000.npz: .*truncated"),
-    "empty piece": (lambda d: (d / OTHER).write_bytes(b""), "rank-00001/000000.npz: truncated"),
+    "empty piece": (
+        lambda d: (d / OTHER).write_bytes(b""),
+        "000000.npz: cannot be read",
+    ),
     "foreign file": (lambda d: (d / "rank-00000/a.npz").write_bytes(b""), "a.npz: not the piece"),
     "missing piece": (
         lambda d: (d / PIECE).rename(d / "rank-00000/000001.npz"),

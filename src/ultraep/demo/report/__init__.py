@@ -17,9 +17,8 @@ from ultraep.demo.report.numbers import all_numbers
 from ultraep.demo.report.page import page, plotly_js
 from ultraep.demo.report.replays import replay_numbers
 from ultraep.demo.report.sources import read_sources
+from ultraep.demo.result import REPORT_FILE
 from ultraep.outputs import write_text
-
-REPORT_FILE = "report.html"
 
 
 def write_report(out: str | Path) -> Path:
