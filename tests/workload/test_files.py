@@ -134,6 +134,12 @@ def test_windows_count_every_row(tmp_path):
                 np.testing.assert_array_equal(loads[window, layer, rank], counted)
 
 
+def test_a_text_shorter_than_a_window_has_none():
+    ids = np.zeros((3, 2, 1), dtype=np.int64)
+    loads = workload.loads_of_windows(ids, ranks=2, experts=4, tokens=4)
+    assert loads.shape == (0, 2, 2, 4)
+
+
 def test_bad_routing_is_refused(tmp_path):
     path = tmp_path / "routing.npz"
     for content in ({"loads": MATRIX}, {"a_ids": MATRIX}):

@@ -47,9 +47,9 @@ def loads_of_windows(ids: IntArray, *, ranks: int, experts: int, tokens: int) ->
         raise ConfigError(f"a window of {tokens} tokens does not divide over {ranks} ranks")
     if ids.size and not 0 <= ids.min() <= ids.max() < experts:
         raise ConfigError(f"ids must lie in 0..{experts - 1}, got {ids.min()}..{ids.max()}")
-    windows, layers = len(ids) // tokens, ids.shape[1]
-    cut = ids[: windows * tokens].reshape(windows, ranks, tokens // ranks, layers, -1)
-    rows = cut.transpose(0, 3, 1, 2, 4).reshape(windows * layers * ranks, -1)
+    windows, (layers, top_k), own = len(ids) // tokens, ids.shape[1:], tokens // ranks
+    cut = ids[: windows * tokens].reshape(windows, ranks, own, layers, top_k)
+    rows = cut.transpose(0, 3, 1, 2, 4).reshape(windows * layers * ranks, own * top_k)
     places = np.arange(len(rows))[:, None] * experts + rows
     counts = np.bincount(places.reshape(-1), minlength=len(rows) * experts)
     return counts.astype(np.int64).reshape(windows, layers, ranks, experts)
