@@ -27,7 +27,6 @@ from ultraep.inputs import read_array, read_arrays
 from ultraep.sim.cluster import load_cluster
 from ultraep.sim.model import load_model
 from ultraep.sim.serving import load_requests
-from ultraep.sim.workload import read_trace as read_workload
 
 COUNT = int(os.environ.get("ULTRAEP_FUZZ", "600"))
 SLICES = 6  # tests, so that a failure is found early and told apart
@@ -70,6 +69,11 @@ def whole_trace(path):
     look_at(read_trace(inside))
 
 
+def count_routing(path):
+    for ids in workload.read_routing(path):
+        workload.loads_of_windows(ids, ranks=2, experts=4, tokens=8)
+
+
 READERS = {  # what reads a file in Python, and the commands that it is given to
     "loads.npy": (workload.read_loads, [("plan",)]),
     "columns.npy": (workload.read_loads, [("plan", "--policy", "eplb,quota")]),
@@ -77,7 +81,7 @@ READERS = {  # what reads a file in Python, and the commands that it is given to
     "packed.npz": (workload.read_loads, [("plan", "--policy", "lplb,llep")]),
     "loads.csv": (workload.read_loads, [("plan",)]),
     "loads.json": (workload.read_loads, [("plan", "--json")]),
-    "routing.npz": (lambda path: read_workload(path, experts=4, top_k=2), [ROUTING]),
+    "routing.npz": (count_routing, [ROUTING]),
     "trace.npz": (whole_trace, [("trace", "info"), ("trace", "replay"), ("plan",)]),
     "run/header.json": (whole_trace, [("trace", "info"), ("trace", "replay")]),
     "run/rank-00000/000000.npz": (whole_trace, [("trace", "info"), ("trace", "replay")]),

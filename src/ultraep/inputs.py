@@ -10,6 +10,7 @@ import codecs
 import io
 import math
 import os
+import stat
 import struct
 import warnings
 import zipfile
@@ -72,14 +73,14 @@ def reading(path: str | Path, what: str = "") -> Iterator[None]:
 
 def read_text(path: str | Path) -> str:
     """The text of a file in UTF-8, or in what its byte order mark says; without that mark."""
-    with reading(path):
-        content = Path(path).read_bytes()
+    with reading(path), _opened(path) as file:
+        content = file.read()
         return content.decode("utf-16" if content.startswith(UTF16) else "utf-8-sig")
 
 
 def read_array(path: str | Path) -> Array:
     """The array of an .npy file."""
-    with reading(path), open(path, "rb") as file:
+    with reading(path), _opened(path) as file:
         if zipfile.is_zipfile(file):
             raise FileError(f"{path}: an archive of arrays; its name should end in .npz")
         size = file.seek(0, os.SEEK_END)
@@ -89,7 +90,7 @@ def read_array(path: str | Path) -> Array:
 
 def read_arrays(path: str | Path) -> dict[str, Array]:
     """All arrays of an .npz file, in its order."""
-    with reading(path), open(path, "rb") as file:
+    with reading(path), _opened(path) as file:
         if not zipfile.is_zipfile(file):
             raise zipfile.BadZipFile("not an archive of arrays")
         with zipfile.ZipFile(file) as archive:
@@ -103,11 +104,19 @@ def names_of_arrays(path: str | Path) -> list[str]:
     """The names of the arrays of an .npz file; none if it is no such file."""
     if Path(path).suffix.lower() != ".npz" or not Path(path).is_file():
         return []
-    with reading(path), open(path, "rb") as file:
+    with reading(path), _opened(path) as file:
         if not zipfile.is_zipfile(file):
             return []
         with zipfile.ZipFile(file) as archive:
             return [name.removesuffix(ENDING) for name in archive.namelist()]
+
+
+def _opened(path: str | Path) -> IO[bytes]:
+    """Only what has an end: a device may not."""
+    mode = os.stat(path).st_mode
+    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+        raise FileError(f"{path}: not a regular file")
+    return open(path, "rb")
 
 
 def _name(member: zipfile.ZipInfo) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Any
+from typing import Any, NoReturn
 
 
 def main() -> None:
@@ -20,21 +20,28 @@ def main() -> None:
     except KeyboardInterrupt:
         print("ultraep: interrupted", file=sys.stderr)
         sys.exit(130)
+    except OSError as error:
+        _give_up(error)
     finally:
         _flush()
 
 
 def _flush() -> None:
-    """Write what is left; a reader that has gone away (`| head`) is not worth a word."""
+    """Write what is left."""
     try:
         if sys.stdout is not None:
             sys.stdout.flush()
     except OSError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        if isinstance(error, BrokenPipeError):
-            sys.exit(1)
-        print(f"ultraep: standard output cannot be written: {error.strerror}", file=sys.stderr)
-        sys.exit(2)
+        _give_up(error)
+
+
+def _give_up(error: OSError) -> NoReturn:
+    """What the system refuses is one line; a reader that went away (`| head`) not even that."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # whatever is still to be said
+    if isinstance(error, BrokenPipeError):
+        sys.exit(1)
+    print(f"ultraep: {error}", file=sys.stderr)
+    sys.exit(2)
 
 
 def __getattr__(name: str) -> Any:

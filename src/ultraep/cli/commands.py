@@ -1,8 +1,7 @@
 """All commands of `ultraep`, and how their errors are told.
 
-Errors of ours, and what the system refuses, are one line on stderr and exit code 2; anything else
-is a bug and stays a traceback. torch and numba are imported by the commands that need them, not
-here: `--help` is quick.
+Errors of ours are one line on stderr and exit code 2; anything else is a bug and stays a traceback.
+torch and numba are imported by the commands that need them, not here: `--help` is quick.
 """
 
 from __future__ import annotations
@@ -29,9 +28,7 @@ class Commands(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
-        except BrokenPipeError:
-            raise
-        except (UltraEPError, OSError) as error:
+        except UltraEPError as error:
             message = " ".join(str(error).splitlines())
             print(f"ultraep: {message}", file=sys.stderr)
             raise typer.Exit(2) from None

@@ -19,6 +19,7 @@ from ultraep.inputs import read_text, reading
 Record = TypeVar("Record")
 Table = dict[str, Any]
 
+LARGEST = 10**15  # of any number in a table
 NAMES_OF_ONE = {"clusters": "cluster", "models": "model", "requests": "set of requests"}
 
 
@@ -71,6 +72,8 @@ def _check_type(where: str, name: str, annotation: str, value: Any) -> None:
     wanted = kinds.get(annotation)
     if wanted and (not isinstance(value, wanted) or isinstance(value, bool)):
         raise ConfigError(f"{where}: {name} must be of type {annotation}, got {value!r}")
+    if isinstance(value, (int, float)) and abs(value) > LARGEST:
+        raise ConfigError(f"{where}: {name} must be at most {LARGEST}, got {value}")
 
 
 def _tables_of_file(path: Path) -> dict[str, Table]:

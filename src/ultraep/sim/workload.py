@@ -80,6 +80,11 @@ class Skew:
                 raise ConfigError(
                     f"{field} must be at most {STEEPEST:g}, got {getattr(self, field)}"
                 )
+        for field in ("topic_length", "drift_length"):
+            if getattr(self, field) > MAX_TOTAL:
+                raise ConfigError(
+                    f"{field} must be at most {MAX_TOTAL}, got {getattr(self, field)}"
+                )
         if self.topic_length and self.drift_length:
             raise ConfigError(
                 f"topics change at once or gradually: topic_length {self.topic_length} and "

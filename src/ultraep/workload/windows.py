@@ -12,7 +12,7 @@ import numpy as np
 from ultraep.arrays import IntArray
 from ultraep.errors import ConfigError, FileError, LoadError
 from ultraep.inputs import names_of_arrays, read_arrays
-from ultraep.loads import as_integers
+from ultraep.loads import MAX_TOTAL, as_integers
 
 IDS = "_ids"  # ending of the names of arrays with expert ids
 
@@ -43,7 +43,7 @@ def loads_of_windows(ids: IntArray, *, ranks: int, experts: int, tokens: int) ->
     array([[[[2, 0],
              [1, 1]]]])
     """
-    if tokens < 1 or tokens % ranks:
+    if not 1 <= tokens <= MAX_TOTAL or tokens % ranks:
         raise ConfigError(f"a window of {tokens} tokens does not divide over {ranks} ranks")
     if ids.size and not 0 <= ids.min() <= ids.max() < experts:
         raise ConfigError(f"ids must lie in 0..{experts - 1}, got {ids.min()}..{ids.max()}")
