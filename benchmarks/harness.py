@@ -14,7 +14,6 @@ import importlib.metadata
 import json
 import os
 import platform
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -37,6 +36,7 @@ from torch.multiprocessing.spawn import spawn
 import ultraep
 from ultraep import workload
 from ultraep.arrays import IntArray
+from ultraep.outputs import write_text
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("numpy", "numba", "scipy", "torch", "triton")
@@ -187,10 +187,7 @@ class Report:
         """Write all rows as a JSON list, one row a line; an older file stays whole until then."""
         path.parent.mkdir(parents=True, exist_ok=True)
         text = "[\n" + ",\n".join(_as_json(row) for row in self.rows) + "\n]\n"
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-            file.write(text)
-        os.chmod(file.name, 0o644)
-        os.replace(file.name, path)
+        write_text(path, text)
 
     def _row(self, case: Case, metric: Metric, value: float) -> Row:
         return Row(

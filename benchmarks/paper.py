@@ -21,6 +21,7 @@ import bench_sim
 import numpy as np
 from harness import ROOT, Line, versions
 
+from ultraep.outputs import whole_file, write_text
 from ultraep.sim.cluster import load_cluster
 from ultraep.sim.model import load_model
 from ultraep.sim.published import (
@@ -97,12 +98,13 @@ class Page:
         mpl.rcParams.update({"svg.hashsalt": "ultraep", "font.size": 9})
         figure, axes = plt.subplots(figsize=(width, 2.8), layout="constrained")
         draw(axes)
-        figure.savefig(self.folder / f"{name}.svg", metadata={"Date": None})
+        with whole_file(self.folder / f"{name}.svg") as file:
+            figure.savefig(file, format="svg", metadata={"Date": None})
         plt.close(figure)
         self.parts.append(f"![{what}]({name}.svg)\n")
 
     def write(self) -> None:
-        (self.folder / "paper.md").write_text("\n".join(self.parts))
+        write_text(self.folder / "paper.md", "\n".join(self.parts))
 
 
 # -- the published settings ----------------------------------------------------------------------

@@ -33,6 +33,7 @@ import ultraep
 from ultraep.arrays import IntArray
 from ultraep.demo.model import VOCABULARY, rotate
 from ultraep.demo.text import Text, files, prose, tables
+from ultraep.outputs import write_text
 
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 CUDA = torch.device("cuda")
@@ -356,7 +357,7 @@ def main() -> None:
     options = Options(steps=given.steps, policy=given.policy, every=given.every, seed=given.seed)
     given.out.mkdir(parents=True, exist_ok=True)
     result = train(options, given.out)
-    (given.out / "result.json").write_text(json.dumps(result) + "\n")
+    write_text(given.out / "result.json", json.dumps(result) + "\n")
     print(f"{result['tokens_per_second']:,.0f} tokens/s with {options.policy}")
 
 

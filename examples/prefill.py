@@ -30,6 +30,7 @@ from ultraep.demo.group import process_group
 from ultraep.demo.model import TinyMoE
 from ultraep.demo.prefill import Answers, Queue, Request, answer, make_requests
 from ultraep.demo.text import Text
+from ultraep.outputs import write_text
 
 
 def report(answers: Answers, requests: Sequence[Request]) -> dict[str, Any]:
@@ -147,16 +148,15 @@ def main(argv: list[str] | None = None) -> int:
     with process_group():
         try:
             rows = compare(args)
+            if args.json and dist.get_rank() == 0:
+                write_text(args.json, json.dumps(rows, indent=1))
         except ultraep.UltraEPError as error:
             print(f"rank {dist.get_rank()}: {error}", file=sys.stderr)
             return 2
         differing = [row["policy"] for row in rows if not row["difference"] <= args.agree]
-        if dist.get_rank() == 0:
-            if args.json:
-                args.json.write_text(json.dumps(rows, indent=1))
-            if differing:
-                told = f"outputs of {args.policy[0]} and {', '.join(differing)}"
-                print(f"{told} differ by more than {args.agree:g}", file=sys.stderr)
+        if differing and dist.get_rank() == 0:
+            told = f"outputs of {args.policy[0]} and {', '.join(differing)}"
+            print(f"{told} differ by more than {args.agree:g}", file=sys.stderr)
     return 1 if differing else 0
 
 

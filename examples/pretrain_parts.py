@@ -24,6 +24,7 @@ from pretrain_settings import Settings
 
 from ultraep.demo.text import SUBJECTS
 from ultraep.errors import CommunicationError, ConfigError, FileError
+from ultraep.outputs import whole_file
 
 NEWS = 0.2  # seconds until all connections know of a rank that died
 
@@ -78,12 +79,10 @@ def read_text(files: list[str], pattern: str) -> bytes:
 
 def write_whole(content: dict[str, Any], path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(path.name + ".part")
-    with unfinished.open("wb") as file:
+    with whole_file(path) as file:
         torch.save(content, file)
         file.flush()
         os.fsync(file.fileno())
-    os.replace(unfinished, path)
 
 
 def checkpoints(folder: Path) -> list[Path]:

@@ -31,6 +31,7 @@ import ultraep
 from ultraep.demo.group import process_group
 from ultraep.demo.text import Text
 from ultraep.demo.train import Step, Trainer, Training
+from ultraep.outputs import write_text
 
 
 class Display:
@@ -179,7 +180,7 @@ def train(args: argparse.Namespace) -> None:
             trainer.save(args.save)
     console.print(table(found))
     if args.json and dist.get_rank() == 0:
-        args.json.write_text(json.dumps(found, indent=1))
+        write_text(args.json, json.dumps(found, indent=1))
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -17,7 +17,7 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 # Every layer may import from itself and from the layers above it in this list.
 LAYERS = [
     ["errors", "version", "arrays", "modes"],
-    ["config", "comm", "bundle"],
+    ["config", "comm", "bundle", "inputs", "outputs"],
     ["topology"],
     ["backends"],
     ["loads", "policies"],

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from ultraep.errors import ConfigError
 
 PARTS = 1_000_000  # the tolerance is kept in millionths, so that no float decides a plan
 MAX_TOLERANCE = 1_000.0
-UNLIMITED = 1 << 40  # copies
+UNLIMITED = 1 << 40  # copies, tokens
+LONGEST_TIMEOUT = 1e9  # seconds; clocks and queues overflow not far beyond
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,7 +35,7 @@ class BalanceConfig:
             raise ConfigError(f"policy must be a name, got {self.policy!r}")
         if not isinstance(self.tolerance, (int, float)) or isinstance(self.tolerance, bool):
             raise ConfigError(f"tolerance must be a number, got {self.tolerance!r}")
-        if not math.isfinite(self.tolerance) or not 0 <= self.tolerance <= MAX_TOLERANCE:
+        if not 0 <= self.tolerance <= MAX_TOLERANCE:
             raise ConfigError(
                 f"tolerance must lie between 0 and {MAX_TOLERANCE:g}, got {self.tolerance}"
             )
@@ -59,3 +59,15 @@ class BalanceConfig:
 def _check_integer(name: str, value: object, *, least: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise ConfigError(f"{name} must be an integer of at least {least}, got {value!r}")
+    if value > UNLIMITED:
+        raise ConfigError(f"{name} must be at most {UNLIMITED}, got {value}")
+
+
+def check_timeout(seconds: float | None) -> None:
+    """Refuse what is no time to wait for a rank; None is for the caller to understand."""
+    if seconds is not None and (
+        not isinstance(seconds, (int, float)) or not 0 < seconds <= LONGEST_TIMEOUT
+    ):
+        raise ConfigError(
+            f"timeout must be a number of seconds up to {LONGEST_TIMEOUT:g}, got {seconds!r}"
+        )

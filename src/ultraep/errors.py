@@ -3,7 +3,7 @@
     UltraEPError
     |-- ConfigError         a setting, topology or argument that cannot work  (also a ValueError)
     |-- LoadError           loads that are no loads: wrong shape, sign, type  (also a ValueError)
-    |-- FileError           a file that cannot be read as loads               (also a ValueError)
+    |-- FileError           a file that cannot be read, or not be written     (also a ValueError)
     |-- PlanError           a plan that breaks one of its rules; `.rule` names it
     |-- PlanMismatch        ranks that disagree about settings, step or plan; names the ranks
     |-- SlotError           spare slots that are in use, missing, or too few
@@ -29,7 +29,7 @@ class LoadError(UltraEPError, ValueError):
 
 
 class FileError(UltraEPError, ValueError):
-    """A file that does not hold loads, or not in a format that is known."""
+    """A file that does not hold what is wanted, or that cannot be written."""
 
 
 class PlanError(UltraEPError):

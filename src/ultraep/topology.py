@@ -104,7 +104,12 @@ class Topology:
                     f"pass homes=, the home rank of every expert"
                 )
             return np.repeat(np.arange(self.ranks), self.experts // self.ranks)
-        homes = np.asarray(self.homes)
+        try:
+            homes = np.asarray(self.homes)
+        except ValueError:
+            raise ConfigError(
+                f"homes must be one rank for each of the {self.experts} experts, got a ragged list"
+            ) from None
         if homes.ndim != 1 or len(homes) != self.experts:
             raise ConfigError(
                 f"homes must hold one rank for each of the {self.experts} experts, "

@@ -75,7 +75,7 @@ def ran(monkeypatch, tmp_path):
     """The command with its work done already; the jobs that it had."""
     jobs = []
 
-    def run(job, tell, place):
+    def run(job, tell, place, claim):
         jobs.append(job)
         tell(Note("something about the machine"))
         tell(Progress("training", 1, 2, job.policies[-1], "code", 5.5, 4096.0, 1.25, 1.0))
@@ -185,7 +185,7 @@ def test_other_ranks_than_those_of_torchrun_are_refused(monkeypatch):
 
 
 def test_a_failed_rank_is_one_line(monkeypatch, tmp_path):
-    def run(job, tell, place):
+    def run(job, tell, place, claim):
         raise CommunicationError("rank 1 failed")
 
     monkeypatch.setattr(runs, "run", run)

@@ -162,20 +162,20 @@ def test_a_setting_that_a_policy_cannot_honour_is_one_line(npy):
 
 
 def test_an_unexpected_error_stays_a_traceback(npy, monkeypatch):
-    def broken(path):
+    def broken(path, **_):
         raise RuntimeError("a bug")
 
-    monkeypatch.setattr(plan_command, "read_loads", broken)
+    monkeypatch.setattr(plan_command, "read_series", broken)
     assert isinstance(invoke(npy).exception, RuntimeError)
 
 
-def test_ctrl_c_is_quiet(npy, monkeypatch):
-    def interrupted(path):
+def test_ctrl_c_is_one_line(npy, monkeypatch):
+    def interrupted(path, **_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(plan_command, "read_loads", interrupted)
+    monkeypatch.setattr(plan_command, "read_series", interrupted)
     result = invoke(npy)
-    assert (result.exit_code, result.output) == (130, "")
+    assert (result.exit_code, result.output) == (130, "ultraep: interrupted\n")
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGPIPE"), reason="pipes of POSIX")
@@ -230,6 +230,7 @@ def test_json_is_what_the_library_says(sequence):
         assert 0 < plan_us < 1e8
         assert record == {
             "microbatch": record["microbatch"],
+            "layer": 0,
             "policy": "ultraep",
             "initial_imbalance": plan.initial_imbalance,
             "imbalance": plan.imbalance,
@@ -398,6 +399,7 @@ def test_options_are_frozen():
         "plan": [
             "--backend",
             "--domain",
+            "--experts",
             "--history",
             "--json",
             "--max-replicas",
@@ -408,6 +410,7 @@ def test_options_are_frozen():
             "--show",
             "--slots",
             "--tolerance",
+            "--window",
             "file",
         ],
         "simulate": [

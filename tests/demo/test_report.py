@@ -317,7 +317,7 @@ def gone(out, name):
 
 
 BAD = {
-    "no result": (lambda out: gone(out, "result.json"), "result.json: not the result"),
+    "no result": (lambda out: gone(out, "result.json"), "result.json: no such file"),
     "cut": (lambda out: (out / "result.json").write_text('{"version"'), "result.json: not the"),
     "entry": (lambda out: edit(out, more=1), "result.json: not the result of a demo"),
     "type": (lambda out: edit(out, parameters="many"), "damaged: parameters is 'many'"),
@@ -331,7 +331,7 @@ BAD = {
     "no trace": (lambda out: gone(out, "ultraep"), "ultraep/trace: no such file or folder"),
     "piece": (
         lambda out: (out / "none/trace/rank-00001/000000.npz").write_bytes(b""),
-        "rank-00001/000000.npz: truncated",
+        "000000.npz: cannot be read, truncated",
     ),
     "no records": (lambda out: gone(out, "none/trace/rank-00001"), "no record of the training"),
     "foreign": (

@@ -21,8 +21,10 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 def do(job):
     """The result of a job, and what was told meanwhile."""
     events = []
-    prepare(job)
-    return run(job, events.append), events
+    with prepare(job) as claim:
+        result = run(job, events.append, None, claim)
+        result.save(job.out)
+    return result, events
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +111,8 @@ def test_a_run_takes_the_place_of_an_earlier_one_and_of_nothing_else(done, tmp_p
     out = tmp_path / "out"
     shutil.copytree(done[0], out)
     (out / "mine.txt").write_text("kept")
-    prepare(tiny_job(out, policies=["ultraep"]))
+    with prepare(tiny_job(out, policies=["ultraep"])):
+        pass
     assert (out / "mine.txt").read_text() == "kept"
     assert not trace_folder(out, "ultraep").exists()
     assert not (out / "result.json").exists()
@@ -147,9 +150,11 @@ def test_a_rank_that_dies_is_named_and_the_others_stop(tmp_path, monkeypatch):
 
     monkeypatch.setattr(processes, "Rank", Watched)
     job = tiny_job(tmp_path, steps=5000)
-    prepare(job)
-    with pytest.raises(CommunicationError, match=r"rank 1 failed.*ended by SIGKILL"):
-        run(job, kill)
+    with (
+        prepare(job) as claim,
+        pytest.raises(CommunicationError, match=r"rank 1 failed.*ended by SIGKILL"),
+    ):
+        run(job, kill, None, claim)
     assert len(started) == 2
     assert alive([process.pid for process in started]) == []
 

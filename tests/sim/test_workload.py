@@ -301,5 +301,5 @@ def test_a_trace_with_a_damaged_inside_is_refused(tmp_path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[1000] ^= 255
     path.write_bytes(content)
-    with pytest.raises(FileError, match="cannot be read as recorded routing"):
+    with pytest.raises(FileError, match="cannot be read, truncated or damaged"):
         read_trace(path, experts=8, top_k=1)

@@ -39,7 +39,10 @@ PIECE = "rank-00000/000000.npz"
 OTHER = "rank-00001/000000.npz"
 BAD = {
     "cut piece": (lambda d: cut(d / PIECE), "000000.npz: .*truncated"),
-    "empty piece": (lambda d: (d / OTHER).write_bytes(b""), "rank-00001/000000.npz: truncated"),
+    "empty piece": (
+        lambda d: (d / OTHER).write_bytes(b""),
+        "000000.npz: cannot be read",
+    ),
     "foreign file": (lambda d: (d / "rank-00000/a.npz").write_bytes(b""), "a.npz: not the piece"),
     "missing piece": (
         lambda d: (d / PIECE).rename(d / "rank-00000/000001.npz"),
@@ -67,7 +70,7 @@ BAD = {
     "no header": (lambda d: (d / "header.json").unlink(), "holds no trace, there is no header"),
     "cut header": (lambda d: cut(d / "header.json"), "header.json: truncated or damaged"),
     "foreign header": (lambda d: (d / "header.json").write_text("[]"), "not the header of a trace"),
-    "binary header": (lambda d: (d / "header.json").write_bytes(b"\xff\xfe"), "cannot be read"),
+    "binary header": (lambda d: (d / "header.json").write_bytes(b"\xff\xfb"), "cannot be read"),
     "version": (
         lambda d: edit_header(d, version=7),
         f"a trace of version 7, this program reads version {VERSION}",
@@ -97,7 +100,7 @@ def test_what_is_no_trace(tmp_path):
     with pytest.raises(FileError, match="holds no trace"):
         read_trace(tmp_path)
     (tmp_path / "text.npz").write_text("text")
-    with pytest.raises(FileError, match=r"text.npz: truncated, damaged or no archive"):
+    with pytest.raises(FileError, match=r"text.npz: .*not an archive of arrays"):
         read_trace(tmp_path / "text.npz")
     np.savez(tmp_path / "loads.npz", loads=np.ones((2, 2)))
     with pytest.raises(FileError, match=r"loads.npz: not a trace, it has no header"):

@@ -314,14 +314,16 @@ def test_a_full_disk_ends_the_trace_and_not_the_run(tmp_path, monkeypatch, caplo
         raise OSError(28, "No space left on device")
 
     recorder = Recorder(tmp_path / "run", TOPOLOGY)
-    monkeypatch.setattr(writer, "write_arrays", full)
+    monkeypatch.setattr(os, "replace", full)
     for step in range(3):
         recorder.add(plan=plan_for(0), slot_rows=[1, 2, 3], step=step)
     with caplog.at_level(logging.WARNING):
         recorder.close()
     assert recorder.dropped == 3
-    assert "recording ends here: [Errno 28] No space left on device" in caplog.text
+    assert "recording ends here: " in caplog.text
+    assert "000000.npz: cannot be written: No space left on device" in caplog.text
     assert len(read_trace(tmp_path / "run")) == 0
+    assert os.listdir(tmp_path / "run" / "rank-00000") == []
 
 
 def test_pieces_come_by_bytes_and_by_time(tmp_path, monkeypatch):

@@ -1,90 +1,52 @@
 """The command `ultraep`: plan loads from a file, simulate a cluster, read traces, take a tour,
 describe this installation.
 
-Errors of ours are one line on stderr and exit code 2; anything else is a bug and stays a traceback.
-torch and numba are imported by the commands that need them, not here: `--help` is quick.
+`commands.py` has them all. It is imported when `main` runs, so that Ctrl-C meanwhile is one line.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-from typing import Annotated, Any
-
-import typer
-from typer.core import TyperGroup
-
-import ultraep.cli.advise as advise
-import ultraep.cli.demo as demo
-import ultraep.cli.env as env
-import ultraep.cli.plan as plan
-import ultraep.cli.simulate as simulate
-import ultraep.cli.trace as trace
-from ultraep.errors import UltraEPError
-from ultraep.version import __version__
-
-
-class Commands(TyperGroup):
-    """All commands, with our errors and Ctrl-C turned into exit codes."""
-
-    def invoke(self, ctx: Any) -> Any:
-        try:
-            return super().invoke(ctx)
-        except UltraEPError as error:
-            message = " ".join(str(error).splitlines())
-            print(f"ultraep: {message}", file=sys.stderr)
-            raise typer.Exit(2) from None
-        except KeyboardInterrupt:
-            raise typer.Exit(130) from None
-
-
-app = typer.Typer(
-    name="ultraep",
-    cls=Commands,
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    epilog="New here? Start with: ultraep demo",
-)
-app.command("plan", epilog=plan.EXAMPLE)(plan.command)
-app.command("simulate", epilog=simulate.EXAMPLE)(simulate.command)
-app.command("advise", epilog=advise.EXAMPLE)(advise.command)
-app.add_typer(trace.app, name="trace")
-app.command("demo", epilog=demo.EXAMPLE)(demo.command)
-app.command("env", epilog=env.EXAMPLE)(env.command)
-
-
-def _print_version(wanted: bool) -> None:
-    if wanted:
-        print(f"ultraep {__version__}")
-        raise typer.Exit
-
-
-@app.callback()
-def options(
-    version: Annotated[
-        bool,
-        typer.Option(
-            "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
-        ),
-    ] = False,
-) -> None:
-    """Exact load balance for expert-parallel Mixture-of-Experts models."""
+from typing import Any, NoReturn
 
 
 def main() -> None:
     """Run the command line; the entry point of the package."""
     try:
+        from ultraep.cli.commands import app
+
         app(prog_name="ultraep")
+    except KeyboardInterrupt:
+        print("ultraep: interrupted", file=sys.stderr)
+        sys.exit(130)
+    except OSError as error:
+        _give_up(error)
     finally:
         _flush()
 
 
 def _flush() -> None:
-    """Write what is left; a reader that has gone away (`| head`) is not worth a traceback."""
+    """Write what is left."""
     try:
         if sys.stdout is not None:
             sys.stdout.flush()
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OSError as error:
+        _give_up(error)
+
+
+def _give_up(error: OSError) -> NoReturn:
+    """What the system refuses is one line; a reader that went away (`| head`) not even that."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # whatever is still to be said
+    if isinstance(error, BrokenPipeError):
         sys.exit(1)
+    print(f"ultraep: {error}", file=sys.stderr)
+    sys.exit(2)
+
+
+def __getattr__(name: str) -> Any:
+    if name != "app":
+        raise AttributeError(f"module 'ultraep.cli' has no attribute {name!r}")
+    from ultraep.cli.commands import app
+
+    return app

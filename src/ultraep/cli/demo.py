@@ -84,18 +84,18 @@ def command(
     console = render.make_console()
     console.quiet = place is not None and place.rank > 0
     began = time.perf_counter()
-    prepare(job, place)
-    _introduce(console, job)
-    display = Display(console, names)
-    try:
-        with display:
-            result = run(job, display.show, place)
-    except KeyboardInterrupt:
-        console.print(f"interrupted; what was recorded so far is in {out}")
-        raise
-    _conclude(console, result, out, time.perf_counter() - began)
-    if not no_report and not console.quiet:
-        _report(console, out)
+    with prepare(job, place) as claim:
+        _introduce(console, job)
+        display = Display(console, names)
+        try:
+            with display:
+                result = run(job, display.show, place, claim)
+        except KeyboardInterrupt:
+            console.print(f"interrupted; what was recorded so far is in {out}")
+            raise
+        _conclude(console, result, time.perf_counter() - began)
+        if not console.quiet:
+            _save(console, result, out, report=not no_report)
 
 
 def _machine(device: str) -> Machine:
@@ -227,13 +227,19 @@ def _cells(past: list[Progress], high: float, glyphs: render.Glyphs) -> list[str
 # -- afterwards ----------------------------------------------------------------------------------
 
 
-def _conclude(console: Console, result: DemoResult, out: Path, seconds: float) -> None:
+def _conclude(console: Console, result: DemoResult, seconds: float) -> None:
     console.print(_table(result))
     console.print()
-    _say(console, _meaning(result))
+    _say(console, f"{_meaning(result)} It took {seconds:.0f} s in all.")
+
+
+def _save(console: Console, result: DemoResult, out: Path, *, report: bool) -> None:
+    """After all is printed: a disk that is full by now takes nothing away."""
     for policy in result.policies:
         console.print(f"trace    {trace_folder(out, policy.policy)}", soft_wrap=True)
-    console.print(f"result   {out / 'result.json'}   ({seconds:.0f} s in all)", soft_wrap=True)
+    console.print(f"result   {result.save(out)}", soft_wrap=True)
+    if report:
+        _report(console, out)
 
 
 def _report(console: Console, out: Path) -> None:

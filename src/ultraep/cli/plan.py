@@ -21,6 +21,7 @@ from rich.text import Text
 from ultraep.arrays import IntArray
 from ultraep.cli import render
 from ultraep.cli.render import Outcome
+from ultraep.cli.series import WINDOW, Series, read_series
 from ultraep.config import BalanceConfig
 from ultraep.errors import ConfigError, LoadError
 from ultraep.loads import as_loads
@@ -28,11 +29,11 @@ from ultraep.plan import Plan
 from ultraep.plan import plan as make_plan
 from ultraep.policies import get_policy
 from ultraep.topology import Topology
-from ultraep.workload import read_loads
 
 EXAMPLE = (
     "Example: ultraep plan loads.npy --slots 2 --policy quota,ultraep\n\n"
-    "Example: ultraep plan run.npz --domain 8 --policy eplb,ultraep --history 4 --json"
+    "Example: ultraep plan run.npz --domain 8 --policy eplb,ultraep --history 4 --json\n\n"
+    "Example: ultraep plan routing.npz --ranks 8 --experts 32"
 )
 SAMPLES = 9  # timed calls per policy, at least, unless they take longer than PATIENCE seconds
 PATIENCE = 0.2
@@ -46,14 +47,31 @@ File = Annotated[
     typer.Argument(
         metavar="FILE",
         help="Loads as .npy, .npz, .csv or .json: integers \\[source rank, expert], "
-        "or a sequence of such matrices, one per microbatch.",
+        "or a sequence of such matrices, one per microbatch. Or a trace, or recorded routing: "
+        "an .npz with expert ids \\[token, layer, choice] in arrays *_ids.",
     ),
 ]
 Ranks = Annotated[
     int | None,
     typer.Option(
-        help="Ranks of the expert-parallel group, to check the file against.",
+        help="Ranks of the expert-parallel group: loads are checked against it, tokens of "
+        "recorded routing are shared out over them.",
         show_default="rows of the file",
+    ),
+]
+Experts = Annotated[
+    int | None,
+    typer.Option(
+        help="Experts of a layer of recorded routing.",
+        show_default="the next power of two beyond its ids",
+    ),
+]
+Window = Annotated[
+    int | None,
+    typer.Option(
+        metavar="TOKENS",
+        help="Tokens of a microbatch that is cut from recorded routing.",
+        show_default=f"{WINDOW}",
     ),
 ]
 Slots = Annotated[
@@ -118,7 +136,7 @@ AsJson = Annotated[
 class Job:
     """What is to be planned: every microbatch under every config, each known by a label."""
 
-    loads: IntArray  # [S, R, E]
+    series: Series
     topology: Topology
     configs: dict[str, BalanceConfig]
     backend: str | None = None
@@ -128,6 +146,8 @@ class Job:
 def command(
     file: File,
     ranks: Ranks = None,
+    experts: Experts = None,
+    window: Window = None,
     slots: Slots = 1,
     domain: Domain = None,
     policy: Policies = "ultraep",
@@ -156,19 +176,19 @@ def command(
         )
         for name in _names(policy)
     }
-    loads = read_loads(file)
-    topology = _topology(loads, ranks, slots, domain)
-    _check_loads(file, loads, topology)
-    job = Job(loads=loads, topology=topology, configs=configs, backend=backend, history=history)
-    if show is not None and not 0 <= show < len(loads):
-        raise ConfigError(f"--show must lie in 0..{len(loads) - 1}, got {show}")
+    series = read_series(file, ranks=ranks, experts=experts, window=window)
+    topology = _topology(series.loads, ranks, slots, domain)
+    _check_loads(file, series.loads, topology)
+    job = Job(series=series, topology=topology, configs=configs, backend=backend, history=history)
+    if show is not None and not 0 <= show < len(series):
+        raise ConfigError(f"--show must lie in 0..{len(series) - 1}, got {show}")
     outcomes = run(job)
     if as_json:
-        print_json(outcomes)
+        print_json(outcomes, series)
     else:
         console = render.make_console()
         console.print(_heading(str(file), job))
-        report(outcomes, console, show)
+        report(outcomes, console, series, show)
 
 
 def _names(policies: str) -> list[str]:
@@ -211,7 +231,7 @@ def run(job: Job) -> list[Outcome]:
     with stderr.status("loading the planner (compiled once, on first use) ..."):
         for config in job.configs.values():
             _ = _plan(job, 0, config).lower_bound
-    steps = range(len(job.loads))
+    steps = range(len(job.series))
     quiet = len(steps) * len(job.configs) < LONG_WORK or not stderr.is_terminal
     shown = track(steps, "planning", console=stderr, transient=True, disable=quiet)
     return [
@@ -223,25 +243,28 @@ def run(job: Job) -> list[Outcome]:
 
 def _outcome(job: Job, step: int, label: str, config: BalanceConfig) -> Outcome:
     times: list[float] = []
-    while not times or (len(times) * len(job.loads) < SAMPLES and sum(times) < PATIENCE):
+    while not times or (len(times) * len(job.series) < SAMPLES and sum(times) < PATIENCE):
         start = perf_counter()
         made = _plan(job, step, config)
         times.append(perf_counter() - start)
-    without_past = step == 0 and get_policy(config.policy).needs_history
+    without_past = job.series.place(step)[1] == 0 and get_policy(config.policy).needs_history
     return Outcome(label, step, made, 1e6 * median(times), without_past)
 
 
 def _plan(job: Job, step: int, config: BalanceConfig) -> Plan:
     past = None
     if get_policy(config.policy).needs_history:
-        past = job.loads[max(step - job.history, 0) : max(step, 1)]
-    return make_plan(job.loads[step], job.topology, config, backend=job.backend, history=past)
+        past = job.series.past(step, job.history)
+    loads = job.series.loads[step]
+    return make_plan(loads, job.topology, config, backend=job.backend, history=past)
 
 
 # -- showing -------------------------------------------------------------------------------------
 
 
-def report(outcomes: list[Outcome], console: Console, show: int | None = None) -> None:
+def report(
+    outcomes: list[Outcome], console: Console, series: Series, show: int | None = None
+) -> None:
     """The table with its footnotes, then the skylines of one microbatch."""
     console.print(render.table(outcomes))
     for note in _footnotes(outcomes):
@@ -250,7 +273,9 @@ def report(outcomes: list[Outcome], console: Console, show: int | None = None) -
     drawn = [o for o in outcomes if o.microbatch == (fullest if show is None else show)]
     if len({outcome.microbatch for outcome in outcomes}) > 1:
         why = "the most imbalanced" if show is None else "as asked for"
-        console.print(f"\nMicrobatch {drawn[0].microbatch}, {why}:")
+        layer, _ = series.place(drawn[0].microbatch)
+        where = f" (layer {layer})" if series.layers > 1 else ""
+        console.print(f"\nMicrobatch {drawn[0].microbatch}{where}, {why}:")
     console.print()
     for page in render.skylines(drawn, console):
         console.print(page)
@@ -258,9 +283,11 @@ def report(outcomes: list[Outcome], console: Console, show: int | None = None) -
 
 
 def _heading(name: str, job: Job) -> Text:
-    steps, ranks, experts = job.loads.shape
-    tokens = _count(round(job.loads.sum() / steps), "token")
-    parts = [
+    loads, layers = job.series.loads, job.series.layers
+    steps, ranks, experts = loads.shape
+    tokens = _count(round(loads.sum() / steps), "token")
+    parts = [_count(layers, "layer")] if layers > 1 else []
+    parts += [
         tokens if steps == 1 else f"{_count(steps, 'microbatch')} of {tokens}",
         _count(ranks, "rank"),
         _count(experts, "expert"),
@@ -285,11 +312,12 @@ def _footnotes(outcomes: list[Outcome]) -> Iterator[Text]:
             f"an expert that moved counts as a copy: {', '.join(named)}",
             render.FAINT,
         )
-    blind = [label for label, group in groups.items() if any(o.without_past for o in group)]
+    blind = {label: sum(o.without_past for o in group) for label, group in groups.items()}
+    blind = {label: count for label, count in blind.items() if count}
     if blind:
         yield Text(
-            f"{' and '.join(blind)} on 1 of {_count(steps, 'microbatch')} had no past and saw "
-            "the load itself",
+            f"{' and '.join(blind)} on {max(blind.values())} of {_count(steps, 'microbatch')} "
+            "had no past and saw the load itself",
             render.FAINT,
         )
 
@@ -299,16 +327,17 @@ def _count(number: int, word: str) -> str:
     return f"{number:,} {word}{'' if number == 1 else plural}"
 
 
-def print_json(outcomes: list[Outcome]) -> None:
+def print_json(outcomes: list[Outcome], series: Series) -> None:
     """A JSON list, one plan per line."""
-    lines = (json.dumps(_record(outcome)) for outcome in outcomes)
+    lines = (json.dumps(_record(outcome, series)) for outcome in outcomes)
     print("[\n" + ",\n".join(lines) + "\n]")
 
 
-def _record(outcome: Outcome) -> dict[str, Any]:
+def _record(outcome: Outcome, series: Series) -> dict[str, Any]:
     plan = outcome.plan
     return {
         "microbatch": outcome.microbatch,
+        "layer": series.place(outcome.microbatch)[0],
         "policy": plan.config.policy,
         "initial_imbalance": plan.initial_imbalance,
         "imbalance": plan.imbalance,

@@ -17,7 +17,8 @@ from rich.text import Text
 
 from ultraep.cli import render
 from ultraep.cli import scenario as options
-from ultraep.errors import ConfigError, FileError
+from ultraep.errors import ConfigError
+from ultraep.outputs import check_targets
 from ultraep.sim.plots import Picture, check_plot, write_plot
 from ultraep.sim.presets import presets
 from ultraep.sim.run import Contender, Result, Scenario
@@ -183,20 +184,7 @@ def _check_targets(plot: Path | None, timeline: Path | None, layers: int) -> Non
         raise ConfigError(f"--timeline-layers must be at least 1, got {layers}")
     if plot:
         check_plot(plot)
-    for path in (plot, timeline):
-        if path:
-            _check_writable(path)
-
-
-def _check_writable(path: Path) -> None:
-    there = path.exists()
-    try:
-        with path.open("ab"):
-            pass
-    except OSError as error:
-        raise FileError(f"{path}: cannot be written: {error.strerror}") from None
-    if not there:
-        path.unlink()
+    check_targets(plot, timeline)
 
 
 def _write(

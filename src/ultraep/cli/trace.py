@@ -18,6 +18,7 @@ from rich.text import Text
 
 from ultraep.cli import render
 from ultraep.errors import ConfigError
+from ultraep.outputs import check_targets, is_stream
 from ultraep.policies import get_policy
 from ultraep.trace.export import write_csv, write_timeline
 from ultraep.trace.read import Trace, read_trace
@@ -316,6 +317,8 @@ def export(
         raise ConfigError(f"--npz needs a name that ends in .npz, got {to_npz}")
     if to_csv is None and to_perfetto is None and to_npz is None:
         raise ConfigError("name what to write: --csv, --perfetto or --npz")
+    targets = [target for target in (to_csv, to_perfetto, to_npz) if target is not None]
+    check_targets(*targets)
     trace = read_trace(path)
     if to_csv is not None:
         write_csv(trace, to_csv)
@@ -323,8 +326,8 @@ def export(
         write_timeline(trace, to_perfetto)
     if to_npz is not None:
         trace.save(to_npz)
-    for written in (to_csv, to_perfetto, to_npz):
-        if written is not None:
+    for written in targets:
+        if not is_stream(written):
             print(f"{written}: {_count(len(trace), 'record')}")
 
 

@@ -6,6 +6,9 @@ import os
 from dataclasses import dataclass
 
 from ultraep.demo.sizes import Sizes
+from ultraep.errors import ConfigError
+
+MOST_RANKS = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -34,5 +37,17 @@ class Place:
         """The place that torchrun gave to this process, if it did."""
         if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
             return None
-        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        return cls(rank, size, int(os.environ.get("LOCAL_RANK", rank)))
+        rank, size = _number("RANK", 0), _number("WORLD_SIZE", 1)
+        if rank >= size:
+            raise ConfigError(f"RANK is {rank} in the environment, but WORLD_SIZE {size}")
+        return cls(rank, size, _number("LOCAL_RANK", 0) if "LOCAL_RANK" in os.environ else rank)
+
+
+def _number(variable: str, least: int) -> int:
+    text = os.environ[variable]
+    if not text.isdecimal() or not least <= int(text) < MOST_RANKS:
+        raise ConfigError(
+            f"{variable} must lie between {least} and {MOST_RANKS - 1} in the environment, "
+            f"got {text!r}"
+        )
+    return int(text)

@@ -15,7 +15,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
@@ -39,14 +39,14 @@ class Failure(NamedTuple):
 class Rank:
     """One process."""
 
-    def __init__(self, number: int, folder: Path) -> None:
+    def __init__(self, number: int, folder: Path, keep: Sequence[int] = ()) -> None:
         self.number, self.log = number, folder / f"rank{number}.log"
         self.pipe, theirs = Pipe()
         code = f"from ultraep.demo.processes import live; live({theirs.fileno()})"
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-c", code],
-                pass_fds=[theirs.fileno()],
+                pass_fds=[theirs.fileno(), *keep],
                 env=environment(),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -67,11 +67,16 @@ class Rank:
         return Failure(self.number, f"process {self.process.pid} {how}{last}", 2)
 
 
-def run_ranks(job: Any, ranks: int, tell: Callable[[Event], None]) -> DemoResult:
-    """Start the ranks, pass on what rank 0 tells, and return its result."""
+def run_ranks(
+    job: Any, ranks: int, tell: Callable[[Event], None], keep: Sequence[int] = ()
+) -> DemoResult:
+    """Start the ranks, pass on what rank 0 tells, and return its result.
+
+    keep: descriptors that the ranks hold open as long as they live.
+    """
     with tempfile.TemporaryDirectory(prefix="ultraep-demo-") as name:
         folder = Path(name)
-        with started(ranks, folder) as them:
+        with started(ranks, folder, keep) as them:
             for rank in them:
                 with suppress(BrokenPipeError):  # it is dead already; its pipe will say so
                     rank.pipe.send_bytes(pickle.dumps((rank.number, ranks, f"{name}/store", job)))
@@ -79,12 +84,12 @@ def run_ranks(job: Any, ranks: int, tell: Callable[[Event], None]) -> DemoResult
 
 
 @contextmanager
-def started(count: int, folder: Path) -> Iterator[list[Rank]]:
+def started(count: int, folder: Path, keep: Sequence[int] = ()) -> Iterator[list[Rank]]:
     """So many processes, which are gone afterwards."""
     them: list[Rank] = []
     try:
         for number in range(count):
-            them.append(Rank(number, folder))
+            them.append(Rank(number, folder, keep))
         yield them
     finally:
         stop(them)

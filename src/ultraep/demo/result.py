@@ -9,8 +9,11 @@ from typing import Any
 
 from ultraep.demo.sizes import Sizes
 from ultraep.errors import FileError
+from ultraep.inputs import read_text
+from ultraep.outputs import write_text
 
 RESULT_FILE = "result.json"
+REPORT_FILE = "report.html"
 TRACE = "trace"  # folder in that of a policy
 
 
@@ -95,22 +98,23 @@ class DemoResult:
         tenth, first = -(-self.steps // 10), self.policies[0].losses
         return max(off(row.losses[:tenth], first[:tenth]) for row in self.policies)
 
-    def save(self, folder: Path) -> Path:
+    def save(self, folder: str | Path) -> Path:
         """Write it into the folder."""
-        path = folder / RESULT_FILE
-        path.write_text(json.dumps(asdict(self), indent=1) + "\n", "utf-8")
+        path = Path(folder) / RESULT_FILE
+        write_text(path, json.dumps(asdict(self), indent=1) + "\n")
         return path
 
     @classmethod
     def load(cls, folder: str | Path) -> DemoResult:
         """Read what `save` has written."""
         path = Path(folder) / RESULT_FILE
+        text = read_text(path)
         try:
-            content: dict[str, Any] = json.loads(path.read_text("utf-8"))
+            content: dict[str, Any] = json.loads(text)
             sizes = Sizes(**content.pop("sizes"))
             policies = [PolicyResult(**row) for row in content.pop("policies")]
             return cls(**content, sizes=sizes, policies=policies)
-        except (OSError, ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise FileError(f"{path}: not the result of a demo: {error}") from None
 
 

@@ -8,7 +8,6 @@ Shapes: B sequences, T tokens.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -26,6 +25,7 @@ from torch.nn.functional import cross_entropy
 from ultraep.demo.model import ModelConfig, TinyMoE
 from ultraep.demo.text import Text
 from ultraep.layer import gather_experts
+from ultraep.outputs import whole_file
 from ultraep.parallel import (
     average_expert_gradients,
     clip_grad_norm,
@@ -146,9 +146,8 @@ class Trainer:
             "optimizer": {name: self.full_moments(name) for name in (*self.experts, *self.rest)},
         }
         if self.balancer.rank == 0:
-            unfinished = path.with_name(path.name + ".part")
-            torch.save(content, unfinished)
-            os.replace(unfinished, path)
+            with whole_file(path) as file:
+                torch.save(content, file)
         dist.barrier()
 
     def load(self, saved: dict[str, Any]) -> None:

@@ -7,6 +7,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from ultraep.comm import Communicator
+from ultraep.config import check_timeout
 from ultraep.errors import ConfigError
 from ultraep.runtime import local
 
@@ -32,6 +33,7 @@ def connect(
             f"transport is one of {', '.join(TRANSPORTS)}, got {transport!r}; "
             "for memory that GPUs share there is ultraep.DeviceBalancer"
         )
+    check_timeout(timeout)
     if group is None:
         return local.alone()
     if transport == "auto" and sys.platform != "linux":

@@ -20,7 +20,7 @@ import torch
 
 from ultraep.bundle import Bundle, Layout, kinds, resolve
 from ultraep.comm import Communicator, Peers
-from ultraep.config import BalanceConfig
+from ultraep.config import BalanceConfig, check_timeout
 from ultraep.errors import ConfigError, LoadError, PlanMismatch
 from ultraep.modes import unseen
 from ultraep.plan import Plan
@@ -85,9 +85,8 @@ class DeviceBalancer(Unique):
         if relay not in MODES:
             raise ConfigError(f"unknown relay mode {relay!r}; known are {', '.join(MODES)}")
         capacity = 2 * tokens * top_k if capacity is None else capacity
-        _check_positive(
-            tokens=tokens, top_k=top_k, capacity=capacity, in_flight=in_flight, timeout=timeout
-        )
+        _check_positive(tokens=tokens, top_k=top_k, capacity=capacity, in_flight=in_flight)
+        check_timeout(timeout)
         _check_current(peers.device)
         self.tokens, self.top_k = tokens, top_k
         self.topology = Topology(

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import torch
 
 from ultraep.comm import Communicator, Message
+from ultraep.config import check_timeout
 from ultraep.errors import CommunicationError, ConfigError
 
 T = TypeVar("T")
@@ -28,6 +29,7 @@ class LocalGroup:
     def __init__(self, size: int, *, timeout: float = 60.0) -> None:
         if size < 1:
             raise ConfigError(f"a group needs at least one rank, got {size}")
+        check_timeout(timeout)
         self.size = size
         self.timeout = timeout
         self._mail: dict[tuple[int, int], queue.SimpleQueue[Any]] = {

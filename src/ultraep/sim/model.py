@@ -14,6 +14,7 @@ from ultraep.sim.presets import as_record, load_table
 
 WEIGHT_BYTES = 2  # BF16
 GATED = 3  # matrices of a gated MLP: gate, up, down
+MOST_LAYERS = 1 << 12
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +90,10 @@ class Model:
                 raise ConfigError(
                     f"model {self.name}: {field} must be at least 1, got {getattr(self, field)}"
                 )
+        if self.layers > MOST_LAYERS:
+            raise ConfigError(
+                f"model {self.name}: layers must be at most {MOST_LAYERS}, got {self.layers}"
+            )
         if not 0 <= self.dense_layers < self.layers:
             raise ConfigError(
                 f"model {self.name}: dense_layers must lie in 0..{self.layers - 1}, "

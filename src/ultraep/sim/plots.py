@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ultraep.errors import BackendUnavailable, ConfigError
+from ultraep.outputs import whole_file, write_text
 from ultraep.sim.run import Result
 
 if TYPE_CHECKING:
@@ -140,8 +141,10 @@ def _write_image(path: str | Path, picture: Picture) -> None:
         _draw_throughput(throughput, picture)
         _draw_imbalance(imbalance, picture)
         _draw_stages(stages, picture)
-        dateless = {"Date": None} if str(path).lower().endswith(".svg") else {}
-        figure.savefig(path, dpi=150, metadata=dateless)
+        form = Path(path).suffix.lower().lstrip(".")
+        dateless = {"Date": None} if form == "svg" else {}
+        with whole_file(path) as file:
+            figure.savefig(file, format=form, dpi=150, metadata=dateless)
 
 
 def _draw_throughput(axes: Axes, picture: Picture) -> None:
@@ -194,7 +197,7 @@ def _write_html(path: str | Path, picture: Picture) -> None:
     figure.update_yaxes(title_text="imbalance", row=1, col=2)
     figure.update_xaxes(title_text="layer", row=1, col=2)
     figure.update_yaxes(title_text="ms", row=1, col=3)
-    figure.write_html(path, include_plotlyjs=True, full_html=True)
+    write_text(path, figure.to_html(include_plotlyjs=True, full_html=True))
 
 
 def _bars(picture: Picture) -> list[Any]:

@@ -14,10 +14,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ultraep.errors import ConfigError, FileError
+from ultraep.inputs import read_text, reading
 
 Record = TypeVar("Record")
 Table = dict[str, Any]
 
+LARGEST = 10**15  # of any number in a table
 NAMES_OF_ONE = {"clusters": "cluster", "models": "model", "requests": "set of requests"}
 
 
@@ -70,15 +72,14 @@ def _check_type(where: str, name: str, annotation: str, value: Any) -> None:
     wanted = kinds.get(annotation)
     if wanted and (not isinstance(value, wanted) or isinstance(value, bool)):
         raise ConfigError(f"{where}: {name} must be of type {annotation}, got {value!r}")
+    if isinstance(value, (int, float)) and abs(value) > LARGEST:
+        raise ConfigError(f"{where}: {name} must be at most {LARGEST}, got {value}")
 
 
 def _tables_of_file(path: Path) -> dict[str, Table]:
-    try:
-        content = tomllib.loads(path.read_text("utf-8"))
-    except FileNotFoundError:
-        raise FileError(f"{path}: no such file") from None
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise FileError(f"{path}: cannot be read as TOML: {error}") from None
+    text = read_text(path)
+    with reading(path, "TOML"):
+        content = tomllib.loads(text)
     tables = {name: table for name, table in content.items() if isinstance(table, dict)}
     if not tables:
         raise FileError(f"{path}: holds no table; a table begins with a line like [my-name]")

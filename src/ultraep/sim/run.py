@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from ultraep.arrays import IntArray
 from ultraep.config import BalanceConfig
 from ultraep.errors import ConfigError
+from ultraep.loads import MAX_TOTAL
 from ultraep.policies import get_policy
 from ultraep.sim.cluster import Cluster
 from ultraep.sim.costs import Costs, Rates, measured_rates
@@ -43,6 +44,7 @@ FloatArray = NDArray[np.float64]
 Report = Callable[[int, int], None]  # layers done, layers in all
 
 IDEAL = "ideal"
+MOST_MICROBATCHES = 1 << 20  # that are simulated, each of every layer
 BEYOND_LIMITS = (IDEAL, "eplb")  # what the runtime of these costs is known all the same
 
 
@@ -87,6 +89,7 @@ class Scenario:
             )
         if self.interval < 1:
             raise ConfigError(f"interval must be at least 1, got {self.interval}")
+        self._check_sizes()
         needed = weight_bytes(model, self.ranks, self.schedule)
         training = isinstance(self.schedule, Training)
         if needed > self.cluster.memory:
@@ -100,6 +103,16 @@ class Scenario:
         least = self.min_tokens_per_replica
         BalanceConfig(tolerance=self.tolerance, min_tokens_per_replica=least)
         _ = self.topology
+
+    def _check_sizes(self) -> None:
+        """Refuse what could not be counted or held."""
+        for name, value, most in (
+            ("microbatches of all steps and groups", self.microbatches, MOST_MICROBATCHES),
+            ("interval", self.interval, MOST_MICROBATCHES),
+            ("rows of a microbatch: ranks, tokens and top_k multiplied", self.rows, MAX_TOTAL),
+        ):
+            if value > most:
+                raise ConfigError(f"{name}: at most {most}, got {value}")
 
     @property
     def devices(self) -> int:

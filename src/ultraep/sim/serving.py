@@ -24,6 +24,8 @@ from ultraep.sim.presets import as_record, load_table
 FloatArray = NDArray[np.float64]
 
 LONGEST = 131_072  # tokens of a prompt
+LONGEST_LIMIT = 3600.0  # seconds to the first token
+WIDEST = 8.0  # deviation of the logarithm of lengths
 HALVINGS = 14
 RUN_LIMITS = 20  # length of a run, in limits of the time to the first token
 
@@ -48,6 +50,13 @@ class Requests:
             raise ConfigError(
                 f"requests {self.name}: spread must not be negative, got {self.spread}"
             )
+
+        for field, most in (("limit_s", LONGEST_LIMIT), ("spread", WIDEST)):
+            if getattr(self, field) > most:
+                raise ConfigError(
+                    f"requests {self.name}: {field} must be at most {most:g}, "
+                    f"got {getattr(self, field)}"
+                )
 
     def lengths(self, count: int, rng: np.random.Generator) -> FloatArray:
         """[N] tokens of each prompt."""

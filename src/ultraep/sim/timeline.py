@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ultraep.errors import ConfigError
+from ultraep.outputs import write_text
 from ultraep.sim.layer import LayerClock
 from ultraep.sim.planning import Copies
 from ultraep.sim.run import Contender, Scenario, plan_and_clock
@@ -106,7 +107,7 @@ def make_timeline(
 
 def write_timeline(path: str | Path, timeline: dict[str, Any]) -> None:
     """As JSON."""
-    Path(path).write_text(json.dumps(timeline), "utf-8")
+    write_text(path, json.dumps(timeline))
 
 
 def _which_ranks(ranks: int) -> str:

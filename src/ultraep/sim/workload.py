@@ -10,7 +10,6 @@ Shapes: S microbatches, E experts, R ranks, H recorded layers.
 
 from __future__ import annotations
 
-import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +25,7 @@ from ultraep.topology import Topology
 from ultraep.trace.read import holds_trace
 from ultraep.trace.read import read_trace as read_recorded
 from ultraep.workload import loads_of_windows, read_loads, read_routing
+from ultraep.workload.windows import holds_routing
 
 FloatArray = NDArray[np.float64]
 
@@ -79,6 +79,11 @@ class Skew:
             if not getattr(self, field) <= STEEPEST:
                 raise ConfigError(
                     f"{field} must be at most {STEEPEST:g}, got {getattr(self, field)}"
+                )
+        for field in ("topic_length", "drift_length"):
+            if getattr(self, field) > MAX_TOTAL:
+                raise ConfigError(
+                    f"{field} must be at most {MAX_TOTAL}, got {getattr(self, field)}"
                 )
         if self.topic_length and self.drift_length:
             raise ConfigError(
@@ -236,7 +241,7 @@ def read_trace(path: str | Path, *, experts: int, top_k: int) -> Recorded:
     if holds_trace(path):
         loads_SHE = _recorded(path)
     else:
-        loads_SHE = _routing(path, experts) if _holds_routing(path) else _loads(path)
+        loads_SHE = _routing(path, experts) if holds_routing(path) else _loads(path)
     if loads_SHE.shape[2] != experts:
         raise ConfigError(
             f"{path} has loads of {loads_SHE.shape[2]} experts, the model has {experts}"
@@ -279,10 +284,3 @@ def _routing(path: str | Path, experts: int) -> IntArray:
         raise FileError(f"{path}: {error}") from None
     summed: IntArray = np.concatenate(windows).sum(axis=2)
     return summed
-
-
-def _holds_routing(path: str | Path) -> bool:
-    if Path(path).suffix.lower() != ".npz" or not zipfile.is_zipfile(path):
-        return False
-    with zipfile.ZipFile(path) as archive:
-        return any(name.endswith("_ids.npy") for name in archive.namelist())

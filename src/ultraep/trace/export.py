@@ -11,13 +11,13 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Iterator
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ultraep.errors import FileError
-from ultraep.trace.files import write_whole
+from ultraep.outputs import write_text
 from ultraep.trace.read import Trace
 from ultraep.trace.schema import BACKWARD
 
@@ -37,13 +37,11 @@ def write_csv(trace: Trace, path: str | Path) -> None:
         trace.bytes_moved.sum(axis=1),
         *(np.char.mod("%.7g", trace.seconds.max(axis=1)).T),
     ]
-    try:
-        with Path(path).open("w", encoding="utf-8", newline="") as file:
-            table = csv.writer(file, lineterminator="\n")
-            table.writerow(names)
-            table.writerows(zip(*(column.tolist() for column in columns), strict=True))
-    except OSError as error:
-        raise FileError(f"{path}: cannot be written: {error.strerror}") from None
+    text = StringIO(newline="")
+    table = csv.writer(text, lineterminator="\n")
+    table.writerow(names)
+    table.writerows(zip(*(column.tolist() for column in columns), strict=True))
+    write_text(path, text.getvalue())
 
 
 def write_timeline(trace: Trace, path: str | Path) -> None:
@@ -53,10 +51,7 @@ def write_timeline(trace: Trace, path: str | Path) -> None:
         "displayTimeUnit": "ms",
         "otherData": {"policy": trace.header.policy, "created": trace.header.created},
     }
-    try:
-        write_whole(Path(path), json.dumps(timeline))
-    except OSError as error:
-        raise FileError(f"{path}: cannot be written: {error.strerror}") from None
+    write_text(path, json.dumps(timeline))
 
 
 def _events(trace: Trace) -> Iterator[Event]:

@@ -9,7 +9,6 @@ Shapes: N records, R ranks, E experts, S slots of all ranks, G stages.
 from __future__ import annotations
 
 import re
-import zipfile
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -21,9 +20,11 @@ from numpy.typing import NDArray
 from ultraep.arrays import IntArray
 from ultraep.config import BalanceConfig
 from ultraep.errors import FileError
+from ultraep.inputs import names_of_arrays, read_arrays, read_text
+from ultraep.outputs import is_unfinished
 from ultraep.plan import Plan, plan_of_copies
 from ultraep.topology import Topology
-from ultraep.trace.files import is_unfinished, read_arrays, write_arrays
+from ultraep.trace.files import write_arrays
 from ultraep.trace.join import Joined, join
 from ultraep.trace.schema import (
     HEADER_FILE,
@@ -156,10 +157,7 @@ class Trace:
             elif name != "header":
                 array = getattr(self, _NAMES.get(name, name))
                 arrays[name] = array if kind == "str" else array.astype(kind)
-        try:
-            write_arrays(Path(path), arrays)
-        except OSError as error:
-            raise FileError(f"{path}: cannot be written: {error.strerror}") from None
+        write_arrays(Path(path), arrays)
 
 
 _NAMES = {"slot_rows": "slot_loads"}  # of a rank in its pieces, of all ranks here
@@ -198,10 +196,7 @@ def holds_trace(path: str | Path) -> bool:
     path = Path(path)
     if path.is_dir():
         return True
-    if path.suffix.lower() != ".npz" or not zipfile.is_zipfile(path):
-        return False
-    with zipfile.ZipFile(path) as archive:
-        return "header.npy" in archive.namelist()
+    return "header" in names_of_arrays(path)
 
 
 def _folder_of_trace(path: Path) -> Path:
@@ -219,10 +214,7 @@ def _folder_of_trace(path: Path) -> Path:
 
 def _read_folder(folder: Path) -> Trace:
     file = folder / HEADER_FILE
-    try:
-        header = Header.from_json(file.read_text("utf-8"), file)
-    except (OSError, UnicodeDecodeError) as error:
-        raise FileError(f"{file}: cannot be read: {error}") from None
+    header = Header.from_json(read_text(file), file)
     for path in folder.iterdir():
         match = RANK_FOLDER.fullmatch(path.name)
         if match and int(match[1]) >= header.ranks:

@@ -22,9 +22,9 @@ import numpy as np
 from ultraep.config import BalanceConfig
 from ultraep.errors import ConfigError, FileError
 from ultraep.loads import as_integers
+from ultraep.outputs import write_text
 from ultraep.plan import DEFAULT_CONFIG, Plan
 from ultraep.topology import Topology
-from ultraep.trace.files import write_whole
 from ultraep.trace.pieces import Key, More, Record
 from ultraep.trace.schema import HEADER_FILE, STAGES, Header, rank_folder
 from ultraep.trace.writer import Writer
@@ -186,7 +186,7 @@ def _prepare(folder: Path, header: Header, rank: int) -> None:
             _check_empty(folder)
         own.mkdir()
         if rank == 0:
-            write_whole(folder / HEADER_FILE, header.to_json() + "\n")
+            write_text(folder / HEADER_FILE, header.to_json() + "\n")
     except FileExistsError:
         if not folder.is_dir():
             raise FileError(f"{folder}: a file, a trace needs a folder") from None

@@ -8,6 +8,7 @@ import threading
 import time
 from pathlib import Path
 
+from ultraep.errors import FileError
 from ultraep.trace.files import write_arrays
 from ultraep.trace.pieces import More, Record, piece
 from ultraep.trace.schema import Header, piece_file
@@ -92,15 +93,15 @@ class Writer:
             arrays = piece(items, self._header, self._rank, dropped=lost)
             try:
                 write_arrays(self._folder / piece_file(self._pieces), arrays)
-            except OSError as error:
+            except FileError as error:
                 self._give_up(error, len(items))
                 return
             self._told, self._pieces = lost, self._pieces + 1
         with self._lock:
             self._held -= sum(item.nbytes for item in items)
 
-    def _give_up(self, error: OSError, unwritten: int) -> None:
-        logger.warning("%s: recording ends here: %s", self._folder, error)
+    def _give_up(self, error: FileError, unwritten: int) -> None:
+        logger.warning("recording ends here: %s", error)
         with self._lock:
             self._failed = True
             self.dropped += unwritten + len(self._waiting)

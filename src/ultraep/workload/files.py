@@ -9,8 +9,6 @@
 from __future__ import annotations
 
 import json
-import zipfile
-import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,20 +17,9 @@ import numpy as np
 
 from ultraep.arrays import IntArray
 from ultraep.errors import FileError, LoadError
+from ultraep.inputs import lines_of, read_array, read_arrays, read_text, reading
 from ultraep.loads import as_integers
-
-# What NumPy, zipfile and json raise on files that were cut short or overwritten.
-DAMAGE = (
-    ValueError,
-    TypeError,
-    KeyError,
-    EOFError,
-    OSError,
-    MemoryError,
-    RecursionError,
-    zipfile.BadZipFile,
-    zlib.error,
-)
+from ultraep.workload.windows import IDS
 
 
 def read_loads(path: str | Path) -> IntArray:
@@ -45,12 +32,8 @@ def read_loads(path: str | Path) -> IntArray:
         )
     try:
         matrices = [_as_sequence(array) for array in read(path)]
-    except FileNotFoundError:
-        raise FileError(f"{path}: no such file") from None
-    except (LoadError, json.JSONDecodeError, UnicodeDecodeError) as error:
+    except LoadError as error:
         raise FileError(f"{path}: {error}") from None
-    except DAMAGE as error:
-        raise FileError(f"{path}: cannot be read, truncated or damaged: {error}") from None
     shapes = sorted({matrix.shape[1:] for matrix in matrices})
     if len(shapes) > 1:
         raise FileError(f"{path}: matrices of different shapes, {shapes[0]} and {shapes[1]}")
@@ -73,25 +56,25 @@ def _as_sequence(values: Any) -> IntArray:
 
 
 def _read_npy(path: Path) -> Iterator[Any]:
-    with path.open("rb") as file:
-        array = np.load(file, allow_pickle=False)
-        if not isinstance(array, np.ndarray):
-            raise LoadError("an archive of arrays; its name should end in .npz")
-        yield array
+    yield read_array(path)
 
 
 def _read_npz(path: Path) -> Iterator[Any]:
-    with path.open("rb") as file:
-        if not zipfile.is_zipfile(file):
-            raise zipfile.BadZipFile("not an archive of arrays")
-        file.seek(0)
-        with np.load(file, allow_pickle=False) as arrays:
-            yield from (arrays[name] for name in arrays.files)
+    arrays = read_arrays(path)
+    if "header" in arrays:
+        raise LoadError("a trace, not loads: ultraep.read_trace reads it")
+    ids = next((name for name in arrays if name.endswith(IDS)), None)
+    if ids is not None:
+        raise LoadError(
+            f"recorded routing, not loads: {ids} holds expert ids; ultraep.workload.read_routing "
+            "reads them, loads_of_windows counts them"
+        )
+    yield from arrays.values()
 
 
 def _read_csv(path: Path) -> Iterator[Any]:
     rows: list[list[int]] = []
-    for number, line in enumerate(path.read_text().splitlines(), start=1):
+    for number, line in lines_of(read_text(path)):
         if line.strip():
             rows.append(_parse_row(line, number, rows))
         elif rows:
@@ -112,7 +95,9 @@ def _parse_row(line: str, number: int, rows: list[list[int]]) -> list[int]:
 
 
 def _read_json(path: Path) -> Iterator[Any]:
-    content = json.loads(path.read_text())
+    text = read_text(path)
+    with reading(path):
+        content = json.loads(text)
     if isinstance(content, dict):
         if "loads" not in content:
             raise LoadError(f"an object needs the key 'loads', found {sorted(content)}")

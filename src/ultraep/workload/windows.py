@@ -11,17 +11,20 @@ import numpy as np
 
 from ultraep.arrays import IntArray
 from ultraep.errors import ConfigError, FileError, LoadError
-from ultraep.loads import as_integers
-from ultraep.workload.files import DAMAGE
+from ultraep.inputs import names_of_arrays, read_arrays
+from ultraep.loads import MAX_TOTAL, as_integers
+
+IDS = "_ids"  # ending of the names of arrays with expert ids
+
+
+def holds_routing(path: str | Path) -> bool:
+    """Whether `read_routing` is the one to read it: an .npz file with arrays `*_ids`."""
+    return any(name.endswith(IDS) for name in names_of_arrays(path))
 
 
 def read_routing(path: str | Path) -> list[IntArray]:
     """Expert ids `[T, H, K]` of every recorded text: the arrays `*_ids` of an .npz file."""
-    try:
-        with open(path, "rb") as file, np.load(file, allow_pickle=False) as arrays:
-            found = [arrays[name] for name in arrays.files if name.endswith("_ids")]
-    except DAMAGE as error:
-        raise FileError(f"{path}: cannot be read as recorded routing: {error}") from None
+    found = [ids for name, ids in read_arrays(path).items() if name.endswith(IDS)]
     if not found or any(ids.ndim != 3 for ids in found):
         raise FileError(f"{path}: want arrays *_ids of [tokens, layers, top_k]")
     try:
@@ -40,13 +43,13 @@ def loads_of_windows(ids: IntArray, *, ranks: int, experts: int, tokens: int) ->
     array([[[[2, 0],
              [1, 1]]]])
     """
-    if tokens < 1 or tokens % ranks:
+    if not 1 <= tokens <= MAX_TOTAL or tokens % ranks:
         raise ConfigError(f"a window of {tokens} tokens does not divide over {ranks} ranks")
     if ids.size and not 0 <= ids.min() <= ids.max() < experts:
         raise ConfigError(f"ids must lie in 0..{experts - 1}, got {ids.min()}..{ids.max()}")
-    windows, layers = len(ids) // tokens, ids.shape[1]
-    cut = ids[: windows * tokens].reshape(windows, ranks, tokens // ranks, layers, -1)
-    rows = cut.transpose(0, 3, 1, 2, 4).reshape(windows * layers * ranks, -1)
+    windows, (layers, top_k), own = len(ids) // tokens, ids.shape[1:], tokens // ranks
+    cut = ids[: windows * tokens].reshape(windows, ranks, own, layers, top_k)
+    rows = cut.transpose(0, 3, 1, 2, 4).reshape(windows * layers * ranks, own * top_k)
     places = np.arange(len(rows))[:, None] * experts + rows
     counts = np.bincount(places.reshape(-1), minlength=len(rows) * experts)
     return counts.astype(np.int64).reshape(windows, layers, ranks, experts)

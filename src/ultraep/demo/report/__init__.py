@@ -17,10 +17,8 @@ from ultraep.demo.report.numbers import all_numbers
 from ultraep.demo.report.page import page, plotly_js
 from ultraep.demo.report.replays import replay_numbers
 from ultraep.demo.report.sources import read_sources
-from ultraep.errors import FileError
-from ultraep.trace.files import write_whole
-
-REPORT_FILE = "report.html"
+from ultraep.demo.result import REPORT_FILE
+from ultraep.outputs import write_text
 
 
 def write_report(out: str | Path) -> Path:
@@ -30,8 +28,5 @@ def write_report(out: str | Path) -> Path:
     sources = read_sources(out)
     numbers = all_numbers(sources, replay_numbers(sources))
     path = out / REPORT_FILE
-    try:
-        write_whole(path, page(sources, numbers, library))
-    except OSError as error:
-        raise FileError(f"{path}: cannot be written: {error.strerror}") from None
+    write_text(path, page(sources, numbers, library))
     return path

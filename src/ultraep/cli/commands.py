@@ -1,0 +1,71 @@
+"""All commands of `ultraep`, and how their errors are told.
+
+Errors of ours are one line on stderr and exit code 2; anything else is a bug and stays a traceback.
+torch and numba are imported by the commands that need them, not here: `--help` is quick.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+import ultraep.cli.advise as advise
+import ultraep.cli.demo as demo
+import ultraep.cli.env as env
+import ultraep.cli.plan as plan
+import ultraep.cli.simulate as simulate
+import ultraep.cli.trace as trace
+from ultraep.errors import UltraEPError
+from ultraep.version import __version__
+
+
+class Commands(TyperGroup):
+    """All commands, with errors turned into one line and an exit code."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except UltraEPError as error:
+            message = " ".join(str(error).splitlines())
+            print(f"ultraep: {message}", file=sys.stderr)
+            raise typer.Exit(2) from None
+        except KeyboardInterrupt:
+            print("ultraep: interrupted", file=sys.stderr)
+            raise typer.Exit(130) from None
+
+
+app = typer.Typer(
+    name="ultraep",
+    cls=Commands,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    epilog="New here? Start with: ultraep demo",
+)
+app.command("plan", epilog=plan.EXAMPLE)(plan.command)
+app.command("simulate", epilog=simulate.EXAMPLE)(simulate.command)
+app.command("advise", epilog=advise.EXAMPLE)(advise.command)
+app.add_typer(trace.app, name="trace")
+app.command("demo", epilog=demo.EXAMPLE)(demo.command)
+app.command("env", epilog=env.EXAMPLE)(env.command)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"ultraep {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
+        ),
+    ] = False,
+) -> None:
+    """Exact load balance for expert-parallel Mixture-of-Experts models."""

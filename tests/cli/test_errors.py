@@ -1,0 +1,174 @@
+"""What users get wrong, and what the system refuses: one line, and an exit code."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+import ultraep
+from ultraep import BalanceConfig, ConfigError, LocalGroup, Topology, workload
+from ultraep.cli import app
+from ultraep.demo.job import Place
+from ultraep.runtime.connect import connect
+
+SOURCE = Path(ultraep.__file__).parent.parent
+HUGE = str(10**20)
+SIMULATE = ("simulate", "--cluster", "h200-nvl8", "--model", "gpt-oss-20b", "--ep", "8")
+linux = pytest.mark.skipif(sys.platform != "linux", reason="needs the devices of Linux")
+
+
+def assert_one_line(*arguments, told):
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    assert (result.exit_code, result.stderr.count("\n")) == (2, 1), result.exception
+    assert result.stderr.startswith("ultraep: ")
+    assert told in result.stderr
+
+
+def start(*arguments, module="ultraep_start", **options):
+    return subprocess.Popen(
+        [sys.executable, "-m", module, *map(str, arguments)],
+        env=os.environ | {"PYTHONPATH": str(SOURCE)},
+        stderr=subprocess.PIPE,
+        text=True,
+        **options,
+    )
+
+
+@pytest.fixture
+def loads(tmp_path):
+    np.save(tmp_path / "loads.npy", np.arange(8).reshape(2, 4))
+    return tmp_path / "loads.npy"
+
+
+# -- sizes ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "option", ["--ranks", "--slots", "--domain", "--min-tokens", "--max-replicas", "--show"]
+)
+def test_huge_numbers_of_a_plan(loads, option):
+    assert_one_line("plan", loads, option, HUGE, told=HUGE)
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        *("--ep", "--slots", "--tokens", "--stages", "--groups", "--microbatches"),
+        *("--steps", "--domain", "--interval", "--seed", "--topic-length", "--drift-length"),
+    ],
+)
+def test_huge_numbers_of_a_simulation(option):
+    assert_one_line(*SIMULATE, option, HUGE, told="0" * 15)
+
+
+@pytest.mark.parametrize("name", ["loads.csv", "loads.json"])
+def test_loads_too_large_to_count(tmp_path, name):
+    text = f"{HUGE},1\n1,1\n" if name.endswith("csv") else f"[[{HUGE}, 1], [1, 1]]"
+    (tmp_path / name).write_text(text)
+    assert_one_line("plan", tmp_path / name, told=name)
+
+
+# -- text ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
+@pytest.mark.parametrize("name", ["loads.csv", "loads.json"])
+def test_byte_order_marks_are_no_content(tmp_path, name, encoding):
+    text = "1,2\n3,4\n" if name.endswith("csv") else "[[1, 2], [3, 4]]"
+    (tmp_path / name).write_bytes(text.encode(encoding))
+    assert workload.read_loads(tmp_path / name).tolist() == [[[1, 2], [3, 4]]]
+
+
+@pytest.mark.parametrize("feed", ["\f", "\v", "\x85", "\u2028"])
+def test_a_form_feed_ends_no_line(tmp_path, feed):
+    path = tmp_path / "loads.csv"
+    path.write_text(f"1,2{feed}\n3,4\n{feed}\n5,6\n7,8\n", "utf-8")
+    assert workload.read_loads(path).tolist() == [[[1, 2], [3, 4]], [[5, 6], [7, 8]]]
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
+def test_lines_of_all_systems(tmp_path, end):
+    path = tmp_path / "loads.csv"
+    path.write_bytes(end.join(["1,2", "3,4", "", "5,6", "7,8", ""]).encode())
+    assert workload.read_loads(path).tolist() == [[[1, 2], [3, 4]], [[5, 6], [7, 8]]]
+
+
+# -- the library ---------------------------------------------------------------------------------
+
+
+def test_ragged_homes():
+    with pytest.raises(ConfigError, match="each of the 4 experts, got a ragged list"):
+        Topology(ranks=2, experts=4, homes=[0, [1, 1], 0])
+
+
+@pytest.mark.parametrize("seconds", [float("nan"), float("inf"), 0, -1, 10**20, "60", [1]])
+def test_timeouts_are_numbers_of_seconds(seconds):
+    for make in (lambda: connect(None, timeout=seconds), lambda: LocalGroup(2, timeout=seconds)):
+        with pytest.raises(ConfigError, match="timeout must be a number of seconds"):
+            make()
+
+
+def test_settings_too_large_to_count():
+    for change in ({"min_tokens_per_replica": 10**20}, {"max_replicas": 10**20}):
+        with pytest.raises(ConfigError, match=f"at most {1 << 40}, got {HUGE}"):
+            BalanceConfig(**change)
+    with pytest.raises(ConfigError, match="tolerance must lie between"):
+        BalanceConfig(tolerance=10**400)
+
+
+@pytest.mark.parametrize(
+    ("rank", "size", "told"),
+    [
+        ("x", "2", "RANK must lie between 0 and 65535 in the environment, got 'x'"),
+        ("0", "", "WORLD_SIZE must lie between 1"),
+        ("0", HUGE, f"got '{HUGE}'"),
+        ("-1", "2", "RANK must lie"),
+        ("2", "2", "RANK is 2 in the environment, but WORLD_SIZE 2"),
+    ],
+)
+def test_a_place_that_is_none(monkeypatch, rank, size, told):
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("WORLD_SIZE", size)
+    with pytest.raises(ConfigError, match=told):
+        Place.of_torchrun()
+    assert_one_line("demo", told=told)
+
+
+# -- the system ----------------------------------------------------------------------------------
+
+
+@linux
+@pytest.mark.parametrize(
+    "command", [("--help",), ("plan", "{loads}"), ("plan", "{loads}", "--json")]
+)
+def test_a_full_standard_output_is_one_line(loads, command):
+    words = [word.format(loads=loads) for word in command]
+    with open("/dev/full", "wb") as full:
+        process = start(*words, stdout=full)
+        errors = process.communicate(timeout=120)[1]
+    assert (process.returncode, errors.count("\n")) == (2, 1), errors
+    assert "No space left on device" in errors
+
+
+@linux
+def test_an_endless_input_is_not_read(tmp_path):
+    for name in ("loads.npy", "loads.npz", "loads.csv", "loads.json"):
+        (tmp_path / name).symlink_to("/dev/zero")
+        assert_one_line("plan", tmp_path / name, told=f"{name}: not a regular file")
+
+
+@pytest.mark.parametrize("after", [0.05, 0.15, 0.3, 0.6, 1.0, 1.6])
+def test_ctrl_c_while_modules_load_is_one_line(tmp_path, after):
+    """From when Python itself has started; `env` imports torch."""
+    process = start("env", stdout=subprocess.PIPE)
+    time.sleep(after)
+    process.send_signal(signal.SIGINT)
+    errors = process.communicate(timeout=120)[1]
+    assert "Traceback" not in errors or "ultraep" not in errors, errors
+    assert process.returncode in (0, 130, -signal.SIGINT)

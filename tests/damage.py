@@ -1,0 +1,183 @@
+"""Damaged files, for tests: what disks, networks, editors and other programs do to them."""
+
+from __future__ import annotations
+
+import io
+import json
+import random
+import struct
+import zipfile
+
+import numpy as np
+
+from ultraep.inputs import DAMAGE
+
+HUGE = (0, 1, 255, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**63 - 1, 2**63, 10**20)
+CONFUSED = (None, True, -1, 0, 0.5, 1e400, float("nan"), "x", "", [], [[]], {}, 10**20, "\x00")
+ODD = (b"\x00", b"\x0c", b"\xef\xbb\xbf", b"\xff\xfe", b"\r", b"\n\n", b",", b"-", b"1e9", b"[" * 9)
+ENCODINGS = ("utf-16", "utf-32", "utf-8-sig", "cp500")
+PACKED = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
+BLOCK = 64
+# Of the local header and of the central directory of a zip archive: where a field stands, how long.
+ZIP_FIELDS = {
+    b"PK\x03\x04": ((4, 2), (6, 2), (8, 2), (14, 4), (18, 4), (22, 4), (26, 2), (28, 2)),
+    b"PK\x01\x02": ((6, 2), (8, 2), (10, 2), (16, 4), (20, 4), (24, 4), (28, 2), (30, 2), (42, 4)),
+    b"PK\x05\x06": ((8, 2), (10, 2), (12, 4), (16, 4), (20, 2)),
+}
+DTYPES = ("O", "<U99999999", "|V0", "<f2", "<c16", "<M8[s]", "|b1", ">i8", "<U0", "|S3", "q" * 9)
+SHAPES = ("(-1, 4)", "()", "(99999999999999999999, 4)", "(2, 4", "(True, 4)", "(0, 0)", "(1,)" * 3)
+
+
+def damaged(content: bytes, rng: random.Random) -> bytes:
+    """The content after one to three accidents."""
+    for _ in range(rng.choice((1, 1, 1, 2, 3))):
+        content = rng.choice(ACCIDENTS)(content, rng)
+    return content
+
+
+def flip_bits(content: bytes, rng: random.Random) -> bytes:
+    changed = bytearray(content)
+    for _ in range(rng.randint(1, 8) if changed else 0):
+        changed[rng.randrange(len(changed))] ^= 1 << rng.randrange(8)
+    return bytes(changed)
+
+
+def cut(content: bytes, rng: random.Random) -> bytes:
+    return content[: rng.randint(0, len(content))]
+
+
+def overwrite(content: bytes, rng: random.Random) -> bytes:
+    begin = rng.randint(0, len(content))
+    filler = rng.choice((rng.randbytes(BLOCK), bytes(BLOCK), b"9" * BLOCK))
+    return content[:begin] + filler + content[begin + BLOCK :]
+
+
+def swap_blocks(content: bytes, rng: random.Random) -> bytes:
+    one, two = sorted(rng.randint(0, len(content)) for _ in range(2))
+    return content[two:] + content[one:two] + content[:one]
+
+
+def repeat_block(content: bytes, rng: random.Random) -> bytes:
+    begin = rng.randint(0, len(content))
+    return content[:begin] + content[begin : begin + BLOCK] * rng.randint(0, 3) + content[begin:]
+
+
+def insert(content: bytes, rng: random.Random) -> bytes:
+    begin = rng.choice((0, len(content), rng.randint(0, len(content))))
+    return content[:begin] + rng.choice(ODD) + content[begin:]
+
+
+def other_numbers(content: bytes, rng: random.Random) -> bytes:
+    digits = [place for place, byte in enumerate(content) if 48 <= byte <= 57]
+    if not digits:
+        return content
+    place, number = rng.choice(digits), str(rng.choice(HUGE)).encode()
+    return content[:place] + rng.choice((number, b"-1", b"x", b"")) + content[place + 1 :]
+
+
+def other_encoding(content: bytes, rng: random.Random) -> bytes:
+    return content.decode("latin-1").encode(rng.choice(ENCODINGS), "replace")
+
+
+def zip_field(content: bytes, rng: random.Random) -> bytes:
+    """One field of one header."""
+    mark = rng.choice(tuple(ZIP_FIELDS))
+    places = [at for at in range(len(content) - 46) if content[at : at + 4] == mark]
+    if not places:
+        return content
+    offset, size = rng.choice(ZIP_FIELDS[mark])
+    at, value = rng.choice(places) + offset, rng.choice((rng.getrandbits(32), *HUGE)) % 256**size
+    return content[:at] + value.to_bytes(size, "little") + content[at + size :]
+
+
+def array_header(content: bytes, rng: random.Random) -> bytes:
+    """What an array says about itself: version, length, type, order, shape."""
+    if not content.startswith(b"\x93NUMPY") or len(content) < 12:
+        return content
+    kind = rng.randrange(4)
+    if kind == 0:
+        return content[:6] + bytes((rng.randrange(5), rng.randrange(3))) + content[8:]
+    if kind == 1:
+        return content[:8] + struct.pack("<H", rng.getrandbits(16)) + content[10:]
+    header, _, body = content[10:].partition(b"\n")
+    text = header.decode("latin-1")
+    begin, end = text.find("'descr': '") + 10, text.find("',")
+    if kind == 2 and 10 <= begin < end:
+        text = text[:begin] + rng.choice(DTYPES) + text[end:]
+    begin, end = text.find("("), text.find(")") + 1
+    if kind == 3 and 0 <= begin < end:
+        text = text[:begin] + rng.choice(SHAPES) + text[end:]
+    made = text.encode("latin-1")
+    return content[:8] + struct.pack("<H", (len(made) + 1) % 65536) + made + b"\n" + body
+
+
+def member(content: bytes, rng: random.Random) -> bytes:
+    """One array of an archive, in an archive that is sound again."""
+    try:
+        with zipfile.ZipFile(io.BytesIO(content)) as archive:
+            members = {name: archive.read(name) for name in archive.namelist()}
+    except (*DAMAGE, RuntimeError):  # encrypted
+        return content
+    name = rng.choice(sorted(members) or [""])
+    how = rng.randrange(5)
+    if how == 0:
+        members.pop(name, None)
+    elif how == 1:
+        members["more.npy"] = members.get(name, b"")
+    elif name:
+        members[name] = rng.choice(ACCIDENTS_INSIDE)(members[name], rng)
+    made = io.BytesIO()
+    with zipfile.ZipFile(made, "w", rng.choice(PACKED)) as archive:
+        for other, inside in members.items():
+            archive.writestr(other, inside)
+    return made.getvalue()
+
+
+def array_values(content: bytes, rng: random.Random) -> bytes:
+    """Another value, type or shape, in an array that is sound."""
+    try:
+        array = np.load(io.BytesIO(content), allow_pickle=False).copy()
+    except DAMAGE:
+        return content
+    how, numbers = rng.randrange(4), array.dtype.kind in "iuf"
+    if how < 2 and numbers and array.size:
+        high = 2**31 - 1 if array.dtype.kind == "f" else np.iinfo(array.dtype).max
+        value = rng.choice((-1, 0, 1, 2, 10**6, high, -high))
+        small = array.dtype.itemsize < 4 or array.dtype.kind == "u"
+        array.reshape(-1)[rng.randrange(array.size)] = abs(value) % 128 if small else value
+    elif how == 2 and numbers:
+        array = array.astype(rng.choice(("int8", "uint64", "float32", "float64", "bool", "<U3")))
+    elif how == 3:
+        flat = array.reshape(-1)
+        array = rng.choice((flat, flat[:0], array[..., None], array[None]))
+    made = io.BytesIO()
+    np.save(made, array)
+    return made.getvalue()
+
+
+def json_value(content: bytes, rng: random.Random) -> bytes:
+    """Another value somewhere, in JSON that is sound."""
+    try:
+        tree = json.loads(content)
+    except (ValueError, RecursionError):
+        return content
+    where, key = None, None
+    place = tree
+    while isinstance(place, (dict, list)) and place and (where is None or rng.random() < 0.7):
+        key = rng.choice(sorted(place)) if isinstance(place, dict) else rng.randrange(len(place))
+        where, place = place, place[key]
+    if where is None:
+        return content
+    if rng.random() < 0.2:
+        del where[key]
+    else:
+        where[key] = rng.choice(CONFUSED)
+    return json.dumps(tree).encode()
+
+
+ACCIDENTS = (
+    *(flip_bits, cut, overwrite, swap_blocks, repeat_block, insert, other_numbers, other_encoding),
+    *(zip_field, zip_field, array_header, array_header, member, member, member),
+    *(json_value, json_value),
+)
+ACCIDENTS_INSIDE = (array_header, array_values, array_values, flip_bits, cut, other_numbers)

@@ -1,0 +1,169 @@
+"""The folder of a demo: replaced is what a demo made, and a demo at work is left alone."""
+
+import json
+import os
+import signal
+import sys
+import time
+from contextlib import suppress
+
+import pytest
+from cli.test_demo import RESULT
+from traces import plan_for, record
+from typer.testing import CliRunner
+
+from demo.runs import LIMIT, children, gone, start, tiny_job, wait_for_line
+from ultraep.cli import app
+from ultraep.demo import run as runs
+from ultraep.demo.folder import MARKER, Claim
+from ultraep.demo.result import trace_folder
+from ultraep.demo.run import prepare
+from ultraep.errors import FileError
+
+POLICIES = ("none", "ultraep")
+linux = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+
+
+def make(out):
+    """What a demo leaves in its folder."""
+    with Claim(out, POLICIES):
+        for policy in POLICIES:
+            record(trace_folder(out, policy), [plan_for(0)])
+        RESULT.save(out)
+        (out / "report.html").write_text("report")
+
+
+def content(folder):
+    """All files by name, and what is in them."""
+    return {
+        str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None
+        for path in folder.rglob("*")
+        if path.name != MARKER
+    }
+
+
+def test_the_next_demo_takes_the_place_of_the_last(tmp_path):
+    make(tmp_path)
+    (tmp_path / "mine.txt").write_text("kept")
+    with Claim(tmp_path, ["ultraep"]):
+        assert sorted(os.listdir(tmp_path)) == [MARKER, "mine.txt", "none", "ultraep"]
+        assert not trace_folder(tmp_path, "ultraep").exists()
+        assert trace_folder(tmp_path, "none").exists()
+    with Claim(tmp_path, POLICIES):
+        assert not trace_folder(tmp_path, "none").exists()
+    assert (tmp_path / "mine.txt").read_text() == "kept"
+
+
+FOREIGN = {
+    "a source folder": ("ultraep/trace/record.py", "ultraep/trace"),
+    "a trace of another program": ("none/trace/header.json", "none/trace"),
+    "a result": ("result.json", "result.json"),
+    "a report": ("report.html", "report.html"),
+    "a file in the place of a folder": ("none", "none"),
+}
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_what_no_demo_made_is_refused_by_name_and_stays(tmp_path, name):
+    file, named = FOREIGN[name]
+    (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / file).write_text("mine")
+    before = content(tmp_path)
+    with pytest.raises(FileError, match=str(tmp_path / named)) as caught:
+        prepare(tiny_job(tmp_path))
+    assert "\n" not in str(caught.value)
+    assert content(tmp_path) == before
+    assert not (tmp_path / MARKER).exists()
+
+
+STRAY = {
+    "a note": lambda out: (trace_folder(out, "none") / "note.txt").write_text("mine"),
+    "a note of a rank": lambda out: (
+        trace_folder(out, "none") / "rank-00000" / "note.txt"
+    ).write_text("mine"),
+    "a link": lambda out: (trace_folder(out, "none") / "rank-00009").symlink_to(out),
+    "a folder": lambda out: (trace_folder(out, "none") / "rank-00000" / "more").mkdir(),
+    "a linked result": lambda out: (
+        (out / "result.json").rename(out / "kept.json"),
+        (out / "result.json").symlink_to(out / "kept.json"),
+    ),
+    "a foreign marker": lambda out: (out / MARKER).write_text("a recipe"),
+}
+
+
+@pytest.mark.parametrize("name", STRAY)
+def test_what_was_put_into_the_folder_of_a_demo_stays(tmp_path, name):
+    make(tmp_path)
+    STRAY[name](tmp_path)
+    before = content(tmp_path)
+    with pytest.raises(FileError, match="move it away"):
+        Claim(tmp_path, POLICIES)
+    assert content(tmp_path) == before
+
+
+def test_the_marker_lists_what_was_made(tmp_path):
+    make(tmp_path)
+    found = json.loads((tmp_path / MARKER).read_text())
+    assert found["made"] == ["none/trace", "report.html", "result.json", "ultraep/trace"]
+
+
+def test_a_folder_in_use_is_refused(tmp_path):
+    with Claim(tmp_path, POLICIES):
+        for policy in POLICIES:
+            record(trace_folder(tmp_path, policy), [plan_for(0)])
+        before = content(tmp_path)
+        with pytest.raises(FileError, match=f"in use by another demo, process {os.getpid()}"):
+            Claim(tmp_path, POLICIES)
+        assert content(tmp_path) == before
+    Claim(tmp_path, POLICIES).close()
+
+
+def claimed_in_time(folder, patience=20.0):
+    """Whether it becomes free."""
+    until = time.monotonic() + patience
+    while time.monotonic() < until:
+        with suppress(FileError), Claim(folder, POLICIES):
+            return True
+        time.sleep(0.05)
+    return False
+
+
+@linux
+def test_a_running_demo_keeps_its_folder_until_its_last_rank_is_gone(tmp_path):
+    command = ("-m", "ultraep", "demo", "--quick", "--steps", 999, "--out", tmp_path)
+    first = start(*command)
+    wait_for_line(first, "ultraep  code")
+    ranks = children(first.pid)
+    try:
+        second = start(*command)
+        told, errors = second.communicate(timeout=LIMIT)
+        assert (second.returncode, told, errors.count("\n")) == (2, "", 1)
+        assert f"in use by another demo, process {first.pid}" in errors
+        for rank in ranks:  # as slow as an orphan can be
+            os.kill(rank, signal.SIGSTOP)
+        first.kill()
+        first.communicate(timeout=LIMIT)
+        with pytest.raises(FileError, match="in use by another demo"):
+            Claim(tmp_path, POLICIES)
+        assert (trace_folder(tmp_path, "ultraep") / "header.json").exists()
+    finally:
+        for rank in ranks:
+            os.kill(rank, signal.SIGCONT)
+        assert gone([first.pid, *ranks])
+    assert claimed_in_time(tmp_path)
+
+
+def test_results_are_printed_before_they_are_saved(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(runs, "run", lambda *_: RESULT)
+    monkeypatch.setattr(os, "replace", full)
+    result = CliRunner().invoke(app, ["demo", "--ranks", "2", "--out", str(tmp_path)])
+    assert result.exit_code == 2
+    assert "share of forced balance" in result.stdout
+    assert "times as fast as with none" in " ".join(result.stdout.split())
+    assert result.stderr == (
+        f"ultraep: {tmp_path / 'result.json'}: cannot be written: No space left on device\n"
+    )
+    assert os.listdir(tmp_path) == [MARKER]
