@@ -25,6 +25,8 @@ from ultraep.errors import CommunicationError, ConfigError
 from ultraep.runtime import wire
 from ultraep.runtime.torch_dist import TorchDistCommunicator, as_bytes, copy_own, landing
 
+MACHINES = ("Linux x86_64", "Linux aarch64")  # aligned words are stored whole
+
 logger = logging.getLogger(__name__)
 
 
@@ -184,8 +186,8 @@ def _first_line(path: str) -> str:
 def _obstacle(hosts: Sequence[_Host]) -> str:
     """Why these ranks cannot share memory; empty if they can."""
     for rank, host in enumerate(hosts):
-        if host.machine != "Linux x86_64":
-            return f"rank {rank} runs on {host.machine}, not on Linux x86_64"
+        if host.machine not in MACHINES:
+            return f"rank {rank} runs on {host.machine}, not on {' or '.join(MACHINES)}"
         if not host.writable:
             return f"rank {rank} may not write to {wire.FOLDER}"
         if host.place != hosts[0].place:

@@ -14,10 +14,9 @@ as the next generation, for a message that does not fit. A message goes like thi
 
 The counters only grow, so there is nothing to reset, and no reset to agree about.
 
-Memory order: x86-64 shows the stores of a core in their order, and moves no load or store before
-an earlier load (TSO). So the data is there once `arrived` is seen, and has been read once
-`released` is seen. Words are aligned and therefore stored whole; where a large copy bypasses the
-cache, libc ends it with a fence. Other machines promise less; shared_memory.py refuses them.
+Memory order: a word is stored after everything before it, and loaded before everything after it;
+fences see to that, since not every processor does. So the data is there once `arrived` is seen,
+and has been read once `released` is seen. Words are aligned and therefore stored whole.
 """
 
 from __future__ import annotations
@@ -32,6 +31,7 @@ from typing import NoReturn
 
 import torch
 
+from ultraep.backends.cpu.fence import fence
 from ultraep.errors import CommunicationError
 
 FOLDER = "/dev/shm"
@@ -53,10 +53,26 @@ def block_bytes(size: int) -> int:
     return (size + 2 * size**2) * LINE * 8
 
 
+class _Words:
+    """64-bit words of memory that others map too: a store says that all before it was done."""
+
+    def __init__(self, block: mmap.mmap) -> None:
+        self._words = memoryview(block).cast("q")
+
+    def __getitem__(self, at: int) -> int:
+        value: int = self._words[at]
+        fence()
+        return value
+
+    def __setitem__(self, at: int, value: int) -> None:
+        fence()
+        self._words[at] = value
+
+
 class _Outbox:
     """The sender's end of an ordered pair."""
 
-    def __init__(self, words: memoryview[int], at: int, path: str) -> None:
+    def __init__(self, words: _Words, at: int, path: str) -> None:
         self._words, self._at, self._path = words, at, path
         self._sent = self._generation = 0
         self._segment = torch.empty(0, dtype=torch.uint8, device="cpu")
@@ -83,7 +99,7 @@ class _Outbox:
 class _Inbox:
     """The receiver's end of an ordered pair."""
 
-    def __init__(self, words: memoryview[int], at: int, path: str) -> None:
+    def __init__(self, words: _Words, at: int, path: str) -> None:
         self._words, self._at, self._path = words, at, path
         self._read = self._generation = 0
         self._segment = torch.empty(0, dtype=torch.uint8, device="cpu")
@@ -112,7 +128,7 @@ class _Inbox:
 class _Roll:
     """Who is still there. Every rank writes its own line."""
 
-    def __init__(self, words: memoryview[int], rank: int, size: int) -> None:
+    def __init__(self, words: _Words, rank: int, size: int) -> None:
         self._words, self._rank, self._size = words, rank, size
         self._mine = rank * LINE
         words[self._mine + PID] = os.getpid()
@@ -178,10 +194,10 @@ class Wire:
     def __init__(self, rank: int, size: int, timeout: float, block: mmap.mmap, prefix: str) -> None:
         self.rank, self.size, self._timeout, self._prefix = rank, size, timeout, prefix
         self._pid = os.getpid()
-        words = memoryview(block).cast("q")
+        words = _Words(block)
         self._roll = _Roll(words, rank, size)
 
-        def pair(source: int, target: int) -> tuple[memoryview[int], int, str]:
+        def pair(source: int, target: int) -> tuple[_Words, int, str]:
             at = (size + 2 * (source * size + target)) * LINE
             return words, at, f"{prefix}-{source}-{target}-"
 
