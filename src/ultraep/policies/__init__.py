@@ -84,9 +84,7 @@ def register_policy(
         if name in _registry and _registry[name].decide is not decide:
             raise ConfigError(f"a policy named {name!r} is registered already")
         summary = (decide.__doc__ or "").strip().split("\n")[0]
-        _registry[name] = Policy(
-            name, decide, summary, within_limits, needs_history, over_interval
-        )
+        _registry[name] = Policy(name, decide, summary, within_limits, needs_history, over_interval)
         return decide
 
     return register

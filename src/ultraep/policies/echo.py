@@ -15,7 +15,8 @@ copies at home as long as it stays below `1 + tolerance` times the mean; but if 
 that with all copies made, none is dropped anywhere. It is compared in single precision, as there.
 Bin packing knows no threshold: `tolerance` changes nothing with one slot. Ours adds three things:
 every domain is planned for itself; homes may be uneven; and below a mean of 7, where the original
-divides by zero, shelves are one token apart. `min_tokens_per_replica` and `max_replicas` are refused.
+divides by zero, shelves are one token apart. `min_tokens_per_replica` and `max_replicas` are
+refused.
 
 Shapes: G ranks of one domain, E experts, H ranks with room, P overlaps, C copies.
 """

@@ -49,9 +49,7 @@ def flashlb(problem: Problem) -> IntArray:
     return over_interval(problem, problem.expert_loads[None])[:, 1:]
 
 
-def search(
-    history_E: IntArray, topology: Topology, *, depth: int = 4, width: int = 8
-) -> IntArray:
+def search(history_E: IntArray, topology: Topology, *, depth: int = 4, width: int = 8) -> IntArray:
     """[E, R] instances of every expert on every rank.
 
     depth: runs that the experts are cut into.
@@ -77,11 +75,13 @@ def _count(past_E: FloatArray, places_R: IntArray, depth: int, width: int) -> In
     counts_E = np.ones_like(order_E)
     np.add.at(counts_E, order_E[replicate(past_E[order_E], free, ranks)], 1)
     for begin in range(0, experts - run, run):
-        open_E, own_E, later_E = order_E[begin:], order_E[begin : begin + run], order_E[begin + run :]
-        greedy, own, later = (replicate(past_E[e], free, ranks) for e in (open_E, own_E, later_E))
-        counts_E[open_E] = 1
+        own_E, later_E = order_E[begin : begin + run], order_E[begin + run :]
+        greedy = replicate(past_E[order_E[begin:]], free, ranks)
+        own = own_E[replicate(past_E[own_E], free, ranks)]
+        later = later_E[replicate(past_E[later_E], free, ranks)]
+        counts_E[order_E[begin:]] = 1
         tried = [
-            counts_E + np.bincount(np.r_[own_E[own[:copies]], later_E[later[: free - copies]]], minlength=experts)
+            counts_E + np.bincount(np.r_[own[:copies], later[: free - copies]], minlength=experts)
             for copies in _around(int((greedy < run).sum()), width, free)
         ]
         counts_E = min(tried, key=lambda tried_E: _score(past_E, tried_E, places_R))

@@ -38,9 +38,7 @@ def refuse_limits(config: BalanceConfig, *names: str) -> None:
             )
 
 
-def by_domain(
-    problem: Problem, decide: Callable[[IntArray, IntArray, int], IntArray]
-) -> IntArray:
+def by_domain(problem: Problem, decide: Callable[[IntArray, IntArray, int], IntArray]) -> IntArray:
     """[C, 3] copies of all domains, each decided on for itself.
 
     decide: from the loads of a domain's experts, their homes among its ranks, and its ranks to

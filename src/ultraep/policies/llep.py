@@ -62,16 +62,16 @@ def spill_over(
 class _Spread:
     """A plan under construction."""
 
-    load_R: IntArray  # assigned, or still pending at home
+    loads: IntArray  # [R] assigned, or still pending at home
     cap: int
     floor: int
     quotas: Counter[tuple[int, int]]  # tokens by expert and host
 
     def serve(self, expert: int, home: int, tokens: int) -> None:
         """Home takes what fits, the others take the rest."""
-        self.load_R[home] -= tokens
-        stay = min(max(self.cap - int(self.load_R[home]), 0), tokens)
-        self.load_R[home] += stay
+        self.loads[home] -= tokens
+        stay = min(max(self.cap - int(self.loads[home]), 0), tokens)
+        self.loads[home] += stay
         if tokens > stay:
             self.spill(expert, home, tokens - stay, anew=stay > 0)
 
@@ -91,15 +91,15 @@ class _Spread:
 
     def others(self, home: int) -> list[int]:
         """The other ranks, the least loaded first."""
-        order: list[int] = np.argsort(self.load_R, kind="stable").tolist()
+        order: list[int] = np.argsort(self.loads, kind="stable").tolist()
         order.remove(home)
         return order
 
     def piece(self, host: int, rest: int) -> int:
         """Tokens that the host takes: up to the cap, and not below the floor unless it is all."""
-        piece = min(rest, self.cap - int(self.load_R[host]))
+        piece = min(rest, self.cap - int(self.loads[host]))
         return piece if piece == rest or piece >= max(self.floor, 1) else 0
 
     def give(self, expert: int, host: int, tokens: int) -> None:
-        self.load_R[host] += tokens
+        self.loads[host] += tokens
         self.quotas[expert, host] += tokens

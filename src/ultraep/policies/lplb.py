@@ -84,7 +84,8 @@ def place_on_graph(
     home_of_expert = move_homes(history_E, topology, devices_per_node)
     own = [_by_past(np.flatnonzero(home_of_expert == r), history_E) for r in range(topology.ranks)]
     width, size = len(table[0]), topology.domain_size
-    copied, edges = [], []
+    copied: list[tuple[int, int]] = []
+    edges: list[tuple[int, int]] = []
     for host in range(topology.ranks):
         begin = host // size * size
         for edge, source in enumerate(begin + rank for rank in table[host - begin]):

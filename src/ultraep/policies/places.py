@@ -67,7 +67,9 @@ def replicate(weight_N: FloatArray, copies: int, most: int) -> IntArray:
     return np.array(made, dtype=np.int64)
 
 
-def split_equally(loads_SE: IntArray, instances_ER: IntArray) -> tuple[IntArray, IntArray, IntArray]:
+def split_equally(
+    loads_SE: IntArray, instances_ER: IntArray
+) -> tuple[IntArray, IntArray, IntArray]:
     """[X] experts and [X] ranks that hold them, and [S, X] tokens: equal shares per instance.
 
     The remainder goes one each to the instances on the first ranks.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ultraep.errors import ConfigError
 from ultraep.sim.presets import as_record, presets
 
 
@@ -30,14 +31,19 @@ class Runtime:
 
 
 def runtime_of(policy: str) -> Runtime:
-    """The runtime of a policy; one without its own is carried out as `ultraep` is."""
+    """The runtime of a policy; `ConfigError` for one whose costs nobody knows."""
     tables = presets("runtimes")
     name = {"ideal": "none"}.get(policy, policy)
-    table = {**tables.get(name, tables["ultraep"]), **_calibrated(name)}
+    if name not in tables:
+        raise ConfigError(
+            f"policy {policy!r} has no costs of its own, only {', '.join([*tables, 'ideal'])} "
+            f"have: name the one whose costs it shall have, {policy}=NAME"
+        )
+    table = {**tables[name], **_calibrated(name)}
     return as_record(Runtime, {"name": policy, **table}, f"runtime of {policy}")
 
 
 def _calibrated(name: str) -> dict[str, float]:
     """What of a runtime is known by calibration only."""
-    found = presets("calibrated").get(name, {}) if name in ("eplb", "lplb") else {}
+    found = presets("calibrated").get(name, {})
     return {key: value for key, value in found.items() if key.endswith("_us")}
