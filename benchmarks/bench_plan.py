@@ -184,8 +184,8 @@ def quality(report: Report, scale: Scale, policies: Sequence[str]) -> None:
             report.add("quality", samples.lines())
     report.note(
         "All policies plan the same n loads; eplb, lplb and flashlb place by the load they then "
-        "serve.\nThese three move homes; llep, moonep and ideal keep to no slots: no bound holds for "
-        "them."
+        "serve.\nThese three move homes; llep, moonep and ideal keep to no slots: no bound holds "
+        "for them."
     )
 
 

@@ -30,8 +30,8 @@ from typing import NamedTuple
 import numpy as np
 
 from ultraep.arrays import IntArray
+from ultraep.backends import select
 from ultraep.policies import Problem, register_policy
-from ultraep.policies.flow import level
 from ultraep.policies.limits import refuse_limits
 from ultraep.policies.places import away_from_home, pack
 from ultraep.topology import Topology
@@ -125,12 +125,23 @@ def split(loads_SE: IntArray, places: Places, topology: Topology) -> IntArray:
     through_SX -= before_SD[:, places.edge]  # of the copies up to this one, on the same edge
     limit_SD = np.add.reduceat(load_SX, first_D, axis=1) if len(first_D) else load_SX
     rank_SR = _rank_loads(loads_SE, places.home_of_expert, topology.ranks)
-    moved_SD = level(rank_SR, places.source, places.host, limit_SD, topology.domain_size)
+    moved_SD = _level_groups(rank_SR, places, limit_SD, topology.domain_size)
     # One ratio for all copies on an edge: what rounding leaves goes to the later ones.
     limit_SX, moved_SX = np.maximum(limit_SD, 1)[:, places.edge], moved_SD[:, places.edge]
     shared: IntArray = moved_SX * through_SX // limit_SX
     shared -= moved_SX * (through_SX - load_SX) // limit_SX
     return shared
+
+
+def _level_groups(rank_SR: IntArray, places: Places, limit_SD: IntArray, size: int) -> IntArray:
+    """[S, D] tokens to move along every edge, each group of ranks for itself."""
+    moved_SD = np.zeros_like(limit_SD)
+    for begin in range(0, rank_SR.shape[1], size):
+        inside = np.flatnonzero(places.source // size == begin // size)
+        ends = (places.source[inside] - begin, places.host[inside] - begin)
+        own_SR = rank_SR[:, begin : begin + size]
+        moved_SD[:, inside] = select().level(own_SR, *ends, limit_SD[:, inside])
+    return moved_SD
 
 
 def graph_of(size: int, slots: int) -> Table:

@@ -20,14 +20,13 @@ from numpy.typing import NDArray
 from ultraep.arrays import IntArray
 from ultraep.config import BalanceConfig
 from ultraep.errors import ConfigError
-from ultraep.policies import get_policy
 from ultraep.sim.cluster import Cluster
 from ultraep.sim.costs import Costs, Rates, measured_rates
 from ultraep.sim.layer import LayerClock, LayerTimes
 from ultraep.sim.memory import Memory, memory_of, weight_bytes
 from ultraep.sim.model import Model
 from ultraep.sim.planning import Copies, plan_layer
-from ultraep.sim.runtime import Runtime, runtime_of
+from ultraep.sim.runtime import IDEAL, NONE, Runtime, price, runtime_of
 from ultraep.sim.serving import Serving, make_iteration, rate_at_limit
 from ultraep.sim.training import (
     Training,
@@ -41,8 +40,6 @@ from ultraep.topology import Topology
 
 FloatArray = NDArray[np.float64]
 Report = Callable[[int, int], None]  # layers done, layers in all
-
-NONE, IDEAL = "none", "ideal"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,21 +158,7 @@ class Contender:
     @property
     def carried_out(self) -> Runtime:
         """What carrying out its plans costs; `ConfigError` where that is not known."""
-        policy = get_policy(self.policy)
-        runtime = self.runtime or runtime_of(self.policy)
-        why = None
-        if runtime.streams and not policy.within_limits:
-            why = "it copies beyond spare slots and domains"
-        elif runtime.relay == "placed" and not policy.needs_history:
-            why = "it copies anew in every microbatch, and there copies stay"
-        elif runtime.relay == "nothing" and self.policy not in (NONE, IDEAL):
-            why = "there nothing is copied"
-        if why:
-            raise ConfigError(
-                f"policy {self.policy} cannot be priced as {runtime.name}: {why}; "
-                "`ultraep plan` compares its plans"
-            )
-        return runtime
+        return price(self.policy, self.runtime)
 
 
 @dataclass(frozen=True)

@@ -1,14 +1,8 @@
-"""The least peak that flows along a fixed graph can reach, in whole tokens.
+"""Twin of `reference/level.py`, where the threshold and the paths are explained.
 
-Tokens move from the sources of edges to their hosts, and back. A threshold rises from the mean:
-ranks above it send along a shortest path to a rank below it; when no path is left, no split can
-bring all ranks that were reached below their own mean, which is the next threshold. So the last
-threshold is the optimum.
-
-Shapes: S microbatches, R ranks, D edges.
+A step is an edge taken forward, or with D added to its number, backward. `room` says what each can
+still take.
 """
-
-from __future__ import annotations
 
 from typing import NamedTuple
 
@@ -22,7 +16,7 @@ NO_WAY, LEVEL = -2, -1
 
 
 class Graph(NamedTuple):
-    """The steps between the ranks of one group: D along the edges, then D back along them."""
+    """The steps between ranks."""
 
     begin: IntArray  # [2 D] the rank that a step leaves
     end: IntArray  # [2 D] the rank that it leads to
@@ -30,28 +24,13 @@ class Graph(NamedTuple):
     first: IntArray  # [R + 1] where each rank begins in `order`
 
 
-def level(
-    rank_SR: IntArray, source_D: IntArray, host_D: IntArray, limit_SD: IntArray, group: int
-) -> IntArray:
-    """[S, D] tokens to move along every edge so that the fullest rank of every group has least.
-
-    rank_SR: tokens of every rank before.
-    limit_SD: most tokens for every edge; its two ranks are of one group.
-    group: ranks of a group, contiguous.
-
-    >>> level(np.array([[9, 0, 0]]), np.array([0, 1]), np.array([1, 2]), np.array([[9, 2]]), 3)
-    array([[5, 2]])
-    """
-    moved_SD = np.zeros_like(limit_SD)
-    for first in range(0, rank_SR.shape[1], group):
-        inside = np.flatnonzero(source_D // group * group == first)
-        graph = _graph(source_D[inside] - first, host_D[inside] - first, group)
-        load_SR = rank_SR[:, first : first + group].copy()
-        moved_SD[:, inside] = _level_all(load_SR, limit_SD[:, inside], graph)
-    return moved_SD
+def level(rank_SR, source_D, host_D, limit_SD):
+    """[S, D] tokens to move along every edge so that the fullest rank has least."""
+    limit_SD = np.ascontiguousarray(limit_SD)
+    return _level_all(rank_SR.copy(), limit_SD, _graph(source_D, host_D, rank_SR.shape[1]))
 
 
-def _graph(source_D: IntArray, host_D: IntArray, ranks: int) -> Graph:
+def _graph(source_D, host_D, ranks):
     begin, end = np.concatenate([source_D, host_D]), np.concatenate([host_D, source_D])
     order = np.argsort(begin, kind="stable")
     return Graph(begin, end, order, np.searchsorted(begin[order], np.arange(ranks + 1)))
