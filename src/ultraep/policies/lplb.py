@@ -7,10 +7,10 @@ linear program divides the exact load of each expert between its home and its co
 fullest rank of a group gets as little as possible. A hot expert can be halved, not more, which is
 why it can lose to EPLB when few experts are very hot.
 
-A group is a fast-link domain. The graph is the original's cube for 8 ranks and hypercube for 16, if
-the slots are even in number; else a torus, or a ring if there is none or the slots are odd. Two
-slots on one edge share a ratio, as there. Where it can, the packing keeps every block of experts
-within a node of 8 ranks.
+A group is a fast-link domain. Of the original's graphs the policy takes the torus if the slots are
+even in number, for it is the flattest on the loads of `benchmarks/bench_plan.py`, and else the ring;
+`CUBE` and `HYPERCUBE` are the two others. Two slots on one edge share a ratio, as there. Where it
+can, the packing keeps every block of experts within a node of 8 ranks.
 
 Ours differs in two things. The program is not solved by five steps of an interior-point kernel in
 single precision but to its optimum in whole tokens, by flows along the graph. Which of the optimal
@@ -37,9 +37,11 @@ from ultraep.policies.places import away_from_home, pack
 from ultraep.topology import Topology
 
 DEVICES_PER_NODE = 8
-CUBE = ((3, 6), (0, 7), (1, 4), (2, 5), (7, 0), (4, 1), (5, 2), (6, 3))
 
 Table = list[list[int]]  # [ranks of a group][edges]: whose experts a rank copies
+
+CUBE: Table = [[3, 6], [0, 7], [1, 4], [2, 5], [7, 0], [4, 1], [5, 2], [6, 3]]
+HYPERCUBE: Table = [[rank // 4 * 4 + (rank - 1) % 4, (rank - 4) % 16] for rank in range(16)]
 
 
 class Places(NamedTuple):
@@ -150,13 +152,9 @@ def graph_of(size: int, slots: int) -> Table:
     >>> graph_of(3, 1), graph_of(4, 2)
     ([[1], [2], [0]], [[2, 1], [3, 0], [0, 3], [1, 2]])
     """
-    if slots % 2 == 0 and size == 8:
-        return [list(ranks) for ranks in CUBE]
-    if slots % 2 == 0 and size == 16:
-        return [[rank // 4 * 4 + (rank - 1) % 4, (rank - 4) % 16] for rank in range(16)]
-    rows = max(divisor for divisor in range(1, math.isqrt(size) + 1) if size % divisor == 0)
-    if slots % 2 == 0 and rows > 1:
-        return torus(size // rows, rows)
+    columns = max(divisor for divisor in range(1, math.isqrt(size) + 1) if size % divisor == 0)
+    if slots % 2 == 0 and columns > 1:
+        return torus(size // columns, columns)
     return [[(rank + 1) % size] for rank in range(size)]
 
 
