@@ -8,9 +8,9 @@ fullest rank of a group gets as little as possible. A hot expert can be halved, 
 why it can lose to EPLB when few experts are very hot.
 
 A group is a fast-link domain. Of the original's graphs the policy takes the torus if the slots are
-even in number, for it is the flattest on the loads of `benchmarks/bench_plan.py`, and else the ring;
-`CUBE` and `HYPERCUBE` are the two others. Two slots on one edge share a ratio, as there. Where it
-can, the packing keeps every block of experts within a node of 8 ranks.
+even in number, for it is the flattest on the loads of `benchmarks/bench_plan.py`, and else the
+ring; `CUBE` and `HYPERCUBE` are the two others. Two slots on one edge share a ratio, as there.
+Where it can, the packing keeps every block of experts within a node of 8 ranks.
 
 Ours differs in two things. The program is not solved by five steps of an interior-point kernel in
 single precision but to its optimum in whole tokens, by flows along the graph. Which of the optimal
