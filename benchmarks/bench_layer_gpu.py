@@ -43,10 +43,11 @@ from harness import Line, Metric, Report, common_options
 from torch import nn
 
 import ultraep
-from ultraep import BalanceConfig, Plan, Topology, backends, workload
+from ultraep import BalanceConfig, Plan, Topology, workload
 from ultraep.arrays import IntArray
 from ultraep.experts import Experts
-from ultraep.policies.eplb import as_copies, place_by_history, split_equally
+from ultraep.policies.eplb import place_by_past
+from ultraep.policies.places import away_from_home, split_equally
 
 LAUNCHING = 30_000_000  # cycles: longer than it takes to launch all ranks
 POLICIES = ("none", "eplb", "ultraep", "forced")
@@ -295,25 +296,20 @@ def eplb_plan(loads: IntArray, size: Size, slots: int) -> Plan:
     EPLB moves homes as well: of all instances of an expert, one is called its home here.
     """
     other = loads[:, np.random.default_rng(7).permutation(size.experts)]
-    seen = ultraep.Problem(
-        topology=Topology(ranks=size.ranks, experts=size.experts, slots=slots),
-        config=BalanceConfig(),
-        backend=backends.select("cpu"),
-        loads=loads,
-        expert_loads=loads.sum(axis=0),
-        history=(loads + other).sum(axis=0),
-    )
-    places = place_by_history(seen)
+    seen = Topology(ranks=size.ranks, experts=size.experts, slots=slots)
+    places = place_by_past((loads + other).sum(axis=0), seen)
     homes: list[int] = []
     for ranks in (np.flatnonzero(row) for row in places):
         homes.append(int(min(ranks, key=lambda rank: (homes.count(int(rank)), rank))))
-    held = places.sum(axis=0) - np.bincount(homes, minlength=size.ranks)
+    held = np.count_nonzero(places, axis=0) - np.bincount(homes, minlength=size.ranks)
     topology = Topology(
         ranks=size.ranks, experts=size.experts, slots=max(1, int(held.max())), homes=homes
     )
     if "eplb placed" not in ultraep.policy_names():
         ultraep.register_policy("eplb placed")(
-            lambda p: as_copies(split_equally(p.expert_loads, PLACES[0]), p.topology.home_of_expert)
+            lambda p: away_from_home(*split_equally(p.expert_loads[None], PLACES[0]), p.topology)[
+                :, 1:
+            ]
         )
     PLACES[:] = [places]
     return ultraep.plan(loads, topology, BalanceConfig(policy="eplb placed"))

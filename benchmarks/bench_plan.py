@@ -183,8 +183,9 @@ def quality(report: Report, scale: Scale, policies: Sequence[str]) -> None:
         for samples in tables.values():
             report.add("quality", samples.lines())
     report.note(
-        "All policies plan the same n loads; eplb and lplb place by the very load they then serve."
-        "\nllep, eplb and ideal keep to no slots: no bound holds for them."
+        "All policies plan the same n loads; eplb, lplb and flashlb place by the load they then "
+        "serve.\nThese three move homes; llep, moonep and ideal keep to no slots: no bound holds "
+        "for them."
     )
 
 

@@ -14,6 +14,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass

@@ -203,7 +203,7 @@ def plan(
     loads: integers `[source rank, expert]`, an array or a tensor.
     backend: "triton", "cpu", "reference" or None for the best one where the loads are; all give
         the same bits.
-    history: past loads, `[..., expert]`, for the policies that place by them (eplb, lplb).
+    history: past loads, `[..., expert]`, for the policies that place by them (eplb, lplb, flashlb).
     """
     policy = get_policy(config.policy)
     engine = select(backend, device_of(loads))
@@ -211,10 +211,15 @@ def plan(
     past_E = _past(history, policy, topology)
     expert_loads = loads_RE.sum(axis=0)
     problem = Problem(loads_RE, expert_loads, topology, config, engine, past_E)
-    copies_C3 = _in_order(policy.decide(problem), topology)
+    return _with_split(problem, decided(policy, problem))
+
+
+def decided(policy: Policy, problem: Problem) -> IntArray:
+    """[C, 3] what the policy decides, in order; of one that is not ours, checked by the rules."""
+    copies_C3 = _in_order(policy.decide(problem), problem.topology)
     if policy.name not in BUILT_IN:
-        check_copies(copies_C3, loads_RE, topology, limited=policy.within_limits)
-    return _with_split(problem, copies_C3)
+        check_copies(copies_C3, problem.loads, problem.topology, limited=policy.within_limits)
+    return copies_C3
 
 
 def plan_of_copies(

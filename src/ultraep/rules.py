@@ -17,6 +17,7 @@ Shapes: R ranks, E experts, C copies.
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -84,6 +85,20 @@ def check_copies(
         size = topology.domain_size
         _fail_at(homes // size != hosts // size, copies_C3, "domain", "left its home's domain")
         _check_slot_counts(hosts, topology)
+
+
+def check_interval(
+    copies_C4: IntArray, loads_SE: IntArray, topology: Topology, *, limited: bool
+) -> None:
+    """The same for copies (microbatch, expert, host, quota) of many microbatches, in any order."""
+    if copies_C4.ndim != 2 or copies_C4.shape[1] != 4 or copies_C4.dtype != np.int64:
+        raise PlanError("shape", f"want int64 [copies, 4], got {copies_C4.dtype} {copies_C4.shape}")
+    microbatch_C, expert_C, host_C, _ = copies_C4.T
+    _check_range("microbatch", microbatch_C, len(loads_SE))
+    copies_C4 = copies_C4[np.lexsort((host_C, expert_C, microbatch_C))]
+    first = np.searchsorted(copies_C4[:, 0], np.arange(len(loads_SE) + 1))
+    for loads_E, (begin, end) in zip(loads_SE, pairwise(first), strict=True):
+        check_copies(copies_C4[begin:end, 1:], loads_E[None], topology, limited=limited)
 
 
 def _check_slot_counts(hosts: IntArray, topology: Topology) -> None:

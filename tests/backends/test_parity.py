@@ -72,6 +72,25 @@ def test_counts(backend, ids, experts):
     assert unknown == bad
 
 
+@st.composite
+def graphs(draw):
+    """[S, R] rank loads, edges between ranks, and [S, D] limits."""
+    ranks, edges = draw(st.integers(1, 9)), draw(st.integers(0, 20))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    largest = draw(st.sampled_from([0, 1, 7, 10_000]))
+    ends = rng.integers(0, ranks, (2, edges))
+    rank_SR = rng.integers(0, largest, (draw(st.integers(1, 3)), ranks), endpoint=True)
+    limit_SD = rng.integers(0, largest, (len(rank_SR), edges), endpoint=True)
+    return rank_SR, *ends[:, ends[0] != ends[1]], limit_SD[:, ends[0] != ends[1]]
+
+
+@given(graphs())
+def test_levels(graph):
+    wanted = backends.select("reference").level(*graph)
+    found = backends.select("cpu").level(*graph)
+    assert found.tolist() == wanted.tolist()
+
+
 def test_an_unknown_backend_is_refused():
     with pytest.raises(ConfigError, match="unknown backend 'gpu'; known are triton, cpu"):
         backends.select("gpu")

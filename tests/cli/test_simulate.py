@@ -212,6 +212,15 @@ def test_copies_that_stay_need_slots_in_every_layer():
     assert eplb == lplb == pytest.approx(24 * ours)
 
 
+def test_a_policy_without_costs_is_priced_as_another_by_name():
+    echo, ours = rows(*TRAINING, "--policy", "echo=ultraep,ultraep")
+    assert (echo["policy"], echo["priced_as"]) == ("echo", "ultraep")
+    assert (ours["policy"], ours["priced_as"]) == ("ultraep", "ultraep")
+    assert echo["stages"]["plan"] == ours["stages"]["plan"]
+    assert echo["imbalance"] > ours["imbalance"]
+    assert "echo=ultraep" in invoke(*TRAINING, "--policy", "echo=ultraep").stdout
+
+
 def test_presets_are_listed_with_titles_and_sources():
     result = invoke("--presets")
     assert result.exit_code == 0
@@ -265,7 +274,11 @@ BAD_OPTIONS = {
     "few_devices": (["--cluster", "h200-eight-parts", "--ep", 16], "16 devices are needed"),
     "weights": (["--model", "qwen3-235b"], "per device do not fit into the 141 GB"),
     "policy": (["--policy", "none,magic"], "unknown policy 'magic'; known are none, ultraep"),
-    "not_simulable": (["--policy", "llep"], "policy llep copies beyond spare slots and domains"),
+    "no_price": (["--policy", "echo"], "policy 'echo' has no costs of its own, only ultraep"),
+    "unknown_price": (["--policy", "echo=magic"], "policy 'magic' has no costs of its own"),
+    "beyond": (["--policy", "llep=ultraep"], "as ultraep: it copies beyond spare slots"),
+    "anew": (["--policy", "echo=eplb"], "as eplb: it copies anew in every microbatch"),
+    "for_nothing": (["--policy", "echo=none"], "as none: there nothing is copied"),
     "no_policy": (["--policy", ","], "--policy must name at least one policy"),
     "prefill": (["--prefill", "stem"], "--microbatches and --steps have no meaning there"),
     "imbalance": (["--imbalance", 0.5], "imbalance must lie between 1 and the 8 ranks"),

@@ -81,6 +81,11 @@ def test_it_may_say_otherwise(registered):
     ultraep.plan(LOADS, none, registered([[0, 1, 5]], within_limits=False)).check(LOADS)
 
 
+def test_an_interval_needs_a_past(registered):
+    with pytest.raises(ConfigError, match="'mine' has no past to keep"):
+        registered([[0, 1, 5]], over_interval=lambda problem, loads: np.empty((0, 4), np.int64))
+
+
 def test_names_are_taken_once(registered):
     registered([[0, 1, 5]])
     with pytest.raises(ConfigError, match="'mine' is registered already"):

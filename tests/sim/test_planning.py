@@ -10,7 +10,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ultraep import BalanceConfig, Plan, Topology, plan
+from ultraep import (
+    BalanceConfig,
+    Plan,
+    PlanError,
+    Problem,
+    Topology,
+    plan,
+    policies,
+    register_policy,
+)
 from ultraep.replicate import hops
 from ultraep.sim.planning import (
     Copies,
@@ -23,8 +32,8 @@ from ultraep.sim.planning import (
 
 from .small import copies_of
 
-EXACT = ("none", "ultraep", "quota", "echo", "llep")
-BY_PAST = ("eplb", "lplb")
+EXACT = ("none", "ultraep", "quota", "echo", "llep", "moonep")
+BY_PAST = ("eplb", "lplb", "flashlb")
 reproducibly = settings(derandomize=True, database=None, deadline=None, max_examples=60)
 
 
@@ -94,6 +103,92 @@ def test_places_are_by_the_interval_before(
         history = loads_SE[begin - interval : begin] if begin else past_E
         plans.append(plan(loads_RE, topology, config, history=history))
     check_same(copies, plans)
+
+
+# Policies of one's own
+
+
+@pytest.fixture
+def empty_registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(policies, "_registry", dict(policies._registry))
+
+
+TWO = Topology(ranks=2, experts=2)
+LOADS_SRE = np.array([[[3, 1], [2, 1]], [[1, 6], [1, 5]], [[4, 0], [4, 0]], [[0, 2], [2, 1]]])
+
+
+def half_of_the_former_hottest(problem: Problem) -> Any:
+    """Half of the expert that was the hottest goes to the other rank."""
+    assert problem.loads.shape == (2, 2)
+    assert problem.loads.sum(axis=0).tolist() == problem.expert_loads.tolist()
+    assert problem.history is not None
+    expert = int(problem.history.argmax())
+    quota = int(problem.expert_loads[expert]) // 2
+    return np.array([[expert, 1 - expert, quota]] if quota else [], np.int64).reshape(-1, 3)
+
+
+@pytest.mark.usefixtures("empty_registry")
+def test_a_policy_of_ones_own_is_asked_with_the_past_it_keeps() -> None:
+    register_policy("mine", needs_history=True)(half_of_the_former_hottest)
+    config, past_E = BalanceConfig(policy="mine"), np.array([0, 9])
+    loads_SE = LOADS_SRE.sum(axis=1)
+    copies = plan_layer(loads_SE, TWO, config, interval=2, past_E=past_E)
+    pasts = [past_E, past_E, loads_SE[:2], loads_SE[:2]]
+    pairs = zip(LOADS_SRE, pasts, strict=True)
+    check_same(copies, [plan(loads, TWO, config, history=past) for loads, past in pairs])
+    found = np.column_stack([copies.microbatch, copies.expert, copies.rows]).tolist()
+    assert found == [[0, 1, 1], [1, 1, 5], [3, 1, 1]]
+
+
+@pytest.mark.usefixtures("empty_registry")
+def test_a_policy_may_decide_for_an_interval_at_once() -> None:
+    seen = []
+
+    def over_interval(problem: Problem, loads_SE: Any) -> Any:
+        seen.append((problem.history, loads_SE))
+        return np.array([[len(loads_SE) - 1, 1, 0, 1]])
+
+    register_policy("mine", needs_history=True, over_interval=over_interval)(
+        half_of_the_former_hottest
+    )
+    loads_SE, past_E = LOADS_SRE.sum(axis=1)[[0, 1, 3]], np.array([0, 9])
+    config = BalanceConfig(policy="mine")
+    copies = plan_layer(loads_SE, TWO, config, interval=2, past_E=past_E)
+    assert [past.tolist() for past, _ in seen] == [[0, 9], loads_SE[:2].sum(axis=0).tolist()]
+    assert [now.tolist() for _, now in seen] == [loads_SE[:2].tolist(), loads_SE[2:].tolist()]
+    assert np.column_stack([copies.microbatch, copies.host, copies.rows]).tolist() == [
+        [1, 0, 1],
+        [2, 0, 1],
+    ]
+
+
+@pytest.mark.usefixtures("empty_registry")
+@pytest.mark.parametrize(
+    ("copies", "rule"),
+    [
+        ([[0, 1, 0, 99]], "quota"),
+        ([[0, 1, 1, 1]], "home"),
+        ([[0, 1, 0, 1], [0, 1, 0, 1]], "duplicate"),
+        ([[0, 2, 0, 1]], "range"),
+        ([[4, 1, 0, 1]], "range"),
+        ([[1, 0, 1]], "shape"),
+    ],
+)
+def test_mistakes_over_an_interval_are_named(copies: Any, rule: str) -> None:
+    register_policy(
+        "mine", needs_history=True, over_interval=lambda problem, loads_SE: np.array(copies)
+    )(half_of_the_former_hottest)
+    config = BalanceConfig(policy="mine")
+    with pytest.raises(PlanError) as caught:
+        plan_layer(LOADS_SRE.sum(axis=1), TWO, config, interval=9, past_E=np.array([0, 9]))
+    assert caught.value.rule == rule
+
+
+@pytest.mark.usefixtures("empty_registry")
+def test_mistakes_of_single_decisions_are_named() -> None:
+    register_policy("mine")(lambda problem: np.array([[0, 1, 99]]))
+    with pytest.raises(PlanError, match="serve 99 tokens, it has 5"):
+        planned(LOADS_SRE, TWO, "mine")
 
 
 @pytest.mark.parametrize("policy", EXACT + BY_PAST)

@@ -11,7 +11,7 @@ from ultraep.errors import BackendUnavailable, ConfigError
 from ultraep.sim.plots import PARTS, Picture, check_plot, write_plot
 from ultraep.sim.run import simulate
 
-POLICIES = ("none", "echo", "ultraep", "ideal")
+POLICIES = ("none", "echo=ultraep", "ultraep", "ideal")
 
 
 @pytest.fixture(scope="module")

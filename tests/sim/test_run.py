@@ -8,8 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ultraep import policies
 from ultraep.config import BalanceConfig
 from ultraep.errors import ConfigError
+from ultraep.policies import Problem, register_policy
 from ultraep.sim.cluster import load_cluster
 from ultraep.sim.memory import memory_of
 from ultraep.sim.model import load_model
@@ -123,6 +125,45 @@ def test_the_first_interval_is_past_and_seen_by_placements_only() -> None:
         rank_SR = copies.rank_loads(made.topology)
         assert times.rank_rows.tolist() == rank_SR.max(axis=1).tolist()
         assert times.copies.sum() == len(copies.rows)
+
+
+def test_a_policy_without_costs_is_refused_before_any_work(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(policies, "_registry", dict(policies._registry))
+    asked = []
+
+    @register_policy("mine")
+    def mine(problem: Problem) -> Any:
+        asked.append(problem)
+        return np.empty((0, 3), dtype=np.int64)
+
+    for contender in ("mine", Contender("mine", "a label")):
+        with pytest.raises(ConfigError, match=r"'mine' has no costs of its own.*mine=NAME"):
+            simulate(scenario(), [contender])
+    assert not asked
+    none, priced = simulate(scenario(), ["none", "mine=quota"])
+    assert (priced.policy, priced.priced_as, priced.label) == ("mine", "quota", "mine=quota")
+    assert len(asked) == 6 * 4
+    assert priced.imbalance == none.imbalance
+    assert priced.stages["plan"] > none.stages["plan"] == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("moonep=ultraep", "beyond spare slots"),
+        ("flashlb=quota", "beyond spare slots"),
+        ("quota=lplb", "anew in every microbatch"),
+        ("eplb=none", "nothing is copied"),
+    ],
+)
+def test_a_price_that_does_not_fit_is_refused(name: str, why: str) -> None:
+    with pytest.raises(ConfigError, match=f"cannot be priced as .*{why}"):
+        Contender.of(name)
+    policy, _, price = name.partition("=")
+    with pytest.raises(ConfigError, match=why):
+        simulate(scenario(), [Contender(policy, "x", runtime=runtime_of(price))])
 
 
 def test_settings_of_a_contender_go_before_those_of_the_scenario() -> None:

@@ -202,8 +202,8 @@ def test_steps_that_are_told(tmp_path):
     assert differing(trace) == []
 
 
-def test_policies_that_look_at_the_past_are_planned_again_exactly(tmp_path):
-    LocalGroup(4).run(lambda comm: train(comm, tmp_path / "run", policy="lplb", steps=6))
+def test_policies_that_look_at_the_past_are_planned_again_exactly(tmp_path, by_past):
+    LocalGroup(4).run(lambda comm: train(comm, tmp_path / "run", policy=by_past, steps=6))
     trace = read_trace(tmp_path / "run")
     assert trace.num_copies.any()
     assert differing(trace) == []

@@ -32,7 +32,8 @@ def trace(tmp_path):
     return read_trace(record(tmp_path / "run", planned(BalanceConfig()), topology=WIDE, layers=3))
 
 
-@pytest.mark.parametrize("policy", ["ultraep", "quota", "none", "echo", "lplb"])
+@pytest.mark.usefixtures("by_past")
+@pytest.mark.parametrize("policy", ["ultraep", "quota", "none", "echo", "halve"])
 @pytest.mark.parametrize("options", [{}, {"tolerance": 0.05, "locality": False}], ids=str)
 def test_planned_again_as_recorded_gives_the_recorded_plans(tmp_path, policy, options):
     config = BalanceConfig(policy=policy, **options)
@@ -41,7 +42,7 @@ def test_planned_again_as_recorded_gives_the_recorded_plans(tmp_path, policy, op
     trace = read_trace(run)
     assert replay.differing(trace) == []
     assert [trace.plan(n).digest() for n in range(12)] == [plan.digest() for plan in plans]
-    length = 1 if policy == "lplb" else None
+    length = 1 if policy == "halve" else None
     again = replay.plans(trace, replay.Case(config, WIDE, length))
     assert [plan.digest() for plan in again] == [plan.digest() for plan in plans]
 

@@ -10,6 +10,10 @@ A backend knows no record and no rank: integers and arrays in, arrays out. It of
     tally(...)        what every rank serves and holds in the end
     DEVICE            the type of the tensors that `count` and `reroute` take instead of arrays
 
+and those for the CPU, for a policy that is only compared with,
+
+    level(...)        the least peak that moves along a fixed graph can reach
+
 `reference` is slow, obvious and the definition of correct; every other backend gives its bits.
 """
 

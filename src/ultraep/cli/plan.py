@@ -118,8 +118,8 @@ Backend = Annotated[
 History = Annotated[
     int,
     typer.Option(
-        help="Past microbatches that eplb and lplb place by; the first microbatch has none "
-        "and sees itself."
+        help="Past microbatches that eplb, lplb and flashlb place by; the first microbatch "
+        "has none and sees itself."
     ),
 ]
 Show = Annotated[

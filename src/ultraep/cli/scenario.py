@@ -156,7 +156,8 @@ Domain = Annotated[
 Interval = Annotated[
     int,
     typer.Option(
-        metavar="MICROBATCHES", help="Microbatches for which eplb and lplb keep their places."
+        metavar="MICROBATCHES",
+        help="Microbatches for which policies that place by the past keep their places.",
     ),
 ]
 Seed = Annotated[int, typer.Option(help="Seed of everything that is drawn.")]
@@ -272,7 +273,7 @@ def policies_of(names: str) -> list[str]:
     found = [name.strip() for name in names.split(",") if name.strip()]
     if not found:
         raise ConfigError(f"--policy must name at least one policy, got {names!r}")
-    return [Contender.of(name).policy for name in dict.fromkeys(found)]
+    return [Contender.of(name).label for name in dict.fromkeys(found)]
 
 
 # -- in words ------------------------------------------------------------------------------------

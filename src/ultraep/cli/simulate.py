@@ -43,7 +43,8 @@ Policies = Annotated[
     typer.Option(
         metavar="NAME,...",
         help="Policies to compare; `ultraep env` lists them. ideal is forced balance: every "
-        "expert gets the same.",
+        "expert gets the same. NAME=OTHER prices one whose costs are not known as another: "
+        "echo=ultraep.",
     ),
 ]
 AsJson = Annotated[
@@ -221,6 +222,7 @@ def _record(answer: Answer, result: Result) -> dict[str, Any]:
     scenario, memory = answer.scenario, result.memory
     return {
         "policy": result.policy,
+        "priced_as": result.priced_as,
         "throughput": result.throughput,
         "unit": result.unit,
         "share_of_ideal": answer.share(result),
@@ -311,8 +313,8 @@ def _notes(answer: Answer) -> Iterator[str]:
     if any(result.out_of_memory for result in answer.results):
         memory = answer.scenario.cluster.memory_gb
         yield f"! a device has {memory:g} GB; out of memory: share of the microbatches"
-    if any(result.policy == "eplb" for result in answer.results):
-        yield "eplb also moves experts; one that moved counts as a copy"
+    if any(result.policy in ("eplb", "lplb", "flashlb") for result in answer.results):
+        yield "eplb, lplb and flashlb also move experts; one that moved counts as a copy"
 
 
 def _stage_table(answer: Answer) -> Table:

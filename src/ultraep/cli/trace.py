@@ -177,7 +177,9 @@ Sizes = Annotated[
 ]
 Windows = Annotated[
     str,
-    typer.Option(metavar="N,...", help="Past microbatches of a layer that eplb and lplb place by."),
+    typer.Option(
+        metavar="N,...", help="Past microbatches of a layer that eplb, lplb and flashlb place by."
+    ),
 ]
 Tolerance = Annotated[
     float | None,

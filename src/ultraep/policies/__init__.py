@@ -8,6 +8,9 @@ copy. What it leaves out stays at home. To add one:
 
 `within_limits=False` marks policies that were not made for a fixed number of spare slots, or that
 move experts freely; their plans are compared, not run, and not held to the slot and domain limits.
+`over_interval` may be given by policies that place by the past: the same decision for many
+microbatches that share one past, so that places are found once. The simulator uses it; without
+it, it asks for every microbatch anew.
 """
 
 from __future__ import annotations
@@ -36,6 +39,7 @@ class Problem:
 
 
 Decide = Callable[[Problem], IntArray]
+DecideInterval = Callable[[Problem, IntArray], IntArray]  # [S, E] loads -> [C, 4], microbatch first
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,22 +51,40 @@ class Policy:
     summary: str
     within_limits: bool
     needs_history: bool
+    over_interval: DecideInterval | None = None
 
 
-BUILT_IN = ("none", "ultraep", "quota", "echo", "llep", "eplb", "lplb", "ideal")
+BUILT_IN = (
+    "none",
+    "ultraep",
+    "quota",
+    "echo",
+    "llep",
+    "moonep",
+    "eplb",
+    "lplb",
+    "flashlb",
+    "ideal",
+)
 _registry: dict[str, Policy] = {}
 
 
 def register_policy(
-    name: str, *, within_limits: bool = True, needs_history: bool = False
+    name: str,
+    *,
+    within_limits: bool = True,
+    needs_history: bool = False,
+    over_interval: DecideInterval | None = None,
 ) -> Callable[[Decide], Decide]:
     """Make the decorated function available as `BalanceConfig(policy=name)`."""
+    if over_interval is not None and not needs_history:
+        raise ConfigError(f"policy {name!r} has no past to keep: over_interval needs needs_history")
 
     def register(decide: Decide) -> Decide:
         if name in _registry and _registry[name].decide is not decide:
             raise ConfigError(f"a policy named {name!r} is registered already")
         summary = (decide.__doc__ or "").strip().split("\n")[0]
-        _registry[name] = Policy(name, decide, summary, within_limits, needs_history)
+        _registry[name] = Policy(name, decide, summary, within_limits, needs_history, over_interval)
         return decide
 
     return register

@@ -1,115 +1,179 @@
-"""LPLB: a fixed graph of copies, chosen by past load, and the current load split optimally over it.
+"""LPLB: homes and one copy per expert by past load, and the current load split optimally over both.
 
-Source: DeepSeek's LPLB (2025). Every expert has at most one copy; a graph over the ranks (cube,
-hypercube, torus) says on which rank. The spare slots of a rank go to the experts of its
-neighbours that were the heaviest in the past. For every batch a linear program divides the exact
-load of each expert between its home and its copy so that the fullest rank gets as little as
-possible. A hot expert can be halved, not more, which is why it can lose to EPLB when few experts
-are very hot.
+Source: DeepSeek's LPLB (2025). First the homes move: experts are packed on the ranks by past load,
+as EPLB packs them, and every rank orders its own by it. Then a fixed graph over the ranks of a
+group says whose experts a rank copies: the first places of a neighbour's order. For every batch a
+linear program divides the exact load of each expert between its home and its copy so that the
+fullest rank of a group gets as little as possible. A hot expert can be halved, not more, which is
+why it can lose to EPLB when few experts are very hot.
 
-Ours differs in four things. Homes stay where they are; the original first reorders the experts by
-past load, as EPLB does. The graph is a torus with as many dimensions as there are spare slots, in
-every domain; in small domains some of them are the same, and slots stay empty. The program is not
-solved by an interior-point kernel but by letting the two ranks of every copy share evenly, again
-and again, until nobody gains: that minimises the sum of squares over all splits, and with it the
-fullest rank. In whole tokens two neighbours may end one token apart, and the fullest rank half a
-token per rank of its domain above the optimum. And without any past load nothing is copied.
-`tolerance` changes nothing. `min_tokens_per_replica` and `max_replicas` are refused.
+A group is a fast-link domain. Of the original's graphs the policy takes the torus if the slots are
+even in number, for it is the flattest on the loads of `benchmarks/bench_plan.py`, and else the
+ring; `CUBE` and `HYPERCUBE` are the two others. Two slots on one edge share a ratio, as there.
+Where it can, the packing keeps every block of experts within a node of 8 ranks.
 
-Shapes: S microbatches, R ranks, E experts, X copies.
+Ours differs in two things. The program is not solved by five steps of an interior-point kernel in
+single precision but to its optimum in whole tokens, by flows along the graph. Which of the optimal
+splits is taken is not laid down, so quotas differ while the fullest rank is the same. And
+homes may be uneven; a place of the graph that has no expert is left out. Homes move, so slots and
+domains are not kept and its plans are compared, not run. Without any past load homes stay where
+they are. `tolerance` changes nothing. `min_tokens_per_replica` and `max_replicas` are refused.
+
+Shapes: S microbatches, R ranks, E experts, X copies, D edges, C copies that serve tokens.
 """
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import numpy as np
 
 from ultraep.arrays import IntArray
+from ultraep.backends import select
 from ultraep.policies import Problem, register_policy
 from ultraep.policies.limits import refuse_limits
+from ultraep.policies.places import away_from_home, pack
 from ultraep.topology import Topology
 
+DEVICES_PER_NODE = 8
 
-class Graph(NamedTuple):
-    """Which expert has its copy where, and which copies share no rank with each other."""
+Table = list[list[int]]  # [ranks of a group][edges]: whose experts a rank copies
 
-    expert: IntArray  # [X]
-    home: IntArray  # [X]
-    host: IntArray  # [X]
-    classes: list[IntArray]  # positions in the above
+CUBE: Table = [[3, 6], [0, 7], [1, 4], [2, 5], [7, 0], [4, 1], [5, 2], [6, 3]]
+HYPERCUBE: Table = [[rank // 4 * 4 + (rank - 1) % 4, (rank - 4) % 16] for rank in range(16)]
 
 
-@register_policy("lplb", needs_history=True)
-def lplb(problem: Problem) -> IntArray:
-    """DeepSeek LPLB: one copy per expert on a fixed graph, split by an exact optimum."""
+class Places(NamedTuple):
+    """Where experts live and where their copies stand."""
+
+    home_of_expert: IntArray  # [E] after the move
+    expert: IntArray  # [X] edge by edge
+    edge: IntArray  # [X]
+    source: IntArray  # [D]
+    host: IntArray  # [D]
+
+
+def over_interval(problem: Problem, loads_SE: IntArray) -> IntArray:
+    """[C, 4] microbatch, expert, host and quota: one placement, the best split of every load."""
     refuse_limits(problem.config, "min_tokens_per_replica", "max_replicas")
     topology, history_E = problem.topology, problem.history
     assert history_E is not None
-    graph = place_on_torus(history_E, topology)
-    moved_X = share_evenly(problem.expert_loads[None], graph, topology)[0]
-    used = moved_X > 0
-    return np.column_stack([graph.expert[used], graph.host[used], moved_X[used]])
+    table = graph_of(topology.domain_size, topology.slots)
+    places = place_on_graph(history_E, topology, table)
+    moved_SX = split(loads_SE, places, topology)
+    stay_SE = loads_SE.copy()
+    stay_SE[:, places.expert] -= moved_SX  # an expert has one copy at most
+    expert_X = np.concatenate([np.arange(topology.experts), places.expert])
+    rank_X = np.concatenate([places.home_of_expert, places.host[places.edge]])
+    return away_from_home(expert_X, rank_X, np.concatenate([stay_SE, moved_SX], axis=1), topology)
 
 
-def place_on_torus(history_E: IntArray, topology: Topology) -> Graph:
-    """One copy of the heaviest experts of every rank, each on another neighbour."""
-    size = topology.domain_size
-    steps = _steps(size, topology.slots)
-    found = []
-    for rank in range(topology.ranks if history_E.any() else 0):
-        begin = rank // size * size
-        mine = topology.home_experts(rank)
-        heaviest = mine[np.argsort(-history_E[mine], kind="stable")]
-        for expert, step in zip(heaviest.tolist(), steps, strict=False):
-            found.append((expert, rank, begin + (rank - begin + step) % size))
-    expert_X, home_X, host_X = np.array(found, dtype=np.int64).reshape(-1, 3).T
-    return Graph(expert_X, home_X, host_X, _classes(home_X.tolist(), host_X.tolist()))
+@register_policy("lplb", within_limits=False, needs_history=True, over_interval=over_interval)
+def lplb(problem: Problem) -> IntArray:
+    """DeepSeek LPLB: homes and one copy per expert on a fixed graph, split by an exact optimum."""
+    return over_interval(problem, problem.expert_loads[None])[:, 1:]
 
 
-def share_evenly(loads_SE: IntArray, graph: Graph, topology: Topology) -> IntArray:
-    """[S, X] tokens of every copy, such that the fullest rank has as little as possible."""
-    limit_SX = loads_SE[:, graph.expert]
-    moved_SX = np.zeros_like(limit_SX)
-    sums = np.zeros((len(loads_SE), topology.experts + 1), dtype=np.int64)
-    np.cumsum(loads_SE[:, topology.experts_by_rank], axis=1, out=sums[:, 1:])
-    rank_SR = np.diff(sums[:, topology.first_of_rank], axis=1)  # 0 where no expert is at home
-    busy = np.arange(len(loads_SE))
-    while len(busy):  # every exchange lowers a sum of squares, a whole number: this ends
-        moved, rank, limit = moved_SX[busy], rank_SR[busy], limit_SX[busy]
-        for chosen in graph.classes:
-            home, host, before = graph.home[chosen], graph.host[chosen], moved[:, chosen]
-            gap = rank[:, home] - rank[:, host]
-            half = np.sign(gap) * (np.abs(gap) // 2)
-            after = np.clip(before + half, 0, limit[:, chosen])
-            moved[:, chosen] = after
-            rank[:, home] -= after - before
-            rank[:, host] += after - before
-        changed = (moved != moved_SX[busy]).any(axis=1)
-        moved_SX[busy], rank_SR[busy] = moved, rank
-        busy = busy[changed]
-    return moved_SX
+def place_on_graph(
+    history_E: IntArray,
+    topology: Topology,
+    table: Table,
+    *,
+    devices_per_node: int = DEVICES_PER_NODE,
+) -> Places:
+    """Homes by past load, and copies of every source's first experts along the edges."""
+    home_of_expert = move_homes(history_E, topology, devices_per_node)
+    own = [_by_past(np.flatnonzero(home_of_expert == r), history_E) for r in range(topology.ranks)]
+    width, size = len(table[0]), topology.domain_size
+    copied: list[tuple[int, int]] = []
+    edges: list[tuple[int, int]] = []
+    for host in range(topology.ranks):
+        begin = host // size * size
+        for edge, source in enumerate(begin + rank for rank in table[host - begin]):
+            experts = own[source][: topology.slots][edge::width]
+            if source != host and len(experts):
+                copied += [(expert, len(edges)) for expert in experts]
+                edges.append((source, host))
+    expert_X, edge_X = np.array(copied, dtype=np.int64).reshape(-1, 2).T
+    return Places(home_of_expert, expert_X, edge_X, *np.array(edges, np.int64).reshape(-1, 2).T)
 
 
-def _steps(size: int, slots: int) -> list[int]:
-    """How far away the neighbours of a rank are: 1 in a ring, 1 and 8 in a torus of 64.
+def move_homes(history_E: IntArray, topology: Topology, devices_per_node: int) -> IntArray:
+    """[E] homes by past load: equally many on every rank, blocks of experts within a node."""
+    if not history_E.any():
+        return topology.home_of_expert
+    past_E, places_R = history_E.astype(np.float32), topology.homes_per_rank
+    groups, nodes = topology.num_domains, max(1, topology.ranks // devices_per_node)
+    if groups % nodes or (places_R != places_R[0]).any():
+        return pack(past_E, places_R)
+    block_of_expert = np.arange(topology.experts) // (topology.experts // groups)
+    block_loads = past_E.reshape(groups, -1).sum(axis=1)
+    node_of_expert = pack(block_loads, np.full(nodes, groups // nodes))[block_of_expert]
+    home_of_expert = np.empty(topology.experts, dtype=np.int64)
+    ranks = topology.ranks // nodes
+    for node in range(nodes):
+        own = np.flatnonzero(node_of_expert == node)
+        home_of_expert[own] = node * ranks + pack(past_E[own], places_R[:ranks])
+    return home_of_expert
 
-    >>> _steps(64, 1), _steps(64, 2), _steps(64, 3), _steps(1, 2)
-    ([1], [1, 8], [1, 4, 16], [])
+
+def split(loads_SE: IntArray, places: Places, topology: Topology) -> IntArray:
+    """[S, X] tokens of every copy, such that the fullest rank of a group has least."""
+    load_SX = loads_SE[:, places.expert]
+    first_D = np.searchsorted(places.edge, np.arange(len(places.source)))
+    through_SX = np.cumsum(load_SX, axis=1)
+    before_SD = (through_SX - load_SX)[:, first_D]
+    through_SX -= before_SD[:, places.edge]  # of the copies up to this one, on the same edge
+    limit_SD = np.add.reduceat(load_SX, first_D, axis=1) if len(first_D) else load_SX
+    rank_SR = _rank_loads(loads_SE, places.home_of_expert, topology.ranks)
+    moved_SD = _level_groups(rank_SR, places, limit_SD, topology.domain_size)
+    # One ratio for all copies on an edge: what rounding leaves goes to the later ones.
+    limit_SX, moved_SX = np.maximum(limit_SD, 1)[:, places.edge], moved_SD[:, places.edge]
+    shared: IntArray = moved_SX * through_SX // limit_SX
+    shared -= moved_SX * (through_SX - load_SX) // limit_SX
+    return shared
+
+
+def _level_groups(rank_SR: IntArray, places: Places, limit_SD: IntArray, size: int) -> IntArray:
+    """[S, D] tokens to move along every edge, each group of ranks for itself."""
+    moved_SD = np.zeros_like(limit_SD)
+    for begin in range(0, rank_SR.shape[1], size):
+        inside = np.flatnonzero(places.source // size == begin // size)
+        ends = (places.source[inside] - begin, places.host[inside] - begin)
+        own_SR = rank_SR[:, begin : begin + size]
+        moved_SD[:, inside] = select().level(own_SR, *ends, limit_SD[:, inside])
+    return moved_SD
+
+
+def graph_of(size: int, slots: int) -> Table:
+    """The graph of a group of so many ranks with so many slots.
+
+    >>> graph_of(3, 1), graph_of(4, 2)
+    ([[1], [2], [0]], [[2, 1], [3, 0], [0, 3], [1, 2]])
     """
-    wanted = dict.fromkeys(round(size ** (axis / slots)) for axis in range(slots))
-    return [step for step in wanted if step < size]
+    columns = max(divisor for divisor in range(1, math.isqrt(size) + 1) if size % divisor == 0)
+    if slots % 2 == 0 and columns > 1:
+        return torus(size // columns, columns)
+    return [[(rank + 1) % size] for rank in range(size)]
 
 
-def _classes(homes: list[int], hosts: list[int]) -> list[IntArray]:
-    """Edges by colour: no two of one colour meet at a rank; the first colour that is free."""
-    taken: list[set[int]] = []
-    members: list[list[int]] = []
-    for edge, ends in enumerate(zip(homes, hosts, strict=True)):
-        free = next((c for c, ranks in enumerate(taken) if ranks.isdisjoint(ends)), len(taken))
-        if free == len(taken):
-            taken.append(set())
-            members.append([])
-        taken[free].update(ends)
-        members[free].append(edge)
-    return [np.array(edges, dtype=np.int64) for edges in members]
+def torus(rows: int, columns: int) -> Table:
+    """Every rank copies from the next one in its column and the next one in its row."""
+    return [
+        [(row + 1) % rows * columns + column, row * columns + (column + 1) % columns]
+        for row in range(rows)
+        for column in range(columns)
+    ]
+
+
+def _by_past(experts: IntArray, history_E: IntArray) -> list[int]:
+    order: list[int] = experts[np.argsort(-history_E[experts], kind="stable")].tolist()
+    return order
+
+
+def _rank_loads(loads_SE: IntArray, home_of_expert: IntArray, ranks: int) -> IntArray:
+    """[S, R] tokens of every rank, all at home."""
+    rank_SR = np.zeros((len(loads_SE), ranks), dtype=np.int64)
+    np.add.at(rank_SR.T, home_of_expert, loads_SE.T)
+    return rank_SR

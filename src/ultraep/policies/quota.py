@@ -7,11 +7,12 @@ little higher, and accepts a copy only if it takes a fair share of the need. Whe
 fail, a slow search over all thresholds accepts any copy above a fixed floor. The home of an
 expert keeps at least one token.
 
-Ours differs in four things: all arithmetic is in integers; homes may be uneven; the floor is
-`min_tokens_per_replica` in both searches, where the published fast search ignores it; and it is 1
-unless set, where the published one is 1024, which leaves small microbatches without any copy.
-`tolerance` raises the lower end of the search, as `balance_threshold` does there: the 1 %
-of the first probe come on top. `max_replicas` is refused.
+The floor is `min_tokens_per_replica`, and as published it acts in the slow search only: the fast
+one makes smaller copies all the same. It is 1 unless set, where the published one is 1024, which
+leaves small microbatches without any copy when the fast search fails. All arithmetic is in
+integers, where the published one finds its bounds in single precision, and homes may be uneven.
+`tolerance` raises the lower end of the search, as `balance_threshold` does there: the 1 % of the
+first probe come on top. `max_replicas` is refused.
 
 Shapes: G ranks of one domain.
 """
@@ -96,7 +97,7 @@ def search(domain: Domain, low: int, min_tokens: int) -> Copies:
         return []
     threshold = -(-low * 101 // 100)
     for _ in range(FAST_PROBES):
-        copies = probe(domain, min(threshold, high), min_tokens, fair=True)
+        copies = probe(domain, min(threshold, high), 1, fair=True)
         if copies is not None:
             return copies
         threshold += max(1, -(-high // 100))

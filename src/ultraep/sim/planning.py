@@ -1,15 +1,14 @@
 """Who copies what: the policies of the runtime, over all microbatches of a layer.
 
-Policies that see the exact load decide anew for every microbatch. Those that place by the past
-(eplb, lplb) keep their places for an interval and only split the load of each microbatch.
+Policies that see the exact load decide anew for every microbatch. Those that place by the past keep
+it for an interval, and with it their places: they only split the load of each microbatch.
 
 Shapes: S microbatches, E experts, R ranks, C copies of all microbatches together.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -18,9 +17,9 @@ from numpy.typing import NDArray
 from ultraep.arrays import IntArray
 from ultraep.backends import select
 from ultraep.config import BalanceConfig
-from ultraep.policies import Problem, get_policy
-from ultraep.policies.eplb import place_by_history
-from ultraep.policies.lplb import place_on_torus, share_evenly
+from ultraep.plan import decided
+from ultraep.policies import BUILT_IN, Policy, Problem, get_policy
+from ultraep.rules import check_interval
 from ultraep.topology import Topology
 
 
@@ -68,73 +67,48 @@ def plan_layer(
 ) -> Copies:
     """Plan all microbatches of a layer.
 
-    interval: microbatches for which `eplb` and `lplb` keep their places; they place by the rows of
-        the interval before, and by `past_E` at first.
+    interval: microbatches for which policies that place by the past keep it: the rows of the
+        interval before, and `past_E` at first.
     """
     policy = get_policy(config.policy)
-    if policy.needs_history:
-        return _plan_by_past(loads_SE, topology, config, interval, past_E)
-    engine = select()
-    found = [
-        policy.decide(Problem(loads_E[None], loads_E, topology, config, engine, None))
-        for loads_E in loads_SE
-    ]
-    microbatch_C = np.repeat(np.arange(len(found)), [len(copies) for copies in found])
-    expert_C, host_C, rows_C = np.concatenate(found).T
-    return _gathered(microbatch_C, expert_C, host_C, rows_C, loads_SE)
-
-
-def _plan_by_past(
-    loads_SE: IntArray,
-    topology: Topology,
-    config: BalanceConfig,
-    interval: int,
-    past_E: IntArray,
-) -> Copies:
-    split = _split_lplb if config.policy == "lplb" else partial(_split_eplb, config=config)
+    nothing = np.zeros((0, topology.experts), dtype=np.int64)
+    problem = Problem(nothing, nothing.sum(axis=0), topology, config, select(), None)
+    if not policy.needs_history:
+        return _gathered(_one_by_one(policy, problem, loads_SE), loads_SE)
     parts = []
     for begin in range(0, len(loads_SE), interval):
         now_SE = loads_SE[begin : begin + interval]
-        expert_X, host_X, rows_SX = split(now_SE, past_E, topology)
-        microbatch_C, index_C = np.nonzero(rows_SX)
-        parts.append(
-            (microbatch_C + begin, expert_X[index_C], host_X[index_C], rows_SX[rows_SX > 0])
-        )
+        found_C4 = _over_interval(policy, replace(problem, history=past_E), now_SE)
+        parts.append(np.column_stack([found_C4[:, 0] + begin, found_C4[:, 1:]]))
         past_E = now_SE.sum(axis=0)
-    microbatch_C, expert_C, host_C, rows_C = map(np.concatenate, zip(*parts, strict=True))
-    return _gathered(microbatch_C, expert_C, host_C, rows_C, loads_SE)
+    return _gathered(np.concatenate(parts), loads_SE)
 
 
-Split = tuple[IntArray, IntArray, IntArray]  # [X] expert, [X] host, [S, X] rows
+def _over_interval(policy: Policy, problem: Problem, loads_SE: IntArray) -> IntArray:
+    """[C, 4] microbatch, expert, host and rows, with one past: at once if the policy can."""
+    if policy.over_interval is None:
+        return _one_by_one(policy, problem, loads_SE)
+    copies_C4 = policy.over_interval(problem, loads_SE)
+    if policy.name not in BUILT_IN:
+        check_interval(copies_C4, loads_SE, problem.topology, limited=policy.within_limits)
+    return copies_C4
 
 
-def _split_eplb(
-    loads_SE: IntArray, past_E: IntArray, topology: Topology, *, config: BalanceConfig
-) -> Split:
-    """Places by the past, equal shares of the present: `split_equally` for many at once."""
-    held_ER = place_by_history(
-        Problem(loads_SE[:1], loads_SE[0], topology, config, select(), past_E)
+def _one_by_one(policy: Policy, problem: Problem, loads_SE: IntArray) -> IntArray:
+    """[C, 4] microbatch, expert, host and rows: the policy decides for every microbatch."""
+    sources = 1 if policy.name in BUILT_IN else problem.topology.ranks  # ours do not look at them
+    source_R = np.arange(sources)[:, None]
+    problems = (
+        replace(problem, loads=(loads_E + source_R) // sources, expert_loads=loads_E)
+        for loads_E in loads_SE
     )
-    expert_X, host_X = np.nonzero(held_ER)
-    share_SE, more_SE = np.divmod(loads_SE, held_ER.sum(axis=1))
-    turn_X = (np.cumsum(held_ER, axis=1) - 1)[expert_X, host_X]
-    rows_SX = share_SE[:, expert_X] + (turn_X < more_SE[:, expert_X])
-    away_X = host_X != topology.home_of_expert[expert_X]
-    return expert_X[away_X], host_X[away_X], rows_SX[:, away_X]
+    found = [decided(policy, one) for one in problems]
+    microbatch_C = np.repeat(np.arange(len(found)), [len(copies) for copies in found])
+    return np.column_stack([microbatch_C, np.concatenate(found)])
 
 
-def _split_lplb(loads_SE: IntArray, past_E: IntArray, topology: Topology) -> Split:
-    graph = place_on_torus(past_E, topology)
-    return graph.expert, graph.host, share_evenly(loads_SE, graph, topology)
-
-
-def _gathered(
-    microbatch_C: IntArray,
-    expert_C: IntArray,
-    host_C: IntArray,
-    rows_C: IntArray,
-    loads_SE: IntArray,
-) -> Copies:
+def _gathered(copies_C4: IntArray, loads_SE: IntArray) -> Copies:
+    microbatch_C, expert_C, host_C, rows_C = copies_C4.T
     away = np.bincount(
         microbatch_C * loads_SE.shape[1] + expert_C, weights=rows_C, minlength=loads_SE.size
     )

@@ -15,7 +15,7 @@ from ultraep.sim.workload import fit_skew
 from ultraep.topology import Topology
 
 CLUSTER = "gb200-nvl72"
-# Spare slots: two in the published recipe; the published imbalance of LPLB fits one.
+# Spare slots: two in the published recipe; the published imbalance of LPLB is nearest with one.
 CONTENDERS = (
     Contender.of("none"),
     Contender("eplb", "eplb", slots=2),

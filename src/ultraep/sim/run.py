@@ -21,14 +21,13 @@ from ultraep.arrays import IntArray
 from ultraep.config import BalanceConfig
 from ultraep.errors import ConfigError
 from ultraep.loads import MAX_TOTAL
-from ultraep.policies import get_policy
 from ultraep.sim.cluster import Cluster
 from ultraep.sim.costs import Costs, Rates, measured_rates
 from ultraep.sim.layer import LayerClock, LayerTimes
 from ultraep.sim.memory import Memory, memory_of, weight_bytes
 from ultraep.sim.model import Model
 from ultraep.sim.planning import Copies, plan_layer
-from ultraep.sim.runtime import Runtime, runtime_of
+from ultraep.sim.runtime import IDEAL, NONE, Runtime, price, runtime_of
 from ultraep.sim.serving import Serving, make_iteration, rate_at_limit
 from ultraep.sim.training import (
     Training,
@@ -43,9 +42,7 @@ from ultraep.topology import Topology
 FloatArray = NDArray[np.float64]
 Report = Callable[[int, int], None]  # layers done, layers in all
 
-IDEAL = "ideal"
 MOST_MICROBATCHES = 1 << 20  # that are simulated, each of every layer
-BEYOND_LIMITS = (IDEAL, "eplb")  # what the runtime of these costs is known all the same
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +50,7 @@ class Scenario:
     """What is simulated.
 
     ranks: of the expert-parallel group.
-    interval: microbatches for which eplb and lplb keep their places.
+    interval: microbatches for which policies that place by the past keep their places.
     """
 
     cluster: Cluster
@@ -148,7 +145,10 @@ class Scenario:
 
 @dataclass(frozen=True)
 class Contender:
-    """A policy, as it takes part: by name, with settings of its own where they differ."""
+    """A policy, as it takes part: by name, with settings of its own where they differ.
+
+    runtime: what carrying out its plans costs, if not what is known of this policy.
+    """
 
     policy: str
     label: str
@@ -157,15 +157,22 @@ class Contender:
     runtime: Runtime | None = None
 
     @staticmethod
-    def of(policy: str) -> Contender:
-        """A policy with the settings of the scenario."""
-        found = get_policy(policy)
-        if not found.within_limits and policy not in BEYOND_LIMITS:
-            raise ConfigError(
-                f"policy {policy} copies beyond spare slots and domains, which has no price here; "
-                "`ultraep plan` compares its plans"
-            )
-        return Contender(found.name, policy)
+    def of(name: str) -> Contender:
+        """A policy with the settings of the scenario: its name, or NAME=RUNTIME.
+
+        The second is for policies without known costs: "echo=ultraep" plans as `echo` does, and
+        its plans cost what those of `ultraep` do.
+        """
+        policy, _, priced_as = name.partition("=")
+        runtime = runtime_of(priced_as) if priced_as else None
+        found = Contender(policy, name, runtime=runtime)
+        _ = found.carried_out
+        return found
+
+    @property
+    def carried_out(self) -> Runtime:
+        """What carrying out its plans costs; `ConfigError` where that is not known."""
+        return price(self.policy, self.runtime)
 
 
 @dataclass(frozen=True)
@@ -174,6 +181,7 @@ class Result:
 
     label: str
     policy: str
+    priced_as: str  # the policy whose costs these are
     slots: int
     throughput: float
     unit: str
@@ -200,6 +208,8 @@ def simulate(
     wanted = [c if isinstance(c, Contender) else Contender.of(c) for c in contenders]
     if not wanted:
         raise ConfigError("nothing to simulate: name at least one policy")
+    for contender in wanted:
+        _ = contender.carried_out  # what cannot be priced is refused before anything is planned
     if processes < 1:
         raise ConfigError(f"processes must be at least 1, got {processes}")
     layers = range(scenario.model.dense_layers, scenario.model.layers)
@@ -265,7 +275,7 @@ def _plan_and_clock(
     )
     policy = contender.policy
     if policy == IDEAL:  # what frameworks call forced balance: every expert gets the same
-        policy = "none"
+        policy = NONE
         loads_SE = share_out(np.ones(loads_SE.shape), scenario.rows, scenario.model.top_k)
     copies = plan_layer(
         loads_SE,
@@ -292,7 +302,7 @@ def _clock(scenario: Scenario, contender: Contender, topology: Topology) -> Laye
     return LayerClock(
         costs=scenario.costs,
         topology=topology,
-        runtime=contender.runtime or runtime_of(contender.policy),
+        runtime=contender.carried_out,
         tokens=schedule.tokens,
         context=schedule.context if isinstance(schedule, Training) else 0.0,
         recompute=isinstance(schedule, Training) and schedule.recompute,
@@ -318,6 +328,7 @@ def put_together(scenario: Scenario, contender: Contender, layers: list[LayerTim
     return Result(
         label=contender.label,
         policy=contender.policy,
+        priced_as=contender.carried_out.name,
         slots=slots,
         throughput=throughput,
         unit=unit,
@@ -336,7 +347,7 @@ def put_together(scenario: Scenario, contender: Contender, layers: list[LayerTim
 
 def _layers_of_slot(scenario: Scenario, contender: Contender) -> int:
     """How often a device holds a spare slot: once for all layers, unless its copies stay."""
-    relay = (contender.runtime or runtime_of(contender.policy)).relay
+    relay = contender.carried_out.relay
     if relay == "nothing":
         return 0
     schedule = scenario.schedule
