@@ -39,8 +39,9 @@ from ultraep.sim.layer import LayerClock
 from ultraep.sim.model import Grouped, Model
 from ultraep.sim.planning import Copies
 from ultraep.sim.published import CONTENDERS, Setting, scenario_of, settings, share_of_ideal
-from ultraep.sim.run import Contender, Result, simulate
+from ultraep.sim.run import Result, simulate
 from ultraep.sim.runtime import runtime_of
+from ultraep.sim.scenario import Contender
 from ultraep.sim.training import Training
 
 FloatArray = NDArray[np.float64]

@@ -17,8 +17,9 @@ from dataclasses import replace
 
 from ultraep.sim.costs import measured_rates
 from ultraep.sim.published import CONTENDERS, Noise, Setting, scenario_of, settings
-from ultraep.sim.run import Contender, simulate
+from ultraep.sim.run import simulate
 from ultraep.sim.runtime import runtime_of
+from ultraep.sim.scenario import Contender
 
 HALVINGS = 12
 IDEAL = CONTENDERS[-1]

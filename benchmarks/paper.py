@@ -32,8 +32,9 @@ from ultraep.sim.published import (
     settings,
     share_of_ideal,
 )
-from ultraep.sim.run import Contender, Result, Scenario, simulate
+from ultraep.sim.run import Result, simulate
 from ultraep.sim.runtime import runtime_of
+from ultraep.sim.scenario import Contender, Scenario
 from ultraep.sim.serving import Serving
 from ultraep.sim.training import Training
 from ultraep.sim.workload import fit_skew

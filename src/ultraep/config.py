@@ -69,5 +69,6 @@ def check_timeout(seconds: float | None) -> None:
         not isinstance(seconds, (int, float)) or not 0 < seconds <= LONGEST_TIMEOUT
     ):
         raise ConfigError(
-            f"timeout must be a number of seconds up to {LONGEST_TIMEOUT:g}, got {seconds!r}"
+            f"timeout must be a positive number of seconds, at most {LONGEST_TIMEOUT:g}, "
+            f"got {seconds!r}"
         )

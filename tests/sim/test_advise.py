@@ -15,7 +15,8 @@ from ultraep.sim.gain import DRAWS, PROBE_TOKENS, break_even, rest_seconds
 from ultraep.sim.memory import slot_bytes
 from ultraep.sim.model import load_model
 from ultraep.sim.reasons import SHORTENED, seconds_by_stage, verdict_of
-from ultraep.sim.run import Contender, Scenario, simulate
+from ultraep.sim.run import simulate
+from ultraep.sim.scenario import Contender, Scenario
 from ultraep.sim.serving import Serving, load_requests
 from ultraep.sim.training import Training
 from ultraep.sim.workload import Recorded, fit_skew

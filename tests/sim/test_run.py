@@ -16,8 +16,9 @@ from ultraep.sim.cluster import load_cluster
 from ultraep.sim.memory import memory_of
 from ultraep.sim.model import load_model
 from ultraep.sim.planning import plan_layer
-from ultraep.sim.run import Contender, Result, Scenario, simulate, time_layer
+from ultraep.sim.run import Result, simulate, time_layer
 from ultraep.sim.runtime import runtime_of
+from ultraep.sim.scenario import Contender, Scenario
 from ultraep.sim.serving import Requests, Serving, make_iteration, rate_at_limit
 from ultraep.sim.training import Training
 from ultraep.sim.workload import Skew, fit_skew

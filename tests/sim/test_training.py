@@ -10,7 +10,8 @@ import pytest
 
 from ultraep.errors import ConfigError
 from ultraep.sim.model import load_model
-from ultraep.sim.run import Scenario, simulate
+from ultraep.sim.run import simulate
+from ultraep.sim.scenario import Scenario
 from ultraep.sim.training import (
     Training,
     optimizer_seconds,

@@ -19,7 +19,7 @@ from ultraep.sim.advise import TOLERANCES, Advice
 from ultraep.sim.advise import advise as ask
 from ultraep.sim.gain import PROBE_TOKENS, BreakEven
 from ultraep.sim.reasons import DOES_NOT_PAY, rounded
-from ultraep.sim.run import Scenario
+from ultraep.sim.scenario import Scenario
 from ultraep.sim.serving import Serving
 
 EXAMPLE = (

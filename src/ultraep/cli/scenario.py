@@ -21,7 +21,8 @@ from ultraep.errors import ConfigError
 from ultraep.sim.cluster import load_cluster
 from ultraep.sim.model import load_model
 from ultraep.sim.published import Noise
-from ultraep.sim.run import Contender, Report, Scenario
+from ultraep.sim.run import Report
+from ultraep.sim.scenario import Contender, Scenario
 from ultraep.sim.serving import Serving, load_requests
 from ultraep.sim.training import Training
 from ultraep.sim.workload import Recorded, Skew, Workload, fit_skew, read_trace

@@ -21,8 +21,9 @@ from ultraep.errors import ConfigError
 from ultraep.outputs import check_targets
 from ultraep.sim.plots import Picture, check_plot, write_plot
 from ultraep.sim.presets import presets
-from ultraep.sim.run import Contender, Result, Scenario
+from ultraep.sim.run import Result
 from ultraep.sim.run import simulate as run_simulation
+from ultraep.sim.scenario import Contender, Scenario
 from ultraep.sim.timeline import make_timeline, median_microbatch, write_timeline
 from ultraep.sim.training import Training
 

@@ -37,7 +37,8 @@ from ultraep.sim.reasons import (
     saved_seconds,
     verdict_of,
 )
-from ultraep.sim.run import Contender, Report, Result, Scenario, simulate
+from ultraep.sim.run import Report, Result, simulate
+from ultraep.sim.scenario import Contender, Scenario
 from ultraep.sim.training import Training
 from ultraep.sim.workload import Skew
 

@@ -12,7 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ultraep.errors import ConfigError
-from ultraep.sim.run import Contender, Result, Scenario, simulate, time_layer
+from ultraep.sim.run import Result, simulate, time_layer
+from ultraep.sim.scenario import Contender, Scenario
 from ultraep.sim.serving import Serving
 from ultraep.sim.training import Training, optimizer_seconds, plain_seconds
 from ultraep.sim.workload import Skew, fit_skew, mean_imbalance

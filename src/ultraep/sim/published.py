@@ -8,7 +8,8 @@ from ultraep.sim.cluster import load_cluster
 from ultraep.sim.costs import Rates, measured_rates
 from ultraep.sim.model import load_model
 from ultraep.sim.presets import as_record, presets
-from ultraep.sim.run import Contender, Result, Scenario
+from ultraep.sim.run import Result
+from ultraep.sim.scenario import Contender, Scenario
 from ultraep.sim.serving import Serving, load_requests
 from ultraep.sim.training import Training
 from ultraep.sim.workload import fit_skew

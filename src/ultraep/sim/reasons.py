@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ultraep.sim.run import Result, Scenario
+from ultraep.sim.run import Result
+from ultraep.sim.scenario import Scenario
 from ultraep.sim.training import Training
 
 PAYS, PAYS_A_LITTLE, DOES_NOT_PAY = "pays", "pays a little", "does not pay"

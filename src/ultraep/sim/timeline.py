@@ -23,7 +23,8 @@ from ultraep.errors import ConfigError
 from ultraep.outputs import write_text
 from ultraep.sim.layer import LayerClock
 from ultraep.sim.planning import Copies
-from ultraep.sim.run import Contender, Scenario, plan_and_clock
+from ultraep.sim.run import plan_and_clock
+from ultraep.sim.scenario import Contender, Scenario
 
 FloatArray = NDArray[np.float64]
 Event = dict[str, Any]

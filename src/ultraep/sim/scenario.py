@@ -1,0 +1,150 @@
+"""Scenario: what is simulated. Contender: a policy that takes part in it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ultraep.config import BalanceConfig
+from ultraep.errors import ConfigError
+from ultraep.loads import MAX_TOTAL
+from ultraep.sim.cluster import Cluster
+from ultraep.sim.costs import Costs, Rates, measured_rates
+from ultraep.sim.memory import weight_bytes
+from ultraep.sim.model import Model
+from ultraep.sim.runtime import Runtime, price, runtime_of
+from ultraep.sim.serving import Serving
+from ultraep.sim.training import Training, stage_of_layer
+from ultraep.sim.workload import Workload
+from ultraep.topology import Topology
+
+MOST_MICROBATCHES = 1 << 20  # that are simulated, each of every layer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scenario:
+    """What is simulated.
+
+    ranks: of the expert-parallel group.
+    interval: microbatches for which policies that place by the past keep their places.
+    """
+
+    cluster: Cluster
+    model: Model
+    workload: Workload
+    schedule: Training | Serving
+    ranks: int
+    slots: int = 1
+    tolerance: float = 0.01
+    min_tokens_per_replica: int = 1
+    interval: int = 100
+    domain: int | None = None
+    rates: Rates = field(default_factory=measured_rates)
+
+    def __post_init__(self) -> None:
+        model = self.model
+        if self.ranks < 1:
+            raise ConfigError(f"ranks must be at least 1, got {self.ranks}")
+        if model.experts % self.ranks:
+            raise ConfigError(
+                f"{model.experts} experts of {model.name} do not divide evenly "
+                f"over {self.ranks} ranks"
+            )
+        if self.devices > self.cluster.devices:
+            raise ConfigError(
+                f"{self.devices} devices are needed, cluster {self.cluster.name} has "
+                f"{self.cluster.devices}"
+            )
+        if self.workload.experts != model.experts:
+            raise ConfigError(
+                f"the workload has {self.workload.experts} experts, "
+                f"model {model.name} has {model.experts}"
+            )
+        if self.interval < 1:
+            raise ConfigError(f"interval must be at least 1, got {self.interval}")
+        self._check_sizes()
+        needed = weight_bytes(model, self.ranks, self.schedule)
+        training = isinstance(self.schedule, Training)
+        if needed > self.cluster.memory:
+            raise ConfigError(
+                f"{needed / 1e9:.0f} GB of weights{' and optimizer state' if training else ''} per "
+                f"device do not fit into the {self.cluster.memory_gb:g} GB of cluster "
+                f"{self.cluster.name}: use more ranks{', stages or groups' if training else ''}"
+            )
+        if isinstance(self.schedule, Training):
+            stage_of_layer(model, self.schedule.stages)
+        least = self.min_tokens_per_replica
+        BalanceConfig(tolerance=self.tolerance, min_tokens_per_replica=least)
+        _ = self.topology
+
+    def _check_sizes(self) -> None:
+        """Refuse what could not be counted or held."""
+        for name, value, most in (
+            ("microbatches of all steps and groups", self.microbatches, MOST_MICROBATCHES),
+            ("interval", self.interval, MOST_MICROBATCHES),
+            ("rows of a microbatch: ranks, tokens and top_k multiplied", self.rows, MAX_TOTAL),
+        ):
+            if value > most:
+                raise ConfigError(f"{name}: at most {most}, got {value}")
+
+    @property
+    def devices(self) -> int:
+        """Devices in all."""
+        schedule = self.schedule
+        many = schedule.stages * schedule.groups if isinstance(schedule, Training) else 1
+        return self.ranks * many
+
+    @property
+    def topology(self) -> Topology:
+        """Ranks, domains, homes and slots."""
+        domain = self.cluster.domain_of(self.ranks) if self.domain is None else self.domain
+        return Topology(
+            ranks=self.ranks, experts=self.model.experts, slots=self.slots, domain=domain
+        )
+
+    @property
+    def costs(self) -> Costs:
+        """Seconds of single things."""
+        return Costs(self.cluster, self.model, self.rates)
+
+    @property
+    def microbatches(self) -> int:
+        """Microbatches, or iterations, of a layer."""
+        schedule = self.schedule
+        return schedule.in_all if isinstance(schedule, Training) else schedule.iterations
+
+    @property
+    def rows(self) -> int:
+        """Rows of a microbatch over all ranks."""
+        return self.ranks * self.schedule.tokens * self.model.top_k
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A policy, as it takes part: by name, with settings of its own where they differ.
+
+    runtime: what carrying out its plans costs, if not what is known of this policy.
+    """
+
+    policy: str
+    label: str
+    slots: int | None = None
+    tolerance: float | None = None
+    runtime: Runtime | None = None
+
+    @staticmethod
+    def of(name: str) -> Contender:
+        """A policy with the settings of the scenario: its name, or NAME=RUNTIME.
+
+        The second is for policies without known costs: "echo=ultraep" plans as `echo` does, and
+        its plans cost what those of `ultraep` do.
+        """
+        policy, _, priced_as = name.partition("=")
+        runtime = runtime_of(priced_as) if priced_as else None
+        found = Contender(policy, name, runtime=runtime)
+        _ = found.carried_out
+        return found
+
+    @property
+    def carried_out(self) -> Runtime:
+        """What carrying out its plans costs; `ConfigError` where that is not known."""
+        return price(self.policy, self.runtime)
