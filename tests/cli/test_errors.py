@@ -110,7 +110,7 @@ def test_ragged_homes():
 @pytest.mark.parametrize("seconds", [float("nan"), float("inf"), 0, -1, 10**20, "60", [1]])
 def test_timeouts_are_numbers_of_seconds(seconds):
     for make in (lambda: connect(None, timeout=seconds), lambda: LocalGroup(2, timeout=seconds)):
-        with pytest.raises(ConfigError, match="timeout must be a number of seconds"):
+        with pytest.raises(ConfigError, match="timeout must be a positive number of seconds"):
             make()
 
 
