@@ -3,7 +3,7 @@
 `card`: a layer on eight partitions of one H200 (results of bench_layer_gpu.py). The same plans on
 the same loads go through the simulator's layer, on a cluster of eight such partitions. Ranks of one
 card share its power: one that works while others wait is faster, by what bench_grouped.py
-measured for as many busy partitions.
+measured for as many busy partitions. A dash: what was measured there was another plan.
 `cpu`: a layer of two processes on two cores (results of bench_layer.py). The rate of the cores is
 the one that makes forced balance right; no balancing and ultraep are predicted.
 `published`: throughput over forced balance and imbalance in the published settings; the ones that
@@ -50,6 +50,7 @@ Timed = dict[str, FloatArray]
 RESULTS = ROOT / "benchmarks" / "results"
 ON_CARD = (("qwen", "qwen3", 0), ("deepseek", "deepseek", 1))  # results, curve, size
 FORCED = "forced balance"
+SAME = 1e-5  # imbalances of one plan: the record has seven digits
 
 PREDICTED = Metric("predicted_share", "share", "predicted", ".3f")
 MEASURED = Metric("measured_share", "share", "measured", ".3f")
@@ -152,30 +153,41 @@ def on_card(report: Report, small: bool = False) -> None:
     """Shares of forced balance, predicted beside measured."""
     for name, curve, index in ON_CARD:
         size = bench_layer_gpu.SIZES[index]
-        measured = {
-            (row["case"]["load"], row["case"]["policy"]): row["value"]
-            for row in rows_of(f"layer_gpu_{name}_h200_202611")
-            if row["metric"] == "share_of_forced_balance"
-        }
+        recorded = rows_of(f"layer_gpu_{name}_h200_202611")
         lines = []
         for load in bench_layer_gpu.LOADS[: 1 if small else size.loads]:
             label = f"{load.name} {load.ratio:g}"
-            seconds = {
-                policy: predict_on_card(
-                    size, curve, bench_layer_gpu.plan_for(size, load, policy)[1], policy
-                )
+            plans = {
+                policy: bench_layer_gpu.plan_for(size, load, policy)[1]
                 for policy in ("none", "eplb", "ultraep", "forced")
+            }
+            seconds = {
+                policy: predict_on_card(size, curve, made, policy) for policy, made in plans.items()
             }
             for policy in ("none", "eplb", "ultraep"):
                 share = seconds["forced"] / seconds[policy]
-                lines.append(line(curve, label, policy, share, measured[label, policy]))
+                measured = share_on_card(recorded, label, policy, plans[policy])
+                lines.append(line(curve, label, policy, share, measured))
         report.add(f"{size.model}, EP8 on one H200: share of forced balance", lines)
 
 
-def line(model: str, load: str, policy: str, predicted: float, measured: float) -> Line:
+def share_on_card(
+    recorded: list[dict[str, Any]], load: str, policy: str, made: Plan
+) -> float | None:
+    """The share that was measured; None if that was under another plan than the one made now."""
+    values = {
+        row["metric"]: row["value"]
+        for row in recorded
+        if (row["case"].get("load"), row["case"].get("policy")) == (load, policy)
+    }
+    same = abs(values["imbalance_after"] - made.imbalance) < SAME
+    return float(values["share_of_forced_balance"]) if same else None
+
+
+def line(model: str, load: str, policy: str, predicted: float, measured: float | None) -> Line:
     """Predicted beside measured."""
     case = {"model": model, "load": load, "policy": policy}
-    points = 100 * (predicted - measured)
+    points = None if measured is None else 100 * (predicted - measured)
     return Line(case, {PREDICTED: predicted, MEASURED: measured, POINTS: points})
 
 

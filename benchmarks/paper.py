@@ -304,7 +304,8 @@ def measured(page: Page) -> None:
         "",
         "Share of forced balance of one layer, forward and backward: eight ranks on partitions of one "
         "H200, and two processes on two cores. Nothing was calibrated on the H200 runs; on the cores "
-        "the one rate comes from forced balance. `python benchmarks/bench_sim.py`.",
+        "the one rate comes from forced balance. A dash: what was measured there was another plan. "
+        "`python benchmarks/bench_sim.py`.",
     )
     report = Kept()
     bench_sim.on_card(report)  # type: ignore[arg-type]
@@ -316,9 +317,8 @@ def measured(page: Page) -> None:
                 str(line.case["load"]),
                 f"`{line.case['policy']}`",
                 *(
-                    f"{value:{metric.form}}"
+                    "-" if value is None else f"{value:{metric.form}}"
                     for metric, value in line.values.items()
-                    if value is not None
                 ),
             ]
             for line in lines
