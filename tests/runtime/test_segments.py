@@ -58,36 +58,37 @@ def with_little_room(comm, room):
     resource.setrlimit(resource.RLIMIT_FSIZE, (room, before[1]))
     try:
         with Log() as lines:
-            large_messages(comm)
+            large_messages(comm, MB)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     return lines
 
 
-def large_messages(comm):
-    mine = torch.arange(MB, dtype=torch.int32) * (comm.rank + 1)
-    every = comm.all_gather(mine)
+def large_messages(comm, nbytes):
+    numbers = torch.arange(nbytes // 4, dtype=torch.int32)
+    every = comm.all_gather(numbers * (comm.rank + 1))
     for rank in range(comm.size):
-        assert torch.equal(every[rank], torch.arange(MB, dtype=torch.int32) * (rank + 1))
-    place, other = torch.zeros(MB - 3), (comm.rank + 1) % comm.size
-    sends = [Message(other, torch.ones(5)), Message(other, torch.full([MB - 3], comm.rank + 7.0))]
-    source = (comm.rank - 1) % comm.size
-    comm.exchange(sends, [Message(source, torch.zeros(5)), Message(source, place)])
-    assert torch.equal(place, torch.full([MB - 3], source + 7.0))
+        assert torch.equal(every[rank], numbers * (rank + 1))
+    target, source = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    few, many = torch.zeros(5), torch.zeros(nbytes // 4 - 3)
+    sends = [Message(target, torch.ones_like(few)), Message(target, many + comm.rank + 7)]
+    comm.exchange(sends, [Message(source, few), Message(source, many)])
+    assert torch.equal(few, torch.ones(5))
+    assert torch.equal(many, torch.full_like(many, source + 7))
 
 
 @pytest.mark.parametrize("room", [0, 1 << 17])
 def test_a_message_without_room_travels_in_pieces(room):
     for lines in everywhere("shared", 3, with_little_room, room):
         (line,) = lines
-        assert line.startswith(f"{4 * MB:,} bytes wanted in /dev/shm, ")
+        assert line.startswith(f"{MB:,} bytes wanted in /dev/shm, ")
         assert line.endswith("messages travel in smaller pieces")
         assert " are free ([Errno 27] File too large)" in line
 
 
 def bounded(comm):
     """As if there were little at the start, so that half of it stays for others."""
-    large_messages(comm)
+    large_messages(comm, 2 * MB)
     return max(len(box._segment) for box in comm._wire._outboxes.values())
 
 
@@ -103,8 +104,8 @@ def on_small_host(rank, group, free, transport, body):
 
 
 def test_half_of_the_memory_is_left_to_others():
-    found = shared_pool().run(2, on_small_host, 10 * MB, "auto", bounded)
-    assert found == [(SharedMemoryCommunicator, [], 2 * MB)] * 2
+    found = shared_pool().run(2, on_small_host, 5 * MB, "auto", bounded)
+    assert found == [(SharedMemoryCommunicator, [], MB)] * 2
 
 
 def test_auto_takes_sockets_where_there_is_too_little_memory():
@@ -266,9 +267,10 @@ def test_a_control_file_that_is_swept_before_it_is_held_is_made_again(folder, mo
 
 
 def wait_in_vain(rank, world, transport, folder):
-    group = dist.new_group(timeout=timedelta(seconds=2))
+    dist.barrier()  # a busy machine is slow to start ranks; from here on they are together
+    group = dist.new_group(timeout=timedelta(seconds=4))
     comm = connect(group, transport=transport)
-    assert comm.timeout == timeout_of(group) == 2.0
+    assert comm.timeout == timeout_of(group) == 4.0
     comm.all_gather(torch.zeros(1))
     if rank == 1:  # silent until rank 0 has complained, however long that takes
         while not (folder / "complained").exists():
@@ -286,7 +288,7 @@ def wait_in_vain(rank, world, transport, folder):
 @pytest.mark.parametrize("transport", ["sockets", "shared"])
 def test_without_a_timeout_the_group_says_how_long_to_wait(transport, tmp_path):
     seconds, _ = shared_pool().run(2, wait_in_vain, transport, tmp_path)
-    assert 1.9 < seconds < QUICK
+    assert 3.9 < seconds < QUICK
 
 
 def be_patient(rank, world, transport):
