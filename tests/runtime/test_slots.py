@@ -55,6 +55,29 @@ def test_more_buffers_let_more_be_in_flight():
         assert three is one
 
 
+def test_whoever_comes_back_gets_what_is_left_of_it():
+    pool, one, two, three = (
+        SlotPool(1, 2),
+        {(0, 0): (0, 5, 1)},
+        {(0, 0): (1, 5, 1)},
+        {(0, 0): (2, 5, 1)},
+    )
+
+    def lent(wanted):
+        with pool.lend(LAYOUT, CPU, "me", wanted) as buffer:
+            buffer.held.update(wanted)
+            return buffer
+
+    first, second = lent(one), lent(two)
+    assert first is not second
+    assert lent(one) is first
+    assert lent({}) in (first, second)
+    assert lent(two) is second
+    assert lent(three) is first  # lent longest ago
+    assert lent(two) is second
+    assert pool.nbytes == 2 * LAYOUT.nbytes
+
+
 def test_other_layouts_have_other_buffers():
     pool = SlotPool(1, 1)
     with pool.lend(LAYOUT, CPU, "one") as one, pool.lend(OTHER, CPU, "two") as two:

@@ -278,6 +278,36 @@ def test_layers_with_the_same_layout_take_turns_in_the_slots():
     assert sent[2] == 0
 
 
+def test_with_a_buffer_each_layers_find_their_copies_again():
+    def work(rank):
+        bundles = rank.weights(), rank.weights(2.0)
+        with rank.balancer.unchanged_weights():
+            for layer in (0, 1, 0, 1):
+                yield rank.step(bundles[layer], layer=layer, value=lambda e, n=layer: (n + 1.0) * e)
+
+    sent = on_ranks(work, in_flight=2)
+    assert sent[0] == sent[1] > 0
+    assert sent[2:] == [0, 0]
+
+
+def test_backward_finds_the_copies_of_its_forward_pass():
+    def work(rank):
+        balancer, opened = rank.balancer, []
+        for number in range(2):
+            bundle = rank.weights(number + 1.0)
+            gathered = balancer.gather(rank.ids, bundle=bundle)
+            opened.append(balancer.replicate(balancer.plan(gathered), gathered, bundle))
+            with opened[-1]:
+                pass
+        balancer.reset_stats()
+        for replicas in opened:
+            with replicas:
+                yield balancer.stats()["weights_bytes_sent"]
+
+    assert on_ranks(work, in_flight=2) == [0, 0]
+    assert all(on_ranks(work, in_flight=1))
+
+
 def test_another_plan_sends_only_what_is_not_there():
     def work(rank):
         bundle = rank.weights()

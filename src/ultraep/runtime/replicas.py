@@ -26,7 +26,7 @@ from ultraep.grad_reduce import reduce_gradients
 from ultraep.modes import unseen
 from ultraep.plan import Plan
 from ultraep.replicate import hops, send_weights
-from ultraep.runtime.slots import Buffer
+from ultraep.runtime.slots import Buffer, Contents
 
 if TYPE_CHECKING:
     from ultraep.runtime.balancer import Balancer, Gathered
@@ -51,10 +51,11 @@ class Replicas:
         layout = Layout.of(tensors, self.num_homes)
         device = next(iter(tensors.values())).device
         name = f"layer {self._gathered.layer} (step {self._gathered.step})"
+        wanted = self._wanted()
         with ExitStack() as stack:
-            buffer = stack.enter_context(self._balancer.pool.lend(layout, device, name))
+            buffer = stack.enter_context(self._balancer.pool.lend(layout, device, name, wanted))
             with self._balancer.timed("replicate", self._gathered.passage):
-                self._fill(buffer, layout, tensors)
+                self._fill(buffer, layout, tensors, wanted)
             self._open = stack.pop_all()
         return layout.views(buffer.rows)
 
@@ -97,12 +98,21 @@ class Replicas:
         slots = self.plan.topology.slots
         return self._balancer.pool.gradient_rows("replicas", slots, width, dtype, device)
 
-    def _fill(self, buffer: Buffer, layout: Layout, tensors: dict[str, torch.Tensor]) -> None:
+    def _wanted(self) -> Contents:
+        """What is to be in the slots of all ranks."""
         versions = self._gathered.versions[self.plan.topology.home_of_expert]
-        wanted = {
+        return {
             (host, slot): (self._gathered.layer, expert, int(versions[expert]))
             for expert, host, slot in self.plan.replicas.tolist()
         }
+
+    def _fill(
+        self,
+        buffer: Buffer,
+        layout: Layout,
+        tensors: dict[str, torch.Tensor],
+        wanted: Contents,
+    ) -> None:
         resident = {place for place, content in wanted.items() if buffer.held.get(place) == content}
         chunks = self._balancer.chunks
         way = hops(self.plan, self._balancer.relay, chunks=chunks, skip=resident)

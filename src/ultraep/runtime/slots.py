@@ -19,6 +19,7 @@ from ultraep.bundle import Layout
 from ultraep.errors import ConfigError, SlotError
 
 Content = tuple[int, int, int]  # layer, expert, version of the home's weights
+Contents = dict[tuple[int, int], Content]  # by host rank and slot
 
 
 @dataclass(eq=False)
@@ -26,8 +27,12 @@ class Buffer:
     """The spare slots of this rank for one bundle layout."""
 
     rows: torch.Tensor  # [slots, bytes]
-    held: dict[tuple[int, int], Content] = field(default_factory=dict)  # by host rank and slot
+    held: Contents = field(default_factory=dict)
     borrower: str | None = None
+
+    def holds(self, wanted: Contents) -> int:
+        """How much of it is there."""
+        return sum(self.held.get(place) == content for place, content in wanted.items())
 
 
 class SlotPool:
@@ -41,19 +46,29 @@ class SlotPool:
         self._rows: dict[tuple[str, torch.dtype, torch.device], torch.Tensor] = {}
 
     @contextmanager
-    def lend(self, layout: Layout, device: torch.device, borrower: str) -> Iterator[Buffer]:
-        """A free buffer of this layout, until the end of the `with` block."""
+    def lend(
+        self, layout: Layout, device: torch.device, borrower: str, wanted: Contents | None = None
+    ) -> Iterator[Buffer]:
+        """A free buffer of this layout until the end of the `with` block.
+
+        wanted: what is to be in it; a buffer that holds some of that is preferred, then a new one,
+        then the one that was lent longest ago.
+        """
+        wanted = wanted or {}
         buffers = self._buffers.setdefault((layout, device), [])
-        buffer = next((b for b in buffers if b.borrower is None), None)
-        if buffer is None:
-            if len(buffers) >= self._most:
-                raise SlotError(
-                    f"{borrower} needs spare slots, all {self._most} are lent to "
-                    f"{', '.join(str(b.borrower) for b in buffers)}: "
-                    f"let it finish, or give the balancer more with in_flight="
-                )
+        free = [buffer for buffer in buffers if buffer.borrower is None]
+        buffer = max(free, key=lambda b: b.holds(wanted), default=None)
+        would_lose = wanted and buffer is not None and not buffer.holds(wanted)
+        if (buffer is None or would_lose) and len(buffers) < self._most:
             buffer = Buffer(_zeros((self._slots, layout.nbytes), torch.uint8, device))
             buffers.append(buffer)
+        if buffer is None:
+            raise SlotError(
+                f"{borrower} needs spare slots, all {self._most} are lent to "
+                f"{', '.join(str(b.borrower) for b in buffers)}: "
+                f"let it finish, or give the balancer more with in_flight="
+            )
+        buffers.sort(key=lambda b: b is buffer)
         buffer.borrower = borrower
         try:
             yield buffer
