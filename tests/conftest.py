@@ -29,6 +29,15 @@ settings.register_profile(
 settings.load_profile("repeatable")
 
 
+@pytest.fixture
+def one_thread():
+    """For tests whose ranks are threads: those of torch would only get in their way."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(scope="session")
 def quick_sort():
     """Where Triton's interpreter sorts, it folds the numbers one by one; this does it at once."""

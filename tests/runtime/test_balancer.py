@@ -27,15 +27,9 @@ from ultraep.replicate import MODES
 from ultraep.runtime import balancer as balancer_module
 from ultraep.runtime.local import alone
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 QUICK = 30.0  # seconds; a rank that waits for its whole timeout of 60 needs more
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def outcomes(size, work):

@@ -20,15 +20,9 @@ from torch.utils.checkpoint import checkpoint
 from ultraep import Balancer, LocalGroup
 from ultraep.replicate import MODES
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 EXPERT_TENSORS = ("gate_up_proj", "down_proj", "gate_up_bias", "down_bias")
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 # Changes: each multiplies weights of experts by a factor, and gives the layer to go on with

@@ -14,15 +14,9 @@ from ultraep.dispatch import Roads, dispatch
 from ultraep.reroute import reroute
 from ultraep.runtime.local import alone
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 WIDTH = 3
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def on_roads(routing, work):

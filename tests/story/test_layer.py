@@ -11,16 +11,10 @@ from ultraep import BalanceConfig, BalancedMoE, Balancer, ConfigError, LoadError
 from ultraep.arrays import PADDING
 from ultraep.replicate import MODES
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 FLOATS = [torch.float64, torch.float32]
 EVERY = [*FLOATS, torch.bfloat16]
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def copies_of(results):

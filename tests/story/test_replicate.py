@@ -15,13 +15,7 @@ from ultraep import Balancer, ConfigError, LocalGroup, Topology
 from ultraep.bundle import Layout
 from ultraep.replicate import HOME, MODES, choose, hops, send_weights
 
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 modes = st.sampled_from(MODES)

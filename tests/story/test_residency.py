@@ -13,13 +13,7 @@ from ultraep import Balancer, LocalGroup
 from ultraep.bundle import Layout, resolve
 from ultraep.replicate import MODES
 
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Replicated:

@@ -19,15 +19,9 @@ from torch.utils.checkpoint import (
 
 from ultraep import Balancer, ConfigError, LocalGroup, PlanMismatch, UltraEPError
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 EXPERTS = 8
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def on_every_rank(example, work, **options):
