@@ -35,7 +35,7 @@ CAMEL = re.compile(r"[A-Z][a-z]+(?:[A-Z][a-z]*)+|[A-Z]\w+Error")
 SNAKE = re.compile(r"[a-z]+(?:_[a-z]+)+")
 OPTION = re.compile(r"--[a-z][a-z-]*")
 MESSAGE = re.compile(r"([A-Z]\w+)(?::| \.\.\.) ?(.*)")
-OTHER_PROGRAMS = {"--nproc-per-node", "--nnodes", "--logdir"}  # torchrun, TensorBoard
+OTHER_PROGRAMS = {"--nproc-per-node", "--nnodes", "--logdir", "--shm-size"}  # torchrun and others
 # Files that a user or a run makes, not the project.
 MADE = re.compile(
     r"(.*/)?(run|loads|routing|out|my|plan|model|result|scalars|report|header|FILE|\d+)\.\w+"
@@ -158,6 +158,8 @@ def resolves(dotted):
     first, *rest = dotted.split(".")
     if first in ("ultraep", "torch", "np"):
         return attribute({"np": "numpy"}.get(first, first), rest)
+    if (ROOT / "src" / "ultraep" / first).is_dir() and attribute("ultraep", [first, *rest]):
+        return True
     modules, classes = index()
     if first in classes:
         return rest[0] in classes[first]
