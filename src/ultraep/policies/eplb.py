@@ -24,17 +24,13 @@ import numpy as np
 
 from ultraep.arrays import IntArray
 from ultraep.policies import Problem, register_policy
-from ultraep.policies.limits import refuse_limits
-from ultraep.policies.places import away_from_home, pack, replicate, split_equally
+from ultraep.policies.places import pack, replicate, served_equally
 from ultraep.topology import Topology
 
 
 def over_interval(problem: Problem, loads_SE: IntArray) -> IntArray:
     """[C, 4] microbatch, expert, host and quota: one placement, equal shares of every load."""
-    refuse_limits(problem.config, "min_tokens_per_replica", "max_replicas")
-    assert problem.history is not None
-    instances_ER = place_by_past(problem.history, problem.topology)
-    return away_from_home(*split_equally(loads_SE, instances_ER), problem.topology)
+    return served_equally(problem, loads_SE, place_by_past)
 
 
 @register_policy("eplb", within_limits=False, needs_history=True, over_interval=over_interval)
@@ -46,9 +42,6 @@ def eplb(problem: Problem) -> IntArray:
 def place_by_past(history_E: IntArray, topology: Topology) -> IntArray:
     """[E, R] instances of every expert on every rank."""
     instances_ER = np.zeros((topology.experts, topology.ranks), dtype=np.int64)
-    if not history_E.any():
-        instances_ER[np.arange(topology.experts), topology.home_of_expert] = 1
-        return instances_ER
     past_E = history_E.astype(np.float32)
     places_R = topology.homes_per_rank + topology.slots
     places = int(places_R.sum())

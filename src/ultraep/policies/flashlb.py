@@ -28,8 +28,7 @@ import numpy as np
 
 from ultraep.arrays import IntArray
 from ultraep.policies import Problem, register_policy
-from ultraep.policies.limits import refuse_limits
-from ultraep.policies.places import FloatArray, away_from_home, replicate, split_equally
+from ultraep.policies.places import FloatArray, replicate, served_equally
 from ultraep.topology import Topology
 
 TINY = np.float32(0.01)  # keeps the score of no load at one
@@ -37,10 +36,7 @@ TINY = np.float32(0.01)  # keeps the score of no load at one
 
 def over_interval(problem: Problem, loads_SE: IntArray) -> IntArray:
     """[C, 4] microbatch, expert, host and quota: one placement, equal shares of every load."""
-    refuse_limits(problem.config, "min_tokens_per_replica", "max_replicas")
-    assert problem.history is not None
-    instances_ER = search(problem.history, problem.topology)
-    return away_from_home(*split_equally(loads_SE, instances_ER), problem.topology)
+    return served_equally(problem, loads_SE, search)
 
 
 @register_policy("flashlb", within_limits=False, needs_history=True, over_interval=over_interval)
@@ -56,9 +52,6 @@ def search(history_E: IntArray, topology: Topology, *, depth: int = 4, width: in
     width: how far from the greedy number of copies others are tried.
     """
     instances_ER = np.zeros((topology.experts, topology.ranks), dtype=np.int64)
-    if not history_E.any():
-        instances_ER[np.arange(topology.experts), topology.home_of_expert] = 1
-        return instances_ER
     past_E = history_E.astype(np.float32) + np.float32(1)
     places_R = topology.homes_per_rank + topology.slots
     counts_E = _count(past_E, places_R, depth, width)

@@ -9,12 +9,15 @@ Shapes: S microbatches, R ranks, E experts, N items, X pairs of expert and rank,
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from heapq import heapify, heappop, heapreplace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ultraep.arrays import IntArray
+from ultraep.policies import Problem
+from ultraep.policies.limits import refuse_limits
 from ultraep.topology import Topology
 
 FloatArray = NDArray[np.float32]
@@ -95,3 +98,22 @@ def away_from_home(
     pair_C = away_X[index_C]
     quota_C = rows_SX[microbatch_C, index_C]
     return np.column_stack([microbatch_C, expert_X[pair_C], rank_X[pair_C], quota_C])
+
+
+def served_equally(
+    problem: Problem, loads_SE: IntArray, place: Callable[[IntArray, Topology], IntArray]
+) -> IntArray:
+    """[C, 4] microbatch, expert, host and quota: one placement, equal shares of every load.
+
+    place: `[E, R]` instances by a past load. Without any past load the experts stay at home.
+    """
+    refuse_limits(problem.config, "min_tokens_per_replica", "max_replicas")
+    assert problem.history is not None
+    topology = problem.topology
+    placed = place if problem.history.any() else _at_home
+    instances_ER = placed(problem.history, topology)
+    return away_from_home(*split_equally(loads_SE, instances_ER), topology)
+
+
+def _at_home(_: IntArray, topology: Topology) -> IntArray:
+    return np.equal.outer(topology.home_of_expert, np.arange(topology.ranks)).astype(np.int64)
