@@ -3,17 +3,40 @@
 Outside of the package, since importing any part of it imports NumPy first.
 """
 
+import signal
 import sys
+from types import FrameType, TracebackType
 
 
 def main() -> None:
     """The entry point."""
-    try:
+    with _Interrupts():
         from ultraep.cli import main as run
-    except KeyboardInterrupt:
-        print("ultraep: interrupted", file=sys.stderr)
-        sys.exit(130)
-    run()
+
+        run()
+
+
+class _Interrupts:
+    """Ctrl-C is one line, also where an extension module that loads makes another error of it."""
+
+    noted = False
+
+    def __enter__(self) -> None:
+        signal.signal(signal.SIGINT, self._note)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.noted = True
+        raise KeyboardInterrupt
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self.noted and error is not None and not isinstance(error, SystemExit):
+            print("ultraep: interrupted", file=sys.stderr)
+            sys.exit(130)
 
 
 if __name__ == "__main__":
