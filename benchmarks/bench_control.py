@@ -46,7 +46,7 @@ from ultraep.backends import select
 from ultraep.loads import MAX_TOTAL
 from ultraep.policies import Problem, get_policy
 from ultraep.reroute import Routes, reroute, reroute_dense, rows_received
-from ultraep.runtime.control import DevicePlan, DeviceRoutes
+from ultraep.runtime.mapped.control import DevicePlan, DeviceRoutes
 
 USUAL = Kind(SHUFFLED, 3.0)
 WHOLE = "counts to routes"

@@ -30,7 +30,7 @@ from torch import nn
 
 import ultraep
 from ultraep.comm import Communicator, Message
-from ultraep.dispatch import Roads
+from ultraep.dispatch import RowMessages
 from ultraep.replicate import hops
 from ultraep.runtime.connect import connect
 
@@ -147,7 +147,7 @@ def on_rank(rank: int, size: Size) -> dict[str, dict[str, Any]]:
 def measure(rank: int, size: Size, comm: Watched) -> dict[str, dict[str, Any]]:
     """Step times and stage times of every variant, the slowest rank's."""
     balancer = ultraep.Balancer(experts=size.experts, slots=size.slots, communicator=comm)
-    moe = ultraep.BalancedMoE(size.hidden, size.ffn, size.experts, size.top_k, balancer=balancer)
+    moe = ultraep.BalancedMoE.swiglu(size.hidden, size.ffn, size.experts, size.top_k, balancer=balancer)
     router = Preset()
     moe.router = router  # type: ignore[assignment]
     skewed, even = skewed_ids(size), even_ids(size)
@@ -286,7 +286,7 @@ def control_seconds(balancer: ultraep.Balancer, ids: torch.Tensor) -> dict[str, 
     marks.append(time.perf_counter())
     routes = balancer.reroute(ids, plan)
     marks.append(time.perf_counter())
-    Roads(routes, balancer.comm)
+    RowMessages(routes, balancer.comm)
     hops(plan, balancer.relay, chunks=balancer.chunks)
     marks.append(time.perf_counter())
     names = ("count", "plan and check", "reroute", "transfers")

@@ -164,7 +164,7 @@ class Rank:
             sms=self.sms,
             streams=self.aside,
         )
-        self.layer = ultraep.BalancedMoE(
+        self.layer = ultraep.BalancedMoE.swiglu(
             size.hidden,
             size.ffn,
             size.experts,
@@ -207,7 +207,7 @@ class World:
 
     def regroup(self, plan: Plan, capacity: int) -> None:
         """Shared memory, balancers and weights anew."""
-        from ultraep.runtime.peers import LocalPeers
+        from ultraep.runtime.mapped.peers import LocalPeers
 
         self.leave()
         group = LocalPeers(self.size.ranks)

@@ -29,7 +29,7 @@ import ultraep
 from ultraep import workload
 from ultraep.reroute import rows_received
 from ultraep.runtime.connect import connect
-from ultraep.runtime.past import Seen
+from ultraep.runtime.history import Seen
 from ultraep.runtime.recording import Passage, Passages
 from ultraep.trace.files import write_arrays
 from ultraep.trace.pieces import More, Record, piece
@@ -76,7 +76,7 @@ def make_layer(rank: int, size: Size, comm: Any, folder: str | None) -> ultraep.
     balancer = ultraep.Balancer(
         experts=size.experts, slots=size.slots, communicator=comm, record=folder
     )
-    moe = ultraep.BalancedMoE(size.hidden, size.ffn, size.experts, size.top_k, balancer=balancer)
+    moe = ultraep.BalancedMoE.swiglu(size.hidden, size.ffn, size.experts, size.top_k, balancer=balancer)
     router = Preset()
     router.ids = skewed_ids(size)[rank]
     router.weights = torch.full(router.ids.shape, 1 / size.top_k, requires_grad=True)

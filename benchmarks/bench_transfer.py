@@ -40,7 +40,7 @@ from ultraep import Plan, Topology
 from ultraep.bundle import Layout
 from ultraep.errors import CommunicationError
 from ultraep.replicate import HOME, MODES, Hop, choose, hops
-from ultraep.runtime.peers import LocalPeers
+from ultraep.runtime.mapped.peers import LocalPeers
 
 if TYPE_CHECKING:  # kernels are imported late: Triton reads its settings when they are
     from ultraep.backends.triton.board import Board

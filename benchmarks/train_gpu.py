@@ -86,7 +86,7 @@ class Block(nn.Module):
         self.norms = nn.ModuleList(nn.RMSNorm(width, **made) for _ in range(2))
         self.qkv = nn.Linear(width, 3 * width, bias=False, **made)
         self.out = nn.Linear(width, width, bias=False, **made)
-        self.moe = ultraep.BalancedMoE(
+        self.moe = ultraep.BalancedMoE.swiglu(
             width,
             options.ffn,
             options.experts,
@@ -216,7 +216,7 @@ class World:
     def __init__(self, options: Options) -> None:
         from partitions import split
 
-        from ultraep.runtime.peers import LocalPeers
+        from ultraep.runtime.mapped.peers import LocalPeers
 
         self.options = options
         group = LocalPeers(options.ranks)

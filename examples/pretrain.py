@@ -48,7 +48,7 @@ from ultraep.demo.group import process_group, settle
 from ultraep.demo.job import Place
 from ultraep.demo.model import TinyMoE
 from ultraep.demo.train import homes, next_byte_loss, summed_up
-from ultraep.layer import gather_experts
+from ultraep.runtime.state import gather_experts
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.float32, "float64": torch.float64}  # weights
 
@@ -70,7 +70,7 @@ class Pretraining:
         self.alike, _ = dist.new_subgroups_by_enumeration(rows.T.tolist())  # has the same experts
         self.balancer = stack.enter_context(closing(self.make_balancer(ep, start)))
         training, model = settings.training, settings.model
-        self.model = TinyMoE(  # ultraep 1: its MLPs are ultraep.BalancedMoE(..., balancer=balancer)
+        self.model = TinyMoE(  # ultraep 1: its MLPs are ultraep.BalancedMoE.swiglu(..., balancer=balancer)
             model, self.balancer, seed=training.seed, checkpointing=training.recompute
         ).to(self.device, DTYPES[training.precision])
         self.experts = parallel.expert_parameters(self.model)

@@ -24,7 +24,7 @@ class _Interrupts:
     def __enter__(self) -> None:
         signal.signal(signal.SIGINT, self._note)
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def _note(self, _number: int, _frame: FrameType | None) -> None:
         self.noted = True
         raise KeyboardInterrupt
 

@@ -173,7 +173,7 @@ class Example:
 
     def layer(self, balancer: Balancer, **options: Any) -> BalancedMoE:
         """The layer of one rank, with the weights of this example."""
-        layer = BalancedMoE(
+        layer = BalancedMoE.swiglu(
             self.hidden,
             self.ffn,
             self.experts,

@@ -7,9 +7,9 @@ The load of every layer of every microbatch is known exactly after gating. From 
     3 replicate   plan, weights   -> filled spare slots                         replicate.py
     4 reroute     ids, plan       -> a slot instead of an expert for every row  reroute.py
     5 dispatch    tokens          -> rows at the rank that serves them          dispatch.py
-    6 experts     rows            -> outputs of home experts and replicas       experts.py
-    7 combine     outputs         -> sums at the tokens' own rank      combine.py
-    8 reduce      (backward) gradients of replicas -> home experts              grad_reduce.py
+    6 experts     rows            -> outputs of home experts and copies         experts.py
+    7 combine     outputs         -> sums at the tokens' own rank               combine.py
+    8 reduce      (backward) gradients of copies -> home experts                grad_reduce.py
 
 `layer.py` puts them together: `BalancedMoE`, over the ranks of a `Balancer`.
 
@@ -45,13 +45,18 @@ from ultraep.topology import Topology
 from ultraep.version import __version__
 
 if TYPE_CHECKING:
+    from ultraep.combine import combine
+    from ultraep.dispatch import dispatch
+    from ultraep.experts import Experts, ExpertsFrom
     from ultraep.layer import BalancedMoE
+    from ultraep.loan import serve
+    from ultraep.routing import Router, Routing
     from ultraep.runtime.balancer import Balancer
-    from ultraep.runtime.control import ControlPlane
-    from ultraep.runtime.device import DeviceBalancer
     from ultraep.runtime.local import LocalGroup
-    from ultraep.runtime.peers import LocalPeers
-    from ultraep.runtime.symmetric import SymmetricPeers
+    from ultraep.runtime.mapped.control import ControlPlane
+    from ultraep.runtime.mapped.peers import LocalPeers
+    from ultraep.runtime.settings import DeviceShare
+    from ultraep.runtime.state import gather_experts
     from ultraep.trace.read import read_trace
     from ultraep.trace.record import Recorder
 
@@ -59,12 +64,19 @@ if TYPE_CHECKING:
 _LAZY = {
     "BalancedMoE": "ultraep.layer",
     "Balancer": "ultraep.runtime.balancer",
-    "ControlPlane": "ultraep.runtime.control",
-    "DeviceBalancer": "ultraep.runtime.device",
+    "ControlPlane": "ultraep.runtime.mapped.control",
+    "DeviceShare": "ultraep.runtime.settings",
+    "Experts": "ultraep.experts",
+    "ExpertsFrom": "ultraep.experts",
     "LocalGroup": "ultraep.runtime.local",
-    "LocalPeers": "ultraep.runtime.peers",
+    "LocalPeers": "ultraep.runtime.mapped.peers",
     "Recorder": "ultraep.trace.record",
-    "SymmetricPeers": "ultraep.runtime.symmetric",
+    "Router": "ultraep.routing",
+    "Routing": "ultraep.routing",
+    "combine": "ultraep.combine",
+    "dispatch": "ultraep.dispatch",
+    "gather_experts": "ultraep.runtime.state",
+    "serve": "ultraep.loan",
     "read_trace": "ultraep.trace.read",
 }
 
@@ -76,7 +88,9 @@ __all__ = [
     "CommunicationError",
     "ConfigError",
     "ControlPlane",
-    "DeviceBalancer",
+    "DeviceShare",
+    "Experts",
+    "ExpertsFrom",
     "FileError",
     "LoadError",
     "LocalGroup",
@@ -86,17 +100,22 @@ __all__ = [
     "PlanMismatch",
     "Problem",
     "Recorder",
+    "Router",
+    "Routing",
     "SlotError",
-    "SymmetricPeers",
     "Topology",
     "UltraEPError",
     "__version__",
     "backend_names",
+    "combine",
     "count_loads",
+    "dispatch",
+    "gather_experts",
     "plan",
     "policy_names",
     "read_trace",
     "register_policy",
+    "serve",
     "workload",
 ]
 

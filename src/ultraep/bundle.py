@@ -1,32 +1,46 @@
 """The tensors of an expert as one row of bytes: what a spare slot holds and what travels.
 
-A bundle is any number of tensors per expert (weights, biases, quantised data with their scales),
-each stacked over the home experts of a rank, given as a tensor or as a function that returns one.
-Functions are called at every use: frameworks that shard their weights move them between calls.
+A bundle is any number of tensors per expert (weights, biases, quantised data with their scales).
+Each is given for the home experts of a rank: stacked in one tensor, or as a list of one tensor per
+expert, or as a function that returns either. Functions are called at every use: frameworks that
+shard their weights move them between calls.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TypeAlias
 
 import torch
 
 from ultraep.errors import ConfigError
 
-Bundle = Mapping[str, torch.Tensor | Callable[[], torch.Tensor]]
+Stack: TypeAlias = torch.Tensor | Sequence[torch.Tensor]  # [H, ...], or H tensors
+Bundle: TypeAlias = Mapping[str, Stack | Callable[[], Stack]]
 ALIGNMENT = 64
 
 
-def resolve(bundle: Bundle) -> dict[str, torch.Tensor]:
+def resolve(bundle: Bundle) -> dict[str, Stack]:
     """The tensors of a bundle, as they are now."""
-    return {name: t if isinstance(t, torch.Tensor) else t() for name, t in bundle.items()}
+    return {name: given() if callable(given) else given for name, given in bundle.items()}
+
+
+def tensors_of(stack: Stack) -> list[torch.Tensor]:
+    """The tensors that a stack consists of: one, or one for every expert."""
+    return [stack] if isinstance(stack, torch.Tensor) else list(stack)
 
 
 def given_tensors(bundle: Bundle) -> list[torch.Tensor]:
     """Those tensors of a bundle that are given as such: what functions return may be new."""
-    return [given for given in bundle.values() if isinstance(given, torch.Tensor)]
+    given = [stack for stack in bundle.values() if not callable(stack)]
+    return [tensor for stack in given for tensor in tensors_of(stack)]
+
+
+def device_of_bundle(tensors: Mapping[str, Stack]) -> torch.device:
+    """Where the tensors are."""
+    return next(t.device for stack in tensors.values() for t in tensors_of(stack))
 
 
 @dataclass(frozen=True)
@@ -36,17 +50,11 @@ class Layout:
     parts: tuple[tuple[str, tuple[int, ...], torch.dtype], ...]  # name, shape, type
 
     @classmethod
-    def of(cls, tensors: Mapping[str, torch.Tensor], homes: int) -> Layout:
-        """The layout of stacked tensors; every one must hold `homes` experts."""
+    def of(cls, tensors: Mapping[str, Stack], homes: int) -> Layout:
+        """The layout of tensors that are each given for `homes` experts."""
         if not tensors:
             raise ConfigError("a bundle needs at least one tensor")
-        for name, tensor in tensors.items():
-            if not tensor.ndim or len(tensor) != homes:
-                raise ConfigError(
-                    f"{name!r} must be stacked over {homes} home experts, "
-                    f"got shape {list(tensor.shape)}"
-                )
-        return cls(tuple((name, tuple(t.shape[1:]), t.dtype) for name, t in tensors.items()))
+        return cls(tuple((name, *_kind(name, stack, homes)) for name, stack in tensors.items()))
 
     @cached_property
     def spans(self) -> dict[str, tuple[int, int]]:
@@ -73,20 +81,47 @@ class Layout:
                 views[name] = views[name].squeeze(1)
         return views
 
-    def pack(self, tensors: Mapping[str, torch.Tensor], index: int) -> torch.Tensor:
-        """The row of bytes of one stacked expert."""
-        some = next(iter(tensors.values()))
-        row = torch.zeros(1, self.nbytes, dtype=torch.uint8, device=some.device)
+    def pack(self, tensors: Mapping[str, Stack], index: int) -> torch.Tensor:
+        """The row of bytes of one home expert."""
+        device = device_of_bundle(tensors)
+        row = torch.zeros(1, self.nbytes, dtype=torch.uint8, device=device)
         for name, view in self.views(row).items():
             view[0].copy_(tensors[name][index].detach())
         return row[0]
 
 
-def kinds(tensors: Mapping[str, torch.Tensor], **others: torch.Tensor | None) -> str:
+def _kind(name: str, stack: Stack, homes: int) -> tuple[tuple[int, ...], torch.dtype]:
+    """Shape and type of one expert's tensor."""
+    if isinstance(stack, torch.Tensor):
+        if not stack.ndim or len(stack) != homes:
+            raise ConfigError(
+                f"{name!r} must be stacked over {homes} home experts, got shape {list(stack.shape)}"
+            )
+        return tuple(stack.shape[1:]), stack.dtype
+    if len(stack) != homes or not homes:
+        raise ConfigError(
+            f"{name!r} must be {homes} tensors, one for each home expert, got {len(stack)}"
+            + " and no shape: give a tensor [0, ...]" * (not homes)
+        )
+    kinds = {(tuple(tensor.shape), tensor.dtype) for tensor in stack}
+    if len(kinds) > 1:
+        raise ConfigError(
+            f"{name!r} must be alike for all home experts, got {sorted(map(str, kinds))}"
+        )
+    return kinds.pop()
+
+
+def signature(tensors: Mapping[str, Stack], **others: torch.Tensor | None) -> str:
     """What ranks must have alike: names, shapes and types of tensors, and who wants gradients."""
-    named = {**tensors, **{name: t for name, t in others.items() if t is not None}}
+    named = {
+        name: (_kind(name, stack, len(stack)), any(t.requires_grad for t in tensors_of(stack)))
+        for name, stack in tensors.items()
+    }
+    for name, tensor in others.items():
+        if tensor is not None:
+            named[name] = ((tuple(tensor.shape[1:]), tensor.dtype), tensor.requires_grad)
     learning = torch.is_grad_enabled()
     return ", ".join(
-        f"{name} {list(t.shape[1:])} {t.dtype}{' with gradient' * (learning and t.requires_grad)}"
-        for name, t in named.items()
+        f"{name} {list(shape)} {dtype}{' with gradient' * (learning and wants)}"
+        for name, ((shape, dtype), wants) in named.items()
     )

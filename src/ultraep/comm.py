@@ -29,6 +29,11 @@ class Communicator(Protocol):
     @property
     def size(self) -> int: ...
 
+    @property
+    def timeout(self) -> float:
+        """Seconds after which a silent rank is an error."""
+        ...
+
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """[size, ...] the tensors of all ranks, which have one shape."""
         ...
@@ -45,6 +50,14 @@ class Communicator(Protocol):
 
     def gather_objects(self, value: Any) -> list[Any]:
         """The small picklable values of all ranks; for set-up and errors, not for the hot path."""
+        ...
+
+    def peers(self, device: torch.device) -> Peers:
+        """Memory of a device that all ranks map; a `ConfigError` says why there is none."""
+        ...
+
+    def hosts(self) -> Communicator | None:
+        """One whose messages wait for no device; collective. None: nobody can wait."""
         ...
 
     def close(self) -> None:

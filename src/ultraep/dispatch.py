@@ -1,4 +1,6 @@
-"""Stage 5: tokens + Routes -> Arrivals, rows at the rank that serves them, grouped by slot.
+"""Stage 5: tokens -> Arrivals, rows at the rank that serves them, grouped by slot.
+
+`RowMessages` moves them by messages, there and back; `runtime/mapped` does without the host.
 
 Shapes: T tokens, K experts per token, M routed rows that are no padding, A arrived rows, L slots of
 this rank, D model width.
@@ -8,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -16,94 +19,114 @@ from torch.autograd.function import once_differentiable
 from ultraep.arrays import IntArray
 from ultraep.comm import Communicator
 from ultraep.modes import unseen
+from ultraep.plane import Exchange
 from ultraep.reroute import Routes
 
 
 @dataclass(frozen=True, slots=True)
 class Arrivals:
-    """Rows that came from all ranks, those of one slot together, in the order of their sources."""
+    """Rows that came from all ranks, those of one slot together, in the order of their sources.
+
+    On a device there may be more rows than have come: those from `offsets[L]` on are nobody's.
+    """
 
     rows: torch.Tensor  # [A, D]
-    weights: torch.Tensor  # [A] what the router gives them
-    counts: list[int] | torch.Tensor  # [L] rows of each slot; on a device, [L + 1] their begins
+    gates: torch.Tensor  # [A] what their outputs are multiplied by
+    exchange: Exchange
+
+    @property
+    def offsets(self) -> torch.Tensor:
+        """[L + 1] where the rows of each slot begin."""
+        return self.exchange.offsets
+
+    def begins(self) -> list[int]:
+        """The offsets on the host; may wait for a device."""
+        return self.exchange.begins()
 
 
-class Roads:
-    """Both directions of the way between tokens and slots; each is the other's gradient.
-
-    A row may take a scalar along, which is not summed.
-    """
+class RowMessages:
+    """The exchange of rows by messages along the routes of one microbatch."""
 
     def __init__(
         self, routes: Routes, comm: Communicator, on_return: Callable[[], None] | None = None
     ) -> None:
         self.routes = routes
-        self.on_return = on_return or (lambda: None)  # called before the first step of backward
-        self._comm = comm
+        self._comm, self._on_return = comm, on_return
         self._blocks = routes.receive_counts
         self._from_rank: list[int] = self._blocks.sum(axis=1).tolist()
-        self.counts: list[int] = self._blocks.sum(axis=0).tolist()  # [L] rows for each slot
+        self._begins = [0, *accumulate(self._blocks.sum(axis=0).tolist())]
+        self.offsets = torch.tensor(self._begins, dtype=torch.int32, device=routes.order.device)
+
+    def begins(self) -> list[int]:
+        """The offsets, which the plan has told."""
+        return self._begins
+
+    def returns(self) -> None:
+        """Backward begins."""
+        if self._on_return is not None:
+            self._on_return()
 
     def to_slots(
         self, values_TD: torch.Tensor, scalars_TK: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """[A, D] a row for each choice of every token, and `[A]` its scalar, in slot order."""
         order = self.routes.order
-        rows_AD = self._there(values_TD[order // self.routes.top_k])
+        rows_AD = self._there(values_TD[self.routes.token_of_row])
         return rows_AD, None if scalars_TK is None else self._there(scalars_TK.reshape(-1)[order])
 
     def to_tokens(
         self, rows_AD: torch.Tensor, scalars_A: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """[T, D] the rows of each token, summed in the order of its choices; `[T, K]` scalars.
-
-        Padding was not sent; zeros come back for it.
-        """
+        """[T, D] the rows of each token, summed in the order of its choices; `[T, K]` scalars."""
         sums_TD = self._back(rows_AD).sum(dim=1)
         return sums_TD, None if scalars_A is None else self._back(scalars_A)
 
     def _there(self, sent: torch.Tensor) -> torch.Tensor:
         """[A, ...] in slot order, from `[M, ...]` in the order of sending."""
+        if self._comm.size == 1:
+            return sent
         arrived = self._comm.all_to_all(sent, self.routes.send_counts, self._from_rank)
         return _transpose_blocks(arrived, self._blocks)
 
     def _back(self, served: torch.Tensor) -> torch.Tensor:
         """[T, K, ...] in the order of tokens, from `[A, ...]` in slot order."""
-        leaving = _transpose_blocks(served.contiguous(), self._blocks.T)
-        back = self._comm.all_to_all(leaving, self._from_rank, self.routes.send_counts)
+        back = served
+        if self._comm.size > 1:
+            leaving = _transpose_blocks(served.contiguous(), self._blocks.T)
+            back = self._comm.all_to_all(leaving, self._from_rank, self.routes.send_counts)
         make = back.new_zeros if self.routes.has_padding else back.new_empty
         rows = make(self.routes.num_rows, *back.shape[1:])
         rows[self.routes.order] = back
         return rows.reshape(*self.routes.shape, *back.shape[1:])
 
 
-def dispatch(tokens_TD: torch.Tensor, weights_TK: torch.Tensor, roads: Roads) -> Arrivals:
-    """Send every token to the slots that serve it, with the weights of its choices."""
-    rows_AD, weights_A = _Dispatch.apply(tokens_TD, weights_TK, roads)  # type: ignore[no-untyped-call]
-    return Arrivals(rows_AD, weights_A, roads.counts)
+def dispatch(tokens_TD: torch.Tensor, gates_TK: torch.Tensor, exchange: Exchange) -> Arrivals:
+    """Send every token to the slots that serve it, with the gates of its choices."""
+    rows_AD, gates_A = _Dispatch.apply(tokens_TD, gates_TK, exchange)  # type: ignore[no-untyped-call]
+    return Arrivals(rows_AD, gates_A, exchange)
 
 
 class _Dispatch(torch.autograd.Function):
-    """Rows and weights travel to the slots; their gradients travel to the tokens."""
+    """Rows and gates travel to the slots; their gradients travel to the tokens."""
 
     @staticmethod
     def forward(
-        ctx: Any, tokens_TD: torch.Tensor, weights_TK: torch.Tensor, roads: Roads
+        ctx: Any, tokens_TD: torch.Tensor, gates_TK: torch.Tensor, exchange: Exchange
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        ctx.roads = roads
+        ctx.exchange = exchange
         with unseen():
-            rows_AD, weights_A = roads.to_slots(tokens_TD, weights_TK)
-        assert weights_A is not None
+            rows_AD, gates_A = exchange.to_slots(tokens_TD, gates_TK)
+        assert gates_A is not None
         if not ctx.needs_input_grad[1]:
-            ctx.mark_non_differentiable(weights_A)
-        return rows_AD, weights_A
+            ctx.mark_non_differentiable(gates_A)
+        return rows_AD, gates_A
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        d_rows_AD, d_weights_A = gradients
+        d_rows_AD, d_gates_A = gradients
         learns = ctx.needs_input_grad[1]
-        return *ctx.roads.to_tokens(d_rows_AD, d_weights_A if learns else None), None
+        return *ctx.exchange.to_tokens(d_rows_AD, d_gates_A if learns else None), None
 
 
 def _transpose_blocks(rows: torch.Tensor, lengths: IntArray) -> torch.Tensor:

@@ -1,30 +1,30 @@
-"""Stage 8, in backward: gradients of replicas -> summed into the home expert.
+"""Stage 8, in backward: gradients of copies -> summed into the home expert.
 
-Every copy sends its gradient to the home of its expert. The home adds them to its own in the order
-of the plan, by host rank: the same sum in every run, whatever arrives first.
+Every copy sends its gradient to the home of its expert, all its tensors in one row of bytes. The
+home adds them to its own in the order of the plan, by host rank: the same sum in every run,
+whatever arrives first. Experts without copies are not touched.
 
-Shapes: H home experts of this rank, L spare slots, P parameters of an expert.
+Shapes: H home experts of this rank, L spare slots, B bytes of a row.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby
 
 import numpy as np
 import torch
 
+from ultraep.bundle import Layout, Stack
 from ultraep.comm import Communicator, Message
 from ultraep.plan import Plan
-
-
-def accumulator(dtype: torch.dtype) -> torch.dtype:
-    """The type in which gradients of that type are summed and sent."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
+from ultraep.products import accumulator
 
 
 def reduce_gradients(
-    gradients_HP: torch.Tensor,
-    replica_gradients_LP: torch.Tensor,
+    homes: Mapping[str, Stack],
+    rows_LB: torch.Tensor,
+    layout: Layout,
     plan: Plan,
     comm: Communicator,
     *,
@@ -32,20 +32,32 @@ def reduce_gradients(
 ) -> int:
     """Add the gradients of all copies to those of the home experts, in place; the bytes sent.
 
-    staging: gives `[n, P]` rows to receive in.
+    homes: `[H, ...]` or H tensors for every tensor of the layout.
+    rows_LB: gradients of the copies of this rank.   staging: gives `[n, B]` rows to receive in.
     """
-    homes = plan.topology.home_of_expert
+    home_of_expert = plan.topology.home_of_expert
     mine = plan.topology.home_experts(comm.rank)
     sends, arriving = [], []
     for expert, host, slot in plan.replicas.tolist():
         if host == comm.rank:
-            sends.append(Message(int(homes[expert]), replica_gradients_LP[slot]))
-        if homes[expert] == comm.rank:
+            sends.append(Message(int(home_of_expert[expert]), rows_LB[slot]))
+        if home_of_expert[expert] == comm.rank:
             arriving.append((int(np.searchsorted(mine, expert)), host))
-    rows = staging(len(arriving))
+    staged = staging(len(arriving))
     comm.exchange(
-        sends, [Message(host, row) for (_, host), row in zip(arriving, rows, strict=True)]
+        sends, [Message(host, row) for (_, host), row in zip(arriving, staged, strict=True)]
     )
-    for (index, _), row in zip(arriving, rows, strict=True):
-        gradients_HP[index] += row
-    return sum(message.tensor.numel() * message.tensor.element_size() for message in sends)
+    views = layout.views(staged)
+    for index, group in groupby(enumerate(arriving), key=lambda found: found[1][0]):
+        numbers = [number for number, _ in group]
+        for name, stack in homes.items():
+            _add(stack[index], [views[name][number] for number in numbers])
+    return len(sends) * layout.nbytes
+
+
+def _add(home: torch.Tensor, others: Sequence[torch.Tensor]) -> None:
+    """Add the gradients of an expert's copies to its own; rounded once."""
+    total = home.to(accumulator(home.dtype))
+    for other in others:
+        total = total + other.to(total.dtype)
+    home.copy_(total)

@@ -6,6 +6,7 @@ Shapes: R ranks, E experts, C copies.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,6 +49,14 @@ class Plan:
     quotas: IntArray  # [C] tokens that each copy serves; the rest of an expert stays at home
     split: IntArray  # [C, R] of these, the tokens that come from each source rank
     rank_loads: IntArray  # [R] tokens served by every rank
+
+    def to_host(self) -> Plan:
+        """The plan itself; plans on a device have to be fetched."""
+        return self
+
+    def later(self) -> Callable[[], Plan]:
+        """A function that returns the plan; plans on a device may still be on their way."""
+        return self.to_host
 
     @property
     def num_replicas(self) -> int:

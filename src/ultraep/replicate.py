@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 import torch
 
-from ultraep.bundle import Layout
+from ultraep.bundle import Layout, Stack
 from ultraep.comm import Communicator, Message
 from ultraep.errors import ConfigError
 from ultraep.plan import Plan
@@ -78,14 +78,14 @@ def choose(plan: Plan, chunks: int) -> Literal["direct", "chain"]:
     return "chain" if rounds < _most_sent(direct) * chunks else "direct"
 
 
-def _most_sent(way: list[Hop]) -> int:
+def _most_sent(found: list[Hop]) -> int:
     """Hops that the busiest rank sends."""
-    return max(Counter(hop.sender for hop in way).values(), default=0)
+    return max(Counter(hop.sender for hop in found).values(), default=0)
 
 
 def send_weights(
-    way: list[Hop],
-    weights: Mapping[str, torch.Tensor],
+    found: list[Hop],
+    weights: Mapping[str, Stack],
     rows: torch.Tensor,
     *,
     layout: Layout,
@@ -101,15 +101,15 @@ def send_weights(
     mine = plan.topology.home_experts(me)
     packed = {
         hop.expert: layout.pack(weights, int(np.searchsorted(mine, hop.expert)))
-        for hop in way
+        for hop in found
         if hop.sender == me and hop.sender_slot == HOME
     }
-    chunks = chunks if any(hop.depth for hop in way) else 1
-    rounds = chunks + max((hop.depth for hop in way), default=-1)
+    chunks = chunks if any(hop.depth for hop in found) else 1
+    rounds = chunks + max((hop.depth for hop in found), default=-1)
     sent = 0
     for moment in range(rounds):
         sends, receives = [], []
-        for hop in way:
+        for hop in found:
             piece = _chunk(layout.nbytes, moment - hop.depth, chunks)
             if hop.sender == me and piece is not None:
                 held = packed[hop.expert] if hop.sender_slot == HOME else rows[hop.sender_slot]

@@ -41,9 +41,10 @@ class Routes:
         slots[self.order] = in_order.repeat_interleave(self.rows_of_slot)
         return slots.reshape(self.shape)
 
-    @property
-    def top_k(self) -> int:
-        return self.shape[-1]
+    @cached_property
+    def token_of_row(self) -> torch.Tensor:
+        """[M] the token of every row, in the order of sending."""
+        return self.order // self.shape[-1]
 
     @property
     def num_rows(self) -> int:

@@ -252,7 +252,7 @@ def launch_data(ranks: int, experts: int, slots: int, relay: str, dtype: str) ->
     from ultraep.backends.triton.reducer import pull
     from ultraep.backends.triton.streamer import Streamer
     from ultraep.bundle import Layout
-    from ultraep.runtime.peers import LocalPeers
+    from ultraep.runtime.mapped.peers import LocalPeers
 
     width = 4096
     peers = LocalPeers(ranks, "cpu").of(0)

@@ -30,7 +30,7 @@ from ultraep.backends.triton.device import default_device, interpreted
 from ultraep.backends.triton.streamer import Streamer, chunks_for
 from ultraep.bundle import Layout
 from ultraep.replicate import HOME, choose, hops
-from ultraep.runtime.peers import LocalPeers
+from ultraep.runtime.mapped.peers import LocalPeers
 
 DEVICE = default_device()
 MODES = ("direct", "chain", "auto")

@@ -449,7 +449,7 @@ def test_a_policy_for_one_call_that_is_unknown():
 
 def test_experts_of_layer_and_balancer_must_agree():
     with pytest.raises(ConfigError, match="16 experts, but the balancer has 8"):
-        BalancedMoE(6, 4, 16, 2, balancer=Balancer(experts=8))
+        BalancedMoE.swiglu(6, 4, 16, 2, balancer=Balancer(experts=8))
 
 
 def test_a_given_communicator_is_used_and_closed_once():

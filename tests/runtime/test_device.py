@@ -32,8 +32,8 @@ from ultraep import (
 from ultraep.backends.triton import counter, rerouter, streamer
 from ultraep.backends.triton.device import interpreted
 from ultraep.runtime.device import DeviceBalancer
-from ultraep.runtime.peers import LocalPeers
-from ultraep.runtime.symmetric import SymmetricPeers
+from ultraep.runtime.mapped.peers import LocalPeers
+from ultraep.runtime.mapped.symmetric import SymmetricPeers
 
 pytestmark = pytest.mark.skipif(not interpreted(), reason="ranks are processes without GPUs")
 ROUNDING = 1e-5  # sums of single precision, in another order
@@ -379,7 +379,7 @@ def refusals(rank, group, example):
         }
         balancer = device_balancer(peers, example, slots=1)
         layer = example.layer(balancer)
-        other = BalancedMoE(16, 12 + 4 * (rank == 1), 8, 2, balancer=balancer)
+        other = BalancedMoE.swiglu(16, 12 + 4 * (rank == 1), 8, 2, balancer=balancer)
         messages |= {
             "weights": told(PlanMismatch, other, x),
             "tokens": told(LoadError, balancer.gather, torch.zeros(8, 2, dtype=torch.int64)),

@@ -25,8 +25,8 @@ from ultraep.backends.triton.board import Board
 from ultraep.backends.triton.streamer import Streamer
 from ultraep.bundle import Layout
 from ultraep.runtime.device import DeviceBalancer
-from ultraep.runtime.peers import LocalPeers
-from ultraep.runtime.symmetric import SymmetricPeers
+from ultraep.runtime.mapped.peers import LocalPeers
+from ultraep.runtime.mapped.symmetric import SymmetricPeers
 
 pytestmark = [
     pytest.mark.gpu,
@@ -339,7 +339,7 @@ class Layers:
             for rank in range(RANKS)
         ]
         self.layers = [
-            BalancedMoE(
+            BalancedMoE.swiglu(
                 HIDDEN, FFN, EXPERTS, TOP_K, balancer=own, dtype=torch.bfloat16, device=CUDA
             )
             for own in self.balancers

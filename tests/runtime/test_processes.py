@@ -57,7 +57,7 @@ class Model(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.first, self.last = nn.Linear(8, 16), nn.Linear(16, 4)
-        self.moe = BalancedMoE(16, 12, 8, 2, balancer=balancer)
+        self.moe = BalancedMoE.swiglu(16, 12, 8, 2, balancer=balancer)
 
     def forward(self, x):
         return self.last(torch.relu(self.first(x)) + self.moe(torch.relu(self.first(x))))
@@ -104,7 +104,7 @@ def two_groups(rank, group):
     found = []
     for members in (pairs[rank // 2], group):
         balancer = Balancer(members, experts=8, slots=1, timeout=PATIENCE)
-        layer = BalancedMoE(16, 12, 8, 2, balancer=balancer, dtype=torch.float64)
+        layer = BalancedMoE.swiglu(16, 12, 8, 2, balancer=balancer, dtype=torch.float64)
         x = torch.randn(10, 16, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
         found.append((layer(x).detach(), balancer.comm.size))
         balancer.close()
@@ -120,7 +120,7 @@ def test_several_groups_in_one_process():
 
 def dies_in_the_middle(rank, group, transport, folder):
     balancer = Balancer(group, experts=9, slots=1, transport=transport, timeout=PATIENCE)
-    layer = BalancedMoE(16, 12, 9, 2, balancer=balancer)
+    layer = BalancedMoE.swiglu(16, 12, 9, 2, balancer=balancer)
     x = torch.randn(16, 16, requires_grad=True)
     layer(x).sum().backward()
     y = layer(x)

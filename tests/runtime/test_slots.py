@@ -5,7 +5,7 @@ import torch
 
 from ultraep import BalancedMoE, Balancer, ConfigError, LocalGroup, SlotError
 from ultraep.bundle import Layout
-from ultraep.runtime.slots import SlotPool
+from ultraep.runtime.messages.slots import SlotPool
 
 CPU = torch.device("cpu")
 LAYOUT = Layout.of({"w": torch.zeros(1, 5)}, 1)
@@ -96,16 +96,16 @@ def test_a_buffer_comes_back_after_an_error():
 def test_gradient_rows_grow_and_are_kept():
     pool = SlotPool(2, 1)
     assert pool.nbytes == 0
-    few = pool.gradient_rows("replicas", 2, 5, torch.float32, CPU)
+    few = pool.gradient_rows("copies", 2, 5, CPU)
     assert few.shape == (2, 5)
-    assert pool.nbytes == 40
-    assert pool.gradient_rows("replicas", 1, 3, torch.float32, CPU).data_ptr() == few.data_ptr()
-    assert pool.nbytes == 40
-    assert pool.gradient_rows("replicas", 4, 5, torch.float32, CPU).shape == (4, 5)
-    assert pool.nbytes == 80
-    pool.gradient_rows("arriving", 1, 5, torch.float64, CPU)
-    assert pool.nbytes == 120
-    assert pool.gradient_rows("replicas", 0, 5, torch.float32, CPU).shape == (0, 5)
+    assert pool.nbytes == 10
+    assert pool.gradient_rows("copies", 1, 3, CPU).data_ptr() == few.data_ptr()
+    assert pool.nbytes == 10
+    assert pool.gradient_rows("copies", 4, 5, CPU).shape == (4, 5)
+    assert pool.nbytes == 20
+    pool.gradient_rows("arriving", 1, 5, CPU)
+    assert pool.nbytes == 25
+    assert pool.gradient_rows("copies", 0, 5, CPU).shape == (0, 5)
 
 
 def test_a_pool_needs_a_buffer():
@@ -181,7 +181,7 @@ def test_an_error_while_slots_are_lent_gives_them_back():
 def test_an_error_inside_of_the_layer_gives_the_slots_back(monkeypatch):
     def work(comm):
         balancer = Balancer(experts=4, communicator=comm)
-        layer = BalancedMoE(6, 4, 4, 2, balancer=balancer)
+        layer = BalancedMoE.swiglu(6, 4, 4, 2, balancer=balancer)
         x = torch.randn(20, 6, generator=torch.Generator().manual_seed(comm.rank))
         good = layer(x)
         forward, layer.experts.forward = layer.experts.forward, broken

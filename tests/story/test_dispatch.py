@@ -1,5 +1,6 @@
-"""The roads between tokens and slots: two directions, each the gradient of the other."""
+"""The exchange between tokens and slots: two directions, each the gradient of the other."""
 
+import numpy as np
 import pytest
 import torch
 from cases import routings
@@ -10,7 +11,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from ultraep import Balancer, LocalGroup
 from ultraep.arrays import PADDING
 from ultraep.combine import combine
-from ultraep.dispatch import Roads, dispatch
+from ultraep.dispatch import RowMessages, dispatch
 from ultraep.reroute import reroute
 from ultraep.runtime.local import alone
 
@@ -19,12 +20,12 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 WIDTH = 3
 
 
-def on_roads(routing, work):
-    """`work(roads, rank)` on every rank; its results."""
+def on_ranks(routing, work):
+    """`work(exchange, rank)` on every rank; its results."""
     ids, plan = routing
 
     def on_rank(comm):
-        return work(Roads(reroute(ids[comm.rank], plan, comm.rank), comm), comm.rank)
+        return work(RowMessages(reroute(ids[comm.rank], plan, comm.rank), comm), comm.rank)
 
     return LocalGroup(len(ids)).run(on_rank)
 
@@ -38,23 +39,23 @@ def whole_numbers(seed, *shape):
 @settings(max_examples=60)
 @given(routings())
 def test_every_slot_gets_its_rows_source_by_source(routing):
-    def work(roads, rank):
-        routes = roads.routes
+    def work(exchange, rank):
+        routes = exchange.routes
         tokens = torch.arange(routes.shape[0])
         choices = torch.arange(routes.num_rows).reshape(routes.shape)
         values = torch.stack([torch.full_like(tokens, rank), tokens], dim=1)
-        rows, scalars = roads.to_slots(values, choices)
-        return routes, roads.counts, torch.cat([rows, scalars[:, None]], dim=1)
+        rows, scalars = exchange.to_slots(values, choices)
+        return routes, exchange.begins(), torch.cat([rows, scalars[:, None]], dim=1)
 
-    results = on_roads(routing, work)
+    results = on_ranks(routing, work)
     slot = 0
-    for _, counts, arrived in results:
-        for found in arrived.split(counts):
+    for _, begins, arrived in results:
+        for found in arrived.split(np.diff(begins).tolist()):
             wanted = []
             for source, (routes, *_) in enumerate(results):
                 slots = routes.slots.reshape(-1)[routes.order]
                 for choice in routes.order[slots == slot].tolist():
-                    wanted.append([source, choice // routes.top_k, choice])
+                    wanted.append([source, choice // routes.shape[-1], choice])
             assert found.tolist() == wanted
             slot += 1
 
@@ -62,15 +63,15 @@ def test_every_slot_gets_its_rows_source_by_source(routing):
 @settings(max_examples=60)
 @given(routings())
 def test_there_and_back_is_once_for_every_choice(routing):
-    def work(roads, rank):
-        tokens, top_k = roads.routes.shape
+    def work(exchange, rank):
+        tokens, top_k = exchange.routes.shape
         values, scalars = whole_numbers(rank, tokens, WIDTH), whole_numbers(rank, tokens, top_k)
-        sums, back = roads.to_tokens(*roads.to_slots(values, scalars))
-        sent = roads.routes.slots != PADDING
+        sums, back = exchange.to_tokens(*exchange.to_slots(values, scalars))
+        sent = exchange.routes.slots != PADDING
         assert torch.equal(sums, values * sent.sum(dim=1, keepdim=True))
         assert torch.equal(back, scalars * sent)
 
-    on_roads(routing, work)
+    on_ranks(routing, work)
 
 
 @settings(max_examples=60)
@@ -78,31 +79,31 @@ def test_there_and_back_is_once_for_every_choice(routing):
 def test_each_direction_is_the_gradient_of_the_other(routing):
     """<to_slots(x), y> = <x, to_tokens(y)>, summed over all ranks."""
 
-    def work(roads, rank):
-        tokens, top_k = roads.routes.shape
+    def work(exchange, rank):
+        tokens, top_k = exchange.routes.shape
         values, scalars = whole_numbers(rank, tokens, WIDTH), whole_numbers(rank, tokens, top_k)
-        there = roads.to_slots(values, scalars)
+        there = exchange.to_slots(values, scalars)
         rows, of_rows = whole_numbers(rank, *there[0].shape), whole_numbers(rank, *there[1].shape)
-        back = roads.to_tokens(rows, of_rows)
+        back = exchange.to_tokens(rows, of_rows)
         one = (there[0] * rows).sum() + (there[1] * of_rows).sum()
         other = (values * back[0]).sum() + (scalars * back[1]).sum()
         return one.item(), other.item()
 
-    ones, others = zip(*on_roads(routing, work), strict=True)
+    ones, others = zip(*on_ranks(routing, work), strict=True)
     assert sum(ones) == sum(others)
 
 
 @settings(max_examples=20)
 @given(routings())
 def test_without_scalars_none_travel(routing):
-    def work(roads, rank):
-        values = whole_numbers(rank, roads.routes.shape[0], WIDTH)
-        rows, nothing = roads.to_slots(values, None)
+    def work(exchange, rank):
+        values = whole_numbers(rank, exchange.routes.shape[0], WIDTH)
+        rows, nothing = exchange.to_slots(values, None)
         assert nothing is None
-        _, nothing = roads.to_tokens(rows, None)
+        _, nothing = exchange.to_tokens(rows, None)
         assert nothing is None
 
-    on_roads(routing, work)
+    on_ranks(routing, work)
 
 
 class Counting:
@@ -120,10 +121,10 @@ class Counting:
         return self._comm.all_to_all(rows, *counts)
 
 
-def roads_of_one(ids):
+def exchange_of_one(ids):
     balancer = Balancer(experts=4, communicator=Counting(alone()))
     gathered = balancer.gather(ids)
-    return balancer.roads(balancer.reroute(ids, balancer.plan(gathered)), gathered)
+    return balancer.reroute(ids, balancer.plan(gathered), gathered)
 
 
 IDS = torch.tensor([[0, 1], [2, PADDING], [3, 3], [1, 0], [PADDING, PADDING]])
@@ -131,11 +132,11 @@ IDS = torch.tensor([[0, 1], [2, PADDING], [3, 3], [1, 0], [PADDING, PADDING]])
 
 def test_nothing_is_kept_at_the_side_of_the_tokens():
     kept = []
-    roads = roads_of_one(IDS)
+    exchange = exchange_of_one(IDS)
     tokens, weights = torch.randn(5, 8, requires_grad=True), torch.rand(5, 2, requires_grad=True)
     with saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
-        arrivals = dispatch(tokens, weights, roads)
-        combine(arrivals.rows, roads).sum().backward()
+        arrivals = dispatch(tokens, weights, exchange)
+        combine(arrivals.rows, exchange).sum().backward()
     assert [tensor.numel() for tensor in kept] == [0]  # one that asks for nothing but its turn
 
 
@@ -151,15 +152,15 @@ def test_all_that_a_layer_keeps_of_the_size_of_the_rows():
 
 
 def test_padding_learns_nothing_and_is_never_looked_at():
-    roads = roads_of_one(IDS)
+    exchange = exchange_of_one(IDS)
     weights = torch.where(IDS == PADDING, torch.nan, 0.5).requires_grad_()
     tokens = torch.randn(5, 8, dtype=torch.float64)
     tokens[4] = torch.nan
     tokens.requires_grad_()
-    arrivals = dispatch(tokens, weights, roads)
-    assert len(arrivals.rows) == len(arrivals.weights) == 7
-    assert arrivals.weights.dtype == torch.float32
-    y = combine(arrivals.rows * arrivals.weights[:, None], roads)
+    arrivals = dispatch(tokens, weights, exchange)
+    assert len(arrivals.rows) == len(arrivals.gates) == 7
+    assert arrivals.gates.dtype == torch.float32
+    y = combine(arrivals.rows * arrivals.gates[:, None], exchange)
     y.sum().backward()
     assert not y[4].any()
     assert not tokens.grad[4].any()
@@ -169,14 +170,14 @@ def test_padding_learns_nothing_and_is_never_looked_at():
 
 
 def test_weights_that_learn_nothing_do_not_travel_back():
-    roads = roads_of_one(IDS)
+    exchange = exchange_of_one(IDS)
     tokens = torch.randn(5, 8, requires_grad=True)
-    arrivals = dispatch(tokens, torch.rand(5, 2), roads)
+    arrivals = dispatch(tokens, torch.rand(5, 2), exchange)
     assert arrivals.rows.requires_grad
-    assert not arrivals.weights.requires_grad
-    combine(arrivals.rows * arrivals.weights[:, None], roads).sum().backward()
+    assert not arrivals.gates.requires_grad
+    combine(arrivals.rows * arrivals.gates[:, None], exchange).sum().backward()
     # there: rows and weights; back: outputs. And again: gradients of outputs, and of rows.
-    assert roads._comm.shapes == [[7, 8], [7], [7, 8], [7, 8], [7, 8]]
+    assert exchange._comm.shapes == [[7, 8], [7], [7, 8], [7, 8], [7, 8]]
 
 
 @pytest.mark.parametrize("frozen", ["weights", "tokens", "weights and tokens"])

@@ -425,10 +425,10 @@ def test_weights_of_another_type_than_the_tokens_follow_them():
 def test_a_model_starts_alike_on_any_number_of_ranks(ranks):
     def work(comm):
         balancer = Balancer(experts=8, communicator=comm)
-        layer = BalancedMoE(6, 4, 8, 2, balancer=balancer, bias=True, router_bias=True, seed=3)
+        layer = BalancedMoE.swiglu(6, 4, 8, 2, balancer=balancer, bias=True, router_bias=True, seed=3)
         return layer.full_state_dict()
 
-    alone = BalancedMoE(
+    alone = BalancedMoE.swiglu(
         6, 4, 8, 2, balancer=Balancer(experts=8), bias=True, router_bias=True, seed=3
     ).state_dict()
     for state in LocalGroup(ranks).run(work):
@@ -439,7 +439,7 @@ def test_a_model_starts_alike_on_any_number_of_ranks(ranks):
 
 def test_seeds_differ():
     states = [
-        BalancedMoE(6, 4, 8, 2, balancer=Balancer(experts=8), seed=seed).state_dict()
+        BalancedMoE.swiglu(6, 4, 8, 2, balancer=Balancer(experts=8), seed=seed).state_dict()
         for seed in (0, 1)
     ]
     for name, tensor in states[0].items():
@@ -451,7 +451,7 @@ def test_seeds_differ():
 def test_the_shared_expert_starts_alike_on_all_ranks():
     def work(comm):
         balancer = Balancer(experts=8, communicator=comm)
-        return BalancedMoE(6, 4, 8, 2, balancer=balancer, shared_ffn=5).state_dict()
+        return BalancedMoE.swiglu(6, 4, 8, 2, balancer=balancer, shared_ffn=5).state_dict()
 
     first, *others = LocalGroup(4).run(work)
     for state in others:
@@ -462,13 +462,13 @@ def test_the_shared_expert_starts_alike_on_all_ranks():
 def test_inputs_and_settings_that_cannot_work():
     balancer = Balancer(experts=8)
     with pytest.raises(ConfigError, match="4 experts, but the balancer has 8"):
-        BalancedMoE(6, 4, 4, 2, balancer=balancer)
+        BalancedMoE.swiglu(6, 4, 4, 2, balancer=balancer)
     for top_k in (0, 9):
         with pytest.raises(ConfigError, match=f"top_k must lie between 1 and 8.*{top_k}"):
-            BalancedMoE(6, 4, 8, top_k, balancer=balancer)
+            BalancedMoE.swiglu(6, 4, 8, top_k, balancer=balancer)
     with pytest.raises(ConfigError, match="unknown scores 'relu'; known are softmax, sigmoid"):
-        BalancedMoE(6, 4, 8, 2, balancer=balancer, scores="relu")
-    layer = BalancedMoE(6, 4, 8, 2, balancer=balancer)
+        BalancedMoE.swiglu(6, 4, 8, 2, balancer=balancer, scores="relu")
+    layer = BalancedMoE.swiglu(6, 4, 8, 2, balancer=balancer)
     with pytest.raises(LoadError, match=r"x must be \[\.\.\., 6\], got \[3, 5\]"):
         layer(torch.zeros(3, 5))
     with pytest.raises(ConfigError, match="unknown policy 'fair'"):
@@ -492,7 +492,7 @@ def test_the_comparison_itself_sees_errors():
 @pytest.mark.parametrize("scores", ["softmax", "sigmoid"])
 def test_scores_too_small_for_their_type_still_make_weights(scores):
     """The bias picks the experts that the scores do not: 1e-60 is zero in float32."""
-    layer = BalancedMoE(2, 4, 4, 2, balancer=Balancer(experts=4), scores=scores, router_bias=True)
+    layer = BalancedMoE.swiglu(2, 4, 4, 2, balancer=Balancer(experts=4), scores=scores, router_bias=True)
     with torch.no_grad():
         layer.router.weight[:] = torch.tensor([[300.0, 0], [200.0, 0], [-140.0, 0], [-140.0, 1.0]])
         layer.router.bias[:] = torch.tensor([0.0, 0.0, 5.0, 5.0])
@@ -512,7 +512,7 @@ def test_without_a_type_all_parameters_have_the_default(default):
     torch.set_default_dtype(default)
     try:
         options = {"shared_ffn": 4, "bias": True, "router_bias": True}
-        layer = BalancedMoE(8, 4, 4, 2, balancer=Balancer(experts=4), **options)
+        layer = BalancedMoE.swiglu(8, 4, 4, 2, balancer=Balancer(experts=4), **options)
     finally:
         torch.set_default_dtype(before)
     assert {t.dtype for t in layer.state_dict().values()} == {default}

@@ -34,7 +34,8 @@ class Replicated:
         gathered = self.balancer.gather(ids, layer=layer, bundle=bundle)
         plan = self.balancer.plan(gathered)
         assert plan.num_replicas > 0
-        with self.balancer.replicate(plan, gathered, bundle) as slots:
+        with self.balancer.replicate(plan, gathered, bundle) as copies:
+            slots = copies.tensors()
             for expert, host, slot in plan.replicas.tolist():
                 if host == self.balancer.rank and value is not None:
                     assert slots["w"][slot].tolist() == [value(expert)] * 5
@@ -349,7 +350,8 @@ def test_getters_are_asked_again_when_slots_are_restored():
         now = rank.weights()  # in backward they live somewhere else
         old["w"].fill_(-1)
         rank.step(rank.weights(5.0), layer=1)  # and somebody used the slots
-        with replicas as slots:
+        with replicas as copies:
+            slots = copies.tensors()
             for expert, host, slot in plan.replicas.tolist():
                 if host == comm.rank:
                     assert slots["w"][slot].tolist() == [float(expert)] * 5

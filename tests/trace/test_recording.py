@@ -301,7 +301,7 @@ def test_a_rank_that_cannot_write_takes_the_trace_back(tmp_path):
 
 def in_a_process(rank, group, folder):
     balancer = Balancer(group, experts=EXPERTS, record=folder, timeout=PATIENCE)
-    layer = ultraep.BalancedMoE(16, 12, EXPERTS, 2, balancer=balancer)
+    layer = ultraep.BalancedMoE.swiglu(16, 12, EXPERTS, 2, balancer=balancer)
     digests = []
     for step in range(3):
         x = torch.randn(20, 16, generator=torch.Generator().manual_seed(10 * step + rank))

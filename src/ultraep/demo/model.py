@@ -130,7 +130,7 @@ class Block(nn.Module):
         self.norms = nn.ModuleList(nn.RMSNorm(config.hidden) for _ in range(2))
         self.qkv = nn.Linear(config.hidden, 3 * config.hidden, bias=False)
         self.out = nn.Linear(config.hidden, config.hidden, bias=False)
-        self.moe = BalancedMoE(
+        self.moe = BalancedMoE.swiglu(
             config.hidden,
             config.ffn,
             config.experts,

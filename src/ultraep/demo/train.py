@@ -24,7 +24,6 @@ from torch.nn.functional import cross_entropy
 
 from ultraep.demo.model import ModelConfig, TinyMoE
 from ultraep.demo.text import Text
-from ultraep.layer import gather_experts
 from ultraep.outputs import whole_file
 from ultraep.parallel import (
     average_expert_gradients,
@@ -35,6 +34,7 @@ from ultraep.parallel import (
 )
 from ultraep.plan import Plan
 from ultraep.runtime.balancer import Balancer
+from ultraep.runtime.state import gather_experts
 
 LARGEST_NORM = 1.0  # of the gradient
 CHECKED = 4  # held-out sequences of each subject

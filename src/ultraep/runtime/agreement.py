@@ -4,8 +4,9 @@ They do so at some points of every step, by gathering a record of 64-bit words f
 
     balancer             which one it is, as a digest
     point, layer, step   where the rank is
-    digest               of what must be alike there: kinds of tensors, or the plan
+    digest               of what must be alike there: signature of tensors, or the plan
     refused, version     whether the rank's input is no good; the version of its weights
+    tokens               of this rank, where memory must have room for them
     loads                [E]; zeros where they are not asked for
 
 Records of all points have one size. So ranks at different points still understand each other, and
@@ -30,7 +31,7 @@ from ultraep.arrays import IntArray
 from ultraep.comm import Communicator
 from ultraep.errors import CommunicationError, PlanMismatch
 
-FIELDS = ("balancer", "point", "layer", "step", "digest", "refused", "version")
+FIELDS = ("balancer", "point", "layer", "step", "digest", "refused", "version", "tokens")
 ALIKE, PLACE, REFUSED = slice(0, 5), slice(1, 4), 5  # where they stand
 
 
@@ -42,6 +43,7 @@ class Point(IntEnum):
     PLAN = 2
     BACKWARD = 3
     STATE = 4
+    PLANE = 5
 
 
 WORDS = {
@@ -50,6 +52,7 @@ WORDS = {
     Point.PLAN: "the plan",
     Point.BACKWARD: "the backward pass",
     Point.STATE: "the full state",
+    Point.PLANE: "the choice of a data plane",
 }
 
 
@@ -103,34 +106,39 @@ class Agreement:
         place: Place,
         loads_E: torch.Tensor,
         *,
-        kinds: str,
+        told: str,
         version: int,
         refused: torch.Tensor | int,
+        tokens: int = 0,
     ) -> Records:
-        """The records of all ranks with their loads. Nothing but the place is compared yet."""
-        digest = short_digest(kinds.encode())
-        record = self._record(place, loads_E.device, digest=digest, version=version)
+        """The records of all ranks with their loads. Nothing but the place is compared yet.
+
+        told: the signature of weights and inputs, of which the digest travels.
+        """
+        digest = short_digest(told.encode())
+        numbers = (digest, 0, version, tokens)
+        record = self._record(place, loads_E.device, numbers)
         record[REFUSED] = refused
         record[len(FIELDS) :] = loads_E
         return self._gather(place, record)
 
-    def compare_inputs(self, records: Records, kinds: str) -> None:
+    def compare_inputs(self, records: Records, told: str) -> None:
         """Raise if some rank refused its input, or has inputs or weights of another kind."""
         if records.words[:, REFUSED].any():
             refused = np.flatnonzero(records.column("refused")).tolist()
             raise CommunicationError(f"ranks {refused} refused their input; their errors say why")
-        self._compare_digests("the weights or inputs", records, kinds)
+        self._compare_digests("the weights or inputs", records, told)
 
     def meet(self, place: Place, device: torch.device, *, digest: int = 0, told: str = "") -> None:
         """Raise if ranks are at different places, or if the digests differ of what is told."""
-        records = self._gather(place, self._record(place, device, digest=digest))
+        if self._comm.size == 1:
+            return
+        records = self._gather(place, self._record(place, device, (digest, 0, 0, 0)))
         self._compare_digests(place, records, told)
 
-    def _record(
-        self, place: Place, device: torch.device, *, digest: int, version: int = 0
-    ) -> torch.Tensor:
+    def _record(self, place: Place, device: torch.device, numbers: tuple[int, ...]) -> torch.Tensor:
         words = np.zeros(len(FIELDS) + self._experts, np.int64)
-        words[: len(FIELDS)] = (self._balancer, *place, digest, 0, version)
+        words[: len(FIELDS)] = (self._balancer, *place, *numbers)
         return torch.from_numpy(words).to(device)
 
     def _gather(self, place: Place, record: torch.Tensor) -> Records:

@@ -1,9 +1,8 @@
-"""Balancer: one per expert-parallel group; owns communicator, backend and spare slots.
+"""Balancer: one per expert-parallel group; the stages that need the group, whatever carries them.
 
-Its verbs are the stages that need the group: `gather` (1), `plan` (2), `replicate` (3), `reroute`
-(4), `roads` (5 and 7), and `Replicas.reduce` (8). All ranks call them in the same order. Some
-also carry what the ranks must agree on (agreement.py), so that a rank with other weights, or at
-another place of the program, is an error that names it, on every rank.
+Its verbs are `gather` (1), `plan` (2), `replicate` (3, and 8 in backward) and `reroute` (4, and the
+exchange of 5 and 7). All ranks call them in the same order. A data plane (`plane.py`) does it all,
+`messages` or `mapped`, chosen with the first microbatch. Observers see what it does (`observe.py`).
 
 Shapes: T tokens, K experts per token, R ranks, E experts.
 """
@@ -13,55 +12,47 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ultraep.arrays import IntArray
-from ultraep.backends import backend_for, select
-from ultraep.bundle import Bundle, given_tensors, kinds, resolve
-from ultraep.comm import Communicator
+from ultraep.bundle import Bundle
+from ultraep.comm import Communicator, Peers
 from ultraep.config import BalanceConfig
-from ultraep.dispatch import Roads
-from ultraep.errors import ConfigError, LoadError, SlotError
-from ultraep.loads import MAX_TOTAL, count_loads
+from ultraep.errors import ConfigError
+from ultraep.loads import count_loads
 from ultraep.modes import unseen
-from ultraep.plan import Plan
 from ultraep.plan import plan as make_plan
+from ultraep.plane import AnyPlan, Copies, DataPlane, Exchange, Loads, Microbatch
 from ultraep.policies import get_policy
-from ultraep.replicate import MODES
-from ultraep.reroute import Routes, reroute, routes_of
-from ultraep.runtime.agreement import Agreement, Place, Point, short_digest
-from ultraep.runtime.past import Past, in_backward
-from ultraep.runtime.recording import Passage, Passages, TimedRoads, open_recorder, wanted
-from ultraep.runtime.replicas import Replicas
-from ultraep.runtime.slots import SlotPool
+from ultraep.reroute import reroute
+from ultraep.runtime.agreement import Agreement, Place, Point
+from ultraep.runtime.choice import Choice, choose
+from ultraep.runtime.connect import connect
+from ultraep.runtime.history import in_backward
+from ultraep.runtime.mapped.peers import SilentCommunicator
+from ultraep.runtime.messages.plane import MessagesPlane
+from ultraep.runtime.observe import (
+    DeviceClock,
+    HostClock,
+    ObservedCopies,
+    ObservedExchange,
+    Observer,
+    Watch,
+)
+from ultraep.runtime.recording import Recording, open_recorder, wanted
+from ultraep.runtime.settings import DeviceShare, Settings
 from ultraep.runtime.stats import Stats
 from ultraep.runtime.unique import Unique
 from ultraep.runtime.versions import Versions
 from ultraep.topology import Topology
-from ultraep.trace.record import Recorder
 from ultraep.version import __version__
 
 if TYPE_CHECKING:
     import torch.distributed as dist
-
-    from ultraep.runtime.control import ControlPlane
-
-
-@dataclass(frozen=True, slots=True)
-class Gathered:
-    """The loads of all ranks, and the versions of their weights."""
-
-    loads: IntArray  # [R, E]
-    versions: IntArray  # [R]
-    layer: int
-    step: int
-    on_device: torch.Tensor  # [R, E] the loads where the ids are
-    passage: Passage | None = None  # what is recorded of it
 
 
 class Balancer(Unique):
@@ -70,18 +61,26 @@ class Balancer(Unique):
     group: a torch.distributed process group; None: one process is the whole group.
     experts, slots, domain, homes: see `Topology`.
     config or policy: how to balance; `policy` alone is short for `BalanceConfig(policy=...)`.
+    data_plane: "mapped", GPUs that map each other's memory, and no host between the stages;
+        "messages" of torch.distributed; "auto": mapped where all ranks can.
+    tokens, capacity: of the mapped plane: the most tokens of a rank in a microbatch, and the most
+        rows that a rank serves. None: learnt from the first microbatch, grown when one has more;
+        and twice the rows that a rank can have itself.
     backend: "triton", "cpu" or "reference"; None: the best one where the ids are.
     relay: how weights travel, "direct", "chain", or "auto": the faster one for each plan.
-    chunks: pieces of an expert in a chain.
+    chunks: pieces of an expert in a chain of messages.
     in_flight: buffers of spare slots, for callers that keep several filled at the same time.
     verify: compare the plans of all ranks, and where they are in backward. Without it, only loads
         are compared: a rank that skips a backward pass may stop the others, or go unnoticed.
-    transport: "auto", "shared" (memory, CPU ranks of one host) or "sockets" (the group's own).
+    transport: of messages: "auto", "shared" (memory, CPU ranks of one host) or "sockets" (the
+        group's own).
     timeout: seconds after which a silent rank is an error; None: the group's own (those of
         torch.distributed: 30 minutes with gloo, 10 with NCCL). A rank that died is one at once.
-    communicator: in place of a group, for ranks that are no processes (`LocalGroup`).
     record: folder for a trace of every microbatch, on all ranks; None: one inside the folder that
         the environment variable ULTRAEP_TRACE names, or none.
+    communicator, peers: in place of a group, for ranks that are no processes (`LocalGroup`), and
+        for memory that they share (`LocalPeers`).
+    share: the part of a GPU that this rank may use; None: all of it.
     """
 
     def __init__(
@@ -94,6 +93,9 @@ class Balancer(Unique):
         homes: Sequence[int] | None = None,
         config: BalanceConfig | None = None,
         policy: str | None = None,
+        data_plane: str = "auto",
+        tokens: int | None = None,
+        capacity: int | None = None,
         backend: str | None = None,
         relay: str = "auto",
         chunks: int = 4,
@@ -101,41 +103,67 @@ class Balancer(Unique):
         verify: bool = True,
         transport: str = "auto",
         timeout: float | None = None,
-        communicator: Communicator | None = None,
         record: str | Path | None = None,
+        communicator: Communicator | None = None,
+        peers: Peers | None = None,
+        share: DeviceShare | None = None,
     ) -> None:
         if config is not None and policy is not None:
             raise ConfigError(f"give config or policy, not both: {config} and {policy!r}")
         self.config = config or BalanceConfig(policy="ultraep" if policy is None else policy)
-        if relay not in MODES or chunks < 1:
-            raise ConfigError(f"want relay of {', '.join(MODES)}, chunks >= 1: {relay!r}, {chunks}")
         get_policy(self.config.policy)
-        select(backend)
+        self.settings = Settings(
+            backend=backend,
+            relay=relay,
+            chunks=chunks,
+            in_flight=in_flight,
+            verify=verify,
+            transport=transport,
+            data_plane=data_plane,
+            tokens=tokens,
+            capacity=capacity,
+            timeout=timeout,
+            share=share,
+        )
         _warm_up(backend)
-        self.relay, self.chunks, self.verify = relay, chunks, verify
-        self.pool, self.group = SlotPool(slots, in_flight), group
+        self.group, self._peers = group, peers
+        self._join(communicator, record, (experts, slots, domain, homes))
+        self._layers = self._steps = 0
+        self._versions, self._watch, self._stats = Versions(), Watch(), Stats()
+        self._planes: dict[torch.device, tuple[Choice, DataPlane, Any]] = {}
+        self._recording = (
+            None if self.recorder is None else Recording(self.recorder, self.comm.rank)
+        )
+
+    def _join(
+        self, communicator: Communicator | None, record: str | Path | None, topology: Any
+    ) -> None:
+        """Meet the other ranks, and compare settings with them; collective."""
+        experts, slots, domain, homes = topology
+        settings = self.settings
         with ExitStack() as undo:
+            peers = self._peers
+            if communicator is None and self.group is None and peers is not None:
+                communicator = SilentCommunicator(peers.rank, peers.size)
             self.comm = communicator or undo.enter_context(
-                closing(_connect(group, transport, timeout))
+                closing(connect(self.group, transport=settings.transport, timeout=settings.timeout))
             )
             self.topology = Topology(
                 ranks=self.comm.size, experts=experts, slots=slots, domain=domain, homes=homes
             )
-            agreed = (relay, chunks, in_flight, verify, wanted(record), __version__)
-            settings = repr((self.topology, self.config, *agreed))
-            self._agreement = Agreement(self.comm, settings, experts)
-            self.recorder: Recorder | None = open_recorder(
-                record, self.comm, self.topology, self.config
-            )
+            agreed = (self.topology, self.config, settings.agreed(), wanted(record), __version__)
+            self._agreed = repr(agreed)
+            self._agreement = Agreement(self.comm, self._agreed, experts)
+            self.recorder = open_recorder(record, self.comm, self.topology, self.config)
             undo.pop_all()
-        self._backend_name = backend
-        self._control: ControlPlane | None = None
-        self._known_to_control: Plan | None = None
-        self._layers = self._steps = 0
-        self._versions = Versions()
-        self._past = Past()
-        self._passages = Passages(self.recorder) if self.recorder is not None else None
-        self._stats = Stats()
+
+    def __repr__(self) -> str:
+        chosen = [f"{c.name} on {device}: {c.reason}" for device, (c, *_) in self._planes.items()]
+        return (
+            f"Balancer(rank {self.rank} of {self.comm.size}, {self.topology.experts} experts, "
+            f"{self.topology.slots} slots, policy {self.config.policy!r}, data plane "
+            f"{'; '.join(chosen) or 'not chosen before the first microbatch'})"
+        )
 
     @property
     def rank(self) -> int:
@@ -153,102 +181,95 @@ class Balancer(Unique):
         *,
         layer: int = 0,
         bundle: Bundle | None = None,
-        inputs: torch.Tensor | None = None,
-        weights: torch.Tensor | None = None,
-    ) -> Gathered:
+        rows: torch.Tensor | None = None,
+        gates: torch.Tensor | None = None,
+    ) -> Loads:
         """Stage 1: the exact loads of all ranks from the `[T, K]` ids of this one; -1: padding.
 
-        bundle, inputs, weights: what is to be copied, the tokens as they are to be sent, and the
-        router's weights; ranks compare of which kind they are and whether they want gradients.
+        bundle, rows, gates: what is to be copied, the tokens as they are to be sent, and the gates
+        of their choices; ranks compare of which kind they are and whether they want gradients.
         """
-        passage = Passage(self.recorder) if self.recorder is not None else None
-        with self.timed("loads", passage):
-            self._control = self._control_for(ids)
-            loads_E, refused = self._count(ids)
-            self._steps += 1
-            found = kinds(resolve(bundle or {}), inputs=inputs, weights=weights)
-            version = self._versions.of(layer, given_tensors(bundle or {}))
-            point = Point.LOADS_AGAIN if in_backward() else Point.LOADS
-            records = self._agreement.loads(
-                Place(point, layer, self._steps),
-                loads_E,
-                kinds=found,
-                version=version,
-                refused=refused,
-            )
-            if records.column("refused")[self.rank]:
-                self._refuse(ids)
-            self._agreement.compare_inputs(records, found)
-        versions, on_device = records.column("version"), records.loads_on_device
-        return Gathered(records.loads, versions, layer, self._steps, on_device, passage)
+        self._steps += 1
+        microbatch = Microbatch(layer, self._steps, in_backward(), began=time.time())
+        plane = self.plane(ids.device)
+        with self._watch.stage("loads", microbatch):
+            loads: Loads = plane.gather(ids, microbatch, bundle or {}, rows=rows, gates=gates)
+        return loads
 
     @unseen()
-    def plan(self, gathered: Gathered, *, policy: str | None = None) -> Plan:
-        """Stage 2: the plan of this step; every rank finds the same."""
-        passage = gathered.passage
-        with self.timed("plan", passage):
-            config = self.config if policy is None else replace(self.config, policy=policy)
-            seen = self._past.see(gathered.layer, gathered.loads.sum(axis=0))
-            if self._control is not None and config == self._control.config:
-                plan = self._control.plan(gathered.on_device).to_host(gathered.loads)
-                self._known_to_control = plan
-            else:
-                backend, history = self._backend_name, seen.before
-                plan = make_plan(
-                    gathered.loads, self.topology, config, backend=backend, history=history
-                )
-            if not plan.within_limits:
-                raise SlotError(
-                    f"policy {config.policy!r} needs {plan.max_ingress} spare slots on one rank, "
-                    f"there are {self.topology.slots}; copies "
-                    f"{'leave' if plan.leaves_domain else 'stay in'} their domain of "
-                    f"{self.topology.domain_size} ranks"
-                )
-            self._stats.planned(plan)
-            if passage is not None and self._passages is not None:
-                self._passages.planned(passage, gathered.layer, plan, seen)
-        if self.verify:
-            with self.timed("verify", passage):
-                self._agreement.meet(
-                    Place(Point.PLAN, gathered.layer, gathered.step),
-                    gathered.on_device.device,
-                    digest=short_digest(plan.replicas, plan.quotas),
-                    told=f"{plan.num_replicas} copies by policy {config.policy!r}",
-                )
+    def plan(self, loads: Loads, *, policy: str | None = None) -> Any:
+        """Stage 2: the plan of this microbatch; every rank finds the same.
+
+        A `Plan`, or on the mapped plane one that has not left the device; both have `to_host`.
+        """
+        plane, microbatch = self._plane_of(loads), loads.microbatch
+        config = self.config if policy is None else replace(self.config, policy=policy)
+        with self._watch.stage("plan", microbatch):
+            plan: AnyPlan = plane.plan(loads, config)
+        self._watch.planned(microbatch, plan)
+        if self.settings.verify:
+            with self._watch.stage("verify", microbatch):
+                plane.verify(plan, loads)
         return plan
 
-    def replicate(self, plan: Plan, gathered: Gathered, bundle: Bundle) -> Replicas:
+    def replicate(self, plan: AnyPlan, loads: Loads, bundle: Bundle) -> Copies:
         """Stage 3: spare slots filled with weights of `bundle`, for the time of a `with` block."""
-        return Replicas(self, plan, gathered, bundle)
+        copies = self._plane_of(loads).replicate(plan, loads, bundle)
+        return ObservedCopies(copies, loads.microbatch, self._watch)
 
     @unseen()
-    def reroute(self, ids: torch.Tensor, plan: Plan) -> Routes:
-        """Stage 4: a slot for every routed row of this rank."""
-        with self.timed("reroute", self._passage_of(plan)):
-            if self._control is None:
-                return reroute(ids, plan, self.rank, backend=self._backend_name)
-            if self._known_to_control is not plan:
-                self._control.adopt(plan)
-                self._known_to_control = plan
-            order = self._control.reroute(ids.contiguous()).order
-            if self.verify:
-                self._control.check()
-            # Where nobody checks, ids of another plan must not lead out of the tokens.
-            sent = int(plan.loads[self.rank].sum())
-            order = order[:sent].long().clamp_(0, max(0, ids.numel() - 1))
-            return routes_of(plan, self.rank, ids.shape, order)
+    def reroute(self, ids: torch.Tensor, plan: AnyPlan, loads: Loads) -> Exchange:
+        """Stage 4: a slot for every routed row of this rank, and the exchange of stages 5 and 7."""
+        with self._watch.stage("reroute", loads.microbatch):
+            exchange = self._plane_of(loads).reroute(ids, plan, loads)
+        return ObservedExchange(exchange, loads.microbatch, self._watch)
 
-    def roads(self, routes: Routes, gathered: Gathered) -> Roads:
-        """The way of stages 5 and 7 between tokens and slots."""
+    def plane(self, device: torch.device | str) -> DataPlane:
+        """The data plane for tokens on that device; collective when it is first asked for."""
+        device = torch.empty(0, device=device).device
+        if device not in self._planes:
+            if self.comm.size > 1 and self._peers is None:
+                self._agreement.meet(Place(Point.PLANE, 0, self._steps), device)
+            chosen = choose(self.comm, self.settings, device, self._peers)
+            plane = self._make(chosen)
+            timed = device.type == "cuda" and chosen.name == "mapped"
+            clock = (DeviceClock if timed else HostClock)(self._notebooks(), self.rank)
+            self._planes[device] = chosen, plane, clock
+        _, plane, clock = self._planes[device]
+        self._watch.clock = clock
+        return plane
 
-        def on_return() -> None:
-            if self.verify:
-                place = Place(Point.BACKWARD, gathered.layer, gathered.step)
-                self._agreement.meet(place, gathered.on_device.device)
+    def _make(self, chosen: Choice) -> DataPlane:
+        common: dict[str, Any] = {
+            "topology": self.topology,
+            "config": self.config,
+            "settings": self.settings,
+            "watch": self._watch,
+        }
+        if chosen.peers is None:
+            return MessagesPlane(
+                self.comm, agreement=self._agreement, versions=self._versions, **common
+            )
+        from ultraep.runtime.mapped.plane import MappedPlane  # triton, only where it is used
 
-        if gathered.passage is not None:
-            return TimedRoads(routes, self.comm, on_return, gathered.passage)
-        return Roads(routes, self.comm, on_return)
+        return MappedPlane(chosen.peers, comm=self.comm, agreed=self._agreed, **common)
+
+    def _notebooks(self) -> list[Any]:
+        return [self._stats, *([] if self._recording is None else [self._recording])]
+
+    def _plane_of(self, loads: Loads) -> Any:
+        return self._planes[loads.on_device.device][1]
+
+    def prepare(self, ids: torch.Tensor, rows: torch.Tensor, bundle: Bundle) -> None:
+        """Take all memory that microbatches like this need; collective. Otherwise the first does.
+
+        A graph can then be captured without a step before.
+        """
+        self.plane(ids.device).prepare(ids, rows, bundle)
+
+    def observe(self, observer: Observer) -> None:
+        """Tell this observer, too, what happens from now on."""
+        self._watch.others.append(observer)
 
     def at_state(self, layer: int, device: torch.device) -> None:
         """Before the experts of all ranks are gathered: raise if not all ranks are about to."""
@@ -259,8 +280,8 @@ class Balancer(Unique):
 
         Unless that is said, the microbatches of a layer count as steps.
         """
-        if self._passages is not None:
-            self._passages.begin_step(step)
+        if self._recording is not None:
+            self._recording.begin_step(step)
 
     @contextmanager
     def unchanged_weights(self) -> Iterator[None]:
@@ -281,75 +302,38 @@ class Balancer(Unique):
     def stats(self) -> dict[str, Any]:
         """What was planned and moved so far, and the seconds of every stage on this rank.
 
-        A forward pass that is computed again in backward counts twice.
+        A forward pass that is computed again in backward counts twice. Waits for a device.
         """
-        return self._stats.summary() | {"pool_bytes": self.pool.nbytes}
+        self._settle()
+        held = sum(plane.nbytes for _, plane, _ in self._planes.values())
+        return self._stats.summary() | {"pool_bytes": held}
 
     def reset_stats(self) -> None:
         """Start counting anew."""
-        self._stats = Stats()
+        self._settle()
+        self._stats.reset()
+
+    def _settle(self) -> None:
+        for *_, clock in self._planes.values():
+            clock.settle()
+
+    def check(self) -> None:
+        """Raise what a device has noted and the host has not seen yet; waits for it.
+
+        A lost rank, rows that exceed the capacity, ids that are none. `gather` looks by itself,
+        without waiting; after the replay of a graph, it is for the caller to ask.
+        """
+        for _, plane, _ in self._planes.values():
+            plane.check()
 
     def close(self) -> None:
-        """Write the rest of the trace, give back the communicator's resources."""
+        """Write the rest of the trace, give back memory and the communicator's resources."""
+        self._settle()
         if self.recorder is not None:
             self.recorder.close()
+        for _, plane, _ in self._planes.values():
+            plane.close()
         self.comm.close()
-
-    @contextmanager
-    def timed(self, stage: str, passage: Passage | None = None) -> Iterator[None]:
-        """Add the time of the block to this stage."""
-        begin = time.perf_counter()
-        yield
-        seconds = time.perf_counter() - begin
-        self._stats.took(stage, seconds)
-        if passage is not None:
-            passage.took(stage, seconds)
-
-    def sent(self, what: str, nbytes: int, copies: int, passage: Passage | None = None) -> None:
-        """Count what a stage sent."""
-        self._stats.sent(what, nbytes, copies)
-        if passage is not None:
-            passage.moved += nbytes
-
-    def _passage_of(self, plan: Plan) -> Passage | None:
-        last = self._passages.last if self._passages is not None else None
-        return last if last is not None and last.plan is plan else None
-
-    def _control_for(self, ids: torch.Tensor) -> ControlPlane | None:
-        """The kernels for these ids, if they are on a GPU, or if the user asks for them."""
-        if (self._backend_name or backend_for(ids.device.type).name) != "triton":
-            return None
-        control, rows = self._control, ids.numel()
-        if control is not None and control.device == ids.device and rows <= control.rows:
-            return control
-        from ultraep.runtime.control import POLICIES, ControlPlane  # triton, only where it is used
-
-        config = self.config
-        if config.policy not in POLICIES:
-            config = replace(config, policy="ultraep")
-        rows = min(1 << max(rows, 1024).bit_length(), MAX_TOTAL // self.topology.ranks)
-        self._known_to_control = None
-        return ControlPlane(self.topology, config, rows=rows, rank=self.rank, device=ids.device)
-
-    def _count(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | int]:
-        """The loads of this rank, and whether its ids are no good: an error to raise later.
-
-        On the GPU it also counts if something was wrong since the last step.
-        """
-        try:
-            if self._control is not None:
-                return self._control.count(ids.contiguous()), self._control.faults.any()
-            counts = count_loads(ids, self.topology.experts, backend=self._backend_name)
-            return torch.from_numpy(counts).to(ids.device), 0
-        except LoadError:
-            return torch.zeros(self.topology.experts, dtype=torch.int64, device=ids.device), 1
-
-    def _refuse(self, ids: torch.Tensor) -> None:
-        """Raise the error that `_count` has kept."""
-        if self._control is not None:
-            self._control.check()
-            self._control.count(ids.contiguous())
-        count_loads(ids, self.topology.experts, backend=self._backend_name)
 
 
 @cache
@@ -359,11 +343,3 @@ def _warm_up(backend: str | None) -> None:
     loads = [count_loads(ids, topology.experts, backend=backend)] * topology.ranks
     plan = make_plan(loads, topology, BalanceConfig(tolerance=0.1), backend=backend)
     reroute(ids, plan, 0, backend=backend)
-
-
-def _connect(
-    group: dist.ProcessGroup | None, transport: str, timeout: float | None
-) -> Communicator:
-    from ultraep.runtime.connect import connect  # torch.distributed, only where it is needed
-
-    return connect(group, transport=transport, timeout=timeout)

@@ -29,10 +29,7 @@ def connect(
     their word. `timeout` is how many seconds to wait for a rank; None: as long as the group does.
     """
     if transport not in TRANSPORTS:
-        raise ConfigError(
-            f"transport is one of {', '.join(TRANSPORTS)}, got {transport!r}; "
-            "for memory that GPUs share there is ultraep.DeviceBalancer"
-        )
+        raise ConfigError(f"transport is one of {', '.join(TRANSPORTS)}, got {transport!r}")
     check_timeout(timeout)
     if group is None:
         return local.alone()
@@ -49,3 +46,11 @@ def connect(
 
     logger.info("transport of %d ranks: sockets", group.size())
     return TorchDistCommunicator(group, timeout)
+
+
+def connect_hosts(group: ProcessGroup) -> Communicator:
+    """The hosts of a group of GPUs, whose messages wait for no device; collective."""
+    import torch.distributed as dist
+
+    ranks = dist.get_process_group_ranks(group)
+    return connect(dist.new_group(ranks, backend="gloo", use_local_synchronization=True))

@@ -12,13 +12,14 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 
-from ultraep.comm import Communicator, Message
+from ultraep.comm import Communicator, Message, Peers
 from ultraep.config import check_timeout
 from ultraep.errors import CommunicationError, ConfigError
+from ultraep.runtime.mapped.peers import LocalPeers
 
 T = TypeVar("T")
 
@@ -143,6 +144,16 @@ class LocalCommunicator:
 
     def gather_objects(self, value: Any) -> list[Any]:
         return self._swap("gather_objects", [value] * self.size)
+
+    def hosts(self) -> Self:
+        """Itself: it is of hosts."""
+        return self
+
+    def peers(self, device: torch.device) -> Peers:
+        """Memory of one rank; several threads would wait for each other on one stream."""
+        if self.size > 1:
+            raise ConfigError(f"{self.size} ranks are threads of one process: give peers=")
+        return LocalPeers(1, device).of(0)
 
     def close(self) -> None:
         """Nothing was taken."""

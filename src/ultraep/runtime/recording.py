@@ -1,7 +1,6 @@
-"""Recording: what a balancer hands to the recorder of its rank, if it has one.
+"""Recording: the notebook of a balancer that becomes a trace, if one is wanted.
 
-A `Passage` goes with a microbatch through a layer, from `gather` on, and collects the seconds of
-its stages. Forward, it becomes a record when the outputs are combined; what backward takes is added
+Forward, a microbatch becomes a record when its outputs are combined; what backward takes is added
 to that record later. A forward pass that is computed again in backward is no new record: its time
 is the stage "recompute" of the first.
 """
@@ -9,25 +8,24 @@ is the stage "recompute" of the first.
 from __future__ import annotations
 
 import os
-import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
-
-import torch
+from typing import Any
+from weakref import WeakKeyDictionary
 
 from ultraep.comm import Communicator
 from ultraep.config import BalanceConfig
-from ultraep.dispatch import Roads
 from ultraep.errors import ConfigError, FileError
 from ultraep.plan import Plan
-from ultraep.reroute import Routes
-from ultraep.runtime.past import REMEMBERED, Seen
+from ultraep.plane import Microbatch
+from ultraep.reroute import rows_received
+from ultraep.runtime.history import REMEMBERED, History, Moment
 from ultraep.topology import Topology
 from ultraep.trace.pieces import Key
 from ultraep.trace.record import Recorder
 
+FORWARD = ("loads", "plan", "verify", "replicate", "reroute", "dispatch", "experts", "combine")
 VARIABLE = "ULTRAEP_TRACE"  # in the environment: a folder for the traces of all balancers
 MOST_TRACES = 10_000  # in that folder
 
@@ -85,17 +83,31 @@ def _new_folder(parent: Path) -> Path:
     raise FileError(f"{parent}: holds {MOST_TRACES} traces already, name a new folder")
 
 
-class Passages:
-    """Begins passages, and gives each the key that all ranks know it by."""
+@dataclass
+class _Pass:
+    """What was noted of one microbatch since it was last written."""
 
-    def __init__(self, recorder: Recorder) -> None:
-        self.recorder = recorder
-        self.last: Passage | None = None  # that was planned
+    plan: Plan
+    key: Key | None  # None: not recorded
+    slot_rows: list[int]
+    recorded: bool = False
+    moved: int = 0
+    seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+
+
+class Recording:
+    """The notebook that becomes a trace. One for each rank."""
+
+    def __init__(self, recorder: Recorder, rank: int) -> None:
+        self._recorder, self._rank = recorder, rank
+        self._history = History()
         self._step: int | None = None
         self._counts: dict[int, int] = defaultdict(int)  # of the step, by layer
         self._keys: dict[int, deque[tuple[int, Key]]] = defaultdict(
             lambda: deque(maxlen=REMEMBERED + 1)
         )
+        self._early: WeakKeyDictionary[Microbatch, dict[str, float]] = WeakKeyDictionary()
+        self._passes: WeakKeyDictionary[Microbatch, _Pass] = WeakKeyDictionary()
 
     def begin_step(self, step: int) -> None:
         """The microbatches from now on are those of this step."""
@@ -105,134 +117,58 @@ class Passages:
             self._counts.clear()
         self._step = step
 
-    def planned(self, passage: Passage, layer: int, plan: Plan, seen: Seen) -> None:
-        """The passage has a plan, and thereby a place among those of its layer."""
-        self.last = passage
-        passage.plan, passage.again = plan, seen.again
-        if seen.again:
-            found = (key for number, key in self._keys[layer] if number == seen.number)
-            passage.key = next(found, None)
-        elif seen.number is not None:
-            passage.key = self._next(layer, seen.number)
-            self._keys[layer].append((seen.number, passage.key))
+    def planned(self, microbatch: Microbatch, plan: Plan) -> None:
+        """The microbatch has a plan, and thereby a place among those of its layer."""
+        layer, again = microbatch.layer, microbatch.again
+        moment = self._history.note(layer, plan.loads.sum(axis=0), again=again)
+        rows = rows_received(plan, self._rank).sum(axis=0).tolist()
+        found = _Pass(plan, self._key(layer, moment, again), rows)
+        for stage, seconds in self._early.pop(microbatch, {}).items():
+            found.seconds[stage] += seconds
+        self._passes[microbatch] = found
 
-    def _next(self, layer: int, number: int) -> Key:
-        if self._step is None:  # nobody tells: every microbatch is a step
-            return number, layer, 0
-        self._counts[layer] += 1
-        return self._step, layer, self._counts[layer] - 1
+    def _key(self, layer: int, moment: Moment, again: bool) -> Key | None:
+        """By which all ranks know the microbatch."""
+        if again:
+            found = (key for number, key in self._keys[layer] if number == moment.number)
+            return next(found, None)
+        assert moment.number is not None
+        key = moment.number, layer, 0  # where nobody tells, every microbatch is a step
+        if self._step is not None:
+            key = self._step, layer, self._counts[layer]
+            self._counts[layer] += 1
+        self._keys[layer].append((moment.number, key))
+        return key
 
+    def took(self, microbatch: Microbatch, stage: str, seconds: float) -> None:
+        """Add the time of a stage; of a forward pass that is computed again, to one of its own."""
+        stage = "recompute" if microbatch.again and stage in FORWARD else stage
+        found = self._passes.get(microbatch)
+        sums = self._early.setdefault(microbatch, {}) if found is None else found.seconds
+        sums[stage] = sums.get(stage, 0.0) + seconds
 
-class Passage:
-    """One microbatch on its way through one layer and back."""
+    def sent(self, microbatch: Microbatch, _what: str, nbytes: int, _copies: int) -> None:
+        """Add what was moved."""
+        self._passes[microbatch].moved += nbytes
 
-    def __init__(self, recorder: Recorder) -> None:
-        self._recorder = recorder
-        self.key: Key | None = None  # None: not recorded
-        self.plan: Plan | None = None
-        self.again = self.back = False
-        self.moved = 0
-        self._slot_rows: list[int] | None = None
-        self._recorded = False
-        self._seconds: dict[str, float] = defaultdict(float)
-        self._began = time.time()
-        self._experts_since: float | None = None
-        self._inside = 0.0  # seconds of other stages since then
-
-    def took(self, stage: str, seconds: float) -> None:
-        """Add the time of a stage."""
-        if self.again and not self.back:
-            stage = "recompute"
-        elif self.back and stage == "replicate":
-            stage = "weights again"
-        self._seconds[stage] += seconds
-        self._inside += seconds
-
-    @contextmanager
-    def timed(self, stage: str) -> Iterator[None]:
-        """Add the time of the block."""
-        begin = time.perf_counter()
-        yield
-        self.took(stage, time.perf_counter() - begin)
-
-    def arrived(self, slot_rows: list[int]) -> None:
-        """Rows are at their slots; the experts begin."""
-        self._slot_rows = slot_rows
-        self._experts_since, self._inside = time.perf_counter(), 0.0
-
-    def served(self) -> None:
-        """The experts are through, unless that was said before."""
-        if self._experts_since is not None:
-            whole = time.perf_counter() - self._experts_since
-            self.took("experts back" if self.back else "experts", whole - self._inside)
-            self._experts_since = None
-
-    def returns(self) -> None:
-        """Backward begins."""
-        self.back, self._began = True, time.time()
-
-    def flush(self) -> None:
-        """Hand over what was collected since the last time."""
-        seconds, self._seconds = self._seconds, defaultdict(float)
-        moved, self.moved = self.moved, 0
-        if self.key is None or self.plan is None or self._slot_rows is None:
+    def passed(self, microbatch: Microbatch) -> None:
+        """Hand over what was noted since the last time."""
+        found = self._passes.get(microbatch)
+        if found is None or found.key is None:
             return
-        step, layer, microbatch = self.key
-        if self.again or self._recorded:
-            self._recorder.more(
-                step=step,
-                layer=layer,
-                microbatch=microbatch,
-                bytes_moved=moved,
-                seconds=seconds,
-                began=self._began,
-            )
+        seconds, found.seconds = found.seconds, defaultdict(float)
+        moved, found.moved = found.moved, 0
+        step, layer, number = found.key
+        told: dict[str, Any] = {
+            "step": step,
+            "layer": layer,
+            "microbatch": number,
+            "bytes_moved": moved,
+            "seconds": seconds,
+            "began": microbatch.began,
+        }
+        if microbatch.again or found.recorded:
+            self._recorder.more(**told)
         else:
-            self._recorded = True
-            self._recorder.add(
-                plan=self.plan,
-                slot_rows=self._slot_rows,
-                step=step,
-                layer=layer,
-                microbatch=microbatch,
-                bytes_moved=moved,
-                seconds=seconds,
-                began=self._began,
-            )
-
-
-class TimedRoads(Roads):
-    """Roads that tell a passage what goes over them."""
-
-    def __init__(
-        self, routes: Routes, comm: Communicator, on_return: Callable[[], None], passage: Passage
-    ) -> None:
-        def returns() -> None:
-            passage.returns()
-            with passage.timed("combine back"):
-                on_return()
-
-        super().__init__(routes, comm, returns)
-        self._passage = passage
-
-    def to_slots(
-        self, values_TD: torch.Tensor, scalars_TK: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Stage 5, or the backward of stage 7."""
-        passage = self._passage
-        with passage.timed("combine back" if passage.back else "dispatch"):
-            found = super().to_slots(values_TD, scalars_TK)
-        assert len(found[0]) == sum(self.counts)
-        passage.arrived(self.counts)
-        return found
-
-    def to_tokens(
-        self, rows_AD: torch.Tensor, scalars_A: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Stage 7, or the backward of stage 5."""
-        passage = self._passage
-        passage.served()
-        with passage.timed("dispatch back" if passage.back else "combine"):
-            found = super().to_tokens(rows_AD, scalars_A)
-        passage.flush()
-        return found
+            found.recorded = True
+            self._recorder.add(plan=found.plan, slot_rows=found.slot_rows, **told)

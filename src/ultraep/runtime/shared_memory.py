@@ -14,12 +14,12 @@ import weakref
 from collections import deque
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, closing
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.distributed as dist
 
-from ultraep.comm import Message
+from ultraep.comm import Message, Peers
 from ultraep.errors import CommunicationError, ConfigError
 from ultraep.runtime import segments, wire
 from ultraep.runtime.torch_dist import (
@@ -73,6 +73,14 @@ class SharedMemoryCommunicator:
         places = [torch.empty(size, dtype=torch.uint8, device="cpu") for size in sizes]
         self._swap("gather_objects", [data] * self.size, places)
         return [pickle.loads(place.numpy().tobytes()) for place in places]
+
+    def hosts(self) -> Self:
+        """Itself: it is of hosts."""
+        return self
+
+    def peers(self, device: torch.device) -> Peers:
+        """None: it is memory of CPUs."""
+        raise ConfigError(f"tokens are on {device}, and ranks share memory of the CPU only")
 
     def abort(self) -> None:
         """Tell the other ranks that this one failed: they stop waiting for it."""

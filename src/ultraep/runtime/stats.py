@@ -6,19 +6,24 @@ from collections import defaultdict
 from typing import Any
 
 from ultraep.plan import Plan
+from ultraep.plane import Microbatch
 
 
 class Stats:
     """Running sums; `summary` turns them into means."""
 
     def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin to count."""
         self._microbatches = 0
         self._before = self._after = self._worst = 0.0
         self._copies = self._tokens = self._remote = 0
         self._sent: dict[str, int] = defaultdict(int)
         self._seconds: dict[str, float] = defaultdict(float)
 
-    def planned(self, plan: Plan) -> None:
+    def planned(self, _: Microbatch, plan: Plan) -> None:
         self._microbatches += 1
         self._before += plan.initial_imbalance
         self._after += plan.imbalance
@@ -27,12 +32,15 @@ class Stats:
         self._tokens += plan.total
         self._remote += plan.remote_tokens
 
-    def took(self, stage: str, seconds: float) -> None:
+    def took(self, _: Microbatch, stage: str, seconds: float) -> None:
         self._seconds[stage] += seconds
 
-    def sent(self, what: str, nbytes: int, copies: int) -> None:
+    def sent(self, _: Microbatch, what: str, nbytes: int, copies: int) -> None:
         self._sent[f"{what}_bytes_sent"] += nbytes
         self._sent[f"{what}_copies_sent"] += copies
+
+    def passed(self, _: Microbatch) -> None:
+        """Nothing: sums know no microbatch."""
 
     def summary(self) -> dict[str, Any]:
         """Means over microbatches, totals of what this rank sent, seconds per stage."""

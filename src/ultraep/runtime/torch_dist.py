@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ultraep.comm import Message
+from ultraep.comm import Communicator, Message, Peers
 from ultraep.errors import CommunicationError, ConfigError
 
 # torch 2.13 renamed it and warns about the old name; 2.11 knows only that one.
@@ -84,6 +84,20 @@ class TorchDistCommunicator:
         with self._named("gather_objects"):
             dist.all_gather_object(values, value, group=self._group)
         return values
+
+    def hosts(self) -> Communicator:
+        """Over gloo, and shared memory where all ranks are on one host."""
+        from ultraep.runtime.connect import connect_hosts
+
+        return self if dist.get_backend(self._group) == "gloo" else connect_hosts(self._group)
+
+    def peers(self, device: torch.device) -> Peers:
+        """Symmetric memory of GPUs."""
+        if device.type != "cuda":
+            raise ConfigError(f"tokens are on {device}, and only GPUs map each other's memory")
+        from ultraep.runtime.mapped.symmetric import SymmetricPeers
+
+        return SymmetricPeers(self._group, device)
 
     def close(self) -> None:
         """Nothing was taken."""

@@ -2,19 +2,19 @@
 
 Every rank exposes what it has, and pulls what it needs:
 
-    exchange.tables(rows_of_slot, receive_counts, ways)
+    exchange.tables(rows_of_slot, receive_counts, row_map)
     exchange.expose(order, weights)
     exchange.expose_values(tokens, values)
     ...                                                     all ranks wait for each other
-    exchange.origins(receive_counts, ways)
-    exchange.landings(slots, positions, ways)
-    exchange.gather_rows(values, ways, arrivals)
+    exchange.origins(receive_counts, row_map)
+    exchange.landings(slots, positions, row_map)
+    exchange.gather_rows(values, row_map, arrivals)
     ...                                                     experts fill `served_rows(served, ...)`
     ...                                                     all ranks wait for each other
-    exchange.sum_rows(served, ways, outputs)
+    exchange.sum_rows(served, row_map, outputs)
 
 Nobody may expose anew before the others have pulled. The way back of gradients is the same with
-gradients of outputs as values, and needs no tables: they are in the `Ways`.
+gradients of outputs as values, and needs no tables: they are in the `RowMap`.
 
 Shapes: T tokens, K choices, N = T * K routed rows, A arrived rows, S slots of all ranks, L slots of
 this rank, R ranks, D width of a row.
@@ -111,12 +111,12 @@ class RegionLayout:
 
 
 @dataclass(frozen=True, slots=True)
-class Ways:
-    """From where every row came, and where it went: all that is needed until the gradients."""
+class RowMap:
+    """Where every row came from, and where it went: all that is needed until the gradients."""
 
     offsets: torch.Tensor  # [L + 1] where the arrivals of each slot begin; the last: A
     origins: torch.Tensor  # [capacity] rank * rows + routed row of each arrived row; -1: unknown
-    weights: torch.Tensor  # [capacity] the scalar of each arrived row
+    gates: torch.Tensor  # [capacity] the scalar of each arrived row
     landings: torch.Tensor  # [rows] rank * capacity + arrived row of each routed row; -1: none
 
 
@@ -145,13 +145,13 @@ class Exchange:
     def _table(self, at: int, length: int) -> torch.Tensor:
         return self.region.local[at : at + 4 * length].view(torch.int32)
 
-    def ways(self) -> Ways:
+    def row_map(self) -> RowMap:
         """Buffers for the routes of one microbatch."""
 
         def buffer(length: int, dtype: torch.dtype) -> torch.Tensor:
             return torch.zeros(length, dtype=dtype, device=self.device)
 
-        return Ways(
+        return RowMap(
             buffer(self.num_local + 1, torch.int32),
             buffer(self.layout.capacity, torch.int64),
             buffer(self.layout.capacity, torch.float32),
@@ -168,7 +168,7 @@ class Exchange:
         """[capacity] the same for one scalar of every arrived row."""
         return served.local[: 4 * self.layout.capacity].view(torch.float32)
 
-    def tables(self, rows_of_slot: torch.Tensor, received: torch.Tensor, ways: Ways) -> None:
+    def tables(self, rows_of_slot: torch.Tensor, received: torch.Tensor, row_map: RowMap) -> None:
         """Where the rows of every slot begin, here and for the others.
 
         rows_of_slot: [S] rows that this rank sends.   received: [R, L] those that it gets.
@@ -183,7 +183,7 @@ class Exchange:
             received,
             self.begins,
             self.blocks,
-            ways.offsets,
+            row_map.offsets,
             self.faults,
             layout.num_slots,
             self.num_local,
@@ -223,7 +223,7 @@ class Exchange:
             num_warps=WARPS,
         )
 
-    def origins(self, received: torch.Tensor, ways: Ways) -> None:
+    def origins(self, received: torch.Tensor, row_map: RowMap) -> None:
         """Pulls from where every arrived row comes, and its scalar."""
         layout, rows = self.layout, 1024
         self._check_received(received)
@@ -235,8 +235,8 @@ class Exchange:
             received,
             self.blocks,
             self.first_slot_of_rank,
-            ways.origins,
-            ways.weights,
+            row_map.origins,
+            row_map.gates,
             self.rank,
             self.num_local,
             layout.capacity,
@@ -248,7 +248,7 @@ class Exchange:
             num_warps=4,
         )
 
-    def gather_rows(self, values: Region, ways: Ways, gathered: torch.Tensor) -> None:
+    def gather_rows(self, values: Region, row_map: RowMap, gathered: torch.Tensor) -> None:
         """[capacity, D] pulls the values of all arrived rows; what is behind them stays."""
         row_bytes = gathered.shape[1] * gathered.itemsize
         assert gathered.is_contiguous()
@@ -258,8 +258,8 @@ class Exchange:
         rows, columns = tile_of(row_bytes // size, IN_FLIGHT // size)
         kernels.gather_rows[(self.programs,)](
             values.addresses,
-            ways.origins,
-            ways.offsets,
+            row_map.origins,
+            row_map.offsets,
             gathered.view(-1).view(WORDS[size]),
             self.num_local,
             ROWS=self.layout.rows,
@@ -270,7 +270,7 @@ class Exchange:
             num_warps=WARPS,
         )
 
-    def landings(self, slots: torch.Tensor, positions: torch.Tensor, ways: Ways) -> None:
+    def landings(self, slots: torch.Tensor, positions: torch.Tensor, row_map: RowMap) -> None:
         """Pulls where every routed row `[T, K]` is served."""
         layout, rows = self.layout, 256
         self._check_rows(slots.numel())
@@ -283,7 +283,7 @@ class Exchange:
             self.begins,
             self.rank_of_slot,
             self.first_slot_of_rank,
-            ways.landings,
+            row_map.landings,
             self.rank,
             layout.num_slots,
             slots.numel(),
@@ -297,7 +297,7 @@ class Exchange:
     def sum_rows(
         self,
         served: Region,
-        ways: Ways,
+        row_map: RowMap,
         summed: torch.Tensor,
         scalars: torch.Tensor | None = None,
     ) -> None:
@@ -316,7 +316,7 @@ class Exchange:
         rows, columns = tile_of(width, of_choice // summed.itemsize)
         kernels.sum_rows[(self.programs,)](
             served.addresses,
-            ways.landings,
+            row_map.landings,
             summed,
             scalars,
             tokens,

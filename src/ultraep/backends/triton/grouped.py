@@ -13,6 +13,7 @@ import torch
 import triton
 
 from ultraep.backends.triton.kernels import grouped, swiglu
+from ultraep.products import Stacks
 
 
 @dataclass(frozen=True)
@@ -59,24 +60,6 @@ TABLES: dict[str, Table] = {
         **_ROWS,
     },
 }
-
-
-@dataclass(frozen=True)
-class Stacks:
-    """One tensor of every slot: of the home slots, and of the spare ones.
-
-    Both have one type and the same strides within a slot, and a last dimension without gaps.
-    """
-
-    homes: torch.Tensor
-    copies: torch.Tensor
-
-    def __post_init__(self) -> None:
-        homes, copies = self.homes, self.copies
-        assert homes.dtype == copies.dtype, (homes.dtype, copies.dtype)
-        assert homes.shape[1:] == copies.shape[1:], (homes.shape, copies.shape)
-        assert homes.stride()[1:] == copies.stride()[1:], (homes.stride(), copies.stride())
-        assert homes.stride(-1) == 1, homes.stride()
 
 
 class Grouped:

@@ -13,7 +13,7 @@ import triton
 
 from ultraep.backends.triton.board import MAX_CHUNKS, STAGES, Board
 from ultraep.backends.triton.kernels import relay, stream
-from ultraep.bundle import Layout
+from ultraep.bundle import Layout, Stack
 from ultraep.comm import Region
 from ultraep.errors import ConfigError
 from ultraep.topology import Topology
@@ -84,7 +84,7 @@ class Streamer:
         self,
         made: torch.Tensor,
         layout: Layout,
-        tensors: Mapping[str, torch.Tensor],
+        tensors: Mapping[str, Stack],
         rows: Region,
         buffer: int = 0,
     ) -> None:
@@ -130,16 +130,20 @@ class Streamer:
         )
 
     def sources(
-        self, layout: Layout, tensors: Mapping[str, torch.Tensor]
+        self, layout: Layout, tensors: Mapping[str, Stack]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """[P] where the stacked tensors begin, and [P, 3] place in a row, bytes, alignment."""
+        stacked: dict[str, torch.Tensor] = {}
         for name, tensor in tensors.items():
+            if not isinstance(tensor, torch.Tensor):
+                raise ConfigError(f"{name!r} is a list of tensors, and kernels want one stack")
+            stacked[name] = tensor
             if not tensor.is_contiguous():
                 raise ConfigError(
                     f"{name!r} must be contiguous: shape {list(tensor.shape)}, "
                     f"strides {list(tensor.stride())}"
                 )
-        pointers = tuple(tensors[name].data_ptr() for name, _, _ in layout.parts)
+        pointers = tuple(stacked[name].data_ptr() for name, _, _ in layout.parts)
         key = (layout, pointers)
         if key not in self._sources:
             device = self.board.peers.device

@@ -1,4 +1,4 @@
-"""DataPlane: memory that ranks share, and what moves through it: weights, rows, gradients.
+"""MappedMemory: memory that ranks share, and what moves through it: weights, rows, gradients.
 
 Every verb launches kernels and returns at once. A region is written only after all ranks have read
 what stood there: each meeting of the ranks says so for everything that was read before it.
@@ -6,49 +6,58 @@ what stood there: each meeting of the ranks says so for everything that was read
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
 from ultraep.backends.triton.board import Board
-from ultraep.backends.triton.exchange import Exchange, RegionLayout
+from ultraep.backends.triton.exchange import Exchange, RegionLayout, aligned
 from ultraep.backends.triton.grouped import multiprocessors
 from ultraep.backends.triton.reducer import pull
 from ultraep.backends.triton.streamer import Streamer
 from ultraep.bundle import Layout
 from ultraep.comm import Peers, Region
 from ultraep.errors import LoadError, SlotError
-from ultraep.runtime.overlap import Overlap
+from ultraep.plane import Kinds
+from ultraep.runtime.mapped.overlap import Overlap
+from ultraep.runtime.mapped.peers import NamedPeers
+from ultraep.runtime.settings import DeviceShare
 from ultraep.topology import Topology
 
 
-class DataPlane:
-    """The shared memory of one rank. Regions are allocated at their first use, by all ranks."""
+class MappedMemory:
+    """The shared memory of one rank. Regions are allocated at their first use, by all ranks.
+
+    name: of all its regions, which are apart from those of other such memories.
+    """
 
     def __init__(
         self,
         peers: Peers,
         topology: Topology,
         *,
+        name: str,
         tokens: int,
         top_k: int,
         capacity: int,
         relay: str,
         buffers: int,
         timeout: float,
-        sms: int | None,
-        budget: int | None,
-        streams: tuple[torch.cuda.Stream, torch.cuda.Stream] | None,
+        share: DeviceShare,
     ) -> None:
-        self.peers, self.topology, self.capacity = peers, topology, capacity
-        self.sms = sms or multiprocessors(peers.device)
-        self.overlap = Overlap(peers.device, streams)
-        self.board = Board(peers, slots=topology.slots, buffers=buffers, timeout=timeout)
+        own: Peers = NamedPeers(peers, name)
+        self.peers, self.topology, self.capacity = own, topology, capacity
+        self.tokens, self.top_k = tokens, top_k
+        self.sms = share.sms or multiprocessors(own.device)
+        self.overlap = Overlap(own.device, share.streams)
+        self.board = Board(own, slots=topology.slots, buffers=buffers, timeout=timeout)
         # Programs of a relay wait for each other, so all must fit on the device at once: two on a
         # multiprocessor do, with room for others. Those that only pull may queue.
-        moving, pulling = 2 * (budget or self.sms), 4 * self.sms
-        if peers.device.type == "cpu":
+        moving, pulling = 2 * (share.budget or self.sms), 4 * self.sms
+        if own.device.type == "cpu":
             moving, pulling = 1, 2
         self.streamer = Streamer(self.board, topology, relay=relay, programs=moving)
         self._pull_programs = pulling
@@ -58,25 +67,18 @@ class DataPlane:
             top_k=top_k,
             capacity=capacity,
         )
-        tables = peers.allocate("tables", layout.table_bytes)
-        self.exchange = Exchange(layout, rank=peers.rank, tables=tables, programs=self.sms)
-        self._loads = peers.allocate("loads", self.board.table_bytes(topology.experts))
+        tables = own.allocate("tables", layout.table_bytes)
+        self.exchange = Exchange(layout, rank=own.rank, tables=tables, programs=self.sms)
+        self._loads = own.allocate("loads", self.board.table_bytes(topology.experts))
         # Kept, not made anew: if a rank is lost, it holds loads of a step before, and no nonsense.
         self._gathered = torch.zeros(
-            topology.ranks, topology.experts, dtype=torch.int32, device=peers.device
+            topology.ranks, topology.experts, dtype=torch.int32, device=own.device
         )
+        self.buffers = buffers
         self._borrowers: list[str | None] = [None] * buffers
+        self._gradients: dict[tuple[Any, ...], dict[str, GradientSlots]] = {}
         self._regions: dict[str, Region] = {}
         self._read: set[str] = set()  # since the last meeting
-
-    def prepare(self, layout: Layout, parameters: int, row_bytes: int) -> None:
-        """Allocate what layers of these weights and rows need."""
-        for buffer in range(len(self._borrowers)):
-            self.slots(layout, buffer)
-        if self.topology.slots:
-            self.gradients(parameters, torch.float32)
-        self.region("values", self.exchange.layout.value_bytes(row_bytes))
-        self.region("served", self.exchange.layout.served_bytes(row_bytes))
 
     def share_loads(self, loads_E: torch.Tensor, kind: int) -> torch.Tensor:
         """[R, E] the loads of all ranks, from those of this one; all must be of one kind."""
@@ -108,40 +110,65 @@ class DataPlane:
         return self.region(kind, nbytes)
 
     @contextmanager
-    def lend(self, borrower: str) -> Iterator[int]:
-        """The number of a free buffer of spare slots."""
+    def lend(self, borrower: str, before: int | None) -> Iterator[int]:
+        """The number of a free buffer of spare slots: the one that was lent before, if it is."""
         if None not in self._borrowers:
             raise SlotError(
                 f"{borrower} needs spare slots, all {len(self._borrowers)} are lent to "
                 f"{', '.join(map(str, self._borrowers))}: let it finish, or give in_flight="
             )
         buffer = self._borrowers.index(None)
+        if before is not None and self._borrowers[before] is None:
+            buffer = before
         self._borrowers[buffer] = borrower
         try:
             yield buffer
         finally:
             self._borrowers[buffer] = None
 
+    @property
+    def nbytes(self) -> int:
+        """Memory of this rank in regions so far."""
+        return sum(region.local.numel() for region in self._regions.values())
+
     def slots(self, layout: Layout, buffer: int) -> Region:
         """`[slots, bytes]` of every rank."""
         return self.region(f"slots {buffer}", max(1, self.topology.slots) * layout.nbytes)
 
-    def reduce(self, gradients_HP: torch.Tensor, made: torch.Tensor) -> None:
+    def gradient_slots(self, kinds: Kinds) -> dict[str, GradientSlots]:
+        """Memory for the gradients of copies, one block `[slots, ...]` after the other."""
+        self._free_gradients()
+        slots, key = self.topology.slots, tuple(kinds.items())
+        if key not in self._gradients and slots:
+            begins, end = [], 0
+            for shape, dtype in kinds.values():
+                begins.append(end)
+                end += aligned(slots * math.prod(shape) * dtype.itemsize)
+            region = self.region("gradients", end)
+            self._gradients[key] = {
+                name: GradientSlots(region, begin, slots, *kind)
+                for begin, (name, kind) in zip(begins, key, strict=True)
+            }
+        return self._gradients.get(key, {})
+
+    def reduce(
+        self,
+        homes: Mapping[str, torch.Tensor],
+        slots: Mapping[str, GradientSlots],
+        schedule: torch.Tensor,
+    ) -> None:
         """Add the gradients of all copies to those of the home experts, in place, aside.
 
         To be joined before the next meeting of rows, which frees the memory of the copies.
         """
-        rows = self.gradients(gradients_HP.shape[1], gradients_HP.dtype)
         with self.overlap.aside("gradients"):
             self.board.meet("gradients")
-            pull(gradients_HP, rows, made, self.streamer, programs=self._pull_programs)
+            for name, of_copies in slots.items():
+                flat = homes[name].flatten(1) if homes[name].ndim > 1 else homes[name][:, None]
+                pull(flat, of_copies.region, schedule, self.streamer, programs=self._pull_programs)
         self._read.add("gradients")
 
-    def gradients(self, width: int, dtype: torch.dtype) -> Region:
-        """`[slots, P]` of every rank."""
-        return self.region(f"gradients {dtype}", self.topology.slots * width * dtype.itemsize)
-
-    def free_gradients(self) -> None:
+    def _free_gradients(self) -> None:
         """From here on, nobody reads the gradients of copies of the backward pass before."""
         if "gradients" in self._read:
             self.meet()
@@ -156,3 +183,15 @@ class DataPlane:
                 f"{most} rows for rank {self.peers.rank}, but its buffers are for {self.capacity}: "
                 f"give a larger capacity= (this happened {times} times)"
             )
+
+
+class GradientSlots:
+    """Memory of all ranks for the gradients of their copies of one tensor."""
+
+    def __init__(
+        self, region: Region, begin: int, slots: int, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> None:
+        self.nbytes = math.prod(shape) * dtype.itemsize  # of a copy
+        held = region.local[begin : begin + slots * self.nbytes]
+        self.local = held.view(dtype).view(slots, *shape)  # of this rank
+        self.region = Region(held, region.addresses + begin, region)

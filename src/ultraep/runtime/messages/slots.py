@@ -43,22 +43,27 @@ class SlotPool:
             raise ConfigError(f"a pool needs at least one buffer, got {buffers}")
         self._slots, self._most = slots, buffers
         self._buffers: dict[tuple[Layout, torch.device], list[Buffer]] = {}
-        self._rows: dict[tuple[str, torch.dtype, torch.device], torch.Tensor] = {}
+        self._rows: dict[tuple[str, torch.device], torch.Tensor] = {}
 
     @contextmanager
     def lend(
-        self, layout: Layout, device: torch.device, borrower: str, wanted: Contents | None = None
+        self,
+        layout: Layout,
+        device: torch.device,
+        borrower: str,
+        wanted: Contents | None = None,
+        before: Buffer | None = None,
     ) -> Iterator[Buffer]:
         """A free buffer of this layout until the end of the `with` block.
 
         wanted: what is to be in it; a buffer that holds some of that is preferred, then a new one,
-        then the one that was lent longest ago.
+        then the one that was lent longest ago.   before: the one that is preferred to all others.
         """
         wanted = wanted or {}
         buffers = self._buffers.setdefault((layout, device), [])
         free = [buffer for buffer in buffers if buffer.borrower is None]
-        buffer = max(free, key=lambda b: b.holds(wanted), default=None)
-        would_lose = wanted and buffer is not None and not buffer.holds(wanted)
+        buffer = max(free, key=lambda b: (b is before, b.holds(wanted)), default=None)
+        would_lose = wanted and buffer not in (None, before) and not buffer.holds(wanted)
         if (buffer is None or would_lose) and len(buffers) < self._most:
             buffer = Buffer(_zeros((self._slots, layout.nbytes), torch.uint8, device))
             buffers.append(buffer)
@@ -76,20 +81,19 @@ class SlotPool:
             buffer.borrower = None
 
     def gradient_rows(
-        self, use: str, count: int, width: int, dtype: torch.dtype, device: torch.device
+        self, use: str, count: int, nbytes: int, device: torch.device
     ) -> torch.Tensor:
-        """`[count, width]` of memory that is kept for this use, and grows only."""
-        key = (use, dtype, device)
-        flat = self._rows.get(key)
-        if flat is None or flat.numel() < count * width:
-            flat = self._rows[key] = _zeros((count * width,), dtype, device)
-        return flat[: count * width].view(count, width)
+        """`[count, nbytes]` of memory that is kept for this use, and grows only."""
+        flat = self._rows.get((use, device))
+        if flat is None or flat.numel() < count * nbytes:
+            flat = self._rows[use, device] = _zeros((count * nbytes,), torch.uint8, device)
+        return flat[: count * nbytes].view(count, nbytes)
 
     @property
     def nbytes(self) -> int:
         """Memory taken so far."""
         lent = sum(b.rows.numel() for buffers in self._buffers.values() for b in buffers)
-        return lent + sum(rows.numel() * rows.element_size() for rows in self._rows.values())
+        return lent + sum(rows.numel() for rows in self._rows.values())
 
 
 @torch.inference_mode(False)

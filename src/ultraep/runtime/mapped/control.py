@@ -13,8 +13,10 @@ S slots of all ranks, L slots of this rank.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -46,9 +48,35 @@ class DevicePlan:
     expert_of_slot: torch.Tensor  # [S] what every slot holds; -1: nothing
     result: torch.Tensor  # most of the above in one piece
 
-    def to_host(self, loads: IntArray | None = None) -> Plan:
-        """The same as a `Plan`; waits for the device. `loads`: if the host has them already."""
-        result = self.result.cpu().numpy().astype(np.int64)
+    def kept(self) -> DevicePlan:
+        """The plan in memory of its own, which the next one does not overwrite."""
+        result, loads = self.result.clone(), self.loads.clone()
+
+        def moved(tensor: torch.Tensor) -> torch.Tensor:
+            begin = tensor.storage_offset() - self.result.storage_offset()
+            return result[begin : begin + tensor.numel()].view(tensor.shape)
+
+        parts = ("num_replicas", "replicas", "quotas", "split", "rank_loads", "slot_of_copy")
+        views: dict[str, Any] = {name: moved(getattr(self, name)) for name in parts}
+        return replace(self, loads=loads, result=result, **views)
+
+    def later(self) -> Callable[[], Plan]:
+        """A function that returns the `Plan` when the device has come so far; does not wait."""
+        if self.result.device.type == "cpu":
+            return self.to_host
+        result, loads = (
+            torch.empty_like(t, device="cpu", pin_memory=True).copy_(t, non_blocking=True)
+            for t in (self.result, self.loads)
+        )
+        return lambda: self.to_host(loads.numpy().astype(np.int64), result)
+
+    def to_host(self, loads: IntArray | None = None, fetched: torch.Tensor | None = None) -> Plan:
+        """The plan as a `Plan`; waits for the device.
+
+        loads, fetched: what the host has of loads and `result` already.
+        """
+        fetched = self.result.cpu() if fetched is None else fetched
+        result = fetched.numpy().astype(np.int64)
 
         def part(tensor: torch.Tensor) -> IntArray:
             begin = tensor.storage_offset() - self.result.storage_offset()

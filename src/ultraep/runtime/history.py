@@ -1,4 +1,4 @@
-"""Past: the loads that a layer saw, for policies that place by them.
+"""History: the loads that a layer saw, for policies that place by them.
 
 A forward pass that is computed again in backward (activation checkpointing) must plan as it did the
 first time. Its loads are not new: they are looked up, and their past is that of the first time.
@@ -19,15 +19,14 @@ from ultraep.arrays import IntArray
 REMEMBERED = 64  # microbatches of a layer; more can hardly wait for their backward pass
 
 
-class Seen(NamedTuple):
-    """Where the loads of a layer stand among those of before."""
+class Moment(NamedTuple):
+    """Where the loads of a microbatch stand in the history of its layer."""
 
     before: IntArray  # [E] the loads that came before these in this layer; these if none did
     number: int | None  # of the microbatch in this layer; None: computed again, and forgotten
-    again: bool  # whether it is computed again, in backward
 
 
-class Past:
+class History:
     """The last loads of every layer."""
 
     def __init__(self) -> None:
@@ -37,20 +36,23 @@ class Past:
         )
         self._counts: dict[int, int] = defaultdict(int)
 
-    def see(self, layer: int, loads_E: IntArray) -> Seen:
-        """Remember these loads, unless they were here before."""
-        seen, numbers = self._loads[layer], self._numbers[layer]
-        again, number = in_backward(), None
+    def note(self, layer: int, loads_E: IntArray, *, again: bool) -> Moment:
+        """Remember these loads, unless they were here before.
+
+        again: whether forward is computed again, in backward.
+        """
+        known, numbers = self._loads[layer], self._numbers[layer]
+        number = None
         if again:
-            for index in range(len(seen) - 1, -1, -1):
-                if np.array_equal(seen[index], loads_E):
-                    return Seen(seen[max(0, index - 1)], numbers[index], again)
+            for index in range(len(known) - 1, -1, -1):
+                if np.array_equal(known[index], loads_E):
+                    return Moment(known[max(0, index - 1)], numbers[index])
         else:
             number = self._counts[layer]
             self._counts[layer] += 1
-        seen.append(loads_E)
+        known.append(loads_E)
         numbers.append(number)
-        return Seen(seen[max(0, len(seen) - 2)], number, again)
+        return Moment(known[max(0, len(known) - 2)], number)
 
 
 def in_backward() -> bool:

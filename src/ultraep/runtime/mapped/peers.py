@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ultraep.comm import Region
+from ultraep.comm import Peers, Region
 from ultraep.errors import ConfigError
 
 
@@ -69,3 +69,42 @@ class LocalPeer:
 
     def close(self) -> None:
         """The memory lives as long as the group."""
+
+
+class NamedPeers:
+    """Peers whose regions have names of their own."""
+
+    def __init__(self, peers: Peers, name: str) -> None:
+        self._peers, self._name = peers, name
+        self.rank, self.size, self.device = peers.rank, peers.size, peers.device
+
+    def allocate(self, name: str, nbytes: int) -> Region:
+        return self._peers.allocate(f"{self._name}: {name}", nbytes)
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        return self._peers.gather_objects(value)
+
+    def close(self) -> None:
+        """Nothing of its own is taken."""
+
+
+class SilentCommunicator:
+    """One of several ranks that one thread drives, one after the other: nobody can wait."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size, self.timeout = rank, size, 30.0
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """As if all had the same."""
+        return [value] * self.size
+
+    def close(self) -> None:
+        """Nothing was taken."""
+
+    def _refuse(self, *_: Any) -> Any:
+        raise ConfigError(f"{self.size} ranks of one process have no group to speak over")
+
+    all_gather = all_to_all = exchange = peers = _refuse
+
+    def hosts(self) -> None:
+        """Nobody."""

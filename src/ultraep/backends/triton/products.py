@@ -1,0 +1,93 @@
+"""Products of stage 6 on a GPU, with numbers of rows that only the device need know.
+
+Shapes: A rows that there is room for, F hidden width, U what goes into the activation.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ultraep.activations import Activation
+from ultraep.backends.triton.grouped import Grouped
+from ultraep.errors import ConfigError
+from ultraep.products import Stacks, dots
+
+TYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+class TritonProducts:
+    """Products of all slots at once.
+
+    offsets: [L + 1] int32 where the rows of each slot begin.
+    dtype: of the rows; weights of another type are converted, as under autocast.
+    programs: multiprocessors to fill; None: all.
+    """
+
+    def __init__(
+        self,
+        offsets: torch.Tensor,
+        activation: Activation,
+        dtype: torch.dtype,
+        programs: int | None = None,
+    ) -> None:
+        if dtype not in TYPES:
+            known = ", ".join(map(str, TYPES))
+            raise ConfigError(f"kernels multiply {known}; rows are {dtype}: give engine='torch'")
+        self._grouped, self._activation = Grouped(offsets, programs=programs), activation
+
+    def multiply(
+        self,
+        rows_AK: torch.Tensor,
+        weights: Stacks,
+        bias: Stacks | None,
+        *,
+        scale: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        dtype, width = rows_AK.dtype, weights.homes.shape[1]
+        out_AN = rows_AK.new_empty(len(rows_AK), width) if out is None else out
+        added = None if bias is None else bias.to(dtype)
+        self._grouped.multiply(rows_AK, weights.to(dtype), out_AN, bias=added, scale=scale)
+        return out_AN
+
+    def multiply_transposed(
+        self, rows_AN: torch.Tensor, weights: Stacks, *, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        width = weights.homes.shape[2]
+        out_AK = rows_AN.new_empty(len(rows_AN), width) if out is None else out
+        self._grouped.multiply_transposed(rows_AN, weights.to(rows_AN.dtype), out_AK)
+        return out_AK
+
+    def activate(self, up: torch.Tensor) -> torch.Tensor:
+        if self._activation.name != "swiglu":
+            return self._activation.apply(up)
+        hidden_AF = up.new_empty(len(up), up.shape[1] // 2)
+        self._grouped.swiglu(up, hidden_AF)
+        return hidden_AF
+
+    def activate_backward(
+        self, up: torch.Tensor, d_hidden_AF: torch.Tensor, scale_A: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        if self._activation.name == "swiglu":
+            d_up, d_scale_A = torch.empty_like(up), torch.empty_like(scale_A)
+            self._grouped.swiglu_backward(
+                up, d_hidden_AF, d_up, hidden=d_hidden_AF, scale=scale_A, d_scale=d_scale_A
+            )
+            return d_up, d_hidden_AF, d_scale_A
+        hidden_AF, scale_A1 = self._activation.apply(up), scale_A[:, None].to(up.dtype)
+        d_up = self._activation.gradient(up, d_hidden_AF * scale_A1)
+        return d_up, hidden_AF * scale_A1, dots(d_hidden_AF, hidden_AF)
+
+    def row_dots(self, rows_AN: torch.Tensor, bias: Stacks, sums_A: torch.Tensor) -> None:
+        self._grouped.row_dots(rows_AN, bias.to(rows_AN.dtype), sums_A)
+
+    def weight_gradients(
+        self,
+        d_out_AN: torch.Tensor,
+        rows_AK: torch.Tensor,
+        into: Stacks,
+        bias: Stacks | None,
+        *,
+        scale: torch.Tensor | None = None,
+    ) -> None:
+        self._grouped.weight_gradients(d_out_AN, rows_AK, into, bias=bias, scale=scale)

@@ -1,0 +1,73 @@
+"""Before stage 1: tokens -> ids, gates and logits. Any module that hands these out is a router.
+
+Shapes: T tokens, K experts per token, E experts, D model width.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn.functional import linear, logsigmoid
+
+from ultraep.errors import ConfigError
+
+SCORES = ("softmax", "sigmoid")
+
+
+class Routing(NamedTuple):
+    """What a router decided for the tokens of this rank."""
+
+    ids: torch.Tensor  # [T, K] chosen experts; -1: padding
+    gates: torch.Tensor  # [T, K] what the outputs of these experts are multiplied by
+    logits: torch.Tensor | None = None  # [T, E] for auxiliary losses
+
+
+class Router(nn.Module):
+    """Scores every expert for every token and keeps the best `top_k`.
+
+    scores: "softmax" over all experts, or "sigmoid" of each.
+    normalize: the gates of a token's experts add up to one.
+    bias: a buffer that is added to the scores of the choice, not to the gates.
+    """
+
+    def __init__(
+        self,
+        hidden: int,
+        experts: int,
+        top_k: int,
+        *,
+        scores: str = "softmax",
+        normalize: bool = True,
+        bias: bool = False,
+        seed: int = 0,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        if not 1 <= top_k <= experts:
+            raise ConfigError(f"top_k must lie between 1 and {experts} experts, got {top_k}")
+        if scores not in SCORES:
+            raise ConfigError(f"unknown scores {scores!r}; known are {', '.join(SCORES)}")
+        self.top_k, self.scores, self.normalize = top_k, scores, normalize
+        generator = torch.Generator().manual_seed(seed)
+        drawn = torch.randn(experts, hidden, generator=generator, dtype=torch.float64)
+        weight = torch.empty(experts, hidden, **options)
+        self.weight = nn.Parameter(weight.copy_(drawn / math.sqrt(hidden)))
+        self.register_buffer("bias", torch.zeros(experts, **options) if bias else None)
+        self.bias: torch.Tensor | None
+
+    def forward(self, tokens_TD: torch.Tensor) -> Routing:
+        """Choices, gates and logits of every token."""
+        wide = torch.promote_types(tokens_TD.dtype, torch.float32)
+        with torch.autocast(tokens_TD.device.type, enabled=False):
+            logits = linear(tokens_TD.to(wide), self.weight.to(wide))
+        scores = logits.softmax(dim=-1) if self.scores == "softmax" else logits.sigmoid()
+        choice = scores if self.bias is None else scores + self.bias
+        ids = choice.topk(self.top_k, dim=-1).indices
+        if not self.normalize:
+            return Routing(ids, scores.gather(-1, ids), logits)
+        # Scores of chosen experts may all be too small for their type; their logarithms are not.
+        logs = logits if self.scores == "softmax" else logsigmoid(logits)
+        return Routing(ids, logs.gather(-1, ids).softmax(dim=-1), logits)

@@ -1,0 +1,74 @@
+"""Which data plane for which ranks: mapped memory where all ranks map each other's, else messages.
+
+The choice is made for the first microbatch, when it is known where its tokens are, and by all ranks
+together.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import NamedTuple
+
+import torch
+
+from ultraep.backends import BACKENDS
+from ultraep.comm import Communicator, Peers
+from ultraep.errors import CommunicationError, ConfigError, PlanMismatch
+from ultraep.runtime.settings import Settings
+
+logger = logging.getLogger(__name__)
+
+
+class Choice(NamedTuple):
+    """A data plane, and the reason for it."""
+
+    name: str
+    reason: str
+    peers: Peers | None = None
+
+
+def choose(
+    comm: Communicator, settings: Settings, device: torch.device, peers: Peers | None
+) -> Choice:
+    """The plane for tokens on this device; collective, alike on all ranks.
+
+    peers: memory that ranks map, if it is given.
+    """
+    wanted = settings.data_plane
+    if wanted == "messages":
+        return Choice("messages", "asked for")
+    if wanted == "auto" and device.type == "cpu" and peers is None:
+        return Choice("messages", "tokens are on the CPU")
+    obstacle = ""
+    if peers is None:
+        peers, obstacle = _map(comm, device)
+    told = comm.gather_objects((device.type, obstacle))
+    _compare([kind for kind, _ in told])
+    reasons = [f"rank {rank}: {text}" for rank, (_, text) in enumerate(told) if text]
+    if reasons and wanted == "mapped":
+        raise ConfigError(f"data_plane='mapped' is not possible: {'; '.join(reasons)}")
+    if reasons:
+        found = Choice("messages", obstacle or reasons[0])
+    else:
+        found = Choice("mapped", f"all {comm.size} ranks map each other's memory", peers)
+    logger.info("data plane of %d ranks: %s (%s)", comm.size, found.name, found.reason)
+    return found
+
+
+def _map(comm: Communicator, device: torch.device) -> tuple[Peers | None, str]:
+    """Memory that all ranks map, or why there is none."""
+    triton = next(info for info in BACKENDS if info.name == "triton")
+    if triton.obstacle:
+        return None, f"the backend 'triton' {triton.obstacle}"
+    try:
+        peers = comm.peers(device)
+        peers.allocate("probe", 64)
+    except (ConfigError, CommunicationError) as error:
+        return None, str(error)
+    return peers, ""
+
+
+def _compare(kinds: list[str]) -> None:
+    if len(set(kinds)) > 1:
+        listed = "; ".join(f"rank {rank} has {kind}" for rank, kind in enumerate(kinds))
+        raise PlanMismatch(f"ranks disagree about the device of their tokens: {listed}")

@@ -1,0 +1,269 @@
+"""MappedPlane: the stages of a balancer, and no host between them.
+
+Loads, plan, routes, rows and weights stay on the GPUs of a group that map each other's memory.
+Every verb launches the same kernels whatever the loads are, so a whole layer, forward and backward,
+can be captured in a CUDA graph and replayed. Run one step before, or `prepare`, so that memory is
+there. Outside of graphs the hosts also tell each other where they are and how many tokens they
+have, without waiting for their GPUs: so memory grows, and a rank that strays is named.
+
+Shapes: T tokens, K experts per token, R ranks, E experts.
+"""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from ultraep.bundle import Bundle, resolve, signature
+from ultraep.comm import Communicator, Peers
+from ultraep.config import BalanceConfig
+from ultraep.errors import ConfigError, LoadError
+from ultraep.plan import Plan
+from ultraep.plan import plan as make_plan
+from ultraep.plane import Microbatch
+from ultraep.runtime.agreement import Agreement, Place, Point
+from ultraep.runtime.history import History
+from ultraep.runtime.mapped.control import POLICIES, DevicePlan
+from ultraep.runtime.mapped.copies import MappedCopies
+from ultraep.runtime.mapped.exchange import MappedExchange
+from ultraep.runtime.mapped.room import Room
+from ultraep.runtime.messages.plane import check_limits
+from ultraep.runtime.observe import Watch
+from ultraep.runtime.settings import Settings
+from ultraep.topology import Topology
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceLoads:
+    """The loads of all ranks, on the device."""
+
+    microbatch: Microbatch
+    on_device: torch.Tensor  # [R, E]
+    ids: torch.Tensor  # those of this rank that were counted
+    room: Room
+    turn: int  # of the microbatch on this plane
+
+
+class MappedPlane:
+    """One rank of a group of GPUs that map each other's memory."""
+
+    name = "mapped"
+
+    def __init__(
+        self,
+        peers: Peers,
+        *,
+        comm: Communicator,
+        agreed: str,
+        topology: Topology,
+        config: BalanceConfig,
+        settings: Settings,
+        watch: Watch,
+    ) -> None:
+        _check_current(peers.device)
+        self.topology, self.settings, self.watch = topology, settings, watch
+        self.lent: MappedCopies | None = None  # copies whose `with` block is open
+        self._peers, self._config = peers, config
+        self._comm, self._hosts = comm, comm.hosts()
+        self._agreement = (
+            None if self._hosts is None else Agreement(self._hosts, agreed, topology.experts)
+        )
+        self._timeout = settings.timeout or comm.timeout
+        self._rooms: list[Room] = []
+        self._turn = 0
+        self._history = History()
+        self._adopted: DevicePlan | None = None
+        self._kept: torch.Tensor | None = None  # schedule of copies that stay
+
+    def gather(
+        self, ids: torch.Tensor, microbatch: Microbatch, bundle: Bundle, **rows: Any
+    ) -> DeviceLoads:
+        """Stage 1."""
+        told = signature(resolve(bundle), **rows)
+        room = self._room_for(ids, microbatch, told)
+        room.look()
+        self._turn += 1
+        kind = zlib.crc32(f"layer {microbatch.layer}: {told}".encode()) >> 1
+        loads = room.memory.share_loads(room.control.count(ids.contiguous()), kind)
+        return DeviceLoads(microbatch, loads, ids, room, self._turn)
+
+    def plan(self, loads: DeviceLoads, config: BalanceConfig) -> DevicePlan:
+        """Stage 2."""
+        self._check_turn(loads)
+        control = loads.room.control
+        if self._adopted is not None:
+            return self._adopted
+        if config == control.config:
+            return control.plan(loads.on_device).kept()
+        if _capturing(self._peers.device):
+            raise ConfigError(
+                f"policy {config.policy!r} plans on the host and cannot be captured in a graph; "
+                f"the device plans {control.config.policy!r}"
+            )
+        numbers = loads.on_device.cpu().numpy().astype("int64")
+        microbatch = loads.microbatch
+        moment = self._history.note(microbatch.layer, numbers.sum(axis=0), again=microbatch.again)
+        plan = make_plan(numbers, self.topology, config, history=moment.before)
+        check_limits(plan)
+        return control.adopt(plan).kept()
+
+    def verify(self, _plan: DevicePlan, _loads: DeviceLoads) -> None:
+        """Nothing: plans are made of what all ranks have compared."""
+
+    def replicate(self, plan: DevicePlan, loads: DeviceLoads, bundle: Bundle) -> MappedCopies:
+        """Stage 3."""
+        return MappedCopies(self, loads.room.memory, plan, loads.microbatch, bundle, self._kept)
+
+    def reroute(self, ids: torch.Tensor, plan: DevicePlan, loads: DeviceLoads) -> MappedExchange:
+        """Stage 4."""
+        assert plan.topology == self.topology
+        self._check_turn(loads)
+        microbatch, copies = loads.microbatch, self.lent
+        routes = loads.room.control.reroute(ids.contiguous(), counted=ids is loads.ids)
+
+        def on_return() -> None:
+            self._meet(Place(Point.BACKWARD, microbatch.layer, microbatch.step))
+            if copies is not None:
+                copies.begin()
+
+        return MappedExchange(loads.room.memory, routes, on_return)
+
+    def prepare(self, ids: torch.Tensor, rows: torch.Tensor, bundle: Bundle) -> None:
+        """Take all memory that microbatches like this need; otherwise the first one does."""
+        tokens, top_k = ids.shape
+        room = self._fitting(tokens, top_k) or self._make_room(tokens, top_k)
+        room.prepare(resolve(bundle), rows)
+
+    def adopt(self, plan: Plan | None) -> None:
+        """Use this plan, made by any policy, for all microbatches to come; None: plan again.
+
+        It must be a plan for their loads: a replayed graph uses what was adopted last.
+        """
+        self._adopted = None if plan is None else self._rooms[-1].control.adopt(plan)
+        self._kept = None
+
+    def keep(self, bundle: Bundle) -> None:
+        """Send the copies of the adopted plan once: they stay while nothing else fills the slots.
+
+        For weights that do not change, and one layer: nobody looks whether they have changed.
+        """
+        if self._adopted is None:
+            raise ConfigError("nothing is adopted whose copies could be kept")
+        memory, microbatch = self._rooms[-1].memory, Microbatch(0, 0, again=False)
+        copies = MappedCopies(self, memory, self._adopted, microbatch, bundle)
+        with copies:
+            copies.tensors()
+        self._kept = copies.schedule
+
+    @property
+    def nbytes(self) -> int:
+        """Shared memory of this rank."""
+        return sum(room.memory.nbytes for room in self._rooms)
+
+    def check(self) -> None:
+        """Raise what the device has noted since the last check; waits for it."""
+        for room in self._rooms:
+            room.check()
+
+    def close(self) -> None:
+        """Give back the shared memory; the process group stays."""
+        self._peers.close()
+        if self._hosts is not None and self._hosts is not self._comm:
+            self._hosts.close()
+
+    def _room_for(self, ids: torch.Tensor, microbatch: Microbatch, told: str) -> Room:
+        """Memory with room for the tokens of all ranks; made or enlarged if there is none."""
+        error = _refused(ids)
+        tokens, top_k = (0, 0) if error else ids.shape
+        room = self._fitting(tokens, top_k)
+        asks = self._agreement is not None and (self.settings.verify or not self._rooms)
+        if not asks or _capturing(self._peers.device):
+            if error:
+                raise error
+            return room or self._make_room_alone(tokens, top_k)
+        assert self._agreement is not None
+        place = Place(Point.LOADS_AGAIN if microbatch.again else Point.LOADS, *_where(microbatch))
+        records = self._agreement.loads(
+            place,
+            torch.zeros(self.topology.experts, dtype=torch.int64),
+            told=told,
+            version=0,
+            refused=int(error is not None),
+            tokens=tokens,
+        )
+        if error:
+            raise error
+        self._agreement.compare_inputs(records, told)
+        most = int(records.column("tokens").max())
+        return self._fitting(most, top_k) or self._make_room(most, top_k)
+
+    def _fitting(self, tokens: int, top_k: int) -> Room | None:
+        fitting = (room for room in reversed(self._rooms) if room.fits(tokens, top_k))
+        return next(fitting, None)
+
+    def _make_room_alone(self, tokens: int, top_k: int) -> Room:
+        """The first memory; later, ranks would have to ask each other."""
+        if _capturing(self._peers.device) or self._rooms:
+            has = ", ".join(f"{r.memory.tokens} x {r.memory.top_k}" for r in self._rooms)
+            raise LoadError(
+                f"{tokens} tokens x {top_k} choices, but there is memory for {has or 'none'}, and "
+                "it cannot grow here: run such a step before, outside of a graph, or give tokens="
+            )
+        return self._make_room(tokens, top_k)
+
+    def _make_room(self, tokens: int, top_k: int) -> Room:
+        """Memory for so many tokens, by all ranks; microbatches under way keep theirs."""
+        tokens = max(1, tokens, self.settings.tokens or 1)
+        if self._rooms:  # somewhat more than is asked for: it would be asked for again
+            tokens = 1 << (tokens - 1).bit_length()
+        config = self._config
+        if config.policy not in POLICIES:
+            config = replace(config, policy="ultraep")
+        name = f"room {len(self._rooms)}"
+        room = Room.of(
+            self._peers, self.topology, config, self.settings, name, tokens, top_k, self._timeout
+        )
+        self._rooms.append(room)
+        return room
+
+    def _meet(self, place: Place) -> None:
+        """Hosts compare where they are, unless a graph is captured."""
+        if self._agreement is None or not self.settings.verify or _capturing(self._peers.device):
+            return
+        self._agreement.meet(place, torch.device("cpu"))
+
+    def _check_turn(self, loads: DeviceLoads) -> None:
+        if loads.turn != self._turn:
+            raise ConfigError(
+                f"microbatch {loads.turn} is to be planned or rerouted, but {self._turn} was "
+                "gathered since: on a device, stages 1, 2 and 4 of a microbatch follow each other"
+            )
+
+
+def _where(microbatch: Microbatch) -> tuple[int, int]:
+    return microbatch.layer, microbatch.step
+
+
+def _refused(ids: torch.Tensor) -> LoadError | None:
+    """What is wrong with ids at first sight."""
+    if ids.ndim != 2:
+        return LoadError(f"ids must be [tokens, choices], got {list(ids.shape)}")
+    if ids.dtype.is_floating_point or ids.dtype.is_complex or ids.dtype == torch.bool:
+        return LoadError(f"ids must be integers, got {ids.dtype}")
+    return None
+
+
+def _capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def _check_current(device: torch.device) -> None:
+    """Kernels are launched on the current device."""
+    if device.type == "cuda" and device.index != torch.cuda.current_device():
+        raise ConfigError(
+            f"the memory is on {device}, the current device is cuda:{torch.cuda.current_device()}: "
+            "call torch.cuda.set_device first"
+        )

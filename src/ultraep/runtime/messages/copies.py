@@ -1,0 +1,152 @@
+"""MessageCopies: the copies of one microbatch in one layer, sent by messages.
+
+    with balancer.replicate(plan, loads, bundle) as copies:          # stage 3
+        outputs = ... copies.tensors()["down"][slot] ...
+    ...
+    with copies:                                                     # in backward: filled again
+        ...
+        copies.reduce(gradients)                                     # stage 8
+
+The slots are lent for the `with` block only; other layers overwrite them afterwards. Entering a
+second time restores them, and sends nothing if they were not overwritten.
+
+Shapes: H home experts of this rank, L spare slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Self
+
+import torch
+
+from ultraep.backends import backend_for
+from ultraep.bundle import Bundle, Layout, Stack, device_of_bundle, resolve
+from ultraep.errors import SlotError
+from ultraep.grad_reduce import reduce_gradients
+from ultraep.modes import unseen
+from ultraep.plan import Plan
+from ultraep.plane import Kinds
+from ultraep.replicate import hops, send_weights
+from ultraep.runtime.messages.slots import Buffer, Contents
+
+if TYPE_CHECKING:
+    from ultraep.runtime.messages.plane import HostLoads, MessagesPlane
+
+
+class MessageCopies:
+    """The copies that one plan wants of one bundle of home weights."""
+
+    sms = None
+
+    def __init__(self, plane: MessagesPlane, plan: Plan, loads: HostLoads, bundle: Bundle) -> None:
+        self.plan = plan
+        self._plane, self._loads, self._bundle = plane, loads, bundle
+        self._lent: ExitStack | None = None
+        self._buffer: Buffer | None = None  # that was lent last
+        self._layout: Layout | None = None
+        self._gradients: tuple[Layout, torch.Tensor] | None = None
+
+    @property
+    def num_homes(self) -> int:
+        return len(self.plan.topology.home_experts(self._plane.comm.rank))
+
+    @property
+    def kernels(self) -> bool:
+        """On a GPU, if its kernels are installed."""
+        device = self._loads.on_device.device.type
+        return device != "cpu" and backend_for(device).name == "triton"
+
+    @unseen()
+    def __enter__(self) -> Self:
+        tensors = resolve(self._bundle)
+        layout = self._layout = Layout.of(tensors, self.num_homes)
+        with ExitStack() as stack:
+            lend = self._plane.pool.lend(
+                layout, device_of_bundle(tensors), str(self), self._wanted(), self._buffer
+            )
+            self._buffer = stack.enter_context(lend)
+            self._fill(self._buffer, layout, tensors)
+            self._lent = stack.pop_all()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        assert self._lent is not None, "left a block that was not entered"
+        self._lent.close()
+        self._lent = None
+
+    def __str__(self) -> str:
+        microbatch = self._loads.microbatch
+        return f"layer {microbatch.layer} (step {microbatch.step})"
+
+    @unseen()
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """`[L, ...]` for every tensor of the bundle."""
+        if self._lent is None or self._buffer is None or self._layout is None:
+            raise SlotError(f"the copies of {self} are lent inside of their `with` block only")
+        return self._layout.views(self._buffer.rows)
+
+    def served_rows(self, like_AD: torch.Tensor) -> None:
+        """Rows are sent from wherever they are."""
+
+    @unseen()
+    def gradient_slots(self, kinds: Kinds) -> dict[str, torch.Tensor]:
+        """`[L, ...]` memory that all layers share."""
+        layout = Layout(tuple((name, *kind) for name, kind in kinds.items()))
+        rows = self._rows("copies", self.plan.topology.slots, layout)
+        self._gradients = layout, rows
+        return layout.views(rows)
+
+    @unseen()
+    def reduce(self, homes: Mapping[str, Stack]) -> None:
+        """Stage 8."""
+        assert self._gradients is not None, "nobody asked where to put the gradients of copies"
+        layout, rows = self._gradients
+        nbytes = reduce_gradients(
+            homes,
+            rows,
+            layout,
+            self.plan,
+            self._plane.comm,
+            staging=lambda count: self._rows("arriving", count, layout),
+        )
+        self._sent("gradients", layout, nbytes)
+
+    def reduced(self) -> None:
+        """Nothing is on its way."""
+
+    def _rows(self, use: str, count: int, layout: Layout) -> torch.Tensor:
+        device = self._loads.on_device.device
+        return self._plane.pool.gradient_rows(use, count, layout.nbytes, device)
+
+    def _wanted(self) -> Contents:
+        """What is to be in the slots of all ranks."""
+        versions = self._loads.versions[self.plan.topology.home_of_expert]
+        layer = self._loads.microbatch.layer
+        return {
+            (host, slot): (layer, expert, int(versions[expert]))
+            for expert, host, slot in self.plan.replicas.tolist()
+        }
+
+    def _fill(self, buffer: Buffer, layout: Layout, tensors: dict[str, Stack]) -> None:
+        wanted, settings = self._wanted(), self._plane.settings
+        resident = {place for place, content in wanted.items() if buffer.held.get(place) == content}
+        found = hops(self.plan, settings.relay, chunks=settings.chunks, skip=resident)
+        for hop in found:  # until the last byte is there, the slot holds nothing
+            buffer.held.pop((hop.receiver, hop.slot), None)
+        nbytes = send_weights(
+            found,
+            tensors,
+            buffer.rows,
+            layout=layout,
+            plan=self.plan,
+            comm=self._plane.comm,
+            chunks=settings.chunks,
+        )
+        buffer.held.update(wanted)
+        self._sent("weights", layout, nbytes)
+
+    def _sent(self, what: str, layout: Layout, nbytes: int) -> None:
+        copies = nbytes // layout.nbytes
+        self._plane.watch.sent(self._loads.microbatch, what, layout.nbytes, copies)

@@ -1,0 +1,289 @@
+"""What is seen of a balancer from outside: stages that begin and end, plans, bytes.
+
+A balancer tells its observers; verbs hold no timers. Clocks are observers that hand numbers of the
+host to notebooks (`Stats`, `Recording`): `HostClock` at once, `DeviceClock` when the device has
+come so far, without waiting for it. Benchmarks bring observers of their own.
+
+Stages, forward and backward: `ultraep.trace.schema.STAGES`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol, Self
+from weakref import WeakKeyDictionary
+
+import torch
+
+from ultraep.plan import Plan
+from ultraep.plane import AnyPlan, Copies, Exchange, Microbatch
+
+MOST_PENDING = 4096  # notes that wait for the device
+LAST_STAGES = ("combine", "reduce", "dispatch back")  # after which a microbatch may be gone
+
+
+class Observer(Protocol):
+    """What is told when it happens; stages may be inside of others."""
+
+    def begin(self, stage: str, microbatch: Microbatch, /) -> None: ...
+
+    def end(self, stage: str, microbatch: Microbatch, /) -> None: ...
+
+    def planned(self, microbatch: Microbatch, plan: AnyPlan, /) -> None: ...
+
+    def sent(self, microbatch: Microbatch, what: str, nbytes: int, copies: int | None, /) -> None:
+        """`weights` or `gradients` of so many copies, of so many bytes each; None: as planned."""
+
+
+class Notebook(Protocol):
+    """What is kept, in numbers of the host."""
+
+    def planned(self, microbatch: Microbatch, plan: Plan, /) -> None: ...
+
+    def took(self, microbatch: Microbatch, stage: str, seconds: float, /) -> None: ...
+
+    def sent(self, microbatch: Microbatch, what: str, nbytes: int, copies: int, /) -> None: ...
+
+    def passed(self, microbatch: Microbatch, /) -> None:
+        """The microbatch may have left the layer, forward or backward."""
+
+
+class Watch:
+    """All observers of a balancer: the clock of the data plane at work, and those of others."""
+
+    def __init__(self) -> None:
+        self.clock: Observer | None = None
+        self.others: list[Observer] = []
+
+    def _every(self) -> list[Observer]:
+        return self.others if self.clock is None else [self.clock, *self.others]
+
+    @contextmanager
+    def stage(self, name: str, microbatch: Microbatch) -> Iterator[None]:
+        """The block is this stage."""
+        self.begin(name, microbatch)
+        yield
+        self.end(name, microbatch)
+
+    def begin(self, name: str, microbatch: Microbatch) -> None:
+        for observer in self._every():
+            observer.begin(name, microbatch)
+
+    def end(self, name: str, microbatch: Microbatch) -> None:
+        for observer in self._every():
+            observer.end(name, microbatch)
+
+    def planned(self, microbatch: Microbatch, plan: AnyPlan) -> None:
+        for observer in self._every():
+            observer.planned(microbatch, plan)
+
+    def sent(self, microbatch: Microbatch, what: str, nbytes: int, copies: int | None) -> None:
+        for observer in self._every():
+            observer.sent(microbatch, what, nbytes, copies)
+
+
+class ObservedCopies:
+    """Copies whose verbs are stages."""
+
+    def __init__(self, copies: Copies, microbatch: Microbatch, watch: Watch) -> None:
+        self._copies, self._microbatch, self._watch = copies, microbatch, watch
+        self.num_homes, self.sms, self.kernels = copies.num_homes, copies.sms, copies.kernels
+        self.served_rows, self.gradient_slots = copies.served_rows, copies.gradient_slots
+
+    def _filling(self) -> Any:
+        name = "weights again" if self._microbatch.back else "replicate"
+        return self._watch.stage(name, self._microbatch)
+
+    def __enter__(self) -> Self:
+        with self._filling():
+            self._copies.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._copies.__exit__(*error)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The copies; waits for them."""
+        with self._filling():
+            return self._copies.tensors()
+
+    def reduce(self, homes: Mapping[str, Any]) -> None:
+        """Stage 8."""
+        with self._watch.stage("reduce", self._microbatch):
+            self._copies.reduce(homes)
+
+    def reduced(self) -> None:
+        """Waits for stage 8."""
+        with self._watch.stage("reduce", self._microbatch):
+            self._copies.reduced()
+
+
+class ObservedExchange:
+    """An exchange whose verbs are stages, with the experts between them."""
+
+    def __init__(self, exchange: Exchange, microbatch: Microbatch, watch: Watch) -> None:
+        self._exchange, self._microbatch, self._watch = exchange, microbatch, watch
+        self.offsets, self.begins = exchange.offsets, exchange.begins
+        self._serving = ""  # the stage of the experts, while it lasts
+
+    def returns(self) -> None:
+        """Backward begins."""
+        self._microbatch.back, self._microbatch.began = True, time.time()
+        with self._watch.stage("combine back", self._microbatch):
+            self._exchange.returns()
+
+    def to_slots(self, *rows: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Stage 5, or the backward of stage 7."""
+        back = self._microbatch.back
+        with self._watch.stage("combine back" if back else "dispatch", self._microbatch):
+            found = self._exchange.to_slots(*rows)
+        self._serving = "experts back" if back else "experts"
+        self._watch.begin(self._serving, self._microbatch)
+        return found
+
+    def to_tokens(self, *rows: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Stage 7, or the backward of stage 5."""
+        if self._serving:
+            self._watch.end(self._serving, self._microbatch)
+        self._serving = ""
+        back = self._microbatch.back
+        with self._watch.stage("dispatch back" if back else "combine", self._microbatch):
+            return self._exchange.to_tokens(*rows)
+
+
+class _Spans:
+    """The open stages of every microbatch; what is inside of another does not count for that."""
+
+    def __init__(self, now: Callable[[], Any], took: Callable[..., None]) -> None:
+        self._now, self._took = now, took
+        self._open: WeakKeyDictionary[Microbatch, list[Any]] = WeakKeyDictionary()
+
+    def begin(self, stage: str, microbatch: Microbatch) -> None:
+        stack, now = self._open.setdefault(microbatch, []), self._now()
+        if stack:
+            self._took(microbatch, stack[-1][0], stack[-1][1], now)
+        stack.append([stage, now])
+
+    def end(self, stage: str, microbatch: Microbatch) -> None:
+        stack, now = self._open.get(microbatch, []), self._now()
+        while stack:
+            name, since = stack.pop()
+            self._took(microbatch, name, since, now)
+            if name == stage:
+                break
+        if stack:
+            stack[-1][1] = now
+
+
+class HostClock:
+    """Seconds of the host, for planes whose verbs return when they are done.
+
+    rank: of this rank, whose part in a plan is noted as sent where nobody counts it.
+    """
+
+    def __init__(self, notebooks: Sequence[Notebook], rank: int) -> None:
+        self._notebooks, self._rank = notebooks, rank
+        self._spans = _Spans(time.perf_counter, self._took)
+        self._plans: WeakKeyDictionary[Microbatch, Plan] = WeakKeyDictionary()
+
+    def _took(self, microbatch: Microbatch, stage: str, since: float, now: float) -> None:
+        self.took(microbatch, stage, now - since)
+
+    def took(self, microbatch: Microbatch, stage: str, seconds: float) -> None:
+        """Note the seconds of a stage."""
+        for notebook in self._notebooks:
+            notebook.took(microbatch, stage, seconds)
+
+    def begin(self, stage: str, microbatch: Microbatch) -> None:
+        self._spans.begin(stage, microbatch)
+
+    def end(self, stage: str, microbatch: Microbatch) -> None:
+        self._spans.end(stage, microbatch)
+        self.passed(stage, microbatch)
+
+    def passed(self, stage: str, microbatch: Microbatch) -> None:
+        """Note the end of a pass, if that was its last stage."""
+        if stage in LAST_STAGES:
+            for notebook in self._notebooks:
+                notebook.passed(microbatch)
+
+    def planned(self, microbatch: Microbatch, plan: AnyPlan) -> None:
+        found = self._plans[microbatch] = plan.to_host()
+        for notebook in self._notebooks:
+            notebook.planned(microbatch, found)
+
+    def sent(self, microbatch: Microbatch, what: str, nbytes: int, copies: int | None) -> None:
+        if copies is None:
+            plan = self._plans[microbatch]
+            homes, hosts = plan.topology.home_of_expert[plan.replicas[:, 0]], plan.replicas[:, 1]
+            copies = int(((homes if what == "weights" else hosts) == self._rank).sum())
+        for notebook in self._notebooks:
+            notebook.sent(microbatch, what, nbytes * copies, copies)
+
+    def settle(self) -> None:
+        """Nothing is left to be noted."""
+
+
+class DeviceClock:
+    """Seconds of a GPU, between events on its stream; notes come when the device has come so far.
+
+    What a graph captures is not noted, and neither are its replays.
+    """
+
+    def __init__(self, notebooks: Sequence[Notebook], rank: int) -> None:
+        self._notes = HostClock(notebooks, rank)
+        self._spans = _Spans(_event, self._took)
+        self._pending: deque[tuple[Any, Callable[[], None]]] = deque()
+
+    def _took(self, microbatch: Microbatch, stage: str, since: Any, now: Any) -> None:
+        def note() -> None:
+            self._notes.took(microbatch, stage, since.elapsed_time(now) / 1000)
+
+        self._later(now, note)
+
+    def begin(self, stage: str, microbatch: Microbatch) -> None:
+        if not torch.cuda.is_current_stream_capturing():
+            self._catch_up()
+            self._spans.begin(stage, microbatch)
+
+    def end(self, stage: str, microbatch: Microbatch) -> None:
+        if not torch.cuda.is_current_stream_capturing():
+            self._spans.end(stage, microbatch)
+            self._later(_event(), lambda: self._notes.passed(stage, microbatch))
+
+    def planned(self, microbatch: Microbatch, plan: AnyPlan) -> None:
+        if not torch.cuda.is_current_stream_capturing():
+            later = plan.later()
+            self._later(_event(), lambda: self._notes.planned(microbatch, later()))
+
+    def sent(self, microbatch: Microbatch, what: str, nbytes: int, copies: int | None) -> None:
+        if not torch.cuda.is_current_stream_capturing():
+            self._later(_event(), lambda: self._notes.sent(microbatch, what, nbytes, copies))
+
+    def _later(self, event: Any, note: Callable[[], None]) -> None:
+        self._pending.append((event, note))
+        while len(self._pending) > MOST_PENDING:
+            self._next()
+
+    def _next(self) -> None:
+        event, note = self._pending.popleft()
+        event.synchronize()
+        note()
+
+    def _catch_up(self) -> None:
+        while self._pending and self._pending[0][0].query():
+            self._next()
+
+    def settle(self) -> None:
+        """Note all that was seen; waits for the device."""
+        while self._pending:
+            self._next()
+
+
+def _event() -> Any:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event

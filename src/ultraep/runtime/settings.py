@@ -1,0 +1,69 @@
+"""Settings of a balancer that all ranks must have alike, checked before anything is taken."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING
+
+from ultraep.backends import select
+from ultraep.config import check_timeout
+from ultraep.errors import ConfigError
+from ultraep.replicate import MODES
+from ultraep.runtime.connect import TRANSPORTS
+
+if TYPE_CHECKING:
+    import torch
+
+PLANES = ("auto", "messages", "mapped")
+OF_A_RANK = ("timeout", "share")  # the others are compared
+
+
+@dataclass(frozen=True)
+class DeviceShare:
+    """The part of a GPU that a rank may use, where several ranks share one.
+
+    sms: multiprocessors of this rank; None: all.   budget: those of them that move weights.
+    streams: for weights and for gradients; None: new ones.
+    """
+
+    sms: int | None = None
+    budget: int | None = None
+    streams: tuple[torch.cuda.Stream, torch.cuda.Stream] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """How a balancer works; see `Balancer`."""
+
+    backend: str | None = None
+    relay: str = "auto"
+    chunks: int = 4
+    in_flight: int = 1
+    verify: bool = True
+    transport: str = "auto"
+    data_plane: str = "auto"
+    tokens: int | None = None
+    capacity: int | None = None
+    timeout: float | None = None
+    share: DeviceShare | None = None
+
+    def __post_init__(self) -> None:
+        select(self.backend)
+        for name, known in (("relay", MODES), ("transport", TRANSPORTS), ("data_plane", PLANES)):
+            if getattr(self, name) not in known:
+                raise ConfigError(
+                    f"{name} is one of {', '.join(known)}, got {getattr(self, name)!r}"
+                )
+        for name in ("chunks", "in_flight", "tokens", "capacity"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} must be at least 1, got {value}")
+        check_timeout(self.timeout)
+
+    def agreed(self) -> str:
+        """What ranks compare."""
+        return ", ".join(
+            f"{field.name}={getattr(self, field.name)!r}"
+            for field in fields(self)
+            if field.name not in OF_A_RANK
+        )
