@@ -57,6 +57,11 @@ class RowMessages:
         self._begins = [0, *accumulate(self._blocks.sum(axis=0).tolist())]
         self.offsets = torch.tensor(self._begins, dtype=torch.int32, device=routes.order.device)
 
+    @property
+    def slots(self) -> torch.Tensor:
+        """[T, K] slot of every routed row."""
+        return self.routes.slots
+
     def begins(self) -> list[int]:
         """The offsets, which the plan has told."""
         return self._begins

@@ -60,9 +60,9 @@ class BalancedMoE(nn.Module):
         """
         balancer, bundle = self.balancer, self.experts.bundle
         tokens = x.reshape(-1, x.shape[-1])
-        ids, gates, _ = routing = Routing(*self.router(tokens))
         rows = in_autocast_type(tokens)
         self.experts.check(rows)
+        ids, gates, _ = routing = Routing(*self.router(tokens))
         told = {"layer": self.layer_index, "bundle": bundle, "rows": rows, "gates": gates}
         loads = balancer.gather(ids, **told)  # 1 loads
         plan = self.last_plan = balancer.plan(loads, policy=policy)  # 2 plan

@@ -113,6 +113,10 @@ class Exchange(Protocol):
     def offsets(self) -> torch.Tensor:
         """[L + 1] where the rows of each slot begin, as int32 where the rows are."""
 
+    @property
+    def slots(self) -> torch.Tensor:
+        """[T, K] slot of every routed row, counted over all ranks, for dispatchers; -1: padding."""
+
     def begins(self) -> list[int]:
         """The offsets on the host; may wait for a device."""
 

@@ -111,7 +111,7 @@ def test_gradient_rows_grow_and_are_kept():
 def test_a_pool_needs_a_buffer():
     with pytest.raises(ConfigError, match="at least one buffer, got 0"):
         SlotPool(1, 0)
-    with pytest.raises(ConfigError, match="at least one buffer"):
+    with pytest.raises(ConfigError, match="in_flight must be at least 1, got 0"):
         Balancer(experts=4, in_flight=0)
 
 
@@ -144,8 +144,8 @@ def test_two_microbatches_that_fill_the_slots_at_once_are_refused_by_name():
                 second.__enter__()
             with pytest.raises(SlotError, match=r"layer 5 \(step 1\)"):
                 first.__enter__()
-        with second as slots:
-            return slots["w"].tolist()
+        with second as copies:
+            return copies.tensors()["w"].tolist()
 
     assert LocalGroup(2).run(work)[1] == [[0.0, 0.0, 0.0]]
 
@@ -155,7 +155,7 @@ def test_two_microbatches_fill_two_buffers():
         rank = Rank(comm, in_flight=2)
         first, second, third = (rank.replicas(layer) for layer in range(3))
         with first as one, second as two:
-            assert one["w"].data_ptr() != two["w"].data_ptr()
+            assert one.tensors()["w"].data_ptr() != two.tensors()["w"].data_ptr()
             with pytest.raises(SlotError):
                 third.__enter__()
         with third:
@@ -170,10 +170,12 @@ def test_an_error_while_slots_are_lent_gives_them_back():
         replicas = rank.replicas()
         with pytest.raises(ZeroDivisionError), replicas:
             raise ZeroDivisionError
-        with replicas as slots, pytest.raises(SlotError):
+        with replicas, pytest.raises(SlotError):
             replicas.__enter__()
-        with rank.replicas():
-            return slots["w"].tolist()
+        with pytest.raises(SlotError, match=r"layer 0 \(step 1\) are lent inside"):
+            replicas.tensors()
+        with rank.replicas() as copies:
+            return copies.tensors()["w"].tolist()
 
     assert LocalGroup(2).run(work)[1] == [[0.0, 0.0, 0.0]]
 

@@ -425,7 +425,9 @@ def test_weights_of_another_type_than_the_tokens_follow_them():
 def test_a_model_starts_alike_on_any_number_of_ranks(ranks):
     def work(comm):
         balancer = Balancer(experts=8, communicator=comm)
-        layer = BalancedMoE.swiglu(6, 4, 8, 2, balancer=balancer, bias=True, router_bias=True, seed=3)
+        layer = BalancedMoE.swiglu(
+            6, 4, 8, 2, balancer=balancer, bias=True, router_bias=True, seed=3
+        )
         return layer.full_state_dict()
 
     alone = BalancedMoE.swiglu(
@@ -469,7 +471,7 @@ def test_inputs_and_settings_that_cannot_work():
     with pytest.raises(ConfigError, match="unknown scores 'relu'; known are softmax, sigmoid"):
         BalancedMoE.swiglu(6, 4, 8, 2, balancer=balancer, scores="relu")
     layer = BalancedMoE.swiglu(6, 4, 8, 2, balancer=balancer)
-    with pytest.raises(LoadError, match=r"x must be \[\.\.\., 6\], got \[3, 5\]"):
+    with pytest.raises(LoadError, match=r"tokens must be \[\.\.\., 6\], got \[3, 5\]"):
         layer(torch.zeros(3, 5))
     with pytest.raises(ConfigError, match="unknown policy 'fair'"):
         layer(torch.zeros(3, 6), policy="fair")
@@ -492,14 +494,17 @@ def test_the_comparison_itself_sees_errors():
 @pytest.mark.parametrize("scores", ["softmax", "sigmoid"])
 def test_scores_too_small_for_their_type_still_make_weights(scores):
     """The bias picks the experts that the scores do not: 1e-60 is zero in float32."""
-    layer = BalancedMoE.swiglu(2, 4, 4, 2, balancer=Balancer(experts=4), scores=scores, router_bias=True)
+    layer = BalancedMoE.swiglu(
+        2, 4, 4, 2, balancer=Balancer(experts=4), scores=scores, router_bias=True
+    )
     with torch.no_grad():
         layer.router.weight[:] = torch.tensor([[300.0, 0], [200.0, 0], [-140.0, 0], [-140.0, 1.0]])
         layer.router.bias[:] = torch.tensor([0.0, 0.0, 5.0, 5.0])
     x = torch.tensor([[1.0, 0.0], [1.0, 2.0]], requires_grad=True)
-    ids, weights = layer.router(x)
+    ids, gates, logits = layer.router(x)
+    assert logits.shape == (2, 4)
     assert sorted(ids[0].tolist()) == [2, 3]
-    of_third = weights.gather(-1, (ids == 3).int().argmax(-1, keepdim=True))[:, 0]
+    of_third = gates.gather(-1, (ids == 3).int().argmax(-1, keepdim=True))[:, 0]
     assert_close(of_third.detach(), torch.sigmoid(torch.tensor([0.0, 2.0])), "", 1e-5)
     layer(x).sum().backward()
     assert x.grad.isfinite().all()

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ultraep
 from ultraep import Balancer, FileError, LocalGroup, PlanMismatch, read_trace
+from ultraep.reroute import reroute
 from ultraep.runtime.recording import VARIABLE
 from ultraep.trace.replay import differing
 from ultraep.trace.schema import BACKWARD, FORWARD
@@ -50,7 +51,7 @@ def train(comm, folder, *, keep=None, layers=2, steps=STEPS, between=None, **opt
             layer.router.ids = ids_of(comm.rank, step)
             y = layer(x) if keep is None else checkpoint(layer, x, use_reentrant=keep)
             digests.append(layer.last_plan.digest())
-            sent.append(balancer.reroute(layer.router.ids, layer.last_plan).slots)
+            sent.append(reroute(layer.router.ids, layer.last_plan, comm.rank).slots)
             x = x + y
         x.sum().backward()
     balancer.close()
@@ -219,7 +220,7 @@ def test_a_policy_for_one_call(tmp_path):
     assert differing(read_trace(tmp_path / "run")) == []
 
 
-def test_verbs_without_roads_are_not_recorded(tmp_path):
+def test_verbs_without_an_exchange_are_not_recorded(tmp_path):
     """Who sends rows by himself knows what arrived, and tells the recorder."""
     balancer = Balancer(experts=8, record=tmp_path / "run")
     weights = {"w": torch.randn(8, 4)}
@@ -227,8 +228,9 @@ def test_verbs_without_roads_are_not_recorded(tmp_path):
     plan = balancer.plan(gathered)
     replicas = balancer.replicate(plan, gathered, weights)
     with replicas:
-        balancer.reroute(ids_of(0, 0), plan)
-    replicas.reduce(torch.zeros(8, 4), torch.zeros(1, 4))
+        balancer.reroute(ids_of(0, 0), plan, gathered)
+    replicas.gradient_slots({"w": ((4,), torch.float32)})
+    replicas.reduce({"w": torch.zeros(8, 4)})
     rows = [*plan.loads[0].tolist(), 0]
     balancer.recorder.add(step=0, plan=plan, slot_rows=rows, seconds={"experts": 0.1})
     balancer.close()
@@ -240,7 +242,7 @@ def test_off_by_default():
     balancer = Balancer(experts=8)
     assert balancer.recorder is None
     balancer.record_step(3)
-    assert balancer.gather(ids_of(0, 0)).passage is None
+    assert balancer._recording is None
 
 
 # -- all ranks or none ---------------------------------------------------------------------------

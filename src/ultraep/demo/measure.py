@@ -24,6 +24,7 @@ from ultraep.demo.model import TinyMoE
 from ultraep.demo.text import Text
 from ultraep.layer import BalancedMoE
 from ultraep.plan import Plan
+from ultraep.routing import Routing
 from ultraep.runtime.balancer import Balancer
 
 FORCED = "forced balance"
@@ -52,11 +53,11 @@ class EvenRouter(nn.Module):
         dealt = np.stack([np.resize(experts, turns) for experts in homes], axis=1)
         self.turns = torch.from_numpy(dealt.reshape(-1))
 
-    def forward(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        ids, weights = self.router(tokens)
+    def forward(self, tokens: torch.Tensor) -> Routing:
+        ids, gates, logits = self.router(tokens)
         first = self.rank * ids.numel()
         rows = torch.arange(first, first + ids.numel()) % len(self.turns)
-        return self.turns[rows].reshape(ids.shape).to(ids), weights
+        return Routing(self.turns[rows].reshape(ids.shape).to(ids), gates, logits)
 
 
 def layer_speeds(
@@ -149,7 +150,7 @@ def routed(moe: BalancedMoE, *, even: bool) -> Iterator[None]:
     """The layer with its own router, or with even choices."""
     own = moe.router
     if even:
-        moe.router = EvenRouter(own, moe.balancer)  # type: ignore[assignment]
+        moe.router = EvenRouter(own, moe.balancer)
     try:
         yield
     finally:

@@ -10,12 +10,13 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch.nn.functional import linear, scaled_dot_product_attention
+from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
 from ultraep.errors import ConfigError
 from ultraep.layer import BalancedMoE
 from ultraep.plan import Plan
+from ultraep.plane import AnyPlan
 from ultraep.runtime.balancer import Balancer
 
 VOCABULARY = 256  # bytes
@@ -150,8 +151,8 @@ class Block(nn.Module):
         """[B, T, D], and how unevenly the router of this block spread the tokens."""
         x_BTD = x_BTD + self.attend(self.norms[0](x_BTD), positions_BT, mask)
         tokens_BTD = self.norms[1](x_BTD)
-        out: torch.Tensor = x_BTD + self.moe(tokens_BTD, policy=policy)
-        return out, unevenness(self.moe, tokens_BTD)
+        y_BTD, routing = self.moe(tokens_BTD, policy=policy, with_routing=True)
+        return x_BTD + y_BTD, unevenness(self.moe.last_plan, routing.logits)
 
     def attend(
         self, x_BTD: torch.Tensor, positions_BT: torch.Tensor, mask: torch.Tensor | None
@@ -163,16 +164,15 @@ class Block(nn.Module):
         return out
 
 
-def unevenness(moe: BalancedMoE, tokens_BTD: torch.Tensor) -> torch.Tensor:
+def unevenness(plan: AnyPlan | None, logits_TE: torch.Tensor) -> torch.Tensor:
     """The usual auxiliary loss: loads of the experts times their mean probabilities.
 
     The loads are those of the whole group, which the plan of this microbatch knows.
     """
-    plan, router = moe.last_plan, moe.router
     if not torch.is_grad_enabled() or not isinstance(plan, Plan) or not plan.total:
-        return tokens_BTD.new_zeros(())
-    chosen_E = torch.from_numpy(plan.loads.sum(axis=0) / plan.total).to(tokens_BTD)
-    probable_E = linear(tokens_BTD, router.weight).softmax(dim=-1).flatten(0, -2).mean(dim=0)
+        return logits_TE.new_zeros(())
+    chosen_E = torch.from_numpy(plan.loads.sum(axis=0) / plan.total).to(logits_TE)
+    probable_E = logits_TE.softmax(dim=-1).mean(dim=0)
     return len(chosen_E) * (chosen_E * probable_E).sum()
 
 

@@ -228,9 +228,14 @@ class Balancer(Unique):
         """The data plane for tokens on that device; collective when it is first asked for."""
         device = torch.empty(0, device=device).device
         if device not in self._planes:
-            if self.comm.size > 1 and self._peers is None:
-                self._agreement.meet(Place(Point.PLANE, 0, self._steps), device)
-            chosen = choose(self.comm, self.settings, device, self._peers)
+            place = Place(Point.PLANE, 0, self._steps)
+            chosen = choose(
+                self.comm,
+                self.settings,
+                device,
+                self._peers,
+                lambda: self._agreement.meet(place, device),
+            )
             plane = self._make(chosen)
             timed = device.type == "cuda" and chosen.name == "mapped"
             clock = (DeviceClock if timed else HostClock)(self._notebooks(), self.rank)
@@ -244,12 +249,11 @@ class Balancer(Unique):
             "topology": self.topology,
             "config": self.config,
             "settings": self.settings,
+            "agreement": self._agreement,
             "watch": self._watch,
         }
         if chosen.peers is None:
-            return MessagesPlane(
-                self.comm, agreement=self._agreement, versions=self._versions, **common
-            )
+            return MessagesPlane(self.comm, versions=self._versions, **common)
         from ultraep.runtime.mapped.plane import MappedPlane  # triton, only where it is used
 
         return MappedPlane(chosen.peers, comm=self.comm, agreed=self._agreed, **common)

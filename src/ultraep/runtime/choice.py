@@ -7,6 +7,7 @@ together.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -28,11 +29,15 @@ class Choice(NamedTuple):
 
 
 def choose(
-    comm: Communicator, settings: Settings, device: torch.device, peers: Peers | None
+    comm: Communicator,
+    settings: Settings,
+    device: torch.device,
+    peers: Peers | None,
+    meet: Callable[[], None],
 ) -> Choice:
-    """The plane for tokens on this device; collective, alike on all ranks.
+    """The plane for tokens on this device, alike on all ranks; collective if it has to be found out.
 
-    peers: memory that ranks map, if it is given.
+    peers: memory that ranks map, if it is given.   meet: raises if not all ranks are here.
     """
     wanted = settings.data_plane
     if wanted == "messages":
@@ -41,6 +46,7 @@ def choose(
         return Choice("messages", "tokens are on the CPU")
     obstacle = ""
     if peers is None:
+        meet()
         peers, obstacle = _map(comm, device)
     told = comm.gather_objects((device.type, obstacle))
     _compare([kind for kind, _ in told])

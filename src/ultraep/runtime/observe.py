@@ -129,6 +129,11 @@ class ObservedExchange:
         self.offsets, self.begins = exchange.offsets, exchange.begins
         self._serving = ""  # the stage of the experts, while it lasts
 
+    @property
+    def slots(self) -> torch.Tensor:
+        """[T, K] slot of every routed row."""
+        return self._exchange.slots
+
     def returns(self) -> None:
         """Backward begins."""
         self._microbatch.back, self._microbatch.began = True, time.time()

@@ -24,8 +24,8 @@ from ultraep.runtime.history import REMEMBERED, History, Moment
 from ultraep.topology import Topology
 from ultraep.trace.pieces import Key
 from ultraep.trace.record import Recorder
+from ultraep.trace.schema import FORWARD
 
-FORWARD = ("loads", "plan", "verify", "replicate", "reroute", "dispatch", "experts", "combine")
 VARIABLE = "ULTRAEP_TRACE"  # in the environment: a folder for the traces of all balancers
 MOST_TRACES = 10_000  # in that folder
 
@@ -156,6 +156,8 @@ class Recording:
         found = self._passes.get(microbatch)
         if found is None or found.key is None:
             return
+        if not found.recorded and not microbatch.again and "combine" not in found.seconds:
+            return  # whoever moves the rows himself tells the recorder
         seconds, found.seconds = found.seconds, defaultdict(float)
         moved, found.moved = found.moved, 0
         step, layer, number = found.key

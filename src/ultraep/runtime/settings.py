@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import torch
 
 PLANES = ("auto", "messages", "mapped")
-OF_A_RANK = ("timeout", "share")  # the others are compared
+OF_A_RANK = ("backend", "timeout", "share")  # the others are compared
 
 
 @dataclass(frozen=True)

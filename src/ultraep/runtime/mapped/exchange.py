@@ -21,7 +21,7 @@ class MappedExchange:
     ) -> None:
         self._memory, self._routes, self.returns = memory, routes, on_return
         self._rows = memory.exchange.row_map()
-        self._shape = routes.slots.shape
+        self.slots, self._shape = routes.slots, routes.slots.shape
         self.offsets = self._rows.offsets
 
     def begins(self) -> list[int]:

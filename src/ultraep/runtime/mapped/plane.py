@@ -58,6 +58,7 @@ class MappedPlane:
         *,
         comm: Communicator,
         agreed: str,
+        agreement: Agreement,
         topology: Topology,
         config: BalanceConfig,
         settings: Settings,
@@ -68,9 +69,11 @@ class MappedPlane:
         self.lent: MappedCopies | None = None  # copies whose `with` block is open
         self._peers, self._config = peers, config
         self._comm, self._hosts = comm, comm.hosts()
-        self._agreement = (
-            None if self._hosts is None else Agreement(self._hosts, agreed, topology.experts)
-        )
+        self._agreement: Agreement | None = agreement
+        if self._hosts is not comm:
+            self._agreement = (
+                None if self._hosts is None else Agreement(self._hosts, agreed, topology.experts)
+            )
         self._timeout = settings.timeout or comm.timeout
         self._rooms: list[Room] = []
         self._turn = 0
@@ -152,7 +155,7 @@ class MappedPlane:
         """
         if self._adopted is None:
             raise ConfigError("nothing is adopted whose copies could be kept")
-        memory, microbatch = self._rooms[-1].memory, Microbatch(0, 0, again=False)
+        memory, microbatch = self._rooms[-1].memory, Microbatch(0, 0, again=False, back=True)
         copies = MappedCopies(self, memory, self._adopted, microbatch, bundle)
         with copies:
             copies.tensors()

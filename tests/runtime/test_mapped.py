@@ -1,6 +1,6 @@
-"""DeviceBalancer without a GPU: the layer in processes whose kernels pull from each other's memory.
+"""Mapped memory without a GPU: the layer in processes whose kernels pull from each other's memory.
 
-Whatever the plans, slots and relays, it gives what the layer of the host `Balancer` gives.
+Whatever the plans, slots and relays, it gives what the layer gives over messages.
 """
 
 import time
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 import torch
-from dense import Example, assert_close, gradients_of
+from dense import Example, assert_close, dense, gradients_of
 from guard import watched
 from ranks import PATIENCE, shared_pool
 from shared_peers import SharedPeers
@@ -17,9 +17,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from triton.runtime.interpreter import GridExecutor
 
-import ultraep
 from ultraep import (
-    BalanceConfig,
     BalancedMoE,
     Balancer,
     CommunicationError,
@@ -28,11 +26,10 @@ from ultraep import (
     LocalGroup,
     PlanMismatch,
     SlotError,
+    UltraEPError,
 )
 from ultraep.backends.triton import counter, rerouter, streamer
 from ultraep.backends.triton.device import interpreted
-from ultraep.runtime.device import DeviceBalancer
-from ultraep.runtime.mapped.peers import LocalPeers
 from ultraep.runtime.mapped.symmetric import SymmetricPeers
 
 pytestmark = pytest.mark.skipif(not interpreted(), reason="ranks are processes without GPUs")
@@ -51,12 +48,12 @@ def small_tiles():
         yield
 
 
-def device_balancer(peers, example, **options):
+def mapped_balancer(example, group=None, *, peers=None, **options):
     """With room for whatever the router likes."""
+    peers = peers or SharedPeers(group)
     tokens = max(len(x) for x in example.inputs)
-    sizes = {"tokens": tokens, "top_k": example.top_k, "timeout": PATIENCE}
-    sizes["capacity"] = example.ranks * tokens * example.top_k
-    return DeviceBalancer(peers, experts=example.experts, **sizes | options)
+    options = {"capacity": example.ranks * tokens * example.top_k, "timeout": PATIENCE} | options
+    return Balancer(group, peers=peers, experts=example.experts, data_plane="mapped", **options)
 
 
 @contextmanager
@@ -76,7 +73,7 @@ def naps(seed):
 def on_device(rank, group, body, example, options):
     """`body(balancer, example)` with kernels between processes."""
     with small_tiles(), naps(rank):
-        balancer = device_balancer(SharedPeers(group), example, **options)
+        balancer = mapped_balancer(example, group, **options)
         found = body(balancer, example)
         balancer.check()
         balancer.close()
@@ -104,8 +101,7 @@ def assert_as_on_host(body, example, **options):
 
 def plan_tensors(layer):
     """The last plan, wherever it was made."""
-    plan = layer.last_plan
-    plan = plan if isinstance(plan, ultraep.Plan) else plan.to_host()
+    plan = layer.last_plan.to_host()
     return {
         "replicas": torch.tensor(plan.replicas.copy()),
         "split": torch.tensor(plan.split.copy()),
@@ -218,26 +214,19 @@ def test_only_the_gradients_that_are_wanted():
 
 
 def adopt(balancer, example):
-    """One pass by a plan of another policy, and one by its own again; the host is told which."""
+    """One pass by a policy that plans on the host, and one by that of the device again."""
     layer, rank = example.layer(balancer), balancer.rank
-    ids = [layer.router(x)[0] for x in example.inputs]
-    loads = np.array([ultraep.count_loads(own, example.experts) for own in ids])
-    other = ultraep.plan(loads, balancer.topology, BalanceConfig(policy="quota"))
     found = {}
     for policy in ("quota", None):
         x = example.inputs[rank].clone().requires_grad_()
-        if isinstance(balancer, Balancer):
-            y = layer(x, policy=policy)
-        else:
-            balancer.adopt(other if policy else None)
-            y = layer(x)
+        y = layer(x, policy=policy)
         y.backward(example.gradients[rank])
         passed = {"y": y.detach(), **gradients_of(layer, x), **plan_tensors(layer)}
         found |= {f"{name} by {policy}": tensor.clone() for name, tensor in passed.items()}
     return found
 
 
-def test_a_plan_of_another_policy_can_be_adopted():
+def test_another_policy_plans_on_the_host():
     found = assert_as_on_host(adopt, single([9, 5], experts=12), slots=2)[0]
     assert not torch.equal(found["split by quota"], found["split by None"])
     assert torch.equal(found["y by quota"], found["y by None"])
@@ -246,13 +235,14 @@ def test_a_plan_of_another_policy_can_be_adopted():
 def keep(rank, group, example):
     """Passes whose copies are sent once; and how often the slots were filled until then."""
     with small_tiles():
-        balancer = device_balancer(SharedPeers(group), example, slots=2)
+        balancer = mapped_balancer(example, group, slots=2)
         found = [one_pass(balancer, example)]
-        layer, words = example.layer(balancer), balancer.data.board.words
+        plane = balancer.plane("cpu")
+        layer, board = example.layer(balancer), board_of(balancer)
         layer(example.inputs[rank])
-        balancer.adopt(layer.last_plan.to_host())
-        balancer.keep(layer.experts.bundle)
-        channel = balancer.data.board.channel_of_buffer(0)
+        plane.adopt(layer.last_plan.to_host())
+        plane.keep(layer.experts.bundle)
+        words, channel = board.words, board.channel_of_buffer(0)
         before = int(words[channel])
         for _ in range(2):
             x = example.inputs[rank].clone().requires_grad_()
@@ -269,6 +259,14 @@ def test_copies_that_are_kept_are_sent_once():
         assert after == before
         for passed in kept:
             assert all(torch.equal(tensor, first[name]) for name, tensor in passed.items())
+
+
+def memory_of(balancer):
+    return balancer.plane("cpu")._rooms[-1].memory
+
+
+def board_of(balancer):
+    return memory_of(balancer).board
 
 
 class Noted(SharedPeers):
@@ -291,7 +289,7 @@ def pass_under_watch(rank, group, example, alone):
     """
     with small_tiles():
         peers = Noted(group)
-        balancer = device_balancer(peers, example, slots=2, relay="chain")
+        balancer = mapped_balancer(example, group, peers=peers, slots=2, relay="chain")
         layer = example.layer(balancer)
 
         def one():
@@ -319,24 +317,26 @@ def pass_under_watch(rank, group, example, alone):
 
 def forget_the_others(balancer):
     """Rank 1 is waited for shortly; then its loads are whatever was in memory."""
-    share, rng = balancer.data.share_loads, np.random.default_rng(0)
-    balancer.data.board.patience = 20
+    memory, rng = memory_of(balancer), np.random.default_rng(0)
+    share, memory.board.patience = memory.share_loads, 20
+    balancer.plane("cpu")._agreement = None
 
     def share_loads(loads, kind):
         gathered = share(loads, kind)
         gathered[1] = torch.from_numpy(rng.integers(-(2**31), 2**31, gathered[1].shape))
         return gathered
 
-    balancer.data.share_loads = share_loads
+    memory.share_loads = share_loads
 
 
 def prepare(rank, group, example):
     """How much memory the group has before and after the first pass."""
     with small_tiles():
         peers = Noted(group)
-        balancer = device_balancer(peers, example, slots=2)
-        layer = example.layer(balancer)
-        balancer.prepare(layer.experts.bundle, example.hidden, example.dtype)
+        balancer = mapped_balancer(example, group, peers=peers, slots=2)
+        layer, tokens = example.layer(balancer), max(len(x) for x in example.inputs)
+        ids = torch.zeros(tokens, example.top_k, dtype=torch.int64)
+        balancer.prepare(ids, example.inputs[rank], layer.experts.bundle)
         before = len(peers.pieces)
         layer(example.inputs[rank]).backward(example.gradients[rank])
         balancer.check()
@@ -372,41 +372,56 @@ def told(kind, act, *args, **options):
 def refusals(rank, group, example):
     """What all ranks are told when they do the same wrong thing, or different things."""
     with small_tiles():
-        peers, x = SharedPeers(group), example.inputs[rank]
+        x = example.inputs[rank]
         messages = {
-            "settings": told(PlanMismatch, device_balancer, peers, example, slots=1 + (rank == 1)),
-            "capacities": told(PlanMismatch, device_balancer, peers, example, capacity=50 + rank),
+            "settings": told(PlanMismatch, mapped_balancer, example, group, slots=1 + (rank == 1)),
+            "capacities": told(PlanMismatch, mapped_balancer, example, group, capacity=50 + rank),
         }
-        balancer = device_balancer(peers, example, slots=1)
+        balancer = mapped_balancer(example, group, slots=1)
         layer = example.layer(balancer)
         other = BalancedMoE.swiglu(16, 12 + 4 * (rank == 1), 8, 2, balancer=balancer)
+        floats = torch.zeros(4, 2) if rank == 1 else torch.zeros(4, 2, dtype=torch.int64)
         messages |= {
             "weights": told(PlanMismatch, other, x),
-            "tokens": told(LoadError, balancer.gather, torch.zeros(8, 2, dtype=torch.int64)),
-            "choices": told(LoadError, balancer.gather, torch.zeros(4, 3, dtype=torch.int64)),
-            "policy": told(ConfigError, layer, x, policy="none"),
-            "types": told(ConfigError, layer, x.to(torch.bfloat16)),
+            "inputs": told(PlanMismatch, layer, x.clone().requires_grad_(rank == 1)),
+            "ids of one rank": refused_input(balancer, floats),
             "lent": told(SlotError, lend_twice, balancer, layer, x),
+            "turn": told(ConfigError, plan_twice, balancer, layer, x),
         }
         layer(x)
         balancer.check()
         balancer.gather(torch.tensor([[8, 0], [-2, -1]]))
         messages["ids"] = told(LoadError, balancer.check)
-        narrow = device_balancer(peers, example, capacity=5)
+        narrow = mapped_balancer(example, group, capacity=5)
         example.layer(narrow)(x)
         messages["capacity"] = told(LoadError, narrow.check)
         narrow.check()
-        layer(x.clone().requires_grad_(rank == 1))
-        messages["inputs"] = told(PlanMismatch, balancer.check)
-        return messages
+        y = layer(x.clone().requires_grad_())
+        strayed = told(PlanMismatch, y.sum().backward if rank else layer.full_state_dict)
+        return messages | {"strayed": strayed}
+
+
+def refused_input(balancer, ids):
+    """Those that are no integers are named where they are, and elsewhere their rank is."""
+    words = "ids must be integers, got torch.float32" if ids.is_floating_point() else "ranks [1]"
+    message = told(UltraEPError, balancer.gather, ids)
+    assert words in message
+    return f"input: {message}"
 
 
 def lend_twice(balancer, layer, x):
-    bundle, (ids, _) = layer.experts.bundle, layer.router(x)
+    bundle, ids = layer.experts.bundle, layer.router(x).ids
     gathered = balancer.gather(ids)
     plan = balancer.plan(gathered)
     with balancer.replicate(plan, gathered, bundle), balancer.replicate(plan, gathered, bundle):
         pass
+
+
+def plan_twice(balancer, layer, x):
+    ids = layer.router(x).ids
+    first = balancer.gather(ids)
+    balancer.gather(ids)
+    balancer.plan(first)
 
 
 @pytest.fixture(scope="module")
@@ -415,17 +430,16 @@ def refused():
 
 
 WORDS = {
-    "settings": ["ranks disagree about the settings: rank 0 has", "slots=1,", "slots=2,"],
-    "capacities": ["rank 0 has", " 50, 'auto'", "; rank 1 has", " 51, 'auto'"],
-    "weights": ["about the weights or inputs: rank 0 has", "[24, 16]", "rank 1 has", "[32, 16]"],
-    "inputs": ["ranks disagree about the weights or inputs: rank ", "has others than another"],
-    "tokens": ["ids must be [up to 7 tokens, 2], got [8, 2]"],
-    "choices": ["ids must be [up to 7 tokens, 2], got [4, 3]"],
-    "policy": ["policy 'none' for one call", "keeps its own, 'ultraep'"],
-    "types": ["rows are torch.bfloat16, 'gate_up_proj' is torch.float32"],
-    "lent": ["layer 0 needs spare slots, all 1 are lent to layer 0", "in_flight="],
+    "settings": ["ranks disagree about the settings: ranks [0] have", "slots=1,", "slots=2,"],
+    "capacities": ["ranks [0] have", "capacity=50", "; ranks [1] have", "capacity=51"],
+    "weights": ["about the weights or inputs: ranks [0] have", "[24, 16]", "[1] have", "[32, 16]"],
+    "inputs": ["about the weights or inputs: ranks [0] have", "rows [16] torch.float32 with grad"],
+    "ids of one rank": ["ids"] if False else [],
+    "lent": ["layer 0 (step ", "needs spare slots, all 1 are lent to layer 0", "in_flight="],
+    "turn": ["is to be planned or rerouted, but", "stages 1, 2 and 4 of a microbatch follow"],
     "ids": ["2 ids must lie in 0..7"],
     "capacity": [" rows for rank ", "but its buffers are for 5: give a larger capacity="],
+    "strayed": ["ranks are at different places of the program", "the backward pass of layer"],
 }
 
 
@@ -434,23 +448,6 @@ def test_what_cannot_work_is_refused_on_every_rank(what, refused):
     for messages in refused:
         for words in WORDS[what]:
             assert words in messages[what]
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"config": BalanceConfig(), "policy": "none"}, "give config or policy, not both"),
-        ({"policy": "eplb"}, "policy 'eplb' cannot run on the GPU; known are ultraep, none"),
-        ({"top_k": 0}, "top_k must be positive, got 0"),
-        ({"capacity": 0}, "capacity must be positive, got 0"),
-        ({"in_flight": 0}, "in_flight must be positive, got 0"),
-        ({"timeout": 0}, "timeout must be a positive number .* got 0"),
-        ({"relay": "zigzag"}, "unknown relay mode 'zigzag'; known are direct, chain, auto"),
-    ],
-)
-def test_settings_that_cannot_work(options, words):
-    with pytest.raises(ConfigError, match=words):
-        device_balancer(LocalPeers(2, device="cpu").of(0), single([5, 5]), **options)
 
 
 def test_symmetric_memory_needs_gpus():
@@ -473,7 +470,7 @@ def alone():
     """An example for one rank, and its layer."""
     with small_tiles():
         example = single([6], experts=4)
-        balancer = device_balancer(LocalPeers(1, device="cpu").of(0), example)
+        balancer = Balancer(experts=4, data_plane="mapped")
         yield example, example.layer(balancer)
         balancer.check()
 
@@ -524,8 +521,58 @@ def test_the_full_state_can_be_saved(alone):
     )
 
 
-def test_double_precision_is_refused():
+def test_double_precision_is_exact():
+    """Kernels do not know it: torch multiplies then."""
     example = Example(tokens=[6], experts=4)
-    balancer = device_balancer(LocalPeers(1, device="cpu").of(0), example)
-    with pytest.raises(ConfigError, match="float64"):
-        example.layer(balancer)(example.inputs[0])
+    layer = example.layer(Balancer(experts=4, data_plane="mapped"))
+    x = example.inputs[0].clone().requires_grad_()
+    y = layer(x)
+    y.backward(example.gradients[0])
+    wanted = dense(example)
+    assert_close(y.detach(), wanted.output)
+    for name, gradient_ in gradients_of(layer, x).items():
+        assert_close(gradient_, wanted.gradients[name], name)
+
+
+# Which plane, and how large.
+
+
+def test_a_path_that_is_forced_and_not_possible_is_refused_before_anything_is_sent():
+    def work(comm):
+        balancer = Balancer(experts=4, communicator=comm, data_plane="mapped")
+        with pytest.raises(ConfigError, match="'mapped' is not possible: rank 0: 2 ranks are thr"):
+            balancer.gather(torch.zeros(4, 1, dtype=torch.int64))
+
+    LocalGroup(2).run(work)
+
+
+def test_a_balancer_tells_its_plane_and_why():
+    balancer = Balancer(experts=4, data_plane="mapped")
+    assert "not chosen before the first microbatch" in repr(balancer)
+    balancer.gather(torch.zeros(4, 1, dtype=torch.int64))
+    assert "data plane mapped on cpu: all 1 ranks map each other's memory" in repr(balancer)
+    balancer = Balancer(experts=4)
+    balancer.gather(torch.zeros(4, 1, dtype=torch.int64))
+    assert "data plane messages on cpu: tokens are on the CPU" in repr(balancer)
+
+
+def grow(balancer, example):
+    """Microbatches with ever more tokens; backward of the first comes after the growth."""
+    layer, rank = example.layer(balancer), balancer.rank
+    xs = [example.inputs[rank][:n].clone().requires_grad_() for n in (3 + rank, 9, 5)]
+    ys = [layer(x) for x in xs]
+    for x, y in zip(reversed(xs), reversed(ys), strict=True):
+        y.backward(example.gradients[rank][: len(x)])
+    found = {f"x {n}": x.grad for n, x in enumerate(xs)}
+    return found | {f"y {n}": y.detach() for n, y in enumerate(ys)} | gradients_of(layer, xs[0])
+
+
+def test_memory_grows_with_the_largest_microbatch():
+    assert_as_on_host(grow, single([9, 9]), slots=1, capacity=60, in_flight=2)
+
+
+def test_without_words_between_hosts_memory_cannot_grow():
+    balancer = Balancer(experts=4, data_plane="mapped", verify=False)
+    balancer.gather(torch.zeros(4, 1, dtype=torch.int64))
+    with pytest.raises(LoadError, match="5 tokens x 1 choices, but there is memory for 4 x 1"):
+        balancer.gather(torch.zeros(5, 1, dtype=torch.int64))

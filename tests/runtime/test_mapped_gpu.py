@@ -18,13 +18,13 @@ import pytest
 import torch
 from dense import assert_close
 from ranks import QUICK, RankPool
+from ultraep.runtime.device import DeviceBalancer
 
 from ultraep import BalancedMoE, CommunicationError, Topology, UltraEPError
 from ultraep.backends.triton import reducer, streamer
 from ultraep.backends.triton.board import Board
 from ultraep.backends.triton.streamer import Streamer
 from ultraep.bundle import Layout
-from ultraep.runtime.device import DeviceBalancer
 from ultraep.runtime.mapped.peers import LocalPeers
 from ultraep.runtime.mapped.symmetric import SymmetricPeers
 
