@@ -234,9 +234,9 @@ class _Gradients:
         self._copies, self._homes = copies, homes
         kinds = {n: (tuple(w.shape[1:]), accumulator(w.dtype)) for n, w in homes.items()}
         self._of_copies = copies.gradient_slots(kinds)
-        self._of_homes = {
-            name: torch.empty(weight.shape, dtype=kinds[name][1], device=weight.device)
-            for name, weight in homes.items()
+        self._of_homes = {  # where nothing is added they are rounded at once
+            n: torch.empty_like(w, dtype=kinds[n][1] if copies.possible else w.dtype)
+            for n, w in homes.items()
         }
 
     def of(self, layer: str) -> tuple[Stacks, Stacks | None]:
@@ -245,7 +245,8 @@ class _Gradients:
 
     def reduce(self) -> None:
         """Begin to add those of the copies to those of the homes."""
-        self._copies.reduce(self._of_homes)
+        if self._copies.possible:
+            self._copies.reduce(self._of_homes)
 
     def reduced(self) -> list[torch.Tensor]:
         """The gradients of the home experts, with those of all their copies."""

@@ -77,6 +77,10 @@ class Copies(Protocol):
         """Multiprocessors of this rank; None: all."""
 
     @property
+    def possible(self) -> bool:
+        """Whether there can be copies at all, whatever the loads."""
+
+    @property
     def kernels(self) -> bool:
         """Whether the kernels of a GPU can work on the rows of this microbatch."""
 

@@ -33,11 +33,16 @@ def accumulator(dtype: torch.dtype) -> torch.dtype:
 class Stacks:
     """One tensor of every slot: of the home slots, and of the spare ones.
 
-    Both have the same shape and strides within a slot, and a last dimension without gaps.
+    Both have the same strides within a slot, and a last dimension without gaps. They have one type,
+    but for gradients: those of homes may be rounded to the type of the parameters.
     """
 
     homes: torch.Tensor
     copies: torch.Tensor
+
+    def __post_init__(self) -> None:
+        homes, copies = self.homes, self.copies
+        assert homes.shape[1:] == copies.shape[1:], (homes.shape, copies.shape)
 
     def __getitem__(self, slot: int) -> torch.Tensor:
         spare = slot - len(self.homes)

@@ -79,6 +79,11 @@ class Topology:
         return self.domain
 
     @property
+    def can_copy(self) -> bool:
+        """Whether there is a slot that a copy may go to, whatever the loads."""
+        return self.slots > 0 and self.domain_size > 1
+
+    @property
     def num_domains(self) -> int:
         return self.ranks // self.domain_size
 

@@ -18,6 +18,7 @@ from ultraep.experts import swiglu
 DEVICE = default_device()
 CAPACITY, N, K = 40, 40, 24
 SMALL = dict.fromkeys(TABLES["cuda"], Blocks(16, 16, 16, stages=2, band=2))
+SLIM = dict.fromkeys(SMALL, Blocks(16, 32, 16, stages=2, band=2, half=True, narrow=True))
 SLOTS = {  # rows of the home slots, and of the spare ones
     "mixed": ([5, 0, 17], [9, 3]),
     "full": ([20, 1], [19]),
@@ -193,6 +194,45 @@ def test_other_types_and_sizes(sizes, dtype):
         assert torch.equal(found.to(dtype), less)
 
 
+@pytest.mark.parametrize("name", ["mixed", "no copies", "no homes"])
+def test_gradients_of_homes_in_another_type(name):
+    """Those of homes are rounded once; those of copies keep the type that they are added in."""
+    case, single = Case(name, torch.bfloat16), torch.float32
+    d_out, rows, scale = case.rows(N), case.rows(K), case.rows(dtype=single)
+    wide, wide_bias = case.stacks(N, K, dtype=single), case.stacks(N, dtype=single)
+    into = Stacks(case.stacks(N, K).homes, case.stacks(N, K, dtype=single).copies)
+    bias = Stacks(case.stacks(N).homes, case.stacks(N, dtype=single).copies)
+    case.grouped.weight_gradients(d_out, rows, wide, bias=wide_bias, scale=scale)
+    case.grouped.weight_gradients(d_out, rows, into, bias=bias, scale=scale)
+    for found, exact in ((into, wide), (bias, wide_bias)):
+        assert torch.equal(found.homes, exact.homes.bfloat16())
+        assert torch.equal(found.copies, exact.copies)
+
+
+@pytest.mark.parametrize("width", [40, 41, 64, 24])
+def test_narrow_tiles_change_no_bit(width):
+    case = Case()
+    slim = Grouped(case.grouped.offsets, programs=2, table=SLIM)
+    rows, weights, bias = case.rows(K), case.stacks(width, K), case.stacks(width)
+    scale, wide_rows, d_rows = case.rows(dtype=torch.float32), case.rows(width), case.rows(K)
+    back = case.stacks(K, width)
+    found = []
+    for grouped in (case.grouped, slim):
+        out, turned, into = case.room(width), case.room(width), empty_like(back)
+        grouped.multiply(rows, weights, out, bias=bias, scale=scale)
+        grouped.multiply_transposed(d_rows, back, turned)
+        grouped.weight_gradients(d_rows, wide_rows, into)
+        found.append([out, turned, into.homes, into.copies])
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_last_tiles_are_as_narrow_as_what_is_left():
+    slim = Blocks(128, 256, 64, narrow=True)
+    assert [slim.last(width) for width in (2880, 5760, 4096, 2049, 1000)] == [64, 128, 256, 16, 256]
+    assert Blocks(128, 256, 64).last(2880) == 256
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_bias_and_scale(dtype):
     """As without a scale, then scaled in the type of the result."""
@@ -348,6 +388,8 @@ def test_wrong_shapes_are_refused():
         case.grouped.multiply(rows.half(), weights, out)
     with pytest.raises(AssertionError):
         case.grouped.multiply(rows, weights, out, scale=case.rows(dtype=torch.float16))
+    with pytest.raises(AssertionError):
+        case.grouped.multiply(rows, Stacks(weights.homes, weights.copies.half()), out)
     with pytest.raises(AssertionError):
         case.grouped.swiglu(out, rows)
 

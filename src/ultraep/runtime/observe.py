@@ -91,6 +91,7 @@ class ObservedCopies:
     def __init__(self, copies: Copies, microbatch: Microbatch, watch: Watch) -> None:
         self._copies, self._microbatch, self._watch = copies, microbatch, watch
         self.num_homes, self.sms, self.kernels = copies.num_homes, copies.sms, copies.kernels
+        self.possible = copies.possible
         self.served_rows, self.gradient_slots = copies.served_rows, copies.gradient_slots
 
     def _filling(self) -> Any:

@@ -31,6 +31,14 @@ class Blocks:
     band: int = 8
     resident: int = 1  # programs on one multiprocessor
     half: bool = False  # whether the last rows of a slot may be a tile of half the height
+    narrow: bool = False  # whether the last columns may be a tile of fewer ones
+
+    def last(self, width: int) -> int:
+        """Columns of the last tile of so many: 64 of 2880 in tiles of 256 that may be narrow."""
+        left = width % self.columns
+        if not left or not self.narrow:
+            return self.columns
+        return int(min(self.columns, max(16, triton.next_power_of_2(left))))
 
 
 Table = Mapping[tuple[str, int], Blocks]  # by kernel and bytes of an element
@@ -116,10 +124,13 @@ class Grouped:
         transposed = kernel == "multiply_transposed"
         shape = (rows.shape[1], out.shape[1]) if transposed else (out.shape[1], rows.shape[1])
         self._check(weights, shape, rows, out, scale)
-        assert weights.homes.dtype == rows.dtype, (weights.homes.dtype, rows.dtype)
+        kinds = {weights.homes.dtype, weights.copies.dtype, rows.dtype}
+        assert len(kinds) == 1, kinds
         if bias is not None:
             self._check(bias, out.shape[1:])
+            assert bias.homes.dtype == bias.copies.dtype, (bias.homes.dtype, bias.copies.dtype)
         blocks = self.table[kernel, rows.element_size()]
+        last = blocks.last(out.shape[1])
         grouped.multiply[(self.programs * blocks.resident,)](
             rows,
             weights.homes,
@@ -142,9 +153,10 @@ class Grouped:
             out.stride(0),
             TRANSPOSED=transposed,
             ALL_DEPTH=rows.shape[1] % blocks.depth == 0,
-            ALL_WIDTH=out.shape[1] % blocks.columns == 0,
+            ALL_WIDTH=out.shape[1] % last == 0,
             M=blocks.rows,
             N=blocks.columns,
+            LAST=last,
             K=blocks.depth,
             BAND=blocks.band,
             HALF=blocks.half,
@@ -164,12 +176,14 @@ class Grouped:
         """Overwrite `into`, [N, K] of every slot, by d_out^T @ rows: zeros for a slot without rows.
 
         And `bias`, [N] of every slot, by the sum of d_out; only there are rows times `scale`, [A].
+        Sums are rounded once, to the type of the stack that they go to.
         """
         self._check(into, (d_out_AN.shape[1], rows_AK.shape[1]), d_out_AN, rows_AK, scale)
         assert d_out_AN.dtype == rows_AK.dtype, (d_out_AN.dtype, rows_AK.dtype)
         if bias is not None:
             self._check(bias, d_out_AN.shape[1:])
         blocks = self.table["weight_gradients", rows_AK.element_size()]
+        last = blocks.last(rows_AK.shape[1])
         grouped.weight_gradients[(self.programs * blocks.resident,)](
             d_out_AN,
             rows_AK,
@@ -191,9 +205,10 @@ class Grouped:
             bias and bias.homes.stride(0),
             bias and bias.copies.stride(0),
             ALL_HEIGHT=d_out_AN.shape[1] % blocks.rows == 0,
-            ALL_WIDTH=rows_AK.shape[1] % blocks.columns == 0,
+            ALL_WIDTH=rows_AK.shape[1] % last == 0,
             M=blocks.rows,
             N=blocks.columns,
+            LAST=last,
             K=blocks.depth,
             BAND=blocks.band,
             num_warps=blocks.warps,

@@ -39,7 +39,7 @@ class MappedCopies:
         self._plane, self._memory, self._plan, self._bundle = plane, memory, plan, bundle
         self._microbatch = microbatch
         self.schedule = schedule  # all that backward needs of the plan
-        self.sms = memory.sms
+        self.sms, self.possible = memory.sms, memory.topology.can_copy
         self._lent: ExitStack | None = None
         self._buffer: int | None = None  # that was lent last
         self._held: dict[str, torch.Tensor] = {}

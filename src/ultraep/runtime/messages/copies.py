@@ -53,6 +53,10 @@ class MessageCopies:
         return len(self.plan.topology.home_experts(self._plane.comm.rank))
 
     @property
+    def possible(self) -> bool:
+        return self.plan.topology.can_copy
+
+    @property
     def kernels(self) -> bool:
         """On a GPU, if its kernels are installed."""
         device = self._loads.on_device.device.type

@@ -39,6 +39,20 @@ def of_slot(homes, copies, slot, num_homes, home_stride, copy_stride):
 
 
 @triton.jit
+def store_of_slot(homes, copies, slot, num_homes, home_stride, copy_stride, at, values, mask):
+    """Store numbers at places of the tensor of a slot; the two stacks may differ in type."""
+    if homes.dtype == copies.dtype:
+        either = of_slot(homes, copies, slot, num_homes, home_stride, copy_stride)
+        tl.store(either + at, values.to(homes.dtype.element_ty), mask=mask)
+    elif slot < num_homes:
+        home = homes + slot.to(tl.int64) * home_stride
+        tl.store(home + at, values.to(homes.dtype.element_ty), mask=mask)
+    else:
+        copy = copies + (slot - num_homes).to(tl.int64) * copy_stride
+        tl.store(copy + at, values.to(copies.dtype.element_ty), mask=mask)
+
+
+@triton.jit
 def load_tile(at, row, column, stride, rows, columns, ALL_ROWS: tl.constexpr, ALL: tl.constexpr):
     """A tile of a matrix, with zeros where it has no rows or columns left."""
     at += row[:, None] * stride + column[None, :]
@@ -158,6 +172,7 @@ def multiply(
     ALL_WIDTH: tl.constexpr,
     M: tl.constexpr,
     N: tl.constexpr,
+    LAST: tl.constexpr,
     K: tl.constexpr,
     BAND: tl.constexpr,
     HALF: tl.constexpr,
@@ -165,7 +180,8 @@ def multiply(
     """[A, depth] -> [A, width]: (rows @ W^T + bias) * scale, W a [width, depth] of every slot.
 
     TRANSPOSED: rows @ W, W a [depth, width].   ALL_DEPTH, ALL_WIDTH: tiles leave nothing over.
-    HALF: the last rows of a slot, if few, are a tile of half the height.
+    LAST: columns of the last tile, N or fewer.   HALF: the last rows of a slot, if few, are a tile
+    of half the height.
     """
     high, wide = tl.load(tiles), tl.cdiv(width, N)
     for tile in range(tl.program_id(0), high * wide, tl.num_programs(0)):
@@ -180,52 +196,74 @@ def multiply(
             at_bias = of_slot(
                 home_biases, copy_biases, slot, num_homes, home_bias_stride, copy_bias_stride
             )
-        if HALF and count <= M // 2:
-            multiply_tile(
-                rows,
-                at_weights,
-                at_bias,
-                scale,
-                out,
-                begin,
-                count,
-                column * N,
-                depth,
-                width,
-                rows_stride,
-                weight_stride,
-                out_stride,
-                TRANSPOSED,
-                ALL_DEPTH,
-                ALL_WIDTH,
-                home_biases is not None,
-                M // 2,
-                N,
-                K,
-            )
-        else:
-            multiply_tile(
-                rows,
-                at_weights,
-                at_bias,
-                scale,
-                out,
-                begin,
-                count,
-                column * N,
-                depth,
-                width,
-                rows_stride,
-                weight_stride,
-                out_stride,
-                TRANSPOSED,
-                ALL_DEPTH,
-                ALL_WIDTH,
-                home_biases is not None,
-                M,
-                N,
-                K,
-            )
+        low, slim = HALF and count <= M // 2, LAST < N and column == wide - 1
+        for LOW in tl.static_range(1 + HALF):
+            for SLIM in tl.static_range(1 + (LAST < N)):
+                if (low == LOW) and (slim == SLIM):
+                    multiply_tile(
+                        rows,
+                        at_weights,
+                        at_bias,
+                        scale,
+                        out,
+                        begin,
+                        count,
+                        column * N,
+                        depth,
+                        width,
+                        rows_stride,
+                        weight_stride,
+                        out_stride,
+                        TRANSPOSED,
+                        ALL_DEPTH,
+                        ALL_WIDTH or (LAST < N and SLIM == 0),
+                        home_biases is not None,
+                        M // (1 + LOW),
+                        LAST if SLIM else N,
+                        K,
+                    )
+
+
+@triton.jit
+def gradient_tile(
+    d_out,
+    rows,
+    of_homes,
+    of_copies,
+    slot,
+    begin,
+    count,
+    num_homes,
+    row,
+    column,
+    height,
+    width,
+    d_out_stride,
+    rows_stride,
+    home_stride,
+    copy_stride,
+    weight_stride,
+    ALL_HEIGHT: tl.constexpr,
+    ALL_WIDTH: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+):
+    """One tile of `weight_gradients`: M rows from `row` on, N columns from `column` on."""
+    row_M, column_N, step_K = tl.arange(0, M), tl.arange(0, N), tl.arange(0, K)
+    rows_left, left = height - row, width - column
+    sum_MN = tl.zeros((M, N), tl.float32)
+    for k in range(0, count, K):
+        at = d_out + (begin + k) * d_out_stride + row
+        out_KM = load_tile(at, step_K, row_M, d_out_stride, count - k, rows_left, False, ALL_HEIGHT)
+        at = rows + (begin + k) * rows_stride + column
+        row_KN = load_tile(at, step_K, column_N, rows_stride, count - k, left, False, ALL_WIDTH)
+        sum_MN = tl.dot(out_KM.T, row_KN, sum_MN, input_precision="ieee")
+    at_MN = (row + row_M)[:, None] * weight_stride + (column + column_N)[None, :]
+    mask = (row_M < rows_left)[:, None] & (column_N < left)[None, :]
+    store_of_slot(
+        of_homes, of_copies, slot, num_homes, home_stride, copy_stride, at_MN, sum_MN, mask
+    )
 
 
 @triton.jit(do_not_specialize=["num_homes", "num_slots"])
@@ -253,51 +291,66 @@ def weight_gradients(
     ALL_WIDTH: tl.constexpr,
     M: tl.constexpr,
     N: tl.constexpr,
+    LAST: tl.constexpr,
     K: tl.constexpr,
     BAND: tl.constexpr,
 ):
     """[A, height], [A, width] -> [height, width] of every slot: d_out^T @ rows; 0 without rows.
 
     And [height] for the biases: the sum of d_out * scale, by the first column of tiles.
+    LAST: columns of the last tile, N or fewer.
     """
     high, wide = tl.cdiv(height, M), tl.cdiv(width, N)
-    row_M, column_N, step_K = tl.arange(0, M), tl.arange(0, N), tl.arange(0, K)
+    row_M = tl.arange(0, M)
     for number in range(tl.program_id(0), num_slots * high * wide, tl.num_programs(0)):
         slot, tile = number // (high * wide), number % (high * wide)
         begin = tl.load(offsets + slot)
         count = tl.load(offsets + slot + 1) - begin
         begin = begin.to(tl.int64)
         row, column = in_bands(tile, high, wide, BAND)
-        row *= M
-        column *= N
-        rows_left, left = height - row, width - column
-        sum_MN = tl.zeros((M, N), tl.float32)
-        for k in range(0, count, K):
-            at = d_out + (begin + k) * d_out_stride + row
-            out_KM = load_tile(
-                at, step_K, row_M, d_out_stride, count - k, rows_left, False, ALL_HEIGHT
-            )
-            at = rows + (begin + k) * rows_stride + column
-            row_KN = load_tile(at, step_K, column_N, rows_stride, count - k, left, False, ALL_WIDTH)
-            sum_MN = tl.dot(out_KM.T, row_KN, sum_MN, input_precision="ieee")
-        at = of_slot(of_homes, of_copies, slot, num_homes, home_stride, copy_stride)
-        at_MN = at + (row + row_M)[:, None] * weight_stride + (column + column_N)[None, :]
-        mask = (row_M < rows_left)[:, None] & (column_N < left)[None, :]
-        tl.store(at_MN, sum_MN.to(of_homes.dtype.element_ty), mask=mask)
+        slim = LAST < N and column == wide - 1
+        for SLIM in tl.static_range(1 + (LAST < N)):
+            if slim == SLIM:
+                gradient_tile(
+                    d_out,
+                    rows,
+                    of_homes,
+                    of_copies,
+                    slot,
+                    begin,
+                    count,
+                    num_homes,
+                    row * M,
+                    column * N,
+                    height,
+                    width,
+                    d_out_stride,
+                    rows_stride,
+                    home_stride,
+                    copy_stride,
+                    weight_stride,
+                    ALL_HEIGHT,
+                    ALL_WIDTH or (LAST < N and SLIM == 0),
+                    M,
+                    LAST if SLIM else N,
+                    K,
+                )
         if of_home_biases is not None and column == 0:
+            row *= M
             sum_M = column_sums(
-                d_out + row, scale, begin, count, rows_left, d_out_stride, ALL_HEIGHT, M, K
+                d_out + row, scale, begin, count, height - row, d_out_stride, ALL_HEIGHT, M, K
             )
-            at = of_slot(
+            store_of_slot(
                 of_home_biases,
                 of_copy_biases,
                 slot,
                 num_homes,
                 home_bias_stride,
                 copy_bias_stride,
+                row + row_M,
+                sum_M,
+                row_M < height - row,
             )
-            sum_M = sum_M.to(of_home_biases.dtype.element_ty)
-            tl.store(at + row + row_M, sum_M, mask=row_M < rows_left)
 
 
 @triton.jit
