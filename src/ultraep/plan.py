@@ -264,7 +264,7 @@ def _past(history: Any, policy: Policy, topology: Topology) -> IntArray | None:
 
 
 def _in_order(copies_C3: IntArray, topology: Topology) -> IntArray:
-    """The same copies, ordered by expert, then host."""
+    """These copies, ordered by expert, then host."""
     check_shape(copies_C3)
     place = copies_C3[:, 0] * topology.ranks + copies_C3[:, 1]
     if (place[1:] > place[:-1]).all():

@@ -90,7 +90,7 @@ def check_copies(
 def check_interval(
     copies_C4: IntArray, loads_SE: IntArray, topology: Topology, *, limited: bool
 ) -> None:
-    """The same for copies (microbatch, expert, host, quota) of many microbatches, in any order."""
+    """Raise unless copies (microbatch, expert, host, quota) of many microbatches keep the rules."""
     if copies_C4.ndim != 2 or copies_C4.shape[1] != 4 or copies_C4.dtype != np.int64:
         raise PlanError("shape", f"want int64 [copies, 4], got {copies_C4.dtype} {copies_C4.shape}")
     microbatch_C, expert_C, host_C, _ = copies_C4.T

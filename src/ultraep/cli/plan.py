@@ -20,6 +20,7 @@ from rich.text import Text
 
 from ultraep.arrays import IntArray
 from ultraep.cli import render
+from ultraep.cli.options import Slots
 from ultraep.cli.render import Outcome
 from ultraep.cli.series import WINDOW, Series, read_series
 from ultraep.config import BalanceConfig
@@ -73,9 +74,6 @@ Window = Annotated[
         help="Tokens of a microbatch that is cut from recorded routing.",
         show_default=f"{WINDOW}",
     ),
-]
-Slots = Annotated[
-    int, typer.Option(help="Spare slots of every rank; each holds one copy of an expert.")
 ]
 Domain = Annotated[
     int | None,

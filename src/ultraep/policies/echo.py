@@ -145,7 +145,7 @@ def _largest_first(tokens: IntArray) -> list[int]:
 
 
 def _largest_of_host(overlaps_P3: IntArray, slots: int) -> IntArray:
-    """Of the overlaps of every rank, as many as it has slots: the largest, then the first."""
+    """The overlaps that the slots of every rank can hold: the largest, then the first."""
     _, host_P, quota_P = overlaps_P3.T
     order_P = np.lexsort((-quota_P, host_P))
     host_P = host_P[order_P]
