@@ -66,7 +66,7 @@ def text(path, content):
 @pytest.fixture
 def trace(tmp_path):
     path = tmp_path / "loads.npy"
-    np.save(path, workload.domain_shift(RANKS, EXPERTS, steps=6, top_k=4, tokens=200, seed=1))
+    np.save(path, workload.topic_shift(RANKS, EXPERTS, steps=6, top_k=4, tokens=200, seed=1))
     return path
 
 

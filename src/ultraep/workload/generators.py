@@ -97,7 +97,7 @@ def zipf(
     return _draw(rng.permutation(weights) if shuffled else weights, ranks, top_k, tokens, rng)
 
 
-def domain_shift(
+def topic_shift(
     ranks: int,
     experts: int,
     *,
