@@ -1,7 +1,7 @@
 """Stage 2: loads -> Plan, the copies of this microbatch and the tokens each of them serves.
 
-Shapes: R ranks, E experts, C copies. As a policy places them, `placed_C3`, rows are expert, host and
-quota; as a plan has them, `replicas`, they are expert, host and spare slot.
+Shapes: R ranks, E experts, C copies. Rows of `placed_C3`, as policies answer, are expert,
+host, quota; rows of `replicas`, as plans have them, are expert, host, spare slot.
 """
 
 from __future__ import annotations

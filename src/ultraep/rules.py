@@ -12,8 +12,8 @@ split            what a copy gets from all sources is its quota; no source sends
 loads            the plan was made for these loads
 rank loads       the rank loads are the sums of what is served there
 
-Shapes: R ranks, E experts, C copies. As a policy places them, `placed_C3`, rows are expert, host and
-quota; as a plan has them, `replicas`, they are expert, host and spare slot.
+Shapes: R ranks, E experts, C copies. Rows of `placed_C3`, as policies answer, are expert,
+host, quota; rows of `replicas`, as plans have them, are expert, host, spare slot.
 """
 
 from __future__ import annotations

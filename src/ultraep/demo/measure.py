@@ -22,6 +22,7 @@ from torch import nn
 
 from ultraep.demo.model import TinyMoE
 from ultraep.demo.text import Text
+from ultraep.full_state import moe_layers
 from ultraep.layer import BalancedMoE
 from ultraep.plan import Plan
 from ultraep.runtime.balancer import Balancer
@@ -53,10 +54,10 @@ class EvenRouter(nn.Module):
         self.turns = torch.from_numpy(dealt.reshape(-1))
 
     def forward(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        ids, weights = self.router(tokens)
+        ids, gates = self.router(tokens)
         first = self.rank * ids.numel()
         rows = torch.arange(first, first + ids.numel()) % len(self.turns)
-        return self.turns[rows].reshape(ids.shape).to(ids), weights
+        return self.turns[rows].reshape(ids.shape).to(ids), gates
 
 
 def layer_speeds(
@@ -74,7 +75,7 @@ def layer_speeds(
 
     tokens: of a rank.   tell: called after every round with its number, and how many there will be.
     """
-    layers = list(model.moe_layers().values())
+    layers = list(moe_layers(model).values())
     comm = layers[0].balancer.comm
     inputs = [
         states(model, sequences(text, tokens, length, seed, comm.rank, subject))
@@ -121,7 +122,7 @@ def states(model: TinyMoE, tokens: torch.Tensor) -> list[torch.Tensor]:
     kept: list[torch.Tensor] = []
     hooks = [
         moe.register_forward_pre_hook(lambda _, args: kept.append(args[0].detach().clone()))
-        for moe in model.moe_layers().values()
+        for moe in moe_layers(model).values()
     ]
     model(tokens.to(model.norm.weight.device))
     for hook in hooks:
