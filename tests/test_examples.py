@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+import ultraep
+
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = ROOT / "examples"
 LIMIT, GRACE = 90.0, 10.0  # seconds for one run, and for torchrun to end its ranks
@@ -194,7 +196,7 @@ def test_a_checkpoint_of_another_shape_is_refused(example):
 def test_a_machine_without_a_library_is_an_error(example, monkeypatch, tmp_path):
     text = example("library_text")
     monkeypatch.setattr(text.sysconfig, "get_path", lambda _: str(tmp_path))
-    with pytest.raises(FileNotFoundError, match="no text in Python's library"):
+    with pytest.raises(ultraep.FileError, match="no text in Python's library"):
         text.Text()
 
 
