@@ -8,7 +8,7 @@ import numpy as np
 
 from ultraep.sim.cluster import Cluster
 from ultraep.sim.costs import Costs, Rates
-from ultraep.sim.model import GroupedQueries, Model
+from ultraep.sim.model import Grouped, Model
 from ultraep.sim.planning import Copies
 from ultraep.sim.runtime import Runtime
 from ultraep.topology import Topology
@@ -48,7 +48,7 @@ def small_model(**changes: Any) -> Model:
         "vocabulary": 16,
         "dense_width": 5,
         "shared_width": 2,
-        "attention": GroupedQueries(kind="grouped", heads=2, kv_heads=1, head_width=4),
+        "attention": Grouped(kind="grouped", heads=2, kv_heads=1, head_width=4),
     }
     return Model(**{**sizes, **changes})
 
