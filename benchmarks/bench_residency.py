@@ -25,7 +25,7 @@ from harness import Line, Metric, Report, common_options, cpu_device, on_ranks, 
 import ultraep
 from ultraep.demo.model import ModelConfig
 from ultraep.demo.text import Text
-from ultraep.demo.train import Trainer, Training
+from ultraep.demo.train import Trainer, TrainingOptions
 
 STEP = Metric("step_time_p50", "ms", "ms", ".2f")
 COST = Metric("cost_of_sending_again", "share", "cost", ".4f")
@@ -50,7 +50,7 @@ class Size:
 def trainers(size: Size) -> Iterator[dict[str, Trainer]]:
     """One for each kind, alike but for their balancers."""
     config = ModelConfig(layers=size.layers)
-    options = Training(
+    options = TrainingOptions(
         tokens=size.tokens, length=64, accumulate=size.microbatches, period=20, lr=3e-3, seed=0
     )
     with ExitStack() as stack:

@@ -292,8 +292,8 @@ def published_line(setting: Setting, result: Result, results: list[Result]) -> L
 def on_speed(report: Report, small: bool) -> None:
     """Every policy alone, on the same loads."""
     setting = next(setting for setting in settings() if setting.name == "qwen-train")
-    schedule = Training(microbatches=8 if small else 1000, steps=1)
-    scenario = replace(scenario_of(setting), schedule=schedule)
+    job = Training(microbatches=8 if small else 1000, steps=1)
+    scenario = replace(scenario_of(setting), job=job)
     if small:
         scenario = replace(scenario, model=replace(scenario.model, layers=2))
     lines = []

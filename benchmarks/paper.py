@@ -61,11 +61,11 @@ class Effort:
         if self.layers is None:
             return scenario
         model = replace(scenario.model, layers=self.layers, dense_layers=0)
-        schedule = scenario.schedule
-        if isinstance(schedule, Serving):
-            limit = schedule.requests.limit_s * self.layers / scenario.model.layers
-            schedule = replace(schedule, requests=replace(schedule.requests, limit_s=limit))
-        return replace(scenario, model=model, schedule=schedule)
+        job = scenario.job
+        if isinstance(job, Serving):
+            limit = job.requests.limit_s * self.layers / scenario.model.layers
+            job = replace(job, requests=replace(job.requests, limit_s=limit))
+        return replace(scenario, model=model, job=job)
 
     def run(self, scenario: Scenario, contenders: Sequence[Contender]) -> list[Result]:
         return simulate(self.cut(scenario), contenders, processes=self.processes)
@@ -422,7 +422,7 @@ def studies(page: Page, effort: Effort) -> None:
         tolerances,
     )
     tokens = [
-        (f"{count}", replace(start, schedule=training_of(start, tokens=count)), OURS)
+        (f"{count}", replace(start, job=training_of(start, tokens=count)), OURS)
         for count in (256, 512, 1024, 2048, 4096, 8192, 16384)
     ]
     study(
@@ -457,7 +457,7 @@ def studies(page: Page, effort: Effort) -> None:
 
 def domains(effort: Effort) -> list[tuple[str, Scenario, Contender]]:
     start = base(effort)
-    h200 = replace(start, cluster=load_cluster("h200-nvl8"), schedule=training_of(start, stages=1))
+    h200 = replace(start, cluster=load_cluster("h200-nvl8"), job=training_of(start, pipeline=1))
     racks = [
         (f"GB200, domains of {size}", replace(start, domain=size), OURS) for size in (8, 16, 32, 64)
     ]
@@ -465,10 +465,10 @@ def domains(effort: Effort) -> list[tuple[str, Scenario, Contender]]:
 
 
 def training_of(scenario: Scenario, **changes: Any) -> Training:
-    assert isinstance(scenario.schedule, Training)
+    assert isinstance(scenario.job, Training)
     if "tokens" in changes:
         changes["sequence"] = changes["tokens"]
-    return replace(scenario.schedule, **changes)
+    return replace(scenario.job, **changes)
 
 
 def scaling(page: Page, effort: Effort) -> None:
@@ -476,7 +476,7 @@ def scaling(page: Page, effort: Effort) -> None:
     page.text("## Scaling")
     start = base(effort)
     groups = [
-        (f"{64 * count}", replace(start, schedule=training_of(start, groups=count)), OURS)
+        (f"{64 * count}", replace(start, job=training_of(start, groups=count)), OURS)
         for count in (1, 4, 10, 20, 40)
     ]
     study(
@@ -504,11 +504,11 @@ def wide(effort: Effort) -> list[tuple[str, Scenario, Contender]]:
     layers = range(model.dense_layers, effort.layers or model.layers)
     skew = fit_skew(2.0, Topology(ranks=64, experts=1024), 32, layers, noise=0.25)
     cluster = replace(load_cluster(CLUSTER), domain=1024, title="GB200-like, one fast link for all")
-    schedule = Training(tokens=4096, sequence=4096, stages=4, microbatches=4, steps=effort.steps)
+    job = Training(tokens=4096, sequence=4096, pipeline=4, microbatches=4, steps=effort.steps)
     return [
         (
             f"EP{ranks}",
-            Scenario(cluster=cluster, model=model, workload=skew, schedule=schedule, ranks=ranks),
+            Scenario(cluster=cluster, model=model, workload=skew, job=job, ranks=ranks),
             OURS,
         )
         for ranks in (32, 64, 128, 256, 512, 1024)

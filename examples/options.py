@@ -1,8 +1,9 @@
-"""What both examples ask for on the command line: the shape of the model, and how to balance it."""
+"""What train_moe.py and prefill.py share: the group of ranks, the balancer, and their options."""
 
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
@@ -10,12 +11,23 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from tiny_model import ModelConfig
 
 import ultraep
-from ultraep.demo.model import ModelConfig
-from ultraep.demo.train import homes
+from ultraep.topology import even_homes
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
+
+
+@contextmanager
+def process_group(backend: str = "gloo") -> Iterator[None]:
+    """The ranks that torchrun has started, or this process alone."""
+    alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    dist.init_process_group(backend, **alone)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 @contextmanager
@@ -27,7 +39,7 @@ def balancer_of(
         dist.new_group(),  # its messages do not mix with those of the rest of the model
         experts=config.experts,
         slots=args.slots,
-        homes=homes(config.experts, dist.get_world_size()),
+        homes=even_homes(config.experts, dist.get_world_size()),
         config=ultraep.BalanceConfig(policy=policy, tolerance=args.tolerance),
         relay=args.relay,
         transport=args.transport,

@@ -3,7 +3,7 @@
     python examples/prefill.py                                              # one process
     torchrun --nproc-per-node 4 examples/prefill.py --policy none,ultraep   # four ranks, compared
 
-`ultraep.demo.prefill` tells how requests become batches. All policies serve the same requests with
+serving.py tells how requests become batches. All policies serve the same requests with
 the same weights, so their outputs must agree: if they do not, the exit code is 1.
 """
 
@@ -20,16 +20,16 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from options import DTYPES, add_options, balancer_of, model_config
+from library_text import Text
+from options import DTYPES, add_options, balancer_of, model_config, process_group
 from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
+from serving import Answers, Queue, Request, answer, make_requests
+from tiny_model import TinyMoE
 
 import ultraep
-from ultraep.demo.group import process_group
-from ultraep.demo.model import TinyMoE
-from ultraep.demo.prefill import Answers, Queue, Request, answer, make_requests
-from ultraep.demo.text import Text
+from ultraep.full_state import load_full_state_dict
 from ultraep.outputs import write_text
 
 
@@ -105,8 +105,9 @@ def compare(args: argparse.Namespace) -> list[dict[str, Any]]:
         model = TinyMoE(config, balancer, seed=args.seed, bitwise=args.bitwise)
         model.to(DTYPES[args.dtype]).eval()
         if saved:
-            model.load_full_state(saved["model"])
-        rows = [report(a, requests) for a in answer(model, requests, queue, args.policy)]
+            load_full_state_dict(model, saved["model"])
+        answers = answer(model, balancer, requests, queue, args.policy)
+        rows = [report(of_policy, requests) for of_policy in answers]
     console.print(table(rows, dist.get_world_size(), requests))
     return rows
 

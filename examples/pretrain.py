@@ -4,8 +4,8 @@
     torchrun --nproc-per-node 4 examples/pretrain.py --config examples/pretrain.toml
     torchrun --nproc-per-node 2 examples/pretrain.py --config examples/pretrain.toml --resume
 
-A program to copy. The places where a training meets ultraep are numbered, `# ultraep 1` to 9; the
-layer itself is in `ultraep.demo.model.Block`. All else is what any training has. Settings are in
+A program to copy. The places where a training meets ultraep are numbered, `# ultraep 1` to 8; the
+layer itself is in `Block` of tiny_model.py. All else is what any training has. Settings are in
 pretrain_settings.py; text, checkpoint files, scalars and signals in pretrain_parts.py.
 
 Shapes: M microbatches, B windows of this rank in each, T bytes of a window.
@@ -15,16 +15,19 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import sys
 import time
 from contextlib import ExitStack, closing
 from dataclasses import asdict
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from options import process_group
 from pretrain_parts import (
     Scalars,
     Stop,
@@ -33,6 +36,7 @@ from pretrain_parts import (
     checkpoints,
     connected,
     naming,
+    own_gpu,
     read_text,
     rng_state,
     set_rng_state,
@@ -40,16 +44,15 @@ from pretrain_parts import (
     write_whole,
 )
 from pretrain_settings import Settings, read_settings
+from tiny_model import TinyMoE, next_byte_loss
 from torch.nn.functional import cross_entropy
 
 import ultraep
-from ultraep import parallel
-from ultraep.demo.group import process_group, settle
-from ultraep.demo.job import Place
-from ultraep.demo.model import TinyMoE
-from ultraep.demo.train import homes, next_byte_loss, summed_up
-from ultraep.runtime.state import gather_experts
+from ultraep import full_state, parallel
+from ultraep.topology import even_homes
 
+BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
+ONE_RANK = {"RANK": 0, "WORLD_SIZE": 1}  # unless torchrun says otherwise
 DTYPES = {"float32": torch.float32, "bfloat16": torch.float32, "float64": torch.float64}  # weights
 
 
@@ -63,18 +66,17 @@ class Pretraining:
         self.stopping = False  # a rank was asked to
         self.device = torch.device("cpu")
         if settings.parallel.device == "cuda":
-            self.device = settle(Place.of_torchrun() or Place(0, 1, 0), "cuda")
+            self.device = own_gpu(self.rank)
         ep = settings.group_size(self.size)
         rows = np.arange(self.size).reshape(-1, ep)
         self.group, _ = dist.new_subgroups_by_enumeration(rows.tolist())  # has every expert once
         self.alike, _ = dist.new_subgroups_by_enumeration(rows.T.tolist())  # has the same experts
         self.balancer = stack.enter_context(closing(self.make_balancer(ep, start)))
         training, model = settings.training, settings.model
-        self.model = TinyMoE(  # ultraep 1: its MLPs are ultraep.BalancedMoE.swiglu(..., balancer=balancer)
+        self.model = TinyMoE(  # ultraep 1: its MLPs are ultraep.BalancedMoE.swiglu(...)
             model, self.balancer, seed=training.seed, checkpointing=training.recompute
         ).to(self.device, DTYPES[training.precision])
-        self.experts = parallel.expert_parameters(self.model)
-        self.rest = parallel.dense_parameters(self.model)
+        self.dense = parallel.dense_parameters(self.model).values()
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(),
             lr=training.lr,
@@ -93,7 +95,7 @@ class Pretraining:
             experts=experts,
             slots=balance.slots,
             domain=balance.domain or None,
-            homes=homes(experts, ep),
+            homes=even_homes(experts, ep),
             config=ultraep.BalanceConfig(policy=balance.policy, tolerance=balance.tolerance),
             relay=balance.relay,
             transport=way.transport,
@@ -124,15 +126,14 @@ class Pretraining:
         if not math.isfinite(told[0]):
             raise ultraep.UltraEPError(f"step {self.done}: the loss is {told[0].item()}")
         self.stopping = bool(told[1])
-        found = summed_up(told[0].item(), plans, time.perf_counter() - begin)
         return {
-            "loss": found.loss,
+            "loss": told[0].item(),
             "learning_rate": self.optimizer.param_groups[0]["lr"],
             "gradient_norm": size_of_gradient,
-            "tokens_per_second": training.batch * training.length / found.seconds,
-            "imbalance_before": found.before,
-            "imbalance_after": found.after,
-            "copies": found.copies,
+            "tokens_per_second": training.batch * training.length / (time.perf_counter() - begin),
+            "imbalance_before": fmean(plan.initial_imbalance for plan in plans),
+            "imbalance_after": fmean(plan.imbalance for plan in plans),
+            "copies": sum(plan.num_replicas for plan in plans),
         }
 
     def batch(self) -> torch.Tensor:
@@ -150,7 +151,7 @@ class Pretraining:
 
     def descend(self) -> float:
         """Average the gradients, limit their norm, change the weights; the norm before."""
-        dense = [p.grad for p in self.rest.values() if p.grad is not None]
+        dense = [p.grad for p in self.dense if p.grad is not None]
         self.sum(*dense)
         for gradient in dense:
             gradient /= self.size
@@ -166,7 +167,7 @@ class Pretraining:
         return norm.item()
 
     def learning_rate(self) -> float:
-        """Of the step to come: up in a line, then down along a cosine."""
+        """The rate of the step to come: up in a line, then down along a cosine."""
         training = self.settings.training
         if self.done < training.warmup:
             return training.lr * (self.done + 1) / training.warmup
@@ -195,17 +196,14 @@ class Pretraining:
     def save(self, folder: Path, keep: int) -> Path:
         """Write all that training needs to go on, whole or not at all; keep the last few."""
         path, rng = folder / f"step-{self.done:08d}.pt", self.everyone(rng_state(self.device))
-        moments = {name: self.optimizer.state[p] for name, p in (self.experts | self.rest).items()}
+        mine = {"keep": self.rank == 0}  # the others only take part
         content = {
             "config": asdict(self.settings.model),
             "step": self.done,
             "text": self.text_position(),
             "rng": rng,
-            "model": {n: self.whole(n, t) for n, t in self.model.state_dict().items()},
-            "optimizer": {
-                name: {key: self.whole(name, value) for key, value in found.items()}
-                for name, found in moments.items()
-            },
+            "model": full_state.full_state_dict(self.model, **mine),  # ultraep 7: all experts
+            "optimizer": full_state.full_optimizer_state(self.model, self.optimizer, **mine),
         }
         if self.rank == 0:
             write_whole(content, path)
@@ -213,12 +211,6 @@ class Pretraining:
                 old.unlink()
         self.everyone("written")  # that may take longer than a balancer waits
         return path
-
-    def whole(self, name: str, tensor: torch.Tensor) -> torch.Tensor | None:
-        """A tensor for the checkpoint, with the experts of all ranks; only rank 0 keeps it."""
-        if ".experts." in name and tensor.ndim:
-            tensor = gather_experts(tensor, self.balancer)  # ultraep 7: in the order of experts
-        return tensor.detach().cpu() if self.rank == 0 else None
 
     def text_position(self) -> dict[str, Any]:
         text = self.text
@@ -234,16 +226,8 @@ class Pretraining:
         """Go on where `save` was called, on this or another number of ranks."""
         self.done, self.drawn = saved["step"], saved["text"]["drawn"]
         self.compare(saved["config"] | saved["text"])
-        self.model.load_full_state(saved["model"])  # ultraep 8: every rank takes its experts
-        mine = self.balancer.topology.home_experts(self.balancer.rank).tolist()  # ultraep 9
-        for name, parameter in (self.experts | self.rest).items():
-            found = saved["optimizer"][name]
-            if name in self.experts:
-                found = {key: value[mine] if value.ndim else value for key, value in found.items()}
-            self.optimizer.state[parameter] = {
-                key: value.to(parameter.device if value.ndim else "cpu", copy=True)
-                for key, value in found.items()
-            }
+        full_state.load_full_state_dict(self.model, saved["model"])  # ultraep 8: each takes its own
+        full_state.load_full_optimizer_state(self.model, self.optimizer, saved["optimizer"])
         if len(saved["rng"]) == self.size:
             set_rng_state(saved["rng"][self.rank])
         else:
@@ -331,20 +315,20 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
-    place = Place.of_torchrun() or Place(0, 1, 0)
+    rank, size = (int(os.environ.get(name, usual)) for name, usual in ONE_RANK.items())
     changes = ["logging.tensorboard=false"] if args.no_tensorboard else []
     try:
         settings = read_settings(args.config, [*args.set, *changes])
-        settings.check(place.size)
+        settings.check(size)
     except ultraep.UltraEPError as error:
-        if place.rank == 0:  # all ranks read the same
+        if rank == 0:  # all ranks read the same
             print(f"pretrain: {error}", file=sys.stderr)
         return 2
-    with process_group(device=settings.parallel.device):
+    with process_group(BACKENDS[settings.parallel.device]):
         try:
             run(settings, args.resume)
         except ultraep.UltraEPError as error:
-            print(f"rank {place.rank}: {error}", file=sys.stderr)
+            print(f"rank {rank}: {error}", file=sys.stderr)
             return 1
     return 0
 

@@ -20,9 +20,9 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from library_text import read_subjects
 from pretrain_settings import Settings
 
-from ultraep.demo.text import SUBJECTS
 from ultraep.errors import CommunicationError, ConfigError, FileError
 from ultraep.outputs import whole_file
 
@@ -64,7 +64,7 @@ class Windows:
 def read_text(files: list[str], pattern: str) -> bytes:
     """All of these files, and all that match in these folders; without any, Python's library."""
     if not files:
-        return b"\n".join(read() for read in SUBJECTS.values())
+        return b"\n".join(read_subjects())
     found = []
     for name in map(Path, files):
         inside = sorted(path for path in name.rglob(pattern) if path.is_file())
@@ -126,6 +126,15 @@ def trace_folder(parent: str, start: int, group: int) -> Path | None:
     used = [len(list(Path(parent).glob("*")))]
     dist.broadcast_object_list(used, device=torch.device("cpu"))
     return Path(parent) / f"{used[0]:04d}-from-step-{start}-group-{group}"
+
+
+def own_gpu(rank: int) -> torch.device:
+    """The GPU of this rank, which it takes for its own."""
+    number = int(os.environ.get("LOCAL_RANK", rank))
+    if number >= torch.cuda.device_count():
+        raise ConfigError(f"rank {rank} wants GPU {number}, {torch.cuda.device_count()} found")
+    torch.cuda.set_device(number)
+    return torch.device("cuda", number)
 
 
 def rng_state(device: torch.device) -> dict[str, torch.Tensor]:

@@ -13,8 +13,9 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, get_type_hints
 
+from tiny_model import ModelConfig
+
 import ultraep
-from ultraep.demo.model import ModelConfig
 from ultraep.errors import ConfigError, FileError
 
 KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
@@ -137,7 +138,7 @@ class Settings:
 
 
 def read_settings(path: str | None, changes: Iterable[str] = ()) -> Settings:
-    """Of a TOML file, or the defaults; then `section.key=value`, one after the other."""
+    """Settings of a TOML file, or the defaults; then `section.key=value`, one after the other."""
     content = read_toml(path) if path else {}
     for change in changes:
         name, equals, value = change.partition("=")

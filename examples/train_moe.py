@@ -14,24 +14,112 @@ import argparse
 import json
 import resource
 import sys
+import time
 from collections import Counter
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
-from options import DTYPES, add_options, balancer_of, model_config
+from library_text import Text
+from options import DTYPES, add_options, balancer_of, model_config, process_group
 from rich.console import Console
 from rich.filesize import decimal
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
+from tiny_model import ModelConfig, TinyMoE, next_byte_loss
 
 import ultraep
-from ultraep.demo.group import process_group
-from ultraep.demo.text import Text
-from ultraep.demo.train import Step, Trainer, Training
-from ultraep.outputs import write_text
+from ultraep import full_state, parallel
+from ultraep.outputs import whole_file, write_text
+
+LARGEST_NORM = 1.0  # of the gradient
+CHECKED = 4  # held-out sequences of each subject
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What one step did, over all ranks; imbalance over all its layers and microbatches."""
+
+    loss: float
+    plans: list[ultraep.Plan]
+    seconds: float
+
+    def __str__(self) -> str:
+        before = fmean(plan.initial_imbalance for plan in self.plans)
+        after = fmean(plan.imbalance for plan in self.plans)
+        return f"imbalance {before:.2f} -> {after:.2f}"
+
+
+class Trainer:
+    """One rank of the training. To make one is collective."""
+
+    def __init__(
+        self, args: argparse.Namespace, config: ModelConfig, balancer: ultraep.Balancer
+    ) -> None:
+        self.args, self.balancer, self.text, self.done = args, balancer, Text(), 0
+        model = TinyMoE(config, balancer, seed=args.seed, checkpointing=args.checkpoint)
+        self.model = model.to(DTYPES[args.dtype])
+        self.parallel = parallel.data_parallel(self.model)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=args.lr, betas=(0.9, 0.95))
+
+    def step(self) -> Step:
+        """One step of the optimizer, over all its microbatches."""
+        begin, parts = time.perf_counter(), self.args.accumulate
+        plans, total = [], torch.zeros((), dtype=torch.float64)
+        self.optimizer.zero_grad()
+        for part in range(parts):
+            last = part == parts - 1
+            with nullcontext() if last else self.parallel.no_sync():
+                loss = next_byte_loss(self.parallel, self.batch(part)) / parts
+                plans += self.model.last_plans()
+                loss.backward()
+            total += loss.detach()
+        parallel.average_expert_gradients(self.model)
+        parallel.clip_grad_norm(self.model, LARGEST_NORM)
+        self.optimizer.step()
+        self.done += 1
+        dist.all_reduce(total)
+        loss_of_all = total.item() / dist.get_world_size()
+        return Step(loss_of_all, plans, time.perf_counter() - begin)
+
+    def batch(self, part: int) -> torch.Tensor:
+        """[B, T + 1] sequences of this rank: another text, but the same subject, on every rank."""
+        args = self.args
+        rng = np.random.default_rng([args.seed, self.done, part, dist.get_rank()])
+        subjects = self.text.shifting(rng, self.done, args.tokens // args.length, args.period)
+        return self.text.sequences(rng, subjects, args.length + 1)
+
+    @torch.no_grad()
+    def check(self) -> float:
+        """The loss on held-out text, the same text on any number of ranks."""
+        subjects = CHECKED * list(range(len(self.text.subjects)))
+        rng, length = np.random.default_rng(0), self.args.length + 1
+        tokens = self.text.sequences(rng, subjects, length, held_out=True)
+        return next_byte_loss(self.model, tokens).item()
+
+    def save(self, path: Path) -> None:
+        """Write everything that training needs to go on; all experts, whoever is their home."""
+        content = {
+            "config": asdict(self.model.config),
+            "step": self.done,
+            "model": full_state.full_state_dict(self.model),
+            "optimizer": full_state.full_optimizer_state(self.model, self.optimizer),
+        }
+        if dist.get_rank() == 0:
+            with whole_file(path) as file:
+                torch.save(content, file)
+        dist.barrier()
+
+    def load(self, saved: dict[str, Any]) -> None:
+        """Go on where `save` was called, on this or another number of ranks."""
+        self.done = saved["step"]
+        full_state.load_full_state_dict(self.model, saved["model"])
+        full_state.load_full_optimizer_state(self.model, self.optimizer, saved["optimizer"])
 
 
 class Display:
@@ -52,10 +140,7 @@ class Display:
 
     def show(self, done: list[Step]) -> None:
         step = done[-1]
-        told = (
-            f"loss {step.loss:.3f}   {self.tokens / step.seconds:,.0f} tokens/s   "
-            f"imbalance {step.before:.2f} -> {step.after:.2f}"
-        )
+        told = f"loss {step.loss:.3f}   {self.tokens / step.seconds:,.0f} tokens/s   {step}"
         self.bar.update(self.task, advance=1, description=told)
         often = max(1, self.steps // 10)
         if self.bar.disable and (len(done) % often == 0 or len(done) in (1, self.steps)):
@@ -74,6 +159,9 @@ def summary(
     for stats in everyone:
         seconds.update(stats["seconds"])
     timed = steps[1:] or steps  # the first one also warms up
+    plans = [plan for step in steps for plan in step.plans]
+    before = [plan.initial_imbalance for plan in plans]
+    after = [plan.imbalance for plan in plans]
     tokens = args.tokens * args.accumulate * comm.size
     return {
         "policy": args.policy,
@@ -83,13 +171,13 @@ def summary(
         "loss_first": steps[0].loss,
         "loss_last": steps[-1].loss,
         "loss_held_out": check,
-        "imbalance_before": fmean(step.before for step in steps),
-        "imbalance_before_worst": max(step.worst_before for step in steps),
-        "imbalance_after": fmean(step.after for step in steps),
-        "imbalance_after_worst": max(step.worst_after for step in steps),
-        "imbalance_bound": fmean(step.bound for step in steps),
+        "imbalance_before": fmean(before),
+        "imbalance_before_worst": max(before),
+        "imbalance_after": fmean(after),
+        "imbalance_after_worst": max(after),
+        "imbalance_bound": fmean(plan.lower_bound for plan in plans),
         "tokens_per_second": tokens * len(timed) / sum(step.seconds for step in timed),
-        "copies": sum(step.copies for step in steps),
+        "copies": sum(plan.num_replicas for plan in plans),
         "copies_sent": sum(stats["weights_copies_sent"] for stats in everyone),
         "weights_bytes": sum(stats["weights_bytes_sent"] for stats in everyone),
         "gradients_bytes": sum(stats["gradients_bytes_sent"] for stats in everyone),
@@ -149,25 +237,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return args
 
 
-def training(args: argparse.Namespace) -> Training:
-    return Training(
-        tokens=args.tokens,
-        length=args.length,
-        accumulate=args.accumulate,
-        period=args.period,
-        lr=args.lr,
-        seed=args.seed,
-        checkpointing=args.checkpoint,
-        dtype=DTYPES[args.dtype],
-    )
-
-
 def train(args: argparse.Namespace) -> None:
     console = Console(quiet=dist.get_rank() != 0)
     saved = torch.load(args.load) if args.load else None
     config = model_config(args, saved and saved["config"])
     with balancer_of(args, config, args.policy) as balancer:
-        trainer = Trainer(config, training(args), balancer, Text())
+        trainer = Trainer(args, config, balancer)
         if saved:
             trainer.load(saved)
         display, steps = Display(console, args), []

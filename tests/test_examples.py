@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+import ultraep
+
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = ROOT / "examples"
 LIMIT, GRACE = 90.0, 10.0  # seconds for one run, and for torchrun to end its ranks
@@ -81,7 +83,7 @@ def prefill(path, *options, ranks):
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """The same training under two policies, on two ranks; that of the second is saved."""
+    """A training under two policies, on two ranks; that of the second is saved."""
     folder = tmp_path_factory.mktemp("trained")
     balanced = ("--policy", "ultraep", "--checkpoint", "--save", folder / "saved.pt")
     return {
@@ -157,7 +159,7 @@ def test_prefill_as_one_process(example, tmp_path, capsys):
 
 
 def test_prefill_tells_when_outputs_differ(example, monkeypatch, capsys):
-    prefill, serving = example("prefill"), import_module("ultraep.demo.prefill")
+    prefill, serving = example("prefill"), example("serving")
     right = serving.first_logits
 
     def wrong(model, mine, policy):
@@ -189,3 +191,15 @@ def test_a_checkpoint_of_another_shape_is_refused(example):
     saved = {"hidden": 64, "experts": 8}
     with pytest.raises(ValueError, match=r"not \{'experts': 16\}"):
         options.model_config(train_moe.parse(["--experts", "16"]), saved)
+
+
+def test_a_machine_without_a_library_is_an_error(example, monkeypatch, tmp_path):
+    text = example("library_text")
+    monkeypatch.setattr(text.sysconfig, "get_path", lambda _: str(tmp_path))
+    with pytest.raises(ultraep.FileError, match="no text in Python's library"):
+        text.Text()
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
+def test_an_example_needs_nothing_of_the_demo(path):
+    assert "ultraep.demo" not in path.read_text()

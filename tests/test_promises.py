@@ -4,6 +4,7 @@ import ast
 import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,7 @@ LAYERS = [
     ["combine", "experts"],
     ["runtime"],
     ["layer"],
+    ["full_state"],
     ["sim"],
     ["demo"],
     ["__init__"],
@@ -57,6 +59,7 @@ ONLY_IN = {
         "backends/triton",
         "cli/env.py",
         "demo",
+        "full_state.py",
         "layer.py",
         "parallel",
         "runtime",
@@ -65,6 +68,16 @@ ONLY_IN = {
     "triton": ["backends/triton"],
     "torch.distributed": ["demo", "parallel", "runtime"],
 }
+
+
+# Files being rebuilt: they need not keep the promises about words yet.
+REBUILT = (
+    *("layer.py", "experts.py", "bundle.py", "replicate.py", "grad_reduce.py", "dispatch.py"),
+    *("combine.py", "reroute.py", "loads.py", "runtime/", "parallel/", "backends/triton/"),
+    *("trace/", "demo/report/", "cli/trace.py", "sim/timeline.py"),
+)
+SETTLED = [path for path in MODULES if not str(path.relative_to(PACKAGE)).startswith(REBUILT)]
+NAMELESS = ("Of ", "The same")  # beginnings of a docstring that name no noun
 
 
 def layer_of(name: str) -> int:
@@ -175,6 +188,24 @@ def test_modules_explain_themselves_and_stay_short(path):
     source = path.read_text()
     assert ast.get_docstring(ast.parse(source)), "no module docstring"
     assert len(source.splitlines()) <= 400
+
+
+@pytest.mark.parametrize("path", SETTLED, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_docstrings_begin_with_what_a_thing_is(path):
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef)
+    for node in ast.walk(ast.parse(path.read_text())):
+        told = (isinstance(node, documented) and ast.get_docstring(node)) or ""
+        assert not told.startswith(NAMELESS), told
+
+
+def test_no_two_classes_have_one_name():
+    found = [
+        node.name
+        for path in SETTLED
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.ClassDef)
+    ]
+    assert [name for name, count in Counter(found).items() if count > 1] == []
 
 
 def test_no_broad_except():

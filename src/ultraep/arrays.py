@@ -11,6 +11,6 @@ PADDING = -1  # in place of an expert's id: a row that is none, never counted an
 
 
 def frozen(array: IntArray) -> IntArray:
-    """The same array, refusing writes: records are shared and must not change."""
+    """The array itself, refusing writes: records are shared and must not change."""
     array.flags.writeable = False
     return array

@@ -1,6 +1,7 @@
 """Stage 2: loads -> Plan, the copies of this microbatch and the tokens each of them serves.
 
-Shapes: R ranks, E experts, C copies.
+Shapes: R ranks, E experts, C copies. Rows of `placed_C3`, as policies answer, are expert,
+host, quota; rows of `replicas`, as plans have them, are expert, host, spare slot.
 """
 
 from __future__ import annotations
@@ -224,15 +225,15 @@ def plan(
 
 
 def decided(policy: Policy, problem: Problem) -> IntArray:
-    """[C, 3] what the policy decides, in order; of one that is not ours, checked by the rules."""
-    copies_C3 = _in_order(policy.decide(problem), problem.topology)
+    """[C, 3] what the policy places, in order; of one that is not ours, checked by the rules."""
+    placed_C3 = _in_order(policy.decide(problem), problem.topology)
     if policy.name not in BUILT_IN:
-        check_copies(copies_C3, problem.loads, problem.topology, limited=policy.within_limits)
-    return copies_C3
+        check_copies(placed_C3, problem.loads, problem.topology, limited=policy.within_limits)
+    return placed_C3
 
 
 def plan_of_copies(
-    loads: Any, topology: Topology, config: BalanceConfig, copies_C3: IntArray
+    loads: Any, topology: Topology, config: BalanceConfig, placed_C3: IntArray
 ) -> Plan:
     """The plan that consists of these copies (expert, host, quota), made somewhere else.
 
@@ -240,17 +241,17 @@ def plan_of_copies(
     """
     loads_RE = as_loads(loads, topology)
     problem = Problem(loads_RE, loads_RE.sum(axis=0), topology, config, select(), None)
-    check_copies(copies_C3, loads_RE, topology, limited=False)
-    return _with_split(problem, copies_C3)
+    check_copies(placed_C3, loads_RE, topology, limited=False)
+    return _with_split(problem, placed_C3)
 
 
-def _with_split(problem: Problem, copies_C3: IntArray) -> Plan:
+def _with_split(problem: Problem, placed_C3: IntArray) -> Plan:
     """All that follows from the copies: slots, rank loads, and the split over source ranks."""
     topology, engine = problem.topology, problem.backend
     homes = topology.home_of_expert
-    split_CR = engine.split(problem.loads, homes, copies_C3, problem.config.locality)
-    rank_loads, slots = engine.tally(problem.expert_loads, homes, copies_C3, topology.ranks)
-    replicas, quotas = copies_C3.copy(), copies_C3[:, 2].copy()
+    split_CR = engine.split(problem.loads, homes, placed_C3, problem.config.locality)
+    rank_loads, slots = engine.tally(problem.expert_loads, homes, placed_C3, topology.ranks)
+    replicas, quotas = placed_C3.copy(), placed_C3[:, 2].copy()
     replicas[:, 2] = slots
     arrays = (problem.loads, replicas, quotas, split_CR, rank_loads)
     return Plan(topology, problem.config, *map(frozen, arrays))
@@ -272,13 +273,13 @@ def _past(history: Any, policy: Policy, topology: Topology) -> IntArray | None:
     return past_E
 
 
-def _in_order(copies_C3: IntArray, topology: Topology) -> IntArray:
-    """The same copies, ordered by expert, then host."""
-    check_shape(copies_C3)
-    place = copies_C3[:, 0] * topology.ranks + copies_C3[:, 1]
+def _in_order(placed_C3: IntArray, topology: Topology) -> IntArray:
+    """These copies, ordered by expert, then host."""
+    check_shape(placed_C3)
+    place = placed_C3[:, 0] * topology.ranks + placed_C3[:, 1]
     if (place[1:] > place[:-1]).all():
-        return copies_C3
-    return copies_C3[np.argsort(place, kind="stable")]
+        return placed_C3
+    return placed_C3[np.argsort(place, kind="stable")]
 
 
 def _largest(values: IntArray) -> int:

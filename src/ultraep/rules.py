@@ -12,7 +12,8 @@ split            what a copy gets from all sources is its quota; no source sends
 loads            the plan was made for these loads
 rank loads       the rank loads are the sums of what is served there
 
-Shapes: R ranks, E experts, C copies.
+Shapes: R ranks, E experts, C copies. Rows of `placed_C3`, as policies answer, are expert,
+host, quota; rows of `replicas`, as plans have them, are expert, host, spare slot.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ def check_plan(plan: Plan, loads_RE: IntArray, *, limited: bool) -> None:
     check_shape(plan.replicas)
     if plan.quotas.shape != (plan.num_replicas,):
         raise PlanError("shape", f"{plan.num_replicas} copies, quotas {plan.quotas.shape}")
-    copies = np.column_stack([plan.replicas[:, :2], plan.quotas])
-    check_copies(copies, loads_RE, topology, limited=limited)
+    placed_C3 = np.column_stack([plan.replicas[:, :2], plan.quotas])
+    check_copies(placed_C3, loads_RE, topology, limited=limited)
     _check_slots(plan, limited=limited)
     _check_split(plan)
     expected = plan.dense_quota().sum(axis=0)
@@ -52,25 +53,26 @@ def check_plan(plan: Plan, loads_RE: IntArray, *, limited: bool) -> None:
         raise PlanError("rank loads", f"{plan.rank_loads.tolist()}, served {expected.tolist()}")
 
 
-def check_shape(copies: IntArray) -> None:
-    """Copies are int64 `[C, 3]`; a policy of one's own may get that wrong."""
-    if copies.ndim != 2 or copies.shape[1] != 3 or copies.dtype != np.int64:
-        raise PlanError("shape", f"want int64 [copies, 3], got {copies.dtype} {copies.shape}")
+def check_shape(placed_C3: IntArray) -> None:
+    """What a policy places is int64 `[C, 3]`; a policy of one's own may get that wrong."""
+    if placed_C3.ndim != 2 or placed_C3.shape[1] != 3 or placed_C3.dtype != np.int64:
+        got = f"{placed_C3.dtype} {placed_C3.shape}"
+        raise PlanError("shape", f"want int64 [copies, 3], got {got}")
 
 
 def check_copies(
-    copies_C3: IntArray, loads_RE: IntArray, topology: Topology, *, limited: bool
+    placed_C3: IntArray, loads_RE: IntArray, topology: Topology, *, limited: bool
 ) -> None:
-    """The rules that concern copies (expert, host, quota) alone."""
-    experts, hosts, quotas = copies_C3.T
+    """Raise `PlanError` unless copies (expert, host, quota) keep the rules that concern them."""
+    experts, hosts, quotas = placed_C3.T
     _check_range("expert", experts, topology.experts)
     _check_range("host", hosts, topology.ranks)
     homes = topology.home_of_expert[experts]
-    _fail_at(homes == hosts, copies_C3, "home", "stands on the home rank of its expert")
+    _fail_at(homes == hosts, placed_C3, "home", "stands on the home rank of its expert")
     step = np.diff(experts * topology.ranks + hosts)
-    _fail_at(step == 0, copies_C3, "duplicate", "is the second copy of its expert there")
-    _fail_at(step < 0, copies_C3, "order", "is followed by a copy that belongs before it")
-    _fail_at(quotas < 1, copies_C3, "quota", "serves no token")
+    _fail_at(step == 0, placed_C3, "duplicate", "is the second copy of its expert there")
+    _fail_at(step < 0, placed_C3, "order", "is followed by a copy that belongs before it")
+    _fail_at(quotas < 1, placed_C3, "quota", "serves no token")
     served = np.zeros(topology.experts, dtype=np.int64)
     np.add.at(served, experts, quotas)
     over = np.flatnonzero(served > loads_RE.sum(axis=0))
@@ -83,22 +85,22 @@ def check_copies(
         )
     if limited:
         size = topology.domain_size
-        _fail_at(homes // size != hosts // size, copies_C3, "domain", "left its home's domain")
+        _fail_at(homes // size != hosts // size, placed_C3, "domain", "left its home's domain")
         _check_slot_counts(hosts, topology)
 
 
 def check_interval(
-    copies_C4: IntArray, loads_SE: IntArray, topology: Topology, *, limited: bool
+    placed_C4: IntArray, loads_SE: IntArray, topology: Topology, *, limited: bool
 ) -> None:
-    """The same for copies (microbatch, expert, host, quota) of many microbatches, in any order."""
-    if copies_C4.ndim != 2 or copies_C4.shape[1] != 4 or copies_C4.dtype != np.int64:
-        raise PlanError("shape", f"want int64 [copies, 4], got {copies_C4.dtype} {copies_C4.shape}")
-    microbatch_C, expert_C, host_C, _ = copies_C4.T
+    """Raise unless copies (microbatch, expert, host, quota) of many microbatches keep the rules."""
+    if placed_C4.ndim != 2 or placed_C4.shape[1] != 4 or placed_C4.dtype != np.int64:
+        raise PlanError("shape", f"want int64 [copies, 4], got {placed_C4.dtype} {placed_C4.shape}")
+    microbatch_C, expert_C, host_C, _ = placed_C4.T
     _check_range("microbatch", microbatch_C, len(loads_SE))
-    copies_C4 = copies_C4[np.lexsort((host_C, expert_C, microbatch_C))]
-    first = np.searchsorted(copies_C4[:, 0], np.arange(len(loads_SE) + 1))
+    placed_C4 = placed_C4[np.lexsort((host_C, expert_C, microbatch_C))]
+    first = np.searchsorted(placed_C4[:, 0], np.arange(len(loads_SE) + 1))
     for loads_E, (begin, end) in zip(loads_SE, pairwise(first), strict=True):
-        check_copies(copies_C4[begin:end, 1:], loads_E[None], topology, limited=limited)
+        check_copies(placed_C4[begin:end, 1:], loads_E[None], topology, limited=limited)
 
 
 def _check_slot_counts(hosts: IntArray, topology: Topology) -> None:
@@ -146,7 +148,7 @@ def _check_range(name: str, values: IntArray, end: int) -> None:
         raise PlanError("range", f"{name} {values.min()}..{values.max()} is not in 0..{end - 1}")
 
 
-def _fail_at(broken: np.ndarray, copies_C3: IntArray, rule: str, what: str) -> None:
+def _fail_at(broken: np.ndarray, placed_C3: IntArray, rule: str, what: str) -> None:
     for copy in np.flatnonzero(broken)[:1]:
-        expert, host, quota = copies_C3[copy].tolist()
+        expert, host, quota = placed_C3[copy].tolist()
         raise PlanError(rule, f"the copy of expert {expert} on rank {host} ({quota} tokens) {what}")

@@ -106,7 +106,7 @@ class Topology:
             if self.experts % self.ranks:
                 raise ConfigError(
                     f"{self.experts} experts do not divide evenly over {self.ranks} ranks: "
-                    f"pass homes=, the home rank of every expert"
+                    f"pass homes=, the home rank of every expert (ultraep.topology.even_homes)"
                 )
             return np.repeat(np.arange(self.ranks), self.experts // self.ranks)
         try:
@@ -130,6 +130,15 @@ class Topology:
 
     def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)
+
+
+def even_homes(experts: int, ranks: int) -> list[int]:
+    """The home rank of every expert, as even as can be where they do not divide evenly.
+
+    >>> even_homes(experts=5, ranks=2)
+    [0, 0, 0, 1, 1]
+    """
+    return [expert * ranks // experts for expert in range(experts)]
 
 
 def _check_range(name: str, value: object, least: int, most: int) -> None:

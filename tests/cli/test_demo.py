@@ -79,7 +79,7 @@ def ran(monkeypatch, tmp_path):
         jobs.append(job)
         tell(Note("something about the machine"))
         tell(Progress("training", 1, 2, job.policies[-1], "code", 5.5, 4096.0, 1.25, 1.0))
-        tell(Progress("layers", 1, 1, domain="each in turn"))
+        tell(Progress("layers", 1, 1, subject="each in turn"))
         return RESULT
 
     monkeypatch.setattr(runs, "run", run)
@@ -147,7 +147,7 @@ def test_on_a_terminal_there_is_a_picture():
                 display.show(
                     Progress("training", number, 9, policy, "prose", 2.5, 999.0, 1.5, after)
                 )
-        display.show(Progress("layers", 1, 2, domain="each in turn"))
+        display.show(Progress("layers", 1, 2, subject="each in turn"))
     picture = file.getvalue()
     assert "3/9" in picture
     assert "text: prose" in picture

@@ -59,7 +59,7 @@ def test_huge_numbers_of_a_plan(loads, option):
 @pytest.mark.parametrize(
     "option",
     [
-        *("--ep", "--slots", "--tokens", "--stages", "--groups", "--microbatches"),
+        *("--ep", "--slots", "--tokens", "--pipeline", "--groups", "--microbatches"),
         *("--steps", "--domain", "--interval", "--seed", "--topic-length", "--drift-length"),
     ],
 )

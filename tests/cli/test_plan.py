@@ -22,7 +22,7 @@ from ultraep.cli import render
 
 SOURCE = Path(ultraep.__file__).parent.parent
 RANKS, EXPERTS, STEPS = 8, 32, 3
-SEQUENCE = workload.domain_shift(RANKS, EXPERTS, steps=STEPS, top_k=4, tokens=200, seed=1)
+SEQUENCE = workload.topic_shift(RANKS, EXPERTS, steps=STEPS, top_k=4, tokens=200, seed=1)
 
 
 def invoke(*arguments, width=100):
@@ -426,6 +426,7 @@ def test_options_are_frozen():
             "--model",
             "--no-recompute",
             "--noise",
+            "--pipeline",
             "--plot",
             "--policy",
             "--prefill",
@@ -455,6 +456,7 @@ def test_options_are_frozen():
             "--model",
             "--no-recompute",
             "--noise",
+            "--pipeline",
             "--prefill",
             "--processes",
             "--seed",

@@ -10,10 +10,12 @@ from typer.testing import CliRunner
 import ultraep.cli
 from ultraep import workload
 from ultraep.cli import scenario, simulate
+from ultraep.cli.options import ScenarioOptions
 from ultraep.sim.run import simulate as run_simulation
 
 EXPERTS, RANKS = 32, 8
 SMALL = ("--cluster", "h200-nvl8", "--model", "gpt-oss-20b", "--ep", RANKS, "--processes", 1)
+WHERE = {"cluster": "h200-nvl8", "model": "gpt-oss-20b", "ep": RANKS}
 QUICK = (*SMALL, "--interval", 4)
 TRAINING = (*QUICK, "--steps", 1, "--microbatches", 3)
 CLUSTER = """
@@ -64,7 +66,7 @@ def text(path, content):
 @pytest.fixture
 def trace(tmp_path):
     path = tmp_path / "loads.npy"
-    np.save(path, workload.domain_shift(RANKS, EXPERTS, steps=6, top_k=4, tokens=200, seed=1))
+    np.save(path, workload.topic_shift(RANKS, EXPERTS, steps=6, top_k=4, tokens=200, seed=1))
     return path
 
 
@@ -84,7 +86,7 @@ def test_json_has_a_row_for_every_policy_that_fits_together():
         assert row["unit"] == "TFLOP/s per device"
         assert (row["cluster"], row["model"], row["ep"]) == ("h200-nvl8", "gpt-oss-20b", RANKS)
         assert (row["seed"], row["devices"], row["domain"]) == (3, RANKS, RANKS)
-        assert (row["slots"], row["out_of_memory"], row["schedule"]) == (1, 0, "training")
+        assert (row["slots"], row["out_of_memory"], row["job"]) == (1, 0, "training")
         assert row["imbalance"] == pytest.approx(np.mean(row["imbalance_by_layer"]))
         assert row["tokens_per_second"] > 0
     assert none["throughput"] < ours["throughput"] < ideal["throughput"]
@@ -94,11 +96,11 @@ def test_json_has_a_row_for_every_policy_that_fits_together():
 
 
 def test_rows_are_what_the_library_says():
-    options = {"imbalance": 1.7, "noise": 0.3, "steps": 1, "microbatches": 2, "interval": 4}
-    made = scenario.make_scenario(cluster="h200-nvl8", model="gpt-oss-20b", ep=RANKS, **options)
+    options = {"imbalance": 1.7, "noise": 0.3, "steps": 1, "microbatches": 2}
+    made = scenario.make_scenario(ScenarioOptions(**WHERE, **options), interval=4)
     expected = run_simulation(made, ["quota", "ideal"])
     given = [f"--{name}={value}" for name, value in options.items()]
-    (found,) = rows(*SMALL, *given, "--policy", "quota")
+    (found,) = rows(*QUICK, *given, "--policy", "quota")
     assert found["throughput"] == expected[0].throughput
     assert found["share_of_ideal"] == expected[0].throughput / expected[1].throughput
     assert found["stages"] == expected[0].stages
@@ -117,9 +119,7 @@ def test_processes_change_nothing():
 
 
 def test_little_work_stays_in_one_process():
-    made = scenario.make_scenario(
-        cluster="h200-nvl8", model="gpt-oss-20b", ep=RANKS, steps=1, microbatches=2
-    )
+    made = scenario.make_scenario(ScenarioOptions(**WHERE, steps=1, microbatches=2))
     assert scenario.processes_for(made, None) == 1
     assert scenario.processes_for(made, 3) == 3
 
@@ -140,7 +140,7 @@ def test_recorded_loads_are_simulated(trace):
 def test_prefill_is_in_requests():
     found = rows(*QUICK, "--prefill", "stem", "--policy", "none,ultraep,ideal")
     assert {row["unit"] for row in found} == {"requests/s"}
-    assert {row["schedule"] for row in found} == {"prefill"}
+    assert {row["job"] for row in found} == {"prefill"}
     assert "experts back" not in found[0]["stages"]
     assert found[0]["throughput"] < found[1]["throughput"] <= found[2]["throughput"]
 
@@ -286,7 +286,7 @@ BAD_OPTIONS = {
     "noise": (["--noise", "nan"], "noise must be at most 8, got nan"),
     "topics": (["--topic-length", 4, "--drift-length", 4], "exclude each other"),
     "tokens": (["--tokens", 0], "tokens must be at least 1, got 0"),
-    "stages": (["--stages", 25], "24 layers cannot be dealt out to 25 stages"),
+    "pipeline": (["--pipeline", 25], "24 layers cannot be dealt out to 25 pipeline parts"),
     "groups": (["--groups", 0], "groups must be at least 1, got 0"),
     "domain": (["--domain", 3], "8 ranks do not divide by a domain of 3"),
     "slots": (["--slots", -1], "slots must lie between 0 and 32, got -1"),
@@ -361,7 +361,7 @@ def test_a_trace_and_drawn_loads_exclude_each_other(trace):
 
 @pytest.mark.usefixtures("nothing_is_simulated")
 def test_prefill_refuses_what_only_training_has():
-    options = ["--sequence", "--stages", "--groups", "--microbatches", "--steps"]
+    options = ["--sequence", "--pipeline", "--groups", "--microbatches", "--steps"]
     for given in ([option, 1] for option in options):
         assert_one_line(invoke(*QUICK, "--prefill", "stem", *given), f"{given[0]} has no meaning")
     assert_one_line(invoke(*QUICK, "--prefill", "stem", "--no-recompute"), "--no-recompute has no")

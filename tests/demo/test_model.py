@@ -12,14 +12,16 @@ from ultraep.demo.model import ModelConfig, TinyMoE
 from ultraep.demo.prefill import Request, next_batch
 from ultraep.demo.train import train
 from ultraep.errors import ConfigError
+from ultraep.full_state import moe_layers
 from ultraep.runtime.local import LocalGroup
+from ultraep.topology import even_homes
 
 CONFIG = ModelConfig(hidden=16, ffn=16, experts=4, layers=2, heads=2)
 
 
 @pytest.fixture
 def tiny():
-    return TinyMoE(CONFIG, Balancer(experts=4), bitwise=True).double()
+    return TinyMoE(CONFIG, Balancer(experts=4)).double()
 
 
 def test_texts_in_one_sequence_do_not_see_each_other(tiny):
@@ -34,7 +36,7 @@ def test_unevenness_is_one_for_every_even_layer_and_more_for_others(tiny):
     tokens = torch.arange(64)[None]
     tiny(tokens)
     uneven = tiny.unevenness.item()
-    for moe in tiny.moe_layers().values():
+    for moe in moe_layers(tiny).values():
         torch.nn.init.zeros_(moe.router.weight)  # all experts equally probable
     tiny(tokens)
     assert tiny.unevenness.item() == pytest.approx(CONFIG.layers)
@@ -44,7 +46,7 @@ def test_unevenness_is_one_for_every_even_layer_and_more_for_others(tiny):
 def test_unevenness_teaches_the_routers(tiny):
     tiny(torch.arange(64)[None])
     tiny.unevenness.backward()
-    for moe in tiny.moe_layers().values():
+    for moe in moe_layers(tiny).values():
         assert moe.router.weight.grad.abs().max() > 0
     with torch.no_grad():
         tiny(torch.arange(64)[None])
@@ -58,12 +60,12 @@ def test_heads_have_an_even_width():
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_even_routing_is_even_over_ranks_however_the_homes_are(ranks):
-    homes = [expert * ranks // 8 for expert in range(8)]
+    homes = even_homes(experts=8, ranks=ranks)
 
     def body(comm):
         balancer = Balancer(experts=8, homes=homes, communicator=comm)
         ids = torch.zeros(24, 3, dtype=torch.int64)
-        router = EvenRouter(lambda _: (ids, ids.double()), balancer)
+        router = EvenRouter(lambda _: (ids, ids.double(), None), balancer)
         even, gates, _ = router(torch.zeros(24, 5))
         assert torch.equal(gates, ids.double())
         assert all(len(set(row)) == 3 for row in even.tolist())

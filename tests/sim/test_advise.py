@@ -41,7 +41,7 @@ def made(
         cluster=cluster,
         model=MODEL,
         workload=fit_skew(imbalance, topology, MODEL.top_k, range(MODEL.layers), noise=noise),
-        schedule=Training(tokens=tokens, microbatches=4, steps=1),
+        job=Training(tokens=tokens, microbatches=4, steps=1),
         ranks=RANKS,
     )
     return replace(scenario, **changes)
@@ -54,7 +54,7 @@ def advised(**changes: object) -> Advice:
 
 def prefill(**changes: object) -> Scenario:
     requests = replace(load_requests("stem"), limit_s=0.1)
-    return replace(made(**changes), schedule=Serving(requests=requests, iterations=6))
+    return replace(made(**changes), job=Serving(requests=requests, iterations=6))
 
 
 def recorded() -> Scenario:
@@ -202,7 +202,7 @@ def test_a_trace_has_no_seeds():
 
 def test_prefill_is_about_the_rate_at_the_limit():
     found = advise(prefill(imbalance=2.5))
-    assert (found.schedule, found.unit) == ("prefill", "requests/s")
+    assert (found.job, found.unit) == ("prefill", "requests/s")
     assert found.gain.low <= found.gain.overall <= found.gain.high
     assert found.verdict == "pays"
     assert "per iteration" in found.remainder

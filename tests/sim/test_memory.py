@@ -31,7 +31,7 @@ def test_weights_of_prefill() -> None:
 def test_weights_of_training() -> None:
     # Weights and gradients of all that a device has; of masters and moments only its share.
     assert weight_bytes(MODEL, 2, training()) == 6 * (384 + 1112) + 12 * (384 + 1112 / 2)
-    found = weight_bytes(MODEL, 2, training(stages=2, groups=3))
+    found = weight_bytes(MODEL, 2, training(pipeline=2, groups=3))
     assert found == pytest.approx(6 * (192 + 556) + 12 * (192 / 3 + 556 / 6))
 
 
@@ -61,17 +61,17 @@ def test_without_recompute_all_layers_are_kept() -> None:
     assert found.kept == 10 * 2 * 10 * 8 * 3 + 2 * 20 * 56
 
 
-@pytest.mark.parametrize(("stages", "microbatches", "layers"), [(3, 4, 3), (3, 2, 2), (2, 8, 4)])
-def test_the_first_stage_holds_as_many_microbatches_as_there_are_stages(
-    stages: int, microbatches: int, layers: int
+@pytest.mark.parametrize(("parts", "microbatches", "layers"), [(3, 4, 3), (3, 2, 2), (2, 8, 4)])
+def test_the_first_part_holds_as_many_microbatches_as_there_are_parts(
+    parts: int, microbatches: int, layers: int
 ) -> None:
-    found = memory_of(MODEL, 2, 0, training(stages=stages, microbatches=microbatches), fullest=0)
+    found = memory_of(MODEL, 2, 0, training(pipeline=parts, microbatches=microbatches), fullest=0)
     assert found.kept == 2 * 10 * 8 * (layers + 10)
 
 
 def test_slots_cost_and_recompute_saves() -> None:
-    model, schedule = load_model("qwen3-235b"), Training(groups=4)
-    none, two = (memory_of(model, 64, slots, schedule, 8192 * 8).total for slots in (0, 2))
+    model, job = load_model("qwen3-235b"), Training(groups=4)
+    none, two = (memory_of(model, 64, slots, job, 8192 * 8).total for slots in (0, 2))
     assert two - none == 2 * 6 * 3 * 4096 * 1536
     kept = memory_of(model, 64, 0, Training(groups=4, recompute=False), 8192 * 8).total
     assert kept > 3 * none
@@ -88,5 +88,5 @@ def test_the_published_settings_fit_their_devices() -> None:
     model = load_model("qwen3-235b")
     assert weight_bytes(model, 64, Training(groups=4)) < 0.7 * memory
     deepseek = load_model("deepseek-v3-671b")
-    assert weight_bytes(deepseek, 64, Training(stages=4)) < memory
+    assert weight_bytes(deepseek, 64, Training(pipeline=4)) < memory
     assert weight_bytes(deepseek, 8, Training()) > memory

@@ -6,6 +6,7 @@ import sys
 import matplotlib.image
 import pytest
 
+from ultraep.cli.options import ScenarioOptions
 from ultraep.cli.scenario import make_scenario
 from ultraep.errors import BackendUnavailable, ConfigError
 from ultraep.sim.plots import PARTS, Picture, check_plot, write_plot
@@ -16,10 +17,8 @@ POLICIES = ("none", "echo=ultraep", "ultraep", "ideal")
 
 @pytest.fixture(scope="module")
 def picture():
-    scenario = make_scenario(
-        cluster="h200-nvl8", model="gpt-oss-20b", ep=8, steps=1, microbatches=2, interval=4
-    )
-    results = simulate(scenario, POLICIES)
+    asked = ScenarioOptions(cluster="h200-nvl8", model="gpt-oss-20b", ep=8, steps=1, microbatches=2)
+    results = simulate(make_scenario(asked, interval=4), POLICIES)
     return Picture("a title of ours", results, results[-1].throughput)
 
 

@@ -69,15 +69,15 @@ def test_every_setting_is_a_scenario(name: str) -> None:
     scenario = scenario_of(setting, steps=3)
     assert scenario.ranks == setting.ranks
     assert scenario.cluster.name == "gb200-nvl72"
-    if isinstance(scenario.schedule, Training):
+    if isinstance(scenario.job, Training):
         assert setting.training
         assert scenario.devices == 256
-        assert scenario.schedule.in_all == 3 * setting.microbatches * setting.groups
+        assert scenario.job.in_all == 3 * setting.microbatches * setting.groups
         assert 0.2 < scenario.workload.noise <= Noise().training  # type: ignore[attr-defined]
     else:
-        assert isinstance(scenario.schedule, Serving)
+        assert isinstance(scenario.job, Serving)
         assert scenario.devices == setting.ranks
-        assert scenario.schedule.requests.name == setting.requests
+        assert scenario.job.requests.name == setting.requests
 
 
 def test_a_wrong_setting_is_named() -> None:

@@ -39,7 +39,7 @@ def scenario(**changes: Any) -> Scenario:
     chosen: dict[str, Any] = {
         "cluster": load_cluster("gb200-nvl72"),
         "model": GLM,
-        "schedule": TRAINING,
+        "job": TRAINING,
         "ranks": 16,
         "slots": 2,
         "interval": 10,
@@ -62,9 +62,9 @@ def check_equal(one: Result, other: Result) -> None:
 # What comes out
 
 
-@pytest.mark.parametrize("schedule", [TRAINING, PREFILL])
-def test_skewed_loads_rank_the_policies(schedule: Any) -> None:
-    results = simulate(scenario(schedule=schedule), POLICIES)
+@pytest.mark.parametrize("job", [TRAINING, PREFILL])
+def test_skewed_loads_rank_the_policies(job: Any) -> None:
+    results = simulate(scenario(job=job), POLICIES)
     assert [result.label for result in results] == POLICIES
     none, eplb, lplb, quota, ultraep, ideal = results
     assert max(results, key=lambda result: result.throughput) is ideal
@@ -78,9 +78,7 @@ def test_skewed_loads_rank_the_policies(schedule: Any) -> None:
 
 
 def test_throughput_is_in_the_unit_it_says() -> None:
-    train, prefill = (
-        simulate(scenario(schedule=schedule), ["none"])[0] for schedule in (TRAINING, PREFILL)
-    )
+    train, prefill = (simulate(scenario(job=job), ["none"])[0] for job in (TRAINING, PREFILL))
     assert train.unit == "TFLOP/s per device"
     operations = GLM.training_operations(4096)
     assert train.throughput == pytest.approx(train.tokens_per_second * operations / 1e12)
@@ -91,7 +89,7 @@ def test_throughput_is_in_the_unit_it_says() -> None:
 
 @pytest.mark.parametrize("policy", ["none", "ultraep"])
 def test_requests_wait_for_iterations_of_all_layers(policy: str) -> None:
-    made = scenario(schedule=PREFILL)
+    made = scenario(job=PREFILL)
     (result,) = simulate(made, [policy])
     layers = [time_layer(made, [Contender.of(policy)], layer)[0].forward for layer in range(1, 5)]
     fixed_S, rows_S = (
@@ -276,7 +274,7 @@ def test_progress_is_reported_layer_by_layer() -> None:
         ({"ranks": 256}, "128 experts of glm-4.5-106b do not divide evenly over 256 ranks"),
         ({"ranks": 0}, "ranks must be at least 1, got 0"),
         (
-            {"schedule": Training(groups=1000)},
+            {"job": Training(groups=1000)},
             "16000 devices are needed, cluster gb200-nvl72 has 9216",
         ),
         (
@@ -286,7 +284,7 @@ def test_progress_is_reported_layer_by_layer() -> None:
         ({"interval": 0}, "interval must be at least 1, got 0"),
         ({"slots": 129}, "slots must lie between 0 and 128, got 129"),
         ({"domain": 5}, "16 ranks do not divide by a domain of 5"),
-        ({"schedule": Training(stages=6)}, "5 layers cannot be dealt out to 6 stages"),
+        ({"job": Training(pipeline=6)}, "5 layers cannot be dealt out to 6 pipeline parts"),
     ],
 )
 def test_scenarios_that_cannot_be(changes: dict[str, Any], words: str) -> None:
@@ -297,11 +295,11 @@ def test_scenarios_that_cannot_be(changes: dict[str, Any], words: str) -> None:
 def test_weights_that_do_not_fit_are_told_with_both_sizes() -> None:
     model = load_model("deepseek-v3-671b")
     with pytest.raises(ConfigError, match=r"\d{3} GB of weights and .* into the 186 GB of cluster"):
-        scenario(model=model, schedule=Training())
+        scenario(model=model, job=Training())
     with pytest.raises(
         ConfigError, match=r"\d{2,3} GB of weights per .* the 80 GB of cluster h100"
     ):
-        scenario(model=load_model("kimi-k2"), schedule=PREFILL, cluster=load_cluster("h100-nvl8"))
+        scenario(model=load_model("kimi-k2"), job=PREFILL, cluster=load_cluster("h100-nvl8"))
 
 
 def test_there_must_be_something_to_simulate() -> None:

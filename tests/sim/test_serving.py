@@ -192,6 +192,6 @@ def test_requests_that_cannot_be(field: str, value: float) -> None:
 
 
 @pytest.mark.parametrize("field", ["chunk", "iterations"])
-def test_nothing_of_a_schedule_is_empty(field: str) -> None:
+def test_nothing_of_a_serving_is_empty(field: str) -> None:
     with pytest.raises(ConfigError, match=f"{field} must be at least 1, got 0"):
         Serving(requests=requests(), **{field: 0})

@@ -6,6 +6,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
+from ultraep.cli.options import ScenarioOptions
 from ultraep.cli.scenario import make_scenario
 from ultraep.errors import ConfigError
 from ultraep.sim.run import simulate, time_layer
@@ -19,9 +20,10 @@ MICROBATCH, LAYERS = 2, 3
 
 def scenario_of(ep=8, **options):
     options = {"steps": 1, "microbatches": 4, **options} if "prefill" not in options else options
-    return make_scenario(
-        cluster="h200-nvl8", model="gpt-oss-20b", ep=ep, imbalance=1.8, interval=4, **options
+    asked = ScenarioOptions(
+        cluster="h200-nvl8", model="gpt-oss-20b", ep=ep, imbalance=1.8, **options
     )
+    return make_scenario(asked, interval=4)
 
 
 TRAINING = scenario_of()

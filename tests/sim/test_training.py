@@ -15,9 +15,9 @@ from ultraep.sim.scenario import Scenario
 from ultraep.sim.training import (
     Training,
     optimizer_seconds,
+    part_of_layer,
     pipeline_seconds,
     plain_seconds,
-    stage_of_layer,
 )
 from ultraep.sim.workload import Skew
 
@@ -29,73 +29,73 @@ MICRO = 1e-6
 
 
 def run_pipeline(forward: Any, backward: Any) -> float:
-    """By events: a free stage starts a backward if one is ready, else a forward if it may.
+    """By events: a free part starts a backward if one is ready, else a forward if it may.
 
-    It may as long as no more microbatches are under way on it than there are stages from it to
+    It may as long as no more microbatches are under way on it than there are parts from it to
     the last. Forwards and backwards each keep the order of their numbers.
     """
-    count, stages = forward.shape
-    ready_f = [list(range(count)) if stage == 0 else [] for stage in range(stages)]
-    ready_b: list[list[int]] = [[] for _ in range(stages)]
-    under_way, done_f, done_b = [0] * stages, [0] * stages, [0] * stages
-    busy = [False] * stages
+    count, parts = forward.shape
+    ready_f = [list(range(count)) if part == 0 else [] for part in range(parts)]
+    ready_b: list[list[int]] = [[] for _ in range(parts)]
+    under_way, done_f, done_b = [0] * parts, [0] * parts, [0] * parts
+    busy = [False] * parts
     events: list[tuple[float, int, str, int]] = []
     clock = 0.0
 
-    def start(stage: int) -> None:
-        if busy[stage]:
+    def start(part: int) -> None:
+        if busy[part]:
             return
         # One forward, one backward in turn: a forward is due while there is room for it.
-        room = stages - stage - under_way[stage]
-        if done_f[stage] < count and room > 0:
-            if ready_f[stage]:
-                number = ready_f[stage].pop(0)
-                busy[stage] = True
-                under_way[stage] += 1
-                done_f[stage] += 1
-                heapq.heappush(events, (clock + forward[number, stage], stage, "f", number))
-        elif ready_b[stage]:
-            number = ready_b[stage].pop(0)
-            busy[stage] = True
-            done_b[stage] += 1
-            heapq.heappush(events, (clock + backward[number, stage], stage, "b", number))
+        room = parts - part - under_way[part]
+        if done_f[part] < count and room > 0:
+            if ready_f[part]:
+                number = ready_f[part].pop(0)
+                busy[part] = True
+                under_way[part] += 1
+                done_f[part] += 1
+                heapq.heappush(events, (clock + forward[number, part], part, "f", number))
+        elif ready_b[part]:
+            number = ready_b[part].pop(0)
+            busy[part] = True
+            done_b[part] += 1
+            heapq.heappush(events, (clock + backward[number, part], part, "b", number))
 
     while True:
-        for stage in range(stages):
-            start(stage)
+        for part in range(parts):
+            start(part)
         if not events:
             break
-        clock, stage, way, number = heapq.heappop(events)
-        busy[stage] = False
+        clock, part, way, number = heapq.heappop(events)
+        busy[part] = False
         if way == "f":
-            (ready_f[stage + 1] if stage < stages - 1 else ready_b[stage]).append(number)
+            (ready_f[part + 1] if part < parts - 1 else ready_b[part]).append(number)
         else:
-            under_way[stage] -= 1
-            if stage:
-                ready_b[stage - 1].append(number)
-    assert done_f == done_b == [count] * stages
+            under_way[part] -= 1
+            if part:
+                ready_b[part - 1].append(number)
+    assert done_f == done_b == [count] * parts
     return clock
 
 
-@pytest.mark.parametrize("stages", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("parts", [1, 2, 3, 4, 5])
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 6, 8])
-def test_a_pipeline_takes_as_long_as_its_events(count: int, stages: int) -> None:
-    rng = np.random.default_rng([count, stages])
+def test_a_pipeline_takes_as_long_as_its_events(count: int, parts: int) -> None:
+    rng = np.random.default_rng([count, parts])
     for _ in range(20):
-        forward, backward = rng.exponential(1.0, (2, count, stages)) + 1e-3
+        forward, backward = rng.exponential(1.0, (2, count, parts)) + 1e-3
         assert pipeline_seconds(forward, backward) == pytest.approx(run_pipeline(forward, backward))
 
 
-@pytest.mark.parametrize(("count", "stages"), [(1, 1), (8, 1), (1, 4), (4, 4), (8, 4), (32, 3)])
-def test_equal_times_leave_the_known_bubble(count: int, stages: int) -> None:
-    forward, backward = np.full((count, stages), 0.3), np.full((count, stages), 0.7)
-    assert pipeline_seconds(forward, backward) == pytest.approx((count + stages - 1) * (0.3 + 0.7))
+@pytest.mark.parametrize(("count", "parts"), [(1, 1), (8, 1), (1, 4), (4, 4), (8, 4), (32, 3)])
+def test_equal_times_leave_the_known_bubble(count: int, parts: int) -> None:
+    forward, backward = np.full((count, parts), 0.3), np.full((count, parts), 0.7)
+    assert pipeline_seconds(forward, backward) == pytest.approx((count + parts - 1) * (0.3 + 0.7))
 
 
 def test_a_slow_stage_sets_the_pace() -> None:
     forward = np.ones((8, 3))
     forward[:, 1] = 5.0
-    # One second until the slow stage begins; its own 8 times 6; then back through the first.
+    # One second until the slow part begins; its own 8 times 6; then back through the first.
     assert pipeline_seconds(forward, np.ones((8, 3))) >= 1 + 8 * 6 + 1
     assert pipeline_seconds(forward, np.ones((8, 3))) < 1 + 8 * 6 + 1 + 2 * 2
 
@@ -110,38 +110,38 @@ def test_stages_without_work_do_not_stop_a_pipeline() -> None:
 # Layers
 
 
-@pytest.mark.parametrize("stages", [1, 2, 3, 4, 7, 61])
-def test_every_layer_has_a_stage(stages: int) -> None:
-    found = stage_of_layer(load_model("deepseek-v3-671b"), stages)
+@pytest.mark.parametrize("parts", [1, 2, 3, 4, 7, 61])
+def test_every_layer_has_a_stage(parts: int) -> None:
+    found = part_of_layer(load_model("deepseek-v3-671b"), parts)
     assert len(found) == 61
     assert found == sorted(found)
-    sizes = np.bincount(found, minlength=stages)
-    assert len(sizes) == stages
+    sizes = np.bincount(found, minlength=parts)
+    assert len(sizes) == parts
     assert sizes.max() - sizes.min() <= 1
     assert sizes.tolist() == sorted(sizes, reverse=True)
 
 
 def test_more_stages_than_layers_are_refused() -> None:
-    with pytest.raises(ConfigError, match="3 layers cannot be dealt out to 4 stages"):
-        stage_of_layer(small_model(), 4)
+    with pytest.raises(ConfigError, match="3 layers cannot be dealt out to 4 pipeline parts"):
+        part_of_layer(small_model(), 4)
 
 
 def test_dense_layers_and_the_head_stand_at_the_ends() -> None:
     costs = small_costs()
-    training = Training(tokens=10, sequence=4, stages=3, recompute=False)
+    training = Training(tokens=10, sequence=4, pipeline=3, recompute=False)
     assert training.context == 2
     forward, backward = plain_seconds(costs, training)
     dense = costs.attention_forward(10, 2) + costs.dense_mlp(10)
     assert forward == pytest.approx([dense, 0, costs.head(10)])
     back = costs.attention_backward(10, 2) + 2 * costs.dense_mlp(10)
     assert backward == pytest.approx([back, 0, 2 * costs.head(10)])
-    again = plain_seconds(costs, Training(tokens=10, sequence=4, stages=3))[1]
+    again = plain_seconds(costs, Training(tokens=10, sequence=4, pipeline=3))[1]
     assert again == pytest.approx([back + dense, 0, 2 * costs.head(10)])
 
 
 def test_the_optimizer_passes_over_its_share() -> None:
-    # 768 weights of experts over 2 ranks, 2 stages and 3 groups, 1112 others likewise.
-    training = Training(stages=2, groups=3)
+    # 768 weights of experts over 2 ranks, 2 parts and 3 groups, 1112 others likewise.
+    training = Training(pipeline=2, groups=3)
     seconds = optimizer_seconds(small_costs(memory=0.5), training, ranks=2)
     share = (768 + 1112) / (2 * 2 * 3)
     assert 28 * share / 50 <= seconds / MICRO <= 30 * share / 50 + 1e-9
@@ -156,7 +156,7 @@ def scenario(**settings: Any) -> Scenario:
         cluster=small_cluster(),
         model=small_model(),
         workload=Skew(experts=4, top_k=2, spread=1.0, noise=0.5),
-        schedule=training,
+        job=training,
         ranks=2,
         rates=plain_rates(),
     )
@@ -165,7 +165,7 @@ def scenario(**settings: Any) -> Scenario:
 def test_one_stage_does_one_thing_after_the_other() -> None:
     made = scenario()
     (result,) = simulate(made, ["none"])
-    training = made.schedule
+    training = made.job
     assert isinstance(training, Training)
     plain = sum(part[0] for part in plain_seconds(made.costs, training))
     step = optimizer_seconds(made.costs, training, 2)
@@ -178,7 +178,7 @@ def test_one_stage_does_one_thing_after_the_other() -> None:
 def test_a_step_waits_for_the_slowest_group() -> None:
     made = scenario(groups=3)
     (result,) = simulate(made, ["none"])
-    training = made.schedule
+    training = made.job
     assert isinstance(training, Training)
     plain = sum(part[0] for part in plain_seconds(made.costs, training))
     by_group = result.by_microbatch.reshape(2, 3, 3).sum(axis=1)  # steps, groups
@@ -189,18 +189,18 @@ def test_a_step_waits_for_the_slowest_group() -> None:
 
 
 def test_stages_share_the_devices_of_a_token() -> None:
-    # With many microbatches a pipeline of equal stages is as good as none, per device.
+    # With many microbatches a pipeline of equal parts is as good as none, per device.
     one, two = (
-        simulate(scenario(stages=stages, microbatches=64, steps=1, recompute=False), ["none"])[0]
-        for stages in (1, 2)
+        simulate(scenario(pipeline=parts, microbatches=64, steps=1, recompute=False), ["none"])[0]
+        for parts in (1, 2)
     )
     assert 0.4 * one.tokens_per_second < two.tokens_per_second < one.tokens_per_second * 1.05
     assert one.by_microbatch == pytest.approx(two.by_microbatch)
 
 
 @pytest.mark.parametrize(
-    "field", ["tokens", "sequence", "stages", "groups", "microbatches", "steps"]
+    "field", ["tokens", "sequence", "pipeline", "groups", "microbatches", "steps"]
 )
-def test_nothing_of_a_schedule_is_empty(field: str) -> None:
+def test_nothing_of_a_training_is_empty(field: str) -> None:
     with pytest.raises(ConfigError, match=f"{field} must be at least 1, got 0"):
         Training(**{field: 0})

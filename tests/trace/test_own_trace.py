@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import ultraep
-from ultraep.sim.workload import read_trace as workload_of
+from ultraep.sim.workload import read_workload as workload_of
 
 PATH = Path(__file__).parents[2] / "benchmarks/results/trace_train_ep8_h200_202611.npz"
 

@@ -420,7 +420,7 @@ assert ultraep.read_trace(sys.argv[1]).plan(0) == plan
 
 def test_loads_of_a_generator(tmp_path):
     topology = Topology(ranks=8, experts=32, slots=2, domain=4)
-    loads = workload.domain_shift(8, 32, steps=12, top_k=4, tokens=100)
+    loads = workload.topic_shift(8, 32, steps=12, top_k=4, tokens=100)
     plans = [ultraep.plan(one, topology) for one in loads]
     trace = read_trace(record(tmp_path / "run", plans, topology=topology))
     assert (trace.loads == loads).all()

@@ -14,7 +14,7 @@ from ultraep.trace.export import write_csv, write_timeline
 
 WIDE = Topology(ranks=8, experts=32, slots=2, domain=4)
 LAYERS = 3
-LOADS = workload.domain_shift(8, 32, steps=12, top_k=4, tokens=100, seed=2)
+LOADS = workload.topic_shift(8, 32, steps=12, top_k=4, tokens=100, seed=2)
 
 
 def planned(config, topology=WIDE, history=1):

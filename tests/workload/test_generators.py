@@ -18,7 +18,7 @@ MAKERS = {
     "shuffled": lambda seed: workload.zipf(
         8, 32, ratio=2.0, top_k=4, tokens=100, shuffled=True, seed=seed
     ),
-    "shift": lambda seed: workload.domain_shift(
+    "shift": lambda seed: workload.topic_shift(
         8, 32, steps=6, top_k=4, tokens=100, seed=seed
     ).reshape(-1, 32),
 }
@@ -58,7 +58,7 @@ def test_one_hot_loads_one_expert():
 
 
 def test_topics_differ_more_than_neighbours():
-    loads = workload.domain_shift(4, 64, steps=30, topics=3, tokens=2048).sum(axis=1)
+    loads = workload.topic_shift(4, 64, steps=30, topics=3, tokens=2048).sum(axis=1)
     share = loads / loads.sum(axis=1, keepdims=True)
 
     def distance(a, b):
@@ -79,8 +79,8 @@ def test_topics_differ_more_than_neighbours():
         (lambda: workload.lognormal(4, 8, sigma=-1.0), "sigma must lie"),
         (lambda: workload.uniform(4, 8, seed=-1), "seed must not be negative, got -1"),
         (lambda: workload.one_hot(4, 8, expert=8), r"0\.\.7, got 8"),
-        (lambda: workload.domain_shift(4, 8, steps=0), "at least 1, got 0"),
-        (lambda: workload.domain_shift(4, 8, steps=3, blend=2.0), "blend in 0..1"),
+        (lambda: workload.topic_shift(4, 8, steps=0), "at least 1, got 0"),
+        (lambda: workload.topic_shift(4, 8, steps=3, blend=2.0), "blend in 0..1"),
     ],
 )
 def test_impossible_wishes_are_refused(make, message):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Annotated
 
 import typer
@@ -13,8 +13,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ultraep.cli import render
-from ultraep.cli import scenario as options
+from ultraep.cli import options, render
+from ultraep.cli import scenario as scenarios
 from ultraep.sim.advise import TOLERANCES, Advice
 from ultraep.sim.advise import advise as ask
 from ultraep.sim.gain import PROBE_TOKENS, BreakEven
@@ -35,70 +35,39 @@ TRUST = "A simulation: docs/simulator.md tells what it leaves out and how well i
 
 # -- options -------------------------------------------------------------------------------------
 
-Steps = Annotated[
-    int | None, typer.Option(help="Training steps to simulate.", show_default=f"{STEPS}")
-]
 AsJson = Annotated[
     bool, typer.Option("--json", help="Print only one JSON object with all figures.")
 ]
 
 
-def command(
-    cluster: options.ClusterName = options.CLUSTER,
-    model: options.ModelName = options.MODEL,
-    ep: options.Ep = options.RANKS,
-    imbalance: options.Imbalance = None,
-    noise: options.NoiseOption = None,
-    topic_length: options.TopicLength = None,
-    drift_length: options.DriftLength = None,
-    trace: options.Trace = None,
-    tokens: options.Tokens = options.TOKENS,
-    sequence: options.Sequence = None,
-    stages: options.Stages = None,
-    groups: options.Groups = None,
-    microbatches: options.Microbatches = None,
-    steps: Steps = None,
-    no_recompute: options.NoRecompute = False,
-    prefill: options.Prefill = None,
-    domain: options.Domain = None,
-    seed: options.Seed = 0,
-    processes: options.Processes = None,
-    as_json: AsJson = False,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class AdviseOptions(options.ScenarioOptions):
+    """What is simulated again and again, so with fewer steps."""
+
+    steps: Annotated[
+        int | None, typer.Option(help="Training steps to simulate.", show_default=f"{STEPS}")
+    ] = None
+
+
+@options.with_options(AdviseOptions)
+def command(asked: AdviseOptions, as_json: AsJson = False) -> None:
     """Advise on a cluster before it is rented: does balancing pay, and with which settings?
 
     Tries spare slots and tolerances on the same loads, and says what the best of them bring, from
     how many tokens per rank on, what it costs in memory, and why.
     """
-    made = options.make_scenario(
-        cluster=cluster,
-        model=model,
-        ep=ep,
-        imbalance=imbalance,
-        noise=noise,
-        topic_length=topic_length,
-        drift_length=drift_length,
-        trace=trace,
-        tokens=tokens,
-        sequence=sequence,
-        stages=stages,
-        groups=groups,
-        microbatches=microbatches,
-        steps=STEPS if steps is None and prefill is None else steps,
-        no_recompute=no_recompute,
-        prefill=prefill,
-        domain=domain,
-        seed=seed,
-    )
-    if isinstance(made.schedule, Serving):
-        made = replace(made, schedule=replace(made.schedule, iterations=ITERATIONS))
-    many = options.processes_for(made, processes)
-    with options.progress_bar("trying settings") as report:
+    if asked.steps is None and asked.prefill is None:
+        asked = replace(asked, steps=STEPS)
+    made = scenarios.make_scenario(asked)
+    if isinstance(made.job, Serving):
+        made = replace(made, job=replace(made.job, iterations=ITERATIONS))
+    many = scenarios.processes_for(made, asked.processes)
+    with scenarios.progress_bar("trying settings") as report:
         advice = ask(made, processes=many, report=report)
     if as_json:
         print(json.dumps(asdict(advice), indent=2))
     else:
-        heading = options.describe(made, imbalance=imbalance, slots=False)
+        heading = scenarios.describe(made, imbalance=asked.imbalance, slots=False)
         show(advice, made, heading, render.make_console())
 
 
@@ -234,7 +203,7 @@ def _clear_gain(even: BreakEven, clear: BreakEven) -> str:
 
 
 def _once(advice: Advice) -> str:
-    return "microbatch" if advice.schedule == "training" else "iteration"
+    return "microbatch" if advice.job == "training" else "iteration"
 
 
 def _memory(advice: Advice) -> str:

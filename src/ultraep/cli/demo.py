@@ -185,7 +185,7 @@ class Display:
             Text(PHASES[now.phase], "bold"),
             ProgressBar(now.of, now.done, width=24),
             f"{now.done}/{now.of}",
-            f"text: {now.domain}",
+            f"text: {now.subject}",
         )
         grid = Table(box=box.SIMPLE_HEAD, show_edge=False)
         for name in ("policy", "loss", "tokens/s", "imbalance", "before", "after"):
@@ -199,7 +199,7 @@ class Display:
 
 def _told(now: Progress) -> str:
     parts = [
-        f"{now.domain:<6}",
+        f"{now.subject:<6}",
         "" if now.loss is None else f"loss {now.loss:.3f}",
         "" if now.tokens_per_second is None else f"{now.tokens_per_second:>7,.0f} tokens/s",
         "" if now.after is None else f"imbalance {now.before:.3f} -> {now.after:.3f}",

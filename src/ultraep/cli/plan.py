@@ -20,6 +20,7 @@ from rich.text import Text
 
 from ultraep.arrays import IntArray
 from ultraep.cli import render
+from ultraep.cli.options import Slots
 from ultraep.cli.render import Outcome
 from ultraep.cli.series import WINDOW, Series, read_series
 from ultraep.config import BalanceConfig
@@ -73,9 +74,6 @@ Window = Annotated[
         help="Tokens of a microbatch that is cut from recorded routing.",
         show_default=f"{WINDOW}",
     ),
-]
-Slots = Annotated[
-    int, typer.Option(help="Spare slots of every rank; each holds one copy of an expert.")
 ]
 Domain = Annotated[
     int | None,
@@ -133,7 +131,7 @@ AsJson = Annotated[
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class PlanJob:
     """What is to be planned: every microbatch under every config, each known by a label."""
 
     series: Series
@@ -179,7 +177,9 @@ def command(
     series = read_series(file, ranks=ranks, experts=experts, window=window)
     topology = _topology(series.loads, ranks, slots, domain)
     _check_loads(file, series.loads, topology)
-    job = Job(series=series, topology=topology, configs=configs, backend=backend, history=history)
+    job = PlanJob(
+        series=series, topology=topology, configs=configs, backend=backend, history=history
+    )
     if show is not None and not 0 <= show < len(series):
         raise ConfigError(f"--show must lie in 0..{len(series) - 1}, got {show}")
     outcomes = run(job)
@@ -223,7 +223,7 @@ def _check_loads(file: Path, loads_SRE: IntArray, topology: Topology) -> None:
 # -- planning ------------------------------------------------------------------------------------
 
 
-def run(job: Job) -> list[Outcome]:
+def run(job: PlanJob) -> list[Outcome]:
     """Plan every microbatch under every config, in that order, and take the time."""
     if job.history < 1:
         raise ConfigError(f"--history must be at least 1, got {job.history}")
@@ -241,7 +241,7 @@ def run(job: Job) -> list[Outcome]:
     ]
 
 
-def _outcome(job: Job, step: int, label: str, config: BalanceConfig) -> Outcome:
+def _outcome(job: PlanJob, step: int, label: str, config: BalanceConfig) -> Outcome:
     times: list[float] = []
     while not times or (len(times) * len(job.series) < SAMPLES and sum(times) < PATIENCE):
         start = perf_counter()
@@ -251,7 +251,7 @@ def _outcome(job: Job, step: int, label: str, config: BalanceConfig) -> Outcome:
     return Outcome(label, step, made, 1e6 * median(times), without_past)
 
 
-def _plan(job: Job, step: int, config: BalanceConfig) -> Plan:
+def _plan(job: PlanJob, step: int, config: BalanceConfig) -> Plan:
     past = None
     if get_policy(config.policy).needs_history:
         past = job.series.past(step, job.history)
@@ -282,7 +282,7 @@ def report(
     console.print(render.legend(drawn[0].plan, console))
 
 
-def _heading(name: str, job: Job) -> Text:
+def _heading(name: str, job: PlanJob) -> Text:
     loads, layers = job.series.loads, job.series.layers
     steps, ranks, experts = loads.shape
     tokens = _count(round(loads.sum() / steps), "token")

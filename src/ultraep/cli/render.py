@@ -183,7 +183,7 @@ class Scale(NamedTuple):
     rows_to_mean: float  # a whole number, or less than one if the mean is low in the first row
 
     def cut(self, highest: float) -> Scale:
-        """The same scale without the rows that stay empty above the mean."""
+        """The scale without the rows that stay empty above the mean."""
         if self.rows_to_mean < 1:
             return self
         return self._replace(rows=_rows(max(highest, 1.0), self.rows_to_mean))

@@ -15,8 +15,8 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from ultraep.cli import render
-from ultraep.cli import scenario as options
+from ultraep.cli import options, render
+from ultraep.cli import scenario as scenarios
 from ultraep.errors import ConfigError
 from ultraep.outputs import check_targets
 from ultraep.sim.plots import Picture, check_plot, write_plot
@@ -87,30 +87,13 @@ class Answer:
         return result.throughput / self.none.throughput
 
 
+@options.with_options(options.ScenarioOptions)
 def command(
-    cluster: options.ClusterName = options.CLUSTER,
-    model: options.ModelName = options.MODEL,
-    ep: options.Ep = options.RANKS,
+    asked: options.ScenarioOptions,
     policy: Policies = "none,eplb,lplb,quota,ultraep,ideal",
     slots: options.Slots = 1,
     tolerance: options.Tolerance = 0.01,
-    imbalance: options.Imbalance = None,
-    noise: options.NoiseOption = None,
-    topic_length: options.TopicLength = None,
-    drift_length: options.DriftLength = None,
-    trace: options.Trace = None,
-    tokens: options.Tokens = options.TOKENS,
-    sequence: options.Sequence = None,
-    stages: options.Stages = None,
-    groups: options.Groups = None,
-    microbatches: options.Microbatches = None,
-    steps: options.Steps = None,
-    no_recompute: options.NoRecompute = False,
-    prefill: options.Prefill = None,
-    domain: options.Domain = None,
     interval: options.Interval = 100,
-    seed: options.Seed = 0,
-    processes: options.Processes = None,
     as_json: AsJson = False,
     plot: Plot = None,
     timeline: Timeline = None,
@@ -125,33 +108,11 @@ def command(
     if list_presets:
         print_presets(render.make_console())
         return
-    names = options.policies_of(policy)
+    names = scenarios.policies_of(policy)
     _check_targets(plot, timeline, timeline_layers)
-    made = options.make_scenario(
-        cluster=cluster,
-        model=model,
-        ep=ep,
-        slots=slots,
-        tolerance=tolerance,
-        imbalance=imbalance,
-        noise=noise,
-        topic_length=topic_length,
-        drift_length=drift_length,
-        trace=trace,
-        tokens=tokens,
-        sequence=sequence,
-        stages=stages,
-        groups=groups,
-        microbatches=microbatches,
-        steps=steps,
-        no_recompute=no_recompute,
-        prefill=prefill,
-        domain=domain,
-        interval=interval,
-        seed=seed,
-    )
-    answer = run(made, names, seed=seed, processes=processes)
-    heading = options.describe(made, imbalance=imbalance)
+    made = scenarios.make_scenario(asked, slots=slots, tolerance=tolerance, interval=interval)
+    answer = run(made, names, seed=asked.seed, processes=asked.processes)
+    heading = scenarios.describe(made, imbalance=asked.imbalance)
     console = render.make_console()
     if as_json:
         print_json(answer)
@@ -165,8 +126,8 @@ def command(
 def run(scenario: Scenario, names: list[str], *, seed: int, processes: int | None) -> Answer:
     """Simulate the named policies, and the two that the others are held against."""
     every = list(dict.fromkeys([*names, NONE, IDEAL]))
-    workers = options.processes_for(scenario, processes)
-    with options.progress_bar() as bar:
+    workers = scenarios.processes_for(scenario, processes)
+    with scenarios.progress_bar() as bar:
         found = run_simulation(scenario, every, processes=workers, report=bar)
     by_name = {result.label: result for result in found}
     if not min(result.throughput for result in (by_name[NONE], by_name[IDEAL])):
@@ -246,7 +207,7 @@ def _record(answer: Answer, result: Result) -> dict[str, Any]:
         "imbalance_by_layer": result.imbalance_by_layer.tolist(),
         "cluster": scenario.cluster.name,
         "model": scenario.model.name,
-        "schedule": "training" if isinstance(scenario.schedule, Training) else "prefill",
+        "job": "training" if isinstance(scenario.job, Training) else "prefill",
         "devices": scenario.devices,
         "ep": scenario.ranks,
         "domain": scenario.topology.domain_size,
@@ -263,7 +224,7 @@ def report(answer: Answer, heading: str, console: Console) -> None:
     console.print(_table(answer))
     for note in _notes(answer):
         console.print(Text(note, render.FAINT))
-    training = isinstance(answer.scenario.schedule, Training)
+    training = isinstance(answer.scenario.job, Training)
     passes = ", forward and backward" if training else ""
     console.print(f"\nMilliseconds of a microbatch through all layers{passes}:\n")
     console.print(_stage_table(answer))

@@ -22,8 +22,8 @@ from torch import nn
 
 from ultraep.demo.model import TinyMoE
 from ultraep.demo.text import Text
+from ultraep.full_state import moe_layers
 from ultraep.layer import BalancedMoE
-from ultraep.plan import Plan
 from ultraep.routing import Routing
 from ultraep.runtime.balancer import Balancer
 
@@ -75,7 +75,7 @@ def layer_speeds(
 
     tokens: of a rank.   tell: called after every round with its number, and how many there will be.
     """
-    layers = list(model.moe_layers().values())
+    layers = list(moe_layers(model).values())
     comm = layers[0].balancer.comm
     inputs = [
         states(model, sequences(text, tokens, length, seed, comm.rank, subject))
@@ -90,8 +90,8 @@ def layer_speeds(
             for states_of_text in inputs:
                 for moe, x in zip(layers, states_of_text, strict=True):
                     took += once(moe, x, name)
-                    plan = moe.last_plan
-                    assert isinstance(plan, Plan)
+                    assert moe.last_plan is not None
+                    plan = moe.last_plan.to_host()
                     plans[name].append((plan.initial_imbalance, plan.imbalance))
             if turn >= WARMUP:
                 seconds[name].append(took / len(inputs) / len(layers))
@@ -122,7 +122,7 @@ def states(model: TinyMoE, tokens: torch.Tensor) -> list[torch.Tensor]:
     kept: list[torch.Tensor] = []
     hooks = [
         moe.register_forward_pre_hook(lambda _, args: kept.append(args[0].detach().clone()))
-        for moe in model.moe_layers().values()
+        for moe in moe_layers(model).values()
     ]
     model(tokens.to(model.norm.weight.device))
     for hook in hooks:

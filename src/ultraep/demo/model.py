@@ -5,28 +5,25 @@ Shapes: B sequences, T tokens, D model width, H heads, C width of a head, V voca
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
-from torch.utils.checkpoint import checkpoint
 
 from ultraep.errors import ConfigError
+from ultraep.full_state import moe_layers
 from ultraep.layer import BalancedMoE
 from ultraep.plan import Plan
 from ultraep.plane import AnyPlan
 from ultraep.runtime.balancer import Balancer
 
 VOCABULARY = 256  # bytes
-DTYPES = {"float32": torch.float32, "float64": torch.float64}
-State = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """The shape of the model; checkpoints carry it."""
+    """The shape of the model."""
 
     hidden: int = 64
     ffn: int = 128
@@ -34,7 +31,6 @@ class ModelConfig:
     top_k: int = 2
     layers: int = 3
     heads: int = 4
-    tied: bool = True  # the head is the embedding
 
     def __post_init__(self) -> None:
         if self.hidden % (2 * self.heads):
@@ -44,29 +40,18 @@ class ModelConfig:
 class TinyMoE(nn.Module):
     """Bytes in, logits of the next byte out."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        balancer: Balancer,
-        *,
-        seed: int = 0,
-        checkpointing: bool = False,
-        bitwise: bool = False,
-    ) -> None:
+    def __init__(self, config: ModelConfig, balancer: Balancer, *, seed: int = 0) -> None:
         super().__init__()
         torch.manual_seed(seed)  # all ranks draw the same
-        self.config, self.checkpointing = config, checkpointing
         self.unevenness = torch.zeros(())  # of the last forward pass, the sum of all layers
         self.embedding = nn.Embedding(VOCABULARY, config.hidden)
         nn.init.normal_(self.embedding.weight, std=0.02)
         self.blocks = nn.ModuleList(
-            Block(config, balancer, seed=1000 * seed + 2 * layer, bitwise=bitwise)
-            for layer in range(config.layers)
+            Block(config, balancer, seed=1000 * seed + 2 * layer) for layer in range(config.layers)
         )
         self.norm = nn.RMSNorm(config.hidden)
         self.head = nn.Linear(config.hidden, VOCABULARY, bias=False)
-        if config.tied:
-            self.head.weight = self.embedding.weight
+        self.head.weight = self.embedding.weight
 
     def forward(
         self,
@@ -84,48 +69,22 @@ class TinyMoE(nn.Module):
             mask = (text[:, None, :, None] == text[:, None, None, :]).tril()
         x, uneven = self.embedding(tokens_BT), []
         for block in self.blocks:
-            if self.checkpointing and torch.is_grad_enabled():
-                x, loss = checkpoint(block, x, positions_BT, mask, policy, use_reentrant=False)
-            else:
-                x, loss = block(x, positions_BT, mask, policy)
+            x, loss = block(x, positions_BT, mask, policy)
             uneven.append(loss)
         self.unevenness = torch.stack(uneven).sum()
         logits: torch.Tensor = self.head(self.norm(x))
         return logits
 
-    def moe_layers(self) -> dict[str, BalancedMoE]:
-        """The layers with experts, by the prefix of their parameters."""
-        named = self.named_modules()
-        return {f"{name}.": m for name, m in named if isinstance(m, BalancedMoE)}
-
     def last_plans(self) -> list[Plan]:
         """The plan of every layer in the last forward pass."""
-        plans = (moe.last_plan for moe in self.moe_layers().values())
-        return [plan for plan in plans if isinstance(plan, Plan)]
-
-    def full_state(self) -> State:
-        """The state with all experts of all ranks; collective."""
-        state = self.state_dict()
-        for prefix, moe in self.moe_layers().items():
-            state |= {prefix + name: value for name, value in moe.full_state_dict().items()}
-        return state
-
-    def load_full_state(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Load a `full_state`, of any number of ranks."""
-        own = dict(state)
-        for prefix, moe in self.moe_layers().items():
-            part = {n.removeprefix(prefix): t for n, t in state.items() if n.startswith(prefix)}
-            moe.load_full_state_dict(part)
-            own |= {prefix + name: value for name, value in moe.state_dict().items()}
-        self.load_state_dict(own)
+        plans = (moe.last_plan for moe in moe_layers(self).values())
+        return [plan.to_host() for plan in plans if plan is not None]
 
 
 class Block(nn.Module):
     """Attention, then experts, each added to what came in."""
 
-    def __init__(
-        self, config: ModelConfig, balancer: Balancer, *, seed: int, bitwise: bool
-    ) -> None:
+    def __init__(self, config: ModelConfig, balancer: Balancer, *, seed: int) -> None:
         super().__init__()
         self.heads = config.heads
         self.norms = nn.ModuleList(nn.RMSNorm(config.hidden) for _ in range(2))
@@ -137,7 +96,6 @@ class Block(nn.Module):
             config.experts,
             config.top_k,
             balancer=balancer,
-            bitwise=bitwise,
             seed=seed,
         )
 
@@ -169,9 +127,10 @@ def unevenness(plan: AnyPlan | None, logits_TE: torch.Tensor) -> torch.Tensor:
 
     The loads are those of the whole group, which the plan of this microbatch knows.
     """
-    if not torch.is_grad_enabled() or not isinstance(plan, Plan) or not plan.total:
+    if not torch.is_grad_enabled() or plan is None or not plan.to_host().total:
         return logits_TE.new_zeros(())
-    chosen_E = torch.from_numpy(plan.loads.sum(axis=0) / plan.total).to(logits_TE)
+    loads_E = plan.to_host().loads.sum(axis=0)
+    chosen_E = torch.from_numpy(loads_E / loads_E.sum()).to(logits_TE)
     probable_E = logits_TE.softmax(dim=-1).mean(dim=0)
     return len(chosen_E) * (chosen_E * probable_E).sum()
 

@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from ultraep.demo.model import VOCABULARY, TinyMoE
 from ultraep.demo.text import Text
+from ultraep.full_state import moe_layers
 from ultraep.plan import Plan
 
 
@@ -143,7 +144,7 @@ def answer(
 
     tell: called after every round of a policy, with its name and the number of the round.
     """
-    balancer = next(iter(model.moe_layers().values())).balancer
+    balancer = next(iter(moe_layers(model).values())).balancer
     for policy in policies:
         serve(model, requests[: queue.warmup], policy, queue.budget)
     rounds: dict[str, list[tuple[Served, list[dict[str, Any]]]]] = {name: [] for name in policies}

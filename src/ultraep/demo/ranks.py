@@ -18,7 +18,7 @@ from ultraep.config import BalanceConfig
 from ultraep.demo.group import process_group, settle
 from ultraep.demo.job import Job, Place
 from ultraep.demo.measure import FORCED, LayerSpeed, layer_speeds
-from ultraep.demo.model import ModelConfig, State, TinyMoE
+from ultraep.demo.model import ModelConfig, TinyMoE
 from ultraep.demo.prefill import Answers, Queue, Request, answer, make_requests
 from ultraep.demo.result import (
     DemoResult,
@@ -29,18 +29,19 @@ from ultraep.demo.result import (
     off,
     trace_folder,
 )
-from ultraep.demo.text import DOMAINS, Text
+from ultraep.demo.text import Text
 from ultraep.demo.train import (
     Step,
     Trainer,
-    Training,
+    TrainingOptions,
     held_out_text,
-    homes,
     next_byte_loss,
     of_first,
     train,
 )
+from ultraep.full_state import State, full_state_dict, load_full_state_dict
 from ultraep.runtime.balancer import Balancer
+from ultraep.topology import even_homes
 from ultraep.version import __version__
 
 Tell = Callable[[Event], None]
@@ -75,7 +76,7 @@ class Demo:
     def __init__(self, job: Job, device: torch.device, tell: Tell) -> None:
         self.job, self.device, self.tell = job, device, tell
         self.sizes, self.notes, self.done = job.sizes, list(job.notes), 0
-        self.text, self.dtype = Text(DOMAINS), getattr(torch, job.sizes.dtype)
+        self.text, self.dtype = Text(), getattr(torch, job.sizes.dtype)
         size = job.sizes
         self.config = ModelConfig(
             hidden=size.hidden,
@@ -93,7 +94,9 @@ class Demo:
             model.to(self.device, self.dtype).eval()
             held_out = {policy: self.check(model, found) for policy, found in trained.items()}
             first = trained[self.job.policies[0]]
-            model.load_full_state(first.state)  # the same weights for all policies from here on
+            load_full_state_dict(
+                model, first.state
+            )  # the same weights for all policies from here on
             requests = make_requests(self.text, self.queue())
             answers = self.answer(model, requests)
             speeds = self.measure(model)
@@ -107,8 +110,8 @@ class Demo:
 
     @torch.no_grad()
     def check(self, model: TinyMoE, trained: Trained) -> float:
-        """The loss on held-out text of all domains."""
-        model.load_full_state(trained.state)
+        """The loss on held-out text of all subjects."""
+        load_full_state_dict(model, trained.state)
         tokens = held_out_text(self.text, self.sizes.length).to(self.device)
         return next_byte_loss(model, tokens).item()
 
@@ -120,7 +123,7 @@ class Demo:
             dist.new_group(),
             experts=sizes.experts,
             slots=sizes.slots,
-            homes=homes(sizes.experts, dist.get_world_size()),
+            homes=even_homes(sizes.experts, dist.get_world_size()),
             config=BalanceConfig(policy=policy),
             record=record,
         )
@@ -140,13 +143,13 @@ class Demo:
             found = {}
             for policy, trainer in trainers.items():
                 stats = trainer.balancer.comm.gather_objects(trainer.balancer.stats())
-                found[policy] = Trained(steps[policy], stats, trainer.model.full_state())
+                found[policy] = Trained(steps[policy], stats, full_state_dict(trainer.model))
             return found
 
-    def training(self, steps: int) -> Training:
-        """The text moves through all domains once."""
+    def training(self, steps: int) -> TrainingOptions:
+        """The text moves through all subjects once."""
         sizes = self.sizes
-        return Training(
+        return TrainingOptions(
             tokens=sizes.tokens,
             length=sizes.length,
             period=-(-steps // len(self.text.names)),
@@ -167,7 +170,7 @@ class Demo:
                     number,
                     self.sizes.steps,
                     policy,
-                    self.domain(number - 1),
+                    self.subject(number - 1),
                     step.loss,
                     self.group_tokens / step.seconds,
                     step.before,
@@ -205,11 +208,11 @@ class Demo:
     def group_tokens(self) -> int:
         return self.sizes.tokens * dist.get_world_size()
 
-    def domain(self, step: int) -> str:
+    def subject(self, step: int) -> str:
         return self.text.names[self.text.main(step, self.training(self.sizes.steps).period)]
 
     def queue(self) -> Queue:
-        """Requests of all domains, mixed."""
+        """Requests of all subjects, mixed."""
         sizes = self.sizes
         return Queue(
             requests=sizes.requests,
@@ -253,7 +256,7 @@ class Demo:
             length=sizes.length,
             rounds=sizes.layer_rounds,
             seed=self.job.seed,
-            tell=lambda done, of: self.tell(Progress("layers", done, of, domain="each in turn")),
+            tell=lambda done, of: self.tell(Progress("layers", done, of, subject="each in turn")),
         )
         return {speed.variant: speed for speed in found}
 
@@ -275,7 +278,7 @@ class Demo:
             sizes=self.sizes,
             parameters=parameters,
             steps=self.done,
-            domains=[self.domain(step) for step in range(self.done)],
+            domains=[self.subject(step) for step in range(self.done)],
             forced_tokens_per_second=forced.tokens_per_second,
             requests=self.sizes.requests,
             request_tokens=request_tokens,

@@ -32,7 +32,7 @@ class Progress:
     done: int
     of: int
     policy: str = ""
-    domain: str = ""
+    subject: str = ""  # of the text
     loss: float | None = None
     tokens_per_second: float | None = None
     before: float | None = None  # imbalance
@@ -82,7 +82,7 @@ class DemoResult:
     sizes: Sizes
     parameters: int  # of the model, all experts
     steps: int  # of the training
-    domains: list[str]  # of every step
+    domains: list[str]  # subject of the text of every step
     forced_tokens_per_second: float  # of the layers: the ceiling
     requests: int
     request_tokens: int

@@ -113,17 +113,7 @@ def _characters() -> bytes:
     return "\n".join(lines).encode()
 
 
-SUBJECTS: dict[str, Callable[[], bytes]] = {  # of the examples
-    "prose": partial(files, "pydoc_data/topics.py"),
-    "tables": partial(files, "encodings/cp*.py", "encodings/mac_*.py"),
-    "networks": partial(files, "asyncio/*.py", "http/*.py", "urllib/*.py"),
-    "markup": partial(files, "html/*.py", "xml/*/*.py"),
-    "arithmetic": partial(
-        files, "_pydecimal.py", "statistics.py", "fractions.py", "random.py", "datetime.py"
-    ),
-    "mail": partial(files, "email/*.py", "mailbox.py", "smtplib.py", "imaplib.py"),
-}
-DOMAINS: dict[str, Callable[[], bytes]] = {  # of the demo, in the order of its training
+SUBJECTS: dict[str, Callable[[], bytes]] = {  # in the order of the training
     "code": partial(
         files, "asyncio/*.py", "http/*.py", "email/*.py", "json/*.py", "concurrent/*/*.py"
     ),

@@ -11,10 +11,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from statistics import fmean
-from typing import Any
 
 import numpy as np
 import torch
@@ -24,24 +22,16 @@ from torch.nn.functional import cross_entropy
 
 from ultraep.demo.model import ModelConfig, TinyMoE
 from ultraep.demo.text import Text
-from ultraep.outputs import whole_file
-from ultraep.parallel import (
-    average_expert_gradients,
-    clip_grad_norm,
-    data_parallel,
-    dense_parameters,
-    expert_parameters,
-)
+from ultraep.parallel import average_expert_gradients, clip_grad_norm, data_parallel
 from ultraep.plan import Plan
 from ultraep.runtime.balancer import Balancer
-from ultraep.runtime.state import gather_experts
 
 LARGEST_NORM = 1.0  # of the gradient
 CHECKED = 4  # held-out sequences of each subject
 
 
 @dataclass(frozen=True, kw_only=True)
-class Training:
+class TrainingOptions:
     """How to train; tokens are those of one rank in one microbatch."""
 
     tokens: int = 1024
@@ -52,7 +42,6 @@ class Training:
     warmup: int = 0  # steps until the learning rate is reached
     even: float = 0.0  # weight of the auxiliary loss that asks the router to be even
     seed: int = 0
-    checkpointing: bool = False
     dtype: torch.dtype = torch.float32
 
 
@@ -76,18 +65,15 @@ class Trainer:
     def __init__(
         self,
         config: ModelConfig,
-        options: Training,
+        options: TrainingOptions,
         balancer: Balancer,
         text: Text,
         device: torch.device | None = None,
     ) -> None:
         self.options, self.balancer, self.text, self.done = options, balancer, text, 0
         self.device = device or torch.device("cpu")
-        self.model = TinyMoE(
-            config, balancer, seed=options.seed, checkpointing=options.checkpointing
-        )
+        self.model = TinyMoE(config, balancer, seed=options.seed)
         self.model.to(self.device, options.dtype)
-        self.experts, self.rest = expert_parameters(self.model), dense_parameters(self.model)
         self.parallel = data_parallel(self.model)
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=options.lr, betas=(0.9, 0.95)
@@ -131,44 +117,6 @@ class Trainer:
         subjects = self.text.shifting(rng, self.done, count, options.period)
         return self.text.sequences(rng, subjects, options.length + 1).to(self.device)
 
-    @torch.no_grad()
-    def check(self) -> float:
-        """The loss on held-out text, the same text on any number of ranks."""
-        tokens = held_out_text(self.text, self.options.length)
-        return next_byte_loss(self.model, tokens.to(self.device)).item()
-
-    def save(self, path: Path) -> None:
-        """Write everything that training needs to go on; all experts, whoever is their home."""
-        content = {
-            "config": asdict(self.model.config),
-            "step": self.done,
-            "model": self.model.full_state(),
-            "optimizer": {name: self.full_moments(name) for name in (*self.experts, *self.rest)},
-        }
-        if self.balancer.rank == 0:
-            with whole_file(path) as file:
-                torch.save(content, file)
-        dist.barrier()
-
-    def load(self, saved: dict[str, Any]) -> None:
-        """Go on where `save` was called, on this or another number of ranks."""
-        self.done = saved["step"]
-        self.model.load_full_state(saved["model"])
-        mine = self.balancer.topology.home_experts(self.balancer.rank).tolist()
-        for name, parameter in self.rest.items():
-            self.optimizer.state[parameter] = saved["optimizer"][name]
-        for name, parameter in self.experts.items():
-            found = saved["optimizer"][name]
-            own = {key: value[mine] if value.ndim else value for key, value in found.items()}
-            self.optimizer.state[parameter] = own
-
-    def full_moments(self, name: str) -> dict[str, torch.Tensor]:
-        """The optimizer's state of one parameter, with the experts of all ranks."""
-        if name in self.rest:
-            return dict(self.optimizer.state[self.rest[name]])
-        found = self.optimizer.state[self.experts[name]]
-        return {k: gather_experts(v, self.balancer) if v.ndim else v for k, v in found.items()}
-
 
 def train(
     trainers: Mapping[str, Trainer],
@@ -205,11 +153,6 @@ def held_out_text(text: Text, length: int) -> torch.Tensor:
     """[B, T + 1] some sequences of every subject, the same on every rank."""
     subjects = CHECKED * list(range(len(text.names)))
     return text.sequences(np.random.default_rng(0), subjects, length + 1, held_out=True)
-
-
-def homes(experts: int, ranks: int) -> list[int]:
-    """The home rank of every expert, whether or not they divide evenly."""
-    return [expert * ranks // experts for expert in range(experts)]
 
 
 def next_byte_loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """Who decides where copies go: one registered function per policy, all behind one call.
 
-A policy sees a `Problem` and answers with `[C, 3]` integers: expert, host rank and quota of every
-copy. What it leaves out stays at home. To add one:
+A policy sees a `Problem` and answers with `placed_C3`: integers `[C, 3]`, expert, host rank and
+quota of every copy. What it leaves out stays at home. To add one:
 
     @ultraep.register_policy("mine")
     def mine(problem: ultraep.Problem) -> IntArray: ...

@@ -72,18 +72,18 @@ def one_shot(
 ) -> IntArray:
     """[C, 3] expert, host and quota of the overlaps that find a slot and are worth it."""
     mean, spill_E, room_G = _spill_and_room(loads_E, homes_E, ranks)
-    copies_C3 = _largest_of_host(_match(spill_E, room_G), slots)
+    placed_C3 = _largest_of_host(_match(spill_E, room_G), slots)
     if threshold <= 0:
-        return copies_C3
+        return placed_C3
     kept_G = np.zeros(ranks, dtype=np.int64)
     np.add.at(kept_G, homes_E, loads_E)
-    home_C = homes_E[copies_C3[:, 0]]
-    np.subtract.at(kept_G, home_C, copies_C3[:, 2])
+    home_C = homes_E[placed_C3[:, 0]]
+    np.subtract.at(kept_G, home_C, placed_C3[:, 2])
     allowed = np.float32(mean) + np.float32(threshold) * np.float32(mean)
     budget_G = allowed - kept_G.astype(np.float32)
     if (budget_G < 0).any():
-        return copies_C3
-    return copies_C3[~_affordable(copies_C3[:, 2], home_C, budget_G)]
+        return placed_C3
+    return placed_C3[~_affordable(placed_C3[:, 2], home_C, budget_G)]
 
 
 def _spill_and_room(
@@ -145,7 +145,7 @@ def _largest_first(tokens: IntArray) -> list[int]:
 
 
 def _largest_of_host(overlaps_P3: IntArray, slots: int) -> IntArray:
-    """Of the overlaps of every rank, as many as it has slots: the largest, then the first."""
+    """The overlaps that the slots of every rank can hold: the largest, then the first."""
     _, host_P, quota_P = overlaps_P3.T
     order_P = np.lexsort((-quota_P, host_P))
     host_P = host_P[order_P]

@@ -16,7 +16,7 @@ from ultraep.policies import Problem, register_policy
 def ideal(problem: Problem) -> IntArray:
     """Forced balance: exactly the mean on every rank, without limits; a ceiling, not a plan."""
     topology = problem.topology
-    copies: IntArray = problem.backend.place(
+    placed_C3: IntArray = problem.backend.place(
         problem.expert_loads,
         topology.experts_by_rank,
         topology.first_of_rank,
@@ -26,4 +26,4 @@ def ideal(problem: Problem) -> IntArray:
         1,
         UNLIMITED,
     )
-    return copies
+    return placed_C3

@@ -47,12 +47,12 @@ def pack(weight_N: FloatArray, places_R: IntArray) -> IntArray:
     return rank_N
 
 
-def replicate(weight_N: FloatArray, copies: int, most: int) -> IntArray:
+def copied_items(weight_N: FloatArray, copies: int, most: int) -> IntArray:
     """Who gets one copy after the other: the item with the largest weight per instance.
 
     most: instances of one item; when all have so many, the rest of the copies is not made.
 
-    >>> replicate(np.array([90, 31, 20], dtype=np.float32), copies=3, most=4)
+    >>> copied_items(np.array([90, 31, 20], dtype=np.float32), copies=3, most=4)
     array([0, 0, 1])
     """
     instances_N = [1] * len(weight_N)

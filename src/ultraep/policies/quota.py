@@ -50,7 +50,7 @@ def quota(problem: Problem) -> IntArray:
 
 
 @dataclass(frozen=True, slots=True)
-class Domain:
+class DomainRanks:
     """The ranks of one domain, their home experts heaviest first, and their slots."""
 
     rank_loads: IntArray  # [G]
@@ -90,7 +90,7 @@ class Probe:
         return max(share, self.min_tokens)
 
 
-def search(domain: Domain, low: int, min_tokens: int) -> Copies:
+def search(domain: DomainRanks, low: int, min_tokens: int) -> Copies:
     """The copies at the first threshold that can be met, looked for from `low` upwards."""
     high = max(low, int(domain.rank_loads.max()))
     if domain.slots == 0:
@@ -104,7 +104,7 @@ def search(domain: Domain, low: int, min_tokens: int) -> Copies:
     return _search_slowly(domain, low, high, min_tokens)
 
 
-def _search_slowly(domain: Domain, low: int, high: int, min_tokens: int) -> Copies:
+def _search_slowly(domain: DomainRanks, low: int, high: int, min_tokens: int) -> Copies:
     """Narrow the thresholds to a fifth, again and again; `high` itself needs no copies.
 
     With a floor, a higher threshold can fail where a lower one did not: a rank may have too little
@@ -132,7 +132,7 @@ def _between(low: int, high: int) -> list[int]:
     return [low + (high - low) * fifth // 5 for fifth in (1, 2, 3, 4)]
 
 
-def probe(domain: Domain, threshold: int, min_tokens: int, *, fair: bool) -> Copies | None:
+def probe(domain: DomainRanks, threshold: int, min_tokens: int, *, fair: bool) -> Copies | None:
     """The copies that bring every rank down to the threshold; None if the greedy finds none."""
     room_G = np.maximum(threshold - domain.rank_loads, 0)
     free_slots_G = np.full(len(room_G), domain.slots)
@@ -148,7 +148,7 @@ def probe(domain: Domain, threshold: int, min_tokens: int, *, fair: bool) -> Cop
     return attempt.copies
 
 
-def _domain(problem: Problem, begin: int) -> Domain:
+def _domain(problem: Problem, begin: int) -> DomainRanks:
     topology, loads = problem.topology, problem.expert_loads.tolist()
     end = begin + topology.domain_size
     first = topology.first_of_rank[begin : end + 1].tolist()
@@ -158,4 +158,4 @@ def _domain(problem: Problem, begin: int) -> Domain:
         homes = sorted(by_rank[start:stop], key=lambda expert: -loads[expert])
         experts.append([(expert, loads[expert]) for expert in homes])
     rank_loads = [sum(tokens for _, tokens in homes) for homes in experts]
-    return Domain(np.array(rank_loads, dtype=np.int64), experts, topology.slots)
+    return DomainRanks(np.array(rank_loads, dtype=np.int64), experts, topology.slots)

@@ -13,7 +13,7 @@ from ultraep.policies import Problem, register_policy
 def ultraep(problem: Problem) -> IntArray:
     """Alias planning: the emptiest rank takes from the fullest, exactly what it lacks."""
     topology, config = problem.topology, problem.config
-    copies: IntArray = problem.backend.place(
+    placed_C3: IntArray = problem.backend.place(
         problem.expert_loads,
         topology.experts_by_rank,
         topology.first_of_rank,
@@ -23,4 +23,4 @@ def ultraep(problem: Problem) -> IntArray:
         config.min_tokens_per_replica,
         config.replica_limit,
     )
-    return copies
+    return placed_C3

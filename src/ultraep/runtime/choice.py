@@ -35,7 +35,7 @@ def choose(
     peers: Peers | None,
     meet: Callable[[], None],
 ) -> Choice:
-    """The plane for tokens on this device, alike on all ranks; collective if it has to be found out.
+    """The plane for tokens on this device, alike on all ranks; collective if it must be found out.
 
     peers: memory that ranks map, if it is given.   meet: raises if not all ranks are here.
     """

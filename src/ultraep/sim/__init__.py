@@ -1,6 +1,6 @@
-"""The same stages under a clock instead of a GPU: would it pay on this cluster?
+"""The eight stages under a clock instead of a GPU: would it pay on this cluster?
 
-A cluster, a model, a workload and a schedule make a `Scenario`; `simulate` says what every policy
+A cluster, a model, a workload and a job make a `Scenario`; `simulate` says what every policy
 would bring. Plans are made by the runtime's own policies; seconds come from data sheets, measured
 points and few calibrated constants (`data/*.toml`, each with its source). `docs/simulator.md` tells
 what is modelled, what is not, and how well it predicts.

@@ -91,7 +91,7 @@ class Advice:
 
     cluster: str
     model: str
-    schedule: str  # training, prefill
+    job: str  # training, prefill
     devices: int
     ranks: int
     domain: int
@@ -166,7 +166,7 @@ def _slots_wanted(scenario: Scenario) -> int:
 def _least_memory(scenario: Scenario, slots: int) -> float:
     """Bytes of a device with so many slots, all ranks alike."""
     rows = scenario.rows / scenario.ranks
-    return memory_of(scenario.model, scenario.ranks, slots, scenario.schedule, rows).total
+    return memory_of(scenario.model, scenario.ranks, slots, scenario.job, rows).total
 
 
 def _settings(most: int) -> list[tuple[int, float]]:
@@ -246,11 +246,11 @@ def _put_together(scenario: Scenario, found: _Found) -> Advice:
     return Advice(
         cluster=scenario.cluster.name,
         model=scenario.model.name,
-        schedule="training" if isinstance(scenario.schedule, Training) else "prefill",
+        job="training" if isinstance(scenario.job, Training) else "prefill",
         devices=scenario.devices,
         ranks=scenario.ranks,
         domain=scenario.topology.domain_size,
-        tokens=scenario.schedule.tokens,
+        tokens=scenario.job.tokens,
         verdict=verdict,
         slots=advised.slots if advised else 0,
         tolerance=advised.tolerance if advised else 0.0,
@@ -272,7 +272,7 @@ def _put_together(scenario: Scenario, found: _Found) -> Advice:
 
 
 def _memory(scenario: Scenario, found: _Found) -> DeviceMemory:
-    slot = slot_bytes(scenario.model, training=isinstance(scenario.schedule, Training))
+    slot = slot_bytes(scenario.model, training=isinstance(scenario.job, Training))
     slots = found.best.slots if found.best else 0
     none_short, own_short = found.none.out_of_memory, found.balanced.out_of_memory
     return DeviceMemory(

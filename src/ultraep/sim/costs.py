@@ -90,12 +90,12 @@ class Costs:
     # -- experts ---------------------------------------------------------------------------------
 
     def experts_forward(self, rows: Any) -> FloatArray:
-        """Of slots with so many rows, one by one."""
+        """Seconds of slots with so many rows, one by one."""
         part, weight_bytes = self.rates.grouped_forward, WEIGHT_BYTES
         return self._grouped(np.asarray(rows, dtype=float), 1, weight_bytes, part)
 
     def experts_backward(self, rows: Any) -> FloatArray:
-        """The same, backward: gradients of rows and of weights."""
+        """Seconds of their backward: gradients of rows and of weights."""
         part, weight_bytes = self.rates.grouped_backward, 2 * WEIGHT_BYTES + GRADIENT_BYTES
         return self._grouped(np.asarray(rows, dtype=float), BACKWARD, weight_bytes, part)
 
@@ -115,7 +115,7 @@ class Costs:
         return ROW_BYTES * (2 * self.model.width + 4 * self.model.expert_width)
 
     def row_moves(self, rows: Any) -> FloatArray:
-        """Of bringing so many rows into the order of the slots, or back."""
+        """Seconds for bringing so many rows into the order of the slots, or back."""
         moved = ROW_PASSES * ROW_BYTES * self.model.width * np.asarray(rows, dtype=float)
         seconds: FloatArray = moved / (self.cluster.memory_rate * self.rates.memory)
         return seconds
@@ -133,7 +133,7 @@ class Costs:
         )
 
     def attention_backward(self, tokens: float, context: float) -> float:
-        """The same, backward."""
+        """Seconds of the backward of all these."""
         weights = self.model.attention_weights + self.model.shared_weights
         products = BACKWARD * self._dense(2.0 * tokens * weights)
         core = CORE_BACKWARD * self._core(tokens, context) / self.rates.attention_backward
@@ -164,7 +164,7 @@ class Costs:
     # -- links -----------------------------------------------------------------------------------
 
     def on_links(self, bytes_inside: Any, bytes_outside: Any) -> FloatArray:
-        """Of a port through which so many bytes pass, inside and beyond the domain."""
+        """Seconds of a port through which so many bytes pass, inside and beyond the domain."""
         cluster, rates = self.cluster, self.rates
         inside = np.asarray(bytes_inside) / (cluster.link_rate * rates.link)
         outside = np.asarray(bytes_outside) / (cluster.network_rate * rates.network)
@@ -172,12 +172,12 @@ class Costs:
         return seconds
 
     def latency(self, domains: int) -> float:
-        """Of one exchange of messages."""
+        """Seconds that one exchange of messages takes beside its bytes."""
         cluster = self.cluster
         return (cluster.link_us if domains == 1 else cluster.network_us) * MICRO
 
     def reduced_at(self, bytes_in: Any, gb_s: float) -> FloatArray:
-        """Of gradients that come in at a home."""
+        """Seconds of gradients that come in at a home."""
         rate = gb_s * GIGA or self.cluster.link_rate * self.rates.link
         seconds: FloatArray = np.asarray(bytes_in) / rate
         return seconds

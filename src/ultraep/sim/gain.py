@@ -72,12 +72,12 @@ def gain_of(scenario: Scenario, none: Result, balanced: Result, draws: tuple[flo
 
 def rest_seconds(scenario: Scenario) -> float:
     """Seconds of what has no experts, per microbatch."""
-    costs, schedule, model = scenario.costs, scenario.schedule, scenario.model
-    if isinstance(schedule, Training):
-        forward, backward = plain_seconds(costs, schedule)
-        step = optimizer_seconds(costs, schedule, scenario.ranks) * schedule.stages
-        return float(forward.sum() + backward.sum()) + step / schedule.microbatches
-    tokens, context = schedule.tokens, schedule.requests.mean_tokens / 2
+    costs, job, model = scenario.costs, scenario.job, scenario.model
+    if isinstance(job, Training):
+        forward, backward = plain_seconds(costs, job)
+        step = optimizer_seconds(costs, job, scenario.ranks) * job.pipeline
+        return float(forward.sum() + backward.sum()) + step / job.microbatches
+    tokens, context = job.tokens, job.requests.mean_tokens / 2
     attention = costs.attention_forward(tokens, context)
     looking = attention - costs.attention_forward(tokens, 0.0)
     dense = model.dense_layers * (attention + costs.dense_mlp(tokens))
@@ -96,11 +96,11 @@ def draw_again(scenario: Scenario, balanced: Contender, processes: int) -> Itera
 
 
 def _redrawn(scenario: Scenario, skew: Skew, number: int) -> Scenario:
-    """The same imbalance with other popular experts; for serving also other arrivals."""
-    workload, schedule = _fitted(scenario, skew, skew.seed + number), scenario.schedule
-    if isinstance(schedule, Serving):
-        schedule = replace(schedule, seed=schedule.seed + number)
-    return replace(scenario, workload=workload, schedule=schedule)
+    """Loads of this imbalance with other popular experts; for serving also other arrivals."""
+    workload, job = _fitted(scenario, skew, skew.seed + number), scenario.job
+    if isinstance(job, Serving):
+        job = replace(job, seed=job.seed + number)
+    return replace(scenario, workload=workload, job=job)
 
 
 def _fitted(scenario: Scenario, skew: Skew, seed: int) -> Skew:
@@ -129,8 +129,8 @@ def probe(scenario: Scenario, balanced: Contender) -> Iterator[tuple[int, float]
     """Gain by tokens per rank, one by one, on few microbatches."""
     wanted, model = [NONE, balanced], scenario.model
     for tokens in PROBE_TOKENS:
-        whole = replace(scenario, schedule=_with_tokens(scenario.schedule, tokens), interval=1)
-        few = replace(whole, schedule=_few(whole.schedule))
+        whole = replace(scenario, job=_with_tokens(scenario.job, tokens), interval=1)
+        few = replace(whole, job=_few(whole.job))
         layers = range(model.dense_layers, model.layers)
         times = [time_layer(few, wanted, layer) for layer in layers]
         none, own = (
@@ -141,17 +141,17 @@ def probe(scenario: Scenario, balanced: Contender) -> Iterator[tuple[int, float]
         yield tokens, (none + rest) / (own + rest)
 
 
-def _with_tokens(schedule: Training | Serving, tokens: int) -> Training | Serving:
-    if isinstance(schedule, Training):
-        return replace(schedule, tokens=tokens)
-    return replace(schedule, chunk=tokens)
+def _with_tokens(job: Training | Serving, tokens: int) -> Training | Serving:
+    if isinstance(job, Training):
+        return replace(job, tokens=tokens)
+    return replace(job, chunk=tokens)
 
 
-def _few(schedule: Training | Serving) -> Training | Serving:
-    """The same with few microbatches in all."""
-    if isinstance(schedule, Serving):
-        return replace(schedule, iterations=PROBE_MICROBATCHES)
-    return replace(schedule, steps=1, microbatches=max(PROBE_MICROBATCHES // schedule.groups, 1))
+def _few(job: Training | Serving) -> Training | Serving:
+    """A job as this one, with few microbatches in all."""
+    if isinstance(job, Serving):
+        return replace(job, iterations=PROBE_MICROBATCHES)
+    return replace(job, steps=1, microbatches=max(PROBE_MICROBATCHES // job.groups, 1))
 
 
 def break_even(curve: Curve, gain: float) -> BreakEven:

@@ -77,7 +77,7 @@ class LayerClock:
         return self.tokens * self.costs.model.top_k
 
     def times(self, copies: Copies) -> LayerTimes:
-        """Of all microbatches."""
+        """Times of all microbatches."""
         rank_SR = copies.rank_loads(self.topology)
         forward = self._forward(copies, rank_SR)
         backward = self._backward(copies, rank_SR, forward) if self.training else {}

@@ -45,33 +45,31 @@ def slot_bytes(model: Model, *, training: bool) -> int:
     return model.expert_weights * (WEIGHT_BYTES + (GRADIENT if training else 0))
 
 
-def weight_bytes(model: Model, ranks: int, schedule: Training | Serving) -> float:
+def weight_bytes(model: Model, ranks: int, job: Training | Serving) -> float:
     """Bytes of a device's weights, gradients and optimizer state."""
-    stages = schedule.stages if isinstance(schedule, Training) else 1
-    experts = model.moe_layers * model.experts * model.expert_weights / ranks / stages
-    plain = model.plain_weights / stages
-    if isinstance(schedule, Serving):
+    parts = job.pipeline if isinstance(job, Training) else 1
+    experts = model.moe_layers * model.experts * model.expert_weights / ranks / parts
+    plain = model.plain_weights / parts
+    if isinstance(job, Serving):
         return WEIGHT_BYTES * (experts + plain)
     held = (WEIGHT_BYTES + GRADIENT) * (experts + plain)
-    return held + OPTIMIZER * (experts / schedule.groups + plain / (ranks * schedule.groups))
+    return held + OPTIMIZER * (experts / job.groups + plain / (ranks * job.groups))
 
 
 def memory_of(
-    model: Model, ranks: int, slots: int, schedule: Training | Serving, fullest: float
+    model: Model, ranks: int, slots: int, job: Training | Serving, fullest: float
 ) -> Memory:
-    """Of the device whose fullest layer serves so many rows."""
-    training = isinstance(schedule, Training)
-    weights = weight_bytes(model, ranks, schedule)
+    """Memory of the device whose fullest layer serves so many rows."""
+    training = isinstance(job, Training)
+    weights = weight_bytes(model, ranks, job)
     spare = float(slots * slot_bytes(model, training=training))
     rows = fullest * row_bytes(model)
-    if isinstance(schedule, Serving):
-        return Memory(weights, spare, ROW * schedule.tokens * model.width * KEPT_WIDTHS, rows)
-    in_flight = min(schedule.stages, schedule.microbatches)
-    layers = int(np.ceil(model.layers / schedule.stages)) * in_flight
-    inputs = ROW * schedule.tokens * model.width * layers
-    if schedule.recompute:
-        return Memory(
-            weights, spare, inputs + ROW * schedule.tokens * model.width * KEPT_WIDTHS, rows
-        )
-    usual = schedule.tokens * model.top_k * row_bytes(model)
+    if isinstance(job, Serving):
+        return Memory(weights, spare, ROW * job.tokens * model.width * KEPT_WIDTHS, rows)
+    in_flight = min(job.pipeline, job.microbatches)
+    layers = int(np.ceil(model.layers / job.pipeline)) * in_flight
+    inputs = ROW * job.tokens * model.width * layers
+    if job.recompute:
+        return Memory(weights, spare, inputs + ROW * job.tokens * model.width * KEPT_WIDTHS, rows)
+    usual = job.tokens * model.top_k * row_bytes(model)
     return Memory(weights, spare, KEPT_WIDTHS * inputs + (layers - 1) * usual, rows)

@@ -88,10 +88,10 @@ def _over_interval(policy: Policy, problem: Problem, loads_SE: IntArray) -> IntA
     """[C, 4] microbatch, expert, host and rows, with one past: at once if the policy can."""
     if policy.over_interval is None:
         return _one_by_one(policy, problem, loads_SE)
-    copies_C4 = policy.over_interval(problem, loads_SE)
+    placed_C4 = policy.over_interval(problem, loads_SE)
     if policy.name not in BUILT_IN:
-        check_interval(copies_C4, loads_SE, problem.topology, limited=policy.within_limits)
-    return copies_C4
+        check_interval(placed_C4, loads_SE, problem.topology, limited=policy.within_limits)
+    return placed_C4
 
 
 def _one_by_one(policy: Policy, problem: Problem, loads_SE: IntArray) -> IntArray:
@@ -107,8 +107,8 @@ def _one_by_one(policy: Policy, problem: Problem, loads_SE: IntArray) -> IntArra
     return np.column_stack([microbatch_C, np.concatenate(found)])
 
 
-def _gathered(copies_C4: IntArray, loads_SE: IntArray) -> Copies:
-    microbatch_C, expert_C, host_C, rows_C = copies_C4.T
+def _gathered(placed_C4: IntArray, loads_SE: IntArray) -> Copies:
+    microbatch_C, expert_C, host_C, rows_C = placed_C4.T
     away = np.bincount(
         microbatch_C * loads_SE.shape[1] + expert_C, weights=rows_C, minlength=loads_SE.size
     )

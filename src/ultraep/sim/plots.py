@@ -57,22 +57,22 @@ class Picture:
 
     @property
     def labels(self) -> list[str]:
-        """Of the policies."""
+        """Names of the policies."""
         return [result.label for result in self.results]
 
     @property
     def throughputs(self) -> list[float]:
-        """Of the policies."""
+        """What each policy reaches."""
         return [result.throughput for result in self.results]
 
     @property
     def shares(self) -> list[str]:
-        """Of forced balance, as written on the bars."""
+        """Parts of forced balance, as written on the bars."""
         return [f"{result.throughput / self.ideal:.0%}" for result in self.results]
 
     @property
     def colours(self) -> list[str]:
-        """Of the policies."""
+        """A colour for each policy."""
         others = [label for label in self.labels if label not in POLICY_COLOURS]
         return [
             POLICY_COLOURS.get(label) or OTHER_COLOURS[others.index(label) % len(OTHER_COLOURS)]

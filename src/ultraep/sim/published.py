@@ -39,7 +39,7 @@ class Setting:
     throughput: dict[str, float]
     imbalance: dict[str, float]
     tokens: int = 8192
-    stages: int = 1
+    pipeline: int = 1
     groups: int = 1
     microbatches: int = 1
     requests: str = ""
@@ -96,7 +96,7 @@ def scenario_of(
         cluster=load_cluster(CLUSTER),
         model=model,
         workload=workload,
-        schedule=_training(setting, steps) if setting.training else _serving(setting, seed),
+        job=_training(setting, steps) if setting.training else _serving(setting, seed),
         ranks=setting.ranks,
         rates=rates or measured_rates(),
     )
@@ -106,7 +106,7 @@ def _training(setting: Setting, steps: int) -> Training:
     return Training(
         tokens=setting.tokens,
         sequence=setting.tokens,
-        stages=setting.stages,
+        pipeline=setting.pipeline,
         groups=setting.groups,
         microbatches=setting.microbatches,
         steps=steps,

@@ -57,7 +57,7 @@ class Facts:
     @property
     def once(self) -> str:
         """What passes through the layers once."""
-        return "microbatch" if isinstance(self.scenario.schedule, Training) else "iteration"
+        return "microbatch" if isinstance(self.scenario.job, Training) else "iteration"
 
     @property
     def often(self) -> str:
@@ -76,7 +76,7 @@ def verdict_of(gain: float, low: float, *, avoids_out_of_memory: bool) -> str:
 
 
 def seconds_by_stage(result: Result) -> dict[str, float]:
-    """Of a microbatch, forward, backward and what is computed again taken together."""
+    """Seconds of a microbatch: forward, backward and what is computed again taken together."""
     stages = result.stages
     again = 2 if "recompute" in stages else 1
     return {
@@ -87,13 +87,13 @@ def seconds_by_stage(result: Result) -> dict[str, float]:
 
 
 def exposed_seconds(result: Result) -> float:
-    """Of a microbatch, that balancing adds."""
+    """Seconds that balancing adds to a microbatch."""
     found = seconds_by_stage(result)
     return sum(found[name] for name in EXPOSED)
 
 
 def saved_seconds(none: Result, balanced: Result) -> float:
-    """Of a microbatch, that balancing takes off."""
+    """Seconds that balancing takes off a microbatch."""
     before, after = seconds_by_stage(none), seconds_by_stage(balanced)
     return sum(before[name] - after[name] for name in SHORTENED)
 
@@ -186,7 +186,7 @@ def _costs(facts: Facts) -> Iterator[str]:
         yield f"Its own costs eat most of what it saves: {figures}."
     else:
         yield f"It saves more than it costs: {figures}."
-    tokens = facts.scenario.schedule.tokens
+    tokens = facts.scenario.job.tokens
     if facts.break_even is None:
         yield f"No number of tokens per rank up to {facts.most_tokens:,} makes up for its costs."
     elif tokens < facts.break_even:

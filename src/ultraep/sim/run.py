@@ -1,9 +1,9 @@
-"""simulate: a cluster, a model, a workload, a schedule -> what every policy would bring.
+"""simulate: a cluster, a model, a workload, a job -> what every policy would bring.
 
-Layers are independent of each other until the schedule puts them together, so they are dealt out
+Layers are independent of each other until the job puts them together, so they are dealt out
 to processes; a layer's figures do not depend on who works them out.
 
-Shapes: S microbatches, H layers with experts, P stages.
+Shapes: S microbatches, H layers with experts, P pipeline parts.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from ultraep.sim.serving import Serving, make_iteration, rate_at_limit
 from ultraep.sim.training import (
     Training,
     optimizer_seconds,
+    part_of_layer,
     pipeline_seconds,
     plain_seconds,
-    stage_of_layer,
 )
 from ultraep.sim.workload import share_out
 from ultraep.topology import Topology
@@ -162,15 +162,15 @@ def _config(scenario: Scenario, contender: Contender, policy: str) -> BalanceCon
 
 
 def _clock(scenario: Scenario, contender: Contender, topology: Topology) -> LayerClock:
-    schedule = scenario.schedule
-    training = isinstance(schedule, Training)
+    job = scenario.job
+    training = isinstance(job, Training)
     return LayerClock(
         costs=scenario.costs,
         topology=topology,
         runtime=contender.carried_out,
-        tokens=schedule.tokens,
-        context=schedule.context if isinstance(schedule, Training) else 0.0,
-        recompute=isinstance(schedule, Training) and schedule.recompute,
+        tokens=job.tokens,
+        context=job.context if isinstance(job, Training) else 0.0,
+        recompute=isinstance(job, Training) and job.recompute,
         training=training,
     )
 
@@ -179,12 +179,12 @@ def _clock(scenario: Scenario, contender: Contender, topology: Topology) -> Laye
 
 
 def put_together(scenario: Scenario, contender: Contender, layers: list[LayerTimes]) -> Result:
-    """The schedule over the times of all layers."""
+    """What the job makes of the times of all layers."""
     slots = scenario.slots if contender.slots is None else contender.slots
     held = slots * _layers_of_slot(scenario, contender)
     fullest_S = np.max([times.rank_rows for times in layers], axis=0)
     peaks = [
-        memory_of(scenario.model, scenario.ranks, held, scenario.schedule, float(rows))
+        memory_of(scenario.model, scenario.ranks, held, scenario.job, float(rows))
         for rows in (fullest_S.max(), *fullest_S)
     ]
     short = np.mean([peak.total > scenario.cluster.memory for peak in peaks[1:]])
@@ -215,9 +215,9 @@ def _layers_of_slot(scenario: Scenario, contender: Contender) -> int:
     relay = contender.carried_out.relay
     if relay == "nothing":
         return 0
-    schedule = scenario.schedule
-    stages = schedule.stages if isinstance(schedule, Training) else 1
-    return -(-scenario.model.moe_layers // stages) if relay == "placed" else 1
+    job = scenario.job
+    parts = job.pipeline if isinstance(job, Training) else 1
+    return -(-scenario.model.moe_layers // parts) if relay == "placed" else 1
 
 
 def _stages(layers: list[LayerTimes]) -> dict[str, float]:
@@ -228,26 +228,26 @@ def _stages(layers: list[LayerTimes]) -> dict[str, float]:
 
 
 def _throughput(scenario: Scenario, layers: list[LayerTimes]) -> tuple[float, str, float]:
-    schedule = scenario.schedule
-    if isinstance(schedule, Training):
-        tokens = _training_tokens(scenario, schedule, layers)
-        operations = scenario.model.training_operations(min(schedule.sequence, schedule.tokens))
+    job = scenario.job
+    if isinstance(job, Training):
+        tokens = _training_tokens(scenario, job, layers)
+        operations = scenario.model.training_operations(min(job.sequence, job.tokens))
         return tokens * operations / 1e12, "TFLOP/s per device", tokens
-    rate = _serving_rate(scenario, schedule, layers)
-    return rate, "requests/s", rate * schedule.requests.mean_tokens / scenario.ranks
+    rate = _serving_rate(scenario, job, layers)
+    return rate, "requests/s", rate * job.requests.mean_tokens / scenario.ranks
 
 
 def _training_tokens(scenario: Scenario, training: Training, layers: list[LayerTimes]) -> float:
     """Tokens per second and device."""
     costs = scenario.costs
-    stages = stage_of_layer(scenario.model, training.stages)[scenario.model.dense_layers :]
+    parts = part_of_layer(scenario.model, training.pipeline)[scenario.model.dense_layers :]
     plain_forward, plain_backward = plain_seconds(costs, training)
     forward_SP = np.tile(plain_forward, (scenario.microbatches, 1))
     backward_SP = np.tile(plain_backward, (scenario.microbatches, 1))
-    for stage, times in zip(stages, layers, strict=True):
-        forward_SP[:, stage] += times.forward_seconds
-        backward_SP[:, stage] += times.backward_seconds
-    shape = (training.steps, training.microbatches, training.groups, training.stages)
+    for part, times in zip(parts, layers, strict=True):
+        forward_SP[:, part] += times.forward_seconds
+        backward_SP[:, part] += times.backward_seconds
+    shape = (training.steps, training.microbatches, training.groups, training.pipeline)
     forward, backward = forward_SP.reshape(shape), backward_SP.reshape(shape)
     took = 0.0
     for step in range(training.steps):
@@ -256,7 +256,7 @@ def _training_tokens(scenario: Scenario, training: Training, layers: list[LayerT
             for group in range(training.groups)
         )
     took += training.steps * optimizer_seconds(costs, training, scenario.ranks)
-    done = training.steps * training.microbatches * training.tokens / training.stages
+    done = training.steps * training.microbatches * training.tokens / training.pipeline
     return done / took
 
 

@@ -13,7 +13,7 @@ from ultraep.sim.memory import weight_bytes
 from ultraep.sim.model import Model
 from ultraep.sim.runtime import Runtime, price, runtime_of
 from ultraep.sim.serving import Serving
-from ultraep.sim.training import Training, stage_of_layer
+from ultraep.sim.training import Training, part_of_layer
 from ultraep.sim.workload import Workload
 from ultraep.topology import Topology
 
@@ -31,7 +31,7 @@ class Scenario:
     cluster: Cluster
     model: Model
     workload: Workload
-    schedule: Training | Serving
+    job: Training | Serving
     ranks: int
     slots: int = 1
     tolerance: float = 0.01
@@ -62,16 +62,16 @@ class Scenario:
         if self.interval < 1:
             raise ConfigError(f"interval must be at least 1, got {self.interval}")
         self._check_sizes()
-        needed = weight_bytes(model, self.ranks, self.schedule)
-        training = isinstance(self.schedule, Training)
+        needed = weight_bytes(model, self.ranks, self.job)
+        training = isinstance(self.job, Training)
         if needed > self.cluster.memory:
             raise ConfigError(
                 f"{needed / 1e9:.0f} GB of weights{' and optimizer state' if training else ''} per "
                 f"device do not fit into the {self.cluster.memory_gb:g} GB of cluster "
-                f"{self.cluster.name}: use more ranks{', stages or groups' if training else ''}"
+                f"{self.cluster.name}: use more ranks{', a pipeline or groups' if training else ''}"
             )
-        if isinstance(self.schedule, Training):
-            stage_of_layer(model, self.schedule.stages)
+        if isinstance(self.job, Training):
+            part_of_layer(model, self.job.pipeline)
         least = self.min_tokens_per_replica
         BalanceConfig(tolerance=self.tolerance, min_tokens_per_replica=least)
         _ = self.topology
@@ -89,8 +89,8 @@ class Scenario:
     @property
     def devices(self) -> int:
         """Devices in all."""
-        schedule = self.schedule
-        many = schedule.stages * schedule.groups if isinstance(schedule, Training) else 1
+        job = self.job
+        many = job.pipeline * job.groups if isinstance(job, Training) else 1
         return self.ranks * many
 
     @property
@@ -109,13 +109,13 @@ class Scenario:
     @property
     def microbatches(self) -> int:
         """Microbatches, or iterations, of a layer."""
-        schedule = self.schedule
-        return schedule.in_all if isinstance(schedule, Training) else schedule.iterations
+        job = self.job
+        return job.in_all if isinstance(job, Training) else job.iterations
 
     @property
     def rows(self) -> int:
         """Rows of a microbatch over all ranks."""
-        return self.ranks * self.schedule.tokens * self.model.top_k
+        return self.ranks * self.job.tokens * self.model.top_k
 
 
 @dataclass(frozen=True)

@@ -105,7 +105,7 @@ class Iteration:
     chunk: int
 
     def seconds(self, number: int, tokens_R: FloatArray, pairs_R: FloatArray) -> float:
-        """Of one iteration with these tokens on each rank, and pairs that attention looks at."""
+        """How long an iteration takes: tokens of each rank, and pairs that attention looks at."""
         plain = float((self.per_token * tokens_R + self.per_pair * pairs_R).max())
         filled = float(tokens_R.mean()) / self.chunk
         return self.fixed + plain + filled * float(self.experts[number % len(self.experts)])

@@ -1,11 +1,11 @@
 """Training under the clock: microbatches in a pipeline, then the step that waits for all groups.
 
-The layers are dealt out to the stages of a pipeline. Every stage runs one forward, one backward in
+The layers are dealt out to the parts of a pipeline. Every part runs one forward, one backward in
 turn (1F1B) once it is full. Data-parallel groups work at their own loads and meet at the end of a
 step; then the optimizer passes over the weights. Messages of the pipeline and of data
 parallelism are taken to be hidden.
 
-Shapes: S microbatches, P stages, G groups.
+Shapes: S microbatches, P parts, G groups.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ class Training:
 
     tokens: int = 8192
     sequence: int = 8192
-    stages: int = 1
+    pipeline: int = 1  # parts that the layers are dealt out to
     groups: int = 1  # data-parallel expert-parallel groups
     microbatches: int = 8  # of one step and group
     steps: int = 8
     recompute: bool = True
 
     def __post_init__(self) -> None:
-        for field in ("tokens", "sequence", "stages", "groups", "microbatches", "steps"):
+        for field in ("tokens", "sequence", "pipeline", "groups", "microbatches", "steps"):
             if getattr(self, field) < 1:
                 raise ConfigError(f"{field} must be at least 1, got {getattr(self, field)}")
 
@@ -56,28 +56,28 @@ class Training:
         return min(self.sequence, self.tokens) / 2
 
 
-def stage_of_layer(model: Model, stages: int) -> list[int]:
-    """The stage of every layer: contiguous, the first ones one longer where it does not divide.
+def part_of_layer(model: Model, parts: int) -> list[int]:
+    """The part of every layer: contiguous, the first ones one longer where it does not divide.
 
     Dense layers come first, as in the model.
     """
-    if stages > model.layers:
-        raise ConfigError(f"{model.layers} layers cannot be dealt out to {stages} stages")
-    bounds = np.cumsum([len(part) for part in np.array_split(np.arange(model.layers), stages)])
+    if parts > model.layers:
+        raise ConfigError(f"{model.layers} layers cannot be dealt out to {parts} pipeline parts")
+    bounds = np.cumsum([len(some) for some in np.array_split(np.arange(model.layers), parts)])
     return [int(np.searchsorted(bounds, layer, side="right")) for layer in range(model.layers)]
 
 
 def plain_seconds(costs: Costs, training: Training) -> tuple[FloatArray, FloatArray]:
     """[P] forward and backward seconds of what has no experts: dense layers, and the head."""
-    stages = stage_of_layer(costs.model, training.stages)
-    forward, backward = np.zeros(training.stages), np.zeros(training.stages)
+    parts = part_of_layer(costs.model, training.pipeline)
+    forward, backward = np.zeros(training.pipeline), np.zeros(training.pipeline)
     tokens, context = training.tokens, training.context
     for layer in range(costs.model.dense_layers):
         ahead = costs.attention_forward(tokens, context) + costs.dense_mlp(tokens)
         again = ahead if training.recompute else 0.0
         back = costs.attention_backward(tokens, context) + 2 * costs.dense_mlp(tokens)
-        forward[stages[layer]] += ahead
-        backward[stages[layer]] += back + again
+        forward[parts[layer]] += ahead
+        backward[parts[layer]] += back + again
     forward[-1] += costs.head(tokens)
     backward[-1] += 2 * costs.head(tokens)
     return forward, backward
@@ -86,36 +86,36 @@ def plain_seconds(costs: Costs, training: Training) -> tuple[FloatArray, FloatAr
 def pipeline_seconds(forward_SP: FloatArray, backward_SP: FloatArray) -> float:
     """Until the last backward of a step is done, one forward and one backward in turn.
 
-    Two stages, three microbatches, one second forward and two backward: the last stage is busy for
-    nine seconds, after one of waiting, and the first stage ends two seconds later.
+    Two parts, three microbatches, one second forward and two backward: the last part is busy for
+    nine seconds, after one of waiting, and the first part ends two seconds later.
 
     >>> pipeline_seconds(np.ones((3, 2)), np.full((3, 2), 2.0))
     12.0
     """
-    count, stages = forward_SP.shape
-    ahead, back = (np.full((count, stages), np.nan) for _ in range(2))
-    free = np.zeros(stages)
-    turns = [_turns(count, stages, stage) for stage in range(stages)]
-    place = [0] * stages
-    left = 2 * count * stages
+    count, parts = forward_SP.shape
+    ahead, back = (np.full((count, parts), np.nan) for _ in range(2))
+    free = np.zeros(parts)
+    turns = [_turns(count, parts, part) for part in range(parts)]
+    place = [0] * parts
+    left = 2 * count * parts
     while left:
-        for stage in range(stages):
-            while place[stage] < len(turns[stage]):
-                way, number = turns[stage][place[stage]]
-                ready = _ready(ahead, back, way, number, stage, stages)
+        for part in range(parts):
+            while place[part] < len(turns[part]):
+                way, number = turns[part][place[part]]
+                ready = _ready(ahead, back, way, number, part, parts)
                 if ready is None:
                     break
                 took = forward_SP if way == "forward" else backward_SP
-                end = max(free[stage], ready) + took[number, stage]
-                (ahead if way == "forward" else back)[number, stage] = free[stage] = end
-                place[stage] += 1
+                end = max(free[part], ready) + took[number, part]
+                (ahead if way == "forward" else back)[number, part] = free[part] = end
+                place[part] += 1
                 left -= 1
     return float(free.max())
 
 
-def _turns(count: int, stages: int, stage: int) -> list[tuple[str, int]]:
-    """What a stage does, in order: some forwards, then one backward and one forward in turn."""
-    warm = min(count, stages - stage)
+def _turns(count: int, parts: int, part: int) -> list[tuple[str, int]]:
+    """What a part does, in order: some forwards, then one backward and one forward in turn."""
+    warm = min(count, parts - part)
     order = [("forward", number) for number in range(warm)]
     for number in range(count):
         order.append(("backward", number))
@@ -125,22 +125,22 @@ def _turns(count: int, stages: int, stage: int) -> list[tuple[str, int]]:
 
 
 def _ready(
-    ahead: FloatArray, back: FloatArray, way: str, number: int, stage: int, stages: int
+    ahead: FloatArray, back: FloatArray, way: str, number: int, part: int, parts: int
 ) -> float | None:
     """When the input is there; None: not known yet."""
     if way == "forward":
-        if stage == 0:
+        if part == 0:
             return 0.0
-        found = ahead[number, stage - 1]
+        found = ahead[number, part - 1]
     else:
-        found = ahead[number, stage] if stage == stages - 1 else back[number, stage + 1]
+        found = ahead[number, part] if part == parts - 1 else back[number, part + 1]
     return None if np.isnan(found) else float(found)
 
 
 def optimizer_seconds(costs: Costs, training: Training, ranks: int) -> float:
-    """Of one pass over this device's share of the weights and their optimizer state."""
+    """Seconds of one pass over this device's share of the weights and their optimizer state."""
     model = costs.model
-    experts = model.moe_layers * model.experts * model.expert_weights / ranks / training.stages
-    plain = model.plain_weights / training.stages / ranks / training.groups
+    experts = model.moe_layers * model.experts * model.expert_weights / ranks / training.pipeline
+    plain = model.plain_weights / training.pipeline / ranks / training.groups
     size = OPTIMIZER_BYTES * (experts / training.groups + plain)
     return size / (costs.cluster.memory_rate * costs.rates.memory)

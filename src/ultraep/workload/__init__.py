@@ -7,16 +7,16 @@ array([[0, 3, 0, 0],
 """
 
 from ultraep.workload.files import read_loads
-from ultraep.workload.generators import domain_shift, lognormal, one_hot, uniform, zipf
+from ultraep.workload.generators import lognormal, one_hot, topic_shift, uniform, zipf
 from ultraep.workload.windows import loads_of_windows, read_routing
 
 __all__ = [
-    "domain_shift",
     "loads_of_windows",
     "lognormal",
     "one_hot",
     "read_loads",
     "read_routing",
+    "topic_shift",
     "uniform",
     "zipf",
 ]

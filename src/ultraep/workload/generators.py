@@ -93,11 +93,11 @@ def zipf(
         middle = (low + high) / 2
         low, high = (middle, high) if imbalance(middle) < ratio else (low, middle)
     rng = _random(seed)
-    weights = popularity(high)
-    return _draw(rng.permutation(weights) if shuffled else weights, ranks, top_k, tokens, rng)
+    wanted = popularity(high)
+    return _draw(rng.permutation(wanted) if shuffled else wanted, ranks, top_k, tokens, rng)
 
 
-def domain_shift(
+def topic_shift(
     ranks: int,
     experts: int,
     *,
@@ -135,7 +135,7 @@ def domain_shift(
 
 
 def _draw(
-    weights: FloatArray, ranks: int, top_k: int, tokens: int, rng: np.random.Generator
+    popularity: FloatArray, ranks: int, top_k: int, tokens: int, rng: np.random.Generator
 ) -> IntArray:
     """[R, E] counts of systematic sampling.
 
@@ -143,7 +143,7 @@ def _draw(
     at distance one with a random start, so it hits every expert at most once, and as often as its
     chance says. Only the starts below each boundary need to be counted.
     """
-    ends = np.cumsum(_chances(weights, top_k))
+    ends = np.cumsum(_chances(popularity, top_k))
     ends[-1] = top_k
     whole = np.floor(ends).astype(np.int64)
     rows = []
@@ -154,11 +154,11 @@ def _draw(
     return np.stack(rows)
 
 
-def _chances(weights: FloatArray, top_k: int) -> FloatArray:
-    """[E] chance that a token chooses an expert: proportional to its weight, but never over one."""
-    certain = np.zeros(len(weights), dtype=bool)
+def _chances(popularity: FloatArray, top_k: int) -> FloatArray:
+    """[E] chance that a token chooses an expert: proportional to its popularity, at most one."""
+    certain = np.zeros(len(popularity), dtype=bool)
     while True:
-        rest = np.where(certain, 0.0, weights)
+        rest = np.where(certain, 0.0, popularity)
         chances = np.where(certain, 1.0, rest * (top_k - certain.sum()) / (rest.sum() or 1.0))
         if not (chances > 1.0).any():
             return chances

@@ -2,7 +2,7 @@
 
 Experts are renumbered rank by rank, so that the home experts of a rank are neighbours; `first`
 says where each rank begins. Every attempt writes its copies (expert, host, quota) into the rows
-of its `copies` and answers (peak, number of copies).
+of its `placed` and answers (peak, number of copies).
 """
 
 import numpy as np
@@ -31,7 +31,7 @@ def starting_loads(loads, first):
 
 
 @njit(cache=True)
-def alias(loads, first, slots, threshold, min_tokens, max_replicas, copies):
+def alias(loads, first, slots, threshold, min_tokens, max_replicas, placed):
     """The emptiest rank takes from the fullest, exactly what it lacks."""
     rank_loads, at_home = starting_loads(loads, first), loads.copy()
     ranks = len(rank_loads)
@@ -66,7 +66,7 @@ def alias(loads, first, slots, threshold, min_tokens, max_replicas, copies):
         quota = min(need, at_home[expert])
         if quota < min_tokens:
             break
-        copies[made, 0], copies[made, 1], copies[made, 2] = expert, host, quota
+        placed[made, 0], placed[made, 1], placed[made, 2] = expert, host, quota
         made += 1
         at_home[expert] -= quota
         rank_loads[donor] -= quota
@@ -77,7 +77,7 @@ def alias(loads, first, slots, threshold, min_tokens, max_replicas, copies):
 
 
 @njit(cache=True)
-def window(loads, first, slots, threshold, min_tokens, max_replicas, copies):
+def window(loads, first, slots, threshold, min_tokens, max_replicas, placed):
     """Every donor gives its surplus to as few hosts as possible, and to the tightest such."""
     rank_loads, at_home = starting_loads(loads, first), loads.copy()
     ranks = len(rank_loads)
@@ -105,7 +105,7 @@ def window(loads, first, slots, threshold, min_tokens, max_replicas, copies):
             quota = min(threshold - rank_loads[host], max(surplus, min_tokens))
             if made >= max_replicas or at_home[expert] < quota:
                 return rank_loads.max(), made
-            copies[made, 0], copies[made, 1], copies[made, 2] = expert, host, quota
+            placed[made, 0], placed[made, 1], placed[made, 2] = expert, host, quota
             made += 1
             surplus -= quota
             at_home[expert] -= quota
@@ -157,28 +157,28 @@ def sort_rows(rows, count):
 
 
 @njit(cache=True)
-def probe(loads, first, slots, threshold, min_tokens, max_replicas, copies, spare):
+def probe(loads, first, slots, threshold, min_tokens, max_replicas, placed, spare):
     """The best attempt at this threshold: the lowest peak above it, then the fewest copies."""
-    peak, made = alias(loads, first, slots, threshold, min_tokens, max_replicas, copies)
+    peak, made = alias(loads, first, slots, threshold, min_tokens, max_replicas, placed)
     if threshold * (len(first) - 1) - loads.sum() >= len(first) - 1:
         other_peak, other_made = window(
             loads, first, slots, threshold, min_tokens, max_replicas, spare
         )
         floor, other_floor = max(peak, threshold), max(other_peak, threshold)
         if other_floor < floor or (other_floor == floor and other_made <= made):
-            copy_rows(copies, spare, other_made)
+            copy_rows(placed, spare, other_made)
             return other_peak, other_made
     return peak, made
 
 
 @njit(cache=True)
-def solve(loads, first, slots, threshold, min_tokens, max_replicas, copies):
+def solve(loads, first, slots, threshold, min_tokens, max_replicas, placed):
     """The best attempt at the threshold, or at the least one above it that can be met.
 
-    The number of copies; they stand in the first rows of `copies`.
+    The number of copies; they stand in the first rows of `placed`.
     """
-    trial, spare = np.empty_like(copies), np.empty_like(copies)
-    peak, made = probe(loads, first, slots, threshold, min_tokens, max_replicas, copies, spare)
+    trial, spare = np.empty_like(placed), np.empty_like(placed)
+    peak, made = probe(loads, first, slots, threshold, min_tokens, max_replicas, placed, spare)
     if peak <= threshold:
         return made
     failed = max(threshold, bound_of_domain(loads, first, slots, max_replicas) - 1)
@@ -191,7 +191,7 @@ def solve(loads, first, slots, threshold, min_tokens, max_replicas, copies):
             failed = middle
         if trial_peak < peak:
             peak, made = trial_peak, trial_made
-            copy_rows(copies, trial, made)
+            copy_rows(placed, trial, made)
         middle = (failed + peak) // 2
     return made
 
@@ -224,7 +224,7 @@ def place(
     threshold = shared_threshold(loads, first_of_rank, domain, tolerance_parts)
     limit = min(max_replicas, domain * slots)
     found = np.empty((ranks * slots, 3), np.int64)
-    copies = np.empty((limit, 3), np.int64)
+    placed = np.empty((limit, 3), np.int64)
     total = 0
     for begin in range(0, ranks, domain):
         first = first_of_rank[begin : begin + domain + 1]
@@ -235,12 +235,12 @@ def place(
             threshold,
             min_tokens,
             limit,
-            copies,
+            placed,
         )
         for copy in range(made):
-            found[total, 0] = experts_by_rank[first[0] + copies[copy, 0]]
-            found[total, 1] = begin + copies[copy, 1]
-            found[total, 2] = copies[copy, 2]
+            found[total, 0] = experts_by_rank[first[0] + placed[copy, 0]]
+            found[total, 1] = begin + placed[copy, 1]
+            found[total, 2] = placed[copy, 2]
             total += 1
     sort_rows(found, total)
     return found[:total]

@@ -8,18 +8,18 @@ from numba import njit
 
 
 @njit(cache=True)
-def split(loads_RE, home_of_expert, copies_C3, locality):
+def split(loads_RE, home_of_expert, placed_C3, locality):
     """[C, R] tokens of every source rank served by each copy (expert, host, quota)."""
-    ranks, num_copies = len(loads_RE), len(copies_C3)
+    ranks, num_copies = len(loads_RE), len(placed_C3)
     split_CR = np.zeros((num_copies, ranks), np.int64)
     sources = np.empty(ranks, np.int64)
     begin = 0
     while begin < num_copies:
-        expert = copies_C3[begin, 0]
+        expert = placed_C3[begin, 0]
         end = begin
         at_home = 0
-        while end < num_copies and copies_C3[end, 0] == expert:
-            at_home -= copies_C3[end, 2]
+        while end < num_copies and placed_C3[end, 0] == expert:
+            at_home -= placed_C3[end, 2]
             end += 1
         for source in range(ranks):
             sources[source] = loads_RE[source, expert]
@@ -30,17 +30,17 @@ def split(loads_RE, home_of_expert, copies_C3, locality):
             sources[home] -= kept
             at_home -= kept
             for copy in range(begin, end):
-                host = copies_C3[copy, 1]
-                kept = min(sources[host], copies_C3[copy, 2])
+                host = placed_C3[copy, 1]
+                kept = min(sources[host], placed_C3[copy, 2])
                 sources[host] -= kept
                 split_CR[copy, host] = kept
-        overlap(split_CR, sources, copies_C3, begin, end, at_home)
+        overlap(split_CR, sources, placed_C3, begin, end, at_home)
         begin = end
     return split_CR
 
 
 @njit(cache=True)
-def overlap(split_CR, sources, copies_C3, begin, end, at_home):
+def overlap(split_CR, sources, placed_C3, begin, end, at_home):
     """Lay what is left of the sources over what is left at home, then of each copy's quota."""
     source = 0
     while source < len(sources) and sources[source] <= at_home:
@@ -50,7 +50,7 @@ def overlap(split_CR, sources, copies_C3, begin, end, at_home):
         return
     left = sources[source] - at_home
     for copy in range(begin, end):
-        open_quota = copies_C3[copy, 2] - split_CR[copy, copies_C3[copy, 1]]
+        open_quota = placed_C3[copy, 2] - split_CR[copy, placed_C3[copy, 1]]
         while open_quota > 0:
             tokens = min(left, open_quota)
             split_CR[copy, source] += tokens

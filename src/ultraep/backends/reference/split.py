@@ -16,7 +16,7 @@ from ultraep.arrays import IntArray
 
 
 def split(
-    loads_RE: IntArray, home_of_expert: IntArray, copies_C3: IntArray, locality: bool
+    loads_RE: IntArray, home_of_expert: IntArray, placed_C3: IntArray, locality: bool
 ) -> IntArray:
     """[C, R] tokens of every source rank served by each copy (expert, host, quota).
 
@@ -26,12 +26,12 @@ def split(
     >>> split(np.array([[3], [3]]), np.array([0]), copies, locality=True)
     array([[0, 2]])
     """
-    split_CR = np.zeros((len(copies_C3), len(loads_RE)), dtype=np.int64)
-    for expert in sorted(set(copies_C3[:, 0].tolist())):
-        rows = np.flatnonzero(copies_C3[:, 0] == expert)
+    split_CR = np.zeros((len(placed_C3), len(loads_RE)), dtype=np.int64)
+    for expert in sorted(set(placed_C3[:, 0].tolist())):
+        rows = np.flatnonzero(placed_C3[:, 0] == expert)
         sources = loads_RE[:, expert].copy()
-        hosts = [int(home_of_expert[expert]), *copies_C3[rows, 1].tolist()]
-        quotas = [int(sources.sum() - copies_C3[rows, 2].sum()), *copies_C3[rows, 2].tolist()]
+        hosts = [int(home_of_expert[expert]), *placed_C3[rows, 1].tolist()]
+        quotas = [int(sources.sum() - placed_C3[rows, 2].sum()), *placed_C3[rows, 2].tolist()]
         table = np.zeros((len(hosts), len(sources)), dtype=np.int64)
         if locality:
             for copy, host in enumerate(hosts):

@@ -11,7 +11,7 @@ from ultraep.arrays import IntArray
 
 
 def tally(
-    expert_loads: IntArray, home_of_expert: IntArray, copies_C3: IntArray, ranks: int
+    expert_loads: IntArray, home_of_expert: IntArray, placed_C3: IntArray, ranks: int
 ) -> tuple[IntArray, IntArray]:
     """[R] tokens served by every rank, and [C] the spare slot of every copy (expert, host, quota).
 
@@ -24,8 +24,8 @@ def tally(
     for expert, tokens in enumerate(expert_loads):
         rank_loads[home_of_expert[expert]] += tokens
     used = np.zeros(ranks, dtype=np.int64)
-    slots = np.zeros(len(copies_C3), dtype=np.int64)
-    for copy, (expert, host, quota) in enumerate(copies_C3):
+    slots = np.zeros(len(placed_C3), dtype=np.int64)
+    for copy, (expert, host, quota) in enumerate(placed_C3):
         rank_loads[home_of_expert[expert]] -= quota
         rank_loads[host] += quota
         slots[copy] = used[host]
