@@ -21,11 +21,17 @@ def bin_of(id_B, there_B, experts):
     return tl.where(there_B & known_B, id_B, experts).to(tl.int32), unknown_B
 
 
+@triton.jit
+def offsets_of(offsets, tile, experts):
+    """[E + 1] of a tile: the bins of all experts, and one for rows without."""
+    return offsets + tile.to(tl.int64) * (experts + 1)
+
+
 @triton.jit(do_not_specialize=["rows", "experts"])
 def tile_counts(ids, counts, faults, rows, experts, B: tl.constexpr, E: tl.constexpr):
     """Program t: [E + 1] rows of every bin in tile t."""
     tile = tl.program_id(0)
-    counts += tile.to(tl.int64) * (experts + 1)
+    counts = offsets_of(counts, tile, experts)
     expert = tl.arange(0, E)
     tl.store(counts + expert, expert * 0, mask=expert <= experts)
     row = tile * B + tl.arange(0, B)
@@ -48,7 +54,7 @@ def tile_counts_of_map(
     at = routing_map + token[:, None].to(tl.int64) * stride + expert[None, :]
     mask = (token < rows)[:, None] & (expert < experts)[None, :]
     chosen_BE = (tl.load(at, mask=mask, other=0) != 0).to(tl.int32)
-    at = counts + tile.to(tl.int64) * (experts + 1) + expert
+    at = offsets_of(counts, tile, experts) + expert
     # Nothing is without an expert here: the last bin is empty.
     tl.store(at, tl.sum(chosen_BE, 0), mask=expert <= experts)
 
@@ -61,7 +67,7 @@ def tile_offsets(counts, totals, tiles, bins, T: tl.constexpr, E: tl.constexpr):
     total_E = tl.zeros((E,), tl.int32)
     for begin in range(0, tiles, T):
         tile = begin + tl.arange(0, T)
-        at = counts + tile[:, None].to(tl.int64) * bins + expert[None, :]
+        at = offsets_of(counts, tile[:, None], bins - 1) + expert[None, :]
         mask = (tile < tiles)[:, None] & known[None, :]
         count_TE = tl.load(at, mask=mask, other=0)
         tl.store(at, total_E[None, :] + tl.cumsum(count_TE, 0) - count_TE, mask=mask)

@@ -15,7 +15,7 @@ import triton.language as tl
 
 HOPS, CHUNKS, FILL, LONGEST = (tl.constexpr(number) for number in range(4))
 HEADER = tl.constexpr(4)
-SOURCE, RECEIVER, SLOT, DEPTH = (tl.constexpr(number) for number in range(4))
+SOURCE, RECEIVER, TO_SLOT, DEPTH = (tl.constexpr(number) for number in range(4))
 
 
 @triton.jit
