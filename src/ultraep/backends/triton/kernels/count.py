@@ -29,7 +29,13 @@ def offsets_of(offsets, tile, experts):
 
 @triton.jit(do_not_specialize=["rows", "experts"])
 def tile_counts(ids, counts, faults, rows, experts, B: tl.constexpr, E: tl.constexpr):
-    """Program t: [E + 1] rows of every bin in tile t."""
+    """Program t: [E + 1] rows of every bin in tile t.
+
+    >>> example(tile_counts, 2, ids=[0, 1, 0, 9, -1, 0], counts=room(2, 5), faults=[0],
+    ...         rows=6, experts=4, B=4, E=8)
+    counts = [[2, 1, 0, 0, 1], [1, 0, 0, 0, 1]]
+    faults = [1]
+    """
     tile = tl.program_id(0)
     counts = offsets_of(counts, tile, experts)
     expert = tl.arange(0, E)
@@ -47,7 +53,13 @@ def tile_counts(ids, counts, faults, rows, experts, B: tl.constexpr, E: tl.const
 def tile_counts_of_map(
     routing_map, counts, rows, experts, stride, B: tl.constexpr, E: tl.constexpr
 ):
-    """Program (t, e): the same for a map `[N, E]` of tokens and experts."""
+    """Program (t, e): the same for a map `[N, E]` of tokens and experts.
+
+    >>> routing_map = [[1, 0, 0, 1], [1, 0, 0, 0], [0, 0, 1, 0]]
+    >>> example(tile_counts_of_map, (2, 1), routing_map=routing_map, counts=room(2, 5),
+    ...         rows=3, experts=4, stride=4, B=2, E=8)
+    counts = [[2, 0, 0, 1, 0], [0, 0, 1, 0, 0]]
+    """
     tile = tl.program_id(0)
     token = tile * B + tl.arange(0, B)
     expert = tl.program_id(1) * E + tl.arange(0, E)
@@ -61,7 +73,13 @@ def tile_counts_of_map(
 
 @triton.jit(do_not_specialize=["tiles", "bins"])
 def tile_offsets(counts, totals, tiles, bins, T: tl.constexpr, E: tl.constexpr):
-    """Counts of tiles become counts of all earlier tiles, in place; and [E + 1] the totals."""
+    """Counts of tiles become counts of all earlier tiles, in place; and [E + 1] the totals.
+
+    >>> example(tile_offsets, 1, counts=[[2, 1, 0, 0, 1], [1, 0, 0, 0, 1]], totals=room(5),
+    ...         tiles=2, bins=5, T=2, E=8)
+    counts = [[0, 0, 0, 0, 0], [2, 1, 0, 0, 1]]
+    totals = [3, 1, 0, 0, 2]
+    """
     expert = tl.program_id(0) * E + tl.arange(0, E)
     known = expert < bins
     total_E = tl.zeros((E,), tl.int32)

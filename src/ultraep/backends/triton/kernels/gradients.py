@@ -56,6 +56,15 @@ def pull(
     gradients: [H, width] of the home experts, `stride` apart.   rows: addresses of every rank's
     `[slots, width]` gradients, of the same type.   ZERO: leave the copies' gradients at nothing.
     ALIGNED: rows begin at multiples of 16 bytes.
+
+    Home expert 0 has one copy, in slot 0 of rank 1:
+
+    >>> schedule = [1, 1, 1, 1, 0, 1, 0, 0, 0, 0, 0, 0, -1, 1, 0, -2, 0, 0, 1, 0, 0]
+    >>> example(pull, 1, gradients=[[1.0, 2.0], [3.0, 4.0]], rows=at([[0.5, 0.5]], [[10.0, 20.0]]),
+    ...         schedule=schedule, slots=1, copies=2, homes=2, width=2, stride=2,
+    ...         ACCUMULATOR=tl.float32, ZERO=True, AHEAD=1, ALIGNED=False, W=2, PROGRAMS=1)
+    gradients = [[11.0, 22.0], [3.0, 4.0]]
+    rows = [[[0.5, 0.5]], [[0.0, 0.0]]]
     """
     worker = tl.program_id(0)
     places, spans = places_of(schedule, copies, slots), homes_of(schedule, copies, slots)

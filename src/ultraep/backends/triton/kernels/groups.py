@@ -15,7 +15,6 @@ import triton
 import triton.language as tl
 
 from ultraep.backends.triton.kernels.attempts import choose_donor, free_all, unpack
-from ultraep.backends.triton.kernels.place import threshold_of
 from ultraep.backends.triton.kernels.state import (
     COPIES,
     MOST,
@@ -31,6 +30,7 @@ from ultraep.backends.triton.kernels.state import (
     quotas_of,
     work_of,
 )
+from ultraep.backends.triton.kernels.thresholds import threshold_of
 
 GROUP = tl.constexpr(32)
 
@@ -66,7 +66,19 @@ def first_by_groups(
     HELD: tl.constexpr,
     ONE_SLOT: tl.constexpr,
 ):
-    """Program d: the attempt of the first member at domain d, into buffer 0. See `first_try`."""
+    """Program d: the attempt of the first member at domain d, into buffer 0. See `first_try`.
+
+    Without a tolerance, 5 tokens are allowed, and rank 1 takes the 3 that it lacks:
+
+    >>> none = 30 * [-1]
+    >>> example(first_by_groups, 1, home=[[[6, 1, *none], [1, 1, *none]]], work=scratch(1, 128),
+    ...         attempts=room(1, 2, 2), attempt_loads=room(1, 2), facts=room(1, 6),
+    ...         domains=1, ranks=2, slots=1, parts=0, min_tokens=1, limit=2,
+    ...         H=2, G=32, HELD=2, ONE_SLOT=True)
+    attempts = [[[-1, 0], [_, 3]]]
+    attempt_loads = [[4, 5]]
+    facts = [[5, 0, 5, _, 1, _]]
+    """
     domain = tl.program_id(0)
     most = tl.zeros((), tl.int64)
     for other in range(domains):

@@ -30,6 +30,7 @@ from ultraep.backends.triton.kernels.state import (
     quotas_of,
     scratch_of,
 )
+from ultraep.backends.triton.kernels.thresholds import mean_of, rank_loads_of, shared_threshold
 
 
 @triton.jit(do_not_specialize=["ranks", "experts", "stride"])
@@ -48,6 +49,12 @@ def sum_loads(
     """[E] tokens of every expert, and [D, H, G] the same by homes; -1 where there is no expert.
 
     Counts loads that are negative, too many, or add up to too many.
+
+    >>> example(sum_loads, 1, loads=[[2, 1, 0, 1], [4, 0, 1, 0]], place_of_expert=[0, 2, 1, 3],
+    ...         expert_loads=room(4), home=room(1, 2, 2), faults=[0],
+    ...         ranks=2, experts=4, stride=4, BR=2, BE=4)
+    expert_loads = [6, 1, 1, 1]
+    home = [[[6, 1], [1, 1]]]
     """
     expert = tl.program_id(0) * BE + tl.arange(0, BE)
     known = expert < experts
@@ -66,42 +73,6 @@ def sum_loads(
     total_E = tl.minimum(tl.maximum(total_E, 0), MOST).to(tl.int32)
     tl.store(expert_loads + expert, total_E, mask=known)
     tl.store(home + place_E, total_E, mask=known)
-
-
-@triton.jit
-def rank_loads_of(home_HG):
-    """[G] tokens of every rank, with all of them at home."""
-    return tl.sum(tl.maximum(home_HG, 0), 0)
-
-
-@triton.jit
-def mean_of(load_G, ranks):
-    """The mean load of a rank, rounded up."""
-    return ((tl.sum(load_G.to(tl.int64), 0) + ranks - 1) // ranks).to(tl.int32)
-
-
-@triton.jit
-def shared_threshold(
-    home, domains, ranks, parts, H: tl.constexpr, G: tl.constexpr, STEP: tl.constexpr
-):
-    """What no rank shall exceed: the heaviest domain's mean, rounded up, and the tolerance."""
-    most = tl.zeros((), tl.int64)
-    place = tl.arange(0, H * G)[None, :]
-    for begin in range(0, domains, STEP):
-        domain = begin + tl.arange(0, STEP)[:, None]
-        tokens = tl.load(home + domain * (H * G) + place, mask=domain < domains, other=0)
-        total = tl.sum(tl.maximum(tokens, 0).to(tl.int64), 1)
-        most = tl.maximum(most, tl.max(total, 0))
-    return threshold_of(most, ranks, parts)
-
-
-@triton.jit
-def threshold_of(total, ranks, parts):
-    """The mean load of a rank, rounded up, and as many millionths of it more."""
-    mean = (total + ranks - 1) // ranks
-    allowed = total * (1000000 + parts) // (ranks.to(tl.int64) * 1000000)
-    # More than all tokens is never exceeded either, and needs more than 32 bits.
-    return tl.minimum(tl.maximum(mean, allowed), MOST).to(tl.int32)
 
 
 # The layout of a tile follows its first load. Where that may be wide, the experts of a rank end up
@@ -131,6 +102,16 @@ def first_try(
     """Program (d, b): the attempt of member b at domain d, into buffer b.
 
     With `BY_GROUPS`, the first member has made its attempt already.
+
+    A tolerance of 40 % allows 6 tokens. One member fills rank 1 up, the other takes what is above:
+
+    >>> example(first_try, (1, 2), home=[[[6, 1], [1, 1]]], attempts=room(1, 2, 2, 2),
+    ...         attempt_loads=room(1, 2, 2), facts=room(1, 6), domains=1, ranks=2, slots=1,
+    ...         parts=400000, min_tokens=1, limit=2,
+    ...         H=2, G=2, HELD=2, ONE_SLOT=True, BY_GROUPS=False, STEP=1)
+    attempts = [[[[-1, 0], [_, 4]], [[-1, 0], [_, 1]]]]
+    attempt_loads = [[[3, 6], [6, 3]]]
+    facts = [[6, 1, 6, 6, 1, 1]]
     """
     domain = tl.program_id(0)
     member = tl.program_id(1) + BY_GROUPS
@@ -192,7 +173,20 @@ def search(
     ONE_SLOT: tl.constexpr,
     STEP: tl.constexpr,
 ):
-    """Program d: the best attempt at domain d. With `FIRST`, it makes the first one itself."""
+    """Program d: the best attempt at domain d. With `FIRST`, it makes the first one itself.
+
+    Rank 1 hosts expert 0 for 3 tokens, as in the plan of `split`:
+
+    >>> example(search, 1, home=[[[6, 1], [1, 1]]], expert_of_place=[0, 2, 1, 3],
+    ...         first_slot_of_rank=[0, 3, 6], attempts=scratch(1, 3, 2, 2),
+    ...         attempt_loads=scratch(1, 3, 2), facts=scratch(1, 6), scratch=scratch(1, 12),
+    ...         found=room(2, 2), planned_loads=room(2), expert_of_slot=[0, 1, 0, 2, 3, 0],
+    ...         ranks=2, slots=1, min_tokens=1, limit=2,
+    ...         FIRST=True, H=2, G=2, HELD=2, ONE_SLOT=True, STEP=4)
+    found = [[2147483647, 0], [0, 3]]
+    planned_loads = [4, 5]
+    expert_of_slot = [0, 1, -1, 2, 3, -1]
+    """
     domain = tl.program_id(0)
     attempts = attempt_of(attempts, domain, 0, ranks * slots)
     attempt_loads = loads_of(attempt_loads, domain, 0, ranks)
@@ -331,7 +325,12 @@ def lower_bounds(
     G: tl.constexpr,
     STEP: tl.constexpr,
 ):
-    """Program d: the bound of domain d."""
+    """Program d: the bound of domain d.
+
+    >>> example(lower_bounds, 1, home=[[[6, 1], [1, 1]]], scratch=scratch(1, 12),
+    ...         bounds=room(1), ranks=2, slots=1, limit=2, H=2, G=2, STEP=4)
+    bounds = [5]
+    """
     domain = tl.program_id(0)
     load_G = rank_loads_of(load_domain(home, domain, H, G))
     scratch = scratch_of(scratch, domain, H, G)

@@ -31,9 +31,7 @@ from ultraep.backends.triton.kernels.schedule import (
     store_place,
     store_span,
 )
-from ultraep.backends.triton.kernels.schedule import (
-    HEADER as HEADER,
-)
+from ultraep.backends.triton.kernels.schedule import HEADER as HEADER  # for `Streamer.size`
 from ultraep.backends.triton.kernels.signals import board_of, next_fill
 
 DIRECT, CHAIN, AUTO = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
@@ -221,7 +219,19 @@ def make_schedule(
     B: tl.constexpr,
     H: tl.constexpr,
 ):
-    """One program: the schedule of this rank, with a number of its own."""
+    """One program: the schedule of this rank, with a number of its own.
+
+    Rank 0 sends its first expert into slot 0 of rank 1, and nobody fills its own slot:
+
+    >>> boards = at([0, 0, 0, 0, 0, 0, 0, 0], [0, 0, 0, 0, 0, 0, 0, 0])
+    >>> example(make_schedule, 1, boards=boards, replicas=[[0, 1, 0], [-1, -1, -1]],
+    ...         home_of_expert=[0, 0, 1, 1], home_slot_of_expert=[0, 1, 3, 4],
+    ...         first_slot_of_rank=[0, 3, 6], chunks_of_length=[1, 1, 2], schedule=room(21),
+    ...         scratch=scratch(4, 2), rank=0, ranks=2, slots=1, homes=2, copies=2, channel=4,
+    ...         MODE=AUTO, C=2, B=2, H=2)
+    boards = [[0, 0, 0, 0, 0, 0, 0, 1], [0, 0, 0, 0, 0, 0, 0, 0]]
+    schedule = [1, 1, 1, 1, 0, 1, 0, 0, _, _, _, _, -1, 1, 0, -2, 0, 0, 1, 0, 0]
+    """
     longest = stand_in_row(replicas, home_of_expert, scratch, copies, ranks, slots, C, B)
     chained = choose(
         replicas, home_of_expert, scratch, chunks_of_length, longest, copies, MODE, C, B

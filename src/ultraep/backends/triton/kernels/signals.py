@@ -115,7 +115,11 @@ def row_of(table, epoch, sender, ranks, numbers):
 
 @triton.jit(do_not_specialize=["polls"])
 def idle(word, polls):
-    """Look at a word as often as that, as one that waits does."""
+    """Look at a word as often as that, as one that waits does.
+
+    >>> example(idle, 1, word=[0], polls=3)
+    nothing
+    """
     seen, count = 0, 0
     while (seen == 0) & (count < polls):
         seen = read(word)
@@ -156,6 +160,17 @@ def share(
     tables: memory of all ranks, `[2, R, numbers + 1]`: a fast rank writes its next row into the
     other half, while a slow one still reads.   flags: word of the first of R flags.
     kind: behind the numbers; ranks that meet with different ones are a fault of stage `unlike`.
+
+    Rank 1 has been here for epoch 1: its flag is on the board of rank 0, its row in the table.
+
+    >>> boards = at([0, 0, 0, 0, 0, 0, 0, 0, 0, 1], [0, 0, 0, 0, 0, 0, 0, 0, 0, 0])
+    >>> tables = at([[0, 0, 0], [0, 0, 0], [0, 0, 0], [7, 8, 0]], 4 * [[0, 0, 0]])
+    >>> example(share, 2, boards=boards, tables=tables, row=[5, 6], gathered=room(2, 2), rank=0,
+    ...         ranks=2, channel=4, flags=8, numbers=2, kind=0, stage=0, unlike=4, patience=9, B=2)
+    boards = [[0, 0, 0, 0, 1, 0, 0, 0, 1, 1], [0, 0, 0, 0, 0, 0, 0, 0, 1, 0]]
+    tables = [[[0, 0, 0], [0, 0, 0], [5, 6, 0], [7, 8, 0]],
+              [[0, 0, 0], [0, 0, 0], [5, 6, 0], [0, 0, 0]]]
+    gathered = [[5, 6], [7, 8]]
     """
     peer = tl.program_id(0)
     mine, theirs = board_of(boards, rank), board_of(boards, peer)

@@ -153,6 +153,18 @@ def stream(
 
     rows: addresses of the slots of every rank.   homes: [ranks of this launch, P] addresses.
     released, arrived: words of the first of `ranks * slots` and `slots * max_chunks` flags.
+
+    Rank 0 has the schedule that `make_schedule` shows, and slot 0 of rank 1 is released to it.
+
+    >>> boards = at([0, 0, 0, 0, 0, 0, 0, 1, 0, 1, 0], [0, 0, 0, 0, 0, 0, 0, 1, 0, 0, 0])
+    >>> schedule = [1, 1, 1, 1, 0, 1, 0, 0, 0, 0, 0, 0, -1, 1, 0, -2, 0, 0, 1, 0, 0]
+    >>> example(stream, 1, boards=boards, rows=at(room(1, 4), room(1, 4)),
+    ...         homes=at([[1, 2, 3, 4], [5, 6, 7, 8]]), parts=[[0, 16, 1]], schedules=[schedule],
+    ...         first_rank=0, ranks=2, slots=1, copies=2, row_bytes=16, num_parts=1, stride=21,
+    ...         channel=4, released=8, arrived=10, max_chunks=1, stage=2, patience=9,
+    ...         W=4, PROGRAMS=1)
+    boards = [[0, 0, 0, 0, 1, 0, 1, 1, 0, 1, 0], [0, 0, 0, 0, 0, 0, 0, 1, 0, 0, 1]]
+    rows = [[[_, _, _, _]], [[1, 2, 3, 4]]]
     """
     worker = tl.program_id(0) % PROGRAMS
     index = tl.program_id(0) // PROGRAMS
