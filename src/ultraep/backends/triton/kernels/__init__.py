@@ -1,4 +1,4 @@
-"""What runs on the GPU. `planner.py`, `counter.py`, `rerouter.py` and others own buffers and launch.
+"""What runs on the GPU. `planner.py`, `counter.py`, `rerouter.py` and others own the buffers.
 
 Layouts that several kernels share have names: `plan.py`, `state.py`, `schedule.py`, `rows.py`, and
 for the words on a board `signals.py`.
