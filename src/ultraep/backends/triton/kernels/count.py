@@ -53,7 +53,7 @@ def tile_counts(ids, counts, faults, rows, experts, B: tl.constexpr, E: tl.const
 def tile_counts_of_map(
     routing_map, counts, rows, experts, stride, B: tl.constexpr, E: tl.constexpr
 ):
-    """Program (t, e): the same for a map `[N, E]` of tokens and experts.
+    """Program (t, e): [E + 1] tokens of every expert in tile t of a map `[N, E]`, for some of them.
 
     >>> routing_map = [[1, 0, 0, 1], [1, 0, 0, 0], [0, 0, 1, 0]]
     >>> example(tile_counts_of_map, (2, 1), routing_map=routing_map, counts=room(2, 5),

@@ -2,7 +2,7 @@
 
     make_tables     where slots begin in the order of sending, and ranks among the arrivals
     expose_routes   order and scalars of the routed rows, to where the others can read them
-    expose_values   the same for tokens, or for gradients of outputs
+    expose_values   tokens, or gradients of outputs, likewise
     origins         whose row, and which, every arrived row is; the scalar of each
     gather_rows     the values of the arrived rows
     landings        on which rank and in which of its rows every routed row was served

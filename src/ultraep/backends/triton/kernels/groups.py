@@ -131,14 +131,14 @@ def set_out(home, work, loads, ranks, slots, H: tl.constexpr, G: tl.constexpr):
 
 @triton.jit
 def emptiest(load_R, free_R, rank, threshold, G: tl.constexpr, KEY: tl.constexpr):
-    """Of a group: the room of its emptiest rank, and which one that is, in one number."""
+    """Room of the emptiest rank of a group, and which one that is, in one number."""
     room_R = tl.where(free_R > 0, threshold - load_R, -1)
     return tl.max(room_R.to(KEY) * G + (G - 1 - rank), 0)
 
 
 @triton.jit
 def fullest(load_R, heat_R, rank, need, threshold, G: tl.constexpr, KEY: tl.constexpr):
-    """Of a group: the load of its fullest rank that can give, likewise; and the heat that waits."""
+    """Load of the fullest rank of a group that can give, likewise; and the heat that waits."""
     over_R = load_R > threshold
     donor_R = tl.where(over_R & (heat_R >= need), load_R, -1)
     wait = tl.max(tl.where(over_R & (heat_R < need), heat_R, -1), 0)

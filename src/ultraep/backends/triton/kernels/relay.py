@@ -139,7 +139,7 @@ def senders_of_copies(
     expert_C, home_C, home_slot_of_expert, first_slot_of_rank, scratch, chained,
     rank, ranks, slots, copies, C: tl.constexpr
 ):  # fmt: skip
-    """Of every copy: its source there, who sends it, its depth; its index if home is this rank."""
+    """[C] source of every copy at its sender, that sender, depth, and index among own homes."""
     all_C, there_C = tl.arange(0, C), expert_C >= 0
     place_C = tl.load(noted(scratch, PLACE, all_C, copies), mask=there_C, other=0)
     before_C = tl.load(noted(scratch, BEFORE, all_C, copies), mask=there_C, other=0)

@@ -2,7 +2,7 @@
 
     lines     for one source rank: where every slot begins, on its expert's line and in the order
     assign    every row finds its number within its expert, its place on the line, its slot
-    assign_to_map    the same for maps of tokens and experts: maps of tokens and slots
+    assign_to_map    maps of tokens and experts become maps of tokens and slots
     receive   rows that every rank sends to each slot of one
 
 Shapes: N rows, E experts, C copies, S slots of all ranks, R ranks, B rows of a tile.
