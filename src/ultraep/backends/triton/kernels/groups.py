@@ -74,7 +74,7 @@ def first_by_groups(
     >>> example(first_by_groups, 1, home=[[[6, 1, *none], [1, 1, *none]]], work=scratch(1, 128),
     ...         attempts=room(1, 2, 2), attempt_loads=room(1, 2), facts=room(1, 6),
     ...         domains=1, ranks=2, slots=1, parts=0, min_tokens=1, limit=2,
-    ...         H=2, G=32, HELD=2, ONE_SLOT=True)
+    ...         H=2, G=32, HELD=2, ONE_SLOT=True, num_warps=1)
     attempts = [[[-1, 0], [_, 3]]]
     attempt_loads = [[4, 5]]
     facts = [[5, 0, 5, _, 1, _]]
