@@ -31,7 +31,7 @@ class Counter:
         self.unknown = numbers(1)
 
     def count(self, ids: torch.Tensor) -> None:
-        """Of any shape and integer type; -1 is padding."""
+        """Count ids of any shape and integer type; -1 is padding."""
         tiles = triton.cdiv(ids.numel(), ROWS)
         if tiles:
             count.tile_counts[(tiles,)](
@@ -47,7 +47,7 @@ class Counter:
         self._add_up(tiles)
 
     def count_map(self, routing_map: torch.Tensor) -> None:
-        """Of a map `[N, E]`: whether a token goes to an expert."""
+        """Count the tokens of every expert in a map `[N, E]`."""
         tokens, columns = len(routing_map), 64
         tiles = triton.cdiv(tokens, TOKENS)
         if tiles:

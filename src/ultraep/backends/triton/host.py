@@ -16,7 +16,7 @@ import torch
 from ultraep.arrays import IntArray
 from ultraep.backends.triton.counter import Counter
 from ultraep.backends.triton.device import default_device, launching
-from ultraep.backends.triton.kernels.attempts import MOST
+from ultraep.backends.triton.kernels.state import MOST
 from ultraep.backends.triton.planner import Planner
 from ultraep.backends.triton.rerouter import Planned, Rerouter
 

@@ -12,7 +12,7 @@ import torch
 import triton
 
 from ultraep.arrays import IntArray
-from ultraep.backends.triton.kernels import groups, place, split
+from ultraep.backends.triton.kernels import groups, place, split, state
 from ultraep.errors import ConfigError
 
 INT = torch.int32
@@ -108,12 +108,12 @@ class Planner:
 
         copies = max(1, self.ranks * self.slots)  # without slots, one row that is never used
         self.expert_loads = numbers(self.experts)
-        self.attempts = numbers(self.domains, place.BUFFERS.value, 2, max(1, self.held))
-        self.attempt_loads = numbers(self.domains, place.BUFFERS.value, self.domain)
-        self.facts = numbers(self.domains, place.FACTS.value)
+        self.attempts = numbers(self.domains, state.BUFFERS.value, 2, max(1, self.held))
+        self.attempt_loads = numbers(self.domains, state.BUFFERS.value, self.domain)
+        self.facts = numbers(self.domains, state.FACTS.value)
         if self.by_groups:
-            self.work = numbers(self.domains, (self.H + 2) * self.G)
-        self.scratch = numbers(self.domains, 2 * (self.H + 1) * self.G)
+            self.work = numbers(self.domains, state.work_size(self.H, self.G))
+        self.scratch = numbers(self.domains, state.scratch_size(self.H, self.G))
         self.found = torch.full((2, copies), 2**31 - 1, dtype=INT, device=device)
         self.faults = numbers(1)  # loads that are negative, or too many
         # All results stand in one piece of memory, and travel to the host in one copy.

@@ -4,15 +4,15 @@ The ranks of the domain stand in columns, their home experts in rows: `home_HG` 
 at home (-1 where a rank has no such expert) and `load_G` the tokens of every rank. A reduction over
 experts then stays inside a thread, and one over ranks is one instruction of a warp.
 
-Every copy is noted at its host: `hosted` is [2, ranks * slots], first the place of its expert among
-the homes (row * G + column; -1: the slot stays free), then its quota. The answer is the loads in
+Every copy is noted at its host: `hosted` is one attempt, see `state.py`. The answer is the loads in
 the end and the number of copies.
 """
 
 import triton
 import triton.language as tl
 
-MOST = tl.constexpr(2**31 - 1)
+from ultraep.backends.triton.kernels.state import MOST, quotas_of
+
 MOST_LONG = tl.constexpr(2**63 - 1)
 
 
@@ -64,7 +64,7 @@ def alias(
             used = slots - tl.max(tl.where(rank == host, free_G, 0), 0)
             slot = host * slots + used
         tl.store(hosted + slot + rank * 0, hot_G * G + rank, mask=rank == donor)
-        tl.store(hosted + ranks * slots + slot, quota, mask=going)
+        tl.store(quotas_of(hosted, ranks * slots) + slot, quota, mask=going)
         hit_HG = (row == hot_G[None, :]) & (rank == donor)[None, :]
         home_HG -= tl.where(hit_HG, quota, 0)
         load_G += tl.where(rank == host, quota, 0) - tl.where(rank == donor, quota, 0)
@@ -178,7 +178,7 @@ def window(
         quota_G = tl.where(host_G, tl.where(key_G == final, rest, room_G), 0)
         slot_G = rank * slots + slots - free_G
         tl.store(hosted + slot_G, hot * G + donor + rank * 0, mask=host_G)
-        tl.store(hosted + ranks * slots + slot_G, quota_G, mask=host_G)
+        tl.store(quotas_of(hosted, ranks * slots) + slot_G, quota_G, mask=host_G)
         given = tl.sum(quota_G, 0)
         home_HG -= tl.where((row == hot) & (rank == donor)[None, :], given, 0)
         load_G += quota_G - tl.where(rank == donor, given, 0)

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from ultraep.backends.triton.kernels.attempts import MOST
+from ultraep.backends.triton.kernels.state import MOST
 
 
 @triton.jit

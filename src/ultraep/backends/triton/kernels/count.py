@@ -21,11 +21,23 @@ def bin_of(id_B, there_B, experts):
     return tl.where(there_B & known_B, id_B, experts).to(tl.int32), unknown_B
 
 
+@triton.jit
+def offsets_of(offsets, tile, experts):
+    """[E + 1] of a tile: the bins of all experts, and one for rows without."""
+    return offsets + tile.to(tl.int64) * (experts + 1)
+
+
 @triton.jit(do_not_specialize=["rows", "experts"])
 def tile_counts(ids, counts, faults, rows, experts, B: tl.constexpr, E: tl.constexpr):
-    """Program t: [E + 1] rows of every bin in tile t."""
+    """Program t: [E + 1] rows of every bin in tile t.
+
+    >>> example(tile_counts, 2, ids=[0, 1, 0, 9, -1, 0], counts=room(2, 5), faults=[0],
+    ...         rows=6, experts=4, B=4, E=8)
+    counts = [[2, 1, 0, 0, 1], [1, 0, 0, 0, 1]]
+    faults = [1]
+    """
     tile = tl.program_id(0)
-    counts += tile.to(tl.int64) * (experts + 1)
+    counts = offsets_of(counts, tile, experts)
     expert = tl.arange(0, E)
     tl.store(counts + expert, expert * 0, mask=expert <= experts)
     row = tile * B + tl.arange(0, B)
@@ -41,27 +53,39 @@ def tile_counts(ids, counts, faults, rows, experts, B: tl.constexpr, E: tl.const
 def tile_counts_of_map(
     routing_map, counts, rows, experts, stride, B: tl.constexpr, E: tl.constexpr
 ):
-    """Program (t, e): the same for a map `[N, E]` of tokens and experts."""
+    """Program (t, e): [E + 1] tokens of every expert in tile t of a map `[N, E]`, for some of them.
+
+    >>> routing_map = [[1, 0, 0, 1], [1, 0, 0, 0], [0, 0, 1, 0]]
+    >>> example(tile_counts_of_map, (2, 1), routing_map=routing_map, counts=room(2, 5),
+    ...         rows=3, experts=4, stride=4, B=2, E=8)
+    counts = [[2, 0, 0, 1, 0], [0, 0, 1, 0, 0]]
+    """
     tile = tl.program_id(0)
     token = tile * B + tl.arange(0, B)
     expert = tl.program_id(1) * E + tl.arange(0, E)
     at = routing_map + token[:, None].to(tl.int64) * stride + expert[None, :]
     mask = (token < rows)[:, None] & (expert < experts)[None, :]
     chosen_BE = (tl.load(at, mask=mask, other=0) != 0).to(tl.int32)
-    at = counts + tile.to(tl.int64) * (experts + 1) + expert
+    at = offsets_of(counts, tile, experts) + expert
     # Nothing is without an expert here: the last bin is empty.
     tl.store(at, tl.sum(chosen_BE, 0), mask=expert <= experts)
 
 
 @triton.jit(do_not_specialize=["tiles", "bins"])
 def tile_offsets(counts, totals, tiles, bins, T: tl.constexpr, E: tl.constexpr):
-    """Counts of tiles become counts of all earlier tiles, in place; and [E + 1] the totals."""
+    """Counts of tiles become counts of all earlier tiles, in place; and [E + 1] the totals.
+
+    >>> example(tile_offsets, 1, counts=[[2, 1, 0, 0, 1], [1, 0, 0, 0, 1]], totals=room(5),
+    ...         tiles=2, bins=5, T=2, E=8)
+    counts = [[0, 0, 0, 0, 0], [2, 1, 0, 0, 1]]
+    totals = [3, 1, 0, 0, 2]
+    """
     expert = tl.program_id(0) * E + tl.arange(0, E)
     known = expert < bins
     total_E = tl.zeros((E,), tl.int32)
     for begin in range(0, tiles, T):
         tile = begin + tl.arange(0, T)
-        at = counts + tile[:, None].to(tl.int64) * bins + expert[None, :]
+        at = offsets_of(counts, tile[:, None], bins - 1) + expert[None, :]
         mask = (tile < tiles)[:, None] & known[None, :]
         count_TE = tl.load(at, mask=mask, other=0)
         tl.store(at, total_E[None, :] + tl.cumsum(count_TE, 0) - count_TE, mask=mask)

@@ -2,7 +2,7 @@
 
     make_tables     where slots begin in the order of sending, and ranks among the arrivals
     expose_routes   order and scalars of the routed rows, to where the others can read them
-    expose_values   the same for tokens, or for gradients of outputs
+    expose_values   tokens, or gradients of outputs, likewise
     origins         whose row, and which, every arrived row is; the scalar of each
     gather_rows     the values of the arrived rows
     landings        on which rank and in which of its rows every routed row was served
@@ -22,14 +22,20 @@ ranks, A arrived rows.
 import triton
 import triton.language as tl
 
+from ultraep.backends.triton.kernels.plan import received_at
+from ultraep.backends.triton.kernels.rows import (
+    ORDER_AT,
+    block_at,
+    joined,
+    own_tiles,
+    part_of,
+    pull_scalars,
+    served_of,
+    tile_at,
+    values_of,
+)
+
 LARGEST = tl.constexpr(2**31 - 1)
-
-
-@triton.jit
-def part_of(addresses, rank, AT: tl.constexpr, TYPE: tl.constexpr):
-    """Where a part of the pieces of these ranks lies: `AT` bytes behind their beginning."""
-    begin = tl.load(addresses + rank) + AT
-    return tl.multiple_of(begin, 16).to(tl.pointer_type(TYPE))
 
 
 @triton.jit(do_not_specialize=["num_slots", "num_local", "ranks", "rows", "capacity", "stride"])
@@ -54,6 +60,13 @@ def make_tables(
     blocks: [R, stride] where the rows of every rank begin among the arrivals of each slot.
     offsets: [L + 1] where the arrivals of each slot begin; the last one: how many there are.
     faults: how often there were more than `capacity`, and the most there ever were.
+
+    >>> example(make_tables, 2, rows_of_slot=[1, 0, 0, 1, 0, 3], received=[[0, 1, 0], [1, 0, 3]],
+    ...         begins=room(6), blocks=room(2, 3), offsets=room(4), faults=[0, 0], num_slots=6,
+    ...         num_local=3, ranks=2, rows=5, capacity=8, stride=3, B=8)
+    begins = [0, 1, 1, 1, 2, 2]
+    blocks = [[0, 1, 2], [0, 2, 2]]
+    offsets = [0, 1, 2, 5]
     """
     end = tl.zeros([], tl.int64)
     if tl.program_id(0) == 0:
@@ -69,11 +82,11 @@ def make_tables(
             block = first + tl.arange(0, B)
             local, source = block // ranks, block % ranks
             there = local < num_local
-            rows_B = tl.load(received + source * num_local + local, mask=there, other=0)
+            rows_B = tl.load(received_at(received, source, local, num_local), mask=there, other=0)
             rows_B = tl.maximum(rows_B.to(tl.int64), 0)
             begin_B = end + tl.cumsum(rows_B, 0) - rows_B
             begin_B = tl.minimum(begin_B, capacity).to(tl.int32)
-            tl.store(blocks + source * stride + local, begin_B, mask=there)
+            tl.store(block_at(blocks, source, local, stride), begin_B, mask=there)
             tl.store(offsets + local, begin_B, mask=there & (source == 0))
             end += tl.sum(rows_B, 0)
         tl.store(offsets + num_local, tl.minimum(end, capacity).to(tl.int32))
@@ -85,6 +98,13 @@ def make_tables(
 
 @triton.jit(do_not_specialize=["rows"])
 def expose_routes(order, scalars, exposed_order, exposed_scalars, rows, B: tl.constexpr):
+    """[N] the order of the routed rows, and their scalars in single precision, to the tables.
+
+    >>> example(expose_routes, 1, order=[0, 1, 4, 3, 2], scalars=[0.5, 0.25, 0.125, 1.0, 2.0],
+    ...         exposed_order=room(6), exposed_scalars=room(6, dtype=torch.float32), rows=5, B=4)
+    exposed_order = [0, 1, 4, 3, 2, _]
+    exposed_scalars = [0.5, 0.25, 0.125, 1.0, 2.0, _]
+    """
     for first in range(tl.program_id(0) * B, rows, tl.num_programs(0) * B):
         row = first + tl.arange(0, B)
         there = row < rows
@@ -100,6 +120,10 @@ def expose_values(
     """Any bytes, 16 at a time, as words of a type that suits the alignment of the values.
 
     LANES: words of 16 bytes.   B: words that a program moves at once.
+
+    >>> example(expose_values, 1, values=bytes(range(1, 19)), exposed=bytes(20), num_bytes=18,
+    ...         WORD=tl.int32, LANES=4, B=8)
+    exposed = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 0, 0]
     """
     source, target = values.to(tl.pointer_type(WORD)), exposed.to(tl.pointer_type(WORD))
     tiles = tl.cdiv(num_bytes // 16, B // LANES)
@@ -135,61 +159,35 @@ def origins(
 
     origin_of_row: [A] rank * rows + row, of the routed rows of all ranks; -1: unknown.
     weight_of_row: [A] the scalar that stands there beside it.
+
+    >>> scalars = [0.5, 0.25, 0.125, 1.0, 2.0]
+    >>> first = parts([0, 3, 1, 2, -1], [0, 2, 3, 3, 3, 4], scalars)  # order, begins, scalars
+    >>> second = parts([0, 1, 4, 3, 2], [0, 1, 1, 1, 2, 2], scalars)
+    >>> example(origins, (3, 2, 1), addresses=at(first, second), received=[[0, 1, 0], [1, 0, 3]],
+    ...         blocks=[[0, 1, 2], [0, 2, 2]], first_slot_of_rank=[0, 3, 6],
+    ...         origin_of_row=room(8), weight_of_row=room(8, dtype=torch.float32), rank=1,
+    ...         num_local=3, capacity=8, rows=5, stride=3, BEGINS=32, SCALARS=64, B=4)
+    origin_of_row = [6, 2, 9, 8, 7, _, _, _]
+    weight_of_row = [0.25, 0.125, 2.0, 1.0, 0.125, _, _, _]
     """
     local, source, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    order = part_of(addresses, source, 0, tl.int32)
+    order = part_of(addresses, source, ORDER_AT, tl.int32)
     begins = part_of(addresses, source, BEGINS, tl.int32)
     scalars = part_of(addresses, source, SCALARS, tl.float32)
     begin = tl.load(begins + tl.load(first_slot_of_rank + rank) + local)
     begin = tl.minimum(tl.maximum(begin, 0), rows)
-    target = tl.load(blocks + source * stride + local)
-    number = tl.minimum(tl.load(received + source * num_local + local), capacity - target)
+    target = tl.load(block_at(blocks, source, local, stride))
+    number = tl.load(received_at(received, source, local, num_local))
+    number = tl.minimum(number, capacity - target)
     for first in range(part * B, number, tl.num_programs(2) * B):
         row = first + tl.arange(0, B)
         there = row < number
         sent = tl.load(order + begin + row, mask=there & (row < rows - begin), other=-1)
         known = (sent >= 0) & (sent < rows)
         weight = tl.load(scalars + sent, mask=known, other=0.0)
-        origin = tl.where(known, source.to(tl.int64) * rows + sent, -1)
+        origin = tl.where(known, joined(source, sent, rows), -1)
         tl.store(origin_of_row + target + row, origin, mask=there)
         tl.store(weight_of_row + target + row, weight, mask=there)
-
-
-@triton.jit
-def own_tiles(tiles):
-    """The tiles of this program: neighbours, so that it looks up most addresses only once."""
-    share = tl.cdiv(tiles, tl.num_programs(0))
-    begin = tl.program_id(0) * share
-    return begin, tl.minimum(begin + share, tiles)
-
-
-@triton.jit
-def values_of(
-    addresses,
-    origin_of_row,
-    first,
-    total,
-    ROWS: tl.constexpr,
-    CHOICES: tl.constexpr,
-    ROW_BYTES: tl.constexpr,
-    B: tl.constexpr,
-):
-    """[B] addresses of the values of the arrived rows from the first one on; 0: none."""
-    row = first + tl.arange(0, B)
-    origin = tl.load(origin_of_row + row, mask=row < total, other=-1)
-    known = origin >= 0
-    begin = tl.load(addresses + origin // ROWS, mask=known, other=0)
-    return tl.where(known, begin + origin % ROWS // CHOICES * ROW_BYTES, 0)
-
-
-@triton.jit
-def tile_at(row_addresses, column, WIDTH: tl.constexpr, TYPE: tl.constexpr):
-    """[B, C] some columns of the rows at these addresses; 0 where there is no row or column."""
-    # Only the hint makes loads of 16 bytes, and rows of other lengths do not begin at a multiple.
-    ALIGNED: tl.constexpr = 16 if WIDTH * TYPE.primitive_bitwidth % 128 == 0 else 1
-    begin = tl.multiple_of(row_addresses.to(tl.pointer_type(TYPE))[:, None], [1, ALIGNED])
-    there = (row_addresses != 0)[:, None] & (column < WIDTH)[None, :]
-    return tl.load(begin + column[None, :], mask=there, other=0)
 
 
 @triton.jit(do_not_specialize=["num_local"])
@@ -209,6 +207,13 @@ def gather_rows(
 
     The addresses for the next tile are looked up while the words of this one are on their way.
     gathered: [A, WORDS] words of any type; rows of unknown origin become 0.
+
+    >>> first = [[1, 10], [2, 20], [3, 30], [4, 40], [5, 50]]
+    >>> second = [[6, 60], [7, 70], [8, 80], [9, 90], [0, 0]]
+    >>> example(gather_rows, 1, addresses=at(first, second),
+    ...         origin_of_row=[6, 2, 9, 8, 7, 0, 0, 0], offsets=[0, 1, 2, 5], gathered=room(8, 2),
+    ...         num_local=3, ROWS=5, CHOICES=1, WORDS=2, B=4, C=2)
+    gathered = [[7, 70], [3, 30], [0, 0], [9, 90], [8, 80], [_, _], [_, _], [_, _]]
     """
     WORD: tl.constexpr = gathered.dtype.element_ty
     ROW_BYTES: tl.constexpr = WORDS * WORD.primitive_bitwidth // 8
@@ -247,6 +252,14 @@ def landings(
     """Program t: the routed rows of tile t.
 
     landing_of_row: [N] rank * capacity + row of that rank's arrivals; -1: not sent, or no room.
+
+    >>> first, second = [[0, 3, 4], [2, 4, 4]], [[0, 1, 2], [0, 2, 2]]  # the blocks of both ranks
+    >>> example(landings, 1, addresses=at(first, second), slots=[0, 3, 5, 5, 5],
+    ...         positions=[0, 1, 4, 3, 2], begins=[0, 1, 1, 1, 2, 2],
+    ...         rank_of_slot=[0, 0, 0, 1, 1, 1], first_slot_of_rank=[0, 3, 6],
+    ...         landing_of_row=room(5), rank=1, num_slots=6, num_rows=5, capacity=8, stride=3,
+    ...         BLOCKS=0, B=8)
+    landing_of_row = [2, 8, 12, 11, 10]
     """
     row = tl.program_id(0) * B + tl.arange(0, B)
     there = row < num_rows
@@ -255,48 +268,12 @@ def landings(
     target = tl.load(rank_of_slot + slot, mask=known, other=0)
     local = slot - tl.load(first_slot_of_rank + target, mask=known, other=0)
     blocks = part_of(addresses, target, BLOCKS, tl.int32)
-    begin = tl.load(blocks + rank * stride + local, mask=known, other=0)
+    begin = tl.load(block_at(blocks, rank, local, stride), mask=known, other=0)
     within = tl.load(positions + row, mask=known, other=0)
     within -= tl.load(begins + slot, mask=known, other=0)
     held = known & (begin >= 0) & (within >= 0) & (within < capacity - begin)
-    landing = target.to(tl.int64) * capacity + begin + within
+    landing = joined(target, begin + within, capacity)
     tl.store(landing_of_row + row, tl.where(held, landing, -1), mask=there)
-
-
-@triton.jit
-def served_of(
-    addresses,
-    landing_of_row,
-    first,
-    tokens,
-    CHOICES: tl.constexpr,
-    CAPACITY: tl.constexpr,
-    ROWS_AT: tl.constexpr,
-    ROW_BYTES: tl.constexpr,
-    B: tl.constexpr,
-):
-    """For every choice, the addresses `[B]` of what was served for these tokens; 0: nothing."""
-    token = first + tl.arange(0, B)
-    found = ()
-    for choice in tl.static_range(CHOICES):
-        row = token.to(tl.int64) * CHOICES + choice
-        landing = tl.load(landing_of_row + row, mask=token < tokens, other=-1)
-        begin = tl.load(addresses + landing // CAPACITY, mask=landing >= 0, other=0)
-        served = begin + ROWS_AT + landing % CAPACITY * ROW_BYTES
-        found = found + (tl.where(landing >= 0, served, 0),)  # noqa: RUF005
-    return found
-
-
-@triton.jit
-def pull_scalars(addresses, landing_of_row, scalars, num_rows, CAPACITY: tl.constexpr):
-    """[N] the scalars that stand beside the served rows; 0: not served."""
-    B: tl.constexpr = 512
-    for first in range(tl.program_id(0) * B, num_rows, tl.num_programs(0) * B):
-        row = first + tl.arange(0, B)
-        landing = tl.load(landing_of_row + row, mask=row < num_rows, other=-1)
-        there = part_of(addresses, tl.maximum(landing, 0) // CAPACITY, 0, tl.float32)
-        scalar = tl.load(there + landing % CAPACITY, mask=landing >= 0, other=0.0)
-        tl.store(scalars + row, scalar, mask=row < num_rows)
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -317,6 +294,14 @@ def sum_rows(
 
     What is served for all choices is on its way at once, as are the addresses for the next tile.
     summed: [T, WIDTH] rounded once.   scalars: [T, K], if wanted.
+
+    >>> first = parts([0.75, 0.125], [[1.0, 10.0], [2.0, 20.0]])  # scalars, rows
+    >>> second = parts([0.5, 0.25], [[3.0, 30.0], [4.0, 40.0]])
+    >>> example(sum_rows, 1, addresses=at(first, second), landing_of_row=[1, 2, 3, -1],
+    ...         summed=room(2, 2, dtype=torch.float32), scalars=room(2, 2, dtype=torch.float32),
+    ...         tokens=2, CHOICES=2, CAPACITY=2, ROWS_AT=16, WIDTH=2, B=2, C=2)
+    summed = [[5.0, 50.0], [4.0, 40.0]]
+    scalars = [[0.125, 0.5], [0.25, 0.0]]
     """
     TYPE: tl.constexpr = summed.dtype.element_ty
     SUM: tl.constexpr = tl.float64 if TYPE.primitive_bitwidth == 64 else tl.float32

@@ -6,38 +6,28 @@ Shapes: W numbers of a tile.
 import triton
 import triton.language as tl
 
-from ultraep.backends.triton.kernels.relay import HEADER
+from ultraep.backends.triton.kernels.schedule import homes_of, load_place, load_span, places_of
 
 
 @triton.jit
-def row_of(rows, where_copies, copy, width, gradients, ALIGNED: tl.constexpr):
+def row_of(rows, places, copy, width, gradients, ALIGNED: tl.constexpr):
     """Where the gradient of a copy begins."""
-    host = tl.load(where_copies + 2 * copy)
-    slot = tl.load(where_copies + 2 * copy + 1)
+    host, slot = load_place(places, copy)
     row = tl.load(rows + host).to(gradients.dtype) + slot.to(tl.int64) * width
     return tl.multiple_of(row, 16) if ALIGNED else row
 
 
 @triton.jit
 def add_rows(
-    total,
-    rows,
-    where_copies,
-    copy,
-    end,
-    width,
-    gradients,
-    here,
-    there,
-    AHEAD: tl.constexpr,
-    ALIGNED: tl.constexpr,
-):
+    total, rows, places, copy, end, width, gradients, here, there,
+    AHEAD: tl.constexpr, ALIGNED: tl.constexpr
+):  # fmt: skip
     """The total with the gradients of up to `AHEAD` copies, in their order."""
-    first = row_of(rows, where_copies, copy, width, gradients, ALIGNED)
+    first = row_of(rows, places, copy, width, gradients, ALIGNED)
     if AHEAD == 1:
         return total + tl.load(first + here, mask=there).to(total.dtype)
-    second = row_of(rows, where_copies, tl.minimum(copy + 1, end - 1), width, gradients, ALIGNED)
-    third = row_of(rows, where_copies, tl.minimum(copy + 2, end - 1), width, gradients, ALIGNED)
+    second = row_of(rows, places, tl.minimum(copy + 1, end - 1), width, gradients, ALIGNED)
+    third = row_of(rows, places, tl.minimum(copy + 2, end - 1), width, gradients, ALIGNED)
     tile_1 = tl.load(first + here, mask=there)
     tile_2 = tl.load(second + here, mask=there & (here * 0 + copy + 1 < end), other=-0.0)
     tile_3 = tl.load(third + here, mask=there & (here * 0 + copy + 2 < end), other=-0.0)
@@ -66,15 +56,22 @@ def pull(
     gradients: [H, width] of the home experts, `stride` apart.   rows: addresses of every rank's
     `[slots, width]` gradients, of the same type.   ZERO: leave the copies' gradients at nothing.
     ALIGNED: rows begin at multiples of 16 bytes.
+
+    Home expert 0 has one copy, in slot 0 of rank 1:
+
+    >>> schedule = [1, 1, 1, 1, 0, 1, 0, 0, 0, 0, 0, 0, -1, 1, 0, -2, 0, 0, 1, 0, 0]
+    >>> example(pull, 1, gradients=[[1.0, 2.0], [3.0, 4.0]], rows=at([[0.5, 0.5]], [[10.0, 20.0]]),
+    ...         schedule=schedule, slots=1, copies=2, homes=2, width=2, stride=2,
+    ...         ACCUMULATOR=tl.float32, ZERO=True, AHEAD=1, ALIGNED=False, W=2, PROGRAMS=1)
+    gradients = [[11.0, 22.0], [3.0, 4.0]]
+    rows = [[[0.5, 0.5]], [[0.0, 0.0]]]
     """
     worker = tl.program_id(0)
-    where_copies = schedule + HEADER + 4 * copies + slots
-    of_homes = where_copies + 2 * copies
+    places, spans = places_of(schedule, copies, slots), homes_of(schedule, copies, slots)
     at = tl.arange(0, W)
     target = gradients
     for home in range(homes):
-        first = tl.load(of_homes + 2 * home)
-        end = tl.load(of_homes + 2 * home + 1)
+        first, end = load_span(spans, home)
         if end > first:
             for begin in range(worker * W, width, PROGRAMS * W):
                 here = begin + at
@@ -83,21 +80,12 @@ def pull(
                 for copy in range(first, end, AHEAD):
                     # All are loaded before the first is added: several loads are in flight.
                     total = add_rows(
-                        total,
-                        rows,
-                        where_copies,
-                        copy,
-                        end,
-                        width,
-                        gradients,
-                        here,
-                        there,
-                        AHEAD,
-                        ALIGNED,
-                    )
+                        total, rows, places, copy, end, width, gradients, here, there,
+                        AHEAD, ALIGNED
+                    )  # fmt: skip
                 tl.store(target + here, total.to(gradients.dtype.element_ty), mask=there)
                 if ZERO:
                     for copy in range(first, end):
-                        held = row_of(rows, where_copies, copy, width, gradients, ALIGNED)
+                        held = row_of(rows, places, copy, width, gradients, ALIGNED)
                         tl.store(held + here, 0.0, mask=there)
         target += stride

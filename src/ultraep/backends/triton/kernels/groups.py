@@ -14,8 +14,23 @@ falls, so a rank that waits is looked at again when it has fallen to the heat of
 import triton
 import triton.language as tl
 
-from ultraep.backends.triton.kernels.attempts import MOST, choose_donor, free_all, unpack
-from ultraep.backends.triton.kernels.place import BUFFERS, FACTS, threshold_of
+from ultraep.backends.triton.kernels.attempts import choose_donor, free_all, unpack
+from ultraep.backends.triton.kernels.state import (
+    COPIES,
+    MOST,
+    PEAKS,
+    SLACK,
+    THRESHOLD,
+    attempt_of,
+    fact_of,
+    free_of,
+    heats_of,
+    home_of,
+    loads_of,
+    quotas_of,
+    work_of,
+)
+from ultraep.backends.triton.kernels.thresholds import threshold_of
 
 GROUP = tl.constexpr(32)
 
@@ -26,7 +41,7 @@ def total_of(home, domain, H: tl.constexpr, G: tl.constexpr):
     place = tl.arange(0, G)
     total = tl.zeros((), tl.int64)
     for row in range(H):
-        tokens = tl.load(home + (domain * H + row) * G + place)
+        tokens = tl.load(home_of(home, domain, H, G) + row * G + place)
         total += tl.sum(tl.maximum(tokens, 0).to(tl.int64), 0)
     return total
 
@@ -37,8 +52,8 @@ def total_of(home, domain, H: tl.constexpr, G: tl.constexpr):
 def first_by_groups(
     home,
     work,
-    hosted,
-    rank_loads,
+    attempts,
+    attempt_loads,
     facts,
     domains,
     ranks,
@@ -51,46 +66,53 @@ def first_by_groups(
     HELD: tl.constexpr,
     ONE_SLOT: tl.constexpr,
 ):
-    """Program d: the attempt of the first member at domain d, into buffer 0. See `first_try`."""
+    """Program d: the attempt of the first member at domain d, into buffer 0. See `first_try`.
+
+    Without a tolerance, 5 tokens are allowed, and rank 1 takes the 3 that it lacks:
+
+    >>> none = 30 * [-1]
+    >>> example(first_by_groups, 1, home=[[[6, 1, *none], [1, 1, *none]]], work=scratch(1, 128),
+    ...         attempts=room(1, 2, 2), attempt_loads=room(1, 2), facts=room(1, 6),
+    ...         domains=1, ranks=2, slots=1, parts=0, min_tokens=1, limit=2,
+    ...         H=2, G=32, HELD=2, ONE_SLOT=True, num_warps=1)
+    attempts = [[[-1, 0], [_, 3]]]
+    attempt_loads = [[4, 5]]
+    facts = [[5, 0, 5, _, 1, _]]
+    """
     domain = tl.program_id(0)
     most = tl.zeros((), tl.int64)
     for other in range(domains):
         most = tl.maximum(most, total_of(home, other, H, G))
     threshold = threshold_of(most, ranks, parts)
     own_mean = (total_of(home, domain, H, G) + ranks - 1) // ranks
-    known = facts + domain * FACTS
-    tl.store(known, threshold)
-    tl.store(known + 1, (threshold > own_mean).to(tl.int32))
+    tl.store(fact_of(facts, domain, THRESHOLD, 0), threshold)
+    tl.store(fact_of(facts, domain, SLACK, 0), (threshold > own_mean).to(tl.int32))
 
-    home += domain * H * G
-    work += domain * (H + 2) * G
-    hosted += domain * BUFFERS * 2 * ranks * slots
-    rank_loads += domain * BUFFERS * ranks
+    work = work_of(work, domain, H, G)
+    hosted = attempt_of(attempts, domain, 0, ranks * slots)
+    loads = loads_of(attempt_loads, domain, 0, ranks)
     free_all(hosted, ranks * slots, HELD)
-    peak = set_out(home, work, rank_loads, ranks, slots, H, G)
+    peak = set_out(home_of(home, domain, H, G), work, loads, ranks, slots, H, G)
     made = 0
     if tl.maximum(peak, threshold) < (1 << 31) // G - 1:
         made = alias_by_groups(
-            work, hosted, rank_loads, threshold, ranks, slots, min_tokens, limit,
+            work, hosted, loads, threshold, ranks, slots, min_tokens, limit,
             H, G, ONE_SLOT, tl.int32
         )  # fmt: skip
     else:
         made = alias_by_groups(
-            work, hosted, rank_loads, threshold, ranks, slots, min_tokens, limit,
+            work, hosted, loads, threshold, ranks, slots, min_tokens, limit,
             H, G, ONE_SLOT, tl.int64
         )  # fmt: skip
     rank = tl.arange(0, G)
-    load_G = tl.load(rank_loads + rank, mask=rank < ranks, other=0)
-    tl.store(known + 2, tl.max(load_G, 0))
-    tl.store(known + 4, made)
+    load_G = tl.load(loads + rank, mask=rank < ranks, other=0)
+    tl.store(fact_of(facts, domain, PEAKS, 0), tl.max(load_G, 0))
+    tl.store(fact_of(facts, domain, COPIES, 0), made)
 
 
 @triton.jit
-def set_out(home, work, rank_loads, ranks, slots, H: tl.constexpr, G: tl.constexpr):
-    """All tokens at home, all slots free; the load of the fullest rank.
-
-    work: [H + 2, G] tokens at home, then the hottest of them, then the free slots.
-    """
+def set_out(home, work, loads, ranks, slots, H: tl.constexpr, G: tl.constexpr):
+    """All tokens at home, all slots free; the load of the fullest rank."""
     lane = tl.arange(0, GROUP)
     row = tl.arange(0, H)[:, None]
     peak = 0
@@ -98,10 +120,10 @@ def set_out(home, work, rank_loads, ranks, slots, H: tl.constexpr, G: tl.constex
         rank = group * GROUP + lane
         home_HR = tl.load(home + row * G + rank[None, :])
         tl.store(work + row * G + rank[None, :], home_HR)
-        tl.store(work + H * G + rank, tl.max(home_HR, 0))
-        tl.store(work + (H + 1) * G + rank, tl.where(rank < ranks, slots, 0))
+        tl.store(heats_of(work, H, G) + rank, tl.max(home_HR, 0))
+        tl.store(free_of(work, H, G) + rank, tl.where(rank < ranks, slots, 0))
         load_R = tl.sum(tl.maximum(home_HR, 0), 0)
-        tl.store(rank_loads + rank, load_R, mask=rank < ranks)
+        tl.store(loads + rank, load_R, mask=rank < ranks)
         peak = tl.maximum(peak, tl.max(load_R, 0))
     tl.debug_barrier()
     return peak
@@ -109,14 +131,14 @@ def set_out(home, work, rank_loads, ranks, slots, H: tl.constexpr, G: tl.constex
 
 @triton.jit
 def emptiest(load_R, free_R, rank, threshold, G: tl.constexpr, KEY: tl.constexpr):
-    """Of a group: the room of its emptiest rank, and which one that is, in one number."""
+    """Room of the emptiest rank of a group, and which one that is, in one number."""
     room_R = tl.where(free_R > 0, threshold - load_R, -1)
     return tl.max(room_R.to(KEY) * G + (G - 1 - rank), 0)
 
 
 @triton.jit
 def fullest(load_R, heat_R, rank, need, threshold, G: tl.constexpr, KEY: tl.constexpr):
-    """Of a group: the load of its fullest rank that can give, likewise; and the heat that waits."""
+    """Load of the fullest rank of a group that can give, likewise; and the heat that waits."""
     over_R = load_R > threshold
     donor_R = tl.where(over_R & (heat_R >= need), load_R, -1)
     wait = tl.max(tl.where(over_R & (heat_R < need), heat_R, -1), 0)
@@ -146,70 +168,29 @@ def alias_by_groups(
     KEY: tl.constexpr,
 ):
     """The emptiest rank takes from the fullest, exactly what it lacks. The number of copies."""
-    lane = tl.arange(0, GROUP)
-    row = tl.arange(0, H)
     group = tl.arange(0, G // GROUP)
-    heats = work + H * G
-    free = work + (H + 1) * G
-    room_Q = tl.zeros((G // GROUP,), KEY)
+    room_Q = rooms(work, loads, threshold, ranks, H, G, KEY)
     load_Q = tl.zeros((G // GROUP,), KEY) - G
     wait_Q = tl.zeros((G // GROUP,), tl.int32) + MOST  # nobody was looked at yet
-    for q in range(G // GROUP):
-        rank = q * GROUP + lane
-        load_R = tl.load(loads + rank, mask=rank < ranks, other=0)
-        free_R = tl.load(free + rank)
-        room_Q = tl.where(group == q, emptiest(load_R, free_R, rank, threshold, G, KEY), room_Q)
     made = 0
     going = limit > 0
     while going:
         need, host = unpack(tl.max(room_Q, 0), G)
         need = need.to(tl.int32)
         host = host.to(tl.int32)
-        wait = tl.max(wait_Q, 0)
-        while wait >= tl.maximum(need, 0):
-            q = tl.min(tl.where(wait_Q == wait, group, G), 0)
-            rank = q * GROUP + lane
-            load_R = tl.load(loads + rank, mask=rank < ranks, other=0)
-            heat_R = tl.load(heats + rank)
-            load, heat = fullest(load_R, heat_R, rank, need, threshold, G, KEY)
-            load_Q = tl.where(group == q, load, load_Q)
-            wait_Q = tl.where(group == q, heat, wait_Q)
-            wait = tl.max(wait_Q, 0)
+        load_Q, wait_Q = look_again(load_Q, wait_Q, work, loads, need, threshold, ranks, H, G, KEY)
         most, donor = unpack(tl.max(load_Q, 0), G)
         donor = donor.to(tl.int32)
         quota = need
         if most < 0:
             donor, quota = look_at_all(work, loads, need, threshold, ranks, H, G, KEY)
         going = quota >= min_tokens
-        rank_h = (host // GROUP) * GROUP + lane
-        rank_d = (donor // GROUP) * GROUP + lane
-        home_H = tl.load(work + row * G + donor)
-        load_h = tl.load(loads + rank_h, mask=rank_h < ranks, other=0)
-        load_d = tl.load(loads + rank_d, mask=rank_d < ranks, other=0)
-        free_h = tl.load(free + rank_h)
-        free_d = tl.load(free + rank_d)
-        heat_d = tl.load(heats + rank_d)
-        slot = host
-        if not ONE_SLOT:
-            slot = host * slots + slots - tl.load(free + host)
-        # All that is needed has been read: now it may change.
-        tl.debug_barrier()
-        load_h += tl.where(rank_h == host, quota, 0) - tl.where(rank_h == donor, quota, 0)
-        load_d += tl.where(rank_d == host, quota, 0) - tl.where(rank_d == donor, quota, 0)
-        free_h -= tl.where(rank_h == host, 1, 0)
-        free_d -= tl.where(rank_d == host, 1, 0)
-        hot = hottest(home_H, H, KEY)[1]
-        home_H -= tl.where(row == hot, quota, 0)
-        heat_d = tl.where(rank_d == donor, hottest(home_H, H, KEY)[0], heat_d)
-        if going:
-            tl.store(hosted + slot, hot * G + donor)
-            tl.store(hosted + ranks * slots + slot, quota)
-            tl.store(loads + rank_h, load_h, mask=rank_h < ranks)
-            tl.store(loads + rank_d, load_d, mask=rank_d < ranks)
-            tl.store(free + rank_h, free_h)
-            tl.store(work + row * G + donor, home_H)
-            tl.store(heats + rank_d, heat_d)
-            made += 1
+        rank_h = (host // GROUP) * GROUP + tl.arange(0, GROUP)
+        rank_d = (donor // GROUP) * GROUP + tl.arange(0, GROUP)
+        load_h, load_d, free_h, free_d, heat_d = hand_over(
+            work, hosted, loads, host, donor, quota, going, rank_h, rank_d,
+            ranks, slots, H, G, ONE_SLOT, KEY
+        )  # fmt: skip
         room_h = emptiest(load_h, free_h, rank_h, threshold, G, KEY)
         room_d = emptiest(load_d, free_d, rank_d, threshold, G, KEY)
         load, heat = fullest(load_d, heat_d, rank_d, need, threshold, G, KEY)
@@ -217,9 +198,83 @@ def alias_by_groups(
         room_Q = tl.where(group == donor // GROUP, room_d, room_Q)
         load_Q = tl.where(group == donor // GROUP, load, load_Q)
         wait_Q = tl.where(group == donor // GROUP, heat, wait_Q)
+        made += going.to(tl.int32)
         going = going & (made < limit)
         tl.debug_barrier()
     return made
+
+
+@triton.jit
+def rooms(work, loads, threshold, ranks, H: tl.constexpr, G: tl.constexpr, KEY: tl.constexpr):
+    """The emptiest rank of every group, before the first step."""
+    group = tl.arange(0, G // GROUP)
+    room_Q = tl.zeros((G // GROUP,), KEY)
+    for q in range(G // GROUP):
+        rank = q * GROUP + tl.arange(0, GROUP)
+        load_R = tl.load(loads + rank, mask=rank < ranks, other=0)
+        free_R = tl.load(free_of(work, H, G) + rank)
+        room_Q = tl.where(group == q, emptiest(load_R, free_R, rank, threshold, G, KEY), room_Q)
+    return room_Q
+
+
+@triton.jit
+def look_again(
+    load_Q, wait_Q, work, loads, need, threshold, ranks,
+    H: tl.constexpr, G: tl.constexpr, KEY: tl.constexpr
+):  # fmt: skip
+    """The fullest ranks, after a look at the groups where somebody waited who can give now."""
+    group = tl.arange(0, G // GROUP)
+    wait = tl.max(wait_Q, 0)
+    while wait >= tl.maximum(need, 0):
+        q = tl.min(tl.where(wait_Q == wait, group, G), 0)
+        rank = q * GROUP + tl.arange(0, GROUP)
+        load_R = tl.load(loads + rank, mask=rank < ranks, other=0)
+        heat_R = tl.load(heats_of(work, H, G) + rank)
+        load, heat = fullest(load_R, heat_R, rank, need, threshold, G, KEY)
+        load_Q = tl.where(group == q, load, load_Q)
+        wait_Q = tl.where(group == q, heat, wait_Q)
+        wait = tl.max(wait_Q, 0)
+    return load_Q, wait_Q
+
+
+@triton.jit
+def hand_over(
+    work, hosted, loads, host, donor, quota, going, rank_h, rank_d, ranks, slots,
+    H: tl.constexpr, G: tl.constexpr, ONE_SLOT: tl.constexpr, KEY: tl.constexpr
+):  # fmt: skip
+    """Host a quota of the donor's hottest expert, in memory only if `going`.
+
+    Loads and free slots of the groups of host and donor, and heats of the donor's, afterwards.
+    """
+    row = tl.arange(0, H)
+    heats, free = heats_of(work, H, G), free_of(work, H, G)
+    home_H = tl.load(work + row * G + donor)
+    load_h = tl.load(loads + rank_h, mask=rank_h < ranks, other=0)
+    load_d = tl.load(loads + rank_d, mask=rank_d < ranks, other=0)
+    free_h = tl.load(free + rank_h)
+    free_d = tl.load(free + rank_d)
+    heat_d = tl.load(heats + rank_d)
+    slot = host
+    if not ONE_SLOT:
+        slot = host * slots + slots - tl.load(free + host)
+    # All that is needed has been read: now it may change.
+    tl.debug_barrier()
+    load_h += tl.where(rank_h == host, quota, 0) - tl.where(rank_h == donor, quota, 0)
+    load_d += tl.where(rank_d == host, quota, 0) - tl.where(rank_d == donor, quota, 0)
+    free_h -= tl.where(rank_h == host, 1, 0)
+    free_d -= tl.where(rank_d == host, 1, 0)
+    hot = hottest(home_H, H, KEY)[1]
+    home_H -= tl.where(row == hot, quota, 0)
+    heat_d = tl.where(rank_d == donor, hottest(home_H, H, KEY)[0], heat_d)
+    if going:
+        tl.store(hosted + slot, hot * G + donor)
+        tl.store(quotas_of(hosted, ranks * slots) + slot, quota)
+        tl.store(loads + rank_h, load_h, mask=rank_h < ranks)
+        tl.store(loads + rank_d, load_d, mask=rank_d < ranks)
+        tl.store(free + rank_h, free_h)
+        tl.store(work + row * G + donor, home_H)
+        tl.store(heats + rank_d, heat_d)
+    return load_h, load_d, free_h, free_d, heat_d
 
 
 @triton.jit
@@ -229,5 +284,5 @@ def look_at_all(
     """The donor among all ranks, and what it gives: nobody has an expert hot enough."""
     rank = tl.arange(0, G)
     load_G = tl.load(loads + rank, mask=rank < ranks, other=0)
-    heat_G = tl.load(work + H * G + rank)
+    heat_G = tl.load(heats_of(work, H, G) + rank)
     return choose_donor(need, load_G, heat_G, threshold, G, KEY == tl.int32)  # noqa: SIM300

@@ -2,7 +2,7 @@
 
     lines     for one source rank: where every slot begins, on its expert's line and in the order
     assign    every row finds its number within its expert, its place on the line, its slot
-    assign_to_map    the same for maps of tokens and experts: maps of tokens and slots
+    assign_to_map    maps of tokens and experts become maps of tokens and slots
     receive   rows that every rank sends to each slot of one
 
 Shapes: N rows, E experts, C copies, S slots of all ranks, R ranks, B rows of a tile.
@@ -11,7 +11,14 @@ Shapes: N rows, E experts, C copies, S slots of all ranks, R ranks, B rows of a 
 import triton
 import triton.language as tl
 
-from ultraep.backends.triton.kernels.count import bin_of
+from ultraep.backends.triton.kernels.count import bin_of, offsets_of
+from ultraep.backends.triton.kernels.plan import (
+    EXPERT,
+    load_at,
+    received_at,
+    replica_at,
+    split_at,
+)
 
 
 @triton.jit(do_not_specialize=["rank", "ranks", "experts", "num_slots", "stride"])
@@ -49,21 +56,73 @@ def lines(
     first_copy, end_copy: [E] its copies; only valid where rows go away.
     first_place: [C] where a copy begins on the line of its expert; and [S], where a slot does.
     first_row: [S + 1] where a slot begins in the order of sending.
+
+    Three of the four rows of expert 0 that rank 1 has go to the copy in slot 5:
+
+    >>> example(lines, 1, loads=[[2, 1, 0, 1], [4, 0, 1, 0]], totals=[4, 0, 1, 0, 0],
+    ...         replicas=[[0, 1, 0], [-1, -1, -1]], slot_of_copy=[5, -1],
+    ...         split_CR=[[0, 3], [0, 0]], num_replicas=[1], home_slot_of_expert=[0, 1, 3, 4],
+    ...         first_slot_of_rank=[0, 3, 6], away=room(4), first_copy=room(4), end_copy=room(4),
+    ...         first_place=room(2), first_place_of_slot=room(6), rows_of_slot=room(6),
+    ...         first_row=room(7), send_counts=room(2), faults=[0],
+    ...         rank=1, ranks=2, experts=4, num_slots=6, stride=4, E=4, C=2, S=8, R=2)
+    away = [3, 0, 0, 0]
+    first_copy = [0, _, _, _]
+    end_copy = [1, _, _, _]
+    first_place = [1, _]
+    first_place_of_slot = [0, 0, _, 0, 0, 1]
+    rows_of_slot = [1, 0, 0, 1, 0, 3]
+    first_row = [0, 1, 1, 1, 2, 2, 5]
+    send_counts = [1, 4]
     """
-    copy = tl.arange(0, C)
-    expert = tl.arange(0, E)
-    slot = tl.arange(0, S)
+    expert, slot = tl.arange(0, E), tl.arange(0, S)
+    tl.store(away + expert, expert * 0, mask=expert < experts)
+    tl.store(rows_of_slot + slot, slot * 0, mask=slot < num_slots)
     number = tl.load(num_replicas)
+    expert_C, rows_C, end_C, begin_C, all_C, away_E = gather_copies(
+        replicas, split_CR, away, first_copy, end_copy, first_row,
+        number, rank, ranks, experts, E, C
+    )  # fmt: skip
+    length_E = tl.load(totals + expert, mask=expert < experts, other=0)
+    count_unlike(loads, length_E, faults, rank, experts, stride, E)
+    home_E = tl.load(home_slot_of_expert + expert, mask=expert < experts, other=0)
+    tl.store(rows_of_slot + home_E, length_E - away_E, mask=expert < experts)
+    tl.store(first_place_of_slot + home_E, expert * 0, mask=expert < experts)
+    copy = tl.arange(0, C)
     there = copy < number
-    expert_C = tl.load(replicas + 3 * copy, mask=there, other=experts)
-    before_C = tl.load(replicas + 3 * copy - 3, mask=there & (copy > 0), other=-1)
-    after_C = tl.load(replicas + 3 * copy + 3, mask=copy + 1 < number, other=-1)
-    rows_C = tl.load(split_CR + copy.to(tl.int64) * ranks + rank, mask=there, other=0)
+    slot_C = tl.load(slot_of_copy + copy, mask=there, other=0)
+    tl.store(rows_of_slot + slot_C, rows_C, mask=there)
+    length_C = tl.load(totals + expert_C, mask=there, other=0)
+    at_home_C = length_C - (all_C - begin_C)
+    place_C = at_home_C + end_C - rows_C - begin_C
+    tl.store(first_place + copy, place_C, mask=there)
+    tl.store(first_place_of_slot + slot_C, place_C, mask=there)
+    tl.debug_barrier()
+    order_slots(rows_of_slot, first_row, num_slots, S)
+    tl.debug_barrier()
+    count_sent(first_slot_of_rank, first_row, send_counts, ranks, R)
+
+
+@triton.jit
+def gather_copies(
+    replicas, split_CR, away, first_copy, end_copy, first_row, number, rank, ranks, experts,
+    E: tl.constexpr, C: tl.constexpr
+):  # fmt: skip
+    """Notes the copies of every expert that has some, and the rows that go `away`, which was 0.
+
+    [C] experts and rows of the copies, and their sum so far; its begin and end for the copy's
+    expert; [E] what goes away.
+    """
+    copy, expert = tl.arange(0, C), tl.arange(0, E)
+    there = copy < number
+    before, after = copy > 0, copy + 1 < number
+    expert_C = tl.load(replica_at(replicas, copy, EXPERT), mask=there, other=experts)
+    before_C = tl.load(replica_at(replicas, copy - 1, EXPERT), mask=there & before, other=-1)
+    after_C = tl.load(replica_at(replicas, copy + 1, EXPERT), mask=after, other=-1)
+    rows_C = tl.load(split_at(split_CR, copy, rank, ranks), mask=there, other=0)
     end_C = tl.cumsum(rows_C, 0)
     begins_C = there & (expert_C != before_C)
     ends_C = there & (expert_C != after_C)
-    tl.store(away + expert, expert * 0, mask=expert < experts)
-    tl.store(rows_of_slot + slot, slot * 0, mask=slot < num_slots)
     tl.debug_barrier()
     # `away` holds the end of an expert's copies first, then their beginning is subtracted.
     tl.store(away + expert_C, end_C, mask=ends_C)
@@ -78,26 +137,31 @@ def lines(
     tl.debug_barrier()
     away_E = tl.where(end_E > 0, end_E - begin_E, 0)
     tl.store(away + expert, away_E, mask=expert < experts)
-    length_E = tl.load(totals + expert, mask=expert < experts, other=0)
-    planned_E = tl.load(loads + rank.to(tl.int64) * stride + expert, mask=expert < experts, other=0)
+    return expert_C, rows_C, end_C, begin_C, all_C, away_E
+
+
+@triton.jit
+def count_unlike(loads, length_E, faults, rank, experts, stride, E: tl.constexpr):
+    """Experts of which the plan knew another number of rows are faults."""
+    expert = tl.arange(0, E)
+    planned_E = tl.load(load_at(loads, rank, expert, stride), mask=expert < experts, other=0)
     wrong = tl.sum((length_E != planned_E).to(tl.int32), 0)
     tl.atomic_add(faults, wrong, mask=wrong > 0, sem="relaxed")
-    home_E = tl.load(home_slot_of_expert + expert, mask=expert < experts, other=0)
-    tl.store(rows_of_slot + home_E, length_E - away_E, mask=expert < experts)
-    tl.store(first_place_of_slot + home_E, expert * 0, mask=expert < experts)
-    slot_C = tl.load(slot_of_copy + copy, mask=there, other=0)
-    tl.store(rows_of_slot + slot_C, rows_C, mask=there)
-    length_C = tl.load(totals + expert_C, mask=there, other=0)
-    at_home_C = length_C - (all_C - begin_C)
-    place_C = at_home_C + end_C - rows_C - begin_C
-    tl.store(first_place + copy, place_C, mask=there)
-    tl.store(first_place_of_slot + slot_C, place_C, mask=there)
-    tl.debug_barrier()
+
+
+@triton.jit
+def order_slots(rows_of_slot, first_row, num_slots, S: tl.constexpr):
+    """[S + 1] where the rows of every slot begin, and their number."""
+    slot = tl.arange(0, S)
     rows_S = tl.load(rows_of_slot + slot, mask=slot < num_slots, other=0)
     end_S = tl.cumsum(rows_S, 0)
     tl.store(first_row + slot, end_S - rows_S, mask=slot < num_slots)
     tl.store(first_row + num_slots, tl.sum(rows_S, 0))
-    tl.debug_barrier()
+
+
+@triton.jit
+def count_sent(first_slot_of_rank, first_row, send_counts, ranks, R: tl.constexpr):
+    """[R] rows that go to the slots of every rank."""
     to = tl.arange(0, R)
     begin_R = tl.load(first_slot_of_rank + to, mask=to < ranks, other=0)
     end_R = tl.load(first_slot_of_rank + to + 1, mask=to < ranks, other=0)
@@ -144,43 +208,68 @@ def assign(
 
     slots: [N] the slot of every row.   positions: [N] where it stands in the order of sending.
     order: [N] the rows in that order; rows without an expert have no slot, and come last, as -1.
+
+    >>> example(assign, 1, ids=[0, 2, 0, 0, 0], offsets=[[0, 0, 0, 0, 0]],
+    ...         totals=[4, 0, 1, 0, 0], strides=[1, 1, 1, 1, 3, 3],
+    ...         home_slot_of_expert=[0, 1, 3, 4], away=[3, 0, 0, 0], first_copy=[0, 0, 0, 0],
+    ...         end_copy=[1, 0, 0, 0], first_place=[1, 0], slot_of_copy=[5, -1],
+    ...         first_row=[0, 1, 1, 1, 2, 2, 5], slots=room(5), order=room(5), positions=room(5),
+    ...         rows=5, experts=4, num_slots=6, halvings=1, PRODUCT=tl.uint32, B=8)
+    slots = [0, 3, 5, 5, 5]
+    order = [0, 1, 4, 3, 2]
+    positions = [0, 1, 4, 3, 2]
     """
-    tile = tl.program_id(0)
-    within = tl.arange(0, B)
-    there = tile * B + within < rows
-    ids_B = tl.load(ids + tile * B + within, mask=there, other=-1)
-    bin_B, _unknown_B = bin_of(ids_B, there, experts)
-    # Rows behind the end come last of all.
-    key_B = tl.sort(tl.where(there, bin_B, experts + 1) * B + within, 0)
-    bin_B = key_B // B
-    row = tile * B + key_B % B
+    bin_B, row, number = sort_by_expert(ids, offsets, rows, experts, B)
     there = bin_B <= experts
     known = bin_B < experts
-    before_B = tl.gather(bin_B, tl.maximum(within - 1, 0), 0)
-    begins_B = (bin_B != before_B) | (within == 0)
-    first_B = tl.associative_scan(tl.where(begins_B, within, 0), 0, later)
-    at = offsets + tile.to(tl.int64) * (experts + 1) + bin_B
-    number = tl.load(at, mask=there, other=0) + within - first_B
     length = tl.load(totals + bin_B, mask=known, other=0)
     gone = tl.load(away + bin_B, mask=known, other=0)
     place = place_on_line(number, length, gone, strides, known, PRODUCT)
     copied = known & (place >= length - gone)
-    low = tl.load(first_copy + bin_B, mask=copied, other=0)
-    high = tl.load(end_copy + bin_B, mask=copied, other=1)
-    for _ in range(halvings):
-        middle = (low + high) // 2
-        right = tl.load(first_place + middle, mask=copied, other=0) <= place
-        low = tl.where(right, middle, low)
-        high = tl.where(right, high, middle)
+    copy = copy_on_line(bin_B, place, copied, first_copy, end_copy, first_place, halvings)
     slot = tl.load(home_slot_of_expert + bin_B, mask=known, other=num_slots)
-    slot = tl.where(copied, tl.load(slot_of_copy + low, mask=copied, other=0), slot)
-    begin_place = tl.load(first_place + low, mask=copied, other=0)
+    slot = tl.where(copied, tl.load(slot_of_copy + copy, mask=copied, other=0), slot)
+    begin_place = tl.load(first_place + copy, mask=copied, other=0)
     # No slot: ids that were counted are not these.
     position = tl.load(first_row + slot, mask=there & (slot >= 0), other=-1) + place - begin_place
     safe = there & (position >= 0) & (position < rows)
     tl.store(slots + row, tl.where(known, slot, -1), mask=there)
     tl.store(positions + row, tl.where(known, position, -1), mask=there)
     tl.store(order + position, tl.where(known, row, -1), mask=safe)
+
+
+@triton.jit
+def sort_by_expert(ids, offsets, rows, experts, B: tl.constexpr):
+    """Expert, row and number within the expert of the rows of this tile, sorted by expert.
+
+    The expert is `experts` where there is none, and more behind the end: those come last.
+    """
+    tile = tl.program_id(0)
+    within = tl.arange(0, B)
+    there = tile * B + within < rows
+    ids_B = tl.load(ids + tile * B + within, mask=there, other=-1)
+    bin_B, _unknown_B = bin_of(ids_B, there, experts)
+    key_B = tl.sort(tl.where(there, bin_B, experts + 1) * B + within, 0)
+    bin_B = key_B // B
+    before_B = tl.gather(bin_B, tl.maximum(within - 1, 0), 0)
+    begins_B = (bin_B != before_B) | (within == 0)
+    first_B = tl.associative_scan(tl.where(begins_B, within, 0), 0, later)
+    at = offsets_of(offsets, tile, experts) + bin_B
+    number_B = tl.load(at, mask=bin_B <= experts, other=0) + within - first_B
+    return bin_B, tile * B + key_B % B, number_B
+
+
+@triton.jit
+def copy_on_line(expert, place, copied, first_copy, end_copy, first_place, halvings):
+    """The copy of the expert on whose part of the line the place is, by bisection."""
+    low = tl.load(first_copy + expert, mask=copied, other=0)
+    high = tl.load(end_copy + expert, mask=copied, other=1)
+    for _ in range(halvings):
+        middle = (low + high) // 2
+        right = tl.load(first_place + middle, mask=copied, other=0) <= place
+        low = tl.where(right, middle, low)
+        high = tl.where(right, high, middle)
+    return low
 
 
 @triton.jit
@@ -207,7 +296,18 @@ def assign_to_map(
     B: tl.constexpr,
     S: tl.constexpr,
 ):
-    """Program (t, s): tokens of tile t, some slots: whether the slot serves the token."""
+    """Program (t, s): tokens of tile t, some slots: whether the slot serves the token.
+
+    >>> routing_map = [[1, 0, 0, 0], [0, 0, 1, 0], [1, 0, 0, 0], [1, 0, 0, 0], [1, 0, 0, 0]]
+    >>> example(assign_to_map, (1, 1), routing_map=routing_map, offsets=[[0, 0, 0, 0, 0]],
+    ...         totals=[4, 0, 1, 0, 0], strides=[1, 1, 1, 1, 3, 3],
+    ...         expert_of_slot=[0, 1, -1, 2, 3, 0], away=[3, 0, 0, 0],
+    ...         first_place_of_slot=[0, 0, 0, 0, 0, 1], rows_of_slot=[1, 0, 0, 1, 0, 3],
+    ...         slot_map=room(5, 6), rows=5, experts=4, num_slots=6, stride=4,
+    ...         PRODUCT=tl.uint32, B=8, S=8)
+    slot_map = [[1, 0, 0, 0, 0, 0], [0, 0, 0, 1, 0, 0], [0, 0, 0, 0, 0, 1], [0, 0, 0, 0, 0, 1],
+                [0, 0, 0, 0, 0, 1]]
+    """
     tile = tl.program_id(0)
     token = tile * B + tl.arange(0, B)
     slot = tl.program_id(1) * S + tl.arange(0, S)
@@ -216,7 +316,7 @@ def assign_to_map(
     at = routing_map + token[:, None].to(tl.int64) * stride + expert_S[None, :]
     chosen = tl.load(at, mask=(token < rows)[:, None] & held[None, :], other=0) != 0
     counted = chosen.to(tl.int32)
-    begin = tl.load(offsets + tile.to(tl.int64) * (experts + 1) + expert_S, mask=held, other=0)
+    begin = tl.load(offsets_of(offsets, tile, experts) + expert_S, mask=held, other=0)
     number = begin[None, :] + tl.cumsum(counted, 0) - counted
     length = tl.load(totals + expert_S, mask=held, other=0)[None, :]
     gone = tl.load(away + expert_S, mask=held, other=0)[None, :]
@@ -247,7 +347,15 @@ def receive(
     R: tl.constexpr,
     STEP: tl.constexpr,
 ):
-    """Program l: [R] rows that every rank sends to slot l of this rank."""
+    """Program l: [R] rows that every rank sends to slot l of this rank.
+
+    >>> example(receive, 3, loads=[[2, 1, 0, 1], [4, 0, 1, 0]],
+    ...         replicas=[[0, 1, 0], [-1, -1, -1]], slot_of_copy=[5, -1],
+    ...         split_CR=[[0, 3], [0, 0]], expert_of_slot=[0, 1, -1, 2, 3, 0],
+    ...         home_of_expert=[0, 0, 1, 1], first_slot_of_rank=[0, 3, 6], received=room(2, 3),
+    ...         rank=1, ranks=2, num_local=3, num_copies=2, stride=4, C=2, R=2, STEP=2)
+    received = [[0, 1, 0], [1, 0, 3]]
+    """
     local = tl.program_id(0)
     slot = tl.load(first_slot_of_rank + rank) + local
     expert = tl.load(expert_of_slot + slot)
@@ -257,19 +365,20 @@ def receive(
     rows_R = source * 0
     if expert >= 0:
         if tl.load(home_of_expert + expert) == rank:
-            column = loads + source.to(tl.int64) * stride + expert
+            column = load_at(loads, source, expert, stride)
             rows_R = tl.load(column, mask=source < ranks, other=0).to(tl.int32)
-            same_C = (tl.load(replicas + 3 * copy, mask=mask, other=-1) == expert).to(tl.int32)
+            expert_C = tl.load(replica_at(replicas, copy, EXPERT), mask=mask, other=-1)
+            same_C = (expert_C == expert).to(tl.int32)
             first = tl.min(tl.where(same_C != 0, copy, C), 0)
             for begin in range(first, first + tl.sum(same_C, 0), STEP):
                 other = begin + tl.arange(0, STEP)
                 listed = other < first + tl.sum(same_C, 0)
-                rows = split_CR + other[:, None].to(tl.int64) * ranks + source[None, :]
+                rows = split_at(split_CR, other[:, None], source[None, :], ranks)
                 gone = tl.load(rows, mask=listed[:, None] & (source < ranks)[None, :], other=0)
                 rows_R -= tl.sum(gone, 0)
         else:
             slot_C = tl.load(slot_of_copy + copy, mask=mask, other=-1)
             own = tl.sum(tl.where(slot_C == slot, copy, 0), 0)
-            row = split_CR + own.to(tl.int64) * ranks + source
+            row = split_at(split_CR, own, source, ranks)
             rows_R = tl.load(row, mask=source < ranks, other=0)
-    tl.store(received + source * num_local + local, rows_R, mask=source < ranks)
+    tl.store(received_at(received, source, local, num_local), rows_R, mask=source < ranks)

@@ -2,10 +2,10 @@
 
 Every rank has a board of int32 words that all can reach:
 
-    [0]                  what went wrong first: 0, or stage * RANKS + rank + 1
-    [CHANNEL + c * 4..]  channel c: epoch, tickets of the programs that are done; and of buffers of
-                         slots, the fill that they hold and the last fill that was numbered
-    then                 flags
+    [FAULT]                  what went wrong first: 0, or stage * RANKS + rank + 1
+    [CHANNEL + c * WORDS..]  channel c: epoch, tickets of the programs that are done; and of buffers
+                             of slots, the fill that they hold and the last one that was numbered
+    then                     flags
 
 Epochs live on the board and are advanced by the kernels themselves, so a graph can be replayed. A
 rank that waits polls its own memory only, at most `patience` times: then it writes the rank it
@@ -17,7 +17,7 @@ import triton.language as tl
 
 FAULT = tl.constexpr(0)
 CHANNEL = tl.constexpr(4)
-TICKETS, HELD, LAST_FILL = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)  # behind the epoch
+EPOCH, TICKETS, HELD, LAST_FILL = (tl.constexpr(number) for number in range(4))
 WORDS = tl.constexpr(4)  # of a channel
 RANKS = tl.constexpr(65536)  # more than there are
 
@@ -26,6 +26,31 @@ RANKS = tl.constexpr(65536)  # more than there are
 def board_of(addresses, rank):
     """The words of that rank."""
     return tl.load(addresses + rank).to(tl.pointer_type(tl.int32))
+
+
+@triton.jit
+def fault_of(stage, peer):
+    """What stands at `FAULT` if a rank was waited for in vain."""
+    return stage * RANKS + peer + 1
+
+
+@triton.jit
+def next_epoch(board, channel):
+    """The number of the meeting or fill that begins; `end_epoch` makes it the last one."""
+    return tl.load(board + channel + EPOCH) + 1
+
+
+@triton.jit
+def end_epoch(board, channel, epoch):
+    tl.store(board + channel + EPOCH, epoch)
+
+
+@triton.jit
+def next_fill(board, channel):
+    """A number that no fill had before."""
+    fill = tl.load(board + channel + LAST_FILL) + 1
+    tl.store(board + channel + LAST_FILL, fill)
+    return fill
 
 
 @triton.jit
@@ -60,7 +85,7 @@ def wait(word, least, addresses, rank, ranks, peer, stage, patience):
             broken = read(fault)
     came = value - least >= 0
     if (came == 0) & (broken == 0):
-        tell(addresses, ranks, stage * RANKS + peer + 1)
+        tell(addresses, ranks, fault_of(stage, peer))
     return came
 
 
@@ -72,8 +97,9 @@ def tell(addresses, ranks, fault):
 
 
 @triton.jit
-def last_of(tickets, programs):
+def last_of(board, channel, programs):
     """Whether all other programs of this launch were here before; then the tickets are anew."""
+    tickets = board + channel + TICKETS
     tl.debug_barrier()
     last = tl.atomic_add(tickets, 1, sem="acq_rel", scope="gpu") == programs - 1
     if last:
@@ -81,9 +107,19 @@ def last_of(tickets, programs):
     return last
 
 
+@triton.jit
+def row_of(table, epoch, sender, ranks, numbers):
+    """The row of a sender in a table `[2, R, numbers + 1]`, whose halves take turns."""
+    return table + ((epoch & 1) * ranks + sender).to(tl.int64) * (numbers + 1)
+
+
 @triton.jit(do_not_specialize=["polls"])
 def idle(word, polls):
-    """Look at a word as often as that, as one that waits does."""
+    """Look at a word as often as that, as one that waits does.
+
+    >>> example(idle, 1, word=[0], polls=3)
+    nothing
+    """
     seen, count = 0, 0
     while (seen == 0) & (count < polls):
         seen = read(word)
@@ -124,13 +160,23 @@ def share(
     tables: memory of all ranks, `[2, R, numbers + 1]`: a fast rank writes its next row into the
     other half, while a slow one still reads.   flags: word of the first of R flags.
     kind: behind the numbers; ranks that meet with different ones are a fault of stage `unlike`.
+
+    Rank 1 has been here for epoch 1: its flag is on the board of rank 0, its row in the table.
+
+    >>> boards = at([0, 0, 0, 0, 0, 0, 0, 0, 0, 1], [0, 0, 0, 0, 0, 0, 0, 0, 0, 0])
+    >>> tables = at([[0, 0, 0], [0, 0, 0], [0, 0, 0], [7, 8, 0]], 4 * [[0, 0, 0]])
+    >>> example(share, 2, boards=boards, tables=tables, row=[5, 6], gathered=room(2, 2), rank=0,
+    ...         ranks=2, channel=4, flags=8, numbers=2, kind=0, stage=0, unlike=4, patience=9, B=2)
+    boards = [[0, 0, 0, 0, 1, 0, 0, 0, 1, 1], [0, 0, 0, 0, 0, 0, 0, 0, 1, 0]]
+    tables = [[[0, 0, 0], [0, 0, 0], [5, 6, 0], [7, 8, 0]],
+              [[0, 0, 0], [0, 0, 0], [5, 6, 0], [0, 0, 0]]]
+    gathered = [[5, 6], [7, 8]]
     """
     peer = tl.program_id(0)
     mine, theirs = board_of(boards, rank), board_of(boards, peer)
-    epoch = tl.load(mine + channel) + 1
-    half = (epoch & 1) * ranks
-    at_peer = board_of(tables, peer) + (half + rank).to(tl.int64) * (numbers + 1)
-    here = board_of(tables, rank) + (half + peer).to(tl.int64) * (numbers + 1)
+    epoch = next_epoch(mine, channel)
+    at_peer = row_of(board_of(tables, peer), epoch, rank, ranks, numbers)
+    here = row_of(board_of(tables, rank), epoch, peer, ranks, numbers)
     for begin in range(0, numbers, B):
         at = begin + tl.arange(0, B)
         there = at < numbers
@@ -139,11 +185,11 @@ def share(
     post(theirs + flags + rank, epoch)
     if wait(mine + flags + peer, epoch, boards, rank, ranks, peer, stage, patience):
         if tl.load(here + numbers, volatile=True) != kind:
-            tell(boards, ranks, unlike * RANKS + peer + 1)
+            tell(boards, ranks, fault_of(unlike, peer))
         for begin in range(0, numbers, B):
             at = begin + tl.arange(0, B)
             there = at < numbers
             taken = tl.load(here + at, mask=there, volatile=True)
             tl.store(gathered + peer.to(tl.int64) * numbers + at, taken, mask=there)
-    if last_of(mine + channel + TICKETS, ranks):
-        tl.store(mine + channel, epoch)
+    if last_of(mine, channel, ranks):
+        end_epoch(mine, channel, epoch)

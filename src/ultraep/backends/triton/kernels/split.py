@@ -10,7 +10,15 @@ Shapes: R ranks, E experts, C = R * slots copies at most; both padded to powers 
 import triton
 import triton.language as tl
 
-from ultraep.backends.triton.kernels.attempts import MOST
+from ultraep.backends.triton.kernels.plan import (
+    EXPERT,
+    HOST,
+    SLOT,
+    load_at,
+    replica_at,
+    split_at,
+)
+from ultraep.backends.triton.kernels.state import MOST, found_quotas_of
 
 
 @triton.jit(do_not_specialize=["ranks", "stride"])
@@ -33,7 +41,20 @@ def split(
     C: tl.constexpr,
     R: tl.constexpr,
 ):
-    """Program c: the copy held in spare slot c, if any; rows behind the last copy are cleared."""
+    """Program c: the copy held in spare slot c, if any; rows behind the last copy are cleared.
+
+    >>> example(split, 2, loads=[[2, 1, 0, 1], [4, 0, 1, 0]], expert_loads=[6, 1, 1, 1],
+    ...         home_of_expert=[0, 0, 1, 1], first_slot_of_rank=[0, 3, 6],
+    ...         found=[[2147483647, 0], [0, 3]], replicas=room(2, 3), quotas=room(2),
+    ...         slot_of_copy=room(2), expert_of_slot=[0, 1, -1, 2, 3, -1], split_CR=room(2, 2),
+    ...         num_replicas=room(1), ranks=2, stride=4, SLOTS=1, LOCALITY=True, C=2, R=2)
+    replicas = [[0, 1, 0], [-1, -1, -1]]
+    quotas = [3, 0]
+    slot_of_copy = [5, -1]
+    expert_of_slot = [0, 1, -1, 2, 3, 0]
+    split_CR = [[0, 3], [0, 0]]
+    num_replicas = [1]
+    """
     own = tl.program_id(0)
     copy = tl.arange(0, C)
     rank = tl.arange(0, R)
@@ -46,11 +67,8 @@ def split(
     if expert == MOST:
         empty_before = there & (expert_C == MOST) & (copy < own)
         place = held + tl.sum(empty_before.to(tl.int32), 0)
-        for column in tl.static_range(3):
-            tl.store(replicas + 3 * place + column, -1)
-        tl.store(quotas + place, 0)
-        tl.store(slot_of_copy + place, -1)
-        tl.store(split_CR + place.to(tl.int64) * ranks + rank, rank * 0, mask=rank < ranks)
+        write_copy(replicas, quotas, slot_of_copy, place, -1, -1, -1, 0, -1)
+        row_R = rank * 0
     else:
         host = own // SLOTS
         before_C = (expert_C < expert) | ((expert_C == expert) & (copy < own))
@@ -58,17 +76,24 @@ def split(
         index_C = (copy // SLOTS == host) & (expert_C < expert)
         index = tl.sum(index_C.to(tl.int32), 0)
         slot = tl.load(first_slot_of_rank + host + 1) - SLOTS + index
-        tl.store(replicas + 3 * place, expert)
-        tl.store(replicas + 3 * place + 1, host)
-        tl.store(replicas + 3 * place + 2, index)
-        tl.store(quotas + place, tl.load(found + ranks * SLOTS + own))
-        tl.store(slot_of_copy + place, slot)
+        quota = tl.load(found_quotas_of(found, ranks * SLOTS) + own)
+        write_copy(replicas, quotas, slot_of_copy, place, expert, host, index, quota, slot)
         tl.store(expert_of_slot + slot, expert)
         row_R = sources_of_copy(
             loads, expert_loads, home_of_expert, found, expert, host, ranks, stride,
             SLOTS, LOCALITY, R
         )  # fmt: skip
-        tl.store(split_CR + place.to(tl.int64) * ranks + rank, row_R, mask=rank < ranks)
+    tl.store(split_at(split_CR, place, rank, ranks), row_R, mask=rank < ranks)
+
+
+@triton.jit
+def write_copy(replicas, quotas, slot_of_copy, place, expert, host, index, quota, slot):
+    """One row of the plan."""
+    tl.store(replica_at(replicas, place, EXPERT), expert)
+    tl.store(replica_at(replicas, place, HOST), host)
+    tl.store(replica_at(replicas, place, SLOT), index)
+    tl.store(quotas + place, quota)
+    tl.store(slot_of_copy + place, slot)
 
 
 @triton.jit
@@ -79,13 +104,12 @@ def sources_of_copy(
     """[R] tokens of every source rank that the copy of this expert on this host serves."""
     rank = tl.arange(0, R)
     known = rank < ranks
-    at = loads + rank.to(tl.int64) * stride + expert
-    source_R = tl.load(at, mask=known, other=0).to(tl.int32)
+    source_R = tl.load(load_at(loads, rank, expert, stride), mask=known, other=0).to(tl.int32)
     quota_R = rank * 0  # of the copy on every rank
     for index in range(SLOTS):
         at_R = found + rank * SLOTS + index
         same_R = tl.load(at_R, mask=known, other=MOST) == expert
-        quota_R += tl.load(at_R + ranks * SLOTS, mask=same_R, other=0)
+        quota_R += tl.load(found_quotas_of(at_R, ranks * SLOTS), mask=same_R, other=0)
     at_home = tl.load(expert_loads + expert) - tl.sum(quota_R, 0)
     kept_R = rank * 0
     if LOCALITY:

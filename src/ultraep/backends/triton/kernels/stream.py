@@ -10,18 +10,42 @@ Shapes: W words (4 bytes) of a tile.
 import triton
 import triton.language as tl
 
-from ultraep.backends.triton.kernels.relay import CHUNKS, FILL, HEADER, LONGEST
+from ultraep.backends.triton.kernels.schedule import (
+    CHUNKS,
+    DEPTH,
+    FILL,
+    HOPS,
+    LONGEST,
+    RECEIVER,
+    SOURCE,
+    TO_SLOT,
+    hop_at,
+    senders_of,
+)
 from ultraep.backends.triton.kernels.signals import (
     HELD,
-    TICKETS,
     add_one,
     board_of,
+    end_epoch,
     last_of,
+    next_epoch,
     post,
     wait,
 )
 
 ALIGNMENT = tl.constexpr(64)  # of chunks, and of tensors in a row
+
+
+@triton.jit
+def release_flag(board, released, receiver, slot, slots):
+    """The word at which a receiver tells the owner of the board that its slot is free."""
+    return board + released + receiver * slots + slot
+
+
+@triton.jit
+def arrival_count(board, arrived, slot, chunk, max_chunks):
+    """The word at which programs count that they have brought their part of a chunk."""
+    return board + arrived + slot * max_chunks + chunk
 
 
 @triton.jit
@@ -56,17 +80,9 @@ def move(
 
 @triton.jit
 def move_from_home(
-    homes,
-    parts,
-    num_parts,
-    source,
-    target,
-    begin,
-    end,
-    worker,
-    W: tl.constexpr,
-    PROGRAMS: tl.constexpr,
-):
+    homes, parts, num_parts, source, target, begin, end, worker,
+    W: tl.constexpr, PROGRAMS: tl.constexpr
+):  # fmt: skip
     """Copy this worker's share of a piece of a home expert, whose tensors stand apart.
 
     parts: [P, 3] where each tensor stands in the row, its bytes, and whether all is aligned.
@@ -91,7 +107,7 @@ def release_slots(boards, senders, rank, slots, released, epoch):
     for slot in range(slots):
         sender = tl.load(senders + slot)
         if sender >= 0:
-            post(board_of(boards, sender) + released + rank * slots + slot, epoch)
+            post(release_flag(board_of(boards, sender), released, rank, slot, slots), epoch)
 
 
 @triton.jit(
@@ -137,149 +153,109 @@ def stream(
 
     rows: addresses of the slots of every rank.   homes: [ranks of this launch, P] addresses.
     released, arrived: words of the first of `ranks * slots` and `slots * max_chunks` flags.
+
+    Rank 0 has the schedule that `make_schedule` shows, and slot 0 of rank 1 is released to it.
+
+    >>> boards = at([0, 0, 0, 0, 0, 0, 0, 1, 0, 1, 0], [0, 0, 0, 0, 0, 0, 0, 1, 0, 0, 0])
+    >>> schedule = [1, 1, 1, 1, 0, 1, 0, 0, 0, 0, 0, 0, -1, 1, 0, -2, 0, 0, 1, 0, 0]
+    >>> example(stream, 1, boards=boards, rows=at(room(1, 4), room(1, 4)),
+    ...         homes=at([[1, 2, 3, 4], [5, 6, 7, 8]]), parts=[[0, 16, 1]], schedules=[schedule],
+    ...         first_rank=0, ranks=2, slots=1, copies=2, row_bytes=16, num_parts=1, stride=21,
+    ...         channel=4, released=8, arrived=10, max_chunks=1, stage=2, patience=9,
+    ...         W=4, PROGRAMS=1)
+    boards = [[0, 0, 0, 0, 1, 0, 1, 1, 0, 1, 0], [0, 0, 0, 0, 0, 0, 0, 1, 0, 0, 1]]
+    rows = [[[_, _, _, _]], [[1, 2, 3, 4]]]
     """
     worker = tl.program_id(0) % PROGRAMS
     index = tl.program_id(0) // PROGRAMS
     rank = first_rank + index
     board = board_of(boards, rank)
     schedule = schedules + index.to(tl.int64) * stride
-    epoch = tl.load(board + channel) + 1
+    epoch = next_epoch(board, channel)
     fill = tl.load(schedule + FILL)
     if fill != tl.load(board + channel + HELD):
-        senders = schedule + HEADER + 4 * copies
         if worker == 0:
-            release_slots(boards, senders, rank, slots, released, epoch)
+            release_slots(boards, senders_of(schedule, copies), rank, slots, released, epoch)
         send(
-            boards,
-            rows,
-            homes + index * num_parts,
-            parts,
-            schedule,
-            senders,
-            rank,
-            ranks,
-            slots,
-            row_bytes,
-            num_parts,
-            released,
-            arrived,
-            max_chunks,
-            stage,
-            patience,
-            epoch,
-            worker,
-            W,
-            PROGRAMS,
-        )
-    if last_of(board + channel + TICKETS, PROGRAMS) & (fill != tl.load(board + channel + HELD)):
+            boards, board, rows, homes + index * num_parts, parts, schedule,
+            senders_of(schedule, copies), rank, ranks, slots, row_bytes, num_parts, released,
+            arrived, max_chunks, stage, patience, epoch, worker, W, PROGRAMS
+        )  # fmt: skip
+    if last_of(board, channel, PROGRAMS) & (fill != tl.load(board + channel + HELD)):
         wait_for_slots(
-            boards,
-            schedule + HEADER + 4 * copies,
-            board + arrived,
-            rank,
-            ranks,
-            slots,
-            tl.load(schedule + CHUNKS),
-            max_chunks,
-            stage,
-            patience,
-            PROGRAMS,
-        )
+            boards, board, senders_of(schedule, copies), rank, ranks, slots,
+            tl.load(schedule + CHUNKS), arrived, max_chunks, stage, patience, PROGRAMS
+        )  # fmt: skip
         flag = tl.arange(0, 64)
         for begin in range(0, slots * max_chunks, 64):
             tl.store(board + arrived + begin + flag, 0, mask=begin + flag < slots * max_chunks)
         tl.store(board + channel + HELD, fill)
-        tl.store(board + channel, epoch)
+        end_epoch(board, channel, epoch)
 
 
 @triton.jit
 def send(
-    boards,
-    rows,
-    homes,
-    parts,
-    schedule,
-    senders,
-    rank,
-    ranks,
-    slots,
-    row_bytes,
-    num_parts,
-    released,
-    arrived,
-    max_chunks,
-    stage,
-    patience,
-    epoch,
-    worker,
-    W: tl.constexpr,
-    PROGRAMS: tl.constexpr,
-):
+    boards, board, rows, homes, parts, schedule, senders, rank, ranks, slots, row_bytes,
+    num_parts, released, arrived, max_chunks, stage, patience, epoch, worker,
+    W: tl.constexpr, PROGRAMS: tl.constexpr
+):  # fmt: skip
     """Chunk c of a hop at depth d goes in round c + d, so that no round waits for a later one."""
-    board = board_of(boards, rank)
-    num_hops, chunks, longest = (
-        tl.load(schedule),
-        tl.load(schedule + CHUNKS),
-        tl.load(schedule + LONGEST),
-    )
-    own_slots = tl.load(rows + rank)
+    num_hops, chunks = tl.load(schedule + HOPS), tl.load(schedule + CHUNKS)
+    longest, own_slots = tl.load(schedule + LONGEST), tl.load(rows + rank)
     size = tl.cdiv(tl.cdiv(row_bytes, chunks), ALIGNMENT) * ALIGNMENT
     ready = num_hops > 0  # and nobody was waited for in vain
     for moment in range(chunks + longest - 1):
         for number in range(num_hops):
-            hop = schedule + HEADER + 4 * number
-            source, receiver = tl.load(hop), tl.load(hop + 1)
-            slot, chunk = tl.load(hop + 2), moment - tl.load(hop + 3)
+            source = tl.load(hop_at(schedule, number, SOURCE))
+            receiver = tl.load(hop_at(schedule, number, RECEIVER))
+            slot = tl.load(hop_at(schedule, number, TO_SLOT))
+            chunk = moment - tl.load(hop_at(schedule, number, DEPTH))
             if ready & (chunk >= 0) & (chunk < chunks):
-                # All addresses are at hand before the wait, so that what arrives goes on at once.
-                target = tl.load(rows + receiver) + slot.to(tl.int64) * row_bytes
-                count = board_of(boards, receiver) + arrived + slot * max_chunks + chunk
-                begin = chunk * size
-                end = tl.minimum(begin + size, row_bytes)
-                if chunk == 0:
-                    word = board + released + receiver * slots + slot
-                    ready &= wait(word, epoch, boards, rank, ranks, receiver, stage, patience)
-                if source < 0:
-                    held = own_slots + (-1 - source).to(tl.int64) * row_bytes
-                    word = board + arrived + (-1 - source) * max_chunks + chunk
-                    sender = tl.load(senders - 1 - source)
-                    ready &= wait(word, PROGRAMS, boards, rank, ranks, sender, stage, patience)
-                    if ready:
-                        move(held + begin, target + begin, end - begin, worker, True, W, PROGRAMS)
-                elif ready:
-                    move_from_home(
-                        homes, parts, num_parts, source, target, begin, end, worker, W, PROGRAMS
-                    )
-                if ready:
-                    add_one(count)
+                ready = send_chunk(
+                    boards, board, rows, homes, parts, senders, own_slots, ready, source,
+                    receiver, slot, chunk, size, rank, ranks, slots, row_bytes, num_parts,
+                    released, arrived, max_chunks, stage, patience, epoch, worker, W, PROGRAMS
+                )  # fmt: skip
+
+
+@triton.jit
+def send_chunk(
+    boards, board, rows, homes, parts, senders, own_slots, ready, source, receiver, slot, chunk,
+    size, rank, ranks, slots, row_bytes, num_parts, released, arrived, max_chunks, stage,
+    patience, epoch, worker, W: tl.constexpr, PROGRAMS: tl.constexpr
+):  # fmt: skip
+    """Send this worker's share of one chunk of a hop as soon as it may go; whether it went."""
+    # All addresses are at hand before the wait, so that what arrives goes on at once.
+    target = tl.load(rows + receiver) + slot.to(tl.int64) * row_bytes
+    count = arrival_count(board_of(boards, receiver), arrived, slot, chunk, max_chunks)
+    begin = chunk * size
+    end = tl.minimum(begin + size, row_bytes)
+    if chunk == 0:
+        word = release_flag(board, released, receiver, slot, slots)
+        ready &= wait(word, epoch, boards, rank, ranks, receiver, stage, patience)
+    if source < 0:
+        held = own_slots + (-1 - source).to(tl.int64) * row_bytes
+        word = arrival_count(board, arrived, -1 - source, chunk, max_chunks)
+        sender = tl.load(senders - 1 - source)
+        ready &= wait(word, PROGRAMS, boards, rank, ranks, sender, stage, patience)
+        if ready:
+            move(held + begin, target + begin, end - begin, worker, True, W, PROGRAMS)
+    elif ready:
+        move_from_home(homes, parts, num_parts, source, target, begin, end, worker, W, PROGRAMS)
+    if ready:
+        add_one(count)
+    return ready
 
 
 @triton.jit
 def wait_for_slots(
-    boards,
-    senders,
-    arrived,
-    rank,
-    ranks,
-    slots,
-    chunks,
-    max_chunks,
-    stage,
-    patience,
-    PROGRAMS: tl.constexpr,
-):
+    boards, board, senders, rank, ranks, slots, chunks, arrived, max_chunks, stage, patience,
+    PROGRAMS: tl.constexpr
+):  # fmt: skip
     """Until the last byte of every slot of this rank is there."""
     for slot in range(slots):
         sender = tl.load(senders + slot)
         if sender >= 0:
             for chunk in range(chunks):
-                wait(
-                    arrived + slot * max_chunks + chunk,
-                    PROGRAMS,
-                    boards,
-                    rank,
-                    ranks,
-                    sender,
-                    stage,
-                    patience,
-                )
+                word = arrival_count(board, arrived, slot, chunk, max_chunks)
+                wait(word, PROGRAMS, boards, rank, ranks, sender, stage, patience)

@@ -1,0 +1,147 @@
+"""Every kernel that is launched shows an example in its docstring, and does what it shows there.
+
+An example is a doctest that calls `example`. On a machine with a GPU the kernels are compiled,
+elsewhere they run through Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import pkgutil
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from test_compile import launched
+
+from ultraep.backends.triton import kernels
+from ultraep.backends.triton.device import default_device, launching
+
+DEVICE = default_device()
+EMPTY = -77  # stands in a room before anything is written
+# The products of stage 6 are compared with those of torch, in test_grouped.py.
+PRODUCTS = {
+    "lay_tiles",
+    "multiply",
+    "row_dots",
+    "swiglu",
+    "swiglu_backward",
+    "weight_gradients",
+}
+
+
+class Memory:
+    """A tensor of an example. What is `private` to the kernel is not shown."""
+
+    def __init__(self, tensor: torch.Tensor, private: bool = False) -> None:
+        self.tensor, self.private = tensor.to(DEVICE), private
+        self.given, self.before = self.tensor, self.tensor.clone()
+
+    def changed(self) -> bool:
+        return not torch.equal(self.tensor, self.before)
+
+    def shown(self) -> str:
+        return str(self.tensor.tolist()).replace(f"{EMPTY}.0", "_").replace(str(EMPTY), "_")
+
+
+class Addresses:
+    """Pieces of memory that a kernel finds by their addresses, often one of every rank."""
+
+    private = False
+
+    def __init__(self, pieces: list[Memory]) -> None:
+        self.pieces = pieces
+        self.given = torch.tensor([piece.tensor.data_ptr() for piece in pieces], device=DEVICE)
+
+    def changed(self) -> bool:
+        return any(piece.changed() for piece in self.pieces)
+
+    def shown(self) -> str:
+        return f"[{', '.join(piece.shown() for piece in self.pieces)}]"
+
+
+def memory_of(value: object) -> Memory | Addresses:
+    """Lists are int32 or float32, by their numbers; bytes are uint8."""
+    if isinstance(value, Memory | Addresses):
+        return value
+    if isinstance(value, bytes):
+        return Memory(torch.tensor(list(value), dtype=torch.uint8))
+    tensor = torch.tensor(value)
+    return Memory(tensor if tensor.is_floating_point() else tensor.to(torch.int32))
+
+
+def room(*shape: int, dtype: torch.dtype = torch.int32) -> Memory:
+    """Memory in which nothing is written yet."""
+    return Memory(torch.full(shape, EMPTY, dtype=dtype))
+
+
+def scratch(*shape: int) -> Memory:
+    """Memory that is for the kernel only."""
+    return Memory(torch.full(shape, EMPTY, dtype=torch.int32), private=True)
+
+
+def at(*pieces: object) -> Addresses:
+    """The addresses of these pieces."""
+    return Addresses([memory_of(piece) for piece in pieces])
+
+
+def parts(*values: object) -> Memory:
+    """One piece with several parts, each of which begins at a multiple of 16 bytes."""
+    found = [memory_of(value).given.flatten().view(torch.int32) for value in values]
+    return Memory(torch.cat([torch.nn.functional.pad(p, (0, -len(p) % 4)) for p in found]))
+
+
+def example(kernel: Any, programs: int | tuple[int, ...], **arguments: Any) -> None:
+    """Launch the kernel with these arguments, and print what it has changed; `_`: not written."""
+    lists = (list, bytes, Memory, Addresses)
+    tensors = {name: memory_of(v) for name, v in arguments.items() if isinstance(v, lists)}
+    given = {name: memory.given for name, memory in tensors.items()}
+    grid = programs if isinstance(programs, tuple) else (programs,)
+    with launching(DEVICE):
+        kernel[grid](**arguments | given)
+    changed = [n for n, memory in tensors.items() if memory.changed() and not memory.private]
+    for name in changed:
+        print(f"{name} = {tensors[name].shown()}")
+    if not changed:
+        print("nothing")
+
+
+RUNNER = doctest.DocTestRunner(verbose=False, optionflags=doctest.NORMALIZE_WHITESPACE)
+HELPERS = {f.__name__: f for f in (at, example, parts, room, scratch)}
+
+
+def examples() -> Iterator[doctest.DocTest]:
+    """The docstrings of all kernels, launched or not."""
+    for found in pkgutil.iter_modules(kernels.__path__):
+        module = importlib.import_module(f"{kernels.__name__}.{found.name}")
+        for name, value in vars(module).items():
+            if hasattr(value, "fn") and value.fn.__module__ == module.__name__:
+                names = vars(module) | HELPERS | {"torch": torch}
+                text = value.fn.__doc__ or ""
+                yield doctest.DocTestParser().get_doctest(text, names, name, module.__file__, None)
+
+
+EXAMPLES = {test.name: test for test in examples() if test.examples}
+
+
+def test_every_launched_kernel_has_an_example():
+    """And those that are excused really have none."""
+    assert launched() - PRODUCTS == set(EXAMPLES) & launched()
+    assert launched() >= PRODUCTS
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_kernels_do_what_their_examples_show(name, quick_sort):
+    told: list[str] = []
+    RUNNER.run(EXAMPLES[name], out=told.append)
+    assert not told, "".join(told)
+
+
+def test_examples_can_fail():
+    """A wrong number is seen, and so is a place that was never written."""
+    wrong = EXAMPLES["tile_offsets"].docstring.replace("totals = [3, 1", "totals = [3, _")
+    names = EXAMPLES["tile_offsets"].globs
+    test = doctest.DocTestParser().get_doctest(wrong, names, "wrong", None, None)
+    assert RUNNER.run(test, out=lambda text: None).failed == 1
