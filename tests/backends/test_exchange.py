@@ -152,31 +152,32 @@ class Group:
             Exchange(self.layout, rank=rank, tables=self.tables[rank], programs=programs)
             for rank in range(self.ranks)
         ]
-        self.ways = [exchange.ways() for exchange in self.exchanges]
+        self.maps = [exchange.row_map() for exchange in self.exchanges]
+        self.gates = [torch.zeros(self.capacity, device=DEVICE) for _ in self.exchanges]
         self.routes = [route_of(own, plan, rank) for rank, own in enumerate(ids)]
 
     @property
     def members(self):
-        return list(zip(range(self.ranks), self.exchanges, self.ways, self.routes, strict=True))
+        return list(zip(range(self.ranks), self.exchanges, self.maps, self.routes, strict=True))
 
     @property
     def exposed(self):
         return pieces_of(self.tables, self.values, self.served)
 
-    def dispatch(self, values, weights):
+    def dispatch(self, values, gates):
         """[capacity, D] what arrives at every rank."""
-        for rank, exchange, ways, route in self.members:
-            exchange.tables(route.rows_of_slot, route.receive_counts, ways)
-            exchange.expose(route.order, weights[rank].to(DEVICE))
+        for rank, exchange, row_map, route in self.members:
+            exchange.tables(route.rows_of_slot, route.receive_counts, row_map)
+            exchange.expose(route.order, gates[rank].to(DEVICE))
             exchange.expose_values(values[rank].to(DEVICE), self.values[rank])
-        for _, exchange, ways, route in self.members:
-            exchange.origins(route.receive_counts, ways)
-            exchange.landings(route.slots, route.positions, ways)
+        for rank, exchange, row_map, route in self.members:
+            exchange.origins(route.receive_counts, row_map, self.gates[rank])
+            exchange.landings(route.slots, route.positions, row_map)
         return [self.gather(rank) for rank in range(self.ranks)]
 
     def gather(self, rank):
         gathered = torch.full((self.capacity, self.width), SENTINEL).to(DEVICE, self.dtype)
-        self.exchanges[rank].gather_rows(self.values[rank], self.ways[rank], gathered)
+        self.exchanges[rank].gather_rows(self.values[rank], self.maps[rank], gathered)
         return gathered.cpu()
 
     def combine(self, served, scalars=None):
@@ -184,7 +185,7 @@ class Group:
         for rank, exchange, *_ in self.members:
             exchange.served_rows(self.served[rank], self.width, self.dtype).copy_(served[rank])
             if scalars is not None:
-                exchange.served_scalars(self.served[rank]).copy_(scalars[rank])
+                exchange.served_scalars(self.served[rank], torch.float32).copy_(scalars[rank])
         return [self.sum(rank, scalars is not None) for rank in range(self.ranks)]
 
     def sum(self, rank, with_scalars):
@@ -192,7 +193,7 @@ class Group:
         summed = torch.full((tokens, self.width), SENTINEL).to(DEVICE, self.dtype)
         scalars = torch.full((tokens, self.top_k), SENTINEL, device=DEVICE)
         self.exchanges[rank].sum_rows(
-            self.served[rank], self.ways[rank], summed, scalars if with_scalars else None
+            self.served[rank], self.maps[rank], summed, scalars if with_scalars else None
         )
         return summed.cpu(), scalars.cpu()
 
@@ -213,9 +214,9 @@ def bits(tensor):
 def assert_there_and_back(group, seed=0):
     """Both directions, bit by bit, and nothing written that is not asked for."""
     values = group.random(map(len, group.ids), seed)
-    weights = [torch.rand(own.shape) for own in group.ids]
-    arrivals = group.dispatch(values, weights)
-    assert_ways(group, weights)
+    gates = [torch.rand(own.shape) for own in group.ids]
+    arrivals = group.dispatch(values, gates)
+    assert_mapped(group, gates)
     for rank, rows in enumerate(arrivals):
         wanted = group.twin.gathered(rank, values, group.top_k)
         assert torch.equal(bits(rows[: len(wanted)]), bits(wanted))
@@ -226,19 +227,19 @@ def assert_there_and_back(group, seed=0):
     assert torch.equal(bits(group.sum(0, False)[0]), bits(group.sum(0, True)[0]))
 
 
-def assert_ways(group, weights):
+def assert_mapped(group, gates):
     rows, capacity = group.layout.rows, group.capacity
-    for rank, _, ways, route in group.members:
+    for rank, _, row_map, route in group.members:
         pairs = group.twin.arrived[rank]
         assert route.receive_counts.sum() == group.twin.totals[rank]
-        assert ways.offsets.tolist() == group.twin.offsets(rank, capacity)
+        assert row_map.offsets.tolist() == group.twin.offsets(rank, capacity)
         origins = [source * rows + row for source, row in pairs]
-        assert ways.origins.tolist() == origins + [0] * (capacity - len(pairs))
-        wanted = [weights[source].view(-1)[row].item() for source, row in pairs]
-        assert ways.weights.tolist() == wanted + [0] * (capacity - len(pairs))
+        assert row_map.origins.tolist() == origins + [0] * (capacity - len(pairs))
+        wanted = [gates[source].view(-1)[row].item() for source, row in pairs]
+        assert group.gates[rank].tolist() == wanted + [0] * (capacity - len(pairs))
         number = group.ids[rank].numel()
         landings = [group.twin.landing(rank, row, capacity) for row in range(number)]
-        assert ways.landings.tolist() == landings + [0] * (rows - number)
+        assert row_map.landings.tolist() == landings + [0] * (rows - number)
 
 
 def assert_sums(group, served, scalars, found):
@@ -323,15 +324,15 @@ def test_more_slots_than_a_tile_of_the_tables():
     topology = Topology(ranks=2, experts=5000, slots=0)
     ids = [torch.from_numpy(np.random.default_rng(r).integers(0, 5000, (20, 2))) for r in range(2)]
     group = Group(ids, plan_of(ids, topology))
-    for _, exchange, ways, route in group.members:
-        exchange.tables(route.rows_of_slot, route.receive_counts, ways)
-    for rank, exchange, ways, route in group.members:
+    for _, exchange, row_map, route in group.members:
+        exchange.tables(route.rows_of_slot, route.receive_counts, row_map)
+    for rank, exchange, row_map, route in group.members:
         begins = route.rows_of_slot.cumsum(0) - route.rows_of_slot
         assert torch.equal(exchange.begins, begins.int())
         blocks_LR = route.receive_counts.T.reshape(-1)
         blocks_LR = (blocks_LR.cumsum(0) - blocks_LR).view(-1, 2)
         assert torch.equal(exchange.blocks.view(2, -1), blocks_LR.T.int())
-        assert ways.offsets.tolist() == group.twin.offsets(rank, group.capacity)
+        assert row_map.offsets.tolist() == group.twin.offsets(rank, group.capacity)
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
@@ -340,8 +341,8 @@ def test_bytes_are_moved_too(dtype, width):
     group = random_group(width=width, dtype=torch.int8)
     group.dtype = dtype
     values = [torch.randint(-99, 99, (len(own), width), dtype=torch.int8) for own in group.ids]
-    weights = [torch.rand(own.shape) for own in group.ids]
-    arrivals = group.dispatch([own.view(dtype) for own in values], weights)
+    gates = [torch.rand(own.shape) for own in group.ids]
+    arrivals = group.dispatch([own.view(dtype) for own in values], gates)
     for rank, rows in enumerate(arrivals):
         wanted = group.twin.gathered(rank, values, group.top_k)
         assert torch.equal(rows.view(torch.int8)[: len(wanted)], wanted)
@@ -363,9 +364,9 @@ def test_values_that_begin_anywhere(offset):
 def test_weights_of_any_type():
     group = random_group()
     values = group.random(map(len, group.ids), 0)
-    weights = [torch.rand(own.shape).to(torch.bfloat16) for own in group.ids]
-    group.dispatch(values, weights)
-    assert_ways(group, [own.float() for own in weights])
+    gates = [torch.rand(own.shape).to(torch.bfloat16) for own in group.ids]
+    group.dispatch(values, gates)
+    assert_mapped(group, [own.float() for own in gates])
 
 
 @pytest.mark.parametrize("missing", [1, 4, 1000])
@@ -384,9 +385,9 @@ def test_no_room(missing):
 
 def test_the_most_that_ever_arrived_is_remembered():
     group = random_group(4, tokens=(20, 7, 9), capacity=1)
-    _, exchange, ways, route = group.members[0]
+    _, exchange, row_map, route = group.members[0]
     for times in (3, 5, 2):
-        exchange.tables(route.rows_of_slot, route.receive_counts * times, ways)
+        exchange.tables(route.rows_of_slot, route.receive_counts * times, row_map)
     assert exchange.faults.tolist() == [3, 5 * group.twin.totals[0]]
 
 
@@ -423,9 +424,9 @@ def test_routes_that_are_none_lead_nowhere(seed, capacity):
 
     group.routes = [Route(*map(noise, route)) for route in group.routes]
     values = group.random(map(len, group.ids), 0)
-    weights = [torch.rand(own.shape) for own in group.ids]
+    gates = [torch.rand(own.shape) for own in group.ids]
     with watched(also=group.exposed):
-        group.dispatch(values, weights)
+        group.dispatch(values, gates)
         group.combine(group.random([capacity] * group.ranks, 1), [torch.rand(capacity)] * 3)
 
 

@@ -6,7 +6,7 @@ Every rank exposes what it has, and pulls what it needs:
     exchange.expose(order, weights)
     exchange.expose_values(tokens, values)
     ...                                                     all ranks wait for each other
-    exchange.origins(receive_counts, row_map)
+    exchange.origins(receive_counts, row_map, gates)
     exchange.landings(slots, positions, row_map)
     exchange.gather_rows(values, row_map, arrivals)
     ...                                                     experts fill `served_rows(served, ...)`
@@ -37,6 +37,7 @@ from ultraep.errors import ConfigError, LoadError
 ALIGNMENT = 128  # bytes, of every part of a region
 WORDS = {4: torch.int32, 2: torch.int16, 1: torch.int8}  # in which rows are moved, by their bytes
 TYPES = {4: tl.int32, 2: tl.int16, 1: tl.int8}
+SCALAR = 8  # bytes, at most
 IN_FLIGHT = 64 << 10  # bytes that a program has asked for at once; few programs suffice then
 WARPS = 16
 
@@ -94,7 +95,7 @@ class RegionLayout:
     @property
     def table_bytes(self) -> int:
         """Size of the region of the tables."""
-        return self.scalars_at + aligned(4 * self.rows)
+        return self.scalars_at + aligned(SCALAR * self.rows)
 
     def value_bytes(self, row_bytes: int) -> int:
         """Size of a region for the values of all tokens."""
@@ -103,7 +104,7 @@ class RegionLayout:
     @property
     def served_at(self) -> int:
         """Bytes from the beginning of what was served, where the scalars stand, to the rows."""
-        return aligned(4 * self.capacity)
+        return aligned(SCALAR * self.capacity)
 
     def served_bytes(self, row_bytes: int) -> int:
         """Size of a region for served rows and their scalars."""
@@ -116,7 +117,6 @@ class RowMap:
 
     offsets: torch.Tensor  # [L + 1] where the arrivals of each slot begin; the last: A
     origins: torch.Tensor  # [capacity] rank * rows + routed row of each arrived row; -1: unknown
-    gates: torch.Tensor  # [capacity] the scalar of each arrived row
     landings: torch.Tensor  # [rows] rank * capacity + arrived row of each routed row; -1: none
 
 
@@ -139,7 +139,6 @@ class Exchange:
         self.order = self._table(0, layout.rows)
         self.begins = self._table(layout.begins_at, layout.num_slots)
         self.blocks = self._table(layout.blocks_at, layout.ranks * layout.most_local)
-        self.scalars = self._table(layout.scalars_at, layout.rows).view(torch.float32)
         self.faults = torch.zeros(2, dtype=torch.int32, device=self.device)
 
     def _table(self, at: int, length: int) -> torch.Tensor:
@@ -154,7 +153,6 @@ class Exchange:
         return RowMap(
             buffer(self.num_local + 1, torch.int32),
             buffer(self.layout.capacity, torch.int64),
-            buffer(self.layout.capacity, torch.float32),
             buffer(self.layout.rows, torch.int64),
         )
 
@@ -164,9 +162,15 @@ class Exchange:
         rows = served.local[begin:end].view(dtype)
         return rows[: self.layout.capacity * width].view(self.layout.capacity, width)
 
-    def served_scalars(self, served: Region) -> torch.Tensor:
-        """[capacity] the same for one scalar of every arrived row."""
-        return served.local[: 4 * self.layout.capacity].view(torch.float32)
+    def served_scalars(self, served: Region, dtype: torch.dtype) -> torch.Tensor:
+        """[capacity] the part for one scalar of every arrived row."""
+        return served.local[: dtype.itemsize * self.layout.capacity].view(dtype)
+
+    def scalars(self, dtype: torch.dtype) -> torch.Tensor:
+        """[N] the part of the tables for a scalar of every routed row."""
+        begin = self.layout.scalars_at
+        end = begin + dtype.itemsize * self.layout.rows
+        return self.region.local[begin:end].view(dtype)
 
     def tables(self, rows_of_slot: torch.Tensor, received: torch.Tensor, row_map: RowMap) -> None:
         """Where the rows of every slot begin, here and for the others.
@@ -202,7 +206,13 @@ class Exchange:
         assert scalars.is_contiguous()
         if order.numel():
             kernels.expose_routes[(self.programs,)](
-                order, scalars, self.order, self.scalars, order.numel(), B=1024, num_warps=8
+                order,
+                scalars,
+                self.order,
+                self.scalars(scalar_type(scalars.dtype)),
+                order.numel(),
+                B=1024,
+                num_warps=8,
             )
 
     def expose_values(self, values: torch.Tensor, region: Region) -> None:
@@ -223,8 +233,8 @@ class Exchange:
             num_warps=WARPS,
         )
 
-    def origins(self, received: torch.Tensor, row_map: RowMap) -> None:
-        """Pulls from where every arrived row comes, and its scalar."""
+    def origins(self, received: torch.Tensor, row_map: RowMap, scalars: torch.Tensor) -> None:
+        """Pulls from where every arrived row comes, and its scalar `[capacity]`."""
         layout, rows = self.layout, 1024
         self._check_received(received)
         if not received.numel():
@@ -236,7 +246,7 @@ class Exchange:
             self.blocks,
             self.first_slot_of_rank,
             row_map.origins,
-            row_map.gates,
+            scalars,
             self.rank,
             self.num_local,
             layout.capacity,
@@ -336,6 +346,11 @@ class Exchange:
     def _check_received(self, received: torch.Tensor) -> None:
         assert received.shape == (self.layout.ranks, self.num_local)
         assert received.is_contiguous()
+
+
+def scalar_type(dtype: torch.dtype) -> torch.dtype:
+    """In which scalars of that type travel."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def aligned(num_bytes: int) -> int:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import torch
 
+from ultraep.backends.triton.exchange import scalar_type
 from ultraep.runtime.mapped.control import DeviceRoutes
 from ultraep.runtime.mapped.memory import MappedMemory
 
@@ -41,12 +42,14 @@ class MappedExchange:
             exchange.tables(routes.rows_of_slot, routes.receive_counts, self._rows)
             exchange.expose(routes.order, scalars_TK.contiguous())
         memory.meet()
+        gates_A = None
         if scalars_TK is not None:
-            exchange.origins(routes.receive_counts, self._rows)
+            gates_A = scalars_TK.new_empty(memory.capacity, dtype=scalar_type(scalars_TK.dtype))
+            exchange.origins(routes.receive_counts, self._rows, gates_A)
             exchange.landings(routes.slots, routes.positions, self._rows)
         rows_AD = values_TD.new_empty(memory.capacity, values_TD.shape[1])
         exchange.gather_rows(memory.to_read("values", nbytes), self._rows, rows_AD)
-        return rows_AD, None if scalars_TK is None else self._rows.gates
+        return rows_AD, gates_A
 
     def to_tokens(
         self, rows_AD: torch.Tensor, scalars_A: torch.Tensor | None
@@ -60,7 +63,8 @@ class MappedExchange:
             served[: len(rows_AD)].copy_(rows_AD)
         scalars_TK = None
         if scalars_A is not None:
-            scalars = exchange.served_scalars(memory.to_write("served", nbytes))
+            region = memory.to_write("served", nbytes)
+            scalars = exchange.served_scalars(region, scalars_A.dtype)
             scalars[: len(scalars_A)].copy_(scalars_A)
             scalars_TK = scalars_A.new_empty(self._shape)
         memory.meet()

@@ -98,7 +98,7 @@ def make_tables(
 
 @triton.jit(do_not_specialize=["rows"])
 def expose_routes(order, scalars, exposed_order, exposed_scalars, rows, B: tl.constexpr):
-    """[N] the order of the routed rows, and their scalars in single precision, to the tables.
+    """[N] the order of the routed rows, and their scalars in the type of the tables, to these.
 
     >>> example(expose_routes, 1, order=[0, 1, 4, 3, 2], scalars=[0.5, 0.25, 0.125, 1.0, 2.0],
     ...         exposed_order=room(6), exposed_scalars=room(6, dtype=torch.float32), rows=5, B=4)
@@ -109,7 +109,7 @@ def expose_routes(order, scalars, exposed_order, exposed_scalars, rows, B: tl.co
         row = first + tl.arange(0, B)
         there = row < rows
         tl.store(exposed_order + row, tl.load(order + row, mask=there), mask=there)
-        scalar = tl.load(scalars + row, mask=there).to(tl.float32)
+        scalar = tl.load(scalars + row, mask=there).to(exposed_scalars.dtype.element_ty)
         tl.store(exposed_scalars + row, scalar, mask=there)
 
 
@@ -145,7 +145,7 @@ def origins(
     blocks,
     first_slot_of_rank,
     origin_of_row,
-    weight_of_row,
+    gate_of_row,
     rank,
     num_local,
     capacity,
@@ -158,22 +158,22 @@ def origins(
     """Program (l, q, p): part p of the arrivals of slot l from rank q.
 
     origin_of_row: [A] rank * rows + row, of the routed rows of all ranks; -1: unknown.
-    weight_of_row: [A] the scalar that stands there beside it.
+    gate_of_row: [A] the scalar that stands there beside it.
 
     >>> scalars = [0.5, 0.25, 0.125, 1.0, 2.0]
     >>> first = parts([0, 3, 1, 2, -1], [0, 2, 3, 3, 3, 4], scalars)  # order, begins, scalars
     >>> second = parts([0, 1, 4, 3, 2], [0, 1, 1, 1, 2, 2], scalars)
     >>> example(origins, (3, 2, 1), addresses=at(first, second), received=[[0, 1, 0], [1, 0, 3]],
     ...         blocks=[[0, 1, 2], [0, 2, 2]], first_slot_of_rank=[0, 3, 6],
-    ...         origin_of_row=room(8), weight_of_row=room(8, dtype=torch.float32), rank=1,
+    ...         origin_of_row=room(8), gate_of_row=room(8, dtype=torch.float32), rank=1,
     ...         num_local=3, capacity=8, rows=5, stride=3, BEGINS=32, SCALARS=64, B=4)
     origin_of_row = [6, 2, 9, 8, 7, _, _, _]
-    weight_of_row = [0.25, 0.125, 2.0, 1.0, 0.125, _, _, _]
+    gate_of_row = [0.25, 0.125, 2.0, 1.0, 0.125, _, _, _]
     """
     local, source, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     order = part_of(addresses, source, ORDER_AT, tl.int32)
     begins = part_of(addresses, source, BEGINS, tl.int32)
-    scalars = part_of(addresses, source, SCALARS, tl.float32)
+    scalars = part_of(addresses, source, SCALARS, gate_of_row.dtype.element_ty)
     begin = tl.load(begins + tl.load(first_slot_of_rank + rank) + local)
     begin = tl.minimum(tl.maximum(begin, 0), rows)
     target = tl.load(block_at(blocks, source, local, stride))
@@ -187,7 +187,7 @@ def origins(
         weight = tl.load(scalars + sent, mask=known, other=0.0)
         origin = tl.where(known, joined(source, sent, rows), -1)
         tl.store(origin_of_row + target + row, origin, mask=there)
-        tl.store(weight_of_row + target + row, weight, mask=there)
+        tl.store(gate_of_row + target + row, weight, mask=there)
 
 
 @triton.jit(do_not_specialize=["num_local"])

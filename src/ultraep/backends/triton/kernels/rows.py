@@ -113,6 +113,6 @@ def pull_scalars(addresses, landing_of_row, scalars, num_rows, CAPACITY: tl.cons
         row = first + tl.arange(0, B)
         landing = tl.load(landing_of_row + row, mask=row < num_rows, other=-1)
         rank, arrived = parted(tl.maximum(landing, 0), CAPACITY)
-        there = part_of(addresses, rank, SERVED_SCALARS_AT, tl.float32)
+        there = part_of(addresses, rank, SERVED_SCALARS_AT, scalars.dtype.element_ty)
         scalar = tl.load(there + arrived, mask=landing >= 0, other=0.0)
         tl.store(scalars + row, scalar, mask=row < num_rows)
