@@ -10,7 +10,8 @@ from ultraep.cli.scenario import make_scenario
 from ultraep.errors import ConfigError
 from ultraep.sim.run import simulate, time_layer
 from ultraep.sim.scenario import Contender
-from ultraep.sim.timeline import MOST_RANKS, make_timeline, median_microbatch, write_timeline
+from ultraep.sim.timeline import MOST_RANKS, make_timeline, median_microbatch
+from ultraep.trace.chrome import write_timeline
 
 POLICIES = ("none", "eplb", "lplb", "quota", "ultraep", "ideal")
 CONTENDERS = [Contender.of(policy) for policy in POLICIES]

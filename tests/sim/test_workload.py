@@ -21,7 +21,7 @@ from ultraep.sim.workload import (
     fit_skew,
     mean_imbalance,
     rank_imbalance,
-    read_trace,
+    read_workload,
     share_out,
 )
 from ultraep.topology import Topology
@@ -240,7 +240,7 @@ def test_a_trace_of_routing(tmp_path: Path) -> None:
     short = rng.integers(0, 8, (50, 3, 2))
     path = tmp_path / "routing.npz"
     np.savez(path, first_ids=first, short_ids=short, second_ids=second, other=np.zeros(3))
-    trace = read_trace(path, experts=8, top_k=2)
+    trace = read_workload(path, experts=8, top_k=2)
     assert trace.loads.shape == (3, 3, 8)
     assert trace.loads[1, 2].tolist() == np.bincount(first[4096:8192, 2].ravel()).tolist()
     assert trace.loads[2, 0].tolist() == np.bincount(second[:, 0].ravel()).tolist()
@@ -252,32 +252,32 @@ def test_a_trace_of_loads(tmp_path: Path) -> None:
     np.savez(tmp_path / "loads.npz", first=matrices[0], second=matrices[1])
     (tmp_path / "loads.json").write_text(json.dumps(matrices.tolist()))
     for name in ("loads.npy", "loads.npz", "loads.json"):
-        trace = read_trace(tmp_path / name, experts=4, top_k=2)
+        trace = read_workload(tmp_path / name, experts=4, top_k=2)
         assert trace.loads.tolist() == matrices.sum(axis=1)[:, None].tolist()
 
 
 def test_traces_of_other_models_are_refused(tmp_path: Path) -> None:
     np.save(tmp_path / "loads.npy", np.ones((2, 3, 4), dtype=int))
     with pytest.raises(ConfigError, match="has loads of 4 experts, the model has 8"):
-        read_trace(tmp_path / "loads.npy", experts=8, top_k=2)
+        read_workload(tmp_path / "loads.npy", experts=8, top_k=2)
     np.savez(tmp_path / "routing.npz", text_ids=np.full((4096, 1, 1), 9))
     with pytest.raises(FileError, match=r"ids must lie in 0\.\.7, got 9\.\.9"):
-        read_trace(tmp_path / "routing.npz", experts=8, top_k=1)
+        read_workload(tmp_path / "routing.npz", experts=8, top_k=1)
 
 
 def test_traces_that_cannot_be_used(tmp_path: Path) -> None:
     np.savez(tmp_path / "short.npz", text_ids=np.zeros((4095, 1, 1), dtype=int))
     with pytest.raises(FileError, match="no text has a full window of 4096 tokens"):
-        read_trace(tmp_path / "short.npz", experts=8, top_k=1)
+        read_workload(tmp_path / "short.npz", experts=8, top_k=1)
     texts = {f"{layers}_ids": np.zeros((4096, layers, 1), dtype=int) for layers in (3, 2)}
     np.savez(tmp_path / "layers.npz", **texts)
     with pytest.raises(FileError, match="texts of different numbers of layers, 2 and 3"):
-        read_trace(tmp_path / "layers.npz", experts=8, top_k=1)
+        read_workload(tmp_path / "layers.npz", experts=8, top_k=1)
     np.save(tmp_path / "empty.npy", np.array([[[1, 2]], [[0, 0]]]))
     with pytest.raises(FileError, match="a microbatch without any row"):
-        read_trace(tmp_path / "empty.npy", experts=2, top_k=1)
+        read_workload(tmp_path / "empty.npy", experts=2, top_k=1)
     with pytest.raises(FileError, match="no such file"):
-        read_trace(tmp_path / "none.npy", experts=2, top_k=1)
+        read_workload(tmp_path / "none.npy", experts=2, top_k=1)
 
 
 @pytest.mark.parametrize("name", ["cut.npz", "text.npz", "cut.npy"])
@@ -292,7 +292,7 @@ def test_damaged_traces_are_refused(tmp_path: Path, name: str) -> None:
         b"loads" if name.startswith("text") else content[: -len(content) // 3]
     )
     with pytest.raises(FileError, match=f"{name}: cannot be read"):
-        read_trace(tmp_path / name, experts=8, top_k=1)
+        read_workload(tmp_path / name, experts=8, top_k=1)
 
 
 def test_a_trace_with_a_damaged_inside_is_refused(tmp_path: Path) -> None:
@@ -302,4 +302,4 @@ def test_a_trace_with_a_damaged_inside_is_refused(tmp_path: Path) -> None:
     content[1000] ^= 255
     path.write_bytes(content)
     with pytest.raises(FileError, match="cannot be read, truncated or damaged"):
-        read_trace(path, experts=8, top_k=1)
+        read_workload(path, experts=8, top_k=1)

@@ -8,7 +8,7 @@ import pytest
 from traces import plan_for, record
 
 from ultraep import ConfigError, FileError, read_trace
-from ultraep.sim.workload import read_trace as read_workload
+from ultraep.sim.workload import read_workload
 from ultraep.trace.schema import VERSION, Header
 
 
@@ -73,7 +73,7 @@ BAD = {
     "binary header": (lambda d: (d / "header.json").write_bytes(b"\xff\xfb"), "cannot be read"),
     "version": (
         lambda d: edit_header(d, version=7),
-        f"a trace of version 7, this program reads version {VERSION}",
+        f"a trace of version 7, this program reads versions 1 to {VERSION}",
     ),
     "no version": (lambda d: edit_header(d, version="gone"), "a trace of version None"),
     "entry less": (lambda d: edit_header(d, slots="gone"), "missing or unknown: slots"),

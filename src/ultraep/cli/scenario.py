@@ -25,7 +25,7 @@ from ultraep.sim.run import Report
 from ultraep.sim.scenario import Contender, Scenario
 from ultraep.sim.serving import Serving, load_requests
 from ultraep.sim.training import Training
-from ultraep.sim.workload import Recorded, Skew, Workload, fit_skew, read_trace
+from ultraep.sim.workload import Recorded, Skew, Workload, fit_skew, read_workload
 
 CLUSTER, MODEL, RANKS, TOKENS, IMBALANCE = "gb200-nvl72", "qwen3-235b", 64, 8192, 2.0
 MOST_PROCESSES = 8
@@ -235,7 +235,8 @@ def make_scenario(
     if trace is None:
         return replace(scenario, workload=_drawn(scenario, drawing, seed))
     _refuse(drawing, "--trace brings its own loads", "drawn loads")
-    return replace(scenario, workload=read_trace(trace, experts=found.experts, top_k=found.top_k))
+    workload = read_workload(trace, experts=found.experts, top_k=found.top_k)
+    return replace(scenario, workload=workload)
 
 
 def _training(tokens: int, options: dict[str, Any]) -> Training:

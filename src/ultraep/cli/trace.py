@@ -20,7 +20,8 @@ from ultraep.cli import render
 from ultraep.errors import ConfigError
 from ultraep.outputs import check_targets, is_stream
 from ultraep.policies import get_policy
-from ultraep.trace.export import write_csv, write_timeline
+from ultraep.trace.chrome import timeline_of, write_timeline
+from ultraep.trace.export import write_csv
 from ultraep.trace.read import Trace, read_trace
 from ultraep.trace.replay import Line, cases, differing
 from ultraep.trace.replay import replay as replay_case
@@ -325,7 +326,7 @@ def export(
     if to_csv is not None:
         write_csv(trace, to_csv)
     if to_perfetto is not None:
-        write_timeline(trace, to_perfetto)
+        write_timeline(to_perfetto, timeline_of(trace))
     if to_npz is not None:
         trace.save(to_npz)
     for written in targets:

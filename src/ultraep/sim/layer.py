@@ -97,11 +97,13 @@ class LayerClock:
         whole = np.ones(len(rank_SR))
         dispatch_S = self._exchange(rank_SR)
         control = self._control()
+        replicate_S, reroute = self._replicate(copies, rank_SR, dispatch_S)
         return {
             "attention": whole * self.costs.attention_forward(self.tokens, self.context),
             "loads": whole * control[0],
             "plan": whole * control[1],
-            "weights": self._weights(copies, rank_SR, dispatch_S),
+            "replicate": replicate_S,
+            "reroute": whole * reroute,
             "dispatch": dispatch_S,
             "experts": self._slowest(copies, rank_SR, self.costs.experts_forward, 1),
             "combine": self._exchange(rank_SR),
@@ -167,17 +169,19 @@ class LayerClock:
 
     # -- weights ---------------------------------------------------------------------------------
 
-    def _weights(self, copies: Copies, rank_SR: IntArray, exchange_S: FloatArray) -> FloatArray:
-        """[S] what lies between the plan and the dispatch, and by how much weights delay that."""
+    def _replicate(
+        self, copies: Copies, rank_SR: IntArray, exchange_S: FloatArray
+    ) -> tuple[FloatArray, float]:
+        """[S] by how much weights delay the dispatch; seconds of what else lies before it."""
         if self.runtime.relay == "nothing":
-            return np.zeros(len(rank_SR))
+            return np.zeros(len(rank_SR)), 0.0
         measured = self.runtime.planner == "measured"
         schedule = self.costs.schedule(self.topology.ranks) if measured else 0.0
         ready = max(self.costs.reroute(self.rows), schedule)
         if not self.runtime.streams:
-            return np.full(len(rank_SR), ready)
+            return np.zeros(len(rank_SR)), ready
         streamed_S = self._streamed(copies, rank_SR, exchange_S)
-        return streamed_S + ready if self.runtime.beside else np.maximum(streamed_S, ready)
+        return streamed_S if self.runtime.beside else np.maximum(streamed_S - ready, 0.0), ready
 
     def _streamed(self, copies: Copies, rank_SR: IntArray, exchange_S: FloatArray) -> FloatArray:
         """[S] seconds of the weights: those that the exchange of rows beside them does not hide."""

@@ -264,9 +264,7 @@ def _serving_rate(scenario: Scenario, serving: Serving, layers: list[LayerTimes]
     experts_S = np.sum(
         [times.forward_seconds - times.forward["attention"] for times in layers], axis=0
     )
-    fixed_S = np.sum(
-        [t.forward["loads"] + t.forward["plan"] + t.forward["weights"] for t in layers], axis=0
-    )
-    fixed = float(fixed_S.mean())
-    iteration = make_iteration(scenario.costs, serving, experts_S - fixed_S, fixed)
+    fixed = ("loads", "plan", "replicate", "reroute")
+    fixed_S = np.sum([t.forward[name] for t in layers for name in fixed], axis=0)
+    iteration = make_iteration(scenario.costs, serving, experts_S - fixed_S, float(fixed_S.mean()))
     return rate_at_limit(iteration, serving, scenario.ranks)

@@ -22,8 +22,7 @@ from ultraep.arrays import IntArray
 from ultraep.errors import ConfigError, FileError
 from ultraep.loads import MAX_TOTAL
 from ultraep.topology import Topology
-from ultraep.trace.read import holds_trace
-from ultraep.trace.read import read_trace as read_recorded
+from ultraep.trace.read import holds_trace, read_trace
 from ultraep.workload import loads_of_windows, read_loads, read_routing
 from ultraep.workload.windows import holds_routing
 
@@ -236,7 +235,7 @@ class Recorded:
         return share_out(picked_SE.astype(np.float64), rows, self.top_k)
 
 
-def read_trace(path: str | Path, *, experts: int, top_k: int) -> Recorded:
+def read_workload(path: str | Path, *, experts: int, top_k: int) -> Recorded:
     """A workload from a trace, from recorded routing (`*_ids` in .npz) or from a file of loads."""
     if holds_trace(path):
         loads_SHE = _recorded(path)
@@ -253,7 +252,7 @@ def read_trace(path: str | Path, *, experts: int, top_k: int) -> Recorded:
 
 def _recorded(path: str | Path) -> IntArray:
     """[S, H, E] of a trace: its layers in their order."""
-    summed: IntArray = read_recorded(path).by_layer().sum(axis=2, dtype=np.int64)
+    summed: IntArray = read_trace(path).by_layer().sum(axis=2, dtype=np.int64)
     if not len(summed):
         raise FileError(f"{path}: no microbatch of which all layers were recorded")
     return summed

@@ -14,6 +14,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Mapping, Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,16 @@ from ultraep.loads import as_integers
 from ultraep.outputs import write_text
 from ultraep.plan import DEFAULT_CONFIG, Plan
 from ultraep.topology import Topology
-from ultraep.trace.pieces import Key, More, Record
-from ultraep.trace.schema import HEADER_FILE, STAGES, Header, rank_folder
+from ultraep.trace.pieces import Entry
+from ultraep.trace.schema import (
+    HEADER_FILE,
+    STAGES,
+    Array,
+    Field,
+    Header,
+    fields_in_pieces,
+    rank_folder,
+)
 from ultraep.trace.writer import Writer
 
 MEMORY = 64 << 20  # bytes of records that wait
@@ -63,7 +72,14 @@ class Recorder:
         self.header = Header.of(topology, config, stages=tuple(stages), note=note)
         self._config = config
         self._place = {stage: place for place, stage in enumerate(self.header.stages)}
-        self._slots = self.header.slots_of(rank)
+        self._sizes = self.header.sizes(rank)
+        fields = fields_in_pieces(rank).values()
+        self._fields = {
+            field.name: field
+            for field in fields
+            if field.join in ("ranks", "slots") and field.early and field.default is not None
+        }
+        self._of_plan = [(field.name, attrgetter(field.plan)) for field in fields if field.plan]
         _prepare(self.folder, self.header, rank)
         self._writer = Writer(self.folder / rank_folder(rank), self.header, rank, memory)
         self._finish = weakref.finalize(self, Writer.close, self._writer)  # also at exit
@@ -79,6 +95,7 @@ class Recorder:
         bytes_moved: int = 0,
         seconds: Mapping[str, float] | None = None,
         began: float | None = None,
+        **others: Any,
     ) -> bool:
         """Record one microbatch of one layer; False: it was dropped. Returns at once.
 
@@ -88,22 +105,17 @@ class Recorder:
         bytes_moved: what this rank sent of weights and gradients of copies.
         seconds: of the stages on this rank, those that are known.
         began: when it did, in seconds since 1970; None: it ends now.
+        others: more fields of the schema, by name.
         """
-        key = _key(step, layer, microbatch)
+        values = _key(step, layer, microbatch)
         self._check_plan(plan)
-        rows = as_integers(slot_rows, "slot_rows").astype(np.int32)
-        if rows.shape != (self._slots,) or rows.min(initial=0) < 0:
-            raise ConfigError(
-                f"slot_rows must be rows of each of the {self._slots} slots of rank {self.rank}, "
-                f"got {rows.tolist()}"
-            )
-        by_stage = self._by_stage(seconds)
-        shared = (plan.loads, plan.replicas, plan.quotas) if self.rank == 0 else None
-        nbytes = OVERHEAD + rows.nbytes + sum(array.nbytes for array in shared or ())
-        began = time.time() - sum(by_stage) if began is None else began
-        return self._writer.put(
-            Record(key, plan.config.policy, shared, rows, int(bytes_moved), began, by_stage, nbytes)
-        )
+        values["slot_rows"] = self._rows(slot_rows)
+        if self.rank == 0:
+            values |= {name: get(plan) for name, get in self._of_plan}
+        told = {"bytes_moved": bytes_moved, "seconds": seconds or {}} | others
+        values |= self._told(told, late=False)
+        values["began"] = _begin(began, values)
+        return self._put(values, late=False)
 
     def more(
         self,
@@ -114,12 +126,14 @@ class Recorder:
         bytes_moved: int = 0,
         seconds: Mapping[str, float] | None = None,
         began: float | None = None,
+        **others: Any,
     ) -> bool:
         """Add bytes and seconds to a record of before: what its backward pass took."""
-        by_stage = self._by_stage(seconds)
-        began = time.time() - sum(by_stage) if began is None else began
-        key = _key(step, layer, microbatch)
-        return self._writer.put(More(key, int(bytes_moved), began, by_stage, OVERHEAD))
+        told = {"bytes_moved": bytes_moved, "seconds": seconds or {}} | others
+        values = self._told(told, late=True)
+        values["more"] = tuple(_key(step, layer, microbatch).values())
+        values["back_began"] = _begin(began, values)
+        return self._put(values, late=True)
 
     @property
     def dropped(self) -> int:
@@ -158,9 +172,39 @@ class Recorder:
         if not same:
             raise ConfigError(f"the plan was made with {its}, the trace is one of {mine}")
 
-    def _by_stage(self, seconds: Mapping[str, float] | None) -> list[float]:
+    def _rows(self, slot_rows: Any) -> Array:
+        rows = as_integers(slot_rows, "slot_rows").astype(np.int32)
+        if rows.shape != (self._sizes["L"],) or rows.min(initial=0) < 0:
+            raise ConfigError(
+                f"slot_rows must be rows of each of the {self._sizes['L']} slots of rank "
+                f"{self.rank}, got {rows.tolist()}"
+            )
+        return rows
+
+    def _told(self, values: dict[str, Any], *, late: bool) -> dict[str, Any]:
+        """What is told of a record, as the schema has it."""
+        for name, value in values.items():
+            field = self._fields.get(name)
+            if field is None or (late and not field.late):
+                known = ", ".join(self._fields)
+                raise ConfigError(f"unknown field {name!r}; a rank tells {known}")
+            values[name] = (
+                self._by_stage(value) if "G" in field.shape else self._shaped(field, value)
+            )
+        return values
+
+    def _shaped(self, field: Field, value: Any) -> Any:
+        if field.shape == "N" and isinstance(value, int | float):
+            return value
+        wanted, found = [self._sizes[letter] for letter in field.shape[1:]], np.asarray(value)
+        if list(found.shape) != wanted or found.dtype.kind not in "bif":
+            got = f"{found.dtype} {list(found.shape)}"
+            raise ConfigError(f"{field.name} must be {field.kind} {wanted}, got {got}")
+        return found
+
+    def _by_stage(self, seconds: Mapping[str, float]) -> list[float]:
         values = [0.0] * len(self._place)
-        for stage, value in (seconds or {}).items():
+        for stage, value in seconds.items():
             if stage not in self._place:
                 raise ConfigError(
                     f"unknown stage {stage!r}; the trace has {', '.join(self._place)}"
@@ -168,13 +212,21 @@ class Recorder:
             values[self._place[stage]] = value
         return values
 
+    def _put(self, values: dict[str, Any], *, late: bool) -> bool:
+        nbytes = sum(value.nbytes for value in values.values() if isinstance(value, np.ndarray))
+        return self._writer.put(Entry(values, late, OVERHEAD + nbytes))
 
-def _key(step: int, layer: int, microbatch: int) -> Key:
+
+def _begin(began: float | None, values: dict[str, Any]) -> float:
+    return time.time() - sum(values["seconds"]) if began is None else began
+
+
+def _key(step: int, layer: int, microbatch: int) -> dict[str, Any]:
     if step < 0 or not 0 <= layer <= LARGEST or not 0 <= microbatch <= LARGEST:
         raise ConfigError(
             f"step, layer and microbatch must not be negative: {step}, {layer}, {microbatch}"
         )
-    return int(step), int(layer), int(microbatch)
+    return {"step": int(step), "layer": int(layer), "microbatch": int(microbatch)}
 
 
 def _prepare(folder: Path, header: Header, rank: int) -> None:
