@@ -268,7 +268,7 @@ def report(answer: Answer, heading: str, console: Console) -> None:
     passes = ", forward and backward" if training else ""
     console.print(f"\nMilliseconds of a microbatch through all layers{passes}:\n")
     console.print(_stage_table(answer))
-    named = "replicate, weights again, reduce" if training else "replicate"
+    named = "replicate, reroute, weights again, reduce" if training else "replicate, reroute"
     console.print(Text(f"{named}: the part that nothing else hides\n", render.FAINT))
     console.print(verdict(answer))
     console.print(Text("How far to trust these figures: docs/simulator.md", render.FAINT))
