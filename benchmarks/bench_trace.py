@@ -34,7 +34,7 @@ from ultraep.runtime.past import Seen
 from ultraep.runtime.recording import Passage, Passages
 from ultraep.trace.files import write_arrays
 from ultraep.trace.pieces import Entry, piece
-from ultraep.trace.schema import FIELDS
+from ultraep.trace.schema import fields_of_plan
 
 PLANS = 32  # different ones, in a piece
 STEP = Metric("step_time_p50", "ms", "ms", ".3f")
@@ -143,7 +143,7 @@ def cost_of_record(plans: list[ultraep.Plan], count: int) -> dict[Metric, float]
                 took.append(time.perf_counter() - begin)
             header = recorder.header
         entries = [
-            Entry(values_of(n, plan, own, header.stages), late=False, nbytes=0)
+            Entry((n, 0, 0), values_of(own, header.stages), shared_of(plan), nbytes=0)
             for n, (plan, own) in enumerate(zip(plans, rows, strict=True))
         ]
         path = Path(folder, "piece.npz")
@@ -157,13 +157,15 @@ def cost_of_record(plans: list[ultraep.Plan], count: int) -> dict[Metric, float]
         }
 
 
-def values_of(
-    step: int, plan: ultraep.Plan, rows: list[int], stages: tuple[str, ...]
-) -> dict[str, Any]:
-    """What rank 0 tells of a microbatch, as the recorder hands it on."""
-    values = {field.name: attrgetter(field.plan)(plan) for field in FIELDS if field.plan}
-    values |= {"step": step, "layer": 0, "microbatch": 0, "began": 0.0}
-    return values | {"slot_rows": np.array(rows), "seconds": [0.0] * len(stages), "bytes_moved": 0}
+def shared_of(plan: ultraep.Plan) -> tuple[Any, ...]:
+    """What rank 0 tells of a plan, as the recorder hands it on."""
+    return tuple(attrgetter(field.plan)(plan) for field in fields_of_plan())
+
+
+def values_of(rows: list[int], stages: tuple[str, ...]) -> dict[str, Any]:
+    """What it tells besides."""
+    seconds = [0.0] * len(stages)
+    return {"slot_rows": np.array(rows), "bytes_moved": 0, "began": 0.0, "seconds": seconds}
 
 
 def pass_by(passages: Passages, plan: ultraep.Plan, rows: list[int], seen: Seen) -> None:

@@ -26,7 +26,7 @@ from ultraep.loads import as_integers
 from ultraep.outputs import write_text
 from ultraep.plan import DEFAULT_CONFIG, Plan
 from ultraep.topology import Topology
-from ultraep.trace.pieces import Entry
+from ultraep.trace.pieces import Entry, Key
 from ultraep.trace.schema import (
     HEADER_FILE,
     STAGES,
@@ -34,6 +34,7 @@ from ultraep.trace.schema import (
     Field,
     Header,
     fields_in_pieces,
+    fields_of_plan,
     rank_folder,
 )
 from ultraep.trace.writer import Writer
@@ -73,13 +74,12 @@ class Recorder:
         self._config = config
         self._place = {stage: place for place, stage in enumerate(self.header.stages)}
         self._sizes = self.header.sizes(rank)
-        fields = fields_in_pieces(rank).values()
         self._fields = {
             field.name: field
-            for field in fields
+            for field in fields_in_pieces(rank).values()
             if field.join in ("ranks", "slots") and field.early and field.default is not None
         }
-        self._of_plan = [(field.name, attrgetter(field.plan)) for field in fields if field.plan]
+        self._of_plan = attrgetter(*(field.plan for field in fields_of_plan()))
         _prepare(self.folder, self.header, rank)
         self._writer = Writer(self.folder / rank_folder(rank), self.header, rank, memory)
         self._finish = weakref.finalize(self, Writer.close, self._writer)  # also at exit
@@ -107,15 +107,19 @@ class Recorder:
         began: when it did, in seconds since 1970; None: it ends now.
         others: more fields of the schema, by name.
         """
-        values = _key(step, layer, microbatch)
+        key = _key(step, layer, microbatch)
         self._check_plan(plan)
-        values["slot_rows"] = self._rows(slot_rows)
+        by_stage, rows = self._by_stage(seconds or {}), self._rows(slot_rows)
+        began = time.time() - sum(by_stage) if began is None else began
+        values = {"slot_rows": rows, "bytes_moved": int(bytes_moved), "seconds": by_stage}
+        values["began"] = began
+        if others:
+            values |= self._told(others, late=False)
+        shared, nbytes = (), OVERHEAD + rows.nbytes
         if self.rank == 0:
-            values |= {name: get(plan) for name, get in self._of_plan}
-        told = {"bytes_moved": bytes_moved, "seconds": seconds or {}} | others
-        values |= self._told(told, late=False)
-        values["began"] = _begin(began, values)
-        return self._put(values, late=False)
+            shared = self._of_plan(plan)
+            nbytes += plan.loads.nbytes + plan.replicas.nbytes + plan.quotas.nbytes
+        return self._writer.put(Entry(key, values, shared, nbytes))
 
     def more(
         self,
@@ -129,11 +133,12 @@ class Recorder:
         **others: Any,
     ) -> bool:
         """Add bytes and seconds to a record of before: what its backward pass took."""
-        told = {"bytes_moved": bytes_moved, "seconds": seconds or {}} | others
-        values = self._told(told, late=True)
-        values["more"] = tuple(_key(step, layer, microbatch).values())
-        values["back_began"] = _begin(began, values)
-        return self._put(values, late=True)
+        by_stage = self._by_stage(seconds or {})
+        began = time.time() - sum(by_stage) if began is None else began
+        values = {"bytes_moved": int(bytes_moved), "seconds": by_stage, "back_began": began}
+        if others:
+            values |= self._told(others, late=True)
+        return self._writer.put(Entry(_key(step, layer, microbatch), values, None, OVERHEAD))
 
     @property
     def dropped(self) -> int:
@@ -203,30 +208,24 @@ class Recorder:
         return found
 
     def _by_stage(self, seconds: Mapping[str, float]) -> list[float]:
-        values = [0.0] * len(self._place)
-        for stage, value in seconds.items():
-            if stage not in self._place:
-                raise ConfigError(
-                    f"unknown stage {stage!r}; the trace has {', '.join(self._place)}"
-                )
-            values[self._place[stage]] = value
+        places = self._place
+        values = [0.0] * len(places)
+        try:
+            for stage, value in seconds.items():
+                values[places[stage]] = value
+        except KeyError as unknown:
+            raise ConfigError(
+                f"unknown stage {unknown}; the trace has {', '.join(places)}"
+            ) from None
         return values
 
-    def _put(self, values: dict[str, Any], *, late: bool) -> bool:
-        nbytes = sum(value.nbytes for value in values.values() if isinstance(value, np.ndarray))
-        return self._writer.put(Entry(values, late, OVERHEAD + nbytes))
 
-
-def _begin(began: float | None, values: dict[str, Any]) -> float:
-    return time.time() - sum(values["seconds"]) if began is None else began
-
-
-def _key(step: int, layer: int, microbatch: int) -> dict[str, Any]:
+def _key(step: int, layer: int, microbatch: int) -> Key:
     if step < 0 or not 0 <= layer <= LARGEST or not 0 <= microbatch <= LARGEST:
         raise ConfigError(
             f"step, layer and microbatch must not be negative: {step}, {layer}, {microbatch}"
         )
-    return {"step": int(step), "layer": int(layer), "microbatch": int(microbatch)}
+    return int(step), int(layer), int(microbatch)
 
 
 def _prepare(folder: Path, header: Header, rank: int) -> None:

@@ -90,7 +90,7 @@ FIELDS: tuple[Field, ...] = (
     # tokens that every source rank routed to every expert
     Field("loads", "int32", "NRE", "same", plan="loads"),
     # record n has the copies from copy_ends[n - 1] to copy_ends[n]
-    Field("copy_ends", "int32", "N", "same", plan="num_replicas"),
+    Field("copy_ends", "int32", "N", "same", plan="replicas"),
     Field("copies", "int32", "C3", "same", plan="replicas"),  # expert, host rank, spare slot
     Field("quotas", "int32", "C", "same", plan="quotas"),
     Field("slot_rows", "int32", "NL", "slots"),  # rows that arrived in each slot
@@ -135,6 +135,11 @@ def fields_in_pieces(rank: int) -> dict[str, Field]:
             if one.late:
                 found[one.late] = replace(one, shape="M" + one.shape[1:])
     return found
+
+
+def fields_of_plan() -> list[Field]:
+    """What rank 0 takes from a plan."""
+    return [one for one in FIELDS if one.plan]
 
 
 def fields_in_file() -> dict[str, Field]:
