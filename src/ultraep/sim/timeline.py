@@ -45,11 +45,7 @@ def median_microbatch(by_microbatch: FloatArray) -> int:
 
 
 def make_timeline(
-    scenario: Scenario,
-    contenders: Sequence[Contender],
-    *,
-    microbatch: int,
-    layers: int = 4,
+    scenario: Scenario, contenders: Sequence[Contender], *, microbatch: int, layers: int = 4
 ) -> dict[str, Any]:
     """The first layers with experts of one microbatch, in the format of Chrome's tracing."""
     if layers < 1:
@@ -61,14 +57,9 @@ def make_timeline(
     for process, own in enumerate(zip(contenders, *by_layer, strict=True), start=1):
         contender, *clocked = own
         events += _process(process, simulated_trace(contender, clocked, numbers, microbatch))
-    return timeline(
-        events,
-        microbatch=microbatch,
-        layers=f"{numbers[0]} to {numbers[-1]}",
-        ranks=_which_ranks(scenario.ranks),
-        cluster=scenario.cluster.name,
-        model=scenario.model.name,
-    )
+    others = {"microbatch": microbatch, "layers": f"{numbers[0]} to {numbers[-1]}"}
+    others |= {"ranks": _which_ranks(scenario.ranks), "cluster": scenario.cluster.name}
+    return timeline(events, **others, model=scenario.model.name)
 
 
 def _which_ranks(ranks: int) -> str:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -76,8 +77,8 @@ class Recorder:
         self._sizes = self.header.sizes(rank)
         self._fields = {
             field.name: field
-            for field in fields_in_pieces(rank).values()
-            if field.join in ("ranks", "slots") and field.early and field.default is not None
+            for name, field in fields_in_pieces(rank).items()
+            if field.join in ("ranks", "slots") and name == field.name and field.default is not None
         }
         self._of_plan = attrgetter(*(field.plan for field in fields_of_plan()))
         _prepare(self.folder, self.header, rank)
@@ -113,9 +114,10 @@ class Recorder:
         began = time.time() - sum(by_stage) if began is None else began
         values = {"slot_rows": rows, "bytes_moved": int(bytes_moved), "seconds": by_stage}
         values["began"] = began
+        shared, nbytes = (), OVERHEAD + rows.nbytes
         if others:
             values |= self._told(others, late=False)
-        shared, nbytes = (), OVERHEAD + rows.nbytes
+            nbytes += sum(np.asarray(value).nbytes for value in others.values())
         if self.rank == 0:
             shared = self._of_plan(plan)
             nbytes += plan.loads.nbytes + plan.replicas.nbytes + plan.quotas.nbytes
@@ -168,13 +170,7 @@ class Recorder:
                 f"the plan is one for {plan.topology}, the trace for {self.header.topology}"
             )
         mine, its = self._config, plan.config
-        same = mine is its or (
-            mine.tolerance == its.tolerance
-            and mine.min_tokens_per_replica == its.min_tokens_per_replica
-            and mine.max_replicas == its.max_replicas
-            and mine.locality == its.locality
-        )
-        if not same:
+        if mine is not its and replace(its, policy=mine.policy) != mine:
             raise ConfigError(f"the plan was made with {its}, the trace is one of {mine}")
 
     def _rows(self, slot_rows: Any) -> Array:
@@ -186,21 +182,16 @@ class Recorder:
             )
         return rows
 
-    def _told(self, values: dict[str, Any], *, late: bool) -> dict[str, Any]:
-        """What is told of a record, as the schema has it."""
-        for name, value in values.items():
-            field = self._fields.get(name)
-            if field is None or (late and not field.late):
-                known = ", ".join(self._fields)
-                raise ConfigError(f"unknown field {name!r}; a rank tells {known}")
-            values[name] = (
-                self._by_stage(value) if "G" in field.shape else self._shaped(field, value)
-            )
-        return values
+    def _told(self, others: dict[str, Any], *, late: bool) -> dict[str, Any]:
+        """Fields besides the usual ones, as the schema has them."""
+        known = {name: field for name, field in self._fields.items() if field.late or not late}
+        for name in others.keys() - known.keys():
+            raise ConfigError(f"unknown field {name!r}; a rank tells {', '.join(known)}")
+        return {name: self._value(known[name], value) for name, value in others.items()}
 
-    def _shaped(self, field: Field, value: Any) -> Any:
-        if field.shape == "N" and isinstance(value, int | float):
-            return value
+    def _value(self, field: Field, value: Any) -> Any:
+        if "G" in field.shape:
+            return self._by_stage(value)
         wanted, found = [self._sizes[letter] for letter in field.shape[1:]], np.asarray(value)
         if list(found.shape) != wanted or found.dtype.kind not in "bif":
             got = f"{found.dtype} {list(found.shape)}"
@@ -213,10 +204,8 @@ class Recorder:
         try:
             for stage, value in seconds.items():
                 values[places[stage]] = value
-        except KeyError as unknown:
-            raise ConfigError(
-                f"unknown stage {unknown}; the trace has {', '.join(places)}"
-            ) from None
+        except KeyError as key:
+            raise ConfigError(f"unknown stage {key}; the trace has {', '.join(places)}") from None
         return values
 
 

@@ -33,6 +33,14 @@ from ultraep.topology import Topology
 
 FORMAT = "ultraep-trace"
 HEADER_FILE = "header.json"
+SHAPE = (
+    "ranks",
+    "experts",
+    "slots",
+    "domain",
+    "homes",
+)  # entries of the header that are a topology
+SETTINGS = ("policy", "tolerance", "min_tokens_per_replica", "max_replicas", "locality")
 
 FORWARD = ("loads", "plan", "verify", "replicate", "reroute", "dispatch", "experts", "combine")
 BACKWARD = (
@@ -58,8 +66,8 @@ class Field:
         of all ranks in a row; "sum": added up; "counted" by the reader; "pieces": not at all.
     plan: the attribute of a plan that it is.
     default: for records that do not tell; None: all of them tell.
-    late, fold, early: the array of what is told later, and how that goes into the record; whether
-        anything is told before.
+    late, fold: the array of what is told later, and how that goes into the record. With M in
+        place of N nothing is told before.
     table: what becomes of it in a table: "plain"; over the ranks "sum" or "max"; "": nothing.
     since: the version it came with. After the first, pieces hold it only if a record tells it.
     """
@@ -72,7 +80,6 @@ class Field:
     default: Any = None
     late: str = ""
     fold: np.ufunc = np.add
-    early: bool = True
     table: Literal["", "plain", "sum", "max"] = ""
     since: int = 1
 
@@ -98,16 +105,7 @@ FIELDS: tuple[Field, ...] = (
     Field("bytes_moved", "int64", "N", "ranks", default=0, late="more_bytes", table="sum"),
     Field("began", "float64", "N", "ranks"),  # seconds since 1970
     # the same of what was told late, which is backward; NaN: nothing was
-    Field(
-        "back_began",
-        "float64",
-        "N",
-        "ranks",
-        default=np.nan,
-        late="more_began",
-        fold=np.fmin,
-        early=False,
-    ),
+    Field("back_began", "float64", "M", "ranks", default=np.nan, late="more_began", fold=np.fmin),
     Field("seconds", "float32", "NG", "ranks", default=0, late="more_seconds", table="max"),
     # of the seconds, those at the end of a stage in which the rank waited for others
     Field("waited", "float32", "NG", "ranks", default=0, late="more_waited", since=2),
@@ -130,7 +128,7 @@ def fields_in_pieces(rank: int) -> dict[str, Field]:
     found = {}
     for one in FIELDS:
         if one.join != "counted" and (one.join != "same" or rank == 0):
-            if one.early:
+            if one.shape[0] != "M" or not one.late:
                 found[one.name] = one
             if one.late:
                 found[one.late] = replace(one, shape="M" + one.shape[1:])
@@ -144,16 +142,12 @@ def fields_of_plan() -> list[Field]:
 
 def fields_in_file() -> dict[str, Field]:
     """The arrays of a trace whose ranks were joined, by name."""
-    whole = {"ranks": "NR", "slots": "NS"}
-    return {
-        one.name: replace(one, shape=whole.get(one.join, one.shape[:1]) + _behind(one))
-        for one in FIELDS
-        if one.join != "pieces"
-    }
-
-
-def _behind(one: Field) -> str:
-    return one.shape[2 if one.join == "slots" else 1 :]
+    found = {}
+    for one in FIELDS:
+        if one.join != "pieces":
+            shape = "NR" + one.shape[1:] if one.join == "ranks" else one.shape.replace("L", "S")
+            found[one.name] = replace(one, shape=shape)
+    return found
 
 
 @dataclass(frozen=True)
@@ -199,36 +193,20 @@ class Header:
             slots=topology.slots,
             domain=topology.domain_size,
             homes=homes,
-            policy=config.policy,
-            tolerance=config.tolerance,
-            min_tokens_per_replica=config.min_tokens_per_replica,
-            max_replicas=config.max_replicas,
-            locality=config.locality,
             stages=tuple(stages),
             note=note,
+            **{name: getattr(config, name) for name in SETTINGS},
         )
 
     @cached_property
     def topology(self) -> Topology:
         """Where experts live, and where copies may go."""
-        return Topology(
-            ranks=self.ranks,
-            experts=self.experts,
-            slots=self.slots,
-            domain=self.domain,
-            homes=self.homes,
-        )
+        return Topology(**{name: getattr(self, name) for name in SHAPE})
 
     @cached_property
     def config(self) -> BalanceConfig:
         """How microbatches were balanced; a record may have a policy of its own."""
-        return BalanceConfig(
-            policy=self.policy,
-            tolerance=self.tolerance,
-            min_tokens_per_replica=self.min_tokens_per_replica,
-            max_replicas=self.max_replicas,
-            locality=self.locality,
-        )
+        return BalanceConfig(**{name: getattr(self, name) for name in SETTINGS})
 
     def to_json(self) -> str:
         """One object, readable."""
@@ -296,10 +274,7 @@ def piece_file(number: int) -> str:
 
 
 def checked_arrays(
-    arrays: Mapping[str, Array],
-    wanted: Mapping[str, Field],
-    sizes: Mapping[str, int],
-    where: str | Path,
+    arrays: Arrays, wanted: dict[str, Field], sizes: dict[str, int], where: str | Path
 ) -> Arrays:
     """The arrays, all that are wanted; `FileError` unless they have their names, types, shapes."""
     needed = {name for name, one in wanted.items() if one.since == 1}
@@ -335,7 +310,7 @@ def _check_array(
     )
 
 
-def _check_ends(arrays: Mapping[str, Array], where: str | Path) -> None:
+def _check_ends(arrays: Arrays, where: str | Path) -> None:
     ends = arrays.get(ENDS)
     if ends is None:
         return
