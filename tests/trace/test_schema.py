@@ -20,13 +20,17 @@ QUEUED = Field(
 WARMTH = Field(
     *("warmth", "float32", "NG", "ranks"), default=0, late="more_warmth", table="max", since=NEXT
 )
-EXTRA = (QUEUED, WARMTH, Field("held", "int32", "NL", "slots", default=-1, since=NEXT))
+HELD = Field("held", "int32", "NL", "slots", default=-1, since=NEXT)
+FANOUT = Field(
+    *("fanout", "int32", "N", "same"), plan="max_fanout", default=0, table="plain", since=NEXT
+)
+EXTRA = (QUEUED, WARMTH, HELD, FANOUT)
 PLANS = [plan_for(seed) for seed in range(3)]
 
 
 @pytest.fixture
 def extended(monkeypatch):
-    """One more number, one more time by stage, one more number by slot; nothing else is changed."""
+    """New fields of a rank, of its stages, of its slots and of the plan; nothing else changes."""
     monkeypatch.setattr(schema, "FIELDS", schema.FIELDS + EXTRA)
     monkeypatch.setattr(schema, "VERSION", NEXT)
 
@@ -54,12 +58,14 @@ def test_new_fields_travel_from_the_recorder_to_the_table(tmp_path):
         assert found.warmth[:, 1, plan].tolist() == [0, 1, 3.5]
         assert found.warmth.sum() == 2 * 4.5
         assert found.held.tolist() == [[-1] * 6, [1] * 6, [2] * 6]
+        assert found.fanout.tolist() == [plan.max_fanout for plan in PLANS]
         assert found.take(np.array([2, 1])).queued.tolist() == [[102, 112], [1, 11]]
         write_csv(found, tmp_path / "run.csv")
         with (tmp_path / "run.csv").open() as file:
             rows = list(csv.DictReader(file))
         assert [int(row["queued"]) for row in rows] == [0, 12, 214]
         assert [float(row["warmth plan"]) for row in rows] == [0, 1, 3.5]
+        assert [int(row["fanout"]) for row in rows] == found.fanout.tolist()
         assert "seconds plan" in rows[0]
 
 
@@ -92,6 +98,7 @@ def test_a_field_that_came_later_reads_as_its_default(tmp_path, monkeypatch):
         assert trace.header.version == NEXT - 1
         assert trace.queued.tolist() == [[0, 0]] * 3
         assert (trace.held == -1).all()
+        assert trace.fanout.tolist() == [0, 0, 0]
         assert trace.held.shape == (3, 6)
         assert [trace.plan(n) for n in range(3)] == PLANS
 

@@ -107,13 +107,9 @@ def _layers(trace: Trace) -> Table:
         values = (before.mean(), before.max(), after.mean(), after.max())
         grid.add_row(
             *(name, f"{len(part):,}", *(f"{value:.3f}" for value in values)),
-            *(f"{part.num_copies.mean():.1f}", f"{_moved(part):.2f}"),
+            *(f"{part.num_copies.mean():.1f}", f"{part.bytes_moved.sum(axis=1).mean() / MB:.2f}"),
         )
     return grid
-
-
-def _moved(trace: Trace) -> float:
-    return float(trace.bytes_moved.sum(axis=1).mean()) / MB
 
 
 def _stages(trace: Trace) -> Text:

@@ -59,7 +59,8 @@ def _of_rank(field: Field, rank: Arrays, rows_N: IntArray, places_M: IntArray) -
     whole = np.full((len(rows_N), *late.shape[1:]), field.default, dtype=wide)
     if field.name in rank:
         whole[:] = rank[field.name][rows_N]
-    field.fold.at(whole, places_M[here], late[here])
+    if (late != field.default).any():
+        field.fold.at(whole, places_M[here], late[here])
     return whole
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,28 +32,30 @@ class Entry(NamedTuple):
 
 def piece(entries: list[Entry], header: Header, rank: int, *, dropped: int) -> Arrays:
     """The arrays of one piece."""
+    records, more = ([one for one in entries if (one.shared is None) == late] for late in (0, 1))
     names = (*KEY, *(field.name for field in fields_of_plan()))
-    records = [
-        one.values | dict(zip(names, one.key + one.shared, strict=False))
-        for one in entries
-        if one.shared is not None
-    ]
-    more = [one.values | {"more": one.key} for one in entries if one.shared is None]
+    told = zip(*(one.key + (one.shared or ()) for one in records), strict=True)
+    columns: dict[str, Sequence[Any]] = dict(zip(names, told, strict=False))
+    columns["more"] = [one.key for one in more]
     sizes, arrays = header.sizes(rank), {"dropped": np.array([dropped], dtype=np.int64)}
     for name, field in fields_in_pieces(rank).items():
-        told = more if field.shape[0] == "M" else records
-        if name not in arrays and (field.since == 1 or any(field.name in one for one in told)):
-            arrays[name] = _array(field, told, sizes)
+        by_record = more if field.shape[0] == "M" else records
+        values = columns.get(field.name)
+        if values is None:
+            optional = field.since > 1
+            if name in arrays or (optional and not any(field.name in e.values for e in by_record)):
+                continue
+            nothing = field.filled(sizes, field.shape[1:]) if optional else None
+            values = [one.values.get(field.name, nothing) for one in by_record]
+        arrays[name] = _array(field, values, [sizes[letter] for letter in field.shape[1:]])
     return arrays
 
 
-def _array(field: Field, told: list[dict[str, Any]], sizes: dict[str, int]) -> Array:
+def _array(field: Field, values: Sequence[Any], shape: list[int]) -> Array:
     """One row per record, also if there are none; copies of all of them behind each other."""
-    nothing = field.filled(sizes, field.shape[1:])
-    values = [values.get(field.name, nothing) for values in told]
     if field.shape[0] == "C":
-        none = np.empty((0, *nothing.shape), dtype=field.kind)
+        none = np.empty((0, *shape), dtype=field.kind)
         return np.concatenate([none, *values]).astype(field.kind)
     if field.name == ENDS:
         return np.cumsum([len(copies) for copies in values], dtype=field.kind)
-    return np.array(values, dtype=field.kind).reshape(len(values), *nothing.shape)
+    return np.array(values, dtype=field.kind).reshape(len(values), *shape)
