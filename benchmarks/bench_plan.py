@@ -26,9 +26,9 @@ from harness import (
     Kind,
     Line,
     Metric,
+    RecordedRouting,
     Report,
     Samples,
-    Trace,
     Values,
     progress,
     time_call,
@@ -278,7 +278,7 @@ def small(report: Report, scale: Scale) -> None:
     )
 
 
-def trace(report: Report, scale: Scale, policies: Sequence[str], recorded: Trace) -> None:
+def trace(report: Report, scale: Scale, policies: Sequence[str], recorded: RecordedRouting) -> None:
     """All policies on recorded routing; those that need history also with a stale one."""
     for ranks in scale.trace_ranks:
         microbatches, samples = list(recorded.microbatches(ranks)), Samples()
@@ -295,7 +295,7 @@ def trace(report: Report, scale: Scale, policies: Sequence[str], recorded: Trace
     report.note("previous: placed by the window before; the first of a text has none.")
 
 
-def optimum(report: Report, scale: Scale, recorded: Trace | None) -> None:
+def optimum(report: Report, scale: Scale, recorded: RecordedRouting | None) -> None:
     """How far our plans are from the best there is, by a mixed-integer program."""
     shapes, together = Samples(), Samples()
     for case in progress(small_cases(scale.optima), "optimum", scale.optima):
@@ -359,7 +359,7 @@ def main(argv: Sequence[str]) -> None:
     report = Report("plan", argv)
     report.header()
     scale = TOY if options.toy else QUICK if options.quick else FULL
-    recorded = options.trace and Trace(options.trace, options.experts, options.window)
+    recorded = options.trace and RecordedRouting(options.trace, options.experts, options.window)
     sections: dict[str, Callable[[], None]] = {
         "quality": partial(quality, report, scale, options.policies),
         "tolerance": partial(tolerance, report, scale, options.policies),

@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from contextlib import closing
+from operator import attrgetter
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -32,7 +33,8 @@ from ultraep.runtime.connect import connect
 from ultraep.runtime.history import Seen
 from ultraep.runtime.recording import Passage, Passages
 from ultraep.trace.files import write_arrays
-from ultraep.trace.pieces import More, Record, piece
+from ultraep.trace.pieces import Entry, piece
+from ultraep.trace.schema import fields_of_plan
 
 PLANS = 32  # different ones, in a piece
 STEP = Metric("step_time_p50", "ms", "ms", ".3f")
@@ -140,22 +142,30 @@ def cost_of_record(plans: list[ultraep.Plan], count: int) -> dict[Metric, float]
                 pass_by(passages, plan, arrived, Seen(nothing, step, False))
                 took.append(time.perf_counter() - begin)
             header = recorder.header
-        empty = [0.0] * len(header.stages)
-        records: list[Record | More] = [
-            Record(
-                (n, 0, 0), "ultraep", (p.loads, p.replicas, p.quotas), np.array(r), 0, 0, empty, 0
-            )
-            for n, (p, r) in enumerate(zip(plans, rows, strict=True))
+        entries = [
+            Entry((n, 0, 0), values_of(own, header.stages), shared_of(plan), nbytes=0)
+            for n, (plan, own) in enumerate(zip(plans, rows, strict=True))
         ]
         path = Path(folder, "piece.npz")
         begin = time.thread_time()
-        write_arrays(path, piece(records, header, 0, dropped=0))
+        write_arrays(path, piece(entries, header, 0, dropped=0))
         written = time.thread_time() - begin
         return {
             INSIDE: median(took) * 1e6,
-            WRITE: written / len(records) * 1e6,
-            DISK: path.stat().st_size / len(records),
+            WRITE: written / len(entries) * 1e6,
+            DISK: path.stat().st_size / len(entries),
         }
+
+
+def shared_of(plan: ultraep.Plan) -> tuple[Any, ...]:
+    """What rank 0 tells of a plan, as the recorder hands it on."""
+    return tuple(attrgetter(field.plan)(plan) for field in fields_of_plan())
+
+
+def values_of(rows: list[int], stages: tuple[str, ...]) -> dict[str, Any]:
+    """What it tells besides."""
+    seconds = [0.0] * len(stages)
+    return {"slot_rows": np.array(rows), "bytes_moved": 0, "began": 0.0, "seconds": seconds}
 
 
 def pass_by(passages: Passages, plan: ultraep.Plan, rows: list[int], seen: Seen) -> None:

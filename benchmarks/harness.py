@@ -272,7 +272,7 @@ def zipf_kinds(ratios: Sequence[float]) -> list[Kind]:
 
 
 @dataclass(frozen=True, slots=True)
-class Trace:
+class RecordedRouting:
     """Recorded routing, cut into windows that each become a microbatch."""
 
     path: Path

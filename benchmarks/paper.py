@@ -282,7 +282,8 @@ def exposed(page: Page, found: list[tuple[Setting, list[Result]]]) -> None:
         cells = [setting.title]
         for label in ("quota", "ultraep"):
             stages = labels[label].stages
-            parts = [stages[name] / layers * 1e6 for name in ("loads", "plan", "weights")]
+            weights = stages["replicate"] + stages["reroute"]
+            parts = [s / layers * 1e6 for s in (stages["loads"], stages["plan"], weights)]
             cells += [f"{sum(parts):.0f}", " + ".join(f"{us:.0f}" for us in parts)]
         rows.append(cells)
     page.text(

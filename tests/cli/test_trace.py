@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 import ultraep
 import ultraep.cli
 from ultraep import BalanceConfig, Recorder, read_trace
+from ultraep.trace import VERSION
 
 from .test_plan import assert_one_line
 
@@ -53,7 +54,7 @@ def test_info_as_json(run):
     assert facts["records"] == 6
     assert facts["layers"] == [0, 1]
     assert facts["imbalance_after"] == trace.imbalance_after.mean()
-    assert facts["header"]["version"] == 1
+    assert facts["header"]["version"] == VERSION
     assert (facts["dropped"], facts["left_out"]) == (0, 0)
 
 

@@ -166,7 +166,7 @@ def test_microbatches_are_those_of_the_trace(page, trace):
         shown = found["records"][trace.step[n]][trace.layer[n]]
         plan = trace.plan(n)
         assert shown["loads"] == plan.loads.sum(axis=0).tolist()
-        assert shown["rows"] == trace.slot_loads[n].tolist()
+        assert shown["rows"] == trace.slot_rows[n].tolist()
         held = {(expert, rank) for rank, expert in enumerate(shown["held"]) if expert >= 0}
         assert held == {(expert, host) for expert, host, _ in plan.replicas.tolist()}
     moment, layer = found["worst"]

@@ -19,6 +19,7 @@ from ultraep.sim.model import load_model
 from ultraep.sim.planning import Copies, plan_layer
 from ultraep.sim.runtime import Runtime, runtime_of
 from ultraep.sim.workload import Skew, share_out
+from ultraep.trace.schema import SIMULATED, STAGES, of_backward
 
 from .small import copies_of, small_cluster, small_costs, small_runtime
 
@@ -26,7 +27,9 @@ MICRO = 1e-6
 PAIR = Topology(ranks=2, experts=4, slots=1)
 LOADS = [[12, 4, 2, 2]]  # 5 tokens of each of two ranks, top-2: 16 rows on rank 0 and 4 on rank 1
 MOVED = [(0, 0, 1, 5)]  # 5 rows of expert 0 on rank 1: 11 and 9
-FORWARD = ["attention", "loads", "plan", "weights", "dispatch", "experts", "combine"]
+FORWARD = [
+    *("attention", "loads", "plan", "replicate", "reroute", "dispatch", "experts", "combine"),
+]
 
 
 def clock(topology: Topology = PAIR, *, costs: Costs | None = None, **settings: Any) -> LayerClock:
@@ -53,7 +56,7 @@ def test_forward_by_hand() -> None:
     assert found["attention"] == pytest.approx(5 * (2 * 272 + 6 * 32) / 1000 + 16 * 16 * 5 / 100)
     assert found["plan"] == 0
     assert found["loads"] == pytest.approx(8 * 4 * 2 / 10 + 3)  # counts of 4 experts and 2 ranks
-    assert found["weights"] == pytest.approx(192 / 10)
+    assert (found["replicate"], found["reroute"]) == (pytest.approx(192 / 10), 0)
     # Half of the 11 rows come from the rank itself.
     assert found["dispatch"] == found["combine"] == pytest.approx(11 * 16 / 2 / 10 + 3)
     # Rank 0: experts with 7 and 4 rows; rank 1: three with 2, 2 and 5. Bytes of weights and rows;
@@ -75,6 +78,14 @@ def test_backward_by_hand() -> None:
     # 384 bytes of gradients in 38.4 us, beside a third of the products.
     assert found["reduce"] == pytest.approx(38.4 - second / 300, abs=1e-9)
     assert "recompute" not in found
+
+
+def test_stages_are_named_as_in_traces_of_the_runtime() -> None:
+    times = pair_times(recompute=True)
+    assert {*times.forward, *times.backward, "verify"} == set(SIMULATED)
+    assert set(SIMULATED) - set(STAGES) == {"attention", "attention back"}
+    assert [of_backward((name,)).item() for name in times.forward] == [False] * 8
+    assert all(of_backward(tuple(times.backward)))
 
 
 def test_the_whole_is_the_sum_of_its_stages() -> None:
@@ -120,12 +131,12 @@ def test_weights_beside_the_rows_only_cost_what_they_add_to_the_busiest_port() -
     # Rank 0 sends 10 rows and an expert, 80 + 192 bytes; rank 1 receives 9 rows and the expert,
     # 72 + 192. The dispatch alone is 88 bytes.
     before, beside = (pair_times(runtime=small_runtime(beside=beside)) for beside in (False, True))
-    assert micro(before.forward)["weights"] == pytest.approx(19.2)
-    assert micro(beside.forward)["weights"] == pytest.approx((80 + 192 - 88) / 10)
+    assert micro(before.forward)["replicate"] == pytest.approx(19.2)
+    assert micro(beside.forward)["replicate"] == pytest.approx((80 + 192 - 88) / 10)
     # A busy dispatch hides them all.
     loads = copies_of([[60, 20, 2, 2]], [(0, 0, 1, 5)], PAIR)
     hidden = clock(runtime=small_runtime(beside=True)).times(loads)
-    assert micro(hidden.forward)["weights"] == 0
+    assert micro(hidden.forward)["replicate"] == 0
 
 
 def test_control_is_paid_by_those_who_plan() -> None:
@@ -142,15 +153,16 @@ def test_control_is_paid_by_those_who_plan() -> None:
 
     measured = found(planner="measured", beside=True, layer_us=0.5)
     assert measured["plan"] == pytest.approx(5.5)
-    assert measured["weights"] == pytest.approx(18.4 + 1 + 10)  # the schedule hides the reroute
+    assert measured["replicate"] == pytest.approx(18.4 + 1)
+    assert measured["reroute"] == pytest.approx(10)  # hides the schedule
     given = found(plan_us=70.0, layer_us=30.0)
     assert given["plan"] == pytest.approx(100)
-    assert given["weights"] == pytest.approx(19.2 + 1)  # the reroute meanwhile
+    assert (given["replicate"], given["reroute"]) == (pytest.approx(19.2 + 1), 0)  # meanwhile
     placed = found(relay="placed", layer_us=30.0)
     assert (placed["loads"], placed["plan"]) == (0, pytest.approx(30))
-    assert placed["weights"] == pytest.approx(10)
+    assert (placed["replicate"], placed["reroute"]) == (0, pytest.approx(10))
     nothing = found(relay="nothing", layer_us=30.0)
-    assert (nothing["loads"], nothing["plan"], nothing["weights"]) == (0, 0, 0)
+    assert not any(nothing[name] for name in ("loads", "plan", "replicate", "reroute"))
 
 
 def test_weights_come_again_in_backward_unless_they_are_kept_by_recompute() -> None:
@@ -190,7 +202,7 @@ def test_one_expert_to_many_ranks(relay: str, fan: int, sent: float, hops: int) 
     times = clock(STAR, costs=small_costs(hop_us=100.0), runtime=small_runtime(relay=relay)).times(
         star(fan)
     )
-    assert micro(times.forward)["weights"] == pytest.approx(sent * 19.2 + hops * 100)
+    assert micro(times.forward)["replicate"] == pytest.approx(sent * 19.2 + hops * 100)
 
 
 @given(seed=st.integers(0, 10**6), ranks=st.sampled_from([4, 8]))
@@ -210,7 +222,9 @@ def test_auto_chooses_as_the_runtime_does(seed: int, ranks: int) -> None:
         past_E=np.zeros(2 * ranks, dtype=np.int64),
     )
     found = {
-        relay: clock(topology, runtime=small_runtime(relay=relay)).times(copies).forward["weights"]
+        relay: clock(topology, runtime=small_runtime(relay=relay))
+        .times(copies)
+        .forward["replicate"]
         for relay in ("direct", "chain", "auto")
     }
     assert found["auto"] == found[choose(made, CHUNKS)]
@@ -330,7 +344,7 @@ def test_a_faster_link_shortens_messages_and_nothing_else() -> None:
     )
     for stage in ("dispatch", "combine"):
         assert slow.forward[stage] == pytest.approx(2 * fast.forward[stage])
-    assert (slow.forward["weights"] > 1.5 * fast.forward["weights"]).all()
+    assert (slow.forward["replicate"] > 1.5 * fast.forward["replicate"]).all()
     for stage in ("attention", "plan", "experts"):
         assert (slow.forward[stage] == fast.forward[stage]).all()
 
@@ -342,7 +356,7 @@ def test_a_faster_device_shortens_the_experts_and_nothing_else() -> None:
     )
     for stage in ("attention", "experts"):
         assert slow.forward[stage] == pytest.approx(2 * fast.forward[stage])
-    for stage in ("plan", "weights", "dispatch", "combine"):
+    for stage in ("plan", "replicate", "reroute", "dispatch", "combine"):
         assert (slow.forward[stage] == fast.forward[stage]).all()
 
 
@@ -353,10 +367,11 @@ def test_weights_hide_behind_rows_on_the_network() -> None:
         for beside in (False, True)
     ]
     copies = real_copies("quota", layers[0].topology)
-    before, beside = (layer.times(copies).forward["weights"] for layer in layers)
+    before, beside = (layer.times(copies).forward for layer in layers)
     aside = layers[0].costs.reroute(2048 * 8)
-    assert (before > 20 * aside).all()
-    assert beside == pytest.approx(np.full(6, aside + layers[0].costs.hop()))
+    assert (before["replicate"] > 20 * aside).all()
+    assert beside["reroute"] == pytest.approx(np.full(6, aside))
+    assert beside["replicate"] == pytest.approx(np.full(6, layers[0].costs.hop()))
 
 
 def test_a_slow_cluster_takes_longer() -> None:

@@ -94,7 +94,7 @@ def test_requests_wait_for_iterations_of_all_layers(policy: str) -> None:
     layers = [time_layer(made, [Contender.of(policy)], layer)[0].forward for layer in range(1, 5)]
     fixed_S, rows_S = (
         sum(stages[name] for stages in layers for name in names)
-        for names in (("loads", "plan", "weights"), ("dispatch", "experts", "combine"))
+        for names in (("loads", "plan", "replicate", "reroute"), ("dispatch", "experts", "combine"))
     )
     iteration = make_iteration(made.costs, PREFILL, rows_S, fixed_S.mean())
     wanted = rate_at_limit(iteration, PREFILL, 16)

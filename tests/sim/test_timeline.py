@@ -9,9 +9,11 @@ import pytest
 from ultraep.cli.options import ScenarioOptions
 from ultraep.cli.scenario import make_scenario
 from ultraep.errors import ConfigError
-from ultraep.sim.run import simulate, time_layer
+from ultraep.sim.run import plan_and_clock, simulate, time_layer
 from ultraep.sim.scenario import Contender
-from ultraep.sim.timeline import MOST_RANKS, make_timeline, median_microbatch, write_timeline
+from ultraep.sim.timeline import MOST_RANKS, make_timeline, median_microbatch, simulated_trace
+from ultraep.trace.chrome import stages, write_timeline
+from ultraep.trace.schema import SIMULATED, STAGES, fields_in_file
 
 POLICIES = ("none", "eplb", "lplb", "quota", "ultraep", "ideal")
 CONTENDERS = [Contender.of(policy) for policy in POLICIES]
@@ -139,6 +141,21 @@ def test_everything_has_a_name_and_the_file_is_json(tmp_path):
         assert event["ph"] in ("X", "M")
         if event["ph"] == "X":
             assert event["dur"] > 0 <= event["ts"]
+
+
+def test_what_is_drawn_are_records_of_the_schema():
+    layers = np.arange(2)
+    clocked = [next(plan_and_clock(TRAINING, CONTENDERS[:1], layer)) for layer in layers.tolist()]
+    trace = simulated_trace(CONTENDERS[0], clocked, layers, MICROBATCH)
+    sizes, fields = trace.header.sizes() | {"N": 2}, fields_in_file()
+    for name, array in trace.arrays.items():
+        assert array.shape == tuple(sizes[letter] for letter in fields[name].shape)
+        assert array.dtype.kind == np.dtype(fields[name].kind).kind
+    assert trace.header.stages[1:-1] == STAGES
+    assert (trace.waited <= trace.seconds).all()
+    assert trace.waited.min() >= 0
+    drawn = {event["name"] for event in stages(trace, range(8), process=1)}
+    assert {"recompute", "experts back", "attention back"} < drawn <= set(SIMULATED)
 
 
 def test_the_median_microbatch():

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import ultraep
-from ultraep.sim.workload import read_workload as workload_of
+from ultraep.sim.workload import read_workload
 
 PATH = Path(__file__).parents[2] / "benchmarks/results/trace_train_ep8_h200_202611.npz"
 
@@ -34,7 +34,7 @@ def test_planned_again_it_gives_the_recorded_plans_and_rows(trace, number):
 
 
 def test_the_simulator_takes_it(trace):
-    workload = workload_of(PATH, experts=64, top_k=4)
+    workload = read_workload(PATH, experts=64, top_k=4)
     loads = workload.expert_loads(2, np.arange(3), 8 * 4096 * 4)
     wanted = trace.of_layer(2).loads[:3].sum(axis=1)
     assert (loads == wanted).all()

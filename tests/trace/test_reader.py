@@ -73,7 +73,7 @@ BAD = {
     "binary header": (lambda d: (d / "header.json").write_bytes(b"\xff\xfb"), "cannot be read"),
     "version": (
         lambda d: edit_header(d, version=7),
-        f"a trace of version 7, this program reads version {VERSION}",
+        f"a trace of version 7, this program reads versions 1 to {VERSION}",
     ),
     "no version": (lambda d: edit_header(d, version="gone"), "a trace of version None"),
     "entry less": (lambda d: edit_header(d, slots="gone"), "missing or unknown: slots"),

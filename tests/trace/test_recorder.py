@@ -96,7 +96,7 @@ def test_all_that_is_told(tmp_path):
     assert trace.steps.tolist() == [5]
     assert trace.layers.tolist() == trace.layer.tolist() == [3, 7]
     assert trace.microbatch.tolist() == [2, 2]
-    assert trace.slot_loads.tolist() == [[0, 3, 9, 1, 3, 9], [0, 7, 9, 1, 7, 9]]
+    assert trace.slot_rows.tolist() == [[0, 3, 9, 1, 3, 9], [0, 7, 9, 1, 7, 9]]
     assert trace.rank_loads.tolist() == [[12, 13], [16, 17]]
     assert trace.bytes_moved.tolist() == [[112, 113]] * 2
     assert trace.began.tolist() == [[1000.0, 1001.0]] * 2
@@ -109,7 +109,7 @@ def test_all_that_is_told(tmp_path):
     }
     assert len(trace.of_layer(7)) == 1
     assert trace.of_layer(7).plan(0) == plan
-    assert trace.of_layer(7).slot_loads.tolist() == [[0, 7, 9, 1, 7, 9]]
+    assert trace.of_layer(7).slot_rows.tolist() == [[0, 7, 9, 1, 7, 9]]
     assert len(trace.of_layer(0)) == 0
     assert trace.of_layer(0).imbalance_after.shape == (0,)
 
@@ -400,7 +400,7 @@ def test_a_killed_process_leaves_a_readable_trace(tmp_path):
     assert len(trace) > 0
     assert trace.step.tolist() == list(range(len(trace)))
     assert trace.plan(len(trace) - 1).quotas.tolist() == []
-    assert (trace.slot_loads == [3, 4]).all()
+    assert (trace.slot_rows == [3, 4]).all()
 
 
 def test_recording_needs_nothing_but_numpy(tmp_path):

@@ -82,7 +82,7 @@ def test_loads_that_arrived_are_those_planned_and_those_counted(tmp_path, policy
         counted = sum(
             np.bincount(sent[record].reshape(-1), minlength=slots) for _, sent, _ in ranks
         )
-        assert trace.slot_loads[record].tolist() == counted.tolist()
+        assert trace.slot_rows[record].tolist() == counted.tolist()
         assert trace.rank_loads[record].tolist() == plan.rank_loads.tolist()
         for rank in range(4):
             own = ultraep.count_loads(ids_of(rank, record // 2), EXPERTS)
@@ -118,7 +118,7 @@ def test_rows_that_arrived_are_counted_by_what_they_carry(tmp_path):
     rows_of_rank = LocalGroup(4).run(work)
     trace = read_trace(tmp_path / "run")
     plan, topology = trace.plan(0), trace.topology
-    counted = np.zeros_like(trace.slot_loads[0])
+    counted = np.zeros_like(trace.slot_rows[0])
     for rank, rows in enumerate(rows_of_rank):
         slots = {expert: topology.home_slot_of_expert[expert] for expert in range(EXPERTS)}
         for expert, host, index in plan.replicas.tolist():
@@ -129,7 +129,7 @@ def test_rows_that_arrived_are_counted_by_what_they_carry(tmp_path):
             assert topology.first_slot_of_rank[rank] <= slot < topology.first_slot_of_rank[rank + 1]
             counted[slot] += 1
     assert plan.num_replicas > 0
-    assert trace.slot_loads[0].tolist() == counted.tolist()
+    assert trace.slot_rows[0].tolist() == counted.tolist()
 
 
 @pytest.mark.parametrize("keep", [True, False], ids=["reentrant", "not reentrant"])
@@ -235,7 +235,7 @@ def test_verbs_without_an_exchange_are_not_recorded(tmp_path):
     balancer.recorder.add(step=0, plan=plan, slot_rows=rows, seconds={"experts": 0.1})
     balancer.close()
     trace = read_trace(tmp_path / "run")
-    assert trace.slot_loads.tolist() == [rows]
+    assert trace.slot_rows.tolist() == [rows]
 
 
 def test_off_by_default():

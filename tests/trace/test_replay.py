@@ -10,7 +10,8 @@ from traces import TOPOLOGY, plan_for, record
 import ultraep
 from ultraep import BalanceConfig, ConfigError, Topology, read_trace, workload
 from ultraep.trace import replay
-from ultraep.trace.export import write_csv, write_timeline
+from ultraep.trace.chrome import timeline_of, write_timeline
+from ultraep.trace.export import write_csv
 
 WIDE = Topology(ranks=8, experts=32, slots=2, domain=4)
 LAYERS = 3
@@ -172,7 +173,7 @@ def test_the_timeline(tmp_path):
                 seconds={"plan": 0.5, "experts": 2.0},
             )  # fmt: skip
             recorder.more(step=4, layer=5, seconds={"reduce": 1.0}, began=110.0)
-    write_timeline(read_trace(tmp_path / "run"), tmp_path / "run.json")
+    write_timeline(tmp_path / "run.json", timeline_of(read_trace(tmp_path / "run")))
     events = json.loads((tmp_path / "run.json").read_text())["traceEvents"]
     drawn = [e for e in events if e["ph"] == "X"]
     assert [(e["name"], e["tid"], e["ts"] / 1e6, e["dur"] / 1e6) for e in drawn] == [
@@ -192,8 +193,9 @@ def test_the_timeline(tmp_path):
 def test_an_empty_trace_can_be_exported(tmp_path):
     trace = read_trace(record(tmp_path / "run", []))
     write_csv(trace, tmp_path / "run.csv")
-    write_timeline(trace, tmp_path / "run.json")
+    write_timeline(tmp_path / "run.json", timeline_of(trace))
     assert len((tmp_path / "run.csv").read_text().splitlines()) == 1
-    for write in (write_csv, write_timeline):
-        with pytest.raises(ultraep.FileError, match="cannot be written"):
-            write(trace, tmp_path / "none" / "file")
+    with pytest.raises(ultraep.FileError, match="cannot be written"):
+        write_csv(trace, tmp_path / "none" / "file")
+    with pytest.raises(ultraep.FileError, match="cannot be written"):
+        write_timeline(tmp_path / "none" / "file", timeline_of(trace))

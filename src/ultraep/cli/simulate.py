@@ -24,8 +24,9 @@ from ultraep.sim.presets import presets
 from ultraep.sim.run import Result
 from ultraep.sim.run import simulate as run_simulation
 from ultraep.sim.scenario import Contender, Scenario
-from ultraep.sim.timeline import make_timeline, median_microbatch, write_timeline
+from ultraep.sim.timeline import make_timeline, median_microbatch
 from ultraep.sim.training import Training
+from ultraep.trace.chrome import write_timeline
 
 EXAMPLE = (
     "Example: ultraep simulate --cluster h200-nvl8 --model gpt-oss-20b --ep 8 --imbalance 1.6\n\n"
@@ -228,7 +229,7 @@ def report(answer: Answer, heading: str, console: Console) -> None:
     passes = ", forward and backward" if training else ""
     console.print(f"\nMilliseconds of a microbatch through all layers{passes}:\n")
     console.print(_stage_table(answer))
-    named = "weights, reduce" if training else "weights"
+    named = "replicate, reroute, weights again, reduce" if training else "replicate, reroute"
     console.print(Text(f"{named}: the part that nothing else hides\n", render.FAINT))
     console.print(verdict(answer))
     console.print(Text("How far to trust these figures: docs/simulator.md", render.FAINT))

@@ -20,7 +20,8 @@ from ultraep.cli import render
 from ultraep.errors import ConfigError
 from ultraep.outputs import check_targets, is_stream
 from ultraep.policies import get_policy
-from ultraep.trace.export import write_csv, write_timeline
+from ultraep.trace.chrome import timeline_of, write_timeline
+from ultraep.trace.export import write_csv
 from ultraep.trace.read import Trace, read_trace
 from ultraep.trace.replay import Line, cases, differing
 from ultraep.trace.replay import replay as replay_case
@@ -60,7 +61,7 @@ def info(path: Source, as_json: AsJson = False) -> None:
     if len(trace):
         console.print(_layers(trace))
         console.print(_stages(trace))
-    for note in _missing(trace):
+    for note in _notes(trace):
         console.print(Text(note, render.FAINT))
 
 
@@ -106,13 +107,9 @@ def _layers(trace: Trace) -> Table:
         values = (before.mean(), before.max(), after.mean(), after.max())
         grid.add_row(
             *(name, f"{len(part):,}", *(f"{value:.3f}" for value in values)),
-            *(f"{part.num_copies.mean():.1f}", f"{_moved(part):.2f}"),
+            *(f"{part.num_copies.mean():.1f}", f"{part.bytes_moved.sum(axis=1).mean() / MB:.2f}"),
         )
     return grid
-
-
-def _moved(trace: Trace) -> float:
-    return float(trace.bytes_moved.sum(axis=1).mean()) / MB
 
 
 def _stages(trace: Trace) -> Text:
@@ -127,7 +124,12 @@ def _stages(trace: Trace) -> Text:
     return Text(f"\nms of the slowest rank, mean: {known}")
 
 
-def _missing(trace: Trace) -> Iterator[str]:
+def _notes(trace: Trace, lines: Sequence[Line] = ()) -> Iterator[str]:
+    """What to know of a replay, and what is missing in the trace."""
+    if any(line.beyond for line in lines):
+        yield "* plans beyond the spare slots or domains, to compare with and not to run"
+    if any(line.case.topology.ranks > trace.header.ranks for line in lines):
+        yield "more ranks than recorded: the tokens of a rank are dealt out in turn"
     if trace.dropped:
         yield (
             f"{trace.dropped:,} records or additions were dropped: they came faster than they "
@@ -237,13 +239,7 @@ def _report(name: str, trace: Trace, wrong: list[int], lines: Sequence[Line]) ->
     console.print(_verdict(trace, wrong))
     console.print()
     console.print(_lines(lines))
-    if any(line.beyond for line in lines):
-        note = "* plans beyond the spare slots or domains, to compare with and not to run"
-        console.print(Text(note, render.FAINT))
-    if any(line.case.topology.ranks > trace.header.ranks for line in lines):
-        note = "more ranks than recorded: the tokens of a rank are dealt out in turn"
-        console.print(Text(note, render.FAINT))
-    for note in _missing(trace):
+    for note in _notes(trace, lines):
         console.print(Text(note, render.FAINT))
 
 
@@ -317,20 +313,20 @@ def export(
     """Write a trace for other programs."""
     if to_npz is not None and to_npz.suffix.lower() != ".npz":
         raise ConfigError(f"--npz needs a name that ends in .npz, got {to_npz}")
-    if to_csv is None and to_perfetto is None and to_npz is None:
+    writers = ((to_csv, write_csv), (to_perfetto, _write_timeline), (to_npz, Trace.save))
+    wanted = [(target, write) for target, write in writers if target is not None]
+    if not wanted:
         raise ConfigError("name what to write: --csv, --perfetto or --npz")
-    targets = [target for target in (to_csv, to_perfetto, to_npz) if target is not None]
-    check_targets(*targets)
+    check_targets(*(target for target, _ in wanted))
     trace = read_trace(path)
-    if to_csv is not None:
-        write_csv(trace, to_csv)
-    if to_perfetto is not None:
-        write_timeline(trace, to_perfetto)
-    if to_npz is not None:
-        trace.save(to_npz)
-    for written in targets:
-        if not is_stream(written):
-            print(f"{written}: {_count(len(trace), 'record')}")
+    for target, write in wanted:
+        write(trace, target)
+        if not is_stream(target):
+            print(f"{target}: {_count(len(trace), 'record')}")
+
+
+def _write_timeline(trace: Trace, path: Path) -> None:
+    write_timeline(path, timeline_of(trace))
 
 
 # -- words ---------------------------------------------------------------------------------------

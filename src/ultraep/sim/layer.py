@@ -97,11 +97,13 @@ class LayerClock:
         whole = np.ones(len(rank_SR))
         dispatch_S = self._exchange(rank_SR)
         control = self._control()
+        replicate_S, reroute_S = self._before_dispatch(copies, rank_SR, dispatch_S)
         return {
             "attention": whole * self.costs.attention_forward(self.tokens, self.context),
             "loads": whole * control[0],
             "plan": whole * control[1],
-            "weights": self._weights(copies, rank_SR, dispatch_S),
+            "replicate": replicate_S,
+            "reroute": reroute_S,
             "dispatch": dispatch_S,
             "experts": self._slowest(copies, rank_SR, self.costs.experts_forward, 1),
             "combine": self._exchange(rank_SR),
@@ -167,17 +169,21 @@ class LayerClock:
 
     # -- weights ---------------------------------------------------------------------------------
 
-    def _weights(self, copies: Copies, rank_SR: IntArray, exchange_S: FloatArray) -> FloatArray:
-        """[S] what lies between the plan and the dispatch, and by how much weights delay that."""
+    def _before_dispatch(
+        self, copies: Copies, rank_SR: IntArray, exchange_S: FloatArray
+    ) -> tuple[FloatArray, FloatArray]:
+        """[S] weights as far as the dispatch waits for them; rerouting that they do not hide."""
+        nothing_S = np.zeros(len(rank_SR))
         if self.runtime.relay == "nothing":
-            return np.zeros(len(rank_SR))
+            return nothing_S, nothing_S
         measured = self.runtime.planner == "measured"
         schedule = self.costs.schedule(self.topology.ranks) if measured else 0.0
-        ready = max(self.costs.reroute(self.rows), schedule)
+        ready_S = nothing_S + max(self.costs.reroute(self.rows), schedule)
         if not self.runtime.streams:
-            return np.full(len(rank_SR), ready)
+            return nothing_S, ready_S
         streamed_S = self._streamed(copies, rank_SR, exchange_S)
-        return streamed_S + ready if self.runtime.beside else np.maximum(streamed_S, ready)
+        hidden_S = nothing_S if self.runtime.beside else streamed_S
+        return streamed_S, np.maximum(ready_S - hidden_S, 0.0)
 
     def _streamed(self, copies: Copies, rank_SR: IntArray, exchange_S: FloatArray) -> FloatArray:
         """[S] seconds of the weights: those that the exchange of rows beside them does not hide."""

@@ -27,7 +27,7 @@ PARTS = {
     "dispatch, combine": ("dispatch", "combine", "combine back", "dispatch back"),
     "recompute": ("recompute",),
     "loads, plan": ("loads", "plan"),
-    "weights, gradients": ("weights", "weights again", "reduce"),
+    "weights, gradients": ("replicate", "reroute", "weights again", "reduce"),
 }
 PART_COLOURS = ("#9aa5b1", "#2f6db3", "#7fb2e5", "#d7dde3", "#e8a33d", "#c8502d")
 POLICY_COLOURS = {

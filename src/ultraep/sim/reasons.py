@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from ultraep.sim.run import Result
 from ultraep.sim.scenario import Scenario
 from ultraep.sim.training import Training
+from ultraep.trace.schema import FORWARD
 
 PAYS, PAYS_A_LITTLE, DOES_NOT_PAY = "pays", "pays a little", "does not pay"
 CLEAR_GAIN = 1.05  # at the low end of the range: it pays
@@ -20,7 +21,8 @@ NOTHING_LEFT = 0.001  # of a microbatch
 EXPOSED = {
     "loads": "counting rows and swapping the counts",
     "plan": "planning",
-    "weights": "weights of copies that dispatch does not hide",
+    "replicate": "weights of copies that dispatch does not hide",
+    "reroute": "rerouting tokens",
     "reduce": "gradients of copies that the experts' backward does not hide",
 }
 SHORTENED = {
@@ -29,12 +31,11 @@ SHORTENED = {
     "combine": "combine, which waits for the fullest rank",
 }
 BACK = {
-    "weights": "weights again",
+    "replicate": "weights again",
     "dispatch": "dispatch back",
     "experts": "experts back",
     "combine": "combine back",
 }
-FORWARD = ("loads", "plan", "weights", "dispatch", "experts", "combine")
 
 
 @dataclass(frozen=True, kw_only=True)

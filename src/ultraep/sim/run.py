@@ -35,6 +35,7 @@ from ultraep.sim.training import (
 )
 from ultraep.sim.workload import share_out
 from ultraep.topology import Topology
+from ultraep.trace.schema import SIMULATED
 
 FloatArray = NDArray[np.float64]
 Report = Callable[[int, int], None]  # layers done, layers in all
@@ -221,9 +222,11 @@ def _layers_of_slot(scenario: Scenario, contender: Contender) -> int:
 
 
 def _stages(layers: list[LayerTimes]) -> dict[str, float]:
-    names = [*layers[0].forward, *layers[0].backward]
+    by_layer = [times.forward | times.backward for times in layers]
     return {
-        name: float(sum((t.forward | t.backward)[name].mean() for t in layers)) for name in names
+        name: float(sum(stages[name].mean() for stages in by_layer))
+        for name in SIMULATED
+        if name in by_layer[0]
     }
 
 
@@ -264,9 +267,7 @@ def _serving_rate(scenario: Scenario, serving: Serving, layers: list[LayerTimes]
     experts_S = np.sum(
         [times.forward_seconds - times.forward["attention"] for times in layers], axis=0
     )
-    fixed_S = np.sum(
-        [t.forward["loads"] + t.forward["plan"] + t.forward["weights"] for t in layers], axis=0
-    )
-    fixed = float(fixed_S.mean())
-    iteration = make_iteration(scenario.costs, serving, experts_S - fixed_S, fixed)
+    fixed = ("loads", "plan", "replicate", "reroute")
+    fixed_S = np.sum([t.forward[name] for t in layers for name in fixed], axis=0)
+    iteration = make_iteration(scenario.costs, serving, experts_S - fixed_S, float(fixed_S.mean()))
     return rate_at_limit(iteration, serving, scenario.ranks)

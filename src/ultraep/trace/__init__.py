@@ -7,7 +7,7 @@ rank what it alone knows:
     all      loads [N, R, E], copies [C, 3], quotas [C]
     a rank   rows that arrived in its slots [N, L], bytes it moved [N], seconds of its stages [N, G]
 
-Records are known by step, layer and microbatch.
+Records are known by step, layer and microbatch. All of this stands in schema.py, and only there.
 
     with Recorder("run", topology) as recorder:       # or Balancer(..., record="run")
         recorder.add(step=0, plan=plan, slot_rows=arrived)

@@ -1,41 +1,25 @@
-"""The records of all ranks, matched by step, layer and microbatch.
+"""The records of all ranks, matched by step, layer and microbatch, and joined as the schema says.
 
-Shapes: N records, M late additions, R ranks, S slots of all ranks, G stages.
+Shapes: N records, M late additions.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ultraep.arrays import IntArray
-from ultraep.trace.schema import Arrays
+from ultraep.trace.schema import KEY, Array, Arrays, Field, fields_in_file, taken
 
 
-@dataclass(frozen=True)
-class Joined:
-    """What ranks know for themselves, of the records that all of them have."""
-
-    first: IntArray  # [N] which records of rank 0 these are
-    slot_rows: IntArray  # [N, S]
-    bytes_moved: IntArray  # [N, R]
-    began: NDArray[np.float64]  # [N, R]
-    back_began: NDArray[np.float64]  # [N, R]
-    seconds: NDArray[np.float64]  # [N, R, G]
-    dropped: int
-    left_out: int
-
-
-def join(ranks: Sequence[Arrays], stages: int) -> Joined:
+def join(ranks: Sequence[Arrays]) -> Arrays:
     """Match the records, and add to them what came late.
 
     Of records with the same key the first one counts.
     """
-    keys = [np.column_stack([rank["step"], rank["layer"], rank["microbatch"]]) for rank in ranks]
+    keys = [np.column_stack([rank[name] for name in KEY]) for rank in ranks]
     numbers = _numbered([*keys, *(rank["more"] for rank in ranks)])
     own, late = numbers[: len(ranks)], numbers[len(ranks) :]
     found = [np.unique(number, return_index=True) for number in own]
@@ -44,29 +28,40 @@ def join(ranks: Sequence[Arrays], stages: int) -> Joined:
         common = np.intersect1d(common, known, assume_unique=True)
     picked = [index[np.searchsorted(known, common)] for known, index in found]
     order = np.argsort(picked[0], kind="stable")  # as rank 0 recorded them
-    picked = [rows[order] for rows in picked]
-    began, back_began, seconds, moved = [], [], [], []
-    for rank, rows, number in zip(ranks, picked, late, strict=True):
-        places = _places(number, common, order)
-        bytes_N, began_N, seconds_NG = _late(rank, places, len(common), stages)
-        moved.append(rank["bytes_moved"][rows] + bytes_N)
-        began.append(rank["began"][rows])
-        back_began.append(began_N)
-        seconds.append(rank["seconds"][rows] + seconds_NG)
-    every = np.unique(np.concatenate(own))
+    rows = [index[order] for index in picked]
+    places = [_places(number, common, order) for number in late]
     repeated = max(len(number) - len(known) for number, (known, _) in zip(own, found, strict=True))
-    return Joined(
-        first=picked[0],
-        slot_rows=np.concatenate(
-            [rank["slot_rows"][rows] for rank, rows in zip(ranks, picked, strict=True)], axis=1
-        ),
-        bytes_moved=np.stack(moved, axis=1),
-        began=np.stack(began, axis=1),
-        back_began=np.stack(back_began, axis=1),
-        seconds=np.stack(seconds, axis=1),
-        dropped=sum(int(rank["dropped"][0]) for rank in ranks),
-        left_out=len(every) - len(common) + repeated,
-    )
+    left_out = len(np.unique(np.concatenate(own))) - len(common) + repeated
+    return _joined(ranks, rows, places) | {"left_out": np.array([left_out])}
+
+
+def _joined(ranks: Sequence[Arrays], rows: list[IntArray], places: list[IntArray]) -> Arrays:
+    """Every field, of the records that all ranks have."""
+    fields = list(fields_in_file().values())
+    alike = {f.name: ranks[0][f.name] for f in fields if f.join in ("key", "same")}
+    joined = taken(alike, rows[0])
+    for field in fields:
+        if field.join == "sum":
+            joined[field.name] = np.sum([rank[field.name] for rank in ranks], axis=0)
+        elif field.join in ("ranks", "slots"):
+            parts = [_of_rank(field, *one) for one in zip(ranks, rows, places, strict=True)]
+            put = np.stack if field.join == "ranks" else np.concatenate
+            joined[field.name] = put(parts, axis=1)
+    return joined
+
+
+def _of_rank(field: Field, rank: Arrays, rows_N: IntArray, places_M: IntArray) -> Array:
+    """[N, ...] what a rank tells, with what it told late; that of other records is left out."""
+    if not field.late:
+        return rank[field.name][rows_N]
+    here, late = places_M >= 0, rank[field.late]
+    wide = np.float64 if late.dtype.kind == "f" else np.int64
+    whole = np.full((len(rows_N), *late.shape[1:]), field.default, dtype=wide)
+    if field.name in rank:
+        whole[:] = rank[field.name][rows_N]
+    if (late != field.default).any():
+        field.fold.at(whole, places_M[here], late[here])
+    return whole
 
 
 def _numbered(keys: Sequence[IntArray]) -> list[IntArray]:
@@ -89,18 +84,3 @@ def _places(number_M: IntArray, common: IntArray, order: IntArray) -> IntArray:
     near = np.minimum(np.searchsorted(common, number_M), len(common) - 1)
     place_of = np.argsort(order, kind="stable")
     return np.where(common[near] == number_M, place_of[near], -1)
-
-
-def _late(
-    rank: Arrays, places_M: IntArray, records: int, stages: int
-) -> tuple[IntArray, NDArray[np.float64], NDArray[np.float64]]:
-    """Bytes, begin and seconds that came late, by record."""
-    here = places_M >= 0
-    places = places_M[here]
-    bytes_N = np.zeros(records, dtype=np.int64)
-    np.add.at(bytes_N, places, rank["more_bytes"][here])
-    began_N = np.full(records, np.inf)
-    np.minimum.at(began_N, places, rank["more_began"][here])
-    seconds_NG = np.zeros((records, stages))
-    np.add.at(seconds_NG, places, rank["more_seconds"][here])
-    return bytes_N, np.where(np.isinf(began_N), np.nan, began_N), seconds_NG

@@ -12,7 +12,6 @@ import re
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,17 +24,19 @@ from ultraep.outputs import is_unfinished
 from ultraep.plan import Plan, plan_of_copies
 from ultraep.topology import Topology
 from ultraep.trace.files import write_arrays
-from ultraep.trace.join import Joined, join
+from ultraep.trace.join import join
 from ultraep.trace.schema import (
+    ENDS,
     HEADER_FILE,
-    OF_FILE,
     Array,
     Arrays,
     Header,
-    check_arrays,
-    fields_of_rank,
+    checked_arrays,
+    fields_in_file,
+    fields_in_pieces,
     piece_file,
     rank_folder,
+    taken,
 )
 
 FloatArray = NDArray[np.float64]
@@ -44,27 +45,33 @@ RANK_FOLDER = re.compile(r"rank-(\d{5})")
 
 @dataclass(frozen=True, eq=False)
 class Trace:
-    """What was recorded; every array has one row per record, in the order of recording."""
+    """What was recorded: the fields of the schema, as attributes.
+
+    Every array has one row per record, in the order of recording; what ranks tell for themselves
+    has the ranks next. Of a simulated microbatch only the key and the times are known.
+    """
 
     header: Header
-    step: IntArray  # [N]
-    layer: IntArray  # [N]
-    microbatch: IntArray  # [N]
-    policy: NDArray[np.str_]  # [N]
-    loads: IntArray  # [N, R, E] tokens that every source rank routed to every expert
-    copy_ends: IntArray  # [N] where the copies of a record end among those of all
-    copies: IntArray  # [C, 3] expert, host rank, spare slot
-    quotas: IntArray  # [C]
-    slot_loads: IntArray  # [N, S] rows that arrived in every slot
-    bytes_moved: IntArray  # [N, R] weights and gradients of copies that each rank sent
-    began: FloatArray  # [N, R] seconds since 1970
-    back_began: FloatArray  # [N, R] the same of backward; NaN: there was none
-    seconds: FloatArray  # [N, R, G] of every stage of `header.stages`
-    dropped: int  # lost by ranks that were too slow to write
-    left_out: int  # records that not all ranks have
+    arrays: Arrays
+
+    def __getattr__(self, name: str) -> Array:
+        arrays: Arrays = self.__dict__.get("arrays", {})
+        if name not in arrays:
+            raise AttributeError(f"a trace has no {name!r}")
+        return arrays[name]
 
     def __len__(self) -> int:
         return len(self.step)
+
+    @property
+    def dropped(self) -> int:
+        """Records and additions that were lost by ranks that were too slow to write."""
+        return int(self.arrays["dropped"][0])
+
+    @property
+    def left_out(self) -> int:
+        """Records that not all ranks have."""
+        return int(self.arrays["left_out"][0])
 
     @property
     def topology(self) -> Topology:
@@ -84,7 +91,7 @@ class Trace:
     @cached_property
     def rank_loads(self) -> IntArray:
         """[N, R] rows that arrived at every rank."""
-        return _sums(self.slot_loads, self.topology.first_slot_of_rank)
+        return _sums(self.slot_rows, self.topology.first_slot_of_rank)
 
     @cached_property
     def initial_rank_loads(self) -> IntArray:
@@ -138,30 +145,14 @@ class Trace:
 
     def take(self, records: IntArray) -> Trace:
         """Some of the records, in that order."""
-        counts = self.num_copies[records]
-        ends = np.cumsum(counts, dtype=np.int64)
-        shifts = self.copy_ends[records] - ends  # from where a copy stands now to where it stood
-        copies = np.arange(int(counts.sum())) + np.repeat(shifts, counts)
-        rows = {name: getattr(self, _NAMES.get(name, name))[records] for name in _BY_RECORD}
-        rows["copy_ends"] = ends
-        rows |= {"copies": self.copies[copies], "quotas": self.quotas[copies]}
-        named = {_NAMES.get(name, name): array for name, array in rows.items()}
-        return replace(self, **named)
+        return replace(self, arrays=taken(self.arrays, records))
 
     def save(self, path: str | Path) -> None:
         """One file with all of it, for sharing; `read_trace` reads it."""
         arrays: Arrays = {"header": np.array(self.header.to_json())}
-        for name, (kind, _) in OF_FILE.items():
-            if name in ("dropped", "left_out"):
-                arrays[name] = np.array([getattr(self, name)], dtype=np.int64)
-            elif name != "header":
-                array = getattr(self, _NAMES.get(name, name))
-                arrays[name] = array if kind == "str" else array.astype(kind)
+        for name, field in fields_in_file().items():
+            arrays[name] = self.arrays[name].astype(field.kind)
         write_arrays(Path(path), arrays)
-
-
-_NAMES = {"slot_rows": "slot_loads"}  # of a rank in its pieces, of all ranks here
-_BY_RECORD = [name for name, (_, letters) in OF_FILE.items() if letters.startswith("N")]
 
 
 def imbalance(loads_NR: IntArray) -> FloatArray:
@@ -220,77 +211,39 @@ def _read_folder(folder: Path) -> Trace:
         if match and int(match[1]) >= header.ranks:
             raise FileError(f"{path}: a rank too many, the trace is one of {header.ranks} ranks")
     ranks = [_read_rank(folder / rank_folder(rank), header, rank) for rank in range(header.ranks)]
-    return _trace(header, join(ranks, len(header.stages)), ranks[0])
+    return Trace(header, join(ranks))
 
 
 def _read_rank(folder: Path, header: Header, rank: int) -> Arrays:
     """All pieces of a rank, one behind the other."""
     names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
     names = [name for name in names if not is_unfinished(name)]
+    wanted, sizes = fields_in_pieces(rank), header.sizes(rank)
     pieces = []
     for number, name in enumerate(names):
         if name != piece_file(number):
             raise FileError(f"{folder / name}: not the piece that is expected here, {number:06d}")
-        piece = read_arrays(folder / name)
-        check_arrays(piece, fields_of_rank(rank), header.sizes(rank), folder / name)
-        pieces.append(piece)
-    return _concatenated(pieces, header, rank)
+        arrays = read_arrays(folder / name)
+        pieces.append(checked_arrays(arrays, wanted, sizes, folder / name))
+    nothing = {"N": 0, "C": 0, "M": 0} | sizes
+    none = {name: field.filled(nothing, field.shape) for name, field in wanted.items()}
+    return _concatenated(pieces or [none])
 
 
-def _concatenated(pieces: list[Arrays], header: Header, rank: int) -> Arrays:
-    sizes, whole = header.sizes(rank), {}
-    for name, (kind, letters) in fields_of_rank(rank).items():
-        none: Array = np.zeros([sizes.get(letter, 0) for letter in letters], dtype=kind)
-        if name == "dropped":  # counted from the first piece on
-            whole[name] = pieces[-1][name] if pieces else none
-        else:
-            whole[name] = np.concatenate([piece[name] for piece in pieces] or [none])
-    if "copy_ends" in whole and pieces:
-        before = np.cumsum([0, *(len(piece["copies"]) for piece in pieces)])
-        ends = [piece["copy_ends"].astype(np.int64) for piece in pieces]
-        whole["copy_ends"] = np.concatenate([e + b for e, b in zip(ends, before, strict=False)])
+def _concatenated(pieces: list[Arrays]) -> Arrays:
+    whole = {name: np.concatenate([piece[name] for piece in pieces]) for name in pieces[0]}
+    whole["dropped"] = pieces[-1]["dropped"]  # counted from the first piece on
+    if ENDS in whole:
+        before = np.cumsum([0, *(len(piece["copies"]) for piece in pieces[:-1])])
+        lengths = [len(piece[ENDS]) for piece in pieces]
+        whole[ENDS] = whole[ENDS] + np.repeat(before, lengths)
     return whole
-
-
-def _trace(header: Header, joined: Joined, shared: Arrays) -> Trace:
-    """The records that all ranks have, with what rank 0 knows of them."""
-    everything = Trace(
-        header=header,
-        step=shared["step"],
-        layer=shared["layer"],
-        microbatch=shared["microbatch"],
-        policy=shared["policy"],
-        loads=shared["loads"],
-        copy_ends=shared["copy_ends"],
-        copies=shared["copies"],
-        quotas=shared["quotas"],
-        slot_loads=shared["slot_rows"],  # until the next lines, of rank 0 only
-        bytes_moved=shared["bytes_moved"],
-        began=shared["began"],
-        back_began=shared["began"],
-        seconds=shared["seconds"],
-        dropped=joined.dropped,
-        left_out=joined.left_out,
-    )
-    return replace(
-        everything.take(joined.first),
-        slot_loads=joined.slot_rows,
-        bytes_moved=joined.bytes_moved,
-        began=joined.began,
-        back_began=joined.back_began,
-        seconds=joined.seconds,
-    )
 
 
 def _read_file(path: Path) -> Trace:
     arrays = read_arrays(path)
-    text = arrays.get("header")
+    text = arrays.pop("header", None)
     if text is None or text.dtype.kind != "U" or text.ndim:
         raise FileError(f"{path}: not a trace, it has no header")
     header = Header.from_json(str(text), path)
-    check_arrays(arrays, OF_FILE, header.sizes(), path)
-    rows: dict[str, Any] = {
-        _NAMES.get(name, name): array for name, array in arrays.items() if array.ndim
-    }
-    rows |= {name: int(arrays[name][0]) for name in ("dropped", "left_out")}
-    return Trace(header=header, **rows)
+    return Trace(header, checked_arrays(arrays, fields_in_file(), header.sizes(), path))

@@ -14,6 +14,8 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +27,17 @@ from ultraep.loads import as_integers
 from ultraep.outputs import write_text
 from ultraep.plan import DEFAULT_CONFIG, Plan
 from ultraep.topology import Topology
-from ultraep.trace.pieces import Key, More, Record
-from ultraep.trace.schema import HEADER_FILE, STAGES, Header, rank_folder
+from ultraep.trace.pieces import Entry, Key
+from ultraep.trace.schema import (
+    HEADER_FILE,
+    STAGES,
+    Array,
+    Field,
+    Header,
+    fields_in_pieces,
+    fields_of_plan,
+    rank_folder,
+)
 from ultraep.trace.writer import Writer
 
 MEMORY = 64 << 20  # bytes of records that wait
@@ -63,7 +74,13 @@ class Recorder:
         self.header = Header.of(topology, config, stages=tuple(stages), note=note)
         self._config = config
         self._place = {stage: place for place, stage in enumerate(self.header.stages)}
-        self._slots = self.header.slots_of(rank)
+        self._sizes = self.header.sizes(rank)
+        self._fields = {
+            field.name: field
+            for name, field in fields_in_pieces(rank).items()
+            if field.join in ("ranks", "slots") and name == field.name and field.default is not None
+        }
+        self._of_plan = attrgetter(*(field.plan for field in fields_of_plan()))
         _prepare(self.folder, self.header, rank)
         self._writer = Writer(self.folder / rank_folder(rank), self.header, rank, memory)
         self._finish = weakref.finalize(self, Writer.close, self._writer)  # also at exit
@@ -79,6 +96,7 @@ class Recorder:
         bytes_moved: int = 0,
         seconds: Mapping[str, float] | None = None,
         began: float | None = None,
+        **others: Any,
     ) -> bool:
         """Record one microbatch of one layer; False: it was dropped. Returns at once.
 
@@ -88,22 +106,22 @@ class Recorder:
         bytes_moved: what this rank sent of weights and gradients of copies.
         seconds: of the stages on this rank, those that are known.
         began: when it did, in seconds since 1970; None: it ends now.
+        others: more fields of the schema, by name.
         """
         key = _key(step, layer, microbatch)
         self._check_plan(plan)
-        rows = as_integers(slot_rows, "slot_rows").astype(np.int32)
-        if rows.shape != (self._slots,) or rows.min(initial=0) < 0:
-            raise ConfigError(
-                f"slot_rows must be rows of each of the {self._slots} slots of rank {self.rank}, "
-                f"got {rows.tolist()}"
-            )
-        by_stage = self._by_stage(seconds)
-        shared = (plan.loads, plan.replicas, plan.quotas) if self.rank == 0 else None
-        nbytes = OVERHEAD + rows.nbytes + sum(array.nbytes for array in shared or ())
+        by_stage, rows = self._by_stage(seconds or {}), self._rows(slot_rows)
         began = time.time() - sum(by_stage) if began is None else began
-        return self._writer.put(
-            Record(key, plan.config.policy, shared, rows, int(bytes_moved), began, by_stage, nbytes)
-        )
+        values = {"slot_rows": rows, "bytes_moved": int(bytes_moved), "seconds": by_stage}
+        values["began"] = began
+        shared, nbytes = (), OVERHEAD + rows.nbytes
+        if others:
+            values |= self._told(others, late=False)
+            nbytes += sum(np.asarray(value).nbytes for value in others.values())
+        if self.rank == 0:
+            shared = self._of_plan(plan)
+            nbytes += plan.loads.nbytes + plan.replicas.nbytes + plan.quotas.nbytes
+        return self._writer.put(Entry(key, values, shared, nbytes))
 
     def more(
         self,
@@ -114,12 +132,15 @@ class Recorder:
         bytes_moved: int = 0,
         seconds: Mapping[str, float] | None = None,
         began: float | None = None,
+        **others: Any,
     ) -> bool:
         """Add bytes and seconds to a record of before: what its backward pass took."""
-        by_stage = self._by_stage(seconds)
+        by_stage = self._by_stage(seconds or {})
         began = time.time() - sum(by_stage) if began is None else began
-        key = _key(step, layer, microbatch)
-        return self._writer.put(More(key, int(bytes_moved), began, by_stage, OVERHEAD))
+        values = {"bytes_moved": int(bytes_moved), "seconds": by_stage, "back_began": began}
+        if others:
+            values |= self._told(others, late=True)
+        return self._writer.put(Entry(_key(step, layer, microbatch), values, None, OVERHEAD))
 
     @property
     def dropped(self) -> int:
@@ -149,23 +170,42 @@ class Recorder:
                 f"the plan is one for {plan.topology}, the trace for {self.header.topology}"
             )
         mine, its = self._config, plan.config
-        same = mine is its or (
-            mine.tolerance == its.tolerance
-            and mine.min_tokens_per_replica == its.min_tokens_per_replica
-            and mine.max_replicas == its.max_replicas
-            and mine.locality == its.locality
-        )
-        if not same:
+        if mine is not its and replace(its, policy=mine.policy) != mine:
             raise ConfigError(f"the plan was made with {its}, the trace is one of {mine}")
 
-    def _by_stage(self, seconds: Mapping[str, float] | None) -> list[float]:
-        values = [0.0] * len(self._place)
-        for stage, value in (seconds or {}).items():
-            if stage not in self._place:
-                raise ConfigError(
-                    f"unknown stage {stage!r}; the trace has {', '.join(self._place)}"
-                )
-            values[self._place[stage]] = value
+    def _rows(self, slot_rows: Any) -> Array:
+        rows = as_integers(slot_rows, "slot_rows").astype(np.int32)
+        if rows.shape != (self._sizes["L"],) or rows.min(initial=0) < 0:
+            raise ConfigError(
+                f"slot_rows must be rows of each of the {self._sizes['L']} slots of rank "
+                f"{self.rank}, got {rows.tolist()}"
+            )
+        return rows
+
+    def _told(self, others: dict[str, Any], *, late: bool) -> dict[str, Any]:
+        """Fields besides the usual ones, as the schema has them."""
+        known = {name: field for name, field in self._fields.items() if field.late or not late}
+        for name in others.keys() - known.keys():
+            raise ConfigError(f"unknown field {name!r}; a rank tells {', '.join(known)}")
+        return {name: self._value(known[name], value) for name, value in others.items()}
+
+    def _value(self, field: Field, value: Any) -> Any:
+        if "G" in field.shape:
+            return self._by_stage(value)
+        wanted, found = [self._sizes[letter] for letter in field.shape[1:]], np.asarray(value)
+        if list(found.shape) != wanted or found.dtype.kind not in "bif":
+            got = f"{found.dtype} {list(found.shape)}"
+            raise ConfigError(f"{field.name} must be {field.kind} {wanted}, got {got}")
+        return found
+
+    def _by_stage(self, seconds: Mapping[str, float]) -> list[float]:
+        places = self._place
+        values = [0.0] * len(places)
+        try:
+            for stage, value in seconds.items():
+                values[places[stage]] = value
+        except KeyError as key:
+            raise ConfigError(f"unknown stage {key}; the trace has {', '.join(places)}") from None
         return values
 
 

@@ -77,28 +77,17 @@ def replay(trace: Trace, case: Case) -> Line:
     """Plan all records."""
     rows = [
         (
-            plan.initial_imbalance,
-            plan.imbalance,
-            plan.lower_bound,
-            plan.num_replicas,
-            plan.remote_tokens / max(plan.total, 1),
-            not plan.within_limits,
+            *(plan.initial_imbalance, plan.imbalance, plan.lower_bound, plan.num_replicas),
+            *(plan.remote_tokens / max(plan.total, 1), not plan.within_limits),
         )
         for plan in plans(trace, case)
     ]
     if not rows:
         raise ConfigError("nothing to replay: the trace has no records")
     before, after, bound, copies, remote, beyond = zip(*rows, strict=True)
-    return Line(
-        case=case,
-        before=fmean(before),
-        after=fmean(after),
-        worst=max(after),
-        bound=fmean(bound),
-        copies=fmean(copies),
-        remote=fmean(remote),
-        beyond=sum(beyond),
-    )
+    means = {"before": before, "after": after, "bound": bound, "copies": copies, "remote": remote}
+    mean_of = {name: fmean(values) for name, values in means.items()}
+    return Line(case=case, worst=max(after), beyond=sum(beyond), **mean_of)
 
 
 def plans(trace: Trace, case: Case) -> Iterator[Plan]:

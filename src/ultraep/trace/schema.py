@@ -1,9 +1,13 @@
-"""What a trace consists of: its header, and the names, types and shapes of its arrays.
+"""What a trace consists of: its stages, its fields, its header. All that handles traces reads this.
 
     folder/
     |-- header.json
     |-- rank-00000/000000.npz, 000001.npz, ...     pieces, in order
     `-- rank-00001/...
+
+A new field is one line of `FIELDS`, with `since` of the next version: `Recorder.add(name=...)`
+takes it, pieces and files hold it, `Trace.name` shows it, and what was written before reads as its
+default. See docs/traces.md.
 
 Shapes: N records of a piece, C copies of all of them, M late additions, R ranks, E experts, L slots
 of a rank, S slots of all ranks, G stages.
@@ -13,22 +17,30 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ultraep.arrays import IntArray
 from ultraep.config import BalanceConfig
 from ultraep.errors import ConfigError, FileError
 from ultraep.topology import Topology
 
 FORMAT = "ultraep-trace"
-VERSION = 1
 HEADER_FILE = "header.json"
+SHAPE = (
+    "ranks",
+    "experts",
+    "slots",
+    "domain",
+    "homes",
+)  # entries of the header that are a topology
+SETTINGS = ("policy", "tolerance", "min_tokens_per_replica", "max_replicas", "locality")
 
 FORWARD = ("loads", "plan", "verify", "replicate", "reroute", "dispatch", "experts", "combine")
 BACKWARD = (
@@ -36,46 +48,106 @@ BACKWARD = (
     *("experts back", "reduce", "dispatch back"),
 )
 STAGES = FORWARD + BACKWARD
+ATTENTION, ATTENTION_BACK = "attention", "attention back"
+SIMULATED = (ATTENTION, *STAGES, ATTENTION_BACK)  # the simulator knows what lies around, too
 
 Array = NDArray[Any]
 Arrays = dict[str, Array]
-Field = tuple[str, str]  # type, and a letter for every dimension; 1 and 3 are themselves
 
-OF_RANK: dict[str, Field] = {  # in the pieces of every rank
-    "step": ("int64", "N"),
-    "layer": ("int32", "N"),
-    "microbatch": ("int32", "N"),
-    "slot_rows": ("int32", "NL"),  # rows that arrived in each slot of the rank
-    "bytes_moved": ("int64", "N"),  # weights and gradients of copies that the rank sent
-    "began": ("float64", "N"),  # seconds since 1970
-    "seconds": ("float32", "NG"),
-    "more": ("int64", "M3"),  # step, layer, microbatch that the next ones are added to
-    "more_bytes": ("int64", "M"),
-    "more_began": ("float64", "M"),
-    "more_seconds": ("float32", "MG"),
-    "dropped": ("int64", "1"),  # records and additions that the rank has lost so far
-}
-OF_GROUP: dict[str, Field] = {  # known to all ranks alike: in the pieces of rank 0
-    "policy": ("str", "N"),
-    "loads": ("int32", "NRE"),
-    "copy_ends": ("int32", "N"),  # record n has the copies from copy_ends[n - 1] to copy_ends[n]
-    "copies": ("int32", "C3"),  # expert, host rank, spare slot
-    "quotas": ("int32", "C"),
-}
-OF_FILE: dict[str, Field] = {  # all ranks in one file
-    "header": ("str", ""),
-    "step": ("int64", "N"),
-    "layer": ("int32", "N"),
-    "microbatch": ("int32", "N"),
-    **OF_GROUP,
-    "slot_rows": ("int32", "NS"),
-    "bytes_moved": ("int64", "NR"),
-    "began": ("float64", "NR"),
-    "back_began": ("float64", "NR"),  # of the late additions; NaN: there were none
-    "seconds": ("float32", "NRG"),
-    "dropped": ("int64", "1"),
-    "left_out": ("int64", "1"),
-}
+
+@dataclass(frozen=True)
+class Field:
+    """An array of a trace, and what becomes of it on its way.
+
+    kind, shape: its type; a letter for every dimension in the pieces of a rank, 1 and 3 are
+        themselves.
+    join: how those of all ranks become one. "key": a record is known by it; "same": all ranks know
+        it alike, rank 0 writes it; "ranks": side by side, a dimension R behind N; "slots": those
+        of all ranks in a row; "sum": added up; "counted" by the reader; "pieces": not at all.
+    plan: the attribute of a plan that it is.
+    default: for records that do not tell; None: all of them tell.
+    late, fold: the array of what is told later, and how that goes into the record. With M in
+        place of N nothing is told before.
+    table: what becomes of it in a table: "plain"; over the ranks "sum" or "max"; "": nothing.
+    since: the version it came with. After the first, pieces hold it only if a record tells it.
+    """
+
+    name: str
+    kind: str
+    shape: str
+    join: Literal["key", "same", "ranks", "slots", "sum", "counted", "pieces"]
+    plan: str = ""
+    default: Any = None
+    late: str = ""
+    fold: np.ufunc = np.add
+    table: Literal["", "plain", "sum", "max"] = ""
+    since: int = 1
+
+    def filled(self, sizes: Mapping[str, int], letters: str) -> Array:
+        """Nothing but defaults, in this shape."""
+        shape = [sizes[letter] for letter in letters]
+        return np.full(shape, self.default or 0, dtype=self.kind)
+
+
+FIELDS: tuple[Field, ...] = (
+    Field("step", "int64", "N", "key", table="plain"),
+    Field("layer", "int32", "N", "key", table="plain"),
+    Field("microbatch", "int32", "N", "key", table="plain"),
+    Field("policy", "str", "N", "same", plan="config.policy", table="plain"),
+    # tokens that every source rank routed to every expert
+    Field("loads", "int32", "NRE", "same", plan="loads"),
+    # record n has the copies from copy_ends[n - 1] to copy_ends[n]
+    Field("copy_ends", "int32", "N", "same", plan="replicas"),
+    Field("copies", "int32", "C3", "same", plan="replicas"),  # expert, host rank, spare slot
+    Field("quotas", "int32", "C", "same", plan="quotas"),
+    Field("slot_rows", "int32", "NL", "slots"),  # rows that arrived in each slot
+    # weights and gradients of copies that the rank sent
+    Field("bytes_moved", "int64", "N", "ranks", default=0, late="more_bytes", table="sum"),
+    Field("began", "float64", "N", "ranks"),  # seconds since 1970
+    # the same of what was told late, which is backward; NaN: nothing was
+    Field("back_began", "float64", "M", "ranks", default=np.nan, late="more_began", fold=np.fmin),
+    Field("seconds", "float32", "NG", "ranks", default=0, late="more_seconds", table="max"),
+    # of the seconds, those at the end of a stage in which the rank waited for others
+    Field("waited", "float32", "NG", "ranks", default=0, late="more_waited", since=2),
+    Field("more", "int64", "M3", "pieces"),  # step, layer, microbatch that additions belong to
+    Field("dropped", "int64", "1", "sum"),  # records and additions that were lost so far
+    Field("left_out", "int64", "1", "counted"),  # records that not all ranks have
+)
+VERSION = max(one.since for one in FIELDS)
+KEY = tuple(one.name for one in FIELDS if one.join == "key")
+ENDS = "copy_ends"  # of what has the letter C
+
+
+def of_backward(stages: tuple[str, ...]) -> NDArray[np.bool_]:
+    """[G] whether each stage is one of backward."""
+    return np.isin(stages, (*BACKWARD, ATTENTION_BACK))
+
+
+def fields_in_pieces(rank: int) -> dict[str, Field]:
+    """The arrays in a piece of this rank, by name; of additions with M in place of N."""
+    found = {}
+    for one in FIELDS:
+        if one.join != "counted" and (one.join != "same" or rank == 0):
+            if one.shape[0] != "M" or not one.late:
+                found[one.name] = one
+            if one.late:
+                found[one.late] = replace(one, shape="M" + one.shape[1:])
+    return found
+
+
+def fields_of_plan() -> list[Field]:
+    """What rank 0 takes from a plan."""
+    return [one for one in FIELDS if one.plan]
+
+
+def fields_in_file() -> dict[str, Field]:
+    """The arrays of a trace whose ranks were joined, by name."""
+    found = {}
+    for one in FIELDS:
+        if one.join != "pieces":
+            shape = "NR" + one.shape[1:] if one.join == "ranks" else one.shape.replace("L", "S")
+            found[one.name] = replace(one, shape=shape)
+    return found
 
 
 @dataclass(frozen=True)
@@ -95,7 +167,7 @@ class Header:
     stages: tuple[str, ...] = STAGES
     note: str = ""
     created: str = ""
-    version: int = VERSION
+    version: int = field(default_factory=lambda: VERSION)
 
     def __post_init__(self) -> None:
         if len(set(self.stages)) != len(self.stages):
@@ -121,54 +193,38 @@ class Header:
             slots=topology.slots,
             domain=topology.domain_size,
             homes=homes,
-            policy=config.policy,
-            tolerance=config.tolerance,
-            min_tokens_per_replica=config.min_tokens_per_replica,
-            max_replicas=config.max_replicas,
-            locality=config.locality,
             stages=tuple(stages),
             note=note,
+            **{name: getattr(config, name) for name in SETTINGS},
         )
 
     @cached_property
     def topology(self) -> Topology:
         """Where experts live, and where copies may go."""
-        return Topology(
-            ranks=self.ranks,
-            experts=self.experts,
-            slots=self.slots,
-            domain=self.domain,
-            homes=self.homes,
-        )
+        return Topology(**{name: getattr(self, name) for name in SHAPE})
 
     @cached_property
     def config(self) -> BalanceConfig:
         """How microbatches were balanced; a record may have a policy of its own."""
-        return BalanceConfig(
-            policy=self.policy,
-            tolerance=self.tolerance,
-            min_tokens_per_replica=self.min_tokens_per_replica,
-            max_replicas=self.max_replicas,
-            locality=self.locality,
-        )
+        return BalanceConfig(**{name: getattr(self, name) for name in SETTINGS})
 
     def to_json(self) -> str:
         """One object, readable."""
-        return json.dumps({"format": FORMAT} | asdict(self), indent=1)
+        return json.dumps({"format": FORMAT} | asdict(self) | {"version": VERSION}, indent=1)
 
     @classmethod
     def from_json(cls, text: str, where: str | Path) -> Header:
         """The header of the file `where`, checked."""
         content = _object(text, where)
-        version = content.pop("version", None)
-        if version != VERSION:
+        version = content.get("version")
+        if type(version) is not int or not 1 <= version <= VERSION:
             raise FileError(
-                f"{where}: a trace of version {version}, this program reads version {VERSION}"
+                f"{where}: a trace of version {version}, this program reads versions 1 to {VERSION}"
             )
-        known = {field.name for field in fields(cls)} - {"version"}
-        if content.keys() != known:
-            wrong = sorted(known ^ content.keys())
-            raise FileError(f"{where}: entries that are missing or unknown: {', '.join(wrong)}")
+        wrong = {entry.name for entry in fields(cls)} ^ content.keys()
+        if wrong:
+            told = ", ".join(sorted(wrong))
+            raise FileError(f"{where}: entries that are missing or unknown: {told}")
         for name in ("homes", "stages"):
             if isinstance(content[name], list):
                 content[name] = tuple(content[name])
@@ -207,11 +263,6 @@ def _check_words(header: Header) -> None:
         raise ConfigError("stages, note and created must be text")
 
 
-def fields_of_rank(rank: int) -> dict[str, Field]:
-    """The arrays in a piece of this rank."""
-    return OF_RANK | OF_GROUP if rank == 0 else OF_RANK
-
-
 def rank_folder(rank: int) -> str:
     """Name of the folder with the pieces of a rank."""
     return f"rank-{rank:05d}"
@@ -222,38 +273,61 @@ def piece_file(number: int) -> str:
     return f"{number:06d}.npz"
 
 
-def check_arrays(
-    arrays: Mapping[str, Array],
-    wanted: Mapping[str, Field],
-    sizes: Mapping[str, int],
-    where: str | Path,
-) -> None:
-    """Raise `FileError` unless the arrays have these names, types and shapes."""
-    if arrays.keys() != wanted.keys():
-        wrong = ", ".join(sorted(arrays.keys() ^ wanted.keys()))
-        raise FileError(f"{where}: no piece of a trace: arrays missing or unknown: {wrong}")
+def checked_arrays(
+    arrays: Arrays, wanted: dict[str, Field], sizes: dict[str, int], where: str | Path
+) -> Arrays:
+    """The arrays, all that are wanted; `FileError` unless they have their names, types, shapes."""
+    needed = {name for name, one in wanted.items() if one.since == 1}
+    wrong = needed - arrays.keys() | arrays.keys() - wanted.keys()
+    if wrong:
+        told = ", ".join(sorted(wrong))
+        raise FileError(f"{where}: no piece of a trace: arrays missing or unknown: {told}")
     known = dict(sizes)
-    for name, (kind, letters) in wanted.items():
-        array = arrays[name]
-        right = array.dtype.kind == "U" if kind == "str" else array.dtype == np.dtype(kind)
-        if right and array.ndim == len(letters):
-            for letter, size in zip(letters, array.shape, strict=True):
-                known.setdefault(letter, size)
-            right = array.shape == tuple(known[letter] for letter in letters)
-        else:
-            right = False
-        if not right:
-            shape = [known.get(letter, letter) for letter in letters]
-            raise FileError(
-                f"{where}: {name} must be {kind} {shape}, got {array.dtype} {list(array.shape)}"
-            )
+    for name, one in wanted.items():
+        if name in arrays:
+            _check_array(name, arrays[name], one, known, where)
     _check_ends(arrays, where)
+    return {
+        name: arrays[name] if name in arrays else one.filled(known, one.shape)
+        for name, one in wanted.items()
+    }
 
 
-def _check_ends(arrays: Mapping[str, Array], where: str | Path) -> None:
-    ends = arrays.get("copy_ends")
+def _check_array(
+    name: str, array: Array, wanted: Field, known: dict[str, int], where: str | Path
+) -> None:
+    """Compare type and shape; what a letter stands for is known from then on."""
+    kind, letters = wanted.kind, wanted.shape
+    right = array.dtype.kind == "U" if kind == "str" else array.dtype == np.dtype(kind)
+    if right and array.ndim == len(letters):
+        for letter, size in zip(letters, array.shape, strict=True):
+            known.setdefault(letter, size)
+        if array.shape == tuple(known[letter] for letter in letters):
+            return
+    shape = [known.get(letter, letter) for letter in letters]
+    raise FileError(
+        f"{where}: {name} must be {kind} {shape}, got {array.dtype} {list(array.shape)}"
+    )
+
+
+def _check_ends(arrays: Arrays, where: str | Path) -> None:
+    ends = arrays.get(ENDS)
     if ends is None:
         return
     last = int(ends[-1]) if len(ends) else 0
     if (np.diff(ends, prepend=0) < 0).any() or last != len(arrays["copies"]):
-        raise FileError(f"{where}: copy_ends do not fit the {len(arrays['copies'])} copies")
+        raise FileError(f"{where}: {ENDS} do not fit the {len(arrays['copies'])} copies")
+
+
+def taken(arrays: Arrays, records: IntArray) -> Arrays:
+    """Those of some records, in that order, with their copies."""
+    ends = np.cumsum(np.diff(arrays[ENDS], prepend=0)[records], dtype=np.int64)
+    counts = np.diff(ends, prepend=0)
+    shifts = arrays[ENDS][records] - ends  # from where a copy stands now to where it stood
+    copies = np.arange(int(counts.sum())) + np.repeat(shifts, counts)
+    letters, rows = fields_in_file(), {"N": records, "C": copies}
+    found = {
+        name: array[rows[letters[name].shape[0]]] if letters[name].shape[0] in rows else array
+        for name, array in arrays.items()
+    }
+    return found | {ENDS: ends}

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ultraep.errors import FileError
 from ultraep.trace.files import write_arrays
-from ultraep.trace.pieces import More, Record, piece
+from ultraep.trace.pieces import Entry, piece
 from ultraep.trace.schema import Header, piece_file
 
 PIECE_BYTES = 4 << 20  # after which a piece is written, uncompressed
@@ -27,7 +27,7 @@ class Writer:
     def __init__(self, folder: Path, header: Header, rank: int, memory: int) -> None:
         self._folder, self._header, self._rank, self._memory = folder, header, rank, memory
         self._lock, self._look = threading.Lock(), threading.Event()
-        self._waiting: list[Record | More] = []
+        self._waiting: list[Entry] = []
         self._held = 0  # bytes that wait, or are being written
         self.dropped = self._told = 0  # so far; of them, what the last piece says
         self._closed = self._failed = False
@@ -35,14 +35,14 @@ class Writer:
         self._thread: threading.Thread | None = None
         self._process = os.getpid()
 
-    def put(self, item: Record | More) -> bool:
+    def put(self, entry: Entry) -> bool:
         """Take it, or drop it."""
         with self._lock:
-            if self._closed or self._failed or self._held + item.nbytes > self._memory:
+            if self._closed or self._failed or self._held + entry.nbytes > self._memory:
                 self.dropped += 1
                 return False
-            self._waiting.append(item)
-            self._held += item.nbytes
+            self._waiting.append(entry)
+            self._held += entry.nbytes
             if self._thread is None:
                 self._start()
         if 2 * self._held > self._memory:
@@ -88,17 +88,17 @@ class Writer:
 
     def _write(self) -> None:
         with self._lock:
-            items, self._waiting, lost = self._waiting, [], self.dropped
-        if items or lost > self._told:
-            arrays = piece(items, self._header, self._rank, dropped=lost)
+            entries, self._waiting, lost = self._waiting, [], self.dropped
+        if entries or lost > self._told:
+            arrays = piece(entries, self._header, self._rank, dropped=lost)
             try:
                 write_arrays(self._folder / piece_file(self._pieces), arrays)
             except FileError as error:
-                self._give_up(error, len(items))
+                self._give_up(error, len(entries))
                 return
             self._told, self._pieces = lost, self._pieces + 1
         with self._lock:
-            self._held -= sum(item.nbytes for item in items)
+            self._held -= sum(entry.nbytes for entry in entries)
 
     def _give_up(self, error: FileError, unwritten: int) -> None:
         logger.warning("recording ends here: %s", error)

@@ -206,6 +206,6 @@ def _microbatch(trace: Trace, record: int) -> Numbers:
             held_RL[host, slot] = expert
     return {
         "loads": trace.loads[record].sum(axis=0).tolist(),
-        "rows": trace.slot_loads[record].tolist(),
+        "rows": trace.slot_rows[record].tolist(),
         "held": held_RL.reshape(-1).tolist(),
     }
