@@ -45,8 +45,6 @@ from ultraep.topology import Topology
 from ultraep.version import __version__
 
 if TYPE_CHECKING:
-    from ultraep.combine import combine
-    from ultraep.dispatch import dispatch
     from ultraep.experts import Experts, ExpertsFrom
     from ultraep.layer import BalancedMoE
     from ultraep.loan import serve
@@ -73,8 +71,6 @@ _LAZY = {
     "Recorder": "ultraep.trace.record",
     "Router": "ultraep.routing",
     "Routing": "ultraep.routing",
-    "combine": "ultraep.combine",
-    "dispatch": "ultraep.dispatch",
     "gather_experts": "ultraep.runtime.state",
     "serve": "ultraep.loan",
     "read_trace": "ultraep.trace.read",
@@ -107,9 +103,7 @@ __all__ = [
     "UltraEPError",
     "__version__",
     "backend_names",
-    "combine",
     "count_loads",
-    "dispatch",
     "gather_experts",
     "plan",
     "policy_names",

@@ -23,7 +23,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from ultraep.activations import activation_named
-from ultraep.bundle import Bundle, resolve
+from ultraep.bundle import Bundle, Layout, given_tensors, resolve
 from ultraep.dispatch import Arrivals
 from ultraep.errors import ConfigError, LoadError
 from ultraep.loan import Network, run, serve
@@ -131,6 +131,10 @@ class ExpertsFrom(HomeModule):
         self._network, self._tensors = network, dict(tensors)
         self._tried: set[Any] = set()
 
+    def home_parameters(self) -> list[nn.Parameter]:
+        """Those among the tensors that are given as such."""
+        return [t for t in given_tensors(self._tensors) if isinstance(t, nn.Parameter)]
+
     @property
     def bundle(self) -> Bundle:
         """What a copy of an expert consists of."""
@@ -144,8 +148,9 @@ class ExpertsFrom(HomeModule):
         """
         kind = (rows.shape[-1], rows.dtype, rows.device)
         if self.home_experts and kind not in self._tried:
-            row = rows.new_zeros(1, rows.shape[-1])
-            run(self._network, row, [1] + [0] * (len(self.home_experts) - 1), resolve(self.bundle))
+            row, tensors = rows.new_zeros(1, rows.shape[-1]), resolve(self.bundle)
+            Layout.of(tensors, len(self.home_experts))
+            run(self._network, row, [1] + [0] * (len(self.home_experts) - 1), tensors)
         self._tried.add(kind)
 
     def forward(self, arrivals: Arrivals, copies: Copies) -> torch.Tensor:

@@ -16,7 +16,7 @@ import numpy as np
 from ultraep.arrays import IntArray, frozen
 from ultraep.backends import select
 from ultraep.config import BalanceConfig
-from ultraep.errors import ConfigError, LoadError
+from ultraep.errors import ConfigError, LoadError, SlotError
 from ultraep.loads import MAX_TOTAL, as_integers, as_loads, device_of
 from ultraep.policies import BUILT_IN, Policy, Problem, get_policy
 from ultraep.rules import check_copies, check_plan, check_shape
@@ -175,6 +175,16 @@ class Plan:
         ):
             digest.update(np.ascontiguousarray(array, dtype="<i8").tobytes())
         return digest.hexdigest()
+
+    def check_limits(self) -> None:
+        """Raise if it cannot be run: it needs more slots than there are, or other links."""
+        if not self.within_limits:
+            raise SlotError(
+                f"policy {self.config.policy!r} needs {self.max_ingress} spare slots on one rank, "
+                f"there are {self.topology.slots}; copies "
+                f"{'leave' if self.leaves_domain else 'stay in'} their domain of "
+                f"{self.topology.domain_size} ranks"
+            )
 
     def check(self, loads: Any) -> None:
         """Raise `PlanError`, naming the broken rule, unless this is a sound plan for the loads."""

@@ -64,8 +64,12 @@ class HomeModule(nn.Module):
         self._mark()  # on another kind of device they are new ones
         return self
 
+    def home_parameters(self) -> list[nn.Parameter]:
+        """All that the home experts consist of, also where other modules hold them."""
+        return list(self.parameters())
+
     def _mark(self) -> None:
-        for parameter in self.parameters():
+        for parameter in self.home_parameters():
             parameter.expert_ranks = self.ranks  # type: ignore[attr-defined]
 
 
@@ -81,10 +85,8 @@ def home_modules(model: nn.Module) -> dict[str, HomeModule]:
 
 def expert_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Parameters of home experts, by name: every rank has others."""
-    found: dict[str, nn.Parameter] = {}
-    for prefix, module in home_modules(model).items():
-        found |= module.named_parameters(prefix)
-    return found
+    experts = {id(parameter) for parameter in ranks_of_experts(model)}
+    return {name: p for name, p in model.named_parameters() if id(p) in experts}
 
 
 def dense_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -96,4 +98,4 @@ def dense_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 def ranks_of_experts(model: nn.Module) -> dict[nn.Parameter, tuple[int, ...]]:
     """For each parameter of experts, the ranks over which these are spread."""
     modules = home_modules(model).values()
-    return {parameter: module.ranks for module in modules for parameter in module.parameters()}
+    return {parameter: m.ranks for m in modules for parameter in m.home_parameters()}

@@ -30,7 +30,6 @@ from ultraep.runtime.mapped.control import POLICIES, DevicePlan
 from ultraep.runtime.mapped.copies import MappedCopies
 from ultraep.runtime.mapped.exchange import MappedExchange
 from ultraep.runtime.mapped.room import Room
-from ultraep.runtime.messages.plane import check_limits
 from ultraep.runtime.observe import Watch
 from ultraep.runtime.settings import Settings
 from ultraep.topology import Topology
@@ -110,7 +109,7 @@ class MappedPlane:
         microbatch = loads.microbatch
         moment = self._history.note(microbatch.layer, numbers.sum(axis=0), again=microbatch.again)
         plan = make_plan(numbers, self.topology, config, history=moment.before)
-        check_limits(plan)
+        plan.check_limits()
         return control.adopt(plan).kept()
 
     def verify(self, _plan: DevicePlan, _loads: DeviceLoads) -> None:

@@ -27,7 +27,7 @@ from ultraep.bundle import (
 from ultraep.comm import Communicator
 from ultraep.config import BalanceConfig
 from ultraep.dispatch import RowMessages
-from ultraep.errors import LoadError, SlotError
+from ultraep.errors import LoadError
 from ultraep.loads import MAX_TOTAL, count_loads
 from ultraep.plan import Plan
 from ultraep.plan import plan as make_plan
@@ -112,7 +112,7 @@ class MessagesPlane:
             plan = make_plan(
                 loads.loads, self.topology, config, backend=backend, history=moment.before
             )
-        check_limits(plan)
+        plan.check_limits()
         return plan
 
     def verify(self, plan: Plan, loads: HostLoads) -> None:
@@ -213,18 +213,6 @@ class MessagesPlane:
             self._control.check()
             self._control.count(ids.contiguous())
         count_loads(ids, self.topology.experts, backend=self.settings.backend)
-
-
-def check_limits(plan: Plan) -> None:
-    """Refuse a plan that needs more slots than there are, or other links."""
-    if not plan.within_limits:
-        topology = plan.topology
-        raise SlotError(
-            f"policy {plan.config.policy!r} needs {plan.max_ingress} spare slots on one rank, "
-            f"there are {topology.slots}; copies "
-            f"{'leave' if plan.leaves_domain else 'stay in'} their domain of "
-            f"{topology.domain_size} ranks"
-        )
 
 
 def _place(point: Point, microbatch: Microbatch) -> Place:

@@ -1,0 +1,273 @@
+"""The seam: networks of others on home weights and copies give what the layer of ours gives."""
+
+import pytest
+import torch
+from dense import Example, assert_close, dense, gradients_of
+from torch import nn
+from torch.nn.functional import linear
+from torch.utils.checkpoint import checkpoint
+
+from ultraep import BalancedMoE, Balancer, ConfigError, ExpertsFrom, LocalGroup, SlotError, serve
+from ultraep.activations import swiglu
+from ultraep.dispatch import dispatch
+from ultraep.parallel import expert_parameters
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def network(rows, counts, tensors):
+    """SwiGLU experts, one after the other, with biases if there are some."""
+    outputs = []
+    for index, part in enumerate(rows.split(counts)):
+        own = {name: stack[index].to(rows) for name, stack in tensors.items()}
+        up = linear(part, own["gate_up_proj"], own.get("gate_up_bias"))
+        outputs.append(linear(swiglu(up), own["down_proj"], own.get("down_bias")))
+    return torch.cat(outputs)
+
+
+def seam_of(layer, tensors=None, run=network):
+    """The layer with the same weights, whose experts are the network above."""
+    experts = layer.experts
+    bundle = experts.bundle if tensors is None else tensors
+    found = ExpertsFrom(run, bundle, list(experts.home_experts))
+    return BalancedMoE(layer.router, found, balancer=layer.balancer, shared=layer.shared)
+
+
+def on_ranks(example, body, **options):
+    def work(comm):
+        balancer = Balancer(experts=example.experts, communicator=comm, **options)
+        return body(example.layer(balancer), comm.rank, example)
+
+    return LocalGroup(example.ranks).run(work)
+
+
+def passes(make):
+    """One pass through `make(layer)`; what came out and all gradients."""
+
+    def body(layer, rank, example):
+        moe, x = make(layer), example.inputs[rank].clone().requires_grad_()
+        y = moe(x)
+        y.backward(example.gradients[rank])
+        assert moe.last_plan.num_replicas > 0
+        return {"y": y.detach(), **gradients_of(layer, x)}
+
+    return body
+
+
+def assert_alike(found, wanted, tolerance=None):
+    for one, other in zip(found, wanted, strict=True):
+        assert one.keys() == other.keys()
+        for name, tensor in other.items():
+            assert_close(one[name], tensor, name, tolerance)
+
+
+EXAMPLE = Example([30, 20, 25], experts=9, bias=True)
+
+
+def unstacked(layer):
+    """One tensor for every expert; their gradients must still reach the stacks of the layer."""
+    return {name: list(stack.unbind()) for name, stack in layer.experts.bundle.items()}
+
+
+def getters(layer):
+    return {name: (lambda n=name: layer.experts.bundle[n]) for name in layer.experts.bundle}
+
+
+FORMS = {
+    "stacked": lambda layer: layer.experts.bundle,
+    "one tensor for every expert": unstacked,
+    "getters": getters,
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_any_network_gives_what_our_experts_give(form):
+    wanted = on_ranks(EXAMPLE, passes(lambda layer: layer), slots=2)
+    found = on_ranks(EXAMPLE, passes(lambda layer: seam_of(layer, FORMS[form](layer))), slots=2)
+    assert_alike(found, wanted)
+    twin = dense(EXAMPLE)
+    assert_close(torch.cat([rank["y"] for rank in found]), twin.output)
+
+
+def in_flight(layer, rank, example):
+    """Three microbatches under way: backward in another order, one twice, one never."""
+    moe = seam_of(layer)
+    xs = [(scale * example.inputs[rank]).requires_grad_() for scale in (1.0, 0.5, -1.0, 2.0)]
+    ys = [moe(x) for x in xs]
+    for number in (2, 0, 1):
+        ys[number].backward(example.gradients[rank], retain_graph=True)
+    ys[0].backward(example.gradients[rank])
+    return {f"x {n}": x.grad for n, x in enumerate(xs[:3])} | gradients_of(layer, xs[0])
+
+
+def in_flight_dense(example):
+    twin = example.twin()
+    xs = [torch.cat([scale * x for x in example.inputs]).requires_grad_() for scale in (1, 0.5, -1)]
+    ys, gradient = [twin(x) for x in xs], torch.cat(example.gradients)
+    for number in (2, 0, 1):
+        ys[number].backward(gradient, retain_graph=True)
+    ys[0].backward(gradient)
+    return [x.grad for x in xs], twin
+
+
+@pytest.mark.parametrize("buffers", [1, 2, 3])
+def test_microbatches_in_flight_out_of_order_and_dropped(buffers):
+    found = on_ranks(EXAMPLE, in_flight, slots=1, in_flight=buffers)
+    gradients, twin = in_flight_dense(EXAMPLE)
+    for number, gradient in enumerate(gradients):
+        assert_close(torch.cat([rank[f"x {number}"] for rank in found]), gradient, f"x {number}")
+    for name in ("down_proj", "gate_up_proj", "down_bias"):
+        every = torch.cat([rank[f"experts.{name}"] for rank in found])
+        assert_close(every, twin.gradient(f"experts.{name}"), name)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_pass_may_be_computed_again_in_backward(reentrant):
+    def again(layer):
+        moe = seam_of(layer)
+
+        class Checkpointed(nn.Module):
+            def forward(self, x):
+                y = checkpoint(moe, x, use_reentrant=reentrant)
+                self.last_plan = moe.last_plan
+                return y
+
+        return Checkpointed()
+
+    assert_alike(on_ranks(EXAMPLE, passes(again)), on_ranks(EXAMPLE, passes(lambda layer: layer)))
+
+
+@pytest.mark.parametrize("frozen", ["experts", "tokens", "experts and router", "some tensors"])
+def test_what_wants_no_gradient(frozen):
+    def run(make):
+        def body(layer, rank, example):
+            layer.experts.requires_grad_("experts" not in frozen)
+            layer.router.requires_grad_("router" not in frozen)
+            if frozen == "some tensors":
+                layer.experts.down_proj.requires_grad_(False)
+                layer.experts.gate_up_bias.requires_grad_(False)
+            x = example.inputs[rank].clone().requires_grad_(frozen != "tokens")
+            y = make(layer)(x)
+            y.backward(example.gradients[rank])
+            return {"y": y.detach(), **gradients_of(layer, x)}
+
+        return on_ranks(EXAMPLE, body)
+
+    found = run(seam_of)
+    if frozen != "some tensors":  # ours computes the others, too
+        assert_alike(found, run(lambda layer: layer))
+    assert ("experts.down_proj" in found[0]) == (frozen == "tokens")
+
+
+def quantised(layer):
+    """Weights in eight bits, each expert with scales: numbers that learn nothing, and biases."""
+    found = {}
+    for name in ("gate_up_proj", "down_proj"):
+        weight = layer.experts.bundle[name].detach()
+        scale = weight.abs().amax(dim=(1, 2)) / 127
+        found[name] = (weight / scale[:, None, None]).round().to(torch.int8)
+        found[f"{name}_scale"] = scale
+    return found | {name: layer.experts.bundle[name] for name in ("gate_up_bias", "down_bias")}
+
+
+def dequantising(rows, counts, tensors):
+    plain = {
+        name: [q * s for q, s in zip(tensors[name], tensors[f"{name}_scale"], strict=True)]
+        for name in ("gate_up_proj", "down_proj")
+    }
+    biases = {name: tensors[name] for name in ("gate_up_bias", "down_bias")}
+    return network(rows, counts, plain | biases)
+
+
+def test_quantised_tensors_travel_with_their_scales():
+    def balanced(policy):
+        def body(layer, rank, example):
+            moe = seam_of(layer, quantised(layer), dequantising)
+            x = example.inputs[rank].clone().requires_grad_()
+            y = moe(x, policy=policy)
+            y.backward(example.gradients[rank])
+            return {"y": y.detach(), **gradients_of(layer, x)}
+
+        return on_ranks(EXAMPLE, body, slots=2)
+
+    found = balanced("ultraep")
+    assert_alike(found, balanced("none"))
+    assert "experts.down_proj" not in found[0]
+    assert "experts.down_bias" in found[0]
+
+
+def test_parameters_of_a_network_are_known_as_those_of_experts():
+    balancer = Balancer(experts=8)
+    layer = Example([4]).layer(balancer)
+    model = nn.ModuleDict({"own": layer.experts, "moe": seam_of(layer)})
+    assert expert_parameters(model).keys() == {"own.gate_up_proj", "own.down_proj"}
+    assert layer.experts.down_proj.expert_ranks == (0,)
+
+
+# What cannot work.
+
+
+def alone(run, example=None):
+    layer = (example or Example([6])).layer(Balancer(experts=8))
+    return seam_of(layer, run=run), layer
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (lambda rows: rows[:, :-1], r"must return \[1, 16\] torch.float64, got \[1, 15\]"),
+        (lambda rows: rows.float(), r"must return \[1, 16\] torch.float64, got \[1, 16\] torch.fl"),
+    ],
+)
+def test_a_network_that_returns_something_else_is_refused_before_anything_is_sent(wrong, words):
+    moe, layer = alone(lambda rows, counts, tensors: wrong(network(rows, counts, tensors)))
+    with pytest.raises(ConfigError, match=words):
+        moe(Example([6]).inputs[0])
+    assert layer.balancer.stats()["microbatches"] == 0
+
+
+def test_tensors_that_do_not_fit_the_homes_are_refused():
+    balancer = Balancer(experts=8)
+    layer = Example([6]).layer(balancer)
+    few = {name: stack[:3] for name, stack in layer.experts.bundle.items()}
+    with pytest.raises(ConfigError, match=r"'gate_up_proj' must be stacked over 8 home experts"):
+        seam_of(layer, few)(Example([6]).inputs[0])
+    lists = {"w": [torch.zeros(2)] * 7 + [torch.zeros(3)]}
+    with pytest.raises(ConfigError, match="'w' must be alike for all home experts"):
+        seam_of(layer, lists)(Example([6]).inputs[0])
+    with pytest.raises(ConfigError, match=r"experts \[0, 1\], but those of rank 0 are \[0, 1, 2"):
+        BalancedMoE(layer.router, ExpertsFrom(network, {}, [0, 1]), balancer=balancer)
+
+
+def test_copies_are_refused_outside_of_their_loan():
+    example = Example([20, 20])
+
+    def body(layer, rank, example):
+        balancer, bundle = layer.balancer, layer.experts.bundle
+        ids, gates, _ = layer.router(example.inputs[rank])
+        loads = balancer.gather(ids, bundle=bundle)
+        plan = balancer.plan(loads)
+        copies = balancer.replicate(plan, loads, bundle)
+        with copies:
+            exchange = balancer.reroute(ids, plan, loads)
+            arrivals = dispatch(example.inputs[rank], gates, exchange)
+        with pytest.raises(SlotError, match="lent inside of their `with` block only"):
+            serve(network, arrivals, copies, bundle)
+
+    on_ranks(example, body)
+
+
+def test_a_second_derivative_is_refused():
+    moe, _ = alone(network)
+    x = Example([6]).inputs[0].clone().requires_grad_()
+    (first,) = torch.autograd.grad(moe(x).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        first.sum().backward()
+
+
+def test_a_network_that_learns_what_is_not_in_its_bundle_is_refused():
+    extra = nn.Parameter(torch.ones((), dtype=torch.float64))
+    moe, layer = alone(lambda rows, counts, tensors: network(rows, counts, tensors) * extra)
+    layer.requires_grad_(False)
+    with pytest.raises(ConfigError, match="learns tensors that are not in its bundle"):
+        moe(Example([6]).inputs[0])
