@@ -36,7 +36,7 @@ from ultraep.plan import Plan
 from ultraep.sim.cluster import Cluster, load_cluster
 from ultraep.sim.costs import Costs, measured_rates
 from ultraep.sim.layer import LayerClock
-from ultraep.sim.model import Grouped, Model
+from ultraep.sim.model import GroupedAttention, Model
 from ultraep.sim.planning import Copies
 from ultraep.sim.published import CONTENDERS, Setting, scenario_of, settings, share_of_ideal
 from ultraep.sim.run import Result, simulate
@@ -70,7 +70,7 @@ def rows_of(name: str) -> list[dict[str, Any]]:
 
 def layer_model(name: str, hidden: int, ffn: int, experts: int, top_k: int) -> Model:
     """A model of which only the experts count."""
-    nothing = Grouped(kind="grouped", heads=1, kv_heads=1, head_width=1)
+    nothing = GroupedAttention(kind="grouped", heads=1, kv_heads=1, head_width=1)
     return Model(
         name=name,
         title=name,

@@ -123,7 +123,7 @@ def reroute_dense(
     *,
     backend: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same for routers that hand out `[T, E]` maps: `[T, S]` map and probabilities.
+    """Stage 4 for routers that hand out `[T, E]` maps: `[T, S]` map and probabilities.
 
     Gradients flow through the probabilities to where they came from.
     """

@@ -213,7 +213,7 @@ def launch_exchange(ranks: int, experts: int, slots: int, dtype: str, top_k: int
     import torch
 
     from ultraep import Topology
-    from ultraep.backends.triton.exchange import Exchange, RegionLayout
+    from ultraep.backends.triton.exchange import RegionLayout, RowExchange
 
     def room(*shape: int, dtype: Any = torch.int32) -> torch.Tensor:
         return torch.empty(*shape, dtype=dtype)
@@ -229,7 +229,7 @@ def launch_exchange(ranks: int, experts: int, slots: int, dtype: str, top_k: int
     )
     rows = room(capacity, width, dtype=getattr(torch, dtype))
     values, served = (region(layout.served_bytes(width * rows.itemsize)) for _ in range(2))
-    exchange = Exchange(layout, rank=0, tables=region(layout.table_bytes), programs=132)
+    exchange = RowExchange(layout, rank=0, tables=region(layout.table_bytes), programs=132)
     row_map, received = exchange.row_map(), room(ranks, exchange.num_local)
     scalars = room(tokens, top_k, dtype=torch.float32)
     routed = room(layout.rows)

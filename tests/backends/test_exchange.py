@@ -15,7 +15,7 @@ from triton.runtime.interpreter import InterpreterBuilder, InterpreterError, Ten
 import ultraep
 from ultraep import BalanceConfig, ControlPlane, Topology
 from ultraep.backends.triton.device import default_device, interpreted
-from ultraep.backends.triton.exchange import Exchange, RegionLayout, tile_of
+from ultraep.backends.triton.exchange import RegionLayout, RowExchange, tile_of
 from ultraep.reroute import reroute, rows_received
 
 DEVICE = default_device()
@@ -149,7 +149,7 @@ class Group:
         self.values = make_region(self.ranks, self.layout.value_bytes(row_bytes))
         self.served = make_region(self.ranks, self.layout.served_bytes(row_bytes))
         self.exchanges = [
-            Exchange(self.layout, rank=rank, tables=self.tables[rank], programs=programs)
+            RowExchange(self.layout, rank=rank, tables=self.tables[rank], programs=programs)
             for rank in range(self.ranks)
         ]
         self.maps = [exchange.row_map() for exchange in self.exchanges]

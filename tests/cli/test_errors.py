@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 import ultraep
 from ultraep import BalanceConfig, ConfigError, LocalGroup, Topology, workload
 from ultraep.cli import app
-from ultraep.demo.job import Place
+from ultraep.demo.job import RankPlace
 from ultraep.runtime.connect import connect
 
 SOURCE = Path(ultraep.__file__).parent.parent
@@ -136,7 +136,7 @@ def test_a_place_that_is_none(monkeypatch, rank, size, told):
     monkeypatch.setenv("RANK", rank)
     monkeypatch.setenv("WORLD_SIZE", size)
     with pytest.raises(ConfigError, match=told):
-        Place.of_torchrun()
+        RankPlace.of_torchrun()
     assert_one_line("demo", told=told)
 
 

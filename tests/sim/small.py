@@ -9,7 +9,7 @@ import numpy as np
 from ultraep.sim.cluster import Cluster
 from ultraep.sim.costs import Costs, Rates
 from ultraep.sim.model import Grouped, Model
-from ultraep.sim.planning import Copies
+from ultraep.sim.planning import CopySets
 from ultraep.sim.runtime import Runtime
 from ultraep.topology import Topology
 
@@ -91,10 +91,12 @@ def small_runtime(**changes: Any) -> Runtime:
     return Runtime(**{**entries, **changes})
 
 
-def copies_of(loads_SE: Any, copies: list[tuple[int, int, int, int]], topology: Topology) -> Copies:
+def copies_of(
+    loads_SE: Any, copies: list[tuple[int, int, int, int]], topology: Topology
+) -> CopySets:
     """Copies (microbatch, expert, host, rows) of these loads."""
     at_home_SE = np.array(loads_SE)
     for microbatch, expert, _, rows in copies:
         at_home_SE[microbatch, expert] -= rows
     columns = np.array(copies, dtype=np.int64).reshape(-1, 4).T
-    return Copies(*columns, at_home_SE)
+    return CopySets(*columns, at_home_SE)

@@ -16,7 +16,7 @@ from ultraep.sim.cluster import load_cluster
 from ultraep.sim.costs import Costs, measured_rates
 from ultraep.sim.layer import CHUNKS, LayerClock, LayerTimes
 from ultraep.sim.model import load_model
-from ultraep.sim.planning import Copies, plan_layer
+from ultraep.sim.planning import CopySets, plan_layer
 from ultraep.sim.runtime import Runtime, runtime_of
 from ultraep.sim.workload import Skew, share_out
 from ultraep.trace.schema import SIMULATED, STAGES, of_backward
@@ -179,7 +179,7 @@ def test_weights_come_again_in_backward_unless_they_are_kept_by_recompute() -> N
 STAR = Topology(ranks=8, experts=8, slots=2)
 
 
-def star(fan: int) -> Copies:
+def star(fan: int) -> CopySets:
     """Expert 0 on so many other ranks."""
     return copies_of([[80] + [10] * 7], [(0, 0, host, 9) for host in range(1, fan + 1)], STAR)
 
@@ -246,7 +246,7 @@ def test_gradients_hide_beside_the_last_product_or_under_attention() -> None:
     assert micro(quick.backward)["reduce"] == pytest.approx(9)
 
 
-def reduced(copies: Copies, topology: Topology, **entries: Any) -> float:
+def reduced(copies: CopySets, topology: Topology, **entries: Any) -> float:
     """Gradients of an expert, in those of one, that the busiest home waits for."""
     runtime = small_runtime(reduce_gb_s=1e-9, **entries)
     times = clock(topology, runtime=runtime).times(copies)
@@ -282,7 +282,7 @@ def real_clock(policy: str, *, cluster: str = "gb200-nvl72", **settings: Any) ->
     return LayerClock(**{**chosen, **settings})
 
 
-def real_copies(policy: str, topology: Topology, count: int = 6) -> Copies:
+def real_copies(policy: str, topology: Topology, count: int = 6) -> CopySets:
     workload = Skew(experts=128, top_k=8, spread=0.7, noise=0.3)
     loads_SE = workload.expert_loads(0, np.arange(count), 16 * 2048 * 8)
     config = BalanceConfig(policy=policy)

@@ -22,7 +22,7 @@ from ultraep import (
 )
 from ultraep.replicate import hops
 from ultraep.sim.planning import (
-    Copies,
+    CopySets,
     copies_of_expert,
     plan_layer,
     received_by_rank,
@@ -54,7 +54,7 @@ def cases(draw: st.DrawFn) -> tuple[Any, Topology]:
     return loads_SRE, topology
 
 
-def planned(loads_SRE: Any, topology: Topology, policy: str, interval: int = 1) -> Copies:
+def planned(loads_SRE: Any, topology: Topology, policy: str, interval: int = 1) -> CopySets:
     past_E = np.zeros(topology.experts, dtype=np.int64)
     config = BalanceConfig(policy=policy)
     return plan_layer(loads_SRE.sum(axis=1), topology, config, interval=interval, past_E=past_E)
@@ -64,7 +64,7 @@ def of_runtime(loads_SRE: Any, topology: Topology, policy: str) -> list[Plan]:
     return [plan(loads_RE, topology, BalanceConfig(policy=policy)) for loads_RE in loads_SRE]
 
 
-def check_same(copies: Copies, plans: list[Plan]) -> None:
+def check_same(copies: CopySets, plans: list[Plan]) -> None:
     """Same copies with the same rows, and with them the same rank loads."""
     topology = plans[0].topology
     found = np.column_stack([copies.microbatch, copies.expert, copies.host, copies.rows])
@@ -231,7 +231,7 @@ def counted(places: list[int], size: int) -> list[int]:
 # By hand: rank 0 has expert 0 for ranks 1 and 2, rank 1 has expert 1 for rank 3
 
 
-def by_hand() -> tuple[Copies, Topology]:
+def by_hand() -> tuple[CopySets, Topology]:
     topology = Topology(ranks=4, experts=4, slots=1)
     moved = [(1, 0, 1, 4), (1, 0, 2, 5), (1, 1, 3, 2)]
     return copies_of([[6, 6, 6, 6], [14, 6, 2, 2]], moved, topology), topology

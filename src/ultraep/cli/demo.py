@@ -19,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ultraep.cli import render
-from ultraep.demo.job import Job, Place
+from ultraep.demo.job import Job, RankPlace
 from ultraep.demo.result import DemoResult, Event, Note, PolicyResult, Progress, trace_folder
 from ultraep.demo.sizes import Machine, choose, this_machine
 from ultraep.errors import BackendUnavailable, ConfigError
@@ -69,7 +69,7 @@ def command(
 
     if seed < 0:
         raise ConfigError(f"--seed must not be negative, got {seed}")
-    place, names = Place.of_torchrun(), tuple(name.strip() for name in policy.split(","))
+    place, names = RankPlace.of_torchrun(), tuple(name.strip() for name in policy.split(","))
     if place is not None and ranks not in (None, place.size):
         raise ConfigError(f"--ranks {ranks}, but torchrun has started {place.size}")
     sizes, notes = choose(

@@ -113,7 +113,7 @@ def _layers(trace: Trace) -> Table:
 
 
 def _stages(trace: Trace) -> Text:
-    """Of the slowest rank, meaned over records."""
+    """Seconds of the slowest rank, meaned over records."""
     slowest = 1e3 * trace.seconds.max(axis=1).mean(axis=0)
     shown = [
         f"{stage} {value:.3f}"

@@ -9,17 +9,19 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-from ultraep.demo.job import Place
+from ultraep.demo.job import RankPlace
 from ultraep.errors import ConfigError
 
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 
 
 @contextmanager
-def process_group(place: Place | None = None, device: str = "cpu") -> Iterator[dist.ProcessGroup]:
+def process_group(
+    place: RankPlace | None = None, device: str = "cpu"
+) -> Iterator[dist.ProcessGroup]:
     """The group of all ranks; without a place that of torchrun, or of this process alone."""
     backend = BACKENDS[device]
-    place = place or Place.of_torchrun()
+    place = place or RankPlace.of_torchrun()
     if place is None:
         alone = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group(backend, store=alone, rank=0, world_size=1)
@@ -42,7 +44,7 @@ def gpus() -> int:
     return torch.cuda.device_count()
 
 
-def settle(place: Place, device: str) -> torch.device:
+def settle(place: RankPlace, device: str) -> torch.device:
     """Take one core and one thread, or one GPU."""
     if device == "cuda":
         if place.local >= torch.cuda.device_count():

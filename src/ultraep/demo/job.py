@@ -24,7 +24,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Place:
+class RankPlace:
     """Where a rank stands. `store`: a file through which the ranks find each other."""
 
     rank: int
@@ -33,7 +33,7 @@ class Place:
     store: str | None = None  # None: torchrun told the environment
 
     @classmethod
-    def of_torchrun(cls) -> Place | None:
+    def of_torchrun(cls) -> RankPlace | None:
         """The place that torchrun gave to this process, if it did."""
         if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
             return None

@@ -174,14 +174,14 @@ def live(descriptor: int) -> None:
     pipe = Connection(descriptor)
     number, size, store, job = pickle.loads(pipe.recv_bytes())
     threading.Thread(target=leave_with, args=(pipe,), daemon=True).start()
-    from ultraep.demo.job import Place
+    from ultraep.demo.job import RankPlace
     from ultraep.demo.ranks import work
 
     def tell(said: Any) -> None:
         pipe.send_bytes(pickle.dumps(said))
 
     try:
-        tell(work(Place(number, size, number, store), job, tell))
+        tell(work(RankPlace(number, size, number, store), job, tell))
     except CommunicationError as error:
         tell(Failure(number, str(error), 0))
         sys.exit(1)

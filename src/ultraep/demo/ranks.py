@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from ultraep.config import BalanceConfig
 from ultraep.demo.group import process_group, settle
-from ultraep.demo.job import Job, Place
+from ultraep.demo.job import Job, RankPlace
 from ultraep.demo.measure import FORCED, LayerSpeed, layer_speeds
 from ultraep.demo.model import ModelConfig, TinyMoE
 from ultraep.demo.prefill import Answers, Queue, Request, answer, make_requests
@@ -59,7 +59,7 @@ class Trained:
     state: State  # of the model, with all experts
 
 
-def work(place: Place, job: Job, tell: Tell) -> DemoResult:
+def work(place: RankPlace, job: Job, tell: Tell) -> DemoResult:
     """The whole demo, as one rank; every rank finds the same result. `tell` hears rank 0 only."""
     begin = time.perf_counter()
     device = settle(place, job.device)

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
 from ultraep.demo.folder import Claim
-from ultraep.demo.job import Job, Place
+from ultraep.demo.job import Job, RankPlace
 from ultraep.demo.processes import run_ranks, stop_on_sigterm
 from ultraep.demo.result import DemoResult, Event
 from ultraep.errors import ConfigError
@@ -23,7 +23,7 @@ from ultraep.policies import get_policy
 def run(
     job: Job,
     tell: Callable[[Event], None],
-    place: Place | None = None,
+    place: RankPlace | None = None,
     claim: Claim | None = None,
 ) -> DemoResult:
     """Run the job on processes of this machine, or, with a place, as that rank of a group.
@@ -40,7 +40,7 @@ def run(
     return work(place, job, tell)
 
 
-def prepare(job: Job, place: Place | None = None) -> AbstractContextManager[Claim | None]:
+def prepare(job: Job, place: RankPlace | None = None) -> AbstractContextManager[Claim | None]:
     """Check the policies and claim the folder; of a group, rank 0 does that for all."""
     for name in job.policies:
         get_policy(name)

@@ -29,7 +29,7 @@ def new_prefix() -> str:
 
 
 def free_bytes() -> int:
-    """Of the folder; a file system without a limit says that it has no blocks at all."""
+    """Room in the folder; a file system without a limit says that it has no blocks at all."""
     found = os.statvfs(FOLDER)
     return found.f_bavail * found.f_frsize if found.f_blocks else sys.maxsize
 

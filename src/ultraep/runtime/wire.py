@@ -54,7 +54,7 @@ Queues = dict[int, deque[torch.Tensor]]  # bytes to send to, or to receive from,
 
 
 def control_bytes(size: int) -> int:
-    """Of the control file of so many ranks."""
+    """Size of the control file of so many ranks."""
     return _words(size) * 8 + size**2 * FIRST
 
 

@@ -22,7 +22,7 @@ from ultraep.sim.cluster import MICRO
 from ultraep.sim.costs import GRADIENT_BYTES, ROW_BYTES, Costs
 from ultraep.sim.planning import (
     NO_COPIES,
-    Copies,
+    CopySets,
     copies_of_expert,
     received_by_rank,
     sends_by_rank,
@@ -76,7 +76,7 @@ class LayerClock:
         """Rows that every rank sends out."""
         return self.tokens * self.costs.model.top_k
 
-    def times(self, copies: Copies) -> LayerTimes:
+    def times(self, copies: CopySets) -> LayerTimes:
         """Times of all microbatches."""
         rank_SR = copies.rank_loads(self.topology)
         forward = self._forward(copies, rank_SR)
@@ -93,7 +93,7 @@ class LayerClock:
 
     # -- forward ---------------------------------------------------------------------------------
 
-    def _forward(self, copies: Copies, rank_SR: IntArray) -> dict[str, FloatArray]:
+    def _forward(self, copies: CopySets, rank_SR: IntArray) -> dict[str, FloatArray]:
         whole = np.ones(len(rank_SR))
         dispatch_S = self._exchange(rank_SR)
         control = self._control()
@@ -133,7 +133,9 @@ class LayerClock:
         inside = size * (topology.domain_size - 1) / topology.ranks
         return self.costs.on_links(inside + weight_bytes, outside)
 
-    def _experts(self, copies: Copies, seconds_of: Callable[[IntArray], FloatArray]) -> FloatArray:
+    def _experts(
+        self, copies: CopySets, seconds_of: Callable[[IntArray], FloatArray]
+    ) -> FloatArray:
         """[S, R] seconds of the slots of every rank, one after the other."""
         at_home_SE, copy_C = seconds_of(copies.at_home), seconds_of(copies.rows)
         total_SR: FloatArray = sum_by_rank(copies, at_home_SE, copy_C, self.topology)
@@ -141,7 +143,7 @@ class LayerClock:
 
     def _slowest(
         self,
-        copies: Copies,
+        copies: CopySets,
         rank_SR: IntArray,
         seconds_of: Callable[[IntArray], FloatArray],
         moves: int,
@@ -151,7 +153,7 @@ class LayerClock:
         slowest_S: FloatArray = busy_SR.max(axis=1)
         return slowest_S
 
-    def by_rank(self, copies: Copies) -> dict[str, FloatArray]:
+    def by_rank(self, copies: CopySets) -> dict[str, FloatArray]:
         """[S, R] seconds for which each rank is busy, of the stages in which ranks differ."""
         rank_SR = copies.rank_loads(self.topology)
         latency = self.costs.latency(self.topology.num_domains)
@@ -170,7 +172,7 @@ class LayerClock:
     # -- weights ---------------------------------------------------------------------------------
 
     def _before_dispatch(
-        self, copies: Copies, rank_SR: IntArray, exchange_S: FloatArray
+        self, copies: CopySets, rank_SR: IntArray, exchange_S: FloatArray
     ) -> tuple[FloatArray, FloatArray]:
         """[S] weights as far as the dispatch waits for them; rerouting that they do not hide."""
         nothing_S = np.zeros(len(rank_SR))
@@ -185,7 +187,7 @@ class LayerClock:
         hidden_S = nothing_S if self.runtime.beside else streamed_S
         return streamed_S, np.maximum(ready_S - hidden_S, 0.0)
 
-    def _streamed(self, copies: Copies, rank_SR: IntArray, exchange_S: FloatArray) -> FloatArray:
+    def _streamed(self, copies: CopySets, rank_SR: IntArray, exchange_S: FloatArray) -> FloatArray:
         """[S] seconds of the weights: those that the exchange of rows beside them does not hide."""
         out_SR, hops_S = self._sends(copies)
         received_SR = received_by_rank(copies, self.topology)
@@ -201,7 +203,7 @@ class LayerClock:
         late_S: FloatArray = both_S + latency + start_S - exchange_S
         return np.maximum(late_S, 0.0)
 
-    def _sends(self, copies: Copies) -> tuple[FloatArray, FloatArray]:
+    def _sends(self, copies: CopySets) -> tuple[FloatArray, FloatArray]:
         """[S, R] experts that every rank sends, and [S] hops until the last copy has begun."""
         relay = self.runtime.relay
         direct_SR = sends_by_rank(copies, self.topology, chain=False).astype(float)
@@ -222,7 +224,7 @@ class LayerClock:
     # -- backward --------------------------------------------------------------------------------
 
     def _backward(
-        self, copies: Copies, rank_SR: IntArray, forward: dict[str, FloatArray]
+        self, copies: CopySets, rank_SR: IntArray, forward: dict[str, FloatArray]
     ) -> dict[str, FloatArray]:
         whole = np.ones(len(rank_SR))
         exchange_S = self._exchange(rank_SR)
@@ -245,7 +247,7 @@ class LayerClock:
             times["recompute"] = _total(forward)
         return times
 
-    def _reduce(self, copies: Copies) -> FloatArray:
+    def _reduce(self, copies: CopySets) -> FloatArray:
         """[S] gradients of copies into their homes: as long as the home with most of them."""
         if self.runtime.relay == "nothing":
             return np.zeros(len(copies.at_home))
@@ -253,7 +255,7 @@ class LayerClock:
         size = float(GRADIENT_BYTES * self.costs.model.expert_weights)
         return self.costs.reduced_at(arriving_SR.max(axis=1) * size, self.runtime.reduce_gb_s)
 
-    def _gradients_arriving(self, copies: Copies) -> IntArray:
+    def _gradients_arriving(self, copies: CopySets) -> IntArray:
         """[S, R] gradients that come to every home."""
         topology = self.topology
         count_SE = copies_of_expert(copies, topology)
@@ -268,7 +270,7 @@ def _total(stages: dict[str, FloatArray]) -> FloatArray:
     return total
 
 
-def _tree(copies: Copies, topology: Topology, direct_SR: FloatArray) -> FloatArray:
+def _tree(copies: CopySets, topology: Topology, direct_SR: FloatArray) -> FloatArray:
     """[S, R] experts sent when a home with many copies has some of them relayed once.
 
     With f copies there are about sqrt(f) relays, and the home serves these alone.

@@ -18,7 +18,7 @@ MOST_LAYERS = 1 << 12
 
 
 @dataclass(frozen=True, kw_only=True)
-class Grouped:
+class GroupedAttention:
     """Attention whose heads share keys and values in groups."""
 
     kind: str
@@ -80,7 +80,7 @@ class Model:
     top_k: int
     expert_width: int
     vocabulary: int
-    attention: Grouped | Latent
+    attention: GroupedAttention | Latent
     dense_width: int = 0
     shared_width: int = 0
 
@@ -168,6 +168,8 @@ def load_model(name: str) -> Model:
     if not isinstance(attention, dict) or attention.get("kind") not in ("grouped", "latent"):
         raise ConfigError(f"{where}: attention must be a table with kind grouped or latent")
     made: Any = as_record(
-        Grouped if attention["kind"] == "grouped" else Latent, attention, f"{where}, attention"
+        GroupedAttention if attention["kind"] == "grouped" else Latent,
+        attention,
+        f"{where}, attention",
     )
     return as_record(Model, {"name": found, **table, "attention": made}, where)

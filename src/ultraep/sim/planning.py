@@ -24,7 +24,7 @@ from ultraep.topology import Topology
 
 
 @dataclass(frozen=True)
-class Copies:
+class CopySets:
     """The copies of all microbatches, and the rows that stay at home."""
 
     microbatch: IntArray  # [C]
@@ -39,11 +39,11 @@ class Copies:
 
 
 _NOTHING = np.zeros(0, dtype=np.int64)
-NO_COPIES = Copies(_NOTHING, _NOTHING, _NOTHING, _NOTHING, _NOTHING)
+NO_COPIES = CopySets(_NOTHING, _NOTHING, _NOTHING, _NOTHING, _NOTHING)
 
 
 def sum_by_rank(
-    copies: Copies, home_SE: NDArray[Any], copy_C: NDArray[Any], topology: Topology
+    copies: CopySets, home_SE: NDArray[Any], copy_C: NDArray[Any], topology: Topology
 ) -> NDArray[Any]:
     """[S, R] sum over the experts at home on a rank and over the copies that it hosts."""
     microbatches, ranks = len(home_SE), topology.ranks
@@ -64,7 +64,7 @@ def plan_layer(
     *,
     interval: int,
     past_E: IntArray,
-) -> Copies:
+) -> CopySets:
     """Plan all microbatches of a layer.
 
     interval: microbatches for which policies that place by the past keep it: the rows of the
@@ -107,16 +107,16 @@ def _one_by_one(policy: Policy, problem: Problem, loads_SE: IntArray) -> IntArra
     return np.column_stack([microbatch_C, np.concatenate(found)])
 
 
-def _gathered(placed_C4: IntArray, loads_SE: IntArray) -> Copies:
+def _gathered(placed_C4: IntArray, loads_SE: IntArray) -> CopySets:
     microbatch_C, expert_C, host_C, rows_C = placed_C4.T
     away = np.bincount(
         microbatch_C * loads_SE.shape[1] + expert_C, weights=rows_C, minlength=loads_SE.size
     )
     at_home_SE = loads_SE - away.reshape(loads_SE.shape).astype(np.int64)
-    return Copies(microbatch_C, expert_C, host_C, rows_C, at_home_SE)
+    return CopySets(microbatch_C, expert_C, host_C, rows_C, at_home_SE)
 
 
-def sends_by_rank(copies: Copies, topology: Topology, *, chain: bool) -> IntArray:
+def sends_by_rank(copies: CopySets, topology: Topology, *, chain: bool) -> IntArray:
     """[S, R] experts that every rank sends, from home or as a link of a chain.
 
     As `replicate.hops` orders them: in a chain, hosts that have experts of their own to send come
@@ -139,13 +139,13 @@ def sends_by_rank(copies: Copies, topology: Topology, *, chain: bool) -> IntArra
     return _count(sent, microbatches, ranks)
 
 
-def copies_of_expert(copies: Copies, topology: Topology) -> IntArray:
+def copies_of_expert(copies: CopySets, topology: Topology) -> IntArray:
     """[S, E] copies of every expert."""
     place = copies.microbatch * topology.experts + copies.expert
     return _count(place, len(copies.at_home), topology.experts)
 
 
-def received_by_rank(copies: Copies, topology: Topology) -> IntArray:
+def received_by_rank(copies: CopySets, topology: Topology) -> IntArray:
     """[S, R] experts that every rank receives."""
     microbatches, ranks = len(copies.at_home), topology.ranks
     return _count(copies.microbatch * ranks + copies.host, microbatches, ranks)

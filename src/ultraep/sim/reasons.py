@@ -204,7 +204,7 @@ def _limits(facts: Facts) -> Iterator[str]:
     topology, left = facts.scenario.topology, facts.balanced.imbalance
     if topology.num_domains > 1 and left > 1 + facts.tolerance + LEFT_OVER:
         yield (
-            f"Copies stay inside domains of {topology.domain_size} ranks: the fullest rank keeps "
+            f"CopySets stay inside domains of {topology.domain_size} ranks: the fullest rank keeps "
             f"{left:.2f} times the mean."
         )
 

@@ -22,7 +22,7 @@ from ultraep.config import BalanceConfig
 from ultraep.errors import ConfigError
 from ultraep.sim.layer import LayerClock, LayerTimes
 from ultraep.sim.memory import Memory, memory_of
-from ultraep.sim.planning import Copies, plan_layer
+from ultraep.sim.planning import CopySets, plan_layer
 from ultraep.sim.runtime import IDEAL, NONE
 from ultraep.sim.scenario import Contender, Scenario
 from ultraep.sim.serving import Serving, make_iteration, rate_at_limit
@@ -119,7 +119,7 @@ def time_layer(scenario: Scenario, wanted: list[Contender], layer: int) -> list[
 
 def plan_and_clock(
     scenario: Scenario, wanted: Sequence[Contender], layer: int
-) -> Iterator[tuple[LayerClock, Copies]]:
+) -> Iterator[tuple[LayerClock, CopySets]]:
     """The copies of one layer in all microbatches, and the clock for them, by contender."""
     drawn = np.arange(scenario.microbatches + scenario.interval)
     loads_SE = scenario.workload.expert_loads(layer, drawn, scenario.rows)
@@ -130,7 +130,7 @@ def plan_and_clock(
 
 def _plan_and_clock(
     scenario: Scenario, contender: Contender, loads_SE: IntArray, past_E: IntArray
-) -> tuple[LayerClock, Copies]:
+) -> tuple[LayerClock, CopySets]:
     slots = scenario.slots if contender.slots is None else contender.slots
     topology = scenario.topology
     topology = Topology(

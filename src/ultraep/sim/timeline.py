@@ -22,7 +22,7 @@ from ultraep.arrays import IntArray
 from ultraep.errors import ConfigError
 from ultraep.plan import DEFAULT_CONFIG
 from ultraep.sim.layer import LayerClock
-from ultraep.sim.planning import Copies
+from ultraep.sim.planning import CopySets
 from ultraep.sim.run import plan_and_clock
 from ultraep.sim.scenario import Contender, Scenario
 from ultraep.trace.chrome import Event, named, span, stages, threads, timeline
@@ -73,7 +73,7 @@ def _which_ranks(ranks: int) -> str:
 
 def simulated_trace(
     contender: Contender,
-    clocked: Sequence[tuple[LayerClock, Copies]],
+    clocked: Sequence[tuple[LayerClock, CopySets]],
     layers: IntArray,
     microbatch: int,
 ) -> Trace:
@@ -96,7 +96,7 @@ def simulated_trace(
     return Trace(replace(header, policy=contender.label), arrays)
 
 
-def _layer(clock: LayerClock, copies: Copies, microbatch: int) -> tuple[FloatArray, FloatArray]:
+def _layer(clock: LayerClock, copies: CopySets, microbatch: int) -> tuple[FloatArray, FloatArray]:
     """[R, G] seconds of the stages, until all ranks are through, and of them those of waiting."""
     times, busy = clock.times(copies), clock.by_rank(copies)
     seconds_RG = np.zeros((clock.topology.ranks, len(SIMULATED)))

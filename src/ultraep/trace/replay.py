@@ -127,7 +127,7 @@ def differing(trace: Trace) -> list[int]:
 
 
 def regrouped_topology(topology: Topology, *, ranks: int, slots: int) -> Topology:
-    """The same experts on more or fewer ranks: neighbours are merged, or divided evenly."""
+    """A topology of more or fewer ranks: neighbours are merged, or divided evenly."""
     old = topology.ranks
     if ranks < 1 or (old % ranks and ranks % old):
         raise ConfigError(

@@ -120,7 +120,7 @@ class RowMap:
     landings: torch.Tensor  # [rows] rank * capacity + arrived row of each routed row; -1: none
 
 
-class Exchange:
+class RowExchange:
     """Moves rows between the ranks of a group. All verbs only launch kernels, always the same.
 
     tables: a region of `layout.table_bytes`, for the routes of one microbatch after the other.

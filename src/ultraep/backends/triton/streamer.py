@@ -103,7 +103,7 @@ class Streamer:
         first_rank: int,
         ranks: int,
     ) -> None:
-        """The same for several ranks of this device at once; `homes` and `schedules` by rank."""
+        """Send for several ranks of this device at once; `homes` and `schedules` by rank."""
         board, topology = self.board, self.topology
         stream.stream[(self.programs * ranks,)](
             board.region.addresses,

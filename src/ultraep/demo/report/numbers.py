@@ -115,7 +115,7 @@ def copies_by_step(sources: Sources) -> Numbers:
 
 
 def losses(sources: Sources) -> Numbers:
-    """Of every run."""
+    """Numbers of every run."""
     points, result = Points(sources), sources.result
     step = np.arange(result.steps)
     found = {row.policy: points.means(step, np.array(row.losses)) for row in result.policies}

@@ -28,7 +28,7 @@ KINDS: dict[str, type | tuple[type, ...]] = {
 
 
 @dataclass(frozen=True)
-class Domain:
+class Subject:
     """Steps of one kind of text, from `begin` to `end`, both included."""
 
     name: str
@@ -60,12 +60,12 @@ class Sources:
         return next(row for row in self.result.policies if row.policy == self.shown)
 
     @cached_property
-    def domains(self) -> list[Domain]:
+    def domains(self) -> list[Subject]:
         """In the order of the training."""
         names = self.result.domains
         begins = [step for step, name in enumerate(names) if not step or names[step - 1] != name]
         ends = [*(begin - 1 for begin in begins[1:]), len(names) - 1]
-        return [Domain(names[b], b, e) for b, e in zip(begins, ends, strict=True)]
+        return [Subject(names[b], b, e) for b, e in zip(begins, ends, strict=True)]
 
 
 def read_sources(out: Path) -> Sources:

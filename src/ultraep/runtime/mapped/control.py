@@ -178,7 +178,7 @@ class ControlPlane:
         return self._counter.totals[:-1]
 
     def count_map(self, routing_map: torch.Tensor) -> torch.Tensor:
-        """The same for a router that hands out a bool map `[T, E]`."""
+        """Stage 1 for a router that hands out a bool map `[T, E]`."""
         self._check_map(routing_map)
         with self._here():
             self._counter.count_map(routing_map)

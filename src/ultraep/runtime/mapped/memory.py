@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ultraep.backends.triton.board import Board
-from ultraep.backends.triton.exchange import Exchange, RegionLayout, aligned
+from ultraep.backends.triton.exchange import RegionLayout, RowExchange, aligned
 from ultraep.backends.triton.grouped import multiprocessors
 from ultraep.backends.triton.reducer import pull
 from ultraep.backends.triton.streamer import Streamer
@@ -68,7 +68,7 @@ class MappedMemory:
             capacity=capacity,
         )
         tables = own.allocate("tables", layout.table_bytes)
-        self.exchange = Exchange(layout, rank=own.rank, tables=tables, programs=self.sms)
+        self.exchange = RowExchange(layout, rank=own.rank, tables=tables, programs=self.sms)
         self._loads = own.allocate("loads", self.board.table_bytes(topology.experts))
         # Kept, not made anew: if a rank is lost, it holds loads of a step before, and no nonsense.
         self._gathered = torch.zeros(
@@ -99,13 +99,13 @@ class MappedMemory:
         return self._regions[name]
 
     def to_write(self, kind: str, nbytes: int) -> Region:
-        """The same, when nobody reads it any more."""
+        """That memory, when nobody reads it any more."""
         if kind in self._read:
             self.meet()
         return self.region(kind, nbytes)
 
     def to_read(self, kind: str, nbytes: int) -> Region:
-        """The same, to be read until the next meeting."""
+        """That memory, to be read until the next meeting."""
         self._read.add(kind)
         return self.region(kind, nbytes)
 

@@ -53,7 +53,7 @@ def swiglu_backward(
     M: tl.constexpr,
     N: tl.constexpr,
 ):
-    """Of swiglu(up) * scale: [A, 2 * width] d_up, [A, width] the result itself, [A] d_scale.
+    """Gradients of swiglu(up) * scale: [A, 2 * width] d_up, [A, width] the result, [A] d_scale.
 
     The gradients of scaled results are given, as if they were not scaled. A tile of `hidden` is
     stored after the same tile of `d_hidden` has been read: both may be one tensor.
