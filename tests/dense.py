@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.functional import linear, silu
 
 import ultraep
-from ultraep import BalancedMoE, Balancer, LocalGroup, Plan
+from ultraep import BalancedMoE, Balancer, Experts, LocalGroup, Plan
 
 State = dict[str, torch.Tensor]
 Router = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
@@ -37,8 +37,10 @@ class DenseMoE(nn.Module):
         scores: str = "softmax",
         normalize_top_k: bool = True,
         router: Router | None = None,
+        activation: str = "swiglu",
     ) -> None:
         super().__init__()
+        self.activation = ACTIVATIONS[activation]
         self.top_k, self.scores, self.normalize = top_k, scores, normalize_top_k
         self.replaced = router
         self.weights = nn.ParameterDict(
@@ -76,8 +78,18 @@ class DenseMoE(nn.Module):
         for expert in range(len(stacks[0])):
             token, choice = (ids == expert).nonzero(as_tuple=True)
             own = [None if stack is None else stack[expert] for stack in stacks]
-            outputs = outputs.index_put((token, choice), swiglu(tokens[token], *own))
+            outputs = outputs.index_put((token, choice), self.network(tokens[token], *own))
         return (weights.unsqueeze(-1).to(outputs.dtype) * outputs).sum(dim=1)
+
+    def network(
+        self,
+        rows: torch.Tensor,
+        gate_up: torch.Tensor,
+        down: torch.Tensor,
+        gate_up_bias: torch.Tensor | None = None,
+        down_bias: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        return linear(self.activation(linear(rows, gate_up, gate_up_bias)), down, down_bias)
 
 
 def swiglu(
@@ -93,6 +105,31 @@ def swiglu(
 
 def _flat(name: str) -> str:
     return name.replace(".", "/")
+
+
+def halves(up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return up[..., : up.shape[-1] // 2], up[..., up.shape[-1] // 2 :]
+
+
+def clamped(up: torch.Tensor) -> torch.Tensor:
+    gate, value = up.unflatten(-1, (-1, 2)).unbind(-1)
+    gate, value = gate.clamp(max=7.0), value.clamp(min=-7.0, max=7.0)
+    return (value + 1) * gate / (1 + torch.exp(-1.702 * gate))
+
+
+def normal(up: torch.Tensor) -> torch.Tensor:
+    return up * (1 + torch.erf(up / 2**0.5)) / 2
+
+
+# Written out again, each with the numbers that go in for one that comes out.
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "swiglu": lambda up: silu(halves(up)[0]) * halves(up)[1],
+    "clamped_swiglu": clamped,
+    "geglu": lambda up: normal(halves(up)[0]) * halves(up)[1],
+    "gelu": normal,
+    "squared_relu": lambda up: torch.where(up > 0, up * up, 0.0),
+}
+INPUTS = {"gelu": 1, "squared_relu": 1}
 
 
 class FixedRouter(nn.Module):
@@ -128,6 +165,7 @@ class Example:
     bias: bool = False
     router_bias: bool = False
     shared_ffn: int | None = None
+    activation: str = "swiglu"
     ids: list[torch.Tensor] | None = None
     seed: int = 0
     state: State = field(init=False)
@@ -161,10 +199,11 @@ class Example:
         state["router.weight"][:, 0] = torch.linspace(self.skew, -self.skew, experts)
         if self.router_bias:
             state["router.bias"] = draw(experts, scale=0.1)
-        state["experts.gate_up_proj"] = draw(experts, 2 * ffn, hidden, scale=hidden**-0.5)
+        up = INPUTS.get(self.activation, 2) * ffn
+        state["experts.gate_up_proj"] = draw(experts, up, hidden, scale=hidden**-0.5)
         state["experts.down_proj"] = draw(experts, hidden, ffn, scale=ffn**-0.5)
         if self.bias:
-            state["experts.gate_up_bias"] = draw(experts, 2 * ffn)
+            state["experts.gate_up_bias"] = draw(experts, up)
             state["experts.down_bias"] = draw(experts, hidden)
         if self.shared_ffn:
             state["shared.gate_up.weight"] = draw(2 * self.shared_ffn, hidden, scale=0.2)
@@ -181,11 +220,24 @@ class Example:
             balancer=balancer,
             **self.layer_options | options,
         )
+        if self.activation != "swiglu":
+            layer = self._with_other_experts(layer)
         layer.load_full_state_dict(self.state)
         if self.ids is not None:
             rank = balancer.rank
             layer.router = FixedRouter(self.ids[rank], self.choice_weights[rank])
         return layer
+
+    def _with_other_experts(self, layer: BalancedMoE) -> BalancedMoE:
+        experts = Experts(
+            self.hidden,
+            self.ffn,
+            list(layer.experts.home_experts),
+            activation=self.activation,
+            bias=self.bias,
+            dtype=self.dtype,
+        )
+        return BalancedMoE(layer.router, experts, balancer=layer.balancer, shared=layer.shared)
 
     def twin(self) -> DenseMoE:
         router = None
@@ -197,6 +249,7 @@ class Example:
             scores=self.scores,
             normalize_top_k=self.normalize_top_k,
             router=router,
+            activation=self.activation,
         )
 
 

@@ -22,12 +22,14 @@ from ultraep import (
     Balancer,
     CommunicationError,
     ConfigError,
+    ExpertsFrom,
     LoadError,
     LocalGroup,
     PlanMismatch,
     SlotError,
     UltraEPError,
 )
+from ultraep.activations import swiglu
 from ultraep.backends.triton import counter, rerouter, streamer
 from ultraep.backends.triton.device import interpreted
 from ultraep.runtime.mapped.symmetric import SymmetricPeers
@@ -532,6 +534,40 @@ def test_double_precision_is_exact():
     assert_close(y.detach(), wanted.output)
     for name, gradient_ in gradients_of(layer, x).items():
         assert_close(gradient_, wanted.gradients[name], name)
+
+
+# Networks of others.
+
+
+def network(rows, counts, tensors):
+    """SwiGLU experts, one after the other."""
+    outputs = []
+    for index, part in enumerate(rows.split(counts)):
+        up = part @ tensors["gate_up_proj"][index].T
+        outputs.append(swiglu(up) @ tensors["down_proj"][index].T)
+    return torch.cat(outputs)
+
+
+def through_the_seam(balancer, example):
+    """Passes of a network that gets stacks, and one tensor for every expert; two under way."""
+    layer, rank, found = example.layer(balancer), balancer.rank, {}
+    stacks = layer.experts.bundle
+    for form in (stacks, {name: list(stack.unbind()) for name, stack in stacks.items()}):
+        experts = ExpertsFrom(network, form, list(layer.experts.home_experts))
+        moe = BalancedMoE(layer.router, experts, balancer=balancer)
+        layer.zero_grad()
+        xs = [(scale * example.inputs[rank]).requires_grad_() for scale in (1.0, -0.5)]
+        ys = [moe(x) for x in xs]
+        for y in ys:
+            y.backward(example.gradients[rank])
+        name = f"in {len(found)}"
+        found |= {f"{name} {k}": g.clone() for k, g in gradients_of(layer, xs[0]).items()}
+        found |= {f"{name} y {n}": y.detach() for n, y in enumerate(ys)}
+    return found
+
+
+def test_the_seam_gives_what_it_gives_over_messages():
+    assert_as_on_host(through_the_seam, single([9, 7]), slots=1, relay="chain")
 
 
 # Which plane, and how large.

@@ -16,7 +16,7 @@ AHEAD = 3  # copies whose gradients are loaded together: 1 or 3
 def pull(
     gradients_HP: torch.Tensor,
     rows: Region,
-    made: torch.Tensor,
+    schedule: torch.Tensor,
     streamer: Streamer,
     *,
     programs: int,
@@ -30,7 +30,7 @@ def pull(
     gradients.pull[(programs,)](
         gradients_HP,
         rows.addresses,
-        made,
+        schedule,
         streamer.topology.slots,
         streamer.copies,
         len(gradients_HP),

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 import triton
 
 from ultraep.backends.triton.board import MAX_CHUNKS, STAGES, Board
 from ultraep.backends.triton.kernels import relay, stream
-from ultraep.bundle import Layout, Stack
+from ultraep.bundle import Layout, Stack, tensors_of
 from ultraep.comm import Region
 from ultraep.errors import ConfigError
 from ultraep.topology import Topology
@@ -21,6 +22,7 @@ from ultraep.topology import Topology
 MODES = {"direct": relay.DIRECT, "chain": relay.CHAIN, "auto": relay.AUTO}
 SIGNAL_COST = 88 << 10  # bytes that a program could move while a signal travels
 WORDS, WARPS = 8192, 4  # of a tile
+MOST_SOURCES = 1024  # tables of addresses that are kept
 
 
 class Streamer:
@@ -46,7 +48,8 @@ class Streamer:
         self._home_slot_of_expert = table(topology.home_slot_of_expert.copy())
         self._first_slot_of_rank = table(topology.first_slot_of_rank.copy())
         self._chunks: dict[int, torch.Tensor] = {}
-        self._sources: dict[tuple[Layout, tuple[int, ...]], tuple[torch.Tensor, torch.Tensor]] = {}
+        self._sources: dict[tuple[Any, ...], tuple[torch.Tensor, torch.Tensor]] = {}
+        self._captured: dict[tuple[Any, ...], tuple[torch.Tensor, torch.Tensor]] = {}
         self._scratch = torch.zeros(4 * self.copies, dtype=torch.int32, device=device)
 
     @property
@@ -54,8 +57,8 @@ class Streamer:
         """Numbers of a schedule."""
         return int(relay.HEADER.value) + 6 * self.copies + self.topology.slots + 2 * self.homes
 
-    def schedule(self, replicas_C3: torch.Tensor, layout: Layout, made: torch.Tensor) -> None:
-        """What this rank has to do for a plan, into `made`."""
+    def schedule(self, replicas_C3: torch.Tensor, layout: Layout, schedule: torch.Tensor) -> None:
+        """What this rank has to do for a plan, into `schedule`."""
         board, topology = self.board, self.topology
         padded = triton.next_power_of_2(self.copies)
         relay.make_schedule[(1,)](
@@ -65,7 +68,7 @@ class Streamer:
             self._home_slot_of_expert,
             self._first_slot_of_rank,
             self.chunks_of_length(layout.nbytes),
-            made,
+            schedule,
             self._scratch,
             board.peers.rank,
             topology.ranks,
@@ -82,7 +85,7 @@ class Streamer:
 
     def fill(
         self,
-        made: torch.Tensor,
+        schedule: torch.Tensor,
         layout: Layout,
         tensors: Mapping[str, Stack],
         rows: Region,
@@ -90,7 +93,7 @@ class Streamer:
     ) -> None:
         """Send what the schedule says, unless the slots hold it already."""
         homes, parts = self.sources(layout, tensors)
-        self.launch(homes, parts, made, layout.nbytes, rows, buffer, self.board.peers.rank, 1)
+        self.launch(homes, parts, schedule, layout.nbytes, rows, buffer, self.board.peers.rank, 1)
 
     def launch(
         self,
@@ -117,6 +120,7 @@ class Streamer:
             self.copies,
             row_bytes,
             len(parts),
+            homes.numel() // ranks,
             self.size,
             board.channel_of_buffer(buffer),
             board.released(buffer),
@@ -132,29 +136,31 @@ class Streamer:
     def sources(
         self, layout: Layout, tensors: Mapping[str, Stack]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """[P] where the stacked tensors begin, and [P, 3] place in a row, bytes, alignment."""
-        stacked: dict[str, torch.Tensor] = {}
-        for name, tensor in tensors.items():
-            if not isinstance(tensor, torch.Tensor):
-                raise ConfigError(f"{name!r} is a list of tensors, and kernels want one stack")
-            stacked[name] = tensor
-            if not tensor.is_contiguous():
-                raise ConfigError(
-                    f"{name!r} must be contiguous: shape {list(tensor.shape)}, "
-                    f"strides {list(tensor.stride())}"
-                )
-        pointers = tuple(stacked[name].data_ptr() for name, _, _ in layout.parts)
-        key = (layout, pointers)
-        if key not in self._sources:
-            device = self.board.peers.device
-            parts = []
-            for (begin, end), pointer in zip(layout.spans.values(), pointers, strict=True):
-                parts.append([begin, end - begin, int((end - begin) % 16 == pointer % 16 == 0)])
-            self._sources[key] = (
-                torch.tensor(pointers, dtype=torch.int64, device=device),
-                torch.tensor(parts, dtype=torch.int64, device=device),
-            )
-        return self._sources[key]
+        """[H, P] where the tensors of home experts begin; [P, 3] place in a row, bytes, alignment.
+
+        Kept for weights that stay where they are; those that a graph has seen are kept for good.
+        """
+        columns = [addresses(name, tensors[name]) for name, _, _ in layout.parts]
+        pointers = tuple(zip(*columns, strict=True))
+        key, capturing = (layout, pointers), self._capturing()
+        known = self._captured.get(key) or self._sources.pop(key, None)
+        found = known or self._table(layout, columns)
+        (self._captured if capturing else self._sources)[key] = found
+        if len(self._sources) > MOST_SOURCES:
+            self._sources.pop(next(iter(self._sources)))
+        return found
+
+    def _table(self, layout: Layout, columns: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
+        device, parts = self.board.peers.device, []
+        for (begin, end), column in zip(layout.spans.values(), columns, strict=True):
+            aligned = (end - begin) % 16 == 0 and all(pointer % 16 == 0 for pointer in column)
+            parts.append([begin, end - begin, int(aligned)])
+        homes = torch.tensor(columns, dtype=torch.int64).T.contiguous()
+        return homes.to(device), torch.tensor(parts, dtype=torch.int64, device=device)
+
+    def _capturing(self) -> bool:
+        cuda = self.board.peers.device.type == "cuda"
+        return cuda and torch.cuda.is_current_stream_capturing()
 
     def chunks_of_length(self, nbytes: int) -> torch.Tensor:
         """Chunks of an expert of so many bytes, by the longest chain."""
@@ -175,3 +181,17 @@ def chunks_for(length: int, nbytes: int, programs: int) -> int:
         return 1
     best = math.isqrt((length - 1) * nbytes // (programs * SIGNAL_COST))
     return min(MAX_CHUNKS, max(2, best))
+
+
+def addresses(name: str, stack: Stack) -> list[int]:
+    """[H] where the tensor of every home expert begins."""
+    for tensor in tensors_of(stack):
+        if not tensor.is_contiguous():
+            raise ConfigError(
+                f"{name!r} must be contiguous: shape {list(tensor.shape)}, "
+                f"strides {list(tensor.stride())}"
+            )
+    if not isinstance(stack, torch.Tensor):
+        return [tensor.data_ptr() for tensor in stack]
+    step = stack.stride(0) * stack.itemsize if stack.ndim else 0
+    return [stack.data_ptr() + index * step for index in range(len(stack))]

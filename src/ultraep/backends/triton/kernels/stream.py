@@ -94,7 +94,7 @@ def move_from_home(
         first = tl.maximum(begin, offset)
         count = tl.minimum(end, offset + nbytes) - first
         if count > 0:
-            home = tl.load(homes + part) + source.to(tl.int64) * nbytes + (first - offset)
+            home = tl.load(homes + source * num_parts + part) + (first - offset)
             if wide != 0:
                 move(home, target + first, count, worker, True, W, PROGRAMS)
             else:
@@ -118,6 +118,7 @@ def release_slots(boards, senders, rank, slots, released, epoch):
         "copies",
         "row_bytes",
         "num_parts",
+        "num_addresses",
         "stride",
         "channel",
         "released",
@@ -139,6 +140,7 @@ def stream(
     copies,
     row_bytes,
     num_parts,
+    num_addresses,
     stride,
     channel,
     released,
@@ -151,7 +153,8 @@ def stream(
 ):
     """Programs of one rank after the other: fill the slots of others, until its own are filled.
 
-    rows: addresses of the slots of every rank.   homes: [ranks of this launch, P] addresses.
+    rows: addresses of the slots of every rank.   homes: [ranks of this launch, H, P] addresses of
+    the tensors of home experts, `num_addresses` for each rank.
     released, arrived: words of the first of `ranks * slots` and `slots * max_chunks` flags.
 
     Rank 0 has the schedule that `make_schedule` shows, and slot 0 of rank 1 is released to it.
@@ -159,10 +162,10 @@ def stream(
     >>> boards = at([0, 0, 0, 0, 0, 0, 0, 1, 0, 1, 0], [0, 0, 0, 0, 0, 0, 0, 1, 0, 0, 0])
     >>> schedule = [1, 1, 1, 1, 0, 1, 0, 0, 0, 0, 0, 0, -1, 1, 0, -2, 0, 0, 1, 0, 0]
     >>> example(stream, 1, boards=boards, rows=at(room(1, 4), room(1, 4)),
-    ...         homes=at([[1, 2, 3, 4], [5, 6, 7, 8]]), parts=[[0, 16, 1]], schedules=[schedule],
-    ...         first_rank=0, ranks=2, slots=1, copies=2, row_bytes=16, num_parts=1, stride=21,
-    ...         channel=4, released=8, arrived=10, max_chunks=1, stage=2, patience=9,
-    ...         W=4, PROGRAMS=1)
+    ...         homes=at([1, 2, 3, 4], [5, 6, 7, 8]), parts=[[0, 16, 1]], schedules=[schedule],
+    ...         first_rank=0, ranks=2, slots=1, copies=2, row_bytes=16, num_parts=1,
+    ...         num_addresses=2, stride=21, channel=4, released=8, arrived=10, max_chunks=1,
+    ...         stage=2, patience=9, W=4, PROGRAMS=1)
     boards = [[0, 0, 0, 0, 1, 0, 1, 1, 0, 1, 0], [0, 0, 0, 0, 0, 0, 0, 1, 0, 0, 1]]
     rows = [[[_, _, _, _]], [[1, 2, 3, 4]]]
     """
@@ -177,7 +180,7 @@ def stream(
         if worker == 0:
             release_slots(boards, senders_of(schedule, copies), rank, slots, released, epoch)
         send(
-            boards, board, rows, homes + index * num_parts, parts, schedule,
+            boards, board, rows, homes + index * num_addresses, parts, schedule,
             senders_of(schedule, copies), rank, ranks, slots, row_bytes, num_parts, released,
             arrived, max_chunks, stage, patience, epoch, worker, W, PROGRAMS
         )  # fmt: skip

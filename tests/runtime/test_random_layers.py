@@ -1,0 +1,127 @@
+"""Random layers on both data planes, in double precision, against a dense layer without ranks.
+
+200 of each with `pytest -m long tests/runtime/test_random_layers.py`; some of them otherwise.
+"""
+
+import numpy as np
+import pytest
+import torch
+from dense import ACTIVATIONS, Example, Result, assert_same, dense, gradients_of
+from ranks import PATIENCE, shared_pool
+from shared_peers import SharedPeers
+from torch.utils.checkpoint import checkpoint
+
+from ultraep import Balancer, LocalGroup, Topology
+from ultraep.backends.triton.device import interpreted
+
+BLOCK = 20  # layers of one test
+BLOCKS = 10
+
+
+def drawn(seed, most_ranks):
+    """An example, and options of the balancer; every few of them are computed again in backward."""
+    rng = np.random.default_rng(seed)
+    ranks = int(rng.integers(1, most_ranks + 1))
+    experts = int(rng.integers(ranks, 9))
+    top_k = int(rng.integers(1, min(4, experts) + 1))
+    example = Example(
+        [int(tokens) for tokens in rng.integers(0, 14, ranks)],
+        experts=experts,
+        top_k=top_k,
+        hidden=8,
+        ffn=int(rng.choice([4, 6])),
+        skew=float(rng.uniform(0, 3)),
+        scores=str(rng.choice(["softmax", "sigmoid"])),
+        normalize_top_k=top_k > 1 and bool(rng.integers(2)),  # of one, nothing would be learnt
+        bias=bool(rng.integers(2)),
+        router_bias=bool(rng.integers(2)),
+        shared_ffn=int(rng.choice([0, 4])) or None,
+        activation=str(rng.choice(list(ACTIVATIONS))),
+        seed=seed,
+    )
+    options = {
+        "slots": int(rng.integers(0, min(experts, 2) + 1)),
+        "homes": sorted(int(h) for h in rng.integers(0, ranks, experts)),
+        "policy": str(rng.choice(["ultraep", "ultraep", "none", "quota"])),
+        "relay": str(rng.choice(["auto", "chain", "direct"])),
+        "in_flight": int(rng.integers(1, 3)),
+        "verify": bool(rng.integers(4)),
+    }
+    return example, options, bool(rng.integers(4) == 0)
+
+
+def one_pass(balancer, example, again):
+    layer = example.layer(balancer)
+    x = example.inputs[balancer.rank].clone().requires_grad_()
+    y = checkpoint(layer, x, use_reentrant=False) if again else layer(x)
+    y.backward(example.gradients[balancer.rank])
+    return Result(y.detach(), gradients_of(layer, x))
+
+
+def over_messages(example, options, again):
+    def work(comm):
+        balancer = Balancer(experts=example.experts, communicator=comm, **options)
+        return one_pass(balancer, example, again)
+
+    return LocalGroup(example.ranks).run(work)
+
+
+def mapped(rank, group, example, options, again):
+    rows = sum(example.tokens) * example.top_k
+    balancer = Balancer(
+        group,
+        experts=example.experts,
+        data_plane="mapped",
+        peers=SharedPeers(group),
+        tokens=max(1, *example.tokens),
+        capacity=max(1, rows),
+        timeout=PATIENCE,
+        **options,
+    )
+    found = one_pass(balancer, example, again)
+    balancer.check()
+    balancer.close()
+    return found
+
+
+def over_memory(example, options, again):
+    return shared_pool().run(example.ranks, mapped, example, options, again)
+
+
+def assert_dense(example, options, found):
+    homes = Topology(ranks=example.ranks, experts=example.experts, homes=options["homes"])
+    assert_same(found, dense(example), homes)
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize(
+    "block",
+    [pytest.param(b, marks=[] if b < 2 else pytest.mark.long) for b in range(BLOCKS)],
+)
+def test_over_messages(block):
+    for seed in range(block * BLOCK, (block + 1) * BLOCK):
+        example, options, again = drawn(seed, most_ranks=4)
+        assert_dense(example, options, over_messages(example, options, again))
+
+
+@pytest.mark.skipif(not interpreted(), reason="ranks are processes without GPUs")
+@pytest.mark.parametrize(
+    ("first", "count"),
+    [
+        pytest.param(0, 6, id="some"),
+        *(pytest.param(b * BLOCK, BLOCK, marks=pytest.mark.long) for b in range(BLOCKS)),
+    ],
+)
+def test_over_mapped_memory(first, count):
+    for seed in range(1000 + first, 1000 + first + count):
+        example, options, again = drawn(seed, most_ranks=3)
+        assert_dense(example, options, over_memory(example, options, again))
+
+
+def test_the_comparison_sees_what_is_off():
+    example, options, again = drawn(3, most_ranks=4)
+    found = over_messages(example, options, again)
+    found[0].gradients["experts.down_proj"] *= 1 + 1e-9
+    with pytest.raises(AssertionError, match="down_proj"):
+        assert_dense(example, options, found)
+    assert torch.get_default_dtype() == torch.float32
