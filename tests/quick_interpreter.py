@@ -1,12 +1,17 @@
 """Shortcuts through Triton's interpreter: the same results from fewer steps of Python.
 
 `install` is called before any kernel runs; in a process whose kernels are compiled it does nothing.
+Programs get the shortcuts by
+
+    python tests/quick_interpreter.py PROGRAM OPTIONS...
 """
 
 from __future__ import annotations
 
 import dataclasses
 import os
+import runpy
+import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -66,3 +71,10 @@ def remember_the_types_of_numpy() -> None:
         return known[dtype.name]
 
     interpreter._get_np_dtype = by_name
+
+
+if __name__ == "__main__":
+    install()
+    del sys.argv[0]
+    sys.path[0] = os.path.dirname(sys.argv[0])
+    runpy.run_path(sys.argv[0], run_name="__main__")
