@@ -20,7 +20,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import quick_interpreter  # noqa: E402  where kernels are interpreted is known only now
 
+from ultraep.policies import BUILT_IN, get_policy  # noqa: E402
+
 quick_interpreter.install()
+for policy in BUILT_IN:
+    get_policy(policy)  # registered now, and not while a test has put a registry of its own there
 settings.register_profile(
     "repeatable",
     derandomize=True,
