@@ -3,12 +3,18 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+# Processes that run tests, with one thread each; 0: only the one that make starts.
+WORKERS ?= 2
+TESTS := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+QUICK := tests/test_golden.py tests/test_promises.py tests/test_docs_names.py \
+	tests/story tests/policies tests/trace tests/workload tests/cli
 
-.PHONY: help demo test lint types bench paper format clean
+.PHONY: help demo check test lint types bench paper format clean
 
 help:
 	@echo "make demo    set up, then train, serve and measure a small model here (five minutes)"
-	@echo "make test    set up, then all tests"
+	@echo "make check   set up, then lint, types and the quick tests (two minutes): while you work"
+	@echo "make test    set up, then all tests (eight minutes on two cores, WORKERS=2)"
 	@echo "make lint    set up, then ruff: rules and format"
 	@echo "make types   set up, then mypy --strict"
 	@echo "make bench   set up, then all benchmarks (some minutes)"
@@ -19,8 +25,11 @@ help:
 demo: $(READY)
 	@$(BIN)/ultraep demo
 
+check: lint types
+	$(TESTS) -q -m 'not slow and not long' $(QUICK)
+
 test: $(READY)
-	$(BIN)/python -m pytest
+	$(TESTS)
 
 lint: $(READY)
 	$(BIN)/ruff check .

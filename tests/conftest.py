@@ -7,7 +7,6 @@ import os
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
@@ -19,6 +18,13 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
 sys.path.insert(0, str(Path(__file__).parent))
 
+import quick_interpreter  # noqa: E402  where kernels are interpreted is known only now
+
+from ultraep.policies import BUILT_IN, get_policy  # noqa: E402
+
+quick_interpreter.install()
+for policy in BUILT_IN:
+    get_policy(policy)  # registered now, and not while a test has put a registry of its own there
 settings.register_profile(
     "repeatable",
     derandomize=True,
@@ -40,19 +46,4 @@ def one_thread():
 
 @pytest.fixture(scope="session")
 def quick_sort():
-    """Where Triton's interpreter sorts, it folds the numbers one by one; this does it at once."""
-    if torch.cuda.is_available():
-        return
-    import triton.language as tl
-    from triton.runtime.interpreter import ReduceOps
-
-    fold = ReduceOps.apply_impl
-
-    def apply(self, inputs):
-        if self.combine_fn is not tl.standard._xor_combine:
-            return fold(self, inputs)
-        data = inputs[0].handle.data
-        folded = np.bitwise_xor.reduce(data, axis=self.axis, keepdims=self.keep_dims)
-        return self.to_tensor(folded, inputs[0].dtype)
-
-    ReduceOps.apply_impl = apply
+    """Nothing: every test has it. Some still ask for it."""

@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import quick_interpreter
 import torch
 import torch.distributed as dist
 
@@ -231,6 +232,7 @@ def worker_environment() -> dict[str, str]:
 def serve(descriptor: int) -> None:
     """The life of a worker: one job after the other, until the other end is closed."""
     torch.set_num_threads(1)
+    quick_interpreter.install()
     gc.freeze()  # the modules need no look at the end of each job
     pipe = Connection(descriptor)
     while True:

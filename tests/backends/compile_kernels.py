@@ -5,18 +5,19 @@
 A size is ranks x experts x slots; products of matrices hardly depend on it, and are compiled for
 the first one only. Every variant of a kernel that is launched for it is a line: warps, registers of
 a thread, bytes or registers that are spilled, bytes of shared memory, bytes of the widest load of a
-thread.
+thread. With `--known FOLDER` a variant is compiled once, until its source or Triton changes.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
+import json
 import multiprocessing
 import os
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,7 @@ TYPES = {
     "torch.uint8": "*u8",
 }
 EXCHANGED = [("bfloat16", 8), ("float32", 8), ("bfloat16", 10)]  # rows, choices of every token
+MATRICES = ("multiply", "weight_gradients")  # what they take depends on the target most
 PRODUCTS = [(4096, 1536, False), (2880, 2880, True)]  # model width, hidden width, with biases
 
 
@@ -56,18 +58,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--sizes", default="64x256x1", help="ranks x experts x slots, by commas")
     parser.add_argument("--targets", default=",".join(TARGETS), help="by commas")
+    parser.add_argument("--once", default="", help="targets with one variant of most kernels")
+    parser.add_argument("--known", type=Path, help="folder that keeps what was found")
     parser.add_argument("--workers", type=int, default=2, help="processes that compile")
     options = parser.parse_args()
     os.environ["TRITON_INTERPRET"] = "0"  # read when a kernel is first imported
     print(line(COLUMNS))
     with tempfile.TemporaryDirectory() as cache:
         os.environ["TRITON_CACHE_DIR"] = cache
-        sizes = options.sizes.split(",")
-        jobs = [(t, s, s == sizes[0]) for t in options.targets.split(",") for s in sizes]
+        known = options.known or Path(cache)
         fresh = multiprocessing.get_context("spawn")
         with ProcessPoolExecutor(options.workers, mp_context=fresh) as pool:
-            for rows in pool.map(compile_all, *zip(*jobs, strict=True)):
-                for row in rows:
+            sizes, once = options.sizes.split(","), options.once.split(",")
+            targets = options.targets.split(",")
+            jobs = [pool.submit(compile_all, t, sizes, t in once, known) for t in targets]
+            for job in jobs:
+                for row in job.result():
                     print(line(row), flush=True)
 
 
@@ -76,31 +82,51 @@ def line(row: tuple[object, ...]) -> str:
     return " ".join(cell.ljust(width) for cell, width in cells).rstrip()
 
 
-def compile_all(target: str, size: str, products: bool) -> list[tuple[object, ...]]:
-    """A row for every variant of every kernel that is launched for this size."""
-    return [(name, size, target, *facts) for name, *facts in compiled(target, size, products)]
-
-
-def compiled(target: str, size: str, products: bool) -> Iterator[tuple[object, ...]]:
-    import triton
+def compile_all(target: str, sizes: list[str], once: bool, known: Path) -> list[tuple[object, ...]]:
+    """A row for every variant of every kernel that is launched for these sizes."""
     from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
 
     machine = GPUTarget(*TARGETS[target])
-    ranks, experts, slots = map(int, size.split("x"))
-    for kernel, arguments, options in launches(ranks, experts, slots, machine.backend, products):
-        known = fixed(kernel, arguments)
-        source = ASTSource(kernel, signature(kernel, arguments), known, aligned(kernel, arguments))
-        made = triton.compile(source, machine, options)
-        variant = ",".join(f"{name}={value}" for name, value in known.items()) or "-"
-        yield (
-            kernel.fn.__name__,
-            options["num_warps"],
-            *resources(made),
-            made.metadata.shared,
-            widest_load(made),
-            variant,
-        )
+    found = [
+        (size, launch)
+        for size in sizes
+        for launch in launches(*map(int, size.split("x")), machine.backend, size == sizes[0])
+    ]
+    last = {launch[0].fn.__name__: launch for _, launch in found}
+    return [
+        (name, size, target, *facts(*launch, machine, known))
+        for size, launch in found
+        for name in [launch[0].fn.__name__]
+        if not once or name in MATRICES or launch is last[name]
+    ]
+
+
+def facts(
+    kernel: Any, arguments: dict[str, Any], options: dict[str, int], machine: Any, known: Path
+) -> list[object]:
+    """The columns behind the target: as they were found before, or by compiling."""
+    import triton
+    from triton.compiler import ASTSource
+
+    fixed_ones = fixed(kernel, arguments)
+    source = ASTSource(kernel, signature(kernel, arguments), fixed_ones, aligned(kernel, arguments))
+    key = (source.hash(), triton.__version__, machine, sorted(options.items()))
+    file = known / f"{hashlib.sha256(repr(key).encode()).hexdigest()}.json"
+    if file.exists():
+        return json.loads(file.read_text())
+    made = triton.compile(source, machine, options)
+    variant = ",".join(f"{name}={value}" for name, value in fixed_ones.items()) or "-"
+    found = [
+        options["num_warps"],
+        *resources(made),
+        made.metadata.shared,
+        widest_load(made),
+        variant,
+    ]
+    unfinished = file.with_suffix(f".{os.getpid()}")
+    unfinished.write_text(json.dumps(found))
+    unfinished.replace(file)
+    return found
 
 
 def launches(

@@ -430,7 +430,6 @@ def test_routes_that_are_none_lead_nowhere(seed, capacity):
         group.combine(group.random([capacity] * group.ranks, 1), [torch.rand(capacity)] * 3)
 
 
-@pytest.mark.usefixtures("quick_sort")
 def test_routes_of_the_control_plane():
     """From ids to arrivals and back, with nothing of the host in between."""
     topology = Topology(ranks=2, experts=6, slots=1)

@@ -25,7 +25,6 @@ from ultraep.backends.triton.planner import Planner
 from ultraep.backends.triton.rerouter import strides
 from ultraep.reroute import reroute, reroute_dense, rows_received
 
-pytestmark = pytest.mark.usefixtures("quick_sort")
 DEVICE = default_device()
 TWIN, KERNELS = backends.select("cpu"), backends.select("triton")
 only_interpreted = pytest.mark.skipif(

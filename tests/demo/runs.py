@@ -13,6 +13,7 @@ from ultraep.demo.job import Job
 from ultraep.demo.sizes import Sizes
 
 ROOT = Path(__file__).resolve().parents[2]
+TINY_COMMAND = Path(__file__).with_name("tiny_command.py")
 LIMIT = 120.0  # seconds; only what hangs needs them
 TINY = {
     "ranks": 2,

@@ -9,7 +9,17 @@ from dataclasses import replace
 import pytest
 
 import ultraep
-from demo.runs import LIMIT, TINY, alive, children, gone, start, tiny_job, wait_for_line
+from demo.runs import (
+    LIMIT,
+    TINY,
+    TINY_COMMAND,
+    alive,
+    children,
+    gone,
+    start,
+    tiny_job,
+    wait_for_line,
+)
 from ultraep.demo import processes
 from ultraep.demo.result import DemoResult, Note, Progress, trace_folder
 from ultraep.demo.run import prepare, run
@@ -197,7 +207,7 @@ def test_ranks_do_not_outlive_the_command(tmp_path):
 def test_under_torchrun_its_ranks_do_the_work(tmp_path):
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
     options = ("--quick", "--steps", 2, "--out", tmp_path, "--no-report")
-    process = start(*torchrun, "-m", "ultraep", "demo", *options, GLOO_SOCKET_IFNAME="lo")
+    process = start(*torchrun, TINY_COMMAND, "demo", *options, GLOO_SOCKET_IFNAME="lo")
     ranks = []
     try:
         wait_for_line(process, "1 training")

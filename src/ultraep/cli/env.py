@@ -6,6 +6,7 @@ import importlib.metadata
 import json
 import os
 import platform
+from itertools import combinations
 from typing import Annotated, Any
 
 import typer
@@ -46,6 +47,7 @@ def collect() -> dict[str, Any]:
         "torch": _torch(),
         "backends": {info.name: info.available for info in BACKENDS},
         "chosen": {device: _chosen(device) for device in ("cpu", "cuda")},
+        "data_planes": {"cpu": "messages: tokens are on the CPU", "cuda": _plane_of_gpus()},
         "policies": policy_names(),
     }
 
@@ -79,6 +81,22 @@ def _torch() -> dict[str, Any]:
     }
 
 
+def _plane_of_gpus() -> str:
+    """The data plane of a group of all GPUs here, and why; groups on several hosts find out."""
+    obstacle = next(info.obstacle for info in BACKENDS if info.name == "triton")
+    if obstacle:
+        return f"messages: the backend 'triton' {obstacle}"
+    import torch
+
+    count = torch.cuda.device_count()
+    if not count:
+        return "messages: torch sees no GPU"
+    for one, other in combinations(range(count), 2):
+        if not torch.cuda.can_device_access_peer(one, other):
+            return f"messages: GPUs {one} and {other} do not map each other's memory"
+    return f"mapped: {count} GPU{'s' * (count > 1)} here, all of which map each other's memory"
+
+
 def _table(facts: dict[str, Any]) -> Table:
     grid = Table(box=box.SIMPLE, show_header=False, pad_edge=False)
     grid.add_column(style="bold")
@@ -90,6 +108,8 @@ def _table(facts: dict[str, Any]) -> Table:
     grid.add_row("devices", _devices(facts["torch"]))
     for info in BACKENDS:
         grid.add_row(f"backend {info.name}", _backend(info, facts["chosen"]))
+    for device, plane in facts["data_planes"].items():
+        grid.add_row(f"data plane, {DEVICES[device]}", plane)
     grid.add_row("policies", ", ".join(facts["policies"]))
     return grid
 

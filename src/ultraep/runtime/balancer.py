@@ -131,9 +131,6 @@ class Balancer(Unique):
         self._layers = self._steps = 0
         self._versions, self._watch, self._stats = Versions(), Watch(), Stats()
         self._planes: dict[torch.device, tuple[Choice, DataPlane, Any]] = {}
-        self._recording = (
-            None if self.recorder is None else Recording(self.recorder, self.comm.rank)
-        )
 
     def _join(
         self, communicator: Communicator | None, record: str | Path | None, topology: Any
@@ -156,6 +153,7 @@ class Balancer(Unique):
             self._agreement = Agreement(self.comm, self._agreed, experts)
             self.recorder = open_recorder(record, self.comm, self.topology, self.config)
             undo.pop_all()
+        self._recording = None if self.recorder is None else Recording(self.recorder, self.rank)
 
     def __repr__(self) -> str:
         chosen = [f"{c.name} on {device}: {c.reason}" for device, (c, *_) in self._planes.items()]

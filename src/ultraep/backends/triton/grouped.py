@@ -124,8 +124,7 @@ class Grouped:
         transposed = kernel == "multiply_transposed"
         shape = (rows.shape[1], out.shape[1]) if transposed else (out.shape[1], rows.shape[1])
         self._check(weights, shape, rows, out, scale)
-        kinds = {weights.homes.dtype, weights.copies.dtype, rows.dtype}
-        assert len(kinds) == 1, kinds
+        assert {weights.homes.dtype, weights.copies.dtype} == {rows.dtype}, rows.dtype
         if bias is not None:
             self._check(bias, out.shape[1:])
             assert bias.homes.dtype == bias.copies.dtype, (bias.homes.dtype, bias.copies.dtype)
