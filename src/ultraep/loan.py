@@ -23,6 +23,7 @@ from itertools import pairwise
 from typing import Any, TypeAlias
 
 import torch
+from torch.autograd import Variable
 from torch.autograd.function import once_differentiable
 
 from ultraep.bundle import Bundle, Stack, resolve, tensors_of
@@ -83,6 +84,7 @@ class _Loan:
         self.counts = counts[: copies.num_homes], counts[copies.num_homes :]
         self.parts = slice(0, begins[copies.num_homes]), slice(begins[copies.num_homes], begins[-1])
         self._addresses: list[int] = []
+        self._open = False  # in backward
 
     @unseen()
     def held(self) -> dict[str, torch.Tensor]:
@@ -114,9 +116,15 @@ class _Loan:
         """Stage 8: gradients of the home tensors, with those of all their copies."""
         own, of_copies = gradients[: len(self.flat)], gradients[len(self.flat) :]
         summed = [
-            _for_adding(gradient, tensor) if tensor.requires_grad else None
+            self._for_adding(gradient, tensor)
             for gradient, tensor in zip(own, self.flat, strict=True)
         ]
+        wanted = [
+            total if tensor.requires_grad else None
+            for total, tensor in zip(summed, self.flat, strict=True)
+        ]
+        if not self.copies.possible:
+            return wanted
         homes, _ = self.by_name([*summed, *(None for _ in self.homes)])
         held = self.copies.tensors()
         kinds = {n: (tuple(held[n].shape[1:]), held[n].dtype) for n in self.learning}
@@ -126,14 +134,27 @@ class _Loan:
                 slots[name].zero_() if gradient is None else slots[name].copy_(gradient)
         self.copies.reduce({name: homes[name] for name in self.learning})
         self.copies.reduced()
-        return summed
+        return wanted
 
+    def enter(self) -> None:
+        """Lend the slots again, for backward, whichever part of it there is."""
+        self.copies.__enter__()
+        self._open = True
+        Variable._execution_engine.queue_callback(self.leave)
 
-def _for_adding(gradient: torch.Tensor | None, tensor: torch.Tensor) -> torch.Tensor:
-    """A gradient of its own memory: autograd may use that of another one twice."""
-    if gradient is None:
-        return torch.zeros_like(tensor)
-    return gradient.clone(memory_format=torch.contiguous_format)
+    def leave(self) -> None:
+        """Give them back, unless that was done."""
+        if self._open:
+            self._open = False
+            self.copies.__exit__(None, None, None)
+
+    def _for_adding(self, gradient: torch.Tensor | None, tensor: torch.Tensor) -> torch.Tensor:
+        """A gradient of its own memory: autograd may use that of another one twice."""
+        if gradient is None:
+            return torch.zeros_like(tensor)
+        if not self.copies.possible:
+            return gradient
+        return gradient.clone(memory_format=torch.contiguous_format)
 
 
 class _Borrow(torch.autograd.Function):
@@ -164,7 +185,7 @@ class _Borrow(torch.autograd.Function):
                 wanted = loan.reduce(gradients[2:])
             if ctx.needs_input_grad[1]:
                 d_rows_AD = _joined(loan, gradients[:2], ctx.like)
-        loan.copies.__exit__(None, None, None)
+        loan.leave()
         return None, d_rows_AD, *wanted
 
 
@@ -184,9 +205,8 @@ class _GiveBack(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (d_served,), (gates_A, *outputs) = gradients, ctx.saved_tensors
         loan: _Loan = ctx.loan
-        if any(ctx.needs_input_grad[4:]):
-            loan.copies.__enter__()
-            loan.held()
+        loan.enter()
+        loan.held()
         d_outputs, d_gates_A = [], torch.zeros_like(gates_A)
         for part, output in zip(loan.parts, outputs, strict=True):
             d_outputs.append(d_served[part] * gates_A[part, None].to(output.dtype))

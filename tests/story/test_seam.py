@@ -204,6 +204,26 @@ def test_parameters_of_a_network_are_known_as_those_of_experts():
     assert layer.experts.down_proj.expert_ranks == (0,)
 
 
+@pytest.mark.parametrize("which", ["router", "some of the experts", "tokens"])
+def test_only_some_gradients_are_asked_for(which):
+    """Whatever backward leaves out, the slots come back, and all ranks stay together."""
+
+    def body(layer, rank, example):
+        found = []
+        for make in (seam_of, lambda layer: layer):
+            moe, x = make(layer), example.inputs[rank].clone().requires_grad_()
+            wanted = {
+                "router": [layer.router.weight],
+                "some of the experts": [layer.experts.down_bias],
+                "tokens": [x],
+            }[which]
+            found.append(torch.autograd.grad(moe(x), wanted, example.gradients[rank])[0])
+            moe(x)
+        assert_close(*found, which)
+
+    on_ranks(EXAMPLE, body)
+
+
 # What cannot work.
 
 

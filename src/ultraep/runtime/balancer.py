@@ -235,9 +235,8 @@ class Balancer(Unique):
                 lambda: self._agreement.meet(place, device),
             )
             plane = self._make(chosen)
-            timed = device.type == "cuda" and chosen.name == "mapped"
-            clock = (DeviceClock if timed else HostClock)(self._notebooks(), self.rank)
-            self._planes[device] = chosen, plane, clock
+            clock = DeviceClock if device.type == "cuda" else HostClock
+            self._planes[device] = chosen, plane, clock(self._notebooks(), self.rank)
         _, plane, clock = self._planes[device]
         self._watch.clock = clock
         return plane

@@ -258,7 +258,8 @@ class DeviceClock:
     def end(self, stage: str, microbatch: Microbatch) -> None:
         if not torch.cuda.is_current_stream_capturing():
             self._spans.end(stage, microbatch)
-            self._later(_event(), lambda: self._notes.passed(stage, microbatch))
+            if stage in LAST_STAGES:
+                self._later(_event(), lambda: self._notes.passed(stage, microbatch))
 
     def planned(self, microbatch: Microbatch, plan: AnyPlan) -> None:
         if not torch.cuda.is_current_stream_capturing():
