@@ -135,6 +135,15 @@ class ExpertsFrom(HomeModule):
         """Those among the tensors that are given as such."""
         return [t for t in given_tensors(self._tensors) if isinstance(t, nn.Parameter)]
 
+    def check_stacked(self) -> None:
+        """Raise if a parameter holds one expert, so that nobody knows which by its name."""
+        for name, given in self._tensors.items():
+            if not callable(given) and not isinstance(given, torch.Tensor):
+                raise ConfigError(
+                    f"{name!r} is {len(given)} tensors, one for each home expert, and a checkpoint "
+                    "of ShardedState wants one that is stacked over them"
+                )
+
     @property
     def bundle(self) -> Bundle:
         """What a copy of an expert consists of."""

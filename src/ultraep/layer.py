@@ -125,6 +125,11 @@ class BalancedMoE(nn.Module):
 
         All ranks call it, also if only one of them saves it.
         """
+        if not self.experts.state_dict():
+            raise ConfigError(
+                f"the tensors of {type(self.experts).__name__} belong to other modules: gather "
+                "each of them with ultraep.gather_experts"
+            )
         state = {name: tensor.clone() for name, tensor in self.state_dict().items()}
         self.balancer.at_state(self.layer_index, next(iter(state.values())).device)
         for name in self.experts.state_dict():

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from ultraep import BalancedMoE, Balancer, ConfigError, ExpertsFrom, LocalGroup, SlotError, serve
 from ultraep.activations import swiglu
 from ultraep.dispatch import dispatch
-from ultraep.parallel import expert_parameters
+from ultraep.parallel import ShardedState, expert_parameters
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -222,6 +222,22 @@ def test_only_some_gradients_are_asked_for(which):
         assert_close(*found, which)
 
     on_ranks(EXAMPLE, body)
+
+
+def test_a_full_state_does_not_lack_experts_in_silence():
+    layer = Example([4]).layer(Balancer(experts=8))
+    with pytest.raises(ConfigError, match="tensors of ExpertsFrom belong to other modules"):
+        seam_of(layer).full_state_dict()
+
+
+def test_checkpoints_know_the_parameters_of_a_network():
+    layer = Example([4]).layer(Balancer(experts=8))
+    model = nn.ModuleDict({"own": nn.ParameterDict(layer.experts.bundle), "moe": seam_of(layer)})
+    state = ShardedState(model).state_dict()
+    assert {f"model.own.down_proj.{expert}" for expert in range(8)} <= state.keys()
+    lists = nn.ModuleDict({"moe": seam_of(layer, unstacked(layer))})
+    with pytest.raises(ConfigError, match="'gate_up_proj' is 8 tensors, one for each home expert"):
+        ShardedState(lists).state_dict()
 
 
 # What cannot work.

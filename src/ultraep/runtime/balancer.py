@@ -224,7 +224,8 @@ class Balancer(Unique):
 
     def plane(self, device: torch.device | str) -> DataPlane:
         """The data plane for tokens on that device; collective when it is first asked for."""
-        device = torch.empty(0, device=device).device
+        if isinstance(device, str):
+            device = torch.empty(0, device=device).device
         if device not in self._planes:
             place = Place(Point.PLANE, 0, self._steps)
             chosen = choose(
