@@ -1,4 +1,4 @@
-"""Launches of stage 8 on the GPU: gradients of replicas, summed into the home expert."""
+"""Launches of stage 8 on the GPU: gradients of copies, summed into the home expert."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ import torch
 import triton
 
 from ultraep.backends.triton.board import MAX_CHUNKS, STAGES, Board
-from ultraep.backends.triton.kernels import relay, stream
+from ultraep.backends.triton.kernels import relay, schedule, stream
 from ultraep.bundle import Layout, Stack, tensors_of
 from ultraep.comm import Region
 from ultraep.errors import ConfigError
@@ -55,7 +55,7 @@ class Streamer:
     @property
     def size(self) -> int:
         """Numbers of a schedule."""
-        return int(relay.HEADER.value) + 6 * self.copies + self.topology.slots + 2 * self.homes
+        return int(schedule.HEADER.value) + 6 * self.copies + self.topology.slots + 2 * self.homes
 
     def schedule(self, replicas_C3: torch.Tensor, layout: Layout, schedule: torch.Tensor) -> None:
         """What this rank has to do for a plan, into `schedule`."""

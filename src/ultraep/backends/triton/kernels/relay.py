@@ -31,7 +31,6 @@ from ultraep.backends.triton.kernels.schedule import (
     store_place,
     store_span,
 )
-from ultraep.backends.triton.kernels.schedule import HEADER as HEADER  # for `Streamer.size`
 from ultraep.backends.triton.kernels.signals import board_of, next_fill
 
 DIRECT, CHAIN, AUTO = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
