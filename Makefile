@@ -7,7 +7,8 @@ READY := $(VENV)/.ready
 WORKERS ?= 2
 TESTS := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 QUICK := tests/test_golden.py tests/test_promises.py tests/test_docs_names.py \
-	tests/story tests/policies tests/trace tests/workload tests/cli
+	tests/story tests/policies tests/trace tests/workload \
+	$(addprefix tests/cli/test_,env.py plan.py series.py trace.py)
 
 .PHONY: help demo check test lint types bench paper format clean
 
