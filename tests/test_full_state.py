@@ -24,7 +24,7 @@ class Model(nn.Module):
         self.first = nn.Linear(8, 8).double()
         for parameter in self.first.parameters():  # ranks are threads: no seed of all of them
             nn.init.constant_(parameter, seed / 10)
-        self.moe = BalancedMoE(
+        self.moe = BalancedMoE.swiglu(
             8, 4, EXPERTS, 2, balancer=self.balancer, seed=seed, dtype=torch.float64
         )
 

@@ -362,7 +362,7 @@ def skewed_ids(rank, experts=8, tokens=30):
 
 
 def balancer_of(comm, **options):
-    return Balancer(experts=8, communicator=comm, backend="triton", **options)
+    return Balancer(experts=8, communicator=comm, backend="triton", data_plane="messages", **options)
 
 
 @pytest.mark.parametrize(
@@ -400,9 +400,10 @@ def test_a_balancer_has_the_routes_of_the_host():
         found, wanted = (each.gather(ids) for each in (balancer, twin))
         plan = balancer.plan(found)
         assert plan == twin.plan(wanted)
-        routes, twins = (each.reroute(ids, plan) for each in (balancer, twin))
-        assert balancer._control is not None
-        assert twin._control is None
+        both = ((balancer, found), (twin, wanted))
+        assert [each.plane(DEVICE)._control is None for each, _ in both] == [False, True]
+        planes = (each.plane(DEVICE).reroute(ids, plan, loads) for each, loads in both)
+        routes, twins = (exchange.routes for exchange in planes)
         assert torch.equal(routes.slots, twins.slots)
         assert torch.equal(routes.order, twins.order)
         assert routes.send_counts == twins.send_counts
@@ -413,25 +414,27 @@ def test_a_balancer_has_the_routes_of_the_host():
 
 
 def test_a_balancer_keeps_its_buffers_while_they_suffice():
-    balancer = Balancer(experts=8, backend="triton")
+    balancer = Balancer(experts=8, backend="triton", data_plane="messages")
     balancer.gather(skewed_ids(0, tokens=30).to(DEVICE))
-    first = balancer._control
+    plane = balancer.plane(DEVICE)
+    first = plane._control
     balancer.gather(skewed_ids(0, tokens=first.rows).to(DEVICE))
-    assert balancer._control is first
+    assert plane._control is first
     balancer.gather(skewed_ids(0, tokens=first.rows + 1).to(DEVICE))
-    assert balancer._control.rows > first.rows
-    larger = balancer._control
+    assert plane._control.rows > first.rows
+    larger = plane._control
     balancer.gather(skewed_ids(0, tokens=30).to(DEVICE))
-    assert balancer._control is larger
+    assert plane._control is larger
 
 
 def test_ids_that_are_not_those_of_the_plan_are_refused():
-    balancer = Balancer(experts=8, backend="triton")
+    balancer = Balancer(experts=8, backend="triton", data_plane="messages")
     ids = skewed_ids(0).to(DEVICE)
-    plan = balancer.plan(balancer.gather(ids))
+    loads = balancer.gather(ids)
+    plan = balancer.plan(loads)
     with pytest.raises(LoadError, match="experts have another number of rows than in the plan"):
-        balancer.reroute((ids + 1) % 8, plan)
-    assert len(balancer.reroute(ids, plan).order) == 30
+        balancer.reroute((ids + 1) % 8, plan, loads)
+    assert balancer.reroute(ids, plan, loads).begins()[-1] == 30
 
 
 @only_interpreted

@@ -219,7 +219,8 @@ def test_slots_hold_the_bytes_of_the_home(parts, relay, chunks, homes):
         bundle = weights_of(parts, balancer.topology.home_experts(comm.rank))
         gathered = balancer.gather(skewed_ids(comm.rank), bundle=bundle)
         plan = balancer.plan(gathered)
-        with balancer.replicate(plan, gathered, bundle) as slots:
+        with balancer.replicate(plan, gathered, bundle) as copies:
+            slots = copies.tensors()
             assert slots.keys() == parts.keys()
             for expert, host, slot in plan.replicas.tolist():
                 for name, stacked in slots.items() if host == comm.rank else ():
@@ -311,5 +312,5 @@ def test_a_bundle_that_is_none_is_refused_before_anything_is_lent():
     with pytest.raises(ConfigError, match="'w' must be stacked over 4 home experts"):
         balancer.replicate(plan, gathered, bundle).__enter__()
     good = {"w": torch.zeros(4, 2)}
-    with balancer.replicate(plan, gathered, good) as slots:
-        assert slots["w"].shape == (1, 2)
+    with balancer.replicate(plan, gathered, good) as copies:
+        assert copies.tensors()["w"].shape == (1, 2)

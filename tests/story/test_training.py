@@ -331,8 +331,8 @@ def test_ranks_with_different_autocast_are_told(other):
     first, second = LocalGroup(2).run(work)
     assert first == second
     assert "ranks disagree about the weights or inputs: ranks [0] have" in first
-    assert "inputs [16] torch.bfloat16" in first
-    assert f"inputs [16] {other or torch.float32}" in first
+    assert "rows [16] torch.bfloat16" in first
+    assert f"rows [16] {other or torch.float32}" in first
 
 
 def test_autocast_leaves_float64_alone():

@@ -91,6 +91,7 @@ class MappedMemory:
         self.board.meet("rows")
         self._read.clear()
 
+    @torch.inference_mode(False)
     def region(self, kind: str, nbytes: int) -> Region:
         """The memory of that kind and size, of all ranks."""
         name = f"{kind} of {nbytes} bytes"

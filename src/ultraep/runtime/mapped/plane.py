@@ -216,6 +216,7 @@ class MappedPlane:
             )
         return self._make_room(tokens, top_k)
 
+    @torch.inference_mode(False)
     def _make_room(self, tokens: int, top_k: int) -> Room:
         """Memory for so many tokens, by all ranks; microbatches under way keep theirs."""
         tokens = max(1, tokens, self.settings.tokens or 1)
