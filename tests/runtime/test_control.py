@@ -362,7 +362,9 @@ def skewed_ids(rank, experts=8, tokens=30):
 
 
 def balancer_of(comm, **options):
-    return Balancer(experts=8, communicator=comm, backend="triton", data_plane="messages", **options)
+    return Balancer(
+        experts=8, communicator=comm, backend="triton", data_plane="messages", **options
+    )
 
 
 @pytest.mark.parametrize(
