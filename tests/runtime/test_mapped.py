@@ -28,11 +28,13 @@ from ultraep import (
     PlanMismatch,
     SlotError,
     UltraEPError,
+    read_trace,
 )
 from ultraep.activations import swiglu
 from ultraep.backends.triton import counter, rerouter, streamer
 from ultraep.backends.triton.device import interpreted
 from ultraep.runtime.mapped.symmetric import SymmetricPeers
+from ultraep.trace.schema import BACKWARD, FORWARD
 
 pytestmark = pytest.mark.skipif(not interpreted(), reason="ranks are processes without GPUs")
 ROUNDING = 1e-5  # sums of single precision, in another order
@@ -534,6 +536,58 @@ def test_double_precision_is_exact():
     assert_close(y.detach(), wanted.output)
     for name, gradient_ in gradients_of(layer, x).items():
         assert_close(gradient_, wanted.gradients[name], name)
+
+
+# What is seen from outside.
+
+SENT = ("weights_bytes", "weights_copies", "gradients_bytes", "gradients_copies")
+COUNTED = ("microbatches", "imbalance_before", "imbalance_after", "copies", "remote_share")
+
+
+def counted(balancer, example):
+    """Statistics of two passes, and the bytes of all ranks together."""
+    for _ in range(2):
+        one_pass(balancer, example)
+    stats = balancer.stats()
+    assert stats["seconds"].keys() == {*FORWARD, *BACKWARD} - {"recompute"}
+    assert min(stats["seconds"].values()) > 0
+    sent = [
+        f"{what}_{unit}_sent" for what in ("weights", "gradients") for unit in ("bytes", "copies")
+    ]
+    summed = torch.tensor([float(stats[name]) for name in sent])
+    told = torch.tensor([stats[name] for name in COUNTED])
+    return {"told": told, "sent": balancer.comm.all_gather(summed).sum(dim=0)}
+
+
+def test_statistics_are_those_of_messages():
+    found = assert_as_on_host(counted, single([9, 7]), slots=1, relay="direct")
+    assert found[0]["sent"].min() > 0
+
+
+def test_a_trace_is_that_of_messages(tmp_path):
+    example, traces = single([9, 7, 8], experts=9), []
+    for place in ("mapped", "messages"):
+        options = {"slots": 1, "record": str(tmp_path / place)}
+        if place == "mapped":
+            shared_pool().run(3, on_device, recorded, example, options)
+        else:
+            on_host(recorded, example, options)
+        traces.append(read_trace(tmp_path / place))
+    mapped, messages = traces
+    assert len(mapped) == len(messages) == 2
+    for record in range(2):
+        assert mapped.plan(record).digest() == messages.plan(record).digest()
+    assert mapped.slot_rows.tolist() == messages.slot_rows.tolist()
+    assert mapped.header.stages == messages.header.stages
+    assert (mapped.seconds.max(axis=1) > 0).tolist() == (messages.seconds.max(axis=1) > 0).tolist()
+    assert mapped.bytes_moved.sum() > 0
+
+
+def recorded(balancer, example):
+    for _ in range(2):
+        one_pass(balancer, example)
+    balancer.close()
+    return {}
 
 
 # Networks of others.
