@@ -228,6 +228,8 @@ def launch_products(
     grouped.weight_gradients(
         outer, narrow, stacks(hidden, ffn, dtype=single), bias=d_down_bias, scale=scale
     )
+    mixed = Stacks(room(homes, hidden, ffn), room(slots, hidden, ffn, dtype=single))
+    grouped.weight_gradients(outer, narrow, mixed)
     if down_bias is not None:
         grouped.row_dots(outer, down_bias, scale)
 

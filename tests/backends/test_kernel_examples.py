@@ -21,15 +21,6 @@ from ultraep.backends.triton.device import default_device, launching
 
 DEVICE = default_device()
 EMPTY = -77  # stands in a room before anything is written
-# The products of stage 6 are compared with those of torch, in test_grouped.py.
-PRODUCTS = {
-    "lay_tiles",
-    "multiply",
-    "row_dots",
-    "swiglu",
-    "swiglu_backward",
-    "weight_gradients",
-}
 
 
 class Memory:
@@ -127,9 +118,7 @@ EXAMPLES = {test.name: test for test in examples() if test.examples}
 
 
 def test_every_launched_kernel_has_an_example():
-    """And those that are excused really have none."""
-    assert launched() - PRODUCTS == set(EXAMPLES) & launched()
-    assert launched() >= PRODUCTS
+    assert launched() - set(EXAMPLES) == set()
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
