@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 
-class Stacks(NamedTuple):
+class SlotTensors(NamedTuple):
     """One tensor of every slot: `homes` of the home slots, `copies` of the spare ones."""
 
     homes: Any
@@ -177,8 +177,8 @@ def multiply(
     ...         ALL_DEPTH=False, ALL_WIDTH=False, M=16, N=16, LAST=16, K=16, BAND=8, HALF=False)
     out = [[1.0, 2.0], [14.0, 23.0], [55.5, 5.0], [230.0, 28.0], [119.0, 18.0], [_, _]]
     """
-    weights = Stacks(homes, copies, num_homes, home_stride, copy_stride)
-    biases = Stacks(home_biases, copy_biases, num_homes, home_bias_stride, copy_bias_stride)
+    weights = SlotTensors(homes, copies, num_homes, home_stride, copy_stride)
+    biases = SlotTensors(home_biases, copy_biases, num_homes, home_bias_stride, copy_bias_stride)
     given, made = Matrix(rows, rows_stride, depth), Matrix(out, out_stride, width)
     high, wide = tl.load(tiles), tl.cdiv(width, N)
     for tile in range(tl.program_id(0), high * wide, tl.num_programs(0)):
@@ -317,8 +317,10 @@ def weight_gradients(
     of_home_biases = [[1.0, 2.0], [0.0, 3.0]]
     of_copy_biases = [[2.5, 3.0]]
     """
-    into = Stacks(of_homes, of_copies, num_homes, home_stride, copy_stride)
-    biases = Stacks(of_home_biases, of_copy_biases, num_homes, home_bias_stride, copy_bias_stride)
+    into = SlotTensors(of_homes, of_copies, num_homes, home_stride, copy_stride)
+    biases = SlotTensors(
+        of_home_biases, of_copy_biases, num_homes, home_bias_stride, copy_bias_stride
+    )
     left, right = Matrix(d_out, d_out_stride, height), Matrix(rows, rows_stride, width)
     high, wide = tl.cdiv(height, M), tl.cdiv(width, N)
     for number in range(tl.program_id(0), num_slots * high * wide, tl.num_programs(0)):
