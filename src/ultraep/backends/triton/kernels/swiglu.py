@@ -12,7 +12,7 @@ rows and N columns.
 import triton
 import triton.language as tl
 
-from ultraep.backends.triton.kernels.grouped import Stacks, of_slot
+from ultraep.backends.triton.kernels.grouped import SlotTensors, of_slot
 
 
 @triton.jit
@@ -139,7 +139,7 @@ def row_dots(
     ...         rows_stride=2, home_stride=2, copy_stride=2, L=4, M=2, N=2)
     sums = [1.0, 4.0, 11.5, 15.5, 19.5, 0.5]
     """
-    biases = Stacks(home_biases, copy_biases, num_homes, home_stride, copy_stride)
+    biases = SlotTensors(home_biases, copy_biases, num_homes, home_stride, copy_stride)
     slot_L = tl.arange(0, L)
     end_L = tl.load(offsets + 1 + slot_L, mask=slot_L < num_slots, other=2**31 - 1)
     rows_there = tl.load(offsets + num_slots)
