@@ -48,10 +48,6 @@ class Stacks:
         spare = slot - len(self.homes)
         return self.homes[slot] if spare < 0 else self.copies[spare]
 
-    def to(self, dtype: torch.dtype) -> Stacks:
-        """In the type of the rows, as autocast asks for it."""
-        return Stacks(self.homes.to(dtype), self.copies.to(dtype))
-
 
 class Products(Protocol):
     """What stage 6 needs of an engine, for the rows of one microbatch."""

@@ -259,7 +259,9 @@ def test_inner_strides():
     case.check(out[:, :N], expected(case, rows, weights))
     assert (out[:, N:] == KEPT).all()
     with pytest.raises(AssertionError):
-        Stacks(homes[..., :K], copies[..., :K].contiguous())
+        case.grouped.multiply(
+            rows, Stacks(homes[..., :K], copies[..., :K].contiguous()), out[:, :N]
+        )
 
 
 @pytest.mark.parametrize("programs", [1, 5, 64])

@@ -322,6 +322,9 @@ class Grouped:
             slots = len(stacks.homes) + len(stacks.copies)
             assert slots == self.num_slots, (slots, self.num_slots)
             assert stacks.homes.shape[1:] == shape, (stacks.homes.shape, shape)
+            strides = stacks.homes.stride()[1:], stacks.copies.stride()[1:]
+            assert strides[0] == strides[1], strides
+            assert strides[0][-1] == 1, strides
         given = [tensor for tensor in of_rows if tensor is not None]
         assert len({len(tensor) for tensor in given}) <= 1, [tensor.shape for tensor in given]
         assert all(tensor.stride(-1) == 1 for tensor in given), [t.stride() for t in given]

@@ -46,8 +46,8 @@ class TritonProducts:
     ) -> torch.Tensor:
         dtype, width = rows_AK.dtype, weights.homes.shape[1]
         out_AN = rows_AK.new_empty(len(rows_AK), width) if out is None else out
-        added = None if bias is None else bias.to(dtype)
-        self._grouped.multiply(rows_AK, weights.to(dtype), out_AN, bias=added, scale=scale)
+        added = None if bias is None else fitting(bias, dtype)
+        self._grouped.multiply(rows_AK, fitting(weights, dtype), out_AN, bias=added, scale=scale)
         return out_AN
 
     def multiply_transposed(
@@ -55,7 +55,7 @@ class TritonProducts:
     ) -> torch.Tensor:
         width = weights.homes.shape[2]
         out_AK = rows_AN.new_empty(len(rows_AN), width) if out is None else out
-        self._grouped.multiply_transposed(rows_AN, weights.to(rows_AN.dtype), out_AK)
+        self._grouped.multiply_transposed(rows_AN, fitting(weights, rows_AN.dtype), out_AK)
         return out_AK
 
     def activate(self, up: torch.Tensor) -> torch.Tensor:
@@ -79,7 +79,7 @@ class TritonProducts:
         return d_up, hidden_AF * scale_A1, dots(d_hidden_AF, hidden_AF)
 
     def row_dots(self, rows_AN: torch.Tensor, bias: Stacks, sums_A: torch.Tensor) -> None:
-        self._grouped.row_dots(rows_AN, bias.to(rows_AN.dtype), sums_A)
+        self._grouped.row_dots(rows_AN, fitting(bias, rows_AN.dtype), sums_A)
 
     def weight_gradients(
         self,
@@ -91,3 +91,11 @@ class TritonProducts:
         scale: torch.Tensor | None = None,
     ) -> None:
         self._grouped.weight_gradients(d_out_AN, rows_AK, into, bias=bias, scale=scale)
+
+
+def fitting(stacks: Stacks, dtype: torch.dtype) -> Stacks:
+    """Weights in the type of the rows, as under autocast, without gaps within an expert."""
+    homes = stacks.homes.to(dtype)
+    if homes.stride()[1:] != stacks.copies.stride()[1:]:
+        homes = homes.contiguous()
+    return Stacks(homes, stacks.copies.to(dtype))
