@@ -142,6 +142,8 @@ def test_an_input_of_the_wrong_width_on_one_rank_stops_the_others():
         {"chunks": 2},
         {"in_flight": 2},
         {"verify": False},
+        {"data_plane": "messages"},
+        {"tokens": 9},
     ],
     ids=str,
 )
