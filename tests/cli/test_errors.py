@@ -30,9 +30,17 @@ def assert_one_line(*arguments, told):
     assert told in result.stderr
 
 
-def start(*arguments, module="ultraep_start", **options):
+TELLING = """
+import signal, ultraep_start
+listen = signal.signal
+signal.signal = lambda *how: (listen(*how), print(flush=True))[0]
+ultraep_start.main()
+"""
+
+
+def start(*arguments, program=("-m", "ultraep_start"), **options):
     return subprocess.Popen(
-        [sys.executable, "-m", module, *map(str, arguments)],
+        [sys.executable, *program, *map(str, arguments)],
         env=os.environ | {"PYTHONPATH": str(SOURCE)},
         stderr=subprocess.PIPE,
         text=True,
@@ -165,8 +173,9 @@ def test_an_endless_input_is_not_read(tmp_path):
 
 @pytest.mark.parametrize("after", [0.05, 0.15, 0.3, 0.6, 1.0, 1.6])
 def test_ctrl_c_while_modules_load_is_one_line(tmp_path, after):
-    """From when Python itself has started; `env` imports torch."""
-    process = start("env", stdout=subprocess.PIPE)
+    """From when the command itself listens, which it tells; `env` imports torch."""
+    process = start("env", stdout=subprocess.PIPE, program=("-c", TELLING))
+    process.stdout.readline()
     time.sleep(after)
     process.send_signal(signal.SIGINT)
     errors = process.communicate(timeout=120)[1]
