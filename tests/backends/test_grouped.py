@@ -11,9 +11,9 @@ from guard import watched
 from torch.nn.functional import linear
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
+from ultraep.activations import swiglu
 from ultraep.backends.triton.device import default_device, interpreted, launching
 from ultraep.backends.triton.grouped import TABLES, Blocks, Grouped, Stacks
-from ultraep.experts import swiglu
 
 DEVICE = default_device()
 CAPACITY, N, K = 40, 40, 24
