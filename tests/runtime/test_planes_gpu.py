@@ -59,14 +59,19 @@ def alone(plane, example, **options):
     return example.layer(balancer, device=CUDA)
 
 
-def one_pass(layer, example, rank=0, **options):
-    """Output and all gradients of one pass, on the host."""
-    layer.zero_grad()
+def one_pass(layer, example, rank=0, *, owner=None, cast=False, **options):
+    """Output and all gradients of one pass, on the host.
+
+    owner: the layer that has the weights, if it is another one.   cast: forward under autocast.
+    """
+    owner = owner or layer
+    owner.zero_grad()
     x = example.inputs[rank].to(CUDA).requires_grad_()
-    y = layer(x, **options)
+    with torch.autocast(CUDA.type, dtype=torch.bfloat16, enabled=cast):
+        y = layer(x, **options)
     y.backward(example.gradients[rank].to(y))
     layer.balancer.check()
-    found = {"y": y.detach(), **gradients_of(layer, x)}
+    found = {"y": y.detach(), **gradients_of(owner, x)}
     return {name: tensor.cpu() for name, tensor in found.items()}
 
 
@@ -87,21 +92,10 @@ def network(rows, counts, tensors):
     return torch.cat(outputs)
 
 
-def through_the_seam(layer):
+def seam_of(layer):
     """A layer with the same weights, whose experts are the network above."""
     experts = ExpertsFrom(network, layer.experts.bundle, list(layer.experts.home_experts))
     return BalancedMoE(layer.router, experts, balancer=layer.balancer)
-
-
-def pass_through_the_seam(layer, example, rank=0):
-    """One pass through it; gradients have the names of the layer that owns the weights."""
-    seam = through_the_seam(layer)
-    layer.zero_grad()
-    x = example.inputs[rank].to(CUDA).requires_grad_()
-    y = seam(x)
-    y.backward(example.gradients[rank].to(y))
-    found = {"y": y.detach(), **gradients_of(layer, x)}
-    return {name: tensor.cpu() for name, tensor in found.items()}
 
 
 class Precise(nn.Module):
@@ -166,8 +160,7 @@ def test_autocast_multiplies_in_half_precision(plane):
     example = example_of([40], bias=True)
     layer = alone(plane, example)
     wanted = one_pass(layer, example)
-    with torch.autocast("cuda", dtype=torch.bfloat16):
-        found = one_pass(layer, example)
+    found = one_pass(layer, example, cast=True)
     assert found["y"].dtype == torch.bfloat16
     assert not torch.equal(found["y"].float(), wanted["y"])
     found["y"] = found["y"].float()
@@ -205,7 +198,8 @@ def test_every_activation_by_kernels_and_by_torch(activation, dtype):
 def test_any_network_serves_as_the_experts_do(plane, dtype):
     example = example_of([40], dtype, bias=True)
     layer = alone(plane, example)
-    assert_alike(pass_through_the_seam(layer, example), one_pass(layer, example))
+    wanted = one_pass(layer, example)
+    assert_alike(one_pass(seam_of(layer), example, owner=layer), wanted)
 
 
 def test_the_first_pass_may_be_in_inference_mode():
@@ -215,7 +209,7 @@ def test_the_first_pass_may_be_in_inference_mode():
         served = layer(example.inputs[0].to(CUDA)).cpu()
     found = [one_pass(layer, example) for _ in range(2)]
     assert torch.equal(found[0]["y"], served)
-    assert_alike(found[1], found[0], 0.0)
+    assert_alike(found[1], found[0])
 
 
 def test_memory_grows_with_the_largest_microbatch():
@@ -242,16 +236,18 @@ def test_memory_grows_with_the_largest_microbatch():
 
 def test_stages_are_timed_on_the_device():
     example = example_of([40])
-    layer = alone("mapped", example)
-    one_pass(layer, example)
+    layer, x = alone("mapped", example), example.inputs[0].to(CUDA)
+    layer(x)
     layer.balancer.reset_stats()
     for _ in range(3):
-        torch.cuda._sleep(20 * MILLISECOND)  # before the first stage: belongs to none
-        layer(example.inputs[0].to(CUDA))
+        torch.cuda._sleep(100 * MILLISECOND)  # before the first stage: belongs to none
+        layer(x)
     stats = layer.balancer.stats()
     assert stats["microbatches"] == 3
     assert set(stats["seconds"]) == set(FORWARD)
-    assert all(0 < stats["seconds"][stage] < 0.02 for stage in set(FORWARD) - {"verify"})
+    assert sum(stats["seconds"].values()) < 0.1
+    at_work = set(FORWARD) - {"verify", "replicate"}  # one rank has nothing to do there
+    assert all(stats["seconds"][stage] > 0 for stage in at_work)
 
 
 # Graphs of one rank.
@@ -260,9 +256,9 @@ def test_stages_are_timed_on_the_device():
 class Captured:
     """A pass in a graph; tokens and gradients stay in their place."""
 
-    def __init__(self, layer, example):
-        self.x = example.inputs[0].to(CUDA).requires_grad_()
-        self.gradient = example.gradients[0].to(CUDA)
+    def __init__(self, layer, example, rank=0):
+        self.x = example.inputs[rank].to(CUDA).requires_grad_()
+        self.gradient = example.gradients[rank].to(CUDA)
         self.layer, self.graph = layer, torch.cuda.CUDAGraph()
 
     def eager(self):
@@ -282,6 +278,7 @@ class Captured:
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             self.x.copy_(torch.randn(self.x.shape, generator=generator))
+            self.x[:, 0] = 1.0  # what the skew of the router looks at
 
 
 def assert_replays(captured, launched):
@@ -332,7 +329,7 @@ def test_memory_does_not_grow_in_a_capture():
     small.capture()
     wanted = [tensor.cpu() for tensor in small.replay()]
     large = example.inputs[0].to(CUDA)
-    with pytest.raises(LoadError, match="90 tokens x 2 choices.*cannot grow here: run such a step"):
+    with pytest.raises(LoadError, match=r"90 tokens x 2 choices.*cannot grow here"):
         in_a_graph(layer, large)
     assert layer(large).isfinite().all()  # outside of a graph it does
     again = [tensor.cpu() for tensor in small.replay()]
@@ -388,23 +385,21 @@ def test_two_processes_map_each_others_memory_without_a_word(two):
 def both_planes(rank, group, dtype, cast):
     """The same passes by mapped memory and by messages; the copies of the plan of each."""
     example = example_of([60, 50], dtype, skew=3.0)
-    copies = []
-    found = []
+    found, copies = [], []
     for make in (mapped, messages):
         balancer = make(group, experts=EXPERTS, slots=2, relay="chain")
         layer, passes = example.layer(balancer, device=CUDA), {}
-        with torch.autocast("cuda", dtype=torch.bfloat16, enabled=cast):
-            for policy in (None, "quota"):
-                passes[policy] = one_pass(layer, example, rank, policy=policy)
-                copies.append(layer.last_plan.to_host().num_replicas)
-            passes["seam"] = pass_through_the_seam(layer, example, rank)
-        balancer.check()
+        for policy in (None, "quota"):
+            passes[policy] = one_pass(layer, example, rank, cast=cast, policy=policy)
+            copies.append(layer.last_plan.to_host().num_replicas)
+        passes["seam"] = one_pass(seam_of(layer), example, rank, owner=layer, cast=cast)
         found.append(passes)
         balancer.close()
+    by_memory, by_messages = found
     tolerance = PRECISION[torch.bfloat16] if cast else None
-    for name, passed in found[0].items():
-        assert_alike(passed, found[1][name], tolerance)
-        assert_alike(passed, found[0][None], tolerance)
+    for name, passed in by_memory.items():
+        assert_alike(passed, by_messages[name], tolerance)
+        assert_alike(passed, by_memory[None], tolerance)
     return copies
 
 
@@ -427,8 +422,8 @@ def grown(rank, group):
     found = []
     for make in (mapped, messages):
         balancer = make(group, experts=EXPERTS, in_flight=3)
-        layer, passed = example.layer(balancer, device=CUDA), {}
-        sizes = [(8, 5), (9, 70), (120, 0), (20, 20)]
+        layer = example.layer(balancer, device=CUDA)
+        sizes = [(8, 5), (9, 30), (120, 0), (20, 20)]
         xs = [example.inputs[rank][: size[rank]].to(CUDA).requires_grad_() for size in sizes]
         ys = [layer(x) for x in xs[:3]]
         for x, y in zip(xs[2::-1], ys[::-1], strict=True):
@@ -447,15 +442,16 @@ def test_memory_of_two_processes_grows_with_the_largest_microbatch(two):
 
 
 def watched(rank, group, folder):
-    """Three steps of two layers, the device far behind the host; plans, and what was noted."""
+    """Steps of two layers, the device far behind the host; digests of plans, and what was noted."""
     example = example_of([60, 50], skew=3.0)
     balancer = mapped(group, experts=EXPERTS, slots=2, relay="chain", record=folder)
     layers = [example.layer(balancer, device=CUDA) for _ in range(2)]
-    one_pass(layers[0], example, rank)  # compiles; a step before those that are told
+    balancer.record_step(0)
+    one_pass(layers[0], example, rank)  # compiles
     balancer.reset_stats()
     plans = []
-    for step in range(3):
-        balancer.record_step(10 * step)
+    for step in (10, 20, 30):
+        balancer.record_step(step)
         torch.cuda._sleep(50 * MILLISECOND)
         x = example.inputs[rank].to(CUDA).requires_grad_()
         for layer in layers:
@@ -465,26 +461,26 @@ def watched(rank, group, folder):
     stats = balancer.stats()
     balancer.check()
     balancer.close()
-    return [plan.to_host() for plan in plans], stats
+    found = [plan.to_host() for plan in plans]
+    return [plan.digest() for plan in found], sum(plan.num_replicas for plan in found), stats
 
 
 def test_what_two_processes_do_is_noted_and_recorded(two, tmp_path):
     found = two.run(2, watched, tmp_path / "run", timeout=LONG)
-    (plans, stats), (others, _) = found
-    assert [plan.digest() for plan in plans] == [plan.digest() for plan in others]
-    copies = sum(plan.num_replicas for plan in plans)
+    (digests, copies, stats), (others, *_) = found
+    assert digests == others
     assert copies > 0
-    for _, own in found:
+    for *_, own in found:
         assert (own["microbatches"], own["copies"]) == (6, copies)
         assert set(own["seconds"]) == STAGES
         assert all(own["seconds"][stage] > 0 for stage in STAGES - {"verify"})
         assert own["imbalance_after"] == stats["imbalance_after"] < stats["imbalance_before"]
     for what in ("weights", "gradients"):
-        assert sum(own[f"{what}_copies_sent"] for _, own in found) == copies
+        assert sum(own[f"{what}_copies_sent"] for *_, own in found) == copies
     trace = read_trace(tmp_path / "run")
     assert differing(trace) == []
-    assert [trace.plan(n).digest() for n in range(1, 7)] == [plan.digest() for plan in plans]
-    assert trace.step.tolist() == [0, 0, 0, 10, 10, 20, 20]
+    assert [trace.plan(record).digest() for record in range(1, 7)] == digests
+    assert trace.step.tolist() == [0, 10, 10, 20, 20, 30, 30]
     assert trace.layer.tolist() == [0, 0, 1, 0, 1, 0, 1]
     used = trace.seconds.sum(axis=(0, 1)) > 0
     stages = {name for name, there in zip(trace.header.stages, used, strict=True) if there}
@@ -499,12 +495,9 @@ def captured_pair(rank, group):
     for name in ("captured", "launched"):
         balancer = mapped(group, experts=EXPERTS, slots=2, relay="chain")
         layer = example.layer(balancer, device=CUDA)
-        one = Captured(layer, Example([1], hidden=HIDDEN, dtype=torch.float32))
-        one.x = example.inputs[rank].to(CUDA).requires_grad_()
-        one.gradient = example.gradients[rank].to(CUDA)
-        one.eager()
+        found[name] = Captured(layer, example, rank)
+        found[name].eager()
         balancer.check()
-        found[name] = one
     found["captured"].capture()
     with pytest.raises(LoadError, match="cannot grow here"):
         in_a_graph(found["captured"].layer, torch.randn(200, HIDDEN, device=CUDA))
