@@ -35,7 +35,7 @@ def test_one_rank_over_nccl_agrees_with_the_dense_twin(nccl, data_plane):
     y.backward(example.gradients[0].to(CUDA))
     wanted = dense(example)
     assert_close(y.detach().cpu(), wanted.output)
-    assert balancer.plane(CUDA).name == data_plane
+    assert balancer.plane("cuda").name == data_plane
     assert_close(x.grad.cpu(), wanted.gradients["x"])
     for name, parameter in layer.named_parameters():
         assert_close(parameter.grad.cpu(), wanted.gradients[name], name)
@@ -78,7 +78,7 @@ def test_several_ranks_in_one_process_agree_with_the_dense_twin(dtype):
         layer = example.layer(balancer, device=CUDA)
         with torch.no_grad():
             y = layer(example.inputs[comm.rank].to(CUDA))
-        plane = balancer.plane(CUDA)
+        plane = balancer.plane("cuda")
         assert plane.name == "messages"  # ranks that are threads map nothing
         assert plane._control is not None  # the kernels did it
         assert layer.last_plan.num_replicas > 0

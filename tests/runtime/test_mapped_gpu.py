@@ -352,7 +352,7 @@ class Layers:
         ids = torch.zeros(TOKENS, TOP_K, dtype=torch.int64, device=CUDA)
         for own, layer, x in zip(self.balancers, self.layers, self.inputs, strict=True):
             own.prepare(ids, x, layer.experts.bundle)
-        self.rooms = [own.plane(CUDA)._rooms[0] for own in self.balancers]
+        self.rooms = [own.plane("cuda")._rooms[0] for own in self.balancers]
         torch.cuda.synchronize()
 
     def warm_up(self):

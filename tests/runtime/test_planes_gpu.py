@@ -119,7 +119,7 @@ def test_without_a_word_a_gpu_maps_its_memory():
     layer = example.layer(balancer, device=CUDA)
     assert "not chosen before the first microbatch" in repr(balancer)
     one_pass(layer, example)
-    assert balancer.plane(CUDA).name == "mapped"
+    assert balancer.plane("cuda").name == "mapped"
     assert "data plane mapped on cuda:0: all 1 ranks map each other's memory" in repr(balancer)
 
 
@@ -128,7 +128,7 @@ def test_messages_that_are_asked_for_give_the_same(dtype):
     example = example_of([40], dtype, bias=True)
     layers = {plane: alone(plane, example) for plane in PLANES}
     found = {plane: one_pass(layer, example) for plane, layer in layers.items()}
-    assert [layer.balancer.plane(CUDA).name for layer in layers.values()] == PLANES
+    assert [layer.balancer.plane("cuda").name for layer in layers.values()] == PLANES
     assert_alike(found["mapped"], found["messages"])
     wanted = dense(example)
     assert_alike(found["mapped"], {"y": wanted.output, **wanted.gradients})
@@ -373,7 +373,7 @@ def chosen(rank, group):
     balancer = Balancer(group, experts=EXPERTS, transport="sockets", timeout=PATIENCE)
     example = example_of([40, 30])
     one_pass(example.layer(balancer, device=CUDA), example, rank)
-    name = balancer.plane(CUDA).name
+    name = balancer.plane("cuda").name
     balancer.close()
     return name
 
