@@ -25,19 +25,21 @@ def nccl(tmp_path):
     dist.destroy_process_group()
 
 
-def test_one_rank_over_nccl_agrees_with_the_dense_twin(nccl):
+@pytest.mark.parametrize("data_plane", ["messages", "mapped"])
+def test_one_rank_over_nccl_agrees_with_the_dense_twin(nccl, data_plane):
     example = Example(tokens=[50])
-    balancer = Balancer(nccl, experts=example.experts)
+    balancer = Balancer(nccl, experts=example.experts, data_plane=data_plane)
     layer = example.layer(balancer, device=CUDA)
     x = example.inputs[0].to(CUDA).requires_grad_()
     y = layer(x)
     y.backward(example.gradients[0].to(CUDA))
     wanted = dense(example)
     assert_close(y.detach().cpu(), wanted.output)
-    assert balancer._control is not None  # the kernels did it
+    assert balancer.plane("cuda").name == data_plane
     assert_close(x.grad.cpu(), wanted.gradients["x"])
     for name, parameter in layer.named_parameters():
         assert_close(parameter.grad.cpu(), wanted.gradients[name], name)
+    balancer.close()
 
 
 def test_without_a_timeout_nccl_says_how_long_to_wait(nccl):
@@ -76,7 +78,9 @@ def test_several_ranks_in_one_process_agree_with_the_dense_twin(dtype):
         layer = example.layer(balancer, device=CUDA)
         with torch.no_grad():
             y = layer(example.inputs[comm.rank].to(CUDA))
-        assert balancer._control is not None
+        plane = balancer.plane("cuda")
+        assert plane.name == "messages"  # ranks that are threads map nothing
+        assert plane._control is not None  # the kernels did it
         assert layer.last_plan.num_replicas > 0
         return y.cpu()
 

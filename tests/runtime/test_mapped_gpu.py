@@ -1,4 +1,4 @@
-"""The data plane on a GPU: many ranks on one device, late ones, graphs, and ranks that never come.
+"""Mapped memory on a GPU: many ranks on one device, late ones, graphs, and ranks that never come.
 
 Ranks of one process wait for each other on the device, so their streams must not stand in each
 other's queues: they run in a process that is started with enough of them. Kernels are compiled and
@@ -17,15 +17,22 @@ import numpy as np
 import pytest
 import torch
 from dense import assert_close
-from ranks import QUICK, RankPool
-from ultraep.runtime.device import DeviceBalancer
+from gpu_ranks import processes
+from ranks import QUICK
 
-from ultraep import BalancedMoE, CommunicationError, Topology, UltraEPError
+from ultraep import (
+    BalancedMoE,
+    Balancer,
+    CommunicationError,
+    DeviceShare,
+    LocalPeers,
+    Topology,
+    UltraEPError,
+)
 from ultraep.backends.triton import reducer, streamer
 from ultraep.backends.triton.board import Board
 from ultraep.backends.triton.streamer import Streamer
 from ultraep.bundle import Layout
-from ultraep.runtime.mapped.peers import LocalPeers
 from ultraep.runtime.mapped.symmetric import SymmetricPeers
 
 pytestmark = [
@@ -38,16 +45,6 @@ LONG = 600.0 + ROUNDS  # seconds; only what hangs needs them
 RANKS, HOMES = 4, 3  # home experts of each rank
 SCRIBBLE = 0xAB
 MILLISECOND = 1_700_000  # cycles, about
-
-
-@contextmanager
-def processes(size):
-    """Those in which many streams run at the same time, and which may share the device."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32")
-        patch.setenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
-        with RankPool(size) as pool:
-            yield pool
 
 
 @pytest.fixture(scope="module")
@@ -135,9 +132,8 @@ class World:
         self.made = torch.zeros(RANKS, self.streamers[0].size, dtype=torch.int32, device=CUDA)
         self.streams = [torch.cuda.Stream() for _ in range(RANKS)]
         torch.cuda.synchronize()
-        torch.cuda._sleep(
-            1
-        )  # loaded now: loading waits for kernels, and they will wait for each other
+        # Loaded now: loading waits for kernels, and they will wait for each other.
+        torch.cuda._sleep(1)
         with nobody_waits(self.boards):
             self.launch(self.fill, range(RANKS))
 
@@ -325,16 +321,16 @@ class Layers:
         group = LocalPeers(RANKS)
         self.streams = [torch.cuda.Stream() for _ in range(RANKS)]
         self.balancers = [
-            DeviceBalancer(
-                group.of(rank),
+            Balancer(
+                peers=group.of(rank),
                 experts=EXPERTS,
+                data_plane="mapped",
                 tokens=TOKENS,
-                top_k=TOP_K,
                 capacity=RANKS * TOKENS * TOP_K,
                 policy=policy,
                 relay="chain",
-                sms=16,
                 timeout=60.0,
+                share=DeviceShare(sms=16),
             )
             for rank in range(RANKS)
         ]
@@ -349,19 +345,28 @@ class Layers:
         self.inputs = [torch.randn(s, **options).requires_grad_() for s in shapes]
         self.gradients = [torch.randn(s, **options) for s in shapes]
         self.names = ["y", "x", *(name for name, _ in self.layers[0].named_parameters())]
+        self.prepare()
+
+    def prepare(self):
+        """All memory before anybody waits: to take it later would wait for those who wait."""
+        ids = torch.zeros(TOKENS, TOP_K, dtype=torch.int64, device=CUDA)
+        for own, layer, x in zip(self.balancers, self.layers, self.inputs, strict=True):
+            own.prepare(ids, x, layer.experts.bundle)
+        self.rooms = [own.plane("cuda")._rooms[0] for own in self.balancers]
         torch.cuda.synchronize()
 
     def warm_up(self):
         """Twice: the second pass frees what the first one has taken, and takes it again."""
         for _ in range(2):
-            with nobody_waits([own.data.board for own in self.balancers]):
+            with nobody_waits([room.memory.board for room in self.rooms]):
                 self.backward(self.forward())
-            for own in self.balancers:
+            for own, room in zip(self.balancers, self.rooms, strict=True):
                 for _ in range(3):  # loads and rows of nobody
                     with suppress(UltraEPError):
                         own.check()
                 own.check()
-                own._watch = type(own._watch)(own)  # which has seen it, and would tell
+                own.reset_stats()
+                room._notes._asked = False  # they have seen it, and would tell
 
     def draw(self, seed):
         """Other tokens; some experts are liked by all of them."""
@@ -449,12 +454,16 @@ def passes_of_the_layer(rank, group, rounds):
                     assert torch.equal(tensor, eager[name]), (seed, name)
                 assert_close(tensor, unbalanced[name], name)
         copies.append(int(captured.layers[0].last_plan.num_replicas))
-    return copies
+    stats = [layers.balancers[0].stats() for layers in (captured, launched, plain)]
+    return copies, stats
 
 
 def test_a_graph_of_the_layer_gives_what_the_layer_gives(pool):
-    (copies,) = pool.run(1, passes_of_the_layer, max(2, ROUNDS // 10), timeout=LONG)
+    rounds = max(2, ROUNDS // 10)
+    ((copies, stats),) = pool.run(1, passes_of_the_layer, rounds, timeout=LONG)
     assert sum(copies) > 0
+    assert [one["microbatches"] for one in stats] == [0, rounds, rounds]  # replays are not noted
+    assert [one["copies"] for one in stats] == [0, sum(copies), 0]
 
 
 # Two processes on one device.

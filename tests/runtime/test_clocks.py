@@ -1,0 +1,59 @@
+"""Notes of a device that is far behind the host: they come late, and say what was true then."""
+
+import time
+
+import pytest
+import torch
+from dense import Example
+
+from ultraep import Balancer, read_trace
+from ultraep.runtime import balancer as module
+from ultraep.runtime.observe import DeviceClock
+from ultraep.trace.schema import BACKWARD, FORWARD
+
+
+class LateEvent:
+    """An event that is over only for those who wait for it."""
+
+    def __init__(self, enable_timing=False):
+        assert enable_timing
+
+    def record(self):
+        self.when = time.perf_counter()
+
+    def query(self):
+        return False
+
+    def synchronize(self):
+        pass
+
+    def elapsed_time(self, other):
+        return 1000 * (other.when - self.when)
+
+
+@pytest.fixture(autouse=True)
+def far_behind(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "Event", LateEvent)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(module, "HostClock", DeviceClock)
+
+
+def test_late_notes_belong_to_the_steps_in_which_they_were_taken(tmp_path):
+    example = Example(tokens=[20], experts=4)
+    balancer = Balancer(experts=4, record=tmp_path / "run")
+    layers = [example.layer(balancer) for _ in range(2)]
+    for step in (10, 20, 30):
+        balancer.record_step(step)
+        x = example.inputs[0].clone().requires_grad_()
+        for layer in layers:
+            x = x + layer(x)
+        time.sleep(0.01)  # between forward and backward
+        x.sum().backward()
+    stats = balancer.stats()
+    balancer.close()
+    assert stats["microbatches"] == 6
+    assert set(stats["seconds"]) == {*FORWARD, *BACKWARD} - {"recompute"}
+    trace = read_trace(tmp_path / "run")
+    assert trace.step.tolist() == [10, 10, 20, 20, 30, 30]
+    assert trace.layer.tolist() == [0, 1, 0, 1, 0, 1]
+    assert (trace.began < trace.back_began).all()

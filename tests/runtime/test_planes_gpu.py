@@ -1,0 +1,510 @@
+"""Both data planes on a GPU: one rank in this process, and two processes that share the device.
+
+What the mapped plane gives is compared with messages, with the dense twin, and with torch.
+"""
+
+import warnings
+
+import pytest
+import torch
+from dense import Example, assert_close, dense, gradients_of
+from gpu_ranks import PATIENCE, mapped, messages, processes
+from torch import nn
+from torch.nn.functional import linear
+
+from ultraep import (
+    BalancedMoE,
+    Balancer,
+    ConfigError,
+    Experts,
+    ExpertsFrom,
+    LoadError,
+    Router,
+    Routing,
+    read_trace,
+)
+from ultraep.activations import ACTIVATIONS, swiglu
+from ultraep.trace.replay import differing
+from ultraep.trace.schema import BACKWARD, FORWARD
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
+CUDA = torch.device("cuda")
+LONG = 600.0  # seconds; only what hangs needs them
+EXPERTS, HIDDEN, FFN, TOP_K = 8, 64, 48, 2
+PLANES = ["mapped", "messages"]
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+PRECISION = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 3e-2}
+STAGES = {*FORWARD, *BACKWARD} - {"recompute"}
+MILLISECOND = 1_700_000  # cycles, about
+
+
+@pytest.fixture
+def two():
+    """New ones for every test: torch's symmetric memory remembers groups by their names."""
+    with processes(2) as pool:
+        yield pool
+
+
+def example_of(tokens, dtype=torch.float32, **options):
+    sizes = {"experts": EXPERTS, "hidden": HIDDEN, "ffn": FFN, "top_k": TOP_K}
+    return Example(tokens=tokens, dtype=dtype, **sizes | options)
+
+
+def alone(plane, example, **options):
+    """The layer of one rank that is the whole group."""
+    balancer = Balancer(experts=example.experts, data_plane=plane, **options)
+    return example.layer(balancer, device=CUDA)
+
+
+def one_pass(layer, example, rank=0, *, owner=None, cast=False, **options):
+    """Output and all gradients of one pass, on the host.
+
+    owner: the layer that has the weights, if it is another one.   cast: forward under autocast.
+    """
+    owner = owner or layer
+    owner.zero_grad()
+    x = example.inputs[rank].to(CUDA).requires_grad_()
+    with torch.autocast(CUDA.type, dtype=torch.bfloat16, enabled=cast):
+        y = layer(x, **options)
+    y.backward(example.gradients[rank].to(y))
+    layer.balancer.check()
+    found = {"y": y.detach(), **gradients_of(owner, x)}
+    return {name: tensor.cpu() for name, tensor in found.items()}
+
+
+def assert_alike(found, wanted, tolerance=None):
+    assert found.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        allowed = PRECISION[tensor.dtype] if tolerance is None else tolerance
+        assert_close(found[name], tensor, name, allowed)
+
+
+def network(rows, counts, tensors):
+    """SwiGLU experts, one after the other."""
+    outputs = []
+    for index, part in enumerate(rows.split(counts)):
+        own = {name: stack[index].to(rows) for name, stack in tensors.items()}
+        up = linear(part, own["gate_up_proj"], own.get("gate_up_bias"))
+        outputs.append(linear(swiglu(up), own["down_proj"], own.get("down_bias")))
+    return torch.cat(outputs)
+
+
+def seam_of(layer):
+    """A layer with the same weights, whose experts are the network above."""
+    experts = ExpertsFrom(network, layer.experts.bundle, list(layer.experts.home_experts))
+    return BalancedMoE(layer.router, experts, balancer=layer.balancer)
+
+
+class Precise(nn.Module):
+    """A router whose gates are of that type."""
+
+    def __init__(self, router, dtype):
+        super().__init__()
+        self.router, self.dtype = router, dtype
+
+    def forward(self, tokens):
+        ids, gates, logits = self.router(tokens)
+        return Routing(ids, gates.to(self.dtype), logits)
+
+
+# One rank that is the whole group.
+
+
+def test_without_a_word_a_gpu_maps_its_memory():
+    example = example_of([40])
+    balancer = Balancer(experts=EXPERTS)
+    layer = example.layer(balancer, device=CUDA)
+    assert "not chosen before the first microbatch" in repr(balancer)
+    one_pass(layer, example)
+    assert balancer.plane("cuda").name == "mapped"
+    assert "data plane mapped on cuda:0: all 1 ranks map each other's memory" in repr(balancer)
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+def test_messages_that_are_asked_for_give_the_same(dtype):
+    example = example_of([40], dtype, bias=True)
+    layers = {plane: alone(plane, example) for plane in PLANES}
+    found = {plane: one_pass(layer, example) for plane, layer in layers.items()}
+    assert [layer.balancer.plane("cuda").name for layer in layers.values()] == PLANES
+    assert_alike(found["mapped"], found["messages"])
+    wanted = dense(example)
+    assert_alike(found["mapped"], {"y": wanted.output, **wanted.gradients})
+
+
+@pytest.mark.parametrize("plane", PLANES)
+def test_double_precision_is_exact(plane):
+    """Kernels do not know it: torch multiplies then. Gates travel as they are."""
+    example = example_of([40], torch.float64)
+    wanted = dense(example)
+    found = one_pass(alone(plane, example), example)
+    assert_alike(found, {"y": wanted.output, **wanted.gradients})
+
+
+@pytest.mark.parametrize("plane", PLANES)
+@pytest.mark.parametrize("gates", [torch.float64, torch.bfloat16], ids=str)
+def test_gates_of_another_type_than_the_rows(plane, gates):
+    example = example_of([40], bias=True)
+    layer = alone(plane, example)
+    wanted = one_pass(layer, example)
+    layer.router = Precise(layer.router, gates)
+    found = one_pass(layer, example)
+    found["router.weight"] = found.pop("router.router.weight")
+    assert_alike(found, wanted, 1e-2 if gates == torch.bfloat16 else 1e-5)
+
+
+@pytest.mark.parametrize("plane", PLANES)
+def test_autocast_multiplies_in_half_precision(plane):
+    example = example_of([40], bias=True)
+    layer = alone(plane, example)
+    wanted = one_pass(layer, example)
+    found = one_pass(layer, example, cast=True)
+    assert found["y"].dtype == torch.bfloat16
+    assert not torch.equal(found["y"].float(), wanted["y"])
+    found["y"] = found["y"].float()
+    assert_alike(found, wanted, PRECISION[torch.bfloat16])
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_every_activation_by_kernels_and_by_torch(activation, dtype):
+    example = example_of([60], dtype)
+    options = {"dtype": dtype, "device": CUDA}
+
+    def layer_of(engine):
+        balancer = Balancer(experts=EXPERTS)
+        router = Router(HIDDEN, EXPERTS, TOP_K, **options)
+        experts = Experts(
+            *(HIDDEN, FFN, list(range(EXPERTS))),
+            activation=activation,
+            bias=True,
+            engine=engine,
+            **options,
+        )
+        generator = torch.Generator().manual_seed(1)
+        with torch.no_grad():
+            for bias in (experts.gate_up_bias, experts.down_bias):
+                bias.copy_(torch.randn(bias.shape, generator=generator))
+        return BalancedMoE(router, experts, balancer=balancer)
+
+    found, wanted = (one_pass(layer_of(engine), example) for engine in ("triton", "torch"))
+    assert_alike(found, wanted)
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize("plane", PLANES)
+def test_any_network_serves_as_the_experts_do(plane, dtype):
+    example = example_of([40], dtype, bias=True)
+    layer = alone(plane, example)
+    wanted = one_pass(layer, example)
+    assert_alike(one_pass(seam_of(layer), example, owner=layer), wanted)
+
+
+def test_the_first_pass_may_be_in_inference_mode():
+    example = example_of([40])
+    layer = alone("mapped", example)
+    with torch.inference_mode():
+        served = layer(example.inputs[0].to(CUDA)).cpu()
+    found = [one_pass(layer, example) for _ in range(2)]
+    assert torch.equal(found[0]["y"], served)
+    assert_alike(found[1], found[0])
+
+
+def test_memory_grows_with_the_largest_microbatch():
+    """Backward of the first comes after the growth; its memory is still there."""
+    example = example_of([90])
+    found = {}
+    for plane in PLANES:
+        layer, held = alone(plane, example, in_flight=3), []
+        xs = [example.inputs[0][:n].to(CUDA).requires_grad_() for n in (10, 90, 50)]
+        ys = []
+        for x in xs:
+            ys.append(layer(x))
+            held.append(layer.balancer.stats()["pool_bytes"])
+        for x, y in zip(reversed(xs), reversed(ys), strict=True):
+            y.backward(example.gradients[0][: len(x)].to(CUDA))
+        layer.balancer.check()
+        found[plane] = {f"y {n}": y.detach().cpu() for n, y in enumerate(ys)}
+        found[plane] |= {f"x {n}": x.grad.cpu() for n, x in enumerate(xs)}
+        found[plane] |= {name: p.grad.cpu() for name, p in layer.named_parameters()}
+        if plane == "mapped":
+            assert held[0] < held[1] == held[2]
+    assert_alike(found["mapped"], found["messages"])
+
+
+def test_stages_are_timed_on_the_device():
+    example = example_of([40])
+    layer, x = alone("mapped", example), example.inputs[0].to(CUDA)
+    layer(x)
+    layer.balancer.reset_stats()
+    for _ in range(3):
+        torch.cuda._sleep(100 * MILLISECOND)  # before the first stage: belongs to none
+        layer(x)
+    stats = layer.balancer.stats()
+    assert stats["microbatches"] == 3
+    assert set(stats["seconds"]) == set(FORWARD)
+    assert sum(stats["seconds"].values()) < 0.1
+    at_work = set(FORWARD) - {"verify", "replicate"}  # one rank has nothing to do there
+    assert all(stats["seconds"][stage] > 0 for stage in at_work)
+
+
+# Graphs of one rank.
+
+
+class Captured:
+    """A pass in a graph; tokens and gradients stay in their place."""
+
+    def __init__(self, layer, example, rank=0):
+        self.x = example.inputs[rank].to(CUDA).requires_grad_()
+        self.gradient = example.gradients[rank].to(CUDA)
+        self.layer, self.graph = layer, torch.cuda.CUDAGraph()
+
+    def eager(self):
+        y = self.layer(self.x)
+        return [y, *torch.autograd.grad(y, [self.x, *self.layer.parameters()], self.gradient)]
+
+    def capture(self):
+        with torch.cuda.graph(self.graph):
+            self.static = self.eager()
+
+    def replay(self):
+        self.graph.replay()
+        self.layer.balancer.check()
+        return [tensor.detach().clone() for tensor in self.static]
+
+    def draw(self, seed):
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            self.x.copy_(torch.randn(self.x.shape, generator=generator))
+            self.x[:, 0] = 1.0  # what the skew of the router looks at
+
+
+def assert_replays(captured, launched):
+    """Other tokens, other plans, the same as without the graph."""
+    for seed in range(3):
+        for one in (captured, launched):
+            one.draw(seed)
+        replayed = captured.replay()
+        for found, wanted in zip(replayed, launched.eager(), strict=True):
+            assert_close(found, wanted.detach(), "", PRECISION[wanted.dtype])
+        assert replayed[0].any()
+
+
+def in_a_graph(act, *args, **options):
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        act(*args, **options)
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+def test_a_graph_can_be_captured_after_one_step(dtype):
+    example = example_of([40], dtype, bias=True)
+    captured, launched = (Captured(alone("mapped", example), example) for _ in range(2))
+    captured.eager()
+    captured.capture()
+    assert_replays(captured, launched)
+    assert captured.layer.balancer.stats()["microbatches"] == 1  # what a graph does is not noted
+
+
+def test_a_graph_can_be_captured_after_memory_was_prepared():
+    """Kernels are loaded by another layer: that is not allowed in a capture."""
+    example = example_of([40])
+    captured, launched = (Captured(alone("mapped", example), example) for _ in range(2))
+    launched.eager()
+    layer = captured.layer
+    ids = torch.zeros(len(captured.x), TOP_K, dtype=torch.int64, device=CUDA)
+    layer.balancer.prepare(ids, captured.x, layer.experts.bundle)
+    held = layer.balancer.stats()["pool_bytes"]
+    captured.capture()
+    assert layer.balancer.stats()["pool_bytes"] == held
+    assert_replays(captured, launched)
+
+
+def test_memory_does_not_grow_in_a_capture():
+    example = example_of([90])
+    layer = alone("mapped", example)
+    small = Captured(layer, example_of([20]))
+    small.eager()
+    small.capture()
+    wanted = [tensor.cpu() for tensor in small.replay()]
+    large = example.inputs[0].to(CUDA)
+    with pytest.raises(LoadError, match=r"90 tokens x 2 choices.*cannot grow here"):
+        in_a_graph(layer, large)
+    assert layer(large).isfinite().all()  # outside of a graph it does
+    again = [tensor.cpu() for tensor in small.replay()]
+    assert all(torch.equal(a, b) for a, b in zip(again, wanted, strict=True))
+
+
+def test_a_policy_of_the_host_is_refused_in_a_capture():
+    example = example_of([40])
+    layer = alone("mapped", example)
+    x = example.inputs[0].to(CUDA)
+    layer(x, policy="quota")
+    with pytest.raises(ConfigError, match="'quota' plans on the host and cannot be captured"):
+        in_a_graph(layer, x, policy="quota")
+    assert layer(x).isfinite().all()
+
+
+def test_memory_of_rows_of_another_width_is_not_taken_in_a_capture():
+    """There is room for the tokens, but none that is as wide as these rows."""
+    balancer = Balancer(experts=EXPERTS)
+    narrow = example_of([40]).layer(balancer, device=CUDA)
+    wide = example_of([40], hidden=2 * HIDDEN).layer(balancer, device=CUDA)
+    narrow(torch.randn(40, HIDDEN, device=CUDA))
+    with pytest.raises(LoadError, match="in a graph"):
+        in_a_graph(wide, torch.randn(40, 2 * HIDDEN, device=CUDA))
+    assert wide(torch.randn(40, 2 * HIDDEN, device=CUDA)).isfinite().all()
+
+
+def test_a_plane_is_not_chosen_in_a_capture():
+    layer = alone("auto", example_of([40]))
+    with pytest.raises(ConfigError, match="in a graph"):
+        in_a_graph(layer, torch.randn(40, HIDDEN, device=CUDA))
+    assert layer(torch.randn(40, HIDDEN, device=CUDA)).isfinite().all()
+
+
+# Two processes on one device.
+
+
+def chosen(rank, group):
+    """The plane that is found without a word, over a group that knows no GPU but their memory."""
+    warnings.simplefilter("default")
+    balancer = Balancer(group, experts=EXPERTS, transport="sockets", timeout=PATIENCE)
+    example = example_of([40, 30])
+    one_pass(example.layer(balancer, device=CUDA), example, rank)
+    name = balancer.plane("cuda").name
+    balancer.close()
+    return name
+
+
+def test_two_processes_map_each_others_memory_without_a_word(two):
+    assert two.run(2, chosen, timeout=LONG) == ["mapped", "mapped"]
+
+
+def both_planes(rank, group, dtype, cast):
+    """The same passes by mapped memory and by messages; the copies of the plan of each."""
+    example = example_of([60, 50], dtype, skew=3.0)
+    found, copies = [], []
+    for make in (mapped, messages):
+        balancer = make(group, experts=EXPERTS, slots=2, relay="chain")
+        layer, passes = example.layer(balancer, device=CUDA), {}
+        for policy in (None, "quota"):
+            passes[policy] = one_pass(layer, example, rank, cast=cast, policy=policy)
+            copies.append(layer.last_plan.to_host().num_replicas)
+        passes["seam"] = one_pass(seam_of(layer), example, rank, owner=layer, cast=cast)
+        found.append(passes)
+        balancer.close()
+    by_memory, by_messages = found
+    tolerance = PRECISION[torch.bfloat16] if cast else None
+    for name, passed in by_memory.items():
+        assert_alike(passed, by_messages[name], tolerance)
+        assert_alike(passed, by_memory[None], tolerance)
+    return copies
+
+
+MIXED = {"float32": (torch.float32, False), "bfloat16": (torch.bfloat16, False)}
+MIXED["autocast"] = (torch.float32, True)
+
+
+@pytest.mark.parametrize("kind", MIXED)
+def test_two_processes_get_the_same_by_memory_and_by_messages(two, kind):
+    """Experts and any network, by a policy of the device and one of the host."""
+    one, other = two.run(2, both_planes, *MIXED[kind], timeout=LONG)
+    assert one == other
+    assert min(one) > 0
+    assert one[:2] == one[2:]
+
+
+def grown(rank, group):
+    """Ever more tokens on another rank each time, by both planes."""
+    example = example_of([120, 120])
+    found = []
+    for make in (mapped, messages):
+        balancer = make(group, experts=EXPERTS, in_flight=3)
+        layer = example.layer(balancer, device=CUDA)
+        sizes = [(8, 5), (9, 30), (120, 0), (20, 20)]
+        xs = [example.inputs[rank][: size[rank]].to(CUDA).requires_grad_() for size in sizes]
+        ys = [layer(x) for x in xs[:3]]
+        for x, y in zip(xs[2::-1], ys[::-1], strict=True):
+            y.backward(example.gradients[rank][: len(x)].to(CUDA))
+        ys.append(layer(xs[3]))
+        balancer.check()
+        passed = {f"y {n}": y.detach().cpu() for n, y in enumerate(ys)}
+        passed |= {f"x {n}": x.grad.cpu() for n, x in enumerate(xs[:3])}
+        found.append(passed | {name: p.grad.cpu() for name, p in layer.named_parameters()})
+        balancer.close()
+    assert_alike(*found)
+
+
+def test_memory_of_two_processes_grows_with_the_largest_microbatch(two):
+    two.run(2, grown, timeout=LONG)
+
+
+def watched(rank, group, folder):
+    """Steps of two layers, the device far behind the host; digests of plans, and what was noted."""
+    example = example_of([60, 50], skew=3.0)
+    balancer = mapped(group, experts=EXPERTS, slots=2, relay="chain", record=folder)
+    layers = [example.layer(balancer, device=CUDA) for _ in range(2)]
+    balancer.record_step(0)
+    one_pass(layers[0], example, rank)  # compiles
+    balancer.reset_stats()
+    plans = []
+    for step in (10, 20, 30):
+        balancer.record_step(step)
+        torch.cuda._sleep(50 * MILLISECOND)
+        x = example.inputs[rank].to(CUDA).requires_grad_()
+        for layer in layers:
+            x = x + layer(x)
+            plans.append(layer.last_plan)
+        x.sum().backward()
+    stats = balancer.stats()
+    balancer.check()
+    balancer.close()
+    found = [plan.to_host() for plan in plans]
+    return [plan.digest() for plan in found], sum(plan.num_replicas for plan in found), stats
+
+
+def test_what_two_processes_do_is_noted_and_recorded(two, tmp_path):
+    found = two.run(2, watched, tmp_path / "run", timeout=LONG)
+    (digests, copies, stats), (others, *_) = found
+    assert digests == others
+    assert copies > 0
+    for *_, own in found:
+        assert (own["microbatches"], own["copies"]) == (6, copies)
+        assert set(own["seconds"]) == STAGES
+        assert all(own["seconds"][stage] > 0 for stage in STAGES - {"verify"})
+        assert own["imbalance_after"] == stats["imbalance_after"] < stats["imbalance_before"]
+    for what in ("weights", "gradients"):
+        assert sum(own[f"{what}_copies_sent"] for *_, own in found) == copies
+    trace = read_trace(tmp_path / "run")
+    assert differing(trace) == []
+    assert [trace.plan(record).digest() for record in range(1, 7)] == digests
+    assert trace.step.tolist() == [0, 10, 10, 20, 20, 30, 30]
+    assert trace.layer.tolist() == [0, 0, 1, 0, 1, 0, 1]
+    used = trace.seconds.sum(axis=(0, 1)) > 0
+    stages = {name for name, there in zip(trace.header.stages, used, strict=True) if there}
+    assert STAGES - {"verify"} <= stages
+    assert (trace.began < trace.back_began).all()
+
+
+def captured_pair(rank, group):
+    """Graphs of two processes that meet inside of them; what each replay gave, and eager passes."""
+    example = example_of([60, 50], skew=3.0)
+    found = {}
+    for name in ("captured", "launched"):
+        balancer = mapped(group, experts=EXPERTS, slots=2, relay="chain")
+        layer = example.layer(balancer, device=CUDA)
+        found[name] = Captured(layer, example, rank)
+        found[name].eager()
+        balancer.check()
+    found["captured"].capture()
+    with pytest.raises(LoadError, match="cannot grow here"):
+        in_a_graph(found["captured"].layer, torch.randn(200, HIDDEN, device=CUDA))
+    assert_replays(found["captured"], found["launched"])
+    return int(found["captured"].layer.last_plan.num_replicas)
+
+
+def test_graphs_of_two_processes_meet(two):
+    copies = two.run(2, captured_pair, timeout=LONG)
+    assert copies[0] == copies[1]
