@@ -25,12 +25,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from harness import Line, Metric, Report, common_options, cpu_device, on_ranks
-from torch import nn
+from cases import Shape, even_ids, skewed_ids
+from harness import Line, Metric, Report, common_options, cpu_device
+from world import Given, on_ranks
 
 import ultraep
 from ultraep.comm import Communicator, Message
-from ultraep.dispatch import RowMessages
 from ultraep.replicate import hops
 from ultraep.runtime.connect import connect
 
@@ -47,8 +47,8 @@ MOVED = Metric("bytes_moved", "MB", "MB moved", ".2f")
 STAGE = Metric("stage_time", "ms", "ms", ".3f")
 
 
-@dataclass(frozen=True)
-class Size:
+@dataclass(frozen=True, kw_only=True)
+class Size(Shape):
     """What is measured."""
 
     ranks: int = 2
@@ -68,23 +68,11 @@ CONTROL_PASSES = 5  # the quickest counts, as others may use the machine
 CONTROL: tuple[Shape, ...] = ((64, 8, 1024), (64, 8, 8192), (256, 8, 8192))
 
 
-class Preset(nn.Module):
-    """A router whose choices are given."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.ids = torch.empty(0)
-        self.weights = torch.empty(0)
-
-    def forward(self, _: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.ids, self.weights
-
-
 class Watched:
     """A communicator that measures how long each verb takes, waiting for others included."""
 
     def __init__(self, comm: Communicator) -> None:
-        self._comm, self.rank, self.size = comm, comm.rank, comm.size
+        self._comm, self.rank, self.size, self.timeout = comm, comm.rank, comm.size, comm.timeout
         self.seconds: dict[str, float] = defaultdict(float)
 
     @contextmanager
@@ -110,32 +98,14 @@ class Watched:
     def gather_objects(self, value: Any) -> list[Any]:
         return self._comm.gather_objects(value)
 
+    def peers(self, device: torch.device) -> Any:
+        return self._comm.peers(device)
+
+    def hosts(self) -> Any:
+        return self._comm.hosts()
+
     def close(self) -> None:
         self._comm.close()
-
-
-def skewed_ids(size: Size, seed: int = 0) -> torch.Tensor:
-    """[R, T, K] different experts per token; the fullest rank holds `ratio` times the mean."""
-    generator = torch.Generator().manual_seed(seed)
-    noise = torch.empty(size.ranks, size.tokens, size.experts)
-    noise = -noise.exponential_(generator=generator).log()
-    homes = torch.arange(size.experts) // (size.experts // size.ranks)
-    inside = torch.arange(size.experts) % (size.experts // size.ranks)
-    low, high = 0.0, 20.0
-    for _ in range(30):
-        steep = (low + high) / 2
-        scores = noise - steep * homes - 1.5 * torch.log1p(inside)
-        ids = scores.topk(size.top_k, dim=-1).indices
-        loads = torch.bincount(homes[ids].reshape(-1), minlength=size.ranks)
-        steeper = loads.max() / loads.double().mean() < size.ratio
-        low, high = (steep, high) if steeper else (low, steep)
-    return ids
-
-
-def even_ids(size: Size) -> torch.Tensor:
-    """[R, T, K] the same number of rows for every expert, from every rank."""
-    rows = torch.arange(size.ranks * size.tokens * size.top_k) % size.experts
-    return rows.reshape(size.ranks, size.tokens, size.top_k)
 
 
 def on_rank(rank: int, size: Size) -> dict[str, dict[str, Any]]:
@@ -147,10 +117,11 @@ def on_rank(rank: int, size: Size) -> dict[str, dict[str, Any]]:
 def measure(rank: int, size: Size, comm: Watched) -> dict[str, dict[str, Any]]:
     """Step times and stage times of every variant, the slowest rank's."""
     balancer = ultraep.Balancer(experts=size.experts, slots=size.slots, communicator=comm)
-    moe = ultraep.BalancedMoE.swiglu(size.hidden, size.ffn, size.experts, size.top_k, balancer=balancer)
-    router = Preset()
-    moe.router = router  # type: ignore[assignment]
-    skewed, even = skewed_ids(size), even_ids(size)
+    moe = ultraep.BalancedMoE.swiglu(
+        size.hidden, size.ffn, size.experts, size.top_k, balancer=balancer
+    )
+    moe.router = router = Given()
+    skewed, even = skewed_ids(size, size.ratio), even_ids(size)
     variants = {"none": (skewed, "none"), "ultraep": (skewed, "ultraep"), FORCED: (even, "none")}
     tokens = torch.randn(size.tokens, size.hidden, generator=torch.Generator().manual_seed(rank))
     steps: dict[str, list[float]] = {name: [] for name in variants}
@@ -158,7 +129,7 @@ def measure(rank: int, size: Size, comm: Watched) -> dict[str, dict[str, Any]]:
     for turn in range(size.rounds + 2):  # two to warm up
         for name, (ids, policy) in variants.items():
             router.ids = ids[rank]
-            router.weights = torch.full(ids[rank].shape, 1 / size.top_k, requires_grad=True)
+            router.gates = torch.full(ids[rank].shape, 1 / size.top_k, requires_grad=True)
             balancer.reset_stats()
             comm.seconds.clear()
             elapsed = one_step(moe, tokens, policy)
@@ -259,7 +230,7 @@ def report_control(report: Report, rounds: int, ranks: int, sizes: Sequence[Shap
     lines = []
     for experts, top_k, tokens in sizes:
         wide = Size(ranks=ranks, tokens=tokens, experts=experts, top_k=top_k)
-        ids, others = skewed_ids(wide), Others(ranks)
+        ids, others = skewed_ids(wide, wide.ratio), Others(ranks)
         others.loads = torch.stack([torch.bincount(i.reshape(-1), minlength=experts) for i in ids])
         balancer = ultraep.Balancer(experts=experts, communicator=others)  # type: ignore[arg-type]
         passes = [control_pass(balancer, ids[0], rounds) for _ in range(CONTROL_PASSES)]
@@ -284,10 +255,9 @@ def control_seconds(balancer: ultraep.Balancer, ids: torch.Tensor) -> dict[str, 
     marks.append(time.perf_counter())
     plan = balancer.plan(gathered)
     marks.append(time.perf_counter())
-    routes = balancer.reroute(ids, plan)
+    balancer.reroute(ids, plan, gathered)  # with all that dispatch needs
     marks.append(time.perf_counter())
-    RowMessages(routes, balancer.comm)
-    hops(plan, balancer.relay, chunks=balancer.chunks)
+    hops(plan, balancer.settings.relay, chunks=balancer.settings.chunks)
     marks.append(time.perf_counter())
     names = ("count", "plan and check", "reroute", "transfers")
     return {n: b - a for n, a, b in zip(names, marks, marks[1:], strict=False)}

@@ -20,7 +20,9 @@ from statistics import median
 
 import numpy as np
 import torch.distributed as dist
-from harness import Line, Metric, Report, common_options, cpu_device, on_ranks, standard_error
+from harness import Line, Metric, Report, common_options, cpu_device
+from timing import standard_error
+from world import on_ranks
 
 import ultraep
 from ultraep.demo.model import ModelConfig

@@ -27,6 +27,7 @@ from typing import Any
 
 import bench_layer
 import bench_layer_gpu
+import cases
 import numpy as np
 from harness import ROOT, Case, Line, Metric, Report, common_options, section_option
 from numpy.typing import NDArray
@@ -156,7 +157,7 @@ def on_card(report: Report, small: bool = False) -> None:
         recorded = rows_of(f"layer_gpu_{name}_h200_202611")
         lines = []
         for load in bench_layer_gpu.LOADS[: 1 if small else size.loads]:
-            label = f"{load.name} {load.ratio:g}"
+            label = load.name
             plans = {
                 policy: bench_layer_gpu.plan_for(size, load, policy)[1]
                 for policy in ("none", "eplb", "ultraep", "forced")
@@ -239,7 +240,7 @@ def cpu_seconds(
 ) -> float:
     """Seconds of a layer, forward and backward."""
     model = layer_model("two cores", size.hidden, size.ffn, size.experts, size.top_k)
-    ids = (bench_layer.even_ids(size) if even else bench_layer.skewed_ids(size)).numpy()
+    ids = (cases.even_ids(size) if even else cases.skewed_ids(size, size.ratio)).numpy()
     loads = np.stack([np.bincount(own.reshape(-1), minlength=size.experts) for own in ids])
     topology = Topology(ranks=size.ranks, experts=size.experts, slots=size.slots)
     copies = copies_of(plan(loads, topology, BalanceConfig(policy=policy)))
