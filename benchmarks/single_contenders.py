@@ -207,10 +207,10 @@ class Arrived:
     """What the experts need of an exchange: where the rows of every slot begin."""
 
     offsets: torch.Tensor
+    known: list[int] | None  # to the host; None: it must wait for the device
 
     def begins(self) -> list[int]:
-        found: list[int] = self.offsets.tolist()
-        return found
+        return self.offsets.tolist() if self.known is None else self.known
 
 
 def through_the_seam(inputs: Inputs, weights: Mapping[str, Any], *, path: str) -> Layer:
@@ -222,7 +222,8 @@ def through_the_seam(inputs: Inputs, weights: Mapping[str, Any], *, path: str) -
     plan = balancer.plan(loads)
     begins = [0, *accumulate(inputs.counts())]
     begins += begins[-1:] * balancer.topology.slots  # nobody is in the spare slots
-    exchange: Any = Arrived(torch.tensor(begins, dtype=torch.int32, device=ids.device))
+    offsets = torch.tensor(begins, dtype=torch.int32, device=ids.device)
+    exchange: Any = Arrived(offsets, begins if path == "messages" else None)
 
     def experts(rows: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
         with balancer.replicate(plan, loads, bundle) as copies:
