@@ -19,7 +19,7 @@ from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -205,7 +205,7 @@ class Bench:
     @classmethod
     def of(
         cls, name: str, argv: Sequence[str], scale: Any, clock: Clock, json: Path | None
-    ) -> Bench:
+    ) -> Self:
         """A benchmark of kernels: with a report that names their device and its host."""
         report = Report(name, argv, device=f"{clock.name}; host {cpu_device()}")
         report.header()

@@ -111,6 +111,10 @@ class Gpu:
         """Microseconds of a call, of so many in a graph; replays queue up, none is waited for."""
         return device_us(graph.replay, REPLAYS, warmup=2) / inner
 
+    def short_us(self, call: Call, inner: int) -> float:
+        """Microseconds of one short call among so many in a graph."""
+        return self.replay_us(captured(call, inner)[0], inner)
+
     def stopwatch(self, call: Call, inner: int) -> Callable[[], float]:
         """Measures one call among some in a graph, in microseconds."""
         graph, _ = captured(call, inner)
@@ -149,6 +153,10 @@ class Host:
         """Microseconds of one call, the median."""
         del launches
         return 1e6 * time_call(call, self._repeats, self._warmup, before).p50
+
+    def short_us(self, call: Call, inner: int) -> float:
+        del inner
+        return self.us(call)
 
     def stopwatch(self, call: Call, inner: int) -> Callable[[], float]:
         del inner
