@@ -221,11 +221,7 @@ def partitions(bench: Bench) -> None:
 
 
 def partition_curve(
-    bench: Bench,
-    model: Model,
-    slots: int,
-    streams: Sequence[torch.cuda.Stream],
-    sms: Sequence[int],
+    bench: Bench, model: Model, slots: int, streams: Sequence[torch.cuda.Stream], sms: Sequence[int]
 ) -> None:
     assert isinstance(bench.clock, Gpu)
     rows, count = bench.scale.partition_rows, len(streams)

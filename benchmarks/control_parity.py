@@ -73,13 +73,7 @@ def random_setting(family: Family, rng: np.random.Generator) -> tuple[Topology, 
         homes = rng.permutation(np.repeat(np.arange(ranks), counts)).tolist()
         experts = len(homes)
     return (
-        Topology(
-            ranks=ranks,
-            experts=experts,
-            slots=family.slots,
-            domain=domain,
-            homes=homes,
-        ),
+        Topology(ranks=ranks, experts=experts, slots=family.slots, domain=domain, homes=homes),
         BalanceConfig(
             tolerance=float(rng.choice(family.tolerances)),
             min_tokens_per_replica=int(rng.choice([1, 1, 2, 50])),

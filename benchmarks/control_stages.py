@@ -246,10 +246,7 @@ def _ids_stages(rig: Rig, batch: Batch) -> list[Stage]:
             moved=_bytes(ids) + routed,
         ),
         Stage(
-            "receive",
-            partial(rerouter.receive, loads, 0, received),
-            receive,
-            2 * _bytes(received),
+            "receive", partial(rerouter.receive, loads, 0, received), receive, 2 * _bytes(received)
         ),
         Stage("reroute", rig.reroute, assign, _bytes(ids) + routed + 2 * _bytes(received)),
         Stage(WHOLE, rig.all, whole, _bytes(ids, totals, loads, result, received) + routed),
