@@ -41,7 +41,19 @@ from control_stages import (
     stages,
 )
 from harness import Bench, Line, Metric, Values, common_options
-from timing import REPLAYS, Clock, Gpu, Host, captured, device_us, on_gpu, tell, time_call
+from timing import (
+    REPLAYS,
+    Call,
+    Clock,
+    Gpu,
+    Host,
+    captured,
+    device_us,
+    nothing,
+    on_gpu,
+    tell,
+    time_call,
+)
 
 from ultraep import Plan
 
@@ -230,7 +242,7 @@ class Control:
 
     def _first(self, rig: Rig, batch: Batch) -> Values:
         """Seconds until kernels are compiled and have run once; and whether they are right."""
-        wait = torch.cuda.synchronize if isinstance(self.clock, Gpu) else lambda: None
+        wait: Call = torch.cuda.synchronize if isinstance(self.clock, Gpu) else nothing
         wait()
         begin = time.perf_counter()
         rig.plan()

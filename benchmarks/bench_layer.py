@@ -63,9 +63,9 @@ class Size(Shape):
     transport: str = "auto"
 
 
-Shape = tuple[int, int, int]  # experts, top_k, tokens of a rank
+Width = tuple[int, int, int]  # experts, top_k, tokens of a rank
 CONTROL_PASSES = 5  # the quickest counts, as others may use the machine
-CONTROL: tuple[Shape, ...] = ((64, 8, 1024), (64, 8, 8192), (256, 8, 8192))
+CONTROL: tuple[Width, ...] = ((64, 8, 1024), (64, 8, 8192), (256, 8, 8192))
 
 
 class Watched:
@@ -225,7 +225,7 @@ class Others:
         return [value] * self.size
 
 
-def report_control(report: Report, rounds: int, ranks: int, sizes: Sequence[Shape]) -> None:
+def report_control(report: Report, rounds: int, ranks: int, sizes: Sequence[Width]) -> None:
     """Planning, rerouting and bookkeeping of one rank among `ranks`, on one core."""
     lines = []
     for experts, top_k, tokens in sizes:

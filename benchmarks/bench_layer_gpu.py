@@ -313,7 +313,8 @@ def measure_all(
     report: Report, world: World, loads: tuple[HotRank, ...], staged: HotRank | None
 ) -> dict[HotRank, dict[str, Result]]:
     """All policies on all loads; stages of the load that is asked for."""
-    size, found = world.size, {}
+    size = world.size
+    found: dict[HotRank, dict[str, Result]] = {}
     report.note(f"... {size.model}, forced")
     forced = measure(world, loads[0], "forced", stages=staged is not None)
     for load in loads:

@@ -70,7 +70,7 @@ def measure(rank: int, size: Size, comm: Any, folder: str) -> dict[str, list[flo
             slowest = comm.all_gather(torch.tensor([elapsed])).max().item()
             if turn >= 2:
                 steps[on].append(slowest)
-    recorder = layers[True].balancer.recorder
+    recorder: Any = layers[True].balancer.recorder
     recorder.close()
     return {RECORDED[on]: seconds for on, seconds in steps.items()} | {
         "dropped": [float(recorder.dropped)]

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from cases import SHUFFLED, Kind
-from harness import Case, Mismatch
+from harness import Mismatch, Parts
 
 import ultraep
 from ultraep import BalanceConfig, ControlPlane, Plan, Topology
@@ -54,7 +54,7 @@ class Setting:
         return BalanceConfig(tolerance=self.tolerance)
 
     @property
-    def case(self) -> Case:
+    def case(self) -> Parts:
         return {
             "ranks": self.ranks,
             "experts": self.experts,

@@ -37,6 +37,7 @@ WIDTH, DIGITS = 110, 5  # of a printed table, of a number in it
 
 Item = TypeVar("Item")
 Case = Mapping[str, str | int | float]
+Parts = dict[str, Any]  # that become a case
 
 
 @dataclass(frozen=True, slots=True)

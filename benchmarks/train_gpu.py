@@ -110,7 +110,7 @@ class Block(nn.Module):
 
     def unevenness(self, x: torch.Tensor) -> torch.Tensor:
         """The usual auxiliary loss, of this rank: loads of the experts times probabilities."""
-        router = self.moe.router
+        router: Any = self.moe.router
         likely = linear(x.flatten(0, 1).float(), router.weight.float()).softmax(dim=-1)
         chosen = torch.zeros_like(likely).scatter_(1, likely.topk(router.top_k).indices, 1.0)
         share = chosen.mean(dim=0) / router.top_k

@@ -11,7 +11,7 @@ from functools import partial
 from itertools import product
 
 import torch
-from harness import Case, Line, Metric, Mismatch, Values
+from harness import Line, Metric, Mismatch, Parts, Values
 from timing import Gpu, tell
 from transfer_scale import (
     RATE,
@@ -169,7 +169,7 @@ def _pulls(bench: TransferBench, settings: Sequence[Setting]) -> Pulls:
     return us
 
 
-def _pull_case(zero: bool, setting: Setting) -> Case:
+def _pull_case(zero: bool, setting: Setting) -> Parts:
     tile, programs = setting
     return {"zeros": "yes" if zero else "no", "tile": str(tile), "programs": programs}
 
@@ -207,7 +207,7 @@ def _pull_choices(
         best = min(times, key=times.__getitem__)
         for name, setting in (("shipped", shipped), ("best", best)):
             took = times[setting]
-            case: Case = {"copies": copied.head, "setting": name}
+            case: Parts = {"copies": copied.head, "setting": name}
             values: Values = {
                 TIME: took,
                 RATE: moved / took / 1e6,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 from cases import ORDERED, SHUFFLED, Kind
-from harness import Case, Line, Metric, Mismatch, Samples, Values
+from harness import Case, Line, Metric, Mismatch, Parts, Samples, Values
 from timing import Call, Gpu, tell
 from transfer_scale import FULL, TransferBench, as_replicas, board_of
 from world import graph_on, together
@@ -52,7 +52,7 @@ def critical(bench: TransferBench) -> None:
         tell(f"critical: {family}")
         for (ranks, experts), ratio in product(scale.plan_sizes, scale.ratios):
             topology = Topology(ranks=ranks, experts=experts, slots=1)
-            case: Case = {"load": family, "slots": 1, "ranks": ranks, "experts": experts}
+            case: Parts = {"load": family, "slots": 1, "ranks": ranks, "experts": experts}
             for seed in range(scale.seeds):
                 loads = Kind(family, ratio).draw(ranks, experts, tokens=scale.tokens, seed=seed)
                 plan = ultraep.plan(loads, topology, backend="cpu")

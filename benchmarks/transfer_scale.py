@@ -170,7 +170,8 @@ class TransferBench(Bench):
     @property
     def copy_rate(self) -> float:
         """Bytes per microsecond, read and written, of a copy of all that the ring sends."""
-        return 2 * self.scale.ring_bytes / self.copy_us(self.scale.ring_bytes)
+        size: int = self.scale.ring_bytes
+        return 2 * size / self.copy_us(size)
 
 
 def board_of(group: LocalPeers, rank: int) -> Board:

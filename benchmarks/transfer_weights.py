@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import product
+from typing import Any
 
 import numpy as np
 import torch
@@ -87,7 +88,12 @@ class Transfer:
     ) -> None:
         from transfer_tuned import TunedStreamer
 
-        options = {"relay": mode, "programs": programs, "chunks": chunks, "tile": tile}
+        options: dict[str, Any] = {
+            "relay": mode,
+            "programs": programs,
+            "chunks": chunks,
+            "tile": tile,
+        }
         self._world, self._copies, layout = world, copies, world.layout
         self._streamers = [
             TunedStreamer(board, world.topology, **options) for board in world.boards
