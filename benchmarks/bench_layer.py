@@ -17,8 +17,8 @@ import argparse
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -30,7 +30,7 @@ from harness import Line, Metric, Report, common_options, cpu_device
 from world import Given, on_ranks
 
 import ultraep
-from ultraep.comm import Communicator, Message
+from ultraep.comm import Communicator
 from ultraep.replicate import hops
 from ultraep.runtime.connect import connect
 
@@ -72,40 +72,21 @@ class Watched:
     """A communicator that measures how long each verb takes, waiting for others included."""
 
     def __init__(self, comm: Communicator) -> None:
-        self._comm, self.rank, self.size, self.timeout = comm, comm.rank, comm.size, comm.timeout
+        self._comm = comm
         self.seconds: dict[str, float] = defaultdict(float)
 
-    @contextmanager
-    def _timed(self, verb: str) -> Iterator[None]:
-        begin = time.perf_counter()
-        yield
-        self.seconds[verb] += time.perf_counter() - begin
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._comm, name)
+        if name not in ("all_gather", "all_to_all", "exchange"):
+            return found
 
-    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        with self._timed("all_gather"):
-            return self._comm.all_gather(tensor)
+        def timed(*args: Any) -> Any:
+            begin = time.perf_counter()
+            result = found(*args)
+            self.seconds[name] += time.perf_counter() - begin
+            return result
 
-    def all_to_all(
-        self, rows: torch.Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]
-    ) -> torch.Tensor:
-        with self._timed("all_to_all"):
-            return self._comm.all_to_all(rows, send_counts, receive_counts)
-
-    def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
-        with self._timed("exchange"):
-            self._comm.exchange(sends, receives)
-
-    def gather_objects(self, value: Any) -> list[Any]:
-        return self._comm.gather_objects(value)
-
-    def peers(self, device: torch.device) -> Any:
-        return self._comm.peers(device)
-
-    def hosts(self) -> Any:
-        return self._comm.hosts()
-
-    def close(self) -> None:
-        self._comm.close()
+        return timed
 
 
 def on_rank(rank: int, size: Size) -> dict[str, dict[str, Any]]:

@@ -20,7 +20,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -46,7 +46,7 @@ from ultraep.sim.scenario import Contender
 from ultraep.sim.training import Training
 
 FloatArray = NDArray[np.float64]
-Timed = dict[str, FloatArray]
+Table = tuple[str, list[Line]]  # title
 
 RESULTS = ROOT / "benchmarks" / "results"
 ON_CARD = (("qwen", "qwen3", 0), ("deepseek", "deepseek", 1))  # results, curve, size
@@ -150,14 +150,18 @@ def predict_on_card(size: bench_layer_gpu.Size, curve: str, made: Plan, policy: 
     return rest + forward + backward
 
 
-def on_card(report: Report, small: bool = False) -> None:
+def on_card(report: Report, small: bool) -> None:
+    for title, lines in card_tables(small):
+        report.add(title, lines)
+
+
+def card_tables(small: bool = False) -> Iterator[Table]:
     """Shares of forced balance, predicted beside measured."""
     for name, curve, index in ON_CARD:
         size = bench_layer_gpu.SIZES[index]
         recorded = rows_of(f"layer_gpu_{name}_h200_202611")
         lines = []
         for load in bench_layer_gpu.LOADS[: 1 if small else size.loads]:
-            label = load.name
             plans = {
                 policy: bench_layer_gpu.plan_for(size, load, policy)[1]
                 for policy in ("none", "eplb", "ultraep", "forced")
@@ -167,9 +171,9 @@ def on_card(report: Report, small: bool = False) -> None:
             }
             for policy in ("none", "eplb", "ultraep"):
                 share = seconds["forced"] / seconds[policy]
-                measured = share_on_card(recorded, label, policy, plans[policy])
-                lines.append(line(curve, label, policy, share, measured))
-        report.add(f"{size.model}, EP8 on one H200: share of forced balance", lines)
+                measured = share_on_card(recorded, load.name, policy, plans[policy])
+                lines.append(line(curve, load.name, policy, share, measured))
+        yield f"{size.model}, EP8 on one H200: share of forced balance", lines
 
 
 def share_on_card(
@@ -195,7 +199,11 @@ def line(model: str, load: str, policy: str, predicted: float, measured: float |
 # -- two cores -----------------------------------------------------------------------------------
 
 
-def on_cpu(report: Report, _: bool = False) -> None:
+def on_cpu(report: Report, _: bool) -> None:
+    report.add(*cpu_table())
+
+
+def cpu_table() -> Table:
     """Two processes on two cores."""
     size = bench_layer.Size()
     measured = {
@@ -209,16 +217,9 @@ def on_cpu(report: Report, _: bool = False) -> None:
     lines = []
     for policy in ("none", "ultraep"):
         share = cpu_seconds(size, cluster, "none", even=True) / cpu_seconds(size, cluster, policy)
-        lines.append(
-            line(
-                "two cores",
-                f"ratio {size.ratio}",
-                policy,
-                share,
-                measured[FORCED] / measured[policy],
-            )
-        )
-    report.add("EP2 on two cores: share of forced balance", lines)
+        known = measured[FORCED] / measured[policy]
+        lines.append(line("two cores", f"ratio {size.ratio}", policy, share, known))
+    return "EP2 on two cores: share of forced balance", lines
 
 
 def cores(rate: float) -> Cluster:
@@ -298,14 +299,8 @@ def on_speed(report: Report, small: bool) -> None:
     if small:
         scenario = replace(scenario, model=replace(scenario.model, layers=2))
     lines = []
-    for slots, policy in (
-        (1, "none"),
-        (1, "eplb"),
-        (1, "lplb"),
-        (2, "quota"),
-        (1, "quota"),
-        (1, "ultraep"),
-    ):
+    slots_of = ((1, "none"), (1, "eplb"), (1, "lplb"), (2, "quota"), (1, "quota"), (1, "ultraep"))
+    for slots, policy in slots_of:
         begin = time.perf_counter()
         simulate(scenario, [Contender(policy, policy, slots=slots)], processes=1 if small else 2)
         took = time.perf_counter() - begin

@@ -97,48 +97,37 @@ class Compared:
     """Plans and routes of one setting, and how many of them are equal to those of the twin."""
 
     setting: tuple[Topology, BalanceConfig]
-    plans: int = 0
-    plans_equal: int = 0
-    routes: int = 0
-    routes_equal: int = 0
+    values: dict[Metric, float]
 
     @property
     def differ(self) -> int:
-        return self.plans - self.plans_equal + self.routes - self.routes_equal
-
-    @property
-    def values(self) -> Values:
-        return {
-            PLANS: self.plans,
-            PLANS_EQUAL: self.plans_equal,
-            ROUTES: self.routes,
-            ROUTES_EQUAL: self.routes_equal,
-        }
+        plans, plans_equal, routes, routes_equal = self.values.values()
+        return int(plans - plans_equal + routes - routes_equal)
 
 
 def compare(family: Family, plans: int, routed_rows: int, seed: Sequence[int]) -> Compared:
     """Random loads of one random setting, planned by the device and by the twin."""
     rng = np.random.default_rng(seed)
     topology, config = random_setting(family, rng)
-    found = Compared((topology, config))
+    found = dict.fromkeys((PLANS, PLANS_EQUAL, ROUTES, ROUTES_EQUAL), 0.0)
     rank = int(rng.integers(topology.ranks))
     control = ControlPlane(topology, config, rows=routed_rows, rank=rank)
     for number in range(plans):
         loads = random_loads(topology, rng)
         want = ultraep.plan(loads, topology, config, backend="cpu")
         got = control.plan(torch.from_numpy(loads).to(control.device, torch.int32))
-        found.plans += 1
-        found.plans_equal += same_plan(got.to_host(), want)
+        found[PLANS] += 1
+        found[PLANS_EQUAL] += same_plan(got.to_host(), want)
         rows = int(loads[rank].sum())
         if number % ROUTED_EVERY == 0 and rows < routed_rows:
             padding = rng.integers(min(8, routed_rows - rows) + 1)
             ids = np.repeat(np.arange(-1, topology.experts), [padding, *loads[rank]])
             choices = torch.from_numpy(rng.permutation(ids)[:, None])
             routes = control.reroute(choices.to(control.device))
-            found.routes += 1
-            found.routes_equal += same_routes(routes, reroute(choices, want, rank, backend="cpu"))
+            found[ROUTES] += 1
+            found[ROUTES_EQUAL] += same_routes(routes, reroute(choices, want, rank, backend="cpu"))
     control.check()
-    return found
+    return Compared((topology, config), found)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -12,13 +12,12 @@ relays. Everything is seeded; the same versions write the same text.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import bench_sim
 import numpy as np
-from harness import ROOT, Line, versions
+from harness import ROOT, versions
 from paper_studies import FULL, TOY, Effort, Page, percent, scaling, studies
 
 from ultraep.sim.model import load_model
@@ -227,10 +226,7 @@ def measured(page: Page) -> None:
         "the one rate comes from forced balance. A dash: what was measured there was another plan. "
         "`python benchmarks/bench_sim.py`.",
     )
-    report = Kept()
-    bench_sim.on_card(report)  # type: ignore[arg-type]
-    bench_sim.on_cpu(report)  # type: ignore[arg-type]
-    for title, lines in report.tables:
+    for title, lines in (*bench_sim.card_tables(), bench_sim.cpu_table()):
         page.text(f"### {title.split(':')[0]}")
         rows = [
             [
@@ -244,17 +240,6 @@ def measured(page: Page) -> None:
             for line in lines
         ]
         page.table(["load", "policy", "predicted", "measured", "points"], rows)
-
-
-class Kept:
-    """Takes the place of a report, and keeps its tables."""
-
-    def __init__(self) -> None:
-        self.section = ""
-        self.tables: list[tuple[str, Sequence[Line]]] = []
-
-    def add(self, title: str, lines: Sequence[Line]) -> None:
-        self.tables.append((title, lines))
 
 
 def by_label(results: list[Result]) -> dict[str, Result]:

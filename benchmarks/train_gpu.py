@@ -114,7 +114,8 @@ class Block(nn.Module):
         likely = linear(x.flatten(0, 1).float(), router.weight.float()).softmax(dim=-1)
         chosen = torch.zeros_like(likely).scatter_(1, likely.topk(router.top_k).indices, 1.0)
         share = chosen.mean(dim=0) / router.top_k
-        return likely.shape[1] * (share * likely.mean(dim=0)).sum()
+        uneven: torch.Tensor = likely.shape[1] * (share * likely.mean(dim=0)).sum()
+        return uneven
 
 
 class Model(nn.Module):

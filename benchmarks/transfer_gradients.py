@@ -13,17 +13,7 @@ from itertools import product
 import torch
 from harness import Line, Metric, Mismatch, Parts, Values
 from timing import Gpu, tell
-from transfer_scale import (
-    RATE,
-    TIME,
-    PullTile,
-    Scale,
-    TransferBench,
-    as_replicas,
-    board_of,
-    tera,
-    verdict,
-)
+from transfer_scale import RATE, TIME, Scale, TransferBench, as_replicas, board_of, tera, verdict
 
 from ultraep import Topology
 from ultraep.runtime.mapped.peers import LocalPeers
@@ -93,12 +83,12 @@ class Pull:
         for expert, host in copied.copies:
             self._want_HP[expert] += self._fresh_RP[host]
 
-    def time(self, tile: PullTile, programs: int, zero: bool) -> float:
+    def time(self, programs: int, zero: bool) -> float:
         """Microseconds of a pull; what the last one added up is compared."""
-        from transfer_tuned import pull
+        from ultraep.backends.triton.reducer import pull
 
         given = self._gradients_HP, self._rows, self._made, self._streamer
-        call = partial(pull, *given, tile=tile, programs=programs, zero=zero)
+        call = partial(pull, *given, programs=programs, zero=zero)
         us = self._clock.us(call, self._renew)
         self._check(zero)
         return us
@@ -120,23 +110,19 @@ class Pull:
                 raise Mismatch(f"the gradient that rank {host} holds: {self._copied.head}")
 
 
-Setting = tuple[PullTile, int]  # and programs
-Pulls = dict[tuple[Copied, bool, Setting], float]  # microseconds, with zeros left behind or not
+# Microseconds by copies, whether zeros are left behind, and programs.
+Pulls = dict[tuple[Copied, bool, int], float]
 
 
 def reduce(bench: TransferBench) -> None:
     """Gradients of copies, pulled by the home and added in fixed order."""
-    from transfer_tuned import SHIPPED_PULL
-
     scale, clock = bench.scale, bench.clock
-    settings = list(product(scale.pull_tiles, scale.pull_programs))
     if not isinstance(clock, Gpu):
-        plain = [one for one in settings if one[0].ahead == 1]  # it cannot do the masks of 3
-        bench.table("reduce: gradients, pulled", _interpreted(_pulls(bench, plain)))
+        us = _pulls(bench, scale.pull_programs)
+        bench.table("reduce: gradients, pulled", _interpreted(us))
         return
-    # The data plane starts four programs on every multiprocessor.
-    shipped = SHIPPED_PULL, 4 * clock.multiprocessors
-    settings = list(dict.fromkeys([*settings, shipped]))
+    shipped = 4 * clock.multiprocessors  # that the data plane starts
+    settings = sorted({*scale.pull_programs, shipped})
     us = _pulls(bench, settings)
     for zero in (False, True):
         title = "reduce: share of the floor" + (", when zeros are left behind" if zero else "")
@@ -159,19 +145,21 @@ def reduce(bench: TransferBench) -> None:
     )
 
 
-def _pulls(bench: TransferBench, settings: Sequence[Setting]) -> Pulls:
+def _pulls(bench: TransferBench, settings: Sequence[int]) -> Pulls:
     pull, us = Pull(bench), {}
     for copied in copied_experts(bench.scale):
         tell(f"reduce: {copied.head}")
         pull.plan(copied)
         for zero, setting in product((False, True), settings):
-            us[copied, zero, setting] = pull.time(*setting, zero)
+            us[copied, zero, setting] = pull.time(setting, zero)
     return us
 
 
-def _pull_case(zero: bool, setting: Setting) -> Parts:
-    tile, programs = setting
-    return {"zeros": "yes" if zero else "no", "tile": str(tile), "programs": programs}
+def _pull_case(zero: bool, programs: int) -> Parts:
+    from ultraep.backends.triton.reducer import AHEAD, NUMBERS, WARPS
+
+    tile = f"{NUMBERS} numbers, {WARPS} warps, {AHEAD} ahead"
+    return {"zeros": "yes" if zero else "no", "tile": tile, "programs": programs}
 
 
 def _interpreted(us: Pulls) -> list[Line]:
@@ -181,9 +169,7 @@ def _interpreted(us: Pulls) -> list[Line]:
     ]
 
 
-def _pull_sweep(
-    bench: TransferBench, us: Pulls, settings: Sequence[Setting], zero: bool
-) -> list[Line]:
+def _pull_sweep(bench: TransferBench, us: Pulls, settings: Sequence[int], zero: bool) -> list[Line]:
     """A line for every setting, a column for every number of copies."""
     lines = []
     for setting in settings:
@@ -197,7 +183,7 @@ def _pull_sweep(
 
 
 def _pull_choices(
-    bench: TransferBench, us: Pulls, settings: Sequence[Setting], shipped: Setting
+    bench: TransferBench, us: Pulls, settings: Sequence[int], shipped: int
 ) -> list[Line]:
     lines = []
     for copied, zero in product(copied_experts(bench.scale), (False, True)):

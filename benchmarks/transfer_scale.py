@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from harness import Bench, Metric, Mismatch
@@ -26,27 +26,6 @@ TIME = Metric("time_p50", "us", "us", ".1f")
 RATE = Metric("rate", "TB/s", "TB/s", ".3f")
 
 
-class Tile(NamedTuple):
-    """Words (4 bytes) of a tile, and warps of the program that moves it."""
-
-    words: int
-    warps: int
-
-    def __str__(self) -> str:
-        return f"{self.words} words, {self.warps} warps"
-
-
-class PullTile(NamedTuple):
-    """Numbers of a tile, warps of the program that adds it, copies that are loaded together."""
-
-    numbers: int
-    warps: int
-    ahead: int
-
-    def __str__(self) -> str:
-        return f"{self.numbers} numbers, {self.warps} warps, {self.ahead} ahead"
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scale:
     """How much is measured."""
@@ -55,7 +34,6 @@ class Scale:
     ffn: int
     ranks: int  # of the ring
     programs: tuple[int, ...]  # of a rank
-    tiles: tuple[Tile, ...]
     relay_ranks: int
     budgets: tuple[int, ...]  # programs of a rank that relays
     fans: tuple[int, ...]  # copies of one expert; the first is 1
@@ -68,7 +46,6 @@ class Scale:
     homes: int  # experts of the rank that pulls
     pull_fans: tuple[int, ...]
     pull_programs: tuple[int, ...]
-    pull_tiles: tuple[PullTile, ...]
     schedule_sizes: tuple[tuple[int, int], ...]
     meets: tuple[int, ...]
 
@@ -89,7 +66,6 @@ FULL = Scale(
     ffn=1536,
     ranks=8,
     programs=(8, 16, 32, 64, 96),
-    tiles=(Tile(4096, 4), Tile(8192, 8), Tile(8192, 4), Tile(16384, 8)),
     relay_ranks=16,
     budgets=(2, 4, 8, 16),
     fans=(1, 2, 4, 8, 15),
@@ -102,26 +78,18 @@ FULL = Scale(
     homes=8,
     pull_fans=(1, 2, 4, 7),
     pull_programs=(132, 264, 528, 1056),
-    pull_tiles=(
-        PullTile(4096, 4, 1),
-        PullTile(2048, 4, 1),
-        PullTile(2048, 4, 3),
-        PullTile(4096, 8, 3),
-    ),
     schedule_sizes=((8, 128), (64, 256), (256, 1024)),
     meets=(2, 8, 64),
 )
 QUICK = replace(
     FULL,
     programs=(16, 64),
-    tiles=FULL.tiles[:2],
     budgets=(4, 16),
     fans=(1, 2, 8),
     chunks=(1, 4, 16, 64),
     seeds=2,
     pull_fans=(1, 4),
     pull_programs=(528,),
-    pull_tiles=FULL.pull_tiles[:3],
     schedule_sizes=((8, 128), (64, 256)),
     meets=(2, 8),
 )
@@ -130,7 +98,6 @@ TOY = Scale(
     ffn=32,
     ranks=4,
     programs=(2, 4),
-    tiles=(Tile(256, 4),),
     relay_ranks=9,
     budgets=(2,),
     fans=(1, 8),
@@ -143,7 +110,6 @@ TOY = Scale(
     homes=2,
     pull_fans=(1, 2),
     pull_programs=(2,),
-    pull_tiles=(PullTile(64, 4, 1), PullTile(64, 4, 3)),
     schedule_sizes=((4, 8),),
     meets=(2,),
 )

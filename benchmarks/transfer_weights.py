@@ -10,17 +10,7 @@ import numpy as np
 import torch
 from harness import Case, Line, Metric, Mismatch, Values
 from timing import Clock, tell
-from transfer_scale import (
-    POISON,
-    RATE,
-    TIME,
-    Tile,
-    TransferBench,
-    as_replicas,
-    board_of,
-    tera,
-    verdict,
-)
+from transfer_scale import POISON, RATE, TIME, TransferBench, as_replicas, board_of, tera, verdict
 
 from ultraep import Topology
 from ultraep.replicate import MODES
@@ -73,7 +63,7 @@ def random_bits(shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
 class Transfer:
     """Copies of home experts (expert, host), sent by all ranks in one launch.
 
-    chunks: pieces of an expert; None: as the streamer chooses. tile: None: that of the streamer.
+    chunks: pieces of an expert; None: as the streamer chooses.
     """
 
     def __init__(
@@ -84,19 +74,13 @@ class Transfer:
         mode: str,
         programs: int,
         chunks: int | None = None,
-        tile: Tile | None = None,
     ) -> None:
-        from transfer_tuned import TunedStreamer
+        from transfer_chunked import ChunkedStreamer
 
-        options: dict[str, Any] = {
-            "relay": mode,
-            "programs": programs,
-            "chunks": chunks,
-            "tile": tile,
-        }
+        options: dict[str, Any] = {"relay": mode, "programs": programs, "chunks": chunks}
         self._world, self._copies, layout = world, copies, world.layout
         self._streamers = [
-            TunedStreamer(board, world.topology, **options) for board in world.boards
+            ChunkedStreamer(board, world.topology, **options) for board in world.boards
         ]
         ranks, first = world.topology.ranks, self._streamers[0]
         rows = [(*copy, 0) for copy in sorted(copies)]
@@ -163,15 +147,16 @@ def _same_bits(one: torch.Tensor, two: torch.Tensor) -> bool:
 
 def direct(bench: TransferBench) -> None:
     """Every rank sends its expert to the next rank."""
-    scale, lines = bench.scale, []
+    from ultraep.backends.triton.streamer import WARPS, WORDS
+
+    scale, lines, tile = bench.scale, [], f"{WORDS} words, {WARPS} warps"
     world = Neighbours(scale.ranks, bench)
     ring = [(rank, (rank + 1) % scale.ranks) for rank in range(scale.ranks)]
-    for tile, programs in product(scale.tiles, scale.programs):
-        tell(f"direct: {programs} programs, tiles of {tile}")
-        transfer = Transfer(world, ring, mode="direct", programs=programs, tile=tile)
-        us = transfer.time(bench.clock)
+    for programs in scale.programs:
+        tell(f"direct: {programs} programs")
+        us = Transfer(world, ring, mode="direct", programs=programs).time(bench.clock)
         rate = 2 * scale.ring_bytes / us
-        case: Case = {"ranks": scale.ranks, "tile": str(tile), "programs": programs}
+        case: Case = {"ranks": scale.ranks, "tile": tile, "programs": programs}
         values: Values = {TIME: us, RATE: rate / 1e6, SHARE: rate / bench.copy_rate}
         lines.append(Line(case, values))
     bench.table(
