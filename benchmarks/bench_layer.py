@@ -64,6 +64,14 @@ class Size(Shape):
 
 
 Width = tuple[int, int, int]  # experts, top_k, tokens of a rank
+OPTIONS = {
+    "ranks": "processes (default 2)",
+    "tokens": "of a rank",
+    "hidden": "model width",
+    "ffn": "hidden width of an expert",
+    "ratio": "fullest rank over mean rank",
+    "transport": "auto, shared or sockets",
+}
 CONTROL_PASSES = 5  # the quickest counts, as others may use the machine
 CONTROL: tuple[Width, ...] = ((64, 8, 1024), (64, 8, 8192), (256, 8, 8192))
 
@@ -247,22 +255,12 @@ def control_seconds(balancer: ultraep.Balancer, ids: torch.Tensor) -> dict[str, 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     common_options(parser)
-    parser.add_argument("--ranks", type=int, default=2, help="processes (default 2)")
-    parser.add_argument("--tokens", type=int, default=2048, help="tokens of a rank")
-    parser.add_argument("--hidden", type=int, default=512, help="model width")
-    parser.add_argument("--ffn", type=int, default=1024, help="hidden width of an expert")
-    parser.add_argument("--ratio", type=float, default=1.6, help="fullest rank over mean rank")
-    parser.add_argument("--transport", default="auto", help="auto, shared or sockets")
+    for name, text in OPTIONS.items():
+        known = getattr(Size, name)
+        parser.add_argument(f"--{name}", type=type(known), default=known, help=text)
     options = parser.parse_args()
-    size = Size(
-        ranks=options.ranks,
-        tokens=options.tokens,
-        hidden=options.hidden,
-        ffn=options.ffn,
-        experts=4 * options.ranks,
-        ratio=options.ratio,
-        transport=options.transport,
-    )
+    given = {name: getattr(options, name) for name in OPTIONS}
+    size = Size(experts=4 * options.ranks, **given)
     if options.toy:
         size = Size(ranks=2, tokens=64, hidden=16, ffn=32, rounds=2, transport=options.transport)
     report = Report("layer", sys.argv, device=cpu_device())

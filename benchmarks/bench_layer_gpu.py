@@ -61,25 +61,14 @@ class Size(Shape):
     loads: int = 5  # of those below
 
 
+HALF_DEEPSEEK = "DeepSeek-V3, half of its experts"
 SIZES = (
     Size(model="Qwen3-235B", hidden=4096, ffn=1536, experts=128, tokens=8192),
-    Size(
-        model="DeepSeek-V3, half of its experts",
-        hidden=7168,
-        ffn=2048,
-        experts=128,
-        tokens=4096,
-        loads=3,
-    ),
+    Size(model=HALF_DEEPSEEK, hidden=7168, ffn=2048, experts=128, tokens=4096, loads=3),
 )
 TOY = Size(model="toy", hidden=256, ffn=128, experts=16, tokens=64, top_k=2, ranks=2, rounds=2)
-LOADS = (
-    HotRank(1.5),
-    HotRank(2.0),
-    HotRank(3.0),
-    HotRank(2.0, inner=1.0),
-    HotRank(3.0, inner=1.0, slots=2),
-)
+ONE_HOT = tuple(HotRank(ratio) for ratio in (1.5, 2.0, 3.0))
+LOADS = (*ONE_HOT, HotRank(2.0, inner=1.0), HotRank(3.0, inner=1.0, slots=2))
 
 
 class LayerRank(Rank):
@@ -272,13 +261,10 @@ def plan_for(size: Size, load: HotRank, policy: str) -> tuple[IntArray, Plan]:
     return loads, ultraep.plan(loads, topology, BalanceConfig(policy=name))
 
 
-def imbalance(rank_loads: IntArray) -> float:
-    return float(rank_loads.max() / rank_loads.mean())
-
-
 def before(loads: IntArray, size: Size) -> float:
     """Imbalance without copies."""
-    return imbalance(loads.sum(axis=0).reshape(size.ranks, -1).sum(axis=1))
+    served = loads.sum(axis=0).reshape(size.ranks, -1).sum(axis=1)
+    return float(served.max() / served.mean())
 
 
 @dataclass
@@ -306,7 +292,7 @@ def measure(world: World, load: HotRank, policy: str, *, stages: bool) -> Result
     world.check()
     outputs = [rank.y.detach().clone() for rank in world.ranks]
     found = world.breakdown() if stages else {}
-    return Result(ms, imbalance(plan.rank_loads), plan.num_replicas, found, outputs)
+    return Result(ms, plan.imbalance, plan.num_replicas, found, outputs)
 
 
 def measure_all(
@@ -335,10 +321,9 @@ def run(report: Report, size: Size, loads: tuple[HotRank, ...], *, stages: bool)
     found = measure_all(report, World(size), loads, staged)
     lines = [line for load, results in found.items() for line in gain_lines(size, load, results)]
     about = f"{size.model}: D {size.hidden}, F {size.ffn}, {size.experts} experts, top-{size.top_k}"
+    about += f", {size.tokens} tokens a rank, EP{size.ranks} on {size.sms} SMs each"
     report.section = "gain"
-    report.add(
-        f"{about}, {size.tokens} tokens a rank, EP{size.ranks} on {size.sms} SMs each", lines
-    )
+    report.add(about, lines)
     if staged is not None:
         report.section = "stages"
         title = f"{size.model}: stages of a step; {staged.name}"
@@ -380,11 +365,8 @@ def only_plans(report: Report, size: Size, loads: tuple[HotRank, ...]) -> None:
     lines = []
     for load, policy in product(loads, POLICIES):
         drawn, plan = plan_for(size, load, policy)
-        values: Values = {
-            BEFORE: before(drawn, size),
-            AFTER: imbalance(plan.rank_loads),
-            COPIES: plan.num_replicas,
-        }
+        after = plan.imbalance
+        values: Values = {BEFORE: before(drawn, size), AFTER: after, COPIES: plan.num_replicas}
         lines.append(Line(case_of(load, policy), values))
     report.section = "plans"
     report.add(size.model, lines)

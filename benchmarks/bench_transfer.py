@@ -51,17 +51,12 @@ SECTIONS = {
     "schedule": schedule,
     "meet": meet,
 }
-AT_ONCE = ("direct", "relay", "meet")  # the interpreter runs one program after the other
-KERNELS = ("reduce", "schedule")  # which it runs, but slowly
-
-
-def missing(section: str, options: argparse.Namespace) -> str:
-    """Why a section cannot run without a GPU; nothing if it can."""
-    if section in AT_ONCE:
-        return "needs a GPU: its ranks must run at once, which the interpreter does not"
-    if section in KERNELS and not options.toy:
-        return "needs a GPU; without one, only --toy runs it (Triton's interpreter)"
-    return ""
+AT_ONCE = "needs a GPU: its ranks must run at once, which the interpreter does not"
+SLOW = "needs a GPU; without one, only --toy runs it (Triton's interpreter)"
+WITHOUT_GPU = {
+    **dict.fromkeys(("direct", "relay", "meet"), AT_ONCE),
+    **dict.fromkeys(("reduce", "schedule"), SLOW),
+}
 
 
 def main(argv: Sequence[str]) -> None:
@@ -75,11 +70,14 @@ def main(argv: Sequence[str]) -> None:
     clock: Clock = Gpu() if gpu else Host()
     scale = TOY if options.toy else QUICK if options.quick else FULL
     bench = TransferBench.of("transfer", argv, scale, clock, options.json)
-    reasons = {} if gpu else {name: missing(name, options) for name in options.only}
-    for name, why in reasons.items():
-        if why:
+    runs = []
+    for name in options.only:
+        why = "" if gpu else WITHOUT_GPU.get(name, "")
+        if why and not (why == SLOW and options.toy):
             bench.report.note(f"\n{name}: {why}")
-    bench.run(SECTIONS, [name for name in options.only if not reasons.get(name)])
+        else:
+            runs.append(name)
+    bench.run(SECTIONS, runs)
 
 
 if __name__ == "__main__":

@@ -228,6 +228,8 @@ def _ids_stages(rig: Rig, batch: Batch) -> list[Stage]:
     columns = 4 * batch.plan.num_replicas * planner.ranks  # of the loads: those of copied experts
     count, plan, assign, sum_up, place, split = _twins(rig.setting, batch)
     receive = partial(rows_received, batch.plan, 0)
+    routing = partial(rerouter.assign, ids, slots, order, positions)
+    receiving = partial(rerouter.receive, loads, 0, received)
 
     def whole() -> object:
         count()
@@ -240,14 +242,8 @@ def _ids_stages(rig: Rig, batch: Batch) -> list[Stage]:
         Stage("split", partial(planner.lay_out, loads), split, columns + _bytes(result)),
         Stage("plan", rig.plan, plan, _bytes(loads, result)),
         Stage("lines", partial(rerouter.lines, loads, 0)),
-        Stage(
-            "assign",
-            partial(rerouter.assign, ids, slots, order, positions),
-            moved=_bytes(ids) + routed,
-        ),
-        Stage(
-            "receive", partial(rerouter.receive, loads, 0, received), receive, 2 * _bytes(received)
-        ),
+        Stage("assign", routing, moved=_bytes(ids) + routed),
+        Stage("receive", receiving, receive, 2 * _bytes(received)),
         Stage("reroute", rig.reroute, assign, _bytes(ids) + routed + 2 * _bytes(received)),
         Stage(WHOLE, rig.all, whole, _bytes(ids, totals, loads, result, received) + routed),
     ]

@@ -151,46 +151,28 @@ def studies(page: Page, effort: Effort) -> None:
         (f"{count} slots" if count != 1 else "1 slot", start, replace(OURS, slots=count))
         for count in range(5)
     ]
-    study(
-        page, effort, "Spare slots", "With one slot there is nothing left to gain from more.", slots
-    )
+    text = "With one slot there is nothing left to gain from more."
+    study(page, effort, "Spare slots", text, slots)
     tolerances = [
         (f"{value:g}", start, replace(OURS, tolerance=value))
         for value in (0.0, 0.005, 0.01, 0.02, 0.05, 0.1)
     ]
-    study(
-        page,
-        effort,
-        "Tolerance",
-        "Exact balance needs most copies; a percent above the mean saves more than it costs.",
-        tolerances,
-    )
+    text = "Exact balance needs most copies; a percent above the mean saves more than it costs."
+    study(page, effort, "Tolerance", text, tolerances)
     tokens = [
         (f"{count}", replace(start, job=training_of(start, tokens=count)), OURS)
         for count in (256, 512, 1024, 2048, 4096, 8192, 16384)
     ]
-    study(
-        page,
-        effort,
-        "Tokens of a rank",
-        "Copies cost the same for few tokens; below some thousand they eat what they save.",
-        tokens,
-        picture="tokens",
-    )
+    text = "Copies cost the same for few tokens; below some thousand they eat what they save."
+    study(page, effort, "Tokens of a rank", text, tokens, picture="tokens")
     relays = [
         (mode, start, replace(OURS, runtime=replace(runtime_of("ultraep"), relay=mode)))
         for mode in ("direct", "chain", "auto")
     ]
     study(page, effort, "Relays", "`direct`: relays off.", relays)
-    study(
-        page,
-        effort,
-        "Domain smaller than the group",
-        "Copies stay in the domain of their home; rows between domains go over the network, which "
-        "becomes the limit for everyone. H200 with NVLink domains of 8, then GB200 devices in "
-        "domains of several sizes; 400 Gbit/s per device beyond.",
-        domains(effort),
-    )
+    text = "Copies stay in the domain of their home; rows between domains go over the network, which becomes the limit for everyone. "
+    text += "H200 with NVLink domains of 8, then GB200 devices in domains of several sizes; 400 Gbit/s per device beyond."
+    study(page, effort, "Domain smaller than the group", text, domains(effort))
     links = [
         (f"{rate} GB/s", replace(start, cluster=replace(start.cluster, link_gb_s=rate)), OURS)
         for rate in (100, 225, 450, 900, 1800)
@@ -223,23 +205,14 @@ def scaling(page: Page, effort: Effort) -> None:
         (f"{64 * count}", replace(start, job=training_of(start, groups=count)), OURS)
         for count in (1, 4, 10, 20, 40)
     ]
-    study(
-        page,
-        effort,
-        "Data-parallel groups of EP64, up to 2,560 devices",
-        "Devices in the first column. A step waits for its slowest group.",
-        groups,
-    )
-    study(
-        page,
-        effort,
-        "Ranks of a group, up to EP1024",
-        "DeepSeek-V3 with its experts cut into quarters (1,024 experts, top-32, the same weights in all), "
+    text = "Devices in the first column. A step waits for its slowest group."
+    study(page, effort, "Data-parallel groups of EP64, up to 2,560 devices", text, groups)
+    text = "DeepSeek-V3 with its experts cut into quarters (1,024 experts, top-32, the same weights in all), "
+    text += (
         "on a GB200-like cluster whose fast link joins all ranks. The router's skew is the same "
-        "everywhere (imbalance 2 at EP64): the more ranks, the fewer experts each has, and the worse it is.",
-        wide(effort),
-        picture="ranks",
     )
+    text += "everywhere (imbalance 2 at EP64): the more ranks, the fewer experts each has, and the worse it is."
+    study(page, effort, "Ranks of a group, up to EP1024", text, wide(effort), picture="ranks")
 
 
 def wide(effort: Effort) -> list[Case]:

@@ -206,9 +206,7 @@ def standard_error(values: NDArray[np.float64]) -> float:
     return float(1.253 * deviation / len(values) ** 0.5)
 
 
-def one_core() -> int:
-    """Pin this process to one core, where the system can; the number of cores it may use."""
-    if not hasattr(os, "sched_setaffinity"):
-        return os.cpu_count() or 1
-    os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
-    return 1
+def one_core() -> None:
+    """Pin this process to one core, where the system can."""
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
