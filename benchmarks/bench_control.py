@@ -333,8 +333,7 @@ def main(argv: Sequence[str]) -> None:
     effort = replace(scale.parity, plans=plans)
     differ = parity(bench.report, effort, control.tally) if plans else 0
     tell("done")
-    if options.json:
-        bench.report.write(options.json)
+    bench.report.write(options.json)
     if differ:
         raise SystemExit(f"{differ} plans or routes are not equal to the twin's")
 

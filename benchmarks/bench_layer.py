@@ -270,8 +270,7 @@ def main() -> None:
     report_stages(report, found)
     torch.set_num_threads(1)
     report_control(report, size.rounds, 8, ((64, 8, 64),) if options.toy else CONTROL)
-    if options.json:
-        report.write(options.json)
+    report.write(options.json)
 
 
 if __name__ == "__main__":

@@ -392,8 +392,7 @@ def main(argv: list[str]) -> None:
             run(report, size, loads[: size.loads], stages=not (options.no_stages or options.toy))
         else:
             only_plans(report, size, loads[: size.loads])
-        if options.json:
-            report.write(options.json)  # what is measured is not lost if the next one fails
+        report.write(options.json)  # what is measured is not lost if the next one fails
 
 
 if __name__ == "__main__":

@@ -360,8 +360,7 @@ def main(argv: Sequence[str]) -> None:
     for name in options.only:
         report.section = name
         sections[name]()
-    if options.json:
-        report.write(options.json)
+    report.write(options.json)
 
 
 def _options(arguments: Sequence[str]) -> argparse.Namespace:

@@ -122,8 +122,7 @@ def main() -> None:
     made = [line for case in dict.fromkeys(cases) for line in lines(case)]
     report.add("the training of examples/train_moe.py", made)
     report.note("Cost: median of the quotients of neighbouring steps, less one; +-: its error.")
-    if options.json:
-        report.write(options.json)
+    report.write(options.json)
 
 
 if __name__ == "__main__":

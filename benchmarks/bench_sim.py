@@ -87,6 +87,11 @@ def layer_model(name: str, hidden: int, ffn: int, experts: int, top_k: int) -> M
     )
 
 
+def clock_of(costs: Costs, topology: Topology, policy: str, tokens: int) -> LayerClock:
+    rest: dict[str, Any] = {"runtime": runtime_of(policy), "context": 0.0, "recompute": False}
+    return LayerClock(costs=costs, topology=topology, tokens=tokens, **rest)
+
+
 def copies_of(made: Plan) -> Copies:
     """A plan of the runtime, as the simulator keeps it."""
     loads_E = made.loads.sum(axis=0)
@@ -131,14 +136,8 @@ def predict_on_card(size: bench_layer_gpu.Size, curve: str, made: Plan, policy: 
     """Seconds of a layer, forward and backward, on eight partitions of a card."""
     model = layer_model(size.model, size.hidden, size.ffn, size.experts, size.top_k)
     costs = Costs(load_cluster("h200-eight-parts"), model, measured_rates())
-    clock = LayerClock(
-        costs=costs,
-        topology=made.topology,
-        runtime=runtime_of("none" if policy in ("none", "forced") else "ultraep"),
-        tokens=size.tokens,
-        context=0.0,
-        recompute=False,
-    )
+    runtime = "none" if policy in ("none", "forced") else "ultraep"
+    clock = clock_of(costs, made.topology, runtime, size.tokens)
     copies = copies_of(made)
     times = clock.times(copies)
     stages = times.forward | times.backward
@@ -224,16 +223,9 @@ def cpu_table() -> Table:
 
 def cores(rate: float) -> Cluster:
     """Two cores; everything is as fast as the rate says, relative to one TFLOP/s."""
-    return replace(
-        load_cluster("h200-eight-parts"),
-        name="two-cores",
-        devices=2,
-        domain=2,
-        matmul_tflops=rate,
-        memory_gb_s=20 * rate,
-        link_gb_s=20 * rate,
-        network_gb_s=20 * rate,
-    )
+    known = load_cluster("h200-eight-parts")
+    rates: dict[str, Any] = dict.fromkeys(("memory_gb_s", "link_gb_s", "network_gb_s"), 20 * rate)
+    return replace(known, name="two-cores", devices=2, domain=2, matmul_tflops=rate, **rates)
 
 
 def cpu_seconds(
@@ -245,14 +237,7 @@ def cpu_seconds(
     loads = np.stack([np.bincount(own.reshape(-1), minlength=size.experts) for own in ids])
     topology = Topology(ranks=size.ranks, experts=size.experts, slots=size.slots)
     copies = copies_of(plan(loads, topology, BalanceConfig(policy=policy)))
-    clock = LayerClock(
-        costs=Costs(cluster, model, measured_rates()),
-        topology=topology,
-        runtime=runtime_of(policy),
-        tokens=size.tokens,
-        context=0.0,
-        recompute=False,
-    )
+    clock = clock_of(Costs(cluster, model, measured_rates()), topology, policy, size.tokens)
     times = clock.times(copies)
     attention = float(times.forward["attention"][0] + times.backward["attention back"][0])
     return float(times.forward_seconds[0] + times.backward_seconds[0]) - attention
@@ -307,10 +292,8 @@ def on_speed(report: Report, small: bool) -> None:
         plans = scenario.microbatches * scenario.model.moe_layers
         case: Case = {"policy": policy, "slots": slots}
         lines.append(Line(case, {SECONDS: took, PER_PLAN: 1e6 * took / plans}))
-    title = (
-        f"{scenario.microbatches} microbatches, {scenario.model.layers} layers, EP64, two processes"
-    )
-    report.add(title, lines)
+    about = f"{scenario.microbatches} microbatches, {scenario.model.layers} layers"
+    report.add(f"{about}, EP64, two processes", lines)
 
 
 SECTIONS: dict[str, Callable[[Report, bool], None]] = {
@@ -331,8 +314,7 @@ def main() -> None:
     for name in options.only:
         report.section = name
         SECTIONS[name](report, options.toy or options.quick)
-    if options.json:
-        report.write(options.json)
+    report.write(options.json)
 
 
 if __name__ == "__main__":

@@ -206,8 +206,7 @@ def main() -> None:
     report.header()
     report_layer(report, size)
     report_record(report, shapes, 50 if options.toy else 500)
-    if options.json:
-        report.write(options.json)
+    report.write(options.json)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -84,14 +85,9 @@ class HotRank:
 
     def draw(self, shape: Shape) -> IntArray:
         """[R, E] loads."""
-        return workload.zipf(
-            shape.ranks,
-            shape.experts,
-            ratio=self.ratio,
-            inner=self.inner,
-            top_k=shape.top_k,
-            tokens=shape.tokens,
-        )
+        options: dict[str, Any] = {"top_k": shape.top_k, "tokens": shape.tokens}
+        options |= {"ratio": self.ratio, "inner": self.inner}
+        return workload.zipf(shape.ranks, shape.experts, **options)
 
 
 def even(shape: Shape) -> IntArray:

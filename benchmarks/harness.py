@@ -141,24 +141,21 @@ class Report:
         rows = [row.rstrip() for row in printed.get().splitlines()]
         self.console.print("", "; ".join(heading), *rows, sep="\n", markup=False, soft_wrap=True)
 
-    def write(self, path: Path) -> None:
+    def write(self, path: Path | None) -> None:
         """Write all rows as a JSON list, one row a line; an older file stays whole until then."""
+        if path is None:
+            return
         path.parent.mkdir(parents=True, exist_ok=True)
         text = "[\n" + ",\n".join(_as_json(row) for row in self.rows) + "\n]\n"
         write_text(path, text)
 
     def _row(self, case: Case, metric: Metric, value: float) -> Row:
-        return Row(
-            f"{self.benchmark}/{self.section}" if self.section else self.benchmark,
-            dict(case),
-            metric.name,
+        name = f"{self.benchmark}/{self.section}" if self.section else self.benchmark
+        rounded, known = (
             float(f"{value:.7g}"),
-            metric.unit,
-            self.device,
-            self.versions,
-            self.command,
-            self.date,
+            (self.device, self.versions, self.command, self.date),
         )
+        return Row(name, dict(case), metric.name, rounded, metric.unit, *known)
 
 
 def _as_json(row: Row) -> str:
@@ -215,8 +212,7 @@ class Bench:
     def table(self, title: str, lines: Sequence[Line]) -> None:
         """Print the lines and write all rows so far: what fails later takes nothing away."""
         self.report.add(title, lines)
-        if self.json:
-            self.report.write(self.json)
+        self.report.write(self.json)
 
     def run(self, sections: Mapping[str, Callable[[Any], None]], names: Sequence[str]) -> None:
         """These sections, also those behind one that fails; then an error if one did."""
@@ -287,15 +283,9 @@ def _portable(argument: str) -> str:
 def progress(items: Iterable[Item], label: str, total: float | None = None) -> Iterable[Item]:
     """The same items, with a bar on stderr if that is a terminal."""
     console = Console(stderr=True)
-    return track(
-        items,
-        label,
-        total=total,
-        console=console,
-        transient=True,
-        auto_refresh=False,  # no thread that disturbs what is timed
-        disable=not console.is_terminal,
-    )
+    quiet: dict[str, Any] = {"transient": True, "disable": not console.is_terminal}
+    # No refreshing by itself: that would be a thread that disturbs what is timed.
+    return track(items, label, total=total, console=console, auto_refresh=False, **quiet)
 
 
 def common_options(parser: argparse.ArgumentParser) -> None:
