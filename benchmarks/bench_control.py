@@ -24,7 +24,6 @@ from pkgutil import iter_modules
 from typing import Any
 
 import torch
-from cases import ORDERED, Kind, zipf_kinds
 from control_parity import SMALL, Effort, parity
 from control_stages import (
     KERNELS,
@@ -41,6 +40,7 @@ from control_stages import (
     stages,
 )
 from harness import Bench, Line, Metric, Values, common_options
+from load_cases import ORDERED, Kind, zipf_kinds
 from timing import (
     REPLAYS,
     Call,

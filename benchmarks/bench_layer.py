@@ -25,8 +25,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from cases import Shape, even_ids, skewed_ids
 from harness import Line, Metric, Report, common_options, cpu_device
+from load_cases import Shape, even_ids, skewed_ids
 from world import Given, on_ranks
 
 import ultraep

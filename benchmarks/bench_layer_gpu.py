@@ -31,8 +31,8 @@ from typing import Any
 import numpy as np
 import torch
 from bench_layer import AFTER, BEFORE, COPIES, GAIN, RATE, SHARE, STAGE, STEP
-from cases import HotRank, Shape, even, ids_with
 from harness import Case, Line, Metric, Report, Values, common_options
+from load_cases import HotRank, Shape, even, ids_with
 from timing import device_us, free, on_gpu
 from world import Card, Given, Partition, Rank, StageClock, given_layer, split
 

@@ -20,8 +20,8 @@ from statistics import median
 
 import harness
 import numpy as np
-from cases import ORDERED, SHUFFLED, Kind, RecordedRouting, zipf_kinds
 from harness import Line, Metric, Report, Samples, Values, progress
+from load_cases import ORDERED, SHUFFLED, Kind, RecordedRouting, zipf_kinds
 from optimum import Unproven, optimal_peak, small_cases
 from timing import growth_law, one_core, time_call
 

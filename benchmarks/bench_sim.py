@@ -27,7 +27,7 @@ from typing import Any
 
 import bench_layer
 import bench_layer_gpu
-import cases
+import load_cases
 import numpy as np
 from harness import ROOT, Case, Line, Metric, Report, common_options, section_option
 from numpy.typing import NDArray
@@ -233,7 +233,7 @@ def cpu_seconds(
 ) -> float:
     """Seconds of a layer, forward and backward."""
     model = layer_model("two cores", size.hidden, size.ffn, size.experts, size.top_k)
-    ids = (cases.even_ids(size) if even else cases.skewed_ids(size, size.ratio)).numpy()
+    ids = (load_cases.even_ids(size) if even else load_cases.skewed_ids(size, size.ratio)).numpy()
     loads = np.stack([np.bincount(own.reshape(-1), minlength=size.experts) for own in ids])
     topology = Topology(ranks=size.ranks, experts=size.experts, slots=size.slots)
     copies = copies_of(plan(loads, topology, BalanceConfig(policy=policy)))

@@ -29,8 +29,8 @@ from dataclasses import dataclass
 from statistics import median
 
 import torch
-from cases import Shape
 from harness import Bench, Line, Metric, Values, common_options, section_option
+from load_cases import Shape
 from single_contenders import (
     GENERIC,
     OURS,

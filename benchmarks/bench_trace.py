@@ -24,8 +24,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from bench_layer import Size, one_step
-from cases import skewed_ids
 from harness import Line, Metric, Report, common_options, cpu_device
+from load_cases import skewed_ids
 from timing import standard_error
 from world import Given, on_ranks
 

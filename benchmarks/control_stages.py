@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from cases import SHUFFLED, Kind
 from harness import Mismatch, Parts
+from load_cases import SHUFFLED, Kind
 
 import ultraep
 from ultraep import BalanceConfig, ControlPlane, Plan, Topology

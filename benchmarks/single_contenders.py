@@ -12,7 +12,7 @@ from itertools import accumulate
 from typing import Any
 
 import torch
-from cases import Shape
+from load_cases import Shape
 from timing import Clock
 from torch import nn
 from torch.nn.functional import silu

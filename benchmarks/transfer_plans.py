@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from cases import ORDERED, SHUFFLED, Kind
 from harness import Case, Line, Metric, Mismatch, Parts, Samples, Values
+from load_cases import ORDERED, SHUFFLED, Kind
 from timing import Call, Gpu, tell
 from transfer_scale import FULL, TransferBench, as_replicas, board_of
 from world import graph_on, together

@@ -136,7 +136,7 @@ def test_make_bench_tells_what_it_leaves_out():
 
 
 def test_stages_are_timed_from_outside():
-    world, cases = import_module("world"), import_module("cases")
+    world, cases = import_module("world"), import_module("load_cases")
     shape = cases.Shape(hidden=8, ffn=8, experts=4, top_k=2, tokens=8)
     ids = cases.even_ids(shape)[0]
     weights = {"gate_up_proj": torch.randn(4, 16, 8), "down_proj": torch.randn(4, 8, 8)}
