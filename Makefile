@@ -40,10 +40,7 @@ types: $(READY)
 	$(BIN)/mypy
 
 bench: $(READY)
-	$(BIN)/python benchmarks/bench_layer.py
-	$(BIN)/python benchmarks/bench_plan.py
-	@if $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; \
-	then $(BIN)/python benchmarks/bench_control.py; else echo "bench_control.py needs a GPU"; fi
+	$(BIN)/python benchmarks/run_all.py
 
 paper: $(READY)
 	$(BIN)/python benchmarks/paper.py

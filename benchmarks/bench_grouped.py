@@ -16,35 +16,22 @@ Shapes: A rows that there is room for, L slots, D model width, F hidden width.
 from __future__ import annotations
 
 import argparse
-import gc
-import os
 import sys
-import time
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
-from pathlib import Path
-from statistics import median
-from typing import TYPE_CHECKING
 
-import harness
 import torch
-from bench_control import captured, tell
-from harness import Line, Metric, Report, Values
+from grouped_mlp import DEEPSEEK, GLM, GPT_OSS, QWEN3, TINY, Draw, Mlp, Model, drawer
+from harness import Bench, Case, Line, Metric, Values, common_options, section_option
+from timing import Call, Clock, Gpu, Host, free, nothing, on_gpu, tell
 from torch.nn import functional
+from world import graph_on, split, together
 
-if TYPE_CHECKING:  # kernels are imported late: Triton reads its settings when they are
-    from ultraep.backends.triton.grouped import Stacks
-
-Call = Callable[[], object]
-Case = dict[str, str | int | float]
-Draw = Callable[..., torch.Tensor]  # of a shape
-Stopwatch = Callable[[], float]  # milliseconds
+Stopwatch = Callable[[], float]  # microseconds
 PASSES = {"forward": 1, "backward": 2}  # products of every row with every weight
 CALLS = 4  # in a graph of the whole card
-WARMUP = 2  # replays that are not timed
 CYCLES = 2_000_000  # a millisecond in which what is timed is queued before the device gets to it
 SPARE_BYTES = 4 << 30  # that partitions leave to others
 
@@ -56,32 +43,6 @@ WORK_TIME = Metric("time_p50", "ms", "ms", ".4f")
 WORK_HOST_TIME = Metric("host_time", "ms", "host ms", ".3f")
 WORK_RATE = Metric("rate", "TFLOP/s", "TFLOP/s", ".1f")
 WORK_BYTES = Metric("byte_rate", "GB/s", "GB/s", ".0f")
-
-
-@dataclass(frozen=True, slots=True)
-class Model:
-    """Widths of an expert: gate and up [2F, D], down [D, F]."""
-
-    name: str
-    width: int
-    ffn: int
-
-    def flops(self, rows: int) -> int:
-        """Of a forward pass."""
-        return 2 * 3 * self.width * self.ffn * rows
-
-    def bytes_of(self, slots: int, rows: int) -> int:
-        """What `Mlp` holds."""
-        of_row = 2 * (3 * self.width + 5 * self.ffn) + 2 * 4
-        of_slot = 3 * self.width * self.ffn * (2 + 4)
-        return rows * of_row + slots * of_slot
-
-
-QWEN3 = Model("qwen3", 4096, 1536)
-DEEPSEEK = Model("deepseek", 7168, 2048)
-GLM = Model("glm", 5120, 1536)
-GPT_OSS = Model("gpt-oss", 2880, 2880)
-TINY = Model("tiny", 64, 32)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -161,176 +122,24 @@ DIVISIONS = {  # shares of the slots
 }
 
 
-class Gpu:
-    """Timed by events of the device."""
-
-    dtype = torch.bfloat16
-
-    def __init__(self, repeats: int) -> None:
-        self.name, self.device = torch.cuda.get_device_name(), torch.device("cuda")
-        self._repeats = repeats
-
-    def ms(self, call: Call, launches: int = 1) -> float:
-        """Milliseconds of a call, the median; it is queued while the device still waits."""
-        found = []
-        for round_ in range(WARMUP + self._repeats):
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            torch.cuda._sleep(CYCLES * launches)
-            begin.record()
-            call()
-            end.record()
-            torch.cuda.synchronize()
-            if round_ >= WARMUP:
-                found.append(begin.elapsed_time(end))
-        return float(median(found))
-
-    def stopwatch(self, call: Call) -> Stopwatch:
-        """Measures one call among some in a graph."""
-        graph, _ = captured(call, CALLS)
-        return lambda: self.ms(graph.replay) / CALLS
-
-    def values(self, name: str, ms: float, flops: int) -> dict[Metric, float | None]:
-        return {TIME[name]: ms, RATE[name]: flops / ms / 1e9}
-
-    def work_values(self, ms: float, flops: int, moved: int) -> Values:
-        return {
-            WORK_TIME: ms,
-            WORK_RATE: flops / ms / 1e9 if flops else None,
-            WORK_BYTES: moved / ms / 1e6 if moved else None,
-        }
+def pass_values(clock: Clock, name: str, us: float, flops: int) -> dict[Metric, float | None]:
+    if isinstance(clock, Host):
+        return {HOST_TIME[name]: us / 1e3}
+    return {TIME[name]: us / 1e3, RATE[name]: flops / us / 1e6}
 
 
-class Host:
-    """Timed by the clock on the wall: Triton's interpreter, and torch on the CPU."""
-
-    dtype = torch.float32  # the interpreter multiplies bfloat16 as if they were integers
-
-    def __init__(self, repeats: int) -> None:
-        self.name, self.device = "Triton interpreter", torch.device("cpu")
-        self._repeats = repeats
-
-    def ms(self, call: Call) -> float:
-        seconds = []
-        for _ in range(self._repeats):
-            begin = time.perf_counter()
-            call()
-            seconds.append(time.perf_counter() - begin)
-        return 1e3 * median(seconds)
-
-    def stopwatch(self, call: Call) -> Stopwatch:
-        return partial(self.ms, call)
-
-    def values(self, name: str, ms: float, _: int) -> dict[Metric, float | None]:
-        return {HOST_TIME[name]: ms}
-
-    def work_values(self, ms: float, _: int, __: int) -> Values:
-        return {WORK_HOST_TIME: ms}
+def work_values(clock: Clock, us: float, flops: int, moved: int) -> Values:
+    if isinstance(clock, Host):
+        return {WORK_HOST_TIME: us / 1e3}
+    return {
+        WORK_TIME: us / 1e3,
+        WORK_RATE: flops / us / 1e6 if flops else None,
+        WORK_BYTES: moved / us / 1e3 if moved else None,
+    }
 
 
-@dataclass(frozen=True, slots=True)
-class Bench:
-    """What all sections share."""
-
-    report: Report
-    scale: Scale
-    clock: Gpu | Host
-    json: Path | None
-
-    def table(self, title: str, lines: Sequence[Line]) -> None:
-        """Print the lines and write all rows so far: what fails later takes nothing away."""
-        self.report.add(title, lines)
-        if self.json:
-            self.report.write(self.json)
-
-
-class Mlp:
-    """The experts of one rank, with room for so many rows, and all that both passes need.
-
-    `sms`: multiprocessors to fill; all of them, if not given.
-    """
-
-    def __init__(
-        self,
-        model: Model,
-        slots: int,
-        room: int,
-        clock: Gpu | Host,
-        *,
-        sms: int | None = None,
-        seed: int = 0,
-    ) -> None:
-        width, ffn, drawn = model.width, model.ffn, drawer(clock, seed)
-
-        def empty(*shape: int, dtype: torch.dtype = clock.dtype) -> torch.Tensor:
-            return torch.empty(shape, device=clock.device, dtype=dtype)
-
-        self._slots, self._sms = slots, sms
-        self._offsets = torch.zeros(slots + 1, dtype=torch.int32, device=clock.device)
-        self._gate_up = as_stacks(drawn(slots, 2 * ffn, width).mul_(width**-0.5))
-        self._down = as_stacks(drawn(slots, width, ffn).mul_(ffn**-0.5))
-        self._d_gate_up = as_stacks(empty(slots, 2 * ffn, width, dtype=torch.float32))
-        self._d_down = as_stacks(empty(slots, width, ffn, dtype=torch.float32))
-        self._rows_AD, self._d_out_AD = drawn(room, width), drawn(room, width)
-        self._served_AD = empty(room, width)  # outputs, then gradients of the rows
-        self._up, self._d_up = empty(room, 2 * ffn), empty(room, 2 * ffn)
-        self._hidden_AF = empty(room, ffn)
-        self._scale_A = drawn(room).float()
-        self._d_scale_A = empty(room, dtype=torch.float32)
-
-    def divide(self, rows: Sequence[int]) -> None:
-        """From now on, the slots have so many rows."""
-        assert len(rows) == self._slots, rows
-        assert sum(rows) <= len(self._rows_AD), rows
-        self._offsets.copy_(torch.tensor([0, *accumulate(rows)], dtype=torch.int32))
-
-    def forward(self) -> None:
-        from ultraep.backends.triton.grouped import Grouped
-
-        grouped = Grouped(self._offsets, programs=self._sms)
-        grouped.multiply(self._rows_AD, self._gate_up, self._up)
-        grouped.swiglu(self._up, self._hidden_AF)
-        grouped.multiply(self._hidden_AF, self._down, self._served_AD, scale=self._scale_A)
-
-    def backward(self) -> None:
-        """Of the last forward pass with these rows."""
-        from ultraep.backends.triton.grouped import Grouped
-
-        grouped = Grouped(self._offsets, programs=self._sms)
-        hidden_AF, scale_A = self._hidden_AF, self._scale_A
-        grouped.multiply_transposed(self._d_out_AD, self._down, hidden_AF)
-        grouped.swiglu_backward(
-            self._up,
-            hidden_AF,
-            self._d_up,
-            hidden=hidden_AF,
-            scale=scale_A,
-            d_scale=self._d_scale_A,
-        )
-        grouped.weight_gradients(self._d_out_AD, hidden_AF, self._d_down, scale=scale_A)
-        grouped.weight_gradients(self._d_up, self._rows_AD, self._d_gate_up)
-        grouped.multiply_transposed(self._d_up, self._gate_up, self._served_AD)
-
-    @property
-    def passes(self) -> dict[str, Call]:
-        return {"forward": self.forward, "backward": self.backward}
-
-
-def drawer(clock: Gpu | Host, seed: int = 0) -> Draw:
-    generator = torch.Generator(device=clock.device).manual_seed(seed)
-    return lambda *shape: torch.randn(
-        shape, generator=generator, device=clock.device, dtype=clock.dtype
-    )
-
-
-def as_stacks(tensor: torch.Tensor) -> Stacks:
-    """The last slot is a spare one."""
-    from ultraep.backends.triton.grouped import Stacks
-
-    return Stacks(tensor[:-1], tensor[-1:])
-
-
-def stopwatches(mlp: Mlp, clock: Gpu | Host) -> dict[str, Stopwatch]:
-    return {name: clock.stopwatch(call) for name, call in mlp.passes.items()}
+def stopwatches(mlp: Mlp, clock: Clock) -> dict[str, Stopwatch]:
+    return {name: clock.stopwatch(call, CALLS) for name, call in mlp.passes.items()}
 
 
 def measured(
@@ -339,7 +148,7 @@ def measured(
     """Both passes, in this order: backward needs what forward has left."""
     found: dict[Metric, float | None] = {}
     for name, stopwatch in watches.items():
-        found |= bench.clock.values(name, stopwatch(), PASSES[name] * flops)
+        found |= pass_values(bench.clock, name, stopwatch(), PASSES[name] * flops)
     return found
 
 
@@ -401,8 +210,6 @@ def over_equal(values: Values, equal: Values) -> dict[Metric, float | None]:
 
 def partitions(bench: Bench) -> None:
     """As many small cards, each with weights and rows of its own, all at the same time."""
-    from partitions import split
-
     scale = bench.scale
     parts = split(scale.partitions, scale.sms)
     streams, sms = [part.stream() for part in parts], [part.sms for part in parts]
@@ -414,11 +221,7 @@ def partitions(bench: Bench) -> None:
 
 
 def partition_curve(
-    bench: Bench,
-    model: Model,
-    slots: int,
-    streams: Sequence[torch.cuda.Stream],
-    sms: Sequence[int],
+    bench: Bench, model: Model, slots: int, streams: Sequence[torch.cuda.Stream], sms: Sequence[int]
 ) -> None:
     assert isinstance(bench.clock, Gpu)
     rows, count = bench.scale.partition_rows, len(streams)
@@ -457,35 +260,19 @@ def side_by_side(
     """For either pass, what measures it on all partitions at once."""
     for name, compile_all in mlps[0].passes.items():
         compile_all()  # no kernel is loaded while another is captured
-        graphs = [
-            captured_on(stream, mlp.passes[name]) for stream, mlp in zip(streams, mlps, strict=True)
+        replays = [
+            graph_on(stream, mlp.passes[name]).replay
+            for stream, mlp in zip(streams, mlps, strict=True)
         ]
-        yield name, partial(clock.ms, partial(replay, graphs, streams), len(graphs))
-
-
-def captured_on(stream: torch.cuda.Stream, call: Call) -> torch.cuda.CUDAGraph:
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream, capture_error_mode="relaxed"):
-        call()
-    return graph
-
-
-def replay(graphs: Sequence[torch.cuda.CUDAGraph], streams: Sequence[torch.cuda.Stream]) -> None:
-    """All graphs, each on its stream; then the current stream waits for the last of them."""
-    main = torch.cuda.current_stream()
-    for graph, stream in zip(graphs, streams, strict=True):
-        stream.wait_stream(main)
-        with torch.cuda.stream(stream):
-            graph.replay()
-    for stream in streams:
-        main.wait_stream(stream)
+        every = partial(together, replays, streams)
+        yield name, partial(clock.us, every, torch.cuda.synchronize, len(replays))
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
     """Something that torch does; flops or bytes that count for it."""
 
-    case: harness.Case
+    case: Case
     call: Call
     flops: int = 0
     moved: int = 0
@@ -493,12 +280,12 @@ class Work:
 
 def dense(bench: Bench) -> None:
     """What surrounds the experts: products, attention, rows that are read and written."""
-    lines = []
-    draw = drawer(bench.clock)
+    lines, draw = [], drawer(bench.clock)
+    wait = torch.cuda.synchronize if isinstance(bench.clock, Gpu) else nothing
     for make in (matmuls, attentions, moves):
         for work in make(bench.scale, draw):
-            ms = bench.clock.ms(work.call)
-            lines.append(Line(work.case, bench.clock.work_values(ms, work.flops, work.moved)))
+            us = bench.clock.us(work.call, wait)
+            lines.append(Line(work.case, work_values(bench.clock, us, work.flops, work.moved)))
     bench.table(f"{bench.clock.dtype}; GB/s count bytes read and written", lines)
 
 
@@ -539,13 +326,6 @@ def moves(scale: Scale, draw: Draw) -> Iterator[Work]:
     yield Work({"work": "copy", "size": size}, partial(out.copy_, rows), moved=2 * nbytes)
 
 
-def free() -> None:
-    """Give back all memory that nobody holds any more."""
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-
-
 SECTIONS: dict[str, Callable[[Bench], None]] = {
     "grouped": grouped,
     "skew": skew,
@@ -554,50 +334,20 @@ SECTIONS: dict[str, Callable[[Bench], None]] = {
 }
 
 
-def run(bench: Bench, names: Sequence[str]) -> list[str]:
-    """All sections, also those behind one that fails; what failed."""
-    from triton.errors import TritonError
-
-    failures = []
-    for name in names:
-        tell(name)
-        bench.report.section = name
-        try:
-            SECTIONS[name](bench)
-        except (RuntimeError, ImportError, TritonError) as error:
-            traceback.print_exc()
-            failures.append(f"{name}: {error!r}")
-        free()
-    return failures
-
-
 def main(argv: Sequence[str]) -> None:
     """Run the sections, print their tables, and write their rows."""
-    options = _options(argv[1:])
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # streams that run at once
-    gpu = torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1"
-    if not gpu and not options.toy:
-        raise SystemExit("a GPU is needed; without one, only --toy runs (Triton's interpreter)")
-    if not gpu:
-        os.environ["TRITON_INTERPRET"] = "1"  # before a kernel is imported
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    common_options(parser)
+    section_option(parser, SECTIONS)
+    options = parser.parse_args(argv[1:])
+    gpu = on_gpu(toy=options.toy)
     scale = TOY if options.toy else QUICK if options.quick else FULL
-    clock = Gpu(scale.repeats) if gpu else Host(scale.repeats)
-    report = Report("grouped", argv, device=f"{clock.name}; host {harness.cpu_device()}")
-    report.header()
+    clock = Gpu(scale.repeats, CYCLES) if gpu else Host(scale.repeats, 0)
+    bench = Bench.of("grouped", argv, scale, clock, options.json)
     names = [name for name in options.only if gpu or name != "partitions"]
     if names != options.only:
-        report.note("\npartitions: needs a GPU")
-    failures = run(Bench(report, scale, clock, options.json), names)
-    tell("done")
-    if failures:
-        raise SystemExit("\n".join(failures))
-
-
-def _options(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    harness.common_options(parser)
-    harness.section_option(parser, SECTIONS)
-    return parser.parse_args(arguments)
+        bench.report.note("\npartitions: needs a GPU")
+    bench.run(SECTIONS, names)
 
 
 if __name__ == "__main__":

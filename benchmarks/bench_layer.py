@@ -17,20 +17,20 @@ import argparse
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from harness import Line, Metric, Report, common_options, cpu_device, on_ranks
-from torch import nn
+from harness import Line, Metric, Report, common_options, cpu_device
+from load_cases import Shape, even_ids, skewed_ids
+from world import Given, on_ranks
 
 import ultraep
-from ultraep.comm import Communicator, Message
-from ultraep.dispatch import RowMessages
+from ultraep.comm import Communicator
 from ultraep.replicate import hops
 from ultraep.runtime.connect import connect
 
@@ -47,8 +47,8 @@ MOVED = Metric("bytes_moved", "MB", "MB moved", ".2f")
 STAGE = Metric("stage_time", "ms", "ms", ".3f")
 
 
-@dataclass(frozen=True)
-class Size:
+@dataclass(frozen=True, kw_only=True)
+class Size(Shape):
     """What is measured."""
 
     ranks: int = 2
@@ -63,79 +63,38 @@ class Size:
     transport: str = "auto"
 
 
-Shape = tuple[int, int, int]  # experts, top_k, tokens of a rank
+Width = tuple[int, int, int]  # experts, top_k, tokens of a rank
+OPTIONS = {
+    "ranks": "processes (default 2)",
+    "tokens": "of a rank",
+    "hidden": "model width",
+    "ffn": "hidden width of an expert",
+    "ratio": "fullest rank over mean rank",
+    "transport": "auto, shared or sockets",
+}
 CONTROL_PASSES = 5  # the quickest counts, as others may use the machine
-CONTROL: tuple[Shape, ...] = ((64, 8, 1024), (64, 8, 8192), (256, 8, 8192))
-
-
-class Preset(nn.Module):
-    """A router whose choices are given."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.ids = torch.empty(0)
-        self.weights = torch.empty(0)
-
-    def forward(self, _: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.ids, self.weights
+CONTROL: tuple[Width, ...] = ((64, 8, 1024), (64, 8, 8192), (256, 8, 8192))
 
 
 class Watched:
     """A communicator that measures how long each verb takes, waiting for others included."""
 
     def __init__(self, comm: Communicator) -> None:
-        self._comm, self.rank, self.size = comm, comm.rank, comm.size
+        self._comm = comm
         self.seconds: dict[str, float] = defaultdict(float)
 
-    @contextmanager
-    def _timed(self, verb: str) -> Iterator[None]:
-        begin = time.perf_counter()
-        yield
-        self.seconds[verb] += time.perf_counter() - begin
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._comm, name)
+        if name not in ("all_gather", "all_to_all", "exchange"):
+            return found
 
-    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        with self._timed("all_gather"):
-            return self._comm.all_gather(tensor)
+        def timed(*args: Any) -> Any:
+            begin = time.perf_counter()
+            result = found(*args)
+            self.seconds[name] += time.perf_counter() - begin
+            return result
 
-    def all_to_all(
-        self, rows: torch.Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]
-    ) -> torch.Tensor:
-        with self._timed("all_to_all"):
-            return self._comm.all_to_all(rows, send_counts, receive_counts)
-
-    def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
-        with self._timed("exchange"):
-            self._comm.exchange(sends, receives)
-
-    def gather_objects(self, value: Any) -> list[Any]:
-        return self._comm.gather_objects(value)
-
-    def close(self) -> None:
-        self._comm.close()
-
-
-def skewed_ids(size: Size, seed: int = 0) -> torch.Tensor:
-    """[R, T, K] different experts per token; the fullest rank holds `ratio` times the mean."""
-    generator = torch.Generator().manual_seed(seed)
-    noise = torch.empty(size.ranks, size.tokens, size.experts)
-    noise = -noise.exponential_(generator=generator).log()
-    homes = torch.arange(size.experts) // (size.experts // size.ranks)
-    inside = torch.arange(size.experts) % (size.experts // size.ranks)
-    low, high = 0.0, 20.0
-    for _ in range(30):
-        steep = (low + high) / 2
-        scores = noise - steep * homes - 1.5 * torch.log1p(inside)
-        ids = scores.topk(size.top_k, dim=-1).indices
-        loads = torch.bincount(homes[ids].reshape(-1), minlength=size.ranks)
-        steeper = loads.max() / loads.double().mean() < size.ratio
-        low, high = (steep, high) if steeper else (low, steep)
-    return ids
-
-
-def even_ids(size: Size) -> torch.Tensor:
-    """[R, T, K] the same number of rows for every expert, from every rank."""
-    rows = torch.arange(size.ranks * size.tokens * size.top_k) % size.experts
-    return rows.reshape(size.ranks, size.tokens, size.top_k)
+        return timed
 
 
 def on_rank(rank: int, size: Size) -> dict[str, dict[str, Any]]:
@@ -147,10 +106,11 @@ def on_rank(rank: int, size: Size) -> dict[str, dict[str, Any]]:
 def measure(rank: int, size: Size, comm: Watched) -> dict[str, dict[str, Any]]:
     """Step times and stage times of every variant, the slowest rank's."""
     balancer = ultraep.Balancer(experts=size.experts, slots=size.slots, communicator=comm)
-    moe = ultraep.BalancedMoE.swiglu(size.hidden, size.ffn, size.experts, size.top_k, balancer=balancer)
-    router = Preset()
-    moe.router = router  # type: ignore[assignment]
-    skewed, even = skewed_ids(size), even_ids(size)
+    moe = ultraep.BalancedMoE.swiglu(
+        size.hidden, size.ffn, size.experts, size.top_k, balancer=balancer
+    )
+    moe.router = router = Given()
+    skewed, even = skewed_ids(size, size.ratio), even_ids(size)
     variants = {"none": (skewed, "none"), "ultraep": (skewed, "ultraep"), FORCED: (even, "none")}
     tokens = torch.randn(size.tokens, size.hidden, generator=torch.Generator().manual_seed(rank))
     steps: dict[str, list[float]] = {name: [] for name in variants}
@@ -158,7 +118,7 @@ def measure(rank: int, size: Size, comm: Watched) -> dict[str, dict[str, Any]]:
     for turn in range(size.rounds + 2):  # two to warm up
         for name, (ids, policy) in variants.items():
             router.ids = ids[rank]
-            router.weights = torch.full(ids[rank].shape, 1 / size.top_k, requires_grad=True)
+            router.gates = torch.full(ids[rank].shape, 1 / size.top_k, requires_grad=True)
             balancer.reset_stats()
             comm.seconds.clear()
             elapsed = one_step(moe, tokens, policy)
@@ -254,12 +214,12 @@ class Others:
         return [value] * self.size
 
 
-def report_control(report: Report, rounds: int, ranks: int, sizes: Sequence[Shape]) -> None:
+def report_control(report: Report, rounds: int, ranks: int, sizes: Sequence[Width]) -> None:
     """Planning, rerouting and bookkeeping of one rank among `ranks`, on one core."""
     lines = []
     for experts, top_k, tokens in sizes:
         wide = Size(ranks=ranks, tokens=tokens, experts=experts, top_k=top_k)
-        ids, others = skewed_ids(wide), Others(ranks)
+        ids, others = skewed_ids(wide, wide.ratio), Others(ranks)
         others.loads = torch.stack([torch.bincount(i.reshape(-1), minlength=experts) for i in ids])
         balancer = ultraep.Balancer(experts=experts, communicator=others)  # type: ignore[arg-type]
         passes = [control_pass(balancer, ids[0], rounds) for _ in range(CONTROL_PASSES)]
@@ -284,10 +244,9 @@ def control_seconds(balancer: ultraep.Balancer, ids: torch.Tensor) -> dict[str, 
     marks.append(time.perf_counter())
     plan = balancer.plan(gathered)
     marks.append(time.perf_counter())
-    routes = balancer.reroute(ids, plan)
+    balancer.reroute(ids, plan, gathered)  # with all that dispatch needs
     marks.append(time.perf_counter())
-    RowMessages(routes, balancer.comm)
-    hops(plan, balancer.relay, chunks=balancer.chunks)
+    hops(plan, balancer.settings.relay, chunks=balancer.settings.chunks)
     marks.append(time.perf_counter())
     names = ("count", "plan and check", "reroute", "transfers")
     return {n: b - a for n, a, b in zip(names, marks, marks[1:], strict=False)}
@@ -296,22 +255,12 @@ def control_seconds(balancer: ultraep.Balancer, ids: torch.Tensor) -> dict[str, 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     common_options(parser)
-    parser.add_argument("--ranks", type=int, default=2, help="processes (default 2)")
-    parser.add_argument("--tokens", type=int, default=2048, help="tokens of a rank")
-    parser.add_argument("--hidden", type=int, default=512, help="model width")
-    parser.add_argument("--ffn", type=int, default=1024, help="hidden width of an expert")
-    parser.add_argument("--ratio", type=float, default=1.6, help="fullest rank over mean rank")
-    parser.add_argument("--transport", default="auto", help="auto, shared or sockets")
+    for name, text in OPTIONS.items():
+        known = getattr(Size, name)
+        parser.add_argument(f"--{name}", type=type(known), default=known, help=text)
     options = parser.parse_args()
-    size = Size(
-        ranks=options.ranks,
-        tokens=options.tokens,
-        hidden=options.hidden,
-        ffn=options.ffn,
-        experts=4 * options.ranks,
-        ratio=options.ratio,
-        transport=options.transport,
-    )
+    given = {name: getattr(options, name) for name in OPTIONS}
+    size = Size(experts=4 * options.ranks, **given)
     if options.toy:
         size = Size(ranks=2, tokens=64, hidden=16, ffn=32, rounds=2, transport=options.transport)
     report = Report("layer", sys.argv, device=cpu_device())
@@ -321,8 +270,7 @@ def main() -> None:
     report_stages(report, found)
     torch.set_num_threads(1)
     report_control(report, size.rounds, 8, ((64, 8, 64),) if options.toy else CONTROL)
-    if options.json:
-        report.write(options.json)
+    report.write(options.json)
 
 
 if __name__ == "__main__":

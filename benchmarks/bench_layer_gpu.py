@@ -20,49 +20,40 @@ Shapes: T tokens of a rank, K experts per token, R ranks, E experts, D model wid
 from __future__ import annotations
 
 import argparse
-import gc
-import os
 import sys
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from itertools import pairwise, product
-from statistics import median
+from functools import partial
+from itertools import product
 from typing import Any
-from unittest import mock
-
-os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # before CUDA starts: ranks * streams
 
 import numpy as np
 import torch
-import triton
-import triton.language as tl
 from bench_layer import AFTER, BEFORE, COPIES, GAIN, RATE, SHARE, STAGE, STEP
-from harness import Line, Metric, Report, common_options
-from torch import nn
+from harness import Case, Line, Metric, Report, Values, common_options
+from load_cases import HotRank, Shape, even, ids_with
+from timing import device_us, free, on_gpu
+from world import Card, Given, Partition, Rank, StageClock, given_layer, split
 
 import ultraep
-from ultraep import BalanceConfig, Plan, Topology, workload
+from ultraep import BalanceConfig, Plan, Topology
 from ultraep.arrays import IntArray
-from ultraep.experts import Experts
+from ultraep.policies import Problem
 from ultraep.policies.eplb import place_by_past
 from ultraep.policies.places import away_from_home, split_equally
 
 LAUNCHING = 30_000_000  # cycles: longer than it takes to launch all ranks
 POLICIES = ("none", "eplb", "ultraep", "forced")
 MOST = Metric("stage_time_of_the_slowest_rank", "ms", "slowest", ".3f")
+CUDA, BF16 = torch.device("cuda"), torch.bfloat16
 
 
-@dataclass(frozen=True)
-class Size:
+@dataclass(frozen=True, kw_only=True)
+class Size(Shape):
     """What is measured."""
 
     model: str
-    hidden: int
-    ffn: int
-    experts: int
-    tokens: int
     top_k: int = 8
     ranks: int = 8
     sms: int = 16
@@ -70,224 +61,175 @@ class Size:
     loads: int = 5  # of those below
 
 
+HALF_DEEPSEEK = "DeepSeek-V3, half of its experts"
 SIZES = (
-    Size("Qwen3-235B", 4096, 1536, 128, 8192),
-    Size("DeepSeek-V3, half of its experts", 7168, 2048, 128, 4096, loads=3),
+    Size(model="Qwen3-235B", hidden=4096, ffn=1536, experts=128, tokens=8192),
+    Size(model=HALF_DEEPSEEK, hidden=7168, ffn=2048, experts=128, tokens=4096, loads=3),
 )
-TOY = Size("toy", 256, 128, 16, 64, top_k=2, ranks=2, rounds=2)
+TOY = Size(model="toy", hidden=256, ffn=128, experts=16, tokens=64, top_k=2, ranks=2, rounds=2)
+ONE_HOT = tuple(HotRank(ratio) for ratio in (1.5, 2.0, 3.0))
+LOADS = (*ONE_HOT, HotRank(2.0, inner=1.0), HotRank(3.0, inner=1.0, slots=2))
 
 
-@dataclass(frozen=True)
-class Load:
-    """How tokens are routed."""
+class LayerRank(Rank):
+    """A rank with one layer; a step is its forward and backward pass."""
 
-    ratio: float
-    inner: float = 4.0  # how much one expert of a rank stands out
-    slots: int = 1
-
-    @property
-    def name(self) -> str:
-        return "one expert hot" if self.inner > 2 else "many experts hot"
-
-    def draw(self, size: Size) -> IntArray:
-        """[R, E] loads."""
-        return workload.zipf(
-            size.ranks,
-            size.experts,
-            ratio=self.ratio,
-            inner=self.inner,
-            top_k=size.top_k,
-            tokens=size.tokens,
+    def __init__(self, number: int, partition: Partition, size: Size) -> None:
+        super().__init__(number, partition)
+        self.size, self.aside = size, (partition.stream(), partition.stream())
+        generator = torch.Generator(device=CUDA).manual_seed(number)
+        drawn = partial(torch.randn, generator=generator, device=CUDA, dtype=BF16)
+        self.x = drawn(size.tokens, size.hidden).requires_grad_()
+        self.dy = drawn(size.tokens, size.hidden)
+        gates = torch.rand(size.tokens, size.top_k, generator=torch.Generator().manual_seed(1))
+        self.router = Given(
+            torch.zeros(size.tokens, size.top_k, dtype=torch.int32, device=CUDA),
+            (gates / gates.sum(dim=1, keepdim=True)).cuda().requires_grad_(),
         )
-
-
-LOADS = (
-    Load(1.5),
-    Load(2.0),
-    Load(3.0),
-    Load(2.0, inner=1.0),
-    Load(3.0, inner=1.0, slots=2),
-)
-
-
-class Preset(nn.Module):
-    """A router whose choices are given."""
-
-    def __init__(self, size: Size) -> None:
-        super().__init__()
-        shape = (size.tokens, size.top_k)
-        self.ids = torch.zeros(shape, dtype=torch.int32, device="cuda")
-        drawn = torch.rand(shape, generator=torch.Generator().manual_seed(1))
-        self.weights = (drawn / drawn.sum(dim=1, keepdim=True)).cuda().requires_grad_()
-
-    def forward(self, _: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.ids, self.weights
-
-
-class Rank:
-    """One rank: its partition of the card, its layer, and a graph of a step."""
-
-    def __init__(self, rank: int, size: Size, partition: Any) -> None:
-        self.rank, self.size = rank, size
-        self.sms: int = partition.sms
-        self.main = partition.stream()
-        self.aside = (partition.stream(), partition.stream())
-        generator = torch.Generator(device="cuda").manual_seed(rank)
-        shape = (size.tokens, size.hidden)
-
-        def drawn() -> torch.Tensor:
-            return torch.randn(shape, generator=generator, device="cuda", dtype=torch.bfloat16)
-
-        self.x, self.dy = drawn().requires_grad_(), drawn()
-        self.router = Preset(size)
         self.layer: Any = None
-        self.balancer: Any = None
-        self.graph: Any = None
         self.y: Any = None
+        self.clock: StageClock | None = None
 
-    def join(self, peers: Any, plan: Plan, capacity: int) -> None:
-        """Become a rank of a group, with the experts that have their home here."""
-        from ultraep.runtime.device import DeviceBalancer
-
+    def become(self, peers: Any, plan: Plan, capacity: int) -> None:
+        """A rank of a new group, with the experts that have their home here by the plan."""
         size, topology = self.size, plan.topology
-        self.layer = self.balancer = None
-        self.balancer = DeviceBalancer(
+        self.join(
             peers,
+            self.aside,
             experts=size.experts,
             tokens=size.tokens,
-            top_k=size.top_k,
             slots=topology.slots,
             homes=topology.home_of_expert.tolist(),
             policy="ultraep" if plan.config.policy == "ultraep" else "none",
             capacity=capacity,
             timeout=20.0,
-            sms=self.sms,
-            streams=self.aside,
         )
-        self.layer = ultraep.BalancedMoE.swiglu(
-            size.hidden,
-            size.ffn,
-            size.experts,
-            size.top_k,
-            balancer=self.balancer,
-            dtype=torch.bfloat16,
-            device=torch.device("cuda"),
-        )
-        self.layer.router = self.router
-        self.balancer.prepare(self.layer.experts.bundle, size.hidden, torch.bfloat16)
+        home = topology.home_experts(self.number).tolist()
+        self.layer = given_layer(self.balancer, self.router, drawn_weights(size, home))
+        assert self.router.ids is not None
+        self.balancer.prepare(self.router.ids, self.x, self.layer.experts.bundle)
 
-    def step(self) -> torch.Tensor:
-        y: torch.Tensor = self.layer(self.x)
-        y.backward(self.dy)
-        return y
+    def step(self) -> None:
+        if self.clock is not None:
+            self.clock.mark("begin")
+        self.y = self.layer(self.x)
+        self.y.backward(self.dy)
+        if self.clock is not None:
+            self.clock.mark("backward end")
 
-    def capture(self, clock: Clock | None = None) -> None:
-        """A graph of one step. Nothing runs yet, so no rank waits for another."""
+    def capture(self, clock: StageClock | None = None) -> None:
+        """A graph of one step; with stamps of the clock between its stages, if there is one."""
+        self.clock = clock
+        if clock is not None:
+            self.balancer.observe(clock)
         self.graph = self.y = None
-        for tensor in (self.x, self.router.weights, *self.layer.parameters()):
+        for tensor in (self.x, self.router.gates, *self.layer.parameters()):
             tensor.grad = None
-        graph = torch.cuda.CUDAGraph()
-        with (
-            torch.cuda.graph(graph, stream=self.main, capture_error_mode="relaxed"),
-            clocked(clock) if clock else nullcontext(),
-        ):
-            self.y = self.step()
-        self.graph = graph
+        super().capture()
+
+    def leave(self) -> None:
+        self.graph = self.layer = self.balancer = self.y = self.x.grad = None
+        assert self.router.gates is not None
+        self.router.gates.grad = None
 
 
-class World:
-    """All ranks of the card."""
+def drawn_weights(size: Size, home_experts: list[int]) -> dict[str, torch.Tensor]:
+    """Weights by the number of the expert, drawn on the card: quicker than those of training."""
+    homes, widths = len(home_experts), (2 * size.ffn, size.hidden)
+    weights = {
+        "gate_up_proj": torch.empty(homes, *widths, device=CUDA, dtype=BF16),
+        "down_proj": torch.empty(homes, size.hidden, size.ffn, device=CUDA, dtype=BF16),
+    }
+    for index, expert in enumerate(home_experts):
+        generator = torch.Generator(device=CUDA).manual_seed(1_000_003 + expert)
+        for stack in weights.values():
+            bound = stack.shape[-1] ** -0.5
+            stack[index].uniform_(-bound, bound, generator=generator)
+    return weights
+
+
+class World(Card):
+    """All ranks of the card, each with one layer."""
 
     def __init__(self, size: Size) -> None:
-        from partitions import split
-
+        parts = split(size.ranks, size.sms)
+        super().__init__([LayerRank(rank, part, size) for rank, part in enumerate(parts)])
         self.size = size
-        partitions = split(size.ranks, size.sms)
-        self.ranks = [Rank(rank, size, part) for rank, part in enumerate(partitions)]
 
     def regroup(self, plan: Plan, capacity: int) -> None:
         """Shared memory, balancers and weights anew."""
         from ultraep.runtime.mapped.peers import LocalPeers
 
-        self.leave()
+        for rank in self.ranks:
+            rank.leave()
+        free()
         group = LocalPeers(self.size.ranks)
         for rank in self.ranks:
-            rank.join(group.of(rank.rank), plan, capacity)
+            rank.become(group.of(rank.number), plan, capacity)
         torch.cuda.synchronize()
-
-    def leave(self) -> None:
-        """Give back all memory of the group."""
-        for rank in self.ranks:
-            rank.graph = rank.layer = rank.balancer = rank.y = None
-            rank.x.grad = rank.router.weights.grad = None
-        gc.collect()
-        torch.cuda.empty_cache()
 
     def route(self, loads: IntArray) -> None:
         """Give every rank ids with these loads."""
         for rank in self.ranks:
-            rank.router.ids.copy_(ids_of(loads[rank.rank], self.size, seed=rank.rank))
+            rank.router.ids.copy_(ids_with(loads[rank.number], self.size, seed=rank.number))
         torch.cuda.synchronize()
 
     def adopt(self, plan: Plan) -> None:
         """Work by a plan that was made before, with copies that were sent before."""
         for rank in self.ranks:
-            rank.balancer.adopt(plan)
+            rank.balancer.plane(CUDA).adopt(plan)
         torch.cuda.synchronize()
         for rank in self.ranks:
-            with torch.cuda.stream(rank.main):
-                rank.balancer.keep(rank.layer.experts.bundle)
+            with torch.cuda.stream(rank.stream):
+                rank.balancer.plane(CUDA).keep(rank.layer.experts.bundle)
         self.check()
 
-    def capture(self) -> None:
-        for rank in self.ranks:
-            rank.capture()
-        torch.cuda.synchronize()
-
-    def replay(self) -> None:
-        """One step of all ranks at once."""
-        main = torch.cuda.current_stream()
-        for rank in self.ranks:
-            rank.main.wait_stream(main)
-            with torch.cuda.stream(rank.main):
-                rank.graph.replay()
-        for rank in self.ranks:
-            main.wait_stream(rank.main)
-
-    def check(self) -> None:
-        torch.cuda.synchronize()
-        for rank in self.ranks:
-            rank.balancer.check()
-
-    def time(self, rounds: int) -> float:
+    def time(self) -> float:
         """Milliseconds of a step. The card waits until all ranks are launched: one host launches
         them here one after the other, where eight would do it at the same time.
         """
-        found = []
-        for round_ in range(rounds + 3):
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            torch.cuda._sleep(LAUNCHING)
-            begin.record()
+        wait = torch.cuda.synchronize
+        us = device_us(self.replay, self.size.rounds, warmup=3, before=wait, cycles=LAUNCHING)
+        return us / 1e3
+
+    def breakdown(self) -> dict[str, tuple[float, float]]:
+        """Milliseconds of every stage of a step: mean of the ranks, and the slowest."""
+        clocks = [StageClock.on_device() for _ in self.ranks]
+        for rank, clock in zip(self.ranks, clocks, strict=True):
+            rank.capture(clock)
+        torch.cuda.synchronize()
+        for _ in range(3):
             self.replay()
-            end.record()
-            torch.cuda.synchronize()
-            if round_ >= 3:
-                found.append(begin.elapsed_time(end))
-        return float(median(found))
+            self.check()
+        found: dict[str, list[float]] = defaultdict(list)
+        for clock in clocks:
+            for stage, ms in clock.times().items():
+                found[stage].append(ms)
+        return {stage: (sum(times) / len(times), max(times)) for stage, times in found.items()}
 
 
-def ids_of(loads_E: IntArray, size: Size, seed: int) -> torch.Tensor:
-    """[T, K] ids with exactly these loads, no expert twice for one token, tokens in any order."""
-    line = np.repeat(np.arange(size.experts), loads_E)
-    ids = line.reshape(size.top_k, size.tokens).T
-    return torch.from_numpy(np.random.default_rng(seed).permutation(ids).astype(np.int32))
+def place_with(slots: int) -> str:
+    """The name of a policy: as EPLB places by the past with so many spare places of a rank.
+
+    EPLB moves homes as well. Here some have been called homes already, and slots are what the rest
+    needs: so the places are not those of the topology that is planned for.
+    """
+
+    def place(problem: Problem) -> IntArray:
+        """EPLB, with homes that were chosen among its places."""
+        topology = problem.topology
+        seen = Topology(ranks=topology.ranks, experts=topology.experts, slots=slots)
+        assert problem.history is not None
+        places = place_by_past(problem.history, seen)
+        shares = split_equally(problem.expert_loads[None], places)
+        return away_from_home(*shares, topology)[:, 1:]
+
+    name = f"eplb placed, {slots} slots"
+    ultraep.register_policy(name, needs_history=True)(place)
+    return name
 
 
-def even(size: Size) -> IntArray:
-    """[R, E] the same load for every expert."""
-    loads = np.full((size.ranks, size.experts), size.tokens * size.top_k // size.experts)
-    assert loads.sum() == size.ranks * size.tokens * size.top_k
-    return loads
+EPLB = {slots: place_with(slots) for slots in sorted({load.slots for load in LOADS})}
 
 
 def eplb_plan(loads: IntArray, size: Size, slots: int) -> Plan:
@@ -296,48 +238,18 @@ def eplb_plan(loads: IntArray, size: Size, slots: int) -> Plan:
     EPLB moves homes as well: of all instances of an expert, one is called its home here.
     """
     other = loads[:, np.random.default_rng(7).permutation(size.experts)]
+    past = (loads + other).sum(axis=0)
     seen = Topology(ranks=size.ranks, experts=size.experts, slots=slots)
-    places = place_by_past((loads + other).sum(axis=0), seen)
+    places = place_by_past(past, seen)
     homes: list[int] = []
     for ranks in (np.flatnonzero(row) for row in places):
         homes.append(int(min(ranks, key=lambda rank: (homes.count(int(rank)), rank))))
     held = np.count_nonzero(places, axis=0) - np.bincount(homes, minlength=size.ranks)
-    topology = Topology(
-        ranks=size.ranks, experts=size.experts, slots=max(1, int(held.max())), homes=homes
-    )
-    if "eplb placed" not in ultraep.policy_names():
-        ultraep.register_policy("eplb placed")(
-            lambda p: away_from_home(*split_equally(p.expert_loads[None], PLACES[0]), p.topology)[
-                :, 1:
-            ]
-        )
-    PLACES[:] = [places]
-    return ultraep.plan(loads, topology, BalanceConfig(policy="eplb placed"))
+    topology = replace(seen, slots=max(1, int(held.max())), homes=homes)
+    return ultraep.plan(loads, topology, BalanceConfig(policy=EPLB[slots]), history=past)
 
 
-PLACES: list[Any] = []  # what the policy above hands out
-
-
-def served(loads: IntArray, size: Size) -> IntArray:
-    """[R] rows of every rank, without copies."""
-    rows: IntArray = loads.sum(axis=0).reshape(size.ranks, -1).sum(axis=1)
-    return rows
-
-
-def imbalance(rank_loads: IntArray) -> float:
-    return float(rank_loads.max() / rank_loads.mean())
-
-
-@dataclass
-class Result:
-    ms: float
-    after: float
-    copies: int
-    stages: dict[str, tuple[float, float]]
-    outputs: list[torch.Tensor]
-
-
-def plan_for(size: Size, load: Load, policy: str) -> tuple[IntArray, Plan]:
+def plan_for(size: Size, load: HotRank, policy: str) -> tuple[IntArray, Plan]:
     """The loads, and the plan by which a policy serves them."""
     if policy == "forced":
         loads, slots, name = even(size), 0, "none"
@@ -349,10 +261,24 @@ def plan_for(size: Size, load: Load, policy: str) -> tuple[IntArray, Plan]:
     return loads, ultraep.plan(loads, topology, BalanceConfig(policy=name))
 
 
-def measure(world: World, load: Load, policy: str, *, stages: bool) -> Result:
+def before(loads: IntArray, size: Size) -> float:
+    """Imbalance without copies."""
+    served = loads.sum(axis=0).reshape(size.ranks, -1).sum(axis=1)
+    return float(served.max() / served.mean())
+
+
+@dataclass
+class Result:
+    ms: float
+    after: float
+    copies: int
+    stages: dict[str, tuple[float, float]]
+    outputs: list[torch.Tensor]
+
+
+def measure(world: World, load: HotRank, policy: str, *, stages: bool) -> Result:
     """One policy on one load."""
-    size = world.size
-    loads, plan = plan_for(size, load, policy)
+    loads, plan = plan_for(world.size, load, policy)
     capacity = -(-int(plan.rank_loads.max() * 1.02) // 256) * 256
     world.regroup(plan, capacity)
     world.route(loads)
@@ -362,174 +288,86 @@ def measure(world: World, load: Load, policy: str, *, stages: bool) -> Result:
         world.capture()
     world.replay()
     world.check()
-    ms = world.time(size.rounds)
+    ms = world.time()
     world.check()
     outputs = [rank.y.detach().clone() for rank in world.ranks]
-    found = breakdown(world) if stages else {}
-    return Result(ms, imbalance(plan.rank_loads), plan.num_replicas, found, outputs)
+    found = world.breakdown() if stages else {}
+    return Result(ms, plan.imbalance, plan.num_replicas, found, outputs)
 
 
-class Clock:
-    """The time on the device between the stages of a rank, written anew at every replay."""
-
-    def __init__(self) -> None:
-        self.stages: list[str] = []
-        self.stamps = torch.zeros(64, dtype=torch.int64, device="cuda")
-        self.backward = False
-
-    def mark(self, stage: str) -> None:
-        """What the stream did since the last mark belongs to this stage."""
-        write_time[(1,)](self.stamps, len(self.stages), num_warps=1)
-        self.stages.append(f"backward {stage}" if self.backward else stage)
-
-    def times(self) -> dict[str, float]:
-        """Milliseconds of every stage."""
-        found: dict[str, float] = defaultdict(float)
-        for stage, (begin, end) in zip(
-            self.stages[1:], pairwise(self.stamps.tolist()), strict=False
-        ):
-            found[stage] += (end - begin) / 1e6
-        return found
-
-
-@triton.jit(do_not_specialize=["index"])
-def write_time(stamps, index):  # type: ignore[no-untyped-def]
-    """Nanoseconds of the device's clock."""
-    tl.store(stamps + index, tl.extra.cuda.globaltimer().to(tl.int64))
-
-
-@contextmanager
-def clocked(clock: Clock) -> Iterator[None]:
-    """While this lasts, the verbs of the runtime leave marks."""
-    from ultraep.runtime.device import DeviceBalancer
-    from ultraep.runtime.device_replicas import DeviceReplicas
-    from ultraep.runtime.device_roads import DeviceRoads
-
-    def after(verb: Any, stage: str, before: str | None = None) -> Any:
-        def marked(*args: Any, **named: Any) -> Any:
-            if before:
-                clock.mark(before)
-            result = verb(*args, **named)
-            clock.mark(stage)
-            return result
-
-        return marked
-
-    def returning(verb: Any) -> Any:
-        def turned(*args: Any) -> Any:
-            clock.backward = True
-            return verb(*args)
-
-        return turned
-
-    verbs: list[tuple[Any, str, Any]] = [
-        (DeviceBalancer, "gather", lambda v: after(v, "1 loads")),
-        (DeviceBalancer, "plan", lambda v: after(v, "2 plan")),
-        (DeviceBalancer, "reroute", lambda v: after(v, "4 reroute")),
-        (DeviceReplicas, "arrived", lambda v: after(v, "3 replicate, waited for", "6 experts")),
-        (DeviceReplicas, "reduced", lambda v: after(v, "8 reduce, waited for", "6 experts")),
-        (DeviceRoads, "to_slots", lambda v: after(v, "to slots", "6 experts")),
-        (DeviceRoads, "to_tokens", lambda v: after(v, "to tokens", "6 experts")),
-        (DeviceRoads, "on_return", returning),
-    ]
-    with ExitStack() as stack:
-        for owner, name, wrap in verbs:
-            stack.enter_context(mock.patch.object(owner, name, wrap(getattr(owner, name))))
-        clock.mark("begin")
-        yield
-        clock.mark("end")
-
-
-def breakdown(world: World) -> dict[str, tuple[float, float]]:
-    """Milliseconds of every stage of a step: mean of the ranks, and the slowest."""
-    clocks = [Clock() for _ in world.ranks]
-    for rank, clock in zip(world.ranks, clocks, strict=True):
-        rank.capture(clock)
-    torch.cuda.synchronize()
-    for _ in range(3):
-        world.replay()
-        world.check()
-    found: dict[str, list[float]] = defaultdict(list)
-    for clock in clocks:
-        for stage, ms in clock.times().items():
-            found[stage].append(ms)
-    return {stage: (sum(times) / len(times), max(times)) for stage, times in found.items()}
-
-
-def run(report: Report, size: Size, loads: tuple[Load, ...], *, stages: bool) -> None:
-    """The table of one model, and of the first load the stages."""
-    world = World(size)
-    staged = loads[len(loads) > 1]
-    lines, stage_lines = [], []
+def measure_all(
+    report: Report, world: World, loads: tuple[HotRank, ...], staged: HotRank | None
+) -> dict[HotRank, dict[str, Result]]:
+    """All policies on all loads; stages of the load that is asked for."""
+    size = world.size
+    found: dict[HotRank, dict[str, Result]] = {}
     report.note(f"... {size.model}, forced")
-    forced = measure(world, loads[0], "forced", stages=stages)
+    forced = measure(world, loads[0], "forced", stages=staged is not None)
     for load in loads:
-        results = {}
+        results = found[load] = {}
         for policy in POLICIES[:-1]:
-            report.note(f"... {size.model}, {load.name} {load.ratio:g}, {policy}")
-            results[policy] = measure(world, load, policy, stages=stages and load is staged)
+            report.note(f"... {size.model}, {load.name}, {policy}")
+            results[policy] = measure(world, load, policy, stages=load is staged)
         results["forced"] = forced
         for policy in ("eplb", "ultraep"):
             if not all(map(torch.equal, results["none"].outputs, results[policy].outputs)):
                 raise SystemExit(f"{policy} gives other outputs than the unbalanced layer")
-        before = imbalance(served(load.draw(size), size))
-        for policy, result in results.items():
-            case: dict[str, str | int | float] = {
-                "load": f"{load.name} {load.ratio:g}",
-                "policy": policy,
-                "slots": load.slots,
-            }
-            lines.append(
-                Line(
-                    case,
-                    {
-                        STEP: result.ms,
-                        RATE: size.ranks * size.tokens / result.ms * 1e3,
-                        SHARE: results["forced"].ms / result.ms,
-                        GAIN: results["none"].ms / result.ms,
-                        BEFORE: 1.0 if policy == "forced" else before,
-                        AFTER: result.after,
-                        COPIES: result.copies,
-                    },
-                )
-            )
-            for stage, (mean, most) in result.stages.items() if load is staged else ():
-                stage_lines.append(
-                    Line({"policy": policy, "stage": stage}, {STAGE: mean, MOST: most})
-                )
+    return found
+
+
+def run(report: Report, size: Size, loads: tuple[HotRank, ...], *, stages: bool) -> None:
+    """The table of one model, and of one load the stages."""
+    staged = loads[len(loads) > 1] if stages else None
+    found = measure_all(report, World(size), loads, staged)
+    lines = [line for load, results in found.items() for line in gain_lines(size, load, results)]
     about = f"{size.model}: D {size.hidden}, F {size.ffn}, {size.experts} experts, top-{size.top_k}"
+    about += f", {size.tokens} tokens a rank, EP{size.ranks} on {size.sms} SMs each"
     report.section = "gain"
-    report.add(
-        f"{about}, {size.tokens} tokens a rank, EP{size.ranks} on {size.sms} SMs each", lines
-    )
-    if stage_lines:
+    report.add(about, lines)
+    if staged is not None:
         report.section = "stages"
-        report.add(
-            f"{size.model}: stages of a step; {staged.name} {staged.ratio:g}",
-            stage_lines,
-        )
+        title = f"{size.model}: stages of a step; {staged.name}"
+        report.add(title, stage_lines(found[staged]))
     report.section = ""
 
 
-def draw_on_device(self: Experts, home_experts: list[int], seed: int) -> None:
-    """Weights from the number of the expert, drawn on the card: quicker than those of training."""
-    for index, expert in enumerate(home_experts):
-        generator = torch.Generator(device="cuda").manual_seed(seed * 1_000_003 + expert)
-        for stack in (self.gate_up_proj, self.down_proj):
-            bound = stack.shape[-1] ** -0.5
-            stack.data[index].uniform_(-bound, bound, generator=generator)
+def case_of(load: HotRank, policy: str) -> Case:
+    return {"load": load.name, "policy": policy, "slots": load.slots}
 
 
-def only_plans(report: Report, size: Size, loads: tuple[Load, ...]) -> None:
+def gain_lines(size: Size, load: HotRank, results: Mapping[str, Result]) -> list[Line]:
+    lines = []
+    for policy, result in results.items():
+        values: Values = {
+            STEP: result.ms,
+            RATE: size.ranks * size.tokens / result.ms * 1e3,
+            SHARE: results["forced"].ms / result.ms,
+            GAIN: results["none"].ms / result.ms,
+            BEFORE: 1.0 if policy == "forced" else before(load.draw(size), size),
+            AFTER: result.after,
+            COPIES: result.copies,
+        }
+        lines.append(Line(case_of(load, policy), values))
+    return lines
+
+
+def stage_lines(results: Mapping[str, Result]) -> list[Line]:
+    return [
+        Line({"policy": policy, "stage": stage}, {STAGE: mean, MOST: most})
+        for policy, result in results.items()
+        for stage, (mean, most) in result.stages.items()
+    ]
+
+
+def only_plans(report: Report, size: Size, loads: tuple[HotRank, ...]) -> None:
     """Without a GPU: what the policies would make of the loads."""
     report.note("There is no GPU: nothing is timed.")
     lines = []
     for load, policy in product(loads, POLICIES):
         drawn, plan = plan_for(size, load, policy)
-        before, after = imbalance(served(drawn, size)), imbalance(plan.rank_loads)
-        case: dict[str, str | int | float] = {"load": f"{load.name} {load.ratio:g}"}
-        case |= {"policy": policy, "slots": load.slots}
-        lines.append(Line(case, {BEFORE: before, AFTER: after, COPIES: plan.num_replicas}))
+        after = plan.imbalance
+        values: Values = {BEFORE: before(drawn, size), AFTER: after, COPIES: plan.num_replicas}
+        lines.append(Line(case_of(load, policy), values))
     report.section = "plans"
     report.add(size.model, lines)
 
@@ -540,8 +378,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--model", choices=["qwen", "deepseek"], help="one of the two models")
     parser.add_argument("--no-stages", action="store_true", help="leave the breakdown out")
     options = parser.parse_args(argv[1:])
-    Experts._draw = draw_on_device  # type: ignore[method-assign]
-    timed = torch.cuda.is_available()
+    timed = on_gpu(toy=options.toy)
     report = Report("layer_gpu", argv, device=torch.cuda.get_device_name() if timed else None)
     report.header()
     sizes = [TOY] if options.toy else list(SIZES)
@@ -551,14 +388,11 @@ def main(argv: list[str]) -> None:
     if options.toy:
         loads = (replace(LOADS[0], ratio=1.2),)
     for size in sizes:
-        if options.json and report.rows:
-            report.write(options.json)  # what is measured is not lost if the next one fails
         if timed:
             run(report, size, loads[: size.loads], stages=not (options.no_stages or options.toy))
         else:
             only_plans(report, size, loads[: size.loads])
-    if options.json:
-        report.write(options.json)
+        report.write(options.json)  # what is measured is not lost if the next one fails
 
 
 if __name__ == "__main__":

@@ -20,21 +20,10 @@ from statistics import median
 
 import harness
 import numpy as np
-from harness import (
-    ORDERED,
-    SHUFFLED,
-    Kind,
-    Line,
-    Metric,
-    RecordedRouting,
-    Report,
-    Samples,
-    Values,
-    progress,
-    time_call,
-    zipf_kinds,
-)
+from harness import Line, Metric, Report, Samples, Values, progress
+from load_cases import ORDERED, SHUFFLED, Kind, RecordedRouting, zipf_kinds
 from optimum import Unproven, optimal_peak, small_cases
+from timing import growth_law, one_core, time_call
 
 import ultraep
 from ultraep import BalanceConfig, Plan, Topology
@@ -229,9 +218,9 @@ def growth(report: Report, scale: Scale) -> None:
         points = [float(line.case[along]) for line in lines]
         times = [_seconds(line) for line in lines]
         half = len(points) // 2
-        law = {EXPONENT: harness.growth_law(points, times)}
+        law = {EXPONENT: growth_law(points, times)}
         if half > 1:
-            law[UPPER_EXPONENT] = harness.growth_law(points[half:], times[half:])
+            law[UPPER_EXPONENT] = growth_law(points[half:], times[half:])
         laws.append(Line({"load": kind.name, "along": along}, law))
     report.add("growth law: time ~ size ^ exponent", laws)
     report.note("place and split are shares of the time; the rest checks, sums and tallies.")
@@ -355,7 +344,7 @@ def _case(topology: Topology, **names: str) -> dict[str, str | int | float]:
 def main(argv: Sequence[str]) -> None:
     """Run the chosen sections, print their tables, and write their rows."""
     options = _options(argv[1:])
-    harness.one_core()
+    one_core()
     report = Report("plan", argv)
     report.header()
     scale = TOY if options.toy else QUICK if options.quick else FULL
@@ -371,8 +360,7 @@ def main(argv: Sequence[str]) -> None:
     for name in options.only:
         report.section = name
         sections[name]()
-    if options.json:
-        report.write(options.json)
+    report.write(options.json)
 
 
 def _options(arguments: Sequence[str]) -> argparse.Namespace:

@@ -20,7 +20,9 @@ from statistics import median
 
 import numpy as np
 import torch.distributed as dist
-from harness import Line, Metric, Report, common_options, cpu_device, on_ranks, standard_error
+from harness import Line, Metric, Report, common_options, cpu_device
+from timing import standard_error
+from world import on_ranks
 
 import ultraep
 from ultraep.demo.model import ModelConfig
@@ -120,8 +122,7 @@ def main() -> None:
     made = [line for case in dict.fromkeys(cases) for line in lines(case)]
     report.add("the training of examples/train_moe.py", made)
     report.note("Cost: median of the quotients of neighbouring steps, less one; +-: its error.")
-    if options.json:
-        report.write(options.json)
+    report.write(options.json)
 
 
 if __name__ == "__main__":

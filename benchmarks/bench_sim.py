@@ -20,13 +20,14 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import bench_layer
 import bench_layer_gpu
+import load_cases
 import numpy as np
 from harness import ROOT, Case, Line, Metric, Report, common_options, section_option
 from numpy.typing import NDArray
@@ -37,7 +38,7 @@ from ultraep.sim.cluster import Cluster, load_cluster
 from ultraep.sim.costs import Costs, measured_rates
 from ultraep.sim.layer import LayerClock
 from ultraep.sim.model import GroupedAttention, Model
-from ultraep.sim.planning import Copies
+from ultraep.sim.planning import CopySets
 from ultraep.sim.published import CONTENDERS, Setting, scenario_of, settings, share_of_ideal
 from ultraep.sim.run import Result, simulate
 from ultraep.sim.runtime import runtime_of
@@ -45,7 +46,7 @@ from ultraep.sim.scenario import Contender
 from ultraep.sim.training import Training
 
 FloatArray = NDArray[np.float64]
-Timed = dict[str, FloatArray]
+Table = tuple[str, list[Line]]  # title
 
 RESULTS = ROOT / "benchmarks" / "results"
 ON_CARD = (("qwen", "qwen3", 0), ("deepseek", "deepseek", 1))  # results, curve, size
@@ -86,13 +87,18 @@ def layer_model(name: str, hidden: int, ffn: int, experts: int, top_k: int) -> M
     )
 
 
+def clock_of(costs: Costs, topology: Topology, policy: str, tokens: int) -> LayerClock:
+    rest: dict[str, Any] = {"runtime": runtime_of(policy), "context": 0.0, "recompute": False}
+    return LayerClock(costs=costs, topology=topology, tokens=tokens, **rest)
+
+
 def copies_of(made: Plan) -> Copies:
     """A plan of the runtime, as the simulator keeps it."""
     loads_E = made.loads.sum(axis=0)
     away_E = np.bincount(made.replicas[:, 0], weights=made.quotas, minlength=len(loads_E))
     first = np.zeros(made.num_replicas, dtype=np.int64)
     at_home = (loads_E - away_E.astype(np.int64))[None]
-    return Copies(first, made.replicas[:, 0], made.replicas[:, 1], made.quotas, at_home)
+    return CopySets(first, made.replicas[:, 0], made.replicas[:, 1], made.quotas, at_home)
 
 
 # -- one card ------------------------------------------------------------------------------------
@@ -130,14 +136,8 @@ def predict_on_card(size: bench_layer_gpu.Size, curve: str, made: Plan, policy: 
     """Seconds of a layer, forward and backward, on eight partitions of a card."""
     model = layer_model(size.model, size.hidden, size.ffn, size.experts, size.top_k)
     costs = Costs(load_cluster("h200-eight-parts"), model, measured_rates())
-    clock = LayerClock(
-        costs=costs,
-        topology=made.topology,
-        runtime=runtime_of("none" if policy in ("none", "forced") else "ultraep"),
-        tokens=size.tokens,
-        context=0.0,
-        recompute=False,
-    )
+    runtime = "none" if policy in ("none", "forced") else "ultraep"
+    clock = clock_of(costs, made.topology, runtime, size.tokens)
     copies = copies_of(made)
     times = clock.times(copies)
     stages = times.forward | times.backward
@@ -149,14 +149,18 @@ def predict_on_card(size: bench_layer_gpu.Size, curve: str, made: Plan, policy: 
     return rest + forward + backward
 
 
-def on_card(report: Report, small: bool = False) -> None:
+def on_card(report: Report, small: bool) -> None:
+    for title, lines in card_tables(small):
+        report.add(title, lines)
+
+
+def card_tables(small: bool = False) -> Iterator[Table]:
     """Shares of forced balance, predicted beside measured."""
     for name, curve, index in ON_CARD:
         size = bench_layer_gpu.SIZES[index]
         recorded = rows_of(f"layer_gpu_{name}_h200_202611")
         lines = []
         for load in bench_layer_gpu.LOADS[: 1 if small else size.loads]:
-            label = f"{load.name} {load.ratio:g}"
             plans = {
                 policy: bench_layer_gpu.plan_for(size, load, policy)[1]
                 for policy in ("none", "eplb", "ultraep", "forced")
@@ -166,9 +170,9 @@ def on_card(report: Report, small: bool = False) -> None:
             }
             for policy in ("none", "eplb", "ultraep"):
                 share = seconds["forced"] / seconds[policy]
-                measured = share_on_card(recorded, label, policy, plans[policy])
-                lines.append(line(curve, label, policy, share, measured))
-        report.add(f"{size.model}, EP8 on one H200: share of forced balance", lines)
+                measured = share_on_card(recorded, load.name, policy, plans[policy])
+                lines.append(line(curve, load.name, policy, share, measured))
+        yield f"{size.model}, EP8 on one H200: share of forced balance", lines
 
 
 def share_on_card(
@@ -194,7 +198,11 @@ def line(model: str, load: str, policy: str, predicted: float, measured: float |
 # -- two cores -----------------------------------------------------------------------------------
 
 
-def on_cpu(report: Report, _: bool = False) -> None:
+def on_cpu(report: Report, _: bool) -> None:
+    report.add(*cpu_table())
+
+
+def cpu_table() -> Table:
     """Two processes on two cores."""
     size = bench_layer.Size()
     measured = {
@@ -208,30 +216,16 @@ def on_cpu(report: Report, _: bool = False) -> None:
     lines = []
     for policy in ("none", "ultraep"):
         share = cpu_seconds(size, cluster, "none", even=True) / cpu_seconds(size, cluster, policy)
-        lines.append(
-            line(
-                "two cores",
-                f"ratio {size.ratio}",
-                policy,
-                share,
-                measured[FORCED] / measured[policy],
-            )
-        )
-    report.add("EP2 on two cores: share of forced balance", lines)
+        known = measured[FORCED] / measured[policy]
+        lines.append(line("two cores", f"ratio {size.ratio}", policy, share, known))
+    return "EP2 on two cores: share of forced balance", lines
 
 
 def cores(rate: float) -> Cluster:
     """Two cores; everything is as fast as the rate says, relative to one TFLOP/s."""
-    return replace(
-        load_cluster("h200-eight-parts"),
-        name="two-cores",
-        devices=2,
-        domain=2,
-        matmul_tflops=rate,
-        memory_gb_s=20 * rate,
-        link_gb_s=20 * rate,
-        network_gb_s=20 * rate,
-    )
+    known = load_cluster("h200-eight-parts")
+    rates: dict[str, Any] = dict.fromkeys(("memory_gb_s", "link_gb_s", "network_gb_s"), 20 * rate)
+    return replace(known, name="two-cores", devices=2, domain=2, matmul_tflops=rate, **rates)
 
 
 def cpu_seconds(
@@ -239,18 +233,11 @@ def cpu_seconds(
 ) -> float:
     """Seconds of a layer, forward and backward."""
     model = layer_model("two cores", size.hidden, size.ffn, size.experts, size.top_k)
-    ids = (bench_layer.even_ids(size) if even else bench_layer.skewed_ids(size)).numpy()
+    ids = (load_cases.even_ids(size) if even else load_cases.skewed_ids(size, size.ratio)).numpy()
     loads = np.stack([np.bincount(own.reshape(-1), minlength=size.experts) for own in ids])
     topology = Topology(ranks=size.ranks, experts=size.experts, slots=size.slots)
     copies = copies_of(plan(loads, topology, BalanceConfig(policy=policy)))
-    clock = LayerClock(
-        costs=Costs(cluster, model, measured_rates()),
-        topology=topology,
-        runtime=runtime_of(policy),
-        tokens=size.tokens,
-        context=0.0,
-        recompute=False,
-    )
+    clock = clock_of(Costs(cluster, model, measured_rates()), topology, policy, size.tokens)
     times = clock.times(copies)
     attention = float(times.forward["attention"][0] + times.backward["attention back"][0])
     return float(times.forward_seconds[0] + times.backward_seconds[0]) - attention
@@ -297,24 +284,16 @@ def on_speed(report: Report, small: bool) -> None:
     if small:
         scenario = replace(scenario, model=replace(scenario.model, layers=2))
     lines = []
-    for slots, policy in (
-        (1, "none"),
-        (1, "eplb"),
-        (1, "lplb"),
-        (2, "quota"),
-        (1, "quota"),
-        (1, "ultraep"),
-    ):
+    slots_of = ((1, "none"), (1, "eplb"), (1, "lplb"), (2, "quota"), (1, "quota"), (1, "ultraep"))
+    for slots, policy in slots_of:
         begin = time.perf_counter()
         simulate(scenario, [Contender(policy, policy, slots=slots)], processes=1 if small else 2)
         took = time.perf_counter() - begin
         plans = scenario.microbatches * scenario.model.moe_layers
         case: Case = {"policy": policy, "slots": slots}
         lines.append(Line(case, {SECONDS: took, PER_PLAN: 1e6 * took / plans}))
-    title = (
-        f"{scenario.microbatches} microbatches, {scenario.model.layers} layers, EP64, two processes"
-    )
-    report.add(title, lines)
+    about = f"{scenario.microbatches} microbatches, {scenario.model.layers} layers"
+    report.add(f"{about}, EP64, two processes", lines)
 
 
 SECTIONS: dict[str, Callable[[Report, bool], None]] = {
@@ -335,8 +314,7 @@ def main() -> None:
     for name in options.only:
         report.section = name
         SECTIONS[name](report, options.toy or options.quick)
-    if options.json:
-        report.write(options.json)
+    report.write(options.json)
 
 
 if __name__ == "__main__":

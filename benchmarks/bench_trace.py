@@ -23,18 +23,22 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from bench_layer import Preset, Size, one_step, skewed_ids
-from harness import Line, Metric, Report, common_options, cpu_device, on_ranks, standard_error
+from bench_layer import Size, one_step
+from harness import Line, Metric, Report, common_options, cpu_device
+from load_cases import skewed_ids
+from timing import standard_error
+from world import Given, on_ranks
 
 import ultraep
 from ultraep import workload
+from ultraep.plane import Microbatch
 from ultraep.reroute import rows_received
 from ultraep.runtime.connect import connect
-from ultraep.runtime.history import Seen
-from ultraep.runtime.recording import Passage, Passages
+from ultraep.runtime.observe import HostClock
+from ultraep.runtime.recording import Recording
 from ultraep.trace.files import write_arrays
 from ultraep.trace.pieces import Entry, piece
-from ultraep.trace.schema import fields_of_plan
+from ultraep.trace.schema import BACKWARD, FORWARD, fields_of_plan
 
 PLANS = 32  # different ones, in a piece
 STEP = Metric("step_time_p50", "ms", "ms", ".3f")
@@ -66,7 +70,7 @@ def measure(rank: int, size: Size, comm: Any, folder: str) -> dict[str, list[flo
             slowest = comm.all_gather(torch.tensor([elapsed])).max().item()
             if turn >= 2:
                 steps[on].append(slowest)
-    recorder = layers[True].balancer.recorder
+    recorder: Any = layers[True].balancer.recorder
     recorder.close()
     return {RECORDED[on]: seconds for on, seconds in steps.items()} | {
         "dropped": [float(recorder.dropped)]
@@ -78,11 +82,11 @@ def make_layer(rank: int, size: Size, comm: Any, folder: str | None) -> ultraep.
     balancer = ultraep.Balancer(
         experts=size.experts, slots=size.slots, communicator=comm, record=folder
     )
-    moe = ultraep.BalancedMoE.swiglu(size.hidden, size.ffn, size.experts, size.top_k, balancer=balancer)
-    router = Preset()
-    router.ids = skewed_ids(size)[rank]
-    router.weights = torch.full(router.ids.shape, 1 / size.top_k, requires_grad=True)
-    moe.router = router  # type: ignore[assignment]
+    moe = ultraep.BalancedMoE.swiglu(
+        size.hidden, size.ffn, size.experts, size.top_k, balancer=balancer
+    )
+    ids = skewed_ids(size, size.ratio)[rank]
+    moe.router = Given(ids, torch.full(ids.shape, 1 / size.top_k, requires_grad=True))
     return moe
 
 
@@ -135,11 +139,11 @@ def cost_of_record(plans: list[ultraep.Plan], count: int) -> dict[Metric, float]
     with tempfile.TemporaryDirectory() as folder:
         took = []
         with ultraep.Recorder(f"{folder}/run", plans[0].topology, memory=1 << 30) as recorder:
-            passages, nothing = Passages(recorder), np.zeros(1, dtype=np.int64)
+            clock = HostClock([Recording(recorder, rank=0)], rank=0)
             for step in range(count):
-                plan, arrived = plans[step % PLANS], rows[step % PLANS]
+                microbatch, plan = Microbatch(0, step + 1, again=False), plans[step % PLANS]
                 begin = time.perf_counter()
-                pass_by(passages, plan, arrived, Seen(nothing, step, False))
+                pass_by(clock, microbatch, plan)
                 took.append(time.perf_counter() - begin)
             header = recorder.header
         entries = [
@@ -168,32 +172,15 @@ def values_of(rows: list[int], stages: tuple[str, ...]) -> dict[str, Any]:
     return {"slot_rows": np.array(rows), "bytes_moved": 0, "began": 0.0, "seconds": seconds}
 
 
-def pass_by(passages: Passages, plan: ultraep.Plan, rows: list[int], seen: Seen) -> None:
+def pass_by(clock: HostClock, microbatch: Microbatch, plan: ultraep.Plan) -> None:
     """All that is recorded of a microbatch in forward and backward, without the work itself."""
-    passage = Passage(passages.recorder)
-    for stage in ("loads", "plan"):
-        passage.took(stage, 1e-3)
-    passages.planned(passage, 0, plan, seen)
-    for stage in ("verify", "replicate", "reroute"):
-        passage.took(stage, 1e-3)
-    with passage.timed("dispatch"):
-        pass
-    passage.arrived(rows)
-    passage.served()
-    with passage.timed("combine"):
-        pass
-    passage.flush()
-    passage.returns()
-    with passage.timed("combine back"):
-        pass
-    passage.arrived(rows)
-    for stage in ("replicate", "reduce"):
-        passage.took(stage, 1e-3)
-    passage.served()
-    passage.flush()
-    with passage.timed("dispatch back"):
-        pass
-    passage.flush()
+    for stage in (*FORWARD, *BACKWARD):
+        microbatch.back = stage in BACKWARD
+        clock.begin(stage, microbatch)
+        clock.end(stage, microbatch)
+        if stage == "plan":
+            clock.planned(microbatch, plan)
+    clock.sent(microbatch, "gradients", 1, 1)
 
 
 def main() -> None:
@@ -219,8 +206,7 @@ def main() -> None:
     report.header()
     report_layer(report, size)
     report_record(report, shapes, 50 if options.toy else 500)
-    if options.json:
-        report.write(options.json)
+    report.write(options.json)
 
 
 if __name__ == "__main__":

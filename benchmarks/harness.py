@@ -1,10 +1,8 @@
-"""One way to time, one record and one set of loads, for every benchmark of the project.
+"""One record of what is measured, one run of its sections, for every benchmark of the project.
 
 A benchmark fills a `Report` with lines, a case and what was measured in it. The report prints them
 as tables and keeps one `Row` per number, which carries all that is needed to read it alone or to
 measure it again: device, versions, command and date.
-
-Shapes: R ranks, E experts.
 """
 
 from __future__ import annotations
@@ -14,77 +12,32 @@ import importlib.metadata
 import json
 import os
 import platform
-import tempfile
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
-import numpy as np
-import torch
-import torch.distributed as dist
-from numpy.typing import NDArray
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
-from torch.multiprocessing.spawn import spawn
+from timing import Clock, free, tell
 
 import ultraep
-from ultraep import workload
-from ultraep.arrays import IntArray
+from ultraep.errors import UltraEPError
 from ultraep.outputs import write_text
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("numpy", "numba", "scipy", "torch", "triton")
 WIDTH, DIGITS = 110, 5  # of a printed table, of a number in it
-ORDERED, SHUFFLED = "zipf ordered", "zipf shuffled"
 
-FloatArray = NDArray[np.float64]
 Item = TypeVar("Item")
 Case = Mapping[str, str | int | float]
-
-
-@dataclass(frozen=True, slots=True)
-class Timing:
-    """Percentiles of the time of one call, in seconds."""
-
-    p20: float
-    p50: float
-    p80: float
-
-
-def time_call(
-    call: Callable[[], object],
-    repeats: int,
-    warmup: int,
-    synchronize: Callable[[], object] | None = None,
-) -> Timing:
-    """Time single calls; `synchronize` waits for a device, before either reading of the clock."""
-    wait = synchronize or (lambda: None)
-    for _ in range(warmup):
-        call()
-    seconds = []
-    for _ in range(repeats):
-        wait()
-        begin = time.perf_counter()
-        call()
-        wait()
-        seconds.append(time.perf_counter() - begin)
-    return Timing(*(float(p) for p in np.percentile(seconds, (20, 50, 80))))
-
-
-def growth_law(sizes: Sequence[float], seconds: Sequence[float]) -> float:
-    """Exponent of the power law through the points: least squares between logarithms.
-
-    >>> round(growth_law([1, 2, 4], [3, 12, 48]), 6)
-    2.0
-    """
-    return float(np.polyfit(np.log(sizes), np.log(seconds), 1)[0])
+Parts = dict[str, Any]  # that become a case
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +83,10 @@ def _combined(samples: Sequence[Values]) -> Values:
         known = [value for sample in samples if (value := sample[metric]) is not None]
         together[metric] = metric.combine(known) if known else None
     return together
+
+
+class Mismatch(Exception):
+    """A device, or what arrived, is not what it should be."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,24 +141,21 @@ class Report:
         rows = [row.rstrip() for row in printed.get().splitlines()]
         self.console.print("", "; ".join(heading), *rows, sep="\n", markup=False, soft_wrap=True)
 
-    def write(self, path: Path) -> None:
+    def write(self, path: Path | None) -> None:
         """Write all rows as a JSON list, one row a line; an older file stays whole until then."""
+        if path is None:
+            return
         path.parent.mkdir(parents=True, exist_ok=True)
         text = "[\n" + ",\n".join(_as_json(row) for row in self.rows) + "\n]\n"
         write_text(path, text)
 
     def _row(self, case: Case, metric: Metric, value: float) -> Row:
-        return Row(
-            f"{self.benchmark}/{self.section}" if self.section else self.benchmark,
-            dict(case),
-            metric.name,
+        name = f"{self.benchmark}/{self.section}" if self.section else self.benchmark
+        rounded, known = (
             float(f"{value:.7g}"),
-            metric.unit,
-            self.device,
-            self.versions,
-            self.command,
-            self.date,
+            (self.device, self.versions, self.command, self.date),
         )
+        return Row(name, dict(case), metric.name, rounded, metric.unit, *known)
 
 
 def _as_json(row: Row) -> str:
@@ -238,96 +192,47 @@ def _shown(value: float | None, metric: Metric) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
-    """A kind of load; the ratio is that of the Zipf families."""
+class Bench:
+    """What all sections of a benchmark share: where lines go, how much is measured, and where."""
 
-    family: str
-    ratio: float | None = None
+    report: Report
+    scale: Any
+    clock: Clock
+    json: Path | None = None
 
-    @property
-    def name(self) -> str:
-        return self.family if self.ratio is None else f"{self.family} {self.ratio:g}"
+    @classmethod
+    def of(
+        cls, name: str, argv: Sequence[str], scale: Any, clock: Clock, json: Path | None
+    ) -> Self:
+        """A benchmark of kernels: with a report that names their device and its host."""
+        report = Report(name, argv, device=f"{clock.name}; host {cpu_device()}")
+        report.header()
+        return cls(report, scale, clock, json)
 
-    def draw(self, ranks: int, experts: int, *, tokens: int, seed: int) -> IntArray:
-        """[R, E] loads, top-8 or less where there are few experts."""
-        if self.family == "one_hot":
-            return workload.one_hot(ranks, experts, tokens=tokens)
-        top_k = min(8, max(1, experts // 8))
-        if self.ratio is None:
-            generate = workload.uniform if self.family == "uniform" else workload.lognormal
-            return generate(ranks, experts, top_k=top_k, tokens=tokens, seed=seed)
-        return workload.zipf(
-            ranks,
-            experts,
-            ratio=self.ratio,
-            top_k=top_k,
-            tokens=tokens,
-            shuffled=self.family == SHUFFLED,
-            seed=seed,
-        )
+    def table(self, title: str, lines: Sequence[Line]) -> None:
+        """Print the lines and write all rows so far: what fails later takes nothing away."""
+        self.report.add(title, lines)
+        self.report.write(self.json)
 
+    def run(self, sections: Mapping[str, Callable[[Any], None]], names: Sequence[str]) -> None:
+        """These sections, also those behind one that fails; then an error if one did."""
+        from triton.errors import TritonError
 
-def zipf_kinds(ratios: Sequence[float]) -> list[Kind]:
-    return [Kind(family, ratio) for family in (ORDERED, SHUFFLED) for ratio in ratios]
-
-
-@dataclass(frozen=True, slots=True)
-class RecordedRouting:
-    """Recorded routing, cut into windows that each become a microbatch."""
-
-    path: Path
-    experts: int | None
-    window: int
-
-    def microbatches(self, ranks: int) -> Iterator[tuple[IntArray, IntArray | None]]:
-        """[R, E] loads of every layer of every window, and those of the window before, if any."""
-        texts = workload.read_routing(self.path)
-        experts = self.experts or 1 << max(int(ids.max()) for ids in texts).bit_length()
-        for ids in texts:
-            loads = workload.loads_of_windows(ids, ranks=ranks, experts=experts, tokens=self.window)
-            for window, layer in np.ndindex(loads.shape[:2]):
-                yield loads[window, layer], loads[window - 1, layer] if window else None
-
-
-def one_core() -> int:
-    """Pin this process to one core, where the system can; the number of cores it may use."""
-    if not hasattr(os, "sched_setaffinity"):
-        return os.cpu_count() or 1
-    os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
-    return 1
-
-
-def on_ranks(ranks: int, work: Callable[..., Any], *args: Any) -> Any:
-    """What `work(rank, *args)` gives on rank 0 of so many processes, joined by gloo.
-
-    Each has a core, where there are enough, and one thread. Plain values and tensors come back.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        spawn(_on_rank, args=(ranks, folder, work, args), nprocs=ranks)
-        return torch.load(f"{folder}/found", weights_only=True)
-
-
-def _on_rank(
-    rank: int, ranks: int, folder: str, work: Callable[..., Any], args: tuple[Any, ...]
-) -> None:
-    if hasattr(os, "sched_setaffinity"):
-        cores = sorted(os.sched_getaffinity(0))
-        os.sched_setaffinity(0, {cores[rank % len(cores)]})
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks
-    )
-    found = work(rank, *args)
-    dist.destroy_process_group()
-    if rank == 0:
-        torch.save(found, f"{folder}/found")
-
-
-def standard_error(values: FloatArray) -> float:
-    """Of the median, as if they were normal, from the 20th and the 80th percentile."""
-    low, high = np.percentile(values, (20, 80)).tolist()
-    deviation = (high - low) / 1.683
-    return float(1.253 * deviation / len(values) ** 0.5)
+        failures = []
+        for name in names:
+            tell(name)
+            self.report.section = name
+            try:
+                sections[name](self)
+            except (RuntimeError, ImportError, TritonError, Mismatch, UltraEPError) as error:
+                traceback.print_exc()
+                failures.append(f"{name}: {error!r}")
+            free()
+        tell("done")
+        if failures:
+            raise SystemExit("\n".join(failures))
+        if not self.report.rows:
+            raise SystemExit("nothing of it could be measured here")
 
 
 def cpu_device() -> str:
@@ -378,15 +283,9 @@ def _portable(argument: str) -> str:
 def progress(items: Iterable[Item], label: str, total: float | None = None) -> Iterable[Item]:
     """The same items, with a bar on stderr if that is a terminal."""
     console = Console(stderr=True)
-    return track(
-        items,
-        label,
-        total=total,
-        console=console,
-        transient=True,
-        auto_refresh=False,  # no thread that disturbs what is timed
-        disable=not console.is_terminal,
-    )
+    quiet: dict[str, Any] = {"transient": True, "disable": not console.is_terminal}
+    # No refreshing by itself: that would be a thread that disturbs what is timed.
+    return track(items, label, total=total, console=console, auto_refresh=False, **quiet)
 
 
 def common_options(parser: argparse.ArgumentParser) -> None:

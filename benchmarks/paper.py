@@ -12,103 +12,21 @@ relays. Everything is seeded; the same versions write the same text.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import bench_sim
 import numpy as np
-from harness import ROOT, Line, versions
+from harness import ROOT, versions
+from paper_studies import FULL, TOY, Effort, Page, percent, scaling, studies
 
-from ultraep.outputs import whole_file, write_text
-from ultraep.sim.cluster import load_cluster
 from ultraep.sim.model import load_model
-from ultraep.sim.published import (
-    CLUSTER,
-    CONTENDERS,
-    Setting,
-    scenario_of,
-    settings,
-    share_of_ideal,
-)
-from ultraep.sim.run import Result, simulate
-from ultraep.sim.runtime import runtime_of
-from ultraep.sim.scenario import Contender, Scenario
-from ultraep.sim.serving import Serving
-from ultraep.sim.training import Training
-from ultraep.sim.workload import fit_skew
-from ultraep.topology import Topology
+from ultraep.sim.published import CONTENDERS, Setting, scenario_of, settings, share_of_ideal
+from ultraep.sim.run import Result
 
-NONE, IDEAL = CONTENDERS[0], CONTENDERS[-1]
-OURS = Contender("ultraep", "ultraep")
-THEIRS = Contender("quota", "quota", slots=2)
 NAMES = {"quota": "UltraEP as published (`quota`)", "ultraep": "**`ultraep`, one slot**"}
 WITHIN = 5.0  # points
-
-
-@dataclass(frozen=True)
-class Effort:
-    """How much is simulated."""
-
-    layers: int | None  # of every model; None: all
-    steps: int
-    processes: int
-    points: int  # of a study, at most
-
-    def cut(self, scenario: Scenario) -> Scenario:
-        """The same scenario with fewer layers, and accordingly less time to wait for them."""
-        if self.layers is None:
-            return scenario
-        model = replace(scenario.model, layers=self.layers, dense_layers=0)
-        job = scenario.job
-        if isinstance(job, Serving):
-            limit = job.requests.limit_s * self.layers / scenario.model.layers
-            job = replace(job, requests=replace(job.requests, limit_s=limit))
-        return replace(scenario, model=model, job=job)
-
-    def run(self, scenario: Scenario, contenders: Sequence[Contender]) -> list[Result]:
-        return simulate(self.cut(scenario), contenders, processes=self.processes)
-
-
-FULL = Effort(layers=None, steps=2, processes=2, points=99)
-TOY = Effort(layers=4, steps=1, processes=1, points=2)
-
-
-class Page:
-    """Markdown, and pictures beside it."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.parts: list[str] = []
-
-    def text(self, *lines: str) -> None:
-        self.parts.append("\n".join(lines) + "\n")
-
-    def table(self, head: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-        lines = [head, ["---"] * len(head), *rows]
-        self.parts.append("\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n")
-
-    def picture(self, name: str, what: str, draw: Callable[[Any], None], width: float = 7) -> None:
-        """Draw into one picture; the same figures give the same bytes."""
-        import matplotlib as mpl
-
-        mpl.use("Agg")
-        from matplotlib import pyplot as plt
-
-        mpl.rcParams.update({"svg.hashsalt": "ultraep", "font.size": 9})
-        figure, axes = plt.subplots(figsize=(width, 2.8), layout="constrained")
-        draw(axes)
-        with whole_file(self.folder / f"{name}.svg") as file:
-            figure.savefig(file, format="svg", metadata={"Date": None})
-        plt.close(figure)
-        self.parts.append(f"![{what}]({name}.svg)\n")
-
-    def write(self) -> None:
-        write_text(self.folder / "paper.md", "\n".join(self.parts))
-
-
-# -- the published settings ----------------------------------------------------------------------
+Found = list[tuple[Setting, list[Result]]]
 
 
 def published(page: Page, effort: Effort) -> None:
@@ -158,7 +76,7 @@ def setting_table(page: Page, setting: Setting, results: list[Result]) -> None:
     page.table(head.split(", "), rows)
 
 
-def picture_of_shares(page: Page, found: list[tuple[Setting, list[Result]]]) -> None:
+def picture_of_shares(page: Page, found: Found) -> None:
     def draw(axes: Any) -> None:
         colours = {"none": "#b0b0b0", "eplb": "#d8a657", "lplb": "#a9b665", "quota": "#7daea3"}
         for index, (setting, results) in enumerate(found):
@@ -181,7 +99,7 @@ def picture_of_shares(page: Page, found: list[tuple[Setting, list[Result]]]) -> 
     page.text("Bars: simulated. Marks: published.")
 
 
-def ours(page: Page, found: list[tuple[Setting, list[Result]]]) -> None:
+def ours(page: Page, found: Found) -> None:
     def means(label: str) -> tuple[float, float]:
         shares = [share_of_ideal(results)[label] for _, results in found]
         gains = [
@@ -205,7 +123,7 @@ def ours(page: Page, found: list[tuple[Setting, list[Result]]]) -> None:
     page.table(["", "share of forced balance", "over none"], rows)
 
 
-def errors(page: Page, found: list[tuple[Setting, list[Result]]]) -> None:
+def errors(page: Page, found: Found) -> None:
     """How many ratios fit, and what the published ones imply."""
     page.text("## How well it fits")
     counts: dict[str, list[float]] = {"calibrate": [], "hold back": []}
@@ -249,7 +167,7 @@ def swapped(setting: Setting, known: list[Result]) -> list[str]:
     return found
 
 
-def implied(page: Page, found: list[tuple[Setting, list[Result]]]) -> None:
+def implied(page: Page, found: Found) -> None:
     """The part of the time that grows with the fullest rank, if time is linear in it."""
 
     def part(gain: float, imbalance: float) -> float:
@@ -268,12 +186,12 @@ def implied(page: Page, found: list[tuple[Setting, list[Result]]]) -> None:
         "What the published figures imply: if the time of a step is a part that does not depend on the "
         "balance and a part that grows with the fullest rank, `none` and `EPLB` each say how large the "
         "latter is. One model on one kind of work has one such part; where two published columns, or two "
-        "models of nearly the same shape, disagree by a factor, no model of this kind can meet both.",
+        "models of nearly the same shape, disagree by a factor, no model of this kind can meet both."
     )
     page.table(["setting", "by none, published", "by EPLB, published", "by none, simulated"], rows)
 
 
-def exposed(page: Page, found: list[tuple[Setting, list[Result]]]) -> None:
+def exposed(page: Page, found: Found) -> None:
     """What a layer pays for balancing, forward."""
     rows = []
     for setting, results in found:
@@ -308,10 +226,7 @@ def measured(page: Page) -> None:
         "the one rate comes from forced balance. A dash: what was measured there was another plan. "
         "`python benchmarks/bench_sim.py`.",
     )
-    report = Kept()
-    bench_sim.on_card(report)  # type: ignore[arg-type]
-    bench_sim.on_cpu(report)  # type: ignore[arg-type]
-    for title, lines in report.tables:
+    for title, lines in (*bench_sim.card_tables(), bench_sim.cpu_table()):
         page.text(f"### {title.split(':')[0]}")
         rows = [
             [
@@ -325,202 +240,6 @@ def measured(page: Page) -> None:
             for line in lines
         ]
         page.table(["load", "policy", "predicted", "measured", "points"], rows)
-
-
-class Kept:
-    """Takes the place of a report, and keeps its tables."""
-
-    def __init__(self) -> None:
-        self.section = ""
-        self.tables: list[tuple[str, Sequence[Line]]] = []
-
-    def add(self, title: str, lines: Sequence[Line]) -> None:
-        self.tables.append((title, lines))
-
-
-# -- studies -------------------------------------------------------------------------------------
-
-
-def base(effort: Effort, **changes: Any) -> Scenario:
-    """Qwen3-235B training as published, one group, less of it."""
-    setting = next(setting for setting in settings() if setting.name == "qwen-train")
-    scenario = scenario_of(replace(setting, groups=1), steps=effort.steps)
-    return replace(scenario, **changes)
-
-
-def study(
-    page: Page,
-    effort: Effort,
-    title: str,
-    text: str,
-    cases: Sequence[tuple[str, Scenario, Contender]],
-    *,
-    picture: str = "",
-) -> None:
-    """A table with one line per case, and a picture of both shares if it has a name."""
-    rows = []
-    shares: list[tuple[str, float, float]] = []
-    for name, scenario, contender in list(cases)[: effort.points]:
-        none, mine, ideal = effort.run(scenario, [NONE, contender, IDEAL])
-        rows.append(
-            [
-                name,
-                f"{none.imbalance:.2f}",
-                f"{mine.imbalance:.3f}",
-                f"{mine.copies:.0f}",
-                percent(none.throughput / ideal.throughput),
-                percent(mine.throughput / ideal.throughput),
-                f"{mine.throughput / none.throughput:.2f}x",
-                f"{mine.memory.total / 1e9:.0f}",
-            ]
-        )
-        shares.append(
-            (name, none.throughput / ideal.throughput, mine.throughput / ideal.throughput)
-        )
-    page.text(f"### {title}", "", text)
-    head = ["", "imbalance before", "after", "copies", "none, share", "share", "over none", "GB"]
-    page.table(head, rows)
-    if picture:
-        page.picture(picture, title, lambda axes: draw_shares(axes, shares))
-
-
-def draw_shares(axes: Any, shares: list[tuple[str, float, float]]) -> None:
-    """Both shares over the cases."""
-    for index, (name, colour) in enumerate((("none", "#b0b0b0"), ("ultraep", "#c14a4a")), start=1):
-        values = [100 * row[index] for row in shares]
-        axes.plot(range(len(shares)), values, "o-", color=colour, label=name)
-    axes.set_xticks(range(len(shares)), [row[0] for row in shares])
-    axes.set_ylabel("% of forced balance")
-    axes.set_ylim(0, 108)
-    axes.legend(frameon=False)
-
-
-def studies(page: Page, effort: Effort) -> None:
-    """What changes with every knob."""
-    page.text(
-        "## What it depends on",
-        "",
-        "Qwen3-235B training, EP64, GB200 NVL72, 8192 tokens a rank, imbalance 2.86, one slot, tolerance "
-        "0.01, unless said otherwise. GB: what the fullest device needs.",
-    )
-    start = base(effort)
-    slots = [
-        (f"{count} slots" if count != 1 else "1 slot", start, replace(OURS, slots=count))
-        for count in range(5)
-    ]
-    study(
-        page, effort, "Spare slots", "With one slot there is nothing left to gain from more.", slots
-    )
-    tolerances = [
-        (f"{value:g}", start, replace(OURS, tolerance=value))
-        for value in (0.0, 0.005, 0.01, 0.02, 0.05, 0.1)
-    ]
-    study(
-        page,
-        effort,
-        "Tolerance",
-        "Exact balance needs most copies; a percent above the mean saves more than it costs.",
-        tolerances,
-    )
-    tokens = [
-        (f"{count}", replace(start, job=training_of(start, tokens=count)), OURS)
-        for count in (256, 512, 1024, 2048, 4096, 8192, 16384)
-    ]
-    study(
-        page,
-        effort,
-        "Tokens of a rank",
-        "Copies cost the same for few tokens; below some thousand they eat what they save.",
-        tokens,
-        picture="tokens",
-    )
-    relays = [
-        (mode, start, replace(OURS, runtime=replace(runtime_of("ultraep"), relay=mode)))
-        for mode in ("direct", "chain", "auto")
-    ]
-    study(page, effort, "Relays", "`direct`: relays off.", relays)
-    study(
-        page,
-        effort,
-        "Domain smaller than the group",
-        "Copies stay in the domain of their home; rows between domains go over the network, which "
-        "becomes the limit for everyone. H200 with NVLink domains of 8, then GB200 devices in "
-        "domains of several sizes; 400 Gbit/s per device beyond.",
-        domains(effort),
-    )
-    links = [
-        (f"{rate} GB/s", replace(start, cluster=replace(start.cluster, link_gb_s=rate)), OURS)
-        for rate in (100, 225, 450, 900, 1800)
-    ]
-    text = "Rows and weights share it."
-    study(page, effort, "Rate of the fast link", text, links, picture="links")
-
-
-def domains(effort: Effort) -> list[tuple[str, Scenario, Contender]]:
-    start = base(effort)
-    h200 = replace(start, cluster=load_cluster("h200-nvl8"), job=training_of(start, pipeline=1))
-    racks = [
-        (f"GB200, domains of {size}", replace(start, domain=size), OURS) for size in (8, 16, 32, 64)
-    ]
-    return [("H200, domains of 8", h200, OURS), *racks]
-
-
-def training_of(scenario: Scenario, **changes: Any) -> Training:
-    assert isinstance(scenario.job, Training)
-    if "tokens" in changes:
-        changes["sequence"] = changes["tokens"]
-    return replace(scenario.job, **changes)
-
-
-def scaling(page: Page, effort: Effort) -> None:
-    """More groups, and larger groups."""
-    page.text("## Scaling")
-    start = base(effort)
-    groups = [
-        (f"{64 * count}", replace(start, job=training_of(start, groups=count)), OURS)
-        for count in (1, 4, 10, 20, 40)
-    ]
-    study(
-        page,
-        effort,
-        "Data-parallel groups of EP64, up to 2,560 devices",
-        "Devices in the first column. A step waits for its slowest group.",
-        groups,
-    )
-    study(
-        page,
-        effort,
-        "Ranks of a group, up to EP1024",
-        "DeepSeek-V3 with its experts cut into quarters (1,024 experts, top-32, the same weights in all), "
-        "on a GB200-like cluster whose fast link joins all ranks. The router's skew is the same "
-        "everywhere (imbalance 2 at EP64): the more ranks, the fewer experts each has, and the worse it is.",
-        wide(effort),
-        picture="ranks",
-    )
-
-
-def wide(effort: Effort) -> list[tuple[str, Scenario, Contender]]:
-    whole = load_model("deepseek-v3-671b")
-    model = replace(whole, name="deepseek-v3-quarters", experts=1024, top_k=32, expert_width=512)
-    layers = range(model.dense_layers, effort.layers or model.layers)
-    skew = fit_skew(2.0, Topology(ranks=64, experts=1024), 32, layers, noise=0.25)
-    cluster = replace(load_cluster(CLUSTER), domain=1024, title="GB200-like, one fast link for all")
-    job = Training(tokens=4096, sequence=4096, pipeline=4, microbatches=4, steps=effort.steps)
-    return [
-        (
-            f"EP{ranks}",
-            Scenario(cluster=cluster, model=model, workload=skew, job=job, ranks=ranks),
-            OURS,
-        )
-        for ranks in (32, 64, 128, 256, 512, 1024)
-    ]
-
-
-# -- the page ------------------------------------------------------------------------------------
-
-
-def percent(share: float) -> str:
-    return f"{100 * share:.1f} %"
 
 
 def by_label(results: list[Result]) -> dict[str, Result]:

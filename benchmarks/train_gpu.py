@@ -1,7 +1,7 @@
 """Train a byte-level MoE language model as EP8 on one card, and keep the trace of it.
 
 Green contexts cut the card into eight partitions, one for each rank of the group. Every rank has a
-CUDA graph of the whole model, forward and backward, on a `DeviceBalancer`; all graphs run at the
+CUDA graph of the whole model, forward and backward, on the mapped data plane; all graphs run at the
 same time and wait for each other by the memory that they share. The text is Python's own library:
 code, prose and tables, one after the other, again and again. Loads of every layer, and the rows
 that really arrived in every slot, are read from the card and recorded.
@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -26,8 +25,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from timing import on_gpu
 from torch import nn
 from torch.nn.functional import cross_entropy, linear, scaled_dot_product_attention
+from world import Card, Partition, Rank, split
 
 import ultraep
 from ultraep.arrays import IntArray
@@ -35,7 +36,6 @@ from ultraep.demo.model import VOCABULARY, rotate
 from ultraep.demo.text import Text, files, prose, tables
 from ultraep.outputs import write_text
 
-os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 CUDA = torch.device("cuda")
 BF16 = torch.bfloat16
 EVEN = 1e-3  # weight of the auxiliary loss that asks routers to be even
@@ -110,11 +110,12 @@ class Block(nn.Module):
 
     def unevenness(self, x: torch.Tensor) -> torch.Tensor:
         """The usual auxiliary loss, of this rank: loads of the experts times probabilities."""
-        router = self.moe.router
+        router: Any = self.moe.router
         likely = linear(x.flatten(0, 1).float(), router.weight.float()).softmax(dim=-1)
         chosen = torch.zeros_like(likely).scatter_(1, likely.topk(router.top_k).indices, 1.0)
         share = chosen.mean(dim=0) / router.top_k
-        return likely.shape[1] * (share * likely.mean(dim=0)).sum()
+        uneven: torch.Tensor = likely.shape[1] * (share * likely.mean(dim=0)).sum()
+        return uneven
 
 
 class Model(nn.Module):
@@ -141,33 +142,32 @@ class Model(nn.Module):
         return loss, loss + EVEN * uneven / len(self.blocks)
 
 
-class Rank:
-    """One rank: its partition, its part of the model, and a graph of a step."""
+class ModelRank(Rank):
+    """A rank with its part of the model; a step is its forward and backward pass."""
 
-    def __init__(self, number: int, options: Options, partition: Any, peers: Any) -> None:
-        self.number, self.options, self.stream = number, options, partition.stream()
-        self.balancer = ultraep.DeviceBalancer(
+    def __init__(self, number: int, options: Options, partition: Partition, peers: Any) -> None:
+        super().__init__(number, partition)
+        self.join(
             peers,
+            (self.stream, self.stream),  # one after the other: a graph without branches
             experts=options.experts,
             tokens=options.tokens,
-            top_k=options.top_k,
             slots=options.slots,
             policy=options.policy,
             capacity=options.ranks * options.tokens * options.top_k,  # whatever the router does
             timeout=10.0,
-            sms=partition.sms,
-            streams=(self.stream, self.stream),  # one after the other: a graph without branches
         )
         self.model = Model(options, self.balancer)
+        ids = torch.zeros(options.tokens, options.top_k, dtype=torch.int64, device=CUDA)
+        row = torch.zeros(1, options.hidden, dtype=BF16, device=CUDA)
         for block in self.blocks():
-            self.balancer.prepare(block.moe.experts.bundle, options.hidden, BF16)
+            self.balancer.prepare(ids, row, block.moe.experts.bundle)
         shape = (options.sequences, options.length + 1)
         self.tokens = torch.zeros(shape, dtype=torch.int64, device=CUDA)
         self.loss = torch.zeros((), device=CUDA)
         self.counts = torch.zeros(options.layers, options.experts, dtype=torch.int32, device=CUDA)
         slots = options.experts // options.ranks + options.slots
         self.begins = torch.zeros(options.layers, slots + 1, dtype=torch.int32, device=CUDA)
-        self.graph: Any = None
         self.watch()
 
     def blocks(self) -> Iterator[Any]:
@@ -183,7 +183,7 @@ class Rank:
                 self.counts[layer].zero_().scatter_add_(0, ids, ones)
 
             def arrive(_: Any, given: Any, layer: int = layer) -> None:
-                self.begins[layer].copy_(given[0].counts)
+                self.begins[layer].copy_(given[0].offsets)
 
             block.moe.router.register_forward_hook(count)
             block.moe.experts.register_forward_pre_hook(arrive)
@@ -195,18 +195,18 @@ class Rank:
                 self.model(self.tokens, alone=True)[1].backward()
         torch.cuda.synchronize()
 
+    def step(self) -> None:
+        loss, whole = self.model(self.tokens)
+        whole.backward()
+        self.loss.copy_(loss.detach())
+
     def capture(self) -> None:
-        """A graph of one step. Nothing runs yet, so no rank waits for another."""
         for parameter in self.model.parameters():
             parameter.grad = None
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph, stream=self.stream, capture_error_mode="relaxed"):
-            loss, whole = self.model(self.tokens)
-            whole.backward()
-            self.loss.copy_(loss.detach())
+        super().capture()
 
 
-class World:
+class Training(Card):
     """All ranks of the card, and one optimizer for all of them.
 
     Experts are trained where they are. Of the rest every rank has a copy; its gradients are
@@ -214,14 +214,12 @@ class World:
     """
 
     def __init__(self, options: Options) -> None:
-        from partitions import split
-
         from ultraep.runtime.mapped.peers import LocalPeers
 
         self.options = options
         group = LocalPeers(options.ranks)
         parts = split(options.ranks, options.sms)
-        self.ranks = [Rank(n, options, part, group.of(n)) for n, part in enumerate(parts)]
+        super().__init__([ModelRank(n, options, part, group.of(n)) for n, part in enumerate(parts)])
         named = [dict(rank.model.named_parameters()) for rank in self.ranks]
         self.experts = [p for own in named for name, p in own.items() if ".experts." in name]
         self.rest: list[list[Any]] = [
@@ -230,9 +228,7 @@ class World:
         torch.cuda.synchronize()
         for rank in self.ranks:
             rank.warm()
-        for rank in self.ranks:
-            rank.capture()
-        torch.cuda.synchronize()
+        self.capture()
         self.trained: list[Any] = [*self.experts, *self.rest[0]]
         self.masters = [parameter.detach().float() for parameter in self.trained]
         self.optimizer = torch.optim.AdamW(
@@ -243,13 +239,7 @@ class World:
         """One step of all ranks, then of the optimizer."""
         for rank, own in zip(self.ranks, tokens, strict=True):
             rank.tokens.copy_(own, non_blocking=True)
-        main = torch.cuda.current_stream()
-        for rank in self.ranks:
-            rank.stream.wait_stream(main)
-            with torch.cuda.stream(rank.stream):
-                rank.graph.replay()
-        for rank in self.ranks:
-            main.wait_stream(rank.stream)
+        self.replay()
         torch.cuda.synchronize()
         self.descend(number)
 
@@ -294,10 +284,9 @@ def batch(text: Text, options: Options, step: int) -> torch.Tensor:
     return torch.stack(made).pin_memory()
 
 
-def note(world: World, recorders: list[Any], step: int) -> tuple[float, float]:
+def note(world: Training, recorders: list[Any], step: int) -> tuple[float, float]:
     """Record the last step; its mean imbalance before, and after by the rows that arrived."""
-    for rank in world.ranks:
-        rank.balancer.check()
+    world.check()
     topology, config = world.ranks[0].balancer.topology, world.ranks[0].balancer.config
     found = []
     for layer, (loads, slot_rows) in enumerate(zip(world.loads(), world.arrived(), strict=True)):
@@ -314,7 +303,7 @@ def note(world: World, recorders: list[Any], step: int) -> tuple[float, float]:
 def train(options: Options, out: Path) -> dict[str, Any]:
     """All steps; what was measured."""
     text = Text(SUBJECTS)
-    world = World(options)
+    world = Training(options)
     balancer = world.ranks[0].balancer
     told = f"train_gpu.py: bytes of Python's library, {json.dumps(asdict(options))}"
     recorders = [
@@ -335,8 +324,7 @@ def train(options: Options, out: Path) -> dict[str, Any]:
                     f"{subject:7s} {seconds:6.1f} s",
                     flush=True,
                 )
-    for rank in world.ranks:
-        rank.balancer.check()
+    world.check()
     for recorder in recorders:
         recorder.close()
     took = time.perf_counter() - began
@@ -352,8 +340,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, required=True, help="folder for trace and result")
     given = parser.parse_args()
-    if not torch.cuda.is_available():
-        raise SystemExit("train_gpu.py needs a GPU")
+    on_gpu(toy=False)
     options = Options(steps=given.steps, policy=given.policy, every=given.every, seed=given.seed)
     given.out.mkdir(parents=True, exist_ok=True)
     result = train(options, given.out)

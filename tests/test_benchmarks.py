@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import quick_interpreter
+import torch
 
 import ultraep
 
@@ -25,16 +26,24 @@ SECTIONS = {
 }
 
 
-@pytest.fixture
-def harness(monkeypatch):
+@pytest.fixture(autouse=True)
+def _modules(monkeypatch):
     monkeypatch.syspath_prepend(BENCHMARKS)
+
+
+@pytest.fixture
+def harness():
     return import_module("harness")
 
 
 @pytest.fixture
-def optimum(monkeypatch):
+def timing():
+    return import_module("timing")
+
+
+@pytest.fixture
+def optimum():
     pytest.importorskip("scipy")
-    monkeypatch.syspath_prepend(BENCHMARKS)
     return import_module("optimum")
 
 
@@ -112,29 +121,60 @@ def test_plan_benchmark_refuses_nonsense(options, refusal):
     assert options[0] in told or "trace" in told or "unknown" in told
 
 
-def test_grouped_benchmark_keeps_its_tables_when_a_section_fails(
-    harness, monkeypatch, tmp_path, capsys
-):
-    grouped = import_module("bench_grouped")
+def test_a_section_that_fails_takes_nothing_from_the_others(harness, timing, tmp_path, capsys):
+    metric = harness.Metric("answer", "apples", "answer")
 
     def works(bench):
-        bench.table("a table", [harness.Line({"rows": 1}, {grouped.WORK_TIME: 2.0})])
+        bench.table("a table", [harness.Line({"rows": 1}, {metric: 2.0})])
 
     def fails(_):
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(grouped, "SECTIONS", {"one": works, "two": fails, "three": works})
     path = tmp_path / "rows.json"
-    report = harness.Report("grouped", ["bench_grouped.py"])
-    bench = grouped.Bench(report, grouped.TOY, grouped.Host(1), path)
-    failures = grouped.run(bench, ["one", "two", "three"])
-    assert [failure.partition(":")[0] for failure in failures] == ["two"]
+    report = harness.Report("test", ["bench_test.py"])
+    bench = harness.Bench(report, None, timing.Host(), path)
+    with pytest.raises(SystemExit, match=r"two: .*out of memory"):
+        bench.run({"one": works, "two": fails, "three": works}, ["one", "two", "three"])
     assert "out of memory" in capsys.readouterr().err
     found = [row["benchmark"] for row in json.loads(path.read_text())]
-    assert found == ["grouped/one", "grouped/three"]
+    assert found == ["test/one", "test/three"]
 
 
-def test_grouped_benchmark_divides_all_rows(harness):
+def test_make_bench_tells_what_it_leaves_out():
+    run_all = import_module("run_all")
+    runs, left_out = run_all.chosen(dict.fromkeys(run_all.here(), True))
+    assert (sorted(runs), left_out) == (SCRIPTS, [])
+    runs, left_out = run_all.chosen(dict.fromkeys(run_all.here(), False))
+    assert set(runs) | {line.split()[0] for line in left_out} == set(SCRIPTS)
+    assert "bench_single.py is left out: it needs a GPU" in left_out
+    assert runs["bench_transfer.py"] == ["--only", "copy,critical"]
+
+
+def test_stages_are_timed_from_outside():
+    world, cases = import_module("world"), import_module("load_cases")
+    shape = cases.Shape(hidden=8, ffn=8, experts=4, top_k=2, tokens=8)
+    ids = cases.even_ids(shape)[0]
+    weights = {"gate_up_proj": torch.randn(4, 16, 8), "down_proj": torch.randn(4, 8, 8)}
+    balancer = ultraep.Balancer(experts=4)
+    layer = world.given_layer(balancer, world.Given(ids, torch.full((8, 2), 0.5)), weights)
+    clock = world.StageClock(torch.zeros(64, dtype=torch.int64), write_ticks(iter(range(64))))
+    balancer.observe(clock)
+    clock.mark("begin")
+    layer(torch.randn(8, 8, requires_grad=True)).sum().backward()
+    clock.mark("backward end")
+    times = clock.times()
+    assert set(times) == {*world.STAGE_NAMES.values(), "backward end"}
+    assert sum(times.values()) == pytest.approx(1e-6 * (len(clock._stages) - 1))
+
+
+def write_ticks(ticks):
+    def stamp(stamps, index):
+        stamps[index] = next(ticks)
+
+    return stamp
+
+
+def test_grouped_benchmark_divides_all_rows():
     grouped = import_module("bench_grouped")
     for scale in (grouped.FULL, grouped.TOY):
         for shares in grouped.DIVISIONS.values():
@@ -150,23 +190,16 @@ def test_grouped_benchmark_refuses_nonsense(options, refusal):
     assert options[0] in told or "unknown" in told
 
 
-def test_time_call_gives_percentiles_of_the_repeats(harness):
-    calls = []
-    timing = harness.time_call(lambda: calls.append(1), repeats=5, warmup=2)
-    assert len(calls) == 7
-    assert 0 <= timing.p20 <= timing.p50 <= timing.p80
-
-
-def test_time_call_waits_for_the_device(harness):
+def test_time_call_gives_percentiles_of_the_repeats(timing):
     events = []
-    harness.time_call(
-        lambda: events.append("call"), 1, 0, synchronize=lambda: events.append("wait")
-    )
-    assert events == ["wait", "call", "wait"]
+    before = lambda: events.append("before")  # noqa: E731
+    found = timing.time_call(lambda: events.append("call"), repeats=5, warmup=2, before=before)
+    assert events == ["before", "call"] * 7
+    assert 0 <= found.p20 <= found.p50 <= found.p80
 
 
-def test_growth_law_is_the_exponent(harness):
-    assert harness.growth_law([1, 2, 4], [3, 12, 48]) == pytest.approx(2)
+def test_growth_law_is_the_exponent(timing):
+    assert timing.growth_law([1, 2, 4], [3, 12, 48]) == pytest.approx(2)
 
 
 def test_commands_name_no_place_of_this_machine(harness):

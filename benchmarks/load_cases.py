@@ -1,0 +1,146 @@
+"""The loads that benchmarks balance: by kind, with a hot rank, even, or recorded; and ids of them.
+
+Shapes: T tokens of a rank, K experts per token, R ranks, E experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from ultraep import workload
+from ultraep.arrays import IntArray
+
+ORDERED, SHUFFLED = "zipf ordered", "zipf shuffled"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """A layer, the ranks that it is spread over, and the tokens of each of them."""
+
+    hidden: int
+    ffn: int
+    experts: int
+    top_k: int
+    tokens: int
+    ranks: int = 1
+
+    @property
+    def rows(self) -> int:
+        """Routed rows of a rank."""
+        return self.tokens * self.top_k
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A kind of load; the ratio is that of the Zipf families."""
+
+    family: str
+    ratio: float | None = None
+
+    @property
+    def name(self) -> str:
+        return self.family if self.ratio is None else f"{self.family} {self.ratio:g}"
+
+    def draw(self, ranks: int, experts: int, *, tokens: int, seed: int) -> IntArray:
+        """[R, E] loads, top-8 or less where there are few experts."""
+        if self.family == "one_hot":
+            return workload.one_hot(ranks, experts, tokens=tokens)
+        top_k = min(8, max(1, experts // 8))
+        if self.ratio is None:
+            generate = workload.uniform if self.family == "uniform" else workload.lognormal
+            return generate(ranks, experts, top_k=top_k, tokens=tokens, seed=seed)
+        return workload.zipf(
+            ranks,
+            experts,
+            ratio=self.ratio,
+            top_k=top_k,
+            tokens=tokens,
+            shuffled=self.family == SHUFFLED,
+            seed=seed,
+        )
+
+
+def zipf_kinds(ratios: Sequence[float]) -> list[Kind]:
+    return [Kind(family, ratio) for family in (ORDERED, SHUFFLED) for ratio in ratios]
+
+
+@dataclass(frozen=True)
+class HotRank:
+    """Ordered Zipf loads of a layer, and the spare slots that it gets against them."""
+
+    ratio: float
+    inner: float = 4.0  # how much one expert of a rank stands out
+    slots: int = 1
+
+    @property
+    def name(self) -> str:
+        kind = "one expert hot" if self.inner > 2 else "many experts hot"
+        return f"{kind} {self.ratio:g}"
+
+    def draw(self, shape: Shape) -> IntArray:
+        """[R, E] loads."""
+        options: dict[str, Any] = {"top_k": shape.top_k, "tokens": shape.tokens}
+        options |= {"ratio": self.ratio, "inner": self.inner}
+        return workload.zipf(shape.ranks, shape.experts, **options)
+
+
+def even(shape: Shape) -> IntArray:
+    """[R, E] the same load for every expert, from every rank."""
+    loads = np.full((shape.ranks, shape.experts), shape.rows // shape.experts)
+    assert loads.sum() == shape.ranks * shape.rows
+    return loads
+
+
+def ids_with(loads_E: IntArray, shape: Shape, seed: int) -> torch.Tensor:
+    """[T, K] ids with exactly these loads, no expert twice for one token, tokens in any order."""
+    line = np.repeat(np.arange(shape.experts), loads_E)
+    ids = line.reshape(shape.top_k, shape.tokens).T
+    return torch.from_numpy(np.random.default_rng(seed).permutation(ids).astype(np.int32))
+
+
+def even_ids(shape: Shape) -> torch.Tensor:
+    """[R, T, K] the same number of rows for every expert, from every rank."""
+    rows = torch.arange(shape.ranks * shape.rows) % shape.experts
+    return rows.reshape(shape.ranks, shape.tokens, shape.top_k)
+
+
+def skewed_ids(shape: Shape, ratio: float, seed: int = 0) -> torch.Tensor:
+    """[R, T, K] different experts per token; the fullest rank holds `ratio` times the mean."""
+    generator = torch.Generator().manual_seed(seed)
+    noise = torch.empty(shape.ranks, shape.tokens, shape.experts)
+    noise = -noise.exponential_(generator=generator).log()
+    homes = torch.arange(shape.experts) // (shape.experts // shape.ranks)
+    inside = torch.arange(shape.experts) % (shape.experts // shape.ranks)
+    low, high = 0.0, 20.0
+    for _ in range(30):
+        steep = (low + high) / 2
+        scores = noise - steep * homes - 1.5 * torch.log1p(inside)
+        ids = scores.topk(shape.top_k, dim=-1).indices
+        loads = torch.bincount(homes[ids].reshape(-1), minlength=shape.ranks)
+        steeper = loads.max() / loads.double().mean() < ratio
+        low, high = (steep, high) if steeper else (low, steep)
+    return ids
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedRouting:
+    """Recorded routing, cut into windows that each become a microbatch."""
+
+    path: Path
+    experts: int | None
+    window: int
+
+    def microbatches(self, ranks: int) -> Iterator[tuple[IntArray, IntArray | None]]:
+        """[R, E] loads of every layer of every window, and those of the window before, if any."""
+        texts = workload.read_routing(self.path)
+        experts = self.experts or 1 << max(int(ids.max()) for ids in texts).bit_length()
+        for ids in texts:
+            loads = workload.loads_of_windows(ids, ranks=ranks, experts=experts, tokens=self.window)
+            for window, layer in np.ndindex(loads.shape[:2]):
+                yield loads[window, layer], loads[window - 1, layer] if window else None

@@ -1,0 +1,75 @@
+"""All benchmarks that this machine can run, one after the other: `make bench`.
+
+    python benchmarks/run_all.py --quick    # less of each
+
+What cannot run here is told first, in a line each, with the reason.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+
+HERE = Path(__file__).resolve().parent
+NEEDS = {  # the others run anywhere
+    "bench_control.py": ("a GPU",),
+    "bench_grouped.py": ("a GPU",),
+    "bench_layer_gpu.py": ("a GPU", "cuda-python"),
+    "bench_plan.py": ("scipy",),
+    "bench_single.py": ("a GPU",),
+}
+PARTLY = {  # sections that run without something
+    "bench_grouped.py": ("cuda-python", "grouped,skew,dense"),
+    "bench_transfer.py": ("a GPU", "copy,critical"),
+}
+
+
+def here() -> dict[str, bool]:
+    """What this machine has."""
+    cuda = find_spec("cuda") is not None and find_spec("cuda.bindings") is not None
+    known = {"a GPU": torch.cuda.is_available(), "cuda-python": cuda}
+    return known | {"scipy": find_spec("scipy") is not None}
+
+
+def chosen(has: Mapping[str, bool]) -> tuple[dict[str, list[str]], list[str]]:
+    """The options of every script that can run; and of what cannot, a line with the reason."""
+    runs: dict[str, list[str]] = {}
+    left_out = []
+    for script in sorted(path.name for path in HERE.glob("bench_*.py")):
+        lacking = [need for need in NEEDS.get(script, ()) if not has[need]]
+        need, sections = PARTLY.get(script, ("", ""))
+        if lacking:
+            left_out.append(f"{script} is left out: it needs {' and '.join(lacking)}")
+        elif need and not has[need]:
+            left_out.append(f"{script} runs --only {sections}: the rest needs {need}")
+            runs[script] = ["--only", sections]
+        else:
+            runs[script] = []
+    return runs, left_out
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    size = parser.add_mutually_exclusive_group()
+    for name in ("--toy", "--quick"):
+        size.add_argument(name, dest="size", action="store_const", const=[name], default=[])
+    options = parser.parse_args()
+    runs, left_out = chosen(here())
+    print(*left_out, sep="\n", flush=True)
+    failed = []
+    for script, own in runs.items():
+        print(f"\n== {script}", flush=True)
+        command = [sys.executable, str(HERE / script), *own, *options.size]
+        failed += [script] if subprocess.run(command, check=False).returncode else []
+    if failed:
+        raise SystemExit(f"failed: {', '.join(failed)}")
+
+
+if __name__ == "__main__":
+    main()

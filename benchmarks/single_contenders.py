@@ -1,0 +1,263 @@
+"""Contenders of bench_single.py: the layers and experts of one rank that are compared.
+
+Shapes: T tokens, K experts per token, E experts, A = T * K rows, D model width, F hidden width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import accumulate
+from typing import Any
+
+import torch
+from load_cases import Shape
+from timing import Clock
+from torch import nn
+from torch.nn.functional import silu
+from world import Given, given_layer
+
+import ultraep
+from ultraep.dispatch import Arrivals
+from ultraep.experts import ExpertsFrom
+from ultraep.loan import serve
+
+Layer = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # rows and gates to outputs
+Make = Callable[["Inputs", Mapping[str, Any]], Layer]
+
+
+def name_of(shape: Shape) -> str:
+    return f"{shape.hidden}/{shape.ffn}/{shape.experts}/{shape.top_k}"
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Rows with their gates, the gradient of the outputs, and weights; of one shape."""
+
+    shape: Shape
+    ids: torch.Tensor  # [T, K]
+    x: torch.Tensor
+    gates: torch.Tensor
+    dy: torch.Tensor
+    weights: dict[str, torch.Tensor]
+
+    @classmethod
+    def of_tokens(cls, shape: Shape, clock: Clock) -> Inputs:
+        """[T, D] tokens, and [T, K] gates of their choices."""
+        generator = torch.Generator(device=clock.device).manual_seed(0)
+        options: dict[str, Any] = {"generator": generator, "device": clock.device}
+        drawn = partial(torch.randn, dtype=clock.dtype, **options)
+        x, dy = (drawn(shape.tokens, shape.hidden) for _ in range(2))
+        scores = torch.rand(shape.tokens, shape.experts, **options)
+        best, ids = scores.topk(shape.top_k, dim=1)
+        gate_up = drawn(shape.experts, 2 * shape.ffn, shape.hidden).mul_(shape.hidden**-0.5)
+        down = drawn(shape.experts, shape.hidden, shape.ffn).mul_(shape.ffn**-0.5)
+        weights = {"gate_up_proj": gate_up, "down_proj": down}
+        return cls(shape, ids, x, best / best.sum(dim=1, keepdim=True), dy, weights)
+
+    def arrived(self) -> Inputs:
+        """[A, D] rows as they arrive at the experts, and [A] their gates."""
+        order = self.ids.flatten().argsort(stable=True)
+        token = order // self.shape.top_k
+        gates = self.gates.flatten()[order]
+        return replace(self, x=self.x[token], gates=gates, dy=self.dy[token])
+
+    def counts(self) -> list[int]:
+        """[E] rows of every expert."""
+        counts = torch.bincount(self.ids.flatten(), minlength=self.shape.experts)
+        found: list[int] = counts.tolist()
+        return found
+
+
+class Contender:
+    """A layer with leaves of its own over the same numbers."""
+
+    def __init__(self, inputs: Inputs, make: Make) -> None:
+        self._dy = inputs.dy
+        self._x, self._gates = (t.detach().requires_grad_() for t in (inputs.x, inputs.gates))
+        weights = {name: nn.Parameter(tensor) for name, tensor in inputs.weights.items()}
+        self._leaves = {"x": self._x, "gates": self._gates, **weights}
+        self._layer = make(inputs, weights)
+
+    def forward(self) -> torch.Tensor:
+        for leaf in self._leaves.values():
+            leaf.grad = None
+        return self._layer(self._x, self._gates)
+
+    def step(self) -> None:
+        self.forward().backward(self._dy)
+
+    def results(self) -> dict[str, torch.Tensor]:
+        """The outputs of a step, and the gradients of all that it was given."""
+        y = self.forward()
+        found = {"outputs": y.detach().clone()}  # backward may write over them
+        y.backward(self._dy)
+        for name, leaf in self._leaves.items():
+            assert leaf.grad is not None, name
+            found[f"gradient of {name}"] = leaf.grad.clone()
+            leaf.grad = None
+        return found
+
+
+class Gathered(torch.autograd.Function):
+    """Rows of tokens in the order of experts; the sum over choices gathers what comes back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, order: torch.Tensor, back: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(back)
+        ctx.shape = len(x), -1, x.shape[1]
+        return x.index_select(0, order // (len(order) // len(x)))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (back,) = ctx.saved_tensors
+        return gradients[0].index_select(0, back).view(ctx.shape).sum(dim=1), None, None
+
+
+class Permuted(torch.autograd.Function):
+    """Rows in another order, and their gradients in the old one."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: torch.Tensor, order: torch.Tensor, back: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.save_for_backward(back)
+        return rows.index_select(0, order)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (back,) = ctx.saved_tensors
+        return gradients[0].index_select(0, back), None, None
+
+
+def network(rows: torch.Tensor, ends: torch.Tensor, tensors: Mapping[str, Any]) -> torch.Tensor:
+    """SwiGLU experts by the grouped products of torch; `ends`: where the rows of each end."""
+    gate_up, down = (tensors[name].mT for name in ("gate_up_proj", "down_proj"))
+    gate, value = torch._grouped_mm(rows, gate_up, offs=ends).chunk(2, dim=-1)
+    return torch._grouped_mm(silu(gate) * value, down, offs=ends)
+
+
+def counted_network(rows: torch.Tensor, counts: list[int], tensors: dict[str, Any]) -> torch.Tensor:
+    """The same for the seam, which tells how many rows each expert has."""
+    ends = torch.tensor([*accumulate(counts)], dtype=torch.int32, pin_memory=rows.is_cuda)
+    return network(rows, ends.to(rows.device, non_blocking=True), tensors)
+
+
+def with_torch(inputs: Inputs, weights: Mapping[str, Any], *, gathers: bool) -> Layer:
+    """The layer that torch alone gives."""
+    every = torch.arange(inputs.shape.experts, device=inputs.ids.device)
+
+    def layer(x: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
+        chosen, order = inputs.ids.flatten().sort(stable=True)
+        ends = torch.searchsorted(chosen, every, right=True, out_int32=True)
+        gates = gates.to(x.dtype)
+        if not gathers:
+            token = order // inputs.shape.top_k
+            outputs = network(x.index_select(0, token), ends, weights)
+            outputs = outputs * gates.flatten()[order, None]
+            return torch.zeros_like(x).index_add(0, token, outputs)
+        back = torch.empty_like(order)
+        back[order] = torch.arange(len(order), device=order.device)
+        outputs = network(apply(Gathered, x, order, back), ends, weights)
+        choices = apply(Permuted, outputs, back, order).view(*gates.shape, -1)
+        return torch.bmm(gates[:, None], choices).squeeze(1)
+
+    return layer
+
+
+def apply(function: Any, *args: torch.Tensor) -> torch.Tensor:
+    found: torch.Tensor = function.apply(*args)
+    return found
+
+
+def with_ultraep(
+    inputs: Inputs, weights: Mapping[str, Any], *, path: str, generic: bool = False
+) -> Layer:
+    """Our layer on one data plane, with our experts or with those of torch."""
+    shape, router = inputs.shape, Given(inputs.ids)
+    balancer = ultraep.Balancer(experts=shape.experts, data_plane=path)
+    if generic:
+        home = list(range(shape.experts))
+        experts = ExpertsFrom(counted_network, dict(weights), home)
+        moe = ultraep.BalancedMoE(router, experts, balancer=balancer)
+    else:
+        moe = given_layer(balancer, router, weights)
+
+    def layer(x: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
+        router.gates = gates
+        y: torch.Tensor = moe(x)
+        return y
+
+    return layer
+
+
+def experts_alone(inputs: Inputs, weights: Mapping[str, Any]) -> Layer:
+    """The experts of torch on rows that have arrived."""
+    ends = torch.tensor(inputs.counts(), device=inputs.x.device).cumsum(0, dtype=torch.int32)
+
+    def experts(rows: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
+        return network(rows, ends, weights) * gates.to(rows.dtype)[:, None]
+
+    return experts
+
+
+@dataclass(frozen=True)
+class Arrived:
+    """What the experts need of an exchange: where the rows of every slot begin."""
+
+    offsets: torch.Tensor
+    known: list[int] | None  # to the host; None: it must wait for the device
+
+    def begins(self) -> list[int]:
+        return self.offsets.tolist() if self.known is None else self.known
+
+
+def through_the_seam(inputs: Inputs, weights: Mapping[str, Any], *, path: str) -> Layer:
+    """The same experts, lent their weights by a balancer: stage 6 of a layer, and stage 3."""
+    shape = inputs.shape
+    balancer = ultraep.Balancer(experts=shape.experts, data_plane=path, capacity=shape.rows)
+    bundle, ids = dict(weights), inputs.ids
+    loads = balancer.gather(ids, bundle=bundle)
+    plan = balancer.plan(loads)
+    begins = [0, *accumulate(inputs.counts())]
+    begins += begins[-1:] * balancer.topology.slots  # nobody is in the spare slots
+    offsets = torch.tensor(begins, dtype=torch.int32, device=ids.device)
+    exchange: Any = Arrived(offsets, begins if path == "messages" else None)
+
+    def experts(rows: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
+        with balancer.replicate(plan, loads, bundle) as copies:
+            return serve(counted_network, Arrivals(rows, gates, exchange), copies, bundle)
+
+    return experts
+
+
+PLANES = ("messages", "mapped")
+PLAIN: dict[str, Make] = {
+    "torch, index_add": partial(with_torch, gathers=False),
+    "torch, gathers": partial(with_torch, gathers=True),
+}
+OURS: dict[str, Make] = {path: partial(with_ultraep, path=path) for path in PLANES}
+GENERIC: dict[str, Make] = {
+    f"{path}, generic": partial(with_ultraep, path=path, generic=True) for path in PLANES
+}
+SEAM: dict[str, Make] = {path: partial(through_the_seam, path=path) for path in PLANES}
+
+
+def compare(contenders: Mapping[str, Contender], dtype: torch.dtype) -> None:
+    """Stop where a contender computes something else than the first one."""
+    most = 2e-2 if dtype == torch.bfloat16 else 1e-5
+    wanted: dict[str, torch.Tensor] = {}
+    for name, contender in contenders.items():
+        found = contender.results()
+        wanted = wanted or found
+        for what, tensor in found.items():
+            error = distance(tensor, wanted[what])
+            if not error <= most:
+                raise SystemExit(f"{what} of {name!r} differ by {error:.2e}, at most {most:.0e}")
+
+
+def distance(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    """Norm of the difference, over that of what is wanted."""
+    difference = torch.linalg.vector_norm(found.float() - wanted.float())
+    return float(difference / torch.linalg.vector_norm(wanted.float()))
