@@ -92,7 +92,7 @@ def clock_of(costs: Costs, topology: Topology, policy: str, tokens: int) -> Laye
     return LayerClock(costs=costs, topology=topology, tokens=tokens, **rest)
 
 
-def copies_of(made: Plan) -> Copies:
+def copies_of(made: Plan) -> CopySets:
     """A plan of the runtime, as the simulator keeps it."""
     loads_E = made.loads.sum(axis=0)
     away_E = np.bincount(made.replicas[:, 0], weights=made.quotas, minlength=len(loads_E))
