@@ -224,7 +224,7 @@ class Balancer(Unique):
 
     def plane(self, device: torch.device | str) -> DataPlane:
         """The data plane for tokens on that device; collective when it is first asked for."""
-        if isinstance(device, str):
+        if isinstance(device, str) or device.index is None:
             device = torch.empty(0, device=device).device
         if device not in self._planes:
             place = Place(Point.PLANE, 0, self._steps)
@@ -283,6 +283,7 @@ class Balancer(Unique):
         Unless that is said, the microbatches of a layer count as steps.
         """
         if self._recording is not None:
+            self._settle()  # what a device has not noted yet belongs to the step before
             self._recording.begin_step(step)
 
     @contextmanager

@@ -40,32 +40,48 @@ def choose(
     peers: memory that ranks map, if it is given.   meet: raises if not all ranks are here.
     """
     wanted = settings.data_plane
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise ConfigError(
+            "no data plane is chosen yet, and none can be in a graph: run a step before, outside "
+            "of a graph, or `prepare`"
+        )
     if wanted == "messages":
         return Choice("messages", "asked for")
     if wanted == "auto" and device.type == "cpu" and peers is None:
         return Choice("messages", "tokens are on the CPU")
-    obstacle = ""
+    reasons: list[str] = []
     if peers is None:
         meet()
-        peers, obstacle = _map(comm, device)
-    told = comm.gather_objects((device.type, obstacle))
-    _compare([kind for kind, _ in told])
-    reasons = [f"rank {rank}: {text}" for rank, (_, text) in enumerate(told) if text]
+        reasons = _told(comm, device, _obstacle())
+        if not reasons:  # on all ranks: to take memory is collective
+            peers, obstacle = _map(comm, device)
+            reasons = _told(comm, device, obstacle)
+    else:
+        _told(comm, device, "")
     if reasons and wanted == "mapped":
         raise ConfigError(f"data_plane='mapped' is not possible: {'; '.join(reasons)}")
     if reasons:
-        found = Choice("messages", obstacle or reasons[0])
+        found = Choice("messages", reasons[0])
     else:
         found = Choice("mapped", f"all {comm.size} ranks map each other's memory", peers)
     logger.info("data plane of %d ranks: %s (%s)", comm.size, found.name, found.reason)
     return found
 
 
+def _told(comm: Communicator, device: torch.device, obstacle: str) -> list[str]:
+    """The obstacles of all ranks."""
+    told = comm.gather_objects((device.type, obstacle))
+    _compare([kind for kind, _ in told])
+    return [f"rank {rank}: {text}" for rank, (_, text) in enumerate(told) if text]
+
+
+def _obstacle() -> str:
+    triton = next(info for info in BACKENDS if info.name == "triton")
+    return f"the backend 'triton' {triton.obstacle}" if triton.obstacle else ""
+
+
 def _map(comm: Communicator, device: torch.device) -> tuple[Peers | None, str]:
     """Memory that all ranks map, or why there is none."""
-    triton = next(info for info in BACKENDS if info.name == "triton")
-    if triton.obstacle:
-        return None, f"the backend 'triton' {triton.obstacle}"
     try:
         peers = comm.peers(device)
         peers.allocate("probe", 64)

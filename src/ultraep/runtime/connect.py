@@ -48,9 +48,10 @@ def connect(
     return TorchDistCommunicator(group, timeout)
 
 
-def connect_hosts(group: ProcessGroup) -> Communicator:
+def connect_hosts(group: ProcessGroup, timeout: float | None = None) -> Communicator:
     """The hosts of a group of GPUs, whose messages wait for no device; collective."""
     import torch.distributed as dist
 
     ranks = dist.get_process_group_ranks(group)
-    return connect(dist.new_group(ranks, backend="gloo", use_local_synchronization=True))
+    hosts = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+    return connect(hosts, timeout=timeout)

@@ -47,8 +47,8 @@ class Notebook(Protocol):
 
     def sent(self, microbatch: Microbatch, what: str, nbytes: int, copies: int, /) -> None: ...
 
-    def passed(self, microbatch: Microbatch, /) -> None:
-        """The microbatch may have left the layer, forward or backward."""
+    def passed(self, microbatch: Microbatch, began: float, /) -> None:
+        """The microbatch may have left the layer, in a pass that began then."""
 
 
 class Watch:
@@ -208,13 +208,13 @@ class HostClock:
 
     def end(self, stage: str, microbatch: Microbatch) -> None:
         self._spans.end(stage, microbatch)
-        self.passed(stage, microbatch)
+        self.passed(stage, microbatch, microbatch.began)
 
-    def passed(self, stage: str, microbatch: Microbatch) -> None:
+    def passed(self, stage: str, microbatch: Microbatch, began: float) -> None:
         """Note the end of a pass, if that was its last stage."""
         if stage in LAST_STAGES:
             for notebook in self._notebooks:
-                notebook.passed(microbatch)
+                notebook.passed(microbatch, began)
 
     def planned(self, microbatch: Microbatch, plan: AnyPlan) -> None:
         found = self._plans[microbatch] = plan.to_host()
@@ -259,7 +259,8 @@ class DeviceClock:
         if not torch.cuda.is_current_stream_capturing():
             self._spans.end(stage, microbatch)
             if stage in LAST_STAGES:
-                self._later(_event(), lambda: self._notes.passed(stage, microbatch))
+                began = microbatch.began  # until then, backward may have begun
+                self._later(_event(), lambda: self._notes.passed(stage, microbatch, began))
 
     def planned(self, microbatch: Microbatch, plan: AnyPlan) -> None:
         if not torch.cuda.is_current_stream_capturing():

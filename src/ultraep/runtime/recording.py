@@ -151,7 +151,7 @@ class Recording:
         """Add what was moved."""
         self._passes[microbatch].moved += nbytes
 
-    def passed(self, microbatch: Microbatch) -> None:
+    def passed(self, microbatch: Microbatch, began: float) -> None:
         """Hand over what was noted since the last time."""
         found = self._passes.get(microbatch)
         if found is None or found.key is None:
@@ -167,7 +167,7 @@ class Recording:
             "microbatch": number,
             "bytes_moved": moved,
             "seconds": seconds,
-            "began": microbatch.began,
+            "began": began,
         }
         if microbatch.again or found.recorded:
             self._recorder.more(**told)

@@ -39,7 +39,7 @@ class Stats:
         self._sent[f"{what}_bytes_sent"] += nbytes
         self._sent[f"{what}_copies_sent"] += copies
 
-    def passed(self, _: Microbatch) -> None:
+    def passed(self, _: Microbatch, __: float) -> None:
         """Nothing: sums know no microbatch."""
 
     def summary(self) -> dict[str, Any]:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from ultraep.comm import Communicator, Message, Peers
 from ultraep.errors import CommunicationError, ConfigError
+from ultraep.runtime.mapped.peers import LocalPeers
 
 # torch 2.13 renamed it and warns about the old name; 2.11 knows only that one.
 _all_gather: Callable[..., Any] = (
@@ -89,12 +90,16 @@ class TorchDistCommunicator:
         """Over gloo, and shared memory where all ranks are on one host."""
         from ultraep.runtime.connect import connect_hosts
 
-        return self if dist.get_backend(self._group) == "gloo" else connect_hosts(self._group)
+        if dist.get_backend(self._group) == "gloo":
+            return self
+        return connect_hosts(self._group, self._timeout)
 
     def peers(self, device: torch.device) -> Peers:
         """Symmetric memory of GPUs."""
         if device.type != "cuda":
             raise ConfigError(f"tokens are on {device}, and only GPUs map each other's memory")
+        if self.size == 1:
+            return LocalPeers(1, device).of(0)
         from ultraep.runtime.mapped.symmetric import SymmetricPeers
 
         return SymmetricPeers(self._group, device)

@@ -37,7 +37,8 @@ class Board:
         words = self._of_buffers + buffers * self._per_buffer
         self.region = peers.allocate("board", words * WORD)
         self.words = self.region.local.view(torch.int32)
-        self.patience = max(1, int(timeout * polls_per_second(peers.device)))
+        polls = int(timeout * polls_per_second(peers.device))
+        self.patience = min(max(1, polls), 2**31 - 1)  # kernels count in 32 bits
         self._no_table = peers.allocate("meetings", self.table_bytes(0))
         self._nothing = torch.zeros(1, dtype=torch.int32, device=peers.device)
 

@@ -47,6 +47,7 @@ class TritonProducts:
         dtype, width = rows_AK.dtype, weights.homes.shape[1]
         out_AN = rows_AK.new_empty(len(rows_AK), width) if out is None else out
         added = None if bias is None else fitting(bias, dtype)
+        scale = None if scale is None else scale.float()
         self._grouped.multiply(rows_AK, fitting(weights, dtype), out_AN, bias=added, scale=scale)
         return out_AN
 
@@ -68,6 +69,7 @@ class TritonProducts:
     def activate_backward(
         self, up: torch.Tensor, d_hidden_AF: torch.Tensor, scale_A: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        scale_A = scale_A.float()
         if self._activation.name == "swiglu":
             d_up, d_scale_A = torch.empty_like(up), torch.empty_like(scale_A)
             self._grouped.swiglu_backward(
@@ -90,6 +92,7 @@ class TritonProducts:
         *,
         scale: torch.Tensor | None = None,
     ) -> None:
+        scale = None if scale is None else scale.float()
         self._grouped.weight_gradients(d_out_AN, rows_AK, into, bias=bias, scale=scale)
 
 

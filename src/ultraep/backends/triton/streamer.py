@@ -144,6 +144,8 @@ class Streamer:
         pointers = tuple(zip(*columns, strict=True))
         key, capturing = (layout, pointers), self._capturing()
         known = self._captured.get(key) or self._sources.pop(key, None)
+        if known is None and capturing:
+            raise ConfigError("a graph is captured, and no step was run with these weights before")
         found = known or self._table(layout, columns)
         (self._captured if capturing else self._sources)[key] = found
         if len(self._sources) > MOST_SOURCES:

@@ -43,6 +43,7 @@ class MappedCopies:
         self._lent: ExitStack | None = None
         self._buffer: int | None = None  # that was lent last
         self._held: dict[str, torch.Tensor] = {}
+        self._sent: dict[str, Stack] = {}  # kept while kernels aside may read them
         self._gradients: dict[str, GradientSlots] = {}
 
     @property
@@ -83,6 +84,7 @@ class MappedCopies:
                             memory.streamer.size, dtype=torch.int32
                         )
                         memory.streamer.schedule(self._plan.replicas, layout, self.schedule)
+                    self._sent = tensors
                     memory.streamer.fill(self.schedule, layout, tensors, rows, self._buffer)
             self._lent = stack.pop_all()
         if not self._microbatch.back:
@@ -93,6 +95,7 @@ class MappedCopies:
         if self._lent is None:
             raise SlotError(f"the copies of {self} are lent inside of their `with` block only")
         self._memory.overlap.join("weights")
+        self._sent = {}
         return self._held
 
     def served_rows(self, like_AD: torch.Tensor) -> torch.Tensor:

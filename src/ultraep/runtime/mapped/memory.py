@@ -22,7 +22,7 @@ from ultraep.bundle import Layout
 from ultraep.comm import Peers, Region
 from ultraep.errors import LoadError, SlotError
 from ultraep.plane import Kinds
-from ultraep.runtime.mapped.overlap import Overlap
+from ultraep.runtime.mapped.overlap import Overlap, capturing
 from ultraep.runtime.mapped.peers import NamedPeers
 from ultraep.runtime.settings import DeviceShare
 from ultraep.topology import Topology
@@ -96,6 +96,11 @@ class MappedMemory:
         """The memory of that kind and size, of all ranks."""
         name = f"{kind} of {nbytes} bytes"
         if name not in self._regions:
+            if capturing(self.peers.device):
+                raise LoadError(
+                    f"there is no memory for {name!r} yet, and it cannot be taken in a graph: run "
+                    "such a step before, outside of a graph, or `prepare`"
+                )
             self._regions[name] = self.peers.allocate(name, nbytes)
         return self._regions[name]
 

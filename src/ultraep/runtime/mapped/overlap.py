@@ -21,6 +21,11 @@ import torch
 ASIDE = ("weights", "gradients")
 
 
+def capturing(device: torch.device) -> bool:
+    """Whether a graph is captured: nobody may wait then, or take memory that ranks share."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
 class Overlap:
     """The streams beside the main one, which is whatever stream is current.
 

@@ -29,6 +29,7 @@ from ultraep.runtime.history import History
 from ultraep.runtime.mapped.control import POLICIES, DevicePlan
 from ultraep.runtime.mapped.copies import MappedCopies
 from ultraep.runtime.mapped.exchange import MappedExchange
+from ultraep.runtime.mapped.overlap import capturing
 from ultraep.runtime.mapped.room import Room
 from ultraep.runtime.observe import Watch
 from ultraep.runtime.settings import Settings
@@ -100,7 +101,7 @@ class MappedPlane:
             return self._adopted
         if config == control.config:
             return control.plan(loads.on_device).kept()
-        if _capturing(self._peers.device):
+        if capturing(self._peers.device):
             raise ConfigError(
                 f"policy {config.policy!r} plans on the host and cannot be captured in a graph; "
                 f"the device plans {control.config.policy!r}"
@@ -172,6 +173,7 @@ class MappedPlane:
 
     def close(self) -> None:
         """Give back the shared memory; the process group stays."""
+        self._rooms.clear()
         self._peers.close()
         if self._hosts is not None and self._hosts is not self._comm:
             self._hosts.close()
@@ -182,7 +184,7 @@ class MappedPlane:
         tokens, top_k = (0, 0) if error else ids.shape
         room = self._fitting(tokens, top_k)
         asks = self._agreement is not None and (self.settings.verify or not self._rooms)
-        if not asks or _capturing(self._peers.device):
+        if not asks or capturing(self._peers.device):
             if error:
                 raise error
             return room or self._make_room_alone(tokens, top_k)
@@ -208,7 +210,7 @@ class MappedPlane:
 
     def _make_room_alone(self, tokens: int, top_k: int) -> Room:
         """The first memory; later, ranks would have to ask each other."""
-        if _capturing(self._peers.device) or self._rooms:
+        if capturing(self._peers.device) or self._rooms:
             has = ", ".join(f"{r.memory.tokens} x {r.memory.top_k}" for r in self._rooms)
             raise LoadError(
                 f"{tokens} tokens x {top_k} choices, but there is memory for {has or 'none'}, and "
@@ -234,7 +236,7 @@ class MappedPlane:
 
     def _meet(self, place: Place) -> None:
         """Hosts compare where they are, unless a graph is captured."""
-        if self._agreement is None or not self.settings.verify or _capturing(self._peers.device):
+        if self._agreement is None or not self.settings.verify or capturing(self._peers.device):
             return
         self._agreement.meet(place, torch.device("cpu"))
 
@@ -257,10 +259,6 @@ def _refused(ids: torch.Tensor) -> LoadError | None:
     if ids.dtype.is_floating_point or ids.dtype.is_complex or ids.dtype == torch.bool:
         return LoadError(f"ids must be integers, got {ids.dtype}")
     return None
-
-
-def _capturing(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def _check_current(device: torch.device) -> None:
