@@ -126,11 +126,11 @@ def test_without_a_word_a_gpu_maps_its_memory():
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 def test_messages_that_are_asked_for_give_the_same(dtype):
     example = example_of([40], dtype, bias=True)
+    wanted = dense(example)
     layers = {plane: alone(plane, example) for plane in PLANES}
     found = {plane: one_pass(layer, example) for plane, layer in layers.items()}
     assert [layer.balancer.plane("cuda").name for layer in layers.values()] == PLANES
     assert_alike(found["mapped"], found["messages"])
-    wanted = dense(example)
     assert_alike(found["mapped"], {"y": wanted.output, **wanted.gradients})
 
 
