@@ -66,7 +66,7 @@ def one_pass(layer, example, rank=0, *, owner=None, cast=False, **options):
     """
     owner = owner or layer
     owner.zero_grad()
-    x = example.inputs[rank].to(CUDA).requires_grad_()
+    x = example.inputs[rank].to(CUDA, copy=True).requires_grad_()
     with torch.autocast(CUDA.type, dtype=torch.bfloat16, enabled=cast):
         y = layer(x, **options)
     y.backward(example.gradients[rank].to(y))
@@ -126,11 +126,11 @@ def test_without_a_word_a_gpu_maps_its_memory():
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 def test_messages_that_are_asked_for_give_the_same(dtype):
     example = example_of([40], dtype, bias=True)
+    wanted = dense(example)
     layers = {plane: alone(plane, example) for plane in PLANES}
     found = {plane: one_pass(layer, example) for plane, layer in layers.items()}
     assert [layer.balancer.plane("cuda").name for layer in layers.values()] == PLANES
     assert_alike(found["mapped"], found["messages"])
-    wanted = dense(example)
     assert_alike(found["mapped"], {"y": wanted.output, **wanted.gradients})
 
 
@@ -257,7 +257,7 @@ class Captured:
     """A pass in a graph; tokens and gradients stay in their place."""
 
     def __init__(self, layer, example, rank=0):
-        self.x = example.inputs[rank].to(CUDA).requires_grad_()
+        self.x = example.inputs[rank].to(CUDA, copy=True).requires_grad_()
         self.gradient = example.gradients[rank].to(CUDA)
         self.layer, self.graph = layer, torch.cuda.CUDAGraph()
 
@@ -453,7 +453,7 @@ def watched(rank, group, folder):
     for step in (10, 20, 30):
         balancer.record_step(step)
         torch.cuda._sleep(50 * MILLISECOND)
-        x = example.inputs[rank].to(CUDA).requires_grad_()
+        x = example.inputs[rank].to(CUDA, copy=True).requires_grad_()
         for layer in layers:
             x = x + layer(x)
             plans.append(layer.last_plan)
