@@ -225,11 +225,9 @@ def place_with(slots: int) -> str:
         return away_from_home(*shares, topology)[:, 1:]
 
     name = f"eplb placed, {slots} slots"
-    ultraep.register_policy(name, needs_history=True)(place)
+    if name not in ultraep.policy_names():
+        ultraep.register_policy(name, needs_history=True)(place)
     return name
-
-
-EPLB = {slots: place_with(slots) for slots in sorted({load.slots for load in LOADS})}
 
 
 def eplb_plan(loads: IntArray, size: Size, slots: int) -> Plan:
@@ -246,7 +244,7 @@ def eplb_plan(loads: IntArray, size: Size, slots: int) -> Plan:
         homes.append(int(min(ranks, key=lambda rank: (homes.count(int(rank)), rank))))
     held = np.count_nonzero(places, axis=0) - np.bincount(homes, minlength=size.ranks)
     topology = replace(seen, slots=max(1, int(held.max())), homes=homes)
-    return ultraep.plan(loads, topology, BalanceConfig(policy=EPLB[slots]), history=past)
+    return ultraep.plan(loads, topology, BalanceConfig(policy=place_with(slots)), history=past)
 
 
 def plan_for(size: Size, load: HotRank, policy: str) -> tuple[IntArray, Plan]:
