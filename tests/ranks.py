@@ -94,7 +94,7 @@ class RankPool:
 
     def __init__(self, limit: int = 8) -> None:
         self.limit = limit
-        self.workers: list[Worker] = []
+        self.workers: dict[int, Worker] = {}  # by rank, for life: torch remembers meshes and places
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.runs = 0
         self.pids: list[int] = []  # of all that were ever started
@@ -121,24 +121,24 @@ class RankPool:
         assert size <= self.limit
         self._fill(size)
         self.runs += 1
-        for rank, worker in enumerate(self.workers[:size]):
+        for rank in range(size):
             job = Job(work, args, rank, size, self.store.port, f"run {self.runs}")
-            worker.pipe.send_bytes(pickle.dumps(job))
+            self.workers[rank].pipe.send_bytes(pickle.dumps(job))
         found = self._collect(size, time.monotonic() + timeout)
         self._dismiss({outcome.rank for outcome in found if outcome.kind == "lost"})
         return found
 
     def close(self) -> None:
-        self._dismiss(set(range(len(self.workers))), patience=PATIENCE)
+        self._dismiss(set(self.workers), patience=PATIENCE)
 
     def _fill(self, size: int) -> None:
-        self._dismiss({r for r, w in enumerate(self.workers) if w.process.poll() is not None})
-        while len(self.workers) < size:
-            self.workers.append(Worker())
-            self.pids.append(self.workers[-1].process.pid)
+        self._dismiss({r for r, w in self.workers.items() if w.process.poll() is not None})
+        for rank in set(range(size)) - self.workers.keys():
+            self.workers[rank] = Worker()
+            self.pids.append(self.workers[rank].process.pid)
 
     def _collect(self, size: int, until: float) -> list[Outcome]:
-        pending = {worker.pipe: rank for rank, worker in enumerate(self.workers[:size])}
+        pending = {self.workers[rank].pipe: rank for rank in range(size)}
         found: list[Outcome] = []
         while pending:
             ready = wait(list(pending), max(until - time.monotonic(), 0))
@@ -150,13 +150,12 @@ class RankPool:
         return sorted(found, key=lambda outcome: outcome.when)
 
     def _dismiss(self, ranks: set[int], patience: float = 0.0) -> None:
-        leaving = [self.workers[rank] for rank in ranks]
+        leaving = [self.workers.pop(rank) for rank in ranks]
         for worker in leaving:
             worker.pipe.close()
         until = time.monotonic() + patience
         for worker in leaving:
             worker.end(max(until - time.monotonic(), 0.0))
-        self.workers = [worker for worker in self.workers if worker not in leaving]
 
 
 def receive(rank: int, pipe: Connection) -> Outcome:
