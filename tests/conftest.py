@@ -42,8 +42,3 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="session")
-def quick_sort():
-    """Nothing: every test has it. Some still ask for it."""

@@ -122,7 +122,7 @@ def test_every_launched_kernel_has_an_example():
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_kernels_do_what_their_examples_show(name, quick_sort):
+def test_kernels_do_what_their_examples_show(name):
     told: list[str] = []
     RUNNER.run(EXAMPLES[name], out=told.append)
     assert not told, "".join(told)

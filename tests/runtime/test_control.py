@@ -24,7 +24,6 @@ from ultraep.backends.triton.device import default_device, interpreted
 from ultraep.backends.triton.planner import MAX_TILE
 from ultraep.reroute import reroute
 
-pytestmark = pytest.mark.usefixtures("quick_sort")
 DEVICE = default_device()
 only_interpreted = pytest.mark.skipif(not interpreted(), reason="its tokens are on the CPU")
 TOPOLOGIES = {
