@@ -8,7 +8,7 @@ import numpy as np
 
 from ultraep.sim.cluster import Cluster
 from ultraep.sim.costs import Costs, Rates
-from ultraep.sim.model import Grouped, Model
+from ultraep.sim.model import GroupedAttention, Model
 from ultraep.sim.planning import CopySets
 from ultraep.sim.runtime import Runtime
 from ultraep.topology import Topology
@@ -48,7 +48,7 @@ def small_model(**changes: Any) -> Model:
         "vocabulary": 16,
         "dense_width": 5,
         "shared_width": 2,
-        "attention": Grouped(kind="grouped", heads=2, kv_heads=1, head_width=4),
+        "attention": GroupedAttention(kind="grouped", heads=2, kv_heads=1, head_width=4),
     }
     return Model(**{**sizes, **changes})
 

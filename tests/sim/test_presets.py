@@ -15,7 +15,7 @@ import pytest
 from ultraep.errors import ConfigError, FileError
 from ultraep.policies import BUILT_IN
 from ultraep.sim.cluster import Cluster, load_cluster
-from ultraep.sim.model import Grouped, load_model
+from ultraep.sim.model import GroupedAttention, load_model
 from ultraep.sim.presets import as_record, presets
 from ultraep.sim.runtime import Runtime, runtime_of
 from ultraep.sim.serving import load_requests
@@ -122,7 +122,7 @@ def test_all_counts_of_a_small_model_by_hand() -> None:
 
 
 def test_windowed_layers_look_back_no_further() -> None:
-    attention = Grouped(
+    attention = GroupedAttention(
         kind="grouped", heads=2, kv_heads=1, head_width=4, window=10, windowed_layers=1
     )
     model = small_model(attention=attention)
@@ -267,7 +267,7 @@ def test_a_model_of_ones_own(written: Callable[[str], str]) -> None:
     model = load_model(written(MODEL))
     assert model.expert_weights == 3 * 64 * 32
     assert model.shared_width == model.dense_width == 0
-    assert model.attention == Grouped(kind="grouped", heads=4, kv_heads=2, head_width=16)
+    assert model.attention == GroupedAttention(kind="grouped", heads=4, kv_heads=2, head_width=16)
 
 
 def test_values_outside_of_tables_do_not_disturb(written: Callable[[str], str]) -> None:

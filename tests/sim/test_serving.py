@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from ultraep.errors import ConfigError
-from ultraep.sim.model import Grouped
+from ultraep.sim.model import GroupedAttention
 from ultraep.sim.serving import (
     Iteration,
     Requests,
@@ -97,7 +97,7 @@ def test_what_an_iteration_costs_by_hand() -> None:
 
 
 def test_a_window_makes_pairs_cheaper() -> None:
-    attention = Grouped(
+    attention = GroupedAttention(
         kind="grouped", heads=2, kv_heads=1, head_width=4, window=5, windowed_layers=3
     )
     serving = Serving(requests=requests(mean_tokens=40.0), chunk=10)

@@ -38,16 +38,17 @@ def command(
 
 def collect() -> dict[str, Any]:
     """All facts, as they are printed by `--json`."""
+    torch = _torch()
     return {
         "ultraep": __version__,
         "python": f"{platform.python_implementation()} {platform.python_version()}",
         "platform": platform.platform(),
         "cpus": os.cpu_count(),
         "packages": {name: _version(name) for name in PACKAGES},
-        "torch": _torch(),
+        "torch": torch,
         "backends": {info.name: info.available for info in BACKENDS},
         "chosen": {device: _chosen(device) for device in ("cpu", "cuda")},
-        "data_planes": {"cpu": "messages: tokens are on the CPU", "cuda": _plane_of_gpus()},
+        "data_planes": {"cpu": "messages: tokens are on the CPU", "cuda": _plane_of_gpus(torch)},
         "policies": policy_names(),
     }
 
@@ -81,16 +82,16 @@ def _torch() -> dict[str, Any]:
     }
 
 
-def _plane_of_gpus() -> str:
+def _plane_of_gpus(facts: dict[str, Any]) -> str:
     """The data plane of a group of all GPUs here, and why; groups on several hosts find out."""
-    obstacle = next(info.obstacle for info in BACKENDS if info.name == "triton")
-    if obstacle:
-        return f"messages: the backend 'triton' {obstacle}"
+    if not facts.get("available"):
+        return "messages: torch sees no GPU"
+    for info in BACKENDS:
+        if info.name == "triton" and info.obstacle:
+            return f"messages: the backend 'triton' {info.obstacle}"
     import torch
 
     count = torch.cuda.device_count()
-    if not count:
-        return "messages: torch sees no GPU"
     for one, other in combinations(range(count), 2):
         if not torch.cuda.can_device_access_peer(one, other):
             return f"messages: GPUs {one} and {other} do not map each other's memory"
