@@ -59,7 +59,8 @@ class DenseMoE(nn.Module):
         ids, weights = (self.replaced or self.route)(tokens)
         y = self.mix(tokens, ids, weights)
         if (gate_up := self.get("shared.gate_up.weight")) is not None:
-            y = y + swiglu(tokens, gate_up, self.get("shared.down.weight"))
+            down = self.get("shared.down.weight")
+            y = y + mlp(ACTIVATIONS["swiglu"], tokens, gate_up, down)
         return y.reshape(x.shape)
 
     def route(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -78,29 +79,29 @@ class DenseMoE(nn.Module):
         for expert in range(len(stacks[0])):
             token, choice = (ids == expert).nonzero(as_tuple=True)
             own = [None if stack is None else stack[expert] for stack in stacks]
-            outputs = outputs.index_put((token, choice), self.network(tokens[token], *own))
+            outputs = outputs.index_put((token, choice), mlp(self.activation, tokens[token], *own))
         return (weights.unsqueeze(-1).to(outputs.dtype) * outputs).sum(dim=1)
 
-    def network(
-        self,
-        rows: torch.Tensor,
-        gate_up: torch.Tensor,
-        down: torch.Tensor,
-        gate_up_bias: torch.Tensor | None = None,
-        down_bias: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        return linear(self.activation(linear(rows, gate_up, gate_up_bias)), down, down_bias)
 
-
-def swiglu(
+def mlp(
+    activation: Callable[[torch.Tensor], torch.Tensor],
     rows: torch.Tensor,
     gate_up: torch.Tensor,
     down: torch.Tensor,
     gate_up_bias: torch.Tensor | None = None,
     down_bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    gate, up = linear(rows, gate_up, gate_up_bias).chunk(2, dim=-1)
-    return linear(silu(gate) * up, down, down_bias)
+    return linear(activation(linear(rows, gate_up, gate_up_bias)), down, down_bias)
+
+
+def network(rows: torch.Tensor, counts: list[int], tensors: Mapping[str, Any]) -> torch.Tensor:
+    """SwiGLU experts, one after the other, with biases if there are some."""
+    outputs = []
+    for index, part in enumerate(rows.split(counts)):
+        own = {name: stack[index].to(rows) for name, stack in tensors.items()}
+        stacks = (own.get(name) for name in EXPERT_NAMES)
+        outputs.append(mlp(ACTIVATIONS["swiglu"], part, *stacks))
+    return torch.cat(outputs)
 
 
 def _flat(name: str) -> str:

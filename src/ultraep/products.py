@@ -148,11 +148,7 @@ class TorchProducts:
     def activate_backward(
         self, up: torch.Tensor, d_hidden_AF: torch.Tensor, scale_A: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        hidden_AF, scale_A1 = self._activation.apply(up), scale_A[: len(up), None].to(up.dtype)
-        d_up = self._activation.gradient(up, d_hidden_AF * scale_A1)
-        d_scale_A = scale_A.new_zeros(len(scale_A), dtype=accumulator(up.dtype))
-        d_scale_A[: len(up)] = dots(d_hidden_AF, hidden_AF)
-        return d_up, hidden_AF * scale_A1, d_scale_A
+        return activate_backward(self._activation, up, d_hidden_AF, scale_A)
 
     def row_dots(self, rows_AN: torch.Tensor, bias: Stacks, sums_A: torch.Tensor) -> None:
         for slot, part in self._parts():
@@ -204,6 +200,17 @@ class TorchProducts:
         return torch.cat([multiply(part, *weights) for part in padded.split(self._tile)])[
             : len(rows)
         ]
+
+
+def activate_backward(
+    activation: Activation, up: torch.Tensor, d_hidden_AF: torch.Tensor, scale_A: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What the verb of that name returns, of any activation; there may be more scales than rows."""
+    hidden_AF, scale_A1 = activation.apply(up), scale_A[: len(up), None].to(up.dtype)
+    d_up = activation.gradient(up, d_hidden_AF * scale_A1)
+    d_scale_A = scale_A.new_zeros(len(scale_A), dtype=accumulator(up.dtype))
+    d_scale_A[: len(up)] = dots(d_hidden_AF, hidden_AF)
+    return d_up, hidden_AF * scale_A1, d_scale_A
 
 
 def _of_slot(stacks: Stacks, slot: int, rows: torch.Tensor) -> torch.Tensor:

@@ -7,10 +7,9 @@ import warnings
 
 import pytest
 import torch
-from dense import Example, assert_close, dense, gradients_of
+from dense import Example, assert_close, dense, gradients_of, network
 from gpu_ranks import PATIENCE, mapped, messages, processes
 from torch import nn
-from torch.nn.functional import linear
 
 from ultraep import (
     BalancedMoE,
@@ -23,7 +22,7 @@ from ultraep import (
     Routing,
     read_trace,
 )
-from ultraep.activations import ACTIVATIONS, swiglu
+from ultraep.activations import ACTIVATIONS
 from ultraep.trace.replay import differing
 from ultraep.trace.schema import BACKWARD, FORWARD
 
@@ -80,16 +79,6 @@ def assert_alike(found, wanted, tolerance=None):
     for name, tensor in wanted.items():
         allowed = PRECISION[tensor.dtype] if tolerance is None else tolerance
         assert_close(found[name], tensor, name, allowed)
-
-
-def network(rows, counts, tensors):
-    """SwiGLU experts, one after the other."""
-    outputs = []
-    for index, part in enumerate(rows.split(counts)):
-        own = {name: stack[index].to(rows) for name, stack in tensors.items()}
-        up = linear(part, own["gate_up_proj"], own.get("gate_up_bias"))
-        outputs.append(linear(swiglu(up), own["down_proj"], own.get("down_bias")))
-    return torch.cat(outputs)
 
 
 def seam_of(layer):

@@ -5,7 +5,6 @@
 
 import numpy as np
 import pytest
-import torch
 from dense import ACTIVATIONS, Example, Result, assert_same, dense, gradients_of
 from ranks import PATIENCE, shared_pool
 from shared_peers import SharedPeers
@@ -124,4 +123,3 @@ def test_the_comparison_sees_what_is_off():
     found[0].gradients["experts.down_proj"] *= 1 + 1e-9
     with pytest.raises(AssertionError, match="down_proj"):
         assert_dense(example, options, found)
-    assert torch.get_default_dtype() == torch.float32

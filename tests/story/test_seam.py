@@ -2,27 +2,15 @@
 
 import pytest
 import torch
-from dense import Example, assert_close, dense, gradients_of
+from dense import Example, assert_close, dense, gradients_of, network
 from torch import nn
-from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
 from ultraep import BalancedMoE, Balancer, ConfigError, ExpertsFrom, LocalGroup, SlotError, serve
-from ultraep.activations import swiglu
 from ultraep.dispatch import dispatch
 from ultraep.parallel import ShardedState, expert_parameters
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-def network(rows, counts, tensors):
-    """SwiGLU experts, one after the other, with biases if there are some."""
-    outputs = []
-    for index, part in enumerate(rows.split(counts)):
-        own = {name: stack[index].to(rows) for name, stack in tensors.items()}
-        up = linear(part, own["gate_up_proj"], own.get("gate_up_bias"))
-        outputs.append(linear(swiglu(up), own["down_proj"], own.get("down_bias")))
-    return torch.cat(outputs)
 
 
 def seam_of(layer, tensors=None, run=network):

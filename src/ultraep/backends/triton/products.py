@@ -10,7 +10,7 @@ import torch
 from ultraep.activations import Activation
 from ultraep.backends.triton.grouped import Grouped
 from ultraep.errors import ConfigError
-from ultraep.products import Stacks, dots
+from ultraep.products import Stacks, activate_backward
 
 TYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -76,9 +76,7 @@ class TritonProducts:
                 up, d_hidden_AF, d_up, hidden=d_hidden_AF, scale=scale_A, d_scale=d_scale_A
             )
             return d_up, d_hidden_AF, d_scale_A
-        hidden_AF, scale_A1 = self._activation.apply(up), scale_A[:, None].to(up.dtype)
-        d_up = self._activation.gradient(up, d_hidden_AF * scale_A1)
-        return d_up, hidden_AF * scale_A1, dots(d_hidden_AF, hidden_AF)
+        return activate_backward(self._activation, up, d_hidden_AF, scale_A)
 
     def row_dots(self, rows_AN: torch.Tensor, bias: Stacks, sums_A: torch.Tensor) -> None:
         self._grouped.row_dots(rows_AN, fitting(bias, rows_AN.dtype), sums_A)
