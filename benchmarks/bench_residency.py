@@ -25,9 +25,9 @@ from timing import standard_error
 from world import on_ranks
 
 import ultraep
-from ultraep.demo.model import ModelConfig
-from ultraep.demo.text import Text
 from ultraep.demo.train import Trainer, TrainingOptions
+from ultraep.tiny.model import ModelConfig
+from ultraep.tiny.text import Text
 
 STEP = Metric("step_time_p50", "ms", "ms", ".2f")
 COST = Metric("cost_of_sending_again", "share", "cost", ".4f")

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from tiny_model import ModelConfig
 
 import ultraep
+from ultraep.tiny.model import ModelConfig
 from ultraep.topology import even_homes
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}

@@ -20,17 +20,17 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from library_text import Text
+from library_text import library_text
 from options import DTYPES, add_options, balancer_of, model_config, process_group
 from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
-from serving import Answers, Queue, Request, answer, make_requests
-from tiny_model import TinyMoE
 
 import ultraep
 from ultraep.full_state import load_full_state_dict
 from ultraep.outputs import write_text
+from ultraep.tiny.model import TinyMoE
+from ultraep.tiny.prefill import Answers, Queue, Request, answer, make_requests
 
 
 def report(answers: Answers, requests: Sequence[Request]) -> dict[str, Any]:
@@ -100,13 +100,13 @@ def compare(args: argparse.Namespace) -> list[dict[str, Any]]:
     saved = torch.load(args.load) if args.load else None
     config = model_config(args, saved and saved["config"])
     queue = queue_of(args)
-    requests = make_requests(Text(), queue)
+    requests = make_requests(library_text(), queue)
     with balancer_of(args, config, args.policy[0]) as balancer:
         model = TinyMoE(config, balancer, seed=args.seed, bitwise=args.bitwise)
         model.to(DTYPES[args.dtype]).eval()
         if saved:
             load_full_state_dict(model, saved["model"])
-        answers = answer(model, balancer, requests, queue, args.policy)
+        answers = answer(model, requests, queue, args.policy)
         rows = [report(of_policy, requests) for of_policy in answers]
     console.print(table(rows, dist.get_world_size(), requests))
     return rows

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from library_text import read_subjects
+from library_text import library_bytes
 from pretrain_settings import Settings
 
 from ultraep.errors import CommunicationError, ConfigError, FileError
@@ -64,7 +64,7 @@ class Windows:
 def read_text(files: list[str], pattern: str) -> bytes:
     """All of these files, and all that match in these folders; without any, Python's library."""
     if not files:
-        return b"\n".join(read_subjects())
+        return library_bytes()
     found = []
     for name in map(Path, files):
         inside = sorted(path for path in name.rglob(pattern) if path.is_file())

@@ -13,10 +13,9 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from tiny_model import ModelConfig
-
 import ultraep
 from ultraep.errors import ConfigError, FileError
+from ultraep.tiny.model import ModelConfig
 
 KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 

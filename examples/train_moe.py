@@ -25,17 +25,17 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from library_text import Text
+from library_text import library_text
 from options import DTYPES, add_options, balancer_of, model_config, process_group
 from rich.console import Console
 from rich.filesize import decimal
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
-from tiny_model import ModelConfig, TinyMoE, next_byte_loss
 
 import ultraep
 from ultraep import full_state, parallel
 from ultraep.outputs import whole_file, write_text
+from ultraep.tiny.model import ModelConfig, TinyMoE, next_byte_loss
 
 LARGEST_NORM = 1.0  # of the gradient
 CHECKED = 4  # held-out sequences of each subject
@@ -61,7 +61,7 @@ class Trainer:
     def __init__(
         self, args: argparse.Namespace, config: ModelConfig, balancer: ultraep.Balancer
     ) -> None:
-        self.args, self.balancer, self.text, self.done = args, balancer, Text(), 0
+        self.args, self.balancer, self.text, self.done = args, balancer, library_text(), 0
         model = TinyMoE(config, balancer, seed=args.seed, checkpointing=args.checkpoint)
         self.model = model.to(DTYPES[args.dtype])
         self.parallel = parallel.data_parallel(self.model)
@@ -97,7 +97,7 @@ class Trainer:
     @torch.no_grad()
     def check(self) -> float:
         """The loss on held-out text, the same text on any number of ranks."""
-        subjects = CHECKED * list(range(len(self.text.subjects)))
+        subjects = CHECKED * list(range(len(self.text.names)))
         rng, length = np.random.default_rng(0), self.args.length + 1
         tokens = self.text.sequences(rng, subjects, length, held_out=True)
         return next_byte_loss(self.model, tokens).item()

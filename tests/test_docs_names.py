@@ -25,7 +25,7 @@ SOURCES = [
 ]
 SCRIPTS = [
     path
-    for folder in ("examples", "benchmarks", "src/ultraep/demo")
+    for folder in ("examples", "benchmarks", "src/ultraep/demo", "src/ultraep/tiny")
     for path in sorted((ROOT / folder).glob("*.py"))
 ]
 FILE = re.compile(r"[\w./*-]+\.(py|toml|md|json|jsonl|txt|npz|npy|html|svg)|[\w-]+(/[\w-]+)+/?")

@@ -7,12 +7,14 @@ import os
 import signal
 import subprocess
 import sys
+import sysconfig
 from importlib import import_module
 from pathlib import Path
 
 import pytest
 
 import ultraep
+from ultraep.tiny import prefill as tiny_prefill
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = ROOT / "examples"
@@ -159,14 +161,13 @@ def test_prefill_as_one_process(example, tmp_path, capsys):
 
 
 def test_prefill_tells_when_outputs_differ(example, monkeypatch, capsys):
-    prefill, serving = example("prefill"), example("serving")
-    right = serving.first_logits
+    right = tiny_prefill.first_logits
 
     def wrong(model, mine, policy):
         return right(model, mine, policy) * (1.01 if policy == "ultraep" else 1)
 
-    monkeypatch.setattr(serving, "first_logits", wrong)
-    assert prefill.main([*SHAPE, *SERVE]) == 1
+    monkeypatch.setattr(tiny_prefill, "first_logits", wrong)
+    assert example("prefill").main([*SHAPE, *SERVE]) == 1
     assert "outputs of none and ultraep differ" in capsys.readouterr().err
 
 
@@ -195,9 +196,10 @@ def test_a_checkpoint_of_another_shape_is_refused(example):
 
 def test_a_machine_without_a_library_is_an_error(example, monkeypatch, tmp_path):
     text = example("library_text")
-    monkeypatch.setattr(text.sysconfig, "get_path", lambda _: str(tmp_path))
-    with pytest.raises(ultraep.FileError, match="no text in Python's library"):
-        text.Text()
+    monkeypatch.setattr(sysconfig, "get_path", lambda _: str(tmp_path))
+    for read in (text.library_text, text.library_bytes):
+        with pytest.raises(ultraep.FileError, match="no text in Python's library"):
+            read()
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)

@@ -36,6 +36,7 @@ LAYERS = [
     ["layer"],
     ["full_state"],
     ["sim"],
+    ["tiny"],
     ["demo"],
     ["__init__"],
     ["cli", "__main__"],
@@ -71,10 +72,11 @@ ONLY_IN = {
         "layer.py",
         "parallel",
         "runtime",
+        "tiny",
         *(f"{name}.py" for name in STORY),
     ],
     "triton": ["backends/triton"],
-    "torch.distributed": ["demo", "parallel", "runtime"],
+    "torch.distributed": ["demo", "parallel", "runtime", "tiny"],
 }
 
 

@@ -8,12 +8,12 @@ import torch
 from ultraep import Balancer
 from ultraep.demo.group import process_group
 from ultraep.demo.measure import EvenRouter
-from ultraep.demo.model import ModelConfig, TinyMoE
-from ultraep.demo.prefill import Request, next_batch
 from ultraep.demo.train import train
 from ultraep.errors import ConfigError
 from ultraep.full_state import moe_layers
 from ultraep.runtime.local import LocalGroup
+from ultraep.tiny.model import ModelConfig, TinyMoE
+from ultraep.tiny.prefill import Request, next_batch
 from ultraep.topology import even_homes
 
 CONFIG = ModelConfig(hidden=16, ffn=16, experts=4, layers=2, heads=2)

@@ -1,9 +1,6 @@
 """The main job: train a small MoE model on text of this machine, answer requests, measure layers.
 
-    text.py      bytes that every machine has, by subject
-    model.py     a byte-level MoE transformer on `BalancedMoE` layers
     train.py     one rank's training loop
-    prefill.py   requests, and the time to their first token
     measure.py   throughput of the MoE layers beside forced balance
     sizes.py     how much of it fits this machine
     job.py       what is to be done, and where a rank stands; group.py: the group of all ranks
@@ -12,5 +9,5 @@
     run.py       starts the ranks, or joins those of torchrun
     result.py    what came out, as one `DemoResult`
 
-`ultraep demo` shows it in the terminal.
+Model, text and requests are those of `ultraep.tiny`. `ultraep demo` shows it in the terminal.
 """

@@ -20,12 +20,12 @@ import numpy as np
 import torch
 from torch import nn
 
-from ultraep.demo.model import TinyMoE
-from ultraep.demo.text import Text
 from ultraep.full_state import moe_layers
 from ultraep.layer import BalancedMoE
 from ultraep.routing import Routing
 from ultraep.runtime.balancer import Balancer
+from ultraep.tiny.model import TinyMoE
+from ultraep.tiny.text import Text
 
 FORCED = "forced balance"
 WARMUP = 1  # rounds

@@ -18,8 +18,6 @@ from ultraep.config import BalanceConfig
 from ultraep.demo.group import process_group, settle
 from ultraep.demo.job import Job, RankPlace
 from ultraep.demo.measure import FORCED, LayerSpeed, layer_speeds
-from ultraep.demo.model import ModelConfig, TinyMoE
-from ultraep.demo.prefill import Answers, Queue, Request, answer, make_requests
 from ultraep.demo.result import (
     DemoResult,
     Event,
@@ -29,18 +27,19 @@ from ultraep.demo.result import (
     off,
     trace_folder,
 )
-from ultraep.demo.text import Text
 from ultraep.demo.train import (
     Step,
     Trainer,
     TrainingOptions,
     held_out_text,
-    next_byte_loss,
     of_first,
     train,
 )
 from ultraep.full_state import State, full_state_dict, load_full_state_dict
 from ultraep.runtime.balancer import Balancer
+from ultraep.tiny.model import ModelConfig, TinyMoE, next_byte_loss
+from ultraep.tiny.prefill import Answers, Queue, Request, answer, make_requests
+from ultraep.tiny.text import Text
 from ultraep.topology import even_homes
 from ultraep.version import __version__
 

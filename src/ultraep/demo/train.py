@@ -17,14 +17,12 @@ from statistics import fmean
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.nn.functional import cross_entropy
 
-from ultraep.demo.model import ModelConfig, TinyMoE
-from ultraep.demo.text import Text
 from ultraep.parallel import average_expert_gradients, clip_grad_norm, data_parallel
 from ultraep.plan import Plan
 from ultraep.runtime.balancer import Balancer
+from ultraep.tiny.model import ModelConfig, TinyMoE, next_byte_loss
+from ultraep.tiny.text import Text
 
 LARGEST_NORM = 1.0  # of the gradient
 CHECKED = 4  # held-out sequences of each subject
@@ -153,12 +151,6 @@ def held_out_text(text: Text, length: int) -> torch.Tensor:
     """[B, T + 1] some sequences of every subject, the same on every rank."""
     subjects = CHECKED * list(range(len(text.names)))
     return text.sequences(np.random.default_rng(0), subjects, length + 1, held_out=True)
-
-
-def next_byte_loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
-    """Mean cross-entropy of every byte but the first."""
-    logits = model(tokens[:, :-1])
-    return cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 
 
 def summed_up(loss: float, plans: list[Plan], seconds: float) -> Step:

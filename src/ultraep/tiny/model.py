@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import cross_entropy, scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint
 
 from ultraep.errors import ConfigError
 from ultraep.full_state import moe_layers
@@ -23,7 +24,7 @@ VOCABULARY = 256  # bytes
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """The shape of the model."""
+    """The shape of the model; checkpoints carry it."""
 
     hidden: int = 64
     ffn: int = 128
@@ -31,6 +32,7 @@ class ModelConfig:
     top_k: int = 2
     layers: int = 3
     heads: int = 4
+    tied: bool = True  # the head is the embedding
 
     def __post_init__(self) -> None:
         if self.hidden % (2 * self.heads):
@@ -40,18 +42,29 @@ class ModelConfig:
 class TinyMoE(nn.Module):
     """Bytes in, logits of the next byte out."""
 
-    def __init__(self, config: ModelConfig, balancer: Balancer, *, seed: int = 0) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        balancer: Balancer,
+        *,
+        seed: int = 0,
+        checkpointing: bool = False,
+        bitwise: bool = False,
+    ) -> None:
         super().__init__()
         torch.manual_seed(seed)  # all ranks draw the same
+        self.config, self.checkpointing = config, checkpointing
         self.unevenness = torch.zeros(())  # of the last forward pass, the sum of all layers
         self.embedding = nn.Embedding(VOCABULARY, config.hidden)
         nn.init.normal_(self.embedding.weight, std=0.02)
         self.blocks = nn.ModuleList(
-            Block(config, balancer, seed=1000 * seed + 2 * layer) for layer in range(config.layers)
+            Block(config, balancer, seed=1000 * seed + 2 * layer, bitwise=bitwise)
+            for layer in range(config.layers)
         )
         self.norm = nn.RMSNorm(config.hidden)
         self.head = nn.Linear(config.hidden, VOCABULARY, bias=False)
-        self.head.weight = self.embedding.weight
+        if config.tied:
+            self.head.weight = self.embedding.weight
 
     def forward(
         self,
@@ -69,7 +82,10 @@ class TinyMoE(nn.Module):
             mask = (text[:, None, :, None] == text[:, None, None, :]).tril()
         x, uneven = self.embedding(tokens_BT), []
         for block in self.blocks:
-            x, loss = block(x, positions_BT, mask, policy)
+            if self.checkpointing and torch.is_grad_enabled():
+                x, loss = checkpoint(block, x, positions_BT, mask, policy, use_reentrant=False)
+            else:
+                x, loss = block(x, positions_BT, mask, policy)
             uneven.append(loss)
         self.unevenness = torch.stack(uneven).sum()
         logits: torch.Tensor = self.head(self.norm(x))
@@ -84,7 +100,9 @@ class TinyMoE(nn.Module):
 class Block(nn.Module):
     """Attention, then experts, each added to what came in."""
 
-    def __init__(self, config: ModelConfig, balancer: Balancer, *, seed: int) -> None:
+    def __init__(
+        self, config: ModelConfig, balancer: Balancer, *, seed: int, bitwise: bool
+    ) -> None:
         super().__init__()
         self.heads = config.heads
         self.norms = nn.ModuleList(nn.RMSNorm(config.hidden) for _ in range(2))
@@ -96,6 +114,7 @@ class Block(nn.Module):
             config.experts,
             config.top_k,
             balancer=balancer,
+            bitwise=bitwise,
             seed=seed,
         )
 
@@ -144,3 +163,9 @@ def rotate(x_BHTC: torch.Tensor, positions_BT: torch.Tensor) -> torch.Tensor:
     angles = positions_BT[:, None, :, None] * speeds
     cos, sin = angles.cos().to(x_BHTC.dtype), angles.sin().to(x_BHTC.dtype)
     return torch.cat([left * cos - right * sin, left * sin + right * cos], dim=-1)
+
+
+def next_byte_loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    """Mean cross-entropy of every byte but the first."""
+    logits = model(tokens[:, :-1])
+    return cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())

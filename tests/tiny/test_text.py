@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from ultraep.demo import text as texts
-from ultraep.demo.text import SUBJECTS, Text
 from ultraep.errors import FileError
+from ultraep.tiny import text as texts
+from ultraep.tiny.text import SUBJECTS, Text
 
 
 @pytest.fixture(scope="module")

@@ -11,17 +11,18 @@ Shapes: N requests, n requests of this rank, T tokens, V vocabulary.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from library_text import Text
-from tiny_model import VOCABULARY, TinyMoE
 
-import ultraep
+from ultraep.full_state import moe_layers
+from ultraep.plan import Plan
+from ultraep.tiny.model import VOCABULARY, TinyMoE
+from ultraep.tiny.text import Text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +56,7 @@ class Served:
     logits: torch.Tensor  # [N, V] of the first new token
     waited: list[float]  # [N] seconds until it
     batches: list[float]  # seconds that each took
-    plans: list[ultraep.Plan]
+    plans: list[Plan]
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,21 +135,26 @@ def serve(model: TinyMoE, requests: Sequence[Request], policy: str, budget: int)
 
 def answer(
     model: TinyMoE,
-    balancer: ultraep.Balancer,
     requests: Sequence[Request],
     queue: Queue,
     policies: Sequence[str],
+    tell: Callable[[str, int, Served], None] = lambda *_: None,
 ) -> list[Answers]:
-    """Serve the requests under every policy, with the same weights, in turns."""
+    """Serve the requests under every policy, with the same weights, in turns.
+
+    tell: called after every round of a policy, with its name and the number of the round.
+    """
+    balancer = next(iter(moe_layers(model).values())).balancer
     for policy in policies:
         serve(model, requests[: queue.warmup], policy, queue.budget)
     rounds: dict[str, list[tuple[Served, list[dict[str, Any]]]]] = {name: [] for name in policies}
-    for _ in range(queue.rounds):
+    for number in range(queue.rounds):
         for policy in policies:
             balancer.reset_stats()
             with balancer.unchanged_weights():  # it ends: no copies for the next policy
                 served = serve(model, requests, policy, queue.budget)
             rounds[policy].append((served, balancer.comm.gather_objects(balancer.stats())))
+            tell(policy, number + 1, served)
     first = rounds[policies[0]][0][0].logits
     found = []
     for policy, all_of_it in rounds.items():
