@@ -29,22 +29,35 @@ class Routes:
 
     shape: tuple[int, ...]  # of the ids: [T, K]
     order: torch.Tensor  # [M] rows in the order of sending: by slot, then by place on the line
-    rows_of_slot: torch.Tensor  # [S] rows of this rank for every slot
+    rows_of_slot: IntArray  # [S] rows of this rank for every slot
     send_counts: list[int]  # [R] rows for every rank
     receive_counts: IntArray  # [R, L] rows from every rank for each slot of this one
 
     @cached_property
     def slots(self) -> torch.Tensor:
         """[T, K] slot of every routed row, counted over all ranks, for dispatchers; -1: padding."""
-        in_order = torch.arange(len(self.rows_of_slot), device=self.order.device)
+        in_order = np.arange(len(self.rows_of_slot)).repeat(self.rows_of_slot)
         slots = torch.full((self.num_rows,), PADDING, device=self.order.device)
-        slots[self.order] = in_order.repeat_interleave(self.rows_of_slot)
+        slots[self.order] = torch.from_numpy(in_order).to(slots.device)
         return slots.reshape(self.shape)
 
     @cached_property
     def token_of_row(self) -> torch.Tensor:
         """[M] the token of every row, in the order of sending."""
         return self.order // self.shape[-1]
+
+    @cached_property
+    def positions(self) -> torch.Tensor:
+        """[N] where every routed row stands in the order of sending; of padding, anywhere."""
+        positions = self.order.new_zeros(self.num_rows)
+        positions[self.order] = torch.arange(len(self.order), device=self.order.device)
+        return positions
+
+    @cached_property
+    def padding(self) -> torch.Tensor:
+        """[N] whether a routed row is none."""
+        padding = torch.ones(self.num_rows, dtype=torch.bool, device=self.order.device)
+        return padding.index_fill_(0, self.order, False)
 
     @property
     def num_rows(self) -> int:
@@ -84,7 +97,7 @@ def routes_of(plan: Plan, rank: int, shape: Sequence[int], order_M: torch.Tensor
     return Routes(
         shape=tuple(shape),
         order=order_M,
-        rows_of_slot=torch.from_numpy(rows_of_slot).to(order_M.device),
+        rows_of_slot=rows_of_slot,
         send_counts=np.diff(ends[plan.topology.first_slot_of_rank]).tolist(),
         receive_counts=rows_received(plan, rank),
     )

@@ -18,7 +18,7 @@ class LateEvent:
     def __init__(self, enable_timing=False):
         assert enable_timing
 
-    def record(self):
+    def record(self, _stream):
         self.when = time.perf_counter()
 
     def query(self):
@@ -35,6 +35,8 @@ class LateEvent:
 def far_behind(monkeypatch):
     monkeypatch.setattr(torch.cuda, "Event", LateEvent)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
     monkeypatch.setattr(module, "HostClock", DeviceClock)
 
 

@@ -28,7 +28,7 @@ import numpy as np
 import torch
 
 from ultraep.arrays import IntArray
-from ultraep.comm import Communicator
+from ultraep.comm import Communicator, moved
 from ultraep.errors import CommunicationError, PlanMismatch
 
 FIELDS = ("balancer", "point", "layer", "step", "digest", "refused", "version", "tokens")
@@ -139,7 +139,7 @@ class Agreement:
     def _record(self, place: Place, device: torch.device, numbers: tuple[int, ...]) -> torch.Tensor:
         words = np.zeros(len(FIELDS) + self._experts, np.int64)
         words[: len(FIELDS)] = (self._balancer, *place, *numbers)
-        return torch.from_numpy(words).to(device)
+        return moved(torch.from_numpy(words), device)
 
     def _gather(self, place: Place, record: torch.Tensor) -> Records:
         try:

@@ -22,6 +22,7 @@ from ultraep.plan import Plan
 from ultraep.plane import AnyPlan, Copies, Exchange, Microbatch
 
 MOST_PENDING = 4096  # notes that wait for the device
+FIRST_STAGES = ("loads", "combine back")  # of forward, and of backward
 LAST_STAGES = ("combine", "reduce", "dispatch back")  # after which a microbatch may be gone
 
 
@@ -174,7 +175,10 @@ class _Spans:
         stack.append([stage, now])
 
     def end(self, stage: str, microbatch: Microbatch) -> None:
-        stack, now = self._open.get(microbatch, []), self._now()
+        stack = self._open.get(microbatch)
+        if not stack:
+            return
+        now = self._now()
         while stack:
             name, since = stack.pop()
             self._took(microbatch, name, since, now)
@@ -242,44 +246,52 @@ class DeviceClock:
     def __init__(self, notebooks: Sequence[Notebook], rank: int) -> None:
         self._notes = HostClock(notebooks, rank)
         self._spans = _Spans(_event, self._took)
-        self._pending: deque[tuple[Any, Callable[[], None]]] = deque()
+        self._pending: deque[tuple[Any, list[Callable[[], None]]]] = deque()
+        self._waiting: list[Callable[[], None]] = []  # notes that the next event is for
 
     def _took(self, microbatch: Microbatch, stage: str, since: Any, now: Any) -> None:
         def note() -> None:
             self._notes.took(microbatch, stage, since.elapsed_time(now) / 1000)
 
-        self._later(now, note)
+        self._waiting.append(note)
+        self._attach(now)
 
     def begin(self, stage: str, microbatch: Microbatch) -> None:
-        if not torch.cuda.is_current_stream_capturing():
+        if torch.cuda.is_current_stream_capturing():
+            return
+        if stage in FIRST_STAGES:
             self._catch_up()
-            self._spans.begin(stage, microbatch)
+        self._spans.begin(stage, microbatch)
 
     def end(self, stage: str, microbatch: Microbatch) -> None:
-        if not torch.cuda.is_current_stream_capturing():
-            self._spans.end(stage, microbatch)
-            if stage in LAST_STAGES:
-                began = microbatch.began  # until then, backward may have begun
-                self._later(_event(), lambda: self._notes.passed(stage, microbatch, began))
+        if torch.cuda.is_current_stream_capturing():
+            return
+        self._spans.end(stage, microbatch)
+        if stage in LAST_STAGES:
+            began = microbatch.began  # until then, backward may have begun
+            self._waiting.append(lambda: self._notes.passed(stage, microbatch, began))
 
     def planned(self, microbatch: Microbatch, plan: AnyPlan) -> None:
         if not torch.cuda.is_current_stream_capturing():
             later = plan.later()
-            self._later(_event(), lambda: self._notes.planned(microbatch, later()))
+            self._waiting.append(lambda: self._notes.planned(microbatch, later()))
 
     def sent(self, microbatch: Microbatch, what: str, nbytes: int, copies: int | None) -> None:
         if not torch.cuda.is_current_stream_capturing():
-            self._later(_event(), lambda: self._notes.sent(microbatch, what, nbytes, copies))
+            self._waiting.append(lambda: self._notes.sent(microbatch, what, nbytes, copies))
 
-    def _later(self, event: Any, note: Callable[[], None]) -> None:
-        self._pending.append((event, note))
+    def _attach(self, event: Any) -> None:
+        """Take the notes that wait when this event is over."""
+        self._pending.append((event, self._waiting))
+        self._waiting = []
         while len(self._pending) > MOST_PENDING:
             self._next()
 
     def _next(self) -> None:
-        event, note = self._pending.popleft()
+        event, notes = self._pending.popleft()
         event.synchronize()
-        note()
+        for note in notes:
+            note()
 
     def _catch_up(self) -> None:
         while self._pending and self._pending[0][0].query():
@@ -287,11 +299,13 @@ class DeviceClock:
 
     def settle(self) -> None:
         """Note all that was seen; waits for the device."""
+        if self._waiting:
+            self._attach(_event())
         while self._pending:
             self._next()
 
 
 def _event() -> Any:
     event = torch.cuda.Event(enable_timing=True)
-    event.record()
+    event.record(torch.cuda.current_stream(torch.cuda.current_device()))
     return event

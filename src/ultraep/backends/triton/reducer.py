@@ -6,6 +6,7 @@ import torch
 import triton.language as tl
 
 from ultraep.backends.triton.kernels import gradients
+from ultraep.backends.triton.launch import quick
 from ultraep.backends.triton.streamer import Streamer
 from ultraep.comm import Region
 
@@ -27,7 +28,7 @@ def pull(
     rows: `[slots, P]` of every rank, of the type of `gradients_HP`.   zero: and leave zeros there.
     """
     double = gradients_HP.dtype == torch.float64
-    gradients.pull[(programs,)](
+    quick(gradients.pull)[(programs,)](
         gradients_HP,
         rows.addresses,
         schedule,

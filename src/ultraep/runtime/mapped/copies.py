@@ -73,11 +73,8 @@ class MappedCopies:
         with ExitStack() as stack:
             self._buffer = stack.enter_context(memory.lend(str(self), self._buffer))
             rows = memory.slots(layout, self._buffer)
-            slots = memory.topology.slots
-            self._held = layout.views(
-                rows.local[: slots * layout.nbytes].view(slots, layout.nbytes)
-            )
-            if slots:
+            self._held = memory.held(layout, self._buffer)
+            if self.possible:
                 with memory.overlap.aside("weights"):
                     if self.schedule is None:
                         self.schedule = rows.local.new_empty(

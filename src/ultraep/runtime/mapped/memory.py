@@ -77,7 +77,8 @@ class MappedMemory:
         self.buffers = buffers
         self._borrowers: list[str | None] = [None] * buffers
         self._gradients: dict[tuple[Any, ...], dict[str, GradientSlots]] = {}
-        self._regions: dict[str, Region] = {}
+        self._regions: dict[tuple[str, int], Region] = {}
+        self._held: dict[tuple[Layout, int], dict[str, torch.Tensor]] = {}
         self._read: set[str] = set()  # since the last meeting
 
     def share_loads(self, loads_E: torch.Tensor, kind: int) -> torch.Tensor:
@@ -91,18 +92,21 @@ class MappedMemory:
         self.board.meet("rows")
         self._read.clear()
 
-    @torch.inference_mode(False)
     def region(self, kind: str, nbytes: int) -> Region:
         """The memory of that kind and size, of all ranks."""
+        found = self._regions.get((kind, nbytes))
+        return self._allocate(kind, nbytes) if found is None else found
+
+    @torch.inference_mode(False)
+    def _allocate(self, kind: str, nbytes: int) -> Region:
         name = f"{kind} of {nbytes} bytes"
-        if name not in self._regions:
-            if capturing(self.peers.device):
-                raise LoadError(
-                    f"there is no memory for {name!r} yet, and it cannot be taken in a graph: run "
-                    "such a step before, outside of a graph, or `prepare`"
-                )
-            self._regions[name] = self.peers.allocate(name, nbytes)
-        return self._regions[name]
+        if capturing(self.peers.device):
+            raise LoadError(
+                f"there is no memory for {name!r} yet, and it cannot be taken in a graph: run "
+                "such a step before, outside of a graph, or `prepare`"
+            )
+        region = self._regions[kind, nbytes] = self.peers.allocate(name, nbytes)
+        return region
 
     def to_write(self, kind: str, nbytes: int) -> Region:
         """That memory, when nobody reads it any more."""
@@ -140,6 +144,17 @@ class MappedMemory:
     def slots(self, layout: Layout, buffer: int) -> Region:
         """`[slots, bytes]` of every rank."""
         return self.region(f"slots {buffer}", max(1, self.topology.slots) * layout.nbytes)
+
+    @torch.inference_mode(False)
+    def held(self, layout: Layout, buffer: int) -> dict[str, torch.Tensor]:
+        """`[slots, ...]` the tensors in the slots of this rank."""
+        found = self._held.get((layout, buffer))
+        if found is None:
+            slots = self.topology.slots
+            rows = self.slots(layout, buffer).local[: slots * layout.nbytes]
+            found = layout.views(rows.view(slots, layout.nbytes))
+            self._held[layout, buffer] = found
+        return dict(found)
 
     def gradient_slots(self, kinds: Kinds) -> dict[str, GradientSlots]:
         """Memory for the gradients of copies, one block `[slots, ...]` after the other."""
