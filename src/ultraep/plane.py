@@ -38,6 +38,7 @@ class Microbatch:
     again: bool  # whether forward is computed again, in backward
     back: bool = False  # whether backward has begun
     began: float = 0.0  # seconds since 1970, of forward or of backward
+    timed: bool = True  # whether the clock of its data plane looks at it
 
 
 class Loads(Protocol):

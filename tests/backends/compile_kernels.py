@@ -206,6 +206,7 @@ def launch_products(
     import torch
 
     from ultraep.backends.triton.grouped import TABLES, Grouped, Stacks
+    from ultraep.backends.triton.scale import scale_rows, scale_rows_backward
 
     def room(*shape: int, dtype: Any = torch.bfloat16) -> torch.Tensor:
         return torch.empty(*shape, dtype=dtype)
@@ -232,6 +233,8 @@ def launch_products(
     grouped.weight_gradients(outer, narrow, mixed)
     if down_bias is not None:
         grouped.row_dots(outer, down_bias, scale)
+    scale_rows(outer, scale, outer)
+    scale_rows_backward(outer, outer, scale, scale)
 
 
 def launch_exchange(ranks: int, experts: int, slots: int, dtype: str, top_k: int) -> None:

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, Self
 from weakref import WeakKeyDictionary
 
@@ -22,6 +21,7 @@ from ultraep.plan import Plan
 from ultraep.plane import AnyPlan, Copies, Exchange, Microbatch
 
 MOST_PENDING = 4096  # notes that wait for the device
+WORD, GOLDEN = 1 << 32, 2654435769  # the golden section of a word
 FIRST_STAGES = ("loads", "combine back")  # of forward, and of backward
 LAST_STAGES = ("combine", "reduce", "dispatch back")  # after which a microbatch may be gone
 
@@ -37,6 +37,16 @@ class Observer(Protocol):
 
     def sent(self, microbatch: Microbatch, what: str, nbytes: int, copies: int | None, /) -> None:
         """`weights` or `gradients` of so many copies, of so many bytes each; None: as planned."""
+
+
+class Clock(Observer, Protocol):
+    """The observer of a data plane, which hands on what it sees to notebooks."""
+
+    def times(self, step: int, /) -> bool:
+        """Whether stages of that microbatch are timed."""
+
+    def settle(self) -> None:
+        """Note all that was seen."""
 
 
 class Notebook(Protocol):
@@ -56,34 +66,50 @@ class Watch:
     """All observers of a balancer: the clock of the data plane at work, and those of others."""
 
     def __init__(self) -> None:
-        self.clock: Observer | None = None
+        self.clock: Clock | None = None
         self.others: list[Observer] = []
 
-    def _every(self) -> list[Observer]:
-        return self.others if self.clock is None else [self.clock, *self.others]
-
-    @contextmanager
-    def stage(self, name: str, microbatch: Microbatch) -> Iterator[None]:
-        """The block is this stage."""
-        self.begin(name, microbatch)
-        yield
-        self.end(name, microbatch)
+    def stage(self, name: str, microbatch: Microbatch) -> _Stage:
+        """The `with` block is this stage."""
+        return _Stage(self, name, microbatch)
 
     def begin(self, name: str, microbatch: Microbatch) -> None:
-        for observer in self._every():
+        if self.clock is not None and microbatch.timed:
+            self.clock.begin(name, microbatch)
+        for observer in self.others:
             observer.begin(name, microbatch)
 
     def end(self, name: str, microbatch: Microbatch) -> None:
-        for observer in self._every():
+        if self.clock is not None and microbatch.timed:
+            self.clock.end(name, microbatch)
+        for observer in self.others:
             observer.end(name, microbatch)
 
     def planned(self, microbatch: Microbatch, plan: AnyPlan) -> None:
-        for observer in self._every():
-            observer.planned(microbatch, plan)
+        for observer in (self.clock, *self.others):
+            if observer is not None:
+                observer.planned(microbatch, plan)
 
     def sent(self, microbatch: Microbatch, what: str, nbytes: int, copies: int | None) -> None:
-        for observer in self._every():
-            observer.sent(microbatch, what, nbytes, copies)
+        for observer in (self.clock, *self.others):
+            if observer is not None:
+                observer.sent(microbatch, what, nbytes, copies)
+
+
+class _Stage:
+    """A stage while it lasts; one that fails has no end."""
+
+    __slots__ = ("_microbatch", "_name", "_watch")
+
+    def __init__(self, watch: Watch, name: str, microbatch: Microbatch) -> None:
+        self._watch, self._name, self._microbatch = watch, name, microbatch
+
+    def __enter__(self) -> None:
+        self._watch.begin(self._name, self._microbatch)
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is None:
+            self._watch.end(self._name, self._microbatch)
 
 
 class ObservedCopies:
@@ -233,6 +259,10 @@ class HostClock:
         for notebook in self._notebooks:
             notebook.sent(microbatch, what, nbytes * copies, copies)
 
+    def times(self, _step: int) -> bool:
+        """Every microbatch."""
+        return True
+
     def settle(self) -> None:
         """Nothing is left to be noted."""
 
@@ -240,14 +270,20 @@ class HostClock:
 class DeviceClock:
     """Seconds of a GPU, between events on its stream; notes come when the device has come so far.
 
+    every: one microbatch in so many is timed, since events are work of the host: layers in turn.
     What a graph captures is not noted, and neither are its replays.
     """
 
-    def __init__(self, notebooks: Sequence[Notebook], rank: int) -> None:
+    def __init__(self, notebooks: Sequence[Notebook], rank: int, every: int = 1) -> None:
+        self._every = every
         self._notes = HostClock(notebooks, rank)
         self._spans = _Spans(_event, self._took)
         self._pending: deque[tuple[Any, list[Callable[[], None]]]] = deque()
         self._waiting: list[Callable[[], None]] = []  # notes that the next event is for
+
+    def times(self, step: int) -> bool:
+        """The first microbatch, and then as evenly as multiples of the golden section lie."""
+        return ((step - 1) * GOLDEN & WORD - 1) * self._every < WORD
 
     def _took(self, microbatch: Microbatch, stage: str, since: Any, now: Any) -> None:
         def note() -> None:

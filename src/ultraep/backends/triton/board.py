@@ -69,10 +69,7 @@ class Board:
 
         tables: `table_bytes` of every rank.   kind: a number that all must have alike.
         """
-        if self.peers.size == 1:
-            gathered.view(-1).copy_(row)
-        else:
-            self._share(meeting, row, tables, gathered, row.numel(), kind)
+        self._share(meeting, row, tables, gathered, row.numel(), kind)
 
     def table_bytes(self, numbers: int) -> int:
         """Memory through which rows of so many numbers are swapped."""

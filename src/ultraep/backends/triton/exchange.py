@@ -141,6 +141,7 @@ class RowExchange:
         self.begins = self._table(layout.begins_at, layout.num_slots)
         self.blocks = self._table(layout.blocks_at, layout.ranks * layout.most_local)
         self.faults = torch.zeros(2, dtype=torch.int32, device=self.device)
+        self._served: dict[tuple[int, int, torch.dtype], torch.Tensor] = {}
 
     def _table(self, at: int, length: int) -> torch.Tensor:
         return self.region.local[at : at + 4 * length].view(torch.int32)
@@ -155,9 +156,12 @@ class RowExchange:
 
     def served_rows(self, served: Region, width: int, dtype: torch.dtype) -> torch.Tensor:
         """[capacity, D] the part of a region for what this rank serves, by arrived row."""
-        begin, end = self.layout.served_at, self.layout.served_bytes(width * dtype.itemsize)
-        rows = served.local[begin:end].view(dtype)
-        return rows[: self.layout.capacity * width].view(self.layout.capacity, width)
+        known = (served.local.data_ptr(), width, dtype)
+        if known not in self._served:
+            begin, end = self.layout.served_at, self.layout.served_bytes(width * dtype.itemsize)
+            rows = served.local[begin:end].view(dtype)
+            self._served[known] = rows[: self.layout.capacity * width]
+        return self._served[known].view(self.layout.capacity, width)  # autograd wants a new one
 
     def served_scalars(self, served: Region, dtype: torch.dtype) -> torch.Tensor:
         """[capacity] the part for one scalar of every arrived row."""

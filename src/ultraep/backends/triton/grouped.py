@@ -138,9 +138,9 @@ class Grouped:
             bias and bias.copies,
             scale,
             self.offsets,
-            self._tiles(len(rows), blocks.rows),
+            self._tiles(rows.shape[0], blocks.rows),
             out,
-            len(weights.homes),
+            weights.homes.shape[0],
             rows.shape[1],
             out.shape[1],
             rows.stride(0),
@@ -192,7 +192,7 @@ class Grouped:
             into.copies,
             bias and bias.homes,
             bias and bias.copies,
-            len(into.homes),
+            into.homes.shape[0],
             self.num_slots,
             d_out_AN.shape[1],
             rows_AK.shape[1],
@@ -319,16 +319,19 @@ class Grouped:
     ) -> None:
         """One tensor of that shape for every slot; numbers without gaps for the same rows."""
         if stacks is not None:
-            slots = len(stacks.homes) + len(stacks.copies)
+            slots = stacks.homes.shape[0] + stacks.copies.shape[0]
             assert slots == self.num_slots, (slots, self.num_slots)
             assert stacks.homes.shape[1:] == shape, (stacks.homes.shape, shape)
             strides = stacks.homes.stride()[1:], stacks.copies.stride()[1:]
             assert strides[0] == strides[1], strides
             assert strides[0][-1] == 1, strides
-        given = [tensor for tensor in of_rows if tensor is not None]
-        assert len({len(tensor) for tensor in given}) <= 1, [tensor.shape for tensor in given]
-        assert all(tensor.stride(-1) == 1 for tensor in given), [t.stride() for t in given]
-        assert all(t.dtype == torch.float32 for t in given if t.ndim == 1)
+        rows = None
+        for tensor in of_rows:
+            if tensor is not None:
+                rows = tensor.shape[0] if rows is None else rows
+                assert tensor.shape[0] == rows, (tensor.shape, rows)
+                assert tensor.stride(-1) == 1, tensor.stride()
+                assert tensor.ndim > 1 or tensor.dtype == torch.float32, tensor.dtype
 
 
 def multiprocessors(device: torch.device) -> int:

@@ -52,21 +52,28 @@ class Quick:
         return partial(self._launch, grid)
 
     def _launch(self, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
-        kind = (torch._C._cuda_getDevice(), *constants.values(), *map(_kind, arguments))
+        kind = (arguments[0].device, *constants.values(), *map(_kind, arguments))
         found = self._compiled.get(kind)
         if found is None:
-            compiled = self._kernel[grid](*arguments, **constants)
-            rest = self._kernel.arg_names[len(arguments) :]
-            self._compiled[kind] = compiled, tuple(constants[name] for name in rest)
+            self._first(kind, grid, arguments, constants)
             return
         compiled, rest = found
         compiled[(*grid, 1, 1)[:3]](*arguments, *rest)
 
+    def _first(
+        self, kind: Any, grid: tuple[int, ...], arguments: Any, constants: dict[str, Any]
+    ) -> None:
+        """Compile and launch it as Triton does, and keep what was compiled."""
+        compiled = self._kernel[grid](*arguments, **constants)
+        if compiled is not None:
+            rest = self._kernel.arg_names[len(arguments) :]
+            self._compiled[kind] = compiled, tuple(constants[name] for name in rest)
+
 
 def _kind(argument: Any) -> Any:
     """What a kernel may be compiled for, of one argument."""
-    if isinstance(argument, torch.Tensor):
-        return argument.dtype, argument.data_ptr() & ALIGNED
     if type(argument) is int:
         return argument == 1, argument & ALIGNED == 0, -WIDE <= argument < WIDE
+    if isinstance(argument, torch.Tensor):
+        return argument.dtype, argument.data_ptr() & ALIGNED
     return argument

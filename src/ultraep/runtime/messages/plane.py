@@ -43,7 +43,7 @@ from ultraep.runtime.versions import Versions
 from ultraep.topology import Topology
 
 if TYPE_CHECKING:
-    from ultraep.runtime.mapped.control import ControlPlane
+    from ultraep.runtime.mapped.control import ControlPlane, DevicePlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +77,8 @@ class MessagesPlane:
         self._config, self._agreement, self._versions = config, agreement, versions
         self._history = History()
         self._control: ControlPlane | None = None
+        # What the control plane has planned before it was asked, and for whom.
+        self._ahead: tuple[Microbatch | None, DevicePlan | None] = None, None
         self._known_to_control: Plan | None = None
 
     def gather(
@@ -92,6 +94,7 @@ class MessagesPlane:
             told=told,
             version=self._versions.of(microbatch.layer, given_tensors(bundle)),
             refused=refused,
+            meanwhile=lambda on_device: self._plan_ahead(microbatch, on_device),
         )
         if records.column("refused")[self.comm.rank]:
             self._refuse(ids)
@@ -99,14 +102,23 @@ class MessagesPlane:
         versions, on_device = records.column("version"), records.loads_on_device
         return HostLoads(microbatch, records.loads, versions, on_device, ids)
 
+    def _plan_ahead(self, microbatch: Microbatch, loads: torch.Tensor) -> None:
+        """Begin to plan on the device, while the host waits for the loads."""
+        if self._control is not None:
+            self._known_to_control = None
+            self._ahead = microbatch, self._control.plan(loads)
+
     def plan(self, loads: HostLoads, config: BalanceConfig) -> Plan:
         """Stage 2."""
         microbatch = loads.microbatch
         total, again = loads.loads.sum(axis=0), microbatch.again
         moment = self._history.note(microbatch.layer, total, again=again)
         if self._control is not None and config == self._control.config:
-            plan = self._control.plan(loads.on_device).to_host(loads.loads)
-            self._known_to_control = plan
+            whose, found = self._ahead
+            if found is None or whose is not microbatch:
+                found = self._control.plan(loads.on_device)
+            self._ahead = None, None
+            plan = self._known_to_control = found.to_host(loads.loads)
         else:
             backend = self.settings.backend
             plan = make_plan(
@@ -143,7 +155,7 @@ class MessagesPlane:
             return reroute(ids, plan, self.comm.rank, backend=self.settings.backend)
         if self._known_to_control is not plan:
             self._control.adopt(plan)
-            self._known_to_control = plan
+            self._known_to_control, self._ahead = plan, (None, None)
         counted = ids is loads.ids
         order = self._control.reroute(ids.contiguous(), counted=counted).order
         if self.settings.verify and not counted:
