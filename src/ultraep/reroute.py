@@ -32,6 +32,7 @@ class Routes:
     rows_of_slot: IntArray  # [S] rows of this rank for every slot
     send_counts: list[int]  # [R] rows for every rank
     receive_counts: IntArray  # [R, L] rows from every rank for each slot of this one
+    known_positions: torch.Tensor | None = None
 
     @cached_property
     def slots(self) -> torch.Tensor:
@@ -49,6 +50,8 @@ class Routes:
     @cached_property
     def positions(self) -> torch.Tensor:
         """[N] where every routed row stands in the order of sending; of padding, anywhere."""
+        if self.known_positions is not None:
+            return self.known_positions
         positions = self.order.new_zeros(self.num_rows)
         positions[self.order] = torch.arange(len(self.order), device=self.order.device)
         return positions
@@ -90,7 +93,13 @@ def reroute(ids: torch.Tensor, plan: Plan, rank: int, *, backend: str | None = N
     return routes_of(plan, rank, ids.shape, torch.as_tensor(found[0], device=ids.device))
 
 
-def routes_of(plan: Plan, rank: int, shape: Sequence[int], order_M: torch.Tensor) -> Routes:
+def routes_of(
+    plan: Plan,
+    rank: int,
+    shape: Sequence[int],
+    order_M: torch.Tensor,
+    positions_N: torch.Tensor | None = None,
+) -> Routes:
     """Routes from the order of sending; all the rest is known from the plan."""
     rows_of_slot = rows_sent(plan, rank)
     ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(rows_of_slot)])
@@ -100,6 +109,7 @@ def routes_of(plan: Plan, rank: int, shape: Sequence[int], order_M: torch.Tensor
         rows_of_slot=rows_of_slot,
         send_counts=np.diff(ends[plan.topology.first_slot_of_rank]).tolist(),
         receive_counts=rows_received(plan, rank),
+        known_positions=positions_N,
     )
 
 

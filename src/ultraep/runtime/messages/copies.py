@@ -135,6 +135,9 @@ class MessageCopies:
 
     def _fill(self, buffer: Buffer, layout: Layout, tensors: dict[str, Stack]) -> None:
         wanted, settings = self._wanted(), self._plane.settings
+        if not wanted:
+            self._sent("weights", layout, 0)
+            return
         resident = {place for place, content in wanted.items() if buffer.held.get(place) == content}
         found = hops(self.plan, settings.relay, chunks=settings.chunks, skip=resident)
         for hop in found:  # until the last byte is there, the slot holds nothing
