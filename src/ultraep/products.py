@@ -227,7 +227,7 @@ def scale_rows(
 
     kernels: whether those of a GPU can work on these rows; they know no double precision.
     """
-    if kernels and rows_AD.dtype.itemsize <= 4 and rows_AD.stride(1) == 1 and len(rows_AD):
+    if kernels and _for_kernels(rows_AD, scale_A):
         from ultraep.backends.triton import scale
 
         scale.scale_rows(rows_AD, scale_A, out_AD)
@@ -244,13 +244,17 @@ def scale_rows_backward(
     kernels: bool,
 ) -> torch.Tensor:
     """[A, D] gradients of the rows; into `d_scale_A`, those of their scale."""
-    dense = d_out_AD.stride(1) == rows_AD.stride(1) == 1
-    if kernels and rows_AD.dtype.itemsize <= 4 and dense and len(rows_AD):
+    if kernels and _for_kernels(rows_AD, scale_A) and d_out_AD.stride(1) == 1:
         from ultraep.backends.triton import scale
 
         return scale.scale_rows_backward(d_out_AD, rows_AD, scale_A, d_scale_A)
     d_scale_A.copy_(dots(d_out_AD, rows_AD))
     return d_out_AD * scale_A[:, None].to(rows_AD.dtype)
+
+
+def _for_kernels(rows_AD: torch.Tensor, scale_A: torch.Tensor) -> bool:
+    single = max(rows_AD.dtype.itemsize, scale_A.dtype.itemsize) <= 4
+    return single and rows_AD.stride(1) == 1 and rows_AD.shape[0] > 0
 
 
 def dots(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:

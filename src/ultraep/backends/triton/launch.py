@@ -57,6 +57,8 @@ class Quick:
         if found is None:
             self._first(kind, grid, arguments, constants)
             return
+        for hook in self._kernel.pre_run_hooks:  # as Triton does
+            hook(*arguments, **constants)
         compiled, rest = found
         compiled[(*grid, 1, 1)[:3]](*arguments, *rest)
 
