@@ -98,10 +98,14 @@ class Copies(Protocol):
     def gradient_slots(self, kinds: Kinds) -> dict[str, torch.Tensor]:
         """`[slots, ...]` memory for the gradients of the copies of this rank, not cleared."""
 
-    def reduce(self, homes: Mapping[str, Any]) -> None:
+    def spans(self) -> torch.Tensor:
+        """[H, 2] where the copies of each home expert begin and end in the plan, for kernels."""
+
+    def reduce(self, homes: Mapping[str, Any], own: Mapping[str, Any] | None = None) -> None:
         """Stage 8: begin to add the gradients of all copies to those of the home experts.
 
         homes: `[H, ...]` or H tensors, for the names that `gradient_slots` was last asked for.
+        own: what the home experts that have copies gave themselves; None: it stands in `homes`.
         """
 
     def reduced(self) -> None:

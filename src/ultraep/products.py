@@ -39,10 +39,14 @@ class Stacks:
 
     homes: torch.Tensor
     copies: torch.Tensor
+    sums: torch.Tensor | None = None  # of gradients, in place of `homes` where copies are added
+    spans: torch.Tensor | None = None  # [H, 2] where the copies of each home expert begin and end
 
     def __post_init__(self) -> None:
-        homes, copies = self.homes, self.copies
+        homes, copies, sums = self.homes, self.copies, self.sums
         assert homes.shape[1:] == copies.shape[1:], (homes.shape, copies.shape)
+        assert (sums is None) == (self.spans is None)
+        assert sums is None or sums.stride() == homes.stride(), (sums.stride(), homes.stride())
 
     def __getitem__(self, slot: int) -> torch.Tensor:
         spare = slot - len(self.homes)
@@ -51,6 +55,11 @@ class Stacks:
 
 class Products(Protocol):
     """What stage 6 needs of an engine, for the rows of one microbatch."""
+
+    @property
+    def knows_spans(self) -> bool:
+        """Whether `weight_gradients` heeds the `sums` and `spans` of stacks."""
+        ...
 
     def multiply(
         self,
@@ -111,6 +120,8 @@ class TorchProducts:
 
     New tensors, none written in part: selective checkpointing may keep any of them.
     """
+
+    knows_spans = False
 
     def __init__(self, begins: list[int], activation: Activation, *, bitwise: bool = False) -> None:
         self._begins, self._activation = begins, activation

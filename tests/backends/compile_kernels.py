@@ -203,6 +203,8 @@ def launch_products(
     homes: int, slots: int, hidden: int, ffn: int, biases: bool, backend: str, rows: int = 4096
 ) -> None:
     """The networks of all slots, forward and backward; the second one with weights of the rows."""
+    from dataclasses import replace
+
     import torch
 
     from ultraep.backends.triton.grouped import TABLES, Grouped, Stacks
@@ -231,6 +233,9 @@ def launch_products(
     )
     mixed = Stacks(room(homes, hidden, ffn), room(slots, hidden, ffn, dtype=single))
     grouped.weight_gradients(outer, narrow, mixed)
+    sums = room(homes, hidden, ffn, dtype=single)
+    apart = replace(mixed, sums=sums, spans=torch.empty(homes, 2, dtype=torch.int32))
+    grouped.weight_gradients(outer, narrow, apart)
     if down_bias is not None:
         grouped.row_dots(outer, down_bias, scale)
     scale_rows(outer, scale, outer)

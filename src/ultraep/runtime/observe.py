@@ -120,6 +120,7 @@ class ObservedCopies:
         self.num_homes, self.sms, self.kernels = copies.num_homes, copies.sms, copies.kernels
         self.possible = copies.possible
         self.served_rows, self.gradient_slots = copies.served_rows, copies.gradient_slots
+        self.spans = copies.spans
 
     def _filling(self) -> Any:
         name = "weights again" if self._microbatch.back else "replicate"
@@ -138,10 +139,10 @@ class ObservedCopies:
         with self._filling():
             return self._copies.tensors()
 
-    def reduce(self, homes: Mapping[str, Any]) -> None:
+    def reduce(self, homes: Mapping[str, Any], own: Mapping[str, Any] | None = None) -> None:
         """Stage 8."""
         with self._watch.stage("reduce", self._microbatch):
-            self._copies.reduce(homes)
+            self._copies.reduce(homes, own)
 
     def reduced(self) -> None:
         """Waits for stage 8."""

@@ -175,7 +175,8 @@ class Grouped:
         """Overwrite `into`, [N, K] of every slot, by d_out^T @ rows: zeros for a slot without rows.
 
         And `bias`, [N] of every slot, by the sum of d_out; only there are rows times `scale`, [A].
-        Sums are rounded once, to the type of the stack that they go to.
+        Sums are rounded once, to the type of the stack that they go to; those of home experts that
+        have copies are not, and go to `sums` instead, if there are any.
         """
         self._check(into, (d_out_AN.shape[1], rows_AK.shape[1]), d_out_AN, rows_AK, scale)
         assert d_out_AN.dtype == rows_AK.dtype, (d_out_AN.dtype, rows_AK.dtype)
@@ -190,8 +191,11 @@ class Grouped:
             self.offsets,
             into.homes,
             into.copies,
+            into.sums,
             bias and bias.homes,
             bias and bias.copies,
+            bias and bias.sums,
+            into.spans,
             into.homes.shape[0],
             self.num_slots,
             d_out_AN.shape[1],

@@ -23,6 +23,8 @@ class TritonProducts:
     programs: multiprocessors to fill; None: all.
     """
 
+    knows_spans = True
+
     def __init__(
         self,
         offsets: torch.Tensor,

@@ -177,18 +177,25 @@ class MappedMemory:
     def reduce(
         self,
         homes: Mapping[str, torch.Tensor],
+        own: Mapping[str, torch.Tensor],
         slots: Mapping[str, GradientSlots],
         schedule: torch.Tensor,
     ) -> None:
-        """Add the gradients of all copies to those of the home experts, in place, aside.
+        """The gradients of home experts, from their own and those of all copies, aside.
 
         To be joined before the next meeting of rows, which frees the memory of the copies.
         """
         with self.overlap.aside("gradients"):
             self.board.meet("gradients")
             for name, of_copies in slots.items():
-                flat = homes[name].flatten(1) if homes[name].ndim > 1 else homes[name][:, None]
-                pull(flat, of_copies.region, schedule, self.streamer, programs=self._pull_programs)
+                pull(
+                    _flat(homes[name]),
+                    of_copies.region,
+                    schedule,
+                    self.streamer,
+                    programs=self._pull_programs,
+                    own_HP=_flat(own[name]),
+                )
         self._read.add("gradients")
 
     def _free_gradients(self) -> None:
@@ -206,6 +213,11 @@ class MappedMemory:
                 f"{most} rows for rank {self.peers.rank}, but its buffers are for {self.capacity}: "
                 f"give a larger capacity= (this happened {times} times)"
             )
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """[H, P] from `[H, ...]`."""
+    return tensor.flatten(1) if tensor.ndim > 1 else tensor[:, None]
 
 
 class GradientSlots:
