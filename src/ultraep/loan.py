@@ -20,18 +20,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from itertools import pairwise
+from types import ModuleType
 from typing import Any, TypeAlias
 
 import torch
 from torch.autograd import Variable
 from torch.autograd.function import once_differentiable
 
+import ultraep.products as plain
 from ultraep.bundle import Bundle, Stack, resolve, tensors_of
 from ultraep.dispatch import Arrivals
 from ultraep.errors import ConfigError, SlotError
 from ultraep.modes import unseen
 from ultraep.plane import Copies
-from ultraep.products import scale_rows, scale_rows_backward
 
 Network: TypeAlias = Callable[[torch.Tensor, list[int], dict[str, Any]], torch.Tensor]
 
@@ -76,6 +77,7 @@ class _Loan:
 
     def __init__(self, begins: list[int], copies: Copies, homes: Mapping[str, Stack]) -> None:
         self.copies, self.homes = copies, homes
+        self.rows = _rows_by_kernels() if copies.kernels else plain
         self.flat = [tensor for stack in homes.values() for tensor in tensors_of(stack)]
         self.learning = [
             name for name, stack in homes.items() if any(t.requires_grad for t in tensors_of(stack))
@@ -157,6 +159,13 @@ class _Loan:
         return gradient.clone(memory_format=torch.contiguous_format)
 
 
+def _rows_by_kernels() -> ModuleType:
+    """The kernels' way to scale rows, for whom they are there."""
+    from ultraep.backends.triton import scale
+
+    return scale
+
+
 class _Borrow(torch.autograd.Function):
     """Hands out rows, home weights and copies; takes back their gradients."""
 
@@ -201,7 +210,7 @@ class _GiveBack(torch.autograd.Function):
             memory = loan.copies.served_rows(like)
             served_AD = torch.empty_like(like) if memory is None else memory
             for part, rows in zip(loan.parts, outputs, strict=True):
-                scale_rows(rows, gates_A[part], served_AD[part], kernels=loan.copies.kernels)
+                loan.rows.scale_rows(rows, gates_A[part], served_AD[part])
             return served_AD
 
     @staticmethod
@@ -214,7 +223,7 @@ class _GiveBack(torch.autograd.Function):
         d_outputs, d_gates_A = [], torch.zeros_like(gates_A)
         for part, output in zip(loan.parts, outputs, strict=True):
             given = d_served[part], output, gates_A[part], d_gates_A[part]
-            d_outputs.append(scale_rows_backward(*given, kernels=loan.copies.kernels))
+            d_outputs.append(loan.rows.scale_rows_backward(*given))
         return None, d_gates_A, *d_outputs, *(None for _ in ctx.needs_input_grad[4:])
 
 

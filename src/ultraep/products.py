@@ -231,41 +231,17 @@ def _of_slot(stacks: Stacks, slot: int, rows: torch.Tensor) -> torch.Tensor:
     return held.to(rows)
 
 
-def scale_rows(
-    rows_AD: torch.Tensor, scale_A: torch.Tensor, out_AD: torch.Tensor, *, kernels: bool
-) -> None:
-    """Into `out_AD`, rows times their scale, which is rounded to their type before.
-
-    kernels: whether those of a GPU can work on these rows; they know no double precision.
-    """
-    if kernels and _for_kernels(rows_AD, scale_A):
-        from ultraep.backends.triton import scale
-
-        scale.scale_rows(rows_AD, scale_A, out_AD)
-    else:
-        torch.mul(rows_AD, scale_A[:, None].to(rows_AD.dtype), out=out_AD)
+def scale_rows(rows_AD: torch.Tensor, scale_A: torch.Tensor, out_AD: torch.Tensor) -> None:
+    """Into `out_AD`, rows times their scale, which is rounded to their type before."""
+    torch.mul(rows_AD, scale_A[:, None].to(rows_AD.dtype), out=out_AD)
 
 
 def scale_rows_backward(
-    d_out_AD: torch.Tensor,
-    rows_AD: torch.Tensor,
-    scale_A: torch.Tensor,
-    d_scale_A: torch.Tensor,
-    *,
-    kernels: bool,
+    d_out_AD: torch.Tensor, rows_AD: torch.Tensor, scale_A: torch.Tensor, d_scale_A: torch.Tensor
 ) -> torch.Tensor:
     """[A, D] gradients of the rows; into `d_scale_A`, those of their scale."""
-    if kernels and _for_kernels(rows_AD, scale_A) and d_out_AD.stride(1) == 1:
-        from ultraep.backends.triton import scale
-
-        return scale.scale_rows_backward(d_out_AD, rows_AD, scale_A, d_scale_A)
     d_scale_A.copy_(dots(d_out_AD, rows_AD))
     return d_out_AD * scale_A[:, None].to(rows_AD.dtype)
-
-
-def _for_kernels(rows_AD: torch.Tensor, scale_A: torch.Tensor) -> bool:
-    single = max(rows_AD.dtype.itemsize, scale_A.dtype.itemsize) <= 4
-    return single and rows_AD.stride(1) == 1 and rows_AD.shape[0] > 0
 
 
 def dots(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
+from ultraep import products
+from ultraep.backends.triton import scale as kernels
 from ultraep.backends.triton.device import default_device, interpreted
-from ultraep.products import scale_rows, scale_rows_backward
 
 DEVICE = default_device()
 SIZES = [(1, 1), (3, 7), (5, 64), (9, 1500)]
@@ -22,10 +23,10 @@ def test_kernels_agree_with_torch(size, dtype, scale_type):
     rows, d_out = (drawn(*size, dtype=dtype, seed=seed) for seed in (0, 1))
     scale = drawn(size[0], dtype=scale_type, seed=2)
     found = []
-    for kernels in (False, True):
+    for engine in (products, kernels):
         out, d_scale = torch.full_like(rows, torch.nan), torch.full_like(scale, torch.nan)
-        scale_rows(rows, scale, out, kernels=kernels)
-        d_rows = scale_rows_backward(d_out, rows, scale, d_scale, kernels=kernels)
+        engine.scale_rows(rows, scale, out)
+        d_rows = engine.scale_rows_backward(d_out, rows, scale, d_scale)
         found.append((out, d_rows, d_scale))
     (out, d_rows, d_scale), (by_kernel, d_rows_by_kernel, d_scale_by_kernel) = found
     # The interpreter cuts off what does not fit into bfloat16; a GPU rounds, as torch does.
@@ -39,7 +40,7 @@ def test_kernels_agree_with_torch(size, dtype, scale_type):
 def test_rows_of_part_of_a_tensor():
     wide, scale = drawn(6, 20), drawn(6)
     out = torch.zeros(8, 10, device=DEVICE)
-    scale_rows(wide[:, 5:15], scale, out[1:7], kernels=True)
+    kernels.scale_rows(wide[:, 5:15], scale, out[1:7])
     assert torch.equal(out[1:7], wide[:, 5:15] * scale[:, None])
     assert not out[0].any()
     assert not out[7].any()
@@ -48,9 +49,9 @@ def test_rows_of_part_of_a_tensor():
 def test_rows_that_the_kernels_do_not_know_are_left_to_torch():
     for rows in (drawn(4, 6, dtype=torch.float64), drawn(6, 4).T, drawn(0, 6)):
         scale, out = drawn(len(rows), dtype=rows.dtype), torch.empty_like(rows)
-        scale_rows(rows, scale, out, kernels=True)
+        kernels.scale_rows(rows, scale, out)
         assert torch.equal(out, rows * scale[:, None])
         d_scale = torch.empty_like(scale)
-        d_rows = scale_rows_backward(rows, rows, scale, d_scale, kernels=True)
+        d_rows = kernels.scale_rows_backward(rows, rows, scale, d_scale)
         assert torch.equal(d_rows, rows * scale[:, None])
         torch.testing.assert_close(d_scale, (rows * rows).sum(dim=1))

@@ -1,5 +1,7 @@
 """Launches of rows times one number each, for rows whose number the host knows.
 
+What the kernels do not know is left to their twins: double precision, rows with gaps, no rows.
+
 Shapes: A rows, D width.
 """
 
@@ -7,6 +9,7 @@ from __future__ import annotations
 
 import torch
 
+import ultraep.products as plain
 from ultraep.backends.triton.kernels import scale as kernels
 from ultraep.backends.triton.launch import cdiv, power_of_2, quick
 
@@ -15,6 +18,9 @@ TILE, WIDEST, WARPS = 4096, 1024, 8
 
 def scale_rows(rows_AD: torch.Tensor, scale_A: torch.Tensor, out_AD: torch.Tensor) -> None:
     """Into `out_AD`, rows times their scale."""
+    if not known(scale_A, rows_AD):
+        plain.scale_rows(rows_AD, scale_A, out_AD)
+        return
     (num_rows, width), blocks = rows_AD.shape, tile_for(rows_AD.shape[1])
     quick(kernels.scale_rows)[(cdiv(num_rows, blocks["M"]),)](
         rows_AD,
@@ -33,6 +39,8 @@ def scale_rows_backward(
     d_out_AD: torch.Tensor, rows_AD: torch.Tensor, scale_A: torch.Tensor, d_scale_A: torch.Tensor
 ) -> torch.Tensor:
     """[A, D] gradients of the rows; into `d_scale_A`, those of their scale."""
+    if not known(scale_A, rows_AD, d_out_AD):
+        return plain.scale_rows_backward(d_out_AD, rows_AD, scale_A, d_scale_A)
     d_rows_AD = torch.empty_like(rows_AD, memory_format=torch.contiguous_format)
     (num_rows, width), blocks = rows_AD.shape, tile_for(rows_AD.shape[1])
     quick(kernels.scale_rows_backward)[(cdiv(num_rows, blocks["M"]),)](
@@ -50,6 +58,13 @@ def scale_rows_backward(
         num_warps=WARPS,
     )
     return d_rows_AD
+
+
+def known(scale_A: torch.Tensor, *of_rows: torch.Tensor) -> bool:
+    """Whether the kernels know such rows."""
+    return scale_A.dtype.itemsize <= 4 and all(
+        rows.dtype.itemsize <= 4 and rows.stride(1) == 1 and rows.shape[0] > 0 for rows in of_rows
+    )
 
 
 def tile_for(width: int) -> dict[str, int]:

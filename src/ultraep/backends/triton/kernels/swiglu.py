@@ -12,7 +12,7 @@ rows and N columns.
 import triton
 import triton.language as tl
 
-from ultraep.backends.triton.kernels.grouped import SlotTensors, of_slot
+from ultraep.backends.triton.kernels.slots import SlotTensors, of_slot
 
 
 @triton.jit
