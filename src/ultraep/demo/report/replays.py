@@ -14,8 +14,9 @@ from statistics import fmean
 import numpy as np
 
 from ultraep.arrays import IntArray
-from ultraep.demo.report.numbers import FloatArray, Numbers, Points, plain
+from ultraep.demo.report.numbers import Points
 from ultraep.demo.report.sources import Sources
+from ultraep.report.numbers import FloatArray, Numbers, plain
 from ultraep.trace.read import Trace
 from ultraep.trace.replay import Case, cases, plans
 
