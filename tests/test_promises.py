@@ -38,7 +38,7 @@ LAYERS = [
     ["full_state"],
     ["sim"],
     ["tiny"],
-    ["demo"],
+    ["demo", "inspect"],
     ["__init__"],
     ["cli", "__main__"],
 ]
@@ -70,6 +70,7 @@ ONLY_IN = {
         "cli/env.py",
         "demo",
         "full_state.py",
+        "inspect",
         "layer.py",
         "parallel",
         "runtime",

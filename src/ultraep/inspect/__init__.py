@@ -1,5 +1,6 @@
 """Looking into a model: text goes through it on this machine, its routing becomes a trace.
 
+    asked.py        what is to be looked into, and how
     library.py      transformers, offline, and only when it is asked for
     families.py     small random models of a family, to try it
     checkpoint.py   saved models, of which one block at a time has its weights

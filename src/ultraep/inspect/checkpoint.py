@@ -47,6 +47,7 @@ class Checkpoint:
         self._tensors = self._open_files()
         self.model = self._without_weights()
         self.layout = Layout.of(self.model)
+        self._mapping = transformers("conversion_mapping").get_model_conversion_mapping(self.model)
         self._empty = self._places()
         self._keys = self._keys_of_blocks()
 
@@ -128,21 +129,15 @@ class Checkpoint:
 
     def _keys_of_blocks(self) -> dict[str, list[str]]:
         """Names of tensors in the files, by the block that they belong to."""
-        from transformers.conversion_mapping import get_model_conversion_mapping
-        from transformers.core_model_loading import (
-            WeightConverter,
-            WeightRenaming,
-            rename_source_key,
-        )
-
-        mapping = self._mapping = get_model_conversion_mapping(self.model)
-        renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
-        converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+        loading = transformers("core_model_loading")
+        mapping = self._mapping
+        renamings = [entry for entry in mapping if isinstance(entry, loading.WeightRenaming)]
+        converters = [entry for entry in mapping if isinstance(entry, loading.WeightConverter)]
         wanted, prefix = self.model.state_dict(), self.model.base_model_prefix
         own = {self._name_of(place) for places in self._empty.values() for place in places}
         found = defaultdict(list)
         for key in self._tensors:
-            name, _ = rename_source_key(key, renamings, converters, prefix, wanted)
+            name, _ = loading.rename_source_key(key, renamings, converters, prefix, wanted)
             if name not in wanted:  # the loader, too, takes the name as it is then
                 name = key
             if name in own:
@@ -161,19 +156,15 @@ class Checkpoint:
     # -- weights ---------------------------------------------------------------------------------
 
     def _fill(self, block: str) -> None:
-        from transformers.core_model_loading import convert_and_load_state_dict_in_model
-        from transformers.modeling_utils import LoadStateDictConfig
-
-        info, _ = convert_and_load_state_dict_in_model(
-            self.model,
-            {key: self._tensors[key] for key in self._keys[block]},
-            LoadStateDictConfig(
-                device_map={"": self.device},
-                dtype=self.dtype,
-                dtype_plan=self.model._get_dtype_plan(self.dtype),
-                weight_mapping=self._mapping,
-            ),
+        settings = transformers("modeling_utils").LoadStateDictConfig(
+            device_map={"": self.device},
+            dtype=self.dtype,
+            dtype_plan=self.model._get_dtype_plan(self.dtype),
+            weight_mapping=self._mapping,
         )
+        tensors = {key: self._tensors[key] for key in self._keys[block]}
+        load = transformers("core_model_loading").convert_and_load_state_dict_in_model
+        info, _ = load(self.model, tensors, settings)
         wrong = [*info.mismatched_keys, *info.conversion_errors.items()]
         if wrong:
             raise FileError(f"{self.folder}: weights that do not fit the configuration: {wrong[0]}")
@@ -246,4 +237,4 @@ def weight_files(folder: Path) -> list[Path]:
 def _nbytes(tensor: Any) -> int:
     """Bytes of a tensor in a file, by its type: BF16, F32, F8_E4M3, BOOL."""
     bits = re.search(r"\d+", tensor.get_dtype())
-    return math.prod(tensor.get_shape()) * (int(bits[0]) if bits else 8) // 8
+    return int(math.prod(tensor.get_shape())) * (int(bits[0]) if bits else 8) // 8

@@ -5,11 +5,13 @@ Experts, and how many of them a token chooses, are as many as the family has; al
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 
 from ultraep.errors import ConfigError
+from ultraep.inspect.layout import Layout
 from ultraep.inspect.library import built, transformers
 
 SMALL: dict[str, int] = {
@@ -62,8 +64,31 @@ def small_config(family: str) -> Any:
     return library.AutoConfig.for_model(family, **(given | MORE.get(family, {})))
 
 
-def random_model(family: str, *, seed: int) -> Any:
-    """A small model of this family with random weights."""
-    config = small_config(family)
-    torch.manual_seed(seed)
-    return built(config, torch.float32)
+class RandomModel:
+    """A small model of a family with random weights, all in memory; used like a `Checkpoint`."""
+
+    def __init__(
+        self, family: str, *, device: torch.device, dtype: torch.dtype | None, seed: int
+    ) -> None:
+        self.config, self.device, self.dtype = small_config(family), device, dtype or torch.float32
+        torch.manual_seed(seed)
+        self.model = built(self.config, torch.float32).to(device, self.dtype)
+        self.layout = Layout.of(self.model)
+
+    def __enter__(self) -> RandomModel:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Nothing is held."""
+
+    def lend(self, _: str) -> AbstractContextManager[None]:
+        """The weights are there already."""
+        return nullcontext()
+
+    def bytes_to_read(self, _: list[str]) -> int:
+        """None: the weights are drawn."""
+        return 0
+
+    def bytes_in_memory(self) -> int:
+        """Bytes of all weights."""
+        return sum(parameter.nbytes for parameter in self.model.parameters())

@@ -50,12 +50,8 @@ class Layout:
         }
         block_of = {name: next(b for b in blocks if name.startswith(f"{b}.")) for name in names}
         numbers = _numbers(list(block_of.values()), list(blocks))
-        return cls(
-            decoder,
-            blocks,
-            {number: model.get_submodule(name) for number, name in zip(numbers, names, strict=True)},
-            dict(zip(numbers, block_of.values(), strict=True)),
-        )
+        experts = dict(zip(numbers, map(model.get_submodule, names), strict=True))
+        return cls(decoder, blocks, experts, dict(zip(numbers, block_of.values(), strict=True)))
 
     def only(self, layers: Collection[int]) -> Layout:
         """The same model, of which only these layers are looked at."""

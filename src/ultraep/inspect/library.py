@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from importlib import import_module
 from typing import Any
 
 from ultraep.errors import BackendUnavailable
@@ -12,12 +13,12 @@ OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "HF_HUB_DISABLE_T
 INSTALL = "pip install 'ultraep[transformers]'"
 
 
-def transformers() -> Any:
-    """The library, silent, and told not to ask any hub."""
+def transformers(part: str = "") -> Any:
+    """The library or a part of it; silent, and told not to ask any hub."""
     os.environ.update(OFFLINE)
     try:
-        import transformers as library
-        from transformers.utils import logging
+        library = import_module("transformers")
+        found = import_module(f"transformers.{part}") if part else library
     except ImportError as error:
         raise BackendUnavailable(
             f"ultraep inspect needs transformers ({error}): {INSTALL}"
@@ -26,9 +27,9 @@ def transformers() -> Any:
         raise BackendUnavailable(
             f"ultraep inspect needs transformers {MAJOR}, this is {library.__version__}: {INSTALL}"
         )
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    return library
+    library.logging.set_verbosity_error()
+    library.logging.disable_progress_bar()
+    return found
 
 
 def built(config: Any, dtype: Any) -> Any:

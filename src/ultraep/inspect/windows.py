@@ -10,7 +10,7 @@ Shapes: B sequences of all windows, T tokens of a sequence.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -51,10 +51,8 @@ def run_windows(
     with ExitStack() as stack, torch.no_grad():
         for name, block in layout.blocks.items():
             stack.enter_context(_replaced(block, partial(in_windows, name, block.forward)))
-        try:
+        with suppress(_Enough):
             layout.decoder(input_ids=torch.cat(list(windows)), use_cache=False)
-        except _Enough:
-            pass
 
 
 @contextmanager
