@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import product
 
 import numpy as np
 from numpy.typing import NDArray
@@ -82,8 +83,14 @@ def find(
     """Plan all records under every combination; without balancing, slots make no difference."""
     wanted = [
         case
-        for case in cases(trace, policies=policies, slots=slots, ranks=sizes, history=[history])
-        if case.config.policy != NONE or case.topology.slots == slots[0]
+        for size, policy in product(sizes, policies)
+        for case in cases(
+            trace,
+            policies=[policy],
+            slots=slots[:1] if policy == NONE else slots,
+            ranks=[size],
+            history=[history],
+        )
     ]
     found = []
     for number, case in enumerate(wanted):
@@ -97,11 +104,11 @@ def label(case: Case, *, ranks: bool = False) -> str:
 
     >>> from ultraep import BalanceConfig, Topology
     >>> label(Case(BalanceConfig(policy="eplb"), Topology(ranks=8, experts=8), 1), ranks=True)
-    'EP8 eplb, 1 slot'
+    'EP8 eplb with 1 slot'
     """
     policy, slots = case.config.policy, case.topology.slots
     where = f"EP{case.topology.ranks} " if ranks else ""
-    return where + (policy if policy == NONE else f"{policy}, {slots} slot{'s' * (slots != 1)}")
+    return where + (policy if policy == NONE else f"{policy} with {slots} slot{'s' * (slots != 1)}")
 
 
 def past_of(findings: Findings, history: int) -> tuple[Mask, Mask]:

@@ -42,7 +42,7 @@ const figures = {
         hovertemplate: "%{y:.3f} (worst %{customdata:.3f})",
       });
     });
-    return [drawn, { xaxis: title("layer"), yaxis: title("imbalance, mean of windows") }];
+    return [drawn, { xaxis: { ...title("layer"), type: "category" }, yaxis: title("imbalance, mean of windows") }];
   },
 
   texts(data) {
@@ -79,7 +79,7 @@ const figures = {
         hovertemplate: "layer %{y}, expert %{x}: %{z:.2f}<extra></extra>",
       }],
       {
-        hovermode: "closest", margin: { l: 60, r: 12, t: 12, b: 48 },
+        hovermode: "closest", margin: { l: 60, r: 12, t: 36, b: 48 },
         xaxis: { ...title("expert"), showgrid: false, zeroline: false },
         yaxis: { ...title("layer"), type: "category", showgrid: false, autorange: "reversed" },
       },

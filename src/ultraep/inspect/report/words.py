@@ -17,8 +17,9 @@ def facts(result: InspectionResult) -> list[tuple[str, str]]:
     layers = f"{len(result.layers)} of {counted(result.blocks, 'layer')}"
     texts = [f"{text.name} ({text.tokens:,} tokens)" for text in result.texts]
     sizes = list(dict.fromkeys(row.ranks for row in result.rows))
+    name = result.model if result.random else f"{result.model}, {result.family}"
     return [
-        ("Model", f"{result.model}, {result.family}: {result.parameters / 1e6:,.1f} million "
+        ("Model", f"{name}: {result.parameters / 1e6:,.1f} million "
                   f"parameters; {layers} looked at, {result.experts} experts in each, "
                   f"{result.top_k} of them for every token"),
         ("Texts", f"{listed(texts)}, in windows of {result.window:,} tokens and sequences of "
@@ -49,7 +50,7 @@ def result_table(result: InspectionResult) -> str:
 
 
 def _name(row: Row) -> str:
-    slots = "" if row.policy == NONE else f", {counted(row.slots, 'slot')}"
+    slots = "" if row.policy == NONE else f" with {counted(row.slots, 'slot')}"
     return f"EP{row.ranks} {row.policy}{'*' * bool(row.beyond)}{slots}"
 
 
@@ -71,7 +72,8 @@ def verdict(findings: Findings) -> list[str]:
 def _of_past(findings: Findings, one: Replayed) -> str:
     assert one.case.history is not None
     same, changed = past_of(findings, one.case.history)
-    window = f"the last {counted(one.case.history, 'window')}"
+    past = one.case.history
+    window = f"the last {past} windows" if past > 1 else "the window before"
     parts = [
         f"{words} it would stand at {one.after[mask].mean():.3f}"
         for words, mask in (("within a text", same), ("right after a change of text", changed))
