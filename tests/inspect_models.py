@@ -13,15 +13,28 @@ TEXTS = {
 }
 
 
+EXPERTS = dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 16)
+EXPERTS |= {"moe_num_experts": 16}
+
+
+def smaller_config(family):
+    """The configuration of a small model with 16 experts, or fewer."""
+    config = small_config(family)
+    for name, count in EXPERTS.items():
+        if getattr(config, name, None):
+            setattr(config, name, min(count, getattr(config, name)))
+    return config
+
+
 def save_model(family, folder, *, seed=0):
     """A small model with its head, in several files."""
     torch.manual_seed(seed)
-    model = transformers().AutoModelForCausalLM.from_config(small_config(family))
+    model = transformers().AutoModelForCausalLM.from_config(smaller_config(family))
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:
                 parameter.normal_(0, 0.1)
-    model.save_pretrained(folder, max_shard_size="8MB")
+    model.save_pretrained(folder, max_shard_size="2MB")
     return folder
 
 

@@ -5,9 +5,10 @@ from contextlib import nullcontext
 import numpy as np
 import pytest
 import torch
-from inspect_models import TEXTS, routing_of, save_tokenizer
+from inspect_models import TEXTS, routing_of, save_tokenizer, smaller_config
 
 from ultraep.errors import ConfigError, FileError
+from ultraep.inspect import families
 from ultraep.inspect.families import FAMILIES, RandomModel, small_config
 from ultraep.inspect.layout import Layout, num_experts
 from ultraep.inspect.texts import cut, excerpts, first_tokens, hashed_words, texts_of, tokenizer_of
@@ -18,7 +19,8 @@ SLOW = {"deepseek_v32", "glm_moe_dsa", "nemotron_h", "qwen3_next", "deepseek_v4"
 
 
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name not in SLOW])
-def test_windows_give_the_routing_of_the_whole(family):
+def test_windows_give_the_routing_of_the_whole(family, monkeypatch):
+    monkeypatch.setattr(families, "small_config", smaller_config)
     opened = RandomModel(family, device=CPU, dtype=torch.float64, seed=1)
     opened.model.set_experts_implementation("eager")  # the others know no float64
     layout, ids = opened.layout, torch.arange(60).reshape(5, 12) * 31 % 4000 + 3

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import sys
 import time
 import warnings
 from collections.abc import Iterator
@@ -38,6 +39,7 @@ POLICIES = ",".join(USUAL.policies)
 LINES = 10  # of a phase, where there is no terminal
 MOST_LAYERS = 12  # that are printed; the report has them all
 CLUSTER = "h200-nvl8"
+INTERRUPTED = 130  # exit code
 
 Model = Annotated[
     Path | None,
@@ -157,8 +159,9 @@ def _inspect(asked: Asked, out: Path, *, report: bool) -> None:
             with progress("planning") as tell:
                 findings = inspection.findings(claim, tell)
         except KeyboardInterrupt:
-            console.print(f"interrupted; what was recorded so far is in {claim.traces[0]}")
-            raise
+            kept = f"what was recorded so far is in {claim.traces[0]}"
+            print(f"ultraep: interrupted; {kept}", file=sys.stderr)
+            raise typer.Exit(INTERRUPTED) from None
         result = conclude(inspection, caught, findings, time.perf_counter() - began)
         _show(console, result, findings)
         _save(console, inspection, result, findings, report=report, out=out)
