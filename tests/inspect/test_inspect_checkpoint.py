@@ -32,11 +32,11 @@ def streamed(folder, sizes=(2, 2, 1)):
     opened.model.set_experts_implementation("eager")
     with opened, routing_of(opened.model) as found:
         run_windows(
-            opened.layout,
+            opened.anatomy,
             IDS.split(sizes),
             opened.lend,
             lambda *_: None,
-            [*opened.layout.blocks][-1],
+            [*opened.anatomy.blocks][-1],
         )
     return found
 
@@ -62,14 +62,14 @@ def test_several_files(checkpoint):
 def test_weights_are_of_the_type_that_is_asked_for(checkpoint):
     for dtype, wanted in ((None, torch.float32), (torch.float16, torch.float16)):
         opened = Checkpoint(checkpoint, device=CPU, dtype=dtype)
-        name, block = next(iter(opened.layout.blocks.items()))
+        name, block = next(iter(opened.anatomy.blocks.items()))
         with opened, opened.lend(name):
             assert {parameter.dtype for parameter in block.parameters()} == {wanted}
 
 
 def test_one_block_at_a_time_has_weights(checkpoint):
     opened = Checkpoint(checkpoint, device=CPU)
-    blocks = opened.layout.blocks
+    blocks = opened.anatomy.blocks
 
     def filled():
         return [name for name, block in blocks.items() if not next(block.parameters()).is_meta]
@@ -78,7 +78,7 @@ def test_one_block_at_a_time_has_weights(checkpoint):
     with opened:
         assert filled() == []
         run_windows(
-            opened.layout,
+            opened.anatomy,
             IDS.split([3, 2]),
             opened.lend,
             lambda name, number: seen.append((name, number, filled())),
@@ -96,15 +96,15 @@ def test_one_block_at_a_time_has_weights(checkpoint):
 def test_what_stands_behind_the_last_layer_is_not_read(checkpoint):
     opened, seen = Checkpoint(checkpoint, device=CPU), []
     with opened:
-        name = [*opened.layout.blocks][1]
-        run_windows(opened.layout, [IDS], opened.lend, lambda *told: seen.append(told), name)
-    assert [block for block, _ in seen] == [*opened.layout.blocks][:2]
-    assert opened.bytes_to_read([name]) < opened.bytes_to_read([*opened.layout.blocks])
+        name = [*opened.anatomy.blocks][1]
+        run_windows(opened.anatomy, [IDS], opened.lend, lambda *told: seen.append(told), name)
+    assert [block for block, _ in seen] == [*opened.anatomy.blocks][:2]
+    assert opened.bytes_to_read([name]) < opened.bytes_to_read([*opened.anatomy.blocks])
 
 
 def test_after_an_error_the_block_is_empty_again(checkpoint):
     opened = Checkpoint(checkpoint, device=CPU)
-    name, block = next(iter(opened.layout.blocks.items()))
+    name, block = next(iter(opened.anatomy.blocks.items()))
 
     def interrupted():
         with opened, opened.lend(name):

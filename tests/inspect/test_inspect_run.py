@@ -11,11 +11,11 @@ from inspect_models import TEXTS, routing_of
 from torch import nn
 
 from ultraep.errors import ConfigError, FileError
+from ultraep.inspect.anatomy import Anatomy
 from ultraep.inspect.asked import Asked
 from ultraep.inspect.catch import topology_of
 from ultraep.inspect.conclude import conclude
 from ultraep.inspect.findings import label
-from ultraep.inspect.layout import Layout
 from ultraep.inspect.preset import write_preset
 from ultraep.inspect.report import write_report
 from ultraep.inspect.run import Inspection, claim_folder
@@ -182,10 +182,10 @@ def test_wrong_settings_are_refused(name):
 
 def test_layers_with_other_numbers_of_experts_are_refused():
     experts = {n: nn.ParameterList([nn.Parameter(torch.zeros(4 + n, 2))]) for n in range(2)}
-    layout = Layout(nn.Module(), {}, experts, {0: "a", 1: "b"})
+    anatomy = Anatomy(nn.Module(), {}, experts, {0: "a", 1: "b"})
     with pytest.raises(ConfigError, match="layer 0 has 4 experts, layer 1 has 5"):
-        topology_of(layout, slots=1, sizes=[2])
-    assert topology_of(layout.only([1]), slots=1, sizes=[5]).experts == 5
+        topology_of(anatomy, slots=1, sizes=[2])
+    assert topology_of(anatomy.only([1]), slots=1, sizes=[5]).experts == 5
 
 
 def test_a_folder_with_something_else_in_it_is_left_alone(tmp_path):

@@ -9,8 +9,8 @@ from inspect_models import TEXTS, routing_of, save_tokenizer, smaller_config
 
 from ultraep.errors import ConfigError, FileError
 from ultraep.inspect import families
+from ultraep.inspect.anatomy import Anatomy, num_experts
 from ultraep.inspect.families import FAMILIES, RandomModel, small_config
-from ultraep.inspect.layout import Layout, num_experts
 from ultraep.inspect.texts import cut, excerpts, first_tokens, hashed_words, texts_of, tokenizer_of
 from ultraep.inspect.windows import joined, run_windows, split
 
@@ -23,26 +23,26 @@ def test_windows_give_the_routing_of_the_whole(family, monkeypatch):
     monkeypatch.setattr(families, "small_config", smaller_config)
     opened = RandomModel(family, device=CPU, dtype=torch.float64, seed=1)
     opened.model.set_experts_implementation("eager")  # the others know no float64
-    layout, ids = opened.layout, torch.arange(60).reshape(5, 12) * 31 % 4000 + 3
+    anatomy, ids = opened.anatomy, torch.arange(60).reshape(5, 12) * 31 % 4000 + 3
     with routing_of(opened.model) as whole, torch.no_grad():
-        layout.decoder(input_ids=ids, use_cache=False)
+        anatomy.decoder(input_ids=ids, use_cache=False)
     seen = []
     with routing_of(opened.model) as found:
         run_windows(
-            layout,
+            anatomy,
             ids.split([2, 1, 2]),
             lambda _: nullcontext(),
             lambda *told: seen.append(told),
-            [*layout.blocks][-1],
+            [*anatomy.blocks][-1],
         )
     assert whole
     assert all(torch.equal(found[name], whole[name]) for name in whole)
-    assert seen == [(name, number) for name in layout.blocks for number in range(3)]
-    assert not any("forward" in vars(block) for block in layout.blocks.values())
+    assert seen == [(name, number) for name in anatomy.blocks for number in range(3)]
+    assert not any("forward" in vars(block) for block in anatomy.blocks.values())
 
 
 def test_families_keep_their_experts():
-    found = {name: Layout.of(RandomModel(name, device=CPU, dtype=None, seed=0).model)
+    found = {name: Anatomy.of(RandomModel(name, device=CPU, dtype=None, seed=0).model)
              for name in ("mixtral", "gpt_oss", "deepseek_v3")}  # fmt: skip
     counts = {name: num_experts(next(iter(one.experts.values()))) for name, one in found.items()}
     assert counts == {"mixtral": 8, "gpt_oss": 128, "deepseek_v3": 256}

@@ -173,12 +173,12 @@ def _inspect(asked: Asked, out: Path, *, report: bool) -> None:
 def _introduce(console: Console, inspection: Inspection) -> None:
     """Sizes and time, before anything is read."""
     known, opened = inspection.estimate, inspection.opened
-    layers, windows = inspection.layout.experts, inspection.texts[-1].end + 1
+    layers, windows = inspection.anatomy.experts, inspection.texts[-1].end + 1
     texts = ", ".join(span.name for span in inspection.texts)
     length = inspection.excerpts[0].windows[0].shape[1]
     lines = {
         "model": f"{inspection.asked.name}: {_large(known.parameters)} parameters; "
-        f"{len(layers)} of {len(opened.layout.blocks)} layers, {inspection.topology.experts} "
+        f"{len(layers)} of {len(opened.anatomy.blocks)} layers, {inspection.topology.experts} "
         f"experts in each, {inspection.choices} for a token",
         "text": f"{texts}: {known.tokens:,} tokens in {windows} windows, sequences of {length}",
         "to do": f"reads {decimal(known.read)}, needs about {decimal(known.memory)} of memory, "

@@ -4,7 +4,7 @@
     library.py      transformers, offline, and only when it is asked for
     families.py     small random models of a family, to try it
     checkpoint.py   saved models, of which one block at a time has its weights
-    layout.py       where in a model its blocks and its experts are
+    anatomy.py      where in a model its blocks and its experts are
     texts.py        text -> windows of tokens
     windows.py      one forward pass in which every block takes window after window
     catch.py        what routers decide -> records of a trace

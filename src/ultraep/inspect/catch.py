@@ -22,7 +22,7 @@ from torch import nn
 
 from ultraep.config import BalanceConfig
 from ultraep.errors import ConfigError
-from ultraep.inspect.layout import Layout, num_experts
+from ultraep.inspect.anatomy import Anatomy, num_experts
 from ultraep.plan import plan
 from ultraep.topology import Topology
 from ultraep.trace.record import Recorder
@@ -38,8 +38,8 @@ class Catcher:
     top_k: choices of a token, as far as one was seen.
     """
 
-    def __init__(self, folder: Path, layout: Layout, topology: Topology, *, note: str) -> None:
-        self._layout, self._topology = layout, topology
+    def __init__(self, folder: Path, anatomy: Anatomy, topology: Topology, *, note: str) -> None:
+        self._layout, self._topology = anatomy, topology
         self._recorder = Recorder(folder, topology, PLAIN, note=note)
         self.window, self.records, self.top_k = 0, 0, 0
 
@@ -73,9 +73,9 @@ class Catcher:
         self.records, self.top_k = self.records + 1, ids_NK.shape[-1]
 
 
-def topology_of(layout: Layout, *, slots: int, sizes: list[int]) -> Topology:
+def topology_of(anatomy: Anatomy, *, slots: int, sizes: list[int]) -> Topology:
     """One rank with all experts, which `sizes` of ranks can be made of later."""
-    counts = {layer: num_experts(experts) for layer, experts in layout.experts.items()}
+    counts = {layer: num_experts(experts) for layer, experts in anatomy.experts.items()}
     experts = next(iter(counts.values()))
     other = next((layer for layer, count in counts.items() if count != experts), None)
     if other is not None:

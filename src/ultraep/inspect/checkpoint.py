@@ -22,7 +22,7 @@ from torch import nn
 
 from ultraep.errors import ConfigError, FileError
 from ultraep.inputs import read_text
-from ultraep.inspect.layout import Layout
+from ultraep.inspect.anatomy import Anatomy
 from ultraep.inspect.library import built, transformers
 
 INDEX = "model.safetensors.index.json"
@@ -46,7 +46,7 @@ class Checkpoint:
         self._opened = ExitStack()
         self._tensors = self._open_files()
         self.model = self._without_weights()
-        self.layout = Layout.of(self.model)
+        self.anatomy = Anatomy.of(self.model)
         self._mapping = transformers("conversion_mapping").get_model_conversion_mapping(self.model)
         self._empty = self._places()
         self._keys = self._keys_of_blocks()
@@ -107,9 +107,9 @@ class Checkpoint:
     def _places(self) -> dict[str, dict[Place, torch.Tensor]]:
         """By block: modules with the names of their tensors, and what stands there while empty."""
         transient = {name for name, _ in self.model.named_non_persistent_buffers()}
-        found: dict[str, dict[Place, torch.Tensor]] = {name: {} for name in self.layout.blocks}
+        found: dict[str, dict[Place, torch.Tensor]] = {name: {} for name in self.anatomy.blocks}
         found[AROUND] = {}
-        inside = {id(module) for module in self.layout.decoder.modules()}
+        inside = {id(module) for module in self.anatomy.decoder.modules()}
         for path, module in self.model.named_modules():
             if id(module) not in inside:
                 continue
@@ -125,7 +125,7 @@ class Checkpoint:
 
     @cached_property
     def _block_names(self) -> re.Pattern[str]:
-        return re.compile("(" + "|".join(map(re.escape, self.layout.blocks)) + r")\.")
+        return re.compile("(" + "|".join(map(re.escape, self.anatomy.blocks)) + r")\.")
 
     def _keys_of_blocks(self) -> dict[str, list[str]]:
         """Names of tensors in the files, by the block that they belong to."""
@@ -179,7 +179,7 @@ class Checkpoint:
             path, _, own = name.rpartition(".")
             module = self.model.get_submodule(path)
             setattr(module, own, torch.empty_like(buffer, device=self.device))
-        for module in self.layout.decoder.modules():
+        for module in self.anatomy.decoder.modules():
             if module._non_persistent_buffers_set:
                 self.model._init_weights(module)
 

@@ -21,7 +21,7 @@ def conclude(
         random=inspection.asked.family is not None,
         parameters=known.parameters,
         active=known.active,
-        blocks=len(opened.layout.blocks),
+        blocks=len(opened.anatomy.blocks),
         layers=findings.trace.layers.tolist(),
         experts=inspection.topology.experts,
         top_k=caught.top_k,

@@ -62,7 +62,7 @@ def _count(modules: Sequence[nn.Module]) -> int:
 
 
 def operations_per_second(device: torch.device, dtype: torch.dtype) -> float:
-    """Of products of two large matrices, the best of three."""
+    """Speed of products of two large matrices, the best of three."""
     one = torch.ones(SIDE, SIDE, device=device, dtype=dtype)
     best = float("inf")
     for _ in range(3):
@@ -73,7 +73,7 @@ def operations_per_second(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def bytes_per_second(file: Path) -> float:
-    """Of reading in the middle of a file."""
+    """Speed of reading, in the middle of a file."""
     with file.open("rb") as content:
         content.seek(max(0, file.stat().st_size - SAMPLE) // 2)
         begin = time.perf_counter()

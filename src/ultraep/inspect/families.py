@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ultraep.errors import ConfigError
-from ultraep.inspect.layout import Layout
+from ultraep.inspect.anatomy import Anatomy
 from ultraep.inspect.library import built, transformers
 
 SMALL: dict[str, int] = {
@@ -73,7 +73,7 @@ class RandomModel:
         self.config, self.device, self.dtype = small_config(family), device, dtype or torch.float32
         torch.manual_seed(seed)
         self.model = built(self.config, torch.float32).to(device, self.dtype)
-        self.layout = Layout.of(self.model)
+        self.anatomy = Anatomy.of(self.model)
 
     def __enter__(self) -> RandomModel:
         return self

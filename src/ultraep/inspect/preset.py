@@ -23,25 +23,25 @@ def write_preset(path: Path, inspection: Inspection, top_k: int) -> None:
 
 def sizes(inspection: Inspection, top_k: int) -> dict[str, Any]:
     """Sizes of the model; what is not plainly there is found from the numbers of weights."""
-    opened, layout = inspection.opened, inspection.opened.layout
+    opened, anatomy = inspection.opened, inspection.opened.anatomy
     config, experts = (
         opened.config.get_text_config(),
-        next(iter(inspection.layout.experts.values())),
+        next(iter(inspection.anatomy.experts.values())),
     )
     width, count = config.hidden_size, inspection.topology.experts
-    layer = next(iter(inspection.layout.block_of_layer))
-    dense = set(layout.blocks) - set(layout.block_of_layer.values())
+    layer = next(iter(inspection.anatomy.block_of_layer))
+    dense = set(anatomy.blocks) - set(anatomy.block_of_layer.values())
     found = {
         "title": inspection.asked.name,
         "source": f"ultraep inspect, {type(opened.model).__name__}",
-        "layers": len(layout.blocks),
+        "layers": len(anatomy.blocks),
         "dense_layers": len(dense),
         "width": width,
         "experts": count,
         "top_k": top_k,
         "expert_width": max(1, _weights(experts) // (count * GATED * width)),
         "vocabulary": config.vocab_size,
-        "shared_width": _shared(layout.blocks[layout.block_of_layer[layer]], experts, width),
+        "shared_width": _shared(anatomy.blocks[anatomy.block_of_layer[layer]], experts, width),
         "attention": _attention(config),
     }
     if dense:

@@ -19,13 +19,13 @@ import torch
 
 from ultraep.claim import Claim
 from ultraep.errors import ConfigError
+from ultraep.inspect.anatomy import Anatomy
 from ultraep.inspect.asked import Asked
 from ultraep.inspect.catch import Catcher, topology_of
 from ultraep.inspect.checkpoint import Checkpoint, weight_files
 from ultraep.inspect.estimate import IN_BETWEEN, Estimate, Work, bytes_per_second
 from ultraep.inspect.families import RandomModel
 from ultraep.inspect.findings import Findings, find
-from ultraep.inspect.layout import Layout
 from ultraep.inspect.result import FILES, TRACE, TextSpan, spans
 from ultraep.inspect.texts import Excerpt, excerpts, hashed_words, texts_of, tokenizer_of
 from ultraep.inspect.windows import run_windows
@@ -45,11 +45,11 @@ class Inspection:
     def __init__(self, asked: Asked) -> None:
         self.asked, self.notes = asked, list[str]()
         self.opened = _open(asked)
-        whole = self.opened.layout
-        self.layout = whole.only(_chosen(whole, asked.layers))
-        experts = topology_of(self.layout, slots=0, sizes=[]).experts
+        whole = self.opened.anatomy
+        self.anatomy = whole.only(_chosen(whole, asked.layers))
+        experts = topology_of(self.anatomy, slots=0, sizes=[]).experts
         self.sizes = _sizes(asked.sizes, experts)
-        self.topology = _topology(self.layout, asked.slots, self.sizes)
+        self.topology = _topology(self.anatomy, asked.slots, self.sizes)
         self.excerpts = self._excerpts()
         if asked.family is not None:
             self.notes.append("weights are random: how uneven a real model is, only that can tell")
@@ -73,7 +73,7 @@ class Inspection:
         tell: hears what was done, of how much, and what comes. On interruption the trace is
         complete as far as it goes.
         """
-        catcher = Catcher(claim.traces[0], self.layout, self.topology, note=self._note())
+        catcher = Catcher(claim.traces[0], self.anatomy, self.topology, note=self._note())
         windows = [
             torch.from_numpy(window).to(self.opened.device)
             for excerpt in self.excerpts
@@ -84,11 +84,11 @@ class Inspection:
         def going(block: str, number: int) -> None:
             catcher.window = number
             place = self.blocks.index(block)
-            words = f"layer {place} of {len(self.layout.blocks)}, {names[number]}"
+            words = f"layer {place} of {len(self.anatomy.blocks)}, {names[number]}"
             tell(place * len(windows) + number, len(self.blocks) * len(windows), words)
 
         with catcher.listening():
-            run_windows(self.layout, windows, self.opened.lend, going, self.blocks[-1])
+            run_windows(self.anatomy, windows, self.opened.lend, going, self.blocks[-1])
         return catcher
 
     def findings(self, claim: Claim, tell: Tell) -> Findings:
@@ -110,8 +110,8 @@ class Inspection:
         opened, windows = self.opened, self.texts[-1].end + 1
         tokens = sum(excerpt.tokens for excerpt in self.excerpts)
         work = Work(
-            blocks=[self.layout.blocks[name] for name in self.blocks],
-            experts=list(self.layout.experts.values()),
+            blocks=[self.anatomy.blocks[name] for name in self.blocks],
+            experts=list(self.anatomy.experts.values()),
             share=self.choices / self.topology.experts,
             tokens=tokens,
             windows=windows,
@@ -158,7 +158,7 @@ class Inspection:
 
     def _blocks(self) -> list[str]:
         """Names of the blocks that are run: up to the last one that is looked at."""
-        names, wanted = list(self.layout.blocks), set(self.layout.block_of_layer.values())
+        names, wanted = list(self.anatomy.blocks), set(self.anatomy.block_of_layer.values())
         return names[: max(names.index(name) for name in wanted) + 1]
 
     def _note(self) -> str:
@@ -200,8 +200,8 @@ def _device(name: str | None) -> torch.device:
     return device
 
 
-def _chosen(layout: Layout, layers: tuple[int, ...] | None) -> list[int]:
-    known = list(layout.experts)
+def _chosen(anatomy: Anatomy, layers: tuple[int, ...] | None) -> list[int]:
+    known = list(anatomy.experts)
     unknown = next((layer for layer in layers or () if layer not in known), None)
     if unknown is not None:
         told = ", ".join(map(str, known))
@@ -221,7 +221,7 @@ def _sizes(asked: tuple[int, ...] | None, experts: int) -> list[int]:
     return list(dict.fromkeys(asked))
 
 
-def _topology(layout: Layout, slots: tuple[int, ...], sizes: list[int]) -> Topology:
-    """Of the trace; what is asked for is checked on the way."""
-    made = [topology_of(layout, slots=count, sizes=sizes) for count in slots]
+def _topology(anatomy: Anatomy, slots: tuple[int, ...], sizes: list[int]) -> Topology:
+    """The topology of the trace; what is asked for is checked on the way."""
+    made = [topology_of(anatomy, slots=count, sizes=sizes) for count in slots]
     return made[0]

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ultraep.inspect.layout import Layout
+from ultraep.inspect.anatomy import Anatomy
 
 Lend = Callable[[str], AbstractContextManager[None]]
 Tell = Callable[[str, int], None]
@@ -28,7 +28,7 @@ class _Enough(Exception):
 
 
 def run_windows(
-    layout: Layout, windows: Sequence[torch.Tensor], lend: Lend, tell: Tell, until: str
+    anatomy: Anatomy, windows: Sequence[torch.Tensor], lend: Lend, tell: Tell, until: str
 ) -> None:
     """Run the decoder up to the block `until`.
 
@@ -49,10 +49,10 @@ def run_windows(
         return joined(parts)
 
     with ExitStack() as stack, torch.no_grad():
-        for name, block in layout.blocks.items():
+        for name, block in anatomy.blocks.items():
             stack.enter_context(_replaced(block, partial(in_windows, name, block.forward)))
         with suppress(_Enough):
-            layout.decoder(input_ids=torch.cat(list(windows)), use_cache=False)
+            anatomy.decoder(input_ids=torch.cat(list(windows)), use_cache=False)
 
 
 @contextmanager

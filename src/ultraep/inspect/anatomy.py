@@ -1,4 +1,4 @@
-"""Layout: where in a model its blocks and its experts are.
+"""Anatomy: where in a model its blocks and its experts are.
 
 Experts are those of transformers' registry: all of its modules are called with hidden states, the
 ids that the router chose, and gates. A block is a member of the outermost list of modules that
@@ -19,7 +19,7 @@ MARK = "_is_expert_parallel"  # the registry gives it to every module of experts
 
 
 @dataclass(frozen=True, eq=False)
-class Layout:
+class Anatomy:
     """The parts of a model that matter here; names are those in the whole model."""
 
     decoder: nn.Module  # what is called with token ids
@@ -28,7 +28,7 @@ class Layout:
     block_of_layer: dict[int, str]
 
     @classmethod
-    def of(cls, model: Any) -> Layout:
+    def of(cls, model: Any) -> Anatomy:
         """Find them; a model without experts of the registry is refused by name."""
         decoder = model.get_decoder()
         prefix = next(name for name, module in model.named_modules() if module is decoder)
@@ -53,9 +53,9 @@ class Layout:
         experts = dict(zip(numbers, map(model.get_submodule, names), strict=True))
         return cls(decoder, blocks, experts, dict(zip(numbers, block_of.values(), strict=True)))
 
-    def only(self, layers: Collection[int]) -> Layout:
-        """The same model, of which only these layers are looked at."""
-        return Layout(
+    def only(self, layers: Collection[int]) -> Anatomy:
+        """This model, of which only these layers are looked at."""
+        return Anatomy(
             self.decoder,
             self.blocks,
             {number: self.experts[number] for number in layers},
