@@ -116,6 +116,81 @@ def test_after_an_error_the_block_is_empty_again(checkpoint):
     assert all(parameter.is_meta for parameter in block.parameters())
 
 
+# -- quantised weights ---------------------------------------------------------------------------
+
+
+def rewrite(folder, change):
+    """Every tensor of the files becomes what `change` makes of it, by name."""
+    names = {}
+    for path in folder.glob("*.safetensors"):
+        tensors = {}
+        for name, tensor in load_file(path).items():
+            tensors |= change(name, tensor)
+        save_file(tensors, path, metadata={"format": "pt"})
+        names |= dict.fromkeys(tensors, path.name)
+    index = {"metadata": {}, "weight_map": names}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def as_fp8(name, tensor):
+    if not name.endswith("proj.weight"):
+        return {name: tensor}
+    blocks = [-(-side // 128) for side in tensor.shape]
+    return {
+        name: (tensor * 8).to(torch.float8_e4m3fn),
+        name.replace("weight", "weight_scale_inv"): torch.full(blocks, 0.125),
+    }
+
+
+def as_mxfp4(name, tensor):
+    """Random numbers of four bits, of some size."""
+    if not name.endswith(("gate_up_proj", "down_proj")):
+        return {name: tensor}
+    experts, inner, outer = tensor.shape
+    drawn = torch.Generator().manual_seed(outer)
+    shape = (experts, outer, inner // 32)
+    return {
+        f"{name}_blocks": torch.randint(256, (*shape, 16), dtype=torch.uint8, generator=drawn),
+        f"{name}_scales": torch.full(shape, 124, dtype=torch.uint8),
+    }
+
+
+def test_fp8_weights_are_plain_when_they_are_read(tmp_path):
+    save_model("qwen3_moe", tmp_path / "plain")
+    folder = shutil.copytree(tmp_path / "plain", tmp_path / "fp8")
+    rewrite(folder, as_fp8)
+    settings = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    edit(folder, quantization_config=settings | {"activation_scheme": "dynamic"})
+    rewrite(
+        tmp_path / "plain",
+        lambda name, tensor: {
+            name: (tensor * 8).to(torch.float8_e4m3fn).float() / 8 if "proj." in name else tensor
+        },
+    )
+    expected, found = whole(tmp_path / "plain"), streamed(folder)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_mxfp4_weights_are_plain_when_they_are_read(tmp_path):
+    save_model("gpt_oss", tmp_path)
+    rewrite(tmp_path, as_mxfp4)
+    kept = ["lm_head", "router", "self_attn", "embed_tokens"]
+    settings = {"quant_method": "mxfp4", "modules_to_not_convert": kept}
+    edit(tmp_path, quantization_config=settings)
+    library = transformers()
+    plain = {"quantization_config": library.Mxfp4Config(dequantize=True), "dtype": torch.float32}
+    model = library.AutoModelForCausalLM.from_pretrained(tmp_path, **plain).eval()
+    expected = dict(model.named_parameters())
+    opened = Checkpoint(tmp_path, device=CPU, dtype=torch.float32)
+    with opened:
+        for name in opened.anatomy.blocks:
+            with opened.lend(name):
+                filled = {n: p for n, p in opened.model.named_parameters() if not p.is_meta}
+            assert sum(key.startswith(f"{name}.") for key in filled) > 10
+            assert {p.dtype for p in filled.values()} == {torch.float32}
+            assert all(torch.equal(p, expected[n].to(p.dtype)) for n, p in filled.items())
+
+
 # -- what is refused -----------------------------------------------------------------------------
 
 
@@ -160,9 +235,9 @@ BAD = {
     "missing tensor": (without_one_tensor, FileError, r"no weights for model.layers.1.self_attn.q"),
     "other shapes": (with_other_shapes, FileError, "do not fit the configuration"),
     "quantised": (
-        lambda f: edit(f, quantization_config={"quant_method": "fp8"}),
+        lambda f: edit(f, quantization_config={"quant_method": "awq"}),
         ConfigError,
-        "quantised by fp8",
+        "quantised by awq are not read here, only by fp8 and mxfp4",
     ),
 }
 

@@ -54,7 +54,7 @@ class Anatomy:
         return cls(decoder, blocks, experts, dict(zip(numbers, block_of.values(), strict=True)))
 
     def only(self, layers: Collection[int]) -> Anatomy:
-        """This model, of which only these layers are looked at."""
+        """A view of it in which only these layers are looked at."""
         return Anatomy(
             self.decoder,
             self.blocks,

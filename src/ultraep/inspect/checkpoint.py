@@ -27,6 +27,7 @@ from ultraep.inspect.library import built, transformers
 
 INDEX = "model.safetensors.index.json"
 CONFIG = "config.json"
+PLAIN_WHEN_READ = ("fp8", "mxfp4")  # kinds of quantised weights
 AROUND = ""  # in place of the name of a block: what is in none
 Place = tuple[nn.Module, str]
 
@@ -43,11 +44,13 @@ class Checkpoint:
         self.folder, self.device = Path(folder), device
         self.config = read_config(self.folder)
         self.dtype = dtype or self.config.get_text_config().dtype or torch.float32
+        self._quantizer = dequantizer(self.config, self.folder)
         self._opened = ExitStack()
         self._tensors = self._open_files()
         self.model = self._without_weights()
         self.anatomy = Anatomy.of(self.model)
-        self._mapping = transformers("conversion_mapping").get_model_conversion_mapping(self.model)
+        mapping = transformers("conversion_mapping").get_model_conversion_mapping
+        self._mapping = mapping(self.model, hf_quantizer=self._quantizer)
         self._empty = self._places()
         self._keys = self._keys_of_blocks()
 
@@ -102,7 +105,10 @@ class Checkpoint:
 
     def _without_weights(self) -> Any:
         with torch.device("meta"):
-            return built(self.config, self.dtype)
+            model = built(self.config, self.dtype)
+            if self._quantizer is not None:
+                self._quantizer.preprocess_model(model=model, dtype=self.dtype, device_map=None)
+        return model
 
     def _places(self) -> dict[str, dict[Place, torch.Tensor]]:
         """By block: modules with the names of their tensors, and what stands there while empty."""
@@ -156,11 +162,13 @@ class Checkpoint:
     # -- weights ---------------------------------------------------------------------------------
 
     def _fill(self, block: str) -> None:
+        exceptions = self.model._get_dtype_plan(self.dtype)  # by parts of names
         settings = transformers("modeling_utils").LoadStateDictConfig(
             device_map={"": self.device},
             dtype=self.dtype,
-            dtype_plan=self.model._get_dtype_plan(self.dtype),
+            dtype_plan=exceptions,
             weight_mapping=self._mapping,
+            hf_quantizer=self._quantizer,
         )
         tensors = {key: self._tensors[key] for key in self._keys[block]}
         load = transformers("core_model_loading").convert_and_load_state_dict_in_model
@@ -169,9 +177,11 @@ class Checkpoint:
         if wrong:
             raise FileError(f"{self.folder}: weights that do not fit the configuration: {wrong[0]}")
         for module, name in self._empty[block]:
-            if getattr(module, name).is_meta:
-                missing = self._name_of((module, name))
-                raise FileError(f"{self.folder}: the files hold no weights for {missing}")
+            tensor, path = getattr(module, name), self._name_of((module, name))
+            if tensor.is_meta:
+                raise FileError(f"{self.folder}: the files hold no weights for {path}")
+            if self._quantizer is not None and not any(part in path for part in exceptions):
+                tensor.data = tensor.data.to(self.dtype)  # it is of the type of its scales else
 
     def _fill_buffers(self) -> None:
         """Make what is not in files but follows from the configuration, such as frequencies."""
@@ -203,16 +213,27 @@ def read_config(folder: Path) -> Any:
     except (ValueError, KeyError, OSError, TypeError) as error:
         said = " ".join(str(error).split())[:300]
         raise FileError(f"{folder / CONFIG}: not understood by transformers: {said}") from None
-    quantised = getattr(config.get_text_config(), "quantization_config", None) or getattr(
-        config, "quantization_config", None
-    )
-    if quantised:
-        method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
-        raise ConfigError(
-            f"{folder}: weights quantised by {method} are not read here: save the model in "
-            "bfloat16 (`dequantize` of transformers)"
-        )
     return config
+
+
+def dequantizer(config: Any, folder: Path) -> Any:
+    """What makes plain weights of quantised ones while they are read; None: they are plain.
+
+    Experts that are multiplied in a quantised form are not those of the registry.
+    """
+    settings = getattr(config, "quantization_config", None) or getattr(
+        config.get_text_config(), "quantization_config", None
+    )
+    if not settings:
+        return None
+    method = settings.get("quant_method")
+    if method not in PLAIN_WHEN_READ:
+        raise ConfigError(
+            f"{folder}: weights quantised by {method} are not read here, only by "
+            f"{' and '.join(PLAIN_WHEN_READ)}: save the model in bfloat16"
+        )
+    quantizers = transformers("quantizers.auto").AutoHfQuantizer
+    return quantizers.from_config({**settings, "dequantize": True}, pre_quantized=True)
 
 
 def weight_files(folder: Path) -> list[Path]:
