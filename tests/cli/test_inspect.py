@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -115,7 +116,7 @@ def test_without_plotly_the_rest_is_there(tmp_path, monkeypatch):
 
 def test_an_interruption_is_told_in_a_line_and_keeps_the_trace(tmp_path):
     """A long one, in a process of its own, which gets a Ctrl-C while it reads."""
-    words = ("inspect", "--random", "qwen3_moe", "--tokens", 400_000, "--window", 2048, "--out")
+    words = ("inspect", "--random", "mixtral", "--tokens", 400_000, "--window", 512, "--out")
     command = [sys.executable, "-m", "ultraep", *map(str, words), tmp_path / "out"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     with subprocess.Popen(
@@ -134,25 +135,22 @@ def test_an_interruption_is_told_in_a_line_and_keeps_the_trace(tmp_path):
     assert last == f"ultraep: interrupted; what was recorded so far is in {where}"
     assert "interrupted" not in out
     trace = read_trace(tmp_path / "out" / "trace")
-    assert 0 < len(trace) < 4 * 588
+    assert 0 < len(trace) < 4 * 2000
     assert trace.left_out == 0
-    assert differing(trace.take(range(3))) == []
+    assert differing(trace) == []
 
 
-def test_nothing_is_asked_of_a_network(tmp_path):
-    """In a process in which no socket can be opened."""
-    code = """
-import socket, sys
-def refuse(*_, **__):
-    raise AssertionError("a network was asked")
-socket.socket.connect = socket.getaddrinfo = refuse
-sys.argv = ["ultraep", *sys.argv[1:]]
-from ultraep.cli import main
-main()
-"""
+def test_nothing_is_asked_of_a_network(tmp_path, monkeypatch):
+    def refuse(*_, **__):
+        raise AssertionError("a network was asked")
+
+    for name in ("connect", "connect_ex"):
+        monkeypatch.setattr(socket.socket, name, refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
     model = save_model("mixtral", tmp_path / "model")
-    words = [str(word) for word in (model, *QUICK, "--out", tmp_path / "out", "--no-report")]
-    subprocess.run([sys.executable, "-c", code, "inspect", *words], check=True, timeout=LIMIT)
+    save_tokenizer(model)
+    result = invoke(model, *QUICK, "--out", tmp_path / "out", "--no-report")
+    assert result.exit_code == 0, result.output
 
 
 def test_lists_with_ranges():
