@@ -13,6 +13,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -28,14 +29,16 @@ from ultraep.inspect.library import built, transformers
 INDEX = "model.safetensors.index.json"
 CONFIG = "config.json"
 PLAIN_WHEN_READ = ("fp8", "mxfp4")  # kinds of quantised weights
+COPIES = 3  # of the weights of a block, while tensors of the files are put together
 AROUND = ""  # in place of the name of a block: what is in none
 Place = tuple[nn.Module, str]
 
 
 class Checkpoint:
-    """A local folder that `save_pretrained` has written. A context: it holds the files open.
+    """A local folder that `save_pretrained` has written. In its context, what is around the blocks
+    is filled.
 
-    dtype: of the weights; None: as they were saved.
+    dtype: what is computed in; None: as weights were saved.
     """
 
     def __init__(
@@ -43,10 +46,12 @@ class Checkpoint:
     ) -> None:
         self.folder, self.device = Path(folder), device
         self.config = read_config(self.folder)
-        self.dtype = dtype or self.config.get_text_config().dtype or torch.float32
+        self._saved = self.config.get_text_config().dtype or torch.float32
+        self.dtype = dtype or self._saved
         self._quantizer = dequantizer(self.config, self.folder)
-        self._opened = ExitStack()
-        self._tensors = self._open_files()
+        self._tensors = {
+            key: tensor for path in weight_files(self.folder) for key, tensor in saved_in(path)
+        }
         self.model = self._without_weights()
         self.anatomy = Anatomy.of(self.model)
         mapping = transformers("conversion_mapping").get_model_conversion_mapping
@@ -60,7 +65,7 @@ class Checkpoint:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._opened.close()
+        self._empty_again(AROUND)
 
     @contextmanager
     def lend(self, block: str) -> Iterator[None]:
@@ -69,45 +74,32 @@ class Checkpoint:
         try:
             yield
         finally:
-            for (module, name), empty in self._empty[block].items():
-                setattr(module, name, empty)
+            self._empty_again(block)
 
     def bytes_to_read(self, blocks: list[str]) -> int:
         """Bytes of the files that belong to these blocks, and to what is around them."""
         keys = [key for block in (AROUND, *blocks) for key in self._keys[block]]
-        return sum(_nbytes(self._tensors[key]) for key in keys)
+        return sum(self._tensors[key].nbytes for key in keys)
 
     def bytes_in_memory(self) -> int:
-        """Bytes of weights at one time: what is around the blocks, and the largest block."""
-        sizes = {
-            block: sum(empty.nbytes for empty in places.values())
+        """Bytes of weights at one time: those around the blocks, the largest block, and its tensors
+        of the files while they are put together.
+        """
+        counts = {
+            block: sum(empty.numel() for empty in places.values())
             for block, places in self._empty.items()
         }
-        return sizes.pop(AROUND) + max(sizes.values())
-
-    # -- files -----------------------------------------------------------------------------------
-
-    def _open_files(self) -> dict[str, Any]:
-        """Slices of all tensors, by their name in the files; nothing is read yet."""
-        from safetensors import SafetensorError, safe_open
-
-        found: dict[str, Any] = {}
-        for path in weight_files(self.folder):
-            try:
-                file = self._opened.enter_context(safe_open(path, framework="pt", device="cpu"))
-            except (SafetensorError, OSError) as error:
-                self._opened.close()
-                raise FileError(f"{path}: cannot be read, truncated or damaged: {error}") from None
-            found |= {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118  no dict
-        return found
+        around = counts.pop(AROUND)
+        largest, sizes = max(counts.values()), (self.dtype.itemsize, self._saved.itemsize)
+        return around * sizes[0] + largest * max(sum(sizes), COPIES * sizes[1])
 
     # -- the model without weights ---------------------------------------------------------------
 
     def _without_weights(self) -> Any:
         with torch.device("meta"):
-            model = built(self.config, self.dtype)
+            model = built(self.config, self._saved)
             if self._quantizer is not None:
-                self._quantizer.preprocess_model(model=model, dtype=self.dtype, device_map=None)
+                self._quantizer.preprocess_model(model=model, dtype=self._saved, device_map=None)
         return model
 
     def _places(self) -> dict[str, dict[Place, torch.Tensor]]:
@@ -162,17 +154,18 @@ class Checkpoint:
     # -- weights ---------------------------------------------------------------------------------
 
     def _fill(self, block: str) -> None:
-        exceptions = self.model._get_dtype_plan(self.dtype)  # by parts of names
+        """By the library's own loader, as saved; then as computed in."""
+        exceptions = self.model._get_dtype_plan(self._saved)  # by parts of names
         settings = transformers("modeling_utils").LoadStateDictConfig(
             device_map={"": self.device},
-            dtype=self.dtype,
+            dtype=self._saved,
             dtype_plan=exceptions,
             weight_mapping=self._mapping,
             hf_quantizer=self._quantizer,
         )
-        tensors = {key: self._tensors[key] for key in self._keys[block]}
         load = transformers("core_model_loading").convert_and_load_state_dict_in_model
-        info, _ = load(self.model, tensors, settings)
+        with slices([self._tensors[key] for key in self._keys[block]]) as tensors:
+            info, _ = load(self.model, tensors, settings)
         wrong = [*info.mismatched_keys, *info.conversion_errors.items()]
         if wrong:
             raise FileError(f"{self.folder}: weights that do not fit the configuration: {wrong[0]}")
@@ -180,8 +173,12 @@ class Checkpoint:
             tensor, path = getattr(module, name), self._name_of((module, name))
             if tensor.is_meta:
                 raise FileError(f"{self.folder}: the files hold no weights for {path}")
-            if self._quantizer is not None and not any(part in path for part in exceptions):
-                tensor.data = tensor.data.to(self.dtype)  # it is of the type of its scales else
+            if tensor.is_floating_point() and not any(part in path for part in exceptions):
+                tensor.data = tensor.data.to(self.dtype)
+
+    def _empty_again(self, block: str) -> None:
+        for (module, name), empty in self._empty[block].items():
+            setattr(module, name, empty)
 
     def _fill_buffers(self) -> None:
         """Make what is not in files but follows from the configuration, such as frequencies."""
@@ -253,6 +250,43 @@ def weight_files(folder: Path) -> list[Path]:
     if not files:
         raise FileError(f"{folder}: no weights, there is no file *.safetensors")
     return files
+
+
+@dataclass(frozen=True)
+class SavedTensor:
+    """A tensor of a file, known by its header."""
+
+    key: str
+    path: Path
+    nbytes: int
+
+
+def saved_in(path: Path) -> list[tuple[str, SavedTensor]]:
+    """What a file holds, by name."""
+    with _opened(path) as file:
+        return [
+            (key, SavedTensor(key, path, _nbytes(file.get_slice(key))))
+            for key in file.keys()  # noqa: SIM118  no dict
+        ]
+
+
+@contextmanager
+def slices(wanted: list[SavedTensor]) -> Iterator[dict[str, Any]]:
+    """Tensors that are read when they are used; files are mapped no longer than that."""
+    with ExitStack() as stack:
+        files = {path: stack.enter_context(_opened(path)) for path in {t.path for t in wanted}}
+        yield {tensor.key: files[tensor.path].get_slice(tensor.key) for tensor in wanted}
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            yield file
+    except (SafetensorError, OSError) as error:
+        raise FileError(f"{path}: cannot be read, truncated or damaged: {error}") from None
 
 
 def _nbytes(tensor: Any) -> int:

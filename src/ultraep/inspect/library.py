@@ -9,13 +9,18 @@ from typing import Any
 from ultraep.errors import BackendUnavailable
 
 MAJOR = 5
-OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
+SETTINGS = {
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+    "HF_DEACTIVATE_ASYNC_LOAD": "1",  # tensor by tensor, not all of a block at once
+}
 INSTALL = "pip install 'ultraep[transformers]'"
 
 
 def transformers(part: str = "") -> Any:
     """The library or a part of it; silent, and told not to ask any hub."""
-    os.environ.update(OFFLINE)
+    os.environ.update(SETTINGS)
     try:
         library = import_module("transformers")
         found = import_module(f"transformers.{part}") if part else library
