@@ -53,6 +53,28 @@ def test_block_by_block_is_the_whole_model(family, tmp_path):
         torch.testing.assert_close(found[name], expected[name], rtol=0, atol=0)
 
 
+def test_the_language_part_of_a_model_that_sees(tmp_path):
+    library = transformers()
+    text = {"vocab_size": 4096, "hidden_size": 64, "moe_intermediate_size": 32, "head_dim": 16}
+    text |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    seeing = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2}
+    config = library.AutoConfig.for_model(
+        "qwen3_vl_moe",
+        text_config=text | {"num_experts": 8, "num_experts_per_tok": 2},
+        vision_config=seeing | {"out_hidden_size": 64, "deepstack_visual_indexes": []},
+    )
+    torch.manual_seed(0)
+    model = library.AutoModelForImageTextToText.from_config(config).double().eval()
+    model.save_pretrained(tmp_path)
+    model.set_experts_implementation("eager")
+    with routing_of(model) as expected, torch.no_grad():
+        model(input_ids=IDS, use_cache=False)
+    found = streamed(tmp_path)
+    for layer in range(2):
+        name = f"language_model.layers.{layer}.mlp.experts"
+        assert torch.equal(found[name], expected[f"model.{name}"])
+
+
 def test_several_files(checkpoint):
     assert len(list(checkpoint.glob("*.safetensors"))) > 2
     expected, found = whole(checkpoint), streamed(checkpoint)

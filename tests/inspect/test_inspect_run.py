@@ -83,7 +83,8 @@ def test_the_trace_and_the_sizes_are_a_workload_of_the_simulator(done):
 
 
 @pytest.mark.parametrize(
-    ("family", "shared", "dense"), [("qwen2_moe", 64, 0), ("deepseek_v3", 64, 128)]
+    ("family", "shared", "dense"),
+    [("qwen2_moe", 64, 0), ("deepseek_v3", 64, 128), ("glm4_moe", 64, 128)],
 )
 def test_sizes_beside_the_experts(family, shared, dense, tmp_path):
     inspection = Inspection(Asked(family=family, device="cpu", tokens=8, sequence=8, sizes=(2,)))

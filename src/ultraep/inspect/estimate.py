@@ -19,6 +19,7 @@ CALL = 0.02  # seconds of a block besides its products, for every window
 SAMPLE = 16 << 20  # bytes that are read for a measurement
 IN_BETWEEN = 12  # tensors of a window, as wide as the model, that a block holds at one time
 PLAN = 0.0006  # seconds of a plan
+LIBRARIES = 500_000_000  # bytes of torch and transformers themselves
 
 
 @dataclass(frozen=True)

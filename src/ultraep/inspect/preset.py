@@ -57,7 +57,8 @@ def _shared(block: nn.Module, experts: nn.Module, width: int) -> int:
     """What stands beside experts and router in their parent, as the width of a gated MLP."""
     parent = next(m for m in block.modules() if any(child is experts for child in m.children()))
     count, own = len(next(experts.parameters())), set(experts.parameters())
-    beside = [p for p in parent.parameters() if p not in own and len(p) != count]
+    router = ((count, width), (count,))  # shapes
+    beside = [p for p in parent.parameters() if p not in own and tuple(p.shape) not in router]
     return sum(p.numel() for p in beside) // (GATED * width)
 
 

@@ -23,7 +23,7 @@ from ultraep.inspect.anatomy import Anatomy
 from ultraep.inspect.asked import Asked
 from ultraep.inspect.catch import Catcher, topology_of
 from ultraep.inspect.checkpoint import Checkpoint, weight_files
-from ultraep.inspect.estimate import IN_BETWEEN, Estimate, Work, bytes_per_second
+from ultraep.inspect.estimate import IN_BETWEEN, LIBRARIES, Estimate, Work, bytes_per_second
 from ultraep.inspect.families import RandomModel
 from ultraep.inspect.findings import Findings, find
 from ultraep.inspect.result import FILES, TRACE, TextSpan, spans
@@ -123,7 +123,7 @@ class Inspection:
             parameters=sum(p.numel() for p in opened.model.parameters()),
             active=work.active,
             read=opened.bytes_to_read(self.blocks),
-            memory=opened.bytes_in_memory() + width * on_their_way,
+            memory=LIBRARIES + opened.bytes_in_memory() + width * on_their_way,
             tokens=tokens,
             seconds=work.seconds(opened.device, opened.dtype) + self._reading(),
         )

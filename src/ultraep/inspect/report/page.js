@@ -75,7 +75,7 @@ const figures = {
       [{
         type: "heatmap", z: load, y: data.layers, zmin: 0, zmax: top, xgap: 0, ygap: 1,
         colorscale: [[0, css("back")], [1 / top, AFTER + "88"], [1, BEFORE]],
-        colorbar: { thickness: 12, outlinewidth: 0, title: { text: "load / mean", side: "right" } },
+        colorbar: { thickness: 12, outlinewidth: 0, title: { text: "load / mean", side: "right", font: { size: 13 } } },
         hovertemplate: "layer %{y}, expert %{x}: %{z:.2f}<extra></extra>",
       }],
       {
