@@ -1,7 +1,8 @@
-"""Small models of transformers, and what their routers decide."""
+"""Small models of transformers, and what their routers decide; a checkpoint and texts."""
 
 from contextlib import ExitStack, contextmanager
 
+import pytest
 import torch
 
 from ultraep.inspect.families import small_config
@@ -70,3 +71,20 @@ def routing_of(model):
                 stack.callback(handle.remove)
         yield found
     found.update({name: torch.cat(parts) for name, parts in calls.items()})
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory):
+    """A small qwen3_moe with a tokenizer, which nobody changes."""
+    folder = save_model("qwen3_moe", tmp_path_factory.mktemp("models") / "small")
+    save_tokenizer(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def text_files(tmp_path_factory):
+    """A file for each of the texts."""
+    folder = tmp_path_factory.mktemp("texts")
+    for name, text in TEXTS.items():
+        (folder / f"{name}.txt").write_text(text)
+    return [folder / f"{name}.txt" for name in TEXTS]

@@ -6,7 +6,6 @@ import shutil
 import pytest
 import torch
 from inspect_models import routing_of, save_model
-from safetensors.torch import load_file, save_file
 
 from ultraep.errors import BackendUnavailable, ConfigError, FileError
 from ultraep.inspect import library
@@ -14,6 +13,9 @@ from ultraep.inspect.checkpoint import Checkpoint
 from ultraep.inspect.library import transformers
 from ultraep.inspect.windows import run_windows
 
+pytest.importorskip("transformers")
+safetensors = pytest.importorskip("safetensors.torch")
+load_file, save_file = safetensors.load_file, safetensors.save_file
 CPU = torch.device("cpu")
 IDS = torch.arange(5 * 24).reshape(5, 24) * 37 % 4000 + 3
 

@@ -24,6 +24,7 @@ from ultraep.sim.workload import read_workload
 from ultraep.trace.read import read_trace
 from ultraep.trace.replay import cases, differing, replay
 
+pytest.importorskip("transformers")
 SETTINGS = {"tokens": 192, "window": 64, "sequence": 16, "sizes": (4, 8), "device": "cpu"}
 
 
