@@ -70,8 +70,8 @@ class Checkpoint:
     @contextmanager
     def lend(self, block: str) -> Iterator[None]:
         """The weights of a block, until the end of the `with`."""
-        self._fill(block)
         try:
+            self._fill(block)
             yield
         finally:
             self._empty_again(block)
