@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, settings
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is first imported
 
+pytest_plugins = ["inspect_models"]  # fixtures
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
 sys.path.insert(0, str(Path(__file__).parent))

@@ -32,9 +32,11 @@ PROGRAM = re.compile(r"(?:[A-Z_]+=\S+ )*(ultraep|make|python|torchrun|pip|tensor
 SHORTER = {
     "simulate": ["--steps", "1", "--microbatches", "1", "--processes", "1", "--interval", "1"],
     "advise": ["--steps", "1", "--microbatches", "1", "--processes", "1"],
+    "inspect": ["--tokens", "64", "--window", "32", "--sequence", "16", "--no-report"],
 }
 # Only their options are checked, for the reason that is given.
 NOT_RUN = {
+    "ultraep inspect models": "a checkpoint of somebody else; tests/inspect has small ones",
     "ultraep demo": "it takes minutes; tests/demo runs its parts, at small size, and all of it",
     "python examples/": "it trains for minutes; test_examples.py and test_pretrain.py run it small",
     "torchrun": "it trains for minutes; test_examples.py and test_pretrain.py run it small",

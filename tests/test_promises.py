@@ -25,7 +25,8 @@ LAYERS = [
     ["loads", "policies"],
     ["rules"],
     ["plan", "workload"],
-    ["trace"],
+    ["trace", "report"],
+    ["claim"],
     ["plane"],
     ["reroute", "replicate", "grad_reduce"],
     ["parallel"],
@@ -37,7 +38,7 @@ LAYERS = [
     ["full_state"],
     ["sim"],
     ["tiny"],
-    ["demo"],
+    ["demo", "inspect"],
     ["__init__"],
     ["cli", "__main__"],
 ]
@@ -59,7 +60,7 @@ STORY = (
 )
 ONLY_IN = {
     "matplotlib": ["sim/plots.py"],
-    "plotly": ["demo/report", "sim/plots.py"],
+    "plotly": ["report/page.py", "sim/plots.py"],
     "numba": ["backends/cpu"],
     "scipy": [],  # for tests and benchmarks only
     "typer": ["cli"],
@@ -69,6 +70,7 @@ ONLY_IN = {
         "cli/env.py",
         "demo",
         "full_state.py",
+        "inspect",
         "layer.py",
         "parallel",
         "runtime",

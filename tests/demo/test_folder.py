@@ -15,18 +15,19 @@ from typer.testing import CliRunner
 from demo.runs import LIMIT, children, gone, start, tiny_job, wait_for_line
 from ultraep.cli import app
 from ultraep.demo import run as runs
-from ultraep.demo.folder import MARKER, Claim
+from ultraep.demo.folder import DemoFolder
 from ultraep.demo.result import trace_folder
 from ultraep.demo.run import prepare
 from ultraep.errors import FileError
 
+MARKER = ".ultraep-demo"
 POLICIES = ("none", "ultraep")
 linux = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 
 
 def make(out):
     """What a demo leaves in its folder."""
-    with Claim(out, POLICIES):
+    with DemoFolder(out, POLICIES):
         for policy in POLICIES:
             record(trace_folder(out, policy), [plan_for(0)])
         RESULT.save(out)
@@ -45,11 +46,11 @@ def content(folder):
 def test_the_next_demo_takes_the_place_of_the_last(tmp_path):
     make(tmp_path)
     (tmp_path / "mine.txt").write_text("kept")
-    with Claim(tmp_path, ["ultraep"]):
+    with DemoFolder(tmp_path, ["ultraep"]):
         assert sorted(os.listdir(tmp_path)) == [MARKER, "mine.txt", "none", "ultraep"]
         assert not trace_folder(tmp_path, "ultraep").exists()
         assert trace_folder(tmp_path, "none").exists()
-    with Claim(tmp_path, POLICIES):
+    with DemoFolder(tmp_path, POLICIES):
         assert not trace_folder(tmp_path, "none").exists()
     assert (tmp_path / "mine.txt").read_text() == "kept"
 
@@ -97,7 +98,7 @@ def test_what_was_put_into_the_folder_of_a_demo_stays(tmp_path, name):
     STRAY[name](tmp_path)
     before = content(tmp_path)
     with pytest.raises(FileError, match="move it away"):
-        Claim(tmp_path, POLICIES)
+        DemoFolder(tmp_path, POLICIES)
     assert content(tmp_path) == before
 
 
@@ -108,21 +109,21 @@ def test_the_marker_lists_what_was_made(tmp_path):
 
 
 def test_a_folder_in_use_is_refused(tmp_path):
-    with Claim(tmp_path, POLICIES):
+    with DemoFolder(tmp_path, POLICIES):
         for policy in POLICIES:
             record(trace_folder(tmp_path, policy), [plan_for(0)])
         before = content(tmp_path)
         with pytest.raises(FileError, match=f"in use by another demo, process {os.getpid()}"):
-            Claim(tmp_path, POLICIES)
+            DemoFolder(tmp_path, POLICIES)
         assert content(tmp_path) == before
-    Claim(tmp_path, POLICIES).close()
+    DemoFolder(tmp_path, POLICIES).close()
 
 
 def claimed_in_time(folder, patience=20.0):
     """Whether it becomes free."""
     until = time.monotonic() + patience
     while time.monotonic() < until:
-        with suppress(FileError), Claim(folder, POLICIES):
+        with suppress(FileError), DemoFolder(folder, POLICIES):
             return True
         time.sleep(0.05)
     return False
@@ -144,7 +145,7 @@ def test_a_running_demo_keeps_its_folder_until_its_last_rank_is_gone(tmp_path):
         first.kill()
         first.communicate(timeout=LIMIT)
         with pytest.raises(FileError, match="in use by another demo"):
-            Claim(tmp_path, POLICIES)
+            DemoFolder(tmp_path, POLICIES)
         assert (trace_folder(tmp_path, "ultraep") / "header.json").exists()
     finally:
         for rank in ranks:

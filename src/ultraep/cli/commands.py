@@ -15,6 +15,7 @@ from typer.core import TyperGroup
 import ultraep.cli.advise as advise
 import ultraep.cli.demo as demo
 import ultraep.cli.env as env
+import ultraep.cli.inspect as inspect
 import ultraep.cli.plan as plan
 import ultraep.cli.simulate as simulate
 import ultraep.cli.trace as trace
@@ -50,6 +51,7 @@ app.command("simulate", epilog=simulate.EXAMPLE)(simulate.command)
 app.command("advise", epilog=advise.EXAMPLE)(advise.command)
 app.add_typer(trace.app, name="trace")
 app.command("demo", epilog=demo.EXAMPLE)(demo.command)
+app.command("inspect", epilog=inspect.EXAMPLE)(inspect.command)
 app.command("env", epilog=env.EXAMPLE)(env.command)
 
 

@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ultraep.cli import render
+from ultraep.cli.lists import names_in, numbers_in
 from ultraep.errors import ConfigError
 from ultraep.outputs import check_targets, is_stream
 from ultraep.policies import get_policy
@@ -211,7 +212,7 @@ def replay(
     trace = read_trace(path)
     wanted = cases(
         trace,
-        policies=[get_policy(name).name for name in _list(policy, "--policy")],
+        policies=[get_policy(name).name for name in names_in(policy, "--policy")],
         slots=_numbers(slots, "--slots", trace.header.slots),
         ranks=_numbers(ep, "--ep", trace.header.ranks),
         history=_numbers(history, "--history", 1),
@@ -332,20 +333,8 @@ def _write_timeline(trace: Trace, path: Path) -> None:
 # -- words ---------------------------------------------------------------------------------------
 
 
-def _list(text: str, option: str) -> list[str]:
-    names = [name.strip() for name in text.split(",") if name.strip()]
-    if not names:
-        raise ConfigError(f"{option} must name at least one, got {text!r}")
-    return list(dict.fromkeys(names))
-
-
 def _numbers(text: str | None, option: str, usual: int) -> list[int]:
-    if text is None:
-        return [usual]
-    try:
-        return [int(number) for number in _list(text, option)]
-    except ValueError:
-        raise ConfigError(f"{option} must be numbers like 1,2, got {text!r}") from None
+    return [usual] if text is None else numbers_in(text, option)
 
 
 def _count(number: int, word: str) -> str:

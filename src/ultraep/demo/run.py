@@ -12,7 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
-from ultraep.demo.folder import Claim
+from ultraep.claim import Claim
+from ultraep.demo.folder import DemoFolder
 from ultraep.demo.job import Job, RankPlace
 from ultraep.demo.processes import run_ranks, stop_on_sigterm
 from ultraep.demo.result import DemoResult, Event
@@ -48,4 +49,4 @@ def prepare(job: Job, place: RankPlace | None = None) -> AbstractContextManager[
         raise ConfigError(f"policies must differ, got {', '.join(job.policies)}")
     if place is not None and place.rank:
         return nullcontext()
-    return Claim(job.out, job.policies)
+    return DemoFolder(job.out, job.policies)

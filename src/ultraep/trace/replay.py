@@ -20,7 +20,7 @@ from ultraep.plan import Plan
 from ultraep.plan import plan as make_plan
 from ultraep.policies import get_policy
 from ultraep.topology import Topology
-from ultraep.trace.read import Trace
+from ultraep.trace.read import FloatArray, Trace
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,33 @@ def cases(
     return found
 
 
+@dataclass(frozen=True, eq=False)
+class Replayed:
+    """All records under one case, one by one. [N] each; what they are is said at `Line`."""
+
+    case: Case
+    before: FloatArray
+    after: FloatArray
+    bound: FloatArray
+    copies: FloatArray
+    remote: FloatArray
+    beyond: FloatArray
+
+    @property
+    def line(self) -> Line:
+        """Their means, and the worst of them."""
+        names = ("before", "after", "bound", "copies", "remote")
+        means = {name: fmean(getattr(self, name).tolist()) for name in names}
+        worst, beyond = float(self.after.max()), int(self.beyond.sum())
+        return Line(case=self.case, worst=worst, beyond=beyond, **means)
+
+
 def replay(trace: Trace, case: Case) -> Line:
+    """Plan all records; what comes out on average."""
+    return replayed(trace, case).line
+
+
+def replayed(trace: Trace, case: Case) -> Replayed:
     """Plan all records."""
     rows = [
         (
@@ -84,10 +110,7 @@ def replay(trace: Trace, case: Case) -> Line:
     ]
     if not rows:
         raise ConfigError("nothing to replay: the trace has no records")
-    before, after, bound, copies, remote, beyond = zip(*rows, strict=True)
-    means = {"before": before, "after": after, "bound": bound, "copies": copies, "remote": remote}
-    mean_of = {name: fmean(values) for name, values in means.items()}
-    return Line(case=case, worst=max(after), beyond=sum(beyond), **mean_of)
+    return Replayed(case, *np.array(rows, dtype=np.float64).T)
 
 
 def plans(trace: Trace, case: Case) -> Iterator[Plan]:

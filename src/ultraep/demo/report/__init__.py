@@ -4,7 +4,7 @@
     numbers.py   what each section draws
     replays.py   the recorded loads under other policies
     words.py     facts, tables, and a sentence for each plot
-    page.py      the file; page.html, page.css and page.js are its parts
+    page.py      the file; page.js draws its plots. What reports share is in ultraep.report
 
 It needs no network, neither here nor in the browser. plotly: pip install 'ultraep[plot]'.
 """
@@ -14,11 +14,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from ultraep.demo.report.numbers import all_numbers
-from ultraep.demo.report.page import page, plotly_js
+from ultraep.demo.report.page import page
 from ultraep.demo.report.replays import replay_numbers
 from ultraep.demo.report.sources import read_sources
 from ultraep.demo.result import REPORT_FILE
 from ultraep.outputs import write_text
+from ultraep.report.page import plotly_js
 
 
 def write_report(out: str | Path) -> Path:

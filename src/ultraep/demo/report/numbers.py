@@ -10,20 +10,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ultraep.arrays import IntArray
 from ultraep.demo.report.sources import Sources
+from ultraep.report.numbers import MOST_NUMBERS, FloatArray, Numbers, kept, plain
 from ultraep.trace.read import Trace
 
-Numbers = dict[str, Any]
-FloatArray = NDArray[np.float64]
 MOST_POINTS = 1000  # of a line
-MOST_NUMBERS = 400_000  # of the microbatches to choose from
-DIGITS = 6
 
 
 def all_numbers(sources: Sources, replayed: Numbers) -> dict[str, Numbers]:
@@ -72,12 +67,6 @@ class Points:
             "steps_per_point": self.per_point,
             "domains": self._domains,
         }
-
-
-def plain(values: Any) -> list[float | None]:
-    """As JSON has them: rounded, and None in place of what is no number."""
-    found = np.asarray(values, dtype=np.float64).tolist()
-    return [round(value, DIGITS) if math.isfinite(value) else None for value in found]
 
 
 def imbalance_by_step(sources: Sources) -> Numbers:
@@ -159,20 +148,21 @@ def microbatches(sources: Sources) -> Numbers:
     )
     moment_N = moment_N.reshape(-1)
     worst = int(trace.imbalance_before.argmax())
-    kept = _kept(len(moments), _numbers_of_moment(trace), int(moment_N[worst]))
-    place = {int(moment): number for number, moment in enumerate(kept)}
+    shown = kept(len(moments), _numbers_of_moment(trace), int(moment_N[worst]), MOST_NUMBERS)
+    place = {int(moment): number for number, moment in enumerate(shown)}
     layers = trace.layers.tolist()
-    records: list[list[Numbers | None]] = [[None] * len(layers) for _ in kept]
+    records: list[list[Numbers | None]] = [[None] * len(layers) for _ in shown]
     for record, moment in enumerate(moment_N.tolist()):
         if moment in place:
             column = layers.index(int(trace.layer[record]))
             records[place[moment]][column] = _microbatch(trace, record)
     return {
+        "noun": "Step",
         "homes": [topology.home_experts(rank).tolist() for rank in range(topology.ranks)],
         "slots": topology.slots,
         "layers": layers,
         "recorded": len(moments),
-        "moments": [_moment(sources, *moments[moment].tolist()) for moment in kept],
+        "moments": [_moment(sources, *moments[moment].tolist()) for moment in shown],
         "worst": [place[int(moment_N[worst])], layers.index(int(trace.layer[worst]))],
         "records": records,
     }
@@ -186,15 +176,6 @@ def _numbers_of_moment(trace: Trace) -> int:
     topology = trace.topology
     slots = int(topology.first_slot_of_rank[-1]) + topology.ranks * topology.slots
     return len(trace.layers) * (topology.experts + slots)
-
-
-def _kept(count: int, size: int, wanted: int) -> IntArray:
-    """As many as fit, evenly spread, and the wanted one."""
-    fitting = max(2, MOST_NUMBERS // max(size, 1))
-    if count <= fitting:
-        return np.arange(count)
-    spread = np.linspace(0, count - 1, fitting).round().astype(np.int64)
-    return np.union1d(spread, [wanted])
 
 
 def _microbatch(trace: Trace, record: int) -> Numbers:

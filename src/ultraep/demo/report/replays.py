@@ -8,29 +8,20 @@ right after every change of domain: the router learns, so loads drift inside of 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from statistics import fmean
 
 import numpy as np
 
 from ultraep.arrays import IntArray
-from ultraep.demo.report.numbers import FloatArray, Numbers, Points, plain
+from ultraep.demo.report.numbers import Points
 from ultraep.demo.report.sources import Sources
+from ultraep.report.numbers import FloatArray, Numbers, plain
 from ultraep.trace.read import Trace
-from ultraep.trace.replay import Case, cases, plans
+from ultraep.trace.replay import Case, cases, replayed
 
 POLICIES = ("none", "eplb", "lplb", "echo", "quota", "ultraep")
 AROUND = 5  # steps on either side of a change of domain, if a domain has twice as many
 MOST_RECORDS = 3000  # that are planned again: fewer layers if there are more
-
-
-@dataclass(frozen=True, eq=False)
-class Replayed:
-    """One policy on all records."""
-
-    imbalance: FloatArray  # [N]
-    copies: IntArray  # [N]
-    beyond: int  # plans that need more slots than there are
 
 
 def replay_numbers(sources: Sources) -> Numbers:
@@ -42,17 +33,17 @@ def replay_numbers(sources: Sources) -> Numbers:
     lines, rows = {}, []
     for case in all_cases(trace, window):
         name, found = case.config.policy, replayed(trace, case)
-        lines[name] = points.means(trace.step, found.imbalance)
+        lines[name] = points.means(trace.step, found.after)
         rows.append(
             {
                 "policy": name,
                 "window": case.history,
-                "mean": round(float(found.imbalance.mean()), 6),
-                "before_shift": _mean(found.imbalance, trace.step, before),
-                "after_shift": _mean(found.imbalance, trace.step, after),
-                "worst": round(float(found.imbalance.max()), 6),
+                "mean": round(float(found.after.mean()), 6),
+                "before_shift": _mean(found.after, trace.step, before),
+                "after_shift": _mean(found.after, trace.step, after),
+                "worst": round(float(found.after.max()), 6),
                 "copies": round(fmean(found.copies.tolist()), 6),
-                "beyond": found.beyond,
+                "beyond": found.line.beyond,
             }
         )
     return points.described() | {
@@ -76,13 +67,6 @@ def all_cases(trace: Trace, window: int) -> list[Case]:
         ranks=[topology.ranks],
         history=[window],
     )
-
-
-def replayed(trace: Trace, case: Case) -> Replayed:
-    """Plan all records."""
-    rows = [(p.imbalance, p.num_replicas, not p.within_limits) for p in plans(trace, case)]
-    imbalance, copies, beyond = zip(*rows, strict=True)
-    return Replayed(np.array(imbalance), np.array(copies), sum(beyond))
 
 
 def fewer_layers(trace: Trace) -> Trace:

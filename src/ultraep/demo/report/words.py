@@ -6,13 +6,12 @@ Every figure comes from the result, or from the numbers that the page draws.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from html import escape
 
-from ultraep.demo.report.numbers import Numbers
 from ultraep.demo.report.sources import Sources
 from ultraep.demo.result import DemoResult, PolicyResult
+from ultraep.report.numbers import Numbers
+from ultraep.report.words import counted, listed, per_cent, size, table
 
-UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 Row = tuple[str, Callable[[PolicyResult], str]]
 ROWS: tuple[Row, ...] = (
     ("imbalance without copies, mean", lambda p: f"{p.imbalance_before:.3f}"),
@@ -32,36 +31,6 @@ ROWS: tuple[Row, ...] = (
     ("time to first token, 90th percentile", lambda p: f"{1e3 * p.first_token_p90:,.0f} ms"),
     ("all requests", lambda p: f"{p.prefill_seconds:.2f} s"),
 )
-
-
-def size(count: float) -> str:
-    """Bytes, readable.
-
-    >>> size(0), size(2048), size(3.2e9)
-    ('0 B', '2.05 kB', '3.2 GB')
-    """
-    for factor, unit in UNITS:
-        if count >= factor:
-            return f"{count / factor:.3g} {unit}"
-    return f"{count:.0f} B"
-
-
-def per_cent(share: float) -> str:
-    """A small share, readable.
-
-    >>> per_cent(0.0), per_cent(0.0035), per_cent(4e-8)
-    ('0 %', '0.35 %', '4e-06 %')
-    """
-    return f"{100 * share:.2g} %"
-
-
-def listed(names: Sequence[str]) -> str:
-    """Names in a sentence.
-
-    >>> listed(["a"]), listed(["a", "b", "c"])
-    ('a', 'a, b and c')
-    """
-    return " and ".join([", ".join(names[:-1]), names[-1]]) if len(names) > 1 else names[0]
 
 
 # -- facts and tables ----------------------------------------------------------------------------
@@ -85,10 +54,6 @@ def facts(sources: Sources) -> list[tuple[str, str]]:
         ("Recorded", f"{sources.trace.header.created}; the whole run took "
                      f"{result.wall_seconds:.0f} s"),
     ]  # fmt: skip
-
-
-def counted(number: int, noun: str) -> str:
-    return f"{number} {noun}{'s' * (number != 1)}"
 
 
 def homes(sources: Sources) -> str:
@@ -166,15 +131,6 @@ def policy_name(row: Numbers) -> str:
     """With the past that it places by."""
     window = row["window"]
     return row["policy"] if window is None else f"{row['policy']}, last {counted(window, 'step')}"
-
-
-def table(head: Sequence[str], rows: Sequence[Sequence[str]], name: str) -> str:
-    """HTML; the first column names the rows."""
-    titles = "".join(f"<th>{escape(title)}</th>" for title in head)
-    cells = [[f"<td>{escape(cell)}</td>" for cell in row[1:]] for row in rows]
-    lines = zip((escape(row[0]) for row in rows), map("".join, cells), strict=True)
-    body = "\n".join(f"<tr><th>{first}</th>{rest}</tr>" for first, rest in lines)
-    return f'<table id="{name}"><thead><tr>{titles}</tr></thead><tbody>\n{body}\n</tbody></table>'
 
 
 def _ratio(value: float | None) -> str:

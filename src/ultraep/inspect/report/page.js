@@ -1,0 +1,105 @@
+// The plots of an inspection.
+
+const MOST = 4; // times the mean load, from where on a cell is of one colour
+
+// Several slots of one policy have one colour, and fade.
+function look(cases, { policy, slots }) {
+  const names = [...new Set(cases.map((one) => one.policy))];
+  const fewest = Math.min(...cases.filter((one) => one.policy === policy).map((one) => one.slots));
+  return { color: policyColour(policy, names.indexOf(policy)), opacity: slots > fewest ? 0.55 : 1 };
+}
+
+function caseBars(x, cases, values, more = () => ({})) {
+  return cases.map((one) => ({
+    type: "bar", x, y: values[one.label], name: one.label, marker: look(cases, one),
+    hovertemplate: "%{y:.3f}", ...more(one),
+  }));
+}
+
+const ratio = (text) => ({ ...title(text), rangemode: "tozero" });
+const picked = (plot) => Number(find(`choice-${plot}`).value);
+
+const figures = {
+  sizes(data) {
+    const ranks = data.sizes.map((size) => `EP${size}`);
+    const worst = ({ label }) => ({
+      customdata: data.worst[label].map((value, place) => [value, data.copies[label][place]]),
+      hovertemplate: "%{y:.3f} (worst %{customdata[0]:.3f}), %{customdata[1]:.1f} copies",
+    });
+    return [
+      caseBars(ranks, data.cases, data.mean, worst),
+      { xaxis: { type: "category" }, yaxis: ratio("imbalance, mean"), shapes: [even("x domain", 1)] },
+    ];
+  },
+
+  layers(data) {
+    const size = picked("layers");
+    const drawn = data.cases.map((one) => {
+      const { color, opacity } = look(data.cases, one);
+      return line(data.names, data.mean[size][one.label], one.label, color, {
+        mode: "lines+markers", opacity, marker: { size: 5 }, customdata: data.worst[size][one.label],
+        line: { color, dash: DASHES[one.policy] || "solid" },
+        hovertemplate: "%{y:.3f} (worst %{customdata:.3f})",
+      });
+    });
+    return [drawn, { xaxis: { ...title("layer"), type: "category" }, yaxis: title("imbalance, mean of windows") }];
+  },
+
+  texts(data) {
+    const size = picked("texts");
+    const worst = ({ label }) => ({
+      customdata: data.worst[size][label], hovertemplate: "%{y:.3f} (worst %{customdata:.3f})",
+    });
+    return [
+      caseBars(data.names, data.cases, data.mean[size], worst),
+      { xaxis: { type: "category" }, yaxis: ratio("imbalance, mean"), shapes: [even("x domain", 1)] },
+    ];
+  },
+
+  history(data) {
+    const ranks = data.sizes.map((size) => `EP${size}`);
+    const bars = (key, words, pattern) => caseBars(ranks, data.cases, data[key], (one) => ({
+      name: `${one.label}: ${words}`,
+      marker: { ...look(data.cases, one), pattern: { shape: pattern, size: 7, fgcolor: css("back"), fillmode: "overlay" } },
+    }));
+    return [
+      [...bars("same", "within a text", ""), ...bars("changed", "after a change of text", "/")],
+      { xaxis: { type: "category" }, yaxis: ratio("imbalance, mean"), shapes: [even("x domain", 1)] },
+    ];
+  },
+
+  experts(data) {
+    const load = data.load[picked("experts")];
+    const top = Math.min(MOST, Math.max(1.5, ...load.flat()));
+    return [
+      [{
+        type: "heatmap", z: load, y: data.layers, zmin: 0, zmax: top, xgap: 0, ygap: 1,
+        colorscale: [[0, css("back")], [1 / top, AFTER + "88"], [1, BEFORE]],
+        colorbar: { thickness: 12, outlinewidth: 0, title: { text: "load / mean", side: "right", font: { size: 13 } } },
+        hovertemplate: "layer %{y}, expert %{x}: %{z:.2f}<extra></extra>",
+      }],
+      {
+        hovermode: "closest", margin: { l: 60, r: 12, t: 36, b: 48 },
+        xaxis: { ...title("expert"), showgrid: false, zeroline: false },
+        yaxis: { ...title("layer"), type: "category", showgrid: false, autorange: "reversed" },
+      },
+    ];
+  },
+
+  microbatches: microbatchFigure,
+};
+for (const name of Object.keys(figures)) {
+  if (!find(`plot-${name}`)) delete figures[name];
+}
+
+function prepareChoice(plot, names) {
+  const select = find(`choice-${plot}`);
+  select.replaceChildren(...names.map((name, place) => new Option(name, place)));
+  select.addEventListener("input", () => draw(plot));
+}
+
+prepareChoice("layers", numbers("layers").sizes);
+prepareChoice("texts", numbers("texts").sizes);
+prepareChoice("experts", numbers("experts").texts);
+preparePicker();
+drawAll();

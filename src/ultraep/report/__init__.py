@@ -1,0 +1,8 @@
+"""What all reports are made of: one HTML file with interactive plots, and nothing to load.
+
+page.py      the file; page.html, page.css and parts.js are its parts, a report adds its figures
+numbers.py   what plots draw, ready for JSON
+words.py     numbers, names and tables as text
+
+plotly: pip install 'ultraep[plot]'.
+"""

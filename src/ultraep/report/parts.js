@@ -1,0 +1,199 @@
+"use strict";
+// Parts of all reports. Nothing is computed here but sums and ratios of what is shown; what a report
+// draws stands in `figures`: for each of its numbers a function to [traces, layout].
+
+const numbers = (name) => JSON.parse(document.getElementById(`numbers-${name}`).textContent);
+const find = (id) => document.getElementById(id);
+const css = (name) =>
+  getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
+
+const BEFORE = "#d0713a", AFTER = "#3b82d6";
+const POLICIES = {
+  none: "#8d949c", eplb: "#d0713a", lplb: "#9b72cf", echo: "#c9a227", quota: "#3d9970",
+  ultraep: "#3b82d6",
+};
+const OTHERS = ["#cf5f7a", "#5f9ea0", "#a0522d", "#7a8b3c"];
+const HOMES = [
+  "#3b82d6", "#3d9970", "#d0713a", "#9b72cf", "#c9a227", "#cf5f7a", "#4aa3a8", "#8d949c",
+  "#7a8b3c", "#a0673f",
+];
+const DASHES = { none: "dot", eplb: "solid", lplb: "dash", echo: "dashdot", quota: "longdash" };
+const policyColour = (name, place) => POLICIES[name] || OTHERS[place % OTHERS.length];
+
+function layout(more) {
+  const axis = {
+    gridcolor: css("grid"), linecolor: css("grid"), zerolinecolor: css("grid"), automargin: true,
+  };
+  const whole = {
+    font: { family: "system-ui, sans-serif", size: 13, color: css("text") },
+    paper_bgcolor: "rgba(0,0,0,0)",
+    plot_bgcolor: "rgba(0,0,0,0)",
+    margin: { l: 60, r: 12, t: 36, b: 80 },
+    hovermode: "x unified",
+    hoverlabel: { bgcolor: css("back"), font: { color: css("text") } },
+    legend: { orientation: "h", x: 0.5, xanchor: "center", yref: "container", y: 0.01, yanchor: "bottom" },
+    modebar: { bgcolor: "rgba(0,0,0,0)", color: css("soft"), activecolor: css("text") },
+    xaxis: axis,
+    yaxis: axis,
+  };
+  for (const [key, value] of Object.entries(more)) {
+    whole[key] = /^[xy]axis/.test(key) ? { ...axis, ...value } : value;
+  }
+  return whole;
+}
+
+function title(text) {
+  return { title: { text, standoff: 8, font: { size: 13 } } };
+}
+
+function band(step, { min, max }, colour) {
+  const there = step.map((_, place) => place).filter((place) => min[place] !== null);
+  const back = [...there].reverse();
+  return {
+    x: [...there, ...back].map((place) => step[place]),
+    y: [...there.map((place) => max[place]), ...back.map((place) => min[place])],
+    fill: "toself", fillcolor: colour + "33", line: { width: 0 }, mode: "lines",
+    hoverinfo: "skip", showlegend: false, type: "scatter",
+  };
+}
+
+function line(x, y, name, colour, more = {}) {
+  const hovertemplate = "%{y:.3f}";
+  return { x, y, name, type: "scatter", mode: "lines", line: { color: colour }, hovertemplate, ...more };
+}
+
+function even(xref, y, yref = "y") {
+  return {
+    type: "line", xref, yref, x0: 0, x1: 1, y0: y, y1: y,
+    line: { color: css("text"), width: 1, dash: "dash" },
+  };
+}
+
+// -- one microbatch -----------------------------------------------------------------------------
+
+// The microbatch that is picked, rank by rank, without and with copies.
+function microbatchFigure(data) {
+  const [moment, layer] = [Number(find("moment").value), Number(find("layer").value)];
+  const { step, microbatch, domain } = data.moments[moment];
+  const several = data.moments.some((one) => one.microbatch > 0);
+  const where = `${data.noun} ${step}${several ? `, microbatch ${microbatch}` : ""} (${domain}), ` +
+    `layer ${data.layers[layer]}: `;
+  const record = data.records[moment][layer];
+  if (record === null) {
+    find("told").textContent = where + "nothing was recorded.";
+    return [[], {}];
+  }
+  const [before, after] = blocks(data, record);
+  find("told").textContent = where + account(data, before, after);
+  const mean = sums(before).reduce((a, b) => a + b, 0) / data.homes.length;
+  const most = Math.max(...sums(before), ...sums(after));
+  const ranks = { type: "category" };
+  return [
+    [...stacks(data, before, ""), ...stacks(data, after, "2")],
+    {
+      barmode: "stack", hovermode: "closest", showlegend: false, margin: { l: 60, r: 12, t: 36, b: 44 },
+      xaxis: { ...ranks, domain: [0, 0.47], ...title("rank, without copies") },
+      xaxis2: { ...ranks, domain: [0.53, 1], ...title("rank, with copies"), anchor: "y2" },
+      yaxis: { ...title("rows (dashed: mean)"), range: [0, 1.04 * most] },
+      yaxis2: { range: [0, 1.04 * most], showticklabels: false, anchor: "x2" },
+      shapes: [even("x domain", mean), even("x2 domain", mean)],
+    },
+  ];
+}
+
+// For every rank its blocks {expert, rows, copy}, without and with copies.
+function blocks(data, { loads, rows, held }) {
+  const before = data.homes.map((experts) =>
+    experts.map((expert) => ({ expert, rows: loads[expert], of: loads[expert], copy: false })));
+  let slot = 0;
+  const after = data.homes.map((experts, rank) => {
+    const home = experts.map((expert) =>
+      ({ expert, rows: rows[slot++], of: loads[expert], copy: false }));
+    for (let spare = 0; spare < data.slots; spare++, slot++) {
+      const expert = held[rank * data.slots + spare];
+      if (expert >= 0) home.push({ expert, rows: rows[slot], of: loads[expert], copy: true });
+    }
+    return home;
+  });
+  return [before, after];
+}
+
+function sums(ranks) {
+  return ranks.map((parts) => parts.reduce((sum, part) => sum + part.rows, 0));
+}
+
+// Homes first, the largest block at the bottom; copies on top.
+function stacks(data, ranks, axis) {
+  const homeOf = [];
+  data.homes.forEach((experts, rank) => experts.forEach((expert) => (homeOf[expert] = rank)));
+  const hue = ({ expert }) => HOMES[homeOf[expert] % HOMES.length];
+  const bar = (x, parts, marker) => ({
+    type: "bar", x, y: parts.map((part) => part.rows), xaxis: `x${axis}`, yaxis: `y${axis}`,
+    text: parts.map((part, place) => words(part, homeOf[part.expert], x[place])),
+    textposition: "none", hovertemplate: "%{text}<extra></extra>",
+    marker: { ...marker, line: { color: css("back"), width: 1 } },
+  });
+  const homes = ranks.map((parts) => parts.filter((part) => !part.copy));
+  for (const parts of homes) parts.sort((a, b) => b.rows - a.rows);
+  const traces = [];
+  for (let place = 0; homes.some((parts) => parts[place]); place++) {
+    const x = homes.flatMap((parts, rank) => (parts[place] ? [rank] : []));
+    const parts = x.map((rank) => homes[rank][place]);
+    traces.push(bar(x, parts, { color: parts.map(hue) }));
+  }
+  ranks.forEach((parts, rank) => parts.filter((part) => part.copy).forEach((part) => {
+    const pattern = { shape: "/", size: 7, fgcolor: css("back"), fillmode: "overlay" };
+    traces.push(bar([rank], [part], { color: hue(part), pattern }));
+  }));
+  return traces;
+}
+
+function words({ expert, rows, of, copy }, home, rank) {
+  const what = copy ? `a copy of expert ${expert}, at home on rank ${home}` : `expert ${expert}, at home`;
+  const share = of ? Math.round((100 * rows) / of) : 0;
+  return `rank ${rank}: ${what}<br>${rows.toLocaleString("en")} rows, ${share} % of the expert's`;
+}
+
+function account(data, before, after) {
+  const ratio = (ranks) => {
+    const all = sums(ranks), total = all.reduce((a, b) => a + b, 0);
+    return total ? (Math.max(...all) * all.length) / total : 1;
+  };
+  const copies = after.flatMap((parts, rank) =>
+    parts.filter((part) => part.copy).map((part) => `${part.expert} on rank ${rank}`));
+  return `imbalance ${ratio(before).toFixed(3)} without copies, ${ratio(after).toFixed(3)} with. ` +
+    (copies.length ? `Copies of expert ${copies.join(", ")}.` : "No copies.");
+}
+
+function preparePicker() {
+  const { layers, moments, worst } = (parsed.microbatches = numbers("microbatches"));
+  const [moment, layer] = [find("moment"), find("layer")];
+  layer.replaceChildren(...layers.map((name, place) => new Option(name, place)));
+  moment.max = moments.length - 1;
+  const choose = () => {
+    [moment.value, layer.value] = worst;
+    draw("microbatches");
+  };
+  for (const input of [moment, layer]) input.addEventListener("input", () => draw("microbatches"));
+  find("worst").addEventListener("click", choose);
+  [moment.value, layer.value] = worst;
+}
+
+// -- drawing ------------------------------------------------------------------------------------
+
+const OPTIONS = {
+  responsive: true, displaylogo: false, modeBarButtons: [["toImage", "zoom2d", "pan2d", "resetScale2d"]],
+};
+const parsed = {};
+
+function draw(name) {
+  parsed[name] = parsed[name] || numbers(name);
+  const [traces, more] = figures[name](parsed[name]);
+  return Plotly.react(find(`plot-${name}`), traces, layout(more), OPTIONS);
+}
+
+function drawAll() {
+  Object.keys(figures).forEach(draw);
+}
+
+window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawAll);

@@ -1,0 +1,90 @@
+"""Small models of transformers, and what their routers decide; a checkpoint and texts."""
+
+from contextlib import ExitStack, contextmanager
+
+import pytest
+import torch
+
+from ultraep.inspect.families import small_config
+from ultraep.inspect.library import transformers
+
+TEXTS = {
+    "letters": "the quick brown fox jumps over the lazy dog and runs away from it again " * 60,
+    "numbers": "1 2 3 5 8 13 21 34 55 89 144 233 , " * 90,
+}
+
+
+EXPERTS = dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 16)
+EXPERTS |= {"moe_num_experts": 16}
+
+
+def smaller_config(family):
+    """The configuration of a small model with 16 experts, or fewer."""
+    config = small_config(family)
+    for name, count in EXPERTS.items():
+        if getattr(config, name, None):
+            setattr(config, name, min(count, getattr(config, name)))
+    return config
+
+
+def save_model(family, folder, *, seed=0):
+    """A small model with its head, in several files."""
+    torch.manual_seed(seed)
+    model = transformers().AutoModelForCausalLM.from_config(smaller_config(family))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(0, 0.1)
+    model.save_pretrained(folder, max_shard_size="2MB")
+    return folder
+
+
+def save_tokenizer(folder):
+    """Every word of the texts is a token; what number it has."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = sorted({word for text in TEXTS.values() for word in text.split()})
+    vocabulary = {"[unknown]": 0} | {word: 3 + number for number, word in enumerate(words)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[unknown]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    fast = transformers().PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[unknown]")
+    fast.save_pretrained(folder)
+    return vocabulary
+
+
+@contextmanager
+def routing_of(model):
+    """Expert ids [tokens, choices] by the name of the experts, in order; complete at the end."""
+    calls = {}
+
+    def hook(name):
+        def caught(_, args, kwargs):
+            calls.setdefault(name, []).append((*args, *kwargs.values())[1].clone())
+
+        return caught
+
+    found = {}
+    with ExitStack() as stack:
+        for name, module in model.named_modules():
+            if name.endswith("experts") and hasattr(module, "_is_expert_parallel"):
+                handle = module.register_forward_pre_hook(hook(name), with_kwargs=True)
+                stack.callback(handle.remove)
+        yield found
+    found.update({name: torch.cat(parts) for name, parts in calls.items()})
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory):
+    """A small qwen3_moe with a tokenizer, which nobody changes."""
+    folder = save_model("qwen3_moe", tmp_path_factory.mktemp("models") / "small")
+    save_tokenizer(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def text_files(tmp_path_factory):
+    """A file for each of the texts."""
+    folder = tmp_path_factory.mktemp("texts")
+    for name, text in TEXTS.items():
+        (folder / f"{name}.txt").write_text(text)
+    return [folder / f"{name}.txt" for name in TEXTS]
