@@ -1,0 +1,167 @@
+"""Experts of a transformers model, spread over ranks: what becomes of such a module.
+
+The library decorates classes of experts, so that one of several functions computes them. Balancing
+changes the class of a module to one that is derived from its own and from `BalancedExperts`: its
+parameters hold the home experts of this rank, its forward is the stages, and what it computes is
+still what the library computes, on home weights and on copies.
+
+Shapes: T tokens, K experts per token, E experts, n rows, D model width.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.integrations.moe import _grouped_linear
+
+from ultraep.arrays import PADDING
+from ultraep.combine import combine
+from ultraep.dispatch import dispatch
+from ultraep.loan import serve
+from ultraep.parallel.home import HomeModule
+from ultraep.plane import AnyPlan
+from ultraep.runtime.balancer import Balancer
+from ultraep.runtime.state import gather_experts
+
+GROUPED = "grouped_mm"  # the library's name for products of all experts at once
+
+
+def is_registered(module: nn.Module) -> bool:
+    """Whether the library's registry of experts knows this module."""
+    return hasattr(module, "_is_expert_parallel") and hasattr(module, "has_gate")
+
+
+class BalancedExperts(HomeModule):
+    """The home experts of this rank, in a module of the library that had all experts.
+
+    kind: the class that it had.   balancer, layer_index: who balances it, and its number there.
+    last_plan: of the last microbatch.
+    """
+
+    kind: type[nn.Module]
+    balancer: Balancer
+    layer_index: int
+    last_plan: AnyPlan | None
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """[T, D] -> [T, D], as the class before; `[T, K]` ids of experts, and gates."""
+        balancer, bundle = self.balancer, self.bundle
+        # What no expert serves has an id behind the last one in this library.
+        ids = top_k_index.masked_fill(top_k_index >= balancer.topology.experts, PADDING)
+        told = {"layer": self.layer_index, "bundle": bundle}
+        loads = balancer.gather(ids, rows=hidden_states, gates=top_k_weights, **told)
+        plan = self.last_plan = balancer.plan(loads)
+        with balancer.replicate(plan, loads, bundle) as copies:
+            exchange = balancer.reroute(ids, plan, loads)
+            arrivals = dispatch(hidden_states, top_k_weights, exchange)
+            outputs = serve(self.compute, arrivals, copies, bundle)
+        return combine(outputs, exchange)
+
+    @property
+    def bundle(self) -> dict[str, torch.Tensor]:
+        """What a copy of an expert consists of: all that is stacked over experts."""
+        return stacked_tensors(self)
+
+    def home_parameters(self) -> list[nn.Parameter]:
+        """Those of single experts; what all experts share is like any dense parameter."""
+        return [p for p in self._parameters.values() if p is not None]
+
+    def compute(
+        self, rows: torch.Tensor, counts: list[int], tensors: dict[str, Any]
+    ) -> torch.Tensor:
+        """[n, D] -> [n, D] as the library does it, with these tensors for so many rows each."""
+        seen: Any = _Seen(self, tensors, len(counts))
+        if self.config._experts_implementation == GROUPED:
+            return in_groups(seen, rows, counts)
+        ids = torch.arange(len(counts), device=rows.device)
+        ids = ids.repeat_interleave(torch.tensor(counts, device=rows.device))
+        outputs: torch.Tensor = self.kind.forward(
+            seen, rows, ids[:, None], rows.new_ones(len(rows), 1)
+        )
+        return outputs
+
+    def gathered(self) -> dict[str, torch.Tensor]:
+        """The tensors of all experts, one by one; collective."""
+        return {name: gather_experts(t, self.balancer) for name, t in self.bundle.items()}
+
+
+class _Seen:
+    """A module of experts with other tensors: what the library's functions see as `self`."""
+
+    def __init__(self, module: nn.Module, tensors: dict[str, Any], experts: int) -> None:
+        self.__dict__.update(tensors, num_experts=experts, _module=module)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+def in_groups(experts: Any, rows: torch.Tensor, counts: list[int]) -> torch.Tensor:
+    """What the library does for "grouped_mm", for rows that are in the order of experts already."""
+    ends = torch.tensor(list(accumulate(counts)), dtype=torch.int32, device=rows.device)
+    first = "gate_up_proj" if experts.has_gate else "up_proj"
+    hidden = _product(experts, first, rows, counts, ends)
+    hidden = experts._apply_gate(hidden) if experts.has_gate else experts.act_fn(hidden)
+    outputs = _product(experts, "down_proj", hidden, counts, ends)
+    if experts.has_post_expert_norm:
+        outputs = experts.post_expert_norm(outputs)
+    return outputs.to(rows.dtype)
+
+
+def _product(
+    experts: Any, name: str, rows: torch.Tensor, counts: list[int], ends: torch.Tensor
+) -> torch.Tensor:
+    """Rows times the weights of their experts."""
+    bias = None
+    if experts.has_bias:
+        each = torch.tensor(counts, device=rows.device)
+        stacked = getattr(experts, f"{name}_bias")
+        bias = stacked.repeat_interleave(each, dim=0, output_size=len(rows))
+    product: torch.Tensor = _grouped_linear(
+        rows, getattr(experts, name), ends, bias=bias, is_transposed=experts.is_transposed
+    )
+    return product
+
+
+def stacked_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and buffers that the module holds itself, by name."""
+    own = {**module._parameters, **module._buffers}
+    return {name: tensor for name, tensor in own.items() if tensor is not None}
+
+
+@cache
+def balanced_class(kind: type[nn.Module]) -> type[BalancedExperts]:
+    """The class of a module of this class when it is balanced."""
+    return type(f"Balanced{kind.__name__}", (BalancedExperts, kind), {"kind": kind})
+
+
+@torch.no_grad()
+def spread(module: nn.Module, balancer: Balancer) -> None:
+    """Keep only the home experts of this rank, and become balanced."""
+    homes = tuple(balancer.topology.home_experts(balancer.rank).tolist())
+    for tensor in stacked_tensors(module).values():
+        tensor.data = tensor.data[list(homes)]
+    module.__class__ = balanced_class(type(module))
+    assert isinstance(module, BalancedExperts)
+    module.home_experts, module.balancer, module.last_plan = homes, balancer, None
+    module.layer_index = balancer.register_layer()
+    module.spread_over(balancer)
+
+
+@torch.no_grad()
+def reunite(module: BalancedExperts) -> None:
+    """Have all experts again, as before `spread`; collective."""
+    for name, tensor in module.bundle.items():
+        tensor.data = gather_experts(tensor, module.balancer)
+        tensor.grad = None
+        if isinstance(tensor, nn.Parameter):
+            del tensor.expert_ranks
+    for name in ("home_experts", "balancer", "last_plan", "layer_index", "ranks"):
+        delattr(module, name)
+    module.__class__ = module.kind
