@@ -17,7 +17,7 @@ from torch import nn
 from ultraep.errors import ConfigError
 from ultraep.integrations.transformers.check import check_experts, experts_of, num_experts
 from ultraep.integrations.transformers.experts import BalancedExperts, reunite, spread
-from ultraep.integrations.transformers.save import save_all_experts, save_as_before
+from ultraep.integrations.transformers.methods import replace_methods, restore_methods
 from ultraep.parallel.home import expert_parameters
 from ultraep.parallel.wrapped import leave_out_experts
 from ultraep.runtime.balancer import Balancer
@@ -35,12 +35,14 @@ def balance(
     *,
     slots: int = 1,
     policy: str = "ultraep",
+    loaded: bool = True,
     **options: Any,
 ) -> Balancer:
     """Spread the experts of a model over the ranks of a group, and balance every microbatch.
 
     group: None: all ranks of torch.distributed; this process alone where it has not begun.
     slots, policy, options: see `Balancer`.
+    loaded: whether the model has weights; if not, they come later, for home experts only.
 
     Experts are those that the library's registry knows. Every rank keeps its home experts and
     frees the others. Layers with another number of experts have another balancer: `balancers` has
@@ -48,13 +50,13 @@ def balance(
     raises.
     """
     modules = experts_of(model)
-    check_experts(model, modules)
+    check_experts(model, modules, loaded)
     group = group_or_world(group)
     made = _make_balancers(modules, group, options | {"slots": slots, "policy": policy})
     for module in modules.values():
         spread(module, made[num_experts(module)])
     leave_out_experts(model)
-    save_all_experts(model)
+    replace_methods(model)
     counts = [num_experts(module) for module in modules.values()]
     return made[max(made, key=counts.count)]
 
@@ -68,7 +70,7 @@ def unbalance(model: nn.Module) -> None:
     owners = balancers(model)
     for module in modules.values():
         reunite(module)
-    save_as_before(model)
+    restore_methods(model)
     for balancer in owners:
         balancer.close()
 

@@ -40,7 +40,7 @@ def num_experts(module: nn.Module) -> int:
     return int(experts)
 
 
-def check_experts(model: nn.Module, modules: dict[str, nn.Module]) -> None:
+def check_experts(model: nn.Module, modules: dict[str, nn.Module], loaded: bool) -> None:
     """Raise, and say which and why, if one of these modules cannot be balanced."""
     holders: dict[int, str] = {}
     for name, module in modules.items():
@@ -49,6 +49,8 @@ def check_experts(model: nn.Module, modules: dict[str, nn.Module]) -> None:
         _check_adapters(model, name)
         for key, tensor in stacked_tensors(module).items():
             path = f"{name}.{key}"
+            if loaded and tensor.device.type == "meta":
+                raise ConfigError(f"{path!r} is on the meta device: load its weights before")
             _check_tensor(path, tensor, num_experts(module))
             first = holders.setdefault(tensor.data_ptr() or id(tensor), path)
             if first != path:
@@ -60,8 +62,6 @@ def check_experts(model: nn.Module, modules: dict[str, nn.Module]) -> None:
 
 def _check_tensor(path: str, tensor: torch.Tensor, experts: int) -> None:
     """Raise if it is not stacked over experts, or not what a copy can be made of."""
-    if tensor.device.type == "meta":
-        raise ConfigError(f"{path!r} is on the meta device: load its weights before")
     if mesh_of(tensor) is not None:
         raise ConfigError(f"{path!r} is a DTensor of ranks {mesh_of(tensor).mesh.tolist()} already")
     if (

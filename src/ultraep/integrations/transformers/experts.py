@@ -21,6 +21,7 @@ from transformers.integrations.moe import _grouped_linear
 from ultraep.arrays import PADDING
 from ultraep.combine import combine
 from ultraep.dispatch import dispatch
+from ultraep.errors import ConfigError
 from ultraep.loan import serve
 from ultraep.parallel.home import HomeModule
 from ultraep.plane import AnyPlan
@@ -39,10 +40,11 @@ class BalancedExperts(HomeModule):
     """The home experts of this rank, in a module of the library that had all experts.
 
     kind: the class that it had.   balancer, layer_index: who balances it, and its number there.
-    last_plan: of the last microbatch.
+    stacked: names of the tensors that are stacked over experts.   last_plan: of the last microbatch.
     """
 
     kind: type[nn.Module]
+    stacked: tuple[str, ...]
     balancer: Balancer
     layer_index: int
     last_plan: AnyPlan | None
@@ -67,7 +69,14 @@ class BalancedExperts(HomeModule):
     @property
     def bundle(self) -> dict[str, torch.Tensor]:
         """What a copy of an expert consists of: all that is stacked over experts."""
-        return stacked_tensors(self)
+        own = stacked_tensors(self)
+        if own.keys() != set(self.stacked):
+            changed = sorted(own.keys() ^ set(self.stacked))
+            raise ConfigError(
+                f"{', '.join(changed)} of {self.kind.__name__} changed since the model was balanced: "
+                "adapters of experts (LoRA) cannot be balanced, those of other layers can"
+            )
+        return own
 
     def home_parameters(self) -> list[nn.Parameter]:
         """Those of single experts; what all experts share is like any dense parameter."""
@@ -86,10 +95,6 @@ class BalancedExperts(HomeModule):
             seen, rows, ids[:, None], rows.new_ones(len(rows), 1)
         )
         return outputs
-
-    def gathered(self) -> dict[str, torch.Tensor]:
-        """The tensors of all experts, one by one; collective."""
-        return {name: gather_experts(t, self.balancer) for name, t in self.bundle.items()}
 
 
 class _Seen:
@@ -150,6 +155,7 @@ def spread(module: nn.Module, balancer: Balancer) -> None:
     module.__class__ = balanced_class(type(module))
     assert isinstance(module, BalancedExperts)
     module.home_experts, module.balancer, module.last_plan = homes, balancer, None
+    module.stacked = tuple(stacked_tensors(module))
     module.layer_index = balancer.register_layer()
     module.spread_over(balancer)
 
@@ -162,6 +168,6 @@ def reunite(module: BalancedExperts) -> None:
         tensor.grad = None
         if isinstance(tensor, nn.Parameter):
             del tensor.expert_ranks
-    for name in ("home_experts", "balancer", "last_plan", "layer_index", "ranks"):
+    for name in ("home_experts", "stacked", "balancer", "last_plan", "layer_index", "ranks"):
         delattr(module, name)
     module.__class__ = module.kind

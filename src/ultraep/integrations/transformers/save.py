@@ -10,14 +10,12 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from types import MethodType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import nn
-from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
@@ -27,19 +25,6 @@ from ultraep.runtime.state import gather_experts
 
 State = dict[str, torch.Tensor]
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
-
-
-def save_all_experts(model: nn.Module) -> None:
-    """Let `save_pretrained` of the model, and of its parts, gather experts."""
-    for part in model.modules():
-        if isinstance(part, PreTrainedModel):
-            part.save_pretrained = MethodType(save_pretrained, part)
-
-
-def save_as_before(model: nn.Module) -> None:
-    """Undo `save_all_experts`."""
-    for part in model.modules():
-        part.__dict__.pop("save_pretrained", None)
 
 
 def save_pretrained(
@@ -159,12 +144,14 @@ class ShardWriter:
             self._write()
         total = len(self._files)
         names = [self._name(index, total) for index in range(total)]
+        path = self._folder / f"model.safetensors.index{self._middle}.json"
+        for stale in (path, self._folder / self._name(0, 1)):  # of a save in another form
+            stale.unlink(missing_ok=True)
         for index, name in enumerate(names):
             self._temporary(index).replace(self._folder / name)
         if total > 1:
             where = {t: name for name, held in zip(names, self._files, strict=True) for t in held}
             index = {"metadata": {"total_size": self._bytes}, "weight_map": where}
-            path = self._folder / f"model.safetensors.index{self._middle}.json"
             path.write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
 
     def _write(self) -> None:
