@@ -38,6 +38,7 @@ LAYERS = [
     ["sim"],
     ["tiny"],
     ["demo"],
+    ["integrations"],
     ["__init__"],
     ["cli", "__main__"],
 ]
@@ -69,6 +70,7 @@ ONLY_IN = {
         "cli/env.py",
         "demo",
         "full_state.py",
+        "integrations",
         "layer.py",
         "parallel",
         "runtime",
@@ -76,7 +78,9 @@ ONLY_IN = {
         *(f"{name}.py" for name in STORY),
     ],
     "triton": ["backends/triton"],
-    "torch.distributed": ["demo", "parallel", "runtime", "tiny"],
+    "torch.distributed": ["demo", "integrations", "parallel", "runtime", "tiny"],
+    "safetensors": ["integrations/transformers"],
+    "transformers": ["integrations/transformers"],
 }
 
 

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import json
+import math
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from equality import difference, quiet
-from families import batch, build, loss, outputs
+from equality import quiet
+from families import batch, build, outputs
 from safetensors.torch import load_file
+from transformers.conversion_mapping import get_model_conversion_mapping
 
 from ultraep.integrations.transformers import (
     balance,
-    balanced_experts,
     balanced_from_pretrained,
     unbalance,
 )
+from ultraep.integrations.transformers.load import home_state
+from ultraep.integrations.transformers.save import pieces_of
 
 
 def tensors_in(folder: Path) -> dict[str, torch.Tensor]:
@@ -69,3 +73,32 @@ def round_trip(rank: int, group: Any, folder: Path, family: str) -> dict[str, bo
 def round_trips(rank: int, group: Any, folder: Path, families: list[str]) -> list[dict[str, bool]]:
     with quiet():
         return [round_trip(rank, group, folder / family, family) for family in families]
+
+
+def what_is_read(rank: int, group: Any, folder: Path) -> tuple[int, int]:
+    """Numbers that a rank reads of the experts of a checkpoint, and that it has."""
+    with quiet(), ExitStack() as opened:
+        model = build("gpt_oss") if "gpt_oss" in folder.name else build("mixtral")
+        if rank == 0:
+            model.save_pretrained(folder)
+        balancer = balance(model, group)
+        dist.barrier()
+        files = [str(path) for path in folder.glob("*.safetensors")]
+        state = home_state(model, files, get_model_conversion_mapping(model), opened)
+        sizes = {key: math.prod(stored.get_shape()) for key, stored in state.items()}
+        balancer.close()
+        dist.barrier()
+    return sum(sizes.values()), sum(p.numel() for p in model.parameters())
+
+
+def pieces_at_once(rank: int, group: Any) -> list[tuple[int, set[str]]]:
+    """What the rank that writes has in memory for each piece: layers with experts, and bytes."""
+    with quiet():
+        model = build("mixtral")
+        balancer = balance(model, group)
+        found = [
+            (sum(t.nbytes for t in piece.values()), {n.split(".")[2] for n in piece if "exp" in n})
+            for piece in pieces_of(model, wanted=rank == 0)
+        ]
+        balancer.close()
+    return found

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import transformers
 from families import batch, build, loss, outputs
 
-from ultraep.integrations.transformers import balance, balanced_experts
+from ultraep.integrations.transformers import balance, balanced_experts, balancers, unbalance
 
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
@@ -104,8 +104,8 @@ def idle_block(rank: int, group: Any, family: str, experts: str) -> dict[str, fl
     balancer = balance(model, group)
     tokens = torch.randn(1, 12, 32, generator=torch.Generator().manual_seed(5))
     found = {}
-    blocks = [m for m in model.modules() if hasattr(m, "experts")]
-    for block, other in zip(blocks, (m for m in plain.modules() if hasattr(m, "experts"))):
+    blocks, others = ([m for m in one.modules() if hasattr(m, "experts")] for one in (model, plain))
+    for block, other in zip(blocks, others, strict=True):
         want, got = other(tokens), block(tokens if rank == 0 else tokens[:, :0])
         want, got = (y[0] if isinstance(y, tuple) else y for y in (want, got))
         (got.square().sum() + sum(p.sum() * 0 for p in block.parameters())).backward()
@@ -119,6 +119,31 @@ def idle_block(rank: int, group: Any, family: str, experts: str) -> dict[str, fl
 def idle_blocks(rank: int, group: Any, families: list[str], experts: str) -> list[dict[str, float]]:
     with quiet():
         return [idle_block(rank, group, family, experts) for family in families]
+
+
+def other_numbers(rank: int, group: Any) -> dict[str, Any]:
+    """A model whose second layer has four experts, and not eight: it has two balancers."""
+
+    def mixed() -> Any:
+        model, other = build("mixtral"), build("mixtral", num_local_experts=4)
+        model.model.layers[1].mlp = other.model.layers[1].mlp
+        return model
+
+    with quiet():
+        plain, model = mixed(), mixed()
+        for r in range(group.size()):
+            loss(outputs(plain, batch(r))).backward()
+        first = balance(model, group)
+        loss(outputs(model, batch(rank))).backward()
+        found = difference(rank, model, plain)
+        owners = balancers(model)
+        found["numbers"] = [b.topology.experts for b in owners]
+        assert first in owners
+        unbalance(model)
+        found["equal"] = all(
+            torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True)
+        )
+    return found
 
 
 def compare_all(rank: int, group: Any, cases: list[dict[str, Any]]) -> list[dict[str, float]]:

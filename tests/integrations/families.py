@@ -194,9 +194,10 @@ def families_of_the_library() -> set[str]:
 
 def config(family: str, **sizes: Any) -> Any:
     name, needs = FAMILIES[family]
-    kind = getattr(transformers, CONFIGS[name] if name in CONFIGS else name)
-    kind = kind if name in CONFIGS else kind.config_class
-    known = {*inspect.signature(kind).parameters, *getattr(kind, "attribute_map", {})}
+    named = CONFIGS.get(name)
+    kind = getattr(transformers, named) if named else getattr(transformers, name).config_class
+    known = set(inspect.signature(kind).parameters)
+    known |= {also for also, name in kind.attribute_map.items() if name not in SMALL}
     wanted = {key: value for key, value in SMALL.items() if key in known} | needs | sizes
     return kind(**{key: value for key, value in wanted.items() if value is not None})
 

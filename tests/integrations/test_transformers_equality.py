@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("transformers")
 
-from equality import compare_all, idle_blocks
+from equality import compare_all, idle_blocks, other_numbers
 from families import FAMILIES, NOT_BUILT, families_of_the_library
 from ranks import shared_pool
 
@@ -77,3 +77,10 @@ def test_ranks_without_tokens(experts):
     for of_rank in shared_pool().run(2, idle_blocks, NAMED, experts):
         for found in of_rank:
             assert max(found.values()) <= 1e-5, found
+
+
+def test_layers_with_other_numbers_of_experts_have_their_own_balancer():
+    for found in shared_pool().run(2, other_numbers):
+        assert max(found["dense"], found["experts"]) <= 1e-5
+        assert found["numbers"] == [8, 4]
+        assert found["equal"]

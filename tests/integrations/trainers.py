@@ -15,6 +15,7 @@ from equality import quiet
 from families import VOCABULARY, build
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
+from ultraep import ConfigError
 from ultraep.integrations.transformers import (
     BalancedTrainer,
     balance,
@@ -86,7 +87,7 @@ def under_torchrun(rank: int, size: int) -> Iterator[None]:
         forget_accelerate()
 
 
-def alone(folder: Path, batch: int, **others: Any) -> tuple[list[float], list[float], Any]:
+def alone(folder: Path, batch: int, **others: Any) -> tuple[list[float], list[float]]:
     """In one process, without torch.distributed: the reference."""
     losses = Losses()
     forget_accelerate()
@@ -99,7 +100,7 @@ def alone(folder: Path, batch: int, **others: Any) -> tuple[list[float], list[fl
         )
         trainer.train()
     forget_accelerate()
-    return losses.losses, losses.norms, trainer.model.state_dict()
+    return losses.losses, losses.norms
 
 
 def on_ranks(rank: int, group: Any, folder: Path, **others: Any) -> Any:
@@ -130,3 +131,24 @@ def on_ranks(rank: int, group: Any, folder: Path, **others: Any) -> Any:
         found["experts"] = len(balanced_experts(again))
         dist.barrier()
         return found
+
+
+def refusals(rank: int, group: Any, folder: Path) -> list[str]:
+    """What is said to those who would train something else than they think."""
+    told = []
+    with under_torchrun(rank, group.size()):
+        for balanced, options in ((False, {}), (True, {"fp16": True})):
+            model = build("mixtral")
+            if balanced:
+                balance(model, group)
+            try:
+                BalancedTrainer(model=model, args=arguments(folder, 4, **options))
+            except ConfigError as error:
+                told.append(str(error))
+        try:
+            trainer = BalancedTrainer(model=model, args=arguments(folder, 4))
+            trainer.train(resume_from_checkpoint=str(folder))
+        except ConfigError as error:
+            told.append(str(error))
+        dist.barrier()
+    return told

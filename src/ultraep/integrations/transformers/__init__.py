@@ -19,6 +19,7 @@ from ultraep.integrations.transformers.balance import (  # noqa: E402
     unbalance,
 )
 from ultraep.integrations.transformers.load import balanced_from_pretrained  # noqa: E402
+from ultraep.integrations.transformers.native import enable  # noqa: E402
 
 if TYPE_CHECKING:
     from ultraep.integrations.transformers.training import BalancedTrainer, BalancedTraining
@@ -30,6 +31,7 @@ __all__ = [
     "balanced_experts",
     "balanced_from_pretrained",
     "balancers",
+    "enable",
     "unbalance",
 ]
 

@@ -70,8 +70,8 @@ def _check_tensor(path: str, tensor: torch.Tensor, experts: int) -> None:
         or type(tensor.data) is not torch.Tensor
     ):
         raise ConfigError(
-            f"{path!r} is quantised ({type(tensor.data).__name__}, {tensor.dtype}), and its scales are not "
-            "known: experts must be of 16 bits or more"
+            f"{path!r} is quantised ({type(tensor.data).__name__}, {tensor.dtype}), and its scales "
+            "are not known: experts must be of 16 bits or more"
         )
     if not tensor.ndim or len(tensor) != experts:
         raise ConfigError(

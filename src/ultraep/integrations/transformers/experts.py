@@ -10,7 +10,7 @@ Shapes: T tokens, K experts per token, E experts, n rows, D model width.
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from itertools import accumulate
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch import nn
 from transformers.integrations.moe import _grouped_linear
 
 from ultraep.arrays import PADDING
+from ultraep.bundle import Bundle
 from ultraep.combine import combine
 from ultraep.dispatch import dispatch
 from ultraep.errors import ConfigError
@@ -40,7 +41,8 @@ class BalancedExperts(HomeModule):
     """The home experts of this rank, in a module of the library that had all experts.
 
     kind: the class that it had.   balancer, layer_index: who balances it, and its number there.
-    stacked: names of the tensors that are stacked over experts.   last_plan: of the last microbatch.
+    stacked: names of the tensors that are stacked over experts.
+    last_plan: of the last microbatch.
     """
 
     kind: type[nn.Module]
@@ -54,17 +56,9 @@ class BalancedExperts(HomeModule):
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
         """[T, D] -> [T, D], as the class before; `[T, K]` ids of experts, and gates."""
-        balancer, bundle = self.balancer, self.bundle
-        # What no expert serves has an id behind the last one in this library.
-        ids = top_k_index.masked_fill(top_k_index >= balancer.topology.experts, PADDING)
-        told = {"layer": self.layer_index, "bundle": bundle}
-        loads = balancer.gather(ids, rows=hidden_states, gates=top_k_weights, **told)
-        plan = self.last_plan = balancer.plan(loads)
-        with balancer.replicate(plan, loads, bundle) as copies:
-            exchange = balancer.reroute(ids, plan, loads)
-            arrivals = dispatch(hidden_states, top_k_weights, exchange)
-            outputs = serve(self.compute, arrivals, copies, bundle)
-        return combine(outputs, exchange)
+        given = hidden_states, top_k_index, top_k_weights
+        y, self.last_plan = stages(self, self.bundle, *given)
+        return y
 
     @property
     def bundle(self) -> dict[str, torch.Tensor]:
@@ -73,7 +67,7 @@ class BalancedExperts(HomeModule):
         if own.keys() != set(self.stacked):
             changed = sorted(own.keys() ^ set(self.stacked))
             raise ConfigError(
-                f"{', '.join(changed)} of {self.kind.__name__} changed since the model was balanced: "
+                f"{', '.join(changed)} of {self.kind.__name__} changed since it was balanced: "
                 "adapters of experts (LoRA) cannot be balanced, those of other layers can"
             )
         return own
@@ -82,25 +76,46 @@ class BalancedExperts(HomeModule):
         """Those of single experts; what all experts share is like any dense parameter."""
         return [p for p in self._parameters.values() if p is not None]
 
-    def compute(
-        self, rows: torch.Tensor, counts: list[int], tensors: dict[str, Any]
-    ) -> torch.Tensor:
-        """[n, D] -> [n, D] as the library does it, with these tensors for so many rows each."""
-        seen: Any = _Seen(self, tensors, len(counts))
-        if self.config._experts_implementation == GROUPED:
-            return in_groups(seen, rows, counts)
-        ids = torch.arange(len(counts), device=rows.device)
-        ids = ids.repeat_interleave(torch.tensor(counts, device=rows.device))
-        outputs: torch.Tensor = self.kind.forward(
-            seen, rows, ids[:, None], rows.new_ones(len(rows), 1)
-        )
-        return outputs
+
+def stages(
+    experts: Any,
+    bundle: Bundle,
+    tokens: torch.Tensor,
+    top_k_index: torch.Tensor,
+    gates: torch.Tensor,
+) -> tuple[torch.Tensor, AnyPlan]:
+    """[T, D] -> [T, D] and the plan: `kind`, `balancer` and `layer_index` of experts say how."""
+    balancer: Balancer = experts.balancer
+    # What no expert serves has an id behind the last one in this library.
+    ids = top_k_index.masked_fill(top_k_index >= balancer.topology.experts, PADDING)
+    told = {"layer": experts.layer_index, "bundle": bundle, "rows": tokens, "gates": gates}
+    loads = balancer.gather(ids, **told)
+    plan: AnyPlan = balancer.plan(loads)
+    with balancer.replicate(plan, loads, bundle) as copies:
+        exchange = balancer.reroute(ids, plan, loads)
+        arrivals = dispatch(tokens, gates, exchange)
+        outputs = serve(partial(compute, experts), arrivals, copies, bundle)
+    return combine(outputs, exchange), plan
+
+
+def compute(
+    experts: Any, rows: torch.Tensor, counts: list[int], tensors: dict[str, Any]
+) -> torch.Tensor:
+    """[n, D] -> [n, D] as the library does it, with these tensors for so many rows each."""
+    seen = _Seen(experts, tensors, len(counts))
+    if experts.config._experts_implementation == GROUPED:
+        return in_groups(seen, rows, counts)
+    ids = torch.arange(len(counts), device=rows.device)
+    ids = ids.repeat_interleave(torch.tensor(counts, device=rows.device))
+    ones = rows.new_ones(len(rows), 1)
+    outputs: torch.Tensor = experts.kind.forward(seen, rows, ids[:, None], ones)
+    return outputs
 
 
 class _Seen:
     """A module of experts with other tensors: what the library's functions see as `self`."""
 
-    def __init__(self, module: nn.Module, tensors: dict[str, Any], experts: int) -> None:
+    def __init__(self, module: Any, tensors: dict[str, Any], experts: int) -> None:
         self.__dict__.update(tensors, num_experts=experts, _module=module)
 
     def __getattr__(self, name: str) -> Any:
@@ -141,19 +156,18 @@ def stacked_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 @cache
-def balanced_class(kind: type[nn.Module]) -> type[BalancedExperts]:
+def balanced_class(kind: Any) -> type[BalancedExperts]:
     """The class of a module of this class when it is balanced."""
     return type(f"Balanced{kind.__name__}", (BalancedExperts, kind), {"kind": kind})
 
 
 @torch.no_grad()
-def spread(module: nn.Module, balancer: Balancer) -> None:
+def spread(module: Any, balancer: Balancer) -> None:
     """Keep only the home experts of this rank, and become balanced."""
     homes = tuple(balancer.topology.home_experts(balancer.rank).tolist())
     for tensor in stacked_tensors(module).values():
         tensor.data = tensor.data[list(homes)]
     module.__class__ = balanced_class(type(module))
-    assert isinstance(module, BalancedExperts)
     module.home_experts, module.balancer, module.last_plan = homes, balancer, None
     module.stacked = tuple(stacked_tensors(module))
     module.layer_index = balancer.register_layer()
@@ -161,13 +175,12 @@ def spread(module: nn.Module, balancer: Balancer) -> None:
 
 
 @torch.no_grad()
-def reunite(module: BalancedExperts) -> None:
+def reunite(module: Any) -> None:
     """Have all experts again, as before `spread`; collective."""
-    for name, tensor in module.bundle.items():
+    for tensor in module.bundle.values():
         tensor.data = gather_experts(tensor, module.balancer)
         tensor.grad = None
-        if isinstance(tensor, nn.Parameter):
-            del tensor.expert_ranks
+        tensor.__dict__.pop("expert_ranks", None)
     for name in ("home_experts", "stacked", "balancer", "last_plan", "layer_index", "ranks"):
         delattr(module, name)
     module.__class__ = module.kind

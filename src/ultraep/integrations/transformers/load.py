@@ -82,7 +82,7 @@ def home_state(
     model: Any, files: Iterable[str], mapping: list[Any], opened: ExitStack
 ) -> dict[str, Any]:
     """The tensors of a checkpoint, not read yet; those of experts for home experts only."""
-    stored = {}
+    stored: dict[str, Any] = {}
     for file in files:
         if not file.endswith(".safetensors"):
             raise FileError(f"{Path(file).name}: home experts are read from safetensors only")

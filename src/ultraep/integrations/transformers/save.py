@@ -47,12 +47,11 @@ def save_pretrained(
     asked = sorted(name for name, value in others.items() if value not in (None, False))
     if asked:
         raise ConfigError(f"save_pretrained of a balanced model does not take {', '.join(asked)}")
+    limit, writer = bytes_of(max_shard_size), None
     writes = model.should_save_on_this_rank(is_main_process)
-    if writes:  # all but the weights
-        plain(model, save_directory, state_dict={}, variant=variant)
-    writer = (
-        ShardWriter(Path(save_directory), bytes_of(max_shard_size), variant) if writes else None
-    )
+    if writes:
+        plain(model, save_directory, state_dict={}, variant=variant)  # all but the weights
+        writer = ShardWriter(Path(save_directory), limit, variant)
     for piece in pieces_of(model, writes):
         if writer is not None:
             writer.add(revert_weight_conversion(model, piece) if save_original_format else piece)
@@ -151,8 +150,8 @@ class ShardWriter:
             self._temporary(index).replace(self._folder / name)
         if total > 1:
             where = {t: name for name, held in zip(names, self._files, strict=True) for t in held}
-            index = {"metadata": {"total_size": self._bytes}, "weight_map": where}
-            path.write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+            told = {"metadata": {"total_size": self._bytes}, "weight_map": where}
+            path.write_text(json.dumps(told, indent=2, sort_keys=True) + "\n")
 
     def _write(self) -> None:
         self._bytes += sum(t.nbytes for t in self._pending.values())

@@ -1,8 +1,8 @@
 """The library's Trainer for balanced models: gradients, their norm, and checkpoints.
 
 Every rank has other experts. So their gradients are averaged here, where the wrapper for data
-parallelism leaves them alone; the norm that clips counts each of them once; and checkpoints have the
-weights and the state of the optimizer of all ranks, for any number of ranks.
+parallelism leaves them alone; the norm that clips counts each of them once; and checkpoints have
+the weights and the state of the optimizer of all ranks, for any number of ranks.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from transformers import PreTrainedModel, Trainer
 
 from ultraep.errors import ConfigError
@@ -44,10 +45,10 @@ class BalancedTraining(_Base):  # type: ignore[misc]
             raise ConfigError("fp16 scales losses by what each rank sees: use bf16, or float32")
         leave_out_experts(self.model)  # also where an adapter has been put around the model since
 
-    def _clip_grad_norm(self, model: Any) -> torch.Tensor:
+    def _clip_grad_norm(self, model: Any) -> torch.Tensor:  # noqa: ARG002
         return self._norm(self.args.max_grad_norm)
 
-    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:  # noqa: ARG002
         return self._norm(float("inf")) if grad_norm is None else grad_norm
 
     def _norm(self, limit: float) -> torch.Tensor:
@@ -62,11 +63,11 @@ class BalancedTraining(_Base):  # type: ignore[misc]
             self.model.save_pretrained(output_dir or self.args.output_dir, is_main_process=False)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        dcp.save({"training": self._state()}, checkpoint_id=Path(output_dir) / STATE)
+        save({"training": self._state()}, checkpoint_id=Path(output_dir) / STATE)
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER)
 
-    def _load_from_checkpoint(self, folder: str, model: Any = None) -> None:
+    def _load_from_checkpoint(self, folder: str, model: Any = None) -> None:  # noqa: ARG002
         if not (Path(folder) / STATE).is_dir():
             raise ConfigError(f"{folder} has no {STATE}: it was not saved by a balanced Trainer")
         self._load(folder, ShardedState(self.model))
@@ -81,7 +82,7 @@ class BalancedTraining(_Base):  # type: ignore[misc]
         self._load_from_checkpoint(self.state.best_model_checkpoint)
 
     def _load(self, folder: str, state: ShardedState) -> None:
-        dcp.load({"training": state}, checkpoint_id=Path(folder) / STATE)
+        load({"training": state}, checkpoint_id=Path(folder) / STATE)
         if dist.is_initialized():
             dist.barrier()
 
