@@ -102,7 +102,7 @@ def compute(
     experts: Any, rows: torch.Tensor, counts: list[int], tensors: dict[str, Any]
 ) -> torch.Tensor:
     """[n, D] -> [n, D] as the library does it, with these tensors for so many rows each."""
-    seen = _Seen(experts, tensors, len(counts))
+    seen = _WithOther(experts, tensors, len(counts))
     if experts.config._experts_implementation == GROUPED:
         return in_groups(seen, rows, counts)
     ids = torch.arange(len(counts), device=rows.device)
@@ -112,7 +112,7 @@ def compute(
     return outputs
 
 
-class _Seen:
+class _WithOther:
     """A module of experts with other tensors: what the library's functions see as `self`."""
 
     def __init__(self, module: Any, tensors: dict[str, Any], experts: int) -> None:
@@ -167,7 +167,8 @@ def spread(module: Any, balancer: Balancer) -> None:
     homes = tuple(balancer.topology.home_experts(balancer.rank).tolist())
     for tensor in stacked_tensors(module).values():
         tensor.data = tensor.data[list(homes)]
-    module.__class__ = balanced_class(type(module))
+    kind: Any = type(module)
+    module.__class__ = balanced_class(kind)
     module.home_experts, module.balancer, module.last_plan = homes, balancer, None
     module.stacked = tuple(stacked_tensors(module))
     module.layer_index = balancer.register_layer()
