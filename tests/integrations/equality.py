@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import warnings
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import transformers
 from families import batch, build, loss, outputs
+from safetensors.torch import load_file
 
+from ultraep import parallel
 from ultraep.integrations.transformers import balance, balanced_experts, balancers, unbalance
 
 transformers.logging.set_verbosity_error()
@@ -25,12 +28,20 @@ def quiet():
         yield
 
 
-def reference(family: str, sizes: list[Any], **options: Any) -> tuple[Any, list[torch.Tensor]]:
+def mixed(on: bool) -> Any:
+    """Mixed precision, if it is on."""
+    return torch.autocast("cpu", torch.bfloat16, enabled=on)
+
+
+def reference(
+    family: str, batches: list[torch.Tensor], autocast: bool, **options: Any
+) -> tuple[Any, list[torch.Tensor]]:
     """The unmodified model, with gradients of the batches of all ranks, and its outputs."""
     model = build(family, **options)
     found = []
-    for ids in sizes:
-        values = outputs(model, ids)
+    for ids in batches:
+        with mixed(autocast):
+            values = outputs(model, ids)
         loss(values).backward()
         found.append(values.detach())
     return model, found
@@ -72,7 +83,7 @@ def compare(
     recompute: str | None = None,
     slots: int = 1,
     policy: str = "ultraep",
-    sizes: dict[str, Any] | None = None,
+    autocast: bool = False,
     **options: Any,
 ) -> dict[str, float]:
     """Largest differences of outputs and gradients between the two, and how many copies.
@@ -80,15 +91,16 @@ def compare(
     recompute: "reentrant" or "not reentrant".
     """
     batches = [batch(r) for r in range(group.size())]
-    plain, wanted = reference(family, batches, **options, **(sizes or {}))
-    model = build(family, **options, **(sizes or {}))
+    plain, wanted = reference(family, batches, autocast, **options)
+    model = build(family, **options)
     balancer = balance(model, group, slots=slots, policy=policy)
     if recompute is not None:
         reentrant = recompute == "reentrant"
         model.gradient_checkpointing_enable({"use_reentrant": reentrant})
         if reentrant:
             model.enable_input_require_grads()
-    values = outputs(model, batches[rank])
+    with mixed(autocast):
+        values = outputs(model, batches[rank])
     loss(values).backward()
     found = difference(rank, model, plain)
     found["outputs"] = (values.detach() - wanted[rank]).abs().max().item()
@@ -121,16 +133,53 @@ def idle_blocks(rank: int, group: Any, families: list[str], experts: str) -> lis
         return [idle_block(rank, group, family, experts) for family in families]
 
 
+def memory(rank: int, group: Any) -> tuple[int, int, int]:
+    """Bytes that experts take before and after balancing, and what home experts need."""
+    model = build("mixtral")
+    stacks = [p for name, p in model.named_parameters() if ".experts." in name]
+    before = sum(p.untyped_storage().nbytes() for p in stacks)
+    balancer = balance(model, group)
+    share = len(balancer.topology.home_experts(rank)) / balancer.topology.experts
+    balancer.close()
+    return before, sum(p.untyped_storage().nbytes() for p in stacks), int(before * share)
+
+
+def two_groups(rank: int, group: Any, folder: Path) -> dict[str, Any]:
+    """Four ranks, two groups of two: gradients over both, and one checkpoint."""
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    alike = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    with quiet():
+        plain, model = build("mixtral"), build("mixtral")
+        for other in range(4):
+            (loss(outputs(plain, batch(other))) / 4).backward()
+        balance(model, groups[rank // 2])
+        loss(outputs(model, batch(rank))).backward()
+        parallel.average_expert_gradients(model, alike[rank % 2])
+        for parameter in parallel.dense_parameters(model).values():
+            parameter.grad /= 4
+        found = difference(rank, model, plain)
+        model.save_pretrained(folder / "balanced")
+        if rank == 0:
+            plain.save_pretrained(folder / "plain")
+        dist.barrier()
+        one, two = (
+            load_file(folder / name / "model.safetensors") for name in ("plain", "balanced")
+        )
+        found["saved"] = one.keys() == two.keys() and all(torch.equal(one[n], two[n]) for n in one)
+        unbalance(model)
+    return found
+
+
 def other_numbers(rank: int, group: Any) -> dict[str, Any]:
     """A model whose second layer has four experts, and not eight: it has two balancers."""
 
-    def mixed() -> Any:
+    def two_numbers() -> Any:
         model, other = build("mixtral"), build("mixtral", num_local_experts=4)
         model.model.layers[1].mlp = other.model.layers[1].mlp
         return model
 
     with quiet():
-        plain, model = mixed(), mixed()
+        plain, model = two_numbers(), two_numbers()
         for r in range(group.size()):
             loss(outputs(plain, batch(r))).backward()
         first = balance(model, group)

@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("transformers")
 
-from equality import compare_all, idle_blocks, other_numbers
+from equality import compare_all, idle_blocks, memory, other_numbers, two_groups
 from families import FAMILIES, NOT_BUILT, families_of_the_library
 from ranks import shared_pool
 
@@ -67,9 +67,13 @@ def test_float64():
 
 
 def test_bfloat16():
+    cases = [{"family": f, "dtype": torch.bfloat16, "experts": "grouped_mm"} for f in NAMED]
+    check([*cases, {"family": "mixtral", "dtype": torch.bfloat16}], limit=0.05)
+
+
+def test_mixed_precision():
     both = ("eager", "grouped_mm")
-    cases = [{"family": f, "dtype": torch.bfloat16, "experts": e} for f in NAMED for e in both]
-    check(cases, limit=0.05)
+    check([{"family": "qwen3_moe", "autocast": True, "experts": e} for e in both], limit=0.02)
 
 
 @pytest.mark.parametrize("experts", ["eager", "grouped_mm"])
@@ -84,3 +88,14 @@ def test_layers_with_other_numbers_of_experts_have_their_own_balancer():
         assert max(found["dense"], found["experts"]) <= 1e-5
         assert found["numbers"] == [8, 4]
         assert found["equal"]
+
+
+def test_a_rank_has_memory_for_its_home_experts_only():
+    for before, after, needed in shared_pool().run(3, memory):
+        assert after == needed < before
+
+
+def test_two_groups_that_have_the_same_experts(tmp_path):
+    for found in shared_pool().run(4, two_groups, tmp_path):
+        assert max(found["dense"], found["experts"]) <= 1e-5
+        assert found["saved"]

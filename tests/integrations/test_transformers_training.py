@@ -36,7 +36,7 @@ def test_twenty_steps_in_float64():
 def test_generation_is_identical(cache):
     options = {"experts": "grouped_mm"}
     if cache == "static":
-        options |= {"cache_implementation": "static", "disable_compile": True}
+        options |= {"cache_implementation": "static"}
     first, second = shared_pool().run(2, partial(generate_both, **options), NAMED)
     for want, got, prompt in first:
         assert got == want

@@ -105,8 +105,9 @@ def compute(
     seen = _WithOther(experts, tensors, len(counts))
     if experts.config._experts_implementation == GROUPED:
         return in_groups(seen, rows, counts)
+    each = torch.tensor(counts, device=rows.device)
     ids = torch.arange(len(counts), device=rows.device)
-    ids = ids.repeat_interleave(torch.tensor(counts, device=rows.device))
+    ids = ids.repeat_interleave(each, output_size=len(rows))
     ones = rows.new_ones(len(rows), 1)
     outputs: torch.Tensor = experts.kind.forward(seen, rows, ids[:, None], ones)
     return outputs
@@ -166,7 +167,8 @@ def spread(module: Any, balancer: Balancer) -> None:
     """Keep only the home experts of this rank, and become balanced."""
     homes = tuple(balancer.topology.home_experts(balancer.rank).tolist())
     for tensor in stacked_tensors(module).values():
-        tensor.data = tensor.data[list(homes)]
+        if len(homes) < len(tensor):  # a copy, so that the memory of the others is freed
+            tensor.data = tensor.data[list(homes)]
     kind: Any = type(module)
     module.__class__ = balanced_class(kind)
     module.home_experts, module.balancer, module.last_plan = homes, balancer, None

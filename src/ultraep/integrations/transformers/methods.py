@@ -13,9 +13,14 @@ from ultraep.integrations.transformers.save import save_pretrained
 
 
 def generate(model: Any, *inputs: Any, synced_gpus: bool | None = None, **options: Any) -> Any:
-    """`generate` of the library on all ranks, each of which goes on until all are done."""
+    """`generate` of the library on all ranks, each of which goes on until all are done.
+
+    With a static cache the library would compile: there are messages of ranks in between, so it is
+    asked not to.
+    """
     experts = next(m for m in model.modules() if isinstance(m, BalancedExperts))
     synced = experts.balancer.topology.ranks > 1 if synced_gpus is None else synced_gpus
+    options = {"disable_compile": True, **options}
     return type(model).generate(model, *inputs, synced_gpus=synced, **options)
 
 
