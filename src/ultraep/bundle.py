@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import TypeAlias
 
 import torch
@@ -113,15 +113,21 @@ def _kind(name: str, stack: Stack, homes: int) -> tuple[tuple[int, ...], torch.d
 
 def signature(tensors: Mapping[str, Stack], **others: torch.Tensor | None) -> str:
     """What ranks must have alike: names, shapes and types of tensors, and who wants gradients."""
-    named = {
-        name: (_kind(name, stack, len(stack)), any(t.requires_grad for t in tensors_of(stack)))
+    named = [
+        (name, *_kind(name, stack, len(stack)), any(t.requires_grad for t in tensors_of(stack)))
         for name, stack in tensors.items()
-    }
-    for name, tensor in others.items():
-        if tensor is not None:
-            named[name] = ((tuple(tensor.shape[1:]), tensor.dtype), tensor.requires_grad)
-    learning = torch.is_grad_enabled()
+    ]
+    named += [
+        (name, tuple(tensor.shape[1:]), tensor.dtype, tensor.requires_grad)
+        for name, tensor in others.items()
+        if tensor is not None
+    ]
+    return _told(tuple(named), torch.is_grad_enabled())
+
+
+@lru_cache(maxsize=1024)
+def _told(named: tuple[tuple[str, tuple[int, ...], torch.dtype, bool], ...], learning: bool) -> str:
     return ", ".join(
         f"{name} {list(shape)} {dtype}{' with gradient' * (learning and wants)}"
-        for name, ((shape, dtype), wants) in named.items()
+        for name, shape, dtype, wants in named
     )

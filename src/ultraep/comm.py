@@ -97,3 +97,10 @@ class Peers(Protocol):
     def close(self) -> None:
         """Give the memory back."""
         ...
+
+
+def moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A tensor of the host on that device; nobody waits for a GPU."""
+    if device.type != "cuda":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)

@@ -17,7 +17,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from ultraep.arrays import IntArray
-from ultraep.comm import Communicator
+from ultraep.comm import Communicator, moved
 from ultraep.modes import unseen
 from ultraep.plane import Exchange
 from ultraep.reroute import Routes
@@ -55,7 +55,7 @@ class RowMessages:
         self._blocks = routes.receive_counts
         self._from_rank: list[int] = self._blocks.sum(axis=1).tolist()
         self._begins = [0, *accumulate(self._blocks.sum(axis=0).tolist())]
-        self.offsets = torch.tensor(self._begins, dtype=torch.int32, device=routes.order.device)
+        self.offsets = moved(torch.tensor(self._begins, dtype=torch.int32), routes.order.device)
 
     @property
     def slots(self) -> torch.Tensor:
@@ -76,14 +76,16 @@ class RowMessages:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """[A, D] a row for each choice of every token, and `[A]` its scalar, in slot order."""
         order = self.routes.order
-        rows_AD = self._there(values_TD[self.routes.token_of_row])
-        return rows_AD, None if scalars_TK is None else self._there(scalars_TK.reshape(-1)[order])
+        rows_AD = self._there(values_TD.index_select(0, self.routes.token_of_row))
+        if scalars_TK is None:
+            return rows_AD, None
+        return rows_AD, self._there(scalars_TK.reshape(-1).index_select(0, order))
 
     def to_tokens(
         self, rows_AD: torch.Tensor, scalars_A: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """[T, D] the rows of each token, summed in the order of its choices; `[T, K]` scalars."""
-        sums_TD = self._back(rows_AD).sum(dim=1)
+        sums_TD = self._back(rows_AD).sum(dim=1, dtype=rows_AD.dtype)
         return sums_TD, None if scalars_A is None else self._back(scalars_A)
 
     def _there(self, sent: torch.Tensor) -> torch.Tensor:
@@ -99,10 +101,13 @@ class RowMessages:
         if self._comm.size > 1:
             leaving = _transpose_blocks(served.contiguous(), self._blocks.T)
             back = self._comm.all_to_all(leaving, self._from_rank, self.routes.send_counts)
-        make = back.new_zeros if self.routes.has_padding else back.new_empty
-        rows = make(self.routes.num_rows, *back.shape[1:])
-        rows[self.routes.order] = back
-        return rows.reshape(*self.routes.shape, *back.shape[1:])
+        shape = *self.routes.shape, *back.shape[1:]
+        if not len(back):
+            return back.new_zeros(shape)
+        rows = back.index_select(0, self.routes.positions)
+        if self.routes.has_padding:
+            rows[self.routes.padding] = 0
+        return rows.reshape(shape)
 
 
 def dispatch(tokens_TD: torch.Tensor, gates_TK: torch.Tensor, exchange: Exchange) -> Arrivals:

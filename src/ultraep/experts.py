@@ -213,7 +213,8 @@ class _TwoProducts(torch.autograd.Function):
     ) -> tuple[torch.Tensor | None, ...]:
         call: _Call = ctx.call
         products, homes = call.products, dict(zip(call.names, stacked, strict=True))
-        sums = _Gradients(call.copies, homes) if any(ctx.needs_input_grad[3:]) else None
+        learns = any(ctx.needs_input_grad[3:])
+        sums = _Gradients(call.copies, homes, products.knows_spans) if learns else None
         with call.copies as copies:
             held = copies.tensors()
             gate_up, (down, down_bias) = (_layer(homes, held, n) for n in ("gate_up", "down"))
@@ -232,35 +233,50 @@ class _TwoProducts(torch.autograd.Function):
         return d_rows_AD, d_gates_A if ctx.needs_input_grad[1] else None, None, *wanted
 
 
-def _layer(homes: Weights, copies: Weights, layer: str) -> tuple[Stacks, Stacks | None]:
-    """Weights and biases of one layer of all slots."""
+def _layer(
+    homes: Weights,
+    copies: Weights,
+    layer: str,
+    sums: Weights | None = None,
+    spans: torch.Tensor | None = None,
+) -> tuple[Stacks, Stacks | None]:
+    """Weights and biases of one layer of all slots, or their gradients."""
+
+    def stacks(name: str) -> Stacks:
+        return Stacks(homes[name].detach(), copies[name], sums[name] if sums else None, spans)
+
     weight, bias = f"{layer}_proj", f"{layer}_bias"
-    return (
-        Stacks(homes[weight].detach(), copies[weight]),
-        Stacks(homes[bias].detach(), copies[bias]) if bias in homes else None,
-    )
+    return stacks(weight), stacks(bias) if bias in homes else None
 
 
 class _Gradients:
-    """Weight gradients of all slots, in the type they are summed in."""
+    """Weight gradients of all slots, in the type they are summed in until that is done.
 
-    def __init__(self, copies: Copies, homes: Weights) -> None:
+    Those of home experts to which nothing is added are rounded at once, if the engine knows which.
+    """
+
+    def __init__(self, copies: Copies, homes: Weights, knows_spans: bool) -> None:
         self._copies, self._homes = copies, homes
         kinds = {n: (tuple(w.shape[1:]), accumulator(w.dtype)) for n, w in homes.items()}
         self._of_copies = copies.gradient_slots(kinds)
-        self._of_homes = {  # where nothing is added they are rounded at once
-            n: torch.empty_like(w, dtype=kinds[n][1] if copies.possible else w.dtype)
+        wide = {n: kind for n, (_, kind) in kinds.items()}
+        narrower = any(w.dtype != wide[n] for n, w in homes.items())
+        apart = copies.possible and knows_spans and narrower
+        self._spans = copies.spans() if apart else None
+        self._own = {n: torch.empty_like(w, dtype=wide[n]) for n, w in homes.items() if apart}
+        self._of_homes = {
+            n: torch.empty_like(w, dtype=wide[n] if copies.possible and not apart else w.dtype)
             for n, w in homes.items()
         }
 
     def of(self, layer: str) -> tuple[Stacks, Stacks | None]:
         """Where the gradients of one layer go."""
-        return _layer(self._of_homes, self._of_copies, layer)
+        return _layer(self._of_homes, self._of_copies, layer, self._own, self._spans)
 
     def reduce(self) -> None:
         """Begin to add those of the copies to those of the homes."""
         if self._copies.possible:
-            self._copies.reduce(self._of_homes)
+            self._copies.reduce(self._of_homes, self._own or None)
 
     def reduced(self) -> list[torch.Tensor]:
         """The gradients of the home experts, with those of all their copies."""

@@ -23,6 +23,7 @@ from ultraep.products import accumulator
 
 def reduce_gradients(
     homes: Mapping[str, Stack],
+    own: Mapping[str, Stack],
     rows_LB: torch.Tensor,
     layout: Layout,
     plan: Plan,
@@ -30,9 +31,9 @@ def reduce_gradients(
     *,
     staging: Callable[[int], torch.Tensor],
 ) -> int:
-    """Add the gradients of all copies to those of the home experts, in place; the bytes sent.
+    """The gradients of home experts that have copies, from their own and those; the bytes sent.
 
-    homes: `[H, ...]` or H tensors for every tensor of the layout.
+    homes, own: `[H, ...]` or H tensors for every tensor of the layout; may be the same.
     rows_LB: gradients of the copies of this rank.   staging: gives `[n, B]` rows to receive in.
     """
     home_of_expert = plan.topology.home_of_expert
@@ -51,13 +52,14 @@ def reduce_gradients(
     for index, group in groupby(enumerate(arriving), key=lambda found: found[1][0]):
         numbers = [number for number, _ in group]
         for name, stack in homes.items():
-            _add(stack[index], [views[name][number] for number in numbers])
+            others = [views[name][number] for number in numbers]
+            _add(stack[index], own[name][index], others)
     return len(sends) * layout.nbytes
 
 
-def _add(home: torch.Tensor, others: Sequence[torch.Tensor]) -> None:
-    """Add the gradients of an expert's copies to its own; rounded once."""
-    total = home.to(accumulator(home.dtype))
+def _add(home: torch.Tensor, own: torch.Tensor, others: Sequence[torch.Tensor]) -> None:
+    """Into `home`, an expert's own gradient with those of its copies; rounded once."""
+    total = own.to(accumulator(own.dtype))
     for other in others:
         total = total + other.to(total.dtype)
     home.copy_(total)

@@ -31,7 +31,7 @@ from ultraep.dispatch import Arrivals
 from ultraep.errors import ConfigError, SlotError
 from ultraep.modes import unseen
 from ultraep.plane import Copies
-from ultraep.products import dots
+from ultraep.products import scale_rows, scale_rows_backward
 
 Network: TypeAlias = Callable[[torch.Tensor, list[int], dict[str, Any]], torch.Tensor]
 
@@ -198,7 +198,11 @@ class _GiveBack(torch.autograd.Function):
         ctx.save_for_backward(gates_A, *outputs)
         with unseen():
             like = outputs[0].new_empty(()).expand(len(gates_A), outputs[0].shape[1])
-            return _joined(loan, outputs, like, gates_A)
+            memory = loan.copies.served_rows(like)
+            served_AD = torch.empty_like(like) if memory is None else memory
+            for part, rows in zip(loan.parts, outputs, strict=True):
+                scale_rows(rows, gates_A[part], served_AD[part], kernels=loan.copies.kernels)
+            return served_AD
 
     @staticmethod
     @once_differentiable
@@ -209,25 +213,22 @@ class _GiveBack(torch.autograd.Function):
         loan.held()
         d_outputs, d_gates_A = [], torch.zeros_like(gates_A)
         for part, output in zip(loan.parts, outputs, strict=True):
-            d_outputs.append(d_served[part] * gates_A[part, None].to(output.dtype))
-            d_gates_A[part] = dots(d_served[part], output)
+            given = d_served[part], output, gates_A[part], d_gates_A[part]
+            d_outputs.append(scale_rows_backward(*given, kernels=loan.copies.kernels))
         return None, d_gates_A, *d_outputs, *(None for _ in ctx.needs_input_grad[4:])
 
 
 def _joined(
-    loan: _Loan,
-    parts: Iterable[torch.Tensor | None],
-    like_AD: torch.Tensor,
-    gates_A: torch.Tensor | None = None,
+    loan: _Loan, parts: tuple[torch.Tensor | None, ...], like_AD: torch.Tensor
 ) -> torch.Tensor:
-    """[A, D] rows of home slots and of copies together, times their gates; zeros for None."""
-    memory = loan.copies.served_rows(like_AD)
+    """[A, D] rows of home slots and of copies together; zeros for None."""
+    memory, homes = loan.copies.served_rows(like_AD), parts[0]
+    if memory is None and homes is not None and len(homes) == len(like_AD):
+        return homes
     rows_AD = torch.empty_like(like_AD) if memory is None else memory
     for part, rows in zip(loan.parts, parts, strict=True):
         if rows is None:
             rows_AD[part].zero_()
-        elif gates_A is None:
-            rows_AD[part].copy_(rows)
         else:
-            torch.mul(rows, gates_A[part, None].to(rows.dtype), out=rows_AD[part])
+            rows_AD[part].copy_(rows)
     return rows_AD

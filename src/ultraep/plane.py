@@ -38,6 +38,7 @@ class Microbatch:
     again: bool  # whether forward is computed again, in backward
     back: bool = False  # whether backward has begun
     began: float = 0.0  # seconds since 1970, of forward or of backward
+    timed: bool = True  # whether the clock of its data plane looks at it
 
 
 class Loads(Protocol):
@@ -97,10 +98,14 @@ class Copies(Protocol):
     def gradient_slots(self, kinds: Kinds) -> dict[str, torch.Tensor]:
         """`[slots, ...]` memory for the gradients of the copies of this rank, not cleared."""
 
-    def reduce(self, homes: Mapping[str, Any]) -> None:
+    def spans(self) -> torch.Tensor:
+        """[H, 2] where the copies of each home expert begin and end in the plan, for kernels."""
+
+    def reduce(self, homes: Mapping[str, Any], own: Mapping[str, Any] | None = None) -> None:
         """Stage 8: begin to add the gradients of all copies to those of the home experts.
 
         homes: `[H, ...]` or H tensors, for the names that `gradient_slots` was last asked for.
+        own: what the home experts that have copies gave themselves; None: it stands in `homes`.
         """
 
     def reduced(self) -> None:

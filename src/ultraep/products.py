@@ -39,10 +39,14 @@ class Stacks:
 
     homes: torch.Tensor
     copies: torch.Tensor
+    sums: torch.Tensor | None = None  # of gradients, in place of `homes` where copies are added
+    spans: torch.Tensor | None = None  # [H, 2] where the copies of each home expert begin and end
 
     def __post_init__(self) -> None:
-        homes, copies = self.homes, self.copies
+        homes, copies, sums = self.homes, self.copies, self.sums
         assert homes.shape[1:] == copies.shape[1:], (homes.shape, copies.shape)
+        assert (sums is None) == (self.spans is None)
+        assert sums is None or sums.stride() == homes.stride(), (sums.stride(), homes.stride())
 
     def __getitem__(self, slot: int) -> torch.Tensor:
         spare = slot - len(self.homes)
@@ -51,6 +55,11 @@ class Stacks:
 
 class Products(Protocol):
     """What stage 6 needs of an engine, for the rows of one microbatch."""
+
+    @property
+    def knows_spans(self) -> bool:
+        """Whether `weight_gradients` heeds the `sums` and `spans` of stacks."""
+        ...
 
     def multiply(
         self,
@@ -111,6 +120,8 @@ class TorchProducts:
 
     New tensors, none written in part: selective checkpointing may keep any of them.
     """
+
+    knows_spans = False
 
     def __init__(self, begins: list[int], activation: Activation, *, bitwise: bool = False) -> None:
         self._begins, self._activation = begins, activation
@@ -218,6 +229,43 @@ def _of_slot(stacks: Stacks, slot: int, rows: torch.Tensor) -> torch.Tensor:
     with unseen():  # a view of a slot that was kept may show what others put there since
         held = stacks[slot]
     return held.to(rows)
+
+
+def scale_rows(
+    rows_AD: torch.Tensor, scale_A: torch.Tensor, out_AD: torch.Tensor, *, kernels: bool
+) -> None:
+    """Into `out_AD`, rows times their scale, which is rounded to their type before.
+
+    kernels: whether those of a GPU can work on these rows; they know no double precision.
+    """
+    if kernels and _for_kernels(rows_AD, scale_A):
+        from ultraep.backends.triton import scale
+
+        scale.scale_rows(rows_AD, scale_A, out_AD)
+    else:
+        torch.mul(rows_AD, scale_A[:, None].to(rows_AD.dtype), out=out_AD)
+
+
+def scale_rows_backward(
+    d_out_AD: torch.Tensor,
+    rows_AD: torch.Tensor,
+    scale_A: torch.Tensor,
+    d_scale_A: torch.Tensor,
+    *,
+    kernels: bool,
+) -> torch.Tensor:
+    """[A, D] gradients of the rows; into `d_scale_A`, those of their scale."""
+    if kernels and _for_kernels(rows_AD, scale_A) and d_out_AD.stride(1) == 1:
+        from ultraep.backends.triton import scale
+
+        return scale.scale_rows_backward(d_out_AD, rows_AD, scale_A, d_scale_A)
+    d_scale_A.copy_(dots(d_out_AD, rows_AD))
+    return d_out_AD * scale_A[:, None].to(rows_AD.dtype)
+
+
+def _for_kernels(rows_AD: torch.Tensor, scale_A: torch.Tensor) -> bool:
+    single = max(rows_AD.dtype.itemsize, scale_A.dtype.itemsize) <= 4
+    return single and rows_AD.stride(1) == 1 and rows_AD.shape[0] > 0
 
 
 def dots(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:

@@ -29,22 +29,38 @@ class Routes:
 
     shape: tuple[int, ...]  # of the ids: [T, K]
     order: torch.Tensor  # [M] rows in the order of sending: by slot, then by place on the line
-    rows_of_slot: torch.Tensor  # [S] rows of this rank for every slot
+    rows_of_slot: IntArray  # [S] rows of this rank for every slot
     send_counts: list[int]  # [R] rows for every rank
     receive_counts: IntArray  # [R, L] rows from every rank for each slot of this one
+    known_positions: torch.Tensor | None = None
 
     @cached_property
     def slots(self) -> torch.Tensor:
         """[T, K] slot of every routed row, counted over all ranks, for dispatchers; -1: padding."""
-        in_order = torch.arange(len(self.rows_of_slot), device=self.order.device)
+        in_order = np.arange(len(self.rows_of_slot)).repeat(self.rows_of_slot)
         slots = torch.full((self.num_rows,), PADDING, device=self.order.device)
-        slots[self.order] = in_order.repeat_interleave(self.rows_of_slot)
+        slots[self.order] = torch.from_numpy(in_order).to(slots.device)
         return slots.reshape(self.shape)
 
     @cached_property
     def token_of_row(self) -> torch.Tensor:
         """[M] the token of every row, in the order of sending."""
         return self.order // self.shape[-1]
+
+    @cached_property
+    def positions(self) -> torch.Tensor:
+        """[N] where every routed row stands in the order of sending; of padding, anywhere."""
+        if self.known_positions is not None:
+            return self.known_positions
+        positions = self.order.new_zeros(self.num_rows)
+        positions[self.order] = torch.arange(len(self.order), device=self.order.device)
+        return positions
+
+    @cached_property
+    def padding(self) -> torch.Tensor:
+        """[N] whether a routed row is none."""
+        padding = torch.ones(self.num_rows, dtype=torch.bool, device=self.order.device)
+        return padding.index_fill_(0, self.order, False)
 
     @property
     def num_rows(self) -> int:
@@ -77,16 +93,23 @@ def reroute(ids: torch.Tensor, plan: Plan, rank: int, *, backend: str | None = N
     return routes_of(plan, rank, ids.shape, torch.as_tensor(found[0], device=ids.device))
 
 
-def routes_of(plan: Plan, rank: int, shape: Sequence[int], order_M: torch.Tensor) -> Routes:
+def routes_of(
+    plan: Plan,
+    rank: int,
+    shape: Sequence[int],
+    order_M: torch.Tensor,
+    positions_N: torch.Tensor | None = None,
+) -> Routes:
     """Routes from the order of sending; all the rest is known from the plan."""
     rows_of_slot = rows_sent(plan, rank)
     ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(rows_of_slot)])
     return Routes(
         shape=tuple(shape),
         order=order_M,
-        rows_of_slot=torch.from_numpy(rows_of_slot).to(order_M.device),
+        rows_of_slot=rows_of_slot,
         send_counts=np.diff(ends[plan.topology.first_slot_of_rank]).tolist(),
         receive_counts=rows_received(plan, rank),
+        known_positions=positions_N,
     )
 
 

@@ -203,9 +203,12 @@ def launch_products(
     homes: int, slots: int, hidden: int, ffn: int, biases: bool, backend: str, rows: int = 4096
 ) -> None:
     """The networks of all slots, forward and backward; the second one with weights of the rows."""
+    from dataclasses import replace
+
     import torch
 
     from ultraep.backends.triton.grouped import TABLES, Grouped, Stacks
+    from ultraep.backends.triton.scale import scale_rows, scale_rows_backward
 
     def room(*shape: int, dtype: Any = torch.bfloat16) -> torch.Tensor:
         return torch.empty(*shape, dtype=dtype)
@@ -230,8 +233,13 @@ def launch_products(
     )
     mixed = Stacks(room(homes, hidden, ffn), room(slots, hidden, ffn, dtype=single))
     grouped.weight_gradients(outer, narrow, mixed)
+    sums = room(homes, hidden, ffn, dtype=single)
+    apart = replace(mixed, sums=sums, spans=torch.empty(homes, 2, dtype=torch.int32))
+    grouped.weight_gradients(outer, narrow, apart)
     if down_bias is not None:
         grouped.row_dots(outer, down_bias, scale)
+    scale_rows(outer, scale, outer)
+    scale_rows_backward(outer, outer, scale, scale)
 
 
 def launch_exchange(ranks: int, experts: int, slots: int, dtype: str, top_k: int) -> None:

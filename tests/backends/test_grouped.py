@@ -210,6 +210,34 @@ def test_gradients_of_homes_in_another_type(name):
         assert torch.equal(found.copies, exact.copies)
 
 
+@pytest.mark.parametrize("of_homes", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("name", ["mixed", "no copies"])
+def test_gradients_to_which_others_are_added_are_not_rounded(name, of_homes):
+    case, single = Case(name, torch.bfloat16), torch.float32
+    d_out, rows, scale = case.rows(N), case.rows(K), case.rows(dtype=single)
+    wide, wide_bias = case.stacks(N, K, dtype=single), case.stacks(N, dtype=single)
+    case.grouped.weight_gradients(d_out, rows, wide, bias=wide_bias, scale=scale)
+    homes = len(wide.homes)
+    copied = torch.arange(homes, device=DEVICE) % 2 == 0
+    ends = copied.int().cumsum(0)
+    spans = torch.stack([ends - copied.int(), ends], dim=1).int()
+
+    def apart(exact):
+        empty = torch.full_like(exact.homes, NAN)
+        return Stacks(
+            empty.to(of_homes, copy=True), torch.full_like(exact.copies, NAN), empty, spans
+        )
+
+    into, bias = apart(wide), apart(wide_bias)
+    case.grouped.weight_gradients(d_out, rows, into, bias=bias, scale=scale)
+    for found, exact in ((into, wide), (bias, wide_bias)):
+        assert torch.equal(found.copies, exact.copies)
+        assert torch.equal(found.sums[copied], exact.homes[copied])
+        assert found.sums[~copied].isnan().all()
+        assert torch.equal(found.homes[~copied], exact.homes[~copied].to(of_homes))
+        assert found.homes[copied].isnan().all()
+
+
 @pytest.mark.parametrize("width", [40, 41, 64, 24])
 def test_narrow_tiles_change_no_bit(width):
     case = Case()

@@ -343,12 +343,13 @@ def test_stats():
         "weights_copies_sent": 0,
         "gradients_bytes_sent": 0,
         "gradients_copies_sent": 0,
+        "timed": 0,
         "seconds": {},
         "pool_bytes": 0,
     }
     assert reset | {"pool_bytes": 0} == empty
     plan = ultraep.plan(plan_none.loads, plan_none.topology)
-    assert stats["microbatches"] == 3
+    assert stats["microbatches"] == stats["timed"] == 3
     assert stats["imbalance_before"] == pytest.approx(plan.initial_imbalance)
     assert stats["imbalance_after"] == pytest.approx(plan.imbalance)
     assert stats["imbalance_worst"] == plan.imbalance

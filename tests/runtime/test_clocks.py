@@ -18,7 +18,7 @@ class LateEvent:
     def __init__(self, enable_timing=False):
         assert enable_timing
 
-    def record(self):
+    def record(self, _stream):
         self.when = time.perf_counter()
 
     def query(self):
@@ -35,6 +35,8 @@ class LateEvent:
 def far_behind(monkeypatch):
     monkeypatch.setattr(torch.cuda, "Event", LateEvent)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
     monkeypatch.setattr(module, "HostClock", DeviceClock)
 
 
@@ -57,3 +59,27 @@ def test_late_notes_belong_to_the_steps_in_which_they_were_taken(tmp_path):
     assert trace.step.tolist() == [10, 10, 20, 20, 30, 30]
     assert trace.layer.tolist() == [0, 1, 0, 1, 0, 1]
     assert (trace.began < trace.back_began).all()
+
+
+def test_one_microbatch_in_eight_is_timed_whatever_the_number_of_layers():
+    clock = DeviceClock([], rank=0, every=8)
+    assert clock.times(1)
+    for layers in (1, 7, 8, 32, 61, 64):
+        steps = range(1, 1 + 400 * layers)
+        for layer in {0, layers // 2, layers - 1}:
+            timed = sum(map(clock.times, steps[layer::layers]))
+            assert 25 <= timed <= 100, (layers, layer, timed)
+
+
+def test_seconds_of_all_are_concluded_from_those_that_were_timed(monkeypatch):
+    example = Example(tokens=[20], experts=4)
+    monkeypatch.setattr(module, "HostClock", lambda *given: DeviceClock(*given, every=4))
+    balancer = Balancer(experts=4)
+    layer, seen = example.layer(balancer), []
+    for _ in range(20):
+        layer(example.inputs[0])
+        seen.append(balancer.stats())
+    assert seen[-1]["microbatches"] == 20
+    assert 4 <= seen[-1]["timed"] <= 6
+    assert seen[0]["timed"] == 1
+    assert seen[1]["seconds"]["plan"] == pytest.approx(2 * seen[0]["seconds"]["plan"])

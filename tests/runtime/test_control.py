@@ -472,3 +472,20 @@ def test_the_layer_gives_the_bits_of_the_host():
         assert torch.equal(result.output, twin.output)
         for name, gradient in twin.gradients.items():
             assert torch.equal(result.gradients[name], gradient), name
+
+
+def test_microbatches_between_each_other_s_stages_get_their_own_plans():
+    balancer = Balancer(experts=8, backend="triton", data_plane="messages")
+    twin = Balancer(experts=8, backend="reference", data_plane="messages")
+    every = [skewed_ids(seed, tokens=30 + seed) for seed in range(3)]
+    names, found = (None, "none", "ultraep"), []
+    for own, device in ((balancer, DEVICE), (twin, torch.device("cpu"))):
+        ids = [one.to(device) for one in every]
+        loads = [own.gather(one) for one in ids]
+        plans = [own.plan(one, policy=name) for one, name in zip(loads, names, strict=True)]
+        given = zip(ids, plans, loads, strict=True)
+        routes = [own.reroute(*one) for one in reversed(list(given))]
+        found.append(
+            [(p.rank_loads.tolist(), r.slots.tolist()) for p, r in zip(plans, routes, strict=True)]
+        )
+    assert found[0] == found[1]

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, NamedTuple
@@ -28,7 +28,7 @@ import numpy as np
 import torch
 
 from ultraep.arrays import IntArray
-from ultraep.comm import Communicator
+from ultraep.comm import Communicator, moved
 from ultraep.errors import CommunicationError, PlanMismatch
 
 FIELDS = ("balancer", "point", "layer", "step", "digest", "refused", "version", "tokens")
@@ -110,17 +110,19 @@ class Agreement:
         version: int,
         refused: torch.Tensor | int,
         tokens: int = 0,
+        meanwhile: Callable[[torch.Tensor], None] | None = None,
     ) -> Records:
         """The records of all ranks with their loads. Nothing but the place is compared yet.
 
         told: the signature of weights and inputs, of which the digest travels.
+        meanwhile: what to do with the loads on their device before the host waits for them.
         """
         digest = short_digest(told.encode())
         numbers = (digest, 0, version, tokens)
         record = self._record(place, loads_E.device, numbers)
         record[REFUSED] = refused
         record[len(FIELDS) :] = loads_E
-        return self._gather(place, record)
+        return self._gather(place, record, meanwhile)
 
     def compare_inputs(self, records: Records, told: str) -> None:
         """Raise if some rank refused its input, or has inputs or weights of another kind."""
@@ -139,13 +141,20 @@ class Agreement:
     def _record(self, place: Place, device: torch.device, numbers: tuple[int, ...]) -> torch.Tensor:
         words = np.zeros(len(FIELDS) + self._experts, np.int64)
         words[: len(FIELDS)] = (self._balancer, *place, *numbers)
-        return torch.from_numpy(words).to(device)
+        return moved(torch.from_numpy(words), device)
 
-    def _gather(self, place: Place, record: torch.Tensor) -> Records:
+    def _gather(
+        self,
+        place: Place,
+        record: torch.Tensor,
+        meanwhile: Callable[[torch.Tensor], None] | None = None,
+    ) -> Records:
         try:
             gathered = self._comm.all_gather(record)
         except CommunicationError as error:
             raise CommunicationError(f"at {place}: {error}") from error
+        if meanwhile is not None:
+            meanwhile(gathered[:, len(FIELDS) :])
         words = gathered.cpu().numpy()
         records = Records(words, gathered, bool((words[1:, ALIKE] == words[:1, ALIKE]).all()))
         if not records.alike:

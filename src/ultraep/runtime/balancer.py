@@ -36,6 +36,7 @@ from ultraep.runtime.history import in_backward
 from ultraep.runtime.mapped.peers import SilentCommunicator
 from ultraep.runtime.messages.plane import MessagesPlane
 from ultraep.runtime.observe import (
+    Clock,
     DeviceClock,
     HostClock,
     ObservedCopies,
@@ -53,6 +54,9 @@ from ultraep.version import __version__
 
 if TYPE_CHECKING:
     import torch.distributed as dist
+
+
+TIMED = 8  # one microbatch in so many, on a GPU that is not recorded
 
 
 class Balancer(Unique):
@@ -188,8 +192,11 @@ class Balancer(Unique):
         of their choices; ranks compare of which kind they are and whether they want gradients.
         """
         self._steps += 1
-        microbatch = Microbatch(layer, self._steps, in_backward(), began=time.time())
-        plane = self.plane(ids.device)
+        plane, clock = self.plane(ids.device), self._watch.clock
+        assert clock is not None
+        microbatch = Microbatch(
+            layer, self._steps, in_backward(), began=time.time(), timed=clock.times(self._steps)
+        )
         with self._watch.stage("loads", microbatch):
             loads: Loads = plane.gather(ids, microbatch, bundle or {}, rows=rows, gates=gates)
         return loads
@@ -236,11 +243,16 @@ class Balancer(Unique):
                 lambda: self._agreement.meet(place, device),
             )
             plane = self._make(chosen)
-            clock = DeviceClock if device.type == "cuda" else HostClock
-            self._planes[device] = chosen, plane, clock(self._notebooks(), self.rank)
+            self._planes[device] = chosen, plane, self._clock(device)
         _, plane, clock = self._planes[device]
         self._watch.clock = clock
         return plane
+
+    def _clock(self, device: torch.device) -> Clock:
+        if device.type != "cuda":
+            return HostClock(self._notebooks(), self.rank)
+        every = TIMED if self._recording is None else 1
+        return DeviceClock(self._notebooks(), self.rank, every)
 
     def _make(self, chosen: Choice) -> DataPlane:
         common: dict[str, Any] = {
@@ -305,7 +317,8 @@ class Balancer(Unique):
     def stats(self) -> dict[str, Any]:
         """What was planned and moved so far, and the seconds of every stage on this rank.
 
-        A forward pass that is computed again in backward counts twice. Waits for a device.
+        A forward pass that is computed again in backward counts twice. Waits for a device, where
+        the seconds of all microbatches are concluded from those of the `timed` ones.
         """
         self._settle()
         held = sum(plane.nbytes for _, plane, _ in self._planes.values())

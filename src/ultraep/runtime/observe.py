@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, Self
 from weakref import WeakKeyDictionary
 
@@ -22,6 +21,8 @@ from ultraep.plan import Plan
 from ultraep.plane import AnyPlan, Copies, Exchange, Microbatch
 
 MOST_PENDING = 4096  # notes that wait for the device
+WORD, GOLDEN = 1 << 32, 2654435769  # the golden section of a word
+FIRST_STAGES = ("loads", "combine back")  # of forward, and of backward
 LAST_STAGES = ("combine", "reduce", "dispatch back")  # after which a microbatch may be gone
 
 
@@ -36,6 +37,16 @@ class Observer(Protocol):
 
     def sent(self, microbatch: Microbatch, what: str, nbytes: int, copies: int | None, /) -> None:
         """`weights` or `gradients` of so many copies, of so many bytes each; None: as planned."""
+
+
+class Clock(Observer, Protocol):
+    """The observer of a data plane, which hands on what it sees to notebooks."""
+
+    def times(self, step: int, /) -> bool:
+        """Whether stages of that microbatch are timed."""
+
+    def settle(self) -> None:
+        """Note all that was seen."""
 
 
 class Notebook(Protocol):
@@ -55,34 +66,50 @@ class Watch:
     """All observers of a balancer: the clock of the data plane at work, and those of others."""
 
     def __init__(self) -> None:
-        self.clock: Observer | None = None
+        self.clock: Clock | None = None
         self.others: list[Observer] = []
 
-    def _every(self) -> list[Observer]:
-        return self.others if self.clock is None else [self.clock, *self.others]
-
-    @contextmanager
-    def stage(self, name: str, microbatch: Microbatch) -> Iterator[None]:
-        """The block is this stage."""
-        self.begin(name, microbatch)
-        yield
-        self.end(name, microbatch)
+    def stage(self, name: str, microbatch: Microbatch) -> _Stage:
+        """The `with` block is this stage."""
+        return _Stage(self, name, microbatch)
 
     def begin(self, name: str, microbatch: Microbatch) -> None:
-        for observer in self._every():
+        if self.clock is not None and microbatch.timed:
+            self.clock.begin(name, microbatch)
+        for observer in self.others:
             observer.begin(name, microbatch)
 
     def end(self, name: str, microbatch: Microbatch) -> None:
-        for observer in self._every():
+        if self.clock is not None and microbatch.timed:
+            self.clock.end(name, microbatch)
+        for observer in self.others:
             observer.end(name, microbatch)
 
     def planned(self, microbatch: Microbatch, plan: AnyPlan) -> None:
-        for observer in self._every():
-            observer.planned(microbatch, plan)
+        for observer in (self.clock, *self.others):
+            if observer is not None:
+                observer.planned(microbatch, plan)
 
     def sent(self, microbatch: Microbatch, what: str, nbytes: int, copies: int | None) -> None:
-        for observer in self._every():
-            observer.sent(microbatch, what, nbytes, copies)
+        for observer in (self.clock, *self.others):
+            if observer is not None:
+                observer.sent(microbatch, what, nbytes, copies)
+
+
+class _Stage:
+    """A stage while it lasts; one that fails has no end."""
+
+    __slots__ = ("_microbatch", "_name", "_watch")
+
+    def __init__(self, watch: Watch, name: str, microbatch: Microbatch) -> None:
+        self._watch, self._name, self._microbatch = watch, name, microbatch
+
+    def __enter__(self) -> None:
+        self._watch.begin(self._name, self._microbatch)
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is None:
+            self._watch.end(self._name, self._microbatch)
 
 
 class ObservedCopies:
@@ -93,6 +120,7 @@ class ObservedCopies:
         self.num_homes, self.sms, self.kernels = copies.num_homes, copies.sms, copies.kernels
         self.possible = copies.possible
         self.served_rows, self.gradient_slots = copies.served_rows, copies.gradient_slots
+        self.spans = copies.spans
 
     def _filling(self) -> Any:
         name = "weights again" if self._microbatch.back else "replicate"
@@ -111,10 +139,10 @@ class ObservedCopies:
         with self._filling():
             return self._copies.tensors()
 
-    def reduce(self, homes: Mapping[str, Any]) -> None:
+    def reduce(self, homes: Mapping[str, Any], own: Mapping[str, Any] | None = None) -> None:
         """Stage 8."""
         with self._watch.stage("reduce", self._microbatch):
-            self._copies.reduce(homes)
+            self._copies.reduce(homes, own)
 
     def reduced(self) -> None:
         """Waits for stage 8."""
@@ -174,7 +202,10 @@ class _Spans:
         stack.append([stage, now])
 
     def end(self, stage: str, microbatch: Microbatch) -> None:
-        stack, now = self._open.get(microbatch, []), self._now()
+        stack = self._open.get(microbatch)
+        if not stack:
+            return
+        now = self._now()
         while stack:
             name, since = stack.pop()
             self._took(microbatch, name, since, now)
@@ -229,6 +260,10 @@ class HostClock:
         for notebook in self._notebooks:
             notebook.sent(microbatch, what, nbytes * copies, copies)
 
+    def times(self, _step: int) -> bool:
+        """Every microbatch."""
+        return True
+
     def settle(self) -> None:
         """Nothing is left to be noted."""
 
@@ -236,50 +271,64 @@ class HostClock:
 class DeviceClock:
     """Seconds of a GPU, between events on its stream; notes come when the device has come so far.
 
+    every: one microbatch in so many is timed, since events are work of the host: layers in turn.
     What a graph captures is not noted, and neither are its replays.
     """
 
-    def __init__(self, notebooks: Sequence[Notebook], rank: int) -> None:
+    def __init__(self, notebooks: Sequence[Notebook], rank: int, every: int = 1) -> None:
+        self._every = every
         self._notes = HostClock(notebooks, rank)
         self._spans = _Spans(_event, self._took)
-        self._pending: deque[tuple[Any, Callable[[], None]]] = deque()
+        self._pending: deque[tuple[Any, list[Callable[[], None]]]] = deque()
+        self._waiting: list[Callable[[], None]] = []  # notes that the next event is for
+
+    def times(self, step: int) -> bool:
+        """The first microbatch, and then as evenly as multiples of the golden section lie."""
+        return ((step - 1) * GOLDEN & WORD - 1) * self._every < WORD
 
     def _took(self, microbatch: Microbatch, stage: str, since: Any, now: Any) -> None:
         def note() -> None:
             self._notes.took(microbatch, stage, since.elapsed_time(now) / 1000)
 
-        self._later(now, note)
+        self._waiting.append(note)
+        self._attach(now)
 
     def begin(self, stage: str, microbatch: Microbatch) -> None:
-        if not torch.cuda.is_current_stream_capturing():
+        if torch.cuda.is_current_stream_capturing():
+            return
+        if stage in FIRST_STAGES:
             self._catch_up()
-            self._spans.begin(stage, microbatch)
+        self._spans.begin(stage, microbatch)
 
     def end(self, stage: str, microbatch: Microbatch) -> None:
-        if not torch.cuda.is_current_stream_capturing():
-            self._spans.end(stage, microbatch)
-            if stage in LAST_STAGES:
-                began = microbatch.began  # until then, backward may have begun
-                self._later(_event(), lambda: self._notes.passed(stage, microbatch, began))
+        if torch.cuda.is_current_stream_capturing():
+            return
+        self._spans.end(stage, microbatch)
+        if stage in LAST_STAGES:
+            began = microbatch.began  # until then, backward may have begun
+            self._waiting.append(lambda: self._notes.passed(stage, microbatch, began))
 
     def planned(self, microbatch: Microbatch, plan: AnyPlan) -> None:
         if not torch.cuda.is_current_stream_capturing():
             later = plan.later()
-            self._later(_event(), lambda: self._notes.planned(microbatch, later()))
+            self._waiting.append(lambda: self._notes.planned(microbatch, later()))
 
     def sent(self, microbatch: Microbatch, what: str, nbytes: int, copies: int | None) -> None:
         if not torch.cuda.is_current_stream_capturing():
-            self._later(_event(), lambda: self._notes.sent(microbatch, what, nbytes, copies))
+            self._waiting.append(lambda: self._notes.sent(microbatch, what, nbytes, copies))
 
-    def _later(self, event: Any, note: Callable[[], None]) -> None:
-        self._pending.append((event, note))
+    def _attach(self, event: Any) -> None:
+        """Take the notes that wait when this event is over."""
+        self._pending.append((event, self._waiting))
+        self._waiting = []
         while len(self._pending) > MOST_PENDING:
             self._next()
 
     def _next(self) -> None:
-        event, note = self._pending.popleft()
+        event, notes = self._pending.popleft()
         event.synchronize()
-        note()
+        for note in notes:
+            note()
 
     def _catch_up(self) -> None:
         while self._pending and self._pending[0][0].query():
@@ -287,11 +336,13 @@ class DeviceClock:
 
     def settle(self) -> None:
         """Note all that was seen; waits for the device."""
+        if self._waiting:
+            self._attach(_event())
         while self._pending:
             self._next()
 
 
 def _event() -> Any:
     event = torch.cuda.Event(enable_timing=True)
-    event.record()
+    event.record(torch.cuda.current_stream(torch.cuda.current_device()))
     return event

@@ -17,14 +17,15 @@ class Stats:
 
     def reset(self) -> None:
         """Begin to count."""
-        self._microbatches = 0
+        self._microbatches = self._timed = 0
         self._before = self._after = self._worst = 0.0
         self._copies = self._tokens = self._remote = 0
         self._sent: dict[str, int] = defaultdict(int)
         self._seconds: dict[str, float] = defaultdict(float)
 
-    def planned(self, _: Microbatch, plan: Plan) -> None:
+    def planned(self, microbatch: Microbatch, plan: Plan) -> None:
         self._microbatches += 1
+        self._timed += microbatch.timed
         self._before += plan.initial_imbalance
         self._after += plan.imbalance
         self._worst = max(self._worst, plan.imbalance)
@@ -45,6 +46,7 @@ class Stats:
     def summary(self) -> dict[str, Any]:
         """Means over microbatches, totals of what this rank sent, seconds per stage."""
         count = max(1, self._microbatches)
+        for_all = count / max(1, self._timed) if self._timed else 1.0
         return {
             "microbatches": self._microbatches,
             "imbalance_before": self._before / count,
@@ -56,5 +58,6 @@ class Stats:
             "weights_copies_sent": self._sent["weights_copies_sent"],
             "gradients_bytes_sent": self._sent["gradients_bytes_sent"],
             "gradients_copies_sent": self._sent["gradients_copies_sent"],
-            "seconds": dict(self._seconds),
+            "timed": self._timed,
+            "seconds": {stage: for_all * found for stage, found in self._seconds.items()},
         }

@@ -8,10 +8,10 @@ from __future__ import annotations
 import time
 
 import torch
-import triton
 
 from ultraep.backends.triton.device import interpreted
 from ultraep.backends.triton.kernels import signals
+from ultraep.backends.triton.launch import power_of_2, quick
 from ultraep.comm import Peers, Region
 from ultraep.errors import CommunicationError, PlanMismatch
 
@@ -77,7 +77,8 @@ class Board:
 
     def meet(self, meeting: str) -> None:
         """All ranks meet: what each wrote before, all can read afterwards."""
-        self._share(meeting, self._nothing, self._no_table, self._nothing, 0, 0)
+        if self.peers.size > 1:
+            self._share(meeting, self._nothing, self._no_table, self._nothing, 0, 0)
 
     def _share(
         self,
@@ -89,7 +90,7 @@ class Board:
         kind: int,
     ) -> None:
         index, ranks = MEETINGS.index(meeting), self.peers.size
-        signals.share[(ranks,)](
+        quick(signals.share)[(ranks,)](
             self.region.addresses,
             tables.addresses,
             row,
@@ -103,7 +104,7 @@ class Board:
             STAGES.index(meeting),
             UNLIKE,
             self.patience,
-            B=min(1024, max(32, triton.next_power_of_2(numbers))),
+            B=min(1024, max(32, power_of_2(numbers))),
             num_warps=1,
         )
 
@@ -134,7 +135,7 @@ def polls_per_second(device: torch.device) -> float:
     for _ in range(2 if interpreted() else 4):  # the first one compiles
         _finish(device)
         begin = time.perf_counter()
-        signals.idle[(1,)](word, polls, num_warps=1)
+        quick(signals.idle)[(1,)](word, polls, num_warps=1)
         _finish(device)
         rates.append(polls / (time.perf_counter() - begin))
     return max(rates)

@@ -6,9 +6,9 @@ Shapes: N rows, E experts.
 from __future__ import annotations
 
 import torch
-import triton
 
 from ultraep.backends.triton.kernels import count
+from ultraep.backends.triton.launch import cdiv, power_of_2, quick
 
 ROWS, TOKENS = 512, 64  # of a tile of ids, of a tile of a map
 
@@ -22,7 +22,7 @@ class Counter:
 
     def __init__(self, experts: int, rows: int, device: torch.device) -> None:
         self.experts, self.rows = experts, rows
-        tiles = triton.cdiv(max(rows, 1), TOKENS)
+        tiles = cdiv(max(rows, 1), TOKENS)
 
         def numbers(*shape: int) -> torch.Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=device)
@@ -32,16 +32,16 @@ class Counter:
 
     def count(self, ids: torch.Tensor) -> None:
         """Count ids of any shape and integer type; -1 is padding."""
-        tiles = triton.cdiv(ids.numel(), ROWS)
+        tiles = cdiv(ids.numel(), ROWS)
         if tiles:
-            count.tile_counts[(tiles,)](
+            quick(count.tile_counts)[(tiles,)](
                 ids,
                 self.offsets,
                 self.unknown,
                 ids.numel(),
                 self.experts,
                 B=ROWS,
-                E=triton.next_power_of_2(self.experts + 1),
+                E=power_of_2(self.experts + 1),
                 num_warps=8,
             )
         self._add_up(tiles)
@@ -49,9 +49,9 @@ class Counter:
     def count_map(self, routing_map: torch.Tensor) -> None:
         """Count the tokens of every expert in a map `[N, E]`."""
         tokens, columns = len(routing_map), 64
-        tiles = triton.cdiv(tokens, TOKENS)
+        tiles = cdiv(tokens, TOKENS)
         if tiles:
-            count.tile_counts_of_map[(tiles, triton.cdiv(self.experts + 1, columns))](
+            quick(count.tile_counts_of_map)[(tiles, cdiv(self.experts + 1, columns))](
                 routing_map,
                 self.offsets,
                 tokens,
@@ -65,12 +65,12 @@ class Counter:
 
     def _add_up(self, tiles: int) -> None:
         bins, columns = self.experts + 1, 8
-        count.tile_offsets[(triton.cdiv(bins, columns),)](
+        quick(count.tile_offsets)[(cdiv(bins, columns),)](
             self.offsets,
             self.totals,
             tiles,
             bins,
-            T=min(256, triton.next_power_of_2(max(tiles, 1))),
+            T=min(256, power_of_2(max(tiles, 1))),
             E=columns,
             num_warps=4,
         )

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 
@@ -21,15 +21,13 @@ def usable() -> bool:
     return interpreted() or torch.cuda.is_available()
 
 
-@contextmanager
-def launching(device: torch.device) -> Iterator[None]:
+def launching(device: torch.device) -> AbstractContextManager[Any]:
     """Kernels are launched on the current device; the interpreter is for one thread at a time."""
-    if device.type == "cuda":
-        with torch.cuda.device(device):
-            yield
-    else:
-        with _interpreting:
-            yield
+    if device.type != "cuda":
+        return _interpreting
+    if device.index == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device(device)
 
 
 def default_device() -> torch.device:

@@ -23,14 +23,15 @@ this rank, R ranks, D width of a row.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
-import triton
 import triton.language as tl
 
 from ultraep.arrays import IntArray
 from ultraep.backends.triton.kernels import exchange as kernels
+from ultraep.backends.triton.launch import cdiv, power_of_2, quick
 from ultraep.comm import Region
 from ultraep.errors import ConfigError, LoadError
 
@@ -61,38 +62,38 @@ class RegionLayout:
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be positive, got {getattr(self, name)}")
 
-    @property
+    @cached_property
     def ranks(self) -> int:
         return len(self.first_slot_of_rank) - 1
 
-    @property
+    @cached_property
     def num_slots(self) -> int:
         return int(self.first_slot_of_rank[-1])
 
-    @property
+    @cached_property
     def most_local(self) -> int:
         """Slots of the rank that has the most of them."""
         return int(np.diff(self.first_slot_of_rank).max())
 
-    @property
+    @cached_property
     def rows(self) -> int:
         """Routed rows of a rank, at most."""
         return self.tokens * self.top_k
 
-    @property
+    @cached_property
     def begins_at(self) -> int:
         """Bytes from the beginning of the tables, where the order stands."""
         return aligned(4 * self.rows)
 
-    @property
+    @cached_property
     def blocks_at(self) -> int:
         return self.begins_at + aligned(4 * self.num_slots)
 
-    @property
+    @cached_property
     def scalars_at(self) -> int:
         return self.blocks_at + aligned(4 * self.ranks * self.most_local)
 
-    @property
+    @cached_property
     def table_bytes(self) -> int:
         """Size of the region of the tables."""
         return self.scalars_at + aligned(SCALAR * self.rows)
@@ -101,7 +102,7 @@ class RegionLayout:
         """Size of a region for the values of all tokens."""
         return aligned(self.tokens * row_bytes)
 
-    @property
+    @cached_property
     def served_at(self) -> int:
         """Bytes from the beginning of what was served, where the scalars stand, to the rows."""
         return aligned(SCALAR * self.capacity)
@@ -140,27 +141,27 @@ class RowExchange:
         self.begins = self._table(layout.begins_at, layout.num_slots)
         self.blocks = self._table(layout.blocks_at, layout.ranks * layout.most_local)
         self.faults = torch.zeros(2, dtype=torch.int32, device=self.device)
+        self._served: dict[tuple[int, int, torch.dtype], torch.Tensor] = {}
 
     def _table(self, at: int, length: int) -> torch.Tensor:
         return self.region.local[at : at + 4 * length].view(torch.int32)
 
     def row_map(self) -> RowMap:
-        """Buffers for the routes of one microbatch."""
-
-        def buffer(length: int, dtype: torch.dtype) -> torch.Tensor:
-            return torch.zeros(length, dtype=dtype, device=self.device)
-
-        return RowMap(
-            buffer(self.num_local + 1, torch.int32),
-            buffer(self.layout.capacity, torch.int64),
-            buffer(self.layout.rows, torch.int64),
-        )
+        """Buffers for the routes of one microbatch, in one piece."""
+        capacity, rows = self.layout.capacity, self.layout.rows
+        offsets = cdiv(self.num_local + 1, 2)  # of half the size
+        piece = torch.zeros(capacity + rows + offsets, dtype=torch.int64, device=self.device)
+        origins, landings, rest = piece.split([capacity, rows, offsets])
+        return RowMap(rest.view(torch.int32)[: self.num_local + 1], origins, landings)
 
     def served_rows(self, served: Region, width: int, dtype: torch.dtype) -> torch.Tensor:
         """[capacity, D] the part of a region for what this rank serves, by arrived row."""
-        begin, end = self.layout.served_at, self.layout.served_bytes(width * dtype.itemsize)
-        rows = served.local[begin:end].view(dtype)
-        return rows[: self.layout.capacity * width].view(self.layout.capacity, width)
+        known = (served.local.data_ptr(), width, dtype)
+        if known not in self._served:
+            begin, end = self.layout.served_at, self.layout.served_bytes(width * dtype.itemsize)
+            rows = served.local[begin:end].view(dtype)
+            self._served[known] = rows[: self.layout.capacity * width]
+        return self._served[known].view(self.layout.capacity, width)  # autograd wants a new one
 
     def served_scalars(self, served: Region, dtype: torch.dtype) -> torch.Tensor:
         """[capacity] the part for one scalar of every arrived row."""
@@ -181,8 +182,8 @@ class RowExchange:
         assert rows_of_slot.numel() == layout.num_slots
         self._check_received(received)
         most = max(layout.num_slots, received.numel(), 1)
-        tile = min(2048, triton.next_power_of_2(most))
-        kernels.make_tables[(2,)](
+        tile = min(2048, power_of_2(most))
+        quick(kernels.make_tables)[(2,)](
             rows_of_slot,
             received,
             self.begins,
@@ -205,7 +206,7 @@ class RowExchange:
         assert scalars.numel() == order.numel()
         assert scalars.is_contiguous()
         if order.numel():
-            kernels.expose_routes[(self.programs,)](
+            quick(kernels.expose_routes)[(self.programs,)](
                 order,
                 scalars,
                 self.order,
@@ -223,7 +224,7 @@ class RowExchange:
         if not values.numel():
             return
         size = word_size(values.data_ptr())
-        kernels.expose_values[(self.programs,)](
+        quick(kernels.expose_values)[(self.programs,)](
             values.view(-1).view(torch.uint8),
             region.local,
             values.nbytes,
@@ -239,8 +240,8 @@ class RowExchange:
         self._check_received(received)
         if not received.numel():
             return
-        parts = min(triton.cdiv(layout.rows, rows), self.programs // received.numel())
-        kernels.origins[(self.num_local, layout.ranks, max(1, parts))](
+        parts = min(cdiv(layout.rows, rows), self.programs // received.numel())
+        quick(kernels.origins)[(self.num_local, layout.ranks, max(1, parts))](
             self.region.addresses,
             received,
             self.blocks,
@@ -266,7 +267,7 @@ class RowExchange:
         assert values.local.numel() >= self.layout.value_bytes(row_bytes)
         size = word_size(gathered.data_ptr() | row_bytes)
         rows, columns = tile_of(row_bytes // size, IN_FLIGHT // size)
-        kernels.gather_rows[(self.programs,)](
+        quick(kernels.gather_rows)[(self.programs,)](
             values.addresses,
             row_map.origins,
             row_map.offsets,
@@ -286,7 +287,7 @@ class RowExchange:
         self._check_rows(slots.numel())
         if not slots.numel():
             return
-        kernels.landings[(triton.cdiv(slots.numel(), rows),)](
+        quick(kernels.landings)[(cdiv(slots.numel(), rows),)](
             self.region.addresses,
             slots,
             positions,
@@ -322,9 +323,9 @@ class RowExchange:
         assert scalars is None or scalars.is_contiguous()
         if not tokens:
             return
-        of_choice = max(IN_FLIGHT // triton.next_power_of_2(layout.top_k), 4 << 10)
+        of_choice = max(IN_FLIGHT // power_of_2(layout.top_k), 4 << 10)
         rows, columns = tile_of(width, of_choice // summed.itemsize)
-        kernels.sum_rows[(self.programs,)](
+        quick(kernels.sum_rows)[(self.programs,)](
             served.addresses,
             row_map.landings,
             summed,
@@ -366,5 +367,5 @@ def tile_of(width: int, most: int) -> tuple[int, int]:
     """Rows and columns of a tile of so many elements: powers of two, few columns of it unused."""
     columns = [1 << power for power in range(11, 6, -1) if 1 << power <= most]
     best = min(columns, key=lambda number: -width % number)
-    best = min(best, triton.next_power_of_2(width))
+    best = min(best, power_of_2(width))
     return most // best, best

@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-import triton
 
 from ultraep.backends.triton.kernels import grouped, swiglu
+from ultraep.backends.triton.launch import cdiv, power_of_2, quick
 from ultraep.products import Stacks
 
 
@@ -38,7 +38,7 @@ class Blocks:
         left = width % self.columns
         if not left or not self.narrow:
             return self.columns
-        return int(min(self.columns, max(16, triton.next_power_of_2(left))))
+        return int(min(self.columns, max(16, power_of_2(left))))
 
 
 Table = Mapping[tuple[str, int], Blocks]  # by kernel and bytes of an element
@@ -89,7 +89,7 @@ class Grouped:
         self.programs = programs or multiprocessors(offsets.device)
         self.table = table or TABLES["cuda" if torch.version.hip is None else "hip"]
         self._order: dict[int, torch.Tensor] = {}
-        self._padded = triton.next_power_of_2(max(1, self.num_slots))
+        self._padded = power_of_2(max(1, self.num_slots))
 
     def multiply(
         self,
@@ -130,7 +130,7 @@ class Grouped:
             assert bias.homes.dtype == bias.copies.dtype, (bias.homes.dtype, bias.copies.dtype)
         blocks = self.table[kernel, rows.element_size()]
         last = blocks.last(out.shape[1])
-        grouped.multiply[(self.programs * blocks.resident,)](
+        quick(grouped.multiply)[(self.programs * blocks.resident,)](
             rows,
             weights.homes,
             weights.copies,
@@ -138,9 +138,9 @@ class Grouped:
             bias and bias.copies,
             scale,
             self.offsets,
-            self._tiles(len(rows), blocks.rows),
+            self._tiles(rows.shape[0], blocks.rows),
             out,
-            len(weights.homes),
+            weights.homes.shape[0],
             rows.shape[1],
             out.shape[1],
             rows.stride(0),
@@ -175,7 +175,8 @@ class Grouped:
         """Overwrite `into`, [N, K] of every slot, by d_out^T @ rows: zeros for a slot without rows.
 
         And `bias`, [N] of every slot, by the sum of d_out; only there are rows times `scale`, [A].
-        Sums are rounded once, to the type of the stack that they go to.
+        Sums are rounded once, to the type of the stack that they go to; those of home experts that
+        have copies are not, and go to `sums` instead, if there are any.
         """
         self._check(into, (d_out_AN.shape[1], rows_AK.shape[1]), d_out_AN, rows_AK, scale)
         assert d_out_AN.dtype == rows_AK.dtype, (d_out_AN.dtype, rows_AK.dtype)
@@ -183,16 +184,19 @@ class Grouped:
             self._check(bias, d_out_AN.shape[1:])
         blocks = self.table["weight_gradients", rows_AK.element_size()]
         last = blocks.last(rows_AK.shape[1])
-        grouped.weight_gradients[(self.programs * blocks.resident,)](
+        quick(grouped.weight_gradients)[(self.programs * blocks.resident,)](
             d_out_AN,
             rows_AK,
             scale,
             self.offsets,
             into.homes,
             into.copies,
+            into.sums,
             bias and bias.homes,
             bias and bias.copies,
-            len(into.homes),
+            bias and bias.sums,
+            into.spans,
+            into.homes.shape[0],
             self.num_slots,
             d_out_AN.shape[1],
             rows_AK.shape[1],
@@ -217,9 +221,9 @@ class Grouped:
     def _tiles(self, room: int, height: int) -> torch.Tensor:
         """The order of the tiles of that height, made once for all products of these rows."""
         if height not in self._order:
-            most = triton.cdiv(room, height) + self.num_slots
+            most = cdiv(room, height) + self.num_slots
             order = torch.empty(1 + 2 * most, dtype=torch.int32, device=self.offsets.device)
-            grouped.lay_tiles[(max(1, self.num_slots),)](
+            quick(grouped.lay_tiles)[(max(1, self.num_slots),)](
                 self.offsets,
                 order,
                 self.num_slots,
@@ -236,7 +240,7 @@ class Grouped:
         self._check(None, None, up, out_AF)
         assert up.shape[1] == 2 * out_AF.shape[1], (up.shape, out_AF.shape)
         blocks = self.table["swiglu", up.element_size()]
-        swiglu.swiglu[(self.programs * blocks.resident,)](
+        quick(swiglu.swiglu)[(self.programs * blocks.resident,)](
             up,
             self.offsets,
             out_AF,
@@ -270,7 +274,7 @@ class Grouped:
         assert up.shape[1] == 2 * d_hidden_AF.shape[1], (up.shape, d_hidden_AF.shape)
         assert hidden is None or hidden.shape == d_hidden_AF.shape
         blocks = self.table["swiglu_backward", up.element_size()]
-        swiglu.swiglu_backward[(self.programs * blocks.resident,)](
+        quick(swiglu.swiglu_backward)[(self.programs * blocks.resident,)](
             up,
             d_hidden_AF,
             scale,
@@ -293,7 +297,7 @@ class Grouped:
         """Add to `sums`, [A] float32, the product of every row with the bias [D] of its slot."""
         self._check(bias, rows_AD.shape[1:], rows_AD, sums)
         blocks = self.table["row_dots", rows_AD.element_size()]
-        swiglu.row_dots[(self.programs * blocks.resident,)](
+        quick(swiglu.row_dots)[(self.programs * blocks.resident,)](
             rows_AD,
             bias.homes,
             bias.copies,
@@ -319,16 +323,19 @@ class Grouped:
     ) -> None:
         """One tensor of that shape for every slot; numbers without gaps for the same rows."""
         if stacks is not None:
-            slots = len(stacks.homes) + len(stacks.copies)
+            slots = stacks.homes.shape[0] + stacks.copies.shape[0]
             assert slots == self.num_slots, (slots, self.num_slots)
             assert stacks.homes.shape[1:] == shape, (stacks.homes.shape, shape)
             strides = stacks.homes.stride()[1:], stacks.copies.stride()[1:]
             assert strides[0] == strides[1], strides
             assert strides[0][-1] == 1, strides
-        given = [tensor for tensor in of_rows if tensor is not None]
-        assert len({len(tensor) for tensor in given}) <= 1, [tensor.shape for tensor in given]
-        assert all(tensor.stride(-1) == 1 for tensor in given), [t.stride() for t in given]
-        assert all(t.dtype == torch.float32 for t in given if t.ndim == 1)
+        rows = None
+        for tensor in of_rows:
+            if tensor is not None:
+                rows = tensor.shape[0] if rows is None else rows
+                assert tensor.shape[0] == rows, (tensor.shape, rows)
+                assert tensor.stride(-1) == 1, tensor.stride()
+                assert tensor.ndim > 1 or tensor.dtype == torch.float32, tensor.dtype
 
 
 def multiprocessors(device: torch.device) -> int:

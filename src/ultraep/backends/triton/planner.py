@@ -5,14 +5,15 @@ Shapes: R ranks, E experts, D domains, C copies at most, S slots of all ranks.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
 import torch
-import triton
 
 from ultraep.arrays import IntArray
 from ultraep.backends.triton.kernels import groups, place, split, state
+from ultraep.backends.triton.launch import cdiv, power_of_2, quick
 from ultraep.errors import ConfigError
 
 INT = torch.int32
@@ -24,7 +25,16 @@ class Planner:
 
     `plan` only launches kernels, and always the same ones: it can be captured in a graph. The
     results stand in tensors that the next call overwrites; rows behind the last copy are -1 or 0.
+    `places`: where each of them begins and ends in `result`, and its shape.
     """
+
+    num_replicas: torch.Tensor
+    rank_loads: torch.Tensor
+    quotas: torch.Tensor
+    replicas: torch.Tensor
+    slot_of_copy: torch.Tensor
+    split: torch.Tensor
+    places: dict[str, tuple[slice, tuple[int, ...]]]
 
     def __init__(
         self,
@@ -50,7 +60,7 @@ class Planner:
         self._allocate(device)
 
     def _pad(self) -> None:
-        power = triton.next_power_of_2
+        power = power_of_2
         self.H, self.G, self.R = power(self.homes), power(self.domain), power(self.ranks)
         self.held = self.domain * self.slots
         self.C = power(max(1, self.ranks * self.slots))
@@ -73,7 +83,7 @@ class Planner:
     @property
     def shape(self) -> dict[str, Any]:
         """What kernels that attempt a plan are compiled for."""
-        held = triton.next_power_of_2(max(1, self.held))
+        held = power_of_2(max(1, self.held))
         return {"H": self.H, "G": self.G, "HELD": held, "ONE_SLOT": self.slots == 1}
 
     def _tables(
@@ -117,16 +127,27 @@ class Planner:
         self.found = torch.full((2, copies), 2**31 - 1, dtype=INT, device=device)
         self.faults = numbers(1)  # loads that are negative, or too many
         # All results stand in one piece of memory, and travel to the host in one copy.
-        sizes = [1, self.ranks, copies, 3 * copies, copies, copies * self.ranks]
-        aligned = [triton.cdiv(size, 4) * 4 for size in sizes]  # wide loads want 16 bytes
-        self.result = numbers(sum(aligned))
-        parts = self.result.split(aligned)
-        self.results = [part[:size] for part, size in zip(parts, sizes, strict=True)]
-        self.num_replicas, self.rank_loads, self.quotas = self.results[:3]
-        self.replicas, self.slot_of_copy = self.results[3].view(copies, 3), self.results[4]
-        self.split = self.results[5].view(copies, self.ranks)
+        self.places, end = {}, 0
+        for name, shape in self._results(copies).items():
+            size = math.prod(shape)
+            self.places[name] = slice(end, end + size), shape
+            end += cdiv(size, 4) * 4  # wide loads want 16 bytes
+        self.result = numbers(end)
+        for name, (at, shape) in self.places.items():
+            setattr(self, name, self.result[at].view(shape))
         self.replicas.fill_(-1)
         self.slot_of_copy.fill_(-1)
+
+    def _results(self, copies: int) -> dict[str, tuple[int, ...]]:
+        """Shapes of all that a plan consists of."""
+        return {
+            "num_replicas": (1,),
+            "rank_loads": (self.ranks,),
+            "quotas": (copies,),
+            "replicas": (copies, 3),
+            "slot_of_copy": (copies,),
+            "split": (copies, self.ranks),
+        }
 
     def plan(self, loads_RE: torch.Tensor) -> None:
         """Launch it all: afterwards the plan stands in the buffers."""
@@ -137,7 +158,7 @@ class Planner:
     def sum(self, loads_RE: torch.Tensor) -> None:
         """Tokens of every expert."""
         columns = 32
-        place.sum_loads[(triton.cdiv(self.experts, columns),)](
+        quick(place.sum_loads)[(cdiv(self.experts, columns),)](
             loads_RE,
             self.place_of_expert,
             self.expert_loads,
@@ -161,7 +182,7 @@ class Planner:
         self._search(first=not (slack or self.by_groups))
 
     def _first_by_groups(self) -> None:
-        groups.first_by_groups[(self.domains,)](
+        quick(groups.first_by_groups)[(self.domains,)](
             self.home,
             self.work,
             self.attempts,
@@ -173,7 +194,7 @@ class Planner:
         )
 
     def _first_try(self) -> None:
-        place.first_try[(self.domains, 1 if self.by_groups else 2)](
+        quick(place.first_try)[(self.domains, 1 if self.by_groups else 2)](
             self.home,
             self.attempts,
             self.attempt_loads,
@@ -181,12 +202,12 @@ class Planner:
             *self.settings,
             **self.shape,
             BY_GROUPS=self.by_groups,
-            STEP=triton.next_power_of_2(min(self.domains, max(1, 2048 // (self.H * self.G)))),
+            STEP=power_of_2(min(self.domains, max(1, 2048 // (self.H * self.G)))),
             num_warps=self.warps,
         )
 
     def _search(self, first: bool) -> None:
-        place.search[(self.domains,)](
+        quick(place.search)[(self.domains,)](
             self.home,
             self.expert_of_place,
             self.first_slot_of_rank,
@@ -210,7 +231,7 @@ class Planner:
     def bounds(self) -> torch.Tensor:
         """[D] the least that the fullest rank of every domain can hold."""
         bounds = torch.empty_like(self.facts[:, 0])
-        place.lower_bounds[(self.domains,)](
+        quick(place.lower_bounds)[(self.domains,)](
             self.home,
             self.scratch,
             bounds,
@@ -228,7 +249,7 @@ class Planner:
         """Replicas with their slots and quotas, and the tokens of every source for each of them."""
         if not self.slots:
             return
-        split.split[(len(self.quotas),)](
+        quick(split.split)[(len(self.quotas),)](
             loads_RE,
             self.expert_loads,
             self.home_of_expert,

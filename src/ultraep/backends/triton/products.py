@@ -23,6 +23,8 @@ class TritonProducts:
     programs: multiprocessors to fill; None: all.
     """
 
+    knows_spans = True
+
     def __init__(
         self,
         offsets: torch.Tensor,
@@ -45,7 +47,7 @@ class TritonProducts:
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         dtype, width = rows_AK.dtype, weights.homes.shape[1]
-        out_AN = rows_AK.new_empty(len(rows_AK), width) if out is None else out
+        out_AN = rows_AK.new_empty(rows_AK.shape[0], width) if out is None else out
         added = None if bias is None else fitting(bias, dtype)
         scale = None if scale is None else scale.float()
         self._grouped.multiply(rows_AK, fitting(weights, dtype), out_AN, bias=added, scale=scale)
@@ -55,14 +57,14 @@ class TritonProducts:
         self, rows_AN: torch.Tensor, weights: Stacks, *, out: torch.Tensor | None = None
     ) -> torch.Tensor:
         width = weights.homes.shape[2]
-        out_AK = rows_AN.new_empty(len(rows_AN), width) if out is None else out
+        out_AK = rows_AN.new_empty(rows_AN.shape[0], width) if out is None else out
         self._grouped.multiply_transposed(rows_AN, fitting(weights, rows_AN.dtype), out_AK)
         return out_AK
 
     def activate(self, up: torch.Tensor) -> torch.Tensor:
         if self._activation.name != "swiglu":
             return self._activation.apply(up)
-        hidden_AF = up.new_empty(len(up), up.shape[1] // 2)
+        hidden_AF = up.new_empty(up.shape[0], up.shape[1] // 2)
         self._grouped.swiglu(up, hidden_AF)
         return hidden_AF
 

@@ -6,6 +6,7 @@ import torch
 import triton.language as tl
 
 from ultraep.backends.triton.kernels import gradients
+from ultraep.backends.triton.launch import quick
 from ultraep.backends.triton.streamer import Streamer
 from ultraep.comm import Region
 
@@ -20,15 +21,20 @@ def pull(
     streamer: Streamer,
     *,
     programs: int,
+    own_HP: torch.Tensor | None = None,
     zero: bool = False,
 ) -> None:
-    """Add the gradients of all copies to those of the home experts, in place.
+    """The gradients of home experts that have copies, from their own and those of the copies.
 
-    rows: `[slots, P]` of every rank, of the type of `gradients_HP`.   zero: and leave zeros there.
+    own_HP: their own; None: those that stand in `gradients_HP`.
+    rows: `[slots, P]` of every rank, of that type.   zero: and leave zeros there.
     """
-    double = gradients_HP.dtype == torch.float64
-    gradients.pull[(programs,)](
+    own = gradients_HP if own_HP is None else own_HP
+    assert own.stride() == gradients_HP.stride(), (own.stride(), gradients_HP.stride())
+    double = own.dtype == torch.float64
+    quick(gradients.pull)[(programs,)](
         gradients_HP,
+        own,
         rows.addresses,
         schedule,
         streamer.topology.slots,
@@ -39,7 +45,7 @@ def pull(
         ACCUMULATOR=tl.float64 if double else tl.float32,
         ZERO=zero,
         AHEAD=AHEAD,
-        ALIGNED=gradients_HP.shape[1] * gradients_HP.element_size() % 16 == 0,
+        ALIGNED=own.shape[1] * own.element_size() % 16 == 0,
         W=NUMBERS,
         PROGRAMS=programs,
         num_warps=WARPS,

@@ -9,12 +9,12 @@ from typing import Protocol
 
 import numpy as np
 import torch
-import triton
 import triton.language as tl
 
 from ultraep.arrays import IntArray
 from ultraep.backends.triton.counter import ROWS, TOKENS, Counter
 from ultraep.backends.triton.kernels import reroute
+from ultraep.backends.triton.launch import cdiv, power_of_2, quick
 
 
 class Planned(Protocol):
@@ -60,8 +60,8 @@ class Rerouter:
 
     def lines(self, loads_RE: torch.Tensor, rank: int) -> None:
         """How the rows of every expert are divided among its slots."""
-        planner, slots = self.planner, triton.next_power_of_2(self.planner.num_slots)
-        reroute.lines[(1,)](
+        planner, slots = self.planner, power_of_2(self.planner.num_slots)
+        quick(reroute.lines)[(1,)](
             loads_RE,
             self.counter.totals,
             planner.replicas,
@@ -84,10 +84,10 @@ class Rerouter:
             planner.experts,
             planner.num_slots,
             loads_RE.stride(0),
-            E=triton.next_power_of_2(planner.experts),
-            C=triton.next_power_of_2(len(planner.slot_of_copy)),
+            E=power_of_2(planner.experts),
+            C=power_of_2(len(planner.slot_of_copy)),
             S=slots,
-            R=triton.next_power_of_2(planner.ranks),
+            R=power_of_2(planner.ranks),
             num_warps=min(16, max(1, slots // 128)),
         )
 
@@ -95,10 +95,10 @@ class Rerouter:
         self, ids: torch.Tensor, slots: torch.Tensor, order: torch.Tensor, positions: torch.Tensor
     ) -> None:
         """The slot and the position of every row. Needs `lines`."""
-        planner, tiles = self.planner, triton.cdiv(ids.numel(), ROWS)
+        planner, tiles = self.planner, cdiv(ids.numel(), ROWS)
         if not tiles:
             return
-        reroute.assign[(tiles,)](
+        quick(reroute.assign)[(tiles,)](
             ids,
             self.counter.offsets,
             self.counter.totals,
@@ -125,10 +125,10 @@ class Rerouter:
     def assign_to_map(self, routing_map: torch.Tensor, slot_map: torch.Tensor) -> None:
         """Which slots serve each token. Needs `lines`, and a counted map."""
         planner, columns = self.planner, 64
-        tiles = triton.cdiv(len(routing_map), TOKENS)
+        tiles = cdiv(len(routing_map), TOKENS)
         if not tiles:
             return
-        reroute.assign_to_map[(tiles, triton.cdiv(planner.num_slots, columns))](
+        quick(reroute.assign_to_map)[(tiles, cdiv(planner.num_slots, columns))](
             routing_map,
             self.counter.offsets,
             self.counter.totals,
@@ -151,8 +151,8 @@ class Rerouter:
     def receive(self, loads_RE: torch.Tensor, rank: int, received: torch.Tensor) -> None:
         """[R, L] rows that every rank sends to each slot of this one. Needs a plan, no ids."""
         planner, copies = self.planner, len(self.planner.slot_of_copy)
-        C, R = triton.next_power_of_2(copies), triton.next_power_of_2(planner.ranks)
-        reroute.receive[(received.shape[1],)](
+        C, R = power_of_2(copies), power_of_2(planner.ranks)
+        quick(reroute.receive)[(received.shape[1],)](
             loads_RE,
             planner.replicas,
             planner.slot_of_copy,

@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import triton
 
 from ultraep.backends.triton.board import MAX_CHUNKS, STAGES, Board
 from ultraep.backends.triton.kernels import relay, schedule, stream
+from ultraep.backends.triton.launch import power_of_2, quick
 from ultraep.bundle import Layout, Stack, tensors_of
 from ultraep.comm import Region
 from ultraep.errors import ConfigError
@@ -60,8 +60,8 @@ class Streamer:
     def schedule(self, replicas_C3: torch.Tensor, layout: Layout, schedule: torch.Tensor) -> None:
         """What this rank has to do for a plan, into `schedule`."""
         board, topology = self.board, self.topology
-        padded = triton.next_power_of_2(self.copies)
-        relay.make_schedule[(1,)](
+        padded = power_of_2(self.copies)
+        quick(relay.make_schedule)[(1,)](
             board.region.addresses,
             replicas_C3,
             self._home_of_expert,
@@ -79,7 +79,7 @@ class Streamer:
             MODE=self.mode,
             C=padded,
             B=max(1, min(32, padded, 8192 // padded)),
-            H=triton.next_power_of_2(max(1, self.homes)),
+            H=power_of_2(max(1, self.homes)),
             num_warps=4,
         )
 
@@ -108,7 +108,7 @@ class Streamer:
     ) -> None:
         """Send for several ranks of this device at once; `homes` and `schedules` by rank."""
         board, topology = self.board, self.topology
-        stream.stream[(self.programs * ranks,)](
+        quick(stream.stream)[(self.programs * ranks,)](
             board.region.addresses,
             rows.addresses,
             homes,
@@ -140,20 +140,22 @@ class Streamer:
 
         Kept for weights that stay where they are; those that a graph has seen are kept for good.
         """
-        columns = [addresses(name, tensors[name]) for name, _, _ in layout.parts]
-        pointers = tuple(zip(*columns, strict=True))
-        key, capturing = (layout, pointers), self._capturing()
+        places = tuple(place_of(name, tensors[name]) for name, _, _ in layout.parts)
+        key, capturing = (layout, places), self._capturing()
         known = self._captured.get(key) or self._sources.pop(key, None)
         if known is None and capturing:
             raise ConfigError("a graph is captured, and no step was run with these weights before")
-        found = known or self._table(layout, columns)
+        found = known or self._table(layout, tensors)
         (self._captured if capturing else self._sources)[key] = found
         if len(self._sources) > MOST_SOURCES:
             self._sources.pop(next(iter(self._sources)))
         return found
 
-    def _table(self, layout: Layout, columns: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
+    def _table(
+        self, layout: Layout, tensors: Mapping[str, Stack]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         device, parts = self.board.peers.device, []
+        columns = [addresses(tensors[name]) for name, _, _ in layout.parts]
         for (begin, end), column in zip(layout.spans.values(), columns, strict=True):
             aligned = (end - begin) % 16 == 0 and all(pointer % 16 == 0 for pointer in column)
             parts.append([begin, end - begin, int(aligned)])
@@ -185,14 +187,19 @@ def chunks_for(length: int, nbytes: int, programs: int) -> int:
     return min(MAX_CHUNKS, max(2, best))
 
 
-def addresses(name: str, stack: Stack) -> list[int]:
-    """[H] where the tensor of every home expert begins."""
+def place_of(name: str, stack: Stack) -> tuple[int, ...]:
+    """What tells where the tensors of the home experts begin."""
     for tensor in tensors_of(stack):
         if not tensor.is_contiguous():
             raise ConfigError(
                 f"{name!r} must be contiguous: shape {list(tensor.shape)}, "
                 f"strides {list(tensor.stride())}"
             )
+    return tuple(tensor.data_ptr() for tensor in tensors_of(stack))
+
+
+def addresses(stack: Stack) -> list[int]:
+    """[H] where the tensor of every home expert begins."""
     if not isinstance(stack, torch.Tensor):
         return [tensor.data_ptr() for tensor in stack]
     step = stack.stride(0) * stack.itemsize if stack.ndim else 0

@@ -13,10 +13,9 @@ S slots of all ranks, L slots of this rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -39,26 +38,47 @@ class DevicePlan:
     topology: Topology
     config: BalanceConfig
     loads: torch.Tensor  # [R, E] as they were given
-    num_replicas: torch.Tensor  # [1] copies in all
-    replicas: torch.Tensor  # [C, 3] expert, host rank, spare slot; by expert, then host
-    quotas: torch.Tensor  # [C] tokens that each copy serves
-    split: torch.Tensor  # [C, R] of these, the tokens that come from each source rank
-    rank_loads: torch.Tensor  # [R] tokens served by every rank
-    slot_of_copy: torch.Tensor  # [C] counted over all ranks
     expert_of_slot: torch.Tensor  # [S] what every slot holds; -1: nothing
-    result: torch.Tensor  # most of the above in one piece
+    result: torch.Tensor  # all that follows, in one piece
+    places: Mapping[str, tuple[slice, tuple[int, ...]]]  # where it stands there
+
+    def _part(self, name: str) -> torch.Tensor:
+        place, shape = self.places[name]
+        return self.result[place].view(shape)
+
+    @property
+    def num_replicas(self) -> torch.Tensor:
+        """[1] copies in all."""
+        return self._part("num_replicas")
+
+    @property
+    def replicas(self) -> torch.Tensor:
+        """[C, 3] expert, host rank, spare slot; by expert, then host."""
+        return self._part("replicas")
+
+    @property
+    def quotas(self) -> torch.Tensor:
+        """[C] tokens that each copy serves."""
+        return self._part("quotas")
+
+    @property
+    def split(self) -> torch.Tensor:
+        """[C, R] of these, the tokens that come from each source rank."""
+        return self._part("split")
+
+    @property
+    def rank_loads(self) -> torch.Tensor:
+        """[R] tokens served by every rank."""
+        return self._part("rank_loads")
+
+    @property
+    def slot_of_copy(self) -> torch.Tensor:
+        """[C] counted over all ranks."""
+        return self._part("slot_of_copy")
 
     def kept(self) -> DevicePlan:
         """The plan in memory of its own, which the next one does not overwrite."""
-        result, loads = self.result.clone(), self.loads.clone()
-
-        def moved(tensor: torch.Tensor) -> torch.Tensor:
-            begin = tensor.storage_offset() - self.result.storage_offset()
-            return result[begin : begin + tensor.numel()].view(tensor.shape)
-
-        parts = ("num_replicas", "replicas", "quotas", "split", "rank_loads", "slot_of_copy")
-        views: dict[str, Any] = {name: moved(getattr(self, name)) for name in parts}
-        return replace(self, loads=loads, result=result, **views)
+        return replace(self, loads=self.loads.clone(), result=self.result.clone())
 
     def later(self) -> Callable[[], Plan]:
         """A function that returns the `Plan` when the device has come so far; does not wait."""
@@ -78,17 +98,17 @@ class DevicePlan:
         fetched = self.result.cpu() if fetched is None else fetched
         result = fetched.numpy().astype(np.int64)
 
-        def part(tensor: torch.Tensor) -> IntArray:
-            begin = tensor.storage_offset() - self.result.storage_offset()
-            return result[begin : begin + tensor.numel()].reshape(tensor.shape)
+        def part(name: str) -> IntArray:
+            place, shape = self.places[name]
+            return result[place].reshape(shape)
 
-        end = int(part(self.num_replicas)[0])
+        end = int(part("num_replicas")[0])
         arrays: list[IntArray] = [
             self.loads.cpu().numpy().astype(np.int64) if loads is None else loads,
-            part(self.replicas)[:end],
-            part(self.quotas)[:end],
-            part(self.split)[:end],
-            part(self.rank_loads),
+            part("replicas")[:end],
+            part("quotas")[:end],
+            part("split")[:end],
+            part("rank_loads"),
         ]
         return Plan(self.topology, self.config, *map(frozen, arrays))
 
@@ -117,6 +137,7 @@ class ControlPlane:
     rank: of this rank among those of the topology.
     config: with the policy "ultraep" or "none".
     device: None, the current GPU; through Triton's interpreter, the CPU.
+    `faults`: [3] what the device has counted since the last `check`.
     """
 
     def __init__(
@@ -163,6 +184,8 @@ class ControlPlane:
         )
         self._counter = Counter(topology.experts, rows, self.device)
         self._rerouter = Rerouter(self._planner, self._counter)
+        self.faults = torch.zeros(3, dtype=torch.int32, device=self.device)
+        self._counter.unknown, self._planner.faults, self._rerouter.unlike = self.faults.split(1)
         self._plan: DevicePlan | None = None
         local = int(topology.homes_per_rank[rank]) + topology.slots
         self._slots, self._order, self._positions = torch.zeros(
@@ -203,8 +226,10 @@ class ControlPlane:
         p.result.zero_()
         p.replicas.fill_(-1)
         p.slot_of_copy.fill_(-1)
-        for part, values in zip(p.results, columns, strict=True):
-            part[: values.size].copy_(torch.from_numpy(values.reshape(-1).astype(np.int32)))
+        for (place, _), values in zip(p.places.values(), columns, strict=True):
+            p.result[place][: values.size].copy_(
+                torch.from_numpy(values.reshape(-1).astype(np.int32))
+            )
         held = np.full(len(p.expert_of_slot), -1)
         held[topology.home_slot_of_expert] = np.arange(topology.experts)
         held[slots] = plan.replicas[:, 0]
@@ -262,16 +287,10 @@ class ControlPlane:
         spread = probabilities.index_select(1, plan.expert_of_slot.clamp(min=0))
         return slot_map, torch.where(slot_map, spread, 0)
 
-    @property
-    def faults(self) -> torch.Tensor:
-        """[3] what the device has counted since the last check, see there."""
-        return torch.cat([self._counter.unknown, self._planner.faults, self._rerouter.unlike])
-
     def check(self) -> None:
         """Raise what the device has counted since the last check; waits for it."""
         unknown, no_loads, unlike = self.faults.tolist()
-        for counter in (self._counter.unknown, self._planner.faults, self._rerouter.unlike):
-            counter.zero_()
+        self.faults.zero_()
         complaints = []
         if unknown:
             complaints.append(f"{unknown} ids must lie in 0..{self.topology.experts - 1}")
@@ -288,14 +307,9 @@ class ControlPlane:
             self.topology,
             self.config,
             loads,
-            p.num_replicas,
-            p.replicas,
-            p.quotas,
-            p.split,
-            p.rank_loads,
-            p.slot_of_copy,
             p.expert_of_slot,
             p.result,
+            p.places,
         )
 
     def _here(self) -> AbstractContextManager[None]:

@@ -73,11 +73,8 @@ class MappedCopies:
         with ExitStack() as stack:
             self._buffer = stack.enter_context(memory.lend(str(self), self._buffer))
             rows = memory.slots(layout, self._buffer)
-            slots = memory.topology.slots
-            self._held = layout.views(
-                rows.local[: slots * layout.nbytes].view(slots, layout.nbytes)
-            )
-            if slots:
+            self._held = memory.held(layout, self._buffer)
+            if self.possible:
                 with memory.overlap.aside("weights"):
                     if self.schedule is None:
                         self.schedule = rows.local.new_empty(
@@ -116,13 +113,20 @@ class MappedCopies:
             n: torch.empty(0, *s, dtype=dtype, device=device) for n, (s, dtype) in kinds.items()
         }
 
+    def spans(self) -> torch.Tensor:
+        """[H, 2] which stand at the end of the schedule."""
+        assert self.schedule is not None, "nothing was sent"
+        return self.schedule[self._memory.streamer.size - 2 * self.num_homes :].view(-1, 2)
+
     @unseen()
-    def reduce(self, homes: Mapping[str, Stack]) -> None:
+    def reduce(
+        self, homes: Mapping[str, Stack], own: Mapping[str, torch.Tensor] | None = None
+    ) -> None:
         """Stage 8: begins."""
         if not self._gradients or self.schedule is None:
             return
         stacked = {name: _stacked(stack) for name, stack in homes.items()}
-        self._memory.reduce(stacked, self._gradients, self.schedule)
+        self._memory.reduce(stacked, own or stacked, self._gradients, self.schedule)
         for name, stack in homes.items():
             if stacked[name] is not stack:
                 self._memory.overlap.join("gradients")

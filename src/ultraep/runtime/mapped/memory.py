@@ -77,11 +77,14 @@ class MappedMemory:
         self.buffers = buffers
         self._borrowers: list[str | None] = [None] * buffers
         self._gradients: dict[tuple[Any, ...], dict[str, GradientSlots]] = {}
-        self._regions: dict[str, Region] = {}
+        self._regions: dict[tuple[str, int], Region] = {}
+        self._held: dict[tuple[Layout, int], dict[str, torch.Tensor]] = {}
         self._read: set[str] = set()  # since the last meeting
 
     def share_loads(self, loads_E: torch.Tensor, kind: int) -> torch.Tensor:
         """[R, E] the loads of all ranks, from those of this one; all must be of one kind."""
+        if self.peers.size == 1:
+            return loads_E[None]
         self.board.share("loads", loads_E, self._loads, self._gathered, kind)
         self._read.clear()
         return self._gathered
@@ -91,18 +94,21 @@ class MappedMemory:
         self.board.meet("rows")
         self._read.clear()
 
-    @torch.inference_mode(False)
     def region(self, kind: str, nbytes: int) -> Region:
         """The memory of that kind and size, of all ranks."""
+        found = self._regions.get((kind, nbytes))
+        return self._allocate(kind, nbytes) if found is None else found
+
+    @torch.inference_mode(False)
+    def _allocate(self, kind: str, nbytes: int) -> Region:
         name = f"{kind} of {nbytes} bytes"
-        if name not in self._regions:
-            if capturing(self.peers.device):
-                raise LoadError(
-                    f"there is no memory for {name!r} yet, and it cannot be taken in a graph: run "
-                    "such a step before, outside of a graph, or `prepare`"
-                )
-            self._regions[name] = self.peers.allocate(name, nbytes)
-        return self._regions[name]
+        if capturing(self.peers.device):
+            raise LoadError(
+                f"there is no memory for {name!r} yet, and it cannot be taken in a graph: run "
+                "such a step before, outside of a graph, or `prepare`"
+            )
+        region = self._regions[kind, nbytes] = self.peers.allocate(name, nbytes)
+        return region
 
     def to_write(self, kind: str, nbytes: int) -> Region:
         """That memory, when nobody reads it any more."""
@@ -141,6 +147,17 @@ class MappedMemory:
         """`[slots, bytes]` of every rank."""
         return self.region(f"slots {buffer}", max(1, self.topology.slots) * layout.nbytes)
 
+    @torch.inference_mode(False)
+    def held(self, layout: Layout, buffer: int) -> dict[str, torch.Tensor]:
+        """`[slots, ...]` the tensors in the slots of this rank."""
+        found = self._held.get((layout, buffer))
+        if found is None:
+            slots = self.topology.slots
+            rows = self.slots(layout, buffer).local[: slots * layout.nbytes]
+            found = layout.views(rows.view(slots, layout.nbytes))
+            self._held[layout, buffer] = found
+        return dict(found)
+
     def gradient_slots(self, kinds: Kinds) -> dict[str, GradientSlots]:
         """Memory for the gradients of copies, one block `[slots, ...]` after the other."""
         self._free_gradients()
@@ -160,18 +177,25 @@ class MappedMemory:
     def reduce(
         self,
         homes: Mapping[str, torch.Tensor],
+        own: Mapping[str, torch.Tensor],
         slots: Mapping[str, GradientSlots],
         schedule: torch.Tensor,
     ) -> None:
-        """Add the gradients of all copies to those of the home experts, in place, aside.
+        """The gradients of home experts, from their own and those of all copies, aside.
 
         To be joined before the next meeting of rows, which frees the memory of the copies.
         """
         with self.overlap.aside("gradients"):
             self.board.meet("gradients")
             for name, of_copies in slots.items():
-                flat = homes[name].flatten(1) if homes[name].ndim > 1 else homes[name][:, None]
-                pull(flat, of_copies.region, schedule, self.streamer, programs=self._pull_programs)
+                pull(
+                    _flat(homes[name]),
+                    of_copies.region,
+                    schedule,
+                    self.streamer,
+                    programs=self._pull_programs,
+                    own_HP=_flat(own[name]),
+                )
         self._read.add("gradients")
 
     def _free_gradients(self) -> None:
@@ -189,6 +213,11 @@ class MappedMemory:
                 f"{most} rows for rank {self.peers.rank}, but its buffers are for {self.capacity}: "
                 f"give a larger capacity= (this happened {times} times)"
             )
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """[H, P] from `[H, ...]`."""
+    return tensor.flatten(1) if tensor.ndim > 1 else tensor[:, None]
 
 
 class GradientSlots:

@@ -183,12 +183,11 @@ class MappedPlane:
         error = _refused(ids)
         tokens, top_k = (0, 0) if error else ids.shape
         room = self._fitting(tokens, top_k)
-        asks = self._agreement is not None and (self.settings.verify or not self._rooms)
-        if not asks or capturing(self._peers.device):
+        asks = self._comm.size > 1 and (self.settings.verify or not self._rooms)
+        if self._agreement is None or not asks or capturing(self._peers.device):
             if error:
                 raise error
             return room or self._make_room_alone(tokens, top_k)
-        assert self._agreement is not None
         place = Place(Point.LOADS_AGAIN if microbatch.again else Point.LOADS, *_where(microbatch))
         records = self._agreement.loads(
             place,
@@ -209,8 +208,9 @@ class MappedPlane:
         return next(fitting, None)
 
     def _make_room_alone(self, tokens: int, top_k: int) -> Room:
-        """The first memory; later, ranks would have to ask each other."""
-        if capturing(self._peers.device) or self._rooms:
+        """The first memory, or any of a single rank: others would have to ask each other."""
+        others = self._comm.size > 1 and self._rooms
+        if capturing(self._peers.device) or others:
             has = ", ".join(f"{r.memory.tokens} x {r.memory.top_k}" for r in self._rooms)
             raise LoadError(
                 f"{tokens} tokens x {top_k} choices, but there is memory for {has or 'none'}, and "

@@ -17,12 +17,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Literal, Self
 
+import numpy as np
 import torch
 
 from ultraep.backends import backend_for
 from ultraep.bundle import Bundle, Layout, Stack, device_of_bundle, resolve
+from ultraep.comm import moved
 from ultraep.errors import SlotError
 from ultraep.grad_reduce import reduce_gradients
 from ultraep.modes import unseen
@@ -33,6 +35,9 @@ from ultraep.runtime.messages.slots import Buffer, Contents
 
 if TYPE_CHECKING:
     from ultraep.runtime.messages.plane import HostLoads, MessagesPlane
+
+
+SIDES: tuple[Literal["left", "right"], ...] = ("left", "right")
 
 
 class MessageCopies:
@@ -102,13 +107,23 @@ class MessageCopies:
         self._gradients = layout, rows
         return layout.views(rows)
 
+    def spans(self) -> torch.Tensor:
+        """[H, 2] from the plan."""
+        mine = self.plan.topology.home_experts(self._plane.comm.rank)
+        copied = self.plan.replicas[:, 0]
+        spans = np.stack([np.searchsorted(copied, mine, side) for side in SIDES], axis=1)
+        return moved(torch.from_numpy(spans.astype(np.int32)), self._loads.on_device.device)
+
     @unseen()
-    def reduce(self, homes: Mapping[str, Stack]) -> None:
+    def reduce(
+        self, homes: Mapping[str, Stack], own: Mapping[str, torch.Tensor] | None = None
+    ) -> None:
         """Stage 8."""
         assert self._gradients is not None, "nobody asked where to put the gradients of copies"
         layout, rows = self._gradients
         nbytes = reduce_gradients(
             homes,
+            own or homes,
             rows,
             layout,
             self.plan,
@@ -135,6 +150,9 @@ class MessageCopies:
 
     def _fill(self, buffer: Buffer, layout: Layout, tensors: dict[str, Stack]) -> None:
         wanted, settings = self._wanted(), self._plane.settings
+        if not wanted:
+            self._sent("weights", layout, 0)
+            return
         resident = {place for place, content in wanted.items() if buffer.held.get(place) == content}
         found = hops(self.plan, settings.relay, chunks=settings.chunks, skip=resident)
         for hop in found:  # until the last byte is there, the slot holds nothing

@@ -9,6 +9,7 @@ Shapes: T tokens, K experts per token, R ranks, E experts.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -43,7 +44,7 @@ from ultraep.runtime.versions import Versions
 from ultraep.topology import Topology
 
 if TYPE_CHECKING:
-    from ultraep.runtime.mapped.control import ControlPlane
+    from ultraep.runtime.mapped.control import ControlPlane, DeviceRoutes
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +56,17 @@ class HostLoads:
     versions: IntArray  # [R]
     on_device: torch.Tensor  # [R, E] the loads where the ids are
     ids: torch.Tensor  # those of this rank that were counted
+
+
+@dataclass(frozen=True, slots=True)
+class _Ahead:
+    """What a GPU does for a microbatch before the host knows its loads."""
+
+    microbatch: Microbatch
+    ids: torch.Tensor
+    plan: Callable[[], Plan]  # when the loads are known
+    order: torch.Tensor  # [N] rows in the order of sending
+    positions: torch.Tensor  # [N] where each of them stands there
 
 
 class MessagesPlane:
@@ -77,6 +89,8 @@ class MessagesPlane:
         self._config, self._agreement, self._versions = config, agreement, versions
         self._history = History()
         self._control: ControlPlane | None = None
+        self._ahead: _Ahead | None = None
+        self._counted: Microbatch | None = None  # whose ids were counted last
         self._known_to_control: Plan | None = None
 
     def gather(
@@ -85,6 +99,8 @@ class MessagesPlane:
         """Stage 1."""
         self._control = self._control_for(ids)
         loads_E, refused = self._count(ids)
+        self._counted = microbatch
+        counted = isinstance(refused, torch.Tensor)  # by a GPU
         told = signature(resolve(bundle), **rows)
         records = self._agreement.loads(
             _place(Point.LOADS_AGAIN if microbatch.again else Point.LOADS, microbatch),
@@ -92,6 +108,7 @@ class MessagesPlane:
             told=told,
             version=self._versions.of(microbatch.layer, given_tensors(bundle)),
             refused=refused,
+            meanwhile=(lambda found: self._work_ahead(microbatch, ids, found)) if counted else None,
         )
         if records.column("refused")[self.comm.rank]:
             self._refuse(ids)
@@ -99,13 +116,25 @@ class MessagesPlane:
         versions, on_device = records.column("version"), records.loads_on_device
         return HostLoads(microbatch, records.loads, versions, on_device, ids)
 
+    def _work_ahead(self, microbatch: Microbatch, ids: torch.Tensor, loads: torch.Tensor) -> None:
+        """Plan and reroute on the device, as if it were asked for, before the host waits for it."""
+        self._known_to_control = self._ahead = None
+        if self._control is not None:
+            plan = self._control.plan(loads).later()
+            found = self._control.reroute(ids.contiguous(), counted=True)
+            self._ahead = _Ahead(microbatch, ids, plan, *_copied(found))
+
     def plan(self, loads: HostLoads, config: BalanceConfig) -> Plan:
         """Stage 2."""
         microbatch = loads.microbatch
         total, again = loads.loads.sum(axis=0), microbatch.again
         moment = self._history.note(microbatch.layer, total, again=again)
         if self._control is not None and config == self._control.config:
-            plan = self._control.plan(loads.on_device).to_host(loads.loads)
+            ahead = self._ahead
+            if ahead is not None and ahead.microbatch is microbatch:
+                plan = ahead.plan()
+            else:
+                plan, self._ahead = self._control.plan(loads.on_device).to_host(loads.loads), None
             self._known_to_control = plan
         else:
             backend = self.settings.backend
@@ -141,17 +170,21 @@ class MessagesPlane:
     def _routes(self, ids: torch.Tensor, plan: Plan, loads: HostLoads) -> Routes:
         if self._control is None:
             return reroute(ids, plan, self.comm.rank, backend=self.settings.backend)
-        if self._known_to_control is not plan:
-            self._control.adopt(plan)
-            self._known_to_control = plan
-        counted = ids is loads.ids
-        order = self._control.reroute(ids.contiguous(), counted=counted).order
-        if self.settings.verify and not counted:
-            self._control.check()
-        # Where nobody checks, ids of another plan must not lead out of the tokens.
+        known, ahead = self._known_to_control is plan, self._ahead
+        if known and ahead is not None and ahead.ids is ids:
+            order, positions = ahead.order, ahead.positions
+        else:
+            if not known:
+                self._control.adopt(plan)
+                self._known_to_control = plan
+            counted = ids is loads.ids and self._counted is loads.microbatch
+            found = self._control.reroute(ids.contiguous(), counted=counted)
+            if self.settings.verify and not counted:
+                self._control.check()
+            order, positions = _copied(found)
+        self._ahead = None
         sent = int(plan.loads[self.comm.rank].sum())
-        order = order[:sent].long().clamp_(0, max(0, ids.numel() - 1))
-        return routes_of(plan, self.comm.rank, ids.shape, order)
+        return routes_of(plan, self.comm.rank, ids.shape, order[:sent], positions)
 
     def prepare(self, ids: torch.Tensor, _rows: torch.Tensor, bundle: Bundle) -> None:
         """Take the memory of one buffer of spare slots."""
@@ -213,6 +246,15 @@ class MessagesPlane:
             self._control.check()
             self._control.count(ids.contiguous())
         count_loads(ids, self.topology.experts, backend=self.settings.backend)
+
+
+def _copied(routes: DeviceRoutes) -> tuple[torch.Tensor, torch.Tensor]:
+    """Order and positions in memory of their own, of padding any.
+
+    Where nobody checks, ids of another plan must not lead out of the tokens.
+    """
+    most = max(0, routes.order.numel() - 1)
+    return routes.order.long().clamp_(0, most), routes.positions.long().clamp_(0, most)
 
 
 def _place(point: Point, microbatch: Microbatch) -> Place:

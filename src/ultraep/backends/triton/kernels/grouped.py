@@ -19,6 +19,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from ultraep.backends.triton.kernels.schedule import load_span
+
 
 class SlotTensors(NamedTuple):
     """One tensor of every slot: `homes` of the home slots, `copies` of the spare ones."""
@@ -28,6 +30,13 @@ class SlotTensors(NamedTuple):
     num_homes: Any
     home_stride: Any
     copy_stride: Any
+
+
+class Sums(NamedTuple):
+    """Where to store what the home experts with copies have, like `homes`; None: there, too."""
+
+    at: Any
+    spans: Any  # first and end of the copies of every home expert
 
 
 class Matrix(NamedTuple):
@@ -67,14 +76,21 @@ def of_slot(stacks, slot):
 
 
 @triton.jit
-def store_of_slot(stacks, slot, at, values, mask):
+def store_of_slot(stacks, sums, slot, at, values, mask):
     """Store numbers at places of the tensor of a slot; the two stacks may differ in type."""
     homes, copies = stacks.homes, stacks.copies
-    if homes.dtype == copies.dtype:
+    if sums.at is None and homes.dtype == copies.dtype:
         tl.store(of_slot(stacks, slot) + at, values.to(homes.dtype.element_ty), mask=mask)
     elif slot < stacks.num_homes:
-        home = homes + slot.to(tl.int64) * stacks.home_stride
-        tl.store(home + at, values.to(homes.dtype.element_ty), mask=mask)
+        home = slot.to(tl.int64) * stacks.home_stride
+        final = True
+        if sums.at is not None:
+            first, end = load_span(sums.spans, slot)
+            final = first == end
+            if not final:
+                tl.store(sums.at + home + at, values, mask=mask)
+        if final:
+            tl.store(homes + home + at, values.to(homes.dtype.element_ty), mask=mask)
     else:
         copy = copies + (slot - stacks.num_homes).to(tl.int64) * stacks.copy_stride
         tl.store(copy + at, values.to(copies.dtype.element_ty), mask=mask)
@@ -276,8 +292,11 @@ def weight_gradients(
     offsets,
     of_homes,
     of_copies,
+    sums,
     of_home_biases,
     of_copy_biases,
+    bias_sums,
+    spans,
     num_homes,
     num_slots,
     height,
@@ -299,7 +318,8 @@ def weight_gradients(
 ):
     """[A, height], [A, width] -> [height, width] of every slot: d_out^T @ rows; 0 without rows.
 
-    And [height] for the biases: the sum of d_out * scale, by the first column of tiles.
+    And [height] for the biases: the sum of d_out * scale, by the first column of tiles. Those of
+    home experts that have copies, by their `spans`, stay as they are in `sums` if there are any.
     LAST: columns of the last tile, N or fewer.
 
     >>> d_out = [[1.0, 2.0], [0.0, 3.0], [1.0, 0.0], [1.0, 1.0], [0.0, 1.0], [9.0, 9.0]]
@@ -307,20 +327,25 @@ def weight_gradients(
     >>> example(weight_gradients, 2, d_out=d_out, rows=rows, scale=[1.0, 1.0, 0.5, 2.0, 1.0, 1.0],
     ...         offsets=[0, 1, 2, 5], of_homes=room(2, 2, 2, dtype=torch.bfloat16),
     ...         of_copies=room(1, 2, 2, dtype=torch.float32),
+    ...         sums=room(2, 2, 2, dtype=torch.float32), spans=[[0, 0], [0, 1]],
+    ...         bias_sums=room(2, 2, dtype=torch.float32),
     ...         of_home_biases=room(2, 2, dtype=torch.bfloat16),
     ...         of_copy_biases=room(1, 2, dtype=torch.float32), num_homes=2, num_slots=3, height=2,
     ...         width=2, d_out_stride=2, rows_stride=2, home_stride=4, copy_stride=4,
     ...         weight_stride=2, home_bias_stride=2, copy_bias_stride=2, ALL_HEIGHT=False,
     ...         ALL_WIDTH=False, M=16, N=16, LAST=16, K=16, BAND=8)
-    of_homes = [[[1.0, 2.0], [2.0, 4.0]], [[0.0, 0.0], [9.0, 12.0]]]
+    of_homes = [[[1.0, 2.0], [2.0, 4.0]], [[_, _], [_, _]]]
     of_copies = [[[12.0, 14.0], [16.0, 18.0]]]
-    of_home_biases = [[1.0, 2.0], [0.0, 3.0]]
+    sums = [[[_, _], [_, _]], [[0.0, 0.0], [9.0, 12.0]]]
+    bias_sums = [[_, _], [0.0, 3.0]]
+    of_home_biases = [[1.0, 2.0], [_, _]]
     of_copy_biases = [[2.5, 3.0]]
     """
     into = SlotTensors(of_homes, of_copies, num_homes, home_stride, copy_stride)
     biases = SlotTensors(
         of_home_biases, of_copy_biases, num_homes, home_bias_stride, copy_bias_stride
     )
+    into_sums, into_bias_sums = Sums(sums, spans), Sums(bias_sums, spans)
     left, right = Matrix(d_out, d_out_stride, height), Matrix(rows, rows_stride, width)
     high, wide = tl.cdiv(height, M), tl.cdiv(width, N)
     for number in range(tl.program_id(0), num_slots * high * wide, tl.num_programs(0)):
@@ -335,6 +360,7 @@ def weight_gradients(
                     left,
                     right,
                     into,
+                    into_sums,
                     weight_stride,
                     part,
                     row * M,
@@ -346,7 +372,7 @@ def weight_gradients(
                     K,
                 )
         if of_home_biases is not None and column == 0:
-            bias_tile(left, scale, biases, part, row * M, ALL_HEIGHT, M, K)
+            bias_tile(left, scale, biases, into_bias_sums, part, row * M, ALL_HEIGHT, M, K)
 
 
 @triton.jit
@@ -354,6 +380,7 @@ def gradient_tile(
     d_out,
     rows,
     into,
+    sums,
     weight_stride,
     part,
     row,
@@ -377,11 +404,13 @@ def gradient_tile(
         sum_MN = tl.dot(out_KM.T, row_KN, sum_MN, input_precision="ieee")
     at_MN = (row + row_M)[:, None] * weight_stride + (column + column_N)[None, :]
     there = (row_M < high)[:, None] & (column_N < wide)[None, :]
-    store_of_slot(into, part.slot, at_MN, sum_MN, there)
+    store_of_slot(into, sums, part.slot, at_MN, sum_MN, there)
 
 
 @triton.jit
-def bias_tile(d_out, scale, biases, part, row, ALL: tl.constexpr, M: tl.constexpr, K: tl.constexpr):
+def bias_tile(
+    d_out, scale, biases, sums, part, row, ALL: tl.constexpr, M: tl.constexpr, K: tl.constexpr
+):
     """M of the gradients of a bias: sums over the rows of its slot, every row times its scale."""
     column_M, step_K = tl.arange(0, M), tl.arange(0, K)
     columns = d_out.columns - row
@@ -395,4 +424,5 @@ def bias_tile(d_out, scale, biases, part, row, ALL: tl.constexpr, M: tl.constexp
             scale_K = tl.load(scale + first + step_K, mask=step_K < left, other=0.0)
             row_KM *= scale_K[:, None]
         sum_KM += row_KM
-    store_of_slot(biases, part.slot, row + column_M, tl.sum(sum_KM, 0), column_M < columns)
+    at, there = row + column_M, column_M < columns
+    store_of_slot(biases, sums, part.slot, at, tl.sum(sum_KM, 0), there)

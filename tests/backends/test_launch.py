@@ -1,0 +1,110 @@
+"""What was compiled for a launch is found again by arguments of the same kind, and only by them."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from triton.runtime import JITFunction
+
+from ultraep.backends.triton import launch
+from ultraep.backends.triton.kernels import scale
+from ultraep.backends.triton.launch import Quick, cdiv, power_of_2, quick
+
+
+class Compiled:
+    """Notes what it is launched with."""
+
+    def __init__(self, log):
+        self.log = log
+
+    def __getitem__(self, grid):
+        return lambda *arguments: self.log.append((grid, arguments))
+
+
+class Kernel:
+    """Like a kernel of Triton, but for the compiling."""
+
+    arg_names = ("out", "number", "other", "WIDTH")
+
+    def __init__(self):
+        self.compiled, self.launched, self.pre_run_hooks = [], [], []
+
+    def __getitem__(self, grid):
+        def run(*arguments, **constants):
+            self.compiled.append((grid, arguments, constants))
+            return Compiled(self.launched)
+
+        return run
+
+
+@pytest.fixture
+def kernel():
+    return Kernel()
+
+
+@pytest.fixture
+def launched(kernel):
+    return Quick(kernel)
+
+
+def room(offset=0, dtype=torch.float32):
+    return torch.zeros(64, dtype=dtype)[offset:]
+
+
+def test_the_second_launch_looks_for_nothing(kernel, launched):
+    out, again = room(), room()
+    for tensor in (out, again):
+        launched[(7,)](tensor, 3, None, WIDTH=32, num_warps=4)
+    assert len(kernel.compiled) == 1
+    [(grid, (given, number, other, width))] = kernel.launched
+    assert (grid, number, other, width) == ((7, 1, 1), 3, None, 32)
+    assert given is again
+
+
+KINDS = [
+    (room(), 3, None, 32, 4),
+    (room(1), 3, None, 32, 4),  # another alignment
+    (room(dtype=torch.bfloat16), 3, None, 32, 4),
+    (room(), 1, None, 32, 4),  # compiled into the kernel
+    (room(), 16, None, 32, 4),  # divides by 16
+    (room(), 1 << 31, None, 32, 4),  # 64 bits
+    (room(), 3, room(), 32, 4),
+    (room(), 3, None, 64, 4),
+    (room(), 3, None, 32, 8),
+]
+
+
+def test_every_kind_of_arguments_is_compiled(kernel, launched):
+    for _ in range(2):
+        for out, number, other, width, warps in KINDS:
+            launched[(1,)](out, number, other, WIDTH=width, num_warps=warps)
+    assert len(kernel.compiled) == len(kernel.launched) == len(KINDS)
+
+
+def test_numbers_of_one_kind_are_not_compiled_again(kernel, launched):
+    for number in (3, 5, 1000, -7):
+        launched[(1,)](room(), number, None, WIDTH=32)
+    for number in (32, 48, 0):
+        launched[(1,)](room(), number, None, WIDTH=32)
+    assert len(kernel.compiled) == 2
+    assert [arguments[1] for _, arguments in kernel.launched] == [5, 1000, -7, 48, 0]
+
+
+def test_hooks_are_called_at_every_launch(kernel, launched):
+    seen = []
+    kernel.pre_run_hooks.append(lambda *arguments, **constants: seen.append(arguments[1]))
+    for number in (3, 5, 7):
+        launched[(1,)](room(), number, None, WIDTH=32)
+    assert seen == [5, 7]  # Triton itself calls them when it compiles
+
+
+def test_what_the_interpreter_runs_stays_as_it_is(monkeypatch):
+    assert isinstance(quick(scale.scale_rows), Quick) == isinstance(scale.scale_rows, JITFunction)
+    plain = SimpleNamespace()
+    monkeypatch.setattr(launch, "_known", {})
+    assert quick(plain) is plain
+
+
+def test_host_arithmetic():
+    assert [cdiv(n, 4) for n in (0, 1, 4, 5)] == [0, 1, 1, 2]
+    assert [power_of_2(n) for n in (0, 1, 2, 3, 5, 1024, 1025)] == [1, 1, 2, 4, 8, 1024, 2048]

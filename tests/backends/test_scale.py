@@ -1,0 +1,56 @@
+"""Rows times one number each: the kernels give what torch gives."""
+
+import pytest
+import torch
+
+from ultraep.backends.triton.device import default_device, interpreted
+from ultraep.products import scale_rows, scale_rows_backward
+
+DEVICE = default_device()
+SIZES = [(1, 1), (3, 7), (5, 64), (9, 1500)]
+
+
+def drawn(*shape, dtype=torch.float32, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator).to(DEVICE, dtype)
+
+
+@pytest.mark.parametrize("scale_type", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_kernels_agree_with_torch(size, dtype, scale_type):
+    rows, d_out = (drawn(*size, dtype=dtype, seed=seed) for seed in (0, 1))
+    scale = drawn(size[0], dtype=scale_type, seed=2)
+    found = []
+    for kernels in (False, True):
+        out, d_scale = torch.full_like(rows, torch.nan), torch.full_like(scale, torch.nan)
+        scale_rows(rows, scale, out, kernels=kernels)
+        d_rows = scale_rows_backward(d_out, rows, scale, d_scale, kernels=kernels)
+        found.append((out, d_rows, d_scale))
+    (out, d_rows, d_scale), (by_kernel, d_rows_by_kernel, d_scale_by_kernel) = found
+    # The interpreter cuts off what does not fit into bfloat16; a GPU rounds, as torch does.
+    cut = 2e-2 if dtype == torch.bfloat16 and interpreted() else 0
+    torch.testing.assert_close(by_kernel, out, rtol=cut, atol=0)
+    torch.testing.assert_close(d_rows_by_kernel, d_rows, rtol=cut, atol=0)
+    close = 1e-2 if scale_type == torch.bfloat16 else 1e-5
+    torch.testing.assert_close(d_scale_by_kernel, d_scale, rtol=close, atol=close * size[1] ** 0.5)
+
+
+def test_rows_of_part_of_a_tensor():
+    wide, scale = drawn(6, 20), drawn(6)
+    out = torch.zeros(8, 10, device=DEVICE)
+    scale_rows(wide[:, 5:15], scale, out[1:7], kernels=True)
+    assert torch.equal(out[1:7], wide[:, 5:15] * scale[:, None])
+    assert not out[0].any()
+    assert not out[7].any()
+
+
+def test_rows_that_the_kernels_do_not_know_are_left_to_torch():
+    for rows in (drawn(4, 6, dtype=torch.float64), drawn(6, 4).T, drawn(0, 6)):
+        scale, out = drawn(len(rows), dtype=rows.dtype), torch.empty_like(rows)
+        scale_rows(rows, scale, out, kernels=True)
+        assert torch.equal(out, rows * scale[:, None])
+        d_scale = torch.empty_like(scale)
+        d_rows = scale_rows_backward(rows, rows, scale, d_scale, kernels=True)
+        assert torch.equal(d_rows, rows * scale[:, None])
+        torch.testing.assert_close(d_scale, (rows * rows).sum(dim=1))
