@@ -41,9 +41,9 @@ def texts_in(folder: Path) -> dict[str, Any]:
     }
 
 
-def round_trip(rank: int, group: Any, folder: Path, family: str) -> dict[str, bool]:
+def round_trip(rank: int, group: Any, folder: Path, family: str, **sizes: Any) -> dict[str, bool]:
     """Save balanced, load balanced, compare with what the library writes and reads."""
-    plain, model = build(family), build(family)
+    plain, model = build(family, **sizes), build(family, **sizes)
     if rank == 0:
         plain.save_pretrained(folder / "plain")
     balance(model, group)
@@ -70,9 +70,11 @@ def round_trip(rank: int, group: Any, folder: Path, family: str) -> dict[str, bo
     return found
 
 
-def round_trips(rank: int, group: Any, folder: Path, families: list[str]) -> list[dict[str, bool]]:
+def round_trips(
+    rank: int, group: Any, folder: Path, families: list[str], **sizes: Any
+) -> list[dict[str, bool]]:
     with quiet():
-        return [round_trip(rank, group, folder / family, family) for family in families]
+        return [round_trip(rank, group, folder / family, family, **sizes) for family in families]
 
 
 def what_is_read(rank: int, group: Any, folder: Path) -> tuple[int, int]:

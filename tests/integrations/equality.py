@@ -12,6 +12,7 @@ import torch.distributed as dist
 import transformers
 from families import batch, build, loss, outputs
 from safetensors.torch import load_file
+from shared_peers import SharedPeers
 
 from ultraep import parallel
 from ultraep.integrations.transformers import balance, balanced_experts, balancers, unbalance
@@ -84,16 +85,18 @@ def compare(
     slots: int = 1,
     policy: str = "ultraep",
     autocast: bool = False,
+    mapped: bool = False,
     **options: Any,
 ) -> dict[str, float]:
     """Largest differences of outputs and gradients between the two, and how many copies.
 
-    recompute: "reentrant" or "not reentrant".
+    recompute: "reentrant" or "not reentrant".   mapped: through memory that ranks map, as GPUs do.
     """
     batches = [batch(r) for r in range(group.size())]
     plain, wanted = reference(family, batches, autocast, **options)
     model = build(family, **options)
-    balancer = balance(model, group, slots=slots, policy=policy)
+    plane = {"data_plane": "mapped", "peers": SharedPeers(group)} if mapped else {}
+    balancer = balance(model, group, slots=slots, policy=policy, **plane)
     if recompute is not None:
         reentrant = recompute == "reentrant"
         model.gradient_checkpointing_enable({"use_reentrant": reentrant})

@@ -182,7 +182,9 @@ def test_saving_refuses_what_would_be_another_checkpoint(tmp_path):
     unbalance(model)
 
 
-def test_enabling_twice():
+def test_enabling_twice_or_with_nonsense():
+    with pytest.raises(ConfigError, match="nonsense"):
+        enable(policy="nonsense")
     style = enable()
     try:
         with pytest.raises(ConfigError, match="enabled already"):

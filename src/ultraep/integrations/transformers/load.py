@@ -65,6 +65,8 @@ def balanced_from_pretrained(
         Loading.__name__, Loading.__module__ = kind.__name__, kind.__module__
         model = Loading.from_pretrained(path, **options)
         model.__class__ = kind
+        if not balanced_experts(model):
+            raise FileError(f"{path} holds no safetensors of a whole model: load it, then balance")
         undo.pop_all()
     return model
 

@@ -22,6 +22,7 @@ from transformers.distributed.expert_parallel import (
 
 from ultraep.errors import ConfigError
 from ultraep.integrations.transformers.experts import stacked_tensors, stages
+from ultraep.policies import get_policy
 from ultraep.runtime.balancer import Balancer
 
 STYLE = "ep_dispatch_experts"
@@ -33,6 +34,7 @@ def enable(slots: int = 1, policy: str = "ultraep", **options: Any) -> BalancedD
     slots, policy, options: see `Balancer`. All ranks call it. What is returned knows the balancers,
     and `disable()` ends it; models that were made meanwhile stay balanced.
     """
+    get_policy(policy)
     before = ALL_PARALLEL_STYLES[STYLE]
     if isinstance(before, BalancedDispatch):
         raise ConfigError("balancing is enabled already: disable() what enable returned before")

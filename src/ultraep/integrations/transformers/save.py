@@ -26,11 +26,14 @@ from ultraep.runtime.state import gather_experts
 State = dict[str, torch.Tensor]
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
+REFUSED = ("state_dict", "push_to_hub", "distributed_checkpoint")
+
 
 def save_pretrained(
     model: Any,
     save_directory: str | Path,
     is_main_process: bool = True,
+    *,
     max_shard_size: int | str = "50GB",
     save_original_format: bool = True,
     variant: str | None = None,
@@ -38,13 +41,13 @@ def save_pretrained(
 ) -> None:
     """Write the checkpoint that all experts in one process would give; all ranks call it.
 
-    Arguments are those of the library. `others` must not ask for what would not be that.
+    Arguments are those of the library, of which those in `REFUSED` would give something else.
     """
     plain = type(model).save_pretrained
     if getattr(model, "_hf_peft_config_loaded", False):  # adapters alone, and experts have none
-        plain(model, save_directory, is_main_process=is_main_process, **others)
+        plain(model, save_directory, is_main_process=is_main_process, variant=variant, **others)
         return
-    asked = sorted(name for name, value in others.items() if value not in (None, False))
+    asked = [name for name in REFUSED if others.get(name)]
     if asked:
         raise ConfigError(f"save_pretrained of a balanced model does not take {', '.join(asked)}")
     limit, writer = bytes_of(max_shard_size), None
