@@ -24,9 +24,9 @@ from ultraep.integrations.transformers.experts import BalancedExperts
 from ultraep.runtime.state import gather_experts
 
 State = dict[str, torch.Tensor]
-UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
-
-REFUSED = ("state_dict", "push_to_hub", "distributed_checkpoint")
+UNITS = {f"{unit}B": 1000**power for power, unit in enumerate("KMGT", start=1)}
+UNITS |= {f"{unit}IB": 1024**power for power, unit in enumerate("KMGT", start=1)}
+OF_NO_WEIGHTS = ("save_peft_format", "token")  # options that do not concern what is written here
 
 
 def save_pretrained(
@@ -41,13 +41,14 @@ def save_pretrained(
 ) -> None:
     """Write the checkpoint that all experts in one process would give; all ranks call it.
 
-    Arguments are those of the library, of which those in `REFUSED` would give something else.
+    Arguments are those of the library. `others` are refused: they would give something else.
     """
     plain = type(model).save_pretrained
     if getattr(model, "_hf_peft_config_loaded", False):  # adapters alone, and experts have none
         plain(model, save_directory, is_main_process=is_main_process, variant=variant, **others)
         return
-    asked = [name for name in REFUSED if others.get(name)]
+    unset = (None, False)
+    asked = [n for n, value in others.items() if n not in OF_NO_WEIGHTS and value not in unset]
     if asked:
         raise ConfigError(f"save_pretrained of a balanced model does not take {', '.join(asked)}")
     limit, writer = bytes_of(max_shard_size), None
@@ -116,7 +117,7 @@ def bytes_of(size: int | str) -> int:
     """
     if isinstance(size, int):
         return size
-    found = re.fullmatch(r"([\d.]+) ?([KMG]i?B)", size, re.IGNORECASE)
+    found = re.fullmatch(r"([\d.]+) ?([KMGT]i?B)", size, re.IGNORECASE)
     if found is None:
         raise ConfigError(f'max_shard_size must be bytes, or such as "5GB", got {size!r}')
     return int(float(found[1]) * UNITS[found[2].upper()])
