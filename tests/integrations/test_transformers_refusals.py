@@ -144,9 +144,10 @@ def test_a_rank_outside_of_the_group():
     shared_pool().run(2, outside)
 
 
-def test_another_major_version(monkeypatch):
-    monkeypatch.setattr(library, "version", lambda name: "4.57.1")
-    with pytest.raises(ConfigError, match=r"transformers 5 is needed, and 4.57.1 is installed"):
+@pytest.mark.parametrize("found", ["4.57.1", "5.3.0", "6.0.0.dev0"])
+def test_another_version(found, monkeypatch):
+    monkeypatch.setattr(library, "version", lambda name: found)
+    with pytest.raises(ConfigError, match=f"transformers 5.22 to 5.x is needed, and {found} is"):
         library.check_library()
 
 

@@ -145,7 +145,7 @@ def _product(
         stacked = getattr(experts, f"{name}_bias")
         bias = stacked.repeat_interleave(each, dim=0, output_size=len(rows))
     product: torch.Tensor = _grouped_linear(
-        rows, getattr(experts, name), ends, bias=bias, is_transposed=experts.is_transposed
+        rows, getattr(experts, name), offs=ends, bias=bias, is_transposed=experts.is_transposed
     )
     return product
 

@@ -6,7 +6,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from ultraep.errors import BackendUnavailable, ConfigError
 
-MAJOR = 5
+OLDEST, NEXT = (5, 22), 6  # that has what is used here, and that may have something else
 
 
 def check_library() -> None:
@@ -17,5 +17,9 @@ def check_library() -> None:
         raise BackendUnavailable(
             "transformers is not installed: pip install 'ultraep[transformers]'"
         ) from None
-    if int(found.partition(".")[0]) != MAJOR:
-        raise ConfigError(f"transformers {MAJOR} is needed, and {found} is installed")
+    major, minor = (int(number) for number in found.split(".")[:2])
+    if not OLDEST <= (major, minor) < (NEXT, 0):
+        oldest = ".".join(str(number) for number in OLDEST)
+        raise ConfigError(
+            f"transformers {oldest} to {OLDEST[0]}.x is needed, and {found} is installed"
+        )
