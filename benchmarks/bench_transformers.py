@@ -7,7 +7,9 @@
 `overhead`: one rank, policy "none", so that nothing is gained: what the way through our stages
 costs a block with grouped experts. Router included; outputs are compared before any timing.
 `gain`: two processes, one pinned core and one thread each, with given routing. The same tokens with
-a skew, unbalanced and balanced; and as a ceiling the same number of tokens routed evenly.
+a skew, unbalanced and balanced; and as a ceiling the same number of tokens routed evenly. Beside
+the time of a step stands what the busiest rank used of its processor: on a machine on which others
+work too, that is what to look at.
 
 Shapes: T tokens of a rank, K experts per token, E experts, D model width.
 """
@@ -38,6 +40,7 @@ PLAIN, FORCED = "unmodified", "forced balance"
 STEP = Metric("step_time_p50", "ms", "ms", ".3f")
 HOST_STEP = Metric("step_host_time", "ms", "host ms", ".2f")
 OVERHEAD = Metric("overhead_over_unmodified", "ratio", "overhead", "+.4f")
+BUSY = Metric("busiest_processor_time", "ms", "cpu ms", ".2f")
 RATE = Metric("tokens_per_second", "tokens/s", "tokens/s", ".0f")
 SHARE = Metric("share_of_forced_balance", "share", "of forced", ".3f")
 GAIN = Metric("gain_over_none", "ratio", "over none", ".3f")
@@ -180,28 +183,32 @@ def on_rank(rank: int, shape: Shape, rounds: int) -> dict[str, dict[str, float]]
     tokens = torch.randn(shape.tokens, shape.hidden, generator=torch.Generator().manual_seed(rank))
     steps = {policy: Step(made[policy], tokens.clone()) for policy in made}
     variants = {"none": (skewed, "none"), "ultraep": (skewed, "ultraep"), FORCED: (even, "none")}
-    seconds: dict[str, list[float]] = {name: [] for name in variants}
+    seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in variants}
     facts = {}
     for turn in range(rounds + 2):  # two to warm up
         for name, (ids, policy) in variants.items():
             made[policy].gate.ids = ids[rank]
             owners[policy].reset_stats()
-            elapsed = slowest(steps[policy])
+            spent = slowest(steps[policy])
             if turn >= 2:
-                seconds[name].append(elapsed)
+                seconds[name].append(spent)
             stats = owners[policy].stats()
             facts[name] = {"before": stats["imbalance_before"], "after": stats["imbalance_after"]}
-    return {name: facts[name] | {"step": float(median(seconds[name]))} for name in variants}
+    for name, found in seconds.items():
+        facts[name]["step"] = median(elapsed for elapsed, _ in found)
+        facts[name]["busy"] = median(busy for _, busy in found)
+    return facts
 
 
-def slowest(step: Step) -> float:
-    """Seconds of a step from a common start, on the slowest rank."""
+def slowest(step: Step) -> tuple[float, float]:
+    """Seconds of a step from a common start, and of the processor in it; the most of all ranks."""
     dist.barrier()
-    begin = time.perf_counter()
+    begin, used = time.perf_counter(), time.process_time()
     step()
-    elapsed = torch.tensor(time.perf_counter() - begin)
-    dist.all_reduce(elapsed, op=dist.ReduceOp.MAX)
-    return elapsed.item()
+    spent = torch.tensor([time.perf_counter() - begin, time.process_time() - used])
+    dist.all_reduce(spent, op=dist.ReduceOp.MAX)
+    elapsed, busy = spent.tolist()
+    return elapsed, busy
 
 
 def gain(bench: Bench) -> None:
@@ -214,6 +221,7 @@ def gain(bench: Bench) -> None:
     for name, facts in found.items():
         values = {
             HOST_STEP: facts["step"] * 1e3,
+            BUSY: facts["busy"] * 1e3,
             RATE: shape.ranks * shape.tokens / facts["step"],
             SHARE: found[FORCED]["step"] / facts["step"],
             GAIN: found["none"]["step"] / facts["step"],
