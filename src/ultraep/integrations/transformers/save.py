@@ -131,15 +131,15 @@ class ShardWriter:
         self._middle = f".{variant}" if variant else ""
         self._pending: State = {}
         self._files: list[list[str]] = []  # names of tensors in every file
-        self._bytes = 0
+        self._held = self._bytes = 0  # that wait, and that are written
 
     def add(self, tensors: State) -> None:
         """Write them, now or with those that come."""
         for name, tensor in tensors.items():
-            held = sum(t.nbytes for t in self._pending.values())
-            if self._pending and held + tensor.nbytes > self._limit:
+            if self._pending and self._held + tensor.nbytes > self._limit:
                 self._write()
             self._pending[name] = tensor.contiguous()
+            self._held += tensor.nbytes
 
     def close(self) -> None:
         """Write what is left, and give the files their names."""
@@ -158,7 +158,7 @@ class ShardWriter:
             path.write_text(json.dumps(told, indent=2, sort_keys=True) + "\n")
 
     def _write(self) -> None:
-        self._bytes += sum(t.nbytes for t in self._pending.values())
+        self._bytes, self._held = self._bytes + self._held, 0
         path = self._temporary(len(self._files))
         save_file(self._pending, path, metadata={"format": "pt"})
         self._files.append(list(self._pending))
