@@ -22,6 +22,9 @@ from families import build
 from ranks import shared_pool
 from safetensors.torch import load_file
 from trainers import under_torchrun
+from transformers.distributed.expert_parallel import ALL_PARALLEL_STYLES
+
+from ultraep.integrations.transformers.native import STYLE
 
 PAGE = Path(__file__).parents[2] / "docs" / "integrations" / "transformers.md"
 SCRIPTS = {
@@ -41,11 +44,13 @@ def run_script(rank, group, folder, name, port):
         os.environ["ACCELERATE_USE_CPU"] = "1"
         os.chdir(folder)
         sys.argv = [f"{name}.py", str(folder / "checkpoint")]
+        style = ALL_PARALLEL_STYLES[STYLE]
         try:
             runpy.run_path(str(folder / f"{name}.py"), run_name="__main__")
         finally:
             os.chdir(before)
             sys.argv = arguments
+            ALL_PARALLEL_STYLES.register(STYLE, style)  # a process of torchrun would end here
     return printed.getvalue()
 
 
