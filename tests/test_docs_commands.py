@@ -26,6 +26,7 @@ ROOT = Path(__file__).parent.parent
 PAGES = [
     *(ROOT / name for name in ("README.md", "examples/README.md", "benchmarks/README.md")),
     *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs" / "integrations").glob("*.md")),
 ]
 PROGRAM = re.compile(r"(?:[A-Z_]+=\S+ )*(ultraep|make|python|torchrun|pip|tensorboard)(?= |$)")
 # These are simulated with few microbatches, over the same layers and ranks: the rest is time.

@@ -16,6 +16,7 @@ ROOT = Path(__file__).parent.parent
 PAGES = [
     *(ROOT / name for name in ("README.md", "examples/README.md", "benchmarks/README.md")),
     *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs" / "integrations").glob("*.md")),
 ]
 SOURCES = [
     path

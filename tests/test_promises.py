@@ -39,6 +39,7 @@ LAYERS = [
     ["sim"],
     ["tiny"],
     ["demo", "inspect"],
+    ["integrations"],
     ["__init__"],
     ["cli", "__main__"],
 ]
@@ -71,6 +72,7 @@ ONLY_IN = {
         "demo",
         "full_state.py",
         "inspect",
+        "integrations",
         "layer.py",
         "parallel",
         "runtime",
@@ -78,7 +80,9 @@ ONLY_IN = {
         *(f"{name}.py" for name in STORY),
     ],
     "triton": ["backends/triton"],
-    "torch.distributed": ["demo", "parallel", "runtime", "tiny"],
+    "torch.distributed": ["demo", "integrations", "parallel", "runtime", "tiny"],
+    "safetensors": ["integrations/transformers"],
+    "transformers": ["integrations/transformers"],
 }
 
 

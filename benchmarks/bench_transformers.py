@@ -1,0 +1,251 @@
+"""A block of experts of transformers: balanced beside unmodified, forward and backward.
+
+    python benchmarks/bench_transformers.py                    # `overhead` needs a GPU; a minute
+    python benchmarks/bench_transformers.py --only gain        # EP2 on two cores
+    python benchmarks/bench_transformers.py --toy              # tiny, for CI; also without a GPU
+
+`overhead`: one rank, policy "none", so that nothing is gained: what the way through our stages
+costs a block with grouped experts. Router included; outputs are compared before any timing.
+`gain`: two processes, one pinned core and one thread each, with given routing. The same tokens with
+a skew, unbalanced and balanced; and as a ceiling the same number of tokens routed evenly. Beside
+the time of a step stands what the busiest rank used of its processor: on a machine on which others
+work too, that is what to look at.
+
+Shapes: T tokens of a rank, K experts per token, E experts, D model width.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import sys
+import time
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from harness import Bench, Line, Metric, Mismatch, Values, common_options, section_option
+from load_cases import Shape, even_ids, skewed_ids
+from timing import Clock, Gpu, Host, device_us, free, on_gpu
+from torch import nn
+from transformers import Qwen3MoeConfig
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
+from world import on_ranks
+
+from ultraep.integrations.transformers import balance
+
+PLAIN, FORCED = "unmodified", "forced balance"
+STEP = Metric("step_time_p50", "ms", "ms", ".3f")
+HOST_STEP = Metric("step_host_time", "ms", "host ms", ".2f")
+OVERHEAD = Metric("overhead_over_unmodified", "ratio", "overhead", "+.4f")
+BUSY = Metric("busiest_processor_time", "ms", "cpu ms", ".2f")
+RATE = Metric("tokens_per_second", "tokens/s", "tokens/s", ".0f")
+SHARE = Metric("share_of_forced_balance", "share", "of forced", ".3f")
+GAIN = Metric("gain_over_none", "ratio", "over none", ".3f")
+BEFORE = Metric("imbalance_before", "max/mean", "before", ".3f")
+AFTER = Metric("imbalance_after", "max/mean", "after", ".3f")
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How much is measured."""
+
+    alone: Shape  # of one rank
+    spread: Shape  # of the ranks that gain
+    rounds: int
+    steps: int  # of a round, on a device
+
+
+ALONE = Shape(hidden=2048, ffn=768, experts=128, top_k=8, tokens=8192)  # of Qwen3-30B-A3B
+SPREAD = Shape(hidden=512, ffn=1024, experts=8, top_k=2, tokens=2048, ranks=2)
+FULL, QUICK = Scale(ALONE, SPREAD, 31, 5), Scale(ALONE, SPREAD, 9, 5)
+TOY = Scale(
+    Shape(hidden=16, ffn=16, experts=4, top_k=2, tokens=8),
+    Shape(hidden=16, ffn=32, experts=8, top_k=2, tokens=64, ranks=2),
+    rounds=2,
+    steps=1,
+)
+RATIO = 1.6  # fullest rank over mean rank
+
+
+def block(shape: Shape, device: torch.device, dtype: torch.dtype) -> Any:
+    """The experts of a layer and their router, with grouped products."""
+    config = Qwen3MoeConfig(
+        hidden_size=shape.hidden,
+        moe_intermediate_size=shape.ffn,
+        num_experts=shape.experts,
+        num_experts_per_tok=shape.top_k,
+        norm_topk_prob=True,
+        experts_implementation="grouped_mm",
+    )
+    made = Qwen3MoeSparseMoeBlock(config)
+    draw = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.copy_(
+                torch.randn(parameter.shape, generator=draw) / parameter.shape[-1] ** 0.5
+            )
+    return made.to(device=device, dtype=dtype)
+
+
+class Step:
+    """Forward and backward of a block."""
+
+    def __init__(self, made: Any, tokens: torch.Tensor) -> None:
+        self.block, self.tokens = made, tokens[None].requires_grad_()
+        self.y = torch.empty(0)
+
+    def __call__(self) -> None:
+        self.block.zero_grad(set_to_none=True)
+        self.tokens.grad = None
+        self.y = self.block(self.tokens)
+        self.y.sum().backward()
+
+
+def overhead(bench: Bench) -> None:
+    """Milliseconds of a step of one rank, and how much more that is than unmodified."""
+    shape, clock = bench.scale.alone, bench.clock
+    draw = torch.Generator().manual_seed(1)
+    tokens = torch.randn(shape.tokens, shape.hidden, generator=draw).to(clock.device, clock.dtype)
+    plain = block(shape, clock.device, clock.dtype)
+    steps = {PLAIN: Step(plain, tokens.clone())}
+    for plane in ("messages",) if isinstance(clock, Host) else ("messages", "auto"):
+        balanced = copy.deepcopy(plain)
+        balance(balanced, policy="none", data_plane=plane)
+        steps[f"balanced, {plane}"] = Step(balanced, tokens.clone())
+    compare(steps)
+    times = in_turns(steps, clock, bench.scale)
+    about = "/".join(str(n) for n in (shape.hidden, shape.ffn, shape.experts, shape.top_k))
+    lines = []
+    for name, ms in times.items():
+        values: Values = {STEP: ms, OVERHEAD: ms / times[PLAIN] - 1}
+        shown = {HOST_STEP: ms} if isinstance(clock, Host) else values
+        lines.append(Line({"shape": about, "tokens": shape.tokens, "block": name}, shown))
+    bench.table(f"EP1, policy none, forward and backward, {clock.dtype}", lines)
+
+
+def compare(steps: dict[str, Step]) -> None:
+    """Raise if outputs or gradients of the tokens differ by more than the type explains."""
+    for step in steps.values():
+        step()
+    first = steps[PLAIN]
+    limit = 0.05 if first.y.dtype.itemsize < 4 else 1e-4
+    for name, step in steps.items():
+        for got, want in ((step.y, first.y), (step.tokens.grad, first.tokens.grad)):
+            assert got is not None and want is not None  # noqa: PT018
+            off = ((got - want).abs().max() / want.abs().max()).item()
+            if not off <= limit:
+                raise Mismatch(f"{name} differs by {off:.3g} of the largest, allowed are {limit}")
+
+
+def in_turns(steps: dict[str, Step], clock: Clock, scale: Scale) -> dict[str, float]:
+    """Milliseconds of each, the median of rounds in which they take turns."""
+    found: dict[str, list[float]] = {name: [] for name in steps}
+    for round_ in range(scale.rounds + 2):  # two to warm up
+        for name in steps if round_ % 2 else reversed(steps):
+            ms = in_a_row(steps[name], clock, scale.steps)
+            if round_ >= 2:
+                found[name].append(ms)
+    free()
+    return {name: float(median(times)) for name, times in found.items()}
+
+
+def in_a_row(step: Step, clock: Clock, times: int) -> float:
+    """Milliseconds of a step among some, launched as they come."""
+
+    def calls() -> None:
+        for _ in range(times):
+            step()
+
+    us = clock.us(calls) if isinstance(clock, Host) else device_us(calls, 1)
+    return us / 1e3 / times
+
+
+class GivenRouter(nn.Module):
+    """A router of the library whose choices are given."""
+
+    ids = torch.empty(0)
+
+    def forward(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        gates = torch.full(self.ids.shape, 1 / self.ids.shape[1], dtype=tokens.dtype)
+        return tokens, gates.requires_grad_(), self.ids
+
+
+def on_rank(rank: int, shape: Shape, rounds: int) -> dict[str, dict[str, float]]:
+    """One process: time all variants in turns; the slowest rank counts."""
+    skewed, even = skewed_ids(shape, RATIO), even_ids(shape)
+    plain = block(shape, torch.device("cpu"), torch.float32)
+    plain.gate = GivenRouter()
+    made = {policy: copy.deepcopy(plain) for policy in ("none", "ultraep")}
+    owners = {policy: balance(made[policy], policy=policy) for policy in made}
+    tokens = torch.randn(shape.tokens, shape.hidden, generator=torch.Generator().manual_seed(rank))
+    steps = {policy: Step(made[policy], tokens.clone()) for policy in made}
+    variants = {"none": (skewed, "none"), "ultraep": (skewed, "ultraep"), FORCED: (even, "none")}
+    seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in variants}
+    facts = {}
+    for turn in range(rounds + 2):  # two to warm up
+        for name, (ids, policy) in variants.items():
+            made[policy].gate.ids = ids[rank]
+            owners[policy].reset_stats()
+            spent = slowest(steps[policy])
+            if turn >= 2:
+                seconds[name].append(spent)
+            stats = owners[policy].stats()
+            facts[name] = {"before": stats["imbalance_before"], "after": stats["imbalance_after"]}
+    for name, found in seconds.items():
+        facts[name]["step"] = median(elapsed for elapsed, _ in found)
+        facts[name]["busy"] = median(busy for _, busy in found)
+    return facts
+
+
+def slowest(step: Step) -> tuple[float, float]:
+    """Seconds of a step from a common start, and of the processor in it; the most of all ranks."""
+    dist.barrier()
+    begin, used = time.perf_counter(), time.process_time()
+    step()
+    spent = torch.tensor([time.perf_counter() - begin, time.process_time() - used])
+    dist.all_reduce(spent, op=dist.ReduceOp.MAX)
+    elapsed, busy = spent.tolist()
+    return elapsed, busy
+
+
+def gain(bench: Bench) -> None:
+    """Tokens a second of two ranks: unbalanced, balanced, forced balanced."""
+    shape = bench.scale.spread
+    found = on_ranks(shape.ranks, on_rank, shape, bench.scale.rounds)
+    case = {"ranks": shape.ranks, "tokens": shape.tokens, "hidden": shape.hidden, "ffn": shape.ffn}
+    case |= {"experts": shape.experts, "top_k": shape.top_k}
+    lines = []
+    for name, facts in found.items():
+        values = {
+            HOST_STEP: facts["step"] * 1e3,
+            BUSY: facts["busy"] * 1e3,
+            RATE: shape.ranks * shape.tokens / facts["step"],
+            SHARE: found[FORCED]["step"] / facts["step"],
+            GAIN: found["none"]["step"] / facts["step"],
+            BEFORE: facts["before"],
+            AFTER: facts["after"],
+        }
+        lines.append(Line(case | {"policy": name}, values))
+    bench.table("a block in processes, forward and backward", lines)
+
+
+SECTIONS = {"overhead": overhead, "gain": gain}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    common_options(parser)
+    section_option(parser, SECTIONS)
+    options = parser.parse_args()
+    scale = TOY if options.toy else QUICK if options.quick else FULL
+    on_device = "overhead" in options.only and on_gpu(toy=options.toy)
+    clock: Clock = Gpu() if on_device else Host()
+    bench = Bench.of("transformers", sys.argv, scale, clock, options.json)
+    bench.run(SECTIONS, options.only)
+
+
+if __name__ == "__main__":
+    main()

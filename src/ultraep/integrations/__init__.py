@@ -1,0 +1,1 @@
+"""Models of other libraries, balanced; each subpackage imports its library, and no other does."""

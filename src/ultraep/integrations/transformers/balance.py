@@ -1,0 +1,128 @@
+"""Balance a loaded model: every rank keeps its home experts, and feeds its own batch.
+
+balancer = balance(model)              # all ranks of torch.distributed
+...                                    # train, generate, model.save_pretrained
+unbalance(model)                       # all experts on every rank again
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from torch import nn
+
+from ultraep.errors import ConfigError
+from ultraep.integrations.transformers.check import check_experts, experts_of, num_experts
+from ultraep.integrations.transformers.experts import BalancedExperts, reunite, spread
+from ultraep.integrations.transformers.methods import replace_methods, restore_methods
+from ultraep.parallel.home import expert_parameters
+from ultraep.parallel.wrapped import leave_out_experts
+from ultraep.runtime.balancer import Balancer
+from ultraep.topology import even_homes
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+IGNORED_BY_DDP = "_ddp_params_and_buffers_to_ignore"
+
+
+def balance(
+    model: nn.Module,
+    group: ProcessGroup | None = None,
+    *,
+    slots: int = 1,
+    policy: str = "ultraep",
+    loaded: bool = True,
+    **options: Any,
+) -> Balancer:
+    """Spread the experts of a model over the ranks of a group, and balance every microbatch.
+
+    group: None: all ranks of torch.distributed; this process alone where it has not begun.
+    slots, policy, options: see `Balancer`.
+    loaded: whether the model has weights; if not, they come later, for home experts only.
+
+    Experts are those that the library's registry knows. Every rank keeps its home experts and
+    frees the others. Layers with another number of experts have another balancer: `balancers` has
+    them all, and that of most layers is returned. All ranks call this; nothing is changed if it
+    raises.
+    """
+    modules = experts_of(model)
+    check_experts(model, modules, loaded)
+    group = group_or_world(group)
+    made = _make_balancers(modules, group, options | {"slots": slots, "policy": policy})
+    for module in modules.values():
+        spread(module, made[num_experts(module)])
+    leave_out_experts(model)
+    replace_methods(model)
+    counts = [num_experts(module) for module in modules.values()]
+    return made[max(made, key=counts.count)]
+
+
+def unbalance(model: nn.Module) -> None:
+    """Have all experts on every rank again, in the classes that they had; collective."""
+    modules = balanced_experts(model)
+    if not modules:
+        raise ConfigError(f"{type(model).__name__} is not balanced")
+    forget_ignored(model)
+    owners = balancers(model)
+    for module in modules.values():
+        reunite(module)
+    restore_methods(model)
+    for balancer in owners:
+        balancer.close()
+
+
+def balancers(model: nn.Module) -> list[Balancer]:
+    """The balancers of a model: one for each number of experts that its layers have."""
+    return list({id(m.balancer): m.balancer for m in balanced_experts(model).values()}.values())
+
+
+def balanced_experts(model: nn.Module) -> dict[str, BalancedExperts]:
+    """The balanced modules of a model, by name."""
+    return {name: m for name, m in model.named_modules() if isinstance(m, BalancedExperts)}
+
+
+def _make_balancers(
+    modules: dict[str, nn.Module], group: ProcessGroup | None, options: dict[str, Any]
+) -> dict[int, Balancer]:
+    """One for each number of experts; none is left open if one cannot be made."""
+    ranks = 1 if group is None else group.size()
+    made: dict[int, Balancer] = {}
+    with ExitStack() as undo:
+        for experts in sorted({num_experts(module) for module in modules.values()}):
+            homes = None if experts % ranks == 0 else even_homes(experts, ranks)
+            made[experts] = Balancer(group, experts=experts, **{"homes": homes, **options})
+            undo.callback(made[experts].close)
+        undo.pop_all()
+    return made
+
+
+def group_or_world(group: ProcessGroup | None) -> ProcessGroup | None:
+    """The group that is meant; None: this process alone."""
+    if group is None and dist.is_initialized():
+        return dist.group.WORLD
+    if group is None:
+        started = int(os.environ.get("WORLD_SIZE", "1"))
+        if started > 1:
+            raise ConfigError(
+                f"{started} processes were started, and torch.distributed has not begun: call "
+                "torch.distributed.init_process_group before"
+            )
+        return None
+    if not isinstance(group, dist.ProcessGroup) or not dist.is_initialized():
+        raise ConfigError(
+            f"group must be an initialised process group that this rank is part of, got {group!r}"
+        )
+    return group
+
+
+def forget_ignored(model: nn.Module) -> None:
+    """Undo `leave_out_experts`."""
+    experts = expert_parameters(model)
+    for parameter in experts.values():
+        parameter.__dict__.pop("_ddp_ignored", None)
+    others = [name for name in getattr(model, IGNORED_BY_DDP, ()) if name not in experts]
+    setattr(model, IGNORED_BY_DDP, others)

@@ -1,0 +1,173 @@
+"""`save_pretrained` of a balanced model: the checkpoint that the model would write unbalanced.
+
+Experts are gathered on the rank that writes, layer by layer, and written shard by shard: no more
+than a shard and a layer of them is in its memory at once.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import nn
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.modeling_utils import remove_tied_weights_from_state_dict
+
+from ultraep.errors import ConfigError
+from ultraep.integrations.transformers.experts import BalancedExperts
+from ultraep.runtime.state import gather_experts
+
+State = dict[str, torch.Tensor]
+UNITS = {f"{unit}B": 1000**power for power, unit in enumerate("KMGT", start=1)}
+UNITS |= {f"{unit}IB": 1024**power for power, unit in enumerate("KMGT", start=1)}
+OF_NO_WEIGHTS = ("save_peft_format", "token")  # options that do not concern what is written here
+
+
+def save_pretrained(
+    model: Any,
+    save_directory: str | Path,
+    is_main_process: bool = True,
+    *,
+    max_shard_size: int | str = "50GB",
+    save_original_format: bool = True,
+    variant: str | None = None,
+    **others: Any,
+) -> None:
+    """Write the checkpoint that all experts in one process would give; all ranks call it.
+
+    Arguments are those of the library. `others` are refused: they would give something else.
+    """
+    plain = type(model).save_pretrained
+    if getattr(model, "_hf_peft_config_loaded", False):  # adapters alone, and experts have none
+        plain(model, save_directory, is_main_process=is_main_process, variant=variant, **others)
+        return
+    unset = (None, False)
+    asked = [n for n, value in others.items() if n not in OF_NO_WEIGHTS and value not in unset]
+    if asked:
+        raise ConfigError(f"save_pretrained of a balanced model does not take {', '.join(asked)}")
+    limit, writer = bytes_of(max_shard_size), None
+    writes = model.should_save_on_this_rank(is_main_process)
+    if writes:
+        plain(model, save_directory, state_dict={}, variant=variant)  # all but the weights
+        writer = ShardWriter(Path(save_directory), limit, variant)
+    for piece in pieces_of(model, writes):
+        if writer is not None:
+            writer.add(revert_weight_conversion(model, piece) if save_original_format else piece)
+    if writer is not None:
+        writer.close()
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def pieces_of(model: nn.Module, wanted: bool) -> Iterator[State]:
+    """The state with all experts, layer by layer, on the host; collective.
+
+    wanted: whether this rank wants it; else it takes part, and gets nothing.
+    """
+    state = dict(model.state_dict())
+    for name in getattr(model, "_keys_to_ignore_on_save", None) or ():
+        state.pop(name, None)
+    state = remove_tied_weights_from_state_dict(state, model)
+    layers: dict[str, list[str]] = {}
+    for name in state:
+        layer = re.match(r"(.*?\.\d+)\.", name)
+        layers.setdefault(layer[1] if layer else "", []).append(name)
+    owners = _owners(model)
+    for names in layers.values():
+        piece = {}
+        for name in names:
+            tensor = state.pop(name)
+            if name in owners:
+                tensor = _gathered(tensor, owners[name])
+            if wanted:
+                piece[name] = tensor.detach().cpu()
+        yield piece
+
+
+def _gathered(stacked: torch.Tensor, owner: BalancedExperts) -> torch.Tensor:
+    """The tensor of all experts, where it is written; nothing on other ranks."""
+    group = owner.balancer.group
+    everyone = dist.get_process_group_ranks(group) if group is not None else [0]
+    writer = everyone.index(0) if 0 in everyone else 0
+    owner.balancer.at_state(owner.layer_index, stacked.device)
+    return gather_experts(stacked, owner.balancer, only=writer)
+
+
+def _owners(model: nn.Module) -> dict[str, BalancedExperts]:
+    """Which module has the tensors of these names."""
+    return {
+        f"{prefix}.{name}" if prefix else name: module
+        for prefix, module in model.named_modules()
+        if isinstance(module, BalancedExperts)
+        for name in module.bundle
+    }
+
+
+def bytes_of(size: int | str) -> int:
+    """A size as the library takes it, "5GB" or a number of bytes.
+
+    >>> bytes_of("2MB"), bytes_of("1.5 GiB"), bytes_of(10)
+    (2000000, 1610612736, 10)
+    """
+    if isinstance(size, int):
+        return size
+    found = re.fullmatch(r"([\d.]+) ?([KMGT]i?B)", size, re.IGNORECASE)
+    if found is None:
+        raise ConfigError(f'max_shard_size must be bytes, or such as "5GB", got {size!r}')
+    return int(float(found[1]) * UNITS[found[2].upper()])
+
+
+class ShardWriter:
+    """Writes tensors into files of limited size, and an index if there are several."""
+
+    def __init__(self, folder: Path, limit: int, variant: str | None) -> None:
+        self._folder, self._limit = folder, limit
+        self._middle = f".{variant}" if variant else ""
+        self._pending: State = {}
+        self._files: list[list[str]] = []  # names of tensors in every file
+        self._held = self._bytes = 0  # that wait, and that are written
+
+    def add(self, tensors: State) -> None:
+        """Write them, now or with those that come."""
+        for name, tensor in tensors.items():
+            if self._pending and self._held + tensor.nbytes > self._limit:
+                self._write()
+            self._pending[name] = tensor.contiguous()
+            self._held += tensor.nbytes
+
+    def close(self) -> None:
+        """Write what is left, and give the files their names."""
+        if self._pending:
+            self._write()
+        total = len(self._files)
+        names = [self._name(index, total) for index in range(total)]
+        path = self._folder / f"model.safetensors.index{self._middle}.json"
+        for stale in (path, self._folder / self._name(0, 1)):  # of a save in another form
+            stale.unlink(missing_ok=True)
+        for index, name in enumerate(names):
+            self._temporary(index).replace(self._folder / name)
+        if total > 1:
+            where = {t: name for name, held in zip(names, self._files, strict=True) for t in held}
+            told = {"metadata": {"total_size": self._bytes}, "weight_map": where}
+            path.write_text(json.dumps(told, indent=2, sort_keys=True) + "\n")
+
+    def _write(self) -> None:
+        self._bytes, self._held = self._bytes + self._held, 0
+        path = self._temporary(len(self._files))
+        save_file(self._pending, path, metadata={"format": "pt"})
+        self._files.append(list(self._pending))
+        self._pending = {}
+
+    def _temporary(self, index: int) -> Path:
+        return self._folder / f"unfinished-{index:05d}.safetensors"
+
+    def _name(self, index: int, total: int) -> str:
+        if total == 1:
+            return f"model{self._middle}.safetensors"
+        return f"model{self._middle}-{index + 1:05d}-of-{total:05d}.safetensors"

@@ -1,0 +1,94 @@
+"""The library's Trainer for balanced models: gradients, their norm, and checkpoints.
+
+Every rank has other experts. So their gradients are averaged here, where the wrapper for data
+parallelism leaves them alone; the norm that clips counts each of them once; and checkpoints have
+the weights and the state of the optimizer of all ranks, for any number of ranks.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from transformers import PreTrainedModel, Trainer
+
+from ultraep.errors import ConfigError
+from ultraep.integrations.transformers.balance import balanced_experts
+from ultraep.parallel.checkpoint import ShardedState
+from ultraep.parallel.gradients import average_expert_gradients, clip_grad_norm
+from ultraep.parallel.wrapped import leave_out_experts
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+STATE, SCHEDULER = "sharded_state", "scheduler.pt"
+_Base: Any = Trainer if TYPE_CHECKING else object
+
+
+class BalancedTraining(_Base):  # type: ignore[misc]
+    """What a Trainer of a balanced model does otherwise; it stands before any class of Trainer.
+
+    alike: the ranks with the same experts as this one, where there are several groups.
+    """
+
+    alike: ProcessGroup | None = None
+
+    def __init__(self, *inputs: Any, **options: Any) -> None:
+        super().__init__(*inputs, **options)
+        if not balanced_experts(self.model):
+            raise ConfigError(f"{type(self.model).__name__} is not balanced: call balance before")
+        if self.args.fp16:
+            raise ConfigError("fp16 scales losses by what each rank sees: use bf16, or float32")
+        leave_out_experts(self.model)  # also where an adapter has been put around the model since
+
+    def _clip_grad_norm(self, model: Any) -> torch.Tensor:  # noqa: ARG002
+        return self._norm(self.args.max_grad_norm)
+
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:  # noqa: ARG002
+        return self._norm(float("inf")) if grad_norm is None else grad_norm
+
+    def _norm(self, limit: float) -> torch.Tensor:
+        average_expert_gradients(self.model, self.alike)
+        return clip_grad_norm(self.model, limit)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Write the weights of all ranks, for `from_pretrained`; all ranks call it."""
+        if self.args.should_save:
+            super().save_model(output_dir, _internal_call)
+        elif isinstance(self.model, PreTrainedModel):  # a model of adapters has no experts to save
+            self.model.save_pretrained(output_dir or self.args.output_dir, is_main_process=False)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        save({"training": self._state()}, checkpoint_id=Path(output_dir) / STATE)
+        if self.args.should_save:
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER)
+
+    def _load_from_checkpoint(self, folder: str, model: Any = None) -> None:  # noqa: ARG002
+        if not (Path(folder) / STATE).is_dir():
+            raise ConfigError(f"{folder} has no {STATE}: it was not saved by a balanced Trainer")
+        self._load(folder, ShardedState(self.model))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is not None:
+            self._load(checkpoint, self._state())
+            scheduler = torch.load(Path(checkpoint) / SCHEDULER, weights_only=True)
+            self.lr_scheduler.load_state_dict(scheduler)
+
+    def _load_best_model(self) -> None:
+        self._load_from_checkpoint(self.state.best_model_checkpoint)
+
+    def _load(self, folder: str, state: ShardedState) -> None:
+        load({"training": state}, checkpoint_id=Path(folder) / STATE)
+        if dist.is_initialized():
+            dist.barrier()
+
+    def _state(self) -> ShardedState:
+        return ShardedState(self.model, getattr(self.optimizer, "optimizer", self.optimizer))
+
+
+class BalancedTrainer(BalancedTraining, Trainer):  # type: ignore[misc]
+    """The Trainer of the library, for balanced models."""

@@ -1,0 +1,93 @@
+"""The scripts of docs/integrations/transformers.md are short, and run as they stand there."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+import runpy
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+pytest.importorskip("peft")
+
+import torch.distributed as dist
+from families import build
+from ranks import shared_pool
+from safetensors.torch import load_file
+from trainers import under_torchrun
+from transformers.distributed.expert_parallel import ALL_PARALLEL_STYLES
+
+from ultraep.integrations.transformers.native import STYLE
+
+PAGE = Path(__file__).parents[2] / "docs" / "integrations" / "transformers.md"
+SCRIPTS = {
+    re.match(r"# (\w+)\.py", text)[1]: text
+    for text in re.findall(r"```py\n(.*?)```", PAGE.read_text(), re.DOTALL)
+}
+
+
+def run_script(rank, group, folder, name, port):
+    """As torchrun would, in a process that has imported all that takes seconds."""
+    size = group.size()
+    dist.destroy_process_group()
+    printed = io.StringIO()
+    before, arguments = Path.cwd(), sys.argv
+    with under_torchrun(rank, size), contextlib.redirect_stdout(printed):
+        os.environ["MASTER_PORT"] = str(port)
+        os.environ["ACCELERATE_USE_CPU"] = "1"
+        os.chdir(folder)
+        sys.argv = [f"{name}.py", str(folder / "checkpoint")]
+        style = ALL_PARALLEL_STYLES[STYLE]
+        try:
+            runpy.run_path(str(folder / f"{name}.py"), run_name="__main__")
+        finally:
+            os.chdir(before)
+            sys.argv = arguments
+            ALL_PARALLEL_STYLES.register(STYLE, style)  # a process of torchrun would end here
+    return printed.getvalue()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    made = tmp_path_factory.mktemp("scripts")
+    build("mixtral").save_pretrained(made / "checkpoint")
+    for name, text in SCRIPTS.items():
+        (made / f"{name}.py").write_text(text)
+    return made
+
+
+def free_port():
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_scripts_run(name, folder):
+    assert len(SCRIPTS[name].splitlines()) < 40
+    printed = shared_pool().run(2, run_script, folder, name, free_port())
+    told = {
+        "train": "loss",
+        "trainer": "train_loss",
+        "lora": "train_loss",
+        "generate": "rank 1: [[",
+        "native": "imbalance",
+    }
+    assert told[name] in "".join(printed)
+
+
+def test_what_scripts_leave_behind(folder):
+    """Whole checkpoints: those of all experts."""
+    whole = load_file(folder / "checkpoint" / "model.safetensors")
+    for name in ("trained", "run/checkpoint-4", "native"):
+        written = load_file(folder / name / "model.safetensors")
+        assert {n: t.shape for n, t in written.items()} == {n: t.shape for n, t in whole.items()}
+    adapters = load_file(folder / "adapters" / "adapter_model.safetensors")
+    assert len(adapters) == 8

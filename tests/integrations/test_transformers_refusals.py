@@ -1,0 +1,207 @@
+"""Models that cannot be balanced are refused by name, and stay as they are."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+import transformers
+from families import batch, build, outputs
+from ranks import shared_pool
+
+from ultraep import BackendUnavailable, ConfigError
+from ultraep.integrations.transformers import (
+    balance,
+    balanced_from_pretrained,
+    balancers,
+    enable,
+    library,
+    unbalance,
+)
+
+TINY = {
+    "vocab_size": 64,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "pad_token_id": 0,
+}
+
+
+def refused(model, match, **options):
+    """It raises, and nothing of the model has changed."""
+    before = {name: (id(p), p.detach().clone()) for name, p in model.named_parameters()}
+    classes, own = [type(m) for m in model.modules()], set(vars(model))
+    with pytest.raises(ConfigError, match=match):
+        balance(model, **options)
+    assert [type(m) for m in model.modules()] == classes
+    assert set(vars(model)) == own
+    for name, parameter in model.named_parameters():
+        identity, value = before[name]
+        assert id(parameter) == identity
+        assert torch.equal(parameter.detach().float(), value.float())
+
+
+def test_a_model_without_experts():
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**TINY))
+    refused(model, "LlamaForCausalLM has no experts of the registry .* none at all")
+
+
+def test_experts_that_are_not_in_the_registry():
+    config = transformers.Llama4TextConfig(
+        **TINY, num_local_experts=2, intermediate_size_mlp=16, head_dim=8
+    )
+    refused(transformers.Llama4ForCausalLM(config), "Llama4TextExperts cannot be balanced")
+
+
+def test_a_balanced_model():
+    model = build("mixtral")
+    balancer = balance(model)
+    with pytest.raises(ConfigError, match="MixtralForCausalLM is balanced already"):
+        balance(model)
+    assert balancers(model) == [balancer]
+    unbalance(model)
+    with pytest.raises(ConfigError, match="MixtralForCausalLM is not balanced"):
+        unbalance(model)
+
+
+def test_quantised_experts():
+    model = build("mixtral")
+    experts = model.model.layers[1].mlp.experts
+    for name in ("gate_up_proj", "down_proj"):
+        stored = getattr(experts, name).detach().to(torch.float8_e4m3fn)
+        setattr(experts, name, torch.nn.Parameter(stored, requires_grad=False))
+    refused(model, r"layers.1.mlp.experts.gate_up_proj' is quantised .*float8_e4m3fn.* scales")
+
+
+def test_tied_experts():
+    model = build("mixtral")
+    one, two = (layer.mlp.experts for layer in model.model.layers)
+    two.down_proj = one.down_proj
+    refused(
+        model, r"layers.0.mlp.experts.down_proj' and .*layers.1.mlp.experts.down_proj' are tied"
+    )
+    model = build("mixtral")
+    model.model.layers[1].mlp.experts = model.model.layers[0].mlp.experts
+    refused(model, r"layers.0.mlp.experts' and .*layers.1.mlp.experts' are tied")
+
+
+def test_experts_of_another_shape_or_without_weights():
+    model = build("mixtral")
+    experts = model.model.layers[0].mlp.experts
+    experts.down_proj = torch.nn.Parameter(experts.down_proj[:5].detach())
+    refused(model, r"stacked over 8 experts, got shape \[5, 32, 48\]")
+    with torch.device("meta"):
+        model = transformers.MixtralForCausalLM(build("mixtral").config)
+    with pytest.raises(ConfigError, match="on the meta device"):
+        balance(model)
+
+
+def test_gradients_of_all_experts():
+    model = build("mixtral")
+    outputs(model, batch(0)).sum().backward()
+    refused(model, "has a gradient")
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"slots": 9}, "slots must lie between 0 and 8, got 9"),
+        ({"slots": -1}, "slots must lie between 0 and 8, got -1"),
+        ({"policy": "nonsense"}, "nonsense"),
+        ({"homes": [0]}, "homes must hold one rank for each of the 8 experts"),
+        ({"group": object()}, "must be an initialised process group"),
+    ],
+)
+def test_settings_that_cannot_work(options, match):
+    refused(build("mixtral"), match, **options)
+
+
+def test_processes_without_torch_distributed(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    refused(build("mixtral"), "4 processes were started, and torch.distributed has not begun")
+
+
+def outside(rank, group):
+    import torch.distributed as dist
+
+    alone = dist.new_group([0])
+    model = build("mixtral")
+    if rank == 1:
+        with pytest.raises(ConfigError, match="that this rank is part of"):
+            balance(model, alone)
+
+
+def test_a_rank_outside_of_the_group():
+    shared_pool().run(2, outside)
+
+
+@pytest.mark.parametrize("found", ["4.57.1", "5.3.0", "6.0.0.dev0"])
+def test_another_version(found, monkeypatch):
+    monkeypatch.setattr(library, "version", lambda name: found)
+    with pytest.raises(ConfigError, match=f"transformers 5.22 to 5.x is needed, and {found} is"):
+        library.check_library()
+
+
+def test_no_library_at_all():
+    code = """
+import importlib.metadata as metadata
+def missing(name): raise metadata.PackageNotFoundError(name)
+metadata.version = missing
+import ultraep.integrations.transformers
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert "BackendUnavailable" in done.stderr
+    assert "pip install 'ultraep[transformers]'" in done.stderr
+    assert issubclass(BackendUnavailable, ImportError)
+
+
+def test_checkpoints_that_are_none_of_ours(tmp_path):
+    model = build("mixtral")
+    model.config.architectures = ["NobodyKnowsThis"]
+    model.config.save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"NobodyKnowsThis.*model_class="):
+        balanced_from_pretrained(tmp_path)
+
+
+def test_saving_refuses_what_would_be_another_checkpoint(tmp_path):
+    model = build("mixtral")
+    balance(model)
+    with pytest.raises(ConfigError, match="does not take state_dict"):
+        model.save_pretrained(tmp_path, state_dict=model.state_dict())
+    with pytest.raises(ConfigError, match="max_shard_size"):
+        model.save_pretrained(tmp_path, max_shard_size="5 apples")
+    assert not list(tmp_path.iterdir())
+    unbalance(model)
+
+
+def test_enabling_twice_or_with_nonsense():
+    with pytest.raises(ConfigError, match="nonsense"):
+        enable(policy="nonsense")
+    style = enable()
+    try:
+        with pytest.raises(ConfigError, match="enabled already"):
+            enable(slots=2)
+    finally:
+        style.disable()
+
+
+def test_a_copy_of_a_balanced_model_computes_the_same():
+    model = build("mixtral").eval()
+    balance(model)
+    other = copy.deepcopy(model)
+    ids = batch(0)
+    assert torch.equal(outputs(model, ids), outputs(other, ids))
+    assert other.save_pretrained.__self__ is other
+    with torch.no_grad():
+        other.model.layers[0].mlp.experts.down_proj.zero_()
+    assert not torch.equal(outputs(model, ids), outputs(other, ids))
+    unbalance(model)
