@@ -81,8 +81,8 @@ ONLY_IN = {
     ],
     "triton": ["backends/triton"],
     "torch.distributed": ["demo", "integrations", "parallel", "runtime", "tiny"],
-    "safetensors": ["integrations/transformers"],
-    "transformers": ["integrations/transformers"],
+    "safetensors": ["inspect", "integrations/transformers"],
+    "transformers": ["inspect", "integrations/transformers"],
 }
 
 

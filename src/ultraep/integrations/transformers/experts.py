@@ -21,6 +21,7 @@ from transformers.integrations.moe import _grouped_linear
 from ultraep.arrays import PADDING
 from ultraep.bundle import Bundle
 from ultraep.combine import combine
+from ultraep.comm import moved
 from ultraep.dispatch import dispatch
 from ultraep.errors import ConfigError
 from ultraep.loan import serve
@@ -105,7 +106,7 @@ def compute(
     seen = _WithOther(experts, tensors, len(counts))
     if experts.config._experts_implementation == GROUPED:
         return in_groups(seen, rows, counts)
-    each = torch.tensor(counts, device=rows.device)
+    each = moved(torch.tensor(counts), rows.device)
     ids = torch.arange(len(counts), device=rows.device)
     ids = ids.repeat_interleave(each, output_size=len(rows))
     ones = rows.new_ones(len(rows), 1)
@@ -125,7 +126,7 @@ class _WithOther:
 
 def in_groups(experts: Any, rows: torch.Tensor, counts: list[int]) -> torch.Tensor:
     """What the library does for "grouped_mm", for rows that are in the order of experts already."""
-    ends = torch.tensor(list(accumulate(counts)), dtype=torch.int32, device=rows.device)
+    ends = moved(torch.tensor(list(accumulate(counts)), dtype=torch.int32), rows.device)
     first = "gate_up_proj" if experts.has_gate else "up_proj"
     hidden = _product(experts, first, rows, counts, ends)
     hidden = experts._apply_gate(hidden) if experts.has_gate else experts.act_fn(hidden)
@@ -141,7 +142,7 @@ def _product(
     """Rows times the weights of their experts."""
     bias = None
     if experts.has_bias:
-        each = torch.tensor(counts, device=rows.device)
+        each = moved(torch.tensor(counts), rows.device)
         stacked = getattr(experts, f"{name}_bias")
         bias = stacked.repeat_interleave(each, dim=0, output_size=len(rows))
     product: torch.Tensor = _grouped_linear(
