@@ -78,7 +78,7 @@ def hashed_words(vocabulary: int) -> Encode:
     """A token for every word and every sign, the same on every machine.
 
     >>> hashed_words(1000)("to be, or not to be")
-    [0]
+    [408, 445, 185, 34, 792, 346, 445]
     """
 
     def encode(text: str) -> list[int]:
