@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from bench_layer import AFTER, BEFORE, GAIN, RATE, SHARE
 from harness import Bench, Line, Metric, Mismatch, Values, common_options, section_option
 from load_cases import Shape, even_ids, skewed_ids
 from timing import Clock, Gpu, Host, device_us, free, on_gpu
@@ -41,11 +42,6 @@ STEP = Metric("step_time_p50", "ms", "ms", ".3f")
 HOST_STEP = Metric("step_host_time", "ms", "host ms", ".2f")
 OVERHEAD = Metric("overhead_over_unmodified", "ratio", "overhead", "+.4f")
 BUSY = Metric("busiest_processor_time", "ms", "cpu ms", ".2f")
-RATE = Metric("tokens_per_second", "tokens/s", "tokens/s", ".0f")
-SHARE = Metric("share_of_forced_balance", "share", "of forced", ".3f")
-GAIN = Metric("gain_over_none", "ratio", "over none", ".3f")
-BEFORE = Metric("imbalance_before", "max/mean", "before", ".3f")
-AFTER = Metric("imbalance_after", "max/mean", "after", ".3f")
 
 
 @dataclass(frozen=True)
@@ -242,7 +238,7 @@ def main() -> None:
     options = parser.parse_args()
     scale = TOY if options.toy else QUICK if options.quick else FULL
     on_device = "overhead" in options.only and on_gpu(toy=options.toy)
-    clock: Clock = Gpu() if on_device else Host()
+    clock: Clock = Gpu() if on_device else Host(name="torch on the CPU")
     bench = Bench.of("transformers", sys.argv, scale, clock, options.json)
     bench.run(SECTIONS, options.only)
 

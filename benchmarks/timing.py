@@ -145,8 +145,8 @@ class Host:
 
     dtype = torch.float32  # the interpreter multiplies bfloat16 as if they were integers
 
-    def __init__(self, repeats: int = 3, warmup: int = 1) -> None:
-        self.name, self.device = "Triton interpreter", torch.device("cpu")
+    def __init__(self, repeats: int = 3, warmup: int = 1, name: str = "Triton interpreter") -> None:
+        self.name, self.device = name, torch.device("cpu")
         self._repeats, self._warmup = repeats, warmup
 
     def us(self, call: Call, before: Call = nothing, launches: int = 1) -> float:

@@ -46,7 +46,7 @@ class Stats:
     def summary(self) -> dict[str, Any]:
         """Means over microbatches, totals of what this rank sent, seconds per stage."""
         count = max(1, self._microbatches)
-        for_all = count / max(1, self._timed) if self._timed else 1.0
+        for_all = count / self._timed if self._timed else 1.0
         return {
             "microbatches": self._microbatches,
             "imbalance_before": self._before / count,

@@ -178,10 +178,21 @@ class Grouped:
         Sums are rounded once, to the type of the stack that they go to; those of home experts that
         have copies are not, and go to `sums` instead, if there are any.
         """
-        self._check(into, (d_out_AN.shape[1], rows_AK.shape[1]), d_out_AN, rows_AK, scale)
+        height, width = d_out_AN.shape[1], rows_AK.shape[1]
+        self._check(into, (height, width), d_out_AN, rows_AK, scale)
         assert d_out_AN.dtype == rows_AK.dtype, (d_out_AN.dtype, rows_AK.dtype)
         if bias is not None:
-            self._check(bias, d_out_AN.shape[1:])
+            self._check(bias, (height,))
+        self._weight_gradients(d_out_AN, rows_AK, into, bias, scale)
+
+    def _weight_gradients(
+        self,
+        d_out_AN: torch.Tensor,
+        rows_AK: torch.Tensor,
+        into: Stacks,
+        bias: Stacks | None,
+        scale: torch.Tensor | None,
+    ) -> None:
         blocks = self.table["weight_gradients", rows_AK.element_size()]
         last = blocks.last(rows_AK.shape[1])
         quick(grouped.weight_gradients)[(self.programs * blocks.resident,)](

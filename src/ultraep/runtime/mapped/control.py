@@ -150,17 +150,7 @@ class ControlPlane:
         device: torch.device | str | None = None,
     ) -> None:
         config = config or BalanceConfig()
-        if config.policy not in POLICIES:
-            raise ConfigError(
-                f"policy {config.policy!r} cannot run on the GPU; known are {', '.join(POLICIES)}"
-            )
-        if not 0 <= rank < topology.ranks:
-            raise ConfigError(f"rank must lie in 0..{topology.ranks - 1}, got {rank}")
-        if not 0 <= rows <= MAX_TOTAL // topology.ranks:
-            raise ConfigError(
-                f"rows must lie in 0..{MAX_TOTAL // topology.ranks}, so that {topology.ranks} "
-                f"ranks count no more than {MAX_TOTAL}, got {rows}"
-            )
+        _check_settings(topology, config, rows, rank)
         select("triton")
         from ultraep.backends.triton.counter import Counter
         from ultraep.backends.triton.device import default_device
@@ -369,3 +359,18 @@ class ControlPlane:
     def _check_device(self, name: str, tensor: torch.Tensor) -> None:
         if tensor.device != self.device:
             raise LoadError(f"{name} must be on {self.device}, got {tensor.device}")
+
+
+def _check_settings(topology: Topology, config: BalanceConfig, rows: int, rank: int) -> None:
+    """Refuse what a GPU cannot do, before its memory is taken."""
+    if config.policy not in POLICIES:
+        raise ConfigError(
+            f"policy {config.policy!r} cannot run on the GPU; known are {', '.join(POLICIES)}"
+        )
+    if not 0 <= rank < topology.ranks:
+        raise ConfigError(f"rank must lie in 0..{topology.ranks - 1}, got {rank}")
+    if not 0 <= rows <= MAX_TOTAL // topology.ranks:
+        raise ConfigError(
+            f"rows must lie in 0..{MAX_TOTAL // topology.ranks}, so that {topology.ranks} "
+            f"ranks count no more than {MAX_TOTAL}, got {rows}"
+        )
