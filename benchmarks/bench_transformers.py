@@ -1,11 +1,13 @@
 """A block of experts of transformers: balanced beside unmodified, forward and backward.
 
-    python benchmarks/bench_transformers.py                    # `overhead` needs a GPU; a minute
+    python benchmarks/bench_transformers.py                    # all but `gain` need a GPU; minutes
     python benchmarks/bench_transformers.py --only gain        # EP2 on two cores
     python benchmarks/bench_transformers.py --toy              # tiny, for CI; also without a GPU
 
 `overhead`: one rank, policy "none", so that nothing is gained: what the way through our stages
 costs a block with grouped experts. Router included; outputs are compared before any timing.
+`card`: eight ranks on parts of one card, with the library's own experts through the seam; launched
+by a thread for each rank, and in graphs.
 `gain`: two processes, one pinned core and one thread each, with given routing. The same tokens with
 a skew, unbalanced and balanced; and as a ceiling the same number of tokens routed evenly. Beside
 the time of a step stands what the busiest rank used of its processor: on a machine on which others
@@ -27,17 +29,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from bench_layer import AFTER, BEFORE, GAIN, RATE, SHARE
-from harness import Bench, Line, Metric, Mismatch, Values, common_options, section_option
-from load_cases import Shape, even_ids, skewed_ids
-from timing import Clock, Gpu, Host, device_us, free, on_gpu
-from torch import nn
+from harness import Bench, Case, Line, Metric, Mismatch, Values, common_options, section_option
+from load_cases import HotRank, Shape, even_ids, skewed_ids
+from timing import Clock, Gpu, Host, device_us, free, on_gpu, tell
 from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
+from transformers_card import FORCED, Blocks, GivenChoices
+from transformers_card import compare as compare_ranks
 from world import on_ranks
 
 from ultraep.integrations.transformers import balance
 
-PLAIN, FORCED = "unmodified", "forced balance"
+PLAIN = "unmodified"
 STEP = Metric("step_time_p50", "ms", "ms", ".3f")
 HOST_STEP = Metric("step_host_time", "ms", "host ms", ".2f")
 OVERHEAD = Metric("overhead_over_unmodified", "ratio", "overhead", "+.4f")
@@ -50,20 +53,27 @@ class Scale:
 
     alone: Shape  # of one rank
     spread: Shape  # of the ranks that gain
+    card: Shape  # of the ranks on one card
+    hot: tuple[float, ...]  # imbalances of its loads
     rounds: int
     steps: int  # of a round, on a device
 
 
 ALONE = Shape(hidden=2048, ffn=768, experts=128, top_k=8, tokens=8192)  # of Qwen3-30B-A3B
 SPREAD = Shape(hidden=512, ffn=1024, experts=8, top_k=2, tokens=2048, ranks=2)
-FULL, QUICK = Scale(ALONE, SPREAD, 31, 5), Scale(ALONE, SPREAD, 9, 5)
+CARD = Shape(hidden=4096, ffn=1536, experts=128, top_k=8, tokens=8192, ranks=8)  # of Qwen3-235B
+FULL = Scale(ALONE, SPREAD, CARD, (1.5, 2.0, 3.0), 31, 5)
+QUICK = Scale(ALONE, SPREAD, CARD, (2.0,), 9, 5)
 TOY = Scale(
     Shape(hidden=16, ffn=16, experts=4, top_k=2, tokens=8),
     Shape(hidden=16, ffn=32, experts=8, top_k=2, tokens=64, ranks=2),
+    Shape(hidden=16, ffn=32, experts=8, top_k=2, tokens=64, ranks=2),
+    (1.2,),
     rounds=2,
     steps=1,
 )
 RATIO = 1.6  # fullest rank over mean rank
+SMS = 16  # multiprocessors of a rank on one card
 
 
 def block(shape: Shape, device: torch.device, dtype: torch.dtype) -> Any:
@@ -76,14 +86,13 @@ def block(shape: Shape, device: torch.device, dtype: torch.dtype) -> Any:
         norm_topk_prob=True,
         experts_implementation="grouped_mm",
     )
-    made = Qwen3MoeSparseMoeBlock(config)
-    draw = torch.Generator().manual_seed(0)
+    with torch.device("meta"):
+        made = Qwen3MoeSparseMoeBlock(config).to(dtype).to_empty(device=device)
+    draw = torch.Generator(device=device).manual_seed(0)
     with torch.no_grad():
         for parameter in made.parameters():
-            parameter.copy_(
-                torch.randn(parameter.shape, generator=draw) / parameter.shape[-1] ** 0.5
-            )
-    return made.to(device=device, dtype=dtype)
+            parameter.normal_(std=parameter.shape[-1] ** -0.5, generator=draw)
+    return made
 
 
 class Step:
@@ -159,21 +168,10 @@ def in_a_row(step: Step, clock: Clock, times: int) -> float:
     return us / 1e3 / times
 
 
-class GivenRouter(nn.Module):
-    """A router of the library whose choices are given."""
-
-    ids = torch.empty(0)
-
-    def forward(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        gates = torch.full(self.ids.shape, 1 / self.ids.shape[1], dtype=tokens.dtype)
-        return tokens, gates.requires_grad_(), self.ids
-
-
 def on_rank(rank: int, shape: Shape, rounds: int) -> dict[str, dict[str, float]]:
     """One process: time all variants in turns; the slowest rank counts."""
     skewed, even = skewed_ids(shape, RATIO), even_ids(shape)
     plain = block(shape, torch.device("cpu"), torch.float32)
-    plain.gate = GivenRouter()
     made = {policy: copy.deepcopy(plain) for policy in ("none", "ultraep")}
     owners = {policy: balance(made[policy], policy=policy) for policy in made}
     tokens = torch.randn(shape.tokens, shape.hidden, generator=torch.Generator().manual_seed(rank))
@@ -183,7 +181,7 @@ def on_rank(rank: int, shape: Shape, rounds: int) -> dict[str, dict[str, float]]
     facts = {}
     for turn in range(rounds + 2):  # two to warm up
         for name, (ids, policy) in variants.items():
-            made[policy].gate.ids = ids[rank]
+            made[policy].gate = GivenChoices(ids[rank], torch.float32)
             owners[policy].reset_stats()
             spent = slowest(steps[policy])
             if turn >= 2:
@@ -228,7 +226,63 @@ def gain(bench: Bench) -> None:
     bench.table("a block in processes, forward and backward", lines)
 
 
-SECTIONS = {"overhead": overhead, "gain": gain}
+def card(bench: Bench) -> None:
+    """Tokens a second of eight ranks on one card, launched by their hosts and in graphs."""
+    shape, clock = bench.scale.card, bench.clock
+    blocks = Blocks(shape, lambda: block(shape, clock.device, clock.dtype), clock.device, SMS)
+    about = f"D {shape.hidden}, F {shape.ffn}, {shape.experts} experts, top-{shape.top_k}, "
+    about += f"{shape.tokens} tokens a rank, EP{shape.ranks}"
+    loads = [HotRank(ratio) for ratio in bench.scale.hot]
+    forced, _ = card_times(blocks, bench, loads[0], FORCED)
+    lines = []
+    for load in loads:
+        found, outputs = {}, {}
+        for policy in ("none", "ultraep"):
+            found[policy], outputs[policy] = card_times(blocks, bench, load, policy)
+        compare_ranks(load.name, outputs["ultraep"], outputs["none"])
+        for policy, facts in (found | {FORCED: forced}).items():
+            lines += card_lines(shape, {"load": load.name, "policy": policy}, facts, found, forced)
+    blocks.close()
+    bench.table(f"the library's own experts, forward and backward; {about}", lines)
+
+
+def card_times(
+    blocks: Blocks, bench: Bench, load: HotRank, policy: str
+) -> tuple[dict[str, Any], list[torch.Tensor]]:
+    """Milliseconds by how steps are launched, imbalances; and the outputs."""
+    tell(f"{policy}, {load.name}")
+    plan, scale = blocks.become(load, policy), bench.scale
+    facts: dict[str, Any] = {"before": plan.initial_imbalance, "after": plan.imbalance}
+    if isinstance(bench.clock, Gpu):
+        blocks.capture(plan)
+        facts["graphs"] = blocks.replay_ms(scale.steps)
+        blocks.forget_graphs()
+        blocks.take_memory(plan)
+    blocks.host_ms(2)
+    facts["hosts"] = median(blocks.host_ms(scale.steps) for _ in range(3))
+    return facts, blocks.outputs()
+
+
+def card_lines(shape: Shape, case: Case, facts: Any, found: Any, forced: Any) -> list[Line]:
+    """Lines of one policy on one load."""
+    lines = []
+    for launched in ("hosts", "graphs"):
+        if launched not in facts:
+            continue
+        ms = facts[launched]
+        values: Values = {
+            (STEP if "graphs" in facts else HOST_STEP): ms,
+            RATE: shape.ranks * shape.tokens / ms * 1e3,
+            SHARE: forced[launched] / ms,
+            GAIN: found["none"][launched] / ms,
+            BEFORE: facts["before"],
+            AFTER: facts["after"],
+        }
+        lines.append(Line(case | {"launched by": launched}, values))
+    return lines
+
+
+SECTIONS = {"overhead": overhead, "card": card, "gain": gain}
 
 
 def main() -> None:
@@ -237,7 +291,7 @@ def main() -> None:
     section_option(parser, SECTIONS)
     options = parser.parse_args()
     scale = TOY if options.toy else QUICK if options.quick else FULL
-    on_device = "overhead" in options.only and on_gpu(toy=options.toy)
+    on_device = set(options.only) - {"gain"} and on_gpu(toy=options.toy)
     clock: Clock = Gpu() if on_device else Host(name="torch on the CPU")
     bench = Bench.of("transformers", sys.argv, scale, clock, options.json)
     bench.run(SECTIONS, options.only)

@@ -1,0 +1,222 @@
+"""A block of experts of transformers as several ranks of one card, through the seam.
+
+The library's own products serve the rows, so the host must know how many rows each expert has: it
+waits for its part of the card in every step. Each rank is a thread with a stream on multiprocessors
+of its own; all threads share one interpreter, which real ranks would not. Beside it stand graphs of
+the same steps, in which these numbers were known: what is left when no host is in the way. Without
+a GPU, threads are all there is, and rows travel as messages.
+
+Shapes: T tokens of a rank, K experts per token, E experts, D model width.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import accumulate
+from typing import Any
+from unittest import mock
+
+import torch
+from harness import Mismatch
+from load_cases import HotRank, Shape, even, ids_with
+from timing import device_us, free
+from world import Partition, graph_on, split, together
+
+import ultraep
+from ultraep import BalanceConfig, LocalGroup, Plan, Topology
+from ultraep.integrations.transformers import balance
+from ultraep.reroute import rows_received
+from ultraep.runtime.mapped.exchange import MappedExchange
+from ultraep.runtime.mapped.peers import LocalPeers
+from ultraep.runtime.settings import DeviceShare
+
+MakeBlock = Callable[[], Any]  # with all experts; only those of a rank are kept
+FORCED = "forced balance"
+LAUNCHING = 30_000_000  # cycles: longer than it takes to launch all ranks
+
+
+class BlockRank:
+    """One rank: its part of the card, and the block of which it keeps its home experts."""
+
+    def __init__(self, number: int, partition: Partition | None) -> None:
+        self.number = number
+        self.stream: Any = None
+        self.share: DeviceShare | None = None
+        if partition is not None:
+            self.stream = partition.stream()
+            aside = partition.stream(), partition.stream()
+            self.share = DeviceShare(sms=partition.sms, streams=aside)
+        self.leave()
+
+    def leave(self) -> None:
+        self.block = self.balancer = self.x = self.y = self.dy = self.graph = None
+
+    def receive(self, block: Any, ids: torch.Tensor, shape: Shape) -> None:
+        """A block with all experts, and tokens with these choices."""
+        dtype, draw = next(block.parameters()).dtype, torch.Generator().manual_seed(self.number)
+        drawn = torch.randn(2, 1, shape.tokens, shape.hidden, generator=draw)
+        x, self.dy = drawn.to(ids.device, dtype)
+        self.x = x.requires_grad_()
+        self.block = block
+        self.block.gate = GivenChoices(ids, dtype)
+
+    def join(self, **options: Any) -> None:
+        """Keep the home experts only; collective."""
+        self.balancer = balance(self.block, **options)
+        if self.stream is not None:
+            self.balancer.prepare(self.block.gate.ids, self.x[0], self.block.experts.bundle)
+
+    def step(self) -> None:
+        """Forward and backward."""
+        self.block.zero_grad(set_to_none=True)
+        self.x.grad = self.block.gate.gates.grad = None
+        self.y = self.block(self.x)
+        self.y.backward(self.dy)
+
+    def steps(self, times: int) -> None:
+        """So many of them, by the thread that calls this: autograd's own one is for all ranks."""
+        with torch.cuda.stream(self.stream), torch.autograd.set_multithreading_enabled(False):
+            for _ in range(times):
+                self.step()
+            if self.stream is not None:
+                self.stream.synchronize()
+
+
+class GivenChoices(torch.nn.Module):
+    """A router of the library whose choices are given."""
+
+    def __init__(self, ids: torch.Tensor, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.ids = ids.long()
+        self.gates = torch.full(ids.shape, 1 / ids.shape[1], dtype=dtype, device=ids.device)
+        self.gates.requires_grad_()
+
+    def forward(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return tokens, self.gates, self.ids
+
+
+class Blocks:
+    """All ranks, each with the same block of which it keeps its home experts."""
+
+    def __init__(self, shape: Shape, make: MakeBlock, device: torch.device, sms: int) -> None:
+        self.shape, self.make, self.device = shape, make, device
+        on_card = device.type == "cuda"
+        parts = split(shape.ranks, sms) if on_card else [None] * shape.ranks
+        self.ranks = [BlockRank(number, part) for number, part in enumerate(parts)]
+        self.group = LocalGroup(shape.ranks)
+
+    def become(self, load: HotRank, policy: str) -> Plan:
+        """Blocks, balancers and tokens anew, for this load; returns the plan that will serve it."""
+        loads = even(self.shape) if policy == FORCED else load.draw(self.shape)
+        slots, name = (load.slots, policy) if policy == "ultraep" else (0, "none")
+        topology = Topology(ranks=self.shape.ranks, experts=self.shape.experts, slots=slots)
+        plan = ultraep.plan(loads, topology, BalanceConfig(policy=name))
+        self.close()
+        for rank in self.ranks:
+            ids = ids_with(loads[rank.number], self.shape, seed=rank.number).to(self.device)
+            rank.receive(self.make(), ids, self.shape)
+        options = self._options(plan)
+        self.group.run(
+            lambda comm: self.ranks[comm.rank].join(
+                policy=name, slots=slots, communicator=comm, **options[comm.rank]
+            )
+        )
+        free()
+        return plan
+
+    def capture(self, plan: Plan) -> None:
+        """Graphs of the steps. The seam would ask the device for the offsets, which are known.
+
+        That loads all kernels too: none can be loaded while a rank waits for another.
+        """
+        for rank in self.ranks:
+            known = [0, *accumulate(rows_received(plan, rank.number).sum(axis=0).tolist())]
+            with mock.patch.object(MappedExchange, "begins", return_value=known):
+                rank.graph = graph_on(rank.stream, rank.step)
+        torch.cuda.synchronize()
+
+    def replay_ms(self, times: int) -> float:
+        """Milliseconds of one of so many steps in graphs, without any host."""
+        streams = [rank.stream for rank in self.ranks]
+        calls = [rank.graph.replay for rank in self.ranks]
+        spent = device_us(lambda: together(calls, streams), times, warmup=2, cycles=LAUNCHING)
+        self._check()
+        return spent / 1e3
+
+    def forget_graphs(self) -> None:
+        for rank in self.ranks:
+            rank.graph = None
+        free()
+
+    def take_memory(self, plan: Plan) -> None:
+        """More than a step needs, and give it back to torch: the driver must not be asked for any
+        while a rank waits for another.
+        """
+        item = self.ranks[0].x.element_size()
+        for rank in self.ranks:
+            width, served = self.shape.hidden, int(plan.rank_loads[rank.number])
+            large = 4 * int(plan.rank_loads.max()) * width + served * (
+                6 * width + 10 * self.shape.ffn
+            )
+            with torch.cuda.stream(rank.stream):
+                taken = [torch.empty(large * item, dtype=torch.uint8, device=self.device)]
+                taken += [torch.empty(1 << 19, device=self.device) for _ in range(32)]
+                taken += [torch.empty(1 << 8, device=self.device) for _ in range(8192)]
+                taken += [torch.empty(1 << n).pin_memory() for n in range(1, 16) for _ in range(16)]
+                del taken
+        torch.cuda.synchronize()
+
+    def host_ms(self, times: int) -> float:
+        """Milliseconds of one of so many steps, launched by the threads of the ranks."""
+        begin = time.perf_counter()
+        with _short_turns():
+            self.group.run(lambda comm: self.ranks[comm.rank].steps(times))
+        spent = time.perf_counter() - begin
+        self._check()
+        return spent * 1e3 / times
+
+    def outputs(self) -> list[torch.Tensor]:
+        return [rank.y.detach().clone() for rank in self.ranks]
+
+    def close(self) -> None:
+        for rank in self.ranks:
+            rank.leave()
+        free()
+
+    def _options(self, plan: Plan) -> list[dict[str, Any]]:
+        """How the ranks meet: over memory that they share, or by messages."""
+        if self.device.type != "cuda":
+            return [{"data_plane": "messages"}] * self.shape.ranks
+        peers = LocalPeers(self.shape.ranks, self.device)
+        rows = -(-int(plan.rank_loads.max() * 1.02) // 256) * 256
+        same = {"data_plane": "mapped", "tokens": self.shape.tokens, "capacity": rows}
+        return [{"peers": peers.of(rank.number), "share": rank.share} | same for rank in self.ranks]
+
+    def _check(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        for rank in self.ranks:
+            rank.balancer.check()
+
+
+@contextmanager
+def _short_turns() -> Iterator[None]:
+    """Threads of ranks take turns often: one that launches does not keep the others from it."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-4)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)
+
+
+def compare(name: str, found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    """Raise if outputs differ by more than their type explains."""
+    limit = 0.02 if found[0].dtype.itemsize < 4 else 1e-5
+    for rank, (got, want) in enumerate(zip(found, expected, strict=True)):
+        off = ((got - want).norm() / want.norm()).item()
+        if not off <= limit:
+            raise Mismatch(f"{name}, rank {rank}: outputs differ by {off:.3g}, allowed are {limit}")
