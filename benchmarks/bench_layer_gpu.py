@@ -151,9 +151,9 @@ def drawn_weights(size: Size, home_experts: list[int]) -> dict[str, torch.Tensor
 class World(Card):
     """All ranks of the card, each with one layer."""
 
-    def __init__(self, size: Size) -> None:
+    def __init__(self, size: Size, kind: type[LayerRank] = LayerRank) -> None:
         parts = split(size.ranks, size.sms)
-        super().__init__([LayerRank(rank, part, size) for rank, part in enumerate(parts)])
+        super().__init__([kind(rank, part, size) for rank, part in enumerate(parts)])
         self.size = size
 
     def regroup(self, plan: Plan, capacity: int) -> None:

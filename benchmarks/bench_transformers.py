@@ -6,8 +6,8 @@
 
 `overhead`: one rank, policy "none", so that nothing is gained: what the way through our stages
 costs a block with grouped experts. Router included; outputs are compared before any timing.
-`card`: eight ranks on parts of one card, with the library's own experts through the seam; launched
-by a thread for each rank, and in graphs.
+`card`: eight ranks on parts of one card, in graphs, with the library's own experts through the
+seam.
 `gain`: two processes, one pinned core and one thread each, with given routing. The same tokens with
 a skew, unbalanced and balanced; and as a ceiling the same number of tokens routed evenly. Beside
 the time of a step stands what the busiest rank used of its processor: on a machine on which others
@@ -29,7 +29,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from bench_layer import AFTER, BEFORE, GAIN, RATE, SHARE
-from harness import Bench, Case, Line, Metric, Mismatch, Values, common_options, section_option
+from harness import Bench, Line, Metric, Mismatch, Values, common_options, section_option
 from load_cases import HotRank, Shape, even_ids, skewed_ids
 from timing import Clock, Gpu, Host, device_us, free, on_gpu, tell
 from transformers import Qwen3MoeConfig
@@ -38,6 +38,7 @@ from transformers_card import FORCED, Blocks, GivenChoices
 from transformers_card import compare as compare_ranks
 from world import on_ranks
 
+from ultraep import Plan
 from ultraep.integrations.transformers import balance
 
 PLAIN = "unmodified"
@@ -62,7 +63,7 @@ class Scale:
 ALONE = Shape(hidden=2048, ffn=768, experts=128, top_k=8, tokens=8192)  # of Qwen3-30B-A3B
 SPREAD = Shape(hidden=512, ffn=1024, experts=8, top_k=2, tokens=2048, ranks=2)
 CARD = Shape(hidden=4096, ffn=1536, experts=128, top_k=8, tokens=8192, ranks=8)  # of Qwen3-235B
-FULL = Scale(ALONE, SPREAD, CARD, (1.5, 2.0, 3.0), 31, 5)
+FULL = Scale(ALONE, SPREAD, CARD, (1.5, 2.0, 3.0), 21, 5)
 QUICK = Scale(ALONE, SPREAD, CARD, (2.0,), 9, 5)
 TOY = Scale(
     Shape(hidden=16, ffn=16, experts=4, top_k=2, tokens=8),
@@ -227,59 +228,46 @@ def gain(bench: Bench) -> None:
 
 
 def card(bench: Bench) -> None:
-    """Tokens a second of eight ranks on one card, launched by their hosts and in graphs."""
+    """Tokens a second of eight ranks on one card: unbalanced, balanced and forced balanced."""
     shape, clock = bench.scale.card, bench.clock
     blocks = Blocks(shape, lambda: block(shape, clock.device, clock.dtype), clock.device, SMS)
-    about = f"D {shape.hidden}, F {shape.ffn}, {shape.experts} experts, top-{shape.top_k}, "
-    about += f"{shape.tokens} tokens a rank, EP{shape.ranks}"
     loads = [HotRank(ratio) for ratio in bench.scale.hot]
-    forced, _ = card_times(blocks, bench, loads[0], FORCED)
+    forced = card_step(blocks, bench, loads[0], FORCED)
     lines = []
     for load in loads:
-        found, outputs = {}, {}
-        for policy in ("none", "ultraep"):
-            found[policy], outputs[policy] = card_times(blocks, bench, load, policy)
-        compare_ranks(load.name, outputs["ultraep"], outputs["none"])
-        for policy, facts in (found | {FORCED: forced}).items():
-            lines += card_lines(shape, {"load": load.name, "policy": policy}, facts, found, forced)
+        found = {policy: card_step(blocks, bench, load, policy) for policy in ("none", "ultraep")}
+        compare_ranks(load.name, found["ultraep"].outputs, found["none"].outputs)
+        for policy, step in (found | {FORCED: forced}).items():
+            values: Values = {
+                (HOST_STEP if isinstance(clock, Host) else STEP): step.ms,
+                RATE: shape.ranks * shape.tokens / step.ms * 1e3,
+                SHARE: forced.ms / step.ms,
+                GAIN: found["none"].ms / step.ms,
+                BEFORE: step.plan.initial_imbalance,
+                AFTER: step.plan.imbalance,
+            }
+            lines.append(Line({"load": load.name, "policy": policy}, values))
     blocks.close()
+    about = f"D {shape.hidden}, F {shape.ffn}, {shape.experts} experts, top-{shape.top_k}, "
+    about += f"{shape.tokens} tokens a rank, EP{shape.ranks}"
     bench.table(f"the library's own experts, forward and backward; {about}", lines)
 
 
-def card_times(
-    blocks: Blocks, bench: Bench, load: HotRank, policy: str
-) -> tuple[dict[str, Any], list[torch.Tensor]]:
-    """Milliseconds by how steps are launched, imbalances; and the outputs."""
+@dataclass(frozen=True)
+class CardStep:
+    """What a step of all ranks took, and gave."""
+
+    ms: float
+    plan: Plan
+    outputs: list[torch.Tensor]
+
+
+def card_step(blocks: Blocks, bench: Bench, load: HotRank, policy: str) -> CardStep:
+    """One policy on one load."""
     tell(f"{policy}, {load.name}")
-    plan, scale = blocks.become(load, policy), bench.scale
-    facts: dict[str, Any] = {"before": plan.initial_imbalance, "after": plan.imbalance}
-    if isinstance(bench.clock, Gpu):
-        blocks.capture(plan)
-        facts["graphs"] = blocks.replay_ms(scale.steps)
-        blocks.forget_graphs()
-        blocks.take_memory(plan)
-    blocks.host_ms(2)
-    facts["hosts"] = median(blocks.host_ms(scale.steps) for _ in range(3))
-    return facts, blocks.outputs()
-
-
-def card_lines(shape: Shape, case: Case, facts: Any, found: Any, forced: Any) -> list[Line]:
-    """Lines of one policy on one load."""
-    lines = []
-    for launched in ("hosts", "graphs"):
-        if launched not in facts:
-            continue
-        ms = facts[launched]
-        values: Values = {
-            (STEP if "graphs" in facts else HOST_STEP): ms,
-            RATE: shape.ranks * shape.tokens / ms * 1e3,
-            SHARE: forced[launched] / ms,
-            GAIN: found["none"][launched] / ms,
-            BEFORE: facts["before"],
-            AFTER: facts["after"],
-        }
-        lines.append(Line(case | {"launched by": launched}, values))
-    return lines
+    plan = blocks.become(load, policy)
+    blocks.capture(plan)
+    return CardStep(blocks.step_ms(bench.scale.rounds), plan, blocks.outputs())
 
 
 SECTIONS = {"overhead": overhead, "card": card, "gain": gain}

@@ -1,20 +1,18 @@
-"""A block of experts of transformers as several ranks of one card, through the seam.
+"""A block of experts of transformers as several ranks of one card, through the seam, in graphs.
 
-The library's own products serve the rows, so the host must know how many rows each expert has: it
-waits for its part of the card in every step. Each rank is a thread with a stream on multiprocessors
-of its own; all threads share one interpreter, which real ranks would not. Beside it stand graphs of
-the same steps, in which these numbers were known: what is left when no host is in the way. Without
-a GPU, threads are all there is, and rows travel as messages.
+The library's own products serve the rows, so the host must know how many rows each expert has, and
+waits for its GPU in every step. Here one host drives all ranks and could only wait for one of them:
+the numbers are taken from the plan, which is known since routing is given. A real rank waits once
+in a layer, for a copy of some numbers from its GPU. Without a card, ranks are threads that send
+each other messages.
 
 Shapes: T tokens of a rank, K experts per token, E experts, D model width.
 """
 
 from __future__ import annotations
 
-import sys
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from functools import partial
 from itertools import accumulate
 from typing import Any
 from unittest import mock
@@ -22,7 +20,7 @@ from unittest import mock
 import torch
 from harness import Mismatch
 from load_cases import HotRank, Shape, even, ids_with
-from timing import device_us, free
+from timing import device_us, free, time_call
 from world import Partition, graph_on, split, together
 
 import ultraep
@@ -56,9 +54,12 @@ class BlockRank:
 
     def receive(self, block: Any, ids: torch.Tensor, shape: Shape) -> None:
         """A block with all experts, and tokens with these choices."""
-        dtype, draw = next(block.parameters()).dtype, torch.Generator().manual_seed(self.number)
-        drawn = torch.randn(2, 1, shape.tokens, shape.hidden, generator=draw)
-        x, self.dy = drawn.to(ids.device, dtype)
+        dtype = next(block.parameters()).dtype
+        draw = torch.Generator(device=ids.device).manual_seed(self.number)
+        drawn = torch.randn(
+            2, 1, shape.tokens, shape.hidden, generator=draw, device=ids.device, dtype=dtype
+        )
+        x, self.dy = drawn
         self.x = x.requires_grad_()
         self.block = block
         self.block.gate = GivenChoices(ids, dtype)
@@ -75,14 +76,6 @@ class BlockRank:
         self.x.grad = self.block.gate.gates.grad = None
         self.y = self.block(self.x)
         self.y.backward(self.dy)
-
-    def steps(self, times: int) -> None:
-        """So many of them, by the thread that calls this: autograd's own one is for all ranks."""
-        with torch.cuda.stream(self.stream), torch.autograd.set_multithreading_enabled(False):
-            for _ in range(times):
-                self.step()
-            if self.stream is not None:
-                self.stream.synchronize()
 
 
 class GivenChoices(torch.nn.Module):
@@ -128,55 +121,24 @@ class Blocks:
         return plan
 
     def capture(self, plan: Plan) -> None:
-        """Graphs of the steps. The seam would ask the device for the offsets, which are known.
-
-        That loads all kernels too: none can be loaded while a rank waits for another.
-        """
-        for rank in self.ranks:
+        """Graphs of the steps. The seam would ask the device for the offsets, which are known."""
+        for rank in self.ranks if self.device.type == "cuda" else ():
             known = [0, *accumulate(rows_received(plan, rank.number).sum(axis=0).tolist())]
             with mock.patch.object(MappedExchange, "begins", return_value=known):
                 rank.graph = graph_on(rank.stream, rank.step)
-        torch.cuda.synchronize()
 
-    def replay_ms(self, times: int) -> float:
-        """Milliseconds of one of so many steps in graphs, without any host."""
+    def step_ms(self, times: int) -> float:
+        """Milliseconds of a step of all ranks, the median of so many."""
+        if self.device.type != "cuda":
+            run = partial(self.group.run, lambda comm: self.ranks[comm.rank].step())
+            return 1e3 * time_call(run, times, warmup=1).p50
         streams = [rank.stream for rank in self.ranks]
         calls = [rank.graph.replay for rank in self.ranks]
-        spent = device_us(lambda: together(calls, streams), times, warmup=2, cycles=LAUNCHING)
-        self._check()
-        return spent / 1e3
-
-    def forget_graphs(self) -> None:
-        for rank in self.ranks:
-            rank.graph = None
-        free()
-
-    def take_memory(self, plan: Plan) -> None:
-        """More than a step needs, and give it back to torch: the driver must not be asked for any
-        while a rank waits for another.
-        """
-        item = self.ranks[0].x.element_size()
-        for rank in self.ranks:
-            width, served = self.shape.hidden, int(plan.rank_loads[rank.number])
-            large = 4 * int(plan.rank_loads.max()) * width + served * (
-                6 * width + 10 * self.shape.ffn
-            )
-            with torch.cuda.stream(rank.stream):
-                taken = [torch.empty(large * item, dtype=torch.uint8, device=self.device)]
-                taken += [torch.empty(1 << 19, device=self.device) for _ in range(32)]
-                taken += [torch.empty(1 << 8, device=self.device) for _ in range(8192)]
-                taken += [torch.empty(1 << n).pin_memory() for n in range(1, 16) for _ in range(16)]
-                del taken
+        spent = device_us(lambda: together(calls, streams), times, warmup=3, cycles=LAUNCHING)
         torch.cuda.synchronize()
-
-    def host_ms(self, times: int) -> float:
-        """Milliseconds of one of so many steps, launched by the threads of the ranks."""
-        begin = time.perf_counter()
-        with _short_turns():
-            self.group.run(lambda comm: self.ranks[comm.rank].steps(times))
-        spent = time.perf_counter() - begin
-        self._check()
-        return spent * 1e3 / times
+        for rank in self.ranks:
+            rank.balancer.check()
+        return spent / 1e3
 
     def outputs(self) -> list[torch.Tensor]:
         return [rank.y.detach().clone() for rank in self.ranks]
@@ -194,23 +156,6 @@ class Blocks:
         rows = -(-int(plan.rank_loads.max() * 1.02) // 256) * 256
         same = {"data_plane": "mapped", "tokens": self.shape.tokens, "capacity": rows}
         return [{"peers": peers.of(rank.number), "share": rank.share} | same for rank in self.ranks]
-
-    def _check(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
-        for rank in self.ranks:
-            rank.balancer.check()
-
-
-@contextmanager
-def _short_turns() -> Iterator[None]:
-    """Threads of ranks take turns often: one that launches does not keep the others from it."""
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-4)
-    try:
-        yield
-    finally:
-        sys.setswitchinterval(before)
 
 
 def compare(name: str, found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:

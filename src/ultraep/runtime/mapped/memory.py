@@ -99,6 +99,11 @@ class MappedMemory:
         found = self._regions.get((kind, nbytes))
         return self._allocate(kind, nbytes) if found is None else found
 
+    def _at_least(self, kind: str, nbytes: int) -> Region:
+        """Memory of that kind that is large enough, of all ranks."""
+        large = (held for (of, size), held in self._regions.items() if of == kind and size > nbytes)
+        return next(large, None) or self.region(kind, nbytes)
+
     @torch.inference_mode(False)
     def _allocate(self, kind: str, nbytes: int) -> Region:
         name = f"{kind} of {nbytes} bytes"
@@ -167,7 +172,7 @@ class MappedMemory:
             for shape, dtype in kinds.values():
                 begins.append(end)
                 end += aligned(slots * math.prod(shape) * dtype.itemsize)
-            region = self.region("gradients", end)
+            region = self._at_least("gradients", end)
             self._gradients[key] = {
                 name: GradientSlots(region, begin, slots, *kind)
                 for begin, (name, kind) in zip(begins, key, strict=True)

@@ -1,0 +1,197 @@
+"""Prefill as eight ranks on one card: a whole MoE layer forward, by tokens of a rank.
+
+    python benchmarks/bench_prefill_gpu.py               # a card whose SMs can be split
+    python benchmarks/bench_prefill_gpu.py --toy         # tiny; without a GPU, plans and no times
+
+As `bench_layer_gpu.py`, without backward, at the sizes of whole layers and from few tokens to many:
+what is left of balance when a microbatch is small, and from how many tokens on balancing is faster
+than leaving the ranks uneven. Copies are sent in every step. The ceiling is random even routing:
+every token chooses its experts by chance, all alike; frameworks call that forced balance.
+
+Shapes: T tokens of a rank, K experts per token, R ranks, E experts, D model width, F hidden width.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+from bench_layer import AFTER, BEFORE, COPIES, GAIN, RATE, STEP
+from bench_layer_gpu import LayerRank, Size, World, before
+from harness import Line, Metric, Report, Values, common_options
+from load_cases import HotRank
+from timing import free, on_gpu
+
+import ultraep
+from ultraep import BalanceConfig, Plan, Topology, workload
+from ultraep.arrays import IntArray
+
+RANDOM_EVEN = "random even"
+POLICIES = ("none", "ultraep")
+SHARE = Metric("share_of_random_even", "ratio", "of random even", ".3f")
+BREAK_EVEN = Metric("break_even_tokens", "tokens of a rank", "break-even", ".0f")
+TOKENS = (128, 512, 2048, 8192, 16384)
+SIZES = (
+    Size(model="Qwen3-235B", hidden=4096, ffn=1536, experts=128, tokens=0, rounds=9),
+    Size(model="DeepSeek-V3", hidden=7168, ffn=2048, experts=256, tokens=0, rounds=9),
+)
+TOY = Size(model="toy", hidden=256, ffn=128, experts=16, tokens=0, top_k=2, ranks=2, rounds=2)
+LOADS = (HotRank(1.5), HotRank(2.0), HotRank(2.0, inner=1.0))
+TOY_LOADS = (HotRank(1.2),)
+
+
+class PrefillRank(LayerRank):
+    """A rank with one layer; a step is its forward pass."""
+
+    def step(self) -> None:
+        if self.clock is not None:
+            self.clock.mark("begin")
+        with torch.no_grad():
+            self.y = self.layer(self.x)
+        if self.clock is not None:
+            self.clock.mark("end")
+
+
+def planned(size: Size, loads: IntArray, policy: str, slots: int) -> Plan:
+    """How a policy serves these loads."""
+    slots = slots if policy == "ultraep" else 0
+    topology = Topology(ranks=size.ranks, experts=size.experts, slots=slots)
+    return ultraep.plan(loads, topology, BalanceConfig(policy=policy))
+
+
+def random_even(size: Size) -> IntArray:
+    """[R, E] loads of tokens that choose by chance."""
+    return workload.uniform(
+        size.ranks, size.experts, top_k=size.top_k, tokens=size.tokens, seed=size.tokens
+    )
+
+
+def milliseconds(world: World, loads: IntArray, plan: Plan) -> float:
+    """Of a step by this plan, warm."""
+    capacity = -(-int(plan.rank_loads.max() * 1.02) // 256) * 256
+    world.regroup(plan, capacity)
+    world.route(loads)
+    world.capture()
+    for _ in range(5):
+        world.replay()
+    world.check()
+    ms = world.time()
+    world.check()
+    return ms
+
+
+def lines_of(size: Size, hot: Sequence[HotRank], *, timed: bool) -> list[Line]:
+    """All loads and policies with so many tokens."""
+    world = World(size, PrefillRank) if timed else None
+    even = random_even(size)
+    even_plan = planned(size, even, "none", 0)
+    even_ms = milliseconds(world, even, even_plan) if world else None
+    lines = []
+    for load in hot:
+        loads, uneven_ms = load.draw(size), None
+        for policy in POLICIES:
+            plan = planned(size, loads, policy, load.slots)
+            ms = milliseconds(world, loads, plan) if world else None
+            uneven_ms = uneven_ms or ms
+            case = {"tokens": size.tokens, "load": load.name, "policy": policy}
+            values = values_of(size, ms, even_ms, uneven_ms)
+            imbalance = {BEFORE: before(loads, size), AFTER: plan.imbalance}
+            lines.append(Line(case, {**values, **imbalance, COPIES: plan.num_replicas}))
+    case = {"tokens": size.tokens, "load": RANDOM_EVEN, "policy": "none"}
+    imbalance = {BEFORE: before(even, size), AFTER: even_plan.imbalance, COPIES: 0}
+    lines.append(Line(case, {**values_of(size, even_ms, even_ms, None), **imbalance}))
+    if world:
+        for rank in world.ranks:
+            rank.leave()
+        free()
+    return lines
+
+
+def values_of(
+    size: Size, ms: float | None, even_ms: float | None, uneven_ms: float | None
+) -> Values:
+    if ms is None or even_ms is None:
+        return {}
+    return {
+        STEP: ms,
+        RATE: size.ranks * size.tokens / ms * 1e3,
+        SHARE: even_ms / ms,
+        GAIN: None if uneven_ms is None else uneven_ms / ms,
+    }
+
+
+def break_even(tokens: list[int], gains: list[float]) -> float | None:
+    """Tokens at which the gain passes one, between the sizes measured; None: it never does.
+
+    >>> break_even([512, 1024, 2048], [0.8, 0.9, 1.1])
+    1448.0
+    """
+    for index, gain in enumerate(gains):
+        if gain >= 1:
+            if index == 0:
+                return float(tokens[0])
+            known = np.log2(tokens[index - 1 : index + 1])
+            return float(round(2 ** np.interp(1.0, gains[index - 1 : index + 1], known)))
+    return None
+
+
+def break_even_lines(lines: list[Line]) -> list[Line]:
+    """For every load, from how many tokens on balancing is faster; the fewest, if it always is."""
+    found = []
+    for name in dict.fromkeys(line.case["load"] for line in lines):
+        case = {"load": name, "policy": "ultraep"}
+        ours = [line for line in lines if case.items() <= line.case.items()]
+        gains = [line.values[GAIN] or 0.0 for line in ours]
+        if ours:
+            found.append(Line(case, {BREAK_EVEN: break_even([*map(tokens_of, ours)], gains)}))
+    return found
+
+
+def tokens_of(line: Line) -> int:
+    return int(line.case["tokens"])
+
+
+def run(
+    report: Report, size: Size, tokens: Sequence[int], hot: Sequence[HotRank], *, timed: bool
+) -> None:
+    """The tables of one model."""
+    lines: list[Line] = []
+    for count in tokens:
+        report.note(f"... {size.model}, {count} tokens")
+        lines += lines_of(replace(size, tokens=count), hot, timed=timed)
+    about = f"{size.model}: D {size.hidden}, F {size.ffn}, {size.experts} experts, top-{size.top_k}"
+    about += f", forward, EP{size.ranks} on {size.sms} SMs each"
+    report.section = "prefill"
+    report.add(about, lines)
+    if timed:
+        report.section = "break-even"
+        report.add(
+            f"{size.model}: from how many tokens of a rank on it is faster", break_even_lines(lines)
+        )
+
+
+def main(argv: list[str]) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    common_options(parser)
+    parser.add_argument("--model", choices=["qwen", "deepseek"], help="one of the two models")
+    options = parser.parse_args(argv[1:])
+    timed = on_gpu(toy=options.toy)
+    report = Report("prefill_gpu", argv, device=torch.cuda.get_device_name() if timed else None)
+    report.header()
+    if not timed:
+        report.note("There is no GPU: nothing is timed.")
+    sizes = [TOY] if options.toy else list(SIZES)
+    if options.model:
+        sizes = [size for size in sizes if options.model in size.model.lower()]
+    tokens = (64, 128) if options.toy else (512, 8192) if options.quick else TOKENS
+    for size in sizes:
+        run(report, size, tokens, TOY_LOADS if options.toy else LOADS, timed=timed)
+        report.write(options.json)  # what is measured is not lost if the next one fails
+
+
+if __name__ == "__main__":
+    main(sys.argv)
