@@ -22,6 +22,7 @@ NEEDS = {  # the others run anywhere
     "bench_grouped.py": ("a GPU",),
     "bench_layer_gpu.py": ("a GPU", "cuda-python"),
     "bench_plan.py": ("scipy",),
+    "bench_prefill_gpu.py": ("a GPU", "cuda-python"),
     "bench_single.py": ("a GPU",),
     "bench_transformers.py": ("transformers",),
 }
