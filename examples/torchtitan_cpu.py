@@ -9,6 +9,7 @@ needed. `use_cpu()` comes before torchtitan is imported. What it replaces, and w
     attention      that of torch with masks of any kind has no backward on CPUs
     draws          on CPUs all parts of a sharded parameter are drawn alike; here it is drawn whole
     sums           gloo has no reduction that multiplies before it adds; FSDP2 can also just add
+    all-to-all     gloo takes lists of pieces only if they are of one size
     timeouts       torch before 2.14 cannot shorten them after the first step
     barrier        the one after the first step names devices, which gloo does not take
 """
@@ -53,6 +54,7 @@ def use_cpu() -> None:
     factors = _fsdp_collectives._get_gradient_divide_factors
     _fsdp_collectives._get_gradient_divide_factors = lambda *given: factors(*given[:-1], True)
     dist.barrier = without_devices(dist.barrier)
+    dist.all_to_all = all_to_all
     if not NEW:
         dist.set_timeout = lambda *_: None
 
@@ -66,6 +68,15 @@ def without_devices(barrier: Callable[..., Any]) -> Callable[..., Any]:
         return barrier(group, async_op)
 
     return on_hosts
+
+
+def all_to_all(outputs: list[Any], inputs: list[Any], group: Any = None) -> None:
+    """Exchange pieces of any size, those of a rank in one tensor."""
+    sizes, sent = ([len(piece) for piece in pieces] for pieces in (outputs, inputs))
+    received = torch.empty((sum(sizes), *inputs[0].shape[1:]), dtype=inputs[0].dtype)
+    dist.all_to_all_single(received, torch.cat(inputs), sizes, sent, group)
+    for output, piece in zip(outputs, received.split(sizes), strict=True):
+        output.copy_(piece)
 
 
 def draw_whole(module: Any, name: str, parameter: torch.Tensor) -> None:
