@@ -32,7 +32,6 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.nn.attention.flex_attention import AuxOutput, BlockMask
 
 NEW = hasattr(dist, "set_timeout")  # torch 2.14 or later, for which the framework is written
-BACKEND = "spmd_types" if NEW else "partial_dtensor"  # of its ways to spread tensors, what works
 KNOWN = (r"DTensor .* may not have complete support on cpu", "In CPU autocast, but the target")
 MEMORY = SimpleNamespace(total_memory=1 << 34, name="CPU")  # of a rank, for percentages
 

@@ -74,7 +74,7 @@ class Library(BaseDataLoader):
     ) -> None:
         self._text, self._rng = library_text(), default_rng([config.seed, dp_rank])
         self._subjects = [dp_rank % len(self._text.names)] * local_batch_size
-        self._length = seq_len
+        self._length, self._key = seq_len, f"dp_rank_{dp_rank}"
 
     def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
         positions = torch.arange(self._length).repeat(len(self._subjects), 1)
@@ -84,10 +84,10 @@ class Library(BaseDataLoader):
             yield {"input": tokens, "positions": positions}, labels
 
     def state_dict(self) -> dict[str, Any]:
-        return {"drawn": json.dumps(self._rng.bit_generator.state)}
+        return {self._key: json.dumps(self._rng.bit_generator.state)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._rng.bit_generator.state = json.loads(state["drawn"])
+        self._rng.bit_generator.state = json.loads(state[self._key])
 
 
 class Kept(BaseLogger):
@@ -100,9 +100,9 @@ class Kept(BaseLogger):
         self.steps.append({**metrics, "step": step})
 
 
-def tiny_model() -> Any:
-    """Two layers of eight experts."""
-    dim = 64
+def tiny_model(dim: int = 64, **layers: Any) -> Any:
+    """Two layers of eight experts, unless layers are described otherwise."""
+    usual = {"n_layers": 2, "moe_hidden_dim": 48, "num_experts": 8, "top_k": 2}
     return qwen3.Qwen3Model.Config(
         vocab_size=256,
         dim=dim,
@@ -115,17 +115,14 @@ def tiny_model() -> Any:
         ),
         layers=qwen3._build_qwen3_moe_layers(
             fuse_qkv=True,
-            n_layers=2,
             dim=dim,
             n_heads=4,
             n_kv_heads=2,
             head_dim=16,
-            moe_hidden_dim=48,
-            num_experts=8,
-            top_k=2,
             attn_backend="flex",
             rope=qwen3.CosSinRoPE.Config(dim=16, max_seq_len=512, theta=1e6),
             moe_comm_backend="standard",
+            **(usual | layers),
         ),
     )
 
@@ -145,7 +142,7 @@ def tiny(*overrides: Any, steps: int, folder: str) -> Any:
         mixed_precision_param="float32",
     )
     config.parallelism.expert_parallel_degree = dist.get_world_size()
-    config.parallelism.spmd_backend = torchtitan_cpu.BACKEND
+    config.parallelism.spmd_backend = "partial_dtensor"  # the usual one needs torch 2.14
     config.checkpoint.enable, config.debug.seed, config.dump_folder = False, 1, folder
     config.override = OverrideConfig(imports=list(overrides))
     return config

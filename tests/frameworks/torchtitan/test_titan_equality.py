@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from ranks import run_ranks, shared_pool
+from ranks import shared_pool
 from titan_models import BALANCED
 from titan_runs import one_pass
 
@@ -113,16 +113,8 @@ def test_tokens_split_by_tensor_parallelism(plain, tmp_path):
 
 
 def test_everything_a_dtensor(plain, tmp_path):
-    """In fresh processes: torch would take meshes of others there for those of this Trainer."""
-    given = {"folder": tmp_path, "backend": "full_dtensor"}
-    balanced = run_ranks(2, one_pass, "qwen3", ULTRAEP, given)
-    losses = plain("qwen3")[0][1] + plain("qwen3")[1][1]  # there, a DTensor: the sum over ranks
-    mine = [
-        (outputs[2 * rank :][:2], loss / 2, *rest)
-        for rank, (outputs, loss, *rest) in enumerate(balanced)
-    ]
-    theirs = [(outputs, losses / 2, *rest) for outputs, _, *rest in plain("qwen3")]
-    assert_same(theirs, mine)
+    given = {"backend": "full_dtensor"}
+    assert_same(plain("qwen3", **given), passes(2, "qwen3", ULTRAEP, folder=tmp_path, **given))
 
 
 def test_bfloat16(plain, tmp_path):

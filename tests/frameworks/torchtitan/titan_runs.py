@@ -14,6 +14,7 @@ import titan_models  # first: it brings what replaces CUDA
 import torch
 import torchtitan.trainer
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from ultraep.integrations.torchtitan import BalancedRoutedExperts, balancers
 
@@ -24,6 +25,7 @@ CAST = torch._C.TensorBase.bfloat16
 def quiet(rank):
     """As torchrun would start it, without a word."""
     os.environ["LOCAL_RANK"] = str(rank)
+    _clear_sharding_prop_cache()  # it would hand out meshes of other Trainers of this process
     logging.getLogger().setLevel(logging.ERROR)
     torchtitan.trainer.time = type("time", (), {"sleep": staticmethod(lambda _: None)} | vars(time))
     with warnings.catch_warnings():
