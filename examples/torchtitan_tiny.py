@@ -1,20 +1,14 @@
-"""A tiny Qwen3-MoE trained by torchtitan on CPU ranks, without and with balancing, side by side.
+"""A tiny Qwen3-MoE for torchtitan: its settings, its text, and what the Trainer logs, kept.
 
-    OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 examples/torchtitan_tiny.py --steps 20
-
-The same Trainer, model and text twice: unmodified, then with one entry of `override.imports`, as
-`--override.imports` gives it on the command line of torchtitan. Losses are those that it logs.
+For `torchtitan_train.py`, the tests and the benchmark. Where there is no GPU, importing this lets
+torchtitan run on CPU ranks (`torchtitan_cpu.py`), so it comes before the framework is imported.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
-import logging
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,11 +28,6 @@ from torchtitan.config.override import OverrideConfig
 from torchtitan.models.qwen3.config_registry import qwen3_moe_debug
 
 OVERRIDES = "ultraep.integrations.torchtitan"
-LOSS, BEFORE, AFTER = (
-    "loss_metrics/global_avg_loss",
-    "ultraep/imbalance_before",
-    "ultraep/imbalance_after",
-)
 
 
 class Bytes(BaseTokenizer):
@@ -155,35 +144,3 @@ def train(config: Any) -> list[dict[str, float]]:
     trainer.train()
     trainer.close()
     return kept.steps
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--slots", type=int, default=1, help="spare slots of every rank")
-    parser.add_argument("--json", type=Path, help="write what was logged into this file, too")
-    options = parser.parse_args()
-    logging.getLogger().setLevel(logging.ERROR)
-    dist.init_process_group()
-    balanced = (f"{OVERRIDES}.balanced", {"slots": options.slots}), f"{OVERRIDES}.metrics"
-    with tempfile.TemporaryDirectory() as folder:
-        runs = [train(tiny(*o, steps=options.steps, folder=folder)) for o in ((), balanced)]
-    if dist.get_rank() == 0:
-        show(*runs)
-        if options.json is not None:
-            options.json.write_text(json.dumps(runs))
-    dist.destroy_process_group()
-
-
-def show(plain: list[dict[str, float]], balanced: list[dict[str, float]]) -> None:
-    """Both runs, step by step."""
-    print("step   unmodified     balanced   difference   imbalance")
-    for before, after in zip(plain, balanced, strict=True):
-        losses = before[LOSS], after[LOSS]
-        told = f"{after[BEFORE]:.2f} -> {after[AFTER]:.2f}"
-        off = f"{abs(losses[0] - losses[1]):.1e}"
-        print(f"{before['step']:4}   {losses[0]:10.5f}   {losses[1]:10.5f}   {off:>10}   {told}")
-
-
-if __name__ == "__main__":
-    main()
