@@ -1,6 +1,6 @@
 """A tiny Qwen3-MoE trained by torchtitan on CPU ranks, without and with balancing, side by side.
 
-    OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 examples/torchtitan_train.py --steps 20
+    torchrun --nproc-per-node 2 examples/torchtitan_train.py --steps 20
 
 The same Trainer, model and text twice: unmodified, then with entries of `override.imports`, as
 `--override.imports` gives them on the command line of torchtitan. Losses are those that it logs.
