@@ -9,6 +9,7 @@ import torch
 from ranks import leftovers, shared_pool
 from titan_models import BALANCED, METRICS
 from titan_runs import training
+from torchtitan_cpu import NEW
 
 LOSS, NORM = "loss_metrics/global_avg_loss", "grad_norm"
 OVERRIDES = {"plain": (), "balanced": ((BALANCED, {"slots": 1}), METRICS)}
@@ -84,6 +85,24 @@ def test_one_goes_on_where_the_other_was(saved, loaded, trained, tmp_path):
     assert [step["step"] for step in found] == list(range(SAVED + 1, STEPS + 1))
     wanted, got = logged(steps[SAVED:], LOSS, NORM), logged(found, LOSS, NORM)
     torch.testing.assert_close(got, wanted, rtol=LIMIT, atol=0)
+
+
+PIPELINE = {
+    "pipeline_parallel_degree": 2,
+    "pipeline_parallel_first_stage_less_layers": 0,
+    "pipeline_parallel_last_stage_less_layers": 0,
+}
+
+
+@pytest.mark.skipif(not NEW, reason="the framework's own default needs torch 2.14")
+@pytest.mark.parametrize(("size", "given"), [(2, {"backend": "spmd_types"}), (4, PIPELINE)])
+def test_what_the_framework_does_with_a_newer_torch(size, given, tmp_path):
+    found = []
+    for overrides in OVERRIDES.values():
+        settings = {"folder": tmp_path, "steps": 4, **given}
+        found.append(shared_pool().run(size, training, "qwen3", overrides, settings)[-1][0])
+    plain, balanced = (logged(steps, LOSS, NORM) for steps in found)
+    torch.testing.assert_close(balanced, plain, rtol=LIMIT, atol=0)
 
 
 def test_nothing_is_left_behind(trained):
