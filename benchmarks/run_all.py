@@ -24,8 +24,10 @@ NEEDS = {  # the others run anywhere
     "bench_plan.py": ("scipy",),
     "bench_prefill_gpu.py": ("a GPU", "cuda-python"),
     "bench_single.py": ("a GPU",),
+    "bench_torchtitan.py": ("torchtitan",),
     "bench_transformers.py": ("transformers",),
 }
+OPTIONAL = ("scipy", "torchtitan", "transformers")
 PARTLY = {  # sections that run without something
     "bench_grouped.py": ("cuda-python", "grouped,skew,dense"),
     "bench_transfer.py": ("a GPU", "copy,critical"),
@@ -37,7 +39,7 @@ def here() -> dict[str, bool]:
     """What this machine has."""
     cuda = find_spec("cuda") is not None and find_spec("cuda.bindings") is not None
     known = {"a GPU": torch.cuda.is_available(), "cuda-python": cuda}
-    return known | {name: find_spec(name) is not None for name in ("scipy", "transformers")}
+    return known | {name: find_spec(name) is not None for name in OPTIONAL}
 
 
 def chosen(has: Mapping[str, bool]) -> tuple[dict[str, list[str]], list[str]]:

@@ -82,6 +82,8 @@ ONLY_IN = {
     "triton": ["backends/triton"],
     "torch.distributed": ["demo", "integrations", "parallel", "runtime", "tiny"],
     "safetensors": ["inspect", "integrations/transformers"],
+    "spmd_types": ["integrations/torchtitan"],
+    "torchtitan": ["integrations/torchtitan"],
     "transformers": ["inspect", "integrations/transformers"],
 }
 

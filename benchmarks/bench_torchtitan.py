@@ -1,0 +1,100 @@
+"""Steps of torchtitan's Trainer on two CPU ranks with skewed routing: what balancing gains there.
+
+    python benchmarks/bench_torchtitan.py            # EP2 on two cores; three minutes
+    python benchmarks/bench_torchtitan.py --toy      # tiny, for CI
+
+Two processes, one pinned core and one thread each. All steps are whole ones of the framework's
+Trainer: batches, forward, backward, FSDP2, the norm, the optimizer. The router's choices are given,
+by an override of the framework, with a skew: unmodified, through our stages without copies, and
+balanced. The ceiling is the framework's own flag for forced balance, unmodified otherwise. Beside
+the time of a step stands what the busiest rank used of its processor: on a machine on which others
+work too, that is what to look at.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+from bench_layer import AFTER, BEFORE, GAIN, RATE, SHARE
+from harness import Bench, Line, Metric, Values, common_options, section_option
+from load_cases import Shape
+from timing import Host
+from world import on_ranks
+
+PLAIN, FORCED = "unmodified", "forced balance"
+RATIO = 1.6  # fullest rank over mean rank
+STEP = Metric("step_time_p50", "ms", "ms", ".1f")
+BUSY = Metric("busiest_processor_time", "ms", "cpu ms", ".1f")
+LESS = Metric("busiest_processor_gain_over_none", "ratio", "cpu gain", ".3f")
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How much is measured."""
+
+    shape: Shape
+    layers: int
+    rounds: int
+
+
+WIDE = Shape(hidden=256, ffn=1024, experts=8, top_k=2, tokens=1024, ranks=2)
+SMALL = Shape(hidden=32, ffn=32, experts=8, top_k=2, tokens=128, ranks=2)
+FULL, QUICK, TOY = Scale(WIDE, 2, 15), Scale(WIDE, 2, 5), Scale(SMALL, 1, 1)
+
+
+def on_rank(rank: int, scale: Scale) -> Any:
+    """One process; the framework is imported only there."""
+    from torchtitan_steps import measure
+
+    return measure(rank, scale)
+
+
+def gain(bench: Bench) -> None:
+    """Tokens a second of two ranks: unmodified, unbalanced, balanced, forced balanced."""
+    shape = bench.scale.shape
+    found = on_ranks(shape.ranks, on_rank, bench.scale)
+    case = {
+        "ranks": shape.ranks,
+        "tokens": shape.tokens,
+        "layers": bench.scale.layers,
+        "hidden": shape.hidden,
+        "ffn": shape.ffn,
+        "experts": shape.experts,
+        "top_k": shape.top_k,
+    }
+    known = {PLAIN: (RATIO, RATIO), FORCED: (1.0, 1.0)}
+    lines = []
+    for name, of in found.items():
+        before, after = known.get(name) or (of["before"], of["after"])
+        values: Values = {
+            STEP: 1e3 * of["step"],
+            BUSY: 1e3 * of["busy"],
+            RATE: shape.ranks * shape.tokens / of["step"],
+            SHARE: found[FORCED]["step"] / of["step"],
+            GAIN: found["none"]["step"] / of["step"],
+            LESS: found["none"]["busy"] / of["busy"],
+            BEFORE: before,
+            AFTER: after,
+        }
+        lines.append(Line(case | {"policy": name}, values))
+    bench.table("steps of the Trainer in processes", lines)
+
+
+SECTIONS = {"gain": gain}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    common_options(parser)
+    section_option(parser, SECTIONS)
+    options = parser.parse_args()
+    scale = TOY if options.toy else QUICK if options.quick else FULL
+    bench = Bench.of("torchtitan", sys.argv, scale, Host(name="torch on the CPU"), options.json)
+    bench.run(SECTIONS, options.only)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,127 @@
+"""Variants of torchtitan's Trainer, timed in turns on one rank: part of `bench_torchtitan.py`.
+
+Shapes: B sequences, L tokens of each, K experts per token, E experts, D model width.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import tempfile
+import time
+import warnings
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from bench_torchtitan import FORCED, PLAIN, RATIO, SMALL, Scale
+from load_cases import Shape, skewed_ids
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+import torchtitan_tiny as tiny  # type: ignore[import-not-found]  # CUDA replaced on CPUs
+
+# isort: split
+from torchtitan.config.override import derive, override
+from torchtitan.models.common.moe import TokenChoiceTopKRouter
+
+from ultraep.integrations.torchtitan import balancers
+
+LENGTH = 128  # tokens of a sequence
+
+
+class GivenRouter(TokenChoiceTopKRouter):  # type: ignore[misc]
+    """The framework's router, but for its choices."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(TokenChoiceTopKRouter.Config):  # type: ignore[misc]
+        tokens: int
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        shape = replace(SMALL, experts=config.num_experts, top_k=config.top_k, tokens=config.tokens)
+        with torch.device("cpu"):  # the framework builds models on meta
+            self._ids = skewed_ids(shape, RATIO)[dist.get_rank()]
+
+    def forward(self, x_BLD: torch.Tensor, _: Any = None) -> tuple[Any, Any, Any]:
+        scores_BLE = self.gate(x_BLD).softmax(-1)
+        ids_BLK = self._ids.view(*x_BLD.shape[:2], -1)
+        gates_BLK = scores_BLE.gather(-1, ids_BLK)
+        return gates_BLK / gates_BLK.sum(-1, keepdim=True), ids_BLK, scores_BLE
+
+
+@override(target=TokenChoiceTopKRouter.Config, description="choices with a skew")  # type: ignore[untyped-decorator]
+def skewed(cfg: Any, *, tokens: int) -> Any:
+    return derive(cfg, GivenRouter.Config, tokens=tokens)
+
+
+def overrides(name: str, shape: Shape) -> list[Any]:
+    """What of the framework is otherwise, for a variant of this name."""
+    if name == FORCED:
+        return []
+    given: list[Any] = [(f"{skewed.__module__}.skewed", {"tokens": shape.tokens})]
+    if name != PLAIN:
+        given.append((f"{tiny.OVERRIDES}.balanced", {"policy": name}))
+    return given
+
+
+def trainer(name: str, scale: Scale, folder: str) -> Any:
+    """The framework's Trainer of one variant."""
+    shape = scale.shape
+    config = tiny.tiny(*overrides(name, shape), steps=1000, folder=folder)
+    model = tiny.tiny_model(
+        dim=shape.hidden,
+        n_layers=scale.layers,
+        moe_hidden_dim=shape.ffn,
+        num_experts=shape.experts,
+        top_k=shape.top_k,
+    )
+    config.model_spec = replace(config.model_spec, model=model)
+    config.training.seq_len = LENGTH
+    config.training.local_batch_size = shape.tokens // LENGTH
+    config.debug.moe_force_load_balance = name == FORCED
+    config.activation_checkpoint = None
+    config.metrics.log_freq = 1 << 30
+    return config.build()
+
+
+def measure(rank: int, scale: Scale) -> dict[str, dict[str, float]]:
+    """One process: time all variants in turns; the slowest rank counts."""
+    os.environ["LOCAL_RANK"] = str(rank)
+    logging.getLogger().setLevel(logging.ERROR)
+    warnings.simplefilter("ignore")
+    names = (PLAIN, "none", "ultraep", FORCED)
+    with tempfile.TemporaryDirectory() as folder:
+        made = {name: trainer(name, scale, folder) for name in names}
+    batches = {name: made[name].batch_generator(made[name].dataloader) for name in names}
+    seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
+    for turn in range(scale.rounds + 1):  # one to warm up
+        for name in names:
+            made[name].step = 2  # nothing is logged
+            spent = slowest(made[name], batches[name])
+            if turn:
+                seconds[name].append(spent)
+    return {name: facts(made[name], seconds[name]) for name in names}
+
+
+def slowest(of: Any, batches: Any) -> tuple[float, float]:
+    """Seconds of a step from a common start, and of the processor in it; the most of all ranks."""
+    dist.barrier()
+    begin, used = time.perf_counter(), time.process_time()
+    of.train_step(batches)
+    spent = torch.tensor([time.perf_counter() - begin, time.process_time() - used])
+    dist.all_reduce(spent, op=dist.ReduceOp.MAX)
+    elapsed, busy = spent.tolist()
+    return elapsed, busy
+
+
+def facts(of: Any, spent: list[tuple[float, float]]) -> dict[str, float]:
+    """Medians, and the imbalance of a variant that knows it."""
+    found = {"step": median(step for step, _ in spent), "busy": median(busy for _, busy in spent)}
+    for owner in balancers(of.model_parts):
+        stats = owner.stats()
+        found |= {"before": stats["imbalance_before"], "after": stats["imbalance_after"]}
+    return found

@@ -1,0 +1,21 @@
+"""The example of torchtitan runs under torchrun, and prints the same losses twice."""
+
+from __future__ import annotations
+
+import json
+
+import torch
+from test_examples import launch
+
+
+def test_losses_side_by_side(tmp_path):
+    path = tmp_path / "logged.json"
+    done = launch("torchtitan_train.py", "--steps", 3, "--json", path, ranks=2, limit=180.0)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("step   unmodified     balanced   difference   imbalance")
+    losses = [
+        [step["loss_metrics/global_avg_loss"] for step in run]
+        for run in json.loads(path.read_text())
+    ]
+    assert len(losses[0]) == 3
+    torch.testing.assert_close(*map(torch.tensor, losses), rtol=1e-5, atol=0)

@@ -1,0 +1,150 @@
+"""Settings that cannot be balanced are refused by name, when overrides are applied.
+
+That is before the model is built, so before there is a weight, and before any rank is asked.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import titan_models
+
+# isort: split
+import torch
+import torchtitan.models.deepseek_v3 as deepseek
+import torchtitan.models.qwen3 as qwen3
+from titan_models import BALANCED
+from torchtitan.components.quantization.float8 import _get_float8_grouped_experts_cls
+from torchtitan.components.quantization.mx import _get_mxfp8_grouped_experts_cls
+from torchtitan.components.quantization.utils import swap_token_dispatcher
+from torchtitan.config.override import OverrideConfig, apply_overrides
+from torchtitan.models.common.moe import GroupedExperts, RoutedExperts
+from torchtitan.models.qwen3.config_registry import qwen3_moe_debug
+
+from ultraep import ConfigError
+from ultraep.integrations.torchtitan import BalancedRoutedExperts
+
+
+def config_of(spec=None, **parallel):
+    """Settings as they are when the Trainer applies overrides."""
+    config = qwen3_moe_debug()
+    config.model_spec = spec or titan_models.spec("qwen3")
+    config.training.disable_cuda_graphs = True
+    for name, value in {"expert_parallel_degree": 2, **parallel}.items():
+        setattr(config.parallelism, name, value)
+    config.training.seq_len = 64
+    config.model_spec.model.update_from_config(config=config)
+    return config
+
+
+def apply(config, **options):
+    return apply_overrides(OverrideConfig(imports=[(BALANCED, options)]), config)
+
+
+def refused(config, match, **options):
+    with pytest.raises(ConfigError, match=match):
+        apply(config, **options)
+    assert not any(config.traverse(BalancedRoutedExperts.Config))
+
+
+def test_what_is_accepted():
+    config = config_of()
+    assert len(apply(config, slots=2, tolerance=0.01, timeout=30.0)) == 2
+    (_, first, *_), _ = config.traverse(BalancedRoutedExperts.Config)
+    assert first.balancer_options["slots"] == 2
+    assert first.balancer_options["config"].tolerance == 0.01
+    assert first.balancer_options["timeout"] == 30.0
+
+
+@pytest.mark.parametrize(
+    ("backend", "name"),
+    [("hybridep", "HybridEP"), ("deepep", "DeepEP"), ("minimal_async_ep", "MinimalAsyncEP")],
+)
+def test_fused_dispatchers(backend, name):
+    config = config_of()
+    for _, routed, *_ in config.traverse(RoutedExperts.Config):
+        routed.token_dispatcher = qwen3.make_routed_experts_config(
+            dim=8, hidden_dim=8, num_experts=8, top_k=2, param_init={}, comm_backend=backend
+        ).token_dispatcher
+    refused(config, f"{name}TokenDispatcher cannot be balanced, it is fused")
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [(_get_float8_grouped_experts_cls, "Float8"), (_get_mxfp8_grouped_experts_cls, "MXFP8")],
+)
+def test_recipes_of_eight_bits(make, name):
+    """As the framework's converters write them, whose first step is another dispatcher."""
+    config = config_of()
+    routed = [found for _, found, *_ in config.traverse(RoutedExperts.Config)]
+    for one in routed:
+        own = {
+            f.name: getattr(one.inner_experts, f.name)
+            for f in dataclasses.fields(one.inner_experts)
+        }
+        one.inner_experts = make(GroupedExperts).Config(**own)
+    refused(config, f"{name}GroupedExperts cannot be balanced, what the scales of 8 bits")
+    for one in routed:
+        swap_token_dispatcher(one, 16)
+    refused(config, "TorchAOTokenDispatcher cannot be balanced, it pads tokens")
+
+
+def test_experts_that_are_not_spread_over_ranks():
+    refused(config_of(expert_parallel_degree=1), "not over ep.*expert_parallel_degree")
+    tensor = config_of(expert_parallel_degree=1, tensor_parallel_degree=2)
+    refused(tensor, "tensor-parallel experts cannot be balanced")
+
+
+def test_other_routed_experts():
+    class Mine(RoutedExperts):
+        @dataclasses.dataclass(kw_only=True, slots=True)
+        class Config(RoutedExperts.Config):
+            pass
+
+    config = config_of()
+    layer = config.model_spec.model.layers[0].moe
+    own = {
+        f.name: getattr(layer.routed_experts, f.name)
+        for f in dataclasses.fields(RoutedExperts.Config)
+    }
+    layer.routed_experts = Mine.Config(**own)
+    refused(config, "Mine cannot be balanced")
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"policy": "nonsense"}, "nonsense"),
+        ({"tolerance": -1}, "tolerance must lie between 0 and 1000, got -1"),
+        ({"slotz": 2}, "not to be set here: slotz; known are .*in_flight"),
+        ({"experts": 2}, "not to be set here: experts"),
+    ],
+)
+def test_options_that_cannot_work(options, match):
+    refused(config_of(), match, **options)
+
+
+def test_compiled_experts():
+    """Which the framework compiles whole: the reason is told before a row is computed."""
+    config = config_of()
+    apply(config)
+    with torch.device("meta"):
+        experts = config.model_spec.model.layers[0].moe.routed_experts.build()
+    compiled = torch.compile(experts, fullgraph=True, backend="eager")
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="leave 'model' out of"):
+        compiled(torch.zeros(1, 2, 64), *(torch.zeros(1, 2, 2) for _ in range(2)), torch.zeros(8))
+
+
+def test_experts_outside_of_a_group():
+    config = config_of()
+    apply(config)
+    experts = config.model_spec.model.layers[0].moe.routed_experts.build()
+    with pytest.raises(ConfigError, match="run only after parallelize"):
+        experts(torch.zeros(1, 2, 64), *(torch.zeros(1, 2, 2) for _ in range(2)), torch.zeros(8))
+
+
+def test_layers_of_other_families_are_known():
+    for family in ("deepseek_v3", "gpt_oss"):
+        assert apply(config_of(titan_models.spec(family)))
+    assert len(apply(config_of(deepseek.model_registry("16B")))) == 26

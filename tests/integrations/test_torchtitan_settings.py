@@ -1,0 +1,106 @@
+"""What torchtitan can be balanced with, as far as names decide; the framework itself is not needed.
+
+Importing it takes seconds, and it is not installed everywhere: the modules are read by themselves.
+Tests against the framework are in `tests/frameworks/torchtitan`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ultraep import BackendUnavailable, BalanceConfig, ConfigError
+
+PACKAGE = Path(__file__).parents[2] / "src" / "ultraep" / "integrations" / "torchtitan"
+
+
+def module(name):
+    """One module of the package, without the package."""
+    spec = importlib.util.spec_from_file_location(f"alone_{name}", PACKAGE / f"{name}.py")
+    loaded = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(loaded)
+    return loaded
+
+
+@pytest.fixture
+def check():
+    return module("check")
+
+
+KNOWN = ("RoutedExperts", "AllToAllTokenDispatcher", "GroupedExperts")
+
+
+@pytest.mark.parametrize("experts", ["GroupedExperts", "GptOssGroupedExperts"])
+def test_layers_that_can_be_balanced(check, experts):
+    check.check_layer(*KNOWN[:2], experts)
+    check.check_axes(["dp_replicate", "efsdp", "ep"])
+
+
+@pytest.mark.parametrize(
+    ("place", "name", "match"),
+    [
+        (0, "VendorRoutedExperts", "VendorRoutedExperts cannot be balanced"),
+        (1, "LocalTokenDispatcher", "LocalTokenDispatcher cannot be balanced, it is not known"),
+        (1, "DeepEPTokenDispatcher", 'fused, and knows no spare slots: use AllTo.*"standard"'),
+        (1, "HybridEPTokenDispatcher", "HybridEPTokenDispatcher cannot be balanced, it is fused"),
+        (1, "MinimalAsyncEPTokenDispatcher", "it is fused"),
+        (1, "TorchAOTokenDispatcher", "pads tokens for experts of 8 bits"),
+        (2, "Float8GroupedExperts", "8 bits belong to is not known: use GroupedExperts or GptOss"),
+        (2, "MXFP8GptOssGroupedExperts", "MXFP8GptOssGroupedExperts cannot be balanced"),
+        (2, "FusedGroupedExperts", "have not been tried on copies"),
+        (2, "MyExperts", "MyExperts cannot be balanced, it is not known"),
+    ],
+)
+def test_layers_that_cannot(check, place, name, match):
+    layer = [*KNOWN]
+    layer[place] = name
+    with pytest.raises(ConfigError, match=match):
+        check.check_layer(*layer)
+
+
+def test_experts_that_are_not_spread_over_ranks(check):
+    with pytest.raises(ConfigError, match="over the mesh axes none, not over ep: set parallelism"):
+        check.check_axes([])
+    with pytest.raises(ConfigError, match=r"dp, cp, tp, not over ep \(tensor-parallel experts"):
+        check.check_axes(["dp", "cp", "tp"])
+
+
+def test_options(check):
+    given = check.balancer_options(2, "quota", {"tolerance": 0.1, "in_flight": 3})
+    config = BalanceConfig(policy="quota", tolerance=0.1)
+    assert given == {"slots": 2, "config": config, "in_flight": 3}
+    with pytest.raises(ConfigError, match="unknown or not to be set here: group, slotz; known"):
+        check.balancer_options(1, "ultraep", {"slotz": 1, "group": None})
+    with pytest.raises(ConfigError, match="nonsense"):
+        check.balancer_options(1, "nonsense", {})
+
+
+@pytest.mark.parametrize("found", ["0.2.2", "0.4.0", "1.0.0.dev1"])
+def test_another_version(found, monkeypatch):
+    library = module("library")
+    monkeypatch.setattr(library, "version", lambda name: found)
+    with pytest.raises(ConfigError, match=f"torchtitan 0.3.x is needed, and {found} is installed"):
+        library.check_library()
+
+
+def test_this_version(monkeypatch):
+    library = module("library")
+    monkeypatch.setattr(library, "version", lambda name: "0.3.1")
+    library.check_library()
+
+
+def test_no_library_at_all():
+    code = """
+import importlib.metadata as metadata
+def missing(name): raise metadata.PackageNotFoundError(name)
+metadata.version = missing
+import ultraep.integrations.torchtitan
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert "BackendUnavailable" in done.stderr
+    assert "pip install 'ultraep[torchtitan]'" in done.stderr
+    assert issubclass(BackendUnavailable, ImportError)
