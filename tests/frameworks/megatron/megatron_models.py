@@ -1,7 +1,7 @@
 """Small models of Megatron-Core on gloo ranks, unmodified or balanced, and what they compute.
 
 Work for ranks is wrapped by `on_ranks`: it runs with `on_cpu` of the examples, and with the groups
-of Megatron-Core. Its warnings, and torch's that it causes, are nobody's errors here; ours are.
+of Megatron-Core. Warnings of the library are nobody's errors here; ours are.
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ def on_ranks(work: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(work)
     def wrapped(rank: int, group: Any, parallel: dict[str, Any], *args: Any) -> Any:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", module=r"(megatron|torch)\b")
-            warnings.filterwarnings("ignore", category=DeprecationWarning)
+            warnings.simplefilter("ignore")
+            warnings.filterwarnings("error", module="ultraep")
             from megatron.core import parallel_state
             from megatron.core.tensor_parallel import random
+            from megatron.core.transformer.moe import moe_utils
 
             with on_cpu():
                 parallel_state.initialize_model_parallel(**parallel)
@@ -38,6 +39,8 @@ def on_ranks(work: Callable[..., Any]) -> Callable[..., Any]:
                 try:
                     return work(*args)
                 finally:
+                    moe_utils._MOE_LAYER_WISE_LOGGING_TRACKER.clear()  # made for so many layers
+                    moe_utils.MoEAuxLossAutoScaler.main_loss_backward_scale = None  # of a shape
                     random.get_cuda_rng_tracker().reset()
                     parallel_state.destroy_model_parallel()
 
