@@ -17,9 +17,9 @@ PIPELINE = {
     "batch_p2p_comm": False,
 }
 INTERLEAVED = PIPELINE | {"virtual_pipeline_model_parallel_size": 2, "num_layers": 4}
-OVERLAP = {"overlap_grad_reduce": True}
+OVERLAP = {"overlap_grad_reduce": True, "bucket_size": 4000}
 DISTRIBUTED = {"use_distributed_optimizer": True}
-GATHERED = {"overlap_param_gather": True, "bucket_size": 4000}
+GATHERED = {"overlap_param_gather": True}
 CASES = {
     "DDP": ({}, {}),
     "overlap": ({}, OVERLAP),

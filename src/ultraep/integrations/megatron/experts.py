@@ -51,7 +51,12 @@ def without_fusion(experts: nn.Module) -> None:
 
 
 def bundle_of(experts: Any) -> dict[str, Stack]:
-    """What a copy of an expert consists of."""
+    """What a copy of an expert consists of.
+
+    Views, since autograd hands on gradients of views in the order in which these were made, and of
+    parameters in any order: DDP begins to reduce a bucket when its gradients are there, and ranks
+    with the same experts must do so in the same order.
+    """
     if isinstance(experts, GroupedMLP):
         homes, width = experts.num_local_experts, experts.config.hidden_size
         return {
@@ -59,7 +64,7 @@ def bundle_of(experts: Any) -> dict[str, Stack]:
             "weight2": experts.weight2.view(homes, -1, width),
         }
     each = [dict(expert.named_parameters()) for expert in experts.local_experts]
-    return {name: [tensors[name] for tensors in each] for name in each[0]}
+    return {name: [one[name].view_as(one[name]) for one in each] for name in each[0]}
 
 
 def check_plain(experts: nn.Module) -> None:
