@@ -20,9 +20,7 @@ from torch.overrides import TorchFunctionMode
 class CudaIsCpu(TorchFunctionMode):
     """Tensors that are asked for on "cuda" are on the CPU, and say that they are of CUDA."""
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         if str(kwargs.get("device", "")).startswith("cuda"):
             kwargs["device"] = "cpu"

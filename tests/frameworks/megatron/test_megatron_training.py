@@ -1,8 +1,5 @@
 """Whole models under the library's own DDP, optimizers and pipeline schedules, beside unmodified ones."""
 
-from types import SimpleNamespace
-from unittest.mock import patch
-
 import pytest
 import torch
 from megatron_models import LENGTH, ROWS, VOCABULARY, difference, make_model, on_ranks, settings
@@ -170,13 +167,53 @@ def check(results):
 
 @pytest.mark.parametrize("case", CASES)
 def test_training_is_that_of_the_library(case):
-    check(shared_pool().run(2, compare, {"expert_model_parallel_size": 2}, *CASES[case], {}, timeout=LIMIT))
+    check(
+        shared_pool().run(
+            2, compare, {"expert_model_parallel_size": 2}, *CASES[case], {}, timeout=LIMIT
+        )
+    )
+
+
+@on_ranks
+def losses_of(changes, ddp, options, steps, nudged=False):
+    """[steps, microbatches] losses; nudged: one weight in a thousand differs in its last bit."""
+    seeded()
+    training = Training(settings(**changes), ddp, options)
+    if nudged:
+        for _, parameter in training.parameters():
+            few = parameter.data.view(-1)[::1000]
+            few.copy_(torch.nextafter(few, few + 1))
+    return torch.stack([training.step(index)["losses"] for index in range(steps)])
+
+
+def test_twenty_steps_have_the_losses_of_the_library():
+    """As close as the library comes to itself when the last bit of some weights is another."""
+
+    def losses(options, nudged=False):
+        args = {"expert_model_parallel_size": 2}, {}, {}, options, 20, nudged
+        return torch.stack(shared_pool().run(2, losses_of, *args, timeout=LIMIT))
+
+    plain, again, ours, none = (
+        losses(None),
+        losses(None, True),
+        losses({}),
+        losses({"policy": "none"}),
+    )
+    spread = difference(plain, again)
+    print(spread, difference(plain, ours), difference(plain, none))
+    assert plain[:, -1].mean() < plain[:, 0].mean() - 0.02  # it learns
+    assert difference(plain, none) == 0
+    assert difference(plain, ours) <= max(2 * spread, 1e-6)
 
 
 @pytest.mark.parametrize("case", ["overlap", "weights gathered in forward"])
 def test_two_groups_have_the_same_experts(case):
     """Four ranks, experts spread over two: gradients of experts are averaged by the library."""
-    check(shared_pool().run(4, compare, {"expert_model_parallel_size": 2}, *CASES[case], {}, timeout=LIMIT))
+    check(
+        shared_pool().run(
+            4, compare, {"expert_model_parallel_size": 2}, *CASES[case], {}, timeout=LIMIT
+        )
+    )
 
 
 @pytest.mark.parametrize("changes", [PIPELINE, INTERLEAVED], ids=["plain", "interleaved"])
@@ -185,4 +222,6 @@ def test_microbatches_in_flight(changes):
     sizes = ("pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size")
     parallel = {name: changes[name] for name in sizes if name in changes}
     parallel["expert_model_parallel_size"] = 2
-    check(shared_pool().run(4, compare, parallel, changes, DISTRIBUTED | OVERLAP, {}, timeout=LIMIT))
+    check(
+        shared_pool().run(4, compare, parallel, changes, DISTRIBUTED | OVERLAP, {}, timeout=LIMIT)
+    )

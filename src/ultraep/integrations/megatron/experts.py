@@ -97,7 +97,7 @@ def compute(
 ) -> torch.Tensor:
     """[n, D] -> [n, D] as the library does it, with these tensors for so many rows each."""
     other = _grouped if isinstance(experts, GroupedMLP) else _sequential
-    seen = _WithOther(experts, num_local_experts=len(counts), **other(experts, tensors))
+    seen = _InPlaceOf(experts, num_local_experts=len(counts), **other(experts, tensors))
     outputs: torch.Tensor = type(experts).forward(seen, rows, torch.tensor(counts), probs)[0]
     return outputs
 
@@ -116,7 +116,7 @@ def _sequential(experts: Any, tensors: dict[str, Any]) -> dict[str, Any]:
     return {"local_experts": [expert(dict(zip(tensors, held, strict=True))) for held in each]}
 
 
-class _WithOther:
+class _InPlaceOf:
     """A module of experts with other tensors: what its class sees as `self`."""
 
     def __init__(self, module: Any, **others: Any) -> None:

@@ -93,7 +93,12 @@ class BalancedMoELayer(MoELayer):  # type: ignore[misc]
         if gates.requires_grad and not tokens.requires_grad:  # rows must take gates' gradients back
             tokens = tokens.detach().requires_grad_()
         bundle = self._weights()
-        told = {"layer": self.layer_index, "bundle": bundle, "rows": tokens, "gates": gates}
+        told: dict[str, Any] = {
+            "layer": self.layer_index,
+            "bundle": bundle,
+            "rows": tokens,
+            "gates": gates,
+        }
         loads = balancer.gather(ids, **told)
         plan = self.last_plan = balancer.plan(loads)
         with balancer.replicate(plan, loads, bundle) as copies:
@@ -120,18 +125,14 @@ class BalancedMoELayer(MoELayer):  # type: ignore[misc]
             self._checked = True
         return own.bundle_of(self.experts)
 
-    def _serve(
-        self, arrivals: Arrivals, copies: Copies, bundle: dict[str, Any]
-    ) -> torch.Tensor:
+    def _serve(self, arrivals: Arrivals, copies: Copies, bundle: dict[str, Any]) -> torch.Tensor:
         """Stage 6. Experts apply gates themselves, in the place where the library does."""
         begins = arrivals.begins()
         ends = begins[copies.num_homes], begins[-1]
         parts = arrivals.gates[: ends[0]], arrivals.gates[ends[0] : ends[1]]
         gates = iter([part for part in parts if len(part)])  # homes, copies: whoever has rows
 
-        def network(
-            rows: torch.Tensor, counts: list[int], tensors: dict[str, Any]
-        ) -> torch.Tensor:
+        def network(rows: torch.Tensor, counts: list[int], tensors: dict[str, Any]) -> torch.Tensor:
             return own.compute(self.experts, rows, counts, tensors, next(gates))
 
         ones = torch.ones_like(arrivals.gates)

@@ -11,9 +11,7 @@ from ultraep.arrays import PADDING
 from ultraep.routing import Routing
 
 
-def choices(
-    probs_TE: torch.Tensor, map_TE: torch.Tensor, top_k: int, *, padded: bool
-) -> Routing:
+def choices(probs_TE: torch.Tensor, map_TE: torch.Tensor, top_k: int, *, padded: bool) -> Routing:
     """Ids and gates `[T, K]` of dense maps `[T, E]`; fewer choices are filled up with padding.
 
     padded: the map also has tokens that only fill an expert up to its capacity. They did not choose

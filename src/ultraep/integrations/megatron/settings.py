@@ -43,7 +43,9 @@ REFUSED = (
     Refused("external_cuda_graph", (False,), IN_GRAPHS),
     Refused("cpu_offloading", (False,), OFFLOADED),
     Refused("fine_grained_activation_offloading", (False,), OFFLOADED),
-    Refused("moe_latent_size", (None,), "it needs Transformer Engine, with which nothing is tested"),
+    Refused(
+        "moe_latent_size", (None,), "it needs Transformer Engine, with which nothing is tested"
+    ),
 )
 OWN = ("group", "experts", "homes", "domain", "communicator", "peers")  # of a balancer
 
