@@ -43,7 +43,7 @@ class Stream:
     def synchronize(self) -> None: ...
 
 
-def counts_on_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+def counts_on_host(tensor: Any, as_numpy: bool = False, **_: Any) -> Any:
     """Numbers of rows as the library has them after they were copied from a GPU."""
     return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 

@@ -68,7 +68,8 @@ def passed(layer, dtype):
 
 def grouped_products(rows, weights, counts, trans_b):
     """What the package grouped_gemm computes, on GPUs alone."""
-    return torch.cat([part @ w for part, w in zip(rows.split(counts.tolist()), weights)])
+    parts = zip(rows.split(counts.tolist()), weights, strict=True)
+    return torch.cat([part @ weight for part, weight in parts])
 
 
 @on_ranks

@@ -9,7 +9,7 @@ from megatron_models import make_layer, on_ranks, settings
 from ranks import shared_pool
 
 
-def refused(build):
+def refused(build, *args, **options):
     """What was said; no parameter was made, and no balancer."""
     from ultraep import ConfigError
     from ultraep.integrations.megatron import layer
@@ -19,7 +19,7 @@ def refused(build):
         patch.object(layer, "Balancer", side_effect=AssertionError("joined")),
         pytest.raises(ConfigError) as said,
     ):
-        build()
+        build(*args, **options)
     return str(said.value)
 
 
@@ -41,17 +41,17 @@ def build_all():
         "Identity": torch.nn.Identity,
     }
     said = {
-        name: refused(lambda: BalancedMoELayer(config, MoESubmodules(experts=experts)))
+        name: refused(BalancedMoELayer, config, MoESubmodules(experts=experts))
         for name, experts in others.items()
     }
     spec = get_moe_module_spec(use_te=False, num_experts=8)
     for changes in ({"moe_token_dispatcher_type": "flex"}, {"expert_tensor_parallel_size": 2}):
         bad = SimpleNamespace(**(vars(config) | changes))
         (name,) = changes
-        said[name] = refused(lambda: balanced(spec, bad))
-        said[f"{name}, built"] = refused(lambda: BalancedMoELayer(bad, spec.submodules))
-    said["homes"] = refused(lambda: balanced(spec, config, homes=[0]))
-    said["no MoELayer"] = refused(lambda: balanced(ModuleSpec(module=torch.nn.Linear), config))
+        said[name] = refused(balanced, spec, bad)
+        said[f"{name}, built"] = refused(BalancedMoELayer, bad, spec.submodules)
+    said["homes"] = refused(balanced, spec, config, homes=[0])
+    said["no MoELayer"] = refused(balanced, ModuleSpec(module=torch.nn.Linear), config)
     return said
 
 

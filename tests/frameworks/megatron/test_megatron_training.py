@@ -1,4 +1,4 @@
-"""Whole models under the library's own DDP, optimizers and pipeline schedules, beside unmodified ones."""
+"""Whole models under the DDP, optimizers and pipeline schedules of the library, and unmodified."""
 
 import pytest
 import torch
@@ -162,7 +162,7 @@ def check(results):
         assert found["step 0"] < 1e-5, found
         assert found["all"] < 1e-4, found  # Adam divides by small numbers in its first steps
         assert found["end"] < 1e-4, found
-        print(found, stats)
+        assert stats["copies"] > 0
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -200,7 +200,6 @@ def test_twenty_steps_have_the_losses_of_the_library():
         losses({"policy": "none"}),
     )
     spread = difference(plain, again)
-    print(spread, difference(plain, ours), difference(plain, none))
     assert plain[:, -1].mean() < plain[:, 0].mean() - 0.02  # it learns
     assert difference(plain, none) == 0
     assert difference(plain, ours) <= max(2 * spread, 1e-6)

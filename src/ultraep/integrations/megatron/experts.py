@@ -96,24 +96,20 @@ def compute(
     probs: torch.Tensor,
 ) -> torch.Tensor:
     """[n, D] -> [n, D] as the library does it, with these tensors for so many rows each."""
-    other = _grouped if isinstance(experts, GroupedMLP) else _sequential
-    seen = _InPlaceOf(experts, num_local_experts=len(counts), **other(experts, tensors))
+    if isinstance(experts, GroupedMLP):
+        others = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    else:
+        others = {"local_experts": _like(experts.local_experts[0], tensors)}
+    seen = _InPlaceOf(experts, num_local_experts=len(counts), **others)
     outputs: torch.Tensor = type(experts).forward(seen, rows, torch.tensor(counts), probs)[0]
     return outputs
 
 
-def _grouped(experts: Any, tensors: dict[str, Any]) -> dict[str, Any]:
-    return {name: tensor.contiguous() for name, tensor in tensors.items()}
-
-
-def _sequential(experts: Any, tensors: dict[str, Any]) -> dict[str, Any]:
-    like: nn.Module = experts.local_experts[0]
-
-    def expert(weights: dict[str, torch.Tensor]) -> Callable[..., Any]:
-        return lambda *rows: functional_call(like, weights, rows)
-
+def _like(expert: nn.Module, tensors: dict[str, Any]) -> list[Callable[..., Any]]:
+    """Experts like this one, with other tensors."""
     each = zip(*tensors.values(), strict=True)
-    return {"local_experts": [expert(dict(zip(tensors, held, strict=True))) for held in each]}
+    weights = [dict(zip(tensors, held, strict=True)) for held in each]
+    return [lambda *rows, own=own: functional_call(expert, own, rows) for own in weights]
 
 
 class _InPlaceOf:
