@@ -21,6 +21,7 @@ NEEDS = {  # the others run anywhere
     "bench_control.py": ("a GPU",),
     "bench_grouped.py": ("a GPU",),
     "bench_layer_gpu.py": ("a GPU", "cuda-python"),
+    "bench_megatron.py": ("megatron",),
     "bench_plan.py": ("scipy",),
     "bench_single.py": ("a GPU",),
     "bench_transformers.py": ("transformers",),
@@ -36,7 +37,9 @@ def here() -> dict[str, bool]:
     """What this machine has."""
     cuda = find_spec("cuda") is not None and find_spec("cuda.bindings") is not None
     known = {"a GPU": torch.cuda.is_available(), "cuda-python": cuda}
-    return known | {name: find_spec(name) is not None for name in ("scipy", "transformers")}
+    return known | {
+        name: find_spec(name) is not None for name in ("megatron", "scipy", "transformers")
+    }
 
 
 def chosen(has: Mapping[str, bool]) -> tuple[dict[str, list[str]], list[str]]:

@@ -18,26 +18,26 @@ from typing import Any
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # compiling takes longer than this training
 warnings.filterwarnings("ignore")  # the library has many, of what is not installed
 
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
-from megatron.core import parallel_state  # noqa: E402
-from megatron.core.distributed import (  # noqa: E402
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
-from megatron.core.models.gpt import GPTModel  # noqa: E402
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec  # noqa: E402
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # noqa: E402
-from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E402
-from megatron.core.tensor_parallel.random import (  # noqa: E402
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel.random import (
     get_cuda_rng_tracker,
     model_parallel_cuda_manual_seed,
 )
-from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
-from megatron_on_cpu import on_cpu  # noqa: E402
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron_on_cpu import on_cpu
 
-from ultraep.integrations.megatron import balanced, balancers  # noqa: E402
+from ultraep.integrations.megatron import balanced, balancers
 
 VOCABULARY, LENGTH, ROWS, MICROBATCHES = 256, 32, 4, 2
 
