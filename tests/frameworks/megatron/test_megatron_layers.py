@@ -113,6 +113,19 @@ def test_four_ranks():
         assert max(found.values()) < 1e-5, found
 
 
+def test_attention_in_parts_beside_whole_experts():
+    """Tensor parallelism of all but the experts: each rank has tokens of its own here."""
+    parallel = {
+        "tensor_model_parallel_size": 2,
+        "expert_model_parallel_size": 2,
+        "expert_tensor_parallel_size": 1,
+    }
+    changes = parallel | {"sequence_parallel": True}
+    for found, copies in shared_pool().run(2, compare, parallel, changes, {}):
+        assert copies > 0
+        assert max(found.values()) < 1e-5, found
+
+
 @pytest.mark.parametrize("changes", [{}, {"moe_shared_expert_intermediate_size": 40}])
 def test_without_copies_there_is_nothing_to_round(changes):
     """Policy "none": the library's own numbers, bit by bit."""

@@ -1,5 +1,8 @@
 """Whole models under the DDP, optimizers and pipeline schedules of the library, and unmodified."""
 
+from types import SimpleNamespace
+from unittest.mock import patch
+
 import pytest
 import torch
 from megatron_models import LENGTH, ROWS, VOCABULARY, difference, make_model, on_ranks, settings
@@ -39,6 +42,7 @@ CASES = {
     "dense layers between": ({"num_layers": 3, "moe_layer_freq": [1, 0, 1]}, OVERLAP),
     "losses of tokens": ({"calculate_per_token_loss": True}, {}),
     "dropped tokens": ({"moe_expert_capacity_factor": 0.8}, DISTRIBUTED),
+    "gradients added in place": ({"gradient_accumulation_fusion": True}, OVERLAP),
     "forced balance": ({"moe_router_force_load_balancing": True}, {}),
 }
 
@@ -134,9 +138,25 @@ def seeded():
     random.model_parallel_cuda_manual_seed(7)
 
 
+def add_in_place(rows, gradient, total):
+    """What the extension of Apex computes for gradient_accumulation_fusion, on GPUs alone."""
+    total.add_(gradient.T @ rows)
+
+
 @on_ranks
 def compare(changes, ddp, options, steps=STEPS):
-    """Largest difference of each kind, over some steps, and copies per microbatch."""
+    """Largest difference of each kind, over some steps, and what was planned."""
+    from megatron.core.tensor_parallel import layers
+
+    stand_in = SimpleNamespace(wgrad_gemm_accum_fp32=add_in_place)
+    with (
+        patch.object(layers, "_grad_accum_fusion_available", True),
+        patch.object(layers, "fused_weight_gradient_mlp_cuda", stand_in, create=True),
+    ):
+        return compared(changes, ddp, options, steps)
+
+
+def compared(changes, ddp, options, steps):
     from ultraep.integrations.megatron import balancers
 
     config, results = settings(**changes), []
