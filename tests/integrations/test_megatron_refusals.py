@@ -40,6 +40,13 @@ def test_a_setting_is_refused_by_name_and_value(setting):
         check_settings(config)
 
 
+def test_recompute_of_activations_is_refused():
+    check_settings(SimpleNamespace(num_moe_experts=8, recompute_modules=["core_attn", "moe"]))
+    config = SimpleNamespace(num_moe_experts=8, recompute_modules=["moe_act"])
+    with pytest.raises(ConfigError, match=r"recompute_modules=\['moe_act'\] cannot be balanced"):
+        check_settings(config)
+
+
 def test_no_experts_are_refused():
     with pytest.raises(ConfigError, match="num_moe_experts is None"):
         check_settings(SimpleNamespace(num_moe_experts=None))

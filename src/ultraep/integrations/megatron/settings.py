@@ -59,6 +59,12 @@ def check_settings(config: Any) -> None:
         if value not in fine:
             known = " or ".join(repr(one) for one in fine if one is not None) or "None"
             raise ConfigError(f"{setting}={value!r} cannot be balanced, {known} can: {why}")
+    modules = getattr(config, "recompute_modules", None) or []
+    if "moe_act" in modules:
+        raise ConfigError(
+            f"recompute_modules={modules!r} cannot be balanced, 'moe' can: 'moe_act' needs "
+            "Transformer Engine, with which nothing is tested"
+        )
 
 
 def check_options(options: Iterable[str]) -> None:
