@@ -10,13 +10,13 @@ QUICK := tests/test_golden.py tests/test_promises.py tests/test_docs_names.py \
 	tests/story tests/policies tests/trace tests/workload \
 	$(addprefix tests/cli/test_,env.py plan.py series.py trace.py)
 
-.PHONY: help demo check test test-torchtitan lint types bench paper format clean
+.PHONY: help demo check test test-frameworks lint types bench paper format clean
 
 help:
 	@echo "make demo    set up, then train, serve and measure a small model here (five minutes)"
 	@echo "make check   set up, then lint, types and the quick tests (two minutes): while you work"
 	@echo "make test    set up, then all tests (eight minutes on two cores, WORKERS=2)"
-	@echo "make test-torchtitan  set up, then the tests against torchtitan itself (two minutes)"
+	@echo "make test-frameworks  set up, then torchtitan and Megatron-Core, balanced beside unmodified (four minutes)"
 	@echo "make lint    set up, then ruff: rules and format"
 	@echo "make types   set up, then mypy --strict"
 	@echo "make bench   set up, then all benchmarks (some minutes)"
@@ -33,9 +33,10 @@ check: lint types
 test: $(READY)
 	$(TESTS)
 
-# In one process: its ranks are what takes two cores.
-test-torchtitan: $(READY)
+# One process each: ranks are what takes two cores, and each framework wants torch for itself.
+test-frameworks: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/frameworks/torchtitan
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/frameworks/megatron
 
 lint: $(READY)
 	$(BIN)/ruff check .

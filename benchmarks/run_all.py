@@ -21,13 +21,14 @@ NEEDS = {  # the others run anywhere
     "bench_control.py": ("a GPU",),
     "bench_grouped.py": ("a GPU",),
     "bench_layer_gpu.py": ("a GPU", "cuda-python"),
+    "bench_megatron.py": ("megatron",),
     "bench_plan.py": ("scipy",),
     "bench_prefill_gpu.py": ("a GPU", "cuda-python"),
     "bench_single.py": ("a GPU",),
     "bench_torchtitan.py": ("torchtitan",),
     "bench_transformers.py": ("transformers",),
 }
-OPTIONAL = ("scipy", "torchtitan", "transformers")
+OPTIONAL = ("megatron", "scipy", "torchtitan", "transformers")
 PARTLY = {  # sections that run without something
     "bench_grouped.py": ("cuda-python", "grouped,skew,dense"),
     "bench_transfer.py": ("a GPU", "copy,critical"),

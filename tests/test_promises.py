@@ -81,6 +81,7 @@ ONLY_IN = {
     ],
     "triton": ["backends/triton"],
     "torch.distributed": ["demo", "integrations", "parallel", "runtime", "tiny"],
+    "megatron": ["integrations/megatron"],
     "safetensors": ["inspect", "integrations/transformers"],
     "spmd_types": ["integrations/torchtitan"],
     "torchtitan": ["integrations/torchtitan"],

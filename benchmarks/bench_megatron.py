@@ -1,0 +1,217 @@
+"""A MoE layer of Megatron-Core in two processes: what balancing gains it, forward and backward.
+
+    python benchmarks/bench_megatron.py                  # EP2 on two cores; two minutes
+    python benchmarks/bench_megatron.py --toy            # tiny, for CI
+
+One pinned core and one thread for each rank, routing skewed to 1.6. `unmodified` is the library's
+own layer with its all-to-all, `none` and `ultraep` are balanced layers with these policies. Forced
+balance is the library's own flag, moe_router_force_load_balancing: random routing, in the layer of
+`none`. They take turns, and outputs and gradients are compared before any timing. Beside the time
+of a step stands what the busiest rank used of its processor: on a machine on which others work too,
+that is what to look at.
+
+Shapes: T tokens of a rank, K experts per token, E experts, D model width.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+os.environ["TORCHDYNAMO_DISABLE"] = "1"  # the library compiles small functions, for GPUs
+warnings.filterwarnings("ignore")  # the library has many, of what is not installed
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
+
+import torch
+import torch.distributed as dist
+from bench_layer import AFTER, BEFORE, GAIN, RATE, SHARE
+from harness import Bench, Line, Metric, Mismatch, common_options
+from load_cases import Shape, skewed_ids
+from megatron.core import parallel_state
+from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.spec_utils import build_module
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron_on_cpu import on_cpu  # type: ignore[import-not-found]
+from timing import Host
+from world import on_ranks
+
+from ultraep.integrations.megatron import balanced
+
+PLAIN, FORCED = "unmodified", "forced balance"
+HOST_STEP = Metric("step_host_time", "ms", "host ms", ".2f")
+BUSY = Metric("busiest_processor_time", "ms", "cpu ms", ".2f")
+RATIO = 1.6  # fullest rank over mean rank
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How much is measured."""
+
+    shape: Shape
+    rounds: int
+
+
+SPREAD = Shape(hidden=512, ffn=1024, experts=8, top_k=2, tokens=2048, ranks=2)
+FULL, QUICK = Scale(SPREAD, 21), Scale(SPREAD, 7)
+TOY = Scale(Shape(hidden=16, ffn=32, experts=8, top_k=2, tokens=64, ranks=2), rounds=2)
+
+
+class GivenRouter(TopKRouter):  # type: ignore[misc]
+    """A router whose choices are given, unless the library forces balance."""
+
+    ids = torch.empty(0)
+
+    def routing(self, logits: torch.Tensor, **options: Any) -> Any:
+        if self.config.moe_router_force_load_balancing:
+            return super().routing(logits, **options)
+        logits = logits.view(-1, logits.shape[-1])
+        chosen = torch.zeros(logits.shape, dtype=torch.bool).scatter(1, self.ids, True)
+        return logits.masked_fill(~chosen, -torch.inf).softmax(dim=-1), chosen
+
+
+def configured(shape: Shape) -> Any:
+    return TransformerConfig(
+        num_layers=1,
+        hidden_size=shape.hidden,
+        num_attention_heads=4,
+        num_moe_experts=shape.experts,
+        moe_router_topk=shape.top_k,
+        moe_ffn_hidden_size=shape.ffn,
+        moe_router_load_balancing_type="none",
+        moe_token_dispatcher_type="alltoall",
+        expert_model_parallel_size=shape.ranks,
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        add_bias_linear=False,
+        bias_activation_fusion=False,
+        use_cpu_initialization=True,
+    )
+
+
+def make(config: Any, policy: str, ids: torch.Tensor) -> Any:
+    """A layer of the library, or balanced."""
+    torch.manual_seed(3)
+    spec = get_moe_module_spec(use_te=False, num_experts=config.num_moe_experts)
+    spec.submodules.router = GivenRouter
+    if policy != PLAIN:
+        spec = balanced(spec, config, policy=policy)
+    layer = build_module(spec, config=config)
+    layer.set_layer_number(1)
+    layer.router.ids = ids
+    return layer
+
+
+class Step:
+    """Forward and backward of a layer."""
+
+    def __init__(self, layer: Any, tokens: torch.Tensor, forced: bool = False) -> None:
+        self.layer, self.tokens, self.forced = layer, tokens.clone().requires_grad_(), forced
+        self.y = torch.empty(0)
+
+    def __call__(self) -> None:
+        self.layer.config.moe_router_force_load_balancing = self.forced
+        self.layer.zero_grad(set_to_none=True)
+        self.tokens.grad = None
+        self.y = self.layer(self.tokens)[0]
+        self.y.sum().backward()
+
+
+def compare(steps: dict[str, Step]) -> None:
+    """Raise if outputs or gradients differ by more than the type explains."""
+    for name, step in steps.items():
+        step()
+        found = [(step.y, steps[PLAIN].y), (step.tokens.grad, steps[PLAIN].tokens.grad)]
+        mine, theirs = (s.layer.experts.parameters() for s in (step, steps[PLAIN]))
+        found += [(p.grad, q.grad) for p, q in zip(mine, theirs, strict=True)]
+        for got, want in found:
+            off = ((got - want).abs().max() / want.abs().max()).item()  # type: ignore[operator,union-attr]
+            if not off <= 1e-4 and not step.forced:
+                raise Mismatch(f"{name} differs by {off:.3g} of the largest, allowed are 1e-4")
+
+
+def on_rank(rank: int, shape: Shape, rounds: int) -> dict[str, dict[str, float]]:
+    """One process: time all variants in turns; the slowest rank counts."""
+    with on_cpu():
+        parallel_state.initialize_model_parallel(expert_model_parallel_size=shape.ranks)
+        model_parallel_cuda_manual_seed(rank)
+        config, ids = configured(shape), skewed_ids(shape, RATIO)[rank]
+        draw = torch.Generator().manual_seed(rank)
+        tokens = torch.randn(shape.tokens, 1, shape.hidden, generator=draw)
+        layers = {policy: make(config, policy, ids) for policy in (PLAIN, "none", "ultraep")}
+        steps = {policy: Step(layer, tokens) for policy, layer in layers.items()}
+        steps[FORCED] = Step(layers["none"], tokens, forced=True)
+        compare(steps)
+        return timed(steps, rounds)
+
+
+def timed(steps: dict[str, Step], rounds: int) -> dict[str, dict[str, float]]:
+    """Medians of rounds in which all take turns, and what was planned."""
+    seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in steps}
+    facts: dict[str, dict[str, float]] = {}
+    for turn in range(rounds + 1):  # one to warm up
+        for name, step in steps.items():
+            spent = slowest(step)
+            if turn:
+                seconds[name].append(spent)
+            facts[name] = {"before": RATIO, "after": RATIO}
+            if name != PLAIN:
+                plan = step.layer.last_plan.to_host()
+                facts[name] = {"before": plan.initial_imbalance, "after": plan.imbalance}
+    for name, found in seconds.items():
+        facts[name]["step"] = median(elapsed for elapsed, _ in found)
+        facts[name]["busy"] = median(busy for _, busy in found)
+    return facts
+
+
+def slowest(step: Step) -> tuple[float, float]:
+    """Seconds of a step from a common start, and of the processor in it; the most of all ranks."""
+    dist.barrier()
+    begin, used = time.perf_counter(), time.process_time()
+    step()
+    spent = torch.tensor([time.perf_counter() - begin, time.process_time() - used])
+    dist.all_reduce(spent, op=dist.ReduceOp.MAX)
+    elapsed, busy = spent.tolist()
+    return elapsed, busy
+
+
+def gain(bench: Bench) -> None:
+    """Tokens a second of two ranks."""
+    shape = bench.scale.shape
+    found = on_ranks(shape.ranks, on_rank, shape, bench.scale.rounds)
+    case = {"ranks": shape.ranks, "tokens": shape.tokens, "hidden": shape.hidden, "ffn": shape.ffn}
+    case |= {"experts": shape.experts, "top_k": shape.top_k}
+    lines = []
+    for name, facts in found.items():
+        values = {
+            HOST_STEP: facts["step"] * 1e3,
+            BUSY: facts["busy"] * 1e3,
+            RATE: shape.ranks * shape.tokens / facts["step"],
+            SHARE: found[FORCED]["step"] / facts["step"],
+            GAIN: found["none"]["step"] / facts["step"],
+            BEFORE: facts["before"],
+            AFTER: facts["after"],
+        }
+        lines.append(Line(case | {"policy": name}, values))
+    bench.table("a layer in processes, forward and backward", lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    common_options(parser)
+    options = parser.parse_args()
+    scale = TOY if options.toy else QUICK if options.quick else FULL
+    bench = Bench.of("megatron", sys.argv, scale, Host(name="torch on the CPU"), options.json)
+    bench.run({"gain": gain}, ["gain"])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,148 @@
+"""BalancedMoELayer: Megatron-Core's MoE layer with our stages in place of its dispatcher.
+
+    spec.submodules.mlp.module = BalancedMoELayer             # of a layer's ModuleSpec
+    spec.submodules.mlp.params = {"slots": 1}                 # see `Balancer`
+
+Router, experts, shared experts, recompute, parameters and checkpoints stay the library's. It calls
+the methods of a layer one after the other, and hands on what each returns.
+
+Shapes: T local tokens, K experts per token, E experts, D model width.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
+from megatron.core.transformer.moe.router import TopKRouter
+
+import ultraep.integrations.megatron.experts as own
+from ultraep.combine import combine
+from ultraep.dispatch import Arrivals, dispatch
+from ultraep.errors import ConfigError
+from ultraep.integrations.megatron.routing import choices
+from ultraep.integrations.megatron.settings import check_options, check_settings, pads
+from ultraep.loan import serve
+from ultraep.plane import AnyPlan, Copies
+from ultraep.routing import Routing
+from ultraep.runtime.balancer import Balancer
+
+_balancers: WeakValueDictionary[Any, Balancer] = WeakValueDictionary()
+
+
+class BalancedMoELayer(MoELayer):  # type: ignore[misc]
+    """A MoE layer that balances every microbatch, for a ModuleSpec.
+
+    slots, policy, options: see `Balancer`; `params` of the ModuleSpec. Layers with the same ones
+    share a balancer, and its spare slots.
+    pg_collection: process groups; None: those of `parallel_state`. TransformerLayer hands its own
+        to no class but the library's: who made some gives them in `params` as well.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        submodules: Any = None,
+        layer_number: int | None = None,
+        pg_collection: Any = None,
+        *,
+        slots: int = 1,
+        policy: str | None = None,
+        **options: Any,
+    ) -> None:
+        check_settings(config)
+        check_options(options)
+        own.check_spec(submodules.experts)
+        pg_collection = pg_collection or get_default_pg_collection()
+        balancer = shared_balancer(
+            pg_collection.ep, config.num_moe_experts, slots=slots, policy=policy, **options
+        )
+        super().__init__(config, submodules, layer_number, pg_collection)
+        if not isinstance(self.router, TopKRouter):
+            raise ConfigError(
+                f"choices of {type(self.router).__name__} are not known to be "
+                f"{config.moe_router_topk} for a token: a TopKRouter is needed"
+            )
+        own.without_fusion(self.experts)
+        self.token_dispatcher = None
+        self.balancer, self.layer_index = balancer, balancer.register_layer()
+        self.last_plan: AnyPlan | None = None
+        self._checked = False
+
+    def preprocess(
+        self, hidden_states: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor
+    ) -> tuple[torch.Tensor, Routing]:
+        """What the router decided, as ids and gates: `[T, E]` -> `[T, K]`."""
+        return hidden_states, choices(
+            probs, routing_map, self.config.moe_router_topk, padded=pads(self.config)
+        )
+
+    def dispatch(self, hidden_states: torch.Tensor, probs: Routing) -> tuple[torch.Tensor, Routing]:
+        """Nothing yet: rows are sent when it is planned where."""
+        return hidden_states, probs
+
+    def routed_experts_compute(
+        self, hidden_states: torch.Tensor, probs: Routing
+    ) -> tuple[torch.Tensor, None]:
+        """All stages: loads, plan, replicate, reroute, dispatch, experts, combine."""
+        (ids, gates, _), balancer = probs, self.balancer
+        tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
+        if gates.requires_grad and not tokens.requires_grad:  # rows must take gates' gradients back
+            tokens = tokens.detach().requires_grad_()
+        bundle = self._weights()
+        told: dict[str, Any] = {
+            "layer": self.layer_index,
+            "bundle": bundle,
+            "rows": tokens,
+            "gates": gates,
+        }
+        loads = balancer.gather(ids, **told)
+        plan = self.last_plan = balancer.plan(loads)
+        with balancer.replicate(plan, loads, bundle) as copies:
+            exchange = balancer.reroute(ids, plan, loads)
+            arrivals = dispatch(tokens, gates, exchange)
+            outputs = self._serve(arrivals, copies, bundle)
+        return combine(outputs, exchange).view(hidden_states.shape), None
+
+    def combine(self, output: torch.Tensor) -> torch.Tensor:
+        """Nothing more: rows are back."""
+        return output
+
+    def postprocess(
+        self, output: torch.Tensor, shared_expert_output: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Outputs of routed and of shared experts."""
+        return output if shared_expert_output is None else output + shared_expert_output
+
+    def _weights(self) -> dict[str, Any]:
+        """What a copy of an expert consists of, as it is now."""
+        own.wait_for_weights(self.experts)
+        if not self._checked:
+            own.check_plain(self.experts)
+            self._checked = True
+        return own.bundle_of(self.experts)
+
+    def _serve(self, arrivals: Arrivals, copies: Copies, bundle: dict[str, Any]) -> torch.Tensor:
+        """Stage 6. Experts apply gates themselves, in the place where the library does."""
+        begins = arrivals.begins()
+        ends = begins[copies.num_homes], begins[-1]
+        parts = arrivals.gates[: ends[0]], arrivals.gates[ends[0] : ends[1]]
+        gates = iter([part for part in parts if len(part)])  # homes, copies: whoever has rows
+
+        def network(rows: torch.Tensor, counts: list[int], tensors: dict[str, Any]) -> torch.Tensor:
+            return own.compute(self.experts, rows, counts, tensors, next(gates))
+
+        ones = torch.ones_like(arrivals.gates)
+        return serve(network, Arrivals(arrivals.rows, ones, arrivals.exchange), copies, bundle)
+
+
+def shared_balancer(group: Any, experts: int, **options: Any) -> Balancer:
+    """The balancer of all layers with these options, as long as there is one; collective."""
+    key = (group, experts, repr(sorted(options.items())))
+    balancer = _balancers.get(key)
+    if balancer is None:
+        balancer = _balancers[key] = Balancer(group, experts=experts, **options)
+    return balancer

@@ -1,0 +1,148 @@
+"""Small models of Megatron-Core on gloo ranks, unmodified or balanced, and what they compute.
+
+Work for ranks is wrapped by `on_ranks`: it runs with `on_cpu` of the examples, and with the groups
+of Megatron-Core. Warnings of the library are nobody's errors here; ours are.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+os.environ["TORCHDYNAMO_DISABLE"] = "1"  # it compiles small functions: seconds for nothing here
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from megatron_on_cpu import on_cpu
+
+HIDDEN, EXPERTS, TOP_K, VOCABULARY, LENGTH, ROWS = 32, 8, 2, 64, 16, 2
+
+
+def on_ranks(work: Callable[..., Any]) -> Callable[..., Any]:
+    """Work for `RankPool.run`, as a function of settings of `initialize_model_parallel`."""
+
+    @functools.wraps(work)
+    def wrapped(rank: int, group: Any, parallel: dict[str, Any], *args: Any) -> Any:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            warnings.filterwarnings("error", module="ultraep")
+            from megatron.core import parallel_state
+            from megatron.core.tensor_parallel import random
+            from megatron.core.transformer.moe import moe_utils
+
+            with on_cpu():
+                parallel_state.initialize_model_parallel(**parallel)
+                random.model_parallel_cuda_manual_seed(7)
+                try:
+                    return work(*args)
+                finally:
+                    moe_utils._MOE_LAYER_WISE_LOGGING_TRACKER.clear()  # made for so many layers
+                    moe_utils.MoEAuxLossAutoScaler.main_loss_backward_scale = None  # of a shape
+                    random.get_cuda_rng_tracker().reset()
+                    parallel_state.destroy_model_parallel()
+
+    return wrapped
+
+
+def settings(**changes: Any) -> Any:
+    """A small configuration with experts on two ranks."""
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    usual = {
+        "num_layers": 2,
+        "hidden_size": HIDDEN,
+        "num_attention_heads": 4,
+        "num_moe_experts": EXPERTS,
+        "moe_router_topk": TOP_K,
+        "moe_ffn_hidden_size": 48,
+        "ffn_hidden_size": 64,
+        "gated_linear_unit": True,
+        "activation_func": F.silu,
+        "add_bias_linear": False,
+        "bias_activation_fusion": False,
+        "moe_token_dispatcher_type": "allgather",
+        "expert_model_parallel_size": 2,
+        "use_cpu_initialization": True,
+        "moe_router_load_balancing_type": "aux_loss",
+        "moe_aux_loss_coeff": 0.01,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "init_method_std": 0.1,
+    }
+    return TransformerConfig(**(usual | changes))
+
+
+def make_layer(config: Any, options: dict[str, Any] | None, *, grouped: bool = False) -> Any:
+    """One MoE layer; options of a balanced one, None: the library's own."""
+    from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
+    from megatron.core.transformer.spec_utils import build_module
+
+    from ultraep.integrations.megatron import balanced
+
+    torch.manual_seed(11)
+    spec = get_moe_module_spec(
+        use_te=False,
+        num_experts=config.num_moe_experts,
+        moe_grouped_gemm=grouped,
+        moe_use_legacy_grouped_gemm=grouped,
+    )
+    if options is not None:
+        spec = balanced(spec, config, **options)
+    layer = build_module(spec, config=config)
+    layer.set_layer_number(1)
+    skew(layer)
+    return layer
+
+
+def make_model(config: Any, options: dict[str, Any] | None) -> list[Any]:
+    """A GPT model, in as many chunks as the pipeline schedule has on this rank."""
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+
+    from ultraep.integrations.megatron import balanced
+
+    torch.manual_seed(11 + parallel_state.get_pipeline_model_parallel_rank())
+    chunks = []
+    for index in range(config.virtual_pipeline_model_parallel_size or 1):
+        stage = index if config.virtual_pipeline_model_parallel_size else None
+        spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, vp_stage=stage)
+        if options is not None:
+            spec = balanced(spec, config, **options)
+        where = {"ignore_virtual": False, "vp_stage": stage}
+        chunks.append(
+            GPTModel(
+                config,
+                spec,
+                vocab_size=VOCABULARY,
+                max_sequence_length=LENGTH,
+                pre_process=parallel_state.is_pipeline_first_stage(**where),
+                post_process=parallel_state.is_pipeline_last_stage(**where),
+                vp_stage=stage,
+            )
+        )
+        skew(chunks[-1])
+    return chunks
+
+
+@torch.no_grad()
+def skew(module: torch.nn.Module) -> None:
+    """Make tokens choose experts of the first rank more often."""
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    for router in module.modules():
+        if isinstance(router, TopKRouter):
+            direction = torch.linspace(-1, 1, router.weight.shape[1]).to(router.weight)
+            router.weight[0] += 0.5 * direction
+            router.weight[1] -= 0.5 * direction
+
+
+def difference(want: torch.Tensor, have: torch.Tensor) -> float:
+    """The largest one, in parts of the largest number."""
+    assert want.shape == have.shape
+    assert want.dtype == have.dtype
+    scale = float(want.abs().max()) if want.numel() else 0.0
+    return float((want - have).abs().max()) / scale if scale else float(have.abs().sum())

@@ -1,0 +1,246 @@
+"""Whole models under the DDP, optimizers and pipeline schedules of the library, and unmodified."""
+
+from types import SimpleNamespace
+from unittest.mock import patch
+
+import pytest
+import torch
+from megatron_models import LENGTH, ROWS, VOCABULARY, difference, make_model, on_ranks, settings
+from ranks import shared_pool
+
+LIMIT = 60.0  # seconds
+
+STEPS, MICROBATCHES = 3, 4
+PIPELINE = {
+    "pipeline_model_parallel_size": 2,
+    "pipeline_dtype": torch.float32,
+    "batch_p2p_comm": False,
+}
+INTERLEAVED = PIPELINE | {"virtual_pipeline_model_parallel_size": 2, "num_layers": 4}
+OVERLAP = {"overlap_grad_reduce": True, "bucket_size": 4000}
+DISTRIBUTED = {"use_distributed_optimizer": True}
+GATHERED = {"overlap_param_gather": True}
+CASES = {
+    "DDP": ({}, {}),
+    "overlap": ({}, OVERLAP),
+    "average in the collective": ({}, {"average_in_collective": True}),
+    "distributed optimizer": ({}, DISTRIBUTED),
+    "distributed optimizer, overlap": ({}, DISTRIBUTED | OVERLAP),
+    "weights gathered in forward": ({}, DISTRIBUTED | OVERLAP | GATHERED),
+    "recompute of experts": (
+        {"recompute_granularity": "selective", "recompute_modules": ["moe"]},
+        OVERLAP,
+    ),
+    "recompute of all": (
+        {
+            "recompute_granularity": "full",
+            "recompute_method": "uniform",
+            "recompute_num_layers": 1,
+        },
+        OVERLAP,
+    ),
+    "dense layers between": ({"num_layers": 3, "moe_layer_freq": [1, 0, 1]}, OVERLAP),
+    "losses of tokens": ({"calculate_per_token_loss": True}, {}),
+    "dropped tokens": ({"moe_expert_capacity_factor": 0.8}, DISTRIBUTED),
+    "gradients added in place": ({"gradient_accumulation_fusion": True}, OVERLAP),
+    "forced balance": ({"moe_router_force_load_balancing": True}, {}),
+}
+
+
+def batches(step):
+    """Tokens of this rank's microbatches, of some words more often than of others."""
+    from megatron.core import parallel_state
+
+    draw = torch.Generator().manual_seed(100 * step + parallel_state.get_data_parallel_rank())
+    while True:
+        yield (torch.rand(ROWS, LENGTH, generator=draw) ** 3 * VOCABULARY).long()
+
+
+def forward_step(tokens, model):
+    ids = next(tokens)
+    places = torch.arange(LENGTH).expand(ROWS, -1)
+    later = torch.ones(LENGTH, LENGTH).triu(1).bool()[None, None]
+    losses = model(ids, places, later, labels=ids.roll(-1, 1))
+
+    def of_microbatch(losses):
+        if model.config.calculate_per_token_loss:
+            return losses.sum(), torch.tensor(losses.numel(), dtype=torch.int), losses.sum()
+        return losses.mean(), losses.detach().mean()
+
+    return losses, of_microbatch
+
+
+class Training:
+    """A model with DDP and optimizer, as the library has them."""
+
+    def __init__(self, config, ddp, options, *, learning_rate=1e-3):
+        from megatron.core.distributed import (
+            DistributedDataParallel,
+            DistributedDataParallelConfig,
+            finalize_model_grads,
+        )
+        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+        config.finalize_model_grads_func = finalize_model_grads
+        wrapped = DistributedDataParallelConfig(grad_reduce_in_fp32=True, **ddp)
+        self.config = config
+        self.chunks = [
+            DistributedDataParallel(config, wrapped, chunk, disable_bucketing=index > 0)
+            for index, chunk in enumerate(make_model(config, options))
+        ]
+        self.optimizer = get_megatron_optimizer(
+            OptimizerConfig(
+                optimizer="adam",
+                lr=learning_rate,
+                clip_grad=0.1,
+                use_distributed_optimizer=wrapped.use_distributed_optimizer,
+                overlap_param_gather=wrapped.overlap_param_gather,
+            ),
+            self.chunks,
+        )
+
+    def step(self, number):
+        """Losses of all microbatches, all gradients, and their norm."""
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        losses = get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=[batches(number) for _ in self.chunks],
+            model=self.chunks if len(self.chunks) > 1 else self.chunks[0],
+            num_microbatches=MICROBATCHES,
+            seq_length=LENGTH,
+            micro_batch_size=ROWS,
+            forward_only=False,
+        )
+        gradients = {f"gradient of {name}": p.main_grad.clone() for name, p in self.parameters()}
+        worked, norm, _ = self.optimizer.step()
+        assert worked
+        return {"losses": torch.tensor(losses), "norm": torch.tensor(norm), **gradients}
+
+    def parameters(self):
+        return [
+            (f"{index} {name}", p)
+            for index, chunk in enumerate(self.chunks)
+            for name, p in chunk.named_parameters()
+        ]
+
+    def weights(self):
+        return {name: p.detach().clone() for name, p in self.parameters()}
+
+
+def seeded():
+    from megatron.core.tensor_parallel import random
+
+    random.get_cuda_rng_tracker().reset()
+    random.model_parallel_cuda_manual_seed(7)
+
+
+def add_in_place(rows, gradient, total):
+    """What the extension of Apex computes for gradient_accumulation_fusion, on GPUs alone."""
+    total.add_(gradient.T @ rows)
+
+
+@on_ranks
+def compare(changes, ddp, options, steps=STEPS):
+    """Largest difference of each kind, over some steps, and what was planned."""
+    from megatron.core.tensor_parallel import layers
+
+    stand_in = SimpleNamespace(wgrad_gemm_accum_fp32=add_in_place)
+    with (
+        patch.object(layers, "_grad_accum_fusion_available", True),
+        patch.object(layers, "fused_weight_gradient_mlp_cuda", stand_in, create=True),
+    ):
+        return compared(changes, ddp, options, steps)
+
+
+def compared(changes, ddp, options, steps):
+    from ultraep.integrations.megatron import balancers
+
+    config, results = settings(**changes), []
+    for choice in (None, options):
+        seeded()
+        training = Training(config, ddp, choice)
+        results.append([training.weights(), *(training.step(i) for i in range(steps))])
+        results[-1].append(training.weights())
+    (plain, ours), (balancer,) = results, balancers(training.chunks)
+    kinds = {"begin": 0, "step 0": 1, "all": slice(1, -1), "end": -1}
+    found = {}
+    for kind, place in kinds.items():
+        pairs = [(plain[place], ours[place])]
+        if isinstance(place, slice):
+            pairs = list(zip(plain[place], ours[place], strict=True))
+        found[kind] = max(difference(w[n], h[n]) for w, h in pairs for n in w if w[n].numel())
+    return found, balancer.stats()
+
+
+def check(results):
+    for found, stats in results:
+        assert found["begin"] == 0  # a balanced layer draws nothing
+        assert found["step 0"] < 1e-5, found
+        assert found["all"] < 1e-4, found  # Adam divides by small numbers in its first steps
+        assert found["end"] < 1e-4, found
+        assert stats["copies"] > 0
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_training_is_that_of_the_library(case):
+    check(
+        shared_pool().run(
+            2, compare, {"expert_model_parallel_size": 2}, *CASES[case], {}, timeout=LIMIT
+        )
+    )
+
+
+@on_ranks
+def losses_of(changes, ddp, options, steps, nudged=False):
+    """[steps, microbatches] losses; nudged: one weight in a thousand differs in its last bit."""
+    seeded()
+    training = Training(settings(**changes), ddp, options)
+    if nudged:
+        for _, parameter in training.parameters():
+            few = parameter.data.view(-1)[::1000]
+            few.copy_(torch.nextafter(few, few + 1))
+    return torch.stack([training.step(index)["losses"] for index in range(steps)])
+
+
+def test_twenty_steps_have_the_losses_of_the_library():
+    """As close as the library comes to itself when the last bit of some weights is another."""
+
+    def losses(options, nudged=False):
+        args = {"expert_model_parallel_size": 2}, {}, {}, options, 20, nudged
+        return torch.stack(shared_pool().run(2, losses_of, *args, timeout=LIMIT))
+
+    plain, again, ours, none = (
+        losses(None),
+        losses(None, True),
+        losses({}),
+        losses({"policy": "none"}),
+    )
+    spread = difference(plain, again)
+    assert plain[:, -1].mean() < plain[:, 0].mean() - 0.02  # it learns
+    assert difference(plain, none) == 0
+    assert difference(plain, ours) <= max(2 * spread, 1e-6)
+
+
+@pytest.mark.parametrize("case", ["overlap", "weights gathered in forward"])
+def test_two_groups_have_the_same_experts(case):
+    """Four ranks, experts spread over two: gradients of experts are averaged by the library."""
+    check(
+        shared_pool().run(
+            4, compare, {"expert_model_parallel_size": 2}, *CASES[case], {}, timeout=LIMIT
+        )
+    )
+
+
+@pytest.mark.parametrize("changes", [PIPELINE, INTERLEAVED], ids=["plain", "interleaved"])
+def test_microbatches_in_flight(changes):
+    """Pipeline schedules: microbatches begin before others are through backward."""
+    sizes = ("pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size")
+    parallel = {name: changes[name] for name in sizes if name in changes}
+    parallel["expert_model_parallel_size"] = 2
+    check(
+        shared_pool().run(4, compare, parallel, changes, DISTRIBUTED | OVERLAP, {}, timeout=LIMIT)
+    )

@@ -1,0 +1,96 @@
+"""What cannot be balanced in Megatron-Core is refused by name. Data: nothing of it is imported."""
+
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from ultraep import BackendUnavailable, ConfigError
+from ultraep.integrations.megatron import library
+from ultraep.integrations.megatron.routing import choices
+from ultraep.integrations.megatron.settings import REFUSED, check_options, check_settings
+
+BAD = {
+    "expert_tensor_parallel_size": 2,
+    "moe_extended_tp": True,
+    "fp8": "hybrid",
+    "fp4": "e2m1",
+    "moe_token_dispatcher_type": "flex",
+    "moe_enable_deepep": True,
+    "moe_shared_expert_overlap": True,
+    "overlap_moe_expert_parallel_comm": True,
+    "delay_wgrad_compute": True,
+    "cuda_graph_impl": "local",
+    "enable_cuda_graph": True,
+    "external_cuda_graph": True,
+    "cpu_offloading": True,
+    "fine_grained_activation_offloading": True,
+    "moe_latent_size": 64,
+}
+
+
+@pytest.mark.parametrize("setting", [refused.setting for refused in REFUSED])
+def test_a_setting_is_refused_by_name_and_value(setting):
+    check_settings(SimpleNamespace(num_moe_experts=8))
+    config = SimpleNamespace(num_moe_experts=8, **{setting: BAD[setting]})
+    with pytest.raises(ConfigError, match=f"{setting}={BAD[setting]!r} cannot be balanced, .* can"):
+        check_settings(config)
+
+
+def test_recompute_of_activations_is_refused():
+    check_settings(SimpleNamespace(num_moe_experts=8, recompute_modules=["core_attn", "moe"]))
+    config = SimpleNamespace(num_moe_experts=8, recompute_modules=["moe_act"])
+    with pytest.raises(ConfigError, match=r"recompute_modules=\['moe_act'\] cannot be balanced"):
+        check_settings(config)
+
+
+def test_no_experts_are_refused():
+    with pytest.raises(ConfigError, match="num_moe_experts is None"):
+        check_settings(SimpleNamespace(num_moe_experts=None))
+
+
+@pytest.mark.parametrize("name", ["group", "homes", "experts"])
+def test_the_library_has_its_own_groups(name):
+    with pytest.raises(ConfigError, match=f"'{name}' is no option"):
+        check_options({"slots": 1, name: 3})
+
+
+@pytest.mark.parametrize("version", ["0.15.3", "0.17.0rc1", "1.16.0"])
+def test_other_versions_are_refused(monkeypatch, version):
+    monkeypatch.setattr(library, "version", lambda _: version)
+    with pytest.raises(ConfigError, match=f"0.16.x is needed, and {version} is installed"):
+        library.check_library()
+
+
+@pytest.mark.parametrize("version", ["0.16.0", "0.16.1", "0.16.1rc2+local"])
+def test_known_versions(monkeypatch, version):
+    monkeypatch.setattr(library, "version", lambda _: version)
+    library.check_library()
+
+
+def test_it_says_how_to_install_it(monkeypatch):
+    def missing(name):
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(library, "version", missing)
+    with pytest.raises(BackendUnavailable, match="pip install 'ultraep\\[megatron\\]'"):
+        library.check_library()
+
+
+def test_nothing_is_imported_before_it_is_used():
+    code = "import sys, ultraep.integrations.megatron as m; print('megatron.core' in sys.modules)"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "False"
+
+
+def test_choices_of_dense_maps():
+    """Rows of tokens that chose less than all, and of a chosen expert of probability 0."""
+    probs = torch.tensor([[0.1, 0.0, 0.7], [0.0, 0.0, 0.4], [0.0, 0.0, 0.0]])
+    chosen = torch.tensor([[True, False, True], [True, False, True], [False, False, False]])
+    ids, gates, _ = choices(probs, chosen, 2, padded=False)
+    assert ids.tolist() == [[2, 0], [2, 0], [-1, -1]]
+    assert gates[:2].tolist() == [pytest.approx([0.7, 0.1]), pytest.approx([0.4, 0.0])]
+    ids, _, _ = choices(probs, chosen, 2, padded=True)
+    assert ids.tolist() == [[2, 0], [2, -1], [-1, -1]]
