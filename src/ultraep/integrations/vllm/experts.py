@@ -92,8 +92,7 @@ class BalancedRoutedExperts(RoutedExperts):  # type: ignore[misc]
         balancer, bundle = self.balancer, self.bundle
         assert balancer is not None
         assert self.service is not None
-        told = {"layer": self.layer_index, "bundle": bundle, "rows": x, "gates": gates}
-        loads = balancer.gather(ids, **told)
+        loads = balancer.gather(ids, layer=self.layer_index, bundle=bundle, rows=x, gates=gates)
         plan = self.last_plan = balancer.plan(loads, policy=self.service.policy(balancer))
         with balancer.replicate(plan, loads, bundle) as copies:
             exchange = balancer.reroute(ids, plan, loads)
@@ -144,7 +143,7 @@ class BalancedRoutedExperts(RoutedExperts):  # type: ignore[misc]
         return outputs
 
     def _kernel(self, tensors: dict[str, torch.Tensor]) -> FusedMoEKernel:
-        """vLLM's kernel for experts of one rank; it takes biases from where it was configured."""
+        """The kernel of vLLM for experts of one rank; biases are part of how it is configured."""
         experts = self.quant_method.moe_kernel.fused_experts
         if "w13_bias" in tensors:
             experts = copy.copy(experts)
@@ -153,7 +152,7 @@ class BalancedRoutedExperts(RoutedExperts):  # type: ignore[misc]
         return FusedMoEKernel(make_moe_prepare_and_finalize_no_dp_ep(False), experts)
 
     def weight_loader(self, *inputs: Any, **options: Any) -> Any:
-        """vLLM's own; copies of what was there before serve no more."""
+        """Loads as vLLM does; copies of what was there before serve no more."""
         if self.balancer is not None:
             self.balancer.weights_changed()
         return super().weight_loader(*inputs, **options)

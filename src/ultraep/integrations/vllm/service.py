@@ -33,7 +33,7 @@ from ultraep.version import __version__
 class Service:
     """The balanced layers of one model on this rank.
 
-    config: the model's configuration in vLLM.   layers: in the order they are made, as on all ranks.
+    config: the model's configuration in vLLM.   layers: as they are made, alike on all ranks.
     """
 
     def __init__(self, config: Any, settings: ServingSettings) -> None:
@@ -121,8 +121,8 @@ class Service:
             f"{len(self.layers)} layers of {topology.experts} experts over {topology.ranks} ranks"
             f"{untested}: policy {config.policy}, tolerance {config.tolerance:g}, "
             f"{topology.slots} slots in {held / 1e6:,.1f} MB; "
-            f"batches under {self._least[balancer]:,} tokens are left alone, a copy serves at least "
-            f"{config.min_tokens_per_replica:,} rows; {where_they_are()}"
+            f"batches under {self._least[balancer]:,} tokens are left alone, a copy serves "
+            f"{config.min_tokens_per_replica:,} rows or more; {where_they_are()}"
         )
 
 
@@ -164,9 +164,8 @@ def _are_at_home(layer: Any) -> bool:
     rank = layer.moe_config.moe_parallel_config.ep_rank
     mine = [expert for expert, home in enumerate(homes_of(layer)) if home == rank]
     found = layer._expert_map
-    if found is None:
-        return len(mine) == layer.local_num_experts
-    return [int(found[expert]) for expert in mine] == list(range(layer.local_num_experts))
+    places = range(len(mine)) if found is None else [int(found[expert]) for expert in mine]
+    return list(places) == list(range(layer.local_num_experts))
 
 
 def homes_of(layer: Any) -> list[int]:
