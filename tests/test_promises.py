@@ -83,6 +83,8 @@ ONLY_IN = {
     "torch.distributed": ["demo", "integrations", "parallel", "runtime", "tiny"],
     "safetensors": ["inspect", "integrations/transformers"],
     "transformers": ["inspect", "integrations/transformers"],
+    "vllm": ["integrations/vllm"],
+    "prometheus_client": ["integrations/vllm"],
 }
 
 

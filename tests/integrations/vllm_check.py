@@ -126,13 +126,13 @@ def two_ranks(bench: Bench) -> None:
 
 
 def four_ranks(bench: Bench) -> None:
-    """Qwen2-MoE (a shared expert; 10 experts on 4 ranks), float32, DP4, --additional-config."""
-    expected = bench.alone("Qwen2Moe", "float32")
+    """GLM-4-MoE (10 experts on 4 ranks, and a shared one), float32, DP4, --additional-config."""
+    expected = bench.alone("Glm4Moe", "float32")
     options = ["--data-parallel-size", "4", "--dtype", "float32", "--api-server-count", "1"]
     options += ["--additional-config", '{"ultraep": {"slots": 2, "min_rows": 1}}']
     with tempfile.TemporaryDirectory() as page:
         variables = {"PROMETHEUS_MULTIPROC_DIR": page}
-        model, log = bench.model("Qwen2Moe"), bench.log("four")
+        model, log = bench.model("Glm4Moe"), bench.log("four")
         with serving(model, log, *options, variables=variables) as server:
             compare(server, expected)
             said(server)
@@ -149,12 +149,15 @@ def half_precision(bench: Bench) -> None:
         dtype = "float16"
     expected = bench.alone("Qwen3Moe", dtype)
     options = "--data-parallel-size", "2", "--dtype", dtype
+    folder = bench.folder / "trace"
     variables = {"ULTRAEP_SLOTS": "1", "ULTRAEP_MIN_ROWS": "1", "ULTRAEP_KEEP": "0"}
-    with serving(
-        bench.model("Qwen3Moe"), bench.log("half"), *options, variables=variables
-    ) as server:
+    variables["ULTRAEP_RECORD"] = str(folder)
+    model, log = bench.model("Qwen3Moe"), bench.log("half")
+    with serving(model, log, *options, variables=variables) as server:
         compare(server, expected)
         said(server)
+    records = len(ultraep.read_trace(folder))
+    check("a trace of all microbatches", records > 0, f"{records} records")
 
 
 def biases(bench: Bench) -> None:

@@ -50,12 +50,16 @@ KINDS: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
         "norm_topk_prob": True,
     },
-    "Qwen2Moe": {  # with a shared expert, and experts that do not divide evenly
+    "Glm4Moe": {  # dense, then experts: a shared one, corrected scores, a number that is uneven
+        "num_hidden_layers": 3,
+        "first_k_dense_replace": 1,
         "intermediate_size": 128,
         "moe_intermediate_size": 64,
-        "shared_expert_intermediate_size": 96,
-        "num_experts": 10,
+        "n_routed_experts": 10,
+        "n_shared_experts": 1,
         "num_experts_per_tok": 3,
+        "routed_scaling_factor": 1.5,
+        "norm_topk_prob": True,
     },
     "GptOss": {  # with biases in the experts
         "intermediate_size": 64,
@@ -73,7 +77,7 @@ def make_model(kind: str, folder: Path) -> Path:
     import torch
     import transformers
 
-    config = getattr(transformers, f"{kind}Config")(**COMMON, **KINDS[kind])
+    config = getattr(transformers, f"{kind}Config")(**{**COMMON, **KINDS[kind]})
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from math import ceil
 
-# Operations that a rank does while a byte of an expert arrives: products beside messages through
-# memory of one host, and products of bfloat16 beside NVLink.
+# Operations that a rank does while a byte of an expert arrives, in round figures: products of a
+# core beside messages through memory of one host, and products of bfloat16 beside NVLink.
 OPERATIONS_PER_BYTE = {"cpu": 8.0, "cuda": 2000.0}
 
 

@@ -25,6 +25,7 @@ from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from ultraep.combine import combine
 from ultraep.comm import moved
 from ultraep.dispatch import Arrivals, dispatch
+from ultraep.integrations.vllm.refusals import OF_ROUTER
 from ultraep.integrations.vllm.service import Service
 from ultraep.integrations.vllm.settings import read_settings
 from ultraep.plane import AnyPlan, Copies
@@ -102,7 +103,7 @@ class BalancedRoutedExperts(RoutedExperts):  # type: ignore[misc]
     @property
     def bundle(self) -> dict[str, torch.Tensor]:
         """What a copy of an expert consists of: all that vLLM keeps for one."""
-        return dict(self.named_parameters())
+        return {name: t for name, t in self.named_parameters() if name not in OF_ROUTER}
 
     def _serve(self, arrivals: Arrivals, copies: Copies) -> torch.Tensor:
         """[A, D] outputs of all rows times their gates, on home weights and on copies."""

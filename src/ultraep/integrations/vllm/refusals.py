@@ -12,6 +12,7 @@ METHOD = "UnquantizedFusedMoEMethod"
 # Kernels that take as many experts as they are given, and nothing but what stands in the bundle.
 KERNELS = ("CPUUnquantizedExperts", "TritonExperts")
 TENSORS = ("w13_weight", "w2_weight", "w13_bias", "w2_bias")
+OF_ROUTER = ("e_score_correction_bias",)  # that the layer holds, and no expert
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ import atexit
 import logging
 from collections.abc import Iterable
 from contextlib import ExitStack
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 from vllm.distributed import get_ep_group
@@ -19,6 +19,7 @@ from ultraep.integrations.vllm.cost import least_tokens, rows_to_pay
 from ultraep.integrations.vllm.counters import ServingCounters, where_they_are
 from ultraep.integrations.vllm.library import LOGGER
 from ultraep.integrations.vllm.refusals import (
+    OF_ROUTER,
     EngineFacts,
     LayerFacts,
     reasons_of_engine,
@@ -60,16 +61,16 @@ class Service:
 
     def _open(self, group: Any) -> None:
         """A balancer for each number of experts, and a number there for every layer; collective."""
-        counters = ServingCounters(group.rank_in_group)
+        counters = counters_of(group.rank_in_group)
         with ExitStack() as undo:
             for layer in self.layers:
                 key = layer.global_num_experts, layer.top_k
                 if key not in self._balancers:
                     balancer = self._balancers[key] = self._balancer(layer, group)
                     undo.callback(balancer.close)
+                    undo.enter_context(balancer.unchanged_weights())  # but for `weight_loader`
                     clock = HostClock if layer.w2_weight.device.type == "cpu" else DeviceClock
                     balancer.observe(clock([counters], balancer.rank))
-                    self._promise(balancer)
                 layer.balancer = self._balancers[key]
                 layer.layer_index = layer.balancer.register_layer()
             atexit.register(undo.pop_all().close)
@@ -93,12 +94,6 @@ class Service:
         )
         self._least[balancer] = least_tokens(rows, balancer.comm.size, layer.top_k)
         return balancer
-
-    def _promise(self, balancer: Balancer) -> None:
-        """Weights do not change in serving; where they do, `weights_changed` is called."""
-        promise = balancer.unchanged_weights()
-        promise.__enter__()
-        atexit.register(promise.__exit__, None, None, None)
 
     def policy(self, balancer: Balancer) -> str | None:
         """That of the batch which vLLM computes now; None: as the settings say.
@@ -124,6 +119,12 @@ class Service:
             f"batches under {self._least[balancer]:,} tokens are left alone, a copy serves "
             f"{config.min_tokens_per_replica:,} rows or more; {where_they_are()}"
         )
+
+
+@cache
+def counters_of(rank: int) -> ServingCounters:
+    """Those of this process; their names can be taken once."""
+    return ServingCounters(rank)
 
 
 def engine_facts(config: Any) -> EngineFacts:
@@ -154,7 +155,7 @@ def layer_facts(layer: Any) -> LayerFacts:
         name=layer.layer_name,
         method=type(layer.quant_method).__name__,
         kernel=tuple(kind.__name__ for kind in type(experts).__mro__),
-        tensors=tuple(name for name, _ in layer.named_parameters()),
+        tensors=tuple(name for name, _ in layer.named_parameters() if name not in OF_ROUTER),
         fused_shared=layer.expert_map_manager.num_fused_shared_experts,
         homes_known=_are_at_home(layer),
     )
