@@ -36,7 +36,7 @@ class EngineFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerFacts:
-    """Of which kind the experts of a layer are."""
+    """What the experts of a layer are, and what computes them."""
 
     name: str
     method: str = METHOD
