@@ -48,16 +48,18 @@ class Service:
         """Whether layers are balanced; collective when it is first asked for, and says so once."""
         reasons = reasons_of_engine(engine_facts(self.config))
         reasons += [r for layer in self.layers for r in reasons_of_layer(layer_facts(layer))]
-        group = get_ep_group()
-        log = logging.getLogger(LOGGER)
-        if reasons:
-            if group.rank_in_group == 0:
-                log.warning("ultraep %s balances nothing: %s", __version__, "; ".join(reasons[:4]))
-            return False
-        self._open(group)
-        if group.rank_in_group == 0:
-            log.info("ultraep %s balances %s", __version__, self)
-        return True
+        if not reasons:
+            self._open(get_ep_group())
+        told = f"nothing: {'; '.join(reasons[:4])}" if reasons else str(self)
+        parallel, log = self.config.parallel_config, logging.getLogger(LOGGER)
+        if parallel.data_parallel_rank == parallel.rank == 0:
+            log.log(
+                logging.WARNING if reasons else logging.INFO,
+                "ultraep %s balances %s",
+                __version__,
+                told,
+            )
+        return not reasons
 
     def _open(self, group: Any) -> None:
         """A balancer for each number of experts, and a number there for every layer; collective."""
