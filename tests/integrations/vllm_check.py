@@ -174,13 +174,13 @@ def refused(bench: Bench) -> None:
     """Tensor-parallel ranks are left alone with the reason; a wrong setting stops the start."""
     expected = bench.alone("Qwen3Moe", "float32")
     os.environ["ULTRAEP_SLOTS"] = "1"
-    options = {"tensor_parallel_size": 2, "enable_expert_parallel": True}
-    found, log = answers_alone(bench.model("Qwen3Moe"), "float32", PROMPTS, **options)
+    model = bench.model("Qwen3Moe")
+    found, log = answers_alone(model, "float32", PROMPTS, tensor_parallel_size=2)
     lines = [line.split("] ", 1)[-1] for line in log.splitlines() if "balances nothing" in line]
     check("TP2 is left alone, and the log says why", len(lines) == 1, lines[0] if lines else "none")
     check("its tokens are those of one process", found == expected)
     os.environ["ULTRAEP_SLOTS"] = "many"
-    command = [str(Path(sys.executable).parent / "vllm"), "serve", str(bench.model("Qwen3Moe"))]
+    command = [str(Path(sys.executable).parent / "vllm"), "serve", str(model)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     del os.environ["ULTRAEP_SLOTS"]
     told = "ULTRAEP_SLOTS must be an integer, got 'many'"
