@@ -25,6 +25,7 @@ from ultraep.integrations.vllm.library import installed_version
 
 PROMPTS = make_prompts()
 FAILED: list[str] = []
+TIE = 0.05  # of two tokens in half precision: some last places of a logit
 
 
 def check(told: str, holds: bool, figure: object = "") -> None:
@@ -41,6 +42,7 @@ class Bench:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._answers: dict[tuple[str, str], list[list[int]]] = {}
+        self.ahead: list[list[float]] = []  # of the second best, for the answers asked for last
 
     def model(self, kind: str) -> Path:
         folder = self.folder / kind
@@ -49,7 +51,7 @@ class Bench:
     def alone(self, kind: str, dtype: str) -> list[list[int]]:
         """The answers of one process, in which nothing of ours is asked for."""
         if (kind, dtype) not in self._answers:
-            found, log = answers_alone(self.model(kind), dtype, PROMPTS)
+            found, self.ahead, log = answers_alone(self.model(kind), dtype, PROMPTS)
             check(f"{kind} {dtype} alone: the plug-in is silent", "ultraep" not in log)
             self._answers[kind, dtype] = found
         return self._answers[kind, dtype]
@@ -58,17 +60,25 @@ class Bench:
         return self.folder / f"{name}.log"
 
 
-def compare(server: Server, expected: list[list[int]]) -> None:
-    """Greedy tokens, of many clients, again with cached prefixes, and one by one: idle ranks."""
+def compare(
+    server: Server, expected: list[list[int]], ahead: list[list[float]] | None = None
+) -> None:
+    """Greedy tokens, of many clients, again with cached prefixes, and one by one: idle ranks.
+
+    ahead: in half precision sums are rounded elsewhere, so that where the two best tokens are as
+    good as equal, either of them is right; what follows the other one is not compared.
+    """
     for told, clients in (("6 clients", 6), ("again, prefixes cached", 6), ("one by one", 1)):
-        found = server.complete_all(PROMPTS, clients)
+        found, equal, ties = server.complete_all(PROMPTS, clients), 0, 0
+        for number, (mine, theirs) in enumerate(zip(found, expected, strict=True)):
+            same = [a == b for a, b in zip(mine, theirs, strict=True)]
+            until = same.index(False) if False in same else len(same)
+            equal += until
+            if until < len(same) and ahead is not None and ahead[number][until] < TIE:
+                ties += len(same) - until
         tokens = sum(map(len, expected))
-        equal = sum(
-            a == b
-            for mine, theirs in zip(found, expected, strict=True)
-            for a, b in zip(mine, theirs, strict=True)
-        )
-        check(f"tokens equal those of one process, {told}", equal == tokens, f"{equal}/{tokens}")
+        figure = f"{equal}/{tokens}" + f", {ties} from a tie on" * (ties > 0)
+        check(f"tokens equal those of one process, {told}", equal + ties == tokens, figure)
 
 
 def count(server: Server, *, left_alone: bool) -> None:
@@ -153,9 +163,11 @@ def half_precision(bench: Bench) -> None:
     variables = {"ULTRAEP_SLOTS": "1", "ULTRAEP_MIN_ROWS": "1", "ULTRAEP_KEEP": "0"}
     variables["ULTRAEP_RECORD"] = str(folder)
     model, log = bench.model("Qwen3Moe"), bench.log("half")
+    ahead = bench.ahead
     with serving(model, log, *options, variables=variables) as server:
-        compare(server, expected)
+        compare(server, expected, ahead)
         said(server)
+        time.sleep(3)  # for the trace: vLLM kills what computes when it ends
     records = len(ultraep.read_trace(folder))
     check("a trace of all microbatches", records > 0, f"{records} records")
 
@@ -175,7 +187,7 @@ def refused(bench: Bench) -> None:
     expected = bench.alone("Qwen3Moe", "float32")
     os.environ["ULTRAEP_SLOTS"] = "1"
     model = bench.model("Qwen3Moe")
-    found, log = answers_alone(model, "float32", PROMPTS, tensor_parallel_size=2)
+    found, _, log = answers_alone(model, "float32", PROMPTS, tensor_parallel_size=2)
     lines = [line.split("] ", 1)[-1] for line in log.splitlines() if "balances nothing" in line]
     check("TP2 is left alone, and the log says why", len(lines) == 1, lines[0] if lines else "none")
     check("its tokens are those of one process", found == expected)

@@ -101,7 +101,9 @@ def make_prompts() -> list[list[int]]:
 
 
 def answers_alone(model: Path, dtype: str, prompts: list[list[int]], **options: Any) -> Any:
-    """Greedy tokens of one engine in a process of its own, and what it logged."""
+    """Greedy tokens of one engine in a process of its own, how far ahead of the second best each
+    of them was, and what it logged.
+    """
     job = {"model": str(model), "dtype": dtype, "prompts": prompts, "options": options}
     environment = {**os.environ, **QUIET, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     done = subprocess.run(
@@ -114,7 +116,8 @@ def answers_alone(model: Path, dtype: str, prompts: list[list[int]], **options: 
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     found = re.search(r"^TOKENS (.*)$", done.stdout, re.MULTILINE)
     assert found, done.stdout
-    return json.loads(found[1]), done.stdout + done.stderr
+    tokens, ahead = json.loads(found[1])
+    return tokens, ahead, done.stdout + done.stderr
 
 
 def answer(job: dict[str, Any]) -> None:
@@ -132,9 +135,16 @@ def answer(job: dict[str, Any]) -> None:
         **job["options"],
     )
     asked = [{"prompt_token_ids": prompt} for prompt in job["prompts"]]
-    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
-    found = engine.generate(asked, params)
-    print("TOKENS", json.dumps([list(one.outputs[0].token_ids) for one in found]), flush=True)
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=2)
+    found = [one.outputs[0] for one in engine.generate(asked, params)]
+    tokens = [list(one.token_ids) for one in found]
+    ahead = [[_ahead(step.values()) for step in one.logprobs] for one in found]
+    print("TOKENS", json.dumps([tokens, ahead]), flush=True)
+
+
+def _ahead(two: Any) -> float:
+    best, second = sorted((one.logprob for one in two), reverse=True)[:2]
+    return best - second
 
 
 class Server:

@@ -21,6 +21,7 @@ from vllm.model_executor.layers.fused_moe.prepare_finalize.no_dp_ep import (
     make_moe_prepare_and_finalize_no_dp_ep,
 )
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.model_executor.models.gpt_oss import GptOssRoutedExperts
 
 from ultraep.combine import combine
 from ultraep.comm import moved
@@ -35,10 +36,14 @@ _current: Service | None = None  # of the model that is being made
 
 
 def install() -> None:
-    """Have vLLM make `BalancedRoutedExperts` from now on; again is nothing."""
-    name = RoutedExperts.__name__
-    if op_registry_oot.get(name) is not BalancedRoutedExperts:
-        RoutedExperts.register_oot(BalancedRoutedExperts)
+    """Have vLLM make balanced experts from now on; again is nothing.
+
+    Its registry goes by the name of a class, and gpt-oss has one of its own.
+    """
+    for kind in (RoutedExperts, GptOssRoutedExperts):
+        if kind.__name__ not in op_registry_oot:
+            made = type(f"Balanced{kind.__name__}", (BalancedRows, kind), {})
+            op_registry_oot[kind.__name__] = made
 
 
 def service_for(config: Any) -> Service | None:
@@ -52,9 +57,10 @@ def service_for(config: Any) -> Service | None:
     return _current
 
 
-class BalancedRoutedExperts(RoutedExperts):  # type: ignore[misc]
+class BalancedRows(RoutedExperts):  # type: ignore[misc]
     """The home experts of this rank, and copies of others for a batch.
 
+    Stands before the class of vLLM that it balances.
     balancer, layer_index: who balances it, and its number there, if it is.
     last_plan: of the last batch.
     """
@@ -152,11 +158,19 @@ class BalancedRoutedExperts(RoutedExperts):  # type: ignore[misc]
             experts.quant_config = self.quant_method.get_fused_moe_quant_config(seen)
         return FusedMoEKernel(make_moe_prepare_and_finalize_no_dp_ep(False), experts)
 
-    def weight_loader(self, *inputs: Any, **options: Any) -> Any:
+    def load_weights(self, *inputs: Any, **options: Any) -> Any:
         """Loads as vLLM does; copies of what was there before serve no more."""
+        self._weights_change()
+        return super().load_weights(*inputs, **options)
+
+    def weight_loader(self, *inputs: Any, **options: Any) -> Any:
+        """Loads one tensor as vLLM does; copies of what was there before serve no more."""
+        self._weights_change()
+        return super().weight_loader(*inputs, **options)
+
+    def _weights_change(self) -> None:
         if self.balancer is not None:
             self.balancer.weights_changed()
-        return super().weight_loader(*inputs, **options)
 
     weight_loader.supports_moe_loading = True  # type: ignore[attr-defined]
 
