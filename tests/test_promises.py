@@ -86,6 +86,8 @@ ONLY_IN = {
     "spmd_types": ["integrations/torchtitan"],
     "torchtitan": ["integrations/torchtitan"],
     "transformers": ["inspect", "integrations/transformers"],
+    "vllm": ["integrations/vllm"],
+    "prometheus_client": ["integrations/vllm"],
 }
 
 

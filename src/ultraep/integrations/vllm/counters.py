@@ -1,0 +1,69 @@
+"""Numbers for operators, on vLLM's own page of metrics.
+
+They are made in the processes that compute; the page is served by others. prometheus_client brings
+them together where it works for several processes: where `PROMETHEUS_MULTIPROC_DIR` is set, as
+vLLM does by itself when it starts several API servers, which it does with data parallelism.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+from ultraep.plan import Plan
+from ultraep.plane import Microbatch
+
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
+
+VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
+
+
+class ServingCounters:
+    """A notebook whose sums others read; made once in a process.
+
+    rank: plans are alike on all ranks, so that only the first one counts them.
+    """
+
+    def __init__(self, rank: int, registry: CollectorRegistry | None = None) -> None:
+        from prometheus_client import REGISTRY, Counter, Summary  # comes with vLLM
+
+        where: Any = {"registry": REGISTRY if registry is None else registry}
+        of = "load of the fullest rank over the mean, in layers of batches"
+        self._rank = rank
+        self._before = Summary(
+            "ultraep_imbalance_before", f"{of}, before copies", ["policy"], **where
+        )
+        self._after = Summary(
+            "ultraep_imbalance_after", f"{of}, as it was computed", ["policy"], **where
+        )
+        self._planned = Counter("ultraep_copies_planned", "copies of experts in all plans", **where)
+        self._copies = Counter("ultraep_copies_sent", "copies that were not there yet", **where)
+        self._bytes = Counter("ultraep_weights_sent_bytes", "bytes of copies sent", **where)
+        self._seconds = Counter(
+            "ultraep_stage_seconds", "time in a stage, of all ranks together", ["stage"], **where
+        )
+
+    def planned(self, _: Microbatch, plan: Plan) -> None:
+        if self._rank == 0:
+            policy = plan.config.policy
+            self._before.labels(policy).observe(plan.initial_imbalance)
+            self._after.labels(policy).observe(plan.imbalance)
+            self._planned.inc(plan.num_replicas)
+
+    def took(self, _: Microbatch, stage: str, seconds: float) -> None:
+        self._seconds.labels(stage).inc(seconds)
+
+    def sent(self, _: Microbatch, __: str, nbytes: int, copies: int) -> None:
+        self._copies.inc(copies)
+        self._bytes.inc(nbytes)
+
+    def passed(self, _: Microbatch, __: float) -> None:
+        """Nothing: sums know no microbatch."""
+
+
+def where_they_are() -> str:
+    """Whether the page of metrics has them, for the log."""
+    if os.environ.get(VARIABLE):
+        return "counters are on the page of metrics"
+    return f"counters are not on the page of metrics: that needs {VARIABLE}"

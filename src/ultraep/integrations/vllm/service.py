@@ -1,0 +1,196 @@
+"""What all balanced layers of a model share: settings, balancers, counters, and one line of log."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+from collections.abc import Iterable
+from contextlib import ExitStack
+from functools import cache, cached_property
+from typing import Any
+
+from vllm.distributed import get_ep_group
+from vllm.forward_context import get_forward_context
+from vllm.model_executor.layers.fused_moe.expert_map_manager import determine_expert_map
+
+from ultraep.bundle import Layout
+from ultraep.config import BalanceConfig
+from ultraep.integrations.vllm.cost import least_tokens, rows_to_pay
+from ultraep.integrations.vllm.counters import ServingCounters, where_they_are
+from ultraep.integrations.vllm.library import LOGGER
+from ultraep.integrations.vllm.refusals import (
+    OF_ROUTER,
+    EngineFacts,
+    LayerFacts,
+    reasons_of_engine,
+    reasons_of_layer,
+)
+from ultraep.integrations.vllm.settings import ServingSettings
+from ultraep.runtime.balancer import Balancer
+from ultraep.runtime.observe import DeviceClock, HostClock
+from ultraep.version import __version__
+
+
+class Service:
+    """The balanced layers of one model on this rank.
+
+    config: the model's configuration in vLLM.   layers: as they are made, alike on all ranks.
+    """
+
+    def __init__(self, config: Any, settings: ServingSettings) -> None:
+        self.config, self.settings = config, settings
+        self.layers: list[Any] = []
+        self._balancers: dict[tuple[int, int], Balancer] = {}
+        self._least: dict[Balancer, int] = {}
+
+    @cached_property
+    def ready(self) -> bool:
+        """Whether layers are balanced; collective when it is first asked for, and says so once."""
+        reasons = reasons_of_engine(engine_facts(self.config))
+        reasons += [r for layer in self.layers for r in reasons_of_layer(layer_facts(layer))]
+        if not reasons:
+            self._open(get_ep_group())
+        told = f"nothing: {'; '.join(reasons[:4])}" if reasons else str(self)
+        parallel, log = self.config.parallel_config, logging.getLogger(LOGGER)
+        if parallel.data_parallel_rank == parallel.rank == 0:
+            log.log(
+                logging.WARNING if reasons else logging.INFO,
+                "ultraep %s balances %s",
+                __version__,
+                told,
+            )
+        return not reasons
+
+    def _open(self, group: Any) -> None:
+        """A balancer for each number of experts, and a number there for every layer; collective."""
+        counters = counters_of(group.rank_in_group)
+        with ExitStack() as undo:
+            for layer in self.layers:
+                key = layer.global_num_experts, layer.top_k
+                if key not in self._balancers:
+                    balancer = self._balancers[key] = self._balancer(layer, group)
+                    undo.callback(balancer.close)
+                    undo.enter_context(balancer.unchanged_weights())  # but for `weight_loader`
+                    clock = HostClock if layer.w2_weight.device.type == "cpu" else DeviceClock
+                    balancer.observe(clock([counters], balancer.rank))
+                layer.balancer = self._balancers[key]
+                layer.layer_index = layer.balancer.register_layer()
+            atexit.register(undo.pop_all().close)
+
+    def _balancer(self, layer: Any, group: Any) -> Balancer:
+        settings = self.settings
+        rows = settings.min_rows or rows_to_pay_for(layer)
+        cpu = layer.w2_weight.device.type == "cpu"
+        balancer = Balancer(
+            group.cpu_group if cpu else group.device_group,
+            experts=layer.global_num_experts,
+            slots=settings.slots,
+            homes=homes_of(layer),
+            config=BalanceConfig(
+                policy=settings.policy,
+                tolerance=settings.tolerance,
+                min_tokens_per_replica=rows,
+            ),
+            in_flight=len(self.layers) if settings.keep else 1,
+            record=settings.record,
+        )
+        self._least[balancer] = least_tokens(rows, balancer.comm.size, layer.top_k)
+        return balancer
+
+    def policy(self, balancer: Balancer) -> str | None:
+        """That of the batch which vLLM computes now; None: as the settings say.
+
+        vLLM has told all ranks how many tokens each of them has.
+        """
+        told = get_forward_context().dp_metadata
+        assert told is not None, "vLLM tells the tokens of all ranks wherever there are several"
+        tokens = int(told.num_tokens_across_dp_cpu.sum())
+        return "none" if tokens < self._least[balancer] else None
+
+    def __str__(self) -> str:
+        balancer = self.layers[0].balancer
+        topology, config = balancer.topology, balancer.config
+        tensors = self.layers[0].bundle
+        held = Layout.of(tensors, len(self.layers[0].w2_weight)).nbytes * topology.slots
+        held *= len(self.layers) if self.settings.keep else 1
+        untested = "" if self.layers[0].w2_weight.device.type == "cpu" else " (not tested on GPUs)"
+        return (
+            f"{len(self.layers)} layers of {topology.experts} experts over {topology.ranks} ranks"
+            f"{untested}: policy {config.policy}, tolerance {config.tolerance:g}, "
+            f"{topology.slots} slots in {held / 1e6:,.1f} MB; "
+            f"batches under {self._least[balancer]:,} tokens are left alone, a copy serves "
+            f"{config.min_tokens_per_replica:,} rows or more; {where_they_are()}"
+        )
+
+
+@cache
+def counters_of(rank: int) -> ServingCounters:
+    """Those of this process; their names can be taken once."""
+    return ServingCounters(rank)
+
+
+def engine_facts(config: Any) -> EngineFacts:
+    """What matters of vLLM's configuration."""
+    parallel, model = config.parallel_config, config.model_config
+    return EngineFacts(
+        data_parallel=parallel.data_parallel_size,
+        tensor_parallel=parallel.tensor_parallel_size,
+        pipeline_parallel=parallel.pipeline_parallel_size,
+        context_parallel=parallel.prefill_context_parallel_size,
+        expert_parallel=parallel.enable_expert_parallel,
+        eplb=parallel.enable_eplb,
+        elastic=parallel.enable_elastic_ep,
+        dual_batch=parallel.use_ubatching,
+        eager=model.enforce_eager,
+        sleep=model.enable_sleep_mode,
+        lora=config.lora_config is not None,
+        speculative=config.speculative_config is not None,
+        backend=parallel.all2all_backend,
+    )
+
+
+def layer_facts(layer: Any) -> LayerFacts:
+    """What matters of a layer, after its weights are loaded."""
+    kernel = layer.quant_method.moe_kernel
+    experts = None if kernel is None else kernel.fused_experts
+    return LayerFacts(
+        name=layer.layer_name,
+        method=type(layer.quant_method).__name__,
+        kernel=tuple(kind.__name__ for kind in type(experts).__mro__),
+        tensors=tuple(name for name, _ in layer.named_parameters() if name not in OF_ROUTER),
+        fused_shared=layer.expert_map_manager.num_fused_shared_experts,
+        homes_known=_are_at_home(layer),
+    )
+
+
+def _are_at_home(layer: Any) -> bool:
+    rank = layer.moe_config.moe_parallel_config.ep_rank
+    mine = [expert for expert, home in enumerate(homes_of(layer)) if home == rank]
+    found = layer._expert_map
+    places = range(len(mine)) if found is None else [int(found[expert]) for expert in mine]
+    return list(places) == list(range(layer.local_num_experts))
+
+
+def homes_of(layer: Any) -> list[int]:
+    """The home rank of every expert, as vLLM has placed them."""
+    ranks = layer.moe_config.moe_parallel_config.ep_size
+    homes = [0] * layer.global_num_experts
+    for rank in range(ranks):
+        _, found, _ = determine_expert_map(
+            ranks, rank, layer.global_num_experts, layer.expert_placement_strategy
+        )
+        for expert in _at_home(found, layer.global_num_experts):
+            homes[expert] = rank
+    return homes
+
+
+def _at_home(found: Any, experts: int) -> Iterable[int]:
+    return range(experts) if found is None else (found >= 0).nonzero().flatten().tolist()
+
+
+def rows_to_pay_for(layer: Any) -> int:
+    """Rows that pay for a copy of one of these experts."""
+    tensors = list(layer.bundle.values())
+    nbytes = sum(t[0].numel() * t.element_size() for t in tensors)
+    parameters = sum(t[0].numel() for t in tensors)
+    return rows_to_pay(nbytes, parameters, tensors[0].device.type)

@@ -1,0 +1,124 @@
+"""Settings of the plug-in: from the environment, and from `--additional-config`.
+
+ULTRAEP_SLOTS=1 vllm serve MODEL --data-parallel-size 2 --enable-expert-parallel --enforce-eager
+vllm serve MODEL ... --additional-config '{"ultraep": {"slots": 1}}'
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from ultraep.config import BalanceConfig
+from ultraep.errors import ConfigError
+from ultraep.policies import get_policy
+
+KEY = "ultraep"  # in the additional configuration
+PREFIX = "ULTRAEP_"  # in the environment
+OTHERS = {"ULTRAEP_TRACE"}  # variables with that prefix that are read elsewhere
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServingSettings:
+    """What a user asks for.
+
+    slots: spare slots of every rank, in every layer; 0: nothing is balanced.
+    policy, tolerance: see `BalanceConfig`.
+    record: folder for a trace of every microbatch; None: as ULTRAEP_TRACE says.
+    min_rows: rows that a copy must serve to be worth its way; batches with fewer on a rank are left
+        alone. None: as many as pay for the bytes of an expert (`cost`).
+    keep: slots for every layer, so that copies are still there in its next batch; otherwise all
+        layers share one set, and copies are sent in every batch.
+    """
+
+    slots: int = 1
+    policy: str = "ultraep"
+    tolerance: float = 0.0
+    record: str | None = None
+    min_rows: int | None = None
+    keep: bool = True
+
+    def __post_init__(self) -> None:
+        _check_count("slots", self.slots, least=0)
+        if self.min_rows is not None:
+            _check_count("min_rows", self.min_rows, least=1)
+        if not isinstance(self.keep, bool):
+            raise ConfigError(f"keep must be true or false, got {self.keep!r}")
+        if self.record is not None and not (isinstance(self.record, str) and self.record):
+            raise ConfigError(f"record must be the name of a folder, got {self.record!r}")
+        BalanceConfig(policy=self.policy, tolerance=self.tolerance)
+        get_policy(self.policy)
+
+
+def read_settings(environment: Mapping[str, str], additional: Any) -> ServingSettings | None:
+    """The settings that are given; None: nothing was asked for.
+
+    additional: vLLM's additional configuration, whose part `ultraep` is ours.
+    """
+    here, there = _from_environment(environment), _from_additional(additional)
+    if here is None and there is None:
+        return None
+    here, there = here or {}, there or {}
+    for name in here.keys() & there.keys():
+        if here[name] != there[name]:
+            raise ConfigError(
+                f"{PREFIX}{name.upper()} is {here[name]!r}, and the additional configuration has "
+                f"{there[name]!r}: give one of them"
+            )
+    settings = ServingSettings(**here, **{n: v for n, v in there.items() if n not in here})
+    return settings if settings.slots else None
+
+
+def _from_environment(environment: Mapping[str, str]) -> dict[str, Any] | None:
+    given = {
+        name: text
+        for name, text in environment.items()
+        if name.startswith(PREFIX) and name not in OTHERS
+    }
+    names = {f"{PREFIX}{field.name.upper()}": field.name for field in fields(ServingSettings)}
+    _check_names(given.keys() - names.keys(), names)
+    return {names[key]: _value(key, text, READ[names[key]]) for key, text in given.items()} or None
+
+
+def _from_additional(additional: Any) -> dict[str, Any] | None:
+    if not isinstance(additional, Mapping) or KEY not in additional:
+        return None
+    given = additional[KEY]
+    if not isinstance(given, Mapping):
+        raise ConfigError(f'the additional configuration needs {{"{KEY}": {{...}}}}, got {given!r}')
+    names = [field.name for field in fields(ServingSettings)]
+    _check_names(given.keys() - set(names), names)
+    return dict(given)
+
+
+def _check_names(unknown: Any, names: Any) -> None:
+    if unknown:
+        raise ConfigError(f"no such setting: {', '.join(sorted(unknown))}; {', '.join(names)}")
+
+
+def _check_count(name: str, value: object, *, least: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ConfigError(f"{name} must be an integer of at least {least}, got {value!r}")
+
+
+def _value(key: str, text: str, read: Callable[[str], Any]) -> Any:
+    try:
+        return read(text)
+    except (KeyError, ValueError):
+        raise ConfigError(f"{key} must be {KINDS[read]}, got {text!r}") from None
+
+
+def _yes_or_no(text: str) -> bool:
+    return {"0": False, "1": True}[text]
+
+
+READ: dict[str, Callable[[str], Any]] = {
+    "slots": int,
+    "policy": str,
+    "tolerance": float,
+    "record": str,
+    "min_rows": int,
+    "keep": _yes_or_no,
+}
+KINDS: dict[Any, str] = {int: "an integer", float: "a number", str: "text", _yes_or_no: "0 or 1"}

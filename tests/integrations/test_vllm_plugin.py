@@ -1,0 +1,234 @@
+"""What the plug-in for vLLM decides without vLLM: settings, refusals, cost, counters, versions."""
+
+from __future__ import annotations
+
+import logging
+import re
+import sys
+from importlib.metadata import entry_points
+
+import numpy as np
+import prometheus_client
+import pytest
+
+import ultraep
+from ultraep import ConfigError
+from ultraep.integrations import vllm
+from ultraep.integrations.vllm import cost, library
+from ultraep.integrations.vllm.counters import VARIABLE, ServingCounters, where_they_are
+from ultraep.integrations.vllm.refusals import (
+    EngineFacts,
+    LayerFacts,
+    reasons_of_engine,
+    reasons_of_layer,
+)
+from ultraep.integrations.vllm.settings import ServingSettings, read_settings
+from ultraep.plane import Microbatch
+
+MICROBATCH = Microbatch(layer=0, step=1, again=False)
+
+
+def test_nothing_is_asked_for():
+    assert read_settings({}, None) is None
+    assert read_settings({"PATH": "/bin", "ULTRAEP_TRACE": "run"}, {}) is None
+    assert read_settings({}, {"other": 1}) is None
+    assert read_settings({"ULTRAEP_SLOTS": "0"}, None) is None
+    assert read_settings({}, {"ultraep": {"slots": 0}}) is None
+
+
+def test_settings_of_the_environment():
+    given = {
+        "ULTRAEP_SLOTS": "2",
+        "ULTRAEP_POLICY": "none",
+        "ULTRAEP_TOLERANCE": "0.05",
+        "ULTRAEP_RECORD": "traces",
+        "ULTRAEP_MIN_ROWS": "7",
+        "ULTRAEP_KEEP": "0",
+    }
+    assert read_settings(given, None) == ServingSettings(
+        slots=2, policy="none", tolerance=0.05, record="traces", min_rows=7, keep=False
+    )
+    assert read_settings({"ULTRAEP_POLICY": "ultraep"}, None) == ServingSettings()
+
+
+def test_settings_of_the_additional_configuration():
+    assert read_settings({}, {"ultraep": {}}) == ServingSettings()
+    both = read_settings({"ULTRAEP_SLOTS": "1"}, {"ultraep": {"slots": 1, "tolerance": 0.1}})
+    assert both == ServingSettings(slots=1, tolerance=0.1)
+
+
+@pytest.mark.parametrize(
+    ("environment", "additional", "told"),
+    [
+        ({"ULTRAEP_SLOTS": "one"}, None, "ULTRAEP_SLOTS must be an integer, got 'one'"),
+        ({"ULTRAEP_SLOTS": "-1"}, None, "slots must be an integer of at least 0, got -1"),
+        ({"ULTRAEP_SLOT": "1"}, None, "no such setting: ULTRAEP_SLOT; ULTRAEP_SLOTS"),
+        ({"ULTRAEP_TOLERANCE": "low"}, None, "ULTRAEP_TOLERANCE must be a number, got 'low'"),
+        ({"ULTRAEP_TOLERANCE": "-1"}, None, "tolerance must lie between 0 and 1000, got -1"),
+        ({"ULTRAEP_KEEP": "yes"}, None, "ULTRAEP_KEEP must be 0 or 1, got 'yes'"),
+        ({"ULTRAEP_POLICY": "best"}, None, "best"),
+        ({"ULTRAEP_RECORD": ""}, None, "record must be the name of a folder, got ''"),
+        ({"ULTRAEP_MIN_ROWS": "0"}, None, "min_rows must be an integer of at least 1, got 0"),
+        ({}, {"ultraep": True}, "the additional configuration needs .*, got True"),
+        ({}, {"ultraep": {"slot": 1}}, "no such setting: slot; slots, policy"),
+        ({}, {"ultraep": {"slots": "1"}}, "slots must be an integer of at least 0, got '1'"),
+        ({}, {"ultraep": {"keep": 1}}, "keep must be true or false, got 1"),
+        (
+            {"ULTRAEP_SLOTS": "1"},
+            {"ultraep": {"slots": 2}},
+            "ULTRAEP_SLOTS is 1, and the additional configuration has 2: give one",
+        ),
+    ],
+)
+def test_wrong_settings(environment, additional, told):
+    with pytest.raises(ConfigError, match=told):
+        read_settings(environment, additional)
+
+
+def test_an_engine_that_is_balanced():
+    assert reasons_of_engine(EngineFacts()) == []
+    assert reasons_of_engine(EngineFacts(data_parallel=64)) == []
+
+
+@pytest.mark.parametrize(
+    ("facts", "told"),
+    [
+        ({"data_parallel": 1}, "--data-parallel-size 1: there are no other ranks"),
+        ({"tensor_parallel": 2}, "--tensor-parallel-size 2: several ranks have the same tokens"),
+        ({"pipeline_parallel": 2}, "--pipeline-parallel-size 2"),
+        ({"context_parallel": 4}, "--prefill-context-parallel-size 4"),
+        ({"expert_parallel": False}, "no --enable-expert-parallel"),
+        ({"eplb": True}, "EPLB (--enable-eplb) moves experts itself"),
+        ({"elastic": True}, "elastic expert parallelism changes the ranks"),
+        ({"dual_batch": True}, "dual batch overlap (--enable-dbo)"),
+        ({"eager": False}, "CUDA graphs and compiled layers"),
+        ({"sleep": True}, "sleep mode frees weights"),
+        ({"lora": True}, "LoRA (--enable-lora) may change experts"),
+        ({"speculative": True}, "speculative decoding has a model more"),
+        ({"backend": "deepep_low_latency"}, "--all2all-backend deepep_low_latency: allgather"),
+    ],
+)
+def test_engines_that_are_left_alone(facts, told):
+    (reason,) = reasons_of_engine(EngineFacts(**facts))
+    assert reason.startswith(told)
+
+
+def test_every_reason_is_told():
+    assert len(reasons_of_engine(EngineFacts(eplb=True, eager=False, lora=True))) == 3
+
+
+def test_layers_that_are_balanced():
+    assert reasons_of_layer(LayerFacts(name="layer")) == []
+    derived = ("ArmCPUUnquantizedExperts", "CPUUnquantizedExperts", "object")
+    biased = ("w13_weight", "w13_bias", "w2_weight", "w2_bias")
+    assert reasons_of_layer(LayerFacts(name="layer", kernel=derived, tensors=biased)) == []
+
+
+@pytest.mark.parametrize(
+    ("facts", "told"),
+    [
+        ({"method": "Fp8MoEMethod"}, "layer is quantised by Fp8MoEMethod, and whether a copy"),
+        ({"kernel": ("MoonEPExperts", "object")}, "layer runs on MoonEPExperts: CPUUnquantized"),
+        ({"tensors": ("w13_weight", "w13_weight_scale")}, "layer has tensors .* w13_weight_scale$"),
+        ({"fused_shared": 1}, "layer has 1 shared experts among the routed ones"),
+        ({"homes_known": False}, "layer has other experts than its placement says"),
+    ],
+)
+def test_layers_that_are_left_alone(facts, told):
+    (reason,) = reasons_of_layer(LayerFacts(name="layer", **facts))
+    assert re.match(told, reason)
+
+
+def test_copies_of_wider_types_need_more_rows():
+    in_float32 = cost.rows_to_pay(nbytes=4096, parameters=1024, device="cpu")
+    assert cost.rows_to_pay(nbytes=2048, parameters=1024, device="cpu") * 2 == in_float32
+    assert cost.rows_to_pay(nbytes=1024, parameters=1024, device="cpu") * 4 == in_float32
+    assert cost.rows_to_pay(nbytes=2, parameters=1, device="cuda") == 2000
+    assert cost.rows_to_pay(nbytes=2, parameters=1, device="xpu") == 2000
+    assert cost.rows_to_pay(nbytes=1, parameters=1000, device="cpu") == 1
+
+
+def test_a_batch_at_the_threshold_has_the_rows_of_a_copy_on_each_rank():
+    for rows, ranks, top_k in [(16, 2, 2), (2000, 64, 8), (5, 3, 7), (1, 8, 8)]:
+        tokens = cost.least_tokens(rows, ranks, top_k)
+        assert tokens * top_k / ranks >= rows > (tokens - 1) * top_k / ranks
+
+
+def test_counters():
+    registry = prometheus_client.CollectorRegistry()
+    counters = ServingCounters(0, registry)
+    loads = np.array([[30, 0, 0, 0], [30, 0, 2, 2]])
+    for policy in ("none", "ultraep", "ultraep"):
+        config = ultraep.BalanceConfig(policy=policy)
+        plan = ultraep.plan(loads, ultraep.Topology(ranks=2, experts=4, slots=1), config)
+        counters.planned(MICROBATCH, plan)
+    counters.took(MICROBATCH, "experts", 0.5)
+    counters.took(MICROBATCH, "experts", 0.25)
+    counters.sent(MICROBATCH, "weights", 4096, 2)
+    counters.passed(MICROBATCH, 0.0)
+
+    def value(name, **labels):
+        return registry.get_sample_value(f"ultraep_{name}", labels)
+
+    assert value("imbalance_before_count", policy="ultraep") == 2
+    assert value("imbalance_before_sum", policy="ultraep") == pytest.approx(2 * 60 / 32)
+    assert value("imbalance_after_sum", policy="ultraep") == pytest.approx(2)
+    assert value("imbalance_after_sum", policy="none") == pytest.approx(60 / 32)
+    assert value("copies_planned_total") == 2
+    assert value("copies_sent_total") == 2
+    assert value("weights_sent_bytes_total") == 4096
+    assert value("stage_seconds_total", stage="experts") == 0.75
+
+
+def test_plans_are_counted_by_the_first_rank():
+    registry = prometheus_client.CollectorRegistry()
+    loads = np.array([[8, 0], [8, 0]])
+    plan = ultraep.plan(loads, ultraep.Topology(ranks=2, experts=2))
+    ServingCounters(1, registry).planned(MICROBATCH, plan)
+    assert registry.get_sample_value("ultraep_copies_planned_total") == 0
+
+
+def test_where_counters_are(monkeypatch):
+    monkeypatch.setenv(VARIABLE, "folder")
+    assert where_they_are() == "counters are on the page of metrics"
+    monkeypatch.delenv(VARIABLE)
+    assert where_they_are().endswith("that needs PROMETHEUS_MULTIPROC_DIR")
+
+
+@pytest.mark.parametrize(
+    ("found", "told"),
+    [
+        (None, "vLLM is not installed: pip install"),
+        ("0.31.2", "vLLM 0.32.x is needed, and 0.31.2 is installed"),
+        ("0.33.0rc1", "vLLM 0.32.x is needed, and 0.33.0rc1 is installed"),
+        ("1.0", "vLLM 0.32.x is needed, and 1.0 is installed"),
+    ],
+)
+def test_other_versions_are_left_alone(monkeypatch, caplog, found, told):
+    monkeypatch.setattr(library, "installed_version", lambda: found)
+    assert library.problem_with_library().startswith(told)
+    monkeypatch.setenv("ULTRAEP_SLOTS", "1")
+    with caplog.at_level(logging.DEBUG, library.LOGGER):
+        vllm.register()
+        monkeypatch.delenv("ULTRAEP_SLOTS")
+        vllm.register()
+    assert [record.levelname for record in caplog.records] == ["WARNING", "DEBUG"]
+    assert told in caplog.records[0].getMessage()
+    assert "vllm" not in sys.modules
+
+
+@pytest.mark.parametrize("found", ["0.32.0", "0.32.1", "0.32.0+cpu"])
+def test_versions_that_are_known(monkeypatch, found):
+    monkeypatch.setattr(library, "installed_version", lambda: found)
+    assert library.problem_with_library() == ""
+
+
+def test_a_wrong_setting_stops_the_start(monkeypatch):
+    monkeypatch.setenv("ULTRAEP_SLOTS", "many")
+    with pytest.raises(ConfigError, match="ULTRAEP_SLOTS must be an integer, got 'many'"):
+        vllm.register()
+
+
+def test_vllm_finds_the_plug_in():
+    (found,) = [e for e in entry_points(group="vllm.general_plugins") if e.name == "ultraep"]
+    assert found.load() is vllm.register
