@@ -188,11 +188,12 @@ class LoadTest:
 
 def _table(found: Any, objective: float) -> Table:
     from ultraep.serving.measure import PERCENTILES, gains
-    from ultraep.serving.words import name_of, times
+    from ultraep.serving.words import times
 
     heads = ("rate", "policy", "p50", "p90", "p99", "sooner", "served/s", f"in {objective:g} s")
     title = "Time to the first token in seconds; sooner: than the first policy, in the median"
-    grid = Table(title=title, box=box.SIMPLE_HEAD, show_edge=False, title_justify="left")
+    look: dict[str, Any] = {"box": box.SIMPLE_HEAD, "show_edge": False, "padding": (0, 1, 0, 0)}
+    grid = Table(title=title, title_justify="left", pad_edge=False, **look)
     for head in (*heads, "imbalance", "lost"):
         grid.add_column(head, justify="left" if head == "policy" else "right")
     last = None
@@ -202,12 +203,12 @@ def _table(found: Any, objective: float) -> Table:
         waits = (one.percentile(share) for share in PERCENTILES)
         grid.add_row(
             "" if one.rate == last else f"{one.rate:g}/s",
-            name_of(one.variant),
+            one.variant,
             *("-" if wait is None else f"{wait:.3f}" for wait in waits),
             times(gain),
             f"{one.throughput:.2f}",
             f"{one.within(objective):.0%}",
-            "-" if one.after is None else f"{one.before:.2f} -> {one.after:.3f}",
+            "-" if one.after is None else f"{one.before:.2f} -> {one.after:.2f}",
             str(one.unanswered),
         )
         last = one.rate

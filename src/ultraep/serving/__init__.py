@@ -11,6 +11,7 @@
     run.py         all turns of all policies, as one rank, and in processes of this machine
     endpoint.py    the same load for servers of the OpenAI protocol
     measure.py     waiting times -> percentiles, throughput, share within the objective
+    numbers.py     numbers to keep; words.py: what they come to, in sentences
     report/        the figure, as one HTML file
 
 `ultraep bench prefill` shows it in the terminal.

@@ -44,7 +44,8 @@ def eplb_at_home(problem: Problem) -> IntArray:
     """EPLB with homes that stay: all slots filled by past loads, and loads split equally.
 
     The next copy goes, again and again, to the expert with the largest past load per instance;
-    then copies are placed, heaviest first, on the lightest rank of the domain with a free slot.
+    then copies are placed, heaviest first, on the lightest rank of the domain with a free slot;
+    one for which there is none but on a rank that has the expert is not made.
     `tolerance` changes nothing, a copy is made however few tokens it will serve.
     """
     assert problem.history is not None

@@ -9,11 +9,11 @@ from ultraep.report.numbers import Numbers
 from ultraep.report.page import Page, Section, own_file
 from ultraep.report.words import table
 from ultraep.serving.measure import PERCENTILES, Turn, UnderLoad, gains, under_load
-from ultraep.serving.words import name_of, notes, seconds, times, verdict
+from ultraep.serving.words import name_of, notes, times, verdict
 
 HEAD = (
-    *("", "p50", "p90", "p99", "sooner", "prompts/s", "in time", "imbalance before", "after"),
-    "unanswered",
+    *("", "p50 (s)", "p90 (s)", "p99 (s)", "sooner", "served/s", "in time", "imbalance before"),
+    *("after", "lost"),
 )
 DIGITS = 4
 
@@ -73,16 +73,20 @@ def _table(found: Sequence[UnderLoad], objective: float) -> str:
     rows = [
         [
             f"{one.rate:g}/s {name_of(one.variant)}",
-            *(seconds(one.percentile(share)) for share in PERCENTILES),
+            *(_shown(one.percentile(share)) for share in PERCENTILES),
             times(gain),
             f"{one.throughput:.2f}",
             f"{one.within(objective):.1%}",
-            *("-" if value is None else f"{value:.3f}" for value in (one.before, one.after)),
+            *(_shown(value) for value in (one.before, one.after)),
             str(one.unanswered),
         ]
         for one, gain in zip(found, gains(found), strict=True)
     ]
     return table(HEAD, rows, "result")
+
+
+def _shown(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
 
 
 def _sentences(found: Sequence[UnderLoad], objective: float) -> dict[str, str]:
