@@ -105,9 +105,9 @@ def test_what_cannot_work_is_one_line(case):
 @pytest.mark.slow
 def test_an_interrupted_run_writes_what_it_has_and_leaves_no_process(tmp_path):
     model = save_tiny(tmp_path / "tiny")
-    options = "--model", model, "--longest", 32, "--budget", 64, "--rounds", 999, "--seconds", 0.3
-    files = "--json", tmp_path / "rows.json"
-    process = start("-m", "ultraep", "bench", "prefill", *options, "--rate", 20, *files)
+    options = "--model", model, "--longest", 32, "--budget", 64, "--policy", "none", "--rounds", 9
+    options += "--seconds", 2, "--rate", 20, "--json", tmp_path / "rows.json"
+    process = start("-m", "ultraep", "bench", "prefill", *options)
     try:
         for line in process.stderr:
             if line.startswith("measuring"):

@@ -80,7 +80,7 @@ def rate_of(arrivals: Sequence[Arrival]) -> float:
 
 
 def stretched(arrivals: Sequence[Arrival], rate: float) -> list[Arrival]:
-    """The same arrivals at another rate.
+    """Arrivals like these at another rate.
 
     >>> [one.second for one in stretched([Arrival(0.0), Arrival(0.5), Arrival(1.0)], rate=4.0)]
     [0.0, 0.25, 0.5]

@@ -1,4 +1,4 @@
-"""The same load for servers of the OpenAI protocol: streamed completions, one token each.
+"""Servers of the OpenAI protocol under the same load: streamed completions, one token each.
 
 Nobody waits: every prompt is sent when it arrives, whatever became of those before. What goes wrong
 is counted by kind. A server that cannot be reached several times in a row is given up.
