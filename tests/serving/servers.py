@@ -20,11 +20,21 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
     def do_GET(self):
+        if self.path == "/metrics" and self.server.counters:
+            return self._answer(200, self._counters())
         if self.path != "/v1/models":
             return self._answer(404, b"")
         if self.server.how == "no models":
             return self._answer(200, b"<html>hello</html>")
         return self._answer(200, json.dumps({"data": [{"id": "tiny"}]}).encode())
+
+    def _counters(self):
+        count = 10 + len(self.server.asked)  # there was something before
+        page = "# HELP ultraep_imbalance_before load\n"
+        for which, mean in (("before", 1.5), ("after", 1.0)):
+            for part, value in (("sum", mean * count), ("count", count)):
+                page += f'ultraep_imbalance_{which}_{part}{{policy="ultraep"}} {value}\n'
+        return page.encode()
 
     def do_POST(self):
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -78,10 +88,11 @@ class Server(ThreadingHTTPServer):
 
 
 @contextmanager
-def serving(how="well", delay=0.01):
+def serving(how="well", delay=0.01, counters=False):
     """A server on a free port; `asked` are the bodies that it got."""
     server = Server(("127.0.0.1", 0), Handler)
     server.how, server.delay, server.asked, server.over = how, delay, [], threading.Event()
+    server.counters = counters
     server.url = f"http://127.0.0.1:{server.server_port}"
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
     thread.start()

@@ -59,6 +59,13 @@ def test_servers_take_turns_under_the_same_prompts():
     assert sorted(a["prompt"] for a in one.asked) == sorted(a["prompt"] for a in two.asked)
 
 
+def test_imbalance_is_what_the_server_counted_meanwhile():
+    with serving(counters=True) as tells, serving() as silent:
+        one, two = measured(tells, silent)
+    assert (one.before, one.after) == (pytest.approx(1.5), pytest.approx(1.0))
+    assert (two.before, two.after) == (None, None)
+
+
 @pytest.mark.parametrize(
     ("how", "kind"),
     [

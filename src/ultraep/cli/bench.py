@@ -82,7 +82,7 @@ def prefill(
         typer.Option(
             metavar="TOKENS",
             help="Most tokens of a rank in a microbatch.",
-            show_default="what takes 0.4 s",
+            show_default="what takes 0.5 s",
         ),
     ] = None,
     rate: Annotated[

@@ -10,6 +10,7 @@
     calibrate.py   how fast it is, how large microbatches shall be, from when on a copy pays
     run.py         all turns of all policies, as one rank, and in processes of this machine
     endpoint.py    the same load for servers of the OpenAI protocol
+    counters.py    what such a server tells of its imbalance
     measure.py     waiting times -> percentiles, throughput, share within the objective
     numbers.py     numbers to keep; words.py: what they come to, in sentences
     report/        the figure, as one HTML file

@@ -18,7 +18,7 @@ from ultraep.serving.measure import Turn
 from ultraep.serving.prompts import Prompt, make_prompts, mean_tokens
 from ultraep.serving.variants import NONE
 
-WANTED = 0.4  # seconds of a full microbatch
+WANTED = 0.5  # seconds of a full microbatch
 SMALLEST, LARGEST, STEP = 32, 4096, 16  # tokens of a rank in a microbatch
 FULL = 6  # microbatches of a trial
 PAYS = 2.0  # a copy is to save so many times what it costs
@@ -94,12 +94,12 @@ class Trial:
         return make_prompts([Arrival(0.0)] * count, self._load.lengths, seed, self._bytes)
 
     def row_seconds(self) -> float:
-        """Of an expert's row in the last trial, the mean of all ranks."""
+        """Time of a row in an expert in the last trial, the mean of all ranks."""
         spent = self._spent("experts")
         return float(_over_ranks(spent / max(1, self.engine.sums.rows)).mean())
 
     def copy_seconds(self) -> float:
-        """Of an expert that is copied in the last trial, where it took longest."""
+        """Time of a copy in the last trial, on the rank where it took longest."""
         sent = sum(int(owner.stats()["weights_copies_sent"]) for owner in self.engine.owners)
         most = float(_over_ranks(sent).max())
         return float(_over_ranks(self._spent("replicate")).max()) / most if most else 0.0

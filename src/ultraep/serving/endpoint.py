@@ -11,7 +11,7 @@ import asyncio
 import json
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 
 from ultraep.errors import BackendUnavailable, CommunicationError, ConfigError
 from ultraep.serving.asked import LONGEST_TURN, LoadAsked
+from ultraep.serving.counters import imbalance_between, sums_of
 from ultraep.serving.measure import Turn, waits
 from ultraep.serving.prompts import Prompt
 
@@ -117,17 +118,21 @@ class Server:
     async def turn(self, prompts: Sequence[Prompt], rate: float, number: int, limit: float) -> Turn:
         """Send all prompts at their seconds, and wait for their first tokens."""
         errors: Counter[str] = Counter()
+        counted = await self._counters()
         begin = time.monotonic()
         found = await asyncio.gather(*(self._one(p, begin, limit, errors) for p in prompts))
-        known = [end for end in found if end is not None]
+        known, took = [end for end in found if end is not None], time.monotonic() - begin
+        pages = counted, await self._counters()
         return Turn(
             variant=self.endpoint.name,
             rate=rate,
             number=number,
             waited=waits(prompts, found),
             tokens=[prompt.tokens for prompt in prompts],
-            seconds=max(known, default=time.monotonic() - begin),
+            seconds=max(known, default=took),
             errors=dict(errors),
+            before=imbalance_between(*pages, "before"),
+            after=imbalance_between(*pages, "after"),
         )
 
     async def _one(
@@ -144,6 +149,19 @@ class Server:
         if wrong is not None:
             errors[wrong] += 1
         return end - begin if wrong is None else None
+
+    async def _counters(self) -> Mapping[str, float]:
+        """Its counters as they are; none where there is no such page."""
+        import httpx
+
+        if self.dead:
+            return {}
+        try:
+            async with asyncio.timeout(FIRST_WORD):
+                response = await self.client.get(f"{self.endpoint.url}/metrics")
+        except (TimeoutError, httpx.HTTPError):
+            return {}
+        return sums_of(response.text) if response.is_success else {}
 
     async def _ask(self, prompt: Prompt, limit: float) -> tuple[float, str | None]:
         """Ask for one token: when it was there, or what went wrong."""
