@@ -19,6 +19,7 @@ def turn(variant="none", rate=2.0, number=0, waited=(0.5, 1.5, None, 1.0), **mor
         number=number,
         waited=list(waited),
         tokens=[10] * len(waited),
+        arrived=1.0,
         seconds=2.0,
         **given,
     )
@@ -73,7 +74,7 @@ def test_rows_carry_all_that_is_needed_and_nothing_that_is_not_known():
 def test_words_tell_the_lowest_and_the_highest_rate_and_what_is_wrong():
     found = under_load(TURNS)
     low, high = verdict(found)
-    assert low.startswith("At 1 prompts a second, of which 0.5 are served, the first token comes")
+    assert low.startswith("At 1 prompts a second, more than the 0.5 that are served, the first")
     assert "1.000 s with none, 0.500 s with ultraep (2.00x), in the median" in high
     told = notes(TURNS, found)
     assert "none at 1/s: 3 status 500" in told

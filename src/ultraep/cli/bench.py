@@ -94,7 +94,7 @@ def prefill(
         typer.Option(
             metavar="X,...",
             help="Rates as shares of what the engine serves unbalanced.",
-            show_default="0.4,0.8,1,1.25",
+            show_default="0.4,0.8,1.1,1.4",
         ),
     ] = None,
     arrivals: Annotated[

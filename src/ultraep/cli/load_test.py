@@ -190,12 +190,12 @@ def _table(found: Any, objective: float) -> Table:
     from ultraep.serving.measure import PERCENTILES, gains
     from ultraep.serving.words import times
 
-    heads = ("rate", "policy", "p50", "p90", "p99", "sooner", "served/s", f"in {objective:g} s")
+    heads = ("rate", "policy", "p50", "p90", "p99", "sooner", "served", f"in {objective:g} s")
     title = "Time to the first token in seconds; sooner: than the first policy, in the median"
     look: dict[str, Any] = {"box": box.SIMPLE_HEAD, "show_edge": False, "padding": (0, 1, 0, 0)}
     grid = Table(title=title, title_justify="left", pad_edge=False, **look)
     for head in (*heads, "imbalance", "lost"):
-        grid.add_column(head, justify="left" if head == "policy" else "right")
+        grid.add_column(head, justify="left" if head == "policy" else "right", no_wrap=True)
     last = None
     for one, gain in zip(found, gains(found), strict=True):
         if last not in (None, one.rate):
@@ -208,7 +208,7 @@ def _table(found: Any, objective: float) -> Table:
             times(gain),
             f"{one.throughput:.2f}",
             f"{one.within(objective):.0%}",
-            "-" if one.after is None else f"{one.before:.2f} -> {one.after:.2f}",
+            "-" if one.after is None else f"{one.before:.2f}->{one.after:.2f}",
             str(one.unanswered),
         )
         last = one.rate

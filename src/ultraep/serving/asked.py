@@ -27,7 +27,7 @@ class LoadAsked:
     """
 
     rates: tuple[float, ...] = ()
-    shares: tuple[float, ...] = (0.4, 0.8, 1.0, 1.25)
+    shares: tuple[float, ...] = (0.4, 0.8, 1.1, 1.4)
     seconds: float = 5.0
     rounds: int = 3
     lengths: Lengths = field(default_factory=lambda: Lengths(shortest=16, longest=256, burst=12))

@@ -20,7 +20,7 @@ from ultraep.serving.variants import NONE
 
 WANTED = 0.5  # seconds of a full microbatch
 SMALLEST, LARGEST, STEP = 32, 4096, 16  # tokens of a rank in a microbatch
-FULL = 6  # microbatches of a trial
+FULL, TRIALS = 4, 3  # microbatches of a trial, and trials, of which the quickest counts
 PAYS = 2.0  # a copy is to save so many times what it costs
 SEED = 1 << 20  # of rounds that are none
 
@@ -46,13 +46,16 @@ def calibrate(engine: Engine, asked: EngineAsked, bytes_per_token: int) -> Calib
     trial.run(NONE)  # warms up
     trial.run("ultraep")
     if asked.budget is None:
-        fitting = WANTED * speed(trial.run(NONE)) / engine.ranks
+        fitting = WANTED * max(speed(trial.run(NONE)) for _ in range(TRIALS)) / engine.ranks
         engine.budget = from_first(min(LARGEST, max(SMALLEST, STEP * round(fitting / STEP))))
-    unbalanced, row = trial.run(NONE), trial.row_seconds()
-    trial.run("ultraep")
-    copy = trial.copy_seconds()
+    speeds, rows, copies = [], [], []
+    for _ in range(TRIALS):
+        speeds.append(speed(trial.run(NONE)))
+        rows.append(trial.row_seconds())
+        trial.run("ultraep")
+        copies.append(trial.copy_seconds())
+    row, copy, fastest = min(rows), min(copies), from_first(max(speeds))
     engine.min_tokens = max(1, math.ceil(PAYS * copy / row)) if row else 1
-    fastest = from_first(speed(unbalanced))
     return Calibrated(
         budget=engine.budget,
         min_tokens=engine.min_tokens,

@@ -129,6 +129,7 @@ class Server:
             number=number,
             waited=waits(prompts, found),
             tokens=[prompt.tokens for prompt in prompts],
+            arrived=prompts[-1].arrival,
             seconds=max(known, default=took),
             errors=dict(errors),
             before=imbalance_between(*pages, "before"),

@@ -104,6 +104,7 @@ class Engine:
             number=number,
             waited=waits(prompts, [end for end, _ in known]),
             tokens=[prompt.tokens for prompt in prompts],
+            arrived=prompts[-1].arrival,
             seconds=max((end for end, _ in done.values()), default=0.0),
             first=[token for _, token in known],
             errors={"not served in time": unserved} if unserved else {},

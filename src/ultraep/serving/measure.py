@@ -16,6 +16,7 @@ import numpy as np
 from ultraep.serving.prompts import Prompt
 
 PERCENTILES = (50, 90, 99)
+LONG_AFTER = 1.2  # times as long as prompts arrived
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +24,7 @@ class Turn:
     """One variant at one rate in one round. Lists have an entry for every prompt.
 
     waited: seconds to the first token; None: there was none.   first: that token, where known.
-    seconds: from the first arrival to the last first token.
+    arrived: the second of the last arrival.   seconds: until the last first token.
     """
 
     variant: str
@@ -31,6 +32,7 @@ class Turn:
     number: int  # of the round
     waited: list[float | None]
     tokens: list[int]
+    arrived: float
     seconds: float
     first: list[int | None] = field(default_factory=list)
     errors: Mapping[str, int] = field(default_factory=dict)
@@ -79,6 +81,11 @@ class UnderLoad:
     def throughput(self) -> float:
         """Answered prompts a second."""
         return self.answered / self.seconds if self.seconds else 0.0
+
+    @property
+    def saturated(self) -> bool:
+        """Whether serving went on for long after the last arrival: more came than was served."""
+        return self.seconds > LONG_AFTER * sum(turn.arrived for turn in self.turns)
 
     @property
     def tokens_per_second(self) -> float:

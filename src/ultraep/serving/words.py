@@ -8,7 +8,6 @@ from ultraep.report.words import listed
 from ultraep.serving.measure import Turn, UnderLoad, agreement, gains
 from ultraep.serving.variants import EPLB, FORCED
 
-SATURATED = 0.95  # of the prompts that arrive are served in their time
 QUIET = 0.03  # share of the time that others may have a core
 NAMES = {FORCED: "forced even", EPLB: "eplb, fixed homes"}
 
@@ -47,8 +46,7 @@ def verdict(found: Sequence[UnderLoad]) -> list[str]:
 def _at(found: Sequence[UnderLoad], rate: float) -> str:
     there = [(one, gain) for one, gain in zip(found, gains(found), strict=True) if one.rate == rate]
     first, others = there[0][0], there[1:]
-    served = first.throughput
-    full = f", of which {served:.3g} are served" if served < SATURATED * rate else ""
+    full = f", more than the {first.throughput:.3g} that are served" if first.saturated else ""
     parts = [
         f"{seconds(one.percentile(50))} with {name_of(one.variant)} ({times(gain)})"
         for one, gain in others
