@@ -5,7 +5,14 @@ import json
 import pytest
 
 from ultraep.report.rows import as_json
-from ultraep.serving.measure import Turn, UnderLoad, agreement, gains, under_load
+from ultraep.serving.measure import (
+    Turn,
+    UnderLoad,
+    agreement,
+    experts_per_token,
+    gains,
+    under_load,
+)
 from ultraep.serving.numbers import rows_of
 from ultraep.serving.report.page import page
 from ultraep.serving.words import notes, verdict
@@ -53,6 +60,19 @@ def test_turns_are_put_together_by_rate_and_variant():
     ]
     assert gains(found) == [1.0, 2.0, 1.0, 2.0]
     assert agreement(TURNS, "ultraep") == pytest.approx(4 / 5)
+
+
+def test_saturated_is_who_serves_long_after_the_last_arrival():
+    assert UnderLoad("none", 4.0, (turn(rate=4.0),)).saturated  # a second of arrivals, two in all
+    assert not UnderLoad("none", 2.0, (turn(),)).saturated  # few came, by chance
+
+
+def test_processor_time_of_experts_is_for_each_served_token():
+    turns = [turn(experts=0.6), turn("ultraep", waited=(1.0, 1.0), experts=0.2)]
+    assert experts_per_token(turns, "none") == pytest.approx(0.6 / 30)
+    told = notes(turns, under_load(turns))[-1]
+    assert told.endswith("none 20.000 ms (1.00x) and ultraep 10.000 ms (2.00x)")
+    assert experts_per_token(TURNS, "none") is None
 
 
 def test_rows_carry_all_that_is_needed_and_nothing_that_is_not_known():

@@ -33,6 +33,8 @@ class LoadSums:
     """An observer that adds up loads: imbalance is what the fullest ranks had over the mean.
 
     rows: that this rank served.   nbytes: that it sent for copies.
+    busy: seconds of its processor in the experts, of every layer of every microbatch: what others
+        do on this machine hardly changes them.
     """
 
     def __init__(self, rank: int) -> None:
@@ -43,12 +45,15 @@ class LoadSums:
         """Begin to count."""
         self.fullest = self.evened = self.mean = 0.0
         self.copies = self.nbytes = self.rows = 0
+        self.busy: list[float] = []
 
-    def begin(self, stage: str, microbatch: Microbatch) -> None:
-        """Time is none of its business."""
+    def begin(self, stage: str, _: Microbatch) -> None:
+        if stage == "experts":
+            self.busy.append(-time.process_time())
 
-    def end(self, stage: str, microbatch: Microbatch) -> None:
-        """Nor here."""
+    def end(self, stage: str, _: Microbatch) -> None:
+        if stage == "experts":
+            self.busy[-1] += time.process_time()
 
     def planned(self, _: Microbatch, made: AnyPlan) -> None:
         plan = made.to_host()
@@ -94,8 +99,9 @@ class Engine:
             mine, microbatches = self._microbatches(prompts, texts, begin)
         parts: list[Any] = [None] * self.ranks
         lost = (_runqueue_seconds() - before) / max(time.monotonic() - begin, 1e-9)
-        dist.all_gather_object(parts, (mine, sums.nbytes, lost))
-        done = {key: value for part, *_ in parts for key, value in part.items()}
+        dist.all_gather_object(parts, (mine, sums.nbytes, lost, sums.busy))
+        every, sent, shares, busy = zip(*parts, strict=True)
+        done = {key: value for part in every for key, value in part.items()}
         known = [done.get(prompt.number, (None, None)) for prompt in prompts]
         unserved = len(prompts) - len(done)
         return Turn(
@@ -112,8 +118,9 @@ class Engine:
             before=sums.fullest / sums.mean if sums.mean else None,
             after=sums.evened / sums.mean if sums.mean else None,
             copies=sums.copies,
-            sent=sum(nbytes for _, nbytes, _ in parts),
-            disturbed=max(share for *_, share in parts),
+            sent=sum(sent),
+            experts=sum(map(max, zip(*busy, strict=True))),
+            disturbed=max(shares),
         )
 
     def _microbatches(

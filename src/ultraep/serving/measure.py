@@ -41,6 +41,7 @@ class Turn:
     after: float | None = None
     copies: int = 0
     sent: int = 0  # bytes of copies, all ranks
+    experts: float | None = None  # seconds of the processor that worked longest, layer by layer
     disturbed: float | None = None  # share of the time in which others had the core of a rank
 
 
@@ -85,18 +86,23 @@ class UnderLoad:
     @property
     def saturated(self) -> bool:
         """Whether serving went on for long after the last arrival: more came than was served."""
-        return self.seconds > LONG_AFTER * sum(turn.arrived for turn in self.turns)
+        drawn = sum(turn.arrived for turn in self.turns)
+        return self.seconds > LONG_AFTER * max(drawn, len(self.waited) / self.rate)
 
     @property
-    def tokens_per_second(self) -> float:
-        """Tokens of answered prompts a second."""
-        tokens = sum(
+    def served_tokens(self) -> int:
+        """Tokens of answered prompts."""
+        return sum(
             count
             for turn in self.turns
             for waited, count in zip(turn.waited, turn.tokens, strict=True)
             if waited is not None
         )
-        return tokens / self.seconds if self.seconds else 0.0
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens of answered prompts a second."""
+        return self.served_tokens / self.seconds if self.seconds else 0.0
 
     def within(self, objective: float) -> float:
         """The share of all prompts whose first token came in time."""
@@ -140,6 +146,13 @@ def under_load(turns: Sequence[Turn]) -> list[UnderLoad]:
         UnderLoad(variants[place], rate, tuple(groups[rate, place]))
         for rate, place in sorted(groups)
     ]
+
+
+def experts_per_token(turns: Sequence[Turn], variant: str) -> float | None:
+    """Seconds of the processor for a served token in the experts of the fullest rank."""
+    own = [turn for turn in turns if turn.variant == variant and turn.experts is not None]
+    tokens = sum(UnderLoad(variant, turn.rate, (turn,)).served_tokens for turn in own)
+    return sum(turn.experts or 0.0 for turn in own) / tokens if tokens else None
 
 
 def gains(found: Sequence[UnderLoad], share: int = 50) -> list[float | None]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 
 from ultraep.report.rows import MeasuredNumber, cpu_device, versions
-from ultraep.serving.measure import PERCENTILES, UnderLoad, gains
+from ultraep.serving.measure import PERCENTILES, UnderLoad, experts_per_token, gains
 
 Number = tuple[str, float | None, str]  # metric, value, unit
 
@@ -38,4 +38,6 @@ def _numbers(one: UnderLoad, gain: float | None, objective: float) -> Iterator[N
     yield "imbalance_after", one.after, "ratio"
     yield "copies", sum(turn.copies for turn in one.turns), "copies"
     yield "weights_sent", sum(turn.sent for turn in one.turns), "bytes"
+    spent = experts_per_token(one.turns, one.variant)
+    yield "experts_processor_time", None if spent is None else 1e3 * spent, "ms/token"
     yield "cores_taken_by_others", one.disturbed, "ratio"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ultraep.report.words import listed
-from ultraep.serving.measure import Turn, UnderLoad, agreement, gains
+from ultraep.serving.measure import Turn, UnderLoad, agreement, experts_per_token, gains
 from ultraep.serving.variants import EPLB, FORCED
 
 QUIET = 0.03  # share of the time that others may have a core
@@ -69,12 +69,26 @@ def notes(turns: Sequence[Turn], found: Sequence[UnderLoad]) -> list[str]:
             told.append(
                 f"first tokens of {name_of(variant)} equal to {turns[0].variant}: {share:.1%}"
             )
+    told += _experts(turns)
     taken = max((one.disturbed or 0.0 for one in found), default=0.0)
     if taken > QUIET:
         told.append(
             f"others had a core of a rank up to {taken:.0%} of the time: measure on idle cores"
         )
     return told
+
+
+def _experts(turns: Sequence[Turn]) -> list[str]:
+    """Processor time in the experts, which others on this machine hardly change."""
+    variants = list(dict.fromkeys(turn.variant for turn in turns))
+    spent = {variant: experts_per_token(turns, variant) for variant in variants}
+    first = spent[turns[0].variant]
+    parts = [
+        f"{name_of(variant)} {1e3 * own:.3f} ms ({times(first and first / own)})"
+        for variant, own in spent.items()
+        if own
+    ]
+    return [f"processor time of a token in experts, fullest rank: {listed(parts)}"] if parts else []
 
 
 def _errors(one: UnderLoad) -> str:
