@@ -69,7 +69,8 @@ class LoadTest:
     # -- before ----------------------------------------------------------------------------------
 
     def _say(self, name: str, words: str) -> None:
-        self.facts.append((name.capitalize(), words))
+        if name != "to do":
+            self.facts.append((name.capitalize(), words))
         self.console.print(Text(f"{name:<9}{words}"), soft_wrap=True)
 
     def _introduce_engine(self, asked: EngineAsked, facts: Any) -> None:

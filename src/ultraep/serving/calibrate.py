@@ -34,7 +34,7 @@ class Calibrated:
 
     budget: int
     min_tokens: int
-    row_seconds: float  # of a row in an expert
+    row_seconds: float  # of the processor, for a row in an expert
     copy_seconds: float  # of an expert that is copied
     tokens_per_second: float  # of all ranks, unbalanced, when there is always enough to do
     rates: tuple[float, ...]  # prompts a second that will be tried
@@ -97,18 +97,16 @@ class Trial:
         return make_prompts([Arrival(0.0)] * count, self._load.lengths, seed, self._bytes)
 
     def row_seconds(self) -> float:
-        """Time of a row in an expert in the last trial, the mean of all ranks."""
-        spent = self._spent("experts")
-        return float(_over_ranks(spent / max(1, self.engine.sums.rows)).mean())
+        """Processor time of a row in an expert in the last trial, the mean of all ranks."""
+        sums = self.engine.sums
+        return float(_over_ranks(sum(sums.busy) / max(1, sums.rows)).mean())
 
     def copy_seconds(self) -> float:
         """Time of a copy in the last trial, on the rank where it took longest."""
         sent = sum(int(owner.stats()["weights_copies_sent"]) for owner in self.engine.owners)
         most = float(_over_ranks(sent).max())
-        return float(_over_ranks(self._spent("replicate")).max()) / most if most else 0.0
-
-    def _spent(self, stage: str) -> float:
-        return sum(float(o.stats()["seconds"].get(stage, 0.0)) for o in self.engine.owners)
+        spent = sum(float(o.stats()["seconds"]["replicate"]) for o in self.engine.owners)
+        return float(_over_ranks(spent).max()) / most if most else 0.0
 
 
 def _over_ranks(value: float) -> torch.Tensor:
