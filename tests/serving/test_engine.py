@@ -94,7 +94,10 @@ def test_a_turn_that_takes_too_long_is_ended(engine, monkeypatch):
     assert turn.waited.count(None) == 4
 
 
-def test_calibration_sets_the_engine_up(engine, tiny):
+def test_calibration_sets_the_engine_up(engine, tiny, monkeypatch):
+    from ultraep.serving import calibrate as module
+
+    monkeypatch.setattr(module, "WANTED", 0.02)
     asked = EngineAsked(load=LoadAsked(lengths=LENGTHS), model=tiny)
     found = calibrate(engine, asked, 8)
     assert engine.budget == found.budget >= 32
@@ -130,6 +133,19 @@ def test_two_ranks_serve_the_same_first_tokens_under_every_policy(tiny):
     even = [turn for turn in measured if turn.variant == "even"]
     assert max(turn.before for turn in even) < min(t.before for t in measured if t not in even)
     assert any(turn.copies for turn in measured if turn.variant == "eplb")
+
+
+@pytest.mark.slow
+def test_even_routing_is_left_alone(tiny):
+    load = LoadAsked(rates=(40.0,), seconds=0.4, rounds=1, lengths=LENGTHS)
+    asked = EngineAsked(
+        load=load, model=tiny, budget=48, routing="even", variants=("none", "ultraep")
+    )
+    heard = []
+    run(asked, heard.append)
+    found, *measured = heard
+    assert found.min_tokens > 1
+    assert [turn.copies for turn in measured] == [0, 0]
 
 
 @pytest.mark.slow
