@@ -25,13 +25,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from harness import Line, Metric, Report, common_options, cpu_device
+from harness import Line, Metric, Report, common_options
 from load_cases import Shape, even_ids, skewed_ids
 from world import Given, on_ranks
 
 import ultraep
 from ultraep.comm import Communicator
 from ultraep.replicate import hops
+from ultraep.report.rows import cpu_device
 from ultraep.runtime.connect import connect
 
 SECTIONS = ("gain", "stages", "control")

@@ -20,12 +20,13 @@ from statistics import median
 
 import numpy as np
 import torch.distributed as dist
-from harness import Line, Metric, Report, common_options, cpu_device
+from harness import Line, Metric, Report, common_options
 from timing import standard_error
 from world import on_ranks
 
 import ultraep
 from ultraep.demo.train import Trainer, TrainingOptions
+from ultraep.report.rows import cpu_device
 from ultraep.tiny.model import ModelConfig
 from ultraep.tiny.text import Text
 

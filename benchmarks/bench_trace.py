@@ -24,7 +24,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from bench_layer import Size, one_step
-from harness import Line, Metric, Report, common_options, cpu_device
+from harness import Line, Metric, Report, common_options
 from load_cases import skewed_ids
 from timing import standard_error
 from world import Given, on_ranks
@@ -32,6 +32,7 @@ from world import Given, on_ranks
 import ultraep
 from ultraep import workload
 from ultraep.plane import Microbatch
+from ultraep.report.rows import cpu_device
 from ultraep.reroute import rows_received
 from ultraep.runtime.connect import connect
 from ultraep.runtime.observe import HostClock

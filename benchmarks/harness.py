@@ -8,13 +8,9 @@ measure it again: device, versions, command and date.
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
-import json
-import os
-import platform
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
@@ -27,12 +23,12 @@ from rich.progress import track
 from rich.table import Table
 from timing import Clock, free, tell
 
-import ultraep
 from ultraep.errors import UltraEPError
 from ultraep.outputs import write_text
+from ultraep.report.rows import MeasuredNumber as Row
+from ultraep.report.rows import as_json, cpu_device, versions
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = ("numpy", "numba", "scipy", "torch", "triton")
 WIDTH, DIGITS = 110, 5  # of a printed table, of a number in it
 
 Item = TypeVar("Item")
@@ -89,21 +85,6 @@ class Mismatch(Exception):
     """A device, or what arrived, is not what it should be."""
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One number, and all that is needed to understand and to repeat it."""
-
-    benchmark: str
-    case: Case
-    metric: str
-    value: float
-    unit: str
-    device: str
-    versions: Mapping[str, str]
-    command: str
-    date: str
-
-
 class Report:
     """Collects what a benchmark measures: tables to read, rows to keep."""
 
@@ -146,8 +127,7 @@ class Report:
         if path is None:
             return
         path.parent.mkdir(parents=True, exist_ok=True)
-        text = "[\n" + ",\n".join(_as_json(row) for row in self.rows) + "\n]\n"
-        write_text(path, text)
+        write_text(path, as_json(self.rows))
 
     def _row(self, case: Case, metric: Metric, value: float) -> Row:
         name = f"{self.benchmark}/{self.section}" if self.section else self.benchmark
@@ -156,10 +136,6 @@ class Report:
             (self.device, self.versions, self.command, self.date),
         )
         return Row(name, dict(case), metric.name, rounded, metric.unit, *known)
-
-
-def _as_json(row: Row) -> str:
-    return json.dumps(asdict(row), separators=(",", ":"))
 
 
 def _table(lines: Sequence[Line], shown: Sequence[str]) -> Table:
@@ -233,33 +209,6 @@ class Bench:
             raise SystemExit("\n".join(failures))
         if not self.report.rows:
             raise SystemExit("nothing of it could be measured here")
-
-
-def cpu_device() -> str:
-    """The CPU by name, and how many of its cores this process may use."""
-    affinity = getattr(os, "sched_getaffinity", None)
-    cores = len(affinity(0)) if affinity else os.cpu_count() or 1
-    return f"{_cpu_name()}, {cores} core{'s' if cores > 1 else ''}"
-
-
-def _cpu_name() -> str:
-    info = Path("/proc/cpuinfo")
-    for line in info.read_text().splitlines() if info.is_file() else ():
-        key, _, value = line.partition(":")
-        if key.strip() == "model name":
-            return value.strip()
-    return platform.processor() or platform.machine()
-
-
-def versions() -> dict[str, str]:
-    """Versions of this package and of what it computes with; nothing is imported for it."""
-    found = {"ultraep": ultraep.__version__, "python": platform.python_version()}
-    for package in PACKAGES:
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            found[package] = "not installed"
-    return found
 
 
 def command(argv: Sequence[str]) -> str:

@@ -17,9 +17,10 @@ from typing import Any
 
 import bench_sim
 import numpy as np
-from harness import ROOT, versions
+from harness import ROOT
 from paper_studies import FULL, TOY, Effort, Page, percent, scaling, studies
 
+from ultraep.report.rows import versions
 from ultraep.sim.model import load_model
 from ultraep.sim.published import CONTENDERS, Setting, scenario_of, settings, share_of_ideal
 from ultraep.sim.run import Result

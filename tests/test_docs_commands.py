@@ -38,6 +38,7 @@ SHORTER = {
 # Only their options are checked, for the reason that is given.
 NOT_RUN = {
     "ultraep inspect models": "a checkpoint of somebody else; tests/inspect has small ones",
+    "ultraep bench prefill --": "it measures for minutes; tests/serving runs it small",
     "ultraep demo": "it takes minutes; tests/demo runs its parts, at small size, and all of it",
     "python examples/": "it trains for minutes; test_examples.py and test_pretrain.py run it small",
     "torchrun": "it trains for minutes; test_examples.py and test_pretrain.py run it small",

@@ -111,7 +111,9 @@ def options():
     """Of the command, and of the scripts, whose options are fields of settings as well."""
     group = typer.main.get_command(app)
     found = set(OTHER_PROGRAMS)
-    commands = [group, *group.commands.values(), *group.commands["trace"].commands.values()]
+    commands = [group, *group.commands.values()]
+    for name in ("bench", "trace"):
+        commands += group.commands[name].commands.values()
     for command in commands:
         found.update(name for parameter in command.params for name in parameter.opts)
     for path in SCRIPTS:

@@ -40,6 +40,7 @@ LAYERS = [
     ["tiny"],
     ["demo", "inspect"],
     ["integrations"],
+    ["serving"],
     ["__init__"],
     ["cli", "__main__"],
 ]
@@ -60,6 +61,7 @@ STORY = (
     "grad_reduce",
 )
 ONLY_IN = {
+    "httpx": ["serving/endpoint.py"],
     "matplotlib": ["sim/plots.py"],
     "plotly": ["report/page.py", "sim/plots.py"],
     "numba": ["backends/cpu"],
@@ -76,11 +78,12 @@ ONLY_IN = {
         "layer.py",
         "parallel",
         "runtime",
+        "serving",
         "tiny",
         *(f"{name}.py" for name in STORY),
     ],
     "triton": ["backends/triton"],
-    "torch.distributed": ["demo", "integrations", "parallel", "runtime", "tiny"],
+    "torch.distributed": ["demo", "integrations", "parallel", "runtime", "serving", "tiny"],
     "megatron": ["integrations/megatron"],
     "safetensors": ["inspect", "integrations/transformers"],
     "spmd_types": ["integrations/torchtitan"],

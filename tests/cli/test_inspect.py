@@ -15,8 +15,8 @@ pytest.importorskip("transformers")
 from inspect_models import save_model, save_tokenizer
 
 from ultraep.cli import app
-from ultraep.cli.inspect import _duration
 from ultraep.cli.lists import ranges_in
+from ultraep.cli.progress import duration
 from ultraep.errors import ConfigError
 from ultraep.trace.read import read_trace
 from ultraep.trace.replay import differing
@@ -160,4 +160,4 @@ def test_lists_with_ranges():
 
 
 def test_durations_are_as_exact_as_an_estimate():
-    assert [_duration(s) for s in (0.1, 33, 300, 7200)] == ["1 s", "30 s", "5 min", "2.0 h"]
+    assert [duration(s) for s in (0.1, 33, 300, 7200)] == ["1 s", "30 s", "5 min", "2.0 h"]

@@ -413,6 +413,7 @@ def test_options_are_frozen():
             "--window",
             "file",
         ],
+        "bench": [],  # its own are frozen in test_bench.py
         "inspect": [
             "--device",
             "--dtype",
@@ -509,7 +510,8 @@ def test_every_option_and_command_is_explained():
 def test_help_is_quick():
     code = (
         "import sys; from typer.testing import CliRunner; import ultraep.cli as cli\n"
-        "for command in [], ['plan'], ['simulate'], ['advise'], ['demo'], ['env'], ['trace']:\n"
+        "for command in [], ['plan'], ['simulate'], ['advise'], ['demo'], ['env'], ['trace'], \\\n"
+        "        ['bench', 'prefill']:\n"
         "    assert CliRunner().invoke(cli.app, [*command, '--help']).exit_code == 0\n"
         "assert not {'torch', 'numba', 'scipy', 'matplotlib', 'plotly'} & set(sys.modules)"
     )

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from ultraep import Balancer
-from ultraep.demo.group import process_group
 from ultraep.demo.measure import EvenRouter
 from ultraep.demo.train import train
 from ultraep.errors import ConfigError
 from ultraep.full_state import moe_layers
+from ultraep.runtime.group import process_group
 from ultraep.runtime.local import LocalGroup
 from ultraep.tiny.model import ModelConfig, TinyMoE
 from ultraep.tiny.prefill import Request, next_batch

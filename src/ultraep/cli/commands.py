@@ -13,6 +13,7 @@ import typer
 from typer.core import TyperGroup
 
 import ultraep.cli.advise as advise
+import ultraep.cli.bench as bench
 import ultraep.cli.demo as demo
 import ultraep.cli.env as env
 import ultraep.cli.inspect as inspect
@@ -52,6 +53,7 @@ app.command("advise", epilog=advise.EXAMPLE)(advise.command)
 app.add_typer(trace.app, name="trace")
 app.command("demo", epilog=demo.EXAMPLE)(demo.command)
 app.command("inspect", epilog=inspect.EXAMPLE)(inspect.command)
+app.add_typer(bench.app, name="bench")
 app.command("env", epilog=env.EXAMPLE)(env.command)
 
 

@@ -19,10 +19,11 @@ from rich.table import Table
 from rich.text import Text
 
 from ultraep.cli import render
-from ultraep.demo.job import Job, RankPlace
+from ultraep.demo.job import Job
 from ultraep.demo.result import DemoResult, Event, Note, PolicyResult, Progress, trace_folder
 from ultraep.demo.sizes import Machine, choose, this_machine
 from ultraep.errors import BackendUnavailable, ConfigError
+from ultraep.runtime.place import RankPlace
 
 EXAMPLE = (
     "Example: ultraep demo --quick\n\n"
@@ -104,7 +105,7 @@ def _machine(device: str) -> Machine:
     machine = this_machine()
     if device == "cpu":
         return machine
-    from ultraep.demo.group import gpus
+    from ultraep.runtime.group import gpus
 
     return Machine(machine.cores, machine.memory, gpus())
 

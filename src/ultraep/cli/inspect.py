@@ -6,8 +6,6 @@ import shlex
 import sys
 import time
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,17 +13,17 @@ import typer
 from rich import box
 from rich.console import Console
 from rich.filesize import decimal
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
 from ultraep.cli import render
 from ultraep.cli.lists import names_in, numbers_in, ranges_in
+from ultraep.cli.progress import duration, progress
 from ultraep.errors import BackendUnavailable
 from ultraep.inspect.asked import Asked
 
 if TYPE_CHECKING:
-    from ultraep.inspect.findings import Findings, Tell
+    from ultraep.inspect.findings import Findings
     from ultraep.inspect.result import InspectionResult
     from ultraep.inspect.run import Inspection
 
@@ -36,7 +34,6 @@ EXAMPLE = (
 )
 USUAL = Asked(family="mixtral")
 POLICIES = ",".join(USUAL.policies)
-LINES = 10  # of a phase, where there is no terminal
 MOST_LAYERS = 12  # that are printed; the report has them all
 CLUSTER = "h200-nvl8"
 INTERRUPTED = 130  # exit code
@@ -182,7 +179,7 @@ def _introduce(console: Console, inspection: Inspection) -> None:
         f"experts in each, {inspection.choices} for a token",
         "text": f"{texts}: {known.tokens:,} tokens in {windows} windows, sequences of {length}",
         "to do": f"reads {decimal(known.read)}, needs about {decimal(known.memory)} of memory, "
-        f"takes about {_duration(known.seconds)} on {opened.device}, "
+        f"takes about {duration(known.seconds)} on {opened.device}, "
         f"{str(opened.dtype).removeprefix('torch.')}",
     }
     for name, words in lines.items():
@@ -194,42 +191,6 @@ def _introduce(console: Console, inspection: Inspection) -> None:
 
 def _large(count: int) -> str:
     return f"{count / 1e9:.1f} billion" if count >= 1e9 else f"{count / 1e6:.1f} million"
-
-
-def _duration(seconds: float) -> str:
-    """A time, as exact as an estimate is.
-
-    >>> _duration(0.4), _duration(47), _duration(500), _duration(9000)
-    ('1 s', '50 s', '8 min', '2.5 h')
-    """
-    if seconds < 20:
-        return f"{max(1, round(seconds))} s"
-    if seconds < 100:
-        return f"{round(seconds, -1):.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
-
-
-# -- while it runs -------------------------------------------------------------------------------
-
-
-@contextmanager
-def progress(what: str) -> Iterator[Tell]:
-    """A bar on stderr that goes away again; a line now and then where that is no terminal."""
-    stderr = Console(stderr=True, markup=False, highlight=False)
-    columns = (
-        *(TextColumn(f"{what:<9}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()),
-        TextColumn("{task.description}"),
-    )
-    bar = Progress(*columns, console=stderr, transient=True, disable=not stderr.is_terminal)
-    with bar:
-        task = bar.add_task("", total=None)
-
-        def tell(done: int, total: int, words: str) -> None:
-            bar.update(task, completed=done, total=total, description=words)
-            if not stderr.is_terminal and done % -(-total // LINES) == 0:
-                stderr.print(f"{what:<9}{done:>6}/{total:<6}{words}", soft_wrap=True)
-
-        yield tell
 
 
 # -- afterwards ----------------------------------------------------------------------------------

@@ -3,9 +3,8 @@
     train.py     one rank's training loop
     measure.py   throughput of the MoE layers beside forced balance
     sizes.py     how much of it fits this machine
-    job.py       what is to be done, and where a rank stands; group.py: the group of all ranks
+    job.py       what is to be done
     ranks.py     what one rank does, from the first step to the last
-    processes.py the processes of this machine, and how they end
     run.py       starts the ranks, or joins those of torchrun
     result.py    what came out, as one `DemoResult`
 

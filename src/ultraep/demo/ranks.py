@@ -15,8 +15,7 @@ import torch
 import torch.distributed as dist
 
 from ultraep.config import BalanceConfig
-from ultraep.demo.group import process_group, settle
-from ultraep.demo.job import Job, RankPlace
+from ultraep.demo.job import Job
 from ultraep.demo.measure import FORCED, LayerSpeed, layer_speeds
 from ultraep.demo.result import (
     DemoResult,
@@ -37,6 +36,8 @@ from ultraep.demo.train import (
 )
 from ultraep.full_state import State, full_state_dict, load_full_state_dict
 from ultraep.runtime.balancer import Balancer
+from ultraep.runtime.group import process_group, settle
+from ultraep.runtime.place import RankPlace
 from ultraep.tiny.model import ModelConfig, TinyMoE, next_byte_loss
 from ultraep.tiny.prefill import Answers, Queue, Request, answer, make_requests
 from ultraep.tiny.text import Text

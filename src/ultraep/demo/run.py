@@ -14,11 +14,12 @@ from contextlib import AbstractContextManager, nullcontext
 
 from ultraep.claim import Claim
 from ultraep.demo.folder import DemoFolder
-from ultraep.demo.job import Job, RankPlace
-from ultraep.demo.processes import run_ranks, stop_on_sigterm
+from ultraep.demo.job import Job
 from ultraep.demo.result import DemoResult, Event
 from ultraep.errors import ConfigError
 from ultraep.policies import get_policy
+from ultraep.runtime.place import RankPlace
+from ultraep.runtime.processes import run_ranks, stop_on_sigterm
 
 
 def run(
@@ -34,7 +35,8 @@ def run(
     """
     if place is None:
         keep = [] if claim is None else [claim.lock]
-        return run_ranks(job, job.sizes.ranks, tell, keep=keep)
+        found: DemoResult = run_ranks("ultraep.demo.ranks:work", job, job.sizes.ranks, tell, keep)
+        return found
     from ultraep.demo.ranks import work  # torch, only in the processes of ranks
 
     stop_on_sigterm()

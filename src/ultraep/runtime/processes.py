@@ -17,14 +17,15 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from importlib import import_module
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-from ultraep.demo.result import DemoResult, Event
 from ultraep.errors import CommunicationError, UltraEPError
+from ultraep.runtime.place import RankPlace
 
-GRACE = 3.0  # seconds for a rank to close its trace
+GRACE = 3.0  # seconds for a rank to close what it has open
 LAST_WORDS = 2.0  # seconds to hear from the other ranks why one of them failed
 
 
@@ -36,13 +37,19 @@ class Failure(NamedTuple):
     weight: int
 
 
+class Finished(NamedTuple):
+    """What the work of a rank came to."""
+
+    result: Any
+
+
 class Rank:
     """One process."""
 
     def __init__(self, number: int, folder: Path, keep: Sequence[int] = ()) -> None:
         self.number, self.log = number, folder / f"rank{number}.log"
         self.pipe, theirs = Pipe()
-        code = f"from ultraep.demo.processes import live; live({theirs.fileno()})"
+        code = f"from ultraep.runtime.processes import live; live({theirs.fileno()})"
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-c", code],
@@ -68,18 +75,21 @@ class Rank:
 
 
 def run_ranks(
-    job: Any, ranks: int, tell: Callable[[Event], None], keep: Sequence[int] = ()
-) -> DemoResult:
-    """Start the ranks, pass on what rank 0 tells, and return its result.
+    work: str, job: Any, ranks: int, tell: Callable[[Any], None], keep: Sequence[int] = ()
+) -> Any:
+    """Start the ranks, pass on what they tell, and return the result of rank 0.
 
+    work: "package.module:function", called as `function(place, job, tell)` by every rank. The
+        module is imported there, and not here.
     keep: descriptors that the ranks hold open as long as they live.
     """
-    with tempfile.TemporaryDirectory(prefix="ultraep-demo-") as name:
+    with tempfile.TemporaryDirectory(prefix="ultraep-ranks-") as name:
         folder = Path(name)
         with started(ranks, folder, keep) as them:
             for rank in them:
+                place = RankPlace(rank.number, ranks, rank.number, f"{name}/store")
                 with suppress(BrokenPipeError):  # it is dead already; its pipe will say so
-                    rank.pipe.send_bytes(pickle.dumps((rank.number, ranks, f"{name}/store", job)))
+                    rank.pipe.send_bytes(pickle.dumps((work, place, job)))
             return collect(them, tell)
 
 
@@ -110,19 +120,18 @@ def stop(them: list[Rank]) -> None:
         rank.pipe.close()
 
 
-def collect(them: list[Rank], tell: Callable[[Event], None]) -> DemoResult:
+def collect(them: list[Rank], tell: Callable[[Any], None]) -> Any:
     """Listen to all ranks until each has come to its end, or one of them has failed."""
     pending = {rank.pipe: rank for rank in them}
-    results: list[DemoResult] = []
+    results: dict[int, Any] = {}
     while pending:
         for pipe in wait(list(pending)):
             assert isinstance(pipe, Connection)
             said = listen(pending[pipe])
             if isinstance(said, Failure):
                 fail(said, [rank for other, rank in pending.items() if other is not pipe])
-            elif isinstance(said, DemoResult):
-                results.append(said)
-                del pending[pipe]
+            elif isinstance(said, Finished):
+                results[pending.pop(pipe).number] = said.result
             else:
                 tell(said)
     return results[0]
@@ -147,7 +156,7 @@ def fail(first: Failure, others: list[Rank]) -> NoReturn:
             said = listen(pending[pipe])
             if isinstance(said, Failure):
                 failures.append(said)
-            if isinstance(said, Failure | DemoResult):
+            if isinstance(said, Failure | Finished):
                 del pending[pipe]
     cause = max(failures, key=lambda failure: failure.weight)
     raise CommunicationError(f"rank {cause.rank} failed, all others were stopped: {cause.words}")
@@ -172,16 +181,16 @@ def live(descriptor: int) -> None:
     """The life of a rank."""
     stop_on_sigterm()
     pipe = Connection(descriptor)
-    number, size, store, job = pickle.loads(pipe.recv_bytes())
+    work, place, job = pickle.loads(pipe.recv_bytes())
     threading.Thread(target=leave_with, args=(pipe,), daemon=True).start()
-    from ultraep.demo.job import RankPlace
-    from ultraep.demo.ranks import work
+    module, _, function = work.partition(":")
+    number = place.rank
 
     def tell(said: Any) -> None:
         pipe.send_bytes(pickle.dumps(said))
 
     try:
-        tell(work(RankPlace(number, size, number, store), job, tell))
+        tell(Finished(getattr(import_module(module), function)(place, job, tell)))
     except CommunicationError as error:
         tell(Failure(number, str(error), 0))
         sys.exit(1)

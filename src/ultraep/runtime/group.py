@@ -9,8 +9,8 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-from ultraep.demo.job import RankPlace
 from ultraep.errors import ConfigError
+from ultraep.runtime.place import RankPlace
 
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 

@@ -1,0 +1,125 @@
+"""`ultraep bench prefill`: what it prints and writes, and how it refuses."""
+
+import json
+import os
+import signal
+
+import pytest
+import typer
+from demo.runs import LIMIT, children, gone, start
+from serving.models import save_tiny
+from serving.servers import serving
+from typer.testing import CliRunner
+
+import ultraep.cli
+from ultraep.cli import app
+
+FAST = ("--rate", "20,40", "--seconds", "0.3", "--rounds", "1", "--longest", "32")
+
+
+def invoke(*arguments, width=100):
+    return CliRunner().invoke(
+        app, ["bench", "prefill", *map(str, arguments)], env={"COLUMNS": str(width)}
+    )
+
+
+def test_options_are_frozen():
+    command = typer.main.get_command(ultraep.cli.app).commands["bench"].commands["prefill"]
+    assert sorted(option for parameter in command.params for option in parameter.opts) == [
+        *("--arrivals", "--budget", "--burst", "--endpoint", "--html", "--json", "--load"),
+        *("--longest", "--model", "--policy", "--ranks", "--rate", "--rounds", "--routing"),
+        *("--seconds", "--seed", "--shortest", "--slo", "--slots", "--timeout"),
+    ]
+    assert all(parameter.help for parameter in command.params)
+
+
+def test_servers_are_compared_in_a_table_numbers_and_a_page(tmp_path):
+    pytest.importorskip("plotly")
+    files = "--json", tmp_path / "rows.json", "--html", tmp_path / "page.html"
+    with serving(delay=0.01) as quick, serving(delay=0.2) as slow:
+        names = f"slow={slow.url}", f"quick={quick.url}"
+        result = invoke(*FAST, *files, *(part for name in names for part in ("--endpoint", name)))
+    assert result.exit_code == 0, result.output
+    out = " ".join(result.stdout.split())
+    assert "servers slow at http://127.0.0.1:" in out
+    assert "to do 4 turns, at least 1 s in all" in out
+    assert "At 40 prompts a second" in out
+    assert "measuring 4/4" in " ".join(result.stderr.split())
+    rows = json.loads((tmp_path / "rows.json").read_text())
+    gain = [
+        r["value"]
+        for r in rows
+        if r["metric"] == "first_token_gain" and r["case"]["policy"] == "quick"
+    ]
+    assert len(gain) == 2
+    assert min(gain) > 1.5
+    page = (tmp_path / "page.html").read_text()
+    assert "<title>Prefill under load</title>" in page
+    assert "40/s quick" in page
+
+
+def test_what_was_measured_is_told_when_a_server_is_given_up(tmp_path):
+    with serving("hang") as server:
+        options = "--endpoint", server.url, "--timeout", "0.2", "--json", tmp_path / "rows.json"
+        result = invoke(*FAST, *options)
+    assert result.exit_code == 2
+    assert "given up after 8 prompts in a row" in result.stderr
+    assert "no answer in time" in result.stdout
+    rows = json.loads((tmp_path / "rows.json").read_text())
+    assert {row["value"] for row in rows if row["metric"] == "within_1_s"} == {0.0}
+
+
+def test_the_table_fits_a_narrow_terminal():
+    with serving() as server:
+        result = invoke(*FAST, "--endpoint", f"ultraep={server.url}", width=80)
+    table = result.stdout[result.stdout.index("rate ") :].split("\n\n")[0]
+    assert "imbalance" in table
+    assert max(map(len, table.splitlines())) <= 80
+
+
+REFUSED = {
+    "engine options": (["--endpoint", "http://a:1", "--ranks", 2], "--ranks: of the engine"),
+    "server options": (["--timeout", 2], "--timeout: of servers"),
+    "rate and load": (["--rate", 1, "--load", 1], "--rate, --load or --arrivals alone"),
+    "no number": (["--rate", "fast"], "--rate must be numbers like 0.5,2, got 'fast'"),
+    "no endpoint": (["--endpoint", "here", "--rate", 1], "[NAME=]http://HOST:PORT, got 'here'"),
+    "no rate": (["--endpoint", "http://a:1"], "a server is not calibrated: give --rate"),
+    "policy": (["--policy", "none,lplb"], "policy 'lplb' needs more slots"),
+    "model": (["--model", "/nowhere"], "/nowhere: no folder of a checkpoint"),
+    "too long": (["--longest", 5000], "up to 5000 tokens, but random Qwen3-MoE takes 4096"),
+    "no file": (["--arrivals", "/nowhere"], "/nowhere"),
+    "no target": (["--json", "/nowhere/x.json"], "cannot be written"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_work_is_one_line(case):
+    arguments, told = REFUSED[case]
+    result = invoke(*arguments)
+    assert result.exit_code == 2
+    assert told in result.stderr
+    assert result.stderr.startswith("ultraep: ")
+    assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.slow
+def test_an_interrupted_run_writes_what_it_has_and_leaves_no_process(tmp_path):
+    model = save_tiny(tmp_path / "tiny")
+    options = "--model", model, "--longest", 32, "--budget", 64, "--policy", "none", "--rounds", 9
+    options += "--seconds", 2, "--rate", 20, "--json", tmp_path / "rows.json"
+    process = start("-m", "ultraep", "bench", "prefill", *options)
+    try:
+        for line in process.stderr:
+            if line.startswith("measuring"):
+                break
+        ranks = children(process.pid)
+        os.kill(process.pid, signal.SIGINT)
+        out, errors = process.communicate(timeout=LIMIT)
+        assert process.returncode == 130
+        assert "interrupted; the turns before are told" in errors
+        assert "Traceback" not in errors
+        assert "At 20 prompts a second" in out
+    finally:
+        assert gone([*ranks, process.pid])
+    assert len(ranks) == 2
+    assert json.loads((tmp_path / "rows.json").read_text())

@@ -1,0 +1,115 @@
+"""Percentiles, throughput, what is in time, gains; rows to keep, sentences, and the page."""
+
+import json
+
+import pytest
+
+from ultraep.report.rows import as_json
+from ultraep.serving.measure import (
+    Turn,
+    UnderLoad,
+    agreement,
+    experts_per_token,
+    gains,
+    under_load,
+)
+from ultraep.serving.numbers import rows_of
+from ultraep.serving.report.page import page
+from ultraep.serving.words import notes, verdict
+
+
+def turn(variant="none", rate=2.0, number=0, waited=(0.5, 1.5, None, 1.0), **more):
+    given = {"first": [1] * len(waited), "before": 1.5, "after": 1.25} | more
+    return Turn(
+        variant=variant,
+        rate=rate,
+        number=number,
+        waited=list(waited),
+        tokens=[10] * len(waited),
+        arrived=1.0,
+        seconds=2.0,
+        **given,
+    )
+
+
+TURNS = [
+    turn(),
+    turn("ultraep", waited=(0.25, 0.5, 0.75, 1.0), after=1.0, first=[1, 1, 2, 1]),
+    turn("ultraep", rate=1.0, waited=(0.25,), after=1.0),
+    turn(rate=1.0, waited=(0.5,), errors={"status 500": 3}, disturbed=0.5),
+]
+
+
+def test_a_prompt_without_a_first_token_counts_everywhere():
+    one = UnderLoad("none", 2.0, (turn(), turn(waited=(0.1, None))))
+    assert one.percentile(50) == 1.0
+    assert one.percentile(90) is None
+    assert (one.answered, one.unanswered) == (4, 2)
+    assert one.throughput == 1.0
+    assert one.tokens_per_second == 10.0
+    assert one.within(1.0) == 0.5
+
+
+def test_turns_are_put_together_by_rate_and_variant():
+    found = under_load(TURNS)
+    assert [(one.rate, one.variant) for one in found] == [
+        (1.0, "none"),
+        (1.0, "ultraep"),
+        (2.0, "none"),
+        (2.0, "ultraep"),
+    ]
+    assert gains(found) == [1.0, 2.0, 1.0, 2.0]
+    assert agreement(TURNS, "ultraep") == pytest.approx(4 / 5)
+
+
+def test_saturated_is_who_serves_long_after_the_last_arrival():
+    assert UnderLoad("none", 4.0, (turn(rate=4.0),)).saturated  # a second of arrivals, two in all
+    assert not UnderLoad("none", 2.0, (turn(),)).saturated  # few came, by chance
+
+
+def test_processor_time_of_experts_is_for_each_served_token():
+    turns = [turn(experts=0.6), turn("ultraep", waited=(1.0, 1.0), experts=0.2)]
+    assert experts_per_token(turns, "none") == pytest.approx(0.6 / 30)
+    told = notes(turns, under_load(turns))[-1]
+    assert told.endswith("none 20.000 ms (1.00x) and ultraep 10.000 ms (2.00x)")
+    assert experts_per_token(TURNS, "none") is None
+
+
+def test_rows_carry_all_that_is_needed_and_nothing_that_is_not_known():
+    rows = json.loads(as_json(rows_of(under_load(TURNS), 1.0, "ultraep bench prefill")))
+    names = {(row["case"]["policy"], row["case"]["rate"], row["metric"]) for row in rows}
+    values = {
+        (row["case"]["policy"], row["case"]["rate"], row["metric"]): row["value"] for row in rows
+    }
+    assert values["ultraep", 2.0, "first_token_gain"] == 2.0
+    assert values["none", 2.0, "within_1_s"] == 0.5
+    assert values["none", 2.0, "unanswered"] == 1
+    assert ("none", 2.0, "first_token_p99") not in names
+    assert {row["command"] for row in rows} == {"ultraep bench prefill"}
+    assert set(rows[0]) == {
+        *("benchmark", "case", "metric", "value", "unit", "device", "versions", "command", "date")
+    }
+
+
+def test_words_tell_the_lowest_and_the_highest_rate_and_what_is_wrong():
+    found = under_load(TURNS)
+    low, high = verdict(found)
+    assert low.startswith("At 1 prompts a second, more than the 0.5 that are served, the first")
+    assert "1.000 s with none, 0.500 s with ultraep (2.00x), in the median" in high
+    told = notes(TURNS, found)
+    assert "none at 1/s: 3 status 500" in told
+    assert "first tokens of ultraep equal to none: 80.0%" in told
+    assert any("others had a core of a rank up to 50%" in note for note in told)
+
+
+def test_the_page_draws_what_was_measured():
+    made = page(TURNS, 1.0, [("Model", "a model")])
+    waits = made.numbers["waits"]
+    assert waits["rates"] == [1.0, 2.0]
+    assert [line["label"] for line in waits["lines"]] == ["none", "ultraep"]
+    assert waits["lines"][0]["p50"] == [0.5, 1.0]
+    assert waits["lines"][0]["p99"] == [0.5, None]
+    assert [section.name for section in made.sections] == ["waits", "served", "loads"]
+    assert "2/s ultraep" in made.html("library")
+    servers = page([turn(before=None, after=None)], 1.0, [])
+    assert [section.name for section in servers.sections] == ["waits", "served"]
