@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from bench_layer import AFTER, BEFORE, COPIES, GAIN, RATE, STEP
 from bench_layer_gpu import LayerRank, Size, World, before
-from harness import Line, Metric, Report, Values, common_options
+from harness import Case, Line, Metric, Report, Values, common_options
 from load_cases import HotRank
 from timing import free, on_gpu
 
@@ -97,7 +97,7 @@ def lines_of(size: Size, hot: Sequence[HotRank], *, timed: bool) -> list[Line]:
             plan = planned(size, loads, policy, load.slots)
             ms = milliseconds(world, loads, plan) if world else None
             uneven_ms = uneven_ms or ms
-            case = {"tokens": size.tokens, "load": load.name, "policy": policy}
+            case: Case = {"tokens": size.tokens, "load": load.name, "policy": policy}
             values = values_of(size, ms, even_ms, uneven_ms)
             imbalance = {BEFORE: before(loads, size), AFTER: plan.imbalance}
             lines.append(Line(case, {**values, **imbalance, COPIES: plan.num_replicas}))

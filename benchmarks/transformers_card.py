@@ -47,7 +47,12 @@ class BlockRank:
             self.stream = partition.stream()
             aside = partition.stream(), partition.stream()
             self.share = DeviceShare(sms=partition.sms, streams=aside)
-        self.leave()
+        self.block: Any = None
+        self.balancer: Any = None
+        self.x: Any = None
+        self.y: Any = None
+        self.dy: Any = None
+        self.graph: Any = None
 
     def leave(self) -> None:
         self.block = self.balancer = self.x = self.y = self.dy = self.graph = None
