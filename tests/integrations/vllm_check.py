@@ -158,7 +158,7 @@ def half_precision(bench: Bench) -> None:
         )
         dtype = "float16"
     expected = bench.alone("Qwen3Moe", dtype)
-    options = "--data-parallel-size", "2", "--dtype", dtype
+    options = "--data-parallel-size", "2", "--dtype", dtype, "--api-server-count", "1"
     folder = bench.folder / "trace"
     variables = {"ULTRAEP_SLOTS": "1", "ULTRAEP_MIN_ROWS": "1", "ULTRAEP_KEEP": "0"}
     variables["ULTRAEP_RECORD"] = str(folder)
@@ -220,6 +220,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default=",".join(SECTIONS), help="some sections")
     chosen = parser.parse_args().only.split(",")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that servers are ended
     where = f"{platform.machine()}, {os.cpu_count()} cores"
     print(f"ultraep {ultraep.__version__} in vLLM {installed_version()}, {where}")
     with tempfile.TemporaryDirectory() as folder:

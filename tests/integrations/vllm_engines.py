@@ -20,7 +20,7 @@ from typing import Any
 
 HERE = Path(__file__)
 VOCABULARY, LONGEST, BUDGET = 512, 256, 64  # tokens of a prompt at most, and of a batch on a rank
-START = 420.0  # seconds for a server to answer; on two cores most of it is importing
+START = 600.0  # seconds for a server to answer; on two cores most of it is importing
 PATIENCE = 120.0  # for an answer
 QUIET = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
