@@ -8,9 +8,9 @@ BalancedTrainer               the library's Trainer; BalancedTraining for classe
 
 from typing import TYPE_CHECKING, Any
 
-from ultraep.integrations.transformers.library import check_library
+from ultraep.integrations.transformers.library import LIBRARY
 
-check_library()  # before what needs it
+LIBRARY.check()  # before what needs it
 
 from ultraep.integrations.transformers.balance import (  # noqa: E402
     balance,
