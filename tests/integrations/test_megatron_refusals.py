@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from ultraep import BackendUnavailable, ConfigError
-from ultraep.integrations.megatron import library
+from ultraep.integrations import library
+from ultraep.integrations.megatron.library import LIBRARY
 from ultraep.integrations.megatron.routing import choices
 from ultraep.integrations.megatron.settings import REFUSED, check_options, check_settings
 
@@ -62,13 +63,13 @@ def test_the_library_has_its_own_groups(name):
 def test_other_versions_are_refused(monkeypatch, version):
     monkeypatch.setattr(library, "version", lambda _: version)
     with pytest.raises(ConfigError, match=f"0.16.x is needed, and {version} is installed"):
-        library.check_library()
+        LIBRARY.check()
 
 
 @pytest.mark.parametrize("version", ["0.16.0", "0.16.1", "0.16.1rc2+local"])
 def test_known_versions(monkeypatch, version):
     monkeypatch.setattr(library, "version", lambda _: version)
-    library.check_library()
+    LIBRARY.check()
 
 
 def test_it_says_how_to_install_it(monkeypatch):
@@ -77,7 +78,7 @@ def test_it_says_how_to_install_it(monkeypatch):
 
     monkeypatch.setattr(library, "version", missing)
     with pytest.raises(BackendUnavailable, match="pip install 'ultraep\\[megatron\\]'"):
-        library.check_library()
+        LIBRARY.check()
 
 
 def test_nothing_is_imported_before_it_is_used():

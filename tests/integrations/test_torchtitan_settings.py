@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from ultraep import BackendUnavailable, BalanceConfig, ConfigError
+from ultraep.integrations import library
 
 PACKAGE = Path(__file__).parents[2] / "src" / "ultraep" / "integrations" / "torchtitan"
 
@@ -81,16 +82,16 @@ def test_options(check):
 
 @pytest.mark.parametrize("found", ["0.2.2", "0.4.0", "1.0.0.dev1"])
 def test_another_version(found, monkeypatch):
-    library = module("library")
+    checked = module("library").LIBRARY
     monkeypatch.setattr(library, "version", lambda name: found)
     with pytest.raises(ConfigError, match=f"torchtitan 0.3.x is needed, and {found} is installed"):
-        library.check_library()
+        checked.check()
 
 
 def test_this_version(monkeypatch):
-    library = module("library")
+    checked = module("library").LIBRARY
     monkeypatch.setattr(library, "version", lambda name: "0.3.1")
-    library.check_library()
+    checked.check()
 
 
 def test_no_library_at_all():

@@ -16,14 +16,15 @@ from families import batch, build, outputs
 from ranks import shared_pool
 
 from ultraep import BackendUnavailable, ConfigError
+from ultraep.integrations import library
 from ultraep.integrations.transformers import (
     balance,
     balanced_from_pretrained,
     balancers,
     enable,
-    library,
     unbalance,
 )
+from ultraep.integrations.transformers.library import LIBRARY
 
 TINY = {
     "vocab_size": 64,
@@ -148,7 +149,7 @@ def test_a_rank_outside_of_the_group():
 def test_another_version(found, monkeypatch):
     monkeypatch.setattr(library, "version", lambda name: found)
     with pytest.raises(ConfigError, match=f"transformers 5.22 to 5.x is needed, and {found} is"):
-        library.check_library()
+        LIBRARY.check()
 
 
 def test_no_library_at_all():

@@ -14,6 +14,7 @@ import pytest
 import ultraep
 from ultraep import ConfigError
 from ultraep.integrations import vllm
+from ultraep.integrations.library import Library
 from ultraep.integrations.vllm import cost, library
 from ultraep.integrations.vllm.counters import VARIABLE, ServingCounters, where_they_are
 from ultraep.integrations.vllm.refusals import (
@@ -205,8 +206,7 @@ def test_where_counters_are(monkeypatch):
     ],
 )
 def test_other_versions_are_left_alone(monkeypatch, caplog, found, told):
-    monkeypatch.setattr(library, "installed_version", lambda: found)
-    assert library.problem_with_library().startswith(told)
+    monkeypatch.setattr(Library, "installed", lambda _: found)
     monkeypatch.setenv("ULTRAEP_SLOTS", "1")
     with caplog.at_level(logging.DEBUG, library.LOGGER):
         vllm.register()
@@ -219,8 +219,8 @@ def test_other_versions_are_left_alone(monkeypatch, caplog, found, told):
 
 @pytest.mark.parametrize("found", ["0.32.0", "0.32.1", "0.32.0+cpu"])
 def test_versions_that_are_known(monkeypatch, found):
-    monkeypatch.setattr(library, "installed_version", lambda: found)
-    assert library.problem_with_library() == ""
+    monkeypatch.setattr(Library, "installed", lambda _: found)
+    library.LIBRARY.check()
 
 
 def test_a_wrong_setting_stops_the_start(monkeypatch):

@@ -21,7 +21,7 @@ from pathlib import Path
 from vllm_engines import Server, answers_alone, make_model, make_prompts, serving
 
 import ultraep
-from ultraep.integrations.vllm.library import installed_version
+from ultraep.integrations.vllm.library import LIBRARY
 
 PROMPTS = make_prompts()
 FAILED: list[str] = []
@@ -222,7 +222,7 @@ def main() -> None:
     chosen = parser.parse_args().only.split(",")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that servers are ended
     where = f"{platform.machine()}, {os.cpu_count()} cores"
-    print(f"ultraep {ultraep.__version__} in vLLM {installed_version()}, {where}")
+    print(f"ultraep {ultraep.__version__} in vLLM {LIBRARY.installed()}, {where}")
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(Path(folder))
         for name in chosen:

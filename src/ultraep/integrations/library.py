@@ -42,9 +42,7 @@ class Library:
             )
         major, minor = (int(number) for number in found.split(".")[:2])
         if not self.oldest <= (major, minor) < self.below:
-            raise ConfigError(
-                f"{self.name} {self.known()} is needed, and {found} is installed"
-            )
+            raise ConfigError(f"{self.name} {self.known()} is needed, and {found} is installed")
 
     def known(self) -> str:
         """The versions, in words.

@@ -53,7 +53,7 @@ def shared_balancer(group: Any, experts: int, **options: Any) -> Balancer:
     return balancer
 
 
-class WithOther:
+class InPlaceOf:
     """A module with other tensors or numbers: what functions of its library see as `self`."""
 
     def __init__(self, module: Any, **others: Any) -> None:

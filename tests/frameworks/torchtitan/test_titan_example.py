@@ -1,10 +1,11 @@
-"""The example of torchtitan runs under torchrun, and prints the same losses twice."""
+"""The example of torchtitan prints the same losses twice under torchrun; the benchmark runs."""
 
 from __future__ import annotations
 
 import json
 
 import torch
+from test_benchmarks import run
 from test_examples import launch
 
 
@@ -19,3 +20,10 @@ def test_losses_side_by_side(tmp_path):
     ]
     assert len(losses[0]) == 3
     torch.testing.assert_close(*map(torch.tensor, losses), rtol=1e-5, atol=0)
+
+
+def test_the_benchmark_runs():
+    done = run("bench_torchtitan.py", "--toy")
+    assert done.returncode == 0, done.stderr
+    for name in ("unmodified", "none", "ultraep", "forced balance"):
+        assert name in done.stdout

@@ -19,6 +19,7 @@ from torch.func import functional_call
 
 from ultraep.bundle import Stack
 from ultraep.errors import ConfigError
+from ultraep.integrations.stages import InPlaceOf
 from ultraep.parallel.tensors import mesh_of
 
 WAITS = "DistributedDataParallel._make_forward_pre_hook"  # until weights are gathered
@@ -100,7 +101,7 @@ def compute(
         others = {name: tensor.contiguous() for name, tensor in tensors.items()}
     else:
         others = {"local_experts": _like(experts.local_experts[0], tensors)}
-    seen = _InPlaceOf(experts, num_local_experts=len(counts), **others)
+    seen = InPlaceOf(experts, num_local_experts=len(counts), **others)
     outputs: torch.Tensor = type(experts).forward(seen, rows, torch.tensor(counts), probs)[0]
     return outputs
 
@@ -110,13 +111,3 @@ def _like(expert: nn.Module, tensors: dict[str, Any]) -> list[Callable[..., Any]
     each = zip(*tensors.values(), strict=True)
     weights = [dict(zip(tensors, held, strict=True)) for held in each]
     return [lambda *rows, own=own: functional_call(expert, own, rows) for own in weights]
-
-
-class _InPlaceOf:
-    """A module of experts with other tensors: what its class sees as `self`."""
-
-    def __init__(self, module: Any, **others: Any) -> None:
-        self.__dict__.update(others, _module=module)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._module, name)

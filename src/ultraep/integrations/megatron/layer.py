@@ -12,7 +12,6 @@ Shapes: T local tokens, K experts per token, E experts, D model width.
 from __future__ import annotations
 
 from typing import Any
-from weakref import WeakValueDictionary
 
 import torch
 from megatron.core.transformer.moe.moe_layer import MoELayer
@@ -20,17 +19,14 @@ from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from megatron.core.transformer.moe.router import TopKRouter
 
 import ultraep.integrations.megatron.experts as own
-from ultraep.combine import combine
-from ultraep.dispatch import Arrivals, dispatch
+from ultraep.dispatch import Arrivals
 from ultraep.errors import ConfigError
 from ultraep.integrations.megatron.routing import choices
 from ultraep.integrations.megatron.settings import check_options, check_settings, pads
+from ultraep.integrations.stages import run_stages, shared_balancer
 from ultraep.loan import serve
 from ultraep.plane import AnyPlan, Copies
 from ultraep.routing import Routing
-from ultraep.runtime.balancer import Balancer
-
-_balancers: WeakValueDictionary[Any, Balancer] = WeakValueDictionary()
 
 
 class BalancedMoELayer(MoELayer):  # type: ignore[misc]
@@ -88,24 +84,18 @@ class BalancedMoELayer(MoELayer):  # type: ignore[misc]
         self, hidden_states: torch.Tensor, probs: Routing
     ) -> tuple[torch.Tensor, None]:
         """All stages: loads, plan, replicate, reroute, dispatch, experts, combine."""
-        (ids, gates, _), balancer = probs, self.balancer
+        ids, gates, _ = probs
         tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
         if gates.requires_grad and not tokens.requires_grad:  # rows must take gates' gradients back
             tokens = tokens.detach().requires_grad_()
         bundle = self._weights()
-        told: dict[str, Any] = {
-            "layer": self.layer_index,
-            "bundle": bundle,
-            "rows": tokens,
-            "gates": gates,
-        }
-        loads = balancer.gather(ids, **told)
-        plan = self.last_plan = balancer.plan(loads)
-        with balancer.replicate(plan, loads, bundle) as copies:
-            exchange = balancer.reroute(ids, plan, loads)
-            arrivals = dispatch(tokens, gates, exchange)
-            outputs = self._serve(arrivals, copies, bundle)
-        return combine(outputs, exchange).view(hidden_states.shape), None
+
+        def own_experts(arrivals: Arrivals, copies: Copies) -> torch.Tensor:
+            return self._serve(arrivals, copies, bundle)
+
+        given = own_experts, bundle, tokens, ids, gates
+        outputs, self.last_plan = run_stages(self.balancer, *given, layer=self.layer_index)
+        return outputs.view(hidden_states.shape), None
 
     def combine(self, output: torch.Tensor) -> torch.Tensor:
         """Nothing more: rows are back."""
@@ -137,12 +127,3 @@ class BalancedMoELayer(MoELayer):  # type: ignore[misc]
 
         ones = torch.ones_like(arrivals.gates)
         return serve(network, Arrivals(arrivals.rows, ones, arrivals.exchange), copies, bundle)
-
-
-def shared_balancer(group: Any, experts: int, **options: Any) -> Balancer:
-    """The balancer of all layers with these options, as long as there is one; collective."""
-    key = (group, experts, repr(sorted(options.items())))
-    balancer = _balancers.get(key)
-    if balancer is None:
-        balancer = _balancers[key] = Balancer(group, experts=experts, **options)
-    return balancer

@@ -12,7 +12,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
-from weakref import WeakValueDictionary
 
 import spmd_types
 import torch
@@ -20,19 +19,18 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torchtitan.models.common.moe import RoutedExperts
 
-from ultraep.combine import combine
 from ultraep.comm import moved
-from ultraep.dispatch import dispatch
+from ultraep.dispatch import Arrivals
 from ultraep.errors import ConfigError
+from ultraep.integrations.stages import run_stages, shared_balancer
 from ultraep.loan import serve
-from ultraep.plane import AnyPlan
+from ultraep.plane import AnyPlan, Copies
 from ultraep.runtime.balancer import Balancer
 
 COMPILED = (
     "ranks speak to each other inside of balanced experts, which cannot be compiled: leave 'model' "
     "out of --compile.components"
 )
-_shared: WeakValueDictionary[Any, Balancer] = WeakValueDictionary()
 
 
 class BalancedRoutedExperts(RoutedExperts):  # type: ignore[misc]
@@ -60,7 +58,7 @@ class BalancedRoutedExperts(RoutedExperts):  # type: ignore[misc]
         """Spread the experts as the framework does, and meet the other ranks."""
         super().parallelize(parallel_dims)
         group = parallel_dims.get_mesh("ep").get_group()
-        self.balancer = _balancer(group, self.inner_experts.num_experts, self._options)
+        self.balancer = shared_balancer(group, self.inner_experts.num_experts, **self._options)
 
     @torch.compiler.disable(reason=COMPILED)  # type: ignore[untyped-decorator]
     def forward(  # the names are part of how the framework spreads these tensors
@@ -81,14 +79,13 @@ class BalancedRoutedExperts(RoutedExperts):  # type: ignore[misc]
         balancer, bundle = self.balancer, home_tensors(self.inner_experts)
         if self.layer_index is None:
             self.layer_index = balancer.register_layer()
-        layer = self.layer_index
-        loads = balancer.gather(ids, layer=layer, bundle=bundle, rows=tokens, gates=gates)
-        plan = self.last_plan = balancer.plan(loads)
-        with balancer.replicate(plan, loads, bundle) as copies:
-            exchange = balancer.reroute(ids, plan, loads)
-            arrivals = dispatch(tokens, gates, exchange)
-            outputs = serve(partial(compute, self.inner_experts), arrivals, copies, bundle)
-        return combine(outputs, exchange)
+
+        def own(arrivals: Arrivals, copies: Copies) -> torch.Tensor:
+            return serve(partial(compute, self.inner_experts), arrivals, copies, bundle)
+
+        given = own, bundle, tokens, ids, gates
+        outputs, self.last_plan = run_stages(balancer, *given, layer=self.layer_index)
+        return outputs
 
 
 def home_tensors(experts: nn.Module) -> dict[str, torch.Tensor]:
@@ -104,12 +101,3 @@ def compute(
     given = rows, moved(torch.tensor(counts), rows.device)
     outputs: torch.Tensor = torch.func.functional_call(experts, tensors, given)
     return outputs.to(rows.dtype)
-
-
-def _balancer(group: Any, experts: int, options: dict[str, Any]) -> Balancer:
-    """One for all layers that have as many experts; collective when it is made."""
-    key = group, experts, repr(sorted(options.items(), key=lambda item: item[0]))
-    made = _shared.get(key)
-    if made is None:
-        made = _shared[key] = Balancer(group, experts=experts, **options)
-    return made

