@@ -12,11 +12,11 @@ from ranks import shared_pool
 def refused(build, *args, **options):
     """What was said; no parameter was made, and no balancer."""
     from ultraep import ConfigError
-    from ultraep.integrations.megatron import layer
+    from ultraep.integrations import stages
 
     with (
         patch.object(torch.nn.Parameter, "__new__", side_effect=AssertionError("allocated")),
-        patch.object(layer, "Balancer", side_effect=AssertionError("joined")),
+        patch.object(stages, "Balancer", side_effect=AssertionError("joined")),
         pytest.raises(ConfigError) as said,
     ):
         build(*args, **options)
