@@ -84,6 +84,8 @@ def make_model(kind: str, folder: Path) -> Path:
         for name, parameter in model.named_parameters():
             if "norm" not in name:
                 parameter.normal_(0, 0.2)
+            if name.endswith(("gate.weight", "router.weight")):
+                parameter[: len(parameter) // 2] *= 4  # the first ranks have more to do
     model.save_pretrained(folder)
     words = tokenizers.Tokenizer(
         tokenizers.models.WordLevel({str(n): n for n in range(VOCABULARY)}, unk_token="0")

@@ -116,13 +116,18 @@ class BalancedRows(RoutedExperts):  # type: ignore[misc]
         begins, homes = arrivals.begins(), copies.num_homes
         memory = copies.served_rows(arrivals.rows)
         outputs = torch.empty_like(arrivals.rows) if memory is None else memory
-        for found, lent in ((begins[: homes + 1], False), (begins[homes:], True)):
-            part = slice(found[0], found[-1])
-            if found[0] < found[-1]:
-                counts = [end - begin for begin, end in pairwise(found)]
-                tensors = copies.tensors() if lent else self.bundle
-                given = arrivals.rows[part], arrivals.gates[part], counts, tensors
-                outputs[part] = self._compute(*given)
+
+        def serve(begin: int, end: int, counts: list[int], tensors: dict[str, Any]) -> None:
+            given = arrivals.rows[begin:end], arrivals.gates[begin:end]
+            outputs[begin:end] = self._compute(*given, counts, tensors)
+
+        if begins[homes]:
+            counts = [end - begin for begin, end in pairwise(begins[: homes + 1])]
+            serve(0, begins[homes], counts, self.bundle)
+        for slot, (begin, end) in enumerate(pairwise(begins[homes:])):
+            if begin < end:  # one by one: kernels take experts that stand apart for neighbours
+                lent = {name: t[slot : slot + 1] for name, t in copies.tensors().items()}
+                serve(begin, end, [end - begin], lent)
         return outputs
 
     def _compute(
