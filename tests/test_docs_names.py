@@ -179,14 +179,22 @@ def modules_only():
 
 def attribute(module, rest):
     found = importlib.import_module(module)
-    for name in rest:
+    for number, name in enumerate(rest):
         try:
             found = importlib.import_module(f"{found.__name__}.{name}")
         except (ImportError, AttributeError):
             if not hasattr(found, name):
-                return False
+                return stands_in_sources(getattr(found, "__name__", ""), rest[number:])
             found = getattr(found, name)
     return True
+
+
+def stands_in_sources(package, rest):
+    """Whether a module that cannot be imported, for want of a framework, names it."""
+    folder = (ROOT / "src").joinpath(*package.split("."), rest[0])
+    paths = [path for path in (folder / "__init__.py", folder.with_suffix(".py")) if path.is_file()]
+    named = set(re.findall(r"\w+", "".join(path.read_text() for path in paths)))
+    return bool(paths) and named.issuperset(rest[1:])
 
 
 def is_said(words_of_message):
