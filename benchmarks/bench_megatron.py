@@ -18,11 +18,9 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import time
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 os.environ["TORCHDYNAMO_DISABLE"] = "1"  # the library compiles small functions, for GPUs
@@ -30,9 +28,8 @@ warnings.filterwarnings("ignore")  # the library has many, of what is not instal
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 
 import torch
-import torch.distributed as dist
-from bench_layer import AFTER, BEFORE, GAIN, RATE, SHARE
-from harness import Bench, Line, Metric, Mismatch, common_options
+from gain import FORCED, PLAIN, RATIO, Facts, Spent, gain_lines, medians, slowest
+from harness import Bench, Mismatch, common_options
 from load_cases import Shape, skewed_ids
 from megatron.core import parallel_state
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
@@ -45,11 +42,6 @@ from timing import Host
 from world import on_ranks
 
 from ultraep.integrations.megatron import balanced
-
-PLAIN, FORCED = "unmodified", "forced balance"
-HOST_STEP = Metric("step_host_time", "ms", "host ms", ".2f")
-BUSY = Metric("busiest_processor_time", "ms", "cpu ms", ".2f")
-RATIO = 1.6  # fullest rank over mean rank
 
 
 @dataclass(frozen=True)
@@ -138,7 +130,7 @@ def compare(steps: dict[str, Step]) -> None:
                 raise Mismatch(f"{name} differs by {off:.3g} of the largest, allowed are 1e-4")
 
 
-def on_rank(rank: int, shape: Shape, rounds: int) -> dict[str, dict[str, float]]:
+def on_rank(rank: int, shape: Shape, rounds: int) -> dict[str, Facts]:
     """One process: time all variants in turns; the slowest rank counts."""
     with on_cpu():
         parallel_state.initialize_model_parallel(expert_model_parallel_size=shape.ranks)
@@ -153,10 +145,10 @@ def on_rank(rank: int, shape: Shape, rounds: int) -> dict[str, dict[str, float]]
         return timed(steps, rounds)
 
 
-def timed(steps: dict[str, Step], rounds: int) -> dict[str, dict[str, float]]:
+def timed(steps: dict[str, Step], rounds: int) -> dict[str, Facts]:
     """Medians of rounds in which all take turns, and what was planned."""
-    seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in steps}
-    facts: dict[str, dict[str, float]] = {}
+    seconds: dict[str, list[Spent]] = {name: [] for name in steps}
+    facts: dict[str, Facts] = {}
     for turn in range(rounds + 1):  # one to warm up
         for name, step in steps.items():
             spent = slowest(step)
@@ -167,41 +159,15 @@ def timed(steps: dict[str, Step], rounds: int) -> dict[str, dict[str, float]]:
                 plan = step.layer.last_plan.to_host()
                 facts[name] = {"before": plan.initial_imbalance, "after": plan.imbalance}
     for name, found in seconds.items():
-        facts[name]["step"] = median(elapsed for elapsed, _ in found)
-        facts[name]["busy"] = median(busy for _, busy in found)
+        facts[name] |= medians(found)
     return facts
-
-
-def slowest(step: Step) -> tuple[float, float]:
-    """Seconds of a step from a common start, and of the processor in it; the most of all ranks."""
-    dist.barrier()
-    begin, used = time.perf_counter(), time.process_time()
-    step()
-    spent = torch.tensor([time.perf_counter() - begin, time.process_time() - used])
-    dist.all_reduce(spent, op=dist.ReduceOp.MAX)
-    elapsed, busy = spent.tolist()
-    return elapsed, busy
 
 
 def gain(bench: Bench) -> None:
     """Tokens a second of two ranks."""
     shape = bench.scale.shape
     found = on_ranks(shape.ranks, on_rank, shape, bench.scale.rounds)
-    case = {"ranks": shape.ranks, "tokens": shape.tokens, "hidden": shape.hidden, "ffn": shape.ffn}
-    case |= {"experts": shape.experts, "top_k": shape.top_k}
-    lines = []
-    for name, facts in found.items():
-        values = {
-            HOST_STEP: facts["step"] * 1e3,
-            BUSY: facts["busy"] * 1e3,
-            RATE: shape.ranks * shape.tokens / facts["step"],
-            SHARE: found[FORCED]["step"] / facts["step"],
-            GAIN: found["none"]["step"] / facts["step"],
-            BEFORE: facts["before"],
-            AFTER: facts["after"],
-        }
-        lines.append(Line(case | {"policy": name}, values))
-    bench.table("a layer in processes, forward and backward", lines)
+    bench.table("a layer in processes, forward and backward", gain_lines(shape, found))
 
 
 def main() -> None:

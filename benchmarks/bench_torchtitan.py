@@ -18,17 +18,11 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
-from bench_layer import AFTER, BEFORE, GAIN, RATE, SHARE
-from harness import Bench, Line, Metric, Values, common_options, section_option
+from gain import FORCED, PLAIN, RATIO, gain_lines
+from harness import Bench, common_options, section_option
 from load_cases import Shape
 from timing import Host
 from world import on_ranks
-
-PLAIN, FORCED = "unmodified", "forced balance"
-RATIO = 1.6  # fullest rank over mean rank
-STEP = Metric("step_time_p50", "ms", "ms", ".1f")
-BUSY = Metric("busiest_processor_time", "ms", "cpu ms", ".1f")
-LESS = Metric("busiest_processor_gain_over_none", "ratio", "cpu gain", ".3f")
 
 
 @dataclass(frozen=True)
@@ -56,30 +50,10 @@ def gain(bench: Bench) -> None:
     """Tokens a second of two ranks: unmodified, unbalanced, balanced, forced balanced."""
     shape = bench.scale.shape
     found = on_ranks(shape.ranks, on_rank, bench.scale)
-    case = {
-        "ranks": shape.ranks,
-        "tokens": shape.tokens,
-        "layers": bench.scale.layers,
-        "hidden": shape.hidden,
-        "ffn": shape.ffn,
-        "experts": shape.experts,
-        "top_k": shape.top_k,
-    }
     known = {PLAIN: (RATIO, RATIO), FORCED: (1.0, 1.0)}
-    lines = []
-    for name, of in found.items():
-        before, after = known.get(name) or (of["before"], of["after"])
-        values: Values = {
-            STEP: 1e3 * of["step"],
-            BUSY: 1e3 * of["busy"],
-            RATE: shape.ranks * shape.tokens / of["step"],
-            SHARE: found[FORCED]["step"] / of["step"],
-            GAIN: found["none"]["step"] / of["step"],
-            LESS: found["none"]["busy"] / of["busy"],
-            BEFORE: before,
-            AFTER: after,
-        }
-        lines.append(Line(case | {"policy": name}, values))
+    for name, imbalance in known.items():
+        found[name] |= dict(zip(("before", "after"), imbalance, strict=True))
+    lines = gain_lines(shape, found, {"layers": bench.scale.layers})
     bench.table("steps of the Trainer in processes", lines)
 
 

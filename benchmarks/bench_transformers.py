@@ -21,31 +21,27 @@ from __future__ import annotations
 import argparse
 import copy
 import sys
-import time
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from bench_layer import AFTER, BEFORE, GAIN, RATE, SHARE
+from gain import FORCED, HOST_STEP, PLAIN, RATIO, Facts, Spent, gain_lines, medians, slowest
 from harness import Bench, Line, Metric, Mismatch, Values, common_options, section_option
 from load_cases import HotRank, Shape, even_ids, skewed_ids
 from timing import Clock, Gpu, Host, device_us, free, on_gpu, tell
 from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
-from transformers_card import FORCED, Blocks, GivenChoices
+from transformers_card import Blocks, GivenChoices
 from transformers_card import compare as compare_ranks
 from world import on_ranks
 
 from ultraep import Plan
 from ultraep.integrations.transformers import balance
 
-PLAIN = "unmodified"
 STEP = Metric("step_time_p50", "ms", "ms", ".3f")
-HOST_STEP = Metric("step_host_time", "ms", "host ms", ".2f")
 OVERHEAD = Metric("overhead_over_unmodified", "ratio", "overhead", "+.4f")
-BUSY = Metric("busiest_processor_time", "ms", "cpu ms", ".2f")
 
 
 @dataclass(frozen=True)
@@ -73,7 +69,6 @@ TOY = Scale(
     rounds=2,
     steps=1,
 )
-RATIO = 1.6  # fullest rank over mean rank
 SMS = 16  # multiprocessors of a rank on one card
 
 
@@ -169,7 +164,7 @@ def in_a_row(step: Step, clock: Clock, times: int) -> float:
     return us / 1e3 / times
 
 
-def on_rank(rank: int, shape: Shape, rounds: int) -> dict[str, dict[str, float]]:
+def on_rank(rank: int, shape: Shape, rounds: int) -> dict[str, Facts]:
     """One process: time all variants in turns; the slowest rank counts."""
     skewed, even = skewed_ids(shape, RATIO), even_ids(shape)
     plain = block(shape, torch.device("cpu"), torch.float32)
@@ -178,7 +173,7 @@ def on_rank(rank: int, shape: Shape, rounds: int) -> dict[str, dict[str, float]]
     tokens = torch.randn(shape.tokens, shape.hidden, generator=torch.Generator().manual_seed(rank))
     steps = {policy: Step(made[policy], tokens.clone()) for policy in made}
     variants = {"none": (skewed, "none"), "ultraep": (skewed, "ultraep"), FORCED: (even, "none")}
-    seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in variants}
+    seconds: dict[str, list[Spent]] = {name: [] for name in variants}
     facts = {}
     for turn in range(rounds + 2):  # two to warm up
         for name, (ids, policy) in variants.items():
@@ -190,41 +185,15 @@ def on_rank(rank: int, shape: Shape, rounds: int) -> dict[str, dict[str, float]]
             stats = owners[policy].stats()
             facts[name] = {"before": stats["imbalance_before"], "after": stats["imbalance_after"]}
     for name, found in seconds.items():
-        facts[name]["step"] = median(elapsed for elapsed, _ in found)
-        facts[name]["busy"] = median(busy for _, busy in found)
+        facts[name] |= medians(found)
     return facts
-
-
-def slowest(step: Step) -> tuple[float, float]:
-    """Seconds of a step from a common start, and of the processor in it; the most of all ranks."""
-    dist.barrier()
-    begin, used = time.perf_counter(), time.process_time()
-    step()
-    spent = torch.tensor([time.perf_counter() - begin, time.process_time() - used])
-    dist.all_reduce(spent, op=dist.ReduceOp.MAX)
-    elapsed, busy = spent.tolist()
-    return elapsed, busy
 
 
 def gain(bench: Bench) -> None:
     """Tokens a second of two ranks: unbalanced, balanced, forced balanced."""
     shape = bench.scale.spread
     found = on_ranks(shape.ranks, on_rank, shape, bench.scale.rounds)
-    case = {"ranks": shape.ranks, "tokens": shape.tokens, "hidden": shape.hidden, "ffn": shape.ffn}
-    case |= {"experts": shape.experts, "top_k": shape.top_k}
-    lines = []
-    for name, facts in found.items():
-        values = {
-            HOST_STEP: facts["step"] * 1e3,
-            BUSY: facts["busy"] * 1e3,
-            RATE: shape.ranks * shape.tokens / facts["step"],
-            SHARE: found[FORCED]["step"] / facts["step"],
-            GAIN: found["none"]["step"] / facts["step"],
-            BEFORE: facts["before"],
-            AFTER: facts["after"],
-        }
-        lines.append(Line(case | {"policy": name}, values))
-    bench.table("a block in processes, forward and backward", lines)
+    bench.table("a block in processes, forward and backward", gain_lines(shape, found))
 
 
 def card(bench: Bench) -> None:

@@ -9,16 +9,16 @@ import logging
 import os
 import sys
 import tempfile
-import time
 import warnings
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from bench_torchtitan import FORCED, PLAIN, RATIO, SMALL, Scale
+from bench_torchtitan import SMALL, Scale
+from gain import FORCED, PLAIN, RATIO, Facts, Spent, medians, slowest
 from load_cases import Shape, skewed_ids
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
@@ -88,7 +88,7 @@ def trainer(name: str, scale: Scale, folder: str) -> Any:
     return config.build()
 
 
-def measure(rank: int, scale: Scale) -> dict[str, dict[str, float]]:
+def measure(rank: int, scale: Scale) -> dict[str, Facts]:
     """One process: time all variants in turns; the slowest rank counts."""
     os.environ["LOCAL_RANK"] = str(rank)
     logging.getLogger().setLevel(logging.ERROR)
@@ -97,30 +97,19 @@ def measure(rank: int, scale: Scale) -> dict[str, dict[str, float]]:
     with tempfile.TemporaryDirectory() as folder:
         made = {name: trainer(name, scale, folder) for name in names}
     batches = {name: made[name].batch_generator(made[name].dataloader) for name in names}
-    seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
+    seconds: dict[str, list[Spent]] = {name: [] for name in names}
     for turn in range(scale.rounds + 1):  # one to warm up
         for name in names:
             made[name].step = 2  # nothing is logged
-            spent = slowest(made[name], batches[name])
+            spent = slowest(partial(made[name].train_step, batches[name]))
             if turn:
                 seconds[name].append(spent)
     return {name: facts(made[name], seconds[name]) for name in names}
 
 
-def slowest(of: Any, batches: Any) -> tuple[float, float]:
-    """Seconds of a step from a common start, and of the processor in it; the most of all ranks."""
-    dist.barrier()
-    begin, used = time.perf_counter(), time.process_time()
-    of.train_step(batches)
-    spent = torch.tensor([time.perf_counter() - begin, time.process_time() - used])
-    dist.all_reduce(spent, op=dist.ReduceOp.MAX)
-    elapsed, busy = spent.tolist()
-    return elapsed, busy
-
-
-def facts(of: Any, spent: list[tuple[float, float]]) -> dict[str, float]:
+def facts(of: Any, spent: list[Spent]) -> Facts:
     """Medians, and the imbalance of a variant that knows it."""
-    found = {"step": median(step for step, _ in spent), "busy": median(busy for _, busy in spent)}
+    found = medians(spent)
     for owner in balancers(of.model_parts):
         stats = owner.stats()
         found |= {"before": stats["imbalance_before"], "after": stats["imbalance_after"]}

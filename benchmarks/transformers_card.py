@@ -18,6 +18,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from gain import FORCED
 from harness import Mismatch
 from load_cases import HotRank, Shape, even, ids_with
 from timing import device_us, free, time_call
@@ -32,7 +33,6 @@ from ultraep.runtime.mapped.peers import LocalPeers
 from ultraep.runtime.settings import DeviceShare
 
 MakeBlock = Callable[[], Any]  # with all experts; only those of a rank are kept
-FORCED = "forced balance"
 LAUNCHING = 30_000_000  # cycles: longer than it takes to launch all ranks
 
 
