@@ -9,7 +9,6 @@ Shapes: B sequences, T tokens, K experts per token, D model width.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -24,6 +23,7 @@ from ultraep.full_state import moe_layers
 from ultraep.layer import BalancedMoE
 from ultraep.routing import Routing
 from ultraep.runtime.balancer import Balancer
+from ultraep.tiny.even import EvenTurns
 from ultraep.tiny.model import TinyMoE
 from ultraep.tiny.text import Text
 
@@ -46,18 +46,11 @@ class EvenRouter(nn.Module):
 
     def __init__(self, router: nn.Module, balancer: Balancer) -> None:
         super().__init__()
-        self.router, self.rank = router, balancer.rank
-        topology = balancer.topology
-        homes = [topology.home_experts(rank) for rank in range(topology.ranks)]
-        turns = math.lcm(*(len(experts) for experts in homes))
-        dealt = np.stack([np.resize(experts, turns) for experts in homes], axis=1)
-        self.turns = torch.from_numpy(dealt.reshape(-1))
+        self.router, self.even = router, EvenTurns(balancer.topology, balancer.rank)
 
     def forward(self, tokens: torch.Tensor) -> Routing:
         ids, gates, logits = self.router(tokens)
-        first = self.rank * ids.numel()
-        rows = torch.arange(first, first + ids.numel()) % len(self.turns)
-        return Routing(self.turns[rows].reshape(ids.shape).to(ids), gates, logits)
+        return Routing(self.even.chosen(ids), gates, logits)
 
 
 def layer_speeds(

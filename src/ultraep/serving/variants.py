@@ -5,17 +5,16 @@ Shapes: T tokens, K experts per token, R ranks, E experts, C copies.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import torch
 
 from ultraep.arrays import IntArray
 from ultraep.errors import ConfigError
 from ultraep.policies import Problem, get_policy, register_policy
 from ultraep.policies.places import away_from_home, copied_items, split_equally
+from ultraep.tiny.even import EvenTurns
 from ultraep.topology import Topology
 
 NONE, EPLB, FORCED = "none", "eplb", "even"
@@ -70,18 +69,6 @@ def eplb_at_home(problem: Problem) -> IntArray:
     return away_from_home(*split, topology)[:, 1:]
 
 
-def dealt_in_turn(topology: Topology) -> torch.Tensor:
-    """Experts such that consecutive choices go to all ranks, and their experts, in turn.
-
-    >>> dealt_in_turn(Topology(ranks=2, experts=4)).tolist()
-    [0, 2, 1, 3]
-    """
-    homes = [topology.home_experts(rank) for rank in range(topology.ranks)]
-    turns = math.lcm(*(len(experts) for experts in homes))
-    dealt = np.stack([np.resize(experts, turns) for experts in homes], axis=1)
-    return torch.from_numpy(dealt.reshape(-1))
-
-
 class EvenChoices:
     """A hook for experts of transformers: the same tokens and gates, with even choices.
 
@@ -89,18 +76,12 @@ class EvenChoices:
     """
 
     def __init__(self, topology: Topology, rank: int) -> None:
-        self.turns, self.rank, self.on = dealt_in_turn(topology), rank, False
+        self._even, self.on = EvenTurns(topology, rank), False
 
     def __call__(self, _: Any, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """What the experts get, if anything else than what is given."""
         if not self.on:
             return None
         whole = dict(zip(ARGUMENTS, given, strict=False)) | named
-        whole["top_k_index"] = self.chosen(whole["top_k_index"])
+        whole["top_k_index"] = self._even.chosen(whole["top_k_index"])
         return (), whole
-
-    def chosen(self, ids_TK: torch.Tensor) -> torch.Tensor:
-        """[T, K] other choices; another part of the turn on every rank."""
-        first = self.rank * ids_TK.numel()
-        rows = torch.arange(first, first + ids_TK.numel()) % len(self.turns)
-        return self.turns[rows].reshape(ids_TK.shape).to(ids_TK)
