@@ -7,37 +7,36 @@ from ultraep.backends.cpu.members import hottest, hottest_of_all, starting_loads
 
 
 @njit(cache=True)
-def first_donor(height, is_open, smallest_first):
-    """The donor that chooses next, the number of donors, and what all lack together."""
-    donor, donors, slack = -1, 0, 0
-    for circle in range(len(height)):
-        if not is_open[circle]:
-            continue
-        slack -= height[circle]
-        if height[circle] > 0:
-            donors += 1
-            if donor < 0 or (
-                height[circle] < height[donor]
-                if smallest_first
-                else height[circle] > height[donor]
-            ):
-                donor = circle
-    return donor, donors, slack
+def take_out(line, count, circle):
+    """One circle leaves the line."""
+    place = 0
+    while line[place] != circle:
+        place += 1
+    for after in range(place + 1, count):
+        line[after - 1] = line[after]
 
 
 @njit(cache=True)
-def line_up(height, is_open, donor, line):
-    """The other circles, the highest first, then the lower name. How many they are."""
-    others = 0
-    for circle in range(len(height)):
-        if is_open[circle] and circle != donor:
-            place = others
-            while place > 0 and height[line[place - 1]] < height[circle]:
-                line[place] = line[place - 1]
-                place -= 1
-            line[place] = circle
-            others += 1
-    return others
+def put_in(line, count, circle, height):
+    """One circle joins the line: the highest first, then the lower name."""
+    place = count
+    while place > 0:
+        before = line[place - 1]
+        if height[before] > height[circle] or (
+            height[before] == height[circle] and before < circle
+        ):
+            break
+        line[place] = before
+        place -= 1
+    line[place] = circle
+
+
+@njit(cache=True)
+def first_like(line, place, height):
+    """The first in the line that is as high as the one at this place."""
+    while place > 0 and height[line[place - 1]] == height[line[place]]:
+        place -= 1
+    return line[place]
 
 
 @njit(cache=True)
@@ -63,41 +62,58 @@ def rename(circle_of_rank, old, new):
 
 
 @njit(cache=True)
+def choose_hosts(height, line, others, surplus, allowed):
+    """Whose circle a donor joins, a second one that joins it too, and whether that closes it."""
+    tight = -1
+    for place in range(others):
+        if height[line[place]] <= -surplus:
+            tight = line[place]
+            break
+    if tight >= 0 and -surplus - height[tight] <= allowed:
+        return tight, -1, True
+    host, second = tightest_pair(height, line, others, -surplus, allowed)
+    if host >= 0:
+        return host, second, True
+    if tight < 0 and others > 0 and height[line[others - 1]] < 0:
+        tight = first_like(line, others - 1, height)
+    return tight, -1, False
+
+
+@njit(cache=True)
 def draw_circles(height, halves, smallest_first):
     """The circle of every rank. `height` is overwritten."""
     ranks = len(height)
     circle_of_rank, line = np.arange(ranks), np.empty(ranks, np.int64)
-    is_open = np.ones(ranks, np.bool_)
-    while True:
-        donor, donors, slack = first_donor(height, is_open, smallest_first)
-        if donor < 0:
-            break
-        allowed = slack * halves // (2 * donors)
-        others = line_up(height, is_open, donor, line)
-        host, other = -1, -1
-        for place in range(others):
-            if height[line[place]] <= -height[donor]:
-                host = line[place]
-                break
-        closed = host >= 0 and -height[donor] - height[host] <= allowed
-        if not closed:
-            a, b = tightest_pair(height, line, others, -height[donor], allowed)
-            if a >= 0:
-                host, other, closed = a, b, True
+    donors, slack, count = 0, 0, 0
+    for rank in range(ranks):
+        put_in(line, count, rank, height)
+        count += 1
+        donors += height[rank] > 0
+        slack -= height[rank]
+    while donors > 0:
+        donor = first_like(line, donors - 1, height) if smallest_first else line[0]
+        surplus, allowed = height[donor], slack * halves // (2 * donors)
+        take_out(line, count, donor)
+        count -= 1
+        host, second, closed = choose_hosts(height, line, count, surplus, allowed)
         if host < 0:
-            for place in range(others):
-                if height[line[place]] < 0 and (host < 0 or height[line[place]] < height[host]):
-                    host = line[place]
-            if host < 0:
-                break
-        height[host] += height[donor]
-        is_open[donor] = False
+            break
+        donors -= 1 + (height[host] > 0)
+        take_out(line, count, host)
+        count -= 1
+        height[host] += surplus
         rename(circle_of_rank, donor, host)
-        if other >= 0:
-            is_open[other] = False
-            rename(circle_of_rank, other, host)
+        if second >= 0:
+            take_out(line, count, second)
+            count -= 1
+            height[host] += height[second]
+            rename(circle_of_rank, second, host)
         if closed:
-            is_open[host] = False
+            slack += height[host]
+        else:
+            put_in(line, count, host, height)
+            count += 1
+            donors += height[host] > 0
     return circle_of_rank
 
 

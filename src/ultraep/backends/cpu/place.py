@@ -56,9 +56,9 @@ def probe(loads, first, slots, threshold, min_tokens, max_replicas, placed, spar
                 loads, first, slots, threshold, *limits, halves, smallest_first, spare
             )
         trial_fanout, trial_egress, _ = weigh(spare, trial_made, first)
-        if (max(trial_peak, threshold), trial_made, trial_fanout, trial_egress) < (
-            max(peak, threshold), made, fanout, egress
-        ):  # fmt: skip
+        trial = (max(trial_peak, threshold), trial_made, trial_fanout, trial_egress)
+        best = (max(peak, threshold), made, fanout, egress)
+        if trial < best or (trial == best and member == 0):
             peak, made, fanout, egress = trial_peak, trial_made, trial_fanout, trial_egress
             copy_rows(placed, spare, made)
     return peak, made, alias_peak

@@ -29,7 +29,7 @@ def probe(domain: Domain, threshold: int) -> Attempt:
     """
     attempts = [alias(domain, threshold)]
     if threshold > domain.mean:
-        attempts.append(window(domain, threshold))
+        attempts.insert(0, window(domain, threshold))  # it moves fewer tokens
         if len(domain.experts) <= MOST_RANKS:
             attempts += [within_circles(domain, threshold, *variant) for variant in VARIANTS]
     return min(attempts, key=lambda a: (max(a.peak, threshold), len(a.copies), a.fanout, a.egress))

@@ -1,4 +1,4 @@
-"""Twin of `alias` in `reference/place.py` for large domains: one warp, and groups of 32 ranks.
+"""Twin of `alias` in `reference/members.py` for large domains: one warp, and groups of 32 ranks.
 
 In `attempts.py` every step looks at all ranks. Here the state is in memory, and in registers are
 only three numbers of every group:

@@ -68,7 +68,7 @@ def best_of_members(facts, domain, rung, RUNGS: tl.constexpr, MEMBERS: tl.conste
     """The member with the best attempt, the threshold, and the peak.
 
     The lowest peak above the threshold, then the fewest copies, the lowest fan-out, the fewest
-    experts that one rank gives away, and the earlier member.
+    experts that one rank gives away; then the second member, then the earlier one.
     """
     threshold = tl.load(fact_of(facts, domain, rung, THRESHOLD, RUNGS, MEMBERS))
     slack = tl.load(fact_of(facts, domain, rung, SLACK, RUNGS, MEMBERS)) != 0
@@ -86,7 +86,8 @@ def best_of_members(facts, domain, rung, RUNGS: tl.constexpr, MEMBERS: tl.conste
         other_egress = tl.load(at + EGRESS)
         floor = tl.maximum(peak, threshold)
         other_floor = tl.maximum(other_peak, threshold)
-        better = (other_fanout == fanout) & (other_egress < egress)
+        better = (other_egress < egress) | ((other_egress == egress) & (member == 1))
+        better = (other_fanout == fanout) & better
         better = (other_copies == copies) & ((other_fanout < fanout) | better)
         better = (other_floor == floor) & ((other_copies < copies) | better)
         better = slack & ((other_floor < floor) | better)
