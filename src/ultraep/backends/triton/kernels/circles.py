@@ -7,12 +7,7 @@ import triton
 import triton.language as tl
 
 from ultraep.backends.triton.kernels.attempts import choose_donor, free_all
-from ultraep.backends.triton.kernels.state import (
-    VARIANTS,
-    circles_of,
-    load_domain,
-    quotas_of,
-)
+from ultraep.backends.triton.kernels.state import circles_of, load_domain, quotas_of
 from ultraep.backends.triton.kernels.thresholds import mean_of, rank_loads_of, shared_threshold
 
 NEVER = tl.constexpr(1 << 44)  # higher than any circle

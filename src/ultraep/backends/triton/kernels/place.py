@@ -155,7 +155,7 @@ def first_try(
         load_G, made = window(
             load_G, home_HG, hosted, threshold, ranks, slots, min_tokens, limit, H, G, HELD
         )
-    elif slack:
+    elif slack:  # noqa: SIM102 - only what is a condition of its own is left out when compiled
         if MEMBERS > 2:
             own = circles_of(circles, domain, rung, member - 2, RUNGS, G)
             load_G, made = within_circles(
