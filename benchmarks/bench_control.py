@@ -96,17 +96,24 @@ FULL = Scale(
     sizes=((8, 128), (16, 128), (64, 256), (72, 288), (256, 1024), (1024, 4096)),
     detail=(64, 256),
     kinds=tuple(zipf_kinds((1.5, 3.0, 4.0))),
-    variants=({"slots": 2}, {"tolerance": 0.01}, {"domain": 8}, {"ids": "int32"}, {"ids": MAP}),
+    variants=(
+        {"slots": 2},
+        {"tolerance": 0.01},
+        {"objective": "time"},
+        {"domain": 8},
+        {"ids": "int32"},
+        {"ids": MAP},
+    ),
     variant_stages=(*VERBS, WHOLE),
     tokens=8192,
-    parity=Effort(plans=10_000, settings=45, families=9, routed_rows=1 << 15),
+    parity=Effort(plans=10_000, settings=50, families=10, routed_rows=1 << 15),
     copied=1 << 30,
 )
 QUICK = replace(
     FULL,
     sizes=((8, 128), (64, 256)),
     kinds=tuple(zipf_kinds((3.0,))),
-    variants=({"tolerance": 0.01}, {"ids": MAP}),
+    variants=({"tolerance": 0.01}, {"objective": "time"}, {"ids": MAP}),
     parity=Effort(plans=50, settings=3, families=3, routed_rows=1 << 15),
 )
 TOY = Scale(
@@ -116,7 +123,7 @@ TOY = Scale(
     variants=({"slots": 2, "domain": 2, "tolerance": 0.01, "ids": "int32"}, {"ids": MAP}),
     variant_stages=VERBS,
     tokens=32,
-    parity=Effort(plans=5, settings=5, families=SMALL, routed_rows=512),
+    parity=Effort(plans=6, settings=6, families=SMALL, routed_rows=512),
     copied=1 << 26,
 )
 

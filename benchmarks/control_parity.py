@@ -12,7 +12,7 @@ from harness import Case, Line, Metric, Report, Samples, Values, progress
 from timing import tell
 
 import ultraep
-from ultraep import BalanceConfig, ControlPlane, Topology
+from ultraep import BalanceConfig, ControlPlane, Rates, Topology
 from ultraep.arrays import IntArray
 from ultraep.loads import MAX_TOTAL
 from ultraep.reroute import reroute
@@ -34,6 +34,7 @@ class Family:
     uneven: bool = False  # up to so many
     slots: int
     tolerances: tuple[float, ...] = (0.0, 0.01, 0.1, 1.0)
+    timed: bool = False  # with rates, which decide
 
     @property
     def case(self) -> Case:
@@ -42,6 +43,7 @@ class Family:
             "of ranks": " or ".join(map(str, self.domain)),
             "homes": ("up to " if self.uneven else "") + " or ".join(map(str, self.homes)),
             "slots": self.slots,
+            "objective": "time" if self.timed else "balance",
         }
 
 
@@ -53,13 +55,14 @@ FAMILIES = (
     Family(domain=(5, 8), homes=(2,), slots=2, tolerances=LOOSE),
     Family(domain=(3, 4), domains=2, homes=(5,), uneven=True, slots=3),
     Family(domain=(1,), homes=(3, 4), slots=1, tolerances=TIGHT),
+    Family(domain=(3, 4), domains=2, homes=(3, 4), slots=2, tolerances=(0.0, 0.03), timed=True),
     Family(domain=(6, 8), homes=(3, 4), uneven=True, slots=0, tolerances=TIGHT),
     Family(domain=(5, 8), domains=8, homes=(3, 4), slots=1),
     Family(domain=(37, 64), homes=(3, 4), slots=1),
     Family(domain=(45, 64), homes=(4,), uneven=True, slots=2, tolerances=TIGHT),
     Family(domain=(200, 256), homes=(2,), slots=1),
 )
-SMALL = 5
+SMALL = 6
 
 
 def random_setting(family: Family, rng: np.random.Generator) -> tuple[Topology, BalanceConfig]:
@@ -79,8 +82,15 @@ def random_setting(family: Family, rng: np.random.Generator) -> tuple[Topology, 
             min_tokens_per_replica=int(rng.choice([1, 1, 2, 50])),
             max_replicas=(None, None, None, None, 0, 1, 3)[rng.integers(7)],
             locality=bool(rng.integers(2)),
+            rates=random_rates(rng) if family.timed else None,
         ),
     )
+
+
+def random_rates(rng: np.random.Generator) -> Rates:
+    """Any, from copies that cost nothing to such that never pay."""
+    each, copy, layer = (int(rng.choice([0, 10, 10**4, 10**7])) for _ in range(3))
+    return Rates(row=int(rng.choice([1, 100, 10**5])), copy=copy, each=each, layer=layer)
 
 
 def random_loads(topology: Topology, rng: np.random.Generator) -> IntArray:

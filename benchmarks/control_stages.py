@@ -16,7 +16,7 @@ from harness import Mismatch, Parts
 from load_cases import SHUFFLED, Kind
 
 import ultraep
-from ultraep import BalanceConfig, ControlPlane, Plan, Topology
+from ultraep import BalanceConfig, ControlPlane, Plan, Rates, Topology
 from ultraep.arrays import PADDING, IntArray
 from ultraep.backends import select
 from ultraep.policies import Problem, get_policy
@@ -29,6 +29,7 @@ VERBS = ("count", "plan", "reroute")
 KERNELS = ("count", "sum", "place", "split", "lines", "assign", "receive")
 STAGES = ("count", "sum", "place", "split", "plan", "lines", "assign", "receive", "reroute", WHOLE)
 MAP = "map"  # instead of ids: a bool map of tokens and experts
+RATES = Rates(row=100_000, copy=200_000_000, each=1_000_000, layer=5_000_000)  # of a large layer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,6 +41,7 @@ class Setting:
     slots: int = 1
     domain: int | None = None
     tolerance: float = 0.0
+    objective: str = "balance"
     ids: str = "int64"
     kind: Kind = USUAL
 
@@ -51,7 +53,7 @@ class Setting:
 
     @property
     def config(self) -> BalanceConfig:
-        return BalanceConfig(tolerance=self.tolerance)
+        return BalanceConfig(tolerance=self.tolerance, objective=self.objective, rates=RATES)
 
     @property
     def case(self) -> Parts:
@@ -61,6 +63,7 @@ class Setting:
             "slots": self.slots,
             "domain": self.domain or self.ranks,
             "tolerance": self.tolerance,
+            "objective": self.objective,
             "load": self.kind.name,
             "ids": self.ids,
         }

@@ -76,12 +76,12 @@ def optimal_peak(expert_loads: IntArray, topology: Topology, time_limit: float =
     peaks = []
     for begin in range(0, topology.ranks, size):
         inside = (homes >= begin) & (homes < begin + size)
-        pairs = _pairs(expert_loads[inside], homes[inside] - begin, size)
+        pairs = pairs_of(expert_loads[inside], homes[inside] - begin, size)
         peaks.append(_peak_of_domain(pairs, topology.slots, time_limit))
     return max(peaks)
 
 
-def _pairs(loads_E: IntArray, homes_E: IntArray, ranks: int) -> Pairs:
+def pairs_of(loads_E: IntArray, homes_E: IntArray, ranks: int) -> Pairs:
     loaded = np.flatnonzero(loads_E)
     expert, host = np.repeat(loaded, ranks), np.tile(np.arange(ranks), len(loaded))
     away = homes_E[expert] != host
@@ -123,7 +123,14 @@ def _bounds(pairs: Pairs) -> Bounds:
 
 
 def _constraints(pairs: Pairs, slots: int) -> LinearConstraint:
-    """The four lines of the program, in the order of the module's docstring."""
+    matrix, most = rows_of_pairs(pairs, slots)
+    nothing = csr_array((len(most) - pairs.ranks, 1))
+    peak = block_array([[nothing], [csr_array(-np.ones((pairs.ranks, 1)))]])
+    return LinearConstraint(block_array([[matrix, peak]]), -np.inf, most)
+
+
+def rows_of_pairs(pairs: Pairs, slots: int) -> tuple[csr_array, IntArray]:
+    """The four lines of the program, in the order of the module's docstring, for a peak of 0."""
     num_pairs = len(pairs.expert)
 
     def sum_over(group_of_P: IntArray, groups: int) -> csr_array:
@@ -133,17 +140,16 @@ def _constraints(pairs: Pairs, slots: int) -> LinearConstraint:
     onto = sum_over(pairs.host, pairs.ranks)
     away = sum_over(pairs.homes[pairs.expert], pairs.ranks)
     of_expert = sum_over(pairs.expert, len(pairs.loads))
-    peak = csr_array(np.ones((pairs.ranks, 1)))
     matrix = block_array(
         [
-            [diags_array(-pairs.loads[pairs.expert].astype(float)), eye_array(num_pairs), None],
-            [onto, None, None],
-            [None, of_expert, None],
-            [None, onto - away, -peak],
+            [diags_array(-pairs.loads[pairs.expert].astype(float)), eye_array(num_pairs)],
+            [onto, None],
+            [None, of_expert],
+            [None, onto - away],
         ]
     )
     most = [np.zeros(num_pairs), np.full(pairs.ranks, slots), pairs.loads, -pairs.rank_loads]
-    return LinearConstraint(matrix, -np.inf, np.concatenate(most))
+    return matrix, np.concatenate(most)
 
 
 def _flows(pairs: Pairs, copied_P: IntArray, peak: int) -> bool:

@@ -76,11 +76,13 @@ def refusal(monkeypatch, capsys):
 
 
 def extra_options(script, folder):
-    if script != "bench_plan.py":
+    if script not in ("bench_plan.py", "bench_copies.py"):
         return []
     rng = np.random.default_rng(0)
     texts = {f"{name}_ids": rng.integers(0, 16, (n, 2, 2)) for name, n in (("a", 200), ("b", 70))}
     np.savez(folder / "routing.npz", **texts)
+    if script == "bench_copies.py":
+        return ["--routing", str(folder / "routing.npz")]
     return ["--optimum", "--trace", str(folder / "routing.npz"), "--window", "64"]
 
 

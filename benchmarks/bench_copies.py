@@ -1,0 +1,163 @@
+"""Copies above the fewest, when a tolerance will do: by load, ranks, slots and tolerance.
+
+    python benchmarks/bench_copies.py                  # generated loads, and our recorded training
+    python benchmarks/bench_copies.py --routing FILE   # also recorded routing, as in bench_plan.py
+    python benchmarks/bench_copies.py --toy            # tiny, for CI
+
+Counts only: nothing here depends on the machine. Up to 8 ranks the fewest are exact where a
+mixed-integer program settles it, up to 16 ranks they are a bound (`fewest.py`), and beyond that the
+fewest that a long random search has found, which other limits may keep out of reach.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from pathlib import Path
+
+import harness
+import numpy as np
+from fewest import MOST_RANKS, fewest_bound, fewest_copies, fewest_found
+from harness import Metric, Report, Samples, Values, progress
+from load_cases import ORDERED, SHUFFLED, Kind, RecordedRouting
+from optimum import Unproven
+
+import ultraep
+from ultraep import BalanceConfig, Plan, Topology
+from ultraep.arrays import IntArray
+from ultraep.config import PARTS
+
+TRAINING = Path(__file__).parent / "results/trace_train_ep8_h200_202611.npz"
+SOLVED_RANKS = 8  # where the program is asked, if the bound leaves it open
+TIME_LIMIT = 3.0  # seconds for that
+
+COUNT = Metric("loads", "loads", "n", ".0f", sum)
+COPIES = Metric("copies_mean", "copies", "copies", ".2f")
+FEWEST = Metric("fewest_copies_mean", "copies", "fewest", ".2f")
+OVER = Metric("copies_over_fewest", "percent", "over %", ".1f")
+AT_FEWEST = Metric("plans_with_the_fewest", "share", "equal", ".2f")
+FANOUT = Metric("fanout_mean", "copies", "fan", ".2f")
+EGRESS = Metric("egress_mean", "experts", "out", ".2f")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scale:
+    """How much is measured."""
+
+    ranks: tuple[int, ...]
+    experts: int  # of generated loads
+    tolerances: tuple[float, ...]
+    ratios: tuple[float, ...]
+    seeds: int
+    microbatches: int  # of recorded ones, at most
+
+
+FULL = Scale(
+    ranks=(8, 16, 32, 64),
+    experts=256,
+    tolerances=(0.005, 0.01, 0.02, 0.05),
+    ratios=(1.5, 2.0, 3.0),
+    seeds=3,
+    microbatches=16,
+)
+QUICK = replace(FULL, ranks=(8, 16), tolerances=(0.01,), seeds=1, microbatches=4)
+TOY = replace(QUICK, ranks=(4,), experts=16, ratios=(2.0,), microbatches=2)
+
+
+def loads_of(
+    ranks: int, scale: Scale, recorded: RecordedRouting | None
+) -> Iterator[tuple[str, IntArray]]:
+    """Name and [R, E] loads; recorded ones on at most as many ranks as there are experts."""
+    for family, ratio, seed in product((ORDERED, SHUFFLED), scale.ratios, range(scale.seeds)):
+        draw = Kind(family, ratio).draw(ranks, scale.experts, tokens=8192, seed=seed)
+        yield family, draw
+    with np.load(TRAINING) as trace:
+        sums = trace["loads"].sum(axis=1, dtype=np.int64)
+    for tokens in sums[:: -(-len(sums) // scale.microbatches)]:
+        yield "training", _from_one_source(tokens, ranks)
+    if recorded:
+        found = [loads.sum(axis=0) for loads, _ in recorded.microbatches(1)]
+        for tokens in found[:: -(-len(found) // scale.microbatches)]:
+            if len(tokens) >= ranks:
+                yield "routing", _from_one_source(tokens, ranks)
+
+
+def _from_one_source(tokens_E: IntArray, ranks: int) -> IntArray:
+    """[R, E] with all tokens on rank 0: the sources do not matter to the copies."""
+    loads = np.zeros((ranks, len(tokens_E)), dtype=np.int64)
+    loads[0] = tokens_E
+    return loads
+
+
+def fewest(plan: Plan, threshold: int) -> int:
+    """The fewest copies that are known to be needed, or to be enough."""
+    tokens, ranks = plan.loads.sum(axis=0), plan.topology.ranks
+    if ranks > MOST_RANKS:
+        return min(plan.num_replicas, fewest_found(plan.initial_rank_loads - threshold))
+    least = fewest_bound(tokens, plan.topology, threshold)
+    if least < plan.num_replicas and ranks <= SOLVED_RANKS:
+        try:
+            least = fewest_copies(tokens, plan.topology, threshold, least, TIME_LIMIT)
+        except Unproven:
+            return least
+    return least
+
+
+def measure(loads: IntArray, topology: Topology, tolerance: float) -> Values | None:
+    """None where the tolerance cannot be met, or needs no copies."""
+    plan = ultraep.plan(loads, topology, BalanceConfig(tolerance=tolerance, objective="balance"))
+    total, parts = plan.total, PARTS + plan.config.tolerance_parts
+    threshold = max(-(-total // topology.ranks), total * parts // (topology.ranks * PARTS))
+    if plan.rank_loads.max() > threshold or not plan.num_replicas:
+        return None
+    least = fewest(plan, threshold)
+    return {
+        COUNT: 1,
+        COPIES: plan.num_replicas,
+        FEWEST: least,
+        OVER: 100 * (plan.num_replicas / least - 1),
+        AT_FEWEST: float(plan.num_replicas == least),
+        FANOUT: plan.max_fanout,
+        EGRESS: plan.max_egress,
+    }
+
+
+def copies(report: Report, scale: Scale, recorded: RecordedRouting | None) -> None:
+    """All loads on all sizes; one table for each number of ranks."""
+    for ranks in scale.ranks:
+        samples = Samples()
+        for name, loads in progress(list(loads_of(ranks, scale, recorded)), f"EP{ranks}"):
+            for slots, tolerance in product((1, 2), scale.tolerances):
+                topology = Topology(ranks=ranks, experts=loads.shape[1], slots=slots)
+                values = measure(loads, topology, tolerance)
+                case = {"ranks": ranks, "load": name, "slots": slots, "tolerance": tolerance}
+                if values is not None:
+                    samples.add(case, values)
+        report.add("copies", samples.lines())
+    report.note(
+        "fewest: exact or a bound up to 16 ranks; beyond, the fewest that were found. Loads whose\n"
+        "tolerance cannot be met with these slots are left out. training: our recorded run;\n"
+        "routing: the file that was given."
+    )
+
+
+def main(argv: Sequence[str]) -> None:
+    """Print the tables, and write their rows."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    harness.common_options(parser)
+    parser.add_argument("--routing", type=Path, metavar="FILE", help="recorded routing, .npz")
+    options = parser.parse_args(argv[1:])
+    report = Report("copies", argv)
+    report.header()
+    report.section = "copies"
+    scale = TOY if options.toy else QUICK if options.quick else FULL
+    recorded = options.routing and RecordedRouting(options.routing, None, 8192)
+    copies(report, scale, recorded)
+    report.write(options.json)
+
+
+if __name__ == "__main__":
+    main(sys.argv)

@@ -1,0 +1,141 @@
+"""The fewest copies that can keep every rank to a threshold: bounds, and exactly by a program.
+
+Copies join ranks. Joined ones are a circle; k of them have at least k - 1 copies, and together at
+most k times the threshold. A donor gives away at least as many experts as its hottest ones need to
+hold its surplus, each in a copy of its own. So the copies of a circle are at least the larger of
+the two, and the best partition into circles gives a bound: by dynamic programming over all subsets,
+3 ** ranks steps. It knows neither slots nor which expert fits where.
+
+Shapes: R ranks, E experts of a domain.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numba import njit
+from optimum import NOISE, OPTIMAL, OUT_OF_TIME, Unproven, pairs_of, rows_of_pairs
+from scipy.optimize import Bounds, LinearConstraint, milp
+
+from ultraep.arrays import IntArray
+from ultraep.topology import Topology
+
+MOST_RANKS = 16  # for the bound
+
+
+@njit(cache=True)
+def _least_of_partition(height_R, experts_R):
+    """Copies of the best partition into circles whose heights add up to 0 or less."""
+    subsets = 1 << len(height_R)
+    height = np.zeros(subsets, np.int64)
+    least = np.zeros(subsets, np.int64)  # of one circle: the larger of joins and experts
+    joins, experts = np.full(subsets, -1), np.zeros(subsets, np.int64)
+    for subset in range(1, subsets):
+        rank = 0
+        while not subset >> rank & 1:
+            rank += 1
+        rest = subset & (subset - 1)
+        height[subset] = height[rest] + height_R[rank]
+        joins[subset] = joins[rest] + 1
+        experts[subset] = experts[rest] + experts_R[rank]
+        least[subset] = max(joins[subset], experts[subset])
+    best = np.full(subsets, 1 << 30)
+    best[0] = 0
+    for subset in range(1, subsets):
+        lowest = subset & -subset
+        rest = subset ^ lowest
+        part = rest
+        while True:
+            circle = part | lowest
+            if height[circle] <= 0:
+                best[subset] = min(best[subset], best[subset ^ circle] + least[circle])
+            if part == 0:
+                break
+            part = (part - 1) & rest
+    return best[subsets - 1]
+
+
+def fewest_bound(expert_loads: IntArray, topology: Topology, threshold: int) -> int:
+    """Copies that no plan for one domain of up to `MOST_RANKS` ranks can go below."""
+    tokens = expert_loads[topology.experts_by_rank]
+    first = topology.first_of_rank
+    homes = [np.sort(tokens[a:b])[::-1] for a, b in zip(first, first[1:], strict=False)]
+    height_R = np.array([home.sum() - threshold for home in homes])
+    experts_R = [
+        int(np.searchsorted(np.cumsum(home), height)) + 1 if height > 0 else 0
+        for home, height in zip(homes, height_R, strict=True)
+    ]
+    return int(_least_of_partition(height_R, np.array(experts_R)))
+
+
+def fewest_copies(
+    expert_loads: IntArray, topology: Topology, threshold: int, bound: int, time_limit: float
+) -> int:
+    """Copies of the plan that needs fewest, exactly; `Unproven` if that takes too long.
+
+    As in `optimum.py`, but the peak is given and the copies are what is to be least.
+    """
+    pairs = pairs_of(expert_loads, topology.home_of_expert, topology.ranks)
+    count = len(pairs.expert)
+    matrix, most = rows_of_pairs(pairs, topology.slots)
+    most[-topology.ranks :] += threshold
+    ones = np.append(np.ones(count), np.zeros(count))
+    result = milp(
+        c=ones,
+        integrality=ones,
+        bounds=Bounds(0, np.append(np.ones(count), pairs.loads[pairs.expert])),
+        constraints=[LinearConstraint(matrix, -np.inf, most), LinearConstraint(ones, bound)],
+        options={"time_limit": time_limit, "mip_rel_gap": 0.0},
+    )
+    if result.status == OUT_OF_TIME:
+        raise Unproven(f"no proof within {time_limit:g} s")
+    if result.status != OPTIMAL:
+        raise Unproven(f"status {result.status}: {result.message}")
+    return math.ceil(result.mip_dual_bound - NOISE)
+
+
+@njit(cache=True)
+def _least_of_random(height_R, runs, seed):
+    """Joins of the best of many random partitions into circles that are closed."""
+    np.random.seed(seed)
+    ranks, best = len(height_R), 1 << 30
+    for _ in range(runs):
+        steady, tight = np.random.random(), np.random.random()
+        height, is_open, joins = height_R.copy(), np.ones(ranks, np.bool_), 0
+        while joins < best:
+            donor, host, seen = -1, -1, 0
+            largest = np.random.random() < steady
+            for circle in range(ranks):
+                if is_open[circle] and height[circle] > 0:
+                    seen += 1
+                    if donor < 0 or (
+                        height[circle] > height[donor] if largest else np.random.random() * seen < 1
+                    ):
+                        donor = circle
+            if donor < 0:
+                best = joins
+                break
+            tightest, fits, seen = np.random.random() < tight, False, 0
+            for circle in range(ranks):
+                if not is_open[circle] or height[circle] >= 0:
+                    continue
+                if height[circle] <= -height[donor]:
+                    seen += 1
+                    if not fits or (
+                        height[circle] > height[host] if tightest else np.random.random() * seen < 1
+                    ):
+                        host, fits = circle, True
+                elif not fits and (host < 0 or height[circle] < height[host]):
+                    host = circle
+            if host < 0:
+                break
+            height[host] += height[donor]
+            is_open[donor] = False
+            joins += 1
+    return best
+
+
+def fewest_found(height_R: IntArray, runs: int = 5000) -> int:
+    """Copies that circles need which a random search has found; slots and experts may not do."""
+    return int(_least_of_random(height_R, runs, 1))
