@@ -1,0 +1,305 @@
+"""Rates of a group, measured: what rows and copies cost here, once for each kind of layer.
+
+    row     the network of the layer on made-up rows, on every rank alone: what more of them take;
+            and the way of a row, by the bytes per second of copies
+    copy    weights through the data plane, one expert of every rank to the next; and what one more
+            group of rows takes in the network
+    each    the same with experts of a few bytes: what every further copy takes
+    layer   and what the first one takes
+
+In training, products are made three times, rows travel twice, and copies also carry gradients back.
+All ranks tell each other what they have found, and conclude the same integers from it, with two
+digits. Nothing is measured in a graph, in backward, or where ranks cannot speak to each other.
+
+Shapes: R ranks, E experts, H home experts of this rank, C copies, D model width.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from statistics import median
+from typing import Any, NamedTuple, Self, TypeAlias
+
+import numpy as np
+import torch
+
+from ultraep.arrays import IntArray
+from ultraep.bundle import Bundle, Layout, Stack, device_of_bundle, resolve, tensors_of
+from ultraep.comm import Communicator
+from ultraep.config import MOST_PER_ROW, UNLIMITED, BalanceConfig, Rates
+from ultraep.dispatch import Arrivals
+from ultraep.plan import Plan, plan_of_copies
+from ultraep.plane import Copies, DataPlane, Loads
+from ultraep.products import accumulator
+from ultraep.topology import Topology
+
+Serve: TypeAlias = Callable[[Arrivals, Any], torch.Tensor]
+
+PICO = 1e12
+ROWS = (16, 64, 256, 1024)  # of every home expert: as many as take `ENOUGH`
+MOST_ROWS = 32768  # of all of them
+ENOUGH = 0.02  # seconds
+TURNS = 5  # of which the quickest counts, as others may use the machine
+FEW_BYTES = 64  # of an expert whose way costs nothing by its length
+PRODUCTS = 3  # in training: outputs, gradients of rows, gradients of weights
+GRADIENTS = 2  # times that a gradient passes: sent, then added
+
+
+class Found(NamedTuple):
+    """Seconds that one rank has found."""
+
+    row: float | None  # None: there are no home experts here
+    group: float | None  # of rows, beside the rows themselves
+    idle: list[float]  # filling slots without a copy, turn by turn
+    one: list[float]  # with one of a few bytes
+    small: list[float]  # with one of a few bytes from every rank
+    whole: list[float]  # the same with the experts of the layer
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a layer has to do, as far as its costs depend on it.
+
+    again: whether copies are sent again in backward, since other layers use the slots meanwhile.
+    """
+
+    expert_bytes: int
+    gradient_bytes: int  # 0: the experts do not learn
+    row_bytes: int
+    again: bool
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, Stack], layout: Layout, rows: torch.Tensor, again: bool) -> Job:
+        """That of a layer with these home experts and rows."""
+        learning = {n for n, stack in tensors.items() if any(t.requires_grad for t in tensors_of(stack))}
+        gradients = sum(
+            torch.Size(shape).numel() * accumulator(dtype).itemsize
+            for name, shape, dtype in layout.parts
+            if name in learning
+        )
+        return cls(layout.nbytes, gradients, rows.shape[-1] * rows.itemsize, again)
+
+    @property
+    def learns(self) -> bool:
+        return self.gradient_bytes > 0
+
+
+def measure(
+    plane: DataPlane,
+    comm: Communicator,
+    loads: Loads,
+    serve: Serve,
+    bundle: Bundle,
+    rows: torch.Tensor,
+    gates: torch.Tensor,
+    *,
+    again: bool,
+) -> Rates:
+    """The rates of this kind of layer, alike on all ranks; collective.
+
+    serve: stage 6, which is tried on made-up rows.   again: see `Job`.
+    """
+    topology, tensors = plane.topology, resolve(bundle)
+    homes = len(topology.home_experts(comm.rank))
+    layout = Layout.of(tensors, homes)
+    trials = _Trials(plane, comm, loads, topology)
+    few = {"few": torch.zeros(homes, FEW_BYTES // 4, device=device_of_bundle(tensors))}
+    every = made_up_copies(topology)
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        row, group = _network(serve, tensors, layout, trials.copies([], bundle), rows, gates)
+        found = Found(
+            row,
+            group,
+            idle=trials.seconds(every[:0], few),
+            one=trials.seconds(every[:1], few),
+            small=trials.seconds(every, few),
+            whole=trials.seconds(every, bundle),
+        )
+    told = comm.gather_objects(found)
+    return concluded(told, len(every), Job.of(tensors, layout, rows, again))
+
+
+def concluded(told: Sequence[Found], copies: int, job: Job) -> Rates:
+    """The rates that follow from what all ranks have found, with so many copies at once."""
+    row = median([found.row for found in told if found.row is not None])
+    group = median([found.group for found in told if found.group is not None])
+    idle, one, small, whole = (
+        min(max(turn) for turn in zip(*(getattr(found, name) for found in told), strict=True))
+        for name in ("idle", "one", "small", "whole")
+    )
+    copy = max(0.0, whole - small)
+    each = max(0.0, small - one) / max(1, copies - 1)
+    layer = max(0.0, one - idle - each)
+    per_byte = copy / job.expert_bytes
+    passes = 2 if job.learns else 1
+    products = PRODUCTS if job.learns else 1
+    sends = 1 + (job.learns and job.again)
+    return rounded(
+        row=products * row + passes * 2 * job.row_bytes * per_byte,
+        copy=sends * copy + GRADIENTS * job.gradient_bytes * per_byte + products * group,
+        each=(sends + job.learns) * each,
+        layer=(sends + job.learns) * layer,
+    )
+
+
+def rounded(*, row: float, copy: float, each: float, layer: float) -> Rates:
+    """Seconds as rates, with two digits; where a row takes longer than is counted, all in parts."""
+    numbers = [max(0, round(seconds * PICO)) for seconds in (row, copy, each, layer)]
+    while numbers[0] > MOST_PER_ROW:  # what pays is the same
+        numbers = [number // 10 for number in numbers]
+    row_ps, *others = (two_digits(number) for number in numbers)
+    copy_ps, each_ps, layer_ps = (min(number, UNLIMITED) for number in others)
+    return Rates(
+        row=min(max(1, row_ps), MOST_PER_ROW), copy=copy_ps, each=each_ps, layer=layer_ps
+    )
+
+
+def two_digits(number: int) -> int:
+    """The number with two digits that count.
+
+    >>> two_digits(12_345), two_digits(96), two_digits(0), two_digits(9_960)
+    (12000, 96, 0, 10000)
+    """
+    step: int = 10 ** max(0, len(str(number)) - 2)
+    return (number + step // 2) // step * step
+
+
+def made_up_copies(topology: Topology) -> IntArray:
+    """[C, 3] expert, host, one token: of every rank one expert on the next rank of its domain."""
+    size, found = topology.domain_size, []
+    for rank in range(topology.ranks):
+        mine = topology.home_experts(rank)
+        first = rank // size * size
+        host = first + (rank - first + 1) % size
+        if len(mine) and host != rank:
+            found.append((int(mine[0]), host, 1))
+    return np.array(sorted(found), dtype=np.int64).reshape(-1, 3)
+
+
+class _Trials:
+    """Fillings of the slots for plans that are made up."""
+
+    def __init__(
+        self, plane: DataPlane, comm: Communicator, loads: Loads, topology: Topology
+    ) -> None:
+        self._plane, self._comm, self._loads, self._topology = plane, comm, loads, topology
+        self._number = 0
+
+    def copies(self, placed_C3: Any, bundle: Bundle) -> Copies:
+        """Copies of such a plan, as if they had never been sent."""
+        topology = self._topology
+        tokens_RE = np.ones((topology.ranks, topology.experts), dtype=np.int64)
+        placed = np.asarray(placed_C3, dtype=np.int64).reshape(-1, 3)
+        plan: Plan = plan_of_copies(tokens_RE, topology, BalanceConfig(objective="balance"), placed)
+        self._number += 1
+        return self._plane.trial(plan, self._loads, bundle, self._number)
+
+    def seconds(self, placed_C3: IntArray, bundle: Bundle) -> list[float]:
+        """Of this rank, turn by turn, from a common start; the first turn takes memory."""
+        device, found = self._loads.on_device.device, []
+        for _ in range(TURNS + 1):
+            copies = self.copies(placed_C3, bundle)
+            _wait(device)
+            self._comm.gather_objects(None)
+            begin = time.perf_counter()
+            with copies:
+                copies.tensors()
+                _wait(device)
+                found.append(time.perf_counter() - begin)
+        return found[1:]
+
+
+def _network(
+    serve: Serve,
+    tensors: Mapping[str, Stack],
+    layout: Layout,
+    copies: Copies,
+    rows: torch.Tensor,
+    gates: torch.Tensor,
+) -> tuple[float | None, float | None]:
+    """Seconds of one more row in the network of this rank, and of one more group of rows."""
+    if not copies.num_homes:
+        return None, None
+    nobody = NoCopies(copies, layout, device_of_bundle(tensors))
+    points: list[tuple[int, float]] = []
+    for each in ROWS:
+        number = each * copies.num_homes
+        if points and (number > MOST_ROWS or points[-1][1] > ENOUGH and len(points) > 1):
+            break
+        arrivals = made_up_arrivals(each, copies.num_homes, rows, gates)
+        points.append((number, _quickest(lambda a=arrivals: serve(a, nobody), rows.device)))  # type: ignore[misc]
+    (few, short), (many, long) = points[-2:] if len(points) > 1 else [(0, 0.0), points[0]]
+    row = (long - short) / (many - few)
+    if row <= 0:  # somebody else was at work
+        return long / many, 0.0
+    return row, max(0.0, long - row * many) / copies.num_homes
+
+
+def made_up_arrivals(
+    each: int, homes: int, rows: torch.Tensor, gates: torch.Tensor
+) -> Arrivals:
+    """Rows like those of the layer, so many for every home expert, and no two runs differ."""
+    generator = torch.Generator(rows.device).manual_seed(0)
+    shape, device = (each * homes, rows.shape[-1]), rows.device
+    made = torch.randn(shape, generator=generator, device=device).to(rows.dtype)
+    begins = [each * index for index in range(homes + 1)]
+    return Arrivals(made, gates.new_ones(len(made)), _Begins(begins, device))  # type: ignore[arg-type]
+
+
+class _Begins:
+    """Of an exchange, what a network asks for."""
+
+    def __init__(self, begins: list[int], device: torch.device) -> None:
+        self._begins = begins
+        self.offsets = torch.tensor(begins, dtype=torch.int32, device=device)
+
+    def begins(self) -> list[int]:
+        return self._begins
+
+
+class NoCopies:
+    """Copies of which there are none, nor slots: for a network that is tried alone."""
+
+    possible = False
+
+    def __init__(self, like: Copies, layout: Layout, device: torch.device) -> None:
+        self.num_homes, self.sms, self.kernels = like.num_homes, like.sms, like.kernels
+        self._tensors = {
+            name: torch.empty(0, *shape, dtype=dtype, device=device)
+            for name, shape, dtype in layout.parts
+        }
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Nothing was lent."""
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """`[0, ...]` for every tensor of the bundle."""
+        return dict(self._tensors)
+
+    def served_rows(self, like_AD: torch.Tensor) -> None:
+        """Any memory will do."""
+
+
+def _quickest(work: Callable[[], object], device: torch.device) -> float:
+    """Seconds of the work, of several turns after one that does not count."""
+    found = []
+    for _ in range(TURNS + 1):
+        _wait(device)
+        begin = time.perf_counter()
+        work()
+        _wait(device)
+        found.append(time.perf_counter() - begin)
+        if sum(found) > 10 * ENOUGH and len(found) > 2:
+            break
+    return min(found[1:])
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
