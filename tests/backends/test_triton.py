@@ -15,7 +15,7 @@ from triton.runtime.interpreter import InterpreterError
 
 import ultraep
 from ultraep import BalanceConfig, ControlPlane, Topology, backends, workload
-from ultraep.backends.reference.place import Domain, alias, window
+from ultraep.backends.reference.members import Domain, alias, window
 from ultraep.backends.reference.reroute import stride
 from ultraep.backends.triton.counter import ROWS, TOKENS, Counter
 from ultraep.backends.triton.device import default_device, interpreted

@@ -51,6 +51,10 @@ def place(
     tolerance_parts: int,
     min_tokens: int,
     max_replicas: int,
+    row: int,
+    copy: int,
+    each: int,
+    layer: int,
 ) -> IntArray:
     """[C, 3] expert, host rank and quota of every copy, ordered by expert, then host."""
     limits = (tolerance_parts, min_tokens, max_replicas)
