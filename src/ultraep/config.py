@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ultraep.errors import ConfigError
@@ -38,6 +39,33 @@ class Rates:
         for name in ("copy", "each", "layer"):
             _check_integer(name, getattr(self, name), least=0)
 
+    @classmethod
+    def from_text(cls, text: str) -> Rates:
+        """Rates as `str` tells them; what is not named is 0.
+
+        >>> Rates.from_text("row=5300,copy=41000000")
+        Rates(row=5300, copy=41000000, each=0, layer=0)
+        """
+        found: dict[str, int] = {}
+        for part in text.replace(",", " ").split():
+            name, _, number = part.partition("=")
+            if name not in RATE_NAMES or name in found or not number.isdecimal():
+                raise ConfigError(
+                    f"rates are {','.join(f'{n}=PICOSECONDS' for n in RATE_NAMES)}, got {text!r}"
+                )
+            found[name] = int(number)
+        if "row" not in found:
+            raise ConfigError(f"rates need row=PICOSECONDS, got {text!r}")
+        return cls(**found)
+
+    @classmethod
+    def from_numbers(cls, numbers: Sequence[int]) -> Rates:
+        """Rates of `numbers`."""
+        return cls(**dict(zip(RATE_NAMES, numbers, strict=True)))
+
+    def __str__(self) -> str:
+        return ",".join(f"{name}={getattr(self, name)}" for name in RATE_NAMES)
+
     @property
     def numbers(self) -> tuple[int, int, int, int]:
         """All four, in the order in which backends take them."""
@@ -49,6 +77,7 @@ class Rates:
         return self.row * peak + self.copy * transfers + self.each * copies + fixed
 
 
+RATE_NAMES = ("row", "copy", "each", "layer")
 NO_RATES = (0, 0, 0, 0)
 
 

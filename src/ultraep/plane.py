@@ -25,7 +25,9 @@ import torch
 from ultraep.bundle import Bundle
 from ultraep.config import BalanceConfig
 from ultraep.plan import Plan
+from ultraep.topology import Topology
 
+NO_LAYER = -1  # of what is made up
 Kinds = Mapping[str, tuple[tuple[int, ...], torch.dtype]]  # shape and type of tensors, by name
 
 
@@ -153,6 +155,10 @@ class DataPlane(Protocol):
     def name(self) -> str:
         """`messages` or `mapped`."""
 
+    @property
+    def topology(self) -> Topology:
+        """Where experts live, and where copies may go."""
+
     def gather(self, ids: torch.Tensor, microbatch: Microbatch, bundle: Bundle, **rows: Any) -> Any:
         """Stage 1: the exact loads of all ranks from the `[T, K]` ids of this one; -1: padding.
 
@@ -167,6 +173,9 @@ class DataPlane(Protocol):
 
     def reroute(self, ids: torch.Tensor, plan: Any, loads: Any) -> Exchange:
         """Stage 4: a slot for every routed row of this rank, and the way there."""
+
+    def trial(self, plan: Plan, loads: Any, bundle: Bundle, number: int, /) -> Copies:
+        """Copies of a plan that is made up, to be timed; none of that number were sent before."""
 
     def verify(self, plan: Any, loads: Any, /) -> None:
         """Raise if ranks have other plans."""

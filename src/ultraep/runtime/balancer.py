@@ -44,6 +44,8 @@ from ultraep.runtime.observe import (
     Observer,
     Watch,
 )
+from ultraep.runtime.pricing import Group, Pricing, from_environment
+from ultraep.runtime.rates import Serve
 from ultraep.runtime.recording import Recording, open_recorder, wanted
 from ultraep.runtime.settings import DeviceShare, Settings
 from ultraep.runtime.stats import Stats
@@ -114,7 +116,9 @@ class Balancer(Unique):
     ) -> None:
         if config is not None and policy is not None:
             raise ConfigError(f"give config or policy, not both: {config} and {policy!r}")
-        self.config = config or BalanceConfig(policy="ultraep" if policy is None else policy)
+        self.config = from_environment(
+            config or BalanceConfig(policy="ultraep" if policy is None else policy)
+        )
         get_policy(self.config.policy)
         self.settings = Settings(
             backend=backend,
@@ -132,6 +136,7 @@ class Balancer(Unique):
         _warm_up(backend)
         self.group, self._peers = group, peers
         self._join(communicator, record, (experts, slots, domain, homes))
+        self._pricing = Pricing(self.topology)
         self._layers = self._steps = 0
         self._versions, self._watch, self._stats = Versions(), Watch(), Stats()
         self._planes: dict[torch.device, tuple[Choice, DataPlane, Any]] = {}
@@ -163,8 +168,8 @@ class Balancer(Unique):
         chosen = [f"{c.name} on {device}: {c.reason}" for device, (c, *_) in self._planes.items()]
         return (
             f"Balancer(rank {self.rank} of {self.comm.size}, {self.topology.experts} experts, "
-            f"{self.topology.slots} slots, policy {self.config.policy!r}, data plane "
-            f"{'; '.join(chosen) or 'not chosen before the first microbatch'})"
+            f"{self.topology.slots} slots, policy {self.config.policy!r}, {self._pricing.told(self.config)}, "
+            f"data plane {'; '.join(chosen) or 'not chosen before the first microbatch'})"
         )
 
     @property
@@ -202,13 +207,36 @@ class Balancer(Unique):
         return loads
 
     @unseen()
+    def learn_rates(
+        self,
+        loads: Loads,
+        serve: Serve,
+        bundle: Bundle,
+        rows: torch.Tensor,
+        gates: torch.Tensor,
+        *,
+        policy: str | None = None,
+    ) -> None:
+        """Between stages 1 and 2: measure what rows and copies of such a layer cost, if need be.
+
+        Once for each kind of layer, by all ranks together; then it costs nothing. Without it, and
+        without `BalanceConfig(rates=...)`, plans are made for balance.
+
+        serve: stage 6, `serve(arrivals, copies)`, which is tried on made-up rows.
+        """
+        if self._pricing.lacks(loads.microbatch, self._config_for(policy)):
+            group = Group(self.comm, self._agreement, self._plane_of(loads), self._watch)
+            again = max(self._layers, self._pricing.layers + 1) > self.settings.in_flight
+            self._pricing.learn(group, loads, serve, bundle, rows, gates, again=again)
+
+    @unseen()
     def plan(self, loads: Loads, *, policy: str | None = None) -> Any:
         """Stage 2: the plan of this microbatch; every rank finds the same.
 
         A `Plan`, or on the mapped plane one that has not left the device; both have `to_host`.
         """
         plane, microbatch = self._plane_of(loads), loads.microbatch
-        config = self.config if policy is None else replace(self.config, policy=policy)
+        config = self._pricing.config(microbatch.layer, self._config_for(policy))
         with self._watch.stage("plan", microbatch):
             plan: AnyPlan = plane.plan(loads, config)
         self._watch.planned(microbatch, plan)
@@ -216,6 +244,9 @@ class Balancer(Unique):
             with self._watch.stage("verify", microbatch):
                 plane.verify(plan, loads)
         return plan
+
+    def _config_for(self, policy: str | None) -> BalanceConfig:
+        return self.config if policy is None else replace(self.config, policy=policy)
 
     def replicate(self, plan: AnyPlan, loads: Loads, bundle: Bundle) -> Copies:
         """Stage 3: spare slots filled with weights of `bundle`, for the time of a `with` block."""
@@ -322,7 +353,7 @@ class Balancer(Unique):
         """
         self._settle()
         held = sum(plane.nbytes for _, plane, _ in self._planes.values())
-        return self._stats.summary() | {"pool_bytes": held}
+        return self._stats.summary() | {"pool_bytes": held, "rates": self._pricing.known()}
 
     def reset_stats(self) -> None:
         """Start counting anew."""

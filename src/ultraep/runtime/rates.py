@@ -17,9 +17,9 @@ Shapes: R ranks, E experts, H home experts of this rank, C copies, D model width
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from typing import Any, NamedTuple, Self, TypeAlias
 
@@ -27,7 +27,7 @@ import numpy as np
 import torch
 
 from ultraep.arrays import IntArray
-from ultraep.bundle import Bundle, Layout, Stack, device_of_bundle, resolve, tensors_of
+from ultraep.bundle import Bundle, Layout, device_of_bundle, resolve, tensors_of
 from ultraep.comm import Communicator
 from ultraep.config import MOST_PER_ROW, UNLIMITED, BalanceConfig, Rates
 from ultraep.dispatch import Arrivals
@@ -60,31 +60,45 @@ class Found(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Job:
-    """What a layer has to do, as far as its costs depend on it.
+class Kind:
+    """What the costs of a layer depend on, alike on all ranks.
 
     again: whether copies are sent again in backward, since other layers use the slots meanwhile.
     """
 
-    expert_bytes: int
-    gradient_bytes: int  # 0: the experts do not learn
-    row_bytes: int
+    parts: tuple[tuple[str, tuple[int, ...], torch.dtype, bool], ...]  # with what learns
+    width: int
+    dtype: torch.dtype
     again: bool
 
     @classmethod
-    def of(cls, tensors: Mapping[str, Stack], layout: Layout, rows: torch.Tensor, again: bool) -> Job:
+    def of(cls, bundle: Bundle, rows: torch.Tensor, *, again: bool) -> Kind:
         """That of a layer with these home experts and rows."""
-        learning = {n for n, stack in tensors.items() if any(t.requires_grad for t in tensors_of(stack))}
-        gradients = sum(
-            torch.Size(shape).numel() * accumulator(dtype).itemsize
-            for name, shape, dtype in layout.parts
-            if name in learning
+        tensors = resolve(bundle)
+        layout = Layout.of(tensors, len(next(iter(tensors.values()))))
+        parts = tuple(
+            (*part, any(t.requires_grad for t in tensors_of(tensors[part[0]])))
+            for part in layout.parts
         )
-        return cls(layout.nbytes, gradients, rows.shape[-1] * rows.itemsize, again)
+        return cls(parts, rows.shape[-1], rows.dtype, again)
 
     @property
-    def learns(self) -> bool:
-        return self.gradient_bytes > 0
+    def gradient_bytes(self) -> int:
+        """Of an expert; 0: nothing of it learns."""
+        return sum(
+            torch.Size(shape).numel() * accumulator(dtype).itemsize
+            for _, shape, dtype, learns in self.parts
+            if learns
+        )
+
+    @property
+    def row_bytes(self) -> int:
+        return self.width * self.dtype.itemsize
+
+    @property
+    def layout(self) -> Layout:
+        """Of an expert."""
+        return Layout(tuple(part[:3] for part in self.parts))
 
 
 def measure(
@@ -95,21 +109,20 @@ def measure(
     bundle: Bundle,
     rows: torch.Tensor,
     gates: torch.Tensor,
-    *,
-    again: bool,
+    kind: Kind,
 ) -> Rates:
     """The rates of this kind of layer, alike on all ranks; collective.
 
-    serve: stage 6, which is tried on made-up rows.   again: see `Job`.
+    serve: stage 6, which is tried on made-up rows.
     """
-    topology, tensors = plane.topology, resolve(bundle)
+    topology, device = plane.topology, device_of_bundle(resolve(bundle))
     homes = len(topology.home_experts(comm.rank))
-    layout = Layout.of(tensors, homes)
     trials = _Trials(plane, comm, loads, topology)
-    few = {"few": torch.zeros(homes, FEW_BYTES // 4, device=device_of_bundle(tensors))}
+    few = {"few": torch.zeros(homes, FEW_BYTES // 4, device=device)}
     every = made_up_copies(topology)
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
-        row, group = _network(serve, tensors, layout, trials.copies([], bundle), rows, gates)
+        nobody = NoCopies(trials.copies([], bundle), kind.layout, device)
+        row, group = _network(serve, nobody, rows, gates)
         found = Found(
             row,
             group,
@@ -119,10 +132,10 @@ def measure(
             whole=trials.seconds(every, bundle),
         )
     told = comm.gather_objects(found)
-    return concluded(told, len(every), Job.of(tensors, layout, rows, again))
+    return concluded(told, len(every), kind)
 
 
-def concluded(told: Sequence[Found], copies: int, job: Job) -> Rates:
+def concluded(told: Sequence[Found], copies: int, kind: Kind) -> Rates:
     """The rates that follow from what all ranks have found, with so many copies at once."""
     row = median([found.row for found in told if found.row is not None])
     group = median([found.group for found in told if found.group is not None])
@@ -133,15 +146,15 @@ def concluded(told: Sequence[Found], copies: int, job: Job) -> Rates:
     copy = max(0.0, whole - small)
     each = max(0.0, small - one) / max(1, copies - 1)
     layer = max(0.0, one - idle - each)
-    per_byte = copy / job.expert_bytes
-    passes = 2 if job.learns else 1
-    products = PRODUCTS if job.learns else 1
-    sends = 1 + (job.learns and job.again)
+    per_byte = copy / kind.layout.nbytes
+    learns = kind.gradient_bytes > 0
+    passes, products = (2, PRODUCTS) if learns else (1, 1)
+    sends = 1 + (learns and kind.again)
     return rounded(
-        row=products * row + passes * 2 * job.row_bytes * per_byte,
-        copy=sends * copy + GRADIENTS * job.gradient_bytes * per_byte + products * group,
-        each=(sends + job.learns) * each,
-        layer=(sends + job.learns) * layer,
+        row=products * row + passes * 2 * kind.row_bytes * per_byte,
+        copy=sends * copy + GRADIENTS * kind.gradient_bytes * per_byte + products * group,
+        each=(sends + learns) * each,
+        layer=(sends + learns) * layer,
     )
 
 
@@ -152,9 +165,7 @@ def rounded(*, row: float, copy: float, each: float, layer: float) -> Rates:
         numbers = [number // 10 for number in numbers]
     row_ps, *others = (two_digits(number) for number in numbers)
     copy_ps, each_ps, layer_ps = (min(number, UNLIMITED) for number in others)
-    return Rates(
-        row=min(max(1, row_ps), MOST_PER_ROW), copy=copy_ps, each=each_ps, layer=layer_ps
-    )
+    return Rates(row=min(max(1, row_ps), MOST_PER_ROW), copy=copy_ps, each=each_ps, layer=layer_ps)
 
 
 def two_digits(number: int) -> int:
@@ -213,34 +224,27 @@ class _Trials:
 
 
 def _network(
-    serve: Serve,
-    tensors: Mapping[str, Stack],
-    layout: Layout,
-    copies: Copies,
-    rows: torch.Tensor,
-    gates: torch.Tensor,
+    serve: Serve, nobody: NoCopies, rows: torch.Tensor, gates: torch.Tensor
 ) -> tuple[float | None, float | None]:
     """Seconds of one more row in the network of this rank, and of one more group of rows."""
-    if not copies.num_homes:
+    homes = nobody.num_homes
+    if not homes:
         return None, None
-    nobody = NoCopies(copies, layout, device_of_bundle(tensors))
     points: list[tuple[int, float]] = []
     for each in ROWS:
-        number = each * copies.num_homes
-        if points and (number > MOST_ROWS or points[-1][1] > ENOUGH and len(points) > 1):
+        number = each * homes
+        if points and (number > MOST_ROWS or (points[-1][1] > ENOUGH and len(points) > 1)):
             break
-        arrivals = made_up_arrivals(each, copies.num_homes, rows, gates)
-        points.append((number, _quickest(lambda a=arrivals: serve(a, nobody), rows.device)))  # type: ignore[misc]
+        arrivals = made_up_arrivals(each, homes, rows, gates)
+        points.append((number, _quickest(partial(serve, arrivals, nobody), rows.device)))
     (few, short), (many, long) = points[-2:] if len(points) > 1 else [(0, 0.0), points[0]]
     row = (long - short) / (many - few)
     if row <= 0:  # somebody else was at work
         return long / many, 0.0
-    return row, max(0.0, long - row * many) / copies.num_homes
+    return row, max(0.0, long - row * many) / homes
 
 
-def made_up_arrivals(
-    each: int, homes: int, rows: torch.Tensor, gates: torch.Tensor
-) -> Arrivals:
+def made_up_arrivals(each: int, homes: int, rows: torch.Tensor, gates: torch.Tensor) -> Arrivals:
     """Rows like those of the layer, so many for every home expert, and no two runs differ."""
     generator = torch.Generator(rows.device).manual_seed(0)
     shape, device = (each * homes, rows.shape[-1]), rows.device
@@ -250,7 +254,7 @@ def made_up_arrivals(
 
 
 class _Begins:
-    """Of an exchange, what a network asks for."""
+    """What a network asks an exchange for."""
 
     def __init__(self, begins: list[int], device: torch.device) -> None:
         self._begins = begins

@@ -183,6 +183,18 @@ class ControlPlane:
         )
         self._received = torch.zeros(topology.ranks, local, dtype=torch.int32, device=self.device)
 
+    def use(self, config: BalanceConfig) -> bool:
+        """Plan by this config from now on, if only its rates are others; whether that is so.
+
+        A graph goes on by those that it was captured with.
+        """
+        if config is not self.config:
+            if replace(config, rates=self.config.rates) != self.config:
+                return False
+            self.config = config
+            self._planner.rates = config.rates_for(self.topology.ranks * self.topology.slots)
+        return True
+
     def count(self, ids: torch.Tensor) -> torch.Tensor:
         """Stage 1: [E] rows of every expert among the `[T, K]` ids; -1 is padding."""
         self._check_ids(ids)

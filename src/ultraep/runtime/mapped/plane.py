@@ -23,7 +23,7 @@ from ultraep.config import BalanceConfig
 from ultraep.errors import ConfigError, LoadError
 from ultraep.plan import Plan
 from ultraep.plan import plan as make_plan
-from ultraep.plane import Microbatch
+from ultraep.plane import NO_LAYER, Microbatch
 from ultraep.runtime.agreement import Agreement, Place, Point
 from ultraep.runtime.history import History
 from ultraep.runtime.mapped.control import POLICIES, DevicePlan
@@ -99,7 +99,7 @@ class MappedPlane:
         control = loads.room.control
         if self._adopted is not None:
             return self._adopted
-        if config == control.config:
+        if control.use(config):
             return control.plan(loads.on_device).kept()
         if capturing(self._peers.device):
             raise ConfigError(
@@ -119,6 +119,12 @@ class MappedPlane:
     def replicate(self, plan: DevicePlan, loads: DeviceLoads, bundle: Bundle) -> MappedCopies:
         """Stage 3."""
         return MappedCopies(self, loads.room.memory, plan, loads.microbatch, bundle, self._kept)
+
+    def trial(self, plan: Plan, loads: DeviceLoads, bundle: Bundle, _number: int) -> MappedCopies:
+        """Copies of a plan that is made up, to be timed."""
+        microbatch = Microbatch(NO_LAYER, loads.microbatch.step, again=False, back=True)
+        adopted = loads.room.control.adopt(plan).kept()
+        return MappedCopies(self, loads.room.memory, adopted, microbatch, bundle)
 
     def reroute(self, ids: torch.Tensor, plan: DevicePlan, loads: DeviceLoads) -> MappedExchange:
         """Stage 4."""
