@@ -81,7 +81,7 @@ class Copies(Protocol):
 
     @property
     def possible(self) -> bool:
-        """Whether there can be copies at all, whatever the loads."""
+        """Whether there can be copies in this microbatch, as far as the host knows."""
 
     @property
     def kernels(self) -> bool:

@@ -66,7 +66,9 @@ class Balancer(Unique):
 
     group: a torch.distributed process group; None: one process is the whole group.
     experts, slots, domain, homes: see `Topology`.
-    config or policy: how to balance; `policy` alone is short for `BalanceConfig(policy=...)`.
+    config or policy: how to balance; `policy` alone is short for `BalanceConfig(policy=...)`. With
+        the objective "time" and no rates, these are measured with the first microbatch of a layer,
+        unless the environment variable ULTRAEP_RATES gives them, or is "off": docs/cost.md.
     data_plane: "mapped", GPUs that map each other's memory, and no host between the stages;
         "messages" of torch.distributed; "auto": mapped where all ranks can.
     tokens, capacity: of the mapped plane: the most tokens of a rank in a microbatch, and the most
@@ -166,9 +168,10 @@ class Balancer(Unique):
 
     def __repr__(self) -> str:
         chosen = [f"{c.name} on {device}: {c.reason}" for device, (c, *_) in self._planes.items()]
+        topology, config = self.topology, self.config
         return (
-            f"Balancer(rank {self.rank} of {self.comm.size}, {self.topology.experts} experts, "
-            f"{self.topology.slots} slots, policy {self.config.policy!r}, {self._pricing.told(self.config)}, "
+            f"Balancer(rank {self.rank} of {self.comm.size}, {topology.experts} experts, "
+            f"{topology.slots} slots, policy {config.policy!r}, {self._pricing.told(config)}, "
             f"data plane {'; '.join(chosen) or 'not chosen before the first microbatch'})"
         )
 

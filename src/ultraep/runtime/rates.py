@@ -159,9 +159,9 @@ def concluded(told: Sequence[Found], copies: int, kind: Kind) -> Rates:
 
 
 def rounded(*, row: float, copy: float, each: float, layer: float) -> Rates:
-    """Seconds as rates, with two digits; where a row takes longer than is counted, all in parts."""
+    """Seconds as rates, with two digits; all in parts where one is longer than can be counted."""
     numbers = [max(0, round(seconds * PICO)) for seconds in (row, copy, each, layer)]
-    while numbers[0] > MOST_PER_ROW:  # what pays is the same
+    while numbers[0] > MOST_PER_ROW or max(numbers) > UNLIMITED:  # what pays is the same
         numbers = [number // 10 for number in numbers]
     row_ps, *others = (two_digits(number) for number in numbers)
     copy_ps, each_ps, layer_ps = (min(number, UNLIMITED) for number in others)
