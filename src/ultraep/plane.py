@@ -53,6 +53,10 @@ class Loads(Protocol):
     def on_device(self) -> torch.Tensor:
         """[R, E] where the ids are."""
 
+    @property
+    def about_rows(self) -> int:
+        """Routed rows of all ranks as the hosts know them, alike on all: no less than there are."""
+
 
 class AnyPlan(Protocol):
     """A plan, on the host or on a device."""

@@ -9,7 +9,8 @@ import torch
 from dense import Example, assert_close, network
 from hypothesis import given
 from hypothesis import strategies as st
-from ranks import everywhere
+from ranks import everywhere, shared_pool
+from shared_peers import SharedPeers
 from torch.utils.checkpoint import checkpoint
 
 import ultraep
@@ -24,10 +25,20 @@ from ultraep import (
     Topology,
     read_trace,
 )
+from ultraep.backends.triton.device import interpreted
 from ultraep.config import MOST_PER_ROW, UNLIMITED
 from ultraep.runtime import pricing
 from ultraep.runtime.pricing import from_environment
-from ultraep.runtime.rates import Found, Kind, concluded, made_up_copies, rounded, two_digits
+from ultraep.runtime.rates import (
+    Found,
+    Kind,
+    PriceList,
+    concluded,
+    made_up_copies,
+    rounded,
+    slopes,
+    two_digits,
+)
 from ultraep.trace.replay import differing
 
 VARIABLE = "ULTRAEP_RATES"
@@ -54,7 +65,7 @@ def measured(measuring, monkeypatch):
     def of(rates):
         def measure(_plane, comm, *_):
             asked.append(comm.rank)
-            return rates
+            return PriceList(((1, rates),))
 
         monkeypatch.setattr(pricing, "measure", measure)
         return asked
@@ -67,30 +78,48 @@ def measured(measuring, monkeypatch):
 
 def test_of_several_turns_the_quickest_of_the_slowest_rank_counts():
     found = [
-        Found(2e-6, 1e-6, idle=[1e-6, 5e-6], one=[3e-6] * 2, small=[4e-6] * 2, whole=[9e-6, 24e-6]),
-        Found(4e-6, 3e-6, idle=[2e-6, 1e-6], one=[2e-6] * 2, small=[4e-6] * 2, whole=[14e-6, 7e-6]),
+        Found(
+            [(2e-6, 1e-6)], idle=[1e-6, 5e-6], one=[3e-6] * 2, small=[4e-6] * 2, whole=[9e-6, 24e-6]
+        ),
+        Found(
+            [(4e-6, 3e-6)], idle=[2e-6, 1e-6], one=[2e-6] * 2, small=[4e-6] * 2, whole=[14e-6, 7e-6]
+        ),
     ]
     way = 10e-6 / 128 * 2 * 32  # 10 us for 128 bytes; a row of 32 bytes comes and goes
-    assert concluded(found, 2, kind()) == rounded(row=3e-6 + way, copy=12e-6, each=1e-6, layer=0.0)
+    wanted = rounded(row=3e-6 + way, copy=12e-6, each=1e-6, layer=0.0)
+    assert concluded(found, 2, kind()) == PriceList(((1, wanted),))
     assert concluded(found[::-1], 2, kind()) == concluded(found, 2, kind())
 
 
 @pytest.mark.parametrize("again", [False, True])
 def test_training_pays_for_gradients(again):
-    one = Found(2e-6, 0.0, idle=[0.0], one=[2e-6], small=[3e-6], whole=[13e-6])
+    one = Found([(2e-6, 0.0)], idle=[0.0], one=[2e-6], small=[3e-6], whole=[13e-6])
     wanted = rounded(
         row=3 * 2e-6 + 2 * 10e-6 / 128 * 2 * 32,
         copy=(3 + again) * 10e-6,
         each=(2 + again) * 1e-6,
         layer=(2 + again) * 1e-6,
     )
-    assert concluded([one, one], 2, kind(learns=True, again=again)) == wanted
+    found = concluded([one, one], 2, kind(learns=True, again=again))
+    assert found.at(0) == found.at(10**6) == wanted
 
 
 def test_ranks_without_home_experts_say_nothing_of_rows():
-    one = Found(2e-6, 1e-6, *([1e-6],) * 4)
-    none = one._replace(row=None, group=None)
+    one = Found([(2e-6, 1e-6), (3e-6, 0.0)], *([1e-6],) * 4)
+    none = one._replace(curve=[])
     assert concluded([none, one, none], 2, kind()) == concluded([one], 2, kind())
+
+
+def test_rates_depend_on_the_rows_of_an_expert_as_far_as_all_ranks_have_come():
+    """Here, 16 rows take no longer than one: weights are read in that time."""
+    far, less = slopes([4.0, 4.0, 8.0, 32.0], 2), slopes([4.0, 4.0, 8.0], 2)
+    assert far == [(0.0, 2.0), (4 / 96, 4 / 2 - 16 * 4 / 96), (24 / 384, 0.0)]
+    prices = concluded([Found(one, *([0.0],) * 4) for one in (far, less)], 2, kind())
+    assert [least for least, _ in prices.steps] == [1, 16]
+    few, many = (rates for _, rates in prices.steps)
+    assert few.row == 1  # nothing is saved
+    assert (prices.at(0), prices.at(15), prices.at(16), prices.at(900)) == (few, few, many, many)
+    assert str(prices) == f"from 1 rows {few}; from 16 rows {many}"
 
 
 @given(*[st.floats(0, 1e3)] * 4)
@@ -178,7 +207,7 @@ def test_copies_that_do_not_pay_are_not_made(measured):
         assert plan.time == plan.time_without_copies == 1000 * plan.rank_loads.max()
         assert (stats["priced"], stats["left_alone"], stats["copies"]) == (2, 2, 0)
         assert stats["planned_seconds"] == pytest.approx(2e-12 * plan.time)
-        assert stats["rates"] == {0: DEAR}
+        assert stats["rates"] == {0: PriceList(((1, DEAR),))}
         assert str(DEAR) in text
 
 
@@ -210,7 +239,7 @@ def test_layers_of_one_kind_share_what_was_measured(measured):
     asked = measured(DEAR)
     found = LocalGroup(4).run(lambda comm: steps(comm, layers=3))
     assert sorted(asked) == [0, 1, 2, 3]
-    assert found[0][2]["rates"] == {0: DEAR, 1: DEAR, 2: DEAR}
+    assert found[0][2]["rates"] == dict.fromkeys(range(3), PriceList(((1, DEAR),)))
 
 
 @pytest.mark.parametrize(
@@ -316,8 +345,30 @@ def test_ranks_find_the_same_rates(transport, own_network, one_thread, monkeypat
     monkeypatch.setenv(VARIABLE, "off")  # given back afterwards
     found = everywhere(transport, 4, measured_here, own_network)
     assert len(set(found)) == 1
-    assert all(two_digits(number) == number for number in found[0].numbers)
-    assert found[0].row > 1
+    assert found[0].steps[0][0] == 1
+    for _, rates in found[0].steps:
+        assert all(two_digits(number) == number for number in rates.numbers)
+
+
+def mapped_here(rank, group):
+    """The same where ranks map each other's memory."""
+    os.environ.pop(VARIABLE)
+    example = Example([6] * 2, experts=4, dtype=torch.float32)
+    balancer = Balancer(group, peers=SharedPeers(group), experts=4, data_plane="mapped")
+    layer = example.layer(balancer)
+    outputs = [layer(example.inputs[rank]).detach() for _ in range(2)]
+    os.environ[VARIABLE] = "off"
+    balancer.check()
+    return outputs, balancer.stats()["rates"][0], balancer.stats()["microbatches"]
+
+
+@pytest.mark.skipif(not interpreted(), reason="ranks are processes without GPUs")
+def test_mapped_ranks_find_the_same_rates():
+    found = shared_pool().run(2, mapped_here)
+    assert len({prices for _, prices, _ in found}) == 1
+    for (first, second), _, microbatches in found:
+        assert torch.equal(first, second)
+        assert microbatches == 2
 
 
 def test_ranks_of_one_thread_measure_nothing(measured):

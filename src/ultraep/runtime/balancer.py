@@ -239,7 +239,7 @@ class Balancer(Unique):
         A `Plan`, or on the mapped plane one that has not left the device; both have `to_host`.
         """
         plane, microbatch = self._plane_of(loads), loads.microbatch
-        config = self._pricing.config(microbatch.layer, self._config_for(policy))
+        config = self._pricing.config(loads, self._config_for(policy))
         with self._watch.stage("plan", microbatch):
             plan: AnyPlan = plane.plan(loads, config)
         self._watch.planned(microbatch, plan)

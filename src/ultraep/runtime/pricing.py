@@ -16,7 +16,7 @@ from ultraep.plane import DataPlane, Loads, Microbatch
 from ultraep.runtime.agreement import Agreement, Place, Point
 from ultraep.runtime.mapped.peers import SilentCommunicator
 from ultraep.runtime.observe import Watch
-from ultraep.runtime.rates import Kind, Serve, measure
+from ultraep.runtime.rates import Kind, PriceList, Serve, measure
 from ultraep.topology import Topology
 
 VARIABLE = "ULTRAEP_RATES"  # in the environment: rates for all balancers that would measure them
@@ -54,8 +54,8 @@ class Pricing:
 
     def __init__(self, topology: Topology) -> None:
         self._can_copy = topology.can_copy
-        self._of_kind: dict[Kind, Rates] = {}
-        self._of_layer: dict[int, Rates] = {}
+        self._of_kind: dict[Kind, PriceList] = {}
+        self._of_layer: dict[int, PriceList] = {}
         self._priced: dict[tuple[BalanceConfig, Rates], BalanceConfig] = {}
         self._said = False
 
@@ -93,16 +93,18 @@ class Pricing:
             self._of_kind[kind] = found
         self._of_layer[layer] = self._of_kind[kind]
 
-    def config(self, layer: int, config: BalanceConfig) -> BalanceConfig:
-        """The config with the rates of the layer, if it asks for them and they are known."""
-        if not _asks(config) or not self._can_copy:
+    def config(self, loads: Loads, config: BalanceConfig) -> BalanceConfig:
+        """The config with rates for such a microbatch, if it asks for them and they are known."""
+        if not self._can_copy or not _asks(config):
             return config
-        rates = self._of_layer.get(layer)
-        if rates is None:
+        layer = loads.microbatch.layer
+        prices = self._of_layer.get(layer)
+        if prices is None:
             if not self._said:
                 self._said = True
                 logger.info("layer %d is planned for balance, not for time: %s", layer, UNKNOWN)
             return config
+        rates = prices.at(loads.about_rows // loads.on_device.shape[1])
         if (config, rates) not in self._priced:
             self._priced[config, rates] = replace(config, rates=rates)
         return self._priced[config, rates]
@@ -112,7 +114,7 @@ class Pricing:
         """Layers whose rates are known."""
         return len(self._of_layer)
 
-    def known(self) -> dict[int, Rates]:
+    def known(self) -> dict[int, PriceList]:
         """The rates by layer, where they were measured."""
         return dict(sorted(self._of_layer.items()))
 
@@ -120,8 +122,10 @@ class Pricing:
         """The objective, in the words of `repr(balancer)`."""
         if config.objective == "balance":
             return "objective 'balance'"
-        rates = [config.rates] if config.rates else list(dict.fromkeys(self.known().values()))
-        return f"objective 'time' ({'; '.join(map(str, rates)) or 'no rates yet'})"
+        if config.rates is not None:
+            return f"objective 'time' ({config.rates})"
+        lists = dict.fromkeys(self.known().values())
+        return f"objective 'time' ({' and '.join(map(str, lists)) or 'no rates yet'})"
 
 
 def _asks(config: BalanceConfig) -> bool:

@@ -1,7 +1,8 @@
 """Rates of a group, measured: what rows and copies cost here, once for each kind of layer.
 
-    row     the network of the layer on made-up rows, on every rank alone: what more of them take;
-            and the way of a row, by the bytes per second of copies
+    row     the network of the layer on made-up rows, on every rank alone: what more of them take,
+            from a few of every expert to many; and the way of a row, by the bytes per second of
+            copies
     copy    weights through the data plane, one expert of every rank to the next; and what one more
             group of rows takes in the network
     each    the same with experts of a few bytes: what every further copy takes
@@ -20,6 +21,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from statistics import median
 from typing import Any, NamedTuple, Self, TypeAlias
 
@@ -39,7 +41,7 @@ from ultraep.topology import Topology
 Serve: TypeAlias = Callable[[Arrivals, Any], torch.Tensor]
 
 PICO = 1e12
-ROWS = (16, 64, 256, 1024)  # of every home expert: as many as take `ENOUGH`
+ROWS = (1, 16, 64, 256, 1024)  # of every home expert, until they take `ENOUGH`
 MOST_ROWS = 32768  # of all of them
 ENOUGH = 0.02  # seconds
 TURNS = 5  # of which the quickest counts, as others may use the machine
@@ -51,8 +53,7 @@ GRADIENTS = 2  # times that a gradient passes: sent, then added
 class Found(NamedTuple):
     """Seconds that one rank has found."""
 
-    row: float | None  # None: there are no home experts here
-    group: float | None  # of rows, beside the rows themselves
+    curve: list[tuple[float, float]]  # one more row, one more group: `slopes`; [] without homes
     idle: list[float]  # filling slots without a copy, turn by turn
     one: list[float]  # with one of a few bytes
     small: list[float]  # with one of a few bytes from every rank
@@ -110,7 +111,7 @@ def measure(
     rows: torch.Tensor,
     gates: torch.Tensor,
     kind: Kind,
-) -> Rates:
+) -> PriceList:
     """The rates of this kind of layer, alike on all ranks; collective.
 
     serve: stage 6, which is tried on made-up rows.
@@ -122,10 +123,8 @@ def measure(
     every = made_up_copies(topology)
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         nobody = NoCopies(trials.copies([], bundle), kind.layout, device)
-        row, group = _network(serve, nobody, rows, gates)
         found = Found(
-            row,
-            group,
+            slopes(_network(serve, nobody, rows, gates), nobody.num_homes),
             idle=trials.seconds(every[:0], few),
             one=trials.seconds(every[:1], few),
             small=trials.seconds(every, few),
@@ -135,10 +134,9 @@ def measure(
     return concluded(told, len(every), kind)
 
 
-def concluded(told: Sequence[Found], copies: int, kind: Kind) -> Rates:
+def concluded(told: Sequence[Found], copies: int, kind: Kind) -> PriceList:
     """The rates that follow from what all ranks have found, with so many copies at once."""
-    row = median([found.row for found in told if found.row is not None])
-    group = median([found.group for found in told if found.group is not None])
+    curves = [found.curve for found in told if found.curve]
     idle, one, small, whole = (
         min(max(turn) for turn in zip(*(getattr(found, name) for found in told), strict=True))
         for name in ("idle", "one", "small", "whole")
@@ -150,12 +148,51 @@ def concluded(told: Sequence[Found], copies: int, kind: Kind) -> Rates:
     learns = kind.gradient_bytes > 0
     passes, products = (2, PRODUCTS) if learns else (1, 1)
     sends = 1 + (learns and kind.again)
-    return rounded(
-        row=products * row + passes * 2 * kind.row_bytes * per_byte,
-        copy=sends * copy + GRADIENTS * kind.gradient_bytes * per_byte + products * group,
-        each=(sends + learns) * each,
-        layer=(sends + learns) * layer,
-    )
+    found_rates = []
+    for points in zip(*curves, strict=False):  # as far as all ranks have come
+        row, group = (median(values) for values in zip(*points, strict=True))
+        rates = rounded(
+            row=products * row + passes * 2 * kind.row_bytes * per_byte,
+            copy=sends * copy + GRADIENTS * kind.gradient_bytes * per_byte + products * group,
+            each=(sends + learns) * each,
+            layer=(sends + learns) * layer,
+        )
+        found_rates.append(rates)
+    return PriceList(tuple(zip(ROWS, found_rates, strict=False)))
+
+
+def slopes(seconds: Sequence[float], homes: int) -> list[tuple[float, float]]:
+    """What one more row takes, and one more group of rows, from each of `ROWS` to the next.
+
+    >>> slopes([3.0, 33.0, 129.0], homes=1)  # 1, 16 and 64 rows
+    [(2.0, 1.0), (2.0, 1.0)]
+    """
+    found = []
+    for (few, short), (many, long) in pairwise(zip(ROWS, seconds, strict=False)):
+        row = max(0.0, long - short) / (homes * (many - few))  # less: others were at work
+        found.append((row, max(0.0, short / homes - row * few)))
+    return found
+
+
+@dataclass(frozen=True)
+class PriceList:
+    """Rates by the rows of an expert: where weights take longer to read than rows, these are free.
+
+    steps: from so many rows of every expert on, on average, these rates; the first also for fewer.
+    """
+
+    steps: tuple[tuple[int, Rates], ...]
+
+    def at(self, rows: int) -> Rates:
+        """The rates for so many rows of an expert, on average."""
+        found = self.steps[0][1]
+        for least, rates in self.steps:
+            if least <= rows:
+                found = rates
+        return found
+
+    def __str__(self) -> str:
+        return "; ".join(f"from {least} rows {rates}" for least, rates in self.steps)
 
 
 def rounded(*, row: float, copy: float, each: float, layer: float) -> Rates:
@@ -225,23 +262,16 @@ class _Trials:
 
 def _network(
     serve: Serve, nobody: NoCopies, rows: torch.Tensor, gates: torch.Tensor
-) -> tuple[float | None, float | None]:
-    """Seconds of one more row in the network of this rank, and of one more group of rows."""
-    homes = nobody.num_homes
-    if not homes:
-        return None, None
-    points: list[tuple[int, float]] = []
-    for each in ROWS:
-        number = each * homes
-        if points and (number > MOST_ROWS or (points[-1][1] > ENOUGH and len(points) > 1)):
+) -> list[float]:
+    """Seconds that the network of this rank takes for each of `ROWS`, as far as that is quick."""
+    found: list[float] = []
+    for each in ROWS if nobody.num_homes else ():
+        slow = len(found) > 2 and found[-1] > ENOUGH
+        if slow or (found and each * nobody.num_homes > MOST_ROWS):
             break
-        arrivals = made_up_arrivals(each, homes, rows, gates)
-        points.append((number, _quickest(partial(serve, arrivals, nobody), rows.device)))
-    (few, short), (many, long) = points[-2:] if len(points) > 1 else [(0, 0.0), points[0]]
-    row = (long - short) / (many - few)
-    if row <= 0:  # somebody else was at work
-        return long / many, 0.0
-    return row, max(0.0, long - row * many) / homes
+        arrivals = made_up_arrivals(each, nobody.num_homes, rows, gates)
+        found.append(_quickest(partial(serve, arrivals, nobody), rows.device))
+    return found
 
 
 def made_up_arrivals(each: int, homes: int, rows: torch.Tensor, gates: torch.Tensor) -> Arrivals:

@@ -14,6 +14,7 @@ import torch
 from ultraep.arrays import IntArray
 from ultraep.backends.triton.kernels import groups, place, split, state
 from ultraep.backends.triton.launch import cdiv, power_of_2, quick
+from ultraep.config import NO_RATES
 from ultraep.errors import ConfigError
 
 INT = torch.int32
@@ -35,6 +36,7 @@ class Planner:
     slot_of_copy: torch.Tensor
     split: torch.Tensor
     places: dict[str, tuple[slice, tuple[int, ...]]]
+    rates: tuple[int, int, int, int] = NO_RATES
 
     def __init__(
         self,

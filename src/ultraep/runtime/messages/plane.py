@@ -58,6 +58,11 @@ class HostLoads:
     on_device: torch.Tensor  # [R, E] the loads where the ids are
     ids: torch.Tensor  # those of this rank that were counted
 
+    @property
+    def about_rows(self) -> int:
+        """Exactly those of all ranks."""
+        return int(self.loads.sum())
+
 
 @dataclass(frozen=True, slots=True)
 class _Ahead:
