@@ -77,13 +77,10 @@ def measured(measuring, monkeypatch):
 
 
 def test_of_several_turns_the_quickest_of_the_slowest_rank_counts():
+    one, small = [3e-6] * 2, [4e-6] * 2
     found = [
-        Found(
-            [(2e-6, 1e-6)], idle=[1e-6, 5e-6], one=[3e-6] * 2, small=[4e-6] * 2, whole=[9e-6, 24e-6]
-        ),
-        Found(
-            [(4e-6, 3e-6)], idle=[2e-6, 1e-6], one=[2e-6] * 2, small=[4e-6] * 2, whole=[14e-6, 7e-6]
-        ),
+        Found([(2e-6, 1e-6)], idle=[1e-6, 5e-6], one=one, small=small, whole=[9e-6, 24e-6]),
+        Found([(4e-6, 3e-6)], idle=[2e-6, 1e-6], one=one, small=small, whole=[14e-6, 7e-6]),
     ]
     way = 10e-6 / 128 * 2 * 32  # 10 us for 128 bytes; a row of 32 bytes comes and goes
     wanted = rounded(row=3e-6 + way, copy=12e-6, each=1e-6, layer=0.0)
