@@ -37,7 +37,6 @@ from world import Card, Partition, split
 import ultraep
 from ultraep import BalanceConfig, Plan, Rates, Topology
 from ultraep.arrays import IntArray
-from ultraep.runtime.rates import rounded
 
 AGAIN = "none again"
 MICRO = 1e-6
@@ -112,7 +111,7 @@ def fitted(plans: Sequence[Plan], seconds: Sequence[float]) -> Rates:
     scale[scale == 0] = 1
     found, _ = nnls(facts / scale, np.array(seconds))
     _, row, copy, each, layer = (found / scale).tolist()
-    return rounded(row=row, copy=copy, each=each, layer=layer)
+    return Rates.from_seconds(row=row, copy=copy, each=each, layer=layer)
 
 
 def _facts(plan: Plan) -> list[float]:

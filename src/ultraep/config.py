@@ -40,6 +40,16 @@ class Rates:
             _check_integer(name, getattr(self, name), least=0)
 
     @classmethod
+    def from_seconds(cls, *, row: float, copy: float, each: float, layer: float) -> Rates:
+        """Rates with two digits; all of them in parts where one is longer than can be counted."""
+        numbers = [max(0, round(seconds * PER_SECOND)) for seconds in (row, copy, each, layer)]
+        while numbers[0] > MOST_PER_ROW or max(numbers) > UNLIMITED:  # what pays is the same
+            numbers = [number // 10 for number in numbers]
+        first, *others = map(two_digits, numbers)
+        row_ps = min(max(1, first), MOST_PER_ROW)
+        return cls.from_numbers([row_ps, *(min(number, UNLIMITED) for number in others)])
+
+    @classmethod
     def from_text(cls, text: str) -> Rates:
         """Rates as `str` tells them; what is not named is 0.
 
@@ -79,6 +89,7 @@ class Rates:
 
 RATE_NAMES = ("row", "copy", "each", "layer")
 NO_RATES = (0, 0, 0, 0)
+PER_SECOND = 10**12  # picoseconds
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -144,6 +155,16 @@ class BalanceConfig:
                 f"times are added up for at most {MOST_COPIES} spare slots, there are {spare_slots}"
             )
         return self.rates.numbers
+
+
+def two_digits(number: int) -> int:
+    """The number with two digits that count.
+
+    >>> two_digits(12_345), two_digits(96), two_digits(0), two_digits(9_960)
+    (12000, 96, 0, 10000)
+    """
+    step: int = 10 ** max(0, len(str(number)) - 2)
+    return (number + step // 2) // step * step
 
 
 def rungs_of(tolerance_parts: int) -> list[int]:

@@ -26,7 +26,7 @@ from ultraep import (
     read_trace,
 )
 from ultraep.backends.triton.device import interpreted
-from ultraep.config import MOST_PER_ROW, UNLIMITED
+from ultraep.config import MOST_PER_ROW, UNLIMITED, two_digits
 from ultraep.runtime import pricing
 from ultraep.runtime.pricing import from_environment
 from ultraep.runtime.rates import (
@@ -35,9 +35,7 @@ from ultraep.runtime.rates import (
     PriceList,
     concluded,
     made_up_copies,
-    rounded,
     slopes,
-    two_digits,
 )
 from ultraep.trace.replay import differing
 
@@ -83,7 +81,7 @@ def test_of_several_turns_the_quickest_of_the_slowest_rank_counts():
         Found([(4e-6, 3e-6)], idle=[2e-6, 1e-6], one=one, small=small, whole=[14e-6, 7e-6]),
     ]
     way = 10e-6 / 128 * 2 * 32  # 10 us for 128 bytes; a row of 32 bytes comes and goes
-    wanted = rounded(row=3e-6 + way, copy=12e-6, each=1e-6, layer=0.0)
+    wanted = Rates.from_seconds(row=3e-6 + way, copy=12e-6, each=1e-6, layer=0.0)
     assert concluded(found, 2, kind()) == PriceList(((1, wanted),))
     assert concluded(found[::-1], 2, kind()) == concluded(found, 2, kind())
 
@@ -91,7 +89,7 @@ def test_of_several_turns_the_quickest_of_the_slowest_rank_counts():
 @pytest.mark.parametrize("again", [False, True])
 def test_training_pays_for_gradients(again):
     one = Found([(2e-6, 0.0)], idle=[0.0], one=[2e-6], small=[3e-6], whole=[13e-6])
-    wanted = rounded(
+    wanted = Rates.from_seconds(
         row=3 * 2e-6 + 2 * 10e-6 / 128 * 2 * 32,
         copy=(3 + again) * 10e-6,
         each=(2 + again) * 1e-6,
@@ -121,13 +119,13 @@ def test_rates_depend_on_the_rows_of_an_expert_as_far_as_all_ranks_have_come():
 
 @given(*[st.floats(0, 1e3)] * 4)
 def test_rates_have_two_digits_and_are_in_range(row, copy, each, layer):
-    rates = rounded(row=row, copy=copy, each=each, layer=layer)
+    rates = Rates.from_seconds(row=row, copy=copy, each=each, layer=layer)
     assert all(two_digits(number) == number or number in MOST for number in rates.numbers)
 
 
 def test_rows_that_take_longer_than_is_counted_keep_their_price():
     one, tenth = (
-        rounded(row=0.01, copy=3.0, each=0.5, layer=0.0),
+        Rates.from_seconds(row=0.01, copy=3.0, each=0.5, layer=0.0),
         Rates(row=1_000_000_000, copy=300_000_000_000, each=50_000_000_000),
     )
     assert one == tenth

@@ -31,7 +31,7 @@ import torch
 from ultraep.arrays import IntArray
 from ultraep.bundle import Bundle, Layout, device_of_bundle, resolve, tensors_of
 from ultraep.comm import Communicator
-from ultraep.config import MOST_PER_ROW, UNLIMITED, BalanceConfig, Rates
+from ultraep.config import BalanceConfig, Rates
 from ultraep.dispatch import Arrivals
 from ultraep.plan import Plan, plan_of_copies
 from ultraep.plane import Copies, DataPlane, Loads
@@ -40,7 +40,6 @@ from ultraep.topology import Topology
 
 Serve: TypeAlias = Callable[[Arrivals, Any], torch.Tensor]
 
-PICO = 1e12
 ROWS = (1, 16, 64, 256, 1024)  # of every home expert, until they take `ENOUGH`
 MOST_ROWS = 32768  # of all of them
 ENOUGH = 0.02  # seconds
@@ -151,7 +150,7 @@ def concluded(told: Sequence[Found], copies: int, kind: Kind) -> PriceList:
     found_rates = []
     for points in zip(*curves, strict=False):  # as far as all ranks have come
         row, group = (median(values) for values in zip(*points, strict=True))
-        rates = rounded(
+        rates = Rates.from_seconds(
             row=products * row + passes * 2 * kind.row_bytes * per_byte,
             copy=sends * copy + GRADIENTS * kind.gradient_bytes * per_byte + products * group,
             each=(sends + learns) * each,
@@ -193,26 +192,6 @@ class PriceList:
 
     def __str__(self) -> str:
         return "; ".join(f"from {least} rows {rates}" for least, rates in self.steps)
-
-
-def rounded(*, row: float, copy: float, each: float, layer: float) -> Rates:
-    """Seconds as rates, with two digits; all in parts where one is longer than can be counted."""
-    numbers = [max(0, round(seconds * PICO)) for seconds in (row, copy, each, layer)]
-    while numbers[0] > MOST_PER_ROW or max(numbers) > UNLIMITED:  # what pays is the same
-        numbers = [number // 10 for number in numbers]
-    row_ps, *others = (two_digits(number) for number in numbers)
-    copy_ps, each_ps, layer_ps = (min(number, UNLIMITED) for number in others)
-    return Rates(row=min(max(1, row_ps), MOST_PER_ROW), copy=copy_ps, each=each_ps, layer=layer_ps)
-
-
-def two_digits(number: int) -> int:
-    """The number with two digits that count.
-
-    >>> two_digits(12_345), two_digits(96), two_digits(0), two_digits(9_960)
-    (12000, 96, 0, 10000)
-    """
-    step: int = 10 ** max(0, len(str(number)) - 2)
-    return (number + step // 2) // step * step
 
 
 def made_up_copies(topology: Topology) -> IntArray:

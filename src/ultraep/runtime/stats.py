@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import Any
 
+from ultraep.config import PER_SECOND
 from ultraep.plan import Plan
 from ultraep.plane import Microbatch
-
-PER_SECOND = 1e12  # picoseconds
 
 
 class Stats:
