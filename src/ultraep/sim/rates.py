@@ -1,9 +1,12 @@
 """rates_of: what rows and copies cost on a cluster that is not there, for plans by time.
 
-config = BalanceConfig(rates=rates_of("h200-8", "qwen3-30b", ranks=8, tokens=8192))
+config = BalanceConfig(rates=rates_of("h200-nvl8", "qwen3-235b", ranks=8, tokens=8192))
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 from ultraep.config import Rates
 from ultraep.errors import ConfigError
@@ -46,8 +49,7 @@ def rates_of(
     )
 
 
-def _one_more(seconds_of: object, rows: float) -> float:
+def _one_more(seconds_of: Callable[[float], Any], rows: float) -> float:
     """Seconds of a row more of an expert that has so many, and of up to twice as many."""
-    assert callable(seconds_of)
     few, many = (float(seconds_of(number)) for number in (rows, 2 * rows))
     return max(0.0, many - few) / rows
