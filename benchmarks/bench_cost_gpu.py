@@ -49,7 +49,7 @@ class Size(LayerSize):
     all_tokens: tuple[int, ...] = (4096, 1024, 256, 64, 16384)
     ratios: tuple[float, ...] = (EVEN, 1.05, 1.1, 1.5, 3.0)
     largest: float = 1.5e6  # rows of the fullest rank that fit, of all ranks together
-    rounds: int = 5
+    rounds: int = 3
 
 
 QWEN = Size(model="Qwen3-30B", hidden=2048, ffn=768, experts=128, tokens=0)
@@ -80,7 +80,7 @@ class CostWorld(World):
         for rank in self.ranks:
             rank.balancer.plane(CUDA).adopt(plan)
 
-    def microseconds(self, replays: int = 2) -> float:
+    def microseconds(self, replays: int = 1) -> float:
         """Those of a step, when all ranks are launched."""
         wait = torch.cuda.synchronize
         return device_us(self.replay, replays, warmup=1, before=wait, cycles=LAUNCHING)
@@ -92,7 +92,8 @@ def loads_of(size: Size, ratio: float) -> IntArray:
 
 def plans_of(size: Size, loads: IntArray, rates: Rates | None) -> dict[str, Plan]:
     """The plan of every variant; by time only when there are rates."""
-    topology = Topology(ranks=size.ranks, experts=size.experts, slots=1)
+    homes = [expert * size.ranks // size.experts for expert in range(size.experts)]
+    topology = Topology(ranks=size.ranks, experts=size.experts, slots=1, homes=homes)
     none = BalanceConfig(policy="none")
     configs = {NONE: none}
     for tolerance in TOLERANCES:
@@ -147,8 +148,9 @@ def run_tokens(report: Report, parts: Sequence[Partition], size: Size) -> list[d
     for drawn in loads.values():
         world.route(drawn)
         plans = plans_of(size, drawn, None)
-        found = take_turns(world, plans, 2)
+        found = take_turns(world, plans, 1)
         known += [(plans[name], median(times)) for name, times in found.items()]
+    world.check()
     rates = fitted(*zip(*known, strict=True))
     report.note(f"... {size.tokens} tokens: {rates}")
     cases = []

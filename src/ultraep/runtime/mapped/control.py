@@ -177,6 +177,7 @@ class ControlPlane:
         self.faults = torch.zeros(3, dtype=torch.int32, device=self.device)
         self._counter.unknown, self._planner.faults, self._rerouter.unlike = self.faults.split(1)
         self._plan: DevicePlan | None = None
+        self._adopted_loads: torch.Tensor | None = None
         local = int(topology.homes_per_rank[rank]) + topology.slots
         self._slots, self._order, self._positions = torch.zeros(
             3, rows, dtype=torch.int32, device=self.device
@@ -236,8 +237,10 @@ class ControlPlane:
         held[topology.home_slot_of_expert] = np.arange(topology.experts)
         held[slots] = plan.replicas[:, 0]
         p.expert_of_slot.copy_(torch.from_numpy(held))
-        loads = torch.from_numpy(plan.loads.copy()).to(self.device)
-        self._plan = replace(self._device_plan(loads), config=plan.config)
+        if self._adopted_loads is None:  # one piece of memory, which graphs read again
+            self._adopted_loads = torch.zeros(plan.loads.shape, dtype=torch.int64).to(self.device)
+        self._adopted_loads.copy_(torch.from_numpy(plan.loads.copy()))
+        self._plan = replace(self._device_plan(self._adopted_loads), config=plan.config)
         return self._plan
 
     def reroute(
