@@ -44,7 +44,7 @@ from ultraep.runtime.observe import (
     Observer,
     Watch,
 )
-from ultraep.runtime.pricing import Group, Pricing, from_environment
+from ultraep.runtime.pricing import Group, Pricing, from_environment, measurable
 from ultraep.runtime.rates import Serve
 from ultraep.runtime.recording import Recording, open_recorder, wanted
 from ultraep.runtime.settings import DeviceShare, Settings
@@ -159,6 +159,7 @@ class Balancer(Unique):
             self.topology = Topology(
                 ranks=self.comm.size, experts=experts, slots=slots, domain=domain, homes=homes
             )
+            self.config = measurable(self.config, self.comm)
             agreed = (self.topology, self.config, settings.agreed(), wanted(record), __version__)
             self._agreed = repr(agreed)
             self._agreement = Agreement(self.comm, self._agreed, experts)

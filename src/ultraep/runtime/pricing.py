@@ -23,8 +23,8 @@ VARIABLE = "ULTRAEP_RATES"  # in the environment: rates for all balancers that w
 OFF = "off"
 PRICED = "ultraep"  # the policy that looks at rates
 UNKNOWN = (
-    "its rates are not known: nothing was measured (learn_rates) before a graph was captured, by "
-    "ranks that can speak to each other, nor was BalanceConfig(rates=...) given"
+    "its rates are not known: nothing was measured (learn_rates) before a graph was captured, nor "
+    "was BalanceConfig(rates=...) given"
 )
 
 logger = logging.getLogger(__name__)
@@ -38,6 +38,14 @@ def from_environment(config: BalanceConfig) -> BalanceConfig:
     if text == OFF:
         return replace(config, objective="balance")
     return replace(config, rates=Rates.from_text(text))
+
+
+def measurable(config: BalanceConfig, comm: Communicator) -> BalanceConfig:
+    """The config; without the objective "time" where its rates can never be measured."""
+    if not isinstance(comm, SilentCommunicator) or not asks(config):
+        return config
+    logger.info("plans are made for balance: ranks of one thread need rates=")
+    return replace(config, objective="balance")
 
 
 class Group(NamedTuple):
@@ -63,7 +71,7 @@ class Pricing:
         """Whether it would be planned without rates, and they could be measured."""
         if microbatch.again or microbatch.layer in self._of_layer or not self._can_copy:
             return False
-        return _asks(config)
+        return asks(config)
 
     def learn(
         self,
@@ -82,7 +90,7 @@ class Pricing:
         """
         layer, device = loads.microbatch.layer, loads.on_device.device
         capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-        if capturing or isinstance(group.comm, SilentCommunicator):
+        if capturing:
             return
         kind = Kind.of(bundle, rows, again=again)
         if kind not in self._of_kind:
@@ -95,7 +103,7 @@ class Pricing:
 
     def config(self, loads: Loads, config: BalanceConfig) -> BalanceConfig:
         """The config with rates for such a microbatch, if it asks for them and they are known."""
-        if not self._can_copy or not _asks(config):
+        if not self._can_copy or not asks(config):
             return config
         layer = loads.microbatch.layer
         prices = self._of_layer.get(layer)
@@ -128,6 +136,6 @@ class Pricing:
         return f"objective 'time' ({' and '.join(map(str, lists)) or 'no rates yet'})"
 
 
-def _asks(config: BalanceConfig) -> bool:
+def asks(config: BalanceConfig) -> bool:
     """Whether rates decide, and none are given."""
     return config.objective == "time" and config.rates is None and config.policy == PRICED

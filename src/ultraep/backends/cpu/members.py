@@ -35,10 +35,7 @@ def alias(loads, first, slots, threshold, min_tokens, max_replicas, placed):
     rank_loads, at_home = starting_loads(loads, first), loads.copy()
     ranks = len(rank_loads)
     free_slots = np.full(ranks, slots, np.int64)
-    hot = np.zeros(ranks, np.int64)
-    for rank in range(ranks):
-        if rank_loads[rank] > threshold:
-            hot[rank] = hottest(at_home, first, rank)
+    hot = hottest_of_all(at_home, first, rank_loads, threshold)
     made = 0
     while made < max_replicas:
         host, need = -1, min_tokens - 1
@@ -73,6 +70,16 @@ def alias(loads, first, slots, threshold, min_tokens, max_replicas, placed):
         free_slots[host] -= 1
         hot[donor] = hottest(at_home, first, donor)
     return rank_loads.max(), made
+
+
+@njit(cache=True)
+def hottest_of_all(at_home, first, rank_loads, threshold):
+    """The hottest expert of every rank above the threshold."""
+    hot = np.zeros(len(rank_loads), np.int64)
+    for rank in range(len(rank_loads)):
+        if rank_loads[rank] > threshold:
+            hot[rank] = hottest(at_home, first, rank)
+    return hot
 
 
 @njit(cache=True)

@@ -7,7 +7,10 @@ import numpy as np
 from numba import njit
 
 from ultraep.backends.cpu.bound import bound_of_domain
+from ultraep.backends.cpu.circles import within_circles
 from ultraep.backends.cpu.members import alias, starting_loads, window
+from ultraep.backends.reference.circles import MOST_RANKS, VARIANTS
+from ultraep.backends.reference.place import GUESSES
 from ultraep.config import LADDER, PARTS
 
 
@@ -36,42 +39,102 @@ def sort_rows(rows, count):
 
 @njit(cache=True)
 def probe(loads, first, slots, threshold, min_tokens, max_replicas, placed, spare):
-    """The best attempt at this threshold: the lowest peak above it, then the fewest copies."""
-    peak, made = alias(loads, first, slots, threshold, min_tokens, max_replicas, placed)
-    if threshold * (len(first) - 1) - loads.sum() >= len(first) - 1:
-        other_peak, other_made = window(
-            loads, first, slots, threshold, min_tokens, max_replicas, spare
-        )
-        floor, other_floor = max(peak, threshold), max(other_peak, threshold)
-        if other_floor < floor or (other_floor == floor and other_made <= made):
-            copy_rows(placed, spare, other_made)
-            return other_peak, other_made
-    return peak, made
+    """The best attempt at this threshold. Its peak and copies, and the peak of `alias`."""
+    limits = (min_tokens, max_replicas)
+    ranks = len(first) - 1
+    alias_peak, made = alias(loads, first, slots, threshold, *limits, placed)
+    peak = alias_peak
+    if threshold * ranks - loads.sum() < ranks:
+        return peak, made, alias_peak
+    fanout, egress, _ = weigh(placed, made, first)
+    for member in range(1 + len(VARIANTS) if ranks <= MOST_RANKS else 1):
+        if member == 0:
+            trial_peak, trial_made = window(loads, first, slots, threshold, *limits, spare)
+        else:
+            halves, smallest_first = VARIANTS[member - 1]
+            trial_peak, trial_made = within_circles(
+                loads, first, slots, threshold, *limits, halves, smallest_first, spare
+            )
+        trial_fanout, trial_egress, _ = weigh(spare, trial_made, first)
+        if (max(trial_peak, threshold), trial_made, trial_fanout, trial_egress) < (
+            max(peak, threshold), made, fanout, egress
+        ):  # fmt: skip
+            peak, made, fanout, egress = trial_peak, trial_made, trial_fanout, trial_egress
+            copy_rows(placed, spare, made)
+    return peak, made, alias_peak
+
+
+@njit(cache=True)
+def weigh(found, made, first):
+    """Most copies of one expert, experts that one rank gives away, copies that one receives."""
+    ranks = len(first) - 1
+    copies_of, received = np.zeros(first[-1], np.int64), np.zeros(ranks, np.int64)
+    for copy in range(made):
+        copies_of[found[copy, 0]] += 1
+        received[found[copy, 1]] += 1
+    fanout, egress, ingress = 0, 0, 0
+    for rank in range(ranks):
+        given = 0
+        for expert in range(first[rank], first[rank + 1]):
+            fanout = max(fanout, copies_of[expert])
+            given += copies_of[expert] > 0
+        egress, ingress = max(egress, given), max(ingress, received[rank])
+    return fanout, egress, ingress
 
 
 @njit(cache=True)
 def solve(loads, first, slots, threshold, min_tokens, max_replicas, placed):
-    """The best attempt at the threshold, or at the least one above it that can be met.
+    """The best attempt at the threshold, or at the least one above it that `alias` meets.
 
     Its peak and the number of copies; they stand in the first rows of `placed`.
     """
-    trial, spare = np.empty_like(placed), np.empty_like(placed)
-    peak, made = probe(loads, first, slots, threshold, min_tokens, max_replicas, placed, spare)
+    trial = np.empty_like(placed)
+    peak, made, last_peak = probe(
+        loads, first, slots, threshold, min_tokens, max_replicas, placed, trial
+    )
     if peak <= threshold:
         return peak, made
     failed = max(threshold, bound_of_domain(loads, first, slots, max_replicas) - 1)
-    middle = failed + 1
+    _, count = alias(loads, first, slots, threshold, min_tokens, max_replicas, trial)
+    last = threshold
+    middle = max(failed + 1, last + share(loads, first, trial, count, last))
+    met, tries = 0, 0
     while peak - failed > 1:
-        trial_peak, trial_made = probe(
-            loads, first, slots, middle, min_tokens, max_replicas, trial, spare
-        )
-        if trial_peak > middle:
-            failed = middle
+        middle = min(middle, peak - 1)
+        trial_peak, count = alias(loads, first, slots, middle, min_tokens, max_replicas, trial)
+        tries += 1
         if trial_peak < peak:
-            peak, made = trial_peak, trial_made
+            peak, made = trial_peak, count
             copy_rows(placed, trial, made)
-        middle = (failed + peak) // 2
+        if trial_peak <= middle:
+            met += 1
+            middle = peak - 1 if met == 1 else (failed + peak) // 2
+            continue
+        above = trial_peak - middle
+        gain = last_peak - last - above
+        if gain > 0:
+            step = -(-above * (middle - last) // gain)
+        else:
+            step = share(loads, first, trial, count, middle)
+        last, last_peak, failed = middle, trial_peak, middle
+        middle = middle + max(1, step) if met == 0 and tries < GUESSES else (failed + peak) // 2
     return peak, made
+
+
+@njit(cache=True)
+def share(loads, first, placed, made, threshold):
+    """What is too much, shared among the ranks that are full, rounded up."""
+    rank_loads = starting_loads(loads, first)
+    for copy in range(made):
+        home = np.searchsorted(first, placed[copy, 0], side="right") - 1
+        rank_loads[home] -= placed[copy, 2]
+        rank_loads[placed[copy, 1]] += placed[copy, 2]
+    over, full = 0, 0
+    for load in rank_loads:
+        if load >= threshold:
+            over += load - threshold
+            full += 1
+    return -(-over // full)
 
 
 @njit(cache=True)
@@ -104,7 +167,7 @@ def attempt_all(
                 of_domain, first - first[0], slots, threshold, min_tokens, len(placed), placed
             )
         else:
-            own_peak, made = probe(
+            own_peak, made, _ = probe(
                 of_domain,
                 first - first[0],
                 slots,
@@ -124,32 +187,13 @@ def attempt_all(
 
 
 @njit(cache=True)
-def fanout_and_transfers(found, made, first_of_rank):
-    """Most copies of one expert, and most copies that one rank receives or experts it gives."""
-    ranks = len(first_of_rank) - 1
-    copies_of = np.zeros(first_of_rank[-1], np.int64)
-    received = np.zeros(ranks, np.int64)
-    for copy in range(made):
-        copies_of[found[copy, 0]] += 1
-        received[found[copy, 1]] += 1
-    fanout, transfers = 0, 0
-    for rank in range(ranks):
-        given = 0
-        for expert in range(first_of_rank[rank], first_of_rank[rank + 1]):
-            fanout = max(fanout, copies_of[expert])
-            given += copies_of[expert] > 0
-        transfers = max(transfers, received[rank], given)
-    return fanout, transfers
-
-
-@njit(cache=True)
 def quickest(
     loads, first_of_rank, domain, slots, tolerance_parts, min_tokens, max_replicas,
     row, copy, each, layer, found, peak, made,
 ):  # fmt: skip
     """Of all rungs of the ladder, and no copies at all, what takes the least time, in `found`."""
-    fanout, transfers = fanout_and_transfers(found, made, first_of_rank)
-    time = row * peak + copy * transfers + each * made + (layer if made else 0)
+    fanout, egress, ingress = weigh(found, made, first_of_rank)
+    time = row * peak + copy * max(egress, ingress) + each * made + (layer if made else 0)
     at_home = row * starting_loads(loads, first_of_rank).max()
     if at_home <= time:
         time, made, fanout = at_home, 0, 0
@@ -161,8 +205,8 @@ def quickest(
         trial_peak, trial_made = attempt_all(
             False, loads, first_of_rank, domain, slots, threshold, min_tokens, max_replicas, trial
         )
-        trial_fanout, transfers = fanout_and_transfers(trial, trial_made, first_of_rank)
-        trial_time = row * trial_peak + copy * transfers + each * trial_made
+        trial_fanout, egress, ingress = weigh(trial, trial_made, first_of_rank)
+        trial_time = row * trial_peak + copy * max(egress, ingress) + each * trial_made
         trial_time += layer if trial_made else 0
         if (trial_time, trial_made, trial_fanout) < (time, made, fanout):
             time, made, fanout = trial_time, trial_made, trial_fanout

@@ -1,8 +1,8 @@
 """Which expert is copied into which rank, and how many tokens each copy serves.
 
 Every fast-link domain is solved for itself, against one threshold that all of them share:
-no rank shall serve more. Two small greedy members can meet a threshold; when neither does,
-a search finds the least threshold that one of them meets. Where time decides, several
+no rank shall serve more. Several small greedy members can meet a threshold; when none does, a
+search finds the least threshold that alias planning meets. Where time decides, several
 thresholds are tried, and the quickest plan is taken.
 
 Shapes: R ranks, E experts, C copies. `first_of_rank[r]..first_of_rank[r + 1]` are the places of
@@ -15,33 +15,70 @@ import numpy as np
 
 from ultraep.arrays import IntArray
 from ultraep.backends.reference.bound import lower_bound_of_domain
+from ultraep.backends.reference.circles import MOST_RANKS, VARIANTS, within_circles
 from ultraep.backends.reference.members import Attempt, Domain, alias, window
 from ultraep.config import PARTS, Rates, rungs_of
 
+GUESSES = 4  # of the search, before it bisects
+
 
 def probe(domain: Domain, threshold: int) -> Attempt:
-    """The best attempt at this threshold: the lowest peak above it, then the fewest copies."""
+    """The best attempt at this threshold: the lowest peak above it, then the fewest copies.
+
+    Then the lowest fan-out, then the fewest experts that one rank gives away.
+    """
     attempts = [alias(domain, threshold)]
     if threshold > domain.mean:
-        attempts.insert(0, window(domain, threshold))
-    return min(attempts, key=lambda a: (max(a.peak, threshold), len(a.copies)))
+        attempts.append(window(domain, threshold))
+        if len(domain.experts) <= MOST_RANKS:
+            attempts += [within_circles(domain, threshold, *variant) for variant in VARIANTS]
+    return min(attempts, key=lambda a: (max(a.peak, threshold), len(a.copies), a.fanout, a.egress))
 
 
 def solve(domain: Domain, threshold: int) -> Attempt:
-    """The best attempt at the threshold, or at the least one above it that can be met."""
+    """The best attempt at the threshold, or at the least one above it that alias planning meets.
+
+    An attempt that fails says where the next may succeed: the peak comes down in proportion as the
+    threshold goes up. When one has succeeded, the threshold below it is tried; bisection does the
+    rest.
+    """
     best = probe(domain, threshold)
     if best.peak <= threshold:
         return best
     bound = lower_bound_of_domain(domain.experts, domain.load, domain.slots, domain.max_replicas)
+    last = alias(domain, threshold)
     failed = max(threshold, bound - 1)
-    middle = failed + 1  # the bound itself is the likeliest to be the answer
+    middle = max(failed + 1, threshold + share(last))
+    met = tries = 0
     while best.peak - failed > 1:
-        attempt = probe(domain, middle)
-        if attempt.peak > middle:
-            failed = middle
+        middle = min(middle, best.peak - 1)
+        attempt = alias(domain, middle)
         best = min(best, attempt, key=lambda a: a.peak)
-        middle = (failed + best.peak) // 2
+        tries += 1
+        if attempt.peak <= middle:
+            met += 1
+            middle = best.peak - 1 if met == 1 else (failed + best.peak) // 2
+        else:
+            failed = middle
+            guess = middle + max(1, step(last, attempt))
+            middle = guess if not met and tries < GUESSES else (failed + best.peak) // 2
+            last = attempt
     return best
+
+
+def share(attempt: Attempt) -> int:
+    """What is too much, shared among the ranks that are full, rounded up."""
+    over = [load - attempt.threshold for load in attempt.rank_loads]
+    return -(-sum(max(0, tokens) for tokens in over) // sum(tokens >= 0 for tokens in over))
+
+
+def step(last: Attempt, attempt: Attempt) -> int:
+    """How much higher the threshold would have to be if the peak went on as since the last one."""
+    above = attempt.peak - attempt.threshold
+    gain = last.peak - last.threshold - above
+    if gain <= 0:
+        return share(attempt)
+    return -(-above * (attempt.threshold - last.threshold) // gain)
 
 
 def place(

@@ -1,4 +1,4 @@
-"""Twins of `alias` and `window` in `reference/place.py`: one domain, one program, in registers.
+"""Twins of `alias` and `window` in `reference/members.py`: one domain, one program, in registers.
 
 The ranks of the domain stand in columns, their home experts in rows: `home_HG` are the tokens still
 at home (-1 where a rank has no such expert) and `load_G` the tokens of every rank. A reduction over
