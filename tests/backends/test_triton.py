@@ -8,17 +8,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from cases import (
-    MAX_TOTAL,
-    NAMED,
-    configs,
-    distinct_ids,
-    draw_ids,
-    plan_of,
-    problems,
-    routings,
-    timed_configs,
-)
+from cases import MAX_TOTAL, NAMED, configs, distinct_ids, draw_ids, plan_of, problems, routings, timed_configs
 from guard import watched
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st

@@ -17,7 +17,9 @@ def first_donor(height, is_open, smallest_first):
         if height[circle] > 0:
             donors += 1
             if donor < 0 or (
-                height[circle] < height[donor] if smallest_first else height[circle] > height[donor]
+                height[circle] < height[donor]
+                if smallest_first
+                else height[circle] > height[donor]
             ):
                 donor = circle
     return donor, donors, slack

@@ -168,14 +168,7 @@ def attempt_all(
             )
         else:
             own_peak, made, _ = probe(
-                of_domain,
-                first - first[0],
-                slots,
-                threshold,
-                min_tokens,
-                len(placed),
-                placed,
-                spare,
+                of_domain, first - first[0], slots, threshold, min_tokens, len(placed), placed, spare
             )
         peak = max(peak, own_peak)
         for copy in range(made):

@@ -90,7 +90,9 @@ def _tightest_pair(
     return max(pairs, key=lambda p: (height[p[0]] + height[p[1]], height[p[0]]), default=None)
 
 
-def within_circles(domain: Domain, threshold: int, halves: int, smallest_first: bool) -> Attempt:
+def within_circles(
+    domain: Domain, threshold: int, halves: int, smallest_first: bool
+) -> Attempt:
     """As `alias`, but inside the circle of the fullest rank, as long as anyone there has room."""
     attempt = Attempt(domain, threshold)
     heights = [load - threshold for load in attempt.rank_loads]

@@ -69,6 +69,18 @@ class Planner:
         self._allocate(device)
         self.ladder = torch.tensor(ladder, dtype=INT, device=device)
         self.rates = torch.tensor(rates, dtype=torch.int64, device=device)
+        self._rates = {rates: self.rates}
+
+    def use(self, rates: tuple[int, int, int, int]) -> None:
+        """Plan by these rates from now on. Graphs go on by those that they were captured with."""
+        found = self._rates.get(rates)
+        if found is None:
+            found = torch.empty(len(rates), dtype=torch.int64, device=self.rates.device)
+            for index, number in enumerate(rates):
+                found[index].fill_(number)
+            if not (found.is_cuda and torch.cuda.is_current_stream_capturing()):
+                self._rates[rates] = found  # else a graph fills them, and nobody else may read them
+        self.rates = found
 
     def _pad(self) -> None:
         power = power_of_2

@@ -26,7 +26,6 @@ from ultraep.config import BalanceConfig
 from ultraep.errors import ConfigError, LoadError
 from ultraep.loads import MAX_TOTAL
 from ultraep.plan import Plan
-from ultraep.runtime.mapped.overlap import capturing
 from ultraep.topology import Topology
 
 POLICIES = ("ultraep", "none")
@@ -175,7 +174,6 @@ class ControlPlane:
             rates=config.rates_for(topology.ranks * topology.slots),
             timed=config.objective == "time" and config.policy == "ultraep" and topology.can_copy,
         )
-        self._rates = {config.rates: self._planner.rates}
         self._counter = Counter(topology.experts, rows, self.device)
         self._rerouter = Rerouter(self._planner, self._counter)
         self.faults = torch.zeros(3, dtype=torch.int32, device=self.device)
@@ -196,20 +194,9 @@ class ControlPlane:
         if config is not self.config:
             if replace(config, rates=self.config.rates) != self.config:
                 return False
-            self.config, self._planner.rates = config, self._rates_of(config)
+            self.config = config
+            self._planner.use(config.rates_for(self.topology.ranks * self.topology.slots))
         return True
-
-    def _rates_of(self, config: BalanceConfig) -> torch.Tensor:
-        """The rates on the device, which stay there as they are: a graph may read them again."""
-        if config.rates not in self._rates:
-            numbers = config.rates_for(self.topology.ranks * self.topology.slots)
-            made = torch.empty(len(numbers), dtype=torch.int64, device=self.device)
-            for index, number in enumerate(numbers):
-                made[index].fill_(number)
-            if capturing(self.device):  # filled again by every replay, and only there
-                return made
-            self._rates[config.rates] = made
-        return self._rates[config.rates]
 
     def count(self, ids: torch.Tensor) -> torch.Tensor:
         """Stage 1: [E] rows of every expert among the `[T, K]` ids; -1 is padding."""
