@@ -18,6 +18,7 @@ from ultraep import (
     BalanceConfig,
     Balancer,
     ConfigError,
+    ControlPlane,
     ExpertsFrom,
     LocalGroup,
     LocalPeers,
@@ -370,11 +371,38 @@ def test_ranks_of_one_thread_measure_nothing(measured):
     asked = measured(DEAR)
     group = LocalPeers(1, "cpu")
     balancer = Balancer(experts=8, peers=group.of(0), data_plane="mapped")
-    assert balancer.stats()["rates"] == {}
+    assert balancer.config.objective == "balance"
+    given = BalanceConfig(rates=CHEAP)
+    assert Balancer(experts=8, peers=group.of(0), config=given).config == given
     assert asked == []
 
 
-def test_plans_of_device_and_host_know_the_same_time():
+@pytest.mark.skipif(not interpreted(), reason="elsewhere, as the data plane of a GPU")
+def test_a_device_plans_by_rates_that_come_later():
+    topology = Topology(ranks=4, experts=8)
+    control = ControlPlane(topology, BalanceConfig(), rows=64)
+    assert not control.use(BalanceConfig(tolerance=0.1))
+    for seed, rates in enumerate((None, DEAR, CHEAP, Rates(row=1000, copy=4000), None)):
+        config = BalanceConfig(rates=rates)
+        loads = np.random.default_rng(seed).integers(0, 16, (4, 8)) * [9, 1, 1, 1, 1, 1, 1, 1]
+        assert control.use(config)
+        plan = control.plan(torch.from_numpy(loads)).to_host()
+        assert plan == ultraep.plan(loads, topology, config)
+        assert plan.rates == rates
+
+
+@pytest.mark.skipif(not interpreted(), reason="elsewhere, as the data plane of a GPU")
+def test_what_is_adopted_later_takes_the_place_of_what_was():
+    """Graphs read the memory of the first: it must hold the loads of the last."""
+    topology = Topology(ranks=2, experts=4)
+    control = ControlPlane(topology, rows=64)
+    first = control.adopt(ultraep.plan([[8, 0, 0, 0], [8, 0, 0, 0]], topology))
+    second = ultraep.plan([[0, 6, 2, 0], [0, 9, 0, 1]], topology)
+    control.adopt(second)
+    assert first.to_host() == second
+
+
+def test_plans_know_their_time():
     topology = Topology(ranks=2, experts=4)
     loads = np.array([[8, 0, 0, 0], [8, 0, 0, 0]])
     plan = ultraep.plan(

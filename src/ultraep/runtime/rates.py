@@ -84,7 +84,7 @@ class Kind:
 
     @property
     def gradient_bytes(self) -> int:
-        """Of an expert; 0: nothing of it learns."""
+        """Bytes of an expert's gradients; 0: nothing of it learns."""
         return sum(
             torch.Size(shape).numel() * accumulator(dtype).itemsize
             for _, shape, dtype, learns in self.parts
@@ -97,7 +97,7 @@ class Kind:
 
     @property
     def layout(self) -> Layout:
-        """Of an expert."""
+        """Where the tensors of an expert stand."""
         return Layout(tuple(part[:3] for part in self.parts))
 
 
@@ -225,7 +225,7 @@ class _Trials:
         return self._plane.trial(plan, self._loads, bundle, self._number)
 
     def seconds(self, placed_C3: IntArray, bundle: Bundle) -> list[float]:
-        """Of this rank, turn by turn, from a common start; the first turn takes memory."""
+        """Seconds of this rank, turn by turn, from a common start; the first takes memory."""
         device, found = self._loads.on_device.device, []
         for _ in range(TURNS + 1):
             copies = self.copies(placed_C3, bundle)
