@@ -106,7 +106,9 @@ def on_rank(rank: int, size: Size) -> dict[str, dict[str, Any]]:
 
 def measure(rank: int, size: Size, comm: Watched) -> dict[str, dict[str, Any]]:
     """Step times and stage times of every variant, the slowest rank's."""
-    balancer = ultraep.Balancer(experts=size.experts, slots=size.slots, communicator=comm)
+    config = ultraep.BalanceConfig(objective="balance")  # bench_cost.py asks what pays
+    options: dict[str, Any] = {"experts": size.experts, "slots": size.slots, "config": config}
+    balancer = ultraep.Balancer(communicator=comm, **options)
     moe = ultraep.BalancedMoE.swiglu(
         size.hidden, size.ffn, size.experts, size.top_k, balancer=balancer
     )

@@ -60,7 +60,10 @@ def trainers(size: Size) -> Iterator[dict[str, Trainer]]:
         made = {}
         for kind in KINDS:
             balancer = ultraep.Balancer(
-                dist.new_group(), experts=config.experts, in_flight=size.buffers
+                dist.new_group(),
+                experts=config.experts,
+                in_flight=size.buffers,
+                config=ultraep.BalanceConfig(objective="balance"),
             )
             stack.enter_context(closing(balancer))
             made[kind] = Trainer(config, options, balancer, Text())

@@ -81,7 +81,11 @@ def measure(rank: int, size: Size, comm: Any, folder: str) -> dict[str, list[flo
 def make_layer(rank: int, size: Size, comm: Any, folder: str | None) -> ultraep.BalancedMoE:
     """A layer whose router is given, on a balancer of its own."""
     balancer = ultraep.Balancer(
-        experts=size.experts, slots=size.slots, communicator=comm, record=folder
+        experts=size.experts,
+        slots=size.slots,
+        communicator=comm,
+        config=ultraep.BalanceConfig(objective="balance"),
+        record=folder,
     )
     moe = ultraep.BalancedMoE.swiglu(
         size.hidden, size.ffn, size.experts, size.top_k, balancer=balancer

@@ -40,7 +40,7 @@ def balancer_of(
         experts=config.experts,
         slots=args.slots,
         homes=even_homes(config.experts, dist.get_world_size()),
-        config=ultraep.BalanceConfig(policy=policy, tolerance=args.tolerance),
+        config=ultraep.BalanceConfig(policy=policy, tolerance=args.tolerance, objective="balance"),
         relay=args.relay,
         transport=args.transport,
     )

@@ -96,7 +96,11 @@ class Pretraining:
             slots=balance.slots,
             domain=balance.domain or None,
             homes=even_homes(experts, ep),
-            config=ultraep.BalanceConfig(policy=balance.policy, tolerance=balance.tolerance),
+            config=ultraep.BalanceConfig(
+                policy=balance.policy,
+                tolerance=balance.tolerance,
+                objective="balance",  # a run that resumes plans as it did: nothing is measured
+            ),
             relay=balance.relay,
             transport=way.transport,
             timeout=way.timeout or None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ultraep.errors import ConfigError
@@ -38,6 +39,43 @@ class Rates:
         for name in ("copy", "each", "layer"):
             _check_integer(name, getattr(self, name), least=0)
 
+    @classmethod
+    def from_seconds(cls, *, row: float, copy: float, each: float, layer: float) -> Rates:
+        """Rates with two digits; all of them in parts where one is longer than can be counted."""
+        numbers = [max(0, round(seconds * PER_SECOND)) for seconds in (row, copy, each, layer)]
+        while numbers[0] > MOST_PER_ROW or max(numbers) > UNLIMITED:  # what pays is the same
+            numbers = [number // 10 for number in numbers]
+        first, *others = map(two_digits, numbers)
+        row_ps = min(max(1, first), MOST_PER_ROW)
+        return cls.from_numbers([row_ps, *(min(number, UNLIMITED) for number in others)])
+
+    @classmethod
+    def from_text(cls, text: str) -> Rates:
+        """Rates as `str` tells them; what is not named is 0.
+
+        >>> Rates.from_text("row=5300,copy=41000000")
+        Rates(row=5300, copy=41000000, each=0, layer=0)
+        """
+        found: dict[str, int] = {}
+        for part in text.replace(",", " ").split():
+            name, _, number = part.partition("=")
+            if name not in RATE_NAMES or name in found or not number.isdecimal():
+                raise ConfigError(
+                    f"rates are {','.join(f'{n}=PICOSECONDS' for n in RATE_NAMES)}, got {text!r}"
+                )
+            found[name] = int(number)
+        if "row" not in found:
+            raise ConfigError(f"rates need row=PICOSECONDS, got {text!r}")
+        return cls(**found)
+
+    @classmethod
+    def from_numbers(cls, numbers: Sequence[int]) -> Rates:
+        """Rates of `numbers`."""
+        return cls(**dict(zip(RATE_NAMES, numbers, strict=True)))
+
+    def __str__(self) -> str:
+        return ",".join(f"{name}={getattr(self, name)}" for name in RATE_NAMES)
+
     @property
     def numbers(self) -> tuple[int, int, int, int]:
         """All four, in the order in which backends take them."""
@@ -49,7 +87,9 @@ class Rates:
         return self.row * peak + self.copy * transfers + self.each * copies + fixed
 
 
+RATE_NAMES = ("row", "copy", "each", "layer")
 NO_RATES = (0, 0, 0, 0)
+PER_SECOND = 10**12  # picoseconds
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -115,6 +155,16 @@ class BalanceConfig:
                 f"times are added up for at most {MOST_COPIES} spare slots, there are {spare_slots}"
             )
         return self.rates.numbers
+
+
+def two_digits(number: int) -> int:
+    """The number with two digits that count.
+
+    >>> two_digits(12_345), two_digits(96), two_digits(0), two_digits(9_960)
+    (12000, 96, 0, 10000)
+    """
+    step: int = 10 ** max(0, len(str(number)) - 2)
+    return (number + step // 2) // step * step
 
 
 def rungs_of(tolerance_parts: int) -> list[int]:

@@ -258,7 +258,10 @@ class _Gradients:
     def __init__(self, copies: Copies, homes: Weights, knows_spans: bool) -> None:
         self._copies, self._homes = copies, homes
         kinds = {n: (tuple(w.shape[1:]), accumulator(w.dtype)) for n, w in homes.items()}
-        self._of_copies = copies.gradient_slots(kinds)
+        if copies.possible or knows_spans:
+            self._of_copies = copies.gradient_slots(kinds)
+        else:  # of none, so that nobody clears memory for them
+            self._of_copies = {n: w.new_empty(0, *w.shape[1:]) for n, w in homes.items()}
         wide = {n: kind for n, (_, kind) in kinds.items()}
         narrower = any(w.dtype != wide[n] for n, w in homes.items())
         apart = copies.possible and knows_spans and narrower

@@ -65,6 +65,7 @@ class BalancedMoE(nn.Module):
         ids, gates, _ = routing = Routing(*self.router(tokens))
         told = {"layer": self.layer_index, "bundle": bundle, "rows": rows, "gates": gates}
         loads = balancer.gather(ids, **told)  # 1 loads
+        balancer.learn_rates(loads, self.experts, bundle, rows, gates, policy=policy)  # once
         plan = self.last_plan = balancer.plan(loads, policy=policy)  # 2 plan
         with balancer.replicate(plan, loads, bundle) as copies:  # 3 replicate
             exchange = balancer.reroute(ids, plan, loads)  # 4 reroute

@@ -15,7 +15,7 @@ import numpy as np
 
 from ultraep.arrays import IntArray, frozen
 from ultraep.backends import select
-from ultraep.config import BalanceConfig
+from ultraep.config import NO_RATES, BalanceConfig, Rates
 from ultraep.errors import ConfigError, LoadError, SlotError
 from ultraep.loads import MAX_TOTAL, as_integers, as_loads, device_of
 from ultraep.policies import BUILT_IN, Policy, Problem, get_policy
@@ -23,6 +23,7 @@ from ultraep.rules import check_copies, check_plan, check_shape
 from ultraep.topology import Topology
 
 DEFAULT_CONFIG = BalanceConfig()
+PER_MS = 1e9  # picoseconds
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -134,6 +135,39 @@ class Plan:
         return rank_loads
 
     @property
+    def rates(self) -> Rates | None:
+        """What tokens and copies cost, where time is the objective and that is known."""
+        return self.config.rates if self.config.objective == "time" else None
+
+    @property
+    def rate_numbers(self) -> tuple[int, int, int, int]:
+        """The rates as traces keep them; zeros: there are none."""
+        return NO_RATES if self.rates is None else self.rates.numbers
+
+    @property
+    def time(self) -> int | None:
+        """Picoseconds that the rates say it takes."""
+        if self.rates is None:
+            return None
+        transfers = max(self.max_ingress, self.max_egress)
+        peak = _largest(self.rank_loads)
+        return self.rates.time(peak=peak, transfers=transfers, copies=self.num_replicas)
+
+    @property
+    def time_without_copies(self) -> int | None:
+        """Picoseconds that it would take without its copies, by the rates."""
+        if self.rates is None:
+            return None
+        return self.rates.time(peak=_largest(self.initial_rank_loads), transfers=0, copies=0)
+
+    @property
+    def left_alone(self) -> bool:
+        """Whether ranks stay uneven, since by the rates no copies would pay for themselves."""
+        if self.rates is None or self.num_replicas or not self.topology.can_copy:
+            return False
+        return self.config.policy == "ultraep" and self.imbalance > 1 + self.config.tolerance
+
+    @property
     def remote_tokens(self) -> int:
         """Tokens served by another rank than the one they come from."""
         homes = self.topology.home_of_expert
@@ -203,8 +237,14 @@ class Plan:
         return (
             f"Plan({self.config.policy}, {self.topology.ranks} ranks, "
             f"{self.topology.experts} experts: imbalance {self.initial_imbalance:.3f} -> "
-            f"{self.imbalance:.3f} with {self.num_replicas} copies)"
+            f"{self.imbalance:.3f} with {self.num_replicas} copies{self._times()})"
         )
+
+    def _times(self) -> str:
+        if self.time is None or self.time_without_copies is None:
+            return ""
+        found, without = (ps / PER_MS for ps in (self.time, self.time_without_copies))
+        return f", {found:.3g} ms by its rates, {without:.3g} without copies"
 
     def _over_mean(self, tokens: int) -> float:
         return tokens * self.topology.ranks / self.total if self.total else 1.0

@@ -25,7 +25,9 @@ import torch
 from ultraep.bundle import Bundle
 from ultraep.config import BalanceConfig
 from ultraep.plan import Plan
+from ultraep.topology import Topology
 
+NO_LAYER = -1  # of what is made up
 Kinds = Mapping[str, tuple[tuple[int, ...], torch.dtype]]  # shape and type of tensors, by name
 
 
@@ -50,6 +52,10 @@ class Loads(Protocol):
     @property
     def on_device(self) -> torch.Tensor:
         """[R, E] where the ids are."""
+
+    @property
+    def about_rows(self) -> int:
+        """Routed rows of all ranks as the hosts know them, alike on all: no less than there are."""
 
 
 class AnyPlan(Protocol):
@@ -79,7 +85,7 @@ class Copies(Protocol):
 
     @property
     def possible(self) -> bool:
-        """Whether there can be copies at all, whatever the loads."""
+        """Whether there can be copies in this microbatch, as far as the host knows."""
 
     @property
     def kernels(self) -> bool:
@@ -153,6 +159,10 @@ class DataPlane(Protocol):
     def name(self) -> str:
         """`messages` or `mapped`."""
 
+    @property
+    def topology(self) -> Topology:
+        """Where experts live, and where copies may go."""
+
     def gather(self, ids: torch.Tensor, microbatch: Microbatch, bundle: Bundle, **rows: Any) -> Any:
         """Stage 1: the exact loads of all ranks from the `[T, K]` ids of this one; -1: padding.
 
@@ -167,6 +177,9 @@ class DataPlane(Protocol):
 
     def reroute(self, ids: torch.Tensor, plan: Any, loads: Any) -> Exchange:
         """Stage 4: a slot for every routed row of this rank, and the way there."""
+
+    def trial(self, plan: Plan, loads: Any, bundle: Bundle, number: int, /) -> Copies:
+        """Copies of a plan that is made up, to be timed; none of that number were sent before."""
 
     def verify(self, plan: Any, loads: Any, /) -> None:
         """Raise if ranks have other plans."""

@@ -48,6 +48,9 @@ class Stacks:
         assert (sums is None) == (self.spans is None)
         assert sums is None or sums.stride() == homes.stride(), (sums.stride(), homes.stride())
 
+    def __len__(self) -> int:
+        return len(self.homes) + len(self.copies)
+
     def __getitem__(self, slot: int) -> torch.Tensor:
         spare = slot - len(self.homes)
         return self.homes[slot] if spare < 0 else self.copies[spare]
@@ -107,6 +110,7 @@ class Products(Protocol):
     ) -> None:
         """Overwrite `into`, [N, K] of every slot, by d_out^T @ rows; zeros where no rows are.
 
+        Of slots that have no place there, nobody wants to know.
         And `bias`, [N] of every slot, by the sum of d_out; only there, rows times `scale` [A].
         """
         ...
@@ -174,7 +178,7 @@ class TorchProducts:
         *,
         scale: torch.Tensor | None = None,
     ) -> None:
-        for slot, (begin, end) in enumerate(pairwise(self._begins)):
+        for slot, (begin, end) in enumerate(pairwise(self._begins[: len(into) + 1])):
             part = slice(begin, end)
             d_out = d_out_AN[part]
             into[slot].copy_(d_out.T @ rows_AK[part])

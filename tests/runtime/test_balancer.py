@@ -338,6 +338,10 @@ def test_stats():
         "imbalance_after": 0.0,
         "imbalance_worst": 0.0,
         "copies": 0,
+        "priced": 0,
+        "left_alone": 0,
+        "planned_seconds": 0.0,
+        "planned_seconds_without_copies": 0.0,
         "remote_share": 0.0,
         "weights_bytes_sent": 0,
         "weights_copies_sent": 0,
@@ -346,6 +350,7 @@ def test_stats():
         "timed": 0,
         "seconds": {},
         "pool_bytes": 0,
+        "rates": {},
     }
     assert reset | {"pool_bytes": 0} == empty
     plan = ultraep.plan(plan_none.loads, plan_none.topology)

@@ -18,6 +18,7 @@ from rich.text import Text
 
 from ultraep.cli import render
 from ultraep.cli.lists import names_in, numbers_in
+from ultraep.config import Rates
 from ultraep.errors import ConfigError
 from ultraep.outputs import check_targets, is_stream
 from ultraep.policies import get_policy
@@ -79,6 +80,7 @@ def _heading(name: str, trace: Trace) -> Text:
     lines = [f"{name}: {', '.join(parts)}"]
     policies = " and ".join(np.unique(trace.policy).tolist()) or header.policy
     lines.append(f"policy {policies}, tolerance {header.tolerance:g}, recorded {header.created}")
+    lines += _decisions(trace)
     if len(trace):
         steps, tokens = trace.steps, trace.rank_loads.sum(axis=1).mean()
         lines.append(
@@ -88,6 +90,27 @@ def _heading(name: str, trace: Trace) -> Text:
     if header.note:
         lines.append(header.note)
     return Text("\n".join(lines) + "\n")
+
+
+def _decisions(trace: Trace) -> list[str]:
+    """By which rates plans were made, and how many of them copy nothing for that."""
+    if trace.header.objective != "time":
+        return []
+    named: dict[tuple[int, ...], list[int]] = {}
+    for layer in trace.layers.tolist():
+        for numbers in np.unique(trace.of_layer(layer).rates, axis=0).tolist():
+            named.setdefault(tuple(numbers), []).append(layer)
+    lines = [
+        f"objective time, layers {', '.join(map(str, layers))}: "
+        + (
+            f"{Rates.from_numbers(numbers)} picoseconds"
+            if any(numbers)
+            else "no rates, planned for balance"
+        )
+        for numbers, layers in named.items()
+    ]
+    alone = int(trace.left_alone.sum())
+    return [*lines, f"{_count(alone, 'record')} left alone: no copies would pay"] if lines else []
 
 
 def _grid(*columns: str) -> Table:

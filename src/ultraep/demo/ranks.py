@@ -124,7 +124,7 @@ class Demo:
             experts=sizes.experts,
             slots=sizes.slots,
             homes=even_homes(sizes.experts, dist.get_world_size()),
-            config=BalanceConfig(policy=policy),
+            config=BalanceConfig(policy=policy, objective="balance"),
             record=record,
         )
         with closing(made):

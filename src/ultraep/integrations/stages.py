@@ -37,6 +37,7 @@ def run_stages(
     serve: stage 6, on the rows that arrive, with home weights and with copies.
     """
     loads = balancer.gather(ids, layer=layer, bundle=bundle, rows=tokens, gates=gates)
+    balancer.learn_rates(loads, serve, bundle, tokens, gates, policy=policy)
     plan: AnyPlan = balancer.plan(loads, policy=policy)
     with balancer.replicate(plan, loads, bundle) as copies:
         exchange = balancer.reroute(ids, plan, loads)

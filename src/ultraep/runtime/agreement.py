@@ -44,6 +44,7 @@ class Point(IntEnum):
     BACKWARD = 3
     STATE = 4
     PLANE = 5
+    RATES = 6
 
 
 WORDS = {
@@ -53,6 +54,7 @@ WORDS = {
     Point.BACKWARD: "the backward pass",
     Point.STATE: "the full state",
     Point.PLANE: "the choice of a data plane",
+    Point.RATES: "the measuring of rates",
 }
 
 

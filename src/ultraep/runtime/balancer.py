@@ -44,6 +44,8 @@ from ultraep.runtime.observe import (
     Observer,
     Watch,
 )
+from ultraep.runtime.pricing import Group, Pricing, from_environment, measurable
+from ultraep.runtime.rates import Serve
 from ultraep.runtime.recording import Recording, open_recorder, wanted
 from ultraep.runtime.settings import DeviceShare, Settings
 from ultraep.runtime.stats import Stats
@@ -64,7 +66,9 @@ class Balancer(Unique):
 
     group: a torch.distributed process group; None: one process is the whole group.
     experts, slots, domain, homes: see `Topology`.
-    config or policy: how to balance; `policy` alone is short for `BalanceConfig(policy=...)`.
+    config or policy: how to balance; `policy` alone is short for `BalanceConfig(policy=...)`. With
+        the objective "time" and no rates, these are measured with the first microbatch of a layer,
+        unless the environment variable ULTRAEP_RATES gives them, or is "off": docs/cost.md.
     data_plane: "mapped", GPUs that map each other's memory, and no host between the stages;
         "messages" of torch.distributed; "auto": mapped where all ranks can.
     tokens, capacity: of the mapped plane: the most tokens of a rank in a microbatch, and the most
@@ -114,7 +118,9 @@ class Balancer(Unique):
     ) -> None:
         if config is not None and policy is not None:
             raise ConfigError(f"give config or policy, not both: {config} and {policy!r}")
-        self.config = config or BalanceConfig(policy="ultraep" if policy is None else policy)
+        self.config = from_environment(
+            config or BalanceConfig(policy="ultraep" if policy is None else policy)
+        )
         get_policy(self.config.policy)
         self.settings = Settings(
             backend=backend,
@@ -132,6 +138,7 @@ class Balancer(Unique):
         _warm_up(backend)
         self.group, self._peers = group, peers
         self._join(communicator, record, (experts, slots, domain, homes))
+        self._pricing = Pricing(self.topology)
         self._layers = self._steps = 0
         self._versions, self._watch, self._stats = Versions(), Watch(), Stats()
         self._planes: dict[torch.device, tuple[Choice, DataPlane, Any]] = {}
@@ -152,6 +159,7 @@ class Balancer(Unique):
             self.topology = Topology(
                 ranks=self.comm.size, experts=experts, slots=slots, domain=domain, homes=homes
             )
+            self.config = measurable(self.config, self.comm)
             agreed = (self.topology, self.config, settings.agreed(), wanted(record), __version__)
             self._agreed = repr(agreed)
             self._agreement = Agreement(self.comm, self._agreed, experts)
@@ -161,10 +169,11 @@ class Balancer(Unique):
 
     def __repr__(self) -> str:
         chosen = [f"{c.name} on {device}: {c.reason}" for device, (c, *_) in self._planes.items()]
+        topology, config = self.topology, self.config
         return (
-            f"Balancer(rank {self.rank} of {self.comm.size}, {self.topology.experts} experts, "
-            f"{self.topology.slots} slots, policy {self.config.policy!r}, data plane "
-            f"{'; '.join(chosen) or 'not chosen before the first microbatch'})"
+            f"Balancer(rank {self.rank} of {self.comm.size}, {topology.experts} experts, "
+            f"{topology.slots} slots, policy {config.policy!r}, {self._pricing.told(config)}, "
+            f"data plane {'; '.join(chosen) or 'not chosen before the first microbatch'})"
         )
 
     @property
@@ -202,13 +211,36 @@ class Balancer(Unique):
         return loads
 
     @unseen()
+    def learn_rates(
+        self,
+        loads: Loads,
+        serve: Serve,
+        bundle: Bundle,
+        rows: torch.Tensor,
+        gates: torch.Tensor,
+        *,
+        policy: str | None = None,
+    ) -> None:
+        """Between stages 1 and 2: measure what rows and copies of such a layer cost, if need be.
+
+        Once for each kind of layer, by all ranks together; then it costs nothing. Without it, and
+        without `BalanceConfig(rates=...)`, plans are made for balance.
+
+        serve: stage 6, `serve(arrivals, copies)`, which is tried on made-up rows.
+        """
+        if self._pricing.lacks(loads.microbatch, self._config_for(policy)):
+            group = Group(self.comm, self._agreement, self._plane_of(loads), self._watch)
+            again = max(self._layers, self._pricing.layers + 1) > self.settings.in_flight
+            self._pricing.learn(group, loads, serve, bundle, rows, gates, again=again)
+
+    @unseen()
     def plan(self, loads: Loads, *, policy: str | None = None) -> Any:
         """Stage 2: the plan of this microbatch; every rank finds the same.
 
         A `Plan`, or on the mapped plane one that has not left the device; both have `to_host`.
         """
         plane, microbatch = self._plane_of(loads), loads.microbatch
-        config = self.config if policy is None else replace(self.config, policy=policy)
+        config = self._pricing.config(loads, self._config_for(policy))
         with self._watch.stage("plan", microbatch):
             plan: AnyPlan = plane.plan(loads, config)
         self._watch.planned(microbatch, plan)
@@ -216,6 +248,9 @@ class Balancer(Unique):
             with self._watch.stage("verify", microbatch):
                 plane.verify(plan, loads)
         return plan
+
+    def _config_for(self, policy: str | None) -> BalanceConfig:
+        return self.config if policy is None else replace(self.config, policy=policy)
 
     def replicate(self, plan: AnyPlan, loads: Loads, bundle: Bundle) -> Copies:
         """Stage 3: spare slots filled with weights of `bundle`, for the time of a `with` block."""
@@ -322,7 +357,7 @@ class Balancer(Unique):
         """
         self._settle()
         held = sum(plane.nbytes for _, plane, _ in self._planes.values())
-        return self._stats.summary() | {"pool_bytes": held}
+        return self._stats.summary() | {"pool_bytes": held, "rates": self._pricing.known()}
 
     def reset_stats(self) -> None:
         """Start counting anew."""

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol, Self
 from weakref import WeakKeyDictionary
 
@@ -68,6 +69,13 @@ class Watch:
     def __init__(self) -> None:
         self.clock: Clock | None = None
         self.others: list[Observer] = []
+
+    @contextmanager
+    def nobody(self) -> Iterator[None]:
+        """What happens in this block is no microbatch, and nobody is told."""
+        clock, others, self.clock, self.others = self.clock, self.others, None, []
+        yield
+        self.clock, self.others = clock, others
 
     def stage(self, name: str, microbatch: Microbatch) -> _Stage:
         """The `with` block is this stage."""

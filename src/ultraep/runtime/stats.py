@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import Any
 
+from ultraep.config import PER_SECOND
 from ultraep.plan import Plan
 from ultraep.plane import Microbatch
 
@@ -20,6 +21,7 @@ class Stats:
         self._microbatches = self._timed = 0
         self._before = self._after = self._worst = 0.0
         self._copies = self._tokens = self._remote = 0
+        self._left_alone = self._priced = self._time = self._without = 0
         self._sent: dict[str, int] = defaultdict(int)
         self._seconds: dict[str, float] = defaultdict(float)
 
@@ -32,6 +34,12 @@ class Stats:
         self._copies += plan.num_replicas
         self._tokens += plan.total
         self._remote += plan.remote_tokens
+        time, without = plan.time, plan.time_without_copies
+        if time is not None and without is not None:
+            self._priced += 1
+            self._left_alone += plan.left_alone
+            self._time += time
+            self._without += without
 
     def took(self, _: Microbatch, stage: str, seconds: float) -> None:
         self._seconds[stage] += seconds
@@ -44,7 +52,11 @@ class Stats:
         """Nothing: sums know no microbatch."""
 
     def summary(self) -> dict[str, Any]:
-        """Means over microbatches, totals of what this rank sent, seconds per stage."""
+        """Means over microbatches, totals of what this rank sent, seconds per stage.
+
+        Of the `priced` ones, planned by rates: how many of them are left alone since no copies
+        would pay, and what the plans should take in all, as they are and without copies.
+        """
         count = max(1, self._microbatches)
         for_all = count / self._timed if self._timed else 1.0
         return {
@@ -53,6 +65,10 @@ class Stats:
             "imbalance_after": self._after / count,
             "imbalance_worst": self._worst,
             "copies": self._copies,
+            "priced": self._priced,
+            "left_alone": self._left_alone,
+            "planned_seconds": self._time / PER_SECOND,
+            "planned_seconds_without_copies": self._without / PER_SECOND,
             "remote_share": self._remote / max(1, self._tokens),
             "weights_bytes_sent": self._sent["weights_bytes_sent"],
             "weights_copies_sent": self._sent["weights_copies_sent"],

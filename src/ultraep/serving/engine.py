@@ -160,7 +160,9 @@ class Engine:
         policy = policy_of(variant)
         least = self.min_tokens if policy == "ultraep" else 1
         for owner in self.owners:
-            owner.config = BalanceConfig(policy=policy, min_tokens_per_replica=least)
+            owner.config = BalanceConfig(
+                policy=policy, min_tokens_per_replica=least, objective="balance"
+            )
             self.even[id(owner)].on = variant == FORCED or self.routing == "even"
 
     def _ids(self, prompt: Prompt) -> torch.Tensor:

@@ -12,5 +12,5 @@ what is modelled, what is not, and how well it predicts.
     memory.py    bytes of the fullest device          serving.py   requests that arrive and wait
     run.py       all of it together                   published.py the paper's settings
     advise.py    does it pay, with which settings     gain.py      range of the gain, break-even
-    reasons.py   why, in plain words
+    reasons.py   why, in plain words                  rates.py     what rows and copies cost
 """

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ultraep.arrays import IntArray
-from ultraep.config import BalanceConfig
+from ultraep.config import BalanceConfig, Rates
 from ultraep.errors import FileError
 from ultraep.inputs import names_of_arrays, read_arrays, read_text
 from ultraep.outputs import is_unfinished
@@ -114,9 +114,23 @@ class Trace:
         """[N] copies of every record."""
         return np.diff(self.copy_ends, prepend=0)
 
+    @property
+    def left_alone(self) -> NDArray[np.bool_]:
+        """[N] whether ranks stay uneven, since by the rates no copies would pay."""
+        uneven = self.imbalance_before > 1 + self.header.tolerance
+        free = (self.rates[:, 0] > 0) & (self.policy == "ultraep") & self.topology.can_copy
+        found: NDArray[np.bool_] = uneven & free & (self.num_copies == 0)
+        return found
+
     def config(self, record: int) -> BalanceConfig:
         """How a record was planned."""
-        return replace(self.header.config, policy=str(self.policy[record]))
+        policy, rates = str(self.policy[record]), self.rates_of(record)
+        return replace(self.header.config, policy=policy, rates=rates)
+
+    def rates_of(self, record: int) -> Rates | None:
+        """What tokens and copies cost when it was planned, if anybody knew."""
+        numbers = self.rates[record].tolist()
+        return Rates.from_numbers(numbers) if any(numbers) else None
 
     def plan(self, record: int) -> Plan:
         """The plan of a record, as it was made."""

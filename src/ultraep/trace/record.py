@@ -170,7 +170,7 @@ class Recorder:
                 f"the plan is one for {plan.topology}, the trace for {self.header.topology}"
             )
         mine, its = self._config, plan.config
-        if mine is not its and replace(its, policy=mine.policy) != mine:
+        if mine is not its and replace(its, policy=mine.policy, rates=mine.rates) != mine:
             raise ConfigError(f"the plan was made with {its}, the trace is one of {mine}")
 
     def _rows(self, slot_rows: Any) -> Array:

@@ -114,12 +114,13 @@ def replayed(trace: Trace, case: Case) -> Replayed:
 
 
 def plans(trace: Trace, case: Case) -> Iterator[Plan]:
-    """The plans of all records, in their order."""
+    """The plans of all records, in their order, by the rates that were recorded."""
     past: dict[int, deque[IntArray]] = defaultdict(lambda: deque(maxlen=case.history or 1))
     for record in range(len(trace)):
         loads_RE = regrouped_loads(trace.loads[record], case.topology.ranks)
         seen = past[int(trace.layer[record])]
-        yield _plan(loads_RE, case, seen)
+        priced = replace(case, config=replace(case.config, rates=trace.rates_of(record)))
+        yield _plan(loads_RE, priced, seen)
         seen.append(loads_RE.sum(axis=0))
 
 

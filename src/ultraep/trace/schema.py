@@ -40,7 +40,11 @@ SHAPE = (
     "domain",
     "homes",
 )  # entries of the header that are a topology
-SETTINGS = ("policy", "tolerance", "min_tokens_per_replica", "max_replicas", "locality")
+SETTINGS = (
+    *("policy", "tolerance", "min_tokens_per_replica", "max_replicas", "locality"),
+    "objective",
+)
+OLD_OBJECTIVE = "balance"  # of traces that do not tell
 
 FORWARD = ("loads", "plan", "verify", "replicate", "reroute", "dispatch", "experts", "combine")
 BACKWARD = (
@@ -59,7 +63,7 @@ Arrays = dict[str, Array]
 class Field:
     """An array of a trace, and what becomes of it on its way.
 
-    kind, shape: its type; a letter for every dimension in the pieces of a rank, 1 and 3 are
+    kind, shape: its type; a letter for every dimension in the pieces of a rank, digits are
         themselves.
     join: how those of all ranks become one. "key": a record is known by it; "same": all ranks know
         it alike, rank 0 writes it; "ranks": side by side, a dimension R behind N; "slots": those
@@ -100,6 +104,8 @@ FIELDS: tuple[Field, ...] = (
     Field("copy_ends", "int32", "N", "same", plan="replicas"),
     Field("copies", "int32", "C3", "same", plan="replicas"),  # expert, host rank, spare slot
     Field("quotas", "int32", "C", "same", plan="quotas"),
+    # picoseconds of `config.Rates` that the plan was made by; zeros: there were none
+    Field("rates", "int64", "N4", "same", plan="rate_numbers", default=0, since=3),
     Field("slot_rows", "int32", "NL", "slots"),  # rows that arrived in each slot
     # weights and gradients of copies that the rank sent
     Field("bytes_moved", "int64", "N", "ranks", default=0, late="more_bytes", table="sum"),
@@ -114,6 +120,7 @@ FIELDS: tuple[Field, ...] = (
     Field("left_out", "int64", "1", "counted"),  # records that not all ranks have
 )
 VERSION = max(one.since for one in FIELDS)
+OBJECTIVE_SINCE = 3  # in the header
 KEY = tuple(one.name for one in FIELDS if one.join == "key")
 ENDS = "copy_ends"  # of what has the letter C
 
@@ -164,6 +171,7 @@ class Header:
     min_tokens_per_replica: int
     max_replicas: int | None
     locality: bool
+    objective: str = OLD_OBJECTIVE
     stages: tuple[str, ...] = STAGES
     note: str = ""
     created: str = ""
@@ -221,6 +229,8 @@ class Header:
             raise FileError(
                 f"{where}: a trace of version {version}, this program reads versions 1 to {VERSION}"
             )
+        if version < OBJECTIVE_SINCE:
+            content.setdefault("objective", OLD_OBJECTIVE)
         wrong = {entry.name for entry in fields(cls)} ^ content.keys()
         if wrong:
             told = ", ".join(sorted(wrong))
@@ -244,7 +254,7 @@ class Header:
         """What the letters of shapes stand for, as far as the header knows."""
         slots = int(self.topology.first_slot_of_rank[-1])
         known = {"R": self.ranks, "E": self.experts, "S": slots, "G": len(self.stages)}
-        return known | {"L": self.slots_of(rank), "1": 1, "3": 3}
+        return known | {"L": self.slots_of(rank), "1": 1, "3": 3, "4": 4}
 
 
 def _object(text: str, where: str | Path) -> dict[str, Any]:

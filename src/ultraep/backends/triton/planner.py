@@ -28,8 +28,8 @@ class Planner:
     `plan` only launches kernels, and always the same ones: it can be captured in a graph. The
     results stand in tensors that the next call overwrites; rows behind the last copy are -1 or 0.
     `places`: where each of them begins and ends in `result`, and its shape.
-    `rates`: what tokens and copies cost, 64-bit numbers that may change between plans; where they
-    were all 0 from the start, time never decides.
+    `rates`: what tokens and copies cost, 64-bit numbers; others may be put there between plans.
+    timed: whether time may decide, though there are no rates yet.
     """
 
     num_replicas: torch.Tensor
@@ -52,13 +52,14 @@ class Planner:
         locality: bool,
         device: torch.device,
         rates: tuple[int, int, int, int] = NO_RATES,
+        timed: bool = False,
     ) -> None:
         self.ranks, self.experts = len(first_of_rank) - 1, len(experts_by_rank)
         self.domain, self.slots, self.locality = domain, slots, locality
         self.domains = self.ranks // domain
         self.limit = min(max_replicas, domain * slots)
         self.min_tokens = min(min_tokens, 2**31 - 1)
-        self.timed = rates != NO_RATES
+        self.timed = timed or rates != NO_RATES
         ladder = rungs_of(tolerance_parts) if self.timed else [tolerance_parts]
         self.rungs, self.slack = len(ladder), ladder[-1] > 0 or self.domains > 1
         self.homes = max(1, int(np.diff(first_of_rank).max()))
@@ -68,6 +69,18 @@ class Planner:
         self._allocate(device)
         self.ladder = torch.tensor(ladder, dtype=INT, device=device)
         self.rates = torch.tensor(rates, dtype=torch.int64, device=device)
+        self._rates = {rates: self.rates}
+
+    def use(self, rates: tuple[int, int, int, int]) -> None:
+        """Plan by these rates from now on. Graphs go on by those that they were captured with."""
+        found = self._rates.get(rates)
+        if found is None:
+            found = torch.empty(len(rates), dtype=torch.int64, device=self.rates.device)
+            for index, number in enumerate(rates):
+                found[index].fill_(number)
+            if not (found.is_cuda and torch.cuda.is_current_stream_capturing()):
+                self._rates[rates] = found  # else a graph fills them, and nobody else may read them
+        self.rates = found
 
     def _pad(self) -> None:
         power = power_of_2

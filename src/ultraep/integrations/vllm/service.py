@@ -90,6 +90,7 @@ class Service:
                 policy=settings.policy,
                 tolerance=settings.tolerance,
                 min_tokens_per_replica=rows,
+                objective="balance",  # by `rows`: copies stay, so that rates would ask too much
             ),
             in_flight=len(self.layers) if settings.keep else 1,
             record=settings.record,

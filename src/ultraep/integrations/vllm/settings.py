@@ -16,7 +16,7 @@ from ultraep.policies import get_policy
 
 KEY = "ultraep"  # in the additional configuration
 PREFIX = "ULTRAEP_"  # in the environment
-OTHERS = {"ULTRAEP_TRACE"}  # variables with that prefix that are read elsewhere
+OTHERS = {"ULTRAEP_TRACE", "ULTRAEP_RATES"}  # variables with that prefix that are read elsewhere
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -172,17 +172,31 @@ class ControlPlane:
             config.locality,
             self.device,
             rates=config.rates_for(topology.ranks * topology.slots),
+            timed=config.objective == "time" and config.policy == "ultraep" and topology.can_copy,
         )
         self._counter = Counter(topology.experts, rows, self.device)
         self._rerouter = Rerouter(self._planner, self._counter)
         self.faults = torch.zeros(3, dtype=torch.int32, device=self.device)
         self._counter.unknown, self._planner.faults, self._rerouter.unlike = self.faults.split(1)
         self._plan: DevicePlan | None = None
+        self._adopted_loads: torch.Tensor | None = None
         local = int(topology.homes_per_rank[rank]) + topology.slots
         self._slots, self._order, self._positions = torch.zeros(
             3, rows, dtype=torch.int32, device=self.device
         )
         self._received = torch.zeros(topology.ranks, local, dtype=torch.int32, device=self.device)
+
+    def use(self, config: BalanceConfig) -> bool:
+        """Plan by this config from now on, if only its rates are others; whether that is so.
+
+        A graph goes on by those that it was captured with.
+        """
+        if config is not self.config:
+            if replace(config, rates=self.config.rates) != self.config:
+                return False
+            self.config = config
+            self._planner.use(config.rates_for(self.topology.ranks * self.topology.slots))
+        return True
 
     def count(self, ids: torch.Tensor) -> torch.Tensor:
         """Stage 1: [E] rows of every expert among the `[T, K]` ids; -1 is padding."""
@@ -225,8 +239,10 @@ class ControlPlane:
         held[topology.home_slot_of_expert] = np.arange(topology.experts)
         held[slots] = plan.replicas[:, 0]
         p.expert_of_slot.copy_(torch.from_numpy(held))
-        loads = torch.from_numpy(plan.loads.copy()).to(self.device)
-        self._plan = replace(self._device_plan(loads), config=plan.config)
+        if self._adopted_loads is None:  # one piece of memory, which graphs read again
+            self._adopted_loads = torch.zeros(plan.loads.shape, dtype=torch.int64).to(self.device)
+        self._adopted_loads.copy_(torch.from_numpy(plan.loads.copy()))
+        self._plan = replace(self._device_plan(self._adopted_loads), config=plan.config)
         return self._plan
 
     def reroute(

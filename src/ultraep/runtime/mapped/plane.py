@@ -23,7 +23,7 @@ from ultraep.config import BalanceConfig
 from ultraep.errors import ConfigError, LoadError
 from ultraep.plan import Plan
 from ultraep.plan import plan as make_plan
-from ultraep.plane import Microbatch
+from ultraep.plane import NO_LAYER, Microbatch
 from ultraep.runtime.agreement import Agreement, Place, Point
 from ultraep.runtime.history import History
 from ultraep.runtime.mapped.control import POLICIES, DevicePlan
@@ -45,6 +45,7 @@ class DeviceLoads:
     ids: torch.Tensor  # those of this rank that were counted
     room: Room
     turn: int  # of the microbatch on this plane
+    about_rows: int  # of all ranks, if each had as many tokens as that with the most
 
 
 class MappedPlane:
@@ -86,12 +87,13 @@ class MappedPlane:
     ) -> DeviceLoads:
         """Stage 1."""
         told = signature(resolve(bundle), **rows)
-        room = self._room_for(ids, microbatch, told)
+        room, most = self._room_for(ids, microbatch, told)
         room.look()
         self._turn += 1
         kind = zlib.crc32(f"layer {microbatch.layer}: {told}".encode()) >> 1
         loads = room.memory.share_loads(room.control.count(ids.contiguous()), kind)
-        return DeviceLoads(microbatch, loads, ids, room, self._turn)
+        about = most * ids.shape[1] * self.topology.ranks
+        return DeviceLoads(microbatch, loads, ids, room, self._turn, about)
 
     def plan(self, loads: DeviceLoads, config: BalanceConfig) -> DevicePlan:
         """Stage 2."""
@@ -99,7 +101,7 @@ class MappedPlane:
         control = loads.room.control
         if self._adopted is not None:
             return self._adopted
-        if config == control.config:
+        if control.use(config):
             return control.plan(loads.on_device).kept()
         if capturing(self._peers.device):
             raise ConfigError(
@@ -119,6 +121,12 @@ class MappedPlane:
     def replicate(self, plan: DevicePlan, loads: DeviceLoads, bundle: Bundle) -> MappedCopies:
         """Stage 3."""
         return MappedCopies(self, loads.room.memory, plan, loads.microbatch, bundle, self._kept)
+
+    def trial(self, plan: Plan, loads: DeviceLoads, bundle: Bundle, _number: int) -> MappedCopies:
+        """Copies of a plan that is made up, to be timed."""
+        microbatch = Microbatch(NO_LAYER, loads.microbatch.step, again=False, back=True)
+        adopted = loads.room.control.adopt(plan).kept()
+        return MappedCopies(self, loads.room.memory, adopted, microbatch, bundle)
 
     def reroute(self, ids: torch.Tensor, plan: DevicePlan, loads: DeviceLoads) -> MappedExchange:
         """Stage 4."""
@@ -178,8 +186,11 @@ class MappedPlane:
         if self._hosts is not None and self._hosts is not self._comm:
             self._hosts.close()
 
-    def _room_for(self, ids: torch.Tensor, microbatch: Microbatch, told: str) -> Room:
-        """Memory with room for the tokens of all ranks; made or enlarged if there is none."""
+    def _room_for(self, ids: torch.Tensor, microbatch: Microbatch, told: str) -> tuple[Room, int]:
+        """Memory with room for the tokens of all ranks, made or enlarged if there is none.
+
+        And the most tokens of a rank, as far as ranks have told each other.
+        """
         error = _refused(ids)
         tokens, top_k = (0, 0) if error else ids.shape
         room = self._fitting(tokens, top_k)
@@ -187,7 +198,7 @@ class MappedPlane:
         if self._agreement is None or not asks or capturing(self._peers.device):
             if error:
                 raise error
-            return room or self._make_room_alone(tokens, top_k)
+            return room or self._make_room_alone(tokens, top_k), tokens
         place = Place(Point.LOADS_AGAIN if microbatch.again else Point.LOADS, *_where(microbatch))
         records = self._agreement.loads(
             place,
@@ -201,7 +212,7 @@ class MappedPlane:
             raise error
         self._agreement.compare_inputs(records, told)
         most = int(records.column("tokens").max())
-        return self._fitting(most, top_k) or self._make_room(most, top_k)
+        return self._fitting(most, top_k) or self._make_room(most, top_k), most
 
     def _fitting(self, tokens: int, top_k: int) -> Room | None:
         fitting = (room for room in reversed(self._rooms) if room.fits(tokens, top_k))

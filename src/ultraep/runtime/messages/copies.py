@@ -59,7 +59,8 @@ class MessageCopies:
 
     @property
     def possible(self) -> bool:
-        return self.plan.topology.can_copy
+        """Whether there are any: the host knows, alike on all ranks."""
+        return self.plan.num_replicas > 0
 
     @property
     def kernels(self) -> bool:

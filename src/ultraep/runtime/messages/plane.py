@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from ultraep.arrays import IntArray
@@ -32,7 +33,7 @@ from ultraep.errors import LoadError
 from ultraep.loads import MAX_TOTAL, count_loads
 from ultraep.plan import Plan
 from ultraep.plan import plan as make_plan
-from ultraep.plane import Microbatch
+from ultraep.plane import NO_LAYER, Microbatch
 from ultraep.reroute import Routes, reroute, routes_of
 from ultraep.runtime.agreement import Agreement, Place, Point, short_digest
 from ultraep.runtime.history import History
@@ -57,12 +58,18 @@ class HostLoads:
     on_device: torch.Tensor  # [R, E] the loads where the ids are
     ids: torch.Tensor  # those of this rank that were counted
 
+    @property
+    def about_rows(self) -> int:
+        """Exactly those of all ranks."""
+        return int(self.loads.sum())
+
 
 @dataclass(frozen=True, slots=True)
 class _Ahead:
     """What a GPU does for a microbatch before the host knows its loads."""
 
     microbatch: Microbatch
+    config: BalanceConfig  # how the last microbatch of the layer was planned
     ids: torch.Tensor
     plan: Callable[[], Plan]  # when the loads are known
     order: torch.Tensor  # [N] rows in the order of sending
@@ -90,6 +97,7 @@ class MessagesPlane:
         self._history = History()
         self._control: ControlPlane | None = None
         self._ahead: _Ahead | None = None
+        self._last_config: dict[int, BalanceConfig] = {}  # by layer
         self._counted: Microbatch | None = None  # whose ids were counted last
         self._known_to_control: Plan | None = None
 
@@ -119,19 +127,21 @@ class MessagesPlane:
     def _work_ahead(self, microbatch: Microbatch, ids: torch.Tensor, loads: torch.Tensor) -> None:
         """Plan and reroute on the device, as if it were asked for, before the host waits for it."""
         self._known_to_control = self._ahead = None
-        if self._control is not None:
+        config = self._last_config.get(microbatch.layer, self._config)
+        if self._control is not None and self._control.use(config):
             plan = self._control.plan(loads).later()
             found = self._control.reroute(ids.contiguous(), counted=True)
-            self._ahead = _Ahead(microbatch, ids, plan, *_copied(found))
+            self._ahead = _Ahead(microbatch, config, ids, plan, *_copied(found))
 
     def plan(self, loads: HostLoads, config: BalanceConfig) -> Plan:
         """Stage 2."""
         microbatch = loads.microbatch
         total, again = loads.loads.sum(axis=0), microbatch.again
         moment = self._history.note(microbatch.layer, total, again=again)
-        if self._control is not None and config == self._control.config:
+        self._last_config[microbatch.layer] = config
+        if self._control is not None and self._control.use(config):
             ahead = self._ahead
-            if ahead is not None and ahead.microbatch is microbatch:
+            if ahead is not None and ahead.microbatch is microbatch and ahead.config == config:
                 plan = ahead.plan()
             else:
                 plan, self._ahead = self._control.plan(loads.on_device).to_host(loads.loads), None
@@ -156,6 +166,14 @@ class MessagesPlane:
     def replicate(self, plan: Plan, loads: HostLoads, bundle: Bundle) -> MessageCopies:
         """Stage 3."""
         return MessageCopies(self, plan, loads, bundle)
+
+    def trial(self, plan: Plan, loads: HostLoads, bundle: Bundle, number: int) -> MessageCopies:
+        """Copies of a plan that is made up, to be timed."""
+        microbatch = Microbatch(NO_LAYER, loads.microbatch.step, again=False)
+        versions = np.full(self.topology.ranks, number)  # so that they are nowhere yet
+        return MessageCopies(
+            self, plan, replace(loads, microbatch=microbatch, versions=versions), bundle
+        )
 
     def reroute(self, ids: torch.Tensor, plan: Plan, loads: HostLoads) -> RowMessages:
         """Stage 4."""

@@ -1,0 +1,209 @@
+"""What pays: a layer planned by time beside no copies and beside fixed tolerances, in processes.
+
+    python benchmarks/bench_cost.py           # EP2, one pinned core and one thread per rank
+    python benchmarks/bench_cost.py --toy     # tiny, for CI
+
+Forward and backward, from even routing to a rank with twice the mean, for few tokens and many. All
+variants take turns in one process group, with the same weights and tokens; what counts is the
+median over rounds of the time over that of `none` in the same round. `none again` says how much of
+a difference is chance. The rates are those that the balancer measures with its first microbatch.
+
+Shapes: T tokens of a rank, K experts per token, R ranks, E experts, D model width.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from bench_layer import BEFORE, COPIES, STEP, one_step
+from harness import Line, Metric, Report, common_options
+from load_cases import Shape, even_ids, skewed_ids
+from world import Given, given_layer, on_ranks
+
+import ultraep
+from ultraep import BalanceConfig
+from ultraep.comm import Communicator
+from ultraep.experts import Experts
+from ultraep.report.rows import cpu_device
+from ultraep.runtime.connect import connect
+
+NONE, AGAIN, TIME = "none", "none again", "time"
+OVER_NONE = Metric("time_over_none", "ratio", "over none", ".4f")
+OVER_BEST = Metric("time_over_best_tolerance", "ratio", "over best tolerance", ".4f")
+TOLERANCES = (0.0, 0.01, 0.02, 0.05, 0.1)
+EVEN = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Size(Shape):
+    """What is measured."""
+
+    ranks: int = 2
+    hidden: int = 512
+    ffn: int = 1024
+    experts: int = 8
+    top_k: int = 2
+    tokens: int = 0  # those of `all_tokens`, one after the other
+    all_tokens: tuple[int, ...] = (64, 256, 1024, 4096)
+    ratios: tuple[float, ...] = (EVEN, 1.05, 1.1, 1.5, 2.0)
+    rounds: int = 21
+
+
+TOY = Size(hidden=16, ffn=32, all_tokens=(32,), ratios=(EVEN, 1.5), rounds=2)
+QUICK = Size(all_tokens=(64, 1024), ratios=(EVEN, 1.1, 1.5), rounds=9)
+
+
+def named(tolerance: float) -> str:
+    return f"tolerance {tolerance:g}"
+
+
+def configs() -> dict[str, BalanceConfig]:
+    """How every variant plans."""
+    fixed = {
+        named(tolerance): BalanceConfig(objective="balance", tolerance=tolerance)
+        for tolerance in TOLERANCES
+    }
+    none = BalanceConfig(policy="none")
+    return {NONE: none, **fixed, TIME: BalanceConfig(), AGAIN: none}
+
+
+def on_rank(rank: int, size: Size) -> dict[str, Any]:
+    """One process: all cases."""
+    os.environ.pop("ULTRAEP_RATES", None)
+    with closing(connect(dist.group.WORLD)) as comm:
+        return measure(rank, size, comm)
+
+
+def measure(rank: int, size: Size, comm: Communicator) -> dict[str, Any]:
+    """Seconds of every round of every variant in every case, and the rates that were found."""
+    layers = make_layers(size, comm)
+    cases = []
+    for tokens in size.all_tokens:
+        for ratio in size.ratios:
+            shape = Shape(
+                hidden=size.hidden,
+                ffn=size.ffn,
+                experts=size.experts,
+                top_k=size.top_k,
+                tokens=tokens,
+                ranks=size.ranks,
+            )
+            ids = even_ids(shape) if ratio == EVEN else skewed_ids(shape, ratio)
+            found = take_turns(layers, ids[rank], shape, size.rounds, rank)
+            cases.append({"tokens": tokens, "ratio": ratio, **found})
+    rates = layers[TIME].balancer.stats()["rates"]
+    return {"cases": cases, "rates": "; ".join(map(str, rates.values()))}
+
+
+def make_layers(size: Size, comm: Communicator) -> dict[str, ultraep.BalancedMoE]:
+    """A layer for every variant, all with the same weights."""
+    made, weights = {}, None
+    for name, config in configs().items():
+        balancer = ultraep.Balancer(experts=size.experts, communicator=comm, config=config)
+        if weights is None:
+            home = balancer.topology.home_experts(balancer.rank).tolist()
+            weights = Experts(size.hidden, size.ffn, home).bundle
+        made[name] = given_layer(balancer, Given(), weights)
+    return made
+
+
+def take_turns(
+    layers: Mapping[str, ultraep.BalancedMoE],
+    ids: torch.Tensor,
+    shape: Shape,
+    rounds: int,
+    rank: int,
+) -> dict[str, Any]:
+    """Seconds of the slowest rank, by variant and round; each round begins with another one."""
+    generator = torch.Generator().manual_seed(rank)
+    tokens = torch.randn(shape.tokens, shape.hidden, generator=generator)
+    seconds: dict[str, list[float]] = {name: [] for name in layers}
+    names = list(layers)
+    for turn in range(rounds + 2):  # two to warm up
+        for name in names[turn % len(names) :] + names[: turn % len(names)]:
+            moe = layers[name]
+            moe.router.ids = ids
+            moe.router.gates = torch.full(ids.shape, 1 / shape.top_k, requires_grad=True)
+            mine = torch.tensor([one_step(moe, tokens, moe.balancer.config.policy)])
+            slowest = moe.balancer.comm.all_gather(mine).max().item()
+            if turn >= 2:
+                seconds[name].append(slowest)
+    plans = {name: moe.last_plan.to_host() for name, moe in layers.items()}  # type: ignore[union-attr]
+    return {
+        "seconds": seconds,
+        "copies": {name: plan.num_replicas for name, plan in plans.items()},
+        "before": plans[NONE].initial_imbalance,
+    }
+
+
+def over(seconds: Mapping[str, Sequence[float]], name: str, other: str) -> float:
+    """The median of what one took over another, round by round."""
+    return median(a / b for a, b in zip(seconds[name], seconds[other], strict=True))
+
+
+def best_tolerance(seconds: Mapping[str, Sequence[float]]) -> str:
+    fixed = [named(tolerance) for tolerance in TOLERANCES if named(tolerance) in seconds]
+    return min(fixed, key=lambda name: median(seconds[name]))
+
+
+def lines_of(case: Mapping[str, Any]) -> list[Line]:
+    """A line for every variant of one case."""
+    seconds = case["seconds"]
+    best = best_tolerance(seconds)
+    about = {"tokens": case["tokens"], "ratio": case["ratio"]}
+    return [
+        Line(
+            {**about, "variant": name},
+            {
+                STEP: median(seconds[name]) * 1e3,
+                OVER_NONE: over(seconds, name, NONE),
+                OVER_BEST: over(seconds, name, best),
+                BEFORE: case["before"],
+                COPIES: case["copies"][name],
+            },
+        )
+        for name in seconds
+    ]
+
+
+def summary(report: Report, cases: Sequence[Mapping[str, Any]]) -> None:
+    """The worst that planning by time did, beside what chance does."""
+    found: dict[str, list[float]] = {NONE: [], AGAIN: [], "best": []}
+    for case in cases:
+        seconds = case["seconds"]
+        found[NONE].append(over(seconds, TIME, NONE))
+        found[AGAIN].append(over(seconds, AGAIN, NONE))
+        found["best"].append(over(seconds, TIME, best_tolerance(seconds)))
+    report.note(
+        f"Worst of {len(cases)} cases: {max(found[NONE]):.4f} of none, {max(found['best']):.4f} of "
+        f"the best tolerance; none again is at {min(found[AGAIN]):.4f} to {max(found[AGAIN]):.4f}."
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    common_options(parser)
+    options = parser.parse_args()
+    size = TOY if options.toy else QUICK if options.quick else Size()
+    report = Report("cost", sys.argv, device=cpu_device())
+    report.header()
+    found = on_ranks(size.ranks, on_rank, size)
+    title = f"a layer, forward and backward, EP{size.ranks}: D {size.hidden}, F {size.ffn}"
+    for case in found["cases"]:
+        report.add(title, lines_of(case))
+    report.note(f"Rates in picoseconds: {found['rates']}")
+    summary(report, found["cases"])
+    report.write(options.json)
+
+
+if __name__ == "__main__":
+    main()

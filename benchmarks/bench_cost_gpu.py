@@ -1,0 +1,215 @@
+"""What pays on GPUs: eight ranks on one card, no copies beside fixed tolerances and plans by time.
+
+    python benchmarks/bench_cost_gpu.py           # a card whose SMs can be split
+    python benchmarks/bench_cost_gpu.py --toy     # tiny; without a GPU, plans and no times
+
+The card is cut as in bench_layer_gpu.py. A layer, forward and backward, is captured once for each
+number of tokens; the plans of all variants are then adopted in turns and replayed, with copies that
+are sent in every step. So nobody pays for planning here (bench_control.py measures that). What
+counts is the median over rounds of the time over that of `none` in the same round.
+
+Rates are fitted before, for each number of tokens: from `none` and the tolerances of all loads, the
+seconds of a row, of a copy that a rank gets or gives, of every copy and of having any.
+
+Shapes: T tokens of a rank, K experts per token, R ranks, E experts, D model width.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+from bench_cost import EVEN, NONE, TIME, TOLERANCES, lines_of, named, summary
+from bench_layer import AFTER, BEFORE, COPIES
+from bench_layer_gpu import CUDA, LAUNCHING, LayerRank, World
+from bench_layer_gpu import Size as LayerSize
+from harness import Case, Line, Report, common_options
+from load_cases import HotRank, even
+from timing import device_us, free, on_gpu
+from world import Card, Partition, split
+
+import ultraep
+from ultraep import BalanceConfig, Plan, Rates, Topology
+from ultraep.arrays import IntArray
+
+AGAIN = "none again"
+MICRO = 1e-6
+
+
+@dataclass(frozen=True, kw_only=True)
+class Size(LayerSize):
+    """What is measured: a layer, and the tokens that it is given."""
+
+    all_tokens: tuple[int, ...] = (4096, 1024, 256, 64, 16384)
+    ratios: tuple[float, ...] = (EVEN, 1.05, 1.1, 1.5, 3.0)
+    largest: float = 1.5e6  # rows of the fullest rank that fit, of all ranks together
+    rounds: int = 3
+
+
+QWEN = Size(model="Qwen3-30B", hidden=2048, ffn=768, experts=128, tokens=0)
+TOY = Size(
+    model="toy",
+    hidden=256,
+    ffn=128,
+    experts=16,
+    top_k=2,
+    ranks=2,
+    tokens=0,
+    all_tokens=(64,),
+    ratios=(EVEN, 1.5),
+    rounds=2,
+)
+
+
+class CostWorld(World):
+    """Ranks on partitions that are there already."""
+
+    def __init__(self, parts: Sequence[Partition], size: Size) -> None:
+        ranks = [LayerRank(rank, part, size) for rank, part in enumerate(parts)]
+        Card.__init__(self, ranks)
+        self.size = size
+
+    def serve_by(self, plan: Plan) -> None:
+        """Replay by this plan from now on, with copies that are sent in every step."""
+        for rank in self.ranks:
+            rank.balancer.plane(CUDA).adopt(plan)
+
+    def microseconds(self, replays: int = 1) -> float:
+        """Those of a step, when all ranks are launched."""
+        wait = torch.cuda.synchronize
+        return device_us(self.replay, replays, warmup=1, before=wait, cycles=LAUNCHING)
+
+
+def loads_of(size: Size, ratio: float) -> IntArray:
+    return even(size) if ratio == EVEN else HotRank(ratio).draw(size)
+
+
+def plans_of(size: Size, loads: IntArray, rates: Rates | None) -> dict[str, Plan]:
+    """The plan of every variant; by time only when there are rates."""
+    homes = [expert * size.ranks // size.experts for expert in range(size.experts)]
+    topology = Topology(ranks=size.ranks, experts=size.experts, slots=1, homes=homes)
+    none = BalanceConfig(policy="none")
+    configs = {NONE: none}
+    for tolerance in TOLERANCES:
+        configs[named(tolerance)] = BalanceConfig(objective="balance", tolerance=tolerance)
+    if rates is not None:
+        configs |= {TIME: BalanceConfig(rates=rates), AGAIN: none}
+    return {name: ultraep.plan(loads, topology, config) for name, config in configs.items()}
+
+
+def fitted(plans: Sequence[Plan], seconds: Sequence[float]) -> Rates:
+    """The rates that explain these times best, none of them negative."""
+    from scipy.optimize import nnls  # for measurements on a card only
+
+    facts = np.array([_facts(plan) for plan in plans], dtype=np.float64)
+    scale = facts.max(axis=0)
+    scale[scale == 0] = 1
+    found, _ = nnls(facts / scale, np.array(seconds))
+    _, row, copy, each, layer = (found / scale).tolist()
+    return Rates.from_seconds(row=row, copy=copy, each=each, layer=layer)
+
+
+def _facts(plan: Plan) -> list[float]:
+    """What the time of a plan is the sum of, each times a rate."""
+    transfers = max(plan.max_ingress, plan.max_egress)
+    copies = plan.num_replicas
+    return [1, int(plan.rank_loads.max()), transfers, copies, int(copies > 0)]
+
+
+def take_turns(world: CostWorld, plans: Mapping[str, Plan], rounds: int) -> dict[str, list[float]]:
+    """Seconds by variant and round; each round begins with another one."""
+    names = list(plans)
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    for turn in range(rounds):
+        for name in names[turn % len(names) :] + names[: turn % len(names)]:
+            world.serve_by(plans[name])
+            seconds[name].append(world.microseconds() * MICRO)
+    return seconds
+
+
+def run_tokens(report: Report, parts: Sequence[Partition], size: Size) -> list[dict[str, Any]]:
+    """All loads with one number of tokens: first to fit rates, then to compare."""
+    ratios = [r for r in size.ratios if r * size.rows * size.ranks <= size.largest] or [EVEN]
+    loads = {ratio: loads_of(size, ratio) for ratio in ratios}
+    world = CostWorld(parts, size)
+    first = plans_of(size, loads[ratios[0]], None)
+    most = max(plans_of(size, drawn, None)[NONE].rank_loads.max() for drawn in loads.values())
+    world.regroup(first[named(0.0)], -(-int(most * 1.02) // 256) * 256)
+    world.route(loads[ratios[0]])
+    world.serve_by(first[NONE])
+    world.capture()
+    known: list[tuple[Plan, float]] = []
+    for drawn in loads.values():
+        world.route(drawn)
+        plans = plans_of(size, drawn, None)
+        found = take_turns(world, plans, 1)
+        known += [(plans[name], median(times)) for name, times in found.items()]
+    world.check()
+    rates = fitted(*zip(*known, strict=True))
+    report.note(f"... {size.tokens} tokens: {rates}")
+    cases = []
+    for ratio, drawn in loads.items():
+        world.route(drawn)
+        plans = plans_of(size, drawn, rates)
+        seconds = take_turns(world, plans, size.rounds)
+        copies = {name: plan.num_replicas for name, plan in plans.items()}
+        before = plans[NONE].initial_imbalance
+        about = {"tokens": size.tokens, "ratio": ratio, "before": before}
+        cases.append({**about, "seconds": seconds, "copies": copies})
+    world.check()
+    for rank in world.ranks:
+        rank.leave()
+    free()
+    return cases
+
+
+def only_plans(report: Report, size: Size) -> None:
+    """Without a GPU: what the variants would make of the loads, with some rates."""
+    report.note("There is no GPU: nothing is timed, and rates are made up.")
+    lines = []
+    for tokens in size.all_tokens:
+        one = replace(size, tokens=tokens)
+        for ratio in size.ratios:
+            plans = plans_of(one, loads_of(one, ratio), Rates(row=300_000, copy=150_000_000))
+            for name, plan in plans.items():
+                case: Case = {"tokens": tokens, "ratio": ratio, "variant": name}
+                values = {BEFORE: plan.initial_imbalance, AFTER: plan.imbalance}
+                lines.append(Line(case, {**values, COPIES: float(plan.num_replicas)}))
+    report.section = "plans"
+    report.add(size.model, lines)
+
+
+def main(argv: list[str]) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    common_options(parser)
+    options = parser.parse_args(argv[1:])
+    timed = on_gpu(toy=options.toy)
+    size = TOY if options.toy else QWEN
+    if options.quick:
+        size = replace(size, all_tokens=(256, 4096), ratios=(EVEN, 1.1, 1.5), rounds=3)
+    report = Report("cost_gpu", argv, device=torch.cuda.get_device_name() if timed else None)
+    report.header()
+    if not timed:
+        only_plans(report, size)
+        report.write(options.json)
+        return
+    parts = split(size.ranks, size.sms)
+    about = f"{size.model}: D {size.hidden}, F {size.ffn}, {size.experts} experts, top-{size.top_k}"
+    cases: list[dict[str, Any]] = []
+    for tokens in size.all_tokens:
+        found = run_tokens(report, parts, replace(size, tokens=tokens))
+        for case in found:
+            report.add(f"{about}, EP{size.ranks} on {size.sms} SMs each", lines_of(case))
+        cases += found
+        report.write(options.json)
+    summary(report, cases)
+
+
+if __name__ == "__main__":
+    main(sys.argv)

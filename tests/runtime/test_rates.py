@@ -1,0 +1,414 @@
+"""Rates: measured once, alike on all ranks, and what is made of them."""
+
+import logging
+import os
+
+import numpy as np
+import pytest
+import torch
+from dense import Example, assert_close, network
+from hypothesis import given
+from hypothesis import strategies as st
+from ranks import everywhere, shared_pool
+from shared_peers import SharedPeers
+from torch.utils.checkpoint import checkpoint
+
+import ultraep
+from ultraep import (
+    BalanceConfig,
+    Balancer,
+    ConfigError,
+    ControlPlane,
+    ExpertsFrom,
+    LocalGroup,
+    LocalPeers,
+    Rates,
+    Topology,
+    read_trace,
+)
+from ultraep.backends.triton.device import interpreted
+from ultraep.config import MOST_PER_ROW, UNLIMITED, two_digits
+from ultraep.runtime import pricing
+from ultraep.runtime.pricing import from_environment
+from ultraep.runtime.rates import (
+    Found,
+    Kind,
+    PriceList,
+    concluded,
+    made_up_copies,
+    slopes,
+)
+from ultraep.trace.replay import differing
+
+VARIABLE = "ULTRAEP_RATES"
+DEAR = Rates(row=1000, copy=10**9)
+CHEAP = Rates(row=1000)
+MOST = (MOST_PER_ROW, UNLIMITED)
+WEIGHT = ("w", (4, 8), torch.float32)  # 128 bytes
+
+
+def kind(*, learns=False, again=False):
+    return Kind(((*WEIGHT, learns),), 8, torch.float32, again)
+
+
+@pytest.fixture
+def measuring(monkeypatch):
+    monkeypatch.delenv(VARIABLE)
+
+
+@pytest.fixture
+def measured(measuring, monkeypatch):
+    """Rates that are found at once; how often somebody looked for them."""
+    asked = []
+
+    def of(rates):
+        def measure(_plane, comm, *_):
+            asked.append(comm.rank)
+            return PriceList(((1, rates),))
+
+        monkeypatch.setattr(pricing, "measure", measure)
+        return asked
+
+    return of
+
+
+# What all ranks have found -> rates.
+
+
+def test_of_several_turns_the_quickest_of_the_slowest_rank_counts():
+    one, small = [3e-6] * 2, [4e-6] * 2
+    found = [
+        Found([(2e-6, 1e-6)], idle=[1e-6, 5e-6], one=one, small=small, whole=[9e-6, 24e-6]),
+        Found([(4e-6, 3e-6)], idle=[2e-6, 1e-6], one=one, small=small, whole=[14e-6, 7e-6]),
+    ]
+    way = 10e-6 / 128 * 2 * 32  # 10 us for 128 bytes; a row of 32 bytes comes and goes
+    wanted = Rates.from_seconds(row=3e-6 + way, copy=12e-6, each=1e-6, layer=0.0)
+    assert concluded(found, 2, kind()) == PriceList(((1, wanted),))
+    assert concluded(found[::-1], 2, kind()) == concluded(found, 2, kind())
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_training_pays_for_gradients(again):
+    one = Found([(2e-6, 0.0)], idle=[0.0], one=[2e-6], small=[3e-6], whole=[13e-6])
+    wanted = Rates.from_seconds(
+        row=3 * 2e-6 + 2 * 10e-6 / 128 * 2 * 32,
+        copy=(3 + again) * 10e-6,
+        each=(2 + again) * 1e-6,
+        layer=(2 + again) * 1e-6,
+    )
+    found = concluded([one, one], 2, kind(learns=True, again=again))
+    assert found.at(0) == found.at(10**6) == wanted
+
+
+def test_ranks_without_home_experts_say_nothing_of_rows():
+    one = Found([(2e-6, 1e-6), (3e-6, 0.0)], *([1e-6],) * 4)
+    none = one._replace(curve=[])
+    assert concluded([none, one, none], 2, kind()) == concluded([one], 2, kind())
+
+
+def test_rates_depend_on_the_rows_of_an_expert_as_far_as_all_ranks_have_come():
+    """Here, 16 rows take no longer than one: weights are read in that time."""
+    far, less = slopes([4.0, 4.0, 8.0, 32.0], 2), slopes([4.0, 4.0, 8.0], 2)
+    assert far == [(0.0, 2.0), (4 / 96, 4 / 2 - 16 * 4 / 96), (24 / 384, 0.0)]
+    prices = concluded([Found(one, *([0.0],) * 4) for one in (far, less)], 2, kind())
+    assert [least for least, _ in prices.steps] == [1, 16]
+    few, many = (rates for _, rates in prices.steps)
+    assert few.row == 1  # nothing is saved
+    assert (prices.at(0), prices.at(15), prices.at(16), prices.at(900)) == (few, few, many, many)
+    assert str(prices) == f"from 1 rows {few}; from 16 rows {many}"
+
+
+@given(*[st.floats(0, 1e3)] * 4)
+def test_rates_have_two_digits_and_are_in_range(row, copy, each, layer):
+    rates = Rates.from_seconds(row=row, copy=copy, each=each, layer=layer)
+    assert all(two_digits(number) == number or number in MOST for number in rates.numbers)
+
+
+def test_rows_that_take_longer_than_is_counted_keep_their_price():
+    one, tenth = (
+        Rates.from_seconds(row=0.01, copy=3.0, each=0.5, layer=0.0),
+        Rates(row=1_000_000_000, copy=300_000_000_000, each=50_000_000_000),
+    )
+    assert one == tenth
+
+
+@pytest.mark.parametrize(
+    ("topology", "wanted"),
+    [
+        (Topology(ranks=2, experts=4), [(0, 1, 1), (2, 0, 1)]),
+        (Topology(ranks=4, experts=4, domain=2), [(0, 1, 1), (1, 0, 1), (2, 3, 1), (3, 2, 1)]),
+        (Topology(ranks=3, experts=2, homes=[0, 2]), [(0, 1, 1), (1, 0, 1)]),
+    ],
+)
+def test_made_up_copies(topology, wanted):
+    assert made_up_copies(topology).tolist() == [list(copy) for copy in wanted]
+
+
+# Given in the environment.
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("off", BalanceConfig(objective="balance")),
+        ("row=5300, copy=41000000", BalanceConfig(rates=Rates(row=5300, copy=41_000_000))),
+        (" ", BalanceConfig()),
+    ],
+)
+def test_environment(monkeypatch, text, wanted):
+    monkeypatch.setenv(VARIABLE, text)
+    assert from_environment(BalanceConfig()) == wanted
+    for said in (BalanceConfig(objective="balance"), BalanceConfig(rates=DEAR)):
+        assert from_environment(said) is said
+
+
+@pytest.mark.parametrize("text", ["on", "row=1.5", "copy=1", "row=1 row=2", "rows=1", "row=-1"])
+def test_environment_that_cannot_be_read(monkeypatch, text):
+    monkeypatch.setenv(VARIABLE, text)
+    with pytest.raises(ConfigError, match=r"rates (are|need) row=PICOSECONDS"):
+        Balancer(experts=2)
+
+
+def test_rates_and_their_text():
+    rates = Rates(row=1, copy=2, each=3, layer=4)
+    assert Rates.from_text(str(rates)) == rates == Rates.from_numbers(rates.numbers)
+
+
+# In a layer.
+
+EXAMPLE = Example([30] * 4)
+
+
+def steps(comm, count=2, layers=1, record=None, **options):
+    """Some steps of layers that share a balancer: outputs, plans, and the balancer."""
+    balancer = Balancer(experts=8, communicator=comm, record=record, **options)
+    made = [EXAMPLE.layer(balancer) for _ in range(layers)]
+    outputs = []
+    for _ in range(count):
+        for layer in made:
+            x = EXAMPLE.inputs[comm.rank].clone().requires_grad_()
+            layer(x).backward(EXAMPLE.gradients[comm.rank])
+            outputs.append(x.grad)
+    balancer.close()
+    return outputs, [layer.last_plan for layer in made], balancer.stats(), repr(balancer)
+
+
+def test_copies_that_do_not_pay_are_not_made(measured):
+    asked = measured(DEAR)
+    found = LocalGroup(4).run(steps)
+    assert sorted(asked) == [0, 1, 2, 3]
+    for _, (plan,), stats, text in found:
+        assert plan.num_replicas == 0
+        assert plan.left_alone
+        assert plan.time == plan.time_without_copies == 1000 * plan.rank_loads.max()
+        assert (stats["priced"], stats["left_alone"], stats["copies"]) == (2, 2, 0)
+        assert stats["planned_seconds"] == pytest.approx(2e-12 * plan.time)
+        assert stats["rates"] == {0: PriceList(((1, DEAR),))}
+        assert str(DEAR) in text
+
+
+def test_copies_that_pay_are_made(measured, monkeypatch):
+    measured(CHEAP)
+    found = LocalGroup(4).run(steps)
+    monkeypatch.setenv(VARIABLE, "off")
+    for own, wanted in zip(found, LocalGroup(4).run(steps), strict=True):
+        assert own[1] == wanted[1]
+        assert own[2]["copies"] == wanted[2]["copies"] > 0
+        assert own[2]["left_alone"] == 0
+        assert own[1][0].time < own[1][0].time_without_copies
+        assert "ms by its rates" in repr(own[1][0])
+        for one, other in zip(own[0], wanted[0], strict=True):
+            assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("rates", [DEAR, CHEAP], ids=["dear", "cheap"])
+def test_whatever_is_planned_the_result_is_the_same(measured, rates):
+    measured(rates)
+    own = LocalGroup(4).run(steps)
+    none = LocalGroup(4).run(lambda comm: steps(comm, policy="none"))
+    for one, other in zip(own, none, strict=True):
+        for gradient, wanted in zip(one[0], other[0], strict=True):
+            assert_close(gradient, wanted, "gradient", 1e-12)
+
+
+def test_layers_of_one_kind_share_what_was_measured(measured):
+    asked = measured(DEAR)
+    found = LocalGroup(4).run(lambda comm: steps(comm, layers=3))
+    assert sorted(asked) == [0, 1, 2, 3]
+    assert found[0][2]["rates"] == dict.fromkeys(range(3), PriceList(((1, DEAR),)))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"config": BalanceConfig(objective="balance")},
+        {"config": BalanceConfig(rates=CHEAP)},
+        {"policy": "none"},
+        {"slots": 0},
+    ],
+    ids=["balance", "given", "none", "no slots"],
+)
+def test_nothing_is_measured_that_decides_nothing(measured, options):
+    asked = measured(DEAR)
+    LocalGroup(4).run(lambda comm: steps(comm, **options))
+    assert asked == []
+
+
+def test_a_group_of_one_measures_nothing(measured, caplog):
+    asked = measured(DEAR)
+    with caplog.at_level(logging.INFO, logger="ultraep"):
+        balancer = Balancer(experts=8)
+        EXAMPLE.layer(balancer)(EXAMPLE.inputs[0])
+    assert asked == []
+    assert "rates" not in caplog.text
+
+
+def test_who_measures_nothing_is_told_so_once(measuring, caplog):
+    def by_hand(comm):
+        balancer = Balancer(experts=8, communicator=comm)
+        for _ in range(2):
+            plan = balancer.plan(balancer.gather(torch.tensor([[0]])))
+        return plan.num_replicas
+
+    with caplog.at_level(logging.INFO, logger="ultraep"):
+        assert LocalGroup(2).run(by_hand) == [1, 1]
+    assert caplog.text.count("planned for balance, not for time") == 2
+
+
+def test_forward_that_is_computed_again_is_planned_as_before(measured):
+    """Without gradients the first time, in a reentrant checkpoint, and nothing is measured then."""
+    asked = measured(DEAR)
+
+    def work(comm):
+        balancer = Balancer(experts=8, communicator=comm)
+        layer = EXAMPLE.layer(balancer)
+        plans = []
+        x = EXAMPLE.inputs[comm.rank].clone().requires_grad_()
+
+        def block(x):
+            y = layer(x)
+            plans.append(layer.last_plan)
+            return y
+
+        checkpoint(block, x, use_reentrant=True).backward(EXAMPLE.gradients[comm.rank])
+        return plans
+
+    for first, again in LocalGroup(4).run(work):
+        assert first == again
+        assert first.rates == again.rates == DEAR
+    assert sorted(asked) == [0, 1, 2, 3]
+
+
+def test_a_trace_replays_bit_for_bit(measured, tmp_path, monkeypatch):
+    measured(Rates(row=1000, copy=5000))
+    LocalGroup(4).run(lambda comm: steps(comm, record=tmp_path / "run"))
+    monkeypatch.setenv(VARIABLE, "off")
+    trace = read_trace(tmp_path / "run")
+    assert trace.header.objective == "time"
+    assert trace.rates.tolist() == [[1000, 5000, 0, 0]] * 2
+    assert differing(trace) == []
+    assert trace.plan(0).time is not None
+    trace.save(tmp_path / "one.npz")
+    assert read_trace(tmp_path / "one.npz").rates_of(1) == Rates(row=1000, copy=5000)
+
+
+# Really measured.
+
+
+def measured_here(comm, own_network):
+    """One kind of layer, measured: the same rates everywhere, and no trace of how."""
+    if VARIABLE in os.environ:
+        os.environ.pop(VARIABLE)
+    balancer = Balancer(experts=8, communicator=comm)
+    layer = EXAMPLE.layer(balancer)
+    if own_network:
+        home = list(layer.experts.home_experts)
+        layer.experts = ExpertsFrom(network, dict(layer.experts.bundle), home)
+    before = torch.random.get_rng_state()
+    x = EXAMPLE.inputs[comm.rank].clone().requires_grad_()
+    layer(x).backward(EXAMPLE.gradients[comm.rank])
+    stats = balancer.stats()
+    os.environ[VARIABLE] = "off"
+    assert torch.equal(before, torch.random.get_rng_state())
+    assert stats["microbatches"] == 1
+    assert stats["weights_copies_sent"] <= 8
+    return stats["rates"][0]
+
+
+@pytest.mark.parametrize("own_network", [False, True], ids=["experts", "network"])
+@pytest.mark.parametrize("transport", ["local", "shared", "sockets"])
+def test_ranks_find_the_same_rates(transport, own_network, one_thread, monkeypatch):
+    monkeypatch.setenv(VARIABLE, "off")  # given back afterwards
+    found = everywhere(transport, 4, measured_here, own_network)
+    assert len(set(found)) == 1
+    assert found[0].steps[0][0] == 1
+    for _, rates in found[0].steps:
+        assert all(two_digits(number) == number for number in rates.numbers)
+
+
+def mapped_here(rank, group):
+    """The same where ranks map each other's memory."""
+    os.environ.pop(VARIABLE)
+    example = Example([6] * 2, experts=4, dtype=torch.float32)
+    balancer = Balancer(group, peers=SharedPeers(group), experts=4, data_plane="mapped")
+    layer = example.layer(balancer)
+    outputs = [layer(example.inputs[rank]).detach() for _ in range(2)]
+    os.environ[VARIABLE] = "off"
+    balancer.check()
+    return outputs, balancer.stats()["rates"][0], balancer.stats()["microbatches"]
+
+
+@pytest.mark.skipif(not interpreted(), reason="ranks are processes without GPUs")
+def test_mapped_ranks_find_the_same_rates():
+    found = shared_pool().run(2, mapped_here)
+    assert len({prices for _, prices, _ in found}) == 1
+    for (first, second), _, microbatches in found:
+        assert torch.equal(first, second)
+        assert microbatches == 2
+
+
+def test_ranks_of_one_thread_measure_nothing(measured):
+    asked = measured(DEAR)
+    group = LocalPeers(1, "cpu")
+    balancer = Balancer(experts=8, peers=group.of(0), data_plane="mapped")
+    assert balancer.config.objective == "balance"
+    given = BalanceConfig(rates=CHEAP)
+    assert Balancer(experts=8, peers=group.of(0), config=given).config == given
+    assert asked == []
+
+
+@pytest.mark.skipif(not interpreted(), reason="elsewhere, as the data plane of a GPU")
+def test_a_device_plans_by_rates_that_come_later():
+    topology = Topology(ranks=4, experts=8)
+    control = ControlPlane(topology, BalanceConfig(), rows=64)
+    assert not control.use(BalanceConfig(tolerance=0.1))
+    for seed, rates in enumerate((None, DEAR, CHEAP, Rates(row=1000, copy=4000), None)):
+        config = BalanceConfig(rates=rates)
+        loads = np.random.default_rng(seed).integers(0, 16, (4, 8)) * [9, 1, 1, 1, 1, 1, 1, 1]
+        assert control.use(config)
+        plan = control.plan(torch.from_numpy(loads)).to_host()
+        assert plan == ultraep.plan(loads, topology, config)
+        assert plan.rates == rates
+
+
+@pytest.mark.skipif(not interpreted(), reason="elsewhere, as the data plane of a GPU")
+def test_what_is_adopted_later_takes_the_place_of_what_was():
+    """Graphs read the memory of the first: it must hold the loads of the last."""
+    topology = Topology(ranks=2, experts=4)
+    control = ControlPlane(topology, rows=64)
+    first = control.adopt(ultraep.plan([[8, 0, 0, 0], [8, 0, 0, 0]], topology))
+    second = ultraep.plan([[0, 6, 2, 0], [0, 9, 0, 1]], topology)
+    control.adopt(second)
+    assert first.to_host() == second
+
+
+def test_plans_know_their_time():
+    topology = Topology(ranks=2, experts=4)
+    loads = np.array([[8, 0, 0, 0], [8, 0, 0, 0]])
+    plan = ultraep.plan(
+        loads, topology, BalanceConfig(rates=Rates(row=10, copy=7, each=3, layer=1))
+    )
+    assert plan.num_replicas == 1
+    assert plan.time == 10 * 8 + 7 + 3 + 1
+    assert plan.time_without_copies == 160
+    assert ultraep.plan(loads, topology).time is None
