@@ -30,6 +30,7 @@ from ultraep.plane import AnyPlan, Copies, DataPlane, Exchange, Loads, Microbatc
 from ultraep.policies import get_policy
 from ultraep.reroute import reroute
 from ultraep.runtime.agreement import Agreement, Place, Point
+from ultraep.runtime.capacity import AUTO, check_config, check_topology
 from ultraep.runtime.choice import Choice, choose
 from ultraep.runtime.connect import connect
 from ultraep.runtime.history import in_backward
@@ -67,9 +68,10 @@ class Balancer(Unique):
     config or policy: how to balance; `policy` alone is short for `BalanceConfig(policy=...)`.
     data_plane: "mapped", GPUs that map each other's memory, and no host between the stages;
         "messages" of torch.distributed; "auto": mapped where all ranks can.
-    tokens, capacity: of the mapped plane: the most tokens of a rank in a microbatch, and the most
-        rows that a rank serves. None: learnt from the first microbatch, grown when one has more;
-        and twice the rows that a rank can have itself.
+    tokens: of the mapped plane: the most tokens of a rank in a microbatch. None: learnt from the
+        first microbatch, grown when one has more.
+    capacity: rows that a rank has room for. "auto": learnt, and grown outside of graphs; "static":
+        the mean of all ranks, refused where plans could exceed it, see `runtime/capacity.py`.
     backend: "triton", "cpu" or "reference"; None: the best one where the ids are.
     relay: how weights travel, "direct", "chain", or "auto": the faster one for each plan.
     chunks: pieces of an expert in a chain of messages.
@@ -99,7 +101,7 @@ class Balancer(Unique):
         policy: str | None = None,
         data_plane: str = "auto",
         tokens: int | None = None,
-        capacity: int | None = None,
+        capacity: int | str = AUTO,
         backend: str | None = None,
         relay: str = "auto",
         chunks: int = 4,
@@ -129,6 +131,7 @@ class Balancer(Unique):
             timeout=timeout,
             share=share,
         )
+        check_config(capacity, self.config)
         _warm_up(backend)
         self.group, self._peers = group, peers
         self._join(communicator, record, (experts, slots, domain, homes))
@@ -152,6 +155,7 @@ class Balancer(Unique):
             self.topology = Topology(
                 ranks=self.comm.size, experts=experts, slots=slots, domain=domain, homes=homes
             )
+            check_topology(settings.capacity, self.topology, self.config)
             agreed = (self.topology, self.config, settings.agreed(), wanted(record), __version__)
             self._agreed = repr(agreed)
             self._agreement = Agreement(self.comm, self._agreed, experts)

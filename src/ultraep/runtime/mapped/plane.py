@@ -25,6 +25,7 @@ from ultraep.plan import Plan
 from ultraep.plan import plan as make_plan
 from ultraep.plane import Microbatch
 from ultraep.runtime.agreement import Agreement, Place, Point
+from ultraep.runtime.capacity import Capacity
 from ultraep.runtime.history import History
 from ultraep.runtime.mapped.control import POLICIES, DevicePlan
 from ultraep.runtime.mapped.copies import MappedCopies
@@ -77,6 +78,8 @@ class MappedPlane:
         self._timeout = settings.timeout or comm.timeout
         self._rooms: list[Room] = []
         self._turn = 0
+        self._capacity = Capacity(settings.capacity, topology, config)
+        self._seen = 0  # the most rows that a rank was planned to serve, as far as all know
         self._history = History()
         self._adopted: DevicePlan | None = None
         self._kept: torch.Tensor | None = None  # schedule of copies that stay
@@ -111,6 +114,7 @@ class MappedPlane:
         moment = self._history.note(microbatch.layer, numbers.sum(axis=0), again=microbatch.again)
         plan = make_plan(numbers, self.topology, config, history=moment.before)
         plan.check_limits()
+        self._capacity.check(plan)
         return control.adopt(plan).kept()
 
     def verify(self, _plan: DevicePlan, _loads: DeviceLoads) -> None:
@@ -196,15 +200,20 @@ class MappedPlane:
             version=0,
             refused=int(error is not None),
             tokens=tokens,
+            rows=max((room.seen for room in self._rooms), default=0),
         )
         if error:
             raise error
         self._agreement.compare_inputs(records, told)
-        most = int(records.column("tokens").max())
+        most, self._seen = (int(records.column(name).max()) for name in ("tokens", "rows"))
         return self._fitting(most, top_k) or self._make_room(most, top_k)
 
     def _fitting(self, tokens: int, top_k: int) -> Room | None:
-        fitting = (room for room in reversed(self._rooms) if room.fits(tokens, top_k))
+        fitting = (
+            room
+            for room in reversed(self._rooms)
+            if room.fits(tokens, top_k) and self._capacity.suffices(room.memory.capacity, self._seen)
+        )
         return next(fitting, None)
 
     def _make_room_alone(self, tokens: int, top_k: int) -> Room:
@@ -227,9 +236,10 @@ class MappedPlane:
         config = self._config
         if config.policy not in POLICIES:
             config = replace(config, policy="ultraep")
-        name = f"room {len(self._rooms)}"
+        name, settings = f"room {len(self._rooms)}", self.settings
+        rows = self._capacity.rows_for(tokens * top_k, self._seen)
         room = Room.of(
-            self._peers, self.topology, config, self.settings, name, tokens, top_k, self._timeout
+            self._peers, self.topology, config, settings, name, tokens, top_k, rows, self._timeout
         )
         self._rooms.append(room)
         return room
