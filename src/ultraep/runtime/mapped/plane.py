@@ -231,8 +231,10 @@ class MappedPlane:
     def _make_room(self, tokens: int, top_k: int) -> Room:
         """Memory for so many tokens, by all ranks; microbatches under way keep theirs."""
         tokens = max(1, tokens, self.settings.tokens or 1)
-        if self._rooms:  # somewhat more than is asked for: it would be asked for again
-            tokens = 1 << (tokens - 1).bit_length()
+        largest = max((r.memory.tokens for r in self._rooms if r.memory.top_k == top_k), default=0)
+        if self._rooms and tokens > largest:  # and somewhat more: it would be asked for again
+            largest = 1 << (tokens - 1).bit_length()
+        tokens = max(tokens, largest)
         config = self._config
         if config.policy not in POLICIES:
             config = replace(config, policy="ultraep")
