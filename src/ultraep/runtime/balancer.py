@@ -75,7 +75,8 @@ class Balancer(Unique):
     backend: "triton", "cpu" or "reference"; None: the best one where the ids are.
     relay: how weights travel, "direct", "chain", or "auto": the faster one for each plan.
     chunks: pieces of an expert in a chain of messages.
-    in_flight: buffers of spare slots, for callers that keep several filled at the same time.
+    in_flight: buffers of spare slots, for callers that keep several filled at the same time, and
+        for layers that are to find their copies again.
     verify: compare the plans of all ranks, and where they are in backward. Without it, only loads
         are compared: a rank that skips a backward pass may stop the others, or go unnoticed.
     transport: of messages: "auto", "shared" (memory, CPU ranks of one host) or "sockets" (the
@@ -264,10 +265,11 @@ class Balancer(Unique):
             "config": self.config,
             "settings": self.settings,
             "agreement": self._agreement,
+            "versions": self._versions,
             "watch": self._watch,
         }
         if chosen.peers is None:
-            return MessagesPlane(self.comm, versions=self._versions, **common)
+            return MessagesPlane(self.comm, **common)
         from ultraep.runtime.mapped.plane import MappedPlane  # triton, only where it is used
 
         return MappedPlane(chosen.peers, comm=self.comm, agreed=self._agreed, **common)
@@ -310,13 +312,26 @@ class Balancer(Unique):
         between two steps of an optimizer. Without the promise, copies serve the forward and the
         backward pass of one microbatch, since torch does not see every write. Writes that it does
         see, and other tensors than before, are noticed here too. One rank alone may promise.
+
+        Graphs: it holds for replays inside of the block, in the order of the current stream, and
+        there only `weights_changed` tells of changes. What is captured inside promises nothing.
         """
-        with self._versions.unchanged():
-            yield
+        try:
+            with self._versions.unchanged():
+                self._promise()
+                yield
+        finally:
+            self._promise()
+
+    def _promise(self) -> None:
+        """Tell the devices what is promised from here on."""
+        for _, plane, _ in self._planes.values():
+            plane.promise()
 
     def weights_changed(self) -> None:
         """Say that weights of this rank have changed in spite of a promise. One rank may."""
         self._versions.changed()
+        self._promise()
 
     def stats(self) -> dict[str, Any]:
         """What was planned and moved so far, and the seconds of every stage on this rank.

@@ -1,10 +1,10 @@
 """Capacity: the rows that a rank has room for in a microbatch, where memory has a fixed size.
 
-    static   exactly the mean of all ranks, and so the rows that a rank can have itself; refused
-             where a plan could exceed the mean, whatever the loads (docs/plan.md has the proof)
-    auto     the same where that is proven; else twice as much at first, and more when ranks come
-             near to it: known from notes of the device, agreed upon by all hosts
-    a number that many, always
+static   exactly the mean of all ranks, and so the rows that a rank can have itself; refused
+         where a plan could exceed the mean, whatever the loads (docs/plan.md has the proof)
+auto     the same where that is proven; else twice as much at first, and more when ranks come
+         near to it: known from notes of the device, agreed upon by all hosts
+a number that many, always
 """
 
 from __future__ import annotations

@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 
-from ultraep.bundle import Bundle, resolve, signature
+from ultraep.backends.triton.board import AS_PROMISED, Told
+from ultraep.bundle import Bundle, given_tensors, resolve, signature
 from ultraep.comm import Communicator, Peers
 from ultraep.config import BalanceConfig
 from ultraep.errors import ConfigError, LoadError
@@ -34,6 +35,7 @@ from ultraep.runtime.mapped.overlap import capturing
 from ultraep.runtime.mapped.room import Room
 from ultraep.runtime.observe import Watch
 from ultraep.runtime.settings import Settings
+from ultraep.runtime.versions import Versions
 from ultraep.topology import Topology
 
 
@@ -46,6 +48,7 @@ class DeviceLoads:
     ids: torch.Tensor  # those of this rank that were counted
     room: Room
     turn: int  # of the microbatch on this plane
+    versions: torch.Tensor  # [R] of the weights of all ranks
 
 
 class MappedPlane:
@@ -63,12 +66,16 @@ class MappedPlane:
         topology: Topology,
         config: BalanceConfig,
         settings: Settings,
+        versions: Versions,
         watch: Watch,
     ) -> None:
         _check_current(peers.device)
         self.topology, self.settings, self.watch = topology, settings, watch
         self.lent: MappedCopies | None = None  # copies whose `with` block is open
-        self._peers, self._config = peers, config
+        self._peers, self._config, self._versions = peers, config, versions
+        with torch.inference_mode(False):
+            self._promise = torch.zeros(1, dtype=torch.int32, device=peers.device)
+        self.promise()
         self._comm, self._hosts = comm, comm.hosts()
         self._agreement: Agreement | None = agreement
         if self._hosts is not comm:
@@ -93,8 +100,28 @@ class MappedPlane:
         room.look()
         self._turn += 1
         kind = zlib.crc32(f"layer {microbatch.layer}: {told}".encode()) >> 1
-        loads = room.memory.share_loads(room.control.count(ids.contiguous()), kind)
-        return DeviceLoads(microbatch, loads, ids, room, self._turn)
+        counts, weights = room.control.count(ids.contiguous()), self._told(microbatch.layer, bundle)
+        loads = room.memory.share_loads(counts, kind, weights)
+        return DeviceLoads(microbatch, loads, ids, room, self._turn, weights.versions)
+
+    def _told(self, layer: int, bundle: Bundle) -> Told:
+        """Whether these weights are promised to be what they were; in graphs, the device knows."""
+        versions = torch.empty(self._peers.size, dtype=torch.int32, device=self._peers.device)
+        if capturing(self._peers.device):
+            return Told(AS_PROMISED, self._promise, versions)
+        number = self._versions.of(layer, given_tensors(bundle))
+        return Told(even(number) if self._versions.promise else 0, self._promise, versions)
+
+    @property
+    def promised(self) -> bool:
+        """Whether this rank promises that its weights stay."""
+        return self._versions.promise > 0
+
+    def promise(self) -> None:
+        """Tell the device whether the weights of this rank are promised to stay, from here on."""
+        if not capturing(self._peers.device):
+            number = self._versions.promise
+            self._promise.fill_(even(number) + 1 if number else 0)
 
     def plan(self, loads: DeviceLoads, config: BalanceConfig) -> DevicePlan:
         """Stage 2."""
@@ -122,7 +149,8 @@ class MappedPlane:
 
     def replicate(self, plan: DevicePlan, loads: DeviceLoads, bundle: Bundle) -> MappedCopies:
         """Stage 3."""
-        return MappedCopies(self, loads.room.memory, plan, loads.microbatch, bundle, self._kept)
+        memory, microbatch = loads.room.memory, loads.microbatch
+        return MappedCopies(self, memory, plan, microbatch, bundle, loads.versions, self._kept)
 
     def reroute(self, ids: torch.Tensor, plan: DevicePlan, loads: DeviceLoads) -> MappedExchange:
         """Stage 4."""
@@ -160,7 +188,8 @@ class MappedPlane:
         if self._adopted is None:
             raise ConfigError("nothing is adopted whose copies could be kept")
         memory, microbatch = self._rooms[-1].memory, Microbatch(0, 0, again=False, back=True)
-        copies = MappedCopies(self, memory, self._adopted, microbatch, bundle)
+        nothing = torch.zeros(self._peers.size, dtype=torch.int32, device=self._peers.device)
+        copies = MappedCopies(self, memory, self._adopted, microbatch, bundle, nothing)
         with copies:
             copies.tensors()
         self._kept = copies.schedule
@@ -209,12 +238,9 @@ class MappedPlane:
         return self._fitting(most, top_k) or self._make_room(most, top_k)
 
     def _fitting(self, tokens: int, top_k: int) -> Room | None:
-        fitting = (
-            room
-            for room in reversed(self._rooms)
-            if room.fits(tokens, top_k) and self._capacity.suffices(room.memory.capacity, self._seen)
-        )
-        return next(fitting, None)
+        fitting = (room for room in reversed(self._rooms) if room.fits(tokens, top_k))
+        enough = (r for r in fitting if self._capacity.suffices(r.memory.capacity, self._seen))
+        return next(enough, None)
 
     def _make_room_alone(self, tokens: int, top_k: int) -> Room:
         """The first memory, or any of a single rank: others would have to ask each other."""
@@ -258,6 +284,11 @@ class MappedPlane:
                 f"microbatch {loads.turn} is to be planned or rerouted, but {self._turn} was "
                 "gathered since: on a device, stages 1, 2 and 4 of a microbatch follow each other"
             )
+
+
+def even(number: int) -> int:
+    """A version of 32 bits for a number of the host; promises of the device have odd ones."""
+    return 2 * (number % 2**30)
 
 
 def _where(microbatch: Microbatch) -> tuple[int, int]:

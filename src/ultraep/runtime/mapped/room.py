@@ -66,7 +66,7 @@ class Room:
         memory.streamer.sources(layout, tensors)
         memory.streamer.chunks_of_length(layout.nbytes)
         for buffer in range(memory.buffers):
-            memory.slots(layout, buffer)
+            memory.held_by_all(layout, buffer)
         kinds = {name: (shape, accumulator(dtype)) for name, shape, dtype in layout.parts}
         memory.gradient_slots(kinds)
         row_bytes = rows.shape[-1] * rows.itemsize

@@ -196,6 +196,9 @@ class MessagesPlane:
         with self.pool.lend(layout, device_of_bundle(tensors), "nobody yet"):
             self._control = self._control_for(ids)
 
+    def promise(self) -> None:
+        """Nothing: the host tells versions in every microbatch."""
+
     @property
     def nbytes(self) -> int:
         """Memory taken for spare slots and gradients."""

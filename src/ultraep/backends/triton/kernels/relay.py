@@ -297,16 +297,12 @@ def make_schedule(
     held = [[0, 0, 0], [1, 0, 7]]
     schedule = [1, 1, 1, 1, 0, 1, 0, 0, _, _, _, _, -1, 1, 0, -2, 0, 0, 1, 0, 0]
     """
-    board, fill = board_of(boards, rank), 0
-    if again != 0:
-        fill = tl.load(schedule + FILL)
-    else:
+    board, fill = board_of(boards, rank), tl.load(schedule + FILL)
+    if again == 0:
         fill = next_fill(board, numbering)
     all_held = ((again != 0) & (fill == tl.load(board + channel + HELD))).to(tl.int32)
     to_send = scratch + NOTES * copies
-    leave_out(
-        replicas, home_of_expert, versions, held, to_send, owner, all_held, slots, copies, C
-    )
+    leave_out(replicas, home_of_expert, versions, held, to_send, owner, all_held, slots, copies, C)
     longest = stand_in_row(to_send, home_of_expert, scratch, copies, ranks, slots, C, B)
     chained = choose(
         to_send, home_of_expert, scratch, chunks_of_length, longest, copies, MODE, C, B
