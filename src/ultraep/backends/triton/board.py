@@ -129,6 +129,11 @@ class Board:
             num_warps=1,
         )
 
+    @property
+    def sent(self) -> int:
+        """Copies that this rank was to send so far, also by graphs; waits for the device."""
+        return int(self.words[signals.SENT.value])
+
     def check(self) -> None:
         """Raise if a rank did not come in time; waits for the device."""
         fault = int(self.words[signals.FAULT.value])

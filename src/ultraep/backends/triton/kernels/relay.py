@@ -35,7 +35,7 @@ from ultraep.backends.triton.kernels.schedule import (
     store_place,
     store_span,
 )
-from ultraep.backends.triton.kernels.signals import HELD, board_of, next_fill
+from ultraep.backends.triton.kernels.signals import HELD, SENT, board_of, next_fill
 
 DIRECT, CHAIN, AUTO = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 NEVER = tl.constexpr(2**30)
@@ -293,7 +293,7 @@ def make_schedule(
     ...         held=[[0, 0, 0], [1, 0, 6]], schedule=room(21), scratch=scratch(7, 2), owner=1,
     ...         again=0, rank=0, ranks=2, slots=1, homes=2, copies=2, numbering=4, channel=4,
     ...         MODE=AUTO, C=2, B=2, H=2)
-    boards = [[0, 0, 0, 0, 0, 0, 0, 1], [0, 0, 0, 0, 0, 0, 0, 0]]
+    boards = [[0, 1, 0, 0, 0, 0, 0, 1], [0, 0, 0, 0, 0, 0, 0, 0]]
     held = [[0, 0, 0], [1, 0, 7]]
     schedule = [1, 1, 1, 1, 0, 1, 0, 0, _, _, _, _, -1, 1, 0, -2, 0, 0, 1, 0, 0]
     """
@@ -323,6 +323,7 @@ def make_schedule(
         homes, copies, C, H
     )  # fmt: skip
     tl.store(schedule + HOPS, sent)
+    tl.store(board + SENT, tl.load(board + SENT) + sent)
     tl.store(schedule + CHUNKS, tl.load(chunks_of_length + longest))
     tl.store(schedule + FILL, fill)
     tl.store(schedule + LONGEST, longest)

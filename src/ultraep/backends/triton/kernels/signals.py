@@ -3,6 +3,7 @@
 Every rank has a board of int32 words that all can reach:
 
     [FAULT]                  what went wrong first: 0, or stage * RANKS + rank + 1
+    [SENT]                   copies that this rank was to send so far
     [CHANNEL + c * WORDS..]  channel c: epoch, tickets of the programs that are done; and of buffers
                              of slots, the fill that they hold and the last one that was numbered
     then                     flags
@@ -15,7 +16,7 @@ waited for on every board, and from then on nobody waits for anything.
 import triton
 import triton.language as tl
 
-FAULT = tl.constexpr(0)
+FAULT, SENT = tl.constexpr(0), tl.constexpr(1)
 CHANNEL = tl.constexpr(4)
 EPOCH, TICKETS, HELD, LAST_FILL = (tl.constexpr(number) for number in range(4))
 WORDS = tl.constexpr(4)  # of a channel
