@@ -1,0 +1,198 @@
+"""Graphs of many ranks of one process on one card: with which branches do they stall?
+
+    python benchmarks/graph_branches.py            # a card whose SMs can be split; two minutes
+
+Every rank has a graph; all are replayed at once and wait for each other on the card. A graph with
+branches (work aside, joined later) takes several queues of the card. Where two ranks share a queue,
+one that waits can stand before the one it waits for. What is tried:
+
+    meet    nothing but meetings: on the main stream of each layer, and aside
+    layer   layers of a model, forward and backward, whose weights and gradients move aside
+
+with a number of layers, of streams aside (0: all on the main one), and of queues
+(CUDA_DEVICE_MAX_CONNECTIONS, which CUDA reads once: each number is a process of its own).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from itertools import product
+from typing import Any
+
+import torch
+from world import Card, Given, Partition, Rank, given_layer, split, together
+
+RANKS, SMS = 8, 16
+TIMEOUT = 1.5  # seconds after which a meeting is given up
+REPLAYS = 20
+HIDDEN, FFN, EXPERTS, TOP_K, TOKENS = 256, 128, 16, 2, 256
+
+
+class MeetRank(Rank):
+    """A rank whose layers are meetings: one aside, begun before the one on the main stream."""
+
+    def __init__(self, number: int, partition: Partition) -> None:
+        super().__init__(number, partition)
+        self.partition, self.layers = partition, 0
+        self.board: Any = None
+        self.aside: list[torch.cuda.Stream] = []
+
+    def become(self, peers: Any, layers: int, branches: int) -> None:
+        from ultraep.backends.triton.board import Board
+
+        self.graph = None
+        self.layers = layers
+        self.board = Board(peers, slots=1, buffers=1, timeout=TIMEOUT)
+        self.aside = [self.partition.stream() for _ in range(branches)]
+
+    def step(self) -> None:
+        main = torch.cuda.current_stream()
+        for _ in range(self.layers):
+            for stream, meeting in zip(self.aside, ("loads", "gradients"), strict=False):
+                stream.wait_stream(main)
+                with torch.cuda.stream(stream):
+                    self.board.meet(meeting)
+            self.board.meet("rows")
+            for stream in self.aside:
+                main.wait_stream(stream)
+
+    def check(self) -> None:
+        self.board.check()
+
+
+class LayersRank(Rank):
+    """A rank with several layers; a step is forward and backward of all of them."""
+
+    def __init__(self, number: int, partition: Partition) -> None:
+        super().__init__(number, partition)
+        self.partition = partition
+        self.x = torch.randn(TOKENS, HIDDEN, device="cuda", dtype=torch.bfloat16)
+        gates = torch.full((TOKENS, TOP_K), 0.5, device="cuda", requires_grad=True)
+        ids = torch.arange(TOKENS * TOP_K, device="cuda") ** 2 // 7 % EXPERTS
+        self.router = Given((ids % 11).view(TOKENS, TOP_K), gates)
+
+    def become(self, peers: Any, layers: int, branches: int) -> None:
+        self.graph = None
+        streams = [self.stream, *(self.partition.stream() for _ in range(branches))]
+        aside = streams[-1], streams[min(1, branches)]
+        self.join(peers, aside, experts=EXPERTS, tokens=TOKENS, capacity=4096, timeout=TIMEOUT)
+        homes, made = EXPERTS // RANKS, partial(torch.randn, device="cuda", dtype=torch.bfloat16)
+        self.layers = [
+            given_layer(
+                self.balancer,
+                self.router,
+                {
+                    "gate_up_proj": 0.05 * made(homes, 2 * FFN, HIDDEN),
+                    "down_proj": 0.05 * made(homes, HIDDEN, FFN),
+                },
+            )
+            for _ in range(layers)
+        ]
+        for layer in self.layers:
+            self.balancer.prepare(self.router.ids, self.x, layer.experts.bundle)
+
+    def step(self) -> None:
+        y = self.x.clone().requires_grad_()
+        for layer in self.layers:
+            y = layer(y)
+        y.sum().backward()
+
+    def check(self) -> None:
+        self.balancer.check()
+
+
+KINDS: dict[str, type[Any]] = {"meet": MeetRank, "layer": LayersRank}
+
+
+def attempt(ranks: Sequence[Any], layers: int, branches: int, *, upload: bool) -> str:
+    """Whether so many replays came to their end."""
+    from ultraep.errors import UltraEPError
+    from ultraep.runtime.mapped.peers import LocalPeers
+
+    group = LocalPeers(RANKS)
+    for rank in ranks:
+        rank.become(group.of(rank.number), layers, branches)
+    torch.cuda.synchronize()
+    card = Card(ranks)
+    card.capture()
+    if upload:
+        for rank in ranks:
+            upload_graph(rank)
+        torch.cuda.synchronize()
+    begin = time.perf_counter()
+    for number in range(REPLAYS):
+        together([r.graph.replay for r in ranks], [r.stream for r in ranks])
+        torch.cuda.synchronize()
+        try:
+            for rank in ranks:
+                rank.check()
+        except UltraEPError as error:
+            return f"stalled in replay {number + 1}: {error}"
+    return f"ran, {(time.perf_counter() - begin) / REPLAYS * 1e3:.2f} ms a replay"
+
+
+def upload_graph(rank: Rank) -> None:
+    """Have the driver take for a graph, before anybody waits, what its first replay would."""
+    from cuda.bindings import runtime
+
+    execution = rank.graph.raw_cuda_graph_exec()
+    (code,) = runtime.cudaGraphUpload(
+        runtime.cudaGraphExec_t(execution), runtime.cudaStream_t(rank.stream.cuda_stream)
+    )
+    if int(code):
+        raise SystemExit(f"cudaGraphUpload: {code!r}")
+
+
+def measure_once(module: Any) -> None:
+    """Boards ask how long a poll takes, each for itself; here one answer does for all."""
+    module.polls_per_second = cache(module.polls_per_second)
+
+
+def on_card(kind: str, layers: Sequence[int], branches: Sequence[int], *, upload: bool) -> None:
+    """All attempts of one process."""
+    import ultraep.backends.triton.board as boards
+
+    measure_once(boards)
+    ranks = [KINDS[kind](n, part) for n, part in enumerate(split(RANKS, SMS))]
+    queues = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "not set")
+    for number, aside in product(layers, branches):
+        found = attempt(ranks, number, aside, upload=upload)
+        print(
+            f"{kind:5s}  queues {queues:>7s}  layers {number:2d}  streams aside {aside}  "
+            f"{'uploaded  ' if upload else ''}{found}",
+            flush=True,
+        )
+
+
+def numbers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--kind", choices=KINDS, help="of this process; else all are started")
+    parser.add_argument("--layers", type=numbers, default=[1, 2, 4, 8], metavar="1,2")
+    parser.add_argument("--branches", type=numbers, default=[0, 1, 2], metavar="0,1")
+    parser.add_argument("--queues", type=numbers, default=[8, 32], metavar="8,32")
+    parser.add_argument("--upload", action="store_true", help="graphs, before the first replay")
+    options = parser.parse_args()
+    if options.kind:
+        on_card(options.kind, options.layers, options.branches, upload=options.upload)
+        return
+    run: Callable[..., Any] = subprocess.run
+    for kind, queues in product(KINDS, options.queues):
+        arguments = [sys.executable, __file__, "--kind", kind]
+        for name in ("layers", "branches"):
+            arguments += [f"--{name}", ",".join(map(str, getattr(options, name)))]
+        environment = os.environ | {"CUDA_DEVICE_MAX_CONNECTIONS": str(queues)}
+        run([*arguments, *["--upload"] * options.upload], env=environment, check=False)
+
+
+if __name__ == "__main__":
+    main()
