@@ -10,7 +10,9 @@ one that waits can stand before the one it waits for. What is tried:
     layer   layers of a model, forward and backward, whose weights and gradients move aside
 
 with a number of layers, of streams aside (0: all on the main one), and of queues
-(CUDA_DEVICE_MAX_CONNECTIONS, which CUDA reads once: each number is a process of its own).
+(CUDA_DEVICE_MAX_CONNECTIONS, which CUDA reads once: each number is a process of its own). One host
+thread launches all graphs, one after the other, or each has a thread of its own. The longest launch
+tells whether the host was held up.
 """
 
 from __future__ import annotations
@@ -21,16 +23,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from itertools import product
 from typing import Any
 
 import torch
-from world import Card, Given, Partition, Rank, given_layer, split, together
+from world import Card, Given, Partition, Rank, given_layer, split
 
 RANKS, SMS = 8, 16
 TIMEOUT = 1.5  # seconds after which a meeting is given up
-REPLAYS = 20
+REPLAYS = 5
 HIDDEN, FFN, EXPERTS, TOP_K, TOKENS = 256, 128, 16, 2, 256
 
 
@@ -110,7 +113,14 @@ class LayersRank(Rank):
 KINDS: dict[str, type[Any]] = {"meet": MeetRank, "layer": LayersRank}
 
 
-def attempt(ranks: Sequence[Any], layers: int, branches: int, *, upload: bool) -> str:
+def attempt(
+    ranks: Sequence[Any],
+    layers: int,
+    branches: int,
+    *,
+    upload: bool,
+    threads: ThreadPoolExecutor | None,
+) -> str:
     """Whether so many replays came to their end."""
     from ultraep.errors import UltraEPError
     from ultraep.runtime.mapped.peers import LocalPeers
@@ -125,16 +135,31 @@ def attempt(ranks: Sequence[Any], layers: int, branches: int, *, upload: bool) -
         for rank in ranks:
             upload_graph(rank)
         torch.cuda.synchronize()
-    begin = time.perf_counter()
+    launches = []
     for number in range(REPLAYS):
-        together([r.graph.replay for r in ranks], [r.stream for r in ranks])
+        launches.append(replay(ranks, threads))
         torch.cuda.synchronize()
         try:
             for rank in ranks:
                 rank.check()
         except UltraEPError as error:
-            return f"stalled in replay {number + 1}: {error}"
-    return f"ran, {(time.perf_counter() - begin) / REPLAYS * 1e3:.2f} ms a replay"
+            return f"launch {launches[-1] * 1e3:7.1f} ms  stalled in replay {number + 1}: {error}"
+    return f"launch {max(launches) * 1e3:7.1f} ms  ran {REPLAYS} times"
+
+
+def replay(ranks: Sequence[Any], threads: ThreadPoolExecutor | None) -> float:
+    """All graphs at once; seconds of the longest launch."""
+    main, ready = torch.cuda.current_stream(), torch.cuda.Event()
+    ready.record(main)
+
+    def launch(rank: Any) -> float:
+        begin = time.perf_counter()
+        with torch.cuda.stream(rank.stream):
+            rank.stream.wait_event(ready)
+            rank.graph.replay()
+        return time.perf_counter() - begin
+
+    return max(map(launch, ranks) if threads is None else threads.map(launch, ranks))
 
 
 def upload_graph(rank: Rank) -> None:
@@ -154,7 +179,9 @@ def measure_once(module: Any) -> None:
     module.polls_per_second = cache(module.polls_per_second)
 
 
-def on_card(kind: str, layers: Sequence[int], branches: Sequence[int], *, upload: bool) -> None:
+def on_card(
+    kind: str, layers: Sequence[int], branches: Sequence[int], *, upload: bool, threads: bool
+) -> None:
     """All attempts of one process."""
     import ultraep.backends.triton.board as boards
 
@@ -162,10 +189,11 @@ def on_card(kind: str, layers: Sequence[int], branches: Sequence[int], *, upload
     ranks = [KINDS[kind](n, part) for n, part in enumerate(split(RANKS, SMS))]
     queues = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "not set")
     for number, aside in product(layers, branches):
-        found = attempt(ranks, number, aside, upload=upload)
+        pool = ThreadPoolExecutor(RANKS) if threads else None
+        found = attempt(ranks, number, aside, upload=upload, threads=pool)
         print(
-            f"{kind:5s}  queues {queues:>7s}  layers {number:2d}  streams aside {aside}  "
-            f"{'uploaded  ' if upload else ''}{found}",
+            f"{kind:5s}  queues {queues:>7s}  layers {number:4d}  streams aside {aside}  "
+            f"{'uploaded  ' * upload}{'threads  ' * threads}{found}",
             flush=True,
         )
 
@@ -181,9 +209,11 @@ def main() -> None:
     parser.add_argument("--branches", type=numbers, default=[0, 1, 2], metavar="0,1")
     parser.add_argument("--queues", type=numbers, default=[8, 32], metavar="8,32")
     parser.add_argument("--upload", action="store_true", help="graphs, before the first replay")
+    parser.add_argument("--threads", action="store_true", help="one for the graph of each rank")
     options = parser.parse_args()
     if options.kind:
-        on_card(options.kind, options.layers, options.branches, upload=options.upload)
+        how = {"upload": options.upload, "threads": options.threads}
+        on_card(options.kind, options.layers, options.branches, **how)
         return
     run: Callable[..., Any] = subprocess.run
     for kind, queues in product(KINDS, options.queues):
@@ -191,7 +221,8 @@ def main() -> None:
         for name in ("layers", "branches"):
             arguments += [f"--{name}", ",".join(map(str, getattr(options, name)))]
         environment = os.environ | {"CUDA_DEVICE_MAX_CONNECTIONS": str(queues)}
-        run([*arguments, *["--upload"] * options.upload], env=environment, check=False)
+        flags = [f"--{name}" for name in ("upload", "threads") if getattr(options, name)]
+        run([*arguments, *flags], env=environment, check=False)
 
 
 if __name__ == "__main__":
