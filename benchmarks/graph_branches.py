@@ -8,6 +8,7 @@ one that waits can stand before the one it waits for. What is tried:
 
     meet    nothing but meetings: on the main stream of each layer, and aside
     layer   layers of a model, forward and backward, whose weights and gradients move aside
+    model   the model of `train_gpu.py`: the same, with attention and all the rest
 
 with a number of layers, of streams aside (0: all on the main one), and of queues
 (CUDA_DEVICE_MAX_CONNECTIONS, which CUDA reads once: each number is a process of its own). One host
@@ -29,6 +30,7 @@ from itertools import product
 from typing import Any
 
 import torch
+from train_gpu import ModelRank, Options
 from world import Card, Given, Partition, Rank, given_layer, split
 
 RANKS, SMS = 8, 16
@@ -110,7 +112,31 @@ class LayersRank(Rank):
         self.balancer.check()
 
 
-KINDS: dict[str, type[Any]] = {"meet": MeetRank, "layer": LayersRank}
+class TrainedRank(Rank):
+    """A rank of the model that `train_gpu.py` trains."""
+
+    def __init__(self, number: int, partition: Partition) -> None:
+        super().__init__(number, partition)
+        self.partition = partition
+        self.inner: Any = None
+
+    def become(self, peers: Any, layers: int, branches: int) -> None:
+        self.graph = None
+        aside = (self.partition.stream(), self.partition.stream()) if branches else None
+        options = Options(layers=layers, ranks=RANKS, sms=SMS)
+        inner = self.inner = ModelRank(self.number, options, self.partition, peers, aside)
+        self.stream, self.balancer = inner.stream, inner.balancer
+
+    def capture(self) -> None:
+        self.inner.warm()
+        self.inner.capture()
+        self.graph = self.inner.graph
+
+    def check(self) -> None:
+        self.balancer.check()
+
+
+KINDS: dict[str, type[Any]] = {"meet": MeetRank, "layer": LayersRank, "model": TrainedRank}
 
 
 def attempt(
