@@ -109,6 +109,9 @@ def on_card(
     first, *others = world.ranks
     found, room = shared_bytes(first.balancer, "cuda")
     first.capture()  # what is loaded for the first time is not of the step
+    first.graph = first.y = first.x.grad = first.router.gates.grad = None
+    for parameter in first.layer.parameters():
+        parameter.grad = None
     free()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()

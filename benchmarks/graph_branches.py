@@ -8,6 +8,7 @@ one that waits can stand before the one it waits for. What is tried:
 
     meet    nothing but meetings: on the main stream of each layer, and aside
     layer   layers of a model, forward and backward, whose weights and gradients move aside
+    large   the same with experts of Qwen3-235B
     model   the model of `train_gpu.py`: the same, with attention and all the rest
 
 with a number of layers, of streams aside (0: all on the main one), and of queues
@@ -30,13 +31,15 @@ from itertools import product
 from typing import Any
 
 import torch
+from load_cases import Shape
 from train_gpu import ModelRank, Options
 from world import Card, Given, Partition, Rank, given_layer, split
 
 RANKS, SMS = 8, 16
 TIMEOUT = 1.5  # seconds after which a meeting is given up
 REPLAYS = 5
-HIDDEN, FFN, EXPERTS, TOP_K, TOKENS = 256, 128, 16, 2, 256
+SMALL = Shape(hidden=256, ffn=128, experts=16, top_k=2, tokens=256)
+LARGE = Shape(hidden=4096, ffn=1536, experts=128, top_k=8, tokens=2048)
 
 
 class MeetRank(Rank):
@@ -74,27 +77,31 @@ class MeetRank(Rank):
 class LayersRank(Rank):
     """A rank with several layers; a step is forward and backward of all of them."""
 
+    shape = SMALL
+
     def __init__(self, number: int, partition: Partition) -> None:
         super().__init__(number, partition)
         self.partition = partition
-        self.x = torch.randn(TOKENS, HIDDEN, device="cuda", dtype=torch.bfloat16)
-        gates = torch.full((TOKENS, TOP_K), 0.5, device="cuda", requires_grad=True)
-        ids = torch.arange(TOKENS * TOP_K, device="cuda") ** 2 // 7 % EXPERTS
-        self.router = Given((ids % 11).view(TOKENS, TOP_K), gates)
+        tokens, top_k = self.shape.tokens, self.shape.top_k
+        self.x = torch.randn(tokens, self.shape.hidden, device="cuda", dtype=torch.bfloat16)
+        gates = torch.full((tokens, top_k), 1 / top_k, device="cuda", requires_grad=True)
+        drawn = torch.rand(tokens, top_k, device="cuda") ** 1.5  # the first experts are liked
+        self.router = Given((drawn * self.shape.experts).int(), gates)
 
     def become(self, peers: Any, layers: int, branches: int) -> None:
         self.graph = None
         streams = [self.stream, *(self.partition.stream() for _ in range(branches))]
         aside = streams[-1], streams[min(1, branches)]
-        self.join(peers, aside, experts=EXPERTS, tokens=TOKENS, capacity=4096, timeout=TIMEOUT)
-        homes, made = EXPERTS // RANKS, partial(torch.randn, device="cuda", dtype=torch.bfloat16)
+        shape, made = self.shape, partial(torch.randn, device="cuda", dtype=torch.bfloat16)
+        self.join(peers, aside, experts=shape.experts, tokens=shape.tokens, timeout=TIMEOUT)
+        homes = shape.experts // RANKS
         self.layers = [
             given_layer(
                 self.balancer,
                 self.router,
                 {
-                    "gate_up_proj": 0.05 * made(homes, 2 * FFN, HIDDEN),
-                    "down_proj": 0.05 * made(homes, HIDDEN, FFN),
+                    "gate_up_proj": 0.01 * made(homes, 2 * shape.ffn, shape.hidden),
+                    "down_proj": 0.01 * made(homes, shape.hidden, shape.ffn),
                 },
             )
             for _ in range(layers)
@@ -110,6 +117,12 @@ class LayersRank(Rank):
 
     def check(self) -> None:
         self.balancer.check()
+
+
+class LargeLayersRank(LayersRank):
+    """The same with experts of Qwen3-235B, whose kernels fill all multiprocessors of a rank."""
+
+    shape = LARGE
 
 
 class TrainedRank(Rank):
@@ -136,7 +149,12 @@ class TrainedRank(Rank):
         self.balancer.check()
 
 
-KINDS: dict[str, type[Any]] = {"meet": MeetRank, "layer": LayersRank, "model": TrainedRank}
+KINDS: dict[str, type[Any]] = {
+    "meet": MeetRank,
+    "layer": LayersRank,
+    "large": LargeLayersRank,
+    "model": TrainedRank,
+}
 
 
 def attempt(

@@ -85,7 +85,9 @@ class ServingRank(Rank):
 
 def drawn(rng: np.random.Generator, size: ServingSize, layer: int) -> IntArray:
     """[R, E] loads of a layer: its hot experts, and how many tokens like them this time."""
-    loads = HotRank(2.0).draw(size)[:, np.random.default_rng(layer).permutation(size.experts)]
+    loads = HotRank(2.0, inner=2.0).draw(size)[
+        :, np.random.default_rng(layer).permutation(size.experts)
+    ]
     likely = loads.sum(axis=0) / loads.sum()
     while True:
         found = rng.multinomial(size.rows, likely, size.ranks)
