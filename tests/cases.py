@@ -7,7 +7,7 @@ import torch
 from hypothesis import strategies as st
 
 import ultraep
-from ultraep import BalanceConfig, workload
+from ultraep import BalanceConfig, Rates, workload
 from ultraep.arrays import PADDING
 
 MAX_TOTAL = 2**31 - 1
@@ -98,6 +98,20 @@ configs = st.builds(
     min_tokens_per_replica=st.sampled_from([1, 1, 2, 50]),
     max_replicas=st.sampled_from([None, None, 0, 1, 3]),
     locality=st.booleans(),
+)
+
+timed_configs = st.builds(
+    BalanceConfig,
+    tolerance=st.sampled_from([0.0, 0.0, 0.01, 0.7]),
+    min_tokens_per_replica=st.sampled_from([1, 1, 50]),
+    max_replicas=st.sampled_from([None, None, 0, 3]),
+    rates=st.builds(
+        Rates,
+        row=st.sampled_from([1, 100, 100_000, 2**31 - 1]),
+        copy=st.sampled_from([0, 10, 10**6, 2**40]),
+        each=st.sampled_from([0, 1, 10**5, 2**40]),
+        layer=st.sampled_from([0, 100, 10**7, 2**40]),
+    ),
 )
 
 

@@ -141,6 +141,7 @@ def test_public_names_are_frozen():
         "PlanError",
         "PlanMismatch",
         "Problem",
+        "Rates",
         "Recorder",
         "Router",
         "Routing",

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from ultraep import workload
 from ultraep.backends import backend_names
-from ultraep.config import BalanceConfig
+from ultraep.config import BalanceConfig, Rates
 from ultraep.errors import (
     BackendUnavailable,
     CommunicationError,
@@ -95,6 +95,7 @@ __all__ = [
     "PlanError",
     "PlanMismatch",
     "Problem",
+    "Rates",
     "Recorder",
     "Router",
     "Routing",

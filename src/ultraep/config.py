@@ -1,4 +1,4 @@
-"""BalanceConfig: the settings of the planner, frozen and checked when made."""
+"""BalanceConfig and Rates: the settings of the planner, frozen and checked when made."""
 
 from __future__ import annotations
 
@@ -8,8 +8,48 @@ from ultraep.errors import ConfigError
 
 PARTS = 1_000_000  # the tolerance is kept in millionths, so that no float decides a plan
 MAX_TOLERANCE = 1_000.0
-UNLIMITED = 1 << 40  # copies, tokens
+UNLIMITED = 1 << 40  # copies, tokens, picoseconds
+OBJECTIVES = ("time", "balance")
+LADDER = (2_500, 5_000, 10_000, 20_000, 50_000, 100_000, 200_000, 400_000)  # millionths
+MOST_PER_ROW = (1 << 31) - 1  # picoseconds: times as many tokens, less than 2**62
+MOST_COPIES = 1 << 20  # whose times are added up: times UNLIMITED, at most 2**60
 LONGEST_TIMEOUT = 1e9  # seconds; clocks and queues overflow not far beyond
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rates:
+    """What a plan costs, in whole picoseconds, so that no float decides a plan.
+
+    row: a token on the fullest rank.
+    copy: a copy that the busiest rank receives, or an expert that it gives away.
+    each: a copy, wherever it is.
+    layer: that there are copies at all.
+
+    A time is less than 2**63, for up to `MOST_COPIES` spare slots.
+    """
+
+    row: int
+    copy: int = 0
+    each: int = 0
+    layer: int = 0
+
+    def __post_init__(self) -> None:
+        _check_integer("row", self.row, least=1, most=MOST_PER_ROW)
+        for name in ("copy", "each", "layer"):
+            _check_integer(name, getattr(self, name), least=0)
+
+    @property
+    def numbers(self) -> tuple[int, int, int, int]:
+        """All four, in the order in which backends take them."""
+        return self.row, self.copy, self.each, self.layer
+
+    def time(self, *, peak: int, transfers: int, copies: int) -> int:
+        """Picoseconds of a plan. `transfers`: most copies that one rank receives or gives away."""
+        fixed = self.layer if copies else 0
+        return self.row * peak + self.copy * transfers + self.each * copies + fixed
+
+
+NO_RATES = (0, 0, 0, 0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,6 +62,9 @@ class BalanceConfig:
     min_tokens_per_replica: a copy that would serve fewer tokens is not made.
     max_replicas: most copies in one fast-link domain; None leaves that to the slots.
     locality: tokens stay on their own rank where a copy there has room for them.
+    objective: "balance" keeps to the tolerance, whatever the copies cost; "time" also tries larger
+        ones, and no copies, and takes what is quickest by the rates.
+    rates: what tokens and copies cost; without them, "time" plans as "balance" does.
     """
 
     policy: str = "ultraep"
@@ -29,6 +72,8 @@ class BalanceConfig:
     min_tokens_per_replica: int = 1
     max_replicas: int | None = None
     locality: bool = True
+    objective: str = "time"
+    rates: Rates | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.policy, str) or not self.policy:
@@ -44,6 +89,12 @@ class BalanceConfig:
             _check_integer("max_replicas", self.max_replicas, least=0)
         if not isinstance(self.locality, bool):
             raise ConfigError(f"locality must be True or False, got {self.locality!r}")
+        if self.objective not in OBJECTIVES:
+            raise ConfigError(
+                f"objective must be one of {', '.join(OBJECTIVES)}, got {self.objective!r}"
+            )
+        if self.rates is not None and not isinstance(self.rates, Rates):
+            raise ConfigError(f"rates must be Rates or None, got {self.rates!r}")
 
     @property
     def replica_limit(self) -> int:
@@ -55,12 +106,27 @@ class BalanceConfig:
         """The tolerance in millionths of the mean."""
         return round(self.tolerance * PARTS)
 
+    def rates_for(self, spare_slots: int) -> tuple[int, int, int, int]:
+        """The rates as backends take them; all 0 where time is not what decides."""
+        if self.objective == "balance" or self.rates is None:
+            return NO_RATES
+        if spare_slots > MOST_COPIES:
+            raise ConfigError(
+                f"times are added up for at most {MOST_COPIES} spare slots, there are {spare_slots}"
+            )
+        return self.rates.numbers
 
-def _check_integer(name: str, value: object, *, least: int) -> None:
+
+def rungs_of(tolerance_parts: int) -> list[int]:
+    """The tolerances that objective "time" tries: the least that is wanted, then larger ones."""
+    return [tolerance_parts, *(parts for parts in LADDER if parts > tolerance_parts)]
+
+
+def _check_integer(name: str, value: object, *, least: int, most: int = UNLIMITED) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise ConfigError(f"{name} must be an integer of at least {least}, got {value!r}")
-    if value > UNLIMITED:
-        raise ConfigError(f"{name} must be at most {UNLIMITED}, got {value}")
+    if value > most:
+        raise ConfigError(f"{name} must be at most {most}, got {value}")
 
 
 def check_timeout(seconds: float | None) -> None:

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from cases import NAMED, configs, problems
+from cases import NAMED, configs, problems, timed_configs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -38,6 +38,15 @@ def test_named_cases(name, config, backend):
 @settings(max_examples=2000)
 @given(problems(), configs)
 def test_random_cases(backend, problem, config):
+    loads, topology = problem
+    wanted = ultraep.plan(loads, topology, config, backend="reference")
+    assert_same(ultraep.plan(loads, topology, config, backend=backend), wanted)
+
+
+@pytest.mark.parametrize("backend", FAST)
+@settings(max_examples=500)
+@given(problems(), timed_configs)
+def test_quickest_plans(backend, problem, config):
     loads, topology = problem
     wanted = ultraep.plan(loads, topology, config, backend="reference")
     assert_same(ultraep.plan(loads, topology, config, backend=backend), wanted)

@@ -1,5 +1,6 @@
 """Every kernel of the GPU gives the bits of its twin; without a GPU, it is interpreted."""
 
+from functools import partial
 from unittest import mock
 
 import numpy as np
@@ -7,15 +8,26 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from cases import MAX_TOTAL, NAMED, configs, distinct_ids, draw_ids, plan_of, problems, routings
+from cases import (
+    MAX_TOTAL,
+    NAMED,
+    configs,
+    distinct_ids,
+    draw_ids,
+    plan_of,
+    problems,
+    routings,
+    timed_configs,
+)
 from guard import watched
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from triton.runtime.interpreter import InterpreterError
 
 import ultraep
-from ultraep import BalanceConfig, ControlPlane, Topology, backends, workload
-from ultraep.backends.reference.place import Domain, alias, window
+from ultraep import BalanceConfig, ControlPlane, Rates, Topology, backends, workload
+from ultraep.backends.reference.circles import VARIANTS, within_circles
+from ultraep.backends.reference.members import Domain, alias, window
 from ultraep.backends.reference.reroute import stride
 from ultraep.backends.triton.counter import ROWS, TOKENS, Counter
 from ultraep.backends.triton.device import default_device, interpreted
@@ -96,6 +108,25 @@ def test_a_plan_of_many_ranks():
 def test_plans_of_random_cases(problem, config):
     loads, topology = problem
     assert_same(planned(loads, topology, config), ultraep.plan(loads, topology, config))
+
+
+@only_interpreted
+@few
+@given(problems(), timed_configs)
+def test_quickest_plans_of_random_cases(problem, config):
+    loads, topology = problem
+    assert_same(planned(loads, topology, config), ultraep.plan(loads, topology, config))
+
+
+def test_rates_may_change_between_plans():
+    loads, topology = NAMED["zipf_two_slots"]
+    control = control_of(topology, BalanceConfig(rates=Rates(row=1)))
+    for rates in (Rates(row=1000), Rates(row=1000, each=50_000), Rates(row=1, layer=10**9)):
+        control._planner.rates.copy_(torch.tensor(rates.numbers))
+        found = control.plan(on_device(loads)).to_host()
+        assert_same(found, ultraep.plan(loads, topology, BalanceConfig(rates=rates)))
+    control._planner.rates.zero_()
+    assert_same(control.plan(on_device(loads)).to_host(), ultraep.plan(loads, topology))
 
 
 def full(ranks, experts, slots=1):
@@ -216,27 +247,34 @@ def domains_of(topology, config, loads):
         )
 
 
-def copies_in(planner, domain, member):
+def copies_in(planner, domain, buffer):
     """Expert, host and quota of the copies that a member has left in its buffer."""
-    places, quotas = planner.attempts[domain, member].cpu().numpy()
+    places, quotas = planner.attempts[domain, buffer].cpu().numpy()
     experts = planner.expert_of_place.cpu().numpy().reshape(planner.domains, -1)[domain]
     held = np.flatnonzero(places[: planner.held] >= 0)
     return [(experts[places[slot]], slot // planner.slots, quotas[slot]) for slot in held]
 
 
+def members():
+    """All of the reference, in the order of their buffers."""
+    drawn = [partial(within_circles, halves=h, smallest_first=first) for h, first in VARIANTS]
+    return [alias, window, *drawn]
+
+
 def assert_members_agree(loads, topology, config):
-    """Both attempts at the first threshold, the one that is not taken too."""
+    """All attempts at the first threshold, those that are not taken too."""
     planner = control_of(topology, config)._planner
     with mock.patch.object(place, "search"):
         planner.plan(on_device(loads))
     for index, domain in enumerate(domains_of(topology, config, loads)):
-        threshold, slack, *facts = planner.facts[index].tolist()
+        threshold, slack, *facts = planner.facts[index, 0].tolist()
         assert slack == (threshold > domain.mean)
-        for member, attempt in enumerate([alias, window][: 1 + slack]):
+        for member, attempt in enumerate(members()[: planner.members if slack else 1]):
             wanted = attempt(domain, threshold)
             assert copies_in(planner, index, member) == sorted(wanted.copies, key=by_host(wanted))
             assert planner.attempt_loads[index, member].tolist() == wanted.rank_loads
-            assert facts[member::2] == [wanted.peak, len(wanted.copies)]
+            measures = [wanted.peak, len(wanted.copies), wanted.fanout, wanted.egress]
+            assert facts[5 * member : 5 * member + 5] == [*measures, wanted.ingress]
 
 
 def by_host(attempt):
@@ -247,7 +285,7 @@ def by_host(attempt):
 @only_interpreted
 @few
 @given(problems(), st.sampled_from([0.01, 0.1, 0.5, 2.0]), st.sampled_from([1, 2, 50]))
-def test_both_members_make_the_attempts_of_the_reference(problem, tolerance, least):
+def test_all_members_make_the_attempts_of_the_reference(problem, tolerance, least):
     loads, topology = problem
     config = BalanceConfig(tolerance=tolerance, min_tokens_per_replica=least)
     assert_members_agree(loads, topology, config)

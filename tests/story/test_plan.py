@@ -5,12 +5,13 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from cases import NAMED, configs, problems, topologies
+from cases import NAMED, configs, problems, timed_configs, topologies
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ultraep
-from ultraep import BalanceConfig, PlanError, Topology, workload
+from ultraep import BalanceConfig, ConfigError, PlanError, Rates, Topology, workload
+from ultraep.config import rungs_of
 
 
 @given(problems(), configs)
@@ -86,6 +87,91 @@ def test_tolerance_is_met_where_exact_balance_is(problem, tolerance):
     relaxed = ultraep.plan(loads, topology, BalanceConfig(tolerance=tolerance))
     target = max(exact.imbalance, exact.lower_bound * (1 + tolerance))
     assert relaxed.imbalance <= target + topology.ranks / max(1, loads.sum())
+
+
+def time_of(plan, rates):
+    transfers = max(plan.max_ingress, plan.max_egress)
+    peak = int(plan.rank_loads.max())
+    return rates.time(peak=peak, transfers=transfers, copies=plan.num_replicas)
+
+
+@given(problems(), timed_configs)
+def test_neither_no_copies_nor_the_best_balance_is_quicker(problem, config):
+    loads, topology = problem
+    rates = config.rates
+    plan = ultraep.plan(loads, topology, config)
+    plan.check(loads)
+    for change in ({"policy": "none"}, {"objective": "balance"}):
+        other = dataclasses.replace(config, **change)
+        assert time_of(plan, rates) <= time_of(ultraep.plan(loads, topology, other), rates)
+
+
+def test_copies_that_cost_more_than_they_save_are_not_made():
+    loads, topology = NAMED["zipf"]
+    for copy, copies in ((0, True), (10**9, False)):
+        plan = ultraep.plan(loads, topology, BalanceConfig(rates=Rates(row=1000, copy=copy)))
+        assert (plan.num_replicas > 0) == copies
+
+
+def test_where_copies_cost_something_fewer_are_made():
+    loads = workload.lognormal(16, 64, sigma=1.0, tokens=2048)
+    topology = Topology(ranks=16, experts=64, slots=2)
+    free, dear = (
+        ultraep.plan(loads, topology, BalanceConfig(rates=Rates(row=1000, each=each)))
+        for each in (0, 100_000)
+    )
+    assert 0 < dear.num_replicas < free.num_replicas
+    assert free.imbalance < dear.imbalance < free.initial_imbalance
+
+
+def test_without_rates_time_is_balance():
+    loads, topology = NAMED["zipf"]
+    by_time, by_balance = BalanceConfig(), BalanceConfig(objective="balance")
+    assert by_time.objective == "time"
+    assert ultraep.plan(loads, topology, by_time) == ultraep.plan(loads, topology, by_balance)
+    dear = BalanceConfig(objective="balance", rates=Rates(row=1, copy=10**9))
+    assert ultraep.plan(loads, topology, dear) == ultraep.plan(loads, topology, by_balance)
+
+
+def test_the_ladder_begins_with_the_tolerance():
+    assert rungs_of(0)[:3] == [0, 2_500, 5_000]
+    assert rungs_of(5_000)[:2] == [5_000, 10_000]
+    assert rungs_of(10**9) == [10**9]
+
+
+@pytest.mark.parametrize(
+    ("rates", "message"),
+    [
+        ({"row": 0}, "row must be an integer of at least 1, got 0"),
+        ({"row": 2**31}, "row must be at most 2147483647, got 2147483648"),
+        ({"row": 1, "copy": -1}, "copy must be an integer of at least 0, got -1"),
+        ({"row": 1, "each": 1.5}, "each must be an integer of at least 0, got 1.5"),
+        ({"row": 1, "layer": 2**41}, "layer must be at most 1099511627776"),
+    ],
+)
+def test_rates_are_checked(rates, message):
+    with pytest.raises(ConfigError, match=message):
+        Rates(**rates)
+
+
+def test_the_largest_rates_still_fit_64_bits():
+    most = Rates(row=2**31 - 1, copy=2**40, each=2**40, layer=2**40)
+    assert most.time(peak=2**31 - 1, transfers=2**20, copies=2**20) < 2**63
+    config = BalanceConfig(rates=most)
+    with pytest.raises(ConfigError, match="at most 1048576 spare slots, there are 1048577"):
+        config.rates_for(2**20 + 1)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"objective": "speed"}, "objective must be one of time, balance, got 'speed'"),
+        ({"rates": (1, 2, 3, 4)}, "rates must be Rates or None"),
+    ],
+)
+def test_objectives_are_checked(wrong, message):
+    with pytest.raises(ConfigError, match=message):
+        BalanceConfig(**wrong)
 
 
 def test_within_the_tolerance_nothing_is_copied():

@@ -8,7 +8,7 @@ tolerance and limits of the config mean nothing to it.
 from __future__ import annotations
 
 from ultraep.arrays import IntArray
-from ultraep.config import UNLIMITED
+from ultraep.config import NO_RATES, UNLIMITED
 from ultraep.policies import Problem, register_policy
 
 
@@ -25,5 +25,6 @@ def ideal(problem: Problem) -> IntArray:
         0,
         1,
         UNLIMITED,
+        *NO_RATES,
     )
     return placed_C3

@@ -22,5 +22,6 @@ def ultraep(problem: Problem) -> IntArray:
         config.tolerance_parts,
         config.min_tokens_per_replica,
         config.replica_limit,
+        *config.rates_for(topology.ranks * topology.slots),
     )
     return placed_C3

@@ -1,136 +1,17 @@
-"""Twin of `reference/place.py`, where the two members and the search are explained.
+"""Twin of `reference/place.py`, where the search and the ladder are explained.
 
-Experts are renumbered rank by rank, so that the home experts of a rank are neighbours; `first`
-says where each rank begins. Every attempt writes its copies (expert, host, quota) into the rows
-of its `placed` and answers (peak, number of copies).
+The rows of `placed`, and the numbers of experts in it, are those of `members.py`.
 """
 
 import numpy as np
 from numba import njit
 
-from ultraep.backends.cpu.bound import bound_of_domain, sort_again
-from ultraep.config import PARTS
-
-
-@njit(cache=True)
-def hottest(at_home, first, rank):
-    best = first[rank]
-    for expert in range(best + 1, first[rank + 1]):
-        if at_home[expert] > at_home[best]:
-            best = expert
-    return best
-
-
-@njit(cache=True)
-def starting_loads(loads, first):
-    rank_loads = np.zeros(len(first) - 1, np.int64)
-    for rank in range(len(rank_loads)):
-        for expert in range(first[rank], first[rank + 1]):
-            rank_loads[rank] += loads[expert]
-    return rank_loads
-
-
-@njit(cache=True)
-def alias(loads, first, slots, threshold, min_tokens, max_replicas, placed):
-    """The emptiest rank takes from the fullest, exactly what it lacks."""
-    rank_loads, at_home = starting_loads(loads, first), loads.copy()
-    ranks = len(rank_loads)
-    free_slots = np.full(ranks, slots, np.int64)
-    hot = np.zeros(ranks, np.int64)
-    for rank in range(ranks):
-        if rank_loads[rank] > threshold:
-            hot[rank] = hottest(at_home, first, rank)
-    made = 0
-    while made < max_replicas:
-        host, need = -1, min_tokens - 1
-        for rank in range(ranks):
-            if threshold - rank_loads[rank] > need and free_slots[rank] > 0:
-                host, need = rank, threshold - rank_loads[rank]
-        if host < 0:
-            break
-        donor, fits, key = -1, False, 0
-        for rank in range(ranks):
-            if rank_loads[rank] <= threshold:
-                continue
-            heat = at_home[hot[rank]]
-            if heat >= need:
-                if not fits or rank_loads[rank] > key:
-                    donor, fits, key = rank, True, rank_loads[rank]
-            elif not fits and (
-                donor < 0 or heat > key or (heat == key and rank_loads[rank] > rank_loads[donor])
-            ):
-                donor, key = rank, heat
-        if donor < 0:
-            break
-        expert = hot[donor]
-        quota = min(need, at_home[expert])
-        if quota < min_tokens:
-            break
-        placed[made, 0], placed[made, 1], placed[made, 2] = expert, host, quota
-        made += 1
-        at_home[expert] -= quota
-        rank_loads[donor] -= quota
-        rank_loads[host] += quota
-        free_slots[host] -= 1
-        hot[donor] = hottest(at_home, first, donor)
-    return rank_loads.max(), made
-
-
-@njit(cache=True)
-def window(loads, first, slots, threshold, min_tokens, max_replicas, placed):
-    """Every donor gives its surplus to as few hosts as possible, and to the tightest such."""
-    rank_loads, at_home = starting_loads(loads, first), loads.copy()
-    ranks = len(rank_loads)
-    free_slots = np.full(ranks, slots, np.int64)
-    emptiest_first = np.arange(ranks)
-    hosts = np.empty(ranks, np.int64)
-    made = 0
-    while True:
-        donor = -1
-        for rank in range(ranks):
-            if rank_loads[rank] > threshold and (donor < 0 or rank_loads[rank] < rank_loads[donor]):
-                donor = rank
-        if donor < 0:
-            break
-        expert = hottest(at_home, first, donor)
-        surplus = min(rank_loads[donor] - threshold, at_home[expert])
-        sort_again(emptiest_first, rank_loads)
-        num_hosts = 0
-        for rank in emptiest_first:
-            if threshold - rank_loads[rank] >= min_tokens and free_slots[rank] > 0:
-                hosts[num_hosts] = rank
-                num_hosts += 1
-        begin, end = tightest(threshold - rank_loads[hosts[:num_hosts]], surplus)
-        for host in hosts[begin:end]:
-            quota = min(threshold - rank_loads[host], max(surplus, min_tokens))
-            if made >= max_replicas or at_home[expert] < quota:
-                return rank_loads.max(), made
-            placed[made, 0], placed[made, 1], placed[made, 2] = expert, host, quota
-            made += 1
-            surplus -= quota
-            at_home[expert] -= quota
-            rank_loads[donor] -= quota
-            rank_loads[host] += quota
-            free_slots[host] -= 1
-        if begin == end:
-            break
-    return rank_loads.max(), made
-
-
-@njit(cache=True)
-def tightest(rooms, surplus):
-    """Begin and end of the last run of as few neighbours as possible that hold the surplus."""
-    length, held = 0, 0
-    while held < surplus and length < len(rooms):
-        held += rooms[length]
-        length += 1
-    if held < surplus:
-        return 0, 0
-    begin = 0
-    while begin + length < len(rooms) and held - rooms[begin] + rooms[begin + length] >= surplus:
-        held += rooms[begin + length] - rooms[begin]
-        begin += 1
-    return begin, begin + length
+from ultraep.backends.cpu.bound import bound_of_domain
+from ultraep.backends.cpu.circles import within_circles
+from ultraep.backends.cpu.members import alias, starting_loads, window
+from ultraep.backends.reference.circles import MOST_RANKS, VARIANTS
+from ultraep.backends.reference.place import GUESSES
+from ultraep.config import LADDER, PARTS
 
 
 @njit(cache=True)
@@ -158,42 +39,102 @@ def sort_rows(rows, count):
 
 @njit(cache=True)
 def probe(loads, first, slots, threshold, min_tokens, max_replicas, placed, spare):
-    """The best attempt at this threshold: the lowest peak above it, then the fewest copies."""
-    peak, made = alias(loads, first, slots, threshold, min_tokens, max_replicas, placed)
-    if threshold * (len(first) - 1) - loads.sum() >= len(first) - 1:
-        other_peak, other_made = window(
-            loads, first, slots, threshold, min_tokens, max_replicas, spare
-        )
-        floor, other_floor = max(peak, threshold), max(other_peak, threshold)
-        if other_floor < floor or (other_floor == floor and other_made <= made):
-            copy_rows(placed, spare, other_made)
-            return other_peak, other_made
-    return peak, made
+    """The best attempt at this threshold. Its peak and copies, and the peak of `alias`."""
+    limits = (min_tokens, max_replicas)
+    ranks = len(first) - 1
+    alias_peak, made = alias(loads, first, slots, threshold, *limits, placed)
+    peak = alias_peak
+    if threshold * ranks - loads.sum() < ranks:
+        return peak, made, alias_peak
+    fanout, egress, _ = weigh(placed, made, first)
+    for member in range(1 + len(VARIANTS) if ranks <= MOST_RANKS else 1):
+        if member == 0:
+            trial_peak, trial_made = window(loads, first, slots, threshold, *limits, spare)
+        else:
+            halves, smallest_first = VARIANTS[member - 1]
+            trial_peak, trial_made = within_circles(
+                loads, first, slots, threshold, *limits, halves, smallest_first, spare
+            )
+        trial_fanout, trial_egress, _ = weigh(spare, trial_made, first)
+        trial = (max(trial_peak, threshold), trial_made, trial_fanout, trial_egress)
+        best = (max(peak, threshold), made, fanout, egress)
+        if trial < best or (trial == best and member == 0):
+            peak, made, fanout, egress = trial_peak, trial_made, trial_fanout, trial_egress
+            copy_rows(placed, spare, made)
+    return peak, made, alias_peak
+
+
+@njit(cache=True)
+def weigh(found, made, first):
+    """Most copies of one expert, experts that one rank gives away, copies that one receives."""
+    ranks = len(first) - 1
+    copies_of, received = np.zeros(first[-1], np.int64), np.zeros(ranks, np.int64)
+    for copy in range(made):
+        copies_of[found[copy, 0]] += 1
+        received[found[copy, 1]] += 1
+    fanout, egress, ingress = 0, 0, 0
+    for rank in range(ranks):
+        given = 0
+        for expert in range(first[rank], first[rank + 1]):
+            fanout = max(fanout, copies_of[expert])
+            given += copies_of[expert] > 0
+        egress, ingress = max(egress, given), max(ingress, received[rank])
+    return fanout, egress, ingress
 
 
 @njit(cache=True)
 def solve(loads, first, slots, threshold, min_tokens, max_replicas, placed):
-    """The best attempt at the threshold, or at the least one above it that can be met.
+    """The best attempt at the threshold, or at the least one above it that `alias` meets.
 
-    The number of copies; they stand in the first rows of `placed`.
+    Its peak and the number of copies; they stand in the first rows of `placed`.
     """
-    trial, spare = np.empty_like(placed), np.empty_like(placed)
-    peak, made = probe(loads, first, slots, threshold, min_tokens, max_replicas, placed, spare)
+    trial = np.empty_like(placed)
+    peak, made, last_peak = probe(
+        loads, first, slots, threshold, min_tokens, max_replicas, placed, trial
+    )
     if peak <= threshold:
-        return made
+        return peak, made
     failed = max(threshold, bound_of_domain(loads, first, slots, max_replicas) - 1)
-    middle = failed + 1
+    _, count = alias(loads, first, slots, threshold, min_tokens, max_replicas, trial)
+    last = threshold
+    middle = max(failed + 1, last + share(loads, first, trial, count, last))
+    met, tries = 0, 0
     while peak - failed > 1:
-        trial_peak, trial_made = probe(
-            loads, first, slots, middle, min_tokens, max_replicas, trial, spare
-        )
-        if trial_peak > middle:
-            failed = middle
+        middle = min(middle, peak - 1)
+        trial_peak, count = alias(loads, first, slots, middle, min_tokens, max_replicas, trial)
+        tries += 1
         if trial_peak < peak:
-            peak, made = trial_peak, trial_made
+            peak, made = trial_peak, count
             copy_rows(placed, trial, made)
-        middle = (failed + peak) // 2
-    return made
+        if trial_peak <= middle:
+            met += 1
+            middle = peak - 1 if met == 1 else (failed + peak) // 2
+            continue
+        above = trial_peak - middle
+        gain = last_peak - last - above
+        if gain > 0:
+            step = -(-above * (middle - last) // gain)
+        else:
+            step = share(loads, first, trial, count, middle)
+        last, last_peak, failed = middle, trial_peak, middle
+        middle = middle + max(1, step) if met == 0 and tries < GUESSES else (failed + peak) // 2
+    return peak, made
+
+
+@njit(cache=True)
+def share(loads, first, placed, made, threshold):
+    """What is too much, shared among the ranks that are full, rounded up."""
+    rank_loads = starting_loads(loads, first)
+    for copy in range(made):
+        home = np.searchsorted(first, placed[copy, 0], side="right") - 1
+        rank_loads[home] -= placed[copy, 2]
+        rank_loads[placed[copy, 1]] += placed[copy, 2]
+    over, full = 0, 0
+    for load in rank_loads:
+        if load >= threshold:
+            over += load - threshold
+            full += 1
+    return -(-over // full)
 
 
 @njit(cache=True)
@@ -208,6 +149,72 @@ def shared_threshold(loads, first_of_rank, domain, tolerance_parts):
 
 
 @njit(cache=True)
+def attempt_all(
+    solved, loads, first_of_rank, domain, slots, threshold, min_tokens, max_replicas, found
+):
+    """All domains at one threshold: solved, or attempted once. Peak and number of copies.
+
+    Experts stay renumbered in the rows of `found`; hosts are ranks of all domains.
+    """
+    placed = np.empty((min(max_replicas, domain * slots), 3), np.int64)
+    spare = np.empty_like(placed)
+    peak, total = 0, 0
+    for begin in range(0, len(first_of_rank) - 1, domain):
+        first = first_of_rank[begin : begin + domain + 1]
+        of_domain = loads[first[0] : first[-1]]
+        if solved:
+            own_peak, made = solve(
+                of_domain, first - first[0], slots, threshold, min_tokens, len(placed), placed
+            )
+        else:
+            own_peak, made, _ = probe(
+                of_domain,
+                first - first[0],
+                slots,
+                threshold,
+                min_tokens,
+                len(placed),
+                placed,
+                spare,
+            )
+        peak = max(peak, own_peak)
+        for copy in range(made):
+            found[total, 0] = first[0] + placed[copy, 0]
+            found[total, 1] = begin + placed[copy, 1]
+            found[total, 2] = placed[copy, 2]
+            total += 1
+    return peak, total
+
+
+@njit(cache=True)
+def quickest(
+    loads, first_of_rank, domain, slots, tolerance_parts, min_tokens, max_replicas,
+    row, copy, each, layer, found, peak, made,
+):  # fmt: skip
+    """Of all rungs of the ladder, and no copies at all, what takes the least time, in `found`."""
+    fanout, egress, ingress = weigh(found, made, first_of_rank)
+    time = row * peak + copy * max(egress, ingress) + each * made + (layer if made else 0)
+    at_home = row * starting_loads(loads, first_of_rank).max()
+    if at_home <= time:
+        time, made, fanout = at_home, 0, 0
+    trial = np.empty_like(found)
+    for parts in LADDER:
+        if parts <= tolerance_parts:
+            continue
+        threshold = shared_threshold(loads, first_of_rank, domain, parts)
+        trial_peak, trial_made = attempt_all(
+            False, loads, first_of_rank, domain, slots, threshold, min_tokens, max_replicas, trial
+        )
+        trial_fanout, egress, ingress = weigh(trial, trial_made, first_of_rank)
+        trial_time = row * trial_peak + copy * max(egress, ingress) + each * trial_made
+        trial_time += layer if trial_made else 0
+        if (trial_time, trial_made, trial_fanout) < (time, made, fanout):
+            time, made, fanout = trial_time, trial_made, trial_fanout
+            copy_rows(found, trial, made)
+    return made
+
+
+@njit(cache=True)
 def place(
     expert_loads,
     experts_by_rank,
@@ -217,30 +224,24 @@ def place(
     tolerance_parts,
     min_tokens,
     max_replicas,
+    row,
+    copy,
+    each,
+    layer,
 ):
     """[C, 3] expert, host rank and quota of every copy, ordered by expert, then host."""
-    ranks = len(first_of_rank) - 1
     loads = expert_loads[experts_by_rank]
     threshold = shared_threshold(loads, first_of_rank, domain, tolerance_parts)
-    limit = min(max_replicas, domain * slots)
-    found = np.empty((ranks * slots, 3), np.int64)
-    placed = np.empty((limit, 3), np.int64)
-    total = 0
-    for begin in range(0, ranks, domain):
-        first = first_of_rank[begin : begin + domain + 1]
-        made = solve(
-            loads[first[0] : first[-1]],
-            first - first[0],
-            slots,
-            threshold,
-            min_tokens,
-            limit,
-            placed,
-        )
-        for copy in range(made):
-            found[total, 0] = experts_by_rank[first[0] + placed[copy, 0]]
-            found[total, 1] = begin + placed[copy, 1]
-            found[total, 2] = placed[copy, 2]
-            total += 1
-    sort_rows(found, total)
-    return found[:total]
+    found = np.empty(((len(first_of_rank) - 1) * slots, 3), np.int64)
+    peak, made = attempt_all(
+        True, loads, first_of_rank, domain, slots, threshold, min_tokens, max_replicas, found
+    )
+    if row > 0:
+        made = quickest(
+            loads, first_of_rank, domain, slots, tolerance_parts, min_tokens, max_replicas,
+            row, copy, each, layer, found, peak, made,
+        )  # fmt: skip
+    for index in range(made):
+        found[index, 0] = experts_by_rank[found[index, 0]]
+    sort_rows(found, made)
+    return found[:made]

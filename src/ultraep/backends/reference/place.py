@@ -1,8 +1,9 @@
 """Which expert is copied into which rank, and how many tokens each copy serves.
 
 Every fast-link domain is solved for itself, against one threshold that all of them share:
-no rank shall serve more. Two small greedy members can meet a threshold; when neither does,
-a search finds the least threshold that one of them meets.
+no rank shall serve more. Several small greedy members can meet a threshold; when none does, a
+search finds the least threshold that alias planning meets. Where time decides, several
+thresholds are tried, and the quickest plan is taken.
 
 Shapes: R ranks, E experts, C copies. `first_of_rank[r]..first_of_rank[r + 1]` are the places of
 rank r's home experts in `experts_by_rank`.
@@ -10,166 +11,74 @@ rank r's home experts in `experts_by_rank`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 import numpy as np
 
 from ultraep.arrays import IntArray
 from ultraep.backends.reference.bound import lower_bound_of_domain
-from ultraep.config import PARTS
+from ultraep.backends.reference.circles import MOST_RANKS, VARIANTS, within_circles
+from ultraep.backends.reference.members import Attempt, Domain, alias, window
+from ultraep.config import PARTS, Rates, rungs_of
 
-
-@dataclass
-class Domain:
-    """The ranks of one fast-link domain, and what is still at home on each of them."""
-
-    experts: list[list[int]]  # home experts of every rank, ascending
-    load: dict[int, int]  # tokens of every expert
-    slots: int
-    min_tokens: int
-    max_replicas: int
-
-    @property
-    def rank_loads(self) -> list[int]:
-        return [sum(self.load[e] for e in experts) for experts in self.experts]
-
-    @property
-    def mean(self) -> int:
-        """The mean rank load, rounded up."""
-        return -(-sum(self.rank_loads) // len(self.experts))
-
-
-@dataclass
-class Attempt:
-    """A plan under construction: loads so far, tokens still at home, free slots, copies made."""
-
-    domain: Domain
-    threshold: int
-    rank_loads: list[int] = field(init=False)
-    at_home: dict[int, int] = field(init=False)
-    free_slots: list[int] = field(init=False)
-    copies: list[tuple[int, int, int]] = field(default_factory=list)  # expert, host, quota
-
-    def __post_init__(self) -> None:
-        self.rank_loads = self.domain.rank_loads
-        self.at_home = dict(self.domain.load)
-        self.free_slots = [self.domain.slots] * len(self.rank_loads)
-
-    @property
-    def peak(self) -> int:
-        return max(self.rank_loads)
-
-    @property
-    def full(self) -> bool:
-        return len(self.copies) >= self.domain.max_replicas
-
-    def hottest(self, rank: int) -> int:
-        """The home expert with the most tokens still at home; the lower index on a tie."""
-        return max(self.domain.experts[rank], key=lambda e: (self.at_home[e], -e))
-
-    def heat(self, rank: int) -> int:
-        """Tokens of the hottest expert."""
-        return self.at_home[self.hottest(rank)]
-
-    def room(self, rank: int) -> int:
-        """Tokens that a copy on this rank may still serve; 0 if it cannot hold one."""
-        room = self.threshold - self.rank_loads[rank]
-        return room if self.free_slots[rank] and room >= self.domain.min_tokens else 0
-
-    def copy(self, expert: int, donor: int, host: int, quota: int) -> None:
-        """Move `quota` tokens of the donor's expert into a new copy on the host."""
-        assert 0 < quota <= self.at_home[expert]
-        self.copies.append((expert, host, quota))
-        self.at_home[expert] -= quota
-        self.rank_loads[donor] -= quota
-        self.rank_loads[host] += quota
-        self.free_slots[host] -= 1
-
-
-def alias(domain: Domain, threshold: int) -> Attempt:
-    """The emptiest rank takes from the fullest, exactly what it lacks.
-
-    As in Walker's alias method the donor may fall below the threshold; it then takes its own turn
-    as the emptiest. With as many slots as home experts per rank this always meets the mean.
-    """
-    attempt = Attempt(domain, threshold)
-    ranks = range(len(domain.experts))
-    while attempt.peak > threshold and not attempt.full:
-        host = max(ranks, key=lambda r: (attempt.room(r), -r))
-        need = attempt.room(host)
-        donors = [r for r in ranks if attempt.rank_loads[r] > threshold]
-        enough = [r for r in donors if attempt.heat(r) >= need]
-        if enough:
-            donor = max(enough, key=lambda r: (attempt.rank_loads[r], -r))
-        else:
-            donor = max(donors, key=lambda r: (attempt.heat(r), attempt.rank_loads[r], -r))
-        quota = min(need, attempt.heat(donor))
-        if quota < domain.min_tokens:
-            break
-        attempt.copy(attempt.hottest(donor), donor, host, quota)
-    return attempt
-
-
-def window(domain: Domain, threshold: int) -> Attempt:
-    """Every donor gives its surplus to as few hosts as possible, and to the tightest such.
-
-    Hosts stand in a line, the roomiest first. If the m roomiest could take the surplus and no
-    fewer could, the last m neighbours in the line that still can are taken. Donors with little
-    surplus choose first: they leave the roomy hosts to those who need them.
-    """
-    attempt = Attempt(domain, threshold)
-    ranks = range(len(domain.experts))
-    while attempt.peak > threshold:
-        donors = [r for r in ranks if attempt.rank_loads[r] > threshold]
-        donor = min(donors, key=lambda r: (attempt.rank_loads[r], r))
-        expert = attempt.hottest(donor)
-        surplus = min(attempt.rank_loads[donor] - threshold, attempt.at_home[expert])
-        hosts = sorted((r for r in ranks if attempt.room(r)), key=lambda r: (-attempt.room(r), r))
-        chosen = _tightest(hosts, [attempt.room(r) for r in hosts], surplus)
-        for host in chosen:
-            quota = min(attempt.room(host), max(surplus, domain.min_tokens))
-            if attempt.full or attempt.at_home[expert] < quota:
-                return attempt
-            attempt.copy(expert, donor, host, quota)
-            surplus -= quota
-        if not chosen:
-            break
-    return attempt
-
-
-def _tightest(hosts: list[int], rooms: list[int], surplus: int) -> list[int]:
-    """The last run of as few neighbours as possible whose rooms hold the surplus."""
-    for length in range(1, len(hosts) + 1):
-        if sum(rooms[:length]) >= surplus:
-            starts = range(len(hosts) - length, -1, -1)
-            start = next(s for s in starts if sum(rooms[s : s + length]) >= surplus)
-            return hosts[start : start + length]
-    return []
+GUESSES = 4  # of the search, before it bisects
 
 
 def probe(domain: Domain, threshold: int) -> Attempt:
-    """The best attempt at this threshold: the lowest peak above it, then the fewest copies."""
+    """The best attempt at this threshold: the lowest peak above it, then the fewest copies.
+
+    Then the lowest fan-out, then the fewest experts that one rank gives away.
+    """
     attempts = [alias(domain, threshold)]
     if threshold > domain.mean:
-        attempts.insert(0, window(domain, threshold))
-    return min(attempts, key=lambda a: (max(a.peak, threshold), len(a.copies)))
+        attempts.insert(0, window(domain, threshold))  # it moves fewer tokens
+        if len(domain.experts) <= MOST_RANKS:
+            attempts += [within_circles(domain, threshold, *variant) for variant in VARIANTS]
+    return min(attempts, key=lambda a: (max(a.peak, threshold), len(a.copies), a.fanout, a.egress))
 
 
 def solve(domain: Domain, threshold: int) -> Attempt:
-    """The best attempt at the threshold, or at the least one above it that can be met."""
+    """The best attempt at the threshold, or at the least one above it that alias planning meets.
+
+    An attempt that fails says where the next may succeed: the peak comes down in proportion as the
+    threshold goes up. When one has succeeded, the threshold below it is tried; bisection does the
+    rest.
+    """
     best = probe(domain, threshold)
     if best.peak <= threshold:
         return best
     bound = lower_bound_of_domain(domain.experts, domain.load, domain.slots, domain.max_replicas)
+    last = alias(domain, threshold)
     failed = max(threshold, bound - 1)
-    middle = failed + 1  # the bound itself is the likeliest to be the answer
+    middle = max(failed + 1, threshold + share(last))
+    met = tries = 0
     while best.peak - failed > 1:
-        attempt = probe(domain, middle)
-        if attempt.peak > middle:
-            failed = middle
+        middle = min(middle, best.peak - 1)
+        attempt = alias(domain, middle)
         best = min(best, attempt, key=lambda a: a.peak)
-        middle = (failed + best.peak) // 2
+        tries += 1
+        if attempt.peak <= middle:
+            met += 1
+            middle = best.peak - 1 if met == 1 else (failed + best.peak) // 2
+        else:
+            failed = middle
+            guess = middle + max(1, step(last, attempt))
+            middle = guess if not met and tries < GUESSES else (failed + best.peak) // 2
+            last = attempt
     return best
+
+
+def share(attempt: Attempt) -> int:
+    """What is too much, shared among the ranks that are full, rounded up."""
+    over = [load - attempt.threshold for load in attempt.rank_loads]
+    return -(-sum(max(0, tokens) for tokens in over) // sum(tokens >= 0 for tokens in over))
+
+
+def step(last: Attempt, attempt: Attempt) -> int:
+    """How much higher the threshold would have to be if the peak went on as since the last one."""
+    above = attempt.peak - attempt.threshold
+    gain = last.peak - last.threshold - above
+    if gain <= 0:
+        return share(attempt)
+    return -(-above * (attempt.threshold - last.threshold) // gain)
 
 
 def place(
@@ -181,25 +90,62 @@ def place(
     tolerance_parts: int,
     min_tokens: int,
     max_replicas: int,
+    row: int,
+    copy: int,
+    each: int,
+    layer: int,
 ) -> IntArray:
-    """[C, 3] expert, host rank and quota of every copy, ordered by expert, then host."""
-    ranks = len(first_of_rank) - 1
+    """[C, 3] expert, host rank and quota of every copy, ordered by expert, then host.
+
+    row, copy, each, layer: the rates of `config.Rates`; all 0 if time does not decide.
+    """
     domains = []
-    for begin in range(0, ranks, domain):
+    for begin in range(0, len(first_of_rank) - 1, domain):
         homes = [
             experts_by_rank[first_of_rank[r] : first_of_rank[r + 1]].tolist()
             for r in range(begin, begin + domain)
         ]
         load = {e: int(expert_loads[e]) for experts in homes for e in experts}
         domains.append(Domain(homes, load, slots, min_tokens, max_replicas))
-    # One threshold for all: a lighter domain need not be flatter than the heaviest can be.
-    threshold = max(
-        max(d.mean, sum(d.load.values()) * (PARTS + tolerance_parts) // (domain * PARTS))
-        for d in domains
-    )
+    threshold = shared_threshold(domains, tolerance_parts)
+    attempts = [solve(d, threshold) for d in domains]
+    if row:
+        rates = Rates(row=row, copy=copy, each=each, layer=layer)
+        attempts = quickest(domains, attempts, tolerance_parts, rates)
     copies = [
         (expert, index * domain + host, quota)
-        for index, d in enumerate(domains)
-        for expert, host, quota in solve(d, threshold).copies
+        for index, attempt in enumerate(attempts)
+        for expert, host, quota in attempt.copies
     ]
     return np.array(sorted(copies), dtype=np.int64).reshape(-1, 3)
+
+
+def shared_threshold(domains: list[Domain], tolerance_parts: int) -> int:
+    """One for all: a lighter domain need not be flatter than the heaviest can be."""
+    return max(
+        max(d.mean, sum(d.load.values()) * (PARTS + tolerance_parts) // (len(d.experts) * PARTS))
+        for d in domains
+    )
+
+
+def quickest(
+    domains: list[Domain], first: list[Attempt], tolerance_parts: int, rates: Rates
+) -> list[Attempt]:
+    """Of all rungs of the ladder, and no copies at all, what takes the least time.
+
+    Then the fewest copies, then the lowest fan-out, then the lower rung. The lowest rung is solved,
+    the others are attempted once: where one cannot be met, the lowest has found what can.
+    """
+    nothing = [Attempt(d, threshold=0) for d in domains]
+    plans = [first]
+    for parts in rungs_of(tolerance_parts)[1:]:
+        threshold = shared_threshold(domains, parts)
+        plans.append([probe(d, threshold) for d in domains])
+
+    def cost(attempts: list[Attempt]) -> tuple[int, int, int]:
+        copies = sum(len(a.copies) for a in attempts)
+        transfers = max(max(a.ingress, a.egress) for a in attempts)
+        time = rates.time(peak=max(a.peak for a in attempts), transfers=transfers, copies=copies)
+        return time, copies, max(a.fanout for a in attempts)
+
+    return min([*plans, nothing], key=cost)

@@ -19,6 +19,7 @@ from ultraep.backends.triton.device import default_device, launching
 from ultraep.backends.triton.kernels.state import MOST
 from ultraep.backends.triton.planner import Planner
 from ultraep.backends.triton.rerouter import Planned, Rerouter
+from ultraep.config import NO_RATES
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -51,10 +52,15 @@ def place(
     tolerance_parts: int,
     min_tokens: int,
     max_replicas: int,
+    row: int,
+    copy: int,
+    each: int,
+    layer: int,
 ) -> IntArray:
     """[C, 3] expert, host rank and quota of every copy, ordered by expert, then host."""
     limits = (tolerance_parts, min_tokens, max_replicas)
-    planner = _planner(expert_loads, experts_by_rank, first_of_rank, domain, slots, *limits)
+    rates = (row, copy, each, layer)
+    planner = _planner(expert_loads, experts_by_rank, first_of_rank, domain, slots, *limits, rates)
     planner.place()
     experts, quotas = _on_host(planner.found)
     held = np.flatnonzero(experts != MOST.value)
@@ -73,7 +79,7 @@ def lower_bound(
 ) -> int:
     """Tokens on the fullest rank that no plan can go below."""
     planner = _planner(
-        expert_loads, experts_by_rank, first_of_rank, domain, slots, 0, 1, max_replicas
+        expert_loads, experts_by_rank, first_of_rank, domain, slots, 0, 1, max_replicas, NO_RATES
     )
     return int(planner.bounds().max())
 
@@ -168,20 +174,23 @@ def _planner(
     first_of_rank: IntArray,
     domain: int,
     slots: int,
-    *limits: int,
+    tolerance_parts: int,
+    min_tokens: int,
+    max_replicas: int,
+    rates: tuple[int, int, int, int],
 ) -> Planner:
     """A planner that knows the tokens of every expert."""
-    parts, least, most = limits
     planner = Planner(
         experts_by_rank,
         first_of_rank,
         domain,
         slots,
-        parts,
-        least,
-        most,
+        tolerance_parts,
+        min_tokens,
+        max_replicas,
         locality=False,
         device=default_device(),
+        rates=rates,
     )
     planner.sum(_on_device(expert_loads)[None])
     return planner

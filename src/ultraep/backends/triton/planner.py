@@ -12,8 +12,10 @@ import numpy as np
 import torch
 
 from ultraep.arrays import IntArray
-from ultraep.backends.triton.kernels import groups, place, split, state
+from ultraep.backends.reference.circles import MOST_RANKS
+from ultraep.backends.triton.kernels import circles, groups, place, quickest, split, state
 from ultraep.backends.triton.launch import cdiv, power_of_2, quick
+from ultraep.config import NO_RATES, rungs_of
 from ultraep.errors import ConfigError
 
 INT = torch.int32
@@ -26,6 +28,8 @@ class Planner:
     `plan` only launches kernels, and always the same ones: it can be captured in a graph. The
     results stand in tensors that the next call overwrites; rows behind the last copy are -1 or 0.
     `places`: where each of them begins and ends in `result`, and its shape.
+    `rates`: what tokens and copies cost, 64-bit numbers that may change between plans; where they
+    were all 0 from the start, time never decides.
     """
 
     num_replicas: torch.Tensor
@@ -47,17 +51,23 @@ class Planner:
         max_replicas: int,
         locality: bool,
         device: torch.device,
+        rates: tuple[int, int, int, int] = NO_RATES,
     ) -> None:
         self.ranks, self.experts = len(first_of_rank) - 1, len(experts_by_rank)
         self.domain, self.slots, self.locality = domain, slots, locality
         self.domains = self.ranks // domain
         self.limit = min(max_replicas, domain * slots)
-        self.parts, self.min_tokens = tolerance_parts, min(min_tokens, 2**31 - 1)
+        self.min_tokens = min(min_tokens, 2**31 - 1)
+        self.timed = rates != NO_RATES
+        ladder = rungs_of(tolerance_parts) if self.timed else [tolerance_parts]
+        self.rungs, self.slack = len(ladder), ladder[-1] > 0 or self.domains > 1
         self.homes = max(1, int(np.diff(first_of_rank).max()))
         self.max_fanout = domain  # whatever the limit: plans of others may be adopted
         self._pad()
         self._tables(experts_by_rank, first_of_rank, device)
         self._allocate(device)
+        self.ladder = torch.tensor(ladder, dtype=INT, device=device)
+        self.rates = torch.tensor(rates, dtype=torch.int64, device=device)
 
     def _pad(self) -> None:
         power = power_of_2
@@ -73,18 +83,26 @@ class Planner:
         # One warp as long as a thread holds few experts: several wait for each other at every step.
         self.warps = min(8, max(1, tile // 512))
         self.by_groups = self.G >= 256
+        self.in_circles = self.slack and self.domain <= MOST_RANKS
+        self.members = 1 + self.slack + self.in_circles * state.VARIANTS.value
         self.step = max(1, min(16, tile, 2048 * self.warps // tile))
 
     @property
     def settings(self) -> tuple[int, ...]:
         """What the first attempts need to know, in the order of their arguments."""
-        return self.domains, self.domain, self.slots, self.parts, self.min_tokens, self.limit
+        return self.domains, self.domain, self.slots, self.min_tokens, self.limit
 
     @property
     def shape(self) -> dict[str, Any]:
         """What kernels that attempt a plan are compiled for."""
         held = power_of_2(max(1, self.held))
-        return {"H": self.H, "G": self.G, "HELD": held, "ONE_SLOT": self.slots == 1}
+        tile = {"H": self.H, "G": self.G, "HELD": held, "ONE_SLOT": self.slots == 1}
+        return tile | {"RUNGS": self.rungs, "MEMBERS": self.members}
+
+    @property
+    def step_over_domains(self) -> int:
+        """Domains whose tokens are looked at together."""
+        return power_of_2(min(self.domains, max(1, 2048 // (self.H * self.G))))
 
     def _tables(
         self, experts_by_rank: IntArray, first_of_rank: IntArray, device: torch.device
@@ -118,11 +136,16 @@ class Planner:
 
         copies = max(1, self.ranks * self.slots)  # without slots, one row that is never used
         self.expert_loads = numbers(self.experts)
-        self.attempts = numbers(self.domains, state.BUFFERS.value, 2, max(1, self.held))
-        self.attempt_loads = numbers(self.domains, state.BUFFERS.value, self.domain)
-        self.facts = numbers(self.domains, state.FACTS.value)
+        tried, rungs = self.rungs * self.members, (self.domains, self.rungs)
+        buffers = state.buffers_of(self.rungs, self.members)
+        self.attempts = numbers(self.domains, buffers, 2, max(1, self.held))
+        self.attempt_loads = numbers(self.domains, buffers, self.domain)
+        self.facts = numbers(*rungs, state.facts_size(self.members))
+        self.outcomes = numbers(*rungs, state.OUTCOMES.value)
+        self.counts = numbers(self.domains, tried if tried > 1 else 0, self.H * self.G)
+        self.circles = numbers(*rungs, state.VARIANTS.value if self.in_circles else 0, self.G)
         if self.by_groups:
-            self.work = numbers(self.domains, state.work_size(self.H, self.G))
+            self.work = numbers(*rungs, state.work_size(self.H, self.G))
         self.scratch = numbers(self.domains, state.scratch_size(self.H, self.G))
         self.found = torch.full((2, copies), 2**31 - 1, dtype=INT, device=device)
         self.faults = numbers(1)  # loads that are negative, or too many
@@ -174,17 +197,36 @@ class Planner:
 
     def place(self) -> None:
         """The copies of every domain, where they are held, and what every rank serves."""
-        slack = self.parts > 0 or self.domains > 1
+        if self.in_circles:
+            self._draw_circles()
         if self.by_groups:
             self._first_by_groups()
-        if slack:
+        if self.slack:
             self._first_try()
-        self._search(first=not (slack or self.by_groups))
+        self._search(first=not (self.slack or self.by_groups))
+        if self.timed:
+            self._quickest()
+
+    def _draw_circles(self) -> None:
+        quick(circles.draw_circles)[(self.domains, state.VARIANTS.value, self.rungs)](
+            self.home,
+            self.ladder,
+            self.circles,
+            self.domains,
+            self.domain,
+            H=self.H,
+            G=self.G,
+            STEP=self.step_over_domains,
+            RUNGS=self.rungs,
+            num_warps=min(8, max(1, self.G * self.G // 1024)),
+        )
 
     def _first_by_groups(self) -> None:
-        quick(groups.first_by_groups)[(self.domains,)](
+        quick(groups.first_by_groups)[(self.domains, self.rungs)](
             self.home,
+            self.ladder,
             self.work,
+            self.counts,
             self.attempts,
             self.attempt_loads,
             self.facts,
@@ -194,26 +236,31 @@ class Planner:
         )
 
     def _first_try(self) -> None:
-        quick(place.first_try)[(self.domains, 1 if self.by_groups else 2)](
+        quick(place.first_try)[(self.domains, self.members - self.by_groups, self.rungs)](
             self.home,
+            self.ladder,
+            self.circles,
+            self.counts,
             self.attempts,
             self.attempt_loads,
             self.facts,
             *self.settings,
             **self.shape,
             BY_GROUPS=self.by_groups,
-            STEP=power_of_2(min(self.domains, max(1, 2048 // (self.H * self.G)))),
+            STEP=self.step_over_domains,
             num_warps=self.warps,
         )
 
     def _search(self, first: bool) -> None:
-        quick(place.search)[(self.domains,)](
+        quick(place.search)[(self.domains, self.rungs)](
             self.home,
             self.expert_of_place,
             self.first_slot_of_rank,
+            self.counts,
             self.attempts,
             self.attempt_loads,
             self.facts,
+            self.outcomes,
             self.scratch,
             self.found,
             self.rank_loads,
@@ -223,14 +270,35 @@ class Planner:
             self.min_tokens,
             self.limit,
             FIRST=first,
+            TIMED=self.timed,
             **self.shape,
             STEP=self.step,
             num_warps=self.warps,
         )
 
+    def _quickest(self) -> None:
+        shape = {name: value for name, value in self.shape.items() if name != "ONE_SLOT"}
+        quick(quickest.quickest)[(self.domains,)](
+            self.outcomes,
+            self.rates,
+            self.expert_of_place,
+            self.first_slot_of_rank,
+            self.attempts,
+            self.attempt_loads,
+            self.found,
+            self.rank_loads,
+            self.expert_of_slot,
+            self.domains,
+            self.domain,
+            self.slots,
+            **shape,
+            PADDED=power_of_2(self.rungs),
+            num_warps=1,
+        )
+
     def bounds(self) -> torch.Tensor:
         """[D] the least that the fullest rank of every domain can hold."""
-        bounds = torch.empty_like(self.facts[:, 0])
+        bounds = torch.empty(self.domains, dtype=INT, device=self.facts.device)
         quick(place.lower_bounds)[(self.domains,)](
             self.home,
             self.scratch,

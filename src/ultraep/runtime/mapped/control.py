@@ -171,6 +171,7 @@ class ControlPlane:
             0 if config.policy == "none" else config.replica_limit,
             config.locality,
             self.device,
+            rates=config.rates_for(topology.ranks * topology.slots),
         )
         self._counter = Counter(topology.experts, rows, self.device)
         self._rerouter = Rerouter(self._planner, self._counter)

@@ -1,4 +1,4 @@
-"""Twins of `alias` and `window` in `reference/place.py`: one domain, one program, in registers.
+"""Twins of `alias` and `window` in `reference/members.py`: one domain, one program, in registers.
 
 The ranks of the domain stand in columns, their home experts in rows: `home_HG` are the tokens still
 at home (-1 where a rank has no such expert) and `load_G` the tokens of every rank. A reduction over
@@ -43,17 +43,24 @@ def alias(
 ):
     """The emptiest rank takes from the fullest, exactly what it lacks.
 
-    With `PACKED`, tokens and ranks share a number, and one reduction finds both.
+    With `PACKED`, tokens and ranks share a number, and one reduction finds both; tokens and rows
+    of experts likewise.
     """
     rank = tl.arange(0, G)
     row = tl.arange(0, H)[:, None]
+    if PACKED:
+        home_HG = home_HG * H + (H - 1 - row)
     free_all(hosted, ranks * slots, HELD)
     free_G = tl.where(rank < ranks, slots, 0)
     made = 0
     going = limit > 0
     while going:
-        heat_G = tl.max(home_HG, 0)
-        hot_G = tl.min(tl.where(home_HG == heat_G[None, :], row, H), 0)
+        most_G = tl.max(home_HG, 0)
+        if PACKED:
+            heat_G, hot_G = unpack(most_G, H)
+        else:
+            heat_G = most_G
+            hot_G = tl.min(tl.where(home_HG == most_G[None, :], row, H), 0)
         room_G = tl.where(free_G > 0, threshold - load_G, -1)
         host, donor, quota = choose(room_G, load_G, heat_G, threshold, G, PACKED)
         going = quota >= min_tokens
@@ -65,8 +72,12 @@ def alias(
             slot = host * slots + used
         tl.store(hosted + slot + rank * 0, hot_G * G + rank, mask=rank == donor)
         tl.store(quotas_of(hosted, ranks * slots) + slot, quota, mask=going)
-        hit_HG = (row == hot_G[None, :]) & (rank == donor)[None, :]
-        home_HG -= tl.where(hit_HG, quota, 0)
+        if PACKED:
+            hit_HG = (home_HG == most_G[None, :]) & (rank == donor)[None, :]
+            home_HG -= tl.where(hit_HG, quota * H, 0)
+        else:
+            hit_HG = (row == hot_G[None, :]) & (rank == donor)[None, :]
+            home_HG -= tl.where(hit_HG, quota, 0)
         load_G += tl.where(rank == host, quota, 0) - tl.where(rank == donor, quota, 0)
         free_G -= tl.where(rank == host, 1, 0)
         made += going.to(tl.int32)
@@ -118,9 +129,9 @@ def alias_packed_or_not(
     load_G, home_HG, hosted, threshold, ranks, slots, min_tokens, limit,
     H: tl.constexpr, G: tl.constexpr, HELD: tl.constexpr, ONE_SLOT: tl.constexpr
 ):  # fmt: skip
-    """`alias`, packed if tokens times ranks fit into 32 bits."""
+    """`alias`, packed if tokens times ranks, or times rows, fit into 32 bits."""
     made = 0
-    if tl.maximum(tl.max(load_G, 0), threshold) < (1 << 31) // G - 1:
+    if tl.maximum(tl.max(load_G, 0), threshold) < (1 << 31) // max(H, G) - 1:
         load_G, made = alias(
             load_G, home_HG, hosted, threshold, ranks, slots, min_tokens, limit,
             H, G, HELD, ONE_SLOT, True

@@ -1,4 +1,4 @@
-"""Twin of `alias` in `reference/place.py` for large domains: one warp, and groups of 32 ranks.
+"""Twin of `alias` in `reference/members.py` for large domains: one warp, and groups of 32 ranks.
 
 In `attempts.py` every step looks at all ranks. Here the state is in memory, and in registers are
 only three numbers of every group:
@@ -15,13 +15,14 @@ import triton
 import triton.language as tl
 
 from ultraep.backends.triton.kernels.attempts import choose_donor, free_all, unpack
+from ultraep.backends.triton.kernels.measures import note
 from ultraep.backends.triton.kernels.state import (
-    COPIES,
     MOST,
-    PEAKS,
     SLACK,
     THRESHOLD,
     attempt_of,
+    attempts_of,
+    counts_of,
     fact_of,
     free_of,
     heats_of,
@@ -47,50 +48,58 @@ def total_of(home, domain, H: tl.constexpr, G: tl.constexpr):
 
 
 @triton.jit(
-    do_not_specialize=["domains", "ranks", "slots", "parts", "min_tokens", "limit"],
+    do_not_specialize=["domains", "ranks", "slots", "min_tokens", "limit"],
 )
 def first_by_groups(
     home,
+    ladder,
     work,
+    counts,
     attempts,
     attempt_loads,
     facts,
     domains,
     ranks,
     slots,
-    parts,
     min_tokens,
     limit,
     H: tl.constexpr,
     G: tl.constexpr,
     HELD: tl.constexpr,
     ONE_SLOT: tl.constexpr,
+    RUNGS: tl.constexpr,
+    MEMBERS: tl.constexpr,
 ):
-    """Program d: the attempt of the first member at domain d, into buffer 0. See `first_try`.
+    """Program (d, r): the attempt of the first member at rung r of domain d. See `first_try`.
 
     Without a tolerance, 5 tokens are allowed, and rank 1 takes the 3 that it lacks:
 
     >>> none = 30 * [-1]
-    >>> example(first_by_groups, 1, home=[[[6, 1, *none], [1, 1, *none]]], work=scratch(1, 128),
-    ...         attempts=room(1, 2, 2), attempt_loads=room(1, 2), facts=room(1, 6),
-    ...         domains=1, ranks=2, slots=1, parts=0, min_tokens=1, limit=2,
-    ...         H=2, G=32, HELD=2, ONE_SLOT=True, num_warps=1)
+    >>> example(first_by_groups, (1, 1), home=[[[6, 1, *none], [1, 1, *none]]], ladder=[0],
+    ...         work=scratch(1, 128), counts=scratch(64), attempts=room(1, 2, 2),
+    ...         attempt_loads=room(1, 2), facts=room(1, 1, 7), domains=1, ranks=2, slots=1,
+    ...         min_tokens=1, limit=2, H=2, G=32, HELD=2, ONE_SLOT=True, RUNGS=1, MEMBERS=1,
+    ...         num_warps=1)
     attempts = [[[-1, 0], [_, 3]]]
     attempt_loads = [[4, 5]]
-    facts = [[5, 0, 5, _, 1, _]]
+    facts = [[[5, 0, 5, 1, 0, 0, 0]]]
     """
     domain = tl.program_id(0)
+    rung = tl.program_id(1)
+    parts = tl.load(ladder + rung)
     most = tl.zeros((), tl.int64)
     for other in range(domains):
         most = tl.maximum(most, total_of(home, other, H, G))
     threshold = threshold_of(most, ranks, parts)
     own_mean = (total_of(home, domain, H, G) + ranks - 1) // ranks
-    tl.store(fact_of(facts, domain, THRESHOLD, 0), threshold)
-    tl.store(fact_of(facts, domain, SLACK, 0), (threshold > own_mean).to(tl.int32))
+    tl.store(fact_of(facts, domain, rung, THRESHOLD, RUNGS, MEMBERS), threshold)
+    slack = (threshold > own_mean).to(tl.int32)
+    tl.store(fact_of(facts, domain, rung, SLACK, RUNGS, MEMBERS), slack)
 
-    work = work_of(work, domain, H, G)
-    hosted = attempt_of(attempts, domain, 0, ranks * slots)
-    loads = loads_of(attempt_loads, domain, 0, ranks)
+    work = work_of(work, domain * RUNGS + rung, H, G)
+    attempts = attempts_of(attempts, domain, ranks * slots, RUNGS, MEMBERS)
+    hosted = attempt_of(attempts, rung * MEMBERS, ranks * slots)
+    loads = loads_of(attempt_loads, domain, rung * MEMBERS, ranks, RUNGS, MEMBERS)
     free_all(hosted, ranks * slots, HELD)
     peak = set_out(home_of(home, domain, H, G), work, loads, ranks, slots, H, G)
     made = 0
@@ -106,8 +115,11 @@ def first_by_groups(
         )  # fmt: skip
     rank = tl.arange(0, G)
     load_G = tl.load(loads + rank, mask=rank < ranks, other=0)
-    tl.store(fact_of(facts, domain, PEAKS, 0), tl.max(load_G, 0))
-    tl.store(fact_of(facts, domain, COPIES, 0), made)
+    counts = counts_of(counts, domain, rung, 0, RUNGS, MEMBERS, H, G)
+    note(
+        facts, hosted, counts, load_G, made, domain, rung, 0, ranks, slots,
+        H, G, HELD, RUNGS, MEMBERS
+    )  # fmt: skip
 
 
 @triton.jit

@@ -1,8 +1,10 @@
 """Twin of `reference/place.py`: every domain is solved by one program, against one threshold.
 
     sum_loads    tokens of every expert over all source ranks, laid out by homes
-    first_try    the two members, side by side, at the threshold
-    search       the better of the two; if none meets the threshold, the least one that can be met
+    first_try    all members, side by side, at the thresholds of all rungs
+    search       the best of them; if none meets the threshold, the least one that can be met
+
+and where time decides, `quickest.py` has the last word.
 
 Shapes: R ranks, E experts, D domains of `ranks` ranks, H experts and G ranks padded to powers of
 two, HELD spare slots of a domain, padded likewise. Numbers are 32-bit, but for sums of many.
@@ -11,23 +13,35 @@ two, HELD spare slots of a domain, padded likewise. Numbers are 32-bit, but for 
 import triton
 import triton.language as tl
 
-from ultraep.backends.triton.kernels.attempts import alias, alias_packed_or_not, window
+from ultraep.backends.triton.kernels.attempts import alias_packed_or_not, free_all, window
 from ultraep.backends.triton.kernels.bound import bound
+from ultraep.backends.triton.kernels.circles import within_circles
+from ultraep.backends.triton.kernels.measures import best_of_members, note, weigh
 from ultraep.backends.triton.kernels.plan import load_at
+from ultraep.backends.triton.kernels.publish import publish
+from ultraep.backends.triton.kernels.search import least_that_is_met
 from ultraep.backends.triton.kernels.state import (
-    BUFFERS,
+    AT_HOME,
+    BUFFER,
     COPIES,
+    EGRESS,
+    FANOUT,
+    INGRESS,
+    MEASURED,
     MOST,
-    PEAKS,
+    PEAK,
     SLACK,
     THRESHOLD,
     attempt_of,
+    attempts_of,
+    circles_of,
+    counts_of,
     fact_of,
-    found_quotas_of,
     home_of,
     load_domain,
     loads_of,
-    quotas_of,
+    measure_of,
+    outcome_of,
     scratch_of,
 )
 from ultraep.backends.triton.kernels.thresholds import mean_of, rank_loads_of, shared_threshold
@@ -78,73 +92,84 @@ def sum_loads(
 # The layout of a tile follows its first load. Where that may be wide, the experts of a rank end up
 # in several threads; where the address is not known to be aligned, they stay in one.
 @triton.jit(
-    do_not_specialize=["domains", "ranks", "slots", "parts", "min_tokens", "limit"],
+    do_not_specialize=["domains", "ranks", "slots", "min_tokens", "limit"],
     do_not_specialize_on_alignment=["home"],
 )
 def first_try(
     home,
+    ladder,
+    circles,
+    counts,
     attempts,
     attempt_loads,
     facts,
     domains,
     ranks,
     slots,
-    parts,
     min_tokens,
     limit,
     H: tl.constexpr,
     G: tl.constexpr,
     HELD: tl.constexpr,
     ONE_SLOT: tl.constexpr,
+    RUNGS: tl.constexpr,
+    MEMBERS: tl.constexpr,
     BY_GROUPS: tl.constexpr,
     STEP: tl.constexpr,
 ):
-    """Program (d, b): the attempt of member b at domain d, into buffer b.
+    """Program (d, m, r): the attempt of member m at rung r of domain d.
 
     With `BY_GROUPS`, the first member has made its attempt already.
 
     A tolerance of 40 % allows 6 tokens. One member fills rank 1 up, the other takes what is above:
 
-    >>> example(first_try, (1, 2), home=[[[6, 1], [1, 1]]], attempts=room(1, 2, 2, 2),
-    ...         attempt_loads=room(1, 2, 2), facts=room(1, 6), domains=1, ranks=2, slots=1,
-    ...         parts=400000, min_tokens=1, limit=2,
-    ...         H=2, G=2, HELD=2, ONE_SLOT=True, BY_GROUPS=False, STEP=1)
+    >>> example(first_try, (1, 2, 1), home=[[[6, 1], [1, 1]]], ladder=[400000], circles=room(1),
+    ...         counts=scratch(1, 1, 2, 4), attempts=room(1, 2, 2, 2), attempt_loads=room(1, 2, 2),
+    ...         facts=room(1, 12), domains=1, ranks=2, slots=1, min_tokens=1, limit=2,
+    ...         H=2, G=2, HELD=2, ONE_SLOT=True, RUNGS=1, MEMBERS=2, BY_GROUPS=False, STEP=1)
     attempts = [[[[-1, 0], [_, 4]], [[-1, 0], [_, 1]]]]
     attempt_loads = [[[3, 6], [6, 3]]]
-    facts = [[6, 1, 6, 6, 1, 1]]
+    facts = [[6, 1, 6, 1, 1, 1, 1, 6, 1, 1, 1, 1]]
     """
     domain = tl.program_id(0)
     member = tl.program_id(1) + BY_GROUPS
+    rung = tl.program_id(2)
+    rank = tl.arange(0, G)
     home_HG = load_domain(home, domain, H, G)
     load_G = rank_loads_of(home_HG)
+    parts = tl.load(ladder + rung)
     threshold = shared_threshold(home, domains, ranks, parts, H, G, STEP)
     slack = threshold > mean_of(load_G, ranks)
-    hosted = attempt_of(attempts, domain, member, ranks * slots)
+    buffer = rung * MEMBERS + member
+    attempts = attempts_of(attempts, domain, ranks * slots, RUNGS, MEMBERS)
+    hosted = attempt_of(attempts, buffer, ranks * slots)
     made = 0
     if member == 0 and not BY_GROUPS:
-        tl.store(fact_of(facts, domain, THRESHOLD, 0), threshold)
-        tl.store(fact_of(facts, domain, SLACK, 0), slack.to(tl.int32))
+        tl.store(fact_of(facts, domain, rung, THRESHOLD, RUNGS, MEMBERS), threshold)
+        tl.store(fact_of(facts, domain, rung, SLACK, RUNGS, MEMBERS), slack.to(tl.int32))
         load_G, made = alias_packed_or_not(
             load_G, home_HG, hosted, threshold,
             ranks, slots, min_tokens, limit, H, G, HELD, ONE_SLOT
         )  # fmt: skip
-    elif slack:
+    elif slack and member == 1:
         load_G, made = window(
             load_G, home_HG, hosted, threshold, ranks, slots, min_tokens, limit, H, G, HELD
         )
-    rank = tl.arange(0, G)
-    served = loads_of(attempt_loads, domain, member, ranks)
+    elif slack:  # noqa: SIM102 - only what is a condition of its own is left out when compiled
+        if MEMBERS > 2:
+            own = circles_of(circles, domain, rung, member - 2, RUNGS, G)
+            load_G, made = within_circles(
+                load_G, home_HG, tl.load(own + rank), hosted, threshold,
+                ranks, slots, min_tokens, limit, H, G, HELD
+            )  # fmt: skip
+    served = loads_of(attempt_loads, domain, buffer, ranks, RUNGS, MEMBERS)
     tl.store(served + rank, load_G, mask=rank < ranks)
-    tl.store(fact_of(facts, domain, PEAKS, member), tl.max(load_G, 0))
-    tl.store(fact_of(facts, domain, COPIES, member), made)
-
-
-@triton.jit
-def better(peak, made, other_peak, other_made, threshold):
-    """Whether the other attempt is: a lower peak above the threshold, or no more copies."""
-    floor = tl.maximum(peak, threshold)
-    other_floor = tl.maximum(other_peak, threshold)
-    return (other_floor < floor) | ((other_floor == floor) & (other_made <= made))
+    if slack or member == 0:
+        counts = counts_of(counts, domain, rung, member, RUNGS, MEMBERS, H, G)
+        note(
+            facts, hosted, counts, load_G, made, domain, rung, member, ranks, slots,
+            H, G, HELD, RUNGS, MEMBERS
+        )  # fmt: skip
 
 
 @triton.jit(
@@ -155,9 +180,11 @@ def search(
     home,
     expert_of_place,
     first_slot_of_rank,
+    counts,
     attempts,
     attempt_loads,
     facts,
+    outcomes,
     scratch,
     found,
     planned_loads,
@@ -167,49 +194,64 @@ def search(
     min_tokens,
     limit,
     FIRST: tl.constexpr,
+    TIMED: tl.constexpr,
     H: tl.constexpr,
     G: tl.constexpr,
     HELD: tl.constexpr,
     ONE_SLOT: tl.constexpr,
+    RUNGS: tl.constexpr,
+    MEMBERS: tl.constexpr,
     STEP: tl.constexpr,
 ):
-    """Program d: the best attempt at domain d. With `FIRST`, it makes the first one itself.
+    """Program (d, r): the best attempt at rung r of domain d; only the lowest rung is searched.
+
+    With `FIRST`, it makes the first attempt itself. With `TIMED`, it only tells what that costs.
 
     Rank 1 hosts expert 0 for 3 tokens, as in the plan of `split`:
 
-    >>> example(search, 1, home=[[[6, 1], [1, 1]]], expert_of_place=[0, 2, 1, 3],
-    ...         first_slot_of_rank=[0, 3, 6], attempts=scratch(1, 3, 2, 2),
-    ...         attempt_loads=scratch(1, 3, 2), facts=scratch(1, 6), scratch=scratch(1, 12),
+    >>> example(search, (1, 1), home=[[[6, 1], [1, 1]]], expert_of_place=[0, 2, 1, 3],
+    ...         first_slot_of_rank=[0, 3, 6], counts=scratch(1, 1, 1, 4),
+    ...         attempts=scratch(1, 4, 2, 2), attempt_loads=scratch(1, 4, 2),
+    ...         facts=scratch(1, 1, 7), outcomes=room(1, 1, 7), scratch=scratch(1, 12),
     ...         found=room(2, 2), planned_loads=room(2), expert_of_slot=[0, 1, 0, 2, 3, 0],
-    ...         ranks=2, slots=1, min_tokens=1, limit=2,
-    ...         FIRST=True, H=2, G=2, HELD=2, ONE_SLOT=True, STEP=4)
+    ...         ranks=2, slots=1, min_tokens=1, limit=2, FIRST=True, TIMED=False,
+    ...         H=2, G=2, HELD=2, ONE_SLOT=True, RUNGS=1, MEMBERS=1, STEP=4)
     found = [[2147483647, 0], [0, 3]]
     planned_loads = [4, 5]
     expert_of_slot = [0, 1, -1, 2, 3, -1]
     """
     domain = tl.program_id(0)
-    attempts = attempt_of(attempts, domain, 0, ranks * slots)
-    attempt_loads = loads_of(attempt_loads, domain, 0, ranks)
+    rung = tl.program_id(1)
+    attempts = attempts_of(attempts, domain, ranks * slots, RUNGS, MEMBERS)
+    attempt_loads = loads_of(attempt_loads, domain, 0, ranks, RUNGS, MEMBERS)
     if FIRST:  # there is one domain, and no tolerance
-        best = 0
         threshold, peak = try_alone(
             home, attempts, attempt_loads, domain,
             ranks, slots, min_tokens, limit, H, G, HELD, ONE_SLOT
         )  # fmt: skip
+        best = threshold * 0
+        alias_peak = peak
     else:
-        best, threshold, peak = better_of_two(facts, domain)
-    if peak > threshold:
+        best, threshold, peak = best_of_members(facts, domain, rung, RUNGS, MEMBERS)
+        best += rung * MEMBERS
+        alias_peak = tl.load(measure_of(facts, domain, rung, 0, PEAK, RUNGS, MEMBERS))
+    if (peak > threshold) & (rung == 0):
         best = least_that_is_met(
-            home, attempts, attempt_loads, scratch, domain, best, peak, threshold,
-            ranks, slots, min_tokens, limit, H, G, HELD, ONE_SLOT, STEP
+            home, attempts, attempt_loads, scratch, domain, best, peak, alias_peak, threshold,
+            ranks, slots, min_tokens, limit, H, G, HELD, ONE_SLOT, RUNGS * MEMBERS, STEP
         )  # fmt: skip
     tl.debug_barrier()
-    rank = tl.arange(0, G)
-    load_G = tl.load(loads_of(attempt_loads, 0, best, ranks) + rank, mask=rank < ranks)
-    tl.store(planned_loads + domain * ranks + rank, load_G, mask=rank < ranks)
-    expert_of_place = home_of(expert_of_place, domain, H, G)
-    write_found(found, attempts, expert_of_place, domain, best, ranks * slots, HELD)
-    free_slots(expert_of_slot, first_slot_of_rank, domain, ranks, slots, HELD)
+    if TIMED:
+        counts = counts_of(counts, domain, rung, 0, RUNGS, MEMBERS, H, G)
+        tell_outcome(
+            outcomes, home, attempts, attempt_loads, counts, domain, rung, best,
+            ranks, slots, H, G, HELD, RUNGS, MEMBERS
+        )  # fmt: skip
+    else:
+        publish(
+            found, planned_loads, expert_of_slot, attempts, attempt_loads, expert_of_place,
+            first_slot_of_rank, domain, best, ranks, slots, H, G, HELD
+        )  # fmt: skip
 
 
 @triton.jit
@@ -231,86 +273,32 @@ def try_alone(
 
 
 @triton.jit
-def better_of_two(facts, domain):
-    """The buffer of the better one of the first attempts, the threshold, and the peak."""
-    best = 0
-    threshold = tl.load(fact_of(facts, domain, THRESHOLD, 0))
-    peak = tl.load(fact_of(facts, domain, PEAKS, 0))
-    made = tl.load(fact_of(facts, domain, COPIES, 0))
-    if tl.load(fact_of(facts, domain, SLACK, 0)) != 0:
-        other_peak = tl.load(fact_of(facts, domain, PEAKS, 1))
-        other_made = tl.load(fact_of(facts, domain, COPIES, 1))
-        other = better(peak, made, other_peak, other_made, threshold)
-        best = tl.where(other, 1, best)
-        peak = tl.where(other, other_peak, peak)
-    return best, threshold, peak
-
-
-@triton.jit
-def write_found(found, attempts, expert_of_place, domain, best, held, HELD: tl.constexpr):
-    """The experts and quotas of the best attempt, by spare slot."""
-    slot = tl.arange(0, HELD)
-    there = slot < held
-    hosted = attempt_of(attempts, 0, best, held)
-    place = tl.load(hosted + slot, mask=there, other=-1)
-    quota = tl.load(quotas_of(hosted, held) + slot, mask=there & (place >= 0), other=0)
-    expert = tl.load(expert_of_place + place, mask=place >= 0, other=MOST)
-    tl.store(found + domain * held + slot, expert, mask=there)
-    quotas = found_quotas_of(found, tl.num_programs(0) * held)
-    tl.store(quotas + domain * held + slot, quota, mask=there)
-
-
-@triton.jit
-def free_slots(expert_of_slot, first_slot_of_rank, domain, ranks, slots, HELD: tl.constexpr):
-    """No spare slot of the domain holds an expert until `split` says so."""
-    slot = tl.arange(0, HELD)
-    there = slot < ranks * slots
-    slots = tl.maximum(slots, 1)
-    end = tl.load(first_slot_of_rank + domain * ranks + slot // slots + 1, mask=there, other=0)
-    tl.store(expert_of_slot + end - 1 - slot % slots, slot * 0 - 1, mask=there)
-
-
-@triton.jit
-def least_that_is_met(
-    home, attempts, attempt_loads, scratch, domain, best, peak, threshold,
-    ranks, slots, min_tokens, limit,
-    H: tl.constexpr, G: tl.constexpr, HELD: tl.constexpr, ONE_SLOT: tl.constexpr, STEP: tl.constexpr
+def tell_outcome(
+    outcomes, home, attempts, attempt_loads, counts, domain, rung, best, ranks, slots,
+    H: tl.constexpr, G: tl.constexpr, HELD: tl.constexpr,
+    RUNGS: tl.constexpr, MEMBERS: tl.constexpr
 ):  # fmt: skip
-    """The buffer of the best attempt above the threshold; `attempts` are those of the domain."""
-    home_HG = load_domain(home, domain, H, G)
-    load_G = rank_loads_of(home_HG)
-    mean = mean_of(load_G, ranks)
-    rank, held = tl.arange(0, G), ranks * slots
-    scratch = scratch_of(scratch, domain, H, G)
-    least = bound(load_G, home_of(home, domain, H, G), scratch, ranks, slots, limit, H, G, STEP)
-    failed = tl.maximum(threshold, least - 1)
-    middle = failed + 1
-    while peak - failed > 1:
-        trial = (best + 1) % BUFFERS
-        spare = (best + 2) % BUFFERS
-        end_G, made = alias(
-            load_G, home_HG, attempt_of(attempts, 0, trial, held), middle,
-            ranks, slots, min_tokens, limit, H, G, HELD, ONE_SLOT, False
-        )  # fmt: skip
-        trial_peak = tl.max(end_G, 0)
-        if middle > mean:
-            other_G, other_made = window(
-                load_G, home_HG, attempt_of(attempts, 0, spare, held), middle,
-                ranks, slots, min_tokens, limit, H, G, HELD
-            )  # fmt: skip
-            other_peak = tl.max(other_G, 0)
-            other = better(trial_peak, made, other_peak, other_made, middle)
-            end_G = tl.where(other, other_G, end_G)
-            trial = tl.where(other, spare, trial)
-            trial_peak = tl.where(other, other_peak, trial_peak)
-        failed = tl.where(trial_peak > middle, middle, failed)
-        if trial_peak < peak:
-            served = loads_of(attempt_loads, 0, trial, ranks)
-            tl.store(served + rank, end_G, mask=rank < ranks)
-            best = trial
-            peak = trial_peak
-        middle = failed + (peak - failed) // 2
-    return best
+    """What the best attempt at a rung costs; and, by the lowest one, a plan without copies."""
+    rank = tl.arange(0, G)
+    held = ranks * slots
+    hosted = attempt_of(attempts, best, held)
+    fanout, egress, ingress = weigh(hosted, counts, ranks, slots, H, G, HELD)
+    load_G = tl.load(attempt_loads + best * ranks + rank, mask=rank < ranks, other=0)
+    slot = tl.arange(0, HELD)
+    held_slots = tl.load(hosted + slot, mask=slot < held, other=-1) >= 0
+    home_G = rank_loads_of(load_domain(home, domain, H, G))
+    at = outcome_of(outcomes, domain, rung, MEASURED, RUNGS)
+    tl.store(outcome_of(outcomes, domain, rung, BUFFER, RUNGS), best)
+    tl.store(at + PEAK, tl.max(load_G, 0))
+    tl.store(at + COPIES, tl.sum(held_slots.to(tl.int32), 0))
+    tl.store(at + FANOUT, fanout)
+    tl.store(at + EGRESS, egress)
+    tl.store(at + INGRESS, ingress)
+    tl.store(outcome_of(outcomes, domain, rung, AT_HOME, RUNGS), tl.max(home_G, 0))
+    if rung == 0:
+        empty = RUNGS * MEMBERS + 2
+        free_all(attempt_of(attempts, empty, held), held, HELD)
+        tl.store(attempt_loads + empty * ranks + rank, home_G, mask=rank < ranks)
 
 
 @triton.jit(do_not_specialize=["ranks", "slots", "limit"])

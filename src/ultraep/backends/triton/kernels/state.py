@@ -1,25 +1,45 @@
 """Layouts of what the planner notes while it plans, of every domain.
 
+Every rung of the ladder of tolerances is planned beside the others, by all members of the
+portfolio; without the objective "time" there is one rung. RUNGS and MEMBERS are constants.
+
     home            [D, H, G]   tokens of the home experts (rows) of its ranks (columns); -1: none
-    attempts        [D, BUFFERS, 2, held]   of every spare slot: the place of its expert in `home`
+    ladder          [RUNGS]   tolerances, in millionths
+    circles         [D, RUNGS, VARIANTS, G]   the circle of every rank
+    attempts        [D, buffers, 2, held]   of every spare slot: the place of its expert in `home`
                     (row * G + column; -1: the slot stays free), then all quotas
-    attempt_loads   [D, BUFFERS, ranks]   tokens that every rank serves by each attempt
-    facts           [D, FACTS]   the threshold, whether it is above the mean, then the peaks and the
-                    numbers of copies of the two first attempts
+    attempt_loads   [D, buffers, ranks]   tokens that every rank serves by each attempt
+    facts           [D, RUNGS, facts_size]   the threshold, whether it is above the mean, then the
+                    measures of the attempt of every member: peak, copies, fan-out, egress, ingress
+    outcomes        [D, RUNGS, OUTCOMES]   the buffer of the best attempt, its measures, and the
+                    peak with all tokens at home
+    counts          [D, RUNGS, MEMBERS, H * G]   for `weigh`: copies of every expert
     found           [2, D * held]   the best: the expert of every spare slot (`MOST`: none), quotas
     scratch         [D, scratch_size]   for `bound`
-    work            [D, H + 2, G]   for `groups`: tokens at home, the hottest of them, free slots
+    work            [D, RUNGS, H + 2, G]   for `groups`: tokens at home, the hottest, free slots
 
 `held` are the spare slots of a domain, `ranks` its ranks, H and G their homes and number, padded.
+Buffers: one of every member of every rung, two to try again, and one without copies.
 """
 
 import triton
 import triton.language as tl
 
 MOST = tl.constexpr(2**31 - 1)
-BUFFERS = tl.constexpr(3)  # of attempts: the best one, and two to try again
-THRESHOLD, SLACK, PEAKS, COPIES = (tl.constexpr(number) for number in (0, 1, 2, 4))
-FACTS = tl.constexpr(6)
+VARIANTS = tl.constexpr(3)  # of members that draw circles
+THRESHOLD, SLACK, MEASURES = (tl.constexpr(number) for number in (0, 1, 2))
+PEAK, COPIES, FANOUT, EGRESS, INGRESS = (tl.constexpr(number) for number in range(5))
+BUFFER, MEASURED, AT_HOME, OUTCOMES = (tl.constexpr(number) for number in (0, 1, 6, 7))
+
+
+@triton.constexpr_function
+def buffers_of(RUNGS, MEMBERS):
+    return RUNGS * MEMBERS + 3
+
+
+@triton.constexpr_function
+def facts_size(MEMBERS):
+    return 2 + 5 * MEMBERS
 
 
 @triton.constexpr_function
@@ -46,8 +66,20 @@ def load_domain(home, domain, H: tl.constexpr, G: tl.constexpr):
 
 
 @triton.jit
-def attempt_of(attempts, domain, buffer, held):
-    return attempts + (domain * BUFFERS + buffer) * 2 * held
+def circles_of(circles, domain, rung, variant, RUNGS: tl.constexpr, G: tl.constexpr):
+    return circles + ((domain * RUNGS + rung) * VARIANTS + variant) * G
+
+
+@triton.jit
+def attempts_of(attempts, domain, held, RUNGS: tl.constexpr, MEMBERS: tl.constexpr):
+    """All attempts at a domain."""
+    return attempts + domain * buffers_of(RUNGS, MEMBERS) * 2 * held
+
+
+@triton.jit
+def attempt_of(attempts, buffer, held):
+    """One of the attempts at a domain."""
+    return attempts + buffer * 2 * held
 
 
 @triton.jit
@@ -57,14 +89,33 @@ def quotas_of(attempt, held):
 
 
 @triton.jit
-def loads_of(attempt_loads, domain, buffer, ranks):
-    return attempt_loads + (domain * BUFFERS + buffer) * ranks
+def loads_of(attempt_loads, domain, buffer, ranks, RUNGS: tl.constexpr, MEMBERS: tl.constexpr):
+    return attempt_loads + (domain * buffers_of(RUNGS, MEMBERS) + buffer) * ranks
 
 
 @triton.jit
-def fact_of(facts, domain, name, member):
-    """One of the facts; peaks and copies are those of a member."""
-    return facts + domain * FACTS + name + member
+def fact_of(facts, domain, rung, name, RUNGS: tl.constexpr, MEMBERS: tl.constexpr):
+    """One of the facts."""
+    return facts + (domain * RUNGS + rung) * facts_size(MEMBERS) + name
+
+
+@triton.jit
+def measure_of(facts, domain, rung, member, name, RUNGS: tl.constexpr, MEMBERS: tl.constexpr):
+    """One of the measures of a member's attempt."""
+    return fact_of(facts, domain, rung, MEASURES + 5 * member + name, RUNGS, MEMBERS)
+
+
+@triton.jit
+def outcome_of(outcomes, domain, rung, name, RUNGS: tl.constexpr):
+    return outcomes + (domain * RUNGS + rung) * OUTCOMES + name
+
+
+@triton.jit
+def counts_of(
+    counts, domain, rung, member,
+    RUNGS: tl.constexpr, MEMBERS: tl.constexpr, H: tl.constexpr, G: tl.constexpr
+):  # fmt: skip
+    return counts + ((domain * RUNGS + rung) * MEMBERS + member) * H * G
 
 
 @triton.jit

@@ -1,0 +1,171 @@
+"""The members of the portfolio: small greedy rules that can meet a threshold.
+
+    alias     the emptiest rank takes from the fullest, exactly what it lacks
+    window    every donor gives its surplus to as few hosts as possible, and to the tightest such
+
+and, in `circles.py`, alias planning inside small closed groups. `place.py` chooses.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Domain:
+    """The ranks of one fast-link domain, and what is still at home on each of them."""
+
+    experts: list[list[int]]  # home experts of every rank, ascending
+    load: dict[int, int]  # tokens of every expert
+    slots: int
+    min_tokens: int
+    max_replicas: int
+
+    @property
+    def rank_loads(self) -> list[int]:
+        return [sum(self.load[e] for e in experts) for experts in self.experts]
+
+    @property
+    def mean(self) -> int:
+        """The mean rank load, rounded up."""
+        return -(-sum(self.rank_loads) // len(self.experts))
+
+
+@dataclass
+class Attempt:
+    """A plan under construction: loads so far, tokens still at home, free slots, copies made."""
+
+    domain: Domain
+    threshold: int
+    rank_loads: list[int] = field(init=False)
+    at_home: dict[int, int] = field(init=False)
+    free_slots: list[int] = field(init=False)
+    copies: list[tuple[int, int, int]] = field(default_factory=list)  # expert, host, quota
+
+    def __post_init__(self) -> None:
+        self.rank_loads = self.domain.rank_loads
+        self.at_home = dict(self.domain.load)
+        self.free_slots = [self.domain.slots] * len(self.rank_loads)
+
+    @property
+    def peak(self) -> int:
+        return max(self.rank_loads)
+
+    @property
+    def full(self) -> bool:
+        return len(self.copies) >= self.domain.max_replicas
+
+    @property
+    def fanout(self) -> int:
+        """Most copies of one expert."""
+        return _most_of_one(expert for expert, _, _ in self.copies)
+
+    @property
+    def ingress(self) -> int:
+        """Most copies received by one rank."""
+        return _most_of_one(host for _, host, _ in self.copies)
+
+    @property
+    def egress(self) -> int:
+        """Most different experts given away by one rank."""
+        given = {expert for expert, _, _ in self.copies}
+        return max(len(given.intersection(experts)) for experts in self.domain.experts)
+
+    def hottest(self, rank: int) -> int:
+        """The home expert with the most tokens still at home; the lower index on a tie."""
+        return max(self.domain.experts[rank], key=lambda e: (self.at_home[e], -e))
+
+    def heat(self, rank: int) -> int:
+        """Tokens of the hottest expert."""
+        return self.at_home[self.hottest(rank)]
+
+    def room(self, rank: int) -> int:
+        """Tokens that a copy on this rank may still serve; 0 if it cannot hold one."""
+        room = self.threshold - self.rank_loads[rank]
+        return room if self.free_slots[rank] and room >= self.domain.min_tokens else 0
+
+    def copy(self, expert: int, donor: int, host: int, quota: int) -> None:
+        """Move `quota` tokens of the donor's expert into a new copy on the host."""
+        assert 0 < quota <= self.at_home[expert]
+        self.copies.append((expert, host, quota))
+        self.at_home[expert] -= quota
+        self.rank_loads[donor] -= quota
+        self.rank_loads[host] += quota
+        self.free_slots[host] -= 1
+
+
+def _most_of_one(values: Iterable[int]) -> int:
+    return max(Counter(values).values(), default=0)
+
+
+def alias(domain: Domain, threshold: int) -> Attempt:
+    """The emptiest rank takes from the fullest, exactly what it lacks.
+
+    As in Walker's alias method the donor may fall below the threshold; it then takes its own turn
+    as the emptiest. With as many slots as home experts per rank this always meets the mean.
+    """
+    attempt = Attempt(domain, threshold)
+    ranks = list(range(len(domain.experts)))
+    while attempt.peak > threshold and not attempt.full:
+        host = max(ranks, key=lambda r: (attempt.room(r), -r))
+        if not take(attempt, host, ranks):
+            break
+    return attempt
+
+
+def take(attempt: Attempt, host: int, ranks: list[int]) -> bool:
+    """The host takes what it lacks from the fullest of these ranks that can give it all.
+
+    If none can, from the one with the hottest expert. Whether that is a copy.
+    """
+    need = attempt.room(host)
+    donors = [r for r in ranks if attempt.rank_loads[r] > attempt.threshold]
+    enough = [r for r in donors if attempt.heat(r) >= need]
+    if enough:
+        donor = max(enough, key=lambda r: (attempt.rank_loads[r], -r))
+    else:
+        donor = max(donors, key=lambda r: (attempt.heat(r), attempt.rank_loads[r], -r))
+    quota = min(need, attempt.heat(donor))
+    if quota < attempt.domain.min_tokens:
+        return False
+    attempt.copy(attempt.hottest(donor), donor, host, quota)
+    return True
+
+
+def window(domain: Domain, threshold: int) -> Attempt:
+    """Every donor gives its surplus to as few hosts as possible, and to the tightest such.
+
+    Hosts stand in a line, the roomiest first. If the m roomiest could take the surplus and no
+    fewer could, the last m neighbours in the line that still can are taken. Donors with little
+    surplus choose first: they leave the roomy hosts to those who need them.
+    """
+    attempt = Attempt(domain, threshold)
+    ranks = range(len(domain.experts))
+    while attempt.peak > threshold:
+        donors = [r for r in ranks if attempt.rank_loads[r] > threshold]
+        donor = min(donors, key=lambda r: (attempt.rank_loads[r], r))
+        expert = attempt.hottest(donor)
+        surplus = min(attempt.rank_loads[donor] - threshold, attempt.at_home[expert])
+        hosts = sorted((r for r in ranks if attempt.room(r)), key=lambda r: (-attempt.room(r), r))
+        chosen = _tightest(hosts, [attempt.room(r) for r in hosts], surplus)
+        for host in chosen:
+            quota = min(attempt.room(host), max(surplus, domain.min_tokens))
+            if attempt.full or attempt.at_home[expert] < quota:
+                return attempt
+            attempt.copy(expert, donor, host, quota)
+            surplus -= quota
+        if not chosen:
+            break
+    return attempt
+
+
+def _tightest(hosts: list[int], rooms: list[int], surplus: int) -> list[int]:
+    """The last run of as few neighbours as possible whose rooms hold the surplus."""
+    for length in range(1, len(hosts) + 1):
+        if sum(rooms[:length]) >= surplus:
+            starts = range(len(hosts) - length, -1, -1)
+            start = next(s for s in starts if sum(rooms[s : s + length]) >= surplus)
+            return hosts[start : start + length]
+    return []
