@@ -14,7 +14,7 @@ from ultraep.backends.triton.device import interpreted
 from ultraep.runtime.capacity import Capacity
 
 only_interpreted = pytest.mark.skipif(not interpreted(), reason="ranks are processes without GPUs")
-EXACT = BalanceConfig()
+EXACT = BalanceConfig(objective="balance")
 
 
 def hot_ids(tokens, experts=8):
@@ -88,7 +88,11 @@ BROKEN = {
         {"config": BalanceConfig(min_tokens_per_replica=64)},
         "min_tokens_per_replica=64, it needs 1",
     ),
-    "copies": ({"slots": 4, "config": BalanceConfig(max_replicas=7)}, "max_replicas=7, it needs 8"),
+    "copies": (
+        {"slots": 4, "config": BalanceConfig(objective="balance", max_replicas=7)},
+        "max_replicas=7, it needs 8",
+    ),
+    "time": ({"config": BalanceConfig(objective="time")}, "objective='time', it needs 'balance'"),
     "policy": ({"policy": "quota"}, "policy='quota', it needs 'ultraep'"),
 }
 
@@ -100,7 +104,6 @@ def test_settings_that_break_the_proof_are_refused(name):
     def work(comm):
         with pytest.raises(ConfigError, match=f"capacity='static' is the mean, .*{words}"):
             Balancer(experts=8, communicator=comm, capacity="static", **options)
-        options.setdefault("slots", 4)
         Balancer(experts=8, communicator=comm, capacity="auto", **options)
 
     LocalGroup(2).run(work)

@@ -30,7 +30,7 @@ from ultraep.plane import AnyPlan, Copies, DataPlane, Exchange, Loads, Microbatc
 from ultraep.policies import get_policy
 from ultraep.reroute import reroute
 from ultraep.runtime.agreement import Agreement, Place, Point
-from ultraep.runtime.capacity import AUTO, check_config, check_topology
+from ultraep.runtime.capacity import AUTO, check_config, check_topology, default_config
 from ultraep.runtime.choice import Choice, choose
 from ultraep.runtime.connect import connect
 from ultraep.runtime.history import in_backward
@@ -65,7 +65,8 @@ class Balancer(Unique):
 
     group: a torch.distributed process group; None: one process is the whole group.
     experts, slots, domain, homes: see `Topology`.
-    config or policy: how to balance; `policy` alone is short for `BalanceConfig(policy=...)`.
+    config or policy: how to balance; `policy` alone is short for `BalanceConfig(policy=...)`, with
+        `objective="balance"` where the capacity is static.
     data_plane: "mapped", GPUs that map each other's memory, and no host between the stages;
         "messages" of torch.distributed; "auto": mapped where all ranks can.
     tokens: of the mapped plane: the most tokens of a rank in a microbatch. None: learnt from the
@@ -117,7 +118,7 @@ class Balancer(Unique):
     ) -> None:
         if config is not None and policy is not None:
             raise ConfigError(f"give config or policy, not both: {config} and {policy!r}")
-        self.config = config or BalanceConfig(policy="ultraep" if policy is None else policy)
+        self.config = config or default_config(policy, capacity)
         get_policy(self.config.policy)
         self.settings = Settings(
             backend=backend,

@@ -9,7 +9,7 @@ a number that many, always
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from ultraep.config import BalanceConfig
@@ -18,7 +18,18 @@ from ultraep.plan import Plan
 from ultraep.topology import Topology
 
 AUTO, STATIC = "auto", "static"
-NEEDED = {"policy": "ultraep", "tolerance": 0, "min_tokens_per_replica": 1}  # of a config
+NEEDED = {  # of a config
+    "policy": "ultraep",
+    "tolerance": 0,
+    "min_tokens_per_replica": 1,
+    "objective": "balance",
+}
+
+
+def default_config(policy: str | None, capacity: int | str) -> BalanceConfig:
+    """How to balance where only the policy is said, or nothing."""
+    config = BalanceConfig(policy="ultraep" if policy is None else policy)
+    return replace(config, objective="balance") if capacity == STATIC else config
 
 
 def check_setting(capacity: int | str) -> None:
