@@ -12,10 +12,12 @@ from ranks import shared_pool
 from test_mapped import mapped_balancer, single, small_tiles
 
 from ultraep import Balancer, LocalGroup
+from ultraep.backends.triton.board import AS_PROMISED, Told
 from ultraep.backends.triton.device import interpreted
 
 only_interpreted = pytest.mark.skipif(not interpreted(), reason="ranks are processes without GPUs")
 RANKS, EXPERTS = 3, 6
+pytestmark = pytest.mark.slow
 
 
 class Replicated:
@@ -131,6 +133,42 @@ SCENARIOS = {
     "there and back": (there_and_back, {}),
     "there and back with a buffer each": (there_and_back, {"in_flight": 2}),
 }
+
+
+def replayed(me):
+    """As in a graph: a word on the device says what is promised when a kernel runs."""
+    plane, bundle, found = me.balancer.plane("cpu"), me.weights(), []
+
+    def told(*_):
+        versions = torch.empty(RANKS, dtype=torch.int32)
+        return Told(AS_PROMISED, plane._promise, versions)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plane, "_told", told)
+        for _ in range(2):
+            with me.balancer.unchanged_weights():
+                found += [me.step(bundle)[2] for _ in range(2)]
+                bundle["w"].mul_(2)  # nobody sees it between replays, but
+                me.balancer.weights_changed()
+                found += [me.step(bundle, scale=2.0)[2] for _ in range(2)]
+            bundle["w"].div_(2)
+        return [*found, me.step(bundle)[2]]
+
+
+def on_replays(rank, group):
+    with small_tiles():
+        balancer = mapped_balancer(single([12] * RANKS, experts=EXPERTS), group, **sizes({}))
+        found = replayed(Replicated(balancer))
+        balancer.check()
+        return found
+
+
+@only_interpreted
+def test_replays_of_a_graph_keep_to_the_promises_of_their_time():
+    found = shared_pool().run(RANKS, on_replays)
+    first, *others = [sum(steps) for steps in zip(*found, strict=True)]
+    assert first > 0
+    assert others == [0, first, 0, first, 0, first, 0, first]
 
 
 def on_mapped(rank, group, name):
