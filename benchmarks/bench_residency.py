@@ -2,6 +2,7 @@
 
     python benchmarks/bench_residency.py          # the model of examples/train_moe.py, EP2
     python benchmarks/bench_residency.py --toy    # tiny, for CI
+    python benchmarks/bench_residency.py --card   # eight ranks on one card, mapped memory
 
 Two trainings with the same weights and text take turns, step by step, in one process group; one
 of them promises for every step that its weights stay until the optimizer moves them. The cost is
@@ -16,12 +17,14 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from statistics import median
 
 import numpy as np
+import torch
 import torch.distributed as dist
 from harness import Line, Metric, Report, common_options
-from timing import standard_error
+from timing import on_gpu, standard_error
 from world import on_ranks
 
 import ultraep
@@ -105,12 +108,29 @@ def lines(size: Size) -> list[Line]:
     return made
 
 
+def on_card(json: Path | None) -> None:
+    """Forward passes on mapped memory."""
+    on_gpu(toy=False)
+    from residency_card import FULL, lines
+
+    report = Report("residency", sys.argv, device=torch.cuda.get_device_name())
+    report.header()
+    report.section = "card"
+    about = f"{FULL.layers} layers of {FULL.model}, {FULL.tokens} tokens a rank, EP{FULL.ranks}"
+    report.add(f"{about} on one card, forward only, one slot; of all ranks", list(lines(FULL)))
+    report.write(json)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     common_options(parser)
     parser.add_argument("--ranks", type=int, default=2, help="processes (default 2)")
     parser.add_argument("--steps", type=int, default=60, help="of each kind")
+    parser.add_argument("--card", action="store_true", help="prefill of eight ranks of one card")
     options = parser.parse_args()
+    if options.card:
+        on_card(options.json)
+        return
     size = Size(ranks=options.ranks, steps=15 if options.quick else options.steps)
     if options.toy:
         size = Size(layers=1, tokens=128, steps=2)

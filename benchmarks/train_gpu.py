@@ -145,11 +145,18 @@ class Model(nn.Module):
 class ModelRank(Rank):
     """A rank with its part of the model; a step is its forward and backward pass."""
 
-    def __init__(self, number: int, options: Options, partition: Partition, peers: Any) -> None:
+    def __init__(
+        self,
+        number: int,
+        options: Options,
+        partition: Partition,
+        peers: Any,
+        aside: tuple[torch.cuda.Stream, torch.cuda.Stream] | None = None,
+    ) -> None:
         super().__init__(number, partition)
         self.join(
             peers,
-            (self.stream, self.stream),  # one after the other: a graph without branches
+            aside or (self.stream, self.stream),  # one after the other: a graph without branches
             experts=options.experts,
             tokens=options.tokens,
             slots=options.slots,

@@ -187,6 +187,9 @@ class DataPlane(Protocol):
     def prepare(self, ids: torch.Tensor, rows: torch.Tensor, bundle: Bundle, /) -> None:
         """Take the memory that microbatches like this need; collective."""
 
+    def promise(self) -> None:
+        """Tell a device whether the weights of this rank are promised to stay, from here on."""
+
     @property
     def nbytes(self) -> int:
         """Memory taken for slots and what moves through them."""

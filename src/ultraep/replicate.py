@@ -48,13 +48,13 @@ def hops(
     """
     if mode not in MODES:
         raise ConfigError(f"unknown relay mode {mode!r}; known are {', '.join(MODES)}")
-    mode = choose(plan, chunks) if mode == "auto" else mode
+    mode = choose(plan, chunks, skip) if mode == "auto" else mode
     homes = plan.topology.home_of_expert
-    sends = set(homes[plan.replicas[:, 0]].tolist())
     copies: dict[int, list[tuple[int, int]]] = {}
     for expert, host, slot in plan.replicas.tolist():
         if not skip or (host, slot) not in skip:
             copies.setdefault(expert, []).append((host, slot))
+    sends = set(homes[list(copies)].tolist())
     found = []
     for expert, places in copies.items():
         sender, sender_slot = int(homes[expert]), HOME
@@ -66,13 +66,15 @@ def hops(
     return found
 
 
-def choose(plan: Plan, chunks: int) -> Literal["direct", "chain"]:
-    """The faster mode for all copies of a plan; decided by integers, alike on every rank.
+def choose(
+    plan: Plan, chunks: int, skip: set[tuple[int, int]] | None = None
+) -> Literal["direct", "chain"]:
+    """The faster mode for what is to be sent; decided by integers, alike on every rank.
 
     What takes longest is the rank that sends most. A chain of h hops also takes h - 1 chunks of
     time until its last copy gets its first one.
     """
-    direct, chain = hops(plan, "direct"), hops(plan, "chain")
+    direct, chain = (hops(plan, mode, skip=skip) for mode in ("direct", "chain"))
     longest = max((hop.depth + 1 for hop in chain), default=0)
     rounds = _most_sent(chain) * chunks + max(0, longest - 1)
     return "chain" if rounds < _most_sent(direct) * chunks else "direct"

@@ -10,7 +10,7 @@ ULTRAEP_GPU_ROUNDS: plans of each test, 200 if not given.
 import os
 import time
 import warnings
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from unittest import mock
 
 import numpy as np
@@ -426,6 +426,40 @@ class Layers:
             return self.check(static)
 
         return replay
+
+
+def promised_replays(rank, group):
+    """Copies that all ranks were to send in each replay; and what all replays gave."""
+    layers, rng = Layers("ultraep"), np.random.default_rng(1)
+    layers.warm_up()
+    replay = layers.capture()
+    layers.draw(3)
+    found, counts = [], []
+
+    def once():
+        before = sum(room.memory.board.sent for room in layers.rooms)
+        found.append(replay(rng))
+        counts.append(sum(room.memory.board.sent for room in layers.rooms) - before)
+
+    for promise in (False, True, False):
+        with ExitStack() as stack:
+            for own in layers.balancers if promise else ():
+                stack.enter_context(own.unchanged_weights())
+            torch.cuda.synchronize()  # it is told in order of this stream, and ranks have others
+            once()
+            once()
+        torch.cuda.synchronize()
+    return counts, found
+
+
+def test_replays_inside_of_a_promise_send_once(pool):
+    ((counts, (first, *others)),) = pool.run(1, promised_replays, timeout=LONG)
+    sent = counts[0]
+    assert sent > 0
+    assert counts == [sent, sent, sent, 0, sent, sent]
+    for other in others:
+        for own, wanted in zip(other, first, strict=True):
+            assert all(torch.equal(own[name], wanted[name]) for name in wanted)
 
 
 def passes_of_the_layer(rank, group, rounds):

@@ -7,6 +7,7 @@ They do so at some points of every step, by gathering a record of 64-bit words f
     digest               of what must be alike there: signature of tensors, or the plan
     refused, version     whether the rank's input is no good; the version of its weights
     tokens               of this rank, where memory must have room for them
+    rows                 the most that it was ever planned to serve, for the same reason
     loads                [E]; zeros where they are not asked for
 
 Records of all points have one size. So ranks at different points still understand each other, and
@@ -31,7 +32,7 @@ from ultraep.arrays import IntArray
 from ultraep.comm import Communicator, moved
 from ultraep.errors import CommunicationError, PlanMismatch
 
-FIELDS = ("balancer", "point", "layer", "step", "digest", "refused", "version", "tokens")
+FIELDS = ("balancer", "point", "layer", "step", "digest", "refused", "version", "tokens", "rows")
 ALIKE, PLACE, REFUSED = slice(0, 5), slice(1, 4), 5  # where they stand
 
 
@@ -112,6 +113,7 @@ class Agreement:
         version: int,
         refused: torch.Tensor | int,
         tokens: int = 0,
+        rows: int = 0,
         meanwhile: Callable[[torch.Tensor], None] | None = None,
     ) -> Records:
         """The records of all ranks with their loads. Nothing but the place is compared yet.
@@ -120,7 +122,7 @@ class Agreement:
         meanwhile: what to do with the loads on their device before the host waits for them.
         """
         digest = short_digest(told.encode())
-        numbers = (digest, 0, version, tokens)
+        numbers = (digest, 0, version, tokens, rows)
         record = self._record(place, loads_E.device, numbers)
         record[REFUSED] = refused
         record[len(FIELDS) :] = loads_E
@@ -137,7 +139,7 @@ class Agreement:
         """Raise if ranks are at different places, or if the digests differ of what is told."""
         if self._comm.size == 1:
             return
-        records = self._gather(place, self._record(place, device, (digest, 0, 0, 0)))
+        records = self._gather(place, self._record(place, device, (digest, 0, 0, 0, 0)))
         self._compare_digests(place, records, told)
 
     def _record(self, place: Place, device: torch.device, numbers: tuple[int, ...]) -> torch.Tensor:

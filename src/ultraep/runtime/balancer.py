@@ -30,6 +30,7 @@ from ultraep.plane import AnyPlan, Copies, DataPlane, Exchange, Loads, Microbatc
 from ultraep.policies import get_policy
 from ultraep.reroute import reroute
 from ultraep.runtime.agreement import Agreement, Place, Point
+from ultraep.runtime.capacity import AUTO, check_config, check_topology, default_config
 from ultraep.runtime.choice import Choice, choose
 from ultraep.runtime.connect import connect
 from ultraep.runtime.history import in_backward
@@ -66,18 +67,21 @@ class Balancer(Unique):
 
     group: a torch.distributed process group; None: one process is the whole group.
     experts, slots, domain, homes: see `Topology`.
-    config or policy: how to balance; `policy` alone is short for `BalanceConfig(policy=...)`. With
-        the objective "time" and no rates, these are measured with the first microbatch of a layer,
-        unless the environment variable ULTRAEP_RATES gives them, or is "off": docs/cost.md.
+    config or policy: how to balance; `policy` alone is short for `BalanceConfig(policy=...)`, with
+        `objective="balance"` where the capacity is static. With the objective "time" and no rates,
+        these are measured with the first microbatch of a layer, unless the environment variable
+        ULTRAEP_RATES gives them, or is "off": docs/cost.md.
     data_plane: "mapped", GPUs that map each other's memory, and no host between the stages;
         "messages" of torch.distributed; "auto": mapped where all ranks can.
-    tokens, capacity: of the mapped plane: the most tokens of a rank in a microbatch, and the most
-        rows that a rank serves. None: learnt from the first microbatch, grown when one has more;
-        and twice the rows that a rank can have itself.
+    tokens: of the mapped plane: the most tokens of a rank in a microbatch. None: learnt from the
+        first microbatch, grown when one has more.
+    capacity: rows that a rank has room for. "auto": learnt, and grown outside of graphs; "static":
+        the mean of all ranks, refused where plans could exceed it, see `runtime/capacity.py`.
     backend: "triton", "cpu" or "reference"; None: the best one where the ids are.
     relay: how weights travel, "direct", "chain", or "auto": the faster one for each plan.
     chunks: pieces of an expert in a chain of messages.
-    in_flight: buffers of spare slots, for callers that keep several filled at the same time.
+    in_flight: buffers of spare slots, for callers that keep several filled at the same time, and
+        for layers that are to find their copies again.
     verify: compare the plans of all ranks, and where they are in backward. Without it, only loads
         are compared: a rank that skips a backward pass may stop the others, or go unnoticed.
     transport: of messages: "auto", "shared" (memory, CPU ranks of one host) or "sockets" (the
@@ -103,7 +107,7 @@ class Balancer(Unique):
         policy: str | None = None,
         data_plane: str = "auto",
         tokens: int | None = None,
-        capacity: int | None = None,
+        capacity: int | str = AUTO,
         backend: str | None = None,
         relay: str = "auto",
         chunks: int = 4,
@@ -118,9 +122,7 @@ class Balancer(Unique):
     ) -> None:
         if config is not None and policy is not None:
             raise ConfigError(f"give config or policy, not both: {config} and {policy!r}")
-        self.config = from_environment(
-            config or BalanceConfig(policy="ultraep" if policy is None else policy)
-        )
+        self.config = from_environment(config or default_config(policy, capacity))
         get_policy(self.config.policy)
         self.settings = Settings(
             backend=backend,
@@ -135,6 +137,7 @@ class Balancer(Unique):
             timeout=timeout,
             share=share,
         )
+        check_config(capacity, self.config)
         _warm_up(backend)
         self.group, self._peers = group, peers
         self._join(communicator, record, (experts, slots, domain, homes))
@@ -159,6 +162,7 @@ class Balancer(Unique):
             self.topology = Topology(
                 ranks=self.comm.size, experts=experts, slots=slots, domain=domain, homes=homes
             )
+            check_topology(settings.capacity, self.topology, self.config)
             self.config = measurable(self.config, self.comm)
             agreed = (self.topology, self.config, settings.agreed(), wanted(record), __version__)
             self._agreed = repr(agreed)
@@ -295,10 +299,11 @@ class Balancer(Unique):
             "config": self.config,
             "settings": self.settings,
             "agreement": self._agreement,
+            "versions": self._versions,
             "watch": self._watch,
         }
         if chosen.peers is None:
-            return MessagesPlane(self.comm, versions=self._versions, **common)
+            return MessagesPlane(self.comm, **common)
         from ultraep.runtime.mapped.plane import MappedPlane  # triton, only where it is used
 
         return MappedPlane(chosen.peers, comm=self.comm, agreed=self._agreed, **common)
@@ -341,13 +346,26 @@ class Balancer(Unique):
         between two steps of an optimizer. Without the promise, copies serve the forward and the
         backward pass of one microbatch, since torch does not see every write. Writes that it does
         see, and other tensors than before, are noticed here too. One rank alone may promise.
+
+        Graphs: it holds for replays inside of the block, in the order of the current stream, and
+        there only `weights_changed` tells of changes. What is captured inside promises nothing.
         """
-        with self._versions.unchanged():
-            yield
+        try:
+            with self._versions.unchanged():
+                self._promise()
+                yield
+        finally:
+            self._promise()
+
+    def _promise(self) -> None:
+        """Tell the devices what is promised from here on."""
+        for _, plane, _ in self._planes.values():
+            plane.promise()
 
     def weights_changed(self) -> None:
         """Say that weights of this rank have changed in spite of a promise. One rank may."""
         self._versions.changed()
+        self._promise()
 
     def stats(self) -> dict[str, Any]:
         """What was planned and moved so far, and the seconds of every stage on this rank.

@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol, Self
+from typing import Any, Protocol, Self, TypeAlias
 from weakref import WeakKeyDictionary
 
 import torch
@@ -21,6 +21,7 @@ import torch
 from ultraep.plan import Plan
 from ultraep.plane import AnyPlan, Copies, Exchange, Microbatch
 
+Later: TypeAlias = Callable[[], int]  # a number that a device will know
 MOST_PENDING = 4096  # notes that wait for the device
 WORD, GOLDEN = 1 << 32, 2654435769  # the golden section of a word
 FIRST_STAGES = ("loads", "combine back")  # of forward, and of backward
@@ -36,7 +37,9 @@ class Observer(Protocol):
 
     def planned(self, microbatch: Microbatch, plan: AnyPlan, /) -> None: ...
 
-    def sent(self, microbatch: Microbatch, what: str, nbytes: int, copies: int | None, /) -> None:
+    def sent(
+        self, microbatch: Microbatch, what: str, nbytes: int, copies: int | Later | None, /
+    ) -> None:
         """`weights` or `gradients` of so many copies, of so many bytes each; None: as planned."""
 
 
@@ -98,7 +101,9 @@ class Watch:
             if observer is not None:
                 observer.planned(microbatch, plan)
 
-    def sent(self, microbatch: Microbatch, what: str, nbytes: int, copies: int | None) -> None:
+    def sent(
+        self, microbatch: Microbatch, what: str, nbytes: int, copies: int | Later | None
+    ) -> None:
         for observer in (self.clock, *self.others):
             if observer is not None:
                 observer.sent(microbatch, what, nbytes, copies)
@@ -260,11 +265,15 @@ class HostClock:
         for notebook in self._notebooks:
             notebook.planned(microbatch, found)
 
-    def sent(self, microbatch: Microbatch, what: str, nbytes: int, copies: int | None) -> None:
+    def sent(
+        self, microbatch: Microbatch, what: str, nbytes: int, copies: int | Later | None
+    ) -> None:
         if copies is None:
             plan = self._plans[microbatch]
             homes, hosts = plan.topology.home_of_expert[plan.replicas[:, 0]], plan.replicas[:, 1]
             copies = int(((homes if what == "weights" else hosts) == self._rank).sum())
+        elif callable(copies):
+            copies = copies()
         for notebook in self._notebooks:
             notebook.sent(microbatch, what, nbytes * copies, copies)
 
@@ -321,7 +330,9 @@ class DeviceClock:
             later = plan.later()
             self._waiting.append(lambda: self._notes.planned(microbatch, later()))
 
-    def sent(self, microbatch: Microbatch, what: str, nbytes: int, copies: int | None) -> None:
+    def sent(
+        self, microbatch: Microbatch, what: str, nbytes: int, copies: int | Later | None
+    ) -> None:
         if not torch.cuda.is_current_stream_capturing():
             self._waiting.append(lambda: self._notes.sent(microbatch, what, nbytes, copies))
 

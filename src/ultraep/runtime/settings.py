@@ -9,6 +9,7 @@ from ultraep.backends import select
 from ultraep.config import check_timeout
 from ultraep.errors import ConfigError
 from ultraep.replicate import MODES
+from ultraep.runtime.capacity import AUTO, check_setting
 from ultraep.runtime.connect import TRANSPORTS
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ class Settings:
     transport: str = "auto"
     data_plane: str = "auto"
     tokens: int | None = None
-    capacity: int | None = None
+    capacity: int | str = AUTO
     timeout: float | None = None
     share: DeviceShare | None = None
 
@@ -54,10 +55,11 @@ class Settings:
                 raise ConfigError(
                     f"{name} is one of {', '.join(known)}, got {getattr(self, name)!r}"
                 )
-        for name in ("chunks", "in_flight", "tokens", "capacity"):
+        for name in ("chunks", "in_flight", "tokens"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} must be at least 1, got {value}")
+        check_setting(self.capacity)
         check_timeout(self.timeout)
 
     def agreed(self) -> str:

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from ultraep.config import BalanceConfig
 from ultraep.integrations.transformers import balanced_experts, balancers
 from ultraep.plane import AnyPlan, Microbatch
+from ultraep.runtime.observe import Later
 from ultraep.serving.measure import Turn, waits
 from ultraep.serving.model import first_tokens
 from ultraep.serving.prompts import Prompt
@@ -63,8 +64,8 @@ class LoadSums:
         self.copies += plan.num_replicas
         self.rows += int(plan.rank_loads[self.rank])
 
-    def sent(self, _: Microbatch, __: str, nbytes: int, copies: int | None) -> None:
-        self.nbytes += nbytes * (copies or 0)
+    def sent(self, _: Microbatch, __: str, nbytes: int, copies: int | Later | None) -> None:
+        self.nbytes += nbytes * ((copies() if callable(copies) else copies) or 0)
 
 
 class Engine:

@@ -6,6 +6,7 @@ Shapes: R ranks.
 from __future__ import annotations
 
 import time
+from typing import NamedTuple
 
 import torch
 
@@ -19,7 +20,20 @@ STAGES = ("loads", "rows", "weights", "gradients")  # what a rank can wait for
 UNLIKE = len(STAGES)  # in place of a stage: ranks met that are of different kinds
 MEETINGS = ("loads", "rows", "gradients")
 MAX_CHUNKS = 64
+AS_PROMISED = -1  # in place of a version
 WORD = 4
+
+
+class Told(NamedTuple):
+    """What ranks tell each other of their weights: a number, which is 0 where nothing is promised.
+
+    version: of this rank; AS_PROMISED: the number that stands at `promise` when the kernel runs.
+    versions: [R] where to put those of all ranks.
+    """
+
+    version: int
+    promise: torch.Tensor
+    versions: torch.Tensor
 
 
 class Board:
@@ -40,7 +54,8 @@ class Board:
         polls = int(timeout * polls_per_second(peers.device))
         self.patience = min(max(1, polls), 2**31 - 1)  # kernels count in 32 bits
         self._no_table = peers.allocate("meetings", self.table_bytes(0))
-        self._nothing = torch.zeros(1, dtype=torch.int32, device=peers.device)
+        self._nothing = torch.zeros(peers.size, dtype=torch.int32, device=peers.device)
+        self._told_nothing = Told(0, self._nothing, self._nothing)
 
     def channel(self, index: int) -> int:
         """Word at which a channel begins: meetings first, then buffers."""
@@ -64,21 +79,23 @@ class Board:
         tables: Region,
         gathered: torch.Tensor,
         kind: int = 0,
+        told: Told | None = None,
     ) -> None:
         """All ranks meet and swap rows of int32: `gathered` is `[R, ...]` of them.
 
         tables: `table_bytes` of every rank.   kind: a number that all must have alike.
         """
-        self._share(meeting, row, tables, gathered, row.numel(), kind)
+        self._share(meeting, row, tables, gathered, row.numel(), kind, told or self._told_nothing)
 
     def table_bytes(self, numbers: int) -> int:
         """Memory through which rows of so many numbers are swapped."""
-        return 2 * self.peers.size * (numbers + 1) * WORD
+        return 2 * self.peers.size * (numbers + 2) * WORD
 
     def meet(self, meeting: str) -> None:
         """All ranks meet: what each wrote before, all can read afterwards."""
         if self.peers.size > 1:
-            self._share(meeting, self._nothing, self._no_table, self._nothing, 0, 0)
+            nothing, told = self._nothing, self._told_nothing
+            self._share(meeting, nothing, self._no_table, nothing, 0, 0, told)
 
     def _share(
         self,
@@ -88,6 +105,7 @@ class Board:
         gathered: torch.Tensor,
         numbers: int,
         kind: int,
+        told: Told,
     ) -> None:
         index, ranks = MEETINGS.index(meeting), self.peers.size
         quick(signals.share)[(ranks,)](
@@ -95,18 +113,26 @@ class Board:
             tables.addresses,
             row,
             gathered,
+            told.promise,
+            told.versions,
             self.peers.rank,
             ranks,
             self.channel(index),
             self._flags + index * ranks,
             numbers,
             kind,
+            told.version,
             STAGES.index(meeting),
             UNLIKE,
             self.patience,
             B=min(1024, max(32, power_of_2(numbers))),
             num_warps=1,
         )
+
+    @property
+    def sent(self) -> int:
+        """Copies that this rank was to send so far, also by graphs; waits for the device."""
+        return int(self.words[signals.SENT.value])
 
     def check(self) -> None:
         """Raise if a rank did not come in time; waits for the device."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -23,6 +23,20 @@ MODES = {"direct": relay.DIRECT, "chain": relay.CHAIN, "auto": relay.AUTO}
 SIGNAL_COST = 88 << 10  # bytes that a program could move while a signal travels
 WORDS, WARPS = 8192, 4  # of a tile
 MOST_SOURCES = 1024  # tables of addresses that are kept
+
+
+class Contents(NamedTuple):
+    """What the slots of one buffer hold on all ranks, and what is to be there of one microbatch.
+
+    held: [R * slots, 3] owner, expert and version of what every slot holds; versions above 0 only.
+    versions: [R] of the weights of all ranks; 0: not promised, so that they are sent again.
+    owner: a number of the layer and the kind of its weights.   buffer: of slots.
+    """
+
+    held: torch.Tensor
+    versions: torch.Tensor
+    owner: int = 1
+    buffer: int = 0
 
 
 class Streamer:
@@ -50,15 +64,35 @@ class Streamer:
         self._chunks: dict[int, torch.Tensor] = {}
         self._sources: dict[tuple[Any, ...], tuple[torch.Tensor, torch.Tensor]] = {}
         self._captured: dict[tuple[Any, ...], tuple[torch.Tensor, torch.Tensor]] = {}
-        self._scratch = torch.zeros(4 * self.copies, dtype=torch.int32, device=device)
+        self._scratch = torch.zeros(7 * self.copies, dtype=torch.int32, device=device)
+        self._anything = Contents(
+            self.empty_slots(), torch.zeros(topology.ranks, dtype=torch.int32, device=device)
+        )
+
+    def empty_slots(self) -> torch.Tensor:
+        """[R * slots, 3] what `Contents` say of slots that hold nothing."""
+        return torch.zeros(self.copies, 3, dtype=torch.int32, device=self.board.peers.device)
 
     @property
     def size(self) -> int:
         """Numbers of a schedule."""
         return int(schedule.HEADER.value) + 6 * self.copies + self.topology.slots + 2 * self.homes
 
-    def schedule(self, replicas_C3: torch.Tensor, layout: Layout, schedule: torch.Tensor) -> None:
-        """What this rank has to do for a plan, into `schedule`."""
+    def schedule(
+        self,
+        replicas_C3: torch.Tensor,
+        layout: Layout,
+        schedule: torch.Tensor,
+        contents: Contents | None = None,
+        *,
+        again: bool = False,
+    ) -> None:
+        """What this rank has to do for a plan, into `schedule`; to be carried out before the next.
+
+        contents: of the slots, which hold the copies of the plan afterwards; None: anything.
+        again: the schedule was carried out before, and others may have filled the slots since.
+        """
+        held, versions, owner, buffer = contents or self._anything
         board, topology = self.board, self.topology
         padded = power_of_2(self.copies)
         quick(relay.make_schedule)[(1,)](
@@ -68,14 +102,19 @@ class Streamer:
             self._home_slot_of_expert,
             self._first_slot_of_rank,
             self.chunks_of_length(layout.nbytes),
+            versions,
+            held,
             schedule,
             self._scratch,
+            owner,
+            int(again),
             board.peers.rank,
             topology.ranks,
             topology.slots,
             self.homes,
             self.copies,
             board.channel_of_buffer(0),  # fills of all buffers are numbered together
+            board.channel_of_buffer(buffer),
             MODE=self.mode,
             C=padded,
             B=max(1, min(32, padded, 8192 // padded)),

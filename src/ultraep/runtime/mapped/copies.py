@@ -17,6 +17,8 @@ from ultraep.modes import unseen
 from ultraep.plane import Kinds, Microbatch
 from ultraep.runtime.mapped.control import DevicePlan
 from ultraep.runtime.mapped.memory import GradientSlots, MappedMemory
+from ultraep.runtime.mapped.overlap import capturing
+from ultraep.runtime.observe import Later
 
 if TYPE_CHECKING:
     from ultraep.runtime.mapped.plane import MappedPlane
@@ -34,11 +36,12 @@ class MappedCopies:
         plan: DevicePlan,
         microbatch: Microbatch,
         bundle: Bundle,
+        versions: torch.Tensor,
         schedule: torch.Tensor | None = None,
     ) -> None:
         self._plane, self._memory, self._plan, self._bundle = plane, memory, plan, bundle
-        self._microbatch = microbatch
-        self.schedule = schedule  # all that backward needs of the plan
+        self._microbatch, self._versions = microbatch, versions
+        self.schedule, self._given = schedule, schedule is not None  # what this rank has to do
         self.sms, self.possible = memory.sms, memory.topology.can_copy
         self._lent: ExitStack | None = None
         self._buffer: int | None = None  # that was lent last
@@ -71,21 +74,41 @@ class MappedCopies:
         memory, tensors = self._memory, resolve(self._bundle)
         layout = Layout.of(tensors, self.num_homes)
         with ExitStack() as stack:
-            self._buffer = stack.enter_context(memory.lend(str(self), self._buffer))
+            layer, before = self._microbatch.layer, self._buffer
+            self._buffer = stack.enter_context(memory.lend(str(self), layer, before))
             rows = memory.slots(layout, self._buffer)
             self._held = memory.held(layout, self._buffer)
             if self.possible:
                 with memory.overlap.aside("weights"):
-                    if self.schedule is None:
-                        self.schedule = rows.local.new_empty(
-                            memory.streamer.size, dtype=torch.int32
-                        )
-                        memory.streamer.schedule(self._plan.replicas, layout, self.schedule)
+                    schedule = self._scheduled(layout)
                     self._sent = tensors
-                    memory.streamer.fill(self.schedule, layout, tensors, rows, self._buffer)
+                    memory.streamer.fill(schedule, layout, tensors, rows, self._buffer)
+                    self._tell(layout)
+            else:
+                self._tell(layout)
             self._lent = stack.pop_all()
-        if not self._microbatch.back:
-            self._plane.watch.sent(self._microbatch, "weights", layout.nbytes, None)
+
+    def _scheduled(self, layout: Layout) -> torch.Tensor:
+        """What this rank has to do now: others may have filled the slots since the last time."""
+        memory, again, buffer = self._memory, self.schedule is not None, self._buffer
+        assert buffer is not None
+        if self.schedule is None:
+            device = memory.peers.device
+            self.schedule = torch.empty(memory.streamer.size, dtype=torch.int32, device=device)
+        if not self._given:
+            wanted = memory.contents(layout, buffer, self._microbatch.layer, self._versions)
+            replicas = self._plan.replicas
+            memory.streamer.schedule(replicas, layout, self.schedule, wanted, again=again)
+        return self.schedule
+
+    def _tell(self, layout: Layout) -> None:
+        """Tell observers what was sent: under a promise the device knows, else what is planned."""
+        sent: Later | None = None
+        if self._plane.promised and not self._given and self.schedule is not None:
+            sent = in_time(self.schedule[:1])
+        elif self._microbatch.back:
+            return
+        self._plane.watch.sent(self._microbatch, "weights", layout.nbytes, sent)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """`[L, ...]` for every tensor of the bundle; the main stream waits for them."""
@@ -138,6 +161,24 @@ class MappedCopies:
     def reduced(self) -> None:
         """The main stream waits for the sums."""
         self._memory.overlap.join("gradients")
+
+
+def in_time(number: torch.Tensor) -> Later:
+    """A function that returns the number when the device has come so far; the current stream's."""
+    if capturing(number.device):
+        return lambda: 0  # nobody notes what a graph captures
+    if number.device.type == "cpu":
+        found = int(number)
+        return lambda: found
+    noted = torch.empty_like(number, device="cpu", pin_memory=True).copy_(number, non_blocking=True)
+    event = torch.cuda.Event()
+    event.record()
+
+    def fetch() -> int:
+        event.synchronize()
+        return int(noted)
+
+    return fetch
 
 
 def _stacked(stack: Stack) -> torch.Tensor:

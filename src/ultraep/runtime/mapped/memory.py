@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
-from ultraep.backends.triton.board import Board
+from ultraep.backends.triton.board import Board, Told
 from ultraep.backends.triton.exchange import RegionLayout, RowExchange, aligned
 from ultraep.backends.triton.grouped import multiprocessors
 from ultraep.backends.triton.reducer import pull
-from ultraep.backends.triton.streamer import Streamer
+from ultraep.backends.triton.streamer import Contents, Streamer
 from ultraep.bundle import Layout
 from ultraep.comm import Peers, Region
 from ultraep.errors import LoadError, SlotError
@@ -76,16 +76,23 @@ class MappedMemory:
         )
         self.buffers = buffers
         self._borrowers: list[str | None] = [None] * buffers
+        self._layers: list[int | None] = [None] * buffers  # that had them last
+        self._lent_at, self._loans = [0] * buffers, 0
+        self._contents: dict[tuple[int, int], torch.Tensor] = {}
+        self._owners: dict[tuple[int, Layout], int] = {}
         self._gradients: dict[tuple[Any, ...], dict[str, GradientSlots]] = {}
         self._regions: dict[tuple[str, int], Region] = {}
         self._held: dict[tuple[Layout, int], dict[str, torch.Tensor]] = {}
         self._read: set[str] = set()  # since the last meeting
 
-    def share_loads(self, loads_E: torch.Tensor, kind: int) -> torch.Tensor:
-        """[R, E] the loads of all ranks, from those of this one; all must be of one kind."""
+    def share_loads(self, loads_E: torch.Tensor, kind: int, told: Told) -> torch.Tensor:
+        """[R, E] the loads of all ranks, from those of this one; all must be of one kind.
+
+        told: of the weights of this rank, and of all.
+        """
         if self.peers.size == 1:
             return loads_E[None]
-        self.board.share("loads", loads_E, self._loads, self._gathered, kind)
+        self.board.share("loads", loads_E, self._loads, self._gathered, kind, told)
         self._read.clear()
         return self._gathered
 
@@ -127,17 +134,25 @@ class MappedMemory:
         return self.region(kind, nbytes)
 
     @contextmanager
-    def lend(self, borrower: str, before: int | None) -> Iterator[int]:
-        """The number of a free buffer of spare slots: the one that was lent before, if it is."""
+    def lend(self, borrower: str, layer: int, before: int | None) -> Iterator[int]:
+        """The number of a free buffer of spare slots; all ranks take the same.
+
+        before: the one that is preferred, then the layer's last one, then one that nobody had yet,
+        then the one that was lent longest ago.
+        """
         if None not in self._borrowers:
             raise SlotError(
                 f"{borrower} needs spare slots, all {len(self._borrowers)} are lent to "
                 f"{', '.join(map(str, self._borrowers))}: let it finish, or give in_flight="
             )
-        buffer = self._borrowers.index(None)
-        if before is not None and self._borrowers[before] is None:
-            buffer = before
-        self._borrowers[buffer] = borrower
+        layers, lent_at = self._layers, self._lent_at
+        free = [number for number, other in enumerate(self._borrowers) if other is None]
+        buffer = max(
+            free,
+            key=lambda n: (n == before, layers[n] == layer, layers[n] is None, -lent_at[n]),
+        )
+        self._loans += 1
+        self._borrowers[buffer], layers[buffer], lent_at[buffer] = borrower, layer, self._loans
         try:
             yield buffer
         finally:
@@ -151,6 +166,19 @@ class MappedMemory:
     def slots(self, layout: Layout, buffer: int) -> Region:
         """`[slots, bytes]` of every rank."""
         return self.region(f"slots {buffer}", max(1, self.topology.slots) * layout.nbytes)
+
+    @torch.inference_mode(False)
+    def held_by_all(self, layout: Layout, buffer: int) -> torch.Tensor:
+        """[R * slots, 3] what the slots of this region hold on all ranks, as all know it."""
+        key = (self.slots(layout, buffer).local.numel(), buffer)
+        if key not in self._contents:
+            self._contents[key] = self.streamer.empty_slots()
+        return self._contents[key]
+
+    def contents(self, layout: Layout, buffer: int, layer: int, versions: torch.Tensor) -> Contents:
+        """That, for weights of a layer in these versions."""
+        owner = self._owners.setdefault((layer, layout), len(self._owners) + 1)
+        return Contents(self.held_by_all(layout, buffer), versions, owner, buffer)
 
     @torch.inference_mode(False)
     def held(self, layout: Layout, buffer: int) -> dict[str, torch.Tensor]:

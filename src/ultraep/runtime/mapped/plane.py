@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 
-from ultraep.bundle import Bundle, resolve, signature
+from ultraep.backends.triton.board import AS_PROMISED, Told
+from ultraep.bundle import Bundle, given_tensors, resolve, signature
 from ultraep.comm import Communicator, Peers
 from ultraep.config import BalanceConfig
 from ultraep.errors import ConfigError, LoadError
@@ -25,6 +26,7 @@ from ultraep.plan import Plan
 from ultraep.plan import plan as make_plan
 from ultraep.plane import NO_LAYER, Microbatch
 from ultraep.runtime.agreement import Agreement, Place, Point
+from ultraep.runtime.capacity import Capacity
 from ultraep.runtime.history import History
 from ultraep.runtime.mapped.control import POLICIES, DevicePlan
 from ultraep.runtime.mapped.copies import MappedCopies
@@ -33,6 +35,7 @@ from ultraep.runtime.mapped.overlap import capturing
 from ultraep.runtime.mapped.room import Room
 from ultraep.runtime.observe import Watch
 from ultraep.runtime.settings import Settings
+from ultraep.runtime.versions import Versions
 from ultraep.topology import Topology
 
 
@@ -46,6 +49,7 @@ class DeviceLoads:
     room: Room
     turn: int  # of the microbatch on this plane
     about_rows: int  # of all ranks, if each had as many tokens as that with the most
+    versions: torch.Tensor  # [R] of the weights of all ranks
 
 
 class MappedPlane:
@@ -63,12 +67,16 @@ class MappedPlane:
         topology: Topology,
         config: BalanceConfig,
         settings: Settings,
+        versions: Versions,
         watch: Watch,
     ) -> None:
         _check_current(peers.device)
         self.topology, self.settings, self.watch = topology, settings, watch
         self.lent: MappedCopies | None = None  # copies whose `with` block is open
-        self._peers, self._config = peers, config
+        self._peers, self._config, self._versions = peers, config, versions
+        with torch.inference_mode(False):
+            self._promise = torch.zeros(1, dtype=torch.int32, device=peers.device)
+        self.promise()
         self._comm, self._hosts = comm, comm.hosts()
         self._agreement: Agreement | None = agreement
         if self._hosts is not comm:
@@ -78,6 +86,8 @@ class MappedPlane:
         self._timeout = settings.timeout or comm.timeout
         self._rooms: list[Room] = []
         self._turn = 0
+        self._capacity = Capacity(settings.capacity, topology, config)
+        self._seen = 0  # the most rows that a rank was planned to serve, as far as all know
         self._history = History()
         self._adopted: DevicePlan | None = None
         self._kept: torch.Tensor | None = None  # schedule of copies that stay
@@ -91,9 +101,29 @@ class MappedPlane:
         room.look()
         self._turn += 1
         kind = zlib.crc32(f"layer {microbatch.layer}: {told}".encode()) >> 1
-        loads = room.memory.share_loads(room.control.count(ids.contiguous()), kind)
+        counts, weights = room.control.count(ids.contiguous()), self._told(microbatch.layer, bundle)
+        loads = room.memory.share_loads(counts, kind, weights)
         about = most * ids.shape[1] * self.topology.ranks
-        return DeviceLoads(microbatch, loads, ids, room, self._turn, about)
+        return DeviceLoads(microbatch, loads, ids, room, self._turn, about, weights.versions)
+
+    def _told(self, layer: int, bundle: Bundle) -> Told:
+        """Whether these weights are promised to be what they were; in graphs, the device knows."""
+        versions = torch.empty(self._peers.size, dtype=torch.int32, device=self._peers.device)
+        if capturing(self._peers.device):
+            return Told(AS_PROMISED, self._promise, versions)
+        number = self._versions.of(layer, given_tensors(bundle))
+        return Told(even(number) if self._versions.promise else 0, self._promise, versions)
+
+    @property
+    def promised(self) -> bool:
+        """Whether this rank promises that its weights stay."""
+        return self._versions.promise > 0
+
+    def promise(self) -> None:
+        """Tell the device whether the weights of this rank are promised to stay, from here on."""
+        if not capturing(self._peers.device):
+            number = self._versions.promise
+            self._promise.fill_(even(number) + 1 if number else 0)
 
     def plan(self, loads: DeviceLoads, config: BalanceConfig) -> DevicePlan:
         """Stage 2."""
@@ -113,6 +143,7 @@ class MappedPlane:
         moment = self._history.note(microbatch.layer, numbers.sum(axis=0), again=microbatch.again)
         plan = make_plan(numbers, self.topology, config, history=moment.before)
         plan.check_limits()
+        self._capacity.check(plan)
         return control.adopt(plan).kept()
 
     def verify(self, _plan: DevicePlan, _loads: DeviceLoads) -> None:
@@ -120,13 +151,16 @@ class MappedPlane:
 
     def replicate(self, plan: DevicePlan, loads: DeviceLoads, bundle: Bundle) -> MappedCopies:
         """Stage 3."""
-        return MappedCopies(self, loads.room.memory, plan, loads.microbatch, bundle, self._kept)
+        memory, microbatch = loads.room.memory, loads.microbatch
+        return MappedCopies(self, memory, plan, microbatch, bundle, loads.versions, self._kept)
 
     def trial(self, plan: Plan, loads: DeviceLoads, bundle: Bundle, _number: int) -> MappedCopies:
         """Copies of a plan that is made up, to be timed."""
         microbatch = Microbatch(NO_LAYER, loads.microbatch.step, again=False, back=True)
         adopted = loads.room.control.adopt(plan).kept()
-        return MappedCopies(self, loads.room.memory, adopted, microbatch, bundle)
+        never_kept = torch.zeros_like(loads.versions)
+        memory = loads.room.memory
+        return MappedCopies(self, memory, adopted, microbatch, bundle, never_kept)
 
     def reroute(self, ids: torch.Tensor, plan: DevicePlan, loads: DeviceLoads) -> MappedExchange:
         """Stage 4."""
@@ -164,7 +198,8 @@ class MappedPlane:
         if self._adopted is None:
             raise ConfigError("nothing is adopted whose copies could be kept")
         memory, microbatch = self._rooms[-1].memory, Microbatch(0, 0, again=False, back=True)
-        copies = MappedCopies(self, memory, self._adopted, microbatch, bundle)
+        nothing = torch.zeros(self._peers.size, dtype=torch.int32, device=self._peers.device)
+        copies = MappedCopies(self, memory, self._adopted, microbatch, bundle, nothing)
         with copies:
             copies.tensors()
         self._kept = copies.schedule
@@ -207,16 +242,18 @@ class MappedPlane:
             version=0,
             refused=int(error is not None),
             tokens=tokens,
+            rows=max((room.seen for room in self._rooms), default=0),
         )
         if error:
             raise error
         self._agreement.compare_inputs(records, told)
-        most = int(records.column("tokens").max())
+        most, self._seen = (int(records.column(name).max()) for name in ("tokens", "rows"))
         return self._fitting(most, top_k) or self._make_room(most, top_k), most
 
     def _fitting(self, tokens: int, top_k: int) -> Room | None:
         fitting = (room for room in reversed(self._rooms) if room.fits(tokens, top_k))
-        return next(fitting, None)
+        enough = (r for r in fitting if self._capacity.suffices(r.memory.capacity, self._seen))
+        return next(enough, None)
 
     def _make_room_alone(self, tokens: int, top_k: int) -> Room:
         """The first memory, or any of a single rank: others would have to ask each other."""
@@ -233,14 +270,17 @@ class MappedPlane:
     def _make_room(self, tokens: int, top_k: int) -> Room:
         """Memory for so many tokens, by all ranks; microbatches under way keep theirs."""
         tokens = max(1, tokens, self.settings.tokens or 1)
-        if self._rooms:  # somewhat more than is asked for: it would be asked for again
-            tokens = 1 << (tokens - 1).bit_length()
+        largest = max((r.memory.tokens for r in self._rooms if r.memory.top_k == top_k), default=0)
+        if self._rooms and tokens > largest:  # and somewhat more: it would be asked for again
+            largest = 1 << (tokens - 1).bit_length()
+        tokens = max(tokens, largest)
         config = self._config
         if config.policy not in POLICIES:
             config = replace(config, policy="ultraep")
-        name = f"room {len(self._rooms)}"
+        name, settings = f"room {len(self._rooms)}", self.settings
+        rows = self._capacity.rows_for(tokens * top_k, self._seen)
         room = Room.of(
-            self._peers, self.topology, config, self.settings, name, tokens, top_k, self._timeout
+            self._peers, self.topology, config, settings, name, tokens, top_k, rows, self._timeout
         )
         self._rooms.append(room)
         return room
@@ -257,6 +297,11 @@ class MappedPlane:
                 f"microbatch {loads.turn} is to be planned or rerouted, but {self._turn} was "
                 "gathered since: on a device, stages 1, 2 and 4 of a microbatch follow each other"
             )
+
+
+def even(number: int) -> int:
+    """A version of 32 bits for a number of the host; promises of the device have odd ones."""
+    return 2 * (number % 2**30)
 
 
 def _where(microbatch: Microbatch) -> tuple[int, int]:

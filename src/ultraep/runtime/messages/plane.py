@@ -36,6 +36,7 @@ from ultraep.plan import plan as make_plan
 from ultraep.plane import NO_LAYER, Microbatch
 from ultraep.reroute import Routes, reroute, routes_of
 from ultraep.runtime.agreement import Agreement, Place, Point, short_digest
+from ultraep.runtime.capacity import Capacity
 from ultraep.runtime.history import History
 from ultraep.runtime.messages.copies import MessageCopies
 from ultraep.runtime.messages.slots import SlotPool
@@ -94,6 +95,7 @@ class MessagesPlane:
         self.comm, self.topology, self.settings, self.watch = comm, topology, settings, watch
         self.pool = SlotPool(topology.slots, settings.in_flight)
         self._config, self._agreement, self._versions = config, agreement, versions
+        self._capacity = Capacity(settings.capacity, topology, config)
         self._history = History()
         self._control: ControlPlane | None = None
         self._ahead: _Ahead | None = None
@@ -152,6 +154,7 @@ class MessagesPlane:
                 loads.loads, self.topology, config, backend=backend, history=moment.before
             )
         plan.check_limits()
+        self._capacity.check(plan)
         return plan
 
     def verify(self, plan: Plan, loads: HostLoads) -> None:
@@ -210,6 +213,9 @@ class MessagesPlane:
         layout = Layout.of(tensors, len(self.topology.home_experts(self.comm.rank)))
         with self.pool.lend(layout, device_of_bundle(tensors), "nobody yet"):
             self._control = self._control_for(ids)
+
+    def promise(self) -> None:
+        """Nothing: the host tells versions in every microbatch."""
 
     @property
     def nbytes(self) -> int:

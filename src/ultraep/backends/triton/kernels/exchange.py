@@ -59,7 +59,7 @@ def make_tables(
     begins: [S] where the rows of every slot begin in the order of sending.
     blocks: [R, stride] where the rows of every rank begin among the arrivals of each slot.
     offsets: [L + 1] where the arrivals of each slot begin; the last one: how many there are.
-    faults: how often there were more than `capacity`, and the most there ever were.
+    faults: how often there were more than `capacity`; and the most that there ever were.
 
     >>> example(make_tables, 2, rows_of_slot=[1, 0, 0, 1, 0, 3], received=[[0, 1, 0], [1, 0, 3]],
     ...         begins=room(6), blocks=room(2, 3), offsets=room(4), faults=[0, 0], num_slots=6,
@@ -67,6 +67,7 @@ def make_tables(
     begins = [0, 1, 1, 1, 2, 2]
     blocks = [[0, 1, 2], [0, 2, 2]]
     offsets = [0, 1, 2, 5]
+    faults = [0, 5]
     """
     end = tl.zeros([], tl.int64)
     if tl.program_id(0) == 0:
@@ -93,7 +94,7 @@ def make_tables(
         too_many = end > capacity
         tl.atomic_add(faults, 1, mask=too_many, sem="relaxed")
         most = tl.minimum(end, LARGEST).to(tl.int32)
-        tl.atomic_max(faults + 1, most, mask=too_many, sem="relaxed")
+        tl.atomic_max(faults + 1, most, sem="relaxed")
 
 
 @triton.jit(do_not_specialize=["rows"])

@@ -8,6 +8,10 @@ once, tile by tile. What is found about them is noted in `scratch`, [4, C]:
     BEFORE   the key of the one right before it
     LAST     whether it is the last one
 
+Behind them stand the copies that are to be sent, [C, 3] like those of the plan: what a slot holds
+already is left out. What the slots of all ranks hold is in `held`, [R * slots, 3], a table of its
+own on every rank, in which all write the same: whose weights, of which expert, of which version.
+
 Shapes: C copies at most, B copies of a tile.
 """
 
@@ -31,11 +35,12 @@ from ultraep.backends.triton.kernels.schedule import (
     store_place,
     store_span,
 )
-from ultraep.backends.triton.kernels.signals import board_of, next_fill
+from ultraep.backends.triton.kernels.signals import HELD, SENT, board_of, next_fill
 
 DIRECT, CHAIN, AUTO = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 NEVER = tl.constexpr(2**30)
-KEY, PLACE, BEFORE, LAST = (tl.constexpr(number) for number in range(4))
+KEY, PLACE, BEFORE, LAST, NOTES = (tl.constexpr(number) for number in range(5))
+OWNER, COPIED, VERSION = (tl.constexpr(number) for number in range(3))  # columns of `held`
 
 
 @triton.jit
@@ -53,6 +58,36 @@ def copies_at(replicas, home_of_expert, at, copies):
     host = tl.load(replica_at(replicas, at, HOST), mask=there, other=-2)
     slot = tl.load(replica_at(replicas, at, SLOT), mask=there, other=0)
     return tl.where(there, expert, -1), home, host, slot
+
+
+@triton.jit
+def leave_out(
+    replicas, home_of_expert, versions, held, to_send, owner, all_held, slots, copies,
+    C: tl.constexpr
+):  # fmt: skip
+    """Note which copies are to be sent, and that the slots hold all of the plan afterwards.
+
+    A copy is there already if its slot holds that expert of that owner in the version that was
+    promised; 0 is no promise. all_held: whether the slots hold this very fill.
+    """
+    all_C = tl.arange(0, C)
+    expert_C, home_C, host_C, slot_C = copies_at(replicas, home_of_expert, all_C, copies)
+    there_C = expert_C >= 0
+    version_C = tl.load(versions + home_C, mask=there_C, other=0)
+    place_C = held + 3 * (host_C * slots + slot_C)
+    kept_C = tl.load(place_C + OWNER, mask=there_C, other=0) == owner
+    kept_C &= tl.load(place_C + COPIED, mask=there_C, other=0) == expert_C
+    kept_C &= tl.load(place_C + VERSION, mask=there_C, other=0) == version_C
+    kept_C = (kept_C & (version_C != 0)) | (tl.zeros([C], tl.int32) + all_held != 0)
+    tl.debug_barrier()
+    tl.store(place_C + OWNER, tl.zeros([C], tl.int32) + owner, mask=there_C)
+    tl.store(place_C + COPIED, expert_C, mask=there_C)
+    tl.store(place_C + VERSION, version_C, mask=there_C)
+    known_C = all_C < copies
+    tl.store(replica_at(to_send, all_C, EXPERT), tl.where(kept_C, -1, expert_C), mask=known_C)
+    tl.store(replica_at(to_send, all_C, HOST), host_C, mask=known_C)
+    tl.store(replica_at(to_send, all_C, SLOT), slot_C, mask=known_C)
+    tl.debug_barrier()
 
 
 @triton.jit
@@ -138,7 +173,7 @@ def senders_of_copies(
     expert_C, home_C, home_slot_of_expert, first_slot_of_rank, scratch, chained,
     rank, ranks, slots, copies, C: tl.constexpr
 ):  # fmt: skip
-    """[C] source of every copy at its sender, that sender, depth, and index among own homes."""
+    """[C] source of every copy at its sender, that sender, and depth."""
     all_C, there_C = tl.arange(0, C), expert_C >= 0
     place_C = tl.load(noted(scratch, PLACE, all_C, copies), mask=there_C, other=0)
     before_C = tl.load(noted(scratch, BEFORE, all_C, copies), mask=there_C, other=0)
@@ -148,9 +183,8 @@ def senders_of_copies(
     source_C = tl.where(relayed_C, -1 - before_C % slots, index_C)
     sender_C = tl.where(relayed_C, (before_C // slots) % ranks, home_C)
     depth_C = tl.where(relayed_C, place_C, 0)
-    index_C = tl.where(there_C & (home_C == rank), index_C, -1)
     tl.debug_barrier()
-    return source_C, sender_C, depth_C, index_C
+    return source_C, sender_C, depth_C
 
 
 @triton.jit
@@ -179,16 +213,25 @@ def write_hops(
 
 
 @triton.jit
-def write_places(
-    schedule, index_C, sender_C, host_C, slot_C, rank, slots, homes, copies,
-    C: tl.constexpr, H: tl.constexpr
-):  # fmt: skip
-    """Who fills the slots of this rank, where all copies are, and those of its home experts."""
-    all_C, home = tl.arange(0, C), tl.arange(0, H)
+def write_senders(schedule, sender_C, host_C, slot_C, rank, slots, copies):
+    """Who fills the slots of this rank."""
     for slot in range(slots):
         here_C = (host_C == rank) & (slot_C == slot)
         sender = tl.max(tl.where(here_C, sender_C, -1), 0)
         tl.store(senders_of(schedule, copies) + slot, sender)
+
+
+@triton.jit
+def write_places(
+    schedule, replicas, home_of_expert, home_slot_of_expert, first_slot_of_rank, rank, slots,
+    homes, copies, C: tl.constexpr, H: tl.constexpr
+):  # fmt: skip
+    """Where all copies are, also those that were there, and which are of this rank's experts."""
+    all_C, home = tl.arange(0, C), tl.arange(0, H)
+    expert_C, home_C, host_C, slot_C = copies_at(replicas, home_of_expert, all_C, copies)
+    mine_C = (expert_C >= 0) & (home_C == rank)
+    index_C = tl.load(home_slot_of_expert + expert_C, mask=mine_C, other=0)
+    index_C = tl.where(mine_C, index_C - tl.load(first_slot_of_rank + rank), -1)
     store_place(places_of(schedule, copies, slots), all_C, host_C, slot_C, all_C < copies)
     of_home = home[:, None] == index_C[None, :]
     count = tl.sum(of_home.to(tl.int32), 1)
@@ -197,7 +240,19 @@ def write_places(
     store_span(homes_of(schedule, copies, slots), home, first, first + count, home < homes)
 
 
-@triton.jit(do_not_specialize=["rank", "ranks", "slots", "homes", "copies", "channel"])
+@triton.jit(
+    do_not_specialize=[
+        "owner",
+        "again",
+        "rank",
+        "ranks",
+        "slots",
+        "homes",
+        "copies",
+        "numbering",
+        "channel",
+    ]
+)
 def make_schedule(
     boards,
     replicas,
@@ -205,49 +260,70 @@ def make_schedule(
     home_slot_of_expert,
     first_slot_of_rank,
     chunks_of_length,
+    versions,
+    held,
     schedule,
     scratch,
+    owner,
+    again,
     rank,
     ranks,
     slots,
     homes,
     copies,
+    numbering,
     channel,
     MODE: tl.constexpr,
     C: tl.constexpr,
     B: tl.constexpr,
     H: tl.constexpr,
 ):
-    """One program: the schedule of this rank, with a number of its own.
+    """One program: the schedule of this rank, for slots that hold something already.
+
+    versions: [R] of the weights of every rank.   owner: a number of the layer and its kind.
+    again: whether the schedule has its number, and was carried out before; else it gets one.
+    numbering, channel: words at which those of the first buffer, and of this one, begin.
 
     Rank 0 sends its first expert into slot 0 of rank 1, and nobody fills its own slot:
 
     >>> boards = at([0, 0, 0, 0, 0, 0, 0, 0], [0, 0, 0, 0, 0, 0, 0, 0])
     >>> example(make_schedule, 1, boards=boards, replicas=[[0, 1, 0], [-1, -1, -1]],
     ...         home_of_expert=[0, 0, 1, 1], home_slot_of_expert=[0, 1, 3, 4],
-    ...         first_slot_of_rank=[0, 3, 6], chunks_of_length=[1, 1, 2], schedule=room(21),
-    ...         scratch=scratch(4, 2), rank=0, ranks=2, slots=1, homes=2, copies=2, channel=4,
+    ...         first_slot_of_rank=[0, 3, 6], chunks_of_length=[1, 1, 2], versions=[7, 8],
+    ...         held=[[0, 0, 0], [1, 0, 6]], schedule=room(21), scratch=scratch(7, 2), owner=1,
+    ...         again=0, rank=0, ranks=2, slots=1, homes=2, copies=2, numbering=4, channel=4,
     ...         MODE=AUTO, C=2, B=2, H=2)
-    boards = [[0, 0, 0, 0, 0, 0, 0, 1], [0, 0, 0, 0, 0, 0, 0, 0]]
+    boards = [[0, 1, 0, 0, 0, 0, 0, 1], [0, 0, 0, 0, 0, 0, 0, 0]]
+    held = [[0, 0, 0], [1, 0, 7]]
     schedule = [1, 1, 1, 1, 0, 1, 0, 0, _, _, _, _, -1, 1, 0, -2, 0, 0, 1, 0, 0]
     """
-    longest = stand_in_row(replicas, home_of_expert, scratch, copies, ranks, slots, C, B)
+    board, fill = board_of(boards, rank), tl.load(schedule + FILL)
+    if again == 0:
+        fill = next_fill(board, numbering)
+    all_held = ((again != 0) & (fill == tl.load(board + channel + HELD))).to(tl.int32)
+    to_send = scratch + NOTES * copies
+    leave_out(replicas, home_of_expert, versions, held, to_send, owner, all_held, slots, copies, C)
+    longest = stand_in_row(to_send, home_of_expert, scratch, copies, ranks, slots, C, B)
     chained = choose(
-        replicas, home_of_expert, scratch, chunks_of_length, longest, copies, MODE, C, B
+        to_send, home_of_expert, scratch, chunks_of_length, longest, copies, MODE, C, B
     )
     longest = tl.where(chained, longest, tl.minimum(longest, 1))
     all_C = tl.arange(0, C)
-    expert_C, home_C, host_C, slot_C = copies_at(replicas, home_of_expert, all_C, copies)
-    source_C, sender_C, depth_C, index_C = senders_of_copies(
+    expert_C, home_C, host_C, slot_C = copies_at(to_send, home_of_expert, all_C, copies)
+    source_C, sender_C, depth_C = senders_of_copies(
         expert_C, home_C, home_slot_of_expert, first_slot_of_rank, scratch, chained,
         rank, ranks, slots, copies, C
     )  # fmt: skip
     sent = write_hops(
         schedule, source_C, sender_C, host_C, slot_C, depth_C, scratch, rank, copies, C, B
     )
-    write_places(schedule, index_C, sender_C, host_C, slot_C, rank, slots, homes, copies, C, H)
-    fill = next_fill(board_of(boards, rank), channel)
+    write_senders(schedule, sender_C, host_C, slot_C, rank, slots, copies)
+    write_places(
+        schedule, replicas, home_of_expert, home_slot_of_expert, first_slot_of_rank, rank, slots,
+        homes, copies, C, H
+    )  # fmt: skip
     tl.store(schedule + HOPS, sent)
+    tl.store(board + SENT, tl.load(board + SENT) + sent)
     tl.store(schedule + CHUNKS, tl.load(chunks_of_length + longest))
     tl.store(schedule + FILL, fill)
     tl.store(schedule + LONGEST, longest)

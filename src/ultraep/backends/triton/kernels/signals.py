@@ -3,6 +3,7 @@
 Every rank has a board of int32 words that all can reach:
 
     [FAULT]                  what went wrong first: 0, or stage * RANKS + rank + 1
+    [SENT]                   copies that this rank was to send so far
     [CHANNEL + c * WORDS..]  channel c: epoch, tickets of the programs that are done; and of buffers
                              of slots, the fill that they hold and the last one that was numbered
     then                     flags
@@ -15,7 +16,7 @@ waited for on every board, and from then on nobody waits for anything.
 import triton
 import triton.language as tl
 
-FAULT = tl.constexpr(0)
+FAULT, SENT = tl.constexpr(0), tl.constexpr(1)
 CHANNEL = tl.constexpr(4)
 EPOCH, TICKETS, HELD, LAST_FILL = (tl.constexpr(number) for number in range(4))
 WORDS = tl.constexpr(4)  # of a channel
@@ -109,8 +110,8 @@ def last_of(board, channel, programs):
 
 @triton.jit
 def row_of(table, epoch, sender, ranks, numbers):
-    """The row of a sender in a table `[2, R, numbers + 1]`, whose halves take turns."""
-    return table + ((epoch & 1) * ranks + sender).to(tl.int64) * (numbers + 1)
+    """The row of a sender in a table `[2, R, numbers + 2]`, whose halves take turns."""
+    return table + ((epoch & 1) * ranks + sender).to(tl.int64) * (numbers + 2)
 
 
 @triton.jit(do_not_specialize=["polls"])
@@ -134,6 +135,7 @@ def idle(word, polls):
         "flags",
         "numbers",
         "kind",
+        "version",
         "stage",
         "unlike",
         "patience",
@@ -144,12 +146,15 @@ def share(
     tables,
     row,
     gathered,
+    promise,
+    versions,
     rank,
     ranks,
     channel,
     flags,
     numbers,
     kind,
+    version,
     stage,
     unlike,
     patience,
@@ -157,20 +162,24 @@ def share(
 ):
     """Program p: hand `numbers` int32 to rank p, and take those of rank p; all ranks meet.
 
-    tables: memory of all ranks, `[2, R, numbers + 1]`: a fast rank writes its next row into the
+    tables: memory of all ranks, `[2, R, numbers + 2]`: a fast rank writes its next row into the
     other half, while a slow one still reads.   flags: word of the first of R flags.
     kind: behind the numbers; ranks that meet with different ones are a fault of stage `unlike`.
+    version: the last number of a row, of this rank's weights; -1: what stands at `promise`.
+    versions: [R] those of all ranks.
 
     Rank 1 has been here for epoch 1: its flag is on the board of rank 0, its row in the table.
 
     >>> boards = at([0, 0, 0, 0, 0, 0, 0, 0, 0, 1], [0, 0, 0, 0, 0, 0, 0, 0, 0, 0])
-    >>> tables = at([[0, 0, 0], [0, 0, 0], [0, 0, 0], [7, 8, 0]], 4 * [[0, 0, 0]])
-    >>> example(share, 2, boards=boards, tables=tables, row=[5, 6], gathered=room(2, 2), rank=0,
-    ...         ranks=2, channel=4, flags=8, numbers=2, kind=0, stage=0, unlike=4, patience=9, B=2)
+    >>> tables = at([[0, 0, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0], [7, 8, 0, 4]], 4 * [[0, 0, 0, 0]])
+    >>> example(share, 2, boards=boards, tables=tables, row=[5, 6], gathered=room(2, 2),
+    ...         promise=[3], versions=room(2), rank=0, ranks=2, channel=4, flags=8, numbers=2,
+    ...         kind=0, version=-1, stage=0, unlike=4, patience=9, B=2)
     boards = [[0, 0, 0, 0, 1, 0, 0, 0, 1, 1], [0, 0, 0, 0, 0, 0, 0, 0, 1, 0]]
-    tables = [[[0, 0, 0], [0, 0, 0], [5, 6, 0], [7, 8, 0]],
-              [[0, 0, 0], [0, 0, 0], [5, 6, 0], [0, 0, 0]]]
+    tables = [[[0, 0, 0, 0], [0, 0, 0, 0], [5, 6, 0, 3], [7, 8, 0, 4]],
+              [[0, 0, 0, 0], [0, 0, 0, 0], [5, 6, 0, 3], [0, 0, 0, 0]]]
     gathered = [[5, 6], [7, 8]]
+    versions = [3, 4]
     """
     peer = tl.program_id(0)
     mine, theirs = board_of(boards, rank), board_of(boards, peer)
@@ -182,8 +191,12 @@ def share(
         there = at < numbers
         tl.store(at_peer + at, tl.load(row + at, mask=there), mask=there)
     tl.store(at_peer + numbers, kind)
+    promised = tl.load(promise, volatile=True)
+    tl.store(at_peer + numbers + 1, tl.where(version < 0, promised, version))
     post(theirs + flags + rank, epoch)
+    tl.store(versions + peer, 0)
     if wait(mine + flags + peer, epoch, boards, rank, ranks, peer, stage, patience):
+        tl.store(versions + peer, tl.load(here + numbers + 1, volatile=True))
         if tl.load(here + numbers, volatile=True) != kind:
             tell(boards, ranks, fault_of(unlike, peer))
         for begin in range(0, numbers, B):

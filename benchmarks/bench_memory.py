@@ -1,0 +1,210 @@
+"""Memory of a layer: what its fullest rank needs unbalanced, and what every rank needs balanced.
+
+    python benchmarks/bench_memory.py            # on a card whose SMs can be split: measured
+    python benchmarks/bench_memory.py            # on any other machine: counted
+    python benchmarks/bench_memory.py --toy      # tiny, for CI
+
+All ranks have buffers of one size. Bytes of one rank, without its weights, in one run:
+
+    none              every row goes to its home: room for the rows of the fullest rank
+    ultraep, 1 slot   `capacity="auto"`: twice the rows that a rank has itself
+    ultraep, planned  the same with room for what the plan of these loads needs, and no more
+    static            as many slots as homes, `capacity="static"`: the mean, whatever the loads
+
+Slots and their gradients are shared by all layers; rows are what dispatch and combine move through.
+Counted are the buffers that the data plane really takes, and of the experts what a layer keeps of
+every row for backward: the row, gate and up, and what comes out of the activation. Of 16 layers
+that wait for backward, this is there 16 times, the rest once. On a card, the
+most that forward and backward have allocated at once is measured in place of that, activations and
+gradients of the home experts; the highest skew is run and timed as well.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from bench_layer import STEP
+from bench_layer_gpu import SIZES, TOY, Size, World
+from harness import Line, Metric, Report, common_options
+from load_cases import HotRank, even
+from timing import free, on_gpu
+from world import Given, given_layer
+
+import ultraep
+from ultraep import BalanceConfig, Plan, Topology
+from ultraep.comm import Region
+
+SKEWS = (1.0, 1.5, 3.0)
+AFTER = Metric("rows_of_the_fullest_rank", "rows", "fullest", ".0f")
+ROOM = Metric("rows_with_room", "rows", "room", ".0f")
+SLOTS = Metric("slots_and_their_gradients", "MB", "slots MB", ".1f")
+ROWS = Metric("shared_rows", "MB", "rows MB", ".1f")
+STEP_MEMORY = Metric("peak_of_a_step", "MB", "step MB", ".1f")
+KEPT = Metric("kept_for_backward", "MB", "kept MB", ".1f")
+EACH = 2  # bytes of a number: BF16
+ALL = Metric("all_but_weights", "MB", "all MB", ".1f")
+MODEL = Metric("all_but_weights_of_16_layers", "MB", "16 layers", ".0f")
+LAYERS = 16
+OVER = Metric("share_of_none", "share", "of none", ".3f")
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A way to run the layer."""
+
+    name: str
+    policy: str
+    slots: int
+    capacity: int | str  # of a balancer; 0: what the plan needs
+
+
+def contenders(size: Size) -> Iterator[Contender]:
+    yield Contender("none", "none", 0, 0)
+    yield Contender("ultraep, 1 slot", "ultraep", 1, "auto")
+    yield Contender("ultraep, planned", "ultraep", 1, 0)
+    yield Contender("static", "ultraep", size.experts // size.ranks, "static")
+
+
+def plan_of(size: Size, skew: float, contender: Contender) -> Plan:
+    loads = even(size) if skew == 1 else HotRank(skew).draw(size)
+    topology = Topology(ranks=size.ranks, experts=size.experts, slots=contender.slots)
+    return ultraep.plan(loads, topology, BalanceConfig(policy=contender.policy))
+
+
+def shared_bytes(balancer: ultraep.Balancer, device: str) -> tuple[dict[str, int], int]:
+    """Bytes of a rank in memory that is mapped, by use; and the rows that there is room for."""
+    plane: Any = balancer.plane(device)
+    memory = plane._rooms[-1].memory
+    found: dict[str, int] = defaultdict(int)
+    for (kind, nbytes), _ in memory._regions.items():
+        found["rows" if kind in ("values", "served") else "slots"] += nbytes
+    return found, memory.capacity
+
+
+class OneRank:
+    """Memory of one rank of a group, of which no page is touched that nobody writes to."""
+
+    rank, device = 0, torch.device("cpu")
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def allocate(self, _: str, nbytes: int) -> Region:
+        local = torch.empty(nbytes, dtype=torch.uint8)
+        return Region(local, torch.full((self.size,), local.data_ptr()), local)
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        return [value]
+
+    def close(self) -> None:
+        """It goes with the last tensor."""
+
+
+def on_host(size: Size, contender: Contender, capacity: int | str) -> tuple[dict[str, int], int]:
+    """What is taken for such a layer; nothing runs."""
+    balancer = ultraep.Balancer(
+        peers=OneRank(size.ranks),
+        data_plane="mapped",
+        experts=size.experts,
+        slots=contender.slots,
+        policy=contender.policy,
+        tokens=size.tokens,
+        capacity=capacity,
+    )
+    homes = size.experts // size.ranks
+    weights = {
+        "gate_up_proj": torch.empty(homes, 2 * size.ffn, size.hidden, dtype=torch.bfloat16),
+        "down_proj": torch.empty(homes, size.hidden, size.ffn, dtype=torch.bfloat16),
+    }
+    layer = given_layer(balancer, Given(), weights)
+    ids = torch.zeros(size.tokens, size.top_k, dtype=torch.int32)
+    row = torch.zeros(1, size.hidden, dtype=torch.bfloat16)
+    balancer.prepare(ids, row, layer.experts.bundle)
+    found, room = shared_bytes(balancer, "cpu")
+    return found | {"kept": room * EACH * (size.hidden + 3 * size.ffn)}, room
+
+
+def on_card(
+    world: World, plan: Plan, capacity: int | str, *, timed: bool
+) -> tuple[dict[str, int], int, float | None]:
+    """Shared memory, the peak of a step, and its milliseconds if they are asked for."""
+    world.regroup(plan, capacity)
+    world.route(plan.loads)
+    first, *others = world.ranks
+    found, room = shared_bytes(first.balancer, "cuda")
+    first.capture()  # what is loaded for the first time is not of the step
+    first.graph = first.y = first.x.grad = first.router.gates.grad = None
+    for parameter in first.layer.parameters():
+        parameter.grad = None
+    free()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    first.capture()
+    found["step"] = torch.cuda.max_memory_allocated() - before
+    if not timed:
+        return found, room, None
+    for rank in others:
+        rank.capture()
+    torch.cuda.synchronize()
+    world.replay()
+    world.check()
+    return found, room, world.time()
+
+
+def lines(size: Size, skew: float, world: World | None, *, timed: bool) -> Iterator[Line]:
+    """All contenders at one skew."""
+    whole = 0.0
+    for contender in contenders(size):
+        plan = plan_of(size, skew, contender)
+        fullest = int(plan.rank_loads.max())
+        capacity = contender.capacity or fullest
+        ms = None
+        if world is None:
+            found, room = on_host(size, contender, capacity)
+        else:
+            found, room, ms = on_card(world, plan, capacity, timed=timed)
+        total = sum(found.values())
+        whole = whole or total
+        values = {
+            AFTER: fullest,
+            ROOM: room,
+            SLOTS: found["slots"] / 1e6,
+            ROWS: found["rows"] / 1e6,
+            KEPT: found["kept"] / 1e6 if "kept" in found else None,
+            STEP_MEMORY: found["step"] / 1e6 if "step" in found else None,
+            ALL: total / 1e6,
+            OVER: total / whole,
+            MODEL: (total + (LAYERS - 1) * found["kept"]) / 1e6 if "kept" in found else None,
+            STEP: ms,
+        }
+        yield Line({"skew": skew, "way": contender.name, "slots": contender.slots}, values)
+
+
+def main(argv: list[str]) -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    common_options(parser)
+    options = parser.parse_args(argv[1:])
+    card = on_gpu(toy=True)  # what is counted needs none
+    report = Report("memory", argv, device=torch.cuda.get_device_name() if card else None)
+    report.header()
+    size = TOY if options.toy else SIZES[0]
+    world = World(size) if card else None
+    skews = (1.0, 1.2) if options.toy else SKEWS[-1:] if options.quick else SKEWS
+    about = f"{size.model}: D {size.hidden}, F {size.ffn}, {size.experts} experts, top-{size.top_k}"
+    about += f", {size.tokens} tokens a rank, EP{size.ranks}; bytes of one rank"
+    report.section = "measured" if card else "counted"
+    for skew in skews[::-1]:  # the highest first: it says most
+        report.add(about, list(lines(size, skew, world, timed=skew == skews[-1])))
+        report.write(options.json)
+    if not card:
+        report.note("There is no GPU: buffers are counted, and nothing runs.")
+
+
+if __name__ == "__main__":
+    main(sys.argv)

@@ -1,0 +1,187 @@
+"""Capacity: the mean where that is proven, refused elsewhere; learnt and grown without a word."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ranks import shared_pool
+from test_mapped import assert_as_on_host, mapped_balancer, memory_of, one_pass, single, small_tiles
+
+import ultraep
+from ultraep import BalanceConfig, Balancer, ConfigError, LoadError, LocalGroup, Topology
+from ultraep.backends.triton.device import interpreted
+from ultraep.runtime.capacity import Capacity
+
+only_interpreted = pytest.mark.skipif(not interpreted(), reason="ranks are processes without GPUs")
+EXACT = BalanceConfig(objective="balance")
+
+
+def hot_ids(tokens, experts=8):
+    """All but a few rows want the first expert."""
+    rng = np.random.default_rng(tokens)
+    return torch.from_numpy(rng.choice([0, 0, 0, experts - 1], (tokens, 2)))
+
+
+# The proof, held against loads of any kind.
+
+
+@st.composite
+def proven(draw):
+    """Loads, and a topology with as many slots as the rank with most homes has of them."""
+    ranks, experts = draw(st.integers(1, 8)), draw(st.integers(1, 24))
+    homes = draw(st.lists(st.integers(0, ranks - 1), min_size=experts, max_size=experts))
+    most = int(np.bincount(homes).max())
+    slots = draw(st.integers(most, min(experts, most + 2)))
+    topology = Topology(ranks=ranks, experts=experts, slots=slots, homes=homes)
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    liked = np.exp(rng.normal(0, draw(st.sampled_from([0.0, 1.0, 4.0, 8.0])), experts))
+    scale = draw(st.sampled_from([0.1, 1, 30, 10**5])) / liked.mean()
+    return rng.poisson(liked * scale, (ranks, experts)), topology
+
+
+@settings(max_examples=300)
+@given(proven())
+def test_with_as_many_slots_as_homes_no_rank_exceeds_the_mean(problem):
+    loads, topology = problem
+    assert Capacity("static", topology, EXACT).proven
+    plan = ultraep.plan(loads, topology, EXACT)
+    assert plan.rank_loads.max() == -(-loads.sum() // topology.ranks)
+    Capacity("static", topology, EXACT).check(plan)
+
+
+@given(proven(), st.integers(0, 2**32 - 1))
+def test_no_rank_serves_more_rows_than_the_fullest_rank_has(problem, seed):
+    """Padding and few tokens make microbatches smaller: there is room for them."""
+    loads, topology = problem
+    rows = int(loads.sum(axis=1).max())
+    capacity = Capacity("static", topology, EXACT).rows_for(max(1, rows), 0)
+    kept = np.random.default_rng(seed).binomial(loads, 0.7)
+    assert ultraep.plan(kept, topology, EXACT).rank_loads.max() <= capacity == max(1, rows)
+
+
+def test_with_fewer_slots_it_is_not_so():
+    """Rank 0 has 4 experts, all alike, and the others 3 slots: a quarter stays at home."""
+    loads = np.zeros((4, 16), dtype=np.int64)
+    loads[:, :4] = 100
+    topology = Topology(ranks=4, experts=16, slots=1)
+    assert not Capacity("static", topology, EXACT).proven
+    assert ultraep.plan(loads, topology, EXACT).rank_loads.tolist() == [400] * 4
+    loads = np.zeros((4, 32), dtype=np.int64)
+    loads[:, :8] = 100
+    plan = ultraep.plan(loads, Topology(ranks=4, experts=32, slots=1), EXACT)
+    assert plan.rank_loads.max() == 5 * 400 == plan.lower_bound * 800
+
+
+# What breaks it is refused.
+
+
+BROKEN = {
+    "slots": ({"slots": 3}, "3 slots, it needs 4"),
+    "uneven homes": (
+        {"slots": 4, "homes": [0, 0, 0, 0, 0, 1, 1, 1]},
+        "4 slots, it needs 5",
+    ),
+    "domains": ({"slots": 4, "domain": 1}, "2 domains of 1 ranks, it needs 1"),
+    "tolerance": ({"config": BalanceConfig(tolerance=0.01)}, "tolerance=0.01, it needs 0"),
+    "floor": (
+        {"config": BalanceConfig(min_tokens_per_replica=64)},
+        "min_tokens_per_replica=64, it needs 1",
+    ),
+    "copies": (
+        {"slots": 4, "config": BalanceConfig(objective="balance", max_replicas=7)},
+        "max_replicas=7, it needs 8",
+    ),
+    "time": ({"config": BalanceConfig(objective="time")}, "objective='time', it needs 'balance'"),
+    "policy": ({"policy": "quota"}, "policy='quota', it needs 'ultraep'"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_settings_that_break_the_proof_are_refused(name):
+    options, words = BROKEN[name]
+
+    def work(comm):
+        with pytest.raises(ConfigError, match=f"capacity='static' is the mean, .*{words}"):
+            Balancer(experts=8, communicator=comm, capacity="static", **options)
+        Balancer(experts=8, communicator=comm, capacity="auto", **options)
+
+    LocalGroup(2).run(work)
+
+
+@pytest.mark.parametrize("capacity", [0, -3, "most"])
+def test_what_is_no_capacity_is_refused(capacity):
+    with pytest.raises(ConfigError, match=str(capacity)):
+        Balancer(experts=8, capacity=capacity)
+
+
+def test_another_policy_that_exceeds_it_is_refused_by_name():
+    def work(comm):
+        balancer = Balancer(experts=8, slots=4, communicator=comm, capacity="static")
+        loads = balancer.gather(torch.zeros(5, 2, dtype=torch.int64))
+        with pytest.raises(LoadError, match=r"'none' gives 20 rows to rank 0.*the mean of 10"):
+            balancer.plan(loads, policy="none")
+        assert balancer.plan(loads).rank_loads.tolist() == [10, 10]
+
+    LocalGroup(2).run(work)
+
+
+# Of memory that is mapped.
+
+
+@only_interpreted
+def test_static_memory_holds_the_rows_of_a_rank_and_no_more():
+    found = assert_as_on_host(hold, hot_example(), slots=4, capacity="static")
+    for own in found:
+        assert own["arrived"] == own["room"] == 9 * 2
+
+
+def hot_example():
+    return single([9, 9], ids=[hot_ids(9), hot_ids(9)])
+
+
+def hold(balancer, example):
+    """One pass; rows that arrived, and those that there is room for."""
+    passed = one_pass(balancer, example)
+    plan = balancer.plan(balancer.gather(example.ids[balancer.rank])).to_host()
+    arrived, room = int(plan.rank_loads[balancer.rank]), 18
+    if balancer.plane("cpu").name == "mapped":
+        room = memory_of(balancer).capacity
+        assert int(memory_of(balancer).exchange.faults[1]) == arrived
+    return passed | {"arrived": torch.tensor(arrived), "room": torch.tensor(room)}
+
+
+def learn(rank, group, example):
+    """Room for rows before and after microbatches that nobody balances; outputs of all."""
+    with small_tiles():
+        balancer = mapped_balancer(example, group, policy="none", capacity="auto")
+        layer, rooms, outputs = example.layer(balancer), [], []
+        for _ in range(4):
+            outputs.append(layer(example.inputs[rank]).detach())
+            rooms.append(memory_of(balancer).capacity)
+        balancer.check()
+        with pytest.raises(LoadError, match="'none' gives"):
+            Capacity("static", balancer.topology, EXACT).check(layer.last_plan.to_host())
+        return rooms, outputs
+
+
+@only_interpreted
+def test_memory_grows_when_ranks_come_near_to_it():
+    example = single([9, 9], ids=[torch.zeros(9, 2, dtype=torch.int64)] * 2)
+    for rooms, outputs in shared_pool().run(2, learn, example):
+        assert rooms[0] == 2 * 18
+        assert rooms[-1] == 36 + 18
+        assert sorted(rooms) == rooms
+        assert all(torch.equal(outputs[0], y) for y in outputs)
+
+
+def test_room_for_rows():
+    few, many = (Topology(ranks=4, experts=16, slots=slots) for slots in (1, 4))
+    for topology, first, seen, later in ((few, 200, 190, 285), (many, 100, 100, 100)):
+        capacity = Capacity("auto", topology, EXACT)
+        assert capacity.rows_for(100, 0) == first
+        assert capacity.suffices(first, seen) == (topology is many)
+        assert capacity.rows_for(100, seen) == later
+    assert Capacity("auto", many, EXACT).rows_for(100, 130) == 200  # by another policy
+    assert Capacity(77, few, EXACT).rows_for(100, 500) == 77
+    assert Capacity(77, few, EXACT).suffices(77, 500)

@@ -1,0 +1,229 @@
+"""Copies that are still there, on mapped memory: found on the device, as messages find them.
+
+Every scenario runs on both planes. Slots hold what the plan says, and bytes are sent as often.
+"""
+
+from contextlib import nullcontext
+
+import numpy as np
+import pytest
+import torch
+from ranks import shared_pool
+from test_mapped import mapped_balancer, single, small_tiles
+
+from ultraep import Balancer, LocalGroup
+from ultraep.backends.triton.board import AS_PROMISED, Told
+from ultraep.backends.triton.device import interpreted
+
+only_interpreted = pytest.mark.skipif(not interpreted(), reason="ranks are processes without GPUs")
+RANKS, EXPERTS = 3, 6
+pytestmark = pytest.mark.slow
+
+
+class Replicated:
+    """A rank that fills its slots, looks at them, and tells the bytes that it has sent."""
+
+    def __init__(self, balancer):
+        self.balancer = balancer
+        self.homes = balancer.topology.home_experts(balancer.rank).tolist()
+
+    def weights(self, scale=1.0):
+        return {"w": scale * torch.arange(1.0, 7.0)[self.homes, None].repeat(1, 5)}
+
+    def ids(self, seed=0):
+        rng = np.random.default_rng([seed, self.balancer.rank])
+        return torch.from_numpy(rng.choice([0, 0, 0, seed % 3, 2, 5], (12, 1)))
+
+    def step(self, bundle, *, layer=0, seed=0, scale=1.0):
+        balancer, ids = self.balancer, self.ids(seed)
+        loads = balancer.gather(ids, layer=layer, bundle=bundle)
+        plan = balancer.plan(loads)
+        made = plan.to_host()
+        assert made.num_replicas
+        nbytes = self.sent(0)
+        copies = balancer.replicate(plan, loads, bundle)
+        with copies:
+            self.look(made, copies, scale)
+        nbytes = self.sent(nbytes)
+        return copies, made, nbytes
+
+    def look(self, plan, copies, scale):
+        held = copies.tensors()["w"]
+        for expert, host, slot in plan.replicas.tolist():
+            if host == self.balancer.rank:
+                assert held[slot].tolist() == [scale * (expert + 1)] * 5, (expert, slot)
+
+    def sent(self, before):
+        return self.balancer.stats()["weights_bytes_sent"] - before
+
+
+def again(me):
+    """Without a promise everything is sent in every microbatch."""
+    bundle = me.weights()
+    return [me.step(bundle)[2] for _ in range(3)]
+
+
+def promised(me):
+    """With it, once; by another plan what is not there; after the block again."""
+    bundle, found = me.weights(), []
+    with me.balancer.unchanged_weights():
+        found += [me.step(bundle, seed=seed)[2] for seed in (0, 0, 1, 1, 0)]
+    return [*found, me.step(bundle)[2]]
+
+
+def one_promises(me):
+    bundle = me.weights()
+    if me.balancer.rank:
+        return [me.step(bundle)[2] for _ in range(2)]
+    with me.balancer.unchanged_weights():
+        return [me.step(bundle)[2] for _ in range(2)]
+
+
+def broken(me):
+    """Writes that torch sees, other tensors, and words of the caller end it."""
+    bundle = me.weights()
+    with me.balancer.unchanged_weights():
+        found = [me.step(bundle)[2]]
+        bundle["w"].mul_(2)
+        found.append(me.step(bundle, scale=2.0)[2])
+        found.append(me.step(me.weights(3.0), scale=3.0)[2])
+        other = me.weights(4.0)
+        found.append(me.step(other, scale=4.0)[2])
+        other["w"].numpy()[:] *= 2  # torch does not see it
+        if me.balancer.rank == 0:
+            me.balancer.weights_changed()
+        else:
+            other["w"].add_(0)
+        found.append(me.step(other, scale=8.0)[2])
+    return found
+
+
+def layers(me):
+    """Two layers take turns in one buffer; with two of them each finds its own again."""
+    one, two = me.weights(), me.weights(2.0)
+    with me.balancer.unchanged_weights():
+        return [
+            me.step(bundle, layer=layer, scale=1.0 + layer)[2]
+            for layer, bundle in ((0, one), (1, two), (1, two), (0, one))
+        ]
+
+
+def there_and_back(me):
+    """Forward of two layers, backward in the other order; what is sent for backward."""
+    bundles = me.weights(), me.weights(2.0)
+    with me.balancer.unchanged_weights():
+        opened = [me.step(b, layer=n, scale=1.0 + n)[:2] for n, b in enumerate(bundles)]
+        found = []
+        for scale, (copies, plan) in zip((2.0, 1.0), reversed(opened), strict=True):
+            before = me.sent(0)
+            with copies:
+                me.look(plan, copies, scale)
+            found.append(me.sent(before))
+        return found
+
+
+SCENARIOS = {
+    "again": (again, {}),
+    "promised": (promised, {}),
+    "promised, in chains": (promised, {"relay": "chain"}),
+    "one promises": (one_promises, {"relay": "direct"}),
+    "broken": (broken, {}),
+    "layers": (layers, {}),
+    "layers with a buffer each": (layers, {"in_flight": 2}),
+    "there and back": (there_and_back, {}),
+    "there and back with a buffer each": (there_and_back, {"in_flight": 2}),
+}
+
+
+def replayed(me):
+    """As in a graph: a word on the device says what is promised when a kernel runs."""
+    plane, bundle, found = me.balancer.plane("cpu"), me.weights(), []
+
+    def told(*_):
+        versions = torch.empty(RANKS, dtype=torch.int32)
+        return Told(AS_PROMISED, plane._promise, versions)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plane, "_told", told)
+        for _ in range(2):
+            with me.balancer.unchanged_weights():
+                found += [me.step(bundle)[2] for _ in range(2)]
+                bundle["w"].mul_(2)  # nobody sees it between replays, but
+                me.balancer.weights_changed()
+                found += [me.step(bundle, scale=2.0)[2] for _ in range(2)]
+            bundle["w"].div_(2)
+        return [*found, me.step(bundle)[2]]
+
+
+def on_replays(rank, group):
+    with small_tiles():
+        balancer = mapped_balancer(single([12] * RANKS, experts=EXPERTS), group, **sizes({}))
+        found = replayed(Replicated(balancer))
+        balancer.check()
+        return found
+
+
+@only_interpreted
+def test_replays_of_a_graph_keep_to_the_promises_of_their_time():
+    found = shared_pool().run(RANKS, on_replays)
+    first, *others = [sum(steps) for steps in zip(*found, strict=True)]
+    assert first > 0
+    assert others == [0, first, 0, first, 0, first, 0, first]
+
+
+def on_mapped(rank, group, name):
+    work, options = SCENARIOS[name]
+    with small_tiles():
+        balancer = mapped_balancer(single([12] * RANKS, experts=EXPERTS), group, **sizes(options))
+        found = work(Replicated(balancer))
+        balancer.check()
+        return found
+
+
+def sizes(options):
+    return {"slots": 1, "relay": "direct", "in_flight": 1} | options
+
+
+@only_interpreted
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_as_much_is_sent_as_over_messages(name):
+    work, options = SCENARIOS[name]
+
+    def on_messages(comm):
+        return work(Replicated(Balancer(experts=EXPERTS, communicator=comm, **sizes(options))))
+
+    found = shared_pool().run(RANKS, on_mapped, name)
+    summed = [sum(steps) for steps in zip(*found, strict=True)]
+    wanted = LocalGroup(RANKS).run(on_messages)
+    assert summed == [sum(steps) for steps in zip(*wanted, strict=True)]
+    assert any(summed) == (name != "there and back with a buffer each")
+
+
+# A layer that is trained.
+
+
+def trained(balancer, example, promise):
+    """Gradients of two microbatches, of which the second finds copies of the first."""
+    layer, rank = example.layer(balancer), balancer.rank
+    with balancer.unchanged_weights() if promise else nullcontext():
+        for _ in range(2):
+            layer(example.inputs[rank]).backward(example.gradients[rank])
+    return [p.grad for p in layer.parameters()]
+
+
+def train(rank, group, example, promise):
+    with small_tiles():
+        balancer = mapped_balancer(example, group, slots=1)
+        found = trained(balancer, example, promise)
+        balancer.check()
+        return found, balancer.stats()["weights_bytes_sent"]
+
+
+@only_interpreted
+def test_a_layer_learns_the_same_from_copies_that_stayed():
+    example = single([7, 6])
+    runs = [shared_pool().run(2, train, example, promise) for promise in (False, True)]
+    for (plain, _), (kept, _) in zip(*runs, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(plain, kept, strict=True))
+    plain, kept = (sum(sent for _, sent in run) for run in runs)
+    assert plain == 2 * kept > 0
