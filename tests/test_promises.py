@@ -19,7 +19,7 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 LAYERS = [
     ["errors", "version", "arrays", "modes"],
     ["config", "comm", "bundle", "inputs", "outputs", "activations", "routing"],
-    ["products"],
+    ["products", "formats", "quantised"],
     ["topology"],
     ["backends"],
     ["loads", "policies"],
@@ -31,7 +31,7 @@ LAYERS = [
     ["reroute", "replicate", "grad_reduce"],
     ["parallel"],
     ["dispatch"],
-    ["combine", "loan"],
+    ["combine", "loan", "two_products"],
     ["experts"],
     ["runtime"],
     ["layer"],
@@ -48,10 +48,12 @@ STORY = (
     "activations",
     "bundle",
     "comm",
+    "formats",
     "loan",
     "modes",
     "plane",
     "products",
+    "quantised",
     "routing",
     "reroute",
     "replicate",
@@ -59,6 +61,7 @@ STORY = (
     "combine",
     "experts",
     "grad_reduce",
+    "two_products",
 )
 ONLY_IN = {
     "httpx": ["serving/endpoint.py"],

@@ -14,26 +14,29 @@ the activation.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any, Self
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 
+import ultraep.formats as formats
 from ultraep.activations import activation_named
+from ultraep.backends import backend_for
 from ultraep.bundle import Bundle, Layout, given_tensors, resolve
 from ultraep.dispatch import Arrivals
 from ultraep.errors import ConfigError, LoadError
+from ultraep.formats import format_named
 from ultraep.loan import Network, run, serve
 from ultraep.parallel.home import HomeModule
 from ultraep.plane import Copies
-from ultraep.products import Products, Stacks, TorchProducts, accumulator
+from ultraep.products import TorchProducts
+from ultraep.quantised import WEIGHTS, QuantisedProducts, QuantisedWeights, check_quantised
+from ultraep.two_products import Call, Engine, TwoProducts, Weights
 
 NAMES = ("gate_up_proj", "down_proj", "gate_up_bias", "down_bias")
 ENGINES = ("torch", "triton")
-Weights = Mapping[str, torch.Tensor]
 
 
 class Experts(HomeModule):
@@ -43,6 +46,8 @@ class Experts(HomeModule):
     seed: experts are drawn from it one by one, so a model starts alike on any number of ranks.
     bitwise: what a row gives does not depend on the rows beside it; somewhat slower on a CPU.
     engine: of the products, "torch" or "triton"; None: what is fastest where the rows are.
+    quantised: a name of `ultraep.formats.FORMATS`. Forward then multiplies numbers of eight bits,
+        copies consist of them, and so do rows that travel; full weights stay home, and learn.
     """
 
     gate_up_bias: nn.Parameter | None
@@ -58,15 +63,13 @@ class Experts(HomeModule):
         bias: bool = False,
         bitwise: bool = False,
         engine: str | None = None,
+        quantised: str | None = None,
         seed: int = 0,
         dtype: torch.dtype | None = None,
         device: torch.device | None = None,
     ) -> None:
         super().__init__()
-        if engine is not None and engine not in ENGINES:
-            raise ConfigError(f"unknown engine {engine!r}; known are {', '.join(ENGINES)}")
-        self.activation = activation_named(activation)
-        self.bitwise, self.engine, self.home_experts = bitwise, engine, tuple(home_experts)
+        self._set(home_experts, activation, bitwise, engine, quantised)
         options: dict[str, Any] = {"dtype": dtype, "device": device}
         homes, up = len(home_experts), self.activation.inputs * ffn
         self.gate_up_proj = nn.Parameter(torch.empty(homes, up, hidden, **options))
@@ -75,6 +78,61 @@ class Experts(HomeModule):
             zeros = nn.Parameter(torch.zeros(homes, width, **options)) if bias else None
             self.register_parameter(name, zeros)
         self._draw(seed)
+
+    def _set(
+        self,
+        home_experts: list[int],
+        activation: str,
+        bitwise: bool,
+        engine: str | None,
+        quantised: str | None,
+    ) -> None:
+        if engine is not None and engine not in ENGINES:
+            raise ConfigError(f"unknown engine {engine!r}; known are {', '.join(ENGINES)}")
+        self.activation = activation_named(activation)
+        self.bitwise, self.engine, self.home_experts = bitwise, engine, tuple(home_experts)
+        self.form = None if quantised is None else format_named(quantised)
+        self._made = None if self.form is None else QuantisedWeights(self.form)
+
+    @classmethod
+    def from_quantised(
+        cls,
+        quantised: str,
+        tensors: Weights,
+        home_experts: list[int],
+        *,
+        activation: str = "swiglu",
+        bitwise: bool = False,
+        engine: str | None = None,
+    ) -> Self:
+        """Experts that are given in eight bits, and do not learn: as checkpoints have them.
+
+        tensors: `gate_up_proj` and `down_proj` `[H, N, K]` e4m3, `gate_up_scales` and
+            `down_scales` as the format has them; perhaps `gate_up_bias` and `down_bias`.
+        """
+        check_quantised(format_named(quantised), tensors, len(home_experts))
+        experts = cls.__new__(cls)
+        HomeModule.__init__(experts)
+        experts._set(home_experts, activation, bitwise, engine, quantised)
+        experts._made = None
+        for name in (*WEIGHTS, *WEIGHTS.values(), "gate_up_bias", "down_bias"):
+            given = tensors.get(name)
+            held = None if given is None else nn.Parameter(given.detach(), requires_grad=False)
+            experts.register_parameter(name, held)
+        return experts
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> HomeModule:
+        """As any module, but numbers of eight bits and their scales keep their types."""
+        if self.form is None or self._made is not None:
+            return super()._apply(fn, recurse)
+        kept = [getattr(self, name) for name in (*WEIGHTS, *WEIGHTS.values())]
+
+        def apply(tensor: torch.Tensor) -> Any:
+            if not any(tensor is one for one in kept):
+                return fn(tensor)
+            return fn(tensor.view(torch.uint8)).view(tensor.dtype)
+
+        return super()._apply(apply, recurse)
 
     def _draw(self, seed: int) -> None:
         for index, expert in enumerate(self.home_experts):
@@ -85,8 +143,30 @@ class Experts(HomeModule):
     @property
     def bundle(self) -> dict[str, torch.Tensor]:
         """What a copy of an expert consists of."""
-        found = ((name, getattr(self, name)) for name in NAMES)
-        return {name: weight for name, weight in found if weight is not None}
+        return self.bundle_now(None)
+
+    def bundle_now(self, promise: int | None) -> dict[str, torch.Tensor]:
+        """That of the weights as they are now.   promise: see `Balancer.weights_promise`."""
+        own = dict(self.named_parameters())
+        if self._made is not None:
+            full = {name: own[name] for name in WEIGHTS}
+            self._made.refresh(full, _numbers(self.gate_up_proj.device), promise)
+        return own | self._eight_bits()
+
+    def _eight_bits(self) -> dict[str, torch.Tensor]:
+        """Numbers and scales, if weights are quantised."""
+        if self._made is not None:
+            return self._made.tensors()
+        names = () if self.form is None else (*WEIGHTS, *WEIGHTS.values())
+        return {name: getattr(self, name).detach() for name in names}
+
+    @property
+    def pack(self) -> Callable[[torch.Tensor], torch.Tensor] | None:
+        """What makes rows of bytes of those that travel; None: they travel as they are."""
+        form = self.form
+        if form is None or not form.packs:
+            return None
+        return lambda rows: _numbers(rows.device).pack(form, rows)
 
     def check(self, rows: torch.Tensor) -> None:
         """Refuse rows that do not fit, before anything is sent."""
@@ -96,24 +176,38 @@ class Experts(HomeModule):
 
     def forward(self, arrivals: Arrivals, copies: Copies) -> torch.Tensor:
         """[A, D] outputs times their gates, inside of the `with` block of the copies."""
-        bundle = self.bundle
-        call = _Call(self._products(arrivals, copies), copies, tuple(bundle))
-        outputs: torch.Tensor = _TwoProducts.apply(  # type: ignore[no-untyped-call]
-            arrivals.rows, arrivals.gates, call, *bundle.values()
+        learned = {n: weight for n in NAMES if (weight := getattr(self, n)) is not None}
+        call = Call(self._products(arrivals, copies), copies, tuple(learned), self._eight_bits())
+        outputs: torch.Tensor = TwoProducts.apply(  # type: ignore[no-untyped-call]
+            arrivals.rows, arrivals.gates, arrivals.packed, call, *learned.values()
         )
         return outputs
 
-    def _products(self, arrivals: Arrivals, copies: Copies) -> Products:
+    def _products(self, arrivals: Arrivals, copies: Copies) -> Engine:
         """The engine for these rows."""
-        engine, rows = self.engine, arrivals.rows
+        engine, rows, form = self.engine, arrivals.rows, self.form
         if engine is None:
             small = rows.dtype.itemsize <= 4  # kernels know no double precision
             engine = "triton" if copies.kernels and small else "torch"
         if engine == "torch":
-            return TorchProducts(arrivals.begins(), self.activation, bitwise=self.bitwise)
+            plain = TorchProducts(arrivals.begins(), self.activation, bitwise=self.bitwise)
+            return plain if form is None else QuantisedProducts(plain, form, rows.dtype)
+        if form is not None:
+            from ultraep.backends.triton.quantised import TritonQuantised
+
+            return TritonQuantised(arrivals.offsets, self.activation, rows.dtype, form, copies.sms)
         from ultraep.backends.triton.products import TritonProducts
 
         return TritonProducts(arrivals.offsets, self.activation, rows.dtype, copies.sms)
+
+
+def _numbers(device: torch.device) -> ModuleType:
+    """Who quantises there: the kernels of a GPU, if they are installed, or their twins."""
+    if device.type == "cpu" or backend_for(device.type).name != "triton":
+        return formats
+    from ultraep.backends.triton import quantise
+
+    return quantise
 
 
 class ExpertsFrom(HomeModule):
@@ -144,9 +238,16 @@ class ExpertsFrom(HomeModule):
                     "of ShardedState wants one that is stacked over them"
                 )
 
+    pack = None  # rows travel as they are
+
     @property
     def bundle(self) -> Bundle:
         """What a copy of an expert consists of."""
+        return self._tensors
+
+    def bundle_now(self, promise: int | None) -> Bundle:
+        """What a copy consists of, whatever is promised of the weights."""
+        del promise
         return self._tensors
 
     @torch.no_grad()
@@ -165,123 +266,6 @@ class ExpertsFrom(HomeModule):
     def forward(self, arrivals: Arrivals, copies: Copies) -> torch.Tensor:
         """[A, D] outputs times their gates, inside of the `with` block of the copies."""
         return serve(self._network, arrivals, copies, self._tensors)
-
-
-@dataclass
-class _Call:
-    """What the rows of one microbatch meet."""
-
-    products: Products
-    copies: Copies
-    names: tuple[str, ...]
-
-
-class _TwoProducts(torch.autograd.Function):
-    """The networks of all slots, forward and backward."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, rows_AD: torch.Tensor, gates_A: torch.Tensor, call: _Call, *stacked: torch.Tensor
-    ) -> torch.Tensor:
-        products, homes = call.products, dict(zip(call.names, stacked, strict=True))
-        held = call.copies.tensors()
-        up = products.multiply(rows_AD, *_layer(homes, held, "gate_up"))
-        outputs_AD = products.multiply(
-            products.activate(up),
-            *_layer(homes, held, "down"),
-            scale=gates_A,
-            out=call.copies.served_rows(rows_AD),
-        )
-        ctx.call = call
-        ctx.save_for_backward(rows_AD, gates_A, up, *stacked)
-        return outputs_AD
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        # Only what it is called with tells `once_differentiable` of a second derivative.
-        return _TwoProducts._backward(ctx, *gradients, *ctx.saved_tensors)
-
-    @staticmethod
-    @once_differentiable
-    def _backward(
-        ctx: Any,
-        d_outputs_AD: torch.Tensor,
-        rows_AD: torch.Tensor,
-        gates_A: torch.Tensor,
-        up: torch.Tensor,
-        *stacked: torch.Tensor,
-    ) -> tuple[torch.Tensor | None, ...]:
-        call: _Call = ctx.call
-        products, homes = call.products, dict(zip(call.names, stacked, strict=True))
-        learns = any(ctx.needs_input_grad[3:])
-        sums = _Gradients(call.copies, homes, products.knows_spans) if learns else None
-        with call.copies as copies:
-            held = copies.tensors()
-            gate_up, (down, down_bias) = (_layer(homes, held, n) for n in ("gate_up", "down"))
-            d_hidden = products.multiply_transposed(d_outputs_AD, down)
-            d_up, hidden, d_gates_A = products.activate_backward(up, d_hidden, gates_A)
-            if down_bias is not None and ctx.needs_input_grad[1]:
-                products.row_dots(d_outputs_AD, down_bias, d_gates_A)
-            if sums is not None:
-                products.weight_gradients(d_outputs_AD, hidden, *sums.of("down"), scale=gates_A)
-                products.weight_gradients(d_up, rows_AD, *sums.of("gate_up"))
-                sums.reduce()
-            d_rows_AD = products.multiply_transposed(
-                d_up, gate_up[0], out=copies.served_rows(rows_AD)
-            )
-        wanted = sums.reduced() if sums is not None else [None] * len(stacked)
-        return d_rows_AD, d_gates_A if ctx.needs_input_grad[1] else None, None, *wanted
-
-
-def _layer(
-    homes: Weights,
-    copies: Weights,
-    layer: str,
-    sums: Weights | None = None,
-    spans: torch.Tensor | None = None,
-) -> tuple[Stacks, Stacks | None]:
-    """Weights and biases of one layer of all slots, or their gradients."""
-
-    def stacks(name: str) -> Stacks:
-        return Stacks(homes[name].detach(), copies[name], sums[name] if sums else None, spans)
-
-    weight, bias = f"{layer}_proj", f"{layer}_bias"
-    return stacks(weight), stacks(bias) if bias in homes else None
-
-
-class _Gradients:
-    """Weight gradients of all slots, in the type they are summed in until that is done.
-
-    Those of home experts to which nothing is added are rounded at once, if the engine knows which.
-    """
-
-    def __init__(self, copies: Copies, homes: Weights, knows_spans: bool) -> None:
-        self._copies, self._homes = copies, homes
-        kinds = {n: (tuple(w.shape[1:]), accumulator(w.dtype)) for n, w in homes.items()}
-        self._of_copies = copies.gradient_slots(kinds)
-        wide = {n: kind for n, (_, kind) in kinds.items()}
-        narrower = any(w.dtype != wide[n] for n, w in homes.items())
-        apart = copies.possible and knows_spans and narrower
-        self._spans = copies.spans() if apart else None
-        self._own = {n: torch.empty_like(w, dtype=wide[n]) for n, w in homes.items() if apart}
-        self._of_homes = {
-            n: torch.empty_like(w, dtype=wide[n] if copies.possible and not apart else w.dtype)
-            for n, w in homes.items()
-        }
-
-    def of(self, layer: str) -> tuple[Stacks, Stacks | None]:
-        """Where the gradients of one layer go."""
-        return _layer(self._of_homes, self._of_copies, layer, self._own, self._spans)
-
-    def reduce(self) -> None:
-        """Begin to add those of the copies to those of the homes."""
-        if self._copies.possible:
-            self._copies.reduce(self._of_homes, self._own or None)
-
-    def reduced(self) -> list[torch.Tensor]:
-        """The gradients of the home experts, with those of all their copies."""
-        self._copies.reduced()
-        return [self._of_homes[name].to(weight.dtype) for name, weight in self._homes.items()]
 
 
 @torch.no_grad()

@@ -90,9 +90,7 @@ def format_named(name: str) -> Format:
     return FORMATS[name]
 
 
-def quantise(
-    form: Format, values: torch.Tensor, data: torch.Tensor, scales: torch.Tensor
-) -> None:
+def quantise(form: Format, values: torch.Tensor, data: torch.Tensor, scales: torch.Tensor) -> None:
     """Weights `[..., N, K]` into e4m3 numbers and their scales."""
     _quantise(values, form.height, form.width or values.shape[-1], data, scales)
 
@@ -122,7 +120,7 @@ def _quantise(
     values: torch.Tensor, height: int, width: int, data: torch.Tensor, scales: torch.Tensor
 ) -> None:
     """Groups of height x width numbers into e4m3 numbers and a scale for each group."""
-    *outer, rows, columns = values.shape
+    rows, columns = values.shape[-2:]
     values = values.float()
     groups = pad(values, (0, -columns % width, 0, -rows % height))
     groups = groups.unflatten(-1, (-1, width)).unflatten(-3, (-1, height))

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import ModuleType
 
 import torch
 
@@ -115,3 +116,72 @@ class QuantisedProducts:
 
     def _rows(self, packed: torch.Tensor, width: int, dtype: torch.dtype) -> torch.Tensor:
         return self.numbers.unpack(self._form, packed, width, dtype)
+
+
+WEIGHTS = {"gate_up_proj": "gate_up_scales", "down_proj": "down_scales"}  # and their scales
+
+
+class QuantisedWeights:
+    """Weights of home experts in eight bits, made of full ones in memory that stays."""
+
+    def __init__(self, form: Format) -> None:
+        self._form = form
+        self._held: dict[str, torch.Tensor] = {}
+        self._seen: tuple[int | None, list[tuple[int, int, int]]] = (None, [])
+
+    @torch.no_grad()
+    def refresh(
+        self, full: Mapping[str, torch.Tensor], numbers: ModuleType, promise: int | None
+    ) -> None:
+        """Quantise them anew, by the verbs of `formats` or of their twins.
+
+        promise: as long as it is the same, that is not necessary; but torch may know better.
+        """
+        seen = promise, [(id(w), w.data_ptr(), _writes(w)) for w in full.values()]
+        if promise is not None and seen == self._seen:
+            return
+        for name, weight in full.items():
+            data, scales = self._room(name, weight)
+            numbers.quantise(self._form, weight.detach(), data, scales)
+        self._seen = seen
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """What was made: numbers, and their scales."""
+        return dict(self._held)
+
+    def _room(self, name: str, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        held = self._held.get(name)
+        if held is None or (held.shape, held.device) != (weight.shape, weight.device):
+            shape = self._form.scale_shape(tuple(weight.shape))
+            with torch.inference_mode(False):
+                self._held[name] = weight.new_empty(weight.shape, dtype=E4M3)
+                self._held[WEIGHTS[name]] = weight.new_empty(shape, dtype=self._form.scale_type)
+        return self._held[name], self._held[WEIGHTS[name]]
+
+
+def _writes(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def check_quantised(form: Format, tensors: Mapping[str, torch.Tensor], homes: int) -> None:
+    """Refuse tensors that are no weights of that format for so many experts."""
+    for name, scales_name in WEIGHTS.items():
+        missing = [n for n in (name, scales_name) if n not in tensors]
+        if missing:
+            raise ConfigError(f"{form.name} needs {missing[0]!r}, given are {', '.join(tensors)}")
+        data, scales = tensors[name], tensors[scales_name]
+        if data.ndim != 3 or len(data) != homes or data.dtype != E4M3:
+            raise ConfigError(
+                f"{name!r} must be [{homes}, N, K] {E4M3}, got {list(data.shape)} {data.dtype}"
+            )
+        wanted = form.scale_shape(tuple(data.shape))
+        if tuple(scales.shape) != wanted or scales.dtype != form.scale_type:
+            raise ConfigError(
+                f"{scales_name!r} must be {list(wanted)} {form.scale_type} for {name!r} "
+                f"{list(data.shape)} in {form.name}, got {list(scales.shape)} {scales.dtype}"
+            )
+        wrong = int((scales <= 0).sum()) if scales.is_floating_point() else 0
+        if wrong:
+            raise ConfigError(
+                f"{scales_name!r} must be positive, {wrong} of {scales.numel()} are not"
+            )

@@ -1,6 +1,7 @@
-"""Numbers of eight bits on the GPU, beside their twins; without one, the kernels are interpreted."""
+"""Numbers of eight bits on the GPU, beside their twins; without one, kernels are interpreted."""
 
 from contextlib import nullcontext
+from itertools import pairwise
 
 import pytest
 import torch
@@ -15,7 +16,11 @@ from ultraep.activations import activation_named
 from ultraep.backends.triton import quantise
 from ultraep.backends.triton.device import default_device, interpreted, launching
 from ultraep.backends.triton.grouped import Blocks
-from ultraep.backends.triton.quantised import GroupedQuantised, TritonQuantised, known_to_tensor_cores
+from ultraep.backends.triton.quantised import (
+    GroupedQuantised,
+    TritonQuantised,
+    known_to_tensor_cores,
+)
 from ultraep.formats import E4M3, FORMATS
 from ultraep.products import Stacks, TorchProducts
 from ultraep.quantised import QuantisedProducts, QuantisedStacks
@@ -48,7 +53,9 @@ def watch(monkeypatch):
 def drawn(*shape, seed=0, dtype=torch.float32):
     """Numbers of many sizes, some of them zero."""
     draw = torch.Generator().manual_seed(seed)
-    values = torch.randn(shape, generator=draw) * 2.0 ** torch.randint(-12, 8, shape, generator=draw)
+    values = torch.randn(shape, generator=draw) * 2.0 ** torch.randint(
+        -12, 8, shape, generator=draw
+    )
     values[torch.rand(shape, generator=draw) < 0.1] = 0.0
     return values.to(DEVICE, dtype)
 
@@ -189,7 +196,9 @@ def test_backward_is_that_of_plain_numbers(form):
     for verb in ("kernels", "twin"):
         engine = getattr(case, verb)
         d_rows = engine.multiply_transposed(d_out, case.weights)
-        into = Stacks(torch.empty(3, 40, 300, device=DEVICE), torch.empty(2, 40, 300, device=DEVICE))
+        into = Stacks(
+            torch.empty(3, 40, 300, device=DEVICE), torch.empty(2, 40, 300, device=DEVICE)
+        )
         engine.weight_gradients(d_out, packed, into, None)
         if verb == "kernels":
             found = d_rows, into
@@ -246,7 +255,7 @@ def test_large_products(form, sizes):
         grouped.multiply_quantised(form, packed, stacks, out)
         plain = formats.dequantise(form, data, scales, torch.float32)
         exact = formats.unpack(form, packed, width, torch.float32)
-        for slot, (begin, end) in enumerate(zip(begins[:-1], begins[1:], strict=True)):
+        for slot, (begin, end) in enumerate(pairwise(begins.tolist())):
             wanted = exact[begin:end].double() @ plain[slot].double().T
             error = (out[begin:end].double() - wanted).norm() / wanted.norm().clamp(min=1e-30)
             assert error < 5e-3, error

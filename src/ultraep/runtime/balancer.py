@@ -310,6 +310,11 @@ class Balancer(Unique):
         with self._versions.unchanged():
             yield
 
+    @property
+    def weights_promise(self) -> int | None:
+        """What stays the same while it is promised that weights do; None: nothing is promised."""
+        return self._versions.promise
+
     def weights_changed(self) -> None:
         """Say that weights of this rank have changed in spite of a promise. One rank may."""
         self._versions.changed()

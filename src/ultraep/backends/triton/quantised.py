@@ -27,8 +27,8 @@ QuantisedTable = Mapping[str, Blocks]  # by format
 
 TABLES: dict[str, QuantisedTable] = {
     "e4m3": {
-        "fp8": Blocks(128, 128, 128, warps=8, stages=3),
-        "fp8_rows": Blocks(128, 256, 128, warps=8, stages=4),
+        "fp8": Blocks(128, 256, 128, warps=8, stages=3, half=True),
+        "fp8_rows": Blocks(128, 256, 128, warps=8, stages=3, half=True),
     },
     "cuda": {
         "fp8": Blocks(128, 128, 128, warps=8, stages=2),
@@ -61,8 +61,6 @@ class GroupedQuantised(Grouped):
 
     `blocks`: how the products of each format are cut.   `native`: codes are multiplied as they are.
     """
-
-    running = False
 
     def __init__(
         self,
@@ -126,7 +124,6 @@ class GroupedQuantised(Grouped):
             bias and bias.copies.stride(0),
             out_AN.stride(0),
             BLOCKS=form.width > 0,
-            RUNNING=self.running and form.width > 0,
             ALL_DEPTH=depth % blocks.depth == 0,
             ALL_WIDTH=width % blocks.columns == 0,
             M=blocks.rows,
@@ -194,13 +191,13 @@ class TritonQuantised(QuantisedProducts):
         width = weights.data.homes.shape[1]
         out_AN = rows.new_empty(len(rows), width, dtype=self._dtype) if out is None else out
         scale = None if scale is None else scale.float()
-        self._grouped.multiply_quantised(
-            self._form, rows, weights, out_AN, bias=bias, scale=scale
-        )
+        self._grouped.multiply_quantised(self._form, rows, weights, out_AN, bias=bias, scale=scale)
         return out_AN
 
     def activate(self, up: torch.Tensor) -> torch.Tensor:
-        return self._grouped.swiglu_quantise(self._form, up) if self._fused else super().activate(up)
+        return (
+            self._grouped.swiglu_quantise(self._form, up) if self._fused else super().activate(up)
+        )
 
     def _rows(self, packed: torch.Tensor, width: int, dtype: torch.dtype) -> torch.Tensor:
         return quantise.unpack(self._form, packed, width, dtype, self._grouped.offsets[-1:])

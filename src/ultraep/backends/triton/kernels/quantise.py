@@ -148,7 +148,7 @@ def swiglu_quantise(
         far_M = first + row_M
         there_M = far_M < rows
         at_up = up + (far_M * up_stride)[:, None]
-        for group in range(0, tl.cdiv(width, GROUP)):
+        for group in range(tl.cdiv(width, GROUP)):
             at_N = group * GROUP + column_N
             there = there_M[:, None] & ((column_N < GROUP) & (at_N < width))[None, :]
             gate = tl.load(at_up + at_N[None, :], mask=there, other=0.0).to(tl.float32)
@@ -179,7 +179,7 @@ def dequantise(
     M: tl.constexpr,
     N: tl.constexpr,
 ):
-    """Program (i, j, o): M rows and N columns of matrix o, HIGH x WIDE of whose codes share a scale.
+    """Program (i, j, o): M x N codes of matrix o, of which HIGH x WIDE share a scale.
 
     end: a number of rows that only the device knows, fewer than `height`; None: there is none.
 

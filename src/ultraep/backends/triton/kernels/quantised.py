@@ -10,6 +10,8 @@ What a row gets depends on this row and its weights alone, as there.
 Shapes: A rows that there is room for; tiles of M rows and N columns, summed in steps of K.
 """
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -24,6 +26,17 @@ from ultraep.backends.triton.kernels.quantise import decode
 from ultraep.backends.triton.kernels.slots import SlotTensors, of_slot
 
 GROUP = tl.constexpr(128)  # numbers of a row that share a scale, and of a column of weights
+
+
+class Unit(NamedTuple):
+    """What the sums of a tile are multiples of: a scale of each row times one of the weights.
+
+    A tile has up to 2 * GROUP columns, of which the first GROUP have the `low` one.
+    """
+
+    of_rows: Any
+    low: Any
+    high: Any
 
 
 @triton.jit(do_not_specialize=["num_homes"])
@@ -55,7 +68,6 @@ def multiply_quantised(
     copy_bias_stride,
     out_stride,
     BLOCKS: tl.constexpr,
-    RUNNING: tl.constexpr,
     ALL_DEPTH: tl.constexpr,
     ALL_WIDTH: tl.constexpr,
     M: tl.constexpr,
@@ -77,8 +89,7 @@ def multiply_quantised(
     ...         width=2, rows_stride=2, row_scales_stride=1, home_stride=4, copy_stride=4,
     ...         weight_stride=2, home_scales_stride=1, copy_scales_stride=1, scales_stride=1,
     ...         home_bias_stride=None, copy_bias_stride=None, out_stride=2, BLOCKS=True,
-    ...         RUNNING=False, ALL_DEPTH=False, ALL_WIDTH=False, M=16, N=16, K=128, BAND=8,
-    ...         HALF=False)
+    ...         ALL_DEPTH=False, ALL_WIDTH=False, M=16, N=16, K=128, BAND=8, HALF=False)
     out = [[1.0, 2.0], [12.0, 16.0], [_, _]]
     """
     weights = SlotTensors(homes, copies, num_homes, home_stride, copy_stride)
@@ -111,7 +122,6 @@ def multiply_quantised(
                     part,
                     column * N,
                     BLOCKS,
-                    RUNNING,
                     ALL_DEPTH,
                     ALL_WIDTH,
                     M // (1 + LOW),
@@ -134,14 +144,17 @@ def multiply_tile_quantised(
     part,
     column,
     BLOCKS: tl.constexpr,
-    RUNNING: tl.constexpr,
     ALL_DEPTH: tl.constexpr,
     ALL_WIDTH: tl.constexpr,
     M: tl.constexpr,
     N: tl.constexpr,
     K: tl.constexpr,
 ):
-    """One tile: M rows, N columns from `column` on."""
+    """One tile: M rows, N columns from `column` on.
+
+    With BLOCKS, the sums are kept in units of the scales of the step that comes next, so that the
+    tensor cores go on adding to them.
+    """
     row_M, column_N, step_K = tl.arange(0, M), tl.arange(0, N), tl.arange(0, K)
     left = out.columns - column
     # Behind the last row of the slot, it is read again: its product is not stored.
@@ -149,12 +162,8 @@ def multiply_tile_quantised(
     at_rows = rows.at + part.begin * rows.stride
     at_row_scales = row_scales.at + (part.begin + last_M) * row_scales.stride
     at_weights += column.to(tl.int64) * weight_stride
-    at_scales += (column // GROUP) * scales_stride if BLOCKS else column * scales_stride
+    unit = load_unit(at_row_scales, at_scales, scales_stride, column, out.columns, 0, BLOCKS)
     sum_MN = tl.zeros((M, N), tl.float32)
-    last = (rows.columns - 1) // GROUP
-    scale_M = tl.full((M,), 1.0, tl.float32)
-    if BLOCKS:
-        scale_M = tl.load(at_row_scales) * tl.load(at_scales)
     for k in range(0, rows.columns, K):
         deep = rows.columns - k
         row_MK = load_tile(at_rows + k, last_M, step_K, rows.stride, M, deep, True, ALL_DEPTH)
@@ -164,22 +173,42 @@ def multiply_tile_quantised(
         if row_MK.dtype == tl.uint8:
             row_MK, weight_NK = decode(row_MK), decode(weight_NK)
         if BLOCKS:
-            group = tl.minimum(k // GROUP + 1, last)
-            next_M = tl.load(at_row_scales + group) * tl.load(at_scales + group)
-        if RUNNING:
-            sum_MN = tl.dot(row_MK, weight_NK.T, sum_MN) * (scale_M / next_M)[:, None]
-            scale_M = next_M
-        elif BLOCKS:
-            sum_MN += tl.dot(row_MK, weight_NK.T) * scale_M[:, None]
-            scale_M = next_M
+            following = tl.minimum(k // GROUP + 1, (rows.columns - 1) // GROUP)
+            coming = load_unit(
+                at_row_scales, at_scales, scales_stride, column, out.columns, following, BLOCKS
+            )
+            ratio = Unit(
+                unit.of_rows / coming.of_rows, unit.low / coming.low, unit.high / coming.high
+            )
+            sum_MN = tl.dot(row_MK, weight_NK.T, sum_MN) * spread(ratio, column_N)
+            unit = coming
         else:
             sum_MN = tl.dot(row_MK, weight_NK.T, sum_MN)
-    if RUNNING:
-        sum_MN *= scale_M[:, None]
-    if not BLOCKS:
-        scale_N = tl.load(at_scales + column_N * scales_stride, mask=column_N < left, other=0.0)
-        sum_MN = sum_MN * tl.load(at_row_scales)[:, None] * scale_N[None, :]
+    if BLOCKS:
+        sum_MN *= spread(unit, column_N)
+    else:
+        at_N = at_scales + (column + column_N) * scales_stride
+        scale_N = tl.load(at_N, mask=column_N < left, other=0.0)
+        sum_MN = sum_MN * unit.of_rows[:, None] * scale_N[None, :]
     if at_bias is not None:
         bias_N = tl.load(at_bias + column + column_N, mask=column_N < left, other=0.0)
         sum_MN += bias_N.to(tl.float32)[None, :]
     store_products(out, sum_MN, scale, part, column, M, N)
+
+
+@triton.jit
+def load_unit(at_rows, at_scales, stride, column, columns, group, BLOCKS: tl.constexpr):
+    """The scales of group `group` of every row, and those of the weights of a tile."""
+    of_rows, low, high = tl.load(at_rows + group), 1.0, 1.0
+    if BLOCKS:
+        block, last = column // GROUP, (columns - 1) // GROUP
+        low = tl.load(at_scales + block * stride + group)
+        high = tl.load(at_scales + tl.minimum(block + 1, last) * stride + group)
+    return Unit(of_rows, low, high)
+
+
+@triton.jit
+def spread(unit, column_N):
+    """[M, N] the factor of every sum of a tile."""
+    low_M1, high_M1 = (unit.of_rows * unit.low)[:, None], (unit.of_rows * unit.high)[:, None]
+    return tl.where((column_N < GROUP)[None, :], low_M1, high_M1)
