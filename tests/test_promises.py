@@ -31,7 +31,7 @@ LAYERS = [
     ["reroute", "replicate", "grad_reduce"],
     ["parallel"],
     ["dispatch"],
-    ["combine", "loan", "two_products"],
+    ["combine", "loan", "quantisable"],
     ["experts"],
     ["runtime"],
     ["layer"],
@@ -53,6 +53,7 @@ STORY = (
     "modes",
     "plane",
     "products",
+    "quantisable",
     "quantised",
     "routing",
     "reroute",
@@ -61,7 +62,6 @@ STORY = (
     "combine",
     "experts",
     "grad_reduce",
-    "two_products",
 )
 ONLY_IN = {
     "httpx": ["serving/endpoint.py"],

@@ -14,32 +14,31 @@ the activation.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from types import ModuleType
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 import torch
 from torch import nn
+from torch.autograd.function import once_differentiable
 
-import ultraep.formats as formats
 from ultraep.activations import activation_named
-from ultraep.backends import backend_for
 from ultraep.bundle import Bundle, Layout, given_tensors, resolve
 from ultraep.dispatch import Arrivals
 from ultraep.errors import ConfigError, LoadError
-from ultraep.formats import format_named
 from ultraep.loan import Network, run, serve
 from ultraep.parallel.home import HomeModule
 from ultraep.plane import Copies
-from ultraep.products import TorchProducts
-from ultraep.quantised import WEIGHTS, QuantisedProducts, QuantisedWeights, check_quantised
-from ultraep.two_products import Call, Engine, TwoProducts, Weights
+from ultraep.products import Products, Stacks, TorchProducts, accumulator
+from ultraep.quantisable import QuantisableModule
+from ultraep.quantised import QuantisedProducts, QuantisedStacks
 
-NAMES = ("gate_up_proj", "down_proj", "gate_up_bias", "down_bias")
 ENGINES = ("torch", "triton")
+Weights = Mapping[str, torch.Tensor]
+Engine = Products | QuantisedProducts
 
 
-class Experts(HomeModule):
+class Experts(QuantisableModule):
     """The home experts of one rank, stacked: two products with an activation between them.
 
     home_experts: which they are.   activation: see `ultraep.activations.ACTIVATIONS`.
@@ -91,8 +90,7 @@ class Experts(HomeModule):
             raise ConfigError(f"unknown engine {engine!r}; known are {', '.join(ENGINES)}")
         self.activation = activation_named(activation)
         self.bitwise, self.engine, self.home_experts = bitwise, engine, tuple(home_experts)
-        self.form = None if quantised is None else format_named(quantised)
-        self._made = None if self.form is None else QuantisedWeights(self.form)
+        self._quantise_as(quantised)
 
     @classmethod
     def from_quantised(
@@ -110,63 +108,21 @@ class Experts(HomeModule):
         tensors: `gate_up_proj` and `down_proj` `[H, N, K]` e4m3, `gate_up_scales` and
             `down_scales` as the format has them; perhaps `gate_up_bias` and `down_bias`.
         """
-        check_quantised(format_named(quantised), tensors, len(home_experts))
         experts = cls.__new__(cls)
         HomeModule.__init__(experts)
         experts._set(home_experts, activation, bitwise, engine, quantised)
-        experts._made = None
-        for name in (*WEIGHTS, *WEIGHTS.values(), "gate_up_bias", "down_bias"):
+        experts._take(tensors)
+        for name in ("gate_up_bias", "down_bias"):
             given = tensors.get(name)
             held = None if given is None else nn.Parameter(given.detach(), requires_grad=False)
             experts.register_parameter(name, held)
         return experts
-
-    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> HomeModule:
-        """As any module, but numbers of eight bits and their scales keep their types."""
-        if self.form is None or self._made is not None:
-            return super()._apply(fn, recurse)
-        kept = [getattr(self, name) for name in (*WEIGHTS, *WEIGHTS.values())]
-
-        def apply(tensor: torch.Tensor) -> Any:
-            if not any(tensor is one for one in kept):
-                return fn(tensor)
-            return fn(tensor.view(torch.uint8)).view(tensor.dtype)
-
-        return super()._apply(apply, recurse)
 
     def _draw(self, seed: int) -> None:
         for index, expert in enumerate(self.home_experts):
             generator = torch.Generator().manual_seed(seed * 1_000_003 + expert)
             for stack in (self.gate_up_proj, self.down_proj):
                 draw(stack[index], generator)
-
-    @property
-    def bundle(self) -> dict[str, torch.Tensor]:
-        """What a copy of an expert consists of."""
-        return self.bundle_now(None)
-
-    def bundle_now(self, promise: int | None) -> dict[str, torch.Tensor]:
-        """That of the weights as they are now.   promise: see `Balancer.weights_promise`."""
-        own = dict(self.named_parameters())
-        if self._made is not None:
-            full = {name: own[name] for name in WEIGHTS}
-            self._made.refresh(full, _numbers(self.gate_up_proj.device), promise)
-        return own | self._eight_bits()
-
-    def _eight_bits(self) -> dict[str, torch.Tensor]:
-        """Numbers and scales, if weights are quantised."""
-        if self._made is not None:
-            return self._made.tensors()
-        names = () if self.form is None else (*WEIGHTS, *WEIGHTS.values())
-        return {name: getattr(self, name).detach() for name in names}
-
-    @property
-    def pack(self) -> Callable[[torch.Tensor], torch.Tensor] | None:
-        """What makes rows of bytes of those that travel; None: they travel as they are."""
-        form = self.form
-        if form is None or not form.packs:
-            return None
-        return lambda rows: _numbers(rows.device).pack(form, rows)
 
     def check(self, rows: torch.Tensor) -> None:
         """Refuse rows that do not fit, before anything is sent."""
@@ -176,10 +132,10 @@ class Experts(HomeModule):
 
     def forward(self, arrivals: Arrivals, copies: Copies) -> torch.Tensor:
         """[A, D] outputs times their gates, inside of the `with` block of the copies."""
-        learned = {n: weight for n in NAMES if (weight := getattr(self, n)) is not None}
-        call = Call(self._products(arrivals, copies), copies, tuple(learned), self._eight_bits())
-        outputs: torch.Tensor = TwoProducts.apply(  # type: ignore[no-untyped-call]
-            arrivals.rows, arrivals.gates, arrivals.packed, call, *learned.values()
+        own = self._own()
+        call = _Call(self._products(arrivals, copies), copies, tuple(own), self._eight_bits())
+        outputs: torch.Tensor = _TwoProducts.apply(  # type: ignore[no-untyped-call]
+            arrivals.rows, arrivals.gates, arrivals.packed, call, *own.values()
         )
         return outputs
 
@@ -199,15 +155,6 @@ class Experts(HomeModule):
         from ultraep.backends.triton.products import TritonProducts
 
         return TritonProducts(arrivals.offsets, self.activation, rows.dtype, copies.sms)
-
-
-def _numbers(device: torch.device) -> ModuleType:
-    """Who quantises there: the kernels of a GPU, if they are installed, or their twins."""
-    if device.type == "cpu" or backend_for(device.type).name != "triton":
-        return formats
-    from ultraep.backends.triton import quantise
-
-    return quantise
 
 
 class ExpertsFrom(HomeModule):
@@ -245,7 +192,7 @@ class ExpertsFrom(HomeModule):
         """What a copy of an expert consists of."""
         return self._tensors
 
-    def bundle_now(self, promise: int | None) -> Bundle:
+    def bundle_now(self, promise: int) -> Bundle:
         """What a copy consists of, whatever is promised of the weights."""
         del promise
         return self._tensors
@@ -266,6 +213,140 @@ class ExpertsFrom(HomeModule):
     def forward(self, arrivals: Arrivals, copies: Copies) -> torch.Tensor:
         """[A, D] outputs times their gates, inside of the `with` block of the copies."""
         return serve(self._network, arrivals, copies, self._tensors)
+
+
+@dataclass
+class _Call:
+    """What the rows of one microbatch meet."""
+
+    products: Engine
+    copies: Copies
+    names: tuple[str, ...]  # of the weights that learn
+    eight_bits: dict[str, torch.Tensor] = field(default_factory=dict)  # what is multiplied instead
+
+    def homes(self, learned: tuple[torch.Tensor, ...]) -> dict[str, torch.Tensor]:
+        """What the rows of home slots meet."""
+        return dict(zip(self.names, learned, strict=True)) | self.eight_bits
+
+
+class _TwoProducts(torch.autograd.Function):
+    """The networks of all slots, forward and backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows_AD: torch.Tensor,
+        gates_A: torch.Tensor,
+        packed: torch.Tensor | None,
+        call: _Call,
+        *stacked: torch.Tensor,
+    ) -> torch.Tensor:
+        products, homes = call.products, call.homes(stacked)
+        held, given = call.copies.tensors(), rows_AD if packed is None else packed
+        if packed is None and isinstance(products, QuantisedProducts):
+            given = products.packed(rows_AD)
+        up = products.multiply(given, *_layer(homes, held, "gate_up"))
+        outputs_AD = products.multiply(
+            products.activate(up),
+            *_layer(homes, held, "down"),
+            scale=gates_A,
+            out=call.copies.served_rows(rows_AD),
+        )
+        ctx.call, ctx.like = call, rows_AD.new_empty(()).expand(rows_AD.shape)
+        ctx.save_for_backward(given, gates_A, up, *stacked)
+        return outputs_AD
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        # Only what it is called with tells `once_differentiable` of a second derivative.
+        return _TwoProducts._backward(ctx, *gradients, *ctx.saved_tensors)
+
+    @staticmethod
+    @once_differentiable
+    def _backward(
+        ctx: Any,
+        d_outputs_AD: torch.Tensor,
+        given: torch.Tensor,
+        gates_A: torch.Tensor,
+        up: torch.Tensor,
+        *stacked: torch.Tensor,
+    ) -> tuple[torch.Tensor | None, ...]:
+        call: _Call = ctx.call
+        products, homes = call.products, call.homes(stacked)
+        learned = dict(zip(call.names, stacked, strict=True))
+        learns = any(ctx.needs_input_grad[4:])
+        sums = _Gradients(call.copies, learned, products.knows_spans) if learns else None
+        with call.copies as copies:
+            held = copies.tensors()
+            gate_up, (down, down_bias) = (_layer(homes, held, n) for n in ("gate_up", "down"))
+            d_hidden = products.multiply_transposed(d_outputs_AD, down)
+            d_up, hidden, d_gates_A = products.activate_backward(up, d_hidden, gates_A)
+            if down_bias is not None and ctx.needs_input_grad[1]:
+                products.row_dots(d_outputs_AD, down_bias, d_gates_A)
+            if sums is not None:
+                products.weight_gradients(d_outputs_AD, hidden, *sums.of("down"), scale=gates_A)
+                products.weight_gradients(d_up, given, *sums.of("gate_up"))
+                sums.reduce()
+            d_rows_AD = products.multiply_transposed(
+                d_up, gate_up[0], out=copies.served_rows(ctx.like)
+            )
+        wanted = sums.reduced() if sums is not None else [None] * len(stacked)
+        return d_rows_AD, d_gates_A if ctx.needs_input_grad[1] else None, None, None, *wanted
+
+
+def _layer(
+    homes: Weights,
+    copies: Weights,
+    layer: str,
+    sums: Weights | None = None,
+    spans: torch.Tensor | None = None,
+) -> tuple[Any, Stacks | None]:
+    """Weights and biases of one layer of all slots, or their gradients.
+
+    Weights are `Stacks`, or `QuantisedStacks` where there are scales.
+    """
+
+    def stacks(name: str) -> Stacks:
+        return Stacks(homes[name].detach(), copies[name], sums[name] if sums else None, spans)
+
+    weight, bias, scales = stacks(f"{layer}_proj"), f"{layer}_bias", f"{layer}_scales"
+    found = QuantisedStacks(weight, stacks(scales)) if scales in homes else weight
+    return found, stacks(bias) if bias in homes else None
+
+
+class _Gradients:
+    """Weight gradients of all slots, in the type they are summed in until that is done.
+
+    Those of home experts to which nothing is added are rounded at once, if the engine knows which.
+    """
+
+    def __init__(self, copies: Copies, homes: Weights, knows_spans: bool) -> None:
+        self._copies, self._homes = copies, homes
+        kinds = {n: (tuple(w.shape[1:]), accumulator(w.dtype)) for n, w in homes.items()}
+        self._of_copies = copies.gradient_slots(kinds)
+        wide = {n: kind for n, (_, kind) in kinds.items()}
+        narrower = any(w.dtype != wide[n] for n, w in homes.items())
+        apart = copies.possible and knows_spans and narrower
+        self._spans = copies.spans() if apart else None
+        self._own = {n: torch.empty_like(w, dtype=wide[n]) for n, w in homes.items() if apart}
+        self._of_homes = {
+            n: torch.empty_like(w, dtype=wide[n] if copies.possible and not apart else w.dtype)
+            for n, w in homes.items()
+        }
+
+    def of(self, layer: str) -> tuple[Any, Stacks | None]:
+        """Where the gradients of one layer go."""
+        return _layer(self._of_homes, self._of_copies, layer, self._own, self._spans)
+
+    def reduce(self) -> None:
+        """Begin to add those of the copies to those of the homes."""
+        if self._copies.possible:
+            self._copies.reduce(self._of_homes, self._own or None)
+
+    def reduced(self) -> list[torch.Tensor]:
+        """The gradients of the home experts, with those of all their copies."""
+        self._copies.reduced()
+        return [self._of_homes[name].to(weight.dtype) for name, weight in self._homes.items()]
 
 
 @torch.no_grad()

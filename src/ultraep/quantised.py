@@ -127,18 +127,17 @@ class QuantisedWeights:
     def __init__(self, form: Format) -> None:
         self._form = form
         self._held: dict[str, torch.Tensor] = {}
-        self._seen: tuple[int | None, list[tuple[int, int, int]]] = (None, [])
+        self._seen: tuple[int, list[tuple[int, int, int]]] = (0, [])
 
     @torch.no_grad()
-    def refresh(
-        self, full: Mapping[str, torch.Tensor], numbers: ModuleType, promise: int | None
-    ) -> None:
+    def refresh(self, full: Mapping[str, torch.Tensor], numbers: ModuleType, promise: int) -> None:
         """Quantise them anew, by the verbs of `formats` or of their twins.
 
-        promise: as long as it is the same, that is not necessary; but torch may know better.
+        promise: as long as it is the same, that is not necessary, but torch may know better; 0:
+            nothing is promised. A graph that is captured quantises whenever it is replayed.
         """
         seen = promise, [(id(w), w.data_ptr(), _writes(w)) for w in full.values()]
-        if promise is not None and seen == self._seen:
+        if promise and seen == self._seen and not _captured(full):
             return
         for name, weight in full.items():
             data, scales = self._room(name, weight)
@@ -157,6 +156,12 @@ class QuantisedWeights:
                 self._held[name] = weight.new_empty(weight.shape, dtype=E4M3)
                 self._held[WEIGHTS[name]] = weight.new_empty(shape, dtype=self._form.scale_type)
         return self._held[name], self._held[WEIGHTS[name]]
+
+
+def _captured(tensors: Mapping[str, torch.Tensor]) -> bool:
+    """Whether a graph of what is done with these is captured."""
+    cuda = any(tensor.is_cuda for tensor in tensors.values())
+    return cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _writes(tensor: torch.Tensor) -> int:

@@ -311,8 +311,8 @@ class Balancer(Unique):
             yield
 
     @property
-    def weights_promise(self) -> int | None:
-        """What stays the same while it is promised that weights do; None: nothing is promised."""
+    def weights_promise(self) -> int:
+        """The number of the promise that weights do not change; 0: there is none."""
         return self._versions.promise
 
     def weights_changed(self) -> None:

@@ -52,13 +52,14 @@ class Versions:
     """The numbers of the weights of this rank, by layer. None is ever used for other weights."""
 
     def __init__(self) -> None:
-        self._last = self._promises = self._changes = 0
+        self._last = self._promises = self._promised = 0
         self._known: dict[int, _Known] = {}
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:
         """Weights do not change in this block, but for what `changed` tells."""
         self._promises += 1
+        self._promised += self._promises == 1
         try:
             yield
         finally:
@@ -66,15 +67,15 @@ class Versions:
             if not self._promises:
                 self.changed()
 
-    @property
-    def promise(self) -> int | None:
-        """The number of the promise that weights do not change; None: there is none now."""
-        return self._changes if self._promises else None
-
     def changed(self) -> None:
         """Weights have changed: all layers get new numbers."""
         self._known.clear()
-        self._changes += 1
+        self._promised += 1
+
+    @property
+    def promise(self) -> int:
+        """The number of the promise that holds now, for all layers; 0: there is none."""
+        return self._promised if self._promises else 0
 
     def of(self, layer: int, tensors: Sequence[torch.Tensor]) -> int:
         """The number of these weights in the microbatch that begins."""
