@@ -19,6 +19,7 @@ import torch
 HERE = Path(__file__).resolve().parent
 NEEDS = {  # the others run anywhere
     "bench_control.py": ("a GPU",),
+    "bench_fp8.py": ("a GPU",),
     "bench_grouped.py": ("a GPU",),
     "bench_layer_gpu.py": ("a GPU", "cuda-python"),
     "bench_megatron.py": ("megatron",),

@@ -75,11 +75,13 @@ def test_the_planner_compiles_in_all_its_variants(table):
 
 @pytest.mark.slow
 def test_registers_suffice(table):
-    """Only the search for a higher threshold, a rare case, may keep some numbers elsewhere."""
+    """Only the search for a higher threshold, a rare case, may keep some numbers elsewhere; and
+    products of eight bits with biases, whose widths no tile divides.
+    """
+    allowed = {"search": 64, "multiply_quantised": 96}
     for row in table:
         if row["size"] == "64x256x1" and row["target"] == "sm_90":
-            allowed = 64 if row["kernel"] == "search" else 0
-            assert int(row["spilled"]) <= allowed, row
+            assert int(row["spilled"]) <= allowed.get(row["kernel"], 0), row
 
 
 @pytest.mark.slow

@@ -260,3 +260,22 @@ def test_large_products(form, sizes):
             error = (out[begin:end].double() - wanted).norm() / wanted.norm().clamp(min=1e-30)
             assert error < 5e-3, error
         assert (out[begins[-1] :] == 7.0).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@packing
+def test_bits_do_not_depend_on_the_place_in_tiles_as_in_use(form):
+    """In one slot, or in two of which one ends with half a tile; native or decoded."""
+    rows = torch.randn(700, 1024, device=DEVICE, dtype=torch.bfloat16)
+    data, scales = quantised(form, torch.randn(1, 512, 1024, device=DEVICE))
+    packed, order = quantise.pack(form, rows), torch.randperm(700, device=DEVICE)
+    one = QuantisedStacks(Stacks(data, data[:0]), Stacks(scales, scales[:0]))
+    two = QuantisedStacks(Stacks(data, data.clone()), Stacks(scales, scales.clone()))
+    found = []
+    for ends, stacks, moved in (([0, 700], one, packed), ([0, 170, 700], two, packed[order])):
+        out = rows.new_empty(700, 512)
+        offsets = torch.tensor(ends, dtype=torch.int32, device=DEVICE)
+        GroupedQuantised(offsets).multiply_quantised(form, moved, stacks, out)
+        found.append(out)
+    assert torch.equal(found[0][order], found[1])

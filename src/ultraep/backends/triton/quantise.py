@@ -119,7 +119,7 @@ def _dequantise(
         out.stride(0),
         out.stride(1),
         HIGH=height,
-        WIDE=width or columns,
+        WIDE=width or max(columns, PLAIN_COLUMNS),
         M=PLAIN_ROWS,
         N=PLAIN_COLUMNS,
         num_warps=WARPS // 2,

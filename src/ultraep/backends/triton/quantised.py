@@ -27,8 +27,8 @@ QuantisedTable = Mapping[str, Blocks]  # by format
 
 TABLES: dict[str, QuantisedTable] = {
     "e4m3": {
-        "fp8": Blocks(128, 256, 128, warps=8, stages=3, half=True),
-        "fp8_rows": Blocks(128, 256, 128, warps=8, stages=3, half=True),
+        "fp8": Blocks(128, 128, 128, warps=4, stages=3, resident=2),
+        "fp8_rows": Blocks(128, 256, 128, warps=8, stages=4, half=True),
     },
     "cuda": {
         "fp8": Blocks(128, 128, 128, warps=8, stages=2),

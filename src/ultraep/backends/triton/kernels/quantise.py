@@ -198,10 +198,13 @@ def dequantise(
     there = (row_M < rows)[:, None] & (column_N < width)[None, :]
     at = data + outer * data_outer + (row_M * data_stride)[:, None] + column_N[None, :]
     numbers = decode(tl.load(at, mask=there, other=0)).to(tl.float32)
-    at = scales + outer * scales_outer + (row_M // HIGH * scales_stride)[:, None]
-    at += (column_N // WIDE)[None, :]
-    scale = tl.load(at, mask=there, other=0)
+    G: tl.constexpr = N // WIDE if WIDE < N else 1
+    group_G = tl.program_id(1) * N // WIDE + tl.arange(0, G)
+    at = scales + outer * scales_outer + (row_M // HIGH * scales_stride)[:, None] + group_G[None, :]
+    known = (row_M < rows)[:, None] & (group_G * WIDE < width)[None, :]
+    scale = tl.load(at, mask=known, other=0)
     if scales.dtype.element_ty == tl.uint8:
         scale = power_of(scale.to(tl.int32))
+    numbers = tl.reshape(tl.reshape(numbers, (M, G, N // G)) * scale[:, :, None], (M, N))
     at = out + outer * out_outer + (row_M * out_stride)[:, None] + column_N[None, :]
-    tl.store(at, (numbers * scale).to(out.dtype.element_ty), mask=there)
+    tl.store(at, numbers.to(out.dtype.element_ty), mask=there)
