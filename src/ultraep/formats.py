@@ -3,7 +3,7 @@
 An e4m3 number has three bits behind its first one: it is off by 2^-4 of itself at most, and by
 2^-10 of the scale where it is small. Numbers in groups share a scale. Scales that are made here are
 powers of two, so that dequantised numbers have no more bits than bfloat16 has; those of checkpoints
-may be any.
+may be any positive ones.
 
     quantise, dequantise    weights: e4m3 numbers and their scales, two tensors
     pack, unpack            rows: each with its scales behind it, one row of bytes, which travels

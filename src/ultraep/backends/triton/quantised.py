@@ -39,8 +39,8 @@ TABLES: dict[str, QuantisedTable] = {
         "fp8_rows": Blocks(64, 64, 128, warps=4, stages=2),
     },
 }
-ACTIVATED = 2048  # numbers of a tile between two products
-RESIDENT = 4  # programs on a multiprocessor, there
+ACTIVATED = 4096  # numbers of a tile between two products
+RESIDENT = 5  # programs on a multiprocessor, there
 
 
 def known_to_tensor_cores(device: torch.device) -> bool:
