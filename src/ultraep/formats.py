@@ -92,7 +92,9 @@ def format_named(name: str) -> Format:
 
 def quantise(form: Format, values: torch.Tensor, data: torch.Tensor, scales: torch.Tensor) -> None:
     """Weights `[..., N, K]` into e4m3 numbers and their scales."""
-    _quantise(values, form.height, form.width or values.shape[-1], data, scales)
+    made, exponents = _quantise(values, form.height, form.width or values.shape[-1])
+    data.copy_(made)
+    scales.copy_(exponents if form.bytes_of_exponents else _powers(exponents))
 
 
 def dequantise(
@@ -104,10 +106,12 @@ def dequantise(
 
 def pack(form: Format, rows: torch.Tensor) -> torch.Tensor:
     """[A, bytes] rows `[A, K]`, each with its scales behind it."""
-    packed = rows.new_zeros(len(rows), form.row_bytes(rows.shape[1]), dtype=torch.uint8)
-    data, scales = form.parts(packed, rows.shape[1])
-    _quantise(rows, 1, form.width or rows.shape[1], data, scales)
-    return packed
+    columns = rows.shape[1]
+    data, exponents = _quantise(rows, 1, form.width or columns)
+    numbers, scales = data.view(torch.uint8), _powers(exponents).view(torch.uint8)
+    numbers = pad(numbers, (0, form.scales_at(columns) - columns))
+    left = form.row_bytes(columns) - numbers.shape[1] - scales.shape[1]
+    return torch.cat([numbers, pad(scales, (0, left))], dim=1)
 
 
 def unpack(form: Format, packed: torch.Tensor, columns: int, dtype: torch.dtype) -> torch.Tensor:
@@ -116,22 +120,15 @@ def unpack(form: Format, packed: torch.Tensor, columns: int, dtype: torch.dtype)
     return _dequantise(data, scales, 1, form.width or columns, dtype)
 
 
-def _quantise(
-    values: torch.Tensor, height: int, width: int, data: torch.Tensor, scales: torch.Tensor
-) -> None:
-    """Groups of height x width numbers into e4m3 numbers and a scale for each group."""
+def _quantise(values: torch.Tensor, height: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """E4m3 numbers, and the exponent of a scale for each group of height x width of them."""
     rows, columns = values.shape[-2:]
     values = values.float()
     groups = pad(values, (0, -columns % width, 0, -rows % height))
     groups = groups.unflatten(-1, (-1, width)).unflatten(-3, (-1, height))
     exponents = exponents_of(groups.abs().amax(dim=(-3, -1)))
-    inverse = ((2 * ONE - exponents) << 23).view(torch.float32)
-    scaled = values * _spread(inverse, height, width, values.shape)
-    data.copy_(torch.where(scaled.isinf(), torch.nan, scaled).to(E4M3))
-    if scales.dtype == torch.uint8:
-        scales.copy_(exponents)
-    else:
-        scales.copy_((exponents << 23).view(torch.float32))
+    scaled = values * _spread(_powers(2 * ONE - exponents), height, width, values.shape)
+    return torch.where(scaled.isinf(), torch.nan, scaled).to(E4M3), exponents
 
 
 def _dequantise(
@@ -153,9 +150,12 @@ def exponents_of(largest: torch.Tensor) -> torch.Tensor:
 
 
 def _as_numbers(scales: torch.Tensor) -> torch.Tensor:
-    if scales.dtype == torch.uint8:
-        return (scales.to(torch.int32) << 23).view(torch.float32)
-    return scales
+    return _powers(scales.to(torch.int32)) if scales.dtype == torch.uint8 else scales
+
+
+def _powers(exponents: torch.Tensor) -> torch.Tensor:
+    """Two to the power of biased exponents."""
+    return (exponents << 23).view(torch.float32)
 
 
 def _spread(factors: torch.Tensor, height: int, width: int, shape: torch.Size) -> torch.Tensor:

@@ -19,6 +19,7 @@ import torch
 import ultraep.formats as formats
 from ultraep.errors import ConfigError
 from ultraep.formats import E4M3, Format
+from ultraep.modes import unseen
 from ultraep.products import Products, Stacks, accumulator
 
 
@@ -129,6 +130,7 @@ class QuantisedWeights:
         self._held: dict[str, torch.Tensor] = {}
         self._seen: tuple[int, list[tuple[int, int, int]]] = (0, [])
 
+    @unseen()
     @torch.no_grad()
     def refresh(self, full: Mapping[str, torch.Tensor], numbers: ModuleType, promise: int) -> None:
         """Quantise them anew, by the verbs of `formats` or of their twins.

@@ -1,10 +1,16 @@
 """Experts in eight bits: what they compute, what travels, and what learns."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
 from dense import DenseMoE, Example, assert_close, gradients_of
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 import ultraep.formats as formats
 from ultraep import BalancedMoE, Balancer, ConfigError, Experts, LocalGroup, Router
@@ -209,6 +215,33 @@ def test_rows_of_other_dispatchers_are_packed_where_they_arrive():
             outputs = experts(dispatch(x, gates, exchange, pack), copies)
         found.append(combine(outputs, exchange))
     assert torch.equal(*found)
+
+
+def everything(*_args, **_options):
+    return CheckpointPolicy.MUST_SAVE
+
+
+@pytest.mark.parametrize("keeps", [None, everything], ids=["again", "kept"])
+def test_forward_may_be_computed_again(keeps):
+    """In backward, all of it, or what selective checkpointing has not kept."""
+    x = torch.randn(20, 64, generator=torch.Generator().manual_seed(0))
+    contexts = (
+        {}
+        if keeps is None
+        else {"context_fn": partial(create_selective_checkpoint_contexts, keeps)}
+    )
+    found = []
+    for way in (lambda layer, rows: layer(rows), partial(checkpointed, **contexts)):
+        layer = BalancedMoE.swiglu(64, 48, 2, 1, balancer=Balancer(experts=2), quantised="fp8")
+        rows = x.clone().requires_grad_()
+        way(layer, rows).square().sum().backward()
+        found.append(gradients_of(layer, rows))
+    for name, gradient in found[0].items():
+        assert torch.equal(gradient, found[1][name]), name
+
+
+def checkpointed(layer, rows, **contexts):
+    return checkpoint(layer, rows, use_reentrant=False, **contexts)
 
 
 def test_what_does_not_fit_is_refused():
