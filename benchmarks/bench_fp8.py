@@ -125,14 +125,12 @@ def engines(offsets: torch.Tensor, dtype: torch.dtype) -> dict[str, Any]:
 
     swiglu = activation_named("swiglu")
     found: dict[str, Any] = {PLAIN: TritonProducts(offsets, swiglu, dtype)}
-    return found | {
-        name: TritonQuantised(offsets, swiglu, dtype, form) for name, form in FORMATS.items()
-    }
+    ours = {n: TritonQuantised(offsets, swiglu, dtype, form) for n, form in FORMATS.items()}
+    return found | ours
 
 
 def offsets_of(bench: Bench, slots: int, rows: int) -> torch.Tensor:
-    ends = torch.arange(0, (slots + 1) * rows, rows, dtype=torch.int32)
-    return ends.to(bench.clock.device)
+    return torch.arange(0, (slots + 1) * rows, rows, dtype=torch.int32, device=bench.clock.device)
 
 
 def distance(found: torch.Tensor, wanted: torch.Tensor) -> float:
@@ -259,7 +257,8 @@ def expert_lines(bench: Bench, model: Model, slots: int, rows: int) -> list[Line
             calls[f"{name}, {WHERE}"] = partial(packing, ours[name], *stacks)
     errors = {n: network_error(call, given, gates, up, down, rows) for n, call in calls.items()}
     times = measured(bench, calls)
-    case, flops = {"model": model.name, "slots": slots, "rows": rows}, model.flops(slots * rows)
+    case: Case = {"model": model.name, "slots": slots, "rows": rows}
+    flops = model.flops(slots * rows)
     return [
         Line({**case, "path": n}, {**values_of(bench, ms, times[PLAIN], flops), ERROR: errors[n]})
         for n, ms in times.items()
@@ -267,10 +266,8 @@ def expert_lines(bench: Bench, model: Model, slots: int, rows: int) -> list[Line
 
 
 def weights_of(draw: Draw, model: Model, slots: int) -> tuple[torch.Tensor, torch.Tensor]:
-    return (
-        draw(slots, 2 * model.ffn, model.width).mul_(model.width**-0.5),
-        draw(slots, model.width, model.ffn).mul_(model.ffn**-0.5),
-    )
+    up = draw(slots, 2 * model.ffn, model.width).mul_(model.width**-0.5)
+    return up, draw(slots, model.width, model.ffn).mul_(model.ffn**-0.5)
 
 
 def network_error(
