@@ -21,6 +21,7 @@ NEEDS = {  # the others run anywhere
     "bench_control.py": ("a GPU",),
     "bench_copies.py": ("scipy",),
     "bench_cost_gpu.py": ("a GPU", "cuda-python"),
+    "bench_fp8.py": ("a GPU",),
     "bench_grouped.py": ("a GPU",),
     "bench_layer_gpu.py": ("a GPU", "cuda-python"),
     "bench_megatron.py": ("megatron",),

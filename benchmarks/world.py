@@ -215,10 +215,14 @@ class Given(nn.Module):
 
 
 def given_layer(
-    balancer: ultraep.Balancer, router: nn.Module, weights: Mapping[str, torch.Tensor]
+    balancer: ultraep.Balancer,
+    router: nn.Module,
+    weights: Mapping[str, torch.Tensor],
+    quantised: str | None = None,
 ) -> ultraep.BalancedMoE:
     """A layer of SwiGLU experts whose weights are given: nothing is drawn."""
-    experts = Experts(1, 1, balancer.topology.home_experts(balancer.rank).tolist())
+    homes = balancer.topology.home_experts(balancer.rank).tolist()
+    experts = Experts(1, 1, homes, quantised=quantised)
     for name, weight in weights.items():
         is_leaf = isinstance(weight, nn.Parameter)
         setattr(experts, name, weight if is_leaf else nn.Parameter(weight))

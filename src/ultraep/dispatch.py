@@ -33,6 +33,7 @@ class Arrivals:
     rows: torch.Tensor  # [A, D]
     gates: torch.Tensor  # [A] what their outputs are multiplied by
     exchange: Exchange
+    packed: torch.Tensor | None = None  # [A, bytes] as they came; `rows` then are without numbers
 
     @property
     def offsets(self) -> torch.Tensor:
@@ -110,10 +111,18 @@ class RowMessages:
         return rows.reshape(shape)
 
 
-def dispatch(tokens_TD: torch.Tensor, gates_TK: torch.Tensor, exchange: Exchange) -> Arrivals:
-    """Send every token to the slots that serve it, with the gates of its choices."""
-    rows_AD, gates_A = _Dispatch.apply(tokens_TD, gates_TK, exchange)  # type: ignore[no-untyped-call]
-    return Arrivals(rows_AD, gates_A, exchange)
+def dispatch(
+    tokens_TD: torch.Tensor,
+    gates_TK: torch.Tensor,
+    exchange: Exchange,
+    pack: Callable[[torch.Tensor], torch.Tensor] | None = None,
+) -> Arrivals:
+    """Send every token to the slots that serve it, with the gates of its choices.
+
+    pack: makes rows of bytes of them, which travel in their place; gradients come back as of rows.
+    """
+    rows_AD, gates_A, packed = _Dispatch.apply(tokens_TD, gates_TK, exchange, pack)  # type: ignore[no-untyped-call]
+    return Arrivals(rows_AD, gates_A, exchange, packed)
 
 
 class _Dispatch(torch.autograd.Function):
@@ -121,22 +130,30 @@ class _Dispatch(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, tokens_TD: torch.Tensor, gates_TK: torch.Tensor, exchange: Exchange
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        ctx.exchange = exchange
+        ctx: Any,
+        tokens_TD: torch.Tensor,
+        gates_TK: torch.Tensor,
+        exchange: Exchange,
+        pack: Callable[[torch.Tensor], torch.Tensor] | None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        ctx.exchange, packed = exchange, None
         with unseen():
-            rows_AD, gates_A = exchange.to_slots(tokens_TD, gates_TK)
+            if pack is None:
+                rows_AD, gates_A = exchange.to_slots(tokens_TD, gates_TK)
+            else:
+                packed, gates_A = exchange.to_slots(pack(tokens_TD), gates_TK)
+                rows_AD = tokens_TD.new_empty(()).expand(len(packed), tokens_TD.shape[1])
         assert gates_A is not None
-        if not ctx.needs_input_grad[1]:
-            ctx.mark_non_differentiable(gates_A)
-        return rows_AD, gates_A
+        fixed = [] if ctx.needs_input_grad[1] else [gates_A]
+        ctx.mark_non_differentiable(*fixed, *([] if packed is None else [packed]))
+        return rows_AD, gates_A, packed
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        d_rows_AD, d_gates_A = gradients
+        d_rows_AD, d_gates_A, _ = gradients
         learns = ctx.needs_input_grad[1]
-        return *ctx.exchange.to_tokens(d_rows_AD, d_gates_A if learns else None), None
+        return *ctx.exchange.to_tokens(d_rows_AD, d_gates_A if learns else None), None, None
 
 
 def _transpose_blocks(rows: torch.Tensor, lengths: IntArray) -> torch.Tensor:

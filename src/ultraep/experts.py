@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -30,19 +30,23 @@ from ultraep.loan import Network, run, serve
 from ultraep.parallel.home import HomeModule
 from ultraep.plane import Copies
 from ultraep.products import Products, Stacks, TorchProducts, accumulator
+from ultraep.quantisable import QuantisableModule
+from ultraep.quantised import QuantisedProducts, QuantisedStacks
 
-NAMES = ("gate_up_proj", "down_proj", "gate_up_bias", "down_bias")
 ENGINES = ("torch", "triton")
 Weights = Mapping[str, torch.Tensor]
+Engine = Products | QuantisedProducts
 
 
-class Experts(HomeModule):
+class Experts(QuantisableModule):
     """The home experts of one rank, stacked: two products with an activation between them.
 
     home_experts: which they are.   activation: see `ultraep.activations.ACTIVATIONS`.
     seed: experts are drawn from it one by one, so a model starts alike on any number of ranks.
     bitwise: what a row gives does not depend on the rows beside it; somewhat slower on a CPU.
     engine: of the products, "torch" or "triton"; None: what is fastest where the rows are.
+    quantised: a name of `ultraep.formats.FORMATS`. Forward then multiplies numbers of eight bits,
+        copies consist of them, and so do rows that travel; full weights stay home, and learn.
     """
 
     gate_up_bias: nn.Parameter | None
@@ -58,15 +62,13 @@ class Experts(HomeModule):
         bias: bool = False,
         bitwise: bool = False,
         engine: str | None = None,
+        quantised: str | None = None,
         seed: int = 0,
         dtype: torch.dtype | None = None,
         device: torch.device | None = None,
     ) -> None:
         super().__init__()
-        if engine is not None and engine not in ENGINES:
-            raise ConfigError(f"unknown engine {engine!r}; known are {', '.join(ENGINES)}")
-        self.activation = activation_named(activation)
-        self.bitwise, self.engine, self.home_experts = bitwise, engine, tuple(home_experts)
+        self._set(home_experts, activation, bitwise, engine, quantised)
         options: dict[str, Any] = {"dtype": dtype, "device": device}
         homes, up = len(home_experts), self.activation.inputs * ffn
         self.gate_up_proj = nn.Parameter(torch.empty(homes, up, hidden, **options))
@@ -76,17 +78,51 @@ class Experts(HomeModule):
             self.register_parameter(name, zeros)
         self._draw(seed)
 
+    def _set(
+        self,
+        home_experts: list[int],
+        activation: str,
+        bitwise: bool,
+        engine: str | None,
+        quantised: str | None,
+    ) -> None:
+        if engine is not None and engine not in ENGINES:
+            raise ConfigError(f"unknown engine {engine!r}; known are {', '.join(ENGINES)}")
+        self.activation = activation_named(activation)
+        self.bitwise, self.engine, self.home_experts = bitwise, engine, tuple(home_experts)
+        self._quantise_as(quantised)
+
+    @classmethod
+    def from_quantised(
+        cls,
+        quantised: str,
+        tensors: Weights,
+        home_experts: list[int],
+        *,
+        activation: str = "swiglu",
+        bitwise: bool = False,
+        engine: str | None = None,
+    ) -> Self:
+        """Experts that are given in eight bits, and do not learn: as checkpoints have them.
+
+        tensors: `gate_up_proj` and `down_proj` `[H, N, K]` e4m3, `gate_up_scales` and
+            `down_scales` as the format has them; perhaps `gate_up_bias` and `down_bias`.
+        """
+        experts = cls.__new__(cls)
+        HomeModule.__init__(experts)
+        experts._set(home_experts, activation, bitwise, engine, quantised)
+        experts._take(tensors)
+        for name in ("gate_up_bias", "down_bias"):
+            given = tensors.get(name)
+            held = None if given is None else nn.Parameter(given.detach(), requires_grad=False)
+            experts.register_parameter(name, held)
+        return experts
+
     def _draw(self, seed: int) -> None:
         for index, expert in enumerate(self.home_experts):
             generator = torch.Generator().manual_seed(seed * 1_000_003 + expert)
             for stack in (self.gate_up_proj, self.down_proj):
                 draw(stack[index], generator)
-
-    @property
-    def bundle(self) -> dict[str, torch.Tensor]:
-        """What a copy of an expert consists of."""
-        found = ((name, getattr(self, name)) for name in NAMES)
-        return {name: weight for name, weight in found if weight is not None}
 
     def check(self, rows: torch.Tensor) -> None:
         """Refuse rows that do not fit, before anything is sent."""
@@ -96,21 +132,26 @@ class Experts(HomeModule):
 
     def forward(self, arrivals: Arrivals, copies: Copies) -> torch.Tensor:
         """[A, D] outputs times their gates, inside of the `with` block of the copies."""
-        bundle = self.bundle
-        call = _Call(self._products(arrivals, copies), copies, tuple(bundle))
+        own = self._own()
+        call = _Call(self._products(arrivals, copies), copies, tuple(own), self._eight_bits())
         outputs: torch.Tensor = _TwoProducts.apply(  # type: ignore[no-untyped-call]
-            arrivals.rows, arrivals.gates, call, *bundle.values()
+            arrivals.rows, arrivals.gates, arrivals.packed, call, *own.values()
         )
         return outputs
 
-    def _products(self, arrivals: Arrivals, copies: Copies) -> Products:
+    def _products(self, arrivals: Arrivals, copies: Copies) -> Engine:
         """The engine for these rows."""
-        engine, rows = self.engine, arrivals.rows
+        engine, rows, form = self.engine, arrivals.rows, self.form
         if engine is None:
             small = rows.dtype.itemsize <= 4  # kernels know no double precision
             engine = "triton" if copies.kernels and small else "torch"
         if engine == "torch":
-            return TorchProducts(arrivals.begins(), self.activation, bitwise=self.bitwise)
+            plain = TorchProducts(arrivals.begins(), self.activation, bitwise=self.bitwise)
+            return plain if form is None else QuantisedProducts(plain, form, rows.dtype)
+        if form is not None:
+            from ultraep.backends.triton.quantised import TritonQuantised
+
+            return TritonQuantised(arrivals.offsets, self.activation, rows.dtype, form, copies.sms)
         from ultraep.backends.triton.products import TritonProducts
 
         return TritonProducts(arrivals.offsets, self.activation, rows.dtype, copies.sms)
@@ -144,9 +185,16 @@ class ExpertsFrom(HomeModule):
                     "of ShardedState wants one that is stacked over them"
                 )
 
+    pack = None  # rows travel as they are
+
     @property
     def bundle(self) -> Bundle:
         """What a copy of an expert consists of."""
+        return self._tensors
+
+    def bundle_now(self, promise: int) -> Bundle:
+        """What a copy consists of, whatever is promised of the weights."""
+        del promise
         return self._tensors
 
     @torch.no_grad()
@@ -171,9 +219,14 @@ class ExpertsFrom(HomeModule):
 class _Call:
     """What the rows of one microbatch meet."""
 
-    products: Products
+    products: Engine
     copies: Copies
-    names: tuple[str, ...]
+    names: tuple[str, ...]  # of the weights that learn
+    eight_bits: dict[str, torch.Tensor] = field(default_factory=dict)  # what is multiplied instead
+
+    def homes(self, learned: tuple[torch.Tensor, ...]) -> dict[str, torch.Tensor]:
+        """What the rows of home slots meet."""
+        return dict(zip(self.names, learned, strict=True)) | self.eight_bits
 
 
 class _TwoProducts(torch.autograd.Function):
@@ -181,19 +234,26 @@ class _TwoProducts(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, rows_AD: torch.Tensor, gates_A: torch.Tensor, call: _Call, *stacked: torch.Tensor
+        ctx: Any,
+        rows_AD: torch.Tensor,
+        gates_A: torch.Tensor,
+        packed: torch.Tensor | None,
+        call: _Call,
+        *stacked: torch.Tensor,
     ) -> torch.Tensor:
-        products, homes = call.products, dict(zip(call.names, stacked, strict=True))
-        held = call.copies.tensors()
-        up = products.multiply(rows_AD, *_layer(homes, held, "gate_up"))
+        products, homes = call.products, call.homes(stacked)
+        held, given = call.copies.tensors(), rows_AD if packed is None else packed
+        if packed is None and isinstance(products, QuantisedProducts):
+            given = products.packed(rows_AD)
+        up = products.multiply(given, *_layer(homes, held, "gate_up"))
         outputs_AD = products.multiply(
             products.activate(up),
             *_layer(homes, held, "down"),
             scale=gates_A,
             out=call.copies.served_rows(rows_AD),
         )
-        ctx.call = call
-        ctx.save_for_backward(rows_AD, gates_A, up, *stacked)
+        ctx.call, ctx.like = call, rows_AD.new_empty(()).expand(rows_AD.shape)
+        ctx.save_for_backward(given, gates_A, up, *stacked)
         return outputs_AD
 
     @staticmethod
@@ -206,15 +266,16 @@ class _TwoProducts(torch.autograd.Function):
     def _backward(
         ctx: Any,
         d_outputs_AD: torch.Tensor,
-        rows_AD: torch.Tensor,
+        given: torch.Tensor,
         gates_A: torch.Tensor,
         up: torch.Tensor,
         *stacked: torch.Tensor,
     ) -> tuple[torch.Tensor | None, ...]:
         call: _Call = ctx.call
-        products, homes = call.products, dict(zip(call.names, stacked, strict=True))
-        learns = any(ctx.needs_input_grad[3:])
-        sums = _Gradients(call.copies, homes, products.knows_spans) if learns else None
+        products, homes = call.products, call.homes(stacked)
+        learned = dict(zip(call.names, stacked, strict=True))
+        learns = any(ctx.needs_input_grad[4:])
+        sums = _Gradients(call.copies, learned, products.knows_spans) if learns else None
         with call.copies as copies:
             held = copies.tensors()
             gate_up, (down, down_bias) = (_layer(homes, held, n) for n in ("gate_up", "down"))
@@ -224,13 +285,13 @@ class _TwoProducts(torch.autograd.Function):
                 products.row_dots(d_outputs_AD, down_bias, d_gates_A)
             if sums is not None:
                 products.weight_gradients(d_outputs_AD, hidden, *sums.of("down"), scale=gates_A)
-                products.weight_gradients(d_up, rows_AD, *sums.of("gate_up"))
+                products.weight_gradients(d_up, given, *sums.of("gate_up"))
                 sums.reduce()
             d_rows_AD = products.multiply_transposed(
-                d_up, gate_up[0], out=copies.served_rows(rows_AD)
+                d_up, gate_up[0], out=copies.served_rows(ctx.like)
             )
         wanted = sums.reduced() if sums is not None else [None] * len(stacked)
-        return d_rows_AD, d_gates_A if ctx.needs_input_grad[1] else None, None, *wanted
+        return d_rows_AD, d_gates_A if ctx.needs_input_grad[1] else None, None, None, *wanted
 
 
 def _layer(
@@ -239,14 +300,18 @@ def _layer(
     layer: str,
     sums: Weights | None = None,
     spans: torch.Tensor | None = None,
-) -> tuple[Stacks, Stacks | None]:
-    """Weights and biases of one layer of all slots, or their gradients."""
+) -> tuple[Any, Stacks | None]:
+    """Weights and biases of one layer of all slots, or their gradients.
+
+    Weights are `Stacks`, or `QuantisedStacks` where there are scales.
+    """
 
     def stacks(name: str) -> Stacks:
         return Stacks(homes[name].detach(), copies[name], sums[name] if sums else None, spans)
 
-    weight, bias = f"{layer}_proj", f"{layer}_bias"
-    return stacks(weight), stacks(bias) if bias in homes else None
+    weight, bias, scales = stacks(f"{layer}_proj"), f"{layer}_bias", f"{layer}_scales"
+    found = QuantisedStacks(weight, stacks(scales)) if scales in homes else weight
+    return found, stacks(bias) if bias in homes else None
 
 
 class _Gradients:
@@ -272,7 +337,7 @@ class _Gradients:
             for n, w in homes.items()
         }
 
-    def of(self, layer: str) -> tuple[Stacks, Stacks | None]:
+    def of(self, layer: str) -> tuple[Any, Stacks | None]:
         """Where the gradients of one layer go."""
         return _layer(self._of_homes, self._of_copies, layer, self._own, self._spans)
 

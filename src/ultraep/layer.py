@@ -58,7 +58,8 @@ class BalancedMoE(nn.Module):
 
         policy: in place of the balancer's, for this call.
         """
-        balancer, bundle = self.balancer, self.experts.bundle
+        balancer = self.balancer
+        bundle = self.experts.bundle_now(balancer.weights_promise)
         tokens = x.reshape(-1, x.shape[-1])
         rows = in_autocast_type(tokens)
         self.experts.check(rows)
@@ -69,7 +70,7 @@ class BalancedMoE(nn.Module):
         plan = self.last_plan = balancer.plan(loads, policy=policy)  # 2 plan
         with balancer.replicate(plan, loads, bundle) as copies:  # 3 replicate
             exchange = balancer.reroute(ids, plan, loads)  # 4 reroute
-            arrivals = dispatch(rows, gates, exchange)  # 5 dispatch
+            arrivals = dispatch(rows, gates, exchange, self.experts.pack)  # 5 dispatch
             outputs = self.experts(arrivals, copies)  # 6 experts
         y = combine(outputs, exchange)  # 7 combine
         # 8 reduce happens in the backward of stage 6
@@ -93,6 +94,7 @@ class BalancedMoE(nn.Module):
         bias: bool = False,
         router_bias: bool = False,
         bitwise: bool = False,
+        quantised: str | None = None,
         seed: int = 0,
         dtype: torch.dtype | None = None,
         device: torch.device | None = None,
@@ -100,7 +102,8 @@ class BalancedMoE(nn.Module):
         """The layer of most models: a `Router`, SwiGLU `Experts`, perhaps a shared `SwiGLU`.
 
         hidden, ffn: model width, and the hidden width of an expert.
-        scores, normalize_top_k, router_bias: see `Router`.   bias, bitwise: see `Experts`.
+        scores, normalize_top_k, router_bias: see `Router`.
+        bias, bitwise, quantised: see `Experts`.
         shared_ffn: hidden width of an expert that every token passes; None: there is none.
         """
         topology, options = balancer.topology, {"dtype": dtype, "device": device}
@@ -117,7 +120,16 @@ class BalancedMoE(nn.Module):
             **options,
         )
         mine = topology.home_experts(balancer.rank).tolist()
-        home = Experts(hidden, ffn, mine, bias=bias, bitwise=bitwise, seed=seed + 1, **options)  # type: ignore[arg-type]
+        home = Experts(
+            hidden,
+            ffn,
+            mine,
+            bias=bias,
+            bitwise=bitwise,
+            quantised=quantised,
+            seed=seed + 1,
+            **options,  # type: ignore[arg-type]
+        )
         shared = SwiGLU(hidden, shared_ffn, seed + 2, **options) if shared_ffn else None
         return cls(router, home, balancer=balancer, shared=shared)
 

@@ -48,9 +48,14 @@ TYPES = {
     "torch.float32": "*fp32",
     "torch.float64": "*fp64",
     "torch.uint8": "*u8",
+    "torch.float8_e4m3fn": "*fp8e4nv",
 }
 EXCHANGED = [("bfloat16", 8), ("float32", 8), ("bfloat16", 10)]  # rows, choices of every token
-MATRICES = ("multiply", "weight_gradients")  # what they take depends on the target most
+MATRICES = (
+    "multiply",
+    "multiply_quantised",
+    "weight_gradients",
+)  # what they take depends on the target most
 PRODUCTS = [(4096, 1536, False), (2880, 2880, True)]  # model width, hidden width, with biases
 
 
@@ -90,7 +95,7 @@ def compile_all(target: str, sizes: list[str], once: bool, known: Path) -> list[
     found = [
         (size, launch)
         for size in sizes
-        for launch in launches(*map(int, size.split("x")), machine.backend, size == sizes[0])
+        for launch in launches(*map(int, size.split("x")), machine, size == sizes[0])
     ]
     last = {launch[0].fn.__name__: launch for _, launch in found}
     return [
@@ -130,7 +135,7 @@ def facts(
 
 
 def launches(
-    ranks: int, experts: int, slots: int, backend: str, products: bool
+    ranks: int, experts: int, slots: int, machine: Any, products: bool
 ) -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
     """Every kernel with its arguments, warps and stages, once for every variant."""
     from triton.runtime.jit import JITFunction
@@ -149,7 +154,8 @@ def launches(
         launch_all(ranks, experts, slots, 0.01)
         launch_all(ranks, experts, slots, 0.0, row=1)
         for hidden, ffn, biases in PRODUCTS if products else ():
-            launch_products(experts // ranks, slots, hidden, ffn, biases, backend)
+            launch_products(experts // ranks, slots, hidden, ffn, biases, machine.backend)
+            launch_quantised(experts // ranks, slots, hidden, ffn, biases, machine)
         for dtype, top_k in EXCHANGED:
             launch_exchange(ranks, experts, slots, dtype, top_k)
         for relay, dtype in (("direct", "bfloat16"), ("chain", "float32"), ("auto", "float64")):
@@ -244,6 +250,42 @@ def launch_products(
         grouped.row_dots(outer, down_bias, scale)
     scale_rows(outer, scale, outer)
     scale_rows_backward(outer, outer, scale, scale)
+
+
+def launch_quantised(
+    homes: int, slots: int, hidden: int, ffn: int, biases: bool, machine: Any, rows: int = 4096
+) -> None:
+    """Weights and rows of eight bits, in every format, there and back."""
+    import torch
+
+    from ultraep.backends.triton import quantise
+    from ultraep.backends.triton.quantised import TABLES, GroupedQuantised
+    from ultraep.formats import E4M3, FORMATS
+    from ultraep.products import Stacks
+    from ultraep.quantised import QuantisedStacks
+
+    def stacks(*shape: int, dtype: Any = torch.bfloat16) -> Stacks:
+        return Stacks(*(torch.empty(count, *shape, dtype=dtype) for count in (homes, slots)))
+
+    native = machine.backend == "cuda" and machine.arch >= 89
+    table = TABLES["e4m3" if native else machine.backend]
+    offsets = torch.empty(homes + slots + 1, dtype=torch.int32)
+    grouped = GroupedQuantised(offsets, programs=132, blocks=table, native=native)
+    outer, wide = (torch.empty(rows, width, dtype=torch.bfloat16) for width in (hidden, 2 * ffn))
+    bias = stacks(hidden) if biases else None
+    for form in FORMATS.values():
+        scales = form.scale_shape((hidden, ffn))
+        down = QuantisedStacks(
+            stacks(hidden, ffn, dtype=E4M3), stacks(*scales, dtype=form.scale_type)
+        )
+        held = down.data.homes, down.scales.homes
+        quantise.quantise(form, torch.empty(homes, hidden, ffn, dtype=torch.bfloat16), *held)
+        quantise.dequantise(form, *held, torch.bfloat16)
+        if form.packs:
+            quantise.unpack(form, quantise.pack(form, outer), hidden, outer.dtype, offsets[-1:])
+            packed = grouped.swiglu_quantise(form, wide)
+            gates = torch.empty(rows) if biases else None
+            grouped.multiply_quantised(form, packed, down, outer, bias=bias, scale=gates)
 
 
 def launch_exchange(ranks: int, experts: int, slots: int, dtype: str, top_k: int) -> None:

@@ -15,7 +15,7 @@ KERNELS = Path(ultraep.__file__).parent / "backends/triton/kernels"
 SCRIPT = Path(__file__).parent / "compile_kernels.py"
 SIZES = ("64x256x1", "512x2048x2")
 MOVERS = {"expose_values", "gather_rows", "sum_rows", "stream", "pull"}  # between GPUs
-PRODUCTS = {"multiply", "weight_gradients"}
+PRODUCTS = {"multiply", "multiply_quantised", "weight_gradients"}
 ONCE = ("sm_80", "sm_100", "gfx942")  # one variant of all but the products will do in a hurry
 SHARED = {"sm_80": 163, "sm_90": 227, "sm_100": 227, "gfx942": 64}  # KiB of a program, at most
 
@@ -75,11 +75,13 @@ def test_the_planner_compiles_in_all_its_variants(table):
 
 @pytest.mark.slow
 def test_registers_suffice(table):
-    """Only the search for a higher threshold, a rare case, may keep some numbers elsewhere."""
+    """Only the search for a higher threshold, a rare case, may keep some numbers elsewhere; and
+    products of eight bits with biases, whose widths no tile divides.
+    """
+    allowed = {"search": 64, "multiply_quantised": 96}
     for row in table:
         if row["size"] == "64x256x1" and row["target"] == "sm_90":
-            allowed = 64 if row["kernel"] == "search" else 0
-            assert int(row["spilled"]) <= allowed, row
+            assert int(row["spilled"]) <= allowed.get(row["kernel"], 0), row
 
 
 @pytest.mark.slow

@@ -362,6 +362,11 @@ class Balancer(Unique):
         for _, plane, _ in self._planes.values():
             plane.promise()
 
+    @property
+    def weights_promise(self) -> int:
+        """The number of the promise that weights do not change; 0: there is none."""
+        return self._versions.promise
+
     def weights_changed(self) -> None:
         """Say that weights of this rank have changed in spite of a promise. One rank may."""
         self._versions.changed()

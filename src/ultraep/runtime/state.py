@@ -19,6 +19,8 @@ def gather_experts(
 
     only: the one rank that wants them; others get nothing, `[0, ...]`. None: all ranks.
     """
+    if stacked.dtype == torch.float8_e4m3fn:  # which some groups do not know
+        return gather_experts(stacked.view(torch.uint8), balancer, only=only).view(stacked.dtype)
     topology, comm = balancer.topology, balancer.comm
     stacked = stacked.detach().contiguous()
     shape = stacked.shape[1:]

@@ -1,0 +1,400 @@
+"""Experts in eight bits beside bfloat16, in the same run: products, stage 6, a layer, and bytes.
+
+    python benchmarks/bench_fp8.py                  # needs a GPU; a minute
+    python benchmarks/bench_fp8.py --only products
+    python benchmarks/bench_fp8.py --toy            # tiny, for CI; also without a GPU
+
+All that is compared takes turns, in rounds; times are medians over these. Errors are norms of
+differences over norms, in float64: `rounding` against the product of the very numbers that were
+multiplied, `error` against that of the weights and rows in full.
+
+Shapes: A rows, L slots, D model width, F hidden width.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from statistics import median
+from typing import Any
+
+import torch
+from bench_single import in_a_row
+from grouped_mlp import DEEPSEEK, QWEN3, TINY, Draw, Model, as_stacks, drawer
+from harness import Bench, Case, Line, Metric, Values, common_options, section_option
+from timing import Call, Gpu, Host, free, on_gpu, tell
+from torch import nn
+from torch.nn.functional import silu
+from world import Given, given_layer
+
+import ultraep
+from ultraep.bundle import Layout
+from ultraep.formats import E4M3, FORMATS, Format
+
+CYCLES = 2_000_000
+SAMPLE = 128  # rows of a slot whose errors are looked at
+PLAIN, TORCH, TORCH_ROWS = "bf16", "torch, bf16", "torch, fp8_rows"
+WHERE, PROMISED = "rows packed here", "forward, weights promised"
+
+TIME = Metric("time_p50", "ms", "ms", ".3f")
+HOST_TIME = Metric("host_time", "ms", "host ms", ".2f")
+RATE = Metric("rate", "TFLOP/s", "TFLOP/s", ".0f")
+BYTE_RATE = Metric("byte_rate", "GB/s", "GB/s", ".0f")
+SPEED = Metric("speed_over_bf16", "ratio", "over bf16", ".2f")
+ROUNDING = Metric("error_of_product", "ratio", "rounding", ".5f")
+ERROR = Metric("error", "ratio", "error", ".4f")
+BYTES = Metric("size_of_a_copy", "MB", "MB", ".3f")
+SHARE = Metric("bytes_over_bf16", "ratio", "of bf16", ".4f")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scale:
+    """How much is measured: models with slots, rows of a slot, rounds, and calls in each."""
+
+    models: tuple[tuple[Model, int], ...]
+    rows: tuple[int, ...]
+    top_k: int
+    rounds: int
+    calls: int
+
+
+MODELS = ((QWEN3, 16), (DEEPSEEK, 16))
+FULL = Scale(models=MODELS, rows=(512, 1024, 4096), top_k=8, rounds=7, calls=3)
+QUICK = Scale(models=MODELS[:1], rows=(4096,), top_k=8, rounds=5, calls=3)
+TOY = Scale(models=((TINY, 4),), rows=(8,), top_k=2, rounds=1, calls=1)
+
+
+def measured(bench: Bench, calls: Mapping[str, Call]) -> dict[str, float]:
+    """Milliseconds of a call of each, the median of the rounds in which they take turns."""
+    found: dict[str, list[float]] = {name: [] for name in calls}
+    for call in calls.values():
+        call()
+    for round_ in range(bench.scale.rounds):
+        for name in calls if round_ % 2 else reversed(list(calls)):
+            found[name].append(in_a_row(bench.clock, calls[name], bench.scale.calls))
+    return {name: float(median(times)) for name, times in found.items()}
+
+
+def values_of(bench: Bench, ms: float, plain: float, flops: int = 0, moved: int = 0) -> Values:
+    if isinstance(bench.clock, Host):
+        return {HOST_TIME: ms}
+    return {
+        TIME: ms,
+        RATE: flops / ms / 1e9 if flops else None,
+        BYTE_RATE: moved / ms / 1e6 if moved else None,
+        SPEED: plain / ms if flops else None,
+    }
+
+
+class Quantised:
+    """A weight of every slot in one format, and the rows that it meets."""
+
+    def __init__(self, form: Format, weights: torch.Tensor, rows: torch.Tensor) -> None:
+        from ultraep.backends.triton import quantise
+        from ultraep.quantised import QuantisedStacks
+
+        self.form, self._verbs = form, quantise
+        self.data = torch.empty_like(weights, dtype=E4M3)
+        shape = form.scale_shape(tuple(weights.shape))
+        self.scales = weights.new_empty(shape, dtype=form.scale_type)
+        quantise.quantise(form, weights, self.data, self.scales)
+        self.stacks = QuantisedStacks(as_stacks(self.data), as_stacks(self.scales))
+        self.rows, self._width = rows, rows.shape[1]
+        self.given = quantise.pack(form, rows) if form.packs else rows
+
+    def exact(self, slot: int, part: slice) -> torch.Tensor:
+        """The product of the numbers that are multiplied."""
+        weight = self._verbs.dequantise(
+            self.form, self.data[slot], self.scales[slot], torch.float32
+        )
+        rows = self.rows[part]
+        if self.form.packs:
+            rows = self._verbs.unpack(self.form, self.given[part], self._width, torch.float32)
+        return rows.double() @ weight.double().T
+
+
+def engines(offsets: torch.Tensor, dtype: torch.dtype) -> dict[str, Any]:
+    """Ours, by name of a format; and that of plain products."""
+    from ultraep.activations import activation_named
+    from ultraep.backends.triton.products import TritonProducts
+    from ultraep.backends.triton.quantised import TritonQuantised
+
+    swiglu = activation_named("swiglu")
+    found: dict[str, Any] = {PLAIN: TritonProducts(offsets, swiglu, dtype)}
+    ours = {n: TritonQuantised(offsets, swiglu, dtype, form) for n, form in FORMATS.items()}
+    return found | ours
+
+
+def offsets_of(bench: Bench, slots: int, rows: int) -> torch.Tensor:
+    return torch.arange(0, (slots + 1) * rows, rows, dtype=torch.int32, device=bench.clock.device)
+
+
+def distance(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    return float((found.double() - wanted.double()).norm() / wanted.double().norm())
+
+
+def products(bench: Bench) -> None:
+    """Grouped products alone: gate and up, then down."""
+    for model, slots in bench.scale.models:
+        for rows in bench.scale.rows:
+            shapes = {"gate_up": (2 * model.ffn, model.width), "down": (model.width, model.ffn)}
+            lines = []
+            for work, shape in shapes.items():
+                tell(f"{model.name}, {rows} rows, {work}")
+                case = {"model": model.name, "slots": slots, "rows": rows, "work": work}
+                lines += product_lines(bench, case, slots, rows, *shape)
+                free()
+            bench.table(f"D {model.width}, F {model.ffn}", lines)
+
+
+def product_lines(
+    bench: Bench, case: Case, slots: int, rows: int, height: int, width: int
+) -> list[Line]:
+    draw, offsets = drawer(bench.clock), offsets_of(bench, slots, rows)
+    given = draw(slots * rows, width)
+    weights = draw(slots, height, width).mul_(width**-0.5)
+    held = {name: Quantised(form, weights, given) for name, form in FORMATS.items()}
+    ours = engines(offsets, given.dtype)
+    out = given.new_empty(slots * rows, height)
+    calls: dict[str, Call] = {
+        PLAIN: partial(ours[PLAIN].multiply, given, as_stacks(weights), None, out=out)
+    }
+    for name, of in held.items():
+        calls[name] = partial(ours[name].multiply, of.given, of.stacks, None, out=out)
+    if isinstance(bench.clock, Gpu):
+        calls |= torch_calls(given, weights, held["fp8_rows"], offsets[1:])
+    errors = {
+        name: errors_of(call, given, weights, held.get(name.removeprefix("torch, ")), rows)
+        for name, call in calls.items()
+    }
+    times = measured(bench, calls)
+    flops = 2 * slots * rows * height * width
+    return [
+        Line({**case, "path": n}, {**values_of(bench, ms, times[PLAIN], flops), **errors[n]})
+        for n, ms in times.items()
+    ]
+
+
+def torch_calls(
+    rows: torch.Tensor, weights: torch.Tensor, by_rows: Quantised, ends: torch.Tensor
+) -> dict[str, Call]:
+    """The grouped products that torch has: of bfloat16, and of e4m3 with a scale for each row."""
+    codes, scales = by_rows.form.parts(by_rows.given, rows.shape[1])
+    codes, scales = codes.contiguous(), scales.flatten().contiguous()
+    of_weights = by_rows.scales.squeeze(-1).contiguous()
+    return {
+        TORCH: lambda: torch._grouped_mm(rows, weights.mT, offs=ends),
+        TORCH_ROWS: lambda: torch._scaled_grouped_mm(
+            codes,
+            by_rows.data.mT,
+            scales,
+            of_weights,
+            offs=ends,
+            out_dtype=rows.dtype,
+            use_fast_accum=True,
+        ),
+    }
+
+
+def errors_of(
+    call: Callable[[], Any],
+    given: torch.Tensor,
+    weights: torch.Tensor,
+    held: Quantised | None,
+    rows: int,
+) -> Values:
+    """Of some rows of the first and the last slot."""
+    found = call()
+    rounding, error = [], []
+    for slot in (0, len(weights) - 1):
+        part = slice(slot * rows, slot * rows + min(rows, SAMPLE))
+        full = given[part].double() @ weights[slot].double().T
+        exact = full if held is None else held.exact(slot, part)
+        rounding.append(distance(found[part], exact))
+        error.append(distance(found[part], full))
+    return {ROUNDING: max(rounding), ERROR: max(error)}
+
+
+def experts(bench: Bench) -> None:
+    """Stage 6, forward: both products, and what stands between them; rows as they arrive."""
+    for model, slots in bench.scale.models:
+        lines = []
+        for rows in bench.scale.rows:
+            tell(f"{model.name}, {rows} rows")
+            lines += expert_lines(bench, model, slots, rows)
+            free()
+        bench.table(f"D {model.width}, F {model.ffn}", lines)
+
+
+def expert_lines(bench: Bench, model: Model, slots: int, rows: int) -> list[Line]:
+    draw = drawer(bench.clock)
+    given = draw(slots * rows, model.width)
+    gates = torch.rand_like(given[:, 0].float())
+    up, down = weights_of(draw, model, slots)
+    ours = engines(offsets_of(bench, slots, rows), given.dtype)
+    out = torch.empty_like(given)
+
+    def forward(engine: Any, first: torch.Tensor, gate_up: Any, second: Any) -> torch.Tensor:
+        hidden = engine.activate(engine.multiply(first, gate_up, None))
+        result: torch.Tensor = engine.multiply(hidden, second, None, scale=gates, out=out)
+        return result
+
+    def packing(engine: Any, *stacks: Any) -> torch.Tensor:
+        return forward(engine, engine.packed(given), *stacks)
+
+    calls: dict[str, Callable[[], torch.Tensor]] = {
+        PLAIN: partial(forward, ours[PLAIN], given, as_stacks(up), as_stacks(down))
+    }
+    for name, form in FORMATS.items():
+        first, second = Quantised(form, up, given), Quantised(form, down, given[:1, : model.ffn])
+        stacks = first.stacks, second.stacks
+        calls[name] = partial(forward, ours[name], first.given, *stacks)
+        if form.packs:
+            calls[f"{name}, {WHERE}"] = partial(packing, ours[name], *stacks)
+    errors = {n: network_error(call, given, gates, up, down, rows) for n, call in calls.items()}
+    times = measured(bench, calls)
+    case: Case = {"model": model.name, "slots": slots, "rows": rows}
+    flops = model.flops(slots * rows)
+    return [
+        Line({**case, "path": n}, {**values_of(bench, ms, times[PLAIN], flops), ERROR: errors[n]})
+        for n, ms in times.items()
+    ]
+
+
+def weights_of(draw: Draw, model: Model, slots: int) -> tuple[torch.Tensor, torch.Tensor]:
+    up = draw(slots, 2 * model.ffn, model.width).mul_(model.width**-0.5)
+    return up, draw(slots, model.width, model.ffn).mul_(model.ffn**-0.5)
+
+
+def network_error(
+    call: Callable[[], torch.Tensor],
+    given: torch.Tensor,
+    gates: torch.Tensor,
+    up: torch.Tensor,
+    down: torch.Tensor,
+    rows: int,
+) -> float:
+    """Of the last slot, against the network in full."""
+    begin, slot = (len(up) - 1) * rows, len(up) - 1
+    part = slice(begin, begin + min(rows, SAMPLE))
+    gate, value = (given[part].double() @ up[slot].double().T).chunk(2, dim=1)
+    wanted = (silu(gate) * value) @ down[slot].double().T * gates[part, None].double()
+    return distance(call()[part], wanted)
+
+
+def layer(bench: Bench) -> None:
+    """A whole layer of one rank: forward without gradients, and a step of training."""
+    for model, slots in bench.scale.models:
+        rows, top_k = max(bench.scale.rows), bench.scale.top_k
+        tokens = slots * rows // top_k
+        tell(f"{model.name}, {tokens} tokens")
+        lines = layer_lines(bench, model, slots, tokens, top_k)
+        bench.table(f"EP1, {tokens} tokens, top {top_k}; D {model.width}, F {model.ffn}", lines)
+        free()
+
+
+def layer_lines(bench: Bench, model: Model, slots: int, tokens: int, top_k: int) -> list[Line]:
+    draw, device = drawer(bench.clock), bench.clock.device
+    x, dy = draw(tokens, model.width), draw(tokens, model.width)
+    scores = torch.rand(tokens, slots, device=device)
+    best, ids = scores.topk(top_k, dim=1)
+    weights = dict(zip(("gate_up_proj", "down_proj"), weights_of(draw, model, slots), strict=True))
+    moes = {}
+    for name in (PLAIN, *FORMATS):
+        balancer = ultraep.Balancer(experts=slots, data_plane="mapped" if x.is_cuda else "messages")
+        router = Given(ids)
+        router.gates = best / best.sum(dim=1, keepdim=True)
+        own = {n: nn.Parameter(weight) for n, weight in weights.items()}
+        moes[name] = given_layer(balancer, router, own, None if name == PLAIN else name)
+    leaf = x.clone().requires_grad_()
+
+    def forward(moe: nn.Module) -> torch.Tensor:
+        with torch.no_grad():
+            y: torch.Tensor = moe(x)
+        return y
+
+    def step(moe: nn.Module) -> None:
+        leaf.grad = None
+        for parameter in moe.parameters():
+            parameter.grad = None
+        moe(leaf).backward(dy)
+
+    wanted, flops = forward(moes[PLAIN]).clone(), model.flops(tokens * top_k)
+    errors = {name: distance(forward(moe), wanted) for name, moe in moes.items()}
+    lines = []
+    for work, call in ((PROMISED, forward), ("forward", forward), ("forward, backward", step)):
+        with ExitStack() as promises:
+            for moe in moes.values() if work == PROMISED else ():
+                promises.enter_context(moe.balancer.unchanged_weights())
+            found = measured(bench, {name: partial(call, moe) for name, moe in moes.items()})
+        for name, ms in found.items():
+            case = {"model": model.name, "work": work, "path": name}
+            speeds = values_of(bench, ms, found[PLAIN], flops * (3 if call is step else 1))
+            lines.append(Line(case, {**speeds, ERROR: errors[name] if call is forward else None}))
+    return lines
+
+
+def copies(bench: Bench) -> None:
+    """What a copy weighs, and how long weights and rows take to be quantised and made plain."""
+    for model, slots in bench.scale.models:
+        draw, lines = drawer(bench.clock), []
+        weights = weights_of(draw, model, slots)
+        rows = draw(max(bench.scale.rows) * slots // bench.scale.top_k, model.width)
+        for name, form in FORMATS.items():
+            tell(f"{model.name}, {name}")
+            for work, values in copy_values(bench, form, weights, rows).items():
+                lines.append(Line({"model": model.name, "format": name, "work": work}, values))
+        bench.table(f"D {model.width}, F {model.ffn}; GB/s count bytes read and written", lines)
+        free()
+
+
+def copy_values(
+    bench: Bench, form: Format, weights: tuple[torch.Tensor, torch.Tensor], rows: torch.Tensor
+) -> dict[str, Values]:
+    from ultraep.backends.triton import quantise
+
+    held = [Quantised(form, weight, weight[0, :1]) for weight in weights]
+    parts = {f"data {i}": one.data for i, one in enumerate(held)}
+    parts |= {f"scales {i}": one.scales for i, one in enumerate(held)}
+    nbytes = Layout.of(parts, len(weights[0])).nbytes
+    full = 2 * sum(weight[0].numel() for weight in weights)
+    (data, scales), weight = (held[0].data, held[0].scales), weights[0]
+    calls: dict[str, Call] = {
+        "quantise weights": partial(quantise.quantise, form, weight, data, scales),
+        "dequantise weights": partial(quantise.dequantise, form, data, scales, weight.dtype),
+    }
+    if form.packs:
+        calls["pack rows"] = partial(quantise.pack, form, rows)
+    found: dict[str, Values] = {"a copy": {BYTES: nbytes / 1e6, SHARE: nbytes / full}}
+    for work, ms in measured(bench, calls).items():
+        numbers = rows.numel() if work == "pack rows" else weight.numel()
+        found[work] = values_of(bench, ms, ms, moved=3 * numbers)
+    return found
+
+
+SECTIONS: dict[str, Callable[[Bench], None]] = {
+    "products": products,
+    "experts": experts,
+    "layer": layer,
+    "copies": copies,
+}
+
+
+def main(argv: list[str]) -> None:
+    """Run the sections, print their tables, and write their rows."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    common_options(parser)
+    section_option(parser, SECTIONS)
+    options = parser.parse_args(argv[1:])
+    gpu = on_gpu(toy=options.toy)
+    scale = TOY if options.toy else QUICK if options.quick else FULL
+    clock = Gpu(scale.rounds, CYCLES) if gpu else Host(1, 0)
+    Bench.of("fp8", argv, scale, clock, options.json).run(SECTIONS, options.only)
+
+
+if __name__ == "__main__":
+    main(sys.argv)

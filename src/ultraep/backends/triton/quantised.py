@@ -1,0 +1,203 @@
+"""Products of stage 6 on a GPU with numbers of eight bits; twins of `ultraep.quantised`.
+
+Tensor cores that know e4m3 multiply it. On others the codes are decoded to float16 on the way,
+which changes no number: each has the rate of float16, and the memory of eight bits.
+
+Shapes: A rows that there is room for, N and K those of a weight, F hidden width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from ultraep.activations import Activation
+from ultraep.backends.triton import quantise
+from ultraep.backends.triton.grouped import Blocks, Grouped
+from ultraep.backends.triton.kernels import quantise as quantise_kernels
+from ultraep.backends.triton.kernels import quantised as kernels
+from ultraep.backends.triton.launch import power_of_2, quick
+from ultraep.backends.triton.products import TritonProducts
+from ultraep.formats import E4M3, Format
+from ultraep.products import Stacks
+from ultraep.quantised import QuantisedProducts, QuantisedStacks
+
+QuantisedTable = Mapping[str, Blocks]  # by format
+
+TABLES: dict[str, QuantisedTable] = {
+    "e4m3": {
+        "fp8": Blocks(128, 128, 128, warps=4, stages=3, resident=2),
+        "fp8_rows": Blocks(128, 256, 128, warps=8, stages=4, half=True),
+    },
+    "cuda": {
+        "fp8": Blocks(128, 128, 128, warps=8, stages=2),
+        "fp8_rows": Blocks(128, 128, 128, warps=8, stages=2),
+    },
+    "hip": {  # 64 KiB of shared memory
+        "fp8": Blocks(64, 64, 128, warps=4, stages=2),
+        "fp8_rows": Blocks(64, 64, 128, warps=4, stages=2),
+    },
+}
+ACTIVATED = 4096  # numbers of a tile between two products
+RESIDENT = 5  # programs on a multiprocessor, there
+
+
+def known_to_tensor_cores(device: torch.device) -> bool:
+    """Whether a GPU multiplies e4m3: those of compute capability 8.9 and above."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    return torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+def table_for(device: torch.device) -> QuantisedTable:
+    if known_to_tensor_cores(device):
+        return TABLES["e4m3"]
+    return TABLES["cuda" if torch.version.hip is None else "hip"]
+
+
+class GroupedQuantised(Grouped):
+    """Work on packed rows of one rank; see `Grouped`.
+
+    `blocks`: how the products of each format are cut.   `native`: codes are multiplied as they are.
+    """
+
+    def __init__(
+        self,
+        offsets: torch.Tensor,
+        *,
+        programs: int | None = None,
+        blocks: QuantisedTable | None = None,
+        native: bool | None = None,
+    ) -> None:
+        super().__init__(offsets, programs=programs)
+        self.blocks = blocks or table_for(offsets.device)
+        native = known_to_tensor_cores(offsets.device) if native is None else native
+        self._codes = E4M3 if native else torch.uint8
+
+    def multiply_quantised(
+        self,
+        form: Format,
+        packed: torch.Tensor,
+        weights: QuantisedStacks,
+        out_AN: torch.Tensor,
+        *,
+        bias: Stacks | None = None,
+        scale: torch.Tensor | None = None,
+    ) -> None:
+        """Rows @ W^T + bias, W [N, K] of every slot; then rounded, and times the rounded `scale`.
+
+        `bias`: [N] of every slot.   `scale`: [A] float32.
+        """
+        data, scales, blocks = weights.data, weights.scales, self.blocks[form.name]
+        depth, width = weights.width, out_AN.shape[1]
+        codes, row_scales = form.parts(packed, depth)
+        self._check(data, (width, depth), codes, row_scales, out_AN, scale)
+        self._check(scales, form.scale_shape((width, depth)))
+        if bias is not None:
+            self._check(bias, (width,))
+        quick(kernels.multiply_quantised)[(self.programs * blocks.resident,)](
+            codes.view(self._codes),
+            row_scales,
+            data.homes.view(self._codes),
+            data.copies.view(self._codes),
+            scales.homes,
+            scales.copies,
+            bias and bias.homes,
+            bias and bias.copies,
+            scale,
+            self.offsets,
+            self._tiles(len(packed), blocks.rows),
+            out_AN,
+            len(data.homes),
+            depth,
+            width,
+            codes.stride(0),
+            row_scales.stride(0),
+            data.homes.stride(0),
+            data.copies.stride(0),
+            data.homes.stride(1),
+            scales.homes.stride(0),
+            scales.copies.stride(0),
+            scales.homes.stride(1),
+            bias and bias.homes.stride(0),
+            bias and bias.copies.stride(0),
+            out_AN.stride(0),
+            BLOCKS=form.width > 0,
+            ALL_DEPTH=depth % blocks.depth == 0,
+            ALL_WIDTH=width % blocks.columns == 0,
+            M=blocks.rows,
+            N=blocks.columns,
+            K=blocks.depth,
+            BAND=blocks.band,
+            HALF=blocks.half,
+            num_warps=blocks.warps,
+            num_stages=blocks.stages,
+        )
+
+    def swiglu_quantise(self, form: Format, up: torch.Tensor) -> torch.Tensor:
+        """[A, bytes] the packed rows `[A, F]`, from `[A, 2F]`: see `Grouped.swiglu`."""
+        width = up.shape[1] // 2
+        packed = up.new_empty(len(up), form.row_bytes(width), dtype=torch.uint8)
+        codes, scales = form.parts(packed, width)
+        group = form.width or width
+        padded = power_of_2(group)
+        quick(quantise_kernels.swiglu_quantise)[(self.programs * RESIDENT,)](
+            up,
+            self.offsets,
+            codes.view(torch.uint8),
+            scales,
+            self.num_slots,
+            width,
+            up.stride(0),
+            codes.stride(0),
+            scales.stride(0),
+            GROUP=group,
+            M=max(1, ACTIVATED // padded),
+            N=padded,
+            num_warps=8,
+        )
+        return packed
+
+
+class TritonQuantised(QuantisedProducts):
+    """Products of all slots at once; see `TritonProducts` for what it is made of."""
+
+    numbers = quantise
+
+    def __init__(
+        self,
+        offsets: torch.Tensor,
+        activation: Activation,
+        dtype: torch.dtype,
+        form: Format,
+        programs: int | None = None,
+    ) -> None:
+        super().__init__(TritonProducts(offsets, activation, dtype, programs), form, dtype)
+        self._fused = form.packs and activation.name == "swiglu"
+        self._grouped = GroupedQuantised(offsets, programs=programs)
+
+    def multiply(
+        self,
+        rows: torch.Tensor,
+        weights: QuantisedStacks,
+        bias: Stacks | None,
+        *,
+        scale: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        if not self._form.packs:
+            return super().multiply(rows, weights, bias, scale=scale, out=out)
+        width = weights.data.homes.shape[1]
+        out_AN = rows.new_empty(len(rows), width, dtype=self._dtype) if out is None else out
+        scale = None if scale is None else scale.float()
+        self._grouped.multiply_quantised(self._form, rows, weights, out_AN, bias=bias, scale=scale)
+        return out_AN
+
+    def activate(self, up: torch.Tensor) -> torch.Tensor:
+        return (
+            self._grouped.swiglu_quantise(self._form, up) if self._fused else super().activate(up)
+        )
+
+    def _rows(self, packed: torch.Tensor, width: int, dtype: torch.dtype) -> torch.Tensor:
+        return quantise.unpack(self._form, packed, width, dtype, self._grouped.offsets[-1:])

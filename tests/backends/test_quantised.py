@@ -1,0 +1,281 @@
+"""Numbers of eight bits on the GPU, beside their twins; without one, kernels are interpreted."""
+
+from contextlib import nullcontext
+from itertools import pairwise
+
+import pytest
+import torch
+from guard import watched
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_grouped import dot, padded, rounded
+from triton.runtime.interpreter import InterpreterBuilder
+
+import ultraep.formats as formats
+from ultraep.activations import activation_named
+from ultraep.backends.triton import quantise
+from ultraep.backends.triton.device import default_device, interpreted, launching
+from ultraep.backends.triton.grouped import Blocks
+from ultraep.backends.triton.quantised import (
+    GroupedQuantised,
+    TritonQuantised,
+    known_to_tensor_cores,
+)
+from ultraep.formats import E4M3, FORMATS
+from ultraep.products import Stacks, TorchProducts
+from ultraep.quantised import QuantisedProducts, QuantisedStacks
+
+DEVICE = default_device()
+SMALL = {name: Blocks(16, 16, 128, stages=2, band=2, half=True) for name in FORMATS}
+SLOTS = {
+    "mixed": ([5, 0, 17], [9, 3]),
+    "no rows": ([0, 0], [0]),
+    "no copies": ([16, 3, 2], []),
+    "no homes": ([], [3, 0, 20]),
+}
+ROOM = 40
+PACKING = [form for form in FORMATS.values() if form.packs]
+by_name = pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
+packing = pytest.mark.parametrize("form", PACKING, ids=lambda form: form.name)
+types = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+
+
+@pytest.fixture(autouse=True)
+def watch(monkeypatch):
+    """Interpreted kernels touch nothing but their tensors, and compute as a GPU does."""
+    if interpreted():
+        monkeypatch.setattr(InterpreterBuilder, "create_dot", dot)
+        monkeypatch.setattr(InterpreterBuilder, "create_fp_trunc", rounded)
+    with watched() if interpreted() else nullcontext(), launching(DEVICE):
+        yield
+
+
+def drawn(*shape, seed=0, dtype=torch.float32):
+    """Numbers of many sizes, some of them zero."""
+    draw = torch.Generator().manual_seed(seed)
+    values = torch.randn(shape, generator=draw) * 2.0 ** torch.randint(
+        -12, 8, shape, generator=draw
+    )
+    values[torch.rand(shape, generator=draw) < 0.1] = 0.0
+    return values.to(DEVICE, dtype)
+
+
+def quantised(form, weights, verbs=formats):
+    data = torch.empty(weights.shape, dtype=E4M3, device=weights.device)
+    shape = form.scale_shape(tuple(weights.shape))
+    scales = torch.empty(shape, dtype=form.scale_type, device=weights.device)
+    verbs.quantise(form, weights, data, scales)
+    return data, scales
+
+
+def same_bytes(one, other):
+    assert one.dtype == other.dtype
+    assert torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
+
+
+@types
+@by_name
+@pytest.mark.parametrize("shape", [(2, 150, 200), (1, 128, 128), (3, 5, 33), (0, 4, 4)], ids=str)
+def test_weights_are_quantised_and_made_plain_like_their_twins(form, shape, dtype):
+    weights = drawn(*shape, dtype=dtype)
+    data, scales = quantised(form, weights, quantise)
+    for found, wanted in zip((data, scales), quantised(form, weights), strict=True):
+        same_bytes(found, wanted)
+    back = quantise.dequantise(form, data, scales, dtype)
+    same_bytes(back, formats.dequantise(form, data, scales, dtype))
+
+
+@types
+@packing
+@pytest.mark.parametrize("shape", [(7, 300), (3, 128), (2, 16), (0, 16)], ids=str)
+def test_rows_are_packed_like_their_twins(form, shape, dtype):
+    rows = drawn(*shape, dtype=dtype)
+    packed, wanted = quantise.pack(form, rows), formats.pack(form, rows)
+    for found, like in zip(*(form.parts(p, shape[1]) for p in (packed, wanted)), strict=True):
+        same_bytes(found, like)
+    plain = quantise.unpack(form, packed, shape[1], dtype)
+    same_bytes(plain, formats.unpack(form, wanted, shape[1], dtype))
+
+
+def test_rows_behind_the_last_are_left_alone():
+    form, rows = FORMATS["fp8"], drawn(5, 64)
+    packed = quantise.pack(form, rows)
+    end = torch.tensor([3], dtype=torch.int32, device=DEVICE)
+    plain = quantise.unpack(form, packed, 64, torch.float32, end)
+    same_bytes(plain[:3], formats.unpack(form, packed, 64, torch.float32)[:3])
+
+
+@settings(max_examples=50)
+@given(st.lists(st.floats(width=32, allow_infinity=False, allow_nan=False), min_size=8, max_size=8))
+def test_any_number_is_encoded_as_torch_does(values):
+    form, rows = FORMATS["fp8"], torch.tensor([values], device=DEVICE)
+    same_bytes(*(form.parts(v.pack(form, rows), 8)[0] for v in (quantise, formats)))
+
+
+def test_all_codes_are_read_as_torch_does():
+    codes = torch.arange(256, dtype=torch.uint8, device=DEVICE).view(1, 2, 128)
+    scales = torch.ones(1, 2, 1, device=DEVICE)
+    plain = quantise.dequantise(FORMATS["fp8_rows"], codes.view(E4M3), scales, torch.float32)
+    torch.testing.assert_close(plain, codes.view(E4M3).float(), rtol=0, atol=0, equal_nan=True)
+
+
+def test_what_is_no_number_stays_none():
+    rows = drawn(3, 256)
+    rows[0, 3], rows[1, 200] = float("nan"), float("inf")
+    for verbs in (formats, quantise):
+        data, _ = FORMATS["fp8"].parts(verbs.pack(FORMATS["fp8"], rows), 256)
+        assert data[:2].float().isnan().sum(dim=1).tolist() == [1, 1]
+        assert not data[2].float().isnan().any()
+
+
+class Case:
+    """Rows of some slots, weights of eight bits, and both engines."""
+
+    def __init__(self, form, name="mixed", dtype=torch.float32, blocks=None, depth=300, width=40):
+        homes, copies = SLOTS[name]
+        counts = homes + copies
+        self.total, self.form, self.dtype = sum(counts), form, dtype
+        begins = torch.tensor([0, *counts]).cumsum(0)
+        offsets = begins.to(DEVICE, torch.int32)
+        swiglu = activation_named("swiglu")
+        plain = TorchProducts(begins.tolist(), swiglu, bitwise=True)
+        self.twin = QuantisedProducts(plain, form, dtype)
+        self.kernels = TritonQuantised(offsets, swiglu, dtype, form, programs=2)
+        self.kernels._grouped = GroupedQuantised(offsets, programs=2, blocks=blocks or SMALL)
+        self.rows = drawn(ROOM, depth, dtype=dtype, seed=1)
+        self.scale = drawn(ROOM, seed=2)
+        stacks = [quantised(form, drawn(len(n), width, depth, seed=3)) for n in (homes, copies)]
+        self.bias = Stacks(*(drawn(len(n), width, seed=4) for n in (homes, copies)))
+        (data, scales), (copied, copied_scales) = stacks
+        copied = padded(copied.view(torch.uint8).float()).to(torch.uint8)
+        copied = torch.stack([*copied]) if len(copied) else copied.contiguous()
+        self.weights = QuantisedStacks(
+            Stacks(data, copied.view(E4M3)), Stacks(scales, copied_scales)
+        )
+
+
+def close(found, wanted, dtype):
+    error = 1e-5 if dtype == torch.float32 else 1e-2
+    limit = wanted.abs().max().item() if wanted.numel() else 1.0
+    torch.testing.assert_close(found, wanted, rtol=error, atol=error * limit)
+
+
+@types
+@by_name
+@pytest.mark.parametrize("name", SLOTS)
+def test_products_are_those_of_the_twin(form, name, dtype):
+    case = Case(form, name, dtype)
+    packed = case.twin.packed(case.rows)
+    for bias, scale in ((None, None), (case.bias, case.scale)):
+        found = case.kernels.multiply(packed, case.weights, bias, scale=scale)
+        wanted = case.twin.multiply(packed, case.weights, bias, scale=scale)
+        close(found[: case.total], wanted[: case.total], dtype)
+
+
+@types
+@packing
+def test_what_stands_between_products_is_that_of_the_twin(form, dtype):
+    case = Case(form, dtype=dtype)
+    up = drawn(ROOM, 2 * 200, dtype=dtype).clamp(-9, 9)
+    found = case.kernels.activate(up)[: case.total]
+    both = [case.form.parts(p, 200) for p in (found, case.twin.activate(up)[: case.total])]
+    (data, scales), (wanted, wanted_scales) = both
+    same = (scales == wanted_scales).float().mean()
+    assert same > 0.98  # a sigmoid of another library may round to another power of two
+    error = formats.unpack(form, found, 200, torch.float32) - activation_named("swiglu").apply(
+        up[: case.total].float()
+    )
+    assert (error.abs() <= 2.0**-4 * up.abs().max() ** 2).all()
+    assert (data.view(torch.uint8) == wanted.view(torch.uint8)).float().mean() > 0.98
+
+
+@packing
+def test_backward_is_that_of_plain_numbers(form):
+    case = Case(form)
+    packed, d_out = case.twin.packed(case.rows), drawn(ROOM, 40, seed=5)
+    for verb in ("kernels", "twin"):
+        engine = getattr(case, verb)
+        d_rows = engine.multiply_transposed(d_out, case.weights)
+        into = Stacks(
+            torch.empty(3, 40, 300, device=DEVICE), torch.empty(2, 40, 300, device=DEVICE)
+        )
+        engine.weight_gradients(d_out, packed, into, None)
+        if verb == "kernels":
+            found = d_rows, into
+    close(found[0][: case.total], d_rows[: case.total], torch.float32)
+    for one, other in ((found[1].homes, into.homes), (found[1].copies, into.copies)):
+        close(one, other, torch.float32)
+
+
+@types
+@packing
+def test_bits_of_a_row_do_not_depend_on_its_place(form, dtype):
+    """The same rows and weights in slots of other sizes, and in another order."""
+    case = Case(form, "no copies", dtype)
+    data, scales = case.weights.data.homes, case.weights.scales.homes
+    packed, order = case.twin.packed(case.rows), torch.randperm(21)
+    one = QuantisedStacks(*(Stacks(t[:1], t[:0]) for t in (data, scales)))
+    offsets = torch.tensor([0, 21], dtype=torch.int32, device=DEVICE)
+    many = torch.tensor([0, 9, 9, 21], dtype=torch.int32, device=DEVICE)
+    found = []
+    for begins, stacks, rows in (
+        (offsets, one, packed[:21]),
+        (many, three_alike(one), packed[:21][order.to(DEVICE)]),
+    ):
+        out = torch.empty(21, 40, dtype=dtype, device=DEVICE)
+        grouped = GroupedQuantised(begins, programs=2, blocks=SMALL)
+        grouped.multiply_quantised(form, rows, stacks, out)
+        found.append(out)
+    assert torch.equal(found[0][order.to(DEVICE)], found[1])
+
+
+def three_alike(stacks):
+    def alike(stack):
+        return Stacks(stack.homes.repeat(2, 1, 1), stack.homes.clone())
+
+    return QuantisedStacks(alike(stacks.data), alike(stacks.scales))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@packing
+@pytest.mark.parametrize("sizes", [(1536, 1024), (2880, 2880), (200, 300)], ids=str)
+def test_large_products(form, sizes):
+    """With blocks as in use: near the product of the dequantised numbers."""
+    height, width = sizes
+    counts = [700, 0, 1, 513]
+    begins = torch.tensor([0, *counts]).cumsum(0)
+    rows = torch.randn(1500, width, device=DEVICE, dtype=torch.bfloat16)
+    data, scales = quantised(form, torch.randn(4, height, width, device=DEVICE) * width**-0.5)
+    stacks = QuantisedStacks(Stacks(data[:3], data[3:]), Stacks(scales[:3], scales[3:]))
+    packed = quantise.pack(form, rows)
+    for native in {False, known_to_tensor_cores(DEVICE)}:
+        grouped = GroupedQuantised(begins.to(DEVICE, torch.int32), native=native)
+        out = rows.new_full((1500, height), 7.0)
+        grouped.multiply_quantised(form, packed, stacks, out)
+        plain = formats.dequantise(form, data, scales, torch.float32)
+        exact = formats.unpack(form, packed, width, torch.float32)
+        for slot, (begin, end) in enumerate(pairwise(begins.tolist())):
+            wanted = exact[begin:end].double() @ plain[slot].double().T
+            error = (out[begin:end].double() - wanted).norm() / wanted.norm().clamp(min=1e-30)
+            assert error < 5e-3, error
+        assert (out[begins[-1] :] == 7.0).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@packing
+def test_bits_do_not_depend_on_the_place_in_tiles_as_in_use(form):
+    """In one slot, or in two of which one ends with half a tile; native or decoded."""
+    rows = torch.randn(700, 1024, device=DEVICE, dtype=torch.bfloat16)
+    data, scales = quantised(form, torch.randn(1, 512, 1024, device=DEVICE))
+    packed, order = quantise.pack(form, rows), torch.randperm(700, device=DEVICE)
+    one = QuantisedStacks(Stacks(data, data[:0]), Stacks(scales, scales[:0]))
+    two = QuantisedStacks(Stacks(data, data.clone()), Stacks(scales, scales.clone()))
+    found = []
+    for ends, stacks, moved in (([0, 700], one, packed), ([0, 170, 700], two, packed[order])):
+        out = rows.new_empty(700, 512)
+        offsets = torch.tensor(ends, dtype=torch.int32, device=DEVICE)
+        GroupedQuantised(offsets).multiply_quantised(form, moved, stacks, out)
+        found.append(out)
+    assert torch.equal(found[0][order], found[1])
