@@ -33,6 +33,12 @@ class Blocks:
     half: bool = False  # whether the last rows of a slot may be a tile of half the height
     narrow: bool = False  # whether the last columns may be a tile of fewer ones
 
+    drawn: bool = True  # whether programs draw their tiles, or take every so many-th
+
+    @property
+    def lanes(self) -> int:
+        return 32 * self.warps if self.drawn else 0
+
     def last(self, width: int) -> int:
         """Columns of the last tile of so many: 64 of 2880 in tiles of 256 that may be narrow."""
         left = width % self.columns
@@ -88,7 +94,7 @@ class Grouped:
         self.offsets, self.num_slots = offsets, len(offsets) - 1
         self.programs = programs or multiprocessors(offsets.device)
         self.table = table or TABLES["cuda" if torch.version.hip is None else "hip"]
-        self._order: dict[int, torch.Tensor] = {}
+        self._order: dict[tuple[int, int], torch.Tensor] = {}
         self._padded = power_of_2(max(1, self.num_slots))
 
     def multiply(
@@ -138,7 +144,7 @@ class Grouped:
             bias and bias.copies,
             scale,
             self.offsets,
-            self._tiles(rows.shape[0], blocks.rows),
+            self._tiles(rows.shape[0], blocks),
             out,
             weights.homes.shape[0],
             rows.shape[1],
@@ -157,8 +163,8 @@ class Grouped:
             N=blocks.columns,
             LAST=last,
             K=blocks.depth,
-            BAND=blocks.band,
             HALF=blocks.half,
+            LANES=blocks.lanes,
             num_warps=blocks.warps,
             num_stages=blocks.stages,
         )
@@ -200,6 +206,7 @@ class Grouped:
             rows_AK,
             scale,
             self.offsets,
+            self._tiles(rows_AK.shape[0], blocks),
             into.homes,
             into.copies,
             into.sums,
@@ -225,26 +232,29 @@ class Grouped:
             LAST=last,
             K=blocks.depth,
             BAND=blocks.band,
+            LANES=blocks.lanes,
             num_warps=blocks.warps,
             num_stages=blocks.stages,
         )
 
-    def _tiles(self, room: int, height: int) -> torch.Tensor:
-        """The order of the tiles of that height, made once for all products of these rows."""
-        if height not in self._order:
-            most = cdiv(room, height) + self.num_slots
-            order = torch.empty(1 + 2 * most, dtype=torch.int32, device=self.offsets.device)
+    def _tiles(self, room: int, blocks: Blocks) -> torch.Tensor:
+        """The order of tiles of that height, made once for all products of these rows."""
+        kind = blocks.rows, blocks.band
+        if kind not in self._order:
+            most = 1 + cdiv(room, blocks.rows) + self.num_slots
+            order = torch.empty(4 * most, dtype=torch.int32, device=self.offsets.device)
             quick(grouped.lay_tiles)[(max(1, self.num_slots),)](
                 self.offsets,
                 order,
                 self.num_slots,
                 L=self._padded,
-                M=height,
+                M=blocks.rows,
+                BAND=blocks.band,
                 B=64,
                 num_warps=4,
             )
-            self._order[height] = order
-        return self._order[height]
+            self._order[kind] = order
+        return self._order[kind]
 
     def swiglu(self, up: torch.Tensor, out_AF: torch.Tensor) -> None:
         """[A, 2F] -> [A, F]: silu of the first half, times the second; rounded once."""
