@@ -4,12 +4,13 @@ nvidia-smi --query-gpu=timestamp,clocks.sm,clocks.mem,power.draw,temperature.gpu
 SMI=$!
 export PYTHONPATH=../src PYTHONUNBUFFERED=1
 date +%T
-for v in old static drawn stages4 band5 nohalf; do python probe_ragged.py warm $v q > $OUT/warm_$v.txt 2>&1 & done
-for v in old drawn stages4; do python probe_ragged.py warm $v d > $OUT/warm_d_$v.txt 2>&1 & done
+V=old,oldnoh,drawnnoh,new,new4,newband6
+for v in ${V//,/ }; do python probe_ragged.py warm $v q > /tmp/warm_$v.txt 2>&1 & done
+python probe_ragged.py layers 0 > /tmp/warm_layers.txt 2>&1 &
 for j in $(jobs -p); do [ $j != $SMI ] && wait $j; done
-date +%T; tail -n 2 $OUT/warm_*.txt
-timeout 100 python probe_ragged.py products old,static,drawn,stages4,band5,nohalf old,drawn,stages4 2>&1 | tee $OUT/products.txt
+date +%T; tail -n 2 /tmp/warm_*.txt
+timeout 90 python probe_ragged.py products $V $V 2>&1 | tee $OUT/products.txt
 date +%T
-timeout 80 python probe_ragged.py layers 2>&1 | tee $OUT/layers.txt
+timeout 60 python probe_ragged.py layers 4 2>&1 | tee $OUT/layers.txt
 date +%T
 kill $SMI

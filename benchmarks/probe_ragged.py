@@ -14,18 +14,17 @@ OUT = os.environ.get("OUT", "/tmp")
 
 def tables():
     from ultraep.backends.triton.grouped import TABLES, Grouped
-    import probe_old
-    new = TABLES["cuda"]
-    prod = [k for k in new if k[1] == 2 and new[k].depth]
-    def change(**kw):
-        return {**new, **{k: replace(new[k], **kw) for k in prod}}
+    import probe_old, probe_drawn
+    def change(table, **kw):
+        return {**table, **{k: replace(b, **kw) for k, b in table.items() if k[1] == 2 and b.depth}}
+    new, old, drawn = TABLES["cuda"], probe_old.TABLES["cuda"], probe_drawn.TABLES["cuda"]
     return {
-        "old": (probe_old.Grouped, probe_old.TABLES["cuda"]),
-        "static": (Grouped, change(drawn=False)),
-        "drawn": (Grouped, change(drawn=True)),
-        "stages4": (Grouped, change(drawn=True, stages=4)),
-        "band5": (Grouped, change(drawn=True, band=5)),
-        "nohalf": (Grouped, {**new, **{k: replace(new[k], half=False) for k in prod}}),
+        "old": (probe_old.Grouped, old),
+        "oldnoh": (probe_old.Grouped, change(old, half=False)),
+        "drawnnoh": (probe_drawn.Grouped, change(drawn, half=False)),
+        "new": (Grouped, new),
+        "new4": (Grouped, change(new, stages=4)),
+        "newband6": (Grouped, change(new, band=6)),
     }
 
 KERNELS = ("lay+gate_up", "swiglu", "down", "lay+d_hidden", "swiglu_b", "d_down", "d_gate_up", "d_rows")
@@ -105,9 +104,10 @@ def products(size, model, variants, rounds):
         return np.diff(t, axis=1)
     for _ in range(8): replay(variants[0], "tile")
     for rnd in range(rounds):
-        for name in variants:
-            for div in divs:
-                found.setdefault((name, div), []).append(replay(name, div))
+        turns = [(name, div) for name in variants for div in divs]
+        for turn in np.random.default_rng(rnd).permutation(len(turns)):
+            found.setdefault(turns[turn], []).append(replay(*turns[turn]))
+    import pickle; pickle.dump(found, open(f"{OUT}/{model.name}.pkl", "wb"))
     print(f"\n{size.model}: ms, mean of ranks, median of {rounds}; total: slowest rank")
     print("variant  division            " + " ".join(f"{k:>12s}" for k in KERNELS) + "   sum   slowest  over tile")
     for name in variants:
@@ -130,13 +130,13 @@ def layers(size, rounds):
         "tile, any": [tile_ids(size, r).cuda() for r in range(size.ranks)],
         "random": [topk_ids(size, r) for r in range(size.ranks)],
     }
-    world.regroup(plan, cap)
     def staged(world, names):
         for r, i in zip(world.ranks, ids[names[0]]): r.router.ids.copy_(i)
         world.capture(); world.replay(); world.check()
         clocks = [blg.StageClock.on_device() for _ in world.ranks]
         for rank, clock in zip(world.ranks, clocks): rank.capture(clock)
         torch.cuda.synchronize()
+        if not rounds: return
         found = {n: [] for n in names}; wall = {n: [] for n in names}
         for k in range(rounds + 3):
             for n in names:
@@ -152,12 +152,17 @@ def layers(size, rounds):
             print(f"\n{size.model} {n}: {np.median(wall[n]):.2f} ms")
             for s, (a, b) in stages.items():
                 if a > .05: print(f"   {s:36s} {a:8.3f} {b:8.3f}")
-    staged(world, list(ids))
+    import ultraep.backends.triton.exchange as ex
     load = LOADS[1]
-    drawn, plan = plan_for(size, load, "ultraep")
+    drawn, hot = plan_for(size, load, "ultraep")
     ids["hot 2"] = [ids_with(drawn[r], size, seed=r).cuda() for r in range(size.ranks)]
-    world.regroup(plan, cap)
-    staged(world, ["hot 2"])
+    for by in (0, 16):
+        ex.BY_TOKENS = by
+        print("\nby tokens", by)
+        world.regroup(plan, cap)
+        staged(world, ["tile, ordered", "tile, any", "random"])
+        world.regroup(hot, cap)
+        staged(world, ["hot 2"])
 
 def matmul():
     a, b = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16), torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
@@ -188,4 +193,4 @@ if __name__ == "__main__":
         matmul()
     elif sys.argv[1] == "layers":
         t = time.time()
-        layers(SIZES[0], 3); print("s", time.time() - t)
+        layers(SIZES[0], int(sys.argv[2])); print("s", time.time() - t)

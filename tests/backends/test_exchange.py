@@ -404,7 +404,8 @@ def test_what_others_expose_is_read_by_its_address():
         "expose_values",
         "origins",
         "landings",
-        "gather_rows",
+        "list_arrivals",
+        "gather_tokens",
         "sum_rows",
     }
     with watched(), pytest.raises(InterpreterError, match="addresses out of bounds"):

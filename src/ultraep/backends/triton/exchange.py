@@ -41,6 +41,7 @@ TYPES = {4: tl.int32, 2: tl.int16, 1: tl.int8}
 SCALAR = 8  # bytes, at most
 IN_FLIGHT = 64 << 10  # bytes that a program has asked for at once; few programs suffice then
 WARPS = 16
+BY_TOKENS = 16  # ranks, up to which enough tokens have several rows on one of them
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -141,10 +142,19 @@ class RowExchange:
         self.begins = self._table(layout.begins_at, layout.num_slots)
         self.blocks = self._table(layout.blocks_at, layout.ranks * layout.most_local)
         self.faults = torch.zeros(2, dtype=torch.int32, device=self.device)
+        self._arrivals = self._room_for_arrivals() if layout.ranks <= BY_TOKENS else None
         self._served: dict[tuple[int, int, torch.dtype], torch.Tensor] = {}
 
     def _table(self, at: int, length: int) -> torch.Tensor:
         return self.region.local[at : at + 4 * length].view(torch.int32)
+
+    @torch.inference_mode(False)
+    def _room_for_arrivals(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """[tokens of all ranks] how many rows of each arrived, `[K, these]` which; for one call."""
+        tokens = self.layout.ranks * self.layout.tokens
+        numbers = (1 + self.layout.top_k) * tokens
+        piece = torch.empty(numbers, dtype=torch.int32, device=self.device)
+        return piece[:tokens], piece[tokens:]
 
     def row_map(self) -> RowMap:
         """Buffers for the routes of one microbatch, in one piece."""
@@ -266,19 +276,69 @@ class RowExchange:
         assert len(gathered) >= self.layout.capacity
         assert values.local.numel() >= self.layout.value_bytes(row_bytes)
         size = word_size(gathered.data_ptr() | row_bytes)
-        rows, columns = tile_of(row_bytes // size, IN_FLIGHT // size)
+        words, num_words = gathered.view(-1).view(WORDS[size]), row_bytes // size
+        if self._arrivals is None:
+            self._gather_in_order(values, row_map, words, num_words)
+        else:
+            self._gather_by_tokens(values, row_map, words, num_words, *self._arrivals)
+
+    def _gather_in_order(
+        self, values: Region, row_map: RowMap, gathered: torch.Tensor, num_words: int
+    ) -> None:
+        rows, columns = tile_of(num_words, IN_FLIGHT // gathered.itemsize)
         quick(kernels.gather_rows)[(self.programs,)](
             values.addresses,
             row_map.origins,
             row_map.offsets,
-            gathered.view(-1).view(WORDS[size]),
+            gathered,
             self.num_local,
             ROWS=self.layout.rows,
             CHOICES=self.layout.top_k,
-            WORDS=row_bytes // size,
+            WORDS=num_words,
             B=rows,
             C=columns,
             num_warps=WARPS,
+        )
+
+    def _gather_by_tokens(
+        self,
+        values: Region,
+        row_map: RowMap,
+        gathered: torch.Tensor,
+        num_words: int,
+        numbers: torch.Tensor,
+        arrivals: torch.Tensor,
+    ) -> None:
+        """Twice the programs, of half the size: one looks rows up while another one moves some."""
+        top_k, own = self.layout.top_k, self.layout.tokens
+        numbers.zero_()
+        quick(kernels.list_arrivals)[(2 * self.programs,)](
+            row_map.origins,
+            row_map.offsets,
+            numbers,
+            arrivals,
+            gathered,
+            self.num_local,
+            TOKENS=len(numbers),
+            CHOICES=top_k,
+            WORDS=num_words,
+            B=512,
+            C=4,
+            num_warps=4,
+        )
+        rows, columns = tile_of(num_words, IN_FLIGHT // 2 // gathered.itemsize)
+        quick(kernels.gather_tokens)[(2 * self.programs,)](
+            values.addresses,
+            numbers,
+            arrivals,
+            gathered,
+            OWN=own,
+            TOKENS=len(numbers),
+            WORDS=num_words,
+            CHOICES=top_k,
+            B=rows,
+            C=columns,
+            num_warps=WARPS // 2,
         )
 
     def landings(self, slots: torch.Tensor, positions: torch.Tensor, row_map: RowMap) -> None:

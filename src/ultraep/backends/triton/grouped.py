@@ -30,14 +30,8 @@ class Blocks:
     stages: int = 3
     band: int = 8
     resident: int = 1  # programs on one multiprocessor
-    half: bool = False  # whether the last rows of a slot may be a tile of half the height
+    half: bool = False  # whether slots of few rows may have a tile of half the height
     narrow: bool = False  # whether the last columns may be a tile of fewer ones
-
-    drawn: bool = True  # whether programs draw their tiles, or take every so many-th
-
-    @property
-    def lanes(self) -> int:
-        return 32 * self.warps if self.drawn else 0
 
     def last(self, width: int) -> int:
         """Columns of the last tile of so many: 64 of 2880 in tiles of 256 that may be narrow."""
@@ -143,7 +137,6 @@ class Grouped:
             bias and bias.homes,
             bias and bias.copies,
             scale,
-            self.offsets,
             self._tiles(rows.shape[0], blocks),
             out,
             weights.homes.shape[0],
@@ -164,7 +157,6 @@ class Grouped:
             LAST=last,
             K=blocks.depth,
             HALF=blocks.half,
-            LANES=blocks.lanes,
             num_warps=blocks.warps,
             num_stages=blocks.stages,
         )
@@ -206,7 +198,6 @@ class Grouped:
             rows_AK,
             scale,
             self.offsets,
-            self._tiles(rows_AK.shape[0], blocks),
             into.homes,
             into.copies,
             into.sums,
@@ -232,7 +223,6 @@ class Grouped:
             LAST=last,
             K=blocks.depth,
             BAND=blocks.band,
-            LANES=blocks.lanes,
             num_warps=blocks.warps,
             num_stages=blocks.stages,
         )
@@ -242,7 +232,9 @@ class Grouped:
         kind = blocks.rows, blocks.band
         if kind not in self._order:
             most = 1 + cdiv(room, blocks.rows) + self.num_slots
-            order = torch.empty(4 * most, dtype=torch.int32, device=self.offsets.device)
+            order = torch.empty(
+                int(grouped.ENTRIES) * most, dtype=torch.int32, device=self.offsets.device
+            )
             quick(grouped.lay_tiles)[(max(1, self.num_slots),)](
                 self.offsets,
                 order,

@@ -22,8 +22,7 @@ import triton.language as tl
 from ultraep.backends.triton.kernels.slots import SlotTensors, Sums, of_slot, store_of_slot
 
 
-ENTRIES = tl.constexpr(4)  # of a row of tiles; as many numbers stand before the first one
-DRAWN, DONE = tl.constexpr(1), tl.constexpr(2)  # among these
+ENTRIES = tl.constexpr(5)  # numbers of a row of tiles
 
 
 class Matrix(NamedTuple):
@@ -75,83 +74,54 @@ def lay_tiles(
 ):
     """Program l: the rows of tiles of slot l, behind those of the slots before it.
 
-    tiles: how many there are; tiles drawn and programs that are done, both 0; one that is free.
-    Then of each its slot, its number within the slot, the first of its band and their number: the
-    tiles of a slot are divided evenly into bands of about BAND.
+    tiles: how many there are, and whether most slots have no more rows than half a tile. Then, from
+    the next multiple of ENTRIES on, of each: its slot; its first row and how many the slot has from
+    there on; the first of its band and their number. The tiles of a slot are divided evenly into
+    bands of about BAND.
 
-    >>> example(lay_tiles, 3, offsets=[0, 1, 2, 5], tiles=room(24), num_slots=3, L=4, M=2, BAND=2,
+    >>> example(lay_tiles, 3, offsets=[0, 1, 2, 5], tiles=room(30), num_slots=3, L=4, M=2, BAND=2,
     ...         B=4)
-    tiles = [4, 0, 0, _, 0, 0, 0, 1, 1, 0, 1, 1, 2, 0, 2, 2, 2, 1, 2, 2, _, _, _, _]
+    tiles = [4, 0, _, _, _, 0, 0, 1, 0, 1, 1, 1, 1, 1, 1, 2, 2, 3, 2, 2, 2, 4, 1, 2, 2,
+             _, _, _, _, _]
     """
     slot, slot_L = tl.program_id(0), tl.arange(0, L)
     there_L = slot_L < num_slots
-    rows_L = tl.load(offsets + slot_L + 1, mask=there_L, other=0)
-    rows_L -= tl.load(offsets + slot_L, mask=there_L, other=0)
+    begin_L = tl.load(offsets + slot_L, mask=there_L, other=0)
+    rows_L = tl.load(offsets + slot_L + 1, mask=there_L, other=0) - begin_L
     high_L = tl.cdiv(rows_L, M)
-    high = tl.sum(tl.where(slot_L == slot, high_L, 0), 0)
+    own_L = slot_L == slot
+    high, rows = tl.sum(tl.where(own_L, high_L, 0), 0), tl.sum(tl.where(own_L, rows_L, 0), 0)
+    first_row = tl.sum(tl.where(own_L, begin_L, 0), 0)
     before = tl.sum(tl.where(slot_L < slot, high_L, 0), 0)
     bands = tl.maximum((high + BAND // 2) // BAND, 1)
     height, higher = tl.maximum(high // bands, 1), high % bands  # so many have one more
     for begin in range(0, high, B):
         tile_B = begin + tl.arange(0, B)
         after_B = tile_B - higher * (height + 1)
-        more_B = after_B < 0
-        height_B = tl.where(more_B, height + 1, height)
-        within_B = tl.where(more_B, tile_B % (height + 1), after_B % height)
+        within_B = tl.where(after_B < 0, tile_B % (height + 1), after_B % height)
         at_B, there_B = tiles + ENTRIES * (1 + before + tile_B), tile_B < high
         tl.store(at_B, slot, mask=there_B)
-        tl.store(at_B + 1, tile_B, mask=there_B)
-        tl.store(at_B + 2, before + tile_B - within_B, mask=there_B)
-        tl.store(at_B + 3, height_B, mask=there_B)
-    if slot == 0:
-        tl.store(tiles, tl.sum(high_L, 0))
-        tl.store(tiles + DRAWN, 0)
-        tl.store(tiles + DONE, 0)
+        tl.store(at_B + 1, first_row + tile_B * M, mask=there_B)
+        tl.store(at_B + 2, rows - tile_B * M, mask=there_B)
+        tl.store(at_B + 3, before + tile_B - within_B, mask=there_B)
+        tl.store(at_B + 4, tl.where(after_B < 0, height + 1, height), mask=there_B)
+    low = tl.sum(((rows_L > 0) & (rows_L <= M // 2)).to(tl.int32), 0)
+    tl.store(tiles, tl.sum(high_L, 0))
+    tl.store(tiles + 1, (2 * low > tl.sum(high_L, 0)).to(tl.int32))
 
 
 @triton.jit
-def place_of_tile(tiles, tile, wide):
-    """Row and column of a tile, in bands; each column begins with another row of the band.
-
-    So the tiles of one row go to many programs: those of fewer rows are shared by all.
-    """
+def find_tile(tiles, tile, high, wide):
+    """Rows and column of a tile; its count is that of its slot from there on, maybe more than M."""
+    there = tile < high * wide
     at = tiles + ENTRIES * (1 + tile // wide)
-    first, height = tl.load(at + 2), tl.load(at + 3)
+    first = tl.load(at + 3, mask=there, other=0)
+    height = tl.load(at + 4, mask=there, other=1)
     within = tile - first * wide
-    column = within // height
-    return first + (within + column) % height, column
-
-
-@triton.jit
-def draw(tiles, LANES: tl.constexpr):
-    """Asks for another tile. Nobody waits for the answer before `drawn_tile`."""
-    lane = tl.arange(0, LANES)
-    return tl.atomic_add(tiles + DRAWN + lane * 0, lane * 0 + 1, mask=lane == 0, sem="relaxed")
-
-
-@triton.jit
-def drawn_tile(answer, LANES: tl.constexpr):
-    """The tile that was asked for: every program begins with one that it has not drawn."""
-    return tl.num_programs(0) + tl.sum(tl.where(tl.arange(0, LANES) == 0, answer, 0), 0)
-
-
-@triton.jit
-def leave(tiles):
-    """The last program to leave makes the tiles ready for the next kernel."""
-    done = tl.atomic_add(tiles + DONE, 1, sem="acq_rel")
-    if done == tl.num_programs(0) - 1:
-        tl.store(tiles + DRAWN, 0)
-        tl.store(tiles + DONE, 0)
-
-
-@triton.jit
-def part_of_tile(offsets, tiles, number, M: tl.constexpr):
-    """The rows of a tile, and those of its slot behind them: the count may be more than M."""
-    at = tiles + ENTRIES * (1 + number)
-    slot, row = tl.load(at), tl.load(at + 1)
-    begin = tl.load(offsets + slot)
-    count = tl.load(offsets + slot + 1) - begin
-    return Part(slot, (begin + row * M).to(tl.int64), count - row * M)
+    at = tiles + ENTRIES * (1 + first + within % height)
+    slot = tl.load(at, mask=there, other=0)
+    begin = tl.load(at + 1, mask=there, other=0)
+    return Part(slot, begin.to(tl.int64), tl.load(at + 2, mask=there, other=0)), within // height
 
 
 @triton.jit(do_not_specialize=["num_homes"])
@@ -162,7 +132,6 @@ def multiply(
     home_biases,
     copy_biases,
     scale,
-    offsets,
     tiles,
     out,
     num_homes,
@@ -183,39 +152,39 @@ def multiply(
     LAST: tl.constexpr,
     K: tl.constexpr,
     HALF: tl.constexpr,
-    LANES: tl.constexpr,
 ):
     """[A, depth] -> [A, width]: (rows @ W^T + bias) * scale, W a [width, depth] of every slot.
 
     TRANSPOSED: rows @ W, W a [depth, width].   ALL_DEPTH, ALL_WIDTH: tiles leave nothing over.
-    LAST: columns of the last tile, N or fewer.   HALF: the last rows of a slot, if few, are a tile
-    of half the height.
+    LAST: columns of the last tile, N or fewer.   HALF: where most slots have few rows, those are
+    tiles of half the height. The last rows of large slots are not: a program that gets ahead of its
+    neighbours finds nothing in the cache of what they share.
 
     >>> rows = [[1.0, 2.0], [3.0, 4.0], [5.0, 6.0], [7.0, 8.0], [9.0, 10.0], [11.0, 12.0]]
     >>> homes = [[[1.0, 0.0], [0.0, 1.0]], [[0.0, 1.0], [1.0, 0.0]]]
     >>> example(multiply, 2, rows=rows, homes=homes, copies=[[[1.0, 1.0], [2.0, 0.0]]],
     ...         home_biases=[[0.0, 0.0], [10.0, 20.0]], copy_biases=[[100.0, 0.0]],
-    ...         scale=[1.0, 1.0, 0.5, 2.0, 1.0, 1.0], offsets=[0, 1, 2, 5],
-    ...         tiles=[3, 0, 0, 0, 0, 0, 0, 1, 1, 0, 1, 1, 2, 0, 2, 1], out=room(6, 2, dtype=torch.float32), num_homes=2,
+    ...         scale=[1.0, 1.0, 0.5, 2.0, 1.0, 1.0], num_homes=2,
+    ...         tiles=[3, 0, 0, 0, 0, 0, 0, 1, 0, 1, 1, 1, 1, 1, 1, 2, 2, 3, 2, 1],
+    ...         out=room(6, 2, dtype=torch.float32),
     ...         depth=2, width=2, rows_stride=2, home_stride=4, copy_stride=4, weight_stride=2,
     ...         home_bias_stride=2, copy_bias_stride=2, out_stride=2, TRANSPOSED=False,
-    ...         ALL_DEPTH=False, ALL_WIDTH=False, M=16, N=16, LAST=16, K=16, HALF=False, LANES=128)
+    ...         ALL_DEPTH=False, ALL_WIDTH=False, M=16, N=16, LAST=16, K=16, HALF=False)
     out = [[1.0, 2.0], [14.0, 23.0], [55.5, 5.0], [230.0, 28.0], [119.0, 18.0], [_, _]]
     """
     weights = SlotTensors(homes, copies, num_homes, home_stride, copy_stride)
     biases = SlotTensors(home_biases, copy_biases, num_homes, home_bias_stride, copy_bias_stride)
     given, made = Matrix(rows, rows_stride, depth), Matrix(out, out_stride, width)
     high, wide = tl.load(tiles), tl.cdiv(width, N)
-    tile = tl.program_id(0)
-    while tile < high * wide:
-        answer = 0
-        if LANES > 0:
-            answer = draw(tiles, LANES)
-        row, column = place_of_tile(tiles, tile, wide)
-        part = part_of_tile(offsets, tiles, row, M)
+    halves = HALF and tl.load(tiles + 1) != 0
+    following, next_column = find_tile(tiles, tl.program_id(0), high, wide)
+    for tile in range(tl.program_id(0), high * wide, tl.num_programs(0)):
+        part, column = following, next_column
+        # Looked up while this tile is made: its numbers are three loads away, one after the other.
+        following, next_column = find_tile(tiles, tile + tl.num_programs(0), high, wide)
         at_weights = of_slot(weights, part.slot)
         at_bias = None if home_biases is None else of_slot(biases, part.slot)
-        low, slim = HALF and part.count <= M // 2, LAST < N and column == wide - 1
+        low, slim = halves and part.count <= M // 2, LAST < N and column == wide - 1
         for LOW in tl.static_range(1 + HALF):
             for SLIM in tl.static_range(1 + (LAST < N)):
                 if (low == LOW) and (slim == SLIM):
@@ -235,12 +204,6 @@ def multiply(
                         LAST if SLIM else N,
                         K,
                     )
-        if LANES > 0:
-            tile = drawn_tile(answer, LANES)
-        else:
-            tile += tl.num_programs(0)
-    if LANES > 0:
-        leave(tiles)
 
 
 @triton.jit
@@ -309,7 +272,6 @@ def weight_gradients(
     rows,
     scale,
     offsets,
-    tiles,
     of_homes,
     of_copies,
     sums,
@@ -335,7 +297,6 @@ def weight_gradients(
     LAST: tl.constexpr,
     K: tl.constexpr,
     BAND: tl.constexpr,
-    LANES: tl.constexpr,
 ):
     """[A, height], [A, width] -> [height, width] of every slot: d_out^T @ rows; 0 without rows.
 
@@ -346,7 +307,7 @@ def weight_gradients(
     >>> d_out = [[1.0, 2.0], [0.0, 3.0], [1.0, 0.0], [1.0, 1.0], [0.0, 1.0], [9.0, 9.0]]
     >>> rows = [[1.0, 2.0], [3.0, 4.0], [5.0, 6.0], [7.0, 8.0], [9.0, 10.0], [11.0, 12.0]]
     >>> example(weight_gradients, 2, d_out=d_out, rows=rows, scale=[1.0, 1.0, 0.5, 2.0, 1.0, 1.0],
-    ...         offsets=[0, 1, 2, 5], tiles=[0, 0, 0, 0], of_homes=room(2, 2, 2, dtype=torch.bfloat16),
+    ...         offsets=[0, 1, 2, 5], of_homes=room(2, 2, 2, dtype=torch.bfloat16),
     ...         of_copies=room(1, 2, 2, dtype=torch.float32),
     ...         sums=room(2, 2, 2, dtype=torch.float32), spans=[[0, 0], [0, 1]],
     ...         bias_sums=room(2, 2, dtype=torch.float32),
@@ -354,7 +315,7 @@ def weight_gradients(
     ...         of_copy_biases=room(1, 2, dtype=torch.float32), num_homes=2, num_slots=3, height=2,
     ...         width=2, d_out_stride=2, rows_stride=2, home_stride=4, copy_stride=4,
     ...         weight_stride=2, home_bias_stride=2, copy_bias_stride=2, ALL_HEIGHT=False,
-    ...         ALL_WIDTH=False, M=16, N=16, LAST=16, K=16, BAND=8, LANES=128)
+    ...         ALL_WIDTH=False, M=16, N=16, LAST=16, K=16, BAND=8)
     of_homes = [[[1.0, 2.0], [2.0, 4.0]], [[_, _], [_, _]]]
     of_copies = [[[12.0, 14.0], [16.0, 18.0]]]
     sums = [[[_, _], [_, _]], [[0.0, 0.0], [9.0, 12.0]]]
@@ -369,14 +330,12 @@ def weight_gradients(
     into_sums, into_bias_sums = Sums(sums, spans), Sums(bias_sums, spans)
     left, right = Matrix(d_out, d_out_stride, height), Matrix(rows, rows_stride, width)
     high, wide = tl.cdiv(height, M), tl.cdiv(width, N)
-    number = tl.program_id(0)
-    while number < num_slots * high * wide:
-        answer = 0
-        if LANES > 0:
-            answer = draw(tiles, LANES)
-        slot, tile = number // (high * wide), number % (high * wide)
-        begin = tl.load(offsets + slot)
-        part = Part(slot, begin.to(tl.int64), tl.load(offsets + slot + 1) - begin)
+    following = rows_of_slot(offsets, tl.program_id(0) // (high * wide), num_slots)
+    for number in range(tl.program_id(0), num_slots * high * wide, tl.num_programs(0)):
+        part, tile = following, number % (high * wide)
+        following = rows_of_slot(
+            offsets, (number + tl.num_programs(0)) // (high * wide), num_slots
+        )
         row, column = in_bands(tile, high, wide, BAND)
         slim = LAST < N and column == wide - 1
         for SLIM in tl.static_range(1 + (LAST < N)):
@@ -398,12 +357,14 @@ def weight_gradients(
                 )
         if of_home_biases is not None and column == 0:
             bias_tile(left, scale, biases, into_bias_sums, part, row * M, ALL_HEIGHT, M, K)
-        if LANES > 0:
-            number = drawn_tile(answer, LANES)
-        else:
-            number += tl.num_programs(0)
-    if LANES > 0:
-        leave(tiles)
+
+
+@triton.jit
+def rows_of_slot(offsets, slot, num_slots):
+    """All rows of a slot; none behind the last one."""
+    begin = tl.load(offsets + slot, mask=slot < num_slots, other=0)
+    end = tl.load(offsets + slot + 1, mask=slot < num_slots, other=0)
+    return Part(slot, begin.to(tl.int64), end - begin)
 
 
 @triton.jit
