@@ -15,7 +15,8 @@ from triton.runtime.interpreter import InterpreterBuilder, InterpreterError, Ten
 import ultraep
 from ultraep import BalanceConfig, ControlPlane, Topology
 from ultraep.backends.triton.device import default_device, interpreted
-from ultraep.backends.triton.exchange import RegionLayout, RowExchange, tile_of
+from ultraep.backends.triton.exchange import RowExchange, tile_of
+from ultraep.backends.triton.regions import RegionLayout
 from ultraep.reroute import reroute, rows_received
 
 DEVICE = default_device()

@@ -6,12 +6,13 @@ D columns of a row, N and K those of a weight, F hidden width.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
-from ultraep.backends.triton.kernels import grouped, swiglu
+from ultraep.backends.triton.kernels import grouped, swiglu, tiles
 from ultraep.backends.triton.launch import cdiv, power_of_2, quick
 from ultraep.products import Stacks
 
@@ -229,19 +230,21 @@ class Grouped:
 
     def _tiles(self, room: int, blocks: Blocks) -> torch.Tensor:
         """The order of tiles of that height, made once for all products of these rows."""
-        kind = blocks.rows, blocks.band
+        band = min(blocks.band, square_band(self.programs, blocks))
+        kind = blocks.rows, band
         if kind not in self._order:
             most = 1 + cdiv(room, blocks.rows) + self.num_slots
             order = torch.empty(
-                int(grouped.ENTRIES) * most, dtype=torch.int32, device=self.offsets.device
+                int(tiles.ENTRIES) * most, dtype=torch.int32, device=self.offsets.device
             )
-            quick(grouped.lay_tiles)[(max(1, self.num_slots),)](
+            quick(tiles.lay_tiles)[(max(1, self.num_slots),)](
                 self.offsets,
                 order,
                 self.num_slots,
                 L=self._padded,
                 M=blocks.rows,
-                BAND=blocks.band,
+                BAND=band,
+                SMALL=band // 4,
                 B=64,
                 num_warps=4,
             )
@@ -349,6 +352,15 @@ class Grouped:
                 assert tensor.shape[0] == rows, (tensor.shape, rows)
                 assert tensor.stride(-1) == 1, tensor.stride()
                 assert tensor.ndim > 1 or tensor.dtype == torch.float32, tensor.dtype
+
+
+def square_band(programs: int, blocks: Blocks) -> int:
+    """Rows of tiles in a band with which so many programs need the fewest rows and columns at once.
+
+    >>> square_band(16, Blocks(128, 256))
+    6
+    """
+    return max(1, round(math.sqrt(programs * blocks.columns / blocks.rows)))
 
 
 def multiprocessors(device: torch.device) -> int:

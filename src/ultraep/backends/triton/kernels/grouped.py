@@ -20,9 +20,7 @@ import triton
 import triton.language as tl
 
 from ultraep.backends.triton.kernels.slots import SlotTensors, Sums, of_slot, store_of_slot
-
-
-ENTRIES = tl.constexpr(5)  # numbers of a row of tiles
+from ultraep.backends.triton.kernels.tiles import Part, find_tile
 
 
 class Matrix(NamedTuple):
@@ -31,14 +29,6 @@ class Matrix(NamedTuple):
     at: Any
     stride: Any
     columns: Any
-
-
-class Part(NamedTuple):
-    """Rows of one slot: `count` of them from `begin` on."""
-
-    slot: Any
-    begin: Any
-    count: Any
 
 
 @triton.jit
@@ -66,62 +56,6 @@ def load_tile(at, row, column, stride, rows, columns, ALL_ROWS: tl.constexpr, AL
     else:
         tile = tl.load(at, mask=(row < rows)[:, None] & (column < columns)[None, :], other=0.0)
     return tile
-
-
-@triton.jit(do_not_specialize=["num_slots"])
-def lay_tiles(
-    offsets, tiles, num_slots, L: tl.constexpr, M: tl.constexpr, BAND: tl.constexpr, B: tl.constexpr
-):
-    """Program l: the rows of tiles of slot l, behind those of the slots before it.
-
-    tiles: how many there are, and whether most slots have no more rows than half a tile. Then, from
-    the next multiple of ENTRIES on, of each: its slot; its first row and how many the slot has from
-    there on; the first of its band and their number. The tiles of a slot are divided evenly into
-    bands of about BAND.
-
-    >>> example(lay_tiles, 3, offsets=[0, 1, 2, 5], tiles=room(30), num_slots=3, L=4, M=2, BAND=2,
-    ...         B=4)
-    tiles = [4, 0, _, _, _, 0, 0, 1, 0, 1, 1, 1, 1, 1, 1, 2, 2, 3, 2, 2, 2, 4, 1, 2, 2,
-             _, _, _, _, _]
-    """
-    slot, slot_L = tl.program_id(0), tl.arange(0, L)
-    there_L = slot_L < num_slots
-    begin_L = tl.load(offsets + slot_L, mask=there_L, other=0)
-    rows_L = tl.load(offsets + slot_L + 1, mask=there_L, other=0) - begin_L
-    high_L = tl.cdiv(rows_L, M)
-    own_L = slot_L == slot
-    high, rows = tl.sum(tl.where(own_L, high_L, 0), 0), tl.sum(tl.where(own_L, rows_L, 0), 0)
-    first_row = tl.sum(tl.where(own_L, begin_L, 0), 0)
-    before = tl.sum(tl.where(slot_L < slot, high_L, 0), 0)
-    bands = tl.maximum((high + BAND // 2) // BAND, 1)
-    height, higher = tl.maximum(high // bands, 1), high % bands  # so many have one more
-    for begin in range(0, high, B):
-        tile_B = begin + tl.arange(0, B)
-        after_B = tile_B - higher * (height + 1)
-        within_B = tl.where(after_B < 0, tile_B % (height + 1), after_B % height)
-        at_B, there_B = tiles + ENTRIES * (1 + before + tile_B), tile_B < high
-        tl.store(at_B, slot, mask=there_B)
-        tl.store(at_B + 1, first_row + tile_B * M, mask=there_B)
-        tl.store(at_B + 2, rows - tile_B * M, mask=there_B)
-        tl.store(at_B + 3, before + tile_B - within_B, mask=there_B)
-        tl.store(at_B + 4, tl.where(after_B < 0, height + 1, height), mask=there_B)
-    low = tl.sum(((rows_L > 0) & (rows_L <= M // 2)).to(tl.int32), 0)
-    tl.store(tiles, tl.sum(high_L, 0))
-    tl.store(tiles + 1, (2 * low > tl.sum(high_L, 0)).to(tl.int32))
-
-
-@triton.jit
-def find_tile(tiles, tile, high, wide):
-    """Rows and column of a tile; its count is that of its slot from there on, maybe more than M."""
-    there = tile < high * wide
-    at = tiles + ENTRIES * (1 + tile // wide)
-    first = tl.load(at + 3, mask=there, other=0)
-    height = tl.load(at + 4, mask=there, other=1)
-    within = tile - first * wide
-    at = tiles + ENTRIES * (1 + first + within % height)
-    slot = tl.load(at, mask=there, other=0)
-    begin = tl.load(at + 1, mask=there, other=0)
-    return Part(slot, begin.to(tl.int64), tl.load(at + 2, mask=there, other=0)), within // height
 
 
 @triton.jit(do_not_specialize=["num_homes"])
@@ -333,9 +267,7 @@ def weight_gradients(
     following = rows_of_slot(offsets, tl.program_id(0) // (high * wide), num_slots)
     for number in range(tl.program_id(0), num_slots * high * wide, tl.num_programs(0)):
         part, tile = following, number % (high * wide)
-        following = rows_of_slot(
-            offsets, (number + tl.num_programs(0)) // (high * wide), num_slots
-        )
+        following = rows_of_slot(offsets, (number + tl.num_programs(0)) // (high * wide), num_slots)
         row, column = in_bands(tile, high, wide, BAND)
         slim = LAST < N and column == wide - 1
         for SLIM in tl.static_range(1 + (LAST < N)):

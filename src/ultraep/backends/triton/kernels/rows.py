@@ -71,29 +71,6 @@ def values_of(
 
 
 @triton.jit
-def wanted_of(
-    addresses,
-    numbers,
-    arrivals,
-    first,
-    OWN: tl.constexpr,
-    TOKENS: tl.constexpr,
-    CHOICES: tl.constexpr,
-    ROW_BYTES: tl.constexpr,
-    B: tl.constexpr,
-):
-    """[B] addresses of the values of tokens; how many arrived rows want them, and one of these."""
-    token = first + tl.arange(0, B)
-    number = tl.load(numbers + token, mask=token < TOKENS, other=0)
-    wanted = number > 0
-    arrival = tl.load(arrivals + token, mask=wanted, other=0)
-    rank, own = parted(token, OWN)
-    begin = tl.load(addresses + rank, mask=wanted, other=0)
-    address = begin + own.to(tl.int64) * ROW_BYTES
-    return tl.where(wanted, address, 0), tl.minimum(number, CHOICES), arrival
-
-
-@triton.jit
 def tile_at(row_addresses, column, WIDTH: tl.constexpr, TYPE: tl.constexpr):
     """[B, C] some columns of the rows at these addresses; 0 where there is no row or column."""
     # Only the hint makes loads of 16 bytes, and rows of other lengths do not begin at a multiple.
