@@ -166,6 +166,7 @@ def measure_all(
     for load, policy in product(loads, ("none", "eplb")):
         report.note(f"... {size.model}, {load.name}, {policy}")
         found[load][policy] = measure(world, load, policy, stages=load is staged)
+        compare(load, found[load])
     for rank in world.ranks:
         rank.leave()
     ceilings = Ceilings(World(size, parts=world.parts))
@@ -174,11 +175,22 @@ def measure_all(
         found[load]["ultraep"] = measure(
             world, load, "ultraep", stages=load is staged, ceilings=ceilings
         )
-        for policy in ("eplb", "ultraep"):
-            outputs = (found[load][name].outputs for name in ("none", policy))
-            if not all(map(torch.equal, *outputs)):
-                raise SystemExit(f"{policy} gives other outputs than the unbalanced layer")
+        compare(load, found[load])
     return found, ceilings.breakdown() if staged else {}
+
+
+def compare(load: HotRank, results: Mapping[str, Result]) -> None:
+    """Every policy gives the bits of the unbalanced layer, and numbers; if not, nothing is kept."""
+    for policy, result in results.items():
+        for rank, (own, wanted) in enumerate(
+            zip(result.outputs, results["none"].outputs, strict=True)
+        ):
+            wrong = int((own != wanted).any(dim=1).sum())
+            if wrong:
+                raise SystemExit(
+                    f"{load.name}: {policy} gives other outputs than the unbalanced layer for "
+                    f"{wrong} of {len(own)} tokens of rank {rank}"
+                )
 
 
 def run(report: Report, size: Size, loads: tuple[HotRank, ...], *, stages: bool) -> None:

@@ -159,8 +159,10 @@ class World(Card):
         self.check()
 
     def time(self, rounds: int | None = None) -> float:
-        """Milliseconds of a step, the median of so many. The card waits until all ranks are launched: one host launches
-        them here one after the other, where eight would do it at the same time.
+        """Milliseconds of a step, the median of so many.
+
+        The card waits until all ranks are launched: one host launches them here one after the
+        other, where eight would do it at the same time.
         """
         wait = torch.cuda.synchronize
         rounds = rounds or self.size.rounds

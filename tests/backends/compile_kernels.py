@@ -249,8 +249,7 @@ def launch_exchange(ranks: int, experts: int, slots: int, dtype: str, top_k: int
     import torch
 
     from ultraep import Topology
-    from ultraep.backends.triton.exchange import RowExchange
-    from ultraep.backends.triton.regions import RegionLayout
+    from ultraep.backends.triton.exchange import RegionLayout, RowExchange
 
     def room(*shape: int, dtype: Any = torch.int32) -> torch.Tensor:
         return torch.empty(*shape, dtype=dtype)

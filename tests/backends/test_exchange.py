@@ -15,8 +15,7 @@ from triton.runtime.interpreter import InterpreterBuilder, InterpreterError, Ten
 import ultraep
 from ultraep import BalanceConfig, ControlPlane, Topology
 from ultraep.backends.triton.device import default_device, interpreted
-from ultraep.backends.triton.exchange import RowExchange, tile_of
-from ultraep.backends.triton.regions import RegionLayout
+from ultraep.backends.triton.exchange import RegionLayout, RowExchange, tile_of
 from ultraep.reroute import reroute, rows_received
 
 DEVICE = default_device()
@@ -405,8 +404,7 @@ def test_what_others_expose_is_read_by_its_address():
         "expose_values",
         "origins",
         "landings",
-        "list_arrivals",
-        "gather_tokens",
+        "gather_rows",
         "sum_rows",
     }
     with watched(), pytest.raises(InterpreterError, match="addresses out of bounds"):

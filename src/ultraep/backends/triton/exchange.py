@@ -23,23 +23,93 @@ this rank, R ranks, D width of a row.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
 import triton.language as tl
 
-from ultraep.backends.triton.kernels import arrivals
+from ultraep.arrays import IntArray
 from ultraep.backends.triton.kernels import exchange as kernels
 from ultraep.backends.triton.launch import cdiv, power_of_2, quick
-from ultraep.backends.triton.regions import RegionLayout
 from ultraep.comm import Region
-from ultraep.errors import LoadError
+from ultraep.errors import ConfigError, LoadError
 
+ALIGNMENT = 128  # bytes, of every part of a region
 WORDS = {4: torch.int32, 2: torch.int16, 1: torch.int8}  # in which rows are moved, by their bytes
 TYPES = {4: tl.int32, 2: tl.int16, 1: tl.int8}
+SCALAR = 8  # bytes, at most
 IN_FLIGHT = 64 << 10  # bytes that a program has asked for at once; few programs suffice then
 WARPS = 16
-BY_TOKENS = 16  # ranks, up to which enough tokens have several rows on one of them
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RegionLayout:
+    """What the regions of a group hold. It must be the same on every rank.
+
+    first_slot_of_rank: [R + 1] of the topology.
+    tokens, top_k: the most tokens that a rank has at once, and the choices of each.
+    capacity: rows that may arrive at a rank.
+    """
+
+    first_slot_of_rank: IntArray
+    tokens: int
+    top_k: int
+    capacity: int
+
+    def __post_init__(self) -> None:
+        for name in ("tokens", "top_k", "capacity"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be positive, got {getattr(self, name)}")
+
+    @cached_property
+    def ranks(self) -> int:
+        return len(self.first_slot_of_rank) - 1
+
+    @cached_property
+    def num_slots(self) -> int:
+        return int(self.first_slot_of_rank[-1])
+
+    @cached_property
+    def most_local(self) -> int:
+        """Slots of the rank that has the most of them."""
+        return int(np.diff(self.first_slot_of_rank).max())
+
+    @cached_property
+    def rows(self) -> int:
+        """Routed rows of a rank, at most."""
+        return self.tokens * self.top_k
+
+    @cached_property
+    def begins_at(self) -> int:
+        """Bytes from the beginning of the tables, where the order stands."""
+        return aligned(4 * self.rows)
+
+    @cached_property
+    def blocks_at(self) -> int:
+        return self.begins_at + aligned(4 * self.num_slots)
+
+    @cached_property
+    def scalars_at(self) -> int:
+        return self.blocks_at + aligned(4 * self.ranks * self.most_local)
+
+    @cached_property
+    def table_bytes(self) -> int:
+        """Size of the region of the tables."""
+        return self.scalars_at + aligned(SCALAR * self.rows)
+
+    def value_bytes(self, row_bytes: int) -> int:
+        """Size of a region for the values of all tokens."""
+        return aligned(self.tokens * row_bytes)
+
+    @cached_property
+    def served_at(self) -> int:
+        """Bytes from the beginning of what was served, where the scalars stand, to the rows."""
+        return aligned(SCALAR * self.capacity)
+
+    def served_bytes(self, row_bytes: int) -> int:
+        """Size of a region for served rows and their scalars."""
+        return self.served_at + aligned(self.capacity * row_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,19 +141,10 @@ class RowExchange:
         self.begins = self._table(layout.begins_at, layout.num_slots)
         self.blocks = self._table(layout.blocks_at, layout.ranks * layout.most_local)
         self.faults = torch.zeros(2, dtype=torch.int32, device=self.device)
-        self._arrivals = self._room_for_arrivals() if layout.ranks <= BY_TOKENS else None
         self._served: dict[tuple[int, int, torch.dtype], torch.Tensor] = {}
 
     def _table(self, at: int, length: int) -> torch.Tensor:
         return self.region.local[at : at + 4 * length].view(torch.int32)
-
-    @torch.inference_mode(False)
-    def _room_for_arrivals(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """[tokens of all ranks] how many rows of each arrived, `[K, these]` which; for one call."""
-        tokens = self.layout.ranks * self.layout.tokens
-        numbers = (1 + self.layout.top_k) * tokens
-        piece = torch.empty(numbers, dtype=torch.int32, device=self.device)
-        return piece[:tokens], piece[tokens:]
 
     def row_map(self) -> RowMap:
         """Buffers for the routes of one microbatch, in one piece."""
@@ -205,68 +266,19 @@ class RowExchange:
         assert len(gathered) >= self.layout.capacity
         assert values.local.numel() >= self.layout.value_bytes(row_bytes)
         size = word_size(gathered.data_ptr() | row_bytes)
-        words, num_words = gathered.view(-1).view(WORDS[size]), row_bytes // size
-        if self._arrivals is None:
-            self._gather_in_order(values, row_map, words, num_words)
-        else:
-            self._gather_by_tokens(values, row_map, words, num_words, self._arrivals)
-
-    def _gather_in_order(
-        self, values: Region, row_map: RowMap, gathered: torch.Tensor, num_words: int
-    ) -> None:
-        rows, columns = tile_of(num_words, IN_FLIGHT // gathered.itemsize)
+        rows, columns = tile_of(row_bytes // size, IN_FLIGHT // size)
         quick(kernels.gather_rows)[(self.programs,)](
             values.addresses,
             row_map.origins,
             row_map.offsets,
-            gathered,
+            gathered.view(-1).view(WORDS[size]),
             self.num_local,
             ROWS=self.layout.rows,
             CHOICES=self.layout.top_k,
-            WORDS=num_words,
+            WORDS=row_bytes // size,
             B=rows,
             C=columns,
             num_warps=WARPS,
-        )
-
-    def _gather_by_tokens(
-        self,
-        values: Region,
-        row_map: RowMap,
-        gathered: torch.Tensor,
-        num_words: int,
-        listed: tuple[torch.Tensor, torch.Tensor],
-    ) -> None:
-        """Many small programs: some look rows up while others move them."""
-        numbers, rows_of_token = listed
-        numbers.zero_()
-        quick(arrivals.list_arrivals)[(6 * self.programs,)](
-            row_map.origins,
-            row_map.offsets,
-            numbers,
-            rows_of_token,
-            gathered,
-            self.num_local,
-            TOKENS=len(numbers),
-            CHOICES=self.layout.top_k,
-            WORDS=num_words,
-            B=512,
-            C=4,
-            num_warps=4,
-        )
-        rows, columns = tile_of(num_words, IN_FLIGHT // 4 // gathered.itemsize)
-        quick(arrivals.gather_tokens)[(6 * self.programs,)](
-            values.addresses,
-            numbers,
-            rows_of_token,
-            gathered,
-            OWN=self.layout.tokens,
-            TOKENS=len(numbers),
-            WORDS=num_words,
-            CHOICES=self.layout.top_k,
-            B=rows,
-            C=columns,
-            num_warps=WARPS // 4,
         )
 
     def landings(self, slots: torch.Tensor, positions: torch.Tensor, row_map: RowMap) -> None:
@@ -340,6 +352,10 @@ class RowExchange:
 def scalar_type(dtype: torch.dtype) -> torch.dtype:
     """In which scalars of that type travel."""
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
 def word_size(number: int) -> int:

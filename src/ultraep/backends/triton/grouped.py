@@ -244,7 +244,6 @@ class Grouped:
                 L=self._padded,
                 M=blocks.rows,
                 BAND=band,
-                SMALL=band // 4,
                 B=64,
                 num_warps=4,
             )

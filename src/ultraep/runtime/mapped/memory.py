@@ -14,10 +14,9 @@ from typing import Any
 import torch
 
 from ultraep.backends.triton.board import Board
-from ultraep.backends.triton.exchange import RowExchange
+from ultraep.backends.triton.exchange import RegionLayout, RowExchange, aligned
 from ultraep.backends.triton.grouped import multiprocessors
 from ultraep.backends.triton.reducer import pull
-from ultraep.backends.triton.regions import RegionLayout, aligned
 from ultraep.backends.triton.streamer import Streamer
 from ultraep.bundle import Layout
 from ultraep.comm import Peers, Region

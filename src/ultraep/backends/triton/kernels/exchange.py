@@ -4,7 +4,7 @@
     expose_routes   order and scalars of the routed rows, to where the others can read them
     expose_values   tokens, or gradients of outputs, likewise
     origins         whose row, and which, every arrived row is; the scalar of each
-    gather_rows     the values of the arrived rows, in their order; see also `arrivals.py`
+    gather_rows     the values of the arrived rows
     landings        on which rank and in which of its rows every routed row was served
     sum_rows        served rows of every token, added in the order of its choices
 
