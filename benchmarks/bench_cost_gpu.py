@@ -27,9 +27,9 @@ import numpy as np
 import torch
 from bench_cost import EVEN, NONE, TIME, TOLERANCES, lines_of, named, summary
 from bench_layer import AFTER, BEFORE, COPIES
-from bench_layer_gpu import CUDA, LAUNCHING, LayerRank, World
-from bench_layer_gpu import Size as LayerSize
 from harness import Case, Line, Report, common_options
+from layer_card import CUDA, LAUNCHING, LayerRank, World
+from layer_card import Size as LayerSize
 from load_cases import HotRank, even
 from timing import device_us, free, on_gpu
 from world import Card, Partition, split

@@ -12,7 +12,9 @@ bandwidth is shared by all. In one run, on the same weights:
     eplb        experts placed and copied by the loads of an earlier window, in which half of the
                 tokens were of another topic; done before, so it costs nothing here
     ultraep     plans on the exact loads, sends the copies, in every step
-    forced      as many rows, the same number for every expert: what balance could give at best
+
+and as ceilings the kinds of even routing, and the plain products, of `ceilings.py`: these take
+turns with ultraep, since a card that is warm is slower.
 
 Shapes: T tokens of a rank, K experts per token, R ranks, E experts, D model width, F hidden width.
 """
@@ -21,20 +23,25 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import product
-from typing import Any
 
 import numpy as np
 import torch
-from bench_layer import AFTER, BEFORE, COPIES, GAIN, RATE, SHARE, STAGE, STEP
+from bench_layer import AFTER, BEFORE, COPIES, GAIN, RATE, STAGE, STEP
+from ceilings import (
+    DRAWN,
+    Ceilings,
+    Seen,
+    capacity_of,
+    drawn,
+    even_plan,
+)
 from harness import Case, Line, Metric, Report, Values, common_options
-from load_cases import HotRank, Shape, even, ids_with
-from timing import device_us, free, on_gpu
-from world import Card, Given, Partition, Rank, StageClock, given_layer, split
+from layer_card import Size, World
+from load_cases import HotRank, loads_of
+from timing import on_gpu
 
 import ultraep
 from ultraep import BalanceConfig, Plan, Topology
@@ -43,169 +50,18 @@ from ultraep.policies import Problem
 from ultraep.policies.eplb import place_by_past
 from ultraep.policies.places import away_from_home, split_equally
 
-LAUNCHING = 30_000_000  # cycles: longer than it takes to launch all ranks
-POLICIES = ("none", "eplb", "ultraep", "forced")
+POLICIES = ("none", "eplb", "ultraep")
+UNEVEN_ROUNDS = 3  # of the others: they are further apart
 MOST = Metric("stage_time_of_the_slowest_rank", "ms", "slowest", ".3f")
-CUDA, BF16 = torch.device("cuda"), torch.bfloat16
-
-
-@dataclass(frozen=True, kw_only=True)
-class Size(Shape):
-    """What is measured."""
-
-    model: str
-    top_k: int = 8
-    ranks: int = 8
-    sms: int = 16
-    rounds: int = 7
-    loads: int = 5  # of those below
-
 
 HALF_DEEPSEEK = "DeepSeek-V3, half of its experts"
 SIZES = (
     Size(model="Qwen3-235B", hidden=4096, ffn=1536, experts=128, tokens=8192),
-    Size(model=HALF_DEEPSEEK, hidden=7168, ffn=2048, experts=128, tokens=4096, loads=3),
+    Size(model=HALF_DEEPSEEK, hidden=7168, ffn=2048, experts=128, tokens=4096, loads=4),
 )
 TOY = Size(model="toy", hidden=256, ffn=128, experts=16, tokens=64, top_k=2, ranks=2, rounds=2)
 ONE_HOT = tuple(HotRank(ratio) for ratio in (1.5, 2.0, 3.0))
 LOADS = (*ONE_HOT, HotRank(2.0, inner=1.0), HotRank(3.0, inner=1.0, slots=2))
-
-
-class LayerRank(Rank):
-    """A rank with one layer; a step is its forward and backward pass."""
-
-    def __init__(self, number: int, partition: Partition, size: Size) -> None:
-        super().__init__(number, partition)
-        self.size, self.aside = size, (partition.stream(), partition.stream())
-        generator = torch.Generator(device=CUDA).manual_seed(number)
-        drawn = partial(torch.randn, generator=generator, device=CUDA, dtype=BF16)
-        self.x = drawn(size.tokens, size.hidden).requires_grad_()
-        self.dy = drawn(size.tokens, size.hidden)
-        gates = torch.rand(size.tokens, size.top_k, generator=torch.Generator().manual_seed(1))
-        self.router = Given(
-            torch.zeros(size.tokens, size.top_k, dtype=torch.int32, device=CUDA),
-            (gates / gates.sum(dim=1, keepdim=True)).cuda().requires_grad_(),
-        )
-        self.layer: Any = None
-        self.y: Any = None
-        self.clock: StageClock | None = None
-
-    def become(self, peers: Any, plan: Plan, capacity: int | str) -> None:
-        """A rank of a new group, with the experts that have their home here by the plan."""
-        size, topology = self.size, plan.topology
-        self.join(
-            peers,
-            self.aside,
-            experts=size.experts,
-            tokens=size.tokens,
-            slots=topology.slots,
-            homes=topology.home_of_expert.tolist(),
-            policy="ultraep" if plan.config.policy == "ultraep" else "none",
-            capacity=capacity,
-            timeout=20.0,
-        )
-        home = topology.home_experts(self.number).tolist()
-        self.layer = given_layer(self.balancer, self.router, drawn_weights(size, home))
-        assert self.router.ids is not None
-        self.balancer.prepare(self.router.ids, self.x, self.layer.experts.bundle)
-
-    def step(self) -> None:
-        if self.clock is not None:
-            self.clock.mark("begin")
-        self.y = self.layer(self.x)
-        self.y.backward(self.dy)
-        if self.clock is not None:
-            self.clock.mark("backward end")
-
-    def capture(self, clock: StageClock | None = None) -> None:
-        """A graph of one step; with stamps of the clock between its stages, if there is one."""
-        self.clock = clock
-        if clock is not None:
-            self.balancer.observe(clock)
-        self.graph = self.y = None
-        for tensor in (self.x, self.router.gates, *self.layer.parameters()):
-            tensor.grad = None
-        super().capture()
-
-    def leave(self) -> None:
-        self.graph = self.layer = self.balancer = self.y = self.x.grad = None
-        assert self.router.gates is not None
-        self.router.gates.grad = None
-
-
-def drawn_weights(size: Size, home_experts: list[int]) -> dict[str, torch.Tensor]:
-    """Weights by the number of the expert, drawn on the card: quicker than those of training."""
-    homes, widths = len(home_experts), (2 * size.ffn, size.hidden)
-    weights = {
-        "gate_up_proj": torch.empty(homes, *widths, device=CUDA, dtype=BF16),
-        "down_proj": torch.empty(homes, size.hidden, size.ffn, device=CUDA, dtype=BF16),
-    }
-    for index, expert in enumerate(home_experts):
-        generator = torch.Generator(device=CUDA).manual_seed(1_000_003 + expert)
-        for stack in weights.values():
-            bound = stack.shape[-1] ** -0.5
-            stack[index].uniform_(-bound, bound, generator=generator)
-    return weights
-
-
-class World(Card):
-    """All ranks of the card, each with one layer."""
-
-    def __init__(self, size: Size, kind: type[LayerRank] = LayerRank) -> None:
-        parts = split(size.ranks, size.sms)
-        super().__init__([kind(rank, part, size) for rank, part in enumerate(parts)])
-        self.size = size
-
-    def regroup(self, plan: Plan, capacity: int | str) -> None:
-        """Shared memory, balancers and weights anew."""
-        from ultraep.runtime.mapped.peers import LocalPeers
-
-        for rank in self.ranks:
-            rank.leave()
-        free()
-        group = LocalPeers(self.size.ranks)
-        for rank in self.ranks:
-            rank.become(group.of(rank.number), plan, capacity)
-        torch.cuda.synchronize()
-
-    def route(self, loads: IntArray) -> None:
-        """Give every rank ids with these loads."""
-        for rank in self.ranks:
-            rank.router.ids.copy_(ids_with(loads[rank.number], self.size, seed=rank.number))
-        torch.cuda.synchronize()
-
-    def adopt(self, plan: Plan) -> None:
-        """Work by a plan that was made before, with copies that were sent before."""
-        for rank in self.ranks:
-            rank.balancer.plane(CUDA).adopt(plan)
-        torch.cuda.synchronize()
-        for rank in self.ranks:
-            with torch.cuda.stream(rank.stream):
-                rank.balancer.plane(CUDA).keep(rank.layer.experts.bundle)
-        self.check()
-
-    def time(self) -> float:
-        """Milliseconds of a step. The card waits until all ranks are launched: one host launches
-        them here one after the other, where eight would do it at the same time.
-        """
-        wait = torch.cuda.synchronize
-        us = device_us(self.replay, self.size.rounds, warmup=3, before=wait, cycles=LAUNCHING)
-        return us / 1e3
-
-    def breakdown(self) -> dict[str, tuple[float, float]]:
-        """Milliseconds of every stage of a step: mean of the ranks, and the slowest."""
-        clocks = [StageClock.on_device() for _ in self.ranks]
-        for rank, clock in zip(self.ranks, clocks, strict=True):
-            rank.capture(clock)
-        torch.cuda.synchronize()
-        for _ in range(3):
-            self.replay()
-            self.check()
-        found: dict[str, list[float]] = defaultdict(list)
-        for clock in clocks:
-            for stage, ms in clock.times().items():
-                found[stage].append(ms)
-        return {stage: (sum(times) / len(times), max(times)) for stage, times in found.items()}
 
 
 def place_with(slots: int) -> str:
@@ -249,14 +105,13 @@ def eplb_plan(loads: IntArray, size: Size, slots: int) -> Plan:
 
 def plan_for(size: Size, load: HotRank, policy: str) -> tuple[IntArray, Plan]:
     """The loads, and the plan by which a policy serves them."""
-    if policy == "forced":
-        loads, slots, name = even(size), 0, "none"
-    else:
-        loads, slots, name = load.draw(size), 0 if policy == "none" else load.slots, policy
+    if policy in DRAWN:
+        return loads_of(drawn(size, policy), size), even_plan(size, policy)
+    loads, slots = load.draw(size), 0 if policy == "none" else load.slots
     if policy == "eplb":
         return loads, eplb_plan(loads, size, slots)
     topology = Topology(ranks=size.ranks, experts=size.experts, slots=slots)
-    return loads, ultraep.plan(loads, topology, BalanceConfig(policy=name))
+    return loads, ultraep.plan(loads, topology, BalanceConfig(policy=policy))
 
 
 def before(loads: IntArray, size: Size) -> float:
@@ -265,20 +120,25 @@ def before(loads: IntArray, size: Size) -> float:
     return float(served.max() / served.mean())
 
 
+Stages = dict[str, tuple[float, float]]
+
+
 @dataclass
 class Result:
     ms: float
     after: float
     copies: int
-    stages: dict[str, tuple[float, float]]
+    stages: Stages
     outputs: list[torch.Tensor]
+    seen: Seen | None = None
 
 
-def measure(world: World, load: HotRank, policy: str, *, stages: bool) -> Result:
-    """One policy on one load."""
+def measure(
+    world: World, load: HotRank, policy: str, *, stages: bool, ceilings: Ceilings | None = None
+) -> Result:
+    """One policy on one load, by itself or in turn with the ceilings."""
     loads, plan = plan_for(world.size, load, policy)
-    capacity = -(-int(plan.rank_loads.max() * 1.02) // 256) * 256
-    world.regroup(plan, capacity)
+    world.regroup(plan, capacity_of(plan))
     world.route(loads)
     world.capture()  # compiles, so that no kernel is loaded while another rank waits
     if policy == "eplb":
@@ -286,46 +146,76 @@ def measure(world: World, load: HotRank, policy: str, *, stages: bool) -> Result
         world.capture()
     world.replay()
     world.check()
-    ms = world.time()
+    seen = ceilings.in_turn_with(world.replay, world.size.rounds) if ceilings else None
+    ms = seen.ms if seen else world.time(UNEVEN_ROUNDS)
     world.check()
     outputs = [rank.y.detach().clone() for rank in world.ranks]
     found = world.breakdown() if stages else {}
-    return Result(ms, plan.imbalance, plan.num_replicas, found, outputs)
+    return Result(ms, plan.imbalance, plan.num_replicas, found, outputs, seen)
 
 
 def measure_all(
     report: Report, world: World, loads: tuple[HotRank, ...], staged: HotRank | None
-) -> dict[HotRank, dict[str, Result]]:
-    """All policies on all loads; stages of the load that is asked for."""
+) -> tuple[dict[HotRank, dict[str, Result]], dict[str, Stages]]:
+    """All policies on all loads, and the stages of even routing if any are asked for.
+
+    What is uneven needs the most memory, and comes before the ceilings are there.
+    """
     size = world.size
-    found: dict[HotRank, dict[str, Result]] = {}
-    report.note(f"... {size.model}, forced")
-    forced = measure(world, loads[0], "forced", stages=staged is not None)
+    found: dict[HotRank, dict[str, Result]] = {load: {} for load in loads}
+    for load, policy in product(loads, ("none", "eplb")):
+        report.note(f"... {size.model}, {load.name}, {policy}")
+        found[load][policy] = measure(world, load, policy, stages=load is staged)
+        compare(load, found[load])
+    for rank in world.ranks:
+        rank.leave()
+    ceilings = Ceilings(World(size, parts=world.parts))
     for load in loads:
-        results = found[load] = {}
-        for policy in POLICIES[:-1]:
-            report.note(f"... {size.model}, {load.name}, {policy}")
-            results[policy] = measure(world, load, policy, stages=load is staged)
-        results["forced"] = forced
-        for policy in ("eplb", "ultraep"):
-            if not all(map(torch.equal, results["none"].outputs, results[policy].outputs)):
-                raise SystemExit(f"{policy} gives other outputs than the unbalanced layer")
-    return found
+        report.note(f"... {size.model}, {load.name}, ultraep and ceilings")
+        found[load]["ultraep"] = measure(
+            world, load, "ultraep", stages=load is staged, ceilings=ceilings
+        )
+        compare(load, found[load])
+    return found, ceilings.breakdown() if staged else {}
+
+
+def compare(load: HotRank, results: Mapping[str, Result]) -> None:
+    """Every policy gives the bits of the unbalanced layer, and numbers; if not, nothing is kept."""
+    for policy, result in results.items():
+        for rank, (own, wanted) in enumerate(
+            zip(result.outputs, results["none"].outputs, strict=True)
+        ):
+            wrong = int((own != wanted).any(dim=1).sum())
+            if wrong:
+                raise SystemExit(
+                    f"{load.name}: {policy} gives other outputs than the unbalanced layer for "
+                    f"{wrong} of {len(own)} tokens of rank {rank}"
+                )
 
 
 def run(report: Report, size: Size, loads: tuple[HotRank, ...], *, stages: bool) -> None:
-    """The table of one model, and of one load the stages."""
+    """The tables of one model, and of one load the stages."""
     staged = loads[len(loads) > 1] if stages else None
-    found = measure_all(report, World(size), loads, staged)
+    found, even_stages = measure_all(report, World(size), loads, staged)
     lines = [line for load, results in found.items() for line in gain_lines(size, load, results)]
     about = f"{size.model}: D {size.hidden}, F {size.ffn}, {size.experts} experts, top-{size.top_k}"
     about += f", {size.tokens} tokens a rank, EP{size.ranks} on {size.sms} SMs each"
     report.section = "gain"
     report.add(about, lines)
+    report.section = "ceilings"
+    seen = {load: results["ultraep"].seen for load, results in found.items()}
+    flops = 3 * 2 * 3 * size.hidden * size.ffn * size.ranks * size.rows  # forward, twice backward
+    lines = [
+        Line({"load": load.name, "policy": "ultraep"}, {STEP: own.ms, **own.values(flops)})
+        for load, own in seen.items()
+        if own is not None
+    ]
+    report.add(f"{size.model}: shares of three ceilings, in turn; clock and power", lines)
     if staged is not None:
         report.section = "stages"
         title = f"{size.model}: stages of a step; {staged.name}"
-        report.add(title, stage_lines(found[staged]))
+        of_policies = {policy: result.stages for policy, result in found[staged].items()}
+        report.add(title, stage_lines(of_policies | even_stages))
     report.section = ""
 
 
@@ -334,26 +224,43 @@ def case_of(load: HotRank, policy: str) -> Case:
 
 
 def gain_lines(size: Size, load: HotRank, results: Mapping[str, Result]) -> list[Line]:
+    """Of the policies, and of both kinds of even routing."""
+    seen = results["ultraep"].seen
+    assert seen is not None
     lines = []
     for policy, result in results.items():
-        values: Values = {
-            STEP: result.ms,
-            RATE: size.ranks * size.tokens / result.ms * 1e3,
-            SHARE: results["forced"].ms / result.ms,
-            GAIN: results["none"].ms / result.ms,
-            BEFORE: 1.0 if policy == "forced" else before(load.draw(size), size),
+        balance = {
+            BEFORE: before(load.draw(size), size),
             AFTER: result.after,
             COPIES: result.copies,
         }
-        lines.append(Line(case_of(load, policy), values))
+        lines.append(gain_line(size, load, policy, result.ms, results["none"].ms, seen, balance))
+    for kind in DRAWN:
+        imbalance = even_plan(size, kind).imbalance
+        balance = {BEFORE: imbalance, AFTER: imbalance, COPIES: 0}
+        ms = seen.ceilings[kind]
+        lines.append(gain_line(size, load, kind, ms, results["none"].ms, seen, balance))
     return lines
 
 
-def stage_lines(results: Mapping[str, Result]) -> list[Line]:
+def gain_line(
+    size: Size, load: HotRank, policy: str, ms: float, uneven: float, seen: Seen, balance: Values
+) -> Line:
+    values: Values = {
+        STEP: ms,
+        RATE: size.ranks * size.tokens / ms * 1e3,
+        **seen.shares(ms),
+        GAIN: uneven / ms,
+        **balance,
+    }
+    return Line(case_of(load, policy), values)
+
+
+def stage_lines(stages: Mapping[str, Stages]) -> list[Line]:
     return [
         Line({"policy": policy, "stage": stage}, {STAGE: mean, MOST: most})
-        for policy, result in results.items()
-        for stage, (mean, most) in result.stages.items()
+        for policy, found in stages.items()
+        for stage, (mean, most) in found.items()
     ]
 
 
@@ -361,10 +268,10 @@ def only_plans(report: Report, size: Size, loads: tuple[HotRank, ...]) -> None:
     """Without a GPU: what the policies would make of the loads."""
     report.note("There is no GPU: nothing is timed.")
     lines = []
-    for load, policy in product(loads, POLICIES):
-        drawn, plan = plan_for(size, load, policy)
+    for load, policy in product(loads, (*POLICIES, *DRAWN)):
+        routed, plan = plan_for(size, load, policy)
         after = plan.imbalance
-        values: Values = {BEFORE: before(drawn, size), AFTER: after, COPIES: plan.num_replicas}
+        values: Values = {BEFORE: before(routed, size), AFTER: after, COPIES: plan.num_replicas}
         lines.append(Line(case_of(load, policy), values))
     report.section = "plans"
     report.add(size.model, lines)

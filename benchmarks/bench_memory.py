@@ -30,8 +30,9 @@ from typing import Any
 
 import torch
 from bench_layer import STEP
-from bench_layer_gpu import SIZES, TOY, Size, World
+from bench_layer_gpu import SIZES, TOY
 from harness import Line, Metric, Report, common_options
+from layer_card import Size, World
 from load_cases import HotRank, even
 from timing import free, on_gpu
 from world import Given, given_layer

@@ -5,8 +5,8 @@
 
 As `bench_layer_gpu.py`, without backward, at the sizes of whole layers and from few tokens to many:
 what is left of balance when a microbatch is small, and from how many tokens on balancing is faster
-than leaving the ranks uneven. Copies are sent in every step. The ceiling is random even routing:
-every token chooses its experts by chance, all alike; frameworks call that forced balance.
+than leaving the ranks uneven. Copies are sent in every step. Ultraep takes turns with the ceilings
+of `ceilings.py`: random even routing is what frameworks call forced balance.
 
 Shapes: T tokens of a rank, K experts per token, R ranks, E experts, D model width, F hidden width.
 """
@@ -21,25 +21,25 @@ from dataclasses import replace
 import numpy as np
 import torch
 from bench_layer import AFTER, BEFORE, COPIES, GAIN, RATE, STEP
-from bench_layer_gpu import LayerRank, Size, World, before
+from bench_layer_gpu import before
+from ceilings import DRAWN, OF_MATMUL, Ceilings, Seen, capacity_of, even_plan
 from harness import Case, Line, Metric, Report, Values, common_options
+from layer_card import LayerRank, Size, World
 from load_cases import HotRank
 from timing import free, on_gpu
 
 import ultraep
-from ultraep import BalanceConfig, Plan, Topology, workload
+from ultraep import BalanceConfig, Plan, Topology
 from ultraep.arrays import IntArray
 
-RANDOM_EVEN = "random even"
 POLICIES = ("none", "ultraep")
-SHARE = Metric("share_of_random_even", "ratio", "of random even", ".3f")
 BREAK_EVEN = Metric("break_even_tokens", "tokens of a rank", "break-even", ".0f")
 TOKENS = (128, 512, 2048, 8192, 16384)
 SIZES = (
-    Size(model="Qwen3-235B", hidden=4096, ffn=1536, experts=128, tokens=0, rounds=9),
-    Size(model="DeepSeek-V3", hidden=7168, ffn=2048, experts=256, tokens=0, rounds=9),
-)
-TOY = Size(model="toy", hidden=256, ffn=128, experts=16, tokens=0, top_k=2, ranks=2, rounds=2)
+    Size(model="Qwen3-235B", hidden=4096, ffn=1536, experts=128, tokens=16384, rounds=9),
+    Size(model="DeepSeek-V3", hidden=7168, ffn=2048, experts=256, tokens=8192, rounds=9),
+)  # tokens: the most for which two layers have room
+TOY = Size(model="toy", hidden=256, ffn=128, experts=16, tokens=128, top_k=2, ranks=2, rounds=2)
 LOADS = (HotRank(1.5), HotRank(2.0), HotRank(2.0, inner=1.0))
 TOY_LOADS = (HotRank(1.2),)
 
@@ -63,64 +63,84 @@ def planned(size: Size, loads: IntArray, policy: str, slots: int) -> Plan:
     return ultraep.plan(loads, topology, BalanceConfig(policy=policy))
 
 
-def random_even(size: Size) -> IntArray:
-    """[R, E] loads of tokens that choose by chance."""
-    return workload.uniform(
-        size.ranks, size.experts, top_k=size.top_k, tokens=size.tokens, seed=size.tokens
-    )
-
-
-def milliseconds(world: World, loads: IntArray, plan: Plan) -> float:
-    """Of a step by this plan, warm."""
-    capacity = -(-int(plan.rank_loads.max() * 1.02) // 256) * 256
-    world.regroup(plan, capacity)
+def prepare(world: World, loads: IntArray, plan: Plan) -> None:
+    """A graph of a step by this plan, which has run once."""
+    world.regroup(plan, capacity_of(plan))
     world.route(loads)
     world.capture()
-    for _ in range(5):
-        world.replay()
+    world.replay()
     world.check()
-    ms = world.time()
-    world.check()
-    return ms
+
+
+def timed_steps(size: Size, hot: Sequence[HotRank]) -> dict[HotRank, tuple[float, Seen]]:
+    """Milliseconds without balancing, and ultraep in turn with the ceilings.
+
+    What is uneven needs the most memory, and comes before the ceilings are there.
+    """
+    world, uneven = World(size, PrefillRank), {}
+    for load in hot:
+        loads = load.draw(size)
+        prepare(world, loads, planned(size, loads, "none", 0))
+        uneven[load] = world.time()
+        world.check()
+    leave(world)
+    ceilings, found = Ceilings(World(size, PrefillRank, world.parts)), {}
+    for load in hot:
+        loads = load.draw(size)
+        prepare(world, loads, planned(size, loads, "ultraep", load.slots))
+        found[load] = uneven[load], ceilings.in_turn_with(world.replay, size.rounds)
+        world.check()
+    leave(world)
+    leave(ceilings.world)
+    return found
+
+
+def leave(world: World) -> None:
+    for rank in world.ranks:
+        rank.leave()
+    free()
 
 
 def lines_of(size: Size, hot: Sequence[HotRank], *, timed: bool) -> list[Line]:
     """All loads and policies with so many tokens."""
-    world = World(size, PrefillRank) if timed else None
-    even = random_even(size)
-    even_plan = planned(size, even, "none", 0)
-    even_ms = milliseconds(world, even, even_plan) if world else None
+    found = timed_steps(size, hot) if timed else {}
     lines = []
     for load in hot:
-        loads, uneven_ms = load.draw(size), None
+        loads = load.draw(size)
         for policy in POLICIES:
             plan = planned(size, loads, policy, load.slots)
-            ms = milliseconds(world, loads, plan) if world else None
-            uneven_ms = uneven_ms or ms
+            values = values_of(size, policy, *found[load]) if load in found else {}
             case: Case = {"tokens": size.tokens, "load": load.name, "policy": policy}
-            values = values_of(size, ms, even_ms, uneven_ms)
             imbalance = {BEFORE: before(loads, size), AFTER: plan.imbalance}
             lines.append(Line(case, {**values, **imbalance, COPIES: plan.num_replicas}))
-    case = {"tokens": size.tokens, "load": RANDOM_EVEN, "policy": "none"}
-    imbalance = {BEFORE: before(even, size), AFTER: even_plan.imbalance, COPIES: 0}
-    lines.append(Line(case, {**values_of(size, even_ms, even_ms, None), **imbalance}))
-    if world:
-        for rank in world.ranks:
-            rank.leave()
-        free()
-    return lines
+    seen = found[hot[-1]][1] if found else None
+    return lines + [even_line(size, kind, seen) for kind in DRAWN]
 
 
-def values_of(
-    size: Size, ms: float | None, even_ms: float | None, uneven_ms: float | None
-) -> Values:
-    if ms is None or even_ms is None:
-        return {}
+def even_line(size: Size, kind: str, seen: Seen | None) -> Line:
+    """Even routing, as it was in turn with the last load."""
+    imbalance = even_plan(size, kind).imbalance
+    values: Values = {BEFORE: imbalance, AFTER: imbalance, COPIES: 0}
+    if seen:
+        ms = seen.ceilings[kind]
+        values = {STEP: ms, RATE: rate(size, ms), **seen.shares(ms), **values}
+    return Line({"tokens": size.tokens, "load": kind, "policy": "none"}, values)
+
+
+def rate(size: Size, ms: float) -> float:
+    return size.ranks * size.tokens / ms * 1e3
+
+
+def values_of(size: Size, policy: str, uneven_ms: float, seen: Seen) -> Values:
+    flops = 2 * 3 * size.hidden * size.ffn * size.ranks * size.rows
+    ms = uneven_ms if policy == "none" else seen.ms
+    of_matmul = seen.values(flops)[OF_MATMUL] if policy == "ultraep" else None
     return {
         STEP: ms,
-        RATE: size.ranks * size.tokens / ms * 1e3,
-        SHARE: even_ms / ms,
-        GAIN: None if uneven_ms is None else uneven_ms / ms,
+        RATE: rate(size, ms),
+        **seen.shares(ms),
+        OF_MATMUL: of_matmul,
+        GAIN: uneven_ms / ms,
     }
 
 
@@ -160,7 +180,7 @@ def run(
 ) -> None:
     """The tables of one model."""
     lines: list[Line] = []
-    for count in tokens:
+    for count in (number for number in tokens if number <= size.tokens):
         report.note(f"... {size.model}, {count} tokens")
         lines += lines_of(replace(size, tokens=count), hot, timed=timed)
     about = f"{size.model}: D {size.hidden}, F {size.ffn}, {size.experts} experts, top-{size.top_k}"

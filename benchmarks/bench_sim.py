@@ -29,7 +29,9 @@ import bench_layer
 import bench_layer_gpu
 import load_cases
 import numpy as np
+from ceilings import OF_TILES, TILE_PERFECT
 from harness import ROOT, Case, Line, Metric, Report, common_options, section_option
+from layer_card import Size
 from numpy.typing import NDArray
 
 from ultraep import BalanceConfig, Topology, plan
@@ -51,6 +53,7 @@ Table = tuple[str, list[Line]]  # title
 RESULTS = ROOT / "benchmarks" / "results"
 ON_CARD = (("qwen", "qwen3", 0), ("deepseek", "deepseek", 1))  # results, curve, size
 FORCED = "forced balance"
+FORMERLY = "share_of_forced_balance"  # how records before three ceilings name that of tiles
 SAME = 1e-5  # imbalances of one plan: the record has seven digits
 
 PREDICTED = Metric("predicted_share", "share", "predicted", ".3f")
@@ -132,11 +135,11 @@ def card_seconds(work_R: FloatArray, speed: FloatArray) -> float:
     return clock
 
 
-def predict_on_card(size: bench_layer_gpu.Size, curve: str, made: Plan, policy: str) -> float:
+def predict_on_card(size: Size, curve: str, made: Plan, policy: str) -> float:
     """Seconds of a layer, forward and backward, on eight partitions of a card."""
     model = layer_model(size.model, size.hidden, size.ffn, size.experts, size.top_k)
     costs = Costs(load_cluster("h200-eight-parts"), model, measured_rates())
-    runtime = "none" if policy in ("none", "forced") else "ultraep"
+    runtime = "none" if policy in ("none", TILE_PERFECT) else "ultraep"
     clock = clock_of(costs, made.topology, runtime, size.tokens)
     copies = copies_of(made)
     times = clock.times(copies)
@@ -155,7 +158,7 @@ def on_card(report: Report, small: bool) -> None:
 
 
 def card_tables(small: bool = False) -> Iterator[Table]:
-    """Shares of forced balance, predicted beside measured."""
+    """Shares of tile-perfect routing, predicted beside measured."""
     for name, curve, index in ON_CARD:
         size = bench_layer_gpu.SIZES[index]
         recorded = rows_of(f"layer_gpu_{name}_h200_202611")
@@ -163,29 +166,30 @@ def card_tables(small: bool = False) -> Iterator[Table]:
         for load in bench_layer_gpu.LOADS[: 1 if small else size.loads]:
             plans = {
                 policy: bench_layer_gpu.plan_for(size, load, policy)[1]
-                for policy in ("none", "eplb", "ultraep", "forced")
+                for policy in ("none", "eplb", "ultraep", TILE_PERFECT)
             }
             seconds = {
                 policy: predict_on_card(size, curve, made, policy) for policy, made in plans.items()
             }
             for policy in ("none", "eplb", "ultraep"):
-                share = seconds["forced"] / seconds[policy]
+                share = seconds[TILE_PERFECT] / seconds[policy]
                 measured = share_on_card(recorded, load.name, policy, plans[policy])
                 lines.append(line(curve, load.name, policy, share, measured))
-        yield f"{size.model}, EP8 on one H200: share of forced balance", lines
+        yield f"{size.model}, EP8 on one H200: share of tile-perfect routing", lines
 
 
 def share_on_card(
     recorded: list[dict[str, Any]], load: str, policy: str, made: Plan
 ) -> float | None:
-    """The share that was measured; None if that was under another plan than the one made now."""
+    """The share that was measured; None if it was not, or under another plan than is made now."""
     values = {
         row["metric"]: row["value"]
         for row in recorded
         if (row["case"].get("load"), row["case"].get("policy")) == (load, policy)
     }
-    same = abs(values["imbalance_after"] - made.imbalance) < SAME
-    return float(values["share_of_forced_balance"]) if same else None
+    if not values or abs(values["imbalance_after"] - made.imbalance) >= SAME:
+        return None
+    return float(values.get(OF_TILES.name, values.get(FORMERLY)))
 
 
 def line(model: str, load: str, policy: str, predicted: float, measured: float | None) -> Line:

@@ -29,7 +29,7 @@ from ultraep.report.rows import MeasuredNumber as Row
 from ultraep.report.rows import as_json, cpu_device, versions
 
 ROOT = Path(__file__).resolve().parent.parent
-WIDTH, DIGITS = 110, 5  # of a printed table, of a number in it
+WIDTH, DIGITS = 120, 5  # of a printed table, of a number in it
 
 Item = TypeVar("Item")
 Case = Mapping[str, str | int | float]

@@ -104,6 +104,33 @@ def ids_with(loads_E: IntArray, shape: Shape, seed: int) -> torch.Tensor:
     return torch.from_numpy(np.random.default_rng(seed).permutation(ids).astype(np.int32))
 
 
+def random_even_ids(shape: Shape, seed: int) -> torch.Tensor:
+    """[T, K] every token chooses by chance, all experts alike."""
+    generator = torch.Generator().manual_seed(seed)
+    scores = torch.rand(shape.tokens, shape.experts, generator=generator)
+    return scores.topk(shape.top_k, dim=1).indices.int()
+
+
+def tile_perfect_ids(shape: Shape, seed: int) -> torch.Tensor:
+    """[T, K] likewise, but of every so many tokens as there are experts, each gets K rows.
+
+    The experts stand in a ring in any order. A token takes those at K steps from its own place.
+    """
+    random, experts = np.random.default_rng(seed), shape.experts
+    assert shape.tokens % experts == 0, (shape.tokens, experts)
+    rings = []
+    for _ in range(shape.tokens // experts):
+        steps = random.permutation(experts)[: shape.top_k]
+        places = (np.arange(experts)[:, None] + steps) % experts
+        rings.append(random.permutation(experts)[places])
+    return torch.from_numpy(np.concatenate(rings).astype(np.int32))
+
+
+def loads_of(ids: Sequence[torch.Tensor], shape: Shape) -> IntArray:
+    """[R, E] of the ids of all ranks."""
+    return np.stack([np.bincount(own.flatten(), minlength=shape.experts) for own in ids])
+
+
 def even_ids(shape: Shape) -> torch.Tensor:
     """[R, T, K] the same number of rows for every expert, from every rank."""
     rows = torch.arange(shape.ranks * shape.rows) % shape.experts

@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from bench_layer_gpu import LAUNCHING, Size, drawn_weights
 from harness import Case, Line, Metric
+from layer_card import LAUNCHING, Size, drawn_weights
 from load_cases import HotRank, ids_with
 from timing import device_us, free
 from world import Card, Given, Partition, Rank, given_layer, split

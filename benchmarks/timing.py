@@ -10,7 +10,7 @@ import gc
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from statistics import median
@@ -68,6 +68,24 @@ def device_us(
         end.record()
     torch.cuda.synchronize()
     return float(median(1e3 * begin.elapsed_time(end) for begin, end in events))
+
+
+def in_turn_us(
+    turns: Mapping[str, tuple[Call, Call]], rounds: int, *, warmup: int, cycles: int
+) -> dict[str, float]:
+    """Microseconds of calls that take turns, the medians; what comes before each is not timed.
+
+    A card that slows down by power is then as slow for one as for the others.
+    """
+    found: dict[str, list[float]] = {name: [] for name in turns}
+    for turn in range(warmup + rounds):
+        names = list(turns)
+        for name in names if turn % 2 else reversed(names):
+            before, call = turns[name]
+            us = device_us(call, 1, before=before, cycles=cycles)
+            if turn >= warmup:
+                found[name].append(us)
+    return {name: float(median(times)) for name, times in found.items()}
 
 
 def captured(call: Callable[[], Any], times: int) -> tuple[torch.cuda.CUDAGraph, Any]:

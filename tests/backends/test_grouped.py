@@ -8,12 +8,15 @@ import pytest
 import torch
 import triton.language as tl
 from guard import watched
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch.nn.functional import linear
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 from ultraep.activations import swiglu
 from ultraep.backends.triton.device import default_device, interpreted, launching
-from ultraep.backends.triton.grouped import TABLES, Blocks, Grouped
+from ultraep.backends.triton.grouped import TABLES, Blocks, Grouped, square_band
+from ultraep.backends.triton.kernels.tiles import lay_tiles
 from ultraep.products import Stacks
 
 DEVICE = default_device()
@@ -28,6 +31,7 @@ SLOTS = {  # rows of the home slots, and of the spare ones
     "one copy": ([0], [0, 33]),
     "no copies": ([16, 3, 2], []),
     "no homes": ([], [3, 0, 20]),
+    "few rows": ([5, 0, 8], [3, 1]),
 }
 NAN, KEPT = float("nan"), 7.0
 PRECISION = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}
@@ -238,9 +242,11 @@ def test_gradients_to_which_others_are_added_are_not_rounded(name, of_homes):
         assert found.homes[copied].isnan().all()
 
 
+@pytest.mark.parametrize("name", ["mixed", "few rows"])
 @pytest.mark.parametrize("width", [40, 41, 64, 24])
-def test_narrow_tiles_change_no_bit(width):
-    case = Case()
+def test_small_tiles_change_no_bit(width, name):
+    """Narrow ones, and low ones where most slots have few rows."""
+    case = Case(name)
     slim = Grouped(case.grouped.offsets, programs=2, table=SLIM)
     rows, weights, bias = case.rows(K), case.stacks(width, K), case.stacks(width)
     scale, wide_rows, d_rows = case.rows(dtype=torch.float32), case.rows(width), case.rows(K)
@@ -254,6 +260,47 @@ def test_narrow_tiles_change_no_bit(width):
         found.append([out, turned, into.homes, into.copies])
     for one, other in zip(*found, strict=True):
         assert torch.equal(one, other)
+
+
+@given(
+    st.lists(st.integers(0, 90) | st.integers(0, 9), max_size=9),
+    st.sampled_from([1, 2, 3, 8]),
+)
+@settings(deadline=None, max_examples=20)
+def test_rows_of_tiles_are_in_bands_of_one_slot(rows, band):
+    """All are there once. Bands divide a slot evenly, and every row of tiles knows its band."""
+    height, ends = 4, np.cumsum([0, *rows])
+    wanted = [
+        (slot, int(ends[slot]) + first, count - first)
+        for slot, count in enumerate(rows)
+        for first in range(0, count, height)
+    ]
+    laid = torch.full((5 * (len(wanted) + len(rows) + 1),), -1, dtype=torch.int32, device=DEVICE)
+    offsets = torch.tensor(ends, dtype=torch.int32, device=DEVICE)
+    L = 1 << max(0, len(rows) - 1).bit_length()
+    lay_tiles[(max(1, len(rows)),)](
+        offsets, laid, len(rows), L=L, M=height, BAND=band, B=4, num_warps=4
+    )
+    (number, low, *_), *found = laid.view(-1, 5).tolist()
+    few = sum(0 < count <= height // 2 for count in rows)
+    assert (number, low) == (len(wanted), int(2 * few > len(wanted)))
+    assert [tuple(row[:3]) for row in found[:number]] == wanted
+    assert all(row == [-1] * 5 for row in found[number:])
+    at, heights = 0, {}
+    while at < number:
+        slot, _, _, first, high = found[at]
+        assert first == at
+        assert {(row[0], *row[3:]) for row in found[at : at + high]} == {(slot, first, high)}
+        heights.setdefault(slot, []).append(high)
+        at += high
+    for high in heights.values():
+        assert len(high) == max(1, (sum(high) + band // 2) // band)
+        assert max(high) - min(high) <= 1
+
+
+def test_bands_are_as_high_as_programs_can_share():
+    blocks = Blocks(128, 256)
+    assert [square_band(programs, blocks) for programs in (1, 16, 132)] == [1, 6, 16]
 
 
 def test_last_tiles_are_as_narrow_as_what_is_left():

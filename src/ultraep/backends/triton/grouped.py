@@ -6,12 +6,13 @@ D columns of a row, N and K those of a weight, F hidden width.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
-from ultraep.backends.triton.kernels import grouped, swiglu
+from ultraep.backends.triton.kernels import grouped, swiglu, tiles
 from ultraep.backends.triton.launch import cdiv, power_of_2, quick
 from ultraep.products import Stacks
 
@@ -30,7 +31,7 @@ class Blocks:
     stages: int = 3
     band: int = 8
     resident: int = 1  # programs on one multiprocessor
-    half: bool = False  # whether the last rows of a slot may be a tile of half the height
+    half: bool = False  # whether slots of few rows may have a tile of half the height
     narrow: bool = False  # whether the last columns may be a tile of fewer ones
 
     def last(self, width: int) -> int:
@@ -88,7 +89,7 @@ class Grouped:
         self.offsets, self.num_slots = offsets, len(offsets) - 1
         self.programs = programs or multiprocessors(offsets.device)
         self.table = table or TABLES["cuda" if torch.version.hip is None else "hip"]
-        self._order: dict[int, torch.Tensor] = {}
+        self._order: dict[tuple[int, int], torch.Tensor] = {}
         self._padded = power_of_2(max(1, self.num_slots))
 
     def multiply(
@@ -137,8 +138,7 @@ class Grouped:
             bias and bias.homes,
             bias and bias.copies,
             scale,
-            self.offsets,
-            self._tiles(rows.shape[0], blocks.rows),
+            self._tiles(rows.shape[0], blocks),
             out,
             weights.homes.shape[0],
             rows.shape[1],
@@ -157,7 +157,6 @@ class Grouped:
             N=blocks.columns,
             LAST=last,
             K=blocks.depth,
-            BAND=blocks.band,
             HALF=blocks.half,
             num_warps=blocks.warps,
             num_stages=blocks.stages,
@@ -229,22 +228,27 @@ class Grouped:
             num_stages=blocks.stages,
         )
 
-    def _tiles(self, room: int, height: int) -> torch.Tensor:
-        """The order of the tiles of that height, made once for all products of these rows."""
-        if height not in self._order:
-            most = cdiv(room, height) + self.num_slots
-            order = torch.empty(1 + 2 * most, dtype=torch.int32, device=self.offsets.device)
-            quick(grouped.lay_tiles)[(max(1, self.num_slots),)](
+    def _tiles(self, room: int, blocks: Blocks) -> torch.Tensor:
+        """The order of tiles of that height, made once for all products of these rows."""
+        band = min(blocks.band, square_band(self.programs, blocks))
+        kind = blocks.rows, band
+        if kind not in self._order:
+            most = 1 + cdiv(room, blocks.rows) + self.num_slots
+            order = torch.empty(
+                int(tiles.ENTRIES) * most, dtype=torch.int32, device=self.offsets.device
+            )
+            quick(tiles.lay_tiles)[(max(1, self.num_slots),)](
                 self.offsets,
                 order,
                 self.num_slots,
                 L=self._padded,
-                M=height,
+                M=blocks.rows,
+                BAND=band,
                 B=64,
                 num_warps=4,
             )
-            self._order[height] = order
-        return self._order[height]
+            self._order[kind] = order
+        return self._order[kind]
 
     def swiglu(self, up: torch.Tensor, out_AF: torch.Tensor) -> None:
         """[A, 2F] -> [A, F]: silu of the first half, times the second; rounded once."""
@@ -347,6 +351,15 @@ class Grouped:
                 assert tensor.shape[0] == rows, (tensor.shape, rows)
                 assert tensor.stride(-1) == 1, tensor.stride()
                 assert tensor.ndim > 1 or tensor.dtype == torch.float32, tensor.dtype
+
+
+def square_band(programs: int, blocks: Blocks) -> int:
+    """Rows of tiles in a band with which so many programs need the fewest rows and columns at once.
+
+    >>> square_band(16, Blocks(128, 256))
+    6
+    """
+    return max(1, round(math.sqrt(programs * blocks.columns / blocks.rows)))
 
 
 def multiprocessors(device: torch.device) -> int:

@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 
 from ultraep.backends.triton.kernels.slots import SlotTensors, Sums, of_slot, store_of_slot
+from ultraep.backends.triton.kernels.tiles import Part, find_tile
 
 
 class Matrix(NamedTuple):
@@ -28,14 +29,6 @@ class Matrix(NamedTuple):
     at: Any
     stride: Any
     columns: Any
-
-
-class Part(NamedTuple):
-    """Rows of one slot: `count` of them from `begin` on."""
-
-    slot: Any
-    begin: Any
-    count: Any
 
 
 @triton.jit
@@ -65,40 +58,6 @@ def load_tile(at, row, column, stride, rows, columns, ALL_ROWS: tl.constexpr, AL
     return tile
 
 
-@triton.jit(do_not_specialize=["num_slots"])
-def lay_tiles(offsets, tiles, num_slots, L: tl.constexpr, M: tl.constexpr, B: tl.constexpr):
-    """Program l: the tiles of slot l behind those of the slots before it.
-
-    tiles: their number, then slot and number within the slot, of each. Bands of tiles go across
-    slots, so that programs have enough to share also where slots are small.
-
-    >>> example(lay_tiles, 3, offsets=[0, 1, 2, 5], tiles=room(11), num_slots=3, L=4, M=2, B=4)
-    tiles = [4, 0, 0, 1, 0, 2, 0, 2, 1, _, _]
-    """
-    slot, slot_L = tl.program_id(0), tl.arange(0, L)
-    there_L = slot_L < num_slots
-    rows_L = tl.load(offsets + slot_L + 1, mask=there_L, other=0)
-    rows_L -= tl.load(offsets + slot_L, mask=there_L, other=0)
-    high_L = tl.cdiv(rows_L, M)
-    high = tl.sum(tl.where(slot_L == slot, high_L, 0), 0)
-    before = tl.sum(tl.where(slot_L < slot, high_L, 0), 0)
-    for begin in range(0, high, B):
-        tile_B = begin + tl.arange(0, B)
-        at_B = tiles + 1 + 2 * (before + tile_B)
-        tl.store(at_B, slot, mask=tile_B < high)
-        tl.store(at_B + 1, tile_B, mask=tile_B < high)
-    tl.store(tiles, tl.sum(high_L, 0))
-
-
-@triton.jit
-def part_of_tile(offsets, tiles, number, M: tl.constexpr):
-    """The rows of a tile, and those of its slot behind them: the count may be more than M."""
-    slot, row = tl.load(tiles + 1 + 2 * number), tl.load(tiles + 2 + 2 * number)
-    begin = tl.load(offsets + slot)
-    count = tl.load(offsets + slot + 1) - begin
-    return Part(slot, (begin + row * M).to(tl.int64), count - row * M)
-
-
 @triton.jit(do_not_specialize=["num_homes"])
 def multiply(
     rows,
@@ -107,7 +66,6 @@ def multiply(
     home_biases,
     copy_biases,
     scale,
-    offsets,
     tiles,
     out,
     num_homes,
@@ -127,36 +85,40 @@ def multiply(
     N: tl.constexpr,
     LAST: tl.constexpr,
     K: tl.constexpr,
-    BAND: tl.constexpr,
     HALF: tl.constexpr,
 ):
     """[A, depth] -> [A, width]: (rows @ W^T + bias) * scale, W a [width, depth] of every slot.
 
     TRANSPOSED: rows @ W, W a [depth, width].   ALL_DEPTH, ALL_WIDTH: tiles leave nothing over.
-    LAST: columns of the last tile, N or fewer.   HALF: the last rows of a slot, if few, are a tile
-    of half the height.
+    LAST: columns of the last tile, N or fewer.   HALF: where most slots have few rows, those are
+    tiles of half the height. The last rows of large slots are not: a program that gets ahead of its
+    neighbours finds nothing in the cache of what they share.
 
     >>> rows = [[1.0, 2.0], [3.0, 4.0], [5.0, 6.0], [7.0, 8.0], [9.0, 10.0], [11.0, 12.0]]
     >>> homes = [[[1.0, 0.0], [0.0, 1.0]], [[0.0, 1.0], [1.0, 0.0]]]
     >>> example(multiply, 2, rows=rows, homes=homes, copies=[[[1.0, 1.0], [2.0, 0.0]]],
     ...         home_biases=[[0.0, 0.0], [10.0, 20.0]], copy_biases=[[100.0, 0.0]],
-    ...         scale=[1.0, 1.0, 0.5, 2.0, 1.0, 1.0], offsets=[0, 1, 2, 5],
-    ...         tiles=[3, 0, 0, 1, 0, 2, 0], out=room(6, 2, dtype=torch.float32), num_homes=2,
+    ...         scale=[1.0, 1.0, 0.5, 2.0, 1.0, 1.0], num_homes=2,
+    ...         tiles=[3, 0, 0, 0, 0, 0, 0, 1, 0, 1, 1, 1, 1, 1, 1, 2, 2, 3, 2, 1],
+    ...         out=room(6, 2, dtype=torch.float32),
     ...         depth=2, width=2, rows_stride=2, home_stride=4, copy_stride=4, weight_stride=2,
     ...         home_bias_stride=2, copy_bias_stride=2, out_stride=2, TRANSPOSED=False,
-    ...         ALL_DEPTH=False, ALL_WIDTH=False, M=16, N=16, LAST=16, K=16, BAND=8, HALF=False)
+    ...         ALL_DEPTH=False, ALL_WIDTH=False, M=16, N=16, LAST=16, K=16, HALF=False)
     out = [[1.0, 2.0], [14.0, 23.0], [55.5, 5.0], [230.0, 28.0], [119.0, 18.0], [_, _]]
     """
     weights = SlotTensors(homes, copies, num_homes, home_stride, copy_stride)
     biases = SlotTensors(home_biases, copy_biases, num_homes, home_bias_stride, copy_bias_stride)
     given, made = Matrix(rows, rows_stride, depth), Matrix(out, out_stride, width)
     high, wide = tl.load(tiles), tl.cdiv(width, N)
+    halves = HALF and tl.load(tiles + 1) != 0
+    following, next_column = find_tile(tiles, tl.program_id(0), high, wide)
     for tile in range(tl.program_id(0), high * wide, tl.num_programs(0)):
-        row, column = in_bands(tile, high, wide, BAND)
-        part = part_of_tile(offsets, tiles, row, M)
+        part, column = following, next_column
+        # Looked up while this tile is made: its numbers are three loads away, one after the other.
+        following, next_column = find_tile(tiles, tile + tl.num_programs(0), high, wide)
         at_weights = of_slot(weights, part.slot)
         at_bias = None if home_biases is None else of_slot(biases, part.slot)
-        low, slim = HALF and part.count <= M // 2, LAST < N and column == wide - 1
+        low, slim = halves and part.count <= M // 2, LAST < N and column == wide - 1
         for LOW in tl.static_range(1 + HALF):
             for SLIM in tl.static_range(1 + (LAST < N)):
                 if (low == LOW) and (slim == SLIM):
@@ -302,10 +264,10 @@ def weight_gradients(
     into_sums, into_bias_sums = Sums(sums, spans), Sums(bias_sums, spans)
     left, right = Matrix(d_out, d_out_stride, height), Matrix(rows, rows_stride, width)
     high, wide = tl.cdiv(height, M), tl.cdiv(width, N)
+    following = rows_of_slot(offsets, tl.program_id(0) // (high * wide), num_slots)
     for number in range(tl.program_id(0), num_slots * high * wide, tl.num_programs(0)):
-        slot, tile = number // (high * wide), number % (high * wide)
-        begin = tl.load(offsets + slot)
-        part = Part(slot, begin.to(tl.int64), tl.load(offsets + slot + 1) - begin)
+        part, tile = following, number % (high * wide)
+        following = rows_of_slot(offsets, (number + tl.num_programs(0)) // (high * wide), num_slots)
         row, column = in_bands(tile, high, wide, BAND)
         slim = LAST < N and column == wide - 1
         for SLIM in tl.static_range(1 + (LAST < N)):
@@ -327,6 +289,14 @@ def weight_gradients(
                 )
         if of_home_biases is not None and column == 0:
             bias_tile(left, scale, biases, into_bias_sums, part, row * M, ALL_HEIGHT, M, K)
+
+
+@triton.jit
+def rows_of_slot(offsets, slot, num_slots):
+    """All rows of a slot; none behind the last one."""
+    begin = tl.load(offsets + slot, mask=slot < num_slots, other=0)
+    end = tl.load(offsets + slot + 1, mask=slot < num_slots, other=0)
+    return Part(slot, begin.to(tl.int64), end - begin)
 
 
 @triton.jit
