@@ -6,7 +6,7 @@ Shapes: N records, R ranks, E experts.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from statistics import fmean
@@ -101,12 +101,17 @@ def replay(trace: Trace, case: Case) -> Line:
 
 def replayed(trace: Trace, case: Case) -> Replayed:
     """Plan all records."""
+    return replayed_plans(plans(trace, case), case)
+
+
+def replayed_plans(made: Iterable[Plan], case: Case) -> Replayed:
+    """What becomes of these plans."""
     rows = [
         (
             *(plan.initial_imbalance, plan.imbalance, plan.lower_bound, plan.num_replicas),
             *(plan.remote_tokens / max(plan.total, 1), not plan.within_limits),
         )
-        for plan in plans(trace, case)
+        for plan in made
     ]
     if not rows:
         raise ConfigError("nothing to replay: the trace has no records")
@@ -115,10 +120,15 @@ def replayed(trace: Trace, case: Case) -> Replayed:
 
 def plans(trace: Trace, case: Case) -> Iterator[Plan]:
     """The plans of all records, in their order."""
+    return plans_of(zip(trace.layer.tolist(), trace.loads, strict=True), case)
+
+
+def plans_of(records: Iterable[tuple[int, IntArray]], case: Case) -> Iterator[Plan]:
+    """The plans of records, each a layer and its loads, as they come."""
     past: dict[int, deque[IntArray]] = defaultdict(lambda: deque(maxlen=case.history or 1))
-    for record in range(len(trace)):
-        loads_RE = regrouped_loads(trace.loads[record], case.topology.ranks)
-        seen = past[int(trace.layer[record])]
+    for layer, loads in records:
+        loads_RE = regrouped_loads(loads, case.topology.ranks)
+        seen = past[layer]
         yield _plan(loads_RE, case, seen)
         seen.append(loads_RE.sum(axis=0))
 
