@@ -29,9 +29,7 @@ Paths = Annotated[
         show_default=False,
     ),
 ]
-Live = Annotated[
-    bool, typer.Option("--live", help="Follow folders that a running job writes to.")
-]
+Live = Annotated[bool, typer.Option("--live", help="Follow folders that a running job writes to.")]
 Host = Annotated[
     str,
     typer.Option(

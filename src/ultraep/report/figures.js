@@ -121,14 +121,12 @@ function flowsFigure(copies) {
   };
   const ends = links.map(({ from, to, depth }) => [node(from, depth), node(to, depth + 1)]);
   const all = [...nodes.values()], hue = (rank) => HOMES[rank % HOMES.length];
-  const deepest = Math.max(1, ...all.map(({ depth }) => depth));
   return [
     [{
       type: "sankey", arrangement: "snap", orientation: "h",
       node: {
         label: all.map(({ rank }) => `rank ${rank}`), color: all.map(({ rank }) => hue(rank)),
-        x: all.map(({ depth }) => 0.001 + (0.998 * depth) / deepest), y: places(all),
-        pad: 6, thickness: 12, line: { width: 0 }, hovertemplate: "%{label}<extra></extra>",
+        align: "left", pad: 6, thickness: 12, line: { width: 0 }, hovertemplate: "%{label}<extra></extra>",
       },
       link: {
         source: ends.map(([from]) => from), target: ends.map(([, to]) => to),
@@ -140,20 +138,8 @@ function flowsFigure(copies) {
         hovertemplate: "%{customdata}<extra></extra>",
       },
     }],
-    { margin: { l: 8, r: 8, t: 12, b: 12 } },
+    { margin: { l: 8, r: 8, t: 36, b: 12 } },
   ];
-}
-
-// Of every column its ranks from top to bottom.
-function places(nodes) {
-  const columns = {};
-  nodes.forEach((one) => (columns[one.depth] = columns[one.depth] || []).push(one));
-  const heights = new Map();
-  for (const column of Object.values(columns)) {
-    column.sort((a, b) => a.rank - b.rank);
-    column.forEach((one, at) => heights.set(one, (at + 0.5) / column.length));
-  }
-  return nodes.map((one) => heights.get(one));
 }
 
 const flowsHeight = (copies) => {
@@ -194,7 +180,7 @@ function stagesFigure({ stages, begin, seconds, waited }) {
     barmode: "overlay", hovermode: "closest",
     xaxis: { ...title("ms"), rangemode: "tozero" },
     yaxis: { ...title("rank"), autorange: "reversed", type: "category", showgrid: false },
-    margin: { l: 56, r: 12, t: 12, b: 100 },
+    margin: { l: 56, r: 12, t: 36, b: 100 },
   }];
 }
 

@@ -201,8 +201,14 @@ function draw(name) {
   return Plotly.react(find(`plot-${name}`), traces, layout(more), OPTIONS);
 }
 
+// Whether its numbers are there, and its place is shown: not all views of the viewer are.
+function drawable(name) {
+  const plot = find(`plot-${name}`);
+  return plot && plot.offsetParent !== null && (parsed[name] || find(`numbers-${name}`));
+}
+
 function drawAll() {
-  Object.keys(figures).filter((name) => find(`plot-${name}`)).forEach(draw);
+  Object.keys(figures).filter(drawable).forEach(draw);
 }
 
 window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawAll);

@@ -14,5 +14,5 @@
     server.py    the application, and the server that runs it
     export.py    one HTML file in place of a server
 
-starlette and uvicorn: pip install 'ultraep[view]'. They are imported by guard.py, api.py, server.py.
+starlette and uvicorn: pip install 'ultraep[view]'. Only guard.py, api.py, server.py import them.
 """

@@ -6,7 +6,6 @@ import hashlib
 import json
 from collections.abc import Awaitable, Callable
 from functools import wraps
-from importlib.resources import files
 from typing import Any
 
 from starlette.applications import Starlette
@@ -139,7 +138,9 @@ class Api:
         step_M, microbatch_M, _ = table.moments
         around = {
             "layers": table.layers[0].tolist(),
-            "moment": int(((step_M < key[0]) | ((step_M == key[0]) & (microbatch_M < key[2]))).sum()),
+            "moment": int(
+                ((step_M < key[0]) | ((step_M == key[0]) & (microbatch_M < key[2]))).sum()
+            ),
             "moments": len(step_M),
         }
         return self.library.record(number, key) | {"around": around}
@@ -231,9 +232,7 @@ def stages_told(index: Any) -> Numbers:
 # -- what is asked -------------------------------------------------------------------------------
 
 
-def whole(
-    request: Request, name: str, usual: int = 0, *, low: int = 0, high: int = LARGEST
-) -> int:
+def whole(request: Request, name: str, usual: int = 0, *, low: int = 0, high: int = LARGEST) -> int:
     """A whole number of the query."""
     text = request.query_params.get(name, str(usual))
     if not text.isdecimal() or len(text) > 19 or not low <= int(text) <= high:
@@ -273,17 +272,16 @@ def question(body: bytes) -> Question:
 
 def static_files() -> dict[str, tuple[bytes, str, str]]:
     """All files of the page, by name: content, type, tag."""
-    page = files("ultraep.view").joinpath("page")
     script, style = "text/javascript", "text/css"
     texts = {
-        "index.html": (page.joinpath("index.html").read_text("utf-8"), "text/html"),
+        "index.html": (own_file("ultraep.view", "page/index.html"), "text/html"),
         "plotly.js": (plotly_js(), script),
         "page.css": (own_file("ultraep.report", "page.css"), style),
         "parts.js": (own_file("ultraep.report", "parts.js"), script),
         "figures.js": (own_file("ultraep.report", "figures.js"), script),
-        "view.css": (page.joinpath("view.css").read_text("utf-8"), style),
+        "view.css": (own_file("ultraep.view", "page/view.css"), style),
     }
-    texts |= {name: (page.joinpath(name).read_text("utf-8"), script) for name in SCRIPTS}
+    texts |= {name: (own_file("ultraep.view", f"page/{name}"), script) for name in SCRIPTS}
     found = {}
     for name, (text, kind) in texts.items():
         content = text.encode("utf-8")

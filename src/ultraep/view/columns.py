@@ -33,7 +33,7 @@ class Columns:
         self.header, self.count = header, 0
         self._own_G = np.isin(header.stages, EXPERTS)
         self._kinds: dict[str, tuple[Any, tuple[int, ...], Any]] = {
-            **{name: (np.int64, (), 0) for name in KEY},
+            **dict.fromkeys(KEY, (np.int64, (), 0)),
             "piece": (np.int32, (), 0),  # of rank 0
             "row": (np.int32, (), 0),  # in it
             "before": (np.float64, (), np.nan),

@@ -41,7 +41,9 @@ OWN = {
 class Guard:
     """Refuses, or hands on to the application; its headers are on every answer."""
 
-    def __init__(self, app: ASGIApp, *, hosts: Iterable[str] = (), token: str | None = None) -> None:
+    def __init__(
+        self, app: ASGIApp, *, hosts: Iterable[str] = (), token: str | None = None
+    ) -> None:
         self.app, self.token = app, token
         self._hosts = {"localhost", *(host.lower() for host in hosts)}
 

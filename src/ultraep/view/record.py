@@ -115,7 +115,10 @@ def times_of_pieces(index: FolderIndex, place: int, readers: Executor) -> Times:
     ]
     summed = {
         name: np.stack(
-            [told[name] + sum(one[f"more_{name}"].astype(float) for one in late) for told, late in own]
+            [
+                told[name] + sum(one[f"more_{name}"].astype(float) for one in late)
+                for told, late in own
+            ]
         )
         for name in ("seconds", "waited")
     }
@@ -194,7 +197,8 @@ def _inside(record: OneRecord) -> Array:
     """[C] whether expert and host of a copy exist: a file may claim anything."""
     header, (expert, host, slot) = record.header, record.copies.T
     found: Array = (expert >= 0) & (expert < header.experts) & (host >= 0) & (host < header.ranks)
-    return found & (slot >= 0)
+    found &= slot >= 0
+    return found
 
 
 def _rank_loads(record: OneRecord) -> tuple[IntArray, IntArray]:

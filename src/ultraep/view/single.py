@@ -27,8 +27,8 @@ class SingleIndex:
         size = unpacked_size(file)
         if size > MOST_BYTES:
             raise FileError(
-                f"{file}: {size / 1e9:.1f} GB when unpacked, at most {MOST_BYTES / 1e9:.1f} are read "
-                f"at once: view the folder that it was exported from"
+                f"{file}: {size / 1e9:.1f} GB when unpacked, at most {MOST_BYTES / 1e9:.1f} are "
+                f"read at once: view the folder that it was exported from"
             )
         self.file = file
         self.trace = read_trace(file)

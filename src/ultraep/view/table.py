@@ -119,12 +119,10 @@ def table_of_sample(parts: Sequence[Arrays]) -> Table:
     none: Array = np.zeros(0)
     found = {name: np.concatenate([none, *(part[name] for part in parts)]) for name in names}
     nothing = np.full(len(found["step"]), np.nan)
-    return Table(
-        **{name: found[name].astype(np.int64) for name in KEY},
-        **{name: found[name] for name in names[len(KEY) :]},
-        **dict.fromkeys(("bytes", "lost", "saved", "cost"), nothing),
-        slowest=np.zeros(0),
-    )
+    step, layer, microbatch = (found[name].astype(np.int64) for name in KEY)
+    before, after, copies = (found[name].astype(np.float64) for name in names[len(KEY) :])
+    plans, times = (before, after, copies), (nothing, nothing, nothing, nothing)
+    return Table(step, layer, microbatch, *plans, *times, np.zeros(0))
 
 
 # -- what is drawn -------------------------------------------------------------------------------
@@ -187,8 +185,7 @@ def overview(table: Table, *, begin: int = 0, end: int | None = None, most: int 
     points = Stretch(table, begin, len(table.moments[0]) if end is None else end, most)
     lines = {name: points.spans(getattr(table, name)) for name in ("before", "after", "copies")}
     sums = {
-        name: points.per_moment(getattr(table, name))
-        for name in ("bytes", "lost", "saved", "cost")
+        name: points.per_moment(getattr(table, name)) for name in ("bytes", "lost", "saved", "cost")
     }
     return points.described() | {
         "lines": lines | sums,

@@ -9,13 +9,6 @@ const LISTENED = ["imbalance", "layers", "copies", "time", "map"];
 const PERIOD = 1000; // milliseconds between two looks
 let turn = 0, drawnVersion = "";
 
-function drawAll() { // of reports all plots are there from the beginning, here only those of a view
-  for (const name of Object.keys(figures)) {
-    const plot = find(`plot-${name}`);
-    if (parsed[name] && plot && plot.offsetParent !== null) draw(name);
-  }
-}
-
 async function show() {
   const own = ++turn;
   readRoute();
