@@ -51,6 +51,7 @@ class Size:
     experts: int = 256
     layers: int = 100
     microbatches: int = 1000
+    top_k: int = 8
     tokens: int = 4096
     seed: int = 0
 
@@ -71,11 +72,12 @@ class Drawn:
 
     def _plan(self, number: int) -> ultraep.Plan:
         ratio = 1.3 + 0.35 * (number // VARIANTS) + 0.04 * (number % VARIANTS)
+        ratio = min(ratio, self.size.experts / self.size.top_k)  # what can be drawn
         loads = workload.zipf(
             self.size.ranks,
             self.size.experts,
             ratio=ratio,
-            top_k=8,
+            top_k=self.size.top_k,
             tokens=self.size.tokens,
             seed=self.size.seed + number,
             shuffled=True,

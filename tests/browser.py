@@ -10,6 +10,7 @@ import os
 import select
 import shutil
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -27,6 +28,13 @@ OPTIONS = (
     *("--remote-debugging-pipe", "--disable-background-networking", "--disable-dev-shm-usage"),
 )
 PATIENCE = 90.0
+# The browser reads from descriptor 3 and writes to descriptor 4.
+JOIN = """
+import os, sys, fcntl
+read, write = (fcntl.fcntl(int(one), fcntl.F_DUPFD, 50) for one in sys.argv[1:3])
+os.dup2(read, 3), os.dup2(write, 4)
+os.execv(sys.argv[3], sys.argv[3:])
+"""
 
 
 def chromium():
@@ -48,7 +56,7 @@ class Browser:
         read_there, self._write = os.pipe()
         self._read, write_there = os.pipe()
         options = [*OPTIONS, f"--user-data-dir={home}", "about:blank"]
-        joined = ["sh", "-c", f'exec "$@" 3<&{read_there} 4>&{write_there}', "sh", chromium()]
+        joined = [sys.executable, "-c", JOIN, str(read_there), str(write_there), chromium()]
         self._process = subprocess.Popen(
             [*joined, *options],
             pass_fds=(read_there, write_there),
@@ -59,6 +67,13 @@ class Browser:
         os.close(write_there)
         self._numbers, self._rest, self._session = itertools.count(1), b"", None
         self.messages, self.requests = [], []
+        try:
+            self._attach()
+        except (OSError, EOFError, TimeoutError):
+            self.close()
+            raise
+
+    def _attach(self):
         targets = self.call("Target.getTargets")["targetInfos"]
         page = next(one["targetId"] for one in targets if one["type"] == "page")
         found = self.call("Target.attachToTarget", targetId=page, flatten=True)

@@ -1,9 +1,9 @@
 """A trace for all tests of the viewer."""
 
 import pytest
-from view.runs import write_run
 
 import ultraep
+from view.runs import write_run
 
 
 @pytest.fixture(scope="session")

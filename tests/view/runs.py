@@ -76,7 +76,9 @@ def write_pieces(folder, *, moments=MOMENTS, layers=LAYERS, per_piece=4, odd=Fal
         for number, begin in enumerate(range(0, len(arrays["step"]), size)):
             rows = slice(begin, begin + size)
             fields = fields_in_pieces(rank)
-            piece = {n: arrays[n][rows] for n, f in fields.items() if f.shape[0] in "NM" and n in arrays}
+            piece = {
+                n: arrays[n][rows] for n, f in fields.items() if f.shape[0] in "NM" and n in arrays
+            }
             piece["dropped"] = arrays["dropped"]
             if rank == 0:
                 ends = np.concatenate([[0], arrays["copy_ends"]])
@@ -105,16 +107,16 @@ def wait_for(condition, seconds=60):
 @contextmanager
 def served(*paths, live=False, host="127.0.0.1", finished=True):
     """A server of these paths, in a thread."""
-    from ultraep.view.library import Library
+    from ultraep.view.catalogue import Catalogue
     from ultraep.view.server import open_server
 
-    server = open_server(Library(list(paths), live=live), host=host)
+    server = open_server(Catalogue(list(paths), live=live), host=host)
     thread = threading.Thread(target=server.run)
     thread.start()
     try:
         wait_for(lambda: server.server.started)
         if finished:
-            shown = server.library.shown
+            shown = server.catalogue.shown
             wait_for(lambda: all(one.index is None or one.index.finished for one in shown))
         yield server
     finally:

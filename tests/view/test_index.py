@@ -8,15 +8,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 from traces import plan_for, record
-from view.runs import LAYERS, MOMENTS, TOPOLOGY, write_pieces, write_run
 
 import ultraep
 from ultraep import FileError, Topology
+from ultraep.trace.schema import KEY
 from ultraep.view import index as index_module
 from ultraep.view import single, table
+from ultraep.view.catalogue import Catalogue
 from ultraep.view.found import look
 from ultraep.view.index import FolderIndex, spread
-from ultraep.view.library import Library
 from ultraep.view.record import (
     numbers_of,
     record_as_planned,
@@ -28,6 +28,7 @@ from ultraep.view.record import (
 )
 from ultraep.view.single import SingleIndex
 from ultraep.view.store import Store
+from view.runs import LAYERS, MOMENTS, TOPOLOGY, write_pieces, write_run
 
 EXPERTS = ("experts", "experts back")
 
@@ -69,6 +70,13 @@ def check_equal(found, trace):
     np.testing.assert_allclose(found.slowest, trace.seconds.max(axis=1).mean(axis=0), rtol=1e-6)
 
 
+def places_in(trace, found):
+    """Where the records of a table stand in the trace."""
+    keys = zip(*(trace.arrays[name].tolist() for name in KEY), strict=True)
+    place = {key: n for n, key in enumerate(keys)}
+    return [place[tuple(found.key(n))] for n in range(len(found))]
+
+
 @pytest.mark.parametrize("kind", ["one piece", "pieces", "file"])
 def test_a_table_holds_what_the_trace_holds(kind, run, pieces, trace, tmp_path):
     if kind == "file":
@@ -90,9 +98,13 @@ def test_a_record_is_that_of_the_trace(pieces, readers):
         assert found["before"] == pytest.approx(trace.imbalance_before[n], abs=1e-6)
         assert found["after"] == pytest.approx(trace.imbalance_after[n], abs=1e-6)
         plan = trace.plan(n)
-        assert {(c["expert"], c["host"], c["slot"], c["tokens"]) for c in found["copies"]["list"]} == {
+        assert {
+            (c["expert"], c["host"], c["slot"], c["tokens"]) for c in found["copies"]["list"]
+        } == {
             (*copy, quota)
-            for copy, quota in zip(map(tuple, plan.replicas.tolist()), plan.quotas.tolist(), strict=True)
+            for copy, quota in zip(
+                map(tuple, plan.replicas.tolist()), plan.quotas.tolist(), strict=True
+            )
         }
         for copy in found["copies"]["list"]:
             assert copy["way"][0] == TOPOLOGY.home_of_expert[copy["expert"]]
@@ -122,8 +134,7 @@ def test_a_sample_comes_first_and_gives_way(pieces, monkeypatch):
     assert not index.finished
     sample = index.table
     assert 0 < len(sample) < len(trace)
-    wanted = [int(np.flatnonzero((trace.step == s) & (trace.layer == l) & (trace.microbatch == m))[0])
-              for s, l, m in zip(sample.step, sample.layer, sample.microbatch, strict=True)]  # fmt: skip
+    wanted = places_in(trace, sample)
     np.testing.assert_array_equal(sample.before, trace.imbalance_before[wanted])
     np.testing.assert_array_equal(sample.after, trace.imbalance_after[wanted])
     assert np.isnan(sample.bytes).all()
@@ -193,30 +204,29 @@ def test_a_run_is_followed_piece_by_piece(pieces, tmp_path):
     assert index.notes == []
 
 
-
 def test_a_folder_that_vanishes_and_comes_back(run, tmp_path, monkeypatch):
-    from ultraep.view import library as library_module
+    from ultraep.view import catalogue as catalogue_module
 
-    monkeypatch.setattr(library_module, "PERIOD", 0.02)
+    monkeypatch.setattr(catalogue_module, "PERIOD", 0.02)
     from view.runs import wait_for
 
-    library = Library([tmp_path / "run"], live=True)
-    assert library.shown == []
-    library.start()
+    catalogue = Catalogue([tmp_path / "run"], live=True)
+    assert catalogue.shown == []
+    catalogue.start()
     try:
         write_run(tmp_path / "run", moments=2)
-        wait_for(lambda: library.shown and library.shown[0].index is not None)
-        shown = library.shown[0]
+        wait_for(lambda: catalogue.shown and catalogue.shown[0].index is not None)
+        shown = catalogue.shown[0]
         wait_for(lambda: len(shown.index.table) == 2 * LAYERS)
         shutil.rmtree(tmp_path / "run")
         wait_for(lambda: shown.gone)
         assert len(shown.index.table) == 2 * LAYERS
         with pytest.raises(FileError):
-            library.record(0, (0, 0, 0))
+            catalogue.record(0, (0, 0, 0))
         shutil.copytree(run, tmp_path / "run")
         wait_for(lambda: not shown.gone and len(shown.index.table) == MOMENTS * LAYERS)
     finally:
-        library.close()
+        catalogue.close()
 
 
 # -- damage --------------------------------------------------------------------------------------
@@ -231,9 +241,7 @@ def test_a_damaged_piece_is_told_and_the_rest_is_there(pieces, tmp_path):
     assert "000001.npz: cannot be read" in index.notes[0]
     assert 0 < len(index.table) < MOMENTS * LAYERS
     trace = ultraep.read_trace(pieces)
-    place = {key: n for n, key in enumerate(zip(trace.step.tolist(), trace.layer.tolist(),
-                                               trace.microbatch.tolist(), strict=True))}  # fmt: skip
-    wanted = [place[tuple(index.table.key(n))] for n in range(len(index.table))]
+    wanted = places_in(trace, index.table)
     np.testing.assert_array_equal(index.table.before, trace.imbalance_before[wanted])
     np.testing.assert_array_equal(index.table.bytes, trace.bytes_moved.sum(axis=1)[wanted])
 
@@ -266,14 +274,14 @@ def test_a_trace_that_cannot_be_opened_leaves_the_others(name, run, tmp_path):
     shutil.copytree(run, tmp_path / "bad")
     shutil.copytree(run, tmp_path / "good")
     change_header(tmp_path / "bad", **changes)
-    library = Library([tmp_path])
-    assert [bool(one.error) for one in library.shown] == [True, False]
-    assert words in library.errors[0]
-    library.read_all()
-    assert len(library.index(1).table) == MOMENTS * LAYERS
+    catalogue = Catalogue([tmp_path])
+    assert [bool(one.error) for one in catalogue.shown] == [True, False]
+    assert words in catalogue.errors[0]
+    catalogue.read_all()
+    assert len(catalogue.index(1).table) == MOMENTS * LAYERS
     with pytest.raises(FileError, match=words.split(",")[0]):
-        library.index(0)
-    library.close()
+        catalogue.index(0)
+    catalogue.close()
 
 
 def test_copies_that_make_no_sense_are_counted(run, tmp_path, readers):

@@ -5,12 +5,15 @@ from __future__ import annotations
 import sys
 import webbrowser
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ultraep.errors import BackendUnavailable, ConfigError, FileError
 from ultraep.outputs import check_targets, is_stream
+
+if TYPE_CHECKING:
+    from ultraep.view.catalogue import Catalogue
 
 EXAMPLE = (
     "Example: ultraep view run/\n\n"
@@ -57,43 +60,38 @@ def command(
 
     The page is served to this machine only, and asks for nothing from elsewhere.
     """
-    from ultraep.view.library import Library
+    from ultraep.view.catalogue import Catalogue
 
     if export is not None and live:
         raise ConfigError("--export writes what is there now: it does not go with --live")
     check_targets(export)
-    library = Library(paths, live=live)
-    for error in library.errors:
+    catalogue = Catalogue(paths, live=live)
+    for error in catalogue.errors:
         print(f"ultraep: {' '.join(error.split())}", file=sys.stderr)
-    if not library.usable:
+    if not catalogue.usable:
         raise FileError("none of this can be shown")
     if export is not None:
-        _export(library, export)
+        _export(catalogue, export)
     else:
-        _serve(library, host, port, open_browser)
+        _serve(catalogue, host, port, open_browser)
 
 
-def _export(library: object, path: Path) -> None:
+def _export(catalogue: Catalogue, path: Path) -> None:
     from ultraep.view.export import write_page
-    from ultraep.view.library import Library
 
-    assert isinstance(library, Library)
-    records = write_page(library, path)
+    records = write_page(catalogue, path)
     if not is_stream(path):
         print(f"{path}: {records:,} records")
 
 
-def _serve(library: object, host: str, port: int, open_browser: bool) -> None:
-    from ultraep.view.library import Library
-
-    assert isinstance(library, Library)
+def _serve(catalogue: Catalogue, host: str, port: int, open_browser: bool) -> None:
     try:
         from ultraep.view.server import open_server
     except ImportError as error:
         raise BackendUnavailable(
             f"the viewer needs starlette and uvicorn ({error}): pip install 'ultraep[view]'"
         ) from None
-    server = open_server(library, host=host, port=port)
+    server = open_server(catalogue, host=host, port=port)
     print(f"{server.url}  (Ctrl-C ends it)", flush=True)
     if open_browser:
         webbrowser.open(server.url)

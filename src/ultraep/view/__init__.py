@@ -8,7 +8,7 @@
     single.py    the same for a trace in one file
     record.py    one microbatch of one layer, from the pieces that hold it
     replays.py   a trace planned again, in the background
-    library.py   all that is open, and the thread that reads
+    catalogue.py all that is open, and the thread that reads
     api.py       what the page asks for, as JSON
     guard.py     who may ask: hosts, origins, tokens, sizes, times
     server.py    the application, and the server that runs it

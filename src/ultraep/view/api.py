@@ -1,4 +1,4 @@
-"""What the page asks for. All numbers come from the library, as JSON; errors are one sentence."""
+"""What the page asks for. All numbers come from the catalogue, as JSON; errors are one sentence."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ultraep.policies import policy_names
 from ultraep.report.numbers import Numbers
 from ultraep.report.page import own_file, plotly_js
 from ultraep.version import __version__
-from ultraep.view.library import GONE, Library, Shown
+from ultraep.view.catalogue import GONE, Catalogue, Shown
 from ultraep.view.replays import Question, Replays
 from ultraep.view.table import VALUES, heat, overview
 
@@ -36,10 +36,10 @@ Answer = Callable[[Request], Awaitable[Response]]
 
 
 class Api:
-    """The answers to all questions about a library."""
+    """The answers to all questions about a catalogue."""
 
-    def __init__(self, library: Library) -> None:
-        self.library, self.replays = library, Replays(library)
+    def __init__(self, catalogue: Catalogue) -> None:
+        self.catalogue, self.replays = catalogue, Replays(catalogue)
         self.files = static_files()
 
     def app(self) -> Starlette:
@@ -79,7 +79,7 @@ class Api:
 
     def report(self, request: Request) -> Response:
         """A report that was written before; it may do nothing but draw itself."""
-        path = self.library.report(request.path_params["number"])
+        path = self.catalogue.report(request.path_params["number"])
         try:
             if path.stat().st_size > MOST_REPORT:
                 raise FileError(f"{path}: larger than {MOST_REPORT >> 20} MiB, not shown")
@@ -96,25 +96,25 @@ class Api:
         """What is open, and how far it was read."""
         return {
             "version": __version__,
-            "live": self.library.live,
-            "waiting_for": [str(path) for path in self.library.paths],
+            "live": self.catalogue.live,
+            "waiting_for": [str(path) for path in self.catalogue.paths],
             "policies": sorted(policy_names()),
             "items": [
                 {"number": number} | described(shown)
-                for number, shown in enumerate(list(self.library.shown))
+                for number, shown in enumerate(list(self.catalogue.shown))
             ],
         }
 
     def overview(self, request: Request) -> Numbers:
         """Lines, layers, sums."""
-        index = self.library.index(whole(request, "trace"))
+        index = self.catalogue.index(whole(request, "trace"))
         most = whole(request, "points", 600, low=2, high=MOST_POINTS)
         found = overview(index.table, **stretch(request), most=most)
         return found | {"stages": stages_told(index), "sampled": index.sampled}
 
     def heat(self, request: Request) -> Numbers:
         """The map of layers and time."""
-        index = self.library.index(whole(request, "trace"))
+        index = self.catalogue.index(whole(request, "trace"))
         value = request.query_params.get("value", "before")
         if value not in VALUES:
             raise ConfigError(f"value must be one of {', '.join(VALUES)}, got {value[:40]!r}")
@@ -123,7 +123,7 @@ class Api:
 
     def worst(self, request: Request) -> Numbers:
         """The most uneven record of a stretch."""
-        index = self.library.index(whole(request, "trace"))
+        index = self.catalogue.index(whole(request, "trace"))
         given = "layer" in request.query_params
         layer = whole(request, "layer") if given else None
         found = stretch(request)
@@ -134,7 +134,7 @@ class Api:
     def record(self, request: Request) -> Numbers:
         """One microbatch of one layer."""
         number, key = whole(request, "trace"), key_of(request)
-        table = self.library.index(number).table
+        table = self.catalogue.index(number).table
         step_M, microbatch_M, _ = table.moments
         around = {
             "layers": table.layers[0].tolist(),
@@ -143,11 +143,11 @@ class Api:
             ),
             "moments": len(step_M),
         }
-        return self.library.record(number, key) | {"around": around}
+        return self.catalogue.record(number, key) | {"around": around}
 
     def stages(self, request: Request) -> Numbers:
         """Its times on all ranks."""
-        return {"passes": self.library.stages(whole(request, "trace"), key_of(request))}
+        return {"passes": self.catalogue.stages(whole(request, "trace"), key_of(request))}
 
     async def ask(self, request: Request) -> Response:
         """Begin to plan again."""

@@ -14,7 +14,7 @@ from ultraep.outputs import write_text
 from ultraep.report.numbers import MOST_NUMBERS, Numbers, kept
 from ultraep.report.page import PICKER, Page, Section, own_file, plotly_js
 from ultraep.report.words import counted, size, table
-from ultraep.view.library import Index, Library, Shown
+from ultraep.view.catalogue import Catalogue, Index, Shown
 from ultraep.view.table import Table, heat, overview
 
 POINTS, COLUMNS = 600, 240
@@ -39,27 +39,27 @@ TOLD = {
 }
 
 
-def write_page(library: Library, path: Path) -> int:
-    """Write the only trace of a library; how many records it has."""
+def write_page(catalogue: Catalogue, path: Path) -> int:
+    """Write the only trace of a catalogue; how many records it has."""
     script = plotly_js()
-    number, shown = _only(library)
-    library.read_all()
+    number, shown = _only(catalogue)
+    catalogue.read_all()
     assert shown.index is not None
     if not len(shown.index.table):
         raise ConfigError(f"{shown.item.path}: nothing to show, the trace has no records")
-    write_text(path, _page(library, number, shown, shown.index).html(script))
+    write_text(path, _page(catalogue, number, shown, shown.index).html(script))
     return len(shown.index.table)
 
 
-def _only(library: Library) -> tuple[int, Shown]:
-    found = [(n, shown) for n, shown in enumerate(library.shown) if shown.index is not None]
+def _only(catalogue: Catalogue) -> tuple[int, Shown]:
+    found = [(n, shown) for n, shown in enumerate(catalogue.shown) if shown.index is not None]
     if len(found) != 1:
         names = ", ".join(shown.item.name for _, shown in found) or "none"
         raise ConfigError(f"--export writes one trace, here are {len(found)}: {names}; name one")
     return found[0]
 
 
-def _page(library: Library, number: int, shown: Shown, index: Index) -> Page:
+def _page(catalogue: Catalogue, number: int, shown: Shown, index: Index) -> Page:
     whole = overview(index.table, most=POINTS)
     shared = {name: whole[name] for name in ("step", "steps_per_point", "axis", "domains")}
     lines = shared | {"unit": "microbatch" if whole["several"] else "step"} | whole["lines"]
@@ -68,7 +68,7 @@ def _page(library: Library, number: int, shown: Shown, index: Index) -> Page:
         "layers": whole["layers"],
         "before": heat(index.table, "before", most=COLUMNS),
         "after": heat(index.table, "after", most=COLUMNS),
-        "microbatches": _microbatches(library, number, index),
+        "microbatches": _microbatches(catalogue, number, index),
     }
     if whole["totals"]["lost"] is not None:
         numbers["time"] = lines
@@ -120,7 +120,7 @@ def _thinned(whole: Numbers, microbatches: Numbers) -> list[str]:
     return found
 
 
-def _microbatches(library: Library, number: int, index: Index) -> Numbers:
+def _microbatches(catalogue: Catalogue, number: int, index: Index) -> Numbers:
     """Microbatches to choose from, as the reports have them."""
     found, topology = index.table, index.header.topology
     step_M, microbatch_M, moment_N = found.moments
@@ -137,7 +137,7 @@ def _microbatches(library: Library, number: int, index: Index) -> Numbers:
     records: list[list[Numbers | None]] = [[None] * len(layers) for _ in shown]
     for record in np.flatnonzero(np.isin(moment_N, shown)).tolist():
         step, layer, microbatch = found.key(record)
-        whole = library.record(number, (step, layer, microbatch))
+        whole = catalogue.record(number, (step, layer, microbatch))
         held = {name: whole[name] for name in ("loads", "rows", "held")}
         records[place[int(moment_N[record])]][int(place_N[record])] = held
     return {

@@ -67,7 +67,7 @@ def record_of_trace(trace: Trace, record: int) -> OneRecord:
 
 
 def times_of_trace(trace: Trace, record: int) -> Times:
-    """The same record's stages."""
+    """Stages of a record of a trace that is in memory."""
     return Times(
         trace.header,
         np.column_stack([trace.began[record], trace.back_began[record]]),

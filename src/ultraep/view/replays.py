@@ -20,7 +20,7 @@ from ultraep.policies import get_policy
 from ultraep.report.numbers import Numbers
 from ultraep.trace.read import Trace
 from ultraep.trace.replay import Case, Replayed, cases, plans_of, replayed_plans
-from ultraep.view.library import Library
+from ultraep.view.catalogue import Catalogue
 from ultraep.view.table import Table, overview
 
 MOST_PLANS = 4000  # records that are planned again
@@ -41,7 +41,7 @@ class Question:
 
 
 @dataclass(eq=False)
-class Job:
+class ReplayJob:
     """A question, how far it is, and its answer."""
 
     number: int
@@ -61,14 +61,14 @@ class Job:
 
 
 class Replays:
-    """Questions about the traces of a library; one is worked on at a time."""
+    """Questions about the traces of a catalogue; one is worked on at a time."""
 
-    def __init__(self, library: Library) -> None:
-        self._library, self._jobs = library, dict[int, Job]()
+    def __init__(self, catalogue: Catalogue) -> None:
+        self._library, self._jobs = catalogue, dict[int, ReplayJob]()
         self._lock, self._count = threading.Lock(), 0
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="ultraep replay")
 
-    def ask(self, question: Question) -> Job:
+    def ask(self, question: Question) -> ReplayJob:
         """Begin to work on it, or find the answer that is there."""
         index = self._library.index(question.trace)
         case_of(question, Trace(index.header, {}))  # what cannot be planned is refused at once
@@ -81,13 +81,13 @@ class Replays:
             waiting = sum(job.state == "waiting" for job in self._jobs.values())
             if waiting >= MOST_WAITING:
                 raise ConfigError(f"{waiting} replays are waiting already: wait, or stop one")
-            job = Job(self._count, question)
+            job = ReplayJob(self._count, question)
             self._jobs[job.number], self._count = job, self._count + 1
             self._forget()
         self._worker.submit(self._work, job)
         return job
 
-    def job(self, number: int) -> Job:
+    def job(self, number: int) -> ReplayJob:
         """The job of this number."""
         if number not in self._jobs:
             raise ConfigError(f"replay {number}: there is none of this number")
@@ -104,7 +104,7 @@ class Replays:
         for job in over[: max(0, len(self._jobs) - MOST_JOBS)]:
             del self._jobs[job.number]
 
-    def _work(self, job: Job) -> None:
+    def _work(self, job: ReplayJob) -> None:
         try:
             job.state = "running"
             job.answer = self._answer(job)
@@ -115,7 +115,7 @@ class Replays:
             if job.state == "running":  # a bug is told in the page, too; the thread tells the rest
                 job.error, job.state = "an error of the program: see its terminal", "failed"
 
-    def _answer(self, job: Job) -> Numbers:
+    def _answer(self, job: ReplayJob) -> Numbers:
         index = self._library.index(job.question.trace)
         table, case = index.table, case_of(job.question, Trace(index.header, {}))
         records = planned_again(table)
@@ -130,7 +130,7 @@ class Replays:
             "line": _line(found),
         }
 
-    def _plans(self, job: Job, case: Case, table: Table, records: IntArray) -> Iterator[Plan]:
+    def _plans(self, job: ReplayJob, case: Case, table: Table, records: IntArray) -> Iterator[Plan]:
         def loads() -> Iterator[tuple[int, IntArray]]:
             for record in records.tolist():
                 step, layer, microbatch = table.key(record)

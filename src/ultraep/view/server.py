@@ -15,8 +15,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ultraep.errors import ConfigError
 from ultraep.view.api import Api
+from ultraep.view.catalogue import Catalogue
 from ultraep.view.guard import Guard, own_names
-from ultraep.view.library import Library
 
 HEADER_SECONDS = 10.0  # in which a request must have come up to its body
 KEEP_SECONDS, FAREWELL_SECONDS = 20, 2
@@ -60,13 +60,13 @@ class ViewServer:
 
     url: str
     api: Api
-    library: Library
+    catalogue: Catalogue
     listener: socket.socket
     server: uvicorn.Server
 
     def run(self) -> None:
         """Serve until Ctrl-C, or until somebody sets `server.should_exit`."""
-        self.library.start()
+        self.catalogue.start()
         try:
             with suppress(KeyboardInterrupt):
                 self.server.run(sockets=[self.listener])
@@ -76,16 +76,15 @@ class ViewServer:
     def close(self) -> None:
         """Stop all threads, give the port back."""
         self.api.replays.close()
-        self.library.close()
+        self.catalogue.close()
         self.listener.close()
 
 
-def open_server(library: Library, *, host: str = "127.0.0.1", port: int = 0) -> ViewServer:
+def open_server(catalogue: Catalogue, *, host: str = "127.0.0.1", port: int = 0) -> ViewServer:
     """Bind the port; beyond this machine, only with a token that is made here."""
-    listener = bound_socket(host, port)
-    here = is_loopback(host)
+    api, here = Api(catalogue), is_loopback(host)
     token = None if here else secrets.token_urlsafe(24)
-    api = Api(library)
+    listener = bound_socket(host, port)
     guard = Guard(api.app(), hosts=() if here else {host, *own_names()}, token=token)
     config = uvicorn.Config(
         guard,
@@ -104,7 +103,7 @@ def open_server(library: Library, *, host: str = "127.0.0.1", port: int = 0) -> 
     )
     shown = f"[{host}]" if ":" in host else host
     url = f"http://{shown}:{listener.getsockname()[1]}/" + ("" if here else f"?token={token}")
-    return ViewServer(url, api, library, listener, uvicorn.Server(config))
+    return ViewServer(url, api, catalogue, listener, uvicorn.Server(config))
 
 
 def is_loopback(host: str) -> bool:
@@ -120,10 +119,11 @@ def bound_socket(host: str, port: int) -> socket.socket:
     if not 0 <= port <= 65535:
         raise ConfigError(f"--port must lie in 0..65535, got {port}")
     try:
-        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, proto=socket.IPPROTO_TCP)
     except (OSError, UnicodeError) as error:
         raise ConfigError(f"--host {host}: {error}") from None
-    listener = socket.socket(family, kind)
+    family, kind, protocol, _, address = found[0]
+    listener = socket.socket(family, kind, protocol)  # only what is TCP by name sends at once
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)

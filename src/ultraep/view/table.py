@@ -215,7 +215,7 @@ def by_layer(table: Table, records: IntArray) -> Numbers:
 
 
 def totals(table: Table, records: IntArray) -> Numbers:
-    """Of all these records together."""
+    """Means and sums of these records."""
     found: Numbers = {"records": len(records)}
     for name in ("before", "after"):
         values = getattr(table, name)[records]

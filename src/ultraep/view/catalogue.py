@@ -1,4 +1,4 @@
-"""Library: all traces and reports that are open, and the thread that reads them.
+"""Catalogue: all traces and reports that are open, and the thread that reads them.
 
 What cannot be opened is told, and the rest is open nevertheless.
 """
@@ -47,7 +47,7 @@ class Shown:
     gone: bool = False
 
 
-class Library:
+class Catalogue:
     """What is open, known by its number."""
 
     def __init__(self, paths: Sequence[Path], *, live: bool = False) -> None:
