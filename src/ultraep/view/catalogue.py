@@ -32,7 +32,7 @@ from ultraep.view.single import SingleIndex
 from ultraep.view.store import Store
 
 PERIOD = 1.0  # seconds between two looks at a folder that is followed
-READERS = 4  # threads that read pieces for one question
+READERS = 2  # threads that read pieces for one question
 GONE = "the folder is gone: what was read before is shown"
 Index = FolderIndex | SingleIndex
 

@@ -13,7 +13,7 @@ from threading import Lock
 from ultraep.inputs import read_arrays
 from ultraep.trace.schema import Arrays, Header, checked_arrays, fields_in_pieces
 
-MEMORY = 192 << 20  # bytes of arrays that are kept
+MEMORY = 128 << 20  # bytes of arrays that are kept
 
 
 class Store:

@@ -21,7 +21,7 @@ async function loadOverview() {
 }
 
 function showCards({ totals, several, steps_per_point: each, sampled, moments }) {
-  const gain = totals.saved === null ? null : totals.saved - totals.cost;
+  const missing = sampled ? "not read yet" : "none recorded";
   const cards = [
     ["records", number(totals.records), `${number(moments)} ${several ? "microbatches" : "steps"}` +
       (each > 1 ? `; a point stands for ${each}` : "")],
@@ -31,11 +31,10 @@ function showCards({ totals, several, steps_per_point: each, sampled, moments })
       (sampled ? "; as planned" : "")],
     ["copies", totals.copies === null ? "-" : number(totals.copies),
       totals.records ? `${(totals.copies / totals.records).toFixed(1)} a layer` : ""],
-    ["bytes moved", sizeWords(totals.bytes), totals.records && totals.bytes !== null
-      ? `${sizeWords(Math.round(totals.bytes / totals.records))} a layer` : ""],
-    ["time lost in experts", timeWords(totals.lost), "slowest rank above the mean rank"],
-    ["time saved in experts", timeWords(totals.saved), gain === null ? "" :
-      `${timeWords(totals.cost)} spent on it`],
+    ["bytes moved", totals.bytes ? sizeWords(totals.bytes) : "-", !totals.bytes ? missing :
+      `${sizeWords(Math.round(totals.bytes / totals.records))} a layer`],
+    ["time lost in experts", timeWords(totals.lost), totals.lost === null ? missing : "slowest rank above the mean rank"],
+    ["time saved in experts", timeWords(totals.saved), totals.saved === null ? missing : `${timeWords(totals.cost)} spent on it`],
   ];
   find("cards").replaceChildren(...cards.map(([name, value, more]) => {
     const card = element("div"), big = element("dd", value);
@@ -127,7 +126,7 @@ function mapFigure(data) {
   };
   const inner = { ...frame, line: { color: css("back"), width: 1 } };
   return [[{ ...trace, text: hover }], {
-    hovermode: "closest", margin: { l: 56, r: 12, t: 12, b: 56 }, shapes: x.length ? [frame, inner] : [],
+    hovermode: "closest", margin: { l: 56, r: 12, t: 36, b: 56 }, shapes: x.length ? [frame, inner] : [],
     xaxis: { ...title(data.axis), showgrid: false, zeroline: false },
     yaxis: { ...title("layer"), type: "category", showgrid: false, autorange: "reversed" },
   }];
@@ -135,10 +134,9 @@ function mapFigure(data) {
 
 function cellWords(column, layer) {
   const { starts, steps_per_point: each, end, at, several, z, layers, value } = heatData;
-  const last = Math.min(starts[column] + each, end) - 1;
-  const [step, microbatch] = at[column];
-  const when = each > 1 ? `${several ? "microbatches" : "steps"} ${starts[column]} to ${last}, from step ${step} on`
-    : `step ${step}${several ? `, microbatch ${microbatch}` : ""}`;
+  const count = Math.min(each, end - starts[column]), [step, microbatch] = at[column];
+  const place = `step ${step}${several ? `, microbatch ${microbatch}` : ""}`;
+  const when = count > 1 ? `mean of ${count} ${several ? "microbatches" : "steps"} from ${place} on` : place;
   const found = z[layer][column];
   return `layer ${layers[layer]}, ${when}: ${found === null ? "nothing" : VALUE_WORDS[value][1](found)}`;
 }

@@ -1,12 +1,13 @@
 // One microbatch of one layer: ranks, copies, stages.
 
-let record = null;
+let record = null, recordTurn = 0;
 
 async function loadRecord() {
   if (route.step === undefined) return startRecord();
   const { trace, step, layer, microbatch } = route;
   const key = { trace, step, layer, microbatch };
-  const [found, times] = await Promise.all([ask("/api/record", key), ask("/api/stages", key)]);
+  const turn = ++recordTurn, found = await ask("/api/record", key);
+  if (turn !== recordTurn) return undefined;
   record = found;
   const layers = find("layer");
   layers.replaceChildren(...found.around.layers.map((name) => new Option(name, name)));
@@ -14,7 +15,8 @@ async function loadRecord() {
   parsed.ranks = found;
   draw("ranks");
   showFlows(found.copies);
-  showPasses(times.passes, found.planned);
+  const times = await ask("/api/stages", key); // of all ranks, so it takes longer
+  if (turn === recordTurn) showPasses(times.passes, found.planned);
   return undefined;
 }
 
