@@ -139,7 +139,8 @@ def clicks(server: Server, rng: np.random.Generator, rounds: int) -> dict[str, l
             continue
         wanted = dict(zip(("step", "layer", "microbatch"), key, strict=True))
         ask("microbatch", "record", **wanted)
-        ask("its stages", "stages", **wanted)
+        ask("its stages, forward", "stages", backward=0, **wanted)
+        ask("its stages, backward", "stages", backward=1, **wanted)
         ask("microbatch, again", "record", **wanted)
     return took
 

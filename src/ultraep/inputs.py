@@ -90,19 +90,23 @@ def read_array(path: str | Path) -> Array:
 
 def read_arrays(path: str | Path, only: Container[str] | None = None) -> dict[str, Array]:
     """All arrays of an .npz file, or only those of these names, in its order."""
-    with reading(path), _opened(path) as file:
-        if not zipfile.is_zipfile(file):
-            raise zipfile.BadZipFile("not an archive of arrays")
-        with zipfile.ZipFile(file) as archive:
-            members = {_name(member): member for member in archive.infolist()}
-            if len(members) < len(archive.infolist()):
-                names = ", ".join(archive.namelist())
-                raise FileError(f"{path}: two arrays of one name among {names}")
-            return {
-                name: _member(archive, member)
-                for name, member in members.items()
-                if only is None or name in only
-            }
+    with reading(path), _opened(path) as file, _archive(file) as archive:
+        members = {_name(member): member for member in archive.infolist()}
+        if len(members) < len(archive.infolist()):
+            names = ", ".join(archive.namelist())
+            raise FileError(f"{path}: two arrays of one name among {names}")
+        return {
+            name: _member(archive, member)
+            for name, member in members.items()
+            if only is None or name in only
+        }
+
+
+def _archive(file: IO[bytes]) -> zipfile.ZipFile:
+    try:
+        return zipfile.ZipFile(file)
+    except zipfile.BadZipFile as error:
+        raise zipfile.BadZipFile(f"not an archive of arrays: {error}") from None
 
 
 def names_of_arrays(path: str | Path) -> list[str]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from traces import plan_for, record
+from traces import arrived, plan_for, record
 
 import ultraep
 from ultraep import FileError, Topology
@@ -109,9 +109,26 @@ def test_a_record_is_that_of_the_trace(pieces, readers):
         for copy in found["copies"]["list"]:
             assert copy["way"][0] == TOPOLOGY.home_of_expert[copy["expert"]]
             assert copy["way"][-1] == copy["host"]
-        times = stages_of(times_of_pieces(index, place, readers))
-        assert times == stages_of(times_of_trace(trace, n))
-        assert [one["name"] for one in times] == ["forward", "backward"]
+        for backward in (False, True):
+            times = times_of_pieces(index, place, readers, backward=backward)
+            shown = stages_of(times, backward=backward)
+            assert shown == stages_of(times_of_trace(trace, n), backward=backward)
+            assert shown["name"] == ("backward" if backward else "forward")
+
+
+def test_times_that_were_told_at_another_time(tmp_path, readers):
+    """A stage of forward told late, one of backward told at once: as `read_trace` has them."""
+    plan = plan_for(0)
+    for rank in range(2):
+        with ultraep.Recorder(tmp_path / "run", plan.topology, rank=rank) as recorder:
+            seconds = {"experts": 1.0, "reduce": 0.25}
+            recorder.add(plan=plan, slot_rows=arrived(plan, rank), step=0, seconds=seconds)
+            recorder.more(step=0, seconds={"experts": 0.5, "reduce": 0.5})
+    trace, index = ultraep.read_trace(tmp_path / "run"), read(tmp_path / "run")
+    for backward in (False, True):
+        times = times_of_pieces(index, 0, readers, backward=backward)
+        wanted = stages_of(times_of_trace(trace, 0), backward=backward)
+        assert stages_of(times, backward=backward) == wanted
 
 
 def test_a_plan_alone_tells_the_same_rows(pieces, readers):
@@ -154,8 +171,6 @@ def test_records_in_another_order_or_twice(tmp_path):
     topology = Topology(ranks=2, experts=4, slots=1)
     plans = [plan_for(seed, topology) for seed in range(8)]
     orders = {0: [0, 1, 2, 3, 4, 4, 5], 1: [5, 3, 3, 2, 0, 7, 1]}
-    from traces import arrived
-
     for rank, order in orders.items():
         with ultraep.Recorder(tmp_path / "run", topology, rank=rank) as recorder:
             for n in order:

@@ -165,17 +165,18 @@ class Catalogue:
         assert planned is not None
         return numbers_of(record_as_planned(index, *planned)) | {"planned": True}
 
-    def stages(self, number: int, key: tuple[int, int, int]) -> list[Numbers]:
-        """When the stages of all ranks were; nothing if that is not read yet."""
+    def stages(self, number: int, key: tuple[int, int, int], *, backward: bool) -> Numbers | None:
+        """When the stages of all ranks were in one pass; None if no times are known, or not yet."""
         index = self.index(number)
         place = index.place(*key)
         if isinstance(index, SingleIndex):
             _check(place, key)
-            return stages_of(times_of_trace(index.trace, place))
+            return stages_of(times_of_trace(index.trace, place), backward=backward)
         if place < 0 and not index.finished:
-            return []
+            return None
         _check(place, key)
-        return stages_of(times_of_pieces(index, place, self._readers))
+        times = times_of_pieces(index, place, self._readers, backward=backward)
+        return stages_of(times, backward=backward)
 
     def loads(self, number: int, key: tuple[int, int, int]) -> IntArray:
         """[R, E] what was routed in one record."""

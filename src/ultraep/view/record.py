@@ -105,24 +105,34 @@ def record_as_planned(index: FolderIndex, piece: int, row: int) -> OneRecord:
     return record
 
 
-def times_of_pieces(index: FolderIndex, place: int, readers: Executor) -> Times:
-    """Its stages, on all ranks."""
-    ranks = range(index.header.ranks)
-    own = list(readers.map(lambda rank: _told(index, rank, place, TIMES, LATE_TIMES), ranks))
+def times_of_pieces(index: FolderIndex, place: int, readers: Executor, *, backward: bool) -> Times:
+    """Its stages on all ranks, of one pass; what was told late is that of backward, usually."""
+    ranks, both = range(index.header.ranks), _mixed(index, place)
+    names = TIMES if both or not backward else ("began",)
+    late = LATE_TIMES if both or backward else ()
+    own = list(readers.map(lambda rank: _told(index, rank, place, names, late), ranks))
+    nothing = np.zeros(len(index.header.stages))
     began = [
-        (told["began"], min((one["more_began"] for one in late), default=np.nan))
-        for told, late in own
+        (told["began"], min((one["more_began"] for one in more if late), default=np.nan))
+        for told, more in own
     ]
-    summed = {
-        name: np.stack(
+    seconds, waited = (
+        np.stack(
             [
-                told[name] + sum(one[f"more_{name}"].astype(float) for one in late)
-                for told, late in own
+                told.get(name, nothing) + sum((one[f"more_{name}"] for one in more), nothing)
+                for told, more in own
             ]
         )
         for name in ("seconds", "waited")
-    }
-    return Times(index.header, np.array(began), **summed)
+    )
+    return Times(index.header, np.array(began), seconds, waited)
+
+
+def _mixed(index: FolderIndex, place: int) -> bool:
+    """Whether stages of forward were told late, or those of backward at once."""
+    back_G, columns = of_backward(index.header.stages), index.columns
+    late, early = columns["slowest_back"][place, ~back_G], columns["slowest"][place, back_G]
+    return bool(late.any() or early.any())
 
 
 def loads_of_pieces(index: FolderIndex, place: int) -> IntArray:
@@ -146,7 +156,7 @@ def _told(
     told: list[Arrays] = []
     more: list[Arrays] = []
     for shelf in index.ranks[rank].shelves:
-        rows, late_rows = _rows(shelf.places, place), _rows(shelf.late, place)
+        rows, late_rows = _rows(shelf.places, place), _rows(shelf.late, place) if late else []
         if rows or late_rows:
             path = index.path(rank, shelf.number)
             arrays = index.store.arrays(path, index.header, rank, names + late)
@@ -236,26 +246,21 @@ def _copies(record: OneRecord, copies: IntArray, quotas: IntArray) -> Numbers:
     }
 
 
-def stages_of(times: Times) -> list[Numbers]:
-    """Forward and backward: when each stage of each rank begins, how long it takes and waits."""
+def stages_of(times: Times, *, backward: bool) -> Numbers | None:
+    """One pass: when the stages of all ranks begin, how long they take and wait. None: no times."""
     back_G = of_backward(times.header.stages)
-    found = []
-    for name, column, own_G in (("forward", 0, ~back_G), ("backward", 1, back_G)):
-        began, seconds = times.began[:, column], times.seconds[:, own_G]
-        if np.isnan(began).all() or not seconds.any():
-            continue
-        begin = (began - np.nanmin(began))[:, None] + np.cumsum(seconds, axis=1) - seconds
-        names = [stage for stage, own in zip(times.header.stages, own_G, strict=True) if own]
-        found.append(
-            {
-                "name": name,
-                "stages": names,
-                "begin": [_short(row) for row in begin],
-                "seconds": [_short(row) for row in seconds],
-                "waited": [_short(row) for row in times.waited[:, own_G]],
-            }
-        )
-    return found
+    own_G = back_G if backward else ~back_G
+    began, seconds = times.began[:, int(backward)], times.seconds[:, own_G]
+    if np.isnan(began).all() or not seconds.any():
+        return None
+    begin = (began - np.nanmin(began))[:, None] + np.cumsum(seconds, axis=1) - seconds
+    return {
+        "name": "backward" if backward else "forward",
+        "stages": [stage for stage, own in zip(times.header.stages, own_G, strict=True) if own],
+        "begin": [_short(row) for row in begin],
+        "seconds": [_short(row) for row in seconds],
+        "waited": [_short(row) for row in times.waited[:, own_G]],
+    }
 
 
 def _short(values: FloatArray) -> list[float | None]:

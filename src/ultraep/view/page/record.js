@@ -15,8 +15,14 @@ async function loadRecord() {
   parsed.ranks = found;
   draw("ranks");
   showFlows(found.copies);
-  const times = await ask("/api/stages", key); // of all ranks, so it takes longer
-  if (turn === recordTurn) showPasses(times.passes, found.planned);
+  find("passes").replaceChildren();
+  find("no-stages").textContent = found.planned ? "The times of other ranks are not read yet." : "No times were recorded.";
+  for (const backward of [0, 1]) { // one after the other: each is read from the pieces of all ranks
+    const times = await ask("/api/stages", { ...key, backward });
+    if (turn !== recordTurn) return undefined;
+    if (times.pass) showPass(times.pass);
+  }
+  find("no-stages").hidden = find("passes").childElementCount > 0;
   return undefined;
 }
 
@@ -66,22 +72,16 @@ function showFlows({ relay, list }) {
   ));
 }
 
-function showPasses(passes, planned) {
-  find("no-stages").hidden = passes.length > 0;
-  find("no-stages").textContent = planned ? "The times of other ranks are not read yet." : "No times were recorded.";
-  for (const name of ["forward", "backward"]) delete figures[name];
-  find("passes").replaceChildren(...passes.flatMap((one) => {
-    const plot = element("div", undefined, {
-      class: "plot", id: `plot-${one.name}`, role: "img", "aria-label": `Stages of all ranks, ${one.name}`,
-    });
-    plot.style.height = `${stagesHeight(one)}px`;
-    return [element("h3", one.name), plot];
-  }));
-  for (const one of passes) {
-    parsed[one.name] = one;
-    figures[one.name] = stagesFigure;
-    draw(one.name);
-  }
+function showPass(one) {
+  const plot = element("div", undefined, {
+    class: "plot", id: `plot-${one.name}`, role: "img", "aria-label": `Stages of all ranks, ${one.name}`,
+  });
+  plot.style.height = `${stagesHeight(one)}px`;
+  find("no-stages").hidden = true;
+  find("passes").append(element("h3", one.name), plot);
+  parsed[one.name] = one;
+  figures[one.name] = stagesFigure;
+  draw(one.name);
 }
 
 // Another moment, or another layer, by so many.
