@@ -88,18 +88,23 @@ def read_array(path: str | Path) -> Array:
         return _array(file, size)
 
 
-def read_arrays(path: str | Path, only: Container[str] | None = None) -> dict[str, Array]:
-    """All arrays of an .npz file, or only those of these names, in its order."""
+def read_arrays(
+    path: str | Path, only: Container[str] | None = None, *, most: int | None = None
+) -> dict[str, Array]:
+    """All arrays of an .npz file, or only those of these names, in its order.
+
+    most: bytes that they may take together; what claims to be larger is refused unread.
+    """
     with reading(path), _opened(path) as file, _archive(file) as archive:
         members = {_name(member): member for member in archive.infolist()}
         if len(members) < len(archive.infolist()):
             names = ", ".join(archive.namelist())
             raise FileError(f"{path}: two arrays of one name among {names}")
-        return {
-            name: _member(archive, member)
-            for name, member in members.items()
-            if only is None or name in only
-        }
+        wanted = {n: member for n, member in members.items() if only is None or n in only}
+        size = sum(member.file_size for member in wanted.values())
+        if most is not None and size > most:
+            raise FileError(f"{path}: its arrays take {size:,} bytes, at most {most:,} are read")
+        return {name: _member(archive, member) for name, member in wanted.items()}
 
 
 def _archive(file: IO[bytes]) -> zipfile.ZipFile:

@@ -1,6 +1,7 @@
 """What is read piece by piece is what the trace holds; damage is told, and the rest is there."""
 
 import json
+import re
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -10,10 +11,12 @@ import pytest
 from traces import arrived, plan_for, record
 
 import ultraep
-from ultraep import FileError, Topology
+from ultraep import ConfigError, FileError, Topology
+from ultraep.inputs import read_arrays
+from ultraep.trace.files import write_arrays
 from ultraep.trace.schema import KEY
 from ultraep.view import index as index_module
-from ultraep.view import single, table
+from ultraep.view import single, store, table
 from ultraep.view.catalogue import Catalogue
 from ultraep.view.found import look
 from ultraep.view.index import FolderIndex, spread
@@ -300,9 +303,6 @@ def test_a_trace_that_cannot_be_opened_leaves_the_others(name, run, tmp_path):
 
 
 def test_copies_that_make_no_sense_are_counted(run, tmp_path, readers):
-    from ultraep.inputs import read_arrays
-    from ultraep.trace.files import write_arrays
-
     shutil.copytree(run, tmp_path / "run")
     path = tmp_path / "run/rank-00000/000000.npz"
     arrays = read_arrays(path)
@@ -312,6 +312,37 @@ def test_copies_that_make_no_sense_are_counted(run, tmp_path, readers):
     found = numbers_of(record_of_pieces(index, 0, readers))
     assert found["unusable"] == index.table.copies[0] > 0
     assert found["copies"]["list"] == []
+
+
+def test_numbers_that_are_none_do_no_harm(run, trace, tmp_path, readers):
+    shutil.copytree(run, tmp_path / "run")
+    path = tmp_path / "run/rank-00001/000000.npz"
+    arrays = {name: array.copy() for name, array in read_arrays(path).items()}
+    arrays["seconds"][:5] = [[np.nan], [np.inf], [-np.inf], [3e38], [-1]]
+    arrays["began"] = np.where(np.arange(len(arrays["began"])) % 2, np.inf, np.nan)
+    arrays["bytes_moved"][:] = 2**62
+    write_arrays(path, arrays)
+    ultraep.read_trace(tmp_path / "run").save(tmp_path / "run.npz")
+    for index in (read(tmp_path / "run"), SingleIndex(tmp_path / "run.npz")):
+        json.dumps(table.overview(index.table), allow_nan=False)
+        json.dumps(table.heat(index.table, "lost"), allow_nan=False)
+    index = read(tmp_path / "run")
+    for place in range(3):
+        times = times_of_pieces(index, place, readers, backward=False)
+        json.dumps(stages_of(times, backward=False), allow_nan=False)
+
+
+def test_a_piece_that_claims_too_much_is_told(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(store, "MOST_PIECE", 3000)
+    notes = read(run).notes
+    assert any(re.search(r"its arrays take [\d,]+ bytes, at most 3,000 are read", n) for n in notes)
+
+
+def test_too_many_layers_are_refused(run, monkeypatch):
+    monkeypatch.setattr(table, "MOST_LAYERS", 2)
+    for draw in (table.overview, lambda one: table.heat(one, "before")):
+        with pytest.raises(ConfigError, match="3 layers, at most 2 are shown"):
+            draw(read(run).table)
 
 
 def test_a_file_that_is_too_large_is_refused(trace, tmp_path, monkeypatch):

@@ -41,7 +41,6 @@ class Columns:
             "fullest": (np.int64, (), 0),  # rows of the fullest rank
             "rows": (np.int64, (), 0),  # of all ranks
             "bytes": (np.int64, (), 0),
-            "began": (np.float64, (), np.inf),
             "ranks": (np.int32, (), 0),  # that have told of it
             "work": (np.float64, (), 0),  # seconds of the experts' stages, all ranks
             "slowest": (np.float32, (stages,), 0),
@@ -64,8 +63,9 @@ class Columns:
         if wanted > room:
             size = max(wanted, 2 * room)
             for name, old in self._arrays.items():
-                self._arrays[name] = self._empty(name, size)
-                self._arrays[name][:room] = old
+                new = self._empty(name, size)
+                new[:room] = old
+                self._arrays[name] = new  # whole, for those who look meanwhile
 
     # -- records --------------------------------------------------------------------------------
 
@@ -115,7 +115,6 @@ class Columns:
         columns["fullest"][at] = np.maximum(columns["fullest"][at], of_rank)
         columns["rows"][at] += of_rank
         columns["bytes"][at] += told["bytes_moved"][rows]
-        columns["began"][at] = np.minimum(columns["began"][at], told["began"][rows])
         columns["ranks"][at] += 1
         columns["work"][at] += seconds[:, self._own_G].sum(axis=1, dtype=np.float64)
         columns["slowest"][at] = np.maximum(columns["slowest"][at], seconds)

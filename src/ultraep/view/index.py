@@ -36,7 +36,7 @@ from ultraep.view.store import Store, piece_arrays
 from ultraep.view.table import Table, table_of, table_of_sample
 
 SMALL = (
-    *(*KEY, "slot_rows", "bytes_moved", "began", "seconds"),
+    *(*KEY, "slot_rows", "bytes_moved", "seconds"),
     *("more", "more_bytes", "more_seconds", "dropped"),
 )
 OF_PLANS = (ENDS, "copies", "quotas")

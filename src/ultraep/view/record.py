@@ -253,7 +253,8 @@ def stages_of(times: Times, *, backward: bool) -> Numbers | None:
     began, seconds = times.began[:, int(backward)], times.seconds[:, own_G]
     if np.isnan(began).all() or not seconds.any():
         return None
-    begin = (began - np.nanmin(began))[:, None] + np.cumsum(seconds, axis=1) - seconds
+    with np.errstate(invalid="ignore"):  # a file may claim anything
+        begin = (began - np.nanmin(began))[:, None] + np.cumsum(seconds, axis=1) - seconds
     return {
         "name": "backward" if backward else "forward",
         "stages": [stage for stage, own in zip(times.header.stages, own_G, strict=True) if own],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zipfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ from ultraep.inputs import reading
 from ultraep.trace.read import Trace, read_trace
 from ultraep.trace.schema import KEY
 from ultraep.view.columns import COST, EXPERTS, UNKNOWN
+from ultraep.view.store import finite
 from ultraep.view.table import Table
 
 MOST_BYTES = 2 << 30  # unpacked; of a folder only pieces are read, this is read whole
@@ -31,7 +33,8 @@ class SingleIndex:
                 f"read at once: view the folder that it was exported from"
             )
         self.file = file
-        self.trace = read_trace(file)
+        found = read_trace(file)
+        self.trace = replace(found, arrays=finite(dict(found.arrays)))
         self.header, self.table = self.trace.header, table_of_trace(self.trace)
         self.dropped, self.left_out = self.trace.dropped, self.trace.left_out
         self.notes: list[str] = []

@@ -10,10 +10,14 @@ from collections.abc import Iterable
 from pathlib import Path
 from threading import Lock
 
+import numpy as np
+
 from ultraep.inputs import read_arrays
 from ultraep.trace.schema import Arrays, Header, checked_arrays, fields_in_pieces
 
 MEMORY = 128 << 20  # bytes of arrays that are kept
+MOST_PIECE = 512 << 20  # bytes; recorders write some 4 MiB at a time
+TIMES = {"seconds", "waited", "more_seconds", "more_waited"}
 
 
 class Store:
@@ -47,4 +51,14 @@ def piece_arrays(path: Path, header: Header, rank: int, names: Iterable[str]) ->
     """Only these arrays of a piece, with the types and shapes that the schema wants."""
     known = fields_in_pieces(rank)
     wanted = {name: known[name] for name in names}
-    return checked_arrays(read_arrays(path, wanted), wanted, header.sizes(rank), path)
+    arrays = read_arrays(path, wanted, most=MOST_PIECE)
+    return finite(checked_arrays(arrays, wanted, header.sizes(rank), path))
+
+
+def finite(arrays: Arrays) -> Arrays:
+    """The arrays, with 0 in place of seconds that are no number: nothing can be drawn of them."""
+    for name in TIMES & arrays.keys():
+        known = np.isfinite(arrays[name])
+        if not known.all():
+            arrays[name] = np.where(known, arrays[name], 0)
+    return arrays

@@ -17,10 +17,12 @@ from functools import cached_property
 import numpy as np
 
 from ultraep.arrays import IntArray
+from ultraep.errors import ConfigError
 from ultraep.report.numbers import FloatArray, Numbers, plain
 from ultraep.trace.schema import KEY, Array, Arrays
 from ultraep.view.columns import COST, EXPERTS, Columns
 
+MOST_LAYERS = 4096
 VALUES = ("before", "after", "copies", "bytes", "lost", "saved", "cost")
 
 
@@ -58,6 +60,13 @@ class Table:
         moment_N = np.empty(len(order), dtype=np.int64)
         moment_N[order] = np.cumsum(new) - 1
         return step[new], microbatch[new], moment_N
+
+    def check(self) -> None:
+        """Refuse what no page can show."""
+        if len(self.layers[0]) > MOST_LAYERS:
+            raise ConfigError(
+                f"the trace has {len(self.layers[0]):,} layers, at most {MOST_LAYERS:,} are shown"
+            )
 
     @cached_property
     def layers(self) -> tuple[IntArray, IntArray]:
@@ -182,6 +191,7 @@ class Stretch:
 
 def overview(table: Table, *, begin: int = 0, end: int | None = None, most: int = 600) -> Numbers:
     """Lines over time, bars of layers and sums, of one stretch of the run."""
+    table.check()
     points = Stretch(table, begin, len(table.moments[0]) if end is None else end, most)
     lines = {name: points.spans(getattr(table, name)) for name in ("before", "after", "copies")}
     sums = {
@@ -234,6 +244,7 @@ def heat(
     table: Table, value: str, *, begin: int = 0, end: int | None = None, most: int = 240
 ) -> Numbers:
     """Mean of every layer in every stretch of moments: [layer][column]."""
+    table.check()
     points = Stretch(table, begin, len(table.moments[0]) if end is None else end, most)
     names, place_N = table.layers
     values = getattr(table, value)[points.records]
