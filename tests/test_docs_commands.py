@@ -39,6 +39,7 @@ SHORTER = {
 NOT_RUN = {
     "ultraep inspect models": "a checkpoint of somebody else; tests/inspect has small ones",
     "ultraep bench prefill --": "it measures for minutes; tests/serving runs it small",
+    "ultraep view run": "it serves until it is ended; tests/cli/test_view.py and tests/view run it",
     "ultraep demo": "it takes minutes; tests/demo runs its parts, at small size, and all of it",
     "python examples/": "it trains for minutes; test_examples.py and test_pretrain.py run it small",
     "torchrun": "it trains for minutes; test_examples.py and test_pretrain.py run it small",

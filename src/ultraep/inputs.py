@@ -15,7 +15,7 @@ import struct
 import warnings
 import zipfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tokenize import TokenError
@@ -88,16 +88,30 @@ def read_array(path: str | Path) -> Array:
         return _array(file, size)
 
 
-def read_arrays(path: str | Path) -> dict[str, Array]:
-    """All arrays of an .npz file, in its order."""
-    with reading(path), _opened(path) as file:
-        if not zipfile.is_zipfile(file):
-            raise zipfile.BadZipFile("not an archive of arrays")
-        with zipfile.ZipFile(file) as archive:
-            names = [_name(member) for member in archive.infolist()]
-            if len(set(names)) < len(names):
-                raise FileError(f"{path}: two arrays of one name among {', '.join(names)}")
-            return {_name(member): _member(archive, member) for member in archive.infolist()}
+def read_arrays(
+    path: str | Path, only: Container[str] | None = None, *, most: int | None = None
+) -> dict[str, Array]:
+    """All arrays of an .npz file, or only those of these names, in its order.
+
+    most: bytes that they may take together; what claims to be larger is refused unread.
+    """
+    with reading(path), _opened(path) as file, _archive(file) as archive:
+        members = {_name(member): member for member in archive.infolist()}
+        if len(members) < len(archive.infolist()):
+            names = ", ".join(archive.namelist())
+            raise FileError(f"{path}: two arrays of one name among {names}")
+        wanted = {n: member for n, member in members.items() if only is None or n in only}
+        size = sum(member.file_size for member in wanted.values())
+        if most is not None and size > most:
+            raise FileError(f"{path}: its arrays take {size:,} bytes, at most {most:,} are read")
+        return {name: _member(archive, member) for name, member in wanted.items()}
+
+
+def _archive(file: IO[bytes]) -> zipfile.ZipFile:
+    try:
+        return zipfile.ZipFile(file)
+    except zipfile.BadZipFile as error:
+        raise zipfile.BadZipFile(f"not an archive of arrays: {error}") from None
 
 
 def names_of_arrays(path: str | Path) -> list[str]:

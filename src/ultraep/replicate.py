@@ -1,88 +1,27 @@
 """Stage 3: Plan + home weights -> filled spare slots, in forward and again before backward.
 
-The way of the weights is data: `hops` lists who hands which expert to whom. In mode `direct` the
-home sends every copy itself. In mode `chain` the copies of an expert stand in a row; each passes a
-chunk on while the next one arrives, so that no rank sends an expert more than once and the last
-copy is complete about when the first is. Ranks that have experts of their own to send come last.
-Mode `auto` takes the one that is done sooner, plan by plan.
+The way of the weights is data: `hops` (hops.py) lists who hands which expert to whom. In mode
+`direct` the home sends every copy itself. In mode `chain` the copies of an expert stand in a row;
+each passes a chunk on while the next one arrives, so that no rank sends an expert more than once
+and the last copy is complete about when the first is. Ranks that have experts of their own to send
+come last. Mode `auto` takes the one that is done sooner, plan by plan.
 
 Shapes: R ranks, C copies.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
-from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
 
 from ultraep.bundle import Layout, Stack
 from ultraep.comm import Communicator, Message
-from ultraep.errors import ConfigError
+from ultraep.hops import HOME, MODES, Hop, choose, hops
 from ultraep.plan import Plan
 
-MODES = ("direct", "chain", "auto")
-HOME = -1
-
-
-class Hop(NamedTuple):
-    """One rank hands an expert to another."""
-
-    expert: int
-    sender: int
-    sender_slot: int  # spare slot it is sent from, or HOME
-    receiver: int
-    slot: int  # spare slot it is received in
-    depth: int  # hops before this one
-
-
-def hops(
-    plan: Plan, mode: str, *, chunks: int = 1, skip: set[tuple[int, int]] | None = None
-) -> list[Hop]:
-    """The hops of a plan, by expert and depth.
-
-    chunks: pieces of an expert in a chain; mode `auto` decides by them.
-    skip: slots (host, index) that are filled already.
-    """
-    if mode not in MODES:
-        raise ConfigError(f"unknown relay mode {mode!r}; known are {', '.join(MODES)}")
-    mode = choose(plan, chunks, skip) if mode == "auto" else mode
-    homes = plan.topology.home_of_expert
-    copies: dict[int, list[tuple[int, int]]] = {}
-    for expert, host, slot in plan.replicas.tolist():
-        if not skip or (host, slot) not in skip:
-            copies.setdefault(expert, []).append((host, slot))
-    sends = set(homes[list(copies)].tolist())
-    found = []
-    for expert, places in copies.items():
-        sender, sender_slot = int(homes[expert]), HOME
-        for depth, (host, slot) in enumerate(sorted(places, key=lambda p: (p[0] in sends, p))):
-            chained = mode == "chain"
-            found.append(Hop(expert, sender, sender_slot, host, slot, depth if chained else 0))
-            if chained:
-                sender, sender_slot = host, slot
-    return found
-
-
-def choose(
-    plan: Plan, chunks: int, skip: set[tuple[int, int]] | None = None
-) -> Literal["direct", "chain"]:
-    """The faster mode for what is to be sent; decided by integers, alike on every rank.
-
-    What takes longest is the rank that sends most. A chain of h hops also takes h - 1 chunks of
-    time until its last copy gets its first one.
-    """
-    direct, chain = (hops(plan, mode, skip=skip) for mode in ("direct", "chain"))
-    longest = max((hop.depth + 1 for hop in chain), default=0)
-    rounds = _most_sent(chain) * chunks + max(0, longest - 1)
-    return "chain" if rounds < _most_sent(direct) * chunks else "direct"
-
-
-def _most_sent(found: list[Hop]) -> int:
-    """Hops that the busiest rank sends."""
-    return max(Counter(hop.sender for hop in found).values(), default=0)
+__all__ = ["HOME", "MODES", "Hop", "choose", "hops", "send_weights"]
 
 
 def send_weights(

@@ -498,6 +498,7 @@ def test_options_are_frozen():
         ],
         "env": ["--json"],
         "trace": [],  # its own are frozen in test_trace.py
+        "view": ["--export", "--host", "--live", "--open", "--port", "paths"],
     }
 
 
@@ -511,9 +512,10 @@ def test_help_is_quick():
     code = (
         "import sys; from typer.testing import CliRunner; import ultraep.cli as cli\n"
         "for command in [], ['plan'], ['simulate'], ['advise'], ['demo'], ['env'], ['trace'], \\\n"
-        "        ['bench', 'prefill']:\n"
+        "        ['bench', 'prefill'], ['view']:\n"
         "    assert CliRunner().invoke(cli.app, [*command, '--help']).exit_code == 0\n"
-        "assert not {'torch', 'numba', 'scipy', 'matplotlib', 'plotly'} & set(sys.modules)"
+        "heavy = {'torch', 'numba', 'scipy', 'matplotlib', 'plotly', 'starlette', 'uvicorn'}\n"
+        "assert not heavy & set(sys.modules)"
     )
     environment = os.environ | {"PYTHONPATH": str(SOURCE)}
     subprocess.run([sys.executable, "-c", code], check=True, env=environment, timeout=120)

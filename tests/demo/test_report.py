@@ -1,17 +1,16 @@
 """The report: its numbers are those of the traces, it needs no network, and a browser draws it."""
 
 import json
-import os
 import re
 import shutil
 import subprocess
 import sys
 from dataclasses import asdict
 from html.parser import HTMLParser
-from pathlib import Path
 
 import numpy as np
 import pytest
+from browser import chromium
 
 import ultraep
 from ultraep import BackendUnavailable, FileError, Recorder, Topology, read_trace
@@ -364,18 +363,6 @@ def test_without_plotly(copy, monkeypatch):
 
 
 # -- in a browser --------------------------------------------------------------------------------
-
-
-def chromium():
-    """A Chromium of this machine, or None."""
-    names = ("chromium", "chromium-browser", "google-chrome", "chromium-headless-shell")
-    found = next(filter(None, map(shutil.which, names)), None)
-    if found:
-        return found
-    own = Path.home() / ".cache" / "ms-playwright"
-    cache = Path(os.environ.get("PLAYWRIGHT_BROWSERS_PATH", own))
-    patterns = ("chromium*/chrome-*/chrome", "chromium*/chrome-*/*headless*shell")
-    return next((str(path) for p in patterns for path in sorted(cache.glob(p))), None)
 
 
 def dump_dom(path, home):

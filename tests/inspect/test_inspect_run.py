@@ -6,7 +6,8 @@ import re
 import numpy as np
 import pytest
 import torch
-from demo.test_report import Parts, chromium, dump_dom, embedded
+from browser import chromium
+from demo.test_report import Parts, dump_dom, embedded
 from inspect_models import TEXTS, routing_of
 from torch import nn
 

@@ -20,6 +20,7 @@ import ultraep.cli.inspect as inspect
 import ultraep.cli.plan as plan
 import ultraep.cli.simulate as simulate
 import ultraep.cli.trace as trace
+import ultraep.cli.view as view
 from ultraep.errors import UltraEPError
 from ultraep.version import __version__
 
@@ -51,6 +52,7 @@ app.command("plan", epilog=plan.EXAMPLE)(plan.command)
 app.command("simulate", epilog=simulate.EXAMPLE)(simulate.command)
 app.command("advise", epilog=advise.EXAMPLE)(advise.command)
 app.add_typer(trace.app, name="trace")
+app.command("view", epilog=view.EXAMPLE)(view.command)
 app.command("demo", epilog=demo.EXAMPLE)(demo.command)
 app.command("inspect", epilog=inspect.EXAMPLE)(inspect.command)
 app.add_typer(bench.app, name="bench")

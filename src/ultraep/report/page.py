@@ -1,7 +1,7 @@
 """The page: one HTML file with everything in it, plotly.js too. It cannot load anything else.
 
 The numbers stand in it as JSON, in scripts whose ids begin with "numbers-"; `figures` of the script
-that a report brings along draws them, with the parts of parts.js.
+that a report brings along draws them, with the parts of parts.js and the figures of figures.js.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ PICKER = """<p class="picker">
 <label>{noun} <input id="moment" type="range" min="0" step="1"></label>
 <button type="button" id="worst">most uneven</button></p>
 <p id="told" class="told"></p>"""
+SHARED = ("parts.js", "figures.js")
 BEYOND = "<p>* needs more spare slots than there are, or moves homes: compared here, not run.</p>"
 
 
@@ -70,7 +71,7 @@ class Page:
             sections="\n".join(self._section(section) for section in self.sections),
             numbers="\n".join(embedded(name, part) for name, part in self.numbers.items()),
             library=library.replace("</script", "<\\/script"),
-            script=own_file("ultraep.report", "parts.js") + self.script,
+            script="".join(own_file("ultraep.report", name) for name in SHARED) + self.script,
         )
 
     def _section(self, section: Section) -> str:

@@ -17,6 +17,7 @@ const HOMES = [
   "#3b82d6", "#3d9970", "#d0713a", "#9b72cf", "#c9a227", "#cf5f7a", "#4aa3a8", "#8d949c",
   "#7a8b3c", "#a0673f",
 ];
+const MOST_NAMED = 24; // copies in a sentence
 const DASHES = { none: "dot", eplb: "solid", lplb: "dash", echo: "dashdot", quota: "longdash" };
 const policyColour = (name, place) => POLICIES[name] || OTHERS[place % OTHERS.length];
 
@@ -83,10 +84,16 @@ function microbatchFigure(data) {
     find("told").textContent = where + "nothing was recorded.";
     return [[], {}];
   }
+  const [drawn, more, told] = ranksFigure(data, record);
+  find("told").textContent = where + told;
+  return [drawn, more];
+}
+
+// Ranks as bars, stacked by expert, without and with copies; and a sentence.
+function ranksFigure(data, record) {
   const [before, after] = blocks(data, record);
-  find("told").textContent = where + account(data, before, after);
   const mean = sums(before).reduce((a, b) => a + b, 0) / data.homes.length;
-  const most = Math.max(...sums(before), ...sums(after));
+  const most = Math.max(1, ...sums(before), ...sums(after));
   const ranks = { type: "category" };
   return [
     [...stacks(data, before, ""), ...stacks(data, after, "2")],
@@ -98,6 +105,7 @@ function microbatchFigure(data) {
       yaxis2: { range: [0, 1.04 * most], showticklabels: false, anchor: "x2" },
       shapes: [even("x domain", mean), even("x2 domain", mean)],
     },
+    account(data, before, after),
   ];
 }
 
@@ -161,8 +169,9 @@ function account(data, before, after) {
   };
   const copies = after.flatMap((parts, rank) =>
     parts.filter((part) => part.copy).map((part) => `${part.expert} on rank ${rank}`));
+  const named = copies.length <= MOST_NAMED ? `Copies of expert ${copies.join(", ")}.` : `${copies.length} copies.`;
   return `imbalance ${ratio(before).toFixed(3)} without copies, ${ratio(after).toFixed(3)} with. ` +
-    (copies.length ? `Copies of expert ${copies.join(", ")}.` : "No copies.");
+    (copies.length ? named : "No copies.");
 }
 
 function preparePicker() {
@@ -192,8 +201,14 @@ function draw(name) {
   return Plotly.react(find(`plot-${name}`), traces, layout(more), OPTIONS);
 }
 
+// Whether its numbers are there, and its place is shown: not all views of the viewer are.
+function drawable(name) {
+  const plot = find(`plot-${name}`);
+  return plot && plot.offsetParent !== null && (parsed[name] || find(`numbers-${name}`));
+}
+
 function drawAll() {
-  Object.keys(figures).forEach(draw);
+  Object.keys(figures).filter(drawable).forEach(draw);
 }
 
 window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawAll);

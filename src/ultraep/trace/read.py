@@ -12,6 +12,7 @@ import re
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,6 +42,14 @@ from ultraep.trace.schema import (
 
 FloatArray = NDArray[np.float64]
 RANK_FOLDER = re.compile(r"rank-(\d{5})")
+
+
+class Routed(NamedTuple):
+    """What a record asked to be planned."""
+
+    layer: int
+    loads: IntArray  # [R, E]
+    rates: Rates | None  # that it was planned by
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,8 +138,11 @@ class Trace:
 
     def rates_of(self, record: int) -> Rates | None:
         """What tokens and copies cost when it was planned, if anybody knew."""
-        numbers = self.rates[record].tolist()
-        return Rates.from_numbers(numbers) if any(numbers) else None
+        return rates_of(self.rates[record])
+
+    def routed(self, record: int) -> Routed:
+        """What a record asked to be planned."""
+        return Routed(int(self.layer[record]), self.loads[record], self.rates_of(record))
 
     def plan(self, record: int) -> Plan:
         """The plan of a record, as it was made."""
@@ -167,6 +179,11 @@ class Trace:
         for name, field in fields_in_file().items():
             arrays[name] = self.arrays[name].astype(field.kind)
         write_arrays(Path(path), arrays)
+
+
+def rates_of(numbers: Array) -> Rates | None:
+    """Rates as a trace holds them; zeros are none."""
+    return Rates.from_numbers(numbers.tolist()) if numbers.any() else None
 
 
 def imbalance(loads_NR: IntArray) -> FloatArray:

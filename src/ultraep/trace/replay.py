@@ -6,7 +6,7 @@ Shapes: N records, R ranks, E experts.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from statistics import fmean
@@ -20,7 +20,7 @@ from ultraep.plan import Plan
 from ultraep.plan import plan as make_plan
 from ultraep.policies import get_policy
 from ultraep.topology import Topology
-from ultraep.trace.read import FloatArray, Trace
+from ultraep.trace.read import FloatArray, Routed, Trace
 
 
 @dataclass(frozen=True)
@@ -101,12 +101,17 @@ def replay(trace: Trace, case: Case) -> Line:
 
 def replayed(trace: Trace, case: Case) -> Replayed:
     """Plan all records."""
+    return replayed_plans(plans(trace, case), case)
+
+
+def replayed_plans(made: Iterable[Plan], case: Case) -> Replayed:
+    """What becomes of these plans."""
     rows = [
         (
             *(plan.initial_imbalance, plan.imbalance, plan.lower_bound, plan.num_replicas),
             *(plan.remote_tokens / max(plan.total, 1), not plan.within_limits),
         )
-        for plan in plans(trace, case)
+        for plan in made
     ]
     if not rows:
         raise ConfigError("nothing to replay: the trace has no records")
@@ -115,11 +120,16 @@ def replayed(trace: Trace, case: Case) -> Replayed:
 
 def plans(trace: Trace, case: Case) -> Iterator[Plan]:
     """The plans of all records, in their order, by the rates that were recorded."""
+    return plans_of(map(trace.routed, range(len(trace))), case)
+
+
+def plans_of(records: Iterable[Routed], case: Case) -> Iterator[Plan]:
+    """The plans of records, as they come."""
     past: dict[int, deque[IntArray]] = defaultdict(lambda: deque(maxlen=case.history or 1))
-    for record in range(len(trace)):
-        loads_RE = regrouped_loads(trace.loads[record], case.topology.ranks)
-        seen = past[int(trace.layer[record])]
-        priced = replace(case, config=replace(case.config, rates=trace.rates_of(record)))
+    for layer, loads, rates in records:
+        loads_RE = regrouped_loads(loads, case.topology.ranks)
+        seen = past[layer]
+        priced = replace(case, config=replace(case.config, rates=rates))
         yield _plan(loads_RE, priced, seen)
         seen.append(loads_RE.sum(axis=0))
 

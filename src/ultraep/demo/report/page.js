@@ -1,25 +1,5 @@
 // The plots of a demo.
 
-// The kinds of text, as shaded regions with their names.
-function regions(domains) {
-  const edges = domains.map(({ begin, end }) => [begin - 0.5, end + 0.5]);
-  return {
-    shapes: edges.map(([x0, x1], place) => ({
-      type: "rect", layer: "below", xref: "x", yref: "paper", x0, x1, y0: 0, y1: 1,
-      line: { width: 0 }, fillcolor: place % 2 ? "rgba(0,0,0,0)" : css("shade"),
-    })),
-    annotations: domains.map(({ name }, place) => ({
-      text: name, showarrow: false, xref: "x", yref: "paper", yanchor: "bottom", y: 1,
-      x: (edges[place][0] + edges[place][1]) / 2, font: { color: css("soft") },
-    })),
-  };
-}
-
-function stepAxis({ step, steps_per_point: several }, more = {}) {
-  const last = step[step.length - 1] + several - 0.5;
-  return { ...title("training step"), range: [-0.5, last], showgrid: false, zeroline: false, ...more };
-}
-
 function lines(data, byPolicy, more = {}) {
   return Object.entries(byPolicy).map(([name, values], place) =>
     line(data.step, values, name, policyColour(name, place), more));
@@ -28,50 +8,9 @@ function lines(data, byPolicy, more = {}) {
 // -- the plots: numbers -> [traces, layout] -----------------------------------------------------
 
 const figures = {
-  imbalance(data) {
-    return [
-      [
-        band(data.step, data.before, BEFORE),
-        band(data.step, data.after, AFTER),
-        line(data.step, data.before.mean, "without copies", BEFORE),
-        line(data.step, data.after.mean, "with copies", AFTER),
-      ],
-      { ...regions(data.domains), xaxis: stepAxis(data), yaxis: title("imbalance; band: layers") },
-    ];
-  },
-
-  layers(data) {
-    const bar = (key, name, colour) => ({
-      type: "bar", x: data.layer, y: data[key], name, marker: { color: colour },
-      customdata: data[`${key}_worst`],
-      hovertemplate: "%{y:.3f} (worst %{customdata:.3f})",
-    });
-    return [
-      [bar("before", "without copies", BEFORE), bar("after", "with copies", AFTER)],
-      {
-        xaxis: { ...title("layer"), type: "category" },
-        yaxis: title("imbalance, mean of steps"),
-        shapes: [even("x domain", 1)],
-      },
-    ];
-  },
-
-  copies(data) {
-    const mega = data.bytes.map((value) => (value === null ? null : value / 1e6));
-    return [
-      [
-        band(data.step, data.copies, AFTER),
-        line(data.step, data.copies.mean, "copies per layer", AFTER),
-        line(data.step, mega, "MB moved per step", "#3d9970", { yaxis: "y2" }),
-      ],
-      {
-        ...regions(data.domains),
-        xaxis: stepAxis(data, { anchor: "y2" }),
-        yaxis: { ...title("copies; band: layers"), domain: [0.55, 1], rangemode: "tozero" },
-        yaxis2: { ...title("MB per step"), domain: [0, 0.45], rangemode: "tozero" },
-      },
-    ];
-  },
+  imbalance: imbalanceFigure,
+  layers: layersFigure,
+  copies: copiesFigure,
 
   replay(data) {
     const drawn = lines(data, data.imbalance);

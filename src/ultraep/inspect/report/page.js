@@ -72,12 +72,10 @@ const figures = {
     const load = data.load[picked("experts")];
     const top = Math.min(MOST, Math.max(1.5, ...load.flat()));
     return [
-      [{
-        type: "heatmap", z: load, y: data.layers, zmin: 0, zmax: top, xgap: 0, ygap: 1,
-        colorscale: [[0, css("back")], [1 / top, AFTER + "88"], [1, BEFORE]],
-        colorbar: { thickness: 12, outlinewidth: 0, title: { text: "load / mean", side: "right", font: { size: 13 } } },
-        hovertemplate: "layer %{y}, expert %{x}: %{z:.2f}<extra></extra>",
-      }],
+      [heatTrace(load, {
+        y: data.layers, low: 0, high: top, words: "load / mean",
+        hover: "layer %{y}, expert %{x}: %{z:.2f}<extra></extra>",
+      })],
       {
         hovermode: "closest", margin: { l: 60, r: 12, t: 36, b: 48 },
         xaxis: { ...title("expert"), showgrid: false, zeroline: false },

@@ -1,0 +1,222 @@
+"""How soon a large trace is open in `ultraep view`, how soon a click is answered, in which memory.
+
+    python benchmarks/bench_view.py                  # EP64 x 256, 100 layers x 1000 microbatches
+    python benchmarks/bench_view.py --trace FOLDER   # one that is there; big_trace.py draws some
+    python benchmarks/bench_view.py --toy            # tiny, for CI
+
+A server is started as a user would, and asked as the page asks. `open`: from the start of the
+process until the overview is answered, of a sample first; then until everything was read. `clicks`:
+answers about places all over the run, never the same twice, while it is still read and afterwards.
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+from urllib.parse import urlencode
+
+import numpy as np
+from big_trace import Size, write_trace
+from harness import Line, Metric, Report, common_options
+from numpy.typing import NDArray
+
+from ultraep.report.rows import cpu_device
+
+LISTENS = Metric("time_to_listen", "s", "listens s", ".2f")
+FIRST = Metric("time_to_overview", "s", "overview s", ".2f")
+BUSY = Metric("cpu_time_to_overview", "s", "CPU s", ".2f")
+SAMPLED = Metric("records_in_overview", "records", "of records", ".0f")
+WHOLE = Metric("time_to_read_all", "s", "all read s", ".1f")
+MEMORY = Metric("peak_memory", "MB", "peak MB", ".0f")
+DISK = Metric("bytes_on_disk", "MB", "on disk MB", ".0f")
+MEDIAN = Metric("answer_time_p50", "ms", "p50 ms", ".1f")
+TAIL = Metric("answer_time_p95", "ms", "p95 ms", ".1f")
+WORST = Metric("answer_time_max", "ms", "max ms", ".1f")
+WORK = Metric("answer_cpu_time_mean", "ms", "CPU ms", ".1f")
+COUNT = Metric("answers", "answers", "answers", ".0f")
+PATIENCE = 1800.0  # seconds until all of a trace must have been read
+MB = 1e6
+Took = tuple[float, float | None]  # seconds, and seconds of processors
+
+
+@dataclass(frozen=True)
+class Server:
+    """A server that was started, and since when it runs."""
+
+    process: subprocess.Popen[str]
+    connection: http.client.HTTPConnection
+    began: float
+
+    def ask(self, path: str, **parameters: Any) -> Any:
+        """What the page would be answered."""
+        self.connection.request("GET", f"/api/{path}?{urlencode(parameters)}")
+        answer = self.connection.getresponse()
+        content = answer.read()
+        if answer.status != 200:
+            raise SystemExit(f"{path} {parameters}: {answer.status} {content[:200]!r}")
+        return json.loads(content)
+
+    def cpu(self) -> float | None:
+        """Seconds that processors have worked for it, where the system tells."""
+        status = Path(f"/proc/{self.process.pid}/stat")
+        if not status.exists():
+            return None
+        user, system = status.read_text().rpartition(")")[2].split()[11:13]
+        return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+
+    def peak(self) -> float | None:
+        """Megabytes that it has held at once, where the system tells."""
+        status = Path(f"/proc/{self.process.pid}/status")
+        found = re.search(r"VmHWM:\s+(\d+) kB", status.read_text() if status.exists() else "")
+        return int(found[1]) * 1024 / MB if found else None
+
+
+@contextmanager
+def served(folder: Path) -> Iterator[Server]:
+    """`ultraep view` of a folder."""
+    began = time.perf_counter()
+    source = str(Path(__file__).resolve().parent.parent / "src")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "ultraep", "view", str(folder), "--port", "0"],
+        env=os.environ | {"PYTHONPATH": source},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        found = re.match(r"http://127\.0\.0\.1:(\d+)/", process.stdout.readline())
+        if found is None:
+            raise SystemExit("ultraep view did not start")
+        yield Server(process, http.client.HTTPConnection("127.0.0.1", int(found[1])), began)
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def opened(server: Server) -> dict[Metric, float | None]:
+    """Wait for the first overview."""
+    listens = time.perf_counter() - server.began
+    while not (whole := server.ask("overview", trace=0))["totals"]["records"]:
+        time.sleep(0.01)
+    first = time.perf_counter() - server.began
+    records = whole["totals"]["records"]
+    return {LISTENS: listens, FIRST: first, BUSY: server.cpu(), SAMPLED: records}
+
+
+def clicks(server: Server, rng: np.random.Generator, rounds: int) -> dict[str, list[Took]]:
+    """How long answers took, by what was asked."""
+    took: dict[str, list[Took]] = {}
+
+    def ask(name: str, path: str, **parameters: Any) -> Any:
+        begin, busy = time.perf_counter(), server.cpu()
+        answer = server.ask(path, trace=0, **parameters)
+        seconds, after = time.perf_counter() - begin, server.cpu()
+        worked = None if busy is None or after is None else after - busy
+        took.setdefault(name, []).append((seconds, worked))
+        return answer
+
+    moments = server.ask("overview", trace=0)["moments"]
+    for _ in range(rounds):
+        begin = int(rng.integers(0, max(1, moments - 1)))
+        end = int(rng.integers(begin + 1, moments + 1))
+        ask("overview, zoomed", "overview", **{"from": begin, "to": end})
+        ask("map", "heat", value=str(rng.choice(["before", "after", "bytes", "lost"])))
+        key = ask("cell of the map", "worst", **{"from": begin, "to": begin + 1})["key"]
+        if key is None:
+            continue
+        wanted = dict(zip(("step", "layer", "microbatch"), key, strict=True))
+        ask("microbatch", "record", **wanted)
+        ask("its stages, forward", "stages", backward=0, **wanted)
+        ask("its stages, backward", "stages", backward=1, **wanted)
+        ask("microbatch, again", "record", **wanted)
+    return took
+
+
+def waited(server: Server) -> float:
+    """Seconds until all was read."""
+    while time.perf_counter() - server.began < PATIENCE:
+        if server.ask("state")["items"][0]["finished"]:
+            return time.perf_counter() - server.began
+        time.sleep(0.05)
+    raise SystemExit(f"not read within {PATIENCE:.0f} s")
+
+
+def lines_of(took: dict[str, list[Took]], case: dict[str, Any], *, alone: bool) -> list[Line]:
+    """alone: whether the server did nothing else, so that its work is that of the answers."""
+    found = []
+    for name, values in took.items():
+        times: NDArray[np.float64] = 1e3 * np.array([seconds for seconds, _ in values])
+        worked = [work for _, work in values if work is not None]
+        shown: dict[Metric, float | None] = {
+            COUNT: len(times),
+            MEDIAN: float(np.median(times)),
+            TAIL: float(np.percentile(times, 95)),
+            WORST: float(times.max()),
+            WORK: 1e3 * fmean(worked) if alone and worked else None,
+        }
+        found.append(Line(case | {"asked for": name}, shown))
+    return found
+
+
+def measure(report: Report, folder: Path, rounds: int) -> None:
+    rng = np.random.default_rng(0)
+    disk = sum(path.stat().st_size for path in folder.rglob("*.npz")) / MB
+    with served(folder) as server:
+        first = opened(server)
+        early = clicks(server, rng, rounds)
+        whole = waited(server)
+        late = clicks(server, rng, rounds)
+        shape = server.ask("state")["items"][0]
+        peak = server.peak()
+    case = {name: shape[name] for name in ("ranks", "experts", "records")}
+    report.section = "open"
+    report.add(
+        "from the start of the process",
+        [Line(case, first | {WHOLE: whole, MEMORY: peak, DISK: disk})],
+    )
+    report.section = "clicks"
+    lines = lines_of(early, case | {"when": "while it is read"}, alone=False)
+    lines += lines_of(late, case | {"when": "later"}, alone=True)
+    report.add("answers, as the page asks", lines)
+    report.note(
+        "CPU: work of the server, whatever else the machine does. Peak: of the whole process,"
+    )
+    report.note("Python and its packages included.")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    common_options(parser)
+    parser.add_argument("--trace", type=Path, metavar="FOLDER", help="a trace that is there")
+    options = parser.parse_args()
+    size, rounds = Size(), 40
+    if options.quick:
+        size, rounds = Size(microbatches=50), 20
+    if options.toy:
+        size, rounds = Size(ranks=4, experts=16, layers=3, microbatches=8, tokens=64), 3
+    report = Report("view", sys.argv, device=cpu_device())
+    report.header()
+    if options.trace is not None:
+        measure(report, options.trace, rounds)
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            write_trace(Path(folder, "run"), size)
+            measure(report, Path(folder, "run"), rounds)
+    report.write(options.json)
+
+
+if __name__ == "__main__":
+    main()

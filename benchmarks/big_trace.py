@@ -1,0 +1,199 @@
+"""A trace as large as one likes, drawn: the pieces that recorders of all ranks would have written.
+
+    python benchmarks/big_trace.py run --layers 100 --microbatches 1000     # EP64 x 256, 3 GB
+
+Loads are those of some plans that come again and again, the popular experts change now and then;
+times follow from the rows of each rank, with some noise. Only one piece is in memory at a time.
+
+Shapes: P plans, N records of a piece, R ranks, E experts, S slots of all ranks, G stages.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+from harness import progress
+from numpy.typing import NDArray
+
+import ultraep
+from ultraep import workload
+from ultraep.config import BalanceConfig
+from ultraep.outputs import write_text
+from ultraep.topology import Topology
+from ultraep.trace.files import write_arrays
+from ultraep.trace.schema import (
+    HEADER_FILE,
+    STAGES,
+    Arrays,
+    Header,
+    of_backward,
+    piece_file,
+    rank_folder,
+)
+from ultraep.trace.writer import PIECE_BYTES
+
+PHASES, VARIANTS = 6, 16  # plans: so many kinds of text, so many of each
+PER_OTHER_PIECE = 2000  # records of a rank that is not the first: what a recorder has in 4 MiB
+NANOSECONDS = 40  # that a rank computes for a row, forward
+BEGAN = 1.7e9
+
+
+@dataclass(frozen=True, kw_only=True)
+class Size:
+    """How large a trace is."""
+
+    ranks: int = 64
+    experts: int = 256
+    layers: int = 100
+    microbatches: int = 1000
+    top_k: int = 8
+    tokens: int = 4096
+    seed: int = 0
+
+    @property
+    def records(self) -> int:
+        return self.layers * self.microbatches
+
+
+class Drawn:
+    """The plans of a trace, and which record has which."""
+
+    def __init__(self, size: Size) -> None:
+        self.size, self.config = size, BalanceConfig(tolerance=0.01)
+        self.topology = Topology(ranks=size.ranks, experts=size.experts, slots=1)
+        self.header = Header.of(self.topology, self.config, note="drawn")
+        self.plans = [self._plan(number) for number in range(PHASES * VARIANTS)]
+        self.copies = np.array([plan.num_replicas for plan in self.plans])
+
+    def _plan(self, number: int) -> ultraep.Plan:
+        ratio = 1.3 + 0.35 * (number // VARIANTS) + 0.04 * (number % VARIANTS)
+        ratio = min(ratio, self.size.experts / self.size.top_k)  # what can be drawn
+        loads = workload.zipf(
+            self.size.ranks,
+            self.size.experts,
+            ratio=ratio,
+            top_k=self.size.top_k,
+            tokens=self.size.tokens,
+            seed=self.size.seed + number,
+            shuffled=True,
+        )
+        return ultraep.plan(loads, self.topology, self.config)
+
+    @cached_property
+    def loads(self) -> NDArray[np.int32]:
+        """[P, R, E]"""
+        return np.stack([plan.loads for plan in self.plans]).astype(np.int32)
+
+    @cached_property
+    def rows(self) -> NDArray[np.int32]:
+        """[P, S] rows that arrive in every slot."""
+        slots = int(self.topology.first_slot_of_rank[-1])
+        rows = np.zeros((len(self.plans), slots), dtype=np.int32)
+        for own, plan in zip(rows, self.plans, strict=True):
+            home_slots = self.topology.home_slot_of_expert
+            own[home_slots] = plan.loads.sum(axis=0)
+            expert, host, slot = plan.replicas.T
+            np.subtract.at(own, home_slots[expert], plan.quotas.astype(np.int32))
+            own[self.topology.spare_slot(host, slot)] = plan.quotas
+        return rows
+
+    def keys(self, begin: int, end: int) -> Arrays:
+        """Step, layer and microbatch of these records: a step has two microbatches."""
+        records = np.arange(begin, end)
+        moment, layer = np.divmod(records, self.size.layers)
+        return {
+            "step": moment // 2,
+            "layer": layer.astype(np.int32),
+            "microbatch": (moment % 2).astype(np.int32),
+        }
+
+    def plan_of(self, begin: int, end: int) -> NDArray[np.int64]:
+        """[N] the plan of each of these records."""
+        moment, layer = np.divmod(np.arange(begin, end), self.size.layers)
+        phase = (moment * PHASES // self.size.microbatches + layer // 7) % PHASES
+        found: NDArray[np.int64] = phase * VARIANTS + (moment * 5 + layer * 3) % VARIANTS
+        return found
+
+
+def piece_of(drawn: Drawn, rank: int, begin: int, end: int, rng: np.random.Generator) -> Arrays:
+    """What a rank tells of these records."""
+    which, topology = drawn.plan_of(begin, end), drawn.topology
+    first = topology.first_slot_of_rank
+    rows = drawn.rows[which, first[rank] : first[rank + 1]]
+    seconds = _seconds(rows.sum(axis=1), rng)
+    back = of_backward(STAGES)
+    began = BEGAN + 0.01 * np.arange(begin, end) + 1e-5 * rng.random(end - begin)
+    keys = drawn.keys(begin, end)
+    arrays = keys | {
+        "slot_rows": rows,
+        "bytes_moved": rng.integers(0, 3, end - begin) * (44 << 20),
+        "began": began,
+        "seconds": np.where(back, 0, seconds).astype(np.float32),
+        "more": np.column_stack([keys["step"], keys["layer"], keys["microbatch"]]).astype(np.int64),
+        "more_bytes": np.zeros(end - begin, dtype=np.int64),
+        "more_began": began + 0.004,
+        "more_seconds": np.where(back, seconds, 0).astype(np.float32),
+        "dropped": np.zeros(1, dtype=np.int64),
+    }
+    return arrays | (_of_plans(drawn, which) if rank == 0 else {})
+
+
+def _of_plans(drawn: Drawn, which: NDArray[np.int64]) -> Arrays:
+    plans = [drawn.plans[number] for number in which]
+    return {
+        "policy": np.array([plan.config.policy for plan in plans]),
+        "loads": drawn.loads[which],
+        "copy_ends": np.cumsum(drawn.copies[which], dtype=np.int32),
+        "copies": np.concatenate([plan.replicas for plan in plans]).astype(np.int32),
+        "quotas": np.concatenate([plan.quotas for plan in plans]).astype(np.int32),
+    }
+
+
+def _seconds(rows_N: NDArray[np.int64], rng: np.random.Generator) -> NDArray[np.float64]:
+    """[N, G] of all stages."""
+    seconds = 2e-4 * rng.random((len(rows_N), len(STAGES))).round(3)
+    seconds[:, STAGES.index("experts")] += NANOSECONDS * 1e-9 * rows_N
+    seconds[:, STAGES.index("experts back")] += 2 * NANOSECONDS * 1e-9 * rows_N
+    return seconds
+
+
+def pieces(drawn: Drawn) -> Iterator[tuple[int, int, int, int]]:
+    """Rank, number, begin and end of every piece, as large as recorders make them."""
+    size = drawn.size
+    per_first = max(1, PIECE_BYTES // (4 * size.ranks * size.experts))
+    for rank in range(size.ranks):
+        per_piece = PER_OTHER_PIECE if rank else min(per_first, PER_OTHER_PIECE)
+        for number, begin in enumerate(range(0, size.records, per_piece)):
+            yield rank, number, begin, min(begin + per_piece, size.records)
+
+
+def write_trace(folder: Path, size: Size) -> None:
+    """Write the whole trace into a new folder."""
+    drawn, rng = Drawn(size), np.random.default_rng(size.seed)
+    folder.mkdir(parents=True)
+    for rank in range(size.ranks):
+        (folder / rank_folder(rank)).mkdir()
+    write_text(folder / HEADER_FILE, drawn.header.to_json() + "\n")
+    wanted = list(pieces(drawn))
+    for rank, number, begin, end in progress(wanted, "pieces"):
+        path = folder / rank_folder(rank) / piece_file(number)
+        write_arrays(path, piece_of(drawn, rank, begin, end, rng))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("folder", type=Path, help="a new folder")
+    for name in ("ranks", "experts", "layers", "microbatches"):
+        usual = getattr(Size, name)
+        parser.add_argument(f"--{name}", type=int, default=usual, help=f"default {usual}")
+    options = vars(parser.parse_args())
+    write_trace(options.pop("folder"), Size(**options))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,187 @@
+// Figures that several reports and the viewer draw: numbers -> [traces, layout].
+
+// The kinds of text, as shaded regions with their names.
+function regions(domains) {
+  const edges = domains.map(({ begin, end }) => [begin - 0.5, end + 0.5]);
+  return {
+    shapes: edges.map(([x0, x1], place) => ({
+      type: "rect", layer: "below", xref: "x", yref: "paper", x0, x1, y0: 0, y1: 1,
+      line: { width: 0 }, fillcolor: place % 2 ? "rgba(0,0,0,0)" : css("shade"),
+    })),
+    annotations: domains.map(({ name }, place) => ({
+      text: name, showarrow: false, xref: "x", yref: "paper", yanchor: "bottom", y: 1,
+      x: (edges[place][0] + edges[place][1]) / 2, font: { color: css("soft") },
+    })),
+  };
+}
+
+function stepAxis({ step, steps_per_point: several, axis = "training step" }, more = {}) {
+  const range = step.length ? [step[0] - 0.5, step[step.length - 1] + several - 0.5] : [-0.5, 0.5];
+  return { ...title(axis), range, showgrid: false, zeroline: false, ...more };
+}
+
+// -- over time and by layer ---------------------------------------------------------------------
+
+function imbalanceFigure(data) {
+  return [
+    [
+      band(data.step, data.before, BEFORE),
+      band(data.step, data.after, AFTER),
+      line(data.step, data.before.mean, "without copies", BEFORE, { line: { color: BEFORE, dash: "dot" } }),
+      line(data.step, data.after.mean, "with copies", AFTER),
+    ],
+    { ...regions(data.domains), xaxis: stepAxis(data), yaxis: title("imbalance; band: layers") },
+  ];
+}
+
+function layersFigure(data) {
+  const bar = (key, name, colour, shape) => ({
+    type: "bar", x: data.layer, y: data[key], name,
+    marker: { color: colour, pattern: { shape, size: 6, fgcolor: css("back"), fillmode: "overlay" } },
+    customdata: data[`${key}_worst`],
+    hovertemplate: "%{y:.3f} (worst %{customdata:.3f})",
+  });
+  return [
+    [bar("before", "without copies", BEFORE, "/"), bar("after", "with copies", AFTER, "")],
+    {
+      xaxis: { ...title("layer"), type: "category" },
+      yaxis: title("imbalance, mean of steps"),
+      shapes: [even("x domain", 1)],
+    },
+  ];
+}
+
+function copiesFigure(data) {
+  const mega = data.bytes.map((value) => (value === null ? null : value / 1e6));
+  return [
+    [
+      band(data.step, data.copies, AFTER),
+      line(data.step, data.copies.mean, "copies per layer", AFTER),
+      line(data.step, mega, `MB moved per ${data.unit || "step"}`, "#3d9970", { yaxis: "y2" }),
+    ],
+    {
+      ...regions(data.domains),
+      xaxis: stepAxis(data, { anchor: "y2" }),
+      yaxis: { ...title("copies; band: layers"), domain: [0.55, 1], rangemode: "tozero" },
+      yaxis2: { ...title(`MB per ${data.unit || "step"}`), domain: [0, 0.45], rangemode: "tozero" },
+    },
+  ];
+}
+
+// Seconds of all layers of a moment: what copies save, what they cost, what is still lost.
+function timeFigure(data) {
+  const ms = (values) => values.map((value) => (value === null ? null : 1e3 * value));
+  const hovertemplate = "%{y:.3f} ms";
+  return [
+    [
+      line(data.step, ms(data.saved), "saved in experts", AFTER, { hovertemplate }),
+      line(data.step, ms(data.cost), "spent on balancing", "#9b72cf",
+        { hovertemplate, line: { color: "#9b72cf", dash: "dash" } }),
+      line(data.step, ms(data.lost), "still lost in experts", BEFORE,
+        { hovertemplate, line: { color: BEFORE, dash: "dot" } }),
+    ],
+    { ...regions(data.domains), xaxis: stepAxis(data), yaxis: { ...title("ms, all layers"), rangemode: "tozero" } },
+  ];
+}
+
+// -- a map of cells ------------------------------------------------------------------------------
+
+// One hue, ever darker (or, on a dark page, ever brighter): readable without colours.
+function heatTrace(z, { x, y, low, high, words, hover }) {
+  return {
+    type: "heatmap", z, x, y, zmin: low, zmax: high, xgap: 0, ygap: y.length > 60 ? 0 : 1, hoverongaps: false,
+    colorscale: [[0, css("cell")], [0.5, AFTER], [1, css("text")]],
+    colorbar: { thickness: 12, outlinewidth: 0, title: { text: words, side: "right", font: { size: 13 } } },
+    hovertemplate: hover,
+  };
+}
+
+// -- copies of one microbatch, from home to hosts -------------------------------------------------
+
+// Hops of all copies; as wide as the tokens that leave home by them.
+function hopsOf(copies) {
+  const links = new Map();
+  for (const { expert, way, tokens } of copies) {
+    for (let depth = 0; depth + 1 < way.length; depth++) {
+      const name = [expert, depth, way[depth], way[depth + 1]].join();
+      const link = links.get(name) || { expert, depth, from: way[depth], to: way[depth + 1], home: way[0], tokens: 0 };
+      link.tokens += tokens;
+      links.set(name, link);
+    }
+  }
+  return [...links.values()];
+}
+
+function flowsFigure(copies) {
+  const nodes = new Map(), links = hopsOf(copies);
+  const node = (rank, depth) => {
+    const name = `${rank},${depth}`;
+    if (!nodes.has(name)) nodes.set(name, { place: nodes.size, rank, depth });
+    return nodes.get(name).place;
+  };
+  const ends = links.map(({ from, to, depth }) => [node(from, depth), node(to, depth + 1)]);
+  const all = [...nodes.values()], hue = (rank) => HOMES[rank % HOMES.length];
+  return [
+    [{
+      type: "sankey", arrangement: "snap", orientation: "h",
+      node: {
+        label: all.map(({ rank }) => `rank ${rank}`), color: all.map(({ rank }) => hue(rank)),
+        align: "left", pad: 6, thickness: 12, line: { width: 0 }, hovertemplate: "%{label}<extra></extra>",
+      },
+      link: {
+        source: ends.map(([from]) => from), target: ends.map(([, to]) => to),
+        value: links.map(({ tokens }) => Math.max(tokens, 1)),
+        color: links.map(({ home }) => hue(home) + "66"),
+        customdata: links.map(({ expert, from, to, depth, tokens }) =>
+          `expert ${expert}: rank ${from} to rank ${to}` + (depth ? `, hop ${depth + 1}` : "") +
+          `<br>${tokens.toLocaleString("en")} tokens are served there or beyond`),
+        hovertemplate: "%{customdata}<extra></extra>",
+      },
+    }],
+    { margin: { l: 8, r: 8, t: 36, b: 12 } },
+  ];
+}
+
+const flowsHeight = (copies) => {
+  const hops = hopsOf(copies), columns = {};
+  for (const { depth, to } of hops) (columns[depth] = columns[depth] || new Set()).add(to);
+  return Math.max(220, 22 * Math.max(new Set(hops.map(({ from }) => from)).size,
+    ...Object.values(columns).map((ranks) => ranks.size)) + 40);
+};
+
+// -- stages of all ranks -------------------------------------------------------------------------
+
+const SHAPES = ["", "/", "\\", "x", "-", "|", "+", "."];
+
+// Forward or backward of one microbatch: a row for every rank; waiting is drawn thin.
+function stagesFigure({ stages, begin, seconds, waited }) {
+  const ranks = begin.map((_, rank) => rank);
+  const traces = stages.flatMap((name, place) => {
+    const wait = ranks.map((rank) => waited[rank][place] || 0);
+    const busy = ranks.map((rank) => 1e3 * ((seconds[rank][place] || 0) - wait[rank]));
+    if (!busy.some((value) => value > 0) && !wait.some((value) => value > 0)) return [];
+    const base = ranks.map((rank) => (begin[rank][place] === null ? null : 1e3 * begin[rank][place]));
+    const color = HOMES[place % HOMES.length];
+    const pattern = { shape: SHAPES[place % SHAPES.length], size: 6, fgcolor: css("back"), fillmode: "overlay" };
+    const bar = (x, from, more) => ({
+      type: "bar", orientation: "h", y: ranks, x, base: from, name, legendgroup: name,
+      hovertemplate: `rank %{y}: ${name} %{x:.3f} ms<extra></extra>`, ...more,
+    });
+    const drawn = [bar(busy, base, { marker: { color, pattern, line: { width: 0 } }, width: 0.8 })];
+    if (wait.some((value) => value > 0)) {
+      drawn.push(bar(wait.map((value) => 1e3 * value), base.map((from, rank) => from + busy[rank]), {
+        marker: { color, opacity: 0.5 }, width: 0.25, showlegend: false,
+        hovertemplate: `rank %{y}: waits in ${name}, %{x:.3f} ms<extra></extra>`,
+      }));
+    }
+    return drawn;
+  });
+  return [traces, {
+    barmode: "overlay", hovermode: "closest",
+    xaxis: { ...title("ms"), rangemode: "tozero" },
+    yaxis: { ...title("rank"), autorange: "reversed", type: "category", showgrid: false },
+    margin: { l: 56, r: 12, t: 36, b: 100 },
+  }];
+}
+
+const stagesHeight = ({ begin }) => Math.min(1400, Math.max(240, 13 * begin.length + 170));

@@ -1,0 +1,339 @@
+"""FolderIndex: reads a trace piece by piece into columns; also one that is still being written.
+
+Loads are nearly all of a trace, and only the imbalance as routed needs them. So first a sample of
+the pieces of rank 0 is read, evenly spread, for a view of the whole run within a second; then all
+that is small, of every rank; then the loads, evenly spread again. A piece that cannot be read is
+told, and the rest is shown.
+
+Shapes: n records of a piece, R ranks, E experts.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from ultraep.arrays import IntArray
+from ultraep.errors import FileError
+from ultraep.inputs import read_text
+from ultraep.trace.read import RANK_FOLDER, Trace, imbalance
+from ultraep.trace.schema import (
+    ENDS,
+    HEADER_FILE,
+    KEY,
+    Arrays,
+    Header,
+    piece_file,
+    rank_folder,
+)
+from ultraep.view.columns import MOST_RECORDS, REPEATED, UNKNOWN, Columns, Places
+from ultraep.view.store import Store, piece_arrays
+from ultraep.view.table import Table, table_of, table_of_sample
+
+SMALL = (
+    *(*KEY, "slot_rows", "bytes_moved", "seconds"),
+    *("more", "more_bytes", "more_seconds", "dropped"),
+)
+OF_PLANS = (ENDS, "copies", "quotas")
+SAMPLED = (*KEY, "loads", *OF_PLANS)
+SAMPLE_SECONDS = 0.5
+FEW_PIECES = 8  # of rank 0: read at once, without a sample before
+MOST_NOTES = 20
+PIECE = re.compile(r"(\d{6})\.npz")
+Stop = Callable[[], bool]
+
+
+@dataclass(frozen=True)
+class Shelf:
+    """A piece of a rank: which records stand in it, and to which something is added."""
+
+    number: int
+    places: Places
+    late: Places
+
+
+@dataclass
+class RankState:
+    """How far a rank was read. told: [N] whose records came in another order than rank 0's."""
+
+    pieces: int = 0
+    upto: int = 0  # records of it so far, all in the order of rank 0
+    late: int = 0  # where the next additions are likely
+    told: IntArray | None = None
+    dropped: int = 0
+    foreign: int = 0  # records that rank 0 does not have
+    shelves: list[Shelf] = field(default_factory=list)
+    waiting: list[Shelf] = field(default_factory=list)  # pieces with records not yet known
+
+
+class FolderIndex:
+    """A trace in a folder, read in the background. One thread reads, any may look."""
+
+    def __init__(self, folder: Path, store: Store, *, live: bool = False) -> None:
+        file = folder / HEADER_FILE
+        self.folder, self.store, self.live = folder, store, live
+        self.header = Header.from_json(read_text(file), file)
+        self.columns = Columns(self.header)
+        self.ranks = [RankState() for _ in range(self.header.ranks)]
+        self.notes: list[str] = []
+        self.version, self.done, self.total, self.finished = 0, 0, 0, False
+        self._sample: Table | None = None
+        self._sampled: dict[tuple[int, int, int], tuple[int, int]] = {}
+        self._table: tuple[int, Table] | None = None
+        self._unread: list[tuple[Path, Places]] = []  # pieces of rank 0 whose loads are not known
+        for path in sorted(folder.iterdir()):
+            match = RANK_FOLDER.fullmatch(path.name)
+            if match and int(match[1]) >= self.header.ranks:
+                self._note(f"{path}: a rank too many, the trace is one of {self.header.ranks}")
+
+    # -- looking --------------------------------------------------------------------------------
+
+    @property
+    def table(self) -> Table:
+        """What is known now; a sample until all ranks were read once."""
+        if self._sample is not None:
+            return self._sample
+        version = self.version
+        if self._table is None or self._table[0] != version:
+            self._table = version, table_of(self.columns)
+        return self._table[1]
+
+    @property
+    def sampled(self) -> bool:
+        """Whether only a part of the pieces was looked at so far."""
+        return self._sample is not None
+
+    @property
+    def dropped(self) -> int:
+        """Records and additions that ranks lost."""
+        return sum(rank.dropped for rank in self.ranks)
+
+    @property
+    def left_out(self) -> int:
+        """Records that not all ranks have, as far as was read."""
+        if self._sample is not None:
+            return 0
+        lacking = int((self.columns["ranks"] < self.header.ranks).sum())
+        return lacking + self.columns.repeated + max(rank.foreign for rank in self.ranks)
+
+    def place(self, step: int, layer: int, microbatch: int) -> int:
+        """Where a record that all ranks have stands, or UNKNOWN."""
+        place = self.columns.place(step, layer, microbatch)
+        whole = place >= 0 and self.columns["ranks"][place] == self.header.ranks
+        return place if whole else UNKNOWN
+
+    def planned(self, step: int, layer: int, microbatch: int) -> tuple[int, int] | None:
+        """The piece of rank 0 with the plan of a record, and the row there."""
+        place = self.columns.place(step, layer, microbatch)
+        if place >= 0:
+            return int(self.columns["piece"][place]), int(self.columns["row"][place])
+        return self._sampled.get((step, layer, microbatch))
+
+    # -- reading --------------------------------------------------------------------------------
+
+    def read(self, stop: Stop) -> None:
+        """Read all that is there and was not read; returns early when `stop` says so."""
+        pieces = [self._new_pieces(rank) for rank in range(self.header.ranks)]
+        self.total += 2 * len(pieces[0]) + sum(map(len, pieces[1:]))
+        if not any(pieces) and not self._unread:
+            self.finished = True
+            return
+        self.finished = False
+        if not self.version and len(pieces[0]) > FEW_PIECES:
+            self._read_sample(pieces[0])
+        for rank, numbers in enumerate(pieces):
+            for number in numbers:
+                if stop():
+                    return
+                self._read_piece(rank, number)
+            self._retry(rank)
+        self._sample, self._sampled = None, {}
+        self.version += 1
+        self._read_loads(stop)
+        self.finished = not stop()
+
+    def _new_pieces(self, rank: int) -> range:
+        """Numbers of pieces that were not read, up to the first that is missing."""
+        folder, known = self.folder / rank_folder(rank), self.ranks[rank].pieces
+        try:
+            names = {path.name for path in folder.iterdir()}
+        except OSError:
+            return range(0)
+        end = known
+        while piece_file(end) in names:
+            end += 1
+        beyond = sorted(name for name in names if PIECE.fullmatch(name) and name > piece_file(end))
+        if beyond and not self.live:
+            self._note(f"{folder / beyond[0]}: not read, {piece_file(end)} before it is missing")
+        return range(known, end)
+
+    def path(self, rank: int, number: int) -> Path:
+        """A piece of a rank."""
+        return self.folder / rank_folder(rank) / piece_file(number)
+
+    def _read_sample(self, numbers: range) -> None:
+        until, found = time.monotonic() + SAMPLE_SECONDS, []
+        for number in spread(numbers):
+            path = self.path(0, number)
+            try:
+                arrays = piece_arrays(path, self.header, 0, SAMPLED)
+            except FileError:
+                continue  # told when it is read in its turn
+            found.append((number, summed(self.header, arrays)))
+            keys = zip(*(arrays[name].tolist() for name in KEY), strict=True)
+            self._sampled |= {key: (number, row) for row, key in enumerate(keys)}
+            if time.monotonic() > until:
+                break
+        self._sample = table_of_sample([part for _, part in sorted(found, key=lambda one: one[0])])
+        self.version += 1
+
+    def _read_piece(self, rank: int, number: int) -> None:
+        state, path = self.ranks[rank], self.path(rank, number)
+        state.pieces = number + 1
+        self.done += 1
+        try:
+            arrays = piece_arrays(
+                path, self.header, rank, (*SMALL, *(OF_PLANS if rank == 0 else ()))
+            )
+        except FileError as error:
+            self._note(str(error))
+            return
+        state.dropped = int(arrays["dropped"][0])
+        places = self._places_of_rank(rank, number, arrays)
+        self.columns.add(places, arrays)
+        late = self.columns.places(_late_keys(arrays), state.late)
+        self.columns.add_late(late, arrays)
+        if isinstance(late, range):
+            state.late = late.stop
+        shelf = Shelf(number, places, late)
+        state.shelves.append(shelf)
+        if _lacks(places) or _lacks(late):
+            state.waiting.append(shelf)
+
+    def _places_of_rank(self, rank: int, number: int, arrays: Arrays) -> Places:
+        state = self.ranks[rank]
+        if rank == 0:
+            places = self.columns.append(number, arrays)
+            self.columns.set_copies(places, np.diff(arrays[ENDS], prepend=0))
+            self._unread.append((self.path(0, number), places))
+            if self.columns.count >= MOST_RECORDS:
+                self._note(f"more than {MOST_RECORDS:,} records: the rest is not shown")
+            return places
+        places = self.columns.places(arrays, state.upto)
+        if isinstance(places, range) and places.start == state.upto and state.told is None:
+            state.upto = places.stop
+            return places
+        return self._told_once(state, places)
+
+    def _told_once(self, state: RankState, places: Places) -> IntArray:
+        """Without records that the rank has told of already: the first one counts."""
+        places, count = np.asarray(places), self.columns.count
+        if not count:
+            return places
+        if state.told is None:
+            state.told = (np.arange(count) < state.upto).astype(np.int8)
+        state.told = np.pad(state.told, (0, count - len(state.told)))
+        _, first = np.unique(places, return_index=True)
+        fresh = np.zeros(len(places), dtype=bool)
+        fresh[first] = True
+        fresh &= (places >= 0) & (state.told[places] == 0)
+        state.told[places[fresh]] = 1
+        return np.where(fresh, places, np.where(places < 0, UNKNOWN, REPEATED))
+
+    def _retry(self, rank: int) -> None:
+        """Look again at pieces with records that rank 0 had not told of before."""
+        state = self.ranks[rank]
+        waiting, state.waiting, state.foreign = state.waiting, [], 0
+        for shelf in waiting:
+            path = self.path(rank, shelf.number)
+            try:
+                arrays = piece_arrays(path, self.header, rank, SMALL)
+            except FileError as error:
+                self._note(str(error))
+                continue
+            places = self._found_now(shelf.places, arrays)
+            late = self._found_now(shelf.late, _late_keys(arrays))
+            if rank:
+                places = np.where(places >= 0, self._told_once(state, places), places)
+                self.columns.add(places, arrays)
+            self.columns.add_late(late, arrays)
+            whole = Shelf(shelf.number, _merged(shelf.places, places), _merged(shelf.late, late))
+            state.shelves = [whole if one.number == shelf.number else one for one in state.shelves]
+            if _lacks(whole.places) or _lacks(whole.late):
+                state.waiting.append(whole)
+            state.foreign += int((np.asarray(whole.places) == UNKNOWN).sum()) if rank else 0
+
+    def _found_now(self, places: Places, keys: Arrays) -> IntArray:
+        """Places of records that were unknown; REPEATED for those that were known."""
+        again = np.asarray(self.columns.places(keys, 0))
+        return np.where(np.asarray(places) == UNKNOWN, again, REPEATED)
+
+    def _read_loads(self, stop: Stop) -> None:
+        """Imbalance as routed, of pieces all over the run first."""
+        unread = self._unread
+        for at in spread(range(len(unread))):
+            if stop():
+                return
+            path, places = unread[at]
+            self.done += 1
+            try:
+                arrays = piece_arrays(path, self.header, 0, ("loads",))
+            except FileError as error:
+                self._note(str(error))
+                continue
+            self.columns.set_before(places, Trace(self.header, arrays).imbalance_before)
+            self.version += 1
+        self._unread = []
+
+    def _note(self, text: str) -> None:
+        if text not in self.notes and len(self.notes) < MOST_NOTES:
+            self.notes.append(text)
+
+
+def spread(numbers: range) -> Iterator[int]:
+    """These numbers, each once, so that the first ones are spread over all.
+
+    >>> list(spread(range(6)))
+    [0, 4, 2, 1, 5, 3]
+    """
+    bits = max(1, (len(numbers) - 1).bit_length())
+    for at in range(1 << bits):
+        turned = int(f"{at:0{bits}b}"[::-1], 2)
+        if turned < len(numbers):
+            yield numbers[turned]
+
+
+def summed(header: Header, arrays: Arrays) -> Arrays:
+    """What a table holds of a piece of rank 0, with the imbalance as planned."""
+    topology = header.topology
+    rank_loads = Trace(header, arrays).initial_rank_loads.copy()
+    before, ends = imbalance(rank_loads), arrays[ENDS]
+    record = np.repeat(np.arange(len(ends)), np.diff(ends, prepend=0))
+    expert, host, _ = arrays["copies"].T
+    if len(expert):
+        inside = (expert >= 0) & (expert < header.experts) & (host >= 0) & (host < header.ranks)
+        record, expert, host = record[inside], expert[inside], host[inside]
+        quotas = arrays["quotas"][inside]
+        np.subtract.at(rank_loads, (record, topology.home_of_expert[expert]), quotas)
+        np.add.at(rank_loads, (record, host), quotas)
+    found = {name: arrays[name].astype(np.int64) for name in KEY}
+    counts = np.diff(ends, prepend=0)
+    return found | {"before": before, "after": imbalance(rank_loads), "copies": counts}
+
+
+def _late_keys(arrays: Arrays) -> Arrays:
+    return dict(zip(KEY, arrays["more"].T, strict=True))
+
+
+def _lacks(places: Places) -> bool:
+    return not isinstance(places, range) and bool((places == UNKNOWN).any())
+
+
+def _merged(places: Places, now: IntArray) -> IntArray:
+    """Places of a piece, with those that are known now."""
+    return np.where(now >= UNKNOWN, now, np.asarray(places))

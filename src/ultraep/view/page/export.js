@@ -1,0 +1,23 @@
+// The plots of a trace in one file.
+
+function wholeMap(data) {
+  const most = data.z.flat().reduce((a, b) => Math.max(a, b ?? 1), 1 + 1e-9);
+  return [[heatTrace(data.z, {
+    x: data.step, y: data.layers, low: 1, high: most, words: "imbalance",
+    hover: "layer %{y}, from %{x} on: %{z:.3f}<extra></extra>",
+  })], {
+    hovermode: "closest", margin: { l: 60, r: 12, t: 36, b: 56 },
+    xaxis: { ...title(data.axis), showgrid: false, zeroline: false },
+    yaxis: { ...title("layer"), type: "category", showgrid: false, autorange: "reversed" },
+  }];
+}
+
+const figures = {
+  imbalance: imbalanceFigure, layers: layersFigure, copies: copiesFigure, time: timeFigure,
+  before: wholeMap, after: wholeMap, microbatches: microbatchFigure,
+};
+for (const name of Object.keys(figures)) {
+  if (!find(`plot-${name}`)) delete figures[name];
+}
+preparePicker();
+drawAll();

@@ -1,0 +1,273 @@
+"""One record: everything about one microbatch of one layer, from the pieces that hold it.
+
+Shapes: R ranks, E experts, S slots of all ranks, C copies, G stages.
+"""
+
+from __future__ import annotations
+
+import math
+from concurrent.futures import Executor
+from dataclasses import dataclass
+
+import numpy as np
+
+from ultraep.arrays import IntArray
+from ultraep.errors import FileError
+from ultraep.hops import hops
+from ultraep.plan import Plan
+from ultraep.report.numbers import FloatArray, Numbers, plain
+from ultraep.trace.read import Routed, Trace, imbalance, rates_of
+from ultraep.trace.schema import ENDS, Array, Arrays, Header, of_backward
+from ultraep.view.columns import Places
+from ultraep.view.index import FolderIndex
+
+PLANNED = ("policy", "loads", ENDS, "copies", "quotas")
+ROUTED = ("layer", "loads", "rates")
+TOLD, LATE = ("slot_rows", "bytes_moved"), ("more_bytes",)
+TIMES, LATE_TIMES = ("began", "seconds", "waited"), ("more_began", "more_seconds", "more_waited")
+CHUNKS = 4  # of a chain, as balancers have it unless told otherwise
+DIGITS = 7
+
+
+@dataclass(frozen=True, eq=False)
+class OneRecord:
+    """What was routed, planned and served."""
+
+    header: Header
+    policy: str
+    loads: IntArray  # [R, E]
+    copies: IntArray  # [C, 3] expert, host, spare slot
+    quotas: IntArray  # [C]
+    slot_rows: IntArray  # [S]
+    bytes_moved: IntArray  # [R]
+
+
+@dataclass(frozen=True, eq=False)
+class Times:
+    """When the stages of all ranks were."""
+
+    header: Header
+    began: FloatArray  # [R, 2] forward and backward; NaN: it did not
+    seconds: FloatArray  # [R, G]
+    waited: FloatArray  # [R, G]
+
+
+def record_of_trace(trace: Trace, record: int) -> OneRecord:
+    """A record of a trace that is in memory."""
+    begin = int(trace.copy_ends[record - 1]) if record else 0
+    end = int(trace.copy_ends[record])
+    return OneRecord(
+        trace.header,
+        str(trace.policy[record]),
+        trace.loads[record].astype(np.int64),
+        trace.copies[begin:end].astype(np.int64),
+        trace.quotas[begin:end].astype(np.int64),
+        trace.slot_rows[record].astype(np.int64),
+        trace.bytes_moved[record],
+    )
+
+
+def times_of_trace(trace: Trace, record: int) -> Times:
+    """Stages of a record of a trace that is in memory."""
+    return Times(
+        trace.header,
+        np.column_stack([trace.began[record], trace.back_began[record]]),
+        trace.seconds[record].astype(np.float64),
+        trace.waited[record].astype(np.float64),
+    )
+
+
+def record_of_pieces(index: FolderIndex, place: int, readers: Executor) -> OneRecord:
+    """A record of a trace in a folder; the pieces of several ranks are read at once."""
+    piece, row = (int(index.columns[name][place]) for name in ("piece", "row"))
+    first = readers.submit(_planned, index, piece, row)
+    ranks = range(index.header.ranks)
+    own = list(readers.map(lambda rank: _told(index, rank, place, TOLD, LATE), ranks))
+    policy, loads, copies, quotas = first.result()
+    moved = [
+        int(told["bytes_moved"]) + sum(int(one["more_bytes"]) for one in late) for told, late in own
+    ]
+    slot_rows = np.concatenate([told["slot_rows"] for told, _ in own]).astype(np.int64)
+    return OneRecord(index.header, policy, loads, copies, quotas, slot_rows, np.array(moved))
+
+
+def record_as_planned(index: FolderIndex, piece: int, row: int) -> OneRecord:
+    """A record of which only rank 0 was read: its rows are those that were planned."""
+    header, topology = index.header, index.header.topology
+    policy, loads, copies, quotas = _planned(index, piece, row)
+    slot_rows = np.zeros(int(topology.first_slot_of_rank[-1]), dtype=np.int64)
+    slot_rows[topology.home_slot_of_expert] = loads.sum(axis=0)
+    nothing = np.zeros(header.ranks, dtype=np.int64)
+    record = OneRecord(header, policy, loads, copies, quotas, slot_rows, nothing)
+    usable = _inside(record) & (copies[:, 2] < header.slots)
+    expert, host, slot = copies[usable].T
+    np.subtract.at(slot_rows, topology.home_slot_of_expert[expert], quotas[usable])
+    np.add.at(slot_rows, topology.spare_slot(host, slot), quotas[usable])
+    return record
+
+
+def times_of_pieces(index: FolderIndex, place: int, readers: Executor, *, backward: bool) -> Times:
+    """Its stages on all ranks, of one pass; what was told late is that of backward, usually."""
+    ranks, both = range(index.header.ranks), _mixed(index, place)
+    names = TIMES if both or not backward else ("began",)
+    late = LATE_TIMES if both or backward else ()
+    own = list(readers.map(lambda rank: _told(index, rank, place, names, late), ranks))
+    nothing = np.zeros(len(index.header.stages))
+    began = [
+        (told["began"], min((one["more_began"] for one in more if late), default=np.nan))
+        for told, more in own
+    ]
+    seconds, waited = (
+        np.stack(
+            [
+                told.get(name, nothing) + sum((one[f"more_{name}"] for one in more), nothing)
+                for told, more in own
+            ]
+        )
+        for name in ("seconds", "waited")
+    )
+    return Times(index.header, np.array(began), seconds, waited)
+
+
+def _mixed(index: FolderIndex, place: int) -> bool:
+    """Whether stages of forward were told late, or those of backward at once."""
+    back_G, columns = of_backward(index.header.stages), index.columns
+    late, early = columns["slowest_back"][place, ~back_G], columns["slowest"][place, back_G]
+    return bool(late.any() or early.any())
+
+
+def routed_of_pieces(index: FolderIndex, place: int) -> Routed:
+    """What was routed in a record, and the rates that it was planned by."""
+    piece, row = (int(index.columns[name][place]) for name in ("piece", "row"))
+    arrays = index.store.arrays(index.path(0, piece), index.header, 0, ROUTED)
+    layer, loads, rates = (arrays[name][row] for name in ROUTED)
+    return Routed(int(layer), loads.astype(np.int64), rates_of(rates))
+
+
+def _planned(index: FolderIndex, piece: int, row: int) -> tuple[str, Array, Array, Array]:
+    arrays = index.store.arrays(index.path(0, piece), index.header, 0, PLANNED)
+    begin, end = (int(arrays[ENDS][n]) if n >= 0 else 0 for n in (row - 1, row))
+    copies, quotas = arrays["copies"][begin:end], arrays["quotas"][begin:end]
+    loads = arrays["loads"][row].astype(np.int64)
+    return str(arrays["policy"][row]), loads, copies.astype(np.int64), quotas.astype(np.int64)
+
+
+def _told(
+    index: FolderIndex, rank: int, place: int, names: tuple[str, ...], late: tuple[str, ...]
+) -> tuple[Arrays, list[Arrays]]:
+    """What one rank tells of a record, and what it told late."""
+    told: list[Arrays] = []
+    more: list[Arrays] = []
+    for shelf in index.ranks[rank].shelves:
+        rows, late_rows = _rows(shelf.places, place), _rows(shelf.late, place) if late else []
+        if rows or late_rows:
+            path = index.path(rank, shelf.number)
+            arrays = index.store.arrays(path, index.header, rank, names + late)
+            told += [{name: arrays[name][row] for name in names} for row in rows]
+            more += [{name: arrays[name][row] for name in late} for row in late_rows]
+    if not told:
+        raise FileError(f"{index.folder}: rank {rank} does not have this record")
+    return told[0], more
+
+
+def _rows(places: Places, place: int) -> list[int]:
+    if isinstance(places, range):
+        return [place - places.start] if place in places else []
+    rows: list[int] = np.flatnonzero(places == place).tolist()
+    return rows
+
+
+# -- as the page has it --------------------------------------------------------------------------
+
+
+def numbers_of(record: OneRecord) -> Numbers:
+    """All that the page draws; `loads`, `rows` and `held` as in the reports."""
+    header, topology = record.header, record.header.topology
+    inside = _inside(record)
+    copies, quotas = record.copies[inside], record.quotas[inside]
+    held = np.full((header.ranks, header.slots), -1)
+    in_slots = copies[:, 2] < header.slots  # policies beyond the limits may hold more
+    held[copies[in_slots, 1], copies[in_slots, 2]] = copies[in_slots, 0]
+    before, after = _rank_loads(record)
+    return {
+        "policy": record.policy,
+        "ranks": header.ranks,
+        "homes": [topology.home_experts(rank).tolist() for rank in range(header.ranks)],
+        "slots": header.slots,
+        "loads": record.loads.sum(axis=0).tolist(),
+        "rows": record.slot_rows.tolist(),
+        "held": held.reshape(-1).tolist(),
+        "before": plain(imbalance(before[None]))[0],
+        "after": plain(imbalance(after[None]))[0],
+        "rank_loads": {"before": before.tolist(), "after": after.tolist()},
+        "bytes": record.bytes_moved.tolist(),
+        "copies": _copies(record, copies, quotas),
+        "unusable": int((~inside).sum()),
+    }
+
+
+def _inside(record: OneRecord) -> Array:
+    """[C] whether expert and host of a copy exist: a file may claim anything."""
+    header, (expert, host, slot) = record.header, record.copies.T
+    found: Array = (expert >= 0) & (expert < header.experts) & (host >= 0) & (host < header.ranks)
+    found &= slot >= 0
+    return found
+
+
+def _rank_loads(record: OneRecord) -> tuple[IntArray, IntArray]:
+    """[R] rows as routed, and as they arrived."""
+    topology, ranks = record.header.topology, record.header.ranks
+    loads = record.loads.sum(axis=0)
+    before = np.bincount(topology.home_of_expert, loads, minlength=ranks).astype(np.int64)
+    first = topology.first_slot_of_rank
+    upto = np.concatenate([[0], np.cumsum(record.slot_rows)])
+    return before, np.diff(upto[first])
+
+
+def _copies(record: OneRecord, copies: IntArray, quotas: IntArray) -> Numbers:
+    """Every copy with its way from home; `relay` is the way that balancers choose by themselves."""
+    header, none = record.header, np.zeros(0, dtype=np.int64)
+    plan = Plan(header.topology, header.config, record.loads, copies, quotas, none, none)
+    found = hops(plan, "auto", chunks=CHUNKS)
+    way: dict[tuple[int, int], list[int]] = {}
+    for hop in found:
+        before = way.get((hop.expert, hop.sender), [hop.sender])
+        way[hop.expert, hop.receiver] = [*before, hop.receiver]
+    tokens = {(int(c[0]), int(c[1])): int(q) for c, q in zip(copies, quotas, strict=True)}
+    return {
+        "relay": "chain" if any(hop.depth for hop in found) else "direct",
+        "list": [
+            {
+                "expert": hop.expert,
+                "host": hop.receiver,
+                "slot": hop.slot,
+                "tokens": tokens[hop.expert, hop.receiver],
+                "way": way[hop.expert, hop.receiver],
+            }
+            for hop in found
+        ],
+    }
+
+
+def stages_of(times: Times, *, backward: bool) -> Numbers | None:
+    """One pass: when the stages of all ranks begin, how long they take and wait. None: no times."""
+    back_G = of_backward(times.header.stages)
+    own_G = back_G if backward else ~back_G
+    began, seconds = times.began[:, int(backward)], times.seconds[:, own_G]
+    if np.isnan(began).all() or not seconds.any():
+        return None
+    with np.errstate(invalid="ignore"):  # a file may claim anything
+        begin = (began - np.nanmin(began))[:, None] + np.cumsum(seconds, axis=1) - seconds
+    return {
+        "name": "backward" if backward else "forward",
+        "stages": [stage for stage, own in zip(times.header.stages, own_G, strict=True) if own],
+        "begin": [_short(row) for row in begin],
+        "seconds": [_short(row) for row in seconds],
+        "waited": [_short(row) for row in times.waited[:, own_G]],
+    }
+
+
+def _short(values: FloatArray) -> list[float | None]:
+    """Seconds, to a tenth of a microsecond."""
+    found = values.tolist()
+    return [round(value, DIGITS) if math.isfinite(value) else None for value in found]

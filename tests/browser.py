@@ -1,0 +1,193 @@
+"""A headless Chromium, driven over its debugging pipe: pages, keys, clicks, pictures."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import itertools
+import json
+import os
+import select
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+KEYS = {
+    "Enter": ("\r", 13),
+    "Tab": ("", 9),
+    "ArrowLeft": ("", 37),
+    "ArrowUp": ("", 38),
+    "ArrowRight": ("", 39),
+    "ArrowDown": ("", 40),
+    "Escape": ("", 27),
+}
+OPTIONS = (
+    *("--headless", "--disable-gpu", "--no-sandbox", "--no-first-run", "--hide-scrollbars"),
+    *("--remote-debugging-pipe", "--disable-background-networking", "--disable-dev-shm-usage"),
+)
+PATIENCE = 90.0
+# The browser reads from descriptor 3 and writes to descriptor 4.
+JOIN = """
+import os, sys, fcntl
+read, write = (fcntl.fcntl(int(one), fcntl.F_DUPFD, 50) for one in sys.argv[1:3])
+os.dup2(read, 3), os.dup2(write, 4)
+os.execv(sys.argv[3], sys.argv[3:])
+"""
+
+
+def chromium():
+    """A Chromium of this machine, or None."""
+    names = ("chromium", "chromium-browser", "google-chrome", "chromium-headless-shell")
+    found = next(filter(None, map(shutil.which, names)), None)
+    if found:
+        return found
+    own = Path.home() / ".cache" / "ms-playwright"
+    cache = Path(os.environ.get("PLAYWRIGHT_BROWSERS_PATH", own))
+    patterns = ("chromium*/chrome-*/chrome", "chromium*/chrome-*/*headless*shell")
+    return next((str(path) for p in patterns for path in sorted(cache.glob(p))), None)
+
+
+class Browser:
+    """One browser with one page. `messages`: of its console; `requests`: addresses it asked for."""
+
+    def __init__(self, home):
+        read_there, self._write = os.pipe()
+        self._read, write_there = os.pipe()
+        options = [*OPTIONS, f"--user-data-dir={home}", "about:blank"]
+        joined = [sys.executable, "-c", JOIN, str(read_there), str(write_there), chromium()]
+        self._process = subprocess.Popen(
+            [*joined, *options],
+            pass_fds=(read_there, write_there),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        os.close(read_there)
+        os.close(write_there)
+        self._numbers, self._rest, self._session = itertools.count(1), b"", None
+        self.messages, self.requests = [], []
+        try:
+            self._attach()
+        except (OSError, EOFError, TimeoutError):
+            self.close()
+            raise
+
+    def _attach(self):
+        targets = self.call("Target.getTargets")["targetInfos"]
+        page = next(one["targetId"] for one in targets if one["type"] == "page")
+        found = self.call("Target.attachToTarget", targetId=page, flatten=True)
+        self._session = found["sessionId"]
+        for domain in ("Page", "Runtime", "Log", "Network"):
+            self.call(f"{domain}.enable")
+
+    def close(self):
+        with contextlib.suppress(OSError, EOFError, TimeoutError):
+            self._session = None
+            self.call("Browser.close")
+        os.close(self._write)
+        os.close(self._read)
+        try:
+            self._process.wait(20)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        self.close()
+
+    # -- talking --------------------------------------------------------------------------------
+
+    def call(self, method, **parameters):
+        """Tell the browser something, and wait for its answer."""
+        number = next(self._numbers)
+        message = {"id": number, "method": method, "params": parameters}
+        if self._session:
+            message["sessionId"] = self._session
+        os.write(self._write, json.dumps(message).encode() + b"\0")
+        until = time.monotonic() + PATIENCE
+        while True:
+            answer = self._next(until)
+            if answer.get("id") == number:
+                assert "error" not in answer, (method, answer["error"])
+                return answer["result"]
+            self._note(answer)
+
+    def _next(self, until):
+        while b"\0" not in self._rest:
+            ready, _, _ = select.select([self._read], [], [], max(0, until - time.monotonic()))
+            if not ready:
+                raise TimeoutError("the browser does not answer")
+            more = os.read(self._read, 1 << 20)
+            if not more:
+                raise EOFError("the browser has ended")
+            self._rest += more
+        text, _, self._rest = self._rest.partition(b"\0")
+        return json.loads(text)
+
+    def _note(self, event):
+        method, told = event.get("method"), event.get("params", {})
+        if method == "Runtime.consoleAPICalled":
+            self.messages.append(" ".join(str(one.get("value", one)) for one in told["args"]))
+        elif method == "Runtime.exceptionThrown":
+            details = told["exceptionDetails"]
+            self.messages.append(details.get("exception", {}).get("description", details["text"]))
+        elif method == "Log.entryAdded":
+            self.messages.append(f"{told['entry']['text']} {told['entry'].get('url', '')}")
+        elif method == "Network.requestWillBeSent":
+            self.requests.append(told["request"]["url"])
+
+    # -- the page -------------------------------------------------------------------------------
+
+    def open(self, url):
+        self.call("Page.navigate", url=url)
+
+    def run(self, script):
+        """The value of an expression in the page."""
+        found = self.call(
+            "Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True
+        )
+        assert "exceptionDetails" not in found, found["exceptionDetails"]
+        return found["result"].get("value")
+
+    def wait(self, condition):
+        """Wait until an expression is true."""
+        until = time.monotonic() + PATIENCE
+        while not self.run(f"Boolean({condition})"):
+            assert time.monotonic() < until, (condition, self.run("document.body.innerText"))
+            time.sleep(0.05)
+
+    def text(self, name):
+        return self.run(f"document.getElementById({name!r}).innerText")
+
+    def press(self, *keys):
+        for key in keys:
+            text, code = KEYS.get(key, (key, ord(key.upper()[0])))
+            told = {"key": key, "windowsVirtualKeyCode": code}
+            down = {"type": "keyDown", "text": text} if text else {"type": "rawKeyDown"}
+            self.call("Input.dispatchKeyEvent", **down, **told)
+            self.call("Input.dispatchKeyEvent", type="keyUp", **told)
+
+    def click(self, x, y):
+        for kind in ("mouseMoved", "mousePressed", "mouseReleased"):
+            button = {} if kind == "mouseMoved" else {"button": "left", "clickCount": 1}
+            self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, **button)
+
+    def look(self, *, width=1200, height=900, dark=False):
+        """The size of the window, and whether the reader likes it dark."""
+        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+        self.call("Emulation.setEmulatedMedia", features=[scheme])
+        self.call(
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=height,
+            deviceScaleFactor=1,
+            mobile=width < 600,
+        )
+
+    def picture(self, path, *, whole=True):
+        found = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=whole)
+        Path(path).write_bytes(base64.b64decode(found["data"]))

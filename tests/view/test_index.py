@@ -1,0 +1,415 @@
+"""What is read piece by piece is what the trace holds; damage is told, and the rest is there."""
+
+import json
+import re
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+from traces import arrived, plan_for, record
+
+import ultraep
+from ultraep import ConfigError, FileError, Topology
+from ultraep.inputs import read_arrays
+from ultraep.trace.files import write_arrays
+from ultraep.trace.schema import KEY
+from ultraep.view import index as index_module
+from ultraep.view import single, store, table
+from ultraep.view.catalogue import Catalogue
+from ultraep.view.found import look
+from ultraep.view.index import FolderIndex, spread
+from ultraep.view.record import (
+    numbers_of,
+    record_as_planned,
+    record_of_pieces,
+    record_of_trace,
+    stages_of,
+    times_of_pieces,
+    times_of_trace,
+)
+from ultraep.view.single import SingleIndex
+from ultraep.view.store import Store
+from view.runs import LAYERS, MOMENTS, TOPOLOGY, write_pieces, write_run
+
+EXPERTS = ("experts", "experts back")
+
+
+def never():
+    return False
+
+
+def read(folder, **options):
+    index = FolderIndex(folder, Store(), **options)
+    index.read(never)
+    return index
+
+
+@pytest.fixture(scope="module")
+def readers():
+    with ThreadPoolExecutor(2) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def pieces(tmp_path_factory):
+    return write_pieces(tmp_path_factory.mktemp("pieces") / "run", odd=True)
+
+
+def check_equal(found, trace):
+    """All that a table holds, beside the trace."""
+    np.testing.assert_array_equal(found.step, trace.step)
+    np.testing.assert_array_equal(found.layer, trace.layer)
+    np.testing.assert_array_equal(found.microbatch, trace.microbatch)
+    np.testing.assert_array_equal(found.before, trace.imbalance_before)
+    np.testing.assert_array_equal(found.after, trace.imbalance_after)
+    np.testing.assert_array_equal(found.copies, trace.num_copies)
+    np.testing.assert_array_equal(found.bytes, trace.bytes_moved.sum(axis=1))
+    own = trace.seconds[:, :, np.isin(trace.header.stages, EXPERTS)]
+    slowest, mean = own.max(axis=1).sum(axis=1), own.sum(axis=2).mean(axis=1)
+    np.testing.assert_allclose(found.lost, slowest - mean, atol=1e-9)
+    np.testing.assert_allclose(found.saved, mean * trace.imbalance_before - slowest, atol=1e-9)
+    np.testing.assert_allclose(found.slowest, trace.seconds.max(axis=1).mean(axis=0), rtol=1e-6)
+
+
+def places_in(trace, found):
+    """Where the records of a table stand in the trace."""
+    keys = zip(*(trace.arrays[name].tolist() for name in KEY), strict=True)
+    place = {key: n for n, key in enumerate(keys)}
+    return [place[tuple(found.key(n))] for n in range(len(found))]
+
+
+@pytest.mark.parametrize("kind", ["one piece", "pieces", "file"])
+def test_a_table_holds_what_the_trace_holds(kind, run, pieces, trace, tmp_path):
+    if kind == "file":
+        trace.save(tmp_path / "run.npz")
+        found = SingleIndex(tmp_path / "run.npz")
+    else:
+        found = read(run if kind == "one piece" else pieces)
+    check_equal(found.table, trace if kind != "pieces" else ultraep.read_trace(pieces))
+    assert (found.finished, found.notes, found.left_out, found.dropped) == (True, [], 0, 0)
+
+
+def test_a_record_is_that_of_the_trace(pieces, readers):
+    trace, index = ultraep.read_trace(pieces), read(pieces)
+    for n in range(len(trace)):
+        key = int(trace.step[n]), int(trace.layer[n]), int(trace.microbatch[n])
+        place = index.place(*key)
+        found = numbers_of(record_of_pieces(index, place, readers))
+        assert found == numbers_of(record_of_trace(trace, n))
+        assert found["before"] == pytest.approx(trace.imbalance_before[n], abs=1e-6)
+        assert found["after"] == pytest.approx(trace.imbalance_after[n], abs=1e-6)
+        plan = trace.plan(n)
+        assert {
+            (c["expert"], c["host"], c["slot"], c["tokens"]) for c in found["copies"]["list"]
+        } == {
+            (*copy, quota)
+            for copy, quota in zip(
+                map(tuple, plan.replicas.tolist()), plan.quotas.tolist(), strict=True
+            )
+        }
+        for copy in found["copies"]["list"]:
+            assert copy["way"][0] == TOPOLOGY.home_of_expert[copy["expert"]]
+            assert copy["way"][-1] == copy["host"]
+        for backward in (False, True):
+            times = times_of_pieces(index, place, readers, backward=backward)
+            shown = stages_of(times, backward=backward)
+            assert shown == stages_of(times_of_trace(trace, n), backward=backward)
+            assert shown["name"] == ("backward" if backward else "forward")
+
+
+def test_times_that_were_told_at_another_time(tmp_path, readers):
+    """A stage of forward told late, one of backward told at once: as `read_trace` has them."""
+    plan = plan_for(0)
+    for rank in range(2):
+        with ultraep.Recorder(tmp_path / "run", plan.topology, rank=rank) as recorder:
+            seconds = {"experts": 1.0, "reduce": 0.25}
+            recorder.add(plan=plan, slot_rows=arrived(plan, rank), step=0, seconds=seconds)
+            recorder.more(step=0, seconds={"experts": 0.5, "reduce": 0.5})
+    trace, index = ultraep.read_trace(tmp_path / "run"), read(tmp_path / "run")
+    for backward in (False, True):
+        times = times_of_pieces(index, 0, readers, backward=backward)
+        wanted = stages_of(times_of_trace(trace, 0), backward=backward)
+        assert stages_of(times, backward=backward) == wanted
+
+
+def test_a_plan_alone_tells_the_same_rows(pieces, readers):
+    index = read(pieces)
+    for place in range(index.columns.count):
+        whole = numbers_of(record_of_pieces(index, place, readers))
+        step, layer, microbatch = index.table.key(place)
+        planned = numbers_of(record_as_planned(index, *index.planned(step, layer, microbatch)))
+        assert [planned[name] for name in ("loads", "rows", "held")] == [
+            whole[name] for name in ("loads", "rows", "held")
+        ]
+
+
+def test_a_sample_comes_first_and_gives_way(pieces, monkeypatch):
+    monkeypatch.setattr(index_module, "FEW_PIECES", 2)
+    monkeypatch.setattr(index_module, "SAMPLE_SECONDS", 0)
+    index, trace = FolderIndex(pieces, Store()), ultraep.read_trace(pieces)
+    index.read(lambda: index.version > 0)
+    assert index.sampled
+    assert not index.finished
+    sample = index.table
+    assert 0 < len(sample) < len(trace)
+    wanted = places_in(trace, sample)
+    np.testing.assert_array_equal(sample.before, trace.imbalance_before[wanted])
+    np.testing.assert_array_equal(sample.after, trace.imbalance_after[wanted])
+    assert np.isnan(sample.bytes).all()
+    assert index.planned(*sample.key(0)) is not None
+    again = read(pieces)
+    assert not again.sampled
+    check_equal(again.table, trace)
+
+
+@pytest.mark.parametrize("count", [1, 2, 5, 8, 9, 100])
+def test_spread_numbers_are_all_of_them(count):
+    assert sorted(spread(range(3, 3 + count))) == list(range(3, 3 + count))
+
+
+def test_records_in_another_order_or_twice(tmp_path):
+    """The first of a kind counts, and those that a rank lacks are left out, as in `read_trace`."""
+    topology = Topology(ranks=2, experts=4, slots=1)
+    plans = [plan_for(seed, topology) for seed in range(8)]
+    orders = {0: [0, 1, 2, 3, 4, 4, 5], 1: [5, 3, 3, 2, 0, 7, 1]}
+    for rank, order in orders.items():
+        with ultraep.Recorder(tmp_path / "run", topology, rank=rank) as recorder:
+            for n in order:
+                recorder.add(plan=plans[n], slot_rows=arrived(plans[n], rank), step=n)
+            for n in reversed(order):
+                recorder.more(step=n, bytes_moved=n, seconds={"reduce": 0.5})
+    trace, index = ultraep.read_trace(tmp_path / "run"), read(tmp_path / "run")
+    found = index.table
+    np.testing.assert_array_equal(found.step, trace.step)
+    np.testing.assert_array_equal(found.after, trace.imbalance_after)
+    np.testing.assert_array_equal(found.bytes, trace.bytes_moved.sum(axis=1))
+    assert index.left_out == trace.left_out
+
+
+def test_ranks_that_write_less_are_waited_for(tmp_path):
+    plans = [plan_for(seed) for seed in range(6)]
+    record(tmp_path / "run", plans, ranks={0: 6, 1: 4})
+    index = read(tmp_path / "run")
+    assert len(index.table) == 4
+    assert index.left_out == 2
+    assert index.place(5, 0, 0) < 0
+
+
+# -- while it is written -------------------------------------------------------------------------
+
+
+def test_a_run_is_followed_piece_by_piece(pieces, tmp_path):
+    """In any order in which ranks may write: the end is what the trace holds."""
+    grown = tmp_path / "run"
+    grown.mkdir()
+    shutil.copy(pieces / "header.json", grown)
+    index = FolderIndex(grown, Store(), live=True)
+    index.read(never)
+    assert len(index.table) == 0
+    files = sorted(path.relative_to(pieces) for path in pieces.rglob("*.npz"))
+    files.sort(key=lambda path: (path.name, -int(str(path.parent)[-1])))  # rank 0 comes last
+    seen = [0]
+    for path in files:
+        (grown / path).parent.mkdir(exist_ok=True)
+        shutil.copy(pieces / path, grown / path)
+        index.read(never)
+        seen.append(len(index.table))
+    assert seen == sorted(seen)
+    check_equal(index.table, ultraep.read_trace(pieces))
+    assert index.finished
+    assert index.notes == []
+
+
+def test_a_folder_that_vanishes_and_comes_back(run, tmp_path, monkeypatch):
+    from ultraep.view import catalogue as catalogue_module
+
+    monkeypatch.setattr(catalogue_module, "PERIOD", 0.02)
+    from view.runs import wait_for
+
+    catalogue = Catalogue([tmp_path / "run"], live=True)
+    assert catalogue.shown == []
+    catalogue.start()
+    try:
+        write_run(tmp_path / "run", moments=2)
+        wait_for(lambda: catalogue.shown and catalogue.shown[0].index is not None)
+        shown = catalogue.shown[0]
+        wait_for(lambda: len(shown.index.table) == 2 * LAYERS)
+        shutil.rmtree(tmp_path / "run")
+        wait_for(lambda: shown.gone)
+        assert len(shown.index.table) == 2 * LAYERS
+        with pytest.raises(FileError):
+            catalogue.record(0, (0, 0, 0))
+        shutil.copytree(run, tmp_path / "run")
+        wait_for(lambda: not shown.gone and len(shown.index.table) == MOMENTS * LAYERS)
+    finally:
+        catalogue.close()
+
+
+# -- damage --------------------------------------------------------------------------------------
+
+
+def test_a_damaged_piece_is_told_and_the_rest_is_there(pieces, tmp_path):
+    shutil.copytree(pieces, tmp_path / "run")
+    path = tmp_path / "run/rank-00001/000001.npz"
+    path.write_bytes(path.read_bytes()[:200])
+    index = read(tmp_path / "run")
+    assert len(index.notes) == 1
+    assert "000001.npz: cannot be read" in index.notes[0]
+    assert 0 < len(index.table) < MOMENTS * LAYERS
+    trace = ultraep.read_trace(pieces)
+    wanted = places_in(trace, index.table)
+    np.testing.assert_array_equal(index.table.before, trace.imbalance_before[wanted])
+    np.testing.assert_array_equal(index.table.bytes, trace.bytes_moved.sum(axis=1)[wanted])
+
+
+def test_a_piece_that_is_missing_is_told(pieces, tmp_path):
+    shutil.copytree(pieces, tmp_path / "run")
+    (tmp_path / "run/rank-00002/000002.npz").unlink()
+    (tmp_path / "run/rank-00009").mkdir()
+    notes = " ".join(read(tmp_path / "run").notes)
+    assert "000003.npz: not read, 000002.npz before it is missing" in notes
+    assert "rank-00009: a rank too many, the trace is one of 4" in notes
+
+
+def change_header(folder, **changes):
+    path = folder / "header.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+HEADERS = {
+    "newer": ({"version": 99}, "a trace of version 99, this program reads versions 1 to"),
+    "foreign": ({"format": "other"}, "not the header of a trace"),
+    "hostile": ({"ranks": 10**9}, "ranks must lie between"),
+    "unknown": ({"more": 1}, "missing or unknown: more"),
+}
+
+
+@pytest.mark.parametrize("name", HEADERS)
+def test_a_trace_that_cannot_be_opened_leaves_the_others(name, run, tmp_path):
+    changes, words = HEADERS[name]
+    shutil.copytree(run, tmp_path / "bad")
+    shutil.copytree(run, tmp_path / "good")
+    change_header(tmp_path / "bad", **changes)
+    catalogue = Catalogue([tmp_path])
+    assert [bool(one.error) for one in catalogue.shown] == [True, False]
+    assert words in catalogue.errors[0]
+    catalogue.read_all()
+    assert len(catalogue.index(1).table) == MOMENTS * LAYERS
+    with pytest.raises(FileError, match=words.split(",")[0]):
+        catalogue.index(0)
+    catalogue.close()
+
+
+def test_copies_that_make_no_sense_are_counted(run, tmp_path, readers):
+    shutil.copytree(run, tmp_path / "run")
+    path = tmp_path / "run/rank-00000/000000.npz"
+    arrays = read_arrays(path)
+    arrays["copies"] = np.full_like(arrays["copies"], 10**6)
+    write_arrays(path, arrays)
+    index = read(tmp_path / "run")
+    found = numbers_of(record_of_pieces(index, 0, readers))
+    assert found["unusable"] == index.table.copies[0] > 0
+    assert found["copies"]["list"] == []
+
+
+def test_numbers_that_are_none_do_no_harm(run, trace, tmp_path, readers):
+    shutil.copytree(run, tmp_path / "run")
+    path = tmp_path / "run/rank-00001/000000.npz"
+    arrays = {name: array.copy() for name, array in read_arrays(path).items()}
+    arrays["seconds"][:5] = [[np.nan], [np.inf], [-np.inf], [3e38], [-1]]
+    arrays["began"] = np.where(np.arange(len(arrays["began"])) % 2, np.inf, np.nan)
+    arrays["bytes_moved"][:] = 2**62
+    write_arrays(path, arrays)
+    ultraep.read_trace(tmp_path / "run").save(tmp_path / "run.npz")
+    for index in (read(tmp_path / "run"), SingleIndex(tmp_path / "run.npz")):
+        json.dumps(table.overview(index.table), allow_nan=False)
+        json.dumps(table.heat(index.table, "lost"), allow_nan=False)
+    index = read(tmp_path / "run")
+    for place in range(3):
+        times = times_of_pieces(index, place, readers, backward=False)
+        json.dumps(stages_of(times, backward=False), allow_nan=False)
+
+
+def test_a_piece_that_claims_too_much_is_told(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(store, "MOST_PIECE", 3000)
+    notes = read(run).notes
+    assert any(re.search(r"its arrays take [\d,]+ bytes, at most 3,000 are read", n) for n in notes)
+
+
+def test_too_many_layers_are_refused(run, monkeypatch):
+    monkeypatch.setattr(table, "MOST_LAYERS", 2)
+    for draw in (table.overview, lambda one: table.heat(one, "before")):
+        with pytest.raises(ConfigError, match="3 layers, at most 2 are shown"):
+            draw(read(run).table)
+
+
+def test_a_file_that_is_too_large_is_refused(trace, tmp_path, monkeypatch):
+    trace.save(tmp_path / "run.npz")
+    monkeypatch.setattr(single, "MOST_BYTES", 1000)
+    with pytest.raises(FileError, match="when unpacked, at most"):
+        SingleIndex(tmp_path / "run.npz")
+
+
+# -- what is drawn -------------------------------------------------------------------------------
+
+
+def test_points_stand_for_several_moments(trace, run):
+    found = table.overview(read(run).table, most=4)
+    assert (found["steps_per_point"], found["step"]) == (3, [0, 3, 6, 9])
+    moment = trace.step * 2 + trace.microbatch
+    for at, begin in enumerate(found["step"]):
+        own = (moment >= begin) & (moment < begin + 3)
+        spans = found["lines"]["before"]
+        assert spans["mean"][at] == pytest.approx(trace.imbalance_before[own].mean(), abs=1e-6)
+        assert spans["max"][at] == pytest.approx(trace.imbalance_before[own].max(), abs=1e-6)
+        moments = len(np.unique(moment[own]))
+        assert found["lines"]["bytes"][at] == pytest.approx(trace.bytes_moved[own].sum() / moments)
+    worst = trace.imbalance_before.argmax()
+    assert found["worst"] == [trace.step[worst], trace.layer[worst], trace.microbatch[worst]]
+
+
+def test_cells_of_the_map_are_means(trace, run):
+    found = table.heat(read(run).table, "after", begin=2, end=8, most=3)
+    moment = trace.step * 2 + trace.microbatch
+    for layer in range(LAYERS):
+        for column, begin in enumerate(found["starts"]):
+            own = (moment >= begin) & (moment < begin + 2) & (trace.layer == layer)
+            mean = trace.imbalance_after[own].mean()
+            assert found["z"][layer][column] == pytest.approx(mean, abs=1e-6)
+
+
+def test_nothing_is_drawn_of_nothing(tmp_path):
+    record(tmp_path / "run", [])
+    found = read(tmp_path / "run").table
+    assert table.overview(found)["totals"]["records"] == 0
+    assert table.heat(found, "before")["z"] == []
+
+
+# -- what is found -------------------------------------------------------------------------------
+
+
+def test_what_a_folder_holds(run, tmp_path):
+    shutil.copytree(run, tmp_path / "demo/none/trace")
+    shutil.copytree(run, tmp_path / "demo/ultraep/trace")
+    (tmp_path / "demo/report.html").write_text("<p>")
+    (tmp_path / "demo/result.json").write_text("{}")
+    names = [(item.kind, item.name) for item in look([tmp_path / "demo"])]
+    traces = [("trace", "none/trace"), ("trace", "ultraep/trace")]
+    assert names == [*traces, ("report", "report.html")]
+    assert look([tmp_path / "demo/result.json"]) == look([tmp_path / "demo"])
+    by_report = look([tmp_path / "demo/report.html"])
+    assert sorted(item.name for item in by_report) == sorted(name for _, name in names)
+    assert len(look([run, run])) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("gone", "no such file or folder"), ("empty", "nothing to view"), ("a.txt", "not a trace")],
+)
+def test_what_holds_nothing_is_refused(name, words, tmp_path):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "a.txt").write_text("x")
+    with pytest.raises(FileError, match=words):
+        look([Path(tmp_path, name)])
