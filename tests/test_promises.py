@@ -36,6 +36,7 @@ LAYERS = [
     ["runtime"],
     ["layer"],
     ["full_state"],
+    ["metrics"],
     ["sim"],
     ["tiny"],
     ["demo", "inspect"],
@@ -76,6 +77,7 @@ ONLY_IN = {
         "inspect",
         "integrations",
         "layer.py",
+        "metrics",
         "parallel",
         "runtime",
         "serving",
@@ -90,7 +92,8 @@ ONLY_IN = {
     "torchtitan": ["integrations/torchtitan"],
     "transformers": ["inspect", "integrations/transformers"],
     "vllm": ["integrations/vllm"],
-    "prometheus_client": ["integrations/vllm"],
+    "prometheus_client": ["integrations/vllm", "metrics/prometheus.py"],
+    "opentelemetry": ["metrics/telemetry.py"],
 }
 
 
