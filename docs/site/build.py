@@ -21,7 +21,9 @@ import notebook
 ROOT = Path(__file__).resolve().parents[2]
 OTHERS = ("CHANGELOG.md", "SECURITY.md", "examples/README.md", "benchmarks/README.md")
 LINK = re.compile(r"(\]\()([^)#\s]+)((?:#[^)\s]*)?[^)]*\))")
-LOADED = re.compile(r"""(?:<(?:script|img|link|iframe)[^>]*?(?:src|href)=|url\(|@import )["']?(?:https?:)?//""")
+LOADED = re.compile(
+    r"""(?:<(?:script|img|link|iframe)[^>]*?(?:src|href)=|url\(|@import )["']?(?:https?:)?//"""
+)
 ALLOWED = re.compile(r'<link[^>]*rel="(?:canonical|search|index|next|prev)"')
 GROUPS = {
     "Begin": ["docs/tutorial", "docs/demo", "docs/commands", "docs/results", "docs/comparison"],

@@ -1,6 +1,6 @@
 """The tutorial without Jupyter: run its cells, keep what they print, turn it into a page.
 
-    python docs/site/notebook.py docs/tutorial.ipynb     # run it, and save what it prints
+python docs/site/notebook.py docs/tutorial.ipynb     # run it, and save what it prints
 """
 
 from __future__ import annotations

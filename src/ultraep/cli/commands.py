@@ -39,13 +39,18 @@ class Commands(TyperGroup):
             raise typer.Exit(130) from None
 
 
+EPILOG = (
+    "New here? Start with: ultraep demo\n\n"
+    "Exit codes: 0, done; 1, done, and what was to be shown does not hold (trace replay); "
+    "2, a wrong option, setting or file, told in one line on stderr; 130, interrupted.\n\n"
+    "Environment: ULTRAEP_TRACE=FOLDER records the runs of all balancers."
+)
 app = typer.Typer(
     name="ultraep",
     cls=Commands,
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
-    epilog="New here? Start with: ultraep demo",
+    epilog=EPILOG,
 )
 app.command("plan", epilog=plan.EXAMPLE)(plan.command)
 app.command("simulate", epilog=simulate.EXAMPLE)(simulate.command)
