@@ -1,4 +1,4 @@
-"""Try an installed package: import, plan, a layer, the command, its data. Run outside of the tree."""
+"""Try an installed package, outside of the tree: plan, a layer, the command, its data."""
 
 import subprocess
 import sys

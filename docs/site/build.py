@@ -2,9 +2,9 @@
 
     python docs/site/build.py build/site
 
-Pages are taken as they stand in the repository, with every file that they link to; Sphinx turns them
-into HTML with a search of its own. A link that leads nowhere, a page that nobody reaches and a page
-that would load something from elsewhere are errors.
+Pages are taken as they stand in the repository, with every file that they link to; Sphinx turns
+them into HTML with a search of its own. A link that leads nowhere, a page that nobody reaches and a
+page that would load something from elsewhere are errors.
 """
 
 from __future__ import annotations

@@ -121,7 +121,7 @@ def _introduce(console: Console, job: Job) -> None:
     _say(
         console,
         f"What will happen: {sizes.ranks} ranks train a small language model with every policy, "
-        "answer requests with it, measure its layers beside forced balance, and write a report. "
+        "answer requests with it, measure its layers beside even routing, and write a report. "
         f"{_how_long(job)}",
     )
     _say(
