@@ -5,6 +5,7 @@ import logging
 import re
 import socket
 import urllib.request
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -208,7 +209,7 @@ def test_the_log_has_a_line_for_every_reading_and_tells_of_alarms_once(caplog):
     log, reading = Log(), metrics.read()
     caplog.clear()
     for alarms in ({"imbalance_high": "because"}, {"imbalance_high": "because"}, {}):
-        log(ultraep.metrics.Reading(7, "ultraep", reading.values, reading.totals, alarms))
+        log(ultraep.metrics.Reading(7, 0, "ultraep", reading.values, reading.totals, alarms))
     told = [record.message for record in caplog.records if record.levelno == logging.WARNING]
     assert told == [
         "ultraep: imbalance_high: because",
@@ -265,6 +266,10 @@ def test_the_page_of_prometheus_has_the_last_reading(reading):
     assert page['ultraep_stage_seconds_total{stage="experts"}'] > 0
     names = {name.partition("{")[0] for name in page}
     assert names <= {name for figure in known.EXPORTED for name in figure.samples}
+    exporter(replace(reading, rank=1))  # whose plans are those of rank 0
+    page = samples(client.generate_latest(registry).decode().splitlines())
+    assert not any(name.startswith("ultraep_copies") for name in page)
+    assert "ultraep_weights_sent_bytes_total" in page
     exporter.close()
     assert client.generate_latest(registry) == b""
 

@@ -52,14 +52,16 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     epilog=EPILOG,
 )
-app.command("plan", epilog=plan.EXAMPLE)(plan.command)
-app.command("simulate", epilog=simulate.EXAMPLE)(simulate.command)
-app.command("advise", epilog=advise.EXAMPLE)(advise.command)
+
+EXITS = "Exit codes: 0, done; 2, a wrong option, setting or file; 130, interrupted."
+app.command("plan", epilog=f"{plan.EXAMPLE}\n\n{EXITS}")(plan.command)
+app.command("simulate", epilog=f"{simulate.EXAMPLE}\n\n{EXITS}")(simulate.command)
+app.command("advise", epilog=f"{advise.EXAMPLE}\n\n{EXITS}")(advise.command)
 app.add_typer(trace.app, name="trace")
-app.command("demo", epilog=demo.EXAMPLE)(demo.command)
-app.command("inspect", epilog=inspect.EXAMPLE)(inspect.command)
+app.command("demo", epilog=f"{demo.EXAMPLE}\n\n{EXITS}")(demo.command)
+app.command("inspect", epilog=f"{inspect.EXAMPLE}\n\n{EXITS}")(inspect.command)
 app.add_typer(bench.app, name="bench")
-app.command("env", epilog=env.EXAMPLE)(env.command)
+app.command("env", epilog=f"{env.EXAMPLE}\n\n{EXITS}")(env.command)
 
 
 def _print_version(wanted: bool) -> None:

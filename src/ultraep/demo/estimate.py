@@ -35,7 +35,7 @@ def seconds(sizes: Sizes, policies: int, cores: int, speed: float) -> dict[str, 
 
     >>> found = seconds(Sizes(ranks=2), policies=2, cores=2, speed=13.4e9)
     >>> {phase: round(value) for phase, value in found.items()}
-    {'training': 110, 'requests': 44, 'layers': 86, 'start and report': 17}
+    {'training': 110, 'requests': 43, 'layers': 86, 'start and report': 17}
     """
     speed = REACHED * speed * min(1.0, cores / sizes.ranks)
     experts = 6 * sizes.layers * sizes.top_k * sizes.hidden * sizes.ffn  # of a token, forward

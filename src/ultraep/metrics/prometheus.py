@@ -49,24 +49,28 @@ class Exporter:
         return []
 
     def collect(self) -> Iterator[Any]:
-        """The page, for the client."""
+        """The page, for the client; what is of the group stands on that of its first rank."""
         reading = self._last  # another thread may replace it meanwhile
         if reading is None:
             return
-        totals, policy = reading.totals, {reading.policy: None}
-        sums = (names.IMBALANCE_BEFORE, totals.before), (names.IMBALANCE_AFTER, totals.after)
-        for figure, total in sums:
-            family = self._family(figure, "SummaryMetricFamily")
-            for label in policy:
-                family.add_metric([label], count_value=totals.microbatches, sum_value=total)
-            yield family
-        yield self._one(names.IMBALANCE_WORST, totals.worst)
-        yield self._one(names.COPIES_PLANNED, totals.copies)
-        yield self._one(names.LEFT_ALONE, totals.skipped)
+        totals = reading.totals
+        if reading.rank == 0:
+            yield from self._of_group(reading)
         yield self._one(names.WEIGHTS_SENT, totals.weights)
         yield self._one(names.GRADIENTS_SENT, totals.gradients)
         yield self._one(names.TIMED, totals.timed)
         yield self._many(names.STAGE_SECONDS, totals.seconds)
+
+    def _of_group(self, reading: Reading) -> Iterator[Any]:
+        totals = reading.totals
+        sums = {names.IMBALANCE_BEFORE: totals.before, names.IMBALANCE_AFTER: totals.after}
+        for figure, total in sums.items():
+            family = self._family(figure, "SummaryMetricFamily")
+            family.add_metric([reading.policy], count_value=totals.microbatches, sum_value=total)
+            yield family
+        yield self._one(names.IMBALANCE_WORST, totals.worst)
+        yield self._one(names.COPIES_PLANNED, totals.copies)
+        yield self._one(names.LEFT_ALONE, totals.skipped)
         yield self._many(names.ALARM, {name: float(name in reading.alarms) for name in MEANING})
 
     def _family(self, figure: Exported, kind: str) -> Any:

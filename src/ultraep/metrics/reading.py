@@ -21,9 +21,11 @@ class Reading:
         layers of microbatches, `skipped` the share of those without a copy, copies and bytes sums,
         `seconds/STAGE` means over those that were timed.
     totals: since the beginning.   alarms: those that hold, and what they mean.
+    rank: of this rank in the group; all but bytes and seconds is alike on all.
     """
 
     step: int
+    rank: int
     policy: str
     values: Mapping[str, float]
     totals: Totals
@@ -53,6 +55,7 @@ class Metrics:
         if len(policies) > 1:
             raise ConfigError(f"one policy at a time, got {' and '.join(policies)}")
         self.policy, self.every, self._steps = policies[0], every, 0
+        self._rank = balancers[0].rank
         self._sinks: list[Sink] = []
         self._coming: tuple[int, list[Fetched]] | None = None
         self._before = Totals()
@@ -107,7 +110,7 @@ class Metrics:
         values = since(self._before, totals)
         alarms = self._alarms.look(values) if values["microbatches"] else {}
         self._before = totals
-        reading = Reading(step, self.policy, values, totals, alarms)
+        reading = Reading(step, self._rank, self.policy, values, totals, alarms)
         for sink in self._sinks:
             sink(reading)
         return reading
