@@ -15,7 +15,7 @@ QUICK := tests/test_golden.py tests/test_promises.py tests/test_docs_names.py \
 VLLM := .venv-vllm
 VLLM_VERSION := 0.32.0
 
-.PHONY: help demo check test test-frameworks test-vllm lint types bench paper format clean
+.PHONY: help demo check test test-frameworks test-vllm lint types docs dist bench paper format clean
 
 help:
 	@echo "make demo    set up, then train, serve and measure a small model here (five minutes)"
@@ -25,6 +25,8 @@ help:
 	@echo "make test-vllm  set up vLLM for CPUs on its own, then the plug-in in real servers (ten minutes)"
 	@echo "make lint    set up, then ruff: rules and format"
 	@echo "make types   set up, then mypy --strict"
+	@echo "make docs    set up, then the documentation as a site, all links checked: build/site/index.html (a minute)"
+	@echo "make dist    wheel and sdist in dist/, tried in a fresh environment (PYTHONS='python3.11 python3.12')"
 	@echo "make bench   set up, then all benchmarks (some minutes)"
 	@echo "make paper   set up, then write docs/results/paper.md anew (some minutes)"
 	@echo "make format  rewrite the sources in the project's format"
@@ -56,6 +58,12 @@ lint: $(READY)
 types: $(READY)
 	$(BIN)/mypy
 
+docs: $(VENV)/.docs
+	$(BIN)/python docs/site/build.py build/site
+
+dist:
+	PYTHON=$(PYTHON) .ci/dist
+
 bench: $(READY)
 	$(BIN)/python benchmarks/run_all.py
 
@@ -75,6 +83,11 @@ $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed; set PYTHON=")'
 	@$(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+$(VENV)/.docs: $(READY)
+	@echo "Adding Sphinx to $(VENV)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,docs]'
 	@touch $@
 
 $(FRAMEWORKS): $(READY)

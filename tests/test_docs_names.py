@@ -36,7 +36,7 @@ CAMEL = re.compile(r"[A-Z][a-z]+(?:[A-Z][a-z]*)+|[A-Z]\w+Error")
 SNAKE = re.compile(r"[a-z]+(?:_[a-z]+)+")
 OPTION = re.compile(r"--[a-z][a-z-]*")
 MESSAGE = re.compile(r"([A-Z]\w+)(?::| \.\.\.) ?(.*)")
-OTHER_PROGRAMS = {"--nproc-per-node", "--nnodes", "--logdir", "--shm-size"}  # torchrun and others
+OTHER_PROGRAMS = {"--nproc-per-node", "--nnodes", "--logdir", "--shm-size", "--help"}  # torchrun
 # Files that a user or a run makes, not the project.
 MADE = re.compile(
     r"(.*/)?(run|loads|routing|out|my|plan|model|result|scalars|report|header|FILE|\d+)\.\w+"
@@ -97,7 +97,9 @@ def torch_module():
 @cache
 def words():
     """Every word of the sources and of their data."""
-    data = [*SOURCES, *(ROOT / "src").rglob("*.toml"), *ROOT.glob("examples/*.toml")]
+    kinds = ("*.toml", "*.json")
+    data = [path for kind in kinds for path in (ROOT / "src").rglob(kind)]
+    data += [*SOURCES, *ROOT.glob("examples/*.toml")]
     return set(re.findall(r"\w+", "\n".join(path.read_text() for path in data)))
 
 

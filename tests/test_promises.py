@@ -37,6 +37,7 @@ LAYERS = [
     ["runtime"],
     ["layer"],
     ["full_state"],
+    ["metrics"],
     ["sim"],
     ["tiny"],
     ["demo", "inspect", "view"],
@@ -80,6 +81,7 @@ ONLY_IN = {
         "inspect",
         "integrations",
         "layer.py",
+        "metrics",
         "parallel",
         "runtime",
         "serving",
@@ -96,7 +98,8 @@ ONLY_IN = {
     "transformers": ["inspect", "integrations/transformers"],
     "uvicorn": ["view"],
     "vllm": ["integrations/vllm"],
-    "prometheus_client": ["integrations/vllm"],
+    "prometheus_client": ["integrations/vllm", "metrics/prometheus.py"],
+    "opentelemetry": ["metrics/telemetry.py"],
 }
 
 

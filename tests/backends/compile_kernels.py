@@ -173,6 +173,7 @@ def launch_all(
 
     from ultraep import BalanceConfig, Topology
     from ultraep.backends.triton.counter import Counter
+    from ultraep.backends.triton.meter import PlanSums
     from ultraep.backends.triton.planner import Planner
     from ultraep.backends.triton.rerouter import Rerouter
 
@@ -202,6 +203,8 @@ def launch_all(
     counter.count(ids)
     planner.plan(loads)
     planner.bounds()
+    sums = PlanSums(torch.zeros(8, dtype=torch.int64), topology.home_of_expert, ranks)
+    sums.add(planner.num_replicas, planner.rank_loads, planner.replicas, planner.quotas)
     rerouter.lines(loads, 0)
     rerouter.assign(ids, slots_of_rows, order, positions)
     rerouter.receive(loads, 0, received)

@@ -1,6 +1,7 @@
 """`ultraep demo`: what it prints, on a terminal and elsewhere, and how it refuses."""
 
 import io
+import re
 from dataclasses import replace
 
 import pytest
@@ -90,6 +91,8 @@ def test_it_says_what_it_does_and_what_came_out(ran, tmp_path):
     result = invoke("--no-report", "--ranks", 2, "--out", tmp_path)
     assert result.exit_code == 0, result.output
     out = " ".join(result.stdout.split())
+    assert out.startswith("What will happen: 2 ranks train a small language model")
+    assert re.search(r"That takes about \d+ to \d+ (minutes|seconds) on this machine", out)
     assert "2 ranks, one thread each" in out
     assert "code, then prose, then tables" in out
     assert "note: something about the machine" in out

@@ -521,6 +521,13 @@ def test_help_is_quick():
     subprocess.run([sys.executable, "-c", code], check=True, env=environment, timeout=120)
 
 
+def test_the_shell_can_be_taught():
+    shown = CliRunner().invoke(ultraep.cli.app, ["--help"]).stdout
+    assert "--install-completion" in shown
+    assert "--show-completion" in shown
+    assert "Exit codes: 0, done" in shown
+
+
 def test_version_and_usage():
     runner = CliRunner()
     assert (

@@ -40,23 +40,30 @@ class Commands(TyperGroup):
             raise typer.Exit(130) from None
 
 
+EPILOG = (
+    "New here? Start with: ultraep demo\n\n"
+    "Exit codes: 0, done; 1, done, and what was to be shown does not hold (trace replay); "
+    "2, a wrong option, setting or file, told in one line on stderr; 130, interrupted.\n\n"
+    "Environment: ULTRAEP_TRACE=FOLDER records the runs of all balancers."
+)
 app = typer.Typer(
     name="ultraep",
     cls=Commands,
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
-    epilog="New here? Start with: ultraep demo",
+    epilog=EPILOG,
 )
-app.command("plan", epilog=plan.EXAMPLE)(plan.command)
-app.command("simulate", epilog=simulate.EXAMPLE)(simulate.command)
-app.command("advise", epilog=advise.EXAMPLE)(advise.command)
+
+EXITS = "Exit codes: 0, done; 2, a wrong option, setting or file; 130, interrupted."
+app.command("plan", epilog=f"{plan.EXAMPLE}\n\n{EXITS}")(plan.command)
+app.command("simulate", epilog=f"{simulate.EXAMPLE}\n\n{EXITS}")(simulate.command)
+app.command("advise", epilog=f"{advise.EXAMPLE}\n\n{EXITS}")(advise.command)
 app.add_typer(trace.app, name="trace")
-app.command("view", epilog=view.EXAMPLE)(view.command)
-app.command("demo", epilog=demo.EXAMPLE)(demo.command)
-app.command("inspect", epilog=inspect.EXAMPLE)(inspect.command)
+app.command("view", epilog=f"{view.EXAMPLE}\n\n{EXITS}")(view.command)
+app.command("demo", epilog=f"{demo.EXAMPLE}\n\n{EXITS}")(demo.command)
+app.command("inspect", epilog=f"{inspect.EXAMPLE}\n\n{EXITS}")(inspect.command)
 app.add_typer(bench.app, name="bench")
-app.command("env", epilog=env.EXAMPLE)(env.command)
+app.command("env", epilog=f"{env.EXAMPLE}\n\n{EXITS}")(env.command)
 
 
 def _print_version(wanted: bool) -> None:

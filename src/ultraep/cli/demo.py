@@ -18,6 +18,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+import ultraep.demo.estimate as estimate
 from ultraep.cli import render
 from ultraep.demo.job import Job
 from ultraep.demo.result import DemoResult, Event, Note, PolicyResult, Progress, trace_folder
@@ -119,6 +120,12 @@ def _introduce(console: Console, job: Job) -> None:
     slots = "1 spare slot" if sizes.slots == 1 else f"{sizes.slots} spare slots"
     _say(
         console,
+        f"What will happen: {sizes.ranks} ranks train a small language model with every policy, "
+        "answer requests with it, measure its layers beside even routing, and write a report. "
+        f"{_how_long(job)}",
+    )
+    _say(
+        console,
         f"{sizes.ranks} rank{'s' * (sizes.ranks > 1)}, {where}; "
         f"this machine has {cores} core{'s' * (cores > 1)}. "
         f"A byte-level language model: {sizes.layers} MoE layers of {sizes.experts} experts, "
@@ -130,6 +137,18 @@ def _introduce(console: Console, job: Job) -> None:
     )
     for words in job.notes:
         console.print(f"note: {words}")
+
+
+def _how_long(job: Job) -> str:
+    """Before it begins."""
+    if job.device != "cpu":
+        return "How long that takes on a GPU is not known beforehand: some minutes."
+    speed, cores = estimate.core_speed(job.sizes.dtype), this_machine().cores
+    found = estimate.seconds(job.sizes, len(job.policies), cores, speed)
+    return (
+        f"That takes {estimate.in_words(sum(found.values()))} on this machine, by "
+        f"{speed / 1e9:.0f} billion operations a second of one core; other programs make it longer."
+    )
 
 
 def _say(console: Console, words: str) -> None:

@@ -40,6 +40,7 @@ from ultraep.runtime.observe import (
     Clock,
     DeviceClock,
     HostClock,
+    Notebook,
     ObservedCopies,
     ObservedExchange,
     Observer,
@@ -144,6 +145,8 @@ class Balancer(Unique):
         self._pricing = Pricing(self.topology)
         self._layers = self._steps = 0
         self._versions, self._watch, self._stats = Versions(), Watch(), Stats()
+        recording = [] if self._recording is None else [self._recording]
+        self._notebooks: list[Notebook] = [self._stats, *recording]  # of all clocks
         self._planes: dict[torch.device, tuple[Choice, DataPlane, Any]] = {}
 
     def _join(
@@ -289,9 +292,9 @@ class Balancer(Unique):
 
     def _clock(self, device: torch.device) -> Clock:
         if device.type != "cuda":
-            return HostClock(self._notebooks(), self.rank)
+            return HostClock(self._notebooks, self.rank)
         every = TIMED if self._recording is None else 1
-        return DeviceClock(self._notebooks(), self.rank, every)
+        return DeviceClock(self._notebooks, self.rank, every)
 
     def _make(self, chosen: Choice) -> DataPlane:
         common: dict[str, Any] = {
@@ -308,9 +311,6 @@ class Balancer(Unique):
 
         return MappedPlane(chosen.peers, comm=self.comm, agreed=self._agreed, **common)
 
-    def _notebooks(self) -> list[Any]:
-        return [self._stats, *([] if self._recording is None else [self._recording])]
-
     def _plane_of(self, loads: Loads) -> Any:
         return self._planes[loads.on_device.device][1]
 
@@ -324,6 +324,10 @@ class Balancer(Unique):
     def observe(self, observer: Observer) -> None:
         """Tell this observer, too, what happens from now on."""
         self._watch.others.append(observer)
+
+    def note_in(self, notebook: Notebook) -> None:
+        """Write what the clocks of the data planes note from now on into this notebook, too."""
+        self._notebooks.append(notebook)
 
     def at_state(self, layer: int, device: torch.device) -> None:
         """Before the experts of all ranks are gathered: raise if not all ranks are about to."""

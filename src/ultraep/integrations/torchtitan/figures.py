@@ -8,11 +8,10 @@ from typing import Any
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.tools.logging import logger
 
+import ultraep.metrics.names as names
 from ultraep.integrations.torchtitan.experts import BalancedRoutedExperts
+from ultraep.metrics.sinks import line_of
 from ultraep.runtime.balancer import Balancer
-
-MEAN = ("imbalance_before", "imbalance_after")
-SUMS = ("copies", "weights_bytes_sent", "gradients_bytes_sent")
 
 
 class BalancedMetrics(MetricsProcessor):  # type: ignore[misc]
@@ -37,12 +36,7 @@ class BalancedMetrics(MetricsProcessor):  # type: ignore[misc]
     def _balanced(self, prefix: str) -> dict[str, float]:
         found = summary(balancers(self.model_parts or []))
         if found:
-            logger.info(
-                f"ultraep: imbalance {found['imbalance_before']:.3f} -> "
-                f"{found['imbalance_after']:.3f} (worst {found['imbalance_worst']:.3f}), "
-                f"{found['copies']:.0f} copies, sent {found['weights_bytes_sent'] / 1e6:.1f} MB of "
-                f"weights, {found['gradients_bytes_sent'] / 1e6:.1f} MB of gradients"
-            )
+            logger.info(f"ultraep: {line_of(found)}")
         return {f"{prefix}/{name}": value for name, value in found.items()}
 
 
@@ -60,6 +54,6 @@ def summary(owners: list[Balancer]) -> dict[str, float]:
     count = sum(found["microbatches"] for found in stats)
     if not count:
         return {}
-    means = {n: sum(f[n] * f["microbatches"] for f in stats) / count for n in MEAN}
-    worst = {"imbalance_worst": max(found["imbalance_worst"] for found in stats)}
-    return means | worst | {n: float(sum(f[n] for f in stats)) for n in SUMS}
+    means = {n: sum(f[n] * f["microbatches"] for f in stats) / count for n in names.MEANS}
+    worst = {names.WORST: max(found[names.WORST] for found in stats)}
+    return means | worst | {n: float(sum(f[n] for f in stats)) for n in names.SUMS}

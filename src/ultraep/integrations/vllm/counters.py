@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
+import ultraep.metrics.names as names
 from ultraep.plan import Plan
 from ultraep.plane import Microbatch
 
@@ -29,27 +30,29 @@ class ServingCounters:
         from prometheus_client import REGISTRY, Counter, Summary  # comes with vLLM
 
         where: Any = {"registry": REGISTRY if registry is None else registry}
-        of = "load of the fullest rank over the mean, in layers of batches"
         self._rank = rank
-        self._before = Summary(
-            "ultraep_imbalance_before", f"{of}, before copies", ["policy"], **where
-        )
-        self._after = Summary(
-            "ultraep_imbalance_after", f"{of}, as it was computed", ["policy"], **where
-        )
-        self._planned = Counter("ultraep_copies_planned", "copies of experts in all plans", **where)
-        self._copies = Counter("ultraep_copies_sent", "copies that were not there yet", **where)
-        self._bytes = Counter("ultraep_weights_sent_bytes", "bytes of copies sent", **where)
-        self._seconds = Counter(
-            "ultraep_stage_seconds", "time in a stage, of all ranks together", ["stage"], **where
-        )
 
-    def planned(self, _: Microbatch, plan: Plan) -> None:
+        def make(kind: Any, figure: names.Exported) -> Any:
+            labels = [figure.label] if figure.label else []
+            return kind(figure.name, figure.help, labels, **where)
+
+        self._before = make(Summary, names.IMBALANCE_BEFORE)
+        self._after = make(Summary, names.IMBALANCE_AFTER)
+        self._planned = make(Counter, names.COPIES_PLANNED)
+        self._left_alone = make(Counter, names.LEFT_ALONE)
+        self._copies = make(Counter, names.COPIES_SENT)
+        self._bytes = make(Counter, names.WEIGHTS_SENT)
+        self._seconds = make(Counter, names.STAGE_SECONDS)
+        self._timed = make(Counter, names.TIMED)
+
+    def planned(self, microbatch: Microbatch, plan: Plan) -> None:
+        self._timed.inc(microbatch.timed)
         if self._rank == 0:
             policy = plan.config.policy
             self._before.labels(policy).observe(plan.initial_imbalance)
             self._after.labels(policy).observe(plan.imbalance)
             self._planned.inc(plan.num_replicas)
+            self._left_alone.inc(plan.num_replicas == 0)
 
     def took(self, _: Microbatch, stage: str, seconds: float) -> None:
         self._seconds.labels(stage).inc(seconds)

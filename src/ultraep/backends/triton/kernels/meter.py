@@ -1,0 +1,71 @@
+"""Running sums of plans, which stay on the device: so the replays of a graph are counted, too.
+
+Layout of `sums`, 64 bits each: microbatches, copies, microbatches without a copy, imbalance before
+and after in parts of `PARTS`, and the worst one after. What follows is for others.
+"""
+
+import triton
+import triton.language as tl
+
+PARTS = tl.constexpr(100_000)
+MICROBATCHES, COPIES, SKIPPED, BEFORE, AFTER, WORST = (tl.constexpr(n) for n in range(6))
+
+
+@triton.jit
+def add_to(sums, index: tl.constexpr, number):
+    tl.store(sums + index, tl.load(sums + index) + number)
+
+
+@triton.jit
+def over_mean(peak, ranks, total):
+    """Parts of the mean; without tokens, one."""
+    parts = peak.to(tl.int64) * ranks * PARTS // tl.maximum(total, 1)
+    return tl.where(total > 0, parts, PARTS)
+
+
+@triton.jit
+def add_plan(
+    sums,
+    homes,
+    home_of_expert,
+    num_replicas,
+    rank_loads,
+    replicas,
+    quotas,
+    ranks,
+    R: tl.constexpr,
+    C: tl.constexpr,
+):
+    """Add one plan to the sums. One program.
+
+    homes: [R] room. Rank 0 is home of both experts, 10 of 12 tokens; a copy on rank 1 takes 4.
+
+    >>> example(add_plan, 1, sums=[0, 0, 0, 0, 0, 0], homes=scratch(2), home_of_expert=[0, 0],
+    ...         num_replicas=[1], rank_loads=[6, 6], replicas=[[1, 1, 0], [-1, -1, -1]],
+    ...         quotas=[4, 0], ranks=2, R=2, C=2)
+    sums = [1, 1, 0, 166666, 100000, 100000]
+    """
+    rank, copy = tl.arange(0, R), tl.arange(0, C)
+    there_R = rank < ranks
+    load_R = tl.load(rank_loads + rank, mask=there_R, other=0)
+    tl.store(homes + rank, load_R, mask=there_R)
+    copies = tl.load(num_replicas)
+    there_C = copy < copies
+    expert_C = tl.load(replicas + 3 * copy, mask=there_C, other=0)
+    host_C = tl.load(replicas + 3 * copy + 1, mask=there_C, other=0)
+    quota_C = tl.load(quotas + copy, mask=there_C, other=0)
+    tl.debug_barrier()
+    tl.atomic_add(homes + tl.load(home_of_expert + expert_C), quota_C, mask=there_C)
+    tl.atomic_add(homes + host_C, -quota_C, mask=there_C)
+    tl.debug_barrier()
+    # Atomics are seen by all threads where they are made; a plain load may find an older line.
+    at_home_R = tl.atomic_add(homes + rank, rank * 0, mask=there_R)
+    total = tl.sum(load_R.to(tl.int64), 0)
+    before = over_mean(tl.max(tl.where(there_R, at_home_R, 0), 0), ranks, total)
+    after = over_mean(tl.max(load_R, 0), ranks, total)
+    add_to(sums, MICROBATCHES, 1)
+    add_to(sums, COPIES, copies)
+    add_to(sums, SKIPPED, (copies == 0).to(tl.int64))
+    add_to(sums, BEFORE, before)
+    add_to(sums, AFTER, after)
+    tl.store(sums + WORST, tl.maximum(tl.load(sums + WORST), after))

@@ -1,0 +1,192 @@
+"""Meter: an observer that counts plans and bytes, on the host or where the plans are.
+
+Plans of the host are counted there. Plans of a device are counted by a kernel behind the planner,
+which a graph captures with it: so replays are counted, and nobody waits. The sums are few numbers,
+fetched when somebody reads them.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+import torch
+
+from ultraep.backends import BACKENDS
+from ultraep.errors import ConfigError
+from ultraep.plan import Plan
+from ultraep.plane import AnyPlan, Microbatch
+from ultraep.topology import Topology
+
+if TYPE_CHECKING:
+    from ultraep.backends.triton.meter import PlanSums
+
+PARTS = 100_000  # of one, in sums of imbalances
+# The first six are those of the kernel.
+ORDER = ("microbatches", "copies", "skipped", "before", "after", "worst", "weights", "gradients")
+WORST = ORDER.index("worst")
+BYTES = {name: ORDER.index(name) for name in ("weights", "gradients")}
+
+
+@dataclass
+class Totals:
+    """What was counted since the beginning; `worst` is that since the last reading.
+
+    before, after: sums of imbalances.   seconds: of stages, in the microbatches that were `timed`.
+    """
+
+    microbatches: int = 0
+    copies: int = 0
+    skipped: int = 0
+    before: float = 0.0
+    after: float = 0.0
+    worst: float = 0.0
+    weights: int = 0
+    gradients: int = 0
+    timed: int = 0
+    seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+
+    def add(self, sums: list[int], ranks: int = 1) -> None:
+        """Add sums in their order. ranks: those whose bytes are in them together."""
+        found = dict(zip(ORDER, sums, strict=True))
+        self.microbatches += found["microbatches"]
+        self.copies += found["copies"]
+        self.skipped += found["skipped"]
+        self.before += found["before"] / PARTS
+        self.after += found["after"] / PARTS
+        self.worst = max(self.worst, found["worst"] / PARTS)
+        self.weights += found["weights"] // ranks
+        self.gradients += found["gradients"] // ranks
+
+
+def add_plan(sums: list[int], plan: Plan) -> None:
+    """Count a plan; twin of the kernel `add_plan`."""
+    peaks = int(plan.initial_rank_loads.max()), int(plan.rank_loads.max())
+    total, ranks = plan.total, plan.topology.ranks
+    before, after = (p * ranks * PARTS // total if total else PARTS for p in peaks)
+    copies = plan.num_replicas
+    for index, number in enumerate((1, copies, int(copies == 0), before, after)):
+        sums[index] += number
+    sums[WORST] = max(sums[WORST], after)
+
+
+class Meter:
+    """Sums of one balancer. On a device, bytes are an equal part of what all ranks send.
+
+    They only grow, but for the worst imbalance, which begins anew with every reading.
+    """
+
+    def __init__(self, topology: Topology) -> None:
+        self._topology = topology
+        self._host = [0] * len(ORDER)
+        self._devices: dict[torch.device, PlanSums] = {}
+        self._copies: WeakKeyDictionary[Microbatch, torch.Tensor] = WeakKeyDictionary()
+        if torch.cuda.is_initialized() and _kernels_run():  # before a graph is captured
+            self._sums_on(torch.empty(0, device="cuda").device)
+
+    def begin(self, _stage: str, _microbatch: Microbatch) -> None:
+        """Nothing: clocks take the time."""
+
+    def end(self, _stage: str, _microbatch: Microbatch) -> None:
+        """Nothing: clocks take the time."""
+
+    def planned(self, microbatch: Microbatch, plan: AnyPlan) -> None:
+        if isinstance(plan, Plan):
+            add_plan(self._host, plan)
+            return
+        found: Any = plan
+        self._copies[microbatch] = found.num_replicas
+        parts = found.num_replicas, found.rank_loads, found.replicas, found.quotas
+        self._sums_on(found.result.device).add(*parts)
+
+    def sent(self, microbatch: Microbatch, what: str, nbytes: int, copies: int | None) -> None:
+        if copies is not None:
+            self._host[BYTES[what]] += nbytes * copies
+            return
+        number = self._copies[microbatch]
+        sums = self._devices[number.device].sums
+        sums[BYTES[what]].add_(number[0], alpha=nbytes)
+
+    def _sums_on(self, device: torch.device) -> PlanSums:
+        """The sums on a device, made when they are first needed."""
+        if device not in self._devices:
+            if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                raise ConfigError(
+                    f"metrics have no memory on {device}, and none can be taken while a graph is "
+                    "captured: make them when CUDA is in use, or run a step before"
+                )
+            from ultraep.backends.triton.meter import PlanSums  # triton, where it is used
+
+            sums = torch.zeros(len(ORDER), dtype=torch.int64, device=device)
+            homes = self._topology.home_of_expert
+            self._devices[device] = PlanSums(sums, homes, self._topology.ranks)
+        return self._devices[device]
+
+    def fetch(self) -> Fetched:
+        """The sums so far; those of a device come when it has come so far, and nobody waits."""
+        host, self._host[WORST] = list(self._host), 0
+        coming = [_later(found.sums) for found in self._devices.values()]
+        return Fetched(host, coming, self._topology.ranks)
+
+
+@dataclass(frozen=True)
+class Fetched:
+    """Sums that are on their way to the host."""
+
+    host: list[int]
+    devices: list[tuple[Callable[[], bool], Callable[[], list[int]]]]
+    ranks: int
+
+    def here(self) -> bool:
+        """Whether all have come."""
+        return all(ready() for ready, _ in self.devices)
+
+    def add_to(self, totals: Totals) -> None:
+        """Add them to others; waits for what has not come."""
+        totals.add(self.host)
+        for _, numbers in self.devices:
+            totals.add(numbers(), self.ranks)
+
+
+def _kernels_run() -> bool:
+    return any(info.name == "triton" and info.available for info in BACKENDS)
+
+
+def _later(sums: torch.Tensor) -> tuple[Callable[[], bool], Callable[[], list[int]]]:
+    """Whether a copy of the sums is here, and a function that waits for it; the worst is reset."""
+    if sums.device.type != "cuda":
+        numbers = sums.tolist()
+        sums[WORST] = 0
+        return lambda: True, lambda: numbers
+    copy = torch.empty_like(sums, device="cpu", pin_memory=True).copy_(sums, non_blocking=True)
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(sums.device))
+    sums[WORST].zero_()
+
+    def wait() -> list[int]:
+        event.synchronize()
+        return copy.tolist()
+
+    return event.query, wait
+
+
+class StageTimes:
+    """A notebook with the seconds of every stage, of the microbatches that the clock times."""
+
+    def __init__(self) -> None:
+        self.timed, self.seconds = 0, defaultdict[str, float](float)
+
+    def planned(self, microbatch: Microbatch, _: Plan) -> None:
+        self.timed += microbatch.timed
+
+    def took(self, _: Microbatch, stage: str, seconds: float) -> None:
+        self.seconds[stage] += seconds
+
+    def sent(self, _: Microbatch, what: str, nbytes: int, copies: int) -> None:
+        """Nothing: the meter counts."""
+
+    def passed(self, _: Microbatch, began: float) -> None:
+        """Nothing: sums know no microbatch."""
