@@ -217,9 +217,10 @@ def graph(bench: Bench) -> None:
         bench.report.note("\ngraph: needs a GPU")
         return
     import bench_layer_gpu as card
+    from layer_card import LAUNCHING, World
 
     size, load = card.SIZES[0], HotRank(2.0)
-    world = card.World(size)
+    world = World(size)
     loads, plan = card.plan_for(size, load, "ultraep")
     world.regroup(plan, -(-int(plan.rank_loads.max() * 1.02) // 256) * 256)
     world.route(loads)
@@ -235,7 +236,7 @@ def graph(bench: Bench) -> None:
         for rank, own in zip(world.ranks, graphs[kind], strict=True):
             rank.graph = own
         wait = torch.cuda.synchronize
-        us = device_us(world.replay, 1, before=wait, cycles=card.LAUNCHING)
+        us = device_us(world.replay, 1, before=wait, cycles=LAUNCHING)
         if kind == "metrics":
             for one in metrics:
                 one.step()

@@ -7,7 +7,7 @@ fetched when somebody reads them.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -19,11 +19,13 @@ from ultraep.backends import BACKENDS
 from ultraep.errors import ConfigError
 from ultraep.plan import Plan
 from ultraep.plane import AnyPlan, Microbatch
+from ultraep.runtime.observe import Later
 from ultraep.topology import Topology
 
 if TYPE_CHECKING:
     from ultraep.backends.triton.meter import PlanSums
 
+MOST_COMING = 64  # numbers that a device has not told yet; older ones are known by then
 PARTS = 100_000  # of one, in sums of imbalances
 # The first six are those of the kernel.
 ORDER = ("microbatches", "copies", "skipped", "before", "after", "worst", "weights", "gradients")
@@ -84,6 +86,7 @@ class Meter:
         self._host = [0] * len(ORDER)
         self._devices: dict[torch.device, PlanSums] = {}
         self._copies: WeakKeyDictionary[Microbatch, torch.Tensor] = WeakKeyDictionary()
+        self._coming: deque[tuple[str, int, Later]] = deque()  # what was sent, bytes of each
         if torch.cuda.is_initialized() and _kernels_run():  # before a graph is captured
             self._sums_on(torch.empty(0, device="cuda").device)
 
@@ -102,13 +105,25 @@ class Meter:
         parts = found.num_replicas, found.rank_loads, found.replicas, found.quotas
         self._sums_on(found.result.device).add(*parts)
 
-    def sent(self, microbatch: Microbatch, what: str, nbytes: int, copies: int | None) -> None:
-        if copies is not None:
+    def sent(
+        self, microbatch: Microbatch, what: str, nbytes: int, copies: int | Later | None
+    ) -> None:
+        if isinstance(copies, int):
             self._host[BYTES[what]] += nbytes * copies
+            return
+        if copies is not None:
+            self._coming.append((what, nbytes, copies))
+            self.settle(MOST_COMING)
             return
         number = self._copies[microbatch]
         sums = self._devices[number.device].sums
         sums[BYTES[what]].add_(number[0], alpha=nbytes)
+
+    def settle(self, most: int = 0) -> None:
+        """Count what a device knows, but for the `most` latest; waits for it."""
+        while len(self._coming) > most:
+            what, nbytes, copies = self._coming.popleft()
+            self._host[BYTES[what]] += nbytes * copies()
 
     def _sums_on(self, device: torch.device) -> PlanSums:
         """The sums on a device, made when they are first needed."""

@@ -88,6 +88,8 @@ class Metrics:
         """Read now, and hand it out; waits for a device."""
         if self._coming is not None:
             self._publish()
+        for meter in self._meters:
+            meter.settle()
         self._fetch()
         return self._publish()
 

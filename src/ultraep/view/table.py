@@ -79,7 +79,7 @@ class Table:
         columns = [entry.name for entry in fields(self) if entry.name != "slowest"]
         return replace(self, **{name: getattr(self, name)[records] for name in columns} | others)
 
-    def worst(self, records: IntArray) -> list[int] | None:
+    def worst(self, records: IntArray) -> tuple[int, int, int] | None:
         """Step, layer and microbatch of the most uneven of these records."""
         if not len(records):
             return None
@@ -87,9 +87,10 @@ class Table:
         known = np.where(np.isnan(before), self.after[records], before)
         return self.key(int(records[known.argmax()]))
 
-    def key(self, record: int) -> list[int]:
+    def key(self, record: int) -> tuple[int, int, int]:
         """Step, layer and microbatch."""
-        return [int(getattr(self, name)[record]) for name in KEY]
+        step, layer, microbatch = (int(getattr(self, name)[record]) for name in KEY)
+        return step, layer, microbatch
 
     def within(self, begin: int, end: int, layer: int | None = None) -> IntArray:
         """Records from one moment to another, that not included; of one layer or of all."""

@@ -15,15 +15,10 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ultraep.backends.triton.kernels.grouped import (
-    Matrix,
-    in_bands,
-    load_tile,
-    part_of_tile,
-    store_products,
-)
+from ultraep.backends.triton.kernels.grouped import Matrix, load_tile, store_products
 from ultraep.backends.triton.kernels.quantise import decode
 from ultraep.backends.triton.kernels.slots import SlotTensors, of_slot
+from ultraep.backends.triton.kernels.tiles import find_tile
 
 GROUP = tl.constexpr(128)  # numbers of a row that share a scale, and of a column of weights
 
@@ -50,7 +45,6 @@ def multiply_quantised(
     home_biases,
     copy_biases,
     scale,
-    offsets,
     tiles,
     out,
     num_homes,
@@ -73,23 +67,23 @@ def multiply_quantised(
     M: tl.constexpr,
     N: tl.constexpr,
     K: tl.constexpr,
-    BAND: tl.constexpr,
     HALF: tl.constexpr,
 ):
     """[A, depth] -> [A, width]: (rows @ W^T + bias) * scale, W a [width, depth] of every slot.
 
-    ALL_DEPTH, ALL_WIDTH: tiles leave nothing over.   HALF: the last rows of a slot, if few, are a
-    tile of half the height.
+    ALL_DEPTH, ALL_WIDTH: tiles leave nothing over.   HALF: where most slots have few rows, those are
+    tiles of half the height.
 
     >>> example(multiply_quantised, 2, rows=bytes([56, 64, 64, 56, 68, 48]),
     ...         row_scales=[[1.0], [0.5], [2.0]], homes=bytes([56, 0, 0, 56]),
     ...         copies=bytes([56, 56, 64, 0]), home_scales=[[1.0]], copy_scales=[[4.0]],
-    ...         home_biases=None, copy_biases=None, scale=[1.0, 2.0, 1.0], offsets=[0, 1, 2],
-    ...         tiles=[2, 0, 0, 1, 0], out=room(3, 2, dtype=torch.float32), num_homes=1, depth=2,
-    ...         width=2, rows_stride=2, row_scales_stride=1, home_stride=4, copy_stride=4,
+    ...         home_biases=None, copy_biases=None, scale=[1.0, 2.0, 1.0],
+    ...         tiles=[2, 0, 0, 0, 0, 0, 0, 1, 0, 1, 1, 1, 1, 1, 1],
+    ...         out=room(3, 2, dtype=torch.float32), num_homes=1, depth=2, width=2,
+    ...         rows_stride=2, row_scales_stride=1, home_stride=4, copy_stride=4,
     ...         weight_stride=2, home_scales_stride=1, copy_scales_stride=1, scales_stride=1,
     ...         home_bias_stride=None, copy_bias_stride=None, out_stride=2, BLOCKS=True,
-    ...         ALL_DEPTH=False, ALL_WIDTH=False, M=16, N=16, K=128, BAND=8, HALF=False)
+    ...         ALL_DEPTH=False, ALL_WIDTH=False, M=16, N=16, K=128, HALF=False)
     out = [[1.0, 2.0], [12.0, 16.0], [_, _]]
     """
     weights = SlotTensors(homes, copies, num_homes, home_stride, copy_stride)
@@ -100,13 +94,15 @@ def multiply_quantised(
     given, made = Matrix(rows, rows_stride, depth), Matrix(out, out_stride, width)
     given_scales = Matrix(row_scales, row_scales_stride, 0)
     high, wide = tl.load(tiles), tl.cdiv(width, N)
+    halves = HALF and tl.load(tiles + 1) != 0
+    following, next_column = find_tile(tiles, tl.program_id(0), high, wide)
     for tile in range(tl.program_id(0), high * wide, tl.num_programs(0)):
-        row, column = in_bands(tile, high, wide, BAND)
-        part = part_of_tile(offsets, tiles, row, M)
+        part, column = following, next_column
+        following, next_column = find_tile(tiles, tile + tl.num_programs(0), high, wide)
         at_weights = of_slot(weights, part.slot)
         at_scales = of_slot(scales, part.slot)
         at_bias = None if home_biases is None else of_slot(biases, part.slot)
-        low = HALF and part.count <= M // 2
+        low = halves and part.count <= M // 2
         for LOW in tl.static_range(1 + HALF):
             if low == LOW:
                 multiply_tile_quantised(
