@@ -13,7 +13,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,12 +22,9 @@ from ultraep.bundle import Bundle
 from ultraep.comm import Communicator, Peers
 from ultraep.config import BalanceConfig
 from ultraep.errors import ConfigError
-from ultraep.loads import count_loads
 from ultraep.modes import unseen
-from ultraep.plan import plan as make_plan
 from ultraep.plane import AnyPlan, Copies, DataPlane, Exchange, Loads, Microbatch
 from ultraep.policies import get_policy
-from ultraep.reroute import reroute
 from ultraep.runtime.agreement import Agreement, Place, Point
 from ultraep.runtime.capacity import AUTO, check_config, check_topology, default_config
 from ultraep.runtime.choice import Choice, choose
@@ -37,14 +33,12 @@ from ultraep.runtime.history import in_backward
 from ultraep.runtime.mapped.peers import SilentCommunicator
 from ultraep.runtime.messages.plane import MessagesPlane
 from ultraep.runtime.observe import (
-    Clock,
-    DeviceClock,
-    HostClock,
     Notebook,
     ObservedCopies,
     ObservedExchange,
     Observer,
     Watch,
+    clock_of,
 )
 from ultraep.runtime.pricing import Group, Pricing, from_environment, measurable
 from ultraep.runtime.rates import Serve
@@ -53,14 +47,12 @@ from ultraep.runtime.settings import DeviceShare, Settings
 from ultraep.runtime.stats import Stats
 from ultraep.runtime.unique import Unique
 from ultraep.runtime.versions import Versions
+from ultraep.runtime.warm_up import warm_up
 from ultraep.topology import Topology
 from ultraep.version import __version__
 
 if TYPE_CHECKING:
     import torch.distributed as dist
-
-
-TIMED = 8  # one microbatch in so many, on a GPU that is not recorded
 
 
 class Balancer(Unique):
@@ -139,7 +131,7 @@ class Balancer(Unique):
             share=share,
         )
         check_config(capacity, self.config)
-        _warm_up(backend)
+        warm_up(backend)
         self.group, self._peers = group, peers
         self._join(communicator, record, (experts, slots, domain, homes))
         self._pricing = Pricing(self.topology)
@@ -285,16 +277,12 @@ class Balancer(Unique):
                 lambda: self._agreement.meet(place, device),
             )
             plane = self._make(chosen)
-            self._planes[device] = chosen, plane, self._clock(device)
+            recorded = self._recording is not None
+            clock = clock_of(device, self._notebooks, self.rank, recorded=recorded)
+            self._planes[device] = chosen, plane, clock
         _, plane, clock = self._planes[device]
         self._watch.clock = clock
         return plane
-
-    def _clock(self, device: torch.device) -> Clock:
-        if device.type != "cuda":
-            return HostClock(self._notebooks, self.rank)
-        every = TIMED if self._recording is None else 1
-        return DeviceClock(self._notebooks, self.rank, every)
 
     def _make(self, chosen: Choice) -> DataPlane:
         common: dict[str, Any] = {
@@ -412,12 +400,3 @@ class Balancer(Unique):
         for _, plane, _ in self._planes.values():
             plane.close()
         self.comm.close()
-
-
-@cache
-def _warm_up(backend: str | None) -> None:
-    """Compile what a step needs before the group is joined, so that no rank waits for it then."""
-    topology, ids = Topology(ranks=2, experts=2), torch.zeros(2, 1, dtype=torch.int64)
-    loads = [count_loads(ids, topology.experts, backend=backend)] * topology.ranks
-    plan = make_plan(loads, topology, BalanceConfig(tolerance=0.1), backend=backend)
-    reroute(ids, plan, 0, backend=backend)

@@ -22,6 +22,7 @@ from ultraep.plan import Plan
 from ultraep.plane import AnyPlan, Copies, Exchange, Microbatch
 
 Later: TypeAlias = Callable[[], int]  # a number that a device will know
+TIMED = 8  # one microbatch in so many, on a GPU that is not recorded
 MOST_PENDING = 4096  # notes that wait for the device
 WORD, GOLDEN = 1 << 32, 2654435769  # the golden section of a word
 FIRST_STAGES = ("loads", "combine back")  # of forward, and of backward
@@ -365,3 +366,12 @@ def _event() -> Any:
     event = torch.cuda.Event(enable_timing=True)
     event.record(torch.cuda.current_stream(torch.cuda.current_device()))
     return event
+
+
+def clock_of(
+    device: torch.device, notebooks: Sequence[Notebook], rank: int, *, recorded: bool
+) -> Clock:
+    """The clock of a data plane on that device."""
+    if device.type != "cuda":
+        return HostClock(notebooks, rank)
+    return DeviceClock(notebooks, rank, 1 if recorded else TIMED)

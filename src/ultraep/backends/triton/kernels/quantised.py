@@ -71,8 +71,8 @@ def multiply_quantised(
 ):
     """[A, depth] -> [A, width]: (rows @ W^T + bias) * scale, W a [width, depth] of every slot.
 
-    ALL_DEPTH, ALL_WIDTH: tiles leave nothing over.   HALF: where most slots have few rows, those are
-    tiles of half the height.
+    ALL_DEPTH, ALL_WIDTH: tiles leave nothing over.   HALF: where most slots have few rows, those
+    are tiles of half the height.
 
     >>> example(multiply_quantised, 2, rows=bytes([56, 64, 64, 56, 68, 48]),
     ...         row_scales=[[1.0], [0.5], [2.0]], homes=bytes([56, 0, 0, 56]),
