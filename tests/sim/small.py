@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from ultraep.sim.cluster import Cluster
-from ultraep.sim.costs import Costs, Rates
+from ultraep.sim.costs import Costs, Reached
 from ultraep.sim.model import GroupedAttention, Model
 from ultraep.sim.planning import CopySets
 from ultraep.sim.runtime import Runtime
@@ -53,7 +53,7 @@ def small_model(**changes: Any) -> Model:
     return Model(**{**sizes, **changes})
 
 
-def plain_rates(**changes: Any) -> Rates:
+def plain_rates(**changes: Any) -> Reached:
     """All of the data sheet is reached; control takes no time."""
     parts: dict[str, Any] = {
         **dict.fromkeys(("dense_matmul", "attention_forward", "attention_backward"), 1.0),
@@ -66,7 +66,7 @@ def plain_rates(**changes: Any) -> Rates:
         "plan_us": np.full(2, 1e-9),
         "schedule_us": np.full(2, 1e-9),
     }
-    return Rates(**{**parts, **changes})
+    return Reached(**{**parts, **changes})
 
 
 def small_costs(*, cluster: Any = None, model: Any = None, **rates: Any) -> Costs:

@@ -3,7 +3,7 @@
 They come from data sheets and measured points.
 
 A product takes the longer of its operations at the device's rate and its bytes at the memory's
-rate, over the part of that which was measured for as many rows (`Rates.grouped_*`).
+rate, over the part of that which was measured for as many rows (`Reached.grouped_*`).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ CONTROL_ROWS = 8192 * 8  # rows for which counting and rerouting were measured
 
 
 @dataclass(frozen=True)
-class Rates:
+class Reached:
     """What is reached of the data sheet, and the measured times of the control plane."""
 
     dense_matmul: float
@@ -58,12 +58,12 @@ class Rates:
 
 
 @cache
-def measured_rates() -> Rates:
+def measured_rates() -> Reached:
     """The measured points that come with the package."""
     tables: dict[str, dict[str, Any]] = presets("measured")
     fractions, grouped, control = tables["fractions"], tables["grouped"], tables["control"]
     parts = ("dense_matmul", "attention_forward", "attention_backward", "memory", "link", "network")
-    return Rates(
+    return Reached(
         **{name: float(fractions[name]) for name in parts},
         rows=np.array(grouped["rows"], dtype=float),
         grouped_forward=np.array(grouped["forward"]),
@@ -85,7 +85,7 @@ class Costs:
 
     cluster: Cluster
     model: Model
-    rates: Rates
+    rates: Reached
 
     # -- experts ---------------------------------------------------------------------------------
 

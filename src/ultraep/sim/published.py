@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ultraep.sim.cluster import load_cluster
-from ultraep.sim.costs import Rates, measured_rates
+from ultraep.sim.costs import Reached, measured_rates
 from ultraep.sim.model import load_model
 from ultraep.sim.presets import as_record, presets
 from ultraep.sim.run import Result
@@ -76,7 +76,7 @@ def scenario_of(
     setting: Setting,
     *,
     noise: Noise | None = None,
-    rates: Rates | None = None,
+    rates: Reached | None = None,
     steps: int = 2,
     seed: int = 0,
 ) -> Scenario:

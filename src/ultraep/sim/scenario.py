@@ -8,7 +8,7 @@ from ultraep.config import BalanceConfig
 from ultraep.errors import ConfigError
 from ultraep.loads import MAX_TOTAL
 from ultraep.sim.cluster import Cluster
-from ultraep.sim.costs import Costs, Rates, measured_rates
+from ultraep.sim.costs import Costs, Reached, measured_rates
 from ultraep.sim.memory import weight_bytes
 from ultraep.sim.model import Model
 from ultraep.sim.runtime import Runtime, price, runtime_of
@@ -38,7 +38,7 @@ class Scenario:
     min_tokens_per_replica: int = 1
     interval: int = 100
     domain: int | None = None
-    rates: Rates = field(default_factory=measured_rates)
+    rates: Reached = field(default_factory=measured_rates)
 
     def __post_init__(self) -> None:
         model = self.model
