@@ -53,6 +53,7 @@ class Scale:
     ratios: tuple[float, ...]
     seeds: int
     microbatches: int  # of recorded ones, at most
+    window: int = 8192  # tokens of one
 
 
 FULL = Scale(
@@ -64,7 +65,7 @@ FULL = Scale(
     microbatches=16,
 )
 QUICK = replace(FULL, ranks=(8, 16), tolerances=(0.01,), seeds=1, microbatches=4)
-TOY = replace(QUICK, ranks=(4,), experts=16, ratios=(2.0,), microbatches=2)
+TOY = replace(QUICK, ranks=(4,), experts=16, ratios=(2.0,), microbatches=2, window=64)
 
 
 def loads_of(
@@ -76,13 +77,18 @@ def loads_of(
         yield family, draw
     with np.load(TRAINING) as trace:
         sums = trace["loads"].sum(axis=1, dtype=np.int64)
-    for tokens in sums[:: -(-len(sums) // scale.microbatches)]:
+    for tokens in _some(list(sums), scale):
         yield "training", _from_one_source(tokens, ranks)
     if recorded:
         found = [loads.sum(axis=0) for loads, _ in recorded.microbatches(1)]
-        for tokens in found[:: -(-len(found) // scale.microbatches)]:
+        for tokens in _some(found, scale):
             if len(tokens) >= ranks:
                 yield "routing", _from_one_source(tokens, ranks)
+
+
+def _some(microbatches: list[IntArray], scale: Scale) -> list[IntArray]:
+    """Not more of them than are wanted, evenly spread."""
+    return microbatches[:: max(1, -(-len(microbatches) // scale.microbatches))]
 
 
 def _from_one_source(tokens_E: IntArray, ranks: int) -> IntArray:
@@ -154,7 +160,7 @@ def main(argv: Sequence[str]) -> None:
     report.header()
     report.section = "copies"
     scale = TOY if options.toy else QUICK if options.quick else FULL
-    recorded = options.routing and RecordedRouting(options.routing, None, 8192)
+    recorded = options.routing and RecordedRouting(options.routing, None, scale.window)
     copies(report, scale, recorded)
     report.write(options.json)
 

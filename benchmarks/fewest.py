@@ -12,6 +12,7 @@ Shapes: R ranks, E experts of a domain.
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import numpy as np
 from numba import njit
@@ -60,7 +61,7 @@ def fewest_bound(expert_loads: IntArray, topology: Topology, threshold: int) -> 
     """Copies that no plan for one domain of up to `MOST_RANKS` ranks can go below."""
     tokens = expert_loads[topology.experts_by_rank]
     first = topology.first_of_rank
-    homes = [np.sort(tokens[a:b])[::-1] for a, b in zip(first, first[1:], strict=False)]
+    homes = [np.sort(tokens[a:b])[::-1] for a, b in pairwise(first)]
     height_R = np.array([home.sum() - threshold for home in homes])
     experts_R = [
         int(np.searchsorted(np.cumsum(home), height)) + 1 if height > 0 else 0

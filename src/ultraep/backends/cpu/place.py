@@ -191,7 +191,7 @@ def quickest(
     loads, first_of_rank, domain, slots, tolerance_parts, min_tokens, max_replicas,
     row, copy, each, layer, found, peak, made,
 ):  # fmt: skip
-    """Of all rungs of the ladder, and no copies at all, what takes the least time, in `found`."""
+    """The quickest of all rungs of the ladder, and no copies at all, in `found`; its copies."""
     fanout, egress, ingress = weigh(found, made, first_of_rank)
     time = row * peak + copy * max(egress, ingress) + each * made + (layer if made else 0)
     at_home = row * starting_loads(loads, first_of_rank).max()

@@ -131,7 +131,7 @@ def shared_threshold(domains: list[Domain], tolerance_parts: int) -> int:
 def quickest(
     domains: list[Domain], first: list[Attempt], tolerance_parts: int, rates: Rates
 ) -> list[Attempt]:
-    """Of all rungs of the ladder, and no copies at all, what takes the least time.
+    """The quickest of all rungs of the ladder, and of no copies at all.
 
     Then the fewest copies, then the lowest fan-out, then the lower rung. The lowest rung is solved,
     the others are attempted once: where one cannot be met, the lowest has found what can.
