@@ -100,8 +100,7 @@ def measure(rank: int, size: Size, comm: Communicator) -> dict[str, Any]:
             ids = even_ids(shape) if ratio == EVEN else skewed_ids(shape, ratio)
             found = take_turns(layers, ids[rank], shape, size.rounds, rank)
             cases.append({"tokens": tokens, "ratio": ratio, **found})
-    rates = layers[TIME].balancer.stats()["rates"]
-    return {"cases": cases, "rates": "; ".join(map(str, rates.values()))}
+    return {"cases": cases, "rates": str(layers[TIME].balancer.stats()["rates"][0])}
 
 
 def make_layers(size: Size, comm: Communicator) -> dict[str, ultraep.BalancedMoE]:

@@ -118,6 +118,7 @@ BAD_OPTIONS = {
         "unknown backend 'abacus'; known are triton, cpu",
     ),
     "tolerance": (["--tolerance", "nan"], "tolerance must lie between 0 and 1000, got nan"),
+    "rates": (["--rates", "row=fast"], "rates are row=PICOSECONDS,copy=PICOSECONDS"),
     "min_tokens": (["--min-tokens", "0"], "at least 1, got 0"),
     "max_replicas": (["--max-replicas", "-2"], "at least 0, got -2"),
     "history": (["--history", "0"], "--history must be at least 1, got 0"),
@@ -241,6 +242,8 @@ def test_json_is_what_the_library_says(sequence):
             "max_egress": plan.max_egress,
             "remote_tokens": plan.remote_tokens,
             "total_tokens": int(loads.sum()),
+            "time_ps": None,
+            "time_without_copies_ps": None,
             "digest": plan.digest(),
             "rank_loads": plan.rank_loads.tolist(),
             "replicas": np.column_stack([plan.replicas, plan.quotas]).tolist(),
@@ -389,6 +392,21 @@ def test_scales_hold_the_highest_bar_in_a_few_rows(highest):
 # -- promises ------------------------------------------------------------------------------------
 
 
+def test_rates_say_what_pays(npy):
+    """Dear copies are not made, and the page says so; cheap ones are those without rates."""
+    dear, cheap = "row=10,copy=1000000000000", "row=10"
+    (left,) = json.loads(invoke(npy, "--rates", dear, "--json").stdout)
+    assert left["num_replicas"] == 0
+    assert left["time_ps"] == left["time_without_copies_ps"] == 10 * max(left["rank_loads"])
+    (made,), (usual,) = (
+        json.loads(invoke(npy, *options, "--json").stdout) for options in (["--rates", cheap], [])
+    )
+    assert made["digest"] == usual["digest"]
+    assert made["time_ps"] < made["time_without_copies_ps"] == left["time_ps"]
+    words = " ".join(invoke(npy, "--rates", dear).stdout.split())
+    assert "1 of 1 left alone, no copies would pay" in words
+
+
 def test_options_are_frozen():
     commands = typer.main.get_command(ultraep.cli.app).commands
     names = {
@@ -407,6 +425,7 @@ def test_options_are_frozen():
             "--no-locality",
             "--policy",
             "--ranks",
+            "--rates",
             "--show",
             "--slots",
             "--tolerance",

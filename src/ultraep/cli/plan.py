@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from time import perf_counter
 from typing import Annotated, Any
 
@@ -23,10 +23,10 @@ from ultraep.cli import render
 from ultraep.cli.options import Slots
 from ultraep.cli.render import Outcome
 from ultraep.cli.series import WINDOW, Series, read_series
-from ultraep.config import BalanceConfig
+from ultraep.config import BalanceConfig, Rates
 from ultraep.errors import ConfigError, LoadError
 from ultraep.loads import as_loads
-from ultraep.plan import Plan
+from ultraep.plan import PER_MS, Plan
 from ultraep.plan import plan as make_plan
 from ultraep.policies import get_policy
 from ultraep.topology import Topology
@@ -105,6 +105,15 @@ NoLocality = Annotated[
     bool,
     typer.Option("--no-locality", help="Do not prefer a copy on the rank that a token comes from."),
 ]
+CostRates = Annotated[
+    str | None,
+    typer.Option(
+        metavar="row=N,copy=N,...",
+        help="What tokens and copies cost, in picoseconds, as a balancer's log has it: ultraep "
+        "then makes the copies that pay.",
+        show_default="nothing is known",
+    ),
+]
 Backend = Annotated[
     str | None,
     typer.Option(
@@ -153,6 +162,7 @@ def command(
     min_tokens: MinTokens = 1,
     max_replicas: MaxReplicas = None,
     no_locality: NoLocality = False,
+    rates: CostRates = None,
     backend: Backend = None,
     history: History = 1,
     show: Show = None,
@@ -171,6 +181,7 @@ def command(
             min_tokens_per_replica=min_tokens,
             max_replicas=max_replicas,
             locality=not no_locality,
+            rates=None if rates is None else Rates.from_text(rates),
         )
         for name in _names(policy)
     }
@@ -312,6 +323,9 @@ def _footnotes(outcomes: list[Outcome]) -> Iterator[Text]:
             f"an expert that moved counts as a copy: {', '.join(named)}",
             render.FAINT,
         )
+    for label, group in groups.items():
+        if group[0].plan.rates is not None:
+            yield Text(_times(label, [outcome.plan for outcome in group]), render.FAINT)
     blind = {label: sum(o.without_past for o in group) for label, group in groups.items()}
     blind = {label: count for label, count in blind.items() if count}
     if blind:
@@ -320,6 +334,17 @@ def _footnotes(outcomes: list[Outcome]) -> Iterator[Text]:
             "had no past and saw the load itself",
             render.FAINT,
         )
+
+
+def _times(label: str, plans: list[Plan]) -> str:
+    """What the plans of a policy should take, by the rates."""
+    planned, without = (
+        fmean(getattr(plan, name) for plan in plans) / PER_MS
+        for name in ("time", "time_without_copies")
+    )
+    alone = sum(plan.left_alone for plan in plans)
+    left = f"; {alone} of {len(plans)} left alone, no copies would pay" if alone else ""
+    return f"{label} by the rates: {planned:.4g} ms, without copies {without:.4g} ms{left}"
 
 
 def _count(number: int, word: str) -> str:
@@ -348,6 +373,8 @@ def _record(outcome: Outcome, series: Series) -> dict[str, Any]:
         "max_egress": plan.max_egress,
         "remote_tokens": plan.remote_tokens,
         "total_tokens": plan.total,
+        "time_ps": plan.time,
+        "time_without_copies_ps": plan.time_without_copies,
         "plan_us": round(outcome.plan_us, 3),
         "digest": plan.digest(),
         "rank_loads": plan.rank_loads.tolist(),

@@ -78,8 +78,10 @@ class Watch:
     def nobody(self) -> Iterator[None]:
         """What happens in this block is no microbatch, and nobody is told."""
         clock, others, self.clock, self.others = self.clock, self.others, None, []
-        yield
-        self.clock, self.others = clock, others
+        try:
+            yield
+        finally:
+            self.clock, self.others = clock, others
 
     def stage(self, name: str, microbatch: Microbatch) -> _Stage:
         """The `with` block is this stage."""

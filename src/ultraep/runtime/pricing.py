@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import NamedTuple
 
 import torch
@@ -122,9 +122,12 @@ class Pricing:
         """Layers whose rates are known."""
         return len(self._of_layer)
 
-    def known(self) -> dict[int, PriceList]:
-        """The rates by layer, where they were measured."""
-        return dict(sorted(self._of_layer.items()))
+    def known(self) -> dict[int, dict[int, dict[str, int]]]:
+        """The measured rates in plain numbers: by layer, from so many rows of an expert on."""
+        return {
+            layer: {least: asdict(rates) for least, rates in prices.steps}
+            for layer, prices in sorted(self._of_layer.items())
+        }
 
     def told(self, config: BalanceConfig) -> str:
         """The objective, in the words of `repr(balancer)`."""
@@ -132,7 +135,7 @@ class Pricing:
             return "objective 'balance'"
         if config.rates is not None:
             return f"objective 'time' ({config.rates})"
-        lists = dict.fromkeys(self.known().values())
+        lists = dict.fromkeys(self._of_layer.values())
         return f"objective 'time' ({' and '.join(map(str, lists)) or 'no rates yet'})"
 
 
