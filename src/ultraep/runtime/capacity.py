@@ -45,14 +45,14 @@ def check_config(capacity: int | str, config: BalanceConfig) -> None:
     """Refuse a static capacity with a planner that may stay above the mean."""
     obstacle = _of_config(config)
     if capacity == STATIC and obstacle:
-        raise ConfigError(f"capacity={STATIC!r} is the mean, and plans may exceed it: {obstacle}")
+        raise ConfigError(f"capacity='static' is the mean, and plans may exceed it: {obstacle}")
 
 
 def check_topology(capacity: int | str, topology: Topology, config: BalanceConfig) -> None:
     """Refuse a static capacity where slots or links do not suffice for the mean."""
     obstacle = _of_topology(topology, config)
     if capacity == STATIC and obstacle:
-        raise ConfigError(f"capacity={STATIC!r} is the mean, and plans may exceed it: {obstacle}")
+        raise ConfigError(f"capacity='static' is the mean, and plans may exceed it: {obstacle}")
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class Capacity:
             rank = int(plan.rank_loads.argmax())
             raise LoadError(
                 f"policy {plan.config.policy!r} gives {fullest} rows to rank {rank}, but "
-                f"capacity={STATIC!r} has room for the mean of {mean}"
+                f"capacity='static' has room for the mean of {mean}"
             )
 
 

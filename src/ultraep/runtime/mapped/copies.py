@@ -95,7 +95,9 @@ class MappedCopies:
         if self.schedule is None:
             device = memory.peers.device
             self.schedule = torch.empty(memory.streamer.size, dtype=torch.int32, device=device)
-        if not self._given:
+        if self._given:  # it may send over anything, and tells no table
+            memory.held_by_all(layout, buffer).zero_()
+        else:
             wanted = memory.contents(layout, buffer, self._microbatch.layer, self._versions)
             replicas = self._plan.replicas
             memory.streamer.schedule(replicas, layout, self.schedule, wanted, again=again)
