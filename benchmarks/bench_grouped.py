@@ -1,7 +1,7 @@
 """Time of the grouped expert networks by rows of an expert, and of what surrounds them.
 
     python benchmarks/bench_grouped.py                    # needs a GPU; a minute and a half
-    python benchmarks/bench_grouped.py --only partitions  # also needs cuda-python
+    python benchmarks/bench_grouped.py --only partitions  # also needs cuda-python, as ragged does
     python benchmarks/bench_grouped.py --toy              # tiny, for CI; also without a GPU
 
 Forward is both products and SwiGLU, backward all gradients: of rows, of weights in single precision
@@ -24,6 +24,7 @@ from itertools import accumulate
 
 import torch
 from grouped_mlp import DEEPSEEK, GLM, GPT_OSS, QWEN3, TINY, Draw, Mlp, Model, drawer
+from grouped_ragged import ragged
 from harness import Bench, Case, Line, Metric, Values, common_options, section_option
 from timing import Call, Clock, Gpu, Host, free, nothing, on_gpu, tell
 from torch.nn import functional
@@ -331,7 +332,9 @@ SECTIONS: dict[str, Callable[[Bench], None]] = {
     "skew": skew,
     "dense": dense,
     "partitions": partitions,
+    "ragged": ragged,
 }
+ON_PARTS = ("partitions", "ragged")
 
 
 def main(argv: Sequence[str]) -> None:
@@ -344,9 +347,9 @@ def main(argv: Sequence[str]) -> None:
     scale = TOY if options.toy else QUICK if options.quick else FULL
     clock = Gpu(scale.repeats, CYCLES) if gpu else Host(scale.repeats, 0)
     bench = Bench.of("grouped", argv, scale, clock, options.json)
-    names = [name for name in options.only if gpu or name != "partitions"]
+    names = [name for name in options.only if gpu or name not in ON_PARTS]
     if names != options.only:
-        bench.report.note("\npartitions: needs a GPU")
+        bench.report.note(f"\n{', '.join(ON_PARTS)}: need a GPU")
     bench.run(SECTIONS, names)
 
 

@@ -189,7 +189,7 @@ def share_on_card(
     }
     if not values or abs(values["imbalance_after"] - made.imbalance) >= SAME:
         return None
-    return float(values.get(OF_TILES.name, values.get(FORMERLY)))
+    return float(values[OF_TILES.name if OF_TILES.name in values else FORMERLY])
 
 
 def line(model: str, load: str, policy: str, predicted: float, measured: float | None) -> Line:
