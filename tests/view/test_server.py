@@ -151,13 +151,13 @@ def test_a_question_that_makes_no_sense_is_refused(client, question, words):
 
 
 def test_a_replay_can_be_stopped(server, client, monkeypatch):
-    catalogue_loads = Catalogue.loads
+    routed = Catalogue.routed
 
     def slowly(self, *question):
         time.sleep(0.05)
-        return catalogue_loads(self, *question)
+        return routed(self, *question)
 
-    monkeypatch.setattr(Catalogue, "loads", slowly)
+    monkeypatch.setattr(Catalogue, "routed", slowly)
     number = client.post("/api/replays", json={"trace": 0, "policy": "echo"}).json()["number"]
     wait_for(lambda: client.get(f"/api/replays/{number}").json()["done"] > 1)
     client.post(f"/api/replays/{number}/stop", json={})
