@@ -197,9 +197,7 @@ def measure(report: Report, folder: Path, rounds: int) -> None:
     )
     report.note("Python and its packages included.")
     if hasattr(os, "getloadavg"):
-        report.note(
-            f"Others worked here, too: load {before:.1f} at the beginning, of {cores} cores."
-        )
+        report.note(f"Load of the machine when this began: {before:.1f}, of {cores} cores.")
 
 
 def main() -> None:
