@@ -173,6 +173,7 @@ def lines_of(took: dict[str, list[Took]], case: dict[str, Any], *, alone: bool) 
 
 def measure(report: Report, folder: Path, rounds: int) -> None:
     rng = np.random.default_rng(0)
+    before, cores = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0, os.cpu_count()
     disk = sum(path.stat().st_size for path in folder.rglob("*.npz")) / MB
     with served(folder) as server:
         first = opened(server)
@@ -195,6 +196,8 @@ def measure(report: Report, folder: Path, rounds: int) -> None:
         "CPU: work of the server, whatever else the machine does. Peak: of the whole process,"
     )
     report.note("Python and its packages included.")
+    if hasattr(os, "getloadavg"):
+        report.note(f"Load of the machine when this began: {before:.1f}, of {cores} cores.")
 
 
 def main() -> None:

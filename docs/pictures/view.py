@@ -1,6 +1,6 @@
 """Pictures of the viewer, taken in a headless Chromium: view-*.png beside this file.
 
-    python docs/pictures/view.py
+python docs/pictures/view.py
 """
 
 import sys
@@ -18,7 +18,11 @@ from view.runs import served  # noqa: E402
 REAL = ROOT / "benchmarks/results/trace_train_ep8_h200_202611.npz"
 PICTURES = {  # trace, address, window
     "overview": (REAL, "view=overview", {"width": 1100, "height": 860}),
-    "microbatch": (None, "view=record&step=18&layer=3&microbatch=1", {"width": 1100, "height": 1500}),
+    "microbatch": (
+        None,
+        "view=record&step=18&layer=3&microbatch=1",
+        {"width": 1100, "height": 1500},
+    ),
     "phone": (REAL, "view=map", {"width": 390, "height": 700, "dark": True}),
 }
 

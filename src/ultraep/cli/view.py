@@ -14,6 +14,7 @@ from ultraep.outputs import check_targets, is_stream
 
 if TYPE_CHECKING:
     from ultraep.view.catalogue import Catalogue
+    from ultraep.view.server import ViewServer
 
 EXAMPLE = (
     "Example: ultraep view run/\n\n"
@@ -85,14 +86,22 @@ def _export(catalogue: Catalogue, path: Path) -> None:
 
 
 def _serve(catalogue: Catalogue, host: str, port: int, open_browser: bool) -> None:
+    catalogue.start()  # it reads while the server is made
+    try:
+        server = _server(catalogue, host, port)
+        print(f"{server.url}  (Ctrl-C ends it)", flush=True)
+        if open_browser:
+            webbrowser.open(server.url)
+        server.run()
+    finally:
+        catalogue.close()
+
+
+def _server(catalogue: Catalogue, host: str, port: int) -> ViewServer:
     try:
         from ultraep.view.server import open_server
     except ImportError as error:
         raise BackendUnavailable(
             f"the viewer needs starlette and uvicorn ({error}): pip install 'ultraep[view]'"
         ) from None
-    server = open_server(catalogue, host=host, port=port)
-    print(f"{server.url}  (Ctrl-C ends it)", flush=True)
-    if open_browser:
-        webbrowser.open(server.url)
-    server.run()
+    return open_server(catalogue, host=host, port=port)

@@ -59,8 +59,9 @@ class Catalogue:
         self._look()
 
     def start(self) -> None:
-        """Begin to read, in a thread."""
-        self._thread.start()
+        """Begin to read, in a thread, unless that was begun."""
+        if self._thread.ident is None:
+            self._thread.start()
 
     def close(self) -> None:
         """Stop to read."""

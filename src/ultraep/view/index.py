@@ -41,7 +41,7 @@ SMALL = (
 )
 OF_PLANS = (ENDS, "copies", "quotas")
 SAMPLED = (*KEY, "loads", *OF_PLANS)
-SAMPLE_SECONDS = 0.5
+SAMPLE_SECONDS = 0.4
 FEW_PIECES = 8  # of rank 0: read at once, without a sample before
 MOST_NOTES = 20
 PIECE = re.compile(r"(\d{6})\.npz")
