@@ -106,10 +106,13 @@ class Meter:
         if copies is not None:
             self._host[BYTES[what]] += nbytes * copies
             return
-        number = self._copies[microbatch]
+        number = self._copies.get(microbatch)
+        if number is None:
+            return  # it was planned before anybody counted
         sums = self._devices[number.device].sums
         sums[BYTES[what]].add_(number[0], alpha=nbytes)
 
+    @torch.inference_mode(False)  # they are added to outside of it, too
     def _sums_on(self, device: torch.device) -> PlanSums:
         """The sums on a device, made when they are first needed."""
         if device not in self._devices:
