@@ -19,12 +19,15 @@ html_show_sourcelink = False
 html_copy_source = False
 myst_heading_anchors = 4
 default_role = "code"
+highlight_language = "none"
 autodoc_typehints = "signature"
 autodoc_member_order = "bysource"
 autodoc_default_options = {"members": True, "show-inheritance": True}
 nitpicky = False
 
-ARGUMENT = re.compile(r"([a-z_]\w*(?:, [a-z_]\w*)*): (.+)")
+NAMES = r"[a-z_]\w*(?:, [a-z_]\w*)*"
+ARGUMENT = re.compile(rf"({NAMES}): (.+)")
+SEVERAL = re.compile(rf" {{3}}(?={NAMES}: )")  # arguments on one line
 
 
 def setup(app: Any) -> None:
@@ -49,11 +52,11 @@ def converted(paragraph: list[str]) -> list[str]:
     if paragraph[0].startswith("    "):
         return ["::", "", *paragraph]
     found: list[str] = []
-    for line in paragraph:
+    for line in (part for whole in paragraph for part in SEVERAL.split(whole)):
         if match := ARGUMENT.fullmatch(line):
             found += ["", f"``{match[1]}``", f"    {escaped(match[2])}"]
         elif found and found[-1].startswith("    "):
-            found.append(f"    {escaped(line.strip())}")
+            found += [f"    {escaped(line.strip())}"] if line[0] == " " else ["", escaped(line)]
         else:
             found.append(escaped(line.strip()))
     return found

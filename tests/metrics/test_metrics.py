@@ -21,8 +21,9 @@ from ultraep.backends.triton.meter import PlanSums
 from ultraep.metrics import ALERTS, DASHBOARD, AlarmSettings, Log, Metrics, Telemetry, scalars
 from ultraep.metrics import names as known
 from ultraep.metrics.alarms import Alarms
-from ultraep.metrics.meter import ORDER, add_plan
+from ultraep.metrics.meter import ORDER, Meter, Totals, add_plan
 from ultraep.metrics.prometheus import Exporter, serve
+from ultraep.plane import Microbatch
 from ultraep.runtime.mapped.control import ControlPlane
 
 DEVICE = default_device()
@@ -140,6 +141,13 @@ def test_replays_of_a_graph_are_counted():
         for _ in range(5):
             graph.replay()
     assert metrics.read().totals.microbatches == 6
+
+
+def test_a_backward_pass_whose_forward_was_not_seen_is_not_counted():
+    meter, totals = Meter(Topology(ranks=2, experts=4)), Totals()
+    meter.sent(Microbatch(0, 1, again=False, back=True), "gradients", 8, None)
+    meter.fetch().add_to(totals)
+    assert (totals.gradients, totals.microbatches) == (0, 0)
 
 
 def test_readings_that_come_late_are_handed_out_late(monkeypatch):

@@ -115,7 +115,9 @@ class Meter:
             self._coming.append((what, nbytes, copies))
             self.settle(MOST_COMING)
             return
-        number = self._copies[microbatch]
+        number = self._copies.get(microbatch)
+        if number is None:
+            return  # it was planned before anybody counted
         sums = self._devices[number.device].sums
         sums[BYTES[what]].add_(number[0], alpha=nbytes)
 
@@ -125,6 +127,7 @@ class Meter:
             what, nbytes, copies = self._coming.popleft()
             self._host[BYTES[what]] += nbytes * copies()
 
+    @torch.inference_mode(False)  # they are added to outside of it, too
     def _sums_on(self, device: torch.device) -> PlanSums:
         """The sums on a device, made when they are first needed."""
         if device not in self._devices:

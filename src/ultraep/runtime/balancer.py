@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -269,13 +270,8 @@ class Balancer(Unique):
             device = torch.empty(0, device=device).device
         if device not in self._planes:
             place = Place(Point.PLANE, 0, self._steps)
-            chosen = choose(
-                self.comm,
-                self.settings,
-                device,
-                self._peers,
-                lambda: self._agreement.meet(place, device),
-            )
+            meet = partial(self._agreement.meet, place, device)
+            chosen = choose(self.comm, self.settings, device, self._peers, meet)
             plane = self._make(chosen)
             recorded = self._recording is not None
             clock = clock_of(device, self._notebooks, self.rank, recorded=recorded)
