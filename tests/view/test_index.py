@@ -367,7 +367,7 @@ def test_points_stand_for_several_moments(trace, run):
         moments = len(np.unique(moment[own]))
         assert found["lines"]["bytes"][at] == pytest.approx(trace.bytes_moved[own].sum() / moments)
     worst = trace.imbalance_before.argmax()
-    assert found["worst"] == [trace.step[worst], trace.layer[worst], trace.microbatch[worst]]
+    assert found["worst"] == (trace.step[worst], trace.layer[worst], trace.microbatch[worst])
 
 
 def test_cells_of_the_map_are_means(trace, run):
