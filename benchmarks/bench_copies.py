@@ -21,7 +21,7 @@ from pathlib import Path
 import harness
 import numpy as np
 from fewest import MOST_RANKS, fewest_bound, fewest_copies, fewest_found
-from harness import Metric, Report, Samples, Values, progress
+from harness import Case, Metric, Report, Samples, Values, progress
 from load_cases import ORDERED, SHUFFLED, Kind, RecordedRouting
 from optimum import Unproven
 
@@ -139,7 +139,7 @@ def copies(report: Report, scale: Scale, recorded: RecordedRouting | None) -> No
             for slots, tolerance in product((1, 2), scale.tolerances):
                 topology = Topology(ranks=ranks, experts=loads.shape[1], slots=slots)
                 values = measure(loads, topology, tolerance)
-                case = {"ranks": ranks, "load": name, "slots": slots, "tolerance": tolerance}
+                case: Case = {"ranks": ranks, "load": name, "slots": slots, "tolerance": tolerance}
                 if values is not None:
                     samples.add(case, values)
         report.add("copies", samples.lines())

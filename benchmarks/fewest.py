@@ -26,7 +26,7 @@ MOST_RANKS = 16  # for the bound
 
 
 @njit(cache=True)
-def _least_of_partition(height_R, experts_R):
+def _least_of_partition(height_R: IntArray, experts_R: IntArray) -> int:
     """Copies of the best partition into circles whose heights add up to 0 or less."""
     subsets = 1 << len(height_R)
     height = np.zeros(subsets, np.int64)
@@ -54,7 +54,8 @@ def _least_of_partition(height_R, experts_R):
             if part == 0:
                 break
             part = (part - 1) & rest
-    return best[subsets - 1]
+    of_all: int = best[subsets - 1]
+    return of_all
 
 
 def fewest_bound(expert_loads: IntArray, topology: Topology, threshold: int) -> int:
@@ -93,11 +94,12 @@ def fewest_copies(
         raise Unproven(f"no proof within {time_limit:g} s")
     if result.status != OPTIMAL:
         raise Unproven(f"status {result.status}: {result.message}")
-    return math.ceil(result.mip_dual_bound - NOISE)
+    copies: int = math.ceil(result.mip_dual_bound - NOISE)
+    return copies
 
 
 @njit(cache=True)
-def _least_of_random(height_R, runs, seed):
+def _least_of_random(height_R: IntArray, runs: int, seed: int) -> int:
     """Joins of the best of many random partitions into circles that are closed."""
     np.random.seed(seed)
     ranks, best = len(height_R), 1 << 30
