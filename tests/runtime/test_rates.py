@@ -80,8 +80,8 @@ def measured(measuring, monkeypatch):
 def test_of_several_turns_the_quickest_of_the_slowest_rank_counts():
     one, small = [3e-6] * 2, [4e-6] * 2
     found = [
-        Found([(2e-6, 1e-6)], idle=[1e-6, 5e-6], one=one, small=small, whole=[9e-6, 24e-6]),
-        Found([(4e-6, 3e-6)], idle=[2e-6, 1e-6], one=one, small=small, whole=[14e-6, 7e-6]),
+        Found(1, [5e-6, 60e-6], idle=[1e-6, 5e-6], one=one, small=small, whole=[9e-6, 24e-6]),
+        Found(1, [9e-6, 50e-6], idle=[2e-6, 1e-6], one=one, small=small, whole=[14e-6, 7e-6]),
     ]
     way = 10e-6 / 128 * 2 * 32  # 10 us for 128 bytes; a row of 32 bytes comes and goes
     wanted = Rates.from_seconds(row=3e-6 + way, copy=12e-6, each=1e-6, layer=0.0)
@@ -91,7 +91,7 @@ def test_of_several_turns_the_quickest_of_the_slowest_rank_counts():
 
 @pytest.mark.parametrize("again", [False, True])
 def test_training_pays_for_gradients(again):
-    one = Found([(2e-6, 0.0)], idle=[0.0], one=[2e-6], small=[3e-6], whole=[13e-6])
+    one = Found(1, [2e-6, 32e-6], idle=[0.0], one=[2e-6], small=[3e-6], whole=[13e-6])
     wanted = Rates.from_seconds(
         row=3 * 2e-6 + 2 * 10e-6 / 128 * 2 * 32,
         copy=(3 + again) * 10e-6,
@@ -103,16 +103,16 @@ def test_training_pays_for_gradients(again):
 
 
 def test_ranks_without_home_experts_say_nothing_of_rows():
-    one = Found([(2e-6, 1e-6), (3e-6, 0.0)], *([1e-6],) * 4)
-    none = one._replace(curve=[])
+    one = Found(2, [2e-6, 3e-6, 5e-6], *([1e-6],) * 4)
+    none = one._replace(homes=0, network=[])
     assert concluded([none, one, none], 2, kind()) == concluded([one], 2, kind())
 
 
 def test_rates_depend_on_the_rows_of_an_expert_as_far_as_all_ranks_have_come():
     """Here, 16 rows take no longer than one: weights are read in that time."""
-    far, less = slopes([4.0, 4.0, 8.0, 32.0], 2), slopes([4.0, 4.0, 8.0], 2)
-    assert far == [(0.0, 2.0), (4 / 96, 4 / 2 - 16 * 4 / 96), (24 / 384, 0.0)]
-    prices = concluded([Found(one, *([0.0],) * 4) for one in (far, less)], 2, kind())
+    far, less = [4.0, 4.0, 8.0, 32.0], [4.0, 4.0, 8.0]
+    assert slopes(far, 2) == [(0.0, 2.0), (4 / 96, 4 / 2 - 16 * 4 / 96), (24 / 384, 0.0)]
+    prices = concluded([Found(2, one, *([0.0],) * 4) for one in (far, less)], 2, kind())
     assert [least for least, _ in prices.steps] == [1, 16]
     few, many = (rates for _, rates in prices.steps)
     assert few.row == 1  # nothing is saved

@@ -22,7 +22,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from statistics import median
 from typing import Any, NamedTuple, Self, TypeAlias
 
 import numpy as np
@@ -53,7 +52,8 @@ GRADIENTS = 2  # times that a gradient passes: sent, then added
 class Found(NamedTuple):
     """Seconds that one rank has found."""
 
-    curve: list[tuple[float, float]]  # one more row, one more group: `slopes`; [] without homes
+    homes: int
+    network: list[float]  # for each of `ROWS`, as far as that is quick
     idle: list[float]  # filling slots without a copy, turn by turn
     one: list[float]  # with one of a few bytes
     small: list[float]  # with one of a few bytes from every rank
@@ -124,7 +124,8 @@ def measure(
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         nobody = NoCopies(trials.copies([], bundle), kind.layout, device)
         found = Found(
-            slopes(_network(serve, nobody, rows, gates), nobody.num_homes),
+            nobody.num_homes,
+            _network(serve, nobody, rows, gates),
             idle=trials.seconds(every[:0], few),
             one=trials.seconds(every[:1], few),
             small=trials.seconds(every, few),
@@ -136,7 +137,10 @@ def measure(
 
 def concluded(told: Sequence[Found], copies: int, kind: Kind) -> PriceList:
     """The rates that follow from what all ranks have found, with so many copies at once."""
-    curves = [found.curve for found in told if found.curve]
+    homes = max(found.homes for found in told)
+    networks = [found.network for found in told if found.homes == homes]
+    # As far as all ranks have come; what others do to a machine only ever adds time.
+    network = [min(seconds) for seconds in zip(*networks, strict=False)]
     idle, one, small, whole = (
         min(max(turn) for turn in zip(*(getattr(found, name) for found in told), strict=True))
         for name in ("idle", "one", "small", "whole")
@@ -149,8 +153,7 @@ def concluded(told: Sequence[Found], copies: int, kind: Kind) -> PriceList:
     passes, products = (2, PRODUCTS) if learns else (1, 1)
     sends = 1 + (learns and kind.again)
     found_rates = []
-    for points in zip(*curves, strict=False):  # as far as all ranks have come
-        row, group = (median(values) for values in zip(*points, strict=True))
+    for row, group in slopes(network, homes):
         rates = Rates.from_seconds(
             row=products * row + passes * 2 * kind.row_bytes * per_byte,
             copy=sends * copy + GRADIENTS * kind.gradient_bytes * per_byte + products * group,
