@@ -90,7 +90,7 @@ class LayerRank(Rank):
         self.y: Any = None
         self.clock: StageClock | None = None
 
-    def become(self, peers: Any, plan: Plan, capacity: int | str) -> None:
+    def become(self, peers: Any, plan: Plan, capacity: int) -> None:
         """A rank of a new group, with the experts that have their home here by the plan."""
         size, topology = self.size, plan.topology
         self.join(
@@ -156,7 +156,7 @@ class World(Card):
         super().__init__([kind(rank, part, size) for rank, part in enumerate(parts)])
         self.size = size
 
-    def regroup(self, plan: Plan, capacity: int | str) -> None:
+    def regroup(self, plan: Plan, capacity: int) -> None:
         """Shared memory, balancers and weights anew."""
         from ultraep.runtime.mapped.peers import LocalPeers
 
