@@ -132,7 +132,7 @@ def on_host(size: Size, contender: Contender, capacity: int | str) -> tuple[dict
 
 
 def on_card(
-    world: World, plan: Plan, capacity: int | str, *, timed: bool
+    world: World, plan: Plan, capacity: Any, *, timed: bool
 ) -> tuple[dict[str, int], int, float | None]:
     """Shared memory, the peak of a step, and its milliseconds if they are asked for."""
     world.regroup(plan, capacity)

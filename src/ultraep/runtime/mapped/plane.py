@@ -119,6 +119,10 @@ class MappedPlane:
         """Whether this rank promises that its weights stay."""
         return self._versions.promise > 0
 
+    def _nothing_promised(self) -> torch.Tensor:
+        """[R] versions with which everything is sent."""
+        return torch.zeros(self._peers.size, dtype=torch.int32, device=self._peers.device)
+
     def promise(self) -> None:
         """Tell the device whether the weights of this rank are promised to stay, from here on."""
         if not capturing(self._peers.device):
@@ -198,8 +202,8 @@ class MappedPlane:
         if self._adopted is None:
             raise ConfigError("nothing is adopted whose copies could be kept")
         memory, microbatch = self._rooms[-1].memory, Microbatch(0, 0, again=False, back=True)
-        nothing = torch.zeros(self._peers.size, dtype=torch.int32, device=self._peers.device)
-        copies = MappedCopies(self, memory, self._adopted, microbatch, bundle, nothing)
+        promised = self._nothing_promised()
+        copies = MappedCopies(self, memory, self._adopted, microbatch, bundle, promised)
         with copies:
             copies.tensors()
         self._kept = copies.schedule
