@@ -13,11 +13,13 @@ from traces import plan_for, record
 from typer.testing import CliRunner
 
 from ultraep.cli.commands import app
-from ultraep.view.server import bound_socket
 
 pytest.importorskip("uvicorn")
 httpx = pytest.importorskip("httpx")
 pytest.importorskip("plotly")
+
+from ultraep.view.server import bound_socket  # noqa: E402
+
 SOURCE = Path(__file__).parents[2] / "src"
 
 
