@@ -9,7 +9,7 @@ from ranks import shared_pool
 from test_mapped import assert_as_on_host, mapped_balancer, memory_of, one_pass, single, small_tiles
 
 import ultraep
-from ultraep import BalanceConfig, Balancer, ConfigError, LoadError, LocalGroup, Topology
+from ultraep import BalanceConfig, Balancer, ConfigError, LoadError, LocalGroup, Rates, Topology
 from ultraep.backends.triton.device import interpreted
 from ultraep.runtime.capacity import Capacity
 
@@ -92,7 +92,10 @@ BROKEN = {
         {"slots": 4, "config": BalanceConfig(objective="balance", max_replicas=7)},
         "max_replicas=7, it needs 8",
     ),
-    "time": ({"config": BalanceConfig(objective="time")}, "objective='time', it needs 'balance'"),
+    "time": (
+        {"config": BalanceConfig(objective="time", rates=Rates(row=1))},
+        "objective='time', it needs 'balance'",
+    ),
     "policy": ({"policy": "quota"}, "policy='quota', it needs 'ultraep'"),
 }
 

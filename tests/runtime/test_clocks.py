@@ -7,7 +7,7 @@ import torch
 from dense import Example
 
 from ultraep import Balancer, read_trace
-from ultraep.runtime import balancer as module
+from ultraep.runtime import observe as module
 from ultraep.runtime.observe import DeviceClock
 from ultraep.trace.schema import BACKWARD, FORWARD
 

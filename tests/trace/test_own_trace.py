@@ -7,6 +7,7 @@ import pytest
 
 import ultraep
 from ultraep.sim.workload import read_workload
+from ultraep.trace.replay import differing
 
 PATH = Path(__file__).parents[2] / "benchmarks/results/trace_train_ep8_h200_202611.npz"
 
@@ -26,11 +27,16 @@ def test_it_holds_what_the_documentation_says(trace):
 
 
 @pytest.mark.parametrize("number", range(0, 1800, 150))
-def test_planned_again_it_gives_the_recorded_plans_and_rows(trace, number):
+def test_rows_arrived_as_planned_and_planned_again_the_peak_is_the_same(trace, number):
     recorded = trace.plan(number)
+    assert (trace.rank_loads[number] == recorded.rank_loads).all()
     again = ultraep.plan(trace.loads[number], recorded.topology, recorded.config)
-    assert again.digest() == recorded.digest()
-    assert (trace.rank_loads[number] == again.rank_loads).all()
+    assert again.imbalance == recorded.imbalance
+    assert again.num_replicas <= recorded.num_replicas
+
+
+def test_most_plans_are_still_the_recorded_ones(trace):
+    assert len(differing(trace)) == 25  # where the mean is out of reach: the search is another
 
 
 def test_the_simulator_takes_it(trace):

@@ -228,7 +228,8 @@ class MappedPlane:
     def _room_for(self, ids: torch.Tensor, microbatch: Microbatch, told: str) -> tuple[Room, int]:
         """Memory with room for the tokens of all ranks, made or enlarged if there is none.
 
-        And the most tokens of a rank, as far as ranks have told each other.
+        And the most tokens of a rank, if ranks have told each other; else those that all have room
+        for, since rates depend on this number, and plans on rates: it must be that of all ranks.
         """
         error = _refused(ids)
         tokens, top_k = (0, 0) if error else ids.shape
@@ -237,7 +238,8 @@ class MappedPlane:
         if self._agreement is None or not asks or capturing(self._peers.device):
             if error:
                 raise error
-            return room or self._make_room_alone(tokens, top_k), tokens
+            room = room or self._make_room_alone(tokens, top_k)
+            return room, room.memory.tokens
         place = Place(Point.LOADS_AGAIN if microbatch.again else Point.LOADS, *_where(microbatch))
         records = self._agreement.loads(
             place,
