@@ -277,6 +277,8 @@ def _verdict(trace: Trace, wrong: list[int]) -> Text:
     past = any(get_policy(str(name)).needs_history for name in np.unique(trace.policy))
     if past and (trace.dropped or trace.left_out):
         said += "; the policy places by the past, and records of it are missing"
+    else:
+        said += "; was it recorded by another version?"
     return Text(said + ".", render.OVERFULL)
 
 
