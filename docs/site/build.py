@@ -28,8 +28,9 @@ ALLOWED = re.compile(r'<link[^>]*rel="(?:canonical|search|index|next|prev)"')
 GROUPS = {
     "Begin": ["docs/tutorial", "docs/demo", "docs/commands", "docs/results", "docs/comparison"],
     "Use it": [
-        *("docs/layer", "docs/seam", "docs/data-plane", "docs/with-ddp-fsdp-dcp", "docs/metrics"),
-        *("docs/traces", "docs/inspect", "docs/serving", "docs/simulator", "docs/troubleshooting"),
+        *("docs/layer", "docs/cost", "docs/seam", "docs/data-plane", "docs/with-ddp-fsdp-dcp"),
+        *("docs/metrics", "docs/traces", "docs/view", "docs/inspect", "docs/serving"),
+        *("docs/simulator", "docs/troubleshooting"),
     ],
     "Frameworks": [],  # all pages of docs/integrations
     "How it works": ["docs/story", "docs/plan", "docs/numerics", "docs/control-plane"],

@@ -121,7 +121,7 @@ def test_replay_says_which_plans_differ(tmp_path):
     run = record(tmp_path / "run", [plan_for(0), forged("ultraep")])
     result = invoke("replay", run)
     assert result.exit_code == 1
-    assert "1 of 2 plans differ, the first in step 1, layer 0." in result.stdout
+    assert "1 of 2 plans differ, the first in step 1, layer 0; was it" in result.stdout
     assert json.loads(invoke("replay", run, "--json").stdout)["differing"] == [1]
     record(tmp_path / "other", [forged("lplb")] * 3, ranks={0: 3, 1: 2})
     text = invoke("replay", tmp_path / "other").stdout
