@@ -1,5 +1,6 @@
 """`ultraep view`: what it refuses, what it writes, and that Ctrl-C ends it."""
 
+import json
 import os
 import re
 import shutil
@@ -46,9 +47,8 @@ def bad(name, folder, run):
     shutil.copytree(run, folder / "other")
     header = folder / "other/header.json"
     text = header.read_text()
-    header.write_text(
-        text.replace('"version": 2', '"version": 99') if name == "newer" else text[:30]
-    )
+    newer = json.dumps(json.loads(text) | {"version": 99})
+    header.write_text(newer if name == "newer" else text[:30])
     return folder / "other"
 
 
