@@ -1,13 +1,14 @@
 """Notes of a device that is far behind the host: they come late, and say what was true then."""
 
 import time
+from functools import partial
 
 import pytest
 import torch
 from dense import Example
 
 from ultraep import Balancer, read_trace
-from ultraep.runtime import observe as module
+from ultraep.runtime import balancer as module
 from ultraep.runtime.observe import DeviceClock
 from ultraep.trace.schema import BACKWARD, FORWARD
 
@@ -31,13 +32,17 @@ class LateEvent:
         return 1000 * (other.when - self.when)
 
 
+def device_clock(_device, notebooks, rank, *, recorded, every=1):
+    return DeviceClock(notebooks, rank, every)
+
+
 @pytest.fixture(autouse=True)
 def far_behind(monkeypatch):
     monkeypatch.setattr(torch.cuda, "Event", LateEvent)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
-    monkeypatch.setattr(module, "HostClock", DeviceClock)
+    monkeypatch.setattr(module, "clock_of", device_clock)
 
 
 def test_late_notes_belong_to_the_steps_in_which_they_were_taken(tmp_path):
@@ -73,7 +78,7 @@ def test_one_microbatch_in_eight_is_timed_whatever_the_number_of_layers():
 
 def test_seconds_of_all_are_concluded_from_those_that_were_timed(monkeypatch):
     example = Example(tokens=[20], experts=4)
-    monkeypatch.setattr(module, "HostClock", lambda *given: DeviceClock(*given, every=4))
+    monkeypatch.setattr(module, "clock_of", partial(device_clock, every=4))
     balancer = Balancer(experts=4)
     layer, seen = example.layer(balancer), []
     for _ in range(20):

@@ -97,7 +97,7 @@ def solve(loads, first, slots, threshold, min_tokens, max_replicas, placed):
     failed = max(threshold, bound_of_domain(loads, first, slots, max_replicas) - 1)
     _, count = alias(loads, first, slots, threshold, min_tokens, max_replicas, trial)
     last = threshold
-    middle = max(failed + 1, last + share(loads, first, trial, count, last))
+    middle = max(failed + 1, last + excess_share(loads, first, trial, count, last))
     met, tries = 0, 0
     while peak - failed > 1:
         middle = min(middle, peak - 1)
@@ -115,14 +115,14 @@ def solve(loads, first, slots, threshold, min_tokens, max_replicas, placed):
         if gain > 0:
             step = -(-above * (middle - last) // gain)
         else:
-            step = share(loads, first, trial, count, middle)
+            step = excess_share(loads, first, trial, count, middle)
         last, last_peak, failed = middle, trial_peak, middle
         middle = middle + max(1, step) if met == 0 and tries < GUESSES else (failed + peak) // 2
     return peak, made
 
 
 @njit(cache=True)
-def share(loads, first, placed, made, threshold):
+def excess_share(loads, first, placed, made, threshold):
     """What is too much, shared among the ranks that are full, rounded up."""
     rank_loads = starting_loads(loads, first)
     for copy in range(made):

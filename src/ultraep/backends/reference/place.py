@@ -48,7 +48,7 @@ def solve(domain: Domain, threshold: int) -> Attempt:
     bound = lower_bound_of_domain(domain.experts, domain.load, domain.slots, domain.max_replicas)
     last = alias(domain, threshold)
     failed = max(threshold, bound - 1)
-    middle = max(failed + 1, threshold + share(last))
+    middle = max(failed + 1, threshold + excess_share(last))
     met = tries = 0
     while best.peak - failed > 1:
         middle = min(middle, best.peak - 1)
@@ -66,7 +66,7 @@ def solve(domain: Domain, threshold: int) -> Attempt:
     return best
 
 
-def share(attempt: Attempt) -> int:
+def excess_share(attempt: Attempt) -> int:
     """What is too much, shared among the ranks that are full, rounded up."""
     over = [load - attempt.threshold for load in attempt.rank_loads]
     return -(-sum(max(0, tokens) for tokens in over) // sum(tokens >= 0 for tokens in over))
@@ -77,7 +77,7 @@ def step(last: Attempt, attempt: Attempt) -> int:
     above = attempt.peak - attempt.threshold
     gain = last.peak - last.threshold - above
     if gain <= 0:
-        return share(attempt)
+        return excess_share(attempt)
     return -(-above * (attempt.threshold - last.threshold) // gain)
 
 

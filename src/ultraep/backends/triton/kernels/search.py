@@ -12,7 +12,7 @@ GUESSES = tl.constexpr(4)
 
 
 @triton.jit
-def share(load_G, threshold):
+def excess_share(load_G, threshold):
     """What is too much, shared among the ranks that are full, rounded up."""
     full_G = load_G >= threshold
     over = tl.sum(tl.where(full_G, load_G - threshold, 0).to(tl.int64), 0)
@@ -42,7 +42,7 @@ def least_that_is_met(
     failed = tl.maximum(threshold, least - 1)
     last = threshold
     above_last = alias_peak - threshold
-    middle = tl.maximum(failed + 1, threshold + share(end_G, threshold))
+    middle = tl.maximum(failed + 1, threshold + excess_share(end_G, threshold))
     met = 0
     tries = 0
     while peak - failed > 1:
@@ -63,7 +63,7 @@ def least_that_is_met(
         met += is_met.to(tl.int32)
         gain = above_last - above
         steps = tl.maximum(above, 0).to(tl.int64) * (now - last) + gain - 1
-        step = tl.where(gain > 0, steps // tl.maximum(gain, 1), share(end_G, now))
+        step = tl.where(gain > 0, steps // tl.maximum(gain, 1), excess_share(end_G, now))
         failed = tl.where(is_met, failed, now)
         above_last = tl.where(is_met, above_last, above)
         last = tl.where(is_met, last, now)
