@@ -195,7 +195,7 @@ def values(before, after, skipped):
         (values(1.02, 1.02, 1.0), set()),  # nothing to gain
         (values(1.15, 1.15, 0.9), set()),  # now and then there is a copy
     ],
-    ids=str,
+    ids=["balanced", "stays high", "skipped", "both", "nothing to gain", "some copies"],
 )
 def test_alarms_mean_one_thing_each(seen, expected):
     alarms = Alarms(AlarmSettings(patience=3), balancing=True)
