@@ -3,7 +3,7 @@
 import numpy as np
 from numba import njit
 
-from ultraep.backends.cpu.members import hottest, hottest_of_all, starting_loads
+from ultraep.backends.cpu.members import hottest, hottest_of_all, move, starting_loads
 
 
 @njit(cache=True)
@@ -165,9 +165,6 @@ def within_circles(
             break
         placed[made, 0], placed[made, 1], placed[made, 2] = expert, host, quota
         made += 1
-        at_home[expert] -= quota
-        rank_loads[donor] -= quota
-        rank_loads[host] += quota
-        free_slots[host] -= 1
+        move(quota, expert, donor, host, at_home, rank_loads, free_slots)
         hot[donor] = hottest(at_home, first, donor)
     return rank_loads.max(), made

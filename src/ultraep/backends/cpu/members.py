@@ -30,6 +30,15 @@ def starting_loads(loads, first):
 
 
 @njit(cache=True)
+def move(quota, expert, donor, host, at_home, rank_loads, free_slots):
+    """Tokens of the donor's expert go to a new copy on the host."""
+    at_home[expert] -= quota
+    rank_loads[donor] -= quota
+    rank_loads[host] += quota
+    free_slots[host] -= 1
+
+
+@njit(cache=True)
 def alias(loads, first, slots, threshold, min_tokens, max_replicas, placed):
     """The emptiest rank takes from the fullest, exactly what it lacks."""
     rank_loads, at_home = starting_loads(loads, first), loads.copy()
@@ -64,10 +73,7 @@ def alias(loads, first, slots, threshold, min_tokens, max_replicas, placed):
             break
         placed[made, 0], placed[made, 1], placed[made, 2] = expert, host, quota
         made += 1
-        at_home[expert] -= quota
-        rank_loads[donor] -= quota
-        rank_loads[host] += quota
-        free_slots[host] -= 1
+        move(quota, expert, donor, host, at_home, rank_loads, free_slots)
         hot[donor] = hottest(at_home, first, donor)
     return rank_loads.max(), made
 
@@ -114,10 +120,7 @@ def window(loads, first, slots, threshold, min_tokens, max_replicas, placed):
             placed[made, 0], placed[made, 1], placed[made, 2] = expert, host, quota
             made += 1
             surplus -= quota
-            at_home[expert] -= quota
-            rank_loads[donor] -= quota
-            rank_loads[host] += quota
-            free_slots[host] -= 1
+            move(quota, expert, donor, host, at_home, rank_loads, free_slots)
         if begin == end:
             break
     return rank_loads.max(), made
