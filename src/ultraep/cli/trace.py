@@ -299,13 +299,7 @@ def _lines(lines: Sequence[Line]) -> Table:
 
 
 def _record(line: Line) -> dict[str, Any]:
-    case = line.case
-    return {
-        "policy": case.config.policy,
-        "ranks": case.topology.ranks,
-        "slots": case.topology.slots,
-        "history": case.history,
-        "tolerance": case.config.tolerance,
+    return line.case.told() | {
         "imbalance_before": line.before,
         "imbalance_after": line.after,
         "imbalance_worst": line.worst,

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from statistics import fmean
+from typing import Any
 
 import numpy as np
 
@@ -33,6 +34,16 @@ class Case:
     config: BalanceConfig
     topology: Topology
     history: int | None = None
+
+    def told(self) -> dict[str, Any]:
+        """In plain values, for records of what was replayed."""
+        return {
+            "policy": self.config.policy,
+            "ranks": self.topology.ranks,
+            "slots": self.topology.slots,
+            "history": self.history,
+            "tolerance": self.config.tolerance,
+        }
 
 
 @dataclass(frozen=True)

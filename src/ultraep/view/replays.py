@@ -171,13 +171,8 @@ def _table(table: Table, records: IntArray, found: Replayed) -> Table:
 
 
 def _line(found: Replayed) -> Numbers:
-    line, case = found.line, found.case
-    return {
-        "policy": case.config.policy,
-        "ranks": case.topology.ranks,
-        "slots": case.topology.slots,
-        "history": case.history,
-        "tolerance": case.config.tolerance,
+    line = found.line
+    return found.case.told() | {
         "before": line.before,
         "after": line.after,
         "worst": line.worst,
