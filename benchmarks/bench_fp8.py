@@ -13,7 +13,6 @@ Shapes: A rows, L slots, D model width, F hidden width.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -25,8 +24,8 @@ from typing import Any
 import torch
 from bench_single import in_a_row
 from grouped_mlp import DEEPSEEK, QWEN3, TINY, Draw, Model, as_stacks, drawer
-from harness import Bench, Case, Line, Metric, Values, common_options, section_option
-from timing import Call, Gpu, Host, free, on_gpu, tell
+from harness import Bench, Case, Line, Metric, Values, run_sections
+from timing import Call, Gpu, Host, free, tell
 from torch import nn
 from torch.nn.functional import silu
 from world import Given, given_layer
@@ -35,7 +34,6 @@ import ultraep
 from ultraep.bundle import Layout
 from ultraep.formats import E4M3, FORMATS, Format
 
-CYCLES = 2_000_000
 SAMPLE = 128  # rows of a slot whose errors are looked at
 PLAIN, TORCH, TORCH_ROWS = "bf16", "torch, bf16", "torch, fp8_rows"
 WHERE, PROMISED = "rows packed here", "forward, weights promised"
@@ -386,14 +384,8 @@ SECTIONS: dict[str, Callable[[Bench], None]] = {
 
 def main(argv: list[str]) -> None:
     """Run the sections, print their tables, and write their rows."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    common_options(parser)
-    section_option(parser, SECTIONS)
-    options = parser.parse_args(argv[1:])
-    gpu = on_gpu(toy=options.toy)
-    scale = TOY if options.toy else QUICK if options.quick else FULL
-    clock = Gpu(scale.rounds, CYCLES) if gpu else Host(1, 0)
-    Bench.of("fp8", argv, scale, clock, options.json).run(SECTIONS, options.only)
+    scales = {"toy": TOY, "quick": QUICK, "full": FULL}
+    run_sections("fp8", argv, __doc__, SECTIONS, scales)
 
 
 if __name__ == "__main__":

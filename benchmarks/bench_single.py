@@ -22,14 +22,13 @@ Shapes: T tokens, K experts per token, E experts, A = T * K rows, D model width,
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from statistics import median
 
 import torch
-from harness import Bench, Line, Metric, Values, common_options, section_option
+from harness import Bench, Line, Metric, Values, run_sections
 from load_cases import Shape
 from single_contenders import (
     GENERIC,
@@ -44,7 +43,7 @@ from single_contenders import (
     name_of,
 )
 from single_kernels import kernels
-from timing import Clock, Gpu, Host, device_us, free, on_gpu, tell
+from timing import Clock, Host, device_us, free, tell
 
 STEP = Metric("step_time_p50", "ms", "ms", ".3f")
 SPEED = Metric("speed_over_torch_grouped", "ratio", "speed", ".3f")
@@ -54,7 +53,6 @@ HOST_STEP = Metric("step_host_time", "ms", "host ms", ".2f")
 SPENT = Metric("device_time", "ms", "ms of a step", ".4f")
 CALLS = Metric("calls", "launches", "calls", ".1f")
 ALONE = "experts alone"
-CYCLES = 2_000_000  # a millisecond in which a kernel is queued before the device gets to it
 
 
 @dataclass(frozen=True)
@@ -174,14 +172,8 @@ SECTIONS: dict[str, Callable[[Bench], None]] = {
 
 def main(argv: list[str]) -> None:
     """Run the sections, print their tables, and write their rows."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    common_options(parser)
-    section_option(parser, SECTIONS)
-    options = parser.parse_args(argv[1:])
-    gpu = on_gpu(toy=options.toy)
-    scale = TOY if options.toy else QUICK if options.quick else FULL
-    clock = Gpu(scale.rounds, CYCLES) if gpu else Host(1, 0)
-    Bench.of("single", argv, scale, clock, options.json).run(SECTIONS, options.only)
+    scales = {"toy": TOY, "quick": QUICK, "full": FULL}
+    run_sections("single", argv, __doc__, SECTIONS, scales)
 
 
 if __name__ == "__main__":

@@ -21,12 +21,14 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
-from timing import Clock, free, tell
+from timing import Clock, Gpu, Host, free, on_gpu, tell
 
 from ultraep.errors import UltraEPError
 from ultraep.outputs import write_text
 from ultraep.report.rows import MeasuredNumber as Row
 from ultraep.report.rows import as_json, cpu_device, versions
+
+QUEUED = 2_000_000  # cycles: a millisecond in which a kernel is queued before the device gets to it
 
 ROOT = Path(__file__).resolve().parent.parent
 WIDTH, DIGITS = 120, 5  # of a printed table, of a number in it
@@ -261,3 +263,24 @@ def section_option(parser: argparse.ArgumentParser, known: Iterable[str]) -> Non
     parser.add_argument(
         "--only", type=sections, default=every, metavar="A,B", help=", ".join(every)
     )
+
+
+def run_sections(
+    name: str,
+    argv: Sequence[str],
+    about: str | None,
+    sections: Mapping[str, Callable[[Any], None]],
+    scales: Mapping[str, Any],
+) -> None:
+    """A whole program: the sections that are asked for, on a GPU, or tiny ones without.
+
+    scales: how much is measured if `toy`, `quick` and `full`; each has `rounds`.
+    """
+    parser = argparse.ArgumentParser(description=(about or "").split("\n")[0])
+    common_options(parser)
+    section_option(parser, sections)
+    options = parser.parse_args(argv[1:])
+    gpu = on_gpu(toy=options.toy)
+    scale = scales["toy" if options.toy else "quick" if options.quick else "full"]
+    clock = Gpu(scale.rounds, QUEUED) if gpu else Host(1, 0)
+    Bench.of(name, argv, scale, clock, options.json).run(sections, options.only)
