@@ -7,7 +7,7 @@ branches (work aside, joined later) takes several queues of the card. Where two 
 one that waits can stand before the one it waits for. What is tried:
 
     meet    nothing but meetings: on the main stream of each layer, and aside
-    layer   layers of a model, forward and backward, whose weights and gradients move aside
+    layer   layers of a model, forward and backward, whose weights move aside
     large   the same with experts of Qwen3-235B
     model   the model of `train_gpu.py`: the same, with attention and all the rest
 
@@ -90,8 +90,7 @@ class LayersRank(Rank):
 
     def become(self, peers: Any, layers: int, branches: int) -> None:
         self.graph = None
-        streams = [self.stream, *(self.partition.stream() for _ in range(branches))]
-        aside = streams[-1], streams[min(1, branches)]
+        aside = self.partition.stream() if branches else self.stream
         shape, made = self.shape, partial(torch.randn, device="cuda", dtype=torch.bfloat16)
         self.join(peers, aside, experts=shape.experts, tokens=shape.tokens, timeout=TIMEOUT)
         homes = shape.experts // RANKS
@@ -135,7 +134,7 @@ class TrainedRank(Rank):
 
     def become(self, peers: Any, layers: int, branches: int) -> None:
         self.graph = None
-        aside = (self.partition.stream(), self.partition.stream()) if branches else None
+        aside = self.partition.stream() if branches else None
         options = Options(layers=layers, ranks=RANKS, sms=SMS)
         inner = self.inner = ModelRank(self.number, options, self.partition, peers, aside)
         self.stream, self.balancer = inner.stream, inner.balancer

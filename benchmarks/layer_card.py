@@ -40,7 +40,7 @@ class LayerRank(Rank):
 
     def __init__(self, number: int, partition: Partition, size: Size) -> None:
         super().__init__(number, partition)
-        self.size, self.aside = size, (partition.stream(), partition.stream())
+        self.size, self.aside = size, partition.stream()
         generator = torch.Generator(device=CUDA).manual_seed(number)
         drawn = partial(torch.randn, generator=generator, device=CUDA, dtype=BF16)
         self.x = drawn(size.tokens, size.hidden).requires_grad_()

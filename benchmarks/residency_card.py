@@ -48,7 +48,7 @@ class ServingRank(Rank):
 
     def __init__(self, number: int, partition: Partition, size: ServingSize) -> None:
         super().__init__(number, partition)
-        self.size, self.aside = size, (partition.stream(), partition.stream())
+        self.size, self.aside = size, partition.stream()
         self.x = torch.randn(size.tokens, size.hidden, device="cuda", dtype=torch.bfloat16)
         gates = torch.full((size.tokens, size.top_k), 1 / size.top_k, device="cuda")
         ids = torch.zeros(size.tokens, size.top_k, dtype=torch.int32, device="cuda")

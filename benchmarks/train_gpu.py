@@ -151,12 +151,12 @@ class ModelRank(Rank):
         options: Options,
         partition: Partition,
         peers: Any,
-        aside: tuple[torch.cuda.Stream, torch.cuda.Stream] | None = None,
+        aside: torch.cuda.Stream | None = None,
     ) -> None:
         super().__init__(number, partition)
         self.join(
             peers,
-            aside or (self.stream, self.stream),  # one after the other: a graph without branches
+            aside or self.stream,  # one after the other: a graph without branches
             experts=options.experts,
             tokens=options.tokens,
             slots=options.slots,

@@ -45,8 +45,7 @@ class BlockRank:
         self.share: DeviceShare | None = None
         if partition is not None:
             self.stream = partition.stream()
-            aside = partition.stream(), partition.stream()
-            self.share = DeviceShare(sms=partition.sms, streams=aside)
+            self.share = DeviceShare(sms=partition.sms, stream=partition.stream())
         self.block: Any = None
         self.balancer: Any = None
         self.x: Any = None

@@ -116,11 +116,9 @@ class Rank:
         self.balancer: Any = None
         self.graph: Any = None
 
-    def join(
-        self, peers: Any, aside: tuple[torch.cuda.Stream, torch.cuda.Stream], **options: Any
-    ) -> None:
-        """Become a rank of a group; weights and gradients move on the streams aside."""
-        share = DeviceShare(sms=self.sms, streams=aside)
+    def join(self, peers: Any, aside: torch.cuda.Stream, **options: Any) -> None:
+        """Become a rank of a group; weights move on the stream aside."""
+        share = DeviceShare(sms=self.sms, stream=aside)
         self.balancer = ultraep.Balancer(peers=peers, data_plane="mapped", share=share, **options)
 
     def step(self) -> None:

@@ -24,12 +24,12 @@ class DeviceShare:
     """The part of a GPU that a rank may use, where several ranks share one.
 
     sms: multiprocessors of this rank; None: all.   budget: those of them that move weights.
-    streams: for weights and for gradients; None: new ones.
+    stream: on which weights move; None: a new one.
     """
 
     sms: int | None = None
     budget: int | None = None
-    streams: tuple[torch.cuda.Stream, torch.cuda.Stream] | None = None
+    stream: torch.cuda.Stream | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

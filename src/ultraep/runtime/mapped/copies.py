@@ -79,7 +79,7 @@ class MappedCopies:
             rows = memory.slots(layout, self._buffer)
             self._held = memory.held(layout, self._buffer)
             if self.possible:
-                with memory.overlap.aside("weights"):
+                with memory.overlap.aside():
                     schedule = self._scheduled(layout)
                     self._sent = tensors
                     memory.streamer.fill(schedule, layout, tensors, rows, self._buffer)
@@ -116,7 +116,7 @@ class MappedCopies:
         """`[L, ...]` for every tensor of the bundle; the main stream waits for them."""
         if self._lent is None:
             raise SlotError(f"the copies of {self} are lent inside of their `with` block only")
-        self._memory.overlap.join("weights")
+        self._memory.overlap.join()
         self._sent = {}
         return self._held
 
@@ -147,22 +147,20 @@ class MappedCopies:
     def reduce(
         self, homes: Mapping[str, Stack], own: Mapping[str, torch.Tensor] | None = None
     ) -> None:
-        """Stage 8: begins."""
+        """Stage 8."""
         if not self._gradients or self.schedule is None:
             return
         stacked = {name: _stacked(stack) for name, stack in homes.items()}
         self._memory.reduce(stacked, own or stacked, self._gradients, self.schedule)
         for name, stack in homes.items():
             if stacked[name] is not stack:
-                self._memory.overlap.join("gradients")
                 for one, added in zip(stack, stacked[name], strict=True):
                     one.copy_(added)
         nbytes = sum(slots.nbytes for slots in self._gradients.values())
         self._plane.watch.sent(self._microbatch, "gradients", nbytes, None)
 
     def reduced(self) -> None:
-        """The main stream waits for the sums."""
-        self._memory.overlap.join("gradients")
+        """Nothing: the main stream has made the sums."""
 
 
 def in_time(number: torch.Tensor) -> Later:

@@ -52,7 +52,7 @@ class MappedMemory:
         self.peers, self.topology, self.capacity = own, topology, capacity
         self.tokens, self.top_k = tokens, top_k
         self.sms = share.sms or multiprocessors(own.device)
-        self.overlap = Overlap(own.device, share.streams)
+        self.overlap = Overlap(own.device, share.stream)
         self.board = Board(own, slots=topology.slots, buffers=buffers, timeout=timeout)
         # Programs of a relay wait for each other, so all must fit on the device at once: two on a
         # multiprocessor do, with room for others. Those that only pull may queue.
@@ -214,22 +214,22 @@ class MappedMemory:
         slots: Mapping[str, GradientSlots],
         schedule: torch.Tensor,
     ) -> None:
-        """The gradients of home experts, from their own and those of all copies, aside.
+        """The gradients of home experts, from their own and those of all copies.
 
-        To be joined before the next meeting of rows, which frees the memory of the copies.
+        Not aside: the products leave no room on a multiprocessor. Beside them, some of their
+        programs would begin late, and then find nothing in the cache of what the others share.
         """
-        with self.overlap.aside("gradients"):
-            self.board.meet("gradients")
-            for name, of_copies in slots.items():
-                pull(
-                    _flat(homes[name]),
-                    of_copies.region,
-                    schedule,
-                    self.streamer,
-                    programs=self._pull_programs,
-                    own_HP=_flat(own[name]),
-                )
-        self._read.add("gradients")
+        self.board.meet("gradients")
+        self._read = {"gradients"}
+        for name, of_copies in slots.items():
+            pull(
+                _flat(homes[name]),
+                of_copies.region,
+                schedule,
+                self.streamer,
+                programs=self._pull_programs,
+                own_HP=_flat(own[name]),
+            )
 
     def _free_gradients(self) -> None:
         """From here on, nobody reads the gradients of copies of the backward pass before."""
