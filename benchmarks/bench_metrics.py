@@ -8,7 +8,7 @@ The same step in turns in one run: as it is, with metrics, and with metrics and 
 are read every ten steps, into a log, scalars and, where its client is installed, a page of
 Prometheus. The cost is the median of the quotients of neighbours. On a card, `eager` is one rank on
 the mapped data plane; `graph` is eight ranks, each on a part of the card and with a graph of its
-step, which holds the counting of its replays (a recorder sees no replays).
+step, which holds the counting and keeping of what its replays plan.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ from ultraep.metrics.meter import Meter, StageTimes
 from ultraep.plane import Microbatch
 from ultraep.report.rows import cpu_device
 from ultraep.runtime.connect import connect
+from ultraep.trace.read import read_trace
 from ultraep.trace.schema import BACKWARD, FORWARD
 
 EVERY = 10
@@ -212,44 +213,93 @@ def eager(bench: Bench) -> None:
 
 
 def graph(bench: Bench) -> None:
-    """Eight ranks of a card, one layer in a graph each: without and with counting in the graph."""
+    """Eight ranks of a card, one layer in a graph each; what counts and records is in the graph."""
     if isinstance(bench.clock, Host):
         bench.report.note("\ngraph: needs a GPU")
         return
     import bench_layer_gpu as card
-    from layer_card import LAUNCHING, World
+    from layer_card import World
 
-    size, load = card.SIZES[0], HotRank(2.0)
-    world = World(size)
-    loads, plan = card.plan_for(size, load, "ultraep")
-    world.regroup(plan, -(-int(plan.rank_loads.max() * 1.02) // 256) * 256)
-    world.route(loads)
-    graphs = {}
-    metrics: list[Metrics] = []
-    for kind in WATCHED[:2]:
-        if kind == "metrics":
-            metrics = [watch(rank.balancer) for rank in world.ranks]
-        world.capture()
-        graphs[kind] = [rank.graph for rank in world.ranks]
-
-    def seconds_of(kind: str) -> float:
-        for rank, own in zip(world.ranks, graphs[kind], strict=True):
-            rank.graph = own
-        wait = torch.cuda.synchronize
-        us = device_us(world.replay, 1, before=wait, cycles=LAUNCHING)
-        if kind == "metrics":
-            for one in metrics:
-                one.step()
-        return us / 1e6
-
-    times = in_turns(list(graphs), 3 * bench.scale.rounds, seconds_of)
-    world.check()
-    counted = metrics[0].read()
-    if counted.totals.microbatches != 3 * bench.scale.rounds + 2:
-        raise SystemExit(f"{counted.totals.microbatches} replays were counted")
+    size, load, rounds = card.SIZES[0], HotRank(2.0), 3 * bench.scale.rounds
+    with tempfile.TemporaryDirectory() as folder:
+        plain = Watched(World(size), load)
+        recorded = Watched(World(size, parts=plain.world.parts), load, f"{folder}/run")
+        plain.capture("nothing")
+        plain.watch()
+        plain.capture("metrics")
+        recorded.watch()
+        recorded.capture(WATCHED[-1])
+        kinds = dict.fromkeys(WATCHED[:2], plain) | {WATCHED[-1]: recorded}
+        times = in_turns(list(kinds), rounds, lambda kind: kinds[kind].seconds(kind))
+        plain.check(rounds + 2)
+        recorded.check(rounds + 2)
+        kept = read_trace(f"{folder}/run")
     title = f"{size.model}: EP{size.ranks} on one card, a layer in graphs, forward and backward"
     bench.table(title, lines_of({"tokens": size.tokens, "load": load.name}, times))
-    bench.report.note(f"Counted by the graphs: {dict(counted.values)}")
+    if len(kept) != rounds + 2 or kept.dropped:
+        raise SystemExit(f"{len(kept)} of {rounds + 2} replays are recorded, {kept.dropped} lost")
+    bench.report.note(f"Counted by the graphs: {dict(plain.counted)}")
+    bench.report.note(
+        f"Recorded from the graphs: {len(kept)} replays, imbalance "
+        f"{kept.imbalance_before.mean():.3f} -> {kept.imbalance_after.mean():.3f}"
+    )
+    host = median(recorded.host) * 1e6
+    bench.report.note(f"Of the host, for a step of eight ranks: {host:.0f} us of record_step")
+
+
+class Watched:
+    """Ranks of a card with one layer each, and graphs of their step by what watches them."""
+
+    def __init__(self, world: Any, load: HotRank, folder: str | None = None) -> None:
+        from bench_layer_gpu import plan_for
+        from ceilings import capacity_of
+
+        self.world, self.metrics, self.host = world, list[Metrics](), list[float]()
+        for rank in world.ranks:
+            rank.record = folder
+        loads, plan = plan_for(world.size, load, "ultraep")
+        world.regroup(plan, capacity_of(plan))
+        world.route(loads)
+        self._graphs: dict[str, list[Any]] = {}
+        self._steps, self.counted = 0, dict[str, float]()
+
+    def watch(self) -> None:
+        self.metrics = [watch(rank.balancer) for rank in self.world.ranks]
+
+    def capture(self, kind: str) -> None:
+        self.world.capture()
+        self._graphs[kind] = [rank.graph for rank in self.world.ranks]
+
+    def seconds(self, kind: str) -> float:
+        """Of one step, on the device; the host is ahead of it."""
+        from layer_card import LAUNCHING
+
+        for rank, own in zip(self.world.ranks, self._graphs[kind], strict=True):
+            rank.graph = own
+        wait = torch.cuda.synchronize
+        us = device_us(partial(self._step, kind), 1, before=wait, cycles=LAUNCHING)
+        for one in self.metrics if kind != "nothing" else ():
+            one.step()
+        return us / 1e6
+
+    def _step(self, kind: str) -> None:
+        if kind == WATCHED[-1]:
+            begin, self._steps = time.perf_counter(), self._steps + 1
+            for rank in self.world.ranks:
+                with torch.cuda.stream(rank.stream):
+                    rank.balancer.record_step(self._steps)
+            self.host.append(time.perf_counter() - begin)
+        self.world.replay()
+
+    def check(self, replays: int) -> None:
+        """All replays were counted; and the trace is written, if there is one."""
+        self.world.check()
+        found = self.metrics[0].read()
+        if found.totals.microbatches != replays:
+            raise SystemExit(f"{found.totals.microbatches} of {replays} replays were counted")
+        self.counted = dict(found.values)
+        for rank in self.world.ranks:
+            rank.balancer.close()
 
 
 class CardScale:

@@ -34,8 +34,8 @@ from ultraep import workload
 from ultraep.plane import Microbatch
 from ultraep.report.rows import cpu_device
 from ultraep.reroute import rows_received
+from ultraep.runtime.clocks import HostClock
 from ultraep.runtime.connect import connect
-from ultraep.runtime.observe import HostClock
 from ultraep.runtime.recording import Recording
 from ultraep.trace.files import write_arrays
 from ultraep.trace.pieces import Entry, piece

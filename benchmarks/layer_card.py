@@ -51,6 +51,7 @@ class LayerRank(Rank):
             (gates / gates.sum(dim=1, keepdim=True)).cuda().requires_grad_(),
         )
         self.layer: Any = None
+        self.record: str | None = None  # the folder of a trace
         self.y: Any = None
         self.clock: StageClock | None = None
 
@@ -67,6 +68,7 @@ class LayerRank(Rank):
             policy="ultraep" if plan.config.policy == "ultraep" else "none",
             capacity=capacity,
             timeout=20.0,
+            record=self.record,
         )
         home = topology.home_experts(self.number).tolist()
         self.layer = given_layer(self.balancer, self.router, drawn_weights(size, home))

@@ -176,6 +176,7 @@ def launch_all(
     from ultraep.backends.triton.meter import PlanSums
     from ultraep.backends.triton.planner import Planner
     from ultraep.backends.triton.rerouter import Rerouter
+    from ultraep.backends.triton.ring import PlanRing
 
     topology, config = (
         Topology(ranks=ranks, experts=experts, slots=slots),
@@ -205,6 +206,8 @@ def launch_all(
     planner.bounds()
     sums = PlanSums(torch.zeros(8, dtype=torch.int64), topology.home_of_expert, ranks)
     sums.add(planner.num_replicas, planner.rank_loads, planner.replicas, planner.quotas)
+    ring = PlanRing(2, loads.numel() + planner.result.numel(), torch.device("cpu"))
+    ring.keep(0, loads, planner.result)
     rerouter.lines(loads, 0)
     rerouter.assign(ids, slots_of_rows, order, positions)
     rerouter.receive(loads, 0, received)

@@ -9,7 +9,7 @@ from dense import Example
 
 from ultraep import Balancer, read_trace
 from ultraep.runtime import balancer as module
-from ultraep.runtime.observe import DeviceClock
+from ultraep.runtime.clocks import DeviceClock
 from ultraep.trace.schema import BACKWARD, FORWARD
 
 
@@ -32,7 +32,7 @@ class LateEvent:
         return 1000 * (other.when - self.when)
 
 
-def device_clock(_device, notebooks, rank, *, recorded, every=1):
+def device_clock(_device, notebooks, rank, *, recorded, replays, every=1):
     return DeviceClock(notebooks, rank, every)
 
 

@@ -8,7 +8,6 @@ fetched when somebody reads them.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -19,6 +18,7 @@ from ultraep.backends import BACKENDS
 from ultraep.errors import ConfigError
 from ultraep.plan import Plan
 from ultraep.plane import AnyPlan, Microbatch
+from ultraep.runtime.fetch import Fetch
 from ultraep.runtime.observe import Later
 from ultraep.topology import Topology
 
@@ -146,7 +146,10 @@ class Meter:
     def fetch(self) -> Fetched:
         """The sums so far; those of a device come when it has come so far, and nobody waits."""
         host, self._host[WORST] = list(self._host), 0
-        coming = [_later(found.sums) for found in self._devices.values()]
+        coming = []
+        for found in self._devices.values():
+            coming.append(Fetch(found.sums))
+            found.sums[WORST].zero_()
         return Fetched(host, coming, self._topology.ranks)
 
 
@@ -155,40 +158,22 @@ class Fetched:
     """Sums that are on their way to the host."""
 
     host: list[int]
-    devices: list[tuple[Callable[[], bool], Callable[[], list[int]]]]
+    devices: list[Fetch]
     ranks: int
 
     def here(self) -> bool:
         """Whether all have come."""
-        return all(ready() for ready, _ in self.devices)
+        return all(coming.here() for coming in self.devices)
 
     def add_to(self, totals: Totals) -> None:
         """Add them to others; waits for what has not come."""
         totals.add(self.host)
-        for _, numbers in self.devices:
-            totals.add(numbers(), self.ranks)
+        for coming in self.devices:
+            totals.add(coming.wait().tolist(), self.ranks)
 
 
 def _kernels_run() -> bool:
     return any(info.name == "triton" and info.available for info in BACKENDS)
-
-
-def _later(sums: torch.Tensor) -> tuple[Callable[[], bool], Callable[[], list[int]]]:
-    """Whether a copy of the sums is here, and a function that waits for it; the worst is reset."""
-    if sums.device.type != "cuda":
-        numbers = sums.tolist()
-        sums[WORST] = 0
-        return lambda: True, lambda: numbers
-    copy = torch.empty_like(sums, device="cpu", pin_memory=True).copy_(sums, non_blocking=True)
-    event = torch.cuda.Event()
-    event.record(torch.cuda.current_stream(sums.device))
-    sums[WORST].zero_()
-
-    def wait() -> list[int]:
-        event.synchronize()
-        return copy.tolist()
-
-    return event.query, wait
 
 
 class StageTimes:

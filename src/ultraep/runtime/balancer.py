@@ -29,21 +29,16 @@ from ultraep.policies import get_policy
 from ultraep.runtime.agreement import Agreement, Place, Point
 from ultraep.runtime.capacity import AUTO, check_config, check_topology, default_config
 from ultraep.runtime.choice import Choice, choose
+from ultraep.runtime.clocks import clock_of
 from ultraep.runtime.connect import connect
 from ultraep.runtime.history import in_backward
 from ultraep.runtime.mapped.peers import SilentCommunicator
 from ultraep.runtime.messages.plane import MessagesPlane
-from ultraep.runtime.observe import (
-    Notebook,
-    ObservedCopies,
-    ObservedExchange,
-    Observer,
-    Watch,
-    clock_of,
-)
+from ultraep.runtime.observe import Notebook, ObservedCopies, ObservedExchange, Observer, Watch
 from ultraep.runtime.pricing import Group, Pricing, from_environment, measurable
 from ultraep.runtime.rates import Serve
 from ultraep.runtime.recording import Recording, open_recorder, wanted
+from ultraep.runtime.replays import ReplayedPlans
 from ultraep.runtime.settings import DeviceShare, Settings
 from ultraep.runtime.stats import Stats
 from ultraep.runtime.unique import Unique
@@ -273,8 +268,10 @@ class Balancer(Unique):
             meet = partial(self._agreement.meet, place, device)
             chosen = choose(self.comm, self.settings, device, self._peers, meet)
             plane = self._make(chosen)
-            recorded = self._recording is not None
-            clock = clock_of(device, self._notebooks, self.rank, recorded=recorded)
+            recorded, replays = self._recording is not None, None
+            if self._recording is not None and device.type == "cuda" and chosen.peers is not None:
+                replays = ReplayedPlans(self._recording, self.topology, device)
+            clock = clock_of(device, self._notebooks, self.rank, recorded=recorded, replays=replays)
             self._planes[device] = chosen, plane, clock
         _, plane, clock = self._planes[device]
         self._watch.clock = clock
@@ -320,10 +317,12 @@ class Balancer(Unique):
     def record_step(self, step: int) -> None:
         """Say to which step of training the next microbatches belong, if they are recorded.
 
-        Unless that is said, the microbatches of a layer count as steps.
+        Unless that is said, the microbatches of a layer count as steps. Replays of graphs, too, in
+        the order of the current stream; those of before are fetched here, without waiting.
         """
         if self._recording is not None:
-            self._settle()  # what a device has not noted yet belongs to the step before
+            for *_, clock in self._planes.values():
+                clock.begin_step(step)  # what was not noted yet belongs to the step before
             self._recording.begin_step(step)
 
     @contextmanager
@@ -390,7 +389,8 @@ class Balancer(Unique):
 
     def close(self) -> None:
         """Write the rest of the trace, give back memory and the communicator's resources."""
-        self._settle()
+        for *_, clock in self._planes.values():
+            clock.finish()
         if self.recorder is not None:
             self.recorder.close()
         for _, plane, _ in self._planes.values():

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict, deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from ultraep.errors import ConfigError, FileError
 from ultraep.plan import Plan
 from ultraep.plane import Microbatch
 from ultraep.reroute import rows_received
+from ultraep.runtime.clocks import copies_sent
 from ultraep.runtime.history import REMEMBERED, History, Moment
 from ultraep.topology import Topology
 from ultraep.trace.pieces import Key
@@ -28,6 +30,7 @@ from ultraep.trace.schema import FORWARD
 
 VARIABLE = "ULTRAEP_TRACE"  # in the environment: a folder for the traces of all balancers
 MOST_TRACES = 10_000  # in that folder
+Sent = Sequence[tuple[str, int]]
 
 
 def wanted(record: str | Path | None) -> str:
@@ -44,14 +47,17 @@ def open_recorder(
     inside = os.environ.get(VARIABLE) if record is None else None
     if record is None and not inside:
         return None
-    recorder, chosen, error = None, "", ""
+    recorder, error = None, ""
+    chosen = "" if record is None else str(Path(record).absolute())
     if comm.rank == 0:
         try:
-            chosen = str(_new_folder(Path(inside)) if inside else Path(str(record)).absolute())
+            chosen = chosen or str(_new_folder(Path(str(inside))))
             recorder = Recorder(chosen, topology, config)
         except FileError as refused:
             error = str(refused)
     chosen, error = comm.gather_objects((chosen, error))[0]
+    if not chosen and not error:
+        error = f"ranks of one process cannot agree on a folder in {inside}: give record="
     if comm.rank and not error:
         try:
             recorder = Recorder(chosen, topology, config, rank=comm.rank)
@@ -102,7 +108,7 @@ class Recording:
         self._recorder, self._rank = recorder, rank
         self._history = History()
         self._step: int | None = None
-        self._counts: dict[int, int] = defaultdict(int)  # of the step, by layer
+        self._counts: dict[int, dict[int, int]] = {}  # of every step, by layer
         self._keys: dict[int, deque[tuple[int, Key]]] = defaultdict(
             lambda: deque(maxlen=REMEMBERED + 1)
         )
@@ -113,8 +119,6 @@ class Recording:
         """The microbatches from now on are those of this step."""
         if step < 0:
             raise ConfigError(f"a step must not be negative, got {step}")
-        if step != self._step:
-            self._counts.clear()
         self._step = step
 
     def planned(self, microbatch: Microbatch, plan: Plan) -> None:
@@ -122,23 +126,49 @@ class Recording:
         layer, again = microbatch.layer, microbatch.again
         moment = self._history.note(layer, plan.loads.sum(axis=0), again=again)
         rows = rows_received(plan, self._rank).sum(axis=0).tolist()
-        found = _Pass(plan, self._key(layer, moment, again), rows)
+        key = self._key_again(layer, moment) if again else self._key(layer, moment, self._step)
+        found = _Pass(plan, key, rows)
         for stage, seconds in self._early.pop(microbatch, {}).items():
             found.seconds[stage] += seconds
         self._passes[microbatch] = found
 
-    def _key(self, layer: int, moment: Moment, again: bool) -> Key | None:
+    def _key(self, layer: int, moment: Moment, step: int | None) -> Key:
         """By which all ranks know the microbatch."""
-        if again:
-            found = (key for number, key in self._keys[layer] if number == moment.number)
-            return next(found, None)
         assert moment.number is not None
         key = moment.number, layer, 0  # where nobody tells, every microbatch is a step
-        if self._step is not None:
-            key = self._step, layer, self._counts[layer]
-            self._counts[layer] += 1
+        if step is not None:
+            counts = self._counts.setdefault(step, defaultdict(int))
+            key = step, layer, counts[layer]
+            counts[layer] += 1
+            while len(self._counts) > REMEMBERED:
+                del self._counts[next(iter(self._counts))]
         self._keys[layer].append((moment.number, key))
         return key
+
+    def _key_again(self, layer: int, moment: Moment) -> Key | None:
+        """That of the first time."""
+        found = (key for number, key in self._keys[layer] if number == moment.number)
+        return next(found, None)
+
+    def replayed(self, layer: int, step: int | None, plan: Plan, sent: Sent, began: float) -> None:
+        """A graph has served a microbatch: it has no seconds. sent: what, bytes of a copy."""
+        moment = self._history.note(layer, plan.loads.sum(axis=0), again=False)
+        step, layer, number = self._key(layer, moment, step)
+        rows = rows_received(plan, self._rank).sum(axis=0).tolist()
+        moved = sum(nbytes * copies_sent(plan, what, self._rank) for what, nbytes in sent)
+        self._recorder.add(
+            plan=plan,
+            slot_rows=rows,
+            step=step,
+            layer=layer,
+            microbatch=number,
+            bytes_moved=moved,
+            began=began,
+        )
+
+    def lost(self, records: int) -> None:
+        """So many came too late to be recorded."""
+        self._recorder.lose(records)
 
     def took(self, microbatch: Microbatch, stage: str, seconds: float) -> None:
         """Add the time of a stage; of a forward pass that is computed again, to one of its own."""

@@ -142,6 +142,10 @@ class Recorder:
             values |= self._told(others, late=True)
         return self._writer.put(Entry(_key(step, layer, microbatch), values, None, OVERHEAD))
 
+    def lose(self, records: int) -> None:
+        """Count records that are lost before they came here."""
+        self._writer.lose(records)
+
     @property
     def dropped(self) -> int:
         """Records and additions that were lost so far, since writing was too slow or failed."""

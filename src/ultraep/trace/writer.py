@@ -49,6 +49,13 @@ class Writer:
             self._look.set()
         return True
 
+    def lose(self, count: int) -> None:
+        """Count what was dropped elsewhere."""
+        with self._lock:
+            self.dropped += count
+            if self._thread is None and not self._closed:
+                self._start()
+
     def close(self) -> None:
         """Write what waits; a writer that is stuck is left behind after a while."""
         if os.getpid() != self._process:  # a child that was forked off has no such thread

@@ -27,7 +27,7 @@ from ultraep.integrations.vllm.refusals import (
 )
 from ultraep.integrations.vllm.settings import ServingSettings
 from ultraep.runtime.balancer import Balancer
-from ultraep.runtime.observe import DeviceClock, HostClock
+from ultraep.runtime.clocks import DeviceClock, HostClock
 from ultraep.version import __version__
 
 

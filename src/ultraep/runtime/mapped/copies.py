@@ -15,6 +15,7 @@ from ultraep.bundle import Bundle, Layout, Stack, resolve
 from ultraep.errors import SlotError
 from ultraep.modes import unseen
 from ultraep.plane import Kinds, Microbatch
+from ultraep.runtime.fetch import Fetch
 from ultraep.runtime.mapped.control import DevicePlan
 from ultraep.runtime.mapped.memory import GradientSlots, MappedMemory
 from ultraep.runtime.mapped.overlap import capturing
@@ -167,18 +168,8 @@ def in_time(number: torch.Tensor) -> Later:
     """A function that returns the number when the device has come so far; the current stream's."""
     if capturing(number.device):
         return lambda: 0  # nobody notes what a graph captures
-    if number.device.type == "cpu":
-        found = int(number)
-        return lambda: found
-    noted = torch.empty_like(number, device="cpu", pin_memory=True).copy_(number, non_blocking=True)
-    event = torch.cuda.Event()
-    event.record()
-
-    def fetch() -> int:
-        event.synchronize()
-        return int(noted)
-
-    return fetch
+    coming = Fetch(number)
+    return lambda: int(coming.wait())
 
 
 def _stacked(stack: Stack) -> torch.Tensor:

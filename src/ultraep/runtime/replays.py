@@ -1,0 +1,156 @@
+"""ReplayedPlans: what the replays of a graph leave on the device becomes a part of the trace.
+
+A replay calls nobody on the host. So a kernel behind the planner keeps every plan in a ring on the
+device, with its step, and a graph captures it with the rest. The host fetches from the ring without
+waiting: first how many plans there are, later those that are new. What was overwritten before it
+was fetched counts as dropped. Seconds of stages are not known: a graph is timed as a whole.
+
+Shapes: R ranks, E experts.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field, replace
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+
+from ultraep.plane import Microbatch
+from ultraep.runtime.fetch import Fetch
+from ultraep.runtime.mapped.control import DevicePlan
+from ultraep.runtime.recording import Recording
+from ultraep.topology import Topology
+
+MEMORY = 64 << 20  # bytes of plans that wait on a device
+FEWEST, MOST = 64, 4096  # plans
+NO_STEP = -1
+LAUNCHES = 64  # steps whose launch is remembered
+
+
+@dataclass
+class _Site:
+    """Where a graph plans: one microbatch that was captured."""
+
+    layer: int
+    plan: DevicePlan  # for which numbers are fetched
+    sent: list[tuple[str, int]] = field(default_factory=list)  # what, bytes of a copy
+
+
+@dataclass(frozen=True)
+class _New:
+    """Plans that are on their way to the host, and how many were kept when they were copied."""
+
+    first: int
+    plans: list[Fetch]
+    kept: Fetch
+
+    def here(self) -> bool:
+        return self.kept.here()
+
+
+class ReplayedPlans:
+    """The plans of captured microbatches of one rank, on one device."""
+
+    @torch.inference_mode(False)  # it is written to outside of it, too
+    def __init__(self, recording: Recording, topology: Topology, device: torch.device) -> None:
+        from ultraep.backends.triton.ring import PlanRing  # triton, where it is used
+
+        ranks, copies = topology.ranks, max(1, topology.ranks * topology.slots)
+        self._loads = ranks * topology.experts
+        numbers = self._loads + ranks + copies * (5 + ranks) + 4 * 6  # each padded to four
+        places = min(MOST, max(FEWEST, MEMORY // (4 * numbers)))
+        self.ring = PlanRing(places, numbers, device)
+        self.ring.state[1].fill_(NO_STEP)
+        self._recording, self._shape = recording, (ranks, topology.experts)
+        self._sites: list[_Site] = []
+        self._of: WeakKeyDictionary[Microbatch, _Site] = WeakKeyDictionary()
+        self._fetched = 0
+        self._kept: Fetch | None = None
+        self._new: _New | None = None
+        self._launched: dict[int, float] = {}
+
+    def captured(self, microbatch: Microbatch, plan: DevicePlan) -> None:
+        """Keep the plan of this microbatch in every replay, unless it is computed again."""
+        if microbatch.again:
+            return
+        self.ring.keep(len(self._sites), plan.loads, plan.result)
+        nothing = plan.result.new_empty(0)  # so that the memory of the graph is not held
+        light = replace(plan, loads=nothing, expert_of_slot=nothing, result=nothing)
+        site = self._of[microbatch] = _Site(microbatch.layer, light)
+        self._sites.append(site)
+
+    def sent(self, microbatch: Microbatch, what: str, nbytes: int) -> None:
+        """Every replay sends so many bytes of each copy, as it is planned."""
+        if microbatch in self._of:
+            self._of[microbatch].sent.append((what, nbytes))
+
+    def begin_step(self, step: int) -> None:
+        """The replays from here on, in the order of the current stream, are of this step."""
+        self.ring.state[1].fill_(step)
+        self._launched[step] = time.time()
+        if len(self._launched) > LAUNCHES:
+            del self._launched[next(iter(self._launched))]
+
+    def fetch(self) -> None:
+        """Record what has come by now; does not wait."""
+        if not self._sites:
+            return
+        if self._new is not None and self._new.here():
+            self._record()
+        if self._new is None and self._kept is not None and self._kept.here():
+            self._copy_new()
+        if self._kept is None:
+            self._kept = Fetch(self.ring.state)
+
+    def finish(self) -> None:
+        """Record everything that was replayed so far; waits for the device."""
+        if not self._sites:
+            return
+        if self.ring.state.device.type == "cuda":
+            torch.cuda.synchronize(self.ring.state.device)
+        if self._new is not None:
+            self._record()
+        self._kept = Fetch(self.ring.state)
+        self._copy_new()
+        if self._new is not None:
+            self._record()
+
+    def _copy_new(self) -> None:
+        """Ask for the plans that were kept since the last time."""
+        assert self._kept is not None
+        kept, places = int(self._kept.wait()[0]), len(self.ring.plans)
+        self._kept = None
+        first = max(self._fetched, kept - places)
+        if first == kept:
+            return
+        begin, end = first % places, (kept - 1) % places + 1
+        spans = [(begin, end)] if begin < end else [(begin, places), (0, end)]
+        plans = [Fetch(self.ring.plans[slice(*span)]) for span in spans]
+        self._lose(first - self._fetched)
+        self._fetched = kept
+        self._new = _New(first, plans, Fetch(self.ring.state))
+
+    def _record(self) -> None:
+        """Record the plans that have come."""
+        assert self._new is not None
+        new, self._new = self._new, None
+        rows = torch.cat([part.wait() for part in new.plans]).numpy()
+        overwritten = max(0, int(new.kept.wait()[0]) - len(self.ring.plans) - new.first)
+        self._lose(min(overwritten, len(rows)))
+        for row in rows[overwritten:]:
+            self._record_one(row)
+
+    def _record_one(self, row: np.ndarray[tuple[int], np.dtype[np.int32]]) -> None:
+        (number, step), numbers = row[:2].tolist(), row[2:]
+        site = self._sites[number]
+        loads = numbers[: self._loads].reshape(self._shape).astype(np.int64)
+        plan = site.plan.to_host(loads, torch.from_numpy(numbers[self._loads :]))
+        began = self._launched.get(step, time.time())
+        own = None if step == NO_STEP else step
+        self._recording.replayed(site.layer, own, plan, site.sent, began)
+
+    def _lose(self, plans: int) -> None:
+        if plans:
+            self._recording.lost(plans)

@@ -1,0 +1,144 @@
+"""Replays of graphs in a trace: kept in a ring on the device, fetched late, never waited for."""
+
+import numpy as np
+import pytest
+import torch
+
+import ultraep
+from ultraep import BalanceConfig, Balancer, ControlPlane, Recorder, Topology, read_trace
+from ultraep.backends.triton.device import default_device
+from ultraep.plane import Microbatch
+from ultraep.reroute import rows_received
+from ultraep.runtime import replays as module
+from ultraep.runtime.recording import Recording
+from ultraep.runtime.replays import ReplayedPlans
+
+TOPOLOGY, CONFIG = Topology(ranks=3, experts=6, slots=2), BalanceConfig(objective="balance")
+
+
+class World:
+    """Ranks of two layers each; nothing is captured, `replay` keeps what a graph would."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        self.recorders = [Recorder(folder, TOPOLOGY, CONFIG, rank=rank) for rank in range(3)]
+        self.ranks = [
+            ReplayedPlans(Recording(recorder, rank), TOPOLOGY, default_device())
+            for rank, recorder in enumerate(self.recorders)
+        ]
+        self.control = ControlPlane(TOPOLOGY, CONFIG, rows=600, device=default_device())
+        self.rng, self.plans = np.random.default_rng(7), []
+        for layer in (4, 5):
+            microbatch, plan = Microbatch(layer, 1, again=False), self.planned()
+            for replays in self.ranks:
+                replays.captured(microbatch, plan)
+                replays.captured(Microbatch(layer, 2, again=True), plan)
+                replays.sent(microbatch, "weights", 10)
+                replays.sent(microbatch, "gradients", 1000)
+
+    def planned(self):
+        loads = self.rng.integers(0, 100, (TOPOLOGY.ranks, TOPOLOGY.experts))
+        plan = self.control.plan(torch.from_numpy(loads).int().to(default_device()))
+        self.plans.append(plan.to_host())
+        return plan
+
+    def replay(self, step=None):
+        for replays in self.ranks if step is not None else ():
+            replays.begin_step(step)
+        for site in range(2):
+            plan = self.planned()
+            for replays in self.ranks:
+                replays.ring.keep(site, plan.loads, plan.result)
+
+    def fetch(self):
+        for replays in self.ranks:
+            for _ in range(3):  # how many, which, and what came meanwhile
+                replays.fetch()
+
+    def close(self):
+        for replays, recorder in zip(self.ranks, self.recorders, strict=True):
+            replays.finish()
+            recorder.close()
+        return read_trace(self.folder)
+
+
+def test_every_replay_is_a_record_of_its_step(tmp_path):
+    world = World(tmp_path)  # two plans, of no step
+    for step in (10, 11, 12):
+        world.replay(step)
+        world.replay()  # a second microbatch of the step
+        world.fetch()
+    trace = world.close()
+    keys = zip(trace.step.tolist(), trace.layer.tolist(), trace.microbatch.tolist(), strict=True)
+    wanted = [(0, 4, 0), (0, 5, 0)]
+    wanted += [(step, layer, n) for step in (10, 11, 12) for n in (0, 1) for layer in (4, 5)]
+    plans = dict(zip(wanted, world.plans, strict=True))
+    found = dict(zip(keys, map(trace.plan, range(len(trace))), strict=True))
+    assert found == plans
+    assert (trace.dropped, trace.left_out) == (0, 0)
+
+
+def test_bytes_are_those_that_the_plan_makes_a_rank_send(tmp_path):
+    world = World(tmp_path)
+    trace, homes = world.close(), TOPOLOGY.home_of_expert
+    for place, plan in enumerate(world.plans):
+        assert plan.num_replicas
+        for rank in range(TOPOLOGY.ranks):
+            gives = int((homes[plan.replicas[:, 0]] == rank).sum())
+            hosts = int((plan.replicas[:, 1] == rank).sum())
+            assert trace.bytes_moved[place, rank] == 10 * gives + 1000 * hosts
+            assert rows_received(plan, rank).sum() == plan.rank_loads[rank]
+
+
+@pytest.mark.parametrize("every", [1, 5])
+def test_what_is_overwritten_is_dropped_and_counted(tmp_path, monkeypatch, every):
+    monkeypatch.setattr(module, "MEMORY", 0)
+    monkeypatch.setattr(module, "FEWEST", 8)
+    world = World(tmp_path)
+    for step in range(20):
+        world.replay(step + 1)
+        if step % every == 0:
+            world.fetch()
+    trace = world.close()
+    lost = len(world.plans) - len(trace)
+    assert trace.dropped == 3 * lost
+    assert (lost > 0) == (every > 1)
+    assert trace.plan(len(trace) - 1) == world.plans[-1]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
+@pytest.mark.parametrize("layers", [1, 3])
+def test_a_graph_is_recorded(tmp_path, layers):
+    peers = ultraep.LocalPeers(1).of(0)
+    balancer = Balancer(peers=peers, experts=4, data_plane="mapped", record=tmp_path / "run")
+    moes = [
+        ultraep.BalancedMoE.swiglu(64, 64, 4, 2, balancer=balancer, seed=seed).cuda().bfloat16()
+        for seed in range(layers)
+    ]
+    x = torch.randn(16, 64, device="cuda", dtype=torch.bfloat16)
+
+    def step():
+        y = x
+        for moe in moes:
+            y = y + moe(y)
+        return y
+
+    balancer.record_step(0)
+    with torch.no_grad():
+        step()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            step()
+        for number in range(1, 30):
+            balancer.record_step(number)
+            x.normal_()
+            graph.replay()
+    balancer.close()
+    trace = read_trace(tmp_path / "run")
+    assert trace.step.tolist() == [step for step in range(30) for _ in range(layers)]
+    assert trace.layer.tolist() == [*range(layers)] * 30
+    assert trace.dropped == 0
+    assert (trace.loads.sum(axis=(1, 2)) == 32).all()
+    assert len({tuple(loads.flatten().tolist()) for loads in trace.loads}) > layers * 5
