@@ -29,7 +29,7 @@ from ultraep.errors import ConfigError, LoadError
 from ultraep.loan import Network, run, serve
 from ultraep.parallel.home import HomeModule
 from ultraep.plane import Copies
-from ultraep.products import Products, Stacks, TorchProducts, accumulator
+from ultraep.products import Beside, Products, Stacks, TorchProducts, accumulator
 from ultraep.quantisable import QuantisableModule
 from ultraep.quantised import QuantisedProducts, QuantisedStacks
 
@@ -286,9 +286,9 @@ class _TwoProducts(torch.autograd.Function):
             if sums is not None:
                 products.weight_gradients(d_outputs_AD, hidden, *sums.of("down"), scale=gates_A)
                 products.weight_gradients(d_up, given, *sums.of("gate_up"))
-                sums.reduce()
+            beside = None if sums is None else sums.reduce()
             d_rows_AD = products.multiply_transposed(
-                d_up, gate_up[0], out=copies.served_rows(ctx.like)
+                d_up, gate_up[0], out=copies.served_rows(ctx.like), beside=beside
             )
         wanted = sums.reduced() if sums is not None else [None] * len(stacked)
         return d_rows_AD, d_gates_A if ctx.needs_input_grad[1] else None, None, None, *wanted
@@ -341,10 +341,11 @@ class _Gradients:
         """Where the gradients of one layer go."""
         return _layer(self._of_homes, self._of_copies, layer, self._own, self._spans)
 
-    def reduce(self) -> None:
-        """Begin to add those of the copies to those of the homes."""
-        if self._copies.possible:
-            self._copies.reduce(self._of_homes, self._own or None)
+    def reduce(self) -> Beside | None:
+        """Begin to add those of the copies to those of the homes, beside the product to come."""
+        if not self._copies.possible:
+            return None
+        return self._copies.reduce(self._of_homes, self._own or None, beside=True)
 
     def reduced(self) -> list[torch.Tensor]:
         """The gradients of the home experts, with those of all their copies."""

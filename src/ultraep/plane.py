@@ -25,6 +25,7 @@ import torch
 from ultraep.bundle import Bundle
 from ultraep.config import BalanceConfig
 from ultraep.plan import Plan
+from ultraep.products import Beside
 from ultraep.topology import Topology
 
 NO_LAYER = -1  # of what is made up
@@ -107,11 +108,18 @@ class Copies(Protocol):
     def spans(self) -> torch.Tensor:
         """[H, 2] where the copies of each home expert begin and end in the plan, for kernels."""
 
-    def reduce(self, homes: Mapping[str, Any], own: Mapping[str, Any] | None = None) -> None:
+    def reduce(
+        self,
+        homes: Mapping[str, Any],
+        own: Mapping[str, Any] | None = None,
+        *,
+        beside: bool = False,
+    ) -> Beside | None:
         """Stage 8: begin to add the gradients of all copies to those of the home experts.
 
         homes: `[H, ...]` or H tensors, for the names that `gradient_slots` was last asked for.
         own: what the home experts that have copies gave themselves; None: it stands in `homes`.
+        beside: a product follows, which leaves it those programs of a GPU that are returned.
         """
 
     def reduced(self) -> None:

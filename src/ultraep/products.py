@@ -11,9 +11,10 @@ U and F what goes into and out of an activation.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch.nn.functional import linear
@@ -56,6 +57,16 @@ class Stacks:
         return self.homes[slot] if spare < 0 else self.copies[spare]
 
 
+class Beside(NamedTuple):
+    """Other work of the device that takes some programs of a product at first.
+
+    behind: the block is launched where that work is done, on the same multiprocessors.
+    """
+
+    programs: int
+    behind: Callable[[], AbstractContextManager[None]]
+
+
 class Products(Protocol):
     """What stage 6 needs of an engine, for the rows of one microbatch."""
 
@@ -77,7 +88,12 @@ class Products(Protocol):
         ...
 
     def multiply_transposed(
-        self, rows_AN: torch.Tensor, weights: Stacks, *, out: torch.Tensor | None = None
+        self,
+        rows_AN: torch.Tensor,
+        weights: Stacks,
+        *,
+        out: torch.Tensor | None = None,
+        beside: Beside | None = None,
     ) -> torch.Tensor:
         """[A, K] rows @ W."""
         ...
@@ -149,8 +165,14 @@ class TorchProducts:
         return self._joined(found, rows_AK, weights.homes.shape[1], out)
 
     def multiply_transposed(
-        self, rows_AN: torch.Tensor, weights: Stacks, *, out: torch.Tensor | None = None
+        self,
+        rows_AN: torch.Tensor,
+        weights: Stacks,
+        *,
+        out: torch.Tensor | None = None,
+        beside: Beside | None = None,
     ) -> torch.Tensor:
+        del beside  # nothing is: one slot after the other
         found = [
             self._in_tiles(torch.matmul, rows_AN[part], _of_slot(weights, slot, rows_AN))
             for slot, part in self._parts()

@@ -20,7 +20,7 @@ import ultraep.formats as formats
 from ultraep.errors import ConfigError
 from ultraep.formats import E4M3, Format
 from ultraep.modes import unseen
-from ultraep.products import Products, Stacks, accumulator
+from ultraep.products import Beside, Products, Stacks, accumulator
 
 
 @dataclass(frozen=True)
@@ -79,10 +79,15 @@ class QuantisedProducts:
         return out
 
     def multiply_transposed(
-        self, rows_AN: torch.Tensor, weights: QuantisedStacks, *, out: torch.Tensor | None = None
+        self,
+        rows_AN: torch.Tensor,
+        weights: QuantisedStacks,
+        *,
+        out: torch.Tensor | None = None,
+        beside: Beside | None = None,
     ) -> torch.Tensor:
         plain = self._weights(weights, rows_AN.dtype)
-        return self._plain.multiply_transposed(rows_AN, plain, out=out)
+        return self._plain.multiply_transposed(rows_AN, plain, out=out, beside=beside)
 
     def activate(self, up: torch.Tensor) -> torch.Tensor:
         return self.packed(self._plain.activate(up))

@@ -219,11 +219,12 @@ def launch_products(
     homes: int, slots: int, hidden: int, ffn: int, biases: bool, backend: str, rows: int = 4096
 ) -> None:
     """The networks of all slots, forward and backward; the second one with weights of the rows."""
+    from contextlib import nullcontext
     from dataclasses import replace
 
     import torch
 
-    from ultraep.backends.triton.grouped import TABLES, Grouped, Stacks
+    from ultraep.backends.triton.grouped import TABLES, Beside, Grouped, Stacks
     from ultraep.backends.triton.scale import scale_rows, scale_rows_backward
 
     def room(*shape: int, dtype: Any = torch.bfloat16) -> torch.Tensor:
@@ -243,6 +244,7 @@ def launch_products(
     grouped.swiglu(wide, narrow)
     grouped.multiply(narrow, down, outer, bias=down_bias, scale=scale)
     grouped.multiply_transposed(outer, down, narrow)
+    grouped.multiply_transposed(outer, down, narrow, beside=Beside(8, nullcontext))
     grouped.swiglu_backward(wide, narrow, wide, hidden=narrow, scale=scale, d_scale=scale)
     grouped.weight_gradients(
         outer, narrow, stacks(hidden, ffn, dtype=single), bias=d_down_bias, scale=scale

@@ -17,6 +17,7 @@ import torch
 
 from ultraep.plan import Plan
 from ultraep.plane import AnyPlan, Copies, Exchange, Microbatch
+from ultraep.products import Beside
 
 Later: TypeAlias = Callable[[], int]  # a number that a device will know
 
@@ -153,10 +154,16 @@ class ObservedCopies:
         with self._filling():
             return self._copies.tensors()
 
-    def reduce(self, homes: Mapping[str, Any], own: Mapping[str, Any] | None = None) -> None:
+    def reduce(
+        self,
+        homes: Mapping[str, Any],
+        own: Mapping[str, Any] | None = None,
+        *,
+        beside: bool = False,
+    ) -> Beside | None:
         """Stage 8."""
         with self._watch.stage("reduce", self._microbatch):
-            self._copies.reduce(homes, own)
+            return self._copies.reduce(homes, own, beside=beside)
 
     def reduced(self) -> None:
         """Waits for stage 8."""

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 import torch
 
 from ultraep.backends.triton.kernels import grouped, swiglu, tiles
+from ultraep.backends.triton.kernels.tiles import DRAWN
 from ultraep.backends.triton.launch import cdiv, power_of_2, quick
-from ultraep.products import Stacks
+from ultraep.products import Beside, Stacks
 
 
 @dataclass(frozen=True)
@@ -108,10 +109,15 @@ class Grouped:
         self._multiply("multiply", rows_AK, weights, out_AN, bias, scale)
 
     def multiply_transposed(
-        self, rows_AN: torch.Tensor, weights: Stacks, out_AK: torch.Tensor
+        self,
+        rows_AN: torch.Tensor,
+        weights: Stacks,
+        out_AK: torch.Tensor,
+        *,
+        beside: Beside | None = None,
     ) -> None:
-        """Rows @ W, W [N, K] of every slot."""
-        self._multiply("multiply_transposed", rows_AN, weights, out_AK, None, None)
+        """Rows @ W, W [N, K] of every slot. beside: other work, which takes some programs."""
+        self._multiply("multiply_transposed", rows_AN, weights, out_AK, None, None, beside)
 
     def _multiply(
         self,
@@ -121,6 +127,7 @@ class Grouped:
         out: torch.Tensor,
         bias: Stacks | None,
         scale: torch.Tensor | None,
+        beside: Beside | None = None,
     ) -> None:
         transposed = kernel == "multiply_transposed"
         shape = (rows.shape[1], out.shape[1]) if transposed else (out.shape[1], rows.shape[1])
@@ -130,15 +137,41 @@ class Grouped:
             self._check(bias, out.shape[1:])
             assert bias.homes.dtype == bias.copies.dtype, (bias.homes.dtype, bias.copies.dtype)
         blocks = self.table[kernel, rows.element_size()]
+        tiles, programs = self._tiles(rows.shape[0], blocks), self.programs
+        arguments = rows, weights, bias, scale, tiles, out, blocks
+        if beside is None:
+            self._launch_products(programs, *arguments, transposed=transposed, drawn=False)
+            return
+        tiles[int(DRAWN)].zero_()
+        with beside.behind():
+            taken = beside.programs
+            self._launch_products(taken, *arguments, transposed=transposed, drawn=True)
+        programs -= beside.programs
+        self._launch_products(programs, *arguments, transposed=transposed, drawn=True)
+
+    def _launch_products(
+        self,
+        programs: int,
+        rows: torch.Tensor,
+        weights: Stacks,
+        bias: Stacks | None,
+        scale: torch.Tensor | None,
+        tiles: torch.Tensor,
+        out: torch.Tensor,
+        blocks: Blocks,
+        *,
+        transposed: bool,
+        drawn: bool,
+    ) -> None:
         last = blocks.last(out.shape[1])
-        quick(grouped.multiply)[(self.programs * blocks.resident,)](
+        quick(grouped.multiply)[(programs * blocks.resident,)](
             rows,
             weights.homes,
             weights.copies,
             bias and bias.homes,
             bias and bias.copies,
             scale,
-            self._tiles(rows.shape[0], blocks),
+            tiles,
             out,
             weights.homes.shape[0],
             rows.shape[1],
@@ -158,6 +191,7 @@ class Grouped:
             LAST=last,
             K=blocks.depth,
             HALF=blocks.half,
+            DRAWN=drawn,
             num_warps=blocks.warps,
             num_stages=blocks.stages,
         )

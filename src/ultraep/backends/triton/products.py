@@ -10,7 +10,7 @@ import torch
 from ultraep.activations import Activation
 from ultraep.backends.triton.grouped import Grouped
 from ultraep.errors import ConfigError
-from ultraep.products import Stacks, activate_backward
+from ultraep.products import Beside, Stacks, activate_backward
 
 TYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -54,11 +54,16 @@ class TritonProducts:
         return out_AN
 
     def multiply_transposed(
-        self, rows_AN: torch.Tensor, weights: Stacks, *, out: torch.Tensor | None = None
+        self,
+        rows_AN: torch.Tensor,
+        weights: Stacks,
+        *,
+        out: torch.Tensor | None = None,
+        beside: Beside | None = None,
     ) -> torch.Tensor:
-        width = weights.homes.shape[2]
+        width, stacks = weights.homes.shape[2], fitting(weights, rows_AN.dtype)
         out_AK = rows_AN.new_empty(rows_AN.shape[0], width) if out is None else out
-        self._grouped.multiply_transposed(rows_AN, fitting(weights, rows_AN.dtype), out_AK)
+        self._grouped.multiply_transposed(rows_AN, stacks, out_AK, beside=beside)
         return out_AK
 
     def activate(self, up: torch.Tensor) -> torch.Tensor:

@@ -11,6 +11,7 @@ from ultraep.backends.triton.streamer import Streamer
 from ultraep.comm import Region
 
 NUMBERS, WARPS = 4096, 8  # of a tile
+LARGE = 4  # times as many, where a program has a multiprocessor for itself
 AHEAD = 3  # copies whose gradients are loaded together: 1 or 3
 
 
@@ -21,6 +22,7 @@ def pull(
     streamer: Streamer,
     *,
     programs: int,
+    large: bool = False,
     own_HP: torch.Tensor | None = None,
     zero: bool = False,
 ) -> None:
@@ -28,10 +30,11 @@ def pull(
 
     own_HP: their own; None: those that stand in `gradients_HP`.
     rows: `[slots, P]` of every rank, of that type.   zero: and leave zeros there.
+    large: programs are as large as a multiprocessor.
     """
     own = gradients_HP if own_HP is None else own_HP
     assert own.stride() == gradients_HP.stride(), (own.stride(), gradients_HP.stride())
-    double = own.dtype == torch.float64
+    double, size = own.dtype == torch.float64, LARGE if large else 1
     quick(gradients.pull)[(programs,)](
         gradients_HP,
         own,
@@ -46,7 +49,7 @@ def pull(
         ZERO=zero,
         AHEAD=AHEAD,
         ALIGNED=own.shape[1] * own.element_size() % 16 == 0,
-        W=NUMBERS,
+        W=NUMBERS * size,
         PROGRAMS=programs,
-        num_warps=WARPS,
+        num_warps=WARPS * size,
     )

@@ -15,6 +15,7 @@ from ultraep.bundle import Bundle, Layout, Stack, resolve
 from ultraep.errors import SlotError
 from ultraep.modes import unseen
 from ultraep.plane import Kinds, Microbatch
+from ultraep.products import Beside
 from ultraep.runtime.fetch import Fetch
 from ultraep.runtime.mapped.control import DevicePlan
 from ultraep.runtime.mapped.memory import GradientSlots, MappedMemory
@@ -146,22 +147,29 @@ class MappedCopies:
 
     @unseen()
     def reduce(
-        self, homes: Mapping[str, Stack], own: Mapping[str, torch.Tensor] | None = None
-    ) -> None:
-        """Stage 8."""
+        self,
+        homes: Mapping[str, Stack],
+        own: Mapping[str, torch.Tensor] | None = None,
+        *,
+        beside: bool = False,
+    ) -> Beside | None:
+        """Stage 8; beside a product if one follows and the gradients are stacked."""
         if not self._gradients or self.schedule is None:
-            return
-        stacked = {name: _stacked(stack) for name, stack in homes.items()}
-        self._memory.reduce(stacked, own or stacked, self._gradients, self.schedule)
+            return None
+        memory, stacked = self._memory, {name: _stacked(stack) for name, stack in homes.items()}
+        beside = beside and memory.beside > 0 and all(stacked[n] is homes[n] for n in homes)
+        memory.reduce(stacked, own or stacked, self._gradients, self.schedule, beside=beside)
         for name, stack in homes.items():
             if stacked[name] is not stack:
                 for one, added in zip(stack, stacked[name], strict=True):
                     one.copy_(added)
         nbytes = sum(slots.nbytes for slots in self._gradients.values())
         self._plane.watch.sent(self._microbatch, "gradients", nbytes, None)
+        return Beside(memory.beside, memory.overlap.aside) if beside else None
 
     def reduced(self) -> None:
-        """Nothing: the main stream has made the sums."""
+        """The main stream waits for the sums."""
+        self._memory.overlap.join()
 
 
 def in_time(number: torch.Tensor) -> Later:

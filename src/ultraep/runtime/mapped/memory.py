@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -61,6 +61,7 @@ class MappedMemory:
             moving, pulling = 1, 2
         self.streamer = Streamer(self.board, topology, relay=relay, programs=moving)
         self._pull_programs = pulling
+        self.beside = 0 if self.sms < 2 else max(1, self.sms // 16)  # that pull beside a product
         layout = RegionLayout(
             first_slot_of_rank=topology.first_slot_of_rank,
             tokens=tokens,
@@ -213,23 +214,28 @@ class MappedMemory:
         own: Mapping[str, torch.Tensor],
         slots: Mapping[str, GradientSlots],
         schedule: torch.Tensor,
+        *,
+        beside: bool,
     ) -> None:
         """The gradients of home experts, from their own and those of all copies.
 
-        Not aside: the products leave no room on a multiprocessor. Beside them, some of their
-        programs would begin late, and then find nothing in the cache of what the others share.
+        To be joined before the next meeting of rows, which frees the memory of the copies.
+        beside: aside, by a few large programs: products leave no room on a multiprocessor, so those
+        that these take must be left to them.
         """
         self.board.meet("gradients")
         self._read = {"gradients"}
-        for name, of_copies in slots.items():
-            pull(
-                _flat(homes[name]),
-                of_copies.region,
-                schedule,
-                self.streamer,
-                programs=self._pull_programs,
-                own_HP=_flat(own[name]),
-            )
+        with self.overlap.aside() if beside else nullcontext():
+            for name, of_copies in slots.items():
+                pull(
+                    _flat(homes[name]),
+                    of_copies.region,
+                    schedule,
+                    self.streamer,
+                    programs=self.beside if beside else self._pull_programs,
+                    large=beside,
+                    own_HP=_flat(own[name]),
+                )
 
     def _free_gradients(self) -> None:
         """From here on, nobody reads the gradients of copies of the backward pass before."""

@@ -117,9 +117,14 @@ class MessageCopies:
 
     @unseen()
     def reduce(
-        self, homes: Mapping[str, Stack], own: Mapping[str, torch.Tensor] | None = None
+        self,
+        homes: Mapping[str, Stack],
+        own: Mapping[str, torch.Tensor] | None = None,
+        *,
+        beside: bool = False,
     ) -> None:
-        """Stage 8."""
+        """Stage 8; when it returns, all are added."""
+        del beside
         assert self._gradients is not None, "nobody asked where to put the gradients of copies"
         layout, rows = self._gradients
         nbytes = reduce_gradients(

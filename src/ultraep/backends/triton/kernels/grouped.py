@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 from ultraep.backends.triton.kernels.slots import SlotTensors, Sums, of_slot, store_of_slot
-from ultraep.backends.triton.kernels.tiles import Part, find_tile
+from ultraep.backends.triton.kernels.tiles import Part, draw_tile, find_tile
 
 
 class Matrix(NamedTuple):
@@ -86,13 +86,15 @@ def multiply(
     LAST: tl.constexpr,
     K: tl.constexpr,
     HALF: tl.constexpr,
+    DRAWN: tl.constexpr,
 ):
     """[A, depth] -> [A, width]: (rows @ W^T + bias) * scale, W a [width, depth] of every slot.
 
     TRANSPOSED: rows @ W, W a [depth, width].   ALL_DEPTH, ALL_WIDTH: tiles leave nothing over.
     LAST: columns of the last tile, N or fewer.   HALF: where most slots have few rows, those are
     tiles of half the height. The last rows of large slots are not: a program that gets ahead of its
-    neighbours finds nothing in the cache of what they share.
+    neighbours finds nothing in the cache of what they share.   DRAWN: programs draw their tiles,
+    those of other launches on the same tiles too.
 
     >>> rows = [[1.0, 2.0], [3.0, 4.0], [5.0, 6.0], [7.0, 8.0], [9.0, 10.0], [11.0, 12.0]]
     >>> homes = [[[1.0, 0.0], [0.0, 1.0]], [[0.0, 1.0], [1.0, 0.0]]]
@@ -103,7 +105,8 @@ def multiply(
     ...         out=room(6, 2, dtype=torch.float32),
     ...         depth=2, width=2, rows_stride=2, home_stride=4, copy_stride=4, weight_stride=2,
     ...         home_bias_stride=2, copy_bias_stride=2, out_stride=2, TRANSPOSED=False,
-    ...         ALL_DEPTH=False, ALL_WIDTH=False, M=16, N=16, LAST=16, K=16, HALF=False)
+    ...         ALL_DEPTH=False, ALL_WIDTH=False, M=16, N=16, LAST=16, K=16, HALF=False,
+    ...         DRAWN=False)
     out = [[1.0, 2.0], [14.0, 23.0], [55.5, 5.0], [230.0, 28.0], [119.0, 18.0], [_, _]]
     """
     weights = SlotTensors(homes, copies, num_homes, home_stride, copy_stride)
@@ -111,33 +114,72 @@ def multiply(
     given, made = Matrix(rows, rows_stride, depth), Matrix(out, out_stride, width)
     high, wide = tl.load(tiles), tl.cdiv(width, N)
     halves = HALF and tl.load(tiles + 1) != 0
-    following, next_column = find_tile(tiles, tl.program_id(0), high, wide)
-    for tile in range(tl.program_id(0), high * wide, tl.num_programs(0)):
-        part, column = following, next_column
-        # Looked up while this tile is made: its numbers are three loads away, one after the other.
-        following, next_column = find_tile(tiles, tile + tl.num_programs(0), high, wide)
-        at_weights = of_slot(weights, part.slot)
-        at_bias = None if home_biases is None else of_slot(biases, part.slot)
-        low, slim = halves and part.count <= M // 2, LAST < N and column == wide - 1
-        for LOW in tl.static_range(1 + HALF):
-            for SLIM in tl.static_range(1 + (LAST < N)):
-                if (low == LOW) and (slim == SLIM):
-                    multiply_tile(
-                        given,
-                        at_weights,
-                        weight_stride,
-                        at_bias,
-                        scale,
-                        made,
-                        part,
-                        column * N,
-                        TRANSPOSED,
-                        ALL_DEPTH,
-                        ALL_WIDTH or (LAST < N and SLIM == 0),
-                        M // (1 + LOW),
-                        LAST if SLIM else N,
-                        K,
-                    )
+    first = draw_tile(tiles) if DRAWN else tl.program_id(0)
+    following, next_column = find_tile(tiles, first, high, wide)
+    if DRAWN:
+        while first < high * wide:
+            part, column = following, next_column
+            first = draw_tile(tiles)
+            following, next_column = find_tile(tiles, first, high, wide)
+            multiply_part(
+                given, weights, biases, scale, made, part, column, wide, halves, weight_stride,
+                TRANSPOSED, ALL_DEPTH, ALL_WIDTH, M, N, LAST, K, HALF
+            )  # fmt: skip
+    else:
+        for tile in range(first, high * wide, tl.num_programs(0)):
+            part, column = following, next_column
+            # Looked up while this tile is made: its numbers are three loads away.
+            following, next_column = find_tile(tiles, tile + tl.num_programs(0), high, wide)
+            multiply_part(
+                given, weights, biases, scale, made, part, column, wide, halves, weight_stride,
+                TRANSPOSED, ALL_DEPTH, ALL_WIDTH, M, N, LAST, K, HALF
+            )  # fmt: skip
+
+
+@triton.jit
+def multiply_part(
+    rows,
+    weights,
+    biases,
+    scale,
+    out,
+    part,
+    column,
+    wide,
+    halves,
+    weight_stride,
+    TRANSPOSED: tl.constexpr,
+    ALL_DEPTH: tl.constexpr,
+    ALL_WIDTH: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    LAST: tl.constexpr,
+    K: tl.constexpr,
+    HALF: tl.constexpr,
+):
+    """The tile of some rows and a column of tiles, of the size that it has there."""
+    at_weights = of_slot(weights, part.slot)
+    at_bias = None if biases.homes is None else of_slot(biases, part.slot)
+    low, slim = halves and part.count <= M // 2, LAST < N and column == wide - 1
+    for LOW in tl.static_range(1 + HALF):
+        for SLIM in tl.static_range(1 + (LAST < N)):
+            if (low == LOW) and (slim == SLIM):
+                multiply_tile(
+                    rows,
+                    at_weights,
+                    weight_stride,
+                    at_bias,
+                    scale,
+                    out,
+                    part,
+                    column * N,
+                    TRANSPOSED,
+                    ALL_DEPTH,
+                    ALL_WIDTH or (LAST < N and SLIM == 0),
+                    M // (1 + LOW),
+                    LAST if SLIM else N,
+                    K,
+                )
 
 
 @triton.jit

@@ -6,6 +6,7 @@ the same time then share rows and weights, and read most of them from the cache.
 
     lay_tiles    lays all rows of tiles in order
     find_tile    the rows and the column of one tile
+    draw_tile    the next one that no program has, where some programs begin late
 
 Shapes: L slots of this rank, padded to a power of two.
 """
@@ -16,6 +17,7 @@ import triton
 import triton.language as tl
 
 ENTRIES = tl.constexpr(5)  # numbers of a row of tiles
+DRAWN = tl.constexpr(2)  # where the tiles that were drawn are counted
 
 
 class Part(NamedTuple):
@@ -66,6 +68,12 @@ def lay_tiles(
     low = tl.sum(((rows_L > 0) & (rows_L <= M // 2)).to(tl.int32), 0)
     tl.store(tiles, tl.sum(high_L, 0))
     tl.store(tiles + 1, (2 * low > tl.sum(high_L, 0)).to(tl.int32))
+
+
+@triton.jit
+def draw_tile(tiles):
+    """The number of a tile: programs that draw work at neighbours, whenever they began."""
+    return tl.atomic_add(tiles + DRAWN, 1, sem="relaxed", scope="gpu")
 
 
 @triton.jit
