@@ -111,11 +111,11 @@ def multiply(
     given, made = Matrix(rows, rows_stride, depth), Matrix(out, out_stride, width)
     high, wide = tl.load(tiles), tl.cdiv(width, N)
     halves = HALF and tl.load(tiles + 1) != 0
-    following, next_column = find_tile(tiles, tl.program_id(0), high, wide)
+    following, _, next_column = find_tile(tiles, tl.program_id(0), high, wide)
     for tile in range(tl.program_id(0), high * wide, tl.num_programs(0)):
         part, column = following, next_column
         # Looked up while this tile is made: its numbers are three loads away, one after the other.
-        following, next_column = find_tile(tiles, tile + tl.num_programs(0), high, wide)
+        following, _, next_column = find_tile(tiles, tile + tl.num_programs(0), high, wide)
         at_weights = of_slot(weights, part.slot)
         at_bias = None if home_biases is None else of_slot(biases, part.slot)
         low, slim = halves and part.count <= M // 2, LAST < N and column == wide - 1
