@@ -158,7 +158,7 @@ def exponents_of(largest: torch.Tensor) -> torch.Tensor:
 
 
 def _levelled(exponents: torch.Tensor, largest: torch.Tensor) -> torch.Tensor:
-    """Of the groups of a row, in place: that of the largest, in reach of it or of what is zero.
+    """Raise those of the groups of a row to the highest, where it is in reach or they are zero.
 
     >>> largest = torch.tensor([[448.0, 3.5, 100.0, 0.0, 28.0]])
     >>> (_levelled(exponents_of(largest), largest) - ONE).tolist()

@@ -98,15 +98,11 @@ class GroupedQuantised(Grouped):
         if bias is not None:
             self._check(bias, (width,))
         tiles = self._tiles(len(packed), blocks)
-        ratios = changes = None
-        if form.width:
-            ratios, changes = self._ratios(row_scales, tiles, blocks)
-            row_scales = None
+        laid = self._ratios(row_scales, tiles, blocks) if form.width else (None, None)
         quick(kernels.multiply_quantised)[(self.programs * blocks.resident,)](
             codes.view(self._codes),
-            row_scales,
-            ratios,
-            changes,
+            None if form.width else row_scales,
+            *laid,
             data.homes.view(self._codes),
             data.copies.view(self._codes),
             scales.homes,
@@ -120,7 +116,7 @@ class GroupedQuantised(Grouped):
             depth,
             width,
             codes.stride(0),
-            None if row_scales is None else row_scales.stride(0),
+            row_scales.stride(0),
             data.homes.stride(0),
             data.copies.stride(0),
             data.homes.stride(1),

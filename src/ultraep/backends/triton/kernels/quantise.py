@@ -138,7 +138,7 @@ def quantise(
 
 @triton.jit
 def swiglu_of(at_up, at_GN, width, there):
-    """silu of the first half of rows, times the second, and the largest of every group."""
+    """Silu of the first half of rows, times the second, and the largest of every group."""
     gate = tl.load(at_up + at_GN[None], mask=there, other=0.0)
     value = tl.load(at_up + width + at_GN[None], mask=there, other=0.0).to(tl.float32)
     wide = gate.to(tl.float32)

@@ -137,7 +137,7 @@ def multiply_quantised(
     ...         copy_scales=[[4.0]], home_biases=None, copy_biases=None, scale=[1.0, 2.0, 1.0],
     ...         tiles=[2, 0, 0, 0, 0, 0, 0, 1, 0, 1, 1, 1, 1, 1, 1],
     ...         out=room(3, 2, dtype=torch.float32), num_homes=1, depth=2, width=2,
-    ...         rows_stride=2, row_scales_stride=None, home_stride=4, copy_stride=4,
+    ...         rows_stride=2, row_scales_stride=0, home_stride=4, copy_stride=4,
     ...         weight_stride=2, home_scales_stride=1, copy_scales_stride=1, scales_stride=1,
     ...         home_bias_stride=None, copy_bias_stride=None, out_stride=2, BLOCKS=True,
     ...         ALL_DEPTH=False, ALL_WIDTH=False, M=16, N=16, K=128, HALF=False)
