@@ -166,7 +166,8 @@ def _levelled(exponents: torch.Tensor, largest: torch.Tensor) -> torch.Tensor:
     """
     top = exponents.where(largest != 0, 0).amax(dim=-1, keepdim=True)
     near = (largest == 0) | (top - exponents <= REACH)
-    return exponents.copy_(torch.where(near & (top > 0), top, exponents))
+    raised = torch.where(near & (top > 0), top, exponents)
+    return raised.clone(memory_format=torch.contiguous_format)  # for `view`, if there are no rows
 
 
 def _as_numbers(scales: torch.Tensor) -> torch.Tensor:
