@@ -110,6 +110,8 @@ def dequantise(
 def pack(form: Format, rows: torch.Tensor) -> torch.Tensor:
     """[A, bytes] rows `[A, K]`, each with its scales behind it."""
     columns = rows.shape[1]
+    if not len(rows):
+        return rows.new_empty(0, form.row_bytes(columns), dtype=torch.uint8)
     data, exponents = _quantise(rows, 1, form.width or columns, level=True)
     numbers, scales = data.view(torch.uint8), _powers(exponents).view(torch.uint8)
     numbers = pad(numbers, (0, form.scales_at(columns) - columns))
@@ -166,8 +168,7 @@ def _levelled(exponents: torch.Tensor, largest: torch.Tensor) -> torch.Tensor:
     """
     top = exponents.where(largest != 0, 0).amax(dim=-1, keepdim=True)
     near = (largest == 0) | (top - exponents <= REACH)
-    raised = torch.where(near & (top > 0), top, exponents)
-    return raised.clone(memory_format=torch.contiguous_format)  # for `view`, if there are no rows
+    return torch.where(near & (top > 0), top, exponents)
 
 
 def _as_numbers(scales: torch.Tensor) -> torch.Tensor:
