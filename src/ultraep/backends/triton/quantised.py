@@ -142,8 +142,8 @@ class GroupedQuantised(Grouped):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """[rows of tiles, groups, M] the ratios of these rows, [rows of tiles, groups] changes."""
         high, groups = cdiv(len(row_scales), blocks.rows) + self.num_slots, row_scales.shape[1]
-        ratios = row_scales.new_empty(high, groups, blocks.rows)
-        changes = row_scales.new_empty(high, groups, dtype=torch.int32)
+        ratios = row_scales.new_empty(high, groups, blocks.rows, dtype=torch.bfloat16)
+        changes = row_scales.new_empty(high, groups, dtype=torch.uint8)
         together = min(LAID, power_of_2(groups))
         if high:
             quick(kernels.lay_ratios)[(high, cdiv(groups, together))](

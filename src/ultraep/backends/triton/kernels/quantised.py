@@ -65,12 +65,13 @@ def lay_ratios(
 ):
     """Program (i, j): of row i of tiles, ratios of G groups, and whether one of them is not 1.
 
-    Behind the last row of a slot stands what that has.
+    Scales of rows are powers of two, so are ratios, which have few bits then. Behind the last row
+    of a slot stands what that has.
 
     >>> example(lay_ratios, (3, 2), tiles=[2, 0, 0, 0, 0, 0, 0, 3, 0, 1, 1, 3, 1, 1, 1],
     ...         row_scales=[[1.0, 1.0, 1.0], [0.5, 0.5, 1.0], [8.0, 2.0, 1.0], [4.0, 4.0, 4.0]],
-    ...         ratios=room(2, 3, 2, dtype=torch.float32), changes=room(2, 3), groups=3,
-    ...         row_scales_stride=3, M=2, G=2)
+    ...         ratios=room(2, 3, 2, dtype=torch.bfloat16),
+    ...         changes=room(2, 3, dtype=torch.uint8), groups=3, row_scales_stride=3, M=2, G=2)
     ratios = [[[1.0, 1.0], [1.0, 0.5], [1.0, 1.0]], [[1.0, 1.0], [1.0, 1.0], [4.0, 4.0]]]
     changes = [[0, 1, 0], [0, 0, 1]]
     """
@@ -84,8 +85,10 @@ def lay_ratios(
         unit_MG = tl.load(at_MG, mask=there[None, :], other=1.0)
         ratio_MG = unit_MG / tl.load(at_MG + 1, mask=~last[None, :], other=1.0)
         at_G = number.to(tl.int64) * groups + group_G
-        tl.store(ratios + at_G[None, :] * M + row_M[:, None], ratio_MG, mask=there[None, :])
-        tl.store(changes + at_G, tl.max((ratio_MG != 1.0).to(tl.int32), 0), mask=there)
+        at_MG = ratios + at_G[None, :] * M + row_M[:, None]
+        tl.store(at_MG, ratio_MG.to(tl.bfloat16), mask=there[None, :])
+        changes_G = tl.max((ratio_MG != 1.0).to(tl.int32), 0)
+        tl.store(changes + at_G, changes_G.to(tl.uint8), mask=there)
 
 
 @triton.jit(do_not_specialize=["num_homes"])
@@ -263,5 +266,6 @@ def load_ratio(laid, at_low, at_high, group, M: tl.constexpr):
 @triton.jit
 def spread(ratio, column_N):
     """[M, N] the factor of every sum of a tile."""
-    low_M1, high_M1 = (ratio.of_rows * ratio.low)[:, None], (ratio.of_rows * ratio.high)[:, None]
+    of_rows_M1 = ratio.of_rows.to(tl.float32)[:, None]
+    low_M1, high_M1 = of_rows_M1 * ratio.low, of_rows_M1 * ratio.high
     return tl.where((column_N < GROUP)[None, :], low_M1, high_M1)
