@@ -6,7 +6,8 @@
 
 All that is compared takes turns, in rounds; times are medians over these. Errors are norms of
 differences over norms, in float64: `rounding` against the product of the very numbers that were
-multiplied, `error` against that of the weights and rows in full.
+multiplied, `error` against that of the weights and rows in full. `any scales` are no powers of two,
+as checkpoints have them: they change with every block.
 
 Shapes: A rows, L slots, D model width, F hidden width.
 """
@@ -23,6 +24,7 @@ from typing import Any
 
 import torch
 from bench_single import in_a_row
+from eight_bits import Quantised
 from grouped_mlp import DEEPSEEK, QWEN3, TINY, Draw, Model, as_stacks, drawer
 from harness import Bench, Case, Line, Metric, Values, run_sections
 from timing import Call, Gpu, Host, free, tell
@@ -32,11 +34,12 @@ from world import Given, given_layer
 
 import ultraep
 from ultraep.bundle import Layout
-from ultraep.formats import E4M3, FORMATS, Format
+from ultraep.formats import FORMATS, Format
 
 SAMPLE = 128  # rows of a slot whose errors are looked at
 PLAIN, TORCH, TORCH_ROWS = "bf16", "torch, bf16", "torch, fp8_rows"
 WHERE, PROMISED = "rows packed here", "forward, weights promised"
+ANY_SCALES = "any scales"
 
 TIME = Metric("time_p50", "ms", "ms", ".3f")
 HOST_TIME = Metric("host_time", "ms", "host ms", ".2f")
@@ -88,33 +91,6 @@ def values_of(bench: Bench, ms: float, plain: float, flops: int = 0, moved: int 
     }
 
 
-class Quantised:
-    """A weight of every slot in one format, and the rows that it meets."""
-
-    def __init__(self, form: Format, weights: torch.Tensor, rows: torch.Tensor) -> None:
-        from ultraep.backends.triton import quantise
-        from ultraep.quantised import QuantisedStacks
-
-        self.form, self._verbs = form, quantise
-        self.data = torch.empty_like(weights, dtype=E4M3)
-        shape = form.scale_shape(tuple(weights.shape))
-        self.scales = weights.new_empty(shape, dtype=form.scale_type)
-        quantise.quantise(form, weights, self.data, self.scales)
-        self.stacks = QuantisedStacks(as_stacks(self.data), as_stacks(self.scales))
-        self.rows, self._width = rows, rows.shape[1]
-        self.given = quantise.pack(form, rows) if form.packs else rows
-
-    def exact(self, slot: int, part: slice) -> torch.Tensor:
-        """The product of the numbers that are multiplied."""
-        weight = self._verbs.dequantise(
-            self.form, self.data[slot], self.scales[slot], torch.float32
-        )
-        rows = self.rows[part]
-        if self.form.packs:
-            rows = self._verbs.unpack(self.form, self.given[part], self._width, torch.float32)
-        return rows.double() @ weight.double().T
-
-
 def engines(offsets: torch.Tensor, dtype: torch.dtype) -> dict[str, Any]:
     """Ours, by name of a format; and that of plain products."""
     from ultraep.activations import activation_named
@@ -156,13 +132,14 @@ def product_lines(
     given = draw(slots * rows, width)
     weights = draw(slots, height, width).mul_(width**-0.5)
     held = {name: Quantised(form, weights, given) for name, form in FORMATS.items()}
+    held[f"fp8, {ANY_SCALES}"] = Quantised(FORMATS["fp8"], weights, given, any_scales=True)
     ours = engines(offsets, given.dtype)
     out = given.new_empty(slots * rows, height)
     calls: dict[str, Call] = {
         PLAIN: partial(ours[PLAIN].multiply, given, as_stacks(weights), None, out=out)
     }
     for name, of in held.items():
-        calls[name] = partial(ours[name].multiply, of.given, of.stacks, None, out=out)
+        calls[name] = partial(ours[of.form.name].multiply, of.given, of.stacks, None, out=out)
     if isinstance(bench.clock, Gpu):
         calls |= torch_calls(given, weights, held["fp8_rows"], offsets[1:])
     errors = {
@@ -253,6 +230,10 @@ def expert_lines(bench: Bench, model: Model, slots: int, rows: int) -> list[Line
         calls[name] = partial(forward, ours[name], first.given, *stacks)
         if form.packs:
             calls[f"{name}, {WHERE}"] = partial(packing, ours[name], *stacks)
+        if form.packs and form.width:
+            others = [Quantised(form, w, given[:1, : w.shape[2]], True) for w in (up, down)]
+            stacks = others[0].stacks, others[1].stacks
+            calls[f"{name}, {ANY_SCALES}"] = partial(forward, ours[name], first.given, *stacks)
     errors = {n: network_error(call, given, gates, up, down, rows) for n, call in calls.items()}
     times = measured(bench, calls)
     case: Case = {"model": model.name, "slots": slots, "rows": rows}

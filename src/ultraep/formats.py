@@ -3,7 +3,9 @@
 An e4m3 number has three bits behind its first one: it is off by 2^-4 of itself at most, and by
 2^-10 of the scale where it is small. Numbers in groups share a scale. Scales that are made here are
 powers of two, so that dequantised numbers have no more bits than bfloat16 has; those of checkpoints
-may be any positive ones.
+may be any positive ones. Groups of one row take the scale of the largest of them where it is within
+reach of their own: an e4m3 number has an exponent itself, so that hardly any bit is lost, and where
+scales do not change, products need not be scaled before they are added.
 
     quantise, dequantise    weights: e4m3 numbers and their scales, two tensors
     pack, unpack            rows: each with its scales behind it, one row of bytes, which travels
@@ -26,6 +28,7 @@ CARRY = 0x1FFFFF  # into the exponent, from a mantissa above that of 448 = 1.75 
 LARGEST = 8  # exponent of the largest number, 448
 LEAST = 127 - 40  # biased exponent of the smallest scale: two of them never differ by 2**96
 ONE = 127  # biased exponent
+REACH = 4  # powers of two by which the scale of a row may be above that of a group
 
 
 @dataclass(frozen=True)
@@ -107,7 +110,9 @@ def dequantise(
 def pack(form: Format, rows: torch.Tensor) -> torch.Tensor:
     """[A, bytes] rows `[A, K]`, each with its scales behind it."""
     columns = rows.shape[1]
-    data, exponents = _quantise(rows, 1, form.width or columns)
+    if not len(rows):
+        return rows.new_empty(0, form.row_bytes(columns), dtype=torch.uint8)
+    data, exponents = _quantise(rows, 1, form.width or columns, level=True)
     numbers, scales = data.view(torch.uint8), _powers(exponents).view(torch.uint8)
     numbers = pad(numbers, (0, form.scales_at(columns) - columns))
     left = form.row_bytes(columns) - numbers.shape[1] - scales.shape[1]
@@ -120,13 +125,18 @@ def unpack(form: Format, packed: torch.Tensor, columns: int, dtype: torch.dtype)
     return _dequantise(data, scales, 1, form.width or columns, dtype)
 
 
-def _quantise(values: torch.Tensor, height: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _quantise(
+    values: torch.Tensor, height: int, width: int, *, level: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
     """E4m3 numbers, and the exponent of a scale for each group of height x width of them."""
     rows, columns = values.shape[-2:]
     values = values.float()
     groups = pad(values, (0, -columns % width, 0, -rows % height))
     groups = groups.unflatten(-1, (-1, width)).unflatten(-3, (-1, height))
-    exponents = exponents_of(groups.abs().amax(dim=(-3, -1)))
+    largest = groups.abs().amax(dim=(-3, -1))
+    exponents = exponents_of(largest)
+    if level:
+        exponents = _levelled(exponents, largest)
     scaled = values * _spread(_powers(2 * ONE - exponents), height, width, values.shape)
     return torch.where(scaled.isinf(), torch.nan, scaled).to(E4M3), exponents
 
@@ -147,6 +157,18 @@ def exponents_of(largest: torch.Tensor) -> torch.Tensor:
     """
     found = ((largest.view(torch.int32) + CARRY) >> 23) - LARGEST
     return torch.where(largest == 0, ONE, found.clamp(min=LEAST)).to(torch.int32)
+
+
+def _levelled(exponents: torch.Tensor, largest: torch.Tensor) -> torch.Tensor:
+    """Raise those of the groups of a row to the highest, where it is in reach or they are zero.
+
+    >>> largest = torch.tensor([[448.0, 3.5, 100.0, 0.0, 28.0]])
+    >>> (_levelled(exponents_of(largest), largest) - ONE).tolist()
+    [[0, -7, 0, 0, 0]]
+    """
+    top = exponents.where(largest != 0, 0).amax(dim=-1, keepdim=True)
+    near = (largest == 0) | (top - exponents <= REACH)
+    return torch.where(near & (top > 0), top, exponents)
 
 
 def _as_numbers(scales: torch.Tensor) -> torch.Tensor:

@@ -75,10 +75,8 @@ def test_the_planner_compiles_in_all_its_variants(table):
 
 @pytest.mark.slow
 def test_registers_suffice(table):
-    """Only the search for a higher threshold, a rare case, may keep some numbers elsewhere; and
-    products of eight bits with biases, whose widths no tile divides.
-    """
-    allowed = {"search": 64, "multiply_quantised": 96}
+    """Only the search for a higher threshold, a rare case, may keep some numbers elsewhere."""
+    allowed = {"search": 64}
     for row in table:
         if row["size"] == "64x256x1" and row["target"] == "sm_90":
             assert int(row["spilled"]) <= allowed.get(row["kernel"], 0), row

@@ -1,6 +1,6 @@
 """The networks of all slots on the GPU; without one, the kernels are interpreted."""
 
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from itertools import pairwise
 
 import numpy as np
@@ -17,7 +17,7 @@ from ultraep.activations import swiglu
 from ultraep.backends.triton.device import default_device, interpreted, launching
 from ultraep.backends.triton.grouped import TABLES, Blocks, Grouped, square_band
 from ultraep.backends.triton.kernels.tiles import lay_tiles
-from ultraep.products import Stacks
+from ultraep.products import Beside, Stacks
 
 DEVICE = default_device()
 CAPACITY, N, K = 40, 40, 24
@@ -164,6 +164,25 @@ def test_multiply_transposed(name):
     case.grouped.multiply_transposed(rows, weights, out)
     turned = transposed(weights)
     case.check(out, expected(case, rows, turned))
+
+
+@pytest.mark.parametrize("name", SLOTS)
+def test_a_product_beside_other_work_has_the_same_bits(name):
+    case, launched = Case(name), []
+    rows, weights, alone, out = case.rows(N), case.stacks(N, K), case.room(K), case.room(K)
+    case.grouped.multiply_transposed(rows, weights, alone)
+
+    @contextmanager
+    def behind():
+        launched.append(True)
+        yield
+
+    for _ in range(2):  # tiles are drawn anew
+        out.fill_(torch.nan)
+        case.grouped.multiply_transposed(rows, weights, out, beside=Beside(1, behind))
+        there = slice(0, int(case.grouped.offsets[-1]))
+        assert torch.equal(out[there], alone[there])
+    assert len(launched) == 2
 
 
 @pytest.mark.parametrize("name", SLOTS)

@@ -27,6 +27,7 @@ from ultraep.quantised import QuantisedProducts, QuantisedStacks
 
 DEVICE = default_device()
 SMALL = {name: Blocks(16, 16, 128, stages=2, band=2, half=True) for name in FORMATS}
+WIDE = {"fp8": Blocks(16, 256, 128, stages=2)}
 SLOTS = {
     "mixed": ([5, 0, 17], [9, 3]),
     "no rows": ([0, 0], [0]),
@@ -106,6 +107,31 @@ def test_rows_behind_the_last_are_left_alone():
 
 
 @settings(max_examples=50)
+@given(
+    st.lists(st.integers(-30, 30), min_size=2, max_size=5),
+    st.integers(0, 2**32),
+    st.booleans(),
+)
+def test_groups_of_a_row_share_a_scale_in_reach(sizes, seed, zero):
+    """At most 16 times what they need: of numbers from 1/900 of the largest on, no bit is lost."""
+    draw = torch.Generator().manual_seed(seed)
+    rows = torch.randn(1, 128 * len(sizes), generator=draw)
+    rows *= 2.0 ** torch.tensor(sizes).repeat_interleave(128)
+    rows[:, :128] *= not zero
+    form, width = FORMATS["fp8"], rows.shape[1]
+    packed = formats.pack(form, rows)
+    _, scales = form.parts(packed, width)
+    largest = rows.abs().view(1, -1, 128).amax(dim=2)
+    least = 2.0 ** (formats.exponents_of(largest) - formats.ONE)
+    top = scales[largest > 0].max()
+    for scale, needed, size in zip(scales[0], least[0], largest[0], strict=True):
+        assert scale == (top if size == 0 or top <= 16 * needed else needed)
+    error = (formats.unpack(form, packed, width, torch.float32) - rows).abs()
+    allowed = torch.maximum(2.0**-4 * rows.abs(), 2.0**-10 * scales.repeat_interleave(128, dim=1))
+    assert (error <= allowed).all()
+
+
+@settings(max_examples=50)
 @given(st.lists(st.floats(width=32, allow_infinity=False, allow_nan=False), min_size=8, max_size=8))
 def test_any_number_is_encoded_as_torch_does(values):
     form, rows = FORMATS["fp8"], torch.tensor([values], device=DEVICE)
@@ -154,7 +180,7 @@ class Case:
         )
 
 
-def close(found, wanted, dtype):
+def close(found, wanted, dtype=torch.float32):
     error = 1e-5 if dtype == torch.float32 else 1e-2
     limit = wanted.abs().max().item() if wanted.numel() else 1.0
     torch.testing.assert_close(found, wanted, rtol=error, atol=error * limit)
@@ -170,6 +196,35 @@ def test_products_are_those_of_the_twin(form, name, dtype):
         found = case.kernels.multiply(packed, case.weights, bias, scale=scale)
         wanted = case.twin.multiply(packed, case.weights, bias, scale=scale)
         close(found[: case.total], wanted[: case.total], dtype)
+
+
+@pytest.mark.parametrize("name", ["mixed", "no copies"])
+def test_products_with_any_scales_are_those_of_the_twin(name):
+    """Those of a checkpoint are no powers of two."""
+    case = Case(FORMATS["fp8"], name, depth=512, width=272, blocks=WIDE)
+    for stack in (case.weights.scales.homes, case.weights.scales.copies):
+        stack *= 1 + torch.rand(stack.shape, generator=torch.Generator().manual_seed(6)).to(DEVICE)
+    packed = case.twin.packed(case.rows)
+    found = case.kernels.multiply(packed, case.weights, None)
+    close(found[: case.total], case.twin.multiply(packed, case.weights, None)[: case.total])
+
+
+@pytest.mark.parametrize("changing", [False, True])
+def test_sums_are_scaled_only_where_scales_change(changing):
+    case = Case(FORMATS["fp8"], depth=512, width=272, blocks=WIDE)
+    case.rows.clamp_(0.5, 0.75)
+    if changing:
+        case.rows[7, 128:256] *= 2.0**-9
+    packed = case.twin.packed(case.rows)
+    _, scales = FORMATS["fp8"].parts(packed, 512)
+    grouped, blocks = case.kernels._grouped, WIDE["fp8"]
+    tiles = grouped._tiles(ROOM, blocks)
+    _, changes = grouped._ratios(scales, tiles, blocks)
+    marked = [[0, 0, 0, 1]] * int(tiles[0])  # the last one leads to sums as they are
+    marked[1] = [1, 1, 0, 1] if changing else marked[1]
+    assert changes[: len(marked)].tolist() == marked
+    found = case.kernels.multiply(packed, case.weights, None)
+    close(found[: case.total], case.twin.multiply(packed, case.weights, None)[: case.total])
 
 
 @types

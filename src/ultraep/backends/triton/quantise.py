@@ -13,7 +13,7 @@ from ultraep.backends.triton.launch import cdiv, power_of_2, quick
 from ultraep.formats import Format
 
 NUMBERS, WARPS = 8192, 8  # of a tile
-PLAIN_ROWS, PLAIN_COLUMNS = 32, 128  # of a tile that is dequantised
+PLAIN_ROWS, PLAIN_COLUMNS = 16, 256  # of a tile that is dequantised
 
 
 def quantise(form: Format, values: torch.Tensor, data: torch.Tensor, scales: torch.Tensor) -> None:
@@ -39,7 +39,7 @@ def pack(form: Format, rows: torch.Tensor) -> torch.Tensor:
         return formats.pack(form, rows)
     packed = rows.new_empty(len(rows), form.row_bytes(rows.shape[1]), dtype=torch.uint8)
     data, scales = form.parts(packed, rows.shape[1])
-    _quantise(rows[None], 1, form.width, data[None], scales[None])
+    _quantise(rows[None], 1, form.width, data[None], scales[None], level=True)
     return packed
 
 
@@ -63,16 +63,23 @@ def _matrices(stack: torch.Tensor) -> torch.Tensor:
 
 
 def _quantise(
-    values: torch.Tensor, height: int, width: int, data: torch.Tensor, scales: torch.Tensor
+    values: torch.Tensor,
+    height: int,
+    width: int,
+    data: torch.Tensor,
+    scales: torch.Tensor,
+    *,
+    level: bool = False,
 ) -> None:
     """Groups of height x width numbers of matrices `[outer, N, K]`; width 0: all columns."""
-    outer, rows, columns = values.shape
-    group = width or columns
-    padded = power_of_2(group)
-    high = height if height > 1 else max(1, NUMBERS // padded)
     if not values.numel():
         return
-    quick(kernels.quantise)[(cdiv(rows, high), cdiv(columns, group), outer)](
+    outer, rows, columns = values.shape
+    group = width or columns
+    groups, padded = cdiv(columns, group), power_of_2(group)
+    together = power_of_2(groups) if level else 1
+    high = height if height > 1 else max(1, NUMBERS // (together * padded))
+    quick(kernels.quantise)[(cdiv(rows, high) * cdiv(groups, together), outer)](
         values,
         data.view(torch.uint8),
         scales,
@@ -86,7 +93,9 @@ def _quantise(
         scales.stride(1),
         GROUP=group,
         WHOLE=height > 1,
+        LEVEL=together > 1,
         M=high,
+        G=together,
         N=padded,
         num_warps=WARPS,
     )
@@ -104,7 +113,7 @@ def _dequantise(
     outer, rows, columns = data.shape
     if not data.numel():
         return
-    grid = cdiv(rows, PLAIN_ROWS), cdiv(columns, PLAIN_COLUMNS), outer
+    grid = cdiv(rows, PLAIN_ROWS) * cdiv(columns, PLAIN_COLUMNS), outer
     quick(kernels.dequantise)[grid](
         data.view(torch.uint8),
         scales,

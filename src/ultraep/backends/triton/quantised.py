@@ -17,7 +17,7 @@ from ultraep.backends.triton import quantise
 from ultraep.backends.triton.grouped import Blocks, Grouped
 from ultraep.backends.triton.kernels import quantise as quantise_kernels
 from ultraep.backends.triton.kernels import quantised as kernels
-from ultraep.backends.triton.launch import power_of_2, quick
+from ultraep.backends.triton.launch import cdiv, power_of_2, quick
 from ultraep.backends.triton.products import TritonProducts
 from ultraep.formats import E4M3, Format
 from ultraep.products import Stacks
@@ -27,7 +27,7 @@ QuantisedTable = Mapping[str, Blocks]  # by format
 
 TABLES: dict[str, QuantisedTable] = {
     "e4m3": {
-        "fp8": Blocks(128, 128, 128, warps=4, stages=3, resident=2),
+        "fp8": Blocks(128, 256, 128, warps=8, stages=4, half=True),
         "fp8_rows": Blocks(128, 256, 128, warps=8, stages=4, half=True),
     },
     "cuda": {
@@ -39,8 +39,9 @@ TABLES: dict[str, QuantisedTable] = {
         "fp8_rows": Blocks(64, 64, 128, warps=4, stages=2),
     },
 }
-ACTIVATED = 4096  # numbers of a tile between two products
-RESIDENT = 5  # programs on a multiprocessor, there
+ACTIVATED, TOGETHER = 2048, 4  # numbers of a tile between two products, and groups
+RESIDENT = 8  # programs on a multiprocessor, there
+LAID = 16  # groups of a row of tiles whose ratios are laid by one program
 
 
 def known_to_tensor_cores(device: torch.device) -> bool:
@@ -96,9 +97,12 @@ class GroupedQuantised(Grouped):
         self._check(scales, form.scale_shape((width, depth)))
         if bias is not None:
             self._check(bias, (width,))
+        tiles = self._tiles(len(packed), blocks)
+        laid = self._ratios(row_scales, tiles, blocks) if form.width else (None, None)
         quick(kernels.multiply_quantised)[(self.programs * blocks.resident,)](
             codes.view(self._codes),
-            row_scales,
+            None if form.width else row_scales,
+            *laid,
             data.homes.view(self._codes),
             data.copies.view(self._codes),
             scales.homes,
@@ -106,7 +110,7 @@ class GroupedQuantised(Grouped):
             bias and bias.homes,
             bias and bias.copies,
             scale,
-            self._tiles(len(packed), blocks),
+            tiles,
             out_AN,
             len(data.homes),
             depth,
@@ -133,13 +137,35 @@ class GroupedQuantised(Grouped):
             num_stages=blocks.stages,
         )
 
+    def _ratios(
+        self, row_scales: torch.Tensor, tiles: torch.Tensor, blocks: Blocks
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """[rows of tiles, groups, M] the ratios of these rows, [rows of tiles, groups] changes."""
+        high, groups = cdiv(len(row_scales), blocks.rows) + self.num_slots, row_scales.shape[1]
+        ratios = row_scales.new_empty(high, groups, blocks.rows, dtype=torch.bfloat16)
+        changes = row_scales.new_empty(high, groups, dtype=torch.uint8)
+        together = min(LAID, power_of_2(groups))
+        if high:
+            quick(kernels.lay_ratios)[(high, cdiv(groups, together))](
+                tiles,
+                row_scales,
+                ratios,
+                changes,
+                groups,
+                row_scales.stride(0),
+                M=blocks.rows,
+                G=together,
+                num_warps=4,
+            )
+        return ratios, changes
+
     def swiglu_quantise(self, form: Format, up: torch.Tensor) -> torch.Tensor:
         """[A, bytes] the packed rows `[A, F]`, from `[A, 2F]`: see `Grouped.swiglu`."""
         width = up.shape[1] // 2
         packed = up.new_empty(len(up), form.row_bytes(width), dtype=torch.uint8)
         codes, scales = form.parts(packed, width)
-        group = form.width or width
-        padded = power_of_2(group)
+        group, groups = form.width or width, form.groups(width)
+        padded, together = power_of_2(group), min(TOGETHER, power_of_2(groups))
         quick(quantise_kernels.swiglu_quantise)[(self.programs * RESIDENT,)](
             up,
             self.offsets,
@@ -151,9 +177,11 @@ class GroupedQuantised(Grouped):
             codes.stride(0),
             scales.stride(0),
             GROUP=group,
-            M=max(1, ACTIVATED // padded),
+            LEVEL=groups > 1,
+            M=max(1, ACTIVATED // (together * padded)),
+            G=together,
             N=padded,
-            num_warps=8,
+            num_warps=4,
         )
         return packed
 

@@ -11,7 +11,8 @@ from ultraep.backends.triton.streamer import Streamer
 from ultraep.comm import Region
 
 NUMBERS, WARPS = 4096, 8  # of a tile
-LARGE = 4  # times as many, where a program has a multiprocessor for itself
+# Times as many, where a program has a multiprocessor for itself: its most threads.
+LARGE = 4 if torch.version.hip is None else 2
 AHEAD = 3  # copies whose gradients are loaded together: 1 or 3
 
 
@@ -34,7 +35,8 @@ def pull(
     """
     own = gradients_HP if own_HP is None else own_HP
     assert own.stride() == gradients_HP.stride(), (own.stride(), gradients_HP.stride())
-    double, size = own.dtype == torch.float64, LARGE if large else 1
+    double = own.dtype == torch.float64
+    size = LARGE if large and not double else 1
     quick(gradients.pull)[(programs,)](
         gradients_HP,
         own,

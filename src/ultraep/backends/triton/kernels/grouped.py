@@ -115,12 +115,12 @@ def multiply(
     high, wide = tl.load(tiles), tl.cdiv(width, N)
     halves = HALF and tl.load(tiles + 1) != 0
     first = draw_tile(tiles) if DRAWN else tl.program_id(0)
-    following, next_column = find_tile(tiles, first, high, wide)
+    following, _, next_column = find_tile(tiles, first, high, wide)
     if DRAWN:
         while first < high * wide:
             part, column = following, next_column
             first = draw_tile(tiles)
-            following, next_column = find_tile(tiles, first, high, wide)
+            following, _, next_column = find_tile(tiles, first, high, wide)
             multiply_part(
                 given, weights, biases, scale, made, part, column, wide, halves, weight_stride,
                 TRANSPOSED, ALL_DEPTH, ALL_WIDTH, M, N, LAST, K, HALF
@@ -129,7 +129,7 @@ def multiply(
         for tile in range(first, high * wide, tl.num_programs(0)):
             part, column = following, next_column
             # Looked up while this tile is made: its numbers are three loads away.
-            following, next_column = find_tile(tiles, tile + tl.num_programs(0), high, wide)
+            following, _, next_column = find_tile(tiles, tile + tl.num_programs(0), high, wide)
             multiply_part(
                 given, weights, biases, scale, made, part, column, wide, halves, weight_stride,
                 TRANSPOSED, ALL_DEPTH, ALL_WIDTH, M, N, LAST, K, HALF

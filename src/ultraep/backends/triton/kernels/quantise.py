@@ -6,7 +6,7 @@
 
 Codes are made and read as integers, alike on every GPU: no instruction for e4m3 is needed here.
 
-Shapes: tiles of M rows and N columns.
+Shapes: tiles of M rows, and N columns, or G groups of N columns.
 """
 
 import triton
@@ -16,6 +16,7 @@ CARRY = tl.constexpr(0x1FFFFF)
 LARGEST = tl.constexpr(8)
 LEAST = tl.constexpr(127 - 40)
 ONE = tl.constexpr(127)
+REACH = tl.constexpr(4)
 NORMAL = tl.constexpr(2.0**-6)  # the smallest number that is not stored as a multiple of 2**-9
 SHIFT = tl.constexpr(16384.0)  # numbers of float32 from here on are multiples of 2**-9
 SHIFT_BITS = tl.constexpr(0x46800000)
@@ -66,6 +67,19 @@ def store_scale(at, exponent, mask):
 
 
 @triton.jit
+def highest(exponent_MG, largest_MG):
+    """[M, 1] the highest exponent of the groups of a row that are not zero; 0: there are none."""
+    return tl.max(tl.where(largest_MG != 0.0, exponent_MG, 0), 1)[:, None]
+
+
+@triton.jit
+def levelled(exponent_MG, largest_MG, top_M1):
+    """Exponents of the groups of rows: the highest, where it is in reach of one or that is zero."""
+    near_MG = (largest_MG == 0.0) | (top_M1 - exponent_MG <= REACH)
+    return tl.where(near_MG & (top_M1 > 0), top_M1, exponent_MG)
+
+
+@triton.jit
 def quantise(
     values,
     data,
@@ -80,40 +94,56 @@ def quantise(
     scales_stride,
     GROUP: tl.constexpr,
     WHOLE: tl.constexpr,
+    LEVEL: tl.constexpr,
     M: tl.constexpr,
+    G: tl.constexpr,
     N: tl.constexpr,
 ):
-    """Program (i, j, o): M rows of group j of columns of matrix o; WHOLE: they share one scale.
+    """Program (i, o): tile i of matrix o, row by row of tiles; G groups of columns of M rows.
 
-    GROUP: columns that share a scale; N: the power of two that holds them.
+    GROUP: columns that share a scale; N: the power of two that holds them.   WHOLE: rows share it
+    as well.   LEVEL: so do groups, in reach; then all of a row are here.
 
     >>> values = [[1.0, 448.0, 0.25], [0.0, 0.0, -449.0], [3.0, 7.0, 1.0]]
-    >>> example(quantise, (2, 2, 1), values=values, data=room(3, 3, dtype=torch.uint8),
+    >>> example(quantise, (2, 1), values=values, data=room(3, 3, dtype=torch.uint8),
     ...         scales=room(3, 2, dtype=torch.float32), height=3, width=3, values_outer=9,
     ...         values_stride=3, data_outer=9, data_stride=3, scales_outer=6, scales_stride=2,
-    ...         GROUP=2, WHOLE=False, M=2, N=2)
-    data = [[56, 126, 120], [0, 0, 246], [116, 126, 120]]
-    scales = [[1.0, 0.0009765625], [1.0, 2.0], [0.015625, 0.00390625]]
+    ...         GROUP=2, WHOLE=False, LEVEL=True, M=2, G=2, N=2)
+    data = [[56, 126, 120], [0, 0, 246], [116, 126, 104]]
+    scales = [[1.0, 0.0009765625], [2.0, 2.0], [0.015625, 0.015625]]
     """
-    outer = tl.program_id(2).to(tl.int64)
-    row_M = tl.program_id(0) * M + tl.arange(0, M)
-    group, column_N = tl.program_id(1), tl.arange(0, N)
-    at_N = group * GROUP + column_N
-    there = (row_M < height)[:, None] & ((column_N < GROUP) & (at_N < width))[None, :]
+    outer, wide = tl.program_id(1).to(tl.int64), tl.cdiv(tl.cdiv(width, GROUP), G)
+    high = tl.program_id(0) // wide
+    row_M, column_N = high * M + tl.arange(0, M), tl.arange(0, N)
+    group_G = tl.program_id(0) % wide * G + tl.arange(0, G)
+    at_GN = group_G[:, None] * GROUP + column_N[None, :]
+    there = (row_M < height)[:, None, None] & ((column_N < GROUP)[None, :] & (at_GN < width))[None]
     far_M = row_M.to(tl.int64)
-    at = values + outer * values_outer + (far_M * values_stride)[:, None] + at_N[None, :]
-    values_MN = tl.load(at, mask=there, other=0.0).to(tl.float32)
-    largest_M = tl.max(tl.abs(values_MN), 1)
+    at = values + outer * values_outer + (far_M * values_stride)[:, None, None] + at_GN[None]
+    values_MGN = tl.load(at, mask=there, other=0.0).to(tl.float32)
+    largest_MG = tl.max(tl.abs(values_MGN), 2)
     at_scale_M, stored_M = far_M, row_M < height
     if WHOLE:
-        largest_M = tl.zeros_like(largest_M) + tl.max(largest_M, 0)
-        at_scale_M, stored_M = tl.zeros_like(far_M) + tl.program_id(0), tl.arange(0, M) == 0
-    exponent_M = scale_of(largest_M)
-    into = scales + outer * scales_outer + group
-    store_scale(into + at_scale_M * scales_stride, exponent_M, stored_M)
-    codes = encode(values_MN * power_of(-exponent_M + 2 * ONE)[:, None])
-    at = data + outer * data_outer + (far_M * data_stride)[:, None] + at_N[None, :]
+        largest_MG = tl.zeros_like(largest_MG) + tl.max(largest_MG, 0)[None, :]
+        at_scale_M, stored_M = tl.zeros_like(far_M) + high, tl.arange(0, M) == 0
+    exponent_MG = scale_of(largest_MG)
+    if LEVEL:
+        exponent_MG = levelled(exponent_MG, largest_MG, highest(exponent_MG, largest_MG))
+    into = scales + outer * scales_outer + (at_scale_M * scales_stride)[:, None] + group_G[None, :]
+    store_scale(into, exponent_MG, stored_M[:, None] & (group_G * GROUP < width)[None, :])
+    codes = encode(values_MGN * power_of(-exponent_MG + 2 * ONE)[:, :, None])
+    at = data + outer * data_outer + (far_M * data_stride)[:, None, None] + at_GN[None]
     tl.store(at, codes, mask=there)
+
+
+@triton.jit
+def swiglu_of(at_up, at_GN, width, there):
+    """Silu of the first half of rows, times the second, and the largest of every group."""
+    gate = tl.load(at_up + at_GN[None], mask=there, other=0.0)
+    value = tl.load(at_up + width + at_GN[None], mask=there, other=0.0).to(tl.float32)
+    wide = gate.to(tl.float32)
+    hidden_MGN = (wide * tl.sigmoid(wide) * value).to(gate.dtype).to(tl.float32)
+    return hidden_MGN, tl.max(tl.abs(hidden_MGN), 2)
 
 
 @triton.jit(do_not_specialize=["num_slots"])
@@ -128,36 +158,49 @@ def swiglu_quantise(
     data_stride,
     scales_stride,
     GROUP: tl.constexpr,
+    LEVEL: tl.constexpr,
     M: tl.constexpr,
+    G: tl.constexpr,
     N: tl.constexpr,
 ):
     """[A, 2 * width] -> [A, width]: silu of the first half, times the second; then quantised.
 
     Rows behind the last one, which only the device knows, are neither read nor written.
+    LEVEL: the groups of a row share a scale, in reach; what they share is found first.
 
     >>> up = [[0.0, 32.0, 5.0, 14.0], [64.0, 32.0, 1.0, 3.5], [1.0, 1.0, 1.0, 1.0]]
     >>> example(swiglu_quantise, 1, up=up, offsets=[0, 1, 1, 2], data=room(3, 2, dtype=torch.uint8),
-    ...         scales=room(3, 1, dtype=torch.float32), num_slots=3, width=2, up_stride=4,
-    ...         data_stride=2, scales_stride=1, GROUP=2, M=2, N=2)
+    ...         scales=room(3, 2, dtype=torch.float32), num_slots=3, width=2, up_stride=4,
+    ...         data_stride=2, scales_stride=2, GROUP=1, LEVEL=True, M=2, G=1, N=1)
     data = [[0, 126], [120, 126], [179, 179]]
-    scales = [[1.0], [0.25], [_]]
+    scales = [[1.0, 1.0], [0.25, 0.25], [_, _]]
     """
-    rows = tl.load(offsets + num_slots)
-    row_M, column_N = tl.arange(0, M), tl.arange(0, N)
+    rows, groups = tl.load(offsets + num_slots), tl.cdiv(width, GROUP)
+    row_M, group_G, column_N = tl.arange(0, M), tl.arange(0, G), tl.arange(0, N)
     for first in range(tl.program_id(0).to(tl.int64) * M, rows, tl.num_programs(0) * M):
         far_M = first + row_M
         there_M = far_M < rows
-        at_up = up + (far_M * up_stride)[:, None]
-        for group in range(tl.cdiv(width, GROUP)):
-            at_N = group * GROUP + column_N
-            there = there_M[:, None] & ((column_N < GROUP) & (at_N < width))[None, :]
-            gate = tl.load(at_up + at_N[None, :], mask=there, other=0.0).to(tl.float32)
-            value = tl.load(at_up + width + at_N[None, :], mask=there, other=0.0).to(tl.float32)
-            hidden = (gate * tl.sigmoid(gate) * value).to(up.dtype.element_ty).to(tl.float32)
-            exponent_M = scale_of(tl.max(tl.abs(hidden), 1))
-            store_scale(scales + far_M * scales_stride + group, exponent_M, there_M)
-            codes = encode(hidden * power_of(-exponent_M + 2 * ONE)[:, None])
-            tl.store(data + (far_M * data_stride)[:, None] + at_N[None, :], codes, mask=there)
+        at_up = up + (far_M * up_stride)[:, None, None]
+        top_M1 = tl.zeros((M, 1), tl.int32)
+        for begin in range(0, groups if LEVEL else 0, G):
+            at_GN = (begin + group_G)[:, None] * GROUP + column_N[None, :]
+            there_GN = (column_N < GROUP)[None, :] & (at_GN < width)
+            there = there_M[:, None, None] & there_GN[None]
+            _, largest_MG = swiglu_of(at_up, at_GN, width, there)
+            top_M1 = tl.maximum(top_M1, highest(scale_of(largest_MG), largest_MG))
+        for begin in range(0, groups, G):
+            at_GN = (begin + group_G)[:, None] * GROUP + column_N[None, :]
+            there_GN = (column_N < GROUP)[None, :] & (at_GN < width)
+            there = there_M[:, None, None] & there_GN[None]
+            hidden_MGN, largest_MG = swiglu_of(at_up, at_GN, width, there)
+            exponent_MG = scale_of(largest_MG)
+            if LEVEL:
+                exponent_MG = levelled(exponent_MG, largest_MG, top_M1)
+            into = scales + (far_M * scales_stride)[:, None] + (begin + group_G)[None, :]
+            stored = there_M[:, None] & (begin + group_G < groups)[None, :]
+            store_scale(into, exponent_MG, stored)
+            codes = encode(hidden_MGN * power_of(-exponent_MG + 2 * ONE)[:, :, None])
+            tl.store(data + (far_M * data_stride)[:, None, None] + at_GN[None], codes, mask=there)
 
 
 @triton.jit
@@ -179,19 +222,20 @@ def dequantise(
     M: tl.constexpr,
     N: tl.constexpr,
 ):
-    """Program (i, j, o): M x N codes of matrix o, of which HIGH x WIDE share a scale.
+    """Program (i, o): tile i of matrix o, row by row of tiles; HIGH x WIDE codes share a scale.
 
     end: a number of rows that only the device knows, fewer than `height`; None: there is none.
 
-    >>> example(dequantise, (1, 2, 1), data=bytes([56, 126, 120, 0, 1, 246]),
+    >>> example(dequantise, (2, 1), data=bytes([56, 126, 120, 0, 1, 246]),
     ...         scales=[[1.0, 0.25], [2.0, 4.0]], end=[2], out=room(3, 3, dtype=torch.float32),
     ...         height=3, width=3, data_outer=6, data_stride=3, scales_outer=4, scales_stride=2,
     ...         out_outer=9, out_stride=3, HIGH=1, WIDE=2, M=4, N=2)
     out = [[1.0, 448.0, 64.0], [0.0, 0.00390625, -896.0], [_, _, _]]
     """
-    outer = tl.program_id(2).to(tl.int64)
-    row_M = tl.program_id(0).to(tl.int64) * M + tl.arange(0, M)
-    column_N = tl.program_id(1) * N + tl.arange(0, N)
+    outer, wide = tl.program_id(1).to(tl.int64), tl.cdiv(width, N)
+    row_M = (tl.program_id(0) // wide).to(tl.int64) * M + tl.arange(0, M)
+    column = tl.program_id(0) % wide * N
+    column_N = column + tl.arange(0, N)
     rows = height
     if end is not None:
         rows = tl.minimum(tl.load(end), height)
@@ -199,7 +243,7 @@ def dequantise(
     at = data + outer * data_outer + (row_M * data_stride)[:, None] + column_N[None, :]
     numbers = decode(tl.load(at, mask=there, other=0)).to(tl.float32)
     G: tl.constexpr = N // WIDE if WIDE < N else 1
-    group_G = tl.program_id(1) * N // WIDE + tl.arange(0, G)
+    group_G = column // WIDE + tl.arange(0, G)
     at = scales + outer * scales_outer + (row_M // HIGH * scales_stride)[:, None] + group_G[None, :]
     known = (row_M < rows)[:, None] & (group_G * WIDE < width)[None, :]
     scale = tl.load(at, mask=known, other=0)

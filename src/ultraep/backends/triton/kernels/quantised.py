@@ -5,9 +5,16 @@ of a row and one for 128 x 128 of a weight (BLOCKS), or one for a row and one fo
 Codes come as e4m3, which the tensor cores of some GPUs multiply, or as bytes, which are decoded to
 float16, exactly.
 
+Sums of BLOCKS are kept in units of the scales of the next step, so that the tensor cores go on
+adding to them; most steps have the same ones, and nothing is to be done then.
+
+    lay_ratios            from the units of every step to those of the next, of rows
+    multiply_quantised    the products
+
 What a row gets depends on this row and its weights alone, as there.
 
-Shapes: A rows that there is room for; tiles of M rows and N columns, summed in steps of K.
+Shapes: A rows that there is room for; tiles of M rows and N columns, summed in steps of K, the
+width of a group where there are BLOCKS.
 """
 
 from typing import Any, NamedTuple
@@ -18,26 +25,78 @@ import triton.language as tl
 from ultraep.backends.triton.kernels.grouped import Matrix, load_tile, store_products
 from ultraep.backends.triton.kernels.quantise import decode
 from ultraep.backends.triton.kernels.slots import SlotTensors, of_slot
-from ultraep.backends.triton.kernels.tiles import find_tile
+from ultraep.backends.triton.kernels.tiles import ENTRIES, find_tile
 
 GROUP = tl.constexpr(128)  # numbers of a row that share a scale, and of a column of weights
 
 
-class Unit(NamedTuple):
-    """What the sums of a tile are multiples of: a scale of each row times one of the weights.
+class Ratio(NamedTuple):
+    """From the units of a step to those of the next: of rows, and of the weights of a tile.
 
-    A tile has up to 2 * GROUP columns, of which the first GROUP have the `low` one.
+    A tile has up to 2 * GROUP columns, of which the first GROUP have the `low` one. The units
+    behind the last step are 1.   changes: 0: those of all rows are the same.
     """
 
     of_rows: Any
     low: Any
     high: Any
+    changes: Any
+
+
+class Laid(NamedTuple):
+    """What `lay_ratios` laid for one row of tiles of that height: `ratios` [groups, height]."""
+
+    ratios: Any
+    changes: Any
+    height: Any
+    groups: Any
+
+
+@triton.jit
+def lay_ratios(
+    tiles,
+    row_scales,
+    ratios,
+    changes,
+    groups,
+    row_scales_stride,
+    M: tl.constexpr,
+    G: tl.constexpr,
+):
+    """Program (i, j): of row i of tiles, ratios of G groups, and whether one of them is not 1.
+
+    Scales of rows are powers of two, so are ratios, which have few bits then. Behind the last row
+    of a slot stands what that has.
+
+    >>> example(lay_ratios, (3, 2), tiles=[2, 0, 0, 0, 0, 0, 0, 3, 0, 1, 1, 3, 1, 1, 1],
+    ...         row_scales=[[1.0, 1.0, 1.0], [0.5, 0.5, 1.0], [8.0, 2.0, 1.0], [4.0, 4.0, 4.0]],
+    ...         ratios=room(2, 3, 2, dtype=torch.bfloat16),
+    ...         changes=room(2, 3, dtype=torch.uint8), groups=3, row_scales_stride=3, M=2, G=2)
+    ratios = [[[1.0, 1.0], [1.0, 0.5], [1.0, 1.0]], [[1.0, 1.0], [1.0, 1.0], [4.0, 4.0]]]
+    changes = [[0, 1, 0], [0, 0, 1]]
+    """
+    number = tl.program_id(0)
+    row_M, group_G = tl.arange(0, M), tl.program_id(1) * G + tl.arange(0, G)
+    if number < tl.load(tiles):
+        at = tiles + ENTRIES * (1 + number)
+        far_M = tl.load(at + 1).to(tl.int64) + tl.minimum(row_M, tl.load(at + 2) - 1)
+        at_MG = row_scales + (far_M * row_scales_stride)[:, None] + group_G[None, :]
+        there, last = group_G < groups, group_G + 1 >= groups
+        unit_MG = tl.load(at_MG, mask=there[None, :], other=1.0)
+        ratio_MG = unit_MG / tl.load(at_MG + 1, mask=~last[None, :], other=1.0)
+        at_G = number.to(tl.int64) * groups + group_G
+        at_MG = ratios + at_G[None, :] * M + row_M[:, None]
+        tl.store(at_MG, ratio_MG.to(tl.bfloat16), mask=there[None, :])
+        changes_G = tl.max((ratio_MG != 1.0).to(tl.int32), 0)
+        tl.store(changes + at_G, changes_G.to(tl.uint8), mask=there)
 
 
 @triton.jit(do_not_specialize=["num_homes"])
 def multiply_quantised(
     rows,
     row_scales,
+    ratios,
+    changes,
     homes,
     copies,
     home_scales,
@@ -71,16 +130,17 @@ def multiply_quantised(
 ):
     """[A, depth] -> [A, width]: (rows @ W^T + bias) * scale, W a [width, depth] of every slot.
 
+    BLOCKS: rows have `ratios` and `changes`, as `lay_ratios` lays them; else each has a scale.
     ALL_DEPTH, ALL_WIDTH: tiles leave nothing over.   HALF: where most slots have few rows, those
     are tiles of half the height.
 
     >>> example(multiply_quantised, 2, rows=bytes([56, 64, 64, 56, 68, 48]),
-    ...         row_scales=[[1.0], [0.5], [2.0]], homes=bytes([56, 0, 0, 56]),
-    ...         copies=bytes([56, 56, 64, 0]), home_scales=[[1.0]], copy_scales=[[4.0]],
-    ...         home_biases=None, copy_biases=None, scale=[1.0, 2.0, 1.0],
+    ...         row_scales=None, ratios=[[[1.0] * 16], [[0.5] * 16]], changes=[[0], [1]],
+    ...         homes=bytes([56, 0, 0, 56]), copies=bytes([56, 56, 64, 0]), home_scales=[[1.0]],
+    ...         copy_scales=[[4.0]], home_biases=None, copy_biases=None, scale=[1.0, 2.0, 1.0],
     ...         tiles=[2, 0, 0, 0, 0, 0, 0, 1, 0, 1, 1, 1, 1, 1, 1],
     ...         out=room(3, 2, dtype=torch.float32), num_homes=1, depth=2, width=2,
-    ...         rows_stride=2, row_scales_stride=1, home_stride=4, copy_stride=4,
+    ...         rows_stride=2, row_scales_stride=0, home_stride=4, copy_stride=4,
     ...         weight_stride=2, home_scales_stride=1, copy_scales_stride=1, scales_stride=1,
     ...         home_bias_stride=None, copy_bias_stride=None, out_stride=2, BLOCKS=True,
     ...         ALL_DEPTH=False, ALL_WIDTH=False, M=16, N=16, K=128, HALF=False)
@@ -92,22 +152,29 @@ def multiply_quantised(
     )
     biases = SlotTensors(home_biases, copy_biases, num_homes, home_bias_stride, copy_bias_stride)
     given, made = Matrix(rows, rows_stride, depth), Matrix(out, out_stride, width)
-    given_scales = Matrix(row_scales, row_scales_stride, 0)
+    groups = tl.cdiv(depth, GROUP)
     high, wide = tl.load(tiles), tl.cdiv(width, N)
     halves = HALF and tl.load(tiles + 1) != 0
-    following, next_column = find_tile(tiles, tl.program_id(0), high, wide)
+    following, next_number, next_column = find_tile(tiles, tl.program_id(0), high, wide)
     for tile in range(tl.program_id(0), high * wide, tl.num_programs(0)):
-        part, column = following, next_column
-        following, next_column = find_tile(tiles, tile + tl.num_programs(0), high, wide)
+        part, number, column = following, next_number, next_column
+        following, next_number, next_column = find_tile(
+            tiles, tile + tl.num_programs(0), high, wide
+        )
         at_weights = of_slot(weights, part.slot)
         at_scales = of_slot(scales, part.slot)
         at_bias = None if home_biases is None else of_slot(biases, part.slot)
+        if BLOCKS:
+            at = number.to(tl.int64) * groups
+            of_rows = Laid(ratios + at * M, changes + at, M, groups)
+        else:
+            of_rows = Matrix(row_scales, row_scales_stride, 1)
         low = halves and part.count <= M // 2
         for LOW in tl.static_range(1 + HALF):
             if low == LOW:
                 multiply_tile_quantised(
                     given,
-                    given_scales,
+                    of_rows,
                     at_weights,
                     weight_stride,
                     at_scales,
@@ -129,7 +196,7 @@ def multiply_quantised(
 @triton.jit
 def multiply_tile_quantised(
     rows,
-    row_scales,
+    of_rows,
     at_weights,
     weight_stride,
     at_scales,
@@ -146,20 +213,19 @@ def multiply_tile_quantised(
     N: tl.constexpr,
     K: tl.constexpr,
 ):
-    """One tile: M rows, N columns from `column` on.
-
-    With BLOCKS, the sums are kept in units of the scales of the step that comes next, so that the
-    tensor cores go on adding to them.
-    """
+    """One tile: M rows, N columns from `column` on."""
     row_M, column_N, step_K = tl.arange(0, M), tl.arange(0, N), tl.arange(0, K)
     left = out.columns - column
     # Behind the last row of the slot, it is read again: its product is not stored.
     last_M = tl.minimum(row_M, part.count - 1)
     at_rows = rows.at + part.begin * rows.stride
-    at_row_scales = row_scales.at + (part.begin + last_M) * row_scales.stride
     at_weights += column.to(tl.int64) * weight_stride
-    unit = load_unit(at_row_scales, at_scales, scales_stride, column, out.columns, 0, BLOCKS)
     sum_MN = tl.zeros((M, N), tl.float32)
+    if BLOCKS:
+        block, last = column // GROUP, (out.columns - 1) // GROUP
+        at_low = at_scales + block * scales_stride
+        at_high = at_scales + tl.minimum(block + 1, last) * scales_stride
+        ratio = load_ratio(of_rows, at_low, at_high, 0, M)
     for k in range(0, rows.columns, K):
         deep = rows.columns - k
         row_MK = load_tile(at_rows + k, last_M, step_K, rows.stride, M, deep, True, ALL_DEPTH)
@@ -168,24 +234,19 @@ def multiply_tile_quantised(
         )
         if row_MK.dtype == tl.uint8:
             row_MK, weight_NK = decode(row_MK), decode(weight_NK)
+        sum_MN = tl.dot(row_MK, weight_NK.T, sum_MN)
         if BLOCKS:
-            following = tl.minimum(k // GROUP + 1, (rows.columns - 1) // GROUP)
-            coming = load_unit(
-                at_row_scales, at_scales, scales_stride, column, out.columns, following, BLOCKS
-            )
-            ratio = Unit(
-                unit.of_rows / coming.of_rows, unit.low / coming.low, unit.high / coming.high
-            )
-            sum_MN = tl.dot(row_MK, weight_NK.T, sum_MN) * spread(ratio, column_N)
-            unit = coming
-        else:
-            sum_MN = tl.dot(row_MK, weight_NK.T, sum_MN)
-    if BLOCKS:
-        sum_MN *= spread(unit, column_N)
-    else:
+            # Only what is read under a condition lets the tensor cores run on.
+            if (ratio.changes != 0) | (ratio.low != 1.0) | (ratio.high != 1.0):
+                sum_MN *= spread(ratio, column_N)
+            # A step ahead, so that nobody waits for them.
+            following = tl.minimum(k // GROUP + 1, of_rows.groups - 1)
+            ratio = load_ratio(of_rows, at_low, at_high, following, M)
+    if not BLOCKS:
         at_N = at_scales + (column + column_N) * scales_stride
         scale_N = tl.load(at_N, mask=column_N < left, other=0.0)
-        sum_MN = sum_MN * unit.of_rows[:, None] * scale_N[None, :]
+        scale_M = tl.load(of_rows.at + (part.begin + last_M) * of_rows.stride)
+        sum_MN = sum_MN * scale_M[:, None] * scale_N[None, :]
     if at_bias is not None:
         bias_N = tl.load(at_bias + column + column_N, mask=column_N < left, other=0.0)
         sum_MN += bias_N.to(tl.float32)[None, :]
@@ -193,18 +254,18 @@ def multiply_tile_quantised(
 
 
 @triton.jit
-def load_unit(at_rows, at_scales, stride, column, columns, group, BLOCKS: tl.constexpr):
-    """The scales of group `group` of every row, and those of the weights of a tile."""
-    of_rows, low, high = tl.load(at_rows + group), 1.0, 1.0
-    if BLOCKS:
-        block, last = column // GROUP, (columns - 1) // GROUP
-        low = tl.load(at_scales + block * stride + group)
-        high = tl.load(at_scales + tl.minimum(block + 1, last) * stride + group)
-    return Unit(of_rows, low, high)
+def load_ratio(laid, at_low, at_high, group, M: tl.constexpr):
+    """The ratios of a group: of the rows of a tile as they are laid, and of its weights."""
+    of_rows = tl.load(laid.ratios + group * laid.height + tl.arange(0, M))
+    changes, more = tl.load(laid.changes + group), group + 1 < laid.groups
+    low = tl.load(at_low + group) / tl.load(at_low + group + 1, mask=more, other=1.0)
+    high = tl.load(at_high + group) / tl.load(at_high + group + 1, mask=more, other=1.0)
+    return Ratio(of_rows, low, high, changes)
 
 
 @triton.jit
-def spread(unit, column_N):
+def spread(ratio, column_N):
     """[M, N] the factor of every sum of a tile."""
-    low_M1, high_M1 = (unit.of_rows * unit.low)[:, None], (unit.of_rows * unit.high)[:, None]
+    of_rows_M1 = ratio.of_rows.to(tl.float32)[:, None]
+    low_M1, high_M1 = of_rows_M1 * ratio.low, of_rows_M1 * ratio.high
     return tl.where((column_N < GROUP)[None, :], low_M1, high_M1)

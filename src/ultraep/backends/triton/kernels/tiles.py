@@ -78,13 +78,18 @@ def draw_tile(tiles):
 
 @triton.jit
 def find_tile(tiles, tile, high, wide):
-    """Rows and column of a tile; its count is that of its slot from there on, maybe more than M."""
+    """Rows of a tile, their number among rows of tiles, and its column.
+
+    Its count is that of its slot from there on, maybe more than M.
+    """
     there = tile < high * wide
     at = tiles + ENTRIES * (1 + tile // wide)
     first = tl.load(at + 3, mask=there, other=0)
     height = tl.load(at + 4, mask=there, other=1)
     within = tile - first * wide
-    at = tiles + ENTRIES * (1 + first + within % height)
+    number = first + within % height
+    at = tiles + ENTRIES * (1 + number)
     slot = tl.load(at, mask=there, other=0)
     begin = tl.load(at + 1, mask=there, other=0)
-    return Part(slot, begin.to(tl.int64), tl.load(at + 2, mask=there, other=0)), within // height
+    part = Part(slot, begin.to(tl.int64), tl.load(at + 2, mask=there, other=0))
+    return part, number, within // height
