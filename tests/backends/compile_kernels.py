@@ -360,6 +360,7 @@ def launch_data(ranks: int, experts: int, slots: int, relay: str, dtype: str) ->
     streamer.fill(made, layout, weights, rows)
     for zero in (False, True):
         pull(weights["w"], rows, made, streamer, programs=528, zero=zero)
+        pull(weights["w"], rows, made, streamer, programs=8, large=True)
 
 
 def fixed(kernel: Any, arguments: dict[str, Any]) -> dict[str, Any]:

@@ -798,15 +798,15 @@ def fanned_plan():
 
 
 @pytest.mark.usefixtures("rounding")
-@pytest.mark.parametrize("ahead", [1, 3])
+@pytest.mark.parametrize("ahead, large", [(1, False), (3, False), (3, True)])
 @pytest.mark.parametrize("width", [1, 32, 77])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_gradients_are_added_in_the_order_of_the_plan(dtype, width, ahead, monkeypatch):
+def test_gradients_are_added_in_the_order_of_the_plan(dtype, width, ahead, large, monkeypatch):
     monkeypatch.setattr(reducer, "AHEAD", ahead)
     for rank in (0, 3):
         case = Gradients(fanned_plan(), rank, width, dtype)
         wanted, kept = case.wanted(), [piece.clone() for piece in case.of_copies]
-        case.pull(programs=2)
+        case.pull(programs=2, large=large)
         assert torch.equal(bits(case.of_homes), bits(wanted))
         for piece, before in zip(case.of_copies, kept, strict=True):
             assert torch.equal(bits(piece), bits(before))

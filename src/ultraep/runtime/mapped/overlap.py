@@ -3,8 +3,8 @@ r"""What runs at the same time on one GPU: the one place that knows streams.
     forward     main      loads  plan  reroute  dispatch ...... experts  combine
                 aside               \ schedule  stream ....../
 
-    backward    main      d combine .......... d experts, weight gradients  reduce  last product ...
-                aside    \ stream again ...../
+    backward    main      d combine .......... d experts, weight gradients  last product  d dispatch
+                aside    \ stream again ...../                            \ pull, product /
 
 Work aside begins when everything that the main stream was given so far is done, and the main stream
 goes on when it is joined. On the CPU everything happens in the order in which it is called.
