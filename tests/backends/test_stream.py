@@ -798,7 +798,7 @@ def fanned_plan():
 
 
 @pytest.mark.usefixtures("rounding")
-@pytest.mark.parametrize("ahead, large", [(1, False), (3, False), (3, True)])
+@pytest.mark.parametrize(("ahead", "large"), [(1, False), (3, False), (3, True)])
 @pytest.mark.parametrize("width", [1, 32, 77])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_gradients_are_added_in_the_order_of_the_plan(dtype, width, ahead, large, monkeypatch):
