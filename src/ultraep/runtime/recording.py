@@ -17,10 +17,12 @@ from weakref import WeakKeyDictionary
 from ultraep.comm import Communicator
 from ultraep.config import BalanceConfig
 from ultraep.errors import ConfigError, FileError
+from ultraep.hops import Relay
 from ultraep.plan import Plan
 from ultraep.plane import Microbatch
 from ultraep.reroute import rows_received
 from ultraep.runtime.history import REMEMBERED, History, Moment
+from ultraep.runtime.settings import Settings
 from ultraep.topology import Topology
 from ultraep.trace.pieces import Key
 from ultraep.trace.record import Recorder
@@ -38,23 +40,27 @@ def wanted(record: str | Path | None) -> str:
 
 
 def open_recorder(
-    record: str | Path | None, comm: Communicator, topology: Topology, config: BalanceConfig
+    record: str | Path | None,
+    comm: Communicator,
+    topology: Topology,
+    config: BalanceConfig,
+    settings: Settings,
 ) -> Recorder | None:
     """The recorder of this rank; None: nothing is recorded. An error on one rank is one on all."""
     inside = os.environ.get(VARIABLE) if record is None else None
     if record is None and not inside:
         return None
-    recorder, chosen, error = None, "", ""
+    recorder, chosen, error, relay = None, "", "", Relay(settings.relay, settings.chunks)
     if comm.rank == 0:
         try:
             chosen = str(_new_folder(Path(inside)) if inside else Path(str(record)).absolute())
-            recorder = Recorder(chosen, topology, config)
+            recorder = Recorder(chosen, topology, config, relay=relay)
         except FileError as refused:
             error = str(refused)
     chosen, error = comm.gather_objects((chosen, error))[0]
     if comm.rank and not error:
         try:
-            recorder = Recorder(chosen, topology, config, rank=comm.rank)
+            recorder = Recorder(chosen, topology, config, rank=comm.rank, relay=relay)
         except FileError as refused:
             error = str(refused)
     errors = comm.gather_objects(error)

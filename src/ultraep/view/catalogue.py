@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,7 +31,6 @@ from ultraep.view.single import SingleIndex
 from ultraep.view.store import Store
 
 PERIOD = 1.0  # seconds between two looks at a folder that is followed
-READERS = 2  # threads that read pieces for one question
 GONE = "the folder is gone: what was read before is shown"
 Index = FolderIndex | SingleIndex
 
@@ -54,7 +52,6 @@ class Catalogue:
         self.paths, self.live, self.shown = list(paths), live, list[Shown]()
         self._store = Store()
         self._stop = threading.Event()
-        self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="ultraep view")
         self._thread = threading.Thread(target=self._run, name="ultraep view", daemon=True)
         self._look()
 
@@ -68,7 +65,6 @@ class Catalogue:
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join()
-        self._readers.shutdown()
 
     def read_all(self) -> None:
         """Read everything that is there, in this thread."""
@@ -159,8 +155,7 @@ class Catalogue:
             _check(place, key)
             return numbers_of(record_of_trace(index.trace, place)) | {"planned": False}
         if place >= 0:
-            record = record_of_pieces(index, place, self._readers)
-            return numbers_of(record) | {"planned": False}
+            return numbers_of(record_of_pieces(index, place)) | {"planned": False}
         planned = None if index.finished else index.planned(*key)
         _check(place if planned is None else 0, key)
         assert planned is not None
@@ -176,8 +171,7 @@ class Catalogue:
         if place < 0 and not index.finished:
             return None
         _check(place, key)
-        times = times_of_pieces(index, place, self._readers, backward=backward)
-        return stages_of(times, backward=backward)
+        return stages_of(times_of_pieces(index, place, backward=backward), backward=backward)
 
     def routed(self, number: int, key: tuple[int, int, int]) -> Routed:
         """What was routed in one record."""

@@ -9,6 +9,7 @@ Shapes: N records, n of a piece, m additions of a piece, R ranks, G stages.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from ultraep.trace.schema import KEY, Array, Arrays, Header
 EXPERTS = ("experts", "experts back")  # stages in which a rank computes and waits for nobody
 COST = ("plan", "verify", "replicate", "weights again", "reduce")  # stages that balancing adds
 MOST_RECORDS = 2_000_000
+MOST_MOVED = 1 << 25  # numbers, of records times ranks
 ROOM = 1024  # records, to begin with
 UNKNOWN, REPEATED = -1, -2  # in place of a place
 Places = range | IntArray
@@ -48,6 +50,7 @@ class Columns:
         }
         self._arrays = {name: self._empty(name, ROOM) for name in self._kinds}
         self._places: dict[int, int] = {}  # by key
+        self._moves: Moves | None = None
         self.repeated = 0
 
     def __getitem__(self, name: str) -> Array:
@@ -66,6 +69,8 @@ class Columns:
                 new = self._empty(name, size)
                 new[:room] = old
                 self._arrays[name] = new  # whole, for those who look meanwhile
+            if self._moves is not None:
+                self._moves = self._moves.grown(size)
 
     # -- records --------------------------------------------------------------------------------
 
@@ -107,11 +112,13 @@ class Columns:
 
     # -- what is told of them -------------------------------------------------------------------
 
-    def add(self, places: Places, told: Arrays) -> None:
+    def add(self, rank: int, places: Places, told: Arrays) -> None:
         """What a rank tells of records, each of them once."""
         at, rows = _kept(places)
         of_rank = told["slot_rows"][rows].sum(axis=1, dtype=np.int64)
         seconds, columns = told["seconds"][rows], self._arrays
+        if self._moves is not None:
+            self._moves.add(rank, at, of_rank)
         columns["fullest"][at] = np.maximum(columns["fullest"][at], of_rank)
         columns["rows"][at] += of_rank
         columns["bytes"][at] += told["bytes_moved"][rows]
@@ -122,10 +129,15 @@ class Columns:
     def add_late(self, places: Places, told: Arrays) -> None:
         """What a rank adds to records later; to one of them perhaps several times."""
         at, rows = _kept(places)
-        at = np.arange(at.start, at.stop) if isinstance(at, slice) else at
         seconds, columns = told["more_seconds"][rows], self._arrays
+        work = seconds[:, self._own_G].sum(axis=1, dtype=np.float64)
+        if isinstance(at, slice):  # each of them once
+            columns["bytes"][at] += told["more_bytes"][rows]
+            columns["work"][at] += work
+            columns["slowest_back"][at] = np.maximum(columns["slowest_back"][at], seconds)
+            return
         np.add.at(columns["bytes"], at, told["more_bytes"][rows])
-        np.add.at(columns["work"], at, seconds[:, self._own_G].sum(axis=1, dtype=np.float64))
+        np.add.at(columns["work"], at, work)
         np.maximum.at(columns["slowest_back"], at, seconds)
 
     def set_before(self, places: Places, before_n: NDArray[np.float64]) -> None:
@@ -137,6 +149,54 @@ class Columns:
         """How many copies were made."""
         at, rows = _kept(places)
         self._arrays["copies"][at] = copies_n[rows]
+
+    # -- what was routed ------------------------------------------------------------------------
+
+    def derive(self) -> None:
+        """Find the imbalance as routed from rows that arrive; before anything is told."""
+        self._moves = Moves.of(len(self._arrays["step"]), self.header.ranks)
+
+    def set_moved(self, places: Places, moved_nR: IntArray) -> None:
+        """Rows that every rank has fewer by copies."""
+        if self._moves is not None:
+            at, rows = _kept(places)
+            self._moves.moved[at] = moved_nR[rows]
+
+    def derived(self) -> NDArray[np.float64]:
+        """[N] the imbalance as routed, NaN where it is not known; what it needed is given up."""
+        moves, self._moves = self._moves, None
+        if moves is None:
+            return np.full(self.count, np.nan)
+        rows, fullest = self["rows"], moves.fullest[: self.count]
+        found = np.where(rows > 0, fullest * self.header.ranks / np.maximum(rows, 1), 1.0)
+        return np.where(self["ranks"] == self.header.ranks, found, np.nan)
+
+
+@dataclass(eq=False)
+class Moves:
+    """Rows of ranks without copies, as long as ranks are being read. N is the room for records."""
+
+    moved: Array  # [N, R] rows that a rank has fewer by copies
+    fullest: IntArray  # [N] of the fullest rank without copies, as far as was read
+
+    @classmethod
+    def of(cls, size: int, ranks: int) -> Moves | None:
+        """None if that takes too much memory."""
+        if size * ranks > MOST_MOVED:
+            return None
+        return cls(np.zeros((size, ranks), np.int32), np.zeros(size, np.int64))
+
+    def grown(self, size: int) -> Moves | None:
+        """These with more room, if that is not too much."""
+        ranks = self.moved.shape[1]
+        found, room = Moves.of(size, ranks), len(self.fullest)
+        if found is not None:
+            found.moved[:room], found.fullest[:room] = self.moved, self.fullest
+        return found
+
+    def add(self, rank: int, at: slice | IntArray, arrived: IntArray) -> None:
+        """Rows that a rank has served of these records."""
+        self.fullest[at] = np.maximum(self.fullest[at], arrived + self.moved[at, rank])
 
 
 def _kept(places: Places) -> tuple[slice | IntArray, slice | IntArray]:

@@ -87,6 +87,11 @@ class Table:
         known = np.where(np.isnan(before), self.after[records], before)
         return self.key(int(records[known.argmax()]))
 
+    @property
+    def keys(self) -> Arrays:
+        """Steps, layers and microbatches of all records, by name."""
+        return {name: getattr(self, name) for name in KEY}
+
     def key(self, record: int) -> tuple[int, int, int]:
         """Step, layer and microbatch."""
         step, layer, microbatch = (int(getattr(self, name)[record]) for name in KEY)
