@@ -17,7 +17,7 @@ const HOMES = [
   "#3b82d6", "#3d9970", "#d0713a", "#9b72cf", "#c9a227", "#cf5f7a", "#4aa3a8", "#8d949c",
   "#7a8b3c", "#a0673f",
 ];
-const MOST_NAMED = 24; // copies in a sentence
+const MOST_NAMED = 12; // experts in a sentence
 const DASHES = { none: "dot", eplb: "solid", lplb: "dash", echo: "dashdot", quota: "longdash" };
 const policyColour = (name, place) => POLICIES[name] || OTHERS[place % OTHERS.length];
 
@@ -162,14 +162,29 @@ function words({ expert, rows, of, copy }, home, rank) {
   return `rank ${rank}: ${what}<br>${rows.toLocaleString("en")} rows, ${share} % of the expert's`;
 }
 
+// Ascending numbers in words: 0, 2-5.
+function stretches(numbers) {
+  const found = [];
+  for (const one of numbers) {
+    const last = found[found.length - 1];
+    if (last && last[1] === one - 1) last[1] = one;
+    else found.push([one, one]);
+  }
+  return found.map(([from, to]) => (to > from + 1 ? `${from}-${to}` : to > from ? `${from}, ${to}` : from)).join(", ");
+}
+
 function account(data, before, after) {
   const ratio = (ranks) => {
     const all = sums(ranks), total = all.reduce((a, b) => a + b, 0);
     return total ? (Math.max(...all) * all.length) / total : 1;
   };
-  const copies = after.flatMap((parts, rank) =>
-    parts.filter((part) => part.copy).map((part) => `${part.expert} on rank ${rank}`));
-  const named = copies.length <= MOST_NAMED ? `Copies of expert ${copies.join(", ")}.` : `${copies.length} copies.`;
+  const hosts = new Map(); // by expert
+  after.forEach((parts, rank) => parts.filter((part) => part.copy).forEach(({ expert }) =>
+    hosts.set(expert, [...(hosts.get(expert) || []), rank])));
+  const copies = [...hosts].sort(([a], [b]) => a - b).map(([expert, ranks]) =>
+    `${expert} on rank${ranks.length > 1 ? "s" : ""} ${stretches(ranks)}`);
+  const count = [...hosts.values()].reduce((sum, ranks) => sum + ranks.length, 0);
+  const named = copies.length <= MOST_NAMED ? `Copies of expert ${copies.join(", expert ")}.` : `${count} copies.`;
   return `imbalance ${ratio(before).toFixed(3)} without copies, ${ratio(after).toFixed(3)} with. ` +
     (copies.length ? named : "No copies.");
 }

@@ -211,6 +211,7 @@ def described(shown: Shown) -> Numbers:
         "domain": header.domain,
         "policy": header.policy,
         "tolerance": header.tolerance,
+        "objective": header.objective,
         "created": header.created,
         "note": header.note,
         "records": len(index.table),

@@ -48,7 +48,7 @@ SMALL = (
 )
 OF_PLANS = (ENDS, "copies", "quotas")
 SAMPLED = (*KEY, "loads", *OF_PLANS)
-SAMPLE_SECONDS = 0.4
+SAMPLE_SECONDS = 0.3
 FEW_PIECES = 8  # of rank 0: read at once, without a sample before
 MOST_NOTES = 20
 PIECE = re.compile(r"(\d{6})\.npz")
@@ -157,7 +157,9 @@ class FolderIndex:
             self._read_sample(pieces[0])
             self.columns.derive()
         for rank, numbers in enumerate(pieces):
-            for number, arrays in zip(numbers, ahead(partial(self._small, rank), numbers)):
+            for number, arrays in zip(
+                numbers, ahead(partial(self._small, rank), numbers), strict=True
+            ):
                 if stop():
                     return
                 self._take(rank, number, arrays)
@@ -307,7 +309,7 @@ class FolderIndex:
     def _read_loads(self, stop: Stop) -> None:
         """Imbalance as routed, of pieces all over the run first."""
         unread = [self._unread[at] for at in spread(range(len(self._unread)))]
-        for (_, places), before in zip(unread, ahead(self._before, unread)):
+        for (_, places), before in zip(unread, ahead(self._before, unread), strict=True):
             if stop():
                 return
             self.done += 1

@@ -170,7 +170,7 @@ def _told(
         if rows or late_rows:
             wanted = [dict.fromkeys(names, row) for row in rows]
             wanted += [dict.fromkeys(late, row) for row in late_rows]
-            found = index.rows.told(index.path(rank, shelf.number), rank, wanted)
+            found = index.rows.told(index.path(rank, shelf.number), wanted)
             told += found[: len(rows)]
             more += found[len(rows) :]
     if not told:

@@ -76,7 +76,7 @@ class Rows:
             self._places[path] = self._found(archive, rank)
         return found
 
-    def told(self, path: Path, rank: int, wanted: Iterable[Mapping[str, int]]) -> list[Arrays]:
+    def told(self, path: Path, wanted: Iterable[Mapping[str, int]]) -> list[Arrays]:
         """Rows of arrays of a piece, by name and number; `FileError` if it is damaged."""
         places = self._places[path]
         with reading(path), opened(path) as file:

@@ -2,7 +2,7 @@
 
 const figures = {
   imbalance: imbalanceFigure, layers: layersFigure, copies: copiesFigure, time: timeFigure,
-  map: mapFigure, ranks: ranksWithWords, flows: flowsFigure, both: bothFigure, bothlayers: bothLayersFigure,
+  map: mapFigure, ranks: ranksWithWords, flows: (list) => flowsFigure(list, find("plot-flows").clientWidth), both: bothFigure, bothlayers: bothLayersFigure,
 };
 const LOADS = { overview: loadOverview, map: loadMap, record: loadRecord, compare: loadCompare };
 const LISTENED = ["imbalance", "layers", "copies", "time", "map"];
@@ -59,7 +59,7 @@ function showItem() {
     const parts = [counted(own.ranks, "rank"), counted(own.experts, "expert"), `${counted(own.slots, "spare slot")} each`];
     if (own.domain !== own.ranks) parts.push(`domains of ${counted(own.domain, "rank")}`);
     find("heading").textContent = own.name;
-    find("facts").textContent = `${parts.join(", ")}. Policy ${own.policy}, tolerance ${own.tolerance}, ` +
+    find("facts").textContent = `${parts.join(", ")}. Policy ${own.policy}, objective ${own.objective}, tolerance ${own.tolerance}, ` +
       `recorded ${own.created}. ${own.note}`;
   }
   find("reading").hidden = !own || own.error || own.finished || !own.total;
