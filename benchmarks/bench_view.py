@@ -4,9 +4,10 @@
     python benchmarks/bench_view.py --trace FOLDER   # one that is there; big_trace.py draws some
     python benchmarks/bench_view.py --toy            # tiny, for CI
 
-A server is started as a user would who has installed it (so Python has compiled its modules), and
-asked as the page asks. `open`: from the start of the process until the overview is answered, of a sample first; then until everything was read. `clicks`:
-answers about places all over the run, never the same twice, while it is still read and afterwards.
+A server is started as by a user who has installed it, so that Python has compiled its modules, and
+asked as the page asks. `open`: from the start of the process until the overview is answered, of a
+sample first; then until everything was read. `clicks`: answers about places all over the run, never
+the same twice, while it is still read and afterwards.
 """
 
 from __future__ import annotations

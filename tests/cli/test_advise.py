@@ -77,7 +77,7 @@ def test_every_figure_has_its_line():
 
 @pytest.mark.parametrize("asked", [(), BALANCE], ids=["time", "balance"])
 def test_the_settings_can_be_copied(asked):
-    (line,) = [l for l in printed(*asked, width=100).splitlines() if l.startswith("Settings")]
+    (line,) = [own for own in printed(*asked).splitlines() if own.startswith("Settings")]
     arguments = line.removeprefix("Settings").strip()
     given = eval(f"dict({arguments})", {"ultraep": ultraep})  # our own output, as a user pastes it
     found, config = figures(*asked), given.get("config", ultraep.BalanceConfig())

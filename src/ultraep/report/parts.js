@@ -95,18 +95,31 @@ function ranksFigure(data, record) {
   const mean = sums(before).reduce((a, b) => a + b, 0) / data.homes.length;
   const most = Math.max(1, ...sums(before), ...sums(after));
   const ranks = { type: "category" };
+  const placed = apart(data.homes.length) ? oneAboveTheOther : (more) => more;
   return [
     [...stacks(data, before, ""), ...stacks(data, after, "2")],
-    {
+    placed({
       barmode: "stack", hovermode: "closest", showlegend: false, margin: { l: 60, r: 12, t: 36, b: 44 },
       xaxis: { ...ranks, domain: [0, 0.47], ...title("rank, without copies") },
       xaxis2: { ...ranks, domain: [0.53, 1], ...title("rank, with copies"), anchor: "y2" },
       yaxis: { ...title("rows (dashed: mean)"), range: [0, 1.04 * most] },
       yaxis2: { range: [0, 1.04 * most], showticklabels: false, anchor: "x2" },
       shapes: [even("x domain", mean), even("x2 domain", mean)],
-    },
+    }),
     account(data, before, after),
   ];
+}
+
+// Whether there is no room for ranks without and with copies beside each other.
+const apart = (ranks) => document.documentElement.clientWidth < 600 || ranks > 32;
+
+function oneAboveTheOther(more) {
+  const { xaxis, xaxis2, yaxis, yaxis2 } = more;
+  return {
+    ...more,
+    xaxis: { ...xaxis, domain: [0, 1] }, xaxis2: { ...xaxis2, domain: [0, 1] },
+    yaxis: { ...yaxis, domain: [0.6, 1] }, yaxis2: { ...yaxis2, domain: [0, 0.4], showticklabels: true },
+  };
 }
 
 // For every rank its blocks {expert, rows, copy}, without and with copies.

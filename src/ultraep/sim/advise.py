@@ -1,8 +1,9 @@
 """advise: is balancing worth it on this cluster, and with how many slots and which tolerance?
 
-Plans by time need no tolerance: they find what pays. All settings run on the same loads, beside no balancing and forced balance. Those that are advised
-run again: on loads drawn anew, for the range of the gain, and with few and many tokens per rank,
-for the number from which on it pays.
+Plans by time find out themselves what pays, so that they need no tolerance. All settings run on the
+same loads, beside no balancing and forced balance. Those that are advised run again: on loads drawn
+anew, for the range of the gain, and with few and many tokens per rank, for the number from which on
+it pays.
 """
 
 from __future__ import annotations

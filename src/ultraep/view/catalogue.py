@@ -6,7 +6,7 @@ What cannot be opened is told, and the rest is open nevertheless.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,6 +33,7 @@ from ultraep.view.store import Store
 PERIOD = 1.0  # seconds between two looks at a folder that is followed
 GONE = "the folder is gone: what was read before is shown"
 Index = FolderIndex | SingleIndex
+Tell = Callable[[str], None]
 
 
 @dataclass
@@ -46,10 +47,13 @@ class Shown:
 
 
 class Catalogue:
-    """What is open, known by its number."""
+    """What is open, known by its number. tell: is told of what is damaged."""
 
-    def __init__(self, paths: Sequence[Path], *, live: bool = False) -> None:
+    def __init__(
+        self, paths: Sequence[Path], *, live: bool = False, tell: Tell | None = None
+    ) -> None:
         self.paths, self.live, self.shown = list(paths), live, list[Shown]()
+        self._tell, self._told = tell, set[str]()
         self._store = Store()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="ultraep view", daemon=True)
@@ -71,6 +75,14 @@ class Catalogue:
         for shown in self.shown:
             if shown.index is not None:
                 shown.index.read(self._stop.is_set)
+                self._tell_notes(shown.index.notes)
+
+    def _tell_notes(self, notes: Sequence[str]) -> None:
+        """Tell who started this what is damaged, once."""
+        for note in notes:
+            if self._tell is not None and note not in self._told:
+                self._told.add(note)
+                self._tell(note)
 
     @property
     def errors(self) -> list[str]:

@@ -54,7 +54,8 @@ MOST_NOTES = 20
 PIECE = re.compile(r"(\d{6})\.npz")
 READERS = 2  # threads that read pieces; unpacking them does not need Python's lock
 Stop = Callable[[], bool]
-Job, Found = TypeVar("Job"), TypeVar("Found")
+Job = TypeVar("Job")
+Found = TypeVar("Found")
 
 
 @dataclass(frozen=True)

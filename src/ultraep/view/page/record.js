@@ -13,7 +13,7 @@ async function loadRecord() {
   layers.replaceChildren(...found.around.layers.map((name) => new Option(name, name)));
   [find("step").value, find("microbatch").value, layers.value] = [step, microbatch, layer];
   parsed.ranks = found;
-  find("plot-ranks").style.height = apart(found) ? "640px" : "";
+  find("plot-ranks").style.height = apart(found.ranks) ? "640px" : "";
   draw("ranks");
   showFlows(found.copies, found.planned ? null : found.bytes.reduce((a, b) => a + b, 0));
   find("passes").replaceChildren();
@@ -42,26 +42,14 @@ function ranksWithWords(found) {
     ` ${sizeWords(moved)} moved.`;
   const wrong = found.unusable ? ` ${number(found.unusable)} of its copies name experts or ranks that do not exist.` : "";
   find("told").textContent = where + told + also + wrong + priceWords(found);
-  return apart(found) ? [traces, oneAboveTheOther(more)] : [traces, more];
+  return [traces, more];
 }
-
-// Whether there is no room for both sides beside each other.
-const apart = ({ ranks }) => document.documentElement.clientWidth < 600 || ranks > 32;
 
 function priceWords({ priced, copies, after }) {
   if (!priced) return "";
   const alone = !copies.list.length && after > 1 ? ": no copies would pay" : "";
   return ` By its rates (${priced.rates} ps) it takes ${timeWords(priced.time)}, ` +
     `without copies ${timeWords(priced.without)}${alone}.`;
-}
-
-function oneAboveTheOther(more) {
-  const { xaxis, xaxis2, yaxis, yaxis2 } = more;
-  return {
-    ...more,
-    xaxis: { ...xaxis, domain: [0, 1] }, xaxis2: { ...xaxis2, domain: [0, 1] },
-    yaxis: { ...yaxis, domain: [0.6, 1] }, yaxis2: { ...yaxis2, domain: [0, 0.4], showticklabels: true },
-  };
 }
 
 const WAYS = {
