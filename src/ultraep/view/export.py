@@ -117,7 +117,7 @@ def _told_of_worst(key: tuple[int, int, int], copies: Numbers | None) -> dict[st
     chained = copies is not None and copies["relay"] == "chain"
     told = copies is not None and copies["told"] in ("direct", "chain")
     way = "passed on from copy to copy" if chained else "each sent by its home"
-    why = "as the balancer was told" if told else "as a balancer decides that may choose"
+    why = "as the balancer was told" if told else "as balancers choose by themselves"
     return {
         "flows": f"{where}: {way}, {why}. As wide as the tokens that are served elsewhere; where "
         "there is little room, ranks are numbers only.",

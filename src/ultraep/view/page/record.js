@@ -54,8 +54,8 @@ function priceWords({ priced, copies, after }) {
 
 const WAYS = {
   direct: " as the balancer was told.", chain: " as the balancer was told.",
-  auto: " as a balancer decides that may choose.",
-  "": " as a balancer decides that may choose; this trace does not tell how weights were to be sent.",
+  auto: " as balancers choose by themselves.",
+  "": " as balancers choose by themselves; this trace does not tell how weights were to be sent.",
 };
 
 function showFlows({ relay, told, list }, moved) {
