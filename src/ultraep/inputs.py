@@ -30,7 +30,7 @@ from ultraep.errors import FileError
 
 Array = NDArray[Any]
 UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
-ENCRYPTED = 0x1  # flag of a member
+ENCRYPTED, UNREADABLE = 0x1, 0x60  # flags of a member
 COMPRESSIONS = {zipfile.ZIP_STORED: 1, zipfile.ZIP_DEFLATED: 1032}  # most bytes out of one byte
 ENDING = ".npy"
 LOCAL, LOCAL_MAGIC = struct.Struct("<4s22xHH"), b"PK\x03\x04"  # before the bytes of a member
@@ -187,6 +187,8 @@ def _seek(file: IO[bytes], member: zipfile.ZipInfo) -> int:
     """Go to where the bytes of a member begin; zipfile's own way there is slow."""
     if member.flag_bits & ENCRYPTED:
         raise ValueError(f"{member.filename} is encrypted")
+    if member.flag_bits & UNREADABLE:
+        raise ValueError(f"{member.filename} is compressed patched data, or strongly encrypted")
     if member.compress_type not in COMPRESSIONS:
         raise ValueError(f"{member.filename} has an unknown compression, {member.compress_type}")
     most = member.compress_size * COMPRESSIONS[member.compress_type]

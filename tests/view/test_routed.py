@@ -202,6 +202,14 @@ def test_a_trace_tells_how_weights_were_sent(tmp_path, mode):
         assert mode == "chain" or longest == 2
 
 
+def test_a_balancer_tells_how_it_sends(tmp_path):
+    pytest.importorskip("torch")
+    told = {"relay": "direct", "chunks": 2}
+    ultraep.Balancer(experts=4, slots=1, record=tmp_path / "run", **told).close()
+    header = read_trace(tmp_path / "run").header
+    assert (header.relay, header.chunks) == ("direct", 2)
+
+
 def test_a_trace_that_does_not_tell_is_read(tmp_path):
     record_one(tmp_path / "run")
     file = tmp_path / "run" / "header.json"

@@ -46,7 +46,10 @@ SETTINGS = (
     "objective",
 )
 OLD_OBJECTIVE = "balance"  # of traces that do not tell
-UNTOLD: dict[str, Any] = {"relay": "", "chunks": 0}  # entries of the header that not every recorder knows
+UNTOLD: dict[str, Any] = {
+    "relay": "",
+    "chunks": 0,
+}  # entries of the header that not every recorder knows
 
 FORWARD = ("loads", "plan", "verify", "replicate", "reroute", "dispatch", "experts", "combine")
 BACKWARD = (
