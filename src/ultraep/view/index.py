@@ -37,7 +37,7 @@ from ultraep.trace.schema import (
     piece_file,
     rank_folder,
 )
-from ultraep.view.columns import MOST_RECORDS, REPEATED, UNKNOWN, Columns, Places
+from ultraep.view.columns import MOST_RECORDS, REPEATED, UNKNOWN, Columns, Places, RankTimes
 from ultraep.view.routed import moved_rows, summed
 from ultraep.view.store import Rows, Store, piece_arrays
 from ultraep.view.table import Table, table_of, table_of_sample
@@ -50,6 +50,7 @@ OF_PLANS = (ENDS, "copies", "quotas")
 SAMPLED = (*KEY, "loads", *OF_PLANS)
 SAMPLE_SECONDS = 0.3
 FEW_PIECES = 8  # of rank 0: read at once, without a sample before
+MORE_TO_COME = 4096  # records, the last ones, to which a rank may add something
 MOST_NOTES = 20
 PIECE = re.compile(r"(\d{6})\.npz")
 READERS = 2  # threads that read pieces; unpacking them does not need Python's lock
@@ -71,6 +72,7 @@ class Shelf:
 class RankState:
     """How far a rank was read. told: [N] whose records came in another order than rank 0's."""
 
+    times: RankTimes
     pieces: int = 0
     upto: int = 0  # records of it so far, all in the order of rank 0
     late: int = 0  # where the next additions are likely
@@ -89,7 +91,8 @@ class FolderIndex:
         self.folder, self.store, self.live = folder, store, live
         self.header = Header.from_json(read_text(file), file)
         self.columns, self.rows = Columns(self.header), Rows(self.header)
-        self.ranks = [RankState() for _ in range(self.header.ranks)]
+        stages = len(self.header.stages)
+        self.ranks = [RankState(times=RankTimes(stages)) for _ in range(self.header.ranks)]
         self.notes: list[str] = []
         self.version, self.done, self.total, self.finished = 0, 0, 0, False
         self._sample: Table | None = None
@@ -165,6 +168,7 @@ class FolderIndex:
                     return
                 self._take(rank, number, arrays)
             self._retry(rank)
+            self.columns.settle(self.ranks[rank].times, MORE_TO_COME if self.live else 0)
         self._settle()
         self._read_loads(stop)
         self.finished = not stop()
@@ -238,9 +242,11 @@ class FolderIndex:
             return
         state.dropped = int(arrays["dropped"][0])
         places = self._places_of_rank(rank, number, arrays)
-        self.columns.add(rank, places, arrays)
+        self.columns.add(rank, places, arrays, state.times)
         late = self.columns.places(_late_keys(arrays), state.late)
-        self.columns.add_late(late, arrays)
+        self.columns.add_late(late, arrays, state.times)
+        if len(state.times) > 2 * MORE_TO_COME:
+            self.columns.settle(state.times, MORE_TO_COME)
         if isinstance(late, range):
             state.late = late.stop
         shelf = Shelf(number, places, late)
@@ -294,8 +300,8 @@ class FolderIndex:
             late = self._found_now(shelf.late, _late_keys(arrays))
             if rank:
                 places = np.where(places >= 0, self._told_once(state, places), places)
-                self.columns.add(rank, places, arrays)
-            self.columns.add_late(late, arrays)
+                self.columns.add(rank, places, arrays, state.times)
+            self.columns.add_late(late, arrays, state.times)
             whole = Shelf(shelf.number, _merged(shelf.places, places), _merged(shelf.late, late))
             state.shelves = [whole if one.number == shelf.number else one for one in state.shelves]
             if _lacks(whole.places) or _lacks(whole.late):

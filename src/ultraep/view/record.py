@@ -105,7 +105,7 @@ def record_as_planned(index: FolderIndex, piece: int, row: int) -> OneRecord:
 
 def times_of_pieces(index: FolderIndex, place: int, *, backward: bool) -> Times:
     """Its stages on all ranks, of one pass; what was told late is that of backward, usually."""
-    ranks, both = range(index.header.ranks), _mixed(index, place)
+    ranks, both = range(index.header.ranks), bool(index.columns["mixed"][place])
     names = TIMES if both or not backward else ()
     late = LATE_TIMES if both or backward else ()
     own = [_told(index, rank, place, names, late) for rank in ranks]
@@ -124,13 +124,6 @@ def times_of_pieces(index: FolderIndex, place: int, *, backward: bool) -> Times:
         for name in ("seconds", "waited")
     )
     return Times(index.header, np.array(began), seconds, waited)
-
-
-def _mixed(index: FolderIndex, place: int) -> bool:
-    """Whether stages of forward were told late, or those of backward at once."""
-    back_G, columns = of_backward(index.header.stages), index.columns
-    late, early = columns["slowest_back"][place, ~back_G], columns["slowest"][place, back_G]
-    return bool(late.any() or early.any())
 
 
 def routed_of_pieces(index: FolderIndex, place: int) -> Routed:

@@ -110,7 +110,7 @@ def table_of(columns: Columns) -> Table:
     keep = np.flatnonzero(columns["ranks"] == header.ranks)
     rows, before = columns["rows"][keep], columns["before"][keep]
     after = columns["fullest"][keep] * header.ranks / np.maximum(rows, 1)
-    slowest = columns["slowest"][keep].astype(np.float64) + columns["slowest_back"][keep]
+    slowest = columns["slowest"][keep].astype(np.float64)
     mean = columns["work"][keep] / header.ranks
     experts = slowest[:, np.isin(header.stages, EXPERTS)].sum(axis=1)
     cost = slowest[:, np.isin(header.stages, COST)].sum(axis=1)
