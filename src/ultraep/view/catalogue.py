@@ -55,18 +55,24 @@ class Catalogue:
         self.paths, self.live, self.shown = list(paths), live, list[Shown]()
         self._tell, self._told = tell, set[str]()
         self._store = Store()
-        self._stop = threading.Event()
+        self._stop, self._served = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="ultraep view", daemon=True)
         self._look()
 
-    def start(self) -> None:
-        """Begin to read, in a thread, unless that was begun."""
+    def look(self) -> None:
+        """Begin to read samples, in a thread, unless that was begun."""
         if self._thread.ident is None:
             self._thread.start()
+
+    def start(self) -> None:
+        """Begin to read everything."""
+        self._served.set()
+        self.look()
 
     def close(self) -> None:
         """Stop to read."""
         self._stop.set()
+        self._served.set()
         if self._thread.is_alive():
             self._thread.join()
 
@@ -97,6 +103,10 @@ class Catalogue:
     # -- reading --------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        for shown in self.shown:
+            if shown.index is not None:
+                shown.index.look()
+        self._served.wait()  # what takes long shall not delay the first answer
         while not self._stop.is_set():
             self.read_all()
             if not self.live:

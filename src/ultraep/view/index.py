@@ -149,6 +149,13 @@ class FolderIndex:
 
     # -- reading --------------------------------------------------------------------------------
 
+    def look(self) -> None:
+        """Read a sample, if all of it would take long."""
+        numbers = self._new_pieces(0)
+        if not self.version and len(numbers) > FEW_PIECES:
+            self._read_sample(numbers)
+            self.columns.derive()
+
     def read(self, stop: Stop) -> None:
         """Read all that is there and was not read; returns early when `stop` says so."""
         pieces = [self._new_pieces(rank) for rank in range(self.header.ranks)]
@@ -157,9 +164,7 @@ class FolderIndex:
             self.finished = True
             return
         self.finished = False
-        if not self.version and len(pieces[0]) > FEW_PIECES:
-            self._read_sample(pieces[0])
-            self.columns.derive()
+        self.look()
         for rank, numbers in enumerate(pieces):
             for number, arrays in zip(
                 numbers, ahead(partial(self._small, rank), numbers), strict=True
