@@ -182,10 +182,8 @@ class FolderIndex:
         """All ranks were read: no sample is shown any more. Which loads are still needed?"""
         sample, self._sample, self._sampled = self._sample, None, {}
         derived = self.columns.derived()
-        if sample is not None and len(sample) and not np.isnan(derived).all():
-            places = np.asarray(self.columns.places(sample.keys, 0))
-            found = np.where(places < 0, np.nan, derived[places])
-            if not np.isnan(found).all() and (np.isnan(found) | (found == sample.before)).all():
+        if sample is not None and not np.isnan(derived).all():
+            if self._agree(sample, derived):
                 self.columns.set_before(range(len(derived)), derived)
                 self._unread = [
                     one for one in self._unread if np.isnan(derived[_known(one[1])]).any()
@@ -194,6 +192,13 @@ class FolderIndex:
                 self._note("rows did not arrive as planned: all loads are read")
         self.total += len(self._unread)
         self.version += 1
+
+    def _agree(self, sample: Table, derived: FloatArray) -> bool:
+        """Whether records of the sample are as uneven by their loads as by what arrived."""
+        places = np.asarray(self.columns.places(sample.keys, 0))
+        found = np.where(places < 0, np.nan, derived[places])
+        known = ~np.isnan(found)
+        return bool(known.any() and (found[known] == sample.before[known]).all())
 
     def _new_pieces(self, rank: int) -> range:
         """Numbers of pieces that were not read, up to the first that is missing."""
