@@ -86,14 +86,14 @@ class Server:
 
 
 @contextmanager
-def installed() -> Iterator[dict[str, str]]:
+def installed(folder: Path) -> Iterator[dict[str, str]]:
     """An environment in which all modules are compiled, as those of an installed package are."""
     source = str(Path(__file__).resolve().parent.parent / "src")
     with tempfile.TemporaryDirectory() as compiled:
         found = os.environ | {"PYTHONPATH": source, "PYTHONPYCACHEPREFIX": compiled}
         found.pop("PYTHONDONTWRITEBYTECODE", None)
-        everything = "import ultraep.cli.commands, ultraep.view.catalogue, ultraep.view.server"
-        subprocess.run([sys.executable, "-c", everything], env=found, check=True)
+        with served(folder, found) as server:
+            opened(server)
         yield found
 
 
@@ -187,7 +187,7 @@ def measure(report: Report, folder: Path, rounds: int) -> None:
     rng = np.random.default_rng(0)
     before, cores = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0, os.cpu_count()
     disk = sum(path.stat().st_size for path in folder.rglob("*.npz")) / MB
-    with installed() as environment, served(folder, environment) as server:
+    with installed(folder) as environment, served(folder, environment) as server:
         first = opened(server)
         early = clicks(server, rng, rounds)
         whole = waited(server)

@@ -90,7 +90,7 @@ def _export(catalogue: Catalogue, path: Path) -> None:
 
 
 def _serve(catalogue: Catalogue, host: str, port: int, open_browser: bool) -> None:
-    catalogue.look()  # while the server is made
+    catalogue.start()  # it reads while the server is made
     try:
         server = _server(catalogue, host, port)
         print(f"{server.url}  (Ctrl-C ends it)", flush=True)

@@ -30,6 +30,7 @@ from ultraep.view.record import (
 from ultraep.view.single import SingleIndex
 from ultraep.view.store import Store
 
+HEAD_START = 2.0  # seconds for the first answer, before all of a large trace is read
 PERIOD = 1.0  # seconds between two looks at a folder that is followed
 GONE = "the folder is gone: what was read before is shown"
 Index = FolderIndex | SingleIndex
@@ -55,24 +56,23 @@ class Catalogue:
         self.paths, self.live, self.shown = list(paths), live, list[Shown]()
         self._tell, self._told = tell, set[str]()
         self._store = Store()
-        self._stop, self._served = threading.Event(), threading.Event()
+        self._stop, self._answered = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="ultraep view", daemon=True)
         self._look()
 
-    def look(self) -> None:
-        """Begin to read samples, in a thread, unless that was begun."""
+    def start(self) -> None:
+        """Begin to read, in a thread, unless that was begun."""
         if self._thread.ident is None:
             self._thread.start()
 
-    def start(self) -> None:
-        """Begin to read everything."""
-        self._served.set()
-        self.look()
+    def answered(self) -> None:
+        """The first answer is given: there is time for what takes long."""
+        self._answered.set()
 
     def close(self) -> None:
         """Stop to read."""
         self._stop.set()
-        self._served.set()
+        self._answered.set()
         if self._thread.is_alive():
             self._thread.join()
 
@@ -103,10 +103,11 @@ class Catalogue:
     # -- reading --------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        for shown in self.shown:
-            if shown.index is not None:
-                shown.index.look()
-        self._served.wait()  # what takes long shall not delay the first answer
+        indices = [shown.index for shown in self.shown if shown.index is not None]
+        for index in indices:
+            index.look()
+        if any(index.sampled for index in indices):
+            self._answered.wait(HEAD_START)
         while not self._stop.is_set():
             self.read_all()
             if not self.live:
