@@ -154,19 +154,23 @@ function stacks(data, ranks, axis) {
     textposition: "none", hovertemplate: "%{text}<extra></extra>",
     marker: { ...marker, line: { color: css("back"), width: 1 } },
   });
+  // One trace for the largest of all ranks, one for the next of all, ...: few are drawn soon.
+  const layers = (blocks, marker) => {
+    const traces = [];
+    for (let place = 0; blocks.some((parts) => parts[place]); place++) {
+      const x = blocks.flatMap((parts, rank) => (parts[place] ? [rank] : []));
+      const parts = x.map((rank) => blocks[rank][place]);
+      traces.push(bar(x, parts, marker(parts.map(hue))));
+    }
+    return traces;
+  };
   const homes = ranks.map((parts) => parts.filter((part) => !part.copy));
   for (const parts of homes) parts.sort((a, b) => b.rows - a.rows);
-  const traces = [];
-  for (let place = 0; homes.some((parts) => parts[place]); place++) {
-    const x = homes.flatMap((parts, rank) => (parts[place] ? [rank] : []));
-    const parts = x.map((rank) => homes[rank][place]);
-    traces.push(bar(x, parts, { color: parts.map(hue) }));
-  }
-  ranks.forEach((parts, rank) => parts.filter((part) => part.copy).forEach((part) => {
-    const pattern = { shape: "/", size: 7, fgcolor: css("back"), fillmode: "overlay" };
-    traces.push(bar([rank], [part], { color: hue(part), pattern }));
-  }));
-  return traces;
+  const copies = ranks.map((parts) => parts.filter((part) => part.copy));
+  const hatched = (bgcolor) => ({
+    pattern: { shape: "/", size: 7, fillmode: "replace", bgcolor, fgcolor: css("back"), fgopacity: 0.5 },
+  });
+  return [...layers(homes, (color) => ({ color })), ...layers(copies, hatched)];
 }
 
 function words({ expert, rows, of, copy }, home, rank) {
