@@ -47,10 +47,11 @@ def open_recorder(
     settings: Settings,
 ) -> Recorder | None:
     """The recorder of this rank; None: nothing is recorded. An error on one rank is one on all."""
+    relay = Relay(settings.relay, settings.chunks)
     inside = os.environ.get(VARIABLE) if record is None else None
     if record is None and not inside:
         return None
-    recorder, chosen, error, relay = None, "", "", Relay(settings.relay, settings.chunks)
+    recorder, chosen, error = None, "", ""
     if comm.rank == 0:
         try:
             chosen = str(_new_folder(Path(inside)) if inside else Path(str(record)).absolute())
