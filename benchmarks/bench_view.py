@@ -4,9 +4,10 @@
     python benchmarks/bench_view.py --trace FOLDER   # one that is there; big_trace.py draws some
     python benchmarks/bench_view.py --toy            # tiny, for CI
 
-A server is started as a user would, and asked as the page asks. `open`: from the start of the
-process until the overview is answered, of a sample first; then until everything was read. `clicks`:
-answers about places all over the run, never the same twice, while it is still read and afterwards.
+A server is started as by a user who has installed it, so that Python has compiled its modules, and
+asked as the page asks. `open`: from the start of the process until the overview is answered, of a
+sample first; then until everything was read. `clicks`: answers about places all over the run, never
+the same twice, while it is still read and afterwards.
 """
 
 from __future__ import annotations
@@ -85,13 +86,24 @@ class Server:
 
 
 @contextmanager
-def served(folder: Path) -> Iterator[Server]:
+def installed(folder: Path) -> Iterator[dict[str, str]]:
+    """An environment in which all modules are compiled, as those of an installed package are."""
+    source = str(Path(__file__).resolve().parent.parent / "src")
+    with tempfile.TemporaryDirectory() as compiled:
+        found = os.environ | {"PYTHONPATH": source, "PYTHONPYCACHEPREFIX": compiled}
+        found.pop("PYTHONDONTWRITEBYTECODE", None)
+        with served(folder, found) as server:
+            opened(server)
+        yield found
+
+
+@contextmanager
+def served(folder: Path, environment: dict[str, str]) -> Iterator[Server]:
     """`ultraep view` of a folder."""
     began = time.perf_counter()
-    source = str(Path(__file__).resolve().parent.parent / "src")
     process = subprocess.Popen(
         [sys.executable, "-m", "ultraep", "view", str(folder), "--port", "0"],
-        env=os.environ | {"PYTHONPATH": source},
+        env=environment,
         stdout=subprocess.PIPE,
         text=True,
     )
@@ -175,7 +187,7 @@ def measure(report: Report, folder: Path, rounds: int) -> None:
     rng = np.random.default_rng(0)
     before, cores = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0, os.cpu_count()
     disk = sum(path.stat().st_size for path in folder.rglob("*.npz")) / MB
-    with served(folder) as server:
+    with installed(folder) as environment, served(folder, environment) as server:
         first = opened(server)
         early = clicks(server, rng, rounds)
         whole = waited(server)

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 import ultraep
 from ultraep import workload
 from ultraep.config import BalanceConfig
+from ultraep.hops import Relay
 from ultraep.outputs import write_text
 from ultraep.topology import Topology
 from ultraep.trace.files import write_arrays
@@ -66,7 +67,7 @@ class Drawn:
     def __init__(self, size: Size) -> None:
         self.size, self.config = size, BalanceConfig(tolerance=0.01)
         self.topology = Topology(ranks=size.ranks, experts=size.experts, slots=1)
-        self.header = Header.of(self.topology, self.config, note="drawn")
+        self.header = Header.of(self.topology, self.config, relay=Relay("auto", 4), note="drawn")
         self.plans = [self._plan(number) for number in range(PHASES * VARIANTS)]
         self.copies = np.array([plan.num_replicas for plan in self.plans])
 

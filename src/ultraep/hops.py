@@ -16,6 +16,13 @@ MODES = ("direct", "chain", "auto")
 HOME = -1
 
 
+class Relay(NamedTuple):
+    """How a balancer was told to send weights. mode: one of `MODES`, "": nobody tells."""
+
+    mode: str = ""
+    chunks: int = 0  # of an expert in a chain; 0: nobody tells
+
+
 class Hop(NamedTuple):
     """One rank hands an expert to another."""
 

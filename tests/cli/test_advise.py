@@ -14,6 +14,7 @@ from ultraep.cli import advise as advise_command
 SMALL = ["--cluster", "h200-nvl8", "--model", "gpt-oss-20b", "--ep", "8"]
 SHORT = ["--steps", "1", "--microbatches", "2", "--processes", "1"]
 EVEN = ["--imbalance", "1.02", "--noise", "0.01"]
+BALANCE = ["--objective", "balance"]
 
 
 def invoke(*arguments, width=100):
@@ -42,7 +43,8 @@ def figures(*arguments):
 
 
 def test_the_verdict_comes_first_with_its_figures():
-    found, text = figures("--imbalance", "1.8"), flat(printed("--imbalance", "1.8"))
+    asked = ["--imbalance", "1.8", *BALANCE]
+    found, text = figures(*asked), flat(printed(*asked))
     gain, option = found["gain"], found["option"]
     assert text.startswith(
         f"Pays: {option['slots']} spare slot and tolerance {option['tolerance']:g} bring "
@@ -52,7 +54,7 @@ def test_the_verdict_comes_first_with_its_figures():
 
 
 def test_all_settings_are_in_the_table_and_the_advice_is_marked():
-    found, text = figures(), printed()
+    found, text = figures(*BALANCE), printed(*BALANCE)
     assert len(found["options"]) == 16
     for option in found["options"]:
         assert f"{option['share']:.1%}" in text
@@ -73,17 +75,34 @@ def test_every_figure_has_its_line():
     assert "docs/simulator.md" in text
 
 
-def test_the_settings_can_be_copied():
-    (line,) = [line for line in printed(width=80).splitlines() if line.startswith("Settings")]
+@pytest.mark.parametrize("asked", [(), BALANCE], ids=["time", "balance"])
+def test_the_settings_can_be_copied(asked):
+    (line,) = [own for own in printed(*asked).splitlines() if own.startswith("Settings")]
     arguments = line.removeprefix("Settings").strip()
     given = eval(f"dict({arguments})", {"ultraep": ultraep})  # our own output, as a user pastes it
-    found = figures()
+    found, config = figures(*asked), given.get("config", ultraep.BalanceConfig())
     assert given["slots"] == found["slots"]
-    assert given["config"].tolerance == found["tolerance"]
+    assert (config.tolerance, config.objective) == (found["tolerance"], found["objective"])
+
+
+def test_plans_by_time_are_the_default_and_need_no_tolerance():
+    found, text = figures(), printed()
+    assert found["objective"] == ultraep.BalanceConfig().objective == "time"
+    assert [option["slots"] for option in found["options"]] == [1, 2, 3, 4]
+    assert {option["tolerance"] for option in found["options"]} == {0.0}
+    assert "plans by time" in text
+    assert "tolerance" not in text
+
+
+def test_rates_that_are_given_decide():
+    dear = figures("--rates", "row=1,copy=1000000000")
+    assert dear["option"]["copies"] == 0
+    assert dear["verdict"] == "does not pay"
+    assert figures()["option"]["copies"] > 0
 
 
 def test_it_says_plainly_that_it_does_not_pay():
-    text = flat(printed(*EVEN))
+    text = flat(printed(*EVEN, *BALANCE))
     assert text.startswith("Does not pay: the best settings, 1 spare slot and tolerance 0.05, ")
     assert "There is little to gain" in text
     assert "Break-even never, up to 16,384 tokens per rank and microbatch" in text
@@ -105,7 +124,7 @@ def test_one_rank_per_domain():
 
 
 def test_domains_are_part_of_the_settings():
-    assert "domain=2, config=ultraep.BalanceConfig(" in printed("--domain", "2", width=80)
+    assert "slots=1, domain=2" in printed("--domain", "2", width=80)
 
 
 def test_lines_fit_the_terminal():

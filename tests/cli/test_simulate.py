@@ -386,3 +386,33 @@ def test_a_refused_run_leaves_no_file(tmp_path):
     path = tmp_path / "out.png"
     assert_one_line(invoke(*TRAINING, "--plot", path, "--ep", 7), "do not divide")
     assert not path.exists()
+
+
+# -- what ultraep plans for ----------------------------------------------------------------------
+
+
+def ours(*arguments):
+    (row,) = rows(*TRAINING, "--policy", "ultraep", *arguments)
+    return row
+
+
+def test_plans_are_made_by_time_as_the_library_makes_them():
+    found = ours()
+    assert found["objective"] == ultraep.BalanceConfig().objective == "time"
+    assert found == ours("--objective", "time")
+    assert "ultraep plans by time" in invoke(*TRAINING).stdout
+    assert "ultraep plans for balance" in invoke(*TRAINING, "--objective", "balance").stdout
+
+
+def test_copies_that_do_not_pay_are_not_made():
+    balance = ours("--objective", "balance", "--tokens", 64)
+    assert balance["copies"] > 0
+    assert ours("--tokens", 64)["copies"] < balance["copies"]
+    assert ours("--rates", "row=1,copy=1000000000")["copies"] == 0
+    assert ours("--rates", "row=1000000")["copies"] >= ours("--objective", "balance")["copies"]
+
+
+def test_serving_is_planned_for_balance_unless_asked_otherwise():
+    asked = (*QUICK, "--prefill", "stem", "--policy", "ultraep")
+    assert rows(*asked)[0]["objective"] == "balance"
+    assert rows(*asked, "--objective", "time")[0]["objective"] == "time"

@@ -9,11 +9,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from traces import plan_for, record
 from typer.testing import CliRunner
 
 from ultraep.cli.commands import app
+from ultraep.trace.files import write_arrays
 
 pytest.importorskip("uvicorn")
 httpx = pytest.importorskip("httpx")
@@ -64,6 +66,16 @@ def test_what_cannot_be_shown_is_told(run, tmp_path, name, words):
     result = invoke(other, run, "--export", tmp_path / "run.html")
     assert result.exit_code == 0, result.stderr
     assert words in result.stderr
+
+
+def test_a_damaged_piece_is_told_on_the_terminal_as_well(run, tmp_path):
+    other = shutil.copytree(run, tmp_path / "other")
+    write_arrays(other / "rank-00001" / "000001.npz", {"step": np.zeros(2)})
+    result = invoke(other, "--export", tmp_path / "other.html")
+    assert result.exit_code == 0, result.stderr
+    (line,) = result.stderr.splitlines()
+    assert re.match(r"ultraep: .*rank-00001/000001\.npz: no piece of a trace", line)
+    assert "000001.npz: no piece of a trace" in (tmp_path / "other.html").read_text("utf-8")
 
 
 REFUSED = {

@@ -3,7 +3,6 @@
 import json
 import re
 import shutil
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -47,12 +46,6 @@ def read(folder, **options):
 
 
 @pytest.fixture(scope="module")
-def readers():
-    with ThreadPoolExecutor(2) as pool:
-        yield pool
-
-
-@pytest.fixture(scope="module")
 def pieces(tmp_path_factory):
     return write_pieces(tmp_path_factory.mktemp("pieces") / "run", odd=True)
 
@@ -91,12 +84,12 @@ def test_a_table_holds_what_the_trace_holds(kind, run, pieces, trace, tmp_path):
     assert (found.finished, found.notes, found.left_out, found.dropped) == (True, [], 0, 0)
 
 
-def test_a_record_is_that_of_the_trace(pieces, readers):
+def test_a_record_is_that_of_the_trace(pieces):
     trace, index = ultraep.read_trace(pieces), read(pieces)
     for n in range(len(trace)):
         key = int(trace.step[n]), int(trace.layer[n]), int(trace.microbatch[n])
         place = index.place(*key)
-        found = numbers_of(record_of_pieces(index, place, readers))
+        found = numbers_of(record_of_pieces(index, place))
         assert found == numbers_of(record_of_trace(trace, n))
         assert found["before"] == pytest.approx(trace.imbalance_before[n], abs=1e-6)
         assert found["after"] == pytest.approx(trace.imbalance_after[n], abs=1e-6)
@@ -113,13 +106,13 @@ def test_a_record_is_that_of_the_trace(pieces, readers):
             assert copy["way"][0] == TOPOLOGY.home_of_expert[copy["expert"]]
             assert copy["way"][-1] == copy["host"]
         for backward in (False, True):
-            times = times_of_pieces(index, place, readers, backward=backward)
+            times = times_of_pieces(index, place, backward=backward)
             shown = stages_of(times, backward=backward)
             assert shown == stages_of(times_of_trace(trace, n), backward=backward)
             assert shown["name"] == ("backward" if backward else "forward")
 
 
-def test_times_that_were_told_at_another_time(tmp_path, readers):
+def test_times_that_were_told_at_another_time(tmp_path):
     """A stage of forward told late, one of backward told at once: as `read_trace` has them."""
     plan = plan_for(0)
     for rank in range(2):
@@ -129,15 +122,15 @@ def test_times_that_were_told_at_another_time(tmp_path, readers):
             recorder.more(step=0, seconds={"experts": 0.5, "reduce": 0.5})
     trace, index = ultraep.read_trace(tmp_path / "run"), read(tmp_path / "run")
     for backward in (False, True):
-        times = times_of_pieces(index, 0, readers, backward=backward)
+        times = times_of_pieces(index, 0, backward=backward)
         wanted = stages_of(times_of_trace(trace, 0), backward=backward)
         assert stages_of(times, backward=backward) == wanted
 
 
-def test_a_plan_alone_tells_the_same_rows(pieces, readers):
+def test_a_plan_alone_tells_the_same_rows(pieces):
     index = read(pieces)
     for place in range(index.columns.count):
-        whole = numbers_of(record_of_pieces(index, place, readers))
+        whole = numbers_of(record_of_pieces(index, place))
         step, layer, microbatch = index.table.key(place)
         planned = numbers_of(record_as_planned(index, *index.planned(step, layer, microbatch)))
         assert [planned[name] for name in ("loads", "rows", "held")] == [
@@ -302,19 +295,19 @@ def test_a_trace_that_cannot_be_opened_leaves_the_others(name, run, tmp_path):
     catalogue.close()
 
 
-def test_copies_that_make_no_sense_are_counted(run, tmp_path, readers):
+def test_copies_that_make_no_sense_are_counted(run, tmp_path):
     shutil.copytree(run, tmp_path / "run")
     path = tmp_path / "run/rank-00000/000000.npz"
     arrays = read_arrays(path)
     arrays["copies"] = np.full_like(arrays["copies"], 10**6)
     write_arrays(path, arrays)
     index = read(tmp_path / "run")
-    found = numbers_of(record_of_pieces(index, 0, readers))
+    found = numbers_of(record_of_pieces(index, 0))
     assert found["unusable"] == index.table.copies[0] > 0
     assert found["copies"]["list"] == []
 
 
-def test_numbers_that_are_none_do_no_harm(run, trace, tmp_path, readers):
+def test_numbers_that_are_none_do_no_harm(run, trace, tmp_path):
     shutil.copytree(run, tmp_path / "run")
     path = tmp_path / "run/rank-00001/000000.npz"
     arrays = {name: array.copy() for name, array in read_arrays(path).items()}
@@ -328,7 +321,7 @@ def test_numbers_that_are_none_do_no_harm(run, trace, tmp_path, readers):
         json.dumps(table.heat(index.table, "lost"), allow_nan=False)
     index = read(tmp_path / "run")
     for place in range(3):
-        times = times_of_pieces(index, place, readers, backward=False)
+        times = times_of_pieces(index, place, backward=False)
         json.dumps(stages_of(times, backward=False), allow_nan=False)
 
 

@@ -6,7 +6,11 @@ import shutil
 import numpy as np
 import pytest
 from browser import Browser, chromium
+from traces import arrived
 
+import ultraep
+from ultraep import BalanceConfig, Rates, Recorder, Topology
+from ultraep.hops import Relay
 from view.runs import LAYERS, MOMENTS, TOPOLOGY, served, write_run
 
 pytest.importorskip("plotly")
@@ -24,6 +28,7 @@ VIEWS = {
     "record": ["ranks", "flows", "forward", "backward"],
     "compare": [],
 }
+LONG_NAME = "the-run-of-last-week-with-a-name-that-tells-all-of-its-settings-2026-11-16"
 
 
 @pytest.fixture(scope="module")
@@ -31,6 +36,7 @@ def server(run, tmp_path_factory):
     folder = tmp_path_factory.mktemp("shown")
     shutil.copytree(run, folder / "run")
     write_run(folder / "short", moments=4)
+    shutil.copytree(folder / "short", folder / LONG_NAME)
     shutil.copytree(run, folder / "torn")
     (folder / "torn/header.json").write_text('{"format": "ultraep-trace"')
     (folder / "report.html").write_text("<title>r</title><link rel=icon href='data:,'><p>A report.")
@@ -91,6 +97,14 @@ def test_every_view_is_drawn(page, server, view, look):
     assert page.run("document.getElementById('error').hidden")
 
 
+def test_long_names_fit_a_phone(page, server):
+    page.look(width=390)
+    number, other = number_of(server, "run"), number_of(server, LONG_NAME)
+    for link in (f"view=compare&trace={number}&other={other}", f"view=compare&trace={other}"):
+        goto(page, server, link)
+        assert page.run("document.documentElement.scrollWidth <= window.innerWidth")
+
+
 def test_the_numbers_are_those_of_the_trace(page, server, trace):
     goto(page, server, f"view=overview&trace={number_of(server, 'run')}")
     assert card(page, "records")[0] == str(len(trace))
@@ -127,9 +141,6 @@ def test_a_link_leads_to_one_microbatch(page, server, trace):
         for _, rank, rows in (one for one in heights if one[0] == axis):
             found[rank] += rows
         np.testing.assert_array_equal(found, wanted)
-    rows = page.run(
-        "[...document.querySelectorAll('#copies tbody tr')].map((row) => row.innerText)"
-    )
     page.run("document.getElementById('listed').open = true")
     rows = page.run(
         "[...document.querySelectorAll('#copies tbody tr')].map((row) => row.innerText)"
@@ -139,6 +150,7 @@ def test_a_link_leads_to_one_microbatch(page, server, trace):
     }
     wanted = {(str(c[0]), str(q)) for c, q in zip(plan.replicas, plan.quotas, strict=True)}
     assert shown == wanted
+    assert "this trace does not tell how weights were to be sent" in page.text("ways")
     widths = page.run("find('plot-forward').data.filter((one) => one.name === 'experts')[0].x")
     stage = trace.header.stages.index("experts")
     np.testing.assert_allclose(widths, 1e3 * trace.seconds[n, :, stage], atol=1e-3)
@@ -241,6 +253,8 @@ def test_two_traces_side_by_side(page, server):
         "[...document.querySelectorAll('#table tbody tr')].map((one) => one.innerText.split('\\t'))"
     )
     assert [row[:2] for row in rows] == [["run", "30"], ["short", "12"]]
+    lines = page.run("find('plot-both').data.map(({name}) => name).filter(Boolean)")
+    assert lines == ["run, without copies", "short, without copies", "run", "short"]
 
 
 def test_a_damaged_trace_is_told_and_the_rest_is_shown(page, server):
@@ -250,7 +264,19 @@ def test_a_damaged_trace_is_told_and_the_rest_is_shown(page, server):
     goto(page, server, f"view=overview&trace={number_of(server, 'torn')}")
     page.wait("!document.getElementById('error').hidden")
     assert "truncated or damaged" in page.text("error")
-    page.messages[:] = [one for one in page.messages if "400 (Bad Request)" not in one]
+    assert page.run("document.getElementById('view-overview').hidden"), "nothing to be drawn"
+    assert "torn (cannot be opened)" in page.run("find('trace').innerText")
+
+
+def test_an_empty_trace_is_told(window, tmp_path):
+    write_run(tmp_path / "run", ranks=[0])
+    with served(tmp_path / "run") as server:
+        goto(window, server, "")
+        assert "nothing was recorded, or nothing that all ranks have" in window.text("notes")
+        assert window.run("document.getElementById('drawn').hidden")
+        for view in ("map", "record", "compare"):
+            goto(window, server, f"view={view}")
+        assert window.messages == []
 
 
 def test_a_report_is_shown_by_itself(page, server):
@@ -258,6 +284,36 @@ def test_a_report_is_shown_by_itself(page, server):
     assert page.run("document.querySelector('#reports a').innerText") == "report.html"
     page.open(f"{server.url}report/{number_of(server, 'report.html')}")
     page.wait("document.body && document.body.innerText.includes('A report.')")
+
+
+def test_a_chain_is_drawn_as_it_was_sent(window, tmp_path):
+    """Every copy of an expert hands it on to the next, and the page says that it was told to."""
+    topology = Topology(ranks=8, experts=16, slots=1)
+    loads = np.full((8, 16), 3)
+    loads[:, 2] = 200
+    config = BalanceConfig(rates=Rates(row=1000, copy=1))
+    plan = ultraep.plan(loads, topology, config)
+    for rank in range(8):
+        told = {"rank": rank, "relay": Relay("chain", 4)}
+        with Recorder(tmp_path / "run", topology, config, **told) as recorder:
+            recorder.add(plan=plan, slot_rows=arrived(plan, rank), bytes_moved=10, step=0)
+    with served(tmp_path / "run") as server:
+        window.look(width=390)
+        goto(window, server, "view=record")
+        assert "passed on from copy to copy, as the balancer was told." in window.text("ways")
+        assert "Numbers are ranks" in window.text("ways")
+        assert window.run("find('plot-flows').data[0].node.label.length") == plan.num_replicas + 1
+        assert window.run("find('plot-flows').data[0].node.label[0]") == "1"
+        links = window.run(
+            "(({source, target}) => [source, target])(find('plot-flows').data[0].link)"
+        )
+        assert sorted(links[0]) == list(range(plan.num_replicas))
+        assert f"By its rates ({config.rates} ps) it takes" in window.text("told")
+        assert "objective time" in window.run("find('facts').textContent")
+        window.look()
+        goto(window, server, "view=record")
+        assert window.run("find('plot-flows').data[0].node.label[0]") == "rank 1"
+        assert window.messages == []
 
 
 def test_a_record_that_is_not_there_is_told(page, server):
@@ -273,7 +329,8 @@ def test_what_is_exported_needs_nobody(page, run, trace, tmp_path):
     catalogue.close()
     page.open((tmp_path / "run.html").as_uri())
     page.wait("document.querySelector('#plot-microbatches .main-svg')")
-    for plot in ("imbalance", "layers", "before", "after", "copies", "time", "microbatches"):
+    drawn_ones = ("imbalance", "layers", "before", "after", "copies", "time", "microbatches")
+    for plot in (*drawn_ones, "flows", "forward", "backward"):
         assert page.run(f"document.querySelector('#plot-{plot} .main-svg') !== null"), plot
     worst = int(trace.imbalance_before.argmax())
     assert f"imbalance {trace.imbalance_before[worst]:.3f} without copies" in page.text("told")

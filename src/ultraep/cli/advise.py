@@ -53,8 +53,8 @@ class AdviseOptions(options.ScenarioOptions):
 def command(asked: AdviseOptions, as_json: AsJson = False) -> None:
     """Advise on a cluster before it is rented: does balancing pay, and with which settings?
 
-    Tries spare slots and tolerances on the same loads, and says what the best of them bring, from
-    how many tokens per rank on, what it costs in memory, and why.
+    Tries spare slots (and tolerances, with --objective balance) on the same loads, and says what
+    the best of them bring, from how many tokens per rank on, what it costs in memory, and why.
     """
     if asked.steps is None and asked.prefill is None:
         asked = replace(asked, steps=STEPS)
@@ -96,7 +96,8 @@ def verdict(advice: Advice) -> tuple[str, str]:
     digits = 3 if abs(gain.overall - 1) < 0.05 else 2
     low, overall, high = (f"{x:.{digits}f}x" for x in (gain.low, gain.overall, gain.high))
     spread = f"{overall} ({low} to {high}) the throughput of no balancing"
-    named = f"{_slots(option.slots)} and tolerance {option.tolerance:g}"
+    how = "plans by time" if _by_time(advice) else f"tolerance {option.tolerance:g}"
+    named = f"{_slots(option.slots)} and {how}"
     if advice.verdict == DOES_NOT_PAY:
         return name, (
             f"the best settings, {named}, would bring {spread}, "
@@ -111,9 +112,12 @@ def settings_table(advice: Advice) -> Table:
     """Share of ideal by slots and tolerance; the settings that were picked are marked."""
     grid = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
     grid.add_column("spare slots")
-    for tolerance in TOLERANCES:
-        grid.add_column(f"tolerance {tolerance:g}", justify="right")
-    grid.add_row("0, no balancing", f"{advice.none.share:.1%} ", *[""] * (len(TOLERANCES) - 1))
+    columns = ["plans by time"]
+    if not _by_time(advice):
+        columns = [f"tolerance {tolerance:g}" for tolerance in TOLERANCES]
+    for column in columns:
+        grid.add_column(column, justify="right")
+    grid.add_row("0, no balancing", f"{advice.none.share:.1%} ", *[""] * (len(columns) - 1))
     for slots in sorted({option.slots for option in advice.options}):
         cells = [
             Text(f"{option.share:.1%}*", "bold")
@@ -221,9 +225,15 @@ def _copyable(advice: Advice) -> str:
     """Arguments of a Balancer."""
     if advice.verdict == DOES_NOT_PAY:
         return "no spare slots; leave balancing off"
-    domain = f"domain={advice.domain}, " if advice.domain < advice.ranks else ""
-    config = f"ultraep.BalanceConfig(tolerance={advice.tolerance:g})"
-    return f"slots={advice.slots}, {domain}config={config}"
+    domain = f", domain={advice.domain}" if advice.domain < advice.ranks else ""
+    config = f'ultraep.BalanceConfig(objective="balance", tolerance={advice.tolerance:g})'
+    if _by_time(advice):  # which is what a balancer does by itself
+        return f"slots={advice.slots}{domain}"
+    return f"slots={advice.slots}{domain}, config={config}"
+
+
+def _by_time(advice: Advice) -> bool:
+    return advice.objective == "time"
 
 
 def _slots(number: int) -> str:

@@ -160,6 +160,23 @@ class ScenarioOptions:
             show_default="as the cluster has it",
         ),
     ] = None
+    objective: Annotated[
+        str | None,
+        typer.Option(
+            metavar="time|balance",
+            help="What ultraep plans for: the copies that pay, or balance whatever they cost.",
+            show_default="time; with --prefill balance, as the integrations have it",
+        ),
+    ] = None
+    rates: Annotated[
+        str | None,
+        typer.Option(
+            metavar="row=N,copy=N,...",
+            help="What tokens and copies cost in plans by time, in picoseconds, as a balancer's "
+            "log has it.",
+            show_default="as cluster and model have it",
+        ),
+    ] = None
     seed: Annotated[int, typer.Option(help="Seed of everything that is drawn.")] = 0
     processes: Annotated[
         int | None,

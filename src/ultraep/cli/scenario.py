@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from ultraep.cli.options import IMBALANCE, MOST_PROCESSES, USUAL, ScenarioOptions
+from ultraep.config import Rates
 from ultraep.errors import ConfigError
 from ultraep.sim.cluster import load_cluster
 from ultraep.sim.model import load_model
@@ -44,6 +45,8 @@ def make_scenario(asked: ScenarioOptions, **balance: Any) -> Scenario:
         job=job,
         ranks=asked.ep,
         domain=asked.domain,
+        objective=_objective(asked),
+        prices=None if asked.rates is None else Rates.from_text(asked.rates),
         **balance,
     )
     return replace(scenario, workload=_workload(asked, scenario))
@@ -57,6 +60,15 @@ def _job(asked: ScenarioOptions) -> Training | Serving:
         return Training(recompute=recompute, **options)
     _refuse(given, "--prefill serves requests", "training")
     return Serving(requests=load_requests(asked.prefill), chunk=asked.tokens, seed=asked.seed)
+
+
+def _objective(asked: ScenarioOptions) -> str:
+    """What is asked for, or what the library does: engines for serving plan for balance."""
+    usual = "time" if asked.prefill is None else "balance"
+    objective = usual if asked.objective is None else asked.objective
+    if asked.rates is not None and objective == "balance":
+        raise ConfigError("--rates are what plans by time reckon with: --objective time")
+    return objective
 
 
 def _workload(asked: ScenarioOptions, scenario: Scenario) -> Workload:
@@ -121,7 +133,9 @@ def describe(scenario: Scenario, *, imbalance: float | None = None, slots: bool 
     )
     if slots:
         where += f", {_count(scenario.slots, 'spare slot')}"
-    return f"{where}\n{_words_of_job(scenario)}\n{_words_of_loads(scenario, imbalance)}"
+    loads = _words_of_loads(scenario, imbalance)
+    plans = "by time" if scenario.objective == "time" else "for balance"
+    return f"{where}\n{_words_of_job(scenario)}\n{loads}; ultraep plans {plans}"
 
 
 def _words_of_job(scenario: Scenario) -> str:

@@ -212,6 +212,7 @@ def _record(answer: Answer, result: Result) -> dict[str, Any]:
         "devices": scenario.devices,
         "ep": scenario.ranks,
         "domain": scenario.topology.domain_size,
+        "objective": scenario.objective,
         "seed": answer.seed,
     }
 

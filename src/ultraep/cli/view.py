@@ -66,15 +66,19 @@ def command(
     if export is not None and live:
         raise ConfigError("--export writes what is there now: it does not go with --live")
     check_targets(export)
-    catalogue = Catalogue(paths, live=live)
+    catalogue = Catalogue(paths, live=live, tell=_tell)
     for error in catalogue.errors:
-        print(f"ultraep: {' '.join(error.split())}", file=sys.stderr)
+        _tell(error)
     if not catalogue.usable:
         raise FileError("none of this can be shown")
     if export is not None:
         _export(catalogue, export)
     else:
         _serve(catalogue, host, port, open_browser)
+
+
+def _tell(error: str) -> None:
+    print(f"ultraep: {' '.join(error.split())}", file=sys.stderr)
 
 
 def _export(catalogue: Catalogue, path: Path) -> None:

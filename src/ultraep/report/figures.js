@@ -52,18 +52,22 @@ function layersFigure(data) {
 }
 
 function copiesFigure(data) {
-  const mega = data.bytes.map((value) => (value === null ? null : value / 1e6));
+  const most = data.bytes.reduce((a, b) => Math.max(a, b || 0), 0);
+  const units = [[1e12, "TB"], [1e9, "GB"], [1e6, "MB"], [1e3, "kB"]];
+  const [factor, unit] = units.find(([size]) => most >= size) || [1, "bytes"];
+  const moved = data.bytes.map((value) => (value === null ? null : value / factor));
   return [
     [
       band(data.step, data.copies, AFTER),
       line(data.step, data.copies.mean, "copies per layer", AFTER),
-      line(data.step, mega, `MB moved per ${data.unit || "step"}`, "#3d9970", { yaxis: "y2" }),
+      line(data.step, moved, `${unit} moved per ${data.unit || "step"}`, "#3d9970",
+        { yaxis: "y2", line: { color: "#3d9970", dash: "dash" } }),
     ],
     {
       ...regions(data.domains),
       xaxis: stepAxis(data, { anchor: "y2" }),
       yaxis: { ...title("copies; band: layers"), domain: [0.55, 1], rangemode: "tozero" },
-      yaxis2: { ...title(`MB per ${data.unit || "step"}`), domain: [0, 0.45], rangemode: "tozero" },
+      yaxis2: { ...title(`${unit} per ${data.unit || "step"}`), domain: [0, 0.45], rangemode: "tozero" },
     },
   ];
 }
@@ -112,8 +116,10 @@ function hopsOf(copies) {
   return [...links.values()];
 }
 
-function flowsFigure(copies) {
+// width: of the plot; where there is no room for words, ranks are numbers only.
+function flowsFigure(copies, width) {
   const nodes = new Map(), links = hopsOf(copies);
+  const roomy = wordsFit(copies, width);
   const node = (rank, depth) => {
     const name = `${rank},${depth}`;
     if (!nodes.has(name)) nodes.set(name, { place: nodes.size, rank, depth });
@@ -125,8 +131,9 @@ function flowsFigure(copies) {
     [{
       type: "sankey", arrangement: "snap", orientation: "h",
       node: {
-        label: all.map(({ rank }) => `rank ${rank}`), color: all.map(({ rank }) => hue(rank)),
-        align: "left", pad: 6, thickness: 12, line: { width: 0 }, hovertemplate: "%{label}<extra></extra>",
+        label: all.map(({ rank }) => (roomy ? `rank ${rank}` : String(rank))), color: all.map(({ rank }) => hue(rank)),
+        align: "left", pad: PITCH, thickness: roomy ? 12 : 6, line: { width: 0 },
+        customdata: all.map(({ rank }) => `rank ${rank}`), hovertemplate: "%{customdata}<extra></extra>",
       },
       link: {
         source: ends.map(([from]) => from), target: ends.map(([, to]) => to),
@@ -142,16 +149,32 @@ function flowsFigure(copies) {
   ];
 }
 
+const PITCH = 14; // pixels between ranks, so that their names do not overlap
+
+const wordsFit = (copies, width) => width / Math.max(...copies.map(({ way }) => way.length), 1) > 90;
+
 const flowsHeight = (copies) => {
-  const hops = hopsOf(copies), columns = {};
-  for (const { depth, to } of hops) (columns[depth] = columns[depth] || new Set()).add(to);
-  return Math.max(220, 22 * Math.max(new Set(hops.map(({ from }) => from)).size,
-    ...Object.values(columns).map((ranks) => ranks.size)) + 40);
+  const columns = new Map(); // ranks that stand above each other
+  for (const { way } of copies) {
+    way.forEach((rank, depth) => columns.set(depth, (columns.get(depth) || new Set()).add(rank)));
+  }
+  return Math.max(220, 1.7 * PITCH * Math.max(...[...columns.values()].map((ranks) => ranks.size)) + 48);
 };
 
 // -- stages of all ranks -------------------------------------------------------------------------
 
 const SHAPES = ["", "/", "\\", "x", "-", "|", "+", "."];
+// A stage of backward looks like the one of forward that it undoes or repeats.
+const LIKE = {
+  "combine back": "combine", "experts back": "experts", "dispatch back": "dispatch", "weights again": "replicate",
+  "attention back": "attention",
+};
+const LOOKS = ["loads", "plan", "verify", "replicate", "reroute", "dispatch", "experts", "combine", "recompute", "reduce", "attention"];
+
+function lookOf(name, place) {
+  const found = LOOKS.indexOf(LIKE[name] || name);
+  return found < 0 ? place : found;
+}
 
 // Forward or backward of one microbatch: a row for every rank; waiting is drawn thin.
 function stagesFigure({ stages, begin, seconds, waited }) {
@@ -161,8 +184,8 @@ function stagesFigure({ stages, begin, seconds, waited }) {
     const busy = ranks.map((rank) => 1e3 * ((seconds[rank][place] || 0) - wait[rank]));
     if (!busy.some((value) => value > 0) && !wait.some((value) => value > 0)) return [];
     const base = ranks.map((rank) => (begin[rank][place] === null ? null : 1e3 * begin[rank][place]));
-    const color = HOMES[place % HOMES.length];
-    const pattern = { shape: SHAPES[place % SHAPES.length], size: 6, fgcolor: css("back"), fillmode: "overlay" };
+    const look = lookOf(name, place), color = HOMES[look % HOMES.length];
+    const pattern = { shape: SHAPES[look % SHAPES.length], size: 6, fgcolor: css("back"), fillmode: "overlay" };
     const bar = (x, from, more) => ({
       type: "bar", orientation: "h", y: ranks, x, base: from, name, legendgroup: name,
       hovertemplate: `rank %{y}: ${name} %{x:.3f} ms<extra></extra>`, ...more,
@@ -178,7 +201,7 @@ function stagesFigure({ stages, begin, seconds, waited }) {
   });
   return [traces, {
     barmode: "overlay", hovermode: "closest",
-    xaxis: { ...title("ms"), rangemode: "tozero" },
+    xaxis: { ...title("ms since the first rank began"), rangemode: "tozero" },
     yaxis: { ...title("rank"), autorange: "reversed", type: "category", showgrid: false },
     margin: { l: 56, r: 12, t: 36, b: 100 },
   }];

@@ -17,7 +17,7 @@ const HOMES = [
   "#3b82d6", "#3d9970", "#d0713a", "#9b72cf", "#c9a227", "#cf5f7a", "#4aa3a8", "#8d949c",
   "#7a8b3c", "#a0673f",
 ];
-const MOST_NAMED = 24; // copies in a sentence
+const MOST_NAMED = 12; // experts in a sentence
 const DASHES = { none: "dot", eplb: "solid", lplb: "dash", echo: "dashdot", quota: "longdash" };
 const policyColour = (name, place) => POLICIES[name] || OTHERS[place % OTHERS.length];
 
@@ -95,18 +95,31 @@ function ranksFigure(data, record) {
   const mean = sums(before).reduce((a, b) => a + b, 0) / data.homes.length;
   const most = Math.max(1, ...sums(before), ...sums(after));
   const ranks = { type: "category" };
+  const placed = apart(data.homes.length) ? oneAboveTheOther : (more) => more;
   return [
     [...stacks(data, before, ""), ...stacks(data, after, "2")],
-    {
+    placed({
       barmode: "stack", hovermode: "closest", showlegend: false, margin: { l: 60, r: 12, t: 36, b: 44 },
       xaxis: { ...ranks, domain: [0, 0.47], ...title("rank, without copies") },
       xaxis2: { ...ranks, domain: [0.53, 1], ...title("rank, with copies"), anchor: "y2" },
       yaxis: { ...title("rows (dashed: mean)"), range: [0, 1.04 * most] },
       yaxis2: { range: [0, 1.04 * most], showticklabels: false, anchor: "x2" },
       shapes: [even("x domain", mean), even("x2 domain", mean)],
-    },
+    }),
     account(data, before, after),
   ];
+}
+
+// Whether there is no room for ranks without and with copies beside each other.
+const apart = (ranks) => document.documentElement.clientWidth < 600 || ranks > 32;
+
+function oneAboveTheOther(more) {
+  const { xaxis, xaxis2, yaxis, yaxis2 } = more;
+  return {
+    ...more,
+    xaxis: { ...xaxis, domain: [0, 1] }, xaxis2: { ...xaxis2, domain: [0, 1] },
+    yaxis: { ...yaxis, domain: [0.6, 1] }, yaxis2: { ...yaxis2, domain: [0, 0.4], showticklabels: true },
+  };
 }
 
 // For every rank its blocks {expert, rows, copy}, without and with copies.
@@ -141,19 +154,23 @@ function stacks(data, ranks, axis) {
     textposition: "none", hovertemplate: "%{text}<extra></extra>",
     marker: { ...marker, line: { color: css("back"), width: 1 } },
   });
+  // One trace for the largest of all ranks, one for the next of all, ...: few are drawn soon.
+  const layers = (blocks, marker) => {
+    const traces = [];
+    for (let place = 0; blocks.some((parts) => parts[place]); place++) {
+      const x = blocks.flatMap((parts, rank) => (parts[place] ? [rank] : []));
+      const parts = x.map((rank) => blocks[rank][place]);
+      traces.push(bar(x, parts, marker(parts.map(hue))));
+    }
+    return traces;
+  };
   const homes = ranks.map((parts) => parts.filter((part) => !part.copy));
   for (const parts of homes) parts.sort((a, b) => b.rows - a.rows);
-  const traces = [];
-  for (let place = 0; homes.some((parts) => parts[place]); place++) {
-    const x = homes.flatMap((parts, rank) => (parts[place] ? [rank] : []));
-    const parts = x.map((rank) => homes[rank][place]);
-    traces.push(bar(x, parts, { color: parts.map(hue) }));
-  }
-  ranks.forEach((parts, rank) => parts.filter((part) => part.copy).forEach((part) => {
-    const pattern = { shape: "/", size: 7, fgcolor: css("back"), fillmode: "overlay" };
-    traces.push(bar([rank], [part], { color: hue(part), pattern }));
-  }));
-  return traces;
+  const copies = ranks.map((parts) => parts.filter((part) => part.copy));
+  const hatched = (bgcolor) => ({
+    pattern: { shape: "/", size: 7, fillmode: "replace", bgcolor, fgcolor: css("back"), fgopacity: 0.5 },
+  });
+  return [...layers(homes, (color) => ({ color })), ...layers(copies, hatched)];
 }
 
 function words({ expert, rows, of, copy }, home, rank) {
@@ -162,14 +179,29 @@ function words({ expert, rows, of, copy }, home, rank) {
   return `rank ${rank}: ${what}<br>${rows.toLocaleString("en")} rows, ${share} % of the expert's`;
 }
 
+// Ascending numbers in words: 0, 2-5.
+function stretches(numbers) {
+  const found = [];
+  for (const one of numbers) {
+    const last = found[found.length - 1];
+    if (last && last[1] === one - 1) last[1] = one;
+    else found.push([one, one]);
+  }
+  return found.map(([from, to]) => (to > from + 1 ? `${from}-${to}` : to > from ? `${from}, ${to}` : from)).join(", ");
+}
+
 function account(data, before, after) {
   const ratio = (ranks) => {
     const all = sums(ranks), total = all.reduce((a, b) => a + b, 0);
     return total ? (Math.max(...all) * all.length) / total : 1;
   };
-  const copies = after.flatMap((parts, rank) =>
-    parts.filter((part) => part.copy).map((part) => `${part.expert} on rank ${rank}`));
-  const named = copies.length <= MOST_NAMED ? `Copies of expert ${copies.join(", ")}.` : `${copies.length} copies.`;
+  const hosts = new Map(); // by expert
+  after.forEach((parts, rank) => parts.filter((part) => part.copy).forEach(({ expert }) =>
+    hosts.set(expert, [...(hosts.get(expert) || []), rank])));
+  const copies = [...hosts].sort(([a], [b]) => a - b).map(([expert, ranks]) =>
+    `${expert} on rank${ranks.length > 1 ? "s" : ""} ${stretches(ranks)}`);
+  const count = [...hosts.values()].reduce((sum, ranks) => sum + ranks.length, 0);
+  const named = copies.length <= MOST_NAMED ? `Copies of expert ${copies.join(", expert ")}.` : `${count} copies.`;
   return `imbalance ${ratio(before).toFixed(3)} without copies, ${ratio(after).toFixed(3)} with. ` +
     (copies.length ? named : "No copies.");
 }

@@ -158,7 +158,7 @@ class Balancer(Unique):
             agreed = (self.topology, self.config, settings.agreed(), wanted(record), __version__)
             self._agreed = repr(agreed)
             self._agreement = Agreement(self.comm, self._agreed, experts)
-            self.recorder = open_recorder(record, self.comm, self.topology, self.config)
+            self.recorder = open_recorder(record, self.comm, self.topology, self.config, settings)
             undo.pop_all()
         self._recording = None if self.recorder is None else Recording(self.recorder, self.rank)
 

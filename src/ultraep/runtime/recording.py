@@ -18,11 +18,13 @@ from weakref import WeakKeyDictionary
 from ultraep.comm import Communicator
 from ultraep.config import BalanceConfig
 from ultraep.errors import ConfigError, FileError
+from ultraep.hops import Relay
 from ultraep.plan import Plan
 from ultraep.plane import Microbatch
 from ultraep.reroute import rows_received
 from ultraep.runtime.clocks import copies_sent
 from ultraep.runtime.history import REMEMBERED, History, Moment
+from ultraep.runtime.settings import Settings
 from ultraep.topology import Topology
 from ultraep.trace.pieces import Key
 from ultraep.trace.record import Recorder
@@ -41,9 +43,14 @@ def wanted(record: str | Path | None) -> str:
 
 
 def open_recorder(
-    record: str | Path | None, comm: Communicator, topology: Topology, config: BalanceConfig
+    record: str | Path | None,
+    comm: Communicator,
+    topology: Topology,
+    config: BalanceConfig,
+    settings: Settings,
 ) -> Recorder | None:
     """The recorder of this rank; None: nothing is recorded. An error on one rank is one on all."""
+    relay = Relay(settings.relay, settings.chunks)
     inside = os.environ.get(VARIABLE) if record is None else None
     if record is None and not inside:
         return None
@@ -52,7 +59,7 @@ def open_recorder(
     if comm.rank == 0:
         try:
             chosen = chosen or str(_new_folder(Path(str(inside))))
-            recorder = Recorder(chosen, topology, config)
+            recorder = Recorder(chosen, topology, config, relay=relay)
         except FileError as refused:
             error = str(refused)
     chosen, error = comm.gather_objects((chosen, error))[0]
@@ -60,7 +67,7 @@ def open_recorder(
         error = f"ranks of one process cannot agree on a folder in {inside}: give record="
     if comm.rank and not error:
         try:
-            recorder = Recorder(chosen, topology, config, rank=comm.rank)
+            recorder = Recorder(chosen, topology, config, rank=comm.rank, relay=relay)
         except FileError as refused:
             error = str(refused)
     errors = comm.gather_objects(error)

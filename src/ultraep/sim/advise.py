@@ -1,8 +1,9 @@
 """advise: is balancing worth it on this cluster, and with how many slots and which tolerance?
 
-All settings run on the same loads, beside no balancing and forced balance. Those that are advised
-run again: on loads drawn anew, for the range of the gain, and with few and many tokens per rank,
-for the number from which on it pays.
+Plans by time find out themselves what pays, so that they need no tolerance. All settings run on the
+same loads, beside no balancing and forced balance. Those that are advised run again: on loads drawn
+anew, for the range of the gain, and with few and many tokens per rank, for the number from which on
+it pays.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ class DeviceMemory:
 class Advice:
     """All that is known about whether balancing pays, and why.
 
-    slots, tolerance: what to set; no slots if it does not pay.
+    slots, tolerance, objective: what to set; no slots if it does not pay.
     option: the settings that gain, break-even and memory are about; they may not pay. None if there
         is nowhere to put a copy.
     curve: gain by tokens per rank and microbatch.
@@ -99,6 +100,7 @@ class Advice:
     verdict: str
     slots: int
     tolerance: float
+    objective: str
     unit: str
     none: Option
     option: Option | None
@@ -116,19 +118,19 @@ class Advice:
 
 
 def advise(scenario: Scenario, *, processes: int = 1, report: Report | None = None) -> Advice:
-    """Look at all settings for a scenario; its own slots and tolerance do not matter.
+    """Look at all settings for a scenario; its slots do not matter, nor does its tolerance.
 
     report: is told the microbatches that are done, of every setting, and how many there are.
     """
     if processes < 1:
         raise ConfigError(f"processes must be at least 1, got {processes}")
-    most = most_slots(scenario)
-    tried = [NONE, *(_contender(*setting) for setting in _settings(most)), IDEAL]
+    settings = _settings(scenario)
+    tried = [NONE, *(_contender(*setting) for setting in settings), IDEAL]
     work = _Work(scenario, len(tried), report)
     none, *found, ideal = simulate(scenario, tried, processes=processes, report=work.searched)
     options = tuple(
         _option(result, tolerance, none, ideal)
-        for result, (_, tolerance) in zip(found, _settings(most), strict=True)
+        for result, (_, tolerance) in zip(found, settings, strict=True)
     )
     best = choose(options, none.out_of_memory)
     if best is None:
@@ -169,8 +171,11 @@ def _least_memory(scenario: Scenario, slots: int) -> float:
     return memory_of(scenario.model, scenario.ranks, slots, scenario.job, rows).total
 
 
-def _settings(most: int) -> list[tuple[int, float]]:
-    return [(slots, tolerance) for slots in range(1, most + 1) for tolerance in TOLERANCES]
+def _settings(scenario: Scenario) -> list[tuple[int, float]]:
+    """Slots and tolerances that are tried."""
+    every = range(1, most_slots(scenario) + 1)
+    tolerances = TOLERANCES if scenario.objective == "balance" else (0.0,)
+    return [(slots, tolerance) for slots in every for tolerance in tolerances]
 
 
 def _contender(slots: int, tolerance: float) -> Contender:
@@ -254,6 +259,7 @@ def _put_together(scenario: Scenario, found: _Found) -> Advice:
         verdict=verdict,
         slots=advised.slots if advised else 0,
         tolerance=advised.tolerance if advised else 0.0,
+        objective=scenario.objective,
         unit=found.none.unit,
         none=_option(found.none, 0.0, found.none, found.ideal),
         option=best,

@@ -33,6 +33,12 @@ def rates_of(
     if ranks < 1 or tokens < 1:
         raise ConfigError(f"ranks and tokens must be at least 1, got {ranks} and {tokens}")
     costs = Costs(cluster, model, measured_rates())
+    return rates_by(costs, ranks=ranks, tokens=tokens, training=training)
+
+
+def rates_by(costs: Costs, *, ranks: int, tokens: int, training: bool) -> Rates:
+    """The rates that follow from what single things cost."""
+    model = costs.model
     rows = max(1.0, ranks * tokens * model.top_k / model.experts)
     row, passes = _one_more(costs.experts_forward, rows), 1
     carried = WEIGHT_BYTES

@@ -12,7 +12,7 @@ import multiprocessing
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -154,12 +154,13 @@ def _plan_and_clock(
 
 
 def _config(scenario: Scenario, contender: Contender, policy: str) -> BalanceConfig:
-    tolerance = scenario.tolerance if contender.tolerance is None else contender.tolerance
     if policy != "ultraep":  # theirs has its own meaning, or none
         tolerance = 0.0 if contender.tolerance is None else contender.tolerance
         return BalanceConfig(policy=policy, tolerance=tolerance)
-    least = scenario.min_tokens_per_replica
-    return BalanceConfig(policy=policy, tolerance=tolerance, min_tokens_per_replica=least)
+    config = scenario.config
+    if contender.tolerance is None:
+        return config
+    return replace(config, tolerance=contender.tolerance)
 
 
 def _clock(scenario: Scenario, contender: Contender, topology: Topology) -> LayerClock:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ultraep.config import BalanceConfig
+from ultraep.config import BalanceConfig, Rates
 from ultraep.errors import ConfigError
 from ultraep.loads import MAX_TOTAL
 from ultraep.sim.cluster import Cluster
 from ultraep.sim.costs import Costs, Reached, measured_rates
 from ultraep.sim.memory import weight_bytes
 from ultraep.sim.model import Model
+from ultraep.sim.rates import rates_by
 from ultraep.sim.runtime import Runtime, price, runtime_of
 from ultraep.sim.serving import Serving
 from ultraep.sim.training import Training, part_of_layer
@@ -26,6 +27,8 @@ class Scenario:
 
     ranks: of the expert-parallel group.
     interval: microbatches for which policies that place by the past keep their places.
+    objective: of ultraep's plans: "time" or "balance".   prices: the rates of those by time; None:
+        those that cluster and model have.
     """
 
     cluster: Cluster
@@ -39,6 +42,8 @@ class Scenario:
     interval: int = 100
     domain: int | None = None
     rates: Reached = field(default_factory=measured_rates)
+    objective: str = "balance"
+    prices: Rates | None = None
 
     def __post_init__(self) -> None:
         model = self.model
@@ -72,8 +77,7 @@ class Scenario:
             )
         if isinstance(self.job, Training):
             part_of_layer(model, self.job.pipeline)
-        least = self.min_tokens_per_replica
-        BalanceConfig(tolerance=self.tolerance, min_tokens_per_replica=least)
+        _ = self.config
         _ = self.topology
 
     def _check_sizes(self) -> None:
@@ -99,6 +103,20 @@ class Scenario:
         domain = self.cluster.domain_of(self.ranks) if self.domain is None else self.domain
         return Topology(
             ranks=self.ranks, experts=self.model.experts, slots=self.slots, domain=domain
+        )
+
+    @property
+    def config(self) -> BalanceConfig:
+        """How ultraep plans."""
+        rates, training = self.prices, isinstance(self.job, Training)
+        if rates is None and self.objective == "time":
+            size = {"ranks": self.ranks, "tokens": self.job.tokens}
+            rates = rates_by(self.costs, training=training, **size)
+        return BalanceConfig(
+            tolerance=self.tolerance,
+            min_tokens_per_replica=self.min_tokens_per_replica,
+            objective=self.objective,
+            rates=rates,
         )
 
     @property

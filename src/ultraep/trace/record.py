@@ -23,6 +23,7 @@ import numpy as np
 
 from ultraep.config import BalanceConfig
 from ultraep.errors import ConfigError, FileError
+from ultraep.hops import Relay
 from ultraep.loads import as_integers
 from ultraep.outputs import write_text
 from ultraep.plan import DEFAULT_CONFIG, Plan
@@ -30,6 +31,7 @@ from ultraep.topology import Topology
 from ultraep.trace.pieces import Entry, Key
 from ultraep.trace.schema import (
     HEADER_FILE,
+    NOT_TOLD,
     STAGES,
     Array,
     Field,
@@ -51,6 +53,7 @@ class Recorder:
     folder: of the trace; all ranks name the same. It must not hold a trace yet.
     topology, config: of the run; the plans of all records must have been made for them.
     rank: whose records these are. Rank 0 also writes what all know alike: loads and plans.
+    relay: how the weights of copies are sent, if that is known.
     stages: names of what `seconds` tell about.   note: anything to keep with the trace.
     memory: bytes that may wait to be written; what comes beyond is dropped, and counted.
     """
@@ -62,6 +65,7 @@ class Recorder:
         config: BalanceConfig = DEFAULT_CONFIG,
         *,
         rank: int = 0,
+        relay: Relay = NOT_TOLD,
         stages: Sequence[str] = STAGES,
         note: str = "",
         memory: int = MEMORY,
@@ -71,7 +75,7 @@ class Recorder:
         if memory < 1:
             raise ConfigError(f"memory must be at least 1 byte, got {memory}")
         self.folder, self.rank = Path(folder), rank
-        self.header = Header.of(topology, config, stages=tuple(stages), note=note)
+        self.header = Header.of(topology, config, relay=relay, stages=tuple(stages), note=note)
         self._config = config
         self._place = {stage: place for place, stage in enumerate(self.header.stages)}
         self._sizes = self.header.sizes(rank)

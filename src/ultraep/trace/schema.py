@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 from ultraep.arrays import IntArray
 from ultraep.config import BalanceConfig
 from ultraep.errors import ConfigError, FileError
+from ultraep.hops import MODES, Relay
 from ultraep.topology import Topology
 
 FORMAT = "ultraep-trace"
@@ -45,6 +46,10 @@ SETTINGS = (
     "objective",
 )
 OLD_OBJECTIVE = "balance"  # of traces that do not tell
+UNTOLD: dict[str, Any] = {
+    "relay": "",
+    "chunks": 0,
+}  # entries of the header that not every recorder knows
 
 FORWARD = ("loads", "plan", "verify", "replicate", "reroute", "dispatch", "experts", "combine")
 BACKWARD = (
@@ -55,6 +60,7 @@ STAGES = FORWARD + BACKWARD
 ATTENTION, ATTENTION_BACK = "attention", "attention back"
 SIMULATED = (ATTENTION, *STAGES, ATTENTION_BACK)  # the simulator knows what lies around, too
 
+NOT_TOLD = Relay()
 Array = NDArray[Any]
 Arrays = dict[str, Array]
 
@@ -172,6 +178,8 @@ class Header:
     max_replicas: int | None
     locality: bool
     objective: str = OLD_OBJECTIVE
+    relay: str = ""  # how weights were to be sent; "": nobody tells
+    chunks: int = 0
     stages: tuple[str, ...] = STAGES
     note: str = ""
     created: str = ""
@@ -190,6 +198,7 @@ class Header:
         topology: Topology,
         config: BalanceConfig,
         *,
+        relay: Relay = NOT_TOLD,
         stages: tuple[str, ...] = STAGES,
         note: str = "",
     ) -> Header:
@@ -201,6 +210,8 @@ class Header:
             slots=topology.slots,
             domain=topology.domain_size,
             homes=homes,
+            relay=relay.mode,
+            chunks=relay.chunks,
             stages=tuple(stages),
             note=note,
             **{name: getattr(config, name) for name in SETTINGS},
@@ -231,6 +242,7 @@ class Header:
             )
         if version < OBJECTIVE_SINCE:
             content.setdefault("objective", OLD_OBJECTIVE)
+        content = UNTOLD | content
         wrong = {entry.name for entry in fields(cls)} ^ content.keys()
         if wrong:
             told = ", ".join(sorted(wrong))
@@ -268,6 +280,8 @@ def _object(text: str, where: str | Path) -> dict[str, Any]:
 
 
 def _check_words(header: Header) -> None:
+    if header.relay not in ("", *MODES) or type(header.chunks) is not int or header.chunks < 0:
+        raise ConfigError(f"relay {header.relay!r} in {header.chunks!r} chunks is not known")
     words = (header.note, header.created, *header.stages)
     if not isinstance(header.stages, tuple) or not all(isinstance(word, str) for word in words):
         raise ConfigError("stages, note and created must be text")

@@ -110,6 +110,8 @@ class Api:
         index = self.catalogue.index(whole(request, "trace"))
         most = whole(request, "points", 600, low=2, high=MOST_POINTS)
         found = overview(index.table, **stretch(request), most=most)
+        if found["totals"]["records"]:
+            self.catalogue.answered()
         return found | {"stages": stages_told(index), "sampled": index.sampled}
 
     def heat(self, request: Request) -> Numbers:
@@ -211,6 +213,7 @@ def described(shown: Shown) -> Numbers:
         "domain": header.domain,
         "policy": header.policy,
         "tolerance": header.tolerance,
+        "objective": header.objective,
         "created": header.created,
         "note": header.note,
         "records": len(index.table),

@@ -6,8 +6,7 @@ What cannot be opened is told, and the rest is open nevertheless.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,10 +30,11 @@ from ultraep.view.record import (
 from ultraep.view.single import SingleIndex
 from ultraep.view.store import Store
 
+HEAD_START = 2.0  # seconds for the first answer, before all of a large trace is read
 PERIOD = 1.0  # seconds between two looks at a folder that is followed
-READERS = 2  # threads that read pieces for one question
 GONE = "the folder is gone: what was read before is shown"
 Index = FolderIndex | SingleIndex
+Tell = Callable[[str], None]
 
 
 @dataclass
@@ -48,13 +48,15 @@ class Shown:
 
 
 class Catalogue:
-    """What is open, known by its number."""
+    """What is open, known by its number. tell: is told of what is damaged."""
 
-    def __init__(self, paths: Sequence[Path], *, live: bool = False) -> None:
+    def __init__(
+        self, paths: Sequence[Path], *, live: bool = False, tell: Tell | None = None
+    ) -> None:
         self.paths, self.live, self.shown = list(paths), live, list[Shown]()
+        self._tell, self._told = tell, set[str]()
         self._store = Store()
-        self._stop = threading.Event()
-        self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="ultraep view")
+        self._stop, self._answered = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="ultraep view", daemon=True)
         self._look()
 
@@ -63,18 +65,30 @@ class Catalogue:
         if self._thread.ident is None:
             self._thread.start()
 
+    def answered(self) -> None:
+        """The first answer is given: there is time for what takes long."""
+        self._answered.set()
+
     def close(self) -> None:
         """Stop to read."""
         self._stop.set()
+        self._answered.set()
         if self._thread.is_alive():
             self._thread.join()
-        self._readers.shutdown()
 
     def read_all(self) -> None:
         """Read everything that is there, in this thread."""
         for shown in self.shown:
             if shown.index is not None:
                 shown.index.read(self._stop.is_set)
+                self._tell_notes(shown.index.notes)
+
+    def _tell_notes(self, notes: Sequence[str]) -> None:
+        """Tell who started this what is damaged, once."""
+        for note in notes:
+            if self._tell is not None and note not in self._told:
+                self._told.add(note)
+                self._tell(note)
 
     @property
     def errors(self) -> list[str]:
@@ -89,6 +103,11 @@ class Catalogue:
     # -- reading --------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        indices = [shown.index for shown in self.shown if shown.index is not None]
+        for index in indices:
+            index.look()
+        if any(index.sampled for index in indices):
+            self._answered.wait(HEAD_START)
         while not self._stop.is_set():
             self.read_all()
             if not self.live:
@@ -159,8 +178,7 @@ class Catalogue:
             _check(place, key)
             return numbers_of(record_of_trace(index.trace, place)) | {"planned": False}
         if place >= 0:
-            record = record_of_pieces(index, place, self._readers)
-            return numbers_of(record) | {"planned": False}
+            return numbers_of(record_of_pieces(index, place)) | {"planned": False}
         planned = None if index.finished else index.planned(*key)
         _check(place if planned is None else 0, key)
         assert planned is not None
@@ -176,8 +194,7 @@ class Catalogue:
         if place < 0 and not index.finished:
             return None
         _check(place, key)
-        times = times_of_pieces(index, place, self._readers, backward=backward)
-        return stages_of(times, backward=backward)
+        return stages_of(times_of_pieces(index, place, backward=backward), backward=backward)
 
     def routed(self, number: int, key: tuple[int, int, int]) -> Routed:
         """What was routed in one record."""

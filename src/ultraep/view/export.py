@@ -5,6 +5,7 @@ It is made of the parts that all reports share, needs no network, and cannot loa
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +26,8 @@ SECTIONS = (
     Section("copies", "Copies, and what they cost", ("copies",)),
     Section("time", "Time lost and saved", ("time",)),
     Section("microbatches", "One microbatch, rank by rank", ("microbatches",)),
+    Section("flows", "Copies of the most uneven microbatch, from home to hosts", ("flows",)),
+    Section("stages", "Its stages on all ranks", ("forward", "backward")),
 )
 TOLD = {
     "imbalance": "Mean of the layers; the band reaches from the least to the most uneven layer.",
@@ -63,6 +66,8 @@ def _page(catalogue: Catalogue, number: int, shown: Shown, index: Index) -> Page
     whole = overview(index.table, most=POINTS)
     shared = {name: whole[name] for name in ("step", "steps_per_point", "axis", "domains")}
     lines = shared | {"unit": "microbatch" if whole["several"] else "step"} | whole["lines"]
+    key = index.table.key(_place_of_worst(index.table))
+    worst = _of_worst(catalogue, number, key)
     numbers: dict[str, Numbers] = {
         **dict.fromkeys(("imbalance", "copies"), lines),
         "layers": whole["layers"],
@@ -72,17 +77,53 @@ def _page(catalogue: Catalogue, number: int, shown: Shown, index: Index) -> Page
     }
     if whole["totals"]["lost"] is not None:
         numbers["time"] = lines
+    numbers |= {name: found for name, found in worst.items() if found}
     return Page(
         title=f"Trace {shown.item.name}",
         facts=_facts(index, whole["totals"]),
         notes=[*index.notes, *_thinned(whole, numbers["microbatches"])],
         result=f"<h2>Result</h2>\n{_result(whole['totals'])}",
-        sections=[section for section in SECTIONS if section.plots[0] in numbers],
-        told=TOLD,
+        sections=_sections(numbers),
+        told=TOLD | _told_of_worst(key, worst["flows"]),
         numbers=numbers,
         script=own_file("ultraep.view", "page/export.js"),
         controls={"microbatches": PICKER.format(noun="step")},
     )
+
+
+def _sections(numbers: dict[str, Numbers]) -> list[Section]:
+    """Those of which there is something to draw."""
+    found = (
+        replace(section, plots=tuple(plot for plot in section.plots if plot in numbers))
+        for section in SECTIONS
+    )
+    return [section for section in found if section.plots]
+
+
+def _of_worst(
+    catalogue: Catalogue, number: int, key: tuple[int, int, int]
+) -> dict[str, Numbers | None]:
+    """Copies and stages of one record; None: there are none."""
+    copies = catalogue.record(number, key)["copies"]
+    found: dict[str, Numbers | None] = {"flows": copies if copies["list"] else None}
+    for name in ("forward", "backward"):
+        found[name] = catalogue.stages(number, key, backward=name == "backward")
+    return found
+
+
+def _told_of_worst(key: tuple[int, int, int], copies: Numbers | None) -> dict[str, str]:
+    step, layer, microbatch = key
+    where = f"Step {step}, microbatch {microbatch}, layer {layer}"
+    chained = copies is not None and copies["relay"] == "chain"
+    told = copies is not None and copies["told"] in ("direct", "chain")
+    way = "passed on from copy to copy" if chained else "each sent by its home"
+    why = "as the balancer was told" if told else "as balancers choose by themselves"
+    return {
+        "flows": f"{where}: {way}, {why}. As wide as the tokens that are served elsewhere; where "
+        "there is little room, ranks are numbers only.",
+        "forward": f"{where}, forward.",
+        "backward": f"{where}, backward.",
+    }
 
 
 def _facts(index: Index, totals: Numbers) -> list[tuple[str, str]]:
@@ -94,7 +135,7 @@ def _facts(index: Index, totals: Numbers) -> list[tuple[str, str]]:
     ]
     return [
         ("run", ", ".join(sizes)),
-        ("policy", f"{header.policy}, tolerance {header.tolerance:g}"),
+        ("policy", f"{header.policy} for {header.objective}, tolerance {header.tolerance:g}"),
         ("recorded", f"{header.created} {header.note}".strip()),
         ("records", f"{totals['records']:,}"),
     ]

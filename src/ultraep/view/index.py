@@ -1,9 +1,10 @@
 """FolderIndex: reads a trace piece by piece into columns; also one that is still being written.
 
-Loads are nearly all of a trace, and only the imbalance as routed needs them. So first a sample of
-the pieces of rank 0 is read, evenly spread, for a view of the whole run within a second; then all
-that is small, of every rank; then the loads, evenly spread again. A piece that cannot be read is
-told, and the rest is shown.
+Loads are nearly all of a trace. So of a long one first a sample of the pieces of rank 0 is read,
+evenly spread, for a view of the whole run within a second; then all that is small, of every rank,
+which is enough (routed.py). Of a short one, of what is added to a run that is followed, and where
+the sample shows that rows did not arrive as planned, the loads are read, evenly spread again. A
+piece that cannot be read is told, and the rest is shown.
 
 Shapes: n records of a piece, R ranks, E experts.
 """
@@ -12,16 +13,21 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
 from ultraep.arrays import IntArray
 from ultraep.errors import FileError
 from ultraep.inputs import read_text
-from ultraep.trace.read import RANK_FOLDER, Trace, imbalance
+from ultraep.report.numbers import FloatArray
+from ultraep.trace.read import RANK_FOLDER, Trace
 from ultraep.trace.schema import (
     ENDS,
     HEADER_FILE,
@@ -31,8 +37,9 @@ from ultraep.trace.schema import (
     piece_file,
     rank_folder,
 )
-from ultraep.view.columns import MOST_RECORDS, REPEATED, UNKNOWN, Columns, Places
-from ultraep.view.store import Store, piece_arrays
+from ultraep.view.columns import MOST_RECORDS, REPEATED, UNKNOWN, Columns, Places, RankTimes
+from ultraep.view.routed import moved_rows, summed
+from ultraep.view.store import Rows, Store, piece_arrays
 from ultraep.view.table import Table, table_of, table_of_sample
 
 SMALL = (
@@ -41,11 +48,15 @@ SMALL = (
 )
 OF_PLANS = (ENDS, "copies", "quotas")
 SAMPLED = (*KEY, "loads", *OF_PLANS)
-SAMPLE_SECONDS = 0.4
+SAMPLE_SECONDS = 0.3
 FEW_PIECES = 8  # of rank 0: read at once, without a sample before
+MORE_TO_COME = 4096  # records, the last ones, to which a rank may add something
 MOST_NOTES = 20
 PIECE = re.compile(r"(\d{6})\.npz")
+READERS = 2  # threads that read pieces; unpacking them does not need Python's lock
 Stop = Callable[[], bool]
+Job = TypeVar("Job")
+Found = TypeVar("Found")
 
 
 @dataclass(frozen=True)
@@ -61,6 +72,7 @@ class Shelf:
 class RankState:
     """How far a rank was read. told: [N] whose records came in another order than rank 0's."""
 
+    times: RankTimes
     pieces: int = 0
     upto: int = 0  # records of it so far, all in the order of rank 0
     late: int = 0  # where the next additions are likely
@@ -78,8 +90,9 @@ class FolderIndex:
         file = folder / HEADER_FILE
         self.folder, self.store, self.live = folder, store, live
         self.header = Header.from_json(read_text(file), file)
-        self.columns = Columns(self.header)
-        self.ranks = [RankState() for _ in range(self.header.ranks)]
+        self.columns, self.rows = Columns(self.header), Rows(self.header)
+        stages = len(self.header.stages)
+        self.ranks = [RankState(times=RankTimes(stages)) for _ in range(self.header.ranks)]
         self.notes: list[str] = []
         self.version, self.done, self.total, self.finished = 0, 0, 0, False
         self._sample: Table | None = None
@@ -136,26 +149,56 @@ class FolderIndex:
 
     # -- reading --------------------------------------------------------------------------------
 
+    def look(self) -> None:
+        """Read a sample, if all of it would take long."""
+        numbers = self._new_pieces(0)
+        if not self.version and len(numbers) > FEW_PIECES:
+            self._read_sample(numbers)
+            self.columns.derive()
+
     def read(self, stop: Stop) -> None:
         """Read all that is there and was not read; returns early when `stop` says so."""
         pieces = [self._new_pieces(rank) for rank in range(self.header.ranks)]
-        self.total += 2 * len(pieces[0]) + sum(map(len, pieces[1:]))
+        self.total += sum(map(len, pieces))
         if not any(pieces) and not self._unread:
             self.finished = True
             return
         self.finished = False
-        if not self.version and len(pieces[0]) > FEW_PIECES:
-            self._read_sample(pieces[0])
+        self.look()
         for rank, numbers in enumerate(pieces):
-            for number in numbers:
+            for number, arrays in zip(
+                numbers, ahead(partial(self._small, rank), numbers), strict=True
+            ):
                 if stop():
                     return
-                self._read_piece(rank, number)
+                self._take(rank, number, arrays)
             self._retry(rank)
-        self._sample, self._sampled = None, {}
-        self.version += 1
+            self.columns.settle(self.ranks[rank].times, MORE_TO_COME if self.live else 0)
+        self._settle()
         self._read_loads(stop)
         self.finished = not stop()
+
+    def _settle(self) -> None:
+        """All ranks were read: no sample is shown any more. Which loads are still needed?"""
+        sample, self._sample, self._sampled = self._sample, None, {}
+        derived = self.columns.derived()
+        if sample is not None and not np.isnan(derived).all():
+            if self._agree(sample, derived):
+                self.columns.set_before(range(len(derived)), derived)
+                self._unread = [
+                    one for one in self._unread if np.isnan(derived[_known(one[1])]).any()
+                ]
+            else:
+                self._note("rows did not arrive as planned: all loads are read")
+        self.total += len(self._unread)
+        self.version += 1
+
+    def _agree(self, sample: Table, derived: FloatArray) -> bool:
+        """Whether records of the sample are as uneven by their loads as by what arrived."""
+        places = np.asarray(self.columns.places(sample.keys, 0))
+        found = np.where(places < 0, np.nan, derived[places])
+        known = ~np.isnan(found)
+        return bool(known.any() and (found[known] == sample.before[known]).all())
 
     def _new_pieces(self, rank: int) -> range:
         """Numbers of pieces that were not read, up to the first that is missing."""
@@ -192,22 +235,28 @@ class FolderIndex:
         self._sample = table_of_sample([part for _, part in sorted(found, key=lambda one: one[0])])
         self.version += 1
 
-    def _read_piece(self, rank: int, number: int) -> None:
-        state, path = self.ranks[rank], self.path(rank, number)
+    def _small(self, rank: int, number: int) -> Arrays | FileError:
+        """All of a piece but its loads."""
+        names = (*SMALL, *(OF_PLANS if rank == 0 else ()))
+        try:
+            return self.rows.learn(self.path(rank, number), rank, names)
+        except FileError as error:
+            return error
+
+    def _take(self, rank: int, number: int, arrays: Arrays | FileError) -> None:
+        state = self.ranks[rank]
         state.pieces = number + 1
         self.done += 1
-        try:
-            arrays = piece_arrays(
-                path, self.header, rank, (*SMALL, *(OF_PLANS if rank == 0 else ()))
-            )
-        except FileError as error:
-            self._note(str(error))
+        if isinstance(arrays, FileError):
+            self._note(str(arrays))
             return
         state.dropped = int(arrays["dropped"][0])
         places = self._places_of_rank(rank, number, arrays)
-        self.columns.add(places, arrays)
+        self.columns.add(rank, places, arrays, state.times)
         late = self.columns.places(_late_keys(arrays), state.late)
-        self.columns.add_late(late, arrays)
+        self.columns.add_late(late, arrays, state.times)
+        if len(state.times) > 2 * MORE_TO_COME:
+            self.columns.settle(state.times, MORE_TO_COME)
         if isinstance(late, range):
             state.late = late.stop
         shelf = Shelf(number, places, late)
@@ -220,6 +269,7 @@ class FolderIndex:
         if rank == 0:
             places = self.columns.append(number, arrays)
             self.columns.set_copies(places, np.diff(arrays[ENDS], prepend=0))
+            self.columns.set_moved(places, moved_rows(self.header, arrays))
             self._unread.append((self.path(0, number), places))
             if self.columns.count >= MOST_RECORDS:
                 self._note(f"more than {MOST_RECORDS:,} records: the rest is not shown")
@@ -260,8 +310,8 @@ class FolderIndex:
             late = self._found_now(shelf.late, _late_keys(arrays))
             if rank:
                 places = np.where(places >= 0, self._told_once(state, places), places)
-                self.columns.add(places, arrays)
-            self.columns.add_late(late, arrays)
+                self.columns.add(rank, places, arrays, state.times)
+            self.columns.add_late(late, arrays, state.times)
             whole = Shelf(shelf.number, _merged(shelf.places, places), _merged(shelf.late, late))
             state.shelves = [whole if one.number == shelf.number else one for one in state.shelves]
             if _lacks(whole.places) or _lacks(whole.late):
@@ -275,24 +325,40 @@ class FolderIndex:
 
     def _read_loads(self, stop: Stop) -> None:
         """Imbalance as routed, of pieces all over the run first."""
-        unread = self._unread
-        for at in spread(range(len(unread))):
+        unread = [self._unread[at] for at in spread(range(len(self._unread)))]
+        for (_, places), before in zip(unread, ahead(self._before, unread), strict=True):
             if stop():
                 return
-            path, places = unread[at]
             self.done += 1
-            try:
-                arrays = piece_arrays(path, self.header, 0, ("loads",))
-            except FileError as error:
-                self._note(str(error))
+            if isinstance(before, FileError):
+                self._note(str(before))
                 continue
-            self.columns.set_before(places, Trace(self.header, arrays).imbalance_before)
+            self.columns.set_before(places, before)
             self.version += 1
         self._unread = []
+
+    def _before(self, piece: tuple[Path, Places]) -> FloatArray | FileError:
+        try:
+            arrays = piece_arrays(piece[0], self.header, 0, ("loads",))
+        except FileError as error:
+            return error
+        return Trace(self.header, arrays).imbalance_before
 
     def _note(self, text: str) -> None:
         if text not in self.notes and len(self.notes) < MOST_NOTES:
             self.notes.append(text)
+
+
+def ahead(work: Callable[[Job], Found], jobs: Iterable[Job]) -> Iterator[Found]:
+    """What is found for each job, in their order; some are worked on before they are asked for."""
+    with ThreadPoolExecutor(READERS, thread_name_prefix="ultraep view") as pool:
+        begun: deque[Future[Found]] = deque()
+        for job in jobs:
+            begun.append(pool.submit(work, job))
+            if len(begun) > 2 * READERS:
+                yield begun.popleft().result()
+        while begun:
+            yield begun.popleft().result()
 
 
 def spread(numbers: range) -> Iterator[int]:
@@ -308,26 +374,13 @@ def spread(numbers: range) -> Iterator[int]:
             yield numbers[turned]
 
 
-def summed(header: Header, arrays: Arrays) -> Arrays:
-    """What a table holds of a piece of rank 0, with the imbalance as planned."""
-    topology = header.topology
-    rank_loads = Trace(header, arrays).initial_rank_loads.copy()
-    before, ends = imbalance(rank_loads), arrays[ENDS]
-    record = np.repeat(np.arange(len(ends)), np.diff(ends, prepend=0))
-    expert, host, _ = arrays["copies"].T
-    if len(expert):
-        inside = (expert >= 0) & (expert < header.experts) & (host >= 0) & (host < header.ranks)
-        record, expert, host = record[inside], expert[inside], host[inside]
-        quotas = arrays["quotas"][inside]
-        np.subtract.at(rank_loads, (record, topology.home_of_expert[expert]), quotas)
-        np.add.at(rank_loads, (record, host), quotas)
-    found = {name: arrays[name].astype(np.int64) for name in KEY}
-    counts = np.diff(ends, prepend=0)
-    return found | {"before": before, "after": imbalance(rank_loads), "copies": counts}
-
-
 def _late_keys(arrays: Arrays) -> Arrays:
     return dict(zip(KEY, arrays["more"].T, strict=True))
+
+
+def _known(places: Places) -> IntArray:
+    own = np.asarray(places)
+    return own[own >= 0]
 
 
 def _lacks(places: Places) -> bool:

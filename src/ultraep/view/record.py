@@ -6,12 +6,12 @@ Shapes: R ranks, E experts, S slots of all ranks, C copies, G stages.
 from __future__ import annotations
 
 import math
-from concurrent.futures import Executor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from ultraep.arrays import IntArray
+from ultraep.config import PER_SECOND, Rates
 from ultraep.errors import FileError
 from ultraep.hops import hops
 from ultraep.plan import Plan
@@ -21,7 +21,7 @@ from ultraep.trace.schema import ENDS, Array, Arrays, Header, of_backward
 from ultraep.view.columns import Places
 from ultraep.view.index import FolderIndex
 
-PLANNED = ("policy", "loads", ENDS, "copies", "quotas")
+PLANNED = ("policy", "loads", ENDS, "copies", "quotas", "rates")
 ROUTED = ("layer", "loads", "rates")
 TOLD, LATE = ("slot_rows", "bytes_moved"), ("more_bytes",)
 TIMES, LATE_TIMES = ("began", "seconds", "waited"), ("more_began", "more_seconds", "more_waited")
@@ -35,6 +35,7 @@ class OneRecord:
 
     header: Header
     policy: str
+    rates: Rates | None
     loads: IntArray  # [R, E]
     copies: IntArray  # [C, 3] expert, host, spare slot
     quotas: IntArray  # [C]
@@ -59,6 +60,7 @@ def record_of_trace(trace: Trace, record: int) -> OneRecord:
     return OneRecord(
         trace.header,
         str(trace.policy[record]),
+        rates_of(trace.rates[record]),
         trace.loads[record].astype(np.int64),
         trace.copies[begin:end].astype(np.int64),
         trace.quotas[begin:end].astype(np.int64),
@@ -77,44 +79,39 @@ def times_of_trace(trace: Trace, record: int) -> Times:
     )
 
 
-def record_of_pieces(index: FolderIndex, place: int, readers: Executor) -> OneRecord:
-    """A record of a trace in a folder; the pieces of several ranks are read at once."""
+def record_of_pieces(index: FolderIndex, place: int) -> OneRecord:
+    """A record of a trace in a folder, from the pieces of all ranks."""
     piece, row = (int(index.columns[name][place]) for name in ("piece", "row"))
-    first = readers.submit(_planned, index, piece, row)
-    ranks = range(index.header.ranks)
-    own = list(readers.map(lambda rank: _told(index, rank, place, TOLD, LATE), ranks))
-    policy, loads, copies, quotas = first.result()
+    planned = _planned(index, piece, row)
+    own = [_told(index, rank, place, TOLD, LATE) for rank in range(index.header.ranks)]
     moved = [
         int(told["bytes_moved"]) + sum(int(one["more_bytes"]) for one in late) for told, late in own
     ]
     slot_rows = np.concatenate([told["slot_rows"] for told, _ in own]).astype(np.int64)
-    return OneRecord(index.header, policy, loads, copies, quotas, slot_rows, np.array(moved))
+    return replace(planned, slot_rows=slot_rows, bytes_moved=np.array(moved))
 
 
 def record_as_planned(index: FolderIndex, piece: int, row: int) -> OneRecord:
     """A record of which only rank 0 was read: its rows are those that were planned."""
-    header, topology = index.header, index.header.topology
-    policy, loads, copies, quotas = _planned(index, piece, row)
-    slot_rows = np.zeros(int(topology.first_slot_of_rank[-1]), dtype=np.int64)
-    slot_rows[topology.home_slot_of_expert] = loads.sum(axis=0)
-    nothing = np.zeros(header.ranks, dtype=np.int64)
-    record = OneRecord(header, policy, loads, copies, quotas, slot_rows, nothing)
-    usable = _inside(record) & (copies[:, 2] < header.slots)
+    record, topology = _planned(index, piece, row), index.header.topology
+    slot_rows, copies, quotas = record.slot_rows, record.copies, record.quotas
+    slot_rows[topology.home_slot_of_expert] = record.loads.sum(axis=0)
+    usable = _inside(record) & (copies[:, 2] < index.header.slots)
     expert, host, slot = copies[usable].T
     np.subtract.at(slot_rows, topology.home_slot_of_expert[expert], quotas[usable])
     np.add.at(slot_rows, topology.spare_slot(host, slot), quotas[usable])
     return record
 
 
-def times_of_pieces(index: FolderIndex, place: int, readers: Executor, *, backward: bool) -> Times:
+def times_of_pieces(index: FolderIndex, place: int, *, backward: bool) -> Times:
     """Its stages on all ranks, of one pass; what was told late is that of backward, usually."""
-    ranks, both = range(index.header.ranks), _mixed(index, place)
-    names = TIMES if both or not backward else ("began",)
+    ranks, both = range(index.header.ranks), bool(index.columns["mixed"][place])
+    names = TIMES if both or not backward else ()
     late = LATE_TIMES if both or backward else ()
-    own = list(readers.map(lambda rank: _told(index, rank, place, names, late), ranks))
+    own = [_told(index, rank, place, names, late) for rank in ranks]
     nothing = np.zeros(len(index.header.stages))
     began = [
-        (told["began"], min((one["more_began"] for one in more if late), default=np.nan))
+        (told.get("began", np.nan), min((one["more_began"] for one in more), default=np.nan))
         for told, more in own
     ]
     seconds, waited = (
@@ -129,13 +126,6 @@ def times_of_pieces(index: FolderIndex, place: int, readers: Executor, *, backwa
     return Times(index.header, np.array(began), seconds, waited)
 
 
-def _mixed(index: FolderIndex, place: int) -> bool:
-    """Whether stages of forward were told late, or those of backward at once."""
-    back_G, columns = of_backward(index.header.stages), index.columns
-    late, early = columns["slowest_back"][place, ~back_G], columns["slowest"][place, back_G]
-    return bool(late.any() or early.any())
-
-
 def routed_of_pieces(index: FolderIndex, place: int) -> Routed:
     """What was routed in a record, and the rates that it was planned by."""
     piece, row = (int(index.columns[name][place]) for name in ("piece", "row"))
@@ -144,12 +134,22 @@ def routed_of_pieces(index: FolderIndex, place: int) -> Routed:
     return Routed(int(layer), loads.astype(np.int64), rates_of(rates))
 
 
-def _planned(index: FolderIndex, piece: int, row: int) -> tuple[str, Array, Array, Array]:
-    arrays = index.store.arrays(index.path(0, piece), index.header, 0, PLANNED)
+def _planned(index: FolderIndex, piece: int, row: int) -> OneRecord:
+    """What rank 0 tells of a record; of rows and bytes, which all ranks tell, nothing."""
+    header = index.header
+    arrays = index.store.arrays(index.path(0, piece), header, 0, PLANNED)
     begin, end = (int(arrays[ENDS][n]) if n >= 0 else 0 for n in (row - 1, row))
-    copies, quotas = arrays["copies"][begin:end], arrays["quotas"][begin:end]
-    loads = arrays["loads"][row].astype(np.int64)
-    return str(arrays["policy"][row]), loads, copies.astype(np.int64), quotas.astype(np.int64)
+    slots = int(header.topology.first_slot_of_rank[-1])
+    return OneRecord(
+        header,
+        str(arrays["policy"][row]),
+        rates_of(arrays["rates"][row]),
+        arrays["loads"][row].astype(np.int64),
+        arrays["copies"][begin:end].astype(np.int64),
+        arrays["quotas"][begin:end].astype(np.int64),
+        np.zeros(slots, dtype=np.int64),
+        np.zeros(header.ranks, dtype=np.int64),
+    )
 
 
 def _told(
@@ -161,10 +161,11 @@ def _told(
     for shelf in index.ranks[rank].shelves:
         rows, late_rows = _rows(shelf.places, place), _rows(shelf.late, place) if late else []
         if rows or late_rows:
-            path = index.path(rank, shelf.number)
-            arrays = index.store.arrays(path, index.header, rank, names + late)
-            told += [{name: arrays[name][row] for name in names} for row in rows]
-            more += [{name: arrays[name][row] for name in late} for row in late_rows]
+            wanted = [dict.fromkeys(names, row) for row in rows]
+            wanted += [dict.fromkeys(late, row) for row in late_rows]
+            found = index.rows.told(index.path(rank, shelf.number), wanted)
+            told += found[: len(rows)]
+            more += found[len(rows) :]
     if not told:
         raise FileError(f"{index.folder}: rank {rank} does not have this record")
     return told[0], more
@@ -202,6 +203,7 @@ def numbers_of(record: OneRecord) -> Numbers:
         "rank_loads": {"before": before.tolist(), "after": after.tolist()},
         "bytes": record.bytes_moved.tolist(),
         "copies": _copies(record, copies, quotas),
+        "priced": _priced(record, copies, before, after),
         "unusable": int((~inside).sum()),
     }
 
@@ -224,11 +226,29 @@ def _rank_loads(record: OneRecord) -> tuple[IntArray, IntArray]:
     return before, np.diff(upto[first])
 
 
+def _priced(
+    record: OneRecord, copies: IntArray, before: IntArray, after: IntArray
+) -> Numbers | None:
+    """Seconds that the rates say it takes, and would take without copies; None: no rates."""
+    rates, homes = record.rates, record.header.topology.home_of_expert
+    if rates is None or record.header.objective != "time":
+        return None
+    taken, given = np.bincount(copies[:, 1]), np.bincount(homes[np.unique(copies[:, 0])])
+    transfers = int(max(taken.max(initial=0), given.max(initial=0)))
+    planned = rates.time(peak=int(after.max()), transfers=transfers, copies=len(copies))
+    without = rates.time(peak=int(before.max()), transfers=0, copies=0)
+    return {"rates": str(rates), "time": planned / PER_SECOND, "without": without / PER_SECOND}
+
+
 def _copies(record: OneRecord, copies: IntArray, quotas: IntArray) -> Numbers:
-    """Every copy with its way from home; `relay` is the way that balancers choose by themselves."""
+    """Every copy with its way from home.
+
+    relay: "direct" or "chain".   told: whether the balancer was told so, and not left to choose,
+    by a rule that is applied here ("auto"); "": nobody tells, and the rule is applied.
+    """
     header, none = record.header, np.zeros(0, dtype=np.int64)
     plan = Plan(header.topology, header.config, record.loads, copies, quotas, none, none)
-    found = hops(plan, "auto", chunks=CHUNKS)
+    found = hops(plan, header.relay or "auto", chunks=header.chunks or CHUNKS)
     way: dict[tuple[int, int], list[int]] = {}
     for hop in found:
         before = way.get((hop.expert, hop.sender), [hop.sender])
@@ -236,6 +256,7 @@ def _copies(record: OneRecord, copies: IntArray, quotas: IntArray) -> Numbers:
     tokens = {(int(c[0]), int(c[1])): int(q) for c, q in zip(copies, quotas, strict=True)}
     return {
         "relay": "chain" if any(hop.depth for hop in found) else "direct",
+        "told": header.relay,
         "list": [
             {
                 "expert": hop.expert,

@@ -43,6 +43,9 @@ class SingleIndex:
         keys = zip(*(self.trace.arrays[name].tolist() for name in KEY), strict=True)
         self._places = {key: place for place, key in enumerate(keys)}
 
+    def look(self) -> None:
+        """Nothing is left to read."""
+
     def read(self, stop: Callable[[], bool]) -> None:
         """Nothing is left to read."""
 

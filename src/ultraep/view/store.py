@@ -1,4 +1,4 @@
-"""Arrays of the pieces of a trace: read when wanted, checked, and the last ones kept.
+"""Arrays of the pieces of a trace: read when wanted, checked, and the last ones kept; single rows.
 
 A piece appears whole and never changes, so what was read once stays right.
 """
@@ -6,18 +6,20 @@ A piece appears whole and never changes, so what was read once stays right.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from threading import Lock
+from typing import IO
 
 import numpy as np
 
-from ultraep.inputs import read_arrays
-from ultraep.trace.schema import Arrays, Header, checked_arrays, fields_in_pieces
+from ultraep.inputs import Archive, ArrayPlace, archive_of, opened, reading
+from ultraep.trace.schema import Array, Arrays, Header, checked_arrays, fields_in_pieces
 
-MEMORY = 128 << 20  # bytes of arrays that are kept
+MEMORY = 64 << 20  # bytes of arrays that are kept
 MOST_PIECE = 512 << 20  # bytes; recorders write some 4 MiB at a time
 TIMES = {"seconds", "waited", "more_seconds", "more_waited"}
+TOLD = TIMES | {"slot_rows", "bytes_moved", "more_bytes", "began", "more_began"}  # by every rank
 
 
 class Store:
@@ -49,10 +51,55 @@ class Store:
 
 def piece_arrays(path: Path, header: Header, rank: int, names: Iterable[str]) -> Arrays:
     """Only these arrays of a piece, with the types and shapes that the schema wants."""
+    with archive_of(path) as archive:
+        return _checked(archive, header, rank, names)
+
+
+def _checked(archive: Archive, header: Header, rank: int, names: Iterable[str]) -> Arrays:
     known = fields_in_pieces(rank)
     wanted = {name: known[name] for name in names}
-    arrays = read_arrays(path, wanted, most=MOST_PIECE)
-    return finite(checked_arrays(arrays, wanted, header.sizes(rank), path))
+    arrays = archive.arrays(wanted, most=MOST_PIECE)
+    return finite(checked_arrays(arrays, wanted, header.sizes(rank), archive.path))
+
+
+class Rows:
+    """Single records of the pieces of one trace, read without those behind them."""
+
+    def __init__(self, header: Header) -> None:
+        self._header = header
+        self._places: dict[Path, dict[str, ArrayPlace | Array]] = {}
+
+    def learn(self, path: Path, rank: int, names: Iterable[str]) -> Arrays:
+        """These arrays of a piece; from now on it is known where those of `TOLD` lie."""
+        with archive_of(path) as archive:
+            found = _checked(archive, self._header, rank, names)
+            self._places[path] = self._found(archive, rank)
+        return found
+
+    def told(self, path: Path, wanted: Iterable[Mapping[str, int]]) -> list[Arrays]:
+        """Rows of arrays of a piece, by name and number; `FileError` if it is damaged."""
+        places = self._places[path]
+        with reading(path), opened(path) as file:
+            return [
+                finite({name: _row(file, places[name], row) for name, row in one.items()})
+                for one in wanted
+            ]
+
+    def _found(self, archive: Archive, rank: int) -> dict[str, ArrayPlace | Array]:
+        """Where the arrays lie; of those that a record need not have, the default."""
+        wanted = {name: one for name, one in fields_in_pieces(rank).items() if name in TOLD}
+        sizes, places = self._header.sizes(rank), archive.places(wanted)
+        claimed = {
+            name: np.broadcast_to(one.dtype.type(), one.shape) for name, one in places.items()
+        }
+        checked_arrays(claimed, wanted, sizes, archive.path)
+        lacking = wanted.keys() - places.keys()
+        defaults = {name: wanted[name].filled(sizes, wanted[name].shape[1:]) for name in lacking}
+        return defaults | places
+
+
+def _row(file: IO[bytes], place: ArrayPlace | Array, number: int) -> Array:
+    return place.row(file, number) if isinstance(place, ArrayPlace) else place
 
 
 def finite(arrays: Arrays) -> Arrays:

@@ -87,6 +87,11 @@ class Table:
         known = np.where(np.isnan(before), self.after[records], before)
         return self.key(int(records[known.argmax()]))
 
+    @property
+    def keys(self) -> Arrays:
+        """Steps, layers and microbatches of all records, by name."""
+        return {name: getattr(self, name) for name in KEY}
+
     def key(self, record: int) -> tuple[int, int, int]:
         """Step, layer and microbatch."""
         step, layer, microbatch = (int(getattr(self, name)[record]) for name in KEY)
@@ -105,7 +110,7 @@ def table_of(columns: Columns) -> Table:
     keep = np.flatnonzero(columns["ranks"] == header.ranks)
     rows, before = columns["rows"][keep], columns["before"][keep]
     after = columns["fullest"][keep] * header.ranks / np.maximum(rows, 1)
-    slowest = columns["slowest"][keep].astype(np.float64) + columns["slowest_back"][keep]
+    slowest = columns["slowest"][keep].astype(np.float64)
     mean = columns["work"][keep] / header.ranks
     experts = slowest[:, np.isin(header.stages, EXPERTS)].sum(axis=1)
     cost = slowest[:, np.isin(header.stages, COST)].sum(axis=1)

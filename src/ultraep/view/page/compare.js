@@ -48,7 +48,7 @@ async function loadCompare() {
     const [one, two] = await Promise.all([route.trace, route.other].map((trace) => ask("/api/overview", { trace })));
     if (turn !== asked) return;
     const name = state.items.find(({ number: own }) => String(own) === route.other).name;
-    showCompared({ recorded: one, replayed: two, names: [item().name, name] });
+    showCompared({ recorded: one, replayed: two, names: [item().name, name], others: true });
     return;
   }
   const optional = (name) => (route[name] ? { [name]: Number(route[name]) } : {});
@@ -101,12 +101,16 @@ function showCompared(data) {
 }
 
 // Lines of two runs; where their lengths differ, both begin at the left.
-function bothFigure({ recorded, replayed, names }) {
+function bothFigure({ recorded, replayed, names, others }) {
   const drawn = [[recorded, names[0], BEFORE, "dot"], [replayed, names[1], AFTER, "solid"]];
+  const without = (one, name, color, dash) =>
+    line(one.step, one.lines.before.mean, name, color, { line: { color, width: 1, dash } });
   return [
     [
       ...drawn.map(([one, , colour]) => band(one.step, one.lines.after, colour)),
-      line(recorded.step, recorded.lines.before.mean, "without copies", css("soft"), { line: { color: css("soft"), width: 1, dash: "dash" } }),
+      ...(others ? drawn.map(([one, name, color], place) =>
+        without(one, `${name}, without copies`, color, place ? "longdashdot" : "dash"))
+        : [without(recorded, "without copies", css("soft"), "dash")]),
       ...drawn.map(([one, name, color, dash]) => line(one.step, one.lines.after.mean, name, color, { line: { color, dash } })),
     ],
     { xaxis: { ...title(recorded.axis), showgrid: false }, yaxis: title("imbalance; band: layers") },

@@ -12,9 +12,21 @@ function wholeMap(data) {
   }];
 }
 
+function flowsOfWorst({ list }) {
+  const plot = find("plot-flows");
+  plot.style.height = `${flowsHeight(list)}px`;
+  return flowsFigure(list, plot.clientWidth);
+}
+
+function passOfWorst(one) {
+  find(`plot-${one.name}`).style.height = `${stagesHeight(one)}px`;
+  return stagesFigure(one);
+}
+
 const figures = {
   imbalance: imbalanceFigure, layers: layersFigure, copies: copiesFigure, time: timeFigure,
   before: wholeMap, after: wholeMap, microbatches: microbatchFigure,
+  flows: flowsOfWorst, forward: passOfWorst, backward: passOfWorst,
 };
 for (const name of Object.keys(figures)) {
   if (!find(`plot-${name}`)) delete figures[name];

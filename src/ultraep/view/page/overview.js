@@ -14,6 +14,8 @@ async function loadOverview() {
   find("to").value = found.end;
   find("from").max = find("to").max = found.moments;
   showCards(found);
+  find("drawn").hidden = find("stretch").hidden = !found.totals.records;
+  if (!found.totals.records) return;
   showStages(found.stages);
   for (const name of ["imbalance", "layers", "copies", "time"]) draw(name);
   find("plot-time").hidden = found.totals.lost === null;

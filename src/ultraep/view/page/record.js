@@ -13,8 +13,9 @@ async function loadRecord() {
   layers.replaceChildren(...found.around.layers.map((name) => new Option(name, name)));
   [find("step").value, find("microbatch").value, layers.value] = [step, microbatch, layer];
   parsed.ranks = found;
+  find("plot-ranks").style.height = apart(found.ranks) ? "640px" : "";
   draw("ranks");
-  showFlows(found.copies);
+  showFlows(found.copies, found.planned ? null : found.bytes.reduce((a, b) => a + b, 0));
   find("passes").replaceChildren();
   find("no-stages").textContent = found.planned ? "The times of other ranks are not read yet." : "No times were recorded.";
   for (const backward of [0, 1]) { // one after the other: each is read from the pieces of all ranks
@@ -40,28 +41,32 @@ function ranksWithWords(found) {
   const also = found.planned ? " As planned: what arrived is not read yet." :
     ` ${sizeWords(moved)} moved.`;
   const wrong = found.unusable ? ` ${number(found.unusable)} of its copies name experts or ranks that do not exist.` : "";
-  find("told").textContent = where + told + also + wrong;
-  return narrow() ? [traces, oneAboveTheOther(more)] : [traces, more];
+  find("told").textContent = where + told + also + wrong + priceWords(found);
+  return [traces, more];
 }
 
-const narrow = () => document.documentElement.clientWidth < 600;
-
-function oneAboveTheOther(more) {
-  const { xaxis, xaxis2, yaxis, yaxis2 } = more;
-  return {
-    ...more,
-    xaxis: { ...xaxis, domain: [0, 1] }, xaxis2: { ...xaxis2, domain: [0, 1] },
-    yaxis: { ...yaxis, domain: [0.6, 1] }, yaxis2: { ...yaxis2, domain: [0, 0.4], showticklabels: true },
-  };
+function priceWords({ priced, copies, after }) {
+  if (!priced) return "";
+  const alone = !copies.list.length && after > 1 ? ": no copies would pay" : "";
+  return ` By its rates (${priced.rates} ps) it takes ${timeWords(priced.time)}, ` +
+    `without copies ${timeWords(priced.without)}${alone}.`;
 }
 
-function showFlows({ relay, list }) {
+const WAYS = {
+  direct: " as the balancer was told.", chain: " as the balancer was told.",
+  auto: " as balancers choose by themselves.",
+  "": " as balancers choose by themselves; this trace does not tell how weights were to be sent.",
+};
+
+function showFlows({ relay, told, list }, moved) {
   const plot = find("plot-flows");
   plot.hidden = find("listed").hidden = !list.length;
   find("ways").textContent = !list.length ? "No copies were made." :
     `${list.length === 1 ? "One copy" : `${number(list.length)} copies`}, ` +
-    (relay === "chain" ? "passed on from copy to copy" : "each sent by its home") +
-    ": the way that a balancer chooses by itself. As wide as the tokens that are served elsewhere.";
+    (relay === "chain" ? "passed on from copy to copy," : "each sent by its home,") + WAYS[told] +
+    (moved === 0 ? " No bytes were counted: nobody did, or the copies were there already." : "") +
+    " As wide as the tokens that are served elsewhere." +
+    (wordsFit(list, find("view-record").clientWidth) ? "" : " Numbers are ranks, home at the left.");
   if (!list.length) return;
   plot.style.height = `${flowsHeight(list)}px`;
   parsed.flows = list;

@@ -2,7 +2,8 @@
 
 const figures = {
   imbalance: imbalanceFigure, layers: layersFigure, copies: copiesFigure, time: timeFigure,
-  map: mapFigure, ranks: ranksWithWords, flows: flowsFigure, both: bothFigure, bothlayers: bothLayersFigure,
+  map: mapFigure, ranks: ranksWithWords, flows: (list) => flowsFigure(list, find("plot-flows").clientWidth),
+  both: bothFigure, bothlayers: bothLayersFigure,
 };
 const LOADS = { overview: loadOverview, map: loadMap, record: loadRecord, compare: loadCompare };
 const LISTENED = ["imbalance", "layers", "copies", "time", "map"];
@@ -12,7 +13,8 @@ let turn = 0, drawnVersion = "";
 async function show() {
   const own = ++turn;
   readRoute();
-  for (const view of VIEWS) find(`view-${view}`).hidden = view !== route.view || !route.trace;
+  const shown = item() && !item().error;
+  for (const view of VIEWS) find(`view-${view}`).hidden = view !== route.view || !shown;
   for (const link of document.querySelectorAll("nav a")) {
     link.href = address({ view: link.dataset.view });
     if (link.dataset.view === route.view) link.setAttribute("aria-current", "page");
@@ -21,7 +23,10 @@ async function show() {
   find("trace").value = route.trace;
   showItem();
   document.title = `${route.view}${item() ? ` of ${item().name}` : ""} - ultraep view`;
-  if (!route.trace) return;
+  if (!shown) {
+    if (item()) document.body.dataset.shown = location.hash;
+    return;
+  }
   try {
     await LOADS[route.view]();
     if (own === turn) tell(null);
@@ -36,7 +41,7 @@ async function show() {
 
 function showItems() {
   const traces = state.items.filter(({ kind }) => kind === "trace");
-  const options = traces.map(({ number: own, name, error }) => new Option(error ? `${name} (damaged)` : name, own));
+  const options = traces.map(({ number: own, name, error }) => new Option(error ? `${name} (cannot be opened)` : name, own));
   const shown = [...find("trace").options].map(({ text, value }) => text + value).join();
   if (shown !== options.map(({ text, value }) => text + value).join()) find("trace").replaceChildren(...options);
   const reports = state.items.filter(({ kind }) => kind === "report");
@@ -59,7 +64,7 @@ function showItem() {
     const parts = [counted(own.ranks, "rank"), counted(own.experts, "expert"), `${counted(own.slots, "spare slot")} each`];
     if (own.domain !== own.ranks) parts.push(`domains of ${counted(own.domain, "rank")}`);
     find("heading").textContent = own.name;
-    find("facts").textContent = `${parts.join(", ")}. Policy ${own.policy}, tolerance ${own.tolerance}, ` +
+    find("facts").textContent = `${parts.join(", ")}. Policy ${own.policy}, objective ${own.objective}, tolerance ${own.tolerance}, ` +
       `recorded ${own.created}. ${own.note}`;
   }
   find("reading").hidden = !own || own.error || own.finished || !own.total;
