@@ -7,7 +7,7 @@ import numpy as np
 from numba import njit
 
 from ultraep.backends.cpu.bound import bound_of_domain
-from ultraep.backends.cpu.circles import within_circles
+from ultraep.backends.cpu.circles import close_circles
 from ultraep.backends.cpu.members import alias, starting_loads, window
 from ultraep.backends.reference.circles import MOST_RANKS, VARIANTS
 from ultraep.backends.reference.place import GUESSES
@@ -51,9 +51,9 @@ def probe(loads, first, slots, threshold, min_tokens, max_replicas, placed, spar
         if member == 0:
             trial_peak, trial_made = window(loads, first, slots, threshold, *limits, spare)
         else:
-            halves, smallest_first = VARIANTS[member - 1]
-            trial_peak, trial_made = within_circles(
-                loads, first, slots, threshold, *limits, halves, smallest_first, spare
+            halves, anchor = VARIANTS[member - 1]
+            trial_peak, trial_made = close_circles(
+                loads, first, slots, threshold, *limits, halves, anchor, spare
             )
         trial_fanout, trial_egress, _ = weigh(spare, trial_made, first)
         trial = (max(trial_peak, threshold), trial_made, trial_fanout, trial_egress)

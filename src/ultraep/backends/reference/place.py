@@ -15,7 +15,7 @@ import numpy as np
 
 from ultraep.arrays import IntArray
 from ultraep.backends.reference.bound import lower_bound_of_domain
-from ultraep.backends.reference.circles import MOST_RANKS, VARIANTS, within_circles
+from ultraep.backends.reference.circles import MOST_RANKS, VARIANTS, close_circles
 from ultraep.backends.reference.members import Attempt, Domain, alias, window
 from ultraep.config import PARTS, Rates, rungs_of
 
@@ -31,7 +31,7 @@ def probe(domain: Domain, threshold: int) -> Attempt:
     if threshold > domain.mean:
         attempts.insert(0, window(domain, threshold))  # it moves fewer tokens
         if len(domain.experts) <= MOST_RANKS:
-            attempts += [within_circles(domain, threshold, *variant) for variant in VARIANTS]
+            attempts += [close_circles(domain, threshold, *variant) for variant in VARIANTS]
     return min(attempts, key=lambda a: (max(a.peak, threshold), len(a.copies), a.fanout, a.egress))
 
 

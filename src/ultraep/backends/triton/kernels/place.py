@@ -15,7 +15,7 @@ import triton.language as tl
 
 from ultraep.backends.triton.kernels.attempts import alias_packed_or_not, free_all, window
 from ultraep.backends.triton.kernels.bound import bound
-from ultraep.backends.triton.kernels.circles import within_circles
+from ultraep.backends.triton.kernels.circles import close_circles, variant_of
 from ultraep.backends.triton.kernels.measures import best_of_members, note, weigh
 from ultraep.backends.triton.kernels.plan import load_at
 from ultraep.backends.triton.kernels.publish import publish
@@ -34,7 +34,6 @@ from ultraep.backends.triton.kernels.state import (
     THRESHOLD,
     attempt_of,
     attempts_of,
-    circles_of,
     counts_of,
     fact_of,
     home_of,
@@ -98,7 +97,6 @@ def sum_loads(
 def first_try(
     home,
     ladder,
-    circles,
     counts,
     attempts,
     attempt_loads,
@@ -123,7 +121,7 @@ def first_try(
 
     A tolerance of 40 % allows 6 tokens. One member fills rank 1 up, the other takes what is above:
 
-    >>> example(first_try, (1, 2, 1), home=[[[6, 1], [1, 1]]], ladder=[400000], circles=room(1),
+    >>> example(first_try, (1, 2, 1), home=[[[6, 1], [1, 1]]], ladder=[400000],
     ...         counts=scratch(1, 1, 2, 4), attempts=room(1, 2, 2, 2), attempt_loads=room(1, 2, 2),
     ...         facts=room(1, 12), domains=1, ranks=2, slots=1, min_tokens=1, limit=2,
     ...         H=2, G=2, HELD=2, ONE_SLOT=True, RUNGS=1, MEMBERS=2, BY_GROUPS=False, STEP=1)
@@ -157,10 +155,10 @@ def first_try(
         )
     elif slack:  # noqa: SIM102 - only what is a condition of its own is left out when compiled
         if MEMBERS > 2:
-            own = circles_of(circles, domain, rung, member - 2, RUNGS, G)
-            load_G, made = within_circles(
-                load_G, home_HG, tl.load(own + rank), hosted, threshold,
-                ranks, slots, min_tokens, limit, H, G, HELD
+            halves, anchor = variant_of(member - 2)
+            load_G, made = close_circles(
+                load_G, home_HG, hosted, threshold,
+                ranks, slots, min_tokens, limit, halves, anchor, H, G, HELD
             )  # fmt: skip
     served = loads_of(attempt_loads, domain, buffer, ranks, RUNGS, MEMBERS)
     tl.store(served + rank, load_G, mask=rank < ranks)
