@@ -51,9 +51,9 @@ def tight_pair(height, line, donors, count, heat, min_tokens, allowed):
         surplus = height[donor]
         while at > donors and -height[line[at - 1]] >= surplus:
             at -= 1
-        if at < count and min_tokens <= surplus <= heat[donor]:
-            if -height[line[at]] - surplus <= allowed:
-                return donor, line[at]
+        fits = at < count and -height[line[at]] - surplus <= allowed
+        if fits and min_tokens <= surplus <= heat[donor]:
+            return donor, line[at]
     return -1, -1
 
 
@@ -128,8 +128,9 @@ def fullest_that_can(need, line, donors, heat):
 
 @njit(cache=True)
 def close_circles(
-    loads, first, slots, threshold, min_tokens, max_replicas, halves, anchor_kind, placed
-):
+    loads, first, slots, threshold, min_tokens, max_replicas, emptiest_first, halves, anchor_kind,
+    placed,
+):  # fmt: skip
     """Close a circle of two; or make a copy that leaves two that fit; or do as `alias` does."""
     rank_loads, at_home = starting_loads(loads, first), loads.copy()
     ranks = len(rank_loads)
@@ -137,7 +138,7 @@ def close_circles(
     hot = hottest_of_all(at_home, first, rank_loads, threshold)
     heat, height = at_home[hot], rank_loads - threshold
     line, donors, count, slack = np.empty(ranks, np.int64), 0, 0, 0
-    for rank in range(ranks):
+    for rank in emptiest_first[::-1]:
         if height[rank] > 0 or (height[rank] <= -min_tokens and slots > 0):
             put_in(line, count, rank, height)
             count += 1

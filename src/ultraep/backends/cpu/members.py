@@ -2,7 +2,8 @@
 
 Experts are renumbered rank by rank, so that the home experts of a rank are neighbours; `first`
 says where each rank begins. Every attempt writes its copies (expert, host, quota) into the rows
-of its `placed` and answers (peak, number of copies).
+of its `placed` and answers (peak, number of copies). `emptiest_first` are the ranks before it, by
+load, then rank.
 """
 
 import numpy as np
@@ -89,12 +90,12 @@ def hottest_of_all(at_home, first, rank_loads, threshold):
 
 
 @njit(cache=True)
-def window(loads, first, slots, threshold, min_tokens, max_replicas, placed):
+def window(loads, first, slots, threshold, min_tokens, max_replicas, emptiest_first, placed):
     """Every donor gives its surplus to as few hosts as possible, and to the tightest such."""
     rank_loads, at_home = starting_loads(loads, first), loads.copy()
     ranks = len(rank_loads)
     free_slots = np.full(ranks, slots, np.int64)
-    emptiest_first = np.arange(ranks)
+    emptiest_first = emptiest_first.copy()
     hosts = np.empty(ranks, np.int64)
     made = 0
     while True:

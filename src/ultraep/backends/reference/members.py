@@ -22,6 +22,8 @@ class Domain:
     slots: int
     min_tokens: int
     max_replicas: int
+    copy: int = 0  # rates, if time decides
+    each: int = 0
 
     @property
     def rank_loads(self) -> list[int]:
@@ -72,6 +74,16 @@ class Attempt:
         """Most different experts given away by one rank."""
         given = {expert for expert, _, _ in self.copies}
         return max(len(given.intersection(experts)) for experts in self.domain.experts)
+
+    @property
+    def transfers(self) -> int:
+        """Most copies that one rank receives, or experts that it gives away."""
+        return max(self.ingress, self.egress)
+
+    @property
+    def price(self) -> int:
+        """The time of the copies, without that of the tokens; 0 if time does not decide."""
+        return self.domain.copy * self.transfers + self.domain.each * len(self.copies)
 
     def hottest(self, rank: int) -> int:
         """The home expert with the most tokens still at home; the lower index on a tie."""

@@ -23,16 +23,21 @@ GUESSES = 4  # of the search, before it bisects
 
 
 def probe(domain: Domain, threshold: int) -> Attempt:
-    """The best attempt at this threshold: the lowest peak above it, then the fewest copies.
+    """The best attempt at this threshold: the lowest peak above it.
 
-    Then the lowest fan-out, then the fewest experts that one rank gives away.
+    Then that whose copies take the least time, if time decides. Then the fewest copies, then the
+    lowest fan-out, then the fewest experts that one rank gives away.
     """
     attempts = [alias(domain, threshold)]
     if threshold > domain.mean:
         attempts.insert(0, window(domain, threshold))  # it moves fewer tokens
         if len(domain.experts) <= MOST_RANKS:
             attempts += [close_circles(domain, threshold, *variant) for variant in VARIANTS]
-    return min(attempts, key=lambda a: (max(a.peak, threshold), len(a.copies), a.fanout, a.egress))
+
+    def cost(a: Attempt) -> tuple[int, int, int, int, int]:
+        return max(a.peak, threshold), a.price, len(a.copies), a.fanout, a.egress
+
+    return min(attempts, key=cost)
 
 
 def solve(domain: Domain, threshold: int) -> Attempt:
@@ -106,7 +111,7 @@ def place(
             for r in range(begin, begin + domain)
         ]
         load = {e: int(expert_loads[e]) for experts in homes for e in experts}
-        domains.append(Domain(homes, load, slots, min_tokens, max_replicas))
+        domains.append(Domain(homes, load, slots, min_tokens, max_replicas, copy, each))
     threshold = shared_threshold(domains, tolerance_parts)
     attempts = [solve(d, threshold) for d in domains]
     if row:
@@ -133,19 +138,24 @@ def quickest(
 ) -> list[Attempt]:
     """The quickest of all rungs of the ladder, and of no copies at all.
 
-    Then the fewest copies, then the lowest fan-out, then the lower rung. The lowest rung is solved,
-    the others are attempted once: where one cannot be met, the lowest has found what can.
+    Then the fewest copies, then the lowest fan-out, then the lower rung. The lowest rung is solved
+    and has the time of what it reaches. The others are attempted once: one that is met has the time
+    of its threshold, and where one cannot be met, the lowest has found what can.
     """
-    nothing = [Attempt(d, threshold=0) for d in domains]
-    plans = [first]
+    plans = [(first, 0)]
     for parts in rungs_of(tolerance_parts)[1:]:
         threshold = shared_threshold(domains, parts)
-        plans.append([probe(d, threshold) for d in domains])
+        attempts = [probe(d, threshold) for d in domains]
+        if max(a.peak for a in attempts) <= threshold:
+            plans.append((attempts, threshold))
+    plans.append(([Attempt(d, threshold=0) for d in domains], 0))
 
-    def cost(attempts: list[Attempt]) -> tuple[int, int, int]:
+    def cost(plan: tuple[list[Attempt], int]) -> tuple[int, int, int]:
+        attempts, threshold = plan
         copies = sum(len(a.copies) for a in attempts)
-        transfers = max(max(a.ingress, a.egress) for a in attempts)
-        time = rates.time(peak=max(a.peak for a in attempts), transfers=transfers, copies=copies)
+        transfers = max(a.transfers for a in attempts)
+        peak = max(threshold, *(a.peak for a in attempts))
+        time = rates.time(peak=peak, transfers=transfers, copies=copies)
         return time, copies, max(a.fanout for a in attempts)
 
-    return min([*plans, nothing], key=cost)
+    return min(plans, key=cost)[0]

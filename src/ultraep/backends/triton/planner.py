@@ -252,6 +252,7 @@ class Planner:
     def _search(self, first: bool) -> None:
         quick(place.search)[(self.domains, self.rungs)](
             self.home,
+            self.rates,
             self.expert_of_place,
             self.first_slot_of_rank,
             self.counts,
