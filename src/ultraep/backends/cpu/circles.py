@@ -1,59 +1,42 @@
 """Twin of `reference/circles.py`. Arrays as in `members.py`.
 
 Ranks stand in a line, the highest first, then the lower rank: first all donors, the fullest first,
-then all hosts, the tightest first. Whoever is done has left it.
+then all hosts, the tightest first. Whoever is done has left it. `height` are those of the line.
 """
 
 import numpy as np
 from numba import njit
 
-from ultraep.backends.cpu.members import hottest, hottest_of_all, move, starting_loads
+from ultraep.backends.cpu.members import (
+    hottest,
+    hottest_of_all,
+    move,
+    put_in,
+    starting_loads,
+    take_out,
+)
 from ultraep.backends.reference.circles import EMPTIEST, FULLEST
 
 
 @njit(cache=True)
-def take_out(line, count, rank):
-    """One rank leaves the line."""
-    place = 0
-    while line[place] != rank:
-        place += 1
-    for after in range(place + 1, count):
-        line[after - 1] = line[after]
-
-
-@njit(cache=True)
-def put_in(line, count, rank, height):
-    """One rank joins the line."""
-    place = count
-    while place > 0:
-        before = line[place - 1]
-        if height[before] > height[rank] or (height[before] == height[rank] and before < rank):
-            break
-        line[place] = before
+def first_like(height, place):
+    """The first place in the line that is as high as this one."""
+    while place > 0 and height[place - 1] == height[place]:
         place -= 1
-    line[place] = rank
+    return place
 
 
 @njit(cache=True)
-def first_like(line, place, height):
-    """The first in the line that is as high as the one at this place."""
-    while place > 0 and height[line[place - 1]] == height[line[place]]:
-        place -= 1
-    return line[place]
-
-
-@njit(cache=True)
-def tight_pair(height, line, donors, count, heat, min_tokens, allowed):
+def tight_pair(line, height, donors, count, heat, min_tokens, allowed):
     """The largest surplus that one host takes, and wastes little; and the tightest such host."""
-    at = count
-    for place in range(donors):
-        donor = line[place]
+    host = count
+    for donor in range(donors):
         surplus = height[donor]
-        while at > donors and -height[line[at - 1]] >= surplus:
-            at -= 1
-        fits = at < count and -height[line[at]] - surplus <= allowed
-        if fits and min_tokens <= surplus <= heat[donor]:
-            return donor, line[at]
+        while host > donors and height[host - 1] <= -surplus:
+            host -= 1
+        fits = host < count and -height[host] - surplus <= allowed
+        if fits and min_tokens <= surplus <= heat[line[donor]]:
+            return donor, host
     return -1, -1
 
 
@@ -69,31 +52,34 @@ def hottest_then(at_home, first, donor, hot, room):
 
 @njit(cache=True)
 def pair_that_leaves_one(
-    height, line, donors, count, heat, min_tokens, allowed, anchor_kind, at_home, first, hot
+    line, height, donors, count, heat, min_tokens, allowed, anchor_kind, at_home, first, hot, ready
 ):
-    """A donor that fills a host, so that what is left of it fits tightly with another rank."""
-    hosted = anchor_kind == EMPTIEST
-    anchor = line[0]
+    """A donor that fills a host, so that what is left of it fits tightly with another rank.
+
+    Their places in the line. ready: room for those of donors that one copy can free.
+    """
+    hosted, anchor = anchor_kind == EMPTIEST, 0
     if anchor_kind != FULLEST:
-        anchor = first_like(line, count - 1 if hosted else donors - 1, height)
-    ready, num_ready = np.empty(donors, np.int64), 0
+        anchor = first_like(height, count - 1 if hosted else donors - 1)
+    num_ready = 0
     for place in range(donors):
-        if min_tokens <= height[line[place]] <= heat[line[place]]:
-            ready[num_ready] = line[place]
+        if min_tokens <= height[place] <= heat[line[place]]:
+            ready[num_ready] = place
             num_ready += 1
     best, partner = allowed + 1, -1
     host_at, donor_at = count, num_ready  # of the tightest others; what is left only ever falls
-    for place in range(donors) if hosted else range(donors, count):
-        other = line[place]
+    for other in range(donors) if hosted else range(donors, count):
         donor, host = (other, anchor) if hosted else (anchor, other)
-        rest = height[donor] + height[host]
+        rest, room = height[donor] + height[host], -height[host]
+        if heat[line[donor]] < room:
+            continue
         if rest > 0:
-            while host_at > donors and -height[line[host_at - 1]] >= rest:
+            while host_at > donors and -height[host_at - 1] >= rest:
                 host_at -= 1
-            at = host_at + (host_at < count and line[host_at] == host)
-            if at == count:
+            at = host_at + (host_at == host)
+            if at >= count:
                 continue
-            waste = -height[line[at]] - rest
+            waste = -height[at] - rest
         else:
             while donor_at > 0 and height[ready[donor_at - 1]] <= -rest:
                 donor_at -= 1
@@ -101,14 +87,13 @@ def pair_that_leaves_one(
             if at == num_ready:
                 continue
             waste = -height[ready[at]] - rest
-        if waste > best or (waste == best and other > partner) or heat[donor] < -height[host]:
+        if waste > best or (waste == best and partner >= 0 and line[other] > line[partner]):
             continue
-        if rest > 0 and (
-            rest < min_tokens
-            or rest > hottest_then(at_home, first, donor, hot[donor], -height[host])
+        giver = line[donor]
+        if waste <= allowed and (
+            rest <= 0 or min_tokens <= rest <= hottest_then(at_home, first, giver, hot[giver], room)
         ):
-            continue
-        best, partner = waste, other
+            best, partner = waste, other
     if partner < 0:
         return -1, -1
     return (partner, anchor) if hosted else (anchor, partner)
@@ -117,13 +102,13 @@ def pair_that_leaves_one(
 @njit(cache=True)
 def fullest_that_can(need, line, donors, heat):
     """The fullest donor that can give it all; if none can, the one with the hottest expert."""
-    donor = line[0]
+    found = 0
     for place in range(donors):
         if heat[line[place]] >= need:
-            return line[place]
-        if heat[line[place]] > heat[donor]:
-            donor = line[place]
-    return donor
+            return place
+        if heat[line[place]] > heat[line[found]]:
+            found = place
+    return found
 
 
 @njit(cache=True)
@@ -136,46 +121,48 @@ def close_circles(
     ranks = len(rank_loads)
     free_slots = np.full(ranks, slots, np.int64)
     hot = hottest_of_all(at_home, first, rank_loads, threshold)
-    heat, height = at_home[hot], rank_loads - threshold
-    line, donors, count, slack = np.empty(ranks, np.int64), 0, 0, 0
+    heat, ready = at_home[hot], np.empty(ranks, np.int64)
+    line, height = np.empty(ranks, np.int64), np.empty(ranks, np.int64)
+    donors, count, slack, made = 0, 0, 0, 0
     for rank in emptiest_first[::-1]:
-        if height[rank] > 0 or (height[rank] <= -min_tokens and slots > 0):
-            put_in(line, count, rank, height)
+        high = rank_loads[rank] - threshold
+        if high > 0 or (high <= -min_tokens and slots > 0):
+            put_in(line, height, count, rank, high)
             count += 1
-            donors += height[rank] > 0
-            slack -= height[rank]
-    made = 0
+            donors += high > 0
+            slack -= high
     while 0 < donors < count and made < max_replicas:
         allowed = max(0, slack) * halves // (2 * donors)
-        donor, host = tight_pair(height, line, donors, count, heat, min_tokens, allowed)
-        closed = donor >= 0
+        donor_at, host_at = tight_pair(line, height, donors, count, heat, min_tokens, allowed)
+        closed = donor_at >= 0
         if not closed:
-            donor, host = pair_that_leaves_one(
-                height, line, donors, count, heat, min_tokens, allowed, anchor_kind,
-                at_home, first, hot,
+            donor_at, host_at = pair_that_leaves_one(
+                line, height, donors, count, heat, min_tokens, allowed, anchor_kind,
+                at_home, first, hot, ready,
             )  # fmt: skip
-        if donor < 0:
-            host = first_like(line, count - 1, height)
-            donor = fullest_that_can(-height[host], line, donors, heat)
-        quota = height[donor] if closed else min(-height[host], heat[donor])
+        if donor_at < 0:
+            host_at = first_like(height, count - 1)
+            donor_at = fullest_that_can(-height[host_at], line, donors, heat)
+        donor, host = line[donor_at], line[host_at]
+        quota = height[donor_at] if closed else min(-height[host_at], heat[donor])
         if quota < min_tokens:
             break
         placed[made, 0], placed[made, 1], placed[made, 2] = hot[donor], host, quota
         made += 1
-        slack += height[donor] + height[host]
-        for rank in (donor, host):
-            take_out(line, count, rank)
-            count -= 1
+        slack += height[donor_at] + height[host_at]
+        take_out(line, height, count, host_at, host_at + 1)
+        take_out(line, height, count - 1, donor_at, donor_at + 1)
+        count -= 2
         donors -= 1
         move(quota, hot[donor], donor, host, at_home, rank_loads, free_slots)
         hot[donor] = hottest(at_home, first, donor)
         heat[donor] = at_home[hot[donor]]
         for rank in (donor, host):
-            height[rank] = rank_loads[rank] - threshold
-            can_host = height[rank] <= -min_tokens and free_slots[rank] > 0
-            if height[rank] > 0 or (can_host and not closed):
-                put_in(line, count, rank, height)
+            high = rank_loads[rank] - threshold
+            can_host = high <= -min_tokens and free_slots[rank] > 0
+            if high > 0 or (can_host and not closed):
+                put_in(line, height, count, rank, high)
                 count += 1
-                donors += height[rank] > 0
-                slack -= height[rank]
+                donors += high > 0
+                slack -= high
     return rank_loads.max(), made
