@@ -90,14 +90,14 @@ def weigh(found, made, first):
 
 
 @njit(cache=True)
-def solve(loads, first, slots, threshold, min_tokens, max_replicas, copy, each, placed):
+def solve(loads, first, slots, threshold, min_tokens, max_replicas, placed):
     """The best attempt at the threshold, or at the least one above it that `alias` meets.
 
     Its peak and the number of copies; they stand in the first rows of `placed`.
     """
     trial = np.empty_like(placed)
     peak, made, last_peak = probe(
-        loads, first, slots, threshold, min_tokens, max_replicas, copy, each, placed, trial
+        loads, first, slots, threshold, min_tokens, max_replicas, 0, 0, placed, trial
     )
     if peak <= threshold:
         return peak, made
@@ -166,7 +166,7 @@ def attempt_all(
     """
     placed = np.empty((min(max_replicas, domain * slots), 3), np.int64)
     spare = np.empty_like(placed)
-    limits = (min_tokens, len(placed), copy, each)
+    limits = (min_tokens, len(placed))
     peak, total = 0, 0
     for begin in range(0, len(first_of_rank) - 1, domain):
         first = first_of_rank[begin : begin + domain + 1]
@@ -174,7 +174,9 @@ def attempt_all(
         if solved:
             own_peak, made = solve(own, places, slots, threshold, *limits, placed)
         else:
-            own_peak, made, _ = probe(own, places, slots, threshold, *limits, placed, spare)
+            own_peak, made, _ = probe(
+                own, places, slots, threshold, *limits, copy, each, placed, spare
+            )
         peak = max(peak, own_peak)
         for index in range(made):
             found[total, 0] = first[0] + placed[index, 0]

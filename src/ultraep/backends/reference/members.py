@@ -22,8 +22,6 @@ class Domain:
     slots: int
     min_tokens: int
     max_replicas: int
-    copy: int = 0  # rates, if time decides
-    each: int = 0
 
     @property
     def rank_loads(self) -> list[int]:
@@ -79,11 +77,6 @@ class Attempt:
     def transfers(self) -> int:
         """Most copies that one rank receives, or experts that it gives away."""
         return max(self.ingress, self.egress)
-
-    @property
-    def price(self) -> int:
-        """The time of the copies, without that of the tokens; 0 if time does not decide."""
-        return self.domain.copy * self.transfers + self.domain.each * len(self.copies)
 
     def hottest(self, rank: int) -> int:
         """The home expert with the most tokens still at home; the lower index on a tie."""

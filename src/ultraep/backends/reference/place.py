@@ -22,10 +22,10 @@ from ultraep.config import PARTS, Rates, rungs_of
 GUESSES = 4  # of the search, before it bisects
 
 
-def probe(domain: Domain, threshold: int) -> Attempt:
+def probe(domain: Domain, threshold: int, copy: int = 0, each: int = 0) -> Attempt:
     """The best attempt at this threshold: the lowest peak above it.
 
-    Then that whose copies take the least time, if time decides. Then the fewest copies, then the
+    Then that whose copies take the least time, by these rates. Then the fewest copies, then the
     lowest fan-out, then the fewest experts that one rank gives away.
     """
     attempts = [alias(domain, threshold)]
@@ -35,7 +35,14 @@ def probe(domain: Domain, threshold: int) -> Attempt:
             attempts += [close_circles(domain, threshold, *variant) for variant in VARIANTS]
 
     def cost(a: Attempt) -> tuple[int, int, int, int, int]:
-        return max(a.peak, threshold), a.price, len(a.copies), a.fanout, a.egress
+        copies = len(a.copies)
+        return (
+            max(a.peak, threshold),
+            copy * a.transfers + each * copies,
+            copies,
+            a.fanout,
+            a.egress,
+        )
 
     return min(attempts, key=cost)
 
@@ -111,7 +118,7 @@ def place(
             for r in range(begin, begin + domain)
         ]
         load = {e: int(expert_loads[e]) for experts in homes for e in experts}
-        domains.append(Domain(homes, load, slots, min_tokens, max_replicas, copy, each))
+        domains.append(Domain(homes, load, slots, min_tokens, max_replicas))
     threshold = shared_threshold(domains, tolerance_parts)
     attempts = [solve(d, threshold) for d in domains]
     if row:
@@ -145,7 +152,7 @@ def quickest(
     plans = [(first, 0)]
     for parts in rungs_of(tolerance_parts)[1:]:
         threshold = shared_threshold(domains, parts)
-        attempts = [probe(d, threshold) for d in domains]
+        attempts = [probe(d, threshold, rates.copy, rates.each) for d in domains]
         if max(a.peak for a in attempts) <= threshold:
             plans.append((attempts, threshold))
     plans.append(([Attempt(d, threshold=0) for d in domains], 0))

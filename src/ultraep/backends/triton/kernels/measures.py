@@ -64,10 +64,11 @@ def note(
 
 
 @triton.jit
-def price_of(measures, rates):
-    """The time of the copies of an attempt; 0 if time does not decide."""
+def price_of(measures, rates, rung):
+    """The time of the copies of an attempt; 0 for the lowest rung, and if time does not decide."""
     links = tl.maximum(tl.load(measures + EGRESS), tl.load(measures + INGRESS))
-    return tl.load(rates + 1) * links + tl.load(rates + 2) * tl.load(measures + COPIES)
+    price = tl.load(rates + 1) * links + tl.load(rates + 2) * tl.load(measures + COPIES)
+    return tl.where(rung > 0, price, 0)
 
 
 @triton.jit
@@ -83,14 +84,14 @@ def best_of_members(facts, rates, domain, rung, RUNGS: tl.constexpr, MEMBERS: tl
     best = 0
     at = measure_of(facts, domain, rung, 0, 0, RUNGS, MEMBERS)
     peak = tl.load(at + PEAK)
-    price = price_of(at, rates)
+    price = price_of(at, rates, rung)
     copies = tl.load(at + COPIES)
     fanout = tl.load(at + FANOUT)
     egress = tl.load(at + EGRESS)
     for member in tl.static_range(1, MEMBERS):
         at = measure_of(facts, domain, rung, member, 0, RUNGS, MEMBERS)
         other_peak = tl.load(at + PEAK)
-        other_price = price_of(at, rates)
+        other_price = price_of(at, rates, rung)
         other_copies = tl.load(at + COPIES)
         other_fanout = tl.load(at + FANOUT)
         other_egress = tl.load(at + EGRESS)
