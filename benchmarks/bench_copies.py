@@ -197,11 +197,14 @@ def main(argv: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     harness.common_options(parser)
     parser.add_argument("--only", choices=SECTIONS, help="one of the two sections")
+    parser.add_argument("--ranks", type=int, help="of the sizes only this one")
     parser.add_argument("--routing", type=Path, metavar="FILE", help="recorded routing, .npz")
     options = parser.parse_args(argv[1:])
     report = Report("copies", argv)
     report.header()
     scale = TOY if options.toy else QUICK if options.quick else FULL
+    if options.ranks:
+        scale = replace(scale, ranks=(options.ranks,))
     recorded = options.routing and RecordedRouting(options.routing, None, scale.window)
     one_core()
     sections = {

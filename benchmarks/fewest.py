@@ -74,7 +74,7 @@ def fewest_bound(expert_loads: IntArray, topology: Topology, threshold: int) -> 
 def fewest_copies(
     expert_loads: IntArray, topology: Topology, threshold: int, bound: int, time_limit: float
 ) -> int:
-    """Copies of the plan that needs fewest, exactly; `Unproven` if that takes too long.
+    """Copies of the plan that needs fewest; a bound below, if that takes too long to settle.
 
     As in `optimum.py`, but the peak is given and the copies are what is to be least.
     """
@@ -90,12 +90,10 @@ def fewest_copies(
         constraints=[LinearConstraint(matrix, -np.inf, most), LinearConstraint(ones, bound)],
         options={"time_limit": time_limit, "mip_rel_gap": 0.0},
     )
-    if result.status == OUT_OF_TIME:
-        raise Unproven(f"no proof within {time_limit:g} s")
-    if result.status != OPTIMAL:
+    if result.status not in (OPTIMAL, OUT_OF_TIME) or result.mip_dual_bound is None:
         raise Unproven(f"status {result.status}: {result.message}")
-    copies: int = math.ceil(result.mip_dual_bound - NOISE)
-    return copies
+    least: int = math.ceil(result.mip_dual_bound - NOISE)
+    return max(bound, least)
 
 
 @njit(cache=True)
