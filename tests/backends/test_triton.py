@@ -26,7 +26,7 @@ from triton.runtime.interpreter import InterpreterError
 
 import ultraep
 from ultraep import BalanceConfig, ControlPlane, Rates, Topology, backends, workload
-from ultraep.backends.reference.circles import VARIANTS, within_circles
+from ultraep.backends.reference.circles import VARIANTS, close_circles
 from ultraep.backends.reference.members import Domain, alias, window
 from ultraep.backends.reference.reroute import stride
 from ultraep.backends.triton.counter import ROWS, TOKENS, Counter
@@ -257,8 +257,8 @@ def copies_in(planner, domain, buffer):
 
 def members():
     """All of the reference, in the order of their buffers."""
-    drawn = [partial(within_circles, halves=h, smallest_first=first) for h, first in VARIANTS]
-    return [alias, window, *drawn]
+    closing = [partial(close_circles, halves=h, anchor=anchor) for h, anchor in VARIANTS]
+    return [alias, window, *closing]
 
 
 def assert_members_agree(loads, topology, config):

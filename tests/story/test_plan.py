@@ -6,12 +6,14 @@ import numpy as np
 import pytest
 import torch
 from cases import NAMED, configs, problems, timed_configs, topologies
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import ultraep
 from ultraep import BalanceConfig, ConfigError, PlanError, Rates, Topology, workload
-from ultraep.config import rungs_of
+from ultraep.backends.reference.circles import FULLEST, close_circles
+from ultraep.backends.reference.members import Domain
+from ultraep.config import PARTS, rungs_of
 
 
 @given(problems(), configs)
@@ -104,6 +106,33 @@ def test_neither_no_copies_nor_the_best_balance_is_quicker(problem, config):
     for change in ({"policy": "none"}, {"objective": "balance"}):
         other = dataclasses.replace(config, **change)
         assert time_of(plan, rates) <= time_of(ultraep.plan(loads, topology, other), rates)
+
+
+@given(problems(), timed_configs)
+def test_no_larger_tolerance_is_quicker(problem, config):
+    """With the threshold for the fullest rank, which is what a larger tolerance counts with."""
+    loads, topology = problem
+    assume(topology.domain == topology.ranks)
+    rates, total = config.rates, int(loads.sum())
+    taken = time_of(ultraep.plan(loads, topology, config), rates)
+    for parts in rungs_of(config.tolerance_parts)[1:]:
+        fixed = dataclasses.replace(config, objective="balance", tolerance=parts / PARTS)
+        other = ultraep.plan(loads, topology, fixed)
+        most = total * (PARTS + parts) // (topology.ranks * PARTS)
+        if other.rank_loads.max() <= most:
+            transfers = max(other.max_ingress, other.max_egress)
+            assert taken <= rates.time(peak=most, transfers=transfers, copies=other.num_replicas)
+
+
+def test_a_circle_needs_experts_that_are_hot_enough():
+    """Rank 0 has 8 too many, but no such expert for rank 1: ranks 2 and 3 take 4 each."""
+    loads = [7, 7, 7, 7, 3, 3, 3, 3, 4, 4, 4, 4, 4, 4, 4, 4]
+    homes = [list(range(begin, begin + 4)) for begin in range(0, 16, 4)]
+    domain = Domain(homes, dict(enumerate(loads)), slots=1, min_tokens=1, max_replicas=4)
+    assert close_circles(domain, 20, 4, FULLEST).copies == [(0, 2, 4), (1, 3, 4)]
+    domain.load[0] = 8  # and now there is one
+    domain.load[1] = 6
+    assert close_circles(domain, 20, 4, FULLEST).copies == [(0, 1, 8)]
 
 
 def test_copies_that_cost_more_than_they_save_are_not_made():

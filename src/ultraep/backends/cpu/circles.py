@@ -1,170 +1,168 @@
-"""Twin of `reference/circles.py`. Arrays as in `members.py`; circles are named by a rank."""
+"""Twin of `reference/circles.py`. Arrays as in `members.py`.
+
+Ranks stand in a line, the highest first, then the lower rank: first all donors, the fullest first,
+then all hosts, the tightest first. Whoever is done has left it. `height` are those of the line.
+"""
 
 import numpy as np
 from numba import njit
 
-from ultraep.backends.cpu.members import hottest, hottest_of_all, move, starting_loads
+from ultraep.backends.cpu.members import (
+    hottest,
+    hottest_of_all,
+    move,
+    put_in,
+    starting_loads,
+    take_out,
+)
+from ultraep.backends.reference.circles import EMPTIEST, FULLEST
 
 
 @njit(cache=True)
-def take_out(line, count, circle):
-    """One circle leaves the line."""
-    place = 0
-    while line[place] != circle:
-        place += 1
-    for after in range(place + 1, count):
-        line[after - 1] = line[after]
-
-
-@njit(cache=True)
-def put_in(line, count, circle, height):
-    """One circle joins the line: the highest first, then the lower name."""
-    place = count
-    while place > 0:
-        before = line[place - 1]
-        if height[before] > height[circle] or (
-            height[before] == height[circle] and before < circle
-        ):
-            break
-        line[place] = before
+def first_like(height, place):
+    """The first place in the line that is as high as this one."""
+    while place > 0 and height[place - 1] == height[place]:
         place -= 1
-    line[place] = circle
+    return place
 
 
 @njit(cache=True)
-def first_like(line, place, height):
-    """The first in the line that is as high as the one at this place."""
-    while place > 0 and height[line[place - 1]] == height[line[place]]:
-        place -= 1
-    return line[place]
+def tight_pair(line, height, donors, count, heat, min_tokens, allowed):
+    """The largest surplus that one host takes, and wastes little; and the tightest such host."""
+    host = count
+    for donor in range(donors):
+        surplus = height[donor]
+        while host > donors and height[host - 1] <= -surplus:
+            host -= 1
+        fits = host < count and -height[host] - surplus <= allowed
+        if fits and min_tokens <= surplus <= heat[line[donor]]:
+            return donor, host
+    return -1, -1
 
 
 @njit(cache=True)
-def tightest_pair(height, line, others, most, allowed):
-    """Two circles that are at most so high together, as high as there are; -1: none."""
-    a, b, least = -1, -1, allowed + 1
-    end = others  # those from here on are low enough; the lower the first, the more are
-    for place in range(others - 1):
-        rest = most - height[line[place]]
-        while end > 0 and height[line[end - 1]] <= rest:
-            end -= 1
-        other = max(end, place + 1)
-        if other < others and rest - height[line[other]] < least:
-            a, b, least = line[place], line[other], rest - height[line[other]]
-    return a, b
+def hottest_then(at_home, first, donor, hot, room):
+    """Tokens of the donor's hottest expert after it has filled a host."""
+    most = at_home[hot] - room
+    for expert in range(first[donor], first[donor + 1]):
+        if expert != hot:
+            most = max(most, at_home[expert])
+    return most
 
 
 @njit(cache=True)
-def rename(circle_of_rank, old, new):
-    for rank in range(len(circle_of_rank)):
-        if circle_of_rank[rank] == old:
-            circle_of_rank[rank] = new
-
-
-@njit(cache=True)
-def choose_hosts(height, line, others, surplus, allowed):
-    """Whose circle a donor joins, a second one that joins it too, and whether that closes it."""
-    tight = -1
-    for place in range(others):
-        if height[line[place]] <= -surplus:
-            tight = line[place]
-            break
-    if tight >= 0 and -surplus - height[tight] <= allowed:
-        return tight, -1, True
-    host, second = tightest_pair(height, line, others, -surplus, allowed)
-    if host >= 0:
-        return host, second, True
-    if tight < 0 and others > 0 and height[line[others - 1]] < 0:
-        tight = first_like(line, others - 1, height)
-    return tight, -1, False
-
-
-@njit(cache=True)
-def draw_circles(height, halves, smallest_first):
-    """The circle of every rank. `height` is overwritten."""
-    ranks = len(height)
-    circle_of_rank, line = np.arange(ranks), np.empty(ranks, np.int64)
-    donors, slack, count = 0, 0, 0
-    for rank in range(ranks):
-        put_in(line, count, rank, height)
-        count += 1
-        donors += height[rank] > 0
-        slack -= height[rank]
-    while donors > 0:
-        donor = first_like(line, donors - 1, height) if smallest_first else line[0]
-        surplus, allowed = height[donor], slack * halves // (2 * donors)
-        take_out(line, count, donor)
-        count -= 1
-        host, second, closed = choose_hosts(height, line, count, surplus, allowed)
-        if host < 0:
-            break
-        donors -= 1 + (height[host] > 0)
-        take_out(line, count, host)
-        count -= 1
-        height[host] += surplus
-        rename(circle_of_rank, donor, host)
-        if second >= 0:
-            take_out(line, count, second)
-            count -= 1
-            height[host] += height[second]
-            rename(circle_of_rank, second, host)
-        if closed:
-            slack += height[host]
-        else:
-            put_in(line, count, host, height)
-            count += 1
-            donors += height[host] > 0
-    return circle_of_rank
-
-
-@njit(cache=True)
-def within_circles(
-    loads, first, slots, threshold, min_tokens, max_replicas, halves, smallest_first, placed
+def pair_that_leaves_one(
+    line, height, donors, count, heat, min_tokens, allowed, anchor_kind, at_home, first, hot, ready
 ):
-    """As `alias`, but inside the circle of the fullest rank, as long as anyone there has room."""
+    """A donor that fills a host, so that what is left of it fits tightly with another rank.
+
+    Their places in the line. ready: room for those of donors that one copy can free.
+    """
+    hosted, anchor = anchor_kind == EMPTIEST, 0
+    if anchor_kind != FULLEST:
+        anchor = first_like(height, count - 1 if hosted else donors - 1)
+    num_ready = 0
+    for place in range(donors):
+        if min_tokens <= height[place] <= heat[line[place]]:
+            ready[num_ready] = place
+            num_ready += 1
+    best, partner = allowed + 1, -1
+    host_at, donor_at = count, num_ready  # of the tightest others; what is left only ever falls
+    for other in range(donors) if hosted else range(donors, count):
+        donor, host = (other, anchor) if hosted else (anchor, other)
+        rest, room = height[donor] + height[host], -height[host]
+        if heat[line[donor]] < room:
+            continue
+        if rest > 0:
+            while host_at > donors and -height[host_at - 1] >= rest:
+                host_at -= 1
+            at = host_at + (host_at == host)
+            if at >= count:
+                continue
+            waste = -height[at] - rest
+        else:
+            while donor_at > 0 and height[ready[donor_at - 1]] <= -rest:
+                donor_at -= 1
+            at = donor_at + (donor_at < num_ready and ready[donor_at] == donor)
+            if at == num_ready:
+                continue
+            waste = -height[ready[at]] - rest
+        if waste > best or (waste == best and partner >= 0 and line[other] > line[partner]):
+            continue
+        giver = line[donor]
+        if waste <= allowed and (
+            rest <= 0 or min_tokens <= rest <= hottest_then(at_home, first, giver, hot[giver], room)
+        ):
+            best, partner = waste, other
+    if partner < 0:
+        return -1, -1
+    return (partner, anchor) if hosted else (anchor, partner)
+
+
+@njit(cache=True)
+def fullest_that_can(need, line, donors, heat):
+    """The fullest donor that can give it all; if none can, the one with the hottest expert."""
+    found = 0
+    for place in range(donors):
+        if heat[line[place]] >= need:
+            return place
+        if heat[line[place]] > heat[line[found]]:
+            found = place
+    return found
+
+
+@njit(cache=True)
+def close_circles(
+    loads, first, slots, threshold, min_tokens, max_replicas, emptiest_first, halves, anchor_kind,
+    placed,
+):  # fmt: skip
+    """Close a circle of two; or make a copy that leaves two that fit; or do as `alias` does."""
     rank_loads, at_home = starting_loads(loads, first), loads.copy()
     ranks = len(rank_loads)
-    circle_of_rank = draw_circles(rank_loads - threshold, halves, smallest_first)
     free_slots = np.full(ranks, slots, np.int64)
     hot = hottest_of_all(at_home, first, rank_loads, threshold)
-    made = 0
-    while made < max_replicas:
-        fullest = np.argmax(rank_loads)
-        if rank_loads[fullest] <= threshold:
-            break
-        circle = circle_of_rank[fullest]
-        host, need, inside = -1, min_tokens - 1, False
-        for rank in range(ranks):
-            room = threshold - rank_loads[rank]
-            if room < min_tokens or free_slots[rank] == 0:
-                continue
-            own = circle_of_rank[rank] == circle
-            if (own and not inside) or (own == inside and room > need):
-                host, need, inside = rank, room, own
-        if host < 0:
-            break
-        if not inside:
-            rename(circle_of_rank, circle_of_rank[host], circle)
-        donor, fits = -1, False
-        for rank in range(ranks):
-            if rank_loads[rank] <= threshold or circle_of_rank[rank] != circle:
-                continue
-            heat = at_home[hot[rank]]
-            if heat >= need:
-                if not fits or rank_loads[rank] > rank_loads[donor]:
-                    donor, fits = rank, True
-            elif not fits and (
-                donor < 0
-                or heat > at_home[hot[donor]]
-                or (heat == at_home[hot[donor]] and rank_loads[rank] > rank_loads[donor])
-            ):
-                donor = rank
-        expert = hot[donor]
-        quota = min(need, at_home[expert])
+    heat, ready = at_home[hot], np.empty(ranks, np.int64)
+    line, height = np.empty(ranks, np.int64), np.empty(ranks, np.int64)
+    donors, count, slack, made = 0, 0, 0, 0
+    for rank in emptiest_first[::-1]:
+        high = rank_loads[rank] - threshold
+        if high > 0 or (high <= -min_tokens and slots > 0):
+            put_in(line, height, count, rank, high)
+            count += 1
+            donors += high > 0
+            slack -= high
+    while 0 < donors < count and made < max_replicas:
+        allowed = max(0, slack) * halves // (2 * donors)
+        donor_at, host_at = tight_pair(line, height, donors, count, heat, min_tokens, allowed)
+        closed = donor_at >= 0
+        if not closed:
+            donor_at, host_at = pair_that_leaves_one(
+                line, height, donors, count, heat, min_tokens, allowed, anchor_kind,
+                at_home, first, hot, ready,
+            )  # fmt: skip
+        if donor_at < 0:
+            host_at = first_like(height, count - 1)
+            donor_at = fullest_that_can(-height[host_at], line, donors, heat)
+        donor, host = line[donor_at], line[host_at]
+        quota = height[donor_at] if closed else min(-height[host_at], heat[donor])
         if quota < min_tokens:
             break
-        placed[made, 0], placed[made, 1], placed[made, 2] = expert, host, quota
+        placed[made, 0], placed[made, 1], placed[made, 2] = hot[donor], host, quota
         made += 1
-        move(quota, expert, donor, host, at_home, rank_loads, free_slots)
+        slack += height[donor_at] + height[host_at]
+        take_out(line, height, count, host_at, host_at + 1)
+        take_out(line, height, count - 1, donor_at, donor_at + 1)
+        count -= 2
+        donors -= 1
+        move(quota, hot[donor], donor, host, at_home, rank_loads, free_slots)
         hot[donor] = hottest(at_home, first, donor)
+        heat[donor] = at_home[hot[donor]]
+        for rank in (donor, host):
+            high = rank_loads[rank] - threshold
+            can_host = high <= -min_tokens and free_slots[rank] > 0
+            if high > 0 or (can_host and not closed):
+                put_in(line, height, count, rank, high)
+                count += 1
+                donors += high > 0
+                slack -= high
     return rank_loads.max(), made

@@ -2,13 +2,12 @@
 
 Experts are renumbered rank by rank, so that the home experts of a rank are neighbours; `first`
 says where each rank begins. Every attempt writes its copies (expert, host, quota) into the rows
-of its `placed` and answers (peak, number of copies).
+of its `placed` and answers (peak, number of copies). `emptiest_first` are the ranks before it, by
+load, then rank.
 """
 
 import numpy as np
 from numba import njit
-
-from ultraep.backends.cpu.bound import sort_again
 
 
 @njit(cache=True)
@@ -36,6 +35,26 @@ def move(quota, expert, donor, host, at_home, rank_loads, free_slots):
     rank_loads[donor] -= quota
     rank_loads[host] += quota
     free_slots[host] -= 1
+
+
+@njit(cache=True)
+def put_in(line, keys, count, rank, key):
+    """One rank joins a line: the largest key first, then the lower rank."""
+    place = count
+    while place > 0:
+        before = place - 1
+        if keys[before] > key or (keys[before] == key and line[before] < rank):
+            break
+        line[place], keys[place] = line[before], keys[before]
+        place = before
+    line[place], keys[place] = rank, key
+
+
+@njit(cache=True)
+def take_out(line, keys, count, begin, end):
+    """Those at these places leave a line."""
+    for place in range(end, count):
+        line[place - end + begin], keys[place - end + begin] = line[place], keys[place]
 
 
 @njit(cache=True)
@@ -89,13 +108,16 @@ def hottest_of_all(at_home, first, rank_loads, threshold):
 
 
 @njit(cache=True)
-def window(loads, first, slots, threshold, min_tokens, max_replicas, placed):
+def window(loads, first, slots, threshold, min_tokens, max_replicas, emptiest_first, placed):
     """Every donor gives its surplus to as few hosts as possible, and to the tightest such."""
     rank_loads, at_home = starting_loads(loads, first), loads.copy()
     ranks = len(rank_loads)
     free_slots = np.full(ranks, slots, np.int64)
-    emptiest_first = np.arange(ranks)
-    hosts = np.empty(ranks, np.int64)
+    hosts, rooms, num_hosts = np.empty(ranks, np.int64), np.empty(ranks, np.int64), 0
+    for rank in emptiest_first:
+        if threshold - rank_loads[rank] >= min_tokens and slots > 0:
+            hosts[num_hosts], rooms[num_hosts] = rank, threshold - rank_loads[rank]
+            num_hosts += 1
     made = 0
     while True:
         donor = -1
@@ -106,23 +128,23 @@ def window(loads, first, slots, threshold, min_tokens, max_replicas, placed):
             break
         expert = hottest(at_home, first, donor)
         surplus = min(rank_loads[donor] - threshold, at_home[expert])
-        sort_again(emptiest_first, rank_loads)
-        num_hosts = 0
-        for rank in emptiest_first:
-            if threshold - rank_loads[rank] >= min_tokens and free_slots[rank] > 0:
-                hosts[num_hosts] = rank
-                num_hosts += 1
-        begin, end = tightest(threshold - rank_loads[hosts[:num_hosts]], surplus)
-        for host in hosts[begin:end]:
-            quota = min(threshold - rank_loads[host], max(surplus, min_tokens))
-            if made >= max_replicas or at_home[expert] < quota:
-                return rank_loads.max(), made
-            placed[made, 0], placed[made, 1], placed[made, 2] = expert, host, quota
-            made += 1
-            surplus -= quota
-            move(quota, expert, donor, host, at_home, rank_loads, free_slots)
+        begin, end = tightest(rooms[:num_hosts], surplus)
         if begin == end:
             break
+        for place in range(begin, end):
+            quota = min(rooms[place], max(surplus, min_tokens))
+            if made >= max_replicas or at_home[expert] < quota:
+                return rank_loads.max(), made
+            placed[made, 0], placed[made, 1], placed[made, 2] = expert, hosts[place], quota
+            made += 1
+            surplus -= quota
+            move(quota, expert, donor, hosts[place], at_home, rank_loads, free_slots)
+        last = hosts[end - 1]  # all others are full
+        take_out(hosts, rooms, num_hosts, begin, end)
+        num_hosts -= end - begin
+        if threshold - rank_loads[last] >= min_tokens and free_slots[last] > 0:
+            put_in(hosts, rooms, num_hosts, last, threshold - rank_loads[last])
+            num_hosts += 1
     return rank_loads.max(), made
 
 

@@ -7,11 +7,13 @@ import numpy as np
 from numba import njit
 
 from ultraep.backends.cpu.bound import bound_of_domain
-from ultraep.backends.cpu.circles import within_circles
-from ultraep.backends.cpu.members import alias, starting_loads, window
+from ultraep.backends.cpu.circles import close_circles
+from ultraep.backends.cpu.members import alias, hottest, starting_loads, window
 from ultraep.backends.reference.circles import MOST_RANKS, VARIANTS
 from ultraep.backends.reference.place import GUESSES
 from ultraep.config import LADDER, PARTS
+
+NEVER = (1 << 63) - 1  # longer than any time
 
 
 @njit(cache=True)
@@ -38,30 +40,35 @@ def sort_rows(rows, count):
 
 
 @njit(cache=True)
-def probe(loads, first, slots, threshold, min_tokens, max_replicas, placed, spare):
+def probe(loads, first, slots, threshold, min_tokens, max_replicas, copy, each, placed, spare):
     """The best attempt at this threshold. Its peak and copies, and the peak of `alias`."""
     limits = (min_tokens, max_replicas)
     ranks = len(first) - 1
     alias_peak, made = alias(loads, first, slots, threshold, *limits, placed)
-    peak = alias_peak
     if threshold * ranks - loads.sum() < ranks:
-        return peak, made, alias_peak
-    fanout, egress, _ = weigh(placed, made, first)
+        return alias_peak, made, alias_peak
+    peak, best = alias_peak, cost_of(placed, made, alias_peak, threshold, first, copy, each)
+    line = np.argsort(starting_loads(loads, first), kind="mergesort")
     for member in range(1 + len(VARIANTS) if ranks <= MOST_RANKS else 1):
         if member == 0:
-            trial_peak, trial_made = window(loads, first, slots, threshold, *limits, spare)
+            trial_peak, count = window(loads, first, slots, threshold, *limits, line, spare)
         else:
-            halves, smallest_first = VARIANTS[member - 1]
-            trial_peak, trial_made = within_circles(
-                loads, first, slots, threshold, *limits, halves, smallest_first, spare
+            trial_peak, count = close_circles(
+                loads, first, slots, threshold, *limits, line, *VARIANTS[member - 1], spare
             )
-        trial_fanout, trial_egress, _ = weigh(spare, trial_made, first)
-        trial = (max(trial_peak, threshold), trial_made, trial_fanout, trial_egress)
-        best = (max(peak, threshold), made, fanout, egress)
-        if trial < best or (trial == best and member == 0):
-            peak, made, fanout, egress = trial_peak, trial_made, trial_fanout, trial_egress
+        cost = cost_of(spare, count, trial_peak, threshold, first, copy, each)
+        if cost < best or (cost == best and member == 0):
+            peak, made, best = trial_peak, count, cost
             copy_rows(placed, spare, made)
     return peak, made, alias_peak
+
+
+@njit(cache=True)
+def cost_of(found, made, peak, threshold, first, copy, each):
+    """What makes one attempt better than another: all of these, in this order."""
+    fanout, egress, ingress = weigh(found, made, first)
+    price = copy * max(egress, ingress) + each * made
+    return max(peak, threshold), price, made, fanout, egress
 
 
 @njit(cache=True)
@@ -90,7 +97,7 @@ def solve(loads, first, slots, threshold, min_tokens, max_replicas, placed):
     """
     trial = np.empty_like(placed)
     peak, made, last_peak = probe(
-        loads, first, slots, threshold, min_tokens, max_replicas, placed, trial
+        loads, first, slots, threshold, min_tokens, max_replicas, 0, 0, placed, trial
     )
     if peak <= threshold:
         return peak, made
@@ -150,40 +157,62 @@ def shared_threshold(loads, first_of_rank, domain, tolerance_parts):
 
 @njit(cache=True)
 def attempt_all(
-    solved, loads, first_of_rank, domain, slots, threshold, min_tokens, max_replicas, found
-):
+    solved, loads, first_of_rank, domain, slots, threshold, min_tokens, max_replicas,
+    copy, each, found,
+):  # fmt: skip
     """All domains at one threshold: solved, or attempted once. Peak and number of copies.
 
     Experts stay renumbered in the rows of `found`; hosts are ranks of all domains.
     """
     placed = np.empty((min(max_replicas, domain * slots), 3), np.int64)
     spare = np.empty_like(placed)
+    limits = (min_tokens, len(placed))
     peak, total = 0, 0
     for begin in range(0, len(first_of_rank) - 1, domain):
         first = first_of_rank[begin : begin + domain + 1]
-        of_domain = loads[first[0] : first[-1]]
+        own, places = loads[first[0] : first[-1]], first - first[0]
         if solved:
-            own_peak, made = solve(
-                of_domain, first - first[0], slots, threshold, min_tokens, len(placed), placed
-            )
+            own_peak, made = solve(own, places, slots, threshold, *limits, placed)
         else:
             own_peak, made, _ = probe(
-                of_domain,
-                first - first[0],
-                slots,
-                threshold,
-                min_tokens,
-                len(placed),
-                placed,
-                spare,
+                own, places, slots, threshold, *limits, copy, each, placed, spare
             )
         peak = max(peak, own_peak)
-        for copy in range(made):
-            found[total, 0] = first[0] + placed[copy, 0]
-            found[total, 1] = begin + placed[copy, 1]
-            found[total, 2] = placed[copy, 2]
+        for index in range(made):
+            found[total, 0] = first[0] + placed[index, 0]
+            found[total, 1] = begin + placed[index, 1]
+            found[total, 2] = placed[index, 2]
             total += 1
     return peak, total
+
+
+@njit(cache=True)
+def experts_to_give(loads, first_of_rank, rank_loads, threshold):
+    """Experts that ranks above the threshold must give away: one of them at most, and all."""
+    at_home, most, total = loads.copy(), 0, 0
+    for rank in range(len(rank_loads)):
+        surplus, given = rank_loads[rank] - threshold, 0
+        while surplus > 0:
+            expert = hottest(at_home, first_of_rank, rank)
+            surplus -= at_home[expert]
+            at_home[expert] = 0
+            given += 1
+        most, total = max(most, given), total + given
+    return most, total
+
+
+@njit(cache=True)
+def hosts_to_take(rank_loads, domain, threshold):
+    """The fewest ranks with room for all that is above the threshold."""
+    hosts = 0
+    for begin in range(0, len(rank_loads), domain):
+        own = np.sort(rank_loads[begin : begin + domain])
+        surplus, taken = np.maximum(own - threshold, 0).sum(), 0
+        while surplus > 0 and taken < domain:
+            surplus -= threshold - own[taken]
+            taken += 1
+        hosts += taken
+    return hosts
 
 
 @njit(cache=True)
@@ -191,25 +220,39 @@ def quickest(
     loads, first_of_rank, domain, slots, tolerance_parts, min_tokens, max_replicas,
     row, copy, each, layer, found, peak, made,
 ):  # fmt: skip
-    """The quickest of all rungs of the ladder, and no copies at all, in `found`; its copies."""
+    """The quickest of all rungs of the ladder, and no copies at all, in `found`; its copies.
+
+    Those rungs are tried first that could be quickest, and none that cannot be.
+    """
     fanout, egress, ingress = weigh(found, made, first_of_rank)
     time = row * peak + copy * max(egress, ingress) + each * made + (layer if made else 0)
-    at_home = row * starting_loads(loads, first_of_rank).max()
-    if at_home <= time:
-        time, made, fanout = at_home, 0, 0
+    rank_loads = starting_loads(loads, first_of_rank)
+    if row * rank_loads.max() <= time:
+        time, made, fanout = row * rank_loads.max(), 0, 0
+    chosen = -1
+    thresholds, least = np.empty(len(LADDER), np.int64), np.empty(len(LADDER), np.int64)
+    for rung, parts in enumerate(LADDER):
+        thresholds[rung] = shared_threshold(loads, first_of_rank, domain, parts)
+        most, copies = experts_to_give(loads, first_of_rank, rank_loads, thresholds[rung])
+        copies = max(copies, hosts_to_take(rank_loads, domain, thresholds[rung]))
+        least[rung] = row * thresholds[rung] + copy * most + each * copies + layer
+        if parts <= tolerance_parts or copies == 0:
+            least[rung] = NEVER
     trial = np.empty_like(found)
-    for parts in LADDER:
-        if parts <= tolerance_parts:
-            continue
-        threshold = shared_threshold(loads, first_of_rank, domain, parts)
+    for rung in np.argsort(least, kind="mergesort"):
+        if least[rung] > time:
+            break
+        threshold = thresholds[rung]
         trial_peak, trial_made = attempt_all(
-            False, loads, first_of_rank, domain, slots, threshold, min_tokens, max_replicas, trial
-        )
+            False, loads, first_of_rank, domain, slots, threshold, min_tokens, max_replicas,
+            copy, each, trial,
+        )  # fmt: skip
         trial_fanout, egress, ingress = weigh(trial, trial_made, first_of_rank)
-        trial_time = row * trial_peak + copy * max(egress, ingress) + each * trial_made
-        trial_time += layer if trial_made else 0
-        if (trial_time, trial_made, trial_fanout) < (time, made, fanout):
-            time, made, fanout = trial_time, trial_made, trial_fanout
+        trial_time = row * threshold + copy * max(egress, ingress) + each * trial_made + layer
+        if trial_peak <= threshold and (trial_time, trial_made, trial_fanout, rung) < (
+            time, made, fanout, chosen
+        ):  # fmt: skip
+            time, made, fanout, chosen = trial_time, trial_made, trial_fanout, rung
             copy_rows(found, trial, made)
     return made
 
@@ -234,8 +277,9 @@ def place(
     threshold = shared_threshold(loads, first_of_rank, domain, tolerance_parts)
     found = np.empty(((len(first_of_rank) - 1) * slots, 3), np.int64)
     peak, made = attempt_all(
-        True, loads, first_of_rank, domain, slots, threshold, min_tokens, max_replicas, found
-    )
+        True, loads, first_of_rank, domain, slots, threshold, min_tokens, max_replicas,
+        copy, each, found,
+    )  # fmt: skip
     if row > 0:
         made = quickest(
             loads, first_of_rank, domain, slots, tolerance_parts, min_tokens, max_replicas,

@@ -3,7 +3,7 @@
     alias     the emptiest rank takes from the fullest, exactly what it lacks
     window    every donor gives its surplus to as few hosts as possible, and to the tightest such
 
-and, in `circles.py`, alias planning inside small closed groups. `place.py` chooses.
+and, in `circles.py`, a rule that closes small groups of ranks. `place.py` chooses.
 """
 
 from __future__ import annotations
@@ -73,6 +73,11 @@ class Attempt:
         given = {expert for expert, _, _ in self.copies}
         return max(len(given.intersection(experts)) for experts in self.domain.experts)
 
+    @property
+    def transfers(self) -> int:
+        """Most copies that one rank receives, or experts that it gives away."""
+        return max(self.ingress, self.egress)
+
     def hottest(self, rank: int) -> int:
         """The home expert with the most tokens still at home; the lower index on a tie."""
         return max(self.domain.experts[rank], key=lambda e: (self.at_home[e], -e))
@@ -107,21 +112,21 @@ def alias(domain: Domain, threshold: int) -> Attempt:
     as the emptiest. With as many slots as home experts per rank this always meets the mean.
     """
     attempt = Attempt(domain, threshold)
-    ranks = list(range(len(domain.experts)))
+    ranks = range(len(domain.experts))
     while attempt.peak > threshold and not attempt.full:
         host = max(ranks, key=lambda r: (attempt.room(r), -r))
-        if not take(attempt, host, ranks):
+        if not take(attempt, host):
             break
     return attempt
 
 
-def take(attempt: Attempt, host: int, ranks: list[int]) -> bool:
-    """The host takes what it lacks from the fullest of these ranks that can give it all.
+def take(attempt: Attempt, host: int) -> bool:
+    """The host takes what it lacks from the fullest rank that can give it all.
 
     If none can, from the one with the hottest expert. Whether that is a copy.
     """
     need = attempt.room(host)
-    donors = [r for r in ranks if attempt.rank_loads[r] > attempt.threshold]
+    donors = [r for r, load in enumerate(attempt.rank_loads) if load > attempt.threshold]
     enough = [r for r in donors if attempt.heat(r) >= need]
     if enough:
         donor = max(enough, key=lambda r: (attempt.rank_loads[r], -r))

@@ -15,24 +15,36 @@ import numpy as np
 
 from ultraep.arrays import IntArray
 from ultraep.backends.reference.bound import lower_bound_of_domain
-from ultraep.backends.reference.circles import MOST_RANKS, VARIANTS, within_circles
+from ultraep.backends.reference.circles import MOST_RANKS, VARIANTS, close_circles
 from ultraep.backends.reference.members import Attempt, Domain, alias, window
 from ultraep.config import PARTS, Rates, rungs_of
 
 GUESSES = 4  # of the search, before it bisects
 
 
-def probe(domain: Domain, threshold: int) -> Attempt:
-    """The best attempt at this threshold: the lowest peak above it, then the fewest copies.
+def probe(domain: Domain, threshold: int, copy: int = 0, each: int = 0) -> Attempt:
+    """The best attempt at this threshold: the lowest peak above it.
 
-    Then the lowest fan-out, then the fewest experts that one rank gives away.
+    Then that whose copies take the least time, by these rates. Then the fewest copies, then the
+    lowest fan-out, then the fewest experts that one rank gives away.
     """
     attempts = [alias(domain, threshold)]
     if threshold > domain.mean:
         attempts.insert(0, window(domain, threshold))  # it moves fewer tokens
         if len(domain.experts) <= MOST_RANKS:
-            attempts += [within_circles(domain, threshold, *variant) for variant in VARIANTS]
-    return min(attempts, key=lambda a: (max(a.peak, threshold), len(a.copies), a.fanout, a.egress))
+            attempts += [close_circles(domain, threshold, *variant) for variant in VARIANTS]
+
+    def cost(a: Attempt) -> tuple[int, int, int, int, int]:
+        copies = len(a.copies)
+        return (
+            max(a.peak, threshold),
+            copy * a.transfers + each * copies,
+            copies,
+            a.fanout,
+            a.egress,
+        )
+
+    return min(attempts, key=cost)
 
 
 def solve(domain: Domain, threshold: int) -> Attempt:
@@ -133,19 +145,24 @@ def quickest(
 ) -> list[Attempt]:
     """The quickest of all rungs of the ladder, and of no copies at all.
 
-    Then the fewest copies, then the lowest fan-out, then the lower rung. The lowest rung is solved,
-    the others are attempted once: where one cannot be met, the lowest has found what can.
+    Then the fewest copies, then the lowest fan-out, then the lower rung. The lowest rung is solved
+    and has the time of what it reaches. The others are attempted once: one that is met has the time
+    of its threshold, and where one cannot be met, the lowest has found what can.
     """
-    nothing = [Attempt(d, threshold=0) for d in domains]
-    plans = [first]
+    plans = [(first, 0)]
     for parts in rungs_of(tolerance_parts)[1:]:
         threshold = shared_threshold(domains, parts)
-        plans.append([probe(d, threshold) for d in domains])
+        attempts = [probe(d, threshold, rates.copy, rates.each) for d in domains]
+        if max(a.peak for a in attempts) <= threshold:
+            plans.append((attempts, threshold))
+    plans.append(([Attempt(d, threshold=0) for d in domains], 0))
 
-    def cost(attempts: list[Attempt]) -> tuple[int, int, int]:
+    def cost(plan: tuple[list[Attempt], int]) -> tuple[int, int, int]:
+        attempts, threshold = plan
         copies = sum(len(a.copies) for a in attempts)
-        transfers = max(max(a.ingress, a.egress) for a in attempts)
-        time = rates.time(peak=max(a.peak for a in attempts), transfers=transfers, copies=copies)
+        transfers = max(a.transfers for a in attempts)
+        peak = max(threshold, *(a.peak for a in attempts))
+        time = rates.time(peak=peak, transfers=transfers, copies=copies)
         return time, copies, max(a.fanout for a in attempts)
 
-    return min([*plans, nothing], key=cost)
+    return min(plans, key=cost)[0]

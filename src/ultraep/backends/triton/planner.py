@@ -13,7 +13,7 @@ import torch
 
 from ultraep.arrays import IntArray
 from ultraep.backends.reference.circles import MOST_RANKS
-from ultraep.backends.triton.kernels import circles, groups, place, quickest, split, state
+from ultraep.backends.triton.kernels import groups, place, quickest, split, state
 from ultraep.backends.triton.launch import cdiv, power_of_2, quick
 from ultraep.config import NO_RATES, rungs_of
 from ultraep.errors import ConfigError
@@ -98,6 +98,9 @@ class Planner:
         self.by_groups = self.G >= 256
         self.in_circles = self.slack and self.domain <= MOST_RANKS
         self.members = 1 + self.slack + self.in_circles * state.VARIANTS.value
+        # Members that close circles look at every pair of ranks.
+        pairs = self.G * self.G if self.in_circles else 0
+        self.first_warps = max(self.warps, min(8, pairs // 1024))
         self.step = max(1, min(16, tile, 2048 * self.warps // tile))
 
     @property
@@ -156,7 +159,6 @@ class Planner:
         self.facts = numbers(*rungs, state.facts_size(self.members))
         self.outcomes = numbers(*rungs, state.OUTCOMES.value)
         self.counts = numbers(self.domains, tried if tried > 1 else 0, self.H * self.G)
-        self.circles = numbers(*rungs, state.VARIANTS.value if self.in_circles else 0, self.G)
         if self.by_groups:
             self.work = numbers(*rungs, state.work_size(self.H, self.G))
         self.scratch = numbers(self.domains, state.scratch_size(self.H, self.G))
@@ -210,8 +212,6 @@ class Planner:
 
     def place(self) -> None:
         """The copies of every domain, where they are held, and what every rank serves."""
-        if self.in_circles:
-            self._draw_circles()
         if self.by_groups:
             self._first_by_groups()
         if self.slack:
@@ -219,20 +219,6 @@ class Planner:
         self._search(first=not (self.slack or self.by_groups))
         if self.timed:
             self._quickest()
-
-    def _draw_circles(self) -> None:
-        quick(circles.draw_circles)[(self.domains, state.VARIANTS.value, self.rungs)](
-            self.home,
-            self.ladder,
-            self.circles,
-            self.domains,
-            self.domain,
-            H=self.H,
-            G=self.G,
-            STEP=self.step_over_domains,
-            RUNGS=self.rungs,
-            num_warps=min(8, max(1, self.G * self.G // 1024)),
-        )
 
     def _first_by_groups(self) -> None:
         quick(groups.first_by_groups)[(self.domains, self.rungs)](
@@ -252,7 +238,6 @@ class Planner:
         quick(place.first_try)[(self.domains, self.members - self.by_groups, self.rungs)](
             self.home,
             self.ladder,
-            self.circles,
             self.counts,
             self.attempts,
             self.attempt_loads,
@@ -261,12 +246,13 @@ class Planner:
             **self.shape,
             BY_GROUPS=self.by_groups,
             STEP=self.step_over_domains,
-            num_warps=self.warps,
+            num_warps=self.first_warps,
         )
 
     def _search(self, first: bool) -> None:
         quick(place.search)[(self.domains, self.rungs)](
             self.home,
+            self.rates,
             self.expert_of_place,
             self.first_slot_of_rank,
             self.counts,

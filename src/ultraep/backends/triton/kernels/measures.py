@@ -64,35 +64,48 @@ def note(
 
 
 @triton.jit
-def best_of_members(facts, domain, rung, RUNGS: tl.constexpr, MEMBERS: tl.constexpr):
+def price_of(measures, rates, rung):
+    """The time of the copies of an attempt; 0 for the lowest rung, and if time does not decide."""
+    links = tl.maximum(tl.load(measures + EGRESS), tl.load(measures + INGRESS))
+    price = tl.load(rates + 1) * links + tl.load(rates + 2) * tl.load(measures + COPIES)
+    return tl.where(rung > 0, price, 0)
+
+
+@triton.jit
+def best_of_members(facts, rates, domain, rung, RUNGS: tl.constexpr, MEMBERS: tl.constexpr):
     """The member with the best attempt, the threshold, and the peak.
 
-    The lowest peak above the threshold, then the fewest copies, the lowest fan-out, the fewest
-    experts that one rank gives away; then the second member, then the earlier one.
+    The lowest peak above the threshold, then the least time of copies, the fewest of them, the
+    lowest fan-out, the fewest experts that one rank gives away; then the second member, then the
+    earlier one.
     """
     threshold = tl.load(fact_of(facts, domain, rung, THRESHOLD, RUNGS, MEMBERS))
     slack = tl.load(fact_of(facts, domain, rung, SLACK, RUNGS, MEMBERS)) != 0
     best = 0
     at = measure_of(facts, domain, rung, 0, 0, RUNGS, MEMBERS)
     peak = tl.load(at + PEAK)
+    price = price_of(at, rates, rung)
     copies = tl.load(at + COPIES)
     fanout = tl.load(at + FANOUT)
     egress = tl.load(at + EGRESS)
     for member in tl.static_range(1, MEMBERS):
         at = measure_of(facts, domain, rung, member, 0, RUNGS, MEMBERS)
         other_peak = tl.load(at + PEAK)
+        other_price = price_of(at, rates, rung)
         other_copies = tl.load(at + COPIES)
         other_fanout = tl.load(at + FANOUT)
         other_egress = tl.load(at + EGRESS)
         floor = tl.maximum(peak, threshold)
         other_floor = tl.maximum(other_peak, threshold)
         better = (other_egress < egress) | ((other_egress == egress) & (member == 1))
-        better = (other_fanout == fanout) & better
-        better = (other_copies == copies) & ((other_fanout < fanout) | better)
-        better = (other_floor == floor) & ((other_copies < copies) | better)
-        better = slack & ((other_floor < floor) | better)
+        better = (other_fanout < fanout) | ((other_fanout == fanout) & better)
+        better = (other_copies < copies) | ((other_copies == copies) & better)
+        better = (other_price < price) | ((other_price == price) & better)
+        better = (other_floor < floor) | ((other_floor == floor) & better)
+        better = slack & better
         best = tl.where(better, member, best)
         peak = tl.where(better, other_peak, peak)
+        price = tl.where(better, other_price, price)
         copies = tl.where(better, other_copies, copies)
         fanout = tl.where(better, other_fanout, fanout)
         egress = tl.where(better, other_egress, egress)

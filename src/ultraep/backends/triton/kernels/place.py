@@ -15,7 +15,7 @@ import triton.language as tl
 
 from ultraep.backends.triton.kernels.attempts import alias_packed_or_not, free_all, window
 from ultraep.backends.triton.kernels.bound import bound
-from ultraep.backends.triton.kernels.circles import within_circles
+from ultraep.backends.triton.kernels.circles import close_circles, variant_of
 from ultraep.backends.triton.kernels.measures import best_of_members, note, weigh
 from ultraep.backends.triton.kernels.plan import load_at
 from ultraep.backends.triton.kernels.publish import publish
@@ -34,7 +34,6 @@ from ultraep.backends.triton.kernels.state import (
     THRESHOLD,
     attempt_of,
     attempts_of,
-    circles_of,
     counts_of,
     fact_of,
     home_of,
@@ -98,7 +97,6 @@ def sum_loads(
 def first_try(
     home,
     ladder,
-    circles,
     counts,
     attempts,
     attempt_loads,
@@ -123,7 +121,7 @@ def first_try(
 
     A tolerance of 40 % allows 6 tokens. One member fills rank 1 up, the other takes what is above:
 
-    >>> example(first_try, (1, 2, 1), home=[[[6, 1], [1, 1]]], ladder=[400000], circles=room(1),
+    >>> example(first_try, (1, 2, 1), home=[[[6, 1], [1, 1]]], ladder=[400000],
     ...         counts=scratch(1, 1, 2, 4), attempts=room(1, 2, 2, 2), attempt_loads=room(1, 2, 2),
     ...         facts=room(1, 12), domains=1, ranks=2, slots=1, min_tokens=1, limit=2,
     ...         H=2, G=2, HELD=2, ONE_SLOT=True, RUNGS=1, MEMBERS=2, BY_GROUPS=False, STEP=1)
@@ -157,10 +155,10 @@ def first_try(
         )
     elif slack:  # noqa: SIM102 - only what is a condition of its own is left out when compiled
         if MEMBERS > 2:
-            own = circles_of(circles, domain, rung, member - 2, RUNGS, G)
-            load_G, made = within_circles(
-                load_G, home_HG, tl.load(own + rank), hosted, threshold,
-                ranks, slots, min_tokens, limit, H, G, HELD
+            halves, anchor = variant_of(member - 2)
+            load_G, made = close_circles(
+                load_G, home_HG, hosted, threshold,
+                ranks, slots, min_tokens, limit, halves, anchor, H, G, HELD
             )  # fmt: skip
     served = loads_of(attempt_loads, domain, buffer, ranks, RUNGS, MEMBERS)
     tl.store(served + rank, load_G, mask=rank < ranks)
@@ -178,6 +176,7 @@ def first_try(
 )
 def search(
     home,
+    rates,
     expert_of_place,
     first_slot_of_rank,
     counts,
@@ -209,11 +208,12 @@ def search(
 
     Rank 1 hosts expert 0 for 3 tokens, as in the plan of `split`:
 
-    >>> example(search, (1, 1), home=[[[6, 1], [1, 1]]], expert_of_place=[0, 2, 1, 3],
-    ...         first_slot_of_rank=[0, 3, 6], counts=scratch(1, 1, 1, 4),
-    ...         attempts=scratch(1, 4, 2, 2), attempt_loads=scratch(1, 4, 2),
-    ...         facts=scratch(1, 1, 7), outcomes=room(1, 1, 7), scratch=scratch(1, 12),
-    ...         found=room(2, 2), planned_loads=room(2), expert_of_slot=[0, 1, 0, 2, 3, 0],
+    >>> example(search, (1, 1), home=[[[6, 1], [1, 1]]], rates=torch.zeros(4, dtype=torch.int64),
+    ...         expert_of_place=[0, 2, 1, 3], first_slot_of_rank=[0, 3, 6],
+    ...         counts=scratch(1, 1, 1, 4), attempts=scratch(1, 4, 2, 2),
+    ...         attempt_loads=scratch(1, 4, 2), facts=scratch(1, 1, 7),
+    ...         outcomes=room(1, 1, 7), scratch=scratch(1, 12), found=room(2, 2),
+    ...         planned_loads=room(2), expert_of_slot=[0, 1, 0, 2, 3, 0],
     ...         ranks=2, slots=1, min_tokens=1, limit=2, FIRST=True, TIMED=False,
     ...         H=2, G=2, HELD=2, ONE_SLOT=True, RUNGS=1, MEMBERS=1, STEP=4)
     found = [[2147483647, 0], [0, 3]]
@@ -232,7 +232,7 @@ def search(
         best = threshold * 0
         alias_peak = peak
     else:
-        best, threshold, peak = best_of_members(facts, domain, rung, RUNGS, MEMBERS)
+        best, threshold, peak = best_of_members(facts, rates, domain, rung, RUNGS, MEMBERS)
         best += rung * MEMBERS
         alias_peak = tl.load(measure_of(facts, domain, rung, 0, PEAK, RUNGS, MEMBERS))
     if (peak > threshold) & (rung == 0):
@@ -244,7 +244,7 @@ def search(
     if TIMED:
         counts = counts_of(counts, domain, rung, 0, RUNGS, MEMBERS, H, G)
         tell_outcome(
-            outcomes, home, attempts, attempt_loads, counts, domain, rung, best,
+            outcomes, home, attempts, attempt_loads, counts, domain, rung, best, threshold,
             ranks, slots, H, G, HELD, RUNGS, MEMBERS
         )  # fmt: skip
     else:
@@ -274,11 +274,15 @@ def try_alone(
 
 @triton.jit
 def tell_outcome(
-    outcomes, home, attempts, attempt_loads, counts, domain, rung, best, ranks, slots,
+    outcomes, home, attempts, attempt_loads, counts, domain, rung, best, threshold, ranks, slots,
     H: tl.constexpr, G: tl.constexpr, HELD: tl.constexpr,
     RUNGS: tl.constexpr, MEMBERS: tl.constexpr
 ):  # fmt: skip
-    """What the best attempt at a rung costs; and, by the lowest one, a plan without copies."""
+    """What the best attempt at a rung costs; and, by the lowest one, a plan without copies.
+
+    The peak of the lowest rung is what it reaches. That of the others is their threshold, or as
+    high as can be, if they do not meet it.
+    """
     rank = tl.arange(0, G)
     held = ranks * slots
     hosted = attempt_of(attempts, best, held)
@@ -289,7 +293,8 @@ def tell_outcome(
     home_G = rank_loads_of(load_domain(home, domain, H, G))
     at = outcome_of(outcomes, domain, rung, MEASURED, RUNGS)
     tl.store(outcome_of(outcomes, domain, rung, BUFFER, RUNGS), best)
-    tl.store(at + PEAK, tl.max(load_G, 0))
+    peak = tl.max(load_G, 0)
+    tl.store(at + PEAK, tl.where(rung == 0, peak, tl.where(peak > threshold, MOST, threshold)))
     tl.store(at + COPIES, tl.sum(held_slots.to(tl.int32), 0))
     tl.store(at + FANOUT, fanout)
     tl.store(at + EGRESS, egress)

@@ -5,7 +5,6 @@ portfolio; without the objective "time" there is one rung. RUNGS and MEMBERS are
 
     home            [D, H, G]   tokens of the home experts (rows) of its ranks (columns); -1: none
     ladder          [RUNGS]   tolerances, in millionths
-    circles         [D, RUNGS, VARIANTS, G]   the circle of every rank
     attempts        [D, buffers, 2, held]   of every spare slot: the place of its expert in `home`
                     (row * G + column; -1: the slot stays free), then all quotas
     attempt_loads   [D, buffers, ranks]   tokens that every rank serves by each attempt
@@ -26,7 +25,7 @@ import triton
 import triton.language as tl
 
 MOST = tl.constexpr(2**31 - 1)
-VARIANTS = tl.constexpr(3)  # of members that draw circles
+VARIANTS = tl.constexpr(4)  # of members that close circles
 THRESHOLD, SLACK, MEASURES = (tl.constexpr(number) for number in (0, 1, 2))
 PEAK, COPIES, FANOUT, EGRESS, INGRESS = (tl.constexpr(number) for number in range(5))
 BUFFER, MEASURED, AT_HOME, OUTCOMES = (tl.constexpr(number) for number in (0, 1, 6, 7))
@@ -63,11 +62,6 @@ def load_domain(home, domain, H: tl.constexpr, G: tl.constexpr):
     row = tl.arange(0, H)[:, None]
     column = tl.arange(0, G)[None, :]
     return tl.load(home + (domain * H + row) * G + column)
-
-
-@triton.jit
-def circles_of(circles, domain, rung, variant, RUNGS: tl.constexpr, G: tl.constexpr):
-    return circles + ((domain * RUNGS + rung) * VARIANTS + variant) * G
 
 
 @triton.jit
