@@ -9,6 +9,9 @@ Programs get the shortcuts by
 from __future__ import annotations
 
 import dataclasses
+import functools
+import math
+import operator
 import os
 import runpy
 import sys
@@ -24,6 +27,10 @@ def install() -> None:
     sort_at_once()
     leave_out_what_is_not_looked_at()
     remember_the_types_of_numpy()
+    remember_the_types_of_blocks()
+    import quick_operators
+
+    quick_operators.install()
 
 
 def patch_the_language_once() -> None:
@@ -71,6 +78,36 @@ def remember_the_types_of_numpy() -> None:
         return known[dtype.name]
 
     interpreter._get_np_dtype = by_name
+
+
+def remember_the_types_of_blocks() -> None:
+    """A type, and what tensors read from it, is made once: most tensors have one of a few."""
+    import triton.language as tl
+
+    make, known = tl.block_type.__init__, {}
+
+    def new(cls, element_ty, shape):
+        space = getattr(element_ty, "address_space", None)
+        key = element_ty.name, space, *map(operator.index, shape)
+        if key not in known:
+            made = object.__new__(cls)
+            make(made, element_ty, list(shape))
+            made.of_tensors = constants(*made.shape)
+            known[key] = made
+        return known[key]
+
+    @functools.cache
+    def constants(*shape):
+        return tl.constexpr(math.prod(shape)), tl.tuple([tl.constexpr(size) for size in shape])
+
+    of_scalars = constants()
+
+    def tensor(self, handle, type):
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.numel, self.shape = type.of_tensors if type.is_block() else of_scalars
+
+    tl.block_type.__new__, tl.block_type.__init__ = new, lambda self, element_ty, shape: None
+    tl.tensor.__init__ = tensor
 
 
 if __name__ == "__main__":
