@@ -102,9 +102,9 @@ def remember_the_types_of_blocks() -> None:
 
     of_scalars = constants()
 
-    def tensor(self, handle, type):
-        self.handle, self.type, self.dtype = handle, type, type.scalar
-        self.numel, self.shape = type.of_tensors if type.is_block() else of_scalars
+    def tensor(self, handle, kind):
+        self.handle, self.type, self.dtype = handle, kind, kind.scalar
+        self.numel, self.shape = kind.of_tensors if kind.is_block() else of_scalars
 
     tl.block_type.__new__, tl.block_type.__init__ = new, lambda self, element_ty, shape: None
     tl.tensor.__init__ = tensor

@@ -1,0 +1,58 @@
+"""Processes that start with their modules loaded: importing torch takes longer than most of them.
+
+A server of `multiprocessing` imports what they need, once for this process, and forks them from
+itself. It ends when this process and all of them have ended.
+
+    process = warm.start(work, 42)                    # work(42), elsewhere
+    done = warm.run("benchmarks/bench_plan.py", "--toy")   # as subprocess.run would
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import runpy
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+SERVER = multiprocessing.get_context("forkserver")
+SERVER.set_forkserver_preload(["warm_modules"])
+
+
+def start(work: Callable[..., Any], *args: Any) -> BaseProcess:
+    """A process that does this work in the environment of this one, as it is now."""
+    process = SERVER.Process(target=in_environment, args=(dict(os.environ), work, args))
+    process.start()
+    return process
+
+
+def in_environment(environment: dict[str, str], work: Callable[..., Any], args: tuple) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
+    work(*args)
+
+
+def run(script: str | Path, *options: str) -> subprocess.CompletedProcess[str]:
+    """What a program of Python prints, and the code with which it leaves."""
+    with tempfile.TemporaryDirectory() as name:
+        out, err = Path(name) / "out", Path(name) / "err"
+        process = start(as_program, str(script), options, out, err)
+        process.join()
+        command = [str(script), *options]
+        return subprocess.CompletedProcess(
+            command, process.exitcode, out.read_text(), err.read_text()
+        )
+
+
+def as_program(script: str, options: tuple[str, ...], out: Path, err: Path) -> None:
+    for file, descriptor in ((out, 1), (err, 2)):
+        with file.open("w") as opened:
+            os.dup2(opened.fileno(), descriptor)
+    sys.argv = [script, *options]
+    sys.path.insert(0, str(Path(script).parent))
+    runpy.run_path(script, run_name="__main__")
