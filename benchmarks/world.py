@@ -238,6 +238,7 @@ def on_ranks(ranks: int, work: Callable[..., Any], *args: Any) -> Any:
     Each has a core, where there are enough, and one thread. Plain values and tensors come back.
     They are forked from a process that has imported what this program imports.
     """
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))  # it hears of no other path
     multiprocessing.set_forkserver_preload([Path(sys.argv[0]).stem])
     with tempfile.TemporaryDirectory() as folder:
         start_processes(_on_rank, (ranks, folder, work, args), ranks, start_method="forkserver")

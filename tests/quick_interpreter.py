@@ -1,9 +1,6 @@
 """Shortcuts through Triton's interpreter: the same results from fewer steps of Python.
 
 `install` is called before any kernel runs; in a process whose kernels are compiled it does nothing.
-Programs get the shortcuts by
-
-    python tests/quick_interpreter.py PROGRAM OPTIONS...
 """
 
 from __future__ import annotations
@@ -13,8 +10,6 @@ import functools
 import math
 import operator
 import os
-import runpy
-import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -108,10 +103,3 @@ def remember_the_types_of_blocks() -> None:
 
     tl.block_type.__new__, tl.block_type.__init__ = new, lambda self, element_ty, shape: None
     tl.tensor.__init__ = tensor
-
-
-if __name__ == "__main__":
-    install()
-    del sys.argv[0]
-    sys.path[0] = os.path.dirname(sys.argv[0])
-    runpy.run_path(sys.argv[0], run_name="__main__")

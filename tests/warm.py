@@ -9,6 +9,7 @@ itself. It ends when this process and all of them have ended.
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import os
 import runpy
@@ -16,9 +17,12 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from multiprocessing import forkserver
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(["warm_modules"])
@@ -26,9 +30,17 @@ SERVER.set_forkserver_preload(["warm_modules"])
 
 def start(work: Callable[..., Any], *args: Any) -> BaseProcess:
     """A process that does this work in the environment of this one, as it is now."""
+    start_server()
     process = SERVER.Process(target=in_environment, args=(dict(os.environ), work, args))
     process.start()
     return process
+
+
+@functools.cache
+def start_server() -> None:
+    with pytest.MonkeyPatch.context() as patch:  # Python 3.11 tells it of no other path
+        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
+        forkserver.ensure_running()
 
 
 def in_environment(environment: dict[str, str], work: Callable[..., Any], args: tuple) -> None:
