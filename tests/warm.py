@@ -9,6 +9,7 @@ itself. It ends when this process and all of them have ended.
 
 from __future__ import annotations
 
+import atexit
 import functools
 import multiprocessing
 import os
@@ -46,7 +47,10 @@ def start_server() -> None:
 def in_environment(environment: dict[str, str], work: Callable[..., Any], args: tuple) -> None:
     os.environ.clear()
     os.environ.update(environment)
-    work(*args)
+    try:
+        work(*args)
+    finally:
+        atexit._run_exitfuncs()  # as at the end of an interpreter, which a fork does not come to
 
 
 def run(script: str | Path, *options: str) -> subprocess.CompletedProcess[str]:
