@@ -236,12 +236,13 @@ def on_ranks(ranks: int, work: Callable[..., Any], *args: Any) -> Any:
     """What `work(rank, *args)` gives on rank 0 of so many processes, joined by gloo.
 
     Each has a core, where there are enough, and one thread. Plain values and tensors come back.
-    They are forked from a process that has imported what this program imports.
+    On Linux they are forked from a process that has imported what this program imports.
     """
+    method = "forkserver" if sys.platform == "linux" else "spawn"
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))  # it hears of no other path
     multiprocessing.set_forkserver_preload([Path(sys.argv[0]).stem])
     with tempfile.TemporaryDirectory() as folder:
-        start_processes(_on_rank, (ranks, folder, work, args), ranks, start_method="forkserver")
+        start_processes(_on_rank, (ranks, folder, work, args), ranks, start_method=method)
         return torch.load(f"{folder}/found", weights_only=True)
 
 

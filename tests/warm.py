@@ -1,7 +1,8 @@
 """Processes that start with their modules loaded: importing torch takes longer than most of them.
 
 A server of `multiprocessing` imports what they need, once for this process, and forks them from
-itself. It ends when this process and all of them have ended.
+itself. It ends when this process and all of them have ended. Where forks are not safe, which is
+anywhere but on Linux, each imports for itself.
 
     process = warm.start(work, 42)                    # work(42), elsewhere
     done = warm.run("benchmarks/bench_plan.py", "--toy")   # as subprocess.run would
@@ -18,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from importlib import import_module
 from multiprocessing import forkserver
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -25,14 +27,16 @@ from typing import Any
 
 import pytest
 
-SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload(["warm_modules"])
+FORKS = sys.platform == "linux"
+CONTEXT = multiprocessing.get_context("forkserver" if FORKS else "spawn")
+CONTEXT.set_forkserver_preload(["warm_modules"])
 
 
 def start(work: Callable[..., Any], *args: Any) -> BaseProcess:
     """A process that does this work in the environment of this one, as it is now."""
-    start_server()
-    process = SERVER.Process(target=in_environment, args=(dict(os.environ), work, args))
+    if FORKS:
+        start_server()
+    process = CONTEXT.Process(target=in_environment, args=(dict(os.environ), work, args))
     process.start()
     return process
 
@@ -47,6 +51,7 @@ def start_server() -> None:
 def in_environment(environment: dict[str, str], work: Callable[..., Any], args: tuple) -> None:
     os.environ.clear()
     os.environ.update(environment)
+    import_module("warm_modules")  # the server has it
     try:
         work(*args)
     finally:
