@@ -18,6 +18,7 @@ import runpy
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from importlib import import_module
 from multiprocessing import forkserver
@@ -32,11 +33,12 @@ CONTEXT = multiprocessing.get_context("forkserver" if FORKS else "spawn")
 CONTEXT.set_forkserver_preload(["warm_modules"])
 
 
-def start(work: Callable[..., Any], *args: Any) -> BaseProcess:
-    """A process that does this work in the environment of this one, as it is now."""
+def start(work: Callable[..., Any], *args: Any, **environment: str) -> BaseProcess:
+    """A process that does this work, in the environment of this one as it is now, with changes."""
     if FORKS:
         start_server()
-    process = CONTEXT.Process(target=in_environment, args=(dict(os.environ), work, args))
+    own = os.environ | environment
+    process = CONTEXT.Process(target=in_environment, args=(dict(own), work, args))
     process.start()
     return process
 
@@ -46,6 +48,13 @@ def start_server() -> None:
     with pytest.MonkeyPatch.context() as patch:  # Python 3.11 tells it of no other path
         patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
         forkserver.ensure_running()
+
+
+@atexit.register
+def end_all() -> None:
+    """Only a test that failed leaves something; `multiprocessing` would wait for it."""
+    for process in multiprocessing.active_children():
+        process.kill()
 
 
 def in_environment(environment: dict[str, str], work: Callable[..., Any], args: tuple) -> None:
@@ -58,22 +67,49 @@ def in_environment(environment: dict[str, str], work: Callable[..., Any], args: 
         atexit._run_exitfuncs()  # as at the end of an interpreter, which a fork does not come to
 
 
+class Program:
+    """A process whose output is kept."""
+
+    def __init__(self, work: Callable[..., Any], *args: Any, **environment: str) -> None:
+        self._folder = tempfile.TemporaryDirectory()
+        self._files = [Path(self._folder.name) / name for name in ("out", "err")]
+        for file in self._files:
+            file.touch()
+        self.process = start(printing, self._files, work, args, **environment)
+
+    def output(self) -> list[str]:
+        """What it has printed, and its errors."""
+        return [file.read_text() for file in self._files]
+
+    def wait_for(self, words: str) -> None:
+        """Until it has printed these."""
+        while words not in self.output()[0]:
+            assert self.process.is_alive(), self.output()[1]
+            time.sleep(0.01)
+
+    def finish(self, patience: float | None = None) -> subprocess.CompletedProcess[str]:
+        """How it ended; it is killed if that takes too long."""
+        self.process.join(patience)
+        if self.process.is_alive():
+            self.process.kill()
+            self.process.join()
+        with self._folder:
+            return subprocess.CompletedProcess((), self.process.exitcode, *self.output())
+
+
 def run(script: str | Path, *options: str) -> subprocess.CompletedProcess[str]:
-    """What a program of Python prints, and the code with which it leaves."""
-    with tempfile.TemporaryDirectory() as name:
-        out, err = Path(name) / "out", Path(name) / "err"
-        process = start(as_program, str(script), options, out, err)
-        process.join()
-        command = [str(script), *options]
-        return subprocess.CompletedProcess(
-            command, process.exitcode, out.read_text(), err.read_text()
-        )
+    """A program of Python, as `subprocess.run` would."""
+    return Program(as_program, str(script), options).finish()
 
 
-def as_program(script: str, options: tuple[str, ...], out: Path, err: Path) -> None:
-    for file, descriptor in ((out, 1), (err, 2)):
+def printing(files: list[Path], work: Callable[..., Any], args: tuple) -> None:
+    for descriptor, file in enumerate(files, start=1):
         with file.open("w") as opened:
             os.dup2(opened.fileno(), descriptor)
+    work(*args)
+
+
+def as_program(script: str, options: tuple[str, ...]) -> None:
     sys.argv = [script, *options]
     sys.path.insert(0, str(Path(script).parent))
     runpy.run_path(script, run_name="__main__")
