@@ -15,6 +15,7 @@ import functools
 import multiprocessing
 import os
 import runpy
+import socket
 import subprocess
 import sys
 import tempfile
@@ -100,6 +101,23 @@ class Program:
 def run(script: str | Path, *options: str) -> subprocess.CompletedProcess[str]:
     """A program of Python, as `subprocess.run` would."""
     return Program(as_program, str(script), options).finish()
+
+
+def run_ranks(
+    count: int, script: str | Path, *options: str, patience: float | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Rank 0 of a program that finds its group in the environment, as torchrun gives it."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(count)}
+    group |= {"GLOO_SOCKET_IFNAME": "lo"}
+    programs = [
+        Program(as_program, str(script), options, **group, RANK=str(rank), LOCAL_RANK=str(rank))
+        for rank in range(count)
+    ]
+    first, *_ = [program.finish(patience) for program in programs]
+    return first
 
 
 def printing(files: list[Path], work: Callable[..., Any], args: tuple) -> None:
