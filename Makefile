@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 FRAMEWORKS := $(VENV)/.frameworks
 # Processes that run tests, with one thread each; 0: only the one that make starts.
 WORKERS ?= 2
-TESTS := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+TESTS := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 QUICK := tests/test_golden.py tests/test_promises.py tests/test_docs_names.py \
 	tests/story tests/policies tests/trace tests/workload \
 	$(addprefix tests/cli/test_,env.py plan.py series.py trace.py)
@@ -15,7 +15,7 @@ QUICK := tests/test_golden.py tests/test_promises.py tests/test_docs_names.py \
 VLLM := .venv-vllm
 VLLM_VERSION := 0.32.0
 
-.PHONY: help demo check test test-frameworks test-vllm lint types docs dist bench paper format clean
+.PHONY: help demo check test test-frameworks test-torchtitan test-megatron test-vllm lint types docs dist bench paper format clean
 
 help:
 	@echo "make demo    set up, then train, serve and measure a small model here (five minutes)"
@@ -41,10 +41,12 @@ check: lint types
 test: $(READY)
 	$(TESTS)
 
-# One process each: ranks are what takes two cores, and each framework wants torch for itself.
+# Each framework wants torch for itself; two side by side, since neither keeps two cores busy.
 test-frameworks: $(FRAMEWORKS)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/frameworks/torchtitan
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/frameworks/megatron
+	@$(MAKE) --no-print-directory -j 2 test-torchtitan test-megatron
+
+test-torchtitan test-megatron: $(FRAMEWORKS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/frameworks/$(@:test-%=%)
 
 test-vllm:
 	@if $(MAKE) --no-print-directory $(VLLM)/.ready; \

@@ -8,19 +8,22 @@ same time and wait for each other through the memory that they share.
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from timing import Call
 from torch import nn
-from torch.multiprocessing.spawn import spawn
+from torch.multiprocessing.spawn import start_processes
 
 import ultraep
 from ultraep.experts import Experts
@@ -231,9 +234,13 @@ def on_ranks(ranks: int, work: Callable[..., Any], *args: Any) -> Any:
     """What `work(rank, *args)` gives on rank 0 of so many processes, joined by gloo.
 
     Each has a core, where there are enough, and one thread. Plain values and tensors come back.
+    On Linux they are forked from a process that has imported what this program imports.
     """
+    method = "forkserver" if sys.platform == "linux" else "spawn"
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))  # it hears of no other path
+    multiprocessing.set_forkserver_preload([Path(sys.argv[0]).stem])
     with tempfile.TemporaryDirectory() as folder:
-        spawn(_on_rank, args=(ranks, folder, work, args), nprocs=ranks)
+        start_processes(_on_rank, (ranks, folder, work, args), ranks, start_method=method)
         return torch.load(f"{folder}/found", weights_only=True)
 
 

@@ -29,6 +29,18 @@ from ultraep.policies import BUILT_IN, get_policy  # noqa: E402
 quick_interpreter.install()
 for policy in BUILT_IN:
     get_policy(policy)  # registered now, and not while a test has put a registry of its own there
+# Of the files that take longest most have few tests, and `--dist loadfile` would keep them last.
+LONGEST = (
+    "backends/test_compile.py",
+    "test_benchmarks.py",
+    "integrations/test_transformers_equality.py",
+    "backends/test_triton.py",
+    "demo/test_run.py",
+    "integrations/test_transformers_checkpoints.py",
+    "runtime/test_mapped.py",
+    "test_examples.py",
+    "test_pretrain.py",
+)
 settings.register_profile(
     "repeatable",
     derandomize=True,
@@ -37,6 +49,12 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("repeatable")
+
+
+def pytest_collection_modifyitems(items):
+    """Begin with the longest, so that no process has much left when the other is done."""
+    places = {ROOT / "tests" / name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path, len(places)))
 
 
 @pytest.fixture

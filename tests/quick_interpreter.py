@@ -1,17 +1,15 @@
 """Shortcuts through Triton's interpreter: the same results from fewer steps of Python.
 
 `install` is called before any kernel runs; in a process whose kernels are compiled it does nothing.
-Programs get the shortcuts by
-
-    python tests/quick_interpreter.py PROGRAM OPTIONS...
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import math
+import operator
 import os
-import runpy
-import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -24,6 +22,10 @@ def install() -> None:
     sort_at_once()
     leave_out_what_is_not_looked_at()
     remember_the_types_of_numpy()
+    remember_the_types_of_blocks()
+    import quick_operators
+
+    quick_operators.install()
 
 
 def patch_the_language_once() -> None:
@@ -73,8 +75,31 @@ def remember_the_types_of_numpy() -> None:
     interpreter._get_np_dtype = by_name
 
 
-if __name__ == "__main__":
-    install()
-    del sys.argv[0]
-    sys.path[0] = os.path.dirname(sys.argv[0])
-    runpy.run_path(sys.argv[0], run_name="__main__")
+def remember_the_types_of_blocks() -> None:
+    """A type, and what tensors read from it, is made once: most tensors have one of a few."""
+    import triton.language as tl
+
+    make, known = tl.block_type.__init__, {}
+
+    def new(cls, element_ty, shape):
+        space = getattr(element_ty, "address_space", None)
+        key = element_ty.name, space, *map(operator.index, shape)
+        if key not in known:
+            made = object.__new__(cls)
+            make(made, element_ty, list(shape))
+            made.of_tensors = constants(*made.shape)
+            known[key] = made
+        return known[key]
+
+    @functools.cache
+    def constants(*shape):
+        return tl.constexpr(math.prod(shape)), tl.tuple([tl.constexpr(size) for size in shape])
+
+    of_scalars = constants()
+
+    def tensor(self, handle, kind):
+        self.handle, self.type, self.dtype = handle, kind, kind.scalar
+        self.numel, self.shape = kind.of_tensors if kind.is_block() else of_scalars
+
+    tl.block_type.__new__, tl.block_type.__init__ = new, lambda self, element_ty, shape: None
+    tl.tensor.__init__ = tensor

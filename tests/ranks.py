@@ -19,8 +19,6 @@ import gc
 import glob
 import os
 import pickle
-import subprocess
-import sys
 import time
 import traceback
 import warnings
@@ -31,9 +29,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-import quick_interpreter
 import torch
 import torch.distributed as dist
+import warm
 
 from ultraep.runtime.connect import connect
 from ultraep.runtime.local import LocalGroup
@@ -74,19 +72,15 @@ class Worker:
 
     def __init__(self) -> None:
         self.pipe, theirs = Pipe()
-        code = f"import ranks; ranks.serve({theirs.fileno()})"
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", code], pass_fds=[theirs.fileno()], env=worker_environment()
-        )
+        self.process = warm.start(serve, theirs)
         theirs.close()
 
     def end(self, patience: float) -> None:
         """A worker leaves when its pipe is closed, unless something holds it."""
-        try:
-            self.process.wait(patience)
-        except subprocess.TimeoutExpired:
+        self.process.join(patience)
+        if self.process.is_alive():
             self.process.kill()
-            self.process.wait()
+            self.process.join()
 
 
 class RankPool:
@@ -132,7 +126,7 @@ class RankPool:
         self._dismiss(set(self.workers), patience=PATIENCE)
 
     def _fill(self, size: int) -> None:
-        self._dismiss({r for r, w in self.workers.items() if w.process.poll() is not None})
+        self._dismiss({r for r, w in self.workers.items() if not w.process.is_alive()})
         for rank in set(range(size)) - self.workers.keys():
             self.workers[rank] = Worker()
             self.pids.append(self.workers[rank].process.pid)
@@ -220,20 +214,10 @@ def rank_pool() -> Iterator[RankPool]:
     shared_pool().close()
 
 
-def worker_environment() -> dict[str, str]:
-    return os.environ | {
-        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
-        "OMP_NUM_THREADS": "1",
-        "GLOO_SOCKET_IFNAME": "lo",
-    }
-
-
-def serve(descriptor: int) -> None:
+def serve(pipe: Connection) -> None:
     """The life of a worker: one job after the other, until the other end is closed."""
     torch.set_num_threads(1)
-    quick_interpreter.install()
-    gc.freeze()  # the modules need no look at the end of each job
-    pipe = Connection(descriptor)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     while True:
         try:
             pickled = pipe.recv_bytes()

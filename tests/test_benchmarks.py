@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import runpy
-import subprocess
 import sys
 from dataclasses import fields
 from importlib import import_module
@@ -13,8 +11,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import quick_interpreter
 import torch
+import warm
 
 import ultraep
 from ultraep.policies import BUILT_IN
@@ -51,14 +49,7 @@ def optimum():
 
 
 def run(script, *options):
-    paths = [str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]
-    return subprocess.run(
-        [sys.executable, quick_interpreter.__file__, str(BENCHMARKS / script), *options],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    return warm.run(BENCHMARKS / script, *options)
 
 
 @pytest.fixture

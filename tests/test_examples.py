@@ -12,6 +12,7 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
+import warm
 
 import ultraep
 from ultraep.tiny import prefill as tiny_prefill
@@ -68,8 +69,12 @@ def children(pid):
     return [int(child) for child in listed.read_text().split()] if listed.exists() else []
 
 
-def train(path, *options, ranks):
-    done = launch("train_moe.py", *options, "--json", path, ranks=ranks)
+def train(path, *options, torchrun):
+    words = [str(word) for word in (*options, "--json", path)]
+    if torchrun:
+        done = launch("train_moe.py", *words, ranks=2)
+    else:
+        done = warm.run_ranks(2, EXAMPLES / "train_moe.py", *words, patience=LIMIT)
     assert done.returncode == 0, done.stderr
     assert "imbalance before" in done.stdout
     assert "\x1b" not in done.stdout  # no terminal, no colours
@@ -90,8 +95,8 @@ def trained(tmp_path_factory):
     balanced = ("--policy", "ultraep", "--checkpoint", "--save", folder / "saved.pt")
     return {
         "folder": folder,
-        "none": train(folder / "none.json", *TRAIN, "--policy", "none", ranks=2),
-        "ultraep": train(folder / "ultraep.json", *TRAIN, *balanced, ranks=2),
+        "none": train(folder / "none.json", *TRAIN, "--policy", "none", torchrun=False),
+        "ultraep": train(folder / "ultraep.json", *TRAIN, *balanced, torchrun=True),
     }
 
 

@@ -7,7 +7,6 @@ import math
 import os
 import signal
 import socket
-import subprocess
 import sys
 import types
 from dataclasses import asdict
@@ -16,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import warm
 
 import ultraep
 
@@ -38,14 +38,6 @@ TINY = {
     "checkpoints.every": 2,
     "logging.every": 1,
 }
-DRIVER = """
-import json, os, sys
-import pretrain
-for port, argv in json.loads(sys.argv[1]):
-    os.environ["MASTER_PORT"] = str(port)
-    if pretrain.main(argv):
-        sys.exit(1)
-"""
 
 
 def options(folder, **changes):
@@ -66,42 +58,28 @@ def free_port():
 
 def start(*runs, ranks=2):
     """Processes of so many ranks that do these runs, one after the other, without torchrun."""
-    jobs = json.dumps([(free_port(), [str(word) for word in run]) for run in runs])
-    paths = [str(ROOT / "src"), str(EXAMPLES), os.environ.get("PYTHONPATH", "")]
-    own = {
-        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
-        "OMP_NUM_THREADS": "1",
-        "GLOO_SOCKET_IFNAME": "lo",
-        "MASTER_ADDR": "127.0.0.1",
-        "WORLD_SIZE": str(ranks),
-    }
+    jobs = [(free_port(), [str(word) for word in run]) for run in runs]
+    own = {"GLOO_SOCKET_IFNAME": "lo", "MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": str(ranks)}
     return [
-        subprocess.Popen(
-            [sys.executable, "-c", DRIVER, jobs],
-            env=os.environ | own | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        warm.Program(drive, jobs, **own, RANK=str(rank), LOCAL_RANK=str(rank))
         for rank in range(ranks)
     ]
 
 
+def drive(jobs):
+    sys.path.insert(0, str(EXAMPLES))
+    pretrain = import_module("pretrain")
+    torch.set_num_threads(1)
+    for port, argv in jobs:
+        os.environ["MASTER_PORT"] = str(port)
+        if pretrain.main(argv):
+            sys.exit(1)
+
+
 def finish(processes):
-    """Wait for all; (exit code, output, errors) of each. Nothing of them is left afterwards."""
-    try:
-        told = [process.communicate(timeout=LIMIT) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    return [(p.returncode, *words) for p, words in zip(processes, told, strict=True)]
-
-
-def wait_for_line(process, words):
-    for line in process.stdout:
-        if words in line:
-            return
-    raise AssertionError(process.stderr.read())
+    """(exit code, output, errors) of each. Nothing of them is left afterwards."""
+    ended = [process.finish(LIMIT) for process in processes]
+    return [(one.returncode, one.stdout, one.stderr) for one in ended]
 
 
 def scalars(folder, name="loss"):
@@ -248,8 +226,8 @@ def test_two_ranks_go_on_as_one(two, pretrain, tmp_path, run, precision, even, n
 @pytest.mark.slow
 def test_ctrl_c_on_one_rank_stops_all_and_loses_nothing(pretrain, tmp_path):
     processes = start(options(tmp_path, training__steps=100_000))
-    wait_for_line(processes[0], "step      2")
-    processes[1].send_signal(signal.SIGINT)
+    processes[0].wait_for("step      2")
+    os.kill(processes[1].process.pid, signal.SIGINT)
     (code, out, errors), (other_code, _, other_errors) = finish(processes)
     assert (code, other_code) == (0, 0), errors + other_errors
     assert "stopped after step" in out
@@ -266,8 +244,8 @@ def test_ctrl_c_on_one_rank_stops_all_and_loses_nothing(pretrain, tmp_path):
 def test_a_dead_rank_is_named(tmp_path, transport):
     changes = {"training__steps": 100_000, "parallel__transport": transport}
     processes = start(options(tmp_path, **changes))
-    wait_for_line(processes[0], "step      2")
-    processes[1].kill()
+    processes[0].wait_for("step      2")
+    processes[1].process.kill()
     (code, _, errors), _ = finish(processes)
     assert code == 1
     assert "rank 0: gone: rank 1; " in errors

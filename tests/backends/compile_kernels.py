@@ -5,7 +5,8 @@
 A size is ranks x experts x slots; products of matrices hardly depend on it, and are compiled for
 the first one only. Every variant of a kernel that is launched for it is a line: warps, registers of
 a thread, bytes or registers that are spilled, bytes of shared memory, bytes of the widest load of a
-thread. With `--known FOLDER` a variant is compiled once, until its source or Triton changes.
+thread. With `--known FOLDER` a variant is compiled once, until its source or Triton changes. With
+`--once TARGETS` these get one variant of most kernels, and the others every one for the first size.
 """
 
 from __future__ import annotations
@@ -63,7 +64,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--sizes", default="64x256x1", help="ranks x experts x slots, by commas")
     parser.add_argument("--targets", default=",".join(TARGETS), help="by commas")
-    parser.add_argument("--once", default="", help="targets with one variant of most kernels")
+    parser.add_argument(
+        "--once",
+        default="",
+        help="targets with one variant of most kernels, as sizes but the first",
+    )
     parser.add_argument("--known", type=Path, help="folder that keeps what was found")
     parser.add_argument("--workers", type=int, default=2, help="processes that compile")
     options = parser.parse_args()
@@ -76,7 +81,8 @@ def main() -> None:
         with ProcessPoolExecutor(options.workers, mp_context=fresh) as pool:
             sizes, once = options.sizes.split(","), options.once.split(",")
             targets = options.targets.split(",")
-            jobs = [pool.submit(compile_all, t, sizes, t in once, known) for t in targets]
+            every = {t: [] if t in once else sizes[:1] if any(once) else sizes for t in targets}
+            jobs = [pool.submit(compile_all, t, sizes, every[t], known) for t in targets]
             for job in jobs:
                 for row in job.result():
                     print(line(row), flush=True)
@@ -87,22 +93,27 @@ def line(row: tuple[object, ...]) -> str:
     return " ".join(cell.ljust(width) for cell, width in cells).rstrip()
 
 
-def compile_all(target: str, sizes: list[str], once: bool, known: Path) -> list[tuple[object, ...]]:
-    """A row for every variant of every kernel that is launched for these sizes."""
+def compile_all(
+    target: str, sizes: list[str], every: list[str], known: Path
+) -> list[tuple[object, ...]]:
+    """A row for every variant of every kernel that is launched for `every` size, and for the last
+    one of the others; of products, for one of their shapes if there is no size with every variant.
+    """
     from triton.backends.compiler import GPUTarget
 
     machine = GPUTarget(*TARGETS[target])
+    products = {sizes[0]: PRODUCTS if every else PRODUCTS[-1:]}
     found = [
         (size, launch)
         for size in sizes
-        for launch in launches(*map(int, size.split("x")), machine, size == sizes[0])
+        for launch in launches(*map(int, size.split("x")), machine, products.get(size, []))
     ]
     last = {launch[0].fn.__name__: launch for _, launch in found}
     return [
         (name, size, target, *facts(*launch, machine, known))
         for size, launch in found
         for name in [launch[0].fn.__name__]
-        if not once or name in MATRICES or launch is last[name]
+        if size in every or name in MATRICES or launch is last[name]
     ]
 
 
@@ -135,7 +146,7 @@ def facts(
 
 
 def launches(
-    ranks: int, experts: int, slots: int, machine: Any, products: bool
+    ranks: int, experts: int, slots: int, machine: Any, products: list[tuple[int, int, bool]]
 ) -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
     """Every kernel with its arguments, warps and stages, once for every variant."""
     from triton.runtime.jit import JITFunction
@@ -153,7 +164,7 @@ def launches(
         launch_all(ranks, experts, slots, 0.0)
         launch_all(ranks, experts, slots, 0.01)
         launch_all(ranks, experts, slots, 0.0, row=1)
-        for hidden, ffn, biases in PRODUCTS if products else ():
+        for hidden, ffn, biases in products:
             launch_products(experts // ranks, slots, hidden, ffn, biases, machine.backend)
             launch_quantised(experts // ranks, slots, hidden, ffn, biases, machine)
         for dtype, top_k in EXCHANGED:

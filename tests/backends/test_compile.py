@@ -16,7 +16,7 @@ SCRIPT = Path(__file__).parent / "compile_kernels.py"
 SIZES = ("64x256x1", "512x2048x2")
 MOVERS = {"expose_values", "gather_rows", "sum_rows", "stream", "pull"}  # between GPUs
 PRODUCTS = {"multiply", "multiply_quantised", "weight_gradients"}
-ONCE = ("sm_80", "sm_100", "gfx942")  # one variant of all but the products will do in a hurry
+ONCE = ("sm_80", "sm_100", "gfx942")  # one variant of most will do in a hurry
 SHARED = {"sm_80": 163, "sm_90": 227, "sm_100": 227, "gfx942": 64}  # KiB of a program, at most
 
 

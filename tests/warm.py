@@ -1,0 +1,133 @@
+"""Processes that start with their modules loaded: importing torch takes longer than most of them.
+
+A server of `multiprocessing` imports what they need, once for this process, and forks them from
+itself. It ends when this process and all of them have ended. Where forks are not safe, which is
+anywhere but on Linux, each imports for itself.
+
+    process = warm.start(work, 42)                    # work(42), elsewhere
+    done = warm.run("benchmarks/bench_plan.py", "--toy")   # as subprocess.run would
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import multiprocessing
+import os
+import runpy
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from importlib import import_module
+from multiprocessing import forkserver
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+FORKS = sys.platform == "linux"
+CONTEXT = multiprocessing.get_context("forkserver" if FORKS else "spawn")
+CONTEXT.set_forkserver_preload(["warm_modules"])
+
+
+def start(work: Callable[..., Any], *args: Any, **environment: str) -> BaseProcess:
+    """A process that does this work, in the environment of this one as it is now, with changes."""
+    if FORKS:
+        start_server()
+    own = os.environ | environment
+    process = CONTEXT.Process(target=in_environment, args=(dict(own), work, args))
+    process.start()
+    return process
+
+
+@functools.cache
+def start_server() -> None:
+    with pytest.MonkeyPatch.context() as patch:  # Python 3.11 tells it of no other path
+        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
+        forkserver.ensure_running()
+
+
+@atexit.register
+def end_all() -> None:
+    """Only a test that failed leaves something; `multiprocessing` would wait for it."""
+    for process in multiprocessing.active_children():
+        process.kill()
+
+
+def in_environment(environment: dict[str, str], work: Callable[..., Any], args: tuple) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
+    import_module("warm_modules")  # the server has it
+    try:
+        work(*args)
+    finally:
+        atexit._run_exitfuncs()  # as at the end of an interpreter, which a fork does not come to
+
+
+class Program:
+    """A process whose output is kept."""
+
+    def __init__(self, work: Callable[..., Any], *args: Any, **environment: str) -> None:
+        self._folder = tempfile.TemporaryDirectory()
+        self._files = [Path(self._folder.name) / name for name in ("out", "err")]
+        for file in self._files:
+            file.touch()
+        self.process = start(printing, self._files, work, args, **environment)
+
+    def output(self) -> list[str]:
+        """What it has printed, and its errors."""
+        return [file.read_text() for file in self._files]
+
+    def wait_for(self, words: str) -> None:
+        """Until it has printed these."""
+        while words not in self.output()[0]:
+            assert self.process.is_alive(), self.output()[1]
+            time.sleep(0.01)
+
+    def finish(self, patience: float | None = None) -> subprocess.CompletedProcess[str]:
+        """How it ended; it is killed if that takes too long."""
+        self.process.join(patience)
+        if self.process.is_alive():
+            self.process.kill()
+            self.process.join()
+        with self._folder:
+            return subprocess.CompletedProcess((), self.process.exitcode, *self.output())
+
+
+def run(script: str | Path, *options: str) -> subprocess.CompletedProcess[str]:
+    """A program of Python, as `subprocess.run` would."""
+    return Program(as_program, str(script), options).finish()
+
+
+def run_ranks(
+    count: int, script: str | Path, *options: str, patience: float | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Rank 0 of a program that finds its group in the environment, as torchrun gives it."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(count)}
+    group |= {"GLOO_SOCKET_IFNAME": "lo"}
+    programs = [
+        Program(as_program, str(script), options, **group, RANK=str(rank), LOCAL_RANK=str(rank))
+        for rank in range(count)
+    ]
+    first, *_ = [program.finish(patience) for program in programs]
+    return first
+
+
+def printing(files: list[Path], work: Callable[..., Any], args: tuple) -> None:
+    for descriptor, file in enumerate(files, start=1):
+        with file.open("w") as opened:
+            os.dup2(opened.fileno(), descriptor)
+    work(*args)
+
+
+def as_program(script: str, options: tuple[str, ...]) -> None:
+    sys.argv = [script, *options]
+    sys.path.insert(0, str(Path(script).parent))
+    runpy.run_path(script, run_name="__main__")
