@@ -16,7 +16,7 @@ from single_contenders import Inputs, name_of
 from timing import Clock, Host, free
 
 if TYPE_CHECKING:  # kernels are imported late: Triton reads its settings when they are
-    from ultraep.backends.triton.grouped import Table
+    from ultraep.backends.triton.blocks import Table
 
 FLOPS, BYTES = 800e12, 4.3e12  # that an H200 reaches in a second: large products, copies
 TIME = Metric("time_p50", "ms", "ms", ".4f")
@@ -37,7 +37,7 @@ class Launch:
 
 def kernels(bench: Bench) -> None:
     """Every launch of stage 6, beside the time in which operations or bytes could be done."""
-    from ultraep.backends.triton.grouped import TABLES
+    from ultraep.backends.triton.blocks import TABLES
 
     table = TABLES["cuda" if torch.version.hip is None else "hip"]
     tables = {"as set": table, "narrow": {k: replace(b, narrow=True) for k, b in table.items()}}

@@ -235,7 +235,8 @@ def launch_products(
 
     import torch
 
-    from ultraep.backends.triton.grouped import TABLES, Beside, Grouped, Stacks
+    from ultraep.backends.triton.blocks import TABLES
+    from ultraep.backends.triton.grouped import Beside, Grouped, Stacks
     from ultraep.backends.triton.scale import scale_rows, scale_rows_backward
 
     def room(*shape: int, dtype: Any = torch.bfloat16) -> torch.Tensor:

@@ -14,8 +14,9 @@ from torch.nn.functional import linear
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 from ultraep.activations import swiglu
+from ultraep.backends.triton.blocks import TABLES, Blocks, square_band
 from ultraep.backends.triton.device import default_device, interpreted, launching
-from ultraep.backends.triton.grouped import TABLES, Blocks, Grouped, square_band
+from ultraep.backends.triton.grouped import Grouped
 from ultraep.backends.triton.kernels.tiles import lay_tiles
 from ultraep.products import Beside, Stacks
 

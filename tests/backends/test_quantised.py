@@ -14,8 +14,8 @@ from triton.runtime.interpreter import InterpreterBuilder
 import ultraep.formats as formats
 from ultraep.activations import activation_named
 from ultraep.backends.triton import quantise
+from ultraep.backends.triton.blocks import Blocks
 from ultraep.backends.triton.device import default_device, interpreted, launching
-from ultraep.backends.triton.grouped import Blocks
 from ultraep.backends.triton.quantised import (
     GroupedQuantised,
     TritonQuantised,

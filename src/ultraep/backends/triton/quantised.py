@@ -14,7 +14,8 @@ import torch
 
 from ultraep.activations import Activation
 from ultraep.backends.triton import quantise
-from ultraep.backends.triton.grouped import Blocks, Grouped
+from ultraep.backends.triton.blocks import Blocks
+from ultraep.backends.triton.grouped import Grouped
 from ultraep.backends.triton.kernels import quantise as quantise_kernels
 from ultraep.backends.triton.kernels import quantised as kernels
 from ultraep.backends.triton.launch import cdiv, power_of_2, quick
