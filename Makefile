@@ -20,8 +20,8 @@ VLLM_VERSION := 0.32.0
 help:
 	@echo "make demo    set up, then train, serve and measure a small model here (five minutes)"
 	@echo "make check   set up, then lint, types and the quick tests (two minutes): while you work"
-	@echo "make test    set up, then all tests (eight minutes on two cores, WORKERS=2)"
-	@echo "make test-frameworks  set up, then torchtitan and Megatron-Core, balanced beside unmodified (four minutes)"
+	@echo "make test    set up, then all tests (fourteen minutes on two cores the first time, WORKERS=2)"
+	@echo "make test-frameworks  set up, then torchtitan and Megatron-Core, balanced beside unmodified (three minutes)"
 	@echo "make test-vllm  set up vLLM for CPUs on its own, then the plug-in in real servers (ten minutes)"
 	@echo "make lint    set up, then ruff: rules and format"
 	@echo "make types   set up, then mypy --strict"
