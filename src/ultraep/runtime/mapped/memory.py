@@ -27,6 +27,9 @@ from ultraep.runtime.mapped.peers import NamedPeers
 from ultraep.runtime.settings import DeviceShare
 from ultraep.topology import Topology
 
+WHOLE = 64  # multiprocessors from which on some of them can be spared
+SHARE = 16  # one in so many
+
 
 class MappedMemory:
     """The shared memory of one rank. Regions are allocated at their first use, by all ranks.
@@ -61,7 +64,9 @@ class MappedMemory:
             moving, pulling = 1, 2
         self.streamer = Streamer(self.board, topology, relay=relay, programs=moving)
         self._pull_programs = pulling
-        self.beside = 0 if self.sms < 2 else max(1, self.sms // 16)  # that pull beside a product
+        self.beside = self.sms // SHARE if self.sms >= WHOLE else 0  # that pull beside a product
+        if own.device.type == "cpu":
+            self.beside = 1
         layout = RegionLayout(
             first_slot_of_rank=topology.first_slot_of_rank,
             tokens=tokens,
