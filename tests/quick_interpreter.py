@@ -15,7 +15,9 @@ from types import SimpleNamespace
 import numpy as np
 
 
+@functools.cache
 def install() -> None:
+    """Once: a second time would take the short ways for the long ones."""
     if os.environ.get("TRITON_INTERPRET") != "1":
         return
     patch_the_language_once()
