@@ -91,13 +91,26 @@ class GroupedQuantised(Grouped):
 
         `bias`: [N] of every slot.   `scale`: [A] float32.
         """
+        depth, width = weights.width, out_AN.shape[1]
+        codes, row_scales = form.parts(packed, depth)
+        self._check(weights.data, (width, depth), codes, row_scales, out_AN, scale)
+        self._check(weights.scales, form.scale_shape((width, depth)))
+        if bias is not None:
+            self._check(bias, (width,))
+        self._multiply_quantised(form, packed, weights, out_AN, bias, scale)
+
+    def _multiply_quantised(
+        self,
+        form: Format,
+        packed: torch.Tensor,
+        weights: QuantisedStacks,
+        out_AN: torch.Tensor,
+        bias: Stacks | None,
+        scale: torch.Tensor | None,
+    ) -> None:
         data, scales, blocks = weights.data, weights.scales, self.blocks[form.name]
         depth, width = weights.width, out_AN.shape[1]
         codes, row_scales = form.parts(packed, depth)
-        self._check(data, (width, depth), codes, row_scales, out_AN, scale)
-        self._check(scales, form.scale_shape((width, depth)))
-        if bias is not None:
-            self._check(bias, (width,))
         tiles = self._tiles(len(packed), blocks)
         laid = self._ratios(row_scales, tiles, blocks) if form.width else (None, None)
         quick(kernels.multiply_quantised)[(self.programs * blocks.resident,)](

@@ -57,16 +57,8 @@ class MappedMemory:
         self.sms = share.sms or multiprocessors(own.device)
         self.overlap = Overlap(own.device, share.stream)
         self.board = Board(own, slots=topology.slots, buffers=buffers, timeout=timeout)
-        # Programs of a relay wait for each other, so all must fit on the device at once: two on a
-        # multiprocessor do, with room for others. Those that only pull may queue.
-        moving, pulling = 2 * (share.budget or self.sms), 4 * self.sms
-        if own.device.type == "cpu":
-            moving, pulling = 1, 2
+        moving, self._pulling, self.beside = _programs(own.device, self.sms, share.budget)
         self.streamer = Streamer(self.board, topology, relay=relay, programs=moving)
-        self._pull_programs = pulling
-        self.beside = self.sms // SHARE if self.sms >= WHOLE else 0  # that pull beside a product
-        if own.device.type == "cpu":
-            self.beside = 1
         layout = RegionLayout(
             first_slot_of_rank=topology.first_slot_of_rank,
             tokens=tokens,
@@ -237,7 +229,7 @@ class MappedMemory:
                     of_copies.region,
                     schedule,
                     self.streamer,
-                    programs=self.beside if beside else self._pull_programs,
+                    programs=self.beside if beside else self._pulling,
                     large=beside,
                     own_HP=_flat(own[name]),
                 )
@@ -257,6 +249,17 @@ class MappedMemory:
                 f"{most} rows for rank {self.peers.rank}, but its buffers are for {self.capacity}: "
                 f"give a larger capacity= (this happened {times} times)"
             )
+
+
+def _programs(device: torch.device, sms: int, budget: int | None) -> tuple[int, int, int]:
+    """Those that move weights, that pull gradients, and that do so beside a product.
+
+    Programs of a relay wait for each other, so all must fit on the device at once: two on a
+    multiprocessor do, with room for others. Those that only pull may queue.
+    """
+    if device.type == "cpu":
+        return 1, 2, 1
+    return 2 * (budget or sms), 4 * sms, sms // SHARE if sms >= WHOLE else 0
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
