@@ -3,15 +3,16 @@
 A bundle is any number of tensors per expert (weights, biases, quantised data with their scales).
 Each is given for the home experts of a rank: stacked in one tensor, or as a list of one tensor per
 expert, or as a function that returns either. Functions are called at every use: frameworks that
-shard their weights move them between calls.
+shard their weights move them between calls. All calls of a microbatch must return equal values.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 
@@ -38,9 +39,54 @@ def given_tensors(bundle: Bundle) -> list[torch.Tensor]:
     return [tensor for stack in given for tensor in tensors_of(stack)]
 
 
+def check_repeatable(bundle: Bundle) -> None:
+    """Refuse functions whose values differ between two calls: replicas would differ from homes."""
+    for name, function in bundle.items():
+        if callable(function):
+            pairs = zip(tensors_of(function()), tensors_of(function()), strict=True)
+            if not all(torch.equal(first, second) for first, second in pairs):
+                raise ConfigError(
+                    f"the function for {name!r} returned different values in two calls; weight "
+                    "dropout and other state must be applied by the network, or once per step"
+                )
+
+
 def device_of_bundle(tensors: Mapping[str, Stack]) -> torch.device:
     """Where the tensors are."""
     return next(t.device for stack in tensors.values() for t in tensors_of(stack))
+
+
+class Seen(NamedTuple):
+    """A tensor as it was. It is not mistaken for a new tensor in the same memory."""
+
+    tensor: weakref.ref[torch.Tensor]
+    address: int
+    writes: int
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Seen:
+        writes = 0 if tensor.is_inference() else tensor._version
+        return cls(weakref.ref(tensor), tensor.data_ptr(), writes)
+
+    def __eq__(self, other: object) -> bool:
+        same = isinstance(other, Seen) and self.tensor() is other.tensor()
+        return same and self[1:] == other[1:]
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+Weights: TypeAlias = list[Seen | Callable[[], Stack]]
+
+
+def seen(bundle: Bundle) -> Weights:
+    """Return what identifies the weights of a bundle: tensors as they are, functions themselves.
+
+    A function may return new tensors at every call, so only the promise covers what it returns.
+    """
+    found: Weights = []
+    for stack in bundle.values():
+        found += [stack] if callable(stack) else [Seen.of(tensor) for tensor in tensors_of(stack)]
+    return found
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from ultraep.modes import unseen
 from ultraep.plane import Exchange
+from ultraep.recompute import Gradients, first_order, save
 
 
 def combine(outputs_AD: torch.Tensor, exchange: Exchange) -> torch.Tensor:
@@ -28,16 +28,16 @@ class _Combine(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, outputs_AD: torch.Tensor, exchange: Exchange) -> torch.Tensor:
-        ctx.exchange, ctx.num_rows = exchange, len(outputs_AD)
-        ctx.save_for_backward(outputs_AD.new_empty(0))
+        ctx.num_rows = len(outputs_AD)
+        save(ctx, exchange)  # the recomputation of a checkpoint begins where this is needed
         with unseen():
             y_TD, _ = exchange.to_tokens(outputs_AD, None)
         return y_TD
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        assert ctx.saved_tensors  # where forward is to be computed again, that happens here, first
-        ctx.exchange.returns()
-        d_outputs_AD, _ = ctx.exchange.to_slots(gradients[0], None)
+    @first_order
+    def backward(ctx: Any, exchange: Exchange, gradients: Gradients, _: Any) -> Gradients:
+        exchange.returns()
+        assert gradients[0] is not None
+        d_outputs_AD, _ = exchange.to_slots(gradients[0], None)
         return d_outputs_AD[: ctx.num_rows], None

@@ -14,12 +14,12 @@ from itertools import accumulate
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from ultraep.arrays import IntArray
 from ultraep.comm import Communicator, moved
 from ultraep.modes import unseen
 from ultraep.plane import Exchange
+from ultraep.recompute import Gradients, first_order, save
 from ultraep.reroute import Routes
 
 
@@ -136,7 +136,8 @@ class _Dispatch(torch.autograd.Function):
         exchange: Exchange,
         pack: Callable[[torch.Tensor], torch.Tensor] | None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        ctx.exchange, packed = exchange, None
+        save(ctx, exchange)
+        packed = None
         with unseen():
             if pack is None:
                 rows_AD, gates_A = exchange.to_slots(tokens_TD, gates_TK)
@@ -149,11 +150,12 @@ class _Dispatch(torch.autograd.Function):
         return rows_AD, gates_A, packed
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    @first_order
+    def backward(ctx: Any, exchange: Exchange, gradients: Gradients, _: Any) -> Gradients:
         d_rows_AD, d_gates_A, _ = gradients
+        assert d_rows_AD is not None
         learns = ctx.needs_input_grad[1]
-        return *ctx.exchange.to_tokens(d_rows_AD, d_gates_A if learns else None), None, None
+        return *exchange.to_tokens(d_rows_AD, d_gates_A if learns else None), None, None
 
 
 def _transpose_blocks(rows: torch.Tensor, lengths: IntArray) -> torch.Tensor:

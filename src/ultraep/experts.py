@@ -14,24 +14,25 @@ the activation.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 
 from ultraep.activations import activation_named
-from ultraep.bundle import Bundle, Layout, given_tensors, resolve
+from ultraep.bundle import Bundle, Layout, check_repeatable, given_tensors, resolve
 from ultraep.dispatch import Arrivals
 from ultraep.errors import ConfigError, LoadError
 from ultraep.loan import Network, run, serve
+from ultraep.modes import unseen
 from ultraep.parallel.home import HomeModule
 from ultraep.plane import Copies
 from ultraep.products import Beside, Products, Stacks, TorchProducts, accumulator
 from ultraep.quantisable import QuantisableModule
 from ultraep.quantised import QuantisedProducts, QuantisedStacks
+from ultraep.recompute import Gradients, first_order, save
 
 ENGINES = ("torch", "triton")
 Weights = Mapping[str, torch.Tensor]
@@ -162,7 +163,9 @@ class ExpertsFrom(HomeModule):
 
     network: `network(rows, counts, tensors)`, see `loan.serve`.
     tensors: a bundle, for the home experts of this rank; parameters of modules stay theirs, and
-        are trained and saved there.
+        are trained and saved there. Give functions, such as `lambda: module.up`, if the module may
+        get new parameters, as in `load_state_dict(..., assign=True)`: a tensor given here is used
+        for ever.
     home_experts: which they are.
     """
 
@@ -197,16 +200,18 @@ class ExpertsFrom(HomeModule):
         del promise
         return self._tensors
 
+    @unseen()
     @torch.no_grad()
     def check(self, rows: torch.Tensor) -> None:
-        """Refuse a network that does not return rows like those it gets, before anything is sent.
+        """Refuse a network or functions that cannot be balanced, before anything is sent.
 
-        It is tried on one row, once for every kind of rows, where there are home experts.
+        The network runs on one row, once for every width, dtype and device of rows.
         """
         kind = (rows.shape[-1], rows.dtype, rows.device)
         if self.home_experts and kind not in self._tried:
             row, tensors = rows.new_zeros(1, rows.shape[-1]), resolve(self.bundle)
             Layout.of(tensors, len(self.home_experts))
+            check_repeatable(self.bundle)
             run(self._network, row, [1] + [0] * (len(self.home_experts) - 1), tensors)
         self._tried.add(kind)
 
@@ -224,7 +229,7 @@ class _Call:
     names: tuple[str, ...]  # of the weights that learn
     eight_bits: dict[str, torch.Tensor] = field(default_factory=dict)  # what is multiplied instead
 
-    def homes(self, learned: tuple[torch.Tensor, ...]) -> dict[str, torch.Tensor]:
+    def homes(self, learned: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
         """What the rows of home slots meet."""
         return dict(zip(self.names, learned, strict=True)) | self.eight_bits
 
@@ -252,26 +257,17 @@ class _TwoProducts(torch.autograd.Function):
             scale=gates_A,
             out=call.copies.served_rows(rows_AD),
         )
-        ctx.call, ctx.like = call, rows_AD.new_empty(()).expand(rows_AD.shape)
-        ctx.save_for_backward(given, gates_A, up, *stacked)
+        ctx.like = rows_AD.new_empty(()).expand(rows_AD.shape)
+        save(ctx, call, given, gates_A, up, *stacked)
         return outputs_AD
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        # Only what it is called with tells `once_differentiable` of a second derivative.
-        return _TwoProducts._backward(ctx, *gradients, *ctx.saved_tensors)
-
-    @staticmethod
-    @once_differentiable
-    def _backward(
-        ctx: Any,
-        d_outputs_AD: torch.Tensor,
-        given: torch.Tensor,
-        gates_A: torch.Tensor,
-        up: torch.Tensor,
-        *stacked: torch.Tensor,
-    ) -> tuple[torch.Tensor | None, ...]:
-        call: _Call = ctx.call
+    @first_order
+    def backward(
+        ctx: Any, call: _Call, gradients: Gradients, saved: tuple[torch.Tensor, ...]
+    ) -> Gradients:
+        (d_outputs_AD,), (given, gates_A, up, *stacked) = gradients, saved
+        assert d_outputs_AD is not None
         products, homes = call.products, call.homes(stacked)
         learned = dict(zip(call.names, stacked, strict=True))
         learns = any(ctx.needs_input_grad[4:])

@@ -6,6 +6,7 @@ Shapes: T local tokens, K experts per token, E experts, D model width.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -49,6 +50,13 @@ class BalancedMoE(nn.Module):
         self.experts.spread_over(balancer)
         self.last_plan: AnyPlan | None = None
         self.layer_index = balancer.register_layer()  # layers count in the order they are made
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> BalancedMoE:
+        """Copy the weights; the copy is another layer of the same balancer."""
+        copied = memo[id(self)] = self.__class__.__new__(self.__class__)
+        copied.__dict__.update(deepcopy(self.__dict__, memo))
+        copied.layer_index = self.balancer.register_layer()
+        return copied
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(

@@ -25,14 +25,14 @@ from typing import Any, TypeAlias
 
 import torch
 from torch.autograd import Variable
-from torch.autograd.function import once_differentiable
 
 import ultraep.products as plain
 from ultraep.bundle import Bundle, Stack, resolve, tensors_of
 from ultraep.dispatch import Arrivals
 from ultraep.errors import ConfigError, SlotError
-from ultraep.modes import unseen
+from ultraep.modes import seen_by_modes, unseen
 from ultraep.plane import Copies
+from ultraep.recompute import Gradients, first_order, save
 
 Network: TypeAlias = Callable[[torch.Tensor, list[int], dict[str, Any]], torch.Tensor]
 
@@ -87,11 +87,15 @@ class _Loan:
         self.parts = slice(0, begins[copies.num_homes]), slice(begins[copies.num_homes], begins[-1])
         self._addresses: list[int] = []
         self._open = False  # in backward
+        # A mode may keep views of the copies, and hand them out when others have the slots.
+        self._private = seen_by_modes()
 
     @unseen()
     def held(self) -> dict[str, torch.Tensor]:
         """`[L, ...]` the copies; in backward where they were in forward."""
         held = self.copies.tensors()
+        if self._private:
+            return {name: held[name].clone() for name in self.homes}
         addresses = [tensor.data_ptr() for tensor in held.values()]
         if self._addresses not in ([], addresses):
             raise SlotError(
@@ -143,6 +147,8 @@ class _Loan:
         self.copies.__enter__()
         self._open = True
         Variable._execution_engine.queue_callback(self.leave)
+        if not self._private:
+            self.held()
 
     def leave(self) -> None:
         """Give them back, unless that was done."""
@@ -173,7 +179,8 @@ class _Borrow(torch.autograd.Function):
     def forward(
         ctx: Any, loan: _Loan, rows_AD: torch.Tensor, *homes: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        ctx.loan, ctx.like = loan, rows_AD.new_empty(()).expand(rows_AD.shape)
+        save(ctx, loan)
+        ctx.like = rows_AD.new_empty(()).expand(rows_AD.shape)
         ctx.set_materialize_grads(False)
         rows = [rows_AD[part] for part in loan.parts]
         views, held = [home.view_as(home) for home in homes], loan.held()
@@ -184,9 +191,8 @@ class _Borrow(torch.autograd.Function):
         return *rows, *views, *held.values()
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        loan: _Loan = ctx.loan
+    @first_order
+    def backward(ctx: Any, loan: _Loan, gradients: Gradients, _: Any) -> Gradients:
         wanted: list[torch.Tensor | None] = [None] * len(loan.flat)
         d_rows_AD = None
         with unseen():
@@ -203,8 +209,8 @@ class _GiveBack(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, loan: _Loan, gates_A: torch.Tensor, *given: torch.Tensor) -> torch.Tensor:
-        ctx.loan, outputs = loan, given[:2]
-        ctx.save_for_backward(gates_A, *outputs)
+        outputs = given[:2]
+        save(ctx, loan, gates_A, *outputs)
         with unseen():
             like = outputs[0].new_empty(()).expand(len(gates_A), outputs[0].shape[1])
             memory = loan.copies.served_rows(like)
@@ -214,12 +220,14 @@ class _GiveBack(torch.autograd.Function):
             return served_AD
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (d_served,), (gates_A, *outputs) = gradients, ctx.saved_tensors
-        loan: _Loan = ctx.loan
-        loan.enter()
-        loan.held()
+    @first_order
+    def backward(
+        ctx: Any, loan: _Loan, gradients: Gradients, saved: tuple[torch.Tensor, ...]
+    ) -> Gradients:
+        (d_served,), (gates_A, *outputs) = gradients, saved
+        assert d_served is not None
+        if any(ctx.needs_input_grad[4:]):  # else backward ends here, and needs no weights
+            loan.enter()
         d_outputs, d_gates_A = [], torch.zeros_like(gates_A)
         for part, output in zip(loan.parts, outputs, strict=True):
             given = d_served[part], output, gates_A[part], d_gates_A[part]

@@ -14,10 +14,15 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 
+def seen_by_modes() -> bool:
+    """Whether a dispatch mode sees the ops that run now."""
+    return torch._C._len_torch_dispatch_stack() > 0
+
+
 @contextmanager
 def unseen() -> Iterator[None]:
     """No dispatch mode sees the ops of this block, or of the decorated function."""
-    if not torch._C._len_torch_dispatch_stack():
+    if not seen_by_modes():
         yield
         return
     with _disable_current_modes():

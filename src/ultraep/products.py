@@ -221,7 +221,8 @@ class TorchProducts:
         joined = torch.cat(parts) if parts else like.new_empty(0, width)
         if out is None:
             return joined
-        out[: len(joined)].copy_(joined)
+        with unseen():  # memory of all microbatches: a mode that kept it would not write it again
+            out[: len(joined)].copy_(joined)
         return out
 
     def _in_tiles(

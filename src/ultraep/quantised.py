@@ -17,6 +17,7 @@ from types import ModuleType
 import torch
 
 import ultraep.formats as formats
+from ultraep.bundle import Weights, seen
 from ultraep.errors import ConfigError
 from ultraep.formats import E4M3, Format
 from ultraep.modes import unseen
@@ -133,7 +134,7 @@ class QuantisedWeights:
     def __init__(self, form: Format) -> None:
         self._form = form
         self._held: dict[str, torch.Tensor] = {}
-        self._seen: tuple[int, list[tuple[int, int, int]]] = (0, [])
+        self._seen: tuple[int, Weights] = (0, [])
 
     @unseen()
     @torch.no_grad()
@@ -143,13 +144,13 @@ class QuantisedWeights:
         promise: as long as it is the same, that is not necessary, but torch may know better; 0:
             nothing is promised. A graph that is captured quantises whenever it is replayed.
         """
-        seen = promise, [(id(w), w.data_ptr(), _writes(w)) for w in full.values()]
-        if promise and seen == self._seen and not _captured(full):
+        now = promise, seen(full)
+        if promise and now == self._seen and not _captured(full):
             return
         for name, weight in full.items():
             data, scales = self._room(name, weight)
             numbers.quantise(self._form, weight.detach(), data, scales)
-        self._seen = seen
+        self._seen = now
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """What was made: numbers, and their scales."""
@@ -169,10 +170,6 @@ def _captured(tensors: Mapping[str, torch.Tensor]) -> bool:
     """Whether a graph of what is done with these is captured."""
     cuda = any(tensor.is_cuda for tensor in tensors.values())
     return cuda and torch.cuda.is_current_stream_capturing()
-
-
-def _writes(tensor: torch.Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
 
 
 def check_quantised(form: Format, tensors: Mapping[str, torch.Tensor], homes: int) -> None:

@@ -27,11 +27,11 @@ from ultraep.modes import unseen
 from ultraep.plane import AnyPlan, Copies, DataPlane, Exchange, Loads, Microbatch
 from ultraep.policies import get_policy
 from ultraep.runtime.agreement import Agreement, Place, Point
+from ultraep.runtime.backward import in_backward
 from ultraep.runtime.capacity import AUTO, check_config, check_topology, default_config
 from ultraep.runtime.choice import Choice, choose
 from ultraep.runtime.clocks import clock_of
 from ultraep.runtime.connect import connect
-from ultraep.runtime.history import in_backward
 from ultraep.runtime.mapped.peers import SilentCommunicator
 from ultraep.runtime.messages.plane import MessagesPlane
 from ultraep.runtime.observe import Notebook, ObservedCopies, ObservedExchange, Observer, Watch
@@ -329,16 +329,19 @@ class Balancer(Unique):
     def unchanged_weights(self) -> Iterator[None]:
         """Promise that the weights of this rank's home experts do not change in this block.
 
-        Copies that are still there are then not sent again: for serving, and for the microbatches
-        between two steps of an optimizer. Without the promise, copies serve the forward and the
-        backward pass of one microbatch, since torch does not see every write. Writes that it does
-        see, and other tensors than before, are noticed here too. One rank alone may promise.
+        Replicas that are still in their slots are then not sent again: for serving, and for the
+        microbatches between two steps of an optimizer. Without the promise, replicas serve the
+        forward and the backward pass of one microbatch, since torch does not see every write.
+        Writes that torch sees, steps of its optimizers (fused ones too) and other tensors than
+        before are noticed here too. Call `weights_changed` after any other write, and before
+        `torch.utils.swap_tensors`, which torch refuses for tensors that the promise watches.
+        One rank alone may promise.
 
-        Graphs: it holds for replays inside of the block, in the order of the current stream, and
-        there only `weights_changed` tells of changes. What is captured inside promises nothing.
+        The promise holds for replays of graphs inside the block, in the order of the current
+        stream; there, only `weights_changed` reports changes. A capture promises nothing.
         """
         try:
-            with self._versions.unchanged():
+            with self._versions.unchanged(self.weights_changed):
                 self._promise()
                 yield
         finally:

@@ -1,20 +1,22 @@
-"""History: the loads that a layer saw, for policies that place by them.
+"""History: the loads that a layer saw, for policies that place experts by past loads.
 
-A forward pass that is computed again in backward (activation checkpointing) must plan as it did the
-first time. Its loads are not new: they are looked up, and their past is that of the first time.
+A forward pass that backward computes again (activation checkpointing) must get the plan of the
+first time. Its loads are looked up, not added. Microbatches of one layer that wait for backward
+with equal loads share their past, because a lookup could not tell them apart.
 
 Shapes: E experts.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections import defaultdict, deque
 from typing import NamedTuple
 
 import numpy as np
-import torch
 
 from ultraep.arrays import IntArray
+from ultraep.plane import Microbatch
 
 REMEMBERED = 64  # microbatches of a layer; more can hardly wait for their backward pass
 
@@ -22,39 +24,40 @@ REMEMBERED = 64  # microbatches of a layer; more can hardly wait for their backw
 class Moment(NamedTuple):
     """Where the loads of a microbatch stand in the history of its layer."""
 
-    before: IntArray  # [E] the loads that came before these in this layer; these if none did
-    number: int | None  # of the microbatch in this layer; None: computed again, and forgotten
+    before: IntArray  # [E] the loads before these in this layer; these if there were none
+    number: int | None  # of the microbatch in this layer; None: recomputed, but not remembered
+
+
+class _Entry(NamedTuple):
+    loads: IntArray  # [E]
+    moment: Moment
+    microbatch: weakref.ref[Microbatch]
+
+    def waits(self) -> bool:
+        """Whether backward may still compute this microbatch again."""
+        microbatch = self.microbatch()
+        return microbatch is not None and not microbatch.back
 
 
 class History:
     """The last loads of every layer."""
 
     def __init__(self) -> None:
-        self._loads: dict[int, deque[IntArray]] = defaultdict(lambda: deque(maxlen=REMEMBERED + 1))
-        self._numbers: dict[int, deque[int | None]] = defaultdict(
-            lambda: deque(maxlen=REMEMBERED + 1)
-        )
+        self._entries: dict[int, deque[_Entry]] = defaultdict(lambda: deque(maxlen=REMEMBERED + 1))
         self._counts: dict[int, int] = defaultdict(int)
 
-    def note(self, layer: int, loads_E: IntArray, *, again: bool) -> Moment:
-        """Remember these loads, unless they were here before.
-
-        again: whether forward is computed again, in backward.
-        """
-        known, numbers = self._loads[layer], self._numbers[layer]
+    def note(self, microbatch: Microbatch, loads_E: IntArray) -> Moment:
+        """Return the past of these loads, and remember them unless they are recomputed."""
+        layer, entries = microbatch.layer, self._entries[microbatch.layer]
+        equal = [entry for entry in reversed(entries) if np.array_equal(entry.loads, loads_E)]
+        waiting = [entry for entry in equal if entry.waits()]
+        if microbatch.again and equal:
+            return (waiting or equal)[0].moment
+        before = waiting[0].moment.before if waiting else entries[-1].loads if entries else loads_E
         number = None
-        if again:
-            for index in range(len(known) - 1, -1, -1):
-                if np.array_equal(known[index], loads_E):
-                    return Moment(known[max(0, index - 1)], numbers[index])
-        else:
+        if not microbatch.again:
             number = self._counts[layer]
             self._counts[layer] += 1
-        known.append(loads_E)
-        numbers.append(number)
-        return Moment(known[max(0, len(known) - 2)], number)
-
-
-def in_backward() -> bool:
-    """Whether autograd runs in this thread, so that a forward pass can only be a second one."""
-    return torch._C._current_graph_task_id() != -1
+        moment = Moment(before, number)
+        entries.append(_Entry(loads_E, moment, weakref.ref(microbatch)))
+        return moment

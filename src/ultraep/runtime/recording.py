@@ -131,7 +131,7 @@ class Recording:
     def planned(self, microbatch: Microbatch, plan: Plan) -> None:
         """The microbatch has a plan, and thereby a place among those of its layer."""
         layer, again = microbatch.layer, microbatch.again
-        moment = self._history.note(layer, plan.loads.sum(axis=0), again=again)
+        moment = self._history.note(microbatch, plan.loads.sum(axis=0))
         rows = rows_received(plan, self._rank).sum(axis=0).tolist()
         key = self._key_again(layer, moment) if again else self._key(layer, moment, self._step)
         found = _Pass(plan, key, rows)
@@ -159,7 +159,8 @@ class Recording:
 
     def replayed(self, layer: int, step: int | None, plan: Plan, sent: Sent, began: float) -> None:
         """A graph has served a microbatch: it has no seconds. sent: what, bytes of a copy."""
-        moment = self._history.note(layer, plan.loads.sum(axis=0), again=False)
+        replay = Microbatch(layer, 0, again=False)
+        moment = self._history.note(replay, plan.loads.sum(axis=0))
         step, layer, number = self._key(layer, moment, step)
         rows = rows_received(plan, self._rank).sum(axis=0).tolist()
         moved = sum(nbytes * copies_sent(plan, what, self._rank) for what, nbytes in sent)

@@ -63,7 +63,10 @@ class MappedCopies:
 
     def __exit__(self, *error: object) -> None:
         assert self._lent is not None, "left a block that was not entered"
+        if self._sent:  # nobody has waited for the slots
+            self.tensors()
         self._plane.lent = None
+        self._plane.in_backward.discard(self)
         self._lent.close()
         self._lent = None
 
@@ -89,6 +92,7 @@ class MappedCopies:
             else:
                 self._tell(layout)
             self._lent = stack.pop_all()
+        self._plane.in_backward.add(self)
 
     def _scheduled(self, layout: Layout) -> torch.Tensor:
         """What this rank has to do now: others may have filled the slots since the last time."""

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from ultraep.backends.triton.board import AS_PROMISED, Told
-from ultraep.bundle import Bundle, given_tensors, resolve, signature
+from ultraep.bundle import Bundle, resolve, signature
 from ultraep.comm import Communicator, Peers
 from ultraep.config import BalanceConfig
 from ultraep.errors import ConfigError, LoadError
@@ -26,6 +26,7 @@ from ultraep.plan import Plan
 from ultraep.plan import plan as make_plan
 from ultraep.plane import NO_LAYER, Microbatch
 from ultraep.runtime.agreement import Agreement, Place, Point
+from ultraep.runtime.backward import LentInBackward
 from ultraep.runtime.capacity import Capacity
 from ultraep.runtime.history import History
 from ultraep.runtime.mapped.control import POLICIES, DevicePlan
@@ -89,6 +90,7 @@ class MappedPlane:
         self._capacity = Capacity(settings.capacity, topology, config)
         self._seen = 0  # the most rows that a rank was planned to serve, as far as all know
         self._history = History()
+        self.in_backward = LentInBackward()
         self._adopted: DevicePlan | None = None
         self._kept: torch.Tensor | None = None  # schedule of copies that stay
 
@@ -96,6 +98,7 @@ class MappedPlane:
         self, ids: torch.Tensor, microbatch: Microbatch, bundle: Bundle, **rows: Any
     ) -> DeviceLoads:
         """Stage 1."""
+        self.in_backward.give_back()
         told = signature(resolve(bundle), **rows)
         room, most = self._room_for(ids, microbatch, told)
         room.look()
@@ -111,7 +114,7 @@ class MappedPlane:
         versions = torch.empty(self._peers.size, dtype=torch.int32, device=self._peers.device)
         if capturing(self._peers.device):
             return Told(AS_PROMISED, self._promise, versions)
-        number = self._versions.of(layer, given_tensors(bundle))
+        number = self._versions.of(layer, bundle)
         return Told(even(number) if self._versions.promise else 0, self._promise, versions)
 
     @property
@@ -143,9 +146,8 @@ class MappedPlane:
                 f"the device plans {control.config.policy!r}"
             )
         numbers = loads.on_device.cpu().numpy().astype("int64")
-        microbatch = loads.microbatch
-        moment = self._history.note(microbatch.layer, numbers.sum(axis=0), again=microbatch.again)
-        plan = make_plan(numbers, self.topology, config, history=moment.before)
+        past = self._history.note(loads.microbatch, numbers.sum(axis=0)).before
+        plan = make_plan(numbers, self.topology, config, history=past)
         plan.check_limits()
         self._capacity.check(plan)
         return control.adopt(plan).kept()

@@ -70,6 +70,8 @@ class MessageCopies:
 
     @unseen()
     def __enter__(self) -> Self:
+        if self in self._plane.in_backward:  # of a pass that failed, and is run once more
+            return self
         tensors = resolve(self._bundle)
         layout = self._layout = Layout.of(tensors, self.num_homes)
         with ExitStack() as stack:
@@ -79,10 +81,12 @@ class MessageCopies:
             self._buffer = stack.enter_context(lend)
             self._fill(self._buffer, layout, tensors)
             self._lent = stack.pop_all()
+        self._plane.in_backward.add(self)
         return self
 
     def __exit__(self, *error: object) -> None:
         assert self._lent is not None, "left a block that was not entered"
+        self._plane.in_backward.discard(self)
         self._lent.close()
         self._lent = None
 

@@ -18,14 +18,7 @@ import torch
 
 from ultraep.arrays import IntArray
 from ultraep.backends import backend_for
-from ultraep.bundle import (
-    Bundle,
-    Layout,
-    device_of_bundle,
-    given_tensors,
-    resolve,
-    signature,
-)
+from ultraep.bundle import Bundle, Layout, device_of_bundle, resolve, signature
 from ultraep.comm import Communicator
 from ultraep.config import BalanceConfig
 from ultraep.dispatch import RowMessages
@@ -36,6 +29,7 @@ from ultraep.plan import plan as make_plan
 from ultraep.plane import NO_LAYER, Microbatch
 from ultraep.reroute import Routes, reroute, routes_of
 from ultraep.runtime.agreement import Agreement, Place, Point, short_digest
+from ultraep.runtime.backward import LentInBackward
 from ultraep.runtime.capacity import Capacity
 from ultraep.runtime.history import History
 from ultraep.runtime.messages.copies import MessageCopies
@@ -97,6 +91,7 @@ class MessagesPlane:
         self._config, self._agreement, self._versions = config, agreement, versions
         self._capacity = Capacity(settings.capacity, topology, config)
         self._history = History()
+        self.in_backward = LentInBackward()
         self._control: ControlPlane | None = None
         self._ahead: _Ahead | None = None
         self._last_config: dict[int, BalanceConfig] = {}  # by layer
@@ -107,6 +102,7 @@ class MessagesPlane:
         self, ids: torch.Tensor, microbatch: Microbatch, bundle: Bundle, **rows: Any
     ) -> HostLoads:
         """Stage 1."""
+        self.in_backward.give_back()
         self._control = self._control_for(ids)
         loads_E, refused = self._count(ids)
         self._counted = microbatch
@@ -116,7 +112,7 @@ class MessagesPlane:
             _place(Point.LOADS_AGAIN if microbatch.again else Point.LOADS, microbatch),
             loads_E,
             told=told,
-            version=self._versions.of(microbatch.layer, given_tensors(bundle)),
+            version=self._versions.of(microbatch.layer, bundle),
             refused=refused,
             meanwhile=(lambda found: self._work_ahead(microbatch, ids, found)) if counted else None,
         )
@@ -138,8 +134,7 @@ class MessagesPlane:
     def plan(self, loads: HostLoads, config: BalanceConfig) -> Plan:
         """Stage 2."""
         microbatch = loads.microbatch
-        total, again = loads.loads.sum(axis=0), microbatch.again
-        moment = self._history.note(microbatch.layer, total, again=again)
+        past = self._history.note(microbatch, loads.loads.sum(axis=0)).before
         self._last_config[microbatch.layer] = config
         if self._control is not None and self._control.use(config):
             ahead = self._ahead
@@ -150,9 +145,7 @@ class MessagesPlane:
             self._known_to_control = plan
         else:
             backend = self.settings.backend
-            plan = make_plan(
-                loads.loads, self.topology, config, backend=backend, history=moment.before
-            )
+            plan = make_plan(loads.loads, self.topology, config, backend=backend, history=past)
         plan.check_limits()
         self._capacity.check(plan)
         return plan
