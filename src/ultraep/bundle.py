@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import torch
 
@@ -56,7 +56,8 @@ def device_of_bundle(tensors: Mapping[str, Stack]) -> torch.device:
     return next(t.device for stack in tensors.values() for t in tensors_of(stack))
 
 
-class Seen(NamedTuple):
+@dataclass(frozen=True, eq=False, slots=True)
+class Seen:
     """A tensor as it was. It is not mistaken for a new tensor in the same memory."""
 
     tensor: weakref.ref[torch.Tensor]
@@ -69,10 +70,11 @@ class Seen(NamedTuple):
         return cls(weakref.ref(tensor), tensor.data_ptr(), writes)
 
     def __eq__(self, other: object) -> bool:
-        same = isinstance(other, Seen) and self.tensor() is other.tensor()
-        return same and self[1:] == other[1:]
-
-    __hash__ = None  # type: ignore[assignment]
+        return (
+            isinstance(other, Seen)
+            and self.tensor() is other.tensor()
+            and (self.address, self.writes) == (other.address, other.writes)
+        )
 
 
 Weights: TypeAlias = list[Seen | Callable[[], Stack]]

@@ -9,29 +9,34 @@ from ultraep.plane import Copies
 
 def in_backward() -> bool:
     """Whether autograd is running in this thread, so that a forward pass is a recomputation."""
-    return torch._C._current_graph_task_id() != -1
+    return _backward_pass() != -1
+
+
+def _backward_pass() -> int:
+    """The number of the backward pass that runs in this thread; -1: there is none."""
+    return torch._C._current_graph_task_id()
 
 
 class LentInBackward:
-    """The copies of one rank whose slots a backward pass is using."""
+    """The copies of one rank whose slots a backward pass is using.
+
+    A pass that raises an exception does not give its slots back. The next one to need slots does.
+    """
 
     def __init__(self) -> None:
-        self._lent: list[Copies] = []
-
-    def __contains__(self, copies: Copies) -> bool:
-        return any(other is copies for other in self._lent)
+        self._lent: list[tuple[int, Copies]] = []
 
     def add(self, copies: Copies) -> None:
         """Note copies whose slots were just lent, if backward is running."""
         if in_backward():
-            self._lent.append(copies)
+            self._lent.append((_backward_pass(), copies))
 
     def discard(self, copies: Copies) -> None:
         """Forget copies whose slots were given back."""
-        self._lent = [other for other in self._lent if other is not copies]
+        self._lent = [(number, other) for number, other in self._lent if other is not copies]
 
     def give_back(self) -> None:
-        """Give back what a backward pass that raised an exception has kept."""
-        if not in_backward():
-            for copies in self._lent:
+        """Give back the slots of all backward passes but the one that is running."""
+        for number, copies in self._lent:
+            if number != _backward_pass():
                 copies.__exit__(None, None, None)

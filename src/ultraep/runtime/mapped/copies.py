@@ -56,6 +56,7 @@ class MappedCopies:
         return self._memory.streamer.homes
 
     def __enter__(self) -> Self:
+        self._plane.in_backward.give_back()
         if self._lent is None:
             self.begin()
         self._plane.lent = self
@@ -76,6 +77,7 @@ class MappedCopies:
     @unseen()
     def begin(self) -> None:
         """Begin to fill the slots, aside; nothing is sent if they still hold what is wanted."""
+        self._plane.in_backward.give_back()
         memory, tensors = self._memory, resolve(self._bundle)
         layout = Layout.of(tensors, self.num_homes)
         with ExitStack() as stack:

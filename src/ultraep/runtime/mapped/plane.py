@@ -98,7 +98,6 @@ class MappedPlane:
         self, ids: torch.Tensor, microbatch: Microbatch, bundle: Bundle, **rows: Any
     ) -> DeviceLoads:
         """Stage 1."""
-        self.in_backward.give_back()
         told = signature(resolve(bundle), **rows)
         room, most = self._room_for(ids, microbatch, told)
         room.look()

@@ -102,7 +102,6 @@ class MessagesPlane:
         self, ids: torch.Tensor, microbatch: Microbatch, bundle: Bundle, **rows: Any
     ) -> HostLoads:
         """Stage 1."""
-        self.in_backward.give_back()
         self._control = self._control_for(ids)
         loads_E, refused = self._count(ids)
         self._counted = microbatch
