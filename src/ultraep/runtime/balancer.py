@@ -341,7 +341,7 @@ class Balancer(Unique):
         stream; there, only `weights_changed` reports changes. A capture promises nothing.
         """
         try:
-            with self._versions.unchanged(self.weights_changed):
+            with self._versions.unchanged():
                 self._promise()
                 yield
         finally:

@@ -20,6 +20,7 @@ from ultraep.comm import Communicator, Message, Peers
 from ultraep.config import check_timeout
 from ultraep.errors import CommunicationError, ConfigError
 from ultraep.runtime.mapped.peers import LocalPeers
+from ultraep.runtime.versions import count_optimizer_steps
 
 T = TypeVar("T")
 
@@ -46,6 +47,7 @@ class LocalGroup:
         """`work(communicator)` on every rank at once; the results in the order of ranks."""
         results: list[Any] = [None] * self.size
         self._ended.clear()
+        count_optimizer_steps()  # while no other thread is using an optimizer
 
         def on_rank(rank: int) -> None:
             with _Watch(self, rank):

@@ -120,6 +120,7 @@ class MappedCopies:
             return
         self._plane.watch.sent(self._microbatch, "weights", layout.nbytes, sent)
 
+    @unseen()
     def tensors(self) -> dict[str, torch.Tensor]:
         """`[L, ...]` for every tensor of the bundle; the main stream waits for them."""
         if self._lent is None:
@@ -128,6 +129,7 @@ class MappedCopies:
         self._sent = {}
         return self._held
 
+    @unseen()
     def served_rows(self, like_AD: torch.Tensor) -> torch.Tensor:
         """[A, D] where others can pull from."""
         memory, width = self._memory, like_AD.shape[1]
@@ -146,6 +148,7 @@ class MappedCopies:
             n: torch.empty(0, *s, dtype=dtype, device=device) for n, (s, dtype) in kinds.items()
         }
 
+    @unseen()
     def spans(self) -> torch.Tensor:
         """[H, 2] which stand at the end of the schedule."""
         assert self.schedule is not None, "nothing was sent"

@@ -10,6 +10,7 @@ from collections.abc import Callable
 import torch
 
 from ultraep.backends.triton.exchange import scalar_type
+from ultraep.modes import unseen
 from ultraep.runtime.mapped.control import DeviceRoutes
 from ultraep.runtime.mapped.memory import MappedMemory
 
@@ -25,6 +26,7 @@ class MappedExchange:
         self.slots, self._shape = routes.slots, routes.slots.shape
         self.offsets = self._rows.offsets
 
+    @unseen()
     def begins(self) -> list[int]:
         """The offsets on the host; waits for the device."""
         found: list[int] = self.offsets.tolist()

@@ -111,6 +111,7 @@ class MessageCopies:
         self._gradients = layout, rows
         return layout.views(rows)
 
+    @unseen()
     def spans(self) -> torch.Tensor:
         """[H, 2] from the plan."""
         mine = self.plan.topology.home_experts(self._plane.comm.rank)
