@@ -1,0 +1,382 @@
+"""What backward relies on: the forward pass that its tensors come from, and slots it gives back."""
+
+from copy import deepcopy
+from functools import partial
+
+import pytest
+import torch
+from dense import Example, assert_close, network
+from torch import nn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from ultraep import (
+    BalancedMoE,
+    Balancer,
+    ConfigError,
+    ExpertsFrom,
+    LocalGroup,
+    Routing,
+    UltraEPError,
+    serve,
+)
+from ultraep.dispatch import Arrivals
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+TWO = Example([20, 16], experts=4)
+NAMES = ("gate_up_proj", "down_proj")
+
+
+def seam(layer, run=network, bundle=None):
+    bundle = layer.experts.bundle if bundle is None else bundle
+    experts = ExpertsFrom(run, bundle, list(layer.experts.home_experts))
+    return BalancedMoE(layer.router, experts, balancer=layer.balancer)
+
+
+def on_ranks(body, **options):
+    def work(comm):
+        return body(Balancer(experts=TWO.experts, communicator=comm, **options))
+
+    return LocalGroup(TWO.ranks).run(work)
+
+
+def gradients(layers, x):
+    weights = [getattr(layer.experts, name) for layer in layers for name in NAMES]
+    return [x.grad, *(weight.grad for weight in weights)]
+
+
+def assert_equal_gradients(found, wanted):
+    for ours, theirs in zip(found, wanted, strict=True):
+        for one, other in zip(ours, theirs, strict=True):
+            assert_close(one, other)
+
+
+# Checkpointing
+
+
+def several_layers(balancer, around):
+    """Two layers with hot experts on different ranks, in one checkpoint."""
+    examples = [Example(TWO.tokens, experts=4, skew=skew, seed=3) for skew in (2.0, -2.0)]
+    layers = [example.layer(balancer) for example in examples]
+    balanced = [seam(layer) for layer in layers]
+    x = TWO.inputs[balancer.rank].clone().requires_grad_()
+
+    def forward(x):
+        for layer in balanced:
+            x = x + layer(x)
+        return x
+
+    around(forward, x).square().sum().backward()
+    assert all(layer.last_plan.num_replicas for layer in balanced)
+    return gradients(layers, x)
+
+
+@pytest.mark.parametrize("buffers", [1, 2, 3])
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_checkpoint_around_several_layers(buffers, reentrant):
+    again = partial(checkpoint, use_reentrant=reentrant)
+    found = on_ranks(partial(several_layers, around=again), in_flight=buffers)
+    wanted = on_ranks(partial(several_layers, around=lambda forward, x: forward(x)))
+    assert_equal_gradients(found, wanted)
+
+
+def skipping(rows, counts, tensors):
+    """The network, which calls no op for experts without rows."""
+    kept = [index for index, count in enumerate(counts) if count]
+    own = {name: [stack[index] for index in kept] for name, stack in tensors.items()}
+    return network(rows, [counts[index] for index in kept], own)
+
+
+def first_microbatch(balancer, around):
+    layer, x = TWO.layer(balancer), TWO.inputs[balancer.rank].clone().requires_grad_()
+    around(seam(layer, skipping), x).square().sum().backward()
+    return gradients([layer], x)
+
+
+def test_selective_checkpointing_of_the_first_microbatch():
+    kept = partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
+    selective = partial(checkpoint, use_reentrant=False, context_fn=kept)
+    found = on_ranks(partial(first_microbatch, around=selective))
+    wanted = on_ranks(partial(first_microbatch, around=lambda layer, x: layer(x)))
+    assert_equal_gradients(found, wanted)
+
+
+class Hot(nn.Module):
+    """A router that sends every token to one expert, which can be changed."""
+
+    expert = 0
+
+    def forward(self, tokens):
+        ids = torch.full((len(tokens), 1), self.expert)
+        return Routing(ids, torch.ones(len(tokens), 1, dtype=tokens.dtype))
+
+
+@pytest.mark.parametrize("policy", ["eplb", "lplb"])
+@pytest.mark.parametrize("make", [seam, lambda layer: layer])
+def test_microbatches_with_equal_loads_are_recomputed_with_their_own_plans(policy, make):
+    def body(balancer, around):
+        layer = TWO.layer(balancer)
+        layer.router = Hot()
+        moe, x = make(layer), TWO.inputs[balancer.rank].clone().requires_grad_()
+        layer.router.expert = 2
+        with torch.no_grad():
+            moe(x)
+        layer.router.expert = 0
+        first, second = around(moe, x), around(moe, x)
+        first.square().sum().backward()
+        (3 * second.square().sum()).backward()
+        return gradients([layer], x)
+
+    again = partial(checkpoint, use_reentrant=False)
+    found = on_ranks(partial(body, around=again), slots=4, policy=policy)
+    wanted = on_ranks(partial(body, around=lambda moe, x: moe(x)), slots=4, policy=policy)
+    assert_equal_gradients(found, wanted)
+
+
+# Second derivatives
+
+
+def linear(rows, counts, tensors):
+    return torch.cat([part @ w for part, w in zip(rows.split(counts), tensors["w"], strict=True)])
+
+
+def test_a_second_derivative_through_gates_and_frozen_linear_experts_is_refused():
+    def body(balancer):
+        homes = balancer.topology.home_experts(balancer.rank).tolist()
+        weights = torch.randn(len(homes), 16, 16, dtype=torch.float64)
+        router = TWO.layer(balancer).router
+        layer = BalancedMoE(router, ExpertsFrom(linear, {"w": weights}, homes), balancer=balancer)
+        x = TWO.inputs[balancer.rank].clone().requires_grad_()
+        (first,) = torch.autograd.grad(layer(x).sum(), [router.weight], create_graph=True)
+        with pytest.raises(RuntimeError, match="once_differentiable"):
+            first.square().sum().backward()
+
+    on_ranks(body)
+
+
+def served(balancer, bundle, gates, ids, tokens):
+    """[T, D] outputs of one rank whose rows the caller sorts, as other dispatchers do."""
+    loads = balancer.gather(ids, bundle=bundle, rows=tokens, gates=gates)
+    plan = balancer.plan(loads)
+    with balancer.replicate(plan, loads, bundle) as copies:
+        exchange = balancer.reroute(ids, plan, loads)
+        order = exchange.slots.flatten().argsort(stable=True)
+        token_of_row = order // ids.shape[1]
+        arrivals = Arrivals(tokens[token_of_row], gates.flatten()[order], exchange)
+        outputs = serve(linear, arrivals, copies, bundle)
+    return torch.zeros_like(tokens).index_add(0, token_of_row, outputs)
+
+
+def one_rank(comm, *, learns):
+    draw = torch.Generator().manual_seed(0)
+    weights = torch.randn(8, 16, 16, generator=draw, dtype=torch.float64, requires_grad=learns)
+    logits = torch.randn(100, 2, generator=draw, dtype=torch.float64, requires_grad=True)
+    ids = torch.randint(0, 8, (100, 2), generator=draw)
+    tokens = torch.randn(100, 16, generator=draw, dtype=torch.float64)
+    balancer = Balancer(experts=8, communicator=comm)
+    return logits, lambda: served(balancer, {"w": weights}, logits.softmax(1), ids, tokens)
+
+
+def test_a_second_derivative_through_a_dispatcher_of_others_is_refused():
+    def work(comm):
+        logits, forward = one_rank(comm, learns=True)
+        y = forward()
+        (first,) = torch.autograd.grad(y.sum(), [logits], create_graph=True)
+        with pytest.raises(RuntimeError, match="once_differentiable"):
+            (y.square().sum() + first.square().sum()).backward()
+
+    LocalGroup(1).run(work)
+
+
+# Slots that come back
+
+
+def test_two_microbatches_in_one_backward_when_only_gates_learn():
+    def work(comm):
+        logits, forward = one_rank(comm, learns=False)
+        (forward().sum() + forward().sum()).backward()
+        both, logits.grad = logits.grad, None
+        forward().sum().backward()
+        assert_close(both, 2 * logits.grad)
+
+    LocalGroup(1).run(work)
+
+
+class Failure(Exception):
+    pass
+
+
+class Raising:
+    """The network; its backward raises once, if it is told to."""
+
+    def __init__(self, *, fails):
+        self.fails = fails
+
+    def __call__(self, *given):
+        outputs = network(*given)
+        if outputs.requires_grad:
+            outputs.register_hook(self._raise)
+        return outputs
+
+    def _raise(self, _):
+        if self.fails:
+            self.fails = False
+            raise Failure
+
+
+@pytest.mark.parametrize("then", ["another step", "the same again", "one that waits"])
+def test_after_an_exception_in_backward_the_next_step_is_right(then):
+    def body(balancer, *, fails):
+        layer, rank = TWO.layer(balancer), balancer.rank
+        moe = seam(layer, Raising(fails=fails))
+        x = TWO.inputs[rank].clone().requires_grad_()
+        first = moe(x)
+        waits = moe(x) if then == "one that waits" else None
+        if fails:
+            with pytest.raises(Failure):
+                first.backward(TWO.gradients[rank], retain_graph=True)
+        layer.zero_grad()
+        x.grad = None
+        following = {"another step": lambda: moe(x), "the same again": lambda: first}
+        y = following.get(then, lambda: waits)()
+        y.backward(TWO.gradients[rank])
+        return gradients([layer], x)
+
+    assert_equal_gradients(
+        on_ranks(partial(body, fails=True)), on_ranks(partial(body, fails=False))
+    )
+
+
+def test_an_exception_in_the_backward_of_one_rank_stops_all_ranks():
+    stopped = []
+
+    def body(balancer):
+        layer = TWO.layer(balancer)
+        moe, x = seam(layer, Raising(fails=balancer.rank == 0)), TWO.inputs[balancer.rank]
+        try:
+            moe(x).sum().backward()
+        except Failure:
+            with pytest.raises(UltraEPError):
+                moe(x)
+        except UltraEPError:
+            stopped.append(balancer.rank)
+            raise
+
+    with pytest.raises(UltraEPError, match=r"rank 1 is at all_to_all, rank 0 at all_gather"):
+        on_ranks(body)
+    assert stopped == [1]
+
+
+# Promises
+
+
+class Held(nn.Module):
+    """Weights of home experts that a bundle asks for."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.up = nn.Parameter(layer.experts.gate_up_proj.detach().clone())
+        self.down = nn.Parameter(layer.experts.down_proj.detach().clone())
+
+    def bundle(self):
+        return {"gate_up_proj": self.get_up, "down_proj": self.get_down}
+
+    def get_up(self):
+        return self.up
+
+    def get_down(self):
+        return self.down
+
+
+def promising(balancer):
+    """A layer whose weights are returned by functions; one microbatch has been served."""
+    layer = TWO.layer(balancer)
+    held = Held(layer)
+    moe = seam(layer, bundle=held.bundle())
+    moe.held = held
+    return moe, TWO.inputs[balancer.rank]
+
+
+@torch.no_grad()
+def tripled(module):
+    for parameter in module.parameters():
+        parameter.mul_(3)
+
+
+def test_a_deep_copy_is_another_layer():
+    def body(balancer):
+        moe, x = promising(balancer)
+        other = deepcopy(moe)
+        assert other.layer_index != moe.layer_index
+        tripled(other.held)
+        with torch.no_grad():
+            wanted = other(x)
+            with balancer.unchanged_weights():
+                moe(x)
+                assert_close(other(x), wanted)
+
+    on_ranks(body)
+
+
+def test_two_layers_under_one_number_are_told_apart():
+    def body(balancer):
+        layers = [promising(balancer) for _ in range(2)]
+        tripled(layers[1][0].held)
+        for moe, _ in layers:
+            moe.layer_index = 0
+        with torch.no_grad():
+            wanted = [moe(x) for moe, x in layers]
+            with balancer.unchanged_weights():
+                for (moe, x), expected in zip(layers * 2, wanted * 2, strict=True):
+                    assert_close(moe(x), expected)
+
+    on_ranks(body)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_promise_notices_steps_of_optimizers(fused):
+    def body(balancer):
+        moe, x = promising(balancer)
+        for parameter in moe.held.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer = torch.optim.SGD(moe.held.parameters(), lr=0.1, fused=fused)
+        with torch.no_grad(), balancer.unchanged_weights():
+            moe(x)
+            optimizer.step()
+            found = moe(x)
+        with torch.no_grad():
+            assert_close(found, moe(x))
+
+    on_ranks(body)
+
+
+def test_tensors_can_be_swapped_after_a_word():
+    def body(balancer):
+        layer = TWO.layer(balancer)
+        moe, x = seam(layer), TWO.inputs[balancer.rank]
+        weight = layer.experts.down_proj
+        other = nn.Parameter(3 * weight.detach())
+        with torch.no_grad(), balancer.unchanged_weights():
+            moe(x)
+            with pytest.raises(RuntimeError, match="weakref"):
+                torch.utils.swap_tensors(weight, other)
+            balancer.weights_changed()
+            torch.utils.swap_tensors(weight, other)
+            found = moe(x)
+        with torch.no_grad():
+            assert_close(found, moe(x))
+
+    on_ranks(body)
+
+
+def test_functions_whose_values_change_are_refused():
+    def body(balancer):
+        layer = TWO.layer(balancer)
+        dropped = {
+            name: lambda w=weight: nn.functional.dropout(w, 0.5)
+            for name, weight in layer.experts.bundle.items()
+        }
+        with pytest.raises(ConfigError, match="'gate_up_proj' returned different values in two"):
+            seam(layer, bundle=dropped)(TWO.inputs[balancer.rank])
+
+    on_ranks(body)
