@@ -1,0 +1,322 @@
+"""A MoE layer in eight real processes on one card, forward and backward, with default settings.
+
+    python benchmarks/bench_ranks_gpu.py                     # needs a GPU and CUDA MPS
+    python benchmarks/bench_ranks_gpu.py --models qwen       # one model
+    python benchmarks/bench_ranks_gpu.py --toy               # two CPU processes, tiny, for CI
+
+Every process is a rank of its own, with a share of the card's multiprocessors (`mps.py`), and
+launches its kernels itself. Variants take turns: no balancing, the default settings, with the
+objective "balance", and random even routing as the ceiling. `eager` launches every kernel; `graphs`
+replays a CUDA graph of the step. Rates are measured by the ranks, as in any training. Outputs and
+gradients of every variant are compared with those without balancing before anything is timed.
+
+Shapes: T tokens of a rank, K experts per token, R ranks, E experts, D model width.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from bench_layer import AFTER, BEFORE, COPIES, GAIN, RATE, STEP
+from harness import Line, Metric, Mismatch, Report, common_options
+from load_cases import HotRank, Shape, ids_with, random_even_ids
+from mps import shared_card
+from timing import on_gpu
+from world import Given, given_layer, on_ranks
+
+import ultraep
+from ultraep import BalanceConfig
+
+EVEN = "random even routing"
+NONE, DEFAULT, BALANCE = "none", "default", "objective balance"
+CONFIGS = {
+    NONE: BalanceConfig(policy="none"),
+    DEFAULT: BalanceConfig(),
+    BALANCE: BalanceConfig(objective="balance"),
+}
+MODES = ("eager", "graphs")
+OF_EVEN = Metric("share_of_random_even_routing", "share", "of even", ".3f")
+TOLERANCE = {torch.bfloat16: 2e-2, torch.float32: 1e-5}
+Step = Callable[[], None]
+Facts = dict[str, dict[str, float]]  # of every variant
+
+
+@dataclass(frozen=True, kw_only=True)
+class Size(Shape):
+    """A layer, and what is measured with it."""
+
+    model: str
+    ranks: int = 8
+    top_k: int = 8
+    all_tokens: tuple[int, ...] = (4096, 512)
+    loads: tuple[HotRank | None, ...] = (
+        None,
+        HotRank(1.5),
+        HotRank(2.0),
+        HotRank(3.0),
+        HotRank(2.0, inner=1.5),
+    )
+    modes: tuple[str, ...] = MODES
+    rounds: int = 7
+    steps: int = 4  # that are timed together
+
+
+MODELS = {
+    "qwen": Size(model="Qwen3-235B", hidden=4096, ffn=1536, experts=128, tokens=0),
+    "deepseek": Size(model="DeepSeek-V3", hidden=7168, ffn=2048, experts=128, tokens=0),
+    "gpt-oss": Size(model="gpt-oss-120b", hidden=2880, ffn=2880, experts=128, top_k=4, tokens=0),
+}
+TOY = Size(
+    model="toy",
+    hidden=32,
+    ffn=16,
+    experts=8,
+    top_k=2,
+    ranks=2,
+    tokens=0,
+    all_tokens=(64,),
+    loads=(None, HotRank(1.5)),
+    modes=("eager",),
+    rounds=1,
+    steps=1,
+)
+
+
+class Variants:
+    """The layer of one rank under every config, with the same weights and tokens."""
+
+    def __init__(self, size: Size, rank: int, device: torch.device) -> None:
+        self.size, self.rank, self.device = size, rank, device
+        self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        self.router = Given()
+        draw = torch.Generator(device=device).manual_seed(rank)
+        options: dict[str, Any] = {"generator": draw, "device": device, "dtype": self.dtype}
+        shape = size.tokens, size.hidden
+        self.x = torch.randn(shape, **options).requires_grad_()
+        self.dy = torch.randn(shape, **options)
+        self.weights = drawn_weights(size, rank, device, self.dtype)
+        self.layers = {name: self._layer(config) for name, config in CONFIGS.items()}
+
+    def _layer(self, config: BalanceConfig) -> ultraep.BalancedMoE:
+        balancer = ultraep.Balancer(
+            dist.group.WORLD, experts=self.size.experts, config=config, timeout=120.0
+        )
+        return given_layer(balancer, self.router, self.weights)
+
+    def route(self, load: HotRank | None) -> None:
+        """Give the tokens of this rank these choices; None: random ones, all experts alike."""
+        size = self.size
+        if load is None:
+            ids = random_even_ids(size, seed=self.rank)
+        else:
+            ids = ids_with(load.draw(size)[self.rank], size, seed=self.rank)
+        gates = torch.rand(ids.shape, generator=torch.Generator().manual_seed(self.rank))
+        self.router.ids = ids.to(self.device)
+        self.router.gates = gates.to(self.device, self.dtype).requires_grad_()
+
+    def forget(self) -> None:
+        assert self.router.gates is not None
+        for tensor in (self.x, self.router.gates, *self.weights.values()):
+            tensor.grad = None
+
+    def step(self, name: str) -> torch.Tensor:
+        self.forget()
+        y: torch.Tensor = self.layers[name](self.x)
+        y.backward(self.dy)
+        return y
+
+    def check(self) -> None:
+        """Compare outputs and gradients of all variants with those of none."""
+        wanted = self._results(NONE)
+        for name in self.layers:
+            for what, tensor in self._results(name).items():
+                error = (tensor - wanted[what]).norm() / wanted[what].norm()
+                if not error <= TOLERANCE[self.dtype]:
+                    raise Mismatch(f"{name}: {what} is off by {error:.2g} from {NONE}")
+
+    def _results(self, name: str) -> dict[str, torch.Tensor]:
+        y = self.step(name)
+        assert self.x.grad is not None
+        found = {"outputs": y.detach(), "gradients of tokens": self.x.grad}
+        found |= {
+            f"gradients of {n}": w.grad for n, w in self.weights.items() if w.grad is not None
+        }
+        return {what: tensor.float().clone() for what, tensor in found.items()}
+
+    def close(self) -> None:
+        for layer in self.layers.values():
+            layer.balancer.close()
+
+
+def drawn_weights(
+    size: Size, rank: int, device: torch.device, dtype: torch.dtype
+) -> dict[str, torch.nn.Parameter]:
+    """The weights of the home experts of a rank."""
+    homes = size.experts // size.ranks
+    draw = torch.Generator(device=device).manual_seed(1000 + rank)
+    shapes = {"gate_up_proj": (2 * size.ffn, size.hidden), "down_proj": (size.hidden, size.ffn)}
+    return {
+        name: torch.nn.Parameter(
+            torch.empty(homes, *shape, device=device, dtype=dtype).uniform_(
+                -(shape[1] ** -0.5), shape[1] ** -0.5, generator=draw
+            )
+        )
+        for name, shape in shapes.items()
+    }
+
+
+def on_rank(rank: int, size: Size, cuda: bool) -> list[dict[str, Any]]:
+    """One process: all loads and modes of one number of tokens."""
+    device = torch.device("cuda", 0) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    variants = Variants(size, rank, device)
+    found = []
+    for load in size.loads:
+        for mode in size.modes:
+            facts = measure(variants, load, mode)
+            name = EVEN if load is None else load.name
+            found.append({"load": name, "mode": mode, "variants": facts})
+            if rank == 0:
+                print(f"... {size.tokens} tokens, {name}, {mode}", file=sys.stderr, flush=True)
+    planes = {name: repr(layer.balancer) for name, layer in variants.layers.items()}
+    variants.close()
+    return [{**case, "planes": planes} for case in found]
+
+
+def measure(variants: Variants, load: HotRank | None, mode: str) -> Facts:
+    """Seconds of a step of every variant, and of none with even routing, which take turns."""
+    variants.route(load)
+    for name in variants.layers:
+        variants.step(name)  # takes memory, measures rates
+    variants.check()
+    planned = {name: layer.last_plan for name, layer in variants.layers.items()}
+    plans = {name: plan.to_host() for name, plan in planned.items() if plan is not None}
+    steps = {name: stepper(variants, name, mode) for name in variants.layers}
+    routed = variants.router.ids, variants.router.gates
+    variants.route(None)
+    even = variants.router.ids, variants.router.gates
+    steps[EVEN] = stepper(variants, NONE, mode)
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    for turn in range(variants.size.rounds + 1):
+        names = list(steps)
+        for name in names[turn % len(names) :] + names[: turn % len(names)]:
+            variants.router.ids, variants.router.gates = even if name == EVEN else routed
+            elapsed = slowest(steps[name], variants.size.steps, variants.device)
+            if turn:
+                seconds[name].append(elapsed)
+    facts = {name: {"step": median(found)} for name, found in seconds.items()}
+    for name, plan in plans.items():
+        facts[name] |= {
+            "before": plan.initial_imbalance,
+            "after": plan.imbalance,
+            "copies": float(plan.num_replicas),
+        }
+    return facts
+
+
+def stepper(variants: Variants, name: str, mode: str) -> Step:
+    """A call that runs one step of a variant: its kernels, or a graph of them."""
+    if mode == "eager":
+        return lambda: void(variants.step(name))
+    graph = torch.cuda.CUDAGraph()
+    variants.step(name)
+    variants.forget()
+    torch.cuda.synchronize()
+    dist.barrier()
+    with torch.cuda.graph(graph, capture_error_mode="relaxed"):
+        variants.step(name)
+    return graph.replay
+
+
+def void(_: object) -> None:
+    """Return nothing."""
+
+
+def slowest(step: Step, steps: int, device: torch.device) -> float:
+    """Seconds of a step, from a common start; the most of all ranks."""
+    wait: Callable[[], None] = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    wait()
+    dist.barrier()
+    begin = time.perf_counter()
+    for _ in range(steps):
+        step()
+    wait()
+    spent = torch.tensor([(time.perf_counter() - begin) / steps])
+    dist.all_reduce(spent, op=dist.ReduceOp.MAX)
+    return float(spent)
+
+
+def lines_of(size: Size, case: Mapping[str, Any]) -> list[Line]:
+    facts: Facts = case["variants"]
+    lines = []
+    for name, found in facts.items():
+        values = {
+            STEP: found["step"] * 1e3,
+            RATE: size.ranks * size.tokens / found["step"],
+            GAIN: facts[NONE]["step"] / found["step"],
+            OF_EVEN: facts[EVEN]["step"] / found["step"],
+            BEFORE: found.get("before"),
+            AFTER: found.get("after"),
+            COPIES: found.get("copies"),
+        }
+        about = {"tokens": size.tokens, "mode": case["mode"], "load": case["load"]}
+        lines.append(Line({"model": size.model, **about, "variant": name}, values))
+    return lines
+
+
+def run_model(report: Report, size: Size, *, cuda: bool) -> None:
+    for tokens in size.all_tokens:
+        one = replace(size, tokens=tokens)
+        cases = on_ranks(size.ranks, partial(on_rank, size=one, cuda=cuda))
+        for case in cases:
+            title = f"D {size.hidden}, F {size.ffn}, {size.experts} experts, top-{size.top_k}"
+            report.add(f"EP{size.ranks}: {title}", lines_of(one, case))
+        for name, plane in cases[0]["planes"].items():
+            report.note(f"{name}: {plane}")
+
+
+def main(argv: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    common_options(parser)
+    parser.add_argument(
+        "--models",
+        default=",".join(MODELS),
+        metavar="A,B",
+        help=f"models to measure, of {', '.join(MODELS)} (default: all)",
+    )
+    options = parser.parse_args(argv[1:])
+    unknown = [name for name in options.models.split(",") if name not in MODELS]
+    if unknown:
+        parser.error(f"unknown models {', '.join(unknown)}; known are {', '.join(MODELS)}")
+    cuda = on_gpu(toy=options.toy) and not options.toy
+    sizes = [TOY] if options.toy else [MODELS[name] for name in options.models.split(",")]
+    if options.quick:
+        sizes = [replace(size, rounds=3, all_tokens=(4096,)) for size in sizes]
+    device = f"{card_name()}, {sizes[0].ranks} processes by CUDA MPS" if cuda else None
+    report = Report("ranks_gpu", argv, device=device)
+    report.header()
+    with shared_card(sizes[0].ranks) if cuda else nullcontext():
+        for size in sizes:
+            run_model(report, size, cuda=cuda)
+            report.write(options.json)
+
+
+def card_name() -> str:
+    """The name of the card, asked of another process: this one must not open the card."""
+    return os.popen("nvidia-smi --query-gpu=name --format=csv,noheader").read().strip()
+
+
+if __name__ == "__main__":
+    main(sys.argv)
