@@ -17,6 +17,7 @@ import warm
 import ultraep
 from ultraep.tiny import prefill as tiny_prefill
 
+pytestmark = pytest.mark.filterwarnings("ignore::ultraep.NothingToBalance")  # as one process
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = ROOT / "examples"
 LIMIT, GRACE = 90.0, 10.0  # seconds for one run, and for torchrun to end its ranks

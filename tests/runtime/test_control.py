@@ -415,7 +415,7 @@ def test_a_balancer_has_the_routes_of_the_host():
 
 
 def test_a_balancer_keeps_its_buffers_while_they_suffice():
-    balancer = Balancer(experts=8, backend="triton", data_plane="messages")
+    balancer = Balancer("alone", experts=8, backend="triton", data_plane="messages")
     balancer.gather(skewed_ids(0, tokens=30).to(DEVICE))
     plane = balancer.plane(DEVICE)
     first = plane._control
@@ -429,7 +429,7 @@ def test_a_balancer_keeps_its_buffers_while_they_suffice():
 
 
 def test_ids_that_are_not_those_of_the_plan_are_refused():
-    balancer = Balancer(experts=8, backend="triton", data_plane="messages")
+    balancer = Balancer("alone", experts=8, backend="triton", data_plane="messages")
     ids = skewed_ids(0).to(DEVICE)
     loads = balancer.gather(ids)
     plan = balancer.plan(loads)
@@ -475,8 +475,8 @@ def test_the_layer_gives_the_bits_of_the_host():
 
 
 def test_microbatches_between_each_other_s_stages_get_their_own_plans():
-    balancer = Balancer(experts=8, backend="triton", data_plane="messages")
-    twin = Balancer(experts=8, backend="reference", data_plane="messages")
+    balancer = Balancer("alone", experts=8, backend="triton", data_plane="messages")
+    twin = Balancer("alone", experts=8, backend="reference", data_plane="messages")
     every = [skewed_ids(seed, tokens=30 + seed) for seed in range(3)]
     names, found = (None, "none", "ultraep"), []
     for own, device in ((balancer, DEVICE), (twin, torch.device("cpu"))):

@@ -183,7 +183,7 @@ SPELLING = r"rates (are|need) row=PICOSECONDS"
 def test_environment_that_cannot_be_read(monkeypatch, text, reason):
     monkeypatch.setenv(VARIABLE, text)
     with pytest.raises(ConfigError, match=f"variable {VARIABLE} must be 'off' or rates: {reason}"):
-        Balancer(experts=2)
+        Balancer("alone", experts=2)
 
 
 def test_rates_and_their_text():
@@ -266,6 +266,7 @@ def test_layers_of_one_kind_share_what_was_measured(measured):
     ],
     ids=["balance", "given", "none", "no slots"],
 )
+@pytest.mark.filterwarnings("ignore::ultraep.NothingToBalance")
 def test_nothing_is_measured_that_decides_nothing(measured, options):
     asked = measured(DEAR)
     LocalGroup(4).run(lambda comm: steps(comm, **options))
@@ -275,7 +276,7 @@ def test_nothing_is_measured_that_decides_nothing(measured, options):
 def test_a_group_of_one_measures_nothing(measured, caplog):
     asked = measured(DEAR)
     with caplog.at_level(logging.INFO, logger="ultraep"):
-        balancer = Balancer(experts=8)
+        balancer = Balancer("alone", experts=8)
         EXAMPLE.layer(balancer)(EXAMPLE.inputs[0])
     assert asked == []
     assert "rates" not in caplog.text

@@ -134,7 +134,7 @@ def test_experts_of_a_checkpoint(form):
     x = torch.randn(20, 64, generator=torch.Generator().manual_seed(0))
     found = []
     for experts in (full, alone, alone.to(torch.bfloat16).float(), copy.deepcopy(alone)):
-        balancer = Balancer(experts=2)
+        balancer = Balancer("alone", experts=2)
         layer = BalancedMoE(Router(64, 2, top_k=1, seed=3), experts, balancer=balancer)
         rows = x.clone().requires_grad_()
         y = layer(rows)
@@ -152,7 +152,7 @@ def test_experts_of_a_checkpoint(form):
 
 
 def test_full_weights_are_quantised_when_they_may_have_changed():
-    balancer = Balancer(experts=2)
+    balancer = Balancer("alone", experts=2)
     experts = Experts(64, 48, [0, 1], quantised="fp8")
     layer = BalancedMoE(Router(64, 2, top_k=1), experts, balancer=balancer)
     x = torch.randn(20, 64, generator=torch.Generator().manual_seed(0))
@@ -207,7 +207,7 @@ def test_rows_of_other_dispatchers_are_packed_where_they_arrive():
     ids, gates = torch.arange(20)[:, None] % 2, torch.ones(20, 1)
     found = []
     for pack in (None, experts.pack):
-        balancer, bundle = Balancer(experts=2), experts.bundle
+        balancer, bundle = Balancer("alone", experts=2), experts.bundle
         loads = balancer.gather(ids, bundle=bundle, rows=x, gates=gates)
         plan = balancer.plan(loads)
         with balancer.replicate(plan, loads, bundle) as copies:
@@ -232,7 +232,9 @@ def test_forward_may_be_computed_again(keeps):
     )
     found = []
     for way in (lambda layer, rows: layer(rows), partial(checkpointed, **contexts)):
-        layer = BalancedMoE.swiglu(64, 48, 2, 1, balancer=Balancer(experts=2), quantised="fp8")
+        layer = BalancedMoE.swiglu(
+            64, 48, 2, 1, balancer=Balancer("alone", experts=2), quantised="fp8"
+        )
         rows = x.clone().requires_grad_()
         way(layer, rows).square().sum().backward()
         found.append(gradients_of(layer, rows))
