@@ -40,7 +40,9 @@ def test_what_is_no_group_is_refused(group):
 
 def test_one_rank_is_warned_about_where_the_balancer_is_made(monkeypatch):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    with pytest.warns(NothingToBalance, match=r"one rank; start .* torchrun .*group='alone'") as got:
+    with pytest.warns(
+        NothingToBalance, match=r"one rank; start .* torchrun .*group='alone'"
+    ) as got:
         Balancer(experts=8)
     assert [warning.filename for warning in got] == [__file__]
 
