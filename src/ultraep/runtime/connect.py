@@ -6,7 +6,7 @@ import logging
 import os
 import sys
 import warnings
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 import torch.distributed as dist
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 TRANSPORTS = ("auto", "shared", "sockets")
-ALONE = "alone"  # the group of this process and no other
+ALONE: Final = "alone"  # the group of this process and no other
 GroupOrName: TypeAlias = "ProcessGroup | Literal['alone'] | None"
 
 logger = logging.getLogger(__name__)
