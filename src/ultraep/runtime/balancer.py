@@ -23,7 +23,7 @@ from ultraep.bundle import Bundle
 from ultraep.comm import Communicator, Peers
 from ultraep.config import BalanceConfig
 from ultraep.errors import ConfigError
-from ultraep.modes import unseen
+from ultraep.modes import refuse_transforms, unseen
 from ultraep.plane import AnyPlan, Copies, DataPlane, Exchange, Loads, Microbatch
 from ultraep.policies import get_policy
 from ultraep.runtime.agreement import Agreement, Place, Point
@@ -195,6 +195,7 @@ class Balancer(Unique):
         bundle, rows, gates: what is to be copied, the tokens as they are to be sent, and the gates
         of their choices; ranks compare of which kind they are and whether they want gradients.
         """
+        refuse_transforms()
         self._steps += 1
         plane, clock = self.plane(ids.device), self._watch.clock
         assert clock is not None
