@@ -185,9 +185,9 @@ def test_a_copy_of_a_balanced_model_computes_the_same():
     balance(model, "alone")
     other = copy.deepcopy(model)
     ids = batch(0)
-    assert torch.equal(outputs(model, ids), outputs(other, ids))
+    torch.testing.assert_close(outputs(model, ids), outputs(other, ids), rtol=1e-5, atol=1e-5)
     assert other.save_pretrained.__self__ is other
     with torch.no_grad():
         other.model.layers[0].mlp.experts.down_proj.zero_()
-    assert not torch.equal(outputs(model, ids), outputs(other, ids))
+    assert not torch.allclose(outputs(model, ids), outputs(other, ids), rtol=1e-3, atol=1e-3)
     unbalance(model)

@@ -262,7 +262,8 @@ def test_copies_that_are_kept_are_sent_once():
     for (first, *kept), before, after in shared_pool().run(2, keep, single([8, 6])):
         assert after == before
         for passed in kept:
-            assert all(torch.equal(tensor, first[name]) for name, tensor in passed.items())
+            for name, tensor in passed.items():  # of another layer with the same weights
+                assert_close(tensor, first[name], name)
 
 
 def memory_of(balancer):
@@ -505,7 +506,7 @@ def test_a_pass_may_be_computed_again_in_backward(alone, reentrant):
     example, layer = alone
     wanted = gradient(example, layer)
     found = gradient(example, lambda x: checkpoint(layer, x, use_reentrant=reentrant))
-    assert torch.equal(found, wanted)
+    assert_close(found, wanted)
 
 
 def test_a_second_derivative_is_refused(alone):
