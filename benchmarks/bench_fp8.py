@@ -284,7 +284,9 @@ def layer_lines(bench: Bench, model: Model, slots: int, tokens: int, top_k: int)
     weights = dict(zip(("gate_up_proj", "down_proj"), weights_of(draw, model, slots), strict=True))
     moes = {}
     for name in (PLAIN, *FORMATS):
-        balancer = ultraep.Balancer(experts=slots, data_plane="mapped" if x.is_cuda else "messages")
+        balancer = ultraep.Balancer(
+            "alone", experts=slots, data_plane="mapped" if x.is_cuda else "messages"
+        )
         router = Given(ids)
         router.gates = best / best.sum(dim=1, keepdim=True)
         own = {n: nn.Parameter(weight) for n, weight in weights.items()}

@@ -137,7 +137,7 @@ def report_alone(report: Report, shapes: Sequence[tuple[int, int]], count: int) 
         topology = ultraep.Topology(ranks=ranks, experts=experts)
         loads = ultraep.workload.zipf(ranks, experts, ratio=1.5, top_k=2, shuffled=True)
         plan = ultraep.plan(loads, topology)
-        balancer = ultraep.Balancer(experts=experts)
+        balancer = ultraep.Balancer("alone", experts=experts)
         metrics, meter, times = watch(balancer), Meter(topology), StageTimes()
         took = []
         for step in range(count):
@@ -169,6 +169,7 @@ def watched_layer(
     """Our layer on mapped memory; what is to be called after its step is left in `step`."""
     router = Given(inputs.ids)
     balancer = ultraep.Balancer(
+        "alone",
         experts=inputs.shape.experts,
         data_plane="mapped",
         record=folder if "recorder" in kind else None,

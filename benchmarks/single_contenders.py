@@ -176,7 +176,7 @@ def with_ultraep(
 ) -> Layer:
     """Our layer on one data plane, with our experts or with those of torch."""
     shape, router = inputs.shape, Given(inputs.ids)
-    balancer = ultraep.Balancer(experts=shape.experts, data_plane=path)
+    balancer = ultraep.Balancer("alone", experts=shape.experts, data_plane=path)
     if generic:
         home = list(range(shape.experts))
         experts = ExpertsFrom(counted_network, dict(weights), home)
@@ -216,7 +216,9 @@ class Arrived:
 def through_the_seam(inputs: Inputs, weights: Mapping[str, Any], *, path: str) -> Layer:
     """The same experts, lent their weights by a balancer: stage 6 of a layer, and stage 3."""
     shape = inputs.shape
-    balancer = ultraep.Balancer(experts=shape.experts, data_plane=path, capacity=shape.rows)
+    balancer = ultraep.Balancer(
+        "alone", experts=shape.experts, data_plane=path, capacity=shape.rows
+    )
     bundle, ids = dict(weights), inputs.ids
     loads = balancer.gather(ids, bundle=bundle)
     plan = balancer.plan(loads)

@@ -151,7 +151,7 @@ def test_stages_are_timed_from_outside():
     shape = cases.Shape(hidden=8, ffn=8, experts=4, top_k=2, tokens=8)
     ids = cases.even_ids(shape)[0]
     weights = {"gate_up_proj": torch.randn(4, 16, 8), "down_proj": torch.randn(4, 8, 8)}
-    balancer = ultraep.Balancer(experts=4)
+    balancer = ultraep.Balancer("alone", experts=4)
     layer = world.given_layer(balancer, world.Given(ids, torch.full((8, 2), 0.5)), weights)
     clock = world.StageClock(torch.zeros(64, dtype=torch.int64), write_ticks(iter(range(64))))
     balancer.observe(clock)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ import warm
 import ultraep
 from ultraep.tiny import prefill as tiny_prefill
 
+pytestmark = pytest.mark.filterwarnings("ignore::ultraep.NothingToBalance")  # as one process
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = ROOT / "examples"
 LIMIT, GRACE = 90.0, 10.0  # seconds for one run, and for torchrun to end its ranks
@@ -67,6 +69,25 @@ def end(process):
 def children(pid):
     listed = Path(f"/proc/{pid}/task/{pid}/children")
     return [int(child) for child in listed.read_text().split()] if listed.exists() else []
+
+
+def test_the_first_example_balances_and_prints_what_the_readme_shows(monkeypatch):
+    monkeypatch.delenv("ULTRAEP_RATES")  # measured, as for a new user
+    readme = (ROOT / "README.md").read_text()
+    assert f"```python\n{(EXAMPLES / 'first.py').read_text()}```" in readme
+    done = warm.run_ranks(2, EXAMPLES / "first.py", patience=LIMIT)
+    assert done.returncode == 0, done.stderr
+    rows, *rest = done.stdout.splitlines()
+    assert "\n".join(rest) in readme
+    assert rest == ["imbalance: 1.28 -> 1.00", "replicas: 1"]
+    # Near ties of the router are decided by the last bit, so by the processor.
+    shown = re.search(r"\nrows per rank: .*", readme)[0]
+    for here, there in zip(numbers(rows), numbers(shown), strict=True):
+        assert abs(here - there) <= 8
+
+
+def numbers(text):
+    return [int(number) for number in re.findall(r"\d+", text)]
 
 
 def train(path, *options, torchrun):

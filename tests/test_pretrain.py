@@ -19,6 +19,7 @@ import warm
 
 import ultraep
 
+pytestmark = pytest.mark.filterwarnings("ignore::ultraep.NothingToBalance")  # as one process
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = ROOT / "examples"
 LIMIT = 120.0  # seconds; only what hangs needs them

@@ -9,6 +9,7 @@ from ultraep.errors import ConfigError
 
 PARTS = 1_000_000  # the tolerance is kept in millionths, so that no float decides a plan
 MAX_TOLERANCE = 1_000.0
+MOST_DIGITS = 40  # of a number in a text; int() refuses some thousand with an error of its own
 UNLIMITED = 1 << 40  # copies, tokens, picoseconds
 OBJECTIVES = ("time", "balance")
 LADDER = (2_500, 5_000, 10_000, 20_000, 50_000, 100_000, 200_000, 400_000)  # millionths
@@ -59,7 +60,8 @@ class Rates:
         found: dict[str, int] = {}
         for part in text.replace(",", " ").split():
             name, _, number = part.partition("=")
-            if name not in RATE_NAMES or name in found or not number.isdecimal():
+            digits = number.isascii() and number.isdecimal() and len(number) <= MOST_DIGITS
+            if name not in RATE_NAMES or name in found or not digits:
                 raise ConfigError(
                     f"rates are {','.join(f'{n}=PICOSECONDS' for n in RATE_NAMES)}, got {text!r}"
                 )

@@ -11,6 +11,7 @@
     `-- BackendUnavailable  a backend that is not installed                   (also an ImportError)
 
 Catch `UltraEPError` to catch them all. Messages name what was given and what was expected.
+`NothingToBalance` is a warning, not an error.
 """
 
 from __future__ import annotations
@@ -54,3 +55,7 @@ class CommunicationError(UltraEPError):
 
 class BackendUnavailable(UltraEPError, ImportError):
     """A backend that is asked for and not installed."""
+
+
+class NothingToBalance(UserWarning):
+    """A balancer with one rank, or without spare slots: it never replicates an expert."""

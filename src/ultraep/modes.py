@@ -11,7 +11,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from torch._C import _functorch
 from torch.utils._python_dispatch import _disable_current_modes
+
+from ultraep.errors import ConfigError
 
 
 def seen_by_modes() -> bool:
@@ -27,3 +30,12 @@ def unseen() -> Iterator[None]:
         return
     with _disable_current_modes():
         yield
+
+
+def refuse_transforms() -> None:
+    """Raise inside of torch.func.grad, vmap and their like, which cannot see into messages."""
+    if _functorch.peek_interpreter_stack() is not None:
+        raise ConfigError(
+            "a balanced layer cannot run inside of a torch.func transform (grad, vjp, jvp, vmap): "
+            "other ranks take part in it; use loss.backward() or torch.autograd.grad"
+        )

@@ -125,6 +125,7 @@ class QuantisedProducts:
         return self.numbers.unpack(self._form, packed, width, dtype)
 
 
+NAN_BYTE = 255  # of a scale that is a power of two in one byte (ue8m0)
 WEIGHTS = {"gate_up_proj": "gate_up_scales", "down_proj": "down_scales"}  # and their scales
 
 
@@ -189,8 +190,11 @@ def check_quantised(form: Format, tensors: Mapping[str, torch.Tensor], homes: in
                 f"{scales_name!r} must be {list(wanted)} {form.scale_type} for {name!r} "
                 f"{list(data.shape)} in {form.name}, got {list(scales.shape)} {scales.dtype}"
             )
-        wrong = int((scales <= 0).sum()) if scales.is_floating_point() else 0
-        if wrong:
+        valid = scales != NAN_BYTE
+        if scales.is_floating_point():
+            valid = (scales > 0) & scales.isfinite()
+        if not valid.all():
             raise ConfigError(
-                f"{scales_name!r} must be positive, {wrong} of {scales.numel()} are not"
+                f"{scales_name!r} must be positive and finite, {int((~valid).sum())} of "
+                f"{scales.numel()} are not"
             )

@@ -50,7 +50,7 @@ def layer(dtype: torch.dtype) -> Callable[[], None]:
 
     def passes() -> None:
         for plane in ("mapped", "messages"):
-            balancer = Balancer(experts=6, data_plane=plane)
+            balancer = Balancer("alone", experts=6, data_plane=plane)
             moe = BalancedMoE.swiglu(
                 96, 80, 6, 2, balancer=balancer, bias=True, dtype=dtype, device=DEVICE
             )

@@ -21,7 +21,7 @@ CONFIG = ModelConfig(hidden=16, ffn=16, experts=4, layers=2, heads=2)
 
 @pytest.fixture
 def tiny():
-    return TinyMoE(CONFIG, Balancer(experts=4)).double()
+    return TinyMoE(CONFIG, Balancer("alone", experts=4)).double()
 
 
 def test_texts_in_one_sequence_do_not_see_each_other(tiny):

@@ -58,7 +58,8 @@ def round_trip(rank: int, group: Any, folder: Path, family: str, **sizes: Any) -
     unbalance(again)
     found = {
         "read": read,
-        "equal": torch.equal(values[1], values[2]),
+        # Equal weights at other addresses: vector units add in another order (2e-7 on AVX-512).
+        "equal": torch.allclose(values[1], values[2], rtol=1e-5, atol=1e-5),
         "close": torch.allclose(values[0], values[1], atol=1e-4),
         "restored": same(dict(plain.state_dict()), dict(again.state_dict())),
         "classes": [type(m) for m in again.modules()] == [type(m) for m in plain.modules()],

@@ -63,7 +63,7 @@ def test_experts_that_are_not_in_the_registry():
 
 def test_a_balanced_model():
     model = build("mixtral")
-    balancer = balance(model)
+    balancer = balance(model, "alone")
     with pytest.raises(ConfigError, match="MixtralForCausalLM is balanced already"):
         balance(model)
     assert balancers(model) == [balancer]
@@ -126,7 +126,7 @@ def test_settings_that_cannot_work(options, match):
 
 def test_processes_without_torch_distributed(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
-    refused(build("mixtral"), "4 processes were started, and torch.distributed has not begun")
+    refused(build("mixtral"), "started 4 processes, but torch.distributed is not initialised")
 
 
 def outside(rank, group):
@@ -160,7 +160,7 @@ def test_checkpoints_that_are_none_of_ours(tmp_path):
 
 def test_saving_refuses_what_would_be_another_checkpoint(tmp_path):
     model = build("mixtral")
-    balance(model)
+    balance(model, "alone")
     with pytest.raises(ConfigError, match="does not take state_dict"):
         model.save_pretrained(tmp_path, state_dict=model.state_dict())
     with pytest.raises(ConfigError, match="max_shard_size"):
@@ -182,12 +182,12 @@ def test_enabling_twice_or_with_nonsense():
 
 def test_a_copy_of_a_balanced_model_computes_the_same():
     model = build("mixtral").eval()
-    balance(model)
+    balance(model, "alone")
     other = copy.deepcopy(model)
     ids = batch(0)
-    assert torch.equal(outputs(model, ids), outputs(other, ids))
+    torch.testing.assert_close(outputs(model, ids), outputs(other, ids), rtol=1e-5, atol=1e-5)
     assert other.save_pretrained.__self__ is other
     with torch.no_grad():
         other.model.layers[0].mlp.experts.down_proj.zero_()
-    assert not torch.equal(outputs(model, ids), outputs(other, ids))
+    assert not torch.allclose(outputs(model, ids), outputs(other, ids), rtol=1e-3, atol=1e-3)
     unbalance(model)

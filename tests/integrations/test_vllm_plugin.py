@@ -10,6 +10,7 @@ from importlib.metadata import entry_points
 import numpy as np
 import prometheus_client
 import pytest
+from vllm_engines import logged_by_plugin
 
 import ultraep
 from ultraep import ConfigError
@@ -27,6 +28,13 @@ from ultraep.integrations.vllm.settings import ServingSettings, read_settings
 from ultraep.plane import Microbatch
 
 MICROBATCH = Microbatch(layer=0, step=1, again=False)
+
+
+def test_a_path_with_the_name_of_the_plugin_is_not_a_message_of_it():
+    path = "INFO 11-16 model='/home/me/ultraep/tests/Qwen3Moe', tokenizer='/home/me/ultraep/x'"
+    said = f"ultraep {ultraep.__version__} balances 2 layers of 8 experts over 2 ranks"
+    assert logged_by_plugin(path) == []
+    assert logged_by_plugin(f"{path}\nINFO 11-16 [service.py:56] {said}\n{path}") == [said]
 
 
 def test_nothing_is_asked_for():
@@ -214,6 +222,7 @@ def test_other_versions_are_left_alone(monkeypatch, caplog, found, told):
         vllm.register()
     assert [record.levelname for record in caplog.records] == ["WARNING", "DEBUG"]
     assert told in caplog.records[0].getMessage()
+    assert logged_by_plugin(caplog.text) == [record.getMessage() for record in caplog.records]
     assert "vllm" not in sys.modules
 
 

@@ -124,8 +124,8 @@ def on_ranks(rank: int, group: Any, folder: Path, **others: Any) -> Any:
         trainer = BalancedTrainer(model=again, args=arguments(folder, 4, **settings), **options)
         trainer.train(resume_from_checkpoint=str(folder / f"checkpoint-{STEPS // 2}"))
         found["resumed"] = list(losses.losses)
-        found["same end"] = all(
-            torch.equal(one, two)
+        found["same end"] = all(  # weights at other addresses, so up to rounding
+            torch.allclose(one, two, rtol=1e-5, atol=1e-5)
             for one, two in zip(model.parameters(), again.parameters(), strict=True)
         )
         found["experts"] = len(balanced_experts(again))

@@ -18,7 +18,14 @@ import urllib.error
 from collections.abc import Callable
 from pathlib import Path
 
-from vllm_engines import Server, answers_alone, make_model, make_prompts, serving
+from vllm_engines import (
+    Server,
+    answers_alone,
+    logged_by_plugin,
+    make_model,
+    make_prompts,
+    serving,
+)
 
 import ultraep
 from ultraep.integrations.vllm.library import LIBRARY
@@ -52,7 +59,7 @@ class Bench:
         """The answers of one process, in which nothing of ours is asked for."""
         if (kind, dtype) not in self._answers:
             found, self.ahead, log = answers_alone(self.model(kind), dtype, PROMPTS)
-            check(f"{kind} {dtype} alone: the plug-in is silent", "ultraep" not in log)
+            check(f"{kind} {dtype} alone: the plug-in is silent", not logged_by_plugin(log))
             self._answers[kind, dtype] = found
         return self._answers[kind, dtype]
 

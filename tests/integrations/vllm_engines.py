@@ -122,6 +122,11 @@ def answers_alone(model: Path, dtype: str, prompts: list[list[int]], **options: 
     return tokens, ahead, done.stdout + done.stderr
 
 
+def logged_by_plugin(log: str) -> list[str]:
+    """The messages of the plug-in; paths in a log may hold its name, too."""
+    return re.findall(r"ultraep (?:\d\S* )?balances .*", log)
+
+
 def answer(job: dict[str, Any]) -> None:
     """In that process."""
     from vllm import LLM, SamplingParams
@@ -182,7 +187,7 @@ class Server:
 
     def said(self) -> list[str]:
         """What the plug-in logged."""
-        return re.findall(r"ultraep [\d.]+ balances .*", self.log.read_text())
+        return logged_by_plugin(self.log.read_text())
 
     def workers(self) -> list[int]:
         """Processes that compute."""

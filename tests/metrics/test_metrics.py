@@ -152,7 +152,7 @@ def test_a_backward_pass_whose_forward_was_not_seen_is_not_counted():
 
 def test_readings_that_come_late_are_handed_out_late(monkeypatch):
     here, heard = [False], []
-    metrics = Metrics(Balancer(experts=4), every=2).tell(heard.append)
+    metrics = Metrics(Balancer("alone", experts=4), every=2).tell(heard.append)
     monkeypatch.setattr(type(metrics._meters[0].fetch()), "here", lambda _: here[0])
     for _ in range(3):
         metrics.step()
@@ -163,13 +163,13 @@ def test_readings_that_come_late_are_handed_out_late(monkeypatch):
 
 
 def test_what_cannot_be_measured_is_refused():
-    balancer = Balancer(experts=4)
+    balancer = Balancer("alone", experts=4)
     with pytest.raises(ConfigError, match="every must be at least 1, got 0"):
         Metrics(balancer, every=0)
     with pytest.raises(ConfigError, match="at least one balancer, got none"):
         Metrics()
     with pytest.raises(ConfigError, match="one policy at a time, got none and ultraep"):
-        Metrics(balancer, Balancer(experts=4, policy="none"))
+        Metrics(balancer, Balancer("alone", experts=4, policy="none"))
     with pytest.raises(ConfigError, match=re.escape("high must be above 1, got 1.0")):
         AlarmSettings(high=1.0)
     with pytest.raises(ConfigError, match="patience must be at least 1, got 0"):
@@ -207,7 +207,7 @@ def test_alarms_mean_one_thing_each(seen, expected):
 
 
 def test_the_log_has_a_line_for_every_reading_and_tells_of_alarms_once(caplog):
-    balancer = Balancer(experts=4)
+    balancer = Balancer("alone", experts=4)
     example = Example(tokens=[20], experts=4)
     metrics = Metrics(balancer, every=1).tell(Log())
     with caplog.at_level(logging.INFO, logger="ultraep"):
@@ -230,7 +230,7 @@ def test_the_log_has_a_line_for_every_reading_and_tells_of_alarms_once(caplog):
 
 @pytest.fixture
 def reading():
-    balancer, example = Balancer(experts=4), Example(tokens=[20], experts=4)
+    balancer, example = Balancer("alone", experts=4), Example(tokens=[20], experts=4)
     metrics = Metrics(balancer, every=1)
     steps_of(balancer, example, metrics, layers=1, steps=2)
     return metrics.read()

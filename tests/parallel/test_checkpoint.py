@@ -55,7 +55,7 @@ def test_a_checkpoint_of_a_plain_state_is_not_taken_for_one_of_all_experts(tmp_p
 
 
 def test_every_expert_has_a_key_of_its_own_and_memory_is_shared():
-    layer = Example([4]).layer(Balancer(experts=8))
+    layer = Example([4]).layer(Balancer("alone", experts=8))
     optimizer = torch.optim.AdamW(layer.parameters())
     state = parallel.ShardedState(torch.compile(layer), optimizer).state_dict()
     model = [key for key in state if key.startswith("model.")]
@@ -70,7 +70,7 @@ def test_every_expert_has_a_key_of_its_own_and_memory_is_shared():
 
 
 def test_a_model_alone():
-    layers = [Example([4], seed=seed).layer(Balancer(experts=8)) for seed in range(2)]
+    layers = [Example([4], seed=seed).layer(Balancer("alone", experts=8)) for seed in range(2)]
     state = parallel.ShardedState(layers[0]).state_dict()
     assert not any(key.startswith("optimizer.") for key in state)
     parallel.ShardedState(layers[1]).load_state_dict(state)
@@ -79,7 +79,7 @@ def test_a_model_alone():
 
 
 def test_moments_that_are_not_stacked_over_experts_are_refused():
-    layer = Example([4]).layer(Balancer(experts=8))
+    layer = Example([4]).layer(Balancer("alone", experts=8))
     optimizer = torch.optim.AdamW(layer.parameters())
     state = parallel.ShardedState(layer, optimizer)
     state.state_dict()

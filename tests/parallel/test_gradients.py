@@ -170,7 +170,7 @@ def assert_marked(experts):
 def test_gradients_of_one_process_without_torch_distributed():
     assert not dist.is_initialized()
     example = Example([12])
-    layer = example.layer(Balancer(experts=8))
+    layer = example.layer(Balancer("alone", experts=8))
     layer(example.inputs[0]).backward(example.gradients[0])
     before = [p.grad.clone() for p in layer.parameters()]
     parallel.average_expert_gradients(layer)

@@ -374,7 +374,7 @@ def test_stats():
 
 
 def test_stats_without_verification_show_none():
-    balancer = Balancer(experts=8, verify=False)
+    balancer = Balancer("alone", experts=8, verify=False)
     balancer.plan(balancer.gather(ids_of(0)))
     assert balancer.stats()["seconds"].keys() == {"loads", "plan"}
 
@@ -413,7 +413,7 @@ def test_settings_that_cannot_work_leave_nothing_taken(options, message, monkeyp
     connected = []
     monkeypatch.setattr(balancer_module, "connect", connect)
     with pytest.raises(ConfigError, match=message):
-        Balancer(**{"experts": 7, **options})
+        Balancer("alone", **{"experts": 7, **options})
     assert not any(group.open for group in connected)
 
 
@@ -424,7 +424,7 @@ def test_ranks_that_disagree_leave_nothing_taken(monkeypatch):
         comm.close = lambda: closed.append(comm.rank)
         here.comm = comm
         with pytest.raises(PlanMismatch):
-            Balancer(experts=8, slots=comm.rank)
+            Balancer("alone", experts=8, slots=comm.rank)
 
     here = threading.local()
     monkeypatch.setattr(balancer_module, "connect", lambda *_, **__: here.comm)
@@ -437,17 +437,17 @@ def test_an_unavailable_backend_is_said_before_anything_is_taken(monkeypatch):
     ultraep.backends.select.cache_clear()
     monkeypatch.setattr(balancer_module, "connect", lambda *_, **__: pytest.fail("connected"))
     with pytest.raises(BackendUnavailable, match="pip install numba"):
-        Balancer(experts=8, backend="cpu")
+        Balancer("alone", experts=8, backend="cpu")
     ultraep.backends.select.cache_clear()
 
 
 def test_an_unknown_transport_is_refused():
     with pytest.raises(ConfigError, match="transport"):
-        Balancer(experts=8, transport="pigeons")
+        Balancer("alone", experts=8, transport="pigeons")
 
 
 def test_a_policy_for_one_call_that_is_unknown():
-    balancer = Balancer(experts=8)
+    balancer = Balancer("alone", experts=8)
     gathered = balancer.gather(ids_of(0))
     with pytest.raises(ConfigError, match="unknown policy 'fair'"):
         balancer.plan(gathered, policy="fair")
@@ -457,7 +457,7 @@ def test_a_policy_for_one_call_that_is_unknown():
 
 def test_experts_of_layer_and_balancer_must_agree():
     with pytest.raises(ConfigError, match="16 experts, but the balancer has 8"):
-        BalancedMoE.swiglu(6, 4, 16, 2, balancer=Balancer(experts=8))
+        BalancedMoE.swiglu(6, 4, 16, 2, balancer=Balancer("alone", experts=8))
 
 
 def test_a_given_communicator_is_used_and_closed_once():

@@ -101,6 +101,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("name", BROKEN)
+@pytest.mark.filterwarnings("ignore::ultraep.NothingToBalance")
 def test_settings_that_break_the_proof_are_refused(name):
     options, words = BROKEN[name]
 
@@ -115,7 +116,7 @@ def test_settings_that_break_the_proof_are_refused(name):
 @pytest.mark.parametrize("capacity", [0, -3, "most"])
 def test_what_is_no_capacity_is_refused(capacity):
     with pytest.raises(ConfigError, match=str(capacity)):
-        Balancer(experts=8, capacity=capacity)
+        Balancer("alone", experts=8, capacity=capacity)
 
 
 def test_another_policy_that_exceeds_it_is_refused_by_name():

@@ -47,7 +47,7 @@ def far_behind(monkeypatch):
 
 def test_late_notes_belong_to_the_steps_in_which_they_were_taken(tmp_path):
     example = Example(tokens=[20], experts=4)
-    balancer = Balancer(experts=4, record=tmp_path / "run")
+    balancer = Balancer("alone", experts=4, record=tmp_path / "run")
     layers = [example.layer(balancer) for _ in range(2)]
     for step in (10, 20, 30):
         balancer.record_step(step)
@@ -79,7 +79,7 @@ def test_one_microbatch_in_eight_is_timed_whatever_the_number_of_layers():
 def test_seconds_of_all_are_concluded_from_those_that_were_timed(monkeypatch):
     example = Example(tokens=[20], experts=4)
     monkeypatch.setattr(module, "clock_of", partial(device_clock, every=4))
-    balancer = Balancer(experts=4)
+    balancer = Balancer("alone", experts=4)
     layer, seen = example.layer(balancer), []
     for _ in range(20):
         layer(example.inputs[0])

@@ -158,6 +158,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.filterwarnings("ignore::ultraep.NothingToBalance")
 def test_a_pass_gives_what_the_host_balancer_gives(name):
     example, options = CASES[name]
     replicas = assert_as_on_host(one_pass, example, **options)[0]["replicas"]
@@ -261,7 +262,8 @@ def test_copies_that_are_kept_are_sent_once():
     for (first, *kept), before, after in shared_pool().run(2, keep, single([8, 6])):
         assert after == before
         for passed in kept:
-            assert all(torch.equal(tensor, first[name]) for name, tensor in passed.items())
+            for name, tensor in passed.items():  # of another layer with the same weights
+                assert_close(tensor, first[name], name)
 
 
 def memory_of(balancer):
@@ -471,7 +473,7 @@ def alone():
     """An example for one rank, and its layer."""
     with small_tiles():
         example = single([6], experts=4)
-        balancer = Balancer(experts=4, data_plane="mapped")
+        balancer = Balancer("alone", experts=4, data_plane="mapped")
         yield example, example.layer(balancer)
         balancer.check()
 
@@ -504,7 +506,7 @@ def test_a_pass_may_be_computed_again_in_backward(alone, reentrant):
     example, layer = alone
     wanted = gradient(example, layer)
     found = gradient(example, lambda x: checkpoint(layer, x, use_reentrant=reentrant))
-    assert torch.equal(found, wanted)
+    assert_close(found, wanted)
 
 
 def test_a_second_derivative_is_refused(alone):
@@ -525,7 +527,7 @@ def test_the_full_state_can_be_saved(alone):
 def test_double_precision_is_exact():
     """Kernels do not know it: torch multiplies then."""
     example = Example(tokens=[6], experts=4)
-    layer = example.layer(Balancer(experts=4, data_plane="mapped"))
+    layer = example.layer(Balancer("alone", experts=4, data_plane="mapped"))
     x = example.inputs[0].clone().requires_grad_()
     y = layer(x)
     y.backward(example.gradients[0])
@@ -625,11 +627,11 @@ def test_a_path_that_is_forced_and_not_possible_is_refused_before_anything_is_se
 
 
 def test_a_balancer_tells_its_plane_and_why():
-    balancer = Balancer(experts=4, data_plane="mapped")
+    balancer = Balancer("alone", experts=4, data_plane="mapped")
     assert "not chosen before the first microbatch" in repr(balancer)
     balancer.gather(torch.zeros(4, 1, dtype=torch.int64))
     assert "data plane mapped on cpu: all 1 ranks map each other's memory" in repr(balancer)
-    balancer = Balancer(experts=4)
+    balancer = Balancer("alone", experts=4)
     balancer.gather(torch.zeros(4, 1, dtype=torch.int64))
     assert "data plane messages on cpu: tokens are on the CPU" in repr(balancer)
 
@@ -651,7 +653,7 @@ def test_memory_grows_with_the_largest_microbatch():
 
 def test_without_words_between_hosts_memory_cannot_grow():
     shared_pool().run(2, on_device, grow_in_silence, single([5, 5]), {"verify": False})
-    balancer = Balancer(experts=4, data_plane="mapped", verify=False)
+    balancer = Balancer("alone", experts=4, data_plane="mapped", verify=False)
     for tokens in (4, 5):  # nobody need be told
         balancer.gather(torch.zeros(tokens, 1, dtype=torch.int64))
 

@@ -54,7 +54,7 @@ def example_of(tokens, dtype=torch.float32, **options):
 
 def alone(plane, example, **options):
     """The layer of one rank that is the whole group."""
-    balancer = Balancer(experts=example.experts, data_plane=plane, **options)
+    balancer = Balancer("alone", experts=example.experts, data_plane=plane, **options)
     return example.layer(balancer, device=CUDA)
 
 
@@ -104,7 +104,7 @@ class Precise(nn.Module):
 
 def test_without_a_word_a_gpu_maps_its_memory():
     example = example_of([40])
-    balancer = Balancer(experts=EXPERTS)
+    balancer = Balancer("alone", experts=EXPERTS)
     layer = example.layer(balancer, device=CUDA)
     assert "not chosen before the first microbatch" in repr(balancer)
     one_pass(layer, example)
@@ -163,7 +163,7 @@ def test_every_activation_by_kernels_and_by_torch(activation, dtype):
     options = {"dtype": dtype, "device": CUDA}
 
     def layer_of(engine):
-        balancer = Balancer(experts=EXPERTS)
+        balancer = Balancer("alone", experts=EXPERTS)
         router = Router(HIDDEN, EXPERTS, TOP_K, **options)
         experts = Experts(
             *(HIDDEN, FFN, list(range(EXPERTS))),
@@ -338,7 +338,7 @@ def test_a_policy_of_the_host_is_refused_in_a_capture():
 
 def test_memory_of_rows_of_another_width_is_not_taken_in_a_capture():
     """There is room for the tokens, but none that is as wide as these rows."""
-    balancer = Balancer(experts=EXPERTS)
+    balancer = Balancer("alone", experts=EXPERTS)
     narrow = example_of([40]).layer(balancer, device=CUDA)
     wide = example_of([40], hidden=2 * HIDDEN).layer(balancer, device=CUDA)
     narrow(torch.randn(40, HIDDEN, device=CUDA))

@@ -143,8 +143,7 @@ def test_a_rank_that_dies_stops_the_others_in_backward(transport, tmp_path):
         message, seconds = found[rank].value
         assert seconds < QUICK
         assert "\n" not in message
-        if transport == "shared":
-            assert "rank 1" in message
+        assert "rank 1" in message
 
 
 def other_settings(rank, group):

@@ -153,6 +153,7 @@ def test_made_up_copies(topology, wanted):
     ("text", "wanted"),
     [
         ("off", BalanceConfig(objective="balance")),
+        (" OFF ", BalanceConfig(objective="balance")),
         ("row=5300, copy=41000000", BalanceConfig(rates=Rates(row=5300, copy=41_000_000))),
         (" ", BalanceConfig()),
     ],
@@ -164,11 +165,25 @@ def test_environment(monkeypatch, text, wanted):
         assert from_environment(said) is said
 
 
-@pytest.mark.parametrize("text", ["on", "row=1.5", "copy=1", "row=1 row=2", "rows=1", "row=-1"])
-def test_environment_that_cannot_be_read(monkeypatch, text):
+SPELLING = r"rates (are|need) row=PICOSECONDS"
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        *((text, SPELLING) for text in ("on", "row=1.5", "row=1e5", "row=nan", "row=-1", "rows=1")),
+        *((text, SPELLING) for text in ("copy=1", "row=1 row=2", "row=5,copy=", "row=5;copy=3")),
+        ("row=\u0663", SPELLING),
+        (f"row={'9' * 5000}", SPELLING),
+        ("row=0", "row must be an integer of at least 1, got 0"),
+        (f"row={'9' * 20}", f"row must be at most {MOST_PER_ROW}"),
+    ],
+    ids=lambda value: value[:16],
+)
+def test_environment_that_cannot_be_read(monkeypatch, text, reason):
     monkeypatch.setenv(VARIABLE, text)
-    with pytest.raises(ConfigError, match=r"rates (are|need) row=PICOSECONDS"):
-        Balancer(experts=2)
+    with pytest.raises(ConfigError, match=f"variable {VARIABLE} must be 'off' or rates: {reason}"):
+        Balancer("alone", experts=2)
 
 
 def test_rates_and_their_text():
@@ -221,7 +236,7 @@ def test_copies_that_pay_are_made(measured, monkeypatch):
         assert own[1][0].time < own[1][0].time_without_copies
         assert "ms by its rates" in repr(own[1][0])
         for one, other in zip(own[0], wanted[0], strict=True):
-            assert torch.equal(one, other)
+            assert_close(one, other, "gradient", 1e-12)
 
 
 @pytest.mark.parametrize("rates", [DEAR, CHEAP], ids=["dear", "cheap"])
@@ -251,6 +266,7 @@ def test_layers_of_one_kind_share_what_was_measured(measured):
     ],
     ids=["balance", "given", "none", "no slots"],
 )
+@pytest.mark.filterwarnings("ignore::ultraep.NothingToBalance")
 def test_nothing_is_measured_that_decides_nothing(measured, options):
     asked = measured(DEAR)
     LocalGroup(4).run(lambda comm: steps(comm, **options))
@@ -260,7 +276,7 @@ def test_nothing_is_measured_that_decides_nothing(measured, options):
 def test_a_group_of_one_measures_nothing(measured, caplog):
     asked = measured(DEAR)
     with caplog.at_level(logging.INFO, logger="ultraep"):
-        balancer = Balancer(experts=8)
+        balancer = Balancer("alone", experts=8)
         EXAMPLE.layer(balancer)(EXAMPLE.inputs[0])
     assert asked == []
     assert "rates" not in caplog.text
@@ -336,6 +352,21 @@ def measured_here(comm, own_network):
     assert stats["microbatches"] == 1
     assert stats["weights_copies_sent"] <= 8
     return stats["rates"][0]
+
+
+def test_thousands_of_home_experts_are_measured(measuring, one_thread):
+    """2,049 home experts: 16 synthetic rows for each would exceed the limit of rows."""
+
+    def output(comm, policy=None):
+        balancer = Balancer(experts=4098, communicator=comm, policy=policy)
+        layer = ultraep.BalancedMoE.swiglu(4, 2, 4098, 2, balancer=balancer, dtype=torch.float64)
+        x = torch.randn(20, 4, generator=torch.Generator().manual_seed(comm.rank)).double()
+        return layer(x), balancer.stats()["rates"]
+
+    plain = LocalGroup(2).run(lambda comm: output(comm, "none"))
+    for (y, rates), (wanted, _) in zip(LocalGroup(2).run(output), plain, strict=True):
+        assert_close(y, wanted, "output", 1e-12)
+        assert list(rates[0]) == [1]  # one slope, between 1 and 16 rows
 
 
 @pytest.mark.parametrize("own_network", [False, True], ids=["experts", "network"])

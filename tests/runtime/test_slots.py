@@ -112,7 +112,7 @@ def test_a_pool_needs_a_buffer():
     with pytest.raises(ConfigError, match="at least one buffer, got 0"):
         SlotPool(1, 0)
     with pytest.raises(ConfigError, match="in_flight must be at least 1, got 0"):
-        Balancer(experts=4, in_flight=0)
+        Balancer("alone", experts=4, in_flight=0)
 
 
 def hot(comm, tokens=40):
@@ -201,6 +201,7 @@ def test_an_error_inside_of_the_layer_gives_the_slots_back(monkeypatch):
 
 
 @pytest.mark.parametrize("policy", ["ideal", "llep"])
+@pytest.mark.filterwarnings("ignore::ultraep.NothingToBalance")
 def test_a_policy_that_needs_more_slots_than_there_are(policy):
     def work(comm):
         rank = Rank(comm, slots=0, policy=policy)

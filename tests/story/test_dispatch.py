@@ -143,7 +143,7 @@ def test_nothing_is_kept_at_the_side_of_the_tokens():
 def test_all_that_a_layer_keeps_of_the_size_of_the_rows():
     """What stage 6 got, and what it had between its two layers; no outputs."""
     example = Example([30], top_k=5, hidden=16, ffn=12)
-    layer = example.layer(Balancer(experts=8))
+    layer = example.layer(Balancer("alone", experts=8))
     kept = []
     with saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
         layer(example.inputs[0].clone().requires_grad_())

@@ -305,7 +305,7 @@ def test_bundles_that_are_none():
 
 
 def test_a_bundle_that_is_none_is_refused_before_anything_is_lent():
-    balancer = Balancer(experts=4)
+    balancer = Balancer("alone", experts=4)
     bundle = {"w": torch.zeros(3, 2)}
     gathered = balancer.gather(torch.zeros(5, 1, dtype=torch.int64), bundle=bundle)
     plan = balancer.plan(gathered)

@@ -185,7 +185,7 @@ def test_quantised_tensors_travel_with_their_scales():
 
 
 def test_parameters_of_a_network_are_known_as_those_of_experts():
-    balancer = Balancer(experts=8)
+    balancer = Balancer("alone", experts=8)
     layer = Example([4]).layer(balancer)
     model = nn.ModuleDict({"own": layer.experts, "moe": seam_of(layer)})
     assert expert_parameters(model).keys() == {"own.gate_up_proj", "own.down_proj"}
@@ -213,13 +213,13 @@ def test_only_some_gradients_are_asked_for(which):
 
 
 def test_a_full_state_does_not_lack_experts_in_silence():
-    layer = Example([4]).layer(Balancer(experts=8))
+    layer = Example([4]).layer(Balancer("alone", experts=8))
     with pytest.raises(ConfigError, match="tensors of ExpertsFrom belong to other modules"):
         seam_of(layer).full_state_dict()
 
 
 def test_checkpoints_know_the_parameters_of_a_network():
-    layer = Example([4]).layer(Balancer(experts=8))
+    layer = Example([4]).layer(Balancer("alone", experts=8))
     model = nn.ModuleDict({"own": nn.ParameterDict(layer.experts.bundle), "moe": seam_of(layer)})
     state = ShardedState(model).state_dict()
     assert {f"model.own.down_proj.{expert}" for expert in range(8)} <= state.keys()
@@ -232,7 +232,7 @@ def test_checkpoints_know_the_parameters_of_a_network():
 
 
 def alone(run, example=None):
-    layer = (example or Example([6])).layer(Balancer(experts=8))
+    layer = (example or Example([6])).layer(Balancer("alone", experts=8))
     return seam_of(layer, run=run), layer
 
 
@@ -251,7 +251,7 @@ def test_a_network_that_returns_something_else_is_refused_before_anything_is_sen
 
 
 def test_tensors_that_do_not_fit_the_homes_are_refused():
-    balancer = Balancer(experts=8)
+    balancer = Balancer("alone", experts=8)
     layer = Example([6]).layer(balancer)
     few = {name: stack[:3] for name, stack in layer.experts.bundle.items()}
     with pytest.raises(ConfigError, match=r"'gate_up_proj' must be stacked over 8 home experts"):

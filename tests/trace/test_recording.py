@@ -211,7 +211,7 @@ def test_policies_that_look_at_the_past_are_planned_again_exactly(tmp_path, by_p
 
 
 def test_a_policy_for_one_call(tmp_path):
-    balancer = Balancer(experts=8, record=tmp_path / "run")
+    balancer = Balancer("alone", experts=8, record=tmp_path / "run")
     layer = Example([20]).layer(balancer)
     for policy in (None, "none", "quota"):
         layer(Example([20]).inputs[0], policy=policy)
@@ -222,7 +222,7 @@ def test_a_policy_for_one_call(tmp_path):
 
 def test_verbs_without_an_exchange_are_not_recorded(tmp_path):
     """Who sends rows by himself knows what arrived, and tells the recorder."""
-    balancer = Balancer(experts=8, record=tmp_path / "run")
+    balancer = Balancer("alone", experts=8, record=tmp_path / "run")
     weights = {"w": torch.randn(8, 4)}
     gathered = balancer.gather(ids_of(0, 0), bundle=weights)
     plan = balancer.plan(gathered)
@@ -239,7 +239,7 @@ def test_verbs_without_an_exchange_are_not_recorded(tmp_path):
 
 
 def test_off_by_default():
-    balancer = Balancer(experts=8)
+    balancer = Balancer("alone", experts=8)
     assert balancer.recorder is None
     balancer.record_step(3)
     assert balancer._recording is None

@@ -205,7 +205,7 @@ def test_a_trace_tells_how_weights_were_sent(tmp_path, mode):
 def test_a_balancer_tells_how_it_sends(tmp_path):
     pytest.importorskip("torch")
     told = {"relay": "direct", "chunks": 2}
-    ultraep.Balancer(experts=4, slots=1, record=tmp_path / "run", **told).close()
+    ultraep.Balancer("alone", experts=4, slots=1, record=tmp_path / "run", **told).close()
     header = read_trace(tmp_path / "run").header
     assert (header.relay, header.chunks) == ("direct", 2)
 

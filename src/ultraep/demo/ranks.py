@@ -36,6 +36,7 @@ from ultraep.demo.train import (
 )
 from ultraep.full_state import State, full_state_dict, load_full_state_dict
 from ultraep.runtime.balancer import Balancer
+from ultraep.runtime.connect import ALONE
 from ultraep.runtime.group import process_group, settle
 from ultraep.runtime.place import RankPlace
 from ultraep.tiny.model import ModelConfig, TinyMoE, next_byte_loss
@@ -120,7 +121,7 @@ class Demo:
         """One over all ranks; its messages do not mix with those of the rest of the model."""
         sizes = self.sizes
         made = Balancer(
-            dist.new_group(),
+            dist.new_group() if sizes.ranks > 1 else ALONE,  # the demo itself reports one rank
             experts=sizes.experts,
             slots=sizes.slots,
             homes=even_homes(sizes.experts, dist.get_world_size()),

@@ -15,7 +15,7 @@ from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -23,7 +23,7 @@ from ultraep.bundle import Bundle
 from ultraep.comm import Communicator, Peers
 from ultraep.config import BalanceConfig
 from ultraep.errors import ConfigError
-from ultraep.modes import unseen
+from ultraep.modes import refuse_transforms, unseen
 from ultraep.plane import AnyPlan, Copies, DataPlane, Exchange, Loads, Microbatch
 from ultraep.policies import get_policy
 from ultraep.runtime.agreement import Agreement, Place, Point
@@ -31,7 +31,7 @@ from ultraep.runtime.backward import in_backward
 from ultraep.runtime.capacity import AUTO, check_config, check_topology, default_config
 from ultraep.runtime.choice import Choice, choose
 from ultraep.runtime.clocks import clock_of
-from ultraep.runtime.connect import connect
+from ultraep.runtime.connect import ALONE, GroupOrName, connect, resolve_group, warn_if_idle
 from ultraep.runtime.mapped.peers import SilentCommunicator
 from ultraep.runtime.messages.plane import MessagesPlane
 from ultraep.runtime.observe import Notebook, ObservedCopies, ObservedExchange, Observer, Watch
@@ -47,14 +47,11 @@ from ultraep.runtime.warm_up import warm_up
 from ultraep.topology import Topology
 from ultraep.version import __version__
 
-if TYPE_CHECKING:
-    import torch.distributed as dist
-
 
 class Balancer(Unique):
     """Balances every microbatch of every layer of one expert-parallel group.
 
-    group: a torch.distributed process group; None: one process is the whole group.
+    group: the expert-parallel process group; None: the default group; "alone": this process.
     experts, slots, domain, homes: see `Topology`.
     config or policy: how to balance; `policy` alone is short for `BalanceConfig(policy=...)`, with
         `objective="balance"` where the capacity is static. With the objective "time" and no rates,
@@ -86,7 +83,7 @@ class Balancer(Unique):
 
     def __init__(
         self,
-        group: dist.ProcessGroup | None = None,
+        group: GroupOrName = None,
         *,
         experts: int,
         slots: int = 1,
@@ -127,9 +124,12 @@ class Balancer(Unique):
             share=share,
         )
         check_config(capacity, self.config)
+        self._peers, own_ranks = peers, communicator is not None or peers is not None
+        self.group = None if own_ranks and group is None else resolve_group(group)
         warm_up(backend)
-        self.group, self._peers = group, peers
         self._join(communicator, record, (experts, slots, domain, homes))
+        chosen = own_ranks or group == ALONE
+        warn_if_idle(self.rank, self.topology, self.config.policy, chosen=chosen)
         self._pricing = Pricing(self.topology)
         self._layers = self._steps = 0
         self._versions, self._watch, self._stats = Versions(), Watch(), Stats()
@@ -195,6 +195,7 @@ class Balancer(Unique):
         bundle, rows, gates: what is to be copied, the tokens as they are to be sent, and the gates
         of their choices; ranks compare of which kind they are and whether they want gradients.
         """
+        refuse_transforms()
         self._steps += 1
         plane, clock = self.plane(ids.device), self._watch.clock
         assert clock is not None

@@ -12,6 +12,7 @@ import torch
 from ultraep.bundle import Bundle
 from ultraep.comm import Communicator
 from ultraep.config import BalanceConfig, Rates
+from ultraep.errors import ConfigError
 from ultraep.plane import DataPlane, Loads, Microbatch
 from ultraep.runtime.agreement import Agreement, Place, Point
 from ultraep.runtime.mapped.peers import SilentCommunicator
@@ -35,9 +36,14 @@ def from_environment(config: BalanceConfig) -> BalanceConfig:
     text = os.environ.get(VARIABLE, "").strip()
     if not text or config.objective != "time" or config.rates is not None:
         return config
-    if text == OFF:
+    if text.lower() == OFF:
         return replace(config, objective="balance")
-    return replace(config, rates=Rates.from_text(text))
+    try:
+        return replace(config, rates=Rates.from_text(text))
+    except ConfigError as error:
+        raise ConfigError(
+            f"the environment variable {VARIABLE} must be {OFF!r} or rates: {error}"
+        ) from None
 
 
 def measurable(config: BalanceConfig, comm: Communicator) -> BalanceConfig:

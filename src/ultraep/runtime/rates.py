@@ -41,6 +41,7 @@ Serve: TypeAlias = Callable[[Arrivals, Any], torch.Tensor]
 
 ROWS = (1, 16, 64, 256, 1024)  # of every home expert, until they take `ENOUGH`
 MOST_ROWS = 32768  # of all of them
+MOST_HOMES = MOST_ROWS // ROWS[1]  # experts that get synthetic rows: slopes need two row counts
 ENOUGH = 0.02  # seconds
 TURNS = 5  # of which the quickest counts, as others may use the machine
 MOST_TURNS = 50  # of what takes no time
@@ -52,7 +53,7 @@ GRADIENTS = 2  # times that a gradient passes: sent, then added
 class Found(NamedTuple):
     """Seconds that one rank has found."""
 
-    homes: int
+    homes: int  # experts that served synthetic rows
     network: list[float]  # for each of `ROWS`, as far as that is quick
     idle: list[float]  # filling slots without a copy, turn by turn
     one: list[float]  # with one of a few bytes
@@ -124,7 +125,7 @@ def measure(
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         nobody = NoCopies(trials.copies([], bundle), kind.layout, device)
         found = Found(
-            nobody.num_homes,
+            min(nobody.num_homes, MOST_HOMES),
             _network(serve, nobody, rows, gates),
             idle=trials.seconds(every[:0], few),
             one=trials.seconds(every[:1], few),
@@ -250,7 +251,7 @@ def _network(
     found: list[float] = []
     for each in ROWS if nobody.num_homes else ():
         slow = len(found) > 2 and found[-1] > ENOUGH
-        if slow or (found and each * nobody.num_homes > MOST_ROWS):
+        if slow or each * min(nobody.num_homes, MOST_HOMES) > MOST_ROWS:
             break
         arrivals = made_up_arrivals(each, nobody.num_homes, rows, gates)
         found.append(_quickest(partial(serve, arrivals, nobody), rows.device))
@@ -258,11 +259,11 @@ def _network(
 
 
 def made_up_arrivals(each: int, homes: int, rows: torch.Tensor, gates: torch.Tensor) -> Arrivals:
-    """Rows like those of the layer, so many for every home expert, and no two runs differ."""
+    """`each` seeded synthetic rows for each of the first `MOST_HOMES` home experts."""
     generator = torch.Generator(rows.device).manual_seed(0)
-    shape, device = (each * homes, rows.shape[-1]), rows.device
+    shape, device = (each * min(homes, MOST_HOMES), rows.shape[-1]), rows.device
     made = torch.randn(shape, generator=generator, device=device).to(rows.dtype)
-    begins = [each * index for index in range(homes + 1)]
+    begins = [min(each * index, len(made)) for index in range(homes + 1)]
     return Arrivals(made, gates.new_ones(len(made)), _Begins(begins, device))  # type: ignore[arg-type]
 
 

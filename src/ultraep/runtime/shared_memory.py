@@ -130,8 +130,8 @@ def usable(group: dist.ProcessGroup, timeout: float | None = None) -> bool:
     """Whether all ranks of the group can share memory, and should; collective, alike everywhere."""
     if dist.get_backend(group) != "gloo":
         return False
-    setup = TorchDistCommunicator(group, timeout)
-    hosts = setup.gather_objects(_this_host(setup.rank))
+    with closing(TorchDistCommunicator(group, timeout)) as setup:
+        hosts = setup.gather_objects(_this_host(setup.rank))
     obstacle = _obstacle(hosts, wire.wanted_bytes(setup.size))
     if obstacle:
         logger.info("no shared memory: %s", obstacle)
@@ -142,7 +142,11 @@ def _set_up(group: dist.ProcessGroup, timeout: float | None) -> wire.Wire:
     """Connect to the other ranks; collective."""
     if dist.get_backend(group) != "gloo":
         raise ConfigError(f"shared memory needs a gloo group, got {dist.get_backend(group)}")
-    setup = TorchDistCommunicator(group, timeout)
+    with closing(TorchDistCommunicator(group, timeout)) as setup:
+        return _meet(setup, timeout_of(group) if timeout is None else timeout)
+
+
+def _meet(setup: TorchDistCommunicator, patience: float) -> wire.Wire:
     told = setup.gather_objects((_this_host(setup.rank), segments.new_prefix()))
     hosts, prefix = [host for host, _ in told], told[0][1]
     obstacle = _obstacle(hosts, wire.control_bytes(setup.size))
@@ -151,7 +155,6 @@ def _set_up(group: dist.ProcessGroup, timeout: float | None) -> wire.Wire:
     with ExitStack() as undo:
         files = _join(setup, prefix, undo)
         files.limit = wire.largest_segment(setup.size, hosts[0].free)
-        patience = timeout_of(group) if timeout is None else timeout
         joined = wire.Wire(setup.rank, setup.size, patience, files)
         setup.gather_objects(None)  # nobody starts, or leaves, before all are on the roll
         undo.pop_all()

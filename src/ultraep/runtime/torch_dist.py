@@ -6,10 +6,11 @@ Tensors travel as bytes: nothing is summed on the way, and gloo does not know ev
 from __future__ import annotations
 
 import math
+import pickle
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -19,11 +20,13 @@ import torch.distributed as dist
 from ultraep.comm import Communicator, Message, Peers
 from ultraep.errors import CommunicationError, ConfigError
 from ultraep.runtime.mapped.peers import LocalPeers
+from ultraep.runtime.roll_call import RollCall
 
 # torch 2.13 renamed it and warns about the old name; 2.11 knows only that one.
 _all_gather: Callable[..., Any] = (
     getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 )
+HANG_UP = 1 << 30  # the tag of a message that is never sent
 
 
 class TorchDistCommunicator:
@@ -40,6 +43,8 @@ class TorchDistCommunicator:
             raise ConfigError("this process is no rank of the group")
         self._group = group
         self._timeout = timeout
+        self._over_gloo = "cpu:" in dist.get_backend_config(group)
+        self._roll_call = RollCall(group, self.rank, self.size)
         # NCCL connects in the first call, which all ranks must join; an exchange may lack some.
         self.gather_objects(None)
 
@@ -74,17 +79,22 @@ class TorchDistCommunicator:
             copy_own(self.rank, sends, buffers)
             ops = [*self._ops(dist.isend, sends), *self._ops(dist.irecv, buffers)]
             if ops:
-                with self._named("exchange"):
+                with self._named("exchange", collective=False):
                     self._wait_all(dist.batch_isend_irecv(ops), ops)
 
     def gather_objects(self, value: Any) -> list[Any]:
-        values = [None] * self.size
-        if self._timeout is not None and "cpu:" in dist.get_backend_config(self._group):
-            # all_gather_object knows no timeout, so wait here until all ranks have come.
-            self._gather("gather_objects", torch.zeros(1, dtype=torch.uint8, device="cpu"))
-        with self._named("gather_objects"):
-            dist.all_gather_object(values, value, group=self._group)
-        return values
+        if not self._over_gloo:
+            values = [None] * self.size
+            with self._named("gather_objects"):
+                dist.all_gather_object(values, value, group=self._group)
+            return values
+        # all_gather_object has no timeout.
+        data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        sizes = self._gather("gather_objects", torch.tensor(len(data), device="cpu")).tolist()
+        padded = torch.zeros(max(sizes), dtype=torch.uint8, device="cpu")
+        padded[: len(data)] = data
+        rows = self._gather("gather_objects", padded)
+        return [pickle.loads(row[:n].numpy().tobytes()) for row, n in zip(rows, sizes, strict=True)]
 
     def hosts(self) -> Communicator:
         """Over gloo, and shared memory where all ranks are on one host."""
@@ -105,7 +115,8 @@ class TorchDistCommunicator:
         return SymmetricPeers(self._group, device)
 
     def close(self) -> None:
-        """Nothing was taken."""
+        """Answer no more questions of ranks that fail; the group stays."""
+        self._roll_call.close()
 
     def _gather(self, verb: str, tensor: torch.Tensor) -> torch.Tensor:
         source = as_bytes(tensor)
@@ -132,7 +143,7 @@ class TorchDistCommunicator:
             return
         for work, op in zip(works, ops, strict=True):
             peer = dist.get_group_rank(self._group, op.peer)
-            with self._named(f"exchange with rank {peer}"):
+            with self._named(f"exchange with rank {peer}", collective=False):
                 self._wait(work, op.tensor.device, deadline)
 
     def _deadline(self) -> float | None:
@@ -145,14 +156,34 @@ class TorchDistCommunicator:
             work.wait(timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
 
     @contextmanager
-    def _named(self, verb: str) -> Iterator[None]:
+    def _named(self, verb: str, *, collective: bool = True) -> Iterator[None]:
+        """Turn an error of torch.distributed into one that names the ranks that are missing."""
+        if collective:
+            self._roll_call.enter()
         try:
             yield
         except RuntimeError as error:
-            cause = re.sub(r"^\[\S+:\d+\] ", "", str(error)).partition("\n")[0]
+            missing = self._roll_call.missing()
+            self._hang_up()
+            symptom = re.sub(r"^\[\S+:\d+\] ", "", str(error)).partition("\n")[0]
+            symptom = symptom.partition(". This is typically")[0]
             raise CommunicationError(
-                f"{verb}: noticed by rank {self.rank} of {self.size}: {cause}"
+                f"{verb}: {missing}{'; ' * bool(missing)}noticed by rank {self.rank} of "
+                f"{self.size}: {symptom}"
             ) from error
+
+    def _hang_up(self) -> None:
+        """Close gloo's connections: what timed out here would else keep the process from ending.
+
+        A receive that times out closes the connections to all ranks; `abort` does not.
+        """
+        if self._over_gloo and self.size > 1:
+            peer = dist.get_global_rank(self._group, (self.rank + 1) % self.size)
+            nothing = torch.empty(1, dtype=torch.uint8, device="cpu")
+            with suppress(RuntimeError):
+                work = dist.irecv(nothing, peer, self._group, HANG_UP)
+                assert work is not None
+                work.wait(timedelta(milliseconds=1))
 
 
 def timeout_of(group: dist.ProcessGroup) -> float:

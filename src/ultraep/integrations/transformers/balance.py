@@ -7,11 +7,9 @@ unbalance(model)                       # all experts on every rank again
 
 from __future__ import annotations
 
-import os
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import torch.distributed as dist
 from torch import nn
 
 from ultraep.errors import ConfigError
@@ -21,17 +19,15 @@ from ultraep.integrations.transformers.methods import replace_methods, restore_m
 from ultraep.parallel.home import expert_parameters
 from ultraep.parallel.wrapped import leave_out_experts
 from ultraep.runtime.balancer import Balancer
+from ultraep.runtime.connect import GroupOrName, resolve_group
 from ultraep.topology import even_homes
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 IGNORED_BY_DDP = "_ddp_params_and_buffers_to_ignore"
 
 
 def balance(
     model: nn.Module,
-    group: ProcessGroup | None = None,
+    group: GroupOrName = None,
     *,
     slots: int = 1,
     policy: str = "ultraep",
@@ -40,8 +36,7 @@ def balance(
 ) -> Balancer:
     """Spread the experts of a model over the ranks of a group, and balance every microbatch.
 
-    group: None: all ranks of torch.distributed; this process alone where it has not begun.
-    slots, policy, options: see `Balancer`.
+    group, slots, policy, options: see `Balancer`.
     loaded: whether the model has weights; if not, they come later, for home experts only.
 
     Experts are those that the library's registry knows. Every rank keeps its home experts and
@@ -51,7 +46,6 @@ def balance(
     """
     modules = experts_of(model)
     check_experts(model, modules, loaded)
-    group = group_or_world(group)
     made = _make_balancers(modules, group, options | {"slots": slots, "policy": policy})
     for module in modules.values():
         spread(module, made[num_experts(module)])
@@ -86,10 +80,11 @@ def balanced_experts(model: nn.Module) -> dict[str, BalancedExperts]:
 
 
 def _make_balancers(
-    modules: dict[str, nn.Module], group: ProcessGroup | None, options: dict[str, Any]
+    modules: dict[str, nn.Module], group: GroupOrName, options: dict[str, Any]
 ) -> dict[int, Balancer]:
     """One for each number of experts; none is left open if one cannot be made."""
-    ranks = 1 if group is None else group.size()
+    members = resolve_group(group)
+    ranks = 1 if members is None else members.size()
     made: dict[int, Balancer] = {}
     with ExitStack() as undo:
         for experts in sorted({num_experts(module) for module in modules.values()}):
@@ -98,25 +93,6 @@ def _make_balancers(
             undo.callback(made[experts].close)
         undo.pop_all()
     return made
-
-
-def group_or_world(group: ProcessGroup | None) -> ProcessGroup | None:
-    """The group that is meant; None: this process alone."""
-    if group is None and dist.is_initialized():
-        return dist.group.WORLD
-    if group is None:
-        started = int(os.environ.get("WORLD_SIZE", "1"))
-        if started > 1:
-            raise ConfigError(
-                f"{started} processes were started, and torch.distributed has not begun: call "
-                "torch.distributed.init_process_group before"
-            )
-        return None
-    if not isinstance(group, dist.ProcessGroup) or not dist.is_initialized():
-        raise ConfigError(
-            f"group must be an initialised process group that this rank is part of, got {group!r}"
-        )
-    return group
 
 
 def forget_ignored(model: nn.Module) -> None:

@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import transformers
@@ -25,14 +25,12 @@ from transformers.core_model_loading import (
 
 from ultraep.errors import ConfigError, FileError
 from ultraep.integrations.transformers.balance import balance, balanced_experts, balancers
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
+from ultraep.runtime.connect import GroupOrName
 
 
 def balanced_from_pretrained(
     path: str | Path,
-    group: ProcessGroup | None = None,
+    group: GroupOrName = None,
     *,
     slots: int = 1,
     policy: str = "ultraep",
