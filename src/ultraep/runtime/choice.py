@@ -62,8 +62,14 @@ def choose(
         raise ConfigError(f"data_plane='mapped' is not possible: {'; '.join(reasons)}")
     if reasons:
         found = Choice("messages", reasons[0])
-    else:
-        found = Choice("mapped", f"all {comm.size} ranks map each other's memory", peers)
+        logger.warning(
+            "data plane of %d ranks: messages, slower than mapped memory, because %s; pass "
+            "data_plane='messages' if that is intended",
+            comm.size,
+            found.reason,
+        )
+        return found
+    found = Choice("mapped", f"all {comm.size} ranks map each other's memory", peers)
     logger.info("data plane of %d ranks: %s (%s)", comm.size, found.name, found.reason)
     return found
 

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from ultraep.comm import Message, Peers
 from ultraep.errors import CommunicationError, ConfigError
 from ultraep.runtime import segments, wire
+from ultraep.runtime.mapped.peers import mapped_by
 from ultraep.runtime.torch_dist import (
     TorchDistCommunicator,
     as_bytes,
@@ -44,7 +45,7 @@ class SharedMemoryCommunicator:
     """
 
     def __init__(self, group: dist.ProcessGroup, timeout: float | None = None) -> None:
-        self._wire = _set_up(group, timeout)
+        self._group, self._wire = group, _set_up(group, timeout)
         self.rank, self.size, self.timeout = self._wire.rank, self._wire.size, self._wire.timeout
         # Also at exit; the wire does not know the communicator, so nothing keeps that alive.
         self._release = weakref.finalize(self, self._wire.close)
@@ -79,8 +80,8 @@ class SharedMemoryCommunicator:
         return self
 
     def peers(self, device: torch.device) -> Peers:
-        """None: it is memory of CPUs."""
-        raise ConfigError(f"tokens are on {device}, and ranks share memory of the CPU only")
+        """Symmetric memory of GPUs: this communicator carries only what is on the CPU."""
+        return mapped_by(self._group, device)
 
     def abort(self) -> None:
         """Tell the other ranks that this one failed: they stop waiting for it."""

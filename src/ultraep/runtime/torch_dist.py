@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from ultraep.comm import Communicator, Message, Peers
 from ultraep.errors import CommunicationError, ConfigError
-from ultraep.runtime.mapped.peers import LocalPeers
+from ultraep.runtime.mapped.peers import mapped_by
 from ultraep.runtime.roll_call import RollCall
 
 # torch 2.13 renamed it and warns about the old name; 2.11 knows only that one.
@@ -106,13 +106,7 @@ class TorchDistCommunicator:
 
     def peers(self, device: torch.device) -> Peers:
         """Symmetric memory of GPUs."""
-        if device.type != "cuda":
-            raise ConfigError(f"tokens are on {device}, and only GPUs map each other's memory")
-        if self.size == 1:
-            return LocalPeers(1, device).of(0)
-        from ultraep.runtime.mapped.symmetric import SymmetricPeers
-
-        return SymmetricPeers(self._group, device)
+        return mapped_by(self._group, device)
 
     def close(self) -> None:
         """Answer no more questions of ranks that fail; the group stays."""

@@ -1,4 +1,4 @@
-"""Peers of one process: many ranks on one device, whose memory is shared by itself.
+"""Memory that ranks map: of GPUs of a group, or of many ranks of one process on one device.
 
 group = LocalPeers(8)
 planes = [... group.of(rank) ... for rank in range(8)]
@@ -7,12 +7,15 @@ planes = [... group.of(rank) ... for rank in range(8)]
 from __future__ import annotations
 
 import threading
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ultraep.comm import Peers, Region
 from ultraep.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 class LocalPeers:
@@ -86,6 +89,17 @@ class NamedPeers:
 
     def close(self) -> None:
         """Nothing of its own is taken."""
+
+
+def mapped_by(group: ProcessGroup, device: torch.device) -> Peers:
+    """Return memory of the ranks' GPUs that they all map, whatever backend the group has."""
+    if device.type != "cuda":
+        raise ConfigError(f"tokens are on {device}, and only GPUs map each other's memory")
+    if group.size() == 1:
+        return LocalPeers(1, device).of(0)
+    from ultraep.runtime.mapped.symmetric import SymmetricPeers
+
+    return SymmetricPeers(group, device)
 
 
 class SilentCommunicator:
