@@ -10,12 +10,14 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 CONTROL = "nvidia-cuda-mps-control"
-LIMIT = 60  # seconds that the daemon may take to start or to end
+LIMIT = 60  # seconds that the daemon, or one process, may take
+TRIES = 3
 
 
 @contextmanager
@@ -31,12 +33,31 @@ def shared_card(ranks: int) -> Iterator[None]:
         started = subprocess.run([CONTROL, "-d"], capture_output=True, text=True, timeout=LIMIT)
         if started.returncode:
             raise SystemExit(f"CUDA MPS does not start here: {started.stderr or started.stdout}")
-        os.environ["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] = str(100 // ranks)
-        os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
         try:
+            _start_server()
+            os.environ["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] = str(100 // ranks)
+            os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
+            os.environ.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)  # the card has too few for all
             yield
         finally:
-            quits = {"input": "quit\n", "text": True, "capture_output": True, "timeout": LIMIT}
-            subprocess.run([CONTROL], check=False, **quits)  # type: ignore[call-overload]
+            _tell("quit")
             os.environ.clear()
             os.environ.update(before)
+
+
+def _start_server() -> None:
+    """Start the server for the ranks: if all of them connect to start it, some are refused."""
+    _tell(f"start_server -uid {os.getuid()}")
+    first = "import torch; torch.ones(1, device='cuda').item()"
+    for _ in range(TRIES):
+        ran = subprocess.run([sys.executable, "-c", first], capture_output=True, timeout=LIMIT)
+        if ran.returncode == 0:
+            return
+    raise SystemExit(f"no process can use the card through CUDA MPS: {ran.stderr.decode()[-500:]}")
+
+
+def _tell(command: str) -> None:
+    """Send the daemon a command."""
+    subprocess.run(
+        [CONTROL], input=f"{command}\n", text=True, capture_output=True, timeout=LIMIT, check=False
+    )
