@@ -19,21 +19,21 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from bench_layer import AFTER, BEFORE, COPIES, GAIN, RATE, STEP
+from bench_layer import AFTER, BEFORE, COPIES, GAIN, RATE, STAGE, STEP
 from harness import Line, Metric, Mismatch, Report, common_options
 from load_cases import HotRank, Shape, ids_with, random_even_ids
 from mps import shared_card
 from timing import on_gpu
-from world import Given, given_layer, on_ranks
+from world import Given, StageClock, given_layer, on_ranks
 
 import ultraep
 from ultraep import BalanceConfig
@@ -70,6 +70,7 @@ class Size(Shape):
     modes: tuple[str, ...] = MODES
     rounds: int = 7
     steps: int = 4  # that are timed together
+    staged: tuple[HotRank | None, ...] = (None, HotRank(2.0))  # loads whose stages are timed
 
 
 MODELS = {
@@ -88,6 +89,7 @@ TOY = Size(
     all_tokens=(64,),
     loads=(None, HotRank(1.5)),
     modes=("eager",),
+    staged=(),
     rounds=1,
     steps=1,
 )
@@ -154,6 +156,14 @@ class Variants:
         }
         return {what: tensor.float().clone() for what, tensor in found.items()}
 
+    @contextmanager
+    def observed(self, name: str, clock: StageClock) -> Iterator[None]:
+        """Let the clock see the stages of a variant in this block."""
+        observers = self.layers[name].balancer._watch.others
+        observers.append(clock)
+        yield
+        observers.remove(clock)
+
     def close(self) -> None:
         for layer in self.layers.values():
             layer.balancer.close()
@@ -191,8 +201,26 @@ def on_rank(rank: int, size: Size, cuda: bool) -> list[dict[str, Any]]:
             if rank == 0:
                 print(f"... {size.tokens} tokens, {name}, {mode}", file=sys.stderr, flush=True)
     planes = {name: repr(layer.balancer) for name, layer in variants.layers.items()}
+    stages = [staged(variants, load) for load in size.staged]
     variants.close()
-    return [{**case, "planes": planes} for case in found]
+    return [{**case, "planes": planes, "stages": stages} for case in found]
+
+
+def staged(variants: Variants, load: HotRank | None) -> dict[str, Any]:
+    """Milliseconds of every stage of a replayed step, the mean of all ranks, by variant."""
+    variants.route(load)
+    found = {}
+    for name in (NONE, DEFAULT):
+        clock = StageClock.on_device()
+        with variants.observed(name, clock):
+            replay = stepper(variants, name, "graphs", clock)
+        for _ in range(3):
+            replay()
+        torch.cuda.synchronize()
+        every: list[dict[str, float]] = [{} for _ in range(variants.size.ranks)]
+        dist.all_gather_object(every, clock.times())
+        found[name] = {stage: fmean(times[stage] for times in every) for stage in every[0]}
+    return {"load": EVEN if load is None else load.name, "variants": found}
 
 
 def measure(variants: Variants, load: HotRank | None, mode: str) -> Facts:
@@ -226,7 +254,7 @@ def measure(variants: Variants, load: HotRank | None, mode: str) -> Facts:
     return facts
 
 
-def stepper(variants: Variants, name: str, mode: str) -> Step:
+def stepper(variants: Variants, name: str, mode: str, clock: StageClock | None = None) -> Step:
     """A call that runs one step of a variant: its kernels, or a graph of them."""
     if mode == "eager":
         return lambda: void(variants.step(name))
@@ -236,7 +264,11 @@ def stepper(variants: Variants, name: str, mode: str) -> Step:
     torch.cuda.synchronize()
     dist.barrier()
     with torch.cuda.graph(graph, capture_error_mode="relaxed"):
+        if clock is not None:
+            clock.restart()
         variants.step(name)
+        if clock is not None:
+            clock.mark("backward end")
     return graph.replay
 
 
@@ -285,6 +317,17 @@ def run_model(report: Report, size: Size, *, cuda: bool) -> None:
             report.add(f"EP{size.ranks}: {title}", lines_of(one, case))
         for name, plane in cases[0]["planes"].items():
             report.note(f"{name}: {plane}")
+        for found in cases[0]["stages"]:
+            report.add("Stages of a replayed step, mean of the ranks", stage_lines(one, found))
+
+
+def stage_lines(size: Size, found: Mapping[str, Any]) -> list[Line]:
+    lines = []
+    for name, stages in found["variants"].items():
+        for stage, ms in stages.items():
+            case = {"tokens": size.tokens, "load": found["load"], "variant": name, "stage": stage}
+            lines.append(Line({"model": size.model, **case}, {STAGE: ms}))
+    return lines
 
 
 def main(argv: Sequence[str]) -> None:

@@ -175,6 +175,11 @@ class StageClock:
         stamps = torch.zeros(256, dtype=torch.int64, device="cuda")
         return cls(stamps, lambda into, index: write_time[(1,)](into, index, num_warps=1))
 
+    def restart(self) -> None:
+        """Forget all stamps; what follows begins now."""
+        self._stages.clear()
+        self.mark("begin")
+
     def mark(self, stage: str) -> None:
         """What was done since the last mark belongs to this stage."""
         self._stamp(self._stamps, len(self._stages))
@@ -192,7 +197,7 @@ class StageClock:
     def planned(self, _: Any, plan: Any) -> None:
         """Nothing: plans take no time by themselves."""
 
-    def sent(self, _: Any, what: str, nbytes: int, copies: int | None) -> None:
+    def sent(self, _: Any, what: str, nbytes: int, copies: object) -> None:
         """Nothing: bytes take no time by themselves."""
 
     def times(self) -> dict[str, float]:
