@@ -32,7 +32,7 @@ from bench_layer import AFTER, BEFORE, COPIES, GAIN, RATE, STAGE, STEP
 from harness import Line, Metric, Mismatch, Report, common_options
 from load_cases import HotRank, Shape, ids_with, random_even_ids
 from mps import shared_card
-from timing import on_gpu
+from timing import free, on_gpu
 from world import Given, StageClock, given_layer, on_ranks
 
 import ultraep
@@ -102,6 +102,8 @@ class Variants:
         self.size, self.rank, self.device = size, rank, device
         self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         self.router = Given()
+        # Of all graphs: they are replayed one at a time, and nobody looks at their results.
+        self.pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
         draw = torch.Generator(device=device).manual_seed(rank)
         options: dict[str, Any] = {"generator": draw, "device": device, "dtype": self.dtype}
         shape = size.tokens, size.hidden
@@ -191,24 +193,26 @@ def on_rank(rank: int, size: Size, cuda: bool) -> list[dict[str, Any]]:
     device = torch.device("cuda", 0) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
-    variants = Variants(size, rank, device)
     found = []
     for load in size.loads:
+        variants = Variants(size, rank, device)  # anew: memory grows with the fullest rank
         for mode in size.modes:
             facts = measure(variants, load, mode)
             name = EVEN if load is None else load.name
             found.append({"load": name, "mode": mode, "variants": facts})
             if rank == 0:
                 print(f"... {size.tokens} tokens, {name}, {mode}", file=sys.stderr, flush=True)
-    planes = {name: repr(layer.balancer) for name, layer in variants.layers.items()}
-    stages = [staged(variants, load) for load in size.staged]
-    variants.close()
-    return [{**case, "planes": planes, "stages": stages} for case in found]
+        if load in size.staged:
+            found[-1]["stages"] = staged(variants)
+        found[-1]["planes"] = {n: repr(layer.balancer) for n, layer in variants.layers.items()}
+        variants.close()
+        del variants
+        free()
+    return found
 
 
-def staged(variants: Variants, load: HotRank | None) -> dict[str, Any]:
+def staged(variants: Variants) -> Facts:
     """Milliseconds of every stage of a replayed step, the mean of all ranks, by variant."""
-    variants.route(load)
     found = {}
     for name in (NONE, DEFAULT):
         clock = StageClock.on_device()
@@ -220,7 +224,7 @@ def staged(variants: Variants, load: HotRank | None) -> dict[str, Any]:
         every: list[dict[str, float]] = [{} for _ in range(variants.size.ranks)]
         dist.all_gather_object(every, clock.times())
         found[name] = {stage: fmean(times[stage] for times in every) for stage in every[0]}
-    return {"load": EVEN if load is None else load.name, "variants": found}
+    return found
 
 
 def measure(variants: Variants, load: HotRank | None, mode: str) -> Facts:
@@ -244,6 +248,7 @@ def measure(variants: Variants, load: HotRank | None, mode: str) -> Facts:
             elapsed = slowest(steps[name], variants.size.steps, variants.device)
             if turn:
                 seconds[name].append(elapsed)
+    variants.router.ids, variants.router.gates = routed
     facts = {name: {"step": median(found)} for name, found in seconds.items()}
     for name, plan in plans.items():
         facts[name] |= {
@@ -261,9 +266,9 @@ def stepper(variants: Variants, name: str, mode: str, clock: StageClock | None =
     graph = torch.cuda.CUDAGraph()
     variants.step(name)
     variants.forget()
-    torch.cuda.synchronize()
+    free()
     dist.barrier()
-    with torch.cuda.graph(graph, capture_error_mode="relaxed"):
+    with torch.cuda.graph(graph, pool=variants.pool, capture_error_mode="relaxed"):
         if clock is not None:
             clock.restart()
         variants.step(name)
@@ -312,21 +317,21 @@ def run_model(report: Report, size: Size, *, cuda: bool) -> None:
     for tokens in size.all_tokens:
         one = replace(size, tokens=tokens)
         cases = on_ranks(size.ranks, partial(on_rank, size=one, cuda=cuda))
+        title = f"D {size.hidden}, F {size.ffn}, {size.experts} experts, top-{size.top_k}"
         for case in cases:
-            title = f"D {size.hidden}, F {size.ffn}, {size.experts} experts, top-{size.top_k}"
             report.add(f"EP{size.ranks}: {title}", lines_of(one, case))
-        for name, plane in cases[0]["planes"].items():
-            report.note(f"{name}: {plane}")
-        for found in cases[0]["stages"]:
-            report.add("Stages of a replayed step, mean of the ranks", stage_lines(one, found))
+            if "stages" in case:
+                report.add("Stages of a replayed step, mean of the ranks", stage_lines(one, case))
+            for name, plane in case.get("planes", {}).items():
+                report.note(f"{name}: {plane}")
 
 
-def stage_lines(size: Size, found: Mapping[str, Any]) -> list[Line]:
+def stage_lines(size: Size, case: Mapping[str, Any]) -> list[Line]:
     lines = []
-    for name, stages in found["variants"].items():
+    for name, stages in case["stages"].items():
         for stage, ms in stages.items():
-            case = {"tokens": size.tokens, "load": found["load"], "variant": name, "stage": stage}
-            lines.append(Line({"model": size.model, **case}, {STAGE: ms}))
+            about = {"tokens": size.tokens, "load": case["load"], "variant": name, "stage": stage}
+            lines.append(Line({"model": size.model, **about}, {STAGE: ms}))
     return lines
 
 
