@@ -9,8 +9,9 @@ A new field is one line of `FIELDS`, with `since` of the next version: `Recorder
 takes it, pieces and files hold it, `Trace.name` shows it, and what was written before reads as its
 default. See docs/traces.md.
 
-Shapes: N records of a piece, C copies of all of them, M late additions, R ranks, E experts, L slots
-of a rank, S slots of all ranks, G stages.
+Shapes: N records of a piece, C copies of all of them, M late additions, T = N + M lines of its
+summary, K columns of the summary, R ranks, E experts, L slots of a rank, S slots of all ranks, G
+stages.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import UTC, datetime
+from enum import IntEnum
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -125,7 +127,31 @@ FIELDS: tuple[Field, ...] = (
     Field("dropped", "int64", "1", "sum"),  # records and additions that were lost so far
     Field("left_out", "int64", "1", "counted"),  # records that not all ranks have
 )
-VERSION = max(one.since for one in FIELDS)
+
+
+class Column(IntEnum):
+    """A column of the summary. Times are nanoseconds on this rank."""
+
+    STEP = 0
+    LAYER = 1
+    MICROBATCH = 2
+    LATE = 3  # 0: a record; 1: an addition to a record, behind all records of the piece
+    ROWS = 4  # that arrived at this rank
+    BYTES = 5
+    EXPERTS = 6
+    EXPERTS_BACK = 7
+    COST = 8  # of the stages that balancing adds
+    ROUTED = 9  # rows of all ranks; rank 0 alone stores this and the following columns
+    PEAK = 10  # rows of the fullest rank without replicas
+    REPLICAS = 11
+
+
+# A summary of each piece, for the viewer. `Trace` does not hold it: it follows from `FIELDS`.
+SUMMARIES: dict[str, Field] = {
+    "summary": Field("summary", "int64", "TK", "pieces", since=4),
+    "stage_sums": Field("stage_sums", "float64", "G", "pieces", since=4),  # seconds of all lines
+}
+VERSION = max(one.since for one in (*FIELDS, *SUMMARIES.values()))
 OBJECTIVE_SINCE = 3  # in the header
 KEY = tuple(one.name for one in FIELDS if one.join == "key")
 ENDS = "copy_ends"  # of what has the letter C
@@ -266,7 +292,7 @@ class Header:
         """What the letters of shapes stand for, as far as the header knows."""
         slots = int(self.topology.first_slot_of_rank[-1])
         known = {"R": self.ranks, "E": self.experts, "S": slots, "G": len(self.stages)}
-        return known | {"L": self.slots_of(rank), "1": 1, "3": 3, "4": 4}
+        return known | {"L": self.slots_of(rank), "K": len(Column), "1": 1, "3": 3, "4": 4}
 
 
 def _object(text: str, where: str | Path) -> dict[str, Any]:
@@ -300,7 +326,11 @@ def piece_file(number: int) -> str:
 def checked_arrays(
     arrays: Arrays, wanted: dict[str, Field], sizes: dict[str, int], where: str | Path
 ) -> Arrays:
-    """The arrays, all that are wanted; `FileError` unless they have their names, types, shapes."""
+    """Return all arrays that are wanted; `FileError` unless names, types and shapes are right.
+
+    An array of a later version that is missing becomes its default, or stays missing if it has
+    none.
+    """
     needed = {name for name, one in wanted.items() if one.since == 1}
     wrong = needed - arrays.keys() | arrays.keys() - wanted.keys()
     if wrong:
@@ -314,6 +344,7 @@ def checked_arrays(
     return {
         name: arrays[name] if name in arrays else one.filled(known, one.shape)
         for name, one in wanted.items()
+        if name in arrays or one.default is not None
     }
 
 

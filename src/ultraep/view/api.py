@@ -110,9 +110,7 @@ class Api:
         index = self.catalogue.index(whole(request, "trace"))
         most = whole(request, "points", 600, low=2, high=MOST_POINTS)
         found = overview(index.table, **stretch(request), most=most)
-        if found["totals"]["records"]:
-            self.catalogue.answered()
-        return found | {"stages": stages_told(index), "sampled": index.sampled}
+        return found | {"stages": stages_told(index), "complete": index.complete}
 
     def heat(self, request: Request) -> Numbers:
         """The map of layers and time."""
@@ -224,13 +222,13 @@ def described(shown: Shown) -> Numbers:
         "done": index.done,
         "total": index.total,
         "finished": index.finished,
-        "sampled": index.sampled,
+        "complete": index.complete,
     }
 
 
 def stages_told(index: Any) -> Numbers:
-    """Seconds of each stage on its slowest rank, mean of all records."""
-    pairs = zip(index.header.stages, index.table.slowest.tolist(), strict=False)
+    """Mean seconds of each stage, on the rank with the largest mean."""
+    pairs = zip(index.header.stages, index.table.stages.tolist(), strict=True)
     return {stage: round(seconds, 9) for stage, seconds in pairs if seconds > 0}
 
 

@@ -6,20 +6,19 @@ A piece appears whole and never changes, so what was read once stays right.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from threading import Lock
-from typing import IO
 
 import numpy as np
 
-from ultraep.inputs import Archive, ArrayPlace, archive_of, opened, reading
-from ultraep.trace.schema import Array, Arrays, Header, checked_arrays, fields_in_pieces
+from ultraep.inputs import archive_of
+from ultraep.trace.files import Budget, read_piece
+from ultraep.trace.schema import Arrays, Header, checked_arrays, fields_in_pieces
 
 MEMORY = 64 << 20  # bytes of arrays that are kept
-MOST_PIECE = 512 << 20  # bytes; recorders write some 4 MiB at a time
 TIMES = {"seconds", "waited", "more_seconds", "more_waited"}
-TOLD = TIMES | {"slot_rows", "bytes_moved", "more_bytes", "began", "more_began"}  # by every rank
+UNKNOWN = -1  # in place of the place of a record
 
 
 class Store:
@@ -37,7 +36,7 @@ class Store:
             if key in self._arrays:
                 self._arrays.move_to_end(key)
                 return self._arrays[key]
-        found = piece_arrays(path, header, rank, names)
+        found = finite(read_piece(path, header, rank, names))
         size = sum(array.nbytes for array in found.values())
         with self._lock:
             if key not in self._arrays and size <= self._memory // 2:
@@ -49,57 +48,34 @@ class Store:
         return found
 
 
-def piece_arrays(path: Path, header: Header, rank: int, names: Iterable[str]) -> Arrays:
-    """Only these arrays of a piece, with the types and shapes that the schema wants."""
+def read_rows(
+    path: Path, header: Header, rank: int, wanted: Sequence[Mapping[str, int]]
+) -> list[Arrays]:
+    """Return single rows of arrays of a piece, by name, without unpacking what is behind them."""
+    names = {name for rows in wanted for name in rows}
+    fields = {name: one for name, one in fields_in_pieces(rank).items() if name in names}
+    sizes = header.sizes(rank)
     with archive_of(path) as archive:
-        return _checked(archive, header, rank, names)
-
-
-def _checked(archive: Archive, header: Header, rank: int, names: Iterable[str]) -> Arrays:
-    known = fields_in_pieces(rank)
-    wanted = {name: known[name] for name in names}
-    arrays = archive.arrays(wanted, most=MOST_PIECE)
-    return finite(checked_arrays(arrays, wanted, header.sizes(rank), archive.path))
-
-
-class Rows:
-    """Single records of the pieces of one trace, read without those behind them."""
-
-    def __init__(self, header: Header) -> None:
-        self._header = header
-        self._places: dict[Path, dict[str, ArrayPlace | Array]] = {}
-
-    def learn(self, path: Path, rank: int, names: Iterable[str]) -> Arrays:
-        """These arrays of a piece; from now on it is known where those of `TOLD` lie."""
-        with archive_of(path) as archive:
-            found = _checked(archive, self._header, rank, names)
-            self._places[path] = self._found(archive, rank)
-        return found
-
-    def told(self, path: Path, wanted: Iterable[Mapping[str, int]]) -> list[Arrays]:
-        """Rows of arrays of a piece, by name and number; `FileError` if it is damaged."""
-        places = self._places[path]
-        with reading(path), opened(path) as file:
-            return [
-                finite({name: _row(file, places[name], row) for name, row in one.items()})
-                for one in wanted
-            ]
-
-    def _found(self, archive: Archive, rank: int) -> dict[str, ArrayPlace | Array]:
-        """Where the arrays lie; of those that a record need not have, the default."""
-        wanted = {name: one for name, one in fields_in_pieces(rank).items() if name in TOLD}
-        sizes, places = self._header.sizes(rank), archive.places(wanted)
+        Budget([path]).claim(archive, names)
+        places = archive.places(names)
         claimed = {
             name: np.broadcast_to(one.dtype.type(), one.shape) for name, one in places.items()
         }
-        checked_arrays(claimed, wanted, sizes, archive.path)
-        lacking = wanted.keys() - places.keys()
-        defaults = {name: wanted[name].filled(sizes, wanted[name].shape[1:]) for name in lacking}
-        return defaults | places
-
-
-def _row(file: IO[bytes], place: ArrayPlace | Array, number: int) -> Array:
-    return place.row(file, number) if isinstance(place, ArrayPlace) else place
+        checked_arrays(claimed, fields, sizes, path)
+        absent = {
+            name: one.filled(sizes, one.shape[1:])
+            for name, one in fields.items()
+            if name not in places
+        }
+        return [
+            finite(
+                {
+                    name: places[name].row(archive.file, row) if name in places else absent[name]
+                    for name, row in rows.items()
+                }
+            )
+            for rows in wanted
+        ]
 
 
 def finite(arrays: Arrays) -> Arrays:
