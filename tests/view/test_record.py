@@ -15,7 +15,7 @@ from ultraep.trace.files import read_piece
 from ultraep.trace.read import read_trace
 from ultraep.view.folder import FolderIndex
 from ultraep.view.record import numbers_of, record_of_pieces, record_of_trace
-from ultraep.view.store import Store, read_rows
+from ultraep.view.store import Store
 from view.runs import CONFIG, TOPOLOGY, change, plans_of_run, write_pieces
 
 
@@ -38,7 +38,7 @@ def test_a_row_is_that_of_the_array(long):
     whole = read_piece(path, header, 1, names)
     assert not whole["waited"].any(), "it is not in the file"
     for number in range(len(whole["began"])):
-        (found,) = read_rows(path, header, 1, [dict.fromkeys(names, number)])
+        (found,) = Store().rows(path, header, 1, [dict.fromkeys(names, number)])
         for name in names:
             np.testing.assert_array_equal(found[name], whole[name][number])
 
@@ -47,17 +47,17 @@ def test_a_piece_that_was_cut_off_later_is_told(run):
     header, path = read_trace(run).header, run / "rank-00001" / "000001.npz"
     path.write_bytes(path.read_bytes()[:200])
     with pytest.raises(FileError, match=r"000001\.npz: cannot be read, truncated or damaged"):
-        read_rows(path, header, 1, [{"seconds": 2}])
+        Store().rows(path, header, 1, [{"seconds": 2}])
     path.unlink()
     with pytest.raises(FileError, match="no such file"):
-        read_rows(path, header, 1, [{"seconds": 2}])
+        Store().rows(path, header, 1, [{"seconds": 2}])
 
 
 def test_arrays_of_another_shape_are_refused_before_a_row_is_read(run):
     header, path = read_trace(run).header, run / "rank-00001" / "000001.npz"
     change(path, began=np.zeros((5, 3)))
     with pytest.raises(FileError, match="began must be float64"):
-        read_rows(path, header, 1, [{"began": 0}])
+        Store().rows(path, header, 1, [{"began": 0}])
 
 
 def test_rows_that_do_not_lie_together_are_refused(tmp_path):

@@ -146,10 +146,8 @@ class Api:
         return self.catalogue.record(number, key) | {"around": around}
 
     def stages(self, request: Request) -> Numbers:
-        """Its times on all ranks, of forward (0) or backward (1)."""
-        backward = bool(whole(request, "backward", high=1))
-        number, key = whole(request, "trace"), key_of(request)
-        return {"pass": self.catalogue.stages(number, key, backward=backward)}
+        """Its times on all ranks, forward and backward."""
+        return self.catalogue.stages(whole(request, "trace"), key_of(request))
 
     async def ask(self, request: Request) -> Response:
         """Begin to plan again."""

@@ -31,6 +31,7 @@ from ultraep.view.record import (
 from ultraep.view.single import SingleIndex
 from ultraep.view.store import Store
 
+PASSES = ("forward", "backward")
 PERIOD = 1.0  # seconds between two looks at a folder that is followed
 GONE = "the folder is gone: what was read before is shown"
 Index = FolderIndex | SingleIndex
@@ -153,6 +154,7 @@ class Catalogue:
             return
         shown.gone = False
         if shown.index is None or shown.index.header != header:
+            self._store = Store()  # what is cached belongs to the trace that was here before
             again = self._opened(shown.item)
             shown.index, shown.error, shown.failed = again.index, again.error, False
 
@@ -180,12 +182,14 @@ class Catalogue:
             return numbers_of(record_of_trace(index.trace, place))
         return numbers_of(record_of_pieces(index, place))
 
-    def stages(self, number: int, key: tuple[int, int, int], *, backward: bool) -> Numbers | None:
-        """When the stages of all ranks were in one pass; None if no times are known."""
+    def stages(self, number: int, key: tuple[int, int, int]) -> dict[str, Numbers | None]:
+        """When the stages of all ranks ran, forward and backward; None if no times are known."""
         index, place = self._found(number, key)
         if isinstance(index, SingleIndex):
-            return stages_of(times_of_trace(index.trace, place), backward=backward)
-        return stages_of(times_of_pieces(index, place), backward=backward)
+            times = times_of_trace(index.trace, place)
+        else:
+            times = times_of_pieces(index, place)
+        return {name: stages_of(times, backward=name == "backward") for name in PASSES}
 
     def routed(self, number: int, key: tuple[int, int, int]) -> Routed:
         """What was routed in one record."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,6 +31,7 @@ from ultraep.view.table import Table, table_of
 
 MOST_RECORDS, MOST_OF_RANKS = 2_000_000, 32 << 20  # records; records times ranks
 MOST_PENDING = 100_000  # lines of a rank whose records rank 0 has not named
+MOST_LINES = 32_000  # of a rank that are counted at once, which bounds memory
 MOST_NOTES = 20
 PUBLISH_SECONDS = 0.5  # between two tables while rank 0 is read
 PIECE = re.compile(r"(\d{6})\.npz")
@@ -83,7 +84,7 @@ class RankState:
         self.place: NDArray[np.int32] = np.zeros(0, dtype=np.int32)  # [T] of each line's record
         self.pending, self.pending_at = NO_LINES, NO_LINES[:, 0]  # lines of unknown records
         self.told: NDArray[np.bool_] = np.zeros(0, dtype=bool)  # [N] whether it has the record
-        self.seconds: NDArray[np.float32] = np.zeros((0, 3), dtype=np.float32)  # [N] of TIMES
+        self.seconds: NDArray[np.float32] = np.zeros((3, 0), dtype=np.float32)  # [3, N] of TIMES
         self.stage_sums = np.zeros(len(header.stages))
         self.dropped = 0
 
@@ -106,7 +107,7 @@ class RankState:
         more = count - len(self.told)
         if more > 0:
             self.told = np.pad(self.told, (0, more))
-            self.seconds = np.pad(self.seconds, ((0, more), (0, 0)))
+            self.seconds = np.pad(self.seconds, ((0, 0), (0, more)))
 
     def lines_of(self, place: int) -> list[Line]:
         """Where the rank tells of a record."""
@@ -198,18 +199,21 @@ class FolderIndex:
         return range(known, end)
 
     def _read_rank(self, rank: int, numbers: range, stop: Callable[[], bool]) -> None:
+        early = rank == 0 and not self.complete
         batch, publish_at = list[IntArray](), time.monotonic() + PUBLISH_SECONDS
         for number in numbers:
             if stop():
                 return
             batch.append(self.ranks[rank].add_piece(self._summary(rank, number)))
             self.done += 1
-            if rank == 0 and not self.complete and time.monotonic() > publish_at:
-                self._merge(0, batch)
+            if early and time.monotonic() > publish_at:
+                self._merge(rank, batch)
                 self._publish()
-                batch, publish_at = [], time.monotonic() + PUBLISH_SECONDS
+                publish_at = time.monotonic() + PUBLISH_SECONDS
+            elif rank and sum(map(len, batch)) > MOST_LINES:
+                self._merge(rank, batch)
         self._merge(rank, batch)
-        if rank == 0 and not self.complete:
+        if early:
             self._publish()
 
     def _summary(self, rank: int, number: int) -> Arrays | None:
@@ -226,14 +230,15 @@ class FolderIndex:
             return None
         return arrays
 
-    def _merge(self, rank: int, batch: Sequence[IntArray]) -> None:
+    def _merge(self, rank: int, batch: list[IntArray]) -> None:
         """Count the lines of new pieces, and those that were waiting for their records."""
-        state, new = self.ranks[rank], np.concatenate([NO_LINES, *batch])
-        lines = np.concatenate([state.pending, new])
-        at = np.concatenate([state.pending_at, len(state.place) + np.arange(len(new))])
+        state, lines = self.ranks[rank], np.concatenate([self.ranks[rank].pending, *batch])
+        batch.clear()
+        new = np.arange(len(state.place), len(state.place) + len(lines) - len(state.pending))
+        at = np.concatenate([state.pending_at, new])
         state.place = np.pad(state.place, (0, len(new)), constant_values=UNKNOWN)
         if rank == 0:
-            self._add_records(new)
+            self._add_records(lines)
         state.reach(len(self._keys_N3))
         place = self._keys.places(lines[:, : len(KEY)])
         record = lines[:, Column.LATE] == 0
@@ -269,9 +274,8 @@ class FolderIndex:
             sums["routed"][at], sums["peak"][at] = own[:, Column.ROUTED], own[:, Column.PEAK]
             sums["replicas"][at] = own[:, Column.REPLICAS]
         np.add.at(sums["bytes"], place, lines[:, Column.BYTES])
-        for column, nanoseconds in enumerate(lines[:, TIMES].T):
-            seconds = np.bincount(place, nanoseconds / NANOSECONDS, minlength=len(state.seconds))
-            state.seconds[:, column] += seconds
+        for seconds, nanoseconds in zip(state.seconds, lines[:, TIMES].T, strict=True):
+            np.add.at(seconds, place, (nanoseconds / NANOSECONDS).astype(np.float32))
 
     # -- the table ------------------------------------------------------------------------------
 
@@ -284,12 +288,13 @@ class FolderIndex:
         ranks, sums = self.header.ranks, self._sums
         shown = sums["ranks"] == ranks if self.complete else np.ones(len(self._keys_N3), bool)
         keep = np.flatnonzero(shown)
-        slowest, total = np.zeros((len(keep), 3)), np.zeros(len(keep))
+        slowest, total = np.zeros((3, len(keep))), np.zeros(len(keep))
         for state in self.ranks:
             state.reach(len(self._keys_N3))
-            seconds = state.seconds[keep]
-            slowest = np.maximum(slowest, seconds)
-            total += seconds[:, :2].sum(axis=1)
+            seconds = state.seconds[:, keep]
+            np.maximum(slowest, seconds, out=slowest)
+            total += seconds[0]
+            total += seconds[1]
         told = [state.stage_sums / max(1, int(state.told.sum())) for state in self.ranks]
         unknown = 1.0 if self.complete else np.nan
         return table_of(
@@ -298,9 +303,9 @@ class FolderIndex:
             after=_ratio(sums["fullest"], sums["rows"], ranks)[keep] * unknown,
             copies=sums["replicas"][keep].astype(np.float64),
             bytes_moved=sums["bytes"][keep].astype(np.float64) * unknown,
-            experts=slowest[:, :2].sum(axis=1),
+            experts=slowest[0] + slowest[1],
             mean=total / ranks * unknown,
-            cost=slowest[:, 2],
+            cost=slowest[2],
             stages=np.max(told, axis=0),
         )
 

@@ -20,7 +20,6 @@ from ultraep.report.numbers import FloatArray, Numbers, plain
 from ultraep.trace.read import Routed, Trace, imbalance, rates_of
 from ultraep.trace.schema import ENDS, Array, Arrays, Header, of_backward
 from ultraep.view.folder import FolderIndex
-from ultraep.view.store import read_rows
 
 PLANNED = ("policy", "loads", ENDS, "copies", "quotas", "rates")
 ROUTED = ("layer", "loads", "rates")
@@ -147,7 +146,7 @@ def _told(
     found: list[Arrays] = []
     for piece, own in groupby(zip(lines, rows, strict=True), lambda pair: pair[0].piece):
         wanted = [row for _, row in own]
-        found += read_rows(index.path(rank, piece), index.header, rank, wanted)
+        found += index.store.rows(index.path(rank, piece), index.header, rank, wanted)
     told = [one for one, line in zip(found, lines, strict=True) if not line.late]
     return told[0], [one for one, line in zip(found, lines, strict=True) if line.late]
 

@@ -1,4 +1,4 @@
-"""Arrays of the pieces of a trace: read when wanted, checked, and the last ones kept; single rows.
+"""Arrays of the pieces of a trace, read when a record is opened; a cache of the last ones.
 
 A piece appears whole and never changes, so what was read once stays right.
 """
@@ -9,15 +9,18 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from threading import Lock
+from typing import IO
 
 import numpy as np
 
-from ultraep.inputs import archive_of
+from ultraep.inputs import ArrayPlace, archive_of, opened, reading
 from ultraep.trace.files import Budget, read_piece
-from ultraep.trace.schema import Arrays, Header, checked_arrays, fields_in_pieces
+from ultraep.trace.schema import Array, Arrays, Header, checked_arrays, fields_in_pieces
 
 MEMORY = 64 << 20  # bytes of arrays that are kept
+MOST_PLACES = 8192  # pieces of which is known where their arrays lie
 TIMES = {"seconds", "waited", "more_seconds", "more_waited"}
+ROWS = TIMES | {"slot_rows", "bytes_moved", "more_bytes", "began", "more_began"}
 UNKNOWN = -1  # in place of the place of a record
 
 
@@ -27,6 +30,7 @@ class Store:
     def __init__(self, memory: int = MEMORY) -> None:
         self._memory, self._held = memory, 0
         self._arrays: OrderedDict[tuple[Path, tuple[str, ...]], Arrays] = OrderedDict()
+        self._places: dict[Path, Mapping[str, ArrayPlace | Array]] = {}
         self._lock = Lock()
 
     def arrays(self, path: Path, header: Header, rank: int, names: tuple[str, ...]) -> Arrays:
@@ -47,35 +51,37 @@ class Store:
                     self._held -= sum(array.nbytes for array in old.values())
         return found
 
+    def rows(
+        self, path: Path, header: Header, rank: int, wanted: Sequence[Mapping[str, int]]
+    ) -> list[Arrays]:
+        """Return single rows of arrays of a piece, without unpacking what is behind them."""
+        places = self._places.get(path)
+        if places is None:
+            if len(self._places) >= MOST_PLACES:
+                self._places.clear()
+            places = self._places[path] = _places(path, header, rank)
+        with reading(path), opened(path) as file:
+            return [
+                finite({name: _row(file, places[name], row) for name, row in rows.items()})
+                for rows in wanted
+            ]
 
-def read_rows(
-    path: Path, header: Header, rank: int, wanted: Sequence[Mapping[str, int]]
-) -> list[Arrays]:
-    """Return single rows of arrays of a piece, by name, without unpacking what is behind them."""
-    names = {name for rows in wanted for name in rows}
-    fields = {name: one for name, one in fields_in_pieces(rank).items() if name in names}
+
+def _places(path: Path, header: Header, rank: int) -> Mapping[str, ArrayPlace | Array]:
+    """Where the arrays of a piece lie; for an optional array that is absent, a row of defaults."""
+    fields = {name: one for name, one in fields_in_pieces(rank).items() if name in ROWS}
     sizes = header.sizes(rank)
     with archive_of(path) as archive:
-        Budget([path]).claim(archive, names)
-        places = archive.places(names)
-        claimed = {
-            name: np.broadcast_to(one.dtype.type(), one.shape) for name, one in places.items()
-        }
-        checked_arrays(claimed, fields, sizes, path)
-        absent = {
-            name: one.filled(sizes, one.shape[1:])
-            for name, one in fields.items()
-            if name not in places
-        }
-        return [
-            finite(
-                {
-                    name: places[name].row(archive.file, row) if name in places else absent[name]
-                    for name, row in rows.items()
-                }
-            )
-            for rows in wanted
-        ]
+        Budget([path]).claim(archive, fields)
+        found = archive.places(fields)
+    claimed = {name: np.broadcast_to(one.dtype.type(), one.shape) for name, one in found.items()}
+    checked_arrays(claimed, fields, sizes, path)
+    absent = {name: fields[name] for name in fields.keys() - found.keys()}
+    return found | {name: one.filled(sizes, one.shape[1:]) for name, one in absent.items()}
+
+
+def _row(file: IO[bytes], place: ArrayPlace | Array, number: int) -> Array:
+    return place.row(file, number) if isinstance(place, ArrayPlace) else place
 
 
 def finite(arrays: Arrays) -> Arrays:

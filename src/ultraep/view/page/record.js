@@ -18,11 +18,9 @@ async function loadRecord() {
   showFlows(found.copies, found.bytes.reduce((a, b) => a + b, 0));
   find("passes").replaceChildren();
   find("no-stages").textContent = "No times were recorded.";
-  for (const backward of [0, 1]) { // one after the other: each is read from the pieces of all ranks
-    const times = await ask("/api/stages", { ...key, backward });
-    if (turn !== recordTurn) return undefined;
-    if (times.pass) showPass(times.pass);
-  }
+  const { forward, backward } = await ask("/api/stages", key);
+  if (turn !== recordTurn) return undefined;
+  for (const pass of [forward, backward]) if (pass) showPass(pass);
   find("no-stages").hidden = find("passes").childElementCount > 0;
   return undefined;
 }
