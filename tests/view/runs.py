@@ -96,11 +96,9 @@ def write_pieces(folder, *, moments=MOMENTS, layers=LAYERS, per_piece=4, odd=Fal
 
 def _whole_rank(folder, rank):
     """All arrays of a rank; what is told late is in the order of the records."""
-    from ultraep.trace.files import Budget
     from ultraep.trace.read import _read_rank, read_trace
 
-    own = folder / f"rank-{rank:05d}"
-    return _read_rank(own, read_trace(folder).header, rank, Budget([]))
+    return _read_rank(folder / f"rank-{rank:05d}", read_trace(folder).header, rank)
 
 
 def change(path, **changes):

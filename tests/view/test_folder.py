@@ -375,7 +375,7 @@ def test_a_piece_that_claims_too_much_is_told(run, tmp_path, monkeypatch):
     monkeypatch.setattr(files, "RATIO", 0.01)
     index = read(run)
     assert len(index.table) == 0
-    assert "000000.npz: its arrays claim " in index.notes[0]
+    assert "bytes that claim to unpack to" in index.notes[0]
 
 
 def test_a_summary_that_does_not_fit_is_told(run, tmp_path):

@@ -6,7 +6,7 @@ A trace may come from anybody. What its files claim to hold is bounded before it
 from __future__ import annotations
 
 import zipfile
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -30,26 +30,30 @@ MOST_HEADER = 4 << 20  # bytes of the text
 SMALL, RATIO = 128 << 20, 100  # bytes that may always be unpacked; beyond, so many per byte on disk
 
 
-class Budget:
-    """Bytes that some files may unpack to, all together."""
+def check_claims(where: Path, claimed: int, on_disk: int) -> None:
+    """Refuse files that claim to unpack to far more than they take on the disk."""
+    most = max(SMALL, RATIO * on_disk)
+    if claimed > most:
+        raise FileError(
+            f"{where}: {on_disk:,} bytes that claim to unpack to {claimed:,}, at most {most:,} "
+            "are unpacked"
+        )
 
-    def __init__(self, paths: Iterable[Path]) -> None:
-        self.left = max(SMALL, RATIO * sum(path.stat().st_size for path in paths))
 
-    def claim(self, archive: Archive, names: Collection[str]) -> int:
-        """Count what these arrays claim to take; `FileError` if that is more than is left."""
-        size = sum(one.file_size for name, one in archive.members.items() if name in names)
-        if size > self.left:
-            raise FileError(
-                f"{archive.path}: its arrays claim {size:,} bytes, at most {self.left:,} are "
-                f"unpacked ({RATIO} for each byte on the disk)"
-            )
-        self.left -= size
-        return size
+def claimed_bytes(archive: Archive, names: Container[str] | None = None) -> int:
+    """Bytes that arrays of an archive claim to unpack to; None: all of them."""
+    members = archive.members.items()
+    return sum(one.file_size for name, one in members if names is None or name in names)
 
-    def arrays(self, archive: Archive, names: Collection[str]) -> Arrays:
-        """Unpack those of these arrays that are there."""
-        return archive.arrays(names, most=self.claim(archive, names))
+
+def check_pieces(folder: Path) -> None:
+    """Compare what all pieces of a trace claim with their size, before any is unpacked."""
+    claimed = on_disk = 0
+    for path in folder.glob("rank-*/[0-9]*.npz"):
+        with archive_of(path) as archive:
+            claimed += claimed_bytes(archive)
+        on_disk += path.stat().st_size
+    check_claims(folder, claimed, on_disk)
 
 
 def read_header(folder: Path) -> Header:
@@ -64,14 +68,7 @@ def read_header(folder: Path) -> Header:
     return Header.from_json(read_text(path), path)
 
 
-def read_piece(
-    path: Path,
-    header: Header,
-    rank: int,
-    names: Iterable[str] | None = None,
-    *,
-    budget: Budget | None = None,
-) -> Arrays:
+def read_piece(path: Path, header: Header, rank: int, names: Iterable[str] | None = None) -> Arrays:
     """Return the arrays of a piece, or only these; their types and shapes fit the header.
 
     A summary that the piece does not hold is left out.
@@ -84,7 +81,9 @@ def read_piece(
             raise FileError(
                 f"{path}: not a piece of a trace: unknown arrays {', '.join(sorted(unknown))}"
             )
-        arrays = (budget or Budget([path])).arrays(archive, wanted)
+        claimed = claimed_bytes(archive, wanted)
+        check_claims(path, claimed, path.stat().st_size)
+        arrays = archive.arrays(wanted, most=claimed)
     return checked_arrays(arrays, wanted, header.sizes(rank), path)
 
 
@@ -96,7 +95,9 @@ def read_single(path: Path) -> tuple[Header, Arrays]:
         size, most = archive.members["header"].file_size, 4 * MOST_HEADER  # four bytes a letter
         if size > most:
             raise FileError(f"{path}: a header of {size:,} bytes, at most {most:,} are read")
-        arrays = Budget([path]).arrays(archive, archive.members)
+        claimed = claimed_bytes(archive)
+        check_claims(path, claimed, path.stat().st_size)
+        arrays = archive.arrays(most=claimed)
     text = arrays.pop("header")
     if text.dtype.kind != "U" or text.ndim:
         raise FileError(f"{path}: not a trace, it has no header of text, but {text.dtype}")

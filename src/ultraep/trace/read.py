@@ -24,7 +24,7 @@ from ultraep.inputs import names_of_arrays
 from ultraep.outputs import is_unfinished
 from ultraep.plan import Plan, plan_of_copies
 from ultraep.topology import Topology
-from ultraep.trace.files import Budget, read_header, read_piece, read_single, write_arrays
+from ultraep.trace.files import check_pieces, read_header, read_piece, read_single, write_arrays
 from ultraep.trace.join import join
 from ultraep.trace.schema import (
     ENDS,
@@ -234,14 +234,12 @@ def _read_folder(folder: Path) -> Trace:
         raise FileError(
             f"{folder / last}: a rank too many, the trace is one of {header.ranks} ranks"
         )
-    budget = Budget(folder.glob("rank-*/*.npz"))
-    ranks = [
-        _read_rank(folder / rank_folder(rank), header, rank, budget) for rank in range(header.ranks)
-    ]
+    check_pieces(folder)
+    ranks = [_read_rank(folder / rank_folder(rank), header, rank) for rank in range(header.ranks)]
     return Trace(header, join(ranks))
 
 
-def _read_rank(folder: Path, header: Header, rank: int, budget: Budget) -> Arrays:
+def _read_rank(folder: Path, header: Header, rank: int) -> Arrays:
     """All pieces of a rank, one behind the other."""
     names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
     names = [name for name in names if not is_unfinished(name)]
@@ -249,7 +247,7 @@ def _read_rank(folder: Path, header: Header, rank: int, budget: Budget) -> Array
     for number, name in enumerate(names):
         if name != piece_file(number):
             raise FileError(f"{folder / name}: not the piece that is expected here, {number:06d}")
-        pieces.append(read_piece(folder / name, header, rank, budget=budget))
+        pieces.append(read_piece(folder / name, header, rank))
     nothing = {"N": 0, "C": 0, "M": 0} | header.sizes(rank)
     fields = fields_in_pieces(rank)
     none = {name: field.filled(nothing, field.shape) for name, field in fields.items()}

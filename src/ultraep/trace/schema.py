@@ -62,6 +62,7 @@ STAGES = FORWARD + BACKWARD
 ATTENTION, ATTENTION_BACK = "attention", "attention back"
 SIMULATED = (ATTENTION, *STAGES, ATTENTION_BACK)  # the simulator knows what lies around, too
 
+MOST_STAGES, MOST_RANKS = 256, 4096
 NOT_TOLD = Relay()
 Array = NDArray[Any]
 Arrays = dict[str, Array]
@@ -278,8 +279,8 @@ class Header:
                 content[name] = tuple(content[name])
         try:
             header = cls(**content)
-            _check_words(header)
             _ = header.topology, header.config
+            _check_words(header)
         except (ConfigError, TypeError) as error:
             raise FileError(f"{where}: {error}") from None
         return header
@@ -311,6 +312,10 @@ def _check_words(header: Header) -> None:
     words = (header.note, header.created, *header.stages)
     if not isinstance(header.stages, tuple) or not all(isinstance(word, str) for word in words):
         raise ConfigError("stages, note and created must be text")
+    if len(header.stages) > MOST_STAGES:
+        raise ConfigError(f"{len(header.stages):,} stages, a trace has at most {MOST_STAGES}")
+    if header.ranks > MOST_RANKS:
+        raise ConfigError(f"{header.ranks:,} ranks, traces of at most {MOST_RANKS:,} are read")
 
 
 def rank_folder(rank: int) -> str:

@@ -32,6 +32,7 @@ from ultraep.view.table import Table, table_of
 MOST_RECORDS, MOST_OF_RANKS = 2_000_000, 32 << 20  # records; records times ranks
 MOST_PENDING = 100_000  # lines of a rank whose records rank 0 has not named
 MOST_LINES = 32_000  # of a rank that are counted at once, which bounds memory
+MOST_ADDITIONS = 1000  # of a rank to one record
 MOST_NOTES = 20
 PUBLISH_SECONDS = 0.5  # between two tables while rank 0 is read
 PIECE = re.compile(r"(\d{6})\.npz")
@@ -111,8 +112,13 @@ class RankState:
 
     def lines_of(self, place: int) -> list[Line]:
         """Where the rank tells of a record."""
-        found = []
-        for line in np.flatnonzero(self.place == place).tolist():
+        lines, found = np.flatnonzero(self.place == place), list[Line]()
+        if len(lines) > MOST_ADDITIONS:
+            raise FileError(
+                f"a record with {len(lines):,} additions on one rank, at most {MOST_ADDITIONS:,} "
+                "are shown"
+            )
+        for line in lines.tolist():
             piece = bisect_right(self.starts, line) - 1
             row, records = line - self.starts[piece], self.records[piece]
             late = row >= records
@@ -176,7 +182,8 @@ class FolderIndex:
         if any(pieces) or not self.complete:
             self.finished = False
             for rank, numbers in enumerate(pieces):
-                self._read_rank(rank, numbers, stop)
+                if numbers or len(self.ranks[rank].pending):
+                    self._read_rank(rank, numbers, stop)
                 if stop():
                     return
             self.complete = True

@@ -14,7 +14,7 @@ from typing import IO
 import numpy as np
 
 from ultraep.inputs import ArrayPlace, archive_of, opened, reading
-from ultraep.trace.files import Budget, read_piece
+from ultraep.trace.files import check_claims, claimed_bytes, read_piece
 from ultraep.trace.schema import Array, Arrays, Header, checked_arrays, fields_in_pieces
 
 MEMORY = 64 << 20  # bytes of arrays that are kept
@@ -72,7 +72,7 @@ def _places(path: Path, header: Header, rank: int) -> Mapping[str, ArrayPlace | 
     fields = {name: one for name, one in fields_in_pieces(rank).items() if name in ROWS}
     sizes = header.sizes(rank)
     with archive_of(path) as archive:
-        Budget([path]).claim(archive, fields)
+        check_claims(path, claimed_bytes(archive, fields), path.stat().st_size)
         found = archive.places(fields)
     claimed = {name: np.broadcast_to(one.dtype.type(), one.shape) for name, one in found.items()}
     checked_arrays(claimed, fields, sizes, path)
