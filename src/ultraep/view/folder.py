@@ -41,7 +41,7 @@ NO_LINES: IntArray = np.zeros((0, len(Column)), dtype=np.int64)
 SUMS = ("routed", "peak", "replicas", "rows", "fullest", "bytes", "ranks")
 
 
-class Line(NamedTuple):
+class StoredRow(NamedTuple):
     """Where a rank tells of a record: the piece, and the row of its arrays."""
 
     piece: int
@@ -110,9 +110,9 @@ class RankState:
             self.told = np.pad(self.told, (0, more))
             self.seconds = np.pad(self.seconds, ((0, 0), (0, more)))
 
-    def lines_of(self, place: int) -> list[Line]:
+    def lines_of(self, place: int) -> list[StoredRow]:
         """Where the rank tells of a record."""
-        lines, found = np.flatnonzero(self.place == place), list[Line]()
+        lines, found = np.flatnonzero(self.place == place), list[StoredRow]()
         if len(lines) > MOST_ADDITIONS:
             raise FileError(
                 f"a record with {len(lines):,} additions on one rank, at most {MOST_ADDITIONS:,} "
@@ -122,7 +122,7 @@ class RankState:
             piece = bisect_right(self.starts, line) - 1
             row, records = line - self.starts[piece], self.records[piece]
             late = row >= records
-            found.append(Line(piece, row - records if late else row, late))
+            found.append(StoredRow(piece, row - records if late else row, late))
         return found
 
 
