@@ -13,7 +13,7 @@ from ultraep import ConfigError, FileError, Topology
 from ultraep.inputs import read_arrays
 from ultraep.trace import files
 from ultraep.trace.files import read_piece, write_arrays
-from ultraep.trace.schema import KEY
+from ultraep.trace.schema import KEY, Column
 from ultraep.view import table
 from ultraep.view.catalogue import Catalogue
 from ultraep.view.folder import FolderIndex
@@ -383,7 +383,9 @@ def test_a_summary_that_does_not_fit_is_told(run, tmp_path):
     shutil.copytree(run, tmp_path / "run")
     path = tmp_path / "run/rank-00000/000000.npz"
     arrays = read_arrays(path)
-    write_arrays(path, arrays | {"summary": arrays["summary"][::-1]})
+    swapped = arrays["summary"].copy()
+    swapped[0, Column.LATE] = 1
+    write_arrays(path, arrays | {"summary": swapped})
     assert "the summary has records behind additions" in read(tmp_path / "run").notes[0]
     arrays |= {name: arrays[name][:1] for name in ("loads", "policy", "rates", "copy_ends")}
     write_arrays(path, arrays)

@@ -9,8 +9,8 @@ A new field is one line of `FIELDS`, with `since` of the next version: `Recorder
 takes it, pieces and files hold it, `Trace.name` shows it, and what was written before reads as its
 default. See docs/traces.md.
 
-Shapes: N records of a piece, C copies of all of them, M late additions, T = N + M lines of its
-summary, K columns of the summary, R ranks, E experts, L slots of a rank, S slots of all ranks, G
+Shapes: N records of a piece, C copies of all of them, M late additions, T lines and K columns of
+its summary, R ranks, E experts, L slots of a rank, S slots of all ranks, G
 stages.
 """
 
@@ -136,7 +136,7 @@ class Column(IntEnum):
     STEP = 0
     LAYER = 1
     MICROBATCH = 2
-    LATE = 3  # 0: a record; 1: an addition to a record, behind all records of the piece
+    LATE = 3  # 0: a record of the piece; 1: additions to one record of an earlier piece
     ROWS = 4  # that arrived at this rank
     BYTES = 5
     EXPERTS = 6
@@ -149,7 +149,8 @@ class Column(IntEnum):
 
 # A summary of each piece, for the viewer. `Trace` does not hold it: it follows from `FIELDS`.
 SUMMARIES: dict[str, Field] = {
-    "summary": Field("summary", "int64", "TK", "pieces", since=4),
+    "summary": Field("summary", "int64", "TK", "pieces", since=4),  # records, then late lines
+    "more_lines": Field("more_lines", "int32", "M", "pieces", since=4),  # line of each addition
     "stage_sums": Field("stage_sums", "float64", "G", "pieces", since=4),  # seconds of all lines
 }
 VERSION = max(one.since for one in (*FIELDS, *SUMMARIES.values()))

@@ -3,7 +3,7 @@
 The recorder stores it in every piece, so the viewer need not unpack loads, rows and times. Pieces
 of version 3 and older have none; `summary_of` computes it from their arrays.
 
-Shapes: N records and M late additions of a piece, T = N + M lines, K columns, G stages.
+Shapes: N records, M late additions and T lines of a piece, K columns, G stages.
 """
 
 from __future__ import annotations
@@ -21,24 +21,55 @@ TIMES = slice(Column.EXPERTS, Column.COST + 1)
 
 def summary_of(header: Header, arrays: Arrays) -> Arrays:
     """Return the arrays of `SUMMARIES` for the arrays of a piece."""
-    late = arrays["more"]
-    lines = np.zeros((len(arrays["step"]) + len(late), len(Column)), dtype=np.int64)
-    first, more = lines[: len(arrays["step"])], lines[len(arrays["step"]) :]
+    count = len(arrays["step"])
+    late, more_lines = lines_of_additions(arrays)
+    lines = np.zeros((count + len(late), len(Column)), dtype=np.int64)
+    records = lines[:count]
     for column, name in enumerate(KEY):
-        first[:, column] = arrays[name]
-    more[:, : len(KEY)], more[:, Column.LATE] = late, 1
-    first[:, Column.BYTES], more[:, Column.BYTES] = arrays["bytes_moved"], arrays["more_bytes"]
-    first[:, Column.ROWS] = arrays["slot_rows"].sum(axis=1, dtype=np.int64)
-    seconds = np.concatenate([arrays["seconds"], arrays["more_seconds"]])
-    seconds = np.clip(np.nan_to_num(seconds.astype(np.float64)), 0, LONGEST)
+        records[:, column] = arrays[name]
+    lines[count:, : len(KEY)], lines[count:, Column.LATE] = arrays["more"][late], 1
+    records[:, Column.ROWS] = arrays["slot_rows"].sum(axis=1, dtype=np.int64)
+    records[:, Column.BYTES] = arrays["bytes_moved"]
+    np.add.at(lines[:, Column.BYTES], more_lines, arrays["more_bytes"])
+    seconds, more_seconds = (_finite(arrays[name]) for name in ("seconds", "more_seconds"))
     for place, stages in enumerate((("experts",), ("experts back",), COST), start=TIMES.start):
-        own = seconds[:, np.isin(header.stages, stages)].sum(axis=1)
-        lines[:, place] = np.rint(own * NANOSECONDS)
+        own = np.isin(header.stages, stages)
+        records[:, place] = _nanoseconds(seconds[:, own])
+        np.add.at(lines[:, place], more_lines, _nanoseconds(more_seconds[:, own]))
     if ENDS in arrays:
         by_rank = routed_rows(header, arrays["loads"])
-        first[:, Column.ROUTED], first[:, Column.PEAK] = by_rank.sum(axis=1), by_rank.max(axis=1)
-        first[:, Column.REPLICAS] = np.diff(arrays[ENDS], prepend=0)
-    return {"summary": lines, "stage_sums": seconds.sum(axis=0)}
+        records[:, Column.ROUTED], records[:, Column.PEAK] = (
+            by_rank.sum(axis=1),
+            by_rank.max(axis=1),
+        )
+        records[:, Column.REPLICAS] = np.diff(arrays[ENDS], prepend=0)
+    stage_sums = seconds.sum(axis=0) + more_seconds.sum(axis=0)
+    return {"summary": lines, "more_lines": more_lines, "stage_sums": stage_sums}
+
+
+def lines_of_additions(arrays: Arrays) -> tuple[IntArray, IntArray]:
+    """Return which additions have a line of their own, and [M] the line of each addition.
+
+    An addition to a record of the piece is part of the line of that record. Those to one record of
+    an earlier piece share a line behind all records.
+    """
+    count = len(arrays["step"])
+    keys = np.concatenate([np.column_stack([arrays[name] for name in KEY]), arrays["more"]])
+    _, first, number = np.unique(keys, axis=0, return_index=True, return_inverse=True)
+    first_M = first[number.reshape(-1)[count:]]
+    late = np.unique(first_M[first_M >= count])
+    lines = np.where(first_M < count, first_M, count + np.searchsorted(late, first_M))
+    return late - count, lines.astype(np.int32)
+
+
+def _finite(seconds: Array) -> Array:
+    return np.clip(np.nan_to_num(seconds.astype(np.float64)), 0, LONGEST)
+
+
+def _nanoseconds(seconds: Array) -> IntArray:
+    """[N] the sum of some stages."""
+    found: IntArray = np.rint(seconds.sum(axis=1) * NANOSECONDS).astype(np.int64)
+    return found
 
 
 def routed_rows(header: Header, loads_NRE: Array) -> IntArray:

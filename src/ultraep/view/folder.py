@@ -24,7 +24,7 @@ from ultraep.arrays import IntArray
 from ultraep.errors import FileError
 from ultraep.trace.files import read_header, read_piece
 from ultraep.trace.read import RANK_FOLDER
-from ultraep.trace.schema import KEY, SUMMARIES, Arrays, Column, Header, piece_file, rank_folder
+from ultraep.trace.schema import KEY, Arrays, Column, Header, piece_file, rank_folder
 from ultraep.trace.summary import NANOSECONDS, TIMES, summary_of
 from ultraep.view.store import UNKNOWN, Store
 from ultraep.view.table import Table, table_of
@@ -32,20 +32,24 @@ from ultraep.view.table import Table, table_of
 MOST_RECORDS, MOST_OF_RANKS = 2_000_000, 32 << 20  # records; records times ranks
 MOST_PENDING = 100_000  # lines of a rank whose records rank 0 has not named
 MOST_LINES = 32_000  # of a rank that are counted at once, which bounds memory
-MOST_ADDITIONS = 1000  # of a rank to one record
+MOST_LINES_OF_RECORD = 1000  # of one rank
 MOST_NOTES = 20
 PUBLISH_SECONDS = 0.5  # between two tables while rank 0 is read
 PIECE = re.compile(r"(\d{6})\.npz")
 REPEATED = -2  # in place of the place of a record that came before
 NO_LINES: IntArray = np.zeros((0, len(Column)), dtype=np.int64)
+READ = ("summary", "stage_sums", "dropped")  # arrays of a piece
 SUMS = ("routed", "peak", "replicas", "rows", "fullest", "bytes", "ranks")
 
 
-class StoredRow(NamedTuple):
-    """Where a rank tells of a record: the piece, and the row of its arrays."""
+class StoredLine(NamedTuple):
+    """Where a rank tells of a record: a line in the summary of a piece.
+
+    late: the line holds additions to a record of an earlier piece.
+    """
 
     piece: int
-    row: int
+    line: int
     late: bool
 
 
@@ -110,19 +114,13 @@ class RankState:
             self.told = np.pad(self.told, (0, more))
             self.seconds = np.pad(self.seconds, ((0, 0), (0, more)))
 
-    def lines_of(self, place: int) -> list[StoredRow]:
-        """Where the rank tells of a record."""
-        lines, found = np.flatnonzero(self.place == place), list[StoredRow]()
-        if len(lines) > MOST_ADDITIONS:
-            raise FileError(
-                f"a record with {len(lines):,} additions on one rank, at most {MOST_ADDITIONS:,} "
-                "are shown"
-            )
-        for line in lines.tolist():
+    def lines_of(self, place: int) -> list[StoredLine]:
+        """Where the rank tells of a record: one line of the record, others of additions."""
+        found = []
+        for line in np.flatnonzero(self.place == place)[:MOST_LINES_OF_RECORD].tolist():
             piece = bisect_right(self.starts, line) - 1
-            row, records = line - self.starts[piece], self.records[piece]
-            late = row >= records
-            found.append(StoredRow(piece, row - records if late else row, late))
+            own = line - self.starts[piece]
+            found.append(StoredLine(piece, own, own >= self.records[piece]))
         return found
 
 
@@ -227,8 +225,8 @@ class FolderIndex:
         """The summary of a piece; None, with a note, if the piece is damaged."""
         path = self.path(rank, number)
         try:
-            arrays = read_piece(path, self.header, rank, (*SUMMARIES, "dropped"))
-            if not arrays.keys() >= SUMMARIES.keys():  # before version 4
+            arrays = read_piece(path, self.header, rank, READ)
+            if len(arrays) < len(READ):  # before version 4
                 arrays |= summary_of(self.header, read_piece(path, self.header, rank))
             if (np.diff(arrays["summary"][:, Column.LATE]) < 0).any():
                 raise FileError(f"{path}: the summary has records behind additions")

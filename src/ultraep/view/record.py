@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from itertools import groupby
 
 import numpy as np
 
@@ -130,25 +129,28 @@ def _planned(index: FolderIndex, place: int, names: tuple[str, ...]) -> tuple[Ar
     line = next(line for line in index.ranks[0].lines_of(place) if not line.late)
     path = index.path(0, line.piece)
     arrays = index.store.arrays(path, index.header, 0, names)
-    if line.row >= len(arrays["loads"]):
+    if line.line >= len(arrays["loads"]):
         raise FileError(
-            f"{path}: row {line.row} of {len(arrays['loads'])}: the summary does not fit"
+            f"{path}: row {line.line} of {len(arrays['loads'])}: the summary does not fit"
         )
-    return arrays, line.row
+    return arrays, line.line
 
 
 def _told(
     index: FolderIndex, rank: int, place: int, names: tuple[str, ...], late: tuple[str, ...]
 ) -> tuple[Arrays, list[Arrays]]:
     """What one rank tells of a record, and what it told late."""
-    lines = index.ranks[rank].lines_of(place)
-    rows = [dict.fromkeys(late if line.late else names, line.row) for line in lines]
-    found: list[Arrays] = []
-    for piece, own in groupby(zip(lines, rows, strict=True), lambda pair: pair[0].piece):
-        wanted = [row for _, row in own]
-        found += index.store.rows(index.path(rank, piece), index.header, rank, wanted)
-    told = [one for one, line in zip(found, lines, strict=True) if not line.late]
-    return told[0], [one for one, line in zip(found, lines, strict=True) if line.late]
+    told: Arrays = {}
+    more: list[Arrays] = []
+    for line in index.ranks[rank].lines_of(place):
+        path = index.path(rank, line.piece)
+        additions = index.store.additions(path, index.header, rank, line.line)
+        wanted = [dict.fromkeys(names, line.line)] * (not line.late)
+        wanted += [dict.fromkeys(late, row) for row in additions]
+        rows = index.store.rows(path, index.header, rank, wanted)
+        told = told if line.late else rows[0]
+        more += rows if line.late else rows[1:]
+    return told, more
 
 
 # -- as the page has it --------------------------------------------------------------------------

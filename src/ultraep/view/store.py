@@ -15,9 +15,11 @@ import numpy as np
 
 from ultraep.inputs import ArrayPlace, archive_of, opened, reading
 from ultraep.trace.files import check_claims, claimed_bytes, read_piece
-from ultraep.trace.schema import Array, Arrays, Header, checked_arrays, fields_in_pieces
+from ultraep.trace.schema import KEY, Array, Arrays, Header, checked_arrays, fields_in_pieces
+from ultraep.trace.summary import lines_of_additions
 
 MEMORY = 64 << 20  # bytes of arrays that are kept
+MOST_ADDITIONS = 1000  # to one line
 MOST_PLACES = 8192  # pieces of which is known where their arrays lie
 TIMES = {"seconds", "waited", "more_seconds", "more_waited"}
 ROWS = TIMES | {"slot_rows", "bytes_moved", "more_bytes", "began", "more_began"}
@@ -49,6 +51,15 @@ class Store:
                 while self._held > self._memory:
                     _, old = self._arrays.popitem(last=False)
                     self._held -= sum(array.nbytes for array in old.values())
+        return found
+
+    def additions(self, path: Path, header: Header, rank: int, line: int) -> list[int]:
+        """Return the rows of the additions that are part of a line of the summary."""
+        lines = self.arrays(path, header, rank, ("more_lines",)).get("more_lines")
+        if lines is None:  # before version 4
+            keys = self.arrays(path, header, rank, (*KEY, "more"))
+            lines = lines_of_additions(keys)[1]
+        found: list[int] = np.flatnonzero(lines == line)[:MOST_ADDITIONS].tolist()
         return found
 
     def rows(
