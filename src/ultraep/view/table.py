@@ -29,7 +29,8 @@ class Table:
     """Records that all ranks have. What is not known, or not yet, is NaN.
 
     lost: seconds that the slowest rank computes experts for longer than the mean rank.
-    saved: seconds that it would compute longer without copies, if time follows rows.
+    saved: seconds that it would compute longer without copies, if time follows rows; 0 where
+        there are none.
     cost: seconds of the stages that balancing adds, on the rank that takes longest.
     """
 
@@ -119,6 +120,7 @@ def table_of(
     experts, mean: seconds that the slowest rank and the mean rank compute experts for.
     """
     timed = mean > 0
+    saved = np.where(copies > 0, mean * before - experts, 0.0)
     return Table(
         **keys,
         before=before,
@@ -126,7 +128,7 @@ def table_of(
         copies=copies,
         bytes=bytes_moved,
         lost=np.where(timed, experts - mean, np.nan),
-        saved=np.where(timed, mean * before - experts, np.nan),
+        saved=np.where(timed, saved, np.nan),
         cost=np.where(timed, cost, np.nan),
         stages=stages,
     )
