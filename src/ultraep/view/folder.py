@@ -33,6 +33,7 @@ MOST_RECORDS, MOST_OF_RANKS = 2_000_000, 32 << 20  # records; records times rank
 MOST_PENDING = 100_000  # lines of a rank whose records rank 0 has not named
 MOST_LINES = 32_000  # of a rank that are counted at once, which bounds memory
 MOST_LINES_OF_RECORD = 1000  # of one rank
+MOST_SECONDS = 1e12  # of a stage in a piece
 MOST_NOTES = 20
 PUBLISH_SECONDS = 0.5  # between two tables while rank 0 is read
 PIECE = re.compile(r"(\d{6})\.npz")
@@ -103,7 +104,7 @@ class RankState:
         self.starts.append(self.starts[-1] + len(lines))
         self.records.append(int((lines[:, Column.LATE] == 0).sum()))
         if arrays is not None:
-            self.stage_sums = self.stage_sums + np.nan_to_num(arrays["stage_sums"])
+            self.stage_sums += np.clip(np.nan_to_num(arrays["stage_sums"]), 0, MOST_SECONDS)
             self.dropped = int(arrays["dropped"][0])
         return lines
 
@@ -121,6 +122,8 @@ class RankState:
             piece = bisect_right(self.starts, line) - 1
             own = line - self.starts[piece]
             found.append(StoredLine(piece, own, own >= self.records[piece]))
+        if all(line.late for line in found):
+            raise FileError(f"more than {MOST_LINES_OF_RECORD} additions before their record")
         return found
 
 
@@ -228,7 +231,8 @@ class FolderIndex:
             arrays = read_piece(path, self.header, rank, READ)
             if len(arrays) < len(READ):  # before version 4
                 arrays |= summary_of(self.header, read_piece(path, self.header, rank))
-            if (np.diff(arrays["summary"][:, Column.LATE]) < 0).any():
+            late = arrays["summary"][:, Column.LATE]
+            if (np.diff(late, prepend=0, append=1) < 0).any():
                 raise FileError(f"{path}: the summary has records behind additions")
         except FileError as error:
             self.note(str(error))
