@@ -36,6 +36,7 @@ from ultraep.trace.schema import (
     piece_file,
     rank_folder,
 )
+from ultraep.trace.summary import summary_of
 from ultraep.trace.writer import PIECE_BYTES
 
 PHASES, VARIANTS = 6, 16  # plans: so many kinds of text, so many of each
@@ -141,7 +142,8 @@ def piece_of(drawn: Drawn, rank: int, begin: int, end: int, rng: np.random.Gener
         "more_seconds": np.where(back, seconds, 0).astype(np.float32),
         "dropped": np.zeros(1, dtype=np.int64),
     }
-    return arrays | (_of_plans(drawn, which) if rank == 0 else {})
+    arrays |= _of_plans(drawn, which) if rank == 0 else {}
+    return arrays | summary_of(drawn.header, arrays)
 
 
 def _of_plans(drawn: Drawn, which: NDArray[np.int64]) -> Arrays:

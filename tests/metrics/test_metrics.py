@@ -4,6 +4,7 @@ import json
 import logging
 import re
 import socket
+import urllib.error
 import urllib.request
 from dataclasses import replace
 
@@ -18,6 +19,7 @@ import ultraep
 from ultraep import Balancer, ConfigError, Topology
 from ultraep.backends.triton.device import default_device, interpreted
 from ultraep.backends.triton.meter import PlanSums
+from ultraep.hosts import is_known_host
 from ultraep.metrics import ALERTS, DASHBOARD, AlarmSettings, Log, Metrics, Telemetry, scalars
 from ultraep.metrics import names as known
 from ultraep.metrics.alarms import Alarms
@@ -294,6 +296,23 @@ def test_a_page_of_its_own_is_served(reading):
     exporter(reading)
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as reply:
         assert b"ultraep_copies_planned_total" in reply.read()
+    ask = urllib.request.Request(f"http://127.0.0.1:{port}/metrics", headers={"Host": "evil.test"})
+    with pytest.raises(urllib.error.HTTPError, match="421"):
+        urllib.request.urlopen(ask, timeout=30)
+
+
+@pytest.mark.parametrize(
+    ("host", "local", "beyond"),
+    [
+        *(("localhost", True, True), ("LOCALHOST:99", True, True), ("127.0.0.1:80", True, True)),
+        *(("[::1]:9464", True, True), ("gpu-3:9464", True, True), ("10.0.0.7", False, True)),
+        *(("evil.example", False, False), ("127.0.0.1@evil", False, False), ("", False, False)),
+    ],
+)
+def test_a_server_answers_under_names_of_this_machine(host, local, beyond):
+    assert is_known_host([host], {"gpu-3"}, local=True) == local
+    assert is_known_host([host], {"gpu-3"}, local=False) == beyond
+    assert not is_known_host([host, host], {"gpu-3"}, local=True)
 
 
 def test_telemetry_shows_the_last_reading(reading):

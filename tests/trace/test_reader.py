@@ -48,8 +48,8 @@ BAD = {
         lambda d: (d / PIECE).rename(d / "rank-00000/000001.npz"),
         "000001.npz: not the piece that is expected here, 000000",
     ),
-    "foreign arrays": (lambda d: np.savez(d / PIECE, a=np.zeros(3)), "arrays missing or unknown"),
-    "an array more": (lambda d: edit(d / OTHER, extra=np.zeros(1)), "unknown: extra"),
+    "foreign arrays": (lambda d: np.savez(d / PIECE, a=np.zeros(3)), "unknown arrays a"),
+    "an array more": (lambda d: edit(d / OTHER, extra=np.zeros(1)), "unknown arrays extra"),
     "an array less": (lambda d: edit(d / PIECE, loads=None), "missing or unknown: loads"),
     "shape": (
         lambda d: edit(d / PIECE, loads=np.zeros((4, 2, 5), np.int32)),

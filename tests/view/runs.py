@@ -55,13 +55,16 @@ def write_run(folder, *, moments=MOMENTS, layers=LAYERS, ranks=None):
     return folder
 
 
-def write_pieces(folder, *, moments=MOMENTS, layers=LAYERS, per_piece=4, odd=False):
-    """The same in pieces as small as these; odd: every rank has pieces of its own size."""
+def write_pieces(folder, *, moments=MOMENTS, layers=LAYERS, per_piece=4, odd=False, version=4):
+    """The same in pieces as small as these; odd: every rank has pieces of its own size.
+
+    version: that of the pieces; before 4 they had no summary.
+    """
     from ultraep.outputs import write_text
     from ultraep.trace.files import write_arrays
-    from ultraep.trace.join import KEY
     from ultraep.trace.read import read_trace
     from ultraep.trace.schema import fields_in_pieces
+    from ultraep.trace.summary import summary_of
 
     whole = folder.with_name(folder.name + "-whole")
     write_run(whole, moments=moments, layers=layers)
@@ -85,8 +88,9 @@ def write_pieces(folder, *, moments=MOMENTS, layers=LAYERS, per_piece=4, odd=Fal
                 first, last = ends[begin], ends[min(begin + size, len(ends) - 1)]
                 piece["copy_ends"] = (piece["copy_ends"] - first).astype(np.int32)
                 piece |= {name: arrays[name][first:last] for name in ("copies", "quotas")}
+            if version > 3:
+                piece |= summary_of(header, piece)
             write_arrays(own / f"{number:06d}.npz", piece)
-    assert KEY
     return folder
 
 
@@ -95,6 +99,16 @@ def _whole_rank(folder, rank):
     from ultraep.trace.read import _read_rank, read_trace
 
     return _read_rank(folder / f"rank-{rank:05d}", read_trace(folder).header, rank)
+
+
+def change(path, **changes):
+    """Change arrays of a piece; None removes one. Its summary goes: it would not fit."""
+    from ultraep.trace.files import write_arrays
+    from ultraep.trace.schema import SUMMARIES
+
+    with np.load(path) as found:
+        arrays = {name: found[name] for name in found.files if name not in SUMMARIES} | changes
+    write_arrays(path, {name: array for name, array in arrays.items() if array is not None})
 
 
 def wait_for(condition, seconds=60):

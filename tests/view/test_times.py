@@ -8,14 +8,13 @@ from ultraep import Recorder
 from ultraep.trace.files import write_arrays
 from ultraep.trace.read import read_trace
 from ultraep.trace.schema import fields_in_pieces
-from ultraep.view import index as index_module
-from ultraep.view.columns import RankTimes
-from ultraep.view.index import FolderIndex
+from ultraep.trace.summary import summary_of
+from ultraep.view.folder import FolderIndex
 from ultraep.view.single import table_of_trace
 from ultraep.view.store import Store
 from view.runs import CONFIG, TOPOLOGY, key_of, plans_of_run
 
-TIMED = ("lost", "saved", "cost", "slowest")
+TIMED = ("lost", "saved", "cost", "stages")
 
 
 def write_parts(folder):
@@ -66,30 +65,12 @@ def test_parts_that_come_while_a_run_is_followed(parts, tmp_path):
             own, fields = folder / f"rank-{rank:05d}", fields_in_pieces(rank)
             own.mkdir(exist_ok=True)
             with np.load(parts / own.name / "000000.npz") as whole:
-                piece = {name: whole[name] for name in whole.files}
+                piece = {name: whole[name] for name in whole.files if name in fields}
             for name, array in piece.items():
                 if fields[name].shape[0] == "M":
                     piece[name] = array[late]
                 elif number and fields[name].shape[0] in "NC":
                     piece[name] = array[:0]
-            write_arrays(own / f"{number:06d}.npz", piece)
+            write_arrays(own / f"{number:06d}.npz", piece | summary_of(header, piece))
         index.read(lambda: False)
     check(index, read_trace(parts))
-
-
-def test_few_records_are_kept_open(parts, monkeypatch):
-    monkeypatch.setattr(index_module, "MORE_TO_COME", 8)
-    index = FolderIndex(parts, Store(), live=True)
-    index.read(lambda: False)
-    assert all(len(state.times) == 8 for state in index.ranks)
-    check(index, read_trace(parts))
-
-
-def test_what_is_added_to_a_record_far_back_counts_by_itself():
-    times, slowest = RankTimes(1), np.zeros((6, 1), dtype=np.float32)
-    times.add(slice(0, 6), np.full((6, 1), 2.0), slowest)
-    times.settle(slowest, keep=2)
-    times.add(np.array([0, 5, 5]), np.array([[3.0], [1.0], [1.0]]), slowest)
-    times.settle(slowest, keep=0)
-    assert slowest[:, 0].tolist() == [3, 2, 2, 2, 2, 4]
-    assert len(times) == 0

@@ -84,7 +84,10 @@ def _tell(error: str) -> None:
 def _export(catalogue: Catalogue, path: Path) -> None:
     from ultraep.view.export import write_page
 
-    records = write_page(catalogue, path)
+    try:
+        records = write_page(catalogue, path)
+    finally:
+        catalogue.close()
     if not is_stream(path):
         print(f"{path}: {records:,} records")
 

@@ -5,11 +5,16 @@ A page shows the last reading; nobody computes or waits when it is asked for.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import socket
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from socketserver import ThreadingMixIn
 from typing import TYPE_CHECKING, Any
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 import ultraep.metrics.names as names
 from ultraep.errors import BackendUnavailable, CommunicationError
+from ultraep.hosts import is_known_host, is_loopback, own_names
 from ultraep.metrics.alarms import MEANING
 from ultraep.metrics.names import Exported
 from ultraep.metrics.reading import Reading
@@ -93,19 +98,55 @@ def _kind(figure: Exported) -> str:
     return {"counter": "CounterMetricFamily", "gauge": "GaugeMetricFamily"}[figure.kind]
 
 
-def serve(port: int = 9464, address: str = "127.0.0.1") -> Exporter:
-    """An exporter with a page of its own, at http://ADDRESS:PORT/metrics, until the process ends.
+class _Server(ThreadingMixIn, WSGIServer):
+    daemon_threads = True
 
-    Every process needs its own port.
+
+class _Server6(_Server):
+    address_family = socket.AF_INET6
+
+
+class _Handler(WSGIRequestHandler):
+    timeout = 10.0  # seconds that a client may keep a thread waiting
+
+    def log_message(self, *_: Any) -> None:
+        """Print nothing: the terminal belongs to the training."""
+
+
+def serve(port: int = 9464, address: str = "127.0.0.1", *, hosts: Iterable[str] = ()) -> Exporter:
+    """Return an exporter with a page of its own at http://ADDRESS:PORT/metrics.
+
+    The page is served until the process ends. Every process needs its own port. A request must
+    name an address, localhost or this machine in its `Host` header.
+
+    hosts: more names under which scrapers may ask, such as that of a service in front of it.
     """
     try:
-        from prometheus_client import CollectorRegistry, start_http_server
+        from prometheus_client import CollectorRegistry, make_wsgi_app
     except ImportError:
         raise BackendUnavailable(HINT) from None
     registry = CollectorRegistry()
     exporter = Exporter(registry)
+    local = is_loopback(address)
+    names = {host.lower() for host in hosts} | (set() if local else own_names())
+    page = _guarded(make_wsgi_app(registry), names, local=local)
+    kind = _Server6 if ":" in address else _Server
     try:
-        start_http_server(port, addr=address, registry=registry)
+        server = make_server(address, port, page, server_class=kind, handler_class=_Handler)
     except OSError as error:
         raise CommunicationError(f"{address}:{port} cannot be served: {error.strerror}") from None
+    threading.Thread(target=server.serve_forever, name="ultraep metrics", daemon=True).start()
     return exporter
+
+
+def _guarded(app: Any, names: set[str], *, local: bool) -> Callable[..., Iterable[bytes]]:
+    """Answer only requests that name this machine."""
+
+    def answer(environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
+        if is_known_host([environ.get("HTTP_HOST", "")], names, local=local):
+            found: Iterable[bytes] = app(environ, start_response)
+            return found
+        start_response("421 Misdirected Request", [("Content-Type", "text/plain")])
+        return [b"The Host header does not name this machine: pass hosts= to metrics.serve.\n"]
+
+    return answer

@@ -1,21 +1,112 @@
-"""Arrays in .npz files without pickle."""
+"""The files of a trace: its header, and arrays in .npz files without pickle.
+
+A trace may come from anybody. What its files claim to hold is bounded before it is unpacked.
+"""
 
 from __future__ import annotations
 
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Container, Iterable, Mapping
 from pathlib import Path
 
 import numpy as np
 
+from ultraep.errors import FileError
+from ultraep.inputs import Archive, archive_of, read_text
 from ultraep.outputs import whole_file
-from ultraep.trace.schema import Array
+from ultraep.trace.schema import (
+    HEADER_FILE,
+    SUMMARIES,
+    Array,
+    Arrays,
+    Header,
+    checked_arrays,
+    fields_in_file,
+    fields_in_pieces,
+)
 
 LEVEL = 1  # of compression: counts are mostly zero bytes, more effort hardly helps
+MOST_HEADER = 4 << 20  # bytes of the text
+SMALL, RATIO = 128 << 20, 100  # bytes that may always be unpacked; beyond, so many per byte on disk
+
+
+def check_claims(where: Path, claimed: int, on_disk: int) -> None:
+    """Refuse files that claim to unpack to far more than they take on the disk."""
+    most = max(SMALL, RATIO * on_disk)
+    if claimed > most:
+        raise FileError(
+            f"{where}: {on_disk:,} bytes that claim to unpack to {claimed:,}, at most {most:,} "
+            "are unpacked"
+        )
+
+
+def claimed_bytes(archive: Archive, names: Container[str] | None = None) -> int:
+    """Bytes that arrays of an archive claim to unpack to; None: all of them."""
+    members = archive.members.items()
+    return sum(one.file_size for name, one in members if names is None or name in names)
+
+
+def check_pieces(folder: Path) -> None:
+    """Compare what all pieces of a trace claim with their size, before any is unpacked."""
+    claimed = on_disk = 0
+    for path in folder.glob("rank-*/[0-9]*.npz"):
+        with archive_of(path) as archive:
+            claimed += claimed_bytes(archive)
+        on_disk += path.stat().st_size
+    check_claims(folder, claimed, on_disk)
+
+
+def read_header(folder: Path) -> Header:
+    """Return the header of the trace in a folder."""
+    path = folder / HEADER_FILE
+    try:
+        size = path.stat().st_size
+    except OSError as error:
+        raise FileError(f"{path}: cannot be read: {error.strerror}") from None
+    if size > MOST_HEADER:
+        raise FileError(f"{path}: {size:,} bytes, a trace's header has at most {MOST_HEADER:,}")
+    return Header.from_json(read_text(path), path)
+
+
+def read_piece(path: Path, header: Header, rank: int, names: Iterable[str] | None = None) -> Arrays:
+    """Return the arrays of a piece, or only these; their types and shapes fit the header.
+
+    A summary that the piece does not hold is left out.
+    """
+    known = fields_in_pieces(rank)
+    wanted = known if names is None else {name: (known | SUMMARIES)[name] for name in names}
+    with archive_of(path) as archive:
+        unknown = archive.members.keys() - known.keys() - SUMMARIES.keys()
+        if unknown:
+            raise FileError(
+                f"{path}: not a piece of a trace: unknown arrays {', '.join(sorted(unknown))}"
+            )
+        claimed = claimed_bytes(archive, wanted)
+        check_claims(path, claimed, path.stat().st_size)
+        arrays = archive.arrays(wanted, most=claimed)
+    return checked_arrays(arrays, wanted, header.sizes(rank), path)
+
+
+def read_single(path: Path) -> tuple[Header, Arrays]:
+    """Return what `Trace.save` has written."""
+    with archive_of(path) as archive:
+        if "header" not in archive.members:
+            raise FileError(f"{path}: not a trace, it has no header")
+        size, most = archive.members["header"].file_size, 4 * MOST_HEADER  # four bytes a letter
+        if size > most:
+            raise FileError(f"{path}: a header of {size:,} bytes, at most {most:,} are read")
+        claimed = claimed_bytes(archive)
+        check_claims(path, claimed, path.stat().st_size)
+        arrays = archive.arrays(most=claimed)
+    text = arrays.pop("header")
+    if text.dtype.kind != "U" or text.ndim:
+        raise FileError(f"{path}: not a trace, it has no header of text, but {text.dtype}")
+    header = Header.from_json(str(text), path)
+    return header, checked_arrays(arrays, fields_in_file(), header.sizes(), path)
 
 
 def write_arrays(path: Path, arrays: Mapping[str, Array]) -> None:
-    """A compressed .npz, whole or not at all."""
+    """Write a compressed .npz file, whole or not at all."""
     with (
         whole_file(path) as file,
         zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED, compresslevel=LEVEL) as archive,

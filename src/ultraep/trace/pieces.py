@@ -17,6 +17,7 @@ from ultraep.trace.schema import (
     fields_in_pieces,
     fields_of_plan,
 )
+from ultraep.trace.summary import summary_of
 
 Key = tuple[int, int, int]  # step, layer, microbatch
 
@@ -31,7 +32,7 @@ class Entry(NamedTuple):
 
 
 def piece(entries: list[Entry], header: Header, rank: int, *, dropped: int) -> Arrays:
-    """The arrays of one piece."""
+    """Return the arrays of one piece, with its summary."""
     records, more = ([one for one in entries if (one.shared is None) == late] for late in (0, 1))
     names = (*KEY, *(field.name for field in fields_of_plan()))
     told = zip(*(one.key + (one.shared or ()) for one in records), strict=True)
@@ -48,7 +49,7 @@ def piece(entries: list[Entry], header: Header, rank: int, *, dropped: int) -> A
             nothing = field.filled(sizes, field.shape[1:]) if optional else None
             values = [one.values.get(field.name, nothing) for one in by_record]
         arrays[name] = _array(field, values, [sizes[letter] for letter in field.shape[1:]])
-    return arrays
+    return arrays | summary_of(header, arrays)
 
 
 def _array(field: Field, values: Sequence[Any], shape: list[int]) -> Array:

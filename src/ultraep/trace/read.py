@@ -20,11 +20,11 @@ from numpy.typing import NDArray
 from ultraep.arrays import IntArray
 from ultraep.config import BalanceConfig, Rates
 from ultraep.errors import FileError
-from ultraep.inputs import names_of_arrays, read_arrays, read_text
+from ultraep.inputs import names_of_arrays
 from ultraep.outputs import is_unfinished
 from ultraep.plan import Plan, plan_of_copies
 from ultraep.topology import Topology
-from ultraep.trace.files import write_arrays
+from ultraep.trace.files import check_pieces, read_header, read_piece, read_single, write_arrays
 from ultraep.trace.join import join
 from ultraep.trace.schema import (
     ENDS,
@@ -32,13 +32,13 @@ from ultraep.trace.schema import (
     Array,
     Arrays,
     Header,
-    checked_arrays,
     fields_in_file,
     fields_in_pieces,
     piece_file,
     rank_folder,
     taken,
 )
+from ultraep.trace.summary import routed_rows, sums_between
 
 FloatArray = NDArray[np.float64]
 RANK_FOLDER = re.compile(r"rank-(\d{5})")
@@ -100,13 +100,12 @@ class Trace:
     @cached_property
     def rank_loads(self) -> IntArray:
         """[N, R] rows that arrived at every rank."""
-        return _sums(self.slot_rows, self.topology.first_slot_of_rank)
+        return sums_between(self.slot_rows, self.topology.first_slot_of_rank)
 
     @cached_property
     def initial_rank_loads(self) -> IntArray:
         """[N, R] rows of every rank if nothing had been copied."""
-        by_home = self.loads.sum(axis=1, dtype=np.int64)[:, self.topology.experts_by_rank]
-        return _sums(by_home, self.topology.first_of_rank)
+        return routed_rows(self.header, self.loads)
 
     @property
     def imbalance_before(self) -> FloatArray:
@@ -193,13 +192,6 @@ def imbalance(loads_NR: IntArray) -> FloatArray:
     return np.where(loads_NR.any(axis=1), found, 1.0)
 
 
-def _sums(values: Array, ends: IntArray) -> IntArray:
-    """[N, R] sums of neighbouring columns, also of none."""
-    upto = np.zeros((len(values), values.shape[1] + 1), dtype=np.int64)
-    np.cumsum(values, axis=1, out=upto[:, 1:])
-    return np.diff(upto[:, ends], axis=1)
-
-
 # -- reading -------------------------------------------------------------------------------------
 
 
@@ -210,7 +202,7 @@ def read_trace(path: str | Path) -> Trace:
         return _read_folder(_folder_of_trace(path))
     if not path.exists():
         raise FileError(f"{path}: no such file or folder")
-    return _read_file(path)
+    return Trace(*read_single(path))
 
 
 def holds_trace(path: str | Path) -> bool:
@@ -235,12 +227,14 @@ def _folder_of_trace(path: Path) -> Path:
 
 
 def _read_folder(folder: Path) -> Trace:
-    file = folder / HEADER_FILE
-    header = Header.from_json(read_text(file), file)
-    for path in folder.iterdir():
-        match = RANK_FOLDER.fullmatch(path.name)
-        if match and int(match[1]) >= header.ranks:
-            raise FileError(f"{path}: a rank too many, the trace is one of {header.ranks} ranks")
+    header = read_header(folder)
+    names = {path.name for path in folder.iterdir() if RANK_FOLDER.fullmatch(path.name)}
+    last = max(names, default="")
+    if last > rank_folder(header.ranks - 1):
+        raise FileError(
+            f"{folder / last}: a rank too many, the trace is one of {header.ranks} ranks"
+        )
+    check_pieces(folder)
     ranks = [_read_rank(folder / rank_folder(rank), header, rank) for rank in range(header.ranks)]
     return Trace(header, join(ranks))
 
@@ -249,15 +243,14 @@ def _read_rank(folder: Path, header: Header, rank: int) -> Arrays:
     """All pieces of a rank, one behind the other."""
     names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
     names = [name for name in names if not is_unfinished(name)]
-    wanted, sizes = fields_in_pieces(rank), header.sizes(rank)
     pieces = []
     for number, name in enumerate(names):
         if name != piece_file(number):
             raise FileError(f"{folder / name}: not the piece that is expected here, {number:06d}")
-        arrays = read_arrays(folder / name)
-        pieces.append(checked_arrays(arrays, wanted, sizes, folder / name))
-    nothing = {"N": 0, "C": 0, "M": 0} | sizes
-    none = {name: field.filled(nothing, field.shape) for name, field in wanted.items()}
+        pieces.append(read_piece(folder / name, header, rank))
+    nothing = {"N": 0, "C": 0, "M": 0} | header.sizes(rank)
+    fields = fields_in_pieces(rank)
+    none = {name: field.filled(nothing, field.shape) for name, field in fields.items()}
     return _concatenated(pieces or [none])
 
 
@@ -269,12 +262,3 @@ def _concatenated(pieces: list[Arrays]) -> Arrays:
         lengths = [len(piece[ENDS]) for piece in pieces]
         whole[ENDS] = whole[ENDS] + np.repeat(before, lengths)
     return whole
-
-
-def _read_file(path: Path) -> Trace:
-    arrays = read_arrays(path)
-    text = arrays.pop("header", None)
-    if text is None or text.dtype.kind != "U" or text.ndim:
-        raise FileError(f"{path}: not a trace, it has no header")
-    header = Header.from_json(str(text), path)
-    return Trace(header, checked_arrays(arrays, fields_in_file(), header.sizes(), path))

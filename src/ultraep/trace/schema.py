@@ -9,8 +9,9 @@ A new field is one line of `FIELDS`, with `since` of the next version: `Recorder
 takes it, pieces and files hold it, `Trace.name` shows it, and what was written before reads as its
 default. See docs/traces.md.
 
-Shapes: N records of a piece, C copies of all of them, M late additions, R ranks, E experts, L slots
-of a rank, S slots of all ranks, G stages.
+Shapes: N records of a piece, C copies of all of them, M late additions, T lines and K columns of
+its summary, R ranks, E experts, L slots of a rank, S slots of all ranks, G
+stages.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import UTC, datetime
+from enum import IntEnum
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -60,6 +62,7 @@ STAGES = FORWARD + BACKWARD
 ATTENTION, ATTENTION_BACK = "attention", "attention back"
 SIMULATED = (ATTENTION, *STAGES, ATTENTION_BACK)  # the simulator knows what lies around, too
 
+MOST_STAGES, MOST_RANKS = 256, 4096
 NOT_TOLD = Relay()
 Array = NDArray[Any]
 Arrays = dict[str, Array]
@@ -125,7 +128,32 @@ FIELDS: tuple[Field, ...] = (
     Field("dropped", "int64", "1", "sum"),  # records and additions that were lost so far
     Field("left_out", "int64", "1", "counted"),  # records that not all ranks have
 )
-VERSION = max(one.since for one in FIELDS)
+
+
+class Column(IntEnum):
+    """A column of the summary. Times are nanoseconds on this rank."""
+
+    STEP = 0
+    LAYER = 1
+    MICROBATCH = 2
+    LATE = 3  # 0: a record of the piece; 1: additions to one record of an earlier piece
+    ROWS = 4  # that arrived at this rank
+    BYTES = 5
+    EXPERTS = 6
+    EXPERTS_BACK = 7
+    COST = 8  # of the stages that balancing adds
+    ROUTED = 9  # rows of all ranks; rank 0 alone stores this and the following columns
+    PEAK = 10  # rows of the fullest rank without replicas
+    REPLICAS = 11
+
+
+# A summary of each piece, for the viewer. `Trace` does not hold it: it follows from `FIELDS`.
+SUMMARIES: dict[str, Field] = {
+    "summary": Field("summary", "int64", "TK", "pieces", since=4),  # records, then late lines
+    "more_lines": Field("more_lines", "int32", "M", "pieces", since=4),  # line of each addition
+    "stage_sums": Field("stage_sums", "float64", "G", "pieces", since=4),  # seconds of all lines
+}
+VERSION = max(one.since for one in (*FIELDS, *SUMMARIES.values()))
 OBJECTIVE_SINCE = 3  # in the header
 KEY = tuple(one.name for one in FIELDS if one.join == "key")
 ENDS = "copy_ends"  # of what has the letter C
@@ -252,8 +280,8 @@ class Header:
                 content[name] = tuple(content[name])
         try:
             header = cls(**content)
-            _check_words(header)
             _ = header.topology, header.config
+            _check_words(header)
         except (ConfigError, TypeError) as error:
             raise FileError(f"{where}: {error}") from None
         return header
@@ -266,7 +294,7 @@ class Header:
         """What the letters of shapes stand for, as far as the header knows."""
         slots = int(self.topology.first_slot_of_rank[-1])
         known = {"R": self.ranks, "E": self.experts, "S": slots, "G": len(self.stages)}
-        return known | {"L": self.slots_of(rank), "1": 1, "3": 3, "4": 4}
+        return known | {"L": self.slots_of(rank), "K": len(Column), "1": 1, "3": 3, "4": 4}
 
 
 def _object(text: str, where: str | Path) -> dict[str, Any]:
@@ -285,6 +313,10 @@ def _check_words(header: Header) -> None:
     words = (header.note, header.created, *header.stages)
     if not isinstance(header.stages, tuple) or not all(isinstance(word, str) for word in words):
         raise ConfigError("stages, note and created must be text")
+    if len(header.stages) > MOST_STAGES:
+        raise ConfigError(f"{len(header.stages):,} stages, a trace has at most {MOST_STAGES}")
+    if header.ranks > MOST_RANKS:
+        raise ConfigError(f"{header.ranks:,} ranks, traces of at most {MOST_RANKS:,} are read")
 
 
 def rank_folder(rank: int) -> str:
@@ -300,7 +332,11 @@ def piece_file(number: int) -> str:
 def checked_arrays(
     arrays: Arrays, wanted: dict[str, Field], sizes: dict[str, int], where: str | Path
 ) -> Arrays:
-    """The arrays, all that are wanted; `FileError` unless they have their names, types, shapes."""
+    """Return all arrays that are wanted; `FileError` unless names, types and shapes are right.
+
+    An array of a later version that is missing becomes its default, or stays missing if it has
+    none.
+    """
     needed = {name for name, one in wanted.items() if one.since == 1}
     wrong = needed - arrays.keys() | arrays.keys() - wanted.keys()
     if wrong:
@@ -314,6 +350,7 @@ def checked_arrays(
     return {
         name: arrays[name] if name in arrays else one.filled(known, one.shape)
         for name, one in wanted.items()
+        if name in arrays or one.default is not None
     }
 
 

@@ -1,12 +1,10 @@
 """The viewer: a page on this machine that shows traces, large ones and those still being written.
 
     found.py     paths that the user names -> traces and reports
-    store.py     arrays of pieces, read when they are wanted, the last ones kept; single rows
-    columns.py   what is known of every record: some numbers each, whatever the loads take
-    routed.py    imbalance as routed, without reading the loads
-    table.py     a moment's view of these columns, and what the page draws of it
-    index.py     reads a trace piece by piece into columns: first a sample of it, then all
-    single.py    the same for a trace in one file
+    store.py     arrays of pieces, read when a record is opened; a cache of the last ones
+    folder.py    the records of a trace in a folder, from the summaries of its pieces
+    single.py    the records of a trace in one file
+    table.py     a few numbers of every record, and what the page draws of them
     record.py    one microbatch of one layer, from the pieces that hold it
     replays.py   a trace planned again, in the background
     catalogue.py all that is open, and the thread that reads

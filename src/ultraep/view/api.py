@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from functools import wraps
-from typing import Any
+from typing import IO, Any
 
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
-from starlette.requests import Request
-from starlette.responses import Response
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from ultraep.errors import ConfigError, FileError, UltraEPError
@@ -20,6 +20,7 @@ from ultraep.report.numbers import Numbers
 from ultraep.report.page import own_file, plotly_js
 from ultraep.version import __version__
 from ultraep.view.catalogue import GONE, Catalogue, Shown
+from ultraep.view.guard import CHUNK
 from ultraep.view.replays import Question, Replays
 from ultraep.view.table import VALUES, heat, overview
 
@@ -47,7 +48,7 @@ class Api:
         routes = [
             Route("/", self.page),
             Route("/static/{name}", self.static),
-            Route("/report/{number:int}", answered(self.report)),
+            Route("/report/{number}", answered(self.report)),
             Route("/api/state", answered(self.state)),
             Route("/api/overview", answered(self.overview)),
             Route("/api/heat", answered(self.heat)),
@@ -55,8 +56,8 @@ class Api:
             Route("/api/record", answered(self.record)),
             Route("/api/stages", answered(self.stages)),
             Route("/api/replays", self.ask, methods=["POST"]),
-            Route("/api/replays/{number:int}", answered(self.replay)),
-            Route("/api/replays/{number:int}/stop", answered(self.stop), methods=["POST"]),
+            Route("/api/replays/{number}", answered(self.replay)),
+            Route("/api/replays/{number}/stop", answered(self.stop), methods=["POST"]),
         ]
         return Starlette(routes=routes)
 
@@ -79,15 +80,16 @@ class Api:
 
     def report(self, request: Request) -> Response:
         """A report that was written before; it may do nothing but draw itself."""
-        path = self.catalogue.report(request.path_params["number"])
+        path = self.catalogue.report(number_in_path(request))
         try:
-            if path.stat().st_size > MOST_REPORT:
-                raise FileError(f"{path}: larger than {MOST_REPORT >> 20} MiB, not shown")
-            content = path.read_bytes()
+            size = path.stat().st_size
+            if size > MOST_REPORT:
+                raise FileError(f"{path}: {size:,} bytes, at most {MOST_REPORT:,} are shown")
+            file = path.open("rb")
         except OSError as error:
             raise FileError(f"{path}: cannot be read: {error.strerror}") from None
-        return Response(
-            content,
+        return StreamingResponse(
+            chunks(file),
             media_type="text/html",
             headers={"content-security-policy": SANDBOX, "cache-control": "no-store"},
         )
@@ -110,9 +112,7 @@ class Api:
         index = self.catalogue.index(whole(request, "trace"))
         most = whole(request, "points", 600, low=2, high=MOST_POINTS)
         found = overview(index.table, **stretch(request), most=most)
-        if found["totals"]["records"]:
-            self.catalogue.answered()
-        return found | {"stages": stages_told(index), "sampled": index.sampled}
+        return found | {"stages": stages_told(index), "complete": index.complete}
 
     def heat(self, request: Request) -> Numbers:
         """The map of layers and time."""
@@ -148,23 +148,25 @@ class Api:
         return self.catalogue.record(number, key) | {"around": around}
 
     def stages(self, request: Request) -> Numbers:
-        """Its times on all ranks, of forward (0) or backward (1)."""
-        backward = bool(whole(request, "backward", high=1))
-        number, key = whole(request, "trace"), key_of(request)
-        return {"pass": self.catalogue.stages(number, key, backward=backward)}
+        """Its times on all ranks, forward and backward."""
+        return self.catalogue.stages(whole(request, "trace"), key_of(request))
 
     async def ask(self, request: Request) -> Response:
         """Begin to plan again."""
-        body = await request.body()
+        try:
+            body = await request.body()
+        except ClientDisconnect:
+            late = "The request did not arrive in time.\n"
+            return PlainTextResponse(late, 408, {"connection": "close"})
         return await run_in_threadpool(told, lambda: self.replays.ask(question(body)).told())
 
     def replay(self, request: Request) -> Numbers:
         """How far that is."""
-        return self.replays.job(request.path_params["number"]).told()
+        return self.replays.job(number_in_path(request)).told()
 
     def stop(self, request: Request) -> Numbers:
         """End it early."""
-        job = self.replays.job(request.path_params["number"])
+        job = self.replays.job(number_in_path(request))
         job.stop.set()
         return job.told()
 
@@ -224,13 +226,13 @@ def described(shown: Shown) -> Numbers:
         "done": index.done,
         "total": index.total,
         "finished": index.finished,
-        "sampled": index.sampled,
+        "complete": index.complete,
     }
 
 
 def stages_told(index: Any) -> Numbers:
-    """Seconds of each stage on its slowest rank, mean of all records."""
-    pairs = zip(index.header.stages, index.table.slowest.tolist(), strict=False)
+    """Mean seconds of each stage, on the rank with the largest mean."""
+    pairs = zip(index.header.stages, index.table.stages.tolist(), strict=True)
     return {stage: round(seconds, 9) for stage, seconds in pairs if seconds > 0}
 
 
@@ -239,7 +241,16 @@ def stages_told(index: Any) -> Numbers:
 
 def whole(request: Request, name: str, usual: int = 0, *, low: int = 0, high: int = LARGEST) -> int:
     """A whole number of the query."""
-    text = request.query_params.get(name, str(usual))
+    return parsed(name, request.query_params.get(name, str(usual)), low, high)
+
+
+def number_in_path(request: Request) -> int:
+    """The number of a report or a replay."""
+    return parsed("number", request.path_params["number"], 0, LARGEST)
+
+
+def parsed(name: str, text: str, low: int, high: int) -> int:
+    """A whole number; `ConfigError` unless it lies in these limits."""
     if not text.isdecimal() or len(text) > 19 or not low <= int(text) <= high:
         raise ConfigError(f"{name} must be a whole number in {low}..{high}, got {text[:40]!r}")
     return int(text)
@@ -267,12 +278,20 @@ def question(body: bytes) -> Question:
     if not isinstance(found, dict) or not {"trace", "policy"} <= found.keys() <= kinds.keys():
         raise ConfigError(f"a question has trace, policy and some of {', '.join(kinds)}")
     for name, value in found.items():
-        if type(value) not in kinds[name]:
+        large = isinstance(value, (int, float)) and not -LARGEST <= value <= LARGEST
+        if type(value) not in kinds[name] or large:
             raise ConfigError(f"{name} is {str(value)[:40]!r}")
     return Question(**found)
 
 
 # -- files ---------------------------------------------------------------------------------------
+
+
+def chunks(file: IO[bytes]) -> Iterator[bytes]:
+    """The content of a file, read as the client reads it."""
+    with file:
+        while content := file.read(CHUNK):
+            yield content
 
 
 def static_files() -> dict[str, tuple[bytes, str, str]]:

@@ -6,20 +6,21 @@ What cannot be opened is told, and the rest is open nevertheless.
 from __future__ import annotations
 
 import threading
+import traceback
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from ultraep.errors import ConfigError, FileError
-from ultraep.inputs import read_text
+from ultraep.errors import ConfigError, FileError, UltraEPError
 from ultraep.report.numbers import Numbers
+from ultraep.trace.files import read_header
 from ultraep.trace.read import Routed
-from ultraep.trace.schema import HEADER_FILE, Header
+from ultraep.trace.schema import HEADER_FILE
+from ultraep.view.folder import FolderIndex
 from ultraep.view.found import Item, look
-from ultraep.view.index import FolderIndex
 from ultraep.view.record import (
     numbers_of,
-    record_as_planned,
     record_of_pieces,
     record_of_trace,
     routed_of_pieces,
@@ -30,7 +31,7 @@ from ultraep.view.record import (
 from ultraep.view.single import SingleIndex
 from ultraep.view.store import Store
 
-HEAD_START = 2.0  # seconds for the first answer, before all of a large trace is read
+PASSES = ("forward", "backward")
 PERIOD = 1.0  # seconds between two looks at a folder that is followed
 GONE = "the folder is gone: what was read before is shown"
 Index = FolderIndex | SingleIndex
@@ -45,6 +46,7 @@ class Shown:
     index: Index | None = None
     error: str = ""
     gone: bool = False
+    failed: bool = False  # reading it has ended early
 
 
 class Catalogue:
@@ -56,8 +58,9 @@ class Catalogue:
         self.paths, self.live, self.shown = list(paths), live, list[Shown]()
         self._tell, self._told = tell, set[str]()
         self._store = Store()
-        self._stop, self._answered = threading.Event(), threading.Event()
+        self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="ultraep view", daemon=True)
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="ultraep view")
         self._look()
 
     def start(self) -> None:
@@ -65,23 +68,27 @@ class Catalogue:
         if self._thread.ident is None:
             self._thread.start()
 
-    def answered(self) -> None:
-        """The first answer is given: there is time for what takes long."""
-        self._answered.set()
-
     def close(self) -> None:
-        """Stop to read."""
+        """Stop reading."""
         self._stop.set()
-        self._answered.set()
         if self._thread.is_alive():
             self._thread.join()
+        self._reader.shutdown()
 
     def read_all(self) -> None:
-        """Read everything that is there, in this thread."""
+        """Read everything that is there, and return when it is read.
+
+        An exception, whichever, ends the reading of one trace; its page says so.
+        """
         for shown in self.shown:
-            if shown.index is not None:
-                shown.index.read(self._stop.is_set)
-                self._tell_notes(shown.index.notes)
+            index = shown.index
+            if index is None or shown.failed:
+                continue
+            error = self._reader.submit(index.read, self._stop.is_set).exception()
+            if error is not None:
+                shown.failed, index.finished = True, True
+                index.notes.append(f"reading ended early, only a part is shown: {_words(error)}")
+            self._tell_notes(index.notes)
 
     def _tell_notes(self, notes: Sequence[str]) -> None:
         """Tell who started this what is damaged, once."""
@@ -103,11 +110,6 @@ class Catalogue:
     # -- reading --------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        indices = [shown.index for shown in self.shown if shown.index is not None]
-        for index in indices:
-            index.look()
-        if any(index.sampled for index in indices):
-            self._answered.wait(HEAD_START)
         while not self._stop.is_set():
             self.read_all()
             if not self.live:
@@ -129,12 +131,14 @@ class Catalogue:
     def _opened(self, item: Item) -> Shown:
         if item.kind == "report":
             return Shown(item)
-        try:
-            if item.path.is_dir():
-                return Shown(item, FolderIndex(item.path, self._store, live=self.live))
-            return Shown(item, SingleIndex(item.path))
-        except (FileError, OSError) as error:
-            return Shown(item, error=str(error))
+        opened = self._reader.submit(self._index, item.path)
+        error = opened.exception()
+        return Shown(item, opened.result()) if error is None else Shown(item, error=_words(error))
+
+    def _index(self, path: Path) -> Index:
+        if path.is_dir():
+            return FolderIndex(path, self._store, live=self.live)
+        return SingleIndex(path)
 
     def _look_again(self, shown: Shown) -> None:
         """Whether a folder is gone, or holds another trace now."""
@@ -142,7 +146,7 @@ class Catalogue:
             return
         file = shown.item.path / HEADER_FILE
         try:
-            header = Header.from_json(read_text(file), file)
+            header = read_header(shown.item.path)
         except FileError as error:
             shown.gone = not file.exists()
             if shown.index is None and not shown.gone:
@@ -150,8 +154,9 @@ class Catalogue:
             return
         shown.gone = False
         if shown.index is None or shown.index.header != header:
+            self._store = Store()  # what is cached belongs to the trace that was here before
             again = self._opened(shown.item)
-            shown.index, shown.error = again.index, again.error
+            shown.index, shown.error, shown.failed = again.index, again.error, False
 
     # -- questions ------------------------------------------------------------------------------
 
@@ -171,45 +176,45 @@ class Catalogue:
         return self.shown[number].item.path
 
     def record(self, number: int, key: tuple[int, int, int]) -> Numbers:
-        """One microbatch of one layer; `planned` if not all of it is read yet."""
-        index = self.index(number)
-        place = index.place(*key)
+        """One microbatch of one layer."""
+        index, place = self._found(number, key)
         if isinstance(index, SingleIndex):
-            _check(place, key)
-            return numbers_of(record_of_trace(index.trace, place)) | {"planned": False}
-        if place >= 0:
-            return numbers_of(record_of_pieces(index, place)) | {"planned": False}
-        planned = None if index.finished else index.planned(*key)
-        _check(place if planned is None else 0, key)
-        assert planned is not None
-        return numbers_of(record_as_planned(index, *planned)) | {"planned": True}
+            return numbers_of(record_of_trace(index.trace, place))
+        return numbers_of(record_of_pieces(index, place))
 
-    def stages(self, number: int, key: tuple[int, int, int], *, backward: bool) -> Numbers | None:
-        """When the stages of all ranks were in one pass; None if no times are known, or not yet."""
-        index = self.index(number)
-        place = index.place(*key)
+    def stages(self, number: int, key: tuple[int, int, int]) -> dict[str, Numbers | None]:
+        """When the stages of all ranks ran, forward and backward; None if no times are known."""
+        index, place = self._found(number, key)
         if isinstance(index, SingleIndex):
-            _check(place, key)
-            return stages_of(times_of_trace(index.trace, place), backward=backward)
-        if place < 0 and not index.finished:
-            return None
-        _check(place, key)
-        return stages_of(times_of_pieces(index, place, backward=backward), backward=backward)
+            times = times_of_trace(index.trace, place)
+        else:
+            times = times_of_pieces(index, place)
+        return {name: stages_of(times, backward=name == "backward") for name in PASSES}
 
     def routed(self, number: int, key: tuple[int, int, int]) -> Routed:
         """What was routed in one record."""
-        index = self.index(number)
-        place = index.place(*key)
-        _check(place, key)
+        index, place = self._found(number, key)
         if isinstance(index, SingleIndex):
             return index.trace.routed(place)
         return routed_of_pieces(index, place)
 
+    def _found(self, number: int, key: tuple[int, int, int]) -> tuple[Index, int]:
+        """A trace, and where a record stands in it."""
+        index = self.index(number)
+        place = index.place(*key)
+        if place < 0:
+            step, layer, microbatch = key
+            why = "no such record, or not all ranks have it"
+            if not index.complete:
+                why = "not all ranks were read yet, wait a moment"
+            raise ConfigError(f"step {step}, layer {layer}, microbatch {microbatch}: {why}")
+        return index, place
 
-def _check(place: int, key: tuple[int, int, int]) -> None:
-    if place < 0:
-        step, layer, microbatch = key
-        raise ConfigError(
-            f"step {step}, layer {layer}, microbatch {microbatch}: no such record, or not all "
-            "ranks have it"
-        )
+
+def _words(error: BaseException) -> str:
+    """An error in one line; of an error of the program, where it was raised."""
+    if isinstance(error, (UltraEPError, OSError)):
+        return str(error)
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    where = f"{Path(frame.filename).name}:{frame.lineno}"
+    return f"an error of ultraep, please report it: {type(error).__name__}: {error} ({where})"

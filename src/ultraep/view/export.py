@@ -105,10 +105,7 @@ def _of_worst(
 ) -> dict[str, Numbers | None]:
     """Copies and stages of one record; None: there are none."""
     copies = catalogue.record(number, key)["copies"]
-    found: dict[str, Numbers | None] = {"flows": copies if copies["list"] else None}
-    for name in ("forward", "backward"):
-        found[name] = catalogue.stages(number, key, backward=name == "backward")
-    return found
+    return {"flows": copies if copies["list"] else None} | catalogue.stages(number, key)
 
 
 def _told_of_worst(key: tuple[int, int, int], copies: Numbers | None) -> dict[str, str]:

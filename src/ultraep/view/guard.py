@@ -1,17 +1,14 @@
-"""Guard: who may ask, how much, and for how long. It stands before everything the server answers.
+"""Guard: checks every request before the application answers it.
 
-A page of another site must not reach the viewer through the user's browser: names that lead here by
-somebody else's DNS, requests that another origin makes, frames around the page are all refused. Who
-listens beyond this machine needs a token.
+A page of another site must not reach the viewer through the user's browser. The guard refuses
+foreign host names, requests of other origins, and frames around the page. Beyond this machine it
+asks for a token. Requests are bounded in size and time, and so is what waits for a slow client.
 """
 
 from __future__ import annotations
 
 import asyncio
-import ipaddress
-import re
-import socket
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from http.cookies import CookieError, SimpleCookie
 from secrets import compare_digest
 from urllib.parse import parse_qsl, urlencode
@@ -20,11 +17,13 @@ from starlette.datastructures import Headers
 from starlette.responses import PlainTextResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from ultraep.hosts import is_known_host
+
 COOKIE = "ultraep_view"
 METHODS = ("GET", "HEAD", "POST")
-MOST_BODY, MOST_QUERY = 16 << 10, 2 << 10  # bytes
+MOST_BODY, MOST_QUERY, MOST_HEADERS = 16 << 10, 2 << 10, 16 << 10  # bytes
+CHUNK = 64 << 10  # bytes of an answer that wait for a client to read
 BODY_SECONDS, ANSWER_SECONDS = 10.0, 120.0
-NAME = re.compile(r"(\[[0-9a-fA-F:.]+\]|[\w.-]+)(?::(\d{1,5}))?")
 OWN = {
     b"content-security-policy": b"default-src 'none'; script-src 'self'; style-src 'self' "
     b"'unsafe-inline'; img-src 'self' data: blob:; connect-src 'self'; base-uri 'none'; "
@@ -45,7 +44,7 @@ class Guard:
         self, app: ASGIApp, *, hosts: Iterable[str] = (), token: str | None = None
     ) -> None:
         self.app, self.token = app, token
-        self._hosts = {"localhost", *(host.lower() for host in hosts)}
+        self._names = {host.lower() for host in hosts}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
@@ -53,32 +52,39 @@ class Guard:
             raise RuntimeError(f"the viewer speaks HTTP only, not {scope['type']}")
         refusal = self._refusal(scope)
         answer: ASGIApp = self.app if refusal is None else refusal
-        started = False
+        limit, started = asyncio.timeout(ANSWER_SECONDS), False
+        late: Response | None = None
 
         async def send_guarded(message: Message) -> None:
             nonlocal started
             if message["type"] == "http.response.start":
+                if late is None:
+                    limit.reschedule(None)  # from now on the client takes the time
                 started = True
                 given = {name.lower() for name, _ in message["headers"]}
                 more = [(name, value) for name, value in OWN.items() if name not in given]
                 message = {**message, "headers": [*message["headers"], *more]}
-            await send(message)
+            for part in _parts(message):
+                await send(part)
 
         try:
-            async with asyncio.timeout(ANSWER_SECONDS):
-                await answer(scope, _bounded(receive), send_guarded)
+            async with limit:
+                body = _bounded(receive) if scope["method"] == "POST" else receive
+                await answer(scope, body, send_guarded)
         except TimeoutError:
-            if not started:
-                late = PlainTextResponse("This takes too long.\n", 503)
-                await late(scope, receive, send_guarded)
+            late = PlainTextResponse("This takes too long.\n", 503)
+        if late is not None and not started:
+            await late(scope, receive, send_guarded)
 
     def _refusal(self, scope: Scope) -> Response | None:
         headers = Headers(scope=scope)
         if scope["method"] not in METHODS:
             return PlainTextResponse("Only GET, HEAD and POST.\n", 405)
-        if len(scope.get("query_string", b"")) > MOST_QUERY:
+        if max(len(scope["query_string"]), len(scope["raw_path"])) > MOST_QUERY:
             return PlainTextResponse("The address is too long.\n", 414)
-        if not self._known_host(headers.getlist("host")):
+        if sum(len(name) + len(value) for name, value in scope["headers"]) > MOST_HEADERS:
+            return PlainTextResponse(f"At most {MOST_HEADERS} bytes of headers.\n", 431)
+        if not is_known_host(headers.getlist("host"), self._names, local=self.token is None):
             return PlainTextResponse("Not the name of this machine.\n", 421)
         if not _same_origin(headers):
             return PlainTextResponse("Not from another site.\n", 403)
@@ -87,20 +93,6 @@ class Guard:
             if wrong is not None:
                 return wrong
         return None if self.token is None else self._without_token(scope, headers, self.token)
-
-    def _known_host(self, named: list[str]) -> bool:
-        """An address is no name that somebody's DNS could lead here."""
-        match = NAME.fullmatch(named[0]) if len(named) == 1 else None
-        if match is None:
-            return False
-        name = match[1].lower()
-        if name in self._hosts:
-            return True
-        try:
-            address = ipaddress.ip_address(name.strip("[]"))
-        except ValueError:
-            return False
-        return address.is_loopback or self.token is not None
 
     def _without_token(self, scope: Scope, headers: Headers, token: str) -> Response | None:
         query = parse_qsl(scope.get("query_string", b"").decode("latin-1"))
@@ -116,9 +108,13 @@ class Guard:
         return PlainTextResponse(text, 401)
 
 
-def own_names() -> set[str]:
-    """Names by which others may know this machine."""
-    return {socket.gethostname(), socket.getfqdn()}
+def _parts(message: Message) -> Iterator[Message]:
+    """A long body in chunks: the next one is sent when the client has read the last."""
+    body = message.get("body", b"")
+    ends = range(CHUNK, len(body), CHUNK)
+    for end in ends:
+        yield {"type": message["type"], "body": body[end - CHUNK : end], "more_body": True}
+    yield {**message, "body": body[len(ends) * CHUNK :]} if ends else message
 
 
 def _cookie(headers: Headers) -> str:
@@ -148,10 +144,13 @@ def _wrong_body(headers: Headers) -> Response | None:
 
 
 def _bounded(receive: Receive) -> Receive:
-    """A body that does not come is not waited for."""
+    """Give up on a body that does not arrive, as on a client that leaves."""
 
     async def receive_soon() -> Message:
-        async with asyncio.timeout(BODY_SECONDS):
-            return await receive()
+        try:
+            async with asyncio.timeout(BODY_SECONDS):
+                return await receive()
+        except TimeoutError:
+            return {"type": "http.disconnect"}
 
     return receive_soon

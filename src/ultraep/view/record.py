@@ -6,7 +6,7 @@ Shapes: R ranks, E experts, S slots of all ranks, C copies, G stages.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -18,8 +18,7 @@ from ultraep.plan import Plan
 from ultraep.report.numbers import FloatArray, Numbers, plain
 from ultraep.trace.read import Routed, Trace, imbalance, rates_of
 from ultraep.trace.schema import ENDS, Array, Arrays, Header, of_backward
-from ultraep.view.columns import Places
-from ultraep.view.index import FolderIndex
+from ultraep.view.folder import FolderIndex
 
 PLANNED = ("policy", "loads", ENDS, "copies", "quotas", "rates")
 ROUTED = ("layer", "loads", "rates")
@@ -81,44 +80,36 @@ def times_of_trace(trace: Trace, record: int) -> Times:
 
 def record_of_pieces(index: FolderIndex, place: int) -> OneRecord:
     """A record of a trace in a folder, from the pieces of all ranks."""
-    piece, row = (int(index.columns[name][place]) for name in ("piece", "row"))
-    planned = _planned(index, piece, row)
-    own = [_told(index, rank, place, TOLD, LATE) for rank in range(index.header.ranks)]
+    header, arrays, row = index.header, *_planned(index, place, PLANNED)
+    begin, end = (int(arrays[ENDS][n]) if n >= 0 else 0 for n in (row - 1, row))
+    own = [_told(index, rank, place, TOLD, LATE) for rank in range(header.ranks)]
     moved = [
         int(told["bytes_moved"]) + sum(int(one["more_bytes"]) for one in late) for told, late in own
     ]
-    slot_rows = np.concatenate([told["slot_rows"] for told, _ in own]).astype(np.int64)
-    return replace(planned, slot_rows=slot_rows, bytes_moved=np.array(moved))
+    return OneRecord(
+        header,
+        str(arrays["policy"][row]),
+        rates_of(arrays["rates"][row]),
+        arrays["loads"][row].astype(np.int64),
+        arrays["copies"][begin:end].astype(np.int64),
+        arrays["quotas"][begin:end].astype(np.int64),
+        np.concatenate([told["slot_rows"] for told, _ in own]).astype(np.int64),
+        np.array(moved),
+    )
 
 
-def record_as_planned(index: FolderIndex, piece: int, row: int) -> OneRecord:
-    """A record of which only rank 0 was read: its rows are those that were planned."""
-    record, topology = _planned(index, piece, row), index.header.topology
-    slot_rows, copies, quotas = record.slot_rows, record.copies, record.quotas
-    slot_rows[topology.home_slot_of_expert] = record.loads.sum(axis=0)
-    usable = _inside(record) & (copies[:, 2] < index.header.slots)
-    expert, host, slot = copies[usable].T
-    np.subtract.at(slot_rows, topology.home_slot_of_expert[expert], quotas[usable])
-    np.add.at(slot_rows, topology.spare_slot(host, slot), quotas[usable])
-    return record
-
-
-def times_of_pieces(index: FolderIndex, place: int, *, backward: bool) -> Times:
-    """Its stages on all ranks, of one pass; what was told late is that of backward, usually."""
-    ranks, both = range(index.header.ranks), bool(index.columns["mixed"][place])
-    names = TIMES if both or not backward else ()
-    late = LATE_TIMES if both or backward else ()
-    own = [_told(index, rank, place, names, late) for rank in ranks]
-    nothing = np.zeros(len(index.header.stages))
+def times_of_pieces(index: FolderIndex, place: int) -> Times:
+    """Its stages on all ranks."""
+    own = [_told(index, rank, place, TIMES, LATE_TIMES) for rank in range(index.header.ranks)]
     began = [
-        (told.get("began", np.nan), min((one["more_began"] for one in more), default=np.nan))
-        for told, more in own
+        (told["began"], min((one["more_began"] for one in late), default=np.nan))
+        for told, late in own
     ]
     seconds, waited = (
         np.stack(
             [
-                told.get(name, nothing) + sum((one[f"more_{name}"] for one in more), nothing)
-                for told, more in own
+                sum((one[f"more_{name}"] for one in late), told[name].astype(np.float64))
+                for told, late in own
             ]
         )
         for name in ("seconds", "waited")
@@ -128,54 +119,38 @@ def times_of_pieces(index: FolderIndex, place: int, *, backward: bool) -> Times:
 
 def routed_of_pieces(index: FolderIndex, place: int) -> Routed:
     """What was routed in a record, and the rates that it was planned by."""
-    piece, row = (int(index.columns[name][place]) for name in ("piece", "row"))
-    arrays = index.store.arrays(index.path(0, piece), index.header, 0, ROUTED)
+    arrays, row = _planned(index, place, ROUTED)
     layer, loads, rates = (arrays[name][row] for name in ROUTED)
     return Routed(int(layer), loads.astype(np.int64), rates_of(rates))
 
 
-def _planned(index: FolderIndex, piece: int, row: int) -> OneRecord:
-    """What rank 0 tells of a record; of rows and bytes, which all ranks tell, nothing."""
-    header = index.header
-    arrays = index.store.arrays(index.path(0, piece), header, 0, PLANNED)
-    begin, end = (int(arrays[ENDS][n]) if n >= 0 else 0 for n in (row - 1, row))
-    slots = int(header.topology.first_slot_of_rank[-1])
-    return OneRecord(
-        header,
-        str(arrays["policy"][row]),
-        rates_of(arrays["rates"][row]),
-        arrays["loads"][row].astype(np.int64),
-        arrays["copies"][begin:end].astype(np.int64),
-        arrays["quotas"][begin:end].astype(np.int64),
-        np.zeros(slots, dtype=np.int64),
-        np.zeros(header.ranks, dtype=np.int64),
-    )
+def _planned(index: FolderIndex, place: int, names: tuple[str, ...]) -> tuple[Arrays, int]:
+    """Arrays of the piece of rank 0 that holds the plan of a record, and the row there."""
+    line = next(line for line in index.ranks[0].lines_of(place) if not line.late)
+    path = index.path(0, line.piece)
+    arrays = index.store.arrays(path, index.header, 0, names)
+    if line.line >= len(arrays["loads"]):
+        raise FileError(
+            f"{path}: row {line.line} of {len(arrays['loads'])}: the summary does not fit"
+        )
+    return arrays, line.line
 
 
 def _told(
     index: FolderIndex, rank: int, place: int, names: tuple[str, ...], late: tuple[str, ...]
 ) -> tuple[Arrays, list[Arrays]]:
     """What one rank tells of a record, and what it told late."""
-    told: list[Arrays] = []
+    told: Arrays = {}
     more: list[Arrays] = []
-    for shelf in index.ranks[rank].shelves:
-        rows, late_rows = _rows(shelf.places, place), _rows(shelf.late, place) if late else []
-        if rows or late_rows:
-            wanted = [dict.fromkeys(names, row) for row in rows]
-            wanted += [dict.fromkeys(late, row) for row in late_rows]
-            found = index.rows.told(index.path(rank, shelf.number), wanted)
-            told += found[: len(rows)]
-            more += found[len(rows) :]
-    if not told:
-        raise FileError(f"{index.folder}: rank {rank} does not have this record")
-    return told[0], more
-
-
-def _rows(places: Places, place: int) -> list[int]:
-    if isinstance(places, range):
-        return [place - places.start] if place in places else []
-    rows: list[int] = np.flatnonzero(places == place).tolist()
-    return rows
+    for line in index.ranks[rank].lines_of(place):
+        path = index.path(rank, line.piece)
+        additions = index.store.additions(path, index.header, rank, line.line)
+        wanted = [dict.fromkeys(names, line.line)] * (not line.late)
+        wanted += [dict.fromkeys(late, row) for row in additions]
+        rows = index.store.rows(path, index.header, rank, wanted)
+        told = told if line.late else rows[0]
+        more += rows if line.late else rows[1:]
+    return told, more
 
 
 # -- as the page has it --------------------------------------------------------------------------

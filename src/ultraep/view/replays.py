@@ -72,7 +72,7 @@ class Replays:
         """Begin to work on it, or find the answer that is there."""
         index = self._library.index(question.trace)
         case_of(question, Trace(index.header, {}))  # what cannot be planned is refused at once
-        if index.sampled:
+        if not index.complete:
             raise ConfigError("the trace is still being read: ask again when all ranks were read")
         with self._lock:
             for job in self._jobs.values():

@@ -10,24 +10,27 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ultraep.errors import ConfigError
+from ultraep.hosts import is_loopback, own_names
 from ultraep.view.api import Api
 from ultraep.view.catalogue import Catalogue
-from ultraep.view.guard import Guard, own_names
+from ultraep.view.guard import MOST_HEADERS, Guard
 
 HEADER_SECONDS = 10.0  # in which a request must have come up to its body
+STALLED_SECONDS = 20.0  # in which a client must read what waits for it, some 64 kB
 KEEP_SECONDS, FAREWELL_SECONDS = 20, 2
-MOST_HEADER = 16 << 10  # bytes
 MOST_CONNECTIONS = 256
 
 
 class Punctual(H11Protocol):
-    """Closes connections on which no whole request comes in time."""
+    """Closes connections whose clients neither send a whole request nor read the answer in time."""
 
     _timer: asyncio.TimerHandle | None = None
+    _stalled: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
         """Begin to wait for the first request."""
@@ -45,10 +48,32 @@ class Punctual(H11Protocol):
             self._wait()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Wait no more."""
-        if self._timer is not None:
-            self._timer.cancel()
+        """Stop waiting."""
+        for timer in (self._timer, self._stalled):
+            if timer is not None:
+                timer.cancel()
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        """The client does not read: give it some time."""
+        super().pause_writing()
+        self._stalled = self.loop.call_later(STALLED_SECONDS, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        """The client reads again."""
+        super().resume_writing()
+        if self._stalled is not None:
+            self._stalled.cancel()
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer a malformed request; one that is malformed in its body may be answered already."""
+        if self.cycle is not None:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            super().send_400_response(msg)
+        else:
+            self.transport.close()
 
     def _wait(self) -> None:
         self._timer = self.loop.call_later(HEADER_SECONDS, self.transport.close)
@@ -92,26 +117,37 @@ def open_server(catalogue: Catalogue, *, host: str = "127.0.0.1", port: int = 0)
         ws="none",
         lifespan="off",
         interface="asgi3",
-        log_level="warning",
+        log_level="error",  # below it, uvicorn comments on requests of clients
         access_log=False,
         server_header=False,
         proxy_headers=False,
         limit_concurrency=MOST_CONNECTIONS,
         timeout_keep_alive=KEEP_SECONDS,
         timeout_graceful_shutdown=FAREWELL_SECONDS,
-        h11_max_incomplete_event_size=MOST_HEADER,
+        h11_max_incomplete_event_size=MOST_HEADERS,
     )
-    shown = f"[{host}]" if ":" in host else host
+    name = reachable_name(host)
+    shown = f"[{name}]" if ":" in name else name
     url = f"http://{shown}:{listener.getsockname()[1]}/" + ("" if here else f"?token={token}")
     return ViewServer(url, api, catalogue, listener, uvicorn.Server(config))
 
 
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach it."""
+def reachable_name(host: str) -> str:
+    """Return a name to open in a browser: for 0.0.0.0 and ::, an address of this machine."""
     try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+        address = ipaddress.ip_address(host)
     except ValueError:
-        return False
+        return host
+    if not address.is_unspecified:
+        return host
+    family, far = (socket.AF_INET, "192.0.2.1")
+    if address.version == 6:
+        family, far = (socket.AF_INET6, "2001:db8::1")
+    with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect((far, 9))  # sends nothing, but chooses the interface that leads elsewhere
+        found: str = probe.getsockname()[0]
+        return found
+    return socket.gethostname()
 
 
 def bound_socket(host: str, port: int) -> socket.socket:

@@ -10,7 +10,6 @@ Shapes: N records, M moments, P points, G stages.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
@@ -20,7 +19,6 @@ from ultraep.arrays import IntArray
 from ultraep.errors import ConfigError
 from ultraep.report.numbers import FloatArray, Numbers, plain
 from ultraep.trace.schema import KEY, Array, Arrays
-from ultraep.view.columns import COST, EXPERTS, Columns
 
 MOST_LAYERS = 4096
 VALUES = ("before", "after", "copies", "bytes", "lost", "saved", "cost")
@@ -31,8 +29,9 @@ class Table:
     """Records that all ranks have. What is not known, or not yet, is NaN.
 
     lost: seconds that the slowest rank computes experts for longer than the mean rank.
-    saved: seconds that it would compute longer without copies, if time follows rows.
-    cost: seconds of the stages that balancing adds, on their slowest rank.
+    saved: seconds that it would compute longer without copies, if time follows rows; 0 where
+        there are none.
+    cost: seconds of the stages that balancing adds, on the rank that takes longest.
     """
 
     step: IntArray
@@ -45,7 +44,7 @@ class Table:
     lost: FloatArray
     saved: FloatArray
     cost: FloatArray
-    slowest: FloatArray  # [G] seconds of each stage on its slowest rank, mean of records
+    stages: FloatArray  # [G] mean seconds of each stage, on the rank with the largest mean
 
     def __len__(self) -> int:
         return len(self.step)
@@ -76,7 +75,7 @@ class Table:
 
     def take(self, records: IntArray, **others: FloatArray) -> Table:
         """Some of the records, with other values for them."""
-        columns = [entry.name for entry in fields(self) if entry.name != "slowest"]
+        columns = [entry.name for entry in fields(self) if entry.name != "stages"]
         return replace(self, **{name: getattr(self, name)[records] for name in columns} | others)
 
     def worst(self, records: IntArray) -> tuple[int, int, int] | None:
@@ -104,40 +103,35 @@ class Table:
         return np.flatnonzero(wanted if layer is None else wanted & (self.layer == layer))
 
 
-def table_of(columns: Columns) -> Table:
-    """The records that all ranks have told of by now."""
-    header = columns.header
-    keep = np.flatnonzero(columns["ranks"] == header.ranks)
-    rows, before = columns["rows"][keep], columns["before"][keep]
-    after = columns["fullest"][keep] * header.ranks / np.maximum(rows, 1)
-    slowest = columns["slowest"][keep].astype(np.float64)
-    mean = columns["work"][keep] / header.ranks
-    experts = slowest[:, np.isin(header.stages, EXPERTS)].sum(axis=1)
-    cost = slowest[:, np.isin(header.stages, COST)].sum(axis=1)
+def table_of(
+    keys: Arrays,
+    *,
+    before: FloatArray,
+    after: FloatArray,
+    copies: FloatArray,
+    bytes_moved: FloatArray,
+    experts: FloatArray,
+    mean: FloatArray,
+    cost: FloatArray,
+    stages: FloatArray,
+) -> Table:
+    """Return the table of these columns.
+
+    experts, mean: seconds that the slowest rank and the mean rank compute experts for.
+    """
     timed = mean > 0
+    saved = np.where(copies > 0, mean * before - experts, 0.0)
     return Table(
-        **{name: columns[name][keep] for name in KEY},
+        **keys,
         before=before,
-        after=np.where(rows > 0, after, 1.0),
-        copies=columns["copies"][keep].astype(np.float64),
-        bytes=columns["bytes"][keep].astype(np.float64),
+        after=after,
+        copies=copies,
+        bytes=bytes_moved,
         lost=np.where(timed, experts - mean, np.nan),
-        saved=np.where(timed, mean * before - experts, np.nan),
+        saved=np.where(timed, saved, np.nan),
         cost=np.where(timed, cost, np.nan),
-        slowest=slowest.mean(axis=0) if len(keep) else np.zeros(len(header.stages)),
+        stages=stages,
     )
-
-
-def table_of_sample(parts: Sequence[Arrays]) -> Table:
-    """A table of some pieces of rank 0: loads and plans, nothing else is known yet."""
-    names = (*KEY, "before", "after", "copies")
-    none: Array = np.zeros(0)
-    found = {name: np.concatenate([none, *(part[name] for part in parts)]) for name in names}
-    nothing = np.full(len(found["step"]), np.nan)
-    step, layer, microbatch = (found[name].astype(np.int64) for name in KEY)
-    before, after, copies = (found[name].astype(np.float64) for name in names[len(KEY) :])
-    plans, times = (before, after, copies), (nothing, nothing, nothing, nothing)
-    return Table(step, layer, microbatch, *plans, *times, np.zeros(0))
 
 
 # -- what is drawn -------------------------------------------------------------------------------

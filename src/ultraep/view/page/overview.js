@@ -22,15 +22,13 @@ async function loadOverview() {
   find("timed").hidden = found.totals.lost === null;
 }
 
-function showCards({ totals, several, steps_per_point: each, sampled, moments }) {
-  const missing = sampled ? "not read yet" : "none recorded";
+function showCards({ totals, several, steps_per_point: each, complete, moments }) {
+  const missing = complete ? "none recorded" : "not read yet";
   const cards = [
     ["records", number(totals.records), `${number(moments)} ${several ? "microbatches" : "steps"}` +
       (each > 1 ? `; a point stands for ${each}` : "")],
-    ["imbalance without copies", ratioWords(totals.before), `worst ${ratioWords(totals.before_worst)}` +
-      (totals.before_known < totals.records ? `; of ${number(totals.before_known)} records so far` : "")],
-    ["imbalance with copies", ratioWords(totals.after), `worst ${ratioWords(totals.after_worst)}` +
-      (sampled ? "; as planned" : "")],
+    ["imbalance without copies", ratioWords(totals.before), `worst ${ratioWords(totals.before_worst)}`],
+    ["imbalance with copies", ratioWords(totals.after), complete ? `worst ${ratioWords(totals.after_worst)}` : missing],
     ["copies", totals.copies === null ? "-" : number(totals.copies),
       totals.records ? `${(totals.copies / totals.records).toFixed(1)} a layer` : ""],
     ["bytes moved", totals.bytes ? sizeWords(totals.bytes) : "-", !totals.bytes ? missing :
@@ -49,8 +47,8 @@ function showCards({ totals, several, steps_per_point: each, sampled, moments })
 function showStages(stages) {
   const rows = Object.entries(stages).map(([name, seconds]) => [name, timeWords(seconds)]);
   const told = rows.length
-    ? [element("h2", "Stages"), element("p", "On their slowest rank, mean of all records."), table(["stage", "time"], rows)]
-    : [element("p", "No times of stages were recorded, or they are not read yet.", { class: "soft" })];
+    ? [element("h2", "Stages"), element("p", "Mean per record, on the rank with the largest mean."), table(["stage", "time"], rows)]
+    : [element("p", "No stage times were recorded, or they have not been read yet.", { class: "soft" })];
   find("stages-told").replaceChildren(...told);
 }
 

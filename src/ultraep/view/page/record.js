@@ -15,14 +15,12 @@ async function loadRecord() {
   parsed.ranks = found;
   find("plot-ranks").style.height = apart(found.ranks) ? "640px" : "";
   draw("ranks");
-  showFlows(found.copies, found.planned ? null : found.bytes.reduce((a, b) => a + b, 0));
+  showFlows(found.copies, found.bytes.reduce((a, b) => a + b, 0));
   find("passes").replaceChildren();
-  find("no-stages").textContent = found.planned ? "The times of other ranks are not read yet." : "No times were recorded.";
-  for (const backward of [0, 1]) { // one after the other: each is read from the pieces of all ranks
-    const times = await ask("/api/stages", { ...key, backward });
-    if (turn !== recordTurn) return undefined;
-    if (times.pass) showPass(times.pass);
-  }
+  find("no-stages").textContent = "No times were recorded.";
+  const { forward, backward } = await ask("/api/stages", key);
+  if (turn !== recordTurn) return undefined;
+  for (const pass of [forward, backward]) if (pass) showPass(pass);
   find("no-stages").hidden = find("passes").childElementCount > 0;
   return undefined;
 }
@@ -38,8 +36,7 @@ function ranksWithWords(found) {
   const [traces, more, told] = ranksFigure(found, found);
   const where = `Step ${route.step}, microbatch ${route.microbatch}, layer ${route.layer} (${found.policy}): `;
   const moved = found.bytes.reduce((a, b) => a + b, 0);
-  const also = found.planned ? " As planned: what arrived is not read yet." :
-    ` ${sizeWords(moved)} moved.`;
+  const also = ` ${sizeWords(moved)} moved.`;
   const wrong = found.unusable ? ` ${number(found.unusable)} of its copies name experts or ranks that do not exist.` : "";
   find("told").textContent = where + told + also + wrong + priceWords(found);
   return [traces, more];

@@ -74,8 +74,7 @@ function showItem() {
 
 function progressWords(own) {
   if (own.finished) return state.live ? `Follows the run: ${counted(own.records, "record")} so far.` : "";
-  if (own.sampled) return `A sample of the run, ${counted(own.records, "record")}; the rest is being read.`;
-  return `${counted(own.records, "record")}; loads are being read, ${Math.floor((100 * own.done) / Math.max(own.total, 1))} %.`;
+  return `${counted(own.records, "record")}; the trace is being read, ${Math.floor((100 * own.done) / Math.max(own.total, 1))} %.`;
 }
 
 function showNotes(own) {
@@ -114,8 +113,8 @@ async function noticed() {
   readRoute();
   showItem();
   const own = item();
-  const version = own ? `${own.number} ${own.version} ${own.sampled}` : "";
-  const settled = route.view === "record" && record && !record.planned;
+  const version = own ? `${own.number} ${own.version} ${own.complete}` : "";
+  const settled = route.view === "record" && record;
   if (version === drawnVersion || (drawnVersion && (settled || route.view === "compare"))) return;
   drawnVersion = version;
   await show();

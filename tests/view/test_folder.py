@@ -1,7 +1,6 @@
 """What is read piece by piece is what the trace holds; damage is told, and the rest is there."""
 
 import json
-import re
 import shutil
 from pathlib import Path
 
@@ -12,16 +11,15 @@ from traces import arrived, plan_for, record
 import ultraep
 from ultraep import ConfigError, FileError, Topology
 from ultraep.inputs import read_arrays
-from ultraep.trace.files import write_arrays
-from ultraep.trace.schema import KEY
-from ultraep.view import index as index_module
-from ultraep.view import single, store, table
+from ultraep.trace import files
+from ultraep.trace.files import read_piece, write_arrays
+from ultraep.trace.schema import KEY, Column
+from ultraep.view import table
 from ultraep.view.catalogue import Catalogue
+from ultraep.view.folder import FolderIndex
 from ultraep.view.found import look
-from ultraep.view.index import FolderIndex, spread
 from ultraep.view.record import (
     numbers_of,
-    record_as_planned,
     record_of_pieces,
     record_of_trace,
     stages_of,
@@ -30,7 +28,7 @@ from ultraep.view.record import (
 )
 from ultraep.view.single import SingleIndex
 from ultraep.view.store import Store
-from view.runs import LAYERS, MOMENTS, TOPOLOGY, write_pieces, write_run
+from view.runs import LAYERS, MOMENTS, TOPOLOGY, change, wait_for, write_pieces, write_run
 
 EXPERTS = ("experts", "experts back")
 
@@ -62,8 +60,9 @@ def check_equal(found, trace):
     own = trace.seconds[:, :, np.isin(trace.header.stages, EXPERTS)]
     slowest, mean = own.max(axis=1).sum(axis=1), own.sum(axis=2).mean(axis=1)
     np.testing.assert_allclose(found.lost, slowest - mean, atol=1e-9)
-    np.testing.assert_allclose(found.saved, mean * trace.imbalance_before - slowest, atol=1e-9)
-    np.testing.assert_allclose(found.slowest, trace.seconds.max(axis=1).mean(axis=0), rtol=1e-6)
+    saved = np.where(trace.num_copies > 0, mean * trace.imbalance_before - slowest, 0)
+    np.testing.assert_allclose(found.saved, saved, atol=1e-9)
+    np.testing.assert_allclose(found.stages, trace.seconds.mean(axis=0).max(axis=0), rtol=1e-6)
 
 
 def places_in(trace, found):
@@ -106,8 +105,7 @@ def test_a_record_is_that_of_the_trace(pieces):
             assert copy["way"][0] == TOPOLOGY.home_of_expert[copy["expert"]]
             assert copy["way"][-1] == copy["host"]
         for backward in (False, True):
-            times = times_of_pieces(index, place, backward=backward)
-            shown = stages_of(times, backward=backward)
+            shown = stages_of(times_of_pieces(index, place), backward=backward)
             assert shown == stages_of(times_of_trace(trace, n), backward=backward)
             assert shown["name"] == ("backward" if backward else "forward")
 
@@ -122,44 +120,95 @@ def test_times_that_were_told_at_another_time(tmp_path):
             recorder.more(step=0, seconds={"experts": 0.5, "reduce": 0.5})
     trace, index = ultraep.read_trace(tmp_path / "run"), read(tmp_path / "run")
     for backward in (False, True):
-        times = times_of_pieces(index, 0, backward=backward)
         wanted = stages_of(times_of_trace(trace, 0), backward=backward)
-        assert stages_of(times, backward=backward) == wanted
+        assert stages_of(times_of_pieces(index, 0), backward=backward) == wanted
 
 
-def test_a_plan_alone_tells_the_same_rows(pieces):
-    index = read(pieces)
-    for place in range(index.columns.count):
-        whole = numbers_of(record_of_pieces(index, place))
-        step, layer, microbatch = index.table.key(place)
-        planned = numbers_of(record_as_planned(index, *index.planned(step, layer, microbatch)))
-        assert [planned[name] for name in ("loads", "rows", "held")] == [
-            whole[name] for name in ("loads", "rows", "held")
-        ]
-
-
-def test_a_sample_comes_first_and_gives_way(pieces, monkeypatch):
-    monkeypatch.setattr(index_module, "FEW_PIECES", 2)
-    monkeypatch.setattr(index_module, "SAMPLE_SECONDS", 0)
-    index, trace = FolderIndex(pieces, Store()), ultraep.read_trace(pieces)
+@pytest.mark.parametrize("version", [3, 4])
+def test_records_of_rank_0_are_shown_before_the_other_ranks_were_read(tmp_path, version):
+    """Also of a trace without summaries, which are computed then."""
+    run = write_pieces(tmp_path / "run", version=version)
+    index, trace = FolderIndex(run, Store()), ultraep.read_trace(run)
     index.read(lambda: index.version > 0)
-    assert index.sampled
+    assert not index.complete
     assert not index.finished
-    sample = index.table
-    assert 0 < len(sample) < len(trace)
-    wanted = places_in(trace, sample)
-    np.testing.assert_array_equal(sample.before, trace.imbalance_before[wanted])
-    np.testing.assert_array_equal(sample.after, trace.imbalance_after[wanted])
-    assert np.isnan(sample.bytes).all()
-    assert index.planned(*sample.key(0)) is not None
-    again = read(pieces)
-    assert not again.sampled
-    check_equal(again.table, trace)
+    early = index.table
+    np.testing.assert_array_equal(early.before, trace.imbalance_before)
+    np.testing.assert_array_equal(early.copies, trace.num_copies)
+    for name in ("after", "bytes", "lost", "saved", "cost"):
+        assert np.isnan(getattr(early, name)).all()
+    assert table.overview(early)["totals"]["after"] is None
+    assert index.place(*early.key(0)) < 0, "what arrived is not known yet"
+    index.read(never)
+    assert index.complete
+    assert index.notes == []
+    check_equal(index.table, trace)
 
 
-@pytest.mark.parametrize("count", [1, 2, 5, 8, 9, 100])
-def test_spread_numbers_are_all_of_them(count):
-    assert sorted(spread(range(3, 3 + count))) == list(range(3, 3 + count))
+def test_a_summary_is_read_in_place_of_the_loads(pieces, monkeypatch):
+    from ultraep.view import folder as folder_module
+
+    asked = []
+
+    def noting(path, header, rank, names=None, **more):
+        asked.append(names)
+        return read_piece(path, header, rank, names, **more)
+
+    monkeypatch.setattr(folder_module, "read_piece", noting)
+    check_equal(read(pieces).table, ultraep.read_trace(pieces))
+    assert set(asked) == {("summary", "stage_sums", "dropped")}
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_piece_without_a_record_of_its_own(tmp_path, first):
+    """The last piece of a run often holds only the backward pass of earlier records."""
+    run = write_run(tmp_path / "run", moments=2)
+    for rank in range(TOPOLOGY.ranks):
+        with ultraep.Recorder(tmp_path / "late", TOPOLOGY, rank=rank) as recorder:
+            recorder.more(step=0, seconds={"reduce": 1.0})
+        late = tmp_path / f"late/rank-{rank:05d}/000000.npz"
+        assert len(read_arrays(late)["step"]) == 0
+        whole, behind = (run / f"rank-{rank:05d}/00000{number}.npz" for number in (0, 1))
+        if first:
+            whole = whole.rename(behind)
+        shutil.copy(late, whole.with_name("000000.npz") if first else behind)
+    index, trace = read(run), ultraep.read_trace(run)
+    assert index.notes == []
+    check_equal(index.table, trace)
+    for n in range(len(trace)):
+        place = index.place(*index.table.key(n))
+        assert numbers_of(record_of_pieces(index, place)) == numbers_of(record_of_trace(trace, n))
+
+
+def test_an_exception_ends_the_reading_of_one_trace_only(run, tmp_path, monkeypatch):
+    from ultraep.view import catalogue as catalogue_module
+
+    for name in ("bad", "good"):
+        shutil.copytree(run, tmp_path / name)
+
+    def read_or_fail(self, stop):
+        if self.folder.name == "bad":
+            raise IndexError("arrays used as indices must be of integer type")
+        return FolderIndex.read(self, stop)
+
+    class Failing(FolderIndex):
+        read = read_or_fail
+
+    monkeypatch.setattr(catalogue_module, "FolderIndex", Failing)
+    told = []
+    catalogue = Catalogue([tmp_path], tell=told.append)
+    catalogue.start()
+    try:
+        bad, good = catalogue.shown
+        wait_for(lambda: bad.index.finished and good.index.finished)
+        assert len(good.index.table) == MOMENTS * LAYERS
+        assert good.index.notes == []
+        (note,) = bad.index.notes
+        assert "only a part is shown" in note
+        assert "IndexError: arrays used as indices" in note
+        wait_for(lambda: told == [note])
+    finally:
+        catalogue.close()
 
 
 def test_records_in_another_order_or_twice(tmp_path):
@@ -219,8 +268,6 @@ def test_a_folder_that_vanishes_and_comes_back(run, tmp_path, monkeypatch):
     from ultraep.view import catalogue as catalogue_module
 
     monkeypatch.setattr(catalogue_module, "PERIOD", 0.02)
-    from view.runs import wait_for
-
     catalogue = Catalogue([tmp_path / "run"], live=True)
     assert catalogue.shown == []
     catalogue.start()
@@ -299,8 +346,7 @@ def test_copies_that_make_no_sense_are_counted(run, tmp_path):
     shutil.copytree(run, tmp_path / "run")
     path = tmp_path / "run/rank-00000/000000.npz"
     arrays = read_arrays(path)
-    arrays["copies"] = np.full_like(arrays["copies"], 10**6)
-    write_arrays(path, arrays)
+    change(path, copies=np.full_like(arrays["copies"], 10**6))
     index = read(tmp_path / "run")
     found = numbers_of(record_of_pieces(index, 0))
     assert found["unusable"] == index.table.copies[0] > 0
@@ -314,21 +360,41 @@ def test_numbers_that_are_none_do_no_harm(run, trace, tmp_path):
     arrays["seconds"][:5] = [[np.nan], [np.inf], [-np.inf], [3e38], [-1]]
     arrays["began"] = np.where(np.arange(len(arrays["began"])) % 2, np.inf, np.nan)
     arrays["bytes_moved"][:] = 2**62
-    write_arrays(path, arrays)
+    change(path, **{name: arrays[name] for name in ("seconds", "began", "bytes_moved")})
     ultraep.read_trace(tmp_path / "run").save(tmp_path / "run.npz")
     for index in (read(tmp_path / "run"), SingleIndex(tmp_path / "run.npz")):
         json.dumps(table.overview(index.table), allow_nan=False)
         json.dumps(table.heat(index.table, "lost"), allow_nan=False)
     index = read(tmp_path / "run")
     for place in range(3):
-        times = times_of_pieces(index, place, backward=False)
-        json.dumps(stages_of(times, backward=False), allow_nan=False)
+        times = stages_of(times_of_pieces(index, place), backward=False)
+        json.dumps(times, allow_nan=False)
 
 
 def test_a_piece_that_claims_too_much_is_told(run, tmp_path, monkeypatch):
-    monkeypatch.setattr(store, "MOST_PIECE", 3000)
-    notes = read(run).notes
-    assert any(re.search(r"its arrays take [\d,]+ bytes, at most 3,000 are read", n) for n in notes)
+    monkeypatch.setattr(files, "SMALL", 100)
+    monkeypatch.setattr(files, "RATIO", 0.01)
+    index = read(run)
+    assert len(index.table) == 0
+    assert "bytes that claim to unpack to" in index.notes[0]
+
+
+def test_a_summary_that_does_not_fit_is_told(run, tmp_path):
+    """Records behind additions; rows that the arrays do not have."""
+    shutil.copytree(run, tmp_path / "run")
+    path = tmp_path / "run/rank-00000/000000.npz"
+    arrays = read_arrays(path)
+    swapped = arrays["summary"].copy()
+    swapped[0, Column.LATE] = 1
+    write_arrays(path, arrays | {"summary": swapped})
+    assert "the summary has records behind additions" in read(tmp_path / "run").notes[0]
+    arrays |= {name: arrays[name][:1] for name in ("loads", "policy", "rates", "copy_ends")}
+    write_arrays(path, arrays)
+    catalogue = Catalogue([tmp_path / "run"])
+    catalogue.read_all()
+    with pytest.raises(FileError, match=r"000000\.npz"):
+        catalogue.record(0, catalogue.index(0).table.key(5))
+    catalogue.close()
 
 
 def test_too_many_layers_are_refused(run, monkeypatch):
@@ -336,13 +402,6 @@ def test_too_many_layers_are_refused(run, monkeypatch):
     for draw in (table.overview, lambda one: table.heat(one, "before")):
         with pytest.raises(ConfigError, match="3 layers, at most 2 are shown"):
             draw(read(run).table)
-
-
-def test_a_file_that_is_too_large_is_refused(trace, tmp_path, monkeypatch):
-    trace.save(tmp_path / "run.npz")
-    monkeypatch.setattr(single, "MOST_BYTES", 1000)
-    with pytest.raises(FileError, match="when unpacked, at most"):
-        SingleIndex(tmp_path / "run.npz")
 
 
 # -- what is drawn -------------------------------------------------------------------------------

@@ -1,0 +1,86 @@
+"""The summary of a piece: a few integers per record, enough for the overview of a whole run.
+
+The recorder stores it in every piece, so the viewer need not unpack loads, rows and times. Pieces
+of version 3 and older have none; `summary_of` computes it from their arrays.
+
+Shapes: N records, M late additions and T lines of a piece, K columns, G stages.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ultraep.arrays import IntArray
+from ultraep.trace.schema import ENDS, KEY, Array, Arrays, Column, Header
+
+COST = ("plan", "verify", "replicate", "weights again", "reduce")  # stages that balancing adds
+NANOSECONDS = 1e9
+LONGEST = 1e6  # seconds; longer times are cut to it
+TIMES = slice(Column.EXPERTS, Column.COST + 1)
+
+
+def summary_of(header: Header, arrays: Arrays) -> Arrays:
+    """Return the arrays of `SUMMARIES` for the arrays of a piece."""
+    count = len(arrays["step"])
+    late, more_lines = lines_of_additions(arrays)
+    lines = np.zeros((count + len(late), len(Column)), dtype=np.int64)
+    records = lines[:count]
+    for column, name in enumerate(KEY):
+        records[:, column] = arrays[name]
+    lines[count:, : len(KEY)], lines[count:, Column.LATE] = arrays["more"][late], 1
+    records[:, Column.ROWS] = arrays["slot_rows"].sum(axis=1, dtype=np.int64)
+    records[:, Column.BYTES] = arrays["bytes_moved"]
+    np.add.at(lines[:, Column.BYTES], more_lines, arrays["more_bytes"])
+    seconds, more_seconds = (_finite(arrays[name]) for name in ("seconds", "more_seconds"))
+    for place, stages in enumerate((("experts",), ("experts back",), COST), start=TIMES.start):
+        own = np.isin(header.stages, stages)
+        records[:, place] = _nanoseconds(seconds[:, own])
+        np.add.at(lines[:, place], more_lines, _nanoseconds(more_seconds[:, own]))
+    if ENDS in arrays:
+        by_rank = routed_rows(header, arrays["loads"])
+        records[:, Column.ROUTED], records[:, Column.PEAK] = (
+            by_rank.sum(axis=1),
+            by_rank.max(axis=1),
+        )
+        records[:, Column.REPLICAS] = np.diff(arrays[ENDS], prepend=0)
+    stage_sums = seconds.sum(axis=0) + more_seconds.sum(axis=0)
+    return {"summary": lines, "more_lines": more_lines, "stage_sums": stage_sums}
+
+
+def lines_of_additions(arrays: Arrays) -> tuple[IntArray, IntArray]:
+    """Return which additions have a line of their own, and [M] the line of each addition.
+
+    An addition to a record of the piece is part of the line of that record. Those to one record of
+    an earlier piece share a line behind all records.
+    """
+    count = len(arrays["step"])
+    keys = np.concatenate([np.column_stack([arrays[name] for name in KEY]), arrays["more"]])
+    _, first, number = np.unique(keys, axis=0, return_index=True, return_inverse=True)
+    first_M = first[number.reshape(-1)[count:]]
+    late = np.unique(first_M[first_M >= count])
+    lines = np.where(first_M < count, first_M, count + np.searchsorted(late, first_M))
+    return late - count, lines.astype(np.int32)
+
+
+def _finite(seconds: Array) -> Array:
+    return np.clip(np.nan_to_num(seconds.astype(np.float64)), 0, LONGEST)
+
+
+def _nanoseconds(seconds: Array) -> IntArray:
+    """[N] the sum of some stages."""
+    found: IntArray = np.rint(seconds.sum(axis=1) * NANOSECONDS).astype(np.int64)
+    return found
+
+
+def routed_rows(header: Header, loads_NRE: Array) -> IntArray:
+    """[N, R] rows of every rank if every row stayed at the home of its expert."""
+    topology = header.topology
+    by_home = loads_NRE.sum(axis=1, dtype=np.int64)[:, topology.experts_by_rank]
+    return sums_between(by_home, topology.first_of_rank)
+
+
+def sums_between(values: Array, ends: IntArray) -> IntArray:
+    """[N, len(ends) - 1] sums of neighbouring columns, also of none."""
+    upto = np.zeros((len(values), values.shape[1] + 1), dtype=np.int64)
+    np.cumsum(values, axis=1, out=upto[:, 1:])
+    return np.diff(upto[:, ends], axis=1)
