@@ -251,7 +251,7 @@ def with_other_shapes(folder):
 BAD = {
     "no config": (lambda f: (f / "config.json").unlink(), FileError, "there is no config.json"),
     "cut config": (lambda f: (f / "config.json").write_text("{"), FileError, "config.json"),
-    "unknown type": (lambda f: edit(f, model_type="alchemy"), FileError, "transformers cannot read it: ValueError"),
+    "unknown type": (lambda f: edit(f, model_type="alchemy"), FileError, "cannot read it: Val"),
     "no shard": (lambda f: one_file(f).unlink(), FileError, "no such file, but model"),
     "cut shard": (lambda f: one_file(f).write_bytes(b"12345"), FileError, "truncated or damaged"),
     "index": (
@@ -265,7 +265,7 @@ BAD = {
         r"there is no file \*.safetensors",
     ),
     "missing tensor": (without_one_tensor, FileError, r"no weights for model.layers.1.self_attn.q"),
-    "other shapes": (with_other_shapes, FileError, r"do not fit config.json: .* is \[16, 128, 64\] there, not"),
+    "other shapes": (with_other_shapes, FileError, r"\[16, 128, 64\] there, not \[16, 128, 48\]"),
     "renamed expert": (with_a_renamed_expert, FileError, "is a tensor missing or renamed"),
     "wrong type": (lambda f: edit(f, hidden_size="x"), FileError, "expected int, got str"),
     "a zero": (lambda f: edit(f, head_dim=0), FileError, "cannot build this model: ZeroDiv"),
