@@ -75,7 +75,13 @@ def tokenizer_of(folder: Path) -> Encode | None:
         tokenizer: Any = transformers().AutoTokenizer.from_pretrained(
             folder, local_files_only=True, trust_remote_code=False
         )
-    return lambda text: tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    def encode(text: str) -> Sequence[int]:
+        with understood(folder, "its tokenizer cannot encode a text"):
+            ids: Sequence[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+        return ids
+
+    return encode
 
 
 def hashed_words(vocabulary: int) -> Encode:

@@ -20,7 +20,7 @@ Record = TypeVar("Record")
 Table = dict[str, Any]
 
 LARGEST = 10**15  # of any number in a table
-MOST_TABLES = 1 << 20  # bytes of a TOML file
+MOST_TABLES = 1 << 15  # bytes of a TOML file; tomllib takes seconds for some of that length
 NAMES_OF_ONE = {"clusters": "cluster", "models": "model", "requests": "set of requests"}
 
 

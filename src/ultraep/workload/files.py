@@ -21,6 +21,8 @@ from ultraep.inputs import lines_of, read_array, read_arrays, read_text, reading
 from ultraep.loads import as_integers
 from ultraep.workload.windows import IDS, MOST_BYTES, check_count
 
+MOST_LINES = 1 << 20  # of a .csv file; a line takes more memory than its text
+
 
 def read_loads(path: str | Path) -> IntArray:
     """[S, R, E] all load matrices of the file, in order."""
@@ -76,7 +78,10 @@ def _read_npz(path: Path) -> Iterator[Any]:
 
 def _read_csv(path: Path) -> Iterator[Any]:
     rows: list[list[int]] = []
-    for number, line in lines_of(read_text(path)):
+    text = read_text(path)
+    if max(text.count("\n"), text.count("\r")) > MOST_LINES:
+        raise LoadError(f"more than {MOST_LINES:,} lines: save the loads as .npy")
+    for number, line in lines_of(text):
         if line.strip():
             rows.append(_parse_row(line, number, rows))
         elif rows:
