@@ -175,9 +175,21 @@ def json_value(content: bytes, rng: random.Random) -> bytes:
     return json.dumps(tree).encode()
 
 
+def safetensors_header(content: bytes, rng: random.Random) -> bytes:
+    """What a file of safetensors says about itself: the length of its header, names, sizes."""
+    size = int.from_bytes(content[:8], "little")
+    header, body = content[8 : 8 + size], content[8 + size :]
+    if not header.startswith(b"{"):
+        return content
+    if rng.random() < 0.3:
+        return rng.choice(HUGE[:-1]).to_bytes(8, "little") + header + body
+    changed = rng.choice((json_value, json_value, flip_bits, other_numbers))(header, rng)
+    return len(changed).to_bytes(8, "little") + changed + body
+
+
 ACCIDENTS = (
     *(flip_bits, cut, overwrite, swap_blocks, repeat_block, insert, other_numbers, other_encoding),
     *(zip_field, zip_field, array_header, array_header, member, member, member),
-    *(json_value, json_value),
+    *(json_value, json_value, safetensors_header, safetensors_header),
 )
 ACCIDENTS_INSIDE = (array_header, array_values, array_values, flip_bits, cut, other_numbers)

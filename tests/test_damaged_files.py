@@ -4,8 +4,11 @@ Some hundred here; `pytest -m long` damages twenty thousand.
 """
 
 import json
+import os
 import random
 import resource
+import subprocess
+import sys
 import time
 import tracemalloc
 import zipfile
@@ -27,7 +30,8 @@ from ultraep.sim.cluster import load_cluster
 from ultraep.sim.model import load_model
 from ultraep.sim.serving import load_requests
 
-FEW, MANY, BLOCK = 600, 20_000, 100  # files, and those of a test
+FEW, MANY, BLOCK = 200, 20_000, 100  # files, and those of a test
+SEEDS = range(321, 5321, 1000)
 THROUGH_COMMANDS = 5  # of so many files one goes through the command line, too
 LONGEST = 20.0  # seconds for one file
 MOST_MEMORY = 400 << 20  # bytes more than before
@@ -35,8 +39,8 @@ DATA = Path(load_cluster.__code__.co_filename).parent / "data"
 ROUTING = ("plan", "--ranks", 2, "--window", 8)
 
 
-def write_all(folder):
-    """Sound files of every format."""
+def write_loads(folder):
+    """Sound files of loads and of routing, in every format."""
     loads = np.random.default_rng(0).integers(0, 99, (3, 2, 4))
     np.save(folder / "loads.npy", loads)
     np.save(folder / "columns.npy", np.asfortranarray(loads[0]))
@@ -47,6 +51,11 @@ def write_all(folder):
     (folder / "loads.json").write_text(json.dumps({"loads": loads.tolist()}))
     ids = np.random.default_rng(1).integers(0, 4, (40, 2, 2)).astype(np.uint8)
     np.savez_compressed(folder / "routing.npz", a_ids=ids, a_seq_lens=np.array([40]))
+
+
+def write_all(folder):
+    """Sound files of every format."""
+    write_loads(folder)
     run = record(folder / "run", [plan_for(seed) for seed in range(6)], layers=2, note="here")
     read_trace(run).save(folder / "trace.npz")
     for kind in ("clusters", "models", "requests"):
@@ -167,6 +176,35 @@ def test_damage_is_survived(sound, tmp_path, first):
     print(dict(found))
     assert {end for _, end in found} <= {"fine", "refused", *(f"exit code {n}" for n in range(3))}
     assert found["reader", "refused"] > 0 < found["reader", "fine"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs a limit of memory")
+@pytest.mark.parametrize(
+    ("first", "last"),
+    [(1, 321), *(pytest.param(n, n + 1000, marks=pytest.mark.long) for n in SEEDS)],
+)
+def test_hostile_files_take_little_memory_and_time(tmp_path, first, last):
+    """All commands but those for traces; one process reads all files, with one gigabyte."""
+    pytest.importorskip("transformers")
+    here = Path(__file__).parent
+    child = subprocess.run(
+        [sys.executable, here / "hostile_child.py", tmp_path, str(first), str(last)],
+        env=os.environ | {"PYTHONPATH": f"{here.parent / 'src'}:{here}", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=1200,
+        check=False,
+    )
+    assert child.returncode == 0, child.stderr
+    found = [json.loads(line) for line in child.stdout.splitlines()]
+    wrong = [one for one in found if one[2] not in ("fine", "refused")]
+    assert not wrong, "\n".join(map(str, wrong))
+    assert {words for number, _, words in found if number == -1} == {"fine"}
+    assert {words for number, _, words in found if number == 0} == {"refused"}
+    assert len({name for _, name, _ in found}) == 18
+    ends = Counter(words for number, _, words in found if number > 0)
+    assert ends.total() == last - first
+    assert min(ends.values()) > 100
 
 
 def folder_of(path):

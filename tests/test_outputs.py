@@ -53,7 +53,7 @@ def test_a_link_stays_and_its_target_is_written(tmp_path, exists):
     if exists:
         target.write_text("before")
     link.symlink_to(target)
-    outputs.check_targets(link)
+    outputs.check_targets((link, "table"), force=True)
     assert link.is_symlink()
     assert target.exists() == exists
     outputs.write_text(link, "after")
@@ -68,7 +68,7 @@ def test_devices_are_written_to_and_stay(tmp_path):
     link = tmp_path / "null"
     link.symlink_to("/dev/null")
     for path in ("/dev/null", link):
-        outputs.check_targets(path)
+        outputs.check_targets((path, "table"))
         outputs.write_text(path, "gone")
         assert stat.S_ISCHR(os.stat(path).st_mode)
     assert os.stat("/dev/null").st_rdev == before
@@ -125,7 +125,7 @@ def test_what_cannot_be_written_is_refused_before_and_after(tmp_path):
     (tmp_path / "file").touch()
     for name in ("", "none/out.txt", "loop", "file/out.txt"):
         with pytest.raises(FileError, match="cannot be written"):
-            outputs.check_targets(tmp_path / name)
+            outputs.check_targets((tmp_path / name, "table"))
         with pytest.raises(FileError, match="cannot be written"):
             outputs.write_text(tmp_path / name, "x")
     assert sorted(os.listdir(tmp_path)) == ["file", "loop"]
@@ -135,6 +135,8 @@ def test_what_cannot_be_written_is_refused_before_and_after(tmp_path):
 def test_one_file_under_two_names_is_refused(tmp_path):
     (tmp_path / "link").symlink_to("file")
     with pytest.raises(FileError, match="are one file"):
-        outputs.check_targets(tmp_path / "file", None, tmp_path / "link")
-    outputs.check_targets(tmp_path / "file", tmp_path / "other")
+        outputs.check_targets(
+            (tmp_path / "file", "table"), (None, "page"), (tmp_path / "link", "page")
+        )
+    outputs.check_targets((tmp_path / "file", "table"), (tmp_path / "other", "page"))
     assert os.listdir(tmp_path) == ["link"]

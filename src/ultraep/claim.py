@@ -16,6 +16,8 @@ from typing import Any
 from ultraep.errors import FileError
 from ultraep.trace.remove import check_only_trace, remove_trace
 
+MOST_MARKER = 1 << 16  # bytes
+
 
 class Claim:
     """A folder that one run of a command works in until it closes this.
@@ -132,7 +134,7 @@ def _read_marker(path: Path, descriptor: int) -> list[str]:
 
 
 def _content(path: Path, descriptor: int) -> dict[str, Any]:
-    text = os.pread(descriptor, os.fstat(descriptor).st_size, 0)
+    text = os.pread(descriptor, MOST_MARKER, 0)
     try:
         content = json.loads(text or b"{}")
     except (ValueError, RecursionError):

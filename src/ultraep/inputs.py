@@ -1,7 +1,7 @@
-"""Files that the user names: text, and NumPy's arrays. What is damaged is a `FileError`.
+"""Read text and NumPy arrays from files that the user names; a damaged file is a `FileError`.
 
-Nothing that a file merely claims is believed: an array is made when its bytes are there, no pickle
-is opened, and of an archive only plain arrays are read.
+A file may be hostile. Claimed sizes are compared with the bytes in the file and with a limit before
+anything is read or unpacked. Pickles are never opened.
 """
 
 from __future__ import annotations
@@ -32,10 +32,14 @@ Array = NDArray[Any]
 UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 ENCRYPTED, UNREADABLE = 0x1, 0x60  # flags of a member
 COMPRESSIONS = {zipfile.ZIP_STORED: 1, zipfile.ZIP_DEFLATED: 1032}  # most bytes out of one byte
+PACKED_SHARE, PACKED_MORE = 2, 1024  # packed bytes are at most so many times the unpacked, and more
 ENDING = ".npy"
 LOCAL, LOCAL_MAGIC = struct.Struct("<4s22xHH"), b"PK\x03\x04"  # before the bytes of a member
 LENGTHS = {(1, 0): struct.Struct("<H"), (2, 0): struct.Struct("<I")}  # of an array's header
 MOST_HEADER = 10_000  # bytes, as NumPy has it
+MOST_TEXT = 16 << 20  # bytes of a text file; parsed as JSON or CSV they take up to 30 times as much
+MOST_ARRAYS = 1 << 30  # bytes of all arrays that are read from one file
+MOST_DIRECTORY = 4 << 20  # bytes of an archive's directory
 HEAD = 512  # bytes that hold the header of an array of few dimensions
 Layout = tuple[tuple[int, ...], bool, np.dtype[Any]]  # shape, in Fortran's order, type
 
@@ -78,29 +82,50 @@ def reading(path: str | Path, what: str = "") -> Iterator[None]:
         raise FileError(f"{path}: cannot be read{wanted}, truncated or damaged: {said}") from None
 
 
-def read_text(path: str | Path) -> str:
-    """The text of a file in UTF-8, or in what its byte order mark says; without that mark."""
+def read_text(path: str | Path, *, most: int = MOST_TEXT) -> str:
+    """Return the text of a file of at most `most` bytes, without its byte order mark.
+
+    The encoding is UTF-8, unless a byte order mark says UTF-16.
+    """
     with reading(path), opened(path) as file:
-        content = file.read()
+        check_size(path, most)
+        content = file.read(most)
         return content.decode("utf-16" if content.startswith(UTF16) else "utf-8-sig")
 
 
-def read_array(path: str | Path) -> Array:
-    """The array of an .npy file."""
+def read_beginning(path: str | Path, most: int) -> str:
+    """Return the text of the first `most` bytes of a file, as `read_text` decodes it."""
+    with reading(path), opened(path) as file:
+        content = file.read(most)
+        encoding = "utf-16" if content.startswith(UTF16) else "utf-8-sig"
+        cut = os.stat(path).st_size > most  # perhaps within a character
+        return codecs.getincrementaldecoder(encoding)().decode(content, final=not cut)
+
+
+def check_size(path: str | Path, most: int) -> None:
+    """Refuse a file of more than `most` bytes."""
+    size = os.stat(path).st_size
+    if size > most:
+        raise FileError(f"{path}: {size:,} bytes, but such a file may have at most {most:,}")
+
+
+def read_array(path: str | Path, *, most: int = MOST_ARRAYS) -> Array:
+    """Return the array of an .npy file of at most `most` bytes."""
     with reading(path), opened(path) as file:
         if zipfile.is_zipfile(file):
             raise FileError(f"{path}: an archive of arrays; its name should end in .npz")
-        size = file.seek(0, os.SEEK_END)
+        check_size(path, most)
         file.seek(0)
-        return _array(file, size)
+        return _array(file, os.fstat(file.fileno()).st_size)
 
 
 def read_arrays(
-    path: str | Path, only: Container[str] | None = None, *, most: int | None = None
+    path: str | Path, only: Container[str] | None = None, *, most: int = MOST_ARRAYS
 ) -> dict[str, Array]:
-    """All arrays of an .npz file, or only those of these names, in its order.
+    """Return the arrays of an .npz file by name, in its order.
 
-    most: bytes that they may take together; what claims to be larger is refused unread.
+    only: names of the arrays to read; None: all of them.
+    most: bytes that they may take together, unpacked.
     """
     with archive_of(path) as archive:
         return archive.arrays(only, most=most)
@@ -126,14 +151,14 @@ class Archive:
     members: dict[str, zipfile.ZipInfo]
 
     def arrays(
-        self, only: Container[str] | None = None, *, most: int | None = None
+        self, only: Container[str] | None = None, *, most: int = MOST_ARRAYS
     ) -> dict[str, Array]:
-        """As `read_arrays` has them."""
+        """Return them as `read_arrays` does."""
         wanted = {n: one for n, one in self.members.items() if only is None or n in only}
         size = sum(member.file_size for member in wanted.values())
-        if most is not None and size > most:
+        if size > most:
             raise FileError(
-                f"{self.path}: its arrays take {size:,} bytes, at most {most:,} are read"
+                f"{self.path}: its arrays unpack to {size:,} bytes, but at most {most:,} are read"
             )
         return {name: _member(self.file, member) for name, member in wanted.items()}
 
@@ -143,9 +168,21 @@ class Archive:
         return {name: _place(self.file, member) for name, member in wanted.items()}
 
 
+class _Directory:
+    """A file for zipfile, which would read a directory of any size that the file claims."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self.seek, self.tell, self._read = file.seek, file.tell, file.read
+
+    def read(self, size: int = -1) -> bytes:
+        if size > MOST_DIRECTORY:
+            raise ValueError(f"a directory of {size:,} bytes, at most {MOST_DIRECTORY:,} are read")
+        return self._read(size)
+
+
 def _zipped(file: IO[bytes]) -> zipfile.ZipFile:
     try:
-        return zipfile.ZipFile(file)
+        return zipfile.ZipFile(_Directory(file))
     except zipfile.BadZipFile as error:
         raise zipfile.BadZipFile(f"not an archive of arrays: {error}") from None
 
@@ -157,7 +194,7 @@ def names_of_arrays(path: str | Path) -> list[str]:
     with reading(path), opened(path) as file:
         if not zipfile.is_zipfile(file):
             return []
-        with zipfile.ZipFile(file) as archive:
+        with _zipped(file) as archive:
             return [name.removesuffix(ENDING) for name in archive.namelist()]
 
 
@@ -195,6 +232,10 @@ def _seek(file: IO[bytes], member: zipfile.ZipInfo) -> int:
     if member.file_size > most:
         raise ValueError(
             f"{member.filename} cannot hold {member.file_size} bytes, at most {most} fit"
+        )
+    if member.compress_size > PACKED_SHARE * member.file_size + PACKED_MORE:
+        raise ValueError(
+            f"{member.filename} has {member.compress_size} packed bytes for {member.file_size}"
         )
     file.seek(member.header_offset)
     magic, name_size, more_size = LOCAL.unpack(file.read(LOCAL.size))

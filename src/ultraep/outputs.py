@@ -1,7 +1,7 @@
-"""Files that the user names: they appear whole or not at all, and nothing else is touched.
+"""Write files that the user names: whole or not at all, and over no file of another program.
 
-A regular file is written under another name beside it, then renamed. A symbolic link stays, what it
-points to is written. What is no regular file (a device, a pipe, standard output) is streamed to.
+A regular file is written under another name beside it, then renamed. A symbolic link stays, and
+its target is written. A device, a pipe or standard output is streamed to.
 """
 
 from __future__ import annotations
@@ -21,6 +21,17 @@ from typing import IO
 from ultraep.errors import FileError
 
 STREAMS = (1, 2)  # descriptors of standard output and standard error
+HEAD = 4096  # bytes at the beginning of a file in which its mark stands
+# By what is written: bytes by which an earlier one is recognised.
+MARKS = {
+    "page": b'<meta name="generator" content="ultraep">',
+    "picture": b"ultraep",
+    "timeline": b'{"traceEvents": [{"ph": "M", "name": "process_name"',
+    "table": b"step,layer,microbatch,",
+    "trace": b"header.npy",
+    "numbers": b'[\n{"benchmark":',
+}
+Target = tuple[str | Path | None, str]  # a file, and what will be written into it
 
 
 @contextmanager
@@ -33,6 +44,8 @@ def whole_file(path: str | Path) -> Iterator[IO[bytes]]:
         with _streamed(path) if is_stream(path) else _replaced(path) as file:
             yield file
     except OSError as error:
+        if isinstance(error, BrokenPipeError) and _own_stream(path) is not None:
+            raise  # `| head` is no error
         raise FileError(f"{path}: cannot be written: {error.strerror or error}") from None
 
 
@@ -42,16 +55,24 @@ def write_text(path: str | Path, content: str) -> None:
         file.write(content.encode("utf-8"))
 
 
-def check_targets(*paths: str | Path | None) -> None:
-    """Refuse files that cannot be written, before anything is worked out for them."""
-    files = [path for path in paths if path is not None and not is_stream(path)]
-    for path in files:
+def check_targets(*targets: Target, force: bool = False) -> None:
+    """Refuse files that cannot be written, before anything is computed for them.
+
+    A file that exists must be one that this program wrote, unless `force` is set.
+    """
+    files = [(path, kind) for path, kind in targets if path is not None and not is_stream(path)]
+    for path, kind in files:
         try:
             with tempfile.TemporaryFile(dir=_target(path).parent):
                 pass
+            if not force and not _replaceable(path, MARKS[kind]):
+                raise FileError(
+                    f"{path}: exists, and is no {kind} that ultraep wrote: choose another name, or "
+                    "overwrite it with --force"
+                )
         except OSError as error:
             raise FileError(f"{path}: cannot be written: {error.strerror}") from None
-    for path, other in combinations(files, 2):
+    for path, other in combinations([path for path, _ in files], 2):
         if os.path.realpath(path) == os.path.realpath(other):
             raise FileError(f"{path} and {other} are one file, of which only the last would stay")
 
@@ -63,6 +84,15 @@ def is_stream(path: str | Path) -> bool:
         whole = stat.S_ISREG(mode) or stat.S_ISDIR(mode)  # of these, folders are refused
         return not whole or _own_stream(path) is not None
     return False
+
+
+def _replaceable(path: str | Path, mark: bytes) -> bool:
+    """Whether there is no file, an empty one, or one with this mark."""
+    if not os.path.exists(path):
+        return True
+    with open(path, "rb") as file:
+        head = file.read(HEAD)
+    return not head or mark in head
 
 
 def is_unfinished(name: str) -> bool:

@@ -26,7 +26,16 @@ def invoke(*arguments, width=100):
 def test_options_are_frozen():
     command = typer.main.get_command(ultraep.cli.app).commands["bench"].commands["prefill"]
     assert sorted(option for parameter in command.params for option in parameter.opts) == [
-        *("--arrivals", "--budget", "--burst", "--endpoint", "--html", "--json", "--load"),
+        *(
+            "--arrivals",
+            "--budget",
+            "--burst",
+            "--endpoint",
+            "--force",
+            "--html",
+            "--json",
+            "--load",
+        ),
         *("--longest", "--model", "--policy", "--ranks", "--rate", "--rounds", "--routing"),
         *("--seconds", "--seed", "--shortest", "--slo", "--slots", "--timeout"),
     ]
@@ -116,7 +125,7 @@ def test_an_interrupted_run_writes_what_it_has_and_leaves_no_process(tmp_path):
         os.kill(process.pid, signal.SIGINT)
         out, errors = process.communicate(timeout=LIMIT)
         assert process.returncode == 130
-        assert "interrupted; the turns before are told" in errors
+        assert "interrupted; the table shows the turns before" in errors
         assert "Traceback" not in errors
         assert "At 20 prompts a second" in out
     finally:

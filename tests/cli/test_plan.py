@@ -193,7 +193,7 @@ def test_a_reader_that_leaves_gets_no_traceback(npy, options):
         check=False,
     )
     os.close(write)
-    assert (result.returncode, result.stderr) == (1, b"")
+    assert (result.returncode, result.stderr) == (141, b"")
 
 
 # -- what it reads -------------------------------------------------------------------------------
@@ -456,6 +456,7 @@ def test_options_are_frozen():
             "--domain",
             "--drift-length",
             "--ep",
+            "--force",
             "--groups",
             "--imbalance",
             "--interval",
@@ -521,7 +522,7 @@ def test_options_are_frozen():
         ],
         "env": ["--json"],
         "trace": [],  # its own are frozen in test_trace.py
-        "view": ["--export", "--host", "--live", "--open", "--port", "paths"],
+        "view": ["--export", "--force", "--host", "--live", "--open", "--port", "paths"],
     }
 
 

@@ -177,7 +177,7 @@ def test_options_are_frozen_and_explained():
             *("--ep", "--history", "--json", "--policy", "--slots", "--tolerance"),
             "path",
         ],
-        "export": ["--csv", "--npz", "--perfetto", "path"],
+        "export": ["--csv", "--force", "--npz", "--perfetto", "path"],
     }
     assert all(parameter.help for command in commands.values() for parameter in command.params)
 

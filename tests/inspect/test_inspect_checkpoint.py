@@ -236,6 +236,14 @@ def without_one_tensor(folder):
             save_file(tensors, path)
 
 
+def with_a_renamed_expert(folder):
+    for path in folder.glob("*.safetensors"):
+        tensors = load_file(path)
+        name = "model.layers.0.mlp.experts.3.gate_proj.weight"
+        if name in tensors:
+            save_file(tensors | {f"{name}_old": tensors.pop(name)}, path)
+
+
 def with_other_shapes(folder):
     edit(folder, moe_intermediate_size=48)
 
@@ -243,7 +251,7 @@ def with_other_shapes(folder):
 BAD = {
     "no config": (lambda f: (f / "config.json").unlink(), FileError, "there is no config.json"),
     "cut config": (lambda f: (f / "config.json").write_text("{"), FileError, "config.json"),
-    "unknown type": (lambda f: edit(f, model_type="alchemy"), FileError, "not understood by"),
+    "unknown type": (lambda f: edit(f, model_type="alchemy"), FileError, "cannot read it: Val"),
     "no shard": (lambda f: one_file(f).unlink(), FileError, "no such file, but model"),
     "cut shard": (lambda f: one_file(f).write_bytes(b"12345"), FileError, "truncated or damaged"),
     "index": (
@@ -257,7 +265,22 @@ BAD = {
         r"there is no file \*.safetensors",
     ),
     "missing tensor": (without_one_tensor, FileError, r"no weights for model.layers.1.self_attn.q"),
-    "other shapes": (with_other_shapes, FileError, "do not fit the configuration"),
+    "other shapes": (with_other_shapes, FileError, r"\[16, 128, 64\] there, not \[16, 128, 48\]"),
+    "renamed expert": (with_a_renamed_expert, FileError, "is a tensor missing or renamed"),
+    "wrong type": (lambda f: edit(f, hidden_size="x"), FileError, "expected int, got str"),
+    "a zero": (lambda f: edit(f, head_dim=0), FileError, "cannot build this model: ZeroDiv"),
+    "no dtype": (lambda f: edit(f, dtype=7), FileError, "dtype must be a floating-point type"),
+    "many layers": (
+        lambda f: edit(f, num_hidden_layers=10**9),
+        FileError,
+        "num_hidden_layers is 1000000000, but at most 1000",
+    ),
+    "large buffers": (lambda f: edit(f, head_dim=10**9), FileError, "needs buffers of"),
+    "large header": (
+        lambda f: one_file(f).write_bytes(b"\xff\xff\xff\x05" + bytes(4) + b"{" * 999),
+        FileError,
+        "claims a header of 100,663,295 bytes",
+    ),
     "quantised": (
         lambda f: edit(f, quantization_config={"quant_method": "awq"}),
         ConfigError,

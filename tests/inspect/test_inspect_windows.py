@@ -87,7 +87,7 @@ def test_the_tokenizer_of_a_checkpoint_is_used(tmp_path):
 def test_a_broken_tokenizer_is_one_line(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{")
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "NoSuchTokenizer"}')
-    with pytest.raises(FileError, match="tokenizer cannot be read") as error:
+    with pytest.raises(FileError, match="cannot read its tokenizer") as error:
         tokenizer_of(tmp_path)
     assert "\n" not in str(error.value)
 

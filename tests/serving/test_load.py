@@ -43,7 +43,7 @@ def test_a_file_of_arrivals_is_read_in_order_of_time(tmp_path):
         ("1, many\n", "line 1"),
         ("1, 0\n", "line 1"),
         ("nan\n", "line 1"),
-        ("# nothing\n", "between 1 and 100000 arrivals, got 0"),
+        ("# nothing\n", "between 1 and 100,000 arrivals are needed, got 0"),
     ],
 )
 def test_what_is_no_file_of_arrivals_is_refused(tmp_path, text, told):

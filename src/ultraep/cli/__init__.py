@@ -6,13 +6,19 @@ describe this installation.
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from typing import Any, NoReturn
 
+CLOSED_PIPE = 141  # as of a process that SIGPIPE ends: `| head` is no failed check
+
 
 def main() -> None:
     """Run the command line; the entry point of the package."""
+    if sys.stdout is not None:
+        sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+    _show_notices()
     try:
         from ultraep.cli.commands import app
 
@@ -20,10 +26,23 @@ def main() -> None:
     except KeyboardInterrupt:
         print("ultraep: interrupted", file=sys.stderr)
         sys.exit(130)
+    except SystemExit as end:
+        if isinstance(end.__context__, BrokenPipeError):  # rich and Typer exit with 1
+            _give_up(end.__context__)
+        raise
     except OSError as error:
         _give_up(error)
     finally:
         _flush()
+
+
+def _show_notices() -> None:
+    """Print a line on stderr while the planner is compiled: a pipe sees no progress bar."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("ultraep: %(message)s"))
+    notices = logging.getLogger("ultraep.compile")
+    notices.addHandler(handler)
+    notices.setLevel(logging.INFO)
 
 
 def _flush() -> None:
@@ -36,11 +55,16 @@ def _flush() -> None:
 
 
 def _give_up(error: OSError) -> NoReturn:
-    """What the system refuses is one line; a reader that went away (`| head`) not even that."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # whatever is still to be said
+    """End with one line about what the system refused; a closed pipe ends silently."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still buffered
     if isinstance(error, BrokenPipeError):
-        sys.exit(1)
-    print(f"ultraep: {error}", file=sys.stderr)
+        sys.exit(CLOSED_PIPE)
+    reason = error.strerror or str(error)
+    if error.filename is None:
+        reason = f"standard output cannot be written: {reason}"
+    else:
+        reason = f"{error.filename}: {reason}"
+    print(f"ultraep: {reason}", file=sys.stderr)
     sys.exit(2)
 
 

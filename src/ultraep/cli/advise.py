@@ -15,6 +15,7 @@ from rich.text import Text
 
 from ultraep.cli import options, render
 from ultraep.cli import scenario as scenarios
+from ultraep.cli.terminal import Grid, make_console
 from ultraep.sim.advise import TOLERANCES, Advice
 from ultraep.sim.advise import advise as ask
 from ultraep.sim.gain import PROBE_TOKENS, BreakEven
@@ -68,7 +69,7 @@ def command(asked: AdviseOptions, as_json: AsJson = False) -> None:
         print(json.dumps(asdict(advice), indent=2))
     else:
         heading = scenarios.describe(made, imbalance=asked.imbalance, slots=False)
-        show(advice, made, heading, render.make_console())
+        show(advice, made, heading, make_console())
 
 
 # -- showing -------------------------------------------------------------------------------------
@@ -110,7 +111,7 @@ def verdict(advice: Advice) -> tuple[str, str]:
 
 def settings_table(advice: Advice) -> Table:
     """Share of ideal by slots and tolerance; the settings that were picked are marked."""
-    grid = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    grid = Grid(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
     grid.add_column("spare slots")
     columns = ["plans by time"]
     if not _by_time(advice):

@@ -7,9 +7,10 @@ from typing import Annotated, Any
 
 import typer
 
-from ultraep.cli import render
 from ultraep.cli.lists import names_in
 from ultraep.cli.load_test import LoadTest
+from ultraep.cli.options import Force
+from ultraep.cli.terminal import make_console
 from ultraep.errors import ConfigError
 from ultraep.outputs import check_targets
 
@@ -124,6 +125,7 @@ def prefill(
     html: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write the figure as a page.")
     ] = None,
+    force: Force = False,
 ) -> None:
     """Measure the time to the first token while prompts arrive, for every policy and rate.
 
@@ -135,7 +137,7 @@ def prefill(
     from ultraep.serving.asked import LoadAsked
     from ultraep.serving.prompts import Lengths
 
-    check_targets(json, html)
+    check_targets((json, "numbers"), (html, "page"), force=force)
     given = {} if load is None else {"shares": numbers_of(load, "--load")}
     if load is not None and (rate is not None or arrivals is not None):
         raise ConfigError("give --rate, --load or --arrivals alone; --rate goes with --arrivals")
@@ -151,7 +153,7 @@ def prefill(
     )
     engine = {"policy": policy, "ranks": ranks, "slots": slots, "routing": routing}
     engine |= {"budget": budget, "load": load} if endpoint else {"budget": budget}
-    test = LoadTest(render.make_console(), asked, json, html)
+    test = LoadTest(make_console(), asked, json, html)
     if endpoint:
         _refuse(engine, ENGINE)
         test.measure_servers(endpoint, model, timeout)

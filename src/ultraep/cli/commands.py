@@ -1,6 +1,6 @@
-"""All commands of `ultraep`, and how their errors are told.
+"""All commands of `ultraep`, and how they report errors.
 
-Errors of ours are one line on stderr and exit code 2; anything else is a bug and stays a traceback.
+A user error is one line on stderr and exit code 2; anything else is a bug and leaves a traceback.
 torch and numba are imported by the commands that need them, not here: `--help` is quick.
 """
 
@@ -21,29 +21,52 @@ import ultraep.cli.plan as plan
 import ultraep.cli.simulate as simulate
 import ultraep.cli.trace as trace
 import ultraep.cli.view as view
+from ultraep.cli.terminal import complain
 from ultraep.errors import UltraEPError
 from ultraep.version import __version__
+
+# Typer comes with its own click or uses the installed one; this is the class of either.
+UsageError: Any = typer.BadParameter.__base__
 
 
 class Commands(TyperGroup):
     """All commands, with errors turned into one line and an exit code."""
 
+    def main(self, *args: Any, **extra: Any) -> Any:
+        """Run a command line; a wrong one is one line instead of Typer's box."""
+        if not extra.get("standalone_mode", True):
+            return super().main(*args, **extra)
+        try:
+            code = super().main(*args, **extra | {"standalone_mode": False})
+        except UsageError as error:
+            complain(_in_one_line(error))
+            code = 2
+        sys.exit(code if isinstance(code, int) else 0)
+
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
         except UltraEPError as error:
-            message = " ".join(str(error).splitlines())
-            print(f"ultraep: {message}", file=sys.stderr)
+            complain(error)
+            raise typer.Exit(2) from None
+        except MemoryError as error:
+            complain(f"out of memory: {error}".rstrip(": "))
             raise typer.Exit(2) from None
         except KeyboardInterrupt:
-            print("ultraep: interrupted", file=sys.stderr)
+            complain("interrupted")
             raise typer.Exit(130) from None
+
+
+def _in_one_line(error: Any) -> str:
+    message = error.format_message().strip().rstrip(".")
+    where = error.ctx.command_path if error.ctx is not None else "ultraep"
+    return f"{message[:1].lower()}{message[1:]} (see {where} --help)"
 
 
 EPILOG = (
     "New here? Start with: ultraep demo\n\n"
-    "Exit codes: 0, done; 1, done, and what was to be shown does not hold (trace replay); "
-    "2, a wrong option, setting or file, told in one line on stderr; 130, interrupted.\n\n"
+    "Exit codes: 0, done; 1, a check failed (trace replay); 2, a wrong option, setting or file, "
+    "with one line on stderr; 130, interrupted; 141, the reader of a pipe closed it.\n\n"
     "Environment: ULTRAEP_TRACE=FOLDER records the runs of all balancers."
 )
 app = typer.Typer(
@@ -54,7 +77,7 @@ app = typer.Typer(
     epilog=EPILOG,
 )
 
-EXITS = "Exit codes: 0, done; 2, a wrong option, setting or file; 130, interrupted."
+EXITS = "Exit codes: 0, done; 2, wrong option, setting or file; 130, interrupted; 141, closed pipe."
 app.command("plan", epilog=f"{plan.EXAMPLE}\n\n{EXITS}")(plan.command)
 app.command("simulate", epilog=f"{simulate.EXAMPLE}\n\n{EXITS}")(simulate.command)
 app.command("advise", epilog=f"{advise.EXAMPLE}\n\n{EXITS}")(advise.command)

@@ -20,6 +20,7 @@ from rich.text import Text
 
 import ultraep.demo.estimate as estimate
 from ultraep.cli import render
+from ultraep.cli.terminal import Grid, make_console
 from ultraep.demo.job import Job
 from ultraep.demo.result import DemoResult, Event, Note, PolicyResult, Progress, trace_folder
 from ultraep.demo.sizes import Machine, choose, this_machine
@@ -83,7 +84,7 @@ def command(
         policies=len(names),
     )
     job = Job(sizes, names, str(out), seed, device, tuple(notes))
-    console = render.make_console()
+    console = make_console()
     console.quiet = place is not None and place.rank > 0
     began = time.perf_counter()
     with prepare(job, place) as claim:
@@ -207,7 +208,7 @@ class Display:
             f"{now.done}/{now.of}",
             f"text: {now.subject}",
         )
-        grid = Table(box=box.SIMPLE_HEAD, show_edge=False)
+        grid = Grid(box=box.SIMPLE_HEAD, show_edge=False)
         for name in ("policy", "loss", "tokens/s", "imbalance", "before", "after"):
             grid.add_column(name, justify="right" if name in ("loss", "tokens/s") else "left")
         lines = {policy: past for policy, past in self.past.items() if past}
@@ -277,7 +278,7 @@ def _table(result: DemoResult) -> Table:
         f"{sizes.ranks} rank{'s' * (sizes.ranks > 1)}, {result.steps} steps, "
         f"{result.parameters / 1e6:.1f} M parameters, {result.requests} requests"
     )
-    grid = Table(title=title, box=box.SIMPLE_HEAD, show_edge=False, title_justify="left")
+    grid = Grid(title=title, box=box.SIMPLE_HEAD, show_edge=False, title_justify="left")
     grid.add_column("")
     for row in result.policies:
         grid.add_column(row.policy, justify="right")

@@ -11,10 +11,9 @@ from typing import Annotated, Any
 
 import typer
 from rich import box
-from rich.table import Table
 
 from ultraep.backends import BACKENDS, BackendInfo
-from ultraep.cli import render
+from ultraep.cli.terminal import Grid, make_console
 from ultraep.policies import policy_names
 from ultraep.version import __version__
 
@@ -33,7 +32,7 @@ def command(
     if as_json:
         print(json.dumps(facts, indent=2))
     else:
-        render.make_console().print(_table(facts))
+        make_console().print(_table(facts))
 
 
 def collect() -> dict[str, Any]:
@@ -98,8 +97,8 @@ def _plane_of_gpus(facts: dict[str, Any]) -> str:
     return f"mapped: {count} GPU{'s' * (count > 1)} here, all of which map each other's memory"
 
 
-def _table(facts: dict[str, Any]) -> Table:
-    grid = Table(box=box.SIMPLE, show_header=False, pad_edge=False)
+def _table(facts: dict[str, Any]) -> Grid:
+    grid = Grid(box=box.SIMPLE, show_header=False, pad_edge=False)
     grid.add_column(style="bold")
     grid.add_column(overflow="fold")
     for name in ("ultraep", "python", "platform", "cpus"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import sys
 import time
 import warnings
 from pathlib import Path
@@ -13,12 +12,12 @@ import typer
 from rich import box
 from rich.console import Console
 from rich.filesize import decimal
-from rich.table import Table
 from rich.text import Text
 
 from ultraep.cli import render
 from ultraep.cli.lists import names_in, numbers_in, ranges_in
 from ultraep.cli.progress import duration, progress
+from ultraep.cli.terminal import Grid, complain, make_console
 from ultraep.errors import BackendUnavailable
 from ultraep.inspect.asked import Asked
 
@@ -146,7 +145,7 @@ def _inspect(asked: Asked, out: Path, *, report: bool) -> None:
     from ultraep.inspect.conclude import conclude
     from ultraep.inspect.run import Inspection, claim_folder
 
-    console, began = render.make_console(), time.perf_counter()
+    console, began = make_console(), time.perf_counter()
     inspection = Inspection(asked)
     with claim_folder(out) as claim:
         _introduce(console, inspection)
@@ -157,7 +156,7 @@ def _inspect(asked: Asked, out: Path, *, report: bool) -> None:
                 findings = inspection.findings(claim, tell)
         except KeyboardInterrupt:
             kept = f"what was recorded so far is in {claim.traces[0]}"
-            print(f"ultraep: interrupted; {kept}", file=sys.stderr)
+            complain(f"interrupted; {kept}")
             raise typer.Exit(INTERRUPTED) from None
         result = conclude(inspection, caught, findings, time.perf_counter() - began)
         _show(console, result, findings)
@@ -214,14 +213,14 @@ def _show(console: Console, result: InspectionResult, findings: Findings) -> Non
     console.print(f"It took {result.wall_seconds:.0f} s in all.\n")
 
 
-def _grid(title: str, *columns: str) -> Table:
-    grid = Table(title=title, box=box.SIMPLE_HEAD, show_edge=False, title_justify="left")
+def _grid(title: str, *columns: str) -> Grid:
+    grid = Grid(title=title, box=box.SIMPLE_HEAD, show_edge=False, title_justify="left")
     for number, column in enumerate(columns):
         grid.add_column(column, justify="right" if number else "left")
     return grid
 
 
-def _policies(result: InspectionResult) -> Table:
+def _policies(result: InspectionResult) -> Grid:
     grid = _grid(
         "Imbalance at every size, mean of all layers and windows (worst)",
         *("policy", "EP", "slots", "before", "after", "bound", "copies", "remote"),
@@ -237,7 +236,7 @@ def _policies(result: InspectionResult) -> Table:
     return grid
 
 
-def _texts(findings: Findings) -> Table:
+def _texts(findings: Findings) -> Grid:
     sizes = findings.sizes
     columns = [f"EP{size}" for size in sizes]
     grid = _grid(f"Imbalance of every text, before -> {findings.shown_label}", "text", *columns)
@@ -251,7 +250,7 @@ def _texts(findings: Findings) -> Table:
     return grid
 
 
-def _layers(findings: Findings) -> Table:
+def _layers(findings: Findings) -> Grid:
     """All layers, or the most uneven ones of many."""
     one, layers = findings.shown, findings.trace.layers.tolist()
     own = {layer: findings.trace.layer == layer for layer in layers}

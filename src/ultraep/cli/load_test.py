@@ -13,12 +13,12 @@ import typer
 from rich import box
 from rich.console import Console
 from rich.filesize import decimal
-from rich.table import Table
 from rich.text import Text
 
 from ultraep.cli import render
 from ultraep.cli.lists import names_in
 from ultraep.cli.progress import Tell, duration, progress
+from ultraep.cli.terminal import Grid, complain
 from ultraep.errors import UltraEPError
 from ultraep.outputs import write_text
 
@@ -150,7 +150,7 @@ class LoadTest:
                 work(tell)
         except KeyboardInterrupt:
             self._conclude()
-            print("ultraep: interrupted; the turns before are told", file=sys.stderr)
+            complain("interrupted; the table shows the turns before")
             raise typer.Exit(INTERRUPTED) from None
         except UltraEPError:
             self._conclude()
@@ -187,14 +187,14 @@ class LoadTest:
             self.console.print(f"figure   {self.html}", soft_wrap=True)
 
 
-def _table(found: Any, objective: float) -> Table:
+def _table(found: Any, objective: float) -> Grid:
     from ultraep.serving.measure import PERCENTILES, gains
     from ultraep.serving.words import times
 
     heads = ("rate", "policy", "p50", "p90", "p99", "sooner", "served", f"in {objective:g} s")
     title = "Time to the first token in seconds; sooner: than the first policy, in the median"
     look: dict[str, Any] = {"box": box.SIMPLE_HEAD, "show_edge": False, "padding": (0, 1, 0, 0)}
-    grid = Table(title=title, title_justify="left", pad_edge=False, **look)
+    grid = Grid(title=title, title_justify="left", pad_edge=False, **look)
     for head in (*heads, "imbalance", "lost"):
         grid.add_column(head, justify="left" if head == "policy" else "right", no_wrap=True)
     last = None

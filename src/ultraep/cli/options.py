@@ -39,6 +39,9 @@ Interval = Annotated[
         help="Microbatches for which policies that place by the past keep their places.",
     ),
 ]
+Force = Annotated[
+    bool, typer.Option("--force", help="Overwrite existing files that ultraep did not write.")
+]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,6 +23,7 @@ from ultraep.cli import render
 from ultraep.cli.options import Slots
 from ultraep.cli.render import Outcome
 from ultraep.cli.series import WINDOW, Series, read_series
+from ultraep.cli.terminal import make_console
 from ultraep.config import BalanceConfig, Rates
 from ultraep.errors import ConfigError, LoadError
 from ultraep.loads import as_loads
@@ -197,7 +198,7 @@ def command(
     if as_json:
         print_json(outcomes, series)
     else:
-        console = render.make_console()
+        console = make_console()
         console.print(_heading(str(file), job))
         report(outcomes, console, series, show)
 
@@ -238,11 +239,10 @@ def run(job: PlanJob) -> list[Outcome]:
     """Plan every microbatch under every config, in that order, and take the time."""
     if job.history < 1:
         raise ConfigError(f"--history must be at least 1, got {job.history}")
-    stderr = Console(stderr=True)
-    with stderr.status("loading the planner (compiled once, on first use) ..."):
-        for config in job.configs.values():
-            _ = _plan(job, 0, config).lower_bound
+    for config in job.configs.values():
+        _ = _plan(job, 0, config).lower_bound  # compiled before time is taken
     steps = range(len(job.series))
+    stderr = make_console(stderr=True)
     quiet = len(steps) * len(job.configs) < LONG_WORK or not stderr.is_terminal
     shown = track(steps, "planning", console=stderr, transient=True, disable=quiet)
     return [

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from ultraep.cli.terminal import make_console
 
 LINES = 10  # of a phase, where there is no terminal
 
@@ -16,10 +17,10 @@ Tell = Callable[[int, int, str], None]  # how much of how much is done, and what
 @contextmanager
 def progress(what: str) -> Iterator[Tell]:
     """A bar on stderr that goes away again; a line now and then where that is no terminal."""
-    stderr = Console(stderr=True, markup=False, highlight=False)
+    stderr = make_console(stderr=True)
     columns = (
         *(TextColumn(f"{what:<9}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()),
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
     )
     bar = Progress(*columns, console=stderr, transient=True, disable=not stderr.is_terminal)
     with bar:

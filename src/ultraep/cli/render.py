@@ -20,10 +20,10 @@ from typing import NamedTuple
 
 from rich import box
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from ultraep.arrays import IntArray
+from ultraep.cli.terminal import Grid
 from ultraep.plan import Plan
 
 HEIGHT = 8  # rows of a skyline, roughly: the mean is to lie on the edge of a row
@@ -56,11 +56,6 @@ class Glyphs(NamedTuple):
 
 BLOCKS = Glyphs(" ▁▂▃▄▅▆▇█", "▁▂▃▄▅▆▇█", "▔", "│", "┤", "└", "─", "┴")
 ASCII = Glyphs(" .:#", "_.-=*#", "-", "|", "+", "+", "-", "+")
-
-
-def make_console() -> Console:
-    """Standard output, taking text literally: brackets and colons in it mean nothing."""
-    return Console(markup=False, highlight=False, emoji=False)
 
 
 def glyphs_for(console: Console) -> Glyphs:
@@ -115,12 +110,12 @@ def by_label(outcomes: Sequence[Outcome]) -> dict[str, list[Outcome]]:
     return groups
 
 
-def table(outcomes: Sequence[Outcome], *, first: str = "policy") -> Table:
+def table(outcomes: Sequence[Outcome], *, first: str = "policy") -> Grid:
     """A line for every policy; mean and worst values where there are several microbatches."""
     groups = by_label(outcomes).values()
     several = any(len(group) > 1 for group in groups)
     padding = (0, 0, 0, 0 if several else 1)
-    grid = Table(box=box.SIMPLE_HEAD, padding=padding, pad_edge=False, show_edge=False)
+    grid = Grid(box=box.SIMPLE_HEAD, padding=padding, pad_edge=False, show_edge=False)
     grid.add_column(first, overflow="fold")
     for header in HEADERS_OF_SEVERAL if several else HEADERS_OF_ONE:
         grid.add_column(header, justify="right", overflow="fold")

@@ -8,10 +8,10 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from ultraep.cli.options import IMBALANCE, MOST_PROCESSES, USUAL, ScenarioOptions
+from ultraep.cli.terminal import make_console
 from ultraep.config import Rates
 from ultraep.errors import ConfigError
 from ultraep.sim.cluster import load_cluster
@@ -190,7 +190,7 @@ def processes_for(scenario: Scenario, asked: int | None) -> int:
 @contextmanager
 def progress_bar(what: str = "simulating layers") -> Iterator[Report]:
     """A bar on stderr that goes away again; nothing where stderr is no terminal."""
-    stderr = Console(stderr=True)
+    stderr = make_console(stderr=True)
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),

@@ -15,10 +15,9 @@ from ultraep.errors import ConfigError, FileError
 from ultraep.topology import MAX_EXPERTS
 from ultraep.trace.read import holds_trace, read_trace
 from ultraep.workload import loads_of_windows, read_loads, read_routing
-from ultraep.workload.windows import holds_routing
+from ultraep.workload.windows import MOST_NUMBERS, holds_routing
 
 WINDOW = 4096  # tokens of a microbatch cut from recorded routing
-MOST_COUNTS = 1 << 28
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,10 +77,10 @@ def _routing(file: Path, ranks: int | None, experts: int | None, window: int) ->
     if len({ids.shape[1] for ids in texts}) > 1:
         raise FileError(f"{file}: texts of different numbers of layers")
     counts = sum(len(ids) for ids in texts) // max(window, 1) * texts[0].shape[1] * ranks * experts
-    if counts > MOST_COUNTS:
+    if counts > MOST_NUMBERS:
         raise ConfigError(
-            f"{file}: {counts} counts for {ranks} ranks of {experts} experts, at most "
-            f"{MOST_COUNTS}: fewer ranks, or a larger --window"
+            f"{file}: {counts:,} counts for {ranks} ranks of {experts} experts, but at most "
+            f"{MOST_NUMBERS:,} are planned: use fewer --ranks or a larger --window"
         )
     parts = [loads_of_windows(ids, ranks=ranks, experts=experts, tokens=window) for ids in texts]
     if not sum(map(len, parts)):
@@ -96,5 +95,5 @@ def _by_layer(file: Path, loads_MHRE: IntArray) -> Series:
     if not loads_MHRE.size:
         raise FileError(f"{file}: no microbatch of which all layers were recorded")
     microbatches, layers, ranks, experts = loads_MHRE.shape
-    ordered = loads_MHRE.astype(np.int64).swapaxes(0, 1)
+    ordered = loads_MHRE.astype(np.int64, copy=False).swapaxes(0, 1)
     return Series(ordered.reshape(layers * microbatches, ranks, experts), layers)

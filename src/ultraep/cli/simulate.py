@@ -12,11 +12,11 @@ import typer
 from rich import box
 from rich.console import Console
 from rich.padding import Padding
-from rich.table import Table
 from rich.text import Text
 
 from ultraep.cli import options, render
 from ultraep.cli import scenario as scenarios
+from ultraep.cli.terminal import Grid, make_console
 from ultraep.errors import ConfigError
 from ultraep.outputs import check_targets
 from ultraep.sim.plots import Picture, check_plot, write_plot
@@ -100,6 +100,7 @@ def command(
     timeline: Timeline = None,
     timeline_layers: TimelineLayers = 4,
     list_presets: Presets = False,
+    force: options.Force = False,
 ) -> None:
     """Simulate training or prefill on a cluster: would balancing pay there?
 
@@ -107,14 +108,14 @@ def command(
     points and few calibrated constants.
     """
     if list_presets:
-        print_presets(render.make_console())
+        print_presets(make_console())
         return
     names = scenarios.policies_of(policy)
-    _check_targets(plot, timeline, timeline_layers)
+    _check_targets(plot, timeline, timeline_layers, force=force)
     made = scenarios.make_scenario(asked, slots=slots, tolerance=tolerance, interval=interval)
     answer = run(made, names, seed=asked.seed, processes=asked.processes)
     heading = scenarios.describe(made, imbalance=asked.imbalance)
-    console = render.make_console()
+    console = make_console()
     if as_json:
         print_json(answer)
     else:
@@ -142,13 +143,13 @@ def run(scenario: Scenario, names: list[str], *, seed: int, processes: int | Non
 # -- files ---------------------------------------------------------------------------------------
 
 
-def _check_targets(plot: Path | None, timeline: Path | None, layers: int) -> None:
+def _check_targets(plot: Path | None, timeline: Path | None, layers: int, *, force: bool) -> None:
     """Whether the files can be written, before anything is worked out for them."""
     if layers < 1:
         raise ConfigError(f"--timeline-layers must be at least 1, got {layers}")
     if plot:
         check_plot(plot)
-    check_targets(plot, timeline)
+    check_targets((plot, "picture"), (timeline, "timeline"), force=force)
 
 
 def _write(
@@ -236,15 +237,15 @@ def report(answer: Answer, heading: str, console: Console) -> None:
     console.print(Text("How far to trust these figures: docs/simulator.md", render.FAINT))
 
 
-def _grid(*headers: str, first: str) -> Table:
-    grid = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False, show_edge=False)
+def _grid(*headers: str, first: str) -> Grid:
+    grid = Grid(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False, show_edge=False)
     grid.add_column(first, overflow="fold")
     for header in headers:
         grid.add_column(header, justify="right", overflow="fold")
     return grid
 
 
-def _table(answer: Answer) -> Table:
+def _table(answer: Answer) -> Grid:
     short = any(result.out_of_memory for result in answer.results)
     grid = _grid(
         answer.results[0].unit.replace(" per ", "\nper "),
@@ -281,7 +282,7 @@ def _notes(answer: Answer) -> Iterator[str]:
         yield "eplb, lplb and flashlb also move experts; one that moved counts as a copy"
 
 
-def _stage_table(answer: Answer) -> Table:
+def _stage_table(answer: Answer) -> Grid:
     """A line for every stage that takes any time, a column for every policy."""
     results = answer.results
     grid = _grid(*(result.label for result in results), first="stage")

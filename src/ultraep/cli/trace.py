@@ -11,13 +11,13 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 from rich import box
-from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 from rich.text import Text
 
 from ultraep.cli import render
 from ultraep.cli.lists import names_in, numbers_in
+from ultraep.cli.options import Force
+from ultraep.cli.terminal import Grid, make_console, plain
 from ultraep.config import Rates
 from ultraep.errors import ConfigError
 from ultraep.outputs import check_targets, is_stream
@@ -58,7 +58,7 @@ def info(path: Source, as_json: AsJson = False) -> None:
     if as_json:
         print(json.dumps(_facts(trace), indent=2))
         return
-    console = render.make_console()
+    console = make_console()
     console.print(_heading(str(path), trace))
     if len(trace):
         console.print(_layers(trace))
@@ -113,14 +113,14 @@ def _decisions(trace: Trace) -> list[str]:
     return [*lines, f"{_count(alone, 'record')} left alone: no copies would pay"] if lines else []
 
 
-def _grid(*columns: str) -> Table:
-    grid = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
+def _grid(*columns: str) -> Grid:
+    grid = Grid(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
     for index, column in enumerate(columns):
         grid.add_column(column, justify="right" if index else "left", overflow="fold")
     return grid
 
 
-def _layers(trace: Trace) -> Table:
+def _layers(trace: Trace) -> Grid:
     grid = _grid(
         *("layer", "records", "before\nmean", "before\nworst", "after\nmean", "after\nworst"),
         *("copies\nmean", "MB moved\nmean"),
@@ -243,7 +243,7 @@ def replay(
     )
     if not len(trace):
         raise ConfigError(f"{path}: nothing to replay, the trace has no records")
-    stderr = Console(stderr=True)
+    stderr = make_console(stderr=True)
     with stderr.status("planning as it was recorded ..."):
         wrong = differing(trace)
     quiet = len(wanted) * len(trace) < LONG_WORK or not stderr.is_terminal
@@ -258,7 +258,7 @@ def replay(
 
 
 def _report(name: str, trace: Trace, wrong: list[int], lines: Sequence[Line]) -> None:
-    console = render.make_console()
+    console = make_console()
     console.print(_heading(name, trace))
     console.print(_verdict(trace, wrong))
     console.print()
@@ -282,7 +282,7 @@ def _verdict(trace: Trace, wrong: list[int]) -> Text:
     return Text(said + ".", render.OVERFULL)
 
 
-def _lines(lines: Sequence[Line]) -> Table:
+def _lines(lines: Sequence[Line]) -> Grid:
     grid = _grid(
         *("policy", "EP", "slots", "history", "before\nmean", "after\nmean", "after\nworst"),
         *("bound\nmean", "copies\nmean", "remote\nmean"),
@@ -328,7 +328,11 @@ Npz = Annotated[
 
 @app.command("export", epilog="Example: ultraep trace export run/ --csv run.csv --npz run.npz")
 def export(
-    path: Source, to_csv: Csv = None, to_perfetto: Perfetto = None, to_npz: Npz = None
+    path: Source,
+    to_csv: Csv = None,
+    to_perfetto: Perfetto = None,
+    to_npz: Npz = None,
+    force: Force = False,
 ) -> None:
     """Write a trace for other programs."""
     if to_npz is not None and to_npz.suffix.lower() != ".npz":
@@ -337,12 +341,12 @@ def export(
     wanted = [(target, write) for target, write in writers if target is not None]
     if not wanted:
         raise ConfigError("name what to write: --csv, --perfetto or --npz")
-    check_targets(*(target for target, _ in wanted))
+    check_targets((to_csv, "table"), (to_perfetto, "timeline"), (to_npz, "trace"), force=force)
     trace = read_trace(path)
     for target, write in wanted:
         write(trace, target)
         if not is_stream(target):
-            print(f"{target}: {_count(len(trace), 'record')}")
+            print(f"{plain(str(target))}: {_count(len(trace), 'record')}")
 
 
 def _write_timeline(trace: Trace, path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ultraep.cli.options import Force
 from ultraep.errors import BackendUnavailable, ConfigError, FileError
 from ultraep.outputs import check_targets, is_stream
 
@@ -56,6 +57,7 @@ def command(
     port: Port = PORT,
     open_browser: Open = False,
     export: Export = None,
+    force: Force = False,
 ) -> None:
     """Look at traces in the browser: over time, layer by layer, down to one microbatch.
 
@@ -65,7 +67,7 @@ def command(
 
     if export is not None and live:
         raise ConfigError("--export writes what is there now: it does not go with --live")
-    check_targets(export)
+    check_targets((export, "page"), force=force)
     catalogue = Catalogue(paths, live=live, tell=_tell)
     for error in catalogue.errors:
         _tell(error)

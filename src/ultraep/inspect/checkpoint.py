@@ -11,8 +11,8 @@ import json
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -22,12 +22,17 @@ import torch
 from torch import nn
 
 from ultraep.errors import ConfigError, FileError
-from ultraep.inputs import read_text
+from ultraep.inputs import check_size, read_text
 from ultraep.inspect.anatomy import Anatomy
-from ultraep.inspect.library import built, transformers
+from ultraep.inspect.library import built, one_line, transformers, understood
 
 INDEX = "model.safetensors.index.json"
 CONFIG = "config.json"
+MOST_CONFIG = 4 << 20  # bytes
+MOST_INDEX = 32 << 20
+MOST_SAFETENSORS_HEADER = 16 << 20
+MOST_BUFFERS = 1 << 28
+MOST_LAYERS, LARGEST = 1000, 2**31  # of numbers in a configuration
 PLAIN_WHEN_READ = ("fp8", "mxfp4")  # kinds of quantised weights
 COPIES = 3  # of the weights of a block, while tensors of the files are put together
 AROUND = ""  # in place of the name of a block: what is in none
@@ -46,18 +51,23 @@ class Checkpoint:
     ) -> None:
         self.folder, self.device = Path(folder), device
         self.config = read_config(self.folder)
-        self._saved = self.config.get_text_config().dtype or torch.float32
+        self._saved = saved_dtype(self.config, self.folder)
         self.dtype = dtype or self._saved
-        self._quantizer = dequantizer(self.config, self.folder)
+        with self._understood("cannot be dequantised by transformers"):
+            self._quantizer = dequantizer(self.config, self.folder)
         self._tensors = {
             key: tensor for path in weight_files(self.folder) for key, tensor in saved_in(path)
         }
-        self.model = self._without_weights()
+        with self._understood("transformers cannot build this model"):
+            self.model = self._without_weights()
         self.anatomy = Anatomy.of(self.model)
         mapping = transformers("conversion_mapping").get_model_conversion_mapping
         self._mapping = mapping(self.model, hf_quantizer=self._quantizer)
         self._empty = self._places()
         self._keys = self._keys_of_blocks()
+
+    def _understood(self, failed: str) -> AbstractContextManager[None]:
+        return understood(self.folder / CONFIG, failed)
 
     def __enter__(self) -> Checkpoint:
         self._fill(AROUND)
@@ -164,11 +174,12 @@ class Checkpoint:
             hf_quantizer=self._quantizer,
         )
         load = transformers("core_model_loading").convert_and_load_state_dict_in_model
-        with slices([self._tensors[key] for key in self._keys[block]]) as tensors:
+        with (
+            slices([self._tensors[key] for key in self._keys[block]]) as tensors,
+            self._understood("transformers cannot load the weights"),
+        ):
             info, _ = load(self.model, tensors, settings)
-        wrong = [*info.mismatched_keys, *info.conversion_errors.items()]
-        if wrong:
-            raise FileError(f"{self.folder}: weights that do not fit the configuration: {wrong[0]}")
+        self._check_loaded(info)
         for module, name in self._empty[block]:
             tensor, path = getattr(module, name), self._name_of((module, name))
             if tensor.is_meta:
@@ -176,13 +187,34 @@ class Checkpoint:
             if tensor.is_floating_point() and not any(part in path for part in exceptions):
                 tensor.data = tensor.data.to(self.dtype)
 
+    def _check_loaded(self, info: Any) -> None:
+        wrong = [
+            *(
+                f"{name} is {list(saved)} there, not {list(size)}"
+                for name, saved, size in sorted(info.mismatched_keys)
+            ),
+            *(
+                f"{name}: is a tensor missing or renamed? {one_line(words)}"
+                for name, words in info.conversion_errors.items()
+            ),
+        ]
+        if wrong:
+            raise FileError(f"{self.folder}: weights that do not fit {CONFIG}: {wrong[0]}")
+
     def _empty_again(self, block: str) -> None:
         for (module, name), empty in self._empty[block].items():
             setattr(module, name, empty)
 
     def _fill_buffers(self) -> None:
         """Make what is not in files but follows from the configuration, such as frequencies."""
-        for name, buffer in list(self.model.named_non_persistent_buffers()):
+        buffers = dict(self.model.named_non_persistent_buffers())
+        size = sum(buffer.nbytes for buffer in buffers.values())
+        if size > MOST_BUFFERS:
+            raise FileError(
+                f"{self.folder / CONFIG}: the model needs buffers of {size:,} bytes, at most "
+                f"{MOST_BUFFERS:,} are made"
+            )
+        for name, buffer in buffers.items():
             path, _, own = name.rpartition(".")
             module = self.model.get_submodule(path)
             setattr(module, own, torch.empty_like(buffer, device=self.device))
@@ -203,14 +235,33 @@ def read_config(folder: Path) -> Any:
         )
     if not (folder / CONFIG).is_file():
         raise FileError(f"{folder}: no checkpoint of transformers, there is no {CONFIG}")
-    try:
-        config = transformers().AutoConfig.from_pretrained(
+    library = transformers()
+    check_size(folder / CONFIG, MOST_CONFIG)
+    with understood(folder / CONFIG, "transformers cannot read it"):
+        config = library.AutoConfig.from_pretrained(
             folder, local_files_only=True, trust_remote_code=False
         )
-    except (ValueError, KeyError, OSError, TypeError) as error:
-        said = " ".join(str(error).split())[:300]
-        raise FileError(f"{folder / CONFIG}: not understood by transformers: {said}") from None
+        sizes = config.to_dict()
+    _check_numbers(folder / CONFIG, sizes)
     return config
+
+
+def _check_numbers(path: Path, table: Mapping[Any, Any]) -> None:
+    """Refuse numbers that no model has; transformers would build layers for hours."""
+    for name, value in table.items():
+        if isinstance(value, Mapping):
+            _check_numbers(path, value)
+        most = MOST_LAYERS if "layers" in str(name) or name == "depth" else LARGEST
+        if isinstance(value, int) and abs(value) > most:
+            raise FileError(f"{path}: {name} is {value}, but at most {most} is possible")
+
+
+def saved_dtype(config: Any, folder: Path) -> torch.dtype:
+    """Return the type that the weights were saved in."""
+    dtype = config.get_text_config().dtype or torch.float32
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise FileError(f"{folder / CONFIG}: dtype must be a floating-point type, got {dtype!r}")
+    return dtype
 
 
 def dequantizer(config: Any, folder: Path) -> Any:
@@ -238,9 +289,11 @@ def weight_files(folder: Path) -> list[Path]:
     index = folder / INDEX
     if index.is_file():
         try:
-            names = sorted(set(json.loads(read_text(index))["weight_map"].values()))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise FileError(f"{index}: damaged: {error}") from None
+            names = sorted(
+                set(json.loads(read_text(index, most=MOST_INDEX))["weight_map"].values())
+            )
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise FileError(f"{index}: damaged: {one_line(error)}") from None
         files = [folder / str(name) for name in names]
     else:
         files = sorted(folder.glob("*.safetensors"))
@@ -283,10 +336,22 @@ def _opened(path: Path) -> Iterator[Any]:
     from safetensors import SafetensorError, safe_open
 
     try:
+        _check_header(path)
         with safe_open(path, framework="pt", device="cpu") as file:
             yield file
     except (SafetensorError, OSError) as error:
         raise FileError(f"{path}: cannot be read, truncated or damaged: {error}") from None
+
+
+def _check_header(path: Path) -> None:
+    """Refuse a header that is too long, before the whole of it is parsed."""
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+    if size > MOST_SAFETENSORS_HEADER:
+        raise FileError(
+            f"{path}: cannot be read, truncated or damaged: it claims a header of {size:,} bytes, "
+            f"at most {MOST_SAFETENSORS_HEADER:,} are read"
+        )
 
 
 def _nbytes(tensor: Any) -> int:

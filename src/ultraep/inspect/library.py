@@ -1,12 +1,16 @@
-"""transformers, imported when it is asked for, and kept off the network."""
+"""Import transformers when it is needed, keep it off the network, and turn its errors into ours."""
 
 from __future__ import annotations
 
 import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
-from ultraep.errors import BackendUnavailable
+from ultraep.errors import BackendUnavailable, FileError, UltraEPError
 
 MAJOR = 5
 SETTINGS = {
@@ -16,6 +20,7 @@ SETTINGS = {
     "HF_DEACTIVATE_ASYNC_LOAD": "1",  # tensor by tensor, not all of a block at once
 }
 INSTALL = "pip install 'ultraep[transformers]'"
+LONGEST = 300  # characters of an error that are shown
 
 
 def transformers(part: str = "") -> Any:
@@ -43,3 +48,28 @@ def built(config: Any, dtype: Any) -> Any:
     known = type(config) in library.AutoModelForCausalLM._model_mapping
     auto = library.AutoModelForCausalLM if known else library.AutoModel
     return auto.from_config(config, dtype=dtype).eval()
+
+
+@contextmanager
+def understood(path: Path, failed: str) -> Iterator[None]:
+    """Turn an error of transformers on a user's file into one `FileError`.
+
+    failed: what could not be done.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    except UltraEPError:
+        raise
+    except Exception as error:  # noqa: BLE001  tokenizers raises bare Exceptions
+        raise FileError(f"{path}: {failed}: {one_line(error)}") from None
+
+
+def one_line(error: BaseException | str) -> str:
+    """Return an error in one line: its words, without the traceback that some of them hold."""
+    text = str(error).partition("\nException raised from")[0]  # torch appends a C++ traceback
+    if "Traceback (most recent call last)" in text:
+        text = text.strip().splitlines()[-1]
+    words = " ".join(text.split())[:LONGEST]
+    return words if isinstance(error, str) else f"{type(error).__name__}: {words}".rstrip(": ")

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from ultraep.claim import Claim
-from ultraep.errors import ConfigError
+from ultraep.errors import ConfigError, FileError
 from ultraep.inspect.anatomy import Anatomy
 from ultraep.inspect.asked import Asked
 from ultraep.inspect.catch import Catcher, topology_of
@@ -26,6 +26,7 @@ from ultraep.inspect.checkpoint import Checkpoint, weight_files
 from ultraep.inspect.estimate import IN_BETWEEN, LIBRARIES, Estimate, Work, bytes_per_second
 from ultraep.inspect.families import RandomModel
 from ultraep.inspect.findings import Findings, find
+from ultraep.inspect.library import understood
 from ultraep.inspect.result import FILES, TRACE, TextSpan, spans
 from ultraep.inspect.texts import Excerpt, excerpts, hashed_words, texts_of, tokenizer_of
 from ultraep.inspect.windows import run_windows
@@ -87,7 +88,10 @@ class Inspection:
             words = f"layer {place} of {len(self.anatomy.blocks)}, {names[number]}"
             tell(place * len(windows) + number, len(self.blocks) * len(windows), words)
 
-        with catcher.listening():
+        with (
+            catcher.listening(),
+            understood(self.asked.model or Path(self.asked.name), "transformers cannot run it"),
+        ):
             run_windows(self.anatomy, windows, self.opened.lend, going, self.blocks[-1])
         return catcher
 
@@ -148,8 +152,12 @@ class Inspection:
         if encode is None:
             self.notes.append("no tokenizer is there: a token is a word, by a hash of it")
         longest = getattr(config, "max_position_embeddings", None) or asked.sequence
+        if longest < 1:
+            raise FileError(
+                f"{asked.name}: max_position_embeddings must be positive, got {longest}"
+            )
         return excerpts(
-            texts_of(asked.files),
+            texts_of(asked.files, asked.tokens),
             encode or hashed_words(config.vocab_size),
             tokens=asked.tokens,
             window=asked.window,

@@ -20,12 +20,13 @@ import numpy as np
 
 from ultraep.arrays import IntArray
 from ultraep.errors import ConfigError, FileError
-from ultraep.inputs import read_text
-from ultraep.inspect.library import transformers
+from ultraep.inputs import MOST_TEXT, check_size, read_beginning
+from ultraep.inspect.library import transformers, understood
 from ultraep.tiny.text import SUBJECTS
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 CHARACTERS = 8  # of a token, at first; more of the text is taken if they were too few
+MOST_TOKENIZER = 128 << 20  # bytes of a file
 RESERVED = 3  # ids that are no words: padding, begin, end
 
 Encode = Callable[[str], Sequence[int]]
@@ -44,8 +45,11 @@ class Excerpt:
         return sum(window.size for window in self.windows)
 
 
-def texts_of(files: Sequence[Path]) -> dict[str, str]:
-    """The text of every file by a name of its own; without files, those of this machine."""
+def texts_of(files: Sequence[Path], tokens: int = 0) -> dict[str, str]:
+    """Return the beginning of every file by its name; without files, the texts of this machine.
+
+    tokens: how many of every text will be read.
+    """
     if not files:
         return {name: read().decode("utf-8", "replace") for name, read in SUBJECTS.items()}
     found: dict[str, str] = {}
@@ -53,7 +57,7 @@ def texts_of(files: Sequence[Path]) -> dict[str, str]:
         name = file.stem if file.stem not in found else str(file)
         if name in found:
             raise ConfigError(f"--text {file} is given twice")
-        found[name] = read_text(file)
+        found[name] = read_beginning(file, max(MOST_TEXT, CHARACTERS * tokens))
     return found
 
 
@@ -64,14 +68,20 @@ def tokenizer_of(folder: Path) -> Encode | None:
     """The tokenizer of a checkpoint; None if it has none."""
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         return None
-    try:
+    for name in TOKENIZER_FILES:
+        if (folder / name).is_file():
+            check_size(folder / name, MOST_TOKENIZER)
+    with understood(folder, "transformers cannot read its tokenizer"):
         tokenizer: Any = transformers().AutoTokenizer.from_pretrained(
             folder, local_files_only=True, trust_remote_code=False
         )
-    except (ValueError, KeyError, OSError, TypeError, ImportError) as error:
-        said = " ".join(str(error).split())[:300]
-        raise FileError(f"{folder}: its tokenizer cannot be read: {said}") from None
-    return lambda text: tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    def encode(text: str) -> Sequence[int]:
+        with understood(folder, "its tokenizer cannot encode a text"):
+            ids: Sequence[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+        return ids
+
+    return encode
 
 
 def hashed_words(vocabulary: int) -> Encode:

@@ -21,6 +21,7 @@ from ultraep.errors import FileError
 from ultraep.inputs import read_text
 
 MOST = 100_000  # arrivals of one turn
+MOST_BYTES = 8 << 20  # of a file
 
 
 class Arrival(NamedTuple):
@@ -46,14 +47,11 @@ def poisson(rate: float, seconds: float, seed: Sequence[int]) -> list[Arrival]:
 
 def read_arrivals(path: Path) -> tuple[Arrival, ...]:
     """The arrivals of a file, in order of time; the first one is moved to the beginning."""
-    lines = read_text(path).splitlines()
-    found = [
-        _arrival(path, number, line)
-        for number, line in enumerate(lines, start=1)
-        if line.strip() and not line.lstrip().startswith("#")
-    ]
-    if not 1 <= len(found) <= MOST:
-        raise FileError(f"{path}: between 1 and {MOST} arrivals, got {len(found)}")
+    lines = enumerate(read_text(path, most=MOST_BYTES).splitlines(), start=1)
+    wanted = [(n, line) for n, line in lines if line.strip() and not line.lstrip().startswith("#")]
+    if not 1 <= len(wanted) <= MOST:
+        raise FileError(f"{path}: between 1 and {MOST:,} arrivals are needed, got {len(wanted):,}")
+    found = [_arrival(path, number, line) for number, line in wanted]
     found.sort(key=lambda arrival: arrival.second)
     return tuple(Arrival(one.second - found[0].second, one.tokens) for one in found)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ultraep.errors import BackendUnavailable, ConfigError
-from ultraep.outputs import whole_file, write_text
+from ultraep.outputs import MARKS, whole_file, write_text
 from ultraep.sim.run import Result
 
 if TYPE_CHECKING:
@@ -142,9 +142,9 @@ def _write_image(path: str | Path, picture: Picture) -> None:
         _draw_imbalance(imbalance, picture)
         _draw_stages(stages, picture)
         form = Path(path).suffix.lower().lstrip(".")
-        dateless = {"Date": None} if form == "svg" else {}
+        made_by = {"Date": None, "Creator": "ultraep"} if form == "svg" else {"Software": "ultraep"}
         with whole_file(path) as file:
-            figure.savefig(file, format=form, dpi=150, metadata=dateless)
+            figure.savefig(file, format=form, dpi=150, metadata=made_by)
 
 
 def _draw_throughput(axes: Axes, picture: Picture) -> None:
@@ -197,7 +197,8 @@ def _write_html(path: str | Path, picture: Picture) -> None:
     figure.update_yaxes(title_text="imbalance", row=1, col=2)
     figure.update_xaxes(title_text="layer", row=1, col=2)
     figure.update_yaxes(title_text="ms", row=1, col=3)
-    write_text(path, figure.to_html(include_plotlyjs=True, full_html=True))
+    page = figure.to_html(include_plotlyjs=True, full_html=True)
+    write_text(path, page.replace("<head>", f"<head>{MARKS['page'].decode()}", 1))
 
 
 def _bars(picture: Picture) -> list[Any]:

@@ -20,6 +20,7 @@ Record = TypeVar("Record")
 Table = dict[str, Any]
 
 LARGEST = 10**15  # of any number in a table
+MOST_TABLES = 1 << 15  # bytes of a TOML file; tomllib takes seconds for some of that length
 NAMES_OF_ONE = {"clusters": "cluster", "models": "model", "requests": "set of requests"}
 
 
@@ -77,7 +78,7 @@ def _check_type(where: str, name: str, annotation: str, value: Any) -> None:
 
 
 def _tables_of_file(path: Path) -> dict[str, Table]:
-    text = read_text(path)
+    text = read_text(path, most=MOST_TABLES)
     with reading(path, "TOML"):
         content = tomllib.loads(text)
     tables = {name: table for name, table in content.items() if isinstance(table, dict)}

@@ -19,7 +19,9 @@ from ultraep.arrays import IntArray
 from ultraep.errors import FileError, LoadError
 from ultraep.inputs import lines_of, read_array, read_arrays, read_text, reading
 from ultraep.loads import as_integers
-from ultraep.workload.windows import IDS
+from ultraep.workload.windows import IDS, MOST_BYTES, check_count
+
+MOST_LINES = 1 << 20  # of a .csv file; a line takes more memory than its text
 
 
 def read_loads(path: str | Path) -> IntArray:
@@ -31,7 +33,9 @@ def read_loads(path: str | Path) -> IntArray:
             f"{path}: unknown format {path.suffix or '(none)'!r}; known are {', '.join(READERS)}"
         )
     try:
-        matrices = [_as_sequence(array) for array in read(path)]
+        arrays = [_as_sequence(values) for values in read(path)]
+        check_count(arrays)
+        matrices = [array.astype(np.int64, copy=False) for array in arrays]
     except LoadError as error:
         raise FileError(f"{path}: {error}") from None
     shapes = sorted({matrix.shape[1:] for matrix in matrices})
@@ -52,15 +56,15 @@ def _as_sequence(values: Any) -> IntArray:
         raise LoadError(f"a load of {array.max()} is too large to count")
     if 0 in array.shape:
         raise LoadError(f"no source rank, no expert or no matrix in shape {list(array.shape)}")
-    return array.astype(np.int64).reshape(-1, *array.shape[-2:])
+    return array.reshape(-1, *array.shape[-2:])
 
 
 def _read_npy(path: Path) -> Iterator[Any]:
-    yield read_array(path)
+    yield read_array(path, most=MOST_BYTES)
 
 
 def _read_npz(path: Path) -> Iterator[Any]:
-    arrays = read_arrays(path)
+    arrays = read_arrays(path, most=MOST_BYTES)
     if "header" in arrays:
         raise LoadError("a trace, not loads: ultraep.read_trace reads it")
     ids = next((name for name in arrays if name.endswith(IDS)), None)
@@ -74,7 +78,10 @@ def _read_npz(path: Path) -> Iterator[Any]:
 
 def _read_csv(path: Path) -> Iterator[Any]:
     rows: list[list[int]] = []
-    for number, line in lines_of(read_text(path)):
+    text = read_text(path)
+    if max(text.count("\n"), text.count("\r")) > MOST_LINES:
+        raise LoadError(f"more than {MOST_LINES:,} lines: save the loads as .npy")
+    for number, line in lines_of(text):
         if line.strip():
             rows.append(_parse_row(line, number, rows))
         elif rows:
@@ -102,7 +109,24 @@ def _read_json(path: Path) -> Iterator[Any]:
         if "loads" not in content:
             raise LoadError(f"an object needs the key 'loads', found {sorted(content)}")
         content = content["loads"]
-    yield content
+    yield _integers(content)
+
+
+def _integers(nested: Any) -> IntArray:
+    """Return nested lists as an array; of a long string NumPy would make an array of such ones."""
+    try:
+        array = np.asarray(nested, dtype=object)
+    except ValueError as error:  # nested too deeply
+        raise LoadError(f"loads must be a rectangular array: {error}") from None
+    others = sorted(kind.__name__ for kind in set(map(type, array.flat)) - {int})
+    if "list" in others:
+        raise LoadError("loads must be a rectangular array, got lists of different lengths")
+    if others:
+        raise LoadError(f"loads must be integers, got {', '.join(others)}")
+    try:
+        return array.astype(np.int64)
+    except OverflowError:
+        raise LoadError("a load is too large to count") from None
 
 
 READERS: dict[str, Callable[[Path], Iterator[Any]]] = {

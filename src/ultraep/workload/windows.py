@@ -5,9 +5,12 @@ Shapes: T tokens, H layers, K experts per token, S microbatches, R ranks, E expe
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ultraep.arrays import IntArray
 from ultraep.errors import ConfigError, FileError, LoadError
@@ -15,6 +18,8 @@ from ultraep.inputs import names_of_arrays, read_arrays
 from ultraep.loads import MAX_TOTAL, as_integers
 
 IDS = "_ids"  # ending of the names of arrays with expert ids
+MOST_NUMBERS = 1 << 25  # of loads or ids in a file: 256 MiB as int64
+MOST_BYTES = 1 << 28
 
 
 def holds_routing(path: str | Path) -> bool:
@@ -24,13 +29,22 @@ def holds_routing(path: str | Path) -> bool:
 
 def read_routing(path: str | Path) -> list[IntArray]:
     """Expert ids `[T, H, K]` of every recorded text: the arrays `*_ids` of an .npz file."""
-    found = [ids for name, ids in read_arrays(path).items() if name.endswith(IDS)]
-    if not found or any(ids.ndim != 3 for ids in found):
-        raise FileError(f"{path}: want arrays *_ids of [tokens, layers, top_k]")
+    wanted = [name for name in names_of_arrays(path) if name.endswith(IDS)]
+    arrays = list(read_arrays(path, wanted, most=MOST_BYTES).values())
+    if not arrays or any(ids.ndim != 3 or 0 in ids.shape for ids in arrays):
+        raise FileError(f"{path}: routing needs arrays *_ids of shape [tokens, layers, top_k]")
     try:
-        return [as_integers(ids, "ids").astype(np.int64) for ids in found]
+        check_count(arrays)
+        return [as_integers(ids, "ids").astype(np.int64, copy=False) for ids in arrays]
     except LoadError as error:
         raise FileError(f"{path}: {error}") from None
+
+
+def check_count(arrays: Sequence[NDArray[Any]]) -> None:
+    """Refuse more numbers than fit into the memory that reading a file may take."""
+    count = sum(array.size for array in arrays)
+    if count > MOST_NUMBERS:
+        raise LoadError(f"holds {count:,} numbers, but at most {MOST_NUMBERS:,} are read: split it")
 
 
 def loads_of_windows(ids: IntArray, *, ranks: int, experts: int, tokens: int) -> IntArray:
@@ -52,4 +66,4 @@ def loads_of_windows(ids: IntArray, *, ranks: int, experts: int, tokens: int) ->
     rows = cut.transpose(0, 3, 1, 2, 4).reshape(windows * layers * ranks, own * top_k)
     places = np.arange(len(rows))[:, None] * experts + rows
     counts = np.bincount(places.reshape(-1), minlength=len(rows) * experts)
-    return counts.astype(np.int64).reshape(windows, layers, ranks, experts)
+    return counts.astype(np.int64, copy=False).reshape(windows, layers, ranks, experts)

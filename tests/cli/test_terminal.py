@@ -1,0 +1,219 @@
+"""One line for a wrong command line, no control characters, no torn words, no lost files."""
+
+import logging
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from traces import plan_for, record
+from typer.testing import CliRunner
+
+import ultraep
+from ultraep.backends.cpu.notice import CompileNotice
+from ultraep.cli import app
+from ultraep.cli.terminal import Grid, make_console
+from ultraep.outputs import check_targets
+
+SOURCE = Path(ultraep.__file__).parent.parent
+SIMULATE = ("simulate", "--cluster", "h200-nvl8", "--model", "gpt-oss-20b", "--ep", "8")
+posix = pytest.mark.skipif(sys.platform != "linux", reason="needs pipes and file names of Linux")
+
+
+def invoke(*arguments, width=100):
+    return CliRunner().invoke(app, list(map(str, arguments)), env={"COLUMNS": str(width)})
+
+
+@pytest.fixture
+def loads(tmp_path):
+    np.save(tmp_path / "loads.npy", np.arange(64).reshape(2, 4, 8))
+    return tmp_path / "loads.npy"
+
+
+@pytest.fixture
+def run(tmp_path):
+    return record(tmp_path / "run", [plan_for(seed) for seed in range(4)], layers=2)
+
+
+# -- wrong command lines -------------------------------------------------------------------------
+
+WRONG = {
+    "plan": "missing argument 'FILE' (see ultraep plan --help)",
+    "plan loads.npy --slot 3": "no such option: --slot",
+    "plan loads.npy --slots": "option '--slots' requires an argument",
+    "plan loads.npy --slots x": "invalid value for '--slots'",
+    "plan loads.npy other.npy": "got unexpected extra argument",
+    "--nonsense": "no such option: --nonsense",
+    "plam": "no such command 'plam'",
+    "trace inf run": "no such command 'inf'",
+    "trace export run --cvs a.csv": "no such option: --cvs",
+    "bench prefill --rounds": "option '--rounds' requires an argument",
+    "simulate --ep many": "invalid value for '--ep'",
+}
+
+
+@pytest.mark.parametrize("line", WRONG)
+def test_a_wrong_command_line_is_one_line(line):
+    result = invoke(*line.split())
+    assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (2, "", 1)
+    assert result.stderr.startswith("ultraep: ")
+    assert WRONG[line].lower() in result.stderr.lower()
+    assert "--help)" in result.stderr
+
+
+def test_no_command_is_help():
+    for arguments in ((), ("trace",), ("bench",)):
+        result = invoke(*arguments)
+        assert "Usage: ultraep" in result.output + result.stderr
+
+
+# -- control characters --------------------------------------------------------------------------
+
+HOSTILE = "a\x1b]0;title\x1b[2J\u202eb"
+ESCAPED = r"a\x1b]0;title\x1b[2J\u202eb"
+
+
+@posix
+def test_names_of_files_cannot_control_the_terminal(tmp_path, loads, run):
+    folder = tmp_path / HOSTILE
+    folder.mkdir()
+    np.save(folder / "loads.npy", np.load(loads))
+    run.rename(folder / "run")
+    wrong = (
+        ("plan", folder / "none.npy"),
+        ("trace", "info", folder / "none"),
+        ("plan", f"--{HOSTILE}"),
+    )
+    right = ("plan", folder / "loads.npy"), ("trace", "info", folder / "run")
+    right += (("trace", "export", folder / "run", "--csv", folder / "a.csv"),)
+    for arguments in (*wrong, *right):
+        result = invoke(*arguments, width=1000)
+        assert result.exit_code == (2 if arguments in wrong else 0), result.stderr
+        assert ESCAPED in result.stdout + result.stderr
+        assert not re.search("[\x00-\x09\x0b-\x1f\u202e]", result.stdout + result.stderr)
+
+
+@posix
+def test_names_that_are_no_text_are_printed(tmp_path, loads):
+    name = os.fsdecode(bytes(tmp_path) + b"/\xff.npy")
+    loads.rename(name)
+    result = invoke("plan", name, width=1000)
+    assert (result.exit_code, r"\udcff.npy: 2 microbatches" in result.stdout) == (0, True)
+
+
+# -- narrow terminals ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("width", [20, 40, 60])
+def test_narrow_tables_keep_words_and_numbers_whole(loads, run, width):
+    names = ("before", "worst", "copies", "ingress", "fan-out", "microbatch", "1.000", "ultraep")
+    result = invoke("plan", loads, "--policy", "none,ultraep", width=width)
+    assert all(name in result.stdout for name in names)
+    result = invoke("trace", "replay", run, "--policy", "none,ultraep", width=width)
+    assert all(name in result.stdout for name in ("history", "bound", "ultraep"))
+    assert max(map(len, result.stdout.splitlines())) <= width
+
+
+def test_a_narrow_grid_is_a_paragraph_for_every_row(capsys):
+    grid = Grid(title="Title")
+    for name in ("policy", "imbalance\nmean", "copies"):
+        grid.add_column(name)
+    grid.add_row("ultraep", "1.001", "12")
+    console = make_console()
+    console.width = 22
+    console.print(grid)
+    assert [line.rstrip() for line in capsys.readouterr().out.splitlines()] == [
+        *("Title", "ultraep", "  imbalance mean 1.001", "  copies         12")
+    ]
+    console.width = 80
+    console.print(grid)
+    assert "policy" in capsys.readouterr().out
+
+
+# -- pipes ---------------------------------------------------------------------------------------
+
+
+@posix
+@pytest.mark.parametrize("target", [(), ("--csv", "/dev/stdout")])
+def test_a_closed_pipe_is_no_failed_check(run, target):
+    read, write = os.pipe()
+    os.close(read)
+    arguments = ("export", run, *target) if target else ("info", run)
+    result = subprocess.run(
+        [sys.executable, "-m", "ultraep", "trace", *map(str, arguments)],
+        stdout=write,
+        stderr=subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": str(SOURCE)},
+        timeout=120,
+        check=False,
+    )
+    os.close(write)
+    assert (result.returncode, result.stderr) == (141, b"")
+
+
+# -- compiling -----------------------------------------------------------------------------------
+
+
+def test_compiling_is_told_once(caplog):
+    def ours():
+        """A kernel of this package, as numba sees it."""
+
+    notice = CompileNotice()
+    caplog.set_level(logging.INFO, logger="ultraep.compile")
+    for module in ("elsewhere", "ultraep.backends.cpu.place", "ultraep.backends.cpu.split"):
+        ours.__module__ = module
+        notice.on_start(SimpleNamespace(data={"dispatcher": SimpleNamespace(py_func=ours)}))
+        assert len(caplog.messages) == (module != "elsewhere")
+    assert "compiling the planner" in caplog.messages[0]
+
+
+# -- files that exist ----------------------------------------------------------------------------
+
+FOREIGN = (
+    b"\x93NUMPY",
+    b"<!doctype html><title>mine</title>",
+    b'{"traceEvents": []}',
+    b"PK\x03\x04",
+)
+
+
+@pytest.mark.parametrize("content", FOREIGN)
+@pytest.mark.parametrize("option", ["--csv", "--perfetto", "--npz", "--export"])
+def test_foreign_files_are_not_overwritten(run, tmp_path, option, content):
+    out = tmp_path / "out.npz"
+    out.write_bytes(content)
+    command = ("view", run) if option == "--export" else ("trace", "export", run)
+    result = invoke(*command, option, out)
+    assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
+    assert "out.npz: exists, and is no" in result.stderr
+    assert "--force" in result.stderr
+    assert out.read_bytes() == content
+
+
+@pytest.mark.parametrize("option", ["--csv", "--perfetto", "--npz"])
+def test_own_and_empty_files_are_overwritten_and_others_by_force(run, tmp_path, option):
+    out = tmp_path / "out.npz"
+    out.touch()
+    assert invoke("trace", "export", run, option, out).exit_code == 0
+    first = out.read_bytes()
+    assert invoke("trace", "export", run, option, out).exit_code == 0
+    assert out.read_bytes() == first
+    out.write_bytes(b"mine")
+    assert invoke("trace", "export", run, option, out, "--force").exit_code == 0
+    assert out.read_bytes() == first
+
+
+@pytest.mark.parametrize("ending", ["png", "svg", "html"])
+def test_own_pictures_are_overwritten(tmp_path, ending):
+    pytest.importorskip("plotly" if ending == "html" else "matplotlib")
+    out = tmp_path / f"out.{ending}"
+    command = (*SIMULATE, "--policy", "none", "--steps", "1", "--microbatches", "1", "--plot", out)
+    out.write_bytes(b"mine")
+    assert "exists, and is no picture" in invoke(*command).stderr
+    assert out.read_bytes() == b"mine"
+    assert invoke(*command, "--force").exit_code == 0
+    check_targets((out, "picture"))
