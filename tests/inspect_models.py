@@ -66,7 +66,7 @@ def routing_of(model):
     found = {}
     with ExitStack() as stack:
         for name, module in model.named_modules():
-            if name.endswith("experts") and hasattr(module, "_is_expert_parallel"):
+            if name.endswith("experts") and hasattr(module, "is_concatenated"):
                 handle = module.register_forward_pre_hook(hook(name), with_kwargs=True)
                 stack.callback(handle.remove)
         yield found

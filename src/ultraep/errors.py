@@ -8,7 +8,7 @@
     |-- PlanMismatch        ranks that disagree about settings, step or plan; names the ranks
     |-- SlotError           spare slots that are in use, missing, or too few
     |-- CommunicationError  a rank that failed, died or did not answer in time
-    `-- BackendUnavailable  a backend that is not installed                   (also an ImportError)
+    `-- BackendUnavailable  a library that is missing, or of another version  (also an ImportError)
 
 Catch `UltraEPError` to catch them all. Messages name what was given and what was expected.
 `NothingToBalance` is a warning, not an error.
@@ -54,7 +54,7 @@ class CommunicationError(UltraEPError):
 
 
 class BackendUnavailable(UltraEPError, ImportError):
-    """A backend that is asked for and not installed."""
+    """A backend or library that is not installed, or has a version that is not supported."""
 
 
 class NothingToBalance(UserWarning):

@@ -119,7 +119,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {
             **LATENT,
             "qk_rope_head_dim": 0,
-            "layer_types": ["indexed_attention"] * 2,
+            "layer_types": ["deepseek_sparse_attention"] * 2,
             "mlp_layer_types": ["dense", "sparse"],
         },
     ),
@@ -190,6 +190,10 @@ def families_of_the_library() -> set[str]:
         for path in folder.glob("*/modeling_*.py")
         if "@use_experts_implementation" in path.read_text()
     }
+
+
+# Older versions of the library have fewer.
+FAMILIES = {name: FAMILIES[name] for name in FAMILIES.keys() & families_of_the_library()}
 
 
 def config(family: str, **sizes: Any) -> Any:

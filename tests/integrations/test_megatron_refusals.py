@@ -62,7 +62,7 @@ def test_the_library_has_its_own_groups(name):
 @pytest.mark.parametrize("version", ["0.15.3", "0.17.0rc1", "1.16.0"])
 def test_other_versions_are_refused(monkeypatch, version):
     monkeypatch.setattr(library, "version", lambda _: version)
-    with pytest.raises(ConfigError, match=f"0.16.x is needed, and {version} is installed"):
+    with pytest.raises(BackendUnavailable, match=f"0.16.x is needed, and {version} is installed"):
         LIBRARY.check()
 
 

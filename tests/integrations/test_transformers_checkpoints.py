@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 
-pytest.importorskip("transformers")
+pytest.importorskip("ultraep.integrations.transformers", exc_type=ImportError)
 
 from checkpoints import pieces_at_once, round_trips, what_is_read
 from families import FAMILIES

@@ -6,11 +6,14 @@ from functools import partial
 
 import pytest
 
-pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
+pytest.importorskip("ultraep.integrations.transformers.native", exc_type=ImportError)
 
 from native import compare_native
 from ranks import shared_pool
+
+from ultraep import ConfigError
+from ultraep.integrations.transformers import enable
 
 
 def compared(ranks, folder, family, **options):
@@ -39,3 +42,14 @@ def test_four_ranks_of_which_two_have_the_same_experts(tmp_path):
         assert one["ratios"] == {1.0}
         assert one["layers"] == 2
         assert one["copies"]
+
+
+def test_enabling_twice_or_with_nonsense():
+    with pytest.raises(ConfigError, match="nonsense"):
+        enable(policy="nonsense")
+    style = enable()
+    try:
+        with pytest.raises(ConfigError, match="enabled already"):
+            enable(slots=2)
+    finally:
+        style.disable()

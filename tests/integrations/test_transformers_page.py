@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 pytest.importorskip("peft")
+pytest.importorskip("ultraep.integrations.transformers.native", exc_type=ImportError)
 
 import torch.distributed as dist
 from families import build

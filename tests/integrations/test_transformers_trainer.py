@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 pytest.importorskip("peft")
+pytest.importorskip("ultraep.integrations.transformers", exc_type=ImportError)
 
 import trainers
 from adapters import auxiliaries, lora_on_experts, loras

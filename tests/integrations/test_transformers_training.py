@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 
-pytest.importorskip("transformers")
+pytest.importorskip("ultraep.integrations.transformers", exc_type=ImportError)
 
 from ranks import shared_pool
 from training import generate_both, train_both

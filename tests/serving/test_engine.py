@@ -7,6 +7,8 @@ import pytest
 import torch
 from demo.runs import alive
 
+pytest.importorskip("ultraep.integrations.transformers", exc_type=ImportError)
+
 from serving.models import save_tiny
 from ultraep.errors import CommunicationError, ConfigError, FileError
 from ultraep.runtime import processes

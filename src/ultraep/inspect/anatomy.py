@@ -15,7 +15,7 @@ from torch import nn
 
 from ultraep.errors import ConfigError
 
-MARK = "_is_expert_parallel"  # the registry gives it to every module of experts
+MARK = "is_concatenated"  # the registry gives it to every module of experts
 
 
 @dataclass(frozen=True, eq=False)

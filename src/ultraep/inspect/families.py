@@ -58,6 +58,8 @@ def small_config(family: str) -> Any:
     if family not in FAMILIES:
         raise ConfigError(f"unknown family {family!r}; known are {', '.join(FAMILIES)}")
     library = transformers()
+    if family not in library.CONFIG_MAPPING:
+        raise ConfigError(f"transformers {library.__version__} does not have family {family!r}")
     known = library.AutoConfig.for_model(family).to_dict()
     sizes = SMALL | (LATENT if "kv_lora_rank" in known else {})
     given = {name: size for name, size in sizes.items() if name in known or name in ALWAYS}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
-from ultraep.errors import BackendUnavailable, ConfigError
+from ultraep.errors import BackendUnavailable
 
 Version = tuple[int, int]  # major, minor
 
@@ -42,7 +42,10 @@ class Library:
             )
         major, minor = (int(number) for number in found.split(".")[:2])
         if not self.oldest <= (major, minor) < self.below:
-            raise ConfigError(f"{self.name} {self.known()} is needed, and {found} is installed")
+            raise BackendUnavailable(
+                f"{self.name} {self.known()} is needed, and {found} is installed: "
+                f"pip install 'ultraep[{self.extra}]'"
+            )
 
     def known(self) -> str:
         """The versions, in words.

@@ -6,6 +6,7 @@ balancers, balanced_experts   who balances a model, and which of its modules
 BalancedTrainer               the library's Trainer; BalancedTraining for classes derived of it
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from ultraep.integrations.transformers.library import LIBRARY
@@ -19,9 +20,9 @@ from ultraep.integrations.transformers.balance import (  # noqa: E402
     unbalance,
 )
 from ultraep.integrations.transformers.load import balanced_from_pretrained  # noqa: E402
-from ultraep.integrations.transformers.native import enable  # noqa: E402
 
 if TYPE_CHECKING:
+    from ultraep.integrations.transformers.native import enable
     from ultraep.integrations.transformers.training import BalancedTrainer, BalancedTraining
 
 __all__ = [
@@ -36,9 +37,11 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name not in ("BalancedTrainer", "BalancedTraining"):
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from ultraep.integrations.transformers import training  # needs accelerate, and takes seconds
+# Imported on first use: `training` needs accelerate and takes seconds, `native` a newer library.
+_LAZY = {"BalancedTrainer": "training", "BalancedTraining": "training", "enable": "native"}
 
-    return getattr(training, name)
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_LAZY[name]}"), name)

@@ -35,7 +35,7 @@ GROUPED = "grouped_mm"  # the library's name for products of all experts at once
 
 def is_registered(module: nn.Module) -> bool:
     """Whether the library's registry of experts knows this module."""
-    return hasattr(module, "_is_expert_parallel") and hasattr(module, "has_gate")
+    return hasattr(module, "is_concatenated") and hasattr(module, "has_gate")
 
 
 class BalancedExperts(HomeModule):
@@ -119,7 +119,7 @@ def in_groups(experts: Any, rows: torch.Tensor, counts: list[int]) -> torch.Tens
     hidden = _product(experts, first, rows, counts, ends)
     hidden = experts._apply_gate(hidden) if experts.has_gate else experts.act_fn(hidden)
     outputs = _product(experts, "down_proj", hidden, counts, ends)
-    if experts.has_post_expert_norm:
+    if getattr(experts, "has_post_expert_norm", False):  # since 5.22
         outputs = experts.post_expert_norm(outputs)
     return outputs.to(rows.dtype)
 

@@ -15,15 +15,19 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers.distributed.expert_parallel import (
-    ALL_PARALLEL_STYLES,
-    EpDispatchExpertsParallel,
-)
 
 from ultraep.errors import ConfigError
 from ultraep.integrations.transformers.experts import stacked_tensors, stages
+from ultraep.integrations.transformers.library import OWN_EXPERT_PARALLELISM
 from ultraep.policies import get_policy
 from ultraep.runtime.balancer import Balancer
+
+OWN_EXPERT_PARALLELISM.check()  # before what needs it
+
+from transformers.distributed.expert_parallel import (  # noqa: E402
+    ALL_PARALLEL_STYLES,
+    EpDispatchExpertsParallel,
+)
 
 STYLE = "ep_dispatch_experts"
 

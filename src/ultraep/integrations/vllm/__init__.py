@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 import os
 
-from ultraep.errors import BackendUnavailable, ConfigError
+from ultraep.errors import BackendUnavailable
 from ultraep.integrations.vllm.library import LIBRARY, LOGGER
 from ultraep.integrations.vllm.settings import read_settings
 
@@ -31,7 +31,7 @@ def register() -> None:
     asked = read_settings(os.environ, None)
     try:
         LIBRARY.check()
-    except (BackendUnavailable, ConfigError) as problem:  # a server goes on without us
+    except BackendUnavailable as problem:  # a server goes on without us
         level = logging.WARNING if asked else logging.DEBUG
         logging.getLogger(LOGGER).log(level, "ultraep balances nothing: %s", problem)
         return
