@@ -104,6 +104,7 @@ class Variants:
         self.router = Given()
         # Of all graphs: they are replayed one at a time, and nobody looks at their results.
         self.pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
+        self.graphs: list[torch.cuda.CUDAGraph] = []  # the pool lasts as long as one of them
         draw = torch.Generator(device=device).manual_seed(rank)
         options: dict[str, Any] = {"generator": draw, "device": device, "dtype": self.dtype}
         shape = size.tokens, size.hidden
@@ -274,6 +275,7 @@ def stepper(variants: Variants, name: str, mode: str, clock: StageClock | None =
         variants.step(name)
         if clock is not None:
             clock.mark("backward end")
+    variants.graphs.append(graph)
     return graph.replay
 
 
