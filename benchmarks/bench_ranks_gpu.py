@@ -98,8 +98,10 @@ TOY = Size(
 class Variants:
     """The layer of one rank under every config, with the same weights and tokens."""
 
-    def __init__(self, size: Size, rank: int, device: torch.device) -> None:
+    def __init__(self, size: Size, rank: int, device: torch.device, ratio: float) -> None:
         self.size, self.rank, self.device = size, rank, device
+        # Without balancing, the fullest rank needs memory for all its rows from the first step.
+        self.unbalanced_rows = int(1.1 * ratio * size.rows)
         self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         self.router = Given()
         # Of all graphs: they are replayed one at a time, and nobody looks at their results.
@@ -111,11 +113,15 @@ class Variants:
         self.x = torch.randn(shape, **options).requires_grad_()
         self.dy = torch.randn(shape, **options)
         self.weights = drawn_weights(size, rank, device, self.dtype)
-        self.layers = {name: self._layer(config) for name, config in CONFIGS.items()}
+        self.layers = {name: self._layer(name) for name in CONFIGS}
 
-    def _layer(self, config: BalanceConfig) -> ultraep.BalancedMoE:
+    def _layer(self, name: str) -> ultraep.BalancedMoE:
         balancer = ultraep.Balancer(
-            dist.group.WORLD, experts=self.size.experts, config=config, timeout=120.0
+            dist.group.WORLD,
+            experts=self.size.experts,
+            config=CONFIGS[name],
+            capacity=self.unbalanced_rows if name == NONE else "auto",
+            timeout=120.0,
         )
         return given_layer(balancer, self.router, self.weights)
 
@@ -196,7 +202,8 @@ def on_rank(rank: int, size: Size, cuda: bool) -> list[dict[str, Any]]:
         torch.cuda.set_device(device)
     found = []
     for load in size.loads:
-        variants = Variants(size, rank, device)  # anew: memory grows with the fullest rank
+        # Anew for every load: memory grows with the fullest rank, and stays.
+        variants = Variants(size, rank, device, 1.0 if load is None else load.ratio)
         for mode in size.modes:
             facts = measure(variants, load, mode)
             name = EVEN if load is None else load.name
