@@ -9,21 +9,36 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from threading import Lock
-from typing import IO
+from typing import IO, NamedTuple
 
 import numpy as np
 
 from ultraep.inputs import ArrayPlace, archive_of, opened, reading
 from ultraep.trace.files import check_claims, claimed_bytes, read_piece
-from ultraep.trace.schema import KEY, Array, Arrays, Header, checked_arrays, fields_in_pieces
+from ultraep.trace.schema import (
+    KEY,
+    SUMMARIES,
+    Array,
+    Arrays,
+    Header,
+    checked_arrays,
+    fields_in_pieces,
+)
 from ultraep.trace.summary import lines_of_additions
 
 MEMORY = 64 << 20  # bytes of arrays that are kept
 MOST_ADDITIONS = 1000  # to one line
-MOST_PLACES = 8192  # pieces of which is known where their arrays lie
+MOST_PIECES = 4096  # pieces of which is known where their arrays lie
 TIMES = {"seconds", "waited", "more_seconds", "more_waited"}
 ROWS = TIMES | {"slot_rows", "bytes_moved", "more_bytes", "began", "more_began"}
 UNKNOWN = -1  # in place of the place of a record
+
+
+class OpenPiece(NamedTuple):
+    """Where the arrays of a piece lie, or a row of defaults of one that it does not hold."""
+
+    places: Mapping[str, ArrayPlace | Array]
+    more_lines: Array  # [M] line of the summary that holds each addition
 
 
 class Store:
@@ -32,7 +47,7 @@ class Store:
     def __init__(self, memory: int = MEMORY) -> None:
         self._memory, self._held = memory, 0
         self._arrays: OrderedDict[tuple[Path, tuple[str, ...]], Arrays] = OrderedDict()
-        self._places: dict[Path, Mapping[str, ArrayPlace | Array]] = {}
+        self._pieces: dict[Path, OpenPiece] = {}
         self._lock = Lock()
 
     def arrays(self, path: Path, header: Header, rank: int, names: tuple[str, ...]) -> Arrays:
@@ -55,10 +70,7 @@ class Store:
 
     def additions(self, path: Path, header: Header, rank: int, line: int) -> list[int]:
         """Return the rows of the additions that are part of a line of the summary."""
-        lines = self.arrays(path, header, rank, ("more_lines",)).get("more_lines")
-        if lines is None:  # before version 4
-            keys = self.arrays(path, header, rank, (*KEY, "more"))
-            lines = lines_of_additions(keys)[1]
+        lines = self._piece(path, header, rank).more_lines
         found: list[int] = np.flatnonzero(lines == line)[:MOST_ADDITIONS].tolist()
         return found
 
@@ -66,29 +78,36 @@ class Store:
         self, path: Path, header: Header, rank: int, wanted: Sequence[Mapping[str, int]]
     ) -> list[Arrays]:
         """Return single rows of arrays of a piece, without unpacking what is behind them."""
-        places = self._places.get(path)
-        if places is None:
-            if len(self._places) >= MOST_PLACES:
-                self._places.clear()
-            places = self._places[path] = _places(path, header, rank)
+        places = self._piece(path, header, rank).places
         with reading(path), opened(path) as file:
             return [
                 finite({name: _row(file, places[name], row) for name, row in rows.items()})
                 for rows in wanted
             ]
 
+    def _piece(self, path: Path, header: Header, rank: int) -> OpenPiece:
+        found = self._pieces.get(path)
+        if found is None:
+            if len(self._pieces) >= MOST_PIECES:
+                self._pieces.clear()
+            found = self._pieces[path] = _open_piece(path, header, rank)
+        return found
 
-def _places(path: Path, header: Header, rank: int) -> Mapping[str, ArrayPlace | Array]:
-    """Where the arrays of a piece lie; for an optional array that is absent, a row of defaults."""
-    fields = {name: one for name, one in fields_in_pieces(rank).items() if name in ROWS}
-    sizes = header.sizes(rank)
+
+def _open_piece(path: Path, header: Header, rank: int) -> OpenPiece:
+    known, sizes = fields_in_pieces(rank) | SUMMARIES, header.sizes(rank)
+    fields = {name: known[name] for name in ROWS}
     with archive_of(path) as archive:
-        check_claims(path, claimed_bytes(archive, fields), path.stat().st_size)
-        found = archive.places(fields)
-    claimed = {name: np.broadcast_to(one.dtype.type(), one.shape) for name, one in found.items()}
-    checked_arrays(claimed, fields, sizes, path)
-    absent = {name: fields[name] for name in fields.keys() - found.keys()}
-    return found | {name: one.filled(sizes, one.shape[1:]) for name, one in absent.items()}
+        stored = ("more_lines",) if "more_lines" in archive.members else (*KEY, "more")
+        claimed = claimed_bytes(archive, (*fields, *stored))
+        check_claims(path, claimed, path.stat().st_size)
+        places, arrays = archive.places(fields), archive.arrays(stored, most=claimed)
+    found = {name: np.broadcast_to(one.dtype.type(), one.shape) for name, one in places.items()}
+    checked_arrays(found | arrays, fields | {name: known[name] for name in stored}, sizes, path)
+    absent = {name: fields[name] for name in fields.keys() - places.keys()}
+    defaults = {name: one.filled(sizes, one.shape[1:]) for name, one in absent.items()}
+    lines = arrays["more_lines"] if "more_lines" in arrays else lines_of_additions(arrays)[1]
+    return OpenPiece({**places, **defaults}, lines)
 
 
 def _row(file: IO[bytes], place: ArrayPlace | Array, number: int) -> Array:

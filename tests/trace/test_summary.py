@@ -1,0 +1,78 @@
+"""The summary of a piece is what its arrays say, one line per record."""
+
+import numpy as np
+from traces import TOPOLOGY, arrived, plan_for, record
+
+from ultraep import Recorder, read_trace
+from ultraep.trace.files import read_header, read_piece
+from ultraep.trace.schema import SUMMARIES, Column
+from ultraep.trace.summary import lines_of_additions
+
+PLANS = [plan_for(seed) for seed in range(4)]
+
+
+def summary_of_rank(run, rank, piece=0):
+    path = run / f"rank-{rank:05d}/{piece:06d}.npz"
+    return read_piece(path, read_header(run), rank, SUMMARIES)
+
+
+def test_a_recorder_stores_what_the_overview_needs(tmp_path):
+    run = tmp_path / "run"
+    for rank in range(2):
+        with Recorder(run, TOPOLOGY, rank=rank) as recorder:
+            for step, plan in enumerate(PLANS):
+                seconds = {"experts": 0.25, "plan": 0.5, "combine": 9.0}
+                rows = arrived(plan, rank)
+                recorder.add(plan=plan, slot_rows=rows, step=step, bytes_moved=7, seconds=seconds)
+                recorder.more(step=step, bytes_moved=3, seconds={"experts back": 1.5})
+                recorder.more(step=step, bytes_moved=1, seconds={"reduce": 0.125})
+    trace = read_trace(run)
+    assert not any(name in trace.arrays for name in SUMMARIES)
+    for rank in range(2):
+        found = summary_of_rank(run, rank)
+        lines = found["summary"]
+        assert lines[:, Column.STEP].tolist() == [0, 1, 2, 3]
+        assert not lines[:, Column.LATE].any()
+        assert lines[:, Column.ROWS].tolist() == trace.rank_loads[:, rank].tolist()
+        assert set(lines[:, Column.BYTES].tolist()) == {11}
+        assert set(lines[:, Column.EXPERTS].tolist()) == {250_000_000}
+        assert set(lines[:, Column.EXPERTS_BACK].tolist()) == {1_500_000_000}
+        assert set(lines[:, Column.COST].tolist()) == {625_000_000}
+        assert found["more_lines"].tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
+        np.testing.assert_allclose(found["stage_sums"], trace.seconds[:, rank].sum(axis=0))
+    lines = summary_of_rank(run, 0)["summary"]
+    assert lines[:, Column.ROUTED].tolist() == trace.loads.sum(axis=(1, 2)).tolist()
+    assert lines[:, Column.PEAK].tolist() == trace.initial_rank_loads.max(axis=1).tolist()
+    assert lines[:, Column.REPLICAS].tolist() == trace.num_copies.tolist()
+    assert not summary_of_rank(run, 1)["summary"][:, Column.ROUTED :].any()
+
+
+def test_additions_to_a_record_of_an_earlier_piece_share_a_line():
+    keys = {"step": [5, 6, 5], "layer": [0, 0, 0], "microbatch": [0, 0, 0]}
+    more = np.array([[6, 0, 0], [4, 0, 0], [5, 0, 0], [4, 1, 0], [4, 0, 0]])
+    arrays = {name: np.array(values) for name, values in keys.items()} | {"more": more}
+    late, lines = lines_of_additions(arrays)
+    assert more[late].tolist() == [[4, 0, 0], [4, 1, 0]]
+    assert lines.tolist() == [1, 3, 0, 4, 3]  # of two records with one key, the first counts
+    nothing = {name: np.zeros(0, np.int64) for name in keys} | {"more": more[:0]}
+    assert [len(part) for part in lines_of_additions(nothing)] == [0, 0]
+
+
+def test_times_that_are_no_numbers_count_as_nothing(tmp_path):
+    with Recorder(tmp_path / "run", TOPOLOGY) as recorder:
+        for step, value in enumerate((np.nan, np.inf, -1.0, 3e38)):
+            rows = arrived(PLANS[0], 0)
+            recorder.add(plan=PLANS[0], slot_rows=rows, step=step, seconds={"experts": value})
+    lines = summary_of_rank(tmp_path / "run", 0)["summary"]
+    assert lines[:, Column.EXPERTS].tolist() == [0, 10**15, 0, 10**15]
+
+
+def test_a_piece_without_records_has_a_summary(tmp_path):
+    run = record(tmp_path / "run", PLANS[:1])
+    with Recorder(tmp_path / "late", TOPOLOGY) as recorder:
+        recorder.more(step=0, bytes_moved=5)
+        recorder.more(step=0, bytes_moved=6)
+    found = summary_of_rank(tmp_path / "late", 0)
+    assert found["summary"][:, [Column.LATE, Column.BYTES]].tolist() == [[1, 11]]
+    assert found["more_lines"].tolist() == [0, 0]
+    assert len(summary_of_rank(run, 1)["summary"]) == 1
