@@ -52,11 +52,12 @@ def texts_of(files: Sequence[Path], tokens: int = 0) -> dict[str, str]:
     """
     if not files:
         return {name: read().decode("utf-8", "replace") for name, read in SUBJECTS.items()}
+    twice = next((file for file in files if files.count(file) > 1), None)
+    if twice is not None:
+        raise ConfigError(f"--text {twice} is given twice")
     found: dict[str, str] = {}
     for file in files:
         name = file.stem if file.stem not in found else str(file)
-        if name in found:
-            raise ConfigError(f"--text {file} is given twice")
         found[name] = read_beginning(file, max(MOST_TEXT, CHARACTERS * tokens))
     return found
 
