@@ -21,7 +21,7 @@ import numpy as np
 from ultraep.arrays import IntArray
 from ultraep.errors import ConfigError, FileError
 from ultraep.inputs import MOST_TEXT, check_size, read_beginning
-from ultraep.inspect.library import transformers, understood
+from ultraep.inspect.library import Understood, transformers
 from ultraep.tiny.text import SUBJECTS
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
@@ -72,13 +72,13 @@ def tokenizer_of(folder: Path) -> Encode | None:
     for name in TOKENIZER_FILES:
         if (folder / name).is_file():
             check_size(folder / name, MOST_TOKENIZER)
-    with understood(folder, "transformers cannot read its tokenizer"):
+    with Understood(folder, "transformers cannot read its tokenizer"):
         tokenizer: Any = transformers().AutoTokenizer.from_pretrained(
             folder, local_files_only=True, trust_remote_code=False
         )
 
     def encode(text: str) -> Sequence[int]:
-        with understood(folder, "its tokenizer cannot encode a text"):
+        with Understood(folder, "its tokenizer cannot encode a text"):
             ids: Sequence[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
         return ids
 
