@@ -189,7 +189,7 @@ def _zipped(file: IO[bytes]) -> zipfile.ZipFile:
 
 def names_of_arrays(path: str | Path) -> list[str]:
     """The names of the arrays of an .npz file; none if it is no such file."""
-    if Path(path).suffix.lower() != ".npz" or not Path(path).is_file():
+    if Path(path).suffix.lower() != ".npz" or not os.path.isfile(path):
         return []
     with reading(path), opened(path) as file:
         if not zipfile.is_zipfile(file):

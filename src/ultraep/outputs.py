@@ -29,7 +29,7 @@ MARKS = {
     "timeline": b'{"traceEvents": [{"ph": "M", "name": "process_name"',
     "table": b"step,layer,microbatch,",
     "trace": b"header.npy",
-    "numbers": b'[\n{"benchmark":',
+    "benchmark": b'[\n{"benchmark":',
 }
 Target = tuple[str | Path | None, str]  # a file, and what will be written into it
 
@@ -67,8 +67,8 @@ def check_targets(*targets: Target, force: bool = False) -> None:
                 pass
             if not force and not _replaceable(path, MARKS[kind]):
                 raise FileError(
-                    f"{path}: exists, and is no {kind} that ultraep wrote: choose another name, or "
-                    "overwrite it with --force"
+                    f"{path}: exists and is not a {kind} file written by ultraep: choose another "
+                    "name, or overwrite it with --force"
                 )
         except OSError as error:
             raise FileError(f"{path}: cannot be written: {error.strerror}") from None

@@ -53,6 +53,10 @@ WRONG = {
     "trace export run --cvs a.csv": "no such option: --cvs",
     "bench prefill --rounds": "option '--rounds' requires an argument",
     "simulate --ep many": "invalid value for '--ep'",
+    "simulate --policy none,echo=": "needs two policies, got 'echo='",
+    "advise --trace nowhere": "nowhere: no such file",
+    "bench prefill --rate 1 --endpoint http://127.0.0.1:99999": "http://HOST:PORT, got",
+    "inspect --random mixtral --text a.txt --text a.txt": "--text a.txt is given twice",
 }
 
 
@@ -62,13 +66,13 @@ def test_a_wrong_command_line_is_one_line(line):
     assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (2, "", 1)
     assert result.stderr.startswith("ultraep: ")
     assert WRONG[line].lower() in result.stderr.lower()
-    assert "--help)" in result.stderr
 
 
 def test_no_command_is_help():
     for arguments in ((), ("trace",), ("bench",)):
         result = invoke(*arguments)
-        assert "Usage: ultraep" in result.output + result.stderr
+        assert "Usage: ultraep" in result.stdout
+        assert result.stderr == ""
 
 
 # -- control characters --------------------------------------------------------------------------
@@ -189,7 +193,7 @@ def test_foreign_files_are_not_overwritten(run, tmp_path, option, content):
     command = ("view", run) if option == "--export" else ("trace", "export", run)
     result = invoke(*command, option, out)
     assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
-    assert "out.npz: exists, and is no" in result.stderr
+    assert "out.npz: exists and is not a" in result.stderr
     assert "--force" in result.stderr
     assert out.read_bytes() == content
 
@@ -213,7 +217,7 @@ def test_own_pictures_are_overwritten(tmp_path, ending):
     out = tmp_path / f"out.{ending}"
     command = (*SIMULATE, "--policy", "none", "--steps", "1", "--microbatches", "1", "--plot", out)
     out.write_bytes(b"mine")
-    assert "exists, and is no picture" in invoke(*command).stderr
+    assert "exists and is not a picture file" in invoke(*command).stderr
     assert out.read_bytes() == b"mine"
     assert invoke(*command, "--force").exit_code == 0
     check_targets((out, "picture"))

@@ -64,7 +64,9 @@ def _give_up(error: OSError) -> NoReturn:
         reason = f"standard output cannot be written: {reason}"
     else:
         reason = f"{error.filename}: {reason}"
-    print(f"ultraep: {reason}", file=sys.stderr)
+    from ultraep.cli.terminal import complain
+
+    complain(reason)
     sys.exit(2)
 
 

@@ -137,7 +137,7 @@ def prefill(
     from ultraep.serving.asked import LoadAsked
     from ultraep.serving.prompts import Lengths
 
-    check_targets((json, "numbers"), (html, "page"), force=force)
+    check_targets((json, "benchmark"), (html, "page"), force=force)
     given = {} if load is None else {"shares": numbers_of(load, "--load")}
     if load is not None and (rate is not None or arrivals is not None):
         raise ConfigError("give --rate, --load or --arrivals alone; --rate goes with --arrivals")

@@ -39,7 +39,8 @@ class Commands(TyperGroup):
         try:
             code = super().main(*args, **extra | {"standalone_mode": False})
         except UsageError as error:
-            complain(_in_one_line(error))
+            if type(error).__name__ != "NoArgsIsHelpError":  # that one has printed the help
+                complain(_in_one_line(error))
             code = 2
         sys.exit(code if isinstance(code, int) else 0)
 

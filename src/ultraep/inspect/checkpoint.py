@@ -12,7 +12,7 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -24,7 +24,7 @@ from torch import nn
 from ultraep.errors import ConfigError, FileError
 from ultraep.inputs import check_size, read_text
 from ultraep.inspect.anatomy import Anatomy
-from ultraep.inspect.library import built, one_line, transformers, understood
+from ultraep.inspect.library import Understood, built, one_line, transformers
 
 INDEX = "model.safetensors.index.json"
 CONFIG = "config.json"
@@ -66,8 +66,8 @@ class Checkpoint:
         self._empty = self._places()
         self._keys = self._keys_of_blocks()
 
-    def _understood(self, failed: str) -> AbstractContextManager[None]:
-        return understood(self.folder / CONFIG, failed)
+    def _understood(self, failed: str) -> Understood:
+        return Understood(self.folder / CONFIG, failed)
 
     def __enter__(self) -> Checkpoint:
         self._fill(AROUND)
@@ -237,7 +237,7 @@ def read_config(folder: Path) -> Any:
         raise FileError(f"{folder}: no checkpoint of transformers, there is no {CONFIG}")
     library = transformers()
     check_size(folder / CONFIG, MOST_CONFIG)
-    with understood(folder / CONFIG, "transformers cannot read it"):
+    with Understood(folder / CONFIG, "transformers cannot read it"):
         config = library.AutoConfig.from_pretrained(
             folder, local_files_only=True, trust_remote_code=False
         )

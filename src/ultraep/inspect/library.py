@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
+import traceback
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
-from ultraep.errors import BackendUnavailable, FileError, UltraEPError
+from ultraep.errors import BackendUnavailable, FileError
 
 MAJOR = 5
 SETTINGS = {
@@ -50,20 +50,36 @@ def built(config: Any, dtype: Any) -> Any:
     return auto.from_config(config, dtype=dtype).eval()
 
 
-@contextmanager
-def understood(path: Path, failed: str) -> Iterator[None]:
-    """Turn an error of transformers on a user's file into one `FileError`.
+class Understood:
+    """Turns an error that a library raises on a user's file into one `FileError`.
 
+    Errors are of any type: tokenizers raises bare Exceptions. What counts is where they come from;
+    an error that was raised in this package is a bug and passes.
     failed: what could not be done.
     """
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    except UltraEPError:
-        raise
-    except Exception as error:  # noqa: BLE001  tokenizers raises bare Exceptions
-        raise FileError(f"{path}: {failed}: {one_line(error)}") from None
+
+    def __init__(self, path: Path, failed: str) -> None:
+        self.path, self.failed = path, failed
+        self._warnings = warnings.catch_warnings(action="ignore")
+
+    def __enter__(self) -> None:
+        self._warnings.__enter__()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._warnings.__exit__(kind, error, trace)
+        if isinstance(error, Exception) and not _raised_here(trace):
+            raise FileError(f"{self.path}: {self.failed}: {one_line(error)}") from None
+
+
+def _raised_here(trace: TracebackType | None) -> bool:
+    """Whether this package raised the error, not a library that it called."""
+    *_, (frame, _) = traceback.walk_tb(trace)
+    return str(frame.f_globals.get("__name__")).partition(".")[0] == "ultraep"
 
 
 def one_line(error: BaseException | str) -> str:

@@ -26,7 +26,7 @@ from ultraep.inspect.checkpoint import Checkpoint, weight_files
 from ultraep.inspect.estimate import IN_BETWEEN, LIBRARIES, Estimate, Work, bytes_per_second
 from ultraep.inspect.families import RandomModel
 from ultraep.inspect.findings import Findings, find
-from ultraep.inspect.library import understood
+from ultraep.inspect.library import Understood
 from ultraep.inspect.result import FILES, TRACE, TextSpan, spans
 from ultraep.inspect.texts import Excerpt, excerpts, hashed_words, texts_of, tokenizer_of
 from ultraep.inspect.windows import run_windows
@@ -90,7 +90,7 @@ class Inspection:
 
         with (
             catcher.listening(),
-            understood(self.asked.model or Path(self.asked.name), "transformers cannot run it"),
+            Understood(self.asked.model or Path(self.asked.name), "transformers cannot run it"),
         ):
             run_windows(self.anatomy, windows, self.opened.lend, going, self.blocks[-1])
         return catcher

@@ -21,7 +21,7 @@ import numpy as np
 from ultraep.arrays import IntArray
 from ultraep.errors import ConfigError, FileError
 from ultraep.inputs import MOST_TEXT, check_size, read_beginning
-from ultraep.inspect.library import transformers, understood
+from ultraep.inspect.library import Understood, transformers
 from ultraep.tiny.text import SUBJECTS
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
@@ -52,11 +52,12 @@ def texts_of(files: Sequence[Path], tokens: int = 0) -> dict[str, str]:
     """
     if not files:
         return {name: read().decode("utf-8", "replace") for name, read in SUBJECTS.items()}
+    twice = next((file for file in files if files.count(file) > 1), None)
+    if twice is not None:
+        raise ConfigError(f"--text {twice} is given twice")
     found: dict[str, str] = {}
     for file in files:
         name = file.stem if file.stem not in found else str(file)
-        if name in found:
-            raise ConfigError(f"--text {file} is given twice")
         found[name] = read_beginning(file, max(MOST_TEXT, CHARACTERS * tokens))
     return found
 
@@ -71,13 +72,13 @@ def tokenizer_of(folder: Path) -> Encode | None:
     for name in TOKENIZER_FILES:
         if (folder / name).is_file():
             check_size(folder / name, MOST_TOKENIZER)
-    with understood(folder, "transformers cannot read its tokenizer"):
+    with Understood(folder, "transformers cannot read its tokenizer"):
         tokenizer: Any = transformers().AutoTokenizer.from_pretrained(
             folder, local_files_only=True, trust_remote_code=False
         )
 
     def encode(text: str) -> Sequence[int]:
-        with understood(folder, "its tokenizer cannot encode a text"):
+        with Understood(folder, "its tokenizer cannot encode a text"):
             ids: Sequence[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
         return ids
 

@@ -71,8 +71,12 @@ def endpoint_of(text: str, model: str | None = None) -> Endpoint:
     name, equals, url = text.partition("=")
     if not equals or "://" in name:
         name, url = "", text
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
+    try:
+        parts = urlsplit(url)
+        valid = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:  # a port beyond 65535, a bracket that is open
+        valid = False
+    if not valid:
         raise ConfigError(f"--endpoint is [NAME=]http://HOST:PORT, got {text!r}")
     return Endpoint(name or parts.netloc, url.rstrip("/").removesuffix("/v1"), model)
 

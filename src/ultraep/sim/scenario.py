@@ -156,7 +156,9 @@ class Contender:
         The second is for policies without known costs: "echo=ultraep" plans as `echo` does, and
         its plans cost what those of `ultraep` do.
         """
-        policy, _, priced_as = name.partition("=")
+        policy, equals, priced_as = name.partition("=")
+        if equals and not priced_as:
+            raise ConfigError(f"NAME=OTHER needs two policies, got {name!r}")
         runtime = runtime_of(priced_as) if priced_as else None
         found = Contender(policy, name, runtime=runtime)
         _ = found.carried_out

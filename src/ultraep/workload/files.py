@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,8 @@ MOST_LINES = 1 << 20  # of a .csv file; a line takes more memory than its text
 def read_loads(path: str | Path) -> IntArray:
     """[S, R, E] all load matrices of the file, in order."""
     path = Path(path)
+    if not os.path.exists(path):
+        raise FileError(f"{path}: no such file")
     read = READERS.get(path.suffix.lower())
     if read is None:
         raise FileError(
