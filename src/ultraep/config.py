@@ -11,7 +11,13 @@ PARTS = 1_000_000  # the tolerance is kept in millionths, so that no float decid
 MAX_TOLERANCE = 1_000.0
 UNLIMITED = 1 << 40  # copies, tokens, picoseconds
 OBJECTIVES = ("time", "balance")
-LADDER = (2_500, 5_000, 10_000, 20_000, 50_000, 100_000, 200_000, 400_000)  # millionths
+# Tolerances that objective "time" tries, in millionths, and how many replicas a rank may receive and
+# how many of its experts it may give away.
+LADDER = (
+    *(5_000, 10_000, 20_000, 30_000, 50_000, 70_000, 100_000, 140_000),
+    *(200_000, 280_000, 400_000, 800_000, 1_600_000),
+)
+LINKS = (1, 2, 3, 4)
 MOST_PER_ROW = (1 << 31) - 1  # picoseconds: times as many tokens, less than 2**62
 MOST_COPIES = 1 << 20  # whose times are added up: times UNLIMITED, at most 2**60
 LONGEST_TIMEOUT = 1e9  # seconds; clocks and queues overflow not far beyond
@@ -102,8 +108,9 @@ class BalanceConfig:
     min_tokens_per_replica: a copy that would serve fewer tokens is not made.
     max_replicas: most copies in one fast-link domain; None leaves that to the slots.
     locality: tokens stay on their own rank where a copy there has room for them.
-    objective: "balance" keeps to the tolerance, whatever the copies cost; "time" also tries larger
-        ones, and no copies, and takes what is quickest by the rates.
+    objective: "balance" keeps to the tolerance with as few replicas as it finds, whatever they
+        cost; "time" also tries larger tolerances, fewer replicas per rank and no replicas, and
+        takes the plan that is quickest by the rates.
     rates: what tokens and copies cost; without them, "time" plans as "balance" does.
     """
 
@@ -170,6 +177,17 @@ def two_digits(number: int) -> int:
 def rungs_of(tolerance_parts: int) -> list[int]:
     """The tolerances that objective "time" tries: the least that is wanted, then larger ones."""
     return [tolerance_parts, *(parts for parts in LADDER if parts > tolerance_parts)]
+
+
+def links_of(most_homes: int, slots: int) -> list[int]:
+    """The limits of replicas per rank that objective "time" tries: small ones, then none.
+
+    A limit is left out if no rank has more slots or home experts.
+
+    >>> links_of(most_homes=2, slots=1)
+    [1, 1099511627776]
+    """
+    return [*(links for links in LINKS if links < max(most_homes, slots)), UNLIMITED]
 
 
 def _check_integer(name: str, value: object, *, least: int, most: int = UNLIMITED) -> None:
