@@ -11,13 +11,10 @@ PARTS = 1_000_000  # the tolerance is kept in millionths, so that no float decid
 MAX_TOLERANCE = 1_000.0
 UNLIMITED = 1 << 40  # copies, tokens, picoseconds
 OBJECTIVES = ("time", "balance")
-# Tolerances that objective "time" tries, in millionths, and how many replicas a rank may receive and
-# how many of its experts it may give away.
-LADDER = (
+LADDER = (  # millionths
     *(5_000, 10_000, 20_000, 30_000, 50_000, 70_000, 100_000, 140_000),
     *(200_000, 280_000, 400_000, 800_000, 1_600_000),
 )
-LINKS = (1, 2, 3, 4)
 MOST_PER_ROW = (1 << 31) - 1  # picoseconds: times as many tokens, less than 2**62
 MOST_COPIES = 1 << 20  # whose times are added up: times UNLIMITED, at most 2**60
 LONGEST_TIMEOUT = 1e9  # seconds; clocks and queues overflow not far beyond
@@ -177,17 +174,6 @@ def two_digits(number: int) -> int:
 def rungs_of(tolerance_parts: int) -> list[int]:
     """The tolerances that objective "time" tries: the least that is wanted, then larger ones."""
     return [tolerance_parts, *(parts for parts in LADDER if parts > tolerance_parts)]
-
-
-def links_of(most_homes: int, slots: int) -> list[int]:
-    """The limits of replicas per rank that objective "time" tries: small ones, then none.
-
-    A limit is left out if no rank has more slots or home experts.
-
-    >>> links_of(most_homes=2, slots=1)
-    [1, 1099511627776]
-    """
-    return [*(links for links in LINKS if links < max(most_homes, slots)), UNLIMITED]
 
 
 def _check_integer(name: str, value: object, *, least: int, most: int = UNLIMITED) -> None:

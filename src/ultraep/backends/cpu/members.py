@@ -34,16 +34,18 @@ def sort_all(loads, first_of_rank, size, slots, min_tokens, max_replicas):
     ranks, keys = len(rank_loads), np.empty(max(len(loads), len(rank_loads)), np.int64)
     hottest_first = np.empty(len(loads), np.int64)
     emptiest_first, fullest_first = np.empty(ranks, np.int64), np.empty(ranks, np.int64)
-    for rank in range(ranks):
-        begin, end = first_of_rank[rank], first_of_rank[rank + 1]
-        offset = first_of_rank[rank // size * size]
-        for expert in range(begin, end):
-            line = hottest_first[begin:end]
-            put_in(line, keys, expert - begin, expert - offset, loads[expert])
-    for sign, lines in ((-1, emptiest_first), (1, fullest_first)):
-        for rank in range(ranks):
-            begin, own = rank // size * size, rank % size
-            put_in(lines[begin : begin + size], keys, own, own, sign * rank_loads[rank])
+    for begin in range(0, ranks, size):
+        for rank in range(begin, begin + size):
+            first, end = first_of_rank[rank], first_of_rank[rank + 1]
+            line, offset = hottest_first[first:end], first_of_rank[begin]
+            for expert in range(first, end):
+                put_in(line, keys, expert - first, expert - offset, loads[expert])
+        line = emptiest_first[begin : begin + size]
+        for rank in range(size):
+            put_in(line, keys, rank, rank, -rank_loads[begin + rank])
+        for place in range(size):  # sorted but for ties
+            rank = line[size - 1 - place]
+            put_in(fullest_first[begin:], keys, place, rank, rank_loads[begin + rank])
     return Domain(
         loads, first_of_rank, rank_loads, hottest_first, emptiest_first, fullest_first,
         slots, min_tokens, max_replicas,
@@ -111,6 +113,19 @@ def take_out(line, keys, count, begin, end):
 
 
 @njit(cache=True)
+def sink(line, keys, count, place, key):
+    """One rank of a line gets a smaller key."""
+    rank = line[place]
+    while place + 1 < count:
+        after = place + 1
+        if keys[after] < key or (keys[after] == key and line[after] > rank):
+            break
+        line[place], keys[place] = line[after], keys[after]
+        place = after
+    line[place], keys[place] = rank, key
+
+
+@njit(cache=True)
 def alias(domain, threshold, links, thrifty, placed):
     """`alias` of the reference, or `thrifty`. Its peak, copies, and most transfers of one rank.
 
@@ -118,13 +133,14 @@ def alias(domain, threshold, links, thrifty, placed):
     """
     rank_loads, at_home = domain.rank_loads.copy(), domain.loads.copy()
     ranks, min_tokens = len(rank_loads), domain.min_tokens
-    free_slots = np.full(ranks, min(domain.slots, links), np.int64)
-    hosts, rooms, num_hosts = np.empty(ranks, np.int64), np.empty(ranks, np.int64), 0
+    slots = min(domain.slots, links)
+    free_slots, given = np.full(ranks, slots, np.int64), np.zeros(ranks, np.int64)
+    most_hosts = ranks + domain.max_replicas  # one leaves with every copy, and may come back
+    hosts, rooms, num_hosts = np.empty(most_hosts, np.int64), np.empty(most_hosts, np.int64), 0
     donors, held, num_donors = np.empty(ranks, np.int64), np.empty(ranks, np.int64), 0
     hot, heat = np.empty(ranks, np.int64), np.empty(ranks, np.int64)
-    given = np.zeros(ranks, np.int64)
     for rank in domain.emptiest_first:
-        if threshold - rank_loads[rank] < min_tokens or domain.slots == 0:
+        if threshold - rank_loads[rank] < min_tokens or slots == 0:
             break
         hosts[num_hosts], rooms[num_hosts] = rank, threshold - rank_loads[rank]
         num_hosts += 1
@@ -143,39 +159,38 @@ def alias(domain, threshold, links, thrifty, placed):
             donor_at, host_at = tightest_pair(
                 donors, held, num_donors, rooms, num_hosts, heat, threshold, min_tokens
             )
-            if donor_at >= 0:
-                wasted = rooms[host_at] + threshold - held[donor_at]
-        if wasted >= 0 and wasted * num_donors <= slack:
-            slack -= wasted
-        else:
-            wasted, host_at = -1, 0
-            donor_at = fullest_that_can(rooms[0], donors, num_donors, heat)
+            wasted = rooms[host_at] + threshold - held[donor_at] if donor_at >= 0 else -1
+        tight = wasted >= 0 and wasted * num_donors <= slack
+        if not tight:
+            host_at, donor_at = 0, fullest_that_can(rooms[0], donors, num_donors, heat)
         donor, host = donors[donor_at], hosts[host_at]
         expert = hot[donor]
-        quota = held[donor_at] - threshold if wasted >= 0 else min(rooms[0], heat[donor])
+        quota = held[donor_at] - threshold if tight else min(rooms[0], heat[donor])
         if quota < min_tokens:
             break
         placed[made, 0], placed[made, 1], placed[made, 2] = expert, host, quota
         made += 1
         given[donor] += at_home[expert] == domain.loads[expert]
         move(quota, expert, donor, host, at_home, rank_loads, free_slots)
-        received = min(domain.slots, links) - free_slots[host]
-        transfers = max(transfers, given[donor], received)
-        if wasted >= 0:
+        transfers = max(transfers, given[donor], slots - free_slots[host])
+        if tight:
+            slack -= wasted
             free_slots[host] = 0
-        take_out(hosts, rooms, num_hosts, host_at, host_at + 1)
-        take_out(donors, held, num_donors, donor_at, donor_at + 1)
+        if host_at == 0:
+            hosts, rooms = hosts[1:], rooms[1:]
+        else:
+            take_out(hosts, rooms, num_hosts, host_at, host_at + 1)
         num_hosts -= 1
-        num_donors -= 1
+        if rank_loads[donor] > threshold:
+            hot[donor] = hottest_movable(at_home, domain, donor, links)
+            heat[donor] = at_home[hot[donor]]
+            sink(donors, held, num_donors, donor_at, rank_loads[donor])
+        else:
+            take_out(donors, held, num_donors, donor_at, donor_at + 1)
+            num_donors -= 1
         for rank in (host, donor):
-            load = rank_loads[rank]
-            if load > threshold:
-                hot[rank] = hottest_movable(at_home, domain, rank, links)
-                heat[rank] = at_home[hot[rank]]
-                put_in(donors, held, num_donors, rank, load)
-                num_donors += 1
-            elif threshold - load >= min_tokens and free_slots[rank] > 0:
-                put_in(hosts, rooms, num_hosts, rank, threshold - load)
+            if threshold - rank_loads[rank] >= min_tokens and free_slots[rank] > 0:
+                put_in(hosts, rooms, num_hosts, rank, threshold - rank_loads[rank])
                 num_hosts += 1
     return rank_loads.max(), made, transfers
 

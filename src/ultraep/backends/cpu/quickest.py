@@ -10,35 +10,35 @@ from numba import njit
 
 from ultraep.backends.cpu.members import alias, domain_at
 from ultraep.backends.cpu.search import append, copy_rows, shared_threshold, solve
-from ultraep.config import LADDER, LINKS, UNLIMITED
+from ultraep.backends.reference.place import LINKS
+from ultraep.config import LADDER, UNLIMITED
 
 NEVER = (1 << 63) - 1  # longer than any time
+FEWEST = 0  # links: as few as the threshold needs
 
 
 @njit(cache=True)
 def quickest(every, size, tolerance_parts, rates, found):
     """The quickest plan in `found`; the number of its copies."""
     row, copy, each, layer = rates
-    parts_of_rung, links_of_limit = rungs_and_limits(every, tolerance_parts)
-    rungs, placed = len(parts_of_rung), np.empty((every.max_replicas, 3), np.int64)
-    thresholds = np.empty(rungs, np.int64)
-    for rung, parts in enumerate(parts_of_rung):
-        thresholds[rung] = shared_threshold(every, size, parts)
+    thresholds, links = attempts_to_make(every, size, tolerance_parts, copy > 0)
+    placed, trial = np.empty((every.max_replicas, 3), np.int64), np.empty_like(found)
     at_home = every.rank_loads.max()
-    peak, made, transfers = exact(every, size, thresholds[0], placed, found)
-    time = row * peak + copy * transfers + each * made + (layer if made else 0)
+    peak, made, exact_transfers = exact(every, size, thresholds[0], placed, found)
+    time = row * peak + copy * exact_transfers + each * made + (layer if made else 0)
     if row * at_home <= time:
         time, made = row * at_home, 0
-    least = least_times(every, size, thresholds, links_of_limit, rates)
-    trial, chosen = np.empty_like(found), -1
+    least = least_times(every, size, thresholds, links, rates, time, exact_transfers)
+    chosen = -1
     while True:
         number = np.argmin(least)
         if least[number] > time or least[number] == NEVER:
             return made
         least[number] = NEVER
-        threshold, links = thresholds[number % rungs], links_of_limit[number // rungs]
-        peak, count, transfers = attempt_all(every, size, threshold, links, placed, trial)
-        if peak < 0:
+        peak, count, transfers = attempt_all(
+            every, size, thresholds[number], links[number], placed, trial
+        )
+        if peak < 0 or (number < LIMITED and transfers >= exact_transfers):
             continue
         trial_time = row * peak + copy * transfers + each * count + layer
         if (trial_time, count, number) < (time, made, chosen):
@@ -46,18 +46,23 @@ def quickest(every, size, tolerance_parts, rates, found):
             copy_rows(found, trial, made)
 
 
+LIMITED = 1 + len(LINKS)  # attempts at the lowest rung, with few links
+
+
 @njit(cache=True)
-def rungs_and_limits(every, tolerance_parts):
-    """The tolerances and the limits of links, as `rungs_of` and `links_of` have them."""
-    rungs, most = [tolerance_parts], every.slots
+def attempts_to_make(every, size, tolerance_parts, few_links):
+    """Thresholds that all domains share, and links, of all attempts."""
+    thresholds = np.empty(LIMITED + len(LADDER), np.int64)
+    links = np.full(len(thresholds), FEWEST if few_links else UNLIMITED, np.int64)
+    thresholds[:LIMITED] = shared_threshold(every, size, tolerance_parts)
+    for index, number in enumerate(LINKS):
+        links[1 + index] = number
+    count = LIMITED
     for parts in LADDER:
         if parts > tolerance_parts:
-            rungs.append(parts)
-    for rank in range(len(every.rank_loads)):
-        most = max(most, every.first[rank + 1] - every.first[rank])
-    limits = [links for links in LINKS if links < most]
-    limits.append(UNLIMITED)
-    return np.array(rungs), np.array(limits)
+            thresholds[count] = shared_threshold(every, size, parts)
+            count += 1
+    return thresholds[:count], links[:count]
 
 
 @njit(cache=True)
@@ -82,8 +87,11 @@ def attempt_all(every, size, shared, links, placed, found):
     highest, total, transfers = 0, 0, 0
     for begin in range(0, len(every.rank_loads), size):
         domain = domain_at(every, begin, size)
-        threshold = max(shared, least_peak(domain, links))
-        peak, made, most = alias(domain, threshold, links, True, placed)
+        threshold = threshold_with(domain, shared, links)
+        own_links = links
+        if links == FEWEST:
+            own_links = max(1, least_transfers(domain, threshold)[0])
+        peak, made, most = alias(domain, threshold, own_links, True, placed)
         if peak > threshold:
             return -1, 0, 0
         highest, transfers = max(highest, threshold), max(transfers, most)
@@ -92,9 +100,11 @@ def attempt_all(every, size, shared, links, placed, found):
 
 
 @njit(cache=True)
-def least_peak(domain, links):
-    """The peak that is left if every rank gives away all tokens of its hottest experts."""
-    peak = 0
+def threshold_with(domain, shared, links):
+    """The shared threshold, or the least peak that so few links leave, if that is higher."""
+    if links in (FEWEST, UNLIMITED):
+        return shared
+    peak = shared
     for rank, load in enumerate(domain.rank_loads):
         begin, end = domain.first[rank], domain.first[rank + 1]
         for place in range(begin, min(end, begin + links)):
@@ -104,25 +114,29 @@ def least_peak(domain, links):
 
 
 @njit(cache=True)
-def least_times(every, size, thresholds, links_of_limit, rates):
-    """The least time of every attempt; `NEVER` where it cannot be the quickest, or is one again."""
+def least_times(every, size, thresholds, links, rates, time, exact_transfers):
+    """The least time of every attempt; `NEVER` where that is longer than `time`."""
     row, copy, each, layer = rates
-    rungs, at_home = len(thresholds), every.rank_loads.max()
-    least = np.full(len(links_of_limit) * rungs, NEVER, np.int64)
-    for limit, links in enumerate(links_of_limit):
-        for rung, shared in enumerate(thresholds):
-            highest, lowest, transfers, copies = 0, at_home, 0, 0
-            for begin in range(0, len(every.rank_loads), size):
-                domain = domain_at(every, begin, size)
-                floor = least_peak(domain, links)
-                most, needed = least_transfers(domain, max(shared, floor))
-                highest, lowest = max(highest, shared, floor), min(lowest, floor)
-                transfers, copies = max(transfers, most), copies + needed
-            again = shared <= lowest if rung > 0 else links == UNLIMITED
-            if copies > 0 and not again:
-                least[limit * rungs + rung] = (
-                    row * highest + copy * transfers + each * copies + layer
-                )
+    attempts, at_home = len(thresholds), every.rank_loads.max()
+    peak, most = thresholds.copy(), np.zeros(attempts, np.int64)
+    copies = np.zeros(attempts, np.int64)
+    for begin in range(0, len(every.rank_loads), size):
+        domain = domain_at(every, begin, size)
+        for number in range(attempts):
+            threshold = threshold_with(domain, thresholds[number], links[number])
+            peak[number] = max(peak[number], threshold)
+            if peak[number] < at_home and row * peak[number] + layer <= time:
+                own_most, needed = least_transfers(domain, threshold)
+                most[number] = max(most[number], own_most)
+                copies[number] += needed
+    least = np.full(attempts, NEVER, np.int64)
+    for number in range(attempts):
+        # With no rank above the threshold there is nothing to plan, and no plan is as quick.
+        possible = peak[number] < at_home and row * peak[number] + layer <= time
+        if number < LIMITED:
+            possible = possible and copy > 0 and most[number] < exact_transfers
+        if possible:
+            least[number] = row * peak[number] + copy * most[number] + each * copies[number] + layer
     return least
 
 

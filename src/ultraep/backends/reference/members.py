@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import count
 
 from ultraep.config import UNLIMITED
 
@@ -35,9 +36,9 @@ class Domain:
         """The mean rank load, rounded up."""
         return -(-sum(self.rank_loads) // len(self.experts))
 
-    def hottest(self, rank: int, count: int) -> list[int]:
+    def hottest(self, rank: int, number: int) -> list[int]:
         """The home experts with the most tokens; the lower index on a tie."""
-        return sorted(self.experts[rank], key=lambda e: (-self.load[e], e))[:count]
+        return sorted(self.experts[rank], key=lambda e: (-self.load[e], e))[:number]
 
     def least_peak(self, links: int) -> int:
         """The peak that is left if every rank gives away all tokens of its hottest experts."""
@@ -45,6 +46,10 @@ class Domain:
             load - sum(self.load[e] for e in self.hottest(rank, links))
             for rank, load in enumerate(self.rank_loads)
         )
+
+    def fewest_links(self, threshold: int) -> int:
+        """The fewest experts that each rank must be able to give away to get to the threshold."""
+        return next(links for links in count(1) if self.least_peak(links) <= threshold)
 
 
 @dataclass

@@ -10,15 +10,18 @@ rank r's home experts in `experts_by_rank`.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 
 from ultraep.arrays import IntArray
 from ultraep.backends.reference.bound import lower_bound_of_domain
 from ultraep.backends.reference.circles import MOST_RANKS, VARIANTS, close_circles
 from ultraep.backends.reference.members import Attempt, Domain, alias, thrifty, window
-from ultraep.config import PARTS, UNLIMITED, Rates, links_of, rungs_of
+from ultraep.config import PARTS, UNLIMITED, Rates, rungs_of
 
 GUESSES = 4  # of the search, before it bisects
+LINKS = (1, 2)  # that are tried, though they may not suffice for the tolerance that is asked for
 
 
 def probe(domain: Domain, threshold: int) -> Attempt:
@@ -134,31 +137,53 @@ def shared_threshold(domains: list[Domain], tolerance_parts: int) -> int:
 
 
 def quickest(domains: list[Domain], tolerance_parts: int, rates: Rates) -> list[Attempt]:
-    """The quickest of the exact plan, of all rungs with all limits of links, and of no copies.
+    """The quickest of the exact plan, of attempts at larger thresholds, and of no copies.
 
     Then the one with the fewest copies, then the first one. The exact plan is solved and has the
-    time of the peak that it reaches. The others are attempted once. One that meets its threshold
-    has the time of that threshold; one that does not is left out.
+    time of the peak that it reaches. An attempt has the time of its threshold, and does not count
+    if it does not meet it.
     """
-    rungs = [(parts, shared_threshold(domains, parts)) for parts in rungs_of(tolerance_parts)]
-    most_homes = max(len(experts) for d in domains for experts in d.experts)
-    exact = [solve(d, alias(d, rungs[0][1])) for d in domains]
+    rungs = [shared_threshold(domains, parts) for parts in rungs_of(tolerance_parts)]
+    exact = [solve(d, alias(d, rungs[0])) for d in domains]
     plans = [(max(a.peak for a in exact), exact)]
-    for links in links_of(most_homes, domains[0].slots):
-        for parts, shared in rungs:
-            if links == UNLIMITED and parts == tolerance_parts:
-                continue  # that is the exact one
-            thresholds = [max(shared, d.least_peak(links)) for d in domains]
-            tried = [thrifty(d, t, links) for d, t in zip(domains, thresholds, strict=True)]
-            if all(a.peak <= a.threshold for a in tried):
-                plans.append((max(thresholds), tried))
+    for attempts in attempts_of(domains, exact, rungs, few_links=rates.copy > 0):
+        if all(a.peak <= a.threshold for a in attempts):
+            plans.append((max(a.threshold for a in attempts), attempts))
     none = [Attempt(d, threshold=0) for d in domains]
     plans.append((max(a.peak for a in none), none))
 
     def cost(plan: tuple[int, list[Attempt]]) -> tuple[int, int]:
         peak, attempts = plan
         copies = sum(len(a.copies) for a in attempts)
-        transfers = max(a.transfers for a in attempts)
-        return rates.time(peak=peak, transfers=transfers, copies=copies), copies
+        return rates.time(peak=peak, transfers=most_transfers(attempts), copies=copies), copies
 
     return min(plans, key=cost)[1]
+
+
+def attempts_of(
+    domains: list[Domain], exact: list[Attempt], rungs: list[int], few_links: bool
+) -> Iterator[list[Attempt]]:
+    """Attempts at the lowest rung with fewer links than the exact plan has, then at all others.
+
+    Each rung is attempted with the fewest links that it needs, if links cost anything. With even
+    fewer links, the threshold is the least one that they can meet.
+    """
+
+    def fewest(domain: Domain, threshold: int) -> int:
+        return domain.fewest_links(threshold) if few_links else UNLIMITED
+
+    if few_links:
+        limited = [[thrifty(d, rungs[0], fewest(d, rungs[0])) for d in domains]]
+        for links in LINKS:
+            thresholds = [max(rungs[0], d.least_peak(links)) for d in domains]
+            limited.append([thrifty(d, t, links) for d, t in zip(domains, thresholds, strict=True)])
+        for attempts in limited:
+            if most_transfers(attempts) < most_transfers(exact):
+                yield attempts
+    for threshold in rungs[1:]:
+        yield [thrifty(d, threshold, fewest(d, threshold)) for d in domains]
+
+
+def most_transfers(attempts: list[Attempt]) -> int:
+    """Most replicas that one rank receives, or experts that it gives away, in any domain."""
+    return max(a.transfers for a in attempts)
