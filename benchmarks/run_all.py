@@ -26,6 +26,7 @@ NEEDS = {  # the others run anywhere
     "bench_layer_gpu.py": ("a GPU", "cuda-python"),
     "bench_megatron.py": ("megatron",),
     "bench_plan.py": ("scipy",),
+    "bench_planner_gpu.py": ("a GPU",),
     "bench_prefill_gpu.py": ("a GPU", "cuda-python"),
     "bench_single.py": ("a GPU",),
     "bench_torchtitan.py": ("torchtitan",),

@@ -202,9 +202,7 @@ def hottest_movable(at_home, domain, rank, links):
     best = domain.hottest_first[begin]
     for place in range(begin + 1, min(end, begin + links)):
         expert = domain.hottest_first[place]
-        if at_home[expert] > at_home[best] or (
-            at_home[expert] == at_home[best] and expert < best
-        ):
+        if at_home[expert] > at_home[best] or (at_home[expert] == at_home[best] and expert < best):
             best = expert
     return best
 

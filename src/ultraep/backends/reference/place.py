@@ -10,8 +10,6 @@ rank r's home experts in `experts_by_rank`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 
 from ultraep.arrays import IntArray
@@ -146,7 +144,9 @@ def quickest(domains: list[Domain], tolerance_parts: int, rates: Rates) -> list[
     rungs = [shared_threshold(domains, parts) for parts in rungs_of(tolerance_parts)]
     exact = [solve(d, alias(d, rungs[0])) for d in domains]
     plans = [(max(a.peak for a in exact), exact)]
-    for attempts in attempts_of(domains, exact, rungs, few_links=rates.copy > 0):
+    limited, others = attempts_of(domains, rungs, few_links=rates.copy > 0)
+    limited = [attempts for attempts in limited if most_transfers(attempts) < most_transfers(exact)]
+    for attempts in limited + others:
         if all(a.peak <= a.threshold for a in attempts):
             plans.append((max(a.threshold for a in attempts), attempts))
     none = [Attempt(d, threshold=0) for d in domains]
@@ -161,27 +161,28 @@ def quickest(domains: list[Domain], tolerance_parts: int, rates: Rates) -> list[
 
 
 def attempts_of(
-    domains: list[Domain], exact: list[Attempt], rungs: list[int], few_links: bool
-) -> Iterator[list[Attempt]]:
-    """Attempts at the lowest rung with fewer links than the exact plan has, then at all others.
+    domains: list[Domain], rungs: list[int], few_links: bool
+) -> tuple[list[list[Attempt]], list[list[Attempt]]]:
+    """Attempts at the lowest rung that may need fewer links than the exact plan; at all others.
 
-    Each rung is attempted with the fewest links that it needs, if links cost anything. With even
+    If links cost anything, each rung is attempted with the fewest links that it needs. With even
     fewer links, the threshold is the least one that they can meet.
     """
 
-    def fewest(domain: Domain, threshold: int) -> int:
-        return domain.fewest_links(threshold) if few_links else UNLIMITED
+    def attempts(thresholds: list[int], links: int | None) -> list[Attempt]:
+        return [
+            thrifty(domain, threshold, links or domain.fewest_links(threshold))
+            for domain, threshold in zip(domains, thresholds, strict=True)
+        ]
 
-    if few_links:
-        limited = [[thrifty(d, rungs[0], fewest(d, rungs[0])) for d in domains]]
-        for links in LINKS:
-            thresholds = [max(rungs[0], d.least_peak(links)) for d in domains]
-            limited.append([thrifty(d, t, links) for d, t in zip(domains, thresholds, strict=True)])
-        for attempts in limited:
-            if most_transfers(attempts) < most_transfers(exact):
-                yield attempts
-    for threshold in rungs[1:]:
-        yield [thrifty(d, threshold, fewest(d, threshold)) for d in domains]
+    lowest, *higher = ([threshold] * len(domains) for threshold in rungs)
+    if not few_links:
+        return [], [attempts(thresholds, UNLIMITED) for thresholds in higher]
+    limited = [attempts(lowest, None)]
+    for links in LINKS:
+        floors = [max(rungs[0], domain.least_peak(links)) for domain in domains]
+        limited.append(attempts(floors, links))
+    return limited, [attempts(thresholds, None) for thresholds in higher]
 
 
 def most_transfers(attempts: list[Attempt]) -> int:
