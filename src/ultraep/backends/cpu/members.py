@@ -13,7 +13,7 @@ from numba import njit
 from ultraep.arrays import IntArray
 
 
-class Domain(NamedTuple):
+class SortedDomain(NamedTuple):
     """Loads and limits of a domain, sorted once for all attempts; the lower index on a tie."""
 
     loads: IntArray  # [E] tokens of every expert
@@ -46,7 +46,7 @@ def sort_all(loads, first_of_rank, size, slots, min_tokens, max_replicas):
         for place in range(size):  # sorted but for ties
             rank = line[size - 1 - place]
             put_in(fullest_first[begin:], keys, place, rank, rank_loads[begin + rank])
-    return Domain(
+    return SortedDomain(
         loads, first_of_rank, rank_loads, hottest_first, emptiest_first, fullest_first,
         slots, min_tokens, max_replicas,
     )  # fmt: skip
@@ -58,7 +58,7 @@ def domain_at(every, begin, size):
     end = begin + size
     first = every.first[begin : end + 1]
     experts = slice(first[0], first[-1])
-    return Domain(
+    return SortedDomain(
         every.loads[experts], first - first[0], every.rank_loads[begin:end],
         every.hottest_first[experts], every.emptiest_first[begin:end],
         every.fullest_first[begin:end], every.slots, every.min_tokens, every.max_replicas,
@@ -225,10 +225,14 @@ def tightest_pair(donors, held, num_donors, rooms, num_hosts, heat, threshold, m
     for donor_at in range(num_donors - 1, -1, -1):
         surplus = held[donor_at] - threshold
         if min_tokens <= surplus <= heat[donors[donor_at]]:
-            for host_at in range(num_hosts - 1, -1, -1):
-                if rooms[host_at] >= surplus:
-                    return donor_at, host_at
-            break
+            low, high = 0, num_hosts  # all before `low` have room, none from `high` on
+            while low < high:
+                middle = (low + high) // 2
+                if rooms[middle] >= surplus:
+                    low = middle + 1
+                else:
+                    high = middle
+            return (donor_at, low - 1) if low > 0 else (-1, 0)
     return -1, 0
 
 

@@ -118,6 +118,8 @@ def least_times(every, size, thresholds, links, rates, time, exact_transfers):
     """The least time of every attempt; `NEVER` where that is longer than `time`."""
     row, copy, each, layer = rates
     attempts, at_home = len(thresholds), every.rank_loads.max()
+    # With no rank above the threshold there is nothing to plan; else there is at least one copy.
+    highest = min(at_home - 1, (time - copy - each - layer) // row)
     peak, most = thresholds.copy(), np.zeros(attempts, np.int64)
     copies = np.zeros(attempts, np.int64)
     for begin in range(0, len(every.rank_loads), size):
@@ -125,17 +127,18 @@ def least_times(every, size, thresholds, links, rates, time, exact_transfers):
         for number in range(attempts):
             threshold = threshold_with(domain, thresholds[number], links[number])
             peak[number] = max(peak[number], threshold)
-            if peak[number] < at_home and row * peak[number] + layer <= time:
+            if peak[number] <= highest:
                 own_most, needed = least_transfers(domain, threshold)
                 most[number] = max(most[number], own_most)
                 copies[number] += needed
     least = np.full(attempts, NEVER, np.int64)
     for number in range(attempts):
-        # With no rank above the threshold there is nothing to plan, and no plan is as quick.
-        possible = peak[number] < at_home and row * peak[number] + layer <= time
-        if number < LIMITED:
-            possible = possible and copy > 0 and most[number] < exact_transfers
-        if possible:
+        possible = number >= LIMITED or (copy > 0 and most[number] < exact_transfers)
+        # So many links are the fewest for the lowest rung: the first attempt has them, too.
+        known = most[number] == links[number] and peak[number] == thresholds[0]
+        if len(every.rank_loads) == size and known:
+            continue
+        if possible and peak[number] <= highest:
             least[number] = row * peak[number] + copy * most[number] + each * copies[number] + layer
     return least
 

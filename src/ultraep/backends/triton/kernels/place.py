@@ -84,7 +84,7 @@ def sum_loads(
 # in several threads; where the address is not known to be aligned, they stay in one.
 @triton.jit(
     do_not_specialize=["domains", "ranks", "slots", "min_tokens", "limit", "parts"],
-    do_not_specialize_on_alignment=["home", "counts"],
+    do_not_specialize_on_alignment=["home"],
 )
 def first_try(
     home,
