@@ -28,6 +28,7 @@ NEEDS = {  # the others run anywhere
     "bench_layer_gpu.py": ("a GPU", "cuda-python"),
     "bench_megatron.py": ("megatron",),
     "bench_plan.py": ("scipy",),
+    "bench_planner_gpu.py": ("a GPU",),
     "bench_prefill_gpu.py": ("a GPU", "cuda-python"),
     "bench_ranks_gpu.py": ("a GPU", "CUDA MPS"),
     "bench_single.py": ("a GPU",),
