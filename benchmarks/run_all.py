@@ -8,6 +8,7 @@ What cannot run here is told first, in a line each, with the reason.
 from __future__ import annotations
 
 import argparse
+import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -15,6 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import torch
+from mps import CONTROL
 
 HERE = Path(__file__).resolve().parent
 NEEDS = {  # the others run anywhere
@@ -26,7 +28,9 @@ NEEDS = {  # the others run anywhere
     "bench_layer_gpu.py": ("a GPU", "cuda-python"),
     "bench_megatron.py": ("megatron",),
     "bench_plan.py": ("scipy",),
+    "bench_planner_gpu.py": ("a GPU",),
     "bench_prefill_gpu.py": ("a GPU", "cuda-python"),
+    "bench_ranks_gpu.py": ("a GPU", "CUDA MPS"),
     "bench_single.py": ("a GPU",),
     "bench_torchtitan.py": ("torchtitan",),
     "bench_transformers.py": ("transformers",),
@@ -43,6 +47,7 @@ def here() -> dict[str, bool]:
     """What this machine has."""
     cuda = find_spec("cuda") is not None and find_spec("cuda.bindings") is not None
     known = {"a GPU": torch.cuda.is_available(), "cuda-python": cuda}
+    known["CUDA MPS"] = shutil.which(CONTROL) is not None
     return known | {name: find_spec(name) is not None for name in OPTIONAL}
 
 

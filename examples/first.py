@@ -5,7 +5,8 @@ import ultraep
 
 dist.init_process_group("gloo")
 torch.manual_seed(dist.get_rank())  # every rank has its own tokens
-balancer = ultraep.Balancer(experts=16, slots=1)  # one spare slot on every rank
+config = ultraep.BalanceConfig(objective="balance")  # the default weighs measured costs, too
+balancer = ultraep.Balancer(experts=16, slots=1, config=config)  # one spare slot on every rank
 moe = ultraep.BalancedMoE.swiglu(hidden=256, ffn=512, experts=16, top_k=2, balancer=balancer)
 x = (torch.randn(2048, 256) + 0.5).requires_grad_()  # the router prefers some experts
 y = moe(x)

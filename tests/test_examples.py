@@ -71,8 +71,7 @@ def children(pid):
     return [int(child) for child in listed.read_text().split()] if listed.exists() else []
 
 
-def test_the_first_example_balances_and_prints_what_the_readme_shows(monkeypatch):
-    monkeypatch.delenv("ULTRAEP_RATES")  # measured, as for a new user
+def test_the_first_example_balances_and_prints_what_the_readme_shows():
     readme = (ROOT / "README.md").read_text()
     assert f"```python\n{(EXAMPLES / 'first.py').read_text()}```" in readme
     done = warm.run_ranks(2, EXAMPLES / "first.py", patience=LIMIT)

@@ -12,7 +12,10 @@ MAX_TOLERANCE = 1_000.0
 MOST_DIGITS = 40  # of a number in a text; int() refuses some thousand with an error of its own
 UNLIMITED = 1 << 40  # copies, tokens, picoseconds
 OBJECTIVES = ("time", "balance")
-LADDER = (2_500, 5_000, 10_000, 20_000, 50_000, 100_000, 200_000, 400_000)  # millionths
+LADDER = (  # millionths
+    *(5_000, 10_000, 20_000, 30_000, 50_000, 70_000, 100_000, 140_000),
+    *(200_000, 280_000, 400_000, 800_000, 1_600_000),
+)
 MOST_PER_ROW = (1 << 31) - 1  # picoseconds: times as many tokens, less than 2**62
 MOST_COPIES = 1 << 20  # whose times are added up: times UNLIMITED, at most 2**60
 LONGEST_TIMEOUT = 1e9  # seconds; clocks and queues overflow not far beyond
@@ -104,8 +107,9 @@ class BalanceConfig:
     min_tokens_per_replica: a copy that would serve fewer tokens is not made.
     max_replicas: most copies in one fast-link domain; None leaves that to the slots.
     locality: tokens stay on their own rank where a copy there has room for them.
-    objective: "balance" keeps to the tolerance, whatever the copies cost; "time" also tries larger
-        ones, and no copies, and takes what is quickest by the rates.
+    objective: "balance" keeps to the tolerance with as few replicas as it finds, whatever they
+        cost; "time" also tries larger tolerances, fewer replicas per rank and no replicas, and
+        takes the plan that is quickest by the rates.
     rates: what tokens and copies cost; without them, "time" plans as "balance" does.
     """
 

@@ -63,7 +63,8 @@ def as_loads(loads: Any, topology: Topology) -> IntArray:
         )
     counts = np.array(array, dtype=np.int64, order="C")
     # As unsigned numbers, negative ones are the largest: one pass finds both kinds of nonsense.
-    if counts.view(np.uint64).max() > MAX_TOTAL or counts.sum() > MAX_TOTAL:
+    largest = int(counts.view(np.uint64).max(initial=0))
+    if largest * counts.size > MAX_TOTAL and (largest > MAX_TOTAL or counts.sum() > MAX_TOTAL):
         _refuse(array)
     return counts
 

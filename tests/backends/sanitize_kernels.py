@@ -14,13 +14,22 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from itertools import product
 
 import numpy as np
 import torch
 from test_kernel_examples import EXAMPLES, RUNNER
 
 import ultraep
-from ultraep import BalancedMoE, Balancer, ControlPlane, LocalPeers, Topology
+from ultraep import (
+    BalanceConfig,
+    BalancedMoE,
+    Balancer,
+    ControlPlane,
+    LocalPeers,
+    Rates,
+    Topology,
+)
 from ultraep.backends.triton import board as boards
 from ultraep.backends.triton import reducer
 from ultraep.backends.triton.board import Board
@@ -34,9 +43,11 @@ DEVICE = default_device()
 def control() -> None:
     """Counts, plans and routes, of several settings."""
     rng = np.random.default_rng(0)
-    for options in ({}, {"slots": 2, "domain": 4}, {"slots": 0}):
+    by_time = BalanceConfig(rates=Rates(row=1000, copy=20_000, each=1000))
+    settings = product(({}, {"slots": 2, "domain": 4}, {"slots": 0}), (None, by_time))
+    for options, config in settings:
         topology = Topology(ranks=8, experts=32, **options)
-        plane = ControlPlane(topology, rows=600, device=DEVICE)
+        plane = ControlPlane(topology, config, rows=600, device=DEVICE)
         ids = torch.from_numpy(np.minimum(rng.geometric(0.2, (200, 3)) - 1, 31)).to(DEVICE)
         loads = plane.count(ids)[None].repeat(8, 1)
         plan = plane.plan(loads)

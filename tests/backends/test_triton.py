@@ -28,13 +28,16 @@ import ultraep
 from ultraep import BalanceConfig, ControlPlane, Rates, Topology, backends, workload
 from ultraep.backends.reference.circles import VARIANTS, close_circles
 from ultraep.backends.reference.members import Domain, alias, window
+from ultraep.backends.reference.place import attempts_of, shared_threshold, solve
 from ultraep.backends.reference.reroute import stride
 from ultraep.backends.triton.counter import ROWS, TOKENS, Counter
 from ultraep.backends.triton.device import default_device, interpreted
 from ultraep.backends.triton.kernels import place
+from ultraep.backends.triton.kernels.quickest import LIMITED
 from ultraep.backends.triton.kernels.reroute import place_on_line
 from ultraep.backends.triton.planner import Planner
 from ultraep.backends.triton.rerouter import strides
+from ultraep.config import NO_RATES, rungs_of
 from ultraep.reroute import reroute, reroute_dense, rows_received
 
 DEVICE = default_device()
@@ -122,10 +125,10 @@ def test_rates_may_change_between_plans():
     loads, topology = NAMED["zipf_two_slots"]
     control = control_of(topology, BalanceConfig(rates=Rates(row=1)))
     for rates in (Rates(row=1000), Rates(row=1000, each=50_000), Rates(row=1, layer=10**9)):
-        control._planner.rates.copy_(torch.tensor(rates.numbers))
+        control._planner.use(rates.numbers)
         found = control.plan(on_device(loads)).to_host()
         assert_same(found, ultraep.plan(loads, topology, BalanceConfig(rates=rates)))
-    control._planner.rates.zero_()
+    control._planner.use(NO_RATES)
     assert_same(control.plan(on_device(loads)).to_host(), ultraep.plan(loads, topology))
 
 
@@ -267,14 +270,14 @@ def assert_members_agree(loads, topology, config):
     with mock.patch.object(place, "search"):
         planner.plan(on_device(loads))
     for index, domain in enumerate(domains_of(topology, config, loads)):
-        threshold, slack, *facts = planner.facts[index, 0].tolist()
+        threshold, slack, *facts = planner.facts[index].tolist()
         assert slack == (threshold > domain.mean)
         for member, attempt in enumerate(members()[: planner.members if slack else 1]):
             wanted = attempt(domain, threshold)
             assert copies_in(planner, index, member) == sorted(wanted.copies, key=by_host(wanted))
             assert planner.attempt_loads[index, member].tolist() == wanted.rank_loads
             measures = [wanted.peak, len(wanted.copies), wanted.fanout, wanted.egress]
-            assert facts[5 * member : 5 * member + 5] == [*measures, wanted.ingress]
+            assert facts[4 * member : 4 * member + 4] == measures
 
 
 def by_host(attempt):
@@ -289,6 +292,54 @@ def test_all_members_make_the_attempts_of_the_reference(problem, tolerance, leas
     loads, topology = problem
     config = BalanceConfig(tolerance=tolerance, min_tokens_per_replica=least)
     assert_members_agree(loads, topology, config)
+
+
+def assert_attempts_agree(loads, topology, config):
+    """All attempts of a plan by time, those that are not taken too."""
+    planner = control_of(topology, config)._planner
+    planner.plan(on_device(loads))
+    domains = list(domains_of(topology, config, loads))
+    rungs = [shared_threshold(domains, parts) for parts in rungs_of(config.tolerance_parts)]
+    exact = [solve(domain, alias(domain, rungs[0])) for domain in domains]
+    limited, others = attempts_of(domains, rungs, few_links=config.rates.copy > 0)
+    first = 1 if limited else 1 + LIMITED.value
+    assert planner.tried == first + len(limited) + len(others)
+    for number, attempts in enumerate(limited + others, start=first):
+        for index, wanted in enumerate(attempts):
+            buffer, peak, made, transfers, at_home = planner.outcomes[index, number].tolist()
+            assert buffer == number
+            assert copies_in(planner, index, number) == sorted(wanted.copies, key=by_host(wanted))
+            assert planner.attempt_loads[index, number].tolist() == wanted.rank_loads
+            assert peak == (wanted.threshold if wanted.peak <= wanted.threshold else MAX_TOTAL)
+            assert (made, transfers) == (len(wanted.copies), wanted.transfers)
+            assert at_home == max(domains[index].rank_loads)
+    for index, wanted in enumerate(exact):
+        found = [wanted.peak, len(wanted.copies), wanted.transfers]
+        assert planner.outcomes[index, 0, 1:4].tolist() == found
+
+
+@only_interpreted
+@few
+@given(problems(), timed_configs)
+def test_all_attempts_by_time_are_those_of_the_reference(problem, config):
+    assert_attempts_agree(*problem, config)
+
+
+FEW_LINKS = BalanceConfig(rates=Rates(row=1000, copy=20_000, each=500))
+
+
+@pytest.mark.parametrize("name", ["zipf_two_slots", "unclosable", "lognormal_domains", "wide"])
+@pytest.mark.parametrize("copy", [0, 20_000])
+def test_plans_by_time_of_named_cases(name, copy):
+    loads, topology = NAMED[name]
+    config = BalanceConfig(rates=Rates(row=1000, copy=copy, each=500))
+    assert_same(planned(loads, topology, config), ultraep.plan(loads, topology, config))
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_plans_by_time_of_large_domains(name, by_groups):
+    loads, topology = LARGE[name]
+    assert_same(planned(loads, topology, FEW_LINKS), ultraep.plan(loads, topology, FEW_LINKS))
 
 
 def test_members_of_large_domains_make_the_attempts_of_the_reference(by_groups):
@@ -653,6 +704,9 @@ def run_all(loads, topology, config, ids, rank):
         ("no_slots", LOOSE),
         ("unclosable", BalanceConfig()),
         ("near_overflow", BalanceConfig()),
+        ("unclosable", FEW_LINKS),
+        ("no_slots", FEW_LINKS),
+        ("a_rank_without_homes", FEW_LINKS),
     ],
 )
 def test_no_kernel_leaves_its_tensors(name, config):
@@ -662,7 +716,10 @@ def test_no_kernel_leaves_its_tensors(name, config):
     ids = on_device(rng.integers(-2, topology.experts + 2, (ROWS // 2 + 1, 2)))
     with watched() as watch:
         run_all(on_device(loads), topology, config, ids, topology.ranks - 1)
-    assert watch.kernels >= KERNEL_NAMES - (set() if topology.slots else {"split"})
+    wanted = KERNEL_NAMES - (set() if topology.slots else {"split"})
+    if config.rates:
+        wanted = wanted - {"search"} | {"try_rungs"}
+    assert watch.kernels >= wanted
 
 
 @only_interpreted
@@ -676,13 +733,15 @@ def test_no_kernel_of_large_domains_leaves_its_tensors(by_groups):
 
 @only_interpreted
 @pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
-@pytest.mark.parametrize(("bits", "tolerance"), [(31, 0.0), (62, 0.1)])
-def test_loads_that_are_none_lead_nowhere_either(bits, tolerance):
+@pytest.mark.parametrize(
+    ("bits", "config"),
+    [(31, BalanceConfig()), (62, BalanceConfig(tolerance=0.1)), (31, FEW_LINKS), (62, FEW_LINKS)],
+)
+def test_loads_that_are_none_lead_nowhere_either(bits, config):
     """They are counted as a fault; until that is read, the kernels go on with them."""
     topology = Topology(ranks=4, experts=8, slots=2)
     rng = np.random.default_rng(bits)
     loads = on_device(rng.integers(-(2**bits), 2**bits, (4, 8)))
-    config = BalanceConfig(tolerance=tolerance)
     with watched():
         control = run_all(loads, topology, config, torch.zeros(9, 1, dtype=torch.int32), 1)
     with pytest.raises(ultraep.LoadError, match="loads are negative, or add up to more"):

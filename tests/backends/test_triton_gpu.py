@@ -6,7 +6,7 @@ import torch
 from cases import distinct_ids, draw_ids, plan_of
 
 import ultraep
-from ultraep import BalanceConfig, ControlPlane, Topology, workload
+from ultraep import BalanceConfig, ControlPlane, Rates, Topology, workload
 from ultraep.reroute import reroute, reroute_dense
 
 pytestmark = [
@@ -24,6 +24,8 @@ TOPOLOGIES = {
 CONFIGS = {
     "exact": BalanceConfig(),
     "loose": BalanceConfig(tolerance=0.05, locality=False, min_tokens_per_replica=3),
+    "few links": BalanceConfig(rates=Rates(row=1000, copy=20_000, layer=3000)),
+    "few copies": BalanceConfig(rates=Rates(row=1000, each=5000), tolerance=0.02),
 }
 
 
@@ -61,9 +63,13 @@ def test_random_plans(topology, config):
     control.check()
 
 
-@pytest.mark.parametrize("tolerance", [0.0, 0.01])
-def test_a_plan_of_1024_ranks(tolerance):
-    topology, config = Topology(ranks=1024, experts=4096), BalanceConfig(tolerance=tolerance)
+@pytest.mark.parametrize(
+    "config",
+    [BalanceConfig(), BalanceConfig(tolerance=0.01), CONFIGS["few links"]],
+    ids=["exact", "loose", "few links"],
+)
+def test_a_plan_of_1024_ranks(config):
+    topology = Topology(ranks=1024, experts=4096)
     control = ControlPlane(topology, config, rows=0, device=CUDA)
     for seed in range(3):
         loads = workload.zipf(1024, 4096, ratio=3.0, tokens=512, shuffled=True, seed=seed)

@@ -67,7 +67,7 @@ def test_the_past_is_that_of_the_layer():
         (["--ranks", 4, "--window", 20, "--experts", 7], "between 8 and 1048576, got 7"),
         (["--ranks", 4, "--window", 20, "--experts", 10**20], "got 100000000000000000000"),
         (["--ranks", 3, "--window", 30], "8 experts do not divide evenly over 3 ranks"),
-        (["--ranks", 10, "--window", 10, "--experts", 1 << 20], "at most 268435456"),
+        (["--ranks", 10, "--window", 10, "--experts", 1 << 20], "at most 33,554,432"),
     ],
 )
 def test_what_cannot_be_counted_is_one_line(routing, options, told):

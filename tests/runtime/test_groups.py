@@ -32,7 +32,7 @@ def test_processes_that_have_not_met_are_refused(monkeypatch):
     assert Balancer("alone", experts=8).comm.size == 1
 
 
-@pytest.mark.parametrize("group", ["everyone", object(), -100], ids=str)
+@pytest.mark.parametrize("group", ["everyone", 1.5, -100])
 def test_what_is_no_group_is_refused(group):
     with pytest.raises(ConfigError, match="or 'alone', got"):
         Balancer(group, experts=8)

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 import ultraep
 from ultraep import BalanceConfig, ConfigError, PlanError, Rates, Topology, workload
 from ultraep.backends.reference.circles import FULLEST, close_circles
-from ultraep.backends.reference.members import Domain
-from ultraep.config import PARTS, rungs_of
+from ultraep.backends.reference.members import Domain, alias, thrifty
+from ultraep.backends.reference.place import attempts_of, shared_threshold
+from ultraep.config import rungs_of
 
 
 @given(problems(), configs)
@@ -99,29 +100,66 @@ def time_of(plan, rates):
 
 @given(problems(), timed_configs)
 def test_neither_no_copies_nor_the_best_balance_is_quicker(problem, config):
+    """Above the mean, plans for balance close circles, which plans by time do not."""
     loads, topology = problem
-    rates = config.rates
+    assume(topology.domain == topology.ranks)
+    config = dataclasses.replace(config, tolerance=0.0)
     plan = ultraep.plan(loads, topology, config)
     plan.check(loads)
     for change in ({"policy": "none"}, {"objective": "balance"}):
-        other = dataclasses.replace(config, **change)
-        assert time_of(plan, rates) <= time_of(ultraep.plan(loads, topology, other), rates)
+        other = ultraep.plan(loads, topology, dataclasses.replace(config, **change))
+        assert time_of(plan, config.rates) <= time_of(other, config.rates)
 
 
 @given(problems(), timed_configs)
-def test_no_larger_tolerance_is_quicker(problem, config):
-    """With the threshold for the fullest rank, which is what a larger tolerance counts with."""
+def test_no_attempt_is_quicker(problem, config):
+    """Not all of them are made by the backend for CPUs."""
     loads, topology = problem
     assume(topology.domain == topology.ranks)
-    rates, total = config.rates, int(loads.sum())
-    taken = time_of(ultraep.plan(loads, topology, config), rates)
-    for parts in rungs_of(config.tolerance_parts)[1:]:
-        fixed = dataclasses.replace(config, objective="balance", tolerance=parts / PARTS)
-        other = ultraep.plan(loads, topology, fixed)
-        most = total * (PARTS + parts) // (topology.ranks * PARTS)
-        if other.rank_loads.max() <= most:
-            transfers = max(other.max_ingress, other.max_egress)
-            assert taken <= rates.time(peak=most, transfers=transfers, copies=other.num_replicas)
+    tokens = dict(enumerate(loads.sum(axis=0).tolist()))
+    homes = [topology.home_experts(rank).tolist() for rank in range(topology.ranks)]
+    least = config.min_tokens_per_replica
+    domain = Domain(homes, tokens, topology.slots, least, config.replica_limit)
+    taken = time_of(ultraep.plan(loads, topology, config), config.rates)
+    rungs = [shared_threshold([domain], parts) for parts in rungs_of(config.tolerance_parts)]
+    _, others = attempts_of([domain], rungs, few_links=config.rates.copy > 0)
+    for (attempt,), threshold in zip(others, rungs[1:], strict=True):
+        if attempt.peak <= threshold:
+            transfers, copies = attempt.transfers, len(attempt.copies)
+            assert taken <= config.rates.time(peak=threshold, transfers=transfers, copies=copies)
+
+
+def test_a_surplus_that_fits_one_host_goes_there_alone():
+    """Rank 0 has 5 too many, rank 1 has room for 6; the emptiest rank would take 8 from it."""
+    domain = Domain(
+        [[0], [1], [2], [3]], dict(enumerate([17, 6, 4, 12])), slots=1, min_tokens=1, max_replicas=4
+    )
+    assert alias(domain, 12).copies == [(0, 2, 8)]
+    assert thrifty(domain, 12, links=1).copies == [(0, 1, 5)]
+
+
+def test_with_fewer_links_fewer_experts_may_go():
+    """Rank 0 has two experts of 10, and 10 tokens too many for a threshold of 12."""
+    domain = Domain(
+        [[0, 1, 2], [3], [4]], dict(enumerate([10, 10, 2, 6, 6])), 1, min_tokens=1, max_replicas=3
+    )
+    assert [domain.least_peak(links) for links in (1, 2, 3)] == [12, 2, 0]
+    assert [domain.fewest_links(threshold) for threshold in (11, 12)] == [2, 1]
+    assert {expert for expert, _, _ in thrifty(domain, 12, links=1).copies} == {0}
+    assert {expert for expert, _, _ in thrifty(domain, 12, links=2).copies} == {0, 1}
+
+
+def test_links_that_cost_something_are_saved():
+    """The exact plan takes tokens of both experts of rank 0; with one link, 12 is reached."""
+    topology = Topology(ranks=3, experts=9, homes=[0, 0, 0, 1, 1, 1, 2, 2, 2])
+    loads = np.zeros((3, 9), dtype=int)
+    loads[0] = [10, 10, 2, 2, 2, 2, 2, 2, 2]
+    plans = [
+        ultraep.plan(loads, topology, BalanceConfig(rates=Rates(row=1000, copy=copy)))
+        for copy in (0, 1500, 10**6)
+    ]
+    assert [plan.max_egress for plan in plans] == [2, 1, 0]
+    assert [int(plan.rank_loads.max()) for plan in plans] == [12, 12, 22]
 
 
 def test_a_circle_needs_experts_that_are_hot_enough():
@@ -163,7 +201,7 @@ def test_without_rates_time_is_balance():
 
 
 def test_the_ladder_begins_with_the_tolerance():
-    assert rungs_of(0)[:3] == [0, 2_500, 5_000]
+    assert rungs_of(0)[:3] == [0, 5_000, 10_000]
     assert rungs_of(5_000)[:2] == [5_000, 10_000]
     assert rungs_of(10**9) == [10**9]
 

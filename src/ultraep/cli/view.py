@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import webbrowser
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ultraep.cli.options import Force
+from ultraep.cli.terminal import complain
 from ultraep.errors import BackendUnavailable, ConfigError, FileError
 from ultraep.outputs import check_targets, is_stream
 
@@ -68,19 +68,15 @@ def command(
     if export is not None and live:
         raise ConfigError("--export writes what is there now: it does not go with --live")
     check_targets((export, "page"), force=force)
-    catalogue = Catalogue(paths, live=live, tell=_tell)
+    catalogue = Catalogue(paths, live=live, tell=complain)
     for error in catalogue.errors:
-        _tell(error)
+        complain(error)
     if not catalogue.usable:
         raise FileError("none of this can be shown")
     if export is not None:
         _export(catalogue, export)
     else:
         _serve(catalogue, host, port, open_browser)
-
-
-def _tell(error: str) -> None:
-    print(f"ultraep: {' '.join(error.split())}", file=sys.stderr)
 
 
 def _export(catalogue: Catalogue, path: Path) -> None:

@@ -8,6 +8,7 @@ import numpy as np
 from numba import njit
 
 from ultraep.backends.cpu.members import (
+    fullest_that_can,
     hottest,
     hottest_of_all,
     move,
@@ -97,18 +98,6 @@ def pair_that_leaves_one(
     if partner < 0:
         return -1, -1
     return (partner, anchor) if hosted else (anchor, partner)
-
-
-@njit(cache=True)
-def fullest_that_can(need, line, donors, heat):
-    """The fullest donor that can give it all; if none can, the one with the hottest expert."""
-    found = 0
-    for place in range(donors):
-        if heat[line[place]] >= need:
-            return place
-        if heat[line[place]] > heat[line[found]]:
-            found = place
-    return found
 
 
 @njit(cache=True)

@@ -1,9 +1,10 @@
-"""The members of the portfolio: small greedy rules that can meet a threshold.
+"""Small greedy rules that can meet a threshold; `place.py` chooses among their attempts.
 
     alias     the emptiest rank takes from the fullest, exactly what it lacks
+    thrifty   the same, but a surplus that fits tightly into one host goes there alone
     window    every donor gives its surplus to as few hosts as possible, and to the tightest such
 
-and, in `circles.py`, a rule that closes small groups of ranks. `place.py` chooses.
+and, in `circles.py`, a rule that closes small groups of ranks.
 """
 
 from __future__ import annotations
@@ -11,6 +12,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import count
+
+from ultraep.config import UNLIMITED
 
 
 @dataclass
@@ -32,22 +36,44 @@ class Domain:
         """The mean rank load, rounded up."""
         return -(-sum(self.rank_loads) // len(self.experts))
 
+    def hottest(self, rank: int, number: int) -> list[int]:
+        """The home experts with the most tokens; the lower index on a tie."""
+        return sorted(self.experts[rank], key=lambda e: (-self.load[e], e))[:number]
+
+    def least_peak(self, links: int) -> int:
+        """The peak that is left if every rank gives away all tokens of its hottest experts."""
+        return max(
+            load - sum(self.load[e] for e in self.hottest(rank, links))
+            for rank, load in enumerate(self.rank_loads)
+        )
+
+    def fewest_links(self, threshold: int) -> int:
+        """The fewest experts that each rank must be able to give away to get to the threshold."""
+        return next(links for links in count(1) if self.least_peak(links) <= threshold)
+
 
 @dataclass
 class Attempt:
-    """A plan under construction: loads so far, tokens still at home, free slots, copies made."""
+    """A plan under construction: loads so far, tokens still at home, free slots, copies made.
+
+    links: most replicas that a rank may receive, and most of its experts that it may give away.
+    """
 
     domain: Domain
     threshold: int
+    links: int = UNLIMITED
     rank_loads: list[int] = field(init=False)
     at_home: dict[int, int] = field(init=False)
+    movable: list[list[int]] = field(init=False)
     free_slots: list[int] = field(init=False)
     copies: list[tuple[int, int, int]] = field(default_factory=list)  # expert, host, quota
 
     def __post_init__(self) -> None:
         self.rank_loads = self.domain.rank_loads
         self.at_home = dict(self.domain.load)
-        self.free_slots = [self.domain.slots] * len(self.rank_loads)
+        ranks = range(len(self.rank_loads))
+        self.movable = [self.domain.hottest(rank, self.links) for rank in ranks]
+        self.free_slots = [min(self.domain.slots, self.links)] * len(ranks)
 
     @property
     def peak(self) -> int:
@@ -79,8 +105,8 @@ class Attempt:
         return max(self.ingress, self.egress)
 
     def hottest(self, rank: int) -> int:
-        """The home expert with the most tokens still at home; the lower index on a tie."""
-        return max(self.domain.experts[rank], key=lambda e: (self.at_home[e], -e))
+        """The movable expert with the most tokens still at home; the lower index on a tie."""
+        return max(self.movable[rank], key=lambda e: (self.at_home[e], -e))
 
     def heat(self, rank: int) -> int:
         """Tokens of the hottest expert."""
@@ -137,6 +163,43 @@ def take(attempt: Attempt, host: int) -> bool:
         return False
     attempt.copy(attempt.hottest(donor), donor, host, quota)
     return True
+
+
+def thrifty(domain: Domain, threshold: int, links: int) -> Attempt:
+    """`alias`, but a surplus that fits tightly into one host goes there alone.
+
+    One replica then settles two ranks, and the room that is left on the host is wasted. All ranks
+    together can waste the slack; one donor may waste an even share of it.
+    """
+    attempt = Attempt(domain, threshold, links)
+    ranks = range(len(domain.experts))
+    slack = threshold * len(ranks) - sum(attempt.rank_loads)
+    while attempt.peak > threshold and not attempt.full:
+        donors = [r for r in ranks if attempt.rank_loads[r] > threshold]
+        donor, host = _tightest_pair(attempt, donors)
+        surplus = attempt.rank_loads[donor] - threshold
+        wasted = attempt.room(host) - surplus
+        if wasted >= 0 and wasted * len(donors) <= slack:
+            attempt.copy(attempt.hottest(donor), donor, host, surplus)
+            attempt.free_slots[host] = 0
+            slack -= wasted
+        elif not take(attempt, max(ranks, key=lambda r: (attempt.room(r), -r))):
+            break
+    return attempt
+
+
+def _tightest_pair(attempt: Attempt, donors: list[int]) -> tuple[int, int]:
+    """The smallest surplus that one expert can carry, and the host with the least room for it.
+
+    The higher rank on a tie. If there is no such pair, any donor twice: it has no room.
+    """
+    surplus = {r: attempt.rank_loads[r] - attempt.threshold for r in donors}
+    ready = [r for r in donors if attempt.domain.min_tokens <= surplus[r] <= attempt.heat(r)]
+    if not ready:
+        return donors[0], donors[0]
+    donor = min(ready, key=lambda r: (surplus[r], -r))
+    hosts = [r for r in range(len(attempt.rank_loads)) if attempt.room(r) >= surplus[donor]]
+    return donor, min(hosts, key=lambda r: (attempt.room(r), -r), default=donor)
 
 
 def window(domain: Domain, threshold: int) -> Attempt:

@@ -1,9 +1,8 @@
 """Which expert is copied into which rank, and how many tokens each copy serves.
 
 Every fast-link domain is solved for itself, against one threshold that all of them share:
-no rank shall serve more. Several small greedy members can meet a threshold; when none does, a
-search finds the least threshold that alias planning meets. Where time decides, several
-thresholds are tried, and the quickest plan is taken.
+no rank shall serve more. When no attempt meets it, a search finds the least threshold that alias
+planning meets. Where time decides, several thresholds are tried, and the quickest plan is taken.
 
 Shapes: R ranks, E experts, C copies. `first_of_rank[r]..first_of_rank[r + 1]` are the places of
 rank r's home experts in `experts_by_rank`.
@@ -16,17 +15,18 @@ import numpy as np
 from ultraep.arrays import IntArray
 from ultraep.backends.reference.bound import lower_bound_of_domain
 from ultraep.backends.reference.circles import MOST_RANKS, VARIANTS, close_circles
-from ultraep.backends.reference.members import Attempt, Domain, alias, window
-from ultraep.config import PARTS, Rates, rungs_of
+from ultraep.backends.reference.members import Attempt, Domain, alias, thrifty, window
+from ultraep.config import PARTS, UNLIMITED, Rates, rungs_of
 
 GUESSES = 4  # of the search, before it bisects
+LINKS = (1, 2)  # that are tried, though they may not suffice for the tolerance that is asked for
 
 
-def probe(domain: Domain, threshold: int, copy: int = 0, each: int = 0) -> Attempt:
+def probe(domain: Domain, threshold: int) -> Attempt:
     """The best attempt at this threshold: the lowest peak above it.
 
-    Then that whose copies take the least time, by these rates. Then the fewest copies, then the
-    lowest fan-out, then the fewest experts that one rank gives away.
+    Then the fewest copies, then the lowest fan-out, then the fewest experts that one rank gives
+    away.
     """
     attempts = [alias(domain, threshold)]
     if threshold > domain.mean:
@@ -34,27 +34,20 @@ def probe(domain: Domain, threshold: int, copy: int = 0, each: int = 0) -> Attem
         if len(domain.experts) <= MOST_RANKS:
             attempts += [close_circles(domain, threshold, *variant) for variant in VARIANTS]
 
-    def cost(a: Attempt) -> tuple[int, int, int, int, int]:
-        copies = len(a.copies)
-        return (
-            max(a.peak, threshold),
-            copy * a.transfers + each * copies,
-            copies,
-            a.fanout,
-            a.egress,
-        )
+    def cost(a: Attempt) -> tuple[int, int, int, int]:
+        return max(a.peak, threshold), len(a.copies), a.fanout, a.egress
 
     return min(attempts, key=cost)
 
 
-def solve(domain: Domain, threshold: int) -> Attempt:
-    """The best attempt at the threshold, or at the least one above it that alias planning meets.
+def solve(domain: Domain, best: Attempt) -> Attempt:
+    """The best attempt at a threshold, or at the least one above it that alias planning meets.
 
     An attempt that fails says where the next may succeed: the peak comes down in proportion as the
     threshold goes up. When one has succeeded, the threshold below it is tried; bisection does the
     rest.
     """
-    best = probe(domain, threshold)
+    threshold = best.threshold
     if best.peak <= threshold:
         return best
     bound = lower_bound_of_domain(domain.experts, domain.load, domain.slots, domain.max_replicas)
@@ -119,11 +112,12 @@ def place(
         ]
         load = {e: int(expert_loads[e]) for experts in homes for e in experts}
         domains.append(Domain(homes, load, slots, min_tokens, max_replicas))
-    threshold = shared_threshold(domains, tolerance_parts)
-    attempts = [solve(d, threshold) for d in domains]
     if row:
         rates = Rates(row=row, copy=copy, each=each, layer=layer)
-        attempts = quickest(domains, attempts, tolerance_parts, rates)
+        attempts = quickest(domains, tolerance_parts, rates)
+    else:
+        threshold = shared_threshold(domains, tolerance_parts)
+        attempts = [solve(d, probe(d, threshold)) for d in domains]
     copies = [
         (expert, index * domain + host, quota)
         for index, attempt in enumerate(attempts)
@@ -140,29 +134,57 @@ def shared_threshold(domains: list[Domain], tolerance_parts: int) -> int:
     )
 
 
-def quickest(
-    domains: list[Domain], first: list[Attempt], tolerance_parts: int, rates: Rates
-) -> list[Attempt]:
-    """The quickest of all rungs of the ladder, and of no copies at all.
+def quickest(domains: list[Domain], tolerance_parts: int, rates: Rates) -> list[Attempt]:
+    """The quickest of the exact plan, of attempts at larger thresholds, and of no copies.
 
-    Then the fewest copies, then the lowest fan-out, then the lower rung. The lowest rung is solved
-    and has the time of what it reaches. The others are attempted once: one that is met has the time
-    of its threshold, and where one cannot be met, the lowest has found what can.
+    Then the one with the fewest copies, then the first one. The exact plan is solved and has the
+    time of the peak that it reaches. An attempt has the time of its threshold, and does not count
+    if it does not meet it.
     """
-    plans = [(first, 0)]
-    for parts in rungs_of(tolerance_parts)[1:]:
-        threshold = shared_threshold(domains, parts)
-        attempts = [probe(d, threshold, rates.copy, rates.each) for d in domains]
-        if max(a.peak for a in attempts) <= threshold:
-            plans.append((attempts, threshold))
-    plans.append(([Attempt(d, threshold=0) for d in domains], 0))
+    rungs = [shared_threshold(domains, parts) for parts in rungs_of(tolerance_parts)]
+    exact = [solve(d, alias(d, rungs[0])) for d in domains]
+    plans = [(max(a.peak for a in exact), exact)]
+    limited, others = attempts_of(domains, rungs, few_links=rates.copy > 0)
+    limited = [attempts for attempts in limited if most_transfers(attempts) < most_transfers(exact)]
+    for attempts in limited + others:
+        if all(a.peak <= a.threshold for a in attempts):
+            plans.append((max(a.threshold for a in attempts), attempts))
+    none = [Attempt(d, threshold=0) for d in domains]
+    plans.append((max(a.peak for a in none), none))
 
-    def cost(plan: tuple[list[Attempt], int]) -> tuple[int, int, int]:
-        attempts, threshold = plan
+    def cost(plan: tuple[int, list[Attempt]]) -> tuple[int, int]:
+        peak, attempts = plan
         copies = sum(len(a.copies) for a in attempts)
-        transfers = max(a.transfers for a in attempts)
-        peak = max(threshold, *(a.peak for a in attempts))
-        time = rates.time(peak=peak, transfers=transfers, copies=copies)
-        return time, copies, max(a.fanout for a in attempts)
+        return rates.time(peak=peak, transfers=most_transfers(attempts), copies=copies), copies
 
-    return min(plans, key=cost)[0]
+    return min(plans, key=cost)[1]
+
+
+def attempts_of(
+    domains: list[Domain], rungs: list[int], few_links: bool
+) -> tuple[list[list[Attempt]], list[list[Attempt]]]:
+    """Attempts at the lowest rung that may need fewer links than the exact plan; at all others.
+
+    If links cost anything, each rung is attempted with the fewest links that it needs. With even
+    fewer links, the threshold is the least one that they can meet.
+    """
+
+    def attempts(thresholds: list[int], links: int | None) -> list[Attempt]:
+        return [
+            thrifty(domain, threshold, links or domain.fewest_links(threshold))
+            for domain, threshold in zip(domains, thresholds, strict=True)
+        ]
+
+    lowest, *higher = ([threshold] * len(domains) for threshold in rungs)
+    if not few_links:
+        return [], [attempts(thresholds, UNLIMITED) for thresholds in higher]
+    limited = [attempts(lowest, None)]
+    for links in LINKS:
+        floors = [max(rungs[0], domain.least_peak(links)) for domain in domains]
+        limited.append(attempts(floors, links))
+    return limited, [attempts(thresholds, None) for thresholds in higher]
+
+
+def most_transfers(attempts: list[Attempt]) -> int:
+    """Most replicas that one rank receives, or experts that it gives away, in any domain."""
+    return max(a.transfers for a in attempts)

@@ -13,7 +13,8 @@ import torch
 
 from ultraep.arrays import IntArray
 from ultraep.backends.reference.circles import MOST_RANKS
-from ultraep.backends.triton.kernels import groups, place, quickest, split, state
+from ultraep.backends.triton.kernels import groups, place, rungs, split, state
+from ultraep.backends.triton.kernels.quickest import LIMITED
 from ultraep.backends.triton.launch import cdiv, power_of_2, quick
 from ultraep.config import NO_RATES, rungs_of
 from ultraep.errors import ConfigError
@@ -28,7 +29,7 @@ class Planner:
     `plan` only launches kernels, and always the same ones: it can be captured in a graph. The
     results stand in tensors that the next call overwrites; rows behind the last copy are -1 or 0.
     `places`: where each of them begins and ends in `result`, and its shape.
-    `rates`: what tokens and copies cost, 64-bit numbers; others may be put there between plans.
+    rates: what tokens and copies cost; `use` changes them between plans.
     timed: whether time may decide, though there are no rates yet.
     """
 
@@ -59,15 +60,17 @@ class Planner:
         self.domains = self.ranks // domain
         self.limit = min(max_replicas, domain * slots)
         self.min_tokens = min(min_tokens, 2**31 - 1)
-        self.timed = timed or rates != NO_RATES
-        ladder = rungs_of(tolerance_parts) if self.timed else [tolerance_parts]
-        self.rungs, self.slack = len(ladder), ladder[-1] > 0 or self.domains > 1
+        self.parts, self.slack = tolerance_parts, tolerance_parts > 0 or self.domains > 1
+        may_be_timed = timed or rates != NO_RATES
+        tolerances = [tolerance_parts] * LIMITED.value + rungs_of(tolerance_parts)
+        self.tried = len(tolerances) if may_be_timed else 0
         self.homes = max(1, int(np.diff(first_of_rank).max()))
         self.max_fanout = domain  # whatever the limit: plans of others may be adopted
         self._pad()
         self._tables(experts_by_rank, first_of_rank, device)
         self._allocate(device)
-        self.ladder = torch.tensor(ladder, dtype=INT, device=device)
+        self.tolerances = torch.tensor(tolerances, dtype=INT, device=device)
+        self.timed = rates != NO_RATES
         self.rates = torch.tensor(rates, dtype=torch.int64, device=device)
         self._rates = {rates: self.rates}
 
@@ -80,7 +83,7 @@ class Planner:
                 found[index].fill_(number)
             if not (found.is_cuda and torch.cuda.is_current_stream_capturing()):
                 self._rates[rates] = found  # else a graph fills them, and nobody else may read them
-        self.rates = found
+        self.rates, self.timed = found, self.tried > 0 and rates != NO_RATES
 
     def _pad(self) -> None:
         power = power_of_2
@@ -98,6 +101,7 @@ class Planner:
         self.by_groups = self.G >= 256
         self.in_circles = self.slack and self.domain <= MOST_RANKS
         self.members = 1 + self.slack + self.in_circles * state.VARIANTS.value
+        self.buffers = max(self.members, self.tried) + 3
         # Members that close circles look at every pair of ranks.
         pairs = self.G * self.G if self.in_circles else 0
         self.first_warps = max(self.warps, min(8, pairs // 1024))
@@ -111,9 +115,8 @@ class Planner:
     @property
     def shape(self) -> dict[str, Any]:
         """What kernels that attempt a plan are compiled for."""
-        held = power_of_2(max(1, self.held))
-        tile = {"H": self.H, "G": self.G, "HELD": held, "ONE_SLOT": self.slots == 1}
-        return tile | {"RUNGS": self.rungs, "MEMBERS": self.members}
+        tile = {"H": self.H, "G": self.G, "HELD": power_of_2(max(1, self.held))}
+        return tile | {"ONE_SLOT": self.slots == 1, "BUFFERS": self.buffers}
 
     @property
     def step_over_domains(self) -> int:
@@ -152,15 +155,14 @@ class Planner:
 
         copies = max(1, self.ranks * self.slots)  # without slots, one row that is never used
         self.expert_loads = numbers(self.experts)
-        tried, rungs = self.rungs * self.members, (self.domains, self.rungs)
-        buffers = state.buffers_of(self.rungs, self.members)
-        self.attempts = numbers(self.domains, buffers, 2, max(1, self.held))
-        self.attempt_loads = numbers(self.domains, buffers, self.domain)
-        self.facts = numbers(*rungs, state.facts_size(self.members))
-        self.outcomes = numbers(*rungs, state.OUTCOMES.value)
-        self.counts = numbers(self.domains, tried if tried > 1 else 0, self.H * self.G)
+        self.attempts = numbers(self.domains, self.buffers, 2, max(1, self.held))
+        self.attempt_loads = numbers(self.domains, self.buffers, self.domain)
+        self.facts = numbers(self.domains, state.facts_size(self.members))
+        self.outcomes = numbers(self.domains, self.tried, state.OUTCOMES.value)
+        self.finished = numbers(1)  # programs of a launch
+        self.counts = numbers(self.domains, self.members, self.H * self.G)
         if self.by_groups:
-            self.work = numbers(*rungs, state.work_size(self.H, self.G))
+            self.work = numbers(self.domains, state.work_size(self.H, self.G))
         self.scratch = numbers(self.domains, state.scratch_size(self.H, self.G))
         self.found = torch.full((2, copies), 2**31 - 1, dtype=INT, device=device)
         self.faults = numbers(1)  # loads that are negative, or too many
@@ -214,52 +216,77 @@ class Planner:
         """The copies of every domain, where they are held, and what every rank serves."""
         if self.by_groups:
             self._first_by_groups()
+        if self.timed:
+            self._try_rungs()
+            return
         if self.slack:
             self._first_try()
         self._search(first=not (self.slack or self.by_groups))
-        if self.timed:
-            self._quickest()
 
     def _first_by_groups(self) -> None:
-        quick(groups.first_by_groups)[(self.domains, self.rungs)](
+        quick(groups.first_by_groups)[(self.domains,)](
             self.home,
-            self.ladder,
             self.work,
             self.counts,
             self.attempts,
             self.attempt_loads,
             self.facts,
             *self.settings,
+            self.parts,
             **self.shape,
+            MEMBERS=self.members,
             num_warps=1,
         )
 
-    def _first_try(self) -> None:
-        quick(place.first_try)[(self.domains, self.members - self.by_groups, self.rungs)](
+    def _try_rungs(self) -> None:
+        quick(rungs.try_rungs)[(self.domains, self.tried)](
             self.home,
-            self.ladder,
+            self.tolerances,
+            self.rates,
+            self.counts,
+            self.attempts,
+            self.attempt_loads,
+            self.outcomes,
+            self.finished,
+            self.scratch,
+            self.expert_of_place,
+            self.first_slot_of_rank,
+            self.found,
+            self.rank_loads,
+            self.expert_of_slot,
+            *self.settings,
+            **self.shape,
+            BY_GROUPS=self.by_groups,
+            PADDED=power_of_2(self.tried),
+            STEP=self.step_over_domains,
+            SEARCH_STEP=self.step,
+            num_warps=self.warps,
+        )
+
+    def _first_try(self) -> None:
+        quick(place.first_try)[(self.domains, self.members - self.by_groups)](
+            self.home,
             self.counts,
             self.attempts,
             self.attempt_loads,
             self.facts,
             *self.settings,
+            self.parts,
             **self.shape,
+            MEMBERS=self.members,
             BY_GROUPS=self.by_groups,
             STEP=self.step_over_domains,
             num_warps=self.first_warps,
         )
 
     def _search(self, first: bool) -> None:
-        quick(place.search)[(self.domains, self.rungs)](
+        quick(place.search)[(self.domains,)](
             self.home,
-            self.rates,
             self.expert_of_place,
             self.first_slot_of_rank,
-            self.counts,
             self.attempts,
             self.attempt_loads,
             self.facts,
-            self.outcomes,
             self.scratch,
             self.found,
             self.rank_loads,
@@ -269,30 +296,10 @@ class Planner:
             self.min_tokens,
             self.limit,
             FIRST=first,
-            TIMED=self.timed,
             **self.shape,
+            MEMBERS=self.members,
             STEP=self.step,
             num_warps=self.warps,
-        )
-
-    def _quickest(self) -> None:
-        shape = {name: value for name, value in self.shape.items() if name != "ONE_SLOT"}
-        quick(quickest.quickest)[(self.domains,)](
-            self.outcomes,
-            self.rates,
-            self.expert_of_place,
-            self.first_slot_of_rank,
-            self.attempts,
-            self.attempt_loads,
-            self.found,
-            self.rank_loads,
-            self.expert_of_slot,
-            self.domains,
-            self.domain,
-            self.slots,
-            **shape,
-            PADDED=power_of_2(self.rungs),
-            num_warps=1,
         )
 
     def bounds(self) -> torch.Tensor:

@@ -1,11 +1,11 @@
-"""Twins of `alias` and `window` in `reference/members.py`: one domain, one program, in registers.
+"""Twins of the rules in `reference/members.py`: one domain, one program, in registers.
 
 The ranks of the domain stand in columns, their home experts in rows: `home_HG` are the tokens still
 at home (-1 where a rank has no such expert) and `load_G` the tokens of every rank. A reduction over
 experts then stays inside a thread, and one over ranks is one instruction of a warp.
 
 Every copy is noted at its host: `hosted` is one attempt, see `state.py`. The answer is the loads in
-the end and the number of copies.
+the end and the number of copies; of `alias` also the tokens at home and the most copies of a rank.
 """
 
 import triton
@@ -31,27 +31,32 @@ def alias(
     home_HG,
     hosted,
     threshold,
+    slack,
     ranks,
     slots,
+    usable,
     min_tokens,
     limit,
     H: tl.constexpr,
     G: tl.constexpr,
     HELD: tl.constexpr,
     ONE_SLOT: tl.constexpr,
+    THRIFTY: tl.constexpr,
     PACKED: tl.constexpr,
 ):
     """The emptiest rank takes from the fullest, exactly what it lacks.
 
+    With `THRIFTY`, a surplus that fits tightly into one host goes there alone: see `tightest_pair`.
     With `PACKED`, tokens and ranks share a number, and one reduction finds both; tokens and rows
-    of experts likewise.
+    of experts likewise.   usable: slots of a rank that may be used.
     """
     rank = tl.arange(0, G)
     row = tl.arange(0, H)[:, None]
     if PACKED:
         home_HG = home_HG * H + (H - 1 - row)
     free_all(hosted, ranks * slots, HELD)
-    free_G = tl.where(rank < ranks, slots, 0)
+    free_G = tl.where(rank < ranks, usable, 0)
+    used_G = rank * 0
     made = 0
     going = limit > 0
     while going:
@@ -62,14 +67,24 @@ def alias(
             heat_G = most_G
             hot_G = tl.min(tl.where(home_HG == most_G[None, :], row, H), 0)
         room_G = tl.where(free_G > 0, threshold - load_G, -1)
+        if THRIFTY:  # before `choose`, which branches: the reductions of both can overlap
+            tight, tight_host, tight_donor, surplus, wasted = tightest_pair(
+                room_G, load_G, heat_G, threshold, slack, min_tokens, G, PACKED
+            )
         host, donor, quota = choose(room_G, load_G, heat_G, threshold, G, PACKED)
+        filled = 1
+        if THRIFTY:
+            host = tl.where(tight, tight_host, host)
+            donor = tl.where(tight, tight_donor, donor)
+            quota = tl.where(tight, surplus, quota)
+            filled = tl.where(tight, usable, 1)
+            slack -= tl.where(tight, wasted, 0)
         going = quota >= min_tokens
         donor = tl.where(going, donor, G)  # nobody
         host = tl.where(going, host, G)
         slot = host
         if not ONE_SLOT:
-            used = slots - tl.max(tl.where(rank == host, free_G, 0), 0)
-            slot = host * slots + used
+            slot = host * slots + tl.max(tl.where(rank == host, used_G, 0), 0)
         tl.store(hosted + slot + rank * 0, hot_G * G + rank, mask=rank == donor)
         tl.store(quotas_of(hosted, ranks * slots) + slot, quota, mask=going)
         if PACKED:
@@ -79,10 +94,49 @@ def alias(
             hit_HG = (row == hot_G[None, :]) & (rank == donor)[None, :]
             home_HG -= tl.where(hit_HG, quota, 0)
         load_G += tl.where(rank == host, quota, 0) - tl.where(rank == donor, quota, 0)
-        free_G -= tl.where(rank == host, 1, 0)
+        free_G -= tl.where(rank == host, filled, 0)
+        used_G += tl.where(rank == host, 1, 0)
         made += going.to(tl.int32)
         going = going & (made < limit)
-    return load_G, made
+    if PACKED:
+        home_HG = unpack(home_HG, H)[0]
+    return load_G, home_HG, made, tl.max(used_G, 0)
+
+
+@triton.jit
+def tightest_pair(
+    room_G, load_G, heat_G, threshold, slack, min_tokens, G: tl.constexpr, PACKED: tl.constexpr
+):
+    """The smallest surplus that one expert can carry, and the host with the least room for it.
+
+    Whether there are such, and waste no more than an even share of the slack; host, donor, the
+    surplus, and what is wasted.
+    """
+    surplus_G = load_G - threshold
+    ready_G = (surplus_G >= min_tokens) & (surplus_G <= heat_G)
+    surplus, donor = smallest(surplus_G, ready_G, G, PACKED)
+    room, host = smallest(room_G, room_G >= surplus, G, PACKED)
+    donors = tl.sum((surplus_G > 0).to(tl.int32), 0)
+    wasted = (room - surplus).to(tl.int64)
+    tight = (host >= 0) & (wasted * donors <= slack)
+    return tight, host, donor, surplus, wasted
+
+
+@triton.jit
+def smallest(value_G, chosen_G, G: tl.constexpr, PACKED: tl.constexpr):
+    """The smallest value of those chosen, and the last rank that has it; `MOST`, -1: there is none.
+
+    Chosen are only values that are not negative.
+    """
+    rank = tl.arange(0, G)
+    if PACKED:
+        key = tl.min(tl.where(chosen_G, value_G * G + (G - 1 - rank), MOST), 0)
+        value, last = unpack(key, G)
+        none = key == MOST
+        return tl.where(none, MOST, value), tl.where(none, -1, last)
+    else:  # noqa: RET505 - both are compiled where this is not an else
+        value = tl.min(tl.where(chosen_G, value_G, MOST), 0)
+        return value, tl.max(tl.where(chosen_G & (value_G == value), rank, -1), 0)
 
 
 @triton.jit
@@ -126,22 +180,24 @@ def unpack(key, G: tl.constexpr):
 
 @triton.jit
 def alias_packed_or_not(
-    load_G, home_HG, hosted, threshold, ranks, slots, min_tokens, limit,
-    H: tl.constexpr, G: tl.constexpr, HELD: tl.constexpr, ONE_SLOT: tl.constexpr
+    load_G, home_HG, hosted, threshold, slack, ranks, slots, usable, min_tokens, limit,
+    H: tl.constexpr, G: tl.constexpr, HELD: tl.constexpr, ONE_SLOT: tl.constexpr,
+    THRIFTY: tl.constexpr
 ):  # fmt: skip
     """`alias`, packed if tokens times ranks, or times rows, fit into 32 bits."""
     made = 0
+    received = 0
     if tl.maximum(tl.max(load_G, 0), threshold) < (1 << 31) // max(H, G) - 1:
-        load_G, made = alias(
-            load_G, home_HG, hosted, threshold, ranks, slots, min_tokens, limit,
-            H, G, HELD, ONE_SLOT, True
+        load_G, home_HG, made, received = alias(
+            load_G, home_HG, hosted, threshold, slack, ranks, slots, usable, min_tokens, limit,
+            H, G, HELD, ONE_SLOT, THRIFTY, True
         )  # fmt: skip
     else:
-        load_G, made = alias(
-            load_G, home_HG, hosted, threshold, ranks, slots, min_tokens, limit,
-            H, G, HELD, ONE_SLOT, False
+        load_G, home_HG, made, received = alias(
+            load_G, home_HG, hosted, threshold, slack, ranks, slots, usable, min_tokens, limit,
+            H, G, HELD, ONE_SLOT, THRIFTY, False
         )  # fmt: skip
-    return load_G, made
+    return load_G, home_HG, made, received
 
 
 @triton.jit

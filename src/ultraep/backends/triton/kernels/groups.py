@@ -20,7 +20,6 @@ from ultraep.backends.triton.kernels.state import (
     MOST,
     SLACK,
     THRESHOLD,
-    attempt_of,
     attempts_of,
     counts_of,
     fact_of,
@@ -48,11 +47,10 @@ def total_of(home, domain, H: tl.constexpr, G: tl.constexpr):
 
 
 @triton.jit(
-    do_not_specialize=["domains", "ranks", "slots", "min_tokens", "limit"],
+    do_not_specialize=["domains", "ranks", "slots", "min_tokens", "limit", "parts"],
 )
 def first_by_groups(
     home,
-    ladder,
     work,
     counts,
     attempts,
@@ -63,43 +61,41 @@ def first_by_groups(
     slots,
     min_tokens,
     limit,
+    parts,
     H: tl.constexpr,
     G: tl.constexpr,
     HELD: tl.constexpr,
     ONE_SLOT: tl.constexpr,
-    RUNGS: tl.constexpr,
+    BUFFERS: tl.constexpr,
     MEMBERS: tl.constexpr,
 ):
-    """Program (d, r): the attempt of the first member at rung r of domain d. See `first_try`.
+    """Program d: the attempt of the first member at domain d. See `first_try`.
 
     Without a tolerance, 5 tokens are allowed, and rank 1 takes the 3 that it lacks:
 
     >>> none = 30 * [-1]
-    >>> example(first_by_groups, (1, 1), home=[[[6, 1, *none], [1, 1, *none]]], ladder=[0],
+    >>> example(first_by_groups, 1, home=[[[6, 1, *none], [1, 1, *none]]],
     ...         work=scratch(1, 128), counts=scratch(64), attempts=room(1, 2, 2),
-    ...         attempt_loads=room(1, 2), facts=room(1, 1, 7), domains=1, ranks=2, slots=1,
-    ...         min_tokens=1, limit=2, H=2, G=32, HELD=2, ONE_SLOT=True, RUNGS=1, MEMBERS=1,
-    ...         num_warps=1)
+    ...         attempt_loads=room(1, 2), facts=room(1, 6), domains=1, ranks=2, slots=1,
+    ...         min_tokens=1, limit=2, parts=0, H=2, G=32, HELD=2, ONE_SLOT=True, BUFFERS=1,
+    ...         MEMBERS=1, num_warps=1)
     attempts = [[[-1, 0], [_, 3]]]
     attempt_loads = [[4, 5]]
-    facts = [[[5, 0, 5, 1, 0, 0, 0]]]
+    facts = [[5, 0, 5, 1, 0, 0]]
     """
     domain = tl.program_id(0)
-    rung = tl.program_id(1)
-    parts = tl.load(ladder + rung)
     most = tl.zeros((), tl.int64)
     for other in range(domains):
         most = tl.maximum(most, total_of(home, other, H, G))
     threshold = threshold_of(most, ranks, parts)
     own_mean = (total_of(home, domain, H, G) + ranks - 1) // ranks
-    tl.store(fact_of(facts, domain, rung, THRESHOLD, RUNGS, MEMBERS), threshold)
+    tl.store(fact_of(facts, domain, THRESHOLD, MEMBERS), threshold)
     slack = (threshold > own_mean).to(tl.int32)
-    tl.store(fact_of(facts, domain, rung, SLACK, RUNGS, MEMBERS), slack)
+    tl.store(fact_of(facts, domain, SLACK, MEMBERS), slack)
 
-    work = work_of(work, domain * RUNGS + rung, H, G)
-    attempts = attempts_of(attempts, domain, ranks * slots, RUNGS, MEMBERS)
-    hosted = attempt_of(attempts, rung * MEMBERS, ranks * slots)
-    loads = loads_of(attempt_loads, domain, rung * MEMBERS, ranks, RUNGS, MEMBERS)
+    work = work_of(work, domain, H, G)
+    hosted = attempts_of(attempts, domain, ranks * slots, BUFFERS)
+    loads = loads_of(attempt_loads, domain, 0, ranks, BUFFERS)
     free_all(hosted, ranks * slots, HELD)
     peak = set_out(home_of(home, domain, H, G), work, loads, ranks, slots, H, G)
     made = 0
@@ -115,10 +111,9 @@ def first_by_groups(
         )  # fmt: skip
     rank = tl.arange(0, G)
     load_G = tl.load(loads + rank, mask=rank < ranks, other=0)
-    counts = counts_of(counts, domain, rung, 0, RUNGS, MEMBERS, H, G)
+    counts = counts_of(counts, domain, 0, MEMBERS, H, G)
     note(
-        facts, hosted, counts, load_G, made, domain, rung, 0, ranks, slots,
-        H, G, HELD, RUNGS, MEMBERS
+        facts, hosted, counts, load_G, made, domain, 0, ranks, slots, H, G, HELD, MEMBERS
     )  # fmt: skip
 
 

@@ -7,7 +7,6 @@ from ultraep.backends.triton.kernels.state import (
     COPIES,
     EGRESS,
     FANOUT,
-    INGRESS,
     PEAK,
     SLACK,
     THRESHOLD,
@@ -20,7 +19,7 @@ from ultraep.backends.triton.kernels.state import (
 def weigh(
     hosted, counts, ranks, slots, H: tl.constexpr, G: tl.constexpr, HELD: tl.constexpr
 ):  # fmt: skip
-    """Most copies of one expert, experts that one rank gives away, copies that one receives.
+    """Most copies of one expert, and most experts that one rank gives away.
 
     counts: room for H * G numbers.
     """
@@ -35,63 +34,55 @@ def weigh(
     at_HG = tl.arange(0, H)[:, None] * G + rank[None, :]
     copies_HG = tl.load(counts + at_HG, cache_modifier=".cg")
     fanout = tl.max(tl.max(copies_HG, 0), 0)
-    egress = tl.max(tl.sum((copies_HG > 0).to(tl.int32), 0), 0)
+    return fanout, tl.max(tl.sum((copies_HG > 0).to(tl.int32), 0), 0)
+
+
+@triton.jit
+def received_by(hosted, ranks, slots, G: tl.constexpr):
+    """[G] copies that every rank receives."""
+    rank = tl.arange(0, G)
     received_G = rank * 0
     for index in range(slots):
         at_G = hosted + rank * slots + index
         received_G += (tl.load(at_G, mask=rank < ranks, other=-1) >= 0).to(tl.int32)
-    return fanout, egress, tl.max(received_G, 0)
+    return received_G
 
 
 @triton.jit
 def note(
-    facts, hosted, counts, load_G, made, domain, rung, member, ranks, slots,
-    H: tl.constexpr, G: tl.constexpr, HELD: tl.constexpr,
-    RUNGS: tl.constexpr, MEMBERS: tl.constexpr
+    facts, hosted, counts, load_G, made, domain, member, ranks, slots,
+    H: tl.constexpr, G: tl.constexpr, HELD: tl.constexpr, MEMBERS: tl.constexpr
 ):  # fmt: skip
     """The measures of a member's attempt, among the facts."""
     fanout = 0
     egress = 0
-    ingress = 0
-    if RUNGS * MEMBERS > 1:  # else there is nothing to choose
-        fanout, egress, ingress = weigh(hosted, counts, ranks, slots, H, G, HELD)
-    at = measure_of(facts, domain, rung, member, 0, RUNGS, MEMBERS)
+    if MEMBERS > 1:  # else there is nothing to choose
+        fanout, egress = weigh(hosted, counts, ranks, slots, H, G, HELD)
+    at = measure_of(facts, domain, member, 0, MEMBERS)
     tl.store(at + PEAK, tl.max(load_G, 0))
     tl.store(at + COPIES, made)
     tl.store(at + FANOUT, fanout)
     tl.store(at + EGRESS, egress)
-    tl.store(at + INGRESS, ingress)
 
 
 @triton.jit
-def price_of(measures, rates, rung):
-    """The time of the copies of an attempt; 0 for the lowest rung, and if time does not decide."""
-    links = tl.maximum(tl.load(measures + EGRESS), tl.load(measures + INGRESS))
-    price = tl.load(rates + 1) * links + tl.load(rates + 2) * tl.load(measures + COPIES)
-    return tl.where(rung > 0, price, 0)
-
-
-@triton.jit
-def best_of_members(facts, rates, domain, rung, RUNGS: tl.constexpr, MEMBERS: tl.constexpr):
+def best_of_members(facts, domain, MEMBERS: tl.constexpr):
     """The member with the best attempt, the threshold, and the peak.
 
-    The lowest peak above the threshold, then the least time of copies, the fewest of them, the
-    lowest fan-out, the fewest experts that one rank gives away; then the second member, then the
-    earlier one.
+    The lowest peak above the threshold, then the fewest copies, the lowest fan-out, the fewest
+    experts that one rank gives away; then the second member, then the earlier one.
     """
-    threshold = tl.load(fact_of(facts, domain, rung, THRESHOLD, RUNGS, MEMBERS))
-    slack = tl.load(fact_of(facts, domain, rung, SLACK, RUNGS, MEMBERS)) != 0
+    threshold = tl.load(fact_of(facts, domain, THRESHOLD, MEMBERS))
+    slack = tl.load(fact_of(facts, domain, SLACK, MEMBERS)) != 0
     best = 0
-    at = measure_of(facts, domain, rung, 0, 0, RUNGS, MEMBERS)
+    at = measure_of(facts, domain, 0, 0, MEMBERS)
     peak = tl.load(at + PEAK)
-    price = price_of(at, rates, rung)
     copies = tl.load(at + COPIES)
     fanout = tl.load(at + FANOUT)
     egress = tl.load(at + EGRESS)
     for member in tl.static_range(1, MEMBERS):
-        at = measure_of(facts, domain, rung, member, 0, RUNGS, MEMBERS)
+        at = measure_of(facts, domain, member, 0, MEMBERS)
         other_peak = tl.load(at + PEAK)
-        other_price = price_of(at, rates, rung)
         other_copies = tl.load(at + COPIES)
         other_fanout = tl.load(at + FANOUT)
         other_egress = tl.load(at + EGRESS)
@@ -100,12 +91,10 @@ def best_of_members(facts, rates, domain, rung, RUNGS: tl.constexpr, MEMBERS: tl
         better = (other_egress < egress) | ((other_egress == egress) & (member == 1))
         better = (other_fanout < fanout) | ((other_fanout == fanout) & better)
         better = (other_copies < copies) | ((other_copies == copies) & better)
-        better = (other_price < price) | ((other_price == price) & better)
         better = (other_floor < floor) | ((other_floor == floor) & better)
         better = slack & better
         best = tl.where(better, member, best)
         peak = tl.where(better, other_peak, peak)
-        price = tl.where(better, other_price, price)
         copies = tl.where(better, other_copies, copies)
         fanout = tl.where(better, other_fanout, fanout)
         egress = tl.where(better, other_egress, egress)

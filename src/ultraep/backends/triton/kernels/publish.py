@@ -18,9 +18,12 @@ def publish(
     first_slot_of_rank, domain, best, ranks, slots,
     H: tl.constexpr, G: tl.constexpr, HELD: tl.constexpr
 ):  # fmt: skip
-    """Copies and loads of one attempt; `attempts` and `attempt_loads` are those of the domain."""
+    """Copies and loads of one attempt; `attempts` and `attempt_loads` are those of the domain.
+
+    Another program of the same launch may have made it.
+    """
     rank = tl.arange(0, G)
-    load_G = tl.load(attempt_loads + best * ranks + rank, mask=rank < ranks)
+    load_G = tl.load(attempt_loads + best * ranks + rank, rank < ranks, cache_modifier=".cg")
     tl.store(planned_loads + domain * ranks + rank, load_G, mask=rank < ranks)
     expert_of_place = home_of(expert_of_place, domain, H, G)
     write_found(found, attempts, expert_of_place, domain, best, ranks * slots, HELD)
@@ -33,12 +36,13 @@ def write_found(found, attempts, expert_of_place, domain, best, held, HELD: tl.c
     slot = tl.arange(0, HELD)
     there = slot < held
     hosted = attempt_of(attempts, best, held)
-    place = tl.load(hosted + slot, mask=there, other=-1)
-    quota = tl.load(quotas_of(hosted, held) + slot, mask=there & (place >= 0), other=0)
+    place = tl.load(hosted + slot, mask=there, other=-1, cache_modifier=".cg")
+    quotas = quotas_of(hosted, held)
+    quota = tl.load(quotas + slot, mask=there & (place >= 0), other=0, cache_modifier=".cg")
     expert = tl.load(expert_of_place + place, mask=place >= 0, other=MOST)
     tl.store(found + domain * held + slot, expert, mask=there)
-    quotas = found_quotas_of(found, tl.num_programs(0) * held)
-    tl.store(quotas + domain * held + slot, quota, mask=there)
+    found_quotas = found_quotas_of(found, tl.num_programs(0) * held)
+    tl.store(found_quotas + domain * held + slot, quota, mask=there)
 
 
 @triton.jit

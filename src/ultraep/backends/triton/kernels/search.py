@@ -25,13 +25,13 @@ def least_that_is_met(
     home, attempts, attempt_loads, scratch, domain, best, peak, alias_peak, threshold,
     ranks, slots, min_tokens, limit,
     H: tl.constexpr, G: tl.constexpr, HELD: tl.constexpr, ONE_SLOT: tl.constexpr,
-    SPARE: tl.constexpr, STEP: tl.constexpr
+    BUFFERS: tl.constexpr, STEP: tl.constexpr
 ):  # fmt: skip
     """The buffer of the best attempt above the threshold; all are those of the domain.
 
-    alias_peak: of the first attempt at the threshold, in buffer 0.   SPARE: the first of two
-    buffers to try again.
+    alias_peak: of the first attempt at the threshold, in buffer 0.
     """
+    SPARE: tl.constexpr = BUFFERS - 3  # the first of two buffers to try again
     home_HG = load_domain(home, domain, H, G)
     load_G = rank_loads_of(home_HG)
     rank, held = tl.arange(0, G), ranks * slots
@@ -48,9 +48,9 @@ def least_that_is_met(
     while peak - failed > 1:
         now = tl.minimum(middle, peak - 1).to(tl.int32)
         trial = tl.where(best == SPARE, SPARE + 1, SPARE)
-        end_G, _made = alias(
-            load_G, home_HG, attempt_of(attempts, trial, held), now,
-            ranks, slots, min_tokens, limit, H, G, HELD, ONE_SLOT, False
+        end_G, _home_HG, _made, _received = alias(
+            load_G, home_HG, attempt_of(attempts, trial, held), now, tl.zeros((), tl.int64),
+            ranks, slots, slots, min_tokens, limit, H, G, HELD, ONE_SLOT, False, False
         )  # fmt: skip
         trial_peak = tl.max(end_G, 0)
         tries += 1

@@ -1,24 +1,23 @@
 """Layouts of what the planner notes while it plans, of every domain.
 
-Every rung of the ladder of tolerances is planned beside the others, by all members of the
-portfolio; without the objective "time" there is one rung. RUNGS and MEMBERS are constants.
+Without rates, all members of the portfolio attempt one threshold. With rates, attempts are made at
+several thresholds; the first one is exact.
 
     home            [D, H, G]   tokens of the home experts (rows) of its ranks (columns); -1: none
-    ladder          [RUNGS]   tolerances, in millionths
-    attempts        [D, buffers, 2, held]   of every spare slot: the place of its expert in `home`
+    attempts        [D, BUFFERS, 2, held]   of every spare slot: the place of its expert in `home`
                     (row * G + column; -1: the slot stays free), then all quotas
-    attempt_loads   [D, buffers, ranks]   tokens that every rank serves by each attempt
-    facts           [D, RUNGS, facts_size]   the threshold, whether it is above the mean, then the
-                    measures of the attempt of every member: peak, copies, fan-out, egress, ingress
-    outcomes        [D, RUNGS, OUTCOMES]   the buffer of the best attempt, its measures, and the
-                    peak with all tokens at home
-    counts          [D, RUNGS, MEMBERS, H * G]   for `weigh`: copies of every expert
+    attempt_loads   [D, BUFFERS, ranks]   tokens that every rank serves by each attempt
+    facts           [D, facts_size]   the threshold, whether it is above the mean, then the
+                    measures of the attempt of every member: peak, copies, fan-out, egress
+    outcomes        [D, attempts, OUTCOMES]   the buffer of an attempt, its peak, copies, most
+                    transfers of one rank, and the peak with all tokens at home
+    counts          [D, MEMBERS, H * G]   for `weigh`: copies of every expert
     found           [2, D * held]   the best: the expert of every spare slot (`MOST`: none), quotas
     scratch         [D, scratch_size]   for `bound`
-    work            [D, RUNGS, H + 2, G]   for `groups`: tokens at home, the hottest, free slots
+    work            [D, H + 2, G]   for `groups`: tokens at home, the hottest, free slots
 
 `held` are the spare slots of a domain, `ranks` its ranks, H and G their homes and number, padded.
-Buffers: one of every member of every rung, two to try again, and one without copies.
+Buffers: one of every member or attempt, then two to try again, and one without copies.
 """
 
 import triton
@@ -27,18 +26,13 @@ import triton.language as tl
 MOST = tl.constexpr(2**31 - 1)
 VARIANTS = tl.constexpr(4)  # of members that close circles
 THRESHOLD, SLACK, MEASURES = (tl.constexpr(number) for number in (0, 1, 2))
-PEAK, COPIES, FANOUT, EGRESS, INGRESS = (tl.constexpr(number) for number in range(5))
-BUFFER, MEASURED, AT_HOME, OUTCOMES = (tl.constexpr(number) for number in (0, 1, 6, 7))
-
-
-@triton.constexpr_function
-def buffers_of(RUNGS, MEMBERS):
-    return RUNGS * MEMBERS + 3
+PEAK, COPIES, FANOUT, EGRESS = (tl.constexpr(number) for number in range(4))
+BUFFER, REACHED, MADE, TRANSFERS, AT_HOME, OUTCOMES = (tl.constexpr(n) for n in range(6))
 
 
 @triton.constexpr_function
 def facts_size(MEMBERS):
-    return 2 + 5 * MEMBERS
+    return 2 + 4 * MEMBERS
 
 
 @triton.constexpr_function
@@ -65,9 +59,9 @@ def load_domain(home, domain, H: tl.constexpr, G: tl.constexpr):
 
 
 @triton.jit
-def attempts_of(attempts, domain, held, RUNGS: tl.constexpr, MEMBERS: tl.constexpr):
+def attempts_of(attempts, domain, held, BUFFERS: tl.constexpr):
     """All attempts at a domain."""
-    return attempts + domain * buffers_of(RUNGS, MEMBERS) * 2 * held
+    return attempts + domain * BUFFERS * 2 * held
 
 
 @triton.jit
@@ -83,33 +77,30 @@ def quotas_of(attempt, held):
 
 
 @triton.jit
-def loads_of(attempt_loads, domain, buffer, ranks, RUNGS: tl.constexpr, MEMBERS: tl.constexpr):
-    return attempt_loads + (domain * buffers_of(RUNGS, MEMBERS) + buffer) * ranks
+def loads_of(attempt_loads, domain, buffer, ranks, BUFFERS: tl.constexpr):
+    return attempt_loads + (domain * BUFFERS + buffer) * ranks
 
 
 @triton.jit
-def fact_of(facts, domain, rung, name, RUNGS: tl.constexpr, MEMBERS: tl.constexpr):
+def fact_of(facts, domain, name, MEMBERS: tl.constexpr):
     """One of the facts."""
-    return facts + (domain * RUNGS + rung) * facts_size(MEMBERS) + name
+    return facts + domain * facts_size(MEMBERS) + name
 
 
 @triton.jit
-def measure_of(facts, domain, rung, member, name, RUNGS: tl.constexpr, MEMBERS: tl.constexpr):
+def measure_of(facts, domain, member, name, MEMBERS: tl.constexpr):
     """One of the measures of a member's attempt."""
-    return fact_of(facts, domain, rung, MEASURES + 5 * member + name, RUNGS, MEMBERS)
+    return fact_of(facts, domain, MEASURES + 4 * member + name, MEMBERS)
 
 
 @triton.jit
-def outcome_of(outcomes, domain, rung, name, RUNGS: tl.constexpr):
-    return outcomes + (domain * RUNGS + rung) * OUTCOMES + name
+def outcome_of(outcomes, domain, number, attempts):
+    return outcomes + (domain * attempts + number) * OUTCOMES
 
 
 @triton.jit
-def counts_of(
-    counts, domain, rung, member,
-    RUNGS: tl.constexpr, MEMBERS: tl.constexpr, H: tl.constexpr, G: tl.constexpr
-):  # fmt: skip
-    return counts + ((domain * RUNGS + rung) * MEMBERS + member) * H * G
+def counts_of(counts, domain, member, MEMBERS: tl.constexpr, H: tl.constexpr, G: tl.constexpr):
+    return counts + (domain * MEMBERS + member) * H * G
 
 
 @triton.jit

@@ -20,16 +20,20 @@ def mean_of(load_G, ranks):
 
 @triton.jit
 def shared_threshold(
-    home, domains, ranks, parts, H: tl.constexpr, G: tl.constexpr, STEP: tl.constexpr
+    load_G, home, domains, ranks, parts, H: tl.constexpr, G: tl.constexpr, STEP: tl.constexpr
 ):
-    """What no rank shall exceed: the heaviest domain's mean, rounded up, and the tolerance."""
-    most = tl.zeros((), tl.int64)
-    place = tl.arange(0, H * G)[None, :]
-    for begin in range(0, domains, STEP):
-        domain = begin + tl.arange(0, STEP)[:, None]
-        tokens = tl.load(home + domain * (H * G) + place, mask=domain < domains, other=0)
-        total = tl.sum(tl.maximum(tokens, 0).to(tl.int64), 1)
-        most = tl.maximum(most, tl.max(total, 0))
+    """What no rank shall exceed: the heaviest domain's mean, rounded up, and the tolerance.
+
+    load_G: of one of the domains.
+    """
+    most = tl.sum(load_G.to(tl.int64), 0)
+    if domains > 1:
+        place = tl.arange(0, H * G)[None, :]
+        for begin in range(0, domains, STEP):
+            domain = begin + tl.arange(0, STEP)[:, None]
+            tokens = tl.load(home + domain * (H * G) + place, mask=domain < domains, other=0)
+            total = tl.sum(tl.maximum(tokens, 0).to(tl.int64), 1)
+            most = tl.maximum(most, tl.max(total, 0))
     return threshold_of(most, ranks, parts)
 
 

@@ -1,0 +1,226 @@
+"""Twin of `quickest` in `reference/place.py`: all attempts, side by side, and the quickest."""
+
+import triton
+import triton.language as tl
+
+from ultraep.backends.triton.kernels.attempts import alias_packed_or_not, free_all
+from ultraep.backends.triton.kernels.measures import received_by, weigh
+from ultraep.backends.triton.kernels.publish import publish
+from ultraep.backends.triton.kernels.quickest import quickest_of
+from ultraep.backends.triton.kernels.search import least_that_is_met
+from ultraep.backends.triton.kernels.state import (
+    AT_HOME,
+    BUFFER,
+    MADE,
+    MOST,
+    REACHED,
+    TRANSFERS,
+    attempt_of,
+    attempts_of,
+    load_domain,
+    loads_of,
+    outcome_of,
+)
+from ultraep.backends.triton.kernels.thresholds import rank_loads_of, shared_threshold
+
+FEWEST = tl.constexpr(0)  # links: as few as the threshold needs
+
+
+@triton.jit
+def links_of(number, copy):
+    """The links of an attempt: see `attempts_of` in the reference."""
+    fewest = tl.where(copy > 0, FEWEST, MOST)
+    return tl.where(number == 2, 1, tl.where(number == 3, 2, fewest))
+
+
+# Of the address of `home`: see `first_try`.
+@triton.jit(
+    do_not_specialize=["domains", "ranks", "slots", "min_tokens", "limit"],
+    do_not_specialize_on_alignment=["home", "counts"],
+)
+def try_rungs(
+    home,
+    tolerances,
+    rates,
+    counts,
+    attempts,
+    attempt_loads,
+    outcomes,
+    finished,
+    scratch,
+    expert_of_place,
+    first_slot_of_rank,
+    found,
+    planned_loads,
+    expert_of_slot,
+    domains,
+    ranks,
+    slots,
+    min_tokens,
+    limit,
+    H: tl.constexpr,
+    G: tl.constexpr,
+    HELD: tl.constexpr,
+    ONE_SLOT: tl.constexpr,
+    BUFFERS: tl.constexpr,
+    BY_GROUPS: tl.constexpr,
+    PADDED: tl.constexpr,
+    STEP: tl.constexpr,
+    SEARCH_STEP: tl.constexpr,
+):
+    """Program (d, n): attempt n at domain d; the first one is exact.
+
+    The last program that is finished publishes the quickest plan. With `BY_GROUPS`, the first
+    attempt at the exact plan was made already.   finished: 0.   PADDED: as in `quickest_of`.
+
+    Rank 0 gives 3 tokens with no tolerance, and 1 at 40 %. Two tokens less on the fullest rank are
+    worth 200; a copy costs 500:
+
+    >>> example(try_rungs, (1, 2), home=[[[6, 1], [1, 1]]], tolerances=[0, 400000],
+    ...         rates=torch.tensor([100, 500, 0, 0]), counts=scratch(1, 4),
+    ...         attempts=scratch(1, 5, 2, 2), attempt_loads=room(1, 5, 2), outcomes=room(1, 2, 5),
+    ...         finished=[0], scratch=scratch(1, 12), expert_of_place=[0, 2, 1, 3],
+    ...         first_slot_of_rank=[0, 3, 6], found=room(2, 2), planned_loads=room(2),
+    ...         expert_of_slot=[0, 1, 0, 2, 3, 0], domains=1, ranks=2, slots=1, min_tokens=1,
+    ...         limit=2, H=2, G=2, HELD=2, ONE_SLOT=True, BUFFERS=5, BY_GROUPS=False, PADDED=2,
+    ...         STEP=1, SEARCH_STEP=4)
+    attempt_loads = [[[4, 5], [6, 3], [_, _], [_, _], [7, 2]]]
+    outcomes = [[[0, 5, 1, 1, 7], [1, 6, 1, 1, 7]]]
+    found = [[2147483647, 2147483647], [0, 0]]
+    planned_loads = [7, 2]
+    expert_of_slot = [0, 1, -1, 2, 3, -1]
+    """
+    domain = tl.program_id(0)
+    number = tl.program_id(1)
+    rank = tl.arange(0, G)
+    held = ranks * slots
+    home_HG = load_domain(home, domain, H, G)
+    load_G = rank_loads_of(home_HG)
+    parts = tl.load(tolerances + number)
+    threshold = shared_threshold(load_G, home, domains, ranks, parts, H, G, STEP)
+    tried = attempts_of(attempts, domain, held, BUFFERS)
+    loads = loads_of(attempt_loads, domain, 0, ranks, BUFFERS)
+    outcome = outcome_of(outcomes, domain, number, tl.num_programs(1))
+    tl.store(outcome + AT_HOME, tl.max(load_G, 0))
+    if number == 0:
+        free_all(attempt_of(tried, BUFFERS - 1, held), held, HELD)
+        tl.store(loads + (BUFFERS - 1) * ranks + rank, load_G, mask=rank < ranks)
+        if BY_GROUPS:
+            solve(
+                outcome, home, counts, tried, loads, scratch, domain, threshold,
+                threshold * 0 + MOST, threshold * 0, ranks, slots, min_tokens, limit,
+                H, G, HELD, ONE_SLOT, BUFFERS, SEARCH_STEP
+            )  # fmt: skip
+        else:
+            load_G, home_HG, made, received = alias_packed_or_not(
+                load_G, home_HG, tried, threshold, tl.zeros((), tl.int64),
+                ranks, slots, slots, min_tokens, limit, H, G, HELD, ONE_SLOT, False
+            )  # fmt: skip
+            tl.store(loads + rank, load_G, mask=rank < ranks)
+            given = most_given(home_HG, load_domain(home, domain, H, G))
+            solve(
+                outcome, home, counts, tried, loads, scratch, domain, threshold,
+                tl.maximum(given, received), made, ranks, slots, min_tokens, limit,
+                H, G, HELD, ONE_SLOT, BUFFERS, SEARCH_STEP
+            )  # fmt: skip
+    else:
+        links = links_of(number, tl.load(rates + 1))
+        home_HG, threshold, links = keep_hottest(home_HG, load_G, threshold, links, H)
+        slack = threshold.to(tl.int64) * ranks - tl.sum(load_G.to(tl.int64), 0)
+        hosted = attempt_of(tried, number, held)
+        load_G, home_HG, made, received = alias_packed_or_not(
+            load_G, home_HG, hosted, threshold, slack,
+            ranks, slots, tl.minimum(slots, links), min_tokens, limit, H, G, HELD, ONE_SLOT, True
+        )  # fmt: skip
+        tl.store(loads + number * ranks + rank, load_G, mask=rank < ranks)
+        given = most_given(home_HG, load_domain(home, domain, H, G))
+        tl.store(outcome + BUFFER, number)
+        tl.store(outcome + REACHED, tl.where(tl.max(load_G, 0) > threshold, MOST, threshold))
+        tl.store(outcome + MADE, made)
+        tl.store(outcome + TRANSFERS, tl.maximum(given, received))
+    tl.debug_barrier()  # all that this program has stored is there
+    before = tl.atomic_add(finished, 1, sem="acq_rel")
+    if before == tl.num_programs(0) * tl.num_programs(1) - 1:
+        tl.store(finished, 0)
+        chosen = quickest_of(outcomes, rates, domains, tl.num_programs(1), PADDED)
+        for index in range(domains):
+            best = BUFFERS - 1
+            if chosen >= 0:
+                at = outcome_of(outcomes, index, chosen, tl.num_programs(1))
+                best = tl.load(at + BUFFER, cache_modifier=".cg")
+            publish(
+                found, planned_loads, expert_of_slot,
+                attempts_of(attempts, index, held, BUFFERS),
+                loads_of(attempt_loads, index, 0, ranks, BUFFERS),
+                expert_of_place, first_slot_of_rank, index, best, ranks, slots, H, G, HELD
+            )  # fmt: skip
+
+
+@triton.jit
+def keep_hottest(home_HG, load_G, threshold, links, H: tl.constexpr):
+    """Only the hottest experts of every rank may go: as many as there are links.
+
+    The others are -1. The threshold, or the least one that so few links can meet; and the links.
+    """
+    row = tl.arange(0, H)[:, None]
+    rest_G = load_G - threshold
+    left_HG = home_HG
+    number = 0
+    if links == MOST:
+        left_HG = left_HG * 0 - 2
+    going = (links == FEWEST) & (tl.max(rest_G, 0) > 0) | (links != FEWEST) & (links != MOST)
+    while going:
+        most_G = tl.max(left_HG, 0)
+        hot_G = tl.min(tl.where(left_HG == most_G[None, :], row, H), 0)
+        left_HG = tl.where(row == hot_G[None, :], -2, left_HG)
+        rest_G -= tl.maximum(most_G, 0)
+        number += 1
+        going = tl.where(links == FEWEST, tl.max(rest_G, 0) > 0, number < links)
+    home_HG = tl.where(left_HG == -2, home_HG, -1)
+    floor = tl.maximum(tl.max(rest_G, 0), 0)
+    floor = tl.where(links == MOST, 0, floor)
+    return home_HG, threshold + floor, tl.where(links == MOST, MOST, tl.maximum(number, 1))
+
+
+@triton.jit
+def most_given(home_HG, before_HG):
+    """Most experts that one rank has given tokens of; -1 in `home_HG`: it may not."""
+    given_HG = (home_HG >= 0) & (home_HG != before_HG)
+    return tl.max(tl.sum(given_HG.to(tl.int32), 0), 0)
+
+
+@triton.jit
+def solve(
+    outcome, home, counts, attempts, attempt_loads, scratch, domain, threshold, transfers, made,
+    ranks, slots, min_tokens, limit,
+    H: tl.constexpr, G: tl.constexpr, HELD: tl.constexpr, ONE_SLOT: tl.constexpr,
+    BUFFERS: tl.constexpr, STEP: tl.constexpr
+):  # fmt: skip
+    """The outcome of the first attempt, or of the search above its threshold.
+
+    transfers: of the first attempt; `MOST`: they are not known.
+    """
+    rank = tl.arange(0, G)
+    slot = tl.arange(0, HELD)
+    tl.debug_barrier()
+    load_G = tl.load(attempt_loads + rank, mask=rank < ranks, other=0)
+    peak = tl.max(load_G, 0)
+    best = 0
+    if (peak > threshold) | (transfers == MOST):
+        if peak > threshold:
+            best = least_that_is_met(
+                home, attempts, attempt_loads, scratch, domain, best, peak, peak, threshold,
+                ranks, slots, min_tokens, limit, H, G, HELD, ONE_SLOT, BUFFERS, STEP
+            )  # fmt: skip
+        tl.debug_barrier()
+        hosted = attempt_of(attempts, best, ranks * slots)
+        own = tl.load(attempt_loads + best * ranks + rank, mask=rank < ranks, other=0)
+        peak = tl.max(own, 0)
+        holds = tl.load(hosted + slot, mask=slot < ranks * slots, other=-1) >= 0
+        made = tl.sum(holds.to(tl.int32), 0)
+        _fanout, given = weigh(hosted, counts + domain * H * G, ranks, slots, H, G, HELD)
+        transfers = tl.maximum(given, tl.max(received_by(hosted, ranks, slots, G), 0))
+    tl.store(outcome + BUFFER, best)
+    tl.store(outcome + REACHED, peak)
+    tl.store(outcome + MADE, made)
+    tl.store(outcome + TRANSFERS, transfers)
