@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
 
-from ultraep.backends.compiling import PLANNER, import_on_disk
+from ultraep.backends.compiling import PLANNER
 from ultraep.errors import BackendUnavailable, ConfigError
 
 logger = logging.getLogger("ultraep")
@@ -86,7 +86,8 @@ def select(name: str | None = None, device: str = "cpu") -> ModuleType:
 
     device: a type of torch devices, where ids or loads are.
 
-    Without a name, `reference` stands in for `cpu` until the compiled functions are on disk.
+    Without a name, `reference` stands in for `cpu` until the compiled functions are on disk. The
+    name "cpu" loads or compiles them now.
     """
     if name is None:
         name = backend_for(device).name
@@ -104,7 +105,7 @@ def _named(name: str) -> ModuleType:
     if obstacle:
         raise BackendUnavailable(f"backend {name!r} {obstacle}")
     if name == "cpu":
-        import_on_disk()
+        PLANNER.wait()
     return importlib.import_module(info.module)
 
 
@@ -116,8 +117,7 @@ def compile_in_background() -> None:
 
 def wait_until_compiled() -> None:
     """Load or compile the planner now, before anything is timed."""
-    if backend_for().name == "cpu":
-        PLANNER.wait()
+    _named(backend_for().name)
 
 
 @cache

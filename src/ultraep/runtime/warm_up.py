@@ -6,7 +6,7 @@ from functools import cache
 
 import torch
 
-from ultraep.backends import compile_in_background, wait_until_compiled
+from ultraep.backends import compile_in_background
 from ultraep.config import BalanceConfig
 from ultraep.loads import count_loads
 from ultraep.plan import plan as make_plan
@@ -22,8 +22,6 @@ def warm_up(backend: str | None) -> None:
     """
     if backend is None:
         compile_in_background()
-    elif backend == "cpu":
-        wait_until_compiled()
     topology, ids = Topology(ranks=2, experts=2), torch.zeros(2, 1, dtype=torch.int64)
     loads = [count_loads(ids, topology.experts, backend=backend)] * topology.ranks
     plan = make_plan(loads, topology, BalanceConfig(tolerance=0.1), backend=backend)

@@ -17,7 +17,7 @@ from ultraep.topology import Topology
 
 logger = logging.getLogger("ultraep.compile")
 QUICK = ("fence",)  # compiled in well under a second
-NICENESS = 10  # compiling in the background yields to the ranks of this host
+NICENESS = 5  # compiling in the background yields to the ranks of this host
 
 
 class NotOnDisk(Exception):
