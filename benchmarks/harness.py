@@ -23,6 +23,7 @@ from rich.progress import track
 from rich.table import Table
 from timing import Clock, Gpu, Host, free, on_gpu, tell
 
+from ultraep.backends import wait_until_compiled
 from ultraep.errors import UltraEPError
 from ultraep.outputs import write_text
 from ultraep.report.rows import MeasuredNumber as Row
@@ -91,6 +92,7 @@ class Report:
     """Collects what a benchmark measures: tables to read, rows to keep."""
 
     def __init__(self, benchmark: str, argv: Sequence[str], *, device: str | None = None) -> None:
+        wait_until_compiled()  # so that no time is that of the reference backend
         self.rows: list[Row] = []
         self.benchmark = benchmark
         self.section = ""  # of the benchmark, to be set before lines are added

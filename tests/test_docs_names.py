@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import typer.main
 
-from ultraep.cli.commands import app
+from ultraep.cli.commands import SUMMARIES, app, load_command
 
 ROOT = Path(__file__).parent.parent
 PAGES = [
@@ -113,9 +113,9 @@ def options():
     """Of the command, and of the scripts, whose options are fields of settings as well."""
     group = typer.main.get_command(app)
     found = set(OTHER_PROGRAMS)
-    commands = [group, *group.commands.values()]
+    commands = [group, *map(load_command, SUMMARIES)]
     for name in ("bench", "trace"):
-        commands += group.commands[name].commands.values()
+        commands += load_command(name).commands.values()
     for command in commands:
         found.update(name for parameter in command.params for name in parameter.opts)
     for path in SCRIPTS:

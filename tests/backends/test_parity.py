@@ -108,10 +108,10 @@ def test_an_unknown_backend_is_refused():
 @pytest.fixture
 def without_numba(monkeypatch):
     monkeypatch.setattr(backends.importlib.util, "find_spec", lambda name: None)
-    for function in (backends.select, backends.backend_for):
+    for function in (backends._named, backends.backend_for):
         function.cache_clear()
     yield
-    for function in (backends.select, backends.backend_for):
+    for function in (backends._named, backends.backend_for):
         function.cache_clear()
 
 

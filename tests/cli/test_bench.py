@@ -5,14 +5,13 @@ import os
 import signal
 
 import pytest
-import typer
 from demo.runs import LIMIT, children, gone, start
 from serving.models import save_tiny
 from serving.servers import serving
 from typer.testing import CliRunner
 
-import ultraep.cli
 from ultraep.cli import app
+from ultraep.cli.commands import load_command
 
 FAST = ("--rate", "20,40", "--seconds", "0.3", "--rounds", "1", "--longest", "32")
 
@@ -24,7 +23,7 @@ def invoke(*arguments, width=100):
 
 
 def test_options_are_frozen():
-    command = typer.main.get_command(ultraep.cli.app).commands["bench"].commands["prefill"]
+    command = load_command("bench").commands["prefill"]
     assert sorted(option for parameter in command.params for option in parameter.opts) == [
         *(
             "--arrivals",

@@ -14,7 +14,7 @@ from traces import plan_for, record
 from typer.testing import CliRunner
 
 import ultraep
-from ultraep.backends.cpu.notice import CompileNotice
+from ultraep.backends.cpu.on_disk import CompileListener
 from ultraep.cli import app
 from ultraep.cli.terminal import Grid, make_console
 from ultraep.outputs import check_targets
@@ -162,15 +162,15 @@ def test_a_closed_pipe_is_no_failed_check(run, target):
 # -- compiling -----------------------------------------------------------------------------------
 
 
-def test_compiling_is_told_once(caplog):
+def test_compiling_is_logged_once(caplog):
     def ours():
         """A kernel of this package, as numba sees it."""
 
-    notice = CompileNotice()
+    listener = CompileListener()
     caplog.set_level(logging.INFO, logger="ultraep.compile")
     for module in ("elsewhere", "ultraep.backends.cpu.place", "ultraep.backends.cpu.split"):
         ours.__module__ = module
-        notice.on_start(SimpleNamespace(data={"dispatcher": SimpleNamespace(py_func=ours)}))
+        listener.on_start(SimpleNamespace(data={"dispatcher": SimpleNamespace(py_func=ours)}))
         assert len(caplog.messages) == (module != "elsewhere")
     assert "compiling the planner" in caplog.messages[0]
 

@@ -4,13 +4,13 @@ import json
 
 import numpy as np
 import pytest
-import typer.main
 from traces import TOPOLOGY, plan_for, record
 from typer.testing import CliRunner
 
 import ultraep
 import ultraep.cli
 from ultraep import BalanceConfig, Recorder, read_trace
+from ultraep.cli.commands import load_command
 from ultraep.trace import VERSION
 
 from .test_plan import assert_one_line
@@ -166,7 +166,7 @@ def test_what_is_no_trace_is_one_line(tmp_path, verb):
 
 
 def test_options_are_frozen_and_explained():
-    commands = typer.main.get_command(ultraep.cli.app).commands["trace"].commands
+    commands = load_command("trace").commands
     names = {
         name: sorted(option for parameter in command.params for option in parameter.opts)
         for name, command in commands.items()

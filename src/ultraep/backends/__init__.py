@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
 
+from ultraep.backends.compiling import PLANNER
 from ultraep.errors import BackendUnavailable, ConfigError
 
 logger = logging.getLogger("ultraep")
@@ -80,21 +81,43 @@ def backend_for(device: str = "cpu") -> BackendInfo:
     raise AssertionError("the reference backend needs nothing and is always available")
 
 
-@cache
 def select(name: str | None = None, device: str = "cpu") -> ModuleType:
     """The backend of that name, or the best one for a device. An explicit choice never falls back.
 
     device: a type of torch devices, where ids or loads are.
+
+    Without a name, `reference` stands in for `cpu` until the compiled functions are on disk. The
+    name "cpu" loads or compiles them now.
     """
     if name is None:
-        return importlib.import_module(backend_for(device).module)
+        name = backend_for(device).name
+        if name == "cpu" and not PLANNER.ready():
+            name = "reference"
+    return _named(name)
+
+
+@cache
+def _named(name: str) -> ModuleType:
     info = next((info for info in BACKENDS if info.name == name), None)
     if info is None:
         raise ConfigError(f"unknown backend {name!r}; known are {', '.join(backend_names())}")
     obstacle = info.obstacle
     if obstacle:
         raise BackendUnavailable(f"backend {name!r} {obstacle}")
+    if name == "cpu":
+        PLANNER.wait()
     return importlib.import_module(info.module)
+
+
+def compile_in_background() -> None:
+    """Have the planner compiled, unless it is on disk; plans come from `reference` meanwhile."""
+    if backend_for().name == "cpu":
+        PLANNER.request()
+
+
+def wait_until_compiled() -> None:
+    """Load or compile the planner now, before anything is timed."""
+    _named(backend_for().name)
 
 
 @cache

@@ -1,26 +1,19 @@
 """All commands of `ultraep`, and how they report errors.
 
 A user error is one line on stderr and exit code 2; anything else is a bug and leaves a traceback.
-torch and numba are imported by the commands that need them, not here: `--help` is quick.
+The module of a command is imported when the command runs: `--help` is quick. torch and numba are
+imported by the functions that need them.
 """
 
 from __future__ import annotations
 
+import importlib
 import sys
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
-import ultraep.cli.advise as advise
-import ultraep.cli.bench as bench
-import ultraep.cli.demo as demo
-import ultraep.cli.env as env
-import ultraep.cli.inspect as inspect
-import ultraep.cli.plan as plan
-import ultraep.cli.simulate as simulate
-import ultraep.cli.trace as trace
-import ultraep.cli.view as view
 from ultraep.cli.terminal import complain
 from ultraep.errors import UltraEPError
 from ultraep.version import __version__
@@ -28,9 +21,51 @@ from ultraep.version import __version__
 # Typer comes with its own click or uses the installed one; this is the class of either.
 UsageError: Any = typer.BadParameter.__base__
 
+SUMMARIES = {
+    "plan": "Plan the loads of a file: imbalance before and after, copies, and what they cost.",
+    "simulate": "Simulate training or prefill on a cluster: would balancing pay there?",
+    "advise": "Advise on a cluster before it is rented: does balancing pay, and with which "
+    "settings?",
+    "trace": "Look into a trace of a run, plan it again, hand it to other programs.",
+    "view": "Look at traces in the browser: over time, layer by layer, down to one microbatch.",
+    "demo": "Train a small MoE model here, answer requests with it, and measure its layers.",
+    "inspect": "Look into a model: how uneven is its routing, and what would balancing bring?",
+    "bench": "Measure how fast something is here.",
+    "env": "Show versions, devices, backends and policies: what a bug report should say.",
+}
+EXITS = "Exit codes: 0, done; 2, wrong option, setting or file; 130, interrupted; 141, closed pipe."
+
+
+def load_command(name: str) -> Any:
+    """Import the module of a command and return the command with all its options."""
+    module, parent = importlib.import_module(f"ultraep.cli.{name}"), typer.Typer()
+    parent.callback()(lambda: None)  # makes it a group, whose only command this is
+    if hasattr(module, "app"):
+        parent.add_typer(module.app, name=name)
+    else:
+        parent.command(name, epilog=f"{module.EXAMPLE}\n\n{EXITS}")(module.command)
+    group: Any = typer.main.get_command(parent)
+    return group.commands[name]
+
 
 class Commands(TyperGroup):
     """All commands, with errors turned into one line and an exit code."""
+
+    _summaries_suffice = False
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """Return a command; for the help of the group, only its name and summary."""
+        if self._summaries_suffice or cmd_name not in self.commands:
+            return super().get_command(ctx, cmd_name)
+        return load_command(cmd_name)
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Print the help."""
+        self._summaries_suffice = True
+        try:
+            super().format_help(ctx, formatter)
+        finally:
+            self._summaries_suffice = False
 
     def main(self, *args: Any, **extra: Any) -> Any:
         """Run a command line; a wrong one is one line instead of Typer's box."""
@@ -78,16 +113,8 @@ app = typer.Typer(
     epilog=EPILOG,
 )
 
-EXITS = "Exit codes: 0, done; 2, wrong option, setting or file; 130, interrupted; 141, closed pipe."
-app.command("plan", epilog=f"{plan.EXAMPLE}\n\n{EXITS}")(plan.command)
-app.command("simulate", epilog=f"{simulate.EXAMPLE}\n\n{EXITS}")(simulate.command)
-app.command("advise", epilog=f"{advise.EXAMPLE}\n\n{EXITS}")(advise.command)
-app.add_typer(trace.app, name="trace")
-app.command("view", epilog=f"{view.EXAMPLE}\n\n{EXITS}")(view.command)
-app.command("demo", epilog=f"{demo.EXAMPLE}\n\n{EXITS}")(demo.command)
-app.command("inspect", epilog=f"{inspect.EXAMPLE}\n\n{EXITS}")(inspect.command)
-app.add_typer(bench.app, name="bench")
-app.command("env", epilog=f"{env.EXAMPLE}\n\n{EXITS}")(env.command)
+for _name, _summary in SUMMARIES.items():
+    app.command(_name, help=_summary)(lambda: None)
 
 
 def _print_version(wanted: bool) -> None:

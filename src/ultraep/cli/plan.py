@@ -19,6 +19,7 @@ from rich.progress import track
 from rich.text import Text
 
 from ultraep.arrays import IntArray
+from ultraep.backends import select
 from ultraep.cli import render
 from ultraep.cli.options import Slots
 from ultraep.cli.render import Outcome
@@ -304,6 +305,8 @@ def _heading(name: str, job: PlanJob) -> Text:
         _count(experts, "expert"),
         f"{_count(job.topology.slots, 'spare slot')} each",
     ]
+    if select(job.backend).__name__ == "ultraep.backends.reference":
+        parts.append("reference backend")
     if job.topology.num_domains > 1:
         parts.append(f"domains of {_count(job.topology.domain_size, 'rank')}")
     return Text(f"{name}: {', '.join(parts)}\n")

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from ultraep.backends import wait_until_compiled
 from ultraep.config import BalanceConfig
 from ultraep.demo.job import Job
 from ultraep.demo.measure import FORCED, LayerSpeed, layer_speeds
@@ -64,6 +65,7 @@ def work(place: RankPlace, job: Job, tell: Tell) -> DemoResult:
     """The whole demo, as one rank; every rank finds the same result. `tell` hears rank 0 only."""
     begin = time.perf_counter()
     device = settle(place, job.device)
+    wait_until_compiled()
     with process_group(place, job.device):
         told: list[Any] = [job]
         dist.broadcast_object_list(told, device=torch.device("cpu"))

@@ -49,7 +49,8 @@ class Settings:
     share: DeviceShare | None = None
 
     def __post_init__(self) -> None:
-        select(self.backend)
+        if self.backend is not None:
+            select(self.backend)
         for name, known in (("relay", MODES), ("transport", TRANSPORTS), ("data_plane", PLANES)):
             if getattr(self, name) not in known:
                 raise ConfigError(

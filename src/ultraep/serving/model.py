@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ultraep.backends import wait_until_compiled
 from ultraep.errors import ConfigError, FileError
 from ultraep.inspect.library import transformers
 from ultraep.inspect.texts import Encode, hashed_words, tokenizer_of
@@ -92,6 +93,7 @@ def balanced_model(
     """The model with its home experts of this rank; collective."""
     from ultraep.integrations.transformers import balance, balanced_from_pretrained
 
+    wait_until_compiled()
     library: Any = transformers()
     if folder is not None:
         slots, policy = balancing.pop("slots"), balancing.pop("policy")

@@ -97,17 +97,9 @@ def _spread(
     if processes == 1 or len(layers) == 1:
         yield from (time_layer(scenario, wanted, layer) for layer in layers)
         return
-    _compile(scenario, wanted)
     with _pool(min(processes, len(layers))) as pool:
         count = len(layers)
         yield from pool.map(time_layer, [scenario] * count, [wanted] * count, layers, chunksize=1)
-
-
-def _compile(scenario: Scenario, wanted: list[Contender]) -> None:
-    """Compile the planner here, once; otherwise each of several processes would compile it."""
-    loads_SE = np.ones((1, scenario.topology.experts), dtype=np.int64)
-    for contender in wanted:
-        _plan_and_clock(scenario, contender, loads_SE, loads_SE[0])
 
 
 @contextmanager

@@ -40,8 +40,9 @@ def _graph(source_D, host_D, ranks):
 def _level_all(load_SR, limit_SD, graph):
     microbatches, edges = limit_SD.shape
     room_ST = np.zeros((microbatches, 2 * edges), np.int64)  # by step: what it can still take
-    room_ST[:, :edges] = limit_SD
     for microbatch in range(microbatches):
+        for edge in range(edges):  # numba takes seconds to compile an assignment to a slice
+            room_ST[microbatch, edge] = limit_SD[microbatch, edge]
         _level(load_SR[microbatch], room_ST[microbatch], graph)
     return room_ST[:, edges:]
 

@@ -1,4 +1,7 @@
-"""Twin of `reference/reroute.py`: a counting sort, then copied experts deal out their rows."""
+"""Twin of `reference/reroute.py`: a counting sort, then copied experts deal out their rows.
+
+Loops instead of assignments to slices: numba takes seconds to compile the latter.
+"""
 
 import math
 
@@ -41,7 +44,9 @@ def reroute(
         while copy < len(expert_of_copy) and expert_of_copy[copy] == expert:
             copy += 1
         if rows_of_slot[home] == len(rows):
-            order_M[first_of_slot[home] : first_of_slot[home] + len(rows)] = rows
+            own = order_M[first_of_slot[home] :]
+            for index in range(len(rows)):
+                own[index] = rows[index]
         else:
             deal_out(rows, home, slot_of_copy[begin:copy], rows_of_slot, first_of_slot, order_M)
     return order_M, rows_of_slot
@@ -51,7 +56,8 @@ def reroute(
 def sort_by_expert(ids_N, length):
     """[M] rows by expert, then by token, and [E + 1] where each expert begins."""
     first = np.zeros(len(length) + 1, np.int64)
-    first[1:] = np.cumsum(length)
+    for expert in range(len(length)):
+        first[expert + 1] = first[expert] + length[expert]
     next_row = first[:-1].copy()
     rows_M = np.empty(first[-1], np.int64)
     for row in range(len(ids_N)):

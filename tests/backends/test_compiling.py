@@ -1,0 +1,298 @@
+"""First use: the reference backend plans until one process of the host has compiled the planner."""
+
+import json
+import logging
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import numba
+import numpy as np
+import pytest
+import torch
+
+import ultraep
+from ultraep import BalanceConfig, Rates, Topology
+from ultraep.backends import compiling, cpu
+from ultraep.backends.compiling import CompiledPlanner
+from ultraep.backends.cpu import on_disk
+from ultraep.errors import BackendUnavailable
+from ultraep.reroute import reroute
+
+SOURCE = Path(ultraep.__file__).parent.parent
+LIMIT = 60  # seconds, for a busy machine
+FUNCTIONS = ("count", "lower_bound", "place", "reroute", "split", "tally")
+
+
+# -- what is compiled ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def argument_types(monkeypatch):
+    """The types with which each compiled function is called, by name."""
+    recorded = {}
+
+    def record(module, name):
+        function = getattr(module, name)
+
+        def call(*args):
+            recorded.setdefault(name, set()).add(tuple(map(numba.typeof, args)))
+            return function(*args)
+
+        monkeypatch.setattr(module, name, call)
+
+    for name in FUNCTIONS:
+        record(cpu, name)
+    record(sys.modules["ultraep.backends.cpu.level"], "_level_all")
+    return recorded
+
+
+def test_real_calls_have_the_types_that_were_compiled(argument_types):
+    on_disk.call_all()
+    compiled = dict(argument_types)
+    assert set(compiled) == {*FUNCTIONS, "_level_all"}
+    argument_types.clear()
+    compiling.PLANNER.wait()  # lower bounds use the automatic choice
+    topology, ids = Topology(ranks=2, experts=4), torch.tensor([[0, 1], [0, 2], [0, 3]])
+    loads = [ultraep.count_loads(ids, topology.experts, backend="cpu")] * 2
+    for config in (
+        BalanceConfig(),
+        BalanceConfig(tolerance=0.1, max_replicas=1, locality=False),
+        BalanceConfig(rates=Rates(row=5, copy=1)),
+        BalanceConfig(policy="lplb"),
+    ):
+        plan = ultraep.plan(loads, topology, config, backend="cpu", history=loads)
+        assert plan.lower_bound >= 1
+    plan = ultraep.plan(np.stack(loads), topology, backend="cpu")
+    assert plan.num_replicas
+    reroute(ids, plan, 0, backend="cpu")
+    assert argument_types == compiled
+
+
+def test_loading_does_not_compile(monkeypatch):
+    def ours():
+        return 1
+
+    ours.__module__ = "ultraep.backends.cpu.ours"
+    function = numba.njit(ours)
+    monkeypatch.setattr(on_disk, "call_all", function)
+    assert not on_disk.load()
+    assert not function.signatures
+    assert function() == 1
+    assert on_disk.load()
+
+
+# -- who compiles --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def host(monkeypatch, tmp_path):
+    """A cache directory without the planner, and a compiler that runs until it is stopped."""
+    host = SimpleNamespace(compiled=False, planners=[])
+    stub = SimpleNamespace(
+        load=lambda: host.compiled, call_all=lambda: None, cache_folder=lambda: str(tmp_path)
+    )
+
+    def planner():
+        host.planners.append(CompiledPlanner())
+        return host.planners[-1]
+
+    host.planner = planner
+    monkeypatch.setattr(compiling, "import_on_disk", lambda: stub)
+    monkeypatch.setattr(compiling, "CHILD", "import os; os.read(0, 1)")
+    monkeypatch.setattr(compiling, "LOOK_AGAIN", 0.0)
+    yield host
+    for planner in host.planners:
+        planner.stop()
+
+
+def test_one_process_of_a_host_compiles(host, caplog):
+    caplog.set_level(logging.INFO, logger="ultraep.compile")
+    first, second = host.planner(), host.planner()
+    for planner in (first, second):
+        planner.request()
+        assert not planner.ready()
+    assert first._child is not None
+    assert second._child is None
+    first_line, second_line = caplog.messages
+    assert "compiling the planner in the background" in first_line
+    assert "another process is compiling" in second_line
+
+    host.compiled = True
+    first._child.communicate(timeout=LIMIT)  # closes its stdin: the compiler ends
+    assert first.ready()
+    assert second.ready()
+    assert first._child is None
+
+
+def test_a_process_takes_over_from_one_that_stopped(host):
+    first, second = host.planner(), host.planner()
+    first.request()
+    child = first._child
+    first.stop()
+    assert child.returncode is not None
+    second.request()
+    assert second._child is not None
+    assert not second.ready()
+
+
+def test_short_runs_do_not_compile(host, monkeypatch, caplog):
+    caplog.set_level(logging.INFO, logger="ultraep.compile")
+    monkeypatch.setattr(compiling, "SHORT_RUN", 1e6)
+    planner = host.planner()
+    assert not planner.ready()
+    assert not planner.ready()
+    assert planner._child is None
+    assert len(caplog.messages) == 1
+    assert "not compiled on this machine yet" in caplog.messages[0]
+    monkeypatch.setattr(compiling, "SHORT_RUN", 0.0)
+    assert not planner.ready()
+    assert planner._child is not None
+
+
+@pytest.mark.parametrize("code", ["import sys; sys.exit(3)", None])
+def test_a_process_compiles_itself_where_no_child_can(host, monkeypatch, caplog, code):
+    if code is None:
+        monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    else:
+        monkeypatch.setattr(compiling, "CHILD", code)
+    planner = host.planner()
+    planner.request()
+    if planner._child is not None:
+        planner._child.communicate(timeout=LIMIT)
+    assert planner.ready()
+    assert "in the background" in caplog.text
+    assert caplog.records[-1].levelno == logging.WARNING
+
+
+def test_waiting_ends_the_background_compiler(host):
+    planner = host.planner()
+    planner.request()
+    child = planner._child
+    planner.wait()
+    assert child.returncode is not None
+    assert planner.ready()
+
+
+def test_a_forked_process_leaves_the_compiler_to_its_parent(host):
+    planner = host.planner()
+    planner.request()
+    child, other_end = planner._child, os.dup(planner._child.stdin.fileno())
+    planner.after_fork()
+    planner.stop()
+    assert not planner.ready()
+    assert child.poll() is None
+    os.close(other_end)
+    child.wait(LIMIT)
+
+
+@pytest.mark.parametrize("missing", ["fcntl", "permission"])
+def test_without_locks_every_process_compiles(host, monkeypatch, tmp_path, missing):
+    if missing == "fcntl":
+        monkeypatch.setattr(compiling, "fcntl", None)
+    else:
+        (tmp_path / compiling.LOCK).mkdir()  # cannot be opened for writing, even by root
+    planners = [host.planner(), host.planner()]
+    for planner in planners:
+        planner.request()
+    assert all(planner._child is not None for planner in planners)
+
+
+def test_without_a_cache_directory_the_reference_plans(monkeypatch, caplog):
+    def refuse():
+        raise BackendUnavailable("backend 'cpu' cannot be used: set NUMBA_CACHE_DIR")
+
+    monkeypatch.setattr(compiling, "import_on_disk", refuse)
+    planner = CompiledPlanner()
+    assert not planner.ready()
+    assert not planner.ready()
+    assert len(caplog.messages) == 1
+    assert "NUMBA_CACHE_DIR" in caplog.messages[0]
+    with pytest.raises(BackendUnavailable):
+        planner.wait()
+
+
+def test_a_directory_that_numba_cannot_write_to_is_named(monkeypatch):
+    monkeypatch.delattr(cpu, "on_disk")
+    monkeypatch.delitem(sys.modules, "ultraep.backends.cpu.on_disk")
+    broken = SimpleNamespace(find_spec=_no_locator)
+    monkeypatch.setattr(sys, "meta_path", [broken, *sys.meta_path])
+    with pytest.raises(BackendUnavailable, match=r"no locator.*set NUMBA_CACHE_DIR"):
+        compiling.import_on_disk()
+
+
+def _no_locator(name, *_):
+    if name == "ultraep.backends.cpu.on_disk":
+        raise RuntimeError("cannot cache function 'count': no locator available")
+
+
+# -- a fresh machine -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def fresh(tmp_path):
+    """The environment of a machine where nothing is compiled."""
+    folder = tmp_path / "cache"
+    return os.environ | {"PYTHONPATH": str(SOURCE), "NUMBA_CACHE_DIR": str(folder)}
+
+
+def compiled_files(environment):
+    return list(Path(environment["NUMBA_CACHE_DIR"]).rglob("*.nbc"))
+
+
+def test_the_first_plan_does_not_wait_for_a_compiler(fresh, tmp_path):
+    loads = ultraep.workload.zipf(8, 64, ratio=2.0, top_k=2, seed=0)
+    file = tmp_path / "loads.npy"
+    np.save(file, loads)
+    command = [sys.executable, "-m", "ultraep", "plan", str(file), "--json"]
+    done = subprocess.run(
+        command, env=fresh, capture_output=True, text=True, timeout=LIMIT, check=True
+    )
+    planned = ultraep.plan(loads, Topology(ranks=8, experts=64), backend="cpu")
+    assert json.loads(done.stdout)[0]["digest"] == planned.digest()
+    assert done.stderr.count("\n") == 1
+    assert "the planner is not compiled on this machine yet" in done.stderr
+    assert not compiled_files(fresh)
+
+
+PARENT = """
+import sys
+from ultraep.backends import compile_in_background, select
+from ultraep.backends.compiling import PLANNER
+compile_in_background()
+print(select().__name__, PLANNER._child.pid, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.skipif(not Path("/proc").exists(), reason="looks for a process in /proc")
+@pytest.mark.parametrize("end", ["killed", "done"])
+def test_the_compiler_ends_with_its_parent(fresh, end):
+    with subprocess.Popen(
+        [sys.executable, "-c", PARENT],
+        env=fresh,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as parent:
+        name, child = parent.stdout.readline().split()
+        assert name == "ultraep.backends.reference"
+        assert running(child)
+        if end == "killed":
+            parent.kill()
+        parent.communicate(timeout=LIMIT)
+    until = time.monotonic() + LIMIT
+    while running(child) and time.monotonic() < until:
+        time.sleep(0.01)
+    assert not running(child)
+
+
+def running(process):
+    try:
+        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state != "Z"  # one that has ended and that nobody has asked about
