@@ -17,8 +17,8 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 
 # Every layer may import from itself and from the layers above it in this list.
 LAYERS = [
-    ["errors", "version", "arrays", "modes"],
-    ["config", "comm", "bundle", "inputs", "outputs", "activations", "routing", "hosts", "recompute"],
+    ["errors", "version", "arrays", "modes", "recompute"],
+    ["config", "comm", "bundle", "inputs", "outputs", "activations", "routing", "hosts"],
     ["products", "formats", "quantised"],
     ["topology"],
     ["backends"],
