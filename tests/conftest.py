@@ -24,9 +24,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import quick_interpreter  # noqa: E402  where kernels are interpreted is known only now
 
+from ultraep.backends import wait_until_compiled  # noqa: E402
 from ultraep.policies import BUILT_IN, get_policy  # noqa: E402
 
 quick_interpreter.install()
+wait_until_compiled()  # tests and the processes that they start find the planner on disk
 for policy in BUILT_IN:
     get_policy(policy)  # registered now, and not while a test has put a registry of its own there
 # Of the files that take longest most have few tests, and `--dist loadfile` would keep them last.
