@@ -360,7 +360,7 @@ def main(argv: Sequence[str]) -> None:
     cuda = on_gpu(toy=options.toy) and not options.toy
     sizes = [TOY] if options.toy else [MODELS[name] for name in options.models.split(",")]
     if options.quick:
-        sizes = [replace(size, rounds=3, all_tokens=(4096,)) for size in sizes]
+        sizes = [replace(size, all_tokens=(4096,)) for size in sizes]
     device = f"{card_name()}, {sizes[0].ranks} processes by CUDA MPS" if cuda else None
     report = Report("ranks_gpu", argv, device=device)
     report.header()

@@ -18,7 +18,7 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 # Every layer may import from itself and from the layers above it in this list.
 LAYERS = [
     ["errors", "version", "arrays", "modes"],
-    ["config", "comm", "bundle", "inputs", "outputs", "activations", "routing", "hosts"],
+    ["config", "comm", "bundle", "inputs", "outputs", "activations", "routing", "hosts", "recompute"],
     ["products", "formats", "quantised"],
     ["topology"],
     ["backends"],
@@ -57,6 +57,7 @@ STORY = (
     "products",
     "quantisable",
     "quantised",
+    "recompute",
     "routing",
     "reroute",
     "replicate",

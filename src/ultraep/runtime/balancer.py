@@ -330,16 +330,14 @@ class Balancer(Unique):
     def unchanged_weights(self) -> Iterator[None]:
         """Promise that the weights of this rank's home experts do not change in this block.
 
-        Replicas that are still in their slots are then not sent again: for serving, and for the
-        microbatches between two steps of an optimizer. Without the promise, replicas serve the
-        forward and the backward pass of one microbatch, since torch does not see every write.
-        Writes that torch sees, steps of its optimizers (fused ones too) and other tensors than
-        before are noticed here too. Call `weights_changed` after any other write, and before
-        `torch.utils.swap_tensors`, which torch refuses for tensors that the promise watches.
-        One rank alone may promise.
+        Replicas still in their slots are then not sent again: for serving, and for the microbatches
+        between two optimizer steps. Otherwise replicas serve one microbatch, forward and backward,
+        since torch does not see every write. Writes that torch sees, steps of its optimizers and
+        other tensors than before are noticed. Call `weights_changed` after any other write, and
+        before `torch.utils.swap_tensors`. One rank alone may promise.
 
-        The promise holds for replays of graphs inside the block, in the order of the current
-        stream; there, only `weights_changed` reports changes. A capture promises nothing.
+        It holds for replays of graphs in the block, in the order of the current stream; there, only
+        `weights_changed` reports changes. A capture promises nothing.
         """
         try:
             with self._versions.unchanged():
