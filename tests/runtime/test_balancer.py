@@ -434,11 +434,11 @@ def test_ranks_that_disagree_leave_nothing_taken(monkeypatch):
 
 def test_an_unavailable_backend_is_said_before_anything_is_taken(monkeypatch):
     monkeypatch.setattr(ultraep.backends.importlib.util, "find_spec", lambda name: None)
-    ultraep.backends.select.cache_clear()
+    ultraep.backends._named.cache_clear()
     monkeypatch.setattr(balancer_module, "connect", lambda *_, **__: pytest.fail("connected"))
     with pytest.raises(BackendUnavailable, match="pip install numba"):
         Balancer("alone", experts=8, backend="cpu")
-    ultraep.backends.select.cache_clear()
+    ultraep.backends._named.cache_clear()
 
 
 def test_an_unknown_transport_is_refused():
