@@ -119,7 +119,7 @@ def serve(port: int = 9464, address: str = "127.0.0.1", *, hosts: Iterable[str] 
     The page is served until the process ends. Every process needs its own port. A request must
     name an address, localhost or this machine in its `Host` header.
 
-    hosts: more names under which scrapers may ask, such as that of a service in front of it.
+    hosts: more host names that scrapers may use, such as the name of a service in front of it.
     """
     try:
         from prometheus_client import CollectorRegistry, make_wsgi_app

@@ -54,7 +54,7 @@ class _Answering:
                 if store.check([f"question/{self.rank}"]):
                     store.set(f"answer/{self.rank}", str(self.calls))
                     return
-        except RuntimeError:  # the store has gone: nobody can ask any more
+        except RuntimeError:  # the store is gone, so no rank can ask any more
             return
 
 

@@ -107,14 +107,14 @@ def put_in(line, keys, count, rank, key):
 
 @njit(cache=True)
 def take_out(line, keys, count, begin, end):
-    """Those at these places leave a line."""
+    """Remove the places from begin to end from a line."""
     for place in range(end, count):
         line[place - end + begin], keys[place - end + begin] = line[place], keys[place]
 
 
 @njit(cache=True)
 def sink(line, keys, count, place, key):
-    """One rank of a line gets a smaller key."""
+    """Move a rank of a line to the place of its new, smaller key."""
     rank = line[place]
     while place + 1 < count:
         after = place + 1

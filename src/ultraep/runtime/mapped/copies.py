@@ -64,7 +64,7 @@ class MappedCopies:
 
     def __exit__(self, *error: object) -> None:
         assert self._lent is not None, "left a block that was not entered"
-        if self._sent:  # nobody has waited for the slots
+        if self._sent:  # a failed pass did not wait for the slots
             self.tensors()
         self._plane.lent = None
         self._plane.in_backward.discard(self)
