@@ -3,9 +3,14 @@
 Outside of the package, since importing any part of it imports NumPy first.
 """
 
+import _thread
 import signal
 import sys
+import threading
 from types import FrameType, TracebackType
+from typing import Any
+
+SOON = 0.01  # seconds
 
 
 def main() -> None:
@@ -23,10 +28,20 @@ class _Interrupts:
 
     def __enter__(self) -> None:
         signal.signal(signal.SIGINT, self._note)
+        sys.unraisablehook = self._note_ignored
 
     def _note(self, _number: int, _frame: FrameType | None) -> None:
         self.noted = True
         raise KeyboardInterrupt
+
+    def _note_ignored(self, unraisable: Any) -> None:
+        """Interrupt again where Python drops what a callback raises, as those of its imports."""
+        if unraisable.exc_type is not KeyboardInterrupt:
+            sys.__unraisablehook__(unraisable)
+            return
+        again = threading.Timer(SOON, _thread.interrupt_main)
+        again.daemon = True
+        again.start()
 
     def __exit__(
         self,

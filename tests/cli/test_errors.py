@@ -181,3 +181,20 @@ def test_ctrl_c_while_modules_load_is_one_line(tmp_path, after):
     errors = process.communicate(timeout=120)[1]
     assert "Traceback" not in errors or "ultraep" not in errors, errors
     assert process.returncode in (0, 130, -signal.SIGINT)
+
+
+IGNORING = """
+import signal, time, weakref
+from ultraep_start import _Interrupts
+with _Interrupts():
+    gone = set()
+    watched = weakref.ref(gone, lambda _: signal.raise_signal(signal.SIGINT))
+    del gone
+    time.sleep(60)
+"""
+
+
+def test_ctrl_c_in_a_callback_whose_errors_python_ignores_interrupts():
+    process = start(program=("-c", IGNORING))
+    assert process.communicate(timeout=60)[1] == "ultraep: interrupted\n"
+    assert process.returncode == 130
