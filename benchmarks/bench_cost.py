@@ -33,8 +33,8 @@ import ultraep
 from ultraep import BalanceConfig
 from ultraep.comm import Communicator
 from ultraep.experts import Experts
-from ultraep.report.rows import cpu_device
 from ultraep.runtime.connect import connect
+from ultraep.tools.report.rows import cpu_device
 
 NONE, AGAIN, TIME = "none", "none again", "time"
 OVER_NONE = Metric("time_over_none", "ratio", "over none", ".4f")

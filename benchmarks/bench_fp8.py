@@ -34,7 +34,7 @@ from world import Given, given_layer
 
 import ultraep
 from ultraep.bundle import Layout
-from ultraep.formats import FORMATS, Format
+from ultraep.ops.formats import FORMATS, Format
 
 SAMPLE = 128  # rows of a slot whose errors are looked at
 PLAIN, TORCH, TORCH_ROWS = "bf16", "torch, bf16", "torch, fp8_rows"
@@ -93,9 +93,9 @@ def values_of(bench: Bench, ms: float, plain: float, flops: int = 0, moved: int 
 
 def engines(offsets: torch.Tensor, dtype: torch.dtype) -> dict[str, Any]:
     """Ours, by name of a format; and that of plain products."""
-    from ultraep.activations import activation_named
     from ultraep.backends.triton.products import TritonProducts
     from ultraep.backends.triton.quantised import TritonQuantised
+    from ultraep.ops.activations import activation_named
 
     swiglu = activation_named("swiglu")
     found: dict[str, Any] = {PLAIN: TritonProducts(offsets, swiglu, dtype)}

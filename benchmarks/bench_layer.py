@@ -31,9 +31,9 @@ from world import Given, on_ranks
 
 import ultraep
 from ultraep.comm import Communicator
-from ultraep.replicate import hops
-from ultraep.report.rows import cpu_device
 from ultraep.runtime.connect import connect
+from ultraep.runtime.messages.replicate import hops
+from ultraep.tools.report.rows import cpu_device
 
 SECTIONS = ("gain", "stages", "control")
 FORCED = "forced balance"

@@ -47,7 +47,7 @@ import ultraep
 from ultraep import BalanceConfig, Plan, Topology
 from ultraep.arrays import IntArray
 from ultraep.policies import Problem
-from ultraep.policies.eplb import place_by_past
+from ultraep.policies.peers.eplb import place_by_past
 from ultraep.policies.places import away_from_home, split_equally
 
 POLICIES = ("none", "eplb", "ultraep")

@@ -40,8 +40,8 @@ import ultraep
 from ultraep.metrics import Exporter, Log, Metrics, scalars
 from ultraep.metrics.meter import Meter, StageTimes
 from ultraep.plane import Microbatch
-from ultraep.report.rows import cpu_device
 from ultraep.runtime.connect import connect
+from ultraep.tools.report.rows import cpu_device
 from ultraep.trace.read import read_trace
 from ultraep.trace.schema import BACKWARD, FORWARD
 

@@ -28,10 +28,10 @@ from timing import on_gpu, standard_error
 from world import on_ranks
 
 import ultraep
-from ultraep.demo.train import Trainer, TrainingOptions
-from ultraep.report.rows import cpu_device
-from ultraep.tiny.model import ModelConfig
-from ultraep.tiny.text import Text
+from ultraep.tools.demo.train import Trainer, TrainingOptions
+from ultraep.tools.report.rows import cpu_device
+from ultraep.tools.tiny.model import ModelConfig
+from ultraep.tools.tiny.text import Text
 
 STEP = Metric("step_time_p50", "ms", "ms", ".2f")
 COST = Metric("cost_of_sending_again", "share", "cost", ".4f")

@@ -36,16 +36,16 @@ from numpy.typing import NDArray
 
 from ultraep import BalanceConfig, Topology, plan
 from ultraep.plan import Plan
-from ultraep.sim.cluster import Cluster, load_cluster
-from ultraep.sim.costs import Costs, measured_rates
-from ultraep.sim.layer import LayerClock
-from ultraep.sim.model import GroupedAttention, Model
-from ultraep.sim.planning import CopySets
-from ultraep.sim.published import CONTENDERS, Setting, scenario_of, settings, share_of_ideal
-from ultraep.sim.run import Result, simulate
-from ultraep.sim.runtime import runtime_of
-from ultraep.sim.scenario import Contender
-from ultraep.sim.training import Training
+from ultraep.tools.sim.cluster import Cluster, load_cluster
+from ultraep.tools.sim.costs import Costs, measured_rates
+from ultraep.tools.sim.layer import LayerClock
+from ultraep.tools.sim.model import GroupedAttention, Model
+from ultraep.tools.sim.planning import CopySets
+from ultraep.tools.sim.published import CONTENDERS, Setting, scenario_of, settings, share_of_ideal
+from ultraep.tools.sim.run import Result, simulate
+from ultraep.tools.sim.runtime import runtime_of
+from ultraep.tools.sim.scenario import Contender
+from ultraep.tools.sim.training import Training
 
 FloatArray = NDArray[np.float64]
 Table = tuple[str, list[Line]]  # title

@@ -32,11 +32,11 @@ from world import Given, on_ranks
 import ultraep
 from ultraep import workload
 from ultraep.plane import Microbatch
-from ultraep.report.rows import cpu_device
 from ultraep.reroute import rows_received
 from ultraep.runtime.clocks import HostClock
 from ultraep.runtime.connect import connect
 from ultraep.runtime.recording import Recording
+from ultraep.tools.report.rows import cpu_device
 from ultraep.trace.files import write_arrays
 from ultraep.trace.pieces import Entry, piece
 from ultraep.trace.schema import BACKWARD, FORWARD, fields_of_plan

@@ -34,7 +34,7 @@ from big_trace import Size, write_trace
 from harness import Line, Metric, Report, common_options
 from numpy.typing import NDArray
 
-from ultraep.report.rows import cpu_device
+from ultraep.tools.report.rows import cpu_device
 
 LISTENS = Metric("time_to_listen", "s", "listens s", ".2f")
 FIRST = Metric("time_to_overview", "s", "overview s", ".2f")

@@ -23,8 +23,8 @@ from numpy.typing import NDArray
 import ultraep
 from ultraep import workload
 from ultraep.config import BalanceConfig
+from ultraep.files.writing import write_text
 from ultraep.hops import Relay
-from ultraep.outputs import write_text
 from ultraep.topology import Topology
 from ultraep.trace.files import write_arrays
 from ultraep.trace.schema import (

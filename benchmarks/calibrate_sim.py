@@ -1,4 +1,4 @@
-"""Find the constants of `src/ultraep/sim/data/calibrated.toml` again, from published figures.
+"""Find the constants of `src/ultraep/tools/sim/data/calibrated.toml` again, from published figures.
 
 Every constant comes from one published setting (its `source` says which one), in this order: the
 noise of training loads from the imbalance under EPLB, then the factor of the framework from the
@@ -15,11 +15,11 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 
-from ultraep.sim.costs import measured_rates
-from ultraep.sim.published import CONTENDERS, Noise, Setting, scenario_of, settings
-from ultraep.sim.run import simulate
-from ultraep.sim.runtime import runtime_of
-from ultraep.sim.scenario import Contender
+from ultraep.tools.sim.costs import measured_rates
+from ultraep.tools.sim.published import CONTENDERS, Noise, Setting, scenario_of, settings
+from ultraep.tools.sim.run import simulate
+from ultraep.tools.sim.runtime import runtime_of
+from ultraep.tools.sim.scenario import Contender
 
 HALVINGS = 12
 IDEAL = CONTENDERS[-1]

@@ -21,7 +21,7 @@ from ultraep.arrays import PADDING, IntArray
 from ultraep.backends import select
 from ultraep.policies import Problem, get_policy
 from ultraep.reroute import Routes, reroute, reroute_dense, rows_received
-from ultraep.runtime.mapped.control import DevicePlan, DeviceRoutes
+from ultraep.runtime.control import DevicePlan, DeviceRoutes
 
 USUAL = Kind(SHUFFLED, 3.0)
 WHOLE = "counts to routes"

@@ -6,7 +6,7 @@ import torch
 from grouped_mlp import as_stacks
 from torch.nn.functional import pad
 
-from ultraep.formats import E4M3, Format
+from ultraep.ops.formats import E4M3, Format
 
 LARGEST = 448.0
 
@@ -18,7 +18,7 @@ class Quantised:
         self, form: Format, weights: torch.Tensor, rows: torch.Tensor, any_scales: bool = False
     ) -> None:
         from ultraep.backends.triton import quantise
-        from ultraep.quantised import QuantisedStacks
+        from ultraep.ops.quantised import QuantisedStacks
 
         self.form, self._verbs = form, quantise
         self.data = torch.empty_like(weights, dtype=E4M3)

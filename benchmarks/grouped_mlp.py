@@ -14,7 +14,7 @@ import torch
 from timing import Call, Clock
 
 if TYPE_CHECKING:  # kernels are imported late: Triton reads its settings when they are
-    from ultraep.products import Stacks
+    from ultraep.ops.products import Stacks
 
 Draw = Callable[..., torch.Tensor]  # of a shape
 Mark = Callable[[str], object]
@@ -140,6 +140,6 @@ def drawer(clock: Clock, seed: int = 0) -> Draw:
 
 def as_stacks(tensor: torch.Tensor) -> Stacks:
     """The last slot is a spare one."""
-    from ultraep.products import Stacks
+    from ultraep.ops.products import Stacks
 
     return Stacks(tensor[:-1], tensor[-1:])

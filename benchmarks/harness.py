@@ -25,9 +25,9 @@ from timing import Clock, Gpu, Host, free, on_gpu, tell
 
 from ultraep.backends import wait_until_compiled
 from ultraep.errors import UltraEPError
-from ultraep.outputs import write_text
-from ultraep.report.rows import MeasuredNumber as Row
-from ultraep.report.rows import as_json, cpu_device, versions
+from ultraep.files.writing import write_text
+from ultraep.tools.report.rows import MeasuredNumber as Row
+from ultraep.tools.report.rows import as_json, cpu_device, versions
 
 QUEUED = 2_000_000  # cycles: a millisecond in which a kernel is queued before the device gets to it
 

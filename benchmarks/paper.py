@@ -20,10 +20,10 @@ import numpy as np
 from harness import ROOT
 from paper_studies import FULL, TOY, Effort, Page, percent, scaling, studies
 
-from ultraep.report.rows import versions
-from ultraep.sim.model import load_model
-from ultraep.sim.published import CONTENDERS, Setting, scenario_of, settings, share_of_ideal
-from ultraep.sim.run import Result
+from ultraep.tools.report.rows import versions
+from ultraep.tools.sim.model import load_model
+from ultraep.tools.sim.published import CONTENDERS, Setting, scenario_of, settings, share_of_ideal
+from ultraep.tools.sim.run import Result
 
 NAMES = {"quota": "UltraEP as published (`quota`)", "ultraep": "**`ultraep`, one slot**"}
 WITHIN = 5.0  # points

@@ -8,16 +8,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ultraep.outputs import whole_file, write_text
-from ultraep.sim.cluster import load_cluster
-from ultraep.sim.model import load_model
-from ultraep.sim.published import CLUSTER, CONTENDERS, scenario_of, settings
-from ultraep.sim.run import Result, simulate
-from ultraep.sim.runtime import runtime_of
-from ultraep.sim.scenario import Contender, Scenario
-from ultraep.sim.serving import Serving
-from ultraep.sim.training import Training
-from ultraep.sim.workload import fit_skew
+from ultraep.files.writing import whole_file, write_text
+from ultraep.tools.sim.cluster import load_cluster
+from ultraep.tools.sim.model import load_model
+from ultraep.tools.sim.published import CLUSTER, CONTENDERS, scenario_of, settings
+from ultraep.tools.sim.run import Result, simulate
+from ultraep.tools.sim.runtime import runtime_of
+from ultraep.tools.sim.scenario import Contender, Scenario
+from ultraep.tools.sim.serving import Serving
+from ultraep.tools.sim.training import Training
+from ultraep.tools.sim.workload import fit_skew
 from ultraep.topology import Topology
 
 NONE, IDEAL = CONTENDERS[0], CONTENDERS[-1]

@@ -21,7 +21,7 @@ from world import Given, given_layer
 import ultraep
 from ultraep.dispatch import Arrivals
 from ultraep.experts import ExpertsFrom
-from ultraep.loan import serve
+from ultraep.experts.loan import serve
 
 Layer = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # rows and gates to outputs
 Make = Callable[["Inputs", Mapping[str, Any]], Layer]

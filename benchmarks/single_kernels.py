@@ -64,7 +64,7 @@ def launch_values(clock: Clock, launch: Launch) -> Values:
 def launches(inputs: Inputs, blocks: Table) -> Iterator[Launch]:
     """What the layer launches, in its order; gradients of weights also rounded on the way."""
     from ultraep.backends.triton.grouped import Grouped
-    from ultraep.products import Stacks
+    from ultraep.ops.products import Stacks
 
     shape, x = inputs.shape, inputs.x
     counts = torch.bincount(inputs.ids.flatten(), minlength=shape.experts)

@@ -32,9 +32,9 @@ from world import Card, Partition, Rank, split
 
 import ultraep
 from ultraep.arrays import IntArray
-from ultraep.outputs import write_text
-from ultraep.tiny.model import VOCABULARY, rotate
-from ultraep.tiny.text import Text, files, prose, tables
+from ultraep.files.writing import write_text
+from ultraep.tools.tiny.model import VOCABULARY, rotate
+from ultraep.tools.tiny.text import Text, files, prose, tables
 
 CUDA = torch.device("cuda")
 BF16 = torch.bfloat16

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import ultraep
-from ultraep.tiny.model import ModelConfig
+from ultraep.tools.tiny.model import ModelConfig
 from ultraep.topology import even_homes
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}

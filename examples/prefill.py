@@ -27,10 +27,10 @@ from rich.filesize import decimal
 from rich.table import Table
 
 import ultraep
-from ultraep.full_state import load_full_state_dict
-from ultraep.outputs import write_text
-from ultraep.tiny.model import TinyMoE
-from ultraep.tiny.prefill import Answers, Queue, Request, answer, make_requests
+from ultraep.files.writing import write_text
+from ultraep.parallel.full_state import load_full_state_dict
+from ultraep.tools.tiny.model import TinyMoE
+from ultraep.tools.tiny.prefill import Answers, Queue, Request, answer, make_requests
 
 
 def report(answers: Answers, requests: Sequence[Request]) -> dict[str, Any]:

@@ -5,8 +5,9 @@
     torchrun --nproc-per-node 2 examples/pretrain.py --config examples/pretrain.toml --resume
 
 A program to copy. The places where a training meets ultraep are numbered, `# ultraep 1` to 8; the
-layer itself is in `Block` of `ultraep.tiny.model`. All else is what any training has. Settings are
-in pretrain_settings.py; text, checkpoint files, scalars and signals in pretrain_parts.py.
+layer itself is in `Block` of `ultraep.tools.tiny.model`. All else is what any training has.
+Settings are in pretrain_settings.py; text, checkpoint files, scalars and signals in
+pretrain_parts.py.
 
 Shapes: M microbatches, B windows of this rank in each, T bytes of a window.
 """
@@ -47,8 +48,9 @@ from pretrain_settings import Settings, read_settings
 from torch.nn.functional import cross_entropy
 
 import ultraep
-from ultraep import full_state, parallel
-from ultraep.tiny.model import TinyMoE, next_byte_loss
+from ultraep import parallel
+from ultraep.parallel import full_state
+from ultraep.tools.tiny.model import TinyMoE, next_byte_loss
 from ultraep.topology import even_homes
 
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}

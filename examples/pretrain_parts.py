@@ -24,7 +24,7 @@ from library_text import library_bytes
 from pretrain_settings import Settings
 
 from ultraep.errors import CommunicationError, ConfigError, FileError
-from ultraep.outputs import whole_file
+from ultraep.files.writing import whole_file
 
 NEWS = 0.2  # seconds until all connections know of a rank that died
 

@@ -33,9 +33,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 import ultraep
-from ultraep import full_state, parallel
-from ultraep.outputs import whole_file, write_text
-from ultraep.tiny.model import ModelConfig, TinyMoE, next_byte_loss
+from ultraep import parallel
+from ultraep.files.writing import whole_file, write_text
+from ultraep.parallel import full_state
+from ultraep.tools.tiny.model import ModelConfig, TinyMoE, next_byte_loss
 
 LARGEST_NORM = 1.0  # of the gradient
 CHECKED = 4  # held-out sequences of each subject

@@ -16,7 +16,7 @@ SOON = 0.01  # seconds
 def main() -> None:
     """The entry point."""
     with _Interrupts():
-        from ultraep.cli import main as run
+        from ultraep.tools.cli import main as run
 
         run()
 

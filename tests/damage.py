@@ -10,7 +10,7 @@ import zipfile
 
 import numpy as np
 
-from ultraep.inputs import DAMAGE
+from ultraep.files.reading import DAMAGE
 
 HUGE = (0, 1, 255, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**63 - 1, 2**63, 10**20)
 CONFUSED = (None, True, -1, 0, 0.5, 1e400, float("nan"), "x", "", [], [[]], {}, 10**20, "\x00")

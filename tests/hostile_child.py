@@ -26,13 +26,13 @@ from test_damaged_files import DATA, write_loads
 from typer.testing import CliRunner
 
 from ultraep import UltraEPError
-from ultraep.cli import app
-from ultraep.demo.result import DemoResult
-from ultraep.inspect.checkpoint import weight_files
-from ultraep.inspect.run import claim_folder
-from ultraep.inspect.texts import excerpts, hashed_words, texts_of, tokenizer_of
-from ultraep.serving.arrivals import read_arrivals
-from ultraep.sim.serving import load_requests
+from ultraep.tools.cli import app
+from ultraep.tools.demo.result import DemoResult
+from ultraep.tools.inspect.checkpoint import weight_files
+from ultraep.tools.inspect.run import claim_folder
+from ultraep.tools.inspect.texts import excerpts, hashed_words, texts_of, tokenizer_of
+from ultraep.tools.serving.arrivals import read_arrivals
+from ultraep.tools.sim.serving import load_requests
 
 GIGABYTE = 1 << 30
 SECONDS = 10

@@ -5,8 +5,8 @@ from contextlib import ExitStack, contextmanager
 import pytest
 import torch
 
-from ultraep.inspect.families import small_config
-from ultraep.inspect.library import transformers
+from ultraep.tools.inspect.families import small_config
+from ultraep.tools.inspect.library import transformers
 
 TEXTS = {
     "letters": "the quick brown fox jumps over the lazy dog and runs away from it again " * 60,

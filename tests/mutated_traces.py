@@ -24,10 +24,10 @@ from damage import damaged
 from traces import plan_for, record
 
 from ultraep import UltraEPError, read_trace
+from ultraep.tools.view.catalogue import Catalogue
+from ultraep.tools.view.table import heat, overview
 from ultraep.trace.files import write_arrays
 from ultraep.trace.schema import SUMMARIES
-from ultraep.view.catalogue import Catalogue
-from ultraep.view.table import heat, overview
 
 MEMORY = 1 << 30  # bytes that reading may take
 SECONDS = 10.0  # that one trace may take

@@ -23,12 +23,12 @@ from traces import plan_for, record
 from typer.testing import CliRunner
 
 from ultraep import FileError, UltraEPError, read_trace, workload
-from ultraep.cli import app
-from ultraep.demo.result import DemoResult
-from ultraep.inputs import read_array, read_arrays
-from ultraep.sim.cluster import load_cluster
-from ultraep.sim.model import load_model
-from ultraep.sim.serving import load_requests
+from ultraep.files.reading import read_array, read_arrays
+from ultraep.tools.cli import app
+from ultraep.tools.demo.result import DemoResult
+from ultraep.tools.sim.cluster import load_cluster
+from ultraep.tools.sim.model import load_model
+from ultraep.tools.sim.serving import load_requests
 
 FEW, MANY, BLOCK = 200, 20_000, 100  # files, and those of a test
 SEEDS = range(321, 5321, 1000)

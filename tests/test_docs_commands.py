@@ -19,8 +19,8 @@ from traces import plan_for, record
 from typer.testing import CliRunner
 
 from ultraep import Topology, read_trace
-from ultraep.cli.commands import app
-from ultraep.sim import workload
+from ultraep.tools.cli.commands import app
+from ultraep.tools.sim import workload
 
 ROOT = Path(__file__).parent.parent
 PAGES = [

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import typer.main
 
-from ultraep.cli.commands import SUMMARIES, app, load_command
+from ultraep.tools.cli.commands import SUMMARIES, app, load_command
 
 ROOT = Path(__file__).parent.parent
 PAGES = [
@@ -26,7 +26,7 @@ SOURCES = [
 ]
 SCRIPTS = [
     path
-    for folder in ("examples", "benchmarks", "src/ultraep/demo", "src/ultraep/tiny")
+    for folder in ("examples", "benchmarks", "src/ultraep/tools/demo", "src/ultraep/tools/tiny")
     for path in sorted((ROOT / folder).glob("*.py"))
 ]
 FILE = re.compile(r"[\w./*-]+\.(py|toml|md|json|jsonl|txt|npz|npy|html|svg)|[\w-]+(/[\w-]+)+/?")
@@ -219,7 +219,13 @@ def test_what_is_named_exists(span):
 @pytest.mark.parametrize(
     "span",
     [
-        *("relay.schedule", "ultraep.sim.nothing", "Plan.nothing", "nothing.py", "sim/nothing.py"),
+        *(
+            "relay.schedule",
+            "ultraep.tools.sim.nothing",
+            "Plan.nothing",
+            "nothing.py",
+            "sim/nothing.py",
+        ),
         *("make_nothing()", "NothingBalancer", "no_such_name", "--no-such-option", "NothingError"),
         *("SlotError: ... still in use", "PlanMismatch: ranks disagree about the weather"),
         "Balancer.nothing()",

@@ -16,7 +16,7 @@ import pytest
 import warm
 
 import ultraep
-from ultraep.tiny import prefill as tiny_prefill
+from ultraep.tools.tiny import prefill as tiny_prefill
 
 pytestmark = pytest.mark.filterwarnings("ignore::ultraep.NothingToBalance")  # as one process
 ROOT = Path(__file__).resolve().parents[1]
@@ -229,4 +229,4 @@ def test_a_machine_without_a_library_is_an_error(example, monkeypatch, tmp_path)
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
 def test_an_example_needs_nothing_of_the_demo(path):
-    assert "ultraep.demo" not in path.read_text()
+    assert "ultraep.tools.demo" not in path.read_text()

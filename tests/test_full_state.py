@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from ultraep import BalancedMoE, Balancer, ConfigError, LocalGroup
-from ultraep.full_state import (
+from ultraep.parallel.full_state import (
     full_optimizer_state,
     full_state_dict,
     load_full_optimizer_state,

@@ -10,8 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ultraep import FileError, outputs
-from ultraep.inputs import read_arrays
+from ultraep import FileError
+from ultraep.files import writing
+from ultraep.files.reading import read_arrays
 from ultraep.trace.files import write_arrays
 
 ROOT = Path(__file__).parent.parent
@@ -22,7 +23,7 @@ def test_a_file_is_replaced_in_one_go(tmp_path):
     path = tmp_path / "out.txt"
     path.write_text("before")
     path.chmod(0o640)
-    with outputs.whole_file(path) as file:
+    with writing.whole_file(path) as file:
         file.write(b"after")
         assert path.read_text() == "before"
     assert path.read_text() == "after"
@@ -31,7 +32,7 @@ def test_a_file_is_replaced_in_one_go(tmp_path):
 
 
 def write_half(path, error):
-    with outputs.whole_file(path) as file:
+    with writing.whole_file(path) as file:
         file.write(b"half")
         raise error
 
@@ -53,10 +54,10 @@ def test_a_link_stays_and_its_target_is_written(tmp_path, exists):
     if exists:
         target.write_text("before")
     link.symlink_to(target)
-    outputs.check_targets((link, "table"), force=True)
+    writing.check_targets((link, "table"), force=True)
     assert link.is_symlink()
     assert target.exists() == exists
-    outputs.write_text(link, "after")
+    writing.write_text(link, "after")
     assert link.is_symlink()
     assert target.read_text() == "after"
     assert sorted(os.listdir(tmp_path)) == ["folder", "link.txt"]
@@ -68,8 +69,8 @@ def test_devices_are_written_to_and_stay(tmp_path):
     link = tmp_path / "null"
     link.symlink_to("/dev/null")
     for path in ("/dev/null", link):
-        outputs.check_targets((path, "table"))
-        outputs.write_text(path, "gone")
+        writing.check_targets((path, "table"))
+        writing.write_text(path, "gone")
         assert stat.S_ISCHR(os.stat(path).st_mode)
     assert os.stat("/dev/null").st_rdev == before
     assert link.is_symlink()
@@ -78,7 +79,7 @@ def test_devices_are_written_to_and_stay(tmp_path):
 @linux
 def test_a_full_device_is_an_error_of_ours():
     with pytest.raises(FileError, match="/dev/full: cannot be written: No space left on device"):
-        outputs.write_text("/dev/full", "x" * 100_000)
+        writing.write_text("/dev/full", "x" * 100_000)
 
 
 def test_a_full_disk_leaves_nothing(tmp_path, monkeypatch):
@@ -87,7 +88,7 @@ def test_a_full_disk_leaves_nothing(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "replace", full)
     with pytest.raises(FileError, match=r"out\.txt: cannot be written: No space left"):
-        outputs.write_text(tmp_path / "out.txt", "half")
+        writing.write_text(tmp_path / "out.txt", "half")
     assert os.listdir(tmp_path) == []
 
 
@@ -109,7 +110,10 @@ def test_a_pipe_gets_a_whole_archive(tmp_path):
 def test_standard_output_keeps_what_a_shell_appended_to(tmp_path):
     log = tmp_path / "log"
     log.write_text("before\n")
-    code = "from ultraep.outputs import *; print('said'); write_text('/dev/stdout', 'written\\n')"
+    code = (
+        "from ultraep.files.writing import *; print('said'); "
+        "write_text('/dev/stdout', 'written\\n')"
+    )
     with log.open("ab") as file:
         subprocess.run(
             [sys.executable, "-c", code],
@@ -125,9 +129,9 @@ def test_what_cannot_be_written_is_refused_before_and_after(tmp_path):
     (tmp_path / "file").touch()
     for name in ("", "none/out.txt", "loop", "file/out.txt"):
         with pytest.raises(FileError, match="cannot be written"):
-            outputs.check_targets((tmp_path / name, "table"))
+            writing.check_targets((tmp_path / name, "table"))
         with pytest.raises(FileError, match="cannot be written"):
-            outputs.write_text(tmp_path / name, "x")
+            writing.write_text(tmp_path / name, "x")
     assert sorted(os.listdir(tmp_path)) == ["file", "loop"]
     assert (tmp_path / "loop").is_symlink()
 
@@ -135,8 +139,8 @@ def test_what_cannot_be_written_is_refused_before_and_after(tmp_path):
 def test_one_file_under_two_names_is_refused(tmp_path):
     (tmp_path / "link").symlink_to("file")
     with pytest.raises(FileError, match="are one file"):
-        outputs.check_targets(
+        writing.check_targets(
             (tmp_path / "file", "table"), (None, "page"), (tmp_path / "link", "page")
         )
-    outputs.check_targets((tmp_path / "file", "table"), (tmp_path / "other", "page"))
+    writing.check_targets((tmp_path / "file", "table"), (tmp_path / "other", "page"))
     assert os.listdir(tmp_path) == ["link"]

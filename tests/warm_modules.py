@@ -8,7 +8,7 @@ import ranks  # noqa: F401
 import ultraep.backends.cpu
 import ultraep.backends.triton
 import ultraep.runtime.mapped.plane
-import ultraep.tiny.model  # noqa: F401
+import ultraep.tools.tiny.model  # noqa: F401
 
 quick_interpreter.install()
 gc.freeze()  # no process that is forked looks through the modules

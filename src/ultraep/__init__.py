@@ -43,16 +43,17 @@ from ultraep.loads import count_loads
 from ultraep.plan import Plan, plan
 from ultraep.policies import Problem, policy_names, register_policy
 from ultraep.topology import Topology
-from ultraep.version import __version__
+
+__version__ = "0.2.0"
 
 if TYPE_CHECKING:
     from ultraep.experts import Experts, ExpertsFrom
+    from ultraep.experts.loan import serve
     from ultraep.layer import BalancedMoE
-    from ultraep.loan import serve
     from ultraep.routing import Router, Routing
     from ultraep.runtime.balancer import Balancer
+    from ultraep.runtime.control import ControlPlane
     from ultraep.runtime.local import LocalGroup
-    from ultraep.runtime.mapped.control import ControlPlane
     from ultraep.runtime.mapped.peers import LocalPeers
     from ultraep.runtime.settings import DeviceShare
     from ultraep.runtime.state import gather_experts
@@ -63,7 +64,7 @@ if TYPE_CHECKING:
 _LAZY = {
     "BalancedMoE": "ultraep.layer",
     "Balancer": "ultraep.runtime.balancer",
-    "ControlPlane": "ultraep.runtime.mapped.control",
+    "ControlPlane": "ultraep.runtime.control",
     "DeviceShare": "ultraep.runtime.settings",
     "Experts": "ultraep.experts",
     "ExpertsFrom": "ultraep.experts",
@@ -73,7 +74,7 @@ _LAZY = {
     "Router": "ultraep.routing",
     "Routing": "ultraep.routing",
     "gather_experts": "ultraep.runtime.state",
-    "serve": "ultraep.loan",
+    "serve": "ultraep.experts.loan",
     "read_trace": "ultraep.trace.read",
 }
 

@@ -1,6 +1,6 @@
 """`python -m ultraep`: the same as the command `ultraep`."""
 
-from ultraep.cli import main
+from ultraep.tools.cli import main
 
 if __name__ == "__main__":
     main()

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from ultraep.modes import unseen
+from ultraep.ops.modes import unseen
+from ultraep.ops.recompute import Gradients, first_order, save
 from ultraep.plane import Exchange
-from ultraep.recompute import Gradients, first_order, save
 
 
 def combine(outputs_AD: torch.Tensor, exchange: Exchange) -> torch.Tensor:

@@ -17,9 +17,9 @@ import torch
 
 from ultraep.arrays import IntArray
 from ultraep.comm import Communicator, moved
-from ultraep.modes import unseen
+from ultraep.ops.modes import unseen
+from ultraep.ops.recompute import Gradients, first_order, save
 from ultraep.plane import Exchange
-from ultraep.recompute import Gradients, first_order, save
 from ultraep.reroute import Routes
 
 

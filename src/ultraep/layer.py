@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from ultraep.activations import swiglu
 from ultraep.combine import combine
 from ultraep.dispatch import dispatch
 from ultraep.errors import ConfigError
-from ultraep.experts import Experts, draw
+from ultraep.experts.modules import Experts, draw
+from ultraep.ops.activations import swiglu
 from ultraep.plane import AnyPlan
 from ultraep.routing import Router, Routing
 from ultraep.runtime.balancer import Balancer

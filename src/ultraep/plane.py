@@ -24,8 +24,8 @@ import torch
 
 from ultraep.bundle import Bundle
 from ultraep.config import BalanceConfig
+from ultraep.ops.products import Beside
 from ultraep.plan import Plan
-from ultraep.products import Beside
 from ultraep.topology import Topology
 
 NO_LAYER = -1  # of what is made up

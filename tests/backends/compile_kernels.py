@@ -280,9 +280,9 @@ def launch_quantised(
 
     from ultraep.backends.triton import quantise
     from ultraep.backends.triton.quantised import TABLES, GroupedQuantised
-    from ultraep.formats import E4M3, FORMATS
-    from ultraep.products import Stacks
-    from ultraep.quantised import QuantisedStacks
+    from ultraep.ops.formats import E4M3, FORMATS
+    from ultraep.ops.products import Stacks
+    from ultraep.ops.quantised import QuantisedStacks
 
     def stacks(*shape: int, dtype: Any = torch.bfloat16) -> Stacks:
         return Stacks(*(torch.empty(count, *shape, dtype=dtype) for count in (homes, slots)))

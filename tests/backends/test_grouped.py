@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from torch.nn.functional import linear
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
-from ultraep.activations import swiglu
 from ultraep.backends.triton.blocks import TABLES, Blocks, square_band
 from ultraep.backends.triton.device import default_device, interpreted, launching
 from ultraep.backends.triton.grouped import Grouped
 from ultraep.backends.triton.kernels.tiles import lay_tiles
-from ultraep.products import Beside, Stacks
+from ultraep.ops.activations import swiglu
+from ultraep.ops.products import Beside, Stacks
 
 DEVICE = default_device()
 CAPACITY, N, K = 40, 40, 24

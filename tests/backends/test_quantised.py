@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from test_grouped import dot, padded, rounded
 from triton.runtime.interpreter import InterpreterBuilder
 
-import ultraep.formats as formats
-from ultraep.activations import activation_named
+import ultraep.ops.formats as formats
 from ultraep.backends.triton import quantise
 from ultraep.backends.triton.blocks import Blocks
 from ultraep.backends.triton.device import default_device, interpreted, launching
@@ -21,9 +20,10 @@ from ultraep.backends.triton.quantised import (
     TritonQuantised,
     known_to_tensor_cores,
 )
-from ultraep.formats import E4M3, FORMATS
-from ultraep.products import Stacks, TorchProducts
-from ultraep.quantised import QuantisedProducts, QuantisedStacks
+from ultraep.ops.activations import activation_named
+from ultraep.ops.formats import E4M3, FORMATS
+from ultraep.ops.products import Stacks, TorchProducts
+from ultraep.ops.quantised import QuantisedProducts, QuantisedStacks
 
 DEVICE = default_device()
 SMALL = {name: Blocks(16, 16, 128, stages=2, band=2, half=True) for name in FORMATS}

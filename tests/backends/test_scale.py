@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from ultraep import products
 from ultraep.backends.triton import scale as kernels
 from ultraep.backends.triton.device import default_device, interpreted
+from ultraep.ops import products
 
 DEVICE = default_device()
 SIZES = [(1, 1), (3, 7), (5, 64), (9, 1500)]

@@ -8,8 +8,8 @@ import pytest
 from typer.testing import CliRunner
 
 import ultraep
-import ultraep.cli
-from ultraep.cli import advise as advise_command
+import ultraep.tools.cli
+from ultraep.tools.cli import advise as advise_command
 
 SMALL = ["--cluster", "h200-nvl8", "--model", "gpt-oss-20b", "--ep", "8"]
 SHORT = ["--steps", "1", "--microbatches", "2", "--processes", "1"]
@@ -20,7 +20,7 @@ BALANCE = ["--objective", "balance"]
 def invoke(*arguments, width=100):
     environment = {"COLUMNS": str(width), "FORCE_COLOR": None, "TERM": "dumb"}
     command = ["advise", *SMALL, *map(str, arguments)]
-    return CliRunner().invoke(ultraep.cli.app, command, env=environment)
+    return CliRunner().invoke(ultraep.tools.cli.app, command, env=environment)
 
 
 @cache

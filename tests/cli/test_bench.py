@@ -10,8 +10,8 @@ from serving.models import save_tiny
 from serving.servers import serving
 from typer.testing import CliRunner
 
-from ultraep.cli import app
-from ultraep.cli.commands import load_command
+from ultraep.tools.cli import app
+from ultraep.tools.cli.commands import load_command
 
 FAST = ("--rate", "20,40", "--seconds", "0.3", "--rounds", "1", "--longest", "32")
 

@@ -8,12 +8,12 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from ultraep.cli import app, demo, render
-from ultraep.demo import report as reports
-from ultraep.demo import run as runs
-from ultraep.demo.result import DemoResult, Note, PolicyResult, Progress
-from ultraep.demo.sizes import Sizes
 from ultraep.errors import BackendUnavailable, CommunicationError
+from ultraep.tools.cli import app, demo, render
+from ultraep.tools.demo import report as reports
+from ultraep.tools.demo import run as runs
+from ultraep.tools.demo.result import DemoResult, Note, PolicyResult, Progress
+from ultraep.tools.demo.sizes import Sizes
 
 
 def policy_result(policy, after, speed, share):

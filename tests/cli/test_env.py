@@ -10,8 +10,8 @@ from typer.testing import CliRunner
 
 import ultraep
 from ultraep.backends import BackendInfo
-from ultraep.cli import app, env
 from ultraep.policies import BUILT_IN
+from ultraep.tools.cli import app, env
 
 
 def invoke(*arguments):

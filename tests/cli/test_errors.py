@@ -13,9 +13,9 @@ from typer.testing import CliRunner
 
 import ultraep
 from ultraep import BalanceConfig, ConfigError, LocalGroup, Topology, workload
-from ultraep.cli import app
 from ultraep.runtime.connect import connect
-from ultraep.runtime.place import RankPlace
+from ultraep.tools.cli import app
+from ultraep.tools.launch.place import RankPlace
 
 SOURCE = Path(ultraep.__file__).parent.parent
 HUGE = str(10**20)

@@ -14,10 +14,10 @@ pytest.importorskip("transformers")
 
 from inspect_models import save_model, save_tokenizer
 
-from ultraep.cli import app
-from ultraep.cli.lists import ranges_in
-from ultraep.cli.progress import duration
 from ultraep.errors import ConfigError
+from ultraep.tools.cli import app
+from ultraep.tools.cli.lists import ranges_in
+from ultraep.tools.cli.progress import duration
 from ultraep.trace.read import read_trace
 from ultraep.trace.replay import differing
 

@@ -14,11 +14,11 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 import ultraep
-import ultraep.cli
+import ultraep.tools.cli
 from ultraep import workload
-from ultraep.cli import plan as plan_command
-from ultraep.cli import render
-from ultraep.cli.commands import SUMMARIES, load_command
+from ultraep.tools.cli import plan as plan_command
+from ultraep.tools.cli import render
+from ultraep.tools.cli.commands import SUMMARIES, load_command
 
 SOURCE = Path(ultraep.__file__).parent.parent
 RANKS, EXPERTS, STEPS = 8, 32, 3
@@ -27,7 +27,9 @@ SEQUENCE = workload.topic_shift(RANKS, EXPERTS, steps=STEPS, top_k=4, tokens=200
 
 def invoke(*arguments, width=100):
     environment = {"COLUMNS": str(width), "FORCE_COLOR": None, "TERM": "dumb"}
-    return CliRunner().invoke(ultraep.cli.app, ["plan", *map(str, arguments)], env=environment)
+    return CliRunner().invoke(
+        ultraep.tools.cli.app, ["plan", *map(str, arguments)], env=environment
+    )
 
 
 def shell(*arguments, **environment):
@@ -535,9 +537,10 @@ def test_every_option_and_command_is_explained():
 
 def test_help_is_quick():
     code = (
-        "import sys; from typer.testing import CliRunner; import ultraep.cli as cli\n"
+        "import sys; from typer.testing import CliRunner; import ultraep.tools.cli as cli\n"
         "assert CliRunner().invoke(cli.app, ['--help']).exit_code == 0\n"
-        "assert not {'ultraep.cli.plan', 'ultraep.sim', 'ultraep.trace'} & set(sys.modules)\n"
+        "late = {'ultraep.tools.cli.plan', 'ultraep.tools.sim', 'ultraep.trace'}\n"
+        "assert not late & set(sys.modules)\n"
         "for command in ['plan'], ['simulate'], ['advise'], ['demo'], ['env'], ['trace'], \\\n"
         "        ['bench', 'prefill'], ['view']:\n"
         "    assert CliRunner().invoke(cli.app, [*command, '--help']).exit_code == 0\n"
@@ -549,7 +552,7 @@ def test_help_is_quick():
 
 
 def test_the_shell_can_be_taught():
-    shown = CliRunner().invoke(ultraep.cli.app, ["--help"]).stdout
+    shown = CliRunner().invoke(ultraep.tools.cli.app, ["--help"]).stdout
     assert "--install-completion" in shown
     assert "--show-completion" in shown
     assert "Exit codes: 0, done" in shown
@@ -558,7 +561,8 @@ def test_the_shell_can_be_taught():
 def test_version_and_usage():
     runner = CliRunner()
     assert (
-        runner.invoke(ultraep.cli.app, ["--version"]).stdout == f"ultraep {ultraep.__version__}\n"
+        runner.invoke(ultraep.tools.cli.app, ["--version"]).stdout
+        == f"ultraep {ultraep.__version__}\n"
     )
-    assert runner.invoke(ultraep.cli.app, ["plan"]).exit_code == 2
-    assert runner.invoke(ultraep.cli.app, ["plan", "x.npy", "--slot", "1"]).exit_code == 2
+    assert runner.invoke(ultraep.tools.cli.app, ["plan"]).exit_code == 2
+    assert runner.invoke(ultraep.tools.cli.app, ["plan", "x.npy", "--slot", "1"]).exit_code == 2

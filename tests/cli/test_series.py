@@ -8,8 +8,8 @@ from traces import plan_for, record
 from typer.testing import CliRunner
 
 from ultraep import ConfigError, FileError, read_trace, workload
-from ultraep.cli import app
-from ultraep.cli.series import Series, read_series
+from ultraep.tools.cli import app
+from ultraep.tools.cli.series import Series, read_series
 
 LAYERS, TOP_K, EXPERTS = 3, 2, 8
 

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-import ultraep.cli
+import ultraep.tools.cli
 from ultraep import workload
-from ultraep.cli import scenario, simulate
-from ultraep.cli.options import ScenarioOptions
-from ultraep.sim.run import simulate as run_simulation
+from ultraep.tools.cli import scenario, simulate
+from ultraep.tools.cli.options import ScenarioOptions
+from ultraep.tools.sim.run import simulate as run_simulation
 
 EXPERTS, RANKS = 32, 8
 SMALL = ("--cluster", "h200-nvl8", "--model", "gpt-oss-20b", "--ep", RANKS, "--processes", 1)
@@ -48,7 +48,9 @@ limit_s = 1
 
 def invoke(*arguments, width=100):
     environment = {"COLUMNS": str(width), "FORCE_COLOR": None, "TERM": "dumb"}
-    return CliRunner().invoke(ultraep.cli.app, ["simulate", *map(str, arguments)], env=environment)
+    return CliRunner().invoke(
+        ultraep.tools.cli.app, ["simulate", *map(str, arguments)], env=environment
+    )
 
 
 def rows(*arguments):

@@ -15,9 +15,9 @@ from typer.testing import CliRunner
 
 import ultraep
 from ultraep.backends.cpu.on_disk import CompileListener
-from ultraep.cli import app
-from ultraep.cli.terminal import Grid, make_console
-from ultraep.outputs import check_targets
+from ultraep.files.writing import check_targets
+from ultraep.tools.cli import app
+from ultraep.tools.cli.terminal import Grid, make_console
 
 SOURCE = Path(ultraep.__file__).parent.parent
 SIMULATE = ("simulate", "--cluster", "h200-nvl8", "--model", "gpt-oss-20b", "--ep", "8")

@@ -8,9 +8,9 @@ from traces import TOPOLOGY, plan_for, record
 from typer.testing import CliRunner
 
 import ultraep
-import ultraep.cli
+import ultraep.tools.cli
 from ultraep import BalanceConfig, Recorder, read_trace
-from ultraep.cli.commands import load_command
+from ultraep.tools.cli.commands import load_command
 from ultraep.trace import VERSION
 
 from .test_plan import assert_one_line
@@ -18,7 +18,9 @@ from .test_plan import assert_one_line
 
 def invoke(*arguments, width=120):
     environment = {"COLUMNS": str(width), "FORCE_COLOR": None, "TERM": "dumb"}
-    return CliRunner().invoke(ultraep.cli.app, ["trace", *map(str, arguments)], env=environment)
+    return CliRunner().invoke(
+        ultraep.tools.cli.app, ["trace", *map(str, arguments)], env=environment
+    )
 
 
 def shown(*arguments, **options):

@@ -14,14 +14,14 @@ import pytest
 from traces import plan_for, record
 from typer.testing import CliRunner
 
-from ultraep.cli.commands import app
+from ultraep.tools.cli.commands import app
 from ultraep.trace.files import write_arrays
 
 pytest.importorskip("uvicorn")
 httpx = pytest.importorskip("httpx")
 pytest.importorskip("plotly")
 
-from ultraep.view.server import bound_socket  # noqa: E402
+from ultraep.tools.view.server import bound_socket  # noqa: E402
 
 SOURCE = Path(__file__).parents[2] / "src"
 
@@ -109,7 +109,11 @@ def test_a_port_in_use_is_one_line(run):
 
 @pytest.mark.parametrize("name", ["uvicorn", "starlette.applications", "plotly.offline"])
 def test_what_is_not_installed_is_named(run, monkeypatch, name):
-    for loaded in ("ultraep.view.server", "ultraep.view.api", "ultraep.view.guard"):
+    for loaded in (
+        "ultraep.tools.view.server",
+        "ultraep.tools.view.api",
+        "ultraep.tools.view.guard",
+    ):
         monkeypatch.delitem(sys.modules, loaded, raising=False)
     monkeypatch.setitem(sys.modules, name, None)
     result = invoke(run, "--port", "0")

@@ -1,1 +1,1 @@
-"""Tests of `ultraep.demo`."""
+"""Tests of `ultraep.tools.demo`."""

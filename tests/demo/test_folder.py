@@ -13,12 +13,12 @@ from traces import plan_for, record
 from typer.testing import CliRunner
 
 from demo.runs import LIMIT, children, gone, start, tiny_job, wait_for_line
-from ultraep.cli import app
-from ultraep.demo import run as runs
-from ultraep.demo.folder import DemoFolder
-from ultraep.demo.result import trace_folder
-from ultraep.demo.run import prepare
 from ultraep.errors import FileError
+from ultraep.tools.cli import app
+from ultraep.tools.demo import run as runs
+from ultraep.tools.demo.folder import DemoFolder
+from ultraep.tools.demo.result import trace_folder
+from ultraep.tools.demo.run import prepare
 
 MARKER = ".ultraep-demo"
 POLICIES = ("none", "ultraep")

@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from ultraep import Balancer
-from ultraep.demo.measure import EvenRouter
-from ultraep.demo.train import train
 from ultraep.errors import ConfigError
-from ultraep.full_state import moe_layers
-from ultraep.runtime.group import process_group
+from ultraep.parallel.full_state import moe_layers
 from ultraep.runtime.local import LocalGroup
-from ultraep.tiny.model import ModelConfig, TinyMoE
-from ultraep.tiny.prefill import Request, next_batch
+from ultraep.tools.demo.measure import EvenRouter
+from ultraep.tools.demo.train import train
+from ultraep.tools.launch.group import process_group
+from ultraep.tools.tiny.model import ModelConfig, TinyMoE
+from ultraep.tools.tiny.prefill import Request, next_batch
 from ultraep.topology import even_homes
 
 CONFIG = ModelConfig(hidden=16, ffn=16, experts=4, layers=2, heads=2)

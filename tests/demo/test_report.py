@@ -14,11 +14,11 @@ from browser import chromium
 
 import ultraep
 from ultraep import BackendUnavailable, FileError, Recorder, Topology, read_trace
-from ultraep.demo.report import numbers as numbers_of_report
-from ultraep.demo.report import replays, write_report
-from ultraep.demo.report.page import SECTIONS
-from ultraep.demo.result import DemoResult, PolicyResult, trace_folder
-from ultraep.demo.sizes import Sizes
+from ultraep.tools.demo.report import numbers as numbers_of_report
+from ultraep.tools.demo.report import replays, write_report
+from ultraep.tools.demo.report.page import SECTIONS
+from ultraep.tools.demo.result import DemoResult, PolicyResult, trace_folder
+from ultraep.tools.demo.sizes import Sizes
 from ultraep.workload import zipf
 
 pytest.importorskip("plotly")

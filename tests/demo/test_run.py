@@ -20,10 +20,10 @@ from demo.runs import (
     tiny_job,
     wait_for_line,
 )
-from ultraep.demo.result import DemoResult, Note, Progress, trace_folder
-from ultraep.demo.run import prepare, run
 from ultraep.errors import CommunicationError, ConfigError, FileError
 from ultraep.runtime import processes
+from ultraep.tools.demo.result import DemoResult, Note, Progress, trace_folder
+from ultraep.tools.demo.run import prepare, run
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 

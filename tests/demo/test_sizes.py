@@ -2,9 +2,9 @@
 
 import pytest
 
-from ultraep.demo import sizes as module
-from ultraep.demo.sizes import GIB, Machine, choose
 from ultraep.errors import ConfigError
+from ultraep.tools.demo import sizes as module
+from ultraep.tools.demo.sizes import GIB, Machine, choose
 
 
 @pytest.mark.parametrize(

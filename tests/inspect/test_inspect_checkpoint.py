@@ -8,10 +8,10 @@ import torch
 from inspect_models import routing_of, save_model
 
 from ultraep.errors import BackendUnavailable, ConfigError, FileError
-from ultraep.inspect import library
-from ultraep.inspect.checkpoint import Checkpoint
-from ultraep.inspect.library import transformers
-from ultraep.inspect.windows import run_windows
+from ultraep.tools.inspect import library
+from ultraep.tools.inspect.checkpoint import Checkpoint
+from ultraep.tools.inspect.library import transformers
+from ultraep.tools.inspect.windows import run_windows
 
 pytest.importorskip("transformers")
 safetensors = pytest.importorskip("safetensors.torch")

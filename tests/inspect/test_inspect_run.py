@@ -12,16 +12,16 @@ from inspect_models import TEXTS, routing_of
 from torch import nn
 
 from ultraep.errors import ConfigError, FileError
-from ultraep.inspect.anatomy import Anatomy
-from ultraep.inspect.asked import Asked
-from ultraep.inspect.catch import topology_of
-from ultraep.inspect.conclude import conclude
-from ultraep.inspect.findings import label
-from ultraep.inspect.preset import write_preset
-from ultraep.inspect.report import write_report
-from ultraep.inspect.run import Inspection, claim_folder
-from ultraep.sim.model import load_model
-from ultraep.sim.workload import read_workload
+from ultraep.tools.inspect.anatomy import Anatomy
+from ultraep.tools.inspect.asked import Asked
+from ultraep.tools.inspect.catch import topology_of
+from ultraep.tools.inspect.conclude import conclude
+from ultraep.tools.inspect.findings import label
+from ultraep.tools.inspect.preset import write_preset
+from ultraep.tools.inspect.report import write_report
+from ultraep.tools.inspect.run import Inspection, claim_folder
+from ultraep.tools.sim.model import load_model
+from ultraep.tools.sim.workload import read_workload
 from ultraep.trace.read import read_trace
 from ultraep.trace.replay import cases, differing, replay
 

@@ -8,11 +8,18 @@ import torch
 from inspect_models import TEXTS, routing_of, save_tokenizer, smaller_config
 
 from ultraep.errors import ConfigError, FileError
-from ultraep.inspect import families
-from ultraep.inspect.anatomy import Anatomy, num_experts
-from ultraep.inspect.families import FAMILIES, RandomModel, small_config
-from ultraep.inspect.texts import cut, excerpts, first_tokens, hashed_words, texts_of, tokenizer_of
-from ultraep.inspect.windows import joined, run_windows, split
+from ultraep.tools.inspect import families
+from ultraep.tools.inspect.anatomy import Anatomy, num_experts
+from ultraep.tools.inspect.families import FAMILIES, RandomModel, small_config
+from ultraep.tools.inspect.texts import (
+    cut,
+    excerpts,
+    first_tokens,
+    hashed_words,
+    texts_of,
+    tokenizer_of,
+)
+from ultraep.tools.inspect.windows import joined, run_windows, split
 
 transformers = pytest.importorskip("transformers")
 CPU = torch.device("cpu")

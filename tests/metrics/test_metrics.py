@@ -19,14 +19,14 @@ import ultraep
 from ultraep import Balancer, ConfigError, Topology
 from ultraep.backends.triton.device import default_device, interpreted
 from ultraep.backends.triton.meter import PlanSums
-from ultraep.hosts import is_known_host
 from ultraep.metrics import ALERTS, DASHBOARD, AlarmSettings, Log, Metrics, Telemetry, scalars
 from ultraep.metrics import names as known
 from ultraep.metrics.alarms import Alarms
+from ultraep.metrics.hosts import is_known_host
 from ultraep.metrics.meter import ORDER, Meter, Totals, add_plan
 from ultraep.metrics.prometheus import Exporter, serve
 from ultraep.plane import Microbatch
-from ultraep.runtime.mapped.control import ControlPlane
+from ultraep.runtime.control import ControlPlane
 
 DEVICE = default_device()
 

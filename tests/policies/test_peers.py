@@ -14,7 +14,7 @@ from scipy.optimize import linprog
 from ultraep import BalanceConfig, Plan, Topology, plan, workload
 from ultraep.errors import ConfigError
 from ultraep.policies import BUILT_IN, get_policy
-from ultraep.policies.lplb import Places, graph_of, place_on_graph, split
+from ultraep.policies.peers.lplb import Places, graph_of, place_on_graph, split
 
 NEEDS_HISTORY = ("eplb", "lplb", "flashlb")
 PEERS = ("quota", "echo", "llep", "moonep", *NEEDS_HISTORY)

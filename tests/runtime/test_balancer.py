@@ -23,9 +23,9 @@ from ultraep import (
     LocalGroup,
     PlanMismatch,
 )
-from ultraep.replicate import MODES
 from ultraep.runtime import balancer as balancer_module
 from ultraep.runtime.local import alone
+from ultraep.runtime.messages.replicate import MODES
 from ultraep.trace.schema import BACKWARD, FORWARD
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -5,7 +5,7 @@ import torch
 from dense import gradients_of
 from test_mapped import assert_as_on_host, plan_tensors, single
 
-from ultraep.formats import FORMATS
+from ultraep.ops.formats import FORMATS
 
 
 def one_pass(balancer, example, form):

@@ -22,7 +22,7 @@ from ultraep import (
     Routing,
     read_trace,
 )
-from ultraep.activations import ACTIVATIONS
+from ultraep.ops.activations import ACTIVATIONS
 from ultraep.trace.replay import differing
 from ultraep.trace.schema import BACKWARD, FORWARD
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from ultraep.inspect.library import transformers
+from ultraep.tools.inspect.library import transformers
 
 TINY = {
     "vocab_size": 128,

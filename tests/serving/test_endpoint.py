@@ -7,12 +7,12 @@ import pytest
 
 from serving.servers import serving
 from ultraep.errors import CommunicationError, ConfigError
-from ultraep.serving import endpoint
-from ultraep.serving.arrivals import Arrival
-from ultraep.serving.asked import LoadAsked
-from ultraep.serving.endpoint import EndpointsAsked, endpoint_of, run
-from ultraep.serving.measure import UnderLoad
-from ultraep.serving.prompts import Lengths
+from ultraep.tools.serving import endpoint
+from ultraep.tools.serving.arrivals import Arrival
+from ultraep.tools.serving.asked import LoadAsked
+from ultraep.tools.serving.endpoint import EndpointsAsked, endpoint_of, run
+from ultraep.tools.serving.measure import UnderLoad
+from ultraep.tools.serving.prompts import Lengths
 
 LENGTHS = Lengths(shortest=4, longest=16, burst=4)
 

@@ -12,14 +12,14 @@ pytest.importorskip("ultraep.integrations.transformers", exc_type=ImportError)
 from serving.models import save_tiny
 from ultraep.errors import CommunicationError, ConfigError, FileError
 from ultraep.runtime import processes
-from ultraep.runtime.group import process_group
-from ultraep.serving.arrivals import Arrival
-from ultraep.serving.asked import EngineAsked, LoadAsked
-from ultraep.serving.calibrate import Calibrated, calibrate, rates_of
-from ultraep.serving.measure import Turn, agreement
-from ultraep.serving.model import encoder_of, facts_of, first_tokens, last_logits
-from ultraep.serving.prompts import Lengths, make_prompts
-from ultraep.serving.run import check, run, turns
+from ultraep.tools.launch.group import process_group
+from ultraep.tools.serving.arrivals import Arrival
+from ultraep.tools.serving.asked import EngineAsked, LoadAsked
+from ultraep.tools.serving.calibrate import Calibrated, calibrate, rates_of
+from ultraep.tools.serving.measure import Turn, agreement
+from ultraep.tools.serving.model import encoder_of, facts_of, first_tokens, last_logits
+from ultraep.tools.serving.prompts import Lengths, make_prompts
+from ultraep.tools.serving.run import check, run, turns
 
 LENGTHS = Lengths(shortest=4, longest=16, burst=4)
 LOAD = LoadAsked(rates=(20.0, 40.0), seconds=0.4, rounds=1, lengths=LENGTHS)
@@ -35,8 +35,8 @@ def engine(tiny):
     """One rank, which is this process."""
     import torch.distributed as dist
 
-    from ultraep.serving.engine import Engine
-    from ultraep.serving.model import balanced_model
+    from ultraep.tools.serving.engine import Engine
+    from ultraep.tools.serving.model import balanced_model
 
     with process_group():
         model = balanced_model(tiny, dist.group.WORLD, 0, slots=1, policy="none")
@@ -87,7 +87,7 @@ def test_waiting_is_from_the_arrival_and_in_real_time(engine):
 
 
 def test_a_turn_that_takes_too_long_is_ended(engine, monkeypatch):
-    from ultraep.serving import engine as module
+    from ultraep.tools.serving import engine as module
 
     monkeypatch.setattr(module, "GRACE", 0.0)
     monkeypatch.setattr(engine, "budget", 1)
@@ -97,7 +97,7 @@ def test_a_turn_that_takes_too_long_is_ended(engine, monkeypatch):
 
 
 def test_calibration_sets_the_engine_up(engine, tiny, monkeypatch):
-    from ultraep.serving import calibrate as module
+    from ultraep.tools.serving import calibrate as module
 
     monkeypatch.setattr(module, "WANTED", 0.02)
     asked = EngineAsked(load=LoadAsked(lengths=LENGTHS), model=tiny)

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from ultraep.errors import ConfigError, FileError
-from ultraep.serving.arrivals import Arrival, poisson, rate_of, read_arrivals
-from ultraep.serving.asked import EngineAsked, LoadAsked
-from ultraep.serving.prompts import Lengths, Prompt, make_prompts, mean_tokens
-from ultraep.serving.queue import next_microbatch
+from ultraep.tools.serving.arrivals import Arrival, poisson, rate_of, read_arrivals
+from ultraep.tools.serving.asked import EngineAsked, LoadAsked
+from ultraep.tools.serving.prompts import Lengths, Prompt, make_prompts, mean_tokens
+from ultraep.tools.serving.queue import next_microbatch
 
 LENGTHS = Lengths(shortest=8, longest=64, burst=10)
 

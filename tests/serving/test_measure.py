@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from ultraep.report.rows import as_json
-from ultraep.serving.measure import (
+from ultraep.tools.report.rows import as_json
+from ultraep.tools.serving.measure import (
     Turn,
     UnderLoad,
     agreement,
@@ -13,9 +13,9 @@ from ultraep.serving.measure import (
     gains,
     under_load,
 )
-from ultraep.serving.numbers import rows_of
-from ultraep.serving.report.page import page
-from ultraep.serving.words import notes, verdict
+from ultraep.tools.serving.numbers import rows_of
+from ultraep.tools.serving.report.page import page
+from ultraep.tools.serving.words import notes, verdict
 
 
 def turn(variant="none", rate=2.0, number=0, waited=(0.5, 1.5, None, 1.0), **more):

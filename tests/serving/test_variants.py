@@ -7,7 +7,7 @@ import torch
 import ultraep
 from ultraep import BalanceConfig, Topology
 from ultraep.errors import ConfigError
-from ultraep.serving.variants import AT_HOME, EvenChoices, check_variants
+from ultraep.tools.serving.variants import AT_HOME, EvenChoices, check_variants
 
 
 def planned(loads, past, topology):

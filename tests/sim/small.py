@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 
-from ultraep.sim.cluster import Cluster
-from ultraep.sim.costs import Costs, Reached
-from ultraep.sim.model import GroupedAttention, Model
-from ultraep.sim.planning import CopySets
-from ultraep.sim.runtime import Runtime
+from ultraep.tools.sim.cluster import Cluster
+from ultraep.tools.sim.costs import Costs, Reached
+from ultraep.tools.sim.model import GroupedAttention, Model
+from ultraep.tools.sim.planning import CopySets
+from ultraep.tools.sim.runtime import Runtime
 from ultraep.topology import Topology
 
 

@@ -9,17 +9,17 @@ import numpy as np
 import pytest
 
 from ultraep.errors import ConfigError
-from ultraep.sim.advise import TOLERANCES, Advice, Option, advise, choose, most_slots
-from ultraep.sim.cluster import load_cluster
-from ultraep.sim.gain import DRAWS, PROBE_TOKENS, break_even, rest_seconds
-from ultraep.sim.memory import slot_bytes
-from ultraep.sim.model import load_model
-from ultraep.sim.reasons import SHORTENED, seconds_by_stage, verdict_of
-from ultraep.sim.run import simulate
-from ultraep.sim.scenario import Contender, Scenario
-from ultraep.sim.serving import Serving, load_requests
-from ultraep.sim.training import Training
-from ultraep.sim.workload import Recorded, fit_skew
+from ultraep.tools.sim.advise import TOLERANCES, Advice, Option, advise, choose, most_slots
+from ultraep.tools.sim.cluster import load_cluster
+from ultraep.tools.sim.gain import DRAWS, PROBE_TOKENS, break_even, rest_seconds
+from ultraep.tools.sim.memory import slot_bytes
+from ultraep.tools.sim.model import load_model
+from ultraep.tools.sim.reasons import SHORTENED, seconds_by_stage, verdict_of
+from ultraep.tools.sim.run import simulate
+from ultraep.tools.sim.scenario import Contender, Scenario
+from ultraep.tools.sim.serving import Serving, load_requests
+from ultraep.tools.sim.training import Training
+from ultraep.tools.sim.workload import Recorded, fit_skew
 from ultraep.topology import Topology
 
 RANKS = 8

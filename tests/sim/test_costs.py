@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ultraep.sim.cluster import load_cluster
-from ultraep.sim.costs import Costs, measured_rates
-from ultraep.sim.model import load_model
-from ultraep.sim.presets import presets
+from ultraep.tools.sim.cluster import load_cluster
+from ultraep.tools.sim.costs import Costs, measured_rates
+from ultraep.tools.sim.model import load_model
+from ultraep.tools.sim.presets import presets
 
 from .small import small_cluster, small_costs
 
@@ -234,6 +234,6 @@ def test_the_rest_of_the_control_plane_is_as_measured() -> None:
 
 
 def test_what_is_not_measured_says_so() -> None:
-    text = resources.files("ultraep.sim").joinpath("data", "measured.toml").read_text("utf-8")
+    text = resources.files("ultraep.tools.sim").joinpath("data", "measured.toml").read_text("utf-8")
     assert re.search(r"^network = .*# assumed", text, re.MULTILINE)
     assert re.search(r"^link = .*# published", text, re.MULTILINE)

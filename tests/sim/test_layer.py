@@ -11,14 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ultraep import BalanceConfig, Topology, plan
-from ultraep.replicate import choose
-from ultraep.sim.cluster import load_cluster
-from ultraep.sim.costs import Costs, measured_rates
-from ultraep.sim.layer import CHUNKS, LayerClock, LayerTimes
-from ultraep.sim.model import load_model
-from ultraep.sim.planning import CopySets, plan_layer
-from ultraep.sim.runtime import Runtime, runtime_of
-from ultraep.sim.workload import Skew, share_out
+from ultraep.runtime.messages.replicate import choose
+from ultraep.tools.sim.cluster import load_cluster
+from ultraep.tools.sim.costs import Costs, measured_rates
+from ultraep.tools.sim.layer import CHUNKS, LayerClock, LayerTimes
+from ultraep.tools.sim.model import load_model
+from ultraep.tools.sim.planning import CopySets, plan_layer
+from ultraep.tools.sim.runtime import Runtime, runtime_of
+from ultraep.tools.sim.workload import Skew, share_out
 from ultraep.trace.schema import SIMULATED, STAGES, of_backward
 
 from .small import copies_of, small_cluster, small_costs, small_runtime

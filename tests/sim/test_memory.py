@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from ultraep.sim.cluster import load_cluster
-from ultraep.sim.memory import memory_of, row_bytes, slot_bytes, weight_bytes
-from ultraep.sim.model import load_model
-from ultraep.sim.serving import Requests, Serving
-from ultraep.sim.training import Training
+from ultraep.tools.sim.cluster import load_cluster
+from ultraep.tools.sim.memory import memory_of, row_bytes, slot_bytes, weight_bytes
+from ultraep.tools.sim.model import load_model
+from ultraep.tools.sim.serving import Requests, Serving
+from ultraep.tools.sim.training import Training
 
 from .small import small_model
 

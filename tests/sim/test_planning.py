@@ -20,8 +20,8 @@ from ultraep import (
     policies,
     register_policy,
 )
-from ultraep.replicate import hops
-from ultraep.sim.planning import (
+from ultraep.runtime.messages.replicate import hops
+from ultraep.tools.sim.planning import (
     CopySets,
     copies_of_expert,
     plan_layer,

@@ -6,11 +6,11 @@ import sys
 import matplotlib.image
 import pytest
 
-from ultraep.cli.options import ScenarioOptions
-from ultraep.cli.scenario import make_scenario
 from ultraep.errors import BackendUnavailable, ConfigError
-from ultraep.sim.plots import PARTS, Picture, check_plot, write_plot
-from ultraep.sim.run import simulate
+from ultraep.tools.cli.options import ScenarioOptions
+from ultraep.tools.cli.scenario import make_scenario
+from ultraep.tools.sim.plots import PARTS, Picture, check_plot, write_plot
+from ultraep.tools.sim.run import simulate
 
 POLICIES = ("none", "echo=ultraep", "ultraep", "ideal")
 

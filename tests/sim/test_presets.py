@@ -14,11 +14,11 @@ import pytest
 
 from ultraep.errors import ConfigError, FileError
 from ultraep.policies import BUILT_IN
-from ultraep.sim.cluster import Cluster, load_cluster
-from ultraep.sim.model import GroupedAttention, load_model
-from ultraep.sim.presets import as_record, presets
-from ultraep.sim.runtime import Runtime, runtime_of
-from ultraep.sim.serving import load_requests
+from ultraep.tools.sim.cluster import Cluster, load_cluster
+from ultraep.tools.sim.model import GroupedAttention, load_model
+from ultraep.tools.sim.presets import as_record, presets
+from ultraep.tools.sim.runtime import Runtime, runtime_of
+from ultraep.tools.sim.serving import load_requests
 
 from .small import small_cluster, small_model
 
@@ -189,7 +189,7 @@ def test_clusters_that_cannot_be(changes: dict[str, Any], words: str) -> None:
 
 
 def test_every_table_has_a_source_or_its_file_names_one() -> None:
-    files = list(resources.files("ultraep.sim").joinpath("data").iterdir())
+    files = list(resources.files("ultraep.tools.sim").joinpath("data").iterdir())
     assert len(files) >= 7
     for file in files:
         text = file.read_text("utf-8")

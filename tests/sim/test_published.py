@@ -7,9 +7,9 @@ from functools import cache
 import pytest
 
 from ultraep.errors import ConfigError
-from ultraep.sim.model import load_model
-from ultraep.sim.presets import as_record
-from ultraep.sim.published import (
+from ultraep.tools.sim.model import load_model
+from ultraep.tools.sim.presets import as_record
+from ultraep.tools.sim.published import (
     CONTENDERS,
     Noise,
     Setting,
@@ -17,9 +17,9 @@ from ultraep.sim.published import (
     settings,
     share_of_ideal,
 )
-from ultraep.sim.run import Result, simulate
-from ultraep.sim.serving import Serving
-from ultraep.sim.training import Training
+from ultraep.tools.sim.run import Result, simulate
+from ultraep.tools.sim.serving import Serving
+from ultraep.tools.sim.training import Training
 
 SETTINGS = {setting.name: setting for setting in settings()}
 TRAIN = [name for name, setting in SETTINGS.items() if setting.training]

@@ -12,16 +12,16 @@ from ultraep import policies
 from ultraep.config import BalanceConfig
 from ultraep.errors import ConfigError
 from ultraep.policies import Problem, register_policy
-from ultraep.sim.cluster import load_cluster
-from ultraep.sim.memory import memory_of
-from ultraep.sim.model import load_model
-from ultraep.sim.planning import plan_layer
-from ultraep.sim.run import Result, simulate, time_layer
-from ultraep.sim.runtime import runtime_of
-from ultraep.sim.scenario import Contender, Scenario
-from ultraep.sim.serving import Requests, Serving, make_iteration, rate_at_limit
-from ultraep.sim.training import Training
-from ultraep.sim.workload import Skew, fit_skew
+from ultraep.tools.sim.cluster import load_cluster
+from ultraep.tools.sim.memory import memory_of
+from ultraep.tools.sim.model import load_model
+from ultraep.tools.sim.planning import plan_layer
+from ultraep.tools.sim.run import Result, simulate, time_layer
+from ultraep.tools.sim.runtime import runtime_of
+from ultraep.tools.sim.scenario import Contender, Scenario
+from ultraep.tools.sim.serving import Requests, Serving, make_iteration, rate_at_limit
+from ultraep.tools.sim.training import Training
+from ultraep.tools.sim.workload import Skew, fit_skew
 from ultraep.topology import Topology
 
 POLICIES = ["none", "eplb", "lplb", "quota", "ultraep", "ideal"]

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from ultraep.errors import ConfigError
-from ultraep.sim.model import GroupedAttention
-from ultraep.sim.serving import (
+from ultraep.tools.sim.model import GroupedAttention
+from ultraep.tools.sim.serving import (
     Iteration,
     Requests,
     Serving,

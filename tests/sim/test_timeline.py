@@ -6,12 +6,12 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from ultraep.cli.options import ScenarioOptions
-from ultraep.cli.scenario import make_scenario
 from ultraep.errors import ConfigError
-from ultraep.sim.run import plan_and_clock, simulate, time_layer
-from ultraep.sim.scenario import Contender
-from ultraep.sim.timeline import MOST_RANKS, make_timeline, median_microbatch, simulated_trace
+from ultraep.tools.cli.options import ScenarioOptions
+from ultraep.tools.cli.scenario import make_scenario
+from ultraep.tools.sim.run import plan_and_clock, simulate, time_layer
+from ultraep.tools.sim.scenario import Contender
+from ultraep.tools.sim.timeline import MOST_RANKS, make_timeline, median_microbatch, simulated_trace
 from ultraep.trace.chrome import stages, write_timeline
 from ultraep.trace.schema import SIMULATED, STAGES, fields_in_file
 

@@ -9,17 +9,17 @@ import numpy as np
 import pytest
 
 from ultraep.errors import ConfigError
-from ultraep.sim.model import load_model
-from ultraep.sim.run import simulate
-from ultraep.sim.scenario import Scenario
-from ultraep.sim.training import (
+from ultraep.tools.sim.model import load_model
+from ultraep.tools.sim.run import simulate
+from ultraep.tools.sim.scenario import Scenario
+from ultraep.tools.sim.training import (
     Training,
     optimizer_seconds,
     part_of_layer,
     pipeline_seconds,
     plain_seconds,
 )
-from ultraep.sim.workload import Skew
+from ultraep.tools.sim.workload import Skew
 
 from .small import plain_rates, small_cluster, small_costs, small_model
 

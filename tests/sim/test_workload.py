@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from ultraep import workload as loads_of_runtime
 from ultraep.errors import ConfigError, FileError
-from ultraep.sim.workload import (
+from ultraep.tools.sim.workload import (
     PROBE_ROWS,
     Recorded,
     Skew,

@@ -12,13 +12,13 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-import ultraep.formats as formats
+import ultraep.ops.formats as formats
 from ultraep import BalancedMoE, Balancer, ConfigError, Experts, LocalGroup, Router
 from ultraep.bundle import Layout
 from ultraep.combine import combine
 from ultraep.dispatch import dispatch
-from ultraep.formats import E4M3, FORMATS
-from ultraep.quantised import WEIGHTS
+from ultraep.ops.formats import E4M3, FORMATS
+from ultraep.ops.quantised import WEIGHTS
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import ultraep
 from ultraep import Balancer, ConfigError, LocalGroup, Topology
 from ultraep.bundle import Layout
-from ultraep.replicate import HOME, MODES, choose, hops, send_weights
+from ultraep.runtime.messages.replicate import HOME, MODES, choose, hops, send_weights
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from ultraep import Balancer, LocalGroup
 from ultraep.bundle import Layout, resolve
-from ultraep.replicate import MODES
+from ultraep.runtime.messages.replicate import MODES
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

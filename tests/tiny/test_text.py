@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from ultraep.errors import FileError
-from ultraep.tiny import text as texts
-from ultraep.tiny.text import SUBJECTS, Text
+from ultraep.tools.tiny import text as texts
+from ultraep.tools.tiny.text import SUBJECTS, Text
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ import pytest
 from traces import plan_for, record
 
 from ultraep import ConfigError, FileError, read_trace
-from ultraep.sim.workload import read_workload
+from ultraep.tools.sim.workload import read_workload
 from ultraep.trace.schema import VERSION, Header
 
 

@@ -60,7 +60,7 @@ def write_pieces(folder, *, moments=MOMENTS, layers=LAYERS, per_piece=4, odd=Fal
 
     version: that of the pieces; before 4 they had no summary.
     """
-    from ultraep.outputs import write_text
+    from ultraep.files.writing import write_text
     from ultraep.trace.files import write_arrays
     from ultraep.trace.read import read_trace
     from ultraep.trace.schema import fields_in_pieces
@@ -121,8 +121,8 @@ def wait_for(condition, seconds=60):
 @contextmanager
 def served(*paths, live=False, host="127.0.0.1", finished=True):
     """A server of these paths, in a thread."""
-    from ultraep.view.catalogue import Catalogue
-    from ultraep.view.server import open_server
+    from ultraep.tools.view.catalogue import Catalogue
+    from ultraep.tools.view.server import open_server
 
     server = open_server(Catalogue(list(paths), live=live), host=host)
     thread = threading.Thread(target=server.run)

@@ -10,15 +10,12 @@ from traces import arrived, plan_for, record
 
 import ultraep
 from ultraep import ConfigError, FileError, Topology
-from ultraep.inputs import read_arrays
-from ultraep.trace import files
-from ultraep.trace.files import read_piece, write_arrays
-from ultraep.trace.schema import KEY, Column
-from ultraep.view import table
-from ultraep.view.catalogue import Catalogue
-from ultraep.view.folder import FolderIndex
-from ultraep.view.found import look
-from ultraep.view.record import (
+from ultraep.files.reading import read_arrays
+from ultraep.tools.view import table
+from ultraep.tools.view.catalogue import Catalogue
+from ultraep.tools.view.folder import FolderIndex
+from ultraep.tools.view.found import look
+from ultraep.tools.view.record import (
     numbers_of,
     record_of_pieces,
     record_of_trace,
@@ -26,8 +23,11 @@ from ultraep.view.record import (
     times_of_pieces,
     times_of_trace,
 )
-from ultraep.view.single import SingleIndex
-from ultraep.view.store import Store
+from ultraep.tools.view.single import SingleIndex
+from ultraep.tools.view.store import Store
+from ultraep.trace import files
+from ultraep.trace.files import read_piece, write_arrays
+from ultraep.trace.schema import KEY, Column
 from view.runs import LAYERS, MOMENTS, TOPOLOGY, change, wait_for, write_pieces, write_run
 
 EXPERTS = ("experts", "experts back")
@@ -146,7 +146,7 @@ def test_records_of_rank_0_are_shown_before_the_other_ranks_were_read(tmp_path, 
 
 
 def test_a_summary_is_read_in_place_of_the_loads(pieces, monkeypatch):
-    from ultraep.view import folder as folder_module
+    from ultraep.tools.view import folder as folder_module
 
     asked = []
 
@@ -181,7 +181,7 @@ def test_a_piece_without_a_record_of_its_own(tmp_path, first):
 
 
 def test_an_exception_ends_the_reading_of_one_trace_only(run, tmp_path, monkeypatch):
-    from ultraep.view import catalogue as catalogue_module
+    from ultraep.tools.view import catalogue as catalogue_module
 
     for name in ("bad", "good"):
         shutil.copytree(run, tmp_path / name)
@@ -265,7 +265,7 @@ def test_a_run_is_followed_piece_by_piece(pieces, tmp_path):
 
 
 def test_a_folder_that_vanishes_and_comes_back(run, tmp_path, monkeypatch):
-    from ultraep.view import catalogue as catalogue_module
+    from ultraep.tools.view import catalogue as catalogue_module
 
     monkeypatch.setattr(catalogue_module, "PERIOD", 0.02)
     catalogue = Catalogue([tmp_path / "run"], live=True)

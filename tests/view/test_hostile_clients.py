@@ -12,7 +12,7 @@ from view.runs import served, wait_for
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 
-from ultraep.view import server as server_module
+from ultraep.tools.view import server as server_module
 
 HEAD = b"Host: localhost\r\n"
 GET = b"GET /api/state HTTP/1.1\r\n" + HEAD
@@ -110,7 +110,7 @@ def connections(server):
 
 def test_a_slow_reader_gets_all_of_it(run, monkeypatch):
     """Time that a client takes to read is not time that the answer takes."""
-    from ultraep.view import guard
+    from ultraep.tools.view import guard
 
     monkeypatch.setattr(guard, "ANSWER_SECONDS", 0.3)
     with served(run) as server, connected(server) as raw:

@@ -19,8 +19,8 @@ pytest.importorskip("uvicorn")
 if chromium() is None:
     pytest.skip("no Chromium here", allow_module_level=True)
 
-from ultraep.view.catalogue import Catalogue
-from ultraep.view.export import write_page
+from ultraep.tools.view.catalogue import Catalogue
+from ultraep.tools.view.export import write_page
 
 VIEWS = {
     "overview": ["imbalance", "layers", "copies", "time"],
@@ -338,7 +338,7 @@ def test_what_is_exported_needs_nobody(page, run, trace, tmp_path):
 
 
 def test_the_page_follows_a_running_job(window, tmp_path, monkeypatch):
-    from ultraep.view import catalogue as catalogue_module
+    from ultraep.tools.view import catalogue as catalogue_module
 
     monkeypatch.setattr(catalogue_module, "PERIOD", 0.1)
     window.messages.clear()

@@ -9,13 +9,13 @@ from traces import arrived
 
 import ultraep
 from ultraep import BalanceConfig, FileError, Rates, Recorder
+from ultraep.files.reading import archive_of, opened
 from ultraep.hops import Relay
-from ultraep.inputs import archive_of, opened
+from ultraep.tools.view.folder import FolderIndex
+from ultraep.tools.view.record import numbers_of, record_of_pieces, record_of_trace
+from ultraep.tools.view.store import Store
 from ultraep.trace.files import read_piece
 from ultraep.trace.read import read_trace
-from ultraep.view.folder import FolderIndex
-from ultraep.view.record import numbers_of, record_of_pieces, record_of_trace
-from ultraep.view.store import Store
 from view.runs import CONFIG, TOPOLOGY, change, plans_of_run, write_pieces
 
 

@@ -15,11 +15,11 @@ pytest.importorskip("uvicorn")
 httpx = pytest.importorskip("httpx")
 
 from ultraep import ConfigError  # noqa: E402
-from ultraep.hosts import is_loopback  # noqa: E402
-from ultraep.view import guard, replays  # noqa: E402
-from ultraep.view import server as server_module  # noqa: E402
-from ultraep.view.catalogue import Catalogue  # noqa: E402
-from ultraep.view.server import bound_socket, open_server, reachable_name  # noqa: E402
+from ultraep.metrics.hosts import is_loopback  # noqa: E402
+from ultraep.tools.view import guard, replays  # noqa: E402
+from ultraep.tools.view import server as server_module  # noqa: E402
+from ultraep.tools.view.catalogue import Catalogue  # noqa: E402
+from ultraep.tools.view.server import bound_socket, open_server, reachable_name  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -351,7 +351,7 @@ def test_a_port_in_use_is_one_sentence(run):
 
 
 def test_a_running_job_is_followed(tmp_path, monkeypatch):
-    from ultraep.view import catalogue as catalogue_module
+    from ultraep.tools.view import catalogue as catalogue_module
 
     monkeypatch.setattr(catalogue_module, "PERIOD", 0.05)
     with served(tmp_path / "run", live=True, finished=False) as server:

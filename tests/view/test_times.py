@@ -5,13 +5,13 @@ import pytest
 from traces import arrived
 
 from ultraep import Recorder
+from ultraep.tools.view.folder import FolderIndex
+from ultraep.tools.view.single import table_of_trace
+from ultraep.tools.view.store import Store
 from ultraep.trace.files import write_arrays
 from ultraep.trace.read import read_trace
 from ultraep.trace.schema import fields_in_pieces
 from ultraep.trace.summary import summary_of
-from ultraep.view.folder import FolderIndex
-from ultraep.view.single import table_of_trace
-from ultraep.view.store import Store
 from view.runs import CONFIG, TOPOLOGY, key_of, plans_of_run
 
 TIMED = ("lost", "saved", "cost", "stages")

@@ -14,8 +14,8 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 import ultraep.metrics.names as names
 from ultraep.errors import BackendUnavailable, CommunicationError
-from ultraep.hosts import is_known_host, is_loopback, own_names
 from ultraep.metrics.alarms import MEANING
+from ultraep.metrics.hosts import is_known_host, is_loopback, own_names
 from ultraep.metrics.names import Exported
 from ultraep.metrics.reading import Reading
 

@@ -54,16 +54,12 @@ class Policy:
     over_interval: DecideInterval | None = None
 
 
+PEERS = ("echo", "llep", "moonep", "eplb", "lplb", "flashlb")  # of other projects
 BUILT_IN = (
     "none",
     "ultraep",
     "quota",
-    "echo",
-    "llep",
-    "moonep",
-    "eplb",
-    "lplb",
-    "flashlb",
+    *PEERS,
     "ideal",
 )
 _registry: dict[str, Policy] = {}
@@ -93,7 +89,8 @@ def register_policy(
 def get_policy(name: str) -> Policy:
     """The policy of that name; built-in ones are imported when first asked for."""
     if name in BUILT_IN:  # also if it is registered: another thread may still be importing it
-        importlib.import_module(f"ultraep.policies.{name}")
+        folder = "policies.peers" if name in PEERS else "policies"
+        importlib.import_module(f"ultraep.{folder}.{name}")
     if name not in _registry:
         raise ConfigError(f"unknown policy {name!r}; known are {', '.join(policy_names())}")
     return _registry[name]

@@ -19,11 +19,12 @@ from typing import Any
 
 import torch
 
+from ultraep import __version__
 from ultraep.bundle import Bundle
 from ultraep.comm import Communicator, Peers
 from ultraep.config import BalanceConfig
 from ultraep.errors import ConfigError
-from ultraep.modes import refuse_transforms, unseen
+from ultraep.ops.modes import refuse_transforms, unseen
 from ultraep.plane import AnyPlan, Copies, DataPlane, Exchange, Loads, Microbatch
 from ultraep.policies import get_policy
 from ultraep.runtime.agreement import Agreement, Place, Point
@@ -45,7 +46,6 @@ from ultraep.runtime.unique import Unique
 from ultraep.runtime.versions import Versions
 from ultraep.runtime.warm_up import warm_up
 from ultraep.topology import Topology
-from ultraep.version import __version__
 
 
 class Balancer(Unique):

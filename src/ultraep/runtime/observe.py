@@ -15,9 +15,9 @@ from typing import Any, Protocol, Self, TypeAlias
 
 import torch
 
+from ultraep.ops.products import Beside
 from ultraep.plan import Plan
 from ultraep.plane import AnyPlan, Copies, Exchange, Microbatch
-from ultraep.products import Beside
 
 Later: TypeAlias = Callable[[], int]  # a number that a device will know
 

@@ -32,9 +32,9 @@ from ultraep.bundle import Bundle, Layout, device_of_bundle, resolve, tensors_of
 from ultraep.comm import Communicator
 from ultraep.config import BalanceConfig, Rates
 from ultraep.dispatch import Arrivals
+from ultraep.ops.products import accumulator
 from ultraep.plan import Plan, plan_of_copies
 from ultraep.plane import Copies, DataPlane, Loads
-from ultraep.products import accumulator
 from ultraep.topology import Topology
 
 Serve: TypeAlias = Callable[[Arrivals, Any], torch.Tensor]

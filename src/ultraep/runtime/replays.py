@@ -18,8 +18,8 @@ import numpy as np
 import torch
 
 from ultraep.plane import Microbatch
+from ultraep.runtime.control import DevicePlan
 from ultraep.runtime.fetch import Fetch
-from ultraep.runtime.mapped.control import DevicePlan
 from ultraep.runtime.recording import Recording
 from ultraep.topology import Topology
 

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 from ultraep.backends import select
 from ultraep.config import check_timeout
 from ultraep.errors import ConfigError
-from ultraep.replicate import MODES
 from ultraep.runtime.capacity import AUTO, check_setting
 from ultraep.runtime.connect import TRANSPORTS
+from ultraep.runtime.messages.replicate import MODES
 
 if TYPE_CHECKING:
     import torch

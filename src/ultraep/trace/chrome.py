@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from ultraep.outputs import write_text
+from ultraep.files.writing import write_text
 from ultraep.trace.read import Trace
 from ultraep.trace.schema import KEY, of_backward
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ultraep.outputs import write_text
+from ultraep.files.writing import write_text
 from ultraep.trace.read import Trace
 from ultraep.trace.schema import Array, fields_in_file
 

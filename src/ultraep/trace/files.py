@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 
 from ultraep.errors import FileError
-from ultraep.inputs import Archive, archive_of, read_text
-from ultraep.outputs import whole_file
+from ultraep.files.reading import Archive, archive_of, read_text
+from ultraep.files.writing import whole_file
 from ultraep.trace.schema import (
     HEADER_FILE,
     SUMMARIES,

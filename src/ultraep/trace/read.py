@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 from ultraep.arrays import IntArray
 from ultraep.config import BalanceConfig, Rates
 from ultraep.errors import FileError
-from ultraep.inputs import names_of_arrays
-from ultraep.outputs import is_unfinished
+from ultraep.files.reading import names_of_arrays
+from ultraep.files.writing import is_unfinished
 from ultraep.plan import Plan, plan_of_copies
 from ultraep.topology import Topology
 from ultraep.trace.files import check_pieces, read_header, read_piece, read_single, write_arrays

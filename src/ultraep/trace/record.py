@@ -23,9 +23,9 @@ import numpy as np
 
 from ultraep.config import BalanceConfig
 from ultraep.errors import ConfigError, FileError
+from ultraep.files.writing import write_text
 from ultraep.hops import Relay
 from ultraep.loads import as_integers
-from ultraep.outputs import write_text
 from ultraep.plan import DEFAULT_CONFIG, Plan
 from ultraep.topology import Topology
 from ultraep.trace.pieces import Entry, Key

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ultraep.errors import FileError
-from ultraep.outputs import is_unfinished
+from ultraep.files.writing import is_unfinished
 from ultraep.trace.schema import HEADER_FILE
 
 RANK = re.compile(r"rank-\d{5}")

@@ -18,7 +18,7 @@ import numpy as np
 
 from ultraep.arrays import IntArray
 from ultraep.errors import FileError, LoadError
-from ultraep.inputs import lines_of, read_array, read_arrays, read_text, reading
+from ultraep.files.reading import lines_of, read_array, read_arrays, read_text, reading
 from ultraep.loads import as_integers
 from ultraep.workload.windows import IDS, MOST_BYTES, check_count
 

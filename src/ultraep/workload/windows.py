@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from ultraep.arrays import IntArray
 from ultraep.errors import ConfigError, FileError, LoadError
-from ultraep.inputs import names_of_arrays, read_arrays
+from ultraep.files.reading import names_of_arrays, read_arrays
 from ultraep.loads import MAX_TOTAL, as_integers
 
 IDS = "_ids"  # ending of the names of arrays with expert ids

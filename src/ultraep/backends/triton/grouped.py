@@ -12,7 +12,7 @@ from ultraep.backends.triton.blocks import TABLES, Blocks, Table, square_band
 from ultraep.backends.triton.kernels import grouped, swiglu, tiles
 from ultraep.backends.triton.kernels.tiles import DRAWN
 from ultraep.backends.triton.launch import cdiv, power_of_2, quick
-from ultraep.products import Beside, Stacks
+from ultraep.ops.products import Beside, Stacks
 
 
 class Grouped:

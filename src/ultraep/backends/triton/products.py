@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import torch
 
-from ultraep.activations import Activation
 from ultraep.backends.triton.grouped import Grouped
 from ultraep.errors import ConfigError
-from ultraep.products import Beside, Stacks, activate_backward
+from ultraep.ops.activations import Activation
+from ultraep.ops.products import Beside, Stacks, activate_backward
 
 TYPES = (torch.bfloat16, torch.float16, torch.float32)
 

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import torch
 
-import ultraep.formats as formats
+import ultraep.ops.formats as formats
 from ultraep.backends.triton.kernels import quantise as kernels
 from ultraep.backends.triton.launch import cdiv, power_of_2, quick
-from ultraep.formats import Format
+from ultraep.ops.formats import Format
 
 NUMBERS, WARPS = 8192, 8  # of a tile
 PLAIN_ROWS, PLAIN_COLUMNS = 16, 256  # of a tile that is dequantised

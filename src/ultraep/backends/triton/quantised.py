@@ -1,4 +1,4 @@
-"""Products of stage 6 on a GPU with numbers of eight bits; twins of `ultraep.quantised`.
+"""Products of stage 6 on a GPU with numbers of eight bits; twins of `ultraep.ops.quantised`.
 
 Tensor cores that know e4m3 multiply it. On others the codes are decoded to float16 on the way,
 which changes no number: each has the rate of float16, and the memory of eight bits.
@@ -12,7 +12,6 @@ from collections.abc import Mapping
 
 import torch
 
-from ultraep.activations import Activation
 from ultraep.backends.triton import quantise
 from ultraep.backends.triton.blocks import Blocks
 from ultraep.backends.triton.grouped import Grouped
@@ -20,9 +19,10 @@ from ultraep.backends.triton.kernels import quantise as quantise_kernels
 from ultraep.backends.triton.kernels import quantised as kernels
 from ultraep.backends.triton.launch import cdiv, power_of_2, quick
 from ultraep.backends.triton.products import TritonProducts
-from ultraep.formats import E4M3, Format
-from ultraep.products import Stacks
-from ultraep.quantised import QuantisedProducts, QuantisedStacks
+from ultraep.ops.activations import Activation
+from ultraep.ops.formats import E4M3, Format
+from ultraep.ops.products import Stacks
+from ultraep.ops.quantised import QuantisedProducts, QuantisedStacks
 
 QuantisedTable = Mapping[str, Blocks]  # by format
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-import ultraep.products as plain
+import ultraep.ops.products as plain
 from ultraep.backends.triton.kernels import scale as kernels
 from ultraep.backends.triton.launch import cdiv, power_of_2, quick
 

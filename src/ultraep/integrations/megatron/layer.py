@@ -21,10 +21,10 @@ from megatron.core.transformer.moe.router import TopKRouter
 import ultraep.integrations.megatron.experts as own
 from ultraep.dispatch import Arrivals
 from ultraep.errors import ConfigError
+from ultraep.experts.loan import serve
 from ultraep.integrations.megatron.routing import choices
 from ultraep.integrations.megatron.settings import check_options, check_settings, pads
 from ultraep.integrations.stages import run_stages, shared_balancer
-from ultraep.loan import serve
 from ultraep.plane import AnyPlan, Copies
 from ultraep.routing import Routing
 

@@ -22,8 +22,8 @@ from torchtitan.models.common.moe import RoutedExperts
 from ultraep.comm import moved
 from ultraep.dispatch import Arrivals
 from ultraep.errors import ConfigError
+from ultraep.experts.loan import serve
 from ultraep.integrations.stages import run_stages, shared_balancer
-from ultraep.loan import serve
 from ultraep.plane import AnyPlan, Copies
 from ultraep.runtime.balancer import Balancer
 

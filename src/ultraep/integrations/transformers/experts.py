@@ -23,8 +23,8 @@ from ultraep.bundle import Bundle
 from ultraep.comm import moved
 from ultraep.dispatch import Arrivals
 from ultraep.errors import ConfigError
+from ultraep.experts.loan import serve
 from ultraep.integrations.stages import InPlaceOf, run_stages
-from ultraep.loan import serve
 from ultraep.parallel.home import HomeModule
 from ultraep.plane import AnyPlan, Copies
 from ultraep.runtime.balancer import Balancer

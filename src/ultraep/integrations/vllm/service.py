@@ -13,6 +13,7 @@ from vllm.distributed import get_ep_group
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.fused_moe.expert_map_manager import determine_expert_map
 
+from ultraep import __version__
 from ultraep.bundle import Layout
 from ultraep.config import BalanceConfig
 from ultraep.integrations.vllm.cost import least_tokens, rows_to_pay
@@ -28,7 +29,6 @@ from ultraep.integrations.vllm.refusals import (
 from ultraep.integrations.vllm.settings import ServingSettings
 from ultraep.runtime.balancer import Balancer
 from ultraep.runtime.clocks import DeviceClock, HostClock
-from ultraep.version import __version__
 
 
 class Service:

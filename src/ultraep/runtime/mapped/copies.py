@@ -13,11 +13,11 @@ import torch
 
 from ultraep.bundle import Bundle, Layout, Stack, resolve
 from ultraep.errors import SlotError
-from ultraep.modes import unseen
+from ultraep.ops.modes import unseen
+from ultraep.ops.products import Beside
 from ultraep.plane import Kinds, Microbatch
-from ultraep.products import Beside
+from ultraep.runtime.control import DevicePlan
 from ultraep.runtime.fetch import Fetch
-from ultraep.runtime.mapped.control import DevicePlan
 from ultraep.runtime.mapped.memory import GradientSlots, MappedMemory
 from ultraep.runtime.mapped.overlap import capturing
 from ultraep.runtime.observe import Later

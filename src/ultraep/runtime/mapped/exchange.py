@@ -10,8 +10,8 @@ from collections.abc import Callable
 import torch
 
 from ultraep.backends.triton.exchange import scalar_type
-from ultraep.modes import unseen
-from ultraep.runtime.mapped.control import DeviceRoutes
+from ultraep.ops.modes import unseen
+from ultraep.runtime.control import DeviceRoutes
 from ultraep.runtime.mapped.memory import MappedMemory
 
 

@@ -28,8 +28,8 @@ from ultraep.plane import NO_LAYER, Microbatch
 from ultraep.runtime.agreement import Agreement, Place, Point
 from ultraep.runtime.backward import LentInBackward
 from ultraep.runtime.capacity import Capacity
+from ultraep.runtime.control import POLICIES, DevicePlan
 from ultraep.runtime.history import History
-from ultraep.runtime.mapped.control import POLICIES, DevicePlan
 from ultraep.runtime.mapped.copies import MappedCopies
 from ultraep.runtime.mapped.exchange import MappedExchange
 from ultraep.runtime.mapped.overlap import capturing

@@ -11,8 +11,8 @@ import torch
 from ultraep.bundle import Layout, Stack
 from ultraep.comm import Peers
 from ultraep.config import BalanceConfig
-from ultraep.products import accumulator
-from ultraep.runtime.mapped.control import ControlPlane
+from ultraep.ops.products import accumulator
+from ultraep.runtime.control import ControlPlane
 from ultraep.runtime.mapped.memory import MappedMemory
 from ultraep.runtime.settings import DeviceShare, Settings
 from ultraep.topology import Topology

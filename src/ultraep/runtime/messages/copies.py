@@ -26,11 +26,11 @@ from ultraep.backends import backend_for
 from ultraep.bundle import Bundle, Layout, Stack, device_of_bundle, resolve
 from ultraep.comm import moved
 from ultraep.errors import SlotError
-from ultraep.grad_reduce import reduce_gradients
-from ultraep.modes import unseen
+from ultraep.ops.modes import unseen
 from ultraep.plan import Plan
 from ultraep.plane import Kinds
-from ultraep.replicate import hops, send_weights
+from ultraep.runtime.messages.grad_reduce import reduce_gradients
+from ultraep.runtime.messages.replicate import hops, send_weights
 from ultraep.runtime.messages.slots import Buffer, Contents
 
 if TYPE_CHECKING:

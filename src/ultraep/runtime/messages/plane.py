@@ -40,7 +40,7 @@ from ultraep.runtime.versions import Versions
 from ultraep.topology import Topology
 
 if TYPE_CHECKING:
-    from ultraep.runtime.mapped.control import ControlPlane, DeviceRoutes
+    from ultraep.runtime.control import ControlPlane, DeviceRoutes
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,7 +229,7 @@ class MessagesPlane:
         control, rows = self._control, ids.numel()
         if control is not None and control.device == ids.device and rows <= control.rows:
             return control
-        from ultraep.runtime.mapped.control import (  # triton, where it is used
+        from ultraep.runtime.control import (  # triton, where it is used
             POLICIES,
             ControlPlane,
         )

@@ -1,0 +1,1 @@
+"""Tensor operations that need no group: activations, number formats, products, and autograd."""

@@ -1,0 +1,200 @@
+"""Products of stage 6 with weights of eight bits, and the weights themselves.
+
+Forward multiplies e4m3 rows with e4m3 weights, or plain rows with dequantised weights, as the
+format says. Backward is that of the network at the dequantised weights and rows, by the engine of
+plain products: rounding to eight bits passes gradients straight on, to weights that are kept in
+full at home.
+
+Shapes: A rows, N and K those of a weight, F what comes out of an activation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import ModuleType
+
+import torch
+
+import ultraep.ops.formats as formats
+from ultraep.bundle import Weights, seen
+from ultraep.errors import ConfigError
+from ultraep.ops.formats import E4M3, Format
+from ultraep.ops.modes import unseen
+from ultraep.ops.products import Beside, Products, Stacks, accumulator
+
+
+@dataclass(frozen=True)
+class QuantisedStacks:
+    """The numbers of one weight of every slot, and their scales."""
+
+    data: Stacks
+    scales: Stacks
+
+    @property
+    def width(self) -> int:
+        """K of the weights [N, K]."""
+        return self.data.homes.shape[2]
+
+
+class QuantisedProducts:
+    """The twin of the kernels: all products are made of dequantised numbers.
+
+    It has the verbs of `Products`, for rows that are packed if the format packs them, and
+    `QuantisedStacks` as weights.   plain: the engine of plain products.   dtype: of results.
+    """
+
+    numbers = formats  # whose verbs quantise
+
+    def __init__(self, plain: Products, form: Format, dtype: torch.dtype) -> None:
+        self._plain, self._form, self._dtype = plain, form, dtype
+
+    @property
+    def knows_spans(self) -> bool:
+        return self._plain.knows_spans
+
+    def packed(self, rows_AK: torch.Tensor) -> torch.Tensor:
+        """Rows as they are multiplied."""
+        return self.numbers.pack(self._form, rows_AK) if self._form.packs else rows_AK
+
+    def multiply(
+        self,
+        rows: torch.Tensor,
+        weights: QuantisedStacks,
+        bias: Stacks | None,
+        *,
+        scale: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        if not self._form.packs:
+            plain = self._weights(weights, self._dtype)
+            return self._plain.multiply(rows, plain, bias, scale=scale, out=out)
+        wide = accumulator(self._dtype)
+        numbers = self._rows(rows, weights.width, wide)
+        found = self._plain.multiply(numbers, self._weights(weights, wide), bias).to(self._dtype)
+        if scale is not None:
+            found = found * scale[: len(found), None].to(self._dtype)
+        if out is None:
+            return found
+        out[: len(found)].copy_(found)
+        return out
+
+    def multiply_transposed(
+        self,
+        rows_AN: torch.Tensor,
+        weights: QuantisedStacks,
+        *,
+        out: torch.Tensor | None = None,
+        beside: Beside | None = None,
+    ) -> torch.Tensor:
+        plain = self._weights(weights, rows_AN.dtype)
+        return self._plain.multiply_transposed(rows_AN, plain, out=out, beside=beside)
+
+    def activate(self, up: torch.Tensor) -> torch.Tensor:
+        return self.packed(self._plain.activate(up))
+
+    def activate_backward(
+        self, up: torch.Tensor, d_hidden_AF: torch.Tensor, scale_A: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return self._plain.activate_backward(up, d_hidden_AF, scale_A)
+
+    def row_dots(self, rows_AN: torch.Tensor, bias: Stacks, sums_A: torch.Tensor) -> None:
+        self._plain.row_dots(rows_AN, bias, sums_A)
+
+    def weight_gradients(
+        self,
+        d_out_AN: torch.Tensor,
+        rows: torch.Tensor,
+        into: Stacks,
+        bias: Stacks | None,
+        *,
+        scale: torch.Tensor | None = None,
+    ) -> None:
+        if rows.dtype == torch.uint8:
+            rows = self._rows(rows, into.homes.shape[2], d_out_AN.dtype)
+        self._plain.weight_gradients(d_out_AN, rows, into, bias, scale=scale)
+
+    def _weights(self, weights: QuantisedStacks, dtype: torch.dtype) -> Stacks:
+        data, scales = weights.data, weights.scales
+        return Stacks(
+            self.numbers.dequantise(self._form, data.homes, scales.homes, dtype),
+            self.numbers.dequantise(self._form, data.copies, scales.copies, dtype),
+        )
+
+    def _rows(self, packed: torch.Tensor, width: int, dtype: torch.dtype) -> torch.Tensor:
+        return self.numbers.unpack(self._form, packed, width, dtype)
+
+
+NAN_BYTE = 255  # of a scale that is a power of two in one byte (ue8m0)
+WEIGHTS = {"gate_up_proj": "gate_up_scales", "down_proj": "down_scales"}  # and their scales
+
+
+class QuantisedWeights:
+    """Weights of home experts in eight bits, made of full ones in memory that stays."""
+
+    def __init__(self, form: Format) -> None:
+        self._form = form
+        self._held: dict[str, torch.Tensor] = {}
+        self._seen: tuple[int, Weights] = (0, [])
+
+    @unseen()
+    @torch.no_grad()
+    def refresh(self, full: Mapping[str, torch.Tensor], numbers: ModuleType, promise: int) -> None:
+        """Quantise them anew, by the verbs of `formats` or of their twins.
+
+        promise: as long as it is the same, that is not necessary, but torch may know better; 0:
+            nothing is promised. A graph that is captured quantises whenever it is replayed.
+        """
+        now = promise, seen(full)
+        if promise and now == self._seen and not _captured(full):
+            return
+        for name, weight in full.items():
+            data, scales = self._room(name, weight)
+            numbers.quantise(self._form, weight.detach(), data, scales)
+        self._seen = now
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """What was made: numbers, and their scales."""
+        return dict(self._held)
+
+    def _room(self, name: str, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        held = self._held.get(name)
+        if held is None or (held.shape, held.device) != (weight.shape, weight.device):
+            shape = self._form.scale_shape(tuple(weight.shape))
+            with torch.inference_mode(False):
+                self._held[name] = weight.new_empty(weight.shape, dtype=E4M3)
+                self._held[WEIGHTS[name]] = weight.new_empty(shape, dtype=self._form.scale_type)
+        return self._held[name], self._held[WEIGHTS[name]]
+
+
+def _captured(tensors: Mapping[str, torch.Tensor]) -> bool:
+    """Whether a graph of what is done with these is captured."""
+    cuda = any(tensor.is_cuda for tensor in tensors.values())
+    return cuda and torch.cuda.is_current_stream_capturing()
+
+
+def check_quantised(form: Format, tensors: Mapping[str, torch.Tensor], homes: int) -> None:
+    """Refuse tensors that are no weights of that format for so many experts."""
+    for name, scales_name in WEIGHTS.items():
+        missing = [n for n in (name, scales_name) if n not in tensors]
+        if missing:
+            raise ConfigError(f"{form.name} needs {missing[0]!r}, given are {', '.join(tensors)}")
+        data, scales = tensors[name], tensors[scales_name]
+        if data.ndim != 3 or len(data) != homes or data.dtype != E4M3:
+            raise ConfigError(
+                f"{name!r} must be [{homes}, N, K] {E4M3}, got {list(data.shape)} {data.dtype}"
+            )
+        wanted = form.scale_shape(tuple(data.shape))
+        if tuple(scales.shape) != wanted or scales.dtype != form.scale_type:
+            raise ConfigError(
+                f"{scales_name!r} must be {list(wanted)} {form.scale_type} for {name!r} "
+                f"{list(data.shape)} in {form.name}, got {list(scales.shape)} {scales.dtype}"
+            )
+        valid = scales != NAN_BYTE
+        if scales.is_floating_point():
+            valid = (scales > 0) & scales.isfinite()
+        if not valid.all():
+            raise ConfigError(
+                f"{scales_name!r} must be positive and finite, {int((~valid).sum())} of "
+                f"{scales.numel()} are not"
+            )

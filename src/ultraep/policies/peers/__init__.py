@@ -1,0 +1,1 @@
+"""Balancers of other projects, planned again here to compare with."""

@@ -1,0 +1,1 @@
+"""Commands, simulator, reports, viewer, demo and load tests: the library imports none of them."""

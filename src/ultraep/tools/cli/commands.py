@@ -1,0 +1,135 @@
+"""All commands of `ultraep`, and how they report errors.
+
+A user error is one line on stderr and exit code 2; anything else is a bug and leaves a traceback.
+The module of a command is imported when the command runs: `--help` is quick. torch and numba are
+imported by the functions that need them.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from ultraep import __version__
+from ultraep.errors import UltraEPError
+from ultraep.tools.cli.terminal import complain
+
+# Typer comes with its own click or uses the installed one; this is the class of either.
+UsageError: Any = typer.BadParameter.__base__
+
+SUMMARIES = {
+    "plan": "Plan the loads of a file: imbalance before and after, copies, and what they cost.",
+    "simulate": "Simulate training or prefill on a cluster: would balancing pay there?",
+    "advise": "Advise on a cluster before it is rented: does balancing pay, and with which "
+    "settings?",
+    "trace": "Look into a trace of a run, plan it again, hand it to other programs.",
+    "view": "Look at traces in the browser: over time, layer by layer, down to one microbatch.",
+    "demo": "Train a small MoE model here, answer requests with it, and measure its layers.",
+    "inspect": "Look into a model: how uneven is its routing, and what would balancing bring?",
+    "bench": "Measure how fast something is here.",
+    "env": "Show versions, devices, backends and policies: what a bug report should say.",
+}
+EXITS = "Exit codes: 0, done; 2, wrong option, setting or file; 130, interrupted; 141, closed pipe."
+
+
+def load_command(name: str) -> Any:
+    """Import the module of a command and return the command with all its options."""
+    module, parent = importlib.import_module(f"ultraep.tools.cli.{name}"), typer.Typer()
+    parent.callback()(lambda: None)  # makes it a group, whose only command this is
+    if hasattr(module, "app"):
+        parent.add_typer(module.app, name=name)
+    else:
+        parent.command(name, epilog=f"{module.EXAMPLE}\n\n{EXITS}")(module.command)
+    group: Any = typer.main.get_command(parent)
+    return group.commands[name]
+
+
+class Commands(TyperGroup):
+    """All commands, with errors turned into one line and an exit code."""
+
+    _summaries_suffice = False
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """Return a command; for the help of the group, only its name and summary."""
+        if self._summaries_suffice or cmd_name not in self.commands:
+            return super().get_command(ctx, cmd_name)
+        return load_command(cmd_name)
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Print the help."""
+        self._summaries_suffice = True
+        try:
+            super().format_help(ctx, formatter)
+        finally:
+            self._summaries_suffice = False
+
+    def main(self, *args: Any, **extra: Any) -> Any:
+        """Run a command line; a wrong one is one line instead of Typer's box."""
+        if not extra.get("standalone_mode", True):
+            return super().main(*args, **extra)
+        try:
+            code = super().main(*args, **extra | {"standalone_mode": False})
+        except UsageError as error:
+            if type(error).__name__ != "NoArgsIsHelpError":  # that one has printed the help
+                complain(_in_one_line(error))
+            code = 2
+        sys.exit(code if isinstance(code, int) else 0)
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except UltraEPError as error:
+            complain(error)
+            raise typer.Exit(2) from None
+        except MemoryError as error:
+            complain(f"out of memory: {error}".rstrip(": "))
+            raise typer.Exit(2) from None
+        except KeyboardInterrupt:
+            complain("interrupted")
+            raise typer.Exit(130) from None
+
+
+def _in_one_line(error: Any) -> str:
+    message = error.format_message().strip().rstrip(".")
+    where = error.ctx.command_path if error.ctx is not None else "ultraep"
+    return f"{message[:1].lower()}{message[1:]} (see {where} --help)"
+
+
+EPILOG = (
+    "New here? Start with: ultraep demo\n\n"
+    "Exit codes: 0, done; 1, a check failed (trace replay); 2, a wrong option, setting or file, "
+    "with one line on stderr; 130, interrupted; 141, the reader of a pipe closed it.\n\n"
+    "Environment: ULTRAEP_TRACE=FOLDER records the runs of all balancers."
+)
+app = typer.Typer(
+    name="ultraep",
+    cls=Commands,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    epilog=EPILOG,
+)
+
+for _name, _summary in SUMMARIES.items():
+    app.command(_name, help=_summary)(lambda: None)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"ultraep {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
+        ),
+    ] = False,
+) -> None:
+    """Exact load balance for expert-parallel Mixture-of-Experts models."""

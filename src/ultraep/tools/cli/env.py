@@ -1,0 +1,130 @@
+"""`ultraep env`: what is installed here, to paste into a bug report."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+from itertools import combinations
+from typing import Annotated, Any
+
+import typer
+from rich import box
+
+from ultraep import __version__
+from ultraep.backends import BACKENDS, BackendInfo
+from ultraep.policies import policy_names
+from ultraep.tools.cli.terminal import Grid, make_console
+
+EXAMPLE = "Example: ultraep env --json > env.json"
+DEVICES = {"cpu": "CPU", "cuda": "GPU"}
+PACKAGES = ("numpy", "numba", "torch", "triton")
+
+
+def command(
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print a JSON object instead of a table.")
+    ] = False,
+) -> None:
+    """Show versions, devices, backends and policies: what a bug report should say."""
+    facts = collect()
+    if as_json:
+        print(json.dumps(facts, indent=2))
+    else:
+        make_console().print(_table(facts))
+
+
+def collect() -> dict[str, Any]:
+    """All facts, as they are printed by `--json`."""
+    torch = _torch()
+    return {
+        "ultraep": __version__,
+        "python": f"{platform.python_implementation()} {platform.python_version()}",
+        "platform": platform.platform(),
+        "cpus": os.cpu_count(),
+        "packages": {name: _version(name) for name in PACKAGES},
+        "torch": torch,
+        "backends": {info.name: info.available for info in BACKENDS},
+        "chosen": {device: _chosen(device) for device in ("cpu", "cuda")},
+        "data_planes": {"cpu": "messages: tokens are on the CPU", "cuda": _plane_of_gpus(torch)},
+        "policies": policy_names(),
+    }
+
+
+def _chosen(device: str) -> str:
+    """The backend for tensors of a device, without a word in the log about the others."""
+    fitting = (info for info in BACKENDS if info.device in (device, "cpu"))
+    return next(info.name for info in fitting if info.available)
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _torch() -> dict[str, Any]:
+    """What torch says of its devices; a torch that does not load is a fact too."""
+    try:
+        import torch
+    except (ImportError, OSError) as error:
+        return {"error": str(error)}
+    available = torch.cuda.is_available()
+    count = torch.cuda.device_count() if available else 0
+    return {
+        "cuda": torch.version.cuda,
+        "rocm": torch.version.hip,
+        "available": available,
+        "devices": [torch.cuda.get_device_name(device) for device in range(count)],
+    }
+
+
+def _plane_of_gpus(facts: dict[str, Any]) -> str:
+    """The data plane of a group of all GPUs here, and why; groups on several hosts find out."""
+    if not facts.get("available"):
+        return "messages: torch sees no GPU"
+    for info in BACKENDS:
+        if info.name == "triton" and info.obstacle:
+            return f"messages: the backend 'triton' {info.obstacle}"
+    import torch
+
+    count = torch.cuda.device_count()
+    for one, other in combinations(range(count), 2):
+        if not torch.cuda.can_device_access_peer(one, other):
+            return f"messages: GPUs {one} and {other} do not map each other's memory"
+    return f"mapped: {count} GPU{'s' * (count > 1)} here, all of which map each other's memory"
+
+
+def _table(facts: dict[str, Any]) -> Grid:
+    grid = Grid(box=box.SIMPLE, show_header=False, pad_edge=False)
+    grid.add_column(style="bold")
+    grid.add_column(overflow="fold")
+    for name in ("ultraep", "python", "platform", "cpus"):
+        grid.add_row(name, str(facts[name]))
+    for name, version in facts["packages"].items():
+        grid.add_row(name, version or "not installed")
+    grid.add_row("devices", _devices(facts["torch"]))
+    for info in BACKENDS:
+        grid.add_row(f"backend {info.name}", _backend(info, facts["chosen"]))
+    for device, plane in facts["data_planes"].items():
+        grid.add_row(f"data plane, {DEVICES[device]}", plane)
+    grid.add_row("policies", ", ".join(facts["policies"]))
+    return grid
+
+
+def _devices(torch: dict[str, Any]) -> str:
+    if "error" in torch:
+        return f"unknown, torch cannot be imported: {torch['error']}"
+    kind = f"CUDA {torch['cuda']}" if torch["cuda"] else f"ROCm {torch['rocm']}"
+    if not torch["cuda"] and not torch["rocm"]:
+        return "CPU only: torch was built without CUDA and ROCm"
+    return f"{kind}: {', '.join(torch['devices']) or 'no device found'}"
+
+
+def _backend(info: BackendInfo, chosen: dict[str, str]) -> str:
+    if info.obstacle:
+        return f"not available: {info.obstacle}"
+    devices = [DEVICES[device] for device, name in chosen.items() if name == info.name]
+    return f"available, chosen for {' and '.join(devices)} tensors" if devices else "available"

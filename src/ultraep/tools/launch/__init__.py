@@ -1,0 +1,1 @@
+"""Processes of one host that form a group, for the demo and for load tests."""

@@ -1,0 +1,59 @@
+"""The process group of the ranks, whoever started them, and the core that each one has."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+
+from ultraep.errors import ConfigError
+from ultraep.tools.launch.place import RankPlace
+
+BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
+
+
+@contextmanager
+def process_group(
+    place: RankPlace | None = None, device: str = "cpu"
+) -> Iterator[dist.ProcessGroup]:
+    """The group of all ranks; without a place that of torchrun, or of this process alone."""
+    backend = BACKENDS[device]
+    place = place or RankPlace.of_torchrun()
+    if place is None:
+        alone = dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group(backend, store=alone, rank=0, world_size=1)
+    elif place.store is None:
+        dist.init_process_group(backend)
+    else:
+        store = f"file://{place.store}"
+        dist.init_process_group(backend, init_method=store, rank=place.rank, world_size=place.size)
+    try:
+        assert dist.group.WORLD is not None
+        yield dist.group.WORLD
+    finally:
+        dist.destroy_process_group()
+
+
+def gpus() -> int:
+    """GPUs of this machine; none is an error."""
+    if not torch.cuda.is_available():
+        raise ConfigError("--device cuda, but torch finds no GPU here; --device cpu works anywhere")
+    return torch.cuda.device_count()
+
+
+def settle(place: RankPlace, device: str) -> torch.device:
+    """Take one core and one thread, or one GPU."""
+    if device == "cuda":
+        if place.local >= torch.cuda.device_count():
+            raise ConfigError(f"rank {place.rank} has no GPU: {torch.cuda.device_count()} found")
+        torch.cuda.set_device(place.local)
+        return torch.device("cuda", place.local)
+    torch.set_num_threads(1)
+    if hasattr(os, "sched_setaffinity"):
+        cores = sorted(os.sched_getaffinity(0))
+        if len(cores) > 1:  # torchrun may have bound this process already
+            os.sched_setaffinity(0, {cores[place.local % len(cores)]})
+    return torch.device("cpu")

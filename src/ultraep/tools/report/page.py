@@ -1,0 +1,114 @@
+"""The page: one HTML file with everything in it, plotly.js too. It cannot load anything else.
+
+The numbers stand in it as JSON, in scripts whose ids begin with "numbers-"; `figures` of the script
+that a report brings along draws them, with the parts of parts.js and the figures of figures.js.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from html import escape
+from importlib.resources import files
+from string import Template
+
+from ultraep.errors import BackendUnavailable
+from ultraep.tools.report.numbers import Numbers
+
+INTRODUCTION = """In a Mixture-of-Experts layer every rank is the home of some experts, and tokens
+travel to the experts that the router chose. All ranks wait for the fullest one. <em>Imbalance</em>
+is the load of the fullest rank over that of the mean rank: 1 is perfect, and 2 means that the layer
+takes twice as long as it could. Balancing copies busy experts into spare slots of other ranks, anew
+in every layer of every step, and sends some of their tokens there."""
+PICKER = """<p class="picker">
+<label>layer <select id="layer"></select></label>
+<label>{noun} <input id="moment" type="range" min="0" step="1"></label>
+<button type="button" id="worst">most uneven</button></p>
+<p id="told" class="told"></p>"""
+SHARED = ("parts.js", "figures.js")
+BEYOND = "<p>* needs more spare slots than there are, or moves homes: compared here, not run.</p>"
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of the page; `plots` are the numbers that it draws, each under a sentence."""
+
+    name: str
+    title: str
+    plots: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Page:
+    """What stands on a page.
+
+    facts, notes: plain text.   result: HTML above all sections.
+    told: a sentence for every plot.   controls: HTML above a plot.   tables: HTML behind a section.
+    script: JavaScript with the figures.
+    """
+
+    title: str
+    facts: Sequence[tuple[str, str]]
+    notes: Sequence[str]
+    result: str
+    sections: Sequence[Section]
+    told: Mapping[str, str]
+    numbers: Mapping[str, Numbers]
+    script: str
+    controls: Mapping[str, str] = field(default_factory=dict)
+    tables: Mapping[str, str] = field(default_factory=dict)
+
+    def html(self, library: str) -> str:
+        """The whole file. library: the source of plotly.js."""
+        return Template(own_file("ultraep.tools.report", "page.html")).substitute(
+            title=escape(self.title),
+            introduction=INTRODUCTION,
+            style=own_file("ultraep.tools.report", "page.css"),
+            facts="\n".join(f"<dt>{a}</dt><dd>{escape(b)}</dd>" for a, b in self.facts),
+            notes=_notes(self.notes),
+            result=self.result,
+            sections="\n".join(self._section(section) for section in self.sections),
+            numbers="\n".join(embedded(name, part) for name, part in self.numbers.items()),
+            library=library.replace("</script", "<\\/script"),
+            script="".join(own_file("ultraep.tools.report", name) for name in SHARED) + self.script,
+        )
+
+    def _section(self, section: Section) -> str:
+        parts = [f'<section id="{section.name}"><h2>{escape(section.title)}</h2>']
+        for plot in section.plots:
+            parts.append(f"<p>{escape(self.told[plot])}</p>")
+            parts.append(self.controls.get(plot, ""))
+            parts.append(f'<div class="plot" id="plot-{plot}"></div>')
+        parts.append(self.tables.get(section.name, ""))
+        return "\n".join(part for part in [*parts, "</section>"] if part)
+
+
+def plotly_js() -> str:
+    """The source of plotly.js, which the package plotly brings along."""
+    try:
+        from plotly.offline import get_plotlyjs
+    except ImportError as error:
+        raise BackendUnavailable(
+            f"the report needs plotly ({error}): pip install 'ultraep[plot]'"
+        ) from None
+    source: str = get_plotlyjs()
+    return source
+
+
+def embedded(name: str, numbers: Numbers) -> str:
+    """JSON that cannot end the script it stands in."""
+    text = json.dumps(numbers, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+    return f'<script type="application/json" id="numbers-{name}">{text}</script>'
+
+
+def own_file(package: str, name: str) -> str:
+    """A file that a package brings along."""
+    return files(package).joinpath(name).read_text("utf-8")
+
+
+def _notes(notes: Sequence[str]) -> str:
+    if not notes:
+        return ""
+    items = "\n".join(f"<li>{escape(note)}</li>" for note in notes)
+    return f'<ul class="notes">\n{items}\n</ul>'

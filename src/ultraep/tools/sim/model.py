@@ -1,0 +1,175 @@
+"""Model: the sizes of a Mixture-of-Experts transformer, and what follows from them.
+
+All counts are per token and layer unless the name says otherwise. A product with n weights takes
+2n operations per token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ultraep.errors import ConfigError
+from ultraep.tools.sim.presets import as_record, load_table
+
+WEIGHT_BYTES = 2  # BF16
+GATED = 3  # matrices of a gated MLP: gate, up, down
+MOST_LAYERS = 1 << 12
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupedAttention:
+    """Attention whose heads share keys and values in groups."""
+
+    kind: str
+    heads: int
+    kv_heads: int
+    head_width: int
+    window: int = 0  # tokens that a windowed layer looks back
+    windowed_layers: int = 0
+
+    def weights(self, width: int) -> int:
+        """Weights of the projections of one layer."""
+        return width * self.head_width * (2 * self.heads + 2 * self.kv_heads)
+
+    @property
+    def core(self) -> int:
+        """Operations per token and token that it looks at: scores, then values."""
+        return 2 * self.heads * 2 * self.head_width
+
+
+@dataclass(frozen=True, kw_only=True)
+class Latent:
+    """Attention with keys and values from a narrow latent vector."""
+
+    kind: str
+    heads: int
+    query_rank: int
+    kv_rank: int
+    plain_width: int
+    rotary_width: int
+    value_width: int
+    window: int = 0
+    windowed_layers: int = 0
+
+    def weights(self, width: int) -> int:
+        """Weights of the projections of one layer."""
+        key_width = self.plain_width + self.rotary_width
+        query = self.query_rank * (width + self.heads * key_width)
+        keys = width * (self.kv_rank + self.rotary_width)
+        values = self.kv_rank * self.heads * (self.plain_width + self.value_width)
+        return query + keys + values + self.heads * self.value_width * width
+
+    @property
+    def core(self) -> int:
+        """Operations per token and token that it looks at: scores, then values."""
+        return 2 * self.heads * (self.plain_width + self.rotary_width + self.value_width)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """A transformer whose layers, but for some dense ones at the start, have experts."""
+
+    name: str
+    title: str
+    source: str
+    layers: int
+    dense_layers: int
+    width: int
+    experts: int
+    top_k: int
+    expert_width: int
+    vocabulary: int
+    attention: GroupedAttention | Latent
+    dense_width: int = 0
+    shared_width: int = 0
+
+    def __post_init__(self) -> None:
+        for field in ("layers", "width", "experts", "top_k", "expert_width", "vocabulary"):
+            if getattr(self, field) < 1:
+                raise ConfigError(
+                    f"model {self.name}: {field} must be at least 1, got {getattr(self, field)}"
+                )
+        if self.layers > MOST_LAYERS:
+            raise ConfigError(
+                f"model {self.name}: layers must be at most {MOST_LAYERS}, got {self.layers}"
+            )
+        if not 0 <= self.dense_layers < self.layers:
+            raise ConfigError(
+                f"model {self.name}: dense_layers must lie in 0..{self.layers - 1}, "
+                f"got {self.dense_layers}"
+            )
+        if self.top_k > self.experts:
+            raise ConfigError(
+                f"model {self.name}: top_k {self.top_k} is more than its {self.experts} experts"
+            )
+
+    @property
+    def moe_layers(self) -> int:
+        """Layers with experts."""
+        return self.layers - self.dense_layers
+
+    @property
+    def expert_weights(self) -> int:
+        """Weights of one expert."""
+        return GATED * self.width * self.expert_width
+
+    @property
+    def expert_bytes(self) -> int:
+        """Bytes of one expert's weights."""
+        return WEIGHT_BYTES * self.expert_weights
+
+    @property
+    def attention_weights(self) -> int:
+        """Weights of the attention of one layer."""
+        return self.attention.weights(self.width)
+
+    @property
+    def shared_weights(self) -> int:
+        """Weights of the shared experts and the router of one layer."""
+        return GATED * self.width * self.shared_width + self.width * self.experts
+
+    @property
+    def plain_weights(self) -> int:
+        """All weights but those of the experts: what every rank of an expert-parallel group has."""
+        dense = self.dense_layers * GATED * self.width * self.dense_width
+        embeddings = 2 * self.vocabulary * self.width
+        shared = self.moe_layers * self.shared_weights
+        return self.layers * self.attention_weights + dense + shared + embeddings
+
+    @property
+    def weights(self) -> int:
+        """All weights."""
+        return self.plain_weights + self.moe_layers * self.experts * self.expert_weights
+
+    @property
+    def active_weights(self) -> int:
+        """Weights that take part in the computation of one token; the input table does not."""
+        active = self.plain_weights - self.vocabulary * self.width
+        return active + self.moe_layers * self.top_k * self.expert_weights
+
+    def looked_at(self, context: float) -> float:
+        """Tokens that a token looks at, meaned over the layers; `context`: those before it."""
+        attention = self.attention
+        near = min(context, attention.window) * attention.windowed_layers
+        return (near + context * (self.layers - attention.windowed_layers)) / self.layers
+
+    def training_operations(self, sequence: int) -> float:
+        """Operations of a token, forward and backward without recompute: what is reported."""
+        core = self.layers * self.attention.core * self.looked_at(sequence / 2)
+        return 3 * (2 * self.active_weights + core)
+
+
+def load_model(name: str) -> Model:
+    """A preset, or a model of a TOML file."""
+    found, table = load_table("models", name)
+    where = f"model {name}"
+    attention = table.get("attention")
+    if not isinstance(attention, dict) or attention.get("kind") not in ("grouped", "latent"):
+        raise ConfigError(f"{where}: attention must be a table with kind grouped or latent")
+    made: Any = as_record(
+        GroupedAttention if attention["kind"] == "grouped" else Latent,
+        attention,
+        f"{where}, attention",
+    )
+    return as_record(Model, {"name": found, **table, "attention": made}, where)

@@ -1,0 +1,313 @@
+"""What the page asks for. All numbers come from the catalogue, as JSON; errors are one sentence."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Awaitable, Callable, Iterator
+from functools import wraps
+from typing import IO, Any
+
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from ultraep import __version__
+from ultraep.errors import ConfigError, FileError, UltraEPError
+from ultraep.policies import policy_names
+from ultraep.tools.report.numbers import Numbers
+from ultraep.tools.report.page import own_file, plotly_js
+from ultraep.tools.view.catalogue import GONE, Catalogue, Shown
+from ultraep.tools.view.guard import CHUNK
+from ultraep.tools.view.replays import Question, Replays
+from ultraep.tools.view.table import VALUES, heat, overview
+
+MOST_POINTS, MOST_COLUMNS = 2000, 400
+LARGEST = 2**62
+SCRIPTS = ("routes.js", "overview.js", "record.js", "compare.js", "view.js")
+MOST_REPORT = 64 << 20  # bytes
+SANDBOX = (
+    "sandbox allow-scripts; default-src 'none'; script-src 'unsafe-inline'; "
+    "style-src 'unsafe-inline'; img-src data: blob:; frame-ancestors 'none'; base-uri 'none'; "
+    "form-action 'none'"
+)
+Answer = Callable[[Request], Awaitable[Response]]
+
+
+class Api:
+    """The answers to all questions about a catalogue."""
+
+    def __init__(self, catalogue: Catalogue) -> None:
+        self.catalogue, self.replays = catalogue, Replays(catalogue)
+        self.files = static_files()
+
+    def app(self) -> Starlette:
+        """The application, without a guard."""
+        routes = [
+            Route("/", self.page),
+            Route("/static/{name}", self.static),
+            Route("/report/{number}", answered(self.report)),
+            Route("/api/state", answered(self.state)),
+            Route("/api/overview", answered(self.overview)),
+            Route("/api/heat", answered(self.heat)),
+            Route("/api/worst", answered(self.worst)),
+            Route("/api/record", answered(self.record)),
+            Route("/api/stages", answered(self.stages)),
+            Route("/api/replays", self.ask, methods=["POST"]),
+            Route("/api/replays/{number}", answered(self.replay)),
+            Route("/api/replays/{number}/stop", answered(self.stop), methods=["POST"]),
+        ]
+        return Starlette(routes=routes)
+
+    async def page(self, request: Request) -> Response:
+        """The page itself."""
+        return self._file(request, "index.html")
+
+    async def static(self, request: Request) -> Response:
+        """One of its files; there are no others."""
+        return self._file(request, request.path_params["name"])
+
+    def _file(self, request: Request, name: str) -> Response:
+        if name not in self.files:
+            return Response("There is no such file.\n", 404, media_type="text/plain")
+        content, kind, tag = self.files[name]
+        headers = {"etag": tag, "cache-control": "no-cache"}
+        if request.headers.get("if-none-match") == tag:
+            return Response(status_code=304, headers=headers)
+        return Response(content, media_type=kind, headers=headers)
+
+    def report(self, request: Request) -> Response:
+        """A report that was written before; it may do nothing but draw itself."""
+        path = self.catalogue.report(number_in_path(request))
+        try:
+            size = path.stat().st_size
+            if size > MOST_REPORT:
+                raise FileError(f"{path}: {size:,} bytes, at most {MOST_REPORT:,} are shown")
+            file = path.open("rb")
+        except OSError as error:
+            raise FileError(f"{path}: cannot be read: {error.strerror}") from None
+        return StreamingResponse(
+            chunks(file),
+            media_type="text/html",
+            headers={"content-security-policy": SANDBOX, "cache-control": "no-store"},
+        )
+
+    def state(self, _: Request) -> Numbers:
+        """What is open, and how far it was read."""
+        return {
+            "version": __version__,
+            "live": self.catalogue.live,
+            "waiting_for": [str(path) for path in self.catalogue.paths],
+            "policies": sorted(policy_names()),
+            "items": [
+                {"number": number} | described(shown)
+                for number, shown in enumerate(list(self.catalogue.shown))
+            ],
+        }
+
+    def overview(self, request: Request) -> Numbers:
+        """Lines, layers, sums."""
+        index = self.catalogue.index(whole(request, "trace"))
+        most = whole(request, "points", 600, low=2, high=MOST_POINTS)
+        found = overview(index.table, **stretch(request), most=most)
+        return found | {"stages": stages_told(index), "complete": index.complete}
+
+    def heat(self, request: Request) -> Numbers:
+        """The map of layers and time."""
+        index = self.catalogue.index(whole(request, "trace"))
+        value = request.query_params.get("value", "before")
+        if value not in VALUES:
+            raise ConfigError(f"value must be one of {', '.join(VALUES)}, got {value[:40]!r}")
+        most = whole(request, "columns", 240, low=2, high=MOST_COLUMNS)
+        return heat(index.table, value, **stretch(request), most=most)
+
+    def worst(self, request: Request) -> Numbers:
+        """The most uneven record of a stretch."""
+        index = self.catalogue.index(whole(request, "trace"))
+        given = "layer" in request.query_params
+        layer = whole(request, "layer") if given else None
+        found = stretch(request)
+        begin, end = found["begin"], found["end"]
+        end = LARGEST if end is None else end
+        return {"key": index.table.worst(index.table.within(begin, end, layer))}
+
+    def record(self, request: Request) -> Numbers:
+        """One microbatch of one layer."""
+        number, key = whole(request, "trace"), key_of(request)
+        table = self.catalogue.index(number).table
+        step_M, microbatch_M, _ = table.moments
+        around = {
+            "layers": table.layers[0].tolist(),
+            "moment": int(
+                ((step_M < key[0]) | ((step_M == key[0]) & (microbatch_M < key[2]))).sum()
+            ),
+            "moments": len(step_M),
+        }
+        return self.catalogue.record(number, key) | {"around": around}
+
+    def stages(self, request: Request) -> Numbers:
+        """Its times on all ranks, forward and backward."""
+        return self.catalogue.stages(whole(request, "trace"), key_of(request))
+
+    async def ask(self, request: Request) -> Response:
+        """Begin to plan again."""
+        try:
+            body = await request.body()
+        except ClientDisconnect:
+            late = "The request did not arrive in time.\n"
+            return PlainTextResponse(late, 408, {"connection": "close"})
+        return await run_in_threadpool(told, lambda: self.replays.ask(question(body)).told())
+
+    def replay(self, request: Request) -> Numbers:
+        """How far that is."""
+        return self.replays.job(number_in_path(request)).told()
+
+    def stop(self, request: Request) -> Numbers:
+        """End it early."""
+        job = self.replays.job(number_in_path(request))
+        job.stop.set()
+        return job.told()
+
+
+def answered(ask: Callable[[Request], Numbers | Response]) -> Answer:
+    """A question that is answered in a thread of its own, so that others need not wait."""
+
+    @wraps(ask)
+    async def answer(request: Request) -> Response:
+        return await run_in_threadpool(told, lambda: ask(request))
+
+    return answer
+
+
+def told(ask: Callable[[], Numbers | Response]) -> Response:
+    """Its answer as JSON, or what is wrong with it in one sentence."""
+    try:
+        found = ask()
+        status = 200
+    except UltraEPError as error:
+        found, status = {"error": " ".join(str(error).split())}, 400
+    if isinstance(found, Response):
+        return found
+    text = json.dumps(found, separators=(",", ":"), allow_nan=False)
+    headers = {"cache-control": "no-store"}
+    return Response(text, status, media_type="application/json", headers=headers)
+
+
+def described(shown: Shown) -> Numbers:
+    """A trace or a report, as the page lists it."""
+    facts: Numbers = {
+        "kind": shown.item.kind,
+        "name": shown.item.name,
+        "path": str(shown.item.path),
+        "error": shown.error,
+        "gone": GONE if shown.gone else "",
+    }
+    index = shown.index
+    if index is None:
+        return facts
+    header = index.header
+    return facts | {
+        "ranks": header.ranks,
+        "experts": header.experts,
+        "slots": header.slots,
+        "domain": header.domain,
+        "policy": header.policy,
+        "tolerance": header.tolerance,
+        "objective": header.objective,
+        "created": header.created,
+        "note": header.note,
+        "records": len(index.table),
+        "dropped": index.dropped,
+        "left_out": index.left_out,
+        "notes": list(index.notes),
+        "version": index.version,
+        "done": index.done,
+        "total": index.total,
+        "finished": index.finished,
+        "complete": index.complete,
+    }
+
+
+def stages_told(index: Any) -> Numbers:
+    """Mean seconds of each stage, on the rank with the largest mean."""
+    pairs = zip(index.header.stages, index.table.stages.tolist(), strict=True)
+    return {stage: round(seconds, 9) for stage, seconds in pairs if seconds > 0}
+
+
+# -- what is asked -------------------------------------------------------------------------------
+
+
+def whole(request: Request, name: str, usual: int = 0, *, low: int = 0, high: int = LARGEST) -> int:
+    """A whole number of the query."""
+    return parsed(name, request.query_params.get(name, str(usual)), low, high)
+
+
+def number_in_path(request: Request) -> int:
+    """The number of a report or a replay."""
+    return parsed("number", request.path_params["number"], 0, LARGEST)
+
+
+def parsed(name: str, text: str, low: int, high: int) -> int:
+    """A whole number; `ConfigError` unless it lies in these limits."""
+    if not text.isdecimal() or len(text) > 19 or not low <= int(text) <= high:
+        raise ConfigError(f"{name} must be a whole number in {low}..{high}, got {text[:40]!r}")
+    return int(text)
+
+
+def stretch(request: Request) -> dict[str, Any]:
+    """From which moment to which."""
+    given = "to" in request.query_params
+    return {"begin": whole(request, "from"), "end": whole(request, "to") if given else None}
+
+
+def key_of(request: Request) -> tuple[int, int, int]:
+    """Step, layer and microbatch."""
+    return whole(request, "step"), whole(request, "layer"), whole(request, "microbatch")
+
+
+def question(body: bytes) -> Question:
+    """What to plan again, checked."""
+    try:
+        found = json.loads(body)
+    except (ValueError, RecursionError):
+        raise ConfigError("the question is no JSON") from None
+    kinds = {"trace": (int,), "policy": (str,), "slots": (int, type(None))}
+    kinds |= {"ranks": kinds["slots"], "history": (int,), "tolerance": (int, float, type(None))}
+    if not isinstance(found, dict) or not {"trace", "policy"} <= found.keys() <= kinds.keys():
+        raise ConfigError(f"a question has trace, policy and some of {', '.join(kinds)}")
+    for name, value in found.items():
+        large = isinstance(value, (int, float)) and not -LARGEST <= value <= LARGEST
+        if type(value) not in kinds[name] or large:
+            raise ConfigError(f"{name} is {str(value)[:40]!r}")
+    return Question(**found)
+
+
+# -- files ---------------------------------------------------------------------------------------
+
+
+def chunks(file: IO[bytes]) -> Iterator[bytes]:
+    """The content of a file, read as the client reads it."""
+    with file:
+        while content := file.read(CHUNK):
+            yield content
+
+
+def static_files() -> dict[str, tuple[bytes, str, str]]:
+    """All files of the page, by name: content, type, tag."""
+    script, style = "text/javascript", "text/css"
+    texts = {
+        "index.html": (own_file("ultraep.tools.view", "page/index.html"), "text/html"),
+        "plotly.js": (plotly_js(), script),
+        "page.css": (own_file("ultraep.tools.report", "page.css"), style),
+        "parts.js": (own_file("ultraep.tools.report", "parts.js"), script),
+        "figures.js": (own_file("ultraep.tools.report", "figures.js"), script),
+        "view.css": (own_file("ultraep.tools.view", "page/view.css"), style),
+    }
+    texts |= {name: (own_file("ultraep.tools.view", f"page/{name}"), script) for name in SCRIPTS}
+    found = {}
+    for name, (text, kind) in texts.items():
+        content = text.encode("utf-8")
+        found[name] = content, kind, f'"{hashlib.sha256(content).hexdigest()[:16]}"'
+    return found
