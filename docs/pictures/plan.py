@@ -1,4 +1,4 @@
-"""Draws plan.svg: the load of 64 ranks before and after planning.
+"""Draw plan.svg: the rows of 64 ranks before and after planning, for light and dark pages.
 
 Run it from the root of the repository: python docs/pictures/plan.py
 """
@@ -8,7 +8,13 @@ from pathlib import Path
 import ultraep
 
 WIDTH, HEIGHT, GAP, LEFT, TOP = 400, 200, 60, 46, 44
-ABOVE, BELOW, COPY = "#d1495b", "#3b6ea5", "#edae49"
+ABOVE, BELOW, REPLICA = "#d1495b", "#3b6ea5", "#edae49"
+STYLE = """<style>
+.paper { fill: white } .title { fill: #222 } .small { fill: #555 } .line { stroke: #222 }
+@media (prefers-color-scheme: dark) {
+.paper { fill: #0d1117 } .title { fill: #e6edf3 } .small { fill: #9da7b3 } .line { stroke: #e6edf3 }
+}
+</style>"""
 
 
 def bars(values, limit, left, colours):
@@ -29,11 +35,11 @@ def bars(values, limit, left, colours):
 
 def frame(title, left, mean, limit):
     level = TOP + HEIGHT - mean / limit * HEIGHT
-    return f"""<text x="{left}" y="{TOP - 16}" font-size="15" fill="#222">{title}</text>
-<line x1="{left}" x2="{left + WIDTH}" y1="{level:.1f}" y2="{level:.1f}" stroke="#222" stroke-dasharray="4 3"/>
-<line x1="{left}" x2="{left + WIDTH}" y1="{TOP + HEIGHT}" y2="{TOP + HEIGHT}" stroke="#222"/>
-<text x="{left}" y="{TOP + HEIGHT + 18}" font-size="12" fill="#555">rank 0</text>
-<text x="{left + WIDTH}" y="{TOP + HEIGHT + 18}" font-size="12" fill="#555" text-anchor="end">rank 63</text>"""
+    return f"""<text x="{left}" y="{TOP - 16}" font-size="15" class="title">{title}</text>
+<line x1="{left}" x2="{left + WIDTH}" y1="{level:.1f}" y2="{level:.1f}" class="line" stroke-dasharray="4 3"/>
+<line x1="{left}" x2="{left + WIDTH}" y1="{TOP + HEIGHT}" y2="{TOP + HEIGHT}" class="line"/>
+<text x="{left}" y="{TOP + HEIGHT + 18}" font-size="12" class="small">rank 0</text>
+<text x="{left + WIDTH}" y="{TOP + HEIGHT + 18}" font-size="12" class="small" text-anchor="end">rank 63</text>"""
 
 
 def main():
@@ -49,14 +55,15 @@ def main():
     served = list(zip(plan.rank_loads - copied, copied, strict=True))
     level = TOP + HEIGHT - mean / limit * HEIGHT
     svg = f"""<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {right + WIDTH + 20} {TOP + HEIGHT + 52}" font-family="sans-serif">
-<rect width="100%" height="100%" fill="white"/>
-<text x="{LEFT - 6}" y="{level + 4:.1f}" font-size="12" fill="#555" text-anchor="end">mean</text>
+{STYLE}
+<rect width="100%" height="100%" class="paper"/>
+<text x="{LEFT - 6}" y="{level + 4:.1f}" font-size="12" class="small" text-anchor="end">mean</text>
 {bars(over, limit, left, (BELOW, ABOVE))}
-{frame(f"before: fullest rank {plan.initial_imbalance:.2f} x mean", left, mean, limit)}
-{bars(served, limit, right, (BELOW, COPY))}
-{frame(f"after: {plan.imbalance:.3f} x mean, {plan.num_replicas} copies, at most one per rank", right, mean, limit)}
-<text x="{left}" y="{TOP + HEIGHT + 42}" font-size="12" fill="{ABOVE}">above the mean</text>
-<text x="{right}" y="{TOP + HEIGHT + 42}" font-size="12" fill="#b07a10">served by a copy of an expert from another rank</text>
+{frame(f"before: busiest rank {plan.initial_imbalance:.2f} x mean", left, mean, limit)}
+{bars(served, limit, right, (BELOW, REPLICA))}
+{frame(f"after: {plan.imbalance:.3f} x mean, {plan.num_replicas} replicas, at most one per rank", right, mean, limit)}
+<text x="{left}" y="{TOP + HEIGHT + 42}" font-size="12" fill="{ABOVE}">rows above the mean; synthetic Zipf loads, 256 experts</text>
+<text x="{right}" y="{TOP + HEIGHT + 42}" font-size="12" fill="#b07a10">rows served by a replica of an expert from another rank</text>
 </svg>
 """
     Path(__file__).with_suffix(".svg").write_text(svg)
