@@ -28,7 +28,8 @@ ALLOWED = re.compile(r'<link[^>]*rel="(?:canonical|search|index|next|prev)"')
 GROUPS = {
     "Begin": ["docs/tutorial", "docs/demo", "docs/commands", "docs/results", "docs/comparison"],
     "Use it": [
-        *("docs/layer", "docs/cost", "docs/seam", "docs/data-plane", "docs/with-ddp-fsdp-dcp"),
+        *("docs/layer", "docs/cost", "docs/seam", "docs/data-plane", "docs/gpus"),
+        "docs/with-ddp-fsdp-dcp",
         *("docs/metrics", "docs/traces", "docs/view", "docs/inspect", "docs/serving"),
         *("docs/simulator", "docs/troubleshooting"),
     ],
