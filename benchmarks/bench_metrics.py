@@ -39,7 +39,7 @@ from world import Given, given_layer, on_ranks
 import ultraep
 from ultraep.metrics import Exporter, Log, Metrics, scalars
 from ultraep.metrics.meter import Meter, StageTimes
-from ultraep.plane import Microbatch
+from ultraep.microbatch import MicrobatchInfo
 from ultraep.runtime.connect import connect
 from ultraep.tools.report.rows import cpu_device
 from ultraep.trace.read import read_trace
@@ -141,7 +141,7 @@ def report_alone(report: Report, shapes: Sequence[tuple[int, int]], count: int) 
         metrics, meter, times = watch(balancer), Meter(topology), StageTimes()
         took = []
         for step in range(count):
-            microbatch = Microbatch(0, step + 1, again=False)
+            microbatch = MicrobatchInfo(0, step + 1, again=False)
             begin = time.perf_counter()
             meter.planned(microbatch, plan)
             times.planned(microbatch, plan)

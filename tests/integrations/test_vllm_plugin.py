@@ -25,9 +25,9 @@ from ultraep.integrations.vllm.refusals import (
     reasons_of_layer,
 )
 from ultraep.integrations.vllm.settings import ServingSettings, read_settings
-from ultraep.plane import Microbatch
+from ultraep.microbatch import MicrobatchInfo
 
-MICROBATCH = Microbatch(layer=0, step=1, again=False)
+MICROBATCH = MicrobatchInfo(layer=0, step=1, again=False)
 
 
 def test_a_path_with_the_name_of_the_plugin_is_not_a_message_of_it():

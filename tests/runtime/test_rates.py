@@ -11,6 +11,7 @@ import torch
 from dense import Example, assert_close, network
 from hypothesis import given
 from hypothesis import strategies as st
+from microbatches import planned
 from ranks import everywhere, shared_pool
 from shared_peers import SharedPeers
 from torch.utils.checkpoint import checkpoint
@@ -286,7 +287,7 @@ def test_who_measures_nothing_is_told_so_once(measuring, caplog):
     def by_hand(comm):
         balancer = Balancer(experts=8, communicator=comm)
         for _ in range(2):
-            plan = balancer.plan(balancer.gather(torch.tensor([[0]])))
+            plan = planned(balancer, torch.tensor([[0]]))[1]
         return plan.num_replicas
 
     with caplog.at_level(logging.INFO, logger="ultraep"):

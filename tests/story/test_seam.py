@@ -3,11 +3,11 @@
 import pytest
 import torch
 from dense import Example, assert_close, dense, gradients_of, network
+from microbatches import planned
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ultraep import BalancedMoE, Balancer, ConfigError, ExpertsFrom, LocalGroup, SlotError, serve
-from ultraep.dispatch import dispatch
 from ultraep.parallel import ShardedState, expert_parameters
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -267,16 +267,15 @@ def test_copies_are_refused_outside_of_their_loan():
     example = Example([20, 20])
 
     def body(layer, rank, example):
-        balancer, bundle = layer.balancer, layer.experts.bundle
-        ids, gates, _ = layer.router(example.inputs[rank])
-        loads = balancer.gather(ids, bundle=bundle)
-        plan = balancer.plan(loads)
-        copies = balancer.replicate(plan, loads, bundle)
-        with copies:
-            exchange = balancer.reroute(ids, plan, loads)
-            arrivals = dispatch(example.inputs[rank], gates, exchange)
+        x = example.inputs[rank]
+        ids, gates, _ = layer.router(x)
+        bundle = layer.experts.bundle
+        microbatch, _ = planned(layer.balancer, ids, bundle, gates=gates, tokens=x)
+        with microbatch.replicate() as replicas:
+            microbatch.reroute()
+            arrivals = microbatch.dispatch()
         with pytest.raises(SlotError, match="lent inside of their `with` block only"):
-            serve(network, arrivals, copies, bundle)
+            serve(network, arrivals, replicas)
 
     on_ranks(example, body)
 

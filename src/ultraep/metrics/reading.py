@@ -65,7 +65,7 @@ class Metrics:
         self._times = [StageTimes() for _ in balancers]
         for balancer, meter, times in zip(balancers, self._meters, self._times, strict=True):
             balancer.observe(meter)
-            balancer.note_in(times)
+            balancer.add_sink(times)
 
     def tell(self, *sinks: Sink) -> Metrics:
         """Hand every reading from now on to these, too."""

@@ -6,8 +6,8 @@ from collections import defaultdict
 from typing import Any
 
 from ultraep.config import PER_SECOND
+from ultraep.microbatch import MicrobatchInfo
 from ultraep.plan import Plan
-from ultraep.plane import Microbatch
 
 
 class Stats:
@@ -25,7 +25,7 @@ class Stats:
         self._sent: dict[str, int] = defaultdict(int)
         self._seconds: dict[str, float] = defaultdict(float)
 
-    def planned(self, microbatch: Microbatch, plan: Plan) -> None:
+    def planned(self, microbatch: MicrobatchInfo, plan: Plan) -> None:
         self._microbatches += 1
         self._timed += microbatch.timed
         self._before += plan.initial_imbalance
@@ -41,14 +41,14 @@ class Stats:
             self._time += time
             self._without += without
 
-    def took(self, _: Microbatch, stage: str, seconds: float) -> None:
+    def took(self, _: MicrobatchInfo, stage: str, seconds: float) -> None:
         self._seconds[stage] += seconds
 
-    def sent(self, _: Microbatch, what: str, nbytes: int, copies: int) -> None:
+    def sent(self, _: MicrobatchInfo, what: str, nbytes: int, copies: int) -> None:
         self._sent[f"{what}_bytes_sent"] += nbytes
         self._sent[f"{what}_copies_sent"] += copies
 
-    def passed(self, _: Microbatch, __: float) -> None:
+    def passed(self, _: MicrobatchInfo, __: float) -> None:
         """Nothing: sums know no microbatch."""
 
     def summary(self) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from ultraep.backends.triton.streamer import Contents, Streamer
 from ultraep.bundle import Layout
 from ultraep.comm import Peers, Region
 from ultraep.errors import LoadError, SlotError
-from ultraep.plane import Kinds
+from ultraep.microbatch import Kinds
 from ultraep.runtime.mapped.overlap import Overlap, capturing
 from ultraep.runtime.mapped.peers import NamedPeers
 from ultraep.runtime.settings import DeviceShare

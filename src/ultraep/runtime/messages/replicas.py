@@ -1,61 +1,72 @@
-"""MessageCopies: the copies of one microbatch in one layer, sent by messages.
+"""MessageReplicas: the replicas of one microbatch in one layer, sent by messages.
 
-    with balancer.replicate(plan, loads, bundle) as copies:          # stage 3
-        outputs = ... copies.tensors()["down"][slot] ...
+    with microbatch.replicate() as replicas:                         # stage 3
+        outputs = ... replicas.tensors()["down"][slot] ...
     ...
-    with copies:                                                     # in backward: filled again
+    with replicas:                                                   # in backward: filled again
         ...
-        copies.reduce(gradients)                                     # stage 8
+        replicas.reduce(gradients)                                   # stage 8
 
 The slots are lent for the `with` block only; other layers overwrite them afterwards. Entering a
 second time restores them, and sends nothing if they were not overwritten.
 
-Shapes: H home experts of this rank, L spare slots.
+Shapes: R ranks, H home experts of this rank, L spare slots.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Literal, Self
+from dataclasses import dataclass
+from typing import Literal, Self
 
 import numpy as np
 import torch
 
+from ultraep.arrays import IntArray
 from ultraep.backends import backend_for
 from ultraep.bundle import Bundle, Layout, Stack, device_of_bundle, resolve
 from ultraep.comm import moved
 from ultraep.errors import SlotError
+from ultraep.microbatch import Kinds, MicrobatchInfo
 from ultraep.ops.modes import unseen
 from ultraep.plan import Plan
-from ultraep.plane import Kinds
 from ultraep.runtime.messages.grad_reduce import reduce_gradients
 from ultraep.runtime.messages.replicate import hops, send_weights
-from ultraep.runtime.messages.slots import Buffer, Contents
-
-if TYPE_CHECKING:
-    from ultraep.runtime.messages.plane import HostLoads, MessagesPlane
-
+from ultraep.runtime.messages.slots import Buffer, Contents, SlotPool
+from ultraep.runtime.microbatch import Shared
+from ultraep.runtime.observe import Observers, staged
 
 SIDES: tuple[Literal["left", "right"], ...] = ("left", "right")
 
 
-class MessageCopies:
-    """The copies that one plan wants of one bundle of home weights."""
+@dataclass(eq=False, repr=False)
+class MessageReplicas:
+    """The replicas that one plan places of one bundle of home weights."""
 
-    sms = None
+    shared: Shared
+    pool: SlotPool
+    info: MicrobatchInfo
+    plan: Plan
+    bundle: Bundle
+    versions: IntArray  # [R] of the weights of all ranks
+    device: torch.device  # of the tokens
+    _lent: ExitStack | None = None
+    _buffer: Buffer | None = None  # that was lent last
+    _layout: Layout | None = None
+    _gradients: tuple[Layout, torch.Tensor] | None = None
 
-    def __init__(self, plane: MessagesPlane, plan: Plan, loads: HostLoads, bundle: Bundle) -> None:
-        self.plan = plan
-        self._plane, self._loads, self._bundle = plane, loads, bundle
-        self._lent: ExitStack | None = None
-        self._buffer: Buffer | None = None  # that was lent last
-        self._layout: Layout | None = None
-        self._gradients: tuple[Layout, torch.Tensor] | None = None
+    @property
+    def observers(self) -> Observers:
+        return self.shared.observers
+
+    @property
+    def sms(self) -> None:
+        """All multiprocessors."""
 
     @property
     def num_homes(self) -> int:
-        return len(self.plan.topology.home_experts(self._plane.comm.rank))
+        return len(self.plan.topology.home_experts(self.shared.comm.rank))
 
     @property
     def possible(self) -> bool:
@@ -65,35 +76,36 @@ class MessageCopies:
     @property
     def kernels(self) -> bool:
         """On a GPU, if its kernels are installed."""
-        device = self._loads.on_device.device.type
-        return device != "cpu" and backend_for(device).name == "triton"
+        kind = self.device.type
+        return kind != "cpu" and backend_for(kind).name == "triton"
 
     @unseen()
+    @staged("replicate", "weights again")
     def __enter__(self) -> Self:
-        self._plane.in_backward.give_back()
-        tensors = resolve(self._bundle)
+        self.pool.in_backward.give_back()
+        tensors = resolve(self.bundle)
         layout = self._layout = Layout.of(tensors, self.num_homes)
         with ExitStack() as stack:
-            lend = self._plane.pool.lend(
+            lend = self.pool.lend(
                 layout, device_of_bundle(tensors), str(self), self._wanted(), self._buffer
             )
             self._buffer = stack.enter_context(lend)
             self._fill(self._buffer, layout, tensors)
             self._lent = stack.pop_all()
-        self._plane.in_backward.add(self)
+        self.pool.in_backward.add(self)
         return self
 
     def __exit__(self, *error: object) -> None:
         assert self._lent is not None, "left a block that was not entered"
-        self._plane.in_backward.discard(self)
+        self.pool.in_backward.discard(self)
         self._lent.close()
         self._lent = None
 
     def __str__(self) -> str:
-        microbatch = self._loads.microbatch
-        return f"layer {microbatch.layer} (step {microbatch.step})"
+        return f"layer {self.info.layer} (step {self.info.step})"
 
     @unseen()
+    @staged("replicate", "weights again")
     def tensors(self) -> dict[str, torch.Tensor]:
         """`[L, ...]` for every tensor of the bundle."""
         if self._lent is None or self._buffer is None or self._layout is None:
@@ -114,12 +126,13 @@ class MessageCopies:
     @unseen()
     def spans(self) -> torch.Tensor:
         """[H, 2] from the plan."""
-        mine = self.plan.topology.home_experts(self._plane.comm.rank)
+        mine = self.plan.topology.home_experts(self.shared.comm.rank)
         copied = self.plan.replicas[:, 0]
         spans = np.stack([np.searchsorted(copied, mine, side) for side in SIDES], axis=1)
-        return moved(torch.from_numpy(spans.astype(np.int32)), self._loads.on_device.device)
+        return moved(torch.from_numpy(spans.astype(np.int32)), self.device)
 
     @unseen()
+    @staged("reduce")
     def reduce(
         self,
         homes: Mapping[str, Stack],
@@ -137,29 +150,28 @@ class MessageCopies:
             rows,
             layout,
             self.plan,
-            self._plane.comm,
+            self.shared.comm,
             staging=lambda count: self._rows("arriving", count, layout),
         )
         self._sent("gradients", layout, nbytes)
 
+    @staged("reduce")
     def reduced(self) -> None:
-        """Nothing is on its way."""
+        """Do nothing: all are added already."""
 
     def _rows(self, use: str, count: int, layout: Layout) -> torch.Tensor:
-        device = self._loads.on_device.device
-        return self._plane.pool.gradient_rows(use, count, layout.nbytes, device)
+        return self.pool.gradient_rows(use, count, layout.nbytes, self.device)
 
     def _wanted(self) -> Contents:
         """What is to be in the slots of all ranks."""
-        versions = self._loads.versions[self.plan.topology.home_of_expert]
-        layer = self._loads.microbatch.layer
+        versions = self.versions[self.plan.topology.home_of_expert]
         return {
-            (host, slot): (layer, expert, int(versions[expert]))
+            (host, slot): (self.info.layer, expert, int(versions[expert]))
             for expert, host, slot in self.plan.replicas.tolist()
         }
 
     def _fill(self, buffer: Buffer, layout: Layout, tensors: dict[str, Stack]) -> None:
-        wanted, settings = self._wanted(), self._plane.settings
+        wanted, settings = self._wanted(), self.shared.settings
         if not wanted:
             self._sent("weights", layout, 0)
             return
@@ -173,7 +185,7 @@ class MessageCopies:
             buffer.rows,
             layout=layout,
             plan=self.plan,
-            comm=self._plane.comm,
+            comm=self.shared.comm,
             chunks=settings.chunks,
         )
         buffer.held.update(wanted)
@@ -181,4 +193,4 @@ class MessageCopies:
 
     def _sent(self, what: str, layout: Layout, nbytes: int) -> None:
         copies = nbytes // layout.nbytes
-        self._plane.watch.sent(self._loads.microbatch, what, layout.nbytes, copies)
+        self.observers.sent(self.info, what, layout.nbytes, copies)

@@ -1,11 +1,9 @@
-"""MappedExchange: stages 5 and 7 of one microbatch in one layer, without the host.
+"""MappedRows: stages 5 and 7 of one microbatch in one layer, without the host.
 
 Shapes: T tokens, K experts per token, A rows that there is room for, D model width.
 """
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import torch
 
@@ -15,13 +13,11 @@ from ultraep.runtime.control import DeviceRoutes
 from ultraep.runtime.mapped.memory import MappedMemory
 
 
-class MappedExchange:
-    """Both directions between tokens and slots; each rank pulls what it needs."""
+class MappedRows:
+    """Moves rows between tokens and slots; each rank pulls what it needs."""
 
-    def __init__(
-        self, memory: MappedMemory, routes: DeviceRoutes, on_return: Callable[[], None]
-    ) -> None:
-        self._memory, self._routes, self.returns = memory, routes, on_return
+    def __init__(self, memory: MappedMemory, routes: DeviceRoutes) -> None:
+        self._memory, self._routes = memory, routes
         self._rows = memory.exchange.row_map()
         self.slots, self._shape = routes.slots, routes.slots.shape
         self.offsets = self._rows.offsets
@@ -29,8 +25,8 @@ class MappedExchange:
     @unseen()
     def begins(self) -> list[int]:
         """The offsets on the host; waits for the device."""
-        found: list[int] = self.offsets.tolist()
-        return found
+        begins: list[int] = self.offsets.tolist()
+        return begins
 
     def to_slots(
         self, values_TD: torch.Tensor, scalars_TK: torch.Tensor | None
