@@ -31,9 +31,9 @@ from world import Given, on_ranks
 
 import ultraep
 from ultraep.comm import Communicator
+from ultraep.hops import hops
 from ultraep.microbatch import Layer
 from ultraep.runtime.connect import connect
-from ultraep.runtime.messages.replicate import hops
 from ultraep.tools.report.rows import cpu_device
 
 SECTIONS = ("gain", "stages", "control")

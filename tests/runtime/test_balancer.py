@@ -24,10 +24,10 @@ from ultraep import (
     LocalGroup,
     PlanMismatch,
 )
+from ultraep.hops import MODES
 from ultraep.microbatch import Layer
 from ultraep.runtime import balancer as balancer_module
 from ultraep.runtime.local import alone
-from ultraep.runtime.messages.replicate import MODES
 from ultraep.trace.schema import BACKWARD, FORWARD
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -18,7 +18,7 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 from ultraep import Balancer, LocalGroup
-from ultraep.runtime.messages.replicate import MODES
+from ultraep.hops import MODES
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),

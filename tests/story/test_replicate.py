@@ -14,7 +14,8 @@ from microbatches import planned
 import ultraep
 from ultraep import Balancer, ConfigError, LocalGroup, Topology
 from ultraep.bundle import Layout
-from ultraep.runtime.messages.replicate import HOME, MODES, choose, hops, send_weights
+from ultraep.hops import HOME, MODES, choose, hops
+from ultraep.runtime.messages.transfers import send_weights
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from ultraep import Balancer, LocalGroup
 from ultraep.bundle import Layout, resolve
-from ultraep.runtime.messages.replicate import MODES
+from ultraep.hops import MODES
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -18,8 +18,8 @@ from ultraep.backends import BACKENDS
 from ultraep.errors import ConfigError
 from ultraep.microbatch import AnyPlan, MicrobatchInfo
 from ultraep.plan import Plan
-from ultraep.runtime.fetch import Fetch
 from ultraep.runtime.observe import Later
+from ultraep.runtime.streams import Fetch
 from ultraep.topology import Topology
 
 if TYPE_CHECKING:

@@ -16,26 +16,37 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn, Self
 
 import torch
 
 from ultraep import __version__
+from ultraep.backends import compile_in_background
 from ultraep.bundle import Bundle
 from ultraep.comm import Communicator, Peers
 from ultraep.config import BalanceConfig
 from ultraep.errors import ConfigError
+from ultraep.loads import count_loads
 from ultraep.microbatch import DataPlane, Inputs, Layer, Microbatch, MicrobatchInfo
 from ultraep.ops.modes import refuse_transforms
+from ultraep.plan import plan as make_plan
 from ultraep.policies import get_policy
+from ultraep.reroute import reroute
 from ultraep.runtime.agreement import Agreement, Place, Point
 from ultraep.runtime.backward import in_backward
 from ultraep.runtime.capacity import AUTO, check_config, check_topology, default_config
-from ultraep.runtime.choice import Choice, choose
 from ultraep.runtime.clocks import clock_of
-from ultraep.runtime.connect import ALONE, GroupOrName, connect, resolve_group, warn_if_idle
+from ultraep.runtime.connect import (
+    ALONE,
+    Choice,
+    GroupOrName,
+    choose,
+    connect,
+    resolve_group,
+    warn_if_idle,
+)
 from ultraep.runtime.mapped.peers import SilentCommunicator
 from ultraep.runtime.messages.plane import MessagesPlane
 from ultraep.runtime.microbatch import Shared
@@ -45,9 +56,7 @@ from ultraep.runtime.recording import Recording, open_recorder, wanted
 from ultraep.runtime.replays import ReplayedPlans
 from ultraep.runtime.settings import DeviceShare, Settings
 from ultraep.runtime.stats import Stats
-from ultraep.runtime.unique import Unique
 from ultraep.runtime.versions import Versions
-from ultraep.runtime.warm_up import warm_up
 from ultraep.topology import Topology
 
 
@@ -59,7 +68,7 @@ class _Carrier(NamedTuple):
     clock: Clock
 
 
-class Balancer(Unique):
+class Balancer:
     """Balances every microbatch of every layer of one expert-parallel group.
 
     group: the expert-parallel process group; None: the default group; "alone": this process.
@@ -184,6 +193,19 @@ class Balancer(Unique):
             f"Balancer(rank {self.rank} of {self.comm.size}, {topology.experts} experts, "
             f"{topology.slots} slots, policy {config.policy!r}, {self._pricing.told(config)}, "
             f"data plane {'; '.join(chosen) or 'not chosen before the first microbatch'})"
+        )
+
+    def __copy__(self) -> Self:
+        """Belong to the running processes: copies of a module share their balancer."""
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise ConfigError(
+            "a Balancer belongs to running processes and is in no file: save the state_dict() of a "
+            "module (its own experts), or the full_state_dict() of a layer (all)"
         )
 
     @property
@@ -364,3 +386,17 @@ class Balancer(Unique):
         for carrier in self._carriers.values():
             carrier.plane.close()
         self.comm.close()
+
+
+@cache
+def warm_up(backend: str | None) -> None:
+    """Load or compile what a step needs before joining a group, so that no rank waits for another.
+
+    Without a named backend, a child process compiles the planner and the first steps do without.
+    """
+    if backend is None:
+        compile_in_background()
+    topology, ids = Topology(ranks=2, experts=2), torch.zeros(2, 1, dtype=torch.int64)
+    loads = [count_loads(ids, topology.experts, backend=backend)] * topology.ranks
+    plan = make_plan(loads, topology, BalanceConfig(tolerance=0.1), backend=backend)
+    reroute(ids, plan, 0, backend=backend)

@@ -8,17 +8,16 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 
+from ultraep.hops import copies_sent
 from ultraep.microbatch import AnyPlan, MicrobatchInfo
 from ultraep.plan import Plan
 from ultraep.runtime.observe import Clock, Later, Sink
-
-if TYPE_CHECKING:
-    from ultraep.runtime.replays import ReplayedPlans
+from ultraep.runtime.replays import ReplayedPlans
 
 TIMED = 8  # one microbatch in so many, on a GPU that is not recorded
 MOST_PENDING = 4096  # notes that wait for the device
@@ -212,12 +211,6 @@ class DeviceClock:
         self.settle()
         if self._replays is not None:
             self._replays.finish()
-
-
-def copies_sent(plan: Plan, what: str, rank: int) -> int:
-    """Copies of which a rank sends weights or gradients, by the plan."""
-    homes, hosts = plan.topology.home_of_expert[plan.replicas[:, 0]], plan.replicas[:, 1]
-    return int(((homes if what == "weights" else hosts) == rank).sum())
 
 
 def _event() -> Any:

@@ -11,9 +11,9 @@ from ultraep.config import BalanceConfig, Rates
 from ultraep.errors import ConfigError
 from ultraep.microbatch import Inputs
 from ultraep.runtime.agreement import Agreement, Place, Point
-from ultraep.runtime.mapped.overlap import capturing
 from ultraep.runtime.mapped.peers import SilentCommunicator
 from ultraep.runtime.rates import Kind, PriceList, Trial, measure
+from ultraep.runtime.streams import capturing
 from ultraep.topology import Topology
 
 VARIABLE = "ULTRAEP_RATES"  # in the environment: rates for all balancers that would measure them

@@ -18,11 +18,10 @@ from weakref import WeakKeyDictionary
 from ultraep.comm import Communicator
 from ultraep.config import BalanceConfig
 from ultraep.errors import ConfigError, FileError
-from ultraep.hops import Relay
+from ultraep.hops import Relay, copies_sent
 from ultraep.microbatch import MicrobatchInfo
 from ultraep.plan import Plan
 from ultraep.reroute import rows_received
-from ultraep.runtime.clocks import copies_sent
 from ultraep.runtime.history import REMEMBERED, History, Moment
 from ultraep.runtime.settings import Settings
 from ultraep.topology import Topology

@@ -19,8 +19,8 @@ import torch
 
 from ultraep.microbatch import MicrobatchInfo
 from ultraep.runtime.control import DevicePlan
-from ultraep.runtime.fetch import Fetch
 from ultraep.runtime.recording import Recording
+from ultraep.runtime.streams import Fetch
 from ultraep.topology import Topology
 
 MEMORY = 64 << 20  # bytes of plans that wait on a device

@@ -28,12 +28,12 @@ from ultraep.runtime.agreement import Agreement, Place, Point
 from ultraep.runtime.backward import LentInBackward
 from ultraep.runtime.control import DevicePlan
 from ultraep.runtime.history import History
-from ultraep.runtime.mapped.overlap import capturing
 from ultraep.runtime.mapped.replicas import MappedReplicas
 from ultraep.runtime.mapped.rows import MappedRows
 from ultraep.runtime.mapped.workspace import Workspace, Workspaces
 from ultraep.runtime.microbatch import BaseMicrobatch, Shared
 from ultraep.runtime.observe import staged
+from ultraep.runtime.streams import capturing
 
 
 class MappedPlane:

@@ -18,11 +18,10 @@ from ultraep.ops.modes import unseen
 from ultraep.ops.products import Beside
 from ultraep.runtime.backward import LentInBackward
 from ultraep.runtime.control import DevicePlan
-from ultraep.runtime.fetch import Fetch
 from ultraep.runtime.mapped.memory import GradientSlots, MappedMemory
-from ultraep.runtime.mapped.overlap import capturing
 from ultraep.runtime.microbatch import Shared
 from ultraep.runtime.observe import Later, staged
+from ultraep.runtime.streams import Fetch, capturing
 
 
 class MappedReplicas:

@@ -22,9 +22,9 @@ from ultraep.runtime.agreement import Agreement, Place
 from ultraep.runtime.capacity import Capacity
 from ultraep.runtime.control import POLICIES, ControlPlane
 from ultraep.runtime.mapped.memory import MappedMemory
-from ultraep.runtime.mapped.overlap import capturing
 from ultraep.runtime.microbatch import Shared
 from ultraep.runtime.settings import DeviceShare
+from ultraep.runtime.streams import capturing
 
 
 @dataclass(frozen=True, eq=False)

@@ -28,12 +28,12 @@ from ultraep.backends import backend_for
 from ultraep.bundle import Bundle, Layout, Stack, device_of_bundle, resolve
 from ultraep.comm import moved
 from ultraep.errors import SlotError
+from ultraep.hops import hops
 from ultraep.microbatch import Kinds, MicrobatchInfo
 from ultraep.ops.modes import unseen
 from ultraep.plan import Plan
-from ultraep.runtime.messages.grad_reduce import reduce_gradients
-from ultraep.runtime.messages.replicate import hops, send_weights
 from ultraep.runtime.messages.slots import Buffer, Contents, SlotPool
+from ultraep.runtime.messages.transfers import reduce_gradients, send_weights
 from ultraep.runtime.microbatch import Shared
 from ultraep.runtime.observe import Observers, staged
 
