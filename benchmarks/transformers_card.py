@@ -29,7 +29,7 @@ from ultraep import BalanceConfig, LocalGroup, Plan, Topology
 from ultraep.integrations.transformers import balance
 from ultraep.reroute import rows_received
 from ultraep.runtime.mapped.peers import LocalPeers
-from ultraep.runtime.mapped.rows import MappedRows
+from ultraep.runtime.mapped.plane import MappedRows
 from ultraep.runtime.settings import DeviceShare
 
 MakeBlock = Callable[[], Any]  # with all experts; only those of a rank are kept

@@ -15,7 +15,7 @@ from ultraep.combine import combine
 from ultraep.dispatch import dispatch
 from ultraep.reroute import reroute
 from ultraep.runtime.local import alone
-from ultraep.runtime.messages.rows import RowMessages
+from ultraep.runtime.messages.plane import RowMessages
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -15,7 +15,7 @@ import ultraep
 from ultraep import Balancer, ConfigError, LocalGroup, Topology
 from ultraep.bundle import Layout
 from ultraep.hops import HOME, MODES, choose, hops
-from ultraep.runtime.messages.transfers import send_weights
+from ultraep.runtime.messages.replicas import send_weights
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

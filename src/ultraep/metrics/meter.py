@@ -174,22 +174,3 @@ class Fetched:
 
 def _kernels_run() -> bool:
     return any(info.name == "triton" and info.available for info in BACKENDS)
-
-
-class StageTimes:
-    """A sink with the seconds of every stage, of the microbatches that the clock times."""
-
-    def __init__(self) -> None:
-        self.timed, self.seconds = 0, defaultdict[str, float](float)
-
-    def planned(self, microbatch: MicrobatchInfo, _: Plan) -> None:
-        self.timed += microbatch.timed
-
-    def took(self, _: MicrobatchInfo, stage: str, seconds: float) -> None:
-        self.seconds[stage] += seconds
-
-    def sent(self, _: MicrobatchInfo, what: str, nbytes: int, copies: int) -> None:
-        """Nothing: the meter counts."""
-
-    def passed(self, _: MicrobatchInfo, began: float) -> None:
-        """Nothing: sums know no microbatch."""

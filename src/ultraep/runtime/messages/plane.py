@@ -4,7 +4,8 @@ The host knows loads and plan. Some messages also carry what the ranks must agre
 so that a rank with other weights, or at another place of the program, is an error that names it, on
 every rank.
 
-Shapes: T tokens, K experts per token, N routed rows, R ranks, E experts.
+Shapes: T tokens, K experts per token, N routed rows, M of them without padding, A arrived rows, L
+slots of this rank, R ranks, E experts, D model width.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,6 +22,7 @@ import torch
 from ultraep.arrays import IntArray
 from ultraep.backends import backend_for
 from ultraep.bundle import Bundle, Layout, device_of_bundle, resolve, signature
+from ultraep.comm import Communicator, moved
 from ultraep.config import BalanceConfig
 from ultraep.errors import LoadError
 from ultraep.loads import MAX_TOTAL, count_loads
@@ -31,7 +34,6 @@ from ultraep.runtime.agreement import Place, Point, short_digest
 from ultraep.runtime.capacity import Capacity
 from ultraep.runtime.history import History
 from ultraep.runtime.messages.replicas import MessageReplicas
-from ultraep.runtime.messages.rows import RowMessages
 from ultraep.runtime.messages.slots import SlotPool
 from ultraep.runtime.microbatch import BaseMicrobatch, Shared
 from ultraep.runtime.observe import staged
@@ -266,3 +268,70 @@ def _copied(routes: DeviceRoutes) -> tuple[torch.Tensor, torch.Tensor]:
     """Order and positions in memory of their own, clamped where a row is padding."""
     most = max(0, routes.order.numel() - 1)
     return routes.order.long().clamp_(0, most), routes.positions.long().clamp_(0, most)
+
+
+class RowMessages:
+    """Moves rows between tokens and slots; see `ultraep.dispatch.Rows`."""
+
+    def __init__(self, routes: Routes, comm: Communicator) -> None:
+        self.routes, self._comm = routes, comm
+        self._blocks = routes.receive_counts
+        self._from_rank: list[int] = self._blocks.sum(axis=1).tolist()
+        self._begins = [0, *accumulate(self._blocks.sum(axis=0).tolist())]
+        self.offsets = moved(torch.tensor(self._begins, dtype=torch.int32), routes.order.device)
+
+    @property
+    def slots(self) -> torch.Tensor:
+        """[T, K] slot of every routed row."""
+        return self.routes.slots
+
+    def begins(self) -> list[int]:
+        """The offsets, known from the plan."""
+        return self._begins
+
+    def to_slots(
+        self, values_TD: torch.Tensor, scalars_TK: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """[A, D] a row for each choice of every token, and `[A]` its scalar, in slot order."""
+        order = self.routes.order
+        rows_AD = self._there(values_TD.index_select(0, self.routes.token_of_row))
+        if scalars_TK is None:
+            return rows_AD, None
+        return rows_AD, self._there(scalars_TK.reshape(-1).index_select(0, order))
+
+    def to_tokens(
+        self, rows_AD: torch.Tensor, scalars_A: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """[T, D] the rows of each token, summed in the order of its choices; `[T, K]` scalars."""
+        sums_TD = self._back(rows_AD).sum(dim=1, dtype=rows_AD.dtype)
+        return sums_TD, None if scalars_A is None else self._back(scalars_A)
+
+    def _there(self, sent: torch.Tensor) -> torch.Tensor:
+        """[A, ...] in slot order, from `[M, ...]` in the order of sending."""
+        if self._comm.size == 1:
+            return sent
+        arrived = self._comm.all_to_all(sent, self.routes.send_counts, self._from_rank)
+        return _transpose_blocks(arrived, self._blocks)
+
+    def _back(self, served: torch.Tensor) -> torch.Tensor:
+        """[T, K, ...] in the order of tokens, from `[A, ...]` in slot order."""
+        back = served
+        if self._comm.size > 1:
+            leaving = _transpose_blocks(served.contiguous(), self._blocks.T)
+            back = self._comm.all_to_all(leaving, self._from_rank, self.routes.send_counts)
+        shape = *self.routes.shape, *back.shape[1:]
+        if not len(back):
+            return back.new_zeros(shape)
+        rows = back.index_select(0, self.routes.positions)
+        if self.routes.has_padding:
+            rows[self.routes.padding] = 0
+        return rows.reshape(shape)
+
+
+def _transpose_blocks(rows: torch.Tensor, lengths: IntArray) -> torch.Tensor:
+    """Rows in blocks `[i, j]` of `lengths[i, j]` rows, reordered to blocks `[j, i]`."""
+    outer, inner = lengths.shape
+    if outer <= 1 or inner <= 1:
+        return rows
+    blocks = rows.split(lengths.reshape(-1).tolist())
+    return torch.cat([blocks[i * inner + j] for j in range(inner) for i in range(outer)])
