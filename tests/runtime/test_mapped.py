@@ -325,7 +325,7 @@ def forget_the_others(balancer):
     """Rank 1 is waited for shortly; then its loads are whatever was in memory."""
     memory, rng = memory_of(balancer), np.random.default_rng(0)
     share, memory.board.patience = memory.share_loads, 20
-    balancer.plane("cpu").agreement = None
+    balancer.plane("cpu").workspaces.agreement = None
 
     def share_loads(loads, *told):
         gathered = share(loads, *told)

@@ -21,10 +21,8 @@ from ultraep import (
     BalanceConfig,
     Balancer,
     ConfigError,
-    ControlPlane,
     ExpertsFrom,
     LocalGroup,
-    LocalPeers,
     Rates,
     Topology,
     read_trace,
@@ -32,6 +30,8 @@ from ultraep import (
 from ultraep.backends.triton.device import interpreted
 from ultraep.config import MOST_PER_ROW, UNLIMITED, two_digits
 from ultraep.runtime import pricing
+from ultraep.runtime.control import ControlPlane
+from ultraep.runtime.mapped.peers import LocalPeers
 from ultraep.runtime.pricing import from_environment
 from ultraep.runtime.rates import (
     Found,

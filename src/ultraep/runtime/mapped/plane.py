@@ -54,8 +54,7 @@ class MappedPlane:
             self.promised = torch.zeros(1, dtype=torch.int32, device=peers.device)
         self.promise()
         self._peers, self._hosts = peers, shared.comm.hosts()
-        self.agreement = self._agreement_of_hosts(agreed)
-        self.workspaces = Workspaces(shared, peers, self.agreement)
+        self.workspaces = Workspaces(shared, peers, self._agreement_of_hosts(agreed))
         self.history = History()
         self.in_backward = LentInBackward()
         self.counted: MicrobatchInfo | None = None  # whose ids and loads the device holds
@@ -122,9 +121,10 @@ class MappedPlane:
 
     def meet(self, place: Place) -> None:
         """Compare where the hosts of all ranks are, unless a graph is captured."""
+        agreement = self.workspaces.agreement
         verify = self.shared.settings.verify and not capturing(self.device)
-        if self.agreement is not None and verify:
-            self.agreement.meet(place, torch.device("cpu"))
+        if agreement is not None and verify:
+            agreement.meet(place, torch.device("cpu"))
 
     @property
     def nbytes(self) -> int:

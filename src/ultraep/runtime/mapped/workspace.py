@@ -102,7 +102,7 @@ class Workspaces:
     """
 
     def __init__(self, shared: Shared, peers: Peers, agreement: Agreement | None) -> None:
-        self._shared, self._peers, self._agreement = shared, peers, agreement
+        self._shared, self._peers, self.agreement = shared, peers, agreement
         self.capacity = Capacity(shared.settings.capacity, shared.topology, shared.config)
         self._all: list[Workspace] = []
         self._seen = 0  # the most rows that a rank was planned to serve, as far as all know
@@ -130,12 +130,12 @@ class Workspaces:
         """
         error, asks = _refused(ids), self._shared.settings.verify or not self._all
         tokens, top_k = (0, 0) if error else ids.shape
-        if self._agreement is None or not asks or self._alone or capturing(self._peers.device):
+        if self.agreement is None or not asks or self._alone or capturing(self._peers.device):
             if error:
                 raise error
             workspace = self._fitting(tokens, top_k) or self._create_alone(tokens, top_k)
             return workspace, workspace.memory.tokens
-        records = self._agreement.loads(
+        records = self.agreement.loads(
             place,
             torch.zeros(self._shared.topology.experts, dtype=torch.int64),
             told=told,
@@ -146,7 +146,7 @@ class Workspaces:
         )
         if error:
             raise error
-        self._agreement.compare_inputs(records, told)
+        self.agreement.compare_inputs(records, told)
         most, self._seen = (int(records.column(name).max()) for name in ("tokens", "rows"))
         return self.for_tokens(most, top_k), most
 
