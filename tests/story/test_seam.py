@@ -77,38 +77,6 @@ def test_any_network_gives_what_our_experts_give(form):
     assert_close(torch.cat([rank["y"] for rank in found]), twin.output)
 
 
-def in_flight(layer, rank, example):
-    """Three microbatches under way: backward in another order, one twice, one never."""
-    moe = seam_of(layer)
-    xs = [(scale * example.inputs[rank]).requires_grad_() for scale in (1.0, 0.5, -1.0, 2.0)]
-    ys = [moe(x) for x in xs]
-    for number in (2, 0, 1):
-        ys[number].backward(example.gradients[rank], retain_graph=True)
-    ys[0].backward(example.gradients[rank])
-    return {f"x {n}": x.grad for n, x in enumerate(xs[:3])} | gradients_of(layer, xs[0])
-
-
-def in_flight_dense(example):
-    twin = example.twin()
-    xs = [torch.cat([scale * x for x in example.inputs]).requires_grad_() for scale in (1, 0.5, -1)]
-    ys, gradient = [twin(x) for x in xs], torch.cat(example.gradients)
-    for number in (2, 0, 1):
-        ys[number].backward(gradient, retain_graph=True)
-    ys[0].backward(gradient)
-    return [x.grad for x in xs], twin
-
-
-@pytest.mark.parametrize("buffers", [1, 2, 3])
-def test_microbatches_in_flight_out_of_order_and_dropped(buffers):
-    found = on_ranks(EXAMPLE, in_flight, slots=1, in_flight=buffers)
-    gradients, twin = in_flight_dense(EXAMPLE)
-    for number, gradient in enumerate(gradients):
-        assert_close(torch.cat([rank[f"x {number}"] for rank in found]), gradient, f"x {number}")
-    for name in ("down_proj", "gate_up_proj", "down_bias"):
-        every = torch.cat([rank[f"experts.{name}"] for rank in found])
-        assert_close(every, twin.gradient(f"experts.{name}"), name)
-
-
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_a_pass_may_be_computed_again_in_backward(reentrant):
     def again(layer):
