@@ -31,8 +31,9 @@ from world import Given, on_ranks
 
 import ultraep
 from ultraep.comm import Communicator
+from ultraep.hops import hops
+from ultraep.microbatch import Layer
 from ultraep.runtime.connect import connect
-from ultraep.runtime.messages.replicate import hops
 from ultraep.tools.report.rows import cpu_device
 
 SECTIONS = ("gain", "stages", "control")
@@ -243,11 +244,12 @@ def control_pass(balancer: ultraep.Balancer, ids: torch.Tensor, rounds: int) -> 
 def control_seconds(balancer: ultraep.Balancer, ids: torch.Tensor) -> dict[str, float]:
     """Seconds of every step between the router and dispatch."""
     marks = [time.perf_counter()]
-    gathered = balancer.gather(ids)
+    microbatch = balancer.begin(Layer(), ids)
+    microbatch.count()
     marks.append(time.perf_counter())
-    plan = balancer.plan(gathered)
+    plan = microbatch.plan().to_host()
     marks.append(time.perf_counter())
-    balancer.reroute(ids, plan, gathered)  # with all that dispatch needs
+    microbatch.reroute()  # with all that dispatch needs
     marks.append(time.perf_counter())
     hops(plan, balancer.settings.relay, chunks=balancer.settings.chunks)
     marks.append(time.perf_counter())

@@ -81,7 +81,7 @@ def plan_of(size: Size, skew: float, contender: Contender) -> Plan:
 def shared_bytes(balancer: ultraep.Balancer, device: str) -> tuple[dict[str, int], int]:
     """Bytes of a rank in memory that is mapped, by use; and the rows that there is room for."""
     plane: Any = balancer.plane(device)
-    memory = plane._rooms[-1].memory
+    memory = plane.workspaces.last.memory
     found: dict[str, int] = defaultdict(int)
     for (kind, nbytes), _ in memory._regions.items():
         found["rows" if kind in ("values", "served") else "slots"] += nbytes

@@ -38,9 +38,10 @@ from world import Given, given_layer, on_ranks
 
 import ultraep
 from ultraep.metrics import Exporter, Log, Metrics, scalars
-from ultraep.metrics.meter import Meter, StageTimes
-from ultraep.plane import Microbatch
+from ultraep.metrics.meter import Meter
+from ultraep.microbatch import MicrobatchInfo
 from ultraep.runtime.connect import connect
+from ultraep.runtime.stats import Stats
 from ultraep.tools.report.rows import cpu_device
 from ultraep.trace.read import read_trace
 from ultraep.trace.schema import BACKWARD, FORWARD
@@ -138,10 +139,10 @@ def report_alone(report: Report, shapes: Sequence[tuple[int, int]], count: int) 
         loads = ultraep.workload.zipf(ranks, experts, ratio=1.5, top_k=2, shuffled=True)
         plan = ultraep.plan(loads, topology)
         balancer = ultraep.Balancer("alone", experts=experts)
-        metrics, meter, times = watch(balancer), Meter(topology), StageTimes()
+        metrics, meter, times = watch(balancer), Meter(topology), Stats()
         took = []
         for step in range(count):
-            microbatch = Microbatch(0, step + 1, again=False)
+            microbatch = MicrobatchInfo(0, step + 1, again=False)
             begin = time.perf_counter()
             meter.planned(microbatch, plan)
             times.planned(microbatch, plan)

@@ -30,6 +30,7 @@ from timing import Gpu, Host, on_gpu, time_call
 import ultraep
 from ultraep import BalanceConfig, Rates, Topology
 from ultraep.arrays import IntArray
+from ultraep.runtime.control import ControlPlane
 
 INNER = 20  # calls in one graph
 RECORDED_EXPERTS = 32  # of a layer of gpt-oss-20b; several layers side by side have more
@@ -108,7 +109,7 @@ class Planned:
 
     def __init__(self, topology: Topology, config: BalanceConfig, loads: IntArray) -> None:
         self.topology, self.config = topology, config
-        self.control = ultraep.ControlPlane(topology, config, rows=1)
+        self.control = ControlPlane(topology, config, rows=1)
         self.loads = torch.from_numpy(loads).to(self.control.device, torch.int32)
 
     def put(self, loads: IntArray) -> ultraep.Plan:

@@ -168,7 +168,7 @@ class Variants:
     @contextmanager
     def observed(self, name: str, clock: StageClock) -> Iterator[None]:
         """Let the clock see the stages of a variant in this block."""
-        observers = self.layers[name].balancer._watch.others
+        observers = self.layers[name].balancer._observers
         observers.append(clock)
         yield
         observers.remove(clock)

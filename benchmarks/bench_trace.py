@@ -31,7 +31,7 @@ from world import Given, on_ranks
 
 import ultraep
 from ultraep import workload
-from ultraep.plane import Microbatch
+from ultraep.microbatch import MicrobatchInfo
 from ultraep.reroute import rows_received
 from ultraep.runtime.clocks import HostClock
 from ultraep.runtime.connect import connect
@@ -146,7 +146,7 @@ def cost_of_record(plans: list[ultraep.Plan], count: int) -> dict[Metric, float]
         with ultraep.Recorder(f"{folder}/run", plans[0].topology, memory=1 << 30) as recorder:
             clock = HostClock([Recording(recorder, rank=0)], rank=0)
             for step in range(count):
-                microbatch, plan = Microbatch(0, step + 1, again=False), plans[step % PLANS]
+                microbatch, plan = MicrobatchInfo(0, step + 1, again=False), plans[step % PLANS]
                 begin = time.perf_counter()
                 pass_by(clock, microbatch, plan)
                 took.append(time.perf_counter() - begin)
@@ -177,7 +177,7 @@ def values_of(rows: list[int], stages: tuple[str, ...]) -> dict[str, Any]:
     return {"slot_rows": np.array(rows), "bytes_moved": 0, "began": 0.0, "seconds": seconds}
 
 
-def pass_by(clock: HostClock, microbatch: Microbatch, plan: ultraep.Plan) -> None:
+def pass_by(clock: HostClock, microbatch: MicrobatchInfo, plan: ultraep.Plan) -> None:
     """All that is recorded of a microbatch in forward and backward, without the work itself."""
     for stage in (*FORWARD, *BACKWARD):
         microbatch.back = stage in BACKWARD

@@ -12,10 +12,11 @@ from harness import Case, Line, Metric, Report, Samples, Values, progress
 from timing import tell
 
 import ultraep
-from ultraep import BalanceConfig, ControlPlane, Rates, Topology
+from ultraep import BalanceConfig, Rates, Topology
 from ultraep.arrays import IntArray
 from ultraep.loads import MAX_TOTAL
 from ultraep.reroute import reroute
+from ultraep.runtime.control import ControlPlane
 
 ROUTED_EVERY = 4  # of the random plans, those whose ids are rerouted too
 PLANS = Metric("plans", "plans", "plans", ".0f", sum)

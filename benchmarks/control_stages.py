@@ -16,12 +16,12 @@ from harness import Mismatch, Parts
 from load_cases import SHUFFLED, Kind
 
 import ultraep
-from ultraep import BalanceConfig, ControlPlane, Plan, Rates, Topology
+from ultraep import BalanceConfig, Plan, Rates, Topology
 from ultraep.arrays import PADDING, IntArray
 from ultraep.backends import select
 from ultraep.policies import Problem, get_policy
 from ultraep.reroute import Routes, reroute, reroute_dense, rows_received
-from ultraep.runtime.control import DevicePlan, DeviceRoutes
+from ultraep.runtime.control import ControlPlane, DevicePlan, DeviceRoutes
 
 USUAL = Kind(SHUFFLED, 3.0)
 WHOLE = "counts to routes"

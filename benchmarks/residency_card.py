@@ -80,7 +80,7 @@ class ServingRank(Rank):
     def sent(self) -> int:
         """Copies that were sent so far."""
         plane: Any = self.balancer.plane("cuda")
-        return int(plane._rooms[-1].memory.board.sent)
+        return int(plane.workspaces.last.memory.board.sent)
 
 
 def drawn(rng: np.random.Generator, size: ServingSize, layer: int) -> IntArray:

@@ -22,6 +22,7 @@ import ultraep
 from ultraep.dispatch import Arrivals
 from ultraep.experts import ExpertsFrom
 from ultraep.experts.loan import serve
+from ultraep.microbatch import Layer as ExpertLayer
 
 Layer = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # rows and gates to outputs
 Make = Callable[["Inputs", Mapping[str, Any]], Layer]
@@ -219,17 +220,18 @@ def through_the_seam(inputs: Inputs, weights: Mapping[str, Any], *, path: str) -
     balancer = ultraep.Balancer(
         "alone", experts=shape.experts, data_plane=path, capacity=shape.rows
     )
-    bundle, ids = dict(weights), inputs.ids
-    loads = balancer.gather(ids, bundle=bundle)
-    plan = balancer.plan(loads)
+    ids = inputs.ids
+    microbatch = balancer.begin(ExpertLayer(0, dict(weights)), ids)
+    microbatch.count()
+    microbatch.plan()
     begins = [0, *accumulate(inputs.counts())]
     begins += begins[-1:] * balancer.topology.slots  # nobody is in the spare slots
     offsets = torch.tensor(begins, dtype=torch.int32, device=ids.device)
     exchange: Any = Arrived(offsets, begins if path == "messages" else None)
 
     def experts(rows: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
-        with balancer.replicate(plan, loads, bundle) as copies:
-            return serve(counted_network, Arrivals(rows, gates, exchange), copies, bundle)
+        with microbatch.replicate() as replicas:
+            return serve(counted_network, Arrivals(rows, gates, exchange), replicas)
 
     return experts
 

@@ -19,8 +19,8 @@ from world import graph_on, together
 
 import ultraep
 from ultraep import Plan, Topology
+from ultraep.hops import HOME, MODES, Hop, choose, hops
 from ultraep.runtime.mapped.peers import LocalPeers
-from ultraep.runtime.messages.replicate import HOME, MODES, Hop, choose, hops
 
 if TYPE_CHECKING:  # kernels are imported late: Triton reads its settings when they are
     from ultraep.backends.triton.board import Board

@@ -13,8 +13,8 @@ from timing import Clock, tell
 from transfer_scale import POISON, RATE, TIME, TransferBench, as_replicas, board_of, tera, verdict
 
 from ultraep import Topology
+from ultraep.hops import MODES
 from ultraep.runtime.mapped.peers import LocalPeers
-from ultraep.runtime.messages.replicate import MODES
 
 LINKS = (450.0, 900.0)  # GB/s to one side: NVLink of H100 and H200, of GB200
 ENOUGH_OF_COPY, SLOW_CHAIN = 0.85, 1.5  # goals

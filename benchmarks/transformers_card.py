@@ -28,8 +28,8 @@ import ultraep
 from ultraep import BalanceConfig, LocalGroup, Plan, Topology
 from ultraep.integrations.transformers import balance
 from ultraep.reroute import rows_received
-from ultraep.runtime.mapped.exchange import MappedExchange
 from ultraep.runtime.mapped.peers import LocalPeers
+from ultraep.runtime.mapped.plane import MappedRows
 from ultraep.runtime.settings import DeviceShare
 
 MakeBlock = Callable[[], Any]  # with all experts; only those of a rank are kept
@@ -128,7 +128,7 @@ class Blocks:
         """Graphs of the steps. The seam would ask the device for the offsets, which are known."""
         for rank in self.ranks if self.device.type == "cuda" else ():
             known = [0, *accumulate(rows_received(plan, rank.number).sum(axis=0).tolist())]
-            with mock.patch.object(MappedExchange, "begins", return_value=known):
+            with mock.patch.object(MappedRows, "begins", return_value=known):
                 rank.graph = graph_on(rank.stream, rank.step)
 
     def step_ms(self, times: int) -> float:

@@ -2,16 +2,17 @@
 
 The load of every layer of every microbatch is known exactly after gating. From it:
 
-    1 loads       gating ids      -> tokens per source rank and expert          loads.py
-    2 plan        loads           -> copies of hot experts, and their quotas    plan.py
-    3 replicate   plan, weights   -> filled spare slots                         replicate.py
-    4 reroute     ids, plan       -> a slot instead of an expert for every row  reroute.py
-    5 dispatch    tokens          -> rows at the rank that serves them          dispatch.py
-    6 experts     rows            -> outputs of home experts and copies         experts.py
-    7 combine     outputs         -> sums at the tokens' own rank               combine.py
-    8 reduce      (backward) gradients of copies -> home experts                grad_reduce.py
+    1 count       gating ids -> exact loads of every source rank and expert       loads.py
+    2 plan        loads -> replicas of hot experts, and their quotas              plan.py
+    3 replicate   weights -> filled spare slots                                   hops.py
+    4 reroute     ids -> a slot instead of an expert for every routed row         reroute.py
+    5 dispatch    tokens -> rows at the rank that serves them                     dispatch.py
+    6 experts     rows -> outputs of home experts and replicas                    experts/
+    7 combine     outputs -> sums at the tokens' own rank                         combine.py
+    8 reduce      (backward) gradients of replicas -> home experts                runtime/
 
-`layer.py` puts them together: `BalancedMoE`, over the ranks of a `Balancer`.
+A `Microbatch` (`microbatch.py`) has these as verbs, `layer.py` calls them: `BalancedMoE`, over the
+ranks of a `Balancer`. Two data planes carry them, `messages` and `mapped` (`runtime/`).
 
     >>> import ultraep
     >>> topology = ultraep.Topology(ranks=4, experts=8, slots=1)
@@ -52,10 +53,7 @@ if TYPE_CHECKING:
     from ultraep.layer import BalancedMoE
     from ultraep.routing import Router, Routing
     from ultraep.runtime.balancer import Balancer
-    from ultraep.runtime.control import ControlPlane
     from ultraep.runtime.local import LocalGroup
-    from ultraep.runtime.mapped.peers import LocalPeers
-    from ultraep.runtime.settings import DeviceShare
     from ultraep.runtime.state import gather_experts
     from ultraep.trace.read import read_trace
     from ultraep.trace.record import Recorder
@@ -64,12 +62,9 @@ if TYPE_CHECKING:
 _LAZY = {
     "BalancedMoE": "ultraep.layer",
     "Balancer": "ultraep.runtime.balancer",
-    "ControlPlane": "ultraep.runtime.control",
-    "DeviceShare": "ultraep.runtime.settings",
     "Experts": "ultraep.experts",
     "ExpertsFrom": "ultraep.experts",
     "LocalGroup": "ultraep.runtime.local",
-    "LocalPeers": "ultraep.runtime.mapped.peers",
     "Recorder": "ultraep.trace.record",
     "Router": "ultraep.routing",
     "Routing": "ultraep.routing",
@@ -85,14 +80,11 @@ __all__ = [
     "Balancer",
     "CommunicationError",
     "ConfigError",
-    "ControlPlane",
-    "DeviceShare",
     "Experts",
     "ExpertsFrom",
     "FileError",
     "LoadError",
     "LocalGroup",
-    "LocalPeers",
     "NothingToBalance",
     "Plan",
     "PlanError",

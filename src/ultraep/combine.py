@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
+from ultraep.dispatch import Exchange
 from ultraep.ops.modes import unseen
 from ultraep.ops.recompute import Gradients, first_order, save
-from ultraep.plane import Exchange
 
 
 def combine(outputs_AD: torch.Tensor, exchange: Exchange) -> torch.Tensor:
@@ -37,7 +37,7 @@ class _Combine(torch.autograd.Function):
     @staticmethod
     @first_order
     def backward(ctx: Any, exchange: Exchange, gradients: Gradients, _: Any) -> Gradients:
-        exchange.returns()
+        exchange.begin_backward()
         assert gradients[0] is not None
         d_outputs_AD, _ = exchange.to_slots(gradients[0], None)
         return d_outputs_AD[: ctx.num_rows], None

@@ -79,3 +79,9 @@ def choose(
 def _most_sent(found: list[Hop]) -> int:
     """Hops that the busiest rank sends."""
     return max(Counter(hop.sender for hop in found).values(), default=0)
+
+
+def copies_sent(plan: Plan, what: str, rank: int) -> int:
+    """Replicas whose `weights` or `gradients` a rank sends, by the plan."""
+    homes, hosts = plan.topology.home_of_expert[plan.replicas[:, 0]], plan.replicas[:, 1]
+    return int(((homes if what == "weights" else hosts) == rank).sum())

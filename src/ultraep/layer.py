@@ -12,15 +12,39 @@ from typing import Any
 import torch
 from torch import nn
 
-from ultraep.combine import combine
-from ultraep.dispatch import dispatch
 from ultraep.errors import ConfigError
 from ultraep.experts.modules import Experts, draw
+from ultraep.microbatch import AnyPlan, Layer
 from ultraep.ops.activations import swiglu
-from ultraep.plane import AnyPlan
 from ultraep.routing import Router, Routing
 from ultraep.runtime.balancer import Balancer
 from ultraep.runtime.state import gather_experts
+
+
+def run_stages(
+    balancer: Balancer,
+    layer: Layer,
+    ids: torch.Tensor,
+    gates: torch.Tensor,
+    tokens: torch.Tensor,
+    *,
+    policy: str | None = None,
+) -> tuple[torch.Tensor, AnyPlan]:
+    """[T, D] -> [T, D] and the plan, by the experts of a layer, which apply the gates.
+
+    Our layer and the layers of all frameworks run these lines.
+    """
+    experts = layer.serve
+    if experts is None:
+        raise ConfigError(f"layer {layer.index} has no `serve`, which is its stage 6")
+    microbatch = balancer.begin(layer, ids, gates, tokens, policy=policy)
+    microbatch.count()  # 1 exact loads of all ranks
+    plan = microbatch.plan()  # 2 replicas and their quotas
+    with microbatch.replicate() as replicas:  # 3 spare slots are filled
+        microbatch.reroute()  # 4 a slot for every routed row
+        rows = microbatch.dispatch()  # 5 rows travel to their slots
+        outputs = experts(rows, replicas)  # 6 networks; their backward is 8, reduce
+    return microbatch.combine(outputs), plan  # 7 sums at the tokens' own rank
 
 
 class BalancedMoE(nn.Module):
@@ -49,7 +73,7 @@ class BalancedMoE(nn.Module):
         self.router, self.experts, self.shared, self.balancer = router, experts, shared, balancer
         self.experts.spread_over(balancer)
         self.last_plan: AnyPlan | None = None
-        self.layer_index = balancer.register_layer()  # layers count in the order they are made
+        self.layer_index = balancer.register_layer()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BalancedMoE:
         """Copy the weights; the copy is another layer of the same balancer."""
@@ -66,22 +90,14 @@ class BalancedMoE(nn.Module):
 
         policy: in place of the balancer's, for this call.
         """
-        balancer = self.balancer
-        bundle = self.experts.bundle_now(balancer.weights_promise)
+        balancer, experts = self.balancer, self.experts
+        weights = experts.bundle_now(balancer.weights_promise)
         tokens = x.reshape(-1, x.shape[-1])
         rows = in_autocast_type(tokens)
-        self.experts.check(rows)
+        experts.check(rows)
         ids, gates, _ = routing = Routing(*self.router(tokens))
-        told = {"layer": self.layer_index, "bundle": bundle, "rows": rows, "gates": gates}
-        loads = balancer.gather(ids, **told)  # 1 loads
-        balancer.learn_rates(loads, self.experts, bundle, rows, gates, policy=policy)  # once
-        plan = self.last_plan = balancer.plan(loads, policy=policy)  # 2 plan
-        with balancer.replicate(plan, loads, bundle) as copies:  # 3 replicate
-            exchange = balancer.reroute(ids, plan, loads)  # 4 reroute
-            arrivals = dispatch(rows, gates, exchange, self.experts.pack)  # 5 dispatch
-            outputs = self.experts(arrivals, copies)  # 6 experts
-        y = combine(outputs, exchange)  # 7 combine
-        # 8 reduce happens in the backward of stage 6
+        layer = Layer(self.layer_index, weights, experts, experts.pack)
+        y, self.last_plan = run_stages(balancer, layer, ids, gates, rows, policy=policy)
         if self.shared is not None:
             y = y + self.shared(tokens)
         y = y.reshape(x.shape)

@@ -25,8 +25,6 @@ from ultraep import (
     BalanceConfig,
     BalancedMoE,
     Balancer,
-    ControlPlane,
-    LocalPeers,
     Rates,
     Topology,
 )
@@ -36,6 +34,8 @@ from ultraep.backends.triton.board import Board
 from ultraep.backends.triton.device import default_device
 from ultraep.backends.triton.streamer import Streamer
 from ultraep.bundle import Layout
+from ultraep.runtime.control import ControlPlane
+from ultraep.runtime.mapped.peers import LocalPeers
 
 DEVICE = default_device()
 

@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 from triton.runtime.interpreter import InterpreterBuilder, InterpreterError, TensorHandle
 
 import ultraep
-from ultraep import BalanceConfig, ControlPlane, Topology
+from ultraep import BalanceConfig, Topology
 from ultraep.backends.triton.device import default_device, interpreted
 from ultraep.backends.triton.exchange import RegionLayout, RowExchange, tile_of
 from ultraep.reroute import reroute, rows_received
+from ultraep.runtime.control import ControlPlane
 
 DEVICE = default_device()
 only_interpreted = pytest.mark.skipif(

@@ -29,8 +29,8 @@ from ultraep.backends.triton.board import MAX_CHUNKS, MEETINGS, Board
 from ultraep.backends.triton.device import default_device, interpreted
 from ultraep.backends.triton.streamer import Contents, Streamer, chunks_for
 from ultraep.bundle import Layout
+from ultraep.hops import HOME, choose, hops
 from ultraep.runtime.mapped.peers import LocalPeers
-from ultraep.runtime.messages.replicate import HOME, choose, hops
 
 DEVICE = default_device()
 MODES = ("direct", "chain", "auto")

@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 from triton.runtime.interpreter import InterpreterError
 
 import ultraep
-from ultraep import BalanceConfig, ControlPlane, Rates, Topology, backends, workload
+from ultraep import BalanceConfig, Rates, Topology, backends, workload
 from ultraep.backends.reference.circles import VARIANTS, close_circles
 from ultraep.backends.reference.members import Domain, alias, window
 from ultraep.backends.reference.place import attempts_of, shared_threshold, solve
@@ -39,6 +39,7 @@ from ultraep.backends.triton.planner import Planner
 from ultraep.backends.triton.rerouter import strides
 from ultraep.config import NO_RATES, rungs_of
 from ultraep.reroute import reroute, reroute_dense, rows_received
+from ultraep.runtime.control import ControlPlane
 
 DEVICE = default_device()
 TWIN, KERNELS = backends.select("cpu"), backends.select("triton")

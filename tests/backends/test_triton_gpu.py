@@ -6,8 +6,9 @@ import torch
 from cases import distinct_ids, draw_ids, plan_of
 
 import ultraep
-from ultraep import BalanceConfig, ControlPlane, Rates, Topology, workload
+from ultraep import BalanceConfig, Rates, Topology, workload
 from ultraep.reroute import reroute, reroute_dense
+from ultraep.runtime.control import ControlPlane
 
 pytestmark = [
     pytest.mark.gpu,

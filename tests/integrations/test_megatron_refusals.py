@@ -10,7 +10,7 @@ import torch
 
 from ultraep import BackendUnavailable, ConfigError
 from ultraep.integrations import library
-from ultraep.integrations.megatron.library import LIBRARY
+from ultraep.integrations.library import MEGATRON
 from ultraep.integrations.megatron.routing import choices
 from ultraep.integrations.megatron.settings import REFUSED, check_options, check_settings
 
@@ -63,13 +63,13 @@ def test_the_library_has_its_own_groups(name):
 def test_other_versions_are_refused(monkeypatch, version):
     monkeypatch.setattr(library, "version", lambda _: version)
     with pytest.raises(BackendUnavailable, match=f"0.16.x is needed, and {version} is installed"):
-        LIBRARY.check()
+        MEGATRON.check()
 
 
 @pytest.mark.parametrize("version", ["0.16.0", "0.16.1", "0.16.1rc2+local"])
 def test_known_versions(monkeypatch, version):
     monkeypatch.setattr(library, "version", lambda _: version)
-    LIBRARY.check()
+    MEGATRON.check()
 
 
 def test_it_says_how_to_install_it(monkeypatch):
@@ -78,7 +78,7 @@ def test_it_says_how_to_install_it(monkeypatch):
 
     monkeypatch.setattr(library, "version", missing)
     with pytest.raises(BackendUnavailable, match="pip install 'ultraep\\[megatron\\]'"):
-        LIBRARY.check()
+        MEGATRON.check()
 
 
 def test_nothing_is_imported_before_it_is_used():

@@ -15,13 +15,13 @@ from ranks import shared_pool
 
 from ultraep import BackendUnavailable, ConfigError
 from ultraep.integrations import library
+from ultraep.integrations.library import TRANSFORMERS
 from ultraep.integrations.transformers import (
     balance,
     balanced_from_pretrained,
     balancers,
     unbalance,
 )
-from ultraep.integrations.transformers.library import LIBRARY
 
 TINY = {
     "vocab_size": 64,
@@ -146,7 +146,7 @@ def test_a_rank_outside_of_the_group():
 def test_another_version(found, monkeypatch):
     monkeypatch.setattr(library, "version", lambda name: found)
     with pytest.raises(BackendUnavailable, match=f"transformers 5.17 to 5.x is .* {found} is"):
-        LIBRARY.check()
+        TRANSFORMERS.check()
 
 
 def test_checkpoints_that_are_none_of_ours(tmp_path):

@@ -15,8 +15,8 @@ from vllm_engines import logged_by_plugin
 import ultraep
 from ultraep import ConfigError
 from ultraep.integrations import vllm
-from ultraep.integrations.library import Library
-from ultraep.integrations.vllm import cost, library
+from ultraep.integrations.library import VLLM, VLLM_LOGGER, Library
+from ultraep.integrations.vllm import cost
 from ultraep.integrations.vllm.counters import VARIABLE, ServingCounters, where_they_are
 from ultraep.integrations.vllm.refusals import (
     EngineFacts,
@@ -25,9 +25,9 @@ from ultraep.integrations.vllm.refusals import (
     reasons_of_layer,
 )
 from ultraep.integrations.vllm.settings import ServingSettings, read_settings
-from ultraep.plane import Microbatch
+from ultraep.microbatch import MicrobatchInfo
 
-MICROBATCH = Microbatch(layer=0, step=1, again=False)
+MICROBATCH = MicrobatchInfo(layer=0, step=1, again=False)
 
 
 def test_a_path_with_the_name_of_the_plugin_is_not_a_message_of_it():
@@ -216,7 +216,7 @@ def test_where_counters_are(monkeypatch):
 def test_other_versions_are_left_alone(monkeypatch, caplog, found, told):
     monkeypatch.setattr(Library, "installed", lambda _: found)
     monkeypatch.setenv("ULTRAEP_SLOTS", "1")
-    with caplog.at_level(logging.DEBUG, library.LOGGER):
+    with caplog.at_level(logging.DEBUG, VLLM_LOGGER):
         vllm.register()
         monkeypatch.delenv("ULTRAEP_SLOTS")
         vllm.register()
@@ -229,7 +229,7 @@ def test_other_versions_are_left_alone(monkeypatch, caplog, found, told):
 @pytest.mark.parametrize("found", ["0.32.0", "0.32.1", "0.32.0+cpu"])
 def test_versions_that_are_known(monkeypatch, found):
     monkeypatch.setattr(Library, "installed", lambda _: found)
-    library.LIBRARY.check()
+    VLLM.check()
 
 
 def test_a_wrong_setting_stops_the_start(monkeypatch):

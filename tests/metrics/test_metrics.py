@@ -25,8 +25,9 @@ from ultraep.metrics.alarms import Alarms
 from ultraep.metrics.hosts import is_known_host
 from ultraep.metrics.meter import ORDER, Meter, Totals, add_plan
 from ultraep.metrics.prometheus import Exporter, serve
-from ultraep.plane import Microbatch
+from ultraep.microbatch import MicrobatchInfo
 from ultraep.runtime.control import ControlPlane
+from ultraep.runtime.mapped.peers import LocalPeers
 
 DEVICE = default_device()
 
@@ -129,7 +130,7 @@ def test_the_mapped_plane_is_counted_on_the_device():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
 def test_replays_of_a_graph_are_counted():
     torch.cuda.init()
-    peers = ultraep.LocalPeers(1).of(0)
+    peers = LocalPeers(1).of(0)
     balancer = Balancer(peers=peers, experts=4, data_plane="mapped", tokens=16)
     metrics = Metrics(balancer)
     moe = ultraep.BalancedMoE.swiglu(64, 64, 4, 2, balancer=balancer).cuda().bfloat16()
@@ -147,7 +148,7 @@ def test_replays_of_a_graph_are_counted():
 
 def test_a_backward_pass_whose_forward_was_not_seen_is_not_counted():
     meter, totals = Meter(Topology(ranks=2, experts=4)), Totals()
-    meter.sent(Microbatch(0, 1, again=False, back=True), "gradients", 8, None)
+    meter.sent(MicrobatchInfo(0, 1, again=False, back=True), "gradients", 8, None)
     meter.fetch().add_to(totals)
     assert (totals.gradients, totals.microbatches) == (0, 0)
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from cases import BACKENDS_OF_CPU
 from dense import Example, on_ranks
+from microbatches import counted, planned
 
 import ultraep
 from ultraep import (
@@ -23,9 +24,10 @@ from ultraep import (
     LocalGroup,
     PlanMismatch,
 )
+from ultraep.hops import MODES
+from ultraep.microbatch import Layer
 from ultraep.runtime import balancer as balancer_module
 from ultraep.runtime.local import alone
-from ultraep.runtime.messages.replicate import MODES
 from ultraep.trace.schema import BACKWARD, FORWARD
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -71,9 +73,9 @@ def test_ids_of_one_rank_that_are_none(bad, message):
     def work(comm):
         balancer = Balancer(experts=8, communicator=comm)
         with pytest.raises((LoadError, CommunicationError)) as caught:
-            balancer.gather(bad if comm.rank == 2 else ids_of(comm.rank))
-        gathered = balancer.gather(ids_of(comm.rank))  # all ranks go on together
-        return caught, gathered.loads.sum()
+            counted(balancer, bad if comm.rank == 2 else ids_of(comm.rank))
+        loads = balancer.begin(Layer(), ids_of(comm.rank)).count()  # all ranks go on together
+        return caught, loads.sum()
 
     results = LocalGroup(4).run(work)
     assert [total for _, total in results] == [120] * 4
@@ -87,7 +89,7 @@ def test_ids_of_several_ranks_that_are_none_name_all_of_them():
         balancer = Balancer(experts=8, communicator=comm)
         bad = torch.tensor([[99]])
         with pytest.raises((LoadError, CommunicationError)) as caught:
-            balancer.gather(bad if comm.rank in (0, 3) else ids_of(comm.rank))
+            counted(balancer, bad if comm.rank in (0, 3) else ids_of(comm.rank))
         return str(caught.value)
 
     results = LocalGroup(4).run(work)
@@ -164,7 +166,7 @@ def test_the_backend_may_differ():
     def work(comm):
         names = BACKENDS_OF_CPU
         balancer = Balancer(experts=8, communicator=comm, backend=names[comm.rank % len(names)])
-        return balancer.plan(balancer.gather(ids_of(comm.rank))).digest()
+        return planned(balancer, ids_of(comm.rank))[1].digest()
 
     assert len(set(LocalGroup(2).run(work))) == 1
 
@@ -172,9 +174,10 @@ def test_the_backend_may_differ():
 def test_policies_of_one_call_that_differ_are_an_error_on_every_rank():
     def work(comm):
         balancer = Balancer(experts=8, communicator=comm)
-        gathered = balancer.gather(ids_of(comm.rank))
+        policy = "none" if comm.rank == 1 else None
+        microbatch = counted(balancer, ids_of(comm.rank), policy=policy)
         with pytest.raises(PlanMismatch) as caught:
-            balancer.plan(gathered, policy="none" if comm.rank == 1 else None)
+            microbatch.plan()
         return str(caught.value)
 
     for message in LocalGroup(4).run(work):
@@ -208,7 +211,7 @@ def test_a_step_more_is_an_error_on_every_rank():
             balancer._steps += 1
         places = r"ranks \[0\] are at the loads .* \(step 2\); ranks \[1\] .* \(step 1\)"
         with pytest.raises(PlanMismatch, match=places):
-            balancer.gather(ids_of(comm.rank))
+            counted(balancer, ids_of(comm.rank))
 
     LocalGroup(2).run(work)
 
@@ -252,7 +255,7 @@ def test_a_rank_that_says_nothing_is_named_after_the_timeout():
         if comm.rank == 1:
             return complained.wait(QUICK)
         try:
-            return balancers[comm.rank].gather(ids_of(comm.rank))
+            return counted(balancers[comm.rank], ids_of(comm.rank))
         finally:
             complained.set()
 
@@ -267,9 +270,9 @@ def test_a_rank_that_says_nothing_is_named_after_the_timeout():
 def test_a_rank_whose_work_has_ended_is_waited_for_by_nobody():
     def work(comm):
         balancer = Balancer(experts=9, communicator=comm)
-        balancer.gather(ids_of(comm.rank))
+        counted(balancer, ids_of(comm.rank))
         if comm.rank != 1:
-            balancer.gather(ids_of(comm.rank))
+            counted(balancer, ids_of(comm.rank))
 
     begin = time.monotonic()
     message = r"at the loads of layer 0 \(step 2\): rank . waits for rank 1, which has ended"
@@ -327,7 +330,7 @@ def test_stats():
         layer(x, policy="none")
         both = balancer.stats()
         balancer.reset_stats()
-        return empty, stats, both, balancer.stats(), layer, balancer.plan
+        return empty, stats, both, balancer.stats(), layer
 
     results = LocalGroup(4).run(work)
     empty, stats, both, reset, *_ = results[0]
@@ -375,7 +378,7 @@ def test_stats():
 
 def test_stats_without_verification_show_none():
     balancer = Balancer("alone", experts=8, verify=False)
-    balancer.plan(balancer.gather(ids_of(0)))
+    planned(balancer, ids_of(0))
     assert balancer.stats()["seconds"].keys() == {"loads", "plan"}
 
 
@@ -448,11 +451,10 @@ def test_an_unknown_transport_is_refused():
 
 def test_a_policy_for_one_call_that_is_unknown():
     balancer = Balancer("alone", experts=8)
-    gathered = balancer.gather(ids_of(0))
     with pytest.raises(ConfigError, match="unknown policy 'fair'"):
-        balancer.plan(gathered, policy="fair")
-    assert balancer.plan(gathered, policy="none").config.policy == "none"
-    assert balancer.plan(gathered).config.policy == "ultraep"
+        planned(balancer, ids_of(0), policy="fair")
+    for policy, wanted in (("none", "none"), (None, "ultraep")):
+        assert planned(balancer, ids_of(0), policy=policy)[1].config.policy == wanted
 
 
 def test_experts_of_layer_and_balancer_must_agree():
@@ -478,7 +480,7 @@ def test_a_policy_that_looks_at_the_past_sees_the_last_microbatch_of_its_layer()
         hot = [torch.full((40, 1), expert) for expert in (7, 6)]
         plans = []
         for ids, layer in ((hot[0], 0), (hot[1], 1), (hot[1], 0), (hot[1], 0)):
-            plans.append(balancer.plan(balancer.gather(ids, layer=layer)))
+            plans.append(planned(balancer, ids, layer=layer)[1])
         return plans
 
     first, other_layer, surprised, adapted = LocalGroup(2).run(work)[0]

@@ -5,6 +5,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from microbatches import planned
 from ranks import shared_pool
 from test_mapped import assert_as_on_host, mapped_balancer, memory_of, one_pass, single, small_tiles
 
@@ -122,10 +123,10 @@ def test_what_is_no_capacity_is_refused(capacity):
 def test_another_policy_that_exceeds_it_is_refused_by_name():
     def work(comm):
         balancer = Balancer(experts=8, slots=4, communicator=comm, capacity="static")
-        loads = balancer.gather(torch.zeros(5, 2, dtype=torch.int64))
+        ids = torch.zeros(5, 2, dtype=torch.int64)
         with pytest.raises(LoadError, match=r"'none' gives 20 rows to rank 0.*the mean of 10"):
-            balancer.plan(loads, policy="none")
-        assert balancer.plan(loads).rank_loads.tolist() == [10, 10]
+            planned(balancer, ids, policy="none")
+        assert planned(balancer, ids)[1].rank_loads.tolist() == [10, 10]
 
     LocalGroup(2).run(work)
 
@@ -147,7 +148,7 @@ def hot_example():
 def hold(balancer, example):
     """One pass; rows that arrived, and those that there is room for."""
     passed = one_pass(balancer, example)
-    plan = balancer.plan(balancer.gather(example.ids[balancer.rank])).to_host()
+    plan = planned(balancer, example.ids[balancer.rank])[1].to_host()
     arrived, room = int(plan.rank_loads[balancer.rank]), 18
     if balancer.plane("cpu").name == "mapped":
         room = memory_of(balancer).capacity

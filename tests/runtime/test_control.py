@@ -8,6 +8,7 @@ import pytest
 import torch
 from cases import NAMED, draw_ids, plan_of, with_padding
 from dense import Example, assert_close, check, on_ranks
+from microbatches import counted, planned
 
 import ultraep
 from ultraep import (
@@ -15,14 +16,15 @@ from ultraep import (
     Balancer,
     CommunicationError,
     ConfigError,
-    ControlPlane,
     LoadError,
     LocalGroup,
     Topology,
 )
 from ultraep.backends.triton.device import default_device, interpreted
 from ultraep.backends.triton.planner import MAX_TILE
+from ultraep.microbatch import Layer
 from ultraep.reroute import reroute
+from ultraep.runtime.control import ControlPlane
 
 DEVICE = default_device()
 only_interpreted = pytest.mark.skipif(not interpreted(), reason="its tokens are on the CPU")
@@ -381,9 +383,8 @@ def test_ids_of_one_rank_that_are_none(bad, message):
         balancer = balancer_of(comm)
         ids = skewed_ids(comm.rank).to(DEVICE)
         with pytest.raises((LoadError, CommunicationError)) as caught:
-            balancer.gather(bad.to(DEVICE) if comm.rank == 2 else ids)
-        gathered = balancer.gather(ids)  # all ranks go on together
-        return caught, gathered.loads.sum()
+            counted(balancer, bad.to(DEVICE) if comm.rank == 2 else ids)
+        return caught, balancer.begin(Layer(), ids).count().sum()  # all ranks go on together
 
     results = LocalGroup(4).run(work)
     assert [total for _, total in results] == [120] * 4
@@ -398,13 +399,12 @@ def test_a_balancer_has_the_routes_of_the_host():
         twin = Balancer(experts=8, slots=2, communicator=comm, backend="cpu")
         ids = skewed_ids(comm.rank).to(DEVICE)
         ids[::7] = -1
-        found, wanted = (each.gather(ids) for each in (balancer, twin))
-        plan = balancer.plan(found)
-        assert plan == twin.plan(wanted)
-        both = ((balancer, found), (twin, wanted))
-        assert [each.plane(DEVICE)._control is None for each, _ in both] == [False, True]
-        planes = (each.plane(DEVICE).reroute(ids, plan, loads) for each, loads in both)
-        routes, twins = (exchange.routes for exchange in planes)
+        found, wanted = (planned(each, ids) for each in (balancer, twin))
+        plan = found[1]
+        assert plan == wanted[1]
+        assert balancer.plane(DEVICE).kernels is not None
+        assert twin.plane(DEVICE).kernels is None
+        routes, twins = (one.reroute()._rows.routes for one, _ in (found, wanted))
         assert torch.equal(routes.slots, twins.slots)
         assert torch.equal(routes.order, twins.order)
         assert routes.send_counts == twins.send_counts
@@ -416,26 +416,16 @@ def test_a_balancer_has_the_routes_of_the_host():
 
 def test_a_balancer_keeps_its_buffers_while_they_suffice():
     balancer = Balancer("alone", experts=8, backend="triton", data_plane="messages")
-    balancer.gather(skewed_ids(0, tokens=30).to(DEVICE))
+    counted(balancer, skewed_ids(0, tokens=30).to(DEVICE))
     plane = balancer.plane(DEVICE)
-    first = plane._control
-    balancer.gather(skewed_ids(0, tokens=first.rows).to(DEVICE))
-    assert plane._control is first
-    balancer.gather(skewed_ids(0, tokens=first.rows + 1).to(DEVICE))
-    assert plane._control.rows > first.rows
-    larger = plane._control
-    balancer.gather(skewed_ids(0, tokens=30).to(DEVICE))
-    assert plane._control is larger
-
-
-def test_ids_that_are_not_those_of_the_plan_are_refused():
-    balancer = Balancer("alone", experts=8, backend="triton", data_plane="messages")
-    ids = skewed_ids(0).to(DEVICE)
-    loads = balancer.gather(ids)
-    plan = balancer.plan(loads)
-    with pytest.raises(LoadError, match="experts have another number of rows than in the plan"):
-        balancer.reroute((ids + 1) % 8, plan, loads)
-    assert balancer.reroute(ids, plan, loads).begins()[-1] == 30
+    first = plane.kernels.control
+    counted(balancer, skewed_ids(0, tokens=first.rows).to(DEVICE))
+    assert plane.kernels.control is first
+    counted(balancer, skewed_ids(0, tokens=first.rows + 1).to(DEVICE))
+    assert plane.kernels.control.rows > first.rows
+    larger = plane.kernels.control
+    counted(balancer, skewed_ids(0, tokens=30).to(DEVICE))
+    assert plane.kernels.control is larger
 
 
 @only_interpreted
@@ -480,12 +470,11 @@ def test_microbatches_between_each_other_s_stages_get_their_own_plans():
     every = [skewed_ids(seed, tokens=30 + seed) for seed in range(3)]
     names, found = (None, "none", "ultraep"), []
     for own, device in ((balancer, DEVICE), (twin, torch.device("cpu"))):
-        ids = [one.to(device) for one in every]
-        loads = [own.gather(one) for one in ids]
-        plans = [own.plan(one, policy=name) for one, name in zip(loads, names, strict=True)]
-        given = zip(ids, plans, loads, strict=True)
-        routes = [own.reroute(*one) for one in reversed(list(given))]
-        found.append(
-            [(p.rank_loads.tolist(), r.slots.tolist()) for p, r in zip(plans, routes, strict=True)]
-        )
+        begun = [
+            counted(own, ids.to(device), policy=name)
+            for ids, name in zip(every, names, strict=True)
+        ]
+        plans = [microbatch.plan() for microbatch in begun]
+        slots = [microbatch.reroute().slots.tolist() for microbatch in reversed(begun)]
+        found.append([*(plan.rank_loads.tolist() for plan in plans), *slots])
     assert found[0] == found[1]

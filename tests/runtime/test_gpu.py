@@ -6,8 +6,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from dense import Example, assert_close, dense
+from microbatches import counted
 
 from ultraep import Balancer, LocalGroup, PlanMismatch
+from ultraep.microbatch import Layer
 
 pytestmark = [
     pytest.mark.gpu,
@@ -52,10 +54,10 @@ def test_ranks_at_different_places_are_told_so():
     def work(comm):
         balancer = Balancer(experts=8, communicator=comm)
         ids = torch.arange(16, device=CUDA).reshape(8, 2) % 8
-        gathered = balancer.gather(ids)
-        assert gathered.on_device.is_cuda
+        microbatch = balancer.begin(Layer(), ids)
+        assert microbatch.count().is_cuda
         with pytest.raises(PlanMismatch) as caught:
-            balancer.gather(ids) if comm.rank else balancer.plan(gathered)
+            counted(balancer, ids) if comm.rank else microbatch.plan()
         return str(caught.value)
 
     assert (
@@ -81,7 +83,7 @@ def test_several_ranks_in_one_process_agree_with_the_dense_twin(dtype):
             y = layer(example.inputs[comm.rank].to(CUDA))
         plane = balancer.plane("cuda")
         assert plane.name == "messages"  # ranks that are threads map nothing
-        assert plane._control is not None  # the kernels did it
+        assert plane.kernels is not None  # the kernels did it
         assert layer.last_plan.num_replicas > 0
         return y.cpu()
 

@@ -5,7 +5,8 @@ import warnings
 import pytest
 from ranks import PATIENCE, shared_pool
 
-from ultraep import Balancer, ConfigError, LocalGroup, LocalPeers, NothingToBalance
+from ultraep import Balancer, ConfigError, LocalGroup, NothingToBalance
+from ultraep.runtime.mapped.peers import LocalPeers
 
 
 def sizes(rank, group):

@@ -11,6 +11,7 @@ import pytest
 import torch
 from dense import Example, assert_close, dense, gradients_of, network
 from guard import watched
+from microbatches import counted, planned
 from ranks import PATIENCE, shared_pool
 from shared_peers import SharedPeers
 from torch import nn
@@ -267,7 +268,7 @@ def test_copies_that_are_kept_are_sent_once():
 
 
 def memory_of(balancer):
-    return balancer.plane("cpu")._rooms[-1].memory
+    return balancer.plane("cpu").workspaces.last.memory
 
 
 def board_of(balancer):
@@ -324,7 +325,7 @@ def forget_the_others(balancer):
     """Rank 1 is waited for shortly; then its loads are whatever was in memory."""
     memory, rng = memory_of(balancer), np.random.default_rng(0)
     share, memory.board.patience = memory.share_loads, 20
-    balancer.plane("cpu")._agreement = None
+    balancer.plane("cpu").workspaces.agreement = None
 
     def share_loads(loads, *told):
         gathered = share(loads, *told)
@@ -395,7 +396,7 @@ def refusals(rank, group, example):
         }
         layer(x)
         balancer.check()
-        balancer.gather(torch.tensor([[8, 0], [-2, -1]]))
+        counted(balancer, torch.tensor([[8, 0], [-2, -1]]))
         messages["ids"] = told(LoadError, balancer.check)
         narrow = mapped_balancer(example, group, capacity=5)
         example.layer(narrow)(x)
@@ -409,22 +410,21 @@ def refusals(rank, group, example):
 def refused_input(balancer, ids):
     """Those that are no integers are named where they are, and elsewhere their rank is."""
     words = "ids must be integers, got torch.float32" if ids.is_floating_point() else "ranks [1]"
-    assert words in told(UltraEPError, balancer.gather, ids)
+    assert words in told(UltraEPError, counted, balancer, ids)
 
 
 def lend_twice(balancer, layer, x):
     bundle, ids = layer.experts.bundle, layer.router(x).ids
-    gathered = balancer.gather(ids)
-    plan = balancer.plan(gathered)
-    with balancer.replicate(plan, gathered, bundle), balancer.replicate(plan, gathered, bundle):
+    microbatch, _ = planned(balancer, ids, bundle)
+    with microbatch.replicate(), microbatch.replicate():
         pass
 
 
 def plan_twice(balancer, layer, x):
     ids = layer.router(x).ids
-    first = balancer.gather(ids)
-    balancer.gather(ids)
-    balancer.plan(first)
+    first = counted(balancer, ids)
+    counted(balancer, ids)
+    first.plan()
 
 
 @pytest.fixture(scope="module")
@@ -543,7 +543,7 @@ SENT = ("weights_bytes", "weights_copies", "gradients_bytes", "gradients_copies"
 COUNTED = ("microbatches", "imbalance_before", "imbalance_after", "copies", "remote_share")
 
 
-def counted(balancer, example):
+def counters(balancer, example):
     """Statistics of two passes, and the bytes of all ranks together."""
     for _ in range(2):
         one_pass(balancer, example)
@@ -559,7 +559,7 @@ def counted(balancer, example):
 
 
 def test_statistics_are_those_of_messages():
-    found = assert_as_on_host(counted, single([9, 7]), slots=1, relay="direct")
+    found = assert_as_on_host(counters, single([9, 7]), slots=1, relay="direct")
     assert found[0]["sent"].min() > 0
 
 
@@ -621,7 +621,7 @@ def test_a_path_that_is_forced_and_not_possible_is_refused_before_anything_is_se
     def work(comm):
         balancer = Balancer(experts=4, communicator=comm, data_plane="mapped")
         with pytest.raises(ConfigError, match="'mapped' is not possible: rank 0: 2 ranks are thr"):
-            balancer.gather(torch.zeros(4, 1, dtype=torch.int64))
+            counted(balancer, torch.zeros(4, 1, dtype=torch.int64))
 
     LocalGroup(2).run(work)
 
@@ -629,10 +629,10 @@ def test_a_path_that_is_forced_and_not_possible_is_refused_before_anything_is_se
 def test_a_balancer_tells_its_plane_and_why():
     balancer = Balancer("alone", experts=4, data_plane="mapped")
     assert "not chosen before the first microbatch" in repr(balancer)
-    balancer.gather(torch.zeros(4, 1, dtype=torch.int64))
+    counted(balancer, torch.zeros(4, 1, dtype=torch.int64))
     assert "data plane mapped on cpu: all 1 ranks map each other's memory" in repr(balancer)
     balancer = Balancer("alone", experts=4)
-    balancer.gather(torch.zeros(4, 1, dtype=torch.int64))
+    counted(balancer, torch.zeros(4, 1, dtype=torch.int64))
     assert "data plane messages on cpu: tokens are on the CPU" in repr(balancer)
 
 
@@ -655,10 +655,10 @@ def test_without_words_between_hosts_memory_cannot_grow():
     shared_pool().run(2, on_device, grow_in_silence, single([5, 5]), {"verify": False})
     balancer = Balancer("alone", experts=4, data_plane="mapped", verify=False)
     for tokens in (4, 5):  # nobody need be told
-        balancer.gather(torch.zeros(tokens, 1, dtype=torch.int64))
+        counted(balancer, torch.zeros(tokens, 1, dtype=torch.int64))
 
 
 def grow_in_silence(balancer, _):
-    balancer.gather(torch.zeros(4, 1, dtype=torch.int64))
+    counted(balancer, torch.zeros(4, 1, dtype=torch.int64))
     with pytest.raises(LoadError, match="5 tokens x 1 choices, but there is memory for 4 x 1"):
-        balancer.gather(torch.zeros(5, 1, dtype=torch.int64))
+        counted(balancer, torch.zeros(5, 1, dtype=torch.int64))

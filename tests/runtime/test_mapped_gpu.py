@@ -24,8 +24,6 @@ from ultraep import (
     BalancedMoE,
     Balancer,
     CommunicationError,
-    DeviceShare,
-    LocalPeers,
     Topology,
     UltraEPError,
 )
@@ -33,7 +31,9 @@ from ultraep.backends.triton import reducer, streamer
 from ultraep.backends.triton.board import Board
 from ultraep.backends.triton.streamer import Streamer
 from ultraep.bundle import Layout
+from ultraep.runtime.mapped.peers import LocalPeers
 from ultraep.runtime.mapped.symmetric import SymmetricPeers
+from ultraep.runtime.settings import DeviceShare
 
 pytestmark = [
     pytest.mark.gpu,
@@ -352,7 +352,7 @@ class Layers:
         ids = torch.zeros(TOKENS, TOP_K, dtype=torch.int64, device=CUDA)
         for own, layer, x in zip(self.balancers, self.layers, self.inputs, strict=True):
             own.prepare(ids, x, layer.experts.bundle)
-        self.rooms = [own.plane("cuda")._rooms[0] for own in self.balancers]
+        self.rooms = [own.plane("cuda").workspaces.last for own in self.balancers]
         torch.cuda.synchronize()
 
     def warm_up(self):

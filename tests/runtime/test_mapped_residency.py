@@ -8,6 +8,7 @@ from contextlib import nullcontext
 import numpy as np
 import pytest
 import torch
+from microbatches import planned
 from ranks import shared_pool
 from test_mapped import mapped_balancer, single, small_tiles
 
@@ -35,13 +36,11 @@ class Replicated:
         return torch.from_numpy(rng.choice([0, 0, 0, seed % 3, 2, 5], (12, 1)))
 
     def step(self, bundle, *, layer=0, seed=0, scale=1.0):
-        balancer, ids = self.balancer, self.ids(seed)
-        loads = balancer.gather(ids, layer=layer, bundle=bundle)
-        plan = balancer.plan(loads)
+        microbatch, plan = planned(self.balancer, self.ids(seed), bundle, layer=layer)
         made = plan.to_host()
         assert made.num_replicas
         nbytes = self.sent(0)
-        copies = balancer.replicate(plan, loads, bundle)
+        copies = microbatch.replicate()
         with copies:
             self.look(made, copies, scale)
         nbytes = self.sent(nbytes)

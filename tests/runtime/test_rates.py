@@ -11,6 +11,7 @@ import torch
 from dense import Example, assert_close, network
 from hypothesis import given
 from hypothesis import strategies as st
+from microbatches import planned
 from ranks import everywhere, shared_pool
 from shared_peers import SharedPeers
 from torch.utils.checkpoint import checkpoint
@@ -20,10 +21,8 @@ from ultraep import (
     BalanceConfig,
     Balancer,
     ConfigError,
-    ControlPlane,
     ExpertsFrom,
     LocalGroup,
-    LocalPeers,
     Rates,
     Topology,
     read_trace,
@@ -31,6 +30,8 @@ from ultraep import (
 from ultraep.backends.triton.device import interpreted
 from ultraep.config import MOST_PER_ROW, UNLIMITED, two_digits
 from ultraep.runtime import pricing
+from ultraep.runtime.control import ControlPlane
+from ultraep.runtime.mapped.peers import LocalPeers
 from ultraep.runtime.pricing import from_environment
 from ultraep.runtime.rates import (
     Found,
@@ -64,8 +65,8 @@ def measured(measuring, monkeypatch):
     asked = []
 
     def of(rates):
-        def measure(_plane, comm, *_):
-            asked.append(comm.rank)
+        def measure(*given):
+            asked.append(given[-1].rank)  # the communicator
             return PriceList(((1, rates),))
 
         monkeypatch.setattr(pricing, "measure", measure)
@@ -286,7 +287,7 @@ def test_who_measures_nothing_is_told_so_once(measuring, caplog):
     def by_hand(comm):
         balancer = Balancer(experts=8, communicator=comm)
         for _ in range(2):
-            plan = balancer.plan(balancer.gather(torch.tensor([[0]])))
+            plan = planned(balancer, torch.tensor([[0]]))[1]
         return plan.num_replicas
 
     with caplog.at_level(logging.INFO, logger="ultraep"):

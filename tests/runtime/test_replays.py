@@ -5,11 +5,13 @@ import pytest
 import torch
 
 import ultraep
-from ultraep import BalanceConfig, Balancer, ControlPlane, Recorder, Topology, read_trace
+from ultraep import BalanceConfig, Balancer, Recorder, Topology, read_trace
 from ultraep.backends.triton.device import default_device
-from ultraep.plane import Microbatch
+from ultraep.microbatch import MicrobatchInfo
 from ultraep.reroute import rows_received
 from ultraep.runtime import replays as module
+from ultraep.runtime.control import ControlPlane
+from ultraep.runtime.mapped.peers import LocalPeers
 from ultraep.runtime.recording import Recording
 from ultraep.runtime.replays import ReplayedPlans
 
@@ -29,10 +31,10 @@ class World:
         self.control = ControlPlane(TOPOLOGY, CONFIG, rows=600, device=default_device())
         self.rng, self.plans = np.random.default_rng(7), []
         for layer in (4, 5):
-            microbatch, plan = Microbatch(layer, 1, again=False), self.planned()
+            microbatch, plan = MicrobatchInfo(layer, 1, again=False), self.planned()
             for replays in self.ranks:
                 replays.captured(microbatch, plan)
-                replays.captured(Microbatch(layer, 2, again=True), plan)
+                replays.captured(MicrobatchInfo(layer, 2, again=True), plan)
                 replays.sent(microbatch, "weights", 10)
                 replays.sent(microbatch, "gradients", 1000)
 
@@ -110,7 +112,7 @@ def test_what_is_overwritten_is_dropped_and_counted(tmp_path, monkeypatch, every
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
 @pytest.mark.parametrize("layers", [1, 3])
 def test_a_graph_is_recorded(tmp_path, layers):
-    peers = ultraep.LocalPeers(1).of(0)
+    peers = LocalPeers(1).of(0)
     balancer = Balancer(peers=peers, experts=4, data_plane="mapped", record=tmp_path / "run")
     moes = [
         ultraep.BalancedMoE.swiglu(64, 64, 4, 2, balancer=balancer, seed=seed).cuda().bfloat16()

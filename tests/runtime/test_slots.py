@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from microbatches import counted, planned
 
 from ultraep import BalancedMoE, Balancer, ConfigError, LocalGroup, SlotError
 from ultraep.bundle import Layout
@@ -129,10 +130,9 @@ class Rank:
         self.ids = hot(comm)
 
     def replicas(self, layer=0):
-        gathered = self.balancer.gather(self.ids, layer=layer, bundle=self.bundle)
-        plan = self.balancer.plan(gathered)
+        microbatch, plan = planned(self.balancer, self.ids, self.bundle, layer=layer)
         assert plan.num_replicas == 1
-        return self.balancer.replicate(plan, gathered, self.bundle)
+        return microbatch.replicate()
 
 
 def test_two_microbatches_that_fill_the_slots_at_once_are_refused_by_name():
@@ -205,10 +205,10 @@ def test_an_error_inside_of_the_layer_gives_the_slots_back(monkeypatch):
 def test_a_policy_that_needs_more_slots_than_there_are(policy):
     def work(comm):
         rank = Rank(comm, slots=0, policy=policy)
-        gathered = rank.balancer.gather(rank.ids, bundle=rank.bundle)
+        microbatch = counted(rank.balancer, rank.ids, rank.bundle)
         with pytest.raises(SlotError, match=f"policy '{policy}' needs 1 spare slots.*there are 0"):
-            rank.balancer.plan(gathered)
-        assert rank.balancer.plan(gathered, policy="none").num_replicas == 0
+            microbatch.plan()
+        assert planned(rank.balancer, rank.ids, policy="none")[1].num_replicas == 0
 
     LocalGroup(2).run(work)
 
@@ -216,10 +216,10 @@ def test_a_policy_that_needs_more_slots_than_there_are(policy):
 def test_a_policy_whose_copies_leave_their_domain():
     def work(comm):
         balancer = Balancer(experts=4, slots=1, domain=2, communicator=comm, policy="llep")
-        gathered = balancer.gather(torch.zeros(8, 1, dtype=torch.int64))
+        microbatch = counted(balancer, hot(comm, tokens=8))
         with pytest.raises(SlotError, match="copies leave their domain of 2 ranks"):
-            balancer.plan(gathered)
-        assert balancer.plan(gathered, policy="ultraep").within_limits
+            microbatch.plan()
+        assert planned(balancer, hot(comm, tokens=8), policy="ultraep")[1].within_limits
 
     LocalGroup(4).run(work)
 
@@ -227,7 +227,6 @@ def test_a_policy_whose_copies_leave_their_domain():
 def test_leaving_what_was_not_entered_is_a_mistake():
     rank = LocalGroup(1).run(lambda comm: Balancer(experts=4, communicator=comm))[0]
     bundle = {"w": torch.zeros(4, 2)}
-    gathered = rank.gather(hot(None), bundle=bundle)
-    replicas = rank.replicate(rank.plan(gathered), gathered, bundle)
+    replicas = planned(rank, hot(None), bundle)[0].replicate()
     with pytest.raises(AssertionError, match="not entered"):
         replicas.__exit__(None, None, None)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ultraep import BalanceConfig, Topology, plan
-from ultraep.runtime.messages.replicate import choose
+from ultraep.hops import choose
 from ultraep.tools.sim.cluster import load_cluster
 from ultraep.tools.sim.costs import Costs, measured_rates
 from ultraep.tools.sim.layer import CHUNKS, LayerClock, LayerTimes

@@ -20,7 +20,7 @@ from ultraep import (
     policies,
     register_policy,
 )
-from ultraep.runtime.messages.replicate import hops
+from ultraep.hops import hops
 from ultraep.tools.sim.planning import (
     CopySets,
     copies_of_expert,

@@ -6,14 +6,16 @@ import torch
 from cases import routings
 from dense import Example, assert_close, dense, gradients_of
 from hypothesis import given, settings
+from microbatches import planned
 from torch.autograd.graph import saved_tensors_hooks
 
 from ultraep import Balancer, LocalGroup
 from ultraep.arrays import PADDING
 from ultraep.combine import combine
-from ultraep.dispatch import RowMessages, dispatch
+from ultraep.dispatch import dispatch
 from ultraep.reroute import reroute
 from ultraep.runtime.local import alone
+from ultraep.runtime.messages.plane import RowMessages
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -123,8 +125,7 @@ class Counting:
 
 def exchange_of_one(ids, comm=None):
     balancer = Balancer(experts=4, communicator=comm or alone())
-    gathered = balancer.gather(ids)
-    return balancer.reroute(ids, balancer.plan(gathered, policy="none"), gathered)
+    return planned(balancer, ids, policy="none")[0].reroute()
 
 
 IDS = torch.tensor([[0, 1], [2, PADDING], [3, 3], [1, 0], [PADDING, PADDING]])

@@ -15,8 +15,8 @@ from torch.utils.checkpoint import (
 import ultraep.ops.formats as formats
 from ultraep import BalancedMoE, Balancer, ConfigError, Experts, LocalGroup, Router
 from ultraep.bundle import Layout
-from ultraep.combine import combine
-from ultraep.dispatch import dispatch
+from ultraep.layer import run_stages
+from ultraep.microbatch import Layer
 from ultraep.ops.formats import E4M3, FORMATS
 from ultraep.ops.quantised import WEIGHTS
 
@@ -207,13 +207,9 @@ def test_rows_of_other_dispatchers_are_packed_where_they_arrive():
     ids, gates = torch.arange(20)[:, None] % 2, torch.ones(20, 1)
     found = []
     for pack in (None, experts.pack):
-        balancer, bundle = Balancer("alone", experts=2), experts.bundle
-        loads = balancer.gather(ids, bundle=bundle, rows=x, gates=gates)
-        plan = balancer.plan(loads)
-        with balancer.replicate(plan, loads, bundle) as copies:
-            exchange = balancer.reroute(ids, plan, loads)
-            outputs = experts(dispatch(x, gates, exchange, pack), copies)
-        found.append(combine(outputs, exchange))
+        balancer = Balancer("alone", experts=2)
+        layer = Layer(0, experts.bundle, experts, pack)
+        found.append(run_stages(balancer, layer, ids, gates, x)[0])
     assert_close(*found, "output", 1e-6)
 
 

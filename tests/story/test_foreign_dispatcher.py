@@ -9,6 +9,7 @@ from test_seam import assert_alike, on_ranks, passes
 
 from ultraep import serve
 from ultraep.dispatch import Arrivals
+from ultraep.microbatch import Layer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -81,18 +82,19 @@ class Foreign:
         self.dispatcher = Permuting(self.balancer.comm, topology.first_slot_of_rank)
 
     def __call__(self, x):
-        balancer, bundle = self.balancer, self.layer.experts.bundle
         ids, gates, _ = self.layer.router(x)
-        loads = balancer.gather(ids, layer=0, bundle=bundle, rows=x, gates=gates)
-        plan = self.last_plan = balancer.plan(loads)
-        with balancer.replicate(plan, loads, bundle) as copies:
-            exchange = balancer.reroute(ids, plan, loads)
+        layer = Layer(0, self.layer.experts.bundle)
+        microbatch = self.balancer.begin(layer, ids, gates, x)
+        microbatch.count()
+        self.last_plan = microbatch.plan()
+        with microbatch.replicate() as replicas:
+            exchange = microbatch.reroute()
             rows, gates, counts, back = self.dispatcher.dispatch(x, exchange.slots, gates)
             begins = exchange.begins()
             assert counts == [end - begin for begin, end in pairwise(begins)]
-            outputs = serve(network, Arrivals(rows, gates, exchange), copies, bundle)
+            outputs = serve(network, Arrivals(rows, gates, exchange), replicas)
         y = self.dispatcher.combine(outputs, back)
-        y.register_hook(lambda _: exchange.returns())
+        y.register_hook(lambda _: exchange.begin_backward())
         return y
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from ultraep import BalanceConfig, BalancedMoE, Balancer, ConfigError, LoadError, LocalGroup
 from ultraep.arrays import PADDING
-from ultraep.runtime.messages.replicate import MODES
+from ultraep.hops import MODES
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),

@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 import torch
 from dense import Example, assert_close, network
+from microbatches import planned
 from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
@@ -156,14 +157,13 @@ def test_a_second_derivative_through_gates_and_frozen_linear_experts_is_refused(
 
 def served(balancer, bundle, gates, ids, tokens):
     """[T, D] outputs of one rank whose rows the caller sorts, as other dispatchers do."""
-    loads = balancer.gather(ids, bundle=bundle, rows=tokens, gates=gates)
-    plan = balancer.plan(loads)
-    with balancer.replicate(plan, loads, bundle) as copies:
-        exchange = balancer.reroute(ids, plan, loads)
+    microbatch, _ = planned(balancer, ids, bundle, gates=gates, tokens=tokens)
+    with microbatch.replicate() as replicas:
+        exchange = microbatch.reroute()
         order = exchange.slots.flatten().argsort(stable=True)
         token_of_row = order // ids.shape[1]
         arrivals = Arrivals(tokens[token_of_row], gates.flatten()[order], exchange)
-        outputs = serve(linear, arrivals, copies, bundle)
+        outputs = serve(linear, arrivals, replicas)
     return torch.zeros_like(tokens).index_add(0, token_of_row, outputs)
 
 

@@ -9,11 +9,13 @@ import torch
 from cases import configs, problems, skewed_ids
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from microbatches import planned
 
 import ultraep
 from ultraep import Balancer, ConfigError, LocalGroup, Topology
 from ultraep.bundle import Layout
-from ultraep.runtime.messages.replicate import HOME, MODES, choose, hops, send_weights
+from ultraep.hops import HOME, MODES, choose, hops
+from ultraep.runtime.messages.replicas import send_weights
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -217,9 +219,8 @@ def test_slots_hold_the_bytes_of_the_home(parts, relay, chunks, homes):
             experts=8, slots=2, homes=homes, relay=relay, chunks=chunks, communicator=comm
         )
         bundle = weights_of(parts, balancer.topology.home_experts(comm.rank))
-        gathered = balancer.gather(skewed_ids(comm.rank), bundle=bundle)
-        plan = balancer.plan(gathered)
-        with balancer.replicate(plan, gathered, bundle) as copies:
+        microbatch, plan = planned(balancer, skewed_ids(comm.rank), bundle)
+        with microbatch.replicate() as copies:
             slots = copies.tensors()
             assert slots.keys() == parts.keys()
             for expert, host, slot in plan.replicas.tolist():
@@ -265,8 +266,7 @@ def test_a_plan_without_copies_moves_nothing_but_waits_for_nobody():
     def work(comm):
         balancer = Balancer(experts=8, communicator=comm, policy="none")
         bundle = weights_of(PARTS, balancer.topology.home_experts(comm.rank))
-        gathered = balancer.gather(skewed_ids(comm.rank), bundle=bundle)
-        with balancer.replicate(balancer.plan(gathered), gathered, bundle):
+        with planned(balancer, skewed_ids(comm.rank), bundle)[0].replicate():
             pass
         return balancer.stats()["weights_bytes_sent"]
 
@@ -306,11 +306,8 @@ def test_bundles_that_are_none():
 
 def test_a_bundle_that_is_none_is_refused_before_anything_is_lent():
     balancer = Balancer("alone", experts=4)
-    bundle = {"w": torch.zeros(3, 2)}
-    gathered = balancer.gather(torch.zeros(5, 1, dtype=torch.int64), bundle=bundle)
-    plan = balancer.plan(gathered)
+    ids = torch.zeros(5, 1, dtype=torch.int64)
     with pytest.raises(ConfigError, match="'w' must be stacked over 4 home experts"):
-        balancer.replicate(plan, gathered, bundle).__enter__()
-    good = {"w": torch.zeros(4, 2)}
-    with balancer.replicate(plan, gathered, good) as copies:
+        planned(balancer, ids, {"w": torch.zeros(3, 2)})[0].replicate().__enter__()
+    with planned(balancer, ids, {"w": torch.zeros(4, 2)})[0].replicate() as copies:
         assert copies.tensors()["w"].shape == (1, 2)

@@ -6,12 +6,13 @@ import pytest
 import torch
 from cases import skewed_ids
 from dense import Example, assert_close, dense
+from microbatches import planned
 from ranks import shared_pool
 from torch import nn
 
 from ultraep import Balancer, LocalGroup
 from ultraep.bundle import Layout, resolve
-from ultraep.runtime.messages.replicate import MODES
+from ultraep.hops import MODES
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -31,10 +32,9 @@ class Replicated:
         """Check the slots against `value`, a function of the expert, and count bytes."""
         self.balancer.reset_stats()
         ids = self.ids if ids is None else ids
-        gathered = self.balancer.gather(ids, layer=layer, bundle=bundle)
-        plan = self.balancer.plan(gathered)
+        microbatch, plan = planned(self.balancer, ids, bundle, layer=layer)
         assert plan.num_replicas > 0
-        with self.balancer.replicate(plan, gathered, bundle) as copies:
+        with microbatch.replicate() as copies:
             slots = copies.tensors()
             for expert, host, slot in plan.replicas.tolist():
                 if host == self.balancer.rank and value is not None:
@@ -133,8 +133,7 @@ def test_tensors_made_in_inference_mode_count_no_writes():
 def test_what_was_used_before_is_not_sent_again_for_backward():
     def work(rank):
         balancer, bundle = rank.balancer, rank.weights()
-        gathered = balancer.gather(rank.ids, bundle=bundle)
-        replicas = balancer.replicate(balancer.plan(gathered), gathered, bundle)
+        replicas = planned(balancer, rank.ids, bundle)[0].replicate()
         with replicas:
             first = balancer.stats()["weights_bytes_sent"]
             yield first
@@ -290,8 +289,7 @@ def test_backward_finds_the_copies_of_its_forward_pass():
         balancer, opened = rank.balancer, []
         for number in range(2):
             bundle = rank.weights(number + 1.0)
-            gathered = balancer.gather(rank.ids, bundle=bundle)
-            opened.append(balancer.replicate(balancer.plan(gathered), gathered, bundle))
+            opened.append(planned(balancer, rank.ids, bundle)[0].replicate())
             with opened[-1]:
                 pass
         balancer.reset_stats()
@@ -341,9 +339,8 @@ def test_getters_are_asked_again_when_slots_are_restored():
         rank = Replicated(comm)
         balancer, now = rank.balancer, rank.weights()
         bundle = {"w": lambda: now["w"]}
-        gathered = balancer.gather(rank.ids, bundle=bundle)
-        plan = balancer.plan(gathered)
-        replicas = balancer.replicate(plan, gathered, bundle)
+        microbatch, plan = planned(balancer, rank.ids, bundle)
+        replicas = microbatch.replicate()
         with replicas:
             pass
         old = now

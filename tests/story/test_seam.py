@@ -3,11 +3,11 @@
 import pytest
 import torch
 from dense import Example, assert_close, dense, gradients_of, network
+from microbatches import planned
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ultraep import BalancedMoE, Balancer, ConfigError, ExpertsFrom, LocalGroup, SlotError, serve
-from ultraep.dispatch import dispatch
 from ultraep.parallel import ShardedState, expert_parameters
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -75,38 +75,6 @@ def test_any_network_gives_what_our_experts_give(form):
     assert_alike(found, wanted)
     twin = dense(EXAMPLE)
     assert_close(torch.cat([rank["y"] for rank in found]), twin.output)
-
-
-def in_flight(layer, rank, example):
-    """Three microbatches under way: backward in another order, one twice, one never."""
-    moe = seam_of(layer)
-    xs = [(scale * example.inputs[rank]).requires_grad_() for scale in (1.0, 0.5, -1.0, 2.0)]
-    ys = [moe(x) for x in xs]
-    for number in (2, 0, 1):
-        ys[number].backward(example.gradients[rank], retain_graph=True)
-    ys[0].backward(example.gradients[rank])
-    return {f"x {n}": x.grad for n, x in enumerate(xs[:3])} | gradients_of(layer, xs[0])
-
-
-def in_flight_dense(example):
-    twin = example.twin()
-    xs = [torch.cat([scale * x for x in example.inputs]).requires_grad_() for scale in (1, 0.5, -1)]
-    ys, gradient = [twin(x) for x in xs], torch.cat(example.gradients)
-    for number in (2, 0, 1):
-        ys[number].backward(gradient, retain_graph=True)
-    ys[0].backward(gradient)
-    return [x.grad for x in xs], twin
-
-
-@pytest.mark.parametrize("buffers", [1, 2, 3])
-def test_microbatches_in_flight_out_of_order_and_dropped(buffers):
-    found = on_ranks(EXAMPLE, in_flight, slots=1, in_flight=buffers)
-    gradients, twin = in_flight_dense(EXAMPLE)
-    for number, gradient in enumerate(gradients):
-        assert_close(torch.cat([rank[f"x {number}"] for rank in found]), gradient, f"x {number}")
-    for name in ("down_proj", "gate_up_proj", "down_bias"):
-        every = torch.cat([rank[f"experts.{name}"] for rank in found])
-        assert_close(every, twin.gradient(f"experts.{name}"), name)
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -267,16 +235,15 @@ def test_copies_are_refused_outside_of_their_loan():
     example = Example([20, 20])
 
     def body(layer, rank, example):
-        balancer, bundle = layer.balancer, layer.experts.bundle
-        ids, gates, _ = layer.router(example.inputs[rank])
-        loads = balancer.gather(ids, bundle=bundle)
-        plan = balancer.plan(loads)
-        copies = balancer.replicate(plan, loads, bundle)
-        with copies:
-            exchange = balancer.reroute(ids, plan, loads)
-            arrivals = dispatch(example.inputs[rank], gates, exchange)
+        x = example.inputs[rank]
+        ids, gates, _ = layer.router(x)
+        bundle = layer.experts.bundle
+        microbatch, _ = planned(layer.balancer, ids, bundle, gates=gates, tokens=x)
+        with microbatch.replicate() as replicas:
+            microbatch.reroute()
+            arrivals = microbatch.dispatch()
         with pytest.raises(SlotError, match="lent inside of their `with` block only"):
-            serve(network, arrivals, copies, bundle)
+            serve(network, arrivals, replicas)
 
     on_ranks(example, body)
 

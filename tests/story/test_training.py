@@ -64,24 +64,6 @@ def test_activation_checkpointing_gives_the_same_gradients(use_reentrant, option
         assert_equal_gradients(found, wanted)
 
 
-@pytest.mark.parametrize("use_reentrant", [True, False])
-def test_checkpointing_of_several_layers_at_once(use_reentrant):
-    examples = [Example([30] * 2, seed=seed) for seed in range(3)]
-
-    def work(comm, keep):
-        balancer = Balancer(experts=EXPERTS, communicator=comm)
-        layers = nn.Sequential(*(example.layer(balancer) for example in examples))
-        x = examples[0].inputs[comm.rank].clone().requires_grad_()
-        y = layers(x) if keep else checkpoint(layers, x, use_reentrant=use_reentrant)
-        y.backward(examples[0].gradients[comm.rank])
-        return gradients_of(layers, x)
-
-    kept = LocalGroup(2).run(lambda comm: work(comm, True))
-    again = LocalGroup(2).run(lambda comm: work(comm, False))
-    for found, wanted in zip(again, kept, strict=True):
-        assert_equal_gradients(found, wanted)
-
-
 def save_all(*_, **__):
     return CheckpointPolicy.MUST_SAVE
 
@@ -225,17 +207,6 @@ def test_training_after_inference_mode():
     plain = on_every_rank(example, train_once)
     for found, wanted in zip(on_every_rank(example, work), plain, strict=True):
         assert_equal_gradients(found, wanted)
-
-
-def test_a_layer_made_in_inference_mode():
-    example = Example([30] * 4)
-
-    def work(comm):
-        with torch.inference_mode():
-            layer = example.layer(Balancer(experts=EXPERTS, communicator=comm))
-            return layer(example.inputs[comm.rank])
-
-    assert_close(torch.cat(LocalGroup(4).run(work)), dense(example).output)
 
 
 def test_frozen_experts_move_no_gradients():

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from dense import Example, on_ranks
+from microbatches import planned
 from ranks import PATIENCE, shared_pool
 from torch.utils.checkpoint import checkpoint
 
@@ -224,11 +225,10 @@ def test_verbs_without_an_exchange_are_not_recorded(tmp_path):
     """Who sends rows by himself knows what arrived, and tells the recorder."""
     balancer = Balancer("alone", experts=8, record=tmp_path / "run")
     weights = {"w": torch.randn(8, 4)}
-    gathered = balancer.gather(ids_of(0, 0), bundle=weights)
-    plan = balancer.plan(gathered)
-    replicas = balancer.replicate(plan, gathered, weights)
+    microbatch, plan = planned(balancer, ids_of(0, 0), weights)
+    replicas = microbatch.replicate()
     with replicas:
-        balancer.reroute(ids_of(0, 0), plan, gathered)
+        microbatch.reroute()
     replicas.gradient_slots({"w": ((4,), torch.float32)})
     replicas.reduce({"w": torch.zeros(8, 4)})
     rows = [*plan.loads[0].tolist(), 0]

@@ -1,6 +1,6 @@
 """The seam: any network of any framework serves the rows of stage 6, on home weights and on copies.
 
-    outputs = serve(network, arrivals, copies, bundle)
+    outputs = serve(network, arrivals, replicas)
 
 `network(rows, counts, tensors)` gets rows `[n, D]`, how many of them belong to each expert, and the
 tensors of these experts by name; it returns `[n, D]`. It runs twice: the rows of home slots meet
@@ -27,19 +27,19 @@ import torch
 from torch.autograd import Variable
 
 import ultraep.ops.products as plain
-from ultraep.bundle import Bundle, Stack, resolve, tensors_of
+from ultraep.bundle import Stack, resolve, tensors_of
 from ultraep.dispatch import Arrivals
 from ultraep.errors import ConfigError, SlotError
+from ultraep.microbatch import Replicas
 from ultraep.ops.modes import seen_by_modes, unseen
 from ultraep.ops.recompute import Gradients, first_order, save
-from ultraep.plane import Copies
 
 Network: TypeAlias = Callable[[torch.Tensor, list[int], dict[str, Any]], torch.Tensor]
 
 
-def serve(network: Network, arrivals: Arrivals, copies: Copies, bundle: Bundle) -> torch.Tensor:
-    """[A, D] outputs of all rows times their gates, inside of the `with` block of the copies."""
-    loan = _Loan(arrivals.begins(), copies, resolve(bundle))
+def serve(network: Network, arrivals: Arrivals, replicas: Replicas) -> torch.Tensor:
+    """[A, D] outputs of all rows times their gates, inside of the `with` block of the replicas."""
+    loan = _Loan(arrivals.begins(), replicas, resolve(replicas.bundle))
     borrowed = _Borrow.apply(loan, arrivals.rows, *loan.flat)  # type: ignore[no-untyped-call]
     outputs = [
         run(network, rows, counts, weights)
@@ -75,16 +75,19 @@ def run(
 class _Loan:
     """The rows of one microbatch, and the weights that they meet."""
 
-    def __init__(self, begins: list[int], copies: Copies, homes: Mapping[str, Stack]) -> None:
-        self.copies, self.homes = copies, homes
-        self.rows = _rows_by_kernels() if copies.kernels else plain
+    def __init__(self, begins: list[int], replicas: Replicas, homes: Mapping[str, Stack]) -> None:
+        self.replicas, self.homes = replicas, homes
+        self.rows = _rows_by_kernels() if replicas.kernels else plain
         self.flat = [tensor for stack in homes.values() for tensor in tensors_of(stack)]
         self.learning = [
             name for name, stack in homes.items() if any(t.requires_grad for t in tensors_of(stack))
         ]
         counts = [end - begin for begin, end in pairwise(begins)]
-        self.counts = counts[: copies.num_homes], counts[copies.num_homes :]
-        self.parts = slice(0, begins[copies.num_homes]), slice(begins[copies.num_homes], begins[-1])
+        self.counts = counts[: replicas.num_homes], counts[replicas.num_homes :]
+        self.parts = (
+            slice(0, begins[replicas.num_homes]),
+            slice(begins[replicas.num_homes], begins[-1]),
+        )
         self._addresses: list[int] = []
         self._open = False  # in backward
         # A mode may keep views of the copies, and hand them out when others have the slots.
@@ -93,7 +96,7 @@ class _Loan:
     @unseen()
     def held(self) -> dict[str, torch.Tensor]:
         """`[L, ...]` the copies; in backward where they were in forward."""
-        held = self.copies.tensors()
+        held = self.replicas.tensors()
         if self._private:
             return {name: held[name].clone() for name in self.homes}
         addresses = [tensor.data_ptr() for tensor in held.values()]
@@ -129,22 +132,22 @@ class _Loan:
             total if tensor.requires_grad else None
             for total, tensor in zip(summed, self.flat, strict=True)
         ]
-        if not self.copies.possible:
+        if not self.replicas.possible:
             return wanted
         homes, _ = self.by_name([*summed, *(None for _ in self.homes)])
-        held = self.copies.tensors()
+        held = self.replicas.tensors()
         kinds = {n: (tuple(held[n].shape[1:]), held[n].dtype) for n in self.learning}
-        slots = self.copies.gradient_slots(kinds)
+        slots = self.replicas.gradient_slots(kinds)
         for name, gradient in zip(self.homes, of_copies, strict=True):
             if name in slots:
                 slots[name].zero_() if gradient is None else slots[name].copy_(gradient)
-        self.copies.reduce({name: homes[name] for name in self.learning})
-        self.copies.reduced()
+        self.replicas.reduce({name: homes[name] for name in self.learning})
+        self.replicas.reduced()
         return wanted
 
     def enter(self) -> None:
         """Lend the slots again, for backward, whichever part of it there is."""
-        self.copies.__enter__()
+        self.replicas.__enter__()
         self._open = True
         Variable._execution_engine.queue_callback(self.leave)
         if not self._private:
@@ -154,13 +157,13 @@ class _Loan:
         """Give them back, unless that was done."""
         if self._open:
             self._open = False
-            self.copies.__exit__(None, None, None)
+            self.replicas.__exit__(None, None, None)
 
     def _for_adding(self, gradient: torch.Tensor | None, tensor: torch.Tensor) -> torch.Tensor:
         """A gradient of its own memory: autograd may use that of another one twice."""
         if gradient is None:
             return torch.zeros_like(tensor)
-        if not self.copies.possible:
+        if not self.replicas.possible:
             return gradient
         return gradient.clone(memory_format=torch.contiguous_format)
 
@@ -213,7 +216,7 @@ class _GiveBack(torch.autograd.Function):
         save(ctx, loan, gates_A, *outputs)
         with unseen():
             like = outputs[0].new_empty(()).expand(len(gates_A), outputs[0].shape[1])
-            memory = loan.copies.served_rows(like)
+            memory = loan.replicas.served_rows(like)
             served_AD = torch.empty_like(like) if memory is None else memory
             for part, rows in zip(loan.parts, outputs, strict=True):
                 loan.rows.scale_rows(rows, gates_A[part], served_AD[part])
@@ -239,7 +242,7 @@ def _joined(
     loan: _Loan, parts: tuple[torch.Tensor | None, ...], like_AD: torch.Tensor
 ) -> torch.Tensor:
     """[A, D] rows of home slots and of copies together; zeros for None."""
-    memory, homes = loan.copies.served_rows(like_AD), parts[0]
+    memory, homes = loan.replicas.served_rows(like_AD), parts[0]
     if memory is None and homes is not None and len(homes) == len(like_AD):
         return homes
     rows_AD = torch.empty_like(like_AD) if memory is None else memory

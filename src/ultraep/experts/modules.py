@@ -26,13 +26,13 @@ from ultraep.dispatch import Arrivals
 from ultraep.errors import ConfigError, LoadError
 from ultraep.experts.loan import Network, run, serve
 from ultraep.experts.quantisable import QuantisableModule
+from ultraep.microbatch import Replicas
 from ultraep.ops.activations import activation_named
 from ultraep.ops.modes import unseen
 from ultraep.ops.products import Beside, Products, Stacks, TorchProducts, accumulator
 from ultraep.ops.quantised import QuantisedProducts, QuantisedStacks
 from ultraep.ops.recompute import Gradients, first_order, save
 from ultraep.parallel.home import HomeModule
-from ultraep.plane import Copies
 
 ENGINES = ("torch", "triton")
 Weights = Mapping[str, torch.Tensor]
@@ -131,31 +131,33 @@ class Experts(QuantisableModule):
         if rows.shape[-1] != width:
             raise LoadError(f"tokens must be [..., {width}], got {list(rows.shape)}")
 
-    def forward(self, arrivals: Arrivals, copies: Copies) -> torch.Tensor:
-        """[A, D] outputs times their gates, inside of the `with` block of the copies."""
+    def forward(self, arrivals: Arrivals, replicas: Replicas) -> torch.Tensor:
+        """[A, D] outputs times their gates, inside of the `with` block of the replicas."""
         own = self._own()
-        call = _Call(self._products(arrivals, copies), copies, tuple(own), self._eight_bits())
+        call = _Call(self._products(arrivals, replicas), replicas, tuple(own), self._eight_bits())
         outputs: torch.Tensor = _TwoProducts.apply(  # type: ignore[no-untyped-call]
             arrivals.rows, arrivals.gates, arrivals.packed, call, *own.values()
         )
         return outputs
 
-    def _products(self, arrivals: Arrivals, copies: Copies) -> Engine:
+    def _products(self, arrivals: Arrivals, replicas: Replicas) -> Engine:
         """The engine for these rows."""
         engine, rows, form = self.engine, arrivals.rows, self.form
         if engine is None:
             small = rows.dtype.itemsize <= 4  # kernels know no double precision
-            engine = "triton" if copies.kernels and small else "torch"
+            engine = "triton" if replicas.kernels and small else "torch"
         if engine == "torch":
             plain = TorchProducts(arrivals.begins(), self.activation, bitwise=self.bitwise)
             return plain if form is None else QuantisedProducts(plain, form, rows.dtype)
         if form is not None:
             from ultraep.backends.triton.quantised import TritonQuantised
 
-            return TritonQuantised(arrivals.offsets, self.activation, rows.dtype, form, copies.sms)
+            return TritonQuantised(
+                arrivals.offsets, self.activation, rows.dtype, form, replicas.sms
+            )
         from ultraep.backends.triton.products import TritonProducts
 
-        return TritonProducts(arrivals.offsets, self.activation, rows.dtype, copies.sms)
+        return TritonProducts(arrivals.offsets, self.activation, rows.dtype, replicas.sms)
 
 
 class ExpertsFrom(HomeModule):
@@ -215,9 +217,9 @@ class ExpertsFrom(HomeModule):
             run(self._network, row, [1] + [0] * (len(self.home_experts) - 1), tensors)
         self._tried.add(kind)
 
-    def forward(self, arrivals: Arrivals, copies: Copies) -> torch.Tensor:
-        """[A, D] outputs times their gates, inside of the `with` block of the copies."""
-        return serve(self._network, arrivals, copies, self._tensors)
+    def forward(self, arrivals: Arrivals, replicas: Replicas) -> torch.Tensor:
+        """[A, D] outputs times their gates, inside of the `with` block of the replicas."""
+        return serve(self._network, arrivals, replicas)
 
 
 @dataclass
@@ -225,7 +227,7 @@ class _Call:
     """What the rows of one microbatch meet."""
 
     products: Engine
-    copies: Copies
+    replicas: Replicas
     names: tuple[str, ...]  # of the weights that learn
     eight_bits: dict[str, torch.Tensor] = field(default_factory=dict)  # what is multiplied instead
 
@@ -247,7 +249,7 @@ class _TwoProducts(torch.autograd.Function):
         *stacked: torch.Tensor,
     ) -> torch.Tensor:
         products, homes = call.products, call.homes(stacked)
-        held, given = call.copies.tensors(), rows_AD if packed is None else packed
+        held, given = call.replicas.tensors(), rows_AD if packed is None else packed
         if packed is None and isinstance(products, QuantisedProducts):
             given = products.packed(rows_AD)
         up = products.multiply(given, *_layer(homes, held, "gate_up"))
@@ -255,7 +257,7 @@ class _TwoProducts(torch.autograd.Function):
             products.activate(up),
             *_layer(homes, held, "down"),
             scale=gates_A,
-            out=call.copies.served_rows(rows_AD),
+            out=call.replicas.served_rows(rows_AD),
         )
         ctx.like = rows_AD.new_empty(()).expand(rows_AD.shape)
         save(ctx, call, given, gates_A, up, *stacked)
@@ -271,9 +273,9 @@ class _TwoProducts(torch.autograd.Function):
         products, homes = call.products, call.homes(stacked)
         learned = dict(zip(call.names, stacked, strict=True))
         learns = any(ctx.needs_input_grad[4:])
-        sums = _Gradients(call.copies, learned, products.knows_spans) if learns else None
-        with call.copies as copies:
-            held = copies.tensors()
+        sums = _Gradients(call.replicas, learned, products.knows_spans) if learns else None
+        with call.replicas as replicas:
+            held = replicas.tensors()
             gate_up, (down, down_bias) = (_layer(homes, held, n) for n in ("gate_up", "down"))
             d_hidden = products.multiply_transposed(d_outputs_AD, down)
             d_up, hidden, d_gates_A = products.activate_backward(up, d_hidden, gates_A)
@@ -284,7 +286,7 @@ class _TwoProducts(torch.autograd.Function):
                 products.weight_gradients(d_up, given, *sums.of("gate_up"))
             beside = None if sums is None else sums.reduce()
             d_rows_AD = products.multiply_transposed(
-                d_up, gate_up[0], out=copies.served_rows(ctx.like), beside=beside
+                d_up, gate_up[0], out=replicas.served_rows(ctx.like), beside=beside
             )
         wanted = sums.reduced() if sums is not None else [None] * len(stacked)
         return d_rows_AD, d_gates_A if ctx.needs_input_grad[1] else None, None, None, *wanted
@@ -316,20 +318,20 @@ class _Gradients:
     Those of home experts to which nothing is added are rounded at once, if the engine knows which.
     """
 
-    def __init__(self, copies: Copies, homes: Weights, knows_spans: bool) -> None:
-        self._copies, self._homes = copies, homes
+    def __init__(self, replicas: Replicas, homes: Weights, knows_spans: bool) -> None:
+        self._replicas, self._homes = replicas, homes
         kinds = {n: (tuple(w.shape[1:]), accumulator(w.dtype)) for n, w in homes.items()}
-        if copies.possible or knows_spans:
-            self._of_copies = copies.gradient_slots(kinds)
+        if replicas.possible or knows_spans:
+            self._of_copies = replicas.gradient_slots(kinds)
         else:  # of none, so that nobody clears memory for them
             self._of_copies = {n: w.new_empty(0, *w.shape[1:]) for n, w in homes.items()}
         wide = {n: kind for n, (_, kind) in kinds.items()}
         narrower = any(w.dtype != wide[n] for n, w in homes.items())
-        apart = copies.possible and knows_spans and narrower
-        self._spans = copies.spans() if apart else None
+        apart = replicas.possible and knows_spans and narrower
+        self._spans = replicas.spans() if apart else None
         self._own = {n: torch.empty_like(w, dtype=wide[n]) for n, w in homes.items() if apart}
         self._of_homes = {
-            n: torch.empty_like(w, dtype=wide[n] if copies.possible and not apart else w.dtype)
+            n: torch.empty_like(w, dtype=wide[n] if replicas.possible and not apart else w.dtype)
             for n, w in homes.items()
         }
 
@@ -339,13 +341,13 @@ class _Gradients:
 
     def reduce(self) -> Beside | None:
         """Begin to add those of the copies to those of the homes, beside the product to come."""
-        if not self._copies.possible:
+        if not self._replicas.possible:
             return None
-        return self._copies.reduce(self._of_homes, self._own or None, beside=True)
+        return self._replicas.reduce(self._of_homes, self._own or None, beside=True)
 
     def reduced(self) -> list[torch.Tensor]:
         """The gradients of the home experts, with those of all their copies."""
-        self._copies.reduced()
+        self._replicas.reduced()
         return [self._of_homes[name].to(weight.dtype) for name, weight in self._homes.items()]
 
 

@@ -16,10 +16,10 @@ import torch
 
 from ultraep.backends import BACKENDS
 from ultraep.errors import ConfigError
+from ultraep.microbatch import AnyPlan, MicrobatchInfo
 from ultraep.plan import Plan
-from ultraep.plane import AnyPlan, Microbatch
-from ultraep.runtime.fetch import Fetch
 from ultraep.runtime.observe import Later
+from ultraep.runtime.streams import Fetch
 from ultraep.topology import Topology
 
 if TYPE_CHECKING:
@@ -85,18 +85,18 @@ class Meter:
         self._topology = topology
         self._host = [0] * len(ORDER)
         self._devices: dict[torch.device, PlanSums] = {}
-        self._copies: WeakKeyDictionary[Microbatch, torch.Tensor] = WeakKeyDictionary()
+        self._copies: WeakKeyDictionary[MicrobatchInfo, torch.Tensor] = WeakKeyDictionary()
         self._coming: deque[tuple[str, int, Later]] = deque()  # what was sent, bytes of each
         if torch.cuda.is_initialized() and _kernels_run():  # before a graph is captured
             self._sums_on(torch.empty(0, device="cuda").device)
 
-    def begin(self, _stage: str, _microbatch: Microbatch) -> None:
+    def begin(self, _stage: str, _microbatch: MicrobatchInfo) -> None:
         """Nothing: clocks take the time."""
 
-    def end(self, _stage: str, _microbatch: Microbatch) -> None:
+    def end(self, _stage: str, _microbatch: MicrobatchInfo) -> None:
         """Nothing: clocks take the time."""
 
-    def planned(self, microbatch: Microbatch, plan: AnyPlan) -> None:
+    def planned(self, microbatch: MicrobatchInfo, plan: AnyPlan) -> None:
         if isinstance(plan, Plan):
             add_plan(self._host, plan)
             return
@@ -106,7 +106,7 @@ class Meter:
         self._sums_on(found.result.device).add(*parts)
 
     def sent(
-        self, microbatch: Microbatch, what: str, nbytes: int, copies: int | Later | None
+        self, microbatch: MicrobatchInfo, what: str, nbytes: int, copies: int | Later | None
     ) -> None:
         if isinstance(copies, int):
             self._host[BYTES[what]] += nbytes * copies
@@ -174,22 +174,3 @@ class Fetched:
 
 def _kernels_run() -> bool:
     return any(info.name == "triton" and info.available for info in BACKENDS)
-
-
-class StageTimes:
-    """A notebook with the seconds of every stage, of the microbatches that the clock times."""
-
-    def __init__(self) -> None:
-        self.timed, self.seconds = 0, defaultdict[str, float](float)
-
-    def planned(self, microbatch: Microbatch, _: Plan) -> None:
-        self.timed += microbatch.timed
-
-    def took(self, _: Microbatch, stage: str, seconds: float) -> None:
-        self.seconds[stage] += seconds
-
-    def sent(self, _: Microbatch, what: str, nbytes: int, copies: int) -> None:
-        """Nothing: the meter counts."""
-
-    def passed(self, _: Microbatch, began: float) -> None:
-        """Nothing: sums know no microbatch."""

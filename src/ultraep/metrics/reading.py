@@ -9,8 +9,9 @@ from typing import TypeAlias
 import ultraep.metrics.names as names
 from ultraep.errors import ConfigError
 from ultraep.metrics.alarms import Alarms, AlarmSettings
-from ultraep.metrics.meter import Fetched, Meter, StageTimes, Totals
+from ultraep.metrics.meter import Fetched, Meter, Totals
 from ultraep.runtime.balancer import Balancer
+from ultraep.runtime.stats import Stats
 
 
 @dataclass(frozen=True)
@@ -62,10 +63,10 @@ class Metrics:
         on = self.policy != "none" and any(b.topology.slots for b in balancers)
         self._alarms = Alarms(alarms or AlarmSettings(), balancing=on)
         self._meters = [Meter(balancer.topology) for balancer in balancers]
-        self._times = [StageTimes() for _ in balancers]
+        self._times = [Stats() for _ in balancers]
         for balancer, meter, times in zip(balancers, self._meters, self._times, strict=True):
             balancer.observe(meter)
-            balancer.note_in(times)
+            balancer.add_sink(times)
 
     def tell(self, *sinks: Sink) -> Metrics:
         """Hand every reading from now on to these, too."""

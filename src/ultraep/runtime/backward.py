@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ultraep.plane import Copies
+from ultraep.microbatch import Replicas
 
 
 def in_backward() -> bool:
@@ -18,25 +18,25 @@ def _backward_pass() -> int:
 
 
 class LentInBackward:
-    """The copies of one rank whose slots a backward pass is using.
+    """The replicas of one rank whose slots a backward pass is using.
 
     A pass that raises an exception does not give its slots back. The next one to need slots does.
     """
 
     def __init__(self) -> None:
-        self._lent: list[tuple[int, Copies]] = []
+        self._lent: list[tuple[int, Replicas]] = []
 
-    def add(self, copies: Copies) -> None:
-        """Note copies whose slots were just lent, if backward is running."""
+    def add(self, replicas: Replicas) -> None:
+        """Note replicas whose slots were just lent, if backward is running."""
         if in_backward():
-            self._lent.append((_backward_pass(), copies))
+            self._lent.append((_backward_pass(), replicas))
 
-    def discard(self, copies: Copies) -> None:
-        """Forget copies whose slots were given back."""
-        self._lent = [(number, other) for number, other in self._lent if other is not copies]
+    def discard(self, replicas: Replicas) -> None:
+        """Forget replicas whose slots were given back."""
+        self._lent = [(number, other) for number, other in self._lent if other is not replicas]
 
     def give_back(self) -> None:
         """Give back the slots of all backward passes but the one that is running."""
-        for number, copies in self._lent:
+        for number, replicas in self._lent:
             if number != _backward_pass():
-                copies.__exit__(None, None, None)
+                replicas.__exit__(None, None, None)

@@ -1,10 +1,13 @@
-"""Balancer: one per expert-parallel group; the stages that need the group, whatever carries them.
+"""Balancer: one per expert-parallel group; the microbatches of all its layers begin here.
 
-Its verbs are `gather` (1), `plan` (2), `replicate` (3, and 8 in backward) and `reroute` (4, and the
-exchange of 5 and 7). All ranks call them in the same order. A data plane (`plane.py`) does it all,
-`messages` or `mapped`, chosen with the first microbatch. Observers see what it does (`observe.py`).
+    index = balancer.register_layer()                        # once for each layer
+    layer = Layer(index, weights, experts)                   # see `ultraep.microbatch`
+    microbatch = balancer.begin(layer, ids, gates, tokens)
 
-Shapes: T tokens, K experts per token, R ranks, E experts.
+All ranks do so in the same order. A data plane, `messages` or `mapped`, carries the microbatches of
+a device; it is chosen with the first one. Observers see what it does (`observe.py`).
+
+Shapes: T tokens, K experts per token, D model width.
 """
 
 from __future__ import annotations
@@ -13,42 +16,59 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, NoReturn, Self
 
 import torch
 
 from ultraep import __version__
+from ultraep.backends import compile_in_background
 from ultraep.bundle import Bundle
 from ultraep.comm import Communicator, Peers
 from ultraep.config import BalanceConfig
 from ultraep.errors import ConfigError
-from ultraep.ops.modes import refuse_transforms, unseen
-from ultraep.plane import AnyPlan, Copies, DataPlane, Exchange, Loads, Microbatch
+from ultraep.loads import count_loads
+from ultraep.microbatch import DataPlane, Inputs, Layer, Microbatch, MicrobatchInfo
+from ultraep.ops.modes import refuse_transforms
+from ultraep.plan import plan as make_plan
 from ultraep.policies import get_policy
+from ultraep.reroute import reroute
 from ultraep.runtime.agreement import Agreement, Place, Point
 from ultraep.runtime.backward import in_backward
 from ultraep.runtime.capacity import AUTO, check_config, check_topology, default_config
-from ultraep.runtime.choice import Choice, choose
 from ultraep.runtime.clocks import clock_of
-from ultraep.runtime.connect import ALONE, GroupOrName, connect, resolve_group, warn_if_idle
+from ultraep.runtime.connect import (
+    ALONE,
+    Choice,
+    GroupOrName,
+    choose,
+    connect,
+    resolve_group,
+    warn_if_idle,
+)
 from ultraep.runtime.mapped.peers import SilentCommunicator
 from ultraep.runtime.messages.plane import MessagesPlane
-from ultraep.runtime.observe import Notebook, ObservedCopies, ObservedExchange, Observer, Watch
-from ultraep.runtime.pricing import Group, Pricing, from_environment, measurable
-from ultraep.runtime.rates import Serve
+from ultraep.runtime.microbatch import Shared
+from ultraep.runtime.observe import Clock, Observer, Observers, Sink
+from ultraep.runtime.pricing import Pricing, from_environment, measurable
 from ultraep.runtime.recording import Recording, open_recorder, wanted
 from ultraep.runtime.replays import ReplayedPlans
 from ultraep.runtime.settings import DeviceShare, Settings
 from ultraep.runtime.stats import Stats
-from ultraep.runtime.unique import Unique
 from ultraep.runtime.versions import Versions
-from ultraep.runtime.warm_up import warm_up
 from ultraep.topology import Topology
 
 
-class Balancer(Unique):
+class _Carrier(NamedTuple):
+    """What carries and times the microbatches of one device."""
+
+    choice: Choice
+    plane: DataPlane
+    clock: Clock
+
+
+class Balancer:
     """Balances every microbatch of every layer of one expert-parallel group.
 
     group: the expert-parallel process group; None: the default group; "alone": this process.
@@ -130,12 +150,13 @@ class Balancer(Unique):
         self._join(communicator, record, (experts, slots, domain, homes))
         chosen = own_ranks or group == ALONE
         warn_if_idle(self.rank, self.topology, self.config.policy, chosen=chosen)
-        self._pricing = Pricing(self.topology)
+        self._pricing = Pricing(self.topology, self.comm, self._agreement)
         self._layers = self._steps = 0
-        self._versions, self._watch, self._stats = Versions(), Watch(), Stats()
+        self._versions, self._stats = Versions(), Stats()
+        self._observers: list[Observer] = []
         recording = [] if self._recording is None else [self._recording]
-        self._notebooks: list[Notebook] = [self._stats, *recording]  # of all clocks
-        self._planes: dict[torch.device, tuple[Choice, DataPlane, Any]] = {}
+        self._sinks: list[Sink] = [self._stats, *recording]  # of all clocks
+        self._carriers: dict[torch.device, _Carrier] = {}
 
     def _join(
         self, communicator: Communicator | None, record: str | Path | None, topology: Any
@@ -163,7 +184,10 @@ class Balancer(Unique):
         self._recording = None if self.recorder is None else Recording(self.recorder, self.rank)
 
     def __repr__(self) -> str:
-        chosen = [f"{c.name} on {device}: {c.reason}" for device, (c, *_) in self._planes.items()]
+        chosen = [
+            f"{carrier.choice.name} on {device}: {carrier.choice.reason}"
+            for device, carrier in self._carriers.items()
+        ]
         topology, config = self.topology, self.config
         return (
             f"Balancer(rank {self.rank} of {self.comm.size}, {topology.experts} experts, "
@@ -171,130 +195,94 @@ class Balancer(Unique):
             f"data plane {'; '.join(chosen) or 'not chosen before the first microbatch'})"
         )
 
+    def __copy__(self) -> Self:
+        """Belong to the running processes: copies of a module share their balancer."""
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise ConfigError(
+            "a Balancer belongs to running processes and is in no file: save the state_dict() of a "
+            "module (its own experts), or the full_state_dict() of a layer (all)"
+        )
+
     @property
     def rank(self) -> int:
         return self.comm.rank
 
     def register_layer(self) -> int:
-        """A number for a layer; layers are made in the same order on all ranks."""
+        """Return the number of a new layer; all ranks create their layers in the same order."""
         self._layers += 1
         return self._layers - 1
 
-    @unseen()
-    def gather(
+    def begin(
         self,
+        layer: Layer,
         ids: torch.Tensor,
-        *,
-        layer: int = 0,
-        bundle: Bundle | None = None,
-        rows: torch.Tensor | None = None,
         gates: torch.Tensor | None = None,
-    ) -> Loads:
-        """Stage 1: the exact loads of all ranks from the `[T, K]` ids of this one; -1: padding.
+        tokens: torch.Tensor | None = None,
+        *,
+        policy: str | None = None,
+    ) -> Microbatch:
+        """Begin a microbatch of a layer; the first one on a device is collective.
 
-        bundle, rows, gates: what is to be copied, the tokens as they are to be sent, and the gates
-        of their choices; ranks compare of which kind they are and whether they want gradients.
+        layer: its number, weights and stage 6, as they are now.
+        ids: `[T, K]` the experts that the router chose for every token; -1: padding.
+        gates, tokens: `[T, K]` and `[T, D]` as they are to be sent; optional for callers that
+            only count and plan, or that send the rows themselves.
+        policy: in place of the balancer's, for this microbatch.
         """
         refuse_transforms()
         self._steps += 1
-        plane, clock = self.plane(ids.device), self._watch.clock
-        assert clock is not None
-        microbatch = Microbatch(
-            layer, self._steps, in_backward(), began=time.time(), timed=clock.times(self._steps)
+        carrier = self._carrier(ids.device)
+        info = MicrobatchInfo(
+            layer.index,
+            self._steps,
+            in_backward(),
+            began=time.time(),
+            timed=carrier.clock.times(self._steps),
         )
-        with self._watch.stage("loads", microbatch):
-            loads: Loads = plane.gather(ids, microbatch, bundle or {}, rows=rows, gates=gates)
-        return loads
-
-    @unseen()
-    def learn_rates(
-        self,
-        loads: Loads,
-        serve: Serve,
-        bundle: Bundle,
-        rows: torch.Tensor,
-        gates: torch.Tensor,
-        *,
-        policy: str | None = None,
-    ) -> None:
-        """Between stages 1 and 2: measure what rows and copies of such a layer cost, if need be.
-
-        Once for each kind of layer, by all ranks together; then it costs nothing. Without it, and
-        without `BalanceConfig(rates=...)`, plans are made for balance.
-
-        serve: stage 6, `serve(arrivals, copies)`, which is tried on made-up rows.
-        """
-        if self._pricing.lacks(loads.microbatch, self._config_for(policy)):
-            group = Group(self.comm, self._agreement, self._plane_of(loads), self._watch)
-            again = max(self._layers, self._pricing.layers + 1) > self.settings.in_flight
-            self._pricing.learn(group, loads, serve, bundle, rows, gates, again=again)
-
-    @unseen()
-    def plan(self, loads: Loads, *, policy: str | None = None) -> Any:
-        """Stage 2: the plan of this microbatch; every rank finds the same.
-
-        A `Plan`, or on the mapped plane one that has not left the device; both have `to_host`.
-        """
-        plane, microbatch = self._plane_of(loads), loads.microbatch
-        config = self._pricing.config(loads, self._config_for(policy))
-        with self._watch.stage("plan", microbatch):
-            plan: AnyPlan = plane.plan(loads, config)
-        self._watch.planned(microbatch, plan)
-        if self.settings.verify:
-            with self._watch.stage("verify", microbatch):
-                plane.verify(plan, loads)
-        return plan
-
-    def _config_for(self, policy: str | None) -> BalanceConfig:
-        return self.config if policy is None else replace(self.config, policy=policy)
-
-    def replicate(self, plan: AnyPlan, loads: Loads, bundle: Bundle) -> Copies:
-        """Stage 3: spare slots filled with weights of `bundle`, for the time of a `with` block."""
-        copies = self._plane_of(loads).replicate(plan, loads, bundle)
-        return ObservedCopies(copies, loads.microbatch, self._watch)
-
-    @unseen()
-    def reroute(self, ids: torch.Tensor, plan: AnyPlan, loads: Loads) -> Exchange:
-        """Stage 4: a slot for every routed row of this rank, and the exchange of stages 5 and 7."""
-        with self._watch.stage("reroute", loads.microbatch):
-            exchange = self._plane_of(loads).reroute(ids, plan, loads)
-        return ObservedExchange(exchange, loads.microbatch, self._watch)
+        config = self.config if policy is None else replace(self.config, policy=policy)
+        shares_slots = max(self._layers, layer.index + 1) > self.settings.in_flight
+        return carrier.plane.begin(Inputs(info, layer, config, ids, gates, tokens, shares_slots))
 
     def plane(self, device: torch.device | str) -> DataPlane:
-        """The data plane for tokens on that device; collective when it is first asked for."""
+        """The data plane for tokens on that device; collective when it is first called."""
+        return self._carrier(device).plane
+
+    def _carrier(self, device: torch.device | str) -> _Carrier:
         if isinstance(device, str) or device.index is None:
             device = torch.empty(0, device=device).device
-        if device not in self._planes:
+        if device not in self._carriers:
             place = Place(Point.PLANE, 0, self._steps)
             meet = partial(self._agreement.meet, place, device)
-            chosen = choose(self.comm, self.settings, device, self._peers, meet)
-            plane = self._make(chosen)
-            recorded, replays = self._recording is not None, None
-            if self._recording is not None and device.type == "cuda" and chosen.peers is not None:
-                replays = ReplayedPlans(self._recording, self.topology, device)
-            clock = clock_of(device, self._notebooks, self.rank, recorded=recorded, replays=replays)
-            self._planes[device] = chosen, plane, clock
-        _, plane, clock = self._planes[device]
-        self._watch.clock = clock
-        return plane
+            choice = choose(self.comm, self.settings, device, self._peers, meet)
+            recording, replays = self._recording, None
+            if recording is not None and device.type == "cuda" and choice.peers is not None:
+                replays = ReplayedPlans(recording, self.topology, device)
+            recorded = recording is not None
+            clock = clock_of(device, self._sinks, self.rank, recorded=recorded, replays=replays)
+            self._carriers[device] = _Carrier(choice, self._make_plane(choice, clock), clock)
+        return self._carriers[device]
 
-    def _make(self, chosen: Choice) -> DataPlane:
-        common: dict[str, Any] = {
-            "topology": self.topology,
-            "config": self.config,
-            "settings": self.settings,
-            "agreement": self._agreement,
-            "versions": self._versions,
-            "watch": self._watch,
-        }
-        if chosen.peers is None:
-            return MessagesPlane(self.comm, **common)
+    def _make_plane(self, choice: Choice, clock: Clock) -> DataPlane:
+        shared = Shared(
+            self.comm,
+            self.topology,
+            self.config,
+            self.settings,
+            self._agreement,
+            self._versions,
+            self._pricing,
+            Observers(clock, self._observers),
+        )
+        if choice.peers is None:
+            return MessagesPlane(shared)
         from ultraep.runtime.mapped.plane import MappedPlane  # triton, only where it is used
 
-        return MappedPlane(chosen.peers, comm=self.comm, agreed=self._agreed, **common)
-
-    def _plane_of(self, loads: Loads) -> Any:
-        return self._planes[loads.on_device.device][1]
+        return MappedPlane(shared, choice.peers, self._agreed)
 
     def prepare(self, ids: torch.Tensor, rows: torch.Tensor, bundle: Bundle) -> None:
         """Take all memory that microbatches like this need; collective. Otherwise the first does.
@@ -305,11 +293,11 @@ class Balancer(Unique):
 
     def observe(self, observer: Observer) -> None:
         """Tell this observer, too, what happens from now on."""
-        self._watch.others.append(observer)
+        self._observers.append(observer)
 
-    def note_in(self, notebook: Notebook) -> None:
-        """Write what the clocks of the data planes note from now on into this notebook, too."""
-        self._notebooks.append(notebook)
+    def add_sink(self, sink: Sink) -> None:
+        """Pass what the clocks of the data planes observe from now on to this sink, too."""
+        self._sinks.append(sink)
 
     def at_state(self, layer: int, device: torch.device) -> None:
         """Before the experts of all ranks are gathered: raise if not all ranks are about to."""
@@ -322,8 +310,8 @@ class Balancer(Unique):
         the order of the current stream; those of before are fetched here, without waiting.
         """
         if self._recording is not None:
-            for *_, clock in self._planes.values():
-                clock.begin_step(step)  # what was not noted yet belongs to the step before
+            for carrier in self._carriers.values():
+                carrier.clock.begin_step(step)  # what was not noted yet belongs to the step before
             self._recording.begin_step(step)
 
     @contextmanager
@@ -348,8 +336,8 @@ class Balancer(Unique):
 
     def _promise(self) -> None:
         """Tell the devices what is promised from here on."""
-        for _, plane, _ in self._planes.values():
-            plane.promise()
+        for carrier in self._carriers.values():
+            carrier.plane.promise()
 
     @property
     def weights_promise(self) -> int:
@@ -368,7 +356,7 @@ class Balancer(Unique):
         the seconds of all microbatches are concluded from those of the `timed` ones.
         """
         self._settle()
-        held = sum(plane.nbytes for _, plane, _ in self._planes.values())
+        held = sum(carrier.plane.nbytes for carrier in self._carriers.values())
         return self._stats.summary() | {"pool_bytes": held, "rates": self._pricing.known()}
 
     def reset_stats(self) -> None:
@@ -377,24 +365,38 @@ class Balancer(Unique):
         self._stats.reset()
 
     def _settle(self) -> None:
-        for *_, clock in self._planes.values():
-            clock.settle()
+        for carrier in self._carriers.values():
+            carrier.clock.settle()
 
     def check(self) -> None:
         """Raise what a device has noted and the host has not seen yet; waits for it.
 
-        A lost rank, rows that exceed the capacity, ids that are none. `gather` looks by itself,
-        without waiting; after the replay of a graph, it is for the caller to ask.
+        A lost rank, more rows than the capacity, invalid ids. `count` looks by itself, without
+        waiting; after the replay of a graph, call this.
         """
-        for _, plane, _ in self._planes.values():
-            plane.check()
+        for carrier in self._carriers.values():
+            carrier.plane.check()
 
     def close(self) -> None:
         """Write the rest of the trace, give back memory and the communicator's resources."""
-        for *_, clock in self._planes.values():
-            clock.finish()
+        for carrier in self._carriers.values():
+            carrier.clock.finish()
         if self.recorder is not None:
             self.recorder.close()
-        for _, plane, _ in self._planes.values():
-            plane.close()
+        for carrier in self._carriers.values():
+            carrier.plane.close()
         self.comm.close()
+
+
+@cache
+def warm_up(backend: str | None) -> None:
+    """Load or compile what a step needs before joining a group, so that no rank waits for another.
+
+    Without a named backend, a child process compiles the planner and the first steps do without.
+    """
+    if backend is None:
+        compile_in_background()
+    topology, ids = Topology(ranks=2, experts=2), torch.zeros(2, 1, dtype=torch.int64)
+    loads = [count_loads(ids, topology.experts, backend=backend)] * topology.ranks
+    plan = make_plan(loads, topology, BalanceConfig(tolerance=0.1), backend=backend)
+    reroute(ids, plan, 0, backend=backend)

@@ -1,4 +1,4 @@
-"""Clocks: observers that hand numbers of the host to notebooks (`Stats`, `Recording`).
+"""Clocks: observers that hand numbers of the host to sinks (`Stats`, `Recording`).
 
 `HostClock` does it at once, `DeviceClock` when the device has come so far, without waiting for it.
 """
@@ -8,17 +8,16 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 
+from ultraep.hops import copies_sent
+from ultraep.microbatch import AnyPlan, MicrobatchInfo
 from ultraep.plan import Plan
-from ultraep.plane import AnyPlan, Microbatch
-from ultraep.runtime.observe import Clock, Later, Notebook
-
-if TYPE_CHECKING:
-    from ultraep.runtime.replays import ReplayedPlans
+from ultraep.runtime.observe import Clock, Later, Sink
+from ultraep.runtime.replays import ReplayedPlans
 
 TIMED = 8  # one microbatch in so many, on a GPU that is not recorded
 MOST_PENDING = 4096  # notes that wait for the device
@@ -32,15 +31,15 @@ class _Spans:
 
     def __init__(self, now: Callable[[], Any], took: Callable[..., None]) -> None:
         self._now, self._took = now, took
-        self._open: WeakKeyDictionary[Microbatch, list[Any]] = WeakKeyDictionary()
+        self._open: WeakKeyDictionary[MicrobatchInfo, list[Any]] = WeakKeyDictionary()
 
-    def begin(self, stage: str, microbatch: Microbatch) -> None:
+    def begin(self, stage: str, microbatch: MicrobatchInfo) -> None:
         stack, now = self._open.setdefault(microbatch, []), self._now()
         if stack:
             self._took(microbatch, stack[-1][0], stack[-1][1], now)
         stack.append([stage, now])
 
-    def end(self, stage: str, microbatch: Microbatch) -> None:
+    def end(self, stage: str, microbatch: MicrobatchInfo) -> None:
         stack = self._open.get(microbatch)
         if not stack:
             return
@@ -60,46 +59,46 @@ class HostClock:
     rank: of this rank, whose part in a plan is noted as sent where nobody counts it.
     """
 
-    def __init__(self, notebooks: Sequence[Notebook], rank: int) -> None:
-        self._notebooks, self._rank = notebooks, rank
+    def __init__(self, sinks: Sequence[Sink], rank: int) -> None:
+        self._notebooks, self._rank = sinks, rank
         self._spans = _Spans(time.perf_counter, self._took)
-        self._plans: WeakKeyDictionary[Microbatch, Plan] = WeakKeyDictionary()
+        self._plans: WeakKeyDictionary[MicrobatchInfo, Plan] = WeakKeyDictionary()
 
-    def _took(self, microbatch: Microbatch, stage: str, since: float, now: float) -> None:
+    def _took(self, microbatch: MicrobatchInfo, stage: str, since: float, now: float) -> None:
         self.took(microbatch, stage, now - since)
 
-    def took(self, microbatch: Microbatch, stage: str, seconds: float) -> None:
+    def took(self, microbatch: MicrobatchInfo, stage: str, seconds: float) -> None:
         """Note the seconds of a stage."""
-        for notebook in self._notebooks:
-            notebook.took(microbatch, stage, seconds)
+        for sink in self._notebooks:
+            sink.took(microbatch, stage, seconds)
 
-    def begin(self, stage: str, microbatch: Microbatch) -> None:
+    def begin(self, stage: str, microbatch: MicrobatchInfo) -> None:
         self._spans.begin(stage, microbatch)
 
-    def end(self, stage: str, microbatch: Microbatch) -> None:
+    def end(self, stage: str, microbatch: MicrobatchInfo) -> None:
         self._spans.end(stage, microbatch)
         self.passed(stage, microbatch, microbatch.began)
 
-    def passed(self, stage: str, microbatch: Microbatch, began: float) -> None:
+    def passed(self, stage: str, microbatch: MicrobatchInfo, began: float) -> None:
         """Note the end of a pass, if that was its last stage."""
         if stage in LAST_STAGES:
-            for notebook in self._notebooks:
-                notebook.passed(microbatch, began)
+            for sink in self._notebooks:
+                sink.passed(microbatch, began)
 
-    def planned(self, microbatch: Microbatch, plan: AnyPlan) -> None:
+    def planned(self, microbatch: MicrobatchInfo, plan: AnyPlan) -> None:
         found = self._plans[microbatch] = plan.to_host()
-        for notebook in self._notebooks:
-            notebook.planned(microbatch, found)
+        for sink in self._notebooks:
+            sink.planned(microbatch, found)
 
     def sent(
-        self, microbatch: Microbatch, what: str, nbytes: int, copies: int | Later | None
+        self, microbatch: MicrobatchInfo, what: str, nbytes: int, copies: int | Later | None
     ) -> None:
         if copies is None:
             copies = copies_sent(self._plans[microbatch], what, self._rank)
         elif callable(copies):
             copies = copies()
-        for notebook in self._notebooks:
-            notebook.sent(microbatch, what, nbytes * copies, copies)
+        for sink in self._notebooks:
+            sink.sent(microbatch, what, nbytes * copies, copies)
 
     def times(self, _step: int) -> bool:
         """Every microbatch."""
@@ -124,13 +123,13 @@ class DeviceClock:
 
     def __init__(
         self,
-        notebooks: Sequence[Notebook],
+        sinks: Sequence[Sink],
         rank: int,
         every: int = 1,
         replays: ReplayedPlans | None = None,
     ) -> None:
         self._every, self._replays = every, replays
-        self._notes = HostClock(notebooks, rank)
+        self._notes = HostClock(sinks, rank)
         self._spans = _Spans(_event, self._took)
         self._pending: deque[tuple[Any, list[Callable[[], None]]]] = deque()
         self._waiting: list[Callable[[], None]] = []  # notes that the next event is for
@@ -139,21 +138,21 @@ class DeviceClock:
         """The first microbatch, and then as evenly as multiples of the golden section lie."""
         return ((step - 1) * GOLDEN & WORD - 1) * self._every < WORD
 
-    def _took(self, microbatch: Microbatch, stage: str, since: Any, now: Any) -> None:
+    def _took(self, microbatch: MicrobatchInfo, stage: str, since: Any, now: Any) -> None:
         def note() -> None:
             self._notes.took(microbatch, stage, since.elapsed_time(now) / 1000)
 
         self._waiting.append(note)
         self._attach(now)
 
-    def begin(self, stage: str, microbatch: Microbatch) -> None:
+    def begin(self, stage: str, microbatch: MicrobatchInfo) -> None:
         if torch.cuda.is_current_stream_capturing():
             return
         if stage in FIRST_STAGES:
             self._catch_up()
         self._spans.begin(stage, microbatch)
 
-    def end(self, stage: str, microbatch: Microbatch) -> None:
+    def end(self, stage: str, microbatch: MicrobatchInfo) -> None:
         if torch.cuda.is_current_stream_capturing():
             return
         self._spans.end(stage, microbatch)
@@ -161,7 +160,7 @@ class DeviceClock:
             began = microbatch.began  # until then, backward may have begun
             self._waiting.append(lambda: self._notes.passed(stage, microbatch, began))
 
-    def planned(self, microbatch: Microbatch, plan: AnyPlan) -> None:
+    def planned(self, microbatch: MicrobatchInfo, plan: AnyPlan) -> None:
         if not torch.cuda.is_current_stream_capturing():
             later = plan.later()
             self._waiting.append(lambda: self._notes.planned(microbatch, later()))
@@ -169,7 +168,7 @@ class DeviceClock:
             self._replays.captured(microbatch, plan)  # type: ignore[arg-type]
 
     def sent(
-        self, microbatch: Microbatch, what: str, nbytes: int, copies: int | Later | None
+        self, microbatch: MicrobatchInfo, what: str, nbytes: int, copies: int | Later | None
     ) -> None:
         if not torch.cuda.is_current_stream_capturing():
             self._waiting.append(lambda: self._notes.sent(microbatch, what, nbytes, copies))
@@ -214,12 +213,6 @@ class DeviceClock:
             self._replays.finish()
 
 
-def copies_sent(plan: Plan, what: str, rank: int) -> int:
-    """Copies of which a rank sends weights or gradients, by the plan."""
-    homes, hosts = plan.topology.home_of_expert[plan.replicas[:, 0]], plan.replicas[:, 1]
-    return int(((homes if what == "weights" else hosts) == rank).sum())
-
-
 def _event() -> Any:
     event = torch.cuda.Event(enable_timing=True)
     event.record(torch.cuda.current_stream(torch.cuda.current_device()))
@@ -228,7 +221,7 @@ def _event() -> Any:
 
 def clock_of(
     device: torch.device,
-    notebooks: Sequence[Notebook],
+    sinks: Sequence[Sink],
     rank: int,
     *,
     recorded: bool,
@@ -236,5 +229,5 @@ def clock_of(
 ) -> Clock:
     """The clock of a data plane on that device."""
     if device.type != "cuda":
-        return HostClock(notebooks, rank)
-    return DeviceClock(notebooks, rank, 1 if recorded else TIMED, replays)
+        return HostClock(sinks, rank)
+    return DeviceClock(sinks, rank, 1 if recorded else TIMED, replays)

@@ -1,4 +1,8 @@
-"""Which process group a balancer uses, and which communicator carries its messages."""
+"""Which process group, communicator and data plane a balancer uses.
+
+The data plane is chosen for the first microbatch, when it is known where its tokens are, and by all
+ranks together: mapped memory where all ranks map each other's, else messages.
+"""
 
 from __future__ import annotations
 
@@ -6,20 +10,24 @@ import logging
 import os
 import sys
 import warnings
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias
 
+import torch
 import torch.distributed as dist
 
-from ultraep.comm import Communicator
+from ultraep.backends import BACKENDS
+from ultraep.comm import Communicator, Peers
 from ultraep.config import check_timeout
-from ultraep.errors import ConfigError, NothingToBalance
+from ultraep.errors import CommunicationError, ConfigError, NothingToBalance, PlanMismatch
 from ultraep.runtime import local
+from ultraep.runtime.settings import TRANSPORTS, Settings
+from ultraep.runtime.streams import capturing
 from ultraep.topology import Topology
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-TRANSPORTS = ("auto", "shared", "sockets")
 ALONE: Final = "alone"  # the group of this process and no other
 GroupOrName: TypeAlias = "ProcessGroup | Literal['alone'] | None"
 
@@ -104,7 +112,7 @@ def connect(
     from ultraep.runtime.torch_dist import TorchDistCommunicator
 
     logger.info("transport of %d ranks: sockets", group.size())
-    return TorchDistCommunicator(group, timeout)
+    return TorchDistCommunicator(group, timeout, connect_hosts=connect_hosts)
 
 
 def connect_hosts(group: ProcessGroup, timeout: float | None = None) -> Communicator:
@@ -112,3 +120,85 @@ def connect_hosts(group: ProcessGroup, timeout: float | None = None) -> Communic
     ranks = dist.get_process_group_ranks(group)
     hosts = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
     return connect(hosts, timeout=timeout)
+
+
+class Choice(NamedTuple):
+    """A data plane, and the reason for it."""
+
+    name: str
+    reason: str
+    peers: Peers | None = None
+
+
+def choose(
+    comm: Communicator,
+    settings: Settings,
+    device: torch.device,
+    peers: Peers | None,
+    meet: Callable[[], None],
+) -> Choice:
+    """The plane for tokens on this device, alike on all ranks; collective if it must be found out.
+
+    peers: memory that ranks map, if it is given.   meet: raises if not all ranks are here.
+    """
+    wanted = settings.data_plane
+    if capturing(device):
+        raise ConfigError(
+            "no data plane is chosen yet, and none can be in a graph: run a step before, outside "
+            "of a graph, or `prepare`"
+        )
+    if wanted == "messages":
+        return Choice("messages", "asked for")
+    if wanted == "auto" and device.type == "cpu" and peers is None:
+        return Choice("messages", "tokens are on the CPU")
+    reasons: list[str] = []
+    if peers is None:
+        meet()
+        reasons = _obstacles(comm, device, _obstacle_here())
+        if not reasons:  # on all ranks: to take memory is collective
+            peers, obstacle = _map(comm, device)
+            reasons = _obstacles(comm, device, obstacle)
+    else:
+        _obstacles(comm, device, "")
+    if reasons and wanted == "mapped":
+        raise ConfigError(f"data_plane='mapped' is not possible: {'; '.join(reasons)}")
+    if reasons:
+        found = Choice("messages", reasons[0])
+        logger.warning(
+            "data plane of %d ranks: messages, slower than mapped memory, because %s; pass "
+            "data_plane='messages' if that is intended",
+            comm.size,
+            found.reason,
+        )
+        return found
+    found = Choice("mapped", f"all {comm.size} ranks map each other's memory", peers)
+    logger.info("data plane of %d ranks: %s (%s)", comm.size, found.name, found.reason)
+    return found
+
+
+def _obstacles(comm: Communicator, device: torch.device, obstacle: str) -> list[str]:
+    """The obstacles of all ranks."""
+    told = comm.gather_objects((device.type, obstacle))
+    _compare_devices([kind for kind, _ in told])
+    return [f"rank {rank}: {text}" for rank, (_, text) in enumerate(told) if text]
+
+
+def _obstacle_here() -> str:
+    triton = next(info for info in BACKENDS if info.name == "triton")
+    return f"the backend 'triton' {triton.obstacle}" if triton.obstacle else ""
+
+
+def _map(comm: Communicator, device: torch.device) -> tuple[Peers | None, str]:
+    """Memory that all ranks map, or why there is none."""
+    try:
+        peers = comm.peers(device)
+        peers.allocate("probe", 64)
+    except (ConfigError, CommunicationError) as error:
+        return None, str(error)
+    return peers, ""
+
+
+def _compare_devices(kinds: list[str]) -> None:
+    if len(set(kinds)) > 1:
+        listed = "; ".join(f"rank {rank} has {kind}" for rank, kind in enumerate(kinds))
+        raise PlanMismatch(f"ranks disagree about the device of their tokens: {listed}")

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ultraep.arrays import IntArray
-from ultraep.plane import Microbatch
+from ultraep.microbatch import MicrobatchInfo
 
 REMEMBERED = 64  # microbatches of a layer; more can hardly wait for their backward pass
 
@@ -31,7 +31,7 @@ class Moment(NamedTuple):
 class _Entry(NamedTuple):
     loads: IntArray  # [E]
     moment: Moment
-    microbatch: weakref.ref[Microbatch]
+    microbatch: weakref.ref[MicrobatchInfo]
 
     def waits(self) -> bool:
         """Whether backward may still compute this microbatch again."""
@@ -46,7 +46,7 @@ class History:
         self._entries: dict[int, deque[_Entry]] = defaultdict(lambda: deque(maxlen=REMEMBERED + 1))
         self._counts: dict[int, int] = defaultdict(int)
 
-    def note(self, microbatch: Microbatch, loads_E: IntArray) -> Moment:
+    def note(self, microbatch: MicrobatchInfo, loads_E: IntArray) -> Moment:
         """Return the past of these loads, and remember them unless they are recomputed."""
         layer, entries = microbatch.layer, self._entries[microbatch.layer]
         equal = [entry for entry in reversed(entries) if np.array_equal(entry.loads, loads_E)]

@@ -1,7 +1,7 @@
-"""What is seen of a balancer from outside: stages that begin and end, plans, bytes.
+"""What a balancer reports: stages that begin and end, plans, bytes sent.
 
-A balancer tells its observers; verbs hold no timers. Clocks are observers that hand numbers of the
-host to notebooks (`Stats`, `Recording`). Benchmarks bring observers of their own.
+Verbs hold no timers: `staged` marks a method as a stage, and observers are called when it begins
+and ends. Clocks are observers that pass numbers of the host to sinks (`Stats`, `Recording`).
 
 Stages, forward and backward: `ultraep.trace.schema.STAGES`.
 """
@@ -9,201 +9,200 @@ Stages, forward and backward: `ultraep.trace.schema.STAGES`.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol, Self, TypeAlias
+from functools import wraps
+from typing import Concatenate, ParamSpec, Protocol, TypeAlias, TypeVar
 
 import torch
 
-from ultraep.ops.products import Beside
+from ultraep.dispatch import Rows
+from ultraep.microbatch import AnyPlan, MicrobatchInfo
 from ultraep.plan import Plan
-from ultraep.plane import AnyPlan, Copies, Exchange, Microbatch
 
 Later: TypeAlias = Callable[[], int]  # a number that a device will know
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class Observer(Protocol):
-    """What is told when it happens; stages may be inside of others."""
+    """Called when something happens; stages may be inside of others."""
 
-    def begin(self, stage: str, microbatch: Microbatch, /) -> None: ...
+    def begin(self, stage: str, microbatch: MicrobatchInfo, /) -> None: ...
 
-    def end(self, stage: str, microbatch: Microbatch, /) -> None: ...
+    def end(self, stage: str, microbatch: MicrobatchInfo, /) -> None: ...
 
-    def planned(self, microbatch: Microbatch, plan: AnyPlan, /) -> None: ...
+    def planned(self, microbatch: MicrobatchInfo, plan: AnyPlan, /) -> None: ...
 
     def sent(
-        self, microbatch: Microbatch, what: str, nbytes: int, copies: int | Later | None, /
+        self, microbatch: MicrobatchInfo, what: str, nbytes: int, copies: int | Later | None, /
     ) -> None:
-        """`weights` or `gradients` of so many copies, of so many bytes each; None: as planned."""
+        """`weights` or `gradients` of so many replicas, `nbytes` each; None: as planned."""
 
 
 class Clock(Observer, Protocol):
-    """The observer of a data plane, which hands on what it sees to notebooks."""
+    """The observer of a data plane, which passes what it observes to sinks."""
 
     def times(self, step: int, /) -> bool:
         """Whether stages of that microbatch are timed."""
 
     def begin_step(self, step: int, /) -> None:
-        """Note all that was seen; what a device does from now on is of this step."""
+        """Flush; what a device does from now on belongs to this step."""
 
     def settle(self) -> None:
-        """Note all that was seen, and of replays what has come."""
+        """Pass on everything observed, and the replays that have arrived."""
 
     def finish(self) -> None:
-        """Note everything; waits for the device."""
+        """Pass on everything; waits for the device."""
 
 
-class Notebook(Protocol):
-    """What is kept, in numbers of the host."""
+class Sink(Protocol):
+    """Stores what clocks observe, in numbers of the host."""
 
-    def planned(self, microbatch: Microbatch, plan: Plan, /) -> None: ...
+    def planned(self, microbatch: MicrobatchInfo, plan: Plan, /) -> None: ...
 
-    def took(self, microbatch: Microbatch, stage: str, seconds: float, /) -> None: ...
+    def took(self, microbatch: MicrobatchInfo, stage: str, seconds: float, /) -> None: ...
 
-    def sent(self, microbatch: Microbatch, what: str, nbytes: int, copies: int, /) -> None: ...
+    def sent(self, microbatch: MicrobatchInfo, what: str, nbytes: int, copies: int, /) -> None: ...
 
-    def passed(self, microbatch: Microbatch, began: float, /) -> None:
+    def passed(self, microbatch: MicrobatchInfo, began: float, /) -> None:
         """The microbatch may have left the layer, in a pass that began then."""
 
 
-class Watch:
-    """All observers of a balancer: the clock of the data plane at work, and those of others."""
+class Observers:
+    """All observers of a data plane: its clock, and those that users added to the balancer."""
 
-    def __init__(self) -> None:
-        self.clock: Clock | None = None
-        self.others: list[Observer] = []
+    def __init__(self, clock: Clock | None, added: list[Observer]) -> None:
+        self.clock, self._added, self._silent = clock, added, False
 
     @contextmanager
-    def nobody(self) -> Iterator[None]:
-        """What happens in this block is no microbatch, and nobody is told."""
-        clock, others, self.clock, self.others = self.clock, self.others, None, []
+    def silenced(self) -> Iterator[None]:
+        """What happens in this block is not observed."""
+        self._silent = True
         try:
             yield
         finally:
-            self.clock, self.others = clock, others
+            self._silent = False
 
-    def stage(self, name: str, microbatch: Microbatch) -> _Stage:
-        """The `with` block is this stage."""
-        return _Stage(self, name, microbatch)
+    def begin(self, stage: str, microbatch: MicrobatchInfo) -> None:
+        for observer in self._all(timed=microbatch.timed):
+            observer.begin(stage, microbatch)
 
-    def begin(self, name: str, microbatch: Microbatch) -> None:
-        if self.clock is not None and microbatch.timed:
-            self.clock.begin(name, microbatch)
-        for observer in self.others:
-            observer.begin(name, microbatch)
+    def end(self, stage: str, microbatch: MicrobatchInfo) -> None:
+        for observer in self._all(timed=microbatch.timed):
+            observer.end(stage, microbatch)
 
-    def end(self, name: str, microbatch: Microbatch) -> None:
-        if self.clock is not None and microbatch.timed:
-            self.clock.end(name, microbatch)
-        for observer in self.others:
-            observer.end(name, microbatch)
-
-    def planned(self, microbatch: Microbatch, plan: AnyPlan) -> None:
-        for observer in (self.clock, *self.others):
-            if observer is not None:
-                observer.planned(microbatch, plan)
+    def planned(self, microbatch: MicrobatchInfo, plan: AnyPlan) -> None:
+        for observer in self._all():
+            observer.planned(microbatch, plan)
 
     def sent(
-        self, microbatch: Microbatch, what: str, nbytes: int, copies: int | Later | None
+        self, microbatch: MicrobatchInfo, what: str, nbytes: int, copies: int | Later | None
     ) -> None:
-        for observer in (self.clock, *self.others):
-            if observer is not None:
-                observer.sent(microbatch, what, nbytes, copies)
+        for observer in self._all():
+            observer.sent(microbatch, what, nbytes, copies)
+
+    def _all(self, *, timed: bool = True) -> list[Observer]:
+        """All observers; without the clock for stages that it does not time."""
+        if self._silent:
+            return []
+        return [self.clock, *self._added] if timed and self.clock is not None else self._added
 
 
-class _Stage:
-    """A stage while it lasts; one that fails has no end."""
+class Observed(Protocol):
+    """An object whose verbs are stages of a microbatch."""
 
-    __slots__ = ("_microbatch", "_name", "_watch")
+    @property
+    def info(self) -> MicrobatchInfo: ...
 
-    def __init__(self, watch: Watch, name: str, microbatch: Microbatch) -> None:
-        self._watch, self._name, self._microbatch = watch, name, microbatch
-
-    def __enter__(self) -> None:
-        self._watch.begin(self._name, self._microbatch)
-
-    def __exit__(self, kind: object, *_: object) -> None:
-        if kind is None:
-            self._watch.end(self._name, self._microbatch)
+    @property
+    def observers(self) -> Observers: ...
 
 
-class ObservedCopies:
-    """Copies whose verbs are stages."""
+Self = TypeVar("Self", bound=Observed)
 
-    def __init__(self, copies: Copies, microbatch: Microbatch, watch: Watch) -> None:
-        self._copies, self._microbatch, self._watch = copies, microbatch, watch
-        self.num_homes, self.sms, self.kernels = copies.num_homes, copies.sms, copies.kernels
-        self.possible = copies.possible
-        self.served_rows, self.gradient_slots = copies.served_rows, copies.gradient_slots
-        self.spans = copies.spans
 
-    def _filling(self) -> Any:
-        name = "weights again" if self._microbatch.back else "replicate"
-        return self._watch.stage(name, self._microbatch)
+def staged(
+    forward: str, backward: str | None = None
+) -> Callable[[Callable[Concatenate[Self, P], T]], Callable[Concatenate[Self, P], T]]:
+    """Mark a method as a stage, perhaps with another name in backward. If it raises, it has no end.
 
-    def __enter__(self) -> Self:
-        with self._filling():
-            self._copies.__enter__()
-        return self
+    The name is chosen when the method is called.
+    """
 
-    def __exit__(self, *error: object) -> None:
-        self._copies.__exit__(*error)
+    def decorate(verb: Callable[Concatenate[Self, P], T]) -> Callable[Concatenate[Self, P], T]:
+        @wraps(verb)
+        def observed(self: Self, /, *args: P.args, **kwargs: P.kwargs) -> T:
+            info, observers = self.info, self.observers
+            stage = backward if backward is not None and info.back else forward
+            observers.begin(stage, info)
+            result = verb(self, *args, **kwargs)
+            observers.end(stage, info)
+            return result
 
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """The copies; waits for them."""
-        with self._filling():
-            return self._copies.tensors()
+        return observed
 
-    def reduce(
-        self,
-        homes: Mapping[str, Any],
-        own: Mapping[str, Any] | None = None,
-        *,
-        beside: bool = False,
-    ) -> Beside | None:
-        """Stage 8."""
-        with self._watch.stage("reduce", self._microbatch):
-            return self._copies.reduce(homes, own, beside=beside)
-
-    def reduced(self) -> None:
-        """Waits for stage 8."""
-        with self._watch.stage("reduce", self._microbatch):
-            self._copies.reduced()
+    return decorate
 
 
 class ObservedExchange:
-    """An exchange whose verbs are stages, with the experts between them."""
+    """The rows of a microbatch whose moves are stages, with the experts between them.
 
-    def __init__(self, exchange: Exchange, microbatch: Microbatch, watch: Watch) -> None:
-        self._exchange, self._microbatch, self._watch = exchange, microbatch, watch
-        self.offsets, self.begins = exchange.offsets, exchange.begins
+    at_backward: called when backward begins.
+    """
+
+    def __init__(
+        self,
+        rows: Rows,
+        info: MicrobatchInfo,
+        observers: Observers,
+        at_backward: Callable[[], None],
+    ) -> None:
+        self._rows, self._at_backward = rows, at_backward
+        self.info, self.observers = info, observers
+        self.offsets, self.begins = rows.offsets, rows.begins
         self._serving = ""  # the stage of the experts, while it lasts
 
     @property
     def slots(self) -> torch.Tensor:
         """[T, K] slot of every routed row."""
-        return self._exchange.slots
+        return self._rows.slots
 
-    def returns(self) -> None:
+    def begin_backward(self) -> None:
         """Backward begins."""
-        self._microbatch.back, self._microbatch.began = True, time.time()
-        with self._watch.stage("combine back", self._microbatch):
-            self._exchange.returns()
+        self.info.back, self.info.began = True, time.time()
+        self._meet()
 
-    def to_slots(self, *rows: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Stage 5, or the backward of stage 7."""
-        back = self._microbatch.back
-        with self._watch.stage("combine back" if back else "dispatch", self._microbatch):
-            found = self._exchange.to_slots(*rows)
-        self._serving = "experts back" if back else "experts"
-        self._watch.begin(self._serving, self._microbatch)
-        return found
+    @staged("combine back")
+    def _meet(self) -> None:
+        self._at_backward()
 
-    def to_tokens(self, *rows: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Stage 7, or the backward of stage 5."""
+    def to_slots(
+        self, values_TD: torch.Tensor, scalars_TK: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Stage 5, or the backward of stage 7; then the experts begin."""
+        moved = self._to_slots(values_TD, scalars_TK)
+        self._serving = "experts back" if self.info.back else "experts"
+        self.observers.begin(self._serving, self.info)
+        return moved
+
+    def to_tokens(
+        self, rows_AD: torch.Tensor, scalars_A: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The experts end; stage 7, or the backward of stage 5."""
         if self._serving:
-            self._watch.end(self._serving, self._microbatch)
+            self.observers.end(self._serving, self.info)
         self._serving = ""
-        back = self._microbatch.back
-        with self._watch.stage("dispatch back" if back else "combine", self._microbatch):
-            return self._exchange.to_tokens(*rows)
+        return self._to_tokens(rows_AD, scalars_A)
+
+    @staged("dispatch", "combine back")
+    def _to_slots(
+        self, values_TD: torch.Tensor, scalars_TK: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return self._rows.to_slots(values_TD, scalars_TK)
+
+    @staged("combine", "dispatch back")
+    def _to_tokens(
+        self, rows_AD: torch.Tensor, scalars_A: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return self._rows.to_tokens(rows_AD, scalars_A)

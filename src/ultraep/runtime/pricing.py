@@ -5,27 +5,23 @@ from __future__ import annotations
 import logging
 import os
 from dataclasses import asdict, replace
-from typing import NamedTuple
 
-import torch
-
-from ultraep.bundle import Bundle
 from ultraep.comm import Communicator
 from ultraep.config import BalanceConfig, Rates
 from ultraep.errors import ConfigError
-from ultraep.plane import DataPlane, Loads, Microbatch
+from ultraep.microbatch import Inputs
 from ultraep.runtime.agreement import Agreement, Place, Point
 from ultraep.runtime.mapped.peers import SilentCommunicator
-from ultraep.runtime.observe import Watch
-from ultraep.runtime.rates import Kind, PriceList, Serve, measure
+from ultraep.runtime.rates import Kind, PriceList, Trial, measure
+from ultraep.runtime.streams import capturing
 from ultraep.topology import Topology
 
 VARIABLE = "ULTRAEP_RATES"  # in the environment: rates for all balancers that would measure them
 OFF = "off"
 PRICED = "ultraep"  # the policy that looks at rates
 UNKNOWN = (
-    "its rates are not known: nothing was measured (learn_rates) before a graph was captured, nor "
-    "was BalanceConfig(rates=...) given"
+    "its rates are unknown: none were measured before a graph was captured, or the layer has "
+    "no `serve`, and BalanceConfig(rates=...) was not given"
 )
 
 logger = logging.getLogger(__name__)
@@ -54,79 +50,52 @@ def measurable(config: BalanceConfig, comm: Communicator) -> BalanceConfig:
     return replace(config, objective="balance")
 
 
-class Group(NamedTuple):
-    """Those who measure together, and who else listens."""
-
-    comm: Communicator
-    agreement: Agreement
-    plane: DataPlane
-    watch: Watch
-
-
 class Pricing:
     """The rates that the layers of one balancer are planned by."""
 
-    def __init__(self, topology: Topology) -> None:
-        self._can_copy = topology.can_copy
+    def __init__(self, topology: Topology, comm: Communicator, agreement: Agreement) -> None:
+        self._topology, self._comm, self._agreement = topology, comm, agreement
         self._of_kind: dict[Kind, PriceList] = {}
         self._of_layer: dict[int, PriceList] = {}
         self._priced: dict[tuple[BalanceConfig, Rates], BalanceConfig] = {}
-        self._said = False
+        self._logged = False
 
-    def lacks(self, microbatch: Microbatch, config: BalanceConfig) -> bool:
-        """Whether it would be planned without rates, and they could be measured."""
-        if microbatch.again or microbatch.layer in self._of_layer or not self._can_copy:
+    def lacks_rates(self, inputs: Inputs) -> bool:
+        """Whether the plan depends on rates that are unknown and can be measured now."""
+        info = inputs.info
+        if info.again or info.layer in self._of_layer or not self._depends(inputs.config):
             return False
-        return asks(config)
+        measurable = None not in (inputs.layer.serve, inputs.tokens, inputs.gates)
+        return measurable and not capturing(inputs.ids.device)
 
-    def learn(
-        self,
-        group: Group,
-        loads: Loads,
-        serve: Serve,
-        bundle: Bundle,
-        rows: torch.Tensor,
-        gates: torch.Tensor,
-        *,
-        again: bool,
-    ) -> None:
-        """Measure the rates of the layer, unless those of its kind are known; collective.
-
-        again: see `Kind`.
-        """
-        layer, device = loads.microbatch.layer, loads.on_device.device
-        capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-        if capturing:
-            return
-        kind = Kind.of(bundle, rows, again=again)
+    def measure(self, inputs: Inputs, trial: Trial) -> None:
+        """Measure the rates of the layer, unless those of its kind are known; collective."""
+        layer, kind = inputs.info.layer, Kind.of(inputs)
         if kind not in self._of_kind:
-            group.agreement.meet(Place(Point.RATES, layer, loads.microbatch.step), device)
-            with group.watch.nobody():
-                found = measure(group.plane, group.comm, loads, serve, bundle, rows, gates, kind)
-            logger.info("rates of layer %d and all like it: %s", layer, found)
-            self._of_kind[kind] = found
+            self._agreement.meet(Place(Point.RATES, layer, inputs.info.step), inputs.ids.device)
+            prices = measure(inputs, trial, kind, self._topology, self._comm)
+            logger.info("rates of layer %d and all like it: %s", layer, prices)
+            self._of_kind[kind] = prices
         self._of_layer[layer] = self._of_kind[kind]
 
-    def config(self, loads: Loads, config: BalanceConfig) -> BalanceConfig:
-        """The config with rates for such a microbatch, if it asks for them and they are known."""
-        if not self._can_copy or not asks(config):
+    def config_for(self, inputs: Inputs, rows: int) -> BalanceConfig:
+        """The config with rates for so many rows of all ranks, if it depends on them."""
+        config, layer = inputs.config, inputs.info.layer
+        if not self._depends(config):
             return config
-        layer = loads.microbatch.layer
         prices = self._of_layer.get(layer)
         if prices is None:
-            if not self._said:
-                self._said = True
+            if not self._logged:
+                self._logged = True
                 logger.info("layer %d is planned for balance, not for time: %s", layer, UNKNOWN)
             return config
-        rates = prices.at(loads.about_rows // loads.on_device.shape[1])
+        rates = prices.at(rows // self._topology.experts)
         if (config, rates) not in self._priced:
             self._priced[config, rates] = replace(config, rates=rates)
         return self._priced[config, rates]
 
-    @property
-    def layers(self) -> int:
-        """Layers whose rates are known."""
-        return len(self._of_layer)
+    def _depends(self, config: BalanceConfig) -> bool:
+        return self._topology.can_copy and asks(config)
 
     def known(self) -> dict[int, dict[int, dict[str, int]]]:
         """The measured rates in plain numbers: by layer, from so many rows of an expert on."""

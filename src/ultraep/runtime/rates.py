@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from typing import Any, NamedTuple, Self, TypeAlias
+from typing import Any, NamedTuple, Self, TypeAlias, cast
 
 import numpy as np
 import torch
@@ -32,12 +32,12 @@ from ultraep.bundle import Bundle, Layout, device_of_bundle, resolve, tensors_of
 from ultraep.comm import Communicator
 from ultraep.config import BalanceConfig, Rates
 from ultraep.dispatch import Arrivals
+from ultraep.microbatch import Inputs, Replicas
 from ultraep.ops.products import accumulator
 from ultraep.plan import Plan, plan_of_copies
-from ultraep.plane import Copies, DataPlane, Loads
 from ultraep.topology import Topology
 
-Serve: TypeAlias = Callable[[Arrivals, Any], torch.Tensor]
+Trial: TypeAlias = Callable[[Plan, Bundle, int], Replicas]  # of a synthetic plan, by number
 
 ROWS = (1, 16, 64, 256, 1024)  # of every home expert, until they take `ENOUGH`
 MOST_ROWS = 32768  # of all of them
@@ -74,15 +74,16 @@ class Kind:
     again: bool
 
     @classmethod
-    def of(cls, bundle: Bundle, rows: torch.Tensor, *, again: bool) -> Kind:
-        """That of a layer with these home experts and rows."""
-        tensors = resolve(bundle)
+    def of(cls, inputs: Inputs) -> Kind:
+        """That of the layer of a microbatch."""
+        tensors = resolve(inputs.layer.bundle)
         layout = Layout.of(tensors, len(next(iter(tensors.values()))))
         parts = tuple(
             (*part, any(t.requires_grad for t in tensors_of(tensors[part[0]])))
             for part in layout.parts
         )
-        return cls(parts, rows.shape[-1], rows.dtype, again)
+        assert inputs.tokens is not None
+        return cls(parts, inputs.tokens.shape[-1], inputs.tokens.dtype, inputs.shares_slots)
 
     @property
     def gradient_bytes(self) -> int:
@@ -104,29 +105,22 @@ class Kind:
 
 
 def measure(
-    plane: DataPlane,
-    comm: Communicator,
-    loads: Loads,
-    serve: Serve,
-    bundle: Bundle,
-    rows: torch.Tensor,
-    gates: torch.Tensor,
-    kind: Kind,
+    inputs: Inputs, trial: Trial, kind: Kind, topology: Topology, comm: Communicator
 ) -> PriceList:
     """The rates of this kind of layer, alike on all ranks; collective.
 
-    serve: stage 6, which is tried on made-up rows.
+    Stage 6 of the layer runs on synthetic rows, and weights move for synthetic plans.
     """
-    topology, device = plane.topology, device_of_bundle(resolve(bundle))
+    bundle, device = inputs.layer.bundle, device_of_bundle(resolve(inputs.layer.bundle))
     homes = len(topology.home_experts(comm.rank))
-    trials = _Trials(plane, comm, loads, topology)
+    trials = _Trials(trial, comm, topology, inputs.ids.device)
     few = {"few": torch.zeros(homes, FEW_BYTES // 4, device=device)}
     every = made_up_copies(topology)
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
-        nobody = NoCopies(trials.copies([], bundle), kind.layout, device)
+        nobody = NoReplicas(trials.replicas([], bundle), kind.layout, device)
         found = Found(
             min(nobody.num_homes, MOST_HOMES),
-            _network(serve, nobody, rows, gates),
+            _network(inputs, nobody),
             idle=trials.seconds(every[:0], few),
             one=trials.seconds(every[:1], few),
             small=trials.seconds(every, few),
@@ -212,50 +206,52 @@ def made_up_copies(topology: Topology) -> IntArray:
 
 
 class _Trials:
-    """Fillings of the slots for plans that are made up."""
+    """Times how long slots take to fill, for synthetic plans."""
 
     def __init__(
-        self, plane: DataPlane, comm: Communicator, loads: Loads, topology: Topology
+        self, trial: Trial, comm: Communicator, topology: Topology, device: torch.device
     ) -> None:
-        self._plane, self._comm, self._loads, self._topology = plane, comm, loads, topology
+        self._trial, self._comm, self._topology, self._device = trial, comm, topology, device
         self._number = 0
 
-    def copies(self, placed_C3: Any, bundle: Bundle) -> Copies:
-        """Copies of such a plan, as if they had never been sent."""
+    def replicas(self, placed_C3: Any, bundle: Bundle) -> Replicas:
+        """Replicas of such a plan, as if they had never been sent."""
         topology = self._topology
         tokens_RE = np.ones((topology.ranks, topology.experts), dtype=np.int64)
         placed = np.asarray(placed_C3, dtype=np.int64).reshape(-1, 3)
         plan: Plan = plan_of_copies(tokens_RE, topology, BalanceConfig(objective="balance"), placed)
         self._number += 1
-        return self._plane.trial(plan, self._loads, bundle, self._number)
+        return self._trial(plan, bundle, self._number)
 
     def seconds(self, placed_C3: IntArray, bundle: Bundle) -> list[float]:
-        """Seconds of this rank, turn by turn, from a common start; the first takes memory."""
-        device, found = self._loads.on_device.device, []
+        """Seconds of this rank, turn by turn, from a common start; the first allocates memory."""
+        seconds = []
         for _ in range(TURNS + 1):
-            copies = self.copies(placed_C3, bundle)
-            _wait(device)
+            replicas = self.replicas(placed_C3, bundle)
+            _wait(self._device)
             self._comm.gather_objects(None)
             begin = time.perf_counter()
-            with copies:
-                copies.tensors()
-                _wait(device)
-                found.append(time.perf_counter() - begin)
-        return found[1:]
+            with replicas:
+                replicas.tensors()
+                _wait(self._device)
+                seconds.append(time.perf_counter() - begin)
+        return seconds[1:]
 
 
-def _network(
-    serve: Serve, nobody: NoCopies, rows: torch.Tensor, gates: torch.Tensor
-) -> list[float]:
+def _network(inputs: Inputs, nobody: NoReplicas) -> list[float]:
     """Seconds that the network of this rank takes for each of `ROWS`, as far as that is quick."""
-    found: list[float] = []
+    tokens, gates, serve = inputs.tokens, inputs.gates, inputs.layer.serve
+    assert tokens is not None
+    assert gates is not None
+    assert serve is not None
+    seconds: list[float] = []
     for each in ROWS if nobody.num_homes else ():
-        slow = len(found) > 2 and found[-1] > ENOUGH
+        slow = len(seconds) > 2 and seconds[-1] > ENOUGH
         if slow or each * min(nobody.num_homes, MOST_HOMES) > MOST_ROWS:
             break
-        arrivals = made_up_arrivals(each, nobody.num_homes, rows, gates)
-        found.append(_quickest(partial(serve, arrivals, nobody), rows.device))
-    return found
+        arrivals = made_up_arrivals(each, nobody.num_homes, tokens, gates)
+        seconds.append(_quickest(partial(serve, arrivals, cast(Replicas, nobody)), tokens.device))
+    return seconds
 
 
 def made_up_arrivals(each: int, homes: int, rows: torch.Tensor, gates: torch.Tensor) -> Arrivals:
@@ -278,13 +274,14 @@ class _Begins:
         return self._begins
 
 
-class NoCopies:
-    """Copies of which there are none, nor slots: for a network that is tried alone."""
+class NoReplicas:
+    """No replicas and no slots: for a network that is timed alone."""
 
     possible = False
 
-    def __init__(self, like: Copies, layout: Layout, device: torch.device) -> None:
+    def __init__(self, like: Replicas, layout: Layout, device: torch.device) -> None:
         self.num_homes, self.sms, self.kernels = like.num_homes, like.sms, like.kernels
+        self.bundle = like.bundle
         self._tensors = {
             name: torch.empty(0, *shape, dtype=dtype, device=device)
             for name, shape, dtype in layout.parts

@@ -1,4 +1,4 @@
-"""Recording: the notebook of a balancer that becomes a trace, if one is wanted.
+"""Recording: the sink of a balancer that becomes a trace, if one is wanted.
 
 Forward, a microbatch becomes a record when its outputs are combined; what backward takes is added
 to that record later. A forward pass that is computed again in backward is no new record: its time
@@ -18,11 +18,10 @@ from weakref import WeakKeyDictionary
 from ultraep.comm import Communicator
 from ultraep.config import BalanceConfig
 from ultraep.errors import ConfigError, FileError
-from ultraep.hops import Relay
+from ultraep.hops import Relay, copies_sent
+from ultraep.microbatch import MicrobatchInfo
 from ultraep.plan import Plan
-from ultraep.plane import Microbatch
 from ultraep.reroute import rows_received
-from ultraep.runtime.clocks import copies_sent
 from ultraep.runtime.history import REMEMBERED, History, Moment
 from ultraep.runtime.settings import Settings
 from ultraep.topology import Topology
@@ -109,7 +108,7 @@ class _Pass:
 
 
 class Recording:
-    """The notebook that becomes a trace. One for each rank."""
+    """The sink that becomes a trace. One for each rank."""
 
     def __init__(self, recorder: Recorder, rank: int) -> None:
         self._recorder, self._rank = recorder, rank
@@ -119,8 +118,8 @@ class Recording:
         self._keys: dict[int, deque[tuple[int, Key]]] = defaultdict(
             lambda: deque(maxlen=REMEMBERED + 1)
         )
-        self._early: WeakKeyDictionary[Microbatch, dict[str, float]] = WeakKeyDictionary()
-        self._passes: WeakKeyDictionary[Microbatch, _Pass] = WeakKeyDictionary()
+        self._early: WeakKeyDictionary[MicrobatchInfo, dict[str, float]] = WeakKeyDictionary()
+        self._passes: WeakKeyDictionary[MicrobatchInfo, _Pass] = WeakKeyDictionary()
 
     def begin_step(self, step: int) -> None:
         """The microbatches from now on are those of this step."""
@@ -128,7 +127,7 @@ class Recording:
             raise ConfigError(f"a step must not be negative, got {step}")
         self._step = step
 
-    def planned(self, microbatch: Microbatch, plan: Plan) -> None:
+    def planned(self, microbatch: MicrobatchInfo, plan: Plan) -> None:
         """The microbatch has a plan, and thereby a place among those of its layer."""
         layer, again = microbatch.layer, microbatch.again
         moment = self._history.note(microbatch, plan.loads.sum(axis=0))
@@ -159,7 +158,7 @@ class Recording:
 
     def replayed(self, layer: int, step: int | None, plan: Plan, sent: Sent, began: float) -> None:
         """A graph has served a microbatch: it has no seconds. sent: what, bytes of a copy."""
-        replay = Microbatch(layer, 0, again=False)
+        replay = MicrobatchInfo(layer, 0, again=False)
         moment = self._history.note(replay, plan.loads.sum(axis=0))
         step, layer, number = self._key(layer, moment, step)
         rows = rows_received(plan, self._rank).sum(axis=0).tolist()
@@ -178,18 +177,18 @@ class Recording:
         """So many came too late to be recorded."""
         self._recorder.lose(records)
 
-    def took(self, microbatch: Microbatch, stage: str, seconds: float) -> None:
+    def took(self, microbatch: MicrobatchInfo, stage: str, seconds: float) -> None:
         """Add the time of a stage; of a forward pass that is computed again, to one of its own."""
         stage = "recompute" if microbatch.again and stage in FORWARD else stage
         found = self._passes.get(microbatch)
         sums = self._early.setdefault(microbatch, {}) if found is None else found.seconds
         sums[stage] = sums.get(stage, 0.0) + seconds
 
-    def sent(self, microbatch: Microbatch, _what: str, nbytes: int, _copies: int) -> None:
+    def sent(self, microbatch: MicrobatchInfo, _what: str, nbytes: int, _copies: int) -> None:
         """Add what was moved."""
         self._passes[microbatch].moved += nbytes
 
-    def passed(self, microbatch: Microbatch, began: float) -> None:
+    def passed(self, microbatch: MicrobatchInfo, began: float) -> None:
         """Hand over what was noted since the last time."""
         found = self._passes.get(microbatch)
         if found is None or found.key is None:

@@ -17,10 +17,10 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 
-from ultraep.plane import Microbatch
+from ultraep.microbatch import MicrobatchInfo
 from ultraep.runtime.control import DevicePlan
-from ultraep.runtime.fetch import Fetch
 from ultraep.runtime.recording import Recording
+from ultraep.runtime.streams import Fetch
 from ultraep.topology import Topology
 
 MEMORY = 64 << 20  # bytes of plans that wait on a device
@@ -65,13 +65,13 @@ class ReplayedPlans:
         self.ring.state[1].fill_(NO_STEP)
         self._recording, self._shape = recording, (ranks, topology.experts)
         self._sites: list[_Site] = []
-        self._of: WeakKeyDictionary[Microbatch, _Site] = WeakKeyDictionary()
+        self._of: WeakKeyDictionary[MicrobatchInfo, _Site] = WeakKeyDictionary()
         self._fetched = 0
         self._kept: Fetch | None = None
         self._new: _New | None = None
         self._launched: dict[int, float] = {}
 
-    def captured(self, microbatch: Microbatch, plan: DevicePlan) -> None:
+    def captured(self, microbatch: MicrobatchInfo, plan: DevicePlan) -> None:
         """Keep the plan of this microbatch in every replay, unless it is computed again."""
         if microbatch.again:
             return
@@ -81,7 +81,7 @@ class ReplayedPlans:
         site = self._of[microbatch] = _Site(microbatch.layer, light)
         self._sites.append(site)
 
-    def sent(self, microbatch: Microbatch, what: str, nbytes: int) -> None:
+    def sent(self, microbatch: MicrobatchInfo, what: str, nbytes: int) -> None:
         """Every replay sends so many bytes of each copy, as it is planned."""
         if microbatch in self._of:
             self._of[microbatch].sent.append((what, nbytes))

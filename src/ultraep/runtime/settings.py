@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 from ultraep.backends import select
 from ultraep.config import check_timeout
 from ultraep.errors import ConfigError
+from ultraep.hops import MODES
 from ultraep.runtime.capacity import AUTO, check_setting
-from ultraep.runtime.connect import TRANSPORTS
-from ultraep.runtime.messages.replicate import MODES
 
 if TYPE_CHECKING:
     import torch
 
 PLANES = ("auto", "messages", "mapped")
+TRANSPORTS = ("auto", "shared", "sockets")
 OF_A_RANK = ("backend", "timeout", "share")  # the others are compared
 
 

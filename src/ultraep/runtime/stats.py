@@ -6,8 +6,8 @@ from collections import defaultdict
 from typing import Any
 
 from ultraep.config import PER_SECOND
+from ultraep.microbatch import MicrobatchInfo
 from ultraep.plan import Plan
-from ultraep.plane import Microbatch
 
 
 class Stats:
@@ -18,16 +18,16 @@ class Stats:
 
     def reset(self) -> None:
         """Begin to count."""
-        self._microbatches = self._timed = 0
+        self._microbatches = self.timed = 0  # `timed`: those whose `seconds` are known
         self._before = self._after = self._worst = 0.0
         self._copies = self._tokens = self._remote = 0
         self._left_alone = self._priced = self._time = self._without = 0
         self._sent: dict[str, int] = defaultdict(int)
-        self._seconds: dict[str, float] = defaultdict(float)
+        self.seconds: dict[str, float] = defaultdict(float)
 
-    def planned(self, microbatch: Microbatch, plan: Plan) -> None:
+    def planned(self, microbatch: MicrobatchInfo, plan: Plan) -> None:
         self._microbatches += 1
-        self._timed += microbatch.timed
+        self.timed += microbatch.timed
         self._before += plan.initial_imbalance
         self._after += plan.imbalance
         self._worst = max(self._worst, plan.imbalance)
@@ -41,14 +41,14 @@ class Stats:
             self._time += time
             self._without += without
 
-    def took(self, _: Microbatch, stage: str, seconds: float) -> None:
-        self._seconds[stage] += seconds
+    def took(self, _: MicrobatchInfo, stage: str, seconds: float) -> None:
+        self.seconds[stage] += seconds
 
-    def sent(self, _: Microbatch, what: str, nbytes: int, copies: int) -> None:
+    def sent(self, _: MicrobatchInfo, what: str, nbytes: int, copies: int) -> None:
         self._sent[f"{what}_bytes_sent"] += nbytes
         self._sent[f"{what}_copies_sent"] += copies
 
-    def passed(self, _: Microbatch, __: float) -> None:
+    def passed(self, _: MicrobatchInfo, __: float) -> None:
         """Nothing: sums know no microbatch."""
 
     def summary(self) -> dict[str, Any]:
@@ -58,7 +58,7 @@ class Stats:
         would pay, and what the plans should take in all, as they are and without copies.
         """
         count = max(1, self._microbatches)
-        for_all = count / self._timed if self._timed else 1.0
+        for_all = count / self.timed if self.timed else 1.0
         return {
             "microbatches": self._microbatches,
             "imbalance_before": self._before / count,
@@ -74,6 +74,6 @@ class Stats:
             "weights_copies_sent": self._sent["weights_copies_sent"],
             "gradients_bytes_sent": self._sent["gradients_bytes_sent"],
             "gradients_copies_sent": self._sent["gradients_copies_sent"],
-            "timed": self._timed,
-            "seconds": {stage: for_all * found for stage, found in self._seconds.items()},
+            "timed": self.timed,
+            "seconds": {stage: for_all * found for stage, found in self.seconds.items()},
         }

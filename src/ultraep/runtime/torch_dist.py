@@ -33,16 +33,22 @@ class TorchDistCommunicator:
     """One rank of a process group. To make one is collective: all ranks of the group do it.
 
     `timeout` in seconds holds for CPU tensors; on a GPU the host does not wait, and the watchdog
-    of the group does the rest. None leaves it to the group in both cases.
+    of the group does the rest. None leaves it to the group in both cases. `connect_hosts` makes
+    the communicator of the hosts of a group of GPUs; None: they have none.
     """
 
-    def __init__(self, group: dist.ProcessGroup, timeout: float | None = None) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        timeout: float | None = None,
+        connect_hosts: Callable[[dist.ProcessGroup, float | None], Communicator] | None = None,
+    ) -> None:
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
         if self.rank < 0:
             raise ConfigError("this process is no rank of the group")
         self._group = group
-        self._timeout = timeout
+        self._timeout, self._connect_hosts = timeout, connect_hosts
         self._over_gloo = "cpu:" in dist.get_backend_config(group)
         self._roll_call = RollCall(group, self.rank, self.size)
         # NCCL connects in the first call, which all ranks must join; an exchange may lack some.
@@ -96,13 +102,11 @@ class TorchDistCommunicator:
         rows = self._gather("gather_objects", padded)
         return [pickle.loads(row[:n].numpy().tobytes()) for row, n in zip(rows, sizes, strict=True)]
 
-    def hosts(self) -> Communicator:
+    def hosts(self) -> Communicator | None:
         """Over gloo, and shared memory where all ranks are on one host."""
-        from ultraep.runtime.connect import connect_hosts
-
         if dist.get_backend(self._group) == "gloo":
             return self
-        return connect_hosts(self._group, self._timeout)
+        return self._connect_hosts and self._connect_hosts(self._group, self._timeout)
 
     def peers(self, device: torch.device) -> Peers:
         """Symmetric memory of GPUs."""

@@ -12,11 +12,11 @@ from ranks import shared_pool
 def refused(build, *args, **options):
     """What was said; no parameter was made, and no balancer."""
     from ultraep import ConfigError
-    from ultraep.integrations import stages
+    from ultraep.integrations import common
 
     with (
         patch.object(torch.nn.Parameter, "__new__", side_effect=AssertionError("allocated")),
-        patch.object(stages, "Balancer", side_effect=AssertionError("joined")),
+        patch.object(common, "Balancer", side_effect=AssertionError("joined")),
         pytest.raises(ConfigError) as said,
     ):
         build(*args, **options)

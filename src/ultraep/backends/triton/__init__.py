@@ -3,7 +3,7 @@
 These functions take and give what those of every backend do: arrays on the host, but ids and order
 may be tensors of the device. They wait for the device. The kernels themselves do not:
 `Counter`, `Planner` and `Rerouter` launch them over buffers that stay where they are, and
-`ultraep.ControlPlane` is made of those.
+`ultraep.runtime.control.ControlPlane` is made of those.
 """
 
 from ultraep.backends.triton.host import count, lower_bound, place, reroute, split, tally

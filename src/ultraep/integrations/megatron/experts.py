@@ -19,7 +19,7 @@ from torch.func import functional_call
 
 from ultraep.bundle import Stack
 from ultraep.errors import ConfigError
-from ultraep.integrations.stages import InPlaceOf
+from ultraep.integrations.common import InPlaceOf
 from ultraep.parallel.tensors import mesh_of
 
 WAITS = "DistributedDataParallel._make_forward_pre_hook"  # until weights are gathered

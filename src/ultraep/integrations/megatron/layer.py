@@ -22,10 +22,11 @@ import ultraep.integrations.megatron.experts as own
 from ultraep.dispatch import Arrivals
 from ultraep.errors import ConfigError
 from ultraep.experts.loan import serve
+from ultraep.integrations.common import shared_balancer
 from ultraep.integrations.megatron.routing import choices
 from ultraep.integrations.megatron.settings import check_options, check_settings, pads
-from ultraep.integrations.stages import run_stages, shared_balancer
-from ultraep.plane import AnyPlan, Copies
+from ultraep.layer import run_stages
+from ultraep.microbatch import AnyPlan, Layer, Replicas
 from ultraep.routing import Routing
 
 
@@ -88,13 +89,8 @@ class BalancedMoELayer(MoELayer):  # type: ignore[misc]
         tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
         if gates.requires_grad and not tokens.requires_grad:  # rows must take gates' gradients back
             tokens = tokens.detach().requires_grad_()
-        bundle = self._weights()
-
-        def own_experts(arrivals: Arrivals, copies: Copies) -> torch.Tensor:
-            return self._serve(arrivals, copies, bundle)
-
-        given = own_experts, bundle, tokens, ids, gates
-        outputs, self.last_plan = run_stages(self.balancer, *given, layer=self.layer_index)
+        layer = Layer(self.layer_index, self._weights(), self._serve)
+        outputs, self.last_plan = run_stages(self.balancer, layer, ids, gates, tokens)
         return outputs.view(hidden_states.shape), None
 
     def combine(self, output: torch.Tensor) -> torch.Tensor:
@@ -115,10 +111,10 @@ class BalancedMoELayer(MoELayer):  # type: ignore[misc]
             self._checked = True
         return own.bundle_of(self.experts)
 
-    def _serve(self, arrivals: Arrivals, copies: Copies, bundle: dict[str, Any]) -> torch.Tensor:
+    def _serve(self, arrivals: Arrivals, replicas: Replicas) -> torch.Tensor:
         """Stage 6. Experts apply gates themselves, in the place where the library does."""
         begins = arrivals.begins()
-        ends = begins[copies.num_homes], begins[-1]
+        ends = begins[replicas.num_homes], begins[-1]
         parts = arrivals.gates[: ends[0]], arrivals.gates[ends[0] : ends[1]]
         gates = iter([part for part in parts if len(part)])  # homes, copies: whoever has rows
 
@@ -126,4 +122,4 @@ class BalancedMoELayer(MoELayer):  # type: ignore[misc]
             return own.compute(self.experts, rows, counts, tensors, next(gates))
 
         ones = torch.ones_like(arrivals.gates)
-        return serve(network, Arrivals(arrivals.rows, ones, arrivals.exchange), copies, bundle)
+        return serve(network, Arrivals(arrivals.rows, ones, arrivals.exchange), replicas)

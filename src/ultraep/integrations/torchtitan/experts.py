@@ -20,11 +20,11 @@ from torch.distributed.tensor import DTensor
 from torchtitan.models.common.moe import RoutedExperts
 
 from ultraep.comm import moved
-from ultraep.dispatch import Arrivals
 from ultraep.errors import ConfigError
 from ultraep.experts.loan import serve
-from ultraep.integrations.stages import run_stages, shared_balancer
-from ultraep.plane import AnyPlan, Copies
+from ultraep.integrations.common import shared_balancer
+from ultraep.layer import run_stages
+from ultraep.microbatch import AnyPlan, Layer
 from ultraep.runtime.balancer import Balancer
 
 COMPILED = (
@@ -76,15 +76,11 @@ class BalancedRoutedExperts(RoutedExperts):  # type: ignore[misc]
     def _stages(self, tokens: torch.Tensor, ids: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
         if self.balancer is None:
             raise ConfigError("balanced experts run only after parallelize, in their group")
-        balancer, bundle = self.balancer, home_tensors(self.inner_experts)
         if self.layer_index is None:
-            self.layer_index = balancer.register_layer()
-
-        def own(arrivals: Arrivals, copies: Copies) -> torch.Tensor:
-            return serve(partial(compute, self.inner_experts), arrivals, copies, bundle)
-
-        given = own, bundle, tokens, ids, gates
-        outputs, self.last_plan = run_stages(balancer, *given, layer=self.layer_index)
+            self.layer_index = self.balancer.register_layer()
+        network = partial(compute, self.inner_experts)
+        layer = Layer(self.layer_index, home_tensors(self.inner_experts), partial(serve, network))
+        outputs, self.last_plan = run_stages(self.balancer, layer, ids, gates, tokens)
         return outputs
 
 

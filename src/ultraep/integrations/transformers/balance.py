@@ -8,14 +8,16 @@ unbalance(model)                       # all experts on every rank again
 from __future__ import annotations
 
 from contextlib import ExitStack
+from types import MethodType
 from typing import Any
 
 from torch import nn
+from transformers import PreTrainedModel
 
 from ultraep.errors import ConfigError
 from ultraep.integrations.transformers.check import check_experts, experts_of, num_experts
 from ultraep.integrations.transformers.experts import BalancedExperts, reunite, spread
-from ultraep.integrations.transformers.methods import replace_methods, restore_methods
+from ultraep.integrations.transformers.save import save_pretrained
 from ultraep.parallel.home import expert_parameters
 from ultraep.parallel.wrapped import leave_out_experts
 from ultraep.runtime.balancer import Balancer
@@ -102,3 +104,34 @@ def forget_ignored(model: nn.Module) -> None:
         parameter.__dict__.pop("_ddp_ignored", None)
     others = [name for name in getattr(model, IGNORED_BY_DDP, ()) if name not in experts]
     setattr(model, IGNORED_BY_DDP, others)
+
+
+def generate(model: Any, *inputs: Any, synced_gpus: bool | None = None, **options: Any) -> Any:
+    """`generate` of the library on all ranks, each of which goes on until all are done.
+
+    With a static cache the library would compile: there are messages of ranks in between, so it is
+    asked not to.
+    """
+    experts = next(m for m in model.modules() if isinstance(m, BalancedExperts))
+    synced = experts.balancer.topology.ranks > 1 if synced_gpus is None else synced_gpus
+    options = {"disable_compile": True, **options}
+    return type(model).generate(model, *inputs, synced_gpus=synced, **options)
+
+
+REPLACED = {"generate": generate, "save_pretrained": save_pretrained}
+
+
+def replace_methods(model: nn.Module) -> None:
+    """Replace methods of the library that need all ranks, in the model and in its parts."""
+    for part in model.modules():
+        if isinstance(part, PreTrainedModel) and balanced_experts(part):
+            for name, method in REPLACED.items():
+                if hasattr(part, name):
+                    setattr(part, name, MethodType(method, part))
+
+
+def restore_methods(model: nn.Module) -> None:
+    """Undo `replace_methods`."""
+    for part in model.modules():
+        for name in REPLACED:
+            part.__dict__.pop(name, None)

@@ -21,12 +21,12 @@ from transformers.integrations.moe import _grouped_linear
 from ultraep.arrays import PADDING
 from ultraep.bundle import Bundle
 from ultraep.comm import moved
-from ultraep.dispatch import Arrivals
 from ultraep.errors import ConfigError
 from ultraep.experts.loan import serve
-from ultraep.integrations.stages import InPlaceOf, run_stages
+from ultraep.integrations.common import InPlaceOf
+from ultraep.layer import run_stages
+from ultraep.microbatch import AnyPlan, Layer
 from ultraep.parallel.home import HomeModule
-from ultraep.plane import AnyPlan, Copies
 from ultraep.runtime.balancer import Balancer
 from ultraep.runtime.state import gather_experts
 
@@ -89,12 +89,8 @@ def stages(
     balancer: Balancer = experts.balancer
     # What no expert serves has an id behind the last one in this library.
     ids = top_k_index.masked_fill(top_k_index >= balancer.topology.experts, PADDING)
-
-    def own(arrivals: Arrivals, copies: Copies) -> torch.Tensor:
-        return serve(partial(compute, experts), arrivals, copies, bundle)
-
-    given = own, bundle, tokens, ids, gates
-    return run_stages(balancer, *given, layer=experts.layer_index)
+    layer = Layer(experts.layer_index, bundle, partial(serve, partial(compute, experts)))
+    return run_stages(balancer, layer, ids, gates, tokens)
 
 
 def compute(

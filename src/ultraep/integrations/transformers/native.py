@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from ultraep.errors import ConfigError
+from ultraep.integrations.library import OWN_EXPERT_PARALLELISM
 from ultraep.integrations.transformers.experts import stacked_tensors, stages
-from ultraep.integrations.transformers.library import OWN_EXPERT_PARALLELISM
 from ultraep.policies import get_policy
 from ultraep.runtime.balancer import Balancer
 

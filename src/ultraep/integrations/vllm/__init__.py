@@ -17,7 +17,7 @@ import logging
 import os
 
 from ultraep.errors import BackendUnavailable
-from ultraep.integrations.vllm.library import LIBRARY, LOGGER
+from ultraep.integrations.library import VLLM, VLLM_LOGGER
 from ultraep.integrations.vllm.settings import read_settings
 
 __all__ = ["register"]
@@ -30,10 +30,10 @@ def register() -> None:
     """
     asked = read_settings(os.environ, None)
     try:
-        LIBRARY.check()
+        VLLM.check()
     except BackendUnavailable as problem:  # a server goes on without us
         level = logging.WARNING if asked else logging.DEBUG
-        logging.getLogger(LOGGER).log(level, "ultraep balances nothing: %s", problem)
+        logging.getLogger(VLLM_LOGGER).log(level, "ultraep balances nothing: %s", problem)
         return
     from ultraep.integrations.vllm.experts import install  # vLLM, and torch
 

@@ -11,8 +11,8 @@ import os
 from typing import TYPE_CHECKING, Any
 
 import ultraep.metrics.names as names
+from ultraep.microbatch import MicrobatchInfo
 from ultraep.plan import Plan
-from ultraep.plane import Microbatch
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -21,7 +21,7 @@ VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
 
 
 class ServingCounters:
-    """A notebook whose sums others read; made once in a process.
+    """A sink whose sums others read; made once in a process.
 
     rank: plans are alike on all ranks, so that only the first one counts them.
     """
@@ -45,7 +45,7 @@ class ServingCounters:
         self._seconds = make(Counter, names.STAGE_SECONDS)
         self._timed = make(Counter, names.TIMED)
 
-    def planned(self, microbatch: Microbatch, plan: Plan) -> None:
+    def planned(self, microbatch: MicrobatchInfo, plan: Plan) -> None:
         self._timed.inc(microbatch.timed)
         if self._rank == 0:
             policy = plan.config.policy
@@ -54,14 +54,14 @@ class ServingCounters:
             self._planned.inc(plan.num_replicas)
             self._left_alone.inc(plan.num_replicas == 0)
 
-    def took(self, _: Microbatch, stage: str, seconds: float) -> None:
+    def took(self, _: MicrobatchInfo, stage: str, seconds: float) -> None:
         self._seconds.labels(stage).inc(seconds)
 
-    def sent(self, _: Microbatch, __: str, nbytes: int, copies: int) -> None:
+    def sent(self, _: MicrobatchInfo, __: str, nbytes: int, copies: int) -> None:
         self._copies.inc(copies)
         self._bytes.inc(nbytes)
 
-    def passed(self, _: Microbatch, __: float) -> None:
+    def passed(self, _: MicrobatchInfo, __: float) -> None:
         """Nothing: sums know no microbatch."""
 
 

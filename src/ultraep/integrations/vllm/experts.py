@@ -25,11 +25,12 @@ from vllm.model_executor.models.gpt_oss import GptOssRoutedExperts
 
 from ultraep.comm import moved
 from ultraep.dispatch import Arrivals
-from ultraep.integrations.stages import InPlaceOf, run_stages
+from ultraep.integrations.common import InPlaceOf
 from ultraep.integrations.vllm.refusals import OF_ROUTER
 from ultraep.integrations.vllm.service import Service
 from ultraep.integrations.vllm.settings import read_settings
-from ultraep.plane import AnyPlan, Copies
+from ultraep.layer import run_stages
+from ultraep.microbatch import AnyPlan, Layer, Replicas
 from ultraep.runtime.balancer import Balancer
 
 _current: Service | None = None  # of the model that is being made
@@ -96,14 +97,11 @@ class BalancedRows(RoutedExperts):  # type: ignore[misc]
         return super().forward_monolithic(*inputs, **options)
 
     def _stages(self, x: torch.Tensor, gates: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        balancer, bundle = self.balancer, self.bundle
-        assert balancer is not None
+        assert self.balancer is not None
         assert self.service is not None
-        given = self._serve, bundle, x, ids, gates
-        policy = self.service.policy(balancer)
-        outputs, self.last_plan = run_stages(
-            balancer, *given, layer=self.layer_index, policy=policy
-        )
+        layer = Layer(self.layer_index, self.bundle, self._serve)
+        policy = self.service.policy(self.balancer)
+        outputs, self.last_plan = run_stages(self.balancer, layer, ids, gates, x, policy=policy)
         return outputs
 
     @property
@@ -111,10 +109,10 @@ class BalancedRows(RoutedExperts):  # type: ignore[misc]
         """What a copy of an expert consists of: all that vLLM keeps for one."""
         return {name: t for name, t in self.named_parameters() if name not in OF_ROUTER}
 
-    def _serve(self, arrivals: Arrivals, copies: Copies) -> torch.Tensor:
+    def _serve(self, arrivals: Arrivals, replicas: Replicas) -> torch.Tensor:
         """[A, D] outputs of all rows times their gates, on home weights and on copies."""
-        begins, homes = arrivals.begins(), copies.num_homes
-        memory = copies.served_rows(arrivals.rows)
+        begins, homes = arrivals.begins(), replicas.num_homes
+        memory = replicas.served_rows(arrivals.rows)
         outputs = torch.empty_like(arrivals.rows) if memory is None else memory
 
         def serve(begin: int, end: int, counts: list[int], tensors: dict[str, Any]) -> None:
@@ -126,7 +124,7 @@ class BalancedRows(RoutedExperts):  # type: ignore[misc]
             serve(0, begins[homes], counts, self.bundle)
         for slot, (begin, end) in enumerate(pairwise(begins[homes:])):
             if begin < end:  # one by one: kernels take experts that stand apart for neighbours
-                lent = {name: t[slot : slot + 1] for name, t in copies.tensors().items()}
+                lent = {name: t[slot : slot + 1] for name, t in replicas.tensors().items()}
                 serve(begin, end, [end - begin], lent)
         return outputs
 

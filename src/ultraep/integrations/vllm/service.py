@@ -16,9 +16,9 @@ from vllm.model_executor.layers.fused_moe.expert_map_manager import determine_ex
 from ultraep import __version__
 from ultraep.bundle import Layout
 from ultraep.config import BalanceConfig
+from ultraep.integrations.library import VLLM_LOGGER
 from ultraep.integrations.vllm.cost import least_tokens, rows_to_pay
 from ultraep.integrations.vllm.counters import ServingCounters, where_they_are
-from ultraep.integrations.vllm.library import LOGGER
 from ultraep.integrations.vllm.refusals import (
     OF_ROUTER,
     EngineFacts,
@@ -51,7 +51,7 @@ class Service:
         if not reasons:
             self._open(get_ep_group())
         told = f"nothing: {'; '.join(reasons[:4])}" if reasons else str(self)
-        parallel, log = self.config.parallel_config, logging.getLogger(LOGGER)
+        parallel, log = self.config.parallel_config, logging.getLogger(VLLM_LOGGER)
         if parallel.data_parallel_rank == parallel.rank == 0:
             log.log(
                 logging.WARNING if reasons else logging.INFO,

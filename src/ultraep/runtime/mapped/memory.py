@@ -21,10 +21,10 @@ from ultraep.backends.triton.streamer import Contents, Streamer
 from ultraep.bundle import Layout
 from ultraep.comm import Peers, Region
 from ultraep.errors import LoadError, SlotError
-from ultraep.plane import Kinds
-from ultraep.runtime.mapped.overlap import Overlap, capturing
+from ultraep.microbatch import Kinds
 from ultraep.runtime.mapped.peers import NamedPeers
 from ultraep.runtime.settings import DeviceShare
+from ultraep.runtime.streams import Overlap, capturing
 from ultraep.topology import Topology
 
 WHOLE = 64  # multiprocessors from which on some of them can be spared

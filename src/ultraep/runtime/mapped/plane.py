@@ -1,327 +1,313 @@
-"""MappedPlane: the stages of a balancer, and no host between them.
+"""The data plane of mapped memory: the stages of a microbatch, and no host between them.
 
 Loads, plan, routes, rows and weights stay on the GPUs of a group that map each other's memory.
 Every verb launches the same kernels whatever the loads are, so a whole layer, forward and backward,
-can be captured in a CUDA graph and replayed. Run one step before, or `prepare`, so that memory is
-there. Outside of graphs the hosts also tell each other where they are and how many tokens they
-have, without waiting for their GPUs: so memory grows, and a rank that strays is named.
+can be captured in a CUDA graph and replayed. Run one step before, or `prepare`, to allocate memory.
+Outside of graphs the hosts also tell each other where they are and how many tokens they have,
+without waiting for their GPUs: so memory grows, and a rank that strays is named.
 
-Shapes: T tokens, K experts per token, R ranks, E experts.
+Shapes: T tokens, K experts per token, R ranks, E experts, A rows that fit the workspace, D model
+width.
 """
 
 from __future__ import annotations
 
 import zlib
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable
 
 import torch
 
 from ultraep.backends.triton.board import AS_PROMISED, Told
+from ultraep.backends.triton.exchange import scalar_type
 from ultraep.bundle import Bundle, resolve, signature
-from ultraep.comm import Communicator, Peers
+from ultraep.comm import Peers
 from ultraep.config import BalanceConfig
-from ultraep.errors import ConfigError, LoadError
+from ultraep.errors import ConfigError
+from ultraep.microbatch import NO_LAYER, Inputs, MicrobatchInfo
+from ultraep.ops.modes import unseen
 from ultraep.plan import Plan
 from ultraep.plan import plan as make_plan
-from ultraep.plane import NO_LAYER, Microbatch
 from ultraep.runtime.agreement import Agreement, Place, Point
 from ultraep.runtime.backward import LentInBackward
-from ultraep.runtime.capacity import Capacity
-from ultraep.runtime.control import POLICIES, DevicePlan
+from ultraep.runtime.control import DevicePlan, DeviceRoutes
 from ultraep.runtime.history import History
-from ultraep.runtime.mapped.copies import MappedCopies
-from ultraep.runtime.mapped.exchange import MappedExchange
-from ultraep.runtime.mapped.overlap import capturing
-from ultraep.runtime.mapped.room import Room
-from ultraep.runtime.observe import Watch
-from ultraep.runtime.settings import Settings
-from ultraep.runtime.versions import Versions
-from ultraep.topology import Topology
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceLoads:
-    """The loads of all ranks, on the device."""
-
-    microbatch: Microbatch
-    on_device: torch.Tensor  # [R, E]
-    ids: torch.Tensor  # those of this rank that were counted
-    room: Room
-    turn: int  # of the microbatch on this plane
-    about_rows: int  # of all ranks, if each had as many tokens as that with the most
-    versions: torch.Tensor  # [R] of the weights of all ranks
+from ultraep.runtime.mapped.memory import MappedMemory
+from ultraep.runtime.mapped.replicas import MappedReplicas
+from ultraep.runtime.mapped.workspace import Workspace, Workspaces
+from ultraep.runtime.microbatch import BaseMicrobatch, Shared
+from ultraep.runtime.observe import staged
+from ultraep.runtime.streams import capturing
 
 
 class MappedPlane:
-    """One rank of a group of GPUs that map each other's memory."""
+    """One rank of a group of GPUs that map each other's memory.
+
+    agreed: the settings of the balancer, which the hosts of all ranks compare.
+    """
 
     name = "mapped"
 
-    def __init__(
-        self,
-        peers: Peers,
-        *,
-        comm: Communicator,
-        agreed: str,
-        agreement: Agreement,
-        topology: Topology,
-        config: BalanceConfig,
-        settings: Settings,
-        versions: Versions,
-        watch: Watch,
-    ) -> None:
+    def __init__(self, shared: Shared, peers: Peers, agreed: str) -> None:
         _check_current(peers.device)
-        self.topology, self.settings, self.watch = topology, settings, watch
-        self.lent: MappedCopies | None = None  # copies whose `with` block is open
-        self._peers, self._config, self._versions = peers, config, versions
+        self.shared, self.topology, self.device = shared, shared.topology, peers.device
         with torch.inference_mode(False):
-            self._promise = torch.zeros(1, dtype=torch.int32, device=peers.device)
+            self.promised = torch.zeros(1, dtype=torch.int32, device=peers.device)
         self.promise()
-        self._comm, self._hosts = comm, comm.hosts()
-        self._agreement: Agreement | None = agreement
-        if self._hosts is not comm:
-            self._agreement = (
-                None if self._hosts is None else Agreement(self._hosts, agreed, topology.experts)
-            )
-        self._timeout = settings.timeout or comm.timeout
-        self._rooms: list[Room] = []
-        self._turn = 0
-        self._capacity = Capacity(settings.capacity, topology, config)
-        self._seen = 0  # the most rows that a rank was planned to serve, as far as all know
-        self._history = History()
+        self._peers, self._hosts = peers, shared.comm.hosts()
+        self.workspaces = Workspaces(shared, peers, self._agreement_of_hosts(agreed))
+        self.history = History()
         self.in_backward = LentInBackward()
-        self._adopted: DevicePlan | None = None
-        self._kept: torch.Tensor | None = None  # schedule of copies that stay
+        self.counted: MicrobatchInfo | None = None  # whose ids and loads the device holds
+        self.adopted: DevicePlan | None = None
+        self.kept: torch.Tensor | None = None  # schedule of replicas that stay
 
-    def gather(
-        self, ids: torch.Tensor, microbatch: Microbatch, bundle: Bundle, **rows: Any
-    ) -> DeviceLoads:
-        """Stage 1."""
-        told = signature(resolve(bundle), **rows)
-        room, most = self._room_for(ids, microbatch, told)
-        room.look()
-        self._turn += 1
-        kind = zlib.crc32(f"layer {microbatch.layer}: {told}".encode()) >> 1
-        counts, weights = room.control.count(ids.contiguous()), self._told(microbatch.layer, bundle)
-        loads = room.memory.share_loads(counts, kind, weights)
-        about = most * ids.shape[1] * self.topology.ranks
-        return DeviceLoads(microbatch, loads, ids, room, self._turn, about, weights.versions)
+    def _agreement_of_hosts(self, agreed: str) -> Agreement | None:
+        if self._hosts is self.shared.comm:
+            return self.shared.agreement
+        if self._hosts is None:
+            return None
+        return Agreement(self._hosts, agreed, self.topology.experts)
 
-    def _told(self, layer: int, bundle: Bundle) -> Told:
-        """Whether these weights are promised to be what they were; in graphs, the device knows."""
-        versions = torch.empty(self._peers.size, dtype=torch.int32, device=self._peers.device)
-        if capturing(self._peers.device):
-            return Told(AS_PROMISED, self._promise, versions)
-        number = self._versions.of(layer, bundle)
-        return Told(even(number) if self._versions.promise else 0, self._promise, versions)
-
-    @property
-    def promised(self) -> bool:
-        """Whether this rank promises that its weights stay."""
-        return self._versions.promise > 0
-
-    def _nothing_promised(self) -> torch.Tensor:
-        """[R] versions with which everything is sent."""
-        return torch.zeros(self._peers.size, dtype=torch.int32, device=self._peers.device)
+    def begin(self, inputs: Inputs) -> MappedMicrobatch:
+        """Return a microbatch with these inputs."""
+        return MappedMicrobatch(self, inputs)
 
     def promise(self) -> None:
-        """Tell the device whether the weights of this rank are promised to stay, from here on."""
-        if not capturing(self._peers.device):
-            number = self._versions.promise
-            self._promise.fill_(even(number) + 1 if number else 0)
-
-    def plan(self, loads: DeviceLoads, config: BalanceConfig) -> DevicePlan:
-        """Stage 2."""
-        self._check_turn(loads)
-        control = loads.room.control
-        if self._adopted is not None:
-            return self._adopted
-        if control.use(config):
-            return control.plan(loads.on_device).kept()
-        if capturing(self._peers.device):
-            raise ConfigError(
-                f"policy {config.policy!r} plans on the host and cannot be captured in a graph; "
-                f"the device plans {control.config.policy!r}"
-            )
-        numbers = loads.on_device.cpu().numpy().astype("int64")
-        past = self._history.note(loads.microbatch, numbers.sum(axis=0)).before
-        plan = make_plan(numbers, self.topology, config, history=past)
-        plan.check_limits()
-        self._capacity.check(plan)
-        return control.adopt(plan).kept()
-
-    def verify(self, _plan: DevicePlan, _loads: DeviceLoads) -> None:
-        """Nothing: plans are made of what all ranks have compared."""
-
-    def replicate(self, plan: DevicePlan, loads: DeviceLoads, bundle: Bundle) -> MappedCopies:
-        """Stage 3."""
-        memory, microbatch = loads.room.memory, loads.microbatch
-        return MappedCopies(self, memory, plan, microbatch, bundle, loads.versions, self._kept)
-
-    def trial(self, plan: Plan, loads: DeviceLoads, bundle: Bundle, _number: int) -> MappedCopies:
-        """Copies of a plan that is made up, to be timed."""
-        microbatch = Microbatch(NO_LAYER, loads.microbatch.step, again=False, back=True)
-        adopted = loads.room.control.adopt(plan).kept()
-        never_kept = torch.zeros_like(loads.versions)
-        memory = loads.room.memory
-        return MappedCopies(self, memory, adopted, microbatch, bundle, never_kept)
-
-    def reroute(self, ids: torch.Tensor, plan: DevicePlan, loads: DeviceLoads) -> MappedExchange:
-        """Stage 4."""
-        assert plan.topology == self.topology
-        self._check_turn(loads)
-        microbatch, copies = loads.microbatch, self.lent
-        routes = loads.room.control.reroute(ids.contiguous(), counted=ids is loads.ids)
-
-        def on_return() -> None:
-            self._meet(Place(Point.BACKWARD, microbatch.layer, microbatch.step))
-            if copies is not None:
-                copies.begin()
-
-        return MappedExchange(loads.room.memory, routes, on_return)
+        """Pass the current promise about the weights of this rank to the device."""
+        if not capturing(self.device):
+            number = self.shared.versions.promise
+            self.promised.fill_(even(number) + 1 if number else 0)
 
     def prepare(self, ids: torch.Tensor, rows: torch.Tensor, bundle: Bundle) -> None:
-        """Take all memory that microbatches like this need; otherwise the first one does."""
+        """Allocate all memory that microbatches like this need; otherwise the first one does."""
         tokens, top_k = ids.shape
-        room = self._fitting(tokens, top_k) or self._make_room(tokens, top_k)
-        room.prepare(resolve(bundle), rows)
+        self.workspaces.for_tokens(tokens, top_k).prepare(resolve(bundle), rows)
 
     def adopt(self, plan: Plan | None) -> None:
         """Use this plan, made by any policy, for all microbatches to come; None: plan again.
 
-        It must be a plan for their loads: a replayed graph uses what was adopted last.
+        It must be a plan for their loads: a replayed graph uses the plan that was adopted last.
         """
-        self._adopted = None if plan is None else self._rooms[-1].control.adopt(plan)
-        self._kept = None
+        self.adopted = None if plan is None else self.workspaces.last.control.adopt(plan)
+        self.kept = None
 
     def keep(self, bundle: Bundle) -> None:
-        """Send the copies of the adopted plan once: they stay while nothing else fills the slots.
+        """Send the replicas of the adopted plan once: they stay while nothing else fills the slots.
 
-        For weights that do not change, and one layer: nobody looks whether they have changed.
+        For weights that do not change, and one layer: changes are not detected.
         """
-        if self._adopted is None:
+        if self.adopted is None:
             raise ConfigError("nothing is adopted whose copies could be kept")
-        memory, microbatch = self._rooms[-1].memory, Microbatch(0, 0, again=False, back=True)
-        promised = self._nothing_promised()
-        copies = MappedCopies(self, memory, self._adopted, microbatch, bundle, promised)
-        with copies:
-            copies.tensors()
-        self._kept = copies.schedule
+        info = MicrobatchInfo(0, 0, again=False, back=True)
+        versions = torch.zeros(self._peers.size, dtype=torch.int32, device=self.device)
+        replicas = self.replicas(self.workspaces.last, info, self.adopted, bundle, versions)
+        with self.shared.observers.silenced(), replicas:
+            replicas.tensors()
+        self.kept = replicas.schedule
+
+    def replicas(
+        self,
+        workspace: Workspace,
+        info: MicrobatchInfo,
+        plan: DevicePlan,
+        bundle: Bundle,
+        versions: torch.Tensor,
+        schedule: torch.Tensor | None = None,
+    ) -> MappedReplicas:
+        """The replicas of a plan, in the slots of that workspace."""
+        return MappedReplicas(
+            self.shared, workspace.memory, self.in_backward, info, plan, bundle, versions, schedule
+        )
+
+    def meet(self, place: Place) -> None:
+        """Compare where the hosts of all ranks are, unless a graph is captured."""
+        agreement = self.workspaces.agreement
+        verify = self.shared.settings.verify and not capturing(self.device)
+        if agreement is not None and verify:
+            agreement.meet(place, torch.device("cpu"))
 
     @property
     def nbytes(self) -> int:
         """Shared memory of this rank."""
-        return sum(room.memory.nbytes for room in self._rooms)
+        return sum(workspace.memory.nbytes for workspace in self.workspaces)
 
     def check(self) -> None:
-        """Raise what the device has noted since the last check; waits for it."""
-        for room in self._rooms:
-            room.check()
+        """Raise errors that the device has recorded since the last check; waits for it."""
+        for workspace in self.workspaces:
+            workspace.check()
 
     def close(self) -> None:
-        """Give back the shared memory; the process group stays."""
-        self._rooms.clear()
+        """Free the shared memory; the process group stays."""
+        self.workspaces.clear()
         self._peers.close()
-        if self._hosts is not None and self._hosts is not self._comm:
+        if self._hosts is not None and self._hosts is not self.shared.comm:
             self._hosts.close()
 
-    def _room_for(self, ids: torch.Tensor, microbatch: Microbatch, told: str) -> tuple[Room, int]:
-        """Memory with room for the tokens of all ranks, made or enlarged if there is none.
 
-        And the most tokens of a rank, if ranks have told each other; else those that all have room
-        for, since rates depend on this number, and plans on rates: it must be that of all ranks.
-        """
-        error = _refused(ids)
-        tokens, top_k = (0, 0) if error else ids.shape
-        room = self._fitting(tokens, top_k)
-        asks = self._comm.size > 1 and (self.settings.verify or not self._rooms)
-        if self._agreement is None or not asks or capturing(self._peers.device):
-            if error:
-                raise error
-            room = room or self._make_room_alone(tokens, top_k)
-            return room, room.memory.tokens
-        place = Place(Point.LOADS_AGAIN if microbatch.again else Point.LOADS, *_where(microbatch))
-        records = self._agreement.loads(
-            place,
-            torch.zeros(self.topology.experts, dtype=torch.int64),
-            told=told,
-            version=0,
-            refused=int(error is not None),
-            tokens=tokens,
-            rows=max((room.seen for room in self._rooms), default=0),
-        )
-        if error:
-            raise error
-        self._agreement.compare_inputs(records, told)
-        most, self._seen = (int(records.column(name).max()) for name in ("tokens", "rows"))
-        return self._fitting(most, top_k) or self._make_room(most, top_k), most
+class MappedMicrobatch(BaseMicrobatch[DevicePlan]):
+    """One microbatch of one rank, on its device.
 
-    def _fitting(self, tokens: int, top_k: int) -> Room | None:
-        fitting = (room for room in reversed(self._rooms) if room.fits(tokens, top_k))
-        enough = (r for r in fitting if self._capacity.suffices(r.memory.capacity, self._seen))
-        return next(enough, None)
+    All microbatches use the same buffers for ids, loads and routes. So stages 1, 2 and 4 of one
+    microbatch run before the next one is counted.
+    """
 
-    def _make_room_alone(self, tokens: int, top_k: int) -> Room:
-        """The first memory, or any of a single rank: others would have to ask each other."""
-        others = self._comm.size > 1 and self._rooms
-        if capturing(self._peers.device) or others:
-            has = ", ".join(f"{r.memory.tokens} x {r.memory.top_k}" for r in self._rooms)
-            raise LoadError(
-                f"{tokens} tokens x {top_k} choices, but there is memory for {has or 'none'}, and "
-                "it cannot grow here: run such a step before, outside of a graph, or give tokens="
-            )
-        return self._make_room(tokens, top_k)
+    def __init__(self, plane: MappedPlane, inputs: Inputs) -> None:
+        super().__init__(inputs, plane.shared)
+        self._plane = plane
+        self._workspace: Workspace | None = None
+        self._versions: torch.Tensor | None = None  # [R] of the weights of all ranks
+        self._most_tokens = 0  # of a rank
+        self._lent: MappedReplicas | None = None
 
-    @torch.inference_mode(False)
-    def _make_room(self, tokens: int, top_k: int) -> Room:
-        """Memory for so many tokens, by all ranks; microbatches under way keep theirs."""
-        tokens = max(1, tokens, self.settings.tokens or 1)
-        largest = max((r.memory.tokens for r in self._rooms if r.memory.top_k == top_k), default=0)
-        if self._rooms and tokens > largest:  # and somewhat more: it would be asked for again
-            largest = 1 << (tokens - 1).bit_length()
-        tokens = max(tokens, largest)
-        config = self._config
-        if config.policy not in POLICIES:
-            config = replace(config, policy="ultraep")
-        name, settings = f"room {len(self._rooms)}", self.settings
-        rows = self._capacity.rows_for(tokens * top_k, self._seen)
-        room = Room.of(
-            self._peers, self.topology, config, settings, name, tokens, top_k, rows, self._timeout
-        )
-        self._rooms.append(room)
-        return room
+    def _count(self) -> torch.Tensor:
+        plane, inputs, info = self._plane, self._inputs, self.info
+        told = signature(resolve(inputs.layer.bundle), rows=inputs.tokens, gates=inputs.gates)
+        place = self._place(Point.LOADS_AGAIN if info.again else Point.LOADS)
+        workspace, self._most_tokens = plane.workspaces.for_microbatch(inputs.ids, place, told)
+        workspace.look()
+        self._workspace, plane.counted = workspace, info
+        kind = zlib.crc32(f"layer {info.layer}: {told}".encode()) >> 1
+        counts, weights = workspace.control.count(inputs.ids.contiguous()), self._told()
+        self._versions = weights.versions
+        return workspace.memory.share_loads(counts, kind, weights)
 
-    def _meet(self, place: Place) -> None:
-        """Hosts compare where they are, unless a graph is captured."""
-        if self._agreement is None or not self.settings.verify or capturing(self._peers.device):
-            return
-        self._agreement.meet(place, torch.device("cpu"))
+    def _told(self) -> Told:
+        """Whether these weights are promised to be unchanged; in graphs, the device knows."""
+        plane, versions = self._plane, self._shared.versions
+        of_all = torch.empty(plane.topology.ranks, dtype=torch.int32, device=plane.device)
+        if capturing(plane.device):
+            return Told(AS_PROMISED, plane.promised, of_all)
+        number = versions.of(self.info.layer, self._inputs.layer.bundle)
+        return Told(even(number) if versions.promise else 0, plane.promised, of_all)
 
-    def _check_turn(self, loads: DeviceLoads) -> None:
-        if loads.turn != self._turn:
+    def _rows_of_all(self) -> int:
+        """As if every rank had as many tokens as the rank with the most."""
+        return self._most_tokens * self._inputs.ids.shape[1] * self._plane.topology.ranks
+
+    def _current(self) -> Workspace:
+        """The workspace, while its buffers hold this microbatch."""
+        counted, workspace = self._plane.counted, self._workspace
+        assert workspace is not None
+        if counted is not self.info:
             raise ConfigError(
-                f"microbatch {loads.turn} is to be planned or rerouted, but {self._turn} was "
-                "gathered since: on a device, stages 1, 2 and 4 of a microbatch follow each other"
+                f"microbatch {self.info.step} is to be planned or rerouted, but "
+                f"{counted.step if counted else 'another'} was counted since: on a device, stages "
+                "1, 2 and 4 of a microbatch follow each other"
             )
+        return workspace
+
+    @staged("plan")
+    def _make_plan(self, config: BalanceConfig) -> DevicePlan:
+        plane, control, loads = self._plane, self._current().control, self._loads
+        assert loads is not None
+        if plane.adopted is not None:
+            return plane.adopted
+        if control.use(config):
+            return control.plan(loads).kept()
+        if capturing(plane.device):
+            raise ConfigError(
+                f"policy {config.policy!r} plans on the host and cannot be captured in a graph; "
+                f"the device plans {control.config.policy!r}"
+            )
+        numbers = loads.cpu().numpy().astype("int64")
+        past = plane.history.note(self.info, numbers.sum(axis=0)).before
+        plan = make_plan(numbers, plane.topology, config, history=past)
+        plan.check_limits()
+        plane.workspaces.capacity.check(plan)
+        return control.adopt(plan).kept()
+
+    def _replicas(self, plan: DevicePlan) -> MappedReplicas:
+        plane, workspace, versions = self._plane, self._workspace, self._versions
+        assert workspace is not None
+        assert versions is not None
+        bundle = self._inputs.layer.bundle
+        self._lent = plane.replicas(workspace, self.info, plan, bundle, versions, plane.kept)
+        return self._lent
+
+    def _trial(self, plan: Plan, bundle: Bundle, _number: int) -> MappedReplicas:
+        workspace, versions = self._workspace, self._versions
+        assert workspace is not None
+        assert versions is not None
+        info = MicrobatchInfo(NO_LAYER, self.info.step, again=False, back=True)
+        never_kept = torch.zeros_like(versions)
+        adopted = workspace.control.adopt(plan).kept()
+        return self._plane.replicas(workspace, info, adopted, bundle, never_kept)
+
+    def _rows(self, plan: DevicePlan) -> tuple[MappedRows, Callable[[], None]]:
+        assert plan.topology == self._plane.topology
+        workspace = self._current()
+        routes = workspace.control.reroute(self._inputs.ids.contiguous(), counted=True)
+        plane, place, replicas = self._plane, self._place(Point.BACKWARD), self._lent
+
+        def at_backward() -> None:
+            plane.meet(place)
+            if replicas is not None:
+                replicas.begin_again()
+
+        return MappedRows(workspace.memory, routes), at_backward
+
+
+class MappedRows:
+    """Moves rows between tokens and slots; each rank pulls what it needs."""
+
+    def __init__(self, memory: MappedMemory, routes: DeviceRoutes) -> None:
+        self._memory, self._routes = memory, routes
+        self._rows = memory.exchange.row_map()
+        self.slots, self._shape = routes.slots, routes.slots.shape
+        self.offsets = self._rows.offsets
+
+    @unseen()
+    def begins(self) -> list[int]:
+        """The offsets on the host; waits for the device."""
+        begins: list[int] = self.offsets.tolist()
+        return begins
+
+    def to_slots(
+        self, values_TD: torch.Tensor, scalars_TK: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """[A, D] a row for each choice of every token, and `[A]` its scalar, in slot order."""
+        memory, exchange, routes = self._memory, self._memory.exchange, self._routes
+        values_TD = values_TD.contiguous()
+        nbytes = exchange.layout.value_bytes(values_TD.shape[1] * values_TD.itemsize)
+        exchange.expose_values(values_TD, memory.to_write("values", nbytes))
+        if scalars_TK is not None:
+            exchange.tables(routes.rows_of_slot, routes.receive_counts, self._rows)
+            exchange.expose(routes.order, scalars_TK.contiguous())
+        memory.meet()
+        gates_A = None
+        if scalars_TK is not None:
+            gates_A = scalars_TK.new_empty(memory.capacity, dtype=scalar_type(scalars_TK.dtype))
+            exchange.origins(routes.receive_counts, self._rows, gates_A)
+            exchange.landings(routes.slots, routes.positions, self._rows)
+        rows_AD = values_TD.new_empty(memory.capacity, values_TD.shape[1])
+        exchange.gather_rows(memory.to_read("values", nbytes), self._rows, rows_AD)
+        return rows_AD, gates_A
+
+    def to_tokens(
+        self, rows_AD: torch.Tensor, scalars_A: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """[T, D] the rows of each token, summed in the order of its choices; `[T, K]` scalars."""
+        memory, exchange, width = self._memory, self._memory.exchange, rows_AD.shape[1]
+        nbytes = exchange.layout.served_bytes(width * rows_AD.itemsize)
+        served = exchange.served_rows(memory.region("served", nbytes), width, rows_AD.dtype)
+        if rows_AD.data_ptr() != served.data_ptr():
+            memory.to_write("served", nbytes)
+            served[: len(rows_AD)].copy_(rows_AD)
+        scalars_TK = None
+        if scalars_A is not None:
+            region = memory.to_write("served", nbytes)
+            scalars = exchange.served_scalars(region, scalars_A.dtype)
+            scalars[: len(scalars_A)].copy_(scalars_A)
+            scalars_TK = scalars_A.new_empty(self._shape)
+        memory.meet()
+        sums_TD = rows_AD.new_empty(self._shape[0], width)
+        exchange.sum_rows(memory.to_read("served", nbytes), self._rows, sums_TD, scalars_TK)
+        return sums_TD, scalars_TK
 
 
 def even(number: int) -> int:
     """A version of 32 bits for a number of the host; promises of the device have odd ones."""
     return 2 * (number % 2**30)
-
-
-def _where(microbatch: Microbatch) -> tuple[int, int]:
-    return microbatch.layer, microbatch.step
-
-
-def _refused(ids: torch.Tensor) -> LoadError | None:
-    """What is wrong with ids at first sight."""
-    if ids.ndim != 2:
-        return LoadError(f"ids must be [tokens, choices], got {list(ids.shape)}")
-    if ids.dtype.is_floating_point or ids.dtype.is_complex or ids.dtype == torch.bool:
-        return LoadError(f"ids must be integers, got {ids.dtype}")
-    return None
 
 
 def _check_current(device: torch.device) -> None:

@@ -1,17 +1,20 @@
-"""MessagesPlane: loads, weights, rows and gradients travel as messages of a communicator.
+"""The data plane of messages: loads, weights, rows and gradients travel through a communicator.
 
 The host knows loads and plan. Some messages also carry what the ranks must agree on (agreement.py),
 so that a rank with other weights, or at another place of the program, is an error that names it, on
 every rank.
 
-Shapes: T tokens, K experts per token, R ranks, E experts.
+Shapes: T tokens, K experts per token, N routed rows, M of them without padding, A arrived rows, L
+slots of this rank, R ranks, E experts, D model width.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from itertools import accumulate
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -19,259 +22,316 @@ import torch
 from ultraep.arrays import IntArray
 from ultraep.backends import backend_for
 from ultraep.bundle import Bundle, Layout, device_of_bundle, resolve, signature
-from ultraep.comm import Communicator
+from ultraep.comm import Communicator, moved
 from ultraep.config import BalanceConfig
-from ultraep.dispatch import RowMessages
 from ultraep.errors import LoadError
 from ultraep.loads import MAX_TOTAL, count_loads
+from ultraep.microbatch import NO_LAYER, Inputs, MicrobatchInfo
 from ultraep.plan import Plan
 from ultraep.plan import plan as make_plan
-from ultraep.plane import NO_LAYER, Microbatch
 from ultraep.reroute import Routes, reroute, routes_of
-from ultraep.runtime.agreement import Agreement, Place, Point, short_digest
-from ultraep.runtime.backward import LentInBackward
+from ultraep.runtime.agreement import Place, Point, short_digest
 from ultraep.runtime.capacity import Capacity
 from ultraep.runtime.history import History
-from ultraep.runtime.messages.copies import MessageCopies
+from ultraep.runtime.messages.replicas import MessageReplicas
 from ultraep.runtime.messages.slots import SlotPool
-from ultraep.runtime.observe import Watch
-from ultraep.runtime.settings import Settings
-from ultraep.runtime.versions import Versions
-from ultraep.topology import Topology
+from ultraep.runtime.microbatch import BaseMicrobatch, Shared
+from ultraep.runtime.observe import staged
 
 if TYPE_CHECKING:
     from ultraep.runtime.control import ControlPlane, DeviceRoutes
 
 
-@dataclass(frozen=True, slots=True)
-class HostLoads:
-    """The loads of all ranks, and the versions of their weights."""
+class MessagesPlane:
+    """One rank of a group that exchanges messages: its spare slots, and kernels if it has a GPU."""
 
-    microbatch: Microbatch
-    loads: IntArray  # [R, E]
-    versions: IntArray  # [R]
-    on_device: torch.Tensor  # [R, E] the loads where the ids are
-    ids: torch.Tensor  # those of this rank that were counted
+    name = "messages"
+
+    def __init__(self, shared: Shared) -> None:
+        self.shared, self.topology = shared, shared.topology
+        self.pool = SlotPool(shared.topology.slots, shared.settings.in_flight)
+        self.capacity = Capacity(shared.settings.capacity, shared.topology, shared.config)
+        self.history = History()
+        self.kernels: Kernels | None = None
+        self.last_config: dict[int, BalanceConfig] = {}  # by layer
+
+    def begin(self, inputs: Inputs) -> MessagesMicrobatch:
+        """Return a microbatch with these inputs."""
+        self.kernels = self._kernels_for(inputs.ids)
+        return MessagesMicrobatch(self, inputs)
+
+    def prepare(self, ids: torch.Tensor, _rows: torch.Tensor, bundle: Bundle) -> None:
+        """Allocate one buffer of spare slots."""
+        tensors = resolve(bundle)
+        layout = Layout.of(tensors, len(self.topology.home_experts(self.shared.comm.rank)))
+        with self.pool.lend(layout, device_of_bundle(tensors), "nobody yet"):
+            self.kernels = self._kernels_for(ids)
+
+    def promise(self) -> None:
+        """Do nothing: hosts exchange versions in every microbatch."""
 
     @property
-    def about_rows(self) -> int:
-        """Exactly those of all ranks."""
-        return int(self.loads.sum())
+    def nbytes(self) -> int:
+        """Memory allocated for spare slots and gradients."""
+        return self.pool.nbytes
+
+    def check(self) -> None:
+        """Raise errors that a GPU has recorded."""
+        if self.kernels is not None:
+            self.kernels.control.check()
+
+    def close(self) -> None:
+        """Do nothing: only memory was allocated."""
+
+    def _kernels_for(self, ids: torch.Tensor) -> Kernels | None:
+        """The kernels for these ids, if they are on a GPU, or if the user chose that backend."""
+        settings, kernels, rows = self.shared.settings, self.kernels, ids.numel()
+        if (settings.backend or backend_for(ids.device.type).name) != "triton":
+            return None
+        if kernels is not None and kernels.fit(ids):
+            return kernels
+        from ultraep.runtime.control import POLICIES, ControlPlane  # triton, where it is used
+
+        config = self.shared.config
+        if config.policy not in POLICIES:
+            config = replace(config, policy="ultraep")
+        rows = min(1 << max(rows, 1024).bit_length(), MAX_TOTAL // self.topology.ranks)
+        rank, device = self.shared.comm.rank, ids.device
+        return Kernels(ControlPlane(self.topology, config, rows=rows, rank=rank, device=device))
+
+
+@dataclass(eq=False)
+class Kernels:
+    """The kernels of a GPU, and the microbatches whose ids and plan their buffers hold."""
+
+    control: ControlPlane
+    counted: MicrobatchInfo | None = None
+    planned: MicrobatchInfo | None = None
+
+    def fit(self, ids: torch.Tensor) -> bool:
+        """Whether the buffers are large enough for these ids."""
+        return self.control.device == ids.device and ids.numel() <= self.control.rows
 
 
 @dataclass(frozen=True, slots=True)
 class _Ahead:
-    """What a GPU does for a microbatch before the host knows its loads."""
+    """What a GPU computes for a microbatch before the host knows its loads."""
 
-    microbatch: Microbatch
-    config: BalanceConfig  # how the last microbatch of the layer was planned
-    ids: torch.Tensor
-    plan: Callable[[], Plan]  # when the loads are known
+    config: BalanceConfig  # of the last microbatch of the layer
+    plan: Callable[[], Plan]  # available once the loads are known
     order: torch.Tensor  # [N] rows in the order of sending
     positions: torch.Tensor  # [N] where each of them stands there
 
 
-class MessagesPlane:
-    """One rank of a group that exchanges messages."""
+class MessagesMicrobatch(BaseMicrobatch[Plan]):
+    """One microbatch of one rank."""
 
-    name = "messages"
-
-    def __init__(
-        self,
-        comm: Communicator,
-        topology: Topology,
-        config: BalanceConfig,
-        settings: Settings,
-        agreement: Agreement,
-        versions: Versions,
-        watch: Watch,
-    ) -> None:
-        self.comm, self.topology, self.settings, self.watch = comm, topology, settings, watch
-        self.pool = SlotPool(topology.slots, settings.in_flight)
-        self._config, self._agreement, self._versions = config, agreement, versions
-        self._capacity = Capacity(settings.capacity, topology, config)
-        self._history = History()
-        self.in_backward = LentInBackward()
-        self._control: ControlPlane | None = None
+    def __init__(self, plane: MessagesPlane, inputs: Inputs) -> None:
+        super().__init__(inputs, plane.shared)
+        self._plane, self._kernels = plane, plane.kernels
         self._ahead: _Ahead | None = None
-        self._last_config: dict[int, BalanceConfig] = {}  # by layer
-        self._counted: Microbatch | None = None  # whose ids were counted last
-        self._known_to_control: Plan | None = None
+        self._loads_RE: IntArray | None = None  # on the host
+        self._versions: IntArray | None = None  # [R] of the weights of all ranks
 
-    def gather(
-        self, ids: torch.Tensor, microbatch: Microbatch, bundle: Bundle, **rows: Any
-    ) -> HostLoads:
-        """Stage 1."""
-        self._control = self._control_for(ids)
-        loads_E, refused = self._count(ids)
-        self._counted = microbatch
-        counted = isinstance(refused, torch.Tensor)  # by a GPU
-        told = signature(resolve(bundle), **rows)
-        records = self._agreement.loads(
-            _place(Point.LOADS_AGAIN if microbatch.again else Point.LOADS, microbatch),
-            loads_E,
+    def _count(self) -> torch.Tensor:
+        inputs, shared, info = self._inputs, self._shared, self.info
+        counts_E, refused = self._own_counts()
+        told = signature(resolve(inputs.layer.bundle), rows=inputs.tokens, gates=inputs.gates)
+        records = shared.agreement.loads(
+            self._place(Point.LOADS_AGAIN if info.again else Point.LOADS),
+            counts_E,
             told=told,
-            version=self._versions.of(microbatch.layer, bundle),
+            version=shared.versions.of(info.layer, inputs.layer.bundle),
             refused=refused,
-            meanwhile=(lambda found: self._work_ahead(microbatch, ids, found)) if counted else None,
+            meanwhile=self._work_ahead if isinstance(refused, torch.Tensor) else None,
         )
-        if records.column("refused")[self.comm.rank]:
-            self._refuse(ids)
-        self._agreement.compare_inputs(records, told)
-        versions, on_device = records.column("version"), records.loads_on_device
-        return HostLoads(microbatch, records.loads, versions, on_device, ids)
+        if records.column("refused")[shared.comm.rank]:
+            self._refuse()
+        shared.agreement.compare_inputs(records, told)
+        self._loads_RE, self._versions = records.loads, records.column("version")
+        return records.loads_on_device
 
-    def _work_ahead(self, microbatch: Microbatch, ids: torch.Tensor, loads: torch.Tensor) -> None:
-        """Plan and reroute on the device, as if it were asked for, before the host waits for it."""
-        self._known_to_control = self._ahead = None
-        config = self._last_config.get(microbatch.layer, self._config)
-        if self._control is not None and self._control.use(config):
-            plan = self._control.plan(loads).later()
-            found = self._control.reroute(ids.contiguous(), counted=True)
-            self._ahead = _Ahead(microbatch, config, ids, plan, *_copied(found))
+    def _own_counts(self) -> tuple[torch.Tensor, torch.Tensor | int]:
+        """[E] the loads of this rank, and whether its ids are invalid: an error to raise later.
 
-    def plan(self, loads: HostLoads, config: BalanceConfig) -> Plan:
-        """Stage 2."""
-        microbatch = loads.microbatch
-        past = self._history.note(microbatch, loads.loads.sum(axis=0)).before
-        self._last_config[microbatch.layer] = config
-        if self._control is not None and self._control.use(config):
-            ahead = self._ahead
-            if ahead is not None and ahead.microbatch is microbatch and ahead.config == config:
-                plan = ahead.plan()
-            else:
-                plan, self._ahead = self._control.plan(loads.on_device).to_host(loads.loads), None
-            self._known_to_control = plan
+        On a GPU, the second also says whether something was wrong since the last step.
+        """
+        ids, experts = self._inputs.ids, self._shared.topology.experts
+        try:
+            if self._kernels is not None:
+                control, self._kernels.counted = self._kernels.control, self.info
+                return control.count(ids.contiguous()), control.faults.any()
+            counts = count_loads(ids, experts, backend=self._shared.settings.backend)
+            return torch.from_numpy(counts).to(ids.device), 0
+        except LoadError:
+            return torch.zeros(experts, dtype=torch.int64, device=ids.device), 1
+
+    def _refuse(self) -> None:
+        """Raise the error that `_own_counts` has caught."""
+        ids, shared = self._inputs.ids, self._shared
+        if self._kernels is not None:
+            self._kernels.control.check()
+            self._kernels.control.count(ids.contiguous())
+        count_loads(ids, shared.topology.experts, backend=shared.settings.backend)
+
+    def _work_ahead(self, loads: torch.Tensor) -> None:
+        """Plan and reroute on the device before the host waits for the loads."""
+        kernels = self._kernels
+        assert kernels is not None
+        config = self._plane.last_config.get(self.info.layer, self._shared.config)
+        if kernels.control.use(config):
+            plan, kernels.planned = kernels.control.plan(loads).later(), self.info
+            routes = kernels.control.reroute(self._inputs.ids.contiguous(), counted=True)
+            self._ahead = _Ahead(config, plan, *_copied(routes))
+
+    def _rows_of_all(self) -> int:
+        assert self._loads_RE is not None
+        return int(self._loads_RE.sum())
+
+    @staged("plan")
+    def _make_plan(self, config: BalanceConfig) -> Plan:
+        plane, loads, kernels = self._plane, self._loads_RE, self._kernels
+        assert loads is not None
+        past = plane.history.note(self.info, loads.sum(axis=0)).before
+        plane.last_config[self.info.layer] = config
+        if kernels is not None and kernels.control.use(config):
+            plan = self._plan_of_device(kernels, config, loads)
         else:
-            backend = self.settings.backend
-            plan = make_plan(loads.loads, self.topology, config, backend=backend, history=past)
+            if kernels is not None:
+                self._ahead = kernels.planned = None
+            backend = self._shared.settings.backend
+            plan = make_plan(loads, plane.topology, config, backend=backend, history=past)
         plan.check_limits()
-        self._capacity.check(plan)
+        plane.capacity.check(plan)
         return plan
 
-    def verify(self, plan: Plan, loads: HostLoads) -> None:
-        """Raise if ranks have other plans."""
-        self._agreement.meet(
-            _place(Point.PLAN, loads.microbatch),
-            loads.on_device.device,
+    def _plan_of_device(self, kernels: Kernels, config: BalanceConfig, loads: IntArray) -> Plan:
+        ahead = self._ahead
+        if ahead is not None and ahead.config == config and kernels.planned is self.info:
+            return ahead.plan()
+        assert self._loads is not None
+        self._ahead, kernels.planned = None, self.info
+        return kernels.control.plan(self._loads).to_host(loads)
+
+    @staged("verify")
+    def _verify(self, plan: Plan) -> None:
+        self._shared.agreement.meet(
+            self._place(Point.PLAN),
+            self._inputs.ids.device,
             digest=short_digest(plan.replicas, plan.quotas),
             told=f"{plan.num_replicas} copies by policy {plan.config.policy!r}",
         )
 
-    def replicate(self, plan: Plan, loads: HostLoads, bundle: Bundle) -> MessageCopies:
-        """Stage 3."""
-        return MessageCopies(self, plan, loads, bundle)
+    def _replicas(self, plan: Plan) -> MessageReplicas:
+        assert self._versions is not None
+        return self._replicas_of(self.info, plan, self._inputs.layer.bundle, self._versions)
 
-    def trial(self, plan: Plan, loads: HostLoads, bundle: Bundle, number: int) -> MessageCopies:
-        """Copies of a plan that is made up, to be timed."""
-        microbatch = Microbatch(NO_LAYER, loads.microbatch.step, again=False)
-        versions = np.full(self.topology.ranks, number)  # so that they are nowhere yet
-        return MessageCopies(
-            self, plan, replace(loads, microbatch=microbatch, versions=versions), bundle
-        )
+    def _trial(self, plan: Plan, bundle: Bundle, number: int) -> MessageReplicas:
+        info = MicrobatchInfo(NO_LAYER, self.info.step, again=False)
+        versions = np.full(plan.topology.ranks, number)  # so that no slot holds them yet
+        return self._replicas_of(info, plan, bundle, versions)
 
-    def reroute(self, ids: torch.Tensor, plan: Plan, loads: HostLoads) -> RowMessages:
-        """Stage 4."""
+    def _replicas_of(
+        self, info: MicrobatchInfo, plan: Plan, bundle: Bundle, versions: IntArray
+    ) -> MessageReplicas:
+        device, pool = self._inputs.ids.device, self._plane.pool
+        return MessageReplicas(self._shared, pool, info, plan, bundle, versions, device)
 
-        def on_return() -> None:
-            if self.settings.verify:
-                place = _place(Point.BACKWARD, loads.microbatch)
-                self._agreement.meet(place, loads.on_device.device)
+    def _rows(self, plan: Plan) -> tuple[RowMessages, Callable[[], None]]:
+        shared, device = self._shared, self._inputs.ids.device
+        at_backward = partial(_compare_places, shared, self._place(Point.BACKWARD), device)
+        return RowMessages(self._routes(plan), shared.comm), at_backward
 
-        return RowMessages(self._routes(ids, plan, loads), self.comm, on_return)
-
-    def _routes(self, ids: torch.Tensor, plan: Plan, loads: HostLoads) -> Routes:
-        if self._control is None:
-            return reroute(ids, plan, self.comm.rank, backend=self.settings.backend)
-        known, ahead = self._known_to_control is plan, self._ahead
-        if known and ahead is not None and ahead.ids is ids:
-            order, positions = ahead.order, ahead.positions
+    def _routes(self, plan: Plan) -> Routes:
+        ids, rank, kernels = self._inputs.ids, self._shared.comm.rank, self._kernels
+        if kernels is None:
+            return reroute(ids, plan, rank, backend=self._shared.settings.backend)
+        if self._ahead is not None:
+            order, positions = self._ahead.order, self._ahead.positions
         else:
-            if not known:
-                self._control.adopt(plan)
-                self._known_to_control = plan
-            counted = ids is loads.ids and self._counted is loads.microbatch
-            found = self._control.reroute(ids.contiguous(), counted=counted)
-            if self.settings.verify and not counted:
-                self._control.check()
-            order, positions = _copied(found)
-        self._ahead = None
-        sent = int(plan.loads[self.comm.rank].sum())
-        return routes_of(plan, self.comm.rank, ids.shape, order[:sent], positions)
+            if kernels.planned is not self.info:
+                kernels.control.adopt(plan)
+            counted = kernels.counted is self.info
+            kernels.planned = kernels.counted = self.info
+            order, positions = _copied(kernels.control.reroute(ids.contiguous(), counted=counted))
+        sent = int(plan.loads[rank].sum())
+        return routes_of(plan, rank, ids.shape, order[:sent], positions)
 
-    def prepare(self, ids: torch.Tensor, _rows: torch.Tensor, bundle: Bundle) -> None:
-        """Take the memory of one buffer of spare slots."""
-        tensors = resolve(bundle)
-        layout = Layout.of(tensors, len(self.topology.home_experts(self.comm.rank)))
-        with self.pool.lend(layout, device_of_bundle(tensors), "nobody yet"):
-            self._control = self._control_for(ids)
 
-    def promise(self) -> None:
-        """Nothing: the host tells versions in every microbatch."""
-
-    @property
-    def nbytes(self) -> int:
-        """Memory taken for spare slots and gradients."""
-        return self.pool.nbytes
-
-    def check(self) -> None:
-        """Raise what a GPU has noted."""
-        if self._control is not None:
-            self._control.check()
-
-    def close(self) -> None:
-        """Nothing but memory was taken."""
-
-    def _control_for(self, ids: torch.Tensor) -> ControlPlane | None:
-        """The kernels for these ids, if they are on a GPU, or if the user asks for them."""
-        if (self.settings.backend or backend_for(ids.device.type).name) != "triton":
-            return None
-        control, rows = self._control, ids.numel()
-        if control is not None and control.device == ids.device and rows <= control.rows:
-            return control
-        from ultraep.runtime.control import (  # triton, where it is used
-            POLICIES,
-            ControlPlane,
-        )
-
-        config = self._config
-        if config.policy not in POLICIES:
-            config = replace(config, policy="ultraep")
-        rows = min(1 << max(rows, 1024).bit_length(), MAX_TOTAL // self.topology.ranks)
-        self._known_to_control = None
-        return ControlPlane(
-            self.topology, config, rows=rows, rank=self.comm.rank, device=ids.device
-        )
-
-    def _count(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | int]:
-        """The loads of this rank, and whether its ids are no good: an error to raise later.
-
-        On the GPU it also counts if something was wrong since the last step.
-        """
-        try:
-            if self._control is not None:
-                return self._control.count(ids.contiguous()), self._control.faults.any()
-            counts = count_loads(ids, self.topology.experts, backend=self.settings.backend)
-            return torch.from_numpy(counts).to(ids.device), 0
-        except LoadError:
-            return torch.zeros(self.topology.experts, dtype=torch.int64, device=ids.device), 1
-
-    def _refuse(self, ids: torch.Tensor) -> None:
-        """Raise the error that `_count` has kept."""
-        if self._control is not None:
-            self._control.check()
-            self._control.count(ids.contiguous())
-        count_loads(ids, self.topology.experts, backend=self.settings.backend)
+def _compare_places(shared: Shared, place: Place, device: torch.device) -> None:
+    """Raise if ranks begin the backward passes of different microbatches."""
+    if shared.settings.verify:
+        shared.agreement.meet(place, device)
 
 
 def _copied(routes: DeviceRoutes) -> tuple[torch.Tensor, torch.Tensor]:
-    """Order and positions in memory of their own, of padding any.
-
-    Where nobody checks, ids of another plan must not lead out of the tokens.
-    """
+    """Order and positions in memory of their own, clamped where a row is padding."""
     most = max(0, routes.order.numel() - 1)
     return routes.order.long().clamp_(0, most), routes.positions.long().clamp_(0, most)
 
 
-def _place(point: Point, microbatch: Microbatch) -> Place:
-    return Place(point, microbatch.layer, microbatch.step)
+class RowMessages:
+    """Moves rows between tokens and slots; see `ultraep.dispatch.Rows`."""
+
+    def __init__(self, routes: Routes, comm: Communicator) -> None:
+        self.routes, self._comm = routes, comm
+        self._blocks = routes.receive_counts
+        self._from_rank: list[int] = self._blocks.sum(axis=1).tolist()
+        self._begins = [0, *accumulate(self._blocks.sum(axis=0).tolist())]
+        self.offsets = moved(torch.tensor(self._begins, dtype=torch.int32), routes.order.device)
+
+    @property
+    def slots(self) -> torch.Tensor:
+        """[T, K] slot of every routed row."""
+        return self.routes.slots
+
+    def begins(self) -> list[int]:
+        """The offsets, known from the plan."""
+        return self._begins
+
+    def to_slots(
+        self, values_TD: torch.Tensor, scalars_TK: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """[A, D] a row for each choice of every token, and `[A]` its scalar, in slot order."""
+        order = self.routes.order
+        rows_AD = self._there(values_TD.index_select(0, self.routes.token_of_row))
+        if scalars_TK is None:
+            return rows_AD, None
+        return rows_AD, self._there(scalars_TK.reshape(-1).index_select(0, order))
+
+    def to_tokens(
+        self, rows_AD: torch.Tensor, scalars_A: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """[T, D] the rows of each token, summed in the order of its choices; `[T, K]` scalars."""
+        sums_TD = self._back(rows_AD).sum(dim=1, dtype=rows_AD.dtype)
+        return sums_TD, None if scalars_A is None else self._back(scalars_A)
+
+    def _there(self, sent: torch.Tensor) -> torch.Tensor:
+        """[A, ...] in slot order, from `[M, ...]` in the order of sending."""
+        if self._comm.size == 1:
+            return sent
+        arrived = self._comm.all_to_all(sent, self.routes.send_counts, self._from_rank)
+        return _transpose_blocks(arrived, self._blocks)
+
+    def _back(self, served: torch.Tensor) -> torch.Tensor:
+        """[T, K, ...] in the order of tokens, from `[A, ...]` in slot order."""
+        back = served
+        if self._comm.size > 1:
+            leaving = _transpose_blocks(served.contiguous(), self._blocks.T)
+            back = self._comm.all_to_all(leaving, self._from_rank, self.routes.send_counts)
+        shape = *self.routes.shape, *back.shape[1:]
+        if not len(back):
+            return back.new_zeros(shape)
+        rows = back.index_select(0, self.routes.positions)
+        if self.routes.has_padding:
+            rows[self.routes.padding] = 0
+        return rows.reshape(shape)
+
+
+def _transpose_blocks(rows: torch.Tensor, lengths: IntArray) -> torch.Tensor:
+    """Rows in blocks `[i, j]` of `lengths[i, j]` rows, reordered to blocks `[j, i]`."""
+    outer, inner = lengths.shape
+    if outer <= 1 or inner <= 1:
+        return rows
+    blocks = rows.split(lengths.reshape(-1).tolist())
+    return torch.cat([blocks[i * inner + j] for j in range(inner) for i in range(outer)])

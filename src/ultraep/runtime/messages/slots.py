@@ -17,6 +17,7 @@ import torch
 
 from ultraep.bundle import Layout
 from ultraep.errors import ConfigError, SlotError
+from ultraep.runtime.backward import LentInBackward
 
 Content = tuple[int, int, int]  # layer, expert, version of the home's weights
 Contents = dict[tuple[int, int], Content]  # by host rank and slot
@@ -42,6 +43,7 @@ class SlotPool:
         if buffers < 1:
             raise ConfigError(f"a pool needs at least one buffer, got {buffers}")
         self._slots, self._most = slots, buffers
+        self.in_backward = LentInBackward()
         self._buffers: dict[tuple[Layout, torch.device], list[Buffer]] = {}
         self._rows: dict[tuple[str, torch.device], torch.Tensor] = {}
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from ultraep.config import BalanceConfig
 from ultraep.integrations.transformers import balanced_experts, balancers
-from ultraep.plane import AnyPlan, Microbatch
+from ultraep.microbatch import AnyPlan, MicrobatchInfo
 from ultraep.runtime.observe import Later
 from ultraep.tools.serving.measure import Turn, waits
 from ultraep.tools.serving.model import first_tokens
@@ -48,15 +48,15 @@ class LoadSums:
         self.copies = self.nbytes = self.rows = 0
         self.busy: list[float] = []
 
-    def begin(self, stage: str, _: Microbatch) -> None:
+    def begin(self, stage: str, _: MicrobatchInfo) -> None:
         if stage == "experts":
             self.busy.append(-time.process_time())
 
-    def end(self, stage: str, _: Microbatch) -> None:
+    def end(self, stage: str, _: MicrobatchInfo) -> None:
         if stage == "experts":
             self.busy[-1] += time.process_time()
 
-    def planned(self, _: Microbatch, made: AnyPlan) -> None:
+    def planned(self, _: MicrobatchInfo, made: AnyPlan) -> None:
         plan = made.to_host()
         self.fullest += float(plan.initial_rank_loads.max())
         self.evened += float(plan.rank_loads.max())
@@ -64,7 +64,7 @@ class LoadSums:
         self.copies += plan.num_replicas
         self.rows += int(plan.rank_loads[self.rank])
 
-    def sent(self, _: Microbatch, __: str, nbytes: int, copies: int | Later | None) -> None:
+    def sent(self, _: MicrobatchInfo, __: str, nbytes: int, copies: int | Later | None) -> None:
         self.nbytes += nbytes * ((copies() if callable(copies) else copies) or 0)
 
 

@@ -14,9 +14,9 @@ from torch.utils.checkpoint import checkpoint
 
 from ultraep.errors import ConfigError
 from ultraep.layer import BalancedMoE
+from ultraep.microbatch import AnyPlan
 from ultraep.parallel.full_state import moe_layers
 from ultraep.plan import Plan
-from ultraep.plane import AnyPlan
 from ultraep.runtime.balancer import Balancer
 
 VOCABULARY = 256  # bytes

@@ -19,7 +19,7 @@ import torch
 
 
 def capturing(device: torch.device) -> bool:
-    """Whether a graph is captured: nobody may wait then, or take memory that ranks share."""
+    """Whether a graph is captured: no rank may wait then, or allocate memory that ranks share."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
@@ -53,3 +53,27 @@ class Overlap:
             assert self._stream is not None
             torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
             self._begun = False
+
+
+class Fetch:
+    """A copy of a tensor on its way to the host, as the current stream leaves it."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._event: torch.cuda.Event | None = None
+        if tensor.device.type == "cpu":
+            self._copy = tensor.clone()
+            return
+        like = torch.empty_like(tensor, device="cpu", pin_memory=True)
+        self._copy = like.copy_(tensor, non_blocking=True)
+        self._event = torch.cuda.Event()
+        self._event.record(torch.cuda.current_stream(tensor.device))
+
+    def here(self) -> bool:
+        """Whether it has come."""
+        return self._event is None or self._event.query()
+
+    def wait(self) -> torch.Tensor:
+        """The copy; waits for it."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._copy

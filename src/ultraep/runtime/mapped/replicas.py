@@ -1,48 +1,52 @@
-"""MappedCopies: the copies of one microbatch in one layer, without the host.
+"""MappedReplicas: the replicas of one microbatch in one layer, without the host.
 
-Shapes: A rows that there is room for, D model width, L spare slots, H home experts.
+Shapes: A rows that fit the workspace, D model width, R ranks, L spare slots, H home experts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 import torch
 
 from ultraep.bundle import Bundle, Layout, Stack, resolve
 from ultraep.errors import SlotError
+from ultraep.microbatch import Kinds, MicrobatchInfo
 from ultraep.ops.modes import unseen
 from ultraep.ops.products import Beside
-from ultraep.plane import Kinds, Microbatch
+from ultraep.runtime.backward import LentInBackward
 from ultraep.runtime.control import DevicePlan
-from ultraep.runtime.fetch import Fetch
 from ultraep.runtime.mapped.memory import GradientSlots, MappedMemory
-from ultraep.runtime.mapped.overlap import capturing
-from ultraep.runtime.observe import Later
-
-if TYPE_CHECKING:
-    from ultraep.runtime.mapped.plane import MappedPlane
+from ultraep.runtime.microbatch import Shared
+from ultraep.runtime.observe import Later, staged
+from ultraep.runtime.streams import Fetch, capturing
 
 
-class MappedCopies:
-    """The copies that one plan wants of one bundle of home weights."""
+class MappedReplicas:
+    """The replicas that one plan places of one bundle of home weights.
+
+    versions: [R] of the weights of all ranks.
+    schedule: of replicas that are in their slots already; None: to be scheduled.
+    """
 
     kernels = True
 
     def __init__(
         self,
-        plane: MappedPlane,
+        shared: Shared,
         memory: MappedMemory,
+        in_backward: LentInBackward,
+        info: MicrobatchInfo,
         plan: DevicePlan,
-        microbatch: Microbatch,
         bundle: Bundle,
         versions: torch.Tensor,
         schedule: torch.Tensor | None = None,
     ) -> None:
-        self._plane, self._memory, self._plan, self._bundle = plane, memory, plan, bundle
-        self._microbatch, self._versions = microbatch, versions
+        self.info, self.observers, self.bundle = info, shared.observers, bundle
+        self._promises, self._memory, self._in_backward = shared.versions, memory, in_backward
+        self._plan, self._versions = plan, versions
         self.schedule, self._given = schedule, schedule is not None  # what this rank has to do
         self.sms, self.possible = memory.sms, memory.topology.can_copy
         self._lent: ExitStack | None = None
@@ -55,33 +59,37 @@ class MappedCopies:
     def num_homes(self) -> int:
         return self._memory.streamer.homes
 
+    @staged("replicate", "weights again")
     def __enter__(self) -> Self:
-        self._plane.in_backward.give_back()
+        self._in_backward.give_back()
         if self._lent is None:
             self.begin()
-        self._plane.lent = self
         return self
 
     def __exit__(self, *error: object) -> None:
         assert self._lent is not None, "left a block that was not entered"
         if self._sent:  # a failed pass did not wait for the slots
             self.tensors()
-        self._plane.lent = None
-        self._plane.in_backward.discard(self)
+        self._in_backward.discard(self)
         self._lent.close()
         self._lent = None
 
+    def begin_again(self) -> None:
+        """Begin to fill the slots for backward, if forward had them."""
+        if self._buffer is not None:
+            self.begin()
+
     def __str__(self) -> str:
-        return f"layer {self._microbatch.layer} (step {self._microbatch.step})"
+        return f"layer {self.info.layer} (step {self.info.step})"
 
     @unseen()
     def begin(self) -> None:
         """Begin to fill the slots, aside; nothing is sent if they still hold what is wanted."""
-        self._plane.in_backward.give_back()
-        memory, tensors = self._memory, resolve(self._bundle)
+        self._in_backward.give_back()
+        memory, tensors = self._memory, resolve(self.bundle)
         layout = Layout.of(tensors, self.num_homes)
         with ExitStack() as stack:
-            layer, before = self._microbatch.layer, self._buffer
+            layer, before = self.info.layer, self._buffer
             self._buffer = stack.enter_context(memory.lend(str(self), layer, before))
             rows = memory.slots(layout, self._buffer)
             self._held = memory.held(layout, self._buffer)
@@ -94,7 +102,7 @@ class MappedCopies:
             else:
                 self._tell(layout)
             self._lent = stack.pop_all()
-        self._plane.in_backward.add(self)
+        self._in_backward.add(self)
 
     def _scheduled(self, layout: Layout) -> torch.Tensor:
         """What this rank has to do now: others may have filled the slots since the last time."""
@@ -106,7 +114,7 @@ class MappedCopies:
         if self._given:  # it may send over anything, and tells no table
             memory.held_by_all(layout, buffer).zero_()
         else:
-            wanted = memory.contents(layout, buffer, self._microbatch.layer, self._versions)
+            wanted = memory.contents(layout, buffer, self.info.layer, self._versions)
             replicas = self._plan.replicas
             memory.streamer.schedule(replicas, layout, self.schedule, wanted, again=again)
         return self.schedule
@@ -114,13 +122,14 @@ class MappedCopies:
     def _tell(self, layout: Layout) -> None:
         """Tell observers what was sent: under a promise the device knows, else what is planned."""
         sent: Later | None = None
-        if self._plane.promised and not self._given and self.schedule is not None:
+        if self._promises.promise and not self._given and self.schedule is not None:
             sent = in_time(self.schedule[:1])
-        elif self._microbatch.back:
+        elif self.info.back:
             return
-        self._plane.watch.sent(self._microbatch, "weights", layout.nbytes, sent)
+        self.observers.sent(self.info, "weights", layout.nbytes, sent)
 
     @unseen()
+    @staged("replicate", "weights again")
     def tensors(self) -> dict[str, torch.Tensor]:
         """`[L, ...]` for every tensor of the bundle; the main stream waits for them."""
         if self._lent is None:
@@ -155,6 +164,7 @@ class MappedCopies:
         return self.schedule[self._memory.streamer.size - 2 * self.num_homes :].view(-1, 2)
 
     @unseen()
+    @staged("reduce")
     def reduce(
         self,
         homes: Mapping[str, Stack],
@@ -173,9 +183,10 @@ class MappedCopies:
                 for one, added in zip(stack, stacked[name], strict=True):
                     one.copy_(added)
         nbytes = sum(slots.nbytes for slots in self._gradients.values())
-        self._plane.watch.sent(self._microbatch, "gradients", nbytes, None)
+        self.observers.sent(self.info, "gradients", nbytes, None)
         return Beside(memory.beside, memory.overlap.aside) if beside else None
 
+    @staged("reduce")
     def reduced(self) -> None:
         """The main stream waits for the sums."""
         self._memory.overlap.join()
