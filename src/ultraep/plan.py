@@ -16,10 +16,10 @@ import numpy as np
 from ultraep.arrays import IntArray, frozen
 from ultraep.backends import select
 from ultraep.config import NO_RATES, BalanceConfig, Rates
-from ultraep.errors import ConfigError, LoadError, SlotError
+from ultraep.errors import ConfigError, LoadError, PlanError, SlotError
 from ultraep.loads import MAX_TOTAL, as_integers, as_loads, device_of
 from ultraep.policies import BUILT_IN, Policy, Problem, get_policy
-from ultraep.rules import check_copies, check_plan, check_shape
+from ultraep.rules import check_copies, check_loads, check_shape, check_slots, check_split
 from ultraep.topology import Topology
 
 DEFAULT_CONFIG = BalanceConfig()
@@ -223,7 +223,17 @@ class Plan:
     def check(self, loads: Any) -> None:
         """Raise `PlanError`, naming the broken rule, unless this is a sound plan for the loads."""
         limited = get_policy(self.config.policy).within_limits
-        check_plan(self, as_loads(loads, self.topology), limited=limited)
+        check_loads(self.loads, as_loads(loads, self.topology))
+        check_shape(self.replicas)
+        if self.quotas.shape != (self.num_replicas,):
+            raise PlanError("shape", f"{self.num_replicas} copies, quotas {self.quotas.shape}")
+        placed_C3 = np.column_stack([self.replicas[:, :2], self.quotas])
+        check_copies(placed_C3, self.loads, self.topology, limited=limited)
+        check_slots(self.replicas, self.topology, limited=limited)
+        check_split(self.split, placed_C3, self.loads)
+        served = self.dense_quota().sum(axis=0)
+        if not np.array_equal(self.rank_loads, served):
+            raise PlanError("rank loads", f"{self.rank_loads.tolist()}, served {served.tolist()}")
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Plan):
