@@ -26,6 +26,7 @@ from ultraep.arrays import IntArray
 from ultraep.errors import PlanError
 from ultraep.topology import Topology
 
+
 def check_loads(planned_RE: IntArray, loads_RE: IntArray) -> None:
     """Raise `PlanError` unless the plan was made for these loads."""
     for source, expert in np.argwhere(planned_RE != loads_RE)[:1]:
@@ -105,7 +106,7 @@ def check_slots(replicas_C3: IntArray, topology: Topology, *, limited: bool) -> 
 
 
 def check_split(split_CR: IntArray, placed_C3: IntArray, loads_RE: IntArray) -> None:
-    """Raise `PlanError` unless sources send every copy its quota, and only tokens that they have."""
+    """Raise `PlanError` unless sources send every copy its quota, and only tokens they have."""
     experts, _, quotas = placed_C3.T
     expected = (len(placed_C3), len(loads_RE))
     if split_CR.shape != expected:

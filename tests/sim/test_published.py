@@ -6,13 +6,10 @@ from functools import cache
 
 import pytest
 
-from ultraep.errors import ConfigError
 from ultraep.tools.sim.model import load_model
-from ultraep.tools.sim.presets import as_record
 from ultraep.tools.sim.published import (
     CONTENDERS,
     Noise,
-    Setting,
     scenario_of,
     settings,
     share_of_ideal,
@@ -58,11 +55,6 @@ def test_published_figures_are_sound(name: str) -> None:
     assert load_model(setting.model).experts % setting.ranks == 0
 
 
-def test_shares_by_hand() -> None:
-    assert SETTINGS["glm-train"].share("none") == pytest.approx(545 / 785.4)
-    assert SETTINGS["qwen-mixed"].share("quota") == pytest.approx(151 / 158)
-
-
 @pytest.mark.parametrize("name", SETTINGS)
 def test_every_setting_is_a_scenario(name: str) -> None:
     setting = SETTINGS[name]
@@ -72,25 +64,12 @@ def test_every_setting_is_a_scenario(name: str) -> None:
     if isinstance(scenario.job, Training):
         assert setting.training
         assert scenario.devices == 256
-        assert scenario.job.in_all == 3 * setting.microbatches * setting.groups
+        assert scenario.job.simulated == 3 * setting.microbatches * setting.groups
         assert 0.2 < scenario.workload.noise <= Noise().training  # type: ignore[attr-defined]
     else:
         assert isinstance(scenario.job, Serving)
         assert scenario.devices == setting.ranks
         assert scenario.job.requests.name == setting.requests
-
-
-def test_a_wrong_setting_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"setting x: title, use, .* missing"):
-        as_record(Setting, {"name": "x"}, "setting x")
-
-
-def test_shares_are_over_the_last() -> None:
-    found = results("glm-train")
-    shares = share_of_ideal(found)
-    assert list(shares) == [contender.label for contender in CONTENDERS]
-    assert shares["ideal"] == 1
-    assert shares["none"] == found[0].throughput / found[-1].throughput
 
 
 # A step of 256 devices, a few seconds each

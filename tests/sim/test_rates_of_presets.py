@@ -4,7 +4,7 @@ import pytest
 
 import ultraep
 from ultraep import BalanceConfig, ConfigError, Topology, workload
-from ultraep.tools.sim.rates import rates_of
+from ultraep.tools.sim.costs import rates_of
 
 CLUSTER, MODEL = "h200-nvl8", "qwen3-235b"
 

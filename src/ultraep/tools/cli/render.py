@@ -18,13 +18,12 @@ from operator import itemgetter
 from statistics import fmean, median
 from typing import NamedTuple
 
-from rich import box
 from rich.console import Console
 from rich.text import Text
 
 from ultraep.arrays import IntArray
 from ultraep.plan import Plan
-from ultraep.tools.cli.terminal import Grid
+from ultraep.tools.cli.terminal import Grid, make_grid
 
 HEIGHT = 8  # rows of a skyline, roughly: the mean is to lie on the edge of a row
 MARGIN = 7  # columns left of the bars
@@ -66,106 +65,63 @@ def glyphs_for(console: Console) -> Glyphs:
 # -- table ---------------------------------------------------------------------------------------
 
 
-class Spread(NamedTuple):
-    mean: float
-    worst: float
-
-
-@dataclass(frozen=True, slots=True)
-class Summary:
-    """All microbatches under one policy: a line of the table."""
-
-    label: str
-    before: Spread
-    after: Spread
-    bound: float
-    copies: float
-    fanout: int
-    ingress: int
-    remote: float
-    plan_us: float
-
-
-def summarize(outcomes: Sequence[Outcome]) -> Summary:
-    """The line of the table for the outcomes of one policy."""
-    plans = [outcome.plan for outcome in outcomes]
-    return Summary(
-        label=outcomes[0].label + ("" if all(plan.within_limits for plan in plans) else "*"),
-        before=_spread([plan.initial_imbalance for plan in plans]),
-        after=_spread([plan.imbalance for plan in plans]),
-        bound=fmean(plan.lower_bound for plan in plans),
-        copies=fmean(plan.num_replicas for plan in plans),
-        fanout=max(plan.max_fanout for plan in plans),
-        ingress=max(plan.max_ingress for plan in plans),
-        remote=fmean(plan.remote_tokens / max(plan.total, 1) for plan in plans),
-        plan_us=median(outcome.plan_us for outcome in outcomes),
-    )
-
-
 def by_label(outcomes: Sequence[Outcome]) -> dict[str, list[Outcome]]:
-    """The outcomes of every policy, in the order in which the policies first appear."""
+    """Group outcomes by policy, in the order in which the policies first appear."""
     groups: dict[str, list[Outcome]] = {}
     for outcome in outcomes:
         groups.setdefault(outcome.label, []).append(outcome)
     return groups
 
 
-def table(outcomes: Sequence[Outcome], *, first: str = "policy") -> Grid:
-    """A line for every policy; mean and worst values where there are several microbatches."""
+def table(outcomes: Sequence[Outcome]) -> Grid:
+    """Return a line for every policy, with means and worst values of several microbatches."""
     groups = by_label(outcomes).values()
     several = any(len(group) > 1 for group in groups)
-    padding = (0, 0, 0, 0 if several else 1)
-    grid = Grid(box=box.SIMPLE_HEAD, padding=padding, pad_edge=False, show_edge=False)
-    grid.add_column(first, overflow="fold")
-    for header in HEADERS_OF_SEVERAL if several else HEADERS_OF_ONE:
-        grid.add_column(header, justify="right", overflow="fold")
-    for group in groups:
-        summary = summarize(group)
-        grid.add_row(*(_cells_of_several(summary) if several else _cells_of_one(summary)))
+    rows = [_cells(group, several=several) for group in groups]
+    grid = make_grid(*rows[0], padding=(0, 0, 0, 0 if several else 1))
+    for cells in rows:
+        grid.add_row(*cells.values())
     return grid
 
 
-HEADERS_OF_ONE = (
-    *("before", "after", "bound", "copies", "max\nfan-out", "max\ningress"),
-    *("remote\ntokens", "planning\nus"),
-)
-HEADERS_OF_SEVERAL = (
-    *("before\nmean", "before\nworst", "after\nmean", "after\nworst", "bound\nmean"),
-    *("copies\nmean", "fan-out\nmax", "ingress\nmax", "remote\nmean", "plan us\nmedian"),
-)
-
-
-def _cells_of_one(summary: Summary) -> list[str]:
-    return [
-        summary.label,
-        f"{summary.before.mean:.3f}",
-        f"{summary.after.mean:.3f}",
-        f"{summary.bound:.3f}",
-        f"{summary.copies:.0f}",
-        *_common_cells(summary),
-    ]
-
-
-def _cells_of_several(summary: Summary) -> list[str]:
-    return [
-        summary.label,
-        *(f"{value:.3f}" for value in (*summary.before, *summary.after, summary.bound)),
-        f"{summary.copies:.1f}",
-        *_common_cells(summary),
-    ]
-
-
-def _common_cells(summary: Summary) -> list[str]:
-    return [
-        str(summary.fanout),
-        str(summary.ingress),
-        f"{summary.remote:.1%}",
-        f"{summary.plan_us:.1f}" if summary.plan_us < 100 else f"{summary.plan_us:.0f}",
-    ]
-
-
-def _spread(values: Sequence[float]) -> Spread:
-    return Spread(fmean(values), max(values))
+def _cells(outcomes: Sequence[Outcome], *, several: bool) -> dict[str, str]:
+    """Return the cells of one policy by header."""
+    plans = [outcome.plan for outcome in outcomes]
+    mark = "" if all(plan.within_limits for plan in plans) else "*"
+    before = [plan.initial_imbalance for plan in plans]
+    after = [plan.imbalance for plan in plans]
+    bound = f"{fmean(plan.lower_bound for plan in plans):.3f}"
+    copies = fmean(plan.num_replicas for plan in plans)
+    fanout = str(max(plan.max_fanout for plan in plans))
+    ingress = str(max(plan.max_ingress for plan in plans))
+    remote = f"{fmean(plan.remote_tokens / max(plan.total, 1) for plan in plans):.1%}"
+    median_us = median(outcome.plan_us for outcome in outcomes)
+    plan_us = f"{median_us:.1f}" if median_us < 100 else f"{median_us:.0f}"
+    if not several:
+        return {
+            "policy": outcomes[0].label + mark,
+            "before": f"{before[0]:.3f}",
+            "after": f"{after[0]:.3f}",
+            "bound": bound,
+            "copies": f"{copies:.0f}",
+            "max\nfan-out": fanout,
+            "max\ningress": ingress,
+            "remote\ntokens": remote,
+            "planning\nus": plan_us,
+        }
+    return {
+        "policy": outcomes[0].label + mark,
+        "before\nmean": f"{fmean(before):.3f}",
+        "before\nworst": f"{max(before):.3f}",
+        "after\nmean": f"{fmean(after):.3f}",
+        "after\nworst": f"{max(after):.3f}",
+        "bound\nmean": bound,
+        "copies\nmean": f"{copies:.1f}",
+        "fan-out\nmax": fanout,
+        "ingress\nmax": ingress,
+        "remote\nmean": remote,
+        "plan us\nmedian": plan_us,
+    }
 
 
 # -- skyline -------------------------------------------------------------------------------------
@@ -298,14 +254,12 @@ def skylines(outcomes: Sequence[Outcome], console: Console) -> list[Text]:
     scale = scale_for(max(_over_mean(rank_loads) for _, _, rank_loads in drawn))
     options = {"width": console.width - MARGIN, "domain": plan.topology.domain_size}
     return [
-        _title(label, f"fullest rank {_over_mean(rank_loads):.3f}x the mean{copies}")
+        Text.assemble(
+            (label, "bold"), f"  fullest rank {_over_mean(rank_loads):.3f}x the mean{copies}\n"
+        )
         + skyline(rank_loads, scale, **options, glyphs=glyphs_for(console)).text()
         for label, copies, rank_loads in drawn
     ]
-
-
-def _title(label: str, facts: str) -> Text:
-    return Text.assemble((label, "bold"), f"  {facts}\n")
 
 
 def legend(plan: Plan, console: Console) -> Text:

@@ -1,23 +1,18 @@
-"""The Scenario that the options of a command make, in words, and how it is run."""
+"""The `Scenario` of a command's options, and its description."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
-
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from ultraep.config import Rates
 from ultraep.errors import ConfigError
 from ultraep.tools.cli.options import IMBALANCE, MOST_PROCESSES, USUAL, ScenarioOptions
-from ultraep.tools.cli.terminal import make_console
+from ultraep.tools.cli.terminal import count
 from ultraep.tools.sim.cluster import load_cluster
 from ultraep.tools.sim.model import load_model
-from ultraep.tools.sim.run import Report
-from ultraep.tools.sim.scenario import Contender, Scenario
+from ultraep.tools.sim.scenario import Scenario
 from ultraep.tools.sim.serving import Serving, load_requests
 from ultraep.tools.sim.training import Training
 from ultraep.tools.sim.workload import Recorded, Skew, Workload, fit_skew, read_workload
@@ -35,13 +30,12 @@ def make_scenario(asked: ScenarioOptions, **balance: Any) -> Scenario:
 
     balance: slots, tolerance and interval of the scenario, where the command asks for them.
     """
-    if not 0 <= asked.seed < 2**63:
-        raise ConfigError(f"seed must lie between 0 and 2**63 - 1, got {asked.seed}")
     job, model = _job(asked), load_model(asked.model)
+    even = Skew(experts=model.experts, top_k=model.top_k, spread=0, noise=0, seed=asked.seed)
     scenario = Scenario(
         cluster=load_cluster(asked.cluster),
         model=model,
-        workload=Skew(experts=model.experts, top_k=model.top_k, spread=0, noise=0),
+        workload=even,
         job=job,
         ranks=asked.ep,
         domain=asked.domain,
@@ -77,7 +71,7 @@ def _workload(asked: ScenarioOptions, scenario: Scenario) -> Workload:
     if asked.trace is not None:
         _refuse(given, "--trace brings its own loads", "drawn loads")
         return read_workload(asked.trace, experts=model.experts, top_k=model.top_k)
-    noise = USUAL.training if isinstance(scenario.job, Training) else USUAL.serving
+    noise = USUAL.training if scenario.job.trains else USUAL.serving
     return fit_skew(
         given.pop("imbalance", IMBALANCE),
         scenario.topology,
@@ -89,7 +83,7 @@ def _workload(asked: ScenarioOptions, scenario: Scenario) -> Workload:
 
 
 def _given(asked: ScenarioOptions, names: tuple[str, ...]) -> dict[str, Any]:
-    """Those of the named options that were given."""
+    """Return those of the named options that were given."""
     values = {name: getattr(asked, name) for name in names}
     return {
         name: value for name, value in values.items() if value is not None and value is not False
@@ -97,49 +91,42 @@ def _given(asked: ScenarioOptions, names: tuple[str, ...]) -> dict[str, Any]:
 
 
 def _refuse(given: dict[str, Any], why: str, kind: str) -> None:
-    """Options of the other kind that were given all the same."""
+    """Raise if options of the other kind were given."""
     names = [f"--{name.replace('_', '-')}" for name in given]
     if names:
         have = "has" if len(names) == 1 else "have"
         raise ConfigError(f"{why}: {' and '.join(names)} {have} no meaning there, only for {kind}")
 
 
-def policies_of(names: str) -> list[str]:
-    """The policies of a list with commas, each once; all of them can be simulated."""
-    found = [name.strip() for name in names.split(",") if name.strip()]
-    if not found:
-        raise ConfigError(f"--policy must name at least one policy, got {names!r}")
-    return [Contender.of(name).label for name in dict.fromkeys(found)]
-
-
 # -- in words ------------------------------------------------------------------------------------
 
 
 def describe(scenario: Scenario, *, imbalance: float | None = None, slots: bool = True) -> str:
-    """Three lines: where, how, and on which loads.
+    """Return three lines: cluster and model, the job, the loads.
 
     imbalance: as asked for, of drawn loads.
     slots: whether to name the spare slots.
     """
-    topology = scenario.topology
-    domains = (
-        f"fast-link domains of {topology.domain_size}"
-        if topology.num_domains > 1
-        else "one fast-link domain"
-    )
+    topology, workload = scenario.topology, scenario.workload
     where = (
         f"{scenario.model.title} on {scenario.cluster.name}: "
-        f"{_count(scenario.devices, 'device')}, EP{scenario.ranks} in {domains}"
+        f"{count(scenario.devices, 'device')}, EP{scenario.ranks} in "
+        + (
+            f"fast-link domains of {topology.domain_size}"
+            if topology.num_domains > 1
+            else "one fast-link domain"
+        )
+        + (f", {count(scenario.slots, 'spare slot')}" if slots else "")
     )
-    if slots:
-        where += f", {_count(scenario.slots, 'spare slot')}"
-    loads = _words_of_loads(scenario, imbalance)
+    loads = f"drawn loads of imbalance {imbalance or IMBALANCE:g} when nothing is balanced"
+    if isinstance(workload, Recorded):
+        windows, layers, _ = workload.loads.shape
+        loads = f"recorded loads: {count(windows, 'microbatch')} of {count(layers, 'layer')}"
     plans = "by time" if scenario.objective == "time" else "for balance"
-    return f"{where}\n{_words_of_job(scenario)}\n{loads}; ultraep plans {plans}"
+    return f"{where}\n{_describe_job(scenario.job)}\n{loads}; ultraep plans {plans}"
 
 
-def _words_of_job(scenario: Scenario) -> str:
-    job = scenario.job
+def _describe_job(job: Training | Serving) -> str:
     if isinstance(job, Serving):
         requests = job.requests
         return (
@@ -148,35 +135,17 @@ def _words_of_job(scenario: Scenario) -> str:
         )
     parts = [
         f"training: {job.tokens:,} tokens per rank and microbatch",
-        f"{_count(job.steps, 'step')} of {_count(job.microbatches, 'microbatch')}",
+        f"{count(job.steps, 'step')} of {count(job.microbatches, 'microbatch')}",
     ]
     if job.pipeline > 1:
         parts.append(f"{job.pipeline} pipeline parts")
     if job.groups > 1:
         parts.append(f"{job.groups} data-parallel groups")
-    parts.append("recompute" if job.recompute else "no recompute")
-    return ", ".join(parts)
-
-
-def _words_of_loads(scenario: Scenario, imbalance: float | None) -> str:
-    workload = scenario.workload
-    if isinstance(workload, Recorded):
-        windows, layers, _ = workload.loads.shape
-        return f"recorded loads: {_count(windows, 'microbatch')} of {_count(layers, 'layer')}"
-    asked = IMBALANCE if imbalance is None else imbalance
-    return f"drawn loads of imbalance {asked:g} when nothing is balanced"
-
-
-def _count(number: int, word: str) -> str:
-    plural = "es" if word.endswith("ch") else "s"
-    return f"{number:,} {word}{'' if number == 1 else plural}"
-
-
-# -- running -------------------------------------------------------------------------------------
+    return ", ".join([*parts, "recompute" if job.recompute else "no recompute"])
 
 
 def processes_for(scenario: Scenario, asked: int | None) -> int:
-    """As many as were asked for; else one for little work, or the cores."""
+    """Return the processes asked for; else one for little work, or the cores."""
     if asked is not None:
         if asked < 1:
             raise ConfigError(f"--processes must be at least 1, got {asked}")
@@ -185,19 +154,3 @@ def processes_for(scenario: Scenario, asked: int | None) -> int:
         return 1
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return min(cores or 1, MOST_PROCESSES)
-
-
-@contextmanager
-def progress_bar(what: str = "simulating layers") -> Iterator[Report]:
-    """A bar on stderr that goes away again; nothing where stderr is no terminal."""
-    stderr = make_console(stderr=True)
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-    )
-    bar = Progress(*columns, console=stderr, transient=True, disable=not stderr.is_terminal)
-    with bar:
-        task = bar.add_task(what, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -10,8 +10,6 @@ from typing import Annotated, Any
 
 import numpy as np
 import typer
-from rich import box
-from rich.progress import track
 from rich.text import Text
 
 from ultraep.config import Rates
@@ -21,14 +19,14 @@ from ultraep.policies import get_policy
 from ultraep.tools.cli import render
 from ultraep.tools.cli.lists import names_in, numbers_in
 from ultraep.tools.cli.options import Force
-from ultraep.tools.cli.terminal import Grid, make_console, plain
+from ultraep.tools.cli.progress import track_planning
+from ultraep.tools.cli.terminal import Grid, count, make_console, make_grid, plain
 from ultraep.trace.chrome import timeline_of, write_timeline
 from ultraep.trace.export import write_csv
 from ultraep.trace.read import Trace, read_trace
 from ultraep.trace.replay import Line, cases, differing
 from ultraep.trace.replay import replay as replay_case
 
-LONG_WORK = 100  # plans from which on a progress bar is worth having
 DIFFERS = 1  # exit code of a replay that finds other plans than those recorded
 MB = 1e6
 
@@ -70,13 +68,13 @@ def info(path: Source, as_json: AsJson = False) -> None:
 def _heading(name: str, trace: Trace) -> Text:
     header = trace.header
     parts = [
-        _count(len(trace), "record"),
-        _count(header.ranks, "rank"),
-        _count(header.experts, "expert"),
-        f"{_count(header.slots, 'spare slot')} each",
+        count(len(trace), "record"),
+        count(header.ranks, "rank"),
+        count(header.experts, "expert"),
+        f"{count(header.slots, 'spare slot')} each",
     ]
     if trace.topology.num_domains > 1:
-        parts.append(f"domains of {_count(header.domain, 'rank')}")
+        parts.append(f"domains of {count(header.domain, 'rank')}")
     lines = [f"{name}: {', '.join(parts)}"]
     policies = " and ".join(np.unique(trace.policy).tolist()) or header.policy
     lines.append(f"policy {policies}, tolerance {header.tolerance:g}, recorded {header.created}")
@@ -84,7 +82,7 @@ def _heading(name: str, trace: Trace) -> Text:
     if len(trace):
         steps, tokens = trace.steps, trace.rank_loads.sum(axis=1).mean()
         lines.append(
-            f"{_count(len(steps), 'step')}, {steps[0]} to {steps[-1]}; "
+            f"{count(len(steps), 'step')}, {steps[0]} to {steps[-1]}; "
             f"{tokens:,.0f} routed tokens per microbatch"
         )
     if header.note:
@@ -110,20 +108,14 @@ def _decisions(trace: Trace) -> list[str]:
         for numbers, layers in named.items()
     ]
     alone = int(trace.left_alone.sum())
-    return [*lines, f"{_count(alone, 'record')} left alone: no copies would pay"] if lines else []
-
-
-def _grid(*columns: str) -> Grid:
-    grid = Grid(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
-    for index, column in enumerate(columns):
-        grid.add_column(column, justify="right" if index else "left", overflow="fold")
-    return grid
+    return [*lines, f"{count(alone, 'record')} left alone: no copies would pay"] if lines else []
 
 
 def _layers(trace: Trace) -> Grid:
-    grid = _grid(
+    grid = make_grid(
         *("layer", "records", "before\nmean", "before\nworst", "after\nmean", "after\nworst"),
         *("copies\nmean", "MB moved\nmean"),
+        padding=(0, 1, 0, 0),
     )
     named = [(str(layer), trace.of_layer(layer)) for layer in trace.layers.tolist()]
     for name, part in [*named, ("all", trace)] if len(named) > 1 else named:
@@ -160,7 +152,7 @@ def _notes(trace: Trace, lines: Sequence[Line] = ()) -> Iterator[str]:
             "could be written"
         )
     if trace.left_out:
-        yield f"{_count(trace.left_out, 'record')} left out: not all ranks have them"
+        yield f"{count(trace.left_out, 'record')} left out: not all ranks have them"
     if not len(trace):
         yield "nothing was recorded, or nothing that all ranks have"
 
@@ -236,9 +228,9 @@ def replay(
     wanted = cases(
         trace,
         policies=[get_policy(name).name for name in names_in(policy, "--policy")],
-        slots=_numbers(slots, "--slots", trace.header.slots),
-        ranks=_numbers(ep, "--ep", trace.header.ranks),
-        history=_numbers(history, "--history", 1),
+        slots=numbers_in(slots, "--slots") if slots else [trace.header.slots],
+        ranks=numbers_in(ep, "--ep") if ep else [trace.header.ranks],
+        history=numbers_in(history, "--history"),
         tolerance=tolerance,
     )
     if not len(trace):
@@ -246,8 +238,7 @@ def replay(
     stderr = make_console(stderr=True)
     with stderr.status("planning as it was recorded ..."):
         wrong = differing(trace)
-    quiet = len(wanted) * len(trace) < LONG_WORK or not stderr.is_terminal
-    shown = track(wanted, "planning", console=stderr, transient=True, disable=quiet)
+    shown = track_planning(wanted, len(wanted) * len(trace))
     lines = [replay_case(trace, case) for case in shown]
     if as_json:
         print(json.dumps({"differing": wrong, "replayed": [_record(line) for line in lines]}))
@@ -269,9 +260,9 @@ def _report(name: str, trace: Trace, wrong: list[int], lines: Sequence[Line]) ->
 
 def _verdict(trace: Trace, wrong: list[int]) -> Text:
     if not wrong:
-        which = f"the {_count(len(trace), 'recorded plan')}"
+        which = f"the {count(len(trace), 'recorded plan')}"
         return Text(f"Planned again as recorded: exactly {which}.")
-    said = f"Planned again as recorded: {len(wrong)} of {_count(len(trace), 'plan')} differ"
+    said = f"Planned again as recorded: {len(wrong)} of {count(len(trace), 'plan')} differ"
     first = wrong[0]
     said += f", the first in step {trace.step[first]}, layer {trace.layer[first]}"
     past = any(get_policy(str(name)).needs_history for name in np.unique(trace.policy))
@@ -283,9 +274,10 @@ def _verdict(trace: Trace, wrong: list[int]) -> Text:
 
 
 def _lines(lines: Sequence[Line]) -> Grid:
-    grid = _grid(
+    grid = make_grid(
         *("policy", "EP", "slots", "history", "before\nmean", "after\nmean", "after\nworst"),
         *("bound\nmean", "copies\nmean", "remote\nmean"),
+        padding=(0, 1, 0, 0),
     )
     for line in lines:
         case = line.case
@@ -337,7 +329,11 @@ def export(
     """Write a trace for other programs."""
     if to_npz is not None and to_npz.suffix.lower() != ".npz":
         raise ConfigError(f"--npz needs a name that ends in .npz, got {to_npz}")
-    writers = ((to_csv, write_csv), (to_perfetto, _write_timeline), (to_npz, Trace.save))
+    writers = (
+        (to_csv, write_csv),
+        (to_perfetto, lambda trace, path: write_timeline(path, timeline_of(trace))),
+        (to_npz, Trace.save),
+    )
     wanted = [(target, write) for target, write in writers if target is not None]
     if not wanted:
         raise ConfigError("name what to write: --csv, --perfetto or --npz")
@@ -346,19 +342,4 @@ def export(
     for target, write in wanted:
         write(trace, target)
         if not is_stream(target):
-            print(f"{plain(str(target))}: {_count(len(trace), 'record')}")
-
-
-def _write_timeline(trace: Trace, path: Path) -> None:
-    write_timeline(path, timeline_of(trace))
-
-
-# -- words ---------------------------------------------------------------------------------------
-
-
-def _numbers(text: str | None, option: str, usual: int) -> list[int]:
-    return [usual] if text is None else numbers_in(text, option)
-
-
-def _count(number: int, word: str) -> str:
-    return f"{number:,} {word}{'' if number == 1 else 's'}"
+            print(f"{plain(str(target))}: {count(len(trace), 'record')}")

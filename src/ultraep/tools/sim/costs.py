@@ -8,6 +8,7 @@ rate, over the part of that which was measured for as many rows (`Reached.groupe
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -15,8 +16,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ultraep.tools.sim.cluster import GIGA, MICRO, Cluster
-from ultraep.tools.sim.model import GATED, WEIGHT_BYTES, Model
+from ultraep.config import Rates
+from ultraep.errors import ConfigError
+from ultraep.tools.sim.cluster import GIGA, MICRO, Cluster, load_cluster
+from ultraep.tools.sim.model import GATED, WEIGHT_BYTES, Model, load_model
 from ultraep.tools.sim.presets import presets
 
 FloatArray = NDArray[np.float64]
@@ -210,3 +213,51 @@ class Costs:
         known = np.log2(self.rates.ranks)
         found = np.interp(np.log2(ranks), known, np.log2(table_us))
         return float(2.0**found) * MICRO
+
+
+# -- rates ---------------------------------------------------------------------------------------
+
+
+def rates_of(
+    cluster: Cluster | str,
+    model: Model | str,
+    *,
+    ranks: int,
+    tokens: int,  # of every rank
+    training: bool = False,
+) -> Rates:
+    """Return what rows and copies cost in a layer of the model on a cluster that is not there.
+
+    cluster, model: names of presets, or files: see `ultraep simulate --help`.
+    training: whether there is a backward pass, in which copies are sent again.
+    """
+    cluster = load_cluster(cluster) if isinstance(cluster, str) else cluster
+    model = load_model(model) if isinstance(model, str) else model
+    if ranks < 1 or tokens < 1:
+        raise ConfigError(f"ranks and tokens must be at least 1, got {ranks} and {tokens}")
+    costs = Costs(cluster, model, measured_rates())
+    return rates_by(costs, ranks=ranks, tokens=tokens, training=training)
+
+
+def rates_by(costs: Costs, *, ranks: int, tokens: int, training: bool) -> Rates:
+    """Return the rates of plans by time."""
+    model = costs.model
+    rows = max(1.0, ranks * tokens * model.top_k / model.experts)
+    row, passes, weight_bytes = _one_more(costs.experts_forward, rows), 1, WEIGHT_BYTES
+    if training:
+        row, passes = row + _one_more(costs.experts_backward, rows), 2
+        weight_bytes = 2 * WEIGHT_BYTES + GRADIENT_BYTES
+    transfer = costs.on_links(2 * passes * ROW_BYTES * model.width, 0.0)
+    copy = costs.on_links(weight_bytes * model.expert_weights, 0.0)
+    return Rates.from_seconds(
+        row=row + float(transfer),
+        copy=float(copy),
+        each=0.0,
+        layer=passes * (costs.schedule(ranks) + costs.hop()),
+    )
+
+
+def _one_more(seconds_of: Callable[[float], Any], rows: float) -> float:
+    """Seconds of a row more of an expert that has so many, and of up to twice as many."""
+    few, many = (float(seconds_of(number)) for number in (rows, 2 * rows))
+    return max(0.0, many - few) / rows

@@ -13,13 +13,13 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ultraep.errors import ConfigError
 from ultraep.tools.sim.costs import Costs
-from ultraep.tools.sim.presets import as_record, load_table
+from ultraep.tools.sim.presets import as_record, check_least, check_positive, load_table
 
 FloatArray = NDArray[np.float64]
 
@@ -41,22 +41,10 @@ class Requests:
     limit_s: float
 
     def __post_init__(self) -> None:
-        for field in ("mean_tokens", "limit_s"):
-            if not 0 < getattr(self, field) < float("inf"):
-                raise ConfigError(
-                    f"requests {self.name}: {field} must be positive, got {getattr(self, field)}"
-                )
-        if not 0 <= self.spread < float("inf"):
-            raise ConfigError(
-                f"requests {self.name}: spread must not be negative, got {self.spread}"
-            )
-
-        for field, most in (("limit_s", LONGEST_LIMIT), ("spread", WIDEST)):
-            if getattr(self, field) > most:
-                raise ConfigError(
-                    f"requests {self.name}: {field} must be at most {most:g}, "
-                    f"got {getattr(self, field)}"
-                )
+        where = f"requests {self.name}: "
+        check_positive(self, "mean_tokens limit_s", where)
+        check_least(self, "spread", 0, WIDEST, where)
+        check_least(self, "limit_s", 0, LONGEST_LIMIT, where)
 
     def lengths(self, count: int, rng: np.random.Generator) -> FloatArray:
         """[N] tokens of each prompt."""
@@ -83,10 +71,22 @@ class Serving:
     iterations: int = 64  # different loads; they repeat
     seed: int = 0
 
+    name: ClassVar[str] = "prefill"
+    unit: ClassVar[str] = "iteration"
+    units: ClassVar[str] = "iterations"
+    trains: ClassVar[bool] = False
+    pipeline: ClassVar[int] = 1
+    groups: ClassVar[int] = 1
+    context: ClassVar[float] = 0.0
+    recompute: ClassVar[bool] = False
+
     def __post_init__(self) -> None:
-        for field in ("chunk", "iterations"):
-            if getattr(self, field) < 1:
-                raise ConfigError(f"{field} must be at least 1, got {getattr(self, field)}")
+        check_least(self, "chunk iterations", 1)
+
+    @property
+    def simulated(self) -> int:
+        """Iterations with loads of their own."""
+        return self.iterations
 
     @property
     def tokens(self) -> int:
