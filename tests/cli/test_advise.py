@@ -3,7 +3,6 @@
 import json
 from functools import cache
 
-import numpy as np
 import pytest
 from typer.testing import CliRunner
 
@@ -98,31 +97,7 @@ def test_it_says_plainly_that_it_does_not_pay():
     assert "Settings no spare slots; leave balancing off" in text
 
 
-def test_a_trace_may_stand_in_for_drawn_loads(tmp_path):
-    loads = np.random.default_rng(1).zipf(1.7, (3, 8, 32)).clip(1, 300)
-    np.save(tmp_path / "loads.npy", loads)
-    found = json.loads(printed("--trace", str(tmp_path / "loads.npy"), "--json"))
-    assert found["gain"]["draws"] == [found["gain"]["overall"]]
-    assert found["none"]["imbalance"] > 1.2
-
-
-def test_prefill_is_about_requests(tmp_path):
-    entries = ('title = ""', "mean_tokens = 2000", "spread = 0.5", "limit_s = 0.1")
-    (tmp_path / "short.toml").write_text("\n".join(["[short]", *entries]))
-    asked = ["--prefill", tmp_path / "short.toml", "--imbalance", "2"]
-    result = invoke(*asked, "--processes", "1", "--ep", "32")
-    assert result.exit_code == 0, result.stderr
-    text = flat(result.stdout)
-    assert "requests/s" in text
-    assert "tokens per rank and iteration" in text
-
-
 # -- JSON ----------------------------------------------------------------------------------------
-
-
-def test_the_same_command_gives_the_same_bytes():
-    assert invoke(*SHORT, "--json").stdout == printed("--json")
-    assert invoke(*SHORT, "--json", "--seed", "5").stdout != printed("--json")
 
 
 # -- what it refuses -----------------------------------------------------------------------------

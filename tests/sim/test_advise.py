@@ -17,7 +17,7 @@ from ultraep.tools.sim.advise import (
     verdict_of,
 )
 from ultraep.tools.sim.cluster import load_cluster
-from ultraep.tools.sim.gain import DRAWS, PROBE_TOKENS, break_even
+from ultraep.tools.sim.gain import DRAWS, break_even
 from ultraep.tools.sim.memory import slot_bytes
 from ultraep.tools.sim.model import load_model
 from ultraep.tools.sim.run import simulate
@@ -189,16 +189,6 @@ def test_prefill_is_about_the_rate_at_the_limit():
 
 
 # -- break-even ----------------------------------------------------------------------------------
-
-
-def test_break_even_lies_between_the_points_around_it():
-    curve = advised().curve
-    assert [tokens for tokens, _ in curve] == list(PROBE_TOKENS)
-    even, clear = advised().break_even, advised().clear_gain
-    assert 64 < even.tokens < clear.tokens < 16384
-    known = np.log2([tokens for tokens, _ in curve])
-    reached = np.interp(np.log2(even.tokens), known, [gain for _, gain in curve])
-    assert reached == pytest.approx(1.0)
 
 
 def test_break_even_is_always_never_or_for_good():

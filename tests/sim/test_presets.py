@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import re
-import tomllib
 from collections.abc import Callable
 from dataclasses import fields
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -165,17 +163,6 @@ def test_clusters_that_cannot_be(changes: dict[str, Any], words: str) -> None:
 
 
 # The tables
-
-
-def test_every_table_has_a_source_or_its_file_names_one() -> None:
-    files = list(resources.files("ultraep.tools.sim").joinpath("data").iterdir())
-    assert len(files) >= 7
-    for file in files:
-        text = file.read_text("utf-8")
-        if file.name in ("published.toml", "requests.toml"):
-            assert re.search(r"^#.*(arXiv 2606|docs/simulator)", text, re.MULTILINE), file.name
-        else:
-            assert all(table["source"].strip() for table in tomllib.loads(text).values())
 
 
 def test_all_presets_can_be_made() -> None:

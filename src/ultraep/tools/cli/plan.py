@@ -12,9 +12,9 @@ from statistics import fmean, median
 from time import perf_counter
 from typing import Annotated, Any
 
-import typer
 from rich.console import Console
 from rich.text import Text
+from typer import Argument, Option
 
 from ultraep.arrays import IntArray
 from ultraep.backends import select
@@ -47,97 +47,81 @@ PATIENCE = 0.2
 
 File = Annotated[
     Path,
-    typer.Argument(
+    Argument(
         metavar="FILE",
-        help="Loads as .npy, .npz, .csv or .json: integers \\[source rank, expert], "
-        "or a sequence of such matrices, one per microbatch. Or a trace, or recorded routing: "
-        "an .npz with expert ids \\[token, layer, choice] in arrays *_ids.",
+        help="Loads (.npy, .npz, .csv, .json): integers \\[source rank, expert], or a sequence of "
+        "such matrices, one per microbatch. Or a trace, or recorded routing: an .npz with expert "
+        "ids \\[token, layer, choice] in arrays *_ids.",
     ),
 ]
 Ranks = Annotated[
     int | None,
-    typer.Option(
-        help="Ranks of the expert-parallel group: loads are checked against it, tokens of "
-        "recorded routing are shared out over them.",
+    Option(
+        help="Ranks of the expert-parallel group; they share the tokens of recorded routing.",
         show_default="rows of the file",
     ),
 ]
 Experts = Annotated[
     int | None,
-    typer.Option(
-        help="Experts of a layer of recorded routing.",
+    Option(
+        help="Experts per layer of recorded routing.",
         show_default="the next power of two beyond its ids",
     ),
 ]
 Window = Annotated[
     int | None,
-    typer.Option(
+    Option(
         metavar="TOKENS",
-        help="Tokens of a microbatch that is cut from recorded routing.",
+        help="Tokens per microbatch of recorded routing.",
         show_default=f"{WINDOW}",
     ),
 ]
 Domain = Annotated[
     int | None,
-    typer.Option(
+    Option(
         help="Ranks joined by the fast link; copies stay in the domain of their home.",
         show_default="all ranks",
     ),
 ]
 Policies = Annotated[
-    str,
-    typer.Option(
-        metavar="NAME,...", help="Policies to plan with, side by side; `ultraep env` lists them."
-    ),
+    str, Option(metavar="NAME,...", help="Policies to compare; `ultraep env` lists them.")
 ]
 Tolerance = Annotated[
-    float,
-    typer.Option(
-        help="How far above the mean the fullest rank may stay: 0.01 is 1 %, with fewer copies."
-    ),
+    float, Option(help="How far above the mean the fullest rank may stay: 0.01 is 1 %.")
 ]
-MinTokens = Annotated[
-    int, typer.Option(help="A copy that would serve fewer tokens than this is not made.")
-]
+MinTokens = Annotated[int, Option(help="Fewest tokens that a copy serves.")]
 MaxReplicas = Annotated[
-    int | None,
-    typer.Option(help="Most copies in one domain.", show_default="what the slots hold"),
+    int | None, Option(help="Most copies in one domain.", show_default="what the slots hold")
 ]
 NoLocality = Annotated[
-    bool,
-    typer.Option("--no-locality", help="Do not prefer a copy on the rank that a token comes from."),
+    bool, Option("--no-locality", help="Do not prefer a copy on the source rank of a token.")
 ]
 CostRates = Annotated[
     str | None,
-    typer.Option(
+    Option(
         metavar="row=N,copy=N,...",
-        help="What tokens and copies cost, in picoseconds, as a balancer's log has it: ultraep "
-        "then makes the copies that pay.",
-        show_default="nothing is known",
+        help="Cost of tokens and copies in picoseconds, as in a balancer's log; ultraep then makes "
+        "the copies that pay.",
+        show_default="unknown",
     ),
 ]
 Backend = Annotated[
     str | None,
-    typer.Option(
+    Option(
         metavar="NAME",
-        help="cpu (compiled) or reference (plain and slow); both give the same plan.",
+        help="cpu (compiled) or reference (slow); both give the same plan.",
         show_default="the fastest here",
     ),
 ]
 History = Annotated[
     int,
-    typer.Option(
-        help="Past microbatches that eplb, lplb and flashlb place by; the first microbatch "
-        "has none and sees itself."
-    ),
+    Option(help="Past microbatches for eplb, lplb and flashlb; the first microbatch sees itself."),
 ]
 Show = Annotated[
-    int | None,
-    typer.Option(help="Microbatch to draw, counted from 0.", show_default="the most imbalanced"),
+    int | None, Option(help="Microbatch to draw, from 0.", show_default="the most imbalanced")
 ]
 AsJson = Annotated[
-    bool,
-    typer.Option("--json", help="Print only a JSON list, one object per microbatch and policy."),
+    bool, Option("--json", help="Print only a JSON list, one object per microbatch and policy.")
 ]
 
 

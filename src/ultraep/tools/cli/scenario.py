@@ -8,14 +8,21 @@ from typing import Any
 
 from ultraep.config import Rates
 from ultraep.errors import ConfigError
-from ultraep.tools.cli.options import IMBALANCE, MOST_PROCESSES, USUAL, ScenarioOptions
+from ultraep.tools.cli.options import IMBALANCE, MOST_PROCESSES, ScenarioOptions
 from ultraep.tools.cli.terminal import count
 from ultraep.tools.sim.cluster import load_cluster
 from ultraep.tools.sim.model import load_model
 from ultraep.tools.sim.scenario import Scenario
 from ultraep.tools.sim.serving import Serving, load_requests
 from ultraep.tools.sim.training import Training
-from ultraep.tools.sim.workload import Recorded, Skew, Workload, fit_skew, read_workload
+from ultraep.tools.sim.workload import (
+    Recorded,
+    Skew,
+    Workload,
+    calibrated_noise,
+    fit_skew,
+    read_workload,
+)
 
 LITTLE_WORK = 1000  # layers times microbatches for which a second process costs more than it saves
 DRAWING = ("imbalance", "noise", "topic_length", "drift_length")
@@ -71,7 +78,7 @@ def _workload(asked: ScenarioOptions, scenario: Scenario) -> Workload:
     if asked.trace is not None:
         _refuse(given, "--trace brings its own loads", "drawn loads")
         return read_workload(asked.trace, experts=model.experts, top_k=model.top_k)
-    noise = USUAL.training if scenario.job.trains else USUAL.serving
+    noise = calibrated_noise(training=scenario.job.trains)
     return fit_skew(
         given.pop("imbalance", IMBALANCE),
         scenario.topology,

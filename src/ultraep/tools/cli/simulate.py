@@ -7,10 +7,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
 from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
+from typer import Option
 
 from ultraep.errors import ConfigError
 from ultraep.files.writing import check_targets
@@ -42,30 +42,24 @@ GB = 1e9
 
 Policies = Annotated[
     str,
-    typer.Option(
+    Option(
         metavar="NAME,...",
-        help="Policies to compare; `ultraep env` lists them. ideal is forced balance: every "
-        "expert gets the same. NAME=OTHER prices one whose costs are not known as another: "
-        "echo=ultraep.",
+        help="Policies to compare; `ultraep env` lists them. ideal is forced balance. NAME=OTHER "
+        "prices a policy of unknown cost as another one: echo=ultraep.",
     ),
 ]
-AsJson = Annotated[
-    bool, typer.Option("--json", help="Print only a JSON list, one object per policy.")
-]
-Plot = Annotated[
-    Path | None,
-    typer.Option(metavar="FILE", help="Draw the results: .png, .svg or .html (works offline)."),
-]
+AsJson = Annotated[bool, Option("--json", help="Print only a JSON list, one object per policy.")]
+Plot = Annotated[Path | None, Option(metavar="FILE", help="Draw the results: .png, .svg or .html.")]
 Timeline = Annotated[
     Path | None,
-    typer.Option(
+    Option(
         metavar="FILE.json",
         help="Write one microbatch, rank by rank, for ui.perfetto.dev or chrome://tracing.",
     ),
 ]
-TimelineLayers = Annotated[int, typer.Option(help="Layers in the timeline, from the first one on.")]
+TimelineLayers = Annotated[int, Option(help="Layers in the timeline, from the first one on.")]
 Presets = Annotated[
-    bool, typer.Option("--presets", help="List clusters, models and sets of requests, and exit.")
+    bool, Option("--presets", help="List clusters, models and sets of requests, and exit.")
 ]
 
 

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 from rich.text import Text
+from typer import Argument, Option
 
 from ultraep.config import Rates
 from ultraep.errors import ConfigError
@@ -39,11 +40,11 @@ app = typer.Typer(
 
 Source = Annotated[
     Path,
-    typer.Argument(
+    Argument(
         metavar="PATH", help="Folder of a trace, or a file that `ultraep trace export --npz` wrote."
     ),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print only JSON.")]
+AsJson = Annotated[bool, Option("--json", help="Print only JSON.")]
 
 
 # -- info ----------------------------------------------------------------------------------------
@@ -98,15 +99,12 @@ def _decisions(trace: Trace) -> list[str]:
     for layer in trace.layers.tolist():
         for numbers in np.unique(trace.of_layer(layer).rates, axis=0).tolist():
             named.setdefault(tuple(numbers), []).append(layer)
-    lines = [
-        f"objective time, layers {', '.join(map(str, layers))}: "
-        + (
-            f"{Rates.from_numbers(numbers)} picoseconds"
-            if any(numbers)
-            else "no rates, planned for balance"
-        )
-        for numbers, layers in named.items()
-    ]
+    lines = []
+    for numbers, layers in named.items():
+        rates = "no rates, planned for balance"
+        if any(numbers):
+            rates = f"{Rates.from_numbers(numbers)} picoseconds"
+        lines.append(f"objective time, layers {', '.join(map(str, layers))}: {rates}")
     alone = int(trace.left_alone.sum())
     return [*lines, f"{count(alone, 'record')} left alone: no copies would pay"] if lines else []
 
@@ -177,33 +175,28 @@ def _facts(trace: Trace) -> dict[str, Any]:
 # -- replay --------------------------------------------------------------------------------------
 
 Policies = Annotated[
-    str, typer.Option(metavar="NAME,...", help="Policies to plan with; `ultraep env` lists them.")
+    str, Option(metavar="NAME,...", help="Policies to plan with; `ultraep env` lists them.")
 ]
 SlotCounts = Annotated[
     str | None,
-    typer.Option(metavar="N,...", help="Spare slots of every rank.", show_default="as recorded"),
+    Option(metavar="N,...", help="Spare slots per rank.", show_default="as recorded"),
 ]
 Sizes = Annotated[
     str | None,
-    typer.Option(
+    Option(
         "--ep",
         metavar="N,...",
-        help="Ranks of the group. Neighbouring ranks are merged, or their tokens dealt out: the "
-        "number must divide the recorded one, or be divided by it, and divide the experts.",
+        help="Ranks of the group, a divisor or multiple of the recorded number: neighbouring ranks "
+        "are merged, or their tokens dealt out.",
         show_default="as recorded",
     ),
 ]
 Windows = Annotated[
-    str,
-    typer.Option(
-        metavar="N,...", help="Past microbatches of a layer that eplb, lplb and flashlb place by."
-    ),
+    str, Option(metavar="N,...", help="Past microbatches of a layer for eplb, lplb and flashlb.")
 ]
 Tolerance = Annotated[
     float | None,
-    typer.Option(
-        help="How far above the mean the fullest rank may stay.", show_default="as recorded"
-    ),
+    Option(help="How far above the mean the fullest rank may stay.", show_default="as recorded"),
 ]
 
 
@@ -260,17 +253,18 @@ def _report(name: str, trace: Trace, wrong: list[int], lines: Sequence[Line]) ->
 
 def _verdict(trace: Trace, wrong: list[int]) -> Text:
     if not wrong:
-        which = f"the {count(len(trace), 'recorded plan')}"
-        return Text(f"Planned again as recorded: exactly {which}.")
-    said = f"Planned again as recorded: {len(wrong)} of {count(len(trace), 'plan')} differ"
+        plans = count(len(trace), "recorded plan")
+        return Text(f"Planned again as recorded: exactly the {plans}.")
     first = wrong[0]
-    said += f", the first in step {trace.step[first]}, layer {trace.layer[first]}"
     past = any(get_policy(str(name)).needs_history for name in np.unique(trace.policy))
+    why = "was it recorded by another version?"
     if past and (trace.dropped or trace.left_out):
-        said += "; the policy places by the past, and records of it are missing"
-    else:
-        said += "; was it recorded by another version?"
-    return Text(said + ".", render.OVERFULL)
+        why = "the policy places by the past, and records of it are missing."
+    return Text(
+        f"Planned again as recorded: {len(wrong)} of {count(len(trace), 'plan')} differ, the first "
+        f"in step {trace.step[first]}, layer {trace.layer[first]}; {why}",
+        render.OVERFULL,
+    )
 
 
 def _lines(lines: Sequence[Line]) -> Grid:
@@ -304,17 +298,15 @@ def _record(line: Line) -> dict[str, Any]:
 
 # -- export --------------------------------------------------------------------------------------
 
-Csv = Annotated[
-    Path | None, typer.Option("--csv", metavar="FILE", help="A table, one line per record.")
-]
+Csv = Annotated[Path | None, Option("--csv", metavar="FILE", help="A table, one line per record.")]
 Perfetto = Annotated[
     Path | None,
-    typer.Option(
+    Option(
         "--perfetto", metavar="FILE", help="A timeline for ui.perfetto.dev or chrome://tracing."
     ),
 ]
 Npz = Annotated[
-    Path | None, typer.Option("--npz", metavar="FILE", help="All of it in one file, to share.")
+    Path | None, Option("--npz", metavar="FILE", help="All of it in one file, to share.")
 ]
 
 

@@ -63,22 +63,17 @@ class Reached:
 @cache
 def measured_rates() -> Reached:
     """The measured points that come with the package."""
-    tables: dict[str, dict[str, Any]] = presets("measured")
-    fractions, grouped, control = tables["fractions"], tables["grouped"], tables["control"]
-    parts = ("dense_matmul", "attention_forward", "attention_backward", "memory", "link", "network")
+    tables = presets("measured")
+    grouped = tables["grouped"]
+    values = {**tables["fractions"], **tables["control"], "rows": grouped["rows"]}
+    values |= {f"grouped_{way}": grouped[way] for way in ("forward", "backward")}
+    values["framework"] = presets("calibrated")["framework"]["factor"]
+    del values["source"]
     return Reached(
-        **{name: float(fractions[name]) for name in parts},
-        rows=np.array(grouped["rows"], dtype=float),
-        grouped_forward=np.array(grouped["forward"]),
-        grouped_backward=np.array(grouped["backward"]),
-        ranks=np.array(control["ranks"], dtype=float),
-        plan_us=np.array(control["plan_us"]),
-        schedule_us=np.array(control["schedule_us"]),
         **{
-            name: float(control[name])
-            for name in ("meeting_us", "count_us", "reroute_us", "hop_us")
-        },
-        framework=float(presets("calibrated")["framework"]["factor"]),
+            name: np.array(value, dtype=float) if isinstance(value, list) else float(value)
+            for name, value in values.items()
+        }
     )
 
 

@@ -22,7 +22,7 @@ from ultraep.arrays import IntArray
 from ultraep.errors import ConfigError, FileError
 from ultraep.loads import MAX_TOTAL
 from ultraep.tools.sim.planning import sum_by_home
-from ultraep.tools.sim.presets import check_least
+from ultraep.tools.sim.presets import check_least, presets
 from ultraep.topology import MAX_EXPERTS, Topology
 from ultraep.trace.read import holds_trace, read_trace
 from ultraep.workload import loads_of_windows, read_loads, read_routing
@@ -176,6 +176,11 @@ def fit_skew(
             f"top-{top_k}, on {topology.ranks} ranks: at most about {most:.1f}"
         )
     return replace(skew, spread=_bisect(lambda x: reached(spread=x), imbalance, STEEPEST))
+
+
+def calibrated_noise(*, training: bool) -> float:
+    """Return the noise that reproduces the published imbalance under EPLB."""
+    return float(presets("calibrated")["noise"]["training" if training else "serving"])
 
 
 def mean_imbalance(workload: Workload, topology: Topology, layers: range) -> float:
