@@ -285,7 +285,7 @@ def draw(rank_loads, *, width=60, domain=None, glyphs=render.BLOCKS):
     picture = render.skyline(
         rank_loads, scale, width=width, domain=domain or len(rank_loads), glyphs=glyphs
     )
-    return picture.text().plain.splitlines()
+    return picture.plain.splitlines()
 
 
 def test_a_skyline_reaches_as_high_as_the_loads():
@@ -311,7 +311,7 @@ def test_a_very_hot_rank_keeps_the_picture_low():
 
 def test_overfull_parts_are_coloured():
     scale = render.scale_for(2.0)
-    text = render.skyline(np.array([8, 0] * 10), scale, width=60, domain=20).text()
+    text = render.skyline(np.array([8, 0] * 10), scale, width=60, domain=20)
     console = Console(width=80, color_system="standard", force_terminal=True)
     styles = {segment.style.color.name for segment in text.render(console) if "█" in segment.text}
     assert styles == {"red", "cyan"}

@@ -11,10 +11,7 @@ A skyline is a bar for every rank, in multiples of the mean load:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from itertools import chain, groupby
-from operator import itemgetter
+from collections.abc import Sequence
 from statistics import fmean, median
 from typing import NamedTuple
 
@@ -133,15 +130,18 @@ class Scale(NamedTuple):
     rows: int
     rows_to_mean: float  # a whole number, or less than one if the mean is low in the first row
 
-    def cut(self, highest: float) -> Scale:
-        """The scale without the rows that stay empty above the mean."""
-        if self.rows_to_mean < 1:
-            return self
-        return self._replace(rows=_rows(max(highest, 1.0), self.rows_to_mean))
+    def label(self, row: int) -> str:
+        """Return the multiple of the mean at the upper edge of a row, if it is a whole one."""
+        if self.rows_to_mean >= 1:
+            multiple = (row + 1) / self.rows_to_mean
+            return f"{multiple:.2f}x" if multiple.is_integer() else ""
+        if row + 1 == self.rows:
+            return f"{self.rows / self.rows_to_mean:.1f}x"
+        return "mean" if row == 0 else ""
 
 
 def scale_for(highest: float) -> Scale:
-    """A scale for loads up to `highest` times the mean, with the mean on the edge of a row."""
+    """Return a scale for loads up to `highest` times the mean, with the mean on a row's edge."""
     if highest > 1.5 * HEIGHT:
         return Scale(HEIGHT, HEIGHT / highest)
     rows_to_mean = max(1, round(HEIGHT / highest))
@@ -149,91 +149,59 @@ def scale_for(highest: float) -> Scale:
 
 
 def _rows(highest: float, rows_to_mean: float) -> int:
-    """Rows that a bar reaches into, if it is drawn in eighths."""
+    """Return the rows that a bar reaches into, if it is drawn in eighths."""
     return math.ceil(round(8 * highest * rows_to_mean) / 8)
-
-
-@dataclass(frozen=True, slots=True)
-class Skyline:
-    """A bar for every rank, or for every group of neighbours: the fullest of them."""
-
-    heights: list[float]  # in multiples of the mean
-    ranks: int
-    domain: int
-    bar: int  # columns of a bar
-    gap: int  # columns after it
-    scale: Scale
-    glyphs: Glyphs = BLOCKS
-
-    def text(self) -> Text:
-        """The rows from the top down, then the axis; what stands above the mean is coloured."""
-        picture = Text(no_wrap=True, overflow="crop")
-        for row in reversed(range(self.scale.rows)):
-            label = self._label(row)
-            side = self.glyphs.mark if label else self.glyphs.side
-            picture.append(f"{label:>{MARGIN - 2}} {side}", FAINT)
-            cells = chain.from_iterable(self._cells(row, height) for height in self.heights)
-            for style, run in groupby(cells, key=itemgetter(1)):
-                picture.append("".join(text for text, _ in run), style)
-            picture.append("\n")
-        picture.append(f"{self.glyphs.corner:>{MARGIN}}{self._floor()}\n", FAINT)
-        picture.append(f"{'':{MARGIN}}{self._rank_labels()}\n", FAINT)
-        return picture
-
-    def _cells(self, row: int, height: float) -> Iterator[tuple[str, str]]:
-        """The part of a bar in one row; the mean shows in cells right below it that are empty."""
-        to_mean, glyphs = self.scale.rows_to_mean, self.glyphs
-        below_mean = row + 1 == to_mean
-        empty = (glyphs.mean if below_mean else " ", FAINT)
-        level = self._level(height * to_mean - row, row)
-        bar = (glyphs.ramp[level], OVERFULL if row >= to_mean else CALM) if level else empty
-        yield from [bar] * self.bar
-        yield from [empty] * self.gap
-
-    def _level(self, rows_left: float, row: int) -> int:
-        """How full a cell is; a load above zero always shows."""
-        full = len(self.glyphs.ramp) - 1
-        least = 1 if row == 0 and rows_left > 0 else 0
-        return min(max(round(rows_left * full), least), full)
-
-    def _label(self, row: int) -> str:
-        """Multiples of the mean where the upper edge of a row is one, else only mean and top."""
-        to_mean = self.scale.rows_to_mean
-        if to_mean >= 1:
-            return "" if (row + 1) % to_mean else f"{(row + 1) / to_mean:.2f}x"
-        if row + 1 == self.scale.rows:
-            return f"{self.scale.rows / to_mean:.1f}x"
-        return "mean" if row == 0 else ""
-
-    def _floor(self) -> str:
-        width = self.bar + self.gap
-        floor = [self.glyphs.floor] * (width * len(self.heights))
-        if len(self.heights) == self.ranks:
-            for first in range(self.domain, self.ranks, self.domain):
-                floor[width * first] = self.glyphs.border
-        return "".join(floor)
-
-    def _rank_labels(self) -> str:
-        width = (self.bar + self.gap) * len(self.heights)
-        last = str(self.ranks - 1)
-        if self.ranks == 1:
-            return "rank 0"
-        if width < len("rank 0  ") + len(last):
-            return f"ranks 0 to {last}"
-        return "rank 0" + last.rjust(width - len("rank 0"))
 
 
 def skyline(
     rank_loads: IntArray, scale: Scale, *, width: int, domain: int, glyphs: Glyphs = BLOCKS
-) -> Skyline:
-    """The skyline that fits into `width` columns."""
-    ranks, mean = len(rank_loads), float(rank_loads.mean())
+) -> Text:
+    """Draw a bar for every rank, or for the fullest of neighbours where `width` is too small.
+
+    The mean shows in the empty cells right below it; what stands above the mean is red.
+    """
+    ranks, mean = len(rank_loads), float(rank_loads.mean()) or 1.0
     group = group_of(ranks, width)
-    fullest = [int(rank_loads[first : first + group].max()) for first in range(0, ranks, group)]
-    heights = [tokens / mean if mean else 0.0 for tokens in fullest]
+    heights = [rank_loads[first : first + group].max() / mean for first in range(0, ranks, group)]
     bar, gap = (3, 1) if 4 * ranks <= min(width, 64) else (1, 0)
-    cut = scale.cut(max(heights))
-    return Skyline(heights, ranks, domain, bar=bar, gap=gap, scale=cut, glyphs=glyphs)
+    rows, to_mean = scale
+    if to_mean >= 1:  # no empty rows above the mean
+        rows = _rows(max(*heights, 1.0), to_mean)
+    picture = Text(no_wrap=True, overflow="crop")
+    for row in reversed(range(rows)):
+        label = scale._replace(rows=rows).label(row)
+        side = glyphs.mark if label else glyphs.side
+        picture.append(f"{label:>{MARGIN - 2}} {side}", FAINT)
+        empty = glyphs.mean if row + 1 == to_mean else " "
+        style = OVERFULL if row >= to_mean else CALM
+        for height in heights:
+            level = _level(height * to_mean - row, len(glyphs.ramp) - 1, bottom=row == 0)
+            cell = (glyphs.ramp[level], style) if level else (empty, FAINT)
+            picture.append(bar * cell[0], cell[1])
+            picture.append(gap * empty, FAINT)
+        picture.append("\n")
+    floor = [glyphs.floor] * ((bar + gap) * len(heights))
+    if group == 1:
+        for first in range(domain, ranks, domain):
+            floor[(bar + gap) * first] = glyphs.border
+    picture.append(f"{glyphs.corner:>{MARGIN}}{''.join(floor)}\n", FAINT)
+    picture.append(f"{'':{MARGIN}}{_rank_labels(ranks, len(floor))}\n", FAINT)
+    return picture
+
+
+def _level(rows_left: float, full: int, *, bottom: bool) -> int:
+    """Return how full a cell is; a load above zero always shows."""
+    least = 1 if bottom and rows_left > 0 else 0
+    return min(max(round(rows_left * full), least), full)
+
+
+def _rank_labels(ranks: int, width: int) -> str:
+    last = str(ranks - 1)
+    if ranks == 1:
+        return "rank 0"
+    if width < len("rank 0  ") + len(last):
+        return f"ranks 0 to {last}"
+    return "rank 0" + last.rjust(width - len("rank 0"))
 
 
 def group_of(ranks: int, width: int) -> int:
@@ -257,7 +225,7 @@ def skylines(outcomes: Sequence[Outcome], console: Console) -> list[Text]:
         Text.assemble(
             (label, "bold"), f"  fullest rank {_over_mean(rank_loads):.3f}x the mean{copies}\n"
         )
-        + skyline(rank_loads, scale, **options, glyphs=glyphs_for(console)).text()
+        + skyline(rank_loads, scale, **options, glyphs=glyphs_for(console))
         for label, copies, rank_loads in drawn
     ]
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,19 +39,6 @@ WINDOW = 4096  # tokens of a microbatch cut from recorded routing
 PROBE_ROWS = 8192 * 8  # of every rank
 PROBES = 1024  # loads by which the skew is fitted, at least
 LEAST_SHARE = 1e-12  # of an expert without weight: it gets rows when all others are full
-
-
-class Workload(Protocol):
-    """Where the rows of a layer come from."""
-
-    def expert_loads(self, layer: int, microbatches: IntArray, rows: int) -> IntArray:
-        """[S, E] rows of every expert; `rows` in all, in each of the named microbatches."""
-        ...
-
-    @property
-    def experts(self) -> int:
-        """Experts of a layer."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -226,6 +213,9 @@ class Recorded:
         recorded_SHE = self.loads
         picked_SE = recorded_SHE[microbatches % len(recorded_SHE), layer % recorded_SHE.shape[1]]
         return share_out(picked_SE.astype(np.float64), rows, self.top_k)
+
+
+Workload = Skew | Recorded
 
 
 def read_workload(path: str | Path, *, experts: int, top_k: int) -> Recorded:
