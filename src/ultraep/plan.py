@@ -78,8 +78,8 @@ class Plan:
     @property
     def max_egress(self) -> int:
         """Most different experts given away by one rank: what it must send, with relays."""
-        given = np.unique(self.replicas[:, 0])
-        return _largest(np.bincount(self.topology.home_of_expert[given]))
+        experts = np.unique(self.replicas[:, 0])
+        return _largest(np.bincount(self.topology.home_of_expert[experts]))
 
     @property
     def leaves_domain(self) -> bool:
@@ -253,8 +253,8 @@ class Plan:
     def _times(self) -> str:
         if self.time is None or self.time_without_copies is None:
             return ""
-        found, without = (ps / PER_MS for ps in (self.time, self.time_without_copies))
-        return f", {found:.3g} ms by its rates, {without:.3g} without copies"
+        planned, without = (ps / PER_MS for ps in (self.time, self.time_without_copies))
+        return f", {planned:.3g} ms by its rates, {without:.3g} without copies"
 
     def _over_mean(self, tokens: int) -> float:
         return tokens * self.topology.ranks / self.total if self.total else 1.0

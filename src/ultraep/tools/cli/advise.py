@@ -12,8 +12,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ultraep.tools.cli import options, render
+from ultraep.tools.cli import render
 from ultraep.tools.cli import scenario as scenarios
+from ultraep.tools.cli.options import ScenarioOptions, with_options
 from ultraep.tools.cli.progress import progress
 from ultraep.tools.cli.terminal import Grid, count, make_console, make_grid
 from ultraep.tools.sim.advise import CLEAR_GAIN, DOES_NOT_PAY, TOLERANCES, Advice
@@ -41,7 +42,7 @@ AsJson = Annotated[
 
 
 @dataclass(frozen=True, kw_only=True)
-class AdviseOptions(options.ScenarioOptions):
+class AdviseOptions(ScenarioOptions):
     """What is simulated again and again, so with fewer steps."""
 
     steps: Annotated[
@@ -49,25 +50,25 @@ class AdviseOptions(options.ScenarioOptions):
     ] = None
 
 
-@options.with_options(AdviseOptions)
-def command(asked: AdviseOptions, as_json: AsJson = False) -> None:
+@with_options(AdviseOptions)
+def command(options: AdviseOptions, as_json: AsJson = False) -> None:
     """Advise on a cluster before it is rented: does balancing pay, and with which settings?
 
     Tries spare slots (and tolerances, with --objective balance) on the same loads, and says what
     the best of them bring, from how many tokens per rank on, what it costs in memory, and why.
     """
-    if asked.steps is None and asked.prefill is None:
-        asked = replace(asked, steps=STEPS)
-    scenario = scenarios.make_scenario(asked)
+    if options.steps is None and options.prefill is None:
+        options = replace(options, steps=STEPS)
+    scenario = scenarios.make_scenario(options)
     if isinstance(scenario.job, Serving):
         scenario = replace(scenario, job=replace(scenario.job, iterations=ITERATIONS))
-    processes = scenarios.processes_for(scenario, asked.processes)
+    processes = scenarios.processes_for(scenario, options.processes)
     with progress("trying settings", lines=False) as tell:
         advice = ask(scenario, processes=processes, report=tell)
     if as_json:
         print(json.dumps(asdict(advice), indent=2))
     else:
-        heading = scenarios.describe(scenario, imbalance=asked.imbalance, slots=False)
+        heading = scenarios.describe(scenario, imbalance=options.imbalance, slots=False)
         show(advice, scenario, heading, make_console())
 
 

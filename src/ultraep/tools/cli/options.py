@@ -165,9 +165,9 @@ def with_options(record: type[Record]) -> Callable[[Callable[..., None]], Callab
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         @wraps(command)
-        def run(**given: Any) -> None:
-            asked = record(**{name: given.pop(name) for name in known})
-            command(asked, **given)
+        def run(**values: Any) -> None:
+            options = record(**{name: values.pop(name) for name in known})
+            command(options, **values)
 
         _, *own = inspect.signature(command, eval_str=True).parameters.values()
         shared = [

@@ -32,7 +32,7 @@ from ultraep.tools.cli.render import Outcome
 from ultraep.tools.cli.terminal import count, make_console, print_records
 from ultraep.tools.sim.workload import WINDOW, read_microbatches
 from ultraep.topology import Topology
-from ultraep.workload.windows import holds_routing
+from ultraep.workload.files import holds_routing
 
 EXAMPLE = (
     "Example: ultraep plan loads.npy --slots 2 --policy quota,ultraep\n\n"

@@ -32,66 +32,66 @@ TRAINING = ("sequence", "pipeline", "groups", "microbatches", "steps", "no_recom
 # -- the scenario --------------------------------------------------------------------------------
 
 
-def make_scenario(asked: ScenarioOptions, **balance: Any) -> Scenario:
+def make_scenario(options: ScenarioOptions, **balance: Any) -> Scenario:
     """What the options say; what cannot work is refused before loads are fitted.
 
     balance: slots, tolerance and interval of the scenario, where the command asks for them.
     """
-    job, model = _job(asked), load_model(asked.model)
-    even = Skew(experts=model.experts, top_k=model.top_k, spread=0, noise=0, seed=asked.seed)
+    job, model = _job(options), load_model(options.model)
+    even = Skew(experts=model.experts, top_k=model.top_k, spread=0, noise=0, seed=options.seed)
     scenario = Scenario(
-        cluster=load_cluster(asked.cluster),
+        cluster=load_cluster(options.cluster),
         model=model,
         workload=even,
         job=job,
-        ranks=asked.ep,
-        domain=asked.domain,
-        objective=_objective(asked),
-        prices=None if asked.rates is None else Rates.from_text(asked.rates),
+        ranks=options.ep,
+        domain=options.domain,
+        objective=_objective(options),
+        prices=None if options.rates is None else Rates.from_text(options.rates),
         **balance,
     )
-    return replace(scenario, workload=_workload(asked, scenario))
+    return replace(scenario, workload=_workload(options, scenario))
 
 
-def _job(asked: ScenarioOptions) -> Training | Serving:
-    given = _given(asked, TRAINING)
-    if asked.prefill is None:
+def _job(options: ScenarioOptions) -> Training | Serving:
+    given = _given(options, TRAINING)
+    if options.prefill is None:
         recompute = not given.pop("no_recompute", False)
-        options = {"tokens": asked.tokens, "sequence": asked.tokens, **given}
-        return Training(recompute=recompute, **options)
+        sizes = {"tokens": options.tokens, "sequence": options.tokens, **given}
+        return Training(recompute=recompute, **sizes)
     _refuse(given, "--prefill serves requests", "training")
-    return Serving(requests=load_requests(asked.prefill), chunk=asked.tokens, seed=asked.seed)
+    return Serving(requests=load_requests(options.prefill), chunk=options.tokens, seed=options.seed)
 
 
-def _objective(asked: ScenarioOptions) -> str:
+def _objective(options: ScenarioOptions) -> str:
     """What is asked for, or what the library does: engines for serving plan for balance."""
-    usual = "time" if asked.prefill is None else "balance"
-    objective = usual if asked.objective is None else asked.objective
-    if asked.rates is not None and objective == "balance":
+    usual = "time" if options.prefill is None else "balance"
+    objective = usual if options.objective is None else options.objective
+    if options.rates is not None and objective == "balance":
         raise ConfigError("--rates are what plans by time reckon with: --objective time")
     return objective
 
 
-def _workload(asked: ScenarioOptions, scenario: Scenario) -> Workload:
+def _workload(options: ScenarioOptions, scenario: Scenario) -> Workload:
     """Recorded loads, or drawn ones with the imbalance that was asked for."""
-    given, model = _given(asked, DRAWING), scenario.model
-    if asked.trace is not None:
+    given, model = _given(options, DRAWING), scenario.model
+    if options.trace is not None:
         _refuse(given, "--trace brings its own loads", "drawn loads")
-        return read_workload(asked.trace, experts=model.experts, top_k=model.top_k)
+        return read_workload(options.trace, experts=model.experts, top_k=model.top_k)
     noise = calibrated_noise(training=scenario.job.trains)
     return fit_skew(
         given.pop("imbalance", IMBALANCE),
         scenario.topology,
         model.top_k,
         range(model.dense_layers, model.layers),
-        seed=asked.seed,
+        seed=options.seed,
         **{"noise": noise, **given},
     )
 
 
-def _given(asked: ScenarioOptions, names: tuple[str, ...]) -> dict[str, Any]:
+def _given(options: ScenarioOptions, names: tuple[str, ...]) -> dict[str, Any]:
     """Return those of the named options that were given."""
-    values = {name: getattr(asked, name) for name in names}
+    values = {name: getattr(options, name) for name in names}
     return {
         name: value for name, value in values.items() if value is not None and value is not False
     }

@@ -15,9 +15,17 @@ from typer import Option
 from ultraep.errors import ConfigError
 from ultraep.files.writing import check_targets
 from ultraep.policies import get_policy
-from ultraep.tools.cli import options, render
+from ultraep.tools.cli import render
 from ultraep.tools.cli import scenario as scenarios
 from ultraep.tools.cli.lists import names_in
+from ultraep.tools.cli.options import (
+    Force,
+    Interval,
+    ScenarioOptions,
+    Slots,
+    Tolerance,
+    with_options,
+)
 from ultraep.tools.cli.progress import progress
 from ultraep.tools.cli.terminal import Grid, make_console, make_grid, print_records
 from ultraep.tools.sim.plots import Picture, check_plot, write_plot
@@ -82,19 +90,19 @@ class Answer:
         return result.throughput / self.none.throughput
 
 
-@options.with_options(options.ScenarioOptions)
+@with_options(ScenarioOptions)
 def command(
-    asked: options.ScenarioOptions,
+    options: ScenarioOptions,
     policy: Policies = "none,eplb,lplb,quota,ultraep,ideal",
-    slots: options.Slots = 1,
-    tolerance: options.Tolerance = 0.01,
-    interval: options.Interval = 100,
+    slots: Slots = 1,
+    tolerance: Tolerance = 0.01,
+    interval: Interval = 100,
     as_json: AsJson = False,
     plot: Plot = None,
     timeline: Timeline = None,
     timeline_layers: TimelineLayers = 4,
     list_presets: Presets = False,
-    force: options.Force = False,
+    force: Force = False,
 ) -> None:
     """Simulate training or prefill on a cluster: would balancing pay there?
 
@@ -110,9 +118,9 @@ def command(
     if plot:
         check_plot(plot)
     check_targets((plot, "picture"), (timeline, "timeline"), force=force)
-    scenario = scenarios.make_scenario(asked, slots=slots, tolerance=tolerance, interval=interval)
-    answer = run(scenario, names, seed=asked.seed, processes=asked.processes)
-    heading = scenarios.describe(scenario, imbalance=asked.imbalance)
+    scenario = scenarios.make_scenario(options, slots=slots, tolerance=tolerance, interval=interval)
+    answer = run(scenario, names, seed=options.seed, processes=options.processes)
+    heading = scenarios.describe(scenario, imbalance=options.imbalance)
     console = make_console()
     if as_json:
         print_records(_record(answer, result) for result in answer.results)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ultraep.errors import ConfigError
-from ultraep.tools.sim.presets import as_record, check_least, check_positive, load_table
+from ultraep.tools.sim.presets import check_least, check_positive, load_record
 
 GIGA = 1e9
 MICRO = 1e-6
@@ -71,6 +71,5 @@ class Cluster:
 
 
 def load_cluster(name: str) -> Cluster:
-    """A preset, or a cluster of a TOML file."""
-    found, table = load_table("clusters", name)
-    return as_record(Cluster, {"name": found, **table}, f"cluster {name}")
+    """Return a preset, or a cluster of a TOML file."""
+    return load_record(Cluster, "clusters", name)

@@ -206,8 +206,8 @@ class Costs:
 
     def _by_ranks(self, ranks: int, table_us: FloatArray) -> float:
         known = np.log2(self.rates.ranks)
-        found = np.interp(np.log2(ranks), known, np.log2(table_us))
-        return float(2.0**found) * MICRO
+        log_us = np.interp(np.log2(ranks), known, np.log2(table_us))
+        return float(2.0**log_us) * MICRO
 
 
 # -- rates ---------------------------------------------------------------------------------------

@@ -154,15 +154,12 @@ class Model:
 
 
 def load_model(name: str) -> Model:
-    """A preset, or a model of a TOML file."""
-    found, table = load_table("models", name)
-    where = f"model {name}"
-    attention = table.get("attention")
-    if not isinstance(attention, dict) or attention.get("kind") not in ("grouped", "latent"):
+    """Return a preset, or a model of a TOML file."""
+    own_name, table = load_table("models", name)
+    where, attention = f"model {name}", table.get("attention")
+    kind = attention.get("kind") if isinstance(attention, dict) else None
+    if kind not in ("grouped", "latent"):
         raise ConfigError(f"{where}: attention must be a table with kind grouped or latent")
-    made: Any = as_record(
-        GroupedAttention if attention["kind"] == "grouped" else Latent,
-        attention,
-        f"{where}, attention",
-    )
-    return as_record(Model, {"name": found, **table, "attention": made}, where)
+    make: Any = GroupedAttention if kind == "grouped" else Latent
+    record = as_record(make, table["attention"], f"{where}, attention")
+    return as_record(Model, {"name": own_name, **table, "attention": record}, where)

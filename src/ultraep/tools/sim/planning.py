@@ -102,9 +102,9 @@ def _one_by_one(policy: Policy, problem: Problem, loads_SE: IntArray) -> IntArra
         replace(problem, loads=(loads_E + source_R) // sources, expert_loads=loads_E)
         for loads_E in loads_SE
     )
-    found = [decided(policy, one) for one in problems]
-    microbatch_C = np.repeat(np.arange(len(found)), [len(copies) for copies in found])
-    return np.column_stack([microbatch_C, np.concatenate(found)])
+    placed = [decided(policy, one) for one in problems]
+    microbatch_C = np.repeat(np.arange(len(placed)), [len(copies) for copies in placed])
+    return np.column_stack([microbatch_C, np.concatenate(placed)])
 
 
 def _gathered(placed_C4: IntArray, loads_SE: IntArray) -> CopySets:

@@ -46,6 +46,12 @@ def presets(kind: str) -> dict[str, Table]:
     return tomllib.loads(text)
 
 
+def load_record(make: type[Record], kind: str, name: str) -> Record:
+    """Return a preset of a kind, or a table of a file, as a dataclass with a name."""
+    own_name, table = load_table(kind, name)
+    return as_record(make, {"name": own_name, **table}, f"{NAMES_OF_ONE[kind]} {name}")
+
+
 def as_record(make: type[Record], table: Table, where: str) -> Record:
     """A dataclass from a table; fields that are missing, unknown or of a wrong type are named."""
     fields = {field.name: field for field in dataclasses.fields(make)}  # type: ignore[arg-type]

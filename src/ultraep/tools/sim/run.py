@@ -79,8 +79,8 @@ def simulate(
         raise ConfigError(f"processes must be at least 1, got {processes}")
     layers = range(scenario.model.dense_layers, scenario.model.layers)
     times: list[list[LayerTimes]] = []
-    for found in _spread(scenario, wanted, list(layers), processes):
-        times.append(found)
+    for of_layer in _spread(scenario, wanted, list(layers), processes):
+        times.append(of_layer)
         if report:
             report(len(times), len(layers))
     by_contender = [list(group) for group in zip(*times, strict=True)]

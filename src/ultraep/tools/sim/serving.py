@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ultraep.tools.sim.costs import Costs
-from ultraep.tools.sim.presets import as_record, check_least, check_positive, load_table
+from ultraep.tools.sim.presets import check_least, check_positive, load_record
 
 FloatArray = NDArray[np.float64]
 
@@ -54,9 +54,8 @@ class Requests:
 
 
 def load_requests(name: str) -> Requests:
-    """A preset, or a set of a TOML file."""
-    found, table = load_table("requests", name)
-    return as_record(Requests, {"name": found, **table}, f"requests {name}")
+    """Return a preset, or a set of requests of a TOML file."""
+    return load_record(Requests, "requests", name)
 
 
 @dataclass(frozen=True, kw_only=True)

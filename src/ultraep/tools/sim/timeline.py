@@ -78,8 +78,8 @@ def simulated_trace(
     microbatch: int,
 ) -> Trace:
     """Records of one microbatch in these layers, each with its clock: their key and their times."""
-    found = [_layer(clock, copies, microbatch) for clock, copies in clocked]
-    seconds, waited = (np.stack(part) for part in zip(*found, strict=True))
+    by_layer = [_layer(clock, copies, microbatch) for clock, copies in clocked]
+    seconds, waited = (np.stack(part) for part in zip(*by_layer, strict=True))
     forward_H, backward_H = (seconds[:, 0, pass_G].sum(axis=1) for pass_G in (~BACK_G, BACK_G))
     ends_H = np.cumsum(forward_H)
     back_H = ends_H[-1] + np.cumsum(backward_H[::-1])[::-1] - backward_H

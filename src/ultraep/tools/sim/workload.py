@@ -26,7 +26,7 @@ from ultraep.tools.sim.presets import check_least, presets
 from ultraep.topology import MAX_EXPERTS, Topology
 from ultraep.trace.read import holds_trace, read_trace
 from ultraep.workload import loads_of_windows, read_loads, read_routing
-from ultraep.workload.windows import MOST_NUMBERS, holds_routing
+from ultraep.workload.files import MOST_NUMBERS, holds_routing
 
 FloatArray = NDArray[np.float64]
 
@@ -174,11 +174,11 @@ def mean_imbalance(workload: Workload, topology: Topology, layers: range) -> flo
     """Fullest rank over mean rank without copies, meaned over layers and some microbatches."""
     rows = PROBE_ROWS * topology.ranks
     microbatches = np.arange(-(-PROBES // len(layers)))
-    found = [
+    by_layer = [
         rank_imbalance(workload.expert_loads(layer, microbatches, rows), topology)
         for layer in layers
     ]
-    return float(np.mean(found))
+    return float(np.mean(by_layer))
 
 
 def rank_imbalance(loads_SE: IntArray, topology: Topology) -> FloatArray:
