@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -148,23 +147,6 @@ def test_ctrl_c_is_one_line(npy, monkeypatch):
     monkeypatch.setattr(plan_command, "read_series", interrupted)
     result = invoke(npy)
     assert (result.exit_code, result.output) == (130, "ultraep: interrupted\n")
-
-
-@pytest.mark.skipif(not hasattr(signal, "SIGPIPE"), reason="pipes of POSIX")
-@pytest.mark.parametrize("options", [[], ["--json"]])
-def test_a_reader_that_leaves_gets_no_traceback(npy, options):
-    read, write = os.pipe()
-    os.close(read)
-    result = subprocess.run(
-        [sys.executable, "-m", "ultraep", "plan", str(npy), *options],
-        stdout=write,
-        stderr=subprocess.PIPE,
-        env=os.environ | {"PYTHONPATH": str(SOURCE)},
-        timeout=120,
-        check=False,
-    )
-    os.close(write)
-    assert (result.returncode, result.stderr) == (141, b"")
 
 
 # -- what it prints ------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ from ultraep.tools.cli.lists import names_in
 from ultraep.tools.cli.options import Slots
 from ultraep.tools.cli.progress import track_planning
 from ultraep.tools.cli.render import Outcome
-from ultraep.tools.cli.terminal import count, make_console, print_records
+from ultraep.tools.cli.terminal import count, describe_topology, make_console, print_records
 from ultraep.tools.sim.workload import WINDOW, read_microbatches
 from ultraep.topology import Topology
 from ultraep.workload.files import holds_routing
@@ -308,20 +308,13 @@ def report(
 
 
 def _heading(name: str, job: PlanJob) -> Text:
-    loads, layers, topology = job.series.loads, job.series.layers, job.topology
-    steps, ranks, experts = loads.shape
-    tokens = count(round(loads.sum() / steps), "token")
+    loads, layers = job.series.loads, job.series.layers
+    tokens = count(round(loads.sum() / len(loads)), "token")
     parts = [count(layers, "layer")] if layers > 1 else []
-    parts += [
-        tokens if steps == 1 else f"{count(steps, 'microbatch')} of {tokens}",
-        count(ranks, "rank"),
-        count(experts, "expert"),
-        f"{count(topology.slots, 'spare slot')} each",
-    ]
+    parts.append(tokens if len(loads) == 1 else f"{count(len(loads), 'microbatch')} of {tokens}")
+    parts += describe_topology(job.topology)
     if select(job.backend).__name__ == "ultraep.backends.reference":
         parts.append("reference backend")
-    if topology.num_domains > 1:
-        parts.append(f"domains of {count(topology.domain_size, 'rank')}")
     return Text(f"{name}: {', '.join(parts)}\n")
 
 

@@ -13,6 +13,8 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
+from ultraep.topology import Topology
+
 WIDEST = 10_000  # columns; wide enough for any table
 
 
@@ -91,6 +93,18 @@ def count(number: int, word: str) -> str:
     """
     plural = "es" if word.endswith("ch") else "s"
     return f"{number:,} {word}{'' if number == 1 else plural}"
+
+
+def describe_topology(topology: Topology) -> list[str]:
+    """Return ranks, experts, spare slots and domains in words."""
+    parts = [
+        count(topology.ranks, "rank"),
+        count(topology.experts, "expert"),
+        f"{count(topology.slots, 'spare slot')} each",
+    ]
+    if topology.num_domains > 1:
+        parts.append(f"domains of {count(topology.domain_size, 'rank')}")
+    return parts
 
 
 def print_records(records: Iterable[dict[str, Any]]) -> None:

@@ -21,7 +21,14 @@ from ultraep.tools.cli import render
 from ultraep.tools.cli.lists import names_in, numbers_in
 from ultraep.tools.cli.options import Force
 from ultraep.tools.cli.progress import track_planning
-from ultraep.tools.cli.terminal import Grid, count, make_console, make_grid, plain
+from ultraep.tools.cli.terminal import (
+    Grid,
+    count,
+    describe_topology,
+    make_console,
+    make_grid,
+    plain,
+)
 from ultraep.trace.chrome import timeline_of, write_timeline
 from ultraep.trace.export import write_csv
 from ultraep.trace.read import Trace, read_trace
@@ -68,15 +75,8 @@ def info(path: Source, as_json: AsJson = False) -> None:
 
 def _heading(name: str, trace: Trace) -> Text:
     header = trace.header
-    parts = [
-        count(len(trace), "record"),
-        count(header.ranks, "rank"),
-        count(header.experts, "expert"),
-        f"{count(header.slots, 'spare slot')} each",
-    ]
-    if trace.topology.num_domains > 1:
-        parts.append(f"domains of {count(header.domain, 'rank')}")
-    lines = [f"{name}: {', '.join(parts)}"]
+    sizes = [count(len(trace), "record"), *describe_topology(trace.topology)]
+    lines = [f"{name}: {', '.join(sizes)}"]
     policies = " and ".join(np.unique(trace.policy).tolist()) or header.policy
     lines.append(f"policy {policies}, tolerance {header.tolerance:g}, recorded {header.created}")
     lines += _decisions(trace)
@@ -221,8 +221,8 @@ def replay(
     wanted = cases(
         trace,
         policies=[get_policy(name).name for name in names_in(policy, "--policy")],
-        slots=numbers_in(slots, "--slots") if slots else [trace.header.slots],
-        ranks=numbers_in(ep, "--ep") if ep else [trace.header.ranks],
+        slots=[trace.header.slots] if slots is None else numbers_in(slots, "--slots"),
+        ranks=[trace.header.ranks] if ep is None else numbers_in(ep, "--ep"),
         history=numbers_in(history, "--history"),
         tolerance=tolerance,
     )

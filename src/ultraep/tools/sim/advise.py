@@ -160,12 +160,8 @@ def most_slots(scenario: Scenario) -> int:
     """Slots that are worth trying: copies have somewhere to go, and memory holds them."""
     if scenario.topology.domain_size == 1:
         return 0
-    fitting = [
-        slots
-        for slots in range(1, _slots_wanted(scenario) + 1)
-        if _least_memory(scenario, slots) <= scenario.cluster.memory
-    ]
-    return len(fitting)
+    every = range(1, _slots_wanted(scenario) + 1)
+    return sum(_least_memory(scenario, slots) <= scenario.cluster.memory for slots in every)
 
 
 def _slots_wanted(scenario: Scenario) -> int:

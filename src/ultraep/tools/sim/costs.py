@@ -65,16 +65,13 @@ def measured_rates() -> Reached:
     """The measured points that come with the package."""
     tables = presets("measured")
     grouped = tables["grouped"]
-    values = {**tables["fractions"], **tables["control"], "rows": grouped["rows"]}
+    values: Any = {**tables["fractions"], **tables["control"], "rows": grouped["rows"]}
     values |= {f"grouped_{way}": grouped[way] for way in ("forward", "backward")}
     values["framework"] = presets("calibrated")["framework"]["factor"]
     del values["source"]
-    return Reached(
-        **{
-            name: np.array(value, dtype=float) if isinstance(value, list) else float(value)
-            for name, value in values.items()
-        }
-    )
+    for name, value in values.items():
+        values[name] = np.array(value, dtype=float) if isinstance(value, list) else float(value)
+    return Reached(**values)
 
 
 @dataclass(frozen=True)

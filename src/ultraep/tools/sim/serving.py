@@ -128,8 +128,10 @@ def make_iteration(
 def rate_at_limit(iteration: Iteration, serving: Serving, ranks: int) -> float:
     """Requests per second at which the mean time to the first token is at its limit."""
     limit = serving.requests.limit_s
-    full = iteration.seconds(0, *_full_chunks(serving, ranks))
-    high = 2 * ranks * serving.chunk / full / serving.requests.mean_tokens
+    mean_tokens = serving.requests.mean_tokens
+    tokens_R = np.full(ranks, float(serving.chunk))
+    full = iteration.seconds(0, tokens_R, tokens_R * mean_tokens / 2)
+    high = 2 * ranks * serving.chunk / full / mean_tokens
     low = 0.0
     for _ in range(HALVINGS):
         rate = (low + high) / 2
@@ -137,11 +139,6 @@ def rate_at_limit(iteration: Iteration, serving: Serving, ranks: int) -> float:
         mean = mean_first_token(iteration, arrivals_N, lengths_N, ranks)
         low, high = (rate, high) if mean <= limit else (low, rate)
     return low
-
-
-def _full_chunks(serving: Serving, ranks: int) -> tuple[FloatArray, FloatArray]:
-    tokens_R = np.full(ranks, float(serving.chunk))
-    return tokens_R, tokens_R * serving.requests.mean_tokens / 2
 
 
 def _drawn(serving: Serving, rate: float) -> tuple[FloatArray, FloatArray]:
