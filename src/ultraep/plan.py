@@ -285,7 +285,7 @@ def plan(
 
 
 def decided(policy: Policy, problem: Problem) -> IntArray:
-    """[C, 3] what the policy places, in order; of one that is not ours, checked by the rules."""
+    """[C, 3] the copies that the policy places, in order; a foreign policy is checked."""
     placed_C3 = _in_order(policy.decide(problem), problem.topology)
     if policy.name not in BUILT_IN:
         check_copies(placed_C3, problem.loads, problem.topology, limited=policy.within_limits)

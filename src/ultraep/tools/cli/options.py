@@ -73,7 +73,7 @@ class ScenarioOptions:
         int | None,
         Option(
             metavar="MICROBATCHES",
-            help="Change the popular experts at once after so many microbatches.",
+            help="Change the popular experts at once after this many microbatches.",
             show_default="never",
         ),
     ] = None
@@ -81,7 +81,7 @@ class ScenarioOptions:
         int | None,
         Option(
             metavar="MICROBATCHES",
-            help="Change the popular experts gradually within so many microbatches.",
+            help="Change the popular experts gradually within this many microbatches.",
             show_default="never",
         ),
     ] = None

@@ -90,7 +90,7 @@ def _workload(options: ScenarioOptions, scenario: Scenario) -> Workload:
 
 
 def _given(options: ScenarioOptions, names: tuple[str, ...]) -> dict[str, Any]:
-    """Return those of the named options that were given."""
+    """Return the named options that were given."""
     values = {name: getattr(options, name) for name in names}
     return {
         name: value for name, value in values.items() if value is not None and value is not False

@@ -127,7 +127,7 @@ def _layers(trace: Trace) -> Grid:
 
 
 def _stages(trace: Trace) -> Text:
-    """Seconds of the slowest rank, meaned over records."""
+    """Seconds of the slowest rank, mean over records."""
     slowest = 1e3 * trace.seconds.max(axis=1).mean(axis=0)
     shown = [
         f"{stage} {value:.3f}"

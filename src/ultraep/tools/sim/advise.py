@@ -170,7 +170,7 @@ def _slots_wanted(scenario: Scenario) -> int:
 
 
 def _least_memory(scenario: Scenario, slots: int) -> float:
-    """Bytes of a device with so many slots, all ranks alike."""
+    """Return the bytes of a device with this many slots if all ranks have the same load."""
     rows = scenario.rows / scenario.ranks
     return memory_of(scenario.model, scenario.ranks, slots, scenario.job, rows).total
 

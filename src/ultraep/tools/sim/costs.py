@@ -85,12 +85,12 @@ class Costs:
     # -- experts ---------------------------------------------------------------------------------
 
     def experts_forward(self, rows: Any) -> FloatArray:
-        """Seconds of slots with so many rows, one by one."""
+        """Return the seconds of each slot, given its rows."""
         part, weight_bytes = self.rates.grouped_forward, WEIGHT_BYTES
         return self._grouped(np.asarray(rows, dtype=float), 1, weight_bytes, part)
 
     def experts_backward(self, rows: Any) -> FloatArray:
-        """Seconds of their backward: gradients of rows and of weights."""
+        """Return the seconds of each slot in backward: gradients of rows and of weights."""
         part, weight_bytes = self.rates.grouped_backward, 2 * WEIGHT_BYTES + GRADIENT_BYTES
         return self._grouped(np.asarray(rows, dtype=float), BACKWARD, weight_bytes, part)
 
@@ -110,7 +110,7 @@ class Costs:
         return ROW_BYTES * (2 * self.model.width + 4 * self.model.expert_width)
 
     def row_moves(self, rows: Any) -> FloatArray:
-        """Seconds for bringing so many rows into the order of the slots, or back."""
+        """Return the seconds to bring rows into the order of the slots, or back."""
         moved = ROW_PASSES * ROW_BYTES * self.model.width * np.asarray(rows, dtype=float)
         seconds: FloatArray = moved / (self.cluster.memory_rate * self.rates.memory)
         return seconds
@@ -118,7 +118,7 @@ class Costs:
     # -- everything else of a layer --------------------------------------------------------------
 
     def attention_forward(self, tokens: float, context: float) -> float:
-        """Attention, norms, router and shared experts, of tokens with so many before each."""
+        """Return the seconds of all but the experts; context: tokens before each token."""
         weights = self.model.attention_weights + self.model.shared_weights
         products = self._dense(2.0 * tokens * weights)
         return self.rates.framework * (
@@ -159,7 +159,7 @@ class Costs:
     # -- links -----------------------------------------------------------------------------------
 
     def on_links(self, bytes_inside: Any, bytes_outside: Any) -> FloatArray:
-        """Seconds of a port through which so many bytes pass, inside and beyond the domain."""
+        """Return the seconds of a port, given its bytes inside and beyond the domain."""
         cluster, rates = self.cluster, self.rates
         inside = np.asarray(bytes_inside) / (cluster.link_rate * rates.link)
         outside = np.asarray(bytes_outside) / (cluster.network_rate * rates.network)
@@ -250,6 +250,6 @@ def rates_by(costs: Costs, *, ranks: int, tokens: int, training: bool) -> Rates:
 
 
 def _one_more(seconds_of: Callable[[float], Any], rows: float) -> float:
-    """Seconds of a row more of an expert that has so many, and of up to twice as many."""
+    """Return the seconds of one more row, averaged from `rows` to twice as many rows."""
     few, many = (float(seconds_of(number)) for number in (rows, 2 * rows))
     return max(0.0, many - few) / rows

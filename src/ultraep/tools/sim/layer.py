@@ -122,7 +122,7 @@ class LayerClock:
 
     def _exchange(self, rank_SR: IntArray) -> FloatArray:
         """[S] rows to the ranks that serve them, or back: as long as the busiest port."""
-        busiest_S = rank_SR.max(axis=1).astype(float)  # nobody sends more than the mean
+        busiest_S = rank_SR.max(axis=1).astype(float)  # no rank sends more than the mean
         return self._ports(busiest_S, 0.0) + self.costs.latency(self.topology.num_domains)
 
     def _ports(self, rows: FloatArray, weight_bytes: NDArray[Any] | float) -> FloatArray:
@@ -155,7 +155,7 @@ class LayerClock:
     def _before_dispatch(
         self, copies: CopySets, rank_SR: IntArray, exchange_S: FloatArray
     ) -> tuple[FloatArray, FloatArray]:
-        """[S] weights as far as the dispatch waits for them; rerouting that they do not hide."""
+        """[S] seconds by which weights delay the dispatch, and rerouting that they do not hide."""
         nothing_S = np.zeros(len(rank_SR))
         if self.runtime.relay == "nothing":
             return nothing_S, nothing_S

@@ -57,7 +57,7 @@ def weight_bytes(model: Model, ranks: int, job: Training | Serving) -> float:
 def memory_of(
     model: Model, ranks: int, slots: int, job: Training | Serving, fullest: float
 ) -> Memory:
-    """Return the memory of the device whose fullest layer serves so many rows."""
+    """Return the memory of the device whose fullest layer serves `fullest` rows."""
     spare = float(slots * slot_bytes(model, training=job.trains))
     kept = _kept_bytes(model, job)
     return Memory(weight_bytes(model, ranks, job), spare, kept, fullest * row_bytes(model))

@@ -124,7 +124,7 @@ class Model:
 
     @property
     def plain_weights(self) -> int:
-        """All weights but those of the experts: what every rank of an expert-parallel group has."""
+        """All weights except the experts': every rank of an expert-parallel group has them."""
         dense = self.dense_layers * GATED * self.width * self.dense_width
         embeddings = 2 * self.vocabulary * self.width
         shared = self.moe_layers * self.shared_weights
@@ -142,7 +142,7 @@ class Model:
         return active + self.moe_layers * self.top_k * self.expert_weights
 
     def looked_at(self, context: float) -> float:
-        """Tokens that a token looks at, meaned over the layers; `context`: those before it."""
+        """Return the tokens that a token attends to, mean over layers; context: tokens before."""
         attention = self.attention
         near = min(context, attention.window) * attention.windowed_layers
         return (near + context * (self.layers - attention.windowed_layers)) / self.layers

@@ -1,4 +1,4 @@
-"""Presets and files of one's own: tables of TOML, turned into records.
+"""Presets and your own files: tables of TOML, turned into records.
 
 A name picks a preset; `file.toml` the first table of a file, `file.toml:name` another one of it.
 """

@@ -53,7 +53,7 @@ def price(policy: str, runtime: Runtime | None = None) -> Runtime:
 
 
 def runtime_of(policy: str) -> Runtime:
-    """The runtime of a policy; `ConfigError` for one whose costs nobody knows."""
+    """Return the runtime of a policy; raise `ConfigError` if its costs are unknown."""
     tables = presets("runtimes")
     name = {IDEAL: NONE}.get(policy, policy)
     if name not in tables:

@@ -139,7 +139,7 @@ class Contender:
         """A policy with the settings of the scenario: its name, or NAME=RUNTIME.
 
         The second is for policies without known costs: "echo=ultraep" plans as `echo` does, and
-        its plans cost what those of `ultraep` do.
+        its plans cost as much as plans of `ultraep`.
         """
         policy, equals, priced_as = name.partition("=")
         if equals and not priced_as:

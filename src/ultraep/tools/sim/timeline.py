@@ -97,7 +97,7 @@ def simulated_trace(
 
 
 def _layer(clock: LayerClock, copies: CopySets, microbatch: int) -> tuple[FloatArray, FloatArray]:
-    """[R, G] seconds of the stages, until all ranks are through, and of them those of waiting."""
+    """[R, G] seconds of the stages until the last rank ends, and the part spent waiting."""
     times, busy = clock.times(copies), clock.by_rank(copies)
     seconds_RG = np.zeros((clock.topology.ranks, len(SIMULATED)))
     waited_RG = np.zeros_like(seconds_RG)

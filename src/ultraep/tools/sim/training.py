@@ -32,7 +32,7 @@ class Training:
     """How a model is trained.
 
     tokens: of every rank in a microbatch.
-    sequence: tokens of a text; those of a microbatch are cut into such.
+    sequence: tokens per sequence; a microbatch holds several.
     """
 
     tokens: int = 8192

@@ -114,7 +114,7 @@ def share_out(weights_SE: FloatArray, rows: int, top_k: int) -> IntArray:
         open_SE = np.where(full_SE, 0.0, weights_SE)
         sums_S1 = np.maximum(open_SE.sum(axis=1, keepdims=True), np.finfo(float).tiny)
         exact_SE = np.where(full_SE, tokens, open_SE * (rest_S1 / sums_S1))
-    # Cumulative rounding: sums are exact and nobody is off by more than one row.
+    # Cumulative rounding: sums are exact and no expert is off by more than one row.
     open_SE = np.where(full_SE, 0.0, exact_SE)
     ends_SE = np.floor(np.cumsum(open_SE, axis=1) + 0.5).astype(np.int64)
     whole_SE: IntArray = np.diff(ends_SE, axis=1, prepend=0) + tokens * full_SE
@@ -171,7 +171,7 @@ def calibrated_noise(*, training: bool) -> float:
 
 
 def mean_imbalance(workload: Workload, topology: Topology, layers: range) -> float:
-    """Fullest rank over mean rank without copies, meaned over layers and some microbatches."""
+    """Fullest rank over mean rank without copies, mean over layers and some microbatches."""
     rows = PROBE_ROWS * topology.ranks
     microbatches = np.arange(-(-PROBES // len(layers)))
     by_layer = [
