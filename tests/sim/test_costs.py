@@ -1,4 +1,4 @@
-"""Seconds of single things, and the measured points behind them."""
+"""Seconds of single things, the measured points behind them, and the rates that follow."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+import ultraep
+from ultraep import BalanceConfig, ConfigError, Topology, workload
 from ultraep.tools.sim.cluster import load_cluster
-from ultraep.tools.sim.costs import Costs, measured_rates
+from ultraep.tools.sim.costs import Costs, measured_rates, rates_of
 from ultraep.tools.sim.model import load_model
 from ultraep.tools.sim.presets import presets
 
@@ -205,3 +207,30 @@ def test_the_rest_of_the_control_plane_is_as_measured() -> None:
     assert rates.meeting_us == pytest.approx(meeting, rel=0.1)
     signals = values("transfer", "transfer/relay", "fitted_cost_of_a_signal")
     assert rates.hop_us == pytest.approx(median(signals), rel=0.1)
+
+
+# Rates of plans by time
+
+
+def rates(model: str = "qwen3-235b", **sizes: Any) -> ultraep.Rates:
+    return rates_of("h200-nvl8", model, **{"ranks": 8, "tokens": 8192, **sizes})
+
+
+def test_rates_follow_sizes() -> None:
+    many, few, training = rates(), rates(tokens=4), rates(training=True)
+    assert few.row < many.row < training.row
+    assert few.copy == many.copy < training.copy
+    assert many.copy < rates("deepseek-v3-671b").copy
+    with pytest.raises(ConfigError, match="ranks and tokens must be at least 1, got 0 and 8192"):
+        rates(ranks=0)
+
+
+def test_only_what_pays_is_copied() -> None:
+    """A rank with 1.5 times the mean: with many tokens copies pay, with few they do not."""
+    topology = Topology(ranks=8, experts=128)
+    copies = []
+    for tokens in (16, 8192):
+        loads = workload.zipf(8, 128, ratio=1.5, top_k=8, tokens=tokens)
+        config = BalanceConfig(rates=rates(tokens=tokens))
+        copies.append(ultraep.plan(loads, topology, config).num_replicas)
+    assert copies[0] == 0 < copies[1]
