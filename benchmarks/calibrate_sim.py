@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from ultraep.tools.sim.costs import measured_rates
-from ultraep.tools.sim.published import CONTENDERS, Noise, Setting, scenario_of, settings
+from ultraep.tools.sim.published import CONTENDERS, Setting, scenario_of, settings
 from ultraep.tools.sim.run import simulate
 from ultraep.tools.sim.runtime import runtime_of
 from ultraep.tools.sim.scenario import Contender
@@ -35,7 +35,7 @@ def bisect(value: Callable[[float], float], wanted: float, low: float, high: flo
 
 
 def imbalance_under_eplb(setting: Setting, noise: float) -> float:
-    scenario = scenario_of(setting, noise=Noise(training=noise, serving=noise), steps=1)
+    scenario = scenario_of(setting, noise=noise, steps=1)
     (result,) = simulate(scenario, [CONTENDERS[1]])
     return result.imbalance
 

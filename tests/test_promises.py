@@ -34,7 +34,7 @@ RINGS = [
 ONLY_IN = {
     "httpx": ["tools/serving"],
     "matplotlib": ["tools/sim"],
-    "plotly": ["tools/report", "tools/sim"],
+    "plotly": ["tools/report"],
     "numba": ["backends/cpu"],
     "scipy": [],  # for tests and benchmarks only
     "typer": ["tools/cli"],

@@ -60,18 +60,18 @@ class Rates:
         >>> Rates.from_text("row=5300,copy=41000000")
         Rates(row=5300, copy=41000000, each=0, layer=0)
         """
-        found: dict[str, int] = {}
+        numbers: dict[str, int] = {}
         for part in text.replace(",", " ").split():
             name, _, number = part.partition("=")
             digits = number.isascii() and number.isdecimal() and len(number) <= MOST_DIGITS
-            if name not in RATE_NAMES or name in found or not digits:
+            if name not in RATE_NAMES or name in numbers or not digits:
                 raise ConfigError(
                     f"rates are {','.join(f'{n}=PICOSECONDS' for n in RATE_NAMES)}, got {text!r}"
                 )
-            found[name] = int(number)
-        if "row" not in found:
+            numbers[name] = int(number)
+        if "row" not in numbers:
             raise ConfigError(f"rates need row=PICOSECONDS, got {text!r}")
-        return cls(**found)
+        return cls(**numbers)
 
     @classmethod
     def from_numbers(cls, numbers: Sequence[int]) -> Rates:

@@ -16,10 +16,10 @@ import numpy as np
 from ultraep.arrays import IntArray, frozen
 from ultraep.backends import select
 from ultraep.config import NO_RATES, BalanceConfig, Rates
-from ultraep.errors import ConfigError, LoadError, SlotError
+from ultraep.errors import ConfigError, LoadError, PlanError, SlotError
 from ultraep.loads import MAX_TOTAL, as_integers, as_loads, device_of
 from ultraep.policies import BUILT_IN, Policy, Problem, get_policy
-from ultraep.rules import check_copies, check_plan, check_shape
+from ultraep.rules import check_copies, check_loads, check_shape, check_slots, check_split
 from ultraep.topology import Topology
 
 DEFAULT_CONFIG = BalanceConfig()
@@ -78,8 +78,8 @@ class Plan:
     @property
     def max_egress(self) -> int:
         """Most different experts given away by one rank: what it must send, with relays."""
-        given = np.unique(self.replicas[:, 0])
-        return _largest(np.bincount(self.topology.home_of_expert[given]))
+        experts = np.unique(self.replicas[:, 0])
+        return _largest(np.bincount(self.topology.home_of_expert[experts]))
 
     @property
     def leaves_domain(self) -> bool:
@@ -223,7 +223,17 @@ class Plan:
     def check(self, loads: Any) -> None:
         """Raise `PlanError`, naming the broken rule, unless this is a sound plan for the loads."""
         limited = get_policy(self.config.policy).within_limits
-        check_plan(self, as_loads(loads, self.topology), limited=limited)
+        check_loads(self.loads, as_loads(loads, self.topology))
+        check_shape(self.replicas)
+        if self.quotas.shape != (self.num_replicas,):
+            raise PlanError("shape", f"{self.num_replicas} copies, quotas {self.quotas.shape}")
+        placed_C3 = np.column_stack([self.replicas[:, :2], self.quotas])
+        check_copies(placed_C3, self.loads, self.topology, limited=limited)
+        check_slots(self.replicas, self.topology, limited=limited)
+        check_split(self.split, placed_C3, self.loads)
+        served = self.dense_quota().sum(axis=0)
+        if not np.array_equal(self.rank_loads, served):
+            raise PlanError("rank loads", f"{self.rank_loads.tolist()}, served {served.tolist()}")
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Plan):
@@ -243,8 +253,8 @@ class Plan:
     def _times(self) -> str:
         if self.time is None or self.time_without_copies is None:
             return ""
-        found, without = (ps / PER_MS for ps in (self.time, self.time_without_copies))
-        return f", {found:.3g} ms by its rates, {without:.3g} without copies"
+        planned, without = (ps / PER_MS for ps in (self.time, self.time_without_copies))
+        return f", {planned:.3g} ms by its rates, {without:.3g} without copies"
 
     def _over_mean(self, tokens: int) -> float:
         return tokens * self.topology.ranks / self.total if self.total else 1.0
@@ -275,7 +285,7 @@ def plan(
 
 
 def decided(policy: Policy, problem: Problem) -> IntArray:
-    """[C, 3] what the policy places, in order; of one that is not ours, checked by the rules."""
+    """[C, 3] the copies that the policy places, in order; a foreign policy is checked."""
     placed_C3 = _in_order(policy.decide(problem), problem.topology)
     if policy.name not in BUILT_IN:
         check_copies(placed_C3, problem.loads, problem.topology, limited=policy.within_limits)

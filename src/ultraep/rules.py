@@ -19,7 +19,6 @@ host, quota; rows of `replicas`, as plans have them, are expert, host, spare slo
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -27,34 +26,19 @@ from ultraep.arrays import IntArray
 from ultraep.errors import PlanError
 from ultraep.topology import Topology
 
-if TYPE_CHECKING:
-    from ultraep.plan import Plan
 
-
-def check_plan(plan: Plan, loads_RE: IntArray, *, limited: bool) -> None:
-    """Raise `PlanError` unless the plan keeps every rule for these loads."""
-    topology = plan.topology
-    if not np.array_equal(plan.loads, loads_RE):
-        source, expert = np.argwhere(plan.loads != loads_RE)[0]
+def check_loads(planned_RE: IntArray, loads_RE: IntArray) -> None:
+    """Raise `PlanError` unless the plan was made for these loads."""
+    for source, expert in np.argwhere(planned_RE != loads_RE)[:1]:
         raise PlanError(
             "loads",
             f"source rank {source} routes {loads_RE[source, expert]} tokens to expert {expert}, "
-            f"the plan was made for {plan.loads[source, expert]}",
+            f"the plan was made for {planned_RE[source, expert]}",
         )
-    check_shape(plan.replicas)
-    if plan.quotas.shape != (plan.num_replicas,):
-        raise PlanError("shape", f"{plan.num_replicas} copies, quotas {plan.quotas.shape}")
-    placed_C3 = np.column_stack([plan.replicas[:, :2], plan.quotas])
-    check_copies(placed_C3, loads_RE, topology, limited=limited)
-    _check_slots(plan, limited=limited)
-    _check_split(plan)
-    expected = plan.dense_quota().sum(axis=0)
-    if not np.array_equal(plan.rank_loads, expected):
-        raise PlanError("rank loads", f"{plan.rank_loads.tolist()}, served {expected.tolist()}")
 
 
 def check_shape(placed_C3: IntArray) -> None:
-    """What a policy places is int64 `[C, 3]`; a policy of one's own may get that wrong."""
+    """Raise `PlanError` unless the copies are int64 `[C, 3]`."""
     if placed_C3.ndim != 2 or placed_C3.shape[1] != 3 or placed_C3.dtype != np.int64:
         got = f"{placed_C3.dtype} {placed_C3.shape}"
         raise PlanError("shape", f"want int64 [copies, 3], got {got}")
@@ -111,35 +95,36 @@ def _check_slot_counts(hosts: IntArray, topology: Topology) -> None:
         )
 
 
-def _check_slots(plan: Plan, *, limited: bool) -> None:
-    hosts, slots = plan.replicas[:, 1], plan.replicas[:, 2]
-    most = plan.topology.slots if limited else plan.topology.experts
+def check_slots(replicas_C3: IntArray, topology: Topology, *, limited: bool) -> None:
+    """Raise `PlanError` unless every copy has an existing slot of its own."""
+    hosts, slots = replicas_C3[:, 1], replicas_C3[:, 2]
+    most = topology.slots if limited else topology.experts
     _check_range("slot", slots, most)
     places = hosts * most + slots
     if len(np.unique(places)) != len(places):
         raise PlanError("slots", "two copies share one slot")
 
 
-def _check_split(plan: Plan) -> None:
-    expected = (plan.num_replicas, plan.topology.ranks)
-    if plan.split.shape != expected:
-        raise PlanError("shape", f"split must be {expected}, got {plan.split.shape}")
-    if plan.num_replicas == 0:
-        return
-    if plan.split.min() < 0:
-        raise PlanError("split", f"a source sends {plan.split.min()} tokens")
-    received = plan.split.sum(axis=1)
-    for copy in np.flatnonzero(received != plan.quotas)[:1]:
+def check_split(split_CR: IntArray, placed_C3: IntArray, loads_RE: IntArray) -> None:
+    """Raise `PlanError` unless sources send every copy its quota, and only tokens they have."""
+    experts, _, quotas = placed_C3.T
+    expected = (len(placed_C3), len(loads_RE))
+    if split_CR.shape != expected:
+        raise PlanError("shape", f"split must be {expected}, got {split_CR.shape}")
+    if split_CR.min(initial=0) < 0:
+        raise PlanError("split", f"a source sends {split_CR.min()} tokens")
+    received = split_CR.sum(axis=1)
+    for copy in np.flatnonzero(received != quotas)[:1]:
         raise PlanError(
-            "split", f"copy {copy} gets {received[copy]} tokens, its quota is {plan.quotas[copy]}"
+            "split", f"copy {copy} gets {received[copy]} tokens, its quota is {quotas[copy]}"
         )
-    sent = np.zeros_like(plan.loads)
-    np.add.at(sent.T, plan.replicas[:, 0], plan.split)
-    for source, expert in np.argwhere(sent > plan.loads)[:1]:
+    sent = np.zeros_like(loads_RE)
+    np.add.at(sent.T, experts, split_CR)
+    for source, expert in np.argwhere(sent > loads_RE)[:1]:
         raise PlanError(
             "split",
             f"source rank {source} sends {sent[source, expert]} tokens to copies of expert "
-            f"{expert}, it has {plan.loads[source, expert]}",
+            f"{expert}, it has {loads_RE[source, expert]}",
         )
 
 

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from ultraep import ConfigError, FileError, read_trace, workload
 from ultraep.tools.cli import app
-from ultraep.tools.cli.series import Series, read_series
+from ultraep.tools.cli.plan import Series, read_series
 
 LAYERS, TOP_K, EXPERTS = 3, 2, 8
 
@@ -64,7 +64,7 @@ def test_the_past_is_that_of_the_layer():
         (["--ranks", 3], "a window of 4096 tokens does not divide over 3 ranks"),
         (["--ranks", 4], "no text has 4096 tokens, the longest has 90"),
         (["--ranks", 4, "--window", 0], "a window of 0 tokens"),
-        (["--ranks", 4, "--window", 20, "--experts", 7], "between 8 and 1048576, got 7"),
+        (["--ranks", 4, "--window", 20, "--experts", 7], "need 8 to 1048576 experts, got 7"),
         (["--ranks", 4, "--window", 20, "--experts", 10**20], "got 100000000000000000000"),
         (["--ranks", 3, "--window", 30], "8 experts do not divide evenly over 3 ranks"),
         (["--ranks", 10, "--window", 10, "--experts", 1 << 20], "at most 33,554,432"),

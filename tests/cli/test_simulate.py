@@ -1,7 +1,6 @@
 """`ultraep simulate`: what it answers, refuses, prints and writes."""
 
 import json
-import sys
 
 import numpy as np
 import pytest
@@ -108,31 +107,6 @@ def test_rows_are_what_the_library_says():
     assert found["stages"] == expected[0].stages
 
 
-def test_the_same_seed_gives_the_same_and_another_one_does_not():
-    options = (*TRAINING, "--policy", "none")
-    first, again, other = (rows(*options, "--seed", seed) for seed in (1, 1, 2))
-    assert first == again
-    assert first[0]["throughput"] != other[0]["throughput"]
-
-
-def test_processes_change_nothing():
-    options = (*TRAINING, "--policy", "none,eplb,ultraep")
-    assert rows(*options) == rows(*options, "--processes", 2)
-
-
-def test_little_work_stays_in_one_process():
-    made = scenario.make_scenario(ScenarioOptions(**WHERE, steps=1, microbatches=2))
-    assert scenario.processes_for(made, None) == 1
-    assert scenario.processes_for(made, 3) == 3
-
-
-def test_the_imbalance_is_the_one_asked_for():
-    options = ("--policy", "none", "--noise", 0.2, "--steps", 4)
-    for wanted in (1.3, 2.2):
-        (found,) = rows(*QUICK, *options, "--imbalance", wanted)
-        assert found["imbalance"] == pytest.approx(wanted, rel=0.1)
-
-
 def test_recorded_loads_are_simulated(trace):
     found = rows(*TRAINING, "--policy", "none,ultraep", "--trace", trace)
     assert found[0]["imbalance"] > found[1]["imbalance"] >= 1
@@ -169,7 +143,7 @@ def test_the_report_fits_and_says_what_it_means():
     ours, ideal = rows(*TRAINING, "--policy", "ultraep,ideal")
     assert (
         f"ultraep would bring {ours['gain_over_none']:.2f}x over no balancing, "
-        f"{100 * ours['share_of_ideal']:.0f} % of forced balance" in flat
+        f"{ours['share_of_ideal']:.0%} of forced balance" in flat
     )
     assert f"{ideal['throughput']:,.1f} 100.0%" in flat
     assert "docs/simulator.md" in flat
@@ -188,11 +162,6 @@ def test_only_what_was_asked_for_is_shown():
 def test_it_says_when_balancing_does_not_pay():
     flat = " ".join(invoke(*TRAINING, "--imbalance", 1, "--noise", 0).stdout.split())
     assert "ultraep would not pay here: 1.00x over no balancing" in flat
-
-
-def test_without_any_policy_there_is_still_a_ceiling():
-    shown = invoke(*TRAINING, "--policy", "none,ideal").stdout
-    assert "Balancing can bring at most " in shown
 
 
 def test_devices_that_run_out_of_memory_are_marked(tmp_path):
@@ -234,15 +203,6 @@ def test_presets_are_listed_with_titles_and_sources():
 # -- what it writes ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("ending", ["png", "html"])
-def test_pictures_are_written(tmp_path, ending):
-    path = tmp_path / f"out.{ending}"
-    result = invoke(*TRAINING, "--policy", "none,ultraep", "--plot", path)
-    assert result.exit_code == 0, result.stderr
-    assert path.stat().st_size > 10_000
-    assert "picture: " in result.stdout
-
-
 def test_a_timeline_is_written_and_stdout_stays_json(tmp_path):
     path = tmp_path / "out.json"
     rows(*TRAINING, "--policy", "none,ultraep", "--timeline", path, "--timeline-layers", 2)
@@ -268,33 +228,22 @@ def save(path, loads):
 
 BAD_OPTIONS = {
     "cluster": (["--cluster", "gb20"], "unknown cluster 'gb20'; did you mean gb200-nvl72? known"),
-    "no_cluster": (["--cluster", ""], "unknown cluster ''; known are"),
     "model": (["--model", "gpt-oss"], "unknown model 'gpt-oss'; did you mean gpt-oss-"),
-    "no_file": (["--model", "none.toml"], "none.toml: no such file"),
     "ep": (["--ep", 7], "32 experts of gpt-oss-20b do not divide evenly over 7 ranks"),
-    "no_ranks": (["--ep", 0], "ranks must be at least 1, got 0"),
-    "few_devices": (["--cluster", "h200-eight-parts", "--ep", 16], "16 devices are needed"),
     "weights": (["--model", "qwen3-235b"], "per device do not fit into the 141 GB"),
     "policy": (["--policy", "none,magic"], "unknown policy 'magic'; known are none, ultraep"),
     "no_price": (["--policy", "echo"], "policy 'echo' has no costs of its own, only ultraep"),
-    "unknown_price": (["--policy", "echo=magic"], "policy 'magic' has no costs of its own"),
     "beyond": (["--policy", "llep=ultraep"], "as ultraep: it copies beyond spare slots"),
     "anew": (["--policy", "echo=eplb"], "as eplb: it copies anew in every microbatch"),
     "for_nothing": (["--policy", "echo=none"], "as none: there nothing is copied"),
-    "no_policy": (["--policy", ","], "--policy must name at least one policy"),
+    "no_policy": (["--policy", ","], "--policy must name at least one"),
     "prefill": (["--prefill", "stem"], "--microbatches and --steps have no meaning there"),
-    "imbalance": (["--imbalance", 0.5], "imbalance must lie between 1 and the 8 ranks"),
-    "steep": (["--imbalance", 7.9], "an imbalance of 7.9 cannot be drawn"),
-    "noise": (["--noise", "nan"], "noise must be at most 8, got nan"),
+    "noise": (["--noise", "nan"], "noise must be at least 0, got nan"),
     "topics": (["--topic-length", 4, "--drift-length", 4], "exclude each other"),
-    "tokens": (["--tokens", 0], "tokens must be at least 1, got 0"),
-    "pipeline": (["--pipeline", 25], "24 layers cannot be dealt out to 25 pipeline parts"),
-    "groups": (["--groups", 0], "groups must be at least 1, got 0"),
     "domain": (["--domain", 3], "8 ranks do not divide by a domain of 3"),
     "slots": (["--slots", -1], "slots must lie between 0 and 32, got -1"),
     "tolerance": (["--tolerance", "nan"], "tolerance must lie between 0 and 1000, got nan"),
-    "interval": (["--interval", 0], "interval must be at least 1, got 0"),
-    "seed": (["--seed", -1], "seed must lie between 0 and"),
+    "seed": (["--seed", -1], "seed must be at least 0, got -1"),
     "processes": (["--processes", 0], "--processes must be at least 1, got 0"),
     "ending": (["--plot", "out.pdf"], "out.pdf: a picture ends in .png, .svg, .html, got .pdf"),
     "plot": (["--plot", "/none/out.png"], "/none/out.png: cannot be written"),
@@ -307,16 +256,11 @@ BAD_TRACES = {
     "format": (lambda d, _: text(d / "a.txt", "1"), "unknown format '.txt'"),
     "experts": (lambda d, _: save(d / "a.npy", np.ones((2, 16), int)), "loads of 16 experts"),
     "empty": (lambda d, _: save(d / "a.npy", np.zeros((2, EXPERTS), int)), "without any row"),
-    "negative": (lambda d, _: save(d / "a.npy", -np.ones((2, EXPERTS), int)), "negative, got -1"),
-    "huge": (lambda d, _: save(d / "a.npy", np.full((2, EXPERTS), 2**60)), "too large"),
-}
-BAD_TABLES = {
-    "broken": ("--cluster", "[mine", "cannot be read as TOML"),
-    "no_table": ("--cluster", "a = 1", "holds no table"),
-    "short": ("--cluster", "[mine]\ndevices = 8", "title, source, domain"),
-    "type": ("--cluster", CLUSTER.format(memory="'much'"), "memory_gb must be of type float"),
-    "memory": ("--cluster", CLUSTER.format(memory=-1), "memory_gb must be positive, got -1"),
-    "entry": ("--cluster", CLUSTER.format(memory=80) + "link_gbs = 1", "did you mean link_gb_s?"),
+    "negative": (
+        lambda d, _: save(d / "a.npy", -np.ones((2, EXPERTS), int)),
+        "got -1..-1",
+    ),
+    "huge": (lambda d, _: save(d / "a.npy", np.full((2, EXPERTS), 2**60)), "loads must lie in"),
 }
 
 
@@ -349,12 +293,6 @@ def test_a_bad_trace_is_one_line(tmp_path, trace, make, expected):
 
 
 @pytest.mark.usefixtures("nothing_is_simulated")
-@pytest.mark.parametrize(("option", "content", "expected"), BAD_TABLES.values(), ids=BAD_TABLES)
-def test_a_bad_table_is_one_line(tmp_path, option, content, expected):
-    assert_one_line(invoke(*TRAINING, option, text(tmp_path / "a.toml", content)), expected)
-
-
-@pytest.mark.usefixtures("nothing_is_simulated")
 def test_a_trace_and_drawn_loads_exclude_each_other(trace):
     for option in ("--imbalance", "--noise", "--topic-length", "--drift-length"):
         result = invoke(*TRAINING, "--trace", trace, option, 2)
@@ -374,20 +312,6 @@ def test_requests_that_cannot_be_served_are_one_line(tmp_path):
     assert_one_line(invoke(*QUICK, "--prefill", f"{path}:none"), "mean_tokens must be positive")
     assert_one_line(invoke(*QUICK, "--prefill", f"{path}:slow"), "no rate of requests")
     assert_one_line(invoke(*QUICK, "--prefill", "stm"), "unknown set of requests 'stm'; did you")
-
-
-@pytest.mark.usefixtures("nothing_is_simulated")
-def test_a_missing_package_is_named(monkeypatch, tmp_path):
-    monkeypatch.setitem(sys.modules, "plotly", None)
-    result = invoke(*TRAINING, "--plot", tmp_path / "out.html")
-    assert_one_line(result, "pip install 'ultraep[plot]'")
-
-
-@pytest.mark.usefixtures("nothing_is_simulated")
-def test_a_refused_run_leaves_no_file(tmp_path):
-    path = tmp_path / "out.png"
-    assert_one_line(invoke(*TRAINING, "--plot", path, "--ep", 7), "do not divide")
-    assert not path.exists()
 
 
 # -- what ultraep plans for ----------------------------------------------------------------------

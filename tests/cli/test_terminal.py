@@ -213,7 +213,7 @@ def test_own_and_empty_files_are_overwritten_and_others_by_force(run, tmp_path, 
 
 @pytest.mark.parametrize("ending", ["png", "svg", "html"])
 def test_own_pictures_are_overwritten(tmp_path, ending):
-    pytest.importorskip("plotly" if ending == "html" else "matplotlib")
+    pytest.importorskip("matplotlib")
     out = tmp_path / f"out.{ending}"
     command = (*SIMULATE, "--policy", "none", "--steps", "1", "--microbatches", "1", "--plot", out)
     out.write_bytes(b"mine")

@@ -8,15 +8,20 @@ from functools import cache
 import numpy as np
 import pytest
 
-from ultraep.errors import ConfigError
-from ultraep.tools.sim.advise import TOLERANCES, Advice, Option, advise, choose, most_slots
+from ultraep.tools.sim.advise import (
+    TOLERANCES,
+    Advice,
+    Option,
+    advise,
+    choose,
+    verdict_of,
+)
 from ultraep.tools.sim.cluster import load_cluster
-from ultraep.tools.sim.gain import DRAWS, PROBE_TOKENS, break_even, rest_seconds
+from ultraep.tools.sim.gain import DRAWS, break_even
 from ultraep.tools.sim.memory import slot_bytes
 from ultraep.tools.sim.model import load_model
-from ultraep.tools.sim.reasons import SHORTENED, seconds_by_stage, verdict_of
 from ultraep.tools.sim.run import simulate
-from ultraep.tools.sim.scenario import Contender, Scenario
+from ultraep.tools.sim.scenario import Scenario
 from ultraep.tools.sim.serving import Serving, load_requests
 from ultraep.tools.sim.training import Training
 from ultraep.tools.sim.workload import Recorded, fit_skew
@@ -77,17 +82,16 @@ def test_strong_skew_pays():
     assert found.gain.low >= 1.05
     assert found.none.share < found.option.share <= 1
     assert found.saved > 2 * found.exposed > 0
-    assert "something to gain" in said(found)
-    assert "saves more than it costs" in said(found)
+    assert "imbalance without balancing: 1.8" in said(found)
 
 
 def test_even_loads_do_not_pay_and_it_says_why():
     found = advised(imbalance=1.02, noise=0.01)
     assert (found.verdict, found.slots, found.tolerance) == ("does not pay", 0, 0.0)
     assert found.option.slots == 1
-    assert "little to gain: the fullest rank has 1.02 times the mean" in said(found)
+    assert "imbalance without balancing: 1.02" in said(found)
     assert found.break_even.tokens is None
-    assert "No number of tokens per rank up to 16,384" in said(found)
+    assert "too few tokens" in said(found)
 
 
 def test_few_tokens_do_not_pay_and_it_says_from_where_on():
@@ -96,8 +100,7 @@ def test_few_tokens_do_not_pay_and_it_says_from_where_on():
     assert found.gain.high < 1
     assert found.break_even.tokens > 128
     assert found.exposed > found.saved
-    assert "costs more than it saves" in said(found)
-    assert "128 tokens per rank and microbatch are too few" in said(found)
+    assert "too few tokens per rank and microbatch: 128" in said(found)
 
 
 def test_a_domain_of_one_rank_has_no_place_for_copies():
@@ -110,12 +113,6 @@ def test_a_domain_of_one_rank_has_no_place_for_copies():
     )
     assert (found.gain.overall, found.gain.low, found.gain.high) == (1, 1, 1)
     assert "one rank" in said(found)
-
-
-def test_domains_keep_some_imbalance():
-    found = advised(imbalance=2.0, domain=2)
-    assert found.option.imbalance > 1.05
-    assert "inside domains of 2 ranks" in said(found)
 
 
 @pytest.mark.parametrize(
@@ -146,11 +143,6 @@ def test_the_fewest_slots_near_the_best_are_chosen():
     assert choose(tried[:2], 0.0) == tried[1]
 
 
-def test_of_equal_tolerances_the_larger_one_is_chosen():
-    tried = (option(1, 0, 0.9), option(1, 0.02, 0.9), option(1, 0.05, 0.89))
-    assert choose(tried, 0.0) == tried[1]
-
-
 def test_settings_that_need_more_memory_than_none_are_not_chosen():
     tried = (option(1, 0, 0.9), option(2, 0, 0.99, out_of_memory=0.5))
     assert choose(tried, 0.0) == tried[0]
@@ -170,11 +162,6 @@ def test_all_settings_are_what_simulate_says():
     assert found.none.throughput == none.throughput
 
 
-def test_slots_stop_at_the_experts_of_a_rank():
-    assert most_slots(replace(made(), ranks=16)) == 2
-    assert most_slots(replace(made(), ranks=32)) == 1
-
-
 # -- gain ----------------------------------------------------------------------------------------
 
 
@@ -184,14 +171,6 @@ def test_the_range_covers_microbatches_and_seeds():
     assert gain.draws[0] == gain.overall == advised().option.gain
     every = (*gain.draws, *gain.microbatches)
     assert (gain.low, gain.high) == (min(every), max(every))
-
-
-def test_seconds_and_the_rest_make_the_throughput():
-    scenario = made()
-    none, own = simulate(scenario, ["none", Contender("ultraep", "own", slots=1)])
-    rest = rest_seconds(scenario)
-    by_seconds = (none.seconds + rest) / (own.seconds + rest)
-    assert own.throughput / none.throughput == pytest.approx(by_seconds, rel=1e-9)
 
 
 def test_a_trace_has_no_seeds():
@@ -212,27 +191,12 @@ def test_prefill_is_about_the_rate_at_the_limit():
 # -- break-even ----------------------------------------------------------------------------------
 
 
-def test_break_even_lies_between_the_points_around_it():
-    curve = advised().curve
-    assert [tokens for tokens, _ in curve] == list(PROBE_TOKENS)
-    even, clear = advised().break_even, advised().clear_gain
-    assert 64 < even.tokens < clear.tokens < 16384
-    known = np.log2([tokens for tokens, _ in curve])
-    reached = np.interp(np.log2(even.tokens), known, [gain for _, gain in curve])
-    assert reached == pytest.approx(1.0)
-
-
 def test_break_even_is_always_never_or_for_good():
     falling = ((64, 1.1), (128, 0.9), (256, 0.99), (512, 1.01))
     assert break_even(falling, 0.5).always
     assert break_even(falling, 0.5).tokens == 64
     assert break_even(falling, 1.05).tokens is None
     assert break_even(falling, 1.0).tokens == pytest.approx(256 * 2**0.5)
-
-
-def test_the_probe_agrees_with_the_advice():
-    found = advised()
-    assert dict(found.curve)[8192] == pytest.approx(found.gain.overall, rel=0.05)
 
 
 # -- memory --------------------------------------------------------------------------------------
@@ -245,18 +209,10 @@ def needed(slots: int = 0) -> float:
     return even + slots * slot / GB
 
 
-def test_slots_cost_memory():
-    memory = advised(imbalance=1.02, noise=0.01).memory
-    assert memory.slots == memory.slot == slot_bytes(MODEL, training=True)
-    assert memory.device == 141 * GB
-    assert not memory.avoids_out_of_memory
-    assert 0 < memory.balanced - memory.none <= memory.slots
-
-
 def test_slots_are_limited_by_memory():
     found = advised(memory_gb=needed(slots=2))
     assert {o.slots for o in found.options} == {1, 2}
-    assert "no more than 2 spare slots" in said(found)
+    assert "at most 2 spare slots" in said(found)
 
 
 def test_balancing_may_be_what_makes_it_fit():
@@ -264,30 +220,17 @@ def test_balancing_may_be_what_makes_it_fit():
     assert found.memory.none_out_of_memory == 1
     assert found.memory.avoids_out_of_memory
     assert found.verdict == "pays"
-    assert "Without balancing the fullest device runs out" in said(found)
+    assert "out of memory without balancing: 100%" in said(found)
 
 
 def test_no_slot_fits():
     found = advised(memory_gb=needed() - 0.05)
     assert (found.verdict, found.option, found.slots) == ("does not pay", None, 0)
-    assert "Not one spare slot fits" in said(found)
-    assert "Without balancing, too" in said(found)
+    assert "no spare slot fits" in said(found)
+    assert "out of memory without balancing" in said(found)
 
 
 # -- the rest ------------------------------------------------------------------------------------
-
-
-def test_what_is_left_names_the_stage_that_takes_most():
-    scenario, found = made(), advised()
-    best = found.option
-    own, ideal = simulate(
-        scenario, [Contender("ultraep", "own", best.slots, best.tolerance), "ideal"]
-    )
-    assert sum(seconds_by_stage(own).values()) - sum(
-        seconds_by_stage(ideal).values()
-    ) == pytest.approx(own.seconds - ideal.seconds)
-    assert "weights of copies that dispatch does not hide" in found.remainder
-    assert all(seconds_by_stage(ideal)[name] > 0 for name in SHORTENED)
 
 
 def test_advice_is_the_same_every_time_and_for_any_number_of_processes():
@@ -301,8 +244,3 @@ def test_progress_reaches_its_end():
         advise(scenario, report=lambda done, total, seen=seen: seen.append((done, total)))
         assert seen == sorted(seen)
         assert seen[-1][0] == seen[-1][1]
-
-
-def test_processes_are_checked():
-    with pytest.raises(ConfigError, match="processes"):
-        advise(made(), processes=0)

@@ -1,10 +1,8 @@
-"""Seconds of single things, and the measured points behind them."""
+"""Seconds of single things, the measured points behind them, and the rates that follow."""
 
 from __future__ import annotations
 
 import json
-import re
-from importlib import resources
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -12,12 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+import ultraep
+from ultraep import BalanceConfig, ConfigError, Topology, workload
 from ultraep.tools.sim.cluster import load_cluster
-from ultraep.tools.sim.costs import Costs, measured_rates
+from ultraep.tools.sim.costs import Costs, measured_rates, rates_of
 from ultraep.tools.sim.model import load_model
 from ultraep.tools.sim.presets import presets
 
-from .small import small_cluster, small_costs
+from .small import small_costs
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 MICRO = 1e-6
@@ -41,12 +41,6 @@ def test_experts_by_hand() -> None:
     assert forward == pytest.approx([0, 2.56 * MICRO, 8.32 * MICRO])
     # Backward: the weights are read for rows and written as FP32: 8 bytes each, rows twice.
     assert costs.experts_backward([0, 1]) == pytest.approx([0, (768 + 128) / 100 * MICRO])
-
-
-def test_many_rows_are_bound_by_the_products() -> None:
-    costs = small_costs(cluster=small_cluster(memory_gb_s=1e6))
-    assert costs.experts_forward(50) == pytest.approx(50 * 192 / 1000 * MICRO)
-    assert costs.experts_backward(50) == pytest.approx(50 * 384 / 1000 * MICRO)
 
 
 def test_what_is_reached_is_interpolated_between_powers_and_kept_beyond() -> None:
@@ -75,12 +69,6 @@ def test_more_rows_take_longer_and_never_less_than_the_roofline(model: str, clus
         assert (seconds > weight_bytes * weights / costs.cluster.memory_rate).all()
 
 
-def test_rows_are_moved_at_the_rate_of_memory() -> None:
-    # Three passes of 16 bytes, at half of 100 bytes in a microsecond.
-    costs = small_costs(memory=0.5)
-    assert costs.row_moves([0, 10]) == pytest.approx([0, 480 / 50 * MICRO])
-
-
 # Everything else of a layer
 
 
@@ -95,12 +83,6 @@ def test_attention_by_hand() -> None:
     assert costs.attention_forward(10, 6) == pytest.approx(forward)
     backward = (2 * 2 * products + 5 * 2.5 * core + 2 * passes / 0.8) * MICRO
     assert costs.attention_backward(10, 6) == pytest.approx(backward)
-
-
-def test_dense_layers_and_the_head_by_hand() -> None:
-    costs = small_costs(dense_matmul=0.5)
-    assert costs.dense_mlp(10) == pytest.approx(10 * 2 * 120 / 500 * MICRO)
-    assert costs.head(10) == pytest.approx(10 * 2 * 16 * 8 / 500 * MICRO)
 
 
 def test_the_framework_slows_everything_but_experts_and_messages() -> None:
@@ -126,12 +108,6 @@ def test_ports_work_at_the_same_time() -> None:
     assert costs.on_links([100, 100], [1, 10]) == pytest.approx([20 * MICRO, 40 * MICRO])
     assert costs.latency(domains=1) == 3 * MICRO
     assert costs.latency(domains=2) == 7 * MICRO
-
-
-def test_gradients_come_in_at_the_link_or_at_a_rate_of_their_own() -> None:
-    costs = small_costs(link=0.5)
-    assert costs.reduced_at(100, 0.0) == pytest.approx(20 * MICRO)
-    assert costs.reduced_at(100, 187.0) == pytest.approx(100 / 187e9)
 
 
 def test_control_is_interpolated_over_ranks() -> None:
@@ -233,7 +209,28 @@ def test_the_rest_of_the_control_plane_is_as_measured() -> None:
     assert rates.hop_us == pytest.approx(median(signals), rel=0.1)
 
 
-def test_what_is_not_measured_says_so() -> None:
-    text = resources.files("ultraep.tools.sim").joinpath("data", "measured.toml").read_text("utf-8")
-    assert re.search(r"^network = .*# assumed", text, re.MULTILINE)
-    assert re.search(r"^link = .*# published", text, re.MULTILINE)
+# Rates of plans by time
+
+
+def rates(model: str = "qwen3-235b", **sizes: Any) -> ultraep.Rates:
+    return rates_of("h200-nvl8", model, **{"ranks": 8, "tokens": 8192, **sizes})
+
+
+def test_rates_follow_sizes() -> None:
+    many, few, training = rates(), rates(tokens=4), rates(training=True)
+    assert few.row < many.row < training.row
+    assert few.copy == many.copy < training.copy
+    assert many.copy < rates("deepseek-v3-671b").copy
+    with pytest.raises(ConfigError, match="ranks and tokens must be at least 1, got 0 and 8192"):
+        rates(ranks=0)
+
+
+def test_only_what_pays_is_copied() -> None:
+    """A rank with 1.5 times the mean: with many tokens copies pay, with few they do not."""
+    topology = Topology(ranks=8, experts=128)
+    copies = []
+    for tokens in (16, 8192):
+        loads = workload.zipf(8, 128, ratio=1.5, top_k=8, tokens=tokens)
+        config = BalanceConfig(rates=rates(tokens=tokens))
+        copies.append(ultraep.plan(loads, topology, config).num_replicas)
+    assert copies[0] == 0 < copies[1]

@@ -17,11 +17,11 @@ from ultraep.tools.sim.costs import Costs, measured_rates
 from ultraep.tools.sim.layer import CHUNKS, LayerClock, LayerTimes
 from ultraep.tools.sim.model import load_model
 from ultraep.tools.sim.planning import CopySets, plan_layer
-from ultraep.tools.sim.runtime import Runtime, runtime_of
-from ultraep.tools.sim.workload import Skew, share_out
+from ultraep.tools.sim.runtime import runtime_of
+from ultraep.tools.sim.workload import Skew
 from ultraep.trace.schema import SIMULATED, STAGES, of_backward
 
-from .small import copies_of, small_cluster, small_costs, small_runtime
+from .small import copies_of, small_costs, small_runtime
 
 MICRO = 1e-6
 PAIR = Topology(ranks=2, experts=4, slots=1)
@@ -301,79 +301,3 @@ def test_a_stage_lasts_as_long_as_its_busiest_rank(policy: str, cluster: str) ->
         assert busy_SR.shape == (6, 16)
         assert busy_SR.max(axis=1) == pytest.approx(everything[stage])
     assert "experts back" not in replace(layer, training=False).by_rank(copies)
-
-
-@pytest.mark.parametrize("policy", ["none", "ultraep", "quota", "eplb"])
-def test_imbalance_is_fullest_over_mean(policy: str) -> None:
-    layer = real_clock(policy)
-    copies = real_copies(policy, layer.topology)
-    rank_SR = copies.rank_loads(layer.topology)
-    times = layer.times(copies)
-    assert times.imbalance == pytest.approx(rank_SR.max(axis=1) / rank_SR.mean(axis=1))
-    assert times.rank_rows.tolist() == rank_SR.max(axis=1).tolist()
-
-
-def test_balanced_loads_need_nothing_and_take_as_long_as_the_ideal() -> None:
-    topology = Topology(ranks=16, experts=128, slots=2)
-    even_SE = share_out(np.ones((2, 128)), 16 * 2048 * 8, 8)
-    past_E = even_SE[0]
-    none, ideal, ultraep = (
-        real_clock(policy).times(
-            plan_layer(even_SE, topology, BalanceConfig(policy=name), interval=1, past_E=past_E)
-        )
-        for policy, name in (("none", "none"), ("ideal", "none"), ("ultraep", "ultraep"))
-    )
-    assert (ideal.forward_seconds == none.forward_seconds).all()
-    assert (ideal.backward_seconds == none.backward_seconds).all()
-    assert ultraep.copies.tolist() == [0, 0]
-    for stage in ("attention", "dispatch", "experts", "combine"):
-        assert (ultraep.forward[stage] == ideal.forward[stage]).all()
-
-
-def times_with(runtime: Runtime, policy: str = "ultraep", **changes: Any) -> LayerTimes:
-    layer = real_clock(policy, runtime=runtime)
-    faster = replace(layer.costs, cluster=replace(layer.costs.cluster, **changes))
-    layer = replace(layer, costs=faster)
-    return layer.times(real_copies(policy, layer.topology))
-
-
-def test_a_faster_link_shortens_messages_and_nothing_else() -> None:
-    runtime = replace(runtime_of("quota"), relay="direct")
-    slow, fast = (
-        times_with(runtime, "quota", link_gb_s=rate, link_us=0.0) for rate in (100.0, 200.0)
-    )
-    for stage in ("dispatch", "combine"):
-        assert slow.forward[stage] == pytest.approx(2 * fast.forward[stage])
-    assert (slow.forward["replicate"] > 1.5 * fast.forward["replicate"]).all()
-    for stage in ("attention", "plan", "experts"):
-        assert (slow.forward[stage] == fast.forward[stage]).all()
-
-
-def test_a_faster_device_shortens_the_experts_and_nothing_else() -> None:
-    slow, fast = (
-        times_with(runtime_of("quota"), "quota", matmul_tflops=rate, memory_gb_s=8 * rate)
-        for rate in (500.0, 1000.0)
-    )
-    for stage in ("attention", "experts"):
-        assert slow.forward[stage] == pytest.approx(2 * fast.forward[stage])
-    for stage in ("plan", "replicate", "reroute", "dispatch", "combine"):
-        assert (slow.forward[stage] == fast.forward[stage]).all()
-
-
-def test_weights_hide_behind_rows_on_the_network() -> None:
-    runtime = replace(runtime_of("quota"), relay="direct")
-    layers = [
-        real_clock("quota", cluster="h200-nvl8", runtime=replace(runtime, beside=beside))
-        for beside in (False, True)
-    ]
-    copies = real_copies("quota", layers[0].topology)
-    before, beside = (layer.times(copies).forward for layer in layers)
-    aside = layers[0].costs.reroute(2048 * 8)
-    assert (before["replicate"] > 20 * aside).all()
-    assert beside["reroute"] == pytest.approx(np.full(6, aside))
-    assert beside["replicate"] == pytest.approx(np.full(6, layers[0].costs.hop()))
-
-
-def test_a_slow_cluster_takes_longer() -> None:
-    costs = small_costs(cluster=small_cluster(matmul_tflops=0.0005, memory_gb_s=0.05))
-    assert (pair_times(costs=costs).forward["experts"] == 2 * pair_times().forward["experts"]).all()

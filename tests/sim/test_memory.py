@@ -6,9 +6,7 @@ from typing import Any
 
 import pytest
 
-from ultraep.tools.sim.cluster import load_cluster
 from ultraep.tools.sim.memory import memory_of, row_bytes, slot_bytes, weight_bytes
-from ultraep.tools.sim.model import load_model
 from ultraep.tools.sim.serving import Requests, Serving
 from ultraep.tools.sim.training import Training
 
@@ -67,26 +65,3 @@ def test_the_first_part_holds_as_many_microbatches_as_there_are_parts(
 ) -> None:
     found = memory_of(MODEL, 2, 0, training(pipeline=parts, microbatches=microbatches), fullest=0)
     assert found.kept == 2 * 10 * 8 * (layers + 10)
-
-
-def test_slots_cost_and_recompute_saves() -> None:
-    model, job = load_model("qwen3-235b"), Training(groups=4)
-    none, two = (memory_of(model, 64, slots, job, 8192 * 8).total for slots in (0, 2))
-    assert two - none == 2 * 6 * 3 * 4096 * 1536
-    kept = memory_of(model, 64, 0, Training(groups=4, recompute=False), 8192 * 8).total
-    assert kept > 3 * none
-
-
-def test_a_fuller_rank_needs_more() -> None:
-    model = load_model("qwen3-235b")
-    even, skewed = (memory_of(model, 64, 1, PREFILL, rows) for rows in (65536, 3 * 65536))
-    assert skewed.total - even.total == 2 * 65536 * 2 * (2 * 4096 + 3 * 1536)
-
-
-def test_the_published_settings_fit_their_devices() -> None:
-    memory = load_cluster("gb200-nvl72").memory
-    model = load_model("qwen3-235b")
-    assert weight_bytes(model, 64, Training(groups=4)) < 0.7 * memory
-    deepseek = load_model("deepseek-v3-671b")
-    assert weight_bytes(deepseek, 64, Training(pipeline=4)) < memory
-    assert weight_bytes(deepseek, 8, Training()) > memory

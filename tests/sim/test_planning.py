@@ -184,28 +184,6 @@ def test_mistakes_over_an_interval_are_named(copies: Any, rule: str) -> None:
     assert caught.value.rule == rule
 
 
-@pytest.mark.usefixtures("empty_registry")
-def test_mistakes_of_single_decisions_are_named() -> None:
-    register_policy("mine")(lambda problem: np.array([[0, 1, 99]]))
-    with pytest.raises(PlanError, match="serve 99 tokens, it has 5"):
-        planned(LOADS_SRE, TWO, "mine")
-
-
-@pytest.mark.parametrize("policy", EXACT + BY_PAST)
-@given(case=cases())
-@reproducibly
-def test_no_row_is_lost(policy: str, case: Any) -> None:
-    loads_SRE, topology = case
-    copies = planned(loads_SRE, topology, policy, interval=2)
-    assert (copies.rows > 0).all()
-    assert (copies.at_home >= 0).all()
-    assert (copies.host != topology.home_of_expert[copies.expert]).all()
-    total_S = loads_SRE.sum(axis=(1, 2))
-    assert copies.rank_loads(topology).sum(axis=1).tolist() == total_S.tolist()
-    arrived = np.bincount(copies.microbatch, copies.rows, len(total_S))
-    assert (copies.at_home.sum(axis=1) + arrived).tolist() == total_S.tolist()
-
-
 @pytest.mark.parametrize("policy", ["ultraep", "quota", "echo", "llep"])
 @given(case=cases())
 @reproducibly
@@ -235,12 +213,6 @@ def by_hand() -> tuple[CopySets, Topology]:
     topology = Topology(ranks=4, experts=4, slots=1)
     moved = [(1, 0, 1, 4), (1, 0, 2, 5), (1, 1, 3, 2)]
     return copies_of([[6, 6, 6, 6], [14, 6, 2, 2]], moved, topology), topology
-
-
-def test_rows_by_hand() -> None:
-    copies, topology = by_hand()
-    assert copies.at_home.tolist() == [[6, 6, 6, 6], [5, 4, 2, 2]]
-    assert copies.rank_loads(topology).tolist() == [[6, 6, 6, 6], [5, 8, 7, 4]]
 
 
 def test_sends_by_hand() -> None:

@@ -40,11 +40,11 @@ def test_an_svg_is_the_same_every_time(picture, tmp_path):
 def test_a_page_works_offline(picture, tmp_path):
     write_plot(tmp_path / "out.HTML", picture)
     content = (tmp_path / "out.HTML").read_text("utf-8")
-    assert "Plotly.newPlot" in content
-    assert not re.search(r"<(script|link)[^>]+(src|href)\s*=\s*[\"']?(https?:)?//", content)
-    assert "a title of ours" in content
-    for policy in POLICIES:
-        assert f'"{policy}"' in content
+    assert content.startswith("<!doctype html>")
+    assert content.count("<svg") == 1
+    assert not re.search(r"<(script|link|img)", content)
+    for words in ("<title>a title of ours</title>", *POLICIES):
+        assert words in content
 
 
 def test_parts_hold_every_stage_once(picture):
@@ -56,19 +56,13 @@ def test_parts_hold_every_stage_once(picture):
         assert drawn == pytest.approx(1e3 * result.seconds)
 
 
-def test_bars_say_the_share_of_forced_balance(picture):
-    assert picture.shares[-1] == "100%"
-    assert picture.shares[0] == f"{picture.throughputs[0] / picture.ideal:.0%}"
-
-
 @pytest.mark.parametrize("name", ["out.pdf", "out", "png"])
 def test_other_endings_are_refused(name):
     with pytest.raises(ConfigError, match=r"a picture ends in \.png, \.svg, \.html"):
         check_plot(name)
 
 
-@pytest.mark.parametrize(("name", "package"), [("a.png", "matplotlib"), ("a.html", "plotly")])
-def test_a_missing_package_is_named(monkeypatch, name, package):
-    monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(BackendUnavailable, match=rf"need {package} .*ultraep\[plot\]"):
-        check_plot(name)
+def test_a_missing_package_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(BackendUnavailable, match=r"need matplotlib .*ultraep\[plot\]"):
+        check_plot("a.png")

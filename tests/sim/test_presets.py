@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import re
-import tomllib
 from collections.abc import Callable
 from dataclasses import fields
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ultraep.errors import ConfigError, FileError
+from ultraep.errors import ConfigError
 from ultraep.policies import BUILT_IN
-from ultraep.tools.sim.cluster import Cluster, load_cluster
+from ultraep.tools.sim.cluster import load_cluster
 from ultraep.tools.sim.model import GroupedAttention, load_model
-from ultraep.tools.sim.presets import as_record, presets
+from ultraep.tools.sim.presets import presets
 from ultraep.tools.sim.runtime import Runtime, runtime_of
 from ultraep.tools.sim.serving import load_requests
 
@@ -86,18 +84,6 @@ def test_weights_are_those_on_the_tin(
     assert model.active_weights / 1e9 == pytest.approx(active_billions, rel=0.07)
 
 
-def test_every_model_is_tested_above() -> None:
-    (mark,) = test_weights_are_those_on_the_tin.pytestmark  # type: ignore[attr-defined]
-    assert [case[0] for case in mark.args[1]] == list(presets("models"))
-
-
-def test_attention_of_qwen3_by_hand() -> None:
-    # Queries and outputs 4096 x 8192 each, keys and values 4096 x 512 each.
-    model = load_model("qwen3-235b")
-    assert model.attention_weights == 2 * 4096 * 8192 + 2 * 4096 * 512
-    assert model.attention.core == 4 * 64 * 128
-
-
 def test_attention_of_deepseek_v3_by_hand() -> None:
     queries = 7168 * 1536 + 1536 * 128 * 192
     keys_and_values = 7168 * 576 + 512 * 128 * 256
@@ -147,15 +133,6 @@ def test_models_that_cannot_be(changes: dict[str, int], words: str) -> None:
 # Clusters
 
 
-def test_rates_are_per_second() -> None:
-    cluster = load_cluster("h200-nvl8")
-    assert cluster.memory == 141e9
-    assert cluster.matmul == 989e12
-    assert cluster.memory_rate == 4.8e12
-    assert cluster.link_rate == 450e9
-    assert cluster.network_rate == 50e9
-
-
 @pytest.mark.parametrize(
     ("ranks", "size"), [(1, 1), (4, 4), (8, 8), (10, 5), (12, 6), (16, 8), (11, 1), (64, 8)]
 )
@@ -177,7 +154,7 @@ def test_a_group_larger_than_the_cluster_is_refused() -> None:
         ({"memory_gb": -5.0}, "memory_gb must be positive, got -5"),
         ({"matmul_tflops": float("inf")}, "matmul_tflops must be positive, got inf"),
         ({"network_gb_s": float("nan")}, "network_gb_s must be positive, got nan"),
-        ({"link_us": -1.0}, "link_us must not be negative, got -1"),
+        ({"link_us": -1.0}, "link_us must be at least 0, got -1"),
     ],
 )
 def test_clusters_that_cannot_be(changes: dict[str, Any], words: str) -> None:
@@ -186,17 +163,6 @@ def test_clusters_that_cannot_be(changes: dict[str, Any], words: str) -> None:
 
 
 # The tables
-
-
-def test_every_table_has_a_source_or_its_file_names_one() -> None:
-    files = list(resources.files("ultraep.tools.sim").joinpath("data").iterdir())
-    assert len(files) >= 7
-    for file in files:
-        text = file.read_text("utf-8")
-        if file.name in ("published.toml", "requests.toml"):
-            assert re.search(r"^#.*(arXiv 2606|docs/simulator)", text, re.MULTILINE), file.name
-        else:
-            assert all(table["source"].strip() for table in tomllib.loads(text).values())
 
 
 def test_all_presets_can_be_made() -> None:
@@ -220,13 +186,6 @@ def test_a_policy_has_its_own_runtime_or_none() -> None:
             runtime_of(policy)
 
 
-def test_what_is_calibrated_goes_into_the_runtimes() -> None:
-    calibrated = presets("calibrated")
-    assert runtime_of("eplb").backward_us == calibrated["eplb"]["backward_us"] > 0
-    assert runtime_of("lplb").layer_us == calibrated["lplb"]["layer_us"] > 0
-    assert runtime_of("none").layer_us == runtime_of("none").backward_us == 0
-
-
 def test_runtimes_hold_known_words() -> None:
     assert {field.name for field in fields(Runtime)} == {"name", *presets("runtimes")["none"]}
     for table in presets("runtimes").values():
@@ -245,13 +204,6 @@ def test_unknown_names_are_answered_with_those_known(load: Any, name: str) -> No
         load(name)
 
 
-def test_a_near_miss_is_answered_with_a_suggestion() -> None:
-    with pytest.raises(ConfigError, match="unknown cluster 'gb200'; did you mean gb200-nvl72"):
-        load_cluster("gb200")
-    with pytest.raises(ConfigError, match="unknown model 'deepseek'; did you mean deepseek-v3"):
-        load_model("deepseek")
-
-
 def test_a_file_gives_its_first_table_or_the_one_named(written: Callable[[str], str]) -> None:
     second = CLUSTER.replace("first", "second").replace("16", "32")
     path = written(CLUSTER + second)
@@ -268,34 +220,6 @@ def test_a_model_of_ones_own(written: Callable[[str], str]) -> None:
     assert model.expert_weights == 3 * 64 * 32
     assert model.shared_width == model.dense_width == 0
     assert model.attention == GroupedAttention(kind="grouped", heads=4, kv_heads=2, head_width=16)
-
-
-def test_values_outside_of_tables_do_not_disturb(written: Callable[[str], str]) -> None:
-    assert load_cluster(written("version = 3\n" + CLUSTER)).name == "first"
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("[first\n", "cannot be read as TOML"),
-        ("version = 3\n", r"holds no table; a table begins with a line like \[my-name\]"),
-        ("", "holds no table"),
-    ],
-)
-def test_files_that_cannot_be_used(written: Callable[[str], str], text: str, words: str) -> None:
-    with pytest.raises(FileError, match=rf"mine\.toml: {words}"):
-        load_cluster(written(text))
-
-
-def test_files_that_cannot_be_read(tmp_path: Path) -> None:
-    with pytest.raises(FileError, match="no such file"):
-        load_cluster(str(tmp_path / "none.toml"))
-    (tmp_path / "folder.toml").mkdir()
-    with pytest.raises(FileError, match="a folder, not a file"):
-        load_cluster(str(tmp_path / "folder.toml"))
-    (tmp_path / "bytes.toml").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(FileError, match="cannot be read"):
-        load_cluster(str(tmp_path / "bytes.toml"))
 
 
 @pytest.mark.parametrize(
@@ -333,8 +257,3 @@ def test_wrong_attention_is_named(
     text = re.sub(r"attention = .*", lambda _: f"attention = {attention}", MODEL)
     with pytest.raises(ConfigError, match=re.escape(words)):
         load_model(written(text))
-
-
-def test_whole_numbers_do_for_rates() -> None:
-    table = {"name": "x", **tomllib.loads(CLUSTER)["first"]}
-    assert as_record(Cluster, table, "here").link_gb_s == 100

@@ -6,13 +6,9 @@ from functools import cache
 
 import pytest
 
-from ultraep.errors import ConfigError
 from ultraep.tools.sim.model import load_model
-from ultraep.tools.sim.presets import as_record
 from ultraep.tools.sim.published import (
     CONTENDERS,
-    Noise,
-    Setting,
     scenario_of,
     settings,
     share_of_ideal,
@@ -20,6 +16,7 @@ from ultraep.tools.sim.published import (
 from ultraep.tools.sim.run import Result, simulate
 from ultraep.tools.sim.serving import Serving
 from ultraep.tools.sim.training import Training
+from ultraep.tools.sim.workload import calibrated_noise
 
 SETTINGS = {setting.name: setting for setting in settings()}
 TRAIN = [name for name, setting in SETTINGS.items() if setting.training]
@@ -58,11 +55,6 @@ def test_published_figures_are_sound(name: str) -> None:
     assert load_model(setting.model).experts % setting.ranks == 0
 
 
-def test_shares_by_hand() -> None:
-    assert SETTINGS["glm-train"].share("none") == pytest.approx(545 / 785.4)
-    assert SETTINGS["qwen-mixed"].share("quota") == pytest.approx(151 / 158)
-
-
 @pytest.mark.parametrize("name", SETTINGS)
 def test_every_setting_is_a_scenario(name: str) -> None:
     setting = SETTINGS[name]
@@ -72,35 +64,15 @@ def test_every_setting_is_a_scenario(name: str) -> None:
     if isinstance(scenario.job, Training):
         assert setting.training
         assert scenario.devices == 256
-        assert scenario.job.in_all == 3 * setting.microbatches * setting.groups
-        assert 0.2 < scenario.workload.noise <= Noise().training  # type: ignore[attr-defined]
+        assert scenario.job.simulated == 3 * setting.microbatches * setting.groups
+        assert 0.2 < scenario.workload.noise <= calibrated_noise(training=True)  # type: ignore[attr-defined]
     else:
         assert isinstance(scenario.job, Serving)
         assert scenario.devices == setting.ranks
         assert scenario.job.requests.name == setting.requests
 
 
-def test_a_wrong_setting_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"setting x: title, use, .* missing"):
-        as_record(Setting, {"name": "x"}, "setting x")
-
-
-def test_shares_are_over_the_last() -> None:
-    found = results("glm-train")
-    shares = share_of_ideal(found)
-    assert list(shares) == [contender.label for contender in CONTENDERS]
-    assert shares["ideal"] == 1
-    assert shares["none"] == found[0].throughput / found[-1].throughput
-
-
 # A step of 256 devices, a few seconds each
-
-
-def test_calibrated_shares_are_found_again() -> None:
-    shares = share_of_ideal(results("glm-train"))
-    for policy in ("none", "eplb", "lplb"):
-        wanted = SETTINGS["glm-train"].share(policy)
-        assert shares[policy] == pytest.approx(wanted, abs=0.02), policy
 
 
 @pytest.mark.parametrize("name", ["glm-train", "qwen-train"])

@@ -148,23 +148,6 @@ def test_a_policy_without_costs_is_refused_before_any_work(
     assert priced.stages["plan"] > none.stages["plan"] == 0
 
 
-@pytest.mark.parametrize(
-    ("name", "why"),
-    [
-        ("moonep=ultraep", "beyond spare slots"),
-        ("flashlb=quota", "beyond spare slots"),
-        ("quota=lplb", "anew in every microbatch"),
-        ("eplb=none", "nothing is copied"),
-    ],
-)
-def test_a_price_that_does_not_fit_is_refused(name: str, why: str) -> None:
-    with pytest.raises(ConfigError, match=f"cannot be priced as .*{why}"):
-        Contender.of(name)
-    policy, _, price = name.partition("=")
-    with pytest.raises(ConfigError, match=why):
-        simulate(scenario(), [Contender(policy, "x", runtime=runtime_of(price))])
-
-
 def test_settings_of_a_contender_go_before_those_of_the_scenario() -> None:
     made = scenario()
     free = dataclasses.replace(runtime_of("ultraep"), layer_us=5000.0)
@@ -183,17 +166,6 @@ def test_settings_of_a_contender_go_before_those_of_the_scenario() -> None:
     assert loose.imbalance == pytest.approx(1.3, abs=0.06)
     assert slow.stages["plan"] == pytest.approx(usual.stages["plan"] + 4 * 0.005)
     assert [r.label for r in (usual, one, loose, slow)] == ["ultraep", "one slot", "loose", "slow"]
-
-
-def test_the_scenario_says_how_tolerant_ultraep_is() -> None:
-    strict, loose = (
-        simulate(scenario(tolerance=tolerance), ["ultraep", "quota"]) for tolerance in (0.0, 0.2)
-    )
-    assert strict[0].imbalance < 1.001
-    assert 1.1 < loose[0].imbalance < 1.2001
-    check_equal(strict[1], loose[1])  # the tolerance of others is their own
-    few = simulate(scenario(min_tokens_per_replica=4000), ["ultraep"])[0]
-    assert few.copies < strict[0].copies
 
 
 def fullest_by_microbatch(made: Scenario) -> Any:
@@ -220,26 +192,6 @@ def test_devices_that_are_too_small_for_the_fullest_rank_of_some_microbatches() 
     assert ideal.out_of_memory == 0
 
 
-def test_copies_that_stay_take_a_slot_in_every_layer() -> None:
-    none, eplb, ultraep = simulate(scenario(), ["none", "eplb", "ultraep"])
-    slot = 2 * 6 * GLM.expert_weights  # two slots with gradients
-    assert none.memory.slots == 0
-    assert ultraep.memory.slots == slot
-    assert eplb.memory.slots == 4 * slot
-
-
-def test_slow_links_between_domains_cost() -> None:
-    one, many = (
-        simulate(
-            scenario(cluster=dataclasses.replace(load_cluster("gb200-nvl72"), domain=size)),
-            ["none"],
-        )[0]
-        for size in (72, 8)
-    )
-    assert many.stages["dispatch"] > 5 * one.stages["dispatch"]
-    assert many.stages["experts"] == one.stages["experts"]
-
-
 # The same however it is worked out
 
 
@@ -249,13 +201,6 @@ def test_results_do_not_depend_on_the_processes() -> None:
         simulate(made, POLICIES), simulate(made, POLICIES, processes=2), strict=True
     ):
         check_equal(one, two)
-
-
-def test_results_do_not_depend_on_the_other_contenders() -> None:
-    made = scenario()
-    together = simulate(made, POLICIES)
-    for policy, result in zip(POLICIES, together, strict=True):
-        check_equal(simulate(made, [policy])[0], result)
 
 
 def test_progress_is_reported_layer_by_layer() -> None:

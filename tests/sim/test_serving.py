@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from ultraep.errors import ConfigError
-from ultraep.tools.sim.model import GroupedAttention
 from ultraep.tools.sim.serving import (
     Iteration,
     Requests,
@@ -21,7 +20,7 @@ from ultraep.tools.sim.serving import (
     rate_at_limit,
 )
 
-from .small import small_costs, small_model
+from .small import small_costs
 
 PLAIN = Iteration(fixed=1.0, experts=np.array([2.0]), per_token=0.0, per_pair=0.0, chunk=10)
 
@@ -46,17 +45,9 @@ def test_a_rank_takes_a_chunk_of_its_queue_at_a_time() -> None:
     assert found == pytest.approx((3 + 5.5 + 5) / 3)
 
 
-def test_a_free_rank_waits_for_the_next_request() -> None:
-    assert first_token(PLAIN, [4.0, 20.0], [10, 5]) == pytest.approx((3 + 2) / 2)
-
-
 def test_a_long_prompt_is_cut_into_chunks() -> None:
     # 10, 10 and 5 tokens: two full iterations, and one in which half as much is to be done.
     assert first_token(PLAIN, [0.0], [25]) == pytest.approx(3 + 3 + 2)
-
-
-def test_the_end_of_a_long_prompt_shares_its_chunk_with_the_next() -> None:
-    assert first_token(PLAIN, [0.0, 0.0], [25, 5]) == pytest.approx(9)
 
 
 def test_chunks_look_at_the_whole_prompt_before_them() -> None:
@@ -96,18 +87,6 @@ def test_what_an_iteration_costs_by_hand() -> None:
     assert made.seconds(3, tokens, pairs) == pytest.approx(wanted)
 
 
-def test_a_window_makes_pairs_cheaper() -> None:
-    attention = GroupedAttention(
-        kind="grouped", heads=2, kv_heads=1, head_width=4, window=5, windowed_layers=3
-    )
-    serving = Serving(requests=requests(mean_tokens=40.0), chunk=10)
-    wide, narrow = (
-        make_iteration(small_costs(model=model), serving, np.ones(1), 0.0)
-        for model in (small_model(), small_model(attention=attention))
-    )
-    assert narrow.per_pair == pytest.approx(wide.per_pair * 5 / 20)
-
-
 # Rates
 
 
@@ -118,30 +97,9 @@ def rate(iteration: Iteration = QUICK, ranks: int = 4, **changes: Any) -> float:
     return rate_at_limit(iteration, Serving(requests=requests(**changes), chunk=1000), ranks)
 
 
-def test_without_others_a_request_takes_its_own_time() -> None:
-    arrivals = np.arange(50) * 100.0
-    found = mean_first_token(QUICK, arrivals, np.full(50, 100.0), 4)
-    assert found == pytest.approx(0.01 + 1e-4 * 100 + 0.1 * 100 / 4 / 1000)
-
-
 def test_the_rate_stays_below_what_full_chunks_allow() -> None:
     full = 4 * 1000 / (0.01 + 0.1 + 0.1) / 100
     assert 0.85 * full < rate(limit_s=3.0) < 1.15 * full
-
-
-def test_slower_iterations_serve_fewer_requests() -> None:
-    slower = [replace(QUICK, experts=QUICK.experts * factor) for factor in (1, 1.5, 2, 4)]
-    found = [rate(iteration) for iteration in slower]
-    assert found == sorted(found, reverse=True)
-    assert found[0] > 1.5 * found[-1]
-    assert rate(replace(QUICK, fixed=0.05)) < rate()
-    assert rate(replace(QUICK, per_pair=1e-6)) < rate()
-
-
-def test_a_longer_limit_allows_more_requests() -> None:
-    found = [rate(limit_s=limit) for limit in (0.2, 0.4, 0.8, 1.6)]
-    assert found == sorted(found)
-    assert found[0] < found[-1]
 
 
 def test_at_the_rate_found_the_limit_is_kept() -> None:
@@ -178,20 +136,9 @@ def test_prompts_have_the_wanted_length(name: str) -> None:
     assert (lengths == lengths.round()).all()
 
 
-def test_prompts_are_never_empty_nor_endless() -> None:
-    lengths = requests(mean_tokens=100_000.0, spread=4.0).lengths(1000, np.random.default_rng(0))
-    assert (lengths.min(), lengths.max()) == (1, 131_072)
-
-
 @pytest.mark.parametrize(
     ("field", "value"), [("mean_tokens", 0.0), ("limit_s", -1.0), ("spread", -0.5)]
 )
 def test_requests_that_cannot_be(field: str, value: float) -> None:
     with pytest.raises(ConfigError, match=f"{field} must .*, got {value}"):
         requests(**{field: value})
-
-
-@pytest.mark.parametrize("field", ["chunk", "iterations"])
-def test_nothing_of_a_serving_is_empty(field: str) -> None:
-    with pytest.raises(ConfigError, match=f"{field} must be at least 1, got 0"):
-        Serving(requests=requests(), **{field: 0})

@@ -1,6 +1,7 @@
 """The timeline: its figures are those of the simulation, its form is that of Chrome's tracing."""
 
 import json
+from functools import cache
 from itertools import pairwise
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 from ultraep.errors import ConfigError
 from ultraep.tools.cli.options import ScenarioOptions
 from ultraep.tools.cli.scenario import make_scenario
-from ultraep.tools.sim.run import plan_and_clock, simulate, time_layer
+from ultraep.tools.sim.run import plan_and_clock, time_layer
 from ultraep.tools.sim.scenario import Contender
 from ultraep.tools.sim.timeline import MOST_RANKS, make_timeline, median_microbatch, simulated_trace
 from ultraep.trace.chrome import stages, write_timeline
@@ -20,26 +21,28 @@ CONTENDERS = [Contender.of(policy) for policy in POLICIES]
 MICROBATCH, LAYERS = 2, 3
 
 
-def scenario_of(ep=8, **options):
-    options = {"steps": 1, "microbatches": 4, **options} if "prefill" not in options else options
-    asked = ScenarioOptions(
-        cluster="h200-nvl8", model="gpt-oss-20b", ep=ep, imbalance=1.8, **options
-    )
-    return make_scenario(asked, interval=4)
-
-
-TRAINING = scenario_of()
 SCENARIOS = {
-    "training": TRAINING,
-    "no_recompute": scenario_of(no_recompute=True),
-    "prefill": scenario_of(prefill="stem"),
-    "wide": scenario_of(ep=32),
+    "training": {"steps": 1, "microbatches": 4},
+    "no_recompute": {"steps": 1, "microbatches": 4, "no_recompute": True},
+    "prefill": {"prefill": "stem"},
+    "wide": {"steps": 1, "microbatches": 4, "ep": 32},
 }
 
 
-@pytest.fixture(params=SCENARIOS.values(), ids=SCENARIOS)
+@cache
+def scenario_of(name):
+    sizes = {"cluster": "h200-nvl8", "model": "gpt-oss-20b", "ep": 8, "imbalance": 1.8}
+    return make_scenario(ScenarioOptions(**sizes | SCENARIOS[name]), interval=4)
+
+
+@pytest.fixture(params=SCENARIOS)
 def scenario(request):
-    return request.param
+    return scenario_of(request.param)
+
+
+@pytest.fixture
+def training():
+    return scenario_of("training")
 
 
 def drawn(scenario, layers=LAYERS):
@@ -83,8 +86,8 @@ def test_layers_last_as_long_as_in_the_simulation(scenario):
                     assert max(map(end, stages)) == pytest.approx(end(whole))
 
 
-def test_passes_follow_each_other():
-    for own in by_process(drawn(TRAINING)).values():
+def test_passes_follow_each_other(training):
+    for own in by_process(drawn(training)).values():
         passes = [event for event in own if event["tid"] == 0]
         names = [event["name"] for event in passes]
         assert names[:LAYERS] == [f"layer {n} forward" for n in range(LAYERS)]
@@ -92,13 +95,6 @@ def test_passes_follow_each_other():
         assert passes[0]["ts"] == 0
         for before, after in pairwise(passes):
             assert after["ts"] == pytest.approx(end(before))
-
-
-def test_all_layers_make_the_microbatch():
-    timeline = drawn(TRAINING, layers=99)
-    results = simulate(TRAINING, CONTENDERS)
-    for result, own in zip(results, by_process(timeline).values(), strict=True):
-        assert max(map(end, own)) == pytest.approx(1e6 * result.by_microbatch[MICROBATCH])
 
 
 def test_ranks_wait_for_the_busiest_between_experts_and_combine(scenario):
@@ -121,16 +117,16 @@ def test_a_rank_does_one_thing_at_a_time(scenario):
                 assert start >= stop - 1e-6
 
 
-def test_few_ranks_are_drawn_of_many_and_it_says_so():
-    timeline = drawn(SCENARIOS["wide"])
+def test_few_ranks_are_drawn_of_many_and_it_says_so(training):
+    timeline = drawn(scenario_of("wide"))
     assert timeline["otherData"]["ranks"].startswith("16 of 32 for each policy")
     for own in by_process(timeline).values():
         assert len({event["tid"] for event in own}) == MOST_RANKS + 1
-    assert drawn(TRAINING)["otherData"]["ranks"] == "all 8"
+    assert drawn(training)["otherData"]["ranks"] == "all 8"
 
 
 def test_everything_has_a_name_and_the_file_is_json(tmp_path):
-    timeline = drawn(SCENARIOS["wide"])
+    timeline = drawn(scenario_of("wide"))
     path = tmp_path / "out.json"
     write_timeline(path, timeline)
     events = json.loads(path.read_text())["traceEvents"]
@@ -143,9 +139,9 @@ def test_everything_has_a_name_and_the_file_is_json(tmp_path):
             assert event["dur"] > 0 <= event["ts"]
 
 
-def test_what_is_drawn_are_records_of_the_schema():
+def test_what_is_drawn_are_records_of_the_schema(training):
     layers = np.arange(2)
-    clocked = [next(plan_and_clock(TRAINING, CONTENDERS[:1], layer)) for layer in layers.tolist()]
+    clocked = [next(plan_and_clock(training, CONTENDERS[:1], layer)) for layer in layers.tolist()]
     trace = simulated_trace(CONTENDERS[0], clocked, layers, MICROBATCH)
     sizes, fields = trace.header.sizes() | {"N": 2}, fields_in_file()
     for name, array in trace.arrays.items():
@@ -164,6 +160,6 @@ def test_the_median_microbatch():
     assert median_microbatch(np.array([7.0])) == 0
 
 
-def test_a_timeline_needs_a_layer():
+def test_a_timeline_needs_a_layer(training):
     with pytest.raises(ConfigError, match="at least one layer, got 0"):
-        drawn(TRAINING, layers=0)
+        drawn(training, layers=0)

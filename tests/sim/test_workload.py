@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ultraep import workload as loads_of_runtime
 from ultraep.errors import ConfigError, FileError
 from ultraep.tools.sim.workload import (
     PROBE_ROWS,
@@ -76,15 +74,6 @@ def test_what_an_expert_cannot_take_goes_to_the_others_in_proportion() -> None:
     assert shares.tolist() == [[10, 2, 6, 2]]
 
 
-def test_a_full_expert_gets_no_row_by_rounding() -> None:
-    assert share_out(np.array([[1.0, 100.0, 1, 1, 1, 1, 1]]), 6, 2)[0, 1] == 3
-
-
-def test_experts_without_weight_get_rows_when_the_others_are_full() -> None:
-    assert share_out(np.array([[7.0, 0.0, 0.0]]), 20, 2)[0].tolist() == [10, 5, 5]
-    assert share_out(np.array([[5.0, 5.0, 0.0]]), 20, 2)[0].tolist() == [10, 10, 0]
-
-
 # Drawn loads
 
 
@@ -135,24 +124,19 @@ def test_drift_turns_one_topic_into_the_next() -> None:
     assert np.log(middle).std() == pytest.approx(np.log(ends).std(), rel=0.05)
 
 
-def test_layers_are_skewed_differently() -> None:
-    workload = skew(noise=0.0, experts=256)
-    first = np.array([0])
-    logits = np.log([workload.expert_loads(layer, first, 4 * 10**9)[0] for layer in range(200)])
-    spreads = logits.std(axis=1)
-    assert spreads.mean() == pytest.approx(1.0, abs=0.1)
-    assert spreads.std() == pytest.approx(0.27, abs=0.06)
-
-
-@pytest.mark.parametrize("field", ["spread", "noise", "topic_length", "drift_length", "seed"])
-def test_nothing_is_negative(field: str) -> None:
-    with pytest.raises(ConfigError, match=f"{field} must not be negative, got -1"):
-        skew(**{field: -1})
-
-
-def test_topics_change_at_once_or_gradually() -> None:
-    with pytest.raises(ConfigError, match="topic_length 3 and drift_length 5 exclude each other"):
-        skew(topic_length=3, drift_length=5)
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"spread": -1}, "spread must be at least 0, got -1"),
+        ({"noise": float("nan")}, "noise must be at least 0, got nan"),
+        ({"spread": 9.0}, "spread must be at most 8, got 9"),
+        ({"seed": -1}, "seed must be at least 0, got -1"),
+        ({"topic_length": 3, "drift_length": 5}, "3 and drift_length 5 exclude each other"),
+    ],
+)
+def test_skews_that_cannot_be(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        skew(**changes)
 
 
 # Fitting
@@ -181,14 +165,6 @@ def test_the_imbalance_is_as_wanted(
     assert found == pytest.approx(imbalance, rel=0.02)
     assert found == pytest.approx(mean_imbalance(workload, topology, range(2, 26)))
     assert (workload.noise == noise) == (workload.spread > 0)
-
-
-def test_fitting_keeps_what_it_is_told() -> None:
-    topology = Topology(ranks=4, experts=16)
-    workload = fit_skew(1.5, topology, 4, range(8), noise=0.2, topic_length=7, seed=3)
-    assert (workload.noise, workload.topic_length, workload.seed) == (0.2, 7, 3)
-    assert (workload.experts, workload.top_k) == (16, 4)
-    assert fit_skew(1.5, topology, 4, range(8), drift_length=9).drift_length == 9
 
 
 @pytest.mark.parametrize("imbalance", [0.9, 8.5, float("nan")])
@@ -226,13 +202,6 @@ def test_recorded_loads_are_scaled_and_start_again() -> None:
     assert workload.expert_loads(3, np.array([1]), 8).tolist() == [[2, 6, 0]]  # layer 1 again
 
 
-def test_recorded_loads_of_one_hot_experts_stay_within_the_tokens() -> None:
-    one_hot = loads_of_runtime.one_hot(4, 8, tokens=100).sum(axis=0)
-    loads = Recorded(one_hot[None, None], top_k=2).expert_loads(0, np.array([0]), 800)
-    assert loads[0, 0] == 400
-    assert loads.sum() == 800
-
-
 def test_a_trace_of_routing(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     first = rng.integers(0, 8, (2 * 4096 + 100, 3, 2))
@@ -249,25 +218,15 @@ def test_a_trace_of_routing(tmp_path: Path) -> None:
 def test_a_trace_of_loads(tmp_path: Path) -> None:
     matrices = np.arange(2 * 3 * 4).reshape(2, 3, 4)
     np.save(tmp_path / "loads.npy", matrices)
-    np.savez(tmp_path / "loads.npz", first=matrices[0], second=matrices[1])
-    (tmp_path / "loads.json").write_text(json.dumps(matrices.tolist()))
-    for name in ("loads.npy", "loads.npz", "loads.json"):
-        trace = read_workload(tmp_path / name, experts=4, top_k=2)
-        assert trace.loads.tolist() == matrices.sum(axis=1)[:, None].tolist()
-
-
-def test_traces_of_other_models_are_refused(tmp_path: Path) -> None:
-    np.save(tmp_path / "loads.npy", np.ones((2, 3, 4), dtype=int))
+    trace = read_workload(tmp_path / "loads.npy", experts=4, top_k=2)
+    assert trace.loads.tolist() == matrices.sum(axis=1)[:, None].tolist()
     with pytest.raises(ConfigError, match="has loads of 4 experts, the model has 8"):
         read_workload(tmp_path / "loads.npy", experts=8, top_k=2)
-    np.savez(tmp_path / "routing.npz", text_ids=np.full((4096, 1, 1), 9))
-    with pytest.raises(FileError, match=r"ids must lie in 0\.\.7, got 9\.\.9"):
-        read_workload(tmp_path / "routing.npz", experts=8, top_k=1)
 
 
 def test_traces_that_cannot_be_used(tmp_path: Path) -> None:
     np.savez(tmp_path / "short.npz", text_ids=np.zeros((4095, 1, 1), dtype=int))
-    with pytest.raises(FileError, match="no text has a full window of 4096 tokens"):
+    with pytest.raises(ConfigError, match="no text has 4096 tokens, the longest has 4095"):
         read_workload(tmp_path / "short.npz", experts=8, top_k=1)
     texts = {f"{layers}_ids": np.zeros((4096, layers, 1), dtype=int) for layers in (3, 2)}
     np.savez(tmp_path / "layers.npz", **texts)
@@ -278,28 +237,3 @@ def test_traces_that_cannot_be_used(tmp_path: Path) -> None:
         read_workload(tmp_path / "empty.npy", experts=2, top_k=1)
     with pytest.raises(FileError, match="no such file"):
         read_workload(tmp_path / "none.npy", experts=2, top_k=1)
-
-
-@pytest.mark.parametrize("name", ["cut.npz", "text.npz", "cut.npy"])
-def test_damaged_traces_are_refused(tmp_path: Path, name: str) -> None:
-    whole = tmp_path / f"whole.{name[-3:]}"
-    if name.endswith("npz"):
-        np.savez(whole, text_ids=np.zeros((4096, 1, 1), dtype=int))
-    else:
-        np.save(whole, np.ones((2, 2), dtype=int))
-    content = whole.read_bytes()
-    (tmp_path / name).write_bytes(
-        b"loads" if name.startswith("text") else content[: -len(content) // 3]
-    )
-    with pytest.raises(FileError, match=f"{name}: cannot be read"):
-        read_workload(tmp_path / name, experts=8, top_k=1)
-
-
-def test_a_trace_with_a_damaged_inside_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "routing.npz"
-    np.savez(path, text_ids=np.zeros((4096, 1, 1), dtype=int))
-    content = bytearray(path.read_bytes())
-    content[1000] ^= 255
-    path.write_bytes(content)
-    with pytest.raises(FileError, match="cannot be read, truncated or damaged"):
-        read_workload(path, experts=8, top_k=1)

@@ -6,9 +6,8 @@ array([[0, 3, 0, 0],
        [0, 3, 0, 0]])
 """
 
-from ultraep.workload.files import read_loads
+from ultraep.workload.files import loads_of_windows, read_loads, read_routing
 from ultraep.workload.generators import lognormal, one_hot, topic_shift, uniform, zipf
-from ultraep.workload.windows import loads_of_windows, read_routing
 
 __all__ = [
     "loads_of_windows",

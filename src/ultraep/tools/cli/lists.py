@@ -33,7 +33,7 @@ def ranges_in(text: str, option: str) -> list[int]:
     >>> ranges_in("7,0-2", "--layers")
     [0, 1, 2, 7]
     """
-    found: set[int] = set()
+    numbers: set[int] = set()
     for part in names_in(text, option):
         first, _, last = part.partition("-")
         try:
@@ -42,5 +42,5 @@ def ranges_in(text: str, option: str) -> list[int]:
             raise ConfigError(f"{option} must be numbers like 0-3,7, got {text!r}") from None
         if not 0 <= begin <= end < MOST:
             raise ConfigError(f"{option} {part}: a range runs from 0 or more upwards")
-        found.update(range(begin, end + 1))
-    return sorted(found)
+        numbers.update(range(begin, end + 1))
+    return sorted(numbers)

@@ -1,7 +1,4 @@
-"""Options of the commands that ask the simulator, each described once.
-
-`with_options` lets a command take them as one record.
-"""
+"""Options that several commands share; `with_options` lets a command take them as one record."""
 
 from __future__ import annotations
 
@@ -13,35 +10,27 @@ from inspect import Parameter
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_type_hints
 
-import typer
+from typer import Option
 
-from ultraep.tools.sim.published import Noise
+from ultraep.tools.sim.workload import calibrated_noise
 
 CLUSTER, MODEL, RANKS, TOKENS, IMBALANCE = "gb200-nvl72", "qwen3-235b", 64, 8192, 2.0
+NOISE, PREFILL_NOISE = (calibrated_noise(training=training) for training in (True, False))
 MOST_PROCESSES = 8
-USUAL = Noise()
 Record = TypeVar("Record")
 
-Slots = Annotated[
-    int, typer.Option(help="Spare slots of every rank; each holds one copy of an expert.")
-]
+Slots = Annotated[int, Option(help="Spare slots per rank; each holds one copy of an expert.")]
 Tolerance = Annotated[
-    float,
-    typer.Option(
-        help="How far above the mean ultraep may leave the fullest rank: 0.01 is 1 %, "
-        "with fewer copies."
-    ),
+    float, Option(help="How far above the mean ultraep may leave the fullest rank: 0.01 is 1 %.")
 ]
 Interval = Annotated[
     int,
-    typer.Option(
-        metavar="MICROBATCHES",
-        help="Microbatches for which policies that place by the past keep their places.",
-    ),
+    Option(metavar="MICROBATCHES", help="How long policies that place by the past keep a place."),
 ]
 Force = Annotated[
-    bool, typer.Option("--force", help="Overwrite existing files that ultraep did not write.")
+    bool, Option("--force", help="Overwrite existing files that ultraep did not write.")
 ]
+TRAINING = "Training only: "
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,110 +43,90 @@ class ScenarioOptions:
 
     cluster: Annotated[
         str,
-        typer.Option(
+        Option(
             metavar="NAME|FILE",
-            help="Devices and links: a preset (`ultraep simulate --presets` lists them), or a "
-            "table of a file of your own, FILE.toml or FILE.toml:NAME.",
+            help="Devices and links: a preset (`ultraep simulate --presets` lists them), "
+            "FILE.toml or FILE.toml:NAME.",
         ),
     ] = CLUSTER
     model: Annotated[
-        str,
-        typer.Option(
-            metavar="NAME|FILE",
-            help="Sizes of the model: a preset, or a table of a file of your own.",
-        ),
+        str, Option(metavar="NAME|FILE", help="Sizes of the model: a preset or a TOML file.")
     ] = MODEL
-    ep: Annotated[
-        int, typer.Option(metavar="RANKS", help="Ranks of the expert-parallel group.")
-    ] = RANKS
+    ep: Annotated[int, Option(metavar="RANKS", help="Ranks of the expert-parallel group.")] = RANKS
     imbalance: Annotated[
         float | None,
-        typer.Option(
+        Option(
             metavar="X",
-            help="Fullest rank over mean rank without balancing, on average over layers and "
-            "microbatches; loads like that are drawn.",
+            help="Draw loads with this mean imbalance: fullest rank over mean rank.",
             show_default=f"{IMBALANCE:g}",
         ),
     ] = None
     noise: Annotated[
         float | None,
-        typer.Option(
+        Option(
             metavar="X",
-            help="How much the popularity of experts differs from one microbatch to the next "
-            "(deviation of its logarithm); the rest of the imbalance lasts.",
-            show_default=f"as calibrated: {USUAL.training:g} in training, "
-            f"{USUAL.serving:g} in prefill",
+            help="Standard deviation of log popularity between microbatches of drawn loads.",
+            show_default=f"{NOISE:g}, {PREFILL_NOISE:g} with --prefill",
         ),
     ] = None
     topic_length: Annotated[
         int | None,
-        typer.Option(
+        Option(
             metavar="MICROBATCHES",
-            help="Other experts are popular after so many microbatches, at once.",
+            help="Change the popular experts at once after this many microbatches.",
             show_default="never",
         ),
     ] = None
     drift_length: Annotated[
         int | None,
-        typer.Option(
+        Option(
             metavar="MICROBATCHES",
-            help="Other experts become popular within so many microbatches, gradually.",
+            help="Change the popular experts gradually within this many microbatches.",
             show_default="never",
         ),
     ] = None
     trace: Annotated[
         Path | None,
-        typer.Option(
+        Option(
             metavar="FILE",
-            help="A trace, recorded routing (.npz with arrays *_ids) or loads (.npy, .npz, .csv, "
-            ".json) instead of drawn loads; it repeats when it ends.",
+            help="Use recorded loads: a trace, recorded routing (.npz with arrays *_ids) or loads "
+            "(.npy, .npz, .csv, .json). They repeat at the end.",
         ),
     ] = None
     tokens: Annotated[
-        int,
-        typer.Option(help="Tokens of every rank in a microbatch; with --prefill those of a chunk."),
+        int, Option(help="Tokens per rank and microbatch; with --prefill, tokens per chunk.")
     ] = TOKENS
     sequence: Annotated[
         int | None,
-        typer.Option(
-            metavar="TOKENS", help="Tokens of a text in training.", show_default="as --tokens"
-        ),
+        Option(metavar="TOKENS", help=f"{TRAINING}sequence length.", show_default="as --tokens"),
     ] = None
     pipeline: Annotated[
         int | None,
-        typer.Option(
-            "--pipeline", "--stages", help="Parts of the pipeline in training.", show_default="1"
-        ),
+        Option("--pipeline", "--stages", help=f"{TRAINING}pipeline stages.", show_default="1"),
     ] = None
     groups: Annotated[
         int | None,
-        typer.Option(help="Data-parallel expert-parallel groups in training.", show_default="1"),
+        Option(help=f"{TRAINING}data-parallel expert-parallel groups.", show_default="1"),
     ] = None
     microbatches: Annotated[
-        int | None,
-        typer.Option(help="Microbatches of a training step and group.", show_default="8"),
+        int | None, Option(help=f"{TRAINING}microbatches per step and group.", show_default="8")
     ] = None
-    steps: Annotated[
-        int | None, typer.Option(help="Training steps to simulate.", show_default="8")
-    ] = None
+    steps: Annotated[int | None, Option(help=f"{TRAINING}steps to simulate.", show_default="8")] = (
+        None
+    )
     no_recompute: Annotated[
-        bool,
-        typer.Option(
-            "--no-recompute",
-            help="Training keeps all activations instead of running forward again before backward.",
-        ),
+        bool, Option("--no-recompute", help=f"{TRAINING}keep all activations for backward.")
     ] = False
     prefill: Annotated[
         str | None,
-        typer.Option(
+        Option(
             metavar="NAME|FILE",
-            help="Serve prefill requests instead of training: of the set stem, mixed, or of a "
-            "table of a file.",
+            help="Serve prefill requests instead of training: stem, mixed, or a TOML file.",
         ),
     ] = None
     domain: Annotated[
         int | None,
-        typer.Option(
+        Option(
             metavar="RANKS",
             help="Ranks joined by the fast link; copies stay in the domain of their home.",
             show_default="as the cluster has it",
@@ -165,26 +134,25 @@ class ScenarioOptions:
     ] = None
     objective: Annotated[
         str | None,
-        typer.Option(
+        Option(
             metavar="time|balance",
             help="What ultraep plans for: the copies that pay, or balance whatever they cost.",
-            show_default="time; with --prefill balance, as the integrations have it",
+            show_default="time; balance with --prefill",
         ),
     ] = None
     rates: Annotated[
         str | None,
-        typer.Option(
+        Option(
             metavar="row=N,copy=N,...",
-            help="What tokens and copies cost in plans by time, in picoseconds, as a balancer's "
-            "log has it.",
-            show_default="as cluster and model have it",
+            help="Cost of tokens and copies in picoseconds, for plans by time.",
+            show_default="of cluster and model",
         ),
     ] = None
-    seed: Annotated[int, typer.Option(help="Seed of everything that is drawn.")] = 0
+    seed: Annotated[int, Option(help="Seed of everything that is drawn.")] = 0
     processes: Annotated[
         int | None,
-        typer.Option(
-            help="Processes to share the work; the result is the same.",
+        Option(
+            help="Processes that share the work; they do not change the result.",
             show_default=f"the cores, at most {MOST_PROCESSES}",
         ),
     ] = None
@@ -197,9 +165,9 @@ def with_options(record: type[Record]) -> Callable[[Callable[..., None]], Callab
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         @wraps(command)
-        def run(**given: Any) -> None:
-            asked = record(**{name: given.pop(name) for name in known})
-            command(asked, **given)
+        def run(**values: Any) -> None:
+            options = record(**{name: values.pop(name) for name in known})
+            command(options, **values)
 
         _, *own = inspect.signature(command, eval_str=True).parameters.values()
         shared = [

@@ -1,11 +1,10 @@
 """`ultraep plan FILE`: plan the loads of a file and show what it brings.
 
-Shapes: S microbatches, R ranks, E experts.
+Shapes: S microbatches, M of them of each layer, H layers, R ranks, E experts.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,10 +12,9 @@ from statistics import fmean, median
 from time import perf_counter
 from typing import Annotated, Any
 
-import typer
 from rich.console import Console
-from rich.progress import track
 from rich.text import Text
+from typer import Argument, Option
 
 from ultraep.arrays import IntArray
 from ultraep.backends import select
@@ -27,11 +25,14 @@ from ultraep.plan import PER_MS, Plan
 from ultraep.plan import plan as make_plan
 from ultraep.policies import get_policy
 from ultraep.tools.cli import render
+from ultraep.tools.cli.lists import names_in
 from ultraep.tools.cli.options import Slots
+from ultraep.tools.cli.progress import track_planning
 from ultraep.tools.cli.render import Outcome
-from ultraep.tools.cli.series import WINDOW, Series, read_series
-from ultraep.tools.cli.terminal import make_console
+from ultraep.tools.cli.terminal import count, describe_topology, make_console, print_records
+from ultraep.tools.sim.workload import WINDOW, read_microbatches
 from ultraep.topology import Topology
+from ultraep.workload.files import holds_routing
 
 EXAMPLE = (
     "Example: ultraep plan loads.npy --slots 2 --policy quota,ultraep\n\n"
@@ -40,114 +41,118 @@ EXAMPLE = (
 )
 SAMPLES = 9  # timed calls per policy, at least, unless they take longer than PATIENCE seconds
 PATIENCE = 0.2
-LONG_WORK = 100  # plans from which on a progress bar is worth having
 
 
 # -- options -------------------------------------------------------------------------------------
 
 File = Annotated[
     Path,
-    typer.Argument(
+    Argument(
         metavar="FILE",
-        help="Loads as .npy, .npz, .csv or .json: integers \\[source rank, expert], "
-        "or a sequence of such matrices, one per microbatch. Or a trace, or recorded routing: "
-        "an .npz with expert ids \\[token, layer, choice] in arrays *_ids.",
+        help="Loads (.npy, .npz, .csv, .json): integers \\[source rank, expert], or a sequence of "
+        "such matrices, one per microbatch. Or a trace, or recorded routing: an .npz with expert "
+        "ids \\[token, layer, choice] in arrays *_ids.",
     ),
 ]
 Ranks = Annotated[
     int | None,
-    typer.Option(
-        help="Ranks of the expert-parallel group: loads are checked against it, tokens of "
-        "recorded routing are shared out over them.",
+    Option(
+        help="Ranks of the expert-parallel group; they share the tokens of recorded routing.",
         show_default="rows of the file",
     ),
 ]
 Experts = Annotated[
     int | None,
-    typer.Option(
-        help="Experts of a layer of recorded routing.",
+    Option(
+        help="Experts per layer of recorded routing.",
         show_default="the next power of two beyond its ids",
     ),
 ]
 Window = Annotated[
     int | None,
-    typer.Option(
+    Option(
         metavar="TOKENS",
-        help="Tokens of a microbatch that is cut from recorded routing.",
+        help="Tokens per microbatch of recorded routing.",
         show_default=f"{WINDOW}",
     ),
 ]
 Domain = Annotated[
     int | None,
-    typer.Option(
+    Option(
         help="Ranks joined by the fast link; copies stay in the domain of their home.",
         show_default="all ranks",
     ),
 ]
 Policies = Annotated[
-    str,
-    typer.Option(
-        metavar="NAME,...", help="Policies to plan with, side by side; `ultraep env` lists them."
-    ),
+    str, Option(metavar="NAME,...", help="Policies to compare; `ultraep env` lists them.")
 ]
 Tolerance = Annotated[
-    float,
-    typer.Option(
-        help="How far above the mean the fullest rank may stay: 0.01 is 1 %, with fewer copies."
-    ),
+    float, Option(help="How far above the mean the fullest rank may stay: 0.01 is 1 %.")
 ]
-MinTokens = Annotated[
-    int, typer.Option(help="A copy that would serve fewer tokens than this is not made.")
-]
+MinTokens = Annotated[int, Option(help="Fewest tokens that a copy serves.")]
 MaxReplicas = Annotated[
-    int | None,
-    typer.Option(help="Most copies in one domain.", show_default="what the slots hold"),
+    int | None, Option(help="Most copies in one domain.", show_default="what the slots hold")
 ]
 NoLocality = Annotated[
-    bool,
-    typer.Option("--no-locality", help="Do not prefer a copy on the rank that a token comes from."),
+    bool, Option("--no-locality", help="Do not prefer a copy on the source rank of a token.")
 ]
 CostRates = Annotated[
     str | None,
-    typer.Option(
+    Option(
         metavar="row=N,copy=N,...",
-        help="What tokens and copies cost, in picoseconds, as a balancer's log has it: ultraep "
-        "then makes the copies that pay.",
-        show_default="nothing is known",
+        help="Cost of tokens and copies in picoseconds, as in a balancer's log; ultraep then makes "
+        "the copies that pay.",
+        show_default="unknown",
     ),
 ]
 Backend = Annotated[
     str | None,
-    typer.Option(
+    Option(
         metavar="NAME",
-        help="cpu (compiled) or reference (plain and slow); both give the same plan.",
+        help="cpu (compiled) or reference (slow); both give the same plan.",
         show_default="the fastest here",
     ),
 ]
 History = Annotated[
     int,
-    typer.Option(
-        help="Past microbatches that eplb, lplb and flashlb place by; the first microbatch "
-        "has none and sees itself."
-    ),
+    Option(help="Past microbatches for eplb, lplb and flashlb; the first microbatch sees itself."),
 ]
 Show = Annotated[
-    int | None,
-    typer.Option(help="Microbatch to draw, counted from 0.", show_default="the most imbalanced"),
+    int | None, Option(help="Microbatch to draw, from 0.", show_default="the most imbalanced")
 ]
 AsJson = Annotated[
-    bool,
-    typer.Option("--json", help="Print only a JSON list, one object per microbatch and policy."),
+    bool, Option("--json", help="Print only a JSON list, one object per microbatch and policy.")
 ]
+
+
+@dataclass(frozen=True, eq=False)
+class Series:
+    """Microbatches layer by layer: all of the first layer, then all of the next."""
+
+    loads: IntArray  # [S, R, E]
+    layers: int = 1
+
+    def __len__(self) -> int:
+        return len(self.loads)
+
+    def place(self, index: int) -> tuple[int, int]:
+        """Return the layer, and the microbatch of that layer."""
+        return divmod(index, len(self.loads) // self.layers)
+
+    def past(self, index: int, number: int) -> IntArray:
+        """Return the last microbatches of the same layer; the first one sees itself."""
+        _, microbatch = self.place(index)
+        begin = index - min(microbatch, number)
+        return self.loads[begin : max(index, begin + 1)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanJob:
-    """What is to be planned: every microbatch under every config, each known by a label."""
+    """What is planned: every microbatch under every config."""
 
     series: Series
     topology: Topology
-    configs: dict[str, BalanceConfig]
+    configs: list[BalanceConfig]
     backend: str | None = None
     history: int = 1  # past microbatches that policies with a memory see
 
@@ -176,8 +181,8 @@ def command(
 
     Only the planner runs, no model. Its time is the median of calls after the first.
     """
-    configs = {
-        name: BalanceConfig(
+    configs = [
+        BalanceConfig(
             policy=name,
             tolerance=tolerance,
             min_tokens_per_replica=min_tokens,
@@ -185,8 +190,8 @@ def command(
             locality=not no_locality,
             rates=None if rates is None else Rates.from_text(rates),
         )
-        for name in _names(policy)
-    }
+        for name in (get_policy(name).name for name in names_in(policy, "--policy"))
+    ]
     series = read_series(file, ranks=ranks, experts=experts, window=window)
     topology = _topology(series.loads, ranks, slots, domain)
     _check_loads(file, series.loads, topology)
@@ -197,32 +202,47 @@ def command(
         raise ConfigError(f"--show must lie in 0..{len(series) - 1}, got {show}")
     outcomes = run(job)
     if as_json:
-        print_json(outcomes, series)
+        print_records(_record(outcome, series) for outcome in outcomes)
     else:
         console = make_console()
         console.print(_heading(str(file), job))
         report(outcomes, console, series, show)
 
 
-def _names(policies: str) -> list[str]:
-    names = [name.strip() for name in policies.split(",") if name.strip()]
-    if not names:
-        raise ConfigError(f"--policy must name at least one policy, got {policies!r}")
-    return [get_policy(name).name for name in dict.fromkeys(names)]
+def read_series(
+    file: Path, *, ranks: int | None = None, experts: int | None = None, window: int | None = None
+) -> Series:
+    """Read loads, a trace or recorded routing; `experts` and `window` are for routing alone."""
+    if holds_routing(file):
+        if ranks is None:
+            raise ConfigError(
+                f"{file}: recorded routing, expert ids of tokens: say how many ranks share the "
+                "tokens, as in --ranks 8"
+            )
+        if ranks < 1:
+            raise ConfigError(f"--ranks must be at least 1, got {ranks}")
+    else:
+        for option, value in (("--experts", experts), ("--window", window)):
+            if value is not None:
+                raise ConfigError(f"{option} is for recorded routing, and {file} holds none")
+    loads_MHRE = read_microbatches(
+        file,
+        ranks=ranks or 1,
+        experts=experts,
+        window=WINDOW if window is None else window,
+        any_homes=False,
+    )
+    layers = loads_MHRE.shape[1]
+    return Series(loads_MHRE.swapaxes(0, 1).reshape(-1, *loads_MHRE.shape[2:]), layers)
 
 
 def _topology(loads: IntArray, ranks: int | None, slots: int, domain: int | None) -> Topology:
-    rows, experts = loads.shape[1:]
-    if ranks is not None and ranks != rows:
-        raise ConfigError(f"--ranks is {ranks}, but the file has loads of {rows} source ranks")
-    check_even(rows, experts)
-    return Topology(ranks=rows, experts=experts, slots=slots, domain=domain)
-
-
-def check_even(ranks: int, experts: int) -> None:
-    """Here every rank is home to equally many experts; other homes are for Python only."""
-    if ranks and experts % ranks:
-        raise ConfigError(f"{experts} experts do not divide evenly over {ranks} ranks")
+    sources, experts = loads.shape[1:]
+    if ranks is not None and ranks != sources:
+        raise ConfigError(f"--ranks is {ranks}, but the file has loads of {sources} source ranks")
+    if experts % sources:
+        raise ConfigError(f"{experts} experts do not divide evenly over {sources} ranks")
+    return Topology(ranks=sources, experts=experts, slots=slots, domain=domain)
 
 
 def _check_loads(file: Path, loads_SRE: IntArray, topology: Topology) -> None:
@@ -240,27 +260,20 @@ def run(job: PlanJob) -> list[Outcome]:
     """Plan every microbatch under every config, in that order, and take the time."""
     if job.history < 1:
         raise ConfigError(f"--history must be at least 1, got {job.history}")
-    for config in job.configs.values():
+    for config in job.configs:
         _ = _plan(job, 0, config).lower_bound  # compiled before time is taken
-    steps = range(len(job.series))
-    stderr = make_console(stderr=True)
-    quiet = len(steps) * len(job.configs) < LONG_WORK or not stderr.is_terminal
-    shown = track(steps, "planning", console=stderr, transient=True, disable=quiet)
-    return [
-        _outcome(job, step, label, config)
-        for step in shown
-        for label, config in job.configs.items()
-    ]
+    steps = track_planning(range(len(job.series)), len(job.series) * len(job.configs))
+    return [_outcome(job, step, config) for step in steps for config in job.configs]
 
 
-def _outcome(job: PlanJob, step: int, label: str, config: BalanceConfig) -> Outcome:
+def _outcome(job: PlanJob, step: int, config: BalanceConfig) -> Outcome:
     times: list[float] = []
     while not times or (len(times) * len(job.series) < SAMPLES and sum(times) < PATIENCE):
         start = perf_counter()
-        made = _plan(job, step, config)
+        plan = _plan(job, step, config)
         times.append(perf_counter() - start)
     without_past = job.series.place(step)[1] == 0 and get_policy(config.policy).needs_history
-    return Outcome(label, step, made, 1e6 * median(times), without_past)
+    return Outcome(config.policy, step, plan, 1e6 * median(times), without_past)
 
 
 def _plan(job: PlanJob, step: int, config: BalanceConfig) -> Plan:
@@ -280,7 +293,7 @@ def report(
     """The table with its footnotes, then the skylines of one microbatch."""
     console.print(render.table(outcomes))
     for note in _footnotes(outcomes):
-        console.print(note)
+        console.print(Text(note, render.FAINT))
     fullest = max(outcomes, key=lambda outcome: outcome.plan.initial_imbalance).microbatch
     drawn = [o for o in outcomes if o.microbatch == (fullest if show is None else show)]
     if len({outcome.microbatch for outcome in outcomes}) > 1:
@@ -296,51 +309,39 @@ def report(
 
 def _heading(name: str, job: PlanJob) -> Text:
     loads, layers = job.series.loads, job.series.layers
-    steps, ranks, experts = loads.shape
-    tokens = _count(round(loads.sum() / steps), "token")
-    parts = [_count(layers, "layer")] if layers > 1 else []
-    parts += [
-        tokens if steps == 1 else f"{_count(steps, 'microbatch')} of {tokens}",
-        _count(ranks, "rank"),
-        _count(experts, "expert"),
-        f"{_count(job.topology.slots, 'spare slot')} each",
-    ]
+    tokens = count(round(loads.sum() / len(loads)), "token")
+    parts = [count(layers, "layer")] if layers > 1 else []
+    parts.append(tokens if len(loads) == 1 else f"{count(len(loads), 'microbatch')} of {tokens}")
+    parts += describe_topology(job.topology)
     if select(job.backend).__name__ == "ultraep.backends.reference":
         parts.append("reference backend")
-    if job.topology.num_domains > 1:
-        parts.append(f"domains of {_count(job.topology.domain_size, 'rank')}")
     return Text(f"{name}: {', '.join(parts)}\n")
 
 
-def _footnotes(outcomes: list[Outcome]) -> Iterator[Text]:
+def _footnotes(outcomes: list[Outcome]) -> Iterator[str]:
     groups = render.by_label(outcomes)
-    beyond = {
-        label: sum(not outcome.plan.within_limits for outcome in group)
-        for label, group in groups.items()
-    }
     steps = len({outcome.microbatch for outcome in outcomes})
-    if any(beyond.values()):
-        named = [f"{label} ({count} of {steps})" for label, count in beyond.items() if count]
-        yield Text(
+    beyond = {label: sum(not o.plan.within_limits for o in own) for label, own in groups.items()}
+    named = [f"{label} ({number} of {steps})" for label, number in beyond.items() if number]
+    if named:
+        yield (
             "* plans beyond the spare slots or domains, to compare with and not to run; "
-            f"an expert that moved counts as a copy: {', '.join(named)}",
-            render.FAINT,
+            f"an expert that moved counts as a copy: {', '.join(named)}"
         )
     for label, group in groups.items():
         if group[0].plan.rates is not None:
-            yield Text(_times(label, [outcome.plan for outcome in group]), render.FAINT)
+            yield _times(label, [outcome.plan for outcome in group])
     blind = {label: sum(o.without_past for o in group) for label, group in groups.items()}
-    blind = {label: count for label, count in blind.items() if count}
-    if blind:
-        yield Text(
-            f"{' and '.join(blind)} on {max(blind.values())} of {_count(steps, 'microbatch')} "
-            "had no past and saw the load itself",
-            render.FAINT,
+    if any(blind.values()):
+        yield (
+            f"{' and '.join(label for label in blind if blind[label])} on "
+            f"{max(blind.values())} of {count(steps, 'microbatch')} "
+            "had no past and saw the load itself"
         )
 
 
 def _times(label: str, plans: list[Plan]) -> str:
-    """What the plans of a policy should take, by the rates."""
+    """Return what the plans of a policy take by the rates."""
     planned, without = (
         fmean(getattr(plan, name) for plan in plans) / PER_MS
         for name in ("time", "time_without_copies")
@@ -348,17 +349,6 @@ def _times(label: str, plans: list[Plan]) -> str:
     alone = sum(plan.left_alone for plan in plans)
     left = f"; {alone} of {len(plans)} left alone, no copies would pay" if alone else ""
     return f"{label} by the rates: {planned:.4g} ms, without copies {without:.4g} ms{left}"
-
-
-def _count(number: int, word: str) -> str:
-    plural = "es" if word.endswith("ch") else "s"
-    return f"{number:,} {word}{'' if number == 1 else plural}"
-
-
-def print_json(outcomes: list[Outcome], series: Series) -> None:
-    """A JSON list, one plan per line."""
-    lines = (json.dumps(_record(outcome, series)) for outcome in outcomes)
-    print("[\n" + ",\n".join(lines) + "\n]")
 
 
 def _record(outcome: Outcome, series: Series) -> dict[str, Any]:

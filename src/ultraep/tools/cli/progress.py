@@ -1,22 +1,35 @@
-"""Long work on the terminal: how far it is, and how long it takes."""
+"""Progress of long work on stderr."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import TypeVar
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+    track,
+)
 
 from ultraep.tools.cli.terminal import make_console
 
 LINES = 10  # of a phase, where there is no terminal
+LONG_WORK = 100  # plans from which on a progress bar is worth having
 
-Tell = Callable[[int, int, str], None]  # how much of how much is done, and what it is
+Tell = Callable[..., None]  # how much of how much is done, and what it is
+Item = TypeVar("Item")
 
 
 @contextmanager
-def progress(what: str) -> Iterator[Tell]:
-    """A bar on stderr that goes away again; a line now and then where that is no terminal."""
+def progress(what: str, *, lines: bool = True) -> Iterator[Tell]:
+    """Show a bar on stderr that goes away again.
+
+    lines: without a terminal, print a line now and then instead.
+    """
     stderr = make_console(stderr=True)
     columns = (
         *(TextColumn(f"{what:<9}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()),
@@ -26,12 +39,19 @@ def progress(what: str) -> Iterator[Tell]:
     with bar:
         task = bar.add_task("", total=None)
 
-        def tell(done: int, total: int, words: str) -> None:
+        def tell(done: int, total: int, words: str = "") -> None:
             bar.update(task, completed=done, total=total, description=words)
-            if not stderr.is_terminal and done % -(-total // LINES) == 0:
+            if lines and not stderr.is_terminal and done % -(-total // LINES) == 0:
                 stderr.print(f"{what:<9}{done:>6}/{total:<6}{words}", soft_wrap=True)
 
         yield tell
+
+
+def track_planning(items: Sequence[Item], plans: int) -> Iterable[Item]:
+    """Iterate with a bar on stderr, if there are many plans to make and stderr is a terminal."""
+    stderr = make_console(stderr=True)
+    quiet = plans < LONG_WORK or not stderr.is_terminal
+    return track(items, "planning", console=stderr, transient=True, disable=quiet)
 
 
 def duration(seconds: float) -> str:

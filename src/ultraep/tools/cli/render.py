@@ -11,20 +11,16 @@ A skyline is a bar for every rank, in multiples of the mean load:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from itertools import chain, groupby
-from operator import itemgetter
+from collections.abc import Sequence
 from statistics import fmean, median
 from typing import NamedTuple
 
-from rich import box
 from rich.console import Console
 from rich.text import Text
 
 from ultraep.arrays import IntArray
 from ultraep.plan import Plan
-from ultraep.tools.cli.terminal import Grid
+from ultraep.tools.cli.terminal import Grid, make_grid
 
 HEIGHT = 8  # rows of a skyline, roughly: the mean is to lie on the edge of a row
 MARGIN = 7  # columns left of the bars
@@ -66,106 +62,63 @@ def glyphs_for(console: Console) -> Glyphs:
 # -- table ---------------------------------------------------------------------------------------
 
 
-class Spread(NamedTuple):
-    mean: float
-    worst: float
-
-
-@dataclass(frozen=True, slots=True)
-class Summary:
-    """All microbatches under one policy: a line of the table."""
-
-    label: str
-    before: Spread
-    after: Spread
-    bound: float
-    copies: float
-    fanout: int
-    ingress: int
-    remote: float
-    plan_us: float
-
-
-def summarize(outcomes: Sequence[Outcome]) -> Summary:
-    """The line of the table for the outcomes of one policy."""
-    plans = [outcome.plan for outcome in outcomes]
-    return Summary(
-        label=outcomes[0].label + ("" if all(plan.within_limits for plan in plans) else "*"),
-        before=_spread([plan.initial_imbalance for plan in plans]),
-        after=_spread([plan.imbalance for plan in plans]),
-        bound=fmean(plan.lower_bound for plan in plans),
-        copies=fmean(plan.num_replicas for plan in plans),
-        fanout=max(plan.max_fanout for plan in plans),
-        ingress=max(plan.max_ingress for plan in plans),
-        remote=fmean(plan.remote_tokens / max(plan.total, 1) for plan in plans),
-        plan_us=median(outcome.plan_us for outcome in outcomes),
-    )
-
-
 def by_label(outcomes: Sequence[Outcome]) -> dict[str, list[Outcome]]:
-    """The outcomes of every policy, in the order in which the policies first appear."""
+    """Group outcomes by policy, in the order in which the policies first appear."""
     groups: dict[str, list[Outcome]] = {}
     for outcome in outcomes:
         groups.setdefault(outcome.label, []).append(outcome)
     return groups
 
 
-def table(outcomes: Sequence[Outcome], *, first: str = "policy") -> Grid:
-    """A line for every policy; mean and worst values where there are several microbatches."""
+def table(outcomes: Sequence[Outcome]) -> Grid:
+    """Return a line for every policy, with means and worst values of several microbatches."""
     groups = by_label(outcomes).values()
     several = any(len(group) > 1 for group in groups)
-    padding = (0, 0, 0, 0 if several else 1)
-    grid = Grid(box=box.SIMPLE_HEAD, padding=padding, pad_edge=False, show_edge=False)
-    grid.add_column(first, overflow="fold")
-    for header in HEADERS_OF_SEVERAL if several else HEADERS_OF_ONE:
-        grid.add_column(header, justify="right", overflow="fold")
-    for group in groups:
-        summary = summarize(group)
-        grid.add_row(*(_cells_of_several(summary) if several else _cells_of_one(summary)))
+    rows = [_cells(group, several=several) for group in groups]
+    grid = make_grid(*rows[0], padding=(0, 0, 0, 0 if several else 1))
+    for cells in rows:
+        grid.add_row(*cells.values())
     return grid
 
 
-HEADERS_OF_ONE = (
-    *("before", "after", "bound", "copies", "max\nfan-out", "max\ningress"),
-    *("remote\ntokens", "planning\nus"),
-)
-HEADERS_OF_SEVERAL = (
-    *("before\nmean", "before\nworst", "after\nmean", "after\nworst", "bound\nmean"),
-    *("copies\nmean", "fan-out\nmax", "ingress\nmax", "remote\nmean", "plan us\nmedian"),
-)
-
-
-def _cells_of_one(summary: Summary) -> list[str]:
-    return [
-        summary.label,
-        f"{summary.before.mean:.3f}",
-        f"{summary.after.mean:.3f}",
-        f"{summary.bound:.3f}",
-        f"{summary.copies:.0f}",
-        *_common_cells(summary),
-    ]
-
-
-def _cells_of_several(summary: Summary) -> list[str]:
-    return [
-        summary.label,
-        *(f"{value:.3f}" for value in (*summary.before, *summary.after, summary.bound)),
-        f"{summary.copies:.1f}",
-        *_common_cells(summary),
-    ]
-
-
-def _common_cells(summary: Summary) -> list[str]:
-    return [
-        str(summary.fanout),
-        str(summary.ingress),
-        f"{summary.remote:.1%}",
-        f"{summary.plan_us:.1f}" if summary.plan_us < 100 else f"{summary.plan_us:.0f}",
-    ]
-
-
-def _spread(values: Sequence[float]) -> Spread:
-    return Spread(fmean(values), max(values))
+def _cells(outcomes: Sequence[Outcome], *, several: bool) -> dict[str, str]:
+    """Return the cells of one policy by header."""
+    plans = [outcome.plan for outcome in outcomes]
+    mark = "" if all(plan.within_limits for plan in plans) else "*"
+    before = [plan.initial_imbalance for plan in plans]
+    after = [plan.imbalance for plan in plans]
+    bound = f"{fmean(plan.lower_bound for plan in plans):.3f}"
+    copies = fmean(plan.num_replicas for plan in plans)
+    fanout = str(max(plan.max_fanout for plan in plans))
+    ingress = str(max(plan.max_ingress for plan in plans))
+    remote = f"{fmean(plan.remote_tokens / max(plan.total, 1) for plan in plans):.1%}"
+    median_us = median(outcome.plan_us for outcome in outcomes)
+    plan_us = f"{median_us:.1f}" if median_us < 100 else f"{median_us:.0f}"
+    if not several:
+        return {
+            "policy": outcomes[0].label + mark,
+            "before": f"{before[0]:.3f}",
+            "after": f"{after[0]:.3f}",
+            "bound": bound,
+            "copies": f"{copies:.0f}",
+            "max\nfan-out": fanout,
+            "max\ningress": ingress,
+            "remote\ntokens": remote,
+            "planning\nus": plan_us,
+        }
+    return {
+        "policy": outcomes[0].label + mark,
+        "before\nmean": f"{fmean(before):.3f}",
+        "before\nworst": f"{max(before):.3f}",
+        "after\nmean": f"{fmean(after):.3f}",
+        "after\nworst": f"{max(after):.3f}",
+        "bound\nmean": bound,
+        "copies\nmean": f"{copies:.1f}",
+        "fan-out\nmax": fanout,
+        "ingress\nmax": ingress,
+        "remote\nmean": remote,
+        "plan us\nmedian": plan_us,
+    }
 
 
 # -- skyline -------------------------------------------------------------------------------------
@@ -177,15 +130,18 @@ class Scale(NamedTuple):
     rows: int
     rows_to_mean: float  # a whole number, or less than one if the mean is low in the first row
 
-    def cut(self, highest: float) -> Scale:
-        """The scale without the rows that stay empty above the mean."""
-        if self.rows_to_mean < 1:
-            return self
-        return self._replace(rows=_rows(max(highest, 1.0), self.rows_to_mean))
+    def label(self, row: int) -> str:
+        """Return the multiple of the mean at the upper edge of a row, if it is a whole one."""
+        if self.rows_to_mean >= 1:
+            multiple = (row + 1) / self.rows_to_mean
+            return f"{multiple:.2f}x" if multiple.is_integer() else ""
+        if row + 1 == self.rows:
+            return f"{self.rows / self.rows_to_mean:.1f}x"
+        return "mean" if row == 0 else ""
 
 
 def scale_for(highest: float) -> Scale:
-    """A scale for loads up to `highest` times the mean, with the mean on the edge of a row."""
+    """Return a scale for loads up to `highest` times the mean, with the mean on a row's edge."""
     if highest > 1.5 * HEIGHT:
         return Scale(HEIGHT, HEIGHT / highest)
     rows_to_mean = max(1, round(HEIGHT / highest))
@@ -193,91 +149,59 @@ def scale_for(highest: float) -> Scale:
 
 
 def _rows(highest: float, rows_to_mean: float) -> int:
-    """Rows that a bar reaches into, if it is drawn in eighths."""
+    """Return the rows that a bar reaches into, if it is drawn in eighths."""
     return math.ceil(round(8 * highest * rows_to_mean) / 8)
-
-
-@dataclass(frozen=True, slots=True)
-class Skyline:
-    """A bar for every rank, or for every group of neighbours: the fullest of them."""
-
-    heights: list[float]  # in multiples of the mean
-    ranks: int
-    domain: int
-    bar: int  # columns of a bar
-    gap: int  # columns after it
-    scale: Scale
-    glyphs: Glyphs = BLOCKS
-
-    def text(self) -> Text:
-        """The rows from the top down, then the axis; what stands above the mean is coloured."""
-        picture = Text(no_wrap=True, overflow="crop")
-        for row in reversed(range(self.scale.rows)):
-            label = self._label(row)
-            side = self.glyphs.mark if label else self.glyphs.side
-            picture.append(f"{label:>{MARGIN - 2}} {side}", FAINT)
-            cells = chain.from_iterable(self._cells(row, height) for height in self.heights)
-            for style, run in groupby(cells, key=itemgetter(1)):
-                picture.append("".join(text for text, _ in run), style)
-            picture.append("\n")
-        picture.append(f"{self.glyphs.corner:>{MARGIN}}{self._floor()}\n", FAINT)
-        picture.append(f"{'':{MARGIN}}{self._rank_labels()}\n", FAINT)
-        return picture
-
-    def _cells(self, row: int, height: float) -> Iterator[tuple[str, str]]:
-        """The part of a bar in one row; the mean shows in cells right below it that are empty."""
-        to_mean, glyphs = self.scale.rows_to_mean, self.glyphs
-        below_mean = row + 1 == to_mean
-        empty = (glyphs.mean if below_mean else " ", FAINT)
-        level = self._level(height * to_mean - row, row)
-        bar = (glyphs.ramp[level], OVERFULL if row >= to_mean else CALM) if level else empty
-        yield from [bar] * self.bar
-        yield from [empty] * self.gap
-
-    def _level(self, rows_left: float, row: int) -> int:
-        """How full a cell is; a load above zero always shows."""
-        full = len(self.glyphs.ramp) - 1
-        least = 1 if row == 0 and rows_left > 0 else 0
-        return min(max(round(rows_left * full), least), full)
-
-    def _label(self, row: int) -> str:
-        """Multiples of the mean where the upper edge of a row is one, else only mean and top."""
-        to_mean = self.scale.rows_to_mean
-        if to_mean >= 1:
-            return "" if (row + 1) % to_mean else f"{(row + 1) / to_mean:.2f}x"
-        if row + 1 == self.scale.rows:
-            return f"{self.scale.rows / to_mean:.1f}x"
-        return "mean" if row == 0 else ""
-
-    def _floor(self) -> str:
-        width = self.bar + self.gap
-        floor = [self.glyphs.floor] * (width * len(self.heights))
-        if len(self.heights) == self.ranks:
-            for first in range(self.domain, self.ranks, self.domain):
-                floor[width * first] = self.glyphs.border
-        return "".join(floor)
-
-    def _rank_labels(self) -> str:
-        width = (self.bar + self.gap) * len(self.heights)
-        last = str(self.ranks - 1)
-        if self.ranks == 1:
-            return "rank 0"
-        if width < len("rank 0  ") + len(last):
-            return f"ranks 0 to {last}"
-        return "rank 0" + last.rjust(width - len("rank 0"))
 
 
 def skyline(
     rank_loads: IntArray, scale: Scale, *, width: int, domain: int, glyphs: Glyphs = BLOCKS
-) -> Skyline:
-    """The skyline that fits into `width` columns."""
-    ranks, mean = len(rank_loads), float(rank_loads.mean())
+) -> Text:
+    """Draw a bar for every rank, or for the fullest of neighbours where `width` is too small.
+
+    The mean shows in the empty cells right below it; what stands above the mean is red.
+    """
+    ranks, mean = len(rank_loads), float(rank_loads.mean()) or 1.0
     group = group_of(ranks, width)
-    fullest = [int(rank_loads[first : first + group].max()) for first in range(0, ranks, group)]
-    heights = [tokens / mean if mean else 0.0 for tokens in fullest]
+    heights = [rank_loads[first : first + group].max() / mean for first in range(0, ranks, group)]
     bar, gap = (3, 1) if 4 * ranks <= min(width, 64) else (1, 0)
-    cut = scale.cut(max(heights))
-    return Skyline(heights, ranks, domain, bar=bar, gap=gap, scale=cut, glyphs=glyphs)
+    rows, to_mean = scale
+    if to_mean >= 1:  # no empty rows above the mean
+        rows = _rows(max(*heights, 1.0), to_mean)
+    picture = Text(no_wrap=True, overflow="crop")
+    for row in reversed(range(rows)):
+        label = scale._replace(rows=rows).label(row)
+        side = glyphs.mark if label else glyphs.side
+        picture.append(f"{label:>{MARGIN - 2}} {side}", FAINT)
+        empty = glyphs.mean if row + 1 == to_mean else " "
+        style = OVERFULL if row >= to_mean else CALM
+        for height in heights:
+            level = _level(height * to_mean - row, len(glyphs.ramp) - 1, bottom=row == 0)
+            cell = (glyphs.ramp[level], style) if level else (empty, FAINT)
+            picture.append(bar * cell[0], cell[1])
+            picture.append(gap * empty, FAINT)
+        picture.append("\n")
+    floor = [glyphs.floor] * ((bar + gap) * len(heights))
+    if group == 1:
+        for first in range(domain, ranks, domain):
+            floor[(bar + gap) * first] = glyphs.border
+    picture.append(f"{glyphs.corner:>{MARGIN}}{''.join(floor)}\n", FAINT)
+    picture.append(f"{'':{MARGIN}}{_rank_labels(ranks, len(floor))}\n", FAINT)
+    return picture
+
+
+def _level(rows_left: float, full: int, *, bottom: bool) -> int:
+    """Return how full a cell is; a load above zero always shows."""
+    least = 1 if bottom and rows_left > 0 else 0
+    return min(max(round(rows_left * full), least), full)
+
+
+def _rank_labels(ranks: int, width: int) -> str:
+    last = str(ranks - 1)
+    if ranks == 1:
+        return "rank 0"
+    if width < len("rank 0  ") + len(last):
+        return f"ranks 0 to {last}"
+    return "rank 0" + last.rjust(width - len("rank 0"))
 
 
 def group_of(ranks: int, width: int) -> int:
@@ -298,14 +222,12 @@ def skylines(outcomes: Sequence[Outcome], console: Console) -> list[Text]:
     scale = scale_for(max(_over_mean(rank_loads) for _, _, rank_loads in drawn))
     options = {"width": console.width - MARGIN, "domain": plan.topology.domain_size}
     return [
-        _title(label, f"fullest rank {_over_mean(rank_loads):.3f}x the mean{copies}")
-        + skyline(rank_loads, scale, **options, glyphs=glyphs_for(console)).text()
+        Text.assemble(
+            (label, "bold"), f"  fullest rank {_over_mean(rank_loads):.3f}x the mean{copies}\n"
+        )
+        + skyline(rank_loads, scale, **options, glyphs=glyphs_for(console))
         for label, copies, rank_loads in drawn
     ]
-
-
-def _title(label: str, facts: str) -> Text:
-    return Text.assemble((label, "bold"), f"  {facts}\n")
 
 
 def legend(plan: Plan, console: Console) -> Text:

@@ -1,26 +1,28 @@
-"""The Scenario that the options of a command make, in words, and how it is run."""
+"""The `Scenario` of a command's options, and its description."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
 from ultraep.config import Rates
 from ultraep.errors import ConfigError
-from ultraep.tools.cli.options import IMBALANCE, MOST_PROCESSES, USUAL, ScenarioOptions
-from ultraep.tools.cli.terminal import make_console
+from ultraep.tools.cli.options import IMBALANCE, MOST_PROCESSES, ScenarioOptions
+from ultraep.tools.cli.terminal import count
 from ultraep.tools.sim.cluster import load_cluster
 from ultraep.tools.sim.model import load_model
-from ultraep.tools.sim.run import Report
-from ultraep.tools.sim.scenario import Contender, Scenario
+from ultraep.tools.sim.scenario import Scenario
 from ultraep.tools.sim.serving import Serving, load_requests
 from ultraep.tools.sim.training import Training
-from ultraep.tools.sim.workload import Recorded, Skew, Workload, fit_skew, read_workload
+from ultraep.tools.sim.workload import (
+    Recorded,
+    Skew,
+    Workload,
+    calibrated_noise,
+    fit_skew,
+    read_workload,
+)
 
 LITTLE_WORK = 1000  # layers times microbatches for which a second process costs more than it saves
 DRAWING = ("imbalance", "noise", "topic_length", "drift_length")
@@ -30,116 +32,108 @@ TRAINING = ("sequence", "pipeline", "groups", "microbatches", "steps", "no_recom
 # -- the scenario --------------------------------------------------------------------------------
 
 
-def make_scenario(asked: ScenarioOptions, **balance: Any) -> Scenario:
+def make_scenario(options: ScenarioOptions, **balance: Any) -> Scenario:
     """What the options say; what cannot work is refused before loads are fitted.
 
     balance: slots, tolerance and interval of the scenario, where the command asks for them.
     """
-    if not 0 <= asked.seed < 2**63:
-        raise ConfigError(f"seed must lie between 0 and 2**63 - 1, got {asked.seed}")
-    job, model = _job(asked), load_model(asked.model)
+    job, model = _job(options), load_model(options.model)
+    even = Skew(experts=model.experts, top_k=model.top_k, spread=0, noise=0, seed=options.seed)
     scenario = Scenario(
-        cluster=load_cluster(asked.cluster),
+        cluster=load_cluster(options.cluster),
         model=model,
-        workload=Skew(experts=model.experts, top_k=model.top_k, spread=0, noise=0),
+        workload=even,
         job=job,
-        ranks=asked.ep,
-        domain=asked.domain,
-        objective=_objective(asked),
-        prices=None if asked.rates is None else Rates.from_text(asked.rates),
+        ranks=options.ep,
+        domain=options.domain,
+        objective=_objective(options),
+        prices=None if options.rates is None else Rates.from_text(options.rates),
         **balance,
     )
-    return replace(scenario, workload=_workload(asked, scenario))
+    return replace(scenario, workload=_workload(options, scenario))
 
 
-def _job(asked: ScenarioOptions) -> Training | Serving:
-    given = _given(asked, TRAINING)
-    if asked.prefill is None:
+def _job(options: ScenarioOptions) -> Training | Serving:
+    given = _given(options, TRAINING)
+    if options.prefill is None:
         recompute = not given.pop("no_recompute", False)
-        options = {"tokens": asked.tokens, "sequence": asked.tokens, **given}
-        return Training(recompute=recompute, **options)
+        sizes = {"tokens": options.tokens, "sequence": options.tokens, **given}
+        return Training(recompute=recompute, **sizes)
     _refuse(given, "--prefill serves requests", "training")
-    return Serving(requests=load_requests(asked.prefill), chunk=asked.tokens, seed=asked.seed)
+    return Serving(requests=load_requests(options.prefill), chunk=options.tokens, seed=options.seed)
 
 
-def _objective(asked: ScenarioOptions) -> str:
+def _objective(options: ScenarioOptions) -> str:
     """What is asked for, or what the library does: engines for serving plan for balance."""
-    usual = "time" if asked.prefill is None else "balance"
-    objective = usual if asked.objective is None else asked.objective
-    if asked.rates is not None and objective == "balance":
+    usual = "time" if options.prefill is None else "balance"
+    objective = usual if options.objective is None else options.objective
+    if options.rates is not None and objective == "balance":
         raise ConfigError("--rates are what plans by time reckon with: --objective time")
     return objective
 
 
-def _workload(asked: ScenarioOptions, scenario: Scenario) -> Workload:
+def _workload(options: ScenarioOptions, scenario: Scenario) -> Workload:
     """Recorded loads, or drawn ones with the imbalance that was asked for."""
-    given, model = _given(asked, DRAWING), scenario.model
-    if asked.trace is not None:
+    given, model = _given(options, DRAWING), scenario.model
+    if options.trace is not None:
         _refuse(given, "--trace brings its own loads", "drawn loads")
-        return read_workload(asked.trace, experts=model.experts, top_k=model.top_k)
-    noise = USUAL.training if isinstance(scenario.job, Training) else USUAL.serving
+        return read_workload(options.trace, experts=model.experts, top_k=model.top_k)
+    noise = calibrated_noise(training=scenario.job.trains)
     return fit_skew(
         given.pop("imbalance", IMBALANCE),
         scenario.topology,
         model.top_k,
         range(model.dense_layers, model.layers),
-        seed=asked.seed,
+        seed=options.seed,
         **{"noise": noise, **given},
     )
 
 
-def _given(asked: ScenarioOptions, names: tuple[str, ...]) -> dict[str, Any]:
-    """Those of the named options that were given."""
-    values = {name: getattr(asked, name) for name in names}
+def _given(options: ScenarioOptions, names: tuple[str, ...]) -> dict[str, Any]:
+    """Return the named options that were given."""
+    values = {name: getattr(options, name) for name in names}
     return {
         name: value for name, value in values.items() if value is not None and value is not False
     }
 
 
 def _refuse(given: dict[str, Any], why: str, kind: str) -> None:
-    """Options of the other kind that were given all the same."""
+    """Raise if options of the other kind were given."""
     names = [f"--{name.replace('_', '-')}" for name in given]
     if names:
         have = "has" if len(names) == 1 else "have"
         raise ConfigError(f"{why}: {' and '.join(names)} {have} no meaning there, only for {kind}")
 
 
-def policies_of(names: str) -> list[str]:
-    """The policies of a list with commas, each once; all of them can be simulated."""
-    found = [name.strip() for name in names.split(",") if name.strip()]
-    if not found:
-        raise ConfigError(f"--policy must name at least one policy, got {names!r}")
-    return [Contender.of(name).label for name in dict.fromkeys(found)]
-
-
 # -- in words ------------------------------------------------------------------------------------
 
 
 def describe(scenario: Scenario, *, imbalance: float | None = None, slots: bool = True) -> str:
-    """Three lines: where, how, and on which loads.
+    """Return three lines: cluster and model, the job, the loads.
 
     imbalance: as asked for, of drawn loads.
     slots: whether to name the spare slots.
     """
-    topology = scenario.topology
-    domains = (
-        f"fast-link domains of {topology.domain_size}"
-        if topology.num_domains > 1
-        else "one fast-link domain"
-    )
+    topology, workload = scenario.topology, scenario.workload
     where = (
         f"{scenario.model.title} on {scenario.cluster.name}: "
-        f"{_count(scenario.devices, 'device')}, EP{scenario.ranks} in {domains}"
+        f"{count(scenario.devices, 'device')}, EP{scenario.ranks} in "
+        + (
+            f"fast-link domains of {topology.domain_size}"
+            if topology.num_domains > 1
+            else "one fast-link domain"
+        )
+        + (f", {count(scenario.slots, 'spare slot')}" if slots else "")
     )
-    if slots:
-        where += f", {_count(scenario.slots, 'spare slot')}"
-    loads = _words_of_loads(scenario, imbalance)
+    loads = f"drawn loads of imbalance {imbalance or IMBALANCE:g} when nothing is balanced"
+    if isinstance(workload, Recorded):
+        windows, layers, _ = workload.loads.shape
+        loads = f"recorded loads: {count(windows, 'microbatch')} of {count(layers, 'layer')}"
     plans = "by time" if scenario.objective == "time" else "for balance"
-    return f"{where}\n{_words_of_job(scenario)}\n{loads}; ultraep plans {plans}"
+    return f"{where}\n{_describe_job(scenario.job)}\n{loads}; ultraep plans {plans}"
 
 
-def _words_of_job(scenario: Scenario) -> str:
-    job = scenario.job
+def _describe_job(job: Training | Serving) -> str:
     if isinstance(job, Serving):
         requests = job.requests
         return (
@@ -148,35 +142,17 @@ def _words_of_job(scenario: Scenario) -> str:
         )
     parts = [
         f"training: {job.tokens:,} tokens per rank and microbatch",
-        f"{_count(job.steps, 'step')} of {_count(job.microbatches, 'microbatch')}",
+        f"{count(job.steps, 'step')} of {count(job.microbatches, 'microbatch')}",
     ]
     if job.pipeline > 1:
         parts.append(f"{job.pipeline} pipeline parts")
     if job.groups > 1:
         parts.append(f"{job.groups} data-parallel groups")
-    parts.append("recompute" if job.recompute else "no recompute")
-    return ", ".join(parts)
-
-
-def _words_of_loads(scenario: Scenario, imbalance: float | None) -> str:
-    workload = scenario.workload
-    if isinstance(workload, Recorded):
-        windows, layers, _ = workload.loads.shape
-        return f"recorded loads: {_count(windows, 'microbatch')} of {_count(layers, 'layer')}"
-    asked = IMBALANCE if imbalance is None else imbalance
-    return f"drawn loads of imbalance {asked:g} when nothing is balanced"
-
-
-def _count(number: int, word: str) -> str:
-    plural = "es" if word.endswith("ch") else "s"
-    return f"{number:,} {word}{'' if number == 1 else plural}"
-
-
-# -- running -------------------------------------------------------------------------------------
+    return ", ".join([*parts, "recompute" if job.recompute else "no recompute"])
 
 
 def processes_for(scenario: Scenario, asked: int | None) -> int:
-    """As many as were asked for; else one for little work, or the cores."""
+    """Return the processes asked for; else one for little work, or the cores."""
     if asked is not None:
         if asked < 1:
             raise ConfigError(f"--processes must be at least 1, got {asked}")
@@ -185,19 +161,3 @@ def processes_for(scenario: Scenario, asked: int | None) -> int:
         return 1
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return min(cores or 1, MOST_PROCESSES)
-
-
-@contextmanager
-def progress_bar(what: str = "simulating layers") -> Iterator[Report]:
-    """A bar on stderr that goes away again; nothing where stderr is no terminal."""
-    stderr = make_console(stderr=True)
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-    )
-    bar = Progress(*columns, console=stderr, transient=True, disable=not stderr.is_terminal)
-    with bar:
-        task = bar.add_task(what, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)

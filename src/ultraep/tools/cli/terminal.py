@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterable
 from typing import Any
 
+from rich import box
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
+
+from ultraep.topology import Topology
 
 WIDEST = 10_000  # columns; wide enough for any table
 
@@ -71,3 +75,38 @@ class Grid(Table):
 
 def _text(cell: Any) -> Text:
     return cell if isinstance(cell, Text) else Text(str(cell))
+
+
+def make_grid(*headers: str, padding: tuple[int, int, int, int] = (0, 1, 0, 1)) -> Grid:
+    """Return a table whose first column holds names and whose other columns hold numbers."""
+    grid = Grid(box=box.SIMPLE_HEAD, padding=padding, pad_edge=False, show_edge=False)
+    for index, header in enumerate(headers):
+        grid.add_column(header, justify="right" if index else "left", overflow="fold")
+    return grid
+
+
+def count(number: int, word: str) -> str:
+    """Return a number with its noun.
+
+    >>> count(1, "rank"), count(2000, "microbatch")
+    ('1 rank', '2,000 microbatches')
+    """
+    plural = "es" if word.endswith("ch") else "s"
+    return f"{number:,} {word}{'' if number == 1 else plural}"
+
+
+def describe_topology(topology: Topology) -> list[str]:
+    """Return ranks, experts, spare slots and domains in words."""
+    parts = [
+        count(topology.ranks, "rank"),
+        count(topology.experts, "expert"),
+        f"{count(topology.slots, 'spare slot')} each",
+    ]
+    if topology.num_domains > 1:
+        parts.append(f"domains of {count(topology.domain_size, 'rank')}")
+    return parts
+
+
+def print_records(records: Iterable[dict[str, Any]]) -> None:
+    """Print a JSON list with one record per line."""
+    print("[\n" + ",\n".join(map(json.dumps, records)) + "\n]")

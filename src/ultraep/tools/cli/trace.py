@@ -10,9 +10,8 @@ from typing import Annotated, Any
 
 import numpy as np
 import typer
-from rich import box
-from rich.progress import track
 from rich.text import Text
+from typer import Argument, Option
 
 from ultraep.config import Rates
 from ultraep.errors import ConfigError
@@ -21,14 +20,21 @@ from ultraep.policies import get_policy
 from ultraep.tools.cli import render
 from ultraep.tools.cli.lists import names_in, numbers_in
 from ultraep.tools.cli.options import Force
-from ultraep.tools.cli.terminal import Grid, make_console, plain
+from ultraep.tools.cli.progress import track_planning
+from ultraep.tools.cli.terminal import (
+    Grid,
+    count,
+    describe_topology,
+    make_console,
+    make_grid,
+    plain,
+)
 from ultraep.trace.chrome import timeline_of, write_timeline
 from ultraep.trace.export import write_csv
 from ultraep.trace.read import Trace, read_trace
 from ultraep.trace.replay import Line, cases, differing
 from ultraep.trace.replay import replay as replay_case
 
-LONG_WORK = 100  # plans from which on a progress bar is worth having
 DIFFERS = 1  # exit code of a replay that finds other plans than those recorded
 MB = 1e6
 
@@ -41,11 +47,11 @@ app = typer.Typer(
 
 Source = Annotated[
     Path,
-    typer.Argument(
+    Argument(
         metavar="PATH", help="Folder of a trace, or a file that `ultraep trace export --npz` wrote."
     ),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print only JSON.")]
+AsJson = Annotated[bool, Option("--json", help="Print only JSON.")]
 
 
 # -- info ----------------------------------------------------------------------------------------
@@ -69,22 +75,15 @@ def info(path: Source, as_json: AsJson = False) -> None:
 
 def _heading(name: str, trace: Trace) -> Text:
     header = trace.header
-    parts = [
-        _count(len(trace), "record"),
-        _count(header.ranks, "rank"),
-        _count(header.experts, "expert"),
-        f"{_count(header.slots, 'spare slot')} each",
-    ]
-    if trace.topology.num_domains > 1:
-        parts.append(f"domains of {_count(header.domain, 'rank')}")
-    lines = [f"{name}: {', '.join(parts)}"]
+    sizes = [count(len(trace), "record"), *describe_topology(trace.topology)]
+    lines = [f"{name}: {', '.join(sizes)}"]
     policies = " and ".join(np.unique(trace.policy).tolist()) or header.policy
     lines.append(f"policy {policies}, tolerance {header.tolerance:g}, recorded {header.created}")
     lines += _decisions(trace)
     if len(trace):
         steps, tokens = trace.steps, trace.rank_loads.sum(axis=1).mean()
         lines.append(
-            f"{_count(len(steps), 'step')}, {steps[0]} to {steps[-1]}; "
+            f"{count(len(steps), 'step')}, {steps[0]} to {steps[-1]}; "
             f"{tokens:,.0f} routed tokens per microbatch"
         )
     if header.note:
@@ -100,30 +99,21 @@ def _decisions(trace: Trace) -> list[str]:
     for layer in trace.layers.tolist():
         for numbers in np.unique(trace.of_layer(layer).rates, axis=0).tolist():
             named.setdefault(tuple(numbers), []).append(layer)
-    lines = [
-        f"objective time, layers {', '.join(map(str, layers))}: "
-        + (
-            f"{Rates.from_numbers(numbers)} picoseconds"
-            if any(numbers)
-            else "no rates, planned for balance"
-        )
-        for numbers, layers in named.items()
-    ]
+    lines = []
+    for numbers, layers in named.items():
+        rates = "no rates, planned for balance"
+        if any(numbers):
+            rates = f"{Rates.from_numbers(numbers)} picoseconds"
+        lines.append(f"objective time, layers {', '.join(map(str, layers))}: {rates}")
     alone = int(trace.left_alone.sum())
-    return [*lines, f"{_count(alone, 'record')} left alone: no copies would pay"] if lines else []
-
-
-def _grid(*columns: str) -> Grid:
-    grid = Grid(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
-    for index, column in enumerate(columns):
-        grid.add_column(column, justify="right" if index else "left", overflow="fold")
-    return grid
+    return [*lines, f"{count(alone, 'record')} left alone: no copies would pay"] if lines else []
 
 
 def _layers(trace: Trace) -> Grid:
-    grid = _grid(
+    grid = make_grid(
         *("layer", "records", "before\nmean", "before\nworst", "after\nmean", "after\nworst"),
         *("copies\nmean", "MB moved\nmean"),
+        padding=(0, 1, 0, 0),
     )
     named = [(str(layer), trace.of_layer(layer)) for layer in trace.layers.tolist()]
     for name, part in [*named, ("all", trace)] if len(named) > 1 else named:
@@ -137,7 +127,7 @@ def _layers(trace: Trace) -> Grid:
 
 
 def _stages(trace: Trace) -> Text:
-    """Seconds of the slowest rank, meaned over records."""
+    """Seconds of the slowest rank, mean over records."""
     slowest = 1e3 * trace.seconds.max(axis=1).mean(axis=0)
     shown = [
         f"{stage} {value:.3f}"
@@ -160,7 +150,7 @@ def _notes(trace: Trace, lines: Sequence[Line] = ()) -> Iterator[str]:
             "could be written"
         )
     if trace.left_out:
-        yield f"{_count(trace.left_out, 'record')} left out: not all ranks have them"
+        yield f"{count(trace.left_out, 'record')} left out: not all ranks have them"
     if not len(trace):
         yield "nothing was recorded, or nothing that all ranks have"
 
@@ -185,33 +175,28 @@ def _facts(trace: Trace) -> dict[str, Any]:
 # -- replay --------------------------------------------------------------------------------------
 
 Policies = Annotated[
-    str, typer.Option(metavar="NAME,...", help="Policies to plan with; `ultraep env` lists them.")
+    str, Option(metavar="NAME,...", help="Policies to plan with; `ultraep env` lists them.")
 ]
 SlotCounts = Annotated[
     str | None,
-    typer.Option(metavar="N,...", help="Spare slots of every rank.", show_default="as recorded"),
+    Option(metavar="N,...", help="Spare slots per rank.", show_default="as recorded"),
 ]
 Sizes = Annotated[
     str | None,
-    typer.Option(
+    Option(
         "--ep",
         metavar="N,...",
-        help="Ranks of the group. Neighbouring ranks are merged, or their tokens dealt out: the "
-        "number must divide the recorded one, or be divided by it, and divide the experts.",
+        help="Ranks of the group, a divisor or multiple of the recorded number: neighbouring ranks "
+        "are merged, or their tokens dealt out.",
         show_default="as recorded",
     ),
 ]
 Windows = Annotated[
-    str,
-    typer.Option(
-        metavar="N,...", help="Past microbatches of a layer that eplb, lplb and flashlb place by."
-    ),
+    str, Option(metavar="N,...", help="Past microbatches of a layer for eplb, lplb and flashlb.")
 ]
 Tolerance = Annotated[
     float | None,
-    typer.Option(
-        help="How far above the mean the fullest rank may stay.", show_default="as recorded"
-    ),
+    Option(help="How far above the mean the fullest rank may stay.", show_default="as recorded"),
 ]
 
 
@@ -236,9 +221,9 @@ def replay(
     wanted = cases(
         trace,
         policies=[get_policy(name).name for name in names_in(policy, "--policy")],
-        slots=_numbers(slots, "--slots", trace.header.slots),
-        ranks=_numbers(ep, "--ep", trace.header.ranks),
-        history=_numbers(history, "--history", 1),
+        slots=[trace.header.slots] if slots is None else numbers_in(slots, "--slots"),
+        ranks=[trace.header.ranks] if ep is None else numbers_in(ep, "--ep"),
+        history=numbers_in(history, "--history"),
         tolerance=tolerance,
     )
     if not len(trace):
@@ -246,8 +231,7 @@ def replay(
     stderr = make_console(stderr=True)
     with stderr.status("planning as it was recorded ..."):
         wrong = differing(trace)
-    quiet = len(wanted) * len(trace) < LONG_WORK or not stderr.is_terminal
-    shown = track(wanted, "planning", console=stderr, transient=True, disable=quiet)
+    shown = track_planning(wanted, len(wanted) * len(trace))
     lines = [replay_case(trace, case) for case in shown]
     if as_json:
         print(json.dumps({"differing": wrong, "replayed": [_record(line) for line in lines]}))
@@ -269,23 +253,25 @@ def _report(name: str, trace: Trace, wrong: list[int], lines: Sequence[Line]) ->
 
 def _verdict(trace: Trace, wrong: list[int]) -> Text:
     if not wrong:
-        which = f"the {_count(len(trace), 'recorded plan')}"
-        return Text(f"Planned again as recorded: exactly {which}.")
-    said = f"Planned again as recorded: {len(wrong)} of {_count(len(trace), 'plan')} differ"
+        plans = count(len(trace), "recorded plan")
+        return Text(f"Planned again as recorded: exactly the {plans}.")
     first = wrong[0]
-    said += f", the first in step {trace.step[first]}, layer {trace.layer[first]}"
     past = any(get_policy(str(name)).needs_history for name in np.unique(trace.policy))
+    why = "was it recorded by another version?"
     if past and (trace.dropped or trace.left_out):
-        said += "; the policy places by the past, and records of it are missing"
-    else:
-        said += "; was it recorded by another version?"
-    return Text(said + ".", render.OVERFULL)
+        why = "the policy places by the past, and records of it are missing."
+    return Text(
+        f"Planned again as recorded: {len(wrong)} of {count(len(trace), 'plan')} differ, the first "
+        f"in step {trace.step[first]}, layer {trace.layer[first]}; {why}",
+        render.OVERFULL,
+    )
 
 
 def _lines(lines: Sequence[Line]) -> Grid:
-    grid = _grid(
+    grid = make_grid(
         *("policy", "EP", "slots", "history", "before\nmean", "after\nmean", "after\nworst"),
         *("bound\nmean", "copies\nmean", "remote\nmean"),
+        padding=(0, 1, 0, 0),
     )
     for line in lines:
         case = line.case
@@ -312,17 +298,15 @@ def _record(line: Line) -> dict[str, Any]:
 
 # -- export --------------------------------------------------------------------------------------
 
-Csv = Annotated[
-    Path | None, typer.Option("--csv", metavar="FILE", help="A table, one line per record.")
-]
+Csv = Annotated[Path | None, Option("--csv", metavar="FILE", help="A table, one line per record.")]
 Perfetto = Annotated[
     Path | None,
-    typer.Option(
+    Option(
         "--perfetto", metavar="FILE", help="A timeline for ui.perfetto.dev or chrome://tracing."
     ),
 ]
 Npz = Annotated[
-    Path | None, typer.Option("--npz", metavar="FILE", help="All of it in one file, to share.")
+    Path | None, Option("--npz", metavar="FILE", help="All of it in one file, to share.")
 ]
 
 
@@ -337,7 +321,11 @@ def export(
     """Write a trace for other programs."""
     if to_npz is not None and to_npz.suffix.lower() != ".npz":
         raise ConfigError(f"--npz needs a name that ends in .npz, got {to_npz}")
-    writers = ((to_csv, write_csv), (to_perfetto, _write_timeline), (to_npz, Trace.save))
+    writers = (
+        (to_csv, write_csv),
+        (to_perfetto, lambda trace, path: write_timeline(path, timeline_of(trace))),
+        (to_npz, Trace.save),
+    )
     wanted = [(target, write) for target, write in writers if target is not None]
     if not wanted:
         raise ConfigError("name what to write: --csv, --perfetto or --npz")
@@ -346,19 +334,4 @@ def export(
     for target, write in wanted:
         write(trace, target)
         if not is_stream(target):
-            print(f"{plain(str(target))}: {_count(len(trace), 'record')}")
-
-
-def _write_timeline(trace: Trace, path: Path) -> None:
-    write_timeline(path, timeline_of(trace))
-
-
-# -- words ---------------------------------------------------------------------------------------
-
-
-def _numbers(text: str | None, option: str, usual: int) -> list[int]:
-    return [usual] if text is None else numbers_in(text, option)
-
-
-def _count(number: int, word: str) -> str:
-    return f"{number:,} {word}{'' if number == 1 else 's'}"
+            print(f"{plain(str(target))}: {count(len(trace), 'record')}")

@@ -6,7 +6,7 @@ import webbrowser
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Argument, Option
 
 from ultraep.errors import BackendUnavailable, ConfigError, FileError
 from ultraep.files.writing import check_targets, is_stream
@@ -27,26 +27,26 @@ HOST, PORT = "127.0.0.1", 8750
 
 Paths = Annotated[
     list[Path],
-    typer.Argument(
+    Argument(
         metavar="TRACE|DIR|REPORT...",
-        help="Traces (folders, or files of `ultraep trace export --npz`), folders that hold some, "
-        "what a demo or an inspection left, or a report. Several are compared.",
+        help="Traces (folders, or files of `ultraep trace export --npz`), folders of traces, the "
+        "output of a demo or an inspection, or a report. Several traces are compared.",
         show_default=False,
     ),
 ]
-Live = Annotated[bool, typer.Option("--live", help="Follow folders that a running job writes to.")]
+Live = Annotated[bool, Option("--live", help="Follow folders that a running job writes to.")]
 Host = Annotated[
     str,
-    typer.Option(
+    Option(
         metavar="ADDRESS",
-        help="Where to listen. Beyond this machine a token is asked for, which is printed.",
+        help="Address to listen on. Beyond this machine, the page asks for the printed token.",
     ),
 ]
-Port = Annotated[int, typer.Option(metavar="N", help="Port to listen on; 0: any that is free.")]
-Open = Annotated[bool, typer.Option("--open", help="Open a browser.")]
+Port = Annotated[int, Option(metavar="N", help="Port to listen on; 0: any that is free.")]
+Open = Annotated[bool, Option("--open", help="Open a browser.")]
 Export = Annotated[
     Path | None,
-    typer.Option(metavar="FILE", help="Write one HTML file to share instead; nothing is served."),
+    Option(metavar="FILE", help="Write one HTML file to share instead; nothing is served."),
 ]
 
 

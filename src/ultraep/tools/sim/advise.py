@@ -1,23 +1,19 @@
 """advise: is balancing worth it on this cluster, and with how many slots and which tolerance?
 
-Plans by time find out themselves what pays, so that they need no tolerance. All settings run on the
-same loads, beside no balancing and forced balance. Those that are advised run again: on loads drawn
-anew, for the range of the gain, and with few and many tokens per rank, for the number from which on
-it pays.
+All settings run on the same loads, beside no balancing and forced balance. The best settings run
+again on loads drawn anew, which gives the range of the gain, and with few and many tokens per rank,
+which gives the break-even. Plans by time find out themselves what pays and need no tolerance.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TypeVar
 
-from ultraep.errors import ConfigError
 from ultraep.tools.sim.gain import (
     DRAWS,
     IDEAL,
     NONE,
-    PROBE_MICROBATCHES,
     PROBE_TOKENS,
     BreakEven,
     Curve,
@@ -28,26 +24,29 @@ from ultraep.tools.sim.gain import (
     probe,
 )
 from ultraep.tools.sim.memory import memory_of, slot_bytes
-from ultraep.tools.sim.reasons import (
-    CLEAR_GAIN,
-    DOES_NOT_PAY,
-    Facts,
-    exposed_seconds,
-    reasons_of,
-    remainder_of,
-    saved_seconds,
-    verdict_of,
-)
 from ultraep.tools.sim.run import Report, Result, simulate
 from ultraep.tools.sim.scenario import Contender, Scenario
-from ultraep.tools.sim.training import Training
 from ultraep.tools.sim.workload import Skew
-
-Item = TypeVar("Item")
+from ultraep.trace.schema import FORWARD
 
 MOST_SLOTS = 4
 TOLERANCES = (0.0, 0.01, 0.02, 0.05)
 NEAR = 0.005  # of the best throughput: what fewer slots may cost
+
+PAYS, PAYS_A_LITTLE, DOES_NOT_PAY = "pays", "pays a little", "does not pay"
+CLEAR_GAIN = 1.05  # at the low end of the range: it pays
+SMALL_GAIN = 1.01  # overall: it pays a little
+LEFT_OVER = 0.02  # imbalance beyond the tolerance that is worth a word
+
+# Stages that balancing adds, and stages that it shortens, each with its counterpart in backward.
+EXPOSED = ("loads", "plan", "replicate", "reroute", "reduce")
+SHORTENED = ("dispatch", "experts", "combine")
+BACK = {
+    "replicate": "weights again",
+    "dispatch": "dispatch back",
+    "experts": "experts back",
+    "combine": "combine back",
+}
 
 
 @dataclass(frozen=True)
@@ -118,31 +117,40 @@ class Advice:
 
 
 def advise(scenario: Scenario, *, processes: int = 1, report: Report | None = None) -> Advice:
-    """Look at all settings for a scenario; its slots do not matter, nor does its tolerance.
+    """Try all settings for a scenario; its own slots and tolerance do not matter.
 
-    report: is told the microbatches that are done, of every setting, and how many there are.
+    report: called with the simulations that are done, and how many there are.
     """
-    if processes < 1:
-        raise ConfigError(f"processes must be at least 1, got {processes}")
     settings = _settings(scenario)
     tried = [NONE, *(_contender(*setting) for setting in settings), IDEAL]
-    work = _Work(scenario, len(tried), report)
-    none, *found, ideal = simulate(scenario, tried, processes=processes, report=work.searched)
+    seeds = DRAWS - 1 if isinstance(scenario.workload, Skew) else 0
+    done, total = len(tried), len(tried) + 2 * seeds + len(PROBE_TOKENS)
+    tell = report or (lambda *_: None)
+    none, *balanced, ideal = simulate(
+        scenario,
+        tried,
+        processes=processes,
+        report=lambda layers, of: tell(len(tried) * layers // of, total),
+    )
     options = tuple(
         _option(result, tolerance, none, ideal)
-        for result, (_, tolerance) in zip(found, settings, strict=True)
+        for result, (_, tolerance) in zip(balanced, settings, strict=True)
     )
     best = choose(options, none.out_of_memory)
     if best is None:
-        return _put_together(scenario, _Found(none, none, ideal, options))
+        return _advice(_Search(scenario, none, none, ideal, options))
     contender = _contender(best.slots, best.tolerance)
-    draws = work.count(draw_again(scenario, contender, processes), 2 * scenario.microbatches)
-    curve = work.count(probe(scenario, contender), 2 * PROBE_MICROBATCHES)
-    balanced = found[options.index(best)]
-    return _put_together(
-        scenario,
-        _Found(none, balanced, ideal, options, best, (best.gain, *draws), tuple(curve)),
-    )
+    draws, curve = [best.gain], []
+    for gain in draw_again(scenario, contender, processes):
+        draws.append(gain)
+        done += 2
+        tell(done, total)
+    for point in probe(scenario, contender):
+        curve.append(point)
+        done += 1
+        tell(done, total)
+    own = balanced[options.index(best)]
+    return _advice(_Search(scenario, none, own, ideal, options, best, tuple(draws), tuple(curve)))
 
 
 # -- settings ------------------------------------------------------------------------------------
@@ -152,12 +160,8 @@ def most_slots(scenario: Scenario) -> int:
     """Slots that are worth trying: copies have somewhere to go, and memory holds them."""
     if scenario.topology.domain_size == 1:
         return 0
-    fitting = [
-        slots
-        for slots in range(1, _slots_wanted(scenario) + 1)
-        if _least_memory(scenario, slots) <= scenario.cluster.memory
-    ]
-    return len(fitting)
+    every = range(1, _slots_wanted(scenario) + 1)
+    return sum(_least_memory(scenario, slots) <= scenario.cluster.memory for slots in every)
 
 
 def _slots_wanted(scenario: Scenario) -> int:
@@ -166,7 +170,7 @@ def _slots_wanted(scenario: Scenario) -> int:
 
 
 def _least_memory(scenario: Scenario, slots: int) -> float:
-    """Bytes of a device with so many slots, all ranks alike."""
+    """Return the bytes of a device with this many slots if all ranks have the same load."""
     rows = scenario.rows / scenario.ranks
     return memory_of(scenario.model, scenario.ranks, slots, scenario.job, rows).total
 
@@ -212,13 +216,14 @@ def choose(options: tuple[Option, ...], none_out_of_memory: float) -> Option | N
     return max(equal, key=lambda option: (round(option.share, 6), option.tolerance))
 
 
-# -- putting it together -------------------------------------------------------------------------
+# -- advice --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class _Found:
-    """What the simulations said; `balanced` is `none` where nothing can be copied."""
+class _Search:
+    """What the simulations gave; `balanced` is `none` where nothing can be copied."""
 
+    scenario: Scenario
     none: Result
     balanced: Result
     ideal: Result
@@ -228,30 +233,18 @@ class _Found:
     curve: Curve = ()
 
 
-def _put_together(scenario: Scenario, found: _Found) -> Advice:
-    best, memory = found.best, _memory(scenario, found)
-    gain = gain_of(scenario, found.none, found.balanced, found.draws)
-    even = break_even(found.curve, 1.0) if best else None
+def _advice(search: _Search) -> Advice:
+    scenario, none, balanced, best = search.scenario, search.none, search.balanced, search.best
+    memory = _memory(search)
+    gain = gain_of(scenario, none, balanced, search.draws)
+    even = break_even(search.curve, 1.0) if best else None
     verdict = verdict_of(gain.overall, gain.low, avoids_out_of_memory=memory.avoids_out_of_memory)
     advised = best if verdict != DOES_NOT_PAY else None
-    facts = Facts(
-        scenario=scenario,
-        none=found.none,
-        balanced=found.balanced,
-        ideal=found.ideal,
-        possible=best is not None,
-        slots_fit=most_slots(scenario),
-        slots_wanted=_slots_wanted(scenario),
-        one_slot=_one_slot(scenario, found),
-        tolerance=best.tolerance if best else 0.0,
-        verdict=verdict,
-        break_even=even.tokens if even else None,
-        most_tokens=PROBE_TOKENS[-1],
-    )
+    exposed, saved = exposed_seconds(balanced), saved_seconds(none, balanced)
     return Advice(
         cluster=scenario.cluster.name,
         model=scenario.model.name,
-        job="training" if isinstance(scenario.job, Training) else "prefill",
+        job=scenario.job.name,
         devices=scenario.devices,
         ranks=scenario.ranks,
         domain=scenario.topology.domain_size,
@@ -260,69 +253,117 @@ def _put_together(scenario: Scenario, found: _Found) -> Advice:
         slots=advised.slots if advised else 0,
         tolerance=advised.tolerance if advised else 0.0,
         objective=scenario.objective,
-        unit=found.none.unit,
-        none=_option(found.none, 0.0, found.none, found.ideal),
+        unit=none.unit,
+        none=_option(none, 0.0, none, search.ideal),
         option=best,
-        options=found.options,
-        ideal_throughput=found.ideal.throughput,
+        options=search.options,
+        ideal_throughput=search.ideal.throughput,
         gain=gain,
         break_even=even,
-        clear_gain=break_even(found.curve, CLEAR_GAIN) if best else None,
-        curve=found.curve,
+        clear_gain=break_even(search.curve, CLEAR_GAIN) if best else None,
+        curve=search.curve,
         memory=memory,
-        exposed=exposed_seconds(found.balanced),
-        saved=saved_seconds(found.none, found.balanced),
-        remainder=remainder_of(facts),
-        reasons=reasons_of(facts),
+        exposed=exposed,
+        saved=saved,
+        remainder=_remainder(search),
+        reasons=tuple(_reasons(search, even, exposed, saved)),
     )
 
 
-def _memory(scenario: Scenario, found: _Found) -> DeviceMemory:
-    slot = slot_bytes(scenario.model, training=isinstance(scenario.job, Training))
-    slots = found.best.slots if found.best else 0
-    none_short, own_short = found.none.out_of_memory, found.balanced.out_of_memory
+def verdict_of(gain: float, low: float, *, avoids_out_of_memory: bool) -> str:
+    """Return one of the three verdicts; what runs with balancing only pays."""
+    if avoids_out_of_memory or low >= CLEAR_GAIN:
+        return PAYS
+    return PAYS_A_LITTLE if gain >= SMALL_GAIN else DOES_NOT_PAY
+
+
+def _memory(search: _Search) -> DeviceMemory:
+    scenario, none, balanced = search.scenario, search.none, search.balanced
+    slot = slot_bytes(scenario.model, training=scenario.job.trains)
+    slots = search.best.slots if search.best else 0
     return DeviceMemory(
         device=scenario.cluster.memory,
         slot=float(slot),
         slots=float(slots * slot),
-        none=found.none.memory.total,
-        balanced=found.balanced.memory.total,
-        none_out_of_memory=none_short,
-        balanced_out_of_memory=own_short,
-        avoids_out_of_memory=none_short > 0 and not own_short,
+        none=none.memory.total,
+        balanced=balanced.memory.total,
+        none_out_of_memory=none.out_of_memory,
+        balanced_out_of_memory=balanced.out_of_memory,
+        avoids_out_of_memory=none.out_of_memory > 0 and not balanced.out_of_memory,
     )
 
 
-def _one_slot(scenario: Scenario, found: _Found) -> float:
-    """Bytes of the fullest device with one spare slot, used as well as can be."""
-    tried = [option.memory for option in found.options if option.slots == 1]
-    return min(tried, default=_least_memory(scenario, 1))
+def seconds_by_stage(result: Result) -> dict[str, float]:
+    """Return the seconds of a microbatch, with forward, recompute and backward added up."""
+    stages = result.stages
+    again = 2 if "recompute" in stages else 1
+    return {
+        name: (again if name in FORWARD else 1) * stages.get(name, 0.0)
+        + stages.get(BACK.get(name, ""), 0.0)
+        for name in (*EXPOSED, *SHORTENED)
+    }
 
 
-class _Work:
-    """How much of the work is done: microbatches, times contenders."""
+def exposed_seconds(result: Result) -> float:
+    """Return the seconds that balancing adds to a microbatch."""
+    seconds = seconds_by_stage(result)
+    return sum(seconds[name] for name in EXPOSED)
 
-    def __init__(self, scenario: Scenario, contenders: int, report: Report | None) -> None:
-        draws = DRAWS - 1 if isinstance(scenario.workload, Skew) else 0
-        self.search = contenders * scenario.microbatches
-        self.total = self.search + 2 * draws * scenario.microbatches
-        self.total += 2 * len(PROBE_TOKENS) * PROBE_MICROBATCHES
-        self.done = 0
-        self.report = report
 
-    def searched(self, layers: int, of: int) -> None:
-        """So many layers of the search are done."""
-        self._reach(self.search * layers // of)
+def saved_seconds(none: Result, balanced: Result) -> float:
+    """Return the seconds that balancing takes off a microbatch."""
+    before, after = seconds_by_stage(none), seconds_by_stage(balanced)
+    return sum(before[name] - after[name] for name in SHORTENED)
 
-    def count(self, found: Iterable[Item], work: int) -> list[Item]:
-        """All items, of so much work each."""
-        items = []
-        for item in found:
-            items.append(item)
-            self._reach(self.done + work)
-        return items
 
-    def _reach(self, done: int) -> None:
-        self.done = done
-        if self.report:
-            self.report(done, self.total)
+def _remainder(search: _Search) -> str:
+    """Name the stage that takes most of the time that is left to ideal."""
+    own, ideal = seconds_by_stage(search.balanced), seconds_by_stage(search.ideal)
+    left = {name: own[name] - ideal[name] for name in own}
+    most = max(left, key=lambda name: left[name])
+    total = _ms(max(sum(left.values()), 0.0))
+    return f"{total} per {search.scenario.job.unit}, of which {most} {_ms(max(left[most], 0.0))}"
+
+
+def _reasons(
+    search: _Search, even: BreakEven | None, exposed: float, saved: float
+) -> Iterator[str]:
+    """Yield the facts behind the verdict, the weightiest first."""
+    scenario, none, balanced = search.scenario, search.none, search.balanced
+    topology, job = scenario.topology, scenario.job
+    for result, how in ((none, "without balancing"), (balanced, "with balancing")):
+        if result.out_of_memory:
+            yield f"out of memory {how}: {result.out_of_memory:.0%} of the {job.units}"
+    if even is None or search.best is None:
+        yield _why_no_slot(search)
+        return
+    share = none.throughput / search.ideal.throughput
+    yield f"imbalance without balancing: {none.imbalance:.2f}, at {share:.1%} of ideal"
+    yield f"balancing costs {_ms(exposed)} per {job.unit} and saves {_ms(max(saved, 0.0))}"
+    if even.tokens is None or job.tokens < even.tokens:
+        yield f"too few tokens per rank and {job.unit}: {job.tokens:,}, see break-even"
+    if most_slots(scenario) < _slots_wanted(scenario):
+        yield f"memory holds at most {most_slots(scenario)} spare slots"
+    if topology.num_domains > 1 and balanced.imbalance > 1 + search.best.tolerance + LEFT_OVER:
+        yield (
+            f"copies stay in domains of {topology.domain_size} ranks, "
+            f"which leaves an imbalance of {balanced.imbalance:.2f}"
+        )
+
+
+def _why_no_slot(search: _Search) -> str:
+    scenario = search.scenario
+    if scenario.topology.domain_size == 1:
+        return "one rank per fast-link domain: copies have nowhere to go"
+    with_one = [option.memory for option in search.options if option.slots == 1]
+    needed = min(with_one, default=_least_memory(scenario, 1))
+    return (
+        f"no spare slot fits: the fullest device would need {needed / 1e9:,.1f} GB of "
+        f"{scenario.cluster.memory_gb:,.1f} GB"
+    )
+
+
+def _ms(seconds: float) -> str:
+    """Milliseconds with three digits or so."""
+    value = 1e3 * seconds
+    return f"{value:,.0f} ms" if value >= 100 else f"{value:.{1 if value >= 10 else 2}f} ms"

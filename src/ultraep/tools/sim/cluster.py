@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ultraep.errors import ConfigError
-from ultraep.tools.sim.presets import as_record, load_table
+from ultraep.tools.sim.presets import check_least, check_positive, load_record
 
 GIGA = 1e9
 MICRO = 1e-6
@@ -29,21 +29,10 @@ class Cluster:
     network_us: float
 
     def __post_init__(self) -> None:
-        for field in ("devices", "domain"):
-            if getattr(self, field) < 1:
-                raise ConfigError(
-                    f"cluster {self.name}: {field} must be at least 1, got {getattr(self, field)}"
-                )
-        for field in ("memory_gb", "matmul_tflops", "memory_gb_s", "link_gb_s", "network_gb_s"):
-            if not 0 < getattr(self, field) < float("inf"):
-                raise ConfigError(
-                    f"cluster {self.name}: {field} must be positive, got {getattr(self, field)}"
-                )
-        for field in ("link_us", "network_us"):
-            if not 0 <= getattr(self, field) < float("inf"):
-                raise ConfigError(
-                    f"cluster {self.name}: {field} must not be negative, got {getattr(self, field)}"
-                )
+        where = f"cluster {self.name}: "
+        check_least(self, "devices domain", 1, where=where)
+        check_positive(self, "memory_gb matmul_tflops memory_gb_s link_gb_s network_gb_s", where)
+        check_least(self, "link_us network_us", 0, where=where)
 
     @property
     def memory(self) -> float:
@@ -82,6 +71,5 @@ class Cluster:
 
 
 def load_cluster(name: str) -> Cluster:
-    """A preset, or a cluster of a TOML file."""
-    found, table = load_table("clusters", name)
-    return as_record(Cluster, {"name": found, **table}, f"cluster {name}")
+    """Return a preset, or a cluster of a TOML file."""
+    return load_record(Cluster, "clusters", name)

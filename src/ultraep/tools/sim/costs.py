@@ -8,6 +8,7 @@ rate, over the part of that which was measured for as many rows (`Reached.groupe
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -15,8 +16,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ultraep.tools.sim.cluster import GIGA, MICRO, Cluster
-from ultraep.tools.sim.model import GATED, WEIGHT_BYTES, Model
+from ultraep.config import Rates
+from ultraep.errors import ConfigError
+from ultraep.tools.sim.cluster import GIGA, MICRO, Cluster, load_cluster
+from ultraep.tools.sim.model import GATED, WEIGHT_BYTES, Model, load_model
 from ultraep.tools.sim.presets import presets
 
 FloatArray = NDArray[np.float64]
@@ -60,23 +63,15 @@ class Reached:
 @cache
 def measured_rates() -> Reached:
     """The measured points that come with the package."""
-    tables: dict[str, dict[str, Any]] = presets("measured")
-    fractions, grouped, control = tables["fractions"], tables["grouped"], tables["control"]
-    parts = ("dense_matmul", "attention_forward", "attention_backward", "memory", "link", "network")
-    return Reached(
-        **{name: float(fractions[name]) for name in parts},
-        rows=np.array(grouped["rows"], dtype=float),
-        grouped_forward=np.array(grouped["forward"]),
-        grouped_backward=np.array(grouped["backward"]),
-        ranks=np.array(control["ranks"], dtype=float),
-        plan_us=np.array(control["plan_us"]),
-        schedule_us=np.array(control["schedule_us"]),
-        **{
-            name: float(control[name])
-            for name in ("meeting_us", "count_us", "reroute_us", "hop_us")
-        },
-        framework=float(presets("calibrated")["framework"]["factor"]),
-    )
+    tables = presets("measured")
+    grouped = tables["grouped"]
+    values: Any = {**tables["fractions"], **tables["control"], "rows": grouped["rows"]}
+    values |= {f"grouped_{way}": grouped[way] for way in ("forward", "backward")}
+    values["framework"] = presets("calibrated")["framework"]["factor"]
+    del values["source"]
+    for name, value in values.items():
+        values[name] = np.array(value, dtype=float) if isinstance(value, list) else float(value)
+    return Reached(**values)
 
 
 @dataclass(frozen=True)
@@ -90,12 +85,12 @@ class Costs:
     # -- experts ---------------------------------------------------------------------------------
 
     def experts_forward(self, rows: Any) -> FloatArray:
-        """Seconds of slots with so many rows, one by one."""
+        """Return the seconds of each slot, given its rows."""
         part, weight_bytes = self.rates.grouped_forward, WEIGHT_BYTES
         return self._grouped(np.asarray(rows, dtype=float), 1, weight_bytes, part)
 
     def experts_backward(self, rows: Any) -> FloatArray:
-        """Seconds of their backward: gradients of rows and of weights."""
+        """Return the seconds of each slot in backward: gradients of rows and of weights."""
         part, weight_bytes = self.rates.grouped_backward, 2 * WEIGHT_BYTES + GRADIENT_BYTES
         return self._grouped(np.asarray(rows, dtype=float), BACKWARD, weight_bytes, part)
 
@@ -115,7 +110,7 @@ class Costs:
         return ROW_BYTES * (2 * self.model.width + 4 * self.model.expert_width)
 
     def row_moves(self, rows: Any) -> FloatArray:
-        """Seconds for bringing so many rows into the order of the slots, or back."""
+        """Return the seconds to bring rows into the order of the slots, or back."""
         moved = ROW_PASSES * ROW_BYTES * self.model.width * np.asarray(rows, dtype=float)
         seconds: FloatArray = moved / (self.cluster.memory_rate * self.rates.memory)
         return seconds
@@ -123,7 +118,7 @@ class Costs:
     # -- everything else of a layer --------------------------------------------------------------
 
     def attention_forward(self, tokens: float, context: float) -> float:
-        """Attention, norms, router and shared experts, of tokens with so many before each."""
+        """Return the seconds of all but the experts; context: tokens before each token."""
         weights = self.model.attention_weights + self.model.shared_weights
         products = self._dense(2.0 * tokens * weights)
         return self.rates.framework * (
@@ -164,7 +159,7 @@ class Costs:
     # -- links -----------------------------------------------------------------------------------
 
     def on_links(self, bytes_inside: Any, bytes_outside: Any) -> FloatArray:
-        """Seconds of a port through which so many bytes pass, inside and beyond the domain."""
+        """Return the seconds of a port, given its bytes inside and beyond the domain."""
         cluster, rates = self.cluster, self.rates
         inside = np.asarray(bytes_inside) / (cluster.link_rate * rates.link)
         outside = np.asarray(bytes_outside) / (cluster.network_rate * rates.network)
@@ -208,5 +203,53 @@ class Costs:
 
     def _by_ranks(self, ranks: int, table_us: FloatArray) -> float:
         known = np.log2(self.rates.ranks)
-        found = np.interp(np.log2(ranks), known, np.log2(table_us))
-        return float(2.0**found) * MICRO
+        log_us = np.interp(np.log2(ranks), known, np.log2(table_us))
+        return float(2.0**log_us) * MICRO
+
+
+# -- rates ---------------------------------------------------------------------------------------
+
+
+def rates_of(
+    cluster: Cluster | str,
+    model: Model | str,
+    *,
+    ranks: int,
+    tokens: int,  # of every rank
+    training: bool = False,
+) -> Rates:
+    """Return what rows and copies cost in a layer of the model on a cluster that is not there.
+
+    cluster, model: names of presets, or files: see `ultraep simulate --help`.
+    training: whether there is a backward pass, in which copies are sent again.
+    """
+    cluster = load_cluster(cluster) if isinstance(cluster, str) else cluster
+    model = load_model(model) if isinstance(model, str) else model
+    if ranks < 1 or tokens < 1:
+        raise ConfigError(f"ranks and tokens must be at least 1, got {ranks} and {tokens}")
+    costs = Costs(cluster, model, measured_rates())
+    return rates_by(costs, ranks=ranks, tokens=tokens, training=training)
+
+
+def rates_by(costs: Costs, *, ranks: int, tokens: int, training: bool) -> Rates:
+    """Return the rates of plans by time."""
+    model = costs.model
+    rows = max(1.0, ranks * tokens * model.top_k / model.experts)
+    row, passes, weight_bytes = _one_more(costs.experts_forward, rows), 1, WEIGHT_BYTES
+    if training:
+        row, passes = row + _one_more(costs.experts_backward, rows), 2
+        weight_bytes = 2 * WEIGHT_BYTES + GRADIENT_BYTES
+    transfer = costs.on_links(2 * passes * ROW_BYTES * model.width, 0.0)
+    copy = costs.on_links(weight_bytes * model.expert_weights, 0.0)
+    return Rates.from_seconds(
+        row=row + float(transfer),
+        copy=float(copy),
+        each=0.0,
+        layer=passes * (costs.schedule(ranks) + costs.hop()),
+    )
+
+
+def _one_more(seconds_of: Callable[[float], Any], rows: float) -> float:
+    """Return the seconds of one more row, averaged from `rows` to twice as many rows."""
+    few, many = (float(seconds_of(number)) for number in (rows, 2 * rows))
+    return max(0.0, many - few) / rows

@@ -90,17 +90,13 @@ def draw_again(scenario: Scenario, balanced: Contender, processes: int) -> Itera
     if not isinstance(skew, Skew):
         return
     for number in range(1, DRAWS):
-        drawn = _redrawn(scenario, skew, number)
+        job = scenario.job
+        if isinstance(job, Serving):  # other arrivals, too
+            job = replace(job, seed=job.seed + number)
+        workload = _fitted(scenario, skew, skew.seed + number)
+        drawn = replace(scenario, workload=workload, job=job)
         none, own = simulate(drawn, [NONE, balanced], processes=processes)
         yield own.throughput / none.throughput
-
-
-def _redrawn(scenario: Scenario, skew: Skew, number: int) -> Scenario:
-    """Loads of this imbalance with other popular experts; for serving also other arrivals."""
-    workload, job = _fitted(scenario, skew, skew.seed + number), scenario.job
-    if isinstance(job, Serving):
-        job = replace(job, seed=job.seed + number)
-    return replace(scenario, workload=workload, job=job)
 
 
 def _fitted(scenario: Scenario, skew: Skew, seed: int) -> Skew:
@@ -129,29 +125,22 @@ def probe(scenario: Scenario, balanced: Contender) -> Iterator[tuple[int, float]
     """Gain by tokens per rank, one by one, on few microbatches."""
     wanted, model = [NONE, balanced], scenario.model
     for tokens in PROBE_TOKENS:
-        whole = replace(scenario, job=_with_tokens(scenario.job, tokens), interval=1)
-        few = replace(whole, job=_few(whole.job))
+        job = scenario.job
+        if isinstance(job, Training):
+            job = replace(job, tokens=tokens)
+            few = replace(job, steps=1, microbatches=max(PROBE_MICROBATCHES // job.groups, 1))
+            short = replace(scenario, job=few, interval=1)
+        else:
+            job = replace(job, chunk=tokens)
+            short = replace(scenario, job=replace(job, iterations=PROBE_MICROBATCHES), interval=1)
         layers = range(model.dense_layers, model.layers)
-        times = [time_layer(few, wanted, layer) for layer in layers]
+        times = [time_layer(short, wanted, layer) for layer in layers]
         none, own = (
             sum(float((t.forward_seconds + t.backward_seconds).mean()) for t in of_contender)
             for of_contender in zip(*times, strict=True)
         )
-        rest = rest_seconds(whole)
+        rest = rest_seconds(replace(scenario, job=job))
         yield tokens, (none + rest) / (own + rest)
-
-
-def _with_tokens(job: Training | Serving, tokens: int) -> Training | Serving:
-    if isinstance(job, Training):
-        return replace(job, tokens=tokens)
-    return replace(job, chunk=tokens)
-
-
-def _few(job: Training | Serving) -> Training | Serving:
-    """A job as this one, with few microbatches in all."""
-    if isinstance(job, Serving):
-        return replace(job, iterations=PROBE_MICROBATCHES)
-    return replace(job, steps=1, microbatches=max(PROBE_MICROBATCHES // job.groups, 1))
 
 
 def break_even(curve: Curve, gain: float) -> BreakEven:

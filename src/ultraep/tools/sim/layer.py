@@ -10,7 +10,6 @@ Shapes: S microbatches, R ranks, E experts, C copies.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,11 +20,11 @@ from ultraep.arrays import IntArray
 from ultraep.tools.sim.cluster import MICRO
 from ultraep.tools.sim.costs import GRADIENT_BYTES, ROW_BYTES, Costs
 from ultraep.tools.sim.planning import (
-    NO_COPIES,
     CopySets,
     copies_of_expert,
     received_by_rank,
     sends_by_rank,
+    sum_by_home,
     sum_by_rank,
 )
 from ultraep.tools.sim.runtime import Runtime
@@ -105,7 +104,7 @@ class LayerClock:
             "replicate": replicate_S,
             "reroute": reroute_S,
             "dispatch": dispatch_S,
-            "experts": self._slowest(copies, rank_SR, self.costs.experts_forward, 1),
+            "experts": self._experts(copies, rank_SR, back=False).max(axis=1),
             "combine": self._exchange(rank_SR),
         }
 
@@ -123,7 +122,7 @@ class LayerClock:
 
     def _exchange(self, rank_SR: IntArray) -> FloatArray:
         """[S] rows to the ranks that serve them, or back: as long as the busiest port."""
-        busiest_S = rank_SR.max(axis=1).astype(float)  # nobody sends more than the mean
+        busiest_S = rank_SR.max(axis=1).astype(float)  # no rank sends more than the mean
         return self._ports(busiest_S, 0.0) + self.costs.latency(self.topology.num_domains)
 
     def _ports(self, rows: FloatArray, weight_bytes: NDArray[Any] | float) -> FloatArray:
@@ -133,40 +132,22 @@ class LayerClock:
         inside = size * (topology.domain_size - 1) / topology.ranks
         return self.costs.on_links(inside + weight_bytes, outside)
 
-    def _experts(
-        self, copies: CopySets, seconds_of: Callable[[IntArray], FloatArray]
-    ) -> FloatArray:
-        """[S, R] seconds of the slots of every rank, one after the other."""
+    def _experts(self, copies: CopySets, rank_SR: IntArray, *, back: bool) -> FloatArray:
+        """[S, R] seconds of the slots of every rank, one by one, and of moving its rows."""
+        seconds_of = self.costs.experts_backward if back else self.costs.experts_forward
         at_home_SE, copy_C = seconds_of(copies.at_home), seconds_of(copies.rows)
-        total_SR: FloatArray = sum_by_rank(copies, at_home_SE, copy_C, self.topology)
-        return total_SR
-
-    def _slowest(
-        self,
-        copies: CopySets,
-        rank_SR: IntArray,
-        seconds_of: Callable[[IntArray], FloatArray],
-        moves: int,
-    ) -> FloatArray:
-        """[S] of the rank that takes longest; rows are moved so many times."""
-        busy_SR = self._experts(copies, seconds_of) + moves * self.costs.row_moves(rank_SR)
-        slowest_S: FloatArray = busy_SR.max(axis=1)
-        return slowest_S
+        products_SR: FloatArray = sum_by_rank(copies, at_home_SE, copy_C, self.topology)
+        return products_SR + (2 if back else 1) * self.costs.row_moves(rank_SR)
 
     def by_rank(self, copies: CopySets) -> dict[str, FloatArray]:
         """[S, R] seconds for which each rank is busy, of the stages in which ranks differ."""
         rank_SR = copies.rank_loads(self.topology)
         latency = self.costs.latency(self.topology.num_domains)
         busy_SR = self._ports(np.maximum(rank_SR, self.rows).astype(float), 0.0) + latency
-        experts_SR = self._experts(copies, self.costs.experts_forward)
-        times = {
-            "dispatch": busy_SR,
-            "experts": experts_SR + self.costs.row_moves(rank_SR),
-            "combine": busy_SR,
-        }
+        experts_SR = self._experts(copies, rank_SR, back=False)
+        times = {"dispatch": busy_SR, "experts": experts_SR, "combine": busy_SR}
         if self.training:
-            back_SR = self._experts(copies, self.costs.experts_backward)
-            times["experts back"] = back_SR + 2 * self.costs.row_moves(rank_SR)
+            times["experts back"] = self._experts(copies, rank_SR, back=True)
         return times
 
     # -- weights ---------------------------------------------------------------------------------
@@ -174,7 +155,7 @@ class LayerClock:
     def _before_dispatch(
         self, copies: CopySets, rank_SR: IntArray, exchange_S: FloatArray
     ) -> tuple[FloatArray, FloatArray]:
-        """[S] weights as far as the dispatch waits for them; rerouting that they do not hide."""
+        """[S] seconds by which weights delay the dispatch, and rerouting that they do not hide."""
         nothing_S = np.zeros(len(rank_SR))
         if self.runtime.relay == "nothing":
             return nothing_S, nothing_S
@@ -228,7 +209,7 @@ class LayerClock:
     ) -> dict[str, FloatArray]:
         whole = np.ones(len(rank_SR))
         exchange_S = self._exchange(rank_SR)
-        experts_S = self._slowest(copies, rank_SR, self.costs.experts_backward, 2)
+        experts_S = self._experts(copies, rank_SR, back=True).max(axis=1)
         attention = self.costs.attention_backward(self.tokens, self.context)
         kept = not self.runtime.streams or (self.runtime.kept and self.recompute)
         restored_S = 0 * whole if kept else self._streamed(copies, rank_SR, exchange_S)
@@ -251,17 +232,12 @@ class LayerClock:
         """[S] gradients of copies into their homes: as long as the home with most of them."""
         if self.runtime.relay == "nothing":
             return np.zeros(len(copies.at_home))
-        arriving_SR = self._gradients_arriving(copies)
-        size = float(GRADIENT_BYTES * self.costs.model.expert_weights)
-        return self.costs.reduced_at(arriving_SR.max(axis=1) * size, self.runtime.reduce_gb_s)
-
-    def _gradients_arriving(self, copies: CopySets) -> IntArray:
-        """[S, R] gradients that come to every home."""
-        topology = self.topology
-        count_SE = copies_of_expert(copies, topology)
+        count_SE = copies_of_expert(copies, self.topology)
         if self.runtime.relay == "placed":  # an expert that moved has one instance fewer
             count_SE -= (count_SE > 0) & (copies.at_home == 0)
-        return sum_by_rank(NO_COPIES, count_SE, NO_COPIES.rows, topology)
+        size = float(GRADIENT_BYTES * self.costs.model.expert_weights)
+        busiest_S = sum_by_home(count_SE, self.topology).max(axis=1)
+        return self.costs.reduced_at(busiest_S * size, self.runtime.reduce_gb_s)
 
 
 def _total(stages: dict[str, FloatArray]) -> FloatArray:
@@ -278,5 +254,5 @@ def _tree(copies: CopySets, topology: Topology, direct_SR: FloatArray) -> FloatA
     fan_SE = copies_of_expert(copies, topology)
     relays_SE = np.where(fan_SE >= MIN_TREE, np.ceil(np.sqrt(fan_SE)), fan_SE)
     spared_SE = (fan_SE - relays_SE).astype(np.int64)
-    left_SR: FloatArray = direct_SR - sum_by_rank(NO_COPIES, spared_SE, NO_COPIES.rows, topology)
+    left_SR: FloatArray = direct_SR - sum_by_home(spared_SE, topology)
     return left_SR

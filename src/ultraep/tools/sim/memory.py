@@ -6,9 +6,8 @@ allocator, keys and values of requests, and buffers of communication libraries.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-
-import numpy as np
 
 from ultraep.tools.sim.model import WEIGHT_BYTES, Model
 from ultraep.tools.sim.serving import Serving
@@ -47,10 +46,9 @@ def slot_bytes(model: Model, *, training: bool) -> int:
 
 def weight_bytes(model: Model, ranks: int, job: Training | Serving) -> float:
     """Bytes of a device's weights, gradients and optimizer state."""
-    parts = job.pipeline if isinstance(job, Training) else 1
-    experts = model.moe_layers * model.experts * model.expert_weights / ranks / parts
-    plain = model.plain_weights / parts
-    if isinstance(job, Serving):
+    experts = model.moe_layers * model.experts * model.expert_weights / ranks / job.pipeline
+    plain = model.plain_weights / job.pipeline
+    if not job.trains:
         return WEIGHT_BYTES * (experts + plain)
     held = (WEIGHT_BYTES + GRADIENT) * (experts + plain)
     return held + OPTIMIZER * (experts / job.groups + plain / (ranks * job.groups))
@@ -59,17 +57,19 @@ def weight_bytes(model: Model, ranks: int, job: Training | Serving) -> float:
 def memory_of(
     model: Model, ranks: int, slots: int, job: Training | Serving, fullest: float
 ) -> Memory:
-    """Memory of the device whose fullest layer serves so many rows."""
-    training = isinstance(job, Training)
-    weights = weight_bytes(model, ranks, job)
-    spare = float(slots * slot_bytes(model, training=training))
-    rows = fullest * row_bytes(model)
+    """Return the memory of the device whose fullest layer serves `fullest` rows."""
+    spare = float(slots * slot_bytes(model, training=job.trains))
+    kept = _kept_bytes(model, job)
+    return Memory(weight_bytes(model, ranks, job), spare, kept, fullest * row_bytes(model))
+
+
+def _kept_bytes(model: Model, job: Training | Serving) -> float:
+    """Return the bytes of activations that wait for backward, or of one layer in prefill."""
+    vector = ROW * job.tokens * model.width
     if isinstance(job, Serving):
-        return Memory(weights, spare, ROW * job.tokens * model.width * KEPT_WIDTHS, rows)
-    in_flight = min(job.pipeline, job.microbatches)
-    layers = int(np.ceil(model.layers / job.pipeline)) * in_flight
-    inputs = ROW * job.tokens * model.width * layers
+        return vector * KEPT_WIDTHS
+    layers = math.ceil(model.layers / job.pipeline) * min(job.pipeline, job.microbatches)
     if job.recompute:
-        return Memory(weights, spare, inputs + ROW * job.tokens * model.width * KEPT_WIDTHS, rows)
-    usual = job.tokens * model.top_k * row_bytes(model)
-    return Memory(weights, spare, KEPT_WIDTHS * inputs + (layers - 1) * usual, rows)
+        return vector * layers + vector * KEPT_WIDTHS
+    rows = job.tokens * model.top_k * row_bytes(model)
+    return KEPT_WIDTHS * vector * layers + (layers - 1) * rows

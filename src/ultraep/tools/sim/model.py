@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ultraep.errors import ConfigError
-from ultraep.tools.sim.presets import as_record, load_table
+from ultraep.tools.sim.presets import as_record, check_least, load_table
 
 WEIGHT_BYTES = 2  # BF16
 GATED = 3  # matrices of a gated MLP: gate, up, down
@@ -18,15 +18,21 @@ MOST_LAYERS = 1 << 12
 
 
 @dataclass(frozen=True, kw_only=True)
-class GroupedAttention:
-    """Attention whose heads share keys and values in groups."""
+class Attention:
+    """What every kind of attention has."""
 
     kind: str
     heads: int
-    kv_heads: int
-    head_width: int
     window: int = 0  # tokens that a windowed layer looks back
     windowed_layers: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupedAttention(Attention):
+    """Attention whose heads share keys and values in groups."""
+
+    kv_heads: int
+    head_width: int
 
     def weights(self, width: int) -> int:
         """Weights of the projections of one layer."""
@@ -34,23 +40,19 @@ class GroupedAttention:
 
     @property
     def core(self) -> int:
-        """Operations per token and token that it looks at: scores, then values."""
+        """Operations per pair of tokens: scores, then values."""
         return 2 * self.heads * 2 * self.head_width
 
 
 @dataclass(frozen=True, kw_only=True)
-class Latent:
+class Latent(Attention):
     """Attention with keys and values from a narrow latent vector."""
 
-    kind: str
-    heads: int
     query_rank: int
     kv_rank: int
     plain_width: int
     rotary_width: int
     value_width: int
-    window: int = 0
-    windowed_layers: int = 0
 
     def weights(self, width: int) -> int:
         """Weights of the projections of one layer."""
@@ -62,7 +64,7 @@ class Latent:
 
     @property
     def core(self) -> int:
-        """Operations per token and token that it looks at: scores, then values."""
+        """Operations per pair of tokens: scores, then values."""
         return 2 * self.heads * (self.plain_width + self.rotary_width + self.value_width)
 
 
@@ -85,24 +87,15 @@ class Model:
     shared_width: int = 0
 
     def __post_init__(self) -> None:
-        for field in ("layers", "width", "experts", "top_k", "expert_width", "vocabulary"):
-            if getattr(self, field) < 1:
-                raise ConfigError(
-                    f"model {self.name}: {field} must be at least 1, got {getattr(self, field)}"
-                )
-        if self.layers > MOST_LAYERS:
-            raise ConfigError(
-                f"model {self.name}: layers must be at most {MOST_LAYERS}, got {self.layers}"
-            )
+        where = f"model {self.name}: "
+        check_least(self, "layers width experts top_k expert_width vocabulary", 1, where=where)
+        check_least(self, "layers", 1, MOST_LAYERS, where)
         if not 0 <= self.dense_layers < self.layers:
             raise ConfigError(
-                f"model {self.name}: dense_layers must lie in 0..{self.layers - 1}, "
-                f"got {self.dense_layers}"
+                f"{where}dense_layers must lie in 0..{self.layers - 1}, got {self.dense_layers}"
             )
         if self.top_k > self.experts:
-            raise ConfigError(
-                f"model {self.name}: top_k {self.top_k} is more than its {self.experts} experts"
-            )
+            raise ConfigError(f"{where}top_k {self.top_k} is more than its {self.experts} experts")
 
     @property
     def moe_layers(self) -> int:
@@ -131,7 +124,7 @@ class Model:
 
     @property
     def plain_weights(self) -> int:
-        """All weights but those of the experts: what every rank of an expert-parallel group has."""
+        """All weights except the experts': every rank of an expert-parallel group has them."""
         dense = self.dense_layers * GATED * self.width * self.dense_width
         embeddings = 2 * self.vocabulary * self.width
         shared = self.moe_layers * self.shared_weights
@@ -149,7 +142,7 @@ class Model:
         return active + self.moe_layers * self.top_k * self.expert_weights
 
     def looked_at(self, context: float) -> float:
-        """Tokens that a token looks at, meaned over the layers; `context`: those before it."""
+        """Return the tokens that a token attends to, mean over layers; context: tokens before."""
         attention = self.attention
         near = min(context, attention.window) * attention.windowed_layers
         return (near + context * (self.layers - attention.windowed_layers)) / self.layers
@@ -161,15 +154,12 @@ class Model:
 
 
 def load_model(name: str) -> Model:
-    """A preset, or a model of a TOML file."""
-    found, table = load_table("models", name)
-    where = f"model {name}"
-    attention = table.get("attention")
-    if not isinstance(attention, dict) or attention.get("kind") not in ("grouped", "latent"):
+    """Return a preset, or a model of a TOML file."""
+    own_name, table = load_table("models", name)
+    where, attention = f"model {name}", table.get("attention")
+    kind = attention.get("kind") if isinstance(attention, dict) else None
+    if kind not in ("grouped", "latent"):
         raise ConfigError(f"{where}: attention must be a table with kind grouped or latent")
-    made: Any = as_record(
-        GroupedAttention if attention["kind"] == "grouped" else Latent,
-        attention,
-        f"{where}, attention",
-    )
-    return as_record(Model, {"name": found, **table, "attention": made}, where)
+    make: Any = GroupedAttention if kind == "grouped" else Latent
+    record = as_record(make, table["attention"], f"{where}, attention")
+    return as_record(Model, {"name": own_name, **table, "attention": record}, where)

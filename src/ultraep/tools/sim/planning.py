@@ -38,22 +38,22 @@ class CopySets:
         return sum_by_rank(self, self.at_home, self.rows, topology)
 
 
-_NOTHING = np.zeros(0, dtype=np.int64)
-NO_COPIES = CopySets(_NOTHING, _NOTHING, _NOTHING, _NOTHING, _NOTHING)
+def sum_by_home(values_SE: NDArray[Any], topology: Topology) -> NDArray[Any]:
+    """[S, R] sum over the experts at home on every rank."""
+    by_rank = np.pad(values_SE[:, topology.experts_by_rank], ((0, 0), (0, 1)))
+    sums_SR: NDArray[Any] = np.add.reduceat(by_rank, topology.first_of_rank, axis=1)[:, :-1]
+    sums_SR[:, topology.homes_per_rank == 0] = 0
+    return sums_SR
 
 
 def sum_by_rank(
     copies: CopySets, home_SE: NDArray[Any], copy_C: NDArray[Any], topology: Topology
 ) -> NDArray[Any]:
     """[S, R] sum over the experts at home on a rank and over the copies that it hosts."""
-    microbatches, ranks = len(home_SE), topology.ranks
-    by_rank = home_SE[:, topology.experts_by_rank]
-    filled = np.concatenate([by_rank, np.zeros((microbatches, 1), by_rank.dtype)], axis=1)
-    total_SR = np.add.reduceat(filled, topology.first_of_rank, axis=1)[:, :-1]
-    total_SR[:, topology.homes_per_rank == 0] = 0
-    place = copies.microbatch * ranks + copies.host
-    added = np.bincount(place, weights=copy_C, minlength=microbatches * ranks)
-    summed: NDArray[Any] = total_SR + added.reshape(microbatches, ranks).astype(total_SR.dtype)
+    total_SR = sum_by_home(home_SE, topology)
+    place_C = copies.microbatch * topology.ranks + copies.host
+    added = np.bincount(place_C, weights=copy_C, minlength=total_SR.size)
+    summed: NDArray[Any] = total_SR + added.reshape(total_SR.shape).astype(total_SR.dtype)
     return summed
 
 
@@ -102,9 +102,9 @@ def _one_by_one(policy: Policy, problem: Problem, loads_SE: IntArray) -> IntArra
         replace(problem, loads=(loads_E + source_R) // sources, expert_loads=loads_E)
         for loads_E in loads_SE
     )
-    found = [decided(policy, one) for one in problems]
-    microbatch_C = np.repeat(np.arange(len(found)), [len(copies) for copies in found])
-    return np.column_stack([microbatch_C, np.concatenate(found)])
+    placed = [decided(policy, one) for one in problems]
+    microbatch_C = np.repeat(np.arange(len(placed)), [len(copies) for copies in placed])
+    return np.column_stack([microbatch_C, np.concatenate(placed)])
 
 
 def _gathered(placed_C4: IntArray, loads_SE: IntArray) -> CopySets:

@@ -1,25 +1,26 @@
 """Results as pictures: throughput, imbalance by layer, and where the time of a microbatch goes.
 
-.png and .svg are drawn by matplotlib, .html by plotly, with all that it needs inside of the file.
-Both packages are optional: pip install 'ultraep[plot]'.
+matplotlib draws all of them (pip install 'ultraep[plot]'); an .html page holds the SVG.
 """
 
 from __future__ import annotations
 
+import html
 import importlib
+import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ultraep.errors import BackendUnavailable, ConfigError
-from ultraep.files.writing import MARKS, whole_file, write_text
+from ultraep.files.writing import MARKS, whole_file
 from ultraep.tools.sim.run import Result
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-ENDINGS = {".png": "matplotlib", ".svg": "matplotlib", ".html": "plotly"}
+ENDINGS = (".png", ".svg", ".html")
 # Stages that belong together, from the bottom of a bar to its top.
 PARTS = {
     "attention": ("attention", "attention back"),
@@ -39,11 +40,6 @@ POLICY_COLOURS = {
     "ideal": "#1c1f23",
 }
 OTHER_COLOURS = ("#b3475f", "#5f9ea0", "#a0522d")
-THROUGHPUT, IMBALANCE, STAGES = (
-    "Throughput, and its share of forced balance",
-    "Fullest rank over mean rank, by layer",
-    "A microbatch through all layers",
-)
 
 
 @dataclass(frozen=True)
@@ -61,13 +57,8 @@ class Picture:
         return [result.label for result in self.results]
 
     @property
-    def throughputs(self) -> list[float]:
-        """What each policy reaches."""
-        return [result.throughput for result in self.results]
-
-    @property
     def shares(self) -> list[str]:
-        """Parts of forced balance, as written on the bars."""
+        """Shares of forced balance, as written on the bars."""
         return [f"{result.throughput / self.ideal:.0%}" for result in self.results]
 
     @property
@@ -79,51 +70,49 @@ class Picture:
             for label in self.labels
         ]
 
-    def layers(self, result: Result) -> list[int]:
-        """Numbers of the layers with experts."""
-        count = len(result.imbalance_by_layer)
-        return list(range(self.first_layer, self.first_layer + count))
-
     def parts(self) -> dict[str, list[float]]:
-        """Milliseconds of every part that there is, by policy."""
-        found = {
+        """Milliseconds of every part that takes any time, by policy."""
+        parts = {
             part: [
                 1e3 * sum(result.stages.get(name, 0.0) for name in names) for result in self.results
             ]
             for part, names in PARTS.items()
         }
-        return {part: values for part, values in found.items() if any(values)}
+        return {part: values for part, values in parts.items() if any(values)}
 
 
 def check_plot(path: str | Path) -> None:
-    """Refuse an ending that nobody can draw, and say which package is missing."""
+    """Raise for an unknown file ending, or if matplotlib is missing."""
     ending = Path(path).suffix.lower()
     if ending not in ENDINGS:
         raise ConfigError(
             f"{path}: a picture ends in {', '.join(ENDINGS)}, got {ending or 'no ending'}"
         )
-    package = ENDINGS[ending]
     try:
-        importlib.import_module(package)
+        importlib.import_module("matplotlib")
     except ImportError as error:
         raise BackendUnavailable(
-            f"{ending} pictures need {package} ({error}): pip install 'ultraep[plot]'"
+            f"pictures need matplotlib ({error}): pip install 'ultraep[plot]'"
         ) from None
 
 
 def write_plot(path: str | Path, picture: Picture) -> None:
-    """Draw it in the format that the name asks for."""
+    """Draw a picture in the format that the file name asks for."""
     check_plot(path)
-    if ENDINGS[Path(path).suffix.lower()] == "plotly":
-        _write_html(path, picture)
-    else:
-        _write_image(path, picture)
+    ending = Path(path).suffix.lower()
+    image = _draw(picture, "png" if ending == ".png" else "svg")
+    with whole_file(path) as file:
+        file.write(_page(picture, image) if ending == ".html" else image)
 
 
-# -- matplotlib ----------------------------------------------------------------------------------
+def _page(picture: Picture, image: bytes) -> bytes:
+    title = html.escape(picture.title)
+    head = f'<!doctype html><html><head>{MARKS["page"].decode()}<meta charset="utf-8">'
+    head += f"<title>{title}</title></head><body>"
+    return head.encode() + image[image.index(b"<svg") :] + b"</body></html>"
 
 
-def _write_image(path: str | Path, picture: Picture) -> None:
+def _draw(picture: Picture, image_format: str) -> bytes:
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
@@ -134,6 +123,10 @@ def _write_image(path: str | Path, picture: Picture) -> None:
         "axes.spines.right": False,
         "svg.hashsalt": "ultraep",
     }
+    made_by: dict[str, str | None] = {"Software": "ultraep"}
+    if image_format == "svg":
+        made_by = {"Date": None, "Creator": "ultraep"}
+    image = io.BytesIO()
     with mpl.rc_context(settings):
         figure = Figure(figsize=(13, 5.2), layout="constrained")
         throughput, imbalance, stages = figure.subplots(1, 3)
@@ -141,29 +134,28 @@ def _write_image(path: str | Path, picture: Picture) -> None:
         _draw_throughput(throughput, picture)
         _draw_imbalance(imbalance, picture)
         _draw_stages(stages, picture)
-        form = Path(path).suffix.lower().lstrip(".")
-        made_by = {"Date": None, "Creator": "ultraep"} if form == "svg" else {"Software": "ultraep"}
-        with whole_file(path) as file:
-            figure.savefig(file, format=form, dpi=150, metadata=made_by)
+        figure.savefig(image, format=image_format, dpi=150, metadata=made_by)
+    return image.getvalue()
 
 
 def _draw_throughput(axes: Axes, picture: Picture) -> None:
-    bars = axes.bar(picture.labels, picture.throughputs, color=picture.colours)
+    throughputs = [result.throughput for result in picture.results]
+    bars = axes.bar(picture.labels, throughputs, color=picture.colours)
     axes.bar_label(bars, picture.shares, padding=2)
-    axes.set_title(THROUGHPUT)
+    axes.set_title("Throughput, and its share of forced balance")
     axes.set_ylabel(picture.results[0].unit)
     axes.margins(y=0.1)
 
 
 def _draw_imbalance(axes: Axes, picture: Picture) -> None:
     for result, colour in zip(picture.results, picture.colours, strict=True):
-        axes.plot(
-            picture.layers(result), result.imbalance_by_layer, color=colour, label=result.label
-        )
-    axes.set_title(IMBALANCE)
+        by_layer = result.imbalance_by_layer
+        layers = range(picture.first_layer, picture.first_layer + len(by_layer))
+        axes.plot(layers, by_layer, color=colour, label=result.label)
+    axes.set_title("Fullest rank over mean rank, by layer")
     axes.set_xlabel("layer")
     axes.set_ylabel("imbalance, mean over microbatches")
-    _legend_below(axes, 3)
+    _legend_below(axes)
 
 
 def _draw_stages(axes: Axes, picture: Picture) -> None:
@@ -172,78 +164,11 @@ def _draw_stages(axes: Axes, picture: Picture) -> None:
     for part, values in picture.parts().items():
         axes.bar(picture.labels, values, bottom=below, color=colours[part], label=part)
         below = [low + value for low, value in zip(below, values, strict=True)]
-    axes.set_title(STAGES)
+    axes.set_title("A microbatch through all layers")
     axes.set_ylabel("ms")
     axes.set_ylim(0, 1.05 * max(below))
-    _legend_below(axes, 3)
+    _legend_below(axes)
 
 
-def _legend_below(axes: Axes, columns: int) -> None:
-    axes.legend(frameon=False, ncols=columns, loc="upper center", bbox_to_anchor=(0.5, -0.12))
-
-
-# -- plotly --------------------------------------------------------------------------------------
-
-
-def _write_html(path: str | Path, picture: Picture) -> None:
-    from plotly.subplots import make_subplots
-
-    figure = make_subplots(rows=1, cols=3, subplot_titles=(THROUGHPUT, IMBALANCE, STAGES))
-    for column, traces in enumerate((_bars(picture), _lines(picture), _stacks(picture)), start=1):
-        for trace in traces:
-            figure.add_trace(trace, row=1, col=column)
-    figure.update_layout(title=picture.title, barmode="stack", template="plotly_white")
-    figure.update_yaxes(title_text=picture.results[0].unit, row=1, col=1)
-    figure.update_yaxes(title_text="imbalance", row=1, col=2)
-    figure.update_xaxes(title_text="layer", row=1, col=2)
-    figure.update_yaxes(title_text="ms", row=1, col=3)
-    page = figure.to_html(include_plotlyjs=True, full_html=True)
-    write_text(path, page.replace("<head>", f"<head>{MARKS['page'].decode()}", 1))
-
-
-def _bars(picture: Picture) -> list[Any]:
-    from plotly.graph_objects import Bar
-
-    bar = Bar(
-        x=picture.labels,
-        y=picture.throughputs,
-        text=picture.shares,
-        textposition="outside",
-        marker_color=picture.colours,
-        showlegend=False,
-    )
-    return [bar]
-
-
-def _lines(picture: Picture) -> list[Any]:
-    from plotly.graph_objects import Scatter
-
-    return [
-        Scatter(
-            x=picture.layers(result),
-            y=result.imbalance_by_layer.tolist(),
-            name=result.label,
-            mode="lines",
-            line_color=colour,
-            legendgroup="policies",
-            legendgrouptitle_text="policies",
-        )
-        for result, colour in zip(picture.results, picture.colours, strict=True)
-    ]
-
-
-def _stacks(picture: Picture) -> list[Any]:
-    from plotly.graph_objects import Bar
-
-    colours = dict(zip(PARTS, PART_COLOURS, strict=True))
-    return [
-        Bar(
-            x=picture.labels,
-            y=values,
-            name=part,
-            marker_color=colours[part],
-            legendgroup="stages",
-            legendgrouptitle_text="stages",
-        )
-        for part, values in picture.parts().items()
-    ]
+def _legend_below(axes: Axes) -> None:
+    axes.legend(frameon=False, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.12))

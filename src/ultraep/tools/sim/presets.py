@@ -1,4 +1,4 @@
-"""Presets and files of one's own: tables of TOML, turned into records.
+"""Presets and your own files: tables of TOML, turned into records.
 
 A name picks a preset; `file.toml` the first table of a file, `file.toml:name` another one of it.
 """
@@ -25,7 +25,7 @@ NAMES_OF_ONE = {"clusters": "cluster", "models": "model", "requests": "set of re
 
 
 def load_table(kind: str, name: str) -> tuple[str, Table]:
-    """The table of that name among the presets of a kind (clusters, models), or in a file."""
+    """Return name and table of a preset of a kind (clusters, models), or of a file."""
     path, _, wanted = name.partition(":") if ".toml" in name else ("", "", name)
     tables = _tables_of_file(Path(path)) if path else presets(kind)
     if path and not wanted:
@@ -44,6 +44,12 @@ def presets(kind: str) -> dict[str, Table]:
     """All presets of a kind, in the order of their file; not to be changed."""
     text = resources.files("ultraep.tools.sim").joinpath("data", f"{kind}.toml").read_text("utf-8")
     return tomllib.loads(text)
+
+
+def load_record(make: type[Record], kind: str, name: str) -> Record:
+    """Return a preset of a kind, or a table of a file, as a dataclass with a name."""
+    own_name, table = load_table(kind, name)
+    return as_record(make, {"name": own_name, **table}, f"{NAMES_OF_ONE[kind]} {name}")
 
 
 def as_record(make: type[Record], table: Table, where: str) -> Record:
@@ -66,6 +72,26 @@ def as_record(make: type[Record], table: Table, where: str) -> Record:
     for name, value in table.items():
         _check_type(where, name, str(fields[name].type), value)
     return make(**table)
+
+
+def check_least(
+    record: object, names: str, least: float, most: float = LARGEST, where: str = ""
+) -> None:
+    """Raise unless the named fields of a record lie between `least` and `most`."""
+    for name in names.split():
+        value = getattr(record, name)
+        if not value >= least:
+            raise ConfigError(f"{where}{name} must be at least {least:g}, got {value}")
+        if value > most:
+            raise ConfigError(f"{where}{name} must be at most {most:.10g}, got {value}")
+
+
+def check_positive(record: object, names: str, where: str = "") -> None:
+    """Raise unless the named fields of a record are positive and finite."""
+    for name in names.split():
+        value = getattr(record, name)
+        if not 0 < value <= LARGEST:
+            raise ConfigError(f"{where}{name} must be positive, got {value}")
 
 
 def _check_type(where: str, name: str, annotation: str, value: Any) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from ultraep.tools.sim.cluster import load_cluster
 from ultraep.tools.sim.costs import Reached, measured_rates
@@ -12,7 +12,7 @@ from ultraep.tools.sim.run import Result
 from ultraep.tools.sim.scenario import Contender, Scenario
 from ultraep.tools.sim.serving import Serving, load_requests
 from ultraep.tools.sim.training import Training
-from ultraep.tools.sim.workload import fit_skew
+from ultraep.tools.sim.workload import calibrated_noise, fit_skew
 from ultraep.topology import Topology
 
 CLUSTER = "gb200-nvl72"
@@ -54,16 +54,6 @@ class Setting:
         return self.throughput[policy] / self.throughput["ideal"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Noise:
-    """Deviation of log popularity that is new in every microbatch."""
-
-    training: float = field(
-        default_factory=lambda: float(presets("calibrated")["noise"]["training"])
-    )
-    serving: float = field(default_factory=lambda: float(presets("calibrated")["noise"]["serving"]))
-
-
 def settings() -> list[Setting]:
     """All published settings."""
     return [
@@ -75,46 +65,41 @@ def settings() -> list[Setting]:
 def scenario_of(
     setting: Setting,
     *,
-    noise: Noise | None = None,
+    noise: float | None = None,
     rates: Reached | None = None,
     steps: int = 2,
     seed: int = 0,
 ) -> Scenario:
-    """A setting, with loads that have the published imbalance when nothing is balanced."""
+    """Return a setting with loads of the published imbalance; noise and rates as calibrated."""
     model = load_model(setting.model)
-    noise = noise or Noise()
-    topology = Topology(ranks=setting.ranks, experts=model.experts)
+    job: Training | Serving
+    if setting.training:
+        job = Training(
+            tokens=setting.tokens,
+            sequence=setting.tokens,
+            pipeline=setting.pipeline,
+            groups=setting.groups,
+            microbatches=setting.microbatches,
+            steps=steps,
+        )
+    else:
+        job = Serving(requests=load_requests(setting.requests), chunk=setting.tokens, seed=seed)
     workload = fit_skew(
         setting.imbalance["none"],
-        topology,
+        Topology(ranks=setting.ranks, experts=model.experts),
         model.top_k,
         range(model.dense_layers, model.layers),
-        noise=noise.training if setting.training else noise.serving,
+        noise=calibrated_noise(training=setting.training) if noise is None else noise,
         seed=seed,
     )
     return Scenario(
         cluster=load_cluster(CLUSTER),
         model=model,
         workload=workload,
-        job=_training(setting, steps) if setting.training else _serving(setting, seed),
+        job=job,
         ranks=setting.ranks,
         rates=rates or measured_rates(),
     )
-
-
-def _training(setting: Setting, steps: int) -> Training:
-    return Training(
-        tokens=setting.tokens,
-        sequence=setting.tokens,
-        pipeline=setting.pipeline,
-        groups=setting.groups,
-        microbatches=setting.microbatches,
-        steps=steps,
-    )
-
-
-def _serving(setting: Setting, seed: int) -> Serving:
-    return Serving(requests=load_requests(setting.requests), chunk=setting.tokens, seed=seed)
 
 
 def share_of_ideal(results: list[Result]) -> dict[str, float]:

@@ -11,8 +11,8 @@ from __future__ import annotations
 import multiprocessing
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,7 +34,6 @@ from ultraep.tools.sim.training import (
     plain_seconds,
 )
 from ultraep.tools.sim.workload import share_out
-from ultraep.topology import Topology
 from ultraep.trace.schema import SIMULATED
 
 FloatArray = NDArray[np.float64]
@@ -80,8 +79,8 @@ def simulate(
         raise ConfigError(f"processes must be at least 1, got {processes}")
     layers = range(scenario.model.dense_layers, scenario.model.layers)
     times: list[list[LayerTimes]] = []
-    for found in _spread(scenario, wanted, list(layers), processes):
-        times.append(found)
+    for of_layer in _spread(scenario, wanted, list(layers), processes):
+        times.append(of_layer)
         if report:
             report(len(times), len(layers))
     by_contender = [list(group) for group in zip(*times, strict=True)]
@@ -97,17 +96,10 @@ def _spread(
     if processes == 1 or len(layers) == 1:
         yield from (time_layer(scenario, wanted, layer) for layer in layers)
         return
-    with _pool(min(processes, len(layers))) as pool:
-        count = len(layers)
-        yield from pool.map(time_layer, [scenario] * count, [wanted] * count, layers, chunksize=1)
-
-
-@contextmanager
-def _pool(processes: int) -> Iterator[ProcessPoolExecutor]:
-    """Processes that are gone when the block is left, also by an error."""
-    pool = ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn"))
+    context = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(min(processes, len(layers)), mp_context=context)
     try:
-        yield pool
+        yield from pool.map(partial(time_layer, scenario, wanted), layers, chunksize=1)
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
 
@@ -131,50 +123,30 @@ def plan_and_clock(
 def _plan_and_clock(
     scenario: Scenario, contender: Contender, loads_SE: IntArray, past_E: IntArray
 ) -> tuple[LayerClock, CopySets]:
-    slots = scenario.slots if contender.slots is None else contender.slots
-    topology = scenario.topology
-    topology = Topology(
-        ranks=topology.ranks,
-        experts=topology.experts,
-        slots=slots,
-        domain=topology.domain_size,
-    )
-    policy = contender.policy
-    if policy == IDEAL:  # what frameworks call forced balance: every expert gets the same
-        policy = NONE
+    topology = replace(scenario.topology, slots=contender.slots_in(scenario))
+    config, job = _config(scenario, contender), scenario.job
+    if contender.policy == IDEAL:  # what frameworks call forced balance: every expert gets the same
         loads_SE = share_out(np.ones(loads_SE.shape), scenario.rows, scenario.model.top_k)
-    copies = plan_layer(
-        loads_SE,
-        topology,
-        _config(scenario, contender, policy),
-        interval=scenario.interval,
-        past_E=past_E,
-    )
-    return _clock(scenario, contender, topology), copies
-
-
-def _config(scenario: Scenario, contender: Contender, policy: str) -> BalanceConfig:
-    if policy != "ultraep":  # theirs has its own meaning, or none
-        tolerance = 0.0 if contender.tolerance is None else contender.tolerance
-        return BalanceConfig(policy=policy, tolerance=tolerance)
-    config = scenario.config
-    if contender.tolerance is None:
-        return config
-    return replace(config, tolerance=contender.tolerance)
-
-
-def _clock(scenario: Scenario, contender: Contender, topology: Topology) -> LayerClock:
-    job = scenario.job
-    training = isinstance(job, Training)
-    return LayerClock(
+    copies = plan_layer(loads_SE, topology, config, interval=scenario.interval, past_E=past_E)
+    clock = LayerClock(
         costs=scenario.costs,
         topology=topology,
         runtime=contender.carried_out,
         tokens=job.tokens,
-        context=job.context if isinstance(job, Training) else 0.0,
-        recompute=isinstance(job, Training) and job.recompute,
-        training=training,
+        context=job.context,
+        recompute=job.recompute,
+        training=job.trains,
     )
+    return clock, copies
+
+
+def _config(scenario: Scenario, contender: Contender) -> BalanceConfig:
+    tolerance = contender.tolerance
+    if contender.policy == "ultraep":
+        config = scenario.config
+        return config if tolerance is None else replace(config, tolerance=tolerance)
+    policy = NONE if contender.policy == IDEAL else contender.policy
+    return BalanceConfig(policy=policy, tolerance=tolerance or 0.0)  # theirs has its own meaning
 
 
 # -- putting layers together ---------------------------------------------------------------------
@@ -182,7 +154,7 @@ def _clock(scenario: Scenario, contender: Contender, topology: Topology) -> Laye
 
 def put_together(scenario: Scenario, contender: Contender, layers: list[LayerTimes]) -> Result:
     """What the job makes of the times of all layers."""
-    slots = scenario.slots if contender.slots is None else contender.slots
+    slots = contender.slots_in(scenario)
     held = slots * _layers_of_slot(scenario, contender)
     fullest_S = np.max([times.rank_rows for times in layers], axis=0)
     peaks = [
@@ -217,9 +189,7 @@ def _layers_of_slot(scenario: Scenario, contender: Contender) -> int:
     relay = contender.carried_out.relay
     if relay == "nothing":
         return 0
-    job = scenario.job
-    parts = job.pipeline if isinstance(job, Training) else 1
-    return -(-scenario.model.moe_layers // parts) if relay == "placed" else 1
+    return -(-scenario.model.moe_layers // scenario.job.pipeline) if relay == "placed" else 1
 
 
 def _stages(layers: list[LayerTimes]) -> dict[str, float]:
@@ -253,15 +223,13 @@ def _training_tokens(scenario: Scenario, training: Training, layers: list[LayerT
         backward_SP[:, part] += times.backward_seconds
     shape = (training.steps, training.microbatches, training.groups, training.pipeline)
     forward, backward = forward_SP.reshape(shape), backward_SP.reshape(shape)
-    took = 0.0
+    seconds = training.steps * optimizer_seconds(costs, training, scenario.ranks)
     for step in range(training.steps):
-        took += max(
+        seconds += max(
             pipeline_seconds(forward[step, :, group], backward[step, :, group])
             for group in range(training.groups)
         )
-    took += training.steps * optimizer_seconds(costs, training, scenario.ranks)
-    done = training.steps * training.microbatches * training.tokens / training.pipeline
-    return done / took
+    return training.steps * training.microbatches * training.tokens / training.pipeline / seconds
 
 
 def _serving_rate(scenario: Scenario, serving: Serving, layers: list[LayerTimes]) -> float:

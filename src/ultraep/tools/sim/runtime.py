@@ -35,12 +35,12 @@ class Runtime:
 
 def price(policy: str, runtime: Runtime | None = None) -> Runtime:
     """The runtime of a policy, or one that was chosen for it, if its plans can be priced so."""
-    found = get_policy(policy)
+    known = get_policy(policy)
     runtime = runtime or runtime_of(policy)
     why = None
-    if runtime.streams and not found.within_limits:
+    if runtime.streams and not known.within_limits:
         why = "it copies beyond spare slots and domains"
-    elif runtime.relay == "placed" and not found.needs_history:
+    elif runtime.relay == "placed" and not known.needs_history:
         why = "it copies anew in every microbatch, and there copies stay"
     elif runtime.relay == "nothing" and policy not in (NONE, IDEAL):
         why = "there nothing is copied"
@@ -53,7 +53,7 @@ def price(policy: str, runtime: Runtime | None = None) -> Runtime:
 
 
 def runtime_of(policy: str) -> Runtime:
-    """The runtime of a policy; `ConfigError` for one whose costs nobody knows."""
+    """Return the runtime of a policy; raise `ConfigError` if its costs are unknown."""
     tables = presets("runtimes")
     name = {IDEAL: NONE}.get(policy, policy)
     if name not in tables:
@@ -67,5 +67,5 @@ def runtime_of(policy: str) -> Runtime:
 
 def _calibrated(name: str) -> dict[str, float]:
     """What of a runtime is known by calibration only."""
-    found = presets("calibrated").get(name, {})
-    return {key: value for key, value in found.items() if key.endswith("_us")}
+    table = presets("calibrated").get(name, {})
+    return {key: value for key, value in table.items() if key.endswith("_us")}

@@ -8,10 +8,10 @@ from ultraep.config import BalanceConfig, Rates
 from ultraep.errors import ConfigError
 from ultraep.loads import MAX_TOTAL
 from ultraep.tools.sim.cluster import Cluster
-from ultraep.tools.sim.costs import Costs, Reached, measured_rates
+from ultraep.tools.sim.costs import Costs, Reached, measured_rates, rates_by
 from ultraep.tools.sim.memory import weight_bytes
 from ultraep.tools.sim.model import Model
-from ultraep.tools.sim.rates import rates_by
+from ultraep.tools.sim.presets import check_least
 from ultraep.tools.sim.runtime import Runtime, price, runtime_of
 from ultraep.tools.sim.serving import Serving
 from ultraep.tools.sim.training import Training, part_of_layer
@@ -46,56 +46,43 @@ class Scenario:
     prices: Rates | None = None
 
     def __post_init__(self) -> None:
-        model = self.model
-        if self.ranks < 1:
-            raise ConfigError(f"ranks must be at least 1, got {self.ranks}")
+        check_least(self, "ranks", 1)
+        check_least(self, "interval microbatches", 1, MOST_MICROBATCHES)
+        check_least(self, "rows", 1, MAX_TOTAL)
+        model, cluster = self.model, self.cluster
         if model.experts % self.ranks:
             raise ConfigError(
                 f"{model.experts} experts of {model.name} do not divide evenly "
                 f"over {self.ranks} ranks"
             )
-        if self.devices > self.cluster.devices:
+        if self.devices > cluster.devices:
             raise ConfigError(
-                f"{self.devices} devices are needed, cluster {self.cluster.name} has "
-                f"{self.cluster.devices}"
+                f"{self.devices} devices are needed, cluster {cluster.name} has {cluster.devices}"
             )
         if self.workload.experts != model.experts:
             raise ConfigError(
                 f"the workload has {self.workload.experts} experts, "
                 f"model {model.name} has {model.experts}"
             )
-        if self.interval < 1:
-            raise ConfigError(f"interval must be at least 1, got {self.interval}")
-        self._check_sizes()
-        needed = weight_bytes(model, self.ranks, self.job)
-        training = isinstance(self.job, Training)
-        if needed > self.cluster.memory:
-            raise ConfigError(
-                f"{needed / 1e9:.0f} GB of weights{' and optimizer state' if training else ''} per "
-                f"device do not fit into the {self.cluster.memory_gb:g} GB of cluster "
-                f"{self.cluster.name}: use more ranks{', a pipeline or groups' if training else ''}"
-            )
-        if isinstance(self.job, Training):
-            part_of_layer(model, self.job.pipeline)
+        self._check_weights()
+        part_of_layer(model, self.job.pipeline)
         _ = self.config
         _ = self.topology
 
-    def _check_sizes(self) -> None:
-        """Refuse what could not be counted or held."""
-        for name, value, most in (
-            ("microbatches of all steps and groups", self.microbatches, MOST_MICROBATCHES),
-            ("interval", self.interval, MOST_MICROBATCHES),
-            ("rows of a microbatch: ranks, tokens and top_k multiplied", self.rows, MAX_TOTAL),
-        ):
-            if value > most:
-                raise ConfigError(f"{name}: at most {most}, got {value}")
+    def _check_weights(self) -> None:
+        cluster, trains = self.cluster, self.job.trains
+        needed = weight_bytes(self.model, self.ranks, self.job)
+        if needed > cluster.memory:
+            raise ConfigError(
+                f"{needed / 1e9:.0f} GB of weights{' and optimizer state' if trains else ''} per "
+                f"device do not fit into the {cluster.memory_gb:g} GB of cluster "
+                f"{cluster.name}: use more ranks{', a pipeline or groups' if trains else ''}"
+            )
 
     @property
     def devices(self) -> int:
         """Devices in all."""
-        job = self.job
-        many = job.pipeline * job.groups if isinstance(job, Training) else 1
-        return self.ranks * many
+        return self.ranks * self.job.pipeline * self.job.groups
 
     @property
     def topology(self) -> Topology:
@@ -108,10 +95,9 @@ class Scenario:
     @property
     def config(self) -> BalanceConfig:
         """How ultraep plans."""
-        rates, training = self.prices, isinstance(self.job, Training)
+        rates, job = self.prices, self.job
         if rates is None and self.objective == "time":
-            size = {"ranks": self.ranks, "tokens": self.job.tokens}
-            rates = rates_by(self.costs, training=training, **size)
+            rates = rates_by(self.costs, ranks=self.ranks, tokens=job.tokens, training=job.trains)
         return BalanceConfig(
             tolerance=self.tolerance,
             min_tokens_per_replica=self.min_tokens_per_replica,
@@ -127,8 +113,7 @@ class Scenario:
     @property
     def microbatches(self) -> int:
         """Microbatches, or iterations, of a layer."""
-        job = self.job
-        return job.in_all if isinstance(job, Training) else job.iterations
+        return self.job.simulated
 
     @property
     def rows(self) -> int:
@@ -154,15 +139,19 @@ class Contender:
         """A policy with the settings of the scenario: its name, or NAME=RUNTIME.
 
         The second is for policies without known costs: "echo=ultraep" plans as `echo` does, and
-        its plans cost what those of `ultraep` do.
+        its plans cost as much as plans of `ultraep`.
         """
         policy, equals, priced_as = name.partition("=")
         if equals and not priced_as:
             raise ConfigError(f"NAME=OTHER needs two policies, got {name!r}")
         runtime = runtime_of(priced_as) if priced_as else None
-        found = Contender(policy, name, runtime=runtime)
-        _ = found.carried_out
-        return found
+        contender = Contender(policy, name, runtime=runtime)
+        _ = contender.carried_out
+        return contender
+
+    def slots_in(self, scenario: Scenario) -> int:
+        """Spare slots of every rank."""
+        return scenario.slots if self.slots is None else self.slots
 
     @property
     def carried_out(self) -> Runtime:

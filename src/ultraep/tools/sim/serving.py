@@ -13,13 +13,13 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ultraep.errors import ConfigError
 from ultraep.tools.sim.costs import Costs
-from ultraep.tools.sim.presets import as_record, load_table
+from ultraep.tools.sim.presets import check_least, check_positive, load_record
 
 FloatArray = NDArray[np.float64]
 
@@ -41,22 +41,10 @@ class Requests:
     limit_s: float
 
     def __post_init__(self) -> None:
-        for field in ("mean_tokens", "limit_s"):
-            if not 0 < getattr(self, field) < float("inf"):
-                raise ConfigError(
-                    f"requests {self.name}: {field} must be positive, got {getattr(self, field)}"
-                )
-        if not 0 <= self.spread < float("inf"):
-            raise ConfigError(
-                f"requests {self.name}: spread must not be negative, got {self.spread}"
-            )
-
-        for field, most in (("limit_s", LONGEST_LIMIT), ("spread", WIDEST)):
-            if getattr(self, field) > most:
-                raise ConfigError(
-                    f"requests {self.name}: {field} must be at most {most:g}, "
-                    f"got {getattr(self, field)}"
-                )
+        where = f"requests {self.name}: "
+        check_positive(self, "mean_tokens limit_s", where)
+        check_least(self, "spread", 0, WIDEST, where)
+        check_least(self, "limit_s", 0, LONGEST_LIMIT, where)
 
     def lengths(self, count: int, rng: np.random.Generator) -> FloatArray:
         """[N] tokens of each prompt."""
@@ -66,9 +54,8 @@ class Requests:
 
 
 def load_requests(name: str) -> Requests:
-    """A preset, or a set of a TOML file."""
-    found, table = load_table("requests", name)
-    return as_record(Requests, {"name": found, **table}, f"requests {name}")
+    """Return a preset, or a set of requests of a TOML file."""
+    return load_record(Requests, "requests", name)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,10 +70,22 @@ class Serving:
     iterations: int = 64  # different loads; they repeat
     seed: int = 0
 
+    name: ClassVar[str] = "prefill"
+    unit: ClassVar[str] = "iteration"
+    units: ClassVar[str] = "iterations"
+    trains: ClassVar[bool] = False
+    pipeline: ClassVar[int] = 1
+    groups: ClassVar[int] = 1
+    context: ClassVar[float] = 0.0
+    recompute: ClassVar[bool] = False
+
     def __post_init__(self) -> None:
-        for field in ("chunk", "iterations"):
-            if getattr(self, field) < 1:
-                raise ConfigError(f"{field} must be at least 1, got {getattr(self, field)}")
+        check_least(self, "chunk iterations", 1)
+
+    @property
+    def simulated(self) -> int:
+        """Iterations with loads of their own."""
+        return self.iterations
 
     @property
     def tokens(self) -> int:
@@ -129,8 +128,10 @@ def make_iteration(
 def rate_at_limit(iteration: Iteration, serving: Serving, ranks: int) -> float:
     """Requests per second at which the mean time to the first token is at its limit."""
     limit = serving.requests.limit_s
-    full = iteration.seconds(0, *_full_chunks(serving, ranks))
-    high = 2 * ranks * serving.chunk / full / serving.requests.mean_tokens
+    mean_tokens = serving.requests.mean_tokens
+    tokens_R = np.full(ranks, float(serving.chunk))
+    full = iteration.seconds(0, tokens_R, tokens_R * mean_tokens / 2)
+    high = 2 * ranks * serving.chunk / full / mean_tokens
     low = 0.0
     for _ in range(HALVINGS):
         rate = (low + high) / 2
@@ -138,11 +139,6 @@ def rate_at_limit(iteration: Iteration, serving: Serving, ranks: int) -> float:
         mean = mean_first_token(iteration, arrivals_N, lengths_N, ranks)
         low, high = (rate, high) if mean <= limit else (low, rate)
     return low
-
-
-def _full_chunks(serving: Serving, ranks: int) -> tuple[FloatArray, FloatArray]:
-    tokens_R = np.full(ranks, float(serving.chunk))
-    return tokens_R, tokens_R * serving.requests.mean_tokens / 2
 
 
 def _drawn(serving: Serving, rate: float) -> tuple[FloatArray, FloatArray]:

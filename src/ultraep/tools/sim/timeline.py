@@ -78,8 +78,8 @@ def simulated_trace(
     microbatch: int,
 ) -> Trace:
     """Records of one microbatch in these layers, each with its clock: their key and their times."""
-    found = [_layer(clock, copies, microbatch) for clock, copies in clocked]
-    seconds, waited = (np.stack(part) for part in zip(*found, strict=True))
+    by_layer = [_layer(clock, copies, microbatch) for clock, copies in clocked]
+    seconds, waited = (np.stack(part) for part in zip(*by_layer, strict=True))
     forward_H, backward_H = (seconds[:, 0, pass_G].sum(axis=1) for pass_G in (~BACK_G, BACK_G))
     ends_H = np.cumsum(forward_H)
     back_H = ends_H[-1] + np.cumsum(backward_H[::-1])[::-1] - backward_H
@@ -97,7 +97,7 @@ def simulated_trace(
 
 
 def _layer(clock: LayerClock, copies: CopySets, microbatch: int) -> tuple[FloatArray, FloatArray]:
-    """[R, G] seconds of the stages, until all ranks are through, and of them those of waiting."""
+    """[R, G] seconds of the stages until the last rank ends, and the part spent waiting."""
     times, busy = clock.times(copies), clock.by_rank(copies)
     seconds_RG = np.zeros((clock.topology.ranks, len(SIMULATED)))
     waited_RG = np.zeros_like(seconds_RG)

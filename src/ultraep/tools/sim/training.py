@@ -10,7 +10,9 @@ Shapes: S microbatches, P parts, G groups.
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +20,7 @@ from numpy.typing import NDArray
 from ultraep.errors import ConfigError
 from ultraep.tools.sim.costs import Costs
 from ultraep.tools.sim.model import Model
+from ultraep.tools.sim.presets import check_least
 
 FloatArray = NDArray[np.float64]
 
@@ -29,7 +32,7 @@ class Training:
     """How a model is trained.
 
     tokens: of every rank in a microbatch.
-    sequence: tokens of a text; those of a microbatch are cut into such.
+    sequence: tokens per sequence; a microbatch holds several.
     """
 
     tokens: int = 8192
@@ -40,13 +43,16 @@ class Training:
     steps: int = 8
     recompute: bool = True
 
+    name: ClassVar[str] = "training"
+    unit: ClassVar[str] = "microbatch"
+    units: ClassVar[str] = "microbatches"
+    trains: ClassVar[bool] = True
+
     def __post_init__(self) -> None:
-        for field in ("tokens", "sequence", "pipeline", "groups", "microbatches", "steps"):
-            if getattr(self, field) < 1:
-                raise ConfigError(f"{field} must be at least 1, got {getattr(self, field)}")
+        check_least(self, "tokens sequence pipeline groups microbatches steps", 1)
 
     @property
-    def in_all(self) -> int:
+    def simulated(self) -> int:
         """Microbatches of all groups and steps."""
         return self.steps * self.microbatches * self.groups
 
@@ -72,12 +78,12 @@ def plain_seconds(costs: Costs, training: Training) -> tuple[FloatArray, FloatAr
     parts = part_of_layer(costs.model, training.pipeline)
     forward, backward = np.zeros(training.pipeline), np.zeros(training.pipeline)
     tokens, context = training.tokens, training.context
+    dense = costs.attention_forward(tokens, context) + costs.dense_mlp(tokens)
+    dense_back = costs.attention_backward(tokens, context) + 2 * costs.dense_mlp(tokens)
+    again = dense if training.recompute else 0.0
     for layer in range(costs.model.dense_layers):
-        ahead = costs.attention_forward(tokens, context) + costs.dense_mlp(tokens)
-        again = ahead if training.recompute else 0.0
-        back = costs.attention_backward(tokens, context) + 2 * costs.dense_mlp(tokens)
-        forward[parts[layer]] += ahead
-        backward[parts[layer]] += back + again
+        forward[parts[layer]] += dense
+        backward[parts[layer]] += dense_back + again
     forward[-1] += costs.head(tokens)
     backward[-1] += 2 * costs.head(tokens)
     return forward, backward
@@ -93,48 +99,40 @@ def pipeline_seconds(forward_SP: FloatArray, backward_SP: FloatArray) -> float:
     12.0
     """
     count, parts = forward_SP.shape
-    ahead, back = (np.full((count, parts), np.nan) for _ in range(2))
+    # Row 0 is forward, row 1 backward. The input of the first forward is there at once; the output
+    # of the last forward is the input of its backward.
+    seconds = (forward_SP, backward_SP)
+    ends = np.full((2, count, parts + 2), np.nan)
+    ends[0, :, 0] = 0.0
     free = np.zeros(parts)
     turns = [_turns(count, parts, part) for part in range(parts)]
-    place = [0] * parts
-    left = 2 * count * parts
-    while left:
-        for part in range(parts):
-            while place[part] < len(turns[part]):
-                way, number = turns[part][place[part]]
-                ready = _ready(ahead, back, way, number, part, parts)
-                if ready is None:
+    while any(turns):
+        for part, left in enumerate(turns):
+            while left:
+                back, number = left[0]
+                ready = ends[back, number, part + 2 if back else part]
+                if np.isnan(ready):
                     break
-                took = forward_SP if way == "forward" else backward_SP
-                end = max(free[part], ready) + took[number, part]
-                (ahead if way == "forward" else back)[number, part] = free[part] = end
-                place[part] += 1
-                left -= 1
+                free[part] = max(free[part], ready) + seconds[back][number, part]
+                ends[back, number, part + 1] = free[part]
+                if part == parts - 1 and not back:
+                    ends[1, number, parts + 1] = free[part]
+                left.popleft()
     return float(free.max())
 
 
-def _turns(count: int, parts: int, part: int) -> list[tuple[str, int]]:
-    """What a part does, in order: some forwards, then one backward and one forward in turn."""
+def _turns(count: int, parts: int, part: int) -> deque[tuple[int, int]]:
+    """What a part does, in order: some forwards, then one backward and one forward in turn.
+
+    Pairs: 0 for forward or 1 for backward, and the microbatch.
+    """
     warm = min(count, parts - part)
-    order = [("forward", number) for number in range(warm)]
+    turns = deque((0, number) for number in range(warm))
     for number in range(count):
-        order.append(("backward", number))
+        turns.append((1, number))
         if warm + number < count:
-            order.append(("forward", warm + number))
-    return order
-
-
-def _ready(
-    ahead: FloatArray, back: FloatArray, way: str, number: int, part: int, parts: int
-) -> float | None:
-    """When the input is there; None: not known yet."""
-    if way == "forward":
-        if part == 0:
-            return 0.0
-        found = ahead[number, part - 1]
-    else:
-        found = ahead[number, part] if part == parts - 1 else back[number, part + 1]
-    return None if np.isnan(found) else float(found)
+            turns.append((0, warm + number))
+    return turns
 
 
 def optimizer_seconds(costs: Costs, training: Training, ranks: int) -> float:

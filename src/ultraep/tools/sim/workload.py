@@ -11,9 +11,9 @@ Shapes: S microbatches, E experts, R ranks, H recorded layers.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,10 +21,12 @@ from numpy.typing import NDArray
 from ultraep.arrays import IntArray
 from ultraep.errors import ConfigError, FileError
 from ultraep.loads import MAX_TOTAL
-from ultraep.topology import Topology
+from ultraep.tools.sim.planning import sum_by_home
+from ultraep.tools.sim.presets import check_least, presets
+from ultraep.topology import MAX_EXPERTS, Topology
 from ultraep.trace.read import holds_trace, read_trace
 from ultraep.workload import loads_of_windows, read_loads, read_routing
-from ultraep.workload.windows import holds_routing
+from ultraep.workload.files import MOST_NUMBERS, holds_routing
 
 FloatArray = NDArray[np.float64]
 
@@ -37,19 +39,6 @@ WINDOW = 4096  # tokens of a microbatch cut from recorded routing
 PROBE_ROWS = 8192 * 8  # of every rank
 PROBES = 1024  # loads by which the skew is fitted, at least
 LEAST_SHARE = 1e-12  # of an expert without weight: it gets rows when all others are full
-
-
-class Workload(Protocol):
-    """Where the rows of a layer come from."""
-
-    def expert_loads(self, layer: int, microbatches: IntArray, rows: int) -> IntArray:
-        """[S, E] rows of every expert; `rows` in all, in each of the named microbatches."""
-        ...
-
-    @property
-    def experts(self) -> int:
-        """Experts of a layer."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,19 +60,9 @@ class Skew:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for field in ("spread", "noise", "topic_length", "drift_length", "seed"):
-            if getattr(self, field) < 0:
-                raise ConfigError(f"{field} must not be negative, got {getattr(self, field)}")
-        for field in ("spread", "noise"):
-            if not getattr(self, field) <= STEEPEST:
-                raise ConfigError(
-                    f"{field} must be at most {STEEPEST:g}, got {getattr(self, field)}"
-                )
-        for field in ("topic_length", "drift_length"):
-            if getattr(self, field) > MAX_TOTAL:
-                raise ConfigError(
-                    f"{field} must be at most {MAX_TOTAL}, got {getattr(self, field)}"
-                )
+        check_least(self, "spread noise", 0, STEEPEST)
+        check_least(self, "topic_length drift_length", 0, MAX_TOTAL)
+        check_least(self, "seed", 0, 2**63 - 1)
         if self.topic_length and self.drift_length:
             raise ConfigError(
                 f"topics change at once or gradually: topic_length {self.topic_length} and "
@@ -135,7 +114,7 @@ def share_out(weights_SE: FloatArray, rows: int, top_k: int) -> IntArray:
         open_SE = np.where(full_SE, 0.0, weights_SE)
         sums_S1 = np.maximum(open_SE.sum(axis=1, keepdims=True), np.finfo(float).tiny)
         exact_SE = np.where(full_SE, tokens, open_SE * (rest_S1 / sums_S1))
-    # Cumulative rounding: sums are exact and nobody is off by more than one row.
+    # Cumulative rounding: sums are exact and no expert is off by more than one row.
     open_SE = np.where(full_SE, 0.0, exact_SE)
     ends_SE = np.floor(np.cumsum(open_SE, axis=1) + 0.5).astype(np.int64)
     whole_SE: IntArray = np.diff(ends_SE, axis=1, prepend=0) + tokens * full_SE
@@ -153,57 +132,58 @@ def fit_skew(
     drift_length: int = 0,
     seed: int = 0,
 ) -> Skew:
-    """The drawn loads whose mean imbalance over these layers and some microbatches is as wanted.
+    """Return drawn loads with this mean imbalance over these layers and some microbatches.
 
-    The noise stays as it is if it alone is not too much already; else there is less of it, and
-    nothing lasts.
+    The noise stays as it is unless it alone exceeds the imbalance; then the noise is reduced, and
+    no popularity lasts.
     """
-
-    def made(spread: float, noise: float) -> Skew:
-        return Skew(
-            experts=topology.experts,
-            top_k=top_k,
-            spread=spread,
-            noise=noise,
-            topic_length=topic_length,
-            drift_length=drift_length,
-            seed=seed,
-        )
-
     if not 1 <= imbalance <= topology.ranks:
         raise ConfigError(
             f"imbalance must lie between 1 and the {topology.ranks} ranks, got {imbalance}"
         )
+    skew = Skew(
+        experts=topology.experts,
+        top_k=top_k,
+        spread=0.0,
+        noise=noise,
+        topic_length=topic_length,
+        drift_length=drift_length,
+        seed=seed,
+    )
 
-    def found(spread: float, noise: float) -> float:
-        return mean_imbalance(made(spread, noise), topology, layers)
+    def reached(**changes: Any) -> float:
+        return mean_imbalance(replace(skew, **changes), topology, layers)
 
-    if found(0.0, noise) > imbalance:
-        return made(0.0, _bisect(lambda x: found(0.0, x), imbalance, noise))
-    top = found(STEEPEST, noise)
-    if top < imbalance:
+    if reached() > imbalance:
+        return replace(skew, noise=_bisect(lambda x: reached(noise=x), imbalance, noise))
+    most = reached(spread=STEEPEST)
+    if most < imbalance:
         raise ConfigError(
             f"an imbalance of {imbalance} cannot be drawn for {topology.experts} experts, "
-            f"top-{top_k}, on {topology.ranks} ranks: at most about {top:.1f}"
+            f"top-{top_k}, on {topology.ranks} ranks: at most about {most:.1f}"
         )
-    return made(_bisect(lambda x: found(x, noise), imbalance, STEEPEST), noise)
+    return replace(skew, spread=_bisect(lambda x: reached(spread=x), imbalance, STEEPEST))
+
+
+def calibrated_noise(*, training: bool) -> float:
+    """Return the noise that reproduces the published imbalance under EPLB."""
+    return float(presets("calibrated")["noise"]["training" if training else "serving"])
 
 
 def mean_imbalance(workload: Workload, topology: Topology, layers: range) -> float:
-    """Fullest rank over mean rank without copies, meaned over layers and some microbatches."""
+    """Fullest rank over mean rank without copies, mean over layers and some microbatches."""
     rows = PROBE_ROWS * topology.ranks
     microbatches = np.arange(-(-PROBES // len(layers)))
-    found = [
+    by_layer = [
         rank_imbalance(workload.expert_loads(layer, microbatches, rows), topology)
         for layer in layers
     ]
-    return float(np.mean(found))
+    return float(np.mean(by_layer))
 
 
 def rank_imbalance(loads_SE: IntArray, topology: Topology) -> FloatArray:
     """[S] fullest rank over mean rank, every row at the home of its expert."""
-    by_rank = loads_SE[:, topology.experts_by_rank]
-    loads_SR = np.add.reduceat(by_rank, topology.first_of_rank[:-1], axis=1)
+    loads_SR = sum_by_home(loads_SE, topology)
     peak_S: FloatArray = loads_SR.max(axis=1) / loads_SR.mean(axis=1)
     return peak_S
 
@@ -235,51 +215,78 @@ class Recorded:
         return share_out(picked_SE.astype(np.float64), rows, self.top_k)
 
 
+Workload = Skew | Recorded
+
+
 def read_workload(path: str | Path, *, experts: int, top_k: int) -> Recorded:
-    """A workload from a trace, from recorded routing (`*_ids` in .npz) or from a file of loads."""
-    if holds_trace(path):
-        loads_SHE = _recorded(path)
-    else:
-        loads_SHE = _routing(path, experts) if holds_routing(path) else _loads(path)
-    if loads_SHE.shape[2] != experts:
+    """Return the workload of a trace, of recorded routing (`*_ids` in .npz) or of a loads file."""
+    loads_SHRE = read_microbatches(path, experts=experts)
+    if loads_SHRE.shape[3] != experts:
         raise ConfigError(
-            f"{path} has loads of {loads_SHE.shape[2]} experts, the model has {experts}"
+            f"{path} has loads of {loads_SHRE.shape[3]} experts, the model has {experts}"
         )
+    if not 0 <= loads_SHRE.min() <= loads_SHRE.max() <= MAX_TOTAL:
+        raise FileError(
+            f"{path}: loads must lie in 0..{MAX_TOTAL}, got {loads_SHRE.min()}..{loads_SHRE.max()}"
+        )
+    loads_SHE = loads_SHRE.sum(axis=2)
     if not loads_SHE.sum(axis=2).all():
         raise FileError(f"{path}: a microbatch without any row")
     return Recorded(loads_SHE, top_k)
 
 
-def _recorded(path: str | Path) -> IntArray:
-    """[S, H, E] of a trace: its layers in their order."""
-    summed: IntArray = read_trace(path).by_layer().sum(axis=2, dtype=np.int64)
-    if not len(summed):
+def read_microbatches(
+    path: str | Path,
+    *,
+    ranks: int = 1,
+    experts: int | None = None,
+    window: int = WINDOW,
+    any_homes: bool = True,
+) -> IntArray:
+    """[S, H, R, E] loads of a trace, of recorded routing, or of a file of loads.
+
+    ranks, experts, window: how recorded routing is counted; the other files have their own.
+    any_homes: accept a trace whose experts do not live in equal blocks.
+    """
+    if holds_routing(path):
+        return _count_routing(path, ranks, experts, window)
+    if not holds_trace(path):
+        return read_loads(path)[:, None]
+    trace = read_trace(path)
+    if trace.header.homes is not None and not any_homes:
+        raise ConfigError(f"{path}: a trace with homes of its own: ultraep trace replay plans it")
+    loads_SHRE = trace.by_layer().astype(np.int64, copy=False)
+    if not loads_SHRE.size:
         raise FileError(f"{path}: no microbatch of which all layers were recorded")
-    return summed
+    return loads_SHRE
 
 
-def _loads(path: str | Path) -> IntArray:
-    """[S, 1, E] of a file of loads: all layers get the same."""
-    loads_SRE = read_loads(path)
-    if loads_SRE.min() < 0:
-        raise FileError(f"{path}: loads must not be negative, got {loads_SRE.min()}")
-    if loads_SRE.max() > MAX_TOTAL:
-        raise FileError(f"{path}: a load of {loads_SRE.max()} is too large to count")
-    summed: IntArray = loads_SRE.sum(axis=1)[:, None]
-    return summed
-
-
-def _routing(path: str | Path, experts: int) -> IntArray:
-    texts = [ids for ids in read_routing(path) if len(ids) >= WINDOW]
-    if not texts:
-        raise FileError(f"{path}: no text has a full window of {WINDOW} tokens")
+def _count_routing(path: str | Path, ranks: int, experts: int | None, window: int) -> IntArray:
+    texts = read_routing(path)
+    needed = max(int(ids.max()) for ids in texts) + 1
+    experts = 1 << (needed - 1).bit_length() if experts is None else experts
+    if not needed <= experts <= MAX_EXPERTS:
+        raise ConfigError(
+            f"{path}: ids up to {needed - 1} need {needed} to {MAX_EXPERTS} experts, got {experts}"
+        )
     layers = sorted({ids.shape[1] for ids in texts})
     if len(layers) > 1:
-        found = f"{layers[0]} and {layers[1]}"
-        raise FileError(f"{path}: texts of different numbers of layers, {found}")
+        raise FileError(
+            f"{path}: texts of different numbers of layers, {layers[0]} and {layers[1]}"
+        )
+    counts = sum(len(ids) // max(window, 1) for ids in texts) * layers[0] * ranks * experts
+    if counts > MOST_NUMBERS:
+        raise ConfigError(
+            f"{path}: {counts:,} counts for {ranks} ranks of {experts} experts, but at most "
+            f"{MOST_NUMBERS:,} are read: use fewer ranks or a larger window"
+        )
     try:
-        windows = [loads_of_windows(ids, ranks=1, experts=experts, tokens=WINDOW) for ids in texts]
+        parts = [loads_of_windows(i, ranks=ranks, experts=experts, tokens=window) for i in texts]
     except ConfigError as error:
-        raise FileError(f"{path}: {error}") from None
-    summed: IntArray = np.concatenate(windows).sum(axis=2)
-    return summed
+        raise ConfigError(f"{path}: {error}") from None
+    if not sum(map(len, parts)):
+        longest = max(map(len, texts))
+        raise ConfigError(
+            f"{path}: no text has {window} tokens, the longest has {longest}: use a smaller window"
+        )
+    return np.concatenate(parts)
