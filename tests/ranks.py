@@ -6,6 +6,9 @@
     results = shared_pool().run(3, work, 42)             # processes that stay: some milliseconds
     results = everywhere("shared", 3, body, 42)          # body(communicator, number)
 
+    @on_ranks(2)
+    def test_something(rank, group, tmp_path): ...      # a test whose body runs on every rank
+
 `run` raises `RankError` with the first traceback; `outcomes` tells what became of each rank, for
 tests in which ranks are meant to fail. Every run gets a process group of its own. Processes that
 were lost, or did not come back in time, are killed and replaced.
@@ -17,6 +20,7 @@ import atexit
 import functools
 import gc
 import glob
+import inspect
 import os
 import pickle
 import time
@@ -24,6 +28,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from importlib import import_module
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -173,6 +178,28 @@ def shared_pool() -> RankPool:
     pool = RankPool()
     atexit.register(pool.close)
     return pool
+
+
+def on_ranks(size: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Make a test of a function `body(rank, group, ...)` that runs on every rank of a pool.
+
+    What fails on a rank fails the test. Fixtures and parameters are sent there.
+    """
+
+    def decorate(body: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(body)
+        def test(**arguments: Any) -> None:
+            shared_pool().run(size, run_body, body.__module__, body.__name__, arguments)
+
+        _, _, *parameters = inspect.signature(body).parameters.values()
+        test.__signature__ = inspect.Signature(parameters)
+        return test
+
+    return decorate
+
+
+def run_body(rank: int, group: Any, module: str, name: str, arguments: dict[str, Any]) -> None:
+    getattr(import_module(module), name).__wrapped__(rank, group, **arguments)
 
 
 def everywhere(

@@ -28,7 +28,7 @@ from vllm_engines import (
 )
 
 import ultraep
-from ultraep.integrations.vllm.library import LIBRARY
+from ultraep.integrations.library import VLLM
 
 PROMPTS = make_prompts()
 FAILED: list[str] = []
@@ -233,7 +233,7 @@ def main() -> None:
     chosen = parser.parse_args().only.split(",")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that servers are ended
     where = f"{platform.machine()}, {os.cpu_count()} cores"
-    print(f"ultraep {ultraep.__version__} in vLLM {LIBRARY.installed()}, {where}")
+    print(f"ultraep {ultraep.__version__} in vLLM {VLLM.installed()}, {where}")
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(Path(folder))
         for name in chosen:

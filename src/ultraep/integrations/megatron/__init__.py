@@ -7,11 +7,15 @@ balanced_layers, balancers    which layers of a model are balanced, and by whom
 
 from typing import TYPE_CHECKING, Any
 
-from ultraep.integrations.megatron.library import LIBRARY
+from ultraep.integrations.library import MEGATRON
 
 if TYPE_CHECKING:
-    from ultraep.integrations.megatron.layer import BalancedMoELayer
-    from ultraep.integrations.megatron.spec import balanced, balanced_layers, balancers
+    from ultraep.integrations.megatron.layer import (
+        BalancedMoELayer,
+        balanced,
+        balanced_layers,
+        balancers,
+    )
 
 __all__ = ["BalancedMoELayer", "balanced", "balanced_layers", "balancers"]
 
@@ -19,7 +23,7 @@ __all__ = ["BalancedMoELayer", "balanced", "balanced_layers", "balancers"]
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    LIBRARY.check()
-    from ultraep.integrations.megatron import spec  # which needs it, and takes seconds
+    MEGATRON.check()
+    from ultraep.integrations.megatron import layer  # it imports Megatron-Core, which takes seconds
 
-    return getattr(spec, name)
+    return getattr(layer, name)

@@ -9,10 +9,10 @@ metrics    its metrics, with imbalance, copies and bytes among them
 
 from typing import Any
 
+from ultraep.integrations.library import TORCHTITAN
 from ultraep.integrations.torchtitan.check import balancer_options, check_axes, check_layer
-from ultraep.integrations.torchtitan.library import LIBRARY
 
-LIBRARY.check()  # before what needs it
+TORCHTITAN.check()  # before what needs it
 
 from torchtitan.components.metrics import MetricsProcessor  # noqa: E402
 from torchtitan.config.override import derive, override  # noqa: E402

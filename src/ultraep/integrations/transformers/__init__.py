@@ -9,9 +9,9 @@ BalancedTrainer               the library's Trainer; BalancedTraining for classe
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from ultraep.integrations.transformers.library import LIBRARY
+from ultraep.integrations.library import TRANSFORMERS
 
-LIBRARY.check()  # before what needs it
+TRANSFORMERS.check()  # before what needs it
 
 from ultraep.integrations.transformers.balance import (  # noqa: E402
     balance,

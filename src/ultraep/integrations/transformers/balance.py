@@ -8,14 +8,16 @@ unbalance(model)                       # all experts on every rank again
 from __future__ import annotations
 
 from contextlib import ExitStack
+from types import MethodType
 from typing import Any
 
 from torch import nn
+from transformers import PreTrainedModel
 
 from ultraep.errors import ConfigError
 from ultraep.integrations.transformers.check import check_experts, experts_of, num_experts
 from ultraep.integrations.transformers.experts import BalancedExperts, reunite, spread
-from ultraep.integrations.transformers.methods import replace_methods, restore_methods
+from ultraep.integrations.transformers.save import save_pretrained
 from ultraep.parallel.home import expert_parameters
 from ultraep.parallel.wrapped import leave_out_experts
 from ultraep.runtime.balancer import Balancer
@@ -23,6 +25,20 @@ from ultraep.runtime.connect import GroupOrName, resolve_group
 from ultraep.topology import even_homes
 
 IGNORED_BY_DDP = "_ddp_params_and_buffers_to_ignore"
+
+
+def generate(model: Any, *inputs: Any, synced_gpus: bool | None = None, **options: Any) -> Any:
+    """`generate` of the library on all ranks, each of which goes on until all are done.
+
+    With a static cache the library would compile the model, which exchanges messages of ranks.
+    """
+    if synced_gpus is None:
+        synced_gpus = balancers(model)[0].topology.ranks > 1
+    options = {"disable_compile": True, **options}
+    return type(model).generate(model, *inputs, synced_gpus=synced_gpus, **options)
+
+
+METHODS = {"generate": generate, "save_pretrained": save_pretrained}  # those that need all ranks
 
 
 def balance(
@@ -50,7 +66,11 @@ def balance(
     for module in modules.values():
         spread(module, made[num_experts(module)])
     leave_out_experts(model)
-    replace_methods(model)
+    for part in model.modules():
+        if isinstance(part, PreTrainedModel) and balanced_experts(part):
+            for name, method in METHODS.items():
+                if hasattr(part, name):
+                    setattr(part, name, MethodType(method, part))
     counts = [num_experts(module) for module in modules.values()]
     return made[max(made, key=counts.count)]
 
@@ -60,11 +80,13 @@ def unbalance(model: nn.Module) -> None:
     modules = balanced_experts(model)
     if not modules:
         raise ConfigError(f"{type(model).__name__} is not balanced")
-    forget_ignored(model)
+    _stop_ignoring(model)
     owners = balancers(model)
     for module in modules.values():
         reunite(module)
-    restore_methods(model)
+    for part in model.modules():
+        for name in METHODS:
+            part.__dict__.pop(name, None)
     for balancer in owners:
         balancer.close()
 
@@ -95,7 +117,7 @@ def _make_balancers(
     return made
 
 
-def forget_ignored(model: nn.Module) -> None:
+def _stop_ignoring(model: nn.Module) -> None:
     """Undo `leave_out_experts`."""
     experts = expert_parameters(model)
     for parameter in experts.values():

@@ -17,8 +17,8 @@ import logging
 import os
 
 from ultraep.errors import BackendUnavailable
-from ultraep.integrations.vllm.library import LIBRARY, LOGGER
-from ultraep.integrations.vllm.settings import read_settings
+from ultraep.integrations.library import VLLM
+from ultraep.integrations.vllm.settings import LOGGER, read_settings
 
 __all__ = ["register"]
 
@@ -30,7 +30,7 @@ def register() -> None:
     """
     asked = read_settings(os.environ, None)
     try:
-        LIBRARY.check()
+        VLLM.check()
     except BackendUnavailable as problem:  # a server goes on without us
         level = logging.WARNING if asked else logging.DEBUG
         logging.getLogger(LOGGER).log(level, "ultraep balances nothing: %s", problem)
