@@ -43,14 +43,15 @@ LONGEST = (
     "test_examples.py",
     "test_pretrain.py",
 )
-settings.register_profile(
-    "repeatable",
-    derandomize=True,
-    deadline=None,
-    max_examples=300,
-    suppress_health_check=[HealthCheck.too_slow],
-)
-settings.load_profile("repeatable")
+for profile, examples in (("repeatable", 300), ("thorough", 3000)):
+    settings.register_profile(
+        profile,
+        derandomize=True,
+        deadline=None,
+        max_examples=examples,
+        suppress_health_check=[HealthCheck.too_slow],
+    )
+settings.load_profile("repeatable")  # --hypothesis-profile thorough: make test-all
 
 
 def pytest_collection_modifyitems(items):

@@ -26,14 +26,13 @@ import pickle
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from importlib import import_module
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import pytest
 import torch
 import torch.distributed as dist
 import warm
@@ -234,12 +233,6 @@ def meet(folder: Path, rank: int, size: int) -> None:
 def leftovers(pids: list[int]) -> list[str]:
     """What communicators of these processes, as rank 0, left in shared memory."""
     return [path for pid in pids for path in glob.glob(f"/dev/shm/ultraep-{pid}-*")]
-
-
-@pytest.fixture(scope="session")
-def rank_pool() -> Iterator[RankPool]:
-    yield shared_pool()
-    shared_pool().close()
 
 
 def serve(pipe: Connection) -> None:
