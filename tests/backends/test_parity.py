@@ -34,6 +34,7 @@ def test_named_cases(name, config, backend):
     assert_same(ultraep.plan(loads, topology, config, backend=backend), wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", FAST)
 @settings(max_examples=2000)
 @given(problems(), configs)

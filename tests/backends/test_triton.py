@@ -113,6 +113,7 @@ def test_plans_of_random_cases(problem, config):
     assert_same(planned(loads, topology, config), ultraep.plan(loads, topology, config))
 
 
+@pytest.mark.slow
 @only_interpreted
 @few
 @given(problems(), timed_configs)

@@ -51,6 +51,7 @@ def test_over_messages(block):
         assert_agree(program, over_messages(program))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not interpreted(), reason="ranks are processes without GPUs")
 @pytest.mark.parametrize("block", blocks(quick=1))
 def test_over_mapped_memory(block):
