@@ -37,9 +37,12 @@ LONGEST = (
     "test_benchmarks.py",
     "integrations/test_transformers_equality.py",
     "backends/test_triton.py",
+    "backends/test_stream.py",
+    "backends/test_quantised.py",
     "demo/test_run.py",
     "integrations/test_transformers_checkpoints.py",
     "runtime/test_mapped.py",
+    "runtime/test_life_cycles.py",
     "test_examples.py",
     "test_pretrain.py",
 )

@@ -34,7 +34,6 @@ def test_named_cases(name, config, backend):
     assert_same(ultraep.plan(loads, topology, config, backend=backend), wanted)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("backend", FAST)
 @settings(max_examples=2000)
 @given(problems(), configs)
