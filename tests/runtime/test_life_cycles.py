@@ -17,7 +17,8 @@ BLOCKS = 40
 
 def blocks(quick):
     """Numbers of blocks; those after the first few take long."""
-    return [pytest.param(b, marks=[] if b < quick else pytest.mark.long) for b in range(BLOCKS)]
+    marks = {0: [], **dict.fromkeys(range(1, quick), pytest.mark.slow)}
+    return [pytest.param(b, marks=marks.get(b, pytest.mark.long)) for b in range(BLOCKS)]
 
 
 def over_messages(program):
