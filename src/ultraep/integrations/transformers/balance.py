@@ -27,20 +27,6 @@ from ultraep.topology import even_homes
 IGNORED_BY_DDP = "_ddp_params_and_buffers_to_ignore"
 
 
-def generate(model: Any, *inputs: Any, synced_gpus: bool | None = None, **options: Any) -> Any:
-    """`generate` of the library on all ranks, each of which goes on until all are done.
-
-    With a static cache the library would compile the model, which exchanges messages of ranks.
-    """
-    if synced_gpus is None:
-        synced_gpus = balancers(model)[0].topology.ranks > 1
-    options = {"disable_compile": True, **options}
-    return type(model).generate(model, *inputs, synced_gpus=synced_gpus, **options)
-
-
-METHODS = {"generate": generate, "save_pretrained": save_pretrained}  # those that need all ranks
-
-
 def balance(
     model: nn.Module,
     group: GroupOrName = None,
@@ -66,11 +52,7 @@ def balance(
     for module in modules.values():
         spread(module, made[num_experts(module)])
     leave_out_experts(model)
-    for part in model.modules():
-        if isinstance(part, PreTrainedModel) and balanced_experts(part):
-            for name, method in METHODS.items():
-                if hasattr(part, name):
-                    setattr(part, name, MethodType(method, part))
+    replace_methods(model)
     counts = [num_experts(module) for module in modules.values()]
     return made[max(made, key=counts.count)]
 
@@ -80,13 +62,11 @@ def unbalance(model: nn.Module) -> None:
     modules = balanced_experts(model)
     if not modules:
         raise ConfigError(f"{type(model).__name__} is not balanced")
-    _stop_ignoring(model)
+    forget_ignored(model)
     owners = balancers(model)
     for module in modules.values():
         reunite(module)
-    for part in model.modules():
-        for name in METHODS:
-            part.__dict__.pop(name, None)
+    restore_methods(model)
     for balancer in owners:
         balancer.close()
 
@@ -117,10 +97,41 @@ def _make_balancers(
     return made
 
 
-def _stop_ignoring(model: nn.Module) -> None:
+def forget_ignored(model: nn.Module) -> None:
     """Undo `leave_out_experts`."""
     experts = expert_parameters(model)
     for parameter in experts.values():
         parameter.__dict__.pop("_ddp_ignored", None)
     others = [name for name in getattr(model, IGNORED_BY_DDP, ()) if name not in experts]
     setattr(model, IGNORED_BY_DDP, others)
+
+
+def generate(model: Any, *inputs: Any, synced_gpus: bool | None = None, **options: Any) -> Any:
+    """`generate` of the library on all ranks, each of which goes on until all are done.
+
+    With a static cache the library would compile: there are messages of ranks in between, so it is
+    asked not to.
+    """
+    experts = next(m for m in model.modules() if isinstance(m, BalancedExperts))
+    synced = experts.balancer.topology.ranks > 1 if synced_gpus is None else synced_gpus
+    options = {"disable_compile": True, **options}
+    return type(model).generate(model, *inputs, synced_gpus=synced, **options)
+
+
+REPLACED = {"generate": generate, "save_pretrained": save_pretrained}
+
+
+def replace_methods(model: nn.Module) -> None:
+    """Replace methods of the library that need all ranks, in the model and in its parts."""
+    for part in model.modules():
+        if isinstance(part, PreTrainedModel) and balanced_experts(part):
+            for name, method in REPLACED.items():
+                if hasattr(part, name):
+                    setattr(part, name, MethodType(method, part))
+
+
+def restore_methods(model: nn.Module) -> None:
+    """Undo `replace_methods`."""
+    for part in model.modules():
+        for name in REPLACED:
+            part.__dict__.pop(name, None)

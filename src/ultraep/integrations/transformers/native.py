@@ -17,12 +17,12 @@ import torch
 from torch import nn
 
 from ultraep.errors import ConfigError
-from ultraep.integrations.library import TRANSFORMERS_DISPATCH
+from ultraep.integrations.library import OWN_EXPERT_PARALLELISM
 from ultraep.integrations.transformers.experts import stacked_tensors, stages
 from ultraep.policies import get_policy
 from ultraep.runtime.balancer import Balancer
 
-TRANSFORMERS_DISPATCH.check()  # before what needs it
+OWN_EXPERT_PARALLELISM.check()  # before what needs it
 
 from transformers.distributed.expert_parallel import (  # noqa: E402
     ALL_PARALLEL_STYLES,

@@ -17,8 +17,8 @@ import logging
 import os
 
 from ultraep.errors import BackendUnavailable
-from ultraep.integrations.library import VLLM
-from ultraep.integrations.vllm.settings import LOGGER, read_settings
+from ultraep.integrations.library import VLLM, VLLM_LOGGER
+from ultraep.integrations.vllm.settings import read_settings
 
 __all__ = ["register"]
 
@@ -33,7 +33,7 @@ def register() -> None:
         VLLM.check()
     except BackendUnavailable as problem:  # a server goes on without us
         level = logging.WARNING if asked else logging.DEBUG
-        logging.getLogger(LOGGER).log(level, "ultraep balances nothing: %s", problem)
+        logging.getLogger(VLLM_LOGGER).log(level, "ultraep balances nothing: %s", problem)
         return
     from ultraep.integrations.vllm.experts import install  # vLLM, and torch
 

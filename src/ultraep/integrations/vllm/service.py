@@ -15,10 +15,11 @@ from vllm.model_executor.layers.fused_moe.expert_map_manager import determine_ex
 from ultraep import __version__
 from ultraep.bundle import Layout
 from ultraep.config import BalanceConfig
+from ultraep.integrations.library import VLLM_LOGGER
 from ultraep.integrations.vllm.cost import least_tokens, rows_to_pay
 from ultraep.integrations.vllm.counters import ServingCounters, where_they_are
 from ultraep.integrations.vllm.refusals import reasons_of_engine, reasons_of_layer
-from ultraep.integrations.vllm.settings import LOGGER, ServingSettings
+from ultraep.integrations.vllm.settings import ServingSettings
 from ultraep.runtime.balancer import Balancer
 from ultraep.runtime.clocks import DeviceClock, HostClock
 
@@ -46,7 +47,9 @@ class Service:
         summary = f"nothing: {'; '.join(reasons[:4])}" if reasons else str(self)
         level = logging.WARNING if reasons else logging.INFO
         if self.config.parallel_config.data_parallel_rank == self.config.parallel_config.rank == 0:
-            logging.getLogger(LOGGER).log(level, "ultraep %s balances %s", __version__, summary)
+            logging.getLogger(VLLM_LOGGER).log(
+                level, "ultraep %s balances %s", __version__, summary
+            )
         return not reasons
 
     def _open(self, group: Any) -> None:

@@ -14,7 +14,6 @@ from ultraep.config import BalanceConfig
 from ultraep.errors import ConfigError
 from ultraep.policies import get_policy
 
-LOGGER = "vllm.ultraep"  # below the logger of vLLM, so that its handlers print our messages
 KEY = "ultraep"  # in the additional configuration
 PREFIX = "ULTRAEP_"  # in the environment
 OTHERS = {"ULTRAEP_TRACE", "ULTRAEP_RATES"}  # variables with that prefix that are read elsewhere
