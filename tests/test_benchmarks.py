@@ -101,7 +101,6 @@ def test_a_toy_run_writes_complete_rows(script, tmp_path, harness):
     assert "…" not in done.stdout  # no table is cut off
 
 
-@pytest.mark.slow
 def test_plan_benchmark_compares_all_policies(tmp_path):
     path = tmp_path / "rows.json"
     done = run("bench_plan.py", "--toy", "--only", "quality", "--json", str(path))

@@ -260,7 +260,6 @@ def check_many(seeds):
             raise
 
 
-@pytest.mark.slow
 def test_some_random_layers():
     check_many(range(60))
 
