@@ -15,12 +15,14 @@ QUICK := tests/test_golden.py tests/test_promises.py tests/test_docs_names.py \
 VLLM := .venv-vllm
 VLLM_VERSION := 0.32.0
 
-.PHONY: help demo check test test-frameworks test-torchtitan test-megatron test-vllm lint types docs dist bench paper format clean
+.PHONY: help demo check test test-slow test-all test-frameworks test-torchtitan test-megatron test-vllm lint types docs dist bench paper format clean
 
 help:
 	@echo "make demo    set up, then train, serve and measure a small model here (five minutes)"
 	@echo "make check   set up, then lint, types and the quick tests (two minutes): while you work"
-	@echo "make test    set up, then all tests (fourteen minutes on two cores the first time, WORKERS=2)"
+	@echo "make test    set up, then the tests of every part, at small size (six minutes on two cores, WORKERS=2)"
+	@echo "make test-slow  set up, then the tests that make test leaves out (ten minutes)"
+	@echo "make test-all  set up, then all tests, random ones in their long form (hours)"
 	@echo "make test-frameworks  set up, then torchtitan and Megatron-Core, balanced beside unmodified (three minutes)"
 	@echo "make test-vllm  set up vLLM for CPUs on its own, then the plug-in in real servers (ten minutes)"
 	@echo "make lint    set up, then ruff: rules and format"
@@ -39,7 +41,13 @@ check: lint types
 	$(TESTS) -q -m 'not slow and not long' $(QUICK)
 
 test: $(READY)
-	$(TESTS)
+	$(TESTS) -m 'not slow and not long'
+
+test-slow: $(READY)
+	$(TESTS) -m 'slow and not long'
+
+test-all: $(READY)
+	$(TESTS) -m '' --hypothesis-profile thorough
 
 # Each framework wants torch for itself; two side by side, since neither keeps two cores busy.
 test-frameworks: $(FRAMEWORKS)

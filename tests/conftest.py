@@ -37,20 +37,24 @@ LONGEST = (
     "test_benchmarks.py",
     "integrations/test_transformers_equality.py",
     "backends/test_triton.py",
+    "backends/test_stream.py",
+    "backends/test_quantised.py",
     "demo/test_run.py",
     "integrations/test_transformers_checkpoints.py",
     "runtime/test_mapped.py",
+    "runtime/test_life_cycles.py",
     "test_examples.py",
     "test_pretrain.py",
 )
-settings.register_profile(
-    "repeatable",
-    derandomize=True,
-    deadline=None,
-    max_examples=300,
-    suppress_health_check=[HealthCheck.too_slow],
-)
-settings.load_profile("repeatable")
+for profile, examples in (("repeatable", 300), ("thorough", 3000)):
+    settings.register_profile(
+        profile,
+        derandomize=True,
+        deadline=None,
+        max_examples=examples,
+        suppress_health_check=[HealthCheck.too_slow],
+    )
+settings.load_profile("repeatable")  # --hypothesis-profile thorough: make test-all
 
 
 def pytest_collection_modifyitems(items):

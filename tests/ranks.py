@@ -6,6 +6,9 @@
     results = shared_pool().run(3, work, 42)             # processes that stay: some milliseconds
     results = everywhere("shared", 3, body, 42)          # body(communicator, number)
 
+    @on_ranks(2)
+    def test_something(rank, group, tmp_path): ...      # a test whose body runs on every rank
+
 `run` raises `RankError` with the first traceback; `outcomes` tells what became of each rank, for
 tests in which ranks are meant to fail. Every run gets a process group of its own. Processes that
 were lost, or did not come back in time, are killed and replaced.
@@ -17,18 +20,19 @@ import atexit
 import functools
 import gc
 import glob
+import inspect
 import os
 import pickle
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
+from importlib import import_module
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import pytest
 import torch
 import torch.distributed as dist
 import warm
@@ -175,6 +179,28 @@ def shared_pool() -> RankPool:
     return pool
 
 
+def on_ranks(size: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Make a test of a function `body(rank, group, ...)` that runs on every rank of a pool.
+
+    What fails on a rank fails the test. Fixtures and parameters are sent there.
+    """
+
+    def decorate(body: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(body)
+        def test(**arguments: Any) -> None:
+            shared_pool().run(size, run_body, body.__module__, body.__name__, arguments)
+
+        _, _, *parameters = inspect.signature(body).parameters.values()
+        test.__signature__ = inspect.Signature(parameters)
+        return test
+
+    return decorate
+
+
+def run_body(rank: int, group: Any, module: str, name: str, arguments: dict[str, Any]) -> None:
+    getattr(import_module(module), name).__wrapped__(rank, group, **arguments)
+
+
 def everywhere(
     transport: str, size: int, body: Callable[..., Any], *args: Any, timeout: float = PATIENCE
 ) -> list:
@@ -207,12 +233,6 @@ def meet(folder: Path, rank: int, size: int) -> None:
 def leftovers(pids: list[int]) -> list[str]:
     """What communicators of these processes, as rank 0, left in shared memory."""
     return [path for pid in pids for path in glob.glob(f"/dev/shm/ultraep-{pid}-*")]
-
-
-@pytest.fixture(scope="session")
-def rank_pool() -> Iterator[RankPool]:
-    yield shared_pool()
-    shared_pool().close()
 
 
 def serve(pipe: Connection) -> None:

@@ -77,6 +77,7 @@ def extra_options(script, folder):
     return ["--optimum", "--trace", str(folder / "routing.npz"), "--window", "64"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_a_toy_run_writes_complete_rows(script, tmp_path, harness):
     pytest.importorskip("scipy")
@@ -264,6 +265,7 @@ def test_small_cases_are_seeded(optimum):
         assert np.array_equal(left.expert_loads, right.expert_loads)
 
 
+@pytest.mark.slow
 def test_the_report_on_the_published_evaluation_is_written(tmp_path):
     pytest.importorskip("matplotlib")
     done = run("paper.py", "--toy", "--out", str(tmp_path))
@@ -274,6 +276,7 @@ def test_the_report_on_the_published_evaluation_is_written(tmp_path):
     assert (tmp_path / "shares.svg").read_text().startswith("<?xml")
 
 
+@pytest.mark.slow
 def test_the_constants_of_the_simulator_can_be_calibrated():
     done = run("calibrate_sim.py", "--toy")
     assert done.returncode == 0, done.stderr

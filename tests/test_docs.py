@@ -1,18 +1,12 @@
 """The Python in the documentation runs as it stands there."""
 
 import re
-from pathlib import Path
 
 import pytest
+from test_docs_names import PAGES, ROOT
 
 from ultraep import policies
 
-ROOT = Path(__file__).parent.parent
-PAGES = [
-    ROOT / "README.md",
-    *sorted((ROOT / "docs").glob("*.md")),
-    *sorted((ROOT / "docs" / "integrations").glob("*.md")),
-]
 # test_examples.py runs it under torchrun.
 FIRST = (ROOT / "examples" / "first.py").read_text()
 BLOCKS = [

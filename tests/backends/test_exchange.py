@@ -269,6 +269,7 @@ def test_twin_knows_what_the_host_knows():
         assert group.twin.totals[rank] == group.plan.rank_loads[rank]
 
 
+@pytest.mark.slow
 @only_interpreted
 @settings(max_examples=25, phases=UNSHRUNK)
 @given(

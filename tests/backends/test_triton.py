@@ -114,6 +114,7 @@ def test_plans_of_random_cases(problem, config):
     assert_same(planned(loads, topology, config), ultraep.plan(loads, topology, config))
 
 
+@pytest.mark.slow
 @only_interpreted
 @few
 @given(problems(), timed_configs)
@@ -319,6 +320,7 @@ def assert_attempts_agree(loads, topology, config):
         assert planner.outcomes[index, 0, 1:4].tolist() == found
 
 
+@pytest.mark.slow
 @only_interpreted
 @few
 @given(problems(), timed_configs)
@@ -337,6 +339,7 @@ def test_plans_by_time_of_named_cases(name, copy):
     assert_same(planned(loads, topology, config), ultraep.plan(loads, topology, config))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LARGE)
 def test_plans_by_time_of_large_domains(name, by_groups):
     loads, topology = LARGE[name]

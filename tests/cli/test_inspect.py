@@ -114,6 +114,7 @@ def test_without_plotly_the_rest_is_there(tmp_path, monkeypatch):
     assert (tmp_path / "result.json").is_file()
 
 
+@pytest.mark.slow
 def test_an_interruption_is_told_in_a_line_and_keeps_the_trace(tmp_path):
     """A long one, in a process of its own, which gets a Ctrl-C while it reads."""
     words = ("inspect", "--random", "mixtral", "--tokens", 400_000, "--window", 512, "--out")

@@ -129,6 +129,7 @@ def claimed_in_time(folder, patience=20.0):
     return False
 
 
+@pytest.mark.slow
 @linux
 def test_a_running_demo_keeps_its_folder_until_its_last_rank_is_gone(tmp_path):
     command = ("-m", "ultraep", "demo", "--quick", "--steps", 999, "--out", tmp_path)

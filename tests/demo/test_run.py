@@ -26,6 +26,7 @@ from ultraep.tools.demo.result import DemoResult, Note, Progress, trace_folder
 from ultraep.tools.demo.run import prepare, run
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+pytestmark = pytest.mark.slow
 
 
 def do(job):

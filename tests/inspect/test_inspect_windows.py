@@ -25,6 +25,7 @@ transformers = pytest.importorskip("transformers")
 CPU = torch.device("cpu")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", sorted(set(FAMILIES) & set(transformers.CONFIG_MAPPING)))
 def test_windows_give_the_routing_of_the_whole(family, monkeypatch):
     monkeypatch.setattr(families, "small_config", smaller_config)

@@ -7,23 +7,41 @@ import torch
 
 pytest.importorskip("ultraep.integrations.transformers", exc_type=ImportError)
 
-from equality import compare_all, idle_blocks, memory, other_numbers, two_groups
-from families import FAMILIES, NOT_BUILT, families_of_the_library
-from ranks import shared_pool
+import torch.distributed as dist
+from equality import all_batches, assert_same_gradients, compare_all, learn, quiet
+from families import FAMILIES, NOT_BUILT, batch, build, families_of_the_library
+from ranks import on_ranks, shared_pool
+from safetensors.torch import load_file
+
+from ultraep import parallel
+from ultraep.integrations.transformers import balance, balancers, unbalance
 
 NAMED = ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v3", "glm4_moe", "gpt_oss"]
-CHUNKS = [sorted(FAMILIES)[i::4] for i in range(4)]
-
-
-def check(cases, ranks=2, limit=1e-5):
-    """All cases on so many ranks; some of them must have had copies."""
-    found = shared_pool().run(ranks, compare_all, cases)
-    for case, *of_ranks in zip(cases, *found, strict=True):
-        for one in of_ranks:
-            assert one["outputs"] <= limit * one["scale"], (case, of_ranks)
-            assert max(one["dense"], one["experts"]) <= limit, (case, of_ranks)
-    if all(case.get("policy") != "none" for case in cases):
-        assert all(of_ranks[0]["copies"] for of_ranks in zip(*found, strict=True))
+TWO = ["mixtral", "gpt_oss"]
+ODD = sorted(FAMILIES.keys() & {"zaya", "muse_spark", "nemotron_h"})
+GROUPED, BFLOAT16 = {"experts": "grouped_mm"}, {"dtype": torch.bfloat16, "limit": 0.05}
+MIXED = {"autocast": True, "limit": 0.02}
+CASES = {  # ranks, families, options
+    "grouped": (2, [*TWO, "qwen3_moe", "deepseek_v3"], GROUPED),
+    "batched": (2, TWO, {"experts": "batched_mm"}),
+    "uneven": (3, [*TWO, "qwen3_moe"], {}),
+    "fewer experts than ranks": (4, ["mixtral"], {"num_local_experts": 3}),
+    "mapped": (2, TWO, GROUPED | {"mapped": True}),
+    "without balancing": (2, TWO, {"policy": "none"}),
+    "recompute": (2, TWO, GROUPED | {"recompute": "not reentrant"}),
+    "bfloat16, grouped": (2, [*TWO, "qwen3_moe", "deepseek_v3"], GROUPED | BFLOAT16),
+    "bfloat16": (2, ["mixtral"], BFLOAT16),
+    "mixed precision": (2, ["qwen3_moe"], MIXED),
+    "mixed precision, grouped": (2, ["qwen3_moe"], MIXED | GROUPED),
+}
+MORE_CASES = {
+    "eager": (2, [*NAMED, *ODD], {}),
+    "four ranks and two slots": (4, NAMED, GROUPED | {"slots": 2}),
+    "recompute": (2, NAMED, GROUPED | {"recompute": "not reentrant"}),
+    "reentrant recompute": (2, NAMED, GROUPED | {"recompute": "reentrant"}),
+    "float64": (2, NAMED, {"dtype": torch.float64, "limit": 1e-12}),
+    **{f"all families, {i + 1}": (2, sorted(FAMILIES)[i::4], GROUPED) for i in range(4)},
+}
 
 
 def test_every_family_of_the_registry_is_listed():
@@ -31,77 +49,91 @@ def test_every_family_of_the_registry_is_listed():
     assert not FAMILIES.keys() & NOT_BUILT.keys()
 
 
-@pytest.mark.parametrize("families", CHUNKS, ids=lambda names: names[0])
-def test_logits_and_gradients_of_every_family(families):
-    check([{"family": family, "experts": "grouped_mm"} for family in families])
+@pytest.mark.parametrize("case", CASES)
+def test_outputs_and_gradients(case):
+    ranks, families, options = CASES[case]
+    shared_pool().run(ranks, compare_all, families, options)
 
 
-def test_eager_experts():
-    others = FAMILIES.keys() & {"zaya", "muse_spark", "nemotron_h"}
-    check([{"family": family} for family in [*NAMED, *sorted(others)]])
-
-
-def test_batched_experts():
-    check([{"family": family, "experts": "batched_mm"} for family in ("mixtral", "gpt_oss")])
-
-
-def test_four_ranks_and_two_slots():
-    check([{"family": f, "experts": "grouped_mm", "slots": 2} for f in NAMED], ranks=4)
-
-
-def test_experts_that_do_not_divide_evenly():
-    check([{"family": f} for f in ("mixtral", "gpt_oss", "qwen3_moe")], ranks=3)
-    check([{"family": "mixtral", "num_local_experts": 3}], ranks=4)
-
-
-def test_through_mapped_memory():
-    check([{"family": f, "experts": "grouped_mm", "mapped": True} for f in ("mixtral", "gpt_oss")])
-
-
-def test_without_balancing():
-    check([{"family": f, "policy": "none"} for f in ("mixtral", "gpt_oss")])
-
-
-@pytest.mark.parametrize("recompute", ["reentrant", "not reentrant"])
-def test_recompute(recompute):
-    check([{"family": f, "experts": "grouped_mm", "recompute": recompute} for f in NAMED])
-
-
-def test_float64():
-    check([{"family": family, "dtype": torch.float64} for family in NAMED], limit=1e-12)
-
-
-def test_bfloat16():
-    families = ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss")
-    cases = [{"family": f, "dtype": torch.bfloat16, "experts": "grouped_mm"} for f in families]
-    check([*cases, {"family": "mixtral", "dtype": torch.bfloat16}], limit=0.05)
-
-
-def test_mixed_precision():
-    both = ("eager", "grouped_mm")
-    check([{"family": "qwen3_moe", "autocast": True, "experts": e} for e in both], limit=0.02)
+@pytest.mark.slow
+@pytest.mark.parametrize("case", MORE_CASES)
+def test_outputs_and_gradients_of_more_models(case):
+    ranks, families, options = MORE_CASES[case]
+    shared_pool().run(ranks, compare_all, families, options)
 
 
 @pytest.mark.parametrize("experts", ["eager", "grouped_mm"])
-def test_ranks_without_tokens(experts):
-    for of_rank in shared_pool().run(2, idle_blocks, NAMED, experts):
-        for found in of_rank:
-            assert max(found.values()) <= 1e-5, found
+@on_ranks(2)
+def test_ranks_without_tokens(rank, group, experts):
+    """Blocks of experts where rank 0 has tokens, and no other rank has any."""
+    tokens = torch.randn(1, 12, 32, generator=torch.Generator().manual_seed(5))
+    for family in NAMED:
+        with quiet():
+            plain, model = build(family, experts=experts), build(family, experts=experts)
+            balancer = balance(model, group)
+            for block, other in zip(blocks_of(model), blocks_of(plain), strict=True):
+                want, got = other(tokens), block(tokens if rank == 0 else tokens[:, :0])
+                want, got = (y[0] if isinstance(y, tuple) else y for y in (want, got))
+                (got.square().sum() + sum(p.sum() * 0 for p in block.parameters())).backward()
+                want.square().sum().backward()
+                assert not got.numel() if rank else torch.allclose(got, want, atol=1e-5)
+            assert_same_gradients(model, plain)
+            balancer.close()
 
 
-def test_layers_with_other_numbers_of_experts_have_their_own_balancer():
-    for found in shared_pool().run(2, other_numbers):
-        assert max(found["dense"], found["experts"]) <= 1e-5
-        assert found["numbers"] == [8, 4]
-        assert found["equal"]
+def blocks_of(model):
+    return [module for module in model.modules() if hasattr(module, "experts")]
 
 
-def test_a_rank_has_memory_for_its_home_experts_only():
-    for before, after, needed in shared_pool().run(3, memory):
-        assert after == needed < before
+@on_ranks(2)
+def test_layers_with_other_numbers_of_experts_have_their_own_balancer(rank, group):
+    def two_numbers():
+        model, other = build("mixtral"), build("mixtral", num_local_experts=4)
+        model.model.layers[1].mlp = other.model.layers[1].mlp
+        return model
+
+    with quiet():
+        plain, model = two_numbers(), two_numbers()
+        learn(plain, all_batches(group))
+        first = balance(model, group)
+        learn(model, [batch(rank)])
+        assert_same_gradients(model, plain)
+        assert [balancer.topology.experts for balancer in balancers(model)] == [8, 4]
+        assert first in balancers(model)
+        unbalance(model)
+        assert all(map(torch.equal, model.parameters(), plain.parameters()))
 
 
-def test_two_groups_that_have_the_same_experts(tmp_path):
-    for found in shared_pool().run(4, two_groups, tmp_path):
-        assert max(found["dense"], found["experts"]) <= 1e-5
-        assert found["saved"]
+@on_ranks(3)
+def test_a_rank_has_memory_for_its_home_experts_only(rank, group):
+    model = build("mixtral")
+    stacks = [p for name, p in model.named_parameters() if ".experts." in name]
+    before = sum(p.untyped_storage().nbytes() for p in stacks)
+    balancer = balance(model, group)
+    share = len(balancer.topology.home_experts(rank)) / balancer.topology.experts
+    balancer.close()
+    assert sum(p.untyped_storage().nbytes() for p in stacks) == int(before * share) < before
+
+
+@on_ranks(4)
+def test_two_groups_that_have_the_same_experts(rank, group, tmp_path):
+    """Gradients over both groups, and one checkpoint."""
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    alike = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    with quiet():
+        plain, model = build("mixtral"), build("mixtral")
+        learn(plain, all_batches(group), scale=1 / 4)
+        balance(model, groups[rank // 2])
+        learn(model, [batch(rank)])
+        parallel.average_expert_gradients(model, alike[rank % 2])
+        for parameter in parallel.dense_parameters(model).values():
+            parameter.grad /= 4
+        assert_same_gradients(model, plain)
+        model.save_pretrained(tmp_path / "balanced")
+        if rank == 0:
+            plain.save_pretrained(tmp_path / "plain")
+        dist.barrier()
+        one, two = (load_file(tmp_path / n / "model.safetensors") for n in ("plain", "balanced"))
+        assert one.keys() == two.keys()
+        assert all(torch.equal(one[name], two[name]) for name in one)
+        unbalance(model)

@@ -18,10 +18,10 @@ pytest.importorskip("peft")
 pytest.importorskip("ultraep.integrations.transformers.native", exc_type=ImportError)
 
 import torch.distributed as dist
+from equality import under_torchrun
 from families import build
 from ranks import shared_pool
 from safetensors.torch import load_file
-from trainers import under_torchrun
 from transformers.distributed.expert_parallel import ALL_PARALLEL_STYLES
 
 from ultraep.integrations.transformers.native import STYLE

@@ -9,13 +9,12 @@ import torch
 
 pytest.importorskip("ultraep.integrations.transformers", exc_type=ImportError)
 
+import torch.distributed as dist
 import transformers
 from families import batch, build, outputs
-from ranks import shared_pool
+from ranks import on_ranks
 
-from ultraep import BackendUnavailable, ConfigError
-from ultraep.integrations import library
-from ultraep.integrations.library import TRANSFORMERS
+from ultraep import ConfigError
 from ultraep.integrations.transformers import (
     balance,
     balanced_from_pretrained,
@@ -128,25 +127,13 @@ def test_processes_without_torch_distributed(monkeypatch):
     refused(build("mixtral"), "started 4 processes, but torch.distributed is not initialised")
 
 
-def outside(rank, group):
-    import torch.distributed as dist
-
+@on_ranks(2)
+def test_a_rank_outside_of_the_group(rank, group):
     alone = dist.new_group([0])
     model = build("mixtral")
     if rank == 1:
         with pytest.raises(ConfigError, match="that this rank is part of"):
             balance(model, alone)
-
-
-def test_a_rank_outside_of_the_group():
-    shared_pool().run(2, outside)
-
-
-@pytest.mark.parametrize("found", ["4.57.1", "5.3.0", "6.0.0.dev0"])
-def test_another_version(found, monkeypatch):
-    monkeypatch.setattr(library, "version", lambda name: found)
-    with pytest.raises(BackendUnavailable, match=f"transformers 5.17 to 5.x is .* {found} is"):
-        TRANSFORMERS.check()
 
 
 def test_checkpoints_that_are_none_of_ours(tmp_path):

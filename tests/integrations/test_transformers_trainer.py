@@ -2,54 +2,210 @@
 
 from __future__ import annotations
 
+from contextlib import redirect_stdout
+
 import pytest
 
 pytest.importorskip("accelerate")
 pytest.importorskip("peft")
 pytest.importorskip("ultraep.integrations.transformers", exc_type=ImportError)
 
-import trainers
-from adapters import auxiliaries, lora_on_experts, loras
-from ranks import shared_pool
+import torch
+import torch.distributed as dist
+from equality import (
+    all_batches,
+    assert_close,
+    assert_same_gradients,
+    forget_accelerate,
+    learn,
+    quiet,
+    under_torchrun,
+)
+from families import VOCABULARY, batch, build, outputs
+from peft import LoraConfig, get_peft_model
+from ranks import on_ranks, shared_pool
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+from ultraep import ConfigError, parallel
+from ultraep.integrations.transformers import (
+    BalancedTrainer,
+    balance,
+    balanced_from_pretrained,
+)
+
+STEPS = 6
+
+
+def samples():
+    draw = torch.Generator().manual_seed(3)
+    rows = torch.randint(3, VOCABULARY, (64, 12), generator=draw)
+    return [{"input_ids": row, "labels": row} for row in rows]
+
+
+class Losses(TrainerCallback):
+    """Losses and norms that the Trainer logs at each step."""
+
+    def __init__(self):
+        self.losses, self.norms = [], []
+
+    def on_log(self, args, state, control, logs=None, **others):
+        if "loss" in logs:
+            self.losses.append(logs["loss"])
+            self.norms.append(float(logs["grad_norm"]))
+
+
+def arguments(folder, batch_size, **others):
+    usual = {
+        "output_dir": str(folder),
+        "per_device_train_batch_size": batch_size,
+        "max_steps": STEPS,
+        "logging_steps": 1,
+        "learning_rate": 3e-3,
+        "max_grad_norm": 0.3,
+        "save_strategy": "no",
+        "report_to": [],
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "remove_unused_columns": False,
+        "train_sampling_strategy": "sequential",
+        "seed": 1,
+    }
+    return TrainingArguments(**(usual | others))
+
+
+def train(kind, model, args, resume=None):
+    """Losses and norms of all steps."""
+    logged = Losses()
+    trainer = kind(model=model, args=args, train_dataset=samples(), callbacks=[logged])
+    trainer.train(resume_from_checkpoint=resume)
+    return logged.losses, logged.norms
+
+
+def train_alone(folder):
+    forget_accelerate()
+    with quiet(), redirect_stdout(None):
+        logged = train(Trainer, build("mixtral"), arguments(folder, 8))
+    forget_accelerate()
+    return logged
+
+
+def train_on_ranks(rank, group, folder):
+    """Balanced; again from the checkpoint in the middle. Losses and norms of the first run."""
+    with under_torchrun(rank, group.size()):
+        args = arguments(folder, 4, save_strategy="steps", save_steps=STEPS // 2)
+        model, again = build("mixtral"), build("mixtral")
+        balance(model, group)
+        losses, norms = train(BalancedTrainer, model, args)
+        saved = balanced_from_pretrained(folder / f"checkpoint-{STEPS}", group)
+        for name, tensor in saved.state_dict().items():
+            assert torch.equal(tensor, model.state_dict()[name]), name
+        balance(again, group)
+        middle = str(folder / f"checkpoint-{STEPS // 2}")
+        resumed, _ = train(BalancedTrainer, again, args, middle)
+        assert resumed == pytest.approx(losses[STEPS // 2 :], rel=1e-5)
+        for one, two in zip(model.parameters(), again.parameters(), strict=True):
+            torch.testing.assert_close(one, two, rtol=1e-5, atol=1e-5)
+        dist.barrier()
+        return losses, norms
 
 
 def test_trainer_learns_what_it_learns_alone_and_goes_on_where_it_was(tmp_path):
-    losses, norms = trainers.alone(tmp_path / "alone", 8)
-    for found in shared_pool().run(2, trainers.on_ranks, tmp_path / "ranks"):
-        assert found["losses"] == pytest.approx(losses, rel=1e-5)
-        assert found["norms"] == pytest.approx(norms, rel=1e-5)
-        assert min(norms) > 0.3  # so it was clipped
-        assert found["saved"]
-        rest = found["losses"][trainers.STEPS // 2 :]
-        assert found["resumed"] == pytest.approx(rest, rel=1e-5)
-        assert found["same end"]
+    losses, norms = train_alone(tmp_path / "alone")
+    assert min(norms) > 0.3  # so gradients were clipped
+    for found in shared_pool().run(2, train_on_ranks, tmp_path / "ranks"):
+        assert found[0] == pytest.approx(losses, rel=1e-5)
+        assert found[1] == pytest.approx(norms, rel=1e-5)
 
 
-def test_trainer_refuses_what_would_be_wrong(tmp_path):
-    told = shared_pool().run(2, trainers.refusals, tmp_path)
-    for one in told:
-        assert "is not balanced" in one[0]
-        assert "fp16" in one[1]
-        assert "has no sharded_state" in one[2]
+@on_ranks(2)
+def test_trainer_refuses_what_would_be_wrong(rank, group, tmp_path):
+    with under_torchrun(rank, group.size()):
+        model = build("mixtral")
+        with pytest.raises(ConfigError, match="is not balanced"):
+            BalancedTrainer(model=model, args=arguments(tmp_path, 4))
+        balance(model, group)
+        with pytest.raises(ConfigError, match="fp16"):
+            BalancedTrainer(model=model, args=arguments(tmp_path, 4, fp16=True))
+        trainer = BalancedTrainer(model=model, args=arguments(tmp_path, 4))
+        with pytest.raises(ConfigError, match="has no sharded_state"):
+            trainer.train(resume_from_checkpoint=str(tmp_path))
+        dist.barrier()
 
 
-def test_lora_of_attention_with_frozen_experts():
-    cases = [("mixtral", "balance"), ("mixtral", "peft"), ("gpt_oss", "balance")]
-    for of_rank in shared_pool().run(2, loras, cases):
-        for found in of_rank:
-            assert found.pop("learning") == 8
-            assert max(found.values()) <= 1e-5
+ATTENTION = {"target_modules": ["q_proj", "v_proj"]}
+EXPERTS = {"target_modules": [], "target_parameters": ["experts.gate_up_proj"]}
 
 
-def test_lora_of_experts_is_refused_by_name():
-    for before, after in shared_pool().run(2, lora_on_experts):
-        assert "layers.0.mlp.experts" in before
-        assert "MixtralExperts" in after
-        assert "LoRA" in after
+def adapted(model, **targets):
+    """The model with adapters that are drawn alike everywhere, and are not zero."""
+    model = get_peft_model(model, LoraConfig(r=4, lora_alpha=8, lora_dropout=0.0, **targets))
+    draw = torch.Generator().manual_seed(9)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.copy_(0.3 * torch.randn(parameter.shape, generator=draw))
+    return model
 
 
-def test_auxiliary_losses_and_router_logits():
-    families = ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss"]
-    for of_rank in shared_pool().run(2, auxiliaries, families):
-        for found in of_rank:
-            assert max(found.values()) <= 1e-5
+@pytest.mark.parametrize(
+    ("family", "first"), [("mixtral", "balance"), ("mixtral", "peft"), ("gpt_oss", "balance")]
+)
+@on_ranks(2)
+def test_lora_of_attention_with_frozen_experts(rank, group, family, first):
+    """Adapters of attention, put there before or after balancing."""
+    with quiet():
+        plain, model = adapted(build(family), **ATTENTION), build(family)
+        want = learn(plain, all_batches(group))[rank]
+        if first == "balance":
+            balancer = balance(model, group)
+            model = adapted(model, **ATTENTION)
+        else:
+            model = adapted(model, **ATTENTION)
+            balancer = balance(model, group)
+        (got,) = learn(model, [batch(rank)])
+        assert_close(got, want)
+        assert_same_gradients(model, plain)
+        assert sum(p.grad is not None for p in model.parameters()) == 8
+        parallel.leave_out_experts(model)
+        torch.nn.parallel.DistributedDataParallel(model)  # is not refused, and leaves experts alone
+        assert_close(outputs(model, batch(rank)), got)
+        balancer.close()
+
+
+@on_ranks(2)
+def test_lora_of_experts_is_refused_by_name(rank, group):
+    with quiet():
+        model = adapted(build("mixtral"), **EXPERTS)
+        with pytest.raises(ConfigError, match=r"layers.0.mlp.experts"):
+            balance(model, group)
+        outputs(model, batch(rank))  # as it was
+        model = build("mixtral")
+        balancer = balance(model, group)
+        model = adapted(model, **EXPERTS)
+        with pytest.raises(ConfigError, match=r"MixtralExperts.*LoRA"):
+            outputs(model, batch(rank))
+        balancer.close()
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss"])
+@on_ranks(2)
+def test_auxiliary_losses_and_router_logits(rank, group, family):
+    """Losses with `output_router_logits` are those of each rank's own batch."""
+
+    def told(model, ids):
+        values = model(input_ids=ids, labels=ids, output_router_logits=True)
+        values.loss.backward()
+        return values
+
+    with quiet():
+        plain, model = build(family), build(family)
+        want = [told(plain, ids) for ids in all_batches(group)][rank]
+        balancer = balance(model, group)
+        got = told(model, batch(rank))
+        assert got.aux_loss > 0
+        assert_close(got.loss, want.loss)
+        assert_close(got.aux_loss, want.aux_loss)
+        for one, two in zip(got.router_logits, want.router_logits, strict=True):
+            assert_close(one, two)
+        assert_same_gradients(model, plain)
+        balancer.close()

@@ -2,51 +2,103 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import pytest
 import torch
 
 pytest.importorskip("ultraep.integrations.transformers", exc_type=ImportError)
 
-from ranks import shared_pool
-from training import generate_both, train_both
+import torch.distributed as dist
+from equality import quiet
+from families import batch, build, loss, outputs
+from ranks import on_ranks
+
+from ultraep import parallel
+from ultraep.integrations.transformers import balance
 
 NAMED = ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v3", "glm4_moe", "gpt_oss"]
+CLIP, STEPS = 0.5, 20
 
 
-def test_twenty_steps_have_the_same_losses():
-    families = ("mixtral", "deepseek_v3", "gpt_oss")
-    cases = [{"family": family, "experts": "grouped_mm"} for family in families]
-    for of_rank in shared_pool().run(2, train_both, cases):
-        for alone, balanced in of_rank:
-            assert len(alone) == 20
-            assert abs(alone[-1] - alone[0]) > 100  # it learns
-            assert balanced == pytest.approx(alone, rel=1e-4)
+def train(model, losses_of_step, clip):
+    """Losses of all steps; `losses_of_step` are of the batches that this process has."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    totals = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        total = torch.zeros((), dtype=torch.float64)
+        for value in losses_of_step(step):
+            value.backward()
+            total += value.detach()
+        clip()
+        optimizer.step()
+        totals.append(total)
+    return torch.stack(totals)
 
 
-def test_twenty_steps_in_float64():
-    cases = [{"family": family, "dtype": torch.float64} for family in ["mixtral"]]
-    for of_rank in shared_pool().run(2, train_both, cases):
-        for alone, balanced in of_rank:
-            assert balanced == pytest.approx(alone, rel=1e-12)
+@pytest.mark.parametrize(
+    ("family", "options", "limit"),
+    [
+        ("mixtral", {"dtype": torch.float64}, 1e-12),
+        *((f, {"experts": "grouped_mm"}, 1e-4) for f in ("mixtral", "deepseek_v3", "gpt_oss")),
+    ],
+)
+@on_ranks(2)
+def test_twenty_steps_have_the_same_losses(rank, group, family, options, limit):
+    ranks = group.size()
+    with quiet():
+        plain, model = build(family, **options), build(family, **options)
+        balancer = balance(model, group)
+        wrapped = torch.nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
+
+        def alone(step):
+            return (
+                loss(outputs(plain, batch(r + 10 * step)[:, :11])) / ranks for r in range(ranks)
+            )
+
+        def balanced(step):
+            return [loss(outputs(wrapped, batch(rank + 10 * step)[:, :11]))]
+
+        def clip_balanced():
+            parallel.average_expert_gradients(model)
+            parallel.clip_grad_norm(model, CLIP)
+
+        def clip_alone():
+            torch.nn.utils.clip_grad_norm_(plain.parameters(), CLIP)
+
+        want = train(plain, alone, clip_alone)
+        got = train(model, balanced, clip_balanced) / ranks
+        dist.all_reduce(got)
+        assert balancer.stats()["copies"]
+        balancer.close()
+    assert abs(want[-1] - want[0]) > 100  # it learns
+    torch.testing.assert_close(got, want, rtol=limit, atol=0)
 
 
-@pytest.mark.parametrize("cache", ["dynamic", "static"])
-def test_generation_is_identical(cache):
-    options = {"experts": "grouped_mm"}
-    if cache == "static":
-        options |= {"cache_implementation": "static"}
-    first, second = shared_pool().run(2, partial(generate_both, **options), NAMED)
-    for want, got, prompt in first:
-        assert got == want
-        assert len(got[0]) <= prompt + 3  # it was done before the other rank
-    for want, got, prompt in second:
-        assert got == want
-        assert [len(row) for row in got] == [prompt + 9] * 2
-
-
-def test_generation_with_eager_experts():
-    for of_rank in shared_pool().run(2, partial(generate_both, experts="eager"), ["mixtral"]):
-        for want, got, _ in of_rank:
-            assert got == want
+@pytest.mark.parametrize(
+    ("families", "options"),
+    [
+        (["mixtral"], {"experts": "eager"}),
+        (NAMED, {"experts": "grouped_mm"}),
+        (NAMED, {"experts": "grouped_mm", "cache_implementation": "static"}),
+    ],
+    ids=["eager", "grouped", "static cache"],
+)
+@on_ranks(2)
+def test_generation_is_identical(rank, group, families, options):
+    """Prompts differ in length and number between ranks; rank 0 ends after three tokens."""
+    options = dict(options)
+    experts = options.pop("experts")
+    prompts = batch(rank, rows=1, length=4 + 3 * rank)[: 1 + rank]
+    length = prompts.shape[1]
+    options |= {"attention_mask": torch.ones_like(prompts), "do_sample": False, "max_new_tokens": 9}
+    with quiet():
+        for family in families:
+            plain, model = (build(family, experts=experts).eval() for _ in range(2))
+            free = plain.generate(prompts, eos_token_id=None, **options)
+            end = int(free[0, length + 2]) if rank == 0 else None
+            want = plain.generate(prompts, eos_token_id=end, **options)
+            balancer = balance(model, group)
+            got = model.generate(prompts, eos_token_id=end, **options)
+            balancer.close()
+            assert torch.equal(got, want), (family, got, want)
+            assert got.shape[1] <= length + 3 if rank == 0 else got.shape == (2, length + 9)

@@ -17,7 +17,8 @@ BLOCKS = 40
 
 def blocks(quick):
     """Numbers of blocks; those after the first few take long."""
-    return [pytest.param(b, marks=[] if b < quick else pytest.mark.long) for b in range(BLOCKS)]
+    marks = {0: [], **dict.fromkeys(range(1, quick), pytest.mark.slow)}
+    return [pytest.param(b, marks=marks.get(b, pytest.mark.long)) for b in range(BLOCKS)]
 
 
 def over_messages(program):
@@ -51,6 +52,7 @@ def test_over_messages(block):
         assert_agree(program, over_messages(program))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not interpreted(), reason="ranks are processes without GPUs")
 @pytest.mark.parametrize("block", blocks(quick=1))
 def test_over_mapped_memory(block):

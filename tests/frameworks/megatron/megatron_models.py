@@ -1,8 +1,4 @@
-"""Small models of Megatron-Core on gloo ranks, unmodified or balanced, and what they compute.
-
-Work for ranks is wrapped by `on_ranks`: it runs with `on_cpu` of the examples, and with the groups
-of Megatron-Core. Warnings of the library are nobody's errors here; ours are.
-"""
+"""Small models of Megatron-Core on gloo ranks, unmodified or balanced, and what they compute."""
 
 from __future__ import annotations
 
@@ -10,6 +6,7 @@ import functools
 import os
 import warnings
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 os.environ["TORCHDYNAMO_DISABLE"] = "1"  # it compiles small functions: seconds for nothing here
@@ -17,37 +14,65 @@ os.environ["TORCHDYNAMO_DISABLE"] = "1"  # it compiles small functions: seconds 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from megatron_on_cpu import on_cpu
+from ranks import shared_pool
 
 from ultraep import NothingToBalance
 
 HIDDEN, EXPERTS, TOP_K, VOCABULARY, LENGTH, ROWS = 32, 8, 2, 64, 16, 2
 
 
-def on_ranks(work: Callable[..., Any]) -> Callable[..., Any]:
-    """Work for `RankPool.run`, as a function of settings of `initialize_model_parallel`."""
+LIMIT = 60.0  # seconds of a test
 
-    @functools.wraps(work)
-    def wrapped(rank: int, group: Any, parallel: dict[str, Any], *args: Any) -> Any:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            warnings.filterwarnings("error", module="ultraep")
-            warnings.simplefilter("ignore", NothingToBalance)  # some groups have one rank
-            from megatron.core import parallel_state
-            from megatron.core.tensor_parallel import random
-            from megatron.core.transformer.moe import moe_utils
 
-            with on_cpu():
-                parallel_state.initialize_model_parallel(**parallel)
-                random.model_parallel_cuda_manual_seed(7)
-                try:
-                    return work(*args)
-                finally:
-                    moe_utils._MOE_LAYER_WISE_LOGGING_TRACKER.clear()  # made for so many layers
-                    moe_utils.MoEAuxLossAutoScaler.main_loss_backward_scale = None  # of a shape
-                    random.get_cuda_rng_tracker().reset()
-                    parallel_state.destroy_model_parallel()
+def on_megatron(size: int, **parallel: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Make a test of a function that runs on so many ranks, in the groups of Megatron-Core.
 
-    return wrapped
+    parallel: of `initialize_model_parallel`. Arguments and results are sent between processes; a
+    function that is no test may return some.
+    """
+
+    def decorate(body: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(body)
+        def test(**arguments: Any) -> list[Any] | None:
+            name = body.__module__, body.__name__
+            results = shared_pool().run(size, run_body, *name, parallel, arguments, timeout=LIMIT)
+            return results if any(result is not None for result in results) else None
+
+        return test
+
+    return decorate
+
+
+def run_body(
+    rank: int, group: Any, module: str, name: str, parallel: dict[str, int], arguments: dict
+) -> Any:
+    """Warnings of the library are ignored; ours are errors."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        warnings.filterwarnings("error", module="ultraep")
+        warnings.simplefilter("ignore", NothingToBalance)  # some groups have one rank
+        from megatron.core import parallel_state
+        from megatron.core.tensor_parallel import random
+        from megatron.core.transformer.moe import moe_utils
+
+        with on_cpu():
+            parallel_state.initialize_model_parallel(**parallel)
+            random.model_parallel_cuda_manual_seed(7)
+            try:
+                return getattr(import_module(module), name).__wrapped__(**arguments)
+            finally:
+                moe_utils._MOE_LAYER_WISE_LOGGING_TRACKER.clear()  # made for so many layers
+                moe_utils.MoEAuxLossAutoScaler.main_loss_backward_scale = None  # of a shape
+                random.get_cuda_rng_tracker().reset()
+                parallel_state.destroy_model_parallel()
+
+
+def seed() -> None:
+    """Begin random numbers of the library anew."""
+    from megatron.core.tensor_parallel import random
+
+    random.get_cuda_rng_tracker().reset()
+    random.model_parallel_cuda_manual_seed(7)
 
 
 def settings(**changes: Any) -> Any:

@@ -6,8 +6,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
-from megatron_models import HIDDEN, difference, make_layer, on_ranks, settings
-from ranks import shared_pool
+from megatron_models import HIDDEN, difference, make_layer, on_megatron, seed, settings
 
 ONE = {"moe_router_topk": 1, "moe_router_pre_softmax": True}
 DROPPED = {"moe_expert_capacity_factor": 0.8}
@@ -47,19 +46,11 @@ CASES = {
 }
 
 
-def batch(dtype):
-    draw = torch.Generator().manual_seed(torch.distributed.get_rank())
-    x = torch.randn(12, 3, HIDDEN, generator=draw, dtype=torch.float64).to(dtype)
-    return x.requires_grad_()
-
-
 def passed(layer, dtype):
     """Output and all gradients; random numbers begin anew."""
-    from megatron.core.tensor_parallel import random
-
-    random.get_cuda_rng_tracker().reset()
-    random.model_parallel_cuda_manual_seed(7)
-    x = batch(dtype)
+    seed()
+    draw = torch.Generator().manual_seed(torch.distributed.get_rank())
+    x = torch.randn(12, 3, HIDDEN, generator=draw, dtype=torch.float64).to(dtype).requires_grad_()
     y, _ = layer(x)
     (y.square().sum() / 100).backward()
     gradients = {name: p.grad for name, p in layer.named_parameters()}
@@ -72,8 +63,8 @@ def grouped_products(rows, weights, counts, trans_b):
     return torch.cat([part @ weight for part, weight in parts])
 
 
-@on_ranks
 def compare(changes, options, dtype=torch.float32, grouped=False):
+    """Differences between a balanced layer and the library's, by name, and the copies planned."""
     from megatron.core.transformer.moe import grouped_gemm_util
 
     stand_in = SimpleNamespace(ops=SimpleNamespace(gmm=grouped_products))
@@ -85,68 +76,68 @@ def compare(changes, options, dtype=torch.float32, grouped=False):
         layers = [make_layer(config, choice, grouped=grouped) for choice in (None, options)]
         plain, ours = (passed(layer, dtype) for layer in layers)
     assert plain.keys() == ours.keys()
-    found = {name: difference(plain[name], ours[name]) for name in plain}
-    return found, layers[1].last_plan.to_host().num_replicas
+    off = {name: difference(plain[name], ours[name]) for name in plain}
+    return off, layers[1].last_plan.to_host().num_replicas
 
 
-def run(*args, ranks=2):
-    return shared_pool().run(ranks, compare, {"expert_model_parallel_size": ranks}, *args)
+def check(changes, options, least=1, **given):
+    off, copies = compare(changes, options, **given)
+    assert copies >= least
+    assert max(off.values()) < 1e-5, off
 
 
 @pytest.mark.parametrize("case", CASES)
+@on_megatron(2, expert_model_parallel_size=2)
 def test_outputs_and_gradients_are_those_of_the_library(case):
-    for found, copies in run(CASES[case], {}):
-        assert copies > 0
-        assert max(found.values()) < 1e-5, found
+    check(CASES[case], {})
 
 
 @pytest.mark.parametrize("options", [{"slots": 2}, {"slots": 3, "relay": "chain"}])
+@on_megatron(2, expert_model_parallel_size=2)
 def test_more_slots(options):
-    for found, copies in run({}, options):
-        assert copies > 0
-        assert max(found.values()) < 1e-5, found
+    check({}, options)
 
 
+@on_megatron(4, expert_model_parallel_size=4)
 def test_four_ranks():
-    for found, copies in run({"expert_model_parallel_size": 4}, {}, ranks=4):
-        assert copies > 1
-        assert max(found.values()) < 1e-5, found
+    check({"expert_model_parallel_size": 4}, {}, least=2)
 
 
+PARTS = {
+    "tensor_model_parallel_size": 2,
+    "expert_model_parallel_size": 2,
+    "expert_tensor_parallel_size": 1,
+}
+
+
+@on_megatron(2, **PARTS)
 def test_attention_in_parts_beside_whole_experts():
     """Tensor parallelism of all but the experts: each rank has tokens of its own here."""
-    parallel = {
-        "tensor_model_parallel_size": 2,
-        "expert_model_parallel_size": 2,
-        "expert_tensor_parallel_size": 1,
-    }
-    changes = parallel | {"sequence_parallel": True}
-    for found, copies in shared_pool().run(2, compare, parallel, changes, {}):
-        assert copies > 0
-        assert max(found.values()) < 1e-5, found
+    check(PARTS | {"sequence_parallel": True}, {})
 
 
 @pytest.mark.parametrize("changes", [{}, {"moe_shared_expert_intermediate_size": 40}])
+@on_megatron(2, expert_model_parallel_size=2)
 def test_without_copies_there_is_nothing_to_round(changes):
     """Policy "none": the library's own numbers, bit by bit."""
-    for found, copies in run(changes, {"policy": "none"}):
-        assert copies == 0
-        assert not any(found.values()), found
+    off, copies = compare(changes, {"policy": "none"})
+    assert copies == 0
+    assert not any(off.values()), off
 
 
+@on_megatron(2, expert_model_parallel_size=2)
 def test_double_precision():
     """Where the library computes in it: its routers are of single precision."""
-    for found, copies in run({"moe_router_dtype": "fp64"}, {}, torch.float64):
-        assert copies > 0
-        routed = {name: found.pop(name) for name in ("input", "router.weight")}
-        assert max(found.values()) < 1e-12, found
-        assert max(routed.values()) < 1e-7, routed
+    off, copies = compare({"moe_router_dtype": "fp64"}, {}, torch.float64)
+    assert copies > 0
+    routed = {name: off.pop(name) for name in ("input", "router.weight")}
+    assert max(off.values()) < 1e-12, off
+    assert max(routed.values()) < 1e-7, routed
 
 
 @pytest.mark.parametrize("case", ["allgather", "gelu", "padded", "recompute"])
 @pytest.mark.parametrize("slots", [1, 2])
+@on_megatron(2, expert_model_parallel_size=2)
 def test_grouped_experts(case, slots):
     """All experts of a rank in one parameter, with a stand-in for products of the GPU."""
-    for found, copies in run(CASES[case], {"slots": slots}, torch.float32, True):
-        assert copies > 0
-        assert max(found.values()) < 1e-5, found
+    check(CASES[case], {"slots": slots}, grouped=True)

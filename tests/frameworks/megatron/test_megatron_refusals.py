@@ -5,13 +5,13 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from megatron_models import make_layer, on_ranks, settings
-from ranks import shared_pool
+from megatron_models import make_layer, on_megatron, settings
+
+from ultraep import ConfigError
 
 
 def refused(build, *args, **options):
     """What was said; no parameter was made, and no balancer."""
-    from ultraep import ConfigError
     from ultraep.integrations import common
 
     with (
@@ -23,8 +23,8 @@ def refused(build, *args, **options):
     return str(said.value)
 
 
-@on_ranks
-def build_all():
+@on_megatron(1)
+def test_it_is_refused_by_name():
     from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
     from megatron.core.transformer.mlp import MLPSubmodules
     from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
@@ -52,17 +52,12 @@ def build_all():
         said[f"{name}, built"] = refused(BalancedMoELayer, bad, spec.submodules)
     said["homes"] = refused(balanced, spec, config, homes=[0])
     said["no MoELayer"] = refused(balanced, ModuleSpec(module=torch.nn.Linear), config)
-    return said
+    for name, message in said.items():
+        assert name.partition(",")[0] in message, (name, message)
 
 
-def test_it_is_refused_by_name():
-    for said in shared_pool().run(1, build_all, {}):
-        for name, message in said.items():
-            assert name.partition(",")[0] in message, (name, message)
-
-
-@on_ranks
-def other_routers():
+@on_megatron(1)
+def test_other_routers_are_refused():
     from megatron.core.transformer.moe import moe_layer
 
     class Mine(torch.nn.Module):
@@ -71,37 +66,23 @@ def other_routers():
 
         def set_layer_number(self, number): ...
 
-    from ultraep import ConfigError
+    def with_router(self, experts=None, shared_experts=None):
+        self.experts, self.shared_experts, self.router = experts, shared_experts, Mine
 
     with (
-        patch.object(moe_layer.MoESubmodules, "__init__", _with_router(moe_layer, Mine)),
+        patch.object(moe_layer.MoESubmodules, "__init__", with_router),
         pytest.raises(ConfigError, match="choices of Mine are not known"),
     ):
         make_layer(settings(expert_model_parallel_size=1), {})
 
 
-def _with_router(moe_layer, router):
-    def made(self, experts=None, shared_experts=None):
-        self.experts, self.shared_experts, self.router = experts, shared_experts, router
-
-    return made
-
-
-def test_other_routers_are_refused():
-    shared_pool().run(1, other_routers, {})
-
-
-@on_ranks
-def layers_share():
+@on_megatron(1)
+def test_layers_with_the_same_options_share_a_balancer():
     from ultraep.integrations.megatron import balanced_layers, balancers
 
     config = settings(expert_model_parallel_size=1)
     alike = [make_layer(config, {"slots": 1}) for _ in range(2)]
     other = make_layer(config, {"slots": 2})
-    found = balancers([*alike, other])
     assert balanced_layers(alike) == alike
-    return [layer.layer_index for layer in (*alike, other)], len(found)
-
-
-def test_layers_with_the_same_options_share_a_balancer():
-    assert shared_pool().run(1, layers_share, {}) == [([0, 1, 0], 2)]
+    assert [layer.layer_index for layer in (*alike, other)] == [0, 1, 0]
+    assert len(balancers([*alike, other])) == 2

@@ -5,10 +5,16 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from megatron_models import LENGTH, ROWS, VOCABULARY, difference, make_model, on_ranks, settings
-from ranks import shared_pool
-
-LIMIT = 60.0  # seconds
+from megatron_models import (
+    LENGTH,
+    ROWS,
+    VOCABULARY,
+    difference,
+    make_model,
+    on_megatron,
+    seed,
+    settings,
+)
 
 STEPS, MICROBATCHES = 2, 4
 PIPELINE = {
@@ -131,116 +137,86 @@ class Training:
         return {name: p.detach().clone() for name, p in self.parameters()}
 
 
-def seeded():
-    from megatron.core.tensor_parallel import random
-
-    random.get_cuda_rng_tracker().reset()
-    random.model_parallel_cuda_manual_seed(7)
-
-
 def add_in_place(rows, gradient, total):
     """What the extension of Apex computes for gradient_accumulation_fusion, on GPUs alone."""
     total.add_(gradient.T @ rows)
 
 
-@on_ranks
-def compare(changes, ddp, options, steps=STEPS):
-    """Largest difference of each kind, over some steps, and what was planned."""
+def check(changes, ddp, options, steps=STEPS):
+    """Losses, gradients, norms and weights of some steps are those of the library."""
     from megatron.core.tensor_parallel import layers
+
+    from ultraep.integrations.megatron import balancers
 
     stand_in = SimpleNamespace(wgrad_gemm_accum_fp32=add_in_place)
     with (
         patch.object(layers, "_grad_accum_fusion_available", True),
         patch.object(layers, "fused_weight_gradient_mlp_cuda", stand_in, create=True),
     ):
-        return compared(changes, ddp, options, steps)
+        plain, _ = train(changes, ddp, None, steps)
+        ours, training = train(changes, ddp, options, steps)
+    off = [
+        max(difference(want[name], have[name]) for name in want if want[name].numel())
+        for want, have in zip(plain, ours, strict=True)
+    ]
+    assert off[0] == 0  # a balanced layer draws nothing
+    assert off[1] < 1e-5, off
+    assert max(off) < 1e-4, off  # Adam divides by small numbers in its first steps
+    (balancer,) = balancers(training.chunks)
+    assert balancer.stats()["copies"] > 0
 
 
-def compared(changes, ddp, options, steps):
-    from ultraep.integrations.megatron import balancers
-
-    config, results = settings(**changes), []
-    for choice in (None, options):
-        seeded()
-        training = Training(config, ddp, choice)
-        results.append([training.weights(), *(training.step(i) for i in range(steps))])
-        results[-1].append(training.weights())
-    (plain, ours), (balancer,) = results, balancers(training.chunks)
-    kinds = {"begin": 0, "step 0": 1, "all": slice(1, -1), "end": -1}
-    found = {}
-    for kind, place in kinds.items():
-        pairs = [(plain[place], ours[place])]
-        if isinstance(place, slice):
-            pairs = list(zip(plain[place], ours[place], strict=True))
-        found[kind] = max(difference(w[n], h[n]) for w, h in pairs for n in w if w[n].numel())
-    return found, balancer.stats()
-
-
-def check(results):
-    for found, stats in results:
-        assert found["begin"] == 0  # a balanced layer draws nothing
-        assert found["step 0"] < 1e-5, found
-        assert found["all"] < 1e-4, found  # Adam divides by small numbers in its first steps
-        assert found["end"] < 1e-4, found
-        assert stats["copies"] > 0
+def train(changes, ddp, options, steps):
+    """Weights at the beginning, what each step gave, weights at the end; and the training."""
+    seed()
+    training = Training(settings(**changes), ddp, options)
+    results = [training.weights(), *(training.step(i) for i in range(steps)), training.weights()]
+    return results, training
 
 
 @pytest.mark.parametrize("case", CASES)
+@on_megatron(2, expert_model_parallel_size=2)
 def test_training_is_that_of_the_library(case):
-    check(
-        shared_pool().run(
-            2, compare, {"expert_model_parallel_size": 2}, *CASES[case], {}, timeout=LIMIT
-        )
-    )
+    check(*CASES[case], {})
 
 
-@on_ranks
-def losses_of(changes, ddp, options, steps, nudged=False):
-    """[steps, microbatches] losses; nudged: one weight in a thousand differs in its last bit."""
-    seeded()
-    training = Training(settings(**changes), ddp, options)
-    if nudged:
-        for _, parameter in training.parameters():
-            few = parameter.data.view(-1)[::1000]
-            few.copy_(torch.nextafter(few, few + 1))
-    return torch.stack([training.step(index, 1)["losses"] for index in range(steps)])
-
-
+@on_megatron(2, expert_model_parallel_size=2)
 def test_twenty_steps_have_the_losses_of_the_library():
     """As close as the library comes to itself when the last bit of some weights is another."""
 
     def losses(options, nudged=False):
-        args = {"expert_model_parallel_size": 2}, {}, {}, options, 20, nudged
-        return torch.stack(shared_pool().run(2, losses_of, *args, timeout=LIMIT))
+        seed()
+        training = Training(settings(), {}, options)
+        if nudged:  # one weight in a thousand
+            for _, parameter in training.parameters():
+                few = parameter.data.view(-1)[::1000]
+                few.copy_(torch.nextafter(few, few + 1))
+        return torch.stack([training.step(index, 1)["losses"] for index in range(20)])
 
-    plain, again, ours, none = (
-        losses(None),
-        losses(None, True),
-        losses({}),
-        losses({"policy": "none"}),
-    )
-    spread = difference(plain, again)
-    assert plain[:, -1].mean() < plain[:, 0].mean() - 0.02  # it learns
-    assert difference(plain, none) == 0
-    assert difference(plain, ours) <= max(2 * spread, 1e-6)
+    plain, again = losses(None), losses(None, nudged=True)
+    assert plain[-1].mean() < plain[0].mean() - 0.02  # it learns
+    assert difference(plain, losses({"policy": "none"})) == 0
+    assert difference(plain, losses({})) <= max(2 * difference(plain, again), 1e-6)
 
 
 @pytest.mark.parametrize("case", ["overlap", "weights gathered in forward"])
+@on_megatron(4, expert_model_parallel_size=2)
 def test_two_groups_have_the_same_experts(case):
     """Four ranks, experts spread over two: gradients of experts are averaged by the library."""
-    check(
-        shared_pool().run(
-            4, compare, {"expert_model_parallel_size": 2}, *CASES[case], {}, timeout=LIMIT
-        )
-    )
+    check(*CASES[case], {})
 
 
-@pytest.mark.parametrize("changes", [PIPELINE, INTERLEAVED], ids=["plain", "interleaved"])
-def test_microbatches_in_flight(changes):
+@on_megatron(4, pipeline_model_parallel_size=2, expert_model_parallel_size=2)
+def test_microbatches_in_flight():
     """Pipeline schedules: microbatches begin before others are through backward."""
-    sizes = ("pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size")
-    parallel = {name: changes[name] for name in sizes if name in changes}
-    parallel["expert_model_parallel_size"] = 2
-    check(
-        shared_pool().run(4, compare, parallel, changes, DISTRIBUTED | OVERLAP, {}, timeout=LIMIT)
-    )
+    check(PIPELINE, DISTRIBUTED | OVERLAP, {})
+
+
+@on_megatron(
+    4,
+    pipeline_model_parallel_size=2,
+    virtual_pipeline_model_parallel_size=2,
+    expert_model_parallel_size=2,
+)
+def test_microbatches_in_flight_of_an_interleaved_schedule():
+    check(INTERLEAVED, DISTRIBUTED | OVERLAP, {})

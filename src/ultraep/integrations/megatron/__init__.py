@@ -10,8 +10,12 @@ from typing import TYPE_CHECKING, Any
 from ultraep.integrations.library import MEGATRON
 
 if TYPE_CHECKING:
-    from ultraep.integrations.megatron.layer import BalancedMoELayer
-    from ultraep.integrations.megatron.spec import balanced, balanced_layers, balancers
+    from ultraep.integrations.megatron.layer import (
+        BalancedMoELayer,
+        balanced,
+        balanced_layers,
+        balancers,
+    )
 
 __all__ = ["BalancedMoELayer", "balanced", "balanced_layers", "balancers"]
 
@@ -20,6 +24,6 @@ def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     MEGATRON.check()
-    from ultraep.integrations.megatron import spec  # which needs it, and takes seconds
+    from ultraep.integrations.megatron import layer  # it imports Megatron-Core, which takes seconds
 
-    return getattr(spec, name)
+    return getattr(layer, name)

@@ -1,6 +1,8 @@
-"""Which settings of a TransformerConfig can be balanced. Data, without Megatron-Core.
+"""Which settings of a TransformerConfig can be balanced, and what its routers return.
 
-A setting that is not listed works as ever, or is none of a layer's business.
+Megatron-Core is not imported here. A setting that is not listed works as before.
+
+Shapes: T local tokens, K experts per token, E experts.
 """
 
 from __future__ import annotations
@@ -8,7 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
+import torch
+
+from ultraep.arrays import PADDING
 from ultraep.errors import ConfigError
+from ultraep.routing import Routing
 
 
 class Refused(NamedTuple):
@@ -81,3 +87,17 @@ def pads(config: Any) -> bool:
     """Whether routers fill experts up with tokens that did not choose them, of probability 0."""
     names = ("moe_pad_expert_input_to_capacity", "moe_router_padding_for_quantization")
     return any(getattr(config, name, False) for name in names)
+
+
+def choices(probs_TE: torch.Tensor, map_TE: torch.Tensor, top_k: int, *, padded: bool) -> Routing:
+    """Ids and gates `[T, K]` of dense maps `[T, E]`; fewer choices are filled up with padding.
+
+    padded: the map also has tokens that only fill an expert up to its capacity. They did not choose
+    it, their probability is 0, and they add nothing: they are left out.
+    """
+    chosen = probs_TE.detach().masked_fill(~map_TE, -1)
+    if padded:
+        chosen = chosen.masked_fill(chosen == 0, -1)
+    best, ids = chosen.topk(min(top_k, probs_TE.shape[1]), dim=1)
+    gates = probs_TE.gather(1, ids)
+    return Routing(ids.masked_fill(best < 0, PADDING), gates, None)

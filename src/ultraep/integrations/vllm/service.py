@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import logging
-from collections.abc import Iterable
 from contextlib import ExitStack
 from functools import cache, cached_property
 from typing import Any
@@ -19,13 +18,7 @@ from ultraep.config import BalanceConfig
 from ultraep.integrations.library import VLLM_LOGGER
 from ultraep.integrations.vllm.cost import least_tokens, rows_to_pay
 from ultraep.integrations.vllm.counters import ServingCounters, where_they_are
-from ultraep.integrations.vllm.refusals import (
-    OF_ROUTER,
-    EngineFacts,
-    LayerFacts,
-    reasons_of_engine,
-    reasons_of_layer,
-)
+from ultraep.integrations.vllm.refusals import reasons_of_engine, reasons_of_layer
 from ultraep.integrations.vllm.settings import ServingSettings
 from ultraep.runtime.balancer import Balancer
 from ultraep.runtime.clocks import DeviceClock, HostClock
@@ -46,18 +39,16 @@ class Service:
     @cached_property
     def ready(self) -> bool:
         """Whether layers are balanced; collective when it is first asked for, and says so once."""
-        reasons = reasons_of_engine(engine_facts(self.config))
-        reasons += [r for layer in self.layers for r in reasons_of_layer(layer_facts(layer))]
+        reasons = reasons_of_engine(self.config)
+        for layer in self.layers:
+            reasons += reasons_of_layer(layer, homes_of(layer))
         if not reasons:
             self._open(get_ep_group())
-        told = f"nothing: {'; '.join(reasons[:4])}" if reasons else str(self)
-        parallel, log = self.config.parallel_config, logging.getLogger(VLLM_LOGGER)
-        if parallel.data_parallel_rank == parallel.rank == 0:
-            log.log(
-                logging.WARNING if reasons else logging.INFO,
-                "ultraep %s balances %s",
-                __version__,
-                told,
+        summary = f"nothing: {'; '.join(reasons[:4])}" if reasons else str(self)
+        level = logging.WARNING if reasons else logging.INFO
+        if self.config.parallel_config.data_parallel_rank == self.config.parallel_config.rank == 0:
+            logging.getLogger(VLLM_LOGGER).log(
+                level, "ultraep %s balances %s", __version__, summary
             )
         return not reasons
 
@@ -130,48 +121,6 @@ def counters_of(rank: int) -> ServingCounters:
     return ServingCounters(rank)
 
 
-def engine_facts(config: Any) -> EngineFacts:
-    """What matters of vLLM's configuration."""
-    parallel, model = config.parallel_config, config.model_config
-    return EngineFacts(
-        data_parallel=parallel.data_parallel_size,
-        tensor_parallel=parallel.tensor_parallel_size,
-        pipeline_parallel=parallel.pipeline_parallel_size,
-        context_parallel=parallel.prefill_context_parallel_size,
-        expert_parallel=parallel.enable_expert_parallel,
-        eplb=parallel.enable_eplb,
-        elastic=parallel.enable_elastic_ep,
-        dual_batch=parallel.use_ubatching,
-        eager=model.enforce_eager,
-        sleep=model.enable_sleep_mode,
-        lora=config.lora_config is not None,
-        speculative=config.speculative_config is not None,
-        backend=parallel.all2all_backend,
-    )
-
-
-def layer_facts(layer: Any) -> LayerFacts:
-    """What matters of a layer, after its weights are loaded."""
-    kernel = layer.quant_method.moe_kernel
-    experts = None if kernel is None else kernel.fused_experts
-    return LayerFacts(
-        name=layer.layer_name,
-        method=type(layer.quant_method).__name__,
-        kernel=tuple(kind.__name__ for kind in type(experts).__mro__),
-        tensors=tuple(name for name, _ in layer.named_parameters() if name not in OF_ROUTER),
-        fused_shared=layer.expert_map_manager.num_fused_shared_experts,
-        homes_known=_are_at_home(layer),
-    )
-
-
-def _are_at_home(layer: Any) -> bool:
-    rank = layer.moe_config.moe_parallel_config.ep_rank
-    mine = [expert for expert, home in enumerate(homes_of(layer)) if home == rank]
-    found = layer._expert_map
-    places = range(len(mine)) if found is None else [int(found[expert]) for expert in mine]
-    return list(places) == list(range(layer.local_num_experts))
-
-
 def homes_of(layer: Any) -> list[int]:
     """The home rank of every expert, as vLLM has placed them."""
     ranks = layer.moe_config.moe_parallel_config.ep_size
@@ -180,13 +129,10 @@ def homes_of(layer: Any) -> list[int]:
         _, found, _ = determine_expert_map(
             ranks, rank, layer.global_num_experts, layer.expert_placement_strategy
         )
-        for expert in _at_home(found, layer.global_num_experts):
-            homes[expert] = rank
+        if found is not None:  # None: rank 0 has all experts
+            for expert in (found >= 0).nonzero().flatten().tolist():
+                homes[expert] = rank
     return homes
-
-
-def _at_home(found: Any, experts: int) -> Iterable[int]:
-    return range(experts) if found is None else (found >= 0).nonzero().flatten().tolist()
 
 
 def rows_to_pay_for(layer: Any) -> int:

@@ -6,8 +6,8 @@ vllm serve MODEL ... --additional-config '{"ultraep": {"slots": 1}}'
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from ultraep.config import BalanceConfig
@@ -71,30 +71,30 @@ def read_settings(environment: Mapping[str, str], additional: Any) -> ServingSet
 
 
 def _from_environment(environment: Mapping[str, str]) -> dict[str, Any] | None:
-    given = {
-        name: text
-        for name, text in environment.items()
-        if name.startswith(PREFIX) and name not in OTHERS
-    }
-    names = {f"{PREFIX}{field.name.upper()}": field.name for field in fields(ServingSettings)}
-    _check_names(given.keys() - names.keys(), names)
-    return {names[key]: _value(key, text, READ[names[key]]) for key, text in given.items()} or None
+    names = {f"{PREFIX}{name.upper()}": name for name in READERS}
+    texts = {n: t for n, t in environment.items() if n.startswith(PREFIX) and n not in OTHERS}
+    _check_names(texts, names)
+    return {
+        names[key]: _value(key, text, *READERS[names[key]]) for key, text in texts.items()
+    } or None
 
 
 def _from_additional(additional: Any) -> dict[str, Any] | None:
     if not isinstance(additional, Mapping) or KEY not in additional:
         return None
-    given = additional[KEY]
-    if not isinstance(given, Mapping):
-        raise ConfigError(f'the additional configuration needs {{"{KEY}": {{...}}}}, got {given!r}')
-    names = [field.name for field in fields(ServingSettings)]
-    _check_names(given.keys() - set(names), names)
-    return dict(given)
+    values = additional[KEY]
+    if not isinstance(values, Mapping):
+        raise ConfigError(
+            f'the additional configuration needs {{"{KEY}": {{...}}}}, got {values!r}'
+        )
+    _check_names(values, READERS)
+    return dict(values)
 
 
-def _check_names(unknown: Any, names: Any) -> None:
+def _check_names(names: Iterable[str], known: Mapping[str, Any]) -> None:
+    unknown = sorted(set(names) - known.keys())
     if unknown:
-        raise ConfigError(f"no such setting: {', '.join(sorted(unknown))}; {', '.join(names)}")
+        raise ConfigError(f"no such setting: {', '.join(unknown)}; {', '.join(known)}")
 
 
 def _check_count(name: str, value: object, *, least: int) -> None:
@@ -102,23 +102,18 @@ def _check_count(name: str, value: object, *, least: int) -> None:
         raise ConfigError(f"{name} must be an integer of at least {least}, got {value!r}")
 
 
-def _value(key: str, text: str, read: Callable[[str], Any]) -> Any:
+def _value(key: str, text: str, read: Callable[[str], Any], kind: str) -> Any:
     try:
         return read(text)
     except (KeyError, ValueError):
-        raise ConfigError(f"{key} must be {KINDS[read]}, got {text!r}") from None
+        raise ConfigError(f"{key} must be {kind}, got {text!r}") from None
 
 
-def _yes_or_no(text: str) -> bool:
-    return {"0": False, "1": True}[text]
-
-
-READ: dict[str, Callable[[str], Any]] = {
-    "slots": int,
-    "policy": str,
-    "tolerance": float,
-    "record": str,
-    "min_rows": int,
-    "keep": _yes_or_no,
+READERS: dict[str, tuple[Callable[[str], Any], str]] = {
+    "slots": (int, "an integer"),
+    "policy": (str, "text"),
+    "tolerance": (float, "a number"),
+    "record": (str, "text"),
+    "min_rows": (int, "an integer"),
+    "keep": ({"0": False, "1": True}.__getitem__, "0 or 1"),
 }
-KINDS: dict[Any, str] = {int: "an integer", float: "a number", str: "text", _yes_or_no: "0 or 1"}

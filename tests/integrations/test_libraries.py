@@ -1,0 +1,63 @@
+"""Versions of the libraries: others are refused, with the command that installs a known one."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError
+
+import pytest
+
+from ultraep import BackendUnavailable
+from ultraep.integrations import library
+from ultraep.integrations.library import MEGATRON, TORCHTITAN, TRANSFORMERS, VLLM
+
+VERSIONS = [  # refused, accepted
+    (MEGATRON, ["0.15.3", "0.17.0rc1", "1.16.0"], ["0.16.0", "0.16.1", "0.16.1rc2+local"]),
+    (TORCHTITAN, ["0.2.2", "0.4.0", "1.0.0.dev1"], ["0.3.0", "0.3.1"]),
+    (TRANSFORMERS, ["4.57.1", "5.3.0", "6.0.0.dev0"], ["5.17.0", "5.22.1"]),
+    (VLLM, ["0.31.2", "0.33.0rc1", "1.0"], ["0.32.0", "0.32.1", "0.32.0+cpu"]),
+]
+
+
+@pytest.mark.parametrize(("known", "refused", "accepted"), VERSIONS, ids=lambda value: str(value))
+def test_versions(known, refused, accepted, monkeypatch):
+    for version in accepted:
+        monkeypatch.setattr(library, "version", lambda _, version=version: version)
+        known.check()
+    for version in refused:
+        monkeypatch.setattr(library, "version", lambda _, version=version: version)
+        with pytest.raises(BackendUnavailable) as error:
+            known.check()
+        assert f"{known.name} {known.known()} is needed, and {version} is installed" in str(
+            error.value
+        )
+
+
+@pytest.mark.parametrize("known", [MEGATRON, VLLM])
+def test_a_missing_library(known, monkeypatch):
+    def missing(name):
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(library, "version", missing)
+    with pytest.raises(BackendUnavailable, match=rf"pip install 'ultraep\[{known.extra}\]'"):
+        known.check()
+
+
+@pytest.mark.parametrize("name", ["torchtitan", "transformers"])
+def test_importing_an_integration_without_its_library(name):
+    code = f"""
+import importlib.metadata as metadata
+def missing(name): raise metadata.PackageNotFoundError(name)
+metadata.version = missing
+import ultraep.integrations.{name}
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert "BackendUnavailable" in done.stderr
+    assert f"pip install 'ultraep[{name}]'" in done.stderr
+    assert issubclass(BackendUnavailable, ImportError)
+
+
+def test_megatron_is_imported_when_it_is_used():
+    code = "import sys, ultraep.integrations.megatron as m; print('megatron.core' in sys.modules)"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "False"
