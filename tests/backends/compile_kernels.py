@@ -183,6 +183,7 @@ def launch_all(
     import torch
 
     from ultraep import BalanceConfig, Topology
+    from ultraep.backends.limits import Limits
     from ultraep.backends.triton.counter import Counter
     from ultraep.backends.triton.meter import PlanSums
     from ultraep.backends.triton.planner import Planner
@@ -193,18 +194,8 @@ def launch_all(
         Topology(ranks=ranks, experts=experts, slots=slots),
         BalanceConfig(tolerance=tolerance),
     )
-    planner = Planner(
-        topology.experts_by_rank,
-        topology.first_of_rank,
-        topology.domain_size,
-        topology.slots,
-        config.tolerance_parts,
-        config.min_tokens_per_replica,
-        config.replica_limit,
-        config.locality,
-        torch.device("cpu"),
-        rates=(row, 0, 0, 0),
-    )
+    limits = Limits.of(topology, config)._replace(rates=(row, 0, 0, 0))
+    planner = Planner(limits, locality=config.locality, device=torch.device("cpu"))
     counter = Counter(experts, rows, torch.device("cpu"))
     rerouter = Rerouter(planner, counter)
     loads = torch.zeros(ranks, experts, dtype=torch.int32)

@@ -8,7 +8,8 @@ tolerance and limits of the config mean nothing to it.
 from __future__ import annotations
 
 from ultraep.arrays import IntArray
-from ultraep.config import NO_RATES, UNLIMITED
+from ultraep.backends.limits import Limits
+from ultraep.config import UNLIMITED
 from ultraep.policies import Problem, register_policy
 
 
@@ -16,15 +17,12 @@ from ultraep.policies import Problem, register_policy
 def ideal(problem: Problem) -> IntArray:
     """Forced balance: exactly the mean on every rank, without limits; a ceiling, not a plan."""
     topology = problem.topology
-    placed_C3: IntArray = problem.backend.place(
-        problem.expert_loads,
+    limits = Limits(
         topology.experts_by_rank,
         topology.first_of_rank,
-        topology.ranks,
-        int(topology.homes_per_rank.max()),
-        0,
-        1,
-        UNLIMITED,
-        *NO_RATES,
+        domain=topology.ranks,
+        slots=int(topology.homes_per_rank.max()),
+        max_replicas=UNLIMITED,
     )
+    placed_C3: IntArray = problem.backend.place(problem.expert_loads, limits)
     return placed_C3

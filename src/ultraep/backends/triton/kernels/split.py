@@ -1,4 +1,4 @@
-"""Twin of `reference/split.py` and `reference/tally.py`: one program for every copy.
+"""Twin of `reference/split.py`: one program for every copy.
 
 `search` leaves the copies where they are held: [R, slots] experts and quotas. In this form the
 copies of one expert stand in the order of their hosts, and what a host keeps of its own tokens is
