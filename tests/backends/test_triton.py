@@ -33,8 +33,8 @@ from ultraep.backends.reference.reroute import stride
 from ultraep.backends.triton.counter import ROWS, TOKENS, Counter
 from ultraep.backends.triton.device import default_device, interpreted
 from ultraep.backends.triton.kernels import place
-from ultraep.backends.triton.kernels.quickest import LIMITED
 from ultraep.backends.triton.kernels.reroute import place_on_line
+from ultraep.backends.triton.kernels.rungs import LIMITED
 from ultraep.backends.triton.planner import Planner
 from ultraep.backends.triton.rerouter import strides
 from ultraep.config import NO_RATES, rungs_of

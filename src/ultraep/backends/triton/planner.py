@@ -15,7 +15,7 @@ from ultraep.arrays import IntArray
 from ultraep.backends.limits import Limits
 from ultraep.backends.reference.members import MOST_RANKS
 from ultraep.backends.triton.kernels import groups, place, rungs, split, state
-from ultraep.backends.triton.kernels.quickest import LIMITED
+from ultraep.backends.triton.kernels.rungs import LIMITED
 from ultraep.backends.triton.launch import cdiv, power_of_2, quick
 from ultraep.config import NO_RATES, rungs_of
 from ultraep.errors import ConfigError

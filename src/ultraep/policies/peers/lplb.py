@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 
@@ -48,10 +48,9 @@ def compiled(function: Function) -> Function:
     try:
         from numba import njit
 
-        made: Function = njit(cache=True)(function)
+        return cast(Function, njit(cache=True)(function))
     except (ImportError, RuntimeError):
         return function
-    return made
 
 
 Table = list[list[int]]  # [ranks of a group][edges]: whose experts a rank copies

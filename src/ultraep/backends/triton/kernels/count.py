@@ -1,4 +1,4 @@
-"""Twin of `count` in `reference/reroute.py`: rows of every expert, and where rows of every tile begin.
+"""Twin of `count` in the reference: rows of every expert, and where rows of every tile begin.
 
 Rows are cut into tiles. `offsets` says for every tile and expert how many rows of that expert stand
 in earlier tiles: with it, `reroute` numbers the rows of an expert without looking at other tiles,

@@ -4,7 +4,7 @@
     first_try    all members, side by side
     search       the best of them; if none meets the threshold, the least one that can be met
 
-Where time decides, `quickest.py` is in the place of the last two.
+Where time decides, `try_rungs` in `rungs.py` takes the place of the last two.
 
 Shapes: R ranks, E experts, D domains of `ranks` ranks, H experts and G ranks padded to powers of
 two, HELD spare slots of a domain, padded likewise. Numbers are 32-bit, but for sums of many.
@@ -13,18 +13,22 @@ two, HELD spare slots of a domain, padded likewise. Numbers are 32-bit, but for 
 import triton
 import triton.language as tl
 
-from ultraep.backends.triton.kernels.attempts import alias_packed_or_not, window
-from ultraep.backends.triton.kernels.bound import bound
-from ultraep.backends.triton.kernels.circles import close_circles, variant_of
-from ultraep.backends.triton.kernels.measures import best_of_members, note
+from ultraep.backends.triton.kernels.attempts import alias_packed_or_not, close_circles, window
 from ultraep.backends.triton.kernels.plan import load_at
-from ultraep.backends.triton.kernels.publish import publish
-from ultraep.backends.triton.kernels.search import least_that_is_met
+from ultraep.backends.triton.kernels.search import (
+    PlanOut,
+    best_of_members,
+    bound,
+    least_that_is_met,
+    note,
+    publish,
+)
 from ultraep.backends.triton.kernels.state import (
     MOST,
     PEAK,
     SLACK,
     THRESHOLD,
+    Problem,
     attempt_of,
     attempts_of,
     counts_of,
@@ -32,10 +36,13 @@ from ultraep.backends.triton.kernels.state import (
     home_of,
     load_domain,
     loads_of,
+    mean_of,
     measure_of,
+    rank_loads_of,
     scratch_of,
+    shape_of,
+    shared_threshold,
 )
-from ultraep.backends.triton.kernels.thresholds import mean_of, rank_loads_of, shared_threshold
 
 
 @triton.jit(do_not_specialize=["ranks", "experts", "stride"])
@@ -124,38 +131,34 @@ def first_try(
     domain = tl.program_id(0)
     member = tl.program_id(1) + BY_GROUPS
     rank = tl.arange(0, G)
-    home_HG = load_domain(home, domain, H, G)
+    problem = Problem(ranks, slots, min_tokens, limit)
+    SHAPE: tl.constexpr = shape_of(H, G, HELD, ONE_SLOT, BUFFERS)
+    home_HG = load_domain(home, domain, SHAPE)
     load_G = rank_loads_of(home_HG)
-    threshold = shared_threshold(load_G, home, domains, ranks, parts, H, G, STEP)
+    threshold = shared_threshold(load_G, home, domains, parts, problem, SHAPE, STEP)
     slack = threshold > mean_of(load_G, ranks)
-    attempts = attempts_of(attempts, domain, ranks * slots, BUFFERS)
-    hosted = attempt_of(attempts, member, ranks * slots)
+    attempts = attempts_of(attempts, domain, problem, SHAPE)
+    hosted = attempt_of(attempts, member, problem)
     made = 0
     if member == 0 and not BY_GROUPS:
         tl.store(fact_of(facts, domain, THRESHOLD, MEMBERS), threshold)
         tl.store(fact_of(facts, domain, SLACK, MEMBERS), slack.to(tl.int32))
         load_G, _home_HG, made, _received = alias_packed_or_not(
-            load_G, home_HG, hosted, threshold, tl.zeros((), tl.int64),
-            ranks, slots, slots, min_tokens, limit, H, G, HELD, ONE_SLOT, False
+            load_G, home_HG, hosted, threshold, tl.zeros((), tl.int64), slots, problem,
+            SHAPE, False
         )  # fmt: skip
     elif slack and member == 1:
-        load_G, made = window(
-            load_G, home_HG, hosted, threshold, ranks, slots, min_tokens, limit, H, G, HELD
-        )
+        load_G, made = window(load_G, home_HG, hosted, threshold, problem, SHAPE)
     elif slack:  # noqa: SIM102 - only what is a condition of its own is left out when compiled
         if MEMBERS > 2:
-            halves, anchor = variant_of(member - 2)
             load_G, made = close_circles(
-                load_G, home_HG, hosted, threshold,
-                ranks, slots, min_tokens, limit, halves, anchor, H, G, HELD
-            )  # fmt: skip
-    served = loads_of(attempt_loads, domain, member, ranks, BUFFERS)
+                load_G, home_HG, hosted, threshold, member - 2, problem, SHAPE
+            )
+    served = loads_of(attempt_loads, domain, member, problem, SHAPE)
     tl.store(served + rank, load_G, mask=rank < ranks)
     if slack or member == 0:
-        counts = counts_of(counts, domain, member, MEMBERS, H, G)
-        note(
-            facts, hosted, counts, load_G, made, domain, member, ranks, slots, H, G, HELD, MEMBERS
-        )  # fmt: skip
+        counts = counts_of(counts, domain, member, MEMBERS, SHAPE)
+        note(facts, hosted, counts, load_G, made, domain, member, problem, SHAPE, MEMBERS)
 
 
 @triton.jit(
@@ -205,13 +208,12 @@ def search(
     expert_of_slot = [0, 1, -1, 2, 3, -1]
     """
     domain = tl.program_id(0)
-    attempts = attempts_of(attempts, domain, ranks * slots, BUFFERS)
-    attempt_loads = loads_of(attempt_loads, domain, 0, ranks, BUFFERS)
+    problem = Problem(ranks, slots, min_tokens, limit)
+    SHAPE: tl.constexpr = shape_of(H, G, HELD, ONE_SLOT, BUFFERS)
+    attempts = attempts_of(attempts, domain, problem, SHAPE)
+    attempt_loads = loads_of(attempt_loads, domain, 0, problem, SHAPE)
     if FIRST:  # there is one domain, and no tolerance
-        threshold, peak = try_alone(
-            home, attempts, attempt_loads, domain,
-            ranks, slots, min_tokens, limit, H, G, HELD, ONE_SLOT
-        )  # fmt: skip
+        threshold, peak = try_alone(home, attempts, attempt_loads, domain, problem, SHAPE)
         best = threshold * 0
         alias_peak = peak
     else:
@@ -220,30 +222,25 @@ def search(
     if peak > threshold:
         best = least_that_is_met(
             home, attempts, attempt_loads, scratch, domain, best, peak, alias_peak, threshold,
-            ranks, slots, min_tokens, limit, H, G, HELD, ONE_SLOT, BUFFERS, STEP
+            problem, SHAPE, STEP
         )  # fmt: skip
     tl.debug_barrier()
-    publish(
-        found, planned_loads, expert_of_slot, attempts, attempt_loads, expert_of_place,
-        first_slot_of_rank, domain, best, ranks, slots, H, G, HELD
-    )  # fmt: skip
+    plan = PlanOut(found, planned_loads, expert_of_slot, expert_of_place, first_slot_of_rank)
+    publish(plan, attempts, attempt_loads, domain, best, problem, SHAPE)
 
 
 @triton.jit
-def try_alone(
-    home, hosted, served, domain, ranks, slots, min_tokens, limit,
-    H: tl.constexpr, G: tl.constexpr, HELD: tl.constexpr, ONE_SLOT: tl.constexpr
-):  # fmt: skip
+def try_alone(home, hosted, served, domain, problem, SHAPE: tl.constexpr):
     """The first attempt at the mean of the domain; that mean, and the peak that is left."""
-    rank = tl.arange(0, G)
-    home_HG = load_domain(home, domain, H, G)
+    rank = tl.arange(0, SHAPE.G)
+    home_HG = load_domain(home, domain, SHAPE)
     load_G = rank_loads_of(home_HG)
-    threshold = mean_of(load_G, ranks)
+    threshold = mean_of(load_G, problem.ranks)
     load_G, _home_HG, _made, _received = alias_packed_or_not(
-        load_G, home_HG, hosted, threshold, tl.zeros((), tl.int64),
-        ranks, slots, slots, min_tokens, limit, H, G, HELD, ONE_SLOT, False
+        load_G, home_HG, hosted, threshold, tl.zeros((), tl.int64), problem.slots, problem,
+        SHAPE, False
     )  # fmt: skip
-    tl.store(served + rank, load_G, mask=rank < ranks)
+    tl.store(served + rank, load_G, mask=rank < problem.ranks)
     return threshold, tl.max(load_G, 0)
 
 
@@ -266,7 +263,9 @@ def lower_bounds(
     bounds = [5]
     """
     domain = tl.program_id(0)
-    load_G = rank_loads_of(load_domain(home, domain, H, G))
-    scratch = scratch_of(scratch, domain, H, G)
-    least = bound(load_G, home_of(home, domain, H, G), scratch, ranks, slots, limit, H, G, STEP)
+    problem = Problem(ranks, slots, 1, limit)
+    SHAPE: tl.constexpr = shape_of(H, G, 0, False, 0)
+    load_G = rank_loads_of(load_domain(home, domain, SHAPE))
+    scratch = scratch_of(scratch, domain, SHAPE)
+    least = bound(load_G, home_of(home, domain, SHAPE), scratch, problem, SHAPE, STEP)
     tl.store(bounds + domain, least)
