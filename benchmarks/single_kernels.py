@@ -37,9 +37,10 @@ class Launch:
 
 def kernels(bench: Bench) -> None:
     """Every launch of stage 6, beside the time in which operations or bytes could be done."""
-    from ultraep.backends.triton.blocks import TABLES
+    from ultraep.backends.triton.blocks import capability_of, table_for
+    from ultraep.backends.triton.device import default_device
 
-    table = TABLES["cuda" if torch.version.hip is None else "hip"]
+    table = table_for(*capability_of(default_device()))
     tables = {"as set": table, "narrow": {k: replace(b, narrow=True) for k, b in table.items()}}
     for shape in bench.scale.shapes:
         inputs, lines = Inputs.of_tokens(shape, bench.clock), []

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch.nn.functional import linear
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
-from ultraep.backends.triton.blocks import TABLES, Blocks, square_band
+from ultraep.backends.triton.blocks import Blocks, square_band, table_for
 from ultraep.backends.triton.device import default_device, interpreted, launching
 from ultraep.backends.triton.grouped import Grouped
 from ultraep.backends.triton.kernels.tiles import lay_tiles
@@ -22,7 +22,7 @@ from ultraep.ops.products import Beside, Stacks
 
 DEVICE = default_device()
 CAPACITY, N, K = 40, 40, 24
-SMALL = dict.fromkeys(TABLES["cuda"], Blocks(16, 16, 16, stages=2, band=2))
+SMALL = dict.fromkeys(table_for("cuda", (8, 0)), Blocks(16, 16, 16, stages=2, band=2))
 SLIM = dict.fromkeys(SMALL, Blocks(16, 32, 16, stages=2, band=2, half=True, narrow=True))
 SLOTS = {  # rows of the home slots, and of the spare ones
     "mixed": ([5, 0, 17], [9, 3]),
@@ -299,7 +299,7 @@ def test_rows_of_tiles_are_in_bands_of_one_slot(rows, band):
     offsets = torch.tensor(ends, dtype=torch.int32, device=DEVICE)
     L = 1 << max(0, len(rows) - 1).bit_length()
     lay_tiles[(max(1, len(rows)),)](
-        offsets, laid, len(rows), L=L, M=height, BAND=band, B=4, num_warps=4
+        offsets, laid, len(rows), L=L, BLOCK_M=height, GROUP_M=band, B=4, num_warps=4
     )
     (number, low, *_), *found = laid.view(-1, 5).tolist()
     few = sum(0 < count <= height // 2 for count in rows)

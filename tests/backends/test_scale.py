@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ultraep.backends.triton import scale as kernels
+from ultraep.backends.triton import products as kernels
 from ultraep.backends.triton.device import default_device, interpreted
 from ultraep.ops import products
 

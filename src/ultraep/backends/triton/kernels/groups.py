@@ -76,11 +76,8 @@ def first_by_groups(
     Without a tolerance, 5 tokens are allowed, and rank 1 takes the 3 that it lacks:
 
     >>> none = 30 * [-1]
-    >>> example(first_by_groups, 1, home=[[[6, 1, *none], [1, 1, *none]]],
-    ...         work=scratch(1, 128), counts=scratch(64), attempts=room(1, 2, 2),
-    ...         attempt_loads=room(1, 2), facts=room(1, 6), domains=1, ranks=2, slots=1,
-    ...         min_tokens=1, limit=2, parts=0, H=2, G=32, HELD=2, ONE_SLOT=True, BUFFERS=1,
-    ...         MEMBERS=1, num_warps=1)
+    >>> example(first_by_groups, 1, home=[[[6, 1, *none], [1, 1, *none]]], attempts=room(1, 2, 2),
+    ...         attempt_loads=room(1, 2), facts=room(1, 6), parts=0, G=32, BUFFERS=1, num_warps=1)
     attempts = [[[-1, 0], [_, 3]]]
     attempt_loads = [[4, 5]]
     facts = [[5, 0, 5, 1, 0, 0]]

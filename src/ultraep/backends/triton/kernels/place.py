@@ -63,8 +63,7 @@ def sum_loads(
     Counts loads that are negative, too many, or add up to too many.
 
     >>> example(sum_loads, 1, loads=[[2, 1, 0, 1], [4, 0, 1, 0]], place_of_expert=[0, 2, 1, 3],
-    ...         expert_loads=room(4), home=room(1, 2, 2), faults=[0],
-    ...         ranks=2, experts=4, stride=4, BR=2, BE=4)
+    ...         expert_loads=room(4), home=room(1, 2, 2), BR=2, BE=4)
     expert_loads = [6, 1, 1, 1]
     home = [[[6, 1], [1, 1]]]
     """
@@ -120,10 +119,9 @@ def first_try(
 
     A tolerance of 40 % allows 6 tokens. One member fills rank 1 up, the other takes what is above:
 
-    >>> example(first_try, (1, 2), home=[[[6, 1], [1, 1]]],
-    ...         counts=scratch(1, 2, 4), attempts=room(1, 2, 2, 2), attempt_loads=room(1, 2, 2),
-    ...         facts=room(1, 10), domains=1, ranks=2, slots=1, min_tokens=1, limit=2, parts=400000,
-    ...         H=2, G=2, HELD=2, ONE_SLOT=True, BUFFERS=2, MEMBERS=2, BY_GROUPS=False, STEP=1)
+    >>> example(first_try, (1, 2), home=[[[6, 1], [1, 1]]], attempts=room(1, 2, 2, 2),
+    ...         attempt_loads=room(1, 2, 2), facts=room(1, 10), parts=400000, BUFFERS=2, MEMBERS=2,
+    ...         STEP=1)
     attempts = [[[[-1, 0], [_, 4]], [[-1, 0], [_, 1]]]]
     attempt_loads = [[[3, 6], [6, 3]]]
     facts = [[6, 1, 6, 1, 1, 1, 6, 1, 1, 1]]
@@ -195,14 +193,8 @@ def search(
 
     Rank 1 hosts expert 0 for 3 tokens, as in the plan of `split`:
 
-    >>> example(search, 1, home=[[[6, 1], [1, 1]]],
-    ...         expert_of_place=[0, 2, 1, 3], first_slot_of_rank=[0, 3, 6],
-    ...         attempts=scratch(1, 4, 2, 2),
-    ...         attempt_loads=scratch(1, 4, 2), facts=scratch(1, 6),
-    ...         scratch=scratch(1, 12), found=room(2, 2),
-    ...         planned_loads=room(2), expert_of_slot=[0, 1, 0, 2, 3, 0],
-    ...         ranks=2, slots=1, min_tokens=1, limit=2, FIRST=True,
-    ...         H=2, G=2, HELD=2, ONE_SLOT=True, BUFFERS=4, MEMBERS=1, STEP=4)
+    >>> example(search, 1, home=[[[6, 1], [1, 1]]], found=room(2, 2), planned_loads=room(2),
+    ...         expert_of_slot=[0, 1, 0, 2, 3, 0], FIRST=True)
     found = [[2147483647, 0], [0, 3]]
     planned_loads = [4, 5]
     expert_of_slot = [0, 1, -1, 2, 3, -1]
@@ -258,8 +250,7 @@ def lower_bounds(
 ):
     """Program d: the bound of domain d.
 
-    >>> example(lower_bounds, 1, home=[[[6, 1], [1, 1]]], scratch=scratch(1, 12),
-    ...         bounds=room(1), ranks=2, slots=1, limit=2, H=2, G=2, STEP=4)
+    >>> example(lower_bounds, 1, home=[[[6, 1], [1, 1]]], bounds=room(1))
     bounds = [5]
     """
     domain = tl.program_id(0)

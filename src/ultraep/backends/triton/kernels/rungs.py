@@ -86,13 +86,9 @@ def try_rungs(
     worth 200; a copy costs 500:
 
     >>> example(try_rungs, (1, 2), home=[[[6, 1], [1, 1]]], tolerances=[0, 400000],
-    ...         rates=torch.tensor([100, 500, 0, 0]), counts=scratch(1, 4),
-    ...         attempts=scratch(1, 5, 2, 2), attempt_loads=room(1, 5, 2), outcomes=room(1, 2, 5),
-    ...         finished=[0], scratch=scratch(1, 12), expert_of_place=[0, 2, 1, 3],
-    ...         first_slot_of_rank=[0, 3, 6], found=room(2, 2), planned_loads=room(2),
-    ...         expert_of_slot=[0, 1, 0, 2, 3, 0], domains=1, ranks=2, slots=1, min_tokens=1,
-    ...         limit=2, H=2, G=2, HELD=2, ONE_SLOT=True, BUFFERS=5, BY_GROUPS=False, PADDED=2,
-    ...         STEP=1, SEARCH_STEP=4)
+    ...         rates=torch.tensor([100, 500, 0, 0]), attempt_loads=room(1, 5, 2),
+    ...         outcomes=room(1, 2, 5), finished=[0], found=room(2, 2), planned_loads=room(2),
+    ...         expert_of_slot=[0, 1, 0, 2, 3, 0], BUFFERS=5, PADDED=2, STEP=1, SEARCH_STEP=4)
     attempt_loads = [[[4, 5], [6, 3], [_, _], [_, _], [7, 2]]]
     outcomes = [[[0, 5, 1, 1, 7], [1, 6, 1, 1, 7]]]
     found = [[2147483647, 2147483647], [0, 0]]

@@ -173,8 +173,8 @@ def share(
     >>> boards = at([0, 0, 0, 0, 0, 0, 0, 0, 0, 1], [0, 0, 0, 0, 0, 0, 0, 0, 0, 0])
     >>> tables = at([[0, 0, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0], [7, 8, 0, 4]], 4 * [[0, 0, 0, 0]])
     >>> example(share, 2, boards=boards, tables=tables, row=[5, 6], gathered=room(2, 2),
-    ...         promise=[3], versions=room(2), rank=0, ranks=2, channel=4, flags=8, numbers=2,
-    ...         kind=0, version=-1, stage=0, unlike=4, patience=9, B=2)
+    ...         promise=[3], versions=room(2), rank=0, channel=4, flags=8, numbers=2, kind=0,
+    ...         version=-1, stage=0, unlike=4, patience=9, B=2)
     boards = [[0, 0, 0, 0, 1, 0, 0, 0, 1, 1], [0, 0, 0, 0, 0, 0, 0, 0, 1, 0]]
     tables = [[[0, 0, 0, 0], [0, 0, 0, 0], [5, 6, 0, 3], [7, 8, 0, 4]],
               [[0, 0, 0, 0], [0, 0, 0, 0], [5, 6, 0, 3], [0, 0, 0, 0]]]

@@ -44,10 +44,9 @@ def split(
     """Program c: the copy held in spare slot c, if any; rows behind the last copy are cleared.
 
     >>> example(split, 2, loads=[[2, 1, 0, 1], [4, 0, 1, 0]], expert_loads=[6, 1, 1, 1],
-    ...         home_of_expert=[0, 0, 1, 1], first_slot_of_rank=[0, 3, 6],
     ...         found=[[2147483647, 0], [0, 3]], replicas=room(2, 3), quotas=room(2),
     ...         slot_of_copy=room(2), expert_of_slot=[0, 1, -1, 2, 3, -1], split_CR=room(2, 2),
-    ...         num_replicas=room(1), ranks=2, stride=4, SLOTS=1, LOCALITY=True, C=2, R=2)
+    ...         num_replicas=room(1), SLOTS=1, LOCALITY=True)
     replicas = [[0, 1, 0], [-1, -1, -1]]
     quotas = [3, 0]
     slot_of_copy = [5, -1]

@@ -163,9 +163,9 @@ def stream(
     >>> schedule = [1, 1, 1, 1, 0, 1, 0, 0, 0, 0, 0, 0, -1, 1, 0, -2, 0, 0, 1, 0, 0]
     >>> example(stream, 1, boards=boards, rows=at(room(1, 4), room(1, 4)),
     ...         homes=at([1, 2, 3, 4], [5, 6, 7, 8]), parts=[[0, 16, 1]], schedules=[schedule],
-    ...         first_rank=0, ranks=2, slots=1, copies=2, row_bytes=16, num_parts=1,
-    ...         num_addresses=2, stride=21, channel=4, released=8, arrived=10, max_chunks=1,
-    ...         stage=2, patience=9, W=4, PROGRAMS=1)
+    ...         first_rank=0, copies=2, row_bytes=16, num_parts=1, num_addresses=2, stride=21,
+    ...         channel=4, released=8, arrived=10, max_chunks=1, stage=2, patience=9, W=4,
+    ...         PROGRAMS=1)
     boards = [[0, 0, 0, 0, 1, 0, 1, 1, 0, 1, 0], [0, 0, 0, 0, 0, 0, 0, 1, 0, 0, 1]]
     rows = [[[_, _, _, _]], [[1, 2, 3, 4]]]
     """
