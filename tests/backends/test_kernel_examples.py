@@ -106,7 +106,7 @@ STORY: dict[str, Any] = {
 STORY |= {"H": 2, "G": 2, "HELD": 2, "ONE_SLOT": True, "R": 2, "C": 2, "STEP": 4, "BUFFERS": 4}
 STORY |= {"MEMBERS": 1, "BY_GROUPS": False}
 STORY |= dict.fromkeys(("TRANSPOSED", "EVEN_M", "EVEN_N", "EVEN_K", "HALF", "DRAWN"), False)
-STORY |= dict.fromkeys(("BLOCK_M", "BLOCK_N", "BLOCK_K", "LAST_N"), 16) | {"GROUP_M": 8}
+STORY |= dict.fromkeys(("BLOCK_M", "BLOCK_N", "BLOCK_K"), 16) | {"GROUP_M": 8}
 PRIVATE = ("attempts", "attempt_loads", "counts", "facts", "scratch", "work", "homes")
 
 

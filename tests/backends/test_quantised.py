@@ -8,7 +8,7 @@ import torch
 from guard import watched
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_grouped import dot, padded, rounded
+from test_grouped import dot, padded
 from triton.runtime.interpreter import InterpreterBuilder
 
 import ultraep.ops.formats as formats
@@ -43,7 +43,6 @@ def watch(monkeypatch):
     """Interpreted kernels touch nothing but their tensors, and compute as a GPU does."""
     if interpreted():
         monkeypatch.setattr(InterpreterBuilder, "create_dot", dot)
-        monkeypatch.setattr(InterpreterBuilder, "create_fp_trunc", rounded)
     with watched() if interpreted() else nullcontext(), launching(DEVICE):
         yield
 

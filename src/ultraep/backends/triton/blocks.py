@@ -8,8 +8,6 @@ from dataclasses import dataclass
 
 import torch
 
-from ultraep.backends.triton.launch import power_of_2
-
 
 @dataclass(frozen=True)
 class Blocks:
@@ -26,14 +24,6 @@ class Blocks:
     band: int = 8
     resident: int = 1  # programs on one multiprocessor
     half: bool = False  # whether slots of few rows may have a tile of half the height
-    narrow: bool = False  # whether the last columns may be a tile of fewer ones
-
-    def last(self, width: int) -> int:
-        """Columns of the last tile of so many: 64 of 2880 in tiles of 256 that may be narrow."""
-        left = width % self.columns
-        if not left or not self.narrow:
-            return self.columns
-        return int(min(self.columns, max(16, power_of_2(left))))
 
 
 Table = Mapping[tuple[str, int | str], Blocks]  # by kernel, and bytes of an element or format

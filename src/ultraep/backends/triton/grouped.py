@@ -106,7 +106,6 @@ class Grouped:
         transposed: bool,
         drawn: bool,
     ) -> None:
-        last = blocks.last(out.shape[1])
         quick(grouped.multiply)[(programs * blocks.resident,)](
             rows,
             weights.homes,
@@ -128,10 +127,9 @@ class Grouped:
             out.stride(0),
             TRANSPOSED=transposed,
             EVEN_K=rows.shape[1] % blocks.depth == 0,
-            EVEN_N=out.shape[1] % last == 0,
+            EVEN_N=out.shape[1] % blocks.columns == 0,
             BLOCK_M=blocks.rows,
             BLOCK_N=blocks.columns,
-            LAST_N=last,
             BLOCK_K=blocks.depth,
             HALF=blocks.half,
             DRAWN=drawn,
@@ -160,7 +158,6 @@ class Grouped:
         if bias is not None:
             self._check(bias, (height,))
         blocks = self.table["weight_gradients", rows_AK.element_size()]
-        last = blocks.last(width)
         quick(grouped.weight_gradients)[(self.programs * blocks.resident,)](
             d_out_AN,
             rows_AK,
@@ -185,10 +182,9 @@ class Grouped:
             bias and bias.homes.stride(0),
             bias and bias.copies.stride(0),
             EVEN_M=height % blocks.rows == 0,
-            EVEN_N=width % last == 0,
+            EVEN_N=width % blocks.columns == 0,
             BLOCK_M=blocks.rows,
             BLOCK_N=blocks.columns,
-            LAST_N=last,
             BLOCK_K=blocks.depth,
             GROUP_M=blocks.band,
             num_warps=blocks.warps,

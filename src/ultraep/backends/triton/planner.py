@@ -14,7 +14,7 @@ import torch
 from ultraep.arrays import IntArray
 from ultraep.backends.limits import Limits
 from ultraep.backends.reference.members import MOST_RANKS
-from ultraep.backends.triton.kernels import groups, place, rungs, split, state
+from ultraep.backends.triton.kernels import groups, place, rungs, state
 from ultraep.backends.triton.kernels.rungs import LIMITED
 from ultraep.backends.triton.launch import cdiv, power_of_2, quick
 from ultraep.config import NO_RATES, rungs_of
@@ -315,7 +315,7 @@ class Planner:
         """Replicas with their slots and quotas, and the tokens of every source for each of them."""
         if not self.slots:
             return
-        quick(split.split)[(len(self.quotas),)](
+        quick(place.split)[(len(self.quotas),)](
             loads_RE,
             self.expert_loads,
             self.home_of_expert,

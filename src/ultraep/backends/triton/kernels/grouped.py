@@ -46,7 +46,6 @@ class Cut(NamedTuple):
     EVEN_N: bool
     BLOCK_M: int
     BLOCK_N: int
-    LAST_N: int
     BLOCK_K: int
     HALF: bool
 
@@ -83,7 +82,18 @@ def load_tile(at, row, column, stride, rows, columns, EVEN_ROWS: tl.constexpr, A
     return tile
 
 
-@triton.jit(do_not_specialize=["num_homes"])
+def work_of_product(_grid, kernel, args):
+    """For profilers: a product with its shape, and its operations if all rows are there.
+
+    How many rows are there is known on the device alone.
+    """
+    rows, inner = args["rows_ptr"], args["depth"] if "depth" in args else args["height"]
+    count, width, bits = rows.shape[0], args["width"], 8 * rows.element_size()
+    name = f"{kernel.name}_{count}x{inner}x{width}"
+    return {"name": name, f"flops{bits}": 2 * count * inner * width}
+
+
+@triton.jit(do_not_specialize=["num_homes"], launch_metadata=work_of_product)
 def multiply(
     rows_ptr,
     homes_ptr,
@@ -108,7 +118,6 @@ def multiply(
     EVEN_N: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    LAST_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     HALF: tl.constexpr,
     DRAWN: tl.constexpr,
@@ -116,10 +125,9 @@ def multiply(
     """[A, depth] -> [A, width]: (rows @ W^T + bias) * scale, W a [width, depth] of every slot.
 
     TRANSPOSED: rows @ W, W a [depth, width].   EVEN_K, EVEN_N: tiles leave nothing over.
-    LAST_N: columns of the last tile, BLOCK_N or fewer.   HALF: where most slots have few rows,
-    those are tiles of half the height. The last rows of large slots are not: a program that gets
-    ahead of its neighbours finds nothing in the cache of what they share.   DRAWN: programs draw
-    their tiles, those of other launches on the same tiles too.
+    HALF: where most slots have few rows, those are tiles of half the height. The last rows of large
+    slots are not: a program that gets ahead of its neighbours finds nothing in the cache of what
+    they share.   DRAWN: programs draw their tiles, those of other launches on the same tiles too.
 
     >>> rows = [[1.0, 2.0], [3.0, 4.0], [5.0, 6.0], [7.0, 8.0], [9.0, 10.0], [11.0, 12.0]]
     >>> homes = [[[1.0, 0.0], [0.0, 1.0]], [[0.0, 1.0], [1.0, 0.0]]]
@@ -139,7 +147,7 @@ def multiply(
     halves = HALF and tl.load(tiles_ptr + 1) != 0
     first = draw_tile(tiles_ptr) if DRAWN else tl.program_id(0)
     following, _, next_column = find_tile(tiles_ptr, first, high, wide)
-    CUT: tl.constexpr = cut_of(TRANSPOSED, EVEN_K, EVEN_N, BLOCK_M, BLOCK_N, LAST_N, BLOCK_K, HALF)
+    CUT: tl.constexpr = cut_of(TRANSPOSED, EVEN_K, EVEN_N, BLOCK_M, BLOCK_N, BLOCK_K, HALF)
     if DRAWN:
         while first < high * wide:
             part, column = following, next_column
@@ -165,50 +173,31 @@ def multiply_part(
     """The tile of some rows and a column of tiles, of the size that it has there."""
     at_weights = of_slot(weights, part.slot)
     at_bias = None if biases.homes is None else of_slot(biases, part.slot)
-    narrow: tl.constexpr = CUT.LAST_N < CUT.BLOCK_N
     low = halves and part.count <= CUT.BLOCK_M // 2
-    slim = narrow and column == tl.cdiv(out.columns, CUT.BLOCK_N) - 1
     for LOW in tl.static_range(1 + CUT.HALF):
-        for SLIM in tl.static_range(1 + narrow):
-            if (low == LOW) and (slim == SLIM):
-                multiply_tile(
-                    rows,
-                    at_weights,
-                    stride_weights,
-                    at_bias,
-                    scale,
-                    out,
-                    part,
-                    column * CUT.BLOCK_N,
-                    CUT,
-                    CUT.EVEN_N or (narrow and SLIM == 0),
-                    CUT.BLOCK_M // (1 + LOW),
-                    CUT.LAST_N if SLIM else CUT.BLOCK_N,
-                )
+        if low == LOW:
+            multiply_tile(
+                rows, at_weights, stride_weights, at_bias, scale, out, part,
+                column * CUT.BLOCK_N, CUT, CUT.BLOCK_M // (1 + LOW)
+            )  # fmt: skip
 
 
 @triton.jit
 def multiply_tile(
-    rows,
-    at_weights,
-    stride_weights,
-    at_bias,
-    scale,
-    out,
-    part,
-    column,
-    CUT: tl.constexpr,
-    EVEN_N: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    rows, at_weights, stride_weights, at_bias, scale, out, part, column,
+    CUT: tl.constexpr, BLOCK_M: tl.constexpr
+):  # fmt: skip
     """One tile of `multiply`: BLOCK_M rows, BLOCK_N columns from `column` on."""
-    offs_m, offs_n, offs_k = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N), tl.arange(0, CUT.BLOCK_K)
+    offs_m, offs_n, offs_k = (
+        tl.arange(0, BLOCK_M),
+        tl.arange(0, CUT.BLOCK_N),
+        tl.arange(0, CUT.BLOCK_K),
+    )
     left = out.columns - column
     # Behind the last row of the slot, it is read again: its product is not stored.
     at_rows = rows.at + part.begin * rows.stride
     last_M = tl.minimum(offs_m, part.count - 1)
-    sum_MN = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    sum_MN = tl.zeros((BLOCK_M, CUT.BLOCK_N), tl.float32)
     for k in range(0, rows.columns, CUT.BLOCK_K):
         deep = rows.columns - k
         row_MK = load_tile(
@@ -217,19 +206,19 @@ def multiply_tile(
         if CUT.TRANSPOSED:
             at = at_weights + k * stride_weights + column
             weight_KN = load_tile(
-                at, offs_k, offs_n, stride_weights, deep, left, CUT.EVEN_K, EVEN_N
+                at, offs_k, offs_n, stride_weights, deep, left, CUT.EVEN_K, CUT.EVEN_N
             )
         else:
             at = at_weights + column.to(tl.int64) * stride_weights + k
             weight_NK = load_tile(
-                at, offs_n, offs_k, stride_weights, left, deep, EVEN_N, CUT.EVEN_K
+                at, offs_n, offs_k, stride_weights, left, deep, CUT.EVEN_N, CUT.EVEN_K
             )
             weight_KN = weight_NK.T
         sum_MN = tl.dot(row_MK, weight_KN, sum_MN, input_precision="ieee")
     if at_bias is not None:
         bias_N = tl.load(at_bias + column + offs_n, mask=offs_n < left, other=0.0)
         sum_MN += bias_N.to(tl.float32)[None, :]
-    store_products(out, sum_MN, scale, part, column, BLOCK_M, BLOCK_N)
+    store_products(out, sum_MN, scale, part, column, BLOCK_M, CUT.BLOCK_N)
 
 
 @triton.jit
@@ -247,7 +236,7 @@ def store_products(out, sum_MN, scale, part, column, BLOCK_M: tl.constexpr, BLOC
     tl.store(at_MN, out_MN, mask=mask)
 
 
-@triton.jit(do_not_specialize=["num_homes", "num_slots"])
+@triton.jit(do_not_specialize=["num_homes", "num_slots"], launch_metadata=work_of_product)
 def weight_gradients(
     d_out_ptr,
     rows_ptr,
@@ -275,7 +264,6 @@ def weight_gradients(
     EVEN_N: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    LAST_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
 ):
@@ -283,7 +271,6 @@ def weight_gradients(
 
     And [height] for the biases: the sum of d_out * scale, by the first column of tiles. Those of
     home experts that have copies, by their `spans`, stay as they are in `sums` if there are any.
-    LAST_N: columns of the last tile, BLOCK_N or fewer.
 
     >>> d_out = [[1.0, 2.0], [0.0, 3.0], [1.0, 0.0], [1.0, 1.0], [0.0, 1.0], [9.0, 9.0]]
     >>> rows = [[1.0, 2.0], [3.0, 4.0], [5.0, 6.0], [7.0, 8.0], [9.0, 10.0], [11.0, 12.0]]
@@ -316,24 +303,10 @@ def weight_gradients(
             offsets_ptr, (number + tl.num_programs(0)) // (high * wide), num_slots
         )
         row, column = in_bands(tile, high, wide, GROUP_M)
-        slim = LAST_N < BLOCK_N and column == wide - 1
-        for SLIM in tl.static_range(1 + (LAST_N < BLOCK_N)):
-            if slim == SLIM:
-                gradient_tile(
-                    left,
-                    right,
-                    into,
-                    into_sums,
-                    stride_weights,
-                    part,
-                    row * BLOCK_M,
-                    column * BLOCK_N,
-                    EVEN_M,
-                    EVEN_N or (LAST_N < BLOCK_N and SLIM == 0),
-                    BLOCK_M,
-                    LAST_N if SLIM else BLOCK_N,
-                    BLOCK_K,
-                )
+        gradient_tile(
+            left, right, into, into_sums, stride_weights, part, row * BLOCK_M, column * BLOCK_N,
+            EVEN_M, EVEN_N, BLOCK_M, BLOCK_N, BLOCK_K
+        )  # fmt: skip
         if of_home_biases_ptr is not None and column == 0:
             bias_tile(
                 left,
@@ -358,20 +331,9 @@ def rows_of_slot(offsets, slot, num_slots):
 
 @triton.jit
 def gradient_tile(
-    d_out,
-    rows,
-    into,
-    sums,
-    stride_weights,
-    part,
-    row,
-    column,
-    EVEN_M: tl.constexpr,
-    EVEN_N: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
+    d_out, rows, into, sums, stride_weights, part, row, column, EVEN_M: tl.constexpr,
+    EVEN_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
+):  # fmt: skip
     """One tile of `weight_gradients`: rows from `row` on, columns from `column` on."""
     offs_m, offs_n, offs_k = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
     high, wide = d_out.columns - row, rows.columns - column

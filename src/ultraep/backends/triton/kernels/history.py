@@ -62,7 +62,6 @@ def add_plan(
     tl.atomic_add(homes + tl.load(home_of_expert + expert_C), quota_C, mask=there_C)
     tl.atomic_add(homes + host_C, -quota_C, mask=there_C)
     tl.debug_barrier()
-    # Atomics are seen by all threads where they are made; a plain load may find an older line.
     at_home_R = tl.atomic_add(homes + rank, rank * 0, mask=there_R)
     total = tl.sum(load_R.to(tl.int64), 0)
     before = over_mean(tl.max(tl.where(there_R, at_home_R, 0), 0), ranks, total)

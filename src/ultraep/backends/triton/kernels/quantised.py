@@ -22,7 +22,12 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ultraep.backends.triton.kernels.grouped import Matrix, load_tile, store_products
+from ultraep.backends.triton.kernels.grouped import (
+    Matrix,
+    load_tile,
+    store_products,
+    work_of_product,
+)
 from ultraep.backends.triton.kernels.quantise import decode
 from ultraep.backends.triton.kernels.tiles import ENTRIES, SlotTensors, find_tile, of_slot
 
@@ -90,7 +95,7 @@ def lay_ratios(
         tl.store(changes_ptr + at_G, changes_G.to(tl.uint8), mask=mask)
 
 
-@triton.jit(do_not_specialize=["num_homes"])
+@triton.jit(do_not_specialize=["num_homes"], launch_metadata=work_of_product)
 def multiply_quantised(
     rows_ptr,
     row_scales_ptr,
