@@ -213,7 +213,7 @@ def test_sums_are_scaled_only_where_scales_change(changing):
         case.rows[7, 128:256] *= 2.0**-9
     packed = case.twin.packed(case.rows)
     _, scales = FORMATS["fp8"].parts(packed, 512)
-    grouped, blocks = case.kernels._grouped, WIDE["fp8"]
+    grouped, blocks = case.kernels._grouped, WIDE[KERNEL, "fp8"]
     tiles = grouped._tiles(ROOM, blocks)
     _, changes = grouped._ratios(scales, tiles, blocks)
     marked = [[0, 0, 0, 1]] * int(tiles[0])  # the last one leads to sums as they are

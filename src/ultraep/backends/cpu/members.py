@@ -31,8 +31,8 @@ class SortedDomain(NamedTuple):
 @njit(cache=True)
 def sort_all(loads, first_of_rank, size, slots, min_tokens, max_replicas):
     """All domains in one; experts and ranks are numbered inside each of them."""
-    rank_loads = starting_loads(loads, first_of_rank)
-    ranks, keys = len(rank_loads), np.empty(max(len(loads), len(rank_loads)), np.int64)
+    ranks = len(first_of_rank) - 1
+    rank_loads, keys = np.zeros(ranks, np.int64), np.empty(max(len(loads), ranks), np.int64)
     hottest_first = np.empty(len(loads), np.int64)
     emptiest_first, fullest_first = np.empty(ranks, np.int64), np.empty(ranks, np.int64)
     for begin in range(0, ranks, size):
@@ -40,6 +40,7 @@ def sort_all(loads, first_of_rank, size, slots, min_tokens, max_replicas):
             first, end = first_of_rank[rank], first_of_rank[rank + 1]
             line, offset = hottest_first[first:end], first_of_rank[begin]
             for expert in range(first, end):
+                rank_loads[rank] += loads[expert]
                 place = expert - first
                 settle(line, keys, place + 1, place, expert - offset, loads[expert])
         line = emptiest_first[begin : begin + size]
@@ -74,15 +75,6 @@ def hottest(at_home, first, rank):
         if at_home[expert] > at_home[best]:
             best = expert
     return best
-
-
-@njit(cache=True)
-def starting_loads(loads, first):
-    rank_loads = np.zeros(len(first) - 1, np.int64)
-    for rank in range(len(rank_loads)):
-        for expert in range(first[rank], first[rank + 1]):
-            rank_loads[rank] += loads[expert]
-    return rank_loads
 
 
 @njit(cache=True)
@@ -229,16 +221,6 @@ def tightest_pair(donors, held, num_donors, rooms, num_hosts, heat, threshold, m
                     high = middle
             return (donor_at, low - 1) if low > 0 else (-1, 0)
     return -1, 0
-
-
-@njit(cache=True)
-def hottest_of_all(at_home, first, rank_loads, threshold):
-    """The hottest expert of every rank above the threshold."""
-    hot = np.zeros(len(rank_loads), np.int64)
-    for rank in range(len(rank_loads)):
-        if rank_loads[rank] > threshold:
-            hot[rank] = hottest(at_home, first, rank)
-    return hot
 
 
 @njit(cache=True)
@@ -390,8 +372,11 @@ def close_circles(domain, threshold, halves, anchor_kind, placed):
     rank_loads, at_home = domain.rank_loads.copy(), domain.loads.copy()
     ranks, first, min_tokens = len(rank_loads), domain.first, domain.min_tokens
     free_slots = np.full(ranks, domain.slots, np.int64)
-    hot = hottest_of_all(at_home, first, rank_loads, threshold)
-    heat, ready = at_home[hot], np.empty(ranks, np.int64)
+    hot, heat, ready = (
+        np.zeros(ranks, np.int64),
+        np.zeros(ranks, np.int64),
+        np.empty(ranks, np.int64),
+    )
     line, height = np.empty(ranks, np.int64), np.empty(ranks, np.int64)
     donors, count, slack, made = 0, 0, 0, 0
     for rank in domain.emptiest_first[::-1]:
@@ -401,6 +386,9 @@ def close_circles(domain, threshold, halves, anchor_kind, placed):
             count += 1
             donors += high > 0
             slack -= high
+        if high > 0:
+            hot[rank] = domain.hottest_first[first[rank]]
+            heat[rank] = at_home[hot[rank]]
     while 0 < donors < count and made < domain.max_replicas:
         allowed = max(0, slack) * halves // (2 * donors)
         donor_at, host_at = tight_pair(line, height, donors, count, heat, min_tokens, allowed)

@@ -6,6 +6,8 @@ D columns of a row, N and K those of a weight, F hidden width.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from ultraep.backends.triton.blocks import Blocks, Table, capability_of, square_band, table_for
@@ -80,21 +82,20 @@ class Grouped:
             self._check(bias, out.shape[1:])
             assert bias.homes.dtype == bias.copies.dtype, (bias.homes.dtype, bias.copies.dtype)
         blocks = self.table[kernel, rows.element_size()]
-        tiles, programs = self._tiles(rows.shape[0], blocks), self.programs
-        arguments = rows, weights, bias, scale, tiles, out, blocks
+        tiles = self._tiles(rows.shape[0], blocks)
+        launch = partial(
+            self._launch_products, rows, weights, bias, scale, tiles, out, blocks, transposed
+        )
         if beside is None:
-            self._launch_products(programs, *arguments, transposed=transposed, drawn=False)
+            launch(self.programs, drawn=False)
             return
         tiles[int(DRAWN)].zero_()
         with beside.behind():
-            taken = beside.programs
-            self._launch_products(taken, *arguments, transposed=transposed, drawn=True)
-        programs -= beside.programs
-        self._launch_products(programs, *arguments, transposed=transposed, drawn=True)
+            launch(beside.programs, drawn=True)
+        launch(self.programs - beside.programs, drawn=True)
 
     def _launch_products(
         self,
-        programs: int,
         rows: torch.Tensor,
         weights: Stacks,
         bias: Stacks | None,
@@ -102,8 +103,9 @@ class Grouped:
         tiles: torch.Tensor,
         out: torch.Tensor,
         blocks: Blocks,
-        *,
         transposed: bool,
+        programs: int,
+        *,
         drawn: bool,
     ) -> None:
         quick(grouped.multiply)[(programs * blocks.resident,)](
