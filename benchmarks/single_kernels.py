@@ -6,7 +6,7 @@ Shapes: A rows, D model width, F hidden width.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -37,18 +37,15 @@ class Launch:
 
 def kernels(bench: Bench) -> None:
     """Every launch of stage 6, beside the time in which operations or bytes could be done."""
-    from ultraep.backends.triton.blocks import TABLES
+    from ultraep.backends.triton.blocks import capability_of, table_for
+    from ultraep.backends.triton.device import default_device
 
-    table = TABLES["cuda" if torch.version.hip is None else "hip"]
-    tables = {"as set": table, "narrow": {k: replace(b, narrow=True) for k, b in table.items()}}
+    table = table_for(*capability_of(default_device()))
     for shape in bench.scale.shapes:
         inputs, lines = Inputs.of_tokens(shape, bench.clock), []
-        for tiles, blocks in tables.items():
-            for launch in launches(inputs, blocks):
-                if tiles == "narrow" and not launch.flops:
-                    continue
-                case = {"shape": name_of(shape), "tiles": tiles, "work": launch.work}
-                lines.append(Line(case, launch_values(bench.clock, launch)))
+        for launch in launches(inputs, table):
+            case = {"shape": name_of(shape), "work": launch.work}
+            lines.append(Line(case, launch_values(bench.clock, launch)))
         bench.table(f"stage 6; floor at {FLOPS:.0e} FLOP/s and {BYTES:.1e} B/s", lines)
         free()
 

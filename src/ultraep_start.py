@@ -3,14 +3,12 @@
 Outside of the package, since importing any part of it imports NumPy first.
 """
 
-import _thread
 import signal
 import sys
-import threading
 from types import FrameType, TracebackType
 from typing import Any
 
-SOON = 0.01  # seconds
+SOON = 0.05  # seconds
 
 
 def main() -> None:
@@ -28,6 +26,7 @@ class _Interrupts:
 
     def __enter__(self) -> None:
         signal.signal(signal.SIGINT, self._note)
+        signal.signal(signal.SIGALRM, self._note)
         sys.unraisablehook = self._note_ignored
 
     def _note(self, _number: int, _frame: FrameType | None) -> None:
@@ -38,10 +37,8 @@ class _Interrupts:
         """Interrupt again where Python drops what a callback raises, as those of its imports."""
         if unraisable.exc_type is not KeyboardInterrupt:
             sys.__unraisablehook__(unraisable)
-            return
-        again = threading.Timer(SOON, _thread.interrupt_main)
-        again.daemon = True
-        again.start()
+        else:
+            signal.setitimer(signal.ITIMER_REAL, SOON)
 
     def __exit__(
         self,

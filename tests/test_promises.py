@@ -35,7 +35,7 @@ ONLY_IN = {
     "httpx": ["tools/serving"],
     "matplotlib": ["tools/sim"],
     "plotly": ["tools/report"],
-    "numba": ["backends/cpu"],
+    "numba": ["backends/cpu", "policies/peers/level.py"],
     "scipy": [],  # for tests and benchmarks only
     "typer": ["tools/cli"],
     "rich": ["tools/cli"],

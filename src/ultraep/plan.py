@@ -15,6 +15,7 @@ import numpy as np
 
 from ultraep.arrays import IntArray, frozen
 from ultraep.backends import select
+from ultraep.backends.limits import Limits
 from ultraep.config import NO_RATES, BalanceConfig, Rates
 from ultraep.errors import ConfigError, LoadError, PlanError, SlotError
 from ultraep.loads import MAX_TOTAL, as_integers, as_loads, device_of
@@ -114,15 +115,8 @@ class Plan:
 
         It knows slots, domains and `max_replicas`; not `min_tokens_per_replica` nor tolerance.
         """
-        topology = self.topology
-        tokens = select().lower_bound(
-            self.loads.sum(axis=0),
-            topology.experts_by_rank,
-            topology.first_of_rank,
-            topology.domain_size,
-            topology.slots,
-            self.config.replica_limit,
-        )
+        limits = Limits.of(self.topology, self.config)
+        tokens = select().lower_bound(self.loads.sum(axis=0), limits)
         return self._over_mean(int(tokens))
 
     @property

@@ -165,7 +165,7 @@ def launches(
         launch_all(ranks, experts, slots, 0.01)
         launch_all(ranks, experts, slots, 0.0, row=1)
         for hidden, ffn, biases in products:
-            launch_products(experts // ranks, slots, hidden, ffn, biases, machine.backend)
+            launch_products(experts // ranks, slots, hidden, ffn, biases, machine)
             launch_quantised(experts // ranks, slots, hidden, ffn, biases, machine)
         for dtype, top_k in EXCHANGED:
             launch_exchange(ranks, experts, slots, dtype, top_k)
@@ -183,28 +183,18 @@ def launch_all(
     import torch
 
     from ultraep import BalanceConfig, Topology
+    from ultraep.backends.limits import Limits
     from ultraep.backends.triton.counter import Counter
-    from ultraep.backends.triton.meter import PlanSums
+    from ultraep.backends.triton.history import PlanRing, PlanSums
     from ultraep.backends.triton.planner import Planner
     from ultraep.backends.triton.rerouter import Rerouter
-    from ultraep.backends.triton.ring import PlanRing
 
     topology, config = (
         Topology(ranks=ranks, experts=experts, slots=slots),
         BalanceConfig(tolerance=tolerance),
     )
-    planner = Planner(
-        topology.experts_by_rank,
-        topology.first_of_rank,
-        topology.domain_size,
-        topology.slots,
-        config.tolerance_parts,
-        config.min_tokens_per_replica,
-        config.replica_limit,
-        config.locality,
-        torch.device("cpu"),
-        rates=(row, 0, 0, 0),
-    )
+    limits = Limits.of(topology, config)._replace(rates=(row, 0, 0, 0))
+    planner = Planner(limits, locality=config.locality, device=torch.device("cpu"))
     counter = Counter(experts, rows, torch.device("cpu"))
     rerouter = Rerouter(planner, counter)
     loads = torch.zeros(ranks, experts, dtype=torch.int32)
@@ -226,8 +216,12 @@ def launch_all(
     rerouter.assign_to_map(chosen, torch.zeros(rows, planner.num_slots, dtype=torch.bool))
 
 
+def capability(machine: Any) -> tuple[str, tuple[int, int]]:
+    return machine.backend, divmod(machine.arch, 10) if machine.backend == "cuda" else (0, 0)
+
+
 def launch_products(
-    homes: int, slots: int, hidden: int, ffn: int, biases: bool, backend: str, rows: int = 4096
+    homes: int, slots: int, hidden: int, ffn: int, biases: bool, machine: Any, rows: int = 4096
 ) -> None:
     """The networks of all slots, forward and backward; the second one with weights of the rows."""
     from contextlib import nullcontext
@@ -235,9 +229,9 @@ def launch_products(
 
     import torch
 
-    from ultraep.backends.triton.blocks import TABLES
+    from ultraep.backends.triton.blocks import table_for
     from ultraep.backends.triton.grouped import Beside, Grouped, Stacks
-    from ultraep.backends.triton.scale import scale_rows, scale_rows_backward
+    from ultraep.backends.triton.products import scale_rows, scale_rows_backward
 
     def room(*shape: int, dtype: Any = torch.bfloat16) -> torch.Tensor:
         return torch.empty(*shape, dtype=dtype)
@@ -246,7 +240,7 @@ def launch_products(
         return Stacks(room(homes, *shape, dtype=dtype), room(slots, *shape, dtype=dtype))
 
     offsets = torch.empty(homes + slots + 1, dtype=torch.int32)
-    grouped = Grouped(offsets, programs=132, table=TABLES[backend])
+    grouped = Grouped(offsets, programs=132, table=table_for(*capability(machine)))
     scale, single = room(rows, dtype=torch.float32), torch.float32
     up, down = stacks(2 * ffn, hidden), stacks(hidden, ffn)
     up_bias, down_bias = (stacks(2 * ffn), stacks(hidden)) if biases else (None, None)
@@ -279,7 +273,8 @@ def launch_quantised(
     import torch
 
     from ultraep.backends.triton import quantise
-    from ultraep.backends.triton.quantised import TABLES, GroupedQuantised
+    from ultraep.backends.triton.blocks import multiplies_e4m3, table_for
+    from ultraep.backends.triton.quantised import GroupedQuantised
     from ultraep.ops.formats import E4M3, FORMATS
     from ultraep.ops.products import Stacks
     from ultraep.ops.quantised import QuantisedStacks
@@ -287,10 +282,9 @@ def launch_quantised(
     def stacks(*shape: int, dtype: Any = torch.bfloat16) -> Stacks:
         return Stacks(*(torch.empty(count, *shape, dtype=dtype) for count in (homes, slots)))
 
-    native = machine.backend == "cuda" and machine.arch >= 89
-    table = TABLES["e4m3" if native else machine.backend]
+    native, table = multiplies_e4m3(*capability(machine)), table_for(*capability(machine))
     offsets = torch.empty(homes + slots + 1, dtype=torch.int32)
-    grouped = GroupedQuantised(offsets, programs=132, blocks=table, native=native)
+    grouped = GroupedQuantised(offsets, programs=132, table=table, native=native)
     outer, wide = (torch.empty(rows, width, dtype=torch.bfloat16) for width in (hidden, 2 * ffn))
     bias = stacks(hidden) if biases else None
     for form in FORMATS.values():

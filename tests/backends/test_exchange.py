@@ -5,12 +5,11 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
-import triton.language as tl
 from cases import draw_ids, plan_of, routings, with_padding
 from guard import watched
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from triton.runtime.interpreter import InterpreterBuilder, InterpreterError, TensorHandle
+from triton.runtime.interpreter import InterpreterError
 
 import ultraep
 from ultraep import BalanceConfig, Topology
@@ -25,25 +24,6 @@ only_interpreted = pytest.mark.skipif(
 )
 UNSHRUNK = [Phase.explicit, Phase.reuse, Phase.generate]
 SENTINEL = 99.0
-
-
-@pytest.fixture(scope="module", autouse=True)
-def rounding():
-    """Triton's interpreter cuts the last bits of bfloat16 off; GPUs round to the nearest."""
-    with pytest.MonkeyPatch.context() as patch:
-        if interpreted():
-            patch.setattr(InterpreterBuilder, "cast_impl", rounded(InterpreterBuilder.cast_impl))
-        yield
-
-
-def rounded(cast):
-    def cast_impl(self, source, to):
-        if (source.dtype.scalar, to.scalar) != (tl.float32, tl.bfloat16):
-            return cast(self, source, to)
-        near = torch.from_numpy(source.data.copy()).to(torch.bfloat16)
-        return TensorHandle(near.view(torch.uint16).numpy(), to.scalar)
-
-    return cast_impl
 
 
 class Piece(NamedTuple):

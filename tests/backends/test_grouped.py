@@ -2,6 +2,7 @@
 
 from contextlib import contextmanager, nullcontext
 from itertools import pairwise
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,17 +14,18 @@ from hypothesis import strategies as st
 from torch.nn.functional import linear
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
-from ultraep.backends.triton.blocks import TABLES, Blocks, square_band
+from ultraep.backends.triton.blocks import Blocks, square_band, table_for
 from ultraep.backends.triton.device import default_device, interpreted, launching
 from ultraep.backends.triton.grouped import Grouped
+from ultraep.backends.triton.kernels.grouped import work_of_product
 from ultraep.backends.triton.kernels.tiles import lay_tiles
 from ultraep.ops.activations import swiglu
 from ultraep.ops.products import Beside, Stacks
 
 DEVICE = default_device()
 CAPACITY, N, K = 40, 40, 24
-SMALL = dict.fromkeys(TABLES["cuda"], Blocks(16, 16, 16, stages=2, band=2))
-SLIM = dict.fromkeys(SMALL, Blocks(16, 32, 16, stages=2, band=2, half=True, narrow=True))
+SMALL = dict.fromkeys(table_for("cuda", (8, 0)), Blocks(16, 16, 16, stages=2, band=2))
+LOW = dict.fromkeys(SMALL, Blocks(16, 32, 16, stages=2, band=2, half=True))
 SLOTS = {  # rows of the home slots, and of the spare ones
     "mixed": ([5, 0, 17], [9, 3]),
     "full": ([20, 1], [19]),
@@ -43,7 +45,6 @@ def watch(monkeypatch):
     """Interpreted kernels touch nothing but their tensors, and compute as a GPU does."""
     if interpreted():
         monkeypatch.setattr(InterpreterBuilder, "create_dot", dot)
-        monkeypatch.setattr(InterpreterBuilder, "create_fp_trunc", rounded)
     with watched() if interpreted() else nullcontext(), launching(DEVICE):
         yield
 
@@ -57,14 +58,6 @@ def dot(self, left, right, added, *_):
     for k in range(left.shape[1]):
         total += left[:, k, None] * right[None, k]
     return TensorHandle(total, added.dtype.scalar)
-
-
-def rounded(self, handle, dtype):
-    """To the nearest; the interpreter cuts numbers off where they become bfloat16."""
-    if dtype.scalar != tl.bfloat16:
-        return self.cast_impl(handle, dtype)
-    near = torch.from_numpy(handle.data).bfloat16().view(torch.uint16)
-    return TensorHandle(near.numpy(), tl.bfloat16)
 
 
 def numbers(handle):
@@ -264,15 +257,15 @@ def test_gradients_to_which_others_are_added_are_not_rounded(name, of_homes):
 
 @pytest.mark.parametrize("name", ["mixed", "few rows"])
 @pytest.mark.parametrize("width", [40, 41, 64, 24])
-def test_small_tiles_change_no_bit(width, name):
-    """Narrow ones, and low ones where most slots have few rows."""
+def test_other_tiles_change_no_bit(width, name):
+    """Wide ones, and low ones where most slots have few rows."""
     case = Case(name)
-    slim = Grouped(case.grouped.offsets, programs=2, table=SLIM)
+    low = Grouped(case.grouped.offsets, programs=2, table=LOW)
     rows, weights, bias = case.rows(K), case.stacks(width, K), case.stacks(width)
     scale, wide_rows, d_rows = case.rows(dtype=torch.float32), case.rows(width), case.rows(K)
     back = case.stacks(K, width)
     found = []
-    for grouped in (case.grouped, slim):
+    for grouped in (case.grouped, low):
         out, turned, into = case.room(width), case.room(width), empty_like(back)
         grouped.multiply(rows, weights, out, bias=bias, scale=scale)
         grouped.multiply_transposed(d_rows, back, turned)
@@ -299,7 +292,7 @@ def test_rows_of_tiles_are_in_bands_of_one_slot(rows, band):
     offsets = torch.tensor(ends, dtype=torch.int32, device=DEVICE)
     L = 1 << max(0, len(rows) - 1).bit_length()
     lay_tiles[(max(1, len(rows)),)](
-        offsets, laid, len(rows), L=L, M=height, BAND=band, B=4, num_warps=4
+        offsets, laid, len(rows), L=L, BLOCK_M=height, GROUP_M=band, B=4, num_warps=4
     )
     (number, low, *_), *found = laid.view(-1, 5).tolist()
     few = sum(0 < count <= height // 2 for count in rows)
@@ -321,12 +314,6 @@ def test_rows_of_tiles_are_in_bands_of_one_slot(rows, band):
 def test_bands_are_as_high_as_programs_can_share():
     blocks = Blocks(128, 256)
     assert [square_band(programs, blocks) for programs in (1, 16, 132)] == [1, 6, 16]
-
-
-def test_last_tiles_are_as_narrow_as_what_is_left():
-    slim = Blocks(128, 256, 64, narrow=True)
-    assert [slim.last(width) for width in (2880, 5760, 4096, 2049, 1000)] == [64, 128, 256, 16, 256]
-    assert Blocks(128, 256, 64).last(2880) == 256
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -462,6 +449,14 @@ def test_swiglu_of_other_types(dtype):
     case.check(hidden, wanted.detach())
     case.grouped.swiglu_backward(up, d_hidden, d_up)
     case.check(d_up, leaf.grad)
+
+
+def test_profilers_are_told_the_shape_of_a_product():
+    rows = torch.empty(8, 4, dtype=torch.bfloat16)
+    for inner in ("depth", "height"):
+        args = {"rows_ptr": rows, inner: 4, "width": 3}
+        work = work_of_product((1,), SimpleNamespace(name="product"), args)
+        assert work == {"name": "product_8x4x3", "flops16": 2 * 8 * 4 * 3}
 
 
 def test_nobody_reads_what_is_not_there():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import doctest
 import importlib
+import inspect
 import pkgutil
 from collections.abc import Iterator
 from typing import Any
@@ -84,17 +85,70 @@ def parts(*values: object) -> Memory:
     return Memory(torch.cat([torch.nn.functional.pad(p, (0, -len(p) % 4)) for p in found]))
 
 
+# What examples leave out: sizes and tables of the story that `kernels/__init__.py` tells, and how
+# products are cut. Strides are those of the tensors.
+STORY: dict[str, Any] = {
+    "ranks": 2,
+    "experts": 4,
+    "slots": 1,
+    "num_slots": 6,
+    "stride": 4,
+    "domains": 1,
+    "min_tokens": 1,
+    "limit": 2,
+    "home_of_expert": [0, 0, 1, 1],
+    "home_slot_of_expert": [0, 1, 3, 4],
+    "first_slot_of_rank": [0, 3, 6],
+    "expert_of_place": [0, 2, 1, 3],
+    "strides": [1, 1, 1, 1, 3, 3],
+    "faults": [0],
+}
+STORY |= {"H": 2, "G": 2, "HELD": 2, "ONE_SLOT": True, "R": 2, "C": 2, "STEP": 4, "BUFFERS": 4}
+STORY |= {"MEMBERS": 1, "BY_GROUPS": False}
+STORY |= dict.fromkeys(("TRANSPOSED", "EVEN_M", "EVEN_N", "EVEN_K", "HALF", "DRAWN"), False)
+STORY |= dict.fromkeys(("BLOCK_M", "BLOCK_N", "BLOCK_K"), 16) | {"GROUP_M": 8}
+PRIVATE = ("attempts", "attempt_loads", "counts", "facts", "scratch", "work", "homes")
+
+
+def stride_of(name: str, tensors: dict[str, Any]) -> int | None:
+    """What a launch gives as the stride of that name: of tensors, of those of slots, of weights."""
+    names = {"weights": "homes", "scales": "home_scales"}
+    for stem, dim in ((name, 0), (names.get(name, name), 1)):
+        for other in (stem, f"of_{stem}", stem.replace("homes", "home_biases"),
+                      stem.replace("copies", "copy_biases")):  # fmt: skip
+            if other in tensors:
+                stride: int = tensors[other].given.stride(dim)
+                return stride
+    return None
+
+
+def complete(kernel: Any, arguments: dict[str, Any]) -> dict[str, Any]:
+    """All arguments of an example by the names of the kernel, those that it leaves out too."""
+    names = inspect.signature(kernel.fn).parameters
+    known = {n: n if n in names or f"{n}_ptr" not in names else f"{n}_ptr" for n in arguments}
+    given = {n: STORY[n] for n in names if n in STORY}
+    given |= {name: scratch(256) for name in names if name in PRIVATE}
+    given |= {known[name]: value for name, value in arguments.items()}
+    lists = (list, bytes, Memory, Addresses)
+    given = {n: memory_of(v) if isinstance(v, lists) else v for n, v in given.items()}
+    tensors = {n.removesuffix("_ptr"): v for n, v in given.items() if hasattr(v, "given")}
+    for name in names:
+        if name.startswith("stride_") and name not in given:
+            given[name] = stride_of(name.removeprefix("stride_"), tensors)
+    return {name: given[name] for name in (*names, *given) if name in given}
+
+
 def example(kernel: Any, programs: int | tuple[int, ...], **arguments: Any) -> None:
     """Launch the kernel with these arguments, and print what it has changed; `_`: not written."""
-    lists = (list, bytes, Memory, Addresses)
-    tensors = {name: memory_of(v) for name, v in arguments.items() if isinstance(v, lists)}
-    given = {name: memory.given for name, memory in tensors.items()}
+    given = complete(kernel, arguments)
+    memories = {n.removesuffix("_ptr"): v for n, v in given.items() if hasattr(v, "given")}
     grid = programs if isinstance(programs, tuple) else (programs,)
     with launching(DEVICE):
-        kernel[grid](**arguments | given)
-    changed = [n for n, memory in tensors.items() if memory.changed() and not memory.private]
-    for name in changed:
-        print(f"{name} = {tensors[name].shown()}")
+        kernel[grid](**{name: getattr(value, "given", value) for name, value in given.items()})
+    changed = {n: memory for n, memory in memories.items() if memory.changed()}
+    for name, memory in changed.items():
+        if not memory.private:
+            print(f"{name} = {memory.shown()}")
     if not changed:
         print("nothing")
 

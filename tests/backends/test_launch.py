@@ -7,8 +7,9 @@ import torch
 from triton.runtime import JITFunction
 
 from ultraep.backends.triton import launch
-from ultraep.backends.triton.kernels import scale
-from ultraep.backends.triton.launch import Quick, cdiv, power_of_2, quick
+from ultraep.backends.triton.kernels import rowwise as scale
+from ultraep.backends.triton.launch import Quick, cdiv, power_of_2, quick, require_resident
+from ultraep.errors import ConfigError
 
 
 class Compiled:
@@ -108,3 +109,16 @@ def test_what_the_interpreter_runs_stays_as_it_is(monkeypatch):
 def test_host_arithmetic():
     assert [cdiv(n, 4) for n in (0, 1, 4, 5)] == [0, 1, 1, 2]
     assert [power_of_2(n) for n in (0, 1, 2, 3, 5, 1024, 1025)] == [1, 1, 2, 4, 8, 1024, 2048]
+
+
+def test_programs_that_cannot_wait_for_each_other_are_refused(monkeypatch):
+    small = SimpleNamespace(
+        name="small", multi_processor_count=2, max_threads_per_multi_processor=256, warp_size=32
+    )
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: small)
+    require_resident(4, 4, torch.device("cuda", 7))
+    with pytest.raises(
+        ConfigError, match="5 programs of 4 warps wait for each other, small holds 4 of"
+    ):
+        require_resident(5, 4, torch.device("cuda", 7))
+    require_resident(1000, 4, torch.device("cpu"))

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 import ultraep
 from ultraep import BackendUnavailable, BalanceConfig, ConfigError, backends
+from ultraep.backends.limits import Limits
 
 FAST = ["cpu"]  # the kernels of the GPU are slow here, and have a file of their own
 SETTINGS = [
@@ -57,14 +58,7 @@ def test_quickest_plans(backend, problem, config):
 def test_bounds(backend, problem, config):
     loads, topology = problem
     bounds = {
-        backends.select(name).lower_bound(
-            loads.sum(axis=0),
-            topology.experts_by_rank,
-            topology.first_of_rank,
-            topology.domain_size,
-            topology.slots,
-            config.replica_limit,
-        )
+        backends.select(name).lower_bound(loads.sum(axis=0), Limits.of(topology, config))
         for name in ("reference", backend)
     }
     assert len(bounds) == 1
@@ -79,25 +73,6 @@ def test_counts(backend, ids, experts):
     )
     np.testing.assert_array_equal(counts, wanted)
     assert unknown == bad
-
-
-@st.composite
-def graphs(draw):
-    """[S, R] rank loads, edges between ranks, and [S, D] limits."""
-    ranks, edges = draw(st.integers(1, 9)), draw(st.integers(0, 20))
-    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
-    largest = draw(st.sampled_from([0, 1, 7, 10_000]))
-    ends = rng.integers(0, ranks, (2, edges))
-    rank_SR = rng.integers(0, largest, (draw(st.integers(1, 3)), ranks), endpoint=True)
-    limit_SD = rng.integers(0, largest, (len(rank_SR), edges), endpoint=True)
-    return rank_SR, *ends[:, ends[0] != ends[1]], limit_SD[:, ends[0] != ends[1]]
-
-
-@given(graphs())
-def test_levels(graph):
-    wanted = backends.select("reference").level(*graph)
-    found = backends.select("cpu").level(*graph)
-    assert found.tolist() == wanted.tolist()
 
 
 def test_an_unknown_backend_is_refused():

@@ -8,26 +8,23 @@ import torch
 from guard import watched
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_grouped import dot, padded, rounded
+from test_grouped import dot, padded
 from triton.runtime.interpreter import InterpreterBuilder
 
 import ultraep.ops.formats as formats
 from ultraep.backends.triton import quantise
-from ultraep.backends.triton.blocks import Blocks
+from ultraep.backends.triton.blocks import Blocks, capability_of, multiplies_e4m3
 from ultraep.backends.triton.device import default_device, interpreted, launching
-from ultraep.backends.triton.quantised import (
-    GroupedQuantised,
-    TritonQuantised,
-    known_to_tensor_cores,
-)
+from ultraep.backends.triton.quantised import GroupedQuantised, TritonQuantised
 from ultraep.ops.activations import activation_named
 from ultraep.ops.formats import E4M3, FORMATS
 from ultraep.ops.products import Stacks, TorchProducts
 from ultraep.ops.quantised import QuantisedProducts, QuantisedStacks
 
 DEVICE = default_device()
-SMALL = {name: Blocks(16, 16, 128, stages=2, band=2, half=True) for name in FORMATS}
-WIDE = {"fp8": Blocks(16, 256, 128, stages=2)}
+KERNEL = "multiply_quantised"
+SMALL = {(KERNEL, name): Blocks(16, 16, 128, stages=2, band=2, half=True) for name in FORMATS}
+WIDE = {(KERNEL, "fp8"): Blocks(16, 256, 128, stages=2)}
 SLOTS = {
     "mixed": ([5, 0, 17], [9, 3]),
     "no rows": ([0, 0], [0]),
@@ -46,7 +43,6 @@ def watch(monkeypatch):
     """Interpreted kernels touch nothing but their tensors, and compute as a GPU does."""
     if interpreted():
         monkeypatch.setattr(InterpreterBuilder, "create_dot", dot)
-        monkeypatch.setattr(InterpreterBuilder, "create_fp_trunc", rounded)
     with watched() if interpreted() else nullcontext(), launching(DEVICE):
         yield
 
@@ -157,7 +153,7 @@ def test_what_is_no_number_stays_none():
 class Case:
     """Rows of some slots, weights of eight bits, and both engines."""
 
-    def __init__(self, form, name="mixed", dtype=torch.float32, blocks=None, depth=300, width=40):
+    def __init__(self, form, name="mixed", dtype=torch.float32, table=None, depth=300, width=40):
         homes, copies = SLOTS[name]
         counts = homes + copies
         self.total, self.form, self.dtype = sum(counts), form, dtype
@@ -167,7 +163,7 @@ class Case:
         plain = TorchProducts(begins.tolist(), swiglu, bitwise=True)
         self.twin = QuantisedProducts(plain, form, dtype)
         self.kernels = TritonQuantised(offsets, swiglu, dtype, form, programs=2)
-        self.kernels._grouped = GroupedQuantised(offsets, programs=2, blocks=blocks or SMALL)
+        self.kernels._grouped = GroupedQuantised(offsets, programs=2, table=table or SMALL)
         self.rows = drawn(ROOM, depth, dtype=dtype, seed=1)
         self.scale = drawn(ROOM, seed=2)
         stacks = [quantised(form, drawn(len(n), width, depth, seed=3)) for n in (homes, copies)]
@@ -201,7 +197,7 @@ def test_products_are_those_of_the_twin(form, name, dtype):
 @pytest.mark.parametrize("name", ["mixed", "no copies"])
 def test_products_with_any_scales_are_those_of_the_twin(name):
     """Those of a checkpoint are no powers of two."""
-    case = Case(FORMATS["fp8"], name, depth=512, width=272, blocks=WIDE)
+    case = Case(FORMATS["fp8"], name, depth=512, width=272, table=WIDE)
     for stack in (case.weights.scales.homes, case.weights.scales.copies):
         stack *= 1 + torch.rand(stack.shape, generator=torch.Generator().manual_seed(6)).to(DEVICE)
     packed = case.twin.packed(case.rows)
@@ -211,13 +207,13 @@ def test_products_with_any_scales_are_those_of_the_twin(name):
 
 @pytest.mark.parametrize("changing", [False, True])
 def test_sums_are_scaled_only_where_scales_change(changing):
-    case = Case(FORMATS["fp8"], depth=512, width=272, blocks=WIDE)
+    case = Case(FORMATS["fp8"], depth=512, width=272, table=WIDE)
     case.rows.clamp_(0.5, 0.75)
     if changing:
         case.rows[7, 128:256] *= 2.0**-9
     packed = case.twin.packed(case.rows)
     _, scales = FORMATS["fp8"].parts(packed, 512)
-    grouped, blocks = case.kernels._grouped, WIDE["fp8"]
+    grouped, blocks = case.kernels._grouped, WIDE[KERNEL, "fp8"]
     tiles = grouped._tiles(ROOM, blocks)
     _, changes = grouped._ratios(scales, tiles, blocks)
     marked = [[0, 0, 0, 1]] * int(tiles[0])  # the last one leads to sums as they are
@@ -278,7 +274,7 @@ def test_bits_of_a_row_do_not_depend_on_its_place(form, dtype):
         (many, three_alike(one), packed[:21][order.to(DEVICE)]),
     ):
         out = torch.empty(21, 40, dtype=dtype, device=DEVICE)
-        grouped = GroupedQuantised(begins, programs=2, blocks=SMALL)
+        grouped = GroupedQuantised(begins, programs=2, table=SMALL)
         grouped.multiply_quantised(form, rows, stacks, out)
         found.append(out)
     assert torch.equal(found[0][order.to(DEVICE)], found[1])
@@ -304,7 +300,7 @@ def test_large_products(form, sizes):
     data, scales = quantised(form, torch.randn(4, height, width, device=DEVICE) * width**-0.5)
     stacks = QuantisedStacks(Stacks(data[:3], data[3:]), Stacks(scales[:3], scales[3:]))
     packed = quantise.pack(form, rows)
-    for native in {False, known_to_tensor_cores(DEVICE)}:
+    for native in {False, multiplies_e4m3(*capability_of(DEVICE))}:
         grouped = GroupedQuantised(begins.to(DEVICE, torch.int32), native=native)
         out = rows.new_full((1500, height), 7.0)
         grouped.multiply_quantised(form, packed, stacks, out)

@@ -12,14 +12,13 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
-import triton.language as tl
 from cases import NAMED, topologies
 from guard import watched
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import PATIENCE, QUICK, shared_pool
 from shared_peers import SharedPeers
-from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+from triton.runtime.interpreter import InterpreterBuilder
 
 import ultraep
 from ultraep import BalanceConfig, CommunicationError, ConfigError, Plan, Topology
@@ -715,18 +714,9 @@ def test_peers_of_one_process_share_memory():
 
 
 @pytest.fixture
-def rounding(monkeypatch):
-    """Triton's interpreter cuts the last bits of bfloat16 off; GPUs round to the nearest."""
-    cast = InterpreterBuilder.cast_impl
-
-    def rounded(self, source, to):
-        if (source.dtype.scalar, to.scalar) != (tl.float32, tl.bfloat16):
-            return cast(self, source, to)
-        near = torch.from_numpy(source.data.copy()).to(torch.bfloat16)
-        return TensorHandle(near.view(torch.uint16).numpy(), to.scalar)
-
+def small_pieces(monkeypatch):
+    """Several tiles of few numbers."""
     if interpreted():
-        monkeypatch.setattr(InterpreterBuilder, "cast_impl", rounded)
         monkeypatch.setattr(reducer, "NUMBERS", 32)
 
 
@@ -797,7 +787,7 @@ def fanned_plan():
     return plan_with(FANNED, [*replicas, (1, 0, 0), (8, 0, 2)])
 
 
-@pytest.mark.usefixtures("rounding")
+@pytest.mark.usefixtures("small_pieces")
 @pytest.mark.parametrize(("ahead", "large"), [(1, False), (3, False), (3, True)])
 @pytest.mark.parametrize("width", [1, 32, 77])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
@@ -812,7 +802,7 @@ def test_gradients_are_added_in_the_order_of_the_plan(dtype, width, ahead, large
             assert torch.equal(bits(piece), bits(before))
 
 
-@pytest.mark.usefixtures("rounding")
+@pytest.mark.usefixtures("small_pieces")
 def test_gradients_that_were_pulled_can_be_zeroed():
     case = Gradients(fanned_plan(), 0, 45, torch.float32)
     wanted, kept = case.wanted(), [piece.clone() for piece in case.of_copies]

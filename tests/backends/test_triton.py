@@ -26,15 +26,15 @@ from triton.runtime.interpreter import InterpreterError
 
 import ultraep
 from ultraep import BalanceConfig, Rates, Topology, backends, workload
-from ultraep.backends.reference.circles import VARIANTS, close_circles
-from ultraep.backends.reference.members import Domain, alias, window
-from ultraep.backends.reference.place import attempts_of, shared_threshold, solve
+from ultraep.backends.limits import Limits
+from ultraep.backends.reference.members import VARIANTS, alias, close_circles, window
+from ultraep.backends.reference.place import attempts_of, domains_of, shared_threshold, solve
 from ultraep.backends.reference.reroute import stride
 from ultraep.backends.triton.counter import ROWS, TOKENS, Counter
 from ultraep.backends.triton.device import default_device, interpreted
 from ultraep.backends.triton.kernels import place
-from ultraep.backends.triton.kernels.quickest import LIMITED
 from ultraep.backends.triton.kernels.reroute import place_on_line
+from ultraep.backends.triton.kernels.rungs import LIMITED
 from ultraep.backends.triton.planner import Planner
 from ultraep.backends.triton.rerouter import strides
 from ultraep.config import NO_RATES, rungs_of
@@ -240,18 +240,6 @@ def test_a_device_plan_knows_its_slots():
     assert found.expert_of_slot.tolist() == held.tolist()
 
 
-def domains_of(topology, config, loads):
-    """The domains as the reference knows them."""
-    tokens = loads.sum(axis=0)
-    for begin in range(0, topology.ranks, topology.domain_size):
-        ranks = range(begin, begin + topology.domain_size)
-        homes = [topology.home_experts(rank).tolist() for rank in ranks]
-        own = {expert: int(tokens[expert]) for experts in homes for expert in experts}
-        yield Domain(
-            homes, own, topology.slots, config.min_tokens_per_replica, config.replica_limit
-        )
-
-
 def copies_in(planner, domain, buffer):
     """Expert, host and quota of the copies that a member has left in its buffer."""
     places, quotas = planner.attempts[domain, buffer].cpu().numpy()
@@ -271,7 +259,7 @@ def assert_members_agree(loads, topology, config):
     planner = control_of(topology, config)._planner
     with mock.patch.object(place, "search"):
         planner.plan(on_device(loads))
-    for index, domain in enumerate(domains_of(topology, config, loads)):
+    for index, domain in enumerate(domains_of(loads.sum(axis=0), Limits.of(topology, config))):
         threshold, slack, *facts = planner.facts[index].tolist()
         assert slack == (threshold > domain.mean)
         for member, attempt in enumerate(members()[: planner.members if slack else 1]):
@@ -300,7 +288,7 @@ def assert_attempts_agree(loads, topology, config):
     """All attempts of a plan by time, those that are not taken too."""
     planner = control_of(topology, config)._planner
     planner.plan(on_device(loads))
-    domains = list(domains_of(topology, config, loads))
+    domains = domains_of(loads.sum(axis=0), Limits.of(topology, config))
     rungs = [shared_threshold(domains, parts) for parts in rungs_of(config.tolerance_parts)]
     exact = [solve(domain, alias(domain, rungs[0])) for domain in domains]
     limited, others = attempts_of(domains, rungs, few_links=config.rates.copy > 0)
@@ -390,7 +378,7 @@ def test_the_functions_for_plans_of_other_policies(policy):
     assert_same(ultraep.plan(loads, topology, config, backend="triton"), wanted)
 
 
-@pytest.mark.parametrize("limit", [BalanceConfig().replica_limit, 2])
+@pytest.mark.parametrize("limit", [None, 2])
 @pytest.mark.parametrize("name", NAMED)
 def test_bounds_of_named_cases(name, limit):
     loads, topology = NAMED[name]
@@ -399,21 +387,15 @@ def test_bounds_of_named_cases(name, limit):
 
 @only_interpreted
 @few
-@given(problems(), st.sampled_from([0, 1, 3, 2**40]))
+@given(problems(), st.sampled_from([0, 1, 3, None]))
 def test_bounds_of_random_cases(problem, limit):
     assert_same_bounds(*problem, limit)
 
 
 def assert_same_bounds(loads, topology, limit):
-    problem = (
-        loads.sum(axis=0),
-        topology.experts_by_rank,
-        topology.first_of_rank,
-        topology.domain_size,
-        topology.slots,
-        limit,
-    )
-    assert KERNELS.lower_bound(*problem) == TWIN.lower_bound(*problem)
+    limits = Limits.of(topology, BalanceConfig(max_replicas=limit))
+    expert_loads = loads.sum(axis=0)
+    assert KERNELS.lower_bound(expert_loads, limits) == TWIN.lower_bound(expert_loads, limits)
 
 
 @few

@@ -18,7 +18,7 @@ from shared_peers import SharedPeers
 import ultraep
 from ultraep import Balancer, ConfigError, Topology
 from ultraep.backends.triton.device import default_device, interpreted
-from ultraep.backends.triton.meter import PlanSums
+from ultraep.backends.triton.history import PlanSums
 from ultraep.metrics import ALERTS, DASHBOARD, AlarmSettings, Log, Metrics, Telemetry, scalars
 from ultraep.metrics import names as known
 from ultraep.metrics.alarms import Alarms

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 import ultraep
 from ultraep import BalanceConfig, ConfigError, PlanError, Rates, Topology, workload
-from ultraep.backends.reference.circles import FULLEST, close_circles
-from ultraep.backends.reference.members import Domain, alias, thrifty
+from ultraep.backends.reference.members import FULLEST, Domain, alias, close_circles, thrifty
 from ultraep.backends.reference.place import attempts_of, shared_threshold
 from ultraep.config import rungs_of
 

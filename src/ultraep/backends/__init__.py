@@ -1,6 +1,6 @@
 """How a stage is computed: the same names and signatures in every backend.
 
-A backend knows no record and no rank: integers and arrays in, arrays out. It offers
+A backend knows no rank: integers, arrays and `Limits` in, arrays out. It offers
 
     count(...)        rows of every expert, from the router's ids
     place(...)        which expert is copied where, and how many tokens each copy serves
@@ -9,10 +9,6 @@ A backend knows no record and no rank: integers and arrays in, arrays out. It of
     reroute(...)      the order of sending, and the rows of every slot
     tally(...)        what every rank serves and holds in the end
     DEVICE            the type of the tensors that `count` and `reroute` take instead of arrays
-
-and those for the CPU, for a policy that is only compared with,
-
-    level(...)        the least peak that moves along a fixed graph can reach
 
 `reference` is slow, obvious and the definition of correct; every other backend gives its bits.
 """

@@ -170,7 +170,7 @@ class _Loan:
 
 def _rows_by_kernels() -> ModuleType:
     """The kernels' way to scale rows, for whom they are there."""
-    from ultraep.backends.triton import scale
+    from ultraep.backends.triton import products as scale
 
     return scale
 

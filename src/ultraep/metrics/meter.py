@@ -23,7 +23,7 @@ from ultraep.runtime.streams import Fetch
 from ultraep.topology import Topology
 
 if TYPE_CHECKING:
-    from ultraep.backends.triton.meter import PlanSums
+    from ultraep.backends.triton.history import PlanSums
 
 MOST_COMING = 64  # numbers that a device has not told yet; older ones are known by then
 PARTS = 100_000  # of one, in sums of imbalances
@@ -136,7 +136,7 @@ class Meter:
                     f"metrics have no memory on {device}, and none can be taken while a graph is "
                     "captured: make them when CUDA is in use, or run a step before"
                 )
-            from ultraep.backends.triton.meter import PlanSums  # triton, where it is used
+            from ultraep.backends.triton.history import PlanSums  # triton, where it is used
 
             sums = torch.zeros(len(ORDER), dtype=torch.int64, device=device)
             homes = self._topology.home_of_expert

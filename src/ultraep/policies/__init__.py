@@ -55,13 +55,14 @@ class Policy:
 
 
 PEERS = ("echo", "llep", "moonep", "eplb", "lplb", "flashlb")  # of other projects
-BUILT_IN = (
-    "none",
-    "ultraep",
-    "quota",
-    *PEERS,
-    "ideal",
-)
+MODULES = {
+    "none": "own",
+    "ultraep": "own",
+    "quota": "quota",
+    **{name: f"peers.{name}" for name in PEERS},
+    "ideal": "own",
+}
+BUILT_IN = tuple(MODULES)
 _registry: dict[str, Policy] = {}
 
 
@@ -89,8 +90,7 @@ def register_policy(
 def get_policy(name: str) -> Policy:
     """The policy of that name; built-in ones are imported when first asked for."""
     if name in BUILT_IN:  # also if it is registered: another thread may still be importing it
-        folder = "policies.peers" if name in PEERS else "policies"
-        importlib.import_module(f"ultraep.{folder}.{name}")
+        importlib.import_module(f"ultraep.policies.{MODULES[name]}")
     if name not in _registry:
         raise ConfigError(f"unknown policy {name!r}; known are {', '.join(policy_names())}")
     return _registry[name]

@@ -22,6 +22,7 @@ import torch
 
 from ultraep.arrays import IntArray, frozen
 from ultraep.backends import select
+from ultraep.backends.limits import Limits
 from ultraep.config import BalanceConfig
 from ultraep.errors import ConfigError, LoadError
 from ultraep.loads import MAX_TOTAL
@@ -161,17 +162,13 @@ class ControlPlane:
         self.device = torch.empty(0, device=device or default_device()).device
         if self.device.type != default_device().type:
             raise ConfigError(f"kernels run on {default_device().type}, not on {self.device}")
+        limits = Limits.of(topology, config)
+        if config.policy == "none":
+            limits = limits._replace(max_replicas=0)
         self._planner = Planner(
-            topology.experts_by_rank,
-            topology.first_of_rank,
-            topology.domain_size,
-            topology.slots,
-            config.tolerance_parts,
-            config.min_tokens_per_replica,
-            0 if config.policy == "none" else config.replica_limit,
-            config.locality,
-            self.device,
-            rates=config.rates_for(topology.ranks * topology.slots),
+            limits,
+            locality=config.locality,
+            device=self.device,
             timed=config.objective == "time" and config.policy == "ultraep" and topology.can_copy,
         )
         self._counter = Counter(topology.experts, rows, self.device)

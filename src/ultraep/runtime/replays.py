@@ -55,7 +55,7 @@ class ReplayedPlans:
 
     @torch.inference_mode(False)  # it is written to outside of it, too
     def __init__(self, recording: Recording, topology: Topology, device: torch.device) -> None:
-        from ultraep.backends.triton.ring import PlanRing  # triton, where it is used
+        from ultraep.backends.triton.history import PlanRing  # triton, where it is used
 
         ranks, copies = topology.ranks, max(1, topology.ranks * topology.slots)
         self._loads = ranks * topology.experts

@@ -11,6 +11,7 @@ import numpy as np
 from numba import njit
 
 from ultraep.arrays import IntArray
+from ultraep.backends.reference.members import EMPTIEST, FULLEST
 
 
 class SortedDomain(NamedTuple):
@@ -30,8 +31,8 @@ class SortedDomain(NamedTuple):
 @njit(cache=True)
 def sort_all(loads, first_of_rank, size, slots, min_tokens, max_replicas):
     """All domains in one; experts and ranks are numbered inside each of them."""
-    rank_loads = starting_loads(loads, first_of_rank)
-    ranks, keys = len(rank_loads), np.empty(max(len(loads), len(rank_loads)), np.int64)
+    ranks = len(first_of_rank) - 1
+    rank_loads, keys = np.zeros(ranks, np.int64), np.empty(max(len(loads), ranks), np.int64)
     hottest_first = np.empty(len(loads), np.int64)
     emptiest_first, fullest_first = np.empty(ranks, np.int64), np.empty(ranks, np.int64)
     for begin in range(0, ranks, size):
@@ -39,13 +40,15 @@ def sort_all(loads, first_of_rank, size, slots, min_tokens, max_replicas):
             first, end = first_of_rank[rank], first_of_rank[rank + 1]
             line, offset = hottest_first[first:end], first_of_rank[begin]
             for expert in range(first, end):
-                put_in(line, keys, expert - first, expert - offset, loads[expert])
+                rank_loads[rank] += loads[expert]
+                place = expert - first
+                settle(line, keys, place + 1, place, expert - offset, loads[expert])
         line = emptiest_first[begin : begin + size]
         for rank in range(size):
-            put_in(line, keys, rank, rank, -rank_loads[begin + rank])
+            settle(line, keys, rank + 1, rank, rank, -rank_loads[begin + rank])
         for place in range(size):  # sorted but for ties
             rank = line[size - 1 - place]
-            put_in(fullest_first[begin:], keys, place, rank, rank_loads[begin + rank])
+            settle(fullest_first[begin:], keys, place + 1, place, rank, rank_loads[begin + rank])
     return SortedDomain(
         loads, first_of_rank, rank_loads, hottest_first, emptiest_first, fullest_first,
         slots, min_tokens, max_replicas,
@@ -75,15 +78,6 @@ def hottest(at_home, first, rank):
 
 
 @njit(cache=True)
-def starting_loads(loads, first):
-    rank_loads = np.zeros(len(first) - 1, np.int64)
-    for rank in range(len(rank_loads)):
-        for expert in range(first[rank], first[rank + 1]):
-            rank_loads[rank] += loads[expert]
-    return rank_loads
-
-
-@njit(cache=True)
 def move(quota, expert, donor, host, at_home, rank_loads, free_slots):
     """Tokens of the donor's expert go to a new copy on the host."""
     at_home[expert] -= quota
@@ -93,16 +87,21 @@ def move(quota, expert, donor, host, at_home, rank_loads, free_slots):
 
 
 @njit(cache=True)
-def put_in(line, keys, count, rank, key):
-    """One rank joins a line: the largest key first, then the lower rank."""
-    place = count
-    while place > 0:
-        before = place - 1
+def settle(line, keys, count, hole, rank, key):
+    """Put a rank into a line of `count` with a hole: the largest key first, then the lower rank."""
+    while hole > 0:
+        before = hole - 1
         if keys[before] > key or (keys[before] == key and line[before] < rank):
             break
-        line[place], keys[place] = line[before], keys[before]
-        place = before
-    line[place], keys[place] = rank, key
+        line[hole], keys[hole] = line[before], keys[before]
+        hole = before
+    while hole + 1 < count:
+        after = hole + 1
+        if keys[after] < key or (keys[after] == key and line[after] > rank):
+            break
+        line[hole], keys[hole] = line[after], keys[after]
+        hole = after
+    line[hole], keys[hole] = rank, key
 
 
 @njit(cache=True)
@@ -110,19 +109,6 @@ def take_out(line, keys, count, begin, end):
     """Remove the places from begin to end from a line."""
     for place in range(end, count):
         line[place - end + begin], keys[place - end + begin] = line[place], keys[place]
-
-
-@njit(cache=True)
-def sink(line, keys, count, place, key):
-    """Move a rank of a line to the place of its new, smaller key."""
-    rank = line[place]
-    while place + 1 < count:
-        after = place + 1
-        if keys[after] < key or (keys[after] == key and line[after] > rank):
-            break
-        line[place], keys[place] = line[after], keys[after]
-        place = after
-    line[place], keys[place] = rank, key
 
 
 @njit(cache=True)
@@ -184,14 +170,15 @@ def alias(domain, threshold, links, thrifty, placed):
         if rank_loads[donor] > threshold:
             hot[donor] = hottest_movable(at_home, domain, donor, links)
             heat[donor] = at_home[hot[donor]]
-            sink(donors, held, num_donors, donor_at, rank_loads[donor])
+            settle(donors, held, num_donors, donor_at, donor, rank_loads[donor])
         else:
             take_out(donors, held, num_donors, donor_at, donor_at + 1)
             num_donors -= 1
         for rank in (host, donor):
             if threshold - rank_loads[rank] >= min_tokens and free_slots[rank] > 0:
-                put_in(hosts, rooms, num_hosts, rank, threshold - rank_loads[rank])
                 num_hosts += 1
+                room = threshold - rank_loads[rank]
+                settle(hosts, rooms, num_hosts, num_hosts - 1, rank, room)
     return rank_loads.max(), made, transfers
 
 
@@ -237,24 +224,14 @@ def tightest_pair(donors, held, num_donors, rooms, num_hosts, heat, threshold, m
 
 
 @njit(cache=True)
-def hottest_of_all(at_home, first, rank_loads, threshold):
-    """The hottest expert of every rank above the threshold."""
-    hot = np.zeros(len(rank_loads), np.int64)
-    for rank in range(len(rank_loads)):
-        if rank_loads[rank] > threshold:
-            hot[rank] = hottest(at_home, first, rank)
-    return hot
-
-
-@njit(cache=True)
-def window(loads, first, slots, threshold, min_tokens, max_replicas, emptiest_first, placed):
+def window(domain, threshold, placed):
     """Every donor gives its surplus to as few hosts as possible, and to the tightest such."""
-    rank_loads, at_home = starting_loads(loads, first), loads.copy()
-    ranks = len(rank_loads)
-    free_slots = np.full(ranks, slots, np.int64)
+    rank_loads, at_home = domain.rank_loads.copy(), domain.loads.copy()
+    ranks, min_tokens = len(rank_loads), domain.min_tokens
+    free_slots = np.full(ranks, domain.slots, np.int64)
     hosts, rooms, num_hosts = np.empty(ranks, np.int64), np.empty(ranks, np.int64), 0
-    for rank in emptiest_first:
-        if threshold - rank_loads[rank] >= min_tokens and slots > 0:
+    for rank in domain.emptiest_first:
+        if threshold - rank_loads[rank] >= min_tokens and domain.slots > 0:
             hosts[num_hosts], rooms[num_hosts] = rank, threshold - rank_loads[rank]
             num_hosts += 1
     made = 0
@@ -265,14 +242,14 @@ def window(loads, first, slots, threshold, min_tokens, max_replicas, emptiest_fi
                 donor = rank
         if donor < 0:
             break
-        expert = hottest(at_home, first, donor)
+        expert = hottest(at_home, domain.first, donor)
         surplus = min(rank_loads[donor] - threshold, at_home[expert])
         begin, end = tightest(rooms[:num_hosts], surplus)
         if begin == end:
             break
         for place in range(begin, end):
             quota = min(rooms[place], max(surplus, min_tokens))
-            if made >= max_replicas or at_home[expert] < quota:
+            if made >= domain.max_replicas or at_home[expert] < quota:
                 return rank_loads.max(), made
             placed[made, 0], placed[made, 1], placed[made, 2] = expert, hosts[place], quota
             made += 1
@@ -282,8 +259,8 @@ def window(loads, first, slots, threshold, min_tokens, max_replicas, emptiest_fi
         take_out(hosts, rooms, num_hosts, begin, end)
         num_hosts -= end - begin
         if threshold - rank_loads[last] >= min_tokens and free_slots[last] > 0:
-            put_in(hosts, rooms, num_hosts, last, threshold - rank_loads[last])
             num_hosts += 1
+            settle(hosts, rooms, num_hosts, num_hosts - 1, last, threshold - rank_loads[last])
     return rank_loads.max(), made
 
 
@@ -301,3 +278,149 @@ def tightest(rooms, surplus):
         held += rooms[begin + length] - rooms[begin]
         begin += 1
     return begin, begin + length
+
+
+@njit(cache=True)
+def first_like(height, place):
+    """The first place in the line that is as high as this one."""
+    while place > 0 and height[place - 1] == height[place]:
+        place -= 1
+    return place
+
+
+@njit(cache=True)
+def tight_pair(line, height, donors, count, heat, min_tokens, allowed):
+    """The largest surplus that one host takes, and wastes little; and the tightest such host."""
+    host = count
+    for donor in range(donors):
+        surplus = height[donor]
+        while host > donors and height[host - 1] <= -surplus:
+            host -= 1
+        fits = host < count and -height[host] - surplus <= allowed
+        if fits and min_tokens <= surplus <= heat[line[donor]]:
+            return donor, host
+    return -1, -1
+
+
+@njit(cache=True)
+def hottest_then(at_home, first, donor, hot, room):
+    """Tokens of the donor's hottest expert after it has filled a host."""
+    most = at_home[hot] - room
+    for expert in range(first[donor], first[donor + 1]):
+        if expert != hot:
+            most = max(most, at_home[expert])
+    return most
+
+
+@njit(cache=True)
+def pair_that_leaves_one(
+    line, height, donors, count, heat, min_tokens, allowed, anchor_kind, at_home, first, hot, ready
+):
+    """A donor that fills a host, so that what is left of it fits tightly with another rank.
+
+    Their places in the line. ready: room for those of donors that one copy can free.
+    """
+    hosted, anchor = anchor_kind == EMPTIEST, 0
+    if anchor_kind != FULLEST:
+        anchor = first_like(height, count - 1 if hosted else donors - 1)
+    num_ready = 0
+    for place in range(donors):
+        if min_tokens <= height[place] <= heat[line[place]]:
+            ready[num_ready] = place
+            num_ready += 1
+    best, partner = allowed + 1, -1
+    host_at, donor_at = count, num_ready  # of the tightest others; what is left only ever falls
+    for other in range(donors) if hosted else range(donors, count):
+        donor, host = (other, anchor) if hosted else (anchor, other)
+        rest, room = height[donor] + height[host], -height[host]
+        if heat[line[donor]] < room:
+            continue
+        if rest > 0:
+            while host_at > donors and -height[host_at - 1] >= rest:
+                host_at -= 1
+            at = host_at + (host_at == host)
+            if at >= count:
+                continue
+            waste = -height[at] - rest
+        else:
+            while donor_at > 0 and height[ready[donor_at - 1]] <= -rest:
+                donor_at -= 1
+            at = donor_at + (donor_at < num_ready and ready[donor_at] == donor)
+            if at == num_ready:
+                continue
+            waste = -height[ready[at]] - rest
+        if waste > best or (waste == best and partner >= 0 and line[other] > line[partner]):
+            continue
+        giver = line[donor]
+        if waste <= allowed and (
+            rest <= 0 or min_tokens <= rest <= hottest_then(at_home, first, giver, hot[giver], room)
+        ):
+            best, partner = waste, other
+    if partner < 0:
+        return -1, -1
+    return (partner, anchor) if hosted else (anchor, partner)
+
+
+@njit(cache=True)
+def close_circles(domain, threshold, halves, anchor_kind, placed):
+    """Close a circle of two; or make a copy that leaves two that fit; or do as `alias` does.
+
+    Ranks stand in a line, the highest first, then the lower rank: first all donors, the fullest
+    first, then all hosts, the tightest first. Ranks that are done have left it. `height` are those
+    of the line.
+    """
+    rank_loads, at_home = domain.rank_loads.copy(), domain.loads.copy()
+    ranks, first, min_tokens = len(rank_loads), domain.first, domain.min_tokens
+    free_slots = np.full(ranks, domain.slots, np.int64)
+    hot, heat, ready = (
+        np.zeros(ranks, np.int64),
+        np.zeros(ranks, np.int64),
+        np.empty(ranks, np.int64),
+    )
+    line, height = np.empty(ranks, np.int64), np.empty(ranks, np.int64)
+    donors, count, slack, made = 0, 0, 0, 0
+    for rank in domain.emptiest_first[::-1]:
+        high = rank_loads[rank] - threshold
+        if high > 0 or (high <= -min_tokens and domain.slots > 0):
+            settle(line, height, count + 1, count, rank, high)
+            count += 1
+            donors += high > 0
+            slack -= high
+        if high > 0:
+            hot[rank] = domain.hottest_first[first[rank]]
+            heat[rank] = at_home[hot[rank]]
+    while 0 < donors < count and made < domain.max_replicas:
+        allowed = max(0, slack) * halves // (2 * donors)
+        donor_at, host_at = tight_pair(line, height, donors, count, heat, min_tokens, allowed)
+        closed = donor_at >= 0
+        if not closed:
+            donor_at, host_at = pair_that_leaves_one(
+                line, height, donors, count, heat, min_tokens, allowed, anchor_kind,
+                at_home, first, hot, ready,
+            )  # fmt: skip
+        if donor_at < 0:
+            host_at = first_like(height, count - 1)
+            donor_at = fullest_that_can(-height[host_at], line, donors, heat)
+        donor, host = line[donor_at], line[host_at]
+        quota = height[donor_at] if closed else min(-height[host_at], heat[donor])
+        if quota < min_tokens:
+            break
+        placed[made, 0], placed[made, 1], placed[made, 2] = hot[donor], host, quota
+        made += 1
+        slack += height[donor_at] + height[host_at]
+        take_out(line, height, count, host_at, host_at + 1)
+        take_out(line, height, count - 1, donor_at, donor_at + 1)
+        count -= 2
+        donors -= 1
+        move(quota, hot[donor], donor, host, at_home, rank_loads, free_slots)
+        hot[donor] = hottest(at_home, first, donor)
+        heat[donor] = at_home[hot[donor]]
+        for rank in (donor, host):
+            high = rank_loads[rank] - threshold
+            can_host = high <= -min_tokens and free_slots[rank] > 0
+            if high > 0 or (can_host and not closed):
+                settle(line, height, count + 1, count, rank, high)
+                count += 1
+                donors += high > 0
+                slack -= high
+    return rank_loads.max(), made

@@ -12,7 +12,8 @@ import numpy as np
 from numba.core import event
 
 from ultraep.backends import cpu
-from ultraep.config import NO_RATES, UNLIMITED
+from ultraep.backends.limits import Limits
+from ultraep.config import BalanceConfig
 from ultraep.topology import Topology
 
 logger = logging.getLogger("ultraep.compile")
@@ -64,13 +65,12 @@ def load() -> bool:
 def call_all() -> None:
     """Call every function on a tiny problem, with the argument types of real calls."""
     topology = Topology(ranks=2, experts=2)
-    homes, parts = topology.home_of_expert, (topology.experts_by_rank, topology.first_of_rank)
-    limits = (topology.domain_size, topology.slots)
+    homes, limits = topology.home_of_expert, Limits.of(topology, BalanceConfig())
     ids_N = np.zeros(4, np.int64)
     loads_E, _ = cpu.count(ids_N, topology.experts)
     loads_RE = np.stack([loads_E, loads_E])
-    cpu.lower_bound(2 * loads_E, *parts, *limits, UNLIMITED)
-    placed_C3 = cpu.place(2 * loads_E, *parts, *limits, 0, 1, UNLIMITED, *NO_RATES)
+    cpu.lower_bound(2 * loads_E, limits)
+    placed_C3 = cpu.place(2 * loads_E, limits)
     split_CR = cpu.split(loads_RE, homes, placed_C3, True)
     cpu.tally(2 * loads_E, homes, placed_C3, topology.ranks)
     experts, hosts, _ = placed_C3.T.copy()
@@ -79,12 +79,11 @@ def call_all() -> None:
     cpu.reroute(
         ids_N, loads_E, topology.home_slot_of_expert, experts, slots, split_CR[:, 0].copy(), 4
     )
-    cpu.level(loads_RE, homes[:1], homes[1:], loads_RE[:, :1])
 
 
 def cache_folder() -> str:
     """The directory where numba keeps the compiled planner."""
-    folder: str = cpu.place.stats.cache_path
+    folder: str = cpu.split.stats.cache_path
     return folder
 
 

@@ -6,47 +6,29 @@ The rows of `placed`, and the numbers of experts in it, are those of `members.py
 import numpy as np
 from numba import njit
 
-from ultraep.backends.cpu.circles import close_circles
-from ultraep.backends.cpu.members import alias, domain_at, sort_all, window
-from ultraep.backends.cpu.quickest import quickest
-from ultraep.backends.cpu.search import append, copy_rows, shared_threshold, solve
-from ultraep.backends.reference.circles import MOST_RANKS, VARIANTS
-from ultraep.config import UNLIMITED
+from ultraep.backends.cpu.members import alias, close_circles, domain_at, sort_all, window
+from ultraep.backends.reference.members import MOST_RANKS, VARIANTS
+from ultraep.backends.reference.place import GUESSES, LINKS
+from ultraep.config import LADDER, PARTS, UNLIMITED
 
-
-@njit(cache=True)
-def sort_rows(rows, count):
-    """Insertion sort by expert, then host."""
-    for index in range(1, count):
-        expert, host, quota = rows[index, 0], rows[index, 1], rows[index, 2]
-        place = index
-        while place > 0 and (
-            rows[place - 1, 0] > expert
-            or (rows[place - 1, 0] == expert and rows[place - 1, 1] > host)
-        ):
-            for column in range(3):
-                rows[place, column] = rows[place - 1, column]
-            place -= 1
-        rows[place, 0], rows[place, 1], rows[place, 2] = expert, host, quota
+NEVER = (1 << 63) - 1  # longer than any time
+FEWEST = 0  # links: as few as the threshold needs
+LIMITED = 1 + len(LINKS)  # attempts at the lowest rung, with few links
 
 
 @njit(cache=True)
 def probe(domain, threshold, placed, spare):
     """The best attempt at this threshold; its peak and copies."""
-    loads, first, ranks = domain.loads, domain.first, len(domain.rank_loads)
+    first, ranks = domain.first, len(domain.rank_loads)
     peak, made, _ = alias(domain, threshold, UNLIMITED, False, placed)
-    if threshold * ranks - loads.sum() < ranks:
+    if threshold * ranks - domain.loads.sum() < ranks:
         return peak, made
     best = cost_of(placed, made, peak, threshold, first)
-    settings = (domain.slots, threshold, domain.min_tokens, domain.max_replicas)
-    line = domain.emptiest_first
     for member in range(1 + len(VARIANTS) if ranks <= MOST_RANKS else 1):
         if member == 0:
-            trial_peak, count = window(loads, first, *settings, line, spare)
+            trial_peak, count = window(domain, threshold, spare)
         else:
-            trial_peak, count = close_circles(
-                loads, first, *settings, line, *VARIANTS[member - 1], spare
-            )
+            trial_peak, count = close_circles(domain, threshold, *VARIANTS[member - 1], spare)
         cost = cost_of(spare, count, trial_peak, threshold, first)
         if cost < best or (cost == best and member == 0):
             peak, made, best = trial_peak, count, cost
@@ -86,30 +68,321 @@ def balanced(every, size, tolerance_parts, found):
 
 
 @njit(cache=True)
-def place(
+def shared_threshold(every, size, tolerance_parts):
+    """What no rank shall exceed: the heaviest domain's mean, rounded up, and the tolerance."""
+    threshold = 0
+    for begin in range(0, len(every.rank_loads), size):
+        total = every.rank_loads[begin : begin + size].sum()
+        mean = -(-total // size)
+        threshold = max(threshold, mean, total * (PARTS + tolerance_parts) // (size * PARTS))
+    return threshold
+
+
+@njit(cache=True)
+def solve(domain, threshold, placed, peak, made, transfers):
+    """The attempt in `placed`, or one at the least threshold above it that `alias` meets.
+
+    Its peak, copies and transfers; the copies stand in the first rows of `placed`.
+    """
+    if peak <= threshold:
+        return peak, made, transfers
+    trial = np.empty_like(placed)
+    bound = least_peak_of(domain)
+    failed, last = max(threshold, bound - 1), threshold
+    last_peak, count, _ = alias(domain, threshold, UNLIMITED, False, trial)
+    middle = max(failed + 1, last + excess_share(domain, trial, count, last))
+    met, tries = 0, 0
+    while peak - failed > 1:
+        middle = min(middle, peak - 1)
+        trial_peak, count, links = alias(domain, middle, UNLIMITED, False, trial)
+        tries += 1
+        if trial_peak < peak:
+            peak, made, transfers = trial_peak, count, links
+            copy_rows(placed, trial, made)
+        if trial_peak <= middle:
+            met += 1
+            middle = peak - 1 if met == 1 else (failed + peak) // 2
+            continue
+        above = trial_peak - middle
+        gain = last_peak - last - above
+        if gain > 0:
+            step = -(-above * (middle - last) // gain)
+        else:
+            step = excess_share(domain, trial, count, middle)
+        last, last_peak, failed = middle, trial_peak, middle
+        middle = middle + max(1, step) if met == 0 and tries < GUESSES else (failed + peak) // 2
+    return peak, made, transfers
+
+
+@njit(cache=True)
+def excess_share(domain, placed, made, threshold):
+    """What is too much, shared among the ranks that are full, rounded up."""
+    rank_loads = domain.rank_loads.copy()
+    for copy in range(made):
+        home = np.searchsorted(domain.first, placed[copy, 0], side="right") - 1
+        rank_loads[home] -= placed[copy, 2]
+        rank_loads[placed[copy, 1]] += placed[copy, 2]
+    over, full = 0, 0
+    for load in rank_loads:
+        if load >= threshold:
+            over += load - threshold
+            full += 1
+    return -(-over // full)
+
+
+@njit(cache=True)
+def copy_rows(target, source, count):
+    for row in range(count):
+        for column in range(3):
+            target[row, column] = source[row, column]
+
+
+@njit(cache=True)
+def append(found, total, placed, made, first_expert, first_rank):
+    """Write the copies of a domain behind those of all before it."""
+    for index in range(made):
+        found[total + index, 0] = first_expert + placed[index, 0]
+        found[total + index, 1] = first_rank + placed[index, 1]
+        found[total + index, 2] = placed[index, 2]
+    return total + made
+
+
+@njit(cache=True)
+def quickest(every, size, tolerance_parts, rates, found):
+    """The quickest plan in `found`; the number of its copies.
+
+    It makes as few attempts as the same answer allows. A rank above a threshold gives away at least
+    as many of its hottest experts as hold its surplus, and all of it must find room. So a plan that
+    meets the threshold takes at least some time. Thresholds whose least time is shortest are tried
+    first, until no other can be quicker.
+    """
+    row, copy, each, layer = rates
+    thresholds, links = attempts_to_make(every, size, tolerance_parts, copy > 0)
+    placed, trial = np.empty((every.max_replicas, 3), np.int64), np.empty_like(found)
+    at_home = every.rank_loads.max()
+    peak, made, exact_transfers = exact(every, size, thresholds[0], placed, found)
+    time = row * peak + copy * exact_transfers + each * made + (layer if made else 0)
+    if row * at_home <= time:
+        time, made = row * at_home, 0
+    least = least_times(every, size, thresholds, links, rates, time, exact_transfers)
+    chosen = -1
+    while True:
+        number = np.argmin(least)
+        if least[number] > time or least[number] == NEVER:
+            return made
+        least[number] = NEVER
+        peak, count, transfers = attempt_all(
+            every, size, thresholds[number], links[number], placed, trial
+        )
+        if peak < 0 or (number < LIMITED and transfers >= exact_transfers):
+            continue
+        trial_time = row * peak + copy * transfers + each * count + layer
+        if (trial_time, count, number) < (time, made, chosen):
+            time, made, chosen = trial_time, count, number
+            copy_rows(found, trial, made)
+
+
+@njit(cache=True)
+def attempts_to_make(every, size, tolerance_parts, few_links):
+    """Thresholds that all domains share, and links, of all attempts."""
+    thresholds = np.empty(LIMITED + len(LADDER), np.int64)
+    links = np.full(len(thresholds), FEWEST if few_links else UNLIMITED, np.int64)
+    thresholds[:LIMITED] = shared_threshold(every, size, tolerance_parts)
+    for index, number in enumerate(LINKS):
+        links[1 + index] = number
+    count = LIMITED
+    for parts in LADDER:
+        if parts > tolerance_parts:
+            thresholds[count] = shared_threshold(every, size, parts)
+            count += 1
+    return thresholds[:count], links[:count]
+
+
+@njit(cache=True)
+def exact(every, size, threshold, placed, found):
+    """All domains solved, in `found`; their peak, copies, and most transfers of one rank."""
+    peak, total, transfers = 0, 0, 0
+    for begin in range(0, len(every.rank_loads), size):
+        domain = domain_at(every, begin, size)
+        first_try = alias(domain, threshold, UNLIMITED, False, placed)
+        own_peak, made, links = solve(domain, threshold, placed, *first_try)
+        peak, transfers = max(peak, own_peak), max(transfers, links)
+        total = append(found, total, placed, made, every.first[begin], begin)
+    return peak, total, transfers
+
+
+@njit(cache=True)
+def attempt_all(every, size, shared, links, placed, found):
+    """All domains attempted once, in `found`; their highest threshold, copies and transfers.
+
+    The threshold is -1 if a domain does not meet its own.
+    """
+    highest, total, transfers = 0, 0, 0
+    for begin in range(0, len(every.rank_loads), size):
+        domain = domain_at(every, begin, size)
+        threshold = threshold_with(domain, shared, links)
+        own_links = links
+        if links == FEWEST:
+            own_links = max(1, least_transfers(domain, threshold)[0])
+        peak, made, most = alias(domain, threshold, own_links, True, placed)
+        if peak > threshold:
+            return -1, 0, 0
+        highest, transfers = max(highest, threshold), max(transfers, most)
+        total = append(found, total, placed, made, every.first[begin], begin)
+    return highest, total, transfers
+
+
+@njit(cache=True)
+def threshold_with(domain, shared, links):
+    """The shared threshold, or the least peak that so few links leave, if that is higher."""
+    if links in (FEWEST, UNLIMITED):
+        return shared
+    peak = shared
+    for rank, load in enumerate(domain.rank_loads):
+        begin, end = domain.first[rank], domain.first[rank + 1]
+        for place in range(begin, min(end, begin + links)):
+            load -= domain.loads[domain.hottest_first[place]]
+        peak = max(peak, load)
+    return peak
+
+
+@njit(cache=True)
+def least_times(every, size, thresholds, links, rates, time, exact_transfers):
+    """The least time of every attempt; `NEVER` where that is longer than `time`."""
+    row, copy, each, layer = rates
+    attempts, at_home = len(thresholds), every.rank_loads.max()
+    # With no rank above the threshold there is nothing to plan; else there is at least one copy.
+    highest = min(at_home - 1, (time - copy - each - layer) // row)
+    peak, most = thresholds.copy(), np.zeros(attempts, np.int64)
+    copies = np.zeros(attempts, np.int64)
+    for begin in range(0, len(every.rank_loads), size):
+        domain = domain_at(every, begin, size)
+        for number in range(attempts):
+            threshold = threshold_with(domain, thresholds[number], links[number])
+            peak[number] = max(peak[number], threshold)
+            if peak[number] <= highest:
+                own_most, needed = least_transfers(domain, threshold)
+                most[number] = max(most[number], own_most)
+                copies[number] += needed
+    least = np.full(attempts, NEVER, np.int64)
+    for number in range(attempts):
+        possible = number >= LIMITED or (copy > 0 and most[number] < exact_transfers)
+        # So many links are the fewest for the lowest rung: the first attempt has them, too.
+        known = most[number] == links[number] and peak[number] == thresholds[0]
+        if len(every.rank_loads) == size and known:
+            continue
+        if possible and peak[number] <= highest:
+            least[number] = row * peak[number] + copy * most[number] + each * copies[number] + layer
+    return least
+
+
+@njit(cache=True)
+def least_transfers(domain, threshold):
+    """The least transfers of one rank, and the fewest copies, of a plan that meets a threshold.
+
+    A copy serves no more than the emptiest rank lacks.
+    """
+    widest = threshold - domain.rank_loads[domain.emptiest_first[0]]
+    most, copies, left = 0, 0, 0
+    for rank in domain.fullest_first:
+        surplus, given = domain.rank_loads[rank] - threshold, 0
+        if surplus <= 0:
+            break
+        left += surplus
+        fewest = -(-surplus // widest)
+        while surplus > 0:
+            surplus -= domain.loads[domain.hottest_first[domain.first[rank] + given]]
+            given += 1
+        most, copies = max(most, given), copies + max(given, fewest)
+    hosts = 0
+    for rank in domain.emptiest_first:
+        if left <= 0:
+            break
+        left -= threshold - domain.rank_loads[rank]
+        hosts += 1
+    return most, max(copies, hosts)
+
+
+@njit(cache=True)
+def sort_rows(rows, count):
+    """Insertion sort by expert, then host."""
+    for index in range(1, count):
+        expert, host, quota = rows[index, 0], rows[index, 1], rows[index, 2]
+        place = index
+        while place > 0 and (
+            rows[place - 1, 0] > expert
+            or (rows[place - 1, 0] == expert and rows[place - 1, 1] > host)
+        ):
+            for column in range(3):
+                rows[place, column] = rows[place - 1, column]
+            place -= 1
+        rows[place, 0], rows[place, 1], rows[place, 2] = expert, host, quota
+
+
+def place(expert_loads, limits):
+    """[C, 3] expert, host rank and quota of every copy, ordered by expert, then host."""
+    return _place(expert_loads, *limits)
+
+
+@njit(cache=True)
+def _place(
     expert_loads,
     experts_by_rank,
     first_of_rank,
     domain,
     slots,
+    max_replicas,
     tolerance_parts,
     min_tokens,
-    max_replicas,
-    row,
-    copy,
-    each,
-    layer,
+    rates,
 ):
-    """[C, 3] expert, host rank and quota of every copy, ordered by expert, then host."""
     loads = expert_loads[experts_by_rank]
     found = np.empty(((len(first_of_rank) - 1) * slots, 3), np.int64)
     limit = min(max_replicas, domain * slots)
     every = sort_all(loads, first_of_rank, domain, slots, min_tokens, limit)
-    if row > 0:
-        made = quickest(every, domain, tolerance_parts, (row, copy, each, layer), found)
+    if rates[0] > 0:
+        made = quickest(every, domain, tolerance_parts, rates, found)
     else:
         made = balanced(every, domain, tolerance_parts, found)
     for index in range(made):
         found[index, 0] = experts_by_rank[found[index, 0]]
     sort_rows(found, made)
     return found[:made]
+
+
+def lower_bound(expert_loads, limits):
+    """Tokens on the fullest rank that no plan can go below."""
+    return _lower_bound(expert_loads, *limits[:5])
+
+
+@njit(cache=True)
+def _lower_bound(expert_loads, experts_by_rank, first_of_rank, domain, slots, max_replicas):
+    loads, best = expert_loads[experts_by_rank], 0
+    every = sort_all(loads, first_of_rank, domain, slots, 1, max_replicas)
+    for begin in range(0, len(first_of_rank) - 1, domain):
+        best = max(best, least_peak_of(domain_at(every, begin, domain)))
+    return best
+
+
+@njit(cache=True)
+def least_peak_of(domain):
+    """The least that the fullest rank of a domain can hold, whatever the plan."""
+    loads, ranks = domain.loads, len(domain.rank_loads)
+    rank_of_expert, position = np.empty(len(loads), np.int64), np.empty(ranks, np.int64)
+    for place, rank in enumerate(domain.emptiest_first):
+        position[rank] = place
+        for expert in range(domain.first[rank], domain.first[rank + 1]):
+            rank_of_expert[expert] = rank
+    hottest_first = np.argsort(-loads, kind="mergesort")
+    rest, best = domain.rank_loads.sum(), 0
+    for k in range(ranks):
+        movable, taken, wanted = 0, 0, min(k * domain.slots, domain.max_replicas)
+        for expert in hottest_first:
+            if taken == wanted or loads[expert] == 0:
+                break
+            if position[rank_of_expert[expert]] >= k:
+                movable += loads[expert]
+                taken += 1
+        best = max(best, -(-(rest - movable) // (ranks - k)))
+        rest -= domain.rank_loads[domain.emptiest_first[k]]
+    return best

@@ -4,8 +4,7 @@ Every fast-link domain is solved for itself, against one threshold that all of t
 no rank shall serve more. When no attempt meets it, a search finds the least threshold that alias
 planning meets. Where time decides, several thresholds are tried, and the quickest plan is taken.
 
-Shapes: R ranks, E experts, C copies. `first_of_rank[r]..first_of_rank[r + 1]` are the places of
-rank r's home experts in `experts_by_rank`.
+Shapes: E experts, C copies.
 """
 
 from __future__ import annotations
@@ -13,9 +12,17 @@ from __future__ import annotations
 import numpy as np
 
 from ultraep.arrays import IntArray
-from ultraep.backends.reference.bound import lower_bound_of_domain
-from ultraep.backends.reference.circles import MOST_RANKS, VARIANTS, close_circles
-from ultraep.backends.reference.members import Attempt, Domain, alias, thrifty, window
+from ultraep.backends.limits import Limits
+from ultraep.backends.reference.members import (
+    MOST_RANKS,
+    VARIANTS,
+    Attempt,
+    Domain,
+    alias,
+    close_circles,
+    thrifty,
+    window,
+)
 from ultraep.config import PARTS, UNLIMITED, Rates, rungs_of
 
 GUESSES = 4  # of the search, before it bisects
@@ -50,7 +57,7 @@ def solve(domain: Domain, best: Attempt) -> Attempt:
     threshold = best.threshold
     if best.peak <= threshold:
         return best
-    bound = lower_bound_of_domain(domain.experts, domain.load, domain.slots, domain.max_replicas)
+    bound = least_peak_of(domain)
     last = alias(domain, threshold)
     failed = max(threshold, bound - 1)
     middle = max(failed + 1, threshold + excess_share(last))
@@ -86,44 +93,33 @@ def step(last: Attempt, attempt: Attempt) -> int:
     return -(-above * (attempt.threshold - last.threshold) // gain)
 
 
-def place(
-    expert_loads: IntArray,
-    experts_by_rank: IntArray,
-    first_of_rank: IntArray,
-    domain: int,
-    slots: int,
-    tolerance_parts: int,
-    min_tokens: int,
-    max_replicas: int,
-    row: int,
-    copy: int,
-    each: int,
-    layer: int,
-) -> IntArray:
-    """[C, 3] expert, host rank and quota of every copy, ordered by expert, then host.
-
-    row, copy, each, layer: the rates of `config.Rates`; all 0 if time does not decide.
-    """
-    domains = []
-    for begin in range(0, len(first_of_rank) - 1, domain):
-        homes = [
-            experts_by_rank[first_of_rank[r] : first_of_rank[r + 1]].tolist()
-            for r in range(begin, begin + domain)
-        ]
-        load = {e: int(expert_loads[e]) for experts in homes for e in experts}
-        domains.append(Domain(homes, load, slots, min_tokens, max_replicas))
-    if row:
-        rates = Rates(row=row, copy=copy, each=each, layer=layer)
-        attempts = quickest(domains, tolerance_parts, rates)
+def place(expert_loads: IntArray, limits: Limits) -> IntArray:
+    """[C, 3] expert, host rank and quota of every copy, ordered by expert, then host."""
+    domains = domains_of(expert_loads, limits)
+    if limits.rates[0]:
+        attempts = quickest(domains, limits.tolerance_parts, Rates.from_numbers(limits.rates))
     else:
-        threshold = shared_threshold(domains, tolerance_parts)
+        threshold = shared_threshold(domains, limits.tolerance_parts)
         attempts = [solve(d, probe(d, threshold)) for d in domains]
     copies = [
-        (expert, index * domain + host, quota)
+        (expert, index * limits.domain + host, quota)
         for index, attempt in enumerate(attempts)
         for expert, host, quota in attempt.copies
     ]
     return np.array(sorted(copies), dtype=np.int64).reshape(-1, 3)
+
+
+def domains_of(expert_loads: IntArray, limits: Limits) -> list[Domain]:
+    """All fast-link domains."""
+    first, domains = limits.first_of_rank, []
+    for begin in range(0, len(first) - 1, limits.domain):
+        homes = [
+            limits.experts_by_rank[first[r] : first[r + 1]].tolist()
+            for r in range(begin, begin + limits.domain)
+        ]
+        load = {e: int(expert_loads[e]) for experts in homes for e in experts}
+        domains.append(Domain(homes, load, limits.slots, limits.min_tokens, limits.max_replicas))
+    return domains
 
 
 def shared_threshold(domains: list[Domain], tolerance_parts: int) -> int:
@@ -188,3 +184,28 @@ def attempts_of(
 def most_transfers(attempts: list[Attempt]) -> int:
     """Most replicas that one rank receives, or experts that it gives away, in any domain."""
     return max(a.transfers for a in attempts)
+
+
+def lower_bound(expert_loads: IntArray, limits: Limits) -> int:
+    """Tokens on the fullest rank that no plan can go below."""
+    return max(least_peak_of(domain) for domain in domains_of(expert_loads, limits))
+
+
+def least_peak_of(domain: Domain) -> int:
+    """The least that the fullest rank of a domain can hold, whatever the plan.
+
+    Take the k emptiest ranks. They have k * slots slots, so beyond their own load they can serve at
+    most the k * slots hottest experts that live outside of them. All the rest stays with the other
+    ranks, and the fullest of those holds at least the mean of that rest. The best k gives the
+    bound: k = 0 is the mean, and without slots k = G - 1 is the fullest rank.
+    """
+    rank_loads, ranks = domain.rank_loads, len(domain.experts)
+    emptiest_first = sorted(range(ranks), key=lambda r: (rank_loads[r], r))
+    best = 0
+    for k in range(ranks):
+        outside = [domain.load[e] for r in emptiest_first[k:] for e in domain.experts[r]]
+        copies = min(k * domain.slots, domain.max_replicas)
+        movable = sum(sorted(outside, reverse=True)[:copies])
+        rest = sum(rank_loads[r] for r in emptiest_first[k:]) - movable
+        best = max(best, -(-rest // (ranks - k)))
+    return best

@@ -1,9 +1,10 @@
-"""How many tokens of every source rank each copy serves: exact, by overlapping intervals.
+"""How many tokens of every source rank each copy serves, and what every rank serves and holds.
 
-Put the tokens of an expert on a line, ordered by source rank, and its quotas on the same line,
-home first. Where the interval of a source overlaps the interval of a copy, these tokens go there.
-Both sets of intervals cover the line once, so sources and quotas both come out exactly. With
-locality, what a host can send to itself is taken out before the rest is laid on the line.
+The split is exact: put the tokens of an expert on a line, ordered by source rank, and its quotas on
+the same line, home first. Where the interval of a source overlaps the interval of a copy, these
+tokens go there. Both sets of intervals cover the line once, so sources and quotas both come out
+exactly. With locality, what a host can send to itself is taken out before the rest is laid on the
+line.
 
 Shapes: R ranks, E experts, C copies.
 """
@@ -47,3 +48,26 @@ def split(
                 table[copy, source] += max(0, end - begin)
         split_CR[rows] = table[1:]
     return split_CR
+
+
+def tally(
+    expert_loads: IntArray, home_of_expert: IntArray, placed_C3: IntArray, ranks: int
+) -> tuple[IntArray, IntArray]:
+    """[R] tokens served by every rank, and [C] the spare slot of every copy (expert, host, quota).
+
+    The copies that one rank holds are numbered in their order.
+
+    >>> tally(np.array([6, 1]), np.array([0, 1]), np.array([[0, 1, 2]]), 2)
+    (array([4, 3]), array([0]))
+    """
+    rank_loads = np.zeros(ranks, dtype=np.int64)
+    for expert, tokens in enumerate(expert_loads):
+        rank_loads[home_of_expert[expert]] += tokens
+    used = np.zeros(ranks, dtype=np.int64)
+    slots = np.zeros(len(placed_C3), dtype=np.int64)
+    for copy, (expert, host, quota) in enumerate(placed_C3):
+        rank_loads[home_of_expert[expert]] -= quota
+        rank_loads[host] += quota
+        slots[copy] = used[host]
+        used[host] += 1
+    return rank_loads, slots

@@ -1,4 +1,4 @@
-"""How the kernels of stage 6 cut their work, by the maker of the GPU."""
+"""How the kernels of stage 6 cut their work, by the capability of the GPU."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ultraep.backends.triton.launch import power_of_2
+import torch
 
 
 @dataclass(frozen=True)
@@ -24,43 +24,67 @@ class Blocks:
     band: int = 8
     resident: int = 1  # programs on one multiprocessor
     half: bool = False  # whether slots of few rows may have a tile of half the height
-    narrow: bool = False  # whether the last columns may be a tile of fewer ones
-
-    def last(self, width: int) -> int:
-        """Columns of the last tile of so many: 64 of 2880 in tiles of 256 that may be narrow."""
-        left = width % self.columns
-        if not left or not self.narrow:
-            return self.columns
-        return int(min(self.columns, max(16, power_of_2(left))))
 
 
-Table = Mapping[tuple[str, int], Blocks]  # by kernel and bytes of an element
+Table = Mapping[tuple[str, int | str], Blocks]  # by kernel, and bytes of an element or format
 
-_ROWS = {
+_ROWS: Table = {
     (kernel, size): Blocks(4, 1024 // size, warps=8, resident=resident)
     for kernel, resident in (("swiglu", 6), ("swiglu_backward", 3), ("row_dots", 4))
     for size in (2, 4)
 }
-_FULL = {  # no tensor cores: exact products of single precision
-    (kernel, 4): Blocks(64, 64, 32, warps=4, stages=2, resident=2)
-    for kernel in ("multiply", "multiply_transposed", "weight_gradients")
-}
-TABLES: dict[str, Table] = {
-    "cuda": {
-        ("multiply", 2): Blocks(128, 256, 64, warps=8, stages=3, half=True),
-        ("multiply_transposed", 2): Blocks(128, 256, 64, warps=8, stages=3, half=True),
-        ("weight_gradients", 2): Blocks(128, 256, 64, warps=8, stages=3),
-        **_FULL,
+
+
+def _products(half: Blocks, gradients: Blocks, quantised: Blocks) -> Table:
+    """A table by how products of two bytes, their gradients and those of one byte are cut."""
+    # No tensor cores: exact products of single precision.
+    single = Blocks(64, 64, 32, warps=4, stages=2, resident=2)
+    return {
+        ("multiply", 2): half,
+        ("multiply_transposed", 2): half,
+        ("weight_gradients", 2): gradients,
+        **{(name, 4): single for name in ("multiply", "multiply_transposed", "weight_gradients")},
+        **{("multiply_quantised", form): quantised for form in ("fp8", "fp8_rows")},
         **_ROWS,
+    }
+
+
+_HALF = Blocks(128, 256, 64, warps=8, stages=3, half=True)
+_GRADIENTS = Blocks(128, 256, 64, warps=8, stages=3)
+_SMALL = Blocks(128, 128, 64, warps=8, stages=2)
+E4M3_FROM = (8, 9)
+
+TABLES: dict[str, dict[tuple[int, int], Table]] = {  # by backend, and the least capability
+    "cuda": {
+        (0, 0): _products(_HALF, _GRADIENTS, Blocks(128, 128, 128, warps=8, stages=2)),
+        E4M3_FROM: _products(
+            _HALF, _GRADIENTS, Blocks(128, 256, 128, warps=8, stages=4, half=True)
+        ),
     },
     "hip": {  # 64 KiB of shared memory
-        ("multiply", 2): Blocks(128, 128, 64, warps=8, stages=2),
-        ("multiply_transposed", 2): Blocks(128, 128, 64, warps=8, stages=2),
-        ("weight_gradients", 2): Blocks(128, 128, 64, warps=8, stages=2),
-        **_FULL,
-        **_ROWS,
+        (0, 0): _products(_SMALL, _SMALL, Blocks(64, 64, 128, warps=4, stages=2)),
     },
 }
+
+
+def capability_of(device: torch.device) -> tuple[str, tuple[int, int]]:
+    """The backend and the compute capability of a GPU; the interpreter has the least one."""
+    if torch.version.hip is not None:
+        return "hip", (0, 0)
+    if device.type != "cuda":
+        return "cuda", (0, 0)
+    return "cuda", torch.cuda.get_device_capability(device)
+
+
+def multiplies_e4m3(backend: str, capability: tuple[int, int]) -> bool:
+    """Whether the tensor cores of a GPU multiply e4m3."""
+    return backend == "cuda" and capability >= E4M3_FROM
+
+
+def table_for(backend: str, capability: tuple[int, int]) -> Table:
+    """The table of the highest capability that is not above that of the GPU."""
+    tables = TABLES[backend]
+    return tables[max(least for least in tables if least <= capability)]
 
 
 def square_band(programs: int, blocks: Blocks) -> int:

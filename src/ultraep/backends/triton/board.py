@@ -12,7 +12,7 @@ import torch
 
 from ultraep.backends.triton.device import interpreted
 from ultraep.backends.triton.kernels import signals
-from ultraep.backends.triton.launch import power_of_2, quick
+from ultraep.backends.triton.launch import power_of_2, quick, require_resident
 from ultraep.comm import Peers, Region
 from ultraep.errors import CommunicationError, PlanMismatch
 
@@ -108,6 +108,7 @@ class Board:
         told: Told,
     ) -> None:
         index, ranks = MEETINGS.index(meeting), self.peers.size
+        require_resident(ranks, 1, self.peers.device)
         quick(signals.share)[(ranks,)](
             self.region.addresses,
             tables.addresses,

@@ -6,10 +6,12 @@ D columns of a row, N and K those of a weight, F hidden width.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
-from ultraep.backends.triton.blocks import TABLES, Blocks, Table, square_band
-from ultraep.backends.triton.kernels import grouped, swiglu, tiles
+from ultraep.backends.triton.blocks import Blocks, Table, capability_of, square_band, table_for
+from ultraep.backends.triton.kernels import grouped, rowwise, tiles
 from ultraep.backends.triton.kernels.tiles import DRAWN
 from ultraep.backends.triton.launch import cdiv, power_of_2, quick
 from ultraep.ops.products import Beside, Stacks
@@ -32,7 +34,7 @@ class Grouped:
         assert offsets.dtype == torch.int32, offsets.dtype
         self.offsets, self.num_slots = offsets, len(offsets) - 1
         self.programs = programs or multiprocessors(offsets.device)
-        self.table = table or TABLES["cuda" if torch.version.hip is None else "hip"]
+        self.table = table or table_for(*capability_of(offsets.device))
         self._order: dict[tuple[int, int], torch.Tensor] = {}
         self._padded = power_of_2(max(1, self.num_slots))
 
@@ -80,21 +82,20 @@ class Grouped:
             self._check(bias, out.shape[1:])
             assert bias.homes.dtype == bias.copies.dtype, (bias.homes.dtype, bias.copies.dtype)
         blocks = self.table[kernel, rows.element_size()]
-        tiles, programs = self._tiles(rows.shape[0], blocks), self.programs
-        arguments = rows, weights, bias, scale, tiles, out, blocks
+        tiles = self._tiles(rows.shape[0], blocks)
+        launch = partial(
+            self._launch_products, rows, weights, bias, scale, tiles, out, blocks, transposed
+        )
         if beside is None:
-            self._launch_products(programs, *arguments, transposed=transposed, drawn=False)
+            launch(self.programs, drawn=False)
             return
         tiles[int(DRAWN)].zero_()
         with beside.behind():
-            taken = beside.programs
-            self._launch_products(taken, *arguments, transposed=transposed, drawn=True)
-        programs -= beside.programs
-        self._launch_products(programs, *arguments, transposed=transposed, drawn=True)
+            launch(beside.programs, drawn=True)
+        launch(self.programs - beside.programs, drawn=True)
 
     def _launch_products(
         self,
-        programs: int,
         rows: torch.Tensor,
         weights: Stacks,
         bias: Stacks | None,
@@ -102,11 +103,11 @@ class Grouped:
         tiles: torch.Tensor,
         out: torch.Tensor,
         blocks: Blocks,
-        *,
         transposed: bool,
+        programs: int,
+        *,
         drawn: bool,
     ) -> None:
-        last = blocks.last(out.shape[1])
         quick(grouped.multiply)[(programs * blocks.resident,)](
             rows,
             weights.homes,
@@ -127,12 +128,11 @@ class Grouped:
             bias and bias.copies.stride(0),
             out.stride(0),
             TRANSPOSED=transposed,
-            ALL_DEPTH=rows.shape[1] % blocks.depth == 0,
-            ALL_WIDTH=out.shape[1] % last == 0,
-            M=blocks.rows,
-            N=blocks.columns,
-            LAST=last,
-            K=blocks.depth,
+            EVEN_K=rows.shape[1] % blocks.depth == 0,
+            EVEN_N=out.shape[1] % blocks.columns == 0,
+            BLOCK_M=blocks.rows,
+            BLOCK_N=blocks.columns,
+            BLOCK_K=blocks.depth,
             HALF=blocks.half,
             DRAWN=drawn,
             num_warps=blocks.warps,
@@ -159,18 +159,7 @@ class Grouped:
         assert d_out_AN.dtype == rows_AK.dtype, (d_out_AN.dtype, rows_AK.dtype)
         if bias is not None:
             self._check(bias, (height,))
-        self._weight_gradients(d_out_AN, rows_AK, into, bias, scale)
-
-    def _weight_gradients(
-        self,
-        d_out_AN: torch.Tensor,
-        rows_AK: torch.Tensor,
-        into: Stacks,
-        bias: Stacks | None,
-        scale: torch.Tensor | None,
-    ) -> None:
         blocks = self.table["weight_gradients", rows_AK.element_size()]
-        last = blocks.last(rows_AK.shape[1])
         quick(grouped.weight_gradients)[(self.programs * blocks.resident,)](
             d_out_AN,
             rows_AK,
@@ -185,8 +174,8 @@ class Grouped:
             into.spans,
             into.homes.shape[0],
             self.num_slots,
-            d_out_AN.shape[1],
-            rows_AK.shape[1],
+            height,
+            width,
             d_out_AN.stride(0),
             rows_AK.stride(0),
             into.homes.stride(0),
@@ -194,13 +183,12 @@ class Grouped:
             into.homes.stride(1),
             bias and bias.homes.stride(0),
             bias and bias.copies.stride(0),
-            ALL_HEIGHT=d_out_AN.shape[1] % blocks.rows == 0,
-            ALL_WIDTH=rows_AK.shape[1] % last == 0,
-            M=blocks.rows,
-            N=blocks.columns,
-            LAST=last,
-            K=blocks.depth,
-            BAND=blocks.band,
+            EVEN_M=height % blocks.rows == 0,
+            EVEN_N=width % blocks.columns == 0,
+            BLOCK_M=blocks.rows,
+            BLOCK_N=blocks.columns,
+            BLOCK_K=blocks.depth,
+            GROUP_M=blocks.band,
             num_warps=blocks.warps,
             num_stages=blocks.stages,
         )
@@ -219,8 +207,8 @@ class Grouped:
                 order,
                 self.num_slots,
                 L=self._padded,
-                M=blocks.rows,
-                BAND=band,
+                BLOCK_M=blocks.rows,
+                GROUP_M=band,
                 B=64,
                 num_warps=4,
             )
@@ -232,7 +220,7 @@ class Grouped:
         self._check(None, None, up, out_AF)
         assert up.shape[1] == 2 * out_AF.shape[1], (up.shape, out_AF.shape)
         blocks = self.table["swiglu", up.element_size()]
-        quick(swiglu.swiglu)[(self.programs * blocks.resident,)](
+        quick(rowwise.swiglu)[(self.programs * blocks.resident,)](
             up,
             self.offsets,
             out_AF,
@@ -240,8 +228,8 @@ class Grouped:
             out_AF.shape[1],
             up.stride(0),
             out_AF.stride(0),
-            M=blocks.rows,
-            N=blocks.columns,
+            BLOCK_M=blocks.rows,
+            BLOCK_N=blocks.columns,
             num_warps=blocks.warps,
         )
 
@@ -266,7 +254,7 @@ class Grouped:
         assert up.shape[1] == 2 * d_hidden_AF.shape[1], (up.shape, d_hidden_AF.shape)
         assert hidden is None or hidden.shape == d_hidden_AF.shape
         blocks = self.table["swiglu_backward", up.element_size()]
-        quick(swiglu.swiglu_backward)[(self.programs * blocks.resident,)](
+        quick(rowwise.swiglu_backward)[(self.programs * blocks.resident,)](
             up,
             d_hidden_AF,
             scale,
@@ -280,8 +268,8 @@ class Grouped:
             d_hidden_AF.stride(0),
             d_up.stride(0),
             None if hidden is None else hidden.stride(0),
-            M=blocks.rows,
-            N=blocks.columns,
+            BLOCK_M=blocks.rows,
+            BLOCK_N=blocks.columns,
             num_warps=blocks.warps,
         )
 
@@ -289,7 +277,7 @@ class Grouped:
         """Add to `sums`, [A] float32, the product of every row with the bias [D] of its slot."""
         self._check(bias, rows_AD.shape[1:], rows_AD, sums)
         blocks = self.table["row_dots", rows_AD.element_size()]
-        quick(swiglu.row_dots)[(self.programs * blocks.resident,)](
+        quick(rowwise.row_dots)[(self.programs * blocks.resident,)](
             rows_AD,
             bias.homes,
             bias.copies,
@@ -302,8 +290,8 @@ class Grouped:
             bias.homes.stride(0),
             bias.copies.stride(0),
             L=self._padded,
-            M=blocks.rows,
-            N=blocks.columns,
+            BLOCK_M=blocks.rows,
+            BLOCK_N=blocks.columns,
             num_warps=blocks.warps,
         )
 

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from ultraep.arrays import IntArray
+from ultraep.backends.limits import Limits
 from ultraep.backends.triton.counter import Counter
 from ultraep.backends.triton.device import default_device, launching
 from ultraep.backends.triton.kernels.state import MOST
@@ -43,45 +44,20 @@ def count(ids_N: IntArray | torch.Tensor, experts: int) -> tuple[IntArray, int]:
 
 
 @_launching
-def place(
-    expert_loads: IntArray,
-    experts_by_rank: IntArray,
-    first_of_rank: IntArray,
-    domain: int,
-    slots: int,
-    tolerance_parts: int,
-    min_tokens: int,
-    max_replicas: int,
-    row: int,
-    copy: int,
-    each: int,
-    layer: int,
-) -> IntArray:
+def place(expert_loads: IntArray, limits: Limits) -> IntArray:
     """[C, 3] expert, host rank and quota of every copy, ordered by expert, then host."""
-    limits = (tolerance_parts, min_tokens, max_replicas)
-    rates = (row, copy, each, layer)
-    planner = _planner(expert_loads, experts_by_rank, first_of_rank, domain, slots, *limits, rates)
+    planner = _planner(expert_loads, limits)
     planner.place()
     experts, quotas = _on_host(planner.found)
     held = np.flatnonzero(experts != MOST.value)
-    copies = np.stack([experts[held], held // max(1, slots), quotas[held]], axis=1)
+    copies = np.stack([experts[held], held // max(1, limits.slots), quotas[held]], axis=1)
     return copies[np.lexsort((copies[:, 1], copies[:, 0]))]
 
 
 @_launching
-def lower_bound(
-    expert_loads: IntArray,
-    experts_by_rank: IntArray,
-    first_of_rank: IntArray,
-    domain: int,
-    slots: int,
-    max_replicas: int,
-) -> int:
+def lower_bound(expert_loads: IntArray, limits: Limits) -> int:
     """Tokens on the fullest rank that no plan can go below."""
-    planner = _planner(
-        expert_loads, experts_by_rank, first_of_rank, domain, slots, 0, 1, max_replicas, NO_RATES
-    )
-    return int(planner.bounds().max())
+    return int(_planner(expert_loads, limits._replace(rates=NO_RATES)).bounds().max())
 
 
 @_launching
@@ -94,7 +70,8 @@ def split(
     slots = int(np.bincount(hosts, minlength=1).max())
     order = np.argsort(home_of_expert, kind="stable")
     first = np.searchsorted(home_of_expert[order], np.arange(ranks + 1))
-    planner = Planner(order, first, ranks, slots, 0, 1, ranks * slots, locality, default_device())
+    limits = Limits(order, first, ranks, slots, max_replicas=ranks * slots)
+    planner = Planner(limits, locality=locality, device=default_device())
     # The copies of one host, in any order, in its spare slots.
     by_host = np.argsort(hosts, kind="stable")
     index = np.arange(len(hosts)) - np.searchsorted(hosts[by_host], hosts[by_host])
@@ -168,30 +145,9 @@ def tally(
     return _on_host(rank_loads), _on_host(slots)
 
 
-def _planner(
-    expert_loads: IntArray,
-    experts_by_rank: IntArray,
-    first_of_rank: IntArray,
-    domain: int,
-    slots: int,
-    tolerance_parts: int,
-    min_tokens: int,
-    max_replicas: int,
-    rates: tuple[int, int, int, int],
-) -> Planner:
+def _planner(expert_loads: IntArray, limits: Limits) -> Planner:
     """A planner that knows the tokens of every expert."""
-    planner = Planner(
-        experts_by_rank,
-        first_of_rank,
-        domain,
-        slots,
-        tolerance_parts,
-        min_tokens,
-        max_replicas,
-        locality=False,
-        device=default_device(),
-        rates=rates,
-    )
+    planner = Planner(limits, locality=False, device=default_device())
     planner.sum(_on_device(expert_loads)[None])
     return planner
 

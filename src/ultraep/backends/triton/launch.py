@@ -10,11 +10,13 @@ addresses and numbers divide by 16 and numbers are one, and what was compiled is
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
 from triton.runtime import JITFunction
+
+from ultraep.errors import ConfigError
 
 ALIGNED = 15  # bits of an address or a number that compiled kernels are told of
 WIDE = 1 << 31  # numbers from here on have 64 bits
@@ -29,6 +31,27 @@ def cdiv(number: int, size: int) -> int:
 def power_of_2(number: int) -> int:
     """The least power of two that is not below the number."""
     return 1 << max(0, number - 1).bit_length()
+
+
+@cache
+def require_resident(programs: int, warps: int, device: torch.device) -> None:
+    """Raise if a GPU cannot hold so many programs at once, which kernels that wait must be.
+
+    Only the threads of a multiprocessor are counted, not registers and shared memory: what this
+    refuses would certainly wait in vain.
+    """
+    if device.type != "cuda":
+        return
+    properties = torch.cuda.get_device_properties(device)
+    of_program = warps * getattr(properties, "warp_size", 32)
+    most = properties.multi_processor_count * (
+        properties.max_threads_per_multi_processor // of_program
+    )
+    if programs > most:
+        raise ConfigError(
+            f"{programs} programs of {warps} warps wait for each other, {properties.name} holds "
+            f"{most} of them at once: put fewer ranks on this device, or move with fewer programs"
+        )
 
 
 def quick(kernel: Any) -> Any:

@@ -12,9 +12,10 @@ import numpy as np
 import torch
 
 from ultraep.arrays import IntArray
-from ultraep.backends.reference.circles import MOST_RANKS
-from ultraep.backends.triton.kernels import groups, place, rungs, split, state
-from ultraep.backends.triton.kernels.quickest import LIMITED
+from ultraep.backends.limits import Limits
+from ultraep.backends.reference.members import MOST_RANKS
+from ultraep.backends.triton.kernels import groups, place, rungs, state
+from ultraep.backends.triton.kernels.rungs import LIMITED
 from ultraep.backends.triton.launch import cdiv, power_of_2, quick
 from ultraep.config import NO_RATES, rungs_of
 from ultraep.errors import ConfigError
@@ -29,7 +30,7 @@ class Planner:
     `plan` only launches kernels, and always the same ones: it can be captured in a graph. The
     results stand in tensors that the next call overwrites; rows behind the last copy are -1 or 0.
     `places`: where each of them begins and ends in `result`, and its shape.
-    rates: what tokens and copies cost; `use` changes them between plans.
+    limits: its rates, what tokens and copies cost, can be changed between plans by `use`.
     timed: whether time may decide, though there are no rates yet.
     """
 
@@ -42,27 +43,18 @@ class Planner:
     places: dict[str, tuple[slice, tuple[int, ...]]]
 
     def __init__(
-        self,
-        experts_by_rank: IntArray,
-        first_of_rank: IntArray,
-        domain: int,
-        slots: int,
-        tolerance_parts: int,
-        min_tokens: int,
-        max_replicas: int,
-        locality: bool,
-        device: torch.device,
-        rates: tuple[int, int, int, int] = NO_RATES,
-        timed: bool = False,
+        self, limits: Limits, *, locality: bool, device: torch.device, timed: bool = False
     ) -> None:
+        experts_by_rank, first_of_rank, domain, slots = limits[:4]
         self.ranks, self.experts = len(first_of_rank) - 1, len(experts_by_rank)
         self.domain, self.slots, self.locality = domain, slots, locality
         self.domains = self.ranks // domain
-        self.limit = min(max_replicas, domain * slots)
-        self.min_tokens = min(min_tokens, 2**31 - 1)
-        self.parts, self.slack = tolerance_parts, tolerance_parts > 0 or self.domains > 1
-        may_be_timed = timed or rates != NO_RATES
-        tolerances = [tolerance_parts] * LIMITED.value + rungs_of(tolerance_parts)
+        self.limit = min(limits.max_replicas, domain * slots)
+        self.min_tokens = min(limits.min_tokens, 2**31 - 1)
+        self.parts = limits.tolerance_parts
+        self.slack = self.parts > 0 or self.domains > 1
+        may_be_timed = timed or limits.rates != NO_RATES
+        tolerances = [self.parts] * LIMITED.value + rungs_of(self.parts)
         self.tried = len(tolerances) if may_be_timed else 0
         self.homes = max(1, int(np.diff(first_of_rank).max()))
         self.max_fanout = domain  # whatever the limit: plans of others may be adopted
@@ -70,9 +62,9 @@ class Planner:
         self._tables(experts_by_rank, first_of_rank, device)
         self._allocate(device)
         self.tolerances = torch.tensor(tolerances, dtype=INT, device=device)
-        self.timed = rates != NO_RATES
-        self.rates = torch.tensor(rates, dtype=torch.int64, device=device)
-        self._rates = {rates: self.rates}
+        self.timed = limits.rates != NO_RATES
+        self.rates = torch.tensor(limits.rates, dtype=torch.int64, device=device)
+        self._rates = {limits.rates: self.rates}
 
     def use(self, rates: tuple[int, int, int, int]) -> None:
         """Plan by these rates from now on. Graphs go on by those that they were captured with."""
@@ -323,7 +315,7 @@ class Planner:
         """Replicas with their slots and quotas, and the tokens of every source for each of them."""
         if not self.slots:
             return
-        quick(split.split)[(len(self.quotas),)](
+        quick(place.split)[(len(self.quotas),)](
             loads_RE,
             self.expert_loads,
             self.home_of_expert,

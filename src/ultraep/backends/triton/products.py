@@ -1,18 +1,25 @@
 """Products of stage 6 on a GPU, with numbers of rows that only the device need know.
 
-Shapes: A rows that there is room for, F hidden width, U what goes into the activation.
+And rows times one number each, for rows whose number the host knows.
+
+Shapes: A rows that there is room for, D width of a row, F hidden width, U what goes into the
+activation.
 """
 
 from __future__ import annotations
 
 import torch
 
+import ultraep.ops.products as plain
 from ultraep.backends.triton.grouped import Grouped
+from ultraep.backends.triton.kernels import rowwise
+from ultraep.backends.triton.launch import cdiv, power_of_2, quick
 from ultraep.errors import ConfigError
 from ultraep.ops.activations import Activation
-from ultraep.ops.products import Beside, Stacks, activate_backward
+from ultraep.ops.products import Beside, Stacks
 
 TYPES = (torch.bfloat16, torch.float16, torch.float32)
+TILE, WIDEST, WARPS = 4096, 1024, 8  # of rows that are scaled
 
 
 class TritonProducts:
@@ -83,7 +90,7 @@ class TritonProducts:
                 up, d_hidden_AF, d_up, hidden=d_hidden_AF, scale=scale_A, d_scale=d_scale_A
             )
             return d_up, d_hidden_AF, d_scale_A
-        return activate_backward(self._activation, up, d_hidden_AF, scale_A)
+        return plain.activate_backward(self._activation, up, d_hidden_AF, scale_A)
 
     def row_dots(self, rows_AN: torch.Tensor, bias: Stacks, sums_A: torch.Tensor) -> None:
         self._grouped.row_dots(rows_AN, fitting(bias, rows_AN.dtype), sums_A)
@@ -107,3 +114,60 @@ def fitting(stacks: Stacks, dtype: torch.dtype) -> Stacks:
     if homes.stride()[1:] != stacks.copies.stride()[1:]:
         homes = homes.contiguous()
     return Stacks(homes, stacks.copies.to(dtype))
+
+
+def scale_rows(rows_AD: torch.Tensor, scale_A: torch.Tensor, out_AD: torch.Tensor) -> None:
+    """Into `out_AD`, rows times their scale; torch does what the kernel does not know."""
+    if not _known(scale_A, rows_AD):
+        plain.scale_rows(rows_AD, scale_A, out_AD)
+        return
+    (num_rows, width), blocks = rows_AD.shape, _tile_for(rows_AD.shape[1])
+    quick(rowwise.scale_rows)[(cdiv(num_rows, blocks["BLOCK_M"]),)](
+        rows_AD,
+        scale_A,
+        out_AD,
+        num_rows,
+        width,
+        rows_AD.stride(0),
+        out_AD.stride(0),
+        **blocks,
+        num_warps=WARPS,
+    )
+
+
+def scale_rows_backward(
+    d_out_AD: torch.Tensor, rows_AD: torch.Tensor, scale_A: torch.Tensor, d_scale_A: torch.Tensor
+) -> torch.Tensor:
+    """[A, D] gradients of the rows; into `d_scale_A`, those of their scale."""
+    if not _known(scale_A, rows_AD, d_out_AD):
+        return plain.scale_rows_backward(d_out_AD, rows_AD, scale_A, d_scale_A)
+    d_rows_AD = torch.empty_like(rows_AD, memory_format=torch.contiguous_format)
+    (num_rows, width), blocks = rows_AD.shape, _tile_for(rows_AD.shape[1])
+    quick(rowwise.scale_rows_backward)[(cdiv(num_rows, blocks["BLOCK_M"]),)](
+        d_out_AD,
+        rows_AD,
+        scale_A,
+        d_rows_AD,
+        d_scale_A,
+        num_rows,
+        width,
+        d_out_AD.stride(0),
+        rows_AD.stride(0),
+        d_rows_AD.stride(0),
+        **blocks,
+        num_warps=WARPS,
+    )
+    return d_rows_AD
+
+
+def _known(scale_A: torch.Tensor, *of_rows: torch.Tensor) -> bool:
+    """Whether the kernels know such rows."""
+    return scale_A.dtype.itemsize <= 4 and all(
+        rows.dtype.itemsize <= 4 and rows.stride(1) == 1 and rows.shape[0] > 0 for rows in of_rows
+    )
+
+
+def _tile_for(width: int) -> dict[str, int]:
+    """Rows and columns of a tile."""
+    columns = min(WIDEST, power_of_2(width))
+    return {"BLOCK_M": TILE // columns, "BLOCK_N": columns}

@@ -94,9 +94,9 @@ def _quantise(
         GROUP=group,
         WHOLE=height > 1,
         LEVEL=together > 1,
-        M=high,
+        BLOCK_M=high,
         G=together,
-        N=padded,
+        BLOCK_N=padded,
         num_warps=WARPS,
     )
 
@@ -129,7 +129,7 @@ def _dequantise(
         out.stride(1),
         HIGH=height,
         WIDE=width or max(columns, PLAIN_COLUMNS),
-        M=PLAIN_ROWS,
-        N=PLAIN_COLUMNS,
+        BLOCK_M=PLAIN_ROWS,
+        BLOCK_N=PLAIN_COLUMNS,
         num_warps=WARPS // 2,
     )

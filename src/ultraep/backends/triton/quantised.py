@@ -8,12 +8,10 @@ Shapes: A rows that there is room for, N and K those of a weight, F hidden width
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 
 from ultraep.backends.triton import quantise
-from ultraep.backends.triton.blocks import Blocks
+from ultraep.backends.triton.blocks import Blocks, Table, capability_of, multiplies_e4m3
 from ultraep.backends.triton.grouped import Grouped
 from ultraep.backends.triton.kernels import quantise as quantise_kernels
 from ultraep.backends.triton.kernels import quantised as kernels
@@ -24,44 +22,15 @@ from ultraep.ops.formats import E4M3, Format
 from ultraep.ops.products import Stacks
 from ultraep.ops.quantised import QuantisedProducts, QuantisedStacks
 
-QuantisedTable = Mapping[str, Blocks]  # by format
-
-TABLES: dict[str, QuantisedTable] = {
-    "e4m3": {
-        "fp8": Blocks(128, 256, 128, warps=8, stages=4, half=True),
-        "fp8_rows": Blocks(128, 256, 128, warps=8, stages=4, half=True),
-    },
-    "cuda": {
-        "fp8": Blocks(128, 128, 128, warps=8, stages=2),
-        "fp8_rows": Blocks(128, 128, 128, warps=8, stages=2),
-    },
-    "hip": {  # 64 KiB of shared memory
-        "fp8": Blocks(64, 64, 128, warps=4, stages=2),
-        "fp8_rows": Blocks(64, 64, 128, warps=4, stages=2),
-    },
-}
 ACTIVATED, TOGETHER = 2048, 4  # numbers of a tile between two products, and groups
 RESIDENT = 8  # programs on a multiprocessor, there
 LAID = 16  # groups of a row of tiles whose ratios are laid by one program
 
 
-def known_to_tensor_cores(device: torch.device) -> bool:
-    """Whether a GPU multiplies e4m3: those of compute capability 8.9 and above."""
-    if device.type != "cuda" or torch.version.hip is not None:
-        return False
-    return torch.cuda.get_device_capability(device) >= (8, 9)
-
-
-def table_for(device: torch.device) -> QuantisedTable:
-    if known_to_tensor_cores(device):
-        return TABLES["e4m3"]
-    return TABLES["cuda" if torch.version.hip is None else "hip"]
-
-
 class GroupedQuantised(Grouped):
     """Work on packed rows of one rank; see `Grouped`.
 
-    `blocks`: how the products of each format are cut.   `native`: codes are multiplied as they are.
+    `native`: codes are multiplied as they are; None: if the GPU can.
     """
 
     def __init__(
@@ -69,12 +38,12 @@ class GroupedQuantised(Grouped):
         offsets: torch.Tensor,
         *,
         programs: int | None = None,
-        blocks: QuantisedTable | None = None,
+        table: Table | None = None,
         native: bool | None = None,
     ) -> None:
-        super().__init__(offsets, programs=programs)
-        self.blocks = blocks or table_for(offsets.device)
-        native = known_to_tensor_cores(offsets.device) if native is None else native
+        super().__init__(offsets, programs=programs, table=table)
+        if native is None:
+            native = multiplies_e4m3(*capability_of(offsets.device))
         self._codes = E4M3 if native else torch.uint8
 
     def multiply_quantised(
@@ -97,20 +66,8 @@ class GroupedQuantised(Grouped):
         self._check(weights.scales, form.scale_shape((width, depth)))
         if bias is not None:
             self._check(bias, (width,))
-        self._multiply_quantised(form, packed, weights, out_AN, bias, scale)
-
-    def _multiply_quantised(
-        self,
-        form: Format,
-        packed: torch.Tensor,
-        weights: QuantisedStacks,
-        out_AN: torch.Tensor,
-        bias: Stacks | None,
-        scale: torch.Tensor | None,
-    ) -> None:
-        data, scales, blocks = weights.data, weights.scales, self.blocks[form.name]
-        depth, width = weights.width, out_AN.shape[1]
-        codes, row_scales = form.parts(packed, depth)
+        data, scales = weights.data, weights.scales
+        blocks = self.table["multiply_quantised", form.name]
         tiles = self._tiles(len(packed), blocks)
         laid = self._ratios(row_scales, tiles, blocks) if form.width else (None, None)
         quick(kernels.multiply_quantised)[(self.programs * blocks.resident,)](
@@ -141,11 +98,11 @@ class GroupedQuantised(Grouped):
             bias and bias.copies.stride(0),
             out_AN.stride(0),
             BLOCKS=form.width > 0,
-            ALL_DEPTH=depth % blocks.depth == 0,
-            ALL_WIDTH=width % blocks.columns == 0,
-            M=blocks.rows,
-            N=blocks.columns,
-            K=blocks.depth,
+            EVEN_K=depth % blocks.depth == 0,
+            EVEN_N=width % blocks.columns == 0,
+            BLOCK_M=blocks.rows,
+            BLOCK_N=blocks.columns,
+            BLOCK_K=blocks.depth,
             HALF=blocks.half,
             num_warps=blocks.warps,
             num_stages=blocks.stages,
@@ -167,7 +124,7 @@ class GroupedQuantised(Grouped):
                 changes,
                 groups,
                 row_scales.stride(0),
-                M=blocks.rows,
+                BLOCK_M=blocks.rows,
                 G=together,
                 num_warps=4,
             )
@@ -192,9 +149,9 @@ class GroupedQuantised(Grouped):
             scales.stride(0),
             GROUP=group,
             LEVEL=groups > 1,
-            M=max(1, ACTIVATED // (together * padded)),
+            BLOCK_M=max(1, ACTIVATED // (together * padded)),
             G=together,
-            N=padded,
+            BLOCK_N=padded,
             num_warps=4,
         )
         return packed

@@ -13,7 +13,7 @@ import torch
 
 from ultraep.backends.triton.board import MAX_CHUNKS, STAGES, Board
 from ultraep.backends.triton.kernels import relay, schedule, stream
-from ultraep.backends.triton.launch import power_of_2, quick
+from ultraep.backends.triton.launch import power_of_2, quick, require_resident
 from ultraep.bundle import Layout, Stack, tensors_of
 from ultraep.comm import Region
 from ultraep.errors import ConfigError
@@ -147,6 +147,7 @@ class Streamer:
     ) -> None:
         """Send for several ranks of this device at once; `homes` and `schedules` by rank."""
         board, topology = self.board, self.topology
+        require_resident(self.programs * ranks, WARPS, board.peers.device)
         quick(stream.stream)[(self.programs * ranks,)](
             board.region.addresses,
             rows.addresses,

@@ -30,7 +30,6 @@ from typing import NamedTuple
 import numpy as np
 
 from ultraep.arrays import IntArray
-from ultraep.backends import select
 from ultraep.policies import Problem, register_policy
 from ultraep.policies.limits import refuse_limits
 from ultraep.policies.places import away_from_home, pack
@@ -137,12 +136,14 @@ def split(loads_SE: IntArray, places: Places, topology: Topology) -> IntArray:
 
 def _level_groups(rank_SR: IntArray, places: Places, limit_SD: IntArray, size: int) -> IntArray:
     """[S, D] tokens to move along every edge, each group of ranks for itself."""
+    from ultraep.policies.peers.level import level  # numba, where it is used
+
     moved_SD = np.zeros_like(limit_SD)
     for begin in range(0, rank_SR.shape[1], size):
         inside = np.flatnonzero(places.source // size == begin // size)
         ends = (places.source[inside] - begin, places.host[inside] - begin)
         own_SR = rank_SR[:, begin : begin + size]
-        moved_SD[:, inside] = select().level(own_SR, *ends, limit_SD[:, inside])
+        moved_SD[:, inside] = level(own_SR, *ends, limit_SD[:, inside])
     return moved_SD
 
 

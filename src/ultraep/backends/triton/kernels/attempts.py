@@ -6,72 +6,60 @@ experts then stays inside a thread, and one over ranks is one instruction of a w
 
 Every copy is noted at its host: `hosted` is one attempt, see `state.py`. The answer is the loads in
 the end and the number of copies; of `alias` also the tokens at home and the most copies of a rank.
+`problem` and `SHAPE` are those of `state.py`.
 """
 
 import triton
 import triton.language as tl
 
-from ultraep.backends.triton.kernels.state import MOST, quotas_of
+from ultraep.backends.triton.kernels.state import MOST, held_by, quotas_of
 
 MOST_LONG = tl.constexpr(2**63 - 1)
+EMPTIEST, FULLEST, SMALLEST = (tl.constexpr(number) for number in range(3))
 
 
 @triton.jit
-def free_all(hosted, held, HELD: tl.constexpr):
-    """Forget the copies of an earlier attempt; `held` slots are all that there are."""
-    slot = tl.arange(0, HELD)
+def free_all(hosted, problem, SHAPE: tl.constexpr):
+    """Forget the copies of an earlier attempt."""
+    slot = tl.arange(0, SHAPE.HELD)
     tl.debug_barrier()
-    tl.store(hosted + slot, slot * 0 - 1, mask=slot < held)
+    tl.store(hosted + slot, slot * 0 - 1, mask=slot < held_by(problem))
     tl.debug_barrier()
 
 
 @triton.jit
 def alias(
-    load_G,
-    home_HG,
-    hosted,
-    threshold,
-    slack,
-    ranks,
-    slots,
-    usable,
-    min_tokens,
-    limit,
-    H: tl.constexpr,
-    G: tl.constexpr,
-    HELD: tl.constexpr,
-    ONE_SLOT: tl.constexpr,
-    THRIFTY: tl.constexpr,
-    PACKED: tl.constexpr,
-):
+    load_G, home_HG, hosted, threshold, slack, usable, problem,
+    SHAPE: tl.constexpr, THRIFTY: tl.constexpr, PACKED: tl.constexpr
+):  # fmt: skip
     """The emptiest rank takes from the fullest, exactly what it lacks.
 
     With `THRIFTY`, a surplus that fits tightly into one host goes there alone: see `tightest_pair`.
     With `PACKED`, tokens and ranks share a number, and one reduction finds both; tokens and rows
     of experts likewise.   usable: slots of a rank that may be used.
     """
-    rank = tl.arange(0, G)
-    row = tl.arange(0, H)[:, None]
+    rank = tl.arange(0, SHAPE.G)
+    row = tl.arange(0, SHAPE.H)[:, None]
     if PACKED:
-        home_HG = home_HG * H + (H - 1 - row)
-    free_all(hosted, ranks * slots, HELD)
-    free_G = tl.where(rank < ranks, usable, 0)
+        home_HG = home_HG * SHAPE.H + (SHAPE.H - 1 - row)
+    free_all(hosted, problem, SHAPE)
+    free_G = tl.where(rank < problem.ranks, usable, 0)
     used_G = rank * 0
     made = 0
-    going = limit > 0
+    going = problem.limit > 0
     while going:
         most_G = tl.max(home_HG, 0)
         if PACKED:
-            heat_G, hot_G = unpack(most_G, H)
+            heat_G, hot_G = unpack(most_G, SHAPE.H)
         else:
             heat_G = most_G
-            hot_G = tl.min(tl.where(home_HG == most_G[None, :], row, H), 0)
+            hot_G = tl.min(tl.where(home_HG == most_G[None, :], row, SHAPE.H), 0)
         room_G = tl.where(free_G > 0, threshold - load_G, -1)
         if THRIFTY:  # before `choose`, which branches: the reductions of both can overlap
             tight, tight_host, tight_donor, surplus, wasted = tightest_pair(
-                room_G, load_G, heat_G, threshold, slack, min_tokens, G, PACKED
+                room_G, load_G, heat_G, threshold, slack, problem.min_tokens, SHAPE.G, PACKED
             )
-        host, donor, quota = choose(room_G, load_G, heat_G, threshold, G, PACKED)
+        host, donor, quota = choose(room_G, load_G, heat_G, threshold, SHAPE.G, PACKED)
         filled = 1
         if THRIFTY:
             host = tl.where(tight, tight_host, host)
@@ -79,17 +67,17 @@ def alias(
             quota = tl.where(tight, surplus, quota)
             filled = tl.where(tight, usable, 1)
             slack -= tl.where(tight, wasted, 0)
-        going = quota >= min_tokens
-        donor = tl.where(going, donor, G)  # nobody
-        host = tl.where(going, host, G)
+        going = quota >= problem.min_tokens
+        donor = tl.where(going, donor, SHAPE.G)  # nobody
+        host = tl.where(going, host, SHAPE.G)
         slot = host
-        if not ONE_SLOT:
-            slot = host * slots + tl.max(tl.where(rank == host, used_G, 0), 0)
-        tl.store(hosted + slot + rank * 0, hot_G * G + rank, mask=rank == donor)
-        tl.store(quotas_of(hosted, ranks * slots) + slot, quota, mask=going)
+        if not SHAPE.ONE_SLOT:
+            slot = host * problem.slots + tl.max(tl.where(rank == host, used_G, 0), 0)
+        tl.store(hosted + slot + rank * 0, hot_G * SHAPE.G + rank, mask=rank == donor)
+        tl.store(quotas_of(hosted, problem) + slot, quota, mask=going)
         if PACKED:
             hit_HG = (home_HG == most_G[None, :]) & (rank == donor)[None, :]
-            home_HG -= tl.where(hit_HG, quota * H, 0)
+            home_HG -= tl.where(hit_HG, quota * SHAPE.H, 0)
         else:
             hit_HG = (row == hot_G[None, :]) & (rank == donor)[None, :]
             home_HG -= tl.where(hit_HG, quota, 0)
@@ -97,9 +85,9 @@ def alias(
         free_G -= tl.where(rank == host, filled, 0)
         used_G += tl.where(rank == host, 1, 0)
         made += going.to(tl.int32)
-        going = going & (made < limit)
+        going = going & (made < problem.limit)
     if PACKED:
-        home_HG = unpack(home_HG, H)[0]
+        home_HG = unpack(home_HG, SHAPE.H)[0]
     return load_G, home_HG, made, tl.max(used_G, 0)
 
 
@@ -180,60 +168,46 @@ def unpack(key, G: tl.constexpr):
 
 @triton.jit
 def alias_packed_or_not(
-    load_G, home_HG, hosted, threshold, slack, ranks, slots, usable, min_tokens, limit,
-    H: tl.constexpr, G: tl.constexpr, HELD: tl.constexpr, ONE_SLOT: tl.constexpr,
-    THRIFTY: tl.constexpr
+    load_G, home_HG, hosted, threshold, slack, usable, problem,
+    SHAPE: tl.constexpr, THRIFTY: tl.constexpr
 ):  # fmt: skip
     """`alias`, packed if tokens times ranks, or times rows, fit into 32 bits."""
     made = 0
     received = 0
-    if tl.maximum(tl.max(load_G, 0), threshold) < (1 << 31) // max(H, G) - 1:
+    if tl.maximum(tl.max(load_G, 0), threshold) < (1 << 31) // max(SHAPE.H, SHAPE.G) - 1:
         load_G, home_HG, made, received = alias(
-            load_G, home_HG, hosted, threshold, slack, ranks, slots, usable, min_tokens, limit,
-            H, G, HELD, ONE_SLOT, THRIFTY, True
-        )  # fmt: skip
+            load_G, home_HG, hosted, threshold, slack, usable, problem, SHAPE, THRIFTY, True
+        )
     else:
         load_G, home_HG, made, received = alias(
-            load_G, home_HG, hosted, threshold, slack, ranks, slots, usable, min_tokens, limit,
-            H, G, HELD, ONE_SLOT, THRIFTY, False
-        )  # fmt: skip
+            load_G, home_HG, hosted, threshold, slack, usable, problem, SHAPE, THRIFTY, False
+        )
     return load_G, home_HG, made, received
 
 
 @triton.jit
-def window(
-    load_G,
-    home_HG,
-    hosted,
-    threshold,
-    ranks,
-    slots,
-    min_tokens,
-    limit,
-    H: tl.constexpr,
-    G: tl.constexpr,
-    HELD: tl.constexpr,
-):
+def window(load_G, home_HG, hosted, threshold, problem, SHAPE: tl.constexpr):
     """Every donor gives its surplus to as few hosts as possible, and to the tightest such."""
-    rank = tl.arange(0, G)
-    row = tl.arange(0, H)[:, None]
-    free_all(hosted, ranks * slots, HELD)
+    ranks, slots, min_tokens, limit = problem
+    rank = tl.arange(0, SHAPE.G)
+    row = tl.arange(0, SHAPE.H)[:, None]
+    free_all(hosted, problem, SHAPE)
     free_G = tl.where(rank < ranks, slots, 0)
     made = 0
     going = tl.max(load_G, 0) > threshold
     while going:
         over_G = load_G > threshold
         least = tl.min(tl.where(over_G, load_G, MOST), 0)
-        donor = tl.min(tl.where(over_G & (load_G == least), rank, G), 0)
+        donor = tl.min(tl.where(over_G & (load_G == least), rank, SHAPE.G), 0)
         heat_G = tl.max(home_HG, 0)
-        hot_G = tl.min(tl.where(home_HG == heat_G[None, :], row, H), 0)
+        hot_G = tl.min(tl.where(home_HG == heat_G[None, :], row, SHAPE.H), 0)
         heat = tl.max(tl.where(rank == donor, heat_G, -1), 0)
         hot = tl.max(tl.where(rank == donor, hot_G, -1), 0)
         surplus = tl.minimum(least - threshold, heat)
         room_G = tl.where((free_G > 0) & (threshold - load_G >= min_tokens), threshold - load_G, 0)
         # Unique, and in the order of the line of hosts: the roomiest first, then the lower rank.
-        key_G = (room_G.to(tl.int64) << 32) | (G - rank)
-        wanted, kept, first, last = tightest(room_G, key_G, surplus, limit - made, G)
+        key_G = (room_G.to(tl.int64) << 32) | (SHAPE.G - rank)
+        wanted, kept, first, last = tightest(room_G, key_G, surplus, limit - made, SHAPE.G)
         host_G = (key_G <= first) & (key_G >= last)
         # All but the last one are filled up.
         final = tl.where(kept == wanted, last, -1)
@@ -244,8 +218,8 @@ def window(
         host_G = host_G & (key_G != tl.where(whole, -1, final))
         quota_G = tl.where(host_G, tl.where(key_G == final, rest, room_G), 0)
         slot_G = rank * slots + slots - free_G
-        tl.store(hosted + slot_G, hot * G + donor + rank * 0, mask=host_G)
-        tl.store(quotas_of(hosted, ranks * slots) + slot_G, quota_G, mask=host_G)
+        tl.store(hosted + slot_G, hot * SHAPE.G + donor + rank * 0, mask=host_G)
+        tl.store(quotas_of(hosted, problem) + slot_G, quota_G, mask=host_G)
         given = tl.sum(quota_G, 0)
         home_HG -= tl.where((row == hot) & (rank == donor)[None, :], given, 0)
         load_G += quota_G - tl.where(rank == donor, given, 0)
@@ -280,3 +254,132 @@ def tightest(room_G, key_G, surplus, allowed, G: tl.constexpr):
         first = tl.max(tl.where(place == start, line_G, -1), 0)
         last = tl.max(tl.where(place == start + kept - 1, line_G, -1), 0)
     return wanted, kept, tl.where(kept > 0, first, -1), last
+
+
+@triton.jit
+def variant_of(number):
+    """What a circle may waste, in halves of an even share; and the rank that is to be joined."""
+    halves = tl.where(number == 0, 1, tl.where(number == 1, 6, tl.where(number == 2, 4, 3)))
+    anchor = tl.where(number < 2, EMPTIEST, tl.where(number == 2, FULLEST, SMALLEST))
+    return halves, anchor
+
+
+@triton.jit
+def first_with(chosen_G, G: tl.constexpr):
+    """The first rank for which this is true; G: none."""
+    return tl.min(tl.where(chosen_G, tl.arange(0, G), G), 0)
+
+
+@triton.jit
+def at(value_G, rank, G: tl.constexpr):
+    """The value of one rank."""
+    return tl.sum(tl.where(tl.arange(0, G) == rank, value_G, 0), 0)
+
+
+@triton.jit
+def least_waste(rest_G, height_G, G: tl.constexpr):
+    """[G] what is wasted by a circle of this height that the tightest other rank closes.
+
+    0 is the height of those who close none; `MOST`: nobody can.
+    """
+    rank = tl.arange(0, G)
+    rest = rest_G[None, :]
+    other = height_G[:, None]
+    across = ((rest > 0) & (other < 0)) | ((rest < 0) & (other > 0))
+    fits = across & (rest + other <= 0) & (rank[None, :] != rank[:, None])
+    return tl.min(tl.where(fits, -(rest + other), MOST), 0)
+
+
+@triton.jit
+def close_circles(load_G, home_HG, hosted, threshold, variant, problem, SHAPE: tl.constexpr):
+    """Close a circle of two; or make a copy that leaves two that fit; or do as `alias` does."""
+    halves, anchor = variant_of(variant)
+    ranks, slots, min_tokens, limit = problem
+    rank = tl.arange(0, SHAPE.G)
+    row = tl.arange(0, SHAPE.H)[:, None]
+    free_all(hosted, problem, SHAPE)
+    free_G = tl.where(rank < ranks, slots, 0)
+    made = 0
+    going = (limit > 0) & (tl.max(load_G, 0) > threshold)
+    while going:
+        heat_G = tl.max(home_HG, 0)
+        hot_G = tl.min(tl.where(home_HG == heat_G[None, :], row, SHAPE.H), 0)
+        second_G = tl.max(tl.where(row == hot_G[None, :], -1, home_HG), 0)
+        room_G = tl.where((free_G > 0) & (threshold - load_G >= min_tokens), threshold - load_G, 0)
+        surplus_G = tl.maximum(load_G - threshold, 0)
+        allowed = waste_allowed(surplus_G, room_G, halves)
+        ready_G = tl.where((surplus_G >= min_tokens) & (surplus_G <= heat_G), surplus_G, 0)
+        waste_G = least_waste(ready_G, -room_G, SHAPE.G)
+        most, donor = largest(tl.where(waste_G <= allowed, ready_G, 0), SHAPE.G, False)
+        closed = most > 0
+        host = first_with(room_G == most + at(waste_G, donor, SHAPE.G), SHAPE.G)
+        quota = most
+        if not closed:
+            donor, host = pair_that_leaves_one(
+                surplus_G,
+                room_G,
+                ready_G,
+                heat_G,
+                second_G,
+                min_tokens,
+                allowed,
+                anchor,
+                SHAPE.G,
+            )
+            quota = at(room_G, host, SHAPE.G)
+            if host == SHAPE.G:
+                host, donor, quota = choose(room_G, load_G, heat_G, threshold, SHAPE.G, False)
+        going = quota >= min_tokens
+        donor = tl.where(going, donor, SHAPE.G)  # nobody
+        host = tl.where(going, host, SHAPE.G)
+        slot = host * slots + slots - at(free_G, host, SHAPE.G)
+        tl.store(hosted + slot + rank * 0, hot_G * SHAPE.G + rank, mask=rank == donor)
+        tl.store(quotas_of(hosted, problem) + slot, quota, mask=going)
+        hit_HG = (row == hot_G[None, :]) & (rank == donor)[None, :]
+        home_HG -= tl.where(hit_HG, quota, 0)
+        load_G += tl.where(rank == host, quota, 0) - tl.where(rank == donor, quota, 0)
+        free_G -= tl.where(rank == host, tl.where(closed, free_G, 1), 0)
+        made += going.to(tl.int32)
+        going = going & (made < limit) & (tl.max(load_G, 0) > threshold)
+    return load_G, made
+
+
+@triton.jit
+def waste_allowed(surplus_G, room_G, halves):
+    """What one circle may waste, of what all ranks lack together."""
+    slack = tl.sum(room_G.to(tl.int64), 0) - tl.sum(surplus_G.to(tl.int64), 0)
+    donors = tl.sum((surplus_G > 0).to(tl.int32), 0)
+    allowed = tl.maximum(slack, 0) * halves // (2 * donors)
+    return tl.minimum(allowed, MOST - 1).to(tl.int32)
+
+
+@triton.jit
+def pair_that_leaves_one(
+    surplus_G, room_G, ready_G, heat_G, second_G, min_tokens, allowed, anchor, G: tl.constexpr
+):
+    """A donor that fills a host, so that what is left of it fits tightly with another rank.
+
+    One of the two is the anchor. The other is that which wastes least; G, G: nobody does.
+    """
+    rank = tl.arange(0, G)
+    hosted = anchor == EMPTIEST
+    key_G = tl.where(hosted, room_G, surplus_G)
+    key_G = tl.where((anchor == SMALLEST) & (surplus_G > 0), MOST - surplus_G, key_G)
+    joined = largest(key_G, G, False)[1]
+    # Of the donor and of the host, if the anchor is one of them and this rank the other.
+    give_G = tl.where(hosted, surplus_G, at(surplus_G, joined, G))
+    heat_G = tl.where(hosted, heat_G, at(heat_G, joined, G))
+    second_G = tl.where(hosted, second_G, at(second_G, joined, G))
+    take_G = tl.where(hosted, at(room_G, joined, G), room_G)
+    rest_G = give_G - take_G
+    gives = (give_G > 0) & (take_G > 0) & (heat_G >= take_G)
+    goes_on = (rest_G >= min_tokens) & (rest_G <= tl.maximum(heat_G - take_G, second_G))
+    rest_G = tl.where(gives & ((rest_G <= 0) | goes_on), rest_G, 0)
+    others_G = tl.where(rank == joined, 0, ready_G - room_G)
+    waste_G = least_waste(rest_G, others_G, G)
+    least = tl.min(waste_G, 0)
+    partner = first_with((waste_G == least) & (least <= allowed), G)
+    nobody = partner == G
+    donor = tl.where(nobody, G, tl.where(hosted, partner, joined))
+    host = tl.where(nobody, G, tl.where(hosted, joined, partner))
+    return donor, host

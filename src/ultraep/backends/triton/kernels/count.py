@@ -1,4 +1,4 @@
-"""Twin of `reference/count.py`: rows of every expert, and where the rows of every tile begin.
+"""Twin of `count` in the reference: rows of every expert, and where rows of every tile begin.
 
 Rows are cut into tiles. `offsets` says for every tile and expert how many rows of that expert stand
 in earlier tiles: with it, `reroute` numbers the rows of an expert without looking at other tiles,
@@ -31,8 +31,7 @@ def offsets_of(offsets, tile, experts):
 def tile_counts(ids, counts, faults, rows, experts, B: tl.constexpr, E: tl.constexpr):
     """Program t: [E + 1] rows of every bin in tile t.
 
-    >>> example(tile_counts, 2, ids=[0, 1, 0, 9, -1, 0], counts=room(2, 5), faults=[0],
-    ...         rows=6, experts=4, B=4, E=8)
+    >>> example(tile_counts, 2, ids=[0, 1, 0, 9, -1, 0], counts=room(2, 5), rows=6, B=4, E=8)
     counts = [[2, 1, 0, 0, 1], [1, 0, 0, 0, 1]]
     faults = [1]
     """
@@ -56,8 +55,8 @@ def tile_counts_of_map(
     """Program (t, e): [E + 1] tokens of every expert in tile t of a map `[N, E]`, for some of them.
 
     >>> routing_map = [[1, 0, 0, 1], [1, 0, 0, 0], [0, 0, 1, 0]]
-    >>> example(tile_counts_of_map, (2, 1), routing_map=routing_map, counts=room(2, 5),
-    ...         rows=3, experts=4, stride=4, B=2, E=8)
+    >>> example(tile_counts_of_map, (2, 1), routing_map=routing_map, counts=room(2, 5), rows=3, B=2,
+    ...         E=8)
     counts = [[2, 0, 0, 1, 0], [0, 0, 1, 0, 0]]
     """
     tile = tl.program_id(0)
@@ -75,8 +74,8 @@ def tile_counts_of_map(
 def tile_offsets(counts, totals, tiles, bins, T: tl.constexpr, E: tl.constexpr):
     """Counts of tiles become counts of all earlier tiles, in place; and [E + 1] the totals.
 
-    >>> example(tile_offsets, 1, counts=[[2, 1, 0, 0, 1], [1, 0, 0, 0, 1]], totals=room(5),
-    ...         tiles=2, bins=5, T=2, E=8)
+    >>> example(tile_offsets, 1, counts=[[2, 1, 0, 0, 1], [1, 0, 0, 0, 1]], totals=room(5), tiles=2,
+    ...         bins=5, T=2, E=8)
     counts = [[0, 0, 0, 0, 0], [2, 1, 0, 0, 1]]
     totals = [3, 1, 0, 0, 2]
     """

@@ -8,9 +8,17 @@
     landings        on which rank and in which of its rows every routed row was served
     sum_rows        served rows of every token, added in the order of its choices
 
-`addresses` are those of a region's pieces, one of every rank, multiples of 16. Between a kernel
-that writes into a region and those that read it on other ranks, somebody has to wait: not these
-kernels.
+`addresses` are those of a region's pieces, one of every rank, multiples of 16. A piece holds
+
+    tables   one part behind the other: the order of sending; where each slot begins in it;
+             `blocks` [R, stride], where the rows of every rank begin among the arrivals of each
+             slot; scalars of the routed rows
+    values   [tokens, width]
+    served   scalars of the arrived rows, then [capacity, width] the rows
+
+A row of some rank is one number, rank * rows + row, with as many rows as every rank has. Between a
+kernel that writes into a region and those that read it on other ranks, somebody has to wait: not
+these kernels.
 
 What comes from other ranks, or from a plan for other ids, is never trusted with an address:
 positions and rows are compared with the sizes that were agreed on.
@@ -23,19 +31,108 @@ import triton
 import triton.language as tl
 
 from ultraep.backends.triton.kernels.plan import received_at
-from ultraep.backends.triton.kernels.rows import (
-    ORDER_AT,
-    block_at,
-    joined,
-    own_tiles,
-    part_of,
-    pull_scalars,
-    served_of,
-    tile_at,
-    values_of,
-)
 
 LARGEST = tl.constexpr(2**31 - 1)
+
+
+@triton.jit
+def joined(rank, row, rows):
+    """A rank and one of its rows as one number."""
+    return rank.to(tl.int64) * rows + row
+
+
+@triton.jit
+def parted(number, ROWS: tl.constexpr):
+    """The rank and its row."""
+    return number // ROWS, number % ROWS
+
+
+@triton.jit
+def block_at(blocks, source, local, stride):
+    return blocks + source * stride + local
+
+
+@triton.jit
+def part_of(addresses, rank, AT: tl.constexpr, TYPE: tl.constexpr):
+    """Where a part of the pieces of these ranks lies: `AT` bytes behind their beginning."""
+    begin = tl.load(addresses + rank) + AT
+    return tl.multiple_of(begin, 16).to(tl.pointer_type(TYPE))
+
+
+@triton.jit
+def own_tiles(tiles):
+    """The tiles of this program: neighbours, so that it looks up most addresses only once."""
+    share = tl.cdiv(tiles, tl.num_programs(0))
+    begin = tl.program_id(0) * share
+    return begin, tl.minimum(begin + share, tiles)
+
+
+@triton.jit
+def values_of(
+    addresses,
+    origin_of_row,
+    first,
+    total,
+    ROWS: tl.constexpr,
+    CHOICES: tl.constexpr,
+    ROW_BYTES: tl.constexpr,
+    B: tl.constexpr,
+):
+    """[B] addresses of the values of the arrived rows from the first one on; 0: none."""
+    row = first + tl.arange(0, B)
+    origin = tl.load(origin_of_row + row, mask=row < total, other=-1)
+    known = origin >= 0
+    rank, routed = parted(origin, ROWS)
+    begin = tl.load(addresses + rank, mask=known, other=0)
+    return tl.where(known, begin + routed // CHOICES * ROW_BYTES, 0)
+
+
+@triton.jit
+def tile_at(row_addresses, column, WIDTH: tl.constexpr, TYPE: tl.constexpr):
+    """[B, C] some columns of the rows at these addresses; 0 where there is no row or column."""
+    # Only the hint makes loads of 16 bytes, and rows of other lengths do not begin at a multiple.
+    ALIGNED: tl.constexpr = 16 if WIDTH * TYPE.primitive_bitwidth % 128 == 0 else 1
+    begin = tl.multiple_of(row_addresses.to(tl.pointer_type(TYPE))[:, None], [1, ALIGNED])
+    there = (row_addresses != 0)[:, None] & (column < WIDTH)[None, :]
+    return tl.load(begin + column[None, :], mask=there, other=0)
+
+
+@triton.jit
+def served_of(
+    addresses,
+    landing_of_row,
+    first,
+    tokens,
+    CHOICES: tl.constexpr,
+    CAPACITY: tl.constexpr,
+    ROWS_AT: tl.constexpr,
+    ROW_BYTES: tl.constexpr,
+    B: tl.constexpr,
+):
+    """For every choice, the addresses `[B]` of what was served for these tokens; 0: nothing."""
+    token = first + tl.arange(0, B)
+    found = ()
+    for choice in tl.static_range(CHOICES):
+        row = token.to(tl.int64) * CHOICES + choice
+        landing = tl.load(landing_of_row + row, mask=token < tokens, other=-1)
+        rank, arrived = parted(landing, CAPACITY)
+        begin = tl.load(addresses + rank, mask=landing >= 0, other=0)
+        served = begin + ROWS_AT + arrived * ROW_BYTES
+        found = found + (tl.where(landing >= 0, served, 0),)  # noqa: RUF005
+    return found
+
+
+@triton.jit
+def pull_scalars(addresses, landing_of_row, scalars, num_rows, CAPACITY: tl.constexpr):
+    """[N] the scalars that stand beside the served rows; 0: not served."""
+    B: tl.constexpr = 512
+    for first in range(tl.program_id(0) * B, num_rows, tl.num_programs(0) * B):
+        row = first + tl.arange(0, B)
+        landing = tl.load(landing_of_row + row, mask=row < num_rows, other=-1)
+        rank, arrived = parted(tl.maximum(landing, 0), CAPACITY)
+        there = part_of(addresses, rank, 0, scalars.dtype.element_ty)
+        scalar = tl.load(there + arrived, mask=landing >= 0, other=0.0)
+        tl.store(scalars + row, scalar, mask=row < num_rows)
 
 
 @triton.jit(do_not_specialize=["num_slots", "num_local", "ranks", "rows", "capacity", "stride"])
@@ -62,8 +159,8 @@ def make_tables(
     faults: how often there were more than `capacity`; and the most that there ever were.
 
     >>> example(make_tables, 2, rows_of_slot=[1, 0, 0, 1, 0, 3], received=[[0, 1, 0], [1, 0, 3]],
-    ...         begins=room(6), blocks=room(2, 3), offsets=room(4), faults=[0, 0], num_slots=6,
-    ...         num_local=3, ranks=2, rows=5, capacity=8, stride=3, B=8)
+    ...         begins=room(6), blocks=room(2, 3), offsets=room(4), faults=[0, 0], num_local=3,
+    ...         rows=5, capacity=8, stride=3, B=8)
     begins = [0, 1, 1, 1, 2, 2]
     blocks = [[0, 1, 2], [0, 2, 2]]
     offsets = [0, 1, 2, 5]
@@ -165,14 +262,14 @@ def origins(
     >>> first = parts([0, 3, 1, 2, -1], [0, 2, 3, 3, 3, 4], scalars)  # order, begins, scalars
     >>> second = parts([0, 1, 4, 3, 2], [0, 1, 1, 1, 2, 2], scalars)
     >>> example(origins, (3, 2, 1), addresses=at(first, second), received=[[0, 1, 0], [1, 0, 3]],
-    ...         blocks=[[0, 1, 2], [0, 2, 2]], first_slot_of_rank=[0, 3, 6],
-    ...         origin_of_row=room(8), gate_of_row=room(8, dtype=torch.float32), rank=1,
-    ...         num_local=3, capacity=8, rows=5, stride=3, BEGINS=32, SCALARS=64, B=4)
+    ...         blocks=[[0, 1, 2], [0, 2, 2]], origin_of_row=room(8),
+    ...         gate_of_row=room(8, dtype=torch.float32), rank=1, num_local=3, capacity=8, rows=5,
+    ...         stride=3, BEGINS=32, SCALARS=64, B=4)
     origin_of_row = [6, 2, 9, 8, 7, _, _, _]
     gate_of_row = [0.25, 0.125, 2.0, 1.0, 0.125, _, _, _]
     """
     local, source, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    order = part_of(addresses, source, ORDER_AT, tl.int32)
+    order = part_of(addresses, source, 0, tl.int32)
     begins = part_of(addresses, source, BEGINS, tl.int32)
     scalars = part_of(addresses, source, SCALARS, gate_of_row.dtype.element_ty)
     begin = tl.load(begins + tl.load(first_slot_of_rank + rank) + local)
@@ -211,9 +308,9 @@ def gather_rows(
 
     >>> first = [[1, 10], [2, 20], [3, 30], [4, 40], [5, 50]]
     >>> second = [[6, 60], [7, 70], [8, 80], [9, 90], [0, 0]]
-    >>> example(gather_rows, 1, addresses=at(first, second),
-    ...         origin_of_row=[6, 2, 9, 8, 7, 0, 0, 0], offsets=[0, 1, 2, 5], gathered=room(8, 2),
-    ...         num_local=3, ROWS=5, CHOICES=1, WORDS=2, B=4, C=2)
+    >>> example(gather_rows, 1, addresses=at(first, second), origin_of_row=[6, 2, 9, 8, 7, 0, 0, 0],
+    ...         offsets=[0, 1, 2, 5], gathered=room(8, 2), num_local=3, ROWS=5, CHOICES=1, WORDS=2,
+    ...         B=4)
     gathered = [[7, 70], [3, 30], [0, 0], [9, 90], [8, 80], [_, _], [_, _], [_, _]]
     """
     WORD: tl.constexpr = gathered.dtype.element_ty
@@ -257,9 +354,8 @@ def landings(
     >>> first, second = [[0, 3, 4], [2, 4, 4]], [[0, 1, 2], [0, 2, 2]]  # the blocks of both ranks
     >>> example(landings, 1, addresses=at(first, second), slots=[0, 3, 5, 5, 5],
     ...         positions=[0, 1, 4, 3, 2], begins=[0, 1, 1, 1, 2, 2],
-    ...         rank_of_slot=[0, 0, 0, 1, 1, 1], first_slot_of_rank=[0, 3, 6],
-    ...         landing_of_row=room(5), rank=1, num_slots=6, num_rows=5, capacity=8, stride=3,
-    ...         BLOCKS=0, B=8)
+    ...         rank_of_slot=[0, 0, 0, 1, 1, 1], landing_of_row=room(5), rank=1, num_rows=5,
+    ...         capacity=8, stride=3, BLOCKS=0, B=8)
     landing_of_row = [2, 8, 12, 11, 10]
     """
     row = tl.program_id(0) * B + tl.arange(0, B)
@@ -300,7 +396,7 @@ def sum_rows(
     >>> second = parts([0.5, 0.25], [[3.0, 30.0], [4.0, 40.0]])
     >>> example(sum_rows, 1, addresses=at(first, second), landing_of_row=[1, 2, 3, -1],
     ...         summed=room(2, 2, dtype=torch.float32), scalars=room(2, 2, dtype=torch.float32),
-    ...         tokens=2, CHOICES=2, CAPACITY=2, ROWS_AT=16, WIDTH=2, B=2, C=2)
+    ...         tokens=2, CHOICES=2, CAPACITY=2, ROWS_AT=16, WIDTH=2, B=2)
     summed = [[5.0, 50.0], [4.0, 40.0]]
     scalars = [[0.125, 0.5], [0.25, 0.0]]
     """

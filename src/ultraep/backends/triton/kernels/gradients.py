@@ -63,9 +63,9 @@ def pull(
 
     >>> schedule = [1, 1, 1, 1, 0, 1, 0, 0, 0, 0, 0, 0, -1, 1, 0, -2, 0, 0, 1, 0, 0]
     >>> example(pull, 1, gradients=[[-1.0, -1.0], [3.0, 4.0]], own=[[1.0, 2.0], [0.0, 0.0]],
-    ...         rows=at([[0.5, 0.5]], [[10.0, 20.0]]),
-    ...         schedule=schedule, slots=1, copies=2, homes=2, width=2, stride=2,
-    ...         ACCUMULATOR=tl.float32, ZERO=True, AHEAD=1, ALIGNED=False, W=2, PROGRAMS=1)
+    ...         rows=at([[0.5, 0.5]], [[10.0, 20.0]]), schedule=schedule, copies=2, homes=2,
+    ...         width=2, stride=2, ACCUMULATOR=tl.float32, ZERO=True, AHEAD=1, ALIGNED=False, W=2,
+    ...         PROGRAMS=1)
     gradients = [[11.0, 22.0], [3.0, 4.0]]
     rows = [[[0.5, 0.5]], [[0.0, 0.0]]]
     """

@@ -15,11 +15,12 @@ import triton
 import triton.language as tl
 
 from ultraep.backends.triton.kernels.attempts import choose_donor, free_all, unpack
-from ultraep.backends.triton.kernels.measures import note
+from ultraep.backends.triton.kernels.search import note
 from ultraep.backends.triton.kernels.state import (
     MOST,
     SLACK,
     THRESHOLD,
+    Problem,
     attempts_of,
     counts_of,
     fact_of,
@@ -28,20 +29,21 @@ from ultraep.backends.triton.kernels.state import (
     home_of,
     loads_of,
     quotas_of,
+    shape_of,
+    threshold_of,
     work_of,
 )
-from ultraep.backends.triton.kernels.thresholds import threshold_of
 
 GROUP = tl.constexpr(32)
 
 
 @triton.jit
-def total_of(home, domain, H: tl.constexpr, G: tl.constexpr):
+def total_of(home, domain, SHAPE: tl.constexpr):
     """Tokens of a domain."""
-    place = tl.arange(0, G)
+    place = tl.arange(0, SHAPE.G)
     total = tl.zeros((), tl.int64)
-    for row in range(H):
-        tokens = tl.load(home_of(home, domain, H, G) + row * G + place)
+    for row in range(SHAPE.H):
+        tokens = tl.load(home_of(home, domain, SHAPE) + row * SHAPE.G + place)
         total += tl.sum(tl.maximum(tokens, 0).to(tl.int64), 0)
     return total
 
@@ -74,63 +76,54 @@ def first_by_groups(
     Without a tolerance, 5 tokens are allowed, and rank 1 takes the 3 that it lacks:
 
     >>> none = 30 * [-1]
-    >>> example(first_by_groups, 1, home=[[[6, 1, *none], [1, 1, *none]]],
-    ...         work=scratch(1, 128), counts=scratch(64), attempts=room(1, 2, 2),
-    ...         attempt_loads=room(1, 2), facts=room(1, 6), domains=1, ranks=2, slots=1,
-    ...         min_tokens=1, limit=2, parts=0, H=2, G=32, HELD=2, ONE_SLOT=True, BUFFERS=1,
-    ...         MEMBERS=1, num_warps=1)
+    >>> example(first_by_groups, 1, home=[[[6, 1, *none], [1, 1, *none]]], attempts=room(1, 2, 2),
+    ...         attempt_loads=room(1, 2), facts=room(1, 6), parts=0, G=32, BUFFERS=1, num_warps=1)
     attempts = [[[-1, 0], [_, 3]]]
     attempt_loads = [[4, 5]]
     facts = [[5, 0, 5, 1, 0, 0]]
     """
     domain = tl.program_id(0)
+    problem = Problem(ranks, slots, min_tokens, limit)
+    SHAPE: tl.constexpr = shape_of(H, G, HELD, ONE_SLOT, BUFFERS)
     most = tl.zeros((), tl.int64)
     for other in range(domains):
-        most = tl.maximum(most, total_of(home, other, H, G))
+        most = tl.maximum(most, total_of(home, other, SHAPE))
     threshold = threshold_of(most, ranks, parts)
-    own_mean = (total_of(home, domain, H, G) + ranks - 1) // ranks
+    own_mean = (total_of(home, domain, SHAPE) + ranks - 1) // ranks
     tl.store(fact_of(facts, domain, THRESHOLD, MEMBERS), threshold)
     slack = (threshold > own_mean).to(tl.int32)
     tl.store(fact_of(facts, domain, SLACK, MEMBERS), slack)
 
-    work = work_of(work, domain, H, G)
-    hosted = attempts_of(attempts, domain, ranks * slots, BUFFERS)
-    loads = loads_of(attempt_loads, domain, 0, ranks, BUFFERS)
-    free_all(hosted, ranks * slots, HELD)
-    peak = set_out(home_of(home, domain, H, G), work, loads, ranks, slots, H, G)
+    work = work_of(work, domain, SHAPE)
+    hosted = attempts_of(attempts, domain, problem, SHAPE)
+    loads = loads_of(attempt_loads, domain, 0, problem, SHAPE)
+    free_all(hosted, problem, SHAPE)
+    peak = set_out(home_of(home, domain, SHAPE), work, loads, problem, SHAPE)
     made = 0
     if tl.maximum(peak, threshold) < (1 << 31) // G - 1:
-        made = alias_by_groups(
-            work, hosted, loads, threshold, ranks, slots, min_tokens, limit,
-            H, G, ONE_SLOT, tl.int32
-        )  # fmt: skip
+        made = alias_by_groups(work, hosted, loads, threshold, problem, SHAPE, tl.int32)
     else:
-        made = alias_by_groups(
-            work, hosted, loads, threshold, ranks, slots, min_tokens, limit,
-            H, G, ONE_SLOT, tl.int64
-        )  # fmt: skip
+        made = alias_by_groups(work, hosted, loads, threshold, problem, SHAPE, tl.int64)
     rank = tl.arange(0, G)
     load_G = tl.load(loads + rank, mask=rank < ranks, other=0)
-    counts = counts_of(counts, domain, 0, MEMBERS, H, G)
-    note(
-        facts, hosted, counts, load_G, made, domain, 0, ranks, slots, H, G, HELD, MEMBERS
-    )  # fmt: skip
+    counts = counts_of(counts, domain, 0, MEMBERS, SHAPE)
+    note(facts, hosted, counts, load_G, made, domain, 0, problem, SHAPE, MEMBERS)
 
 
 @triton.jit
-def set_out(home, work, loads, ranks, slots, H: tl.constexpr, G: tl.constexpr):
+def set_out(home, work, loads, problem, SHAPE: tl.constexpr):
     """All tokens at home, all slots free; the load of the fullest rank."""
     lane = tl.arange(0, GROUP)
-    row = tl.arange(0, H)[:, None]
+    row = tl.arange(0, SHAPE.H)[:, None]
     peak = 0
-    for group in range(G // GROUP):
+    for group in range(SHAPE.G // GROUP):
         rank = group * GROUP + lane
-        home_HR = tl.load(home + row * G + rank[None, :])
-        tl.store(work + row * G + rank[None, :], home_HR)
-        tl.store(heats_of(work, H, G) + rank, tl.max(home_HR, 0))
-        tl.store(free_of(work, H, G) + rank, tl.where(rank < ranks, slots, 0))
+        home_HR = tl.load(home + row * SHAPE.G + rank[None, :])
+        tl.store(work + row * SHAPE.G + rank[None, :], home_HR)
+        tl.store(heats_of(work, SHAPE) + rank, tl.max(home_HR, 0))
+        tl.store(free_of(work, SHAPE) + rank, tl.where(rank < problem.ranks, problem.slots, 0))
         load_R = tl.sum(tl.maximum(home_HR, 0), 0)
-        tl.store(loads + rank, load_R, mask=rank < ranks)
+        tl.store(loads + rank, load_R, mask=rank < problem.ranks)
         peak = tl.maximum(peak, tl.max(load_R, 0))
     tl.debug_barrier()
     return peak
@@ -161,83 +154,76 @@ def hottest(home_H, H: tl.constexpr, KEY: tl.constexpr):
 
 @triton.jit
 def alias_by_groups(
-    work,
-    hosted,
-    loads,
-    threshold,
-    ranks,
-    slots,
-    min_tokens,
-    limit,
-    H: tl.constexpr,
-    G: tl.constexpr,
-    ONE_SLOT: tl.constexpr,
-    KEY: tl.constexpr,
+    work, hosted, loads, threshold, problem, SHAPE: tl.constexpr, KEY: tl.constexpr
 ):
     """The emptiest rank takes from the fullest, exactly what it lacks. The number of copies."""
-    group = tl.arange(0, G // GROUP)
-    room_Q = rooms(work, loads, threshold, ranks, H, G, KEY)
-    load_Q = tl.zeros((G // GROUP,), KEY) - G
-    wait_Q = tl.zeros((G // GROUP,), tl.int32) + MOST  # nobody was looked at yet
+    group = tl.arange(0, SHAPE.G // GROUP)
+    room_Q = rooms(work, loads, threshold, problem, SHAPE, KEY)
+    load_Q = tl.zeros((SHAPE.G // GROUP,), KEY) - SHAPE.G
+    wait_Q = tl.zeros((SHAPE.G // GROUP,), tl.int32) + MOST  # nobody was looked at yet
     made = 0
-    going = limit > 0
+    going = problem.limit > 0
     while going:
-        need, host = unpack(tl.max(room_Q, 0), G)
+        need, host = unpack(tl.max(room_Q, 0), SHAPE.G)
         need = need.to(tl.int32)
         host = host.to(tl.int32)
-        load_Q, wait_Q = look_again(load_Q, wait_Q, work, loads, need, threshold, ranks, H, G, KEY)
-        most, donor = unpack(tl.max(load_Q, 0), G)
+        load_Q, wait_Q = look_again(
+            load_Q, wait_Q, work, loads, need, threshold, problem, SHAPE, KEY
+        )
+        most, donor = unpack(tl.max(load_Q, 0), SHAPE.G)
         donor = donor.to(tl.int32)
         quota = need
         if most < 0:
-            donor, quota = look_at_all(work, loads, need, threshold, ranks, H, G, KEY)
-        going = quota >= min_tokens
+            donor, quota = look_at_all(work, loads, need, threshold, problem, SHAPE, KEY)
+        going = quota >= problem.min_tokens
         rank_h = (host // GROUP) * GROUP + tl.arange(0, GROUP)
         rank_d = (donor // GROUP) * GROUP + tl.arange(0, GROUP)
         load_h, load_d, free_h, free_d, heat_d = hand_over(
             work, hosted, loads, host, donor, quota, going, rank_h, rank_d,
-            ranks, slots, H, G, ONE_SLOT, KEY
+            problem, SHAPE, KEY
         )  # fmt: skip
-        room_h = emptiest(load_h, free_h, rank_h, threshold, G, KEY)
-        room_d = emptiest(load_d, free_d, rank_d, threshold, G, KEY)
-        load, heat = fullest(load_d, heat_d, rank_d, need, threshold, G, KEY)
+        room_h = emptiest(load_h, free_h, rank_h, threshold, SHAPE.G, KEY)
+        room_d = emptiest(load_d, free_d, rank_d, threshold, SHAPE.G, KEY)
+        load, heat = fullest(load_d, heat_d, rank_d, need, threshold, SHAPE.G, KEY)
         room_Q = tl.where(group == host // GROUP, room_h, room_Q)
         room_Q = tl.where(group == donor // GROUP, room_d, room_Q)
         load_Q = tl.where(group == donor // GROUP, load, load_Q)
         wait_Q = tl.where(group == donor // GROUP, heat, wait_Q)
         made += going.to(tl.int32)
-        going = going & (made < limit)
+        going = going & (made < problem.limit)
         tl.debug_barrier()
     return made
 
 
 @triton.jit
-def rooms(work, loads, threshold, ranks, H: tl.constexpr, G: tl.constexpr, KEY: tl.constexpr):
+def rooms(work, loads, threshold, problem, SHAPE: tl.constexpr, KEY: tl.constexpr):
     """The emptiest rank of every group, before the first step."""
-    group = tl.arange(0, G // GROUP)
-    room_Q = tl.zeros((G // GROUP,), KEY)
-    for q in range(G // GROUP):
+    group = tl.arange(0, SHAPE.G // GROUP)
+    room_Q = tl.zeros((SHAPE.G // GROUP,), KEY)
+    for q in range(SHAPE.G // GROUP):
         rank = q * GROUP + tl.arange(0, GROUP)
-        load_R = tl.load(loads + rank, mask=rank < ranks, other=0)
-        free_R = tl.load(free_of(work, H, G) + rank)
-        room_Q = tl.where(group == q, emptiest(load_R, free_R, rank, threshold, G, KEY), room_Q)
+        load_R = tl.load(loads + rank, mask=rank < problem.ranks, other=0)
+        free_R = tl.load(free_of(work, SHAPE) + rank)
+        room_Q = tl.where(
+            group == q, emptiest(load_R, free_R, rank, threshold, SHAPE.G, KEY), room_Q
+        )
     return room_Q
 
 
 @triton.jit
 def look_again(
-    load_Q, wait_Q, work, loads, need, threshold, ranks,
-    H: tl.constexpr, G: tl.constexpr, KEY: tl.constexpr
+    load_Q, wait_Q, work, loads, need, threshold, problem,
+    SHAPE: tl.constexpr, KEY: tl.constexpr
 ):  # fmt: skip
     """The fullest ranks, after a look at the groups where somebody waited who can give now."""
-    group = tl.arange(0, G // GROUP)
+    group = tl.arange(0, SHAPE.G // GROUP)
     wait = tl.max(wait_Q, 0)
     while wait >= tl.maximum(need, 0):
-        q = tl.min(tl.where(wait_Q == wait, group, G), 0)
+        q = tl.min(tl.where(wait_Q == wait, group, SHAPE.G), 0)
         rank = q * GROUP + tl.arange(0, GROUP)
-        load_R = tl.load(loads + rank, mask=rank < ranks, other=0)
-        heat_R = tl.load(heats_of(work, H, G) + rank)
-        load, heat = fullest(load_R, heat_R, rank, need, threshold, G, KEY)
+        load_R = tl.load(loads + rank, mask=rank < problem.ranks, other=0)
+        heat_R = tl.load(heats_of(work, SHAPE) + rank)
+        load, heat = fullest(load_R, heat_R, rank, need, threshold, SHAPE.G, KEY)
         load_Q = tl.where(group == q, load, load_Q)
         wait_Q = tl.where(group == q, heat, wait_Q)
         wait = tl.max(wait_Q, 0)
@@ -246,50 +232,48 @@ def look_again(
 
 @triton.jit
 def hand_over(
-    work, hosted, loads, host, donor, quota, going, rank_h, rank_d, ranks, slots,
-    H: tl.constexpr, G: tl.constexpr, ONE_SLOT: tl.constexpr, KEY: tl.constexpr
+    work, hosted, loads, host, donor, quota, going, rank_h, rank_d, problem,
+    SHAPE: tl.constexpr, KEY: tl.constexpr
 ):  # fmt: skip
     """Host a quota of the donor's hottest expert, in memory only if `going`.
 
     Loads and free slots of the groups of host and donor, and heats of the donor's, afterwards.
     """
-    row = tl.arange(0, H)
-    heats, free = heats_of(work, H, G), free_of(work, H, G)
-    home_H = tl.load(work + row * G + donor)
-    load_h = tl.load(loads + rank_h, mask=rank_h < ranks, other=0)
-    load_d = tl.load(loads + rank_d, mask=rank_d < ranks, other=0)
+    row = tl.arange(0, SHAPE.H)
+    heats, free = heats_of(work, SHAPE), free_of(work, SHAPE)
+    home_H = tl.load(work + row * SHAPE.G + donor)
+    load_h = tl.load(loads + rank_h, mask=rank_h < problem.ranks, other=0)
+    load_d = tl.load(loads + rank_d, mask=rank_d < problem.ranks, other=0)
     free_h = tl.load(free + rank_h)
     free_d = tl.load(free + rank_d)
     heat_d = tl.load(heats + rank_d)
     slot = host
-    if not ONE_SLOT:
-        slot = host * slots + slots - tl.load(free + host)
+    if not SHAPE.ONE_SLOT:
+        slot = host * problem.slots + problem.slots - tl.load(free + host)
     # All that is needed has been read: now it may change.
     tl.debug_barrier()
     load_h += tl.where(rank_h == host, quota, 0) - tl.where(rank_h == donor, quota, 0)
     load_d += tl.where(rank_d == host, quota, 0) - tl.where(rank_d == donor, quota, 0)
     free_h -= tl.where(rank_h == host, 1, 0)
     free_d -= tl.where(rank_d == host, 1, 0)
-    hot = hottest(home_H, H, KEY)[1]
+    hot = hottest(home_H, SHAPE.H, KEY)[1]
     home_H -= tl.where(row == hot, quota, 0)
-    heat_d = tl.where(rank_d == donor, hottest(home_H, H, KEY)[0], heat_d)
+    heat_d = tl.where(rank_d == donor, hottest(home_H, SHAPE.H, KEY)[0], heat_d)
     if going:
-        tl.store(hosted + slot, hot * G + donor)
-        tl.store(quotas_of(hosted, ranks * slots) + slot, quota)
-        tl.store(loads + rank_h, load_h, mask=rank_h < ranks)
-        tl.store(loads + rank_d, load_d, mask=rank_d < ranks)
+        tl.store(hosted + slot, hot * SHAPE.G + donor)
+        tl.store(quotas_of(hosted, problem) + slot, quota)
+        tl.store(loads + rank_h, load_h, mask=rank_h < problem.ranks)
+        tl.store(loads + rank_d, load_d, mask=rank_d < problem.ranks)
         tl.store(free + rank_h, free_h)
-        tl.store(work + row * G + donor, home_H)
+        tl.store(work + row * SHAPE.G + donor, home_H)
         tl.store(heats + rank_d, heat_d)
     return load_h, load_d, free_h, free_d, heat_d
 
 
 @triton.jit
-def look_at_all(
-    work, loads, need, threshold, ranks, H: tl.constexpr, G: tl.constexpr, KEY: tl.constexpr
-):
+def look_at_all(work, loads, need, threshold, problem, SHAPE: tl.constexpr, KEY: tl.constexpr):
     """The donor among all ranks, and what it gives: nobody has an expert hot enough."""
-    rank = tl.arange(0, G)
-    load_G = tl.load(loads + rank, mask=rank < ranks, other=0)
-    heat_G = tl.load(heats_of(work, H, G) + rank)
-    return choose_donor(need, load_G, heat_G, threshold, G, KEY == tl.int32)  # noqa: SIM300
+    rank = tl.arange(0, SHAPE.G)
+    load_G = tl.load(loads + rank, mask=rank < problem.ranks, other=0)
+    heat_G = tl.load(heats_of(work, SHAPE) + rank)
+    return choose_donor(need, load_G, heat_G, threshold, SHAPE.G, KEY == tl.int32)  # noqa: SIM300

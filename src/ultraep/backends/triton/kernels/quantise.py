@@ -6,7 +6,7 @@
 
 Codes are made and read as integers, alike on every GPU: no instruction for e4m3 is needed here.
 
-Shapes: tiles of M rows, and N columns, or G groups of N columns.
+Shapes: tiles of BLOCK_M rows, and BLOCK_N columns, or G groups of BLOCK_N columns.
 """
 
 import triton
@@ -81,66 +81,68 @@ def levelled(exponent_MG, largest_MG, top_M1):
 
 @triton.jit
 def quantise(
-    values,
-    data,
-    scales,
+    values_ptr,
+    data_ptr,
+    scales_ptr,
     height,
     width,
-    values_outer,
-    values_stride,
-    data_outer,
-    data_stride,
-    scales_outer,
-    scales_stride,
+    outer_values,
+    stride_values,
+    outer_data,
+    stride_data,
+    outer_scales,
+    stride_scales,
     GROUP: tl.constexpr,
     WHOLE: tl.constexpr,
     LEVEL: tl.constexpr,
-    M: tl.constexpr,
+    BLOCK_M: tl.constexpr,
     G: tl.constexpr,
-    N: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):
-    """Program (i, o): tile i of matrix o, row by row of tiles; G groups of columns of M rows.
+    """Program (i, o): tile i of matrix o, row by row of tiles; G groups of columns of BLOCK_M rows.
 
-    GROUP: columns that share a scale; N: the power of two that holds them.   WHOLE: rows share it
-    as well.   LEVEL: so do groups, in reach; then all of a row are here.
+    GROUP: columns that share a scale; BLOCK_N: the power of two that holds them.
+    WHOLE: rows share it as well.   LEVEL: so do groups, in reach; then all of a row are here.
 
     >>> values = [[1.0, 448.0, 0.25], [0.0, 0.0, -449.0], [3.0, 7.0, 1.0]]
     >>> example(quantise, (2, 1), values=values, data=room(3, 3, dtype=torch.uint8),
-    ...         scales=room(3, 2, dtype=torch.float32), height=3, width=3, values_outer=9,
-    ...         values_stride=3, data_outer=9, data_stride=3, scales_outer=6, scales_stride=2,
-    ...         GROUP=2, WHOLE=False, LEVEL=True, M=2, G=2, N=2)
+    ...         scales=room(3, 2, dtype=torch.float32), height=3, width=3, outer_values=9,
+    ...         outer_data=9, outer_scales=6, GROUP=2, WHOLE=False, LEVEL=True, BLOCK_M=2,
+    ...         BLOCK_N=2)
     data = [[56, 126, 120], [0, 0, 246], [116, 126, 104]]
     scales = [[1.0, 0.0009765625], [2.0, 2.0], [0.015625, 0.015625]]
     """
     outer, wide = tl.program_id(1).to(tl.int64), tl.cdiv(tl.cdiv(width, GROUP), G)
     high = tl.program_id(0) // wide
-    row_M, column_N = high * M + tl.arange(0, M), tl.arange(0, N)
+    offs_m, offs_n = high * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
     group_G = tl.program_id(0) % wide * G + tl.arange(0, G)
-    at_GN = group_G[:, None] * GROUP + column_N[None, :]
-    there = (row_M < height)[:, None, None] & ((column_N < GROUP)[None, :] & (at_GN < width))[None]
-    far_M = row_M.to(tl.int64)
-    at = values + outer * values_outer + (far_M * values_stride)[:, None, None] + at_GN[None]
-    values_MGN = tl.load(at, mask=there, other=0.0).to(tl.float32)
+    at_GN = group_G[:, None] * GROUP + offs_n[None, :]
+    mask = (offs_m < height)[:, None, None] & ((offs_n < GROUP)[None, :] & (at_GN < width))[None]
+    far_M = offs_m.to(tl.int64)
+    at = values_ptr + outer * outer_values + (far_M * stride_values)[:, None, None] + at_GN[None]
+    values_MGN = tl.load(at, mask=mask, other=0.0).to(tl.float32)
     largest_MG = tl.max(tl.abs(values_MGN), 2)
-    at_scale_M, stored_M = far_M, row_M < height
+    at_scale_M, stored_M = far_M, offs_m < height
     if WHOLE:
         largest_MG = tl.zeros_like(largest_MG) + tl.max(largest_MG, 0)[None, :]
-        at_scale_M, stored_M = tl.zeros_like(far_M) + high, tl.arange(0, M) == 0
+        at_scale_M, stored_M = tl.zeros_like(far_M) + high, tl.arange(0, BLOCK_M) == 0
     exponent_MG = scale_of(largest_MG)
     if LEVEL:
         exponent_MG = levelled(exponent_MG, largest_MG, highest(exponent_MG, largest_MG))
-    into = scales + outer * scales_outer + (at_scale_M * scales_stride)[:, None] + group_G[None, :]
+    into = (
+        scales_ptr + outer * outer_scales + (at_scale_M * stride_scales)[:, None] + group_G[None, :]
+    )
     store_scale(into, exponent_MG, stored_M[:, None] & (group_G * GROUP < width)[None, :])
     codes = encode(values_MGN * power_of(-exponent_MG + 2 * ONE)[:, :, None])
-    at = data + outer * data_outer + (far_M * data_stride)[:, None, None] + at_GN[None]
-    tl.store(at, codes, mask=there)
+    at = data_ptr + outer * outer_data + (far_M * stride_data)[:, None, None] + at_GN[None]
+    tl.store(at, codes, mask=mask)
 
 
 @triton.jit
-def swiglu_of(at_up, at_GN, width, there):
+def swiglu_of(at_up, at_GN, width, mask):
     """Silu of the first half of rows, times the second, and the largest of every group."""
-    gate = tl.load(at_up + at_GN[None], mask=there, other=0.0)
-    value = tl.load(at_up + width + at_GN[None], mask=there, other=0.0).to(tl.float32)
+    gate = tl.load(at_up + at_GN[None], mask=mask, other=0.0)
+    value = tl.load(at_up + width + at_GN[None], mask=mask, other=0.0).to(tl.float32)
     wide = gate.to(tl.float32)
     hidden_MGN = (wide * tl.sigmoid(wide) * value).to(gate.dtype).to(tl.float32)
     return hidden_MGN, tl.max(tl.abs(hidden_MGN), 2)
@@ -148,20 +150,20 @@ def swiglu_of(at_up, at_GN, width, there):
 
 @triton.jit(do_not_specialize=["num_slots"])
 def swiglu_quantise(
-    up,
-    offsets,
-    data,
-    scales,
+    up_ptr,
+    offsets_ptr,
+    data_ptr,
+    scales_ptr,
     num_slots,
     width,
-    up_stride,
-    data_stride,
-    scales_stride,
+    stride_up,
+    stride_data,
+    stride_scales,
     GROUP: tl.constexpr,
     LEVEL: tl.constexpr,
-    M: tl.constexpr,
+    BLOCK_M: tl.constexpr,
     G: tl.constexpr,
-    N: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):
     """[A, 2 * width] -> [A, width]: silu of the first half, times the second; then quantised.
 
@@ -170,85 +172,94 @@ def swiglu_quantise(
 
     >>> up = [[0.0, 32.0, 5.0, 14.0], [64.0, 32.0, 1.0, 3.5], [1.0, 1.0, 1.0, 1.0]]
     >>> example(swiglu_quantise, 1, up=up, offsets=[0, 1, 1, 2], data=room(3, 2, dtype=torch.uint8),
-    ...         scales=room(3, 2, dtype=torch.float32), num_slots=3, width=2, up_stride=4,
-    ...         data_stride=2, scales_stride=2, GROUP=1, LEVEL=True, M=2, G=1, N=1)
+    ...         scales=room(3, 2, dtype=torch.float32), num_slots=3, width=2, GROUP=1, LEVEL=True,
+    ...         BLOCK_M=2, G=1, BLOCK_N=1)
     data = [[0, 126], [120, 126], [179, 179]]
     scales = [[1.0, 1.0], [0.25, 0.25], [_, _]]
     """
-    rows, groups = tl.load(offsets + num_slots), tl.cdiv(width, GROUP)
-    row_M, group_G, column_N = tl.arange(0, M), tl.arange(0, G), tl.arange(0, N)
-    for first in range(tl.program_id(0).to(tl.int64) * M, rows, tl.num_programs(0) * M):
-        far_M = first + row_M
-        there_M = far_M < rows
-        at_up = up + (far_M * up_stride)[:, None, None]
-        top_M1 = tl.zeros((M, 1), tl.int32)
+    rows, groups = tl.load(offsets_ptr + num_slots), tl.cdiv(width, GROUP)
+    offs_m, group_G, offs_n = tl.arange(0, BLOCK_M), tl.arange(0, G), tl.arange(0, BLOCK_N)
+    for first in range(tl.program_id(0).to(tl.int64) * BLOCK_M, rows, tl.num_programs(0) * BLOCK_M):
+        far_M = first + offs_m
+        mask_m = far_M < rows
+        at_up = up_ptr + (far_M * stride_up)[:, None, None]
+        top_M1 = tl.zeros((BLOCK_M, 1), tl.int32)
         for begin in range(0, groups if LEVEL else 0, G):
-            at_GN = (begin + group_G)[:, None] * GROUP + column_N[None, :]
-            there_GN = (column_N < GROUP)[None, :] & (at_GN < width)
-            there = there_M[:, None, None] & there_GN[None]
-            _, largest_MG = swiglu_of(at_up, at_GN, width, there)
+            at_GN = (begin + group_G)[:, None] * GROUP + offs_n[None, :]
+            mask_gn = (offs_n < GROUP)[None, :] & (at_GN < width)
+            mask = mask_m[:, None, None] & mask_gn[None]
+            _, largest_MG = swiglu_of(at_up, at_GN, width, mask)
             top_M1 = tl.maximum(top_M1, highest(scale_of(largest_MG), largest_MG))
         for begin in range(0, groups, G):
-            at_GN = (begin + group_G)[:, None] * GROUP + column_N[None, :]
-            there_GN = (column_N < GROUP)[None, :] & (at_GN < width)
-            there = there_M[:, None, None] & there_GN[None]
-            hidden_MGN, largest_MG = swiglu_of(at_up, at_GN, width, there)
+            at_GN = (begin + group_G)[:, None] * GROUP + offs_n[None, :]
+            mask_gn = (offs_n < GROUP)[None, :] & (at_GN < width)
+            mask = mask_m[:, None, None] & mask_gn[None]
+            hidden_MGN, largest_MG = swiglu_of(at_up, at_GN, width, mask)
             exponent_MG = scale_of(largest_MG)
             if LEVEL:
                 exponent_MG = levelled(exponent_MG, largest_MG, top_M1)
-            into = scales + (far_M * scales_stride)[:, None] + (begin + group_G)[None, :]
-            stored = there_M[:, None] & (begin + group_G < groups)[None, :]
+            into = scales_ptr + (far_M * stride_scales)[:, None] + (begin + group_G)[None, :]
+            stored = mask_m[:, None] & (begin + group_G < groups)[None, :]
             store_scale(into, exponent_MG, stored)
             codes = encode(hidden_MGN * power_of(-exponent_MG + 2 * ONE)[:, :, None])
-            tl.store(data + (far_M * data_stride)[:, None, None] + at_GN[None], codes, mask=there)
+            tl.store(
+                data_ptr + (far_M * stride_data)[:, None, None] + at_GN[None], codes, mask=mask
+            )
 
 
 @triton.jit
 def dequantise(
-    data,
-    scales,
-    end,
-    out,
+    data_ptr,
+    scales_ptr,
+    end_ptr,
+    out_ptr,
     height,
     width,
-    data_outer,
-    data_stride,
-    scales_outer,
-    scales_stride,
-    out_outer,
-    out_stride,
+    outer_data,
+    stride_data,
+    outer_scales,
+    stride_scales,
+    outer_out,
+    stride_out,
     HIGH: tl.constexpr,
     WIDE: tl.constexpr,
-    M: tl.constexpr,
-    N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):
     """Program (i, o): tile i of matrix o, row by row of tiles; HIGH x WIDE codes share a scale.
 
-    end: a number of rows that only the device knows, fewer than `height`; None: there is none.
+    end_ptr: a number of rows that only the device knows, fewer than `height`; None: there is none.
 
-    >>> example(dequantise, (2, 1), data=bytes([56, 126, 120, 0, 1, 246]),
+    >>> example(dequantise, (2, 1), data=bytes([56, 126, 120, 0, 1, 246]), stride_data=3,
     ...         scales=[[1.0, 0.25], [2.0, 4.0]], end=[2], out=room(3, 3, dtype=torch.float32),
-    ...         height=3, width=3, data_outer=6, data_stride=3, scales_outer=4, scales_stride=2,
-    ...         out_outer=9, out_stride=3, HIGH=1, WIDE=2, M=4, N=2)
+    ...         height=3, width=3, outer_data=6, outer_scales=4, outer_out=9, HIGH=1, WIDE=2,
+    ...         BLOCK_M=4, BLOCK_N=2)
     out = [[1.0, 448.0, 64.0], [0.0, 0.00390625, -896.0], [_, _, _]]
     """
-    outer, wide = tl.program_id(1).to(tl.int64), tl.cdiv(width, N)
-    row_M = (tl.program_id(0) // wide).to(tl.int64) * M + tl.arange(0, M)
-    column = tl.program_id(0) % wide * N
-    column_N = column + tl.arange(0, N)
+    outer, wide = tl.program_id(1).to(tl.int64), tl.cdiv(width, BLOCK_N)
+    offs_m = (tl.program_id(0) // wide).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    column = tl.program_id(0) % wide * BLOCK_N
+    offs_n = column + tl.arange(0, BLOCK_N)
     rows = height
-    if end is not None:
-        rows = tl.minimum(tl.load(end), height)
-    there = (row_M < rows)[:, None] & (column_N < width)[None, :]
-    at = data + outer * data_outer + (row_M * data_stride)[:, None] + column_N[None, :]
-    numbers = decode(tl.load(at, mask=there, other=0)).to(tl.float32)
-    G: tl.constexpr = N // WIDE if WIDE < N else 1
+    if end_ptr is not None:
+        rows = tl.minimum(tl.load(end_ptr), height)
+    mask = (offs_m < rows)[:, None] & (offs_n < width)[None, :]
+    at = data_ptr + outer * outer_data + (offs_m * stride_data)[:, None] + offs_n[None, :]
+    numbers = decode(tl.load(at, mask=mask, other=0)).to(tl.float32)
+    G: tl.constexpr = BLOCK_N // WIDE if WIDE < BLOCK_N else 1
     group_G = column // WIDE + tl.arange(0, G)
-    at = scales + outer * scales_outer + (row_M // HIGH * scales_stride)[:, None] + group_G[None, :]
-    known = (row_M < rows)[:, None] & (group_G * WIDE < width)[None, :]
+    at = (
+        scales_ptr
+        + outer * outer_scales
+        + (offs_m // HIGH * stride_scales)[:, None]
+        + group_G[None, :]
+    )
+    known = (offs_m < rows)[:, None] & (group_G * WIDE < width)[None, :]
     scale = tl.load(at, mask=known, other=0)
-    if scales.dtype.element_ty == tl.uint8:
+    if scales_ptr.dtype.element_ty == tl.uint8:
         scale = power_of(scale.to(tl.int32))
-    numbers = tl.reshape(tl.reshape(numbers, (M, G, N // G)) * scale[:, :, None], (M, N))
-    at = out + outer * out_outer + (row_M * out_stride)[:, None] + column_N[None, :]
-    tl.store(at, numbers.to(out.dtype.element_ty), mask=there)
+    numbers = tl.reshape(
+        tl.reshape(numbers, (BLOCK_M, G, BLOCK_N // G)) * scale[:, :, None], (BLOCK_M, BLOCK_N)
+    )
+    at = out_ptr + outer * outer_out + (offs_m * stride_out)[:, None] + offs_n[None, :]
+    tl.store(at, numbers.to(out_ptr.dtype.element_ty), mask=mask)

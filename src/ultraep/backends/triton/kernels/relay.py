@@ -288,11 +288,9 @@ def make_schedule(
 
     >>> boards = at([0, 0, 0, 0, 0, 0, 0, 0], [0, 0, 0, 0, 0, 0, 0, 0])
     >>> example(make_schedule, 1, boards=boards, replicas=[[0, 1, 0], [-1, -1, -1]],
-    ...         home_of_expert=[0, 0, 1, 1], home_slot_of_expert=[0, 1, 3, 4],
-    ...         first_slot_of_rank=[0, 3, 6], chunks_of_length=[1, 1, 2], versions=[7, 8],
-    ...         held=[[0, 0, 0], [1, 0, 6]], schedule=room(21), scratch=scratch(7, 2), owner=1,
-    ...         again=0, rank=0, ranks=2, slots=1, homes=2, copies=2, numbering=4, channel=4,
-    ...         MODE=AUTO, C=2, B=2, H=2)
+    ...         chunks_of_length=[1, 1, 2], versions=[7, 8], held=[[0, 0, 0], [1, 0, 6]],
+    ...         schedule=room(21), owner=1, again=0, rank=0, homes=2, copies=2, numbering=4,
+    ...         channel=4, MODE=AUTO, B=2)
     boards = [[0, 1, 0, 0, 0, 0, 0, 1], [0, 0, 0, 0, 0, 0, 0, 0]]
     held = [[0, 0, 0], [1, 0, 7]]
     schedule = [1, 1, 1, 1, 0, 1, 0, 0, _, _, _, _, -1, 1, 0, -2, 0, 0, 1, 0, 0]

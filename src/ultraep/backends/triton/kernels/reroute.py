@@ -60,12 +60,10 @@ def lines(
     Three of the four rows of expert 0 that rank 1 has go to the copy in slot 5:
 
     >>> example(lines, 1, loads=[[2, 1, 0, 1], [4, 0, 1, 0]], totals=[4, 0, 1, 0, 0],
-    ...         replicas=[[0, 1, 0], [-1, -1, -1]], slot_of_copy=[5, -1],
-    ...         split_CR=[[0, 3], [0, 0]], num_replicas=[1], home_slot_of_expert=[0, 1, 3, 4],
-    ...         first_slot_of_rank=[0, 3, 6], away=room(4), first_copy=room(4), end_copy=room(4),
+    ...         replicas=[[0, 1, 0], [-1, -1, -1]], slot_of_copy=[5, -1], split_CR=[[0, 3], [0, 0]],
+    ...         num_replicas=[1], away=room(4), first_copy=room(4), end_copy=room(4),
     ...         first_place=room(2), first_place_of_slot=room(6), rows_of_slot=room(6),
-    ...         first_row=room(7), send_counts=room(2), faults=[0],
-    ...         rank=1, ranks=2, experts=4, num_slots=6, stride=4, E=4, C=2, S=8, R=2)
+    ...         first_row=room(7), send_counts=room(2), rank=1, E=4, S=8)
     away = [3, 0, 0, 0]
     first_copy = [0, _, _, _]
     end_copy = [1, _, _, _]
@@ -209,12 +207,11 @@ def assign(
     slots: [N] the slot of every row.   positions: [N] where it stands in the order of sending.
     order: [N] the rows in that order; rows without an expert have no slot, and come last, as -1.
 
-    >>> example(assign, 1, ids=[0, 2, 0, 0, 0], offsets=[[0, 0, 0, 0, 0]],
-    ...         totals=[4, 0, 1, 0, 0], strides=[1, 1, 1, 1, 3, 3],
-    ...         home_slot_of_expert=[0, 1, 3, 4], away=[3, 0, 0, 0], first_copy=[0, 0, 0, 0],
-    ...         end_copy=[1, 0, 0, 0], first_place=[1, 0], slot_of_copy=[5, -1],
-    ...         first_row=[0, 1, 1, 1, 2, 2, 5], slots=room(5), order=room(5), positions=room(5),
-    ...         rows=5, experts=4, num_slots=6, halvings=1, PRODUCT=tl.uint32, B=8)
+    >>> example(assign, 1, ids=[0, 2, 0, 0, 0], offsets=[[0, 0, 0, 0, 0]], totals=[4, 0, 1, 0, 0],
+    ...         away=[3, 0, 0, 0], first_copy=[0, 0, 0, 0], end_copy=[1, 0, 0, 0],
+    ...         first_place=[1, 0], slot_of_copy=[5, -1], first_row=[0, 1, 1, 1, 2, 2, 5],
+    ...         slots=room(5), order=room(5), positions=room(5), rows=5, halvings=1,
+    ...         PRODUCT=tl.uint32, B=8)
     slots = [0, 3, 5, 5, 5]
     order = [0, 1, 4, 3, 2]
     positions = [0, 1, 4, 3, 2]
@@ -300,11 +297,9 @@ def assign_to_map(
 
     >>> routing_map = [[1, 0, 0, 0], [0, 0, 1, 0], [1, 0, 0, 0], [1, 0, 0, 0], [1, 0, 0, 0]]
     >>> example(assign_to_map, (1, 1), routing_map=routing_map, offsets=[[0, 0, 0, 0, 0]],
-    ...         totals=[4, 0, 1, 0, 0], strides=[1, 1, 1, 1, 3, 3],
-    ...         expert_of_slot=[0, 1, -1, 2, 3, 0], away=[3, 0, 0, 0],
+    ...         totals=[4, 0, 1, 0, 0], expert_of_slot=[0, 1, -1, 2, 3, 0], away=[3, 0, 0, 0],
     ...         first_place_of_slot=[0, 0, 0, 0, 0, 1], rows_of_slot=[1, 0, 0, 1, 0, 3],
-    ...         slot_map=room(5, 6), rows=5, experts=4, num_slots=6, stride=4,
-    ...         PRODUCT=tl.uint32, B=8, S=8)
+    ...         slot_map=room(5, 6), rows=5, PRODUCT=tl.uint32, B=8, S=8)
     slot_map = [[1, 0, 0, 0, 0, 0], [0, 0, 0, 1, 0, 0], [0, 0, 0, 0, 0, 1], [0, 0, 0, 0, 0, 1],
                 [0, 0, 0, 0, 0, 1]]
     """
@@ -349,11 +344,9 @@ def receive(
 ):
     """Program l: [R] rows that every rank sends to slot l of this rank.
 
-    >>> example(receive, 3, loads=[[2, 1, 0, 1], [4, 0, 1, 0]],
-    ...         replicas=[[0, 1, 0], [-1, -1, -1]], slot_of_copy=[5, -1],
-    ...         split_CR=[[0, 3], [0, 0]], expert_of_slot=[0, 1, -1, 2, 3, 0],
-    ...         home_of_expert=[0, 0, 1, 1], first_slot_of_rank=[0, 3, 6], received=room(2, 3),
-    ...         rank=1, ranks=2, num_local=3, num_copies=2, stride=4, C=2, R=2, STEP=2)
+    >>> example(receive, 3, loads=[[2, 1, 0, 1], [4, 0, 1, 0]], replicas=[[0, 1, 0], [-1, -1, -1]],
+    ...         slot_of_copy=[5, -1], split_CR=[[0, 3], [0, 0]], expert_of_slot=[0, 1, -1, 2, 3, 0],
+    ...         received=room(2, 3), rank=1, num_local=3, num_copies=2, STEP=2)
     received = [[0, 1, 0], [1, 0, 3]]
     """
     local = tl.program_id(0)

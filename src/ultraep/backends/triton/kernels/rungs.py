@@ -4,10 +4,13 @@ import triton
 import triton.language as tl
 
 from ultraep.backends.triton.kernels.attempts import alias_packed_or_not, free_all
-from ultraep.backends.triton.kernels.measures import received_by, weigh
-from ultraep.backends.triton.kernels.publish import publish
-from ultraep.backends.triton.kernels.quickest import quickest_of
-from ultraep.backends.triton.kernels.search import least_that_is_met
+from ultraep.backends.triton.kernels.search import (
+    PlanOut,
+    least_that_is_met,
+    publish,
+    received_by,
+    weigh,
+)
 from ultraep.backends.triton.kernels.state import (
     AT_HOME,
     BUFFER,
@@ -15,15 +18,21 @@ from ultraep.backends.triton.kernels.state import (
     MOST,
     REACHED,
     TRANSFERS,
+    Problem,
     attempt_of,
     attempts_of,
+    held_by,
     load_domain,
     loads_of,
     outcome_of,
+    rank_loads_of,
+    shape_of,
+    shared_threshold,
 )
-from ultraep.backends.triton.kernels.thresholds import rank_loads_of, shared_threshold
 
 FEWEST = tl.constexpr(0)  # links: as few as the threshold needs
+MOST_TIME = tl.constexpr(2**63 - 1)
+LIMITED = tl.constexpr(3)  # attempts behind the exact one that count if they have fewer transfers
 
 
 @triton.jit
@@ -77,13 +86,9 @@ def try_rungs(
     worth 200; a copy costs 500:
 
     >>> example(try_rungs, (1, 2), home=[[[6, 1], [1, 1]]], tolerances=[0, 400000],
-    ...         rates=torch.tensor([100, 500, 0, 0]), counts=scratch(1, 4),
-    ...         attempts=scratch(1, 5, 2, 2), attempt_loads=room(1, 5, 2), outcomes=room(1, 2, 5),
-    ...         finished=[0], scratch=scratch(1, 12), expert_of_place=[0, 2, 1, 3],
-    ...         first_slot_of_rank=[0, 3, 6], found=room(2, 2), planned_loads=room(2),
-    ...         expert_of_slot=[0, 1, 0, 2, 3, 0], domains=1, ranks=2, slots=1, min_tokens=1,
-    ...         limit=2, H=2, G=2, HELD=2, ONE_SLOT=True, BUFFERS=5, BY_GROUPS=False, PADDED=2,
-    ...         STEP=1, SEARCH_STEP=4)
+    ...         rates=torch.tensor([100, 500, 0, 0]), attempt_loads=room(1, 5, 2),
+    ...         outcomes=room(1, 2, 5), finished=[0], found=room(2, 2), planned_loads=room(2),
+    ...         expert_of_slot=[0, 1, 0, 2, 3, 0], BUFFERS=5, PADDED=2, STEP=1, SEARCH_STEP=4)
     attempt_loads = [[[4, 5], [6, 3], [_, _], [_, _], [7, 2]]]
     outcomes = [[[0, 5, 1, 1, 7], [1, 6, 1, 1, 7]]]
     found = [[2147483647, 2147483647], [0, 0]]
@@ -93,47 +98,44 @@ def try_rungs(
     domain = tl.program_id(0)
     number = tl.program_id(1)
     rank = tl.arange(0, G)
-    held = ranks * slots
-    home_HG = load_domain(home, domain, H, G)
+    problem = Problem(ranks, slots, min_tokens, limit)
+    SHAPE: tl.constexpr = shape_of(H, G, HELD, ONE_SLOT, BUFFERS)
+    home_HG = load_domain(home, domain, SHAPE)
     load_G = rank_loads_of(home_HG)
     parts = tl.load(tolerances + number)
-    threshold = shared_threshold(load_G, home, domains, ranks, parts, H, G, STEP)
-    tried = attempts_of(attempts, domain, held, BUFFERS)
-    loads = loads_of(attempt_loads, domain, 0, ranks, BUFFERS)
+    threshold = shared_threshold(load_G, home, domains, parts, problem, SHAPE, STEP)
+    tried = attempts_of(attempts, domain, problem, SHAPE)
+    loads = loads_of(attempt_loads, domain, 0, problem, SHAPE)
     outcome = outcome_of(outcomes, domain, number, tl.num_programs(1))
     tl.store(outcome + AT_HOME, tl.max(load_G, 0))
     if number == 0:
-        free_all(attempt_of(tried, BUFFERS - 1, held), held, HELD)
+        free_all(attempt_of(tried, BUFFERS - 1, problem), problem, SHAPE)
         tl.store(loads + (BUFFERS - 1) * ranks + rank, load_G, mask=rank < ranks)
-        if BY_GROUPS:
-            solve(
-                outcome, home, counts, tried, loads, scratch, domain, threshold,
-                threshold * 0 + MOST, threshold * 0, ranks, slots, min_tokens, limit,
-                H, G, HELD, ONE_SLOT, BUFFERS, SEARCH_STEP
-            )  # fmt: skip
-        else:
+        made = threshold * 0
+        transfers = threshold * 0 + MOST
+        if not BY_GROUPS:
             load_G, home_HG, made, received = alias_packed_or_not(
-                load_G, home_HG, tried, threshold, tl.zeros((), tl.int64),
-                ranks, slots, slots, min_tokens, limit, H, G, HELD, ONE_SLOT, False
+                load_G, home_HG, tried, threshold, tl.zeros((), tl.int64), slots, problem,
+                SHAPE, False
             )  # fmt: skip
             tl.store(loads + rank, load_G, mask=rank < ranks)
-            given = most_given(home_HG, load_domain(home, domain, H, G))
-            solve(
-                outcome, home, counts, tried, loads, scratch, domain, threshold,
-                tl.maximum(given, received), made, ranks, slots, min_tokens, limit,
-                H, G, HELD, ONE_SLOT, BUFFERS, SEARCH_STEP
-            )  # fmt: skip
+            given = most_given(home_HG, load_domain(home, domain, SHAPE))
+            transfers = tl.maximum(given, received)
+        solve(
+            outcome, home, counts, tried, loads, scratch, domain, threshold, transfers, made,
+            problem, SHAPE, SEARCH_STEP
+        )  # fmt: skip
     else:
         links = links_of(number, tl.load(rates + 1))
         home_HG, threshold, links = keep_hottest(home_HG, load_G, threshold, links, H)
         slack = threshold.to(tl.int64) * ranks - tl.sum(load_G.to(tl.int64), 0)
-        hosted = attempt_of(tried, number, held)
+        hosted = attempt_of(tried, number, problem)
         load_G, home_HG, made, received = alias_packed_or_not(
-            load_G, home_HG, hosted, threshold, slack,
-            ranks, slots, tl.minimum(slots, links), min_tokens, limit, H, G, HELD, ONE_SLOT, True
+            load_G, home_HG, hosted, threshold, slack, tl.minimum(slots, links), problem,
+            SHAPE, True
         )  # fmt: skip
         tl.store(loads + number * ranks + rank, load_G, mask=rank < ranks)
-        given = most_given(home_HG, load_domain(home, domain, H, G))
+        given = most_given(home_HG, load_domain(home, domain, SHAPE))
         tl.store(outcome + BUFFER, number)
         tl.store(outcome + REACHED, tl.where(tl.max(load_G, 0) > threshold, MOST, threshold))
         tl.store(outcome + MADE, made)
@@ -143,17 +145,15 @@ def try_rungs(
     if before == tl.num_programs(0) * tl.num_programs(1) - 1:
         tl.store(finished, 0)
         chosen = quickest_of(outcomes, rates, domains, tl.num_programs(1), PADDED)
+        plan = PlanOut(found, planned_loads, expert_of_slot, expert_of_place, first_slot_of_rank)
         for index in range(domains):
             best = BUFFERS - 1
             if chosen >= 0:
                 at = outcome_of(outcomes, index, chosen, tl.num_programs(1))
                 best = tl.load(at + BUFFER, cache_modifier=".cg")
-            publish(
-                found, planned_loads, expert_of_slot,
-                attempts_of(attempts, index, held, BUFFERS),
-                loads_of(attempt_loads, index, 0, ranks, BUFFERS),
-                expert_of_place, first_slot_of_rank, index, best, ranks, slots, H, G, HELD
-            )  # fmt: skip
+            tried = attempts_of(attempts, index, problem, SHAPE)
+            loads = loads_of(attempt_loads, index, 0, problem, SHAPE)
+            publish(plan, tried, loads, index, best, problem, SHAPE)
 
 
 @triton.jit
@@ -192,35 +192,74 @@ def most_given(home_HG, before_HG):
 @triton.jit
 def solve(
     outcome, home, counts, attempts, attempt_loads, scratch, domain, threshold, transfers, made,
-    ranks, slots, min_tokens, limit,
-    H: tl.constexpr, G: tl.constexpr, HELD: tl.constexpr, ONE_SLOT: tl.constexpr,
-    BUFFERS: tl.constexpr, STEP: tl.constexpr
+    problem, SHAPE: tl.constexpr, STEP: tl.constexpr
 ):  # fmt: skip
     """The outcome of the first attempt, or of the search above its threshold.
 
     transfers: of the first attempt; `MOST`: they are not known.
     """
-    rank = tl.arange(0, G)
-    slot = tl.arange(0, HELD)
+    rank, slot = tl.arange(0, SHAPE.G), tl.arange(0, SHAPE.HELD)
     tl.debug_barrier()
-    load_G = tl.load(attempt_loads + rank, mask=rank < ranks, other=0)
+    load_G = tl.load(attempt_loads + rank, mask=rank < problem.ranks, other=0)
     peak = tl.max(load_G, 0)
     best = 0
     if (peak > threshold) | (transfers == MOST):
         if peak > threshold:
             best = least_that_is_met(
                 home, attempts, attempt_loads, scratch, domain, best, peak, peak, threshold,
-                ranks, slots, min_tokens, limit, H, G, HELD, ONE_SLOT, BUFFERS, STEP
+                problem, SHAPE, STEP
             )  # fmt: skip
         tl.debug_barrier()
-        hosted = attempt_of(attempts, best, ranks * slots)
-        own = tl.load(attempt_loads + best * ranks + rank, mask=rank < ranks, other=0)
+        hosted = attempt_of(attempts, best, problem)
+        own = tl.load(
+            attempt_loads + best * problem.ranks + rank, mask=rank < problem.ranks, other=0
+        )
         peak = tl.max(own, 0)
-        holds = tl.load(hosted + slot, mask=slot < ranks * slots, other=-1) >= 0
+        holds = tl.load(hosted + slot, mask=slot < held_by(problem), other=-1) >= 0
         made = tl.sum(holds.to(tl.int32), 0)
-        _fanout, given = weigh(hosted, counts + domain * H * G, ranks, slots, H, G, HELD)
-        transfers = tl.maximum(given, tl.max(received_by(hosted, ranks, slots, G), 0))
+        own_counts = counts + domain * SHAPE.H * SHAPE.G
+        _fanout, given = weigh(hosted, own_counts, problem, SHAPE)
+        transfers = tl.maximum(given, tl.max(received_by(hosted, problem, SHAPE), 0))
     tl.store(outcome + BUFFER, best)
     tl.store(outcome + REACHED, peak)
     tl.store(outcome + MADE, made)
     tl.store(outcome + TRANSFERS, transfers)
+
+
+@triton.jit
+def quickest_of(outcomes, rates, domains, attempts, PADDED: tl.constexpr):
+    """The number of the attempt that is quickest for all domains; -1: no copies are.
+
+    rates: row, copy, each and layer, as 64 bits.   PADDED: the attempts, padded to a power of two.
+    """
+    number = tl.arange(0, PADDED)
+    known = number < attempts
+    peak_N = tl.zeros((PADDED,), tl.int64)
+    copies_N = tl.zeros((PADDED,), tl.int64)
+    transfers_N = tl.zeros((PADDED,), tl.int64)
+    home_N = tl.zeros((PADDED,), tl.int64)
+    for domain in range(domains):
+        at = outcome_of(outcomes, domain, number, attempts)
+        peak_N = tl.maximum(peak_N, load_shared(at + REACHED, known))
+        copies_N += load_shared(at + MADE, known)
+        transfers_N = tl.maximum(transfers_N, load_shared(at + TRANSFERS, known))
+        home_N = tl.maximum(home_N, load_shared(at + AT_HOME, known))
+    row = tl.load(rates)
+    copy = tl.load(rates + 1)
+    time_N = row * peak_N + copy * transfers_N + tl.load(rates + 2) * copies_N
+    time_N += tl.where(copies_N > 0, tl.load(rates + 3), 0)
+    exact = tl.sum(tl.where(number == 0, transfers_N, 0), 0)
+    limited_N = (number > 0) & (number <= LIMITED)
+    fewer_N = (transfers_N < exact) & (copy > 0)
+    left_N = known & (~limited_N | fewer_N) & ((number == 0) | (peak_N < MOST))
+    time = tl.min(tl.where(left_N, time_N, MOST_TIME), 0)
+    left_N = left_N & (time_N == time)
+    left_N = left_N & (copies_N == tl.min(tl.where(left_N, copies_N, MOST), 0))
+    chosen = tl.min(tl.where(left_N, number, PADDED), 0)
+    return tl.where(row * tl.max(home_N, 0) <= time, -1, chosen)
+
+
+@triton.jit
+def load_shared(at, mask):
+    """What other programs of the same launch have stored."""
+    return tl.load(at, mask=mask, other=0, cache_modifier=".cg")

@@ -1,14 +1,185 @@
-"""Twin of the search in `reference/place.py`: the least threshold that alias planning meets."""
+"""The best attempt, or the least threshold that can be met; then the plan that follows.
+
+note, best_of_members    what an attempt costs, and which one is best
+bound                    twin of `least_peak_of` in `reference/place.py`, for one domain
+least_that_is_met        twin of `solve` there: the least threshold that alias planning meets
+publish                  the attempt that was chosen becomes the plan
+"""
+
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 
 from ultraep.backends.triton.kernels.attempts import alias
-from ultraep.backends.triton.kernels.bound import bound
-from ultraep.backends.triton.kernels.state import attempt_of, home_of, load_domain, scratch_of
-from ultraep.backends.triton.kernels.thresholds import rank_loads_of
+from ultraep.backends.triton.kernels.state import (
+    COPIES,
+    EGRESS,
+    FANOUT,
+    MOST,
+    PEAK,
+    SLACK,
+    THRESHOLD,
+    attempt_of,
+    fact_of,
+    found_quotas_of,
+    held_by,
+    home_of,
+    load_domain,
+    measure_of,
+    quotas_of,
+    rank_loads_of,
+    scratch_of,
+)
 
 GUESSES = tl.constexpr(4)
+
+
+class PlanOut(NamedTuple):
+    """Where `publish` writes a plan, and the tables that it needs for it."""
+
+    found: Any
+    loads: Any
+    expert_of_slot: Any
+    expert_of_place: Any
+    first_slot_of_rank: Any
+
+
+@triton.jit
+def weigh(hosted, counts, problem, SHAPE: tl.constexpr):
+    """Most copies of one expert, and most experts that one rank gives away.
+
+    counts: room for H * G numbers.
+    """
+    place = tl.arange(0, SHAPE.H * SHAPE.G)
+    tl.store(counts + place, place * 0)
+    slot = tl.arange(0, SHAPE.HELD)
+    tl.debug_barrier()  # the attempt is written, too
+    place_of_slot = tl.load(hosted + slot, mask=slot < held_by(problem), other=-1)
+    tl.atomic_add(counts + place_of_slot, 1, mask=place_of_slot >= 0, sem="relaxed")
+    tl.debug_barrier()
+    rank = tl.arange(0, SHAPE.G)
+    at_HG = tl.arange(0, SHAPE.H)[:, None] * SHAPE.G + rank[None, :]
+    copies_HG = tl.load(counts + at_HG, cache_modifier=".cg")
+    fanout = tl.max(tl.max(copies_HG, 0), 0)
+    return fanout, tl.max(tl.sum((copies_HG > 0).to(tl.int32), 0), 0)
+
+
+@triton.jit
+def received_by(hosted, problem, SHAPE: tl.constexpr):
+    """[G] copies that every rank receives."""
+    rank = tl.arange(0, SHAPE.G)
+    received_G = rank * 0
+    for index in range(problem.slots):
+        at_G = hosted + rank * problem.slots + index
+        received_G += (tl.load(at_G, mask=rank < problem.ranks, other=-1) >= 0).to(tl.int32)
+    return received_G
+
+
+@triton.jit
+def note(
+    facts, hosted, counts, load_G, made, domain, member, problem,
+    SHAPE: tl.constexpr, MEMBERS: tl.constexpr
+):  # fmt: skip
+    """The measures of a member's attempt, among the facts."""
+    fanout = 0
+    egress = 0
+    if MEMBERS > 1:  # else there is nothing to choose
+        fanout, egress = weigh(hosted, counts, problem, SHAPE)
+    at = measure_of(facts, domain, member, 0, MEMBERS)
+    tl.store(at + PEAK, tl.max(load_G, 0))
+    tl.store(at + COPIES, made)
+    tl.store(at + FANOUT, fanout)
+    tl.store(at + EGRESS, egress)
+
+
+@triton.jit
+def best_of_members(facts, domain, MEMBERS: tl.constexpr):
+    """The member with the best attempt, the threshold, and the peak.
+
+    The lowest peak above the threshold, then the fewest copies, the lowest fan-out, the fewest
+    experts that one rank gives away; then the second member, then the earlier one.
+    """
+    threshold = tl.load(fact_of(facts, domain, THRESHOLD, MEMBERS))
+    slack = tl.load(fact_of(facts, domain, SLACK, MEMBERS)) != 0
+    best = 0
+    at = measure_of(facts, domain, 0, 0, MEMBERS)
+    peak = tl.load(at + PEAK)
+    copies = tl.load(at + COPIES)
+    fanout = tl.load(at + FANOUT)
+    egress = tl.load(at + EGRESS)
+    for member in tl.static_range(1, MEMBERS):
+        at = measure_of(facts, domain, member, 0, MEMBERS)
+        other_peak = tl.load(at + PEAK)
+        other_copies = tl.load(at + COPIES)
+        other_fanout = tl.load(at + FANOUT)
+        other_egress = tl.load(at + EGRESS)
+        floor = tl.maximum(peak, threshold)
+        other_floor = tl.maximum(other_peak, threshold)
+        better = (other_egress < egress) | ((other_egress == egress) & (member == 1))
+        better = (other_fanout < fanout) | ((other_fanout == fanout) & better)
+        better = (other_copies < copies) | ((other_copies == copies) & better)
+        better = (other_floor < floor) | ((other_floor == floor) & better)
+        better = slack & better
+        best = tl.where(better, member, best)
+        peak = tl.where(better, other_peak, peak)
+        copies = tl.where(better, other_copies, copies)
+        fanout = tl.where(better, other_fanout, fanout)
+        egress = tl.where(better, other_egress, egress)
+    return best, threshold, peak
+
+
+@triton.jit
+def place_in_line(key_N, keys, N: tl.constexpr, STEP: tl.constexpr):
+    """[N] how many keys are larger, or equal and earlier. `keys` are the same ones in memory."""
+    number = tl.arange(0, N)
+    place_N = number * 0
+    for begin in range(0, N, STEP):
+        other = begin + tl.arange(0, STEP)
+        key_S = tl.load(keys + other)
+        ahead = key_S[:, None] > key_N[None, :]
+        tied = (key_S[:, None] == key_N[None, :]) & (other[:, None] < number[None, :])
+        place_N += tl.sum((ahead | tied).to(tl.int32), 0)
+    return place_N
+
+
+@triton.jit
+def bound(load_G, home, scratch, problem, SHAPE: tl.constexpr, STEP: tl.constexpr):
+    """The least that the fullest rank can hold.
+
+    home: [H * G] tokens of the home experts.   scratch: room for 2 * H * G + 2 * G numbers.
+    """
+    rank = tl.arange(0, SHAPE.G)
+    # The emptiest rank first; columns without a rank come last.
+    key_G = tl.where(rank < problem.ranks, -load_G, -MOST - 1)
+    tl.store(scratch + rank, key_G)
+    tl.debug_barrier()
+    place_G = place_in_line(key_G, scratch, SHAPE.G, min(STEP * SHAPE.H, SHAPE.G))
+    tl.debug_barrier()  # all keys have been read
+    tl.store(scratch + SHAPE.G + place_G, load_G)
+    tl.store(scratch + rank, place_G)
+    tl.debug_barrier()
+    emptiest_G = tl.load(scratch + SHAPE.G + rank, mask=rank < problem.ranks, other=0)
+    rest_G = tl.sum(emptiest_G, 0) - tl.cumsum(emptiest_G, 0) + emptiest_G
+    number = tl.arange(0, SHAPE.H * SHAPE.G)
+    tokens_N = tl.load(home + number)
+    rank_place_N = tl.load(scratch + number % SHAPE.G)
+    line_N = place_in_line(tokens_N, home, SHAPE.H * SHAPE.G, STEP)
+    hottest = scratch + 2 * SHAPE.G
+    tl.store(hottest + line_N, tl.maximum(tokens_N, 0))
+    tl.store(hottest + SHAPE.H * SHAPE.G + line_N, rank_place_N)
+    tl.debug_barrier()
+    tokens_N = tl.load(hottest + number)
+    rank_place_N = tl.load(hottest + SHAPE.H * SHAPE.G + number)
+    best = 0
+    for k in range(problem.ranks):
+        wanted = tl.minimum(problem.slots * k, problem.limit)
+        outside_N = rank_place_N >= k
+        taken_N = outside_N & (tl.cumsum(outside_N.to(tl.int32), 0) <= wanted)
+        movable = tl.sum(tl.where(taken_N, tokens_N, 0), 0)
+        rest = tl.sum(tl.where(rank == k, rest_G, 0), 0)
+        best = tl.maximum(best, (rest - movable + problem.ranks - k - 1) // (problem.ranks - k))
+    return best
 
 
 @triton.jit
@@ -22,23 +193,21 @@ def excess_share(load_G, threshold):
 
 @triton.jit
 def least_that_is_met(
-    home, attempts, attempt_loads, scratch, domain, best, peak, alias_peak, threshold,
-    ranks, slots, min_tokens, limit,
-    H: tl.constexpr, G: tl.constexpr, HELD: tl.constexpr, ONE_SLOT: tl.constexpr,
-    BUFFERS: tl.constexpr, STEP: tl.constexpr
+    home, attempts, attempt_loads, scratch, domain, best, peak, alias_peak, threshold, problem,
+    SHAPE: tl.constexpr, STEP: tl.constexpr
 ):  # fmt: skip
     """The buffer of the best attempt above the threshold; all are those of the domain.
 
     alias_peak: of the first attempt at the threshold, in buffer 0.
     """
-    SPARE: tl.constexpr = BUFFERS - 3  # the first of two buffers to try again
-    home_HG = load_domain(home, domain, H, G)
+    SPARE: tl.constexpr = SHAPE.BUFFERS - 3  # the first of two buffers to try again
+    home_HG = load_domain(home, domain, SHAPE)
     load_G = rank_loads_of(home_HG)
-    rank, held = tl.arange(0, G), ranks * slots
-    scratch = scratch_of(scratch, domain, H, G)
-    least = bound(load_G, home_of(home, domain, H, G), scratch, ranks, slots, limit, H, G, STEP)
+    rank = tl.arange(0, SHAPE.G)
+    scratch = scratch_of(scratch, domain, SHAPE)
+    least = bound(load_G, home_of(home, domain, SHAPE), scratch, problem, SHAPE, STEP)
     tl.debug_barrier()
-    end_G = tl.load(attempt_loads + rank, mask=rank < ranks, other=0)
+    end_G = tl.load(attempt_loads + rank, mask=rank < problem.ranks, other=0)
     failed = tl.maximum(threshold, least - 1)
     last = threshold
     above_last = alias_peak - threshold
@@ -49,13 +218,13 @@ def least_that_is_met(
         now = tl.minimum(middle, peak - 1).to(tl.int32)
         trial = tl.where(best == SPARE, SPARE + 1, SPARE)
         end_G, _home_HG, _made, _received = alias(
-            load_G, home_HG, attempt_of(attempts, trial, held), now, tl.zeros((), tl.int64),
-            ranks, slots, slots, min_tokens, limit, H, G, HELD, ONE_SLOT, False, False
+            load_G, home_HG, attempt_of(attempts, trial, problem), now, tl.zeros((), tl.int64),
+            problem.slots, problem, SHAPE, False, False
         )  # fmt: skip
         trial_peak = tl.max(end_G, 0)
         tries += 1
         if trial_peak < peak:
-            tl.store(attempt_loads + trial * ranks + rank, end_G, mask=rank < ranks)
+            tl.store(attempt_loads + trial * problem.ranks + rank, end_G, mask=rank < problem.ranks)
             best = trial
             peak = trial_peak
         above = trial_peak - now
@@ -72,3 +241,43 @@ def least_that_is_met(
         guess = tl.where((met == 0) & (tries < GUESSES), now + tl.maximum(step, 1), half)
         middle = tl.where(is_met, below, guess)
     return best
+
+
+@triton.jit
+def publish(plan, attempts, attempt_loads, domain, best, problem, SHAPE: tl.constexpr):
+    """Copies and loads of one attempt; `attempts` and `attempt_loads` are those of the domain.
+
+    Another program of the same launch may have made it.
+    """
+    rank, there = tl.arange(0, SHAPE.G), tl.arange(0, SHAPE.G) < problem.ranks
+    load_G = tl.load(attempt_loads + best * problem.ranks + rank, there, cache_modifier=".cg")
+    tl.store(plan.loads + domain * problem.ranks + rank, load_G, mask=there)
+    write_found(plan, attempts, domain, best, problem, SHAPE)
+    free_slots(plan, domain, problem, SHAPE)
+
+
+@triton.jit
+def write_found(plan, attempts, domain, best, problem, SHAPE: tl.constexpr):
+    """The experts and quotas of the best attempt, by spare slot."""
+    slot, held = tl.arange(0, SHAPE.HELD), held_by(problem)
+    there = slot < held
+    hosted = attempt_of(attempts, best, problem)
+    place = tl.load(hosted + slot, mask=there, other=-1, cache_modifier=".cg")
+    quotas = quotas_of(hosted, problem)
+    quota = tl.load(quotas + slot, mask=there & (place >= 0), other=0, cache_modifier=".cg")
+    expert_of_place = home_of(plan.expert_of_place, domain, SHAPE)
+    expert = tl.load(expert_of_place + place, mask=place >= 0, other=MOST)
+    tl.store(plan.found + domain * held + slot, expert, mask=there)
+    found_quotas = found_quotas_of(plan.found, tl.num_programs(0) * held)
+    tl.store(found_quotas + domain * held + slot, quota, mask=there)
+
+
+@triton.jit
+def free_slots(plan, domain, problem, SHAPE: tl.constexpr):
+    """No spare slot of the domain holds an expert until `split` says so."""
+    slot = tl.arange(0, SHAPE.HELD)
+    there = slot < held_by(problem)
+    slots = tl.maximum(problem.slots, 1)
+    first_slot = plan.first_slot_of_rank + domain * problem.ranks
+    end = tl.load(first_slot + slot // slots + 1, mask=there, other=0)
+    tl.store(plan.expert_of_slot + end - 1 - slot % slots, slot * 0 - 1, mask=there)

@@ -13,6 +13,8 @@ rank that waits polls its own memory only, at most `patience` times: then it wri
 waited for on every board, and from then on nobody waits for anything.
 """
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -21,6 +23,16 @@ CHANNEL = tl.constexpr(4)
 EPOCH, TICKETS, HELD, LAST_FILL = (tl.constexpr(number) for number in range(4))
 WORDS = tl.constexpr(4)  # of a channel
 RANKS = tl.constexpr(65536)  # more than there are
+
+
+class Waiting(NamedTuple):
+    """Who waits, and for how long: boards of all ranks, the rank, its stage, and polls at most."""
+
+    boards: Any
+    rank: Any
+    ranks: Any
+    stage: Any
+    patience: Any
 
 
 @triton.jit
@@ -75,18 +87,18 @@ def add_one(word):
 
 
 @triton.jit
-def wait(word, least, addresses, rank, ranks, peer, stage, patience):
+def wait(word, least, waiting, peer):
     """Until the word has come to `least`; whether it has. `peer`: who should have written it."""
-    fault = board_of(addresses, rank) + FAULT
+    fault = board_of(waiting.boards, waiting.rank) + FAULT
     value, broken, polls = read(word), 0, 0
-    while (value - least < 0) & (broken == 0) & (polls < patience):
+    while (value - least < 0) & (broken == 0) & (polls < waiting.patience):
         value = read(word)
         polls += 1
         if polls % 32 == 0:
             broken = read(fault)
     came = value - least >= 0
     if (came == 0) & (broken == 0):
-        tell(addresses, ranks, fault_of(stage, peer))
+        tell(waiting.boards, waiting.ranks, fault_of(waiting.stage, peer))
     return came
 
 
@@ -173,8 +185,8 @@ def share(
     >>> boards = at([0, 0, 0, 0, 0, 0, 0, 0, 0, 1], [0, 0, 0, 0, 0, 0, 0, 0, 0, 0])
     >>> tables = at([[0, 0, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0], [7, 8, 0, 4]], 4 * [[0, 0, 0, 0]])
     >>> example(share, 2, boards=boards, tables=tables, row=[5, 6], gathered=room(2, 2),
-    ...         promise=[3], versions=room(2), rank=0, ranks=2, channel=4, flags=8, numbers=2,
-    ...         kind=0, version=-1, stage=0, unlike=4, patience=9, B=2)
+    ...         promise=[3], versions=room(2), rank=0, channel=4, flags=8, numbers=2, kind=0,
+    ...         version=-1, stage=0, unlike=4, patience=9, B=2)
     boards = [[0, 0, 0, 0, 1, 0, 0, 0, 1, 1], [0, 0, 0, 0, 0, 0, 0, 0, 1, 0]]
     tables = [[[0, 0, 0, 0], [0, 0, 0, 0], [5, 6, 0, 3], [7, 8, 0, 4]],
               [[0, 0, 0, 0], [0, 0, 0, 0], [5, 6, 0, 3], [0, 0, 0, 0]]]
@@ -195,7 +207,7 @@ def share(
     tl.store(at_peer + numbers + 1, tl.where(version < 0, promised, version))
     post(theirs + flags + rank, epoch)
     tl.store(versions + peer, 0)
-    if wait(mine + flags + peer, epoch, boards, rank, ranks, peer, stage, patience):
+    if wait(mine + flags + peer, epoch, Waiting(boards, rank, ranks, stage, patience), peer):
         tl.store(versions + peer, tl.load(here + numbers + 1, volatile=True))
         if tl.load(here + numbers, volatile=True) != kind:
             tell(boards, ranks, fault_of(unlike, peer))

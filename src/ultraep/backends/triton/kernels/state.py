@@ -20,6 +20,8 @@ several thresholds; the first one is exact.
 Buffers: one of every member or attempt, then two to try again, and one without copies.
 """
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -28,6 +30,36 @@ VARIANTS = tl.constexpr(4)  # of members that close circles
 THRESHOLD, SLACK, MEASURES = (tl.constexpr(number) for number in (0, 1, 2))
 PEAK, COPIES, FANOUT, EGRESS = (tl.constexpr(number) for number in range(4))
 BUFFER, REACHED, MADE, TRANSFERS, AT_HOME, OUTCOMES = (tl.constexpr(n) for n in range(6))
+
+
+class Problem(NamedTuple):
+    """What every attempt at a domain keeps to."""
+
+    ranks: Any
+    slots: Any
+    min_tokens: Any
+    limit: Any  # most copies of the domain
+
+
+class Shape(NamedTuple):
+    """What kernels that attempt a plan are compiled for: sizes of a domain, padded."""
+
+    H: int
+    G: int
+    HELD: int
+    ONE_SLOT: bool
+    BUFFERS: int
+
+
+@triton.constexpr_function
+def shape_of(H, G, HELD, ONE_SLOT, BUFFERS):
+    return Shape(H, G, HELD, ONE_SLOT, BUFFERS)
+
+
+@triton.jit
+def held_by(problem):
+    """Spare slots of a domain."""
+    return problem.ranks * problem.slots
 
 
 @triton.constexpr_function
@@ -46,39 +78,39 @@ def work_size(H, G):
 
 
 @triton.jit
-def home_of(home, domain, H: tl.constexpr, G: tl.constexpr):
-    return home + domain * H * G
+def home_of(home, domain, SHAPE: tl.constexpr):
+    return home + domain * SHAPE.H * SHAPE.G
 
 
 @triton.jit
-def load_domain(home, domain, H: tl.constexpr, G: tl.constexpr):
+def load_domain(home, domain, SHAPE: tl.constexpr):
     """[H, G] tokens of the home experts of every rank; -1: there is none."""
-    row = tl.arange(0, H)[:, None]
-    column = tl.arange(0, G)[None, :]
-    return tl.load(home + (domain * H + row) * G + column)
+    row = tl.arange(0, SHAPE.H)[:, None]
+    column = tl.arange(0, SHAPE.G)[None, :]
+    return tl.load(home + (domain * SHAPE.H + row) * SHAPE.G + column)
 
 
 @triton.jit
-def attempts_of(attempts, domain, held, BUFFERS: tl.constexpr):
+def attempts_of(attempts, domain, problem, SHAPE: tl.constexpr):
     """All attempts at a domain."""
-    return attempts + domain * BUFFERS * 2 * held
+    return attempts + domain * SHAPE.BUFFERS * 2 * held_by(problem)
 
 
 @triton.jit
-def attempt_of(attempts, buffer, held):
+def attempt_of(attempts, buffer, problem):
     """One of the attempts at a domain."""
-    return attempts + buffer * 2 * held
+    return attempts + buffer * 2 * held_by(problem)
 
 
 @triton.jit
-def quotas_of(attempt, held):
+def quotas_of(attempt, problem):
     """The second half of an attempt."""
-    return attempt + held
+    return attempt + held_by(problem)
 
 
 @triton.jit
-def loads_of(attempt_loads, domain, buffer, ranks, BUFFERS: tl.constexpr):
-    return attempt_loads + (domain * BUFFERS + buffer) * ranks
+def loads_of(attempt_loads, domain, buffer, problem, SHAPE: tl.constexpr):
+    return attempt_loads + (domain * SHAPE.BUFFERS + buffer) * problem.ranks
 
 
 @triton.jit
@@ -99,8 +131,8 @@ def outcome_of(outcomes, domain, number, attempts):
 
 
 @triton.jit
-def counts_of(counts, domain, member, MEMBERS: tl.constexpr, H: tl.constexpr, G: tl.constexpr):
-    return counts + (domain * MEMBERS + member) * H * G
+def counts_of(counts, domain, member, MEMBERS: tl.constexpr, SHAPE: tl.constexpr):
+    return counts + (domain * MEMBERS + member) * SHAPE.H * SHAPE.G
 
 
 @triton.jit
@@ -110,22 +142,64 @@ def found_quotas_of(found, spare_slots):
 
 
 @triton.jit
-def scratch_of(scratch, domain, H: tl.constexpr, G: tl.constexpr):
-    return scratch + domain * scratch_size(H, G)
+def scratch_of(scratch, domain, SHAPE: tl.constexpr):
+    return scratch + domain * scratch_size(SHAPE.H, SHAPE.G)
 
 
 @triton.jit
-def work_of(work, domain, H: tl.constexpr, G: tl.constexpr):
-    return work + domain * work_size(H, G)
+def work_of(work, domain, SHAPE: tl.constexpr):
+    return work + domain * work_size(SHAPE.H, SHAPE.G)
 
 
 @triton.jit
-def heats_of(work, H: tl.constexpr, G: tl.constexpr):
+def heats_of(work, SHAPE: tl.constexpr):
     """[G] tokens of the hottest expert at home, of every rank."""
-    return work + H * G
+    return work + SHAPE.H * SHAPE.G
 
 
 @triton.jit
-def free_of(work, H: tl.constexpr, G: tl.constexpr):
+def free_of(work, SHAPE: tl.constexpr):
     """[G] the free slots of every rank."""
-    return work + (H + 1) * G
+    return work + (SHAPE.H + 1) * SHAPE.G
+
+
+@triton.jit
+def rank_loads_of(home_HG):
+    """[G] tokens of every rank, with all of them at home."""
+    return tl.sum(tl.maximum(home_HG, 0), 0)
+
+
+@triton.jit
+def mean_of(load_G, ranks):
+    """The mean load of a rank, rounded up."""
+    return ((tl.sum(load_G.to(tl.int64), 0) + ranks - 1) // ranks).to(tl.int32)
+
+
+@triton.jit
+def shared_threshold(
+    load_G, home, domains, parts, problem, SHAPE: tl.constexpr, STEP: tl.constexpr
+):
+    """What no rank shall exceed: the heaviest domain's mean, rounded up, and the tolerance.
+
+    load_G: of one of the domains.
+    """
+    most = tl.sum(load_G.to(tl.int64), 0)
+    if domains > 1:
+        place = tl.arange(0, SHAPE.H * SHAPE.G)[None, :]
+        for begin in range(0, domains, STEP):
+            domain = begin + tl.arange(0, STEP)[:, None]
+            tokens = tl.load(
+                home + domain * (SHAPE.H * SHAPE.G) + place, mask=domain < domains, other=0
+            )
+            total = tl.sum(tl.maximum(tokens, 0).to(tl.int64), 1)
+            most = tl.maximum(most, tl.max(total, 0))
+    return threshold_of(most, problem.ranks, parts)
+
+
+@triton.jit
+def threshold_of(total, ranks, parts):
+    """The mean load of a rank, rounded up, and as many millionths of it more."""
+    mean = (total + ranks - 1) // ranks
+    allowed = total * (1000000 + parts) // (ranks.to(tl.int64) * 1000000)
+    # More than all tokens is never exceeded either, and needs more than 32 bits.
+    return tl.minimum(tl.maximum(mean, allowed), MOST).to(tl.int32)

@@ -7,6 +7,8 @@ sender writes into a slot only after its owner has said, for this epoch, that no
 Shapes: W words (4 bytes) of a tile.
 """
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -24,6 +26,7 @@ from ultraep.backends.triton.kernels.schedule import (
 )
 from ultraep.backends.triton.kernels.signals import (
     HELD,
+    Waiting,
     add_one,
     board_of,
     end_epoch,
@@ -36,16 +39,36 @@ from ultraep.backends.triton.kernels.signals import (
 ALIGNMENT = tl.constexpr(64)  # of chunks, and of tensors in a row
 
 
+class Sending(NamedTuple):
+    """What a program of a rank needs to fill the slots of others."""
+
+    waiting: Any
+    board: Any
+    rows: Any  # addresses of the slots of every rank
+    homes: Any  # [H, P] addresses of the tensors of home experts
+    parts: Any  # [P, 3] where each tensor stands in the row, its bytes, whether all is aligned
+    num_parts: Any
+    schedule: Any
+    senders: Any
+    slots: Any
+    row_bytes: Any
+    released: Any
+    arrived: Any
+    max_chunks: Any
+    epoch: Any
+    worker: Any
+
+
 @triton.jit
-def release_flag(board, released, receiver, slot, slots):
+def release_flag(board, sending, receiver, slot):
     """The word at which a receiver tells the owner of the board that its slot is free."""
-    return board + released + receiver * slots + slot
+    return board + sending.released + receiver * sending.slots + slot
 
 
 @triton.jit
-def arrival_count(board, arrived, slot, chunk, max_chunks):
+def arrival_count(board, sending, slot, chunk):
     """The word at which programs count that they have brought their part of a chunk."""
-    return board + arrived + slot * max_chunks + chunk
+    return board + sending.arrived + slot * sending.max_chunks + chunk
 
 
 @triton.jit
@@ -80,34 +103,31 @@ def move(
 
 @triton.jit
 def move_from_home(
-    homes, parts, num_parts, source, target, begin, end, worker,
-    W: tl.constexpr, PROGRAMS: tl.constexpr
+    sending, source, target, begin, end, W: tl.constexpr, PROGRAMS: tl.constexpr
 ):  # fmt: skip
-    """Copy this worker's share of a piece of a home expert, whose tensors stand apart.
-
-    parts: [P, 3] where each tensor stands in the row, its bytes, and whether all is aligned.
-    """
-    for part in range(num_parts):
-        offset = tl.load(parts + 3 * part)
-        nbytes = tl.load(parts + 3 * part + 1)
-        wide = tl.load(parts + 3 * part + 2)
+    """Copy this worker's share of a piece of a home expert, whose tensors stand apart."""
+    for part in range(sending.num_parts):
+        offset = tl.load(sending.parts + 3 * part)
+        nbytes = tl.load(sending.parts + 3 * part + 1)
+        wide = tl.load(sending.parts + 3 * part + 2)
         first = tl.maximum(begin, offset)
         count = tl.minimum(end, offset + nbytes) - first
         if count > 0:
-            home = tl.load(homes + source * num_parts + part) + (first - offset)
+            home = tl.load(sending.homes + source * sending.num_parts + part) + (first - offset)
             if wide != 0:
-                move(home, target + first, count, worker, True, W, PROGRAMS)
+                move(home, target + first, count, sending.worker, True, W, PROGRAMS)
             else:
-                move(home, target + first, count, worker, False, W, PROGRAMS)
+                move(home, target + first, count, sending.worker, False, W, PROGRAMS)
 
 
 @triton.jit
-def release_slots(boards, senders, rank, slots, released, epoch):
+def release_slots(sending):
     """Tell whoever fills the slots of this rank that nobody reads them any more."""
-    for slot in range(slots):
-        sender = tl.load(senders + slot)
+    boards, rank = sending.waiting.boards, sending.waiting.rank
+    for slot in range(sending.slots):
+        sender = tl.load(sending.senders + slot)
         if sender >= 0:
-            post(release_flag(board_of(boards, sender), released, rank, slot, slots), epoch)
+            post(release_flag(board_of(boards, sender), sending, rank, slot), sending.epoch)
 
 
 @triton.jit(
@@ -163,9 +183,9 @@ def stream(
     >>> schedule = [1, 1, 1, 1, 0, 1, 0, 0, 0, 0, 0, 0, -1, 1, 0, -2, 0, 0, 1, 0, 0]
     >>> example(stream, 1, boards=boards, rows=at(room(1, 4), room(1, 4)),
     ...         homes=at([1, 2, 3, 4], [5, 6, 7, 8]), parts=[[0, 16, 1]], schedules=[schedule],
-    ...         first_rank=0, ranks=2, slots=1, copies=2, row_bytes=16, num_parts=1,
-    ...         num_addresses=2, stride=21, channel=4, released=8, arrived=10, max_chunks=1,
-    ...         stage=2, patience=9, W=4, PROGRAMS=1)
+    ...         first_rank=0, copies=2, row_bytes=16, num_parts=1, num_addresses=2, stride=21,
+    ...         channel=4, released=8, arrived=10, max_chunks=1, stage=2, patience=9, W=4,
+    ...         PROGRAMS=1)
     boards = [[0, 0, 0, 0, 1, 0, 1, 1, 0, 1, 0], [0, 0, 0, 0, 0, 0, 0, 1, 0, 0, 1]]
     rows = [[[_, _, _, _]], [[1, 2, 3, 4]]]
     """
@@ -176,19 +196,17 @@ def stream(
     schedule = schedules + index.to(tl.int64) * stride
     epoch = next_epoch(board, channel)
     fill = tl.load(schedule + FILL)
+    sending = Sending(
+        Waiting(boards, rank, ranks, stage, patience), board, rows, homes + index * num_addresses,
+        parts, num_parts, schedule, senders_of(schedule, copies), slots, row_bytes,
+        released, arrived, max_chunks, epoch, worker
+    )  # fmt: skip
     if fill != tl.load(board + channel + HELD):
         if worker == 0:
-            release_slots(boards, senders_of(schedule, copies), rank, slots, released, epoch)
-        send(
-            boards, board, rows, homes + index * num_addresses, parts, schedule,
-            senders_of(schedule, copies), rank, ranks, slots, row_bytes, num_parts, released,
-            arrived, max_chunks, stage, patience, epoch, worker, W, PROGRAMS
-        )  # fmt: skip
+            release_slots(sending)
+        send(sending, W, PROGRAMS)
     if last_of(board, channel, PROGRAMS) & (fill != tl.load(board + channel + HELD)):
-        wait_for_slots(
-            boards, board, senders_of(schedule, copies), rank, ranks, slots,
-            tl.load(schedule + CHUNKS), arrived, max_chunks, stage, patience, PROGRAMS
-        )  # fmt: skip
+        wait_for_slots(sending, PROGRAMS)
         flag = tl.arange(0, 64)
         for begin in range(0, slots * max_chunks, 64):
             tl.store(board + arrived + begin + flag, 0, mask=begin + flag < slots * max_chunks)
@@ -197,15 +215,12 @@ def stream(
 
 
 @triton.jit
-def send(
-    boards, board, rows, homes, parts, schedule, senders, rank, ranks, slots, row_bytes,
-    num_parts, released, arrived, max_chunks, stage, patience, epoch, worker,
-    W: tl.constexpr, PROGRAMS: tl.constexpr
-):  # fmt: skip
+def send(sending, W: tl.constexpr, PROGRAMS: tl.constexpr):
     """Chunk c of a hop at depth d goes in round c + d, so that no round waits for a later one."""
+    schedule = sending.schedule
     num_hops, chunks = tl.load(schedule + HOPS), tl.load(schedule + CHUNKS)
-    longest, own_slots = tl.load(schedule + LONGEST), tl.load(rows + rank)
-    size = tl.cdiv(tl.cdiv(row_bytes, chunks), ALIGNMENT) * ALIGNMENT
+    longest, own_slots = tl.load(schedule + LONGEST), tl.load(sending.rows + sending.waiting.rank)
+    size = tl.cdiv(tl.cdiv(sending.row_bytes, chunks), ALIGNMENT) * ALIGNMENT
     ready = num_hops > 0  # and nobody was waited for in vain
     for moment in range(chunks + longest - 1):
         for number in range(num_hops):
@@ -215,50 +230,46 @@ def send(
             chunk = moment - tl.load(hop_at(schedule, number, DEPTH))
             if ready & (chunk >= 0) & (chunk < chunks):
                 ready = send_chunk(
-                    boards, board, rows, homes, parts, senders, own_slots, ready, source,
-                    receiver, slot, chunk, size, rank, ranks, slots, row_bytes, num_parts,
-                    released, arrived, max_chunks, stage, patience, epoch, worker, W, PROGRAMS
-                )  # fmt: skip
+                    sending, own_slots, ready, source, receiver, slot, chunk, size, W, PROGRAMS
+                )
 
 
 @triton.jit
 def send_chunk(
-    boards, board, rows, homes, parts, senders, own_slots, ready, source, receiver, slot, chunk,
-    size, rank, ranks, slots, row_bytes, num_parts, released, arrived, max_chunks, stage,
-    patience, epoch, worker, W: tl.constexpr, PROGRAMS: tl.constexpr
+    sending, own_slots, ready, source, receiver, slot, chunk, size,
+    W: tl.constexpr, PROGRAMS: tl.constexpr
 ):  # fmt: skip
     """Send this worker's share of one chunk of a hop as soon as it may go; whether it went."""
+    waiting, board, row_bytes = sending.waiting, sending.board, sending.row_bytes
     # All addresses are at hand before the wait, so that what arrives goes on at once.
-    target = tl.load(rows + receiver) + slot.to(tl.int64) * row_bytes
-    count = arrival_count(board_of(boards, receiver), arrived, slot, chunk, max_chunks)
+    target = tl.load(sending.rows + receiver) + slot.to(tl.int64) * row_bytes
+    count = arrival_count(board_of(waiting.boards, receiver), sending, slot, chunk)
     begin = chunk * size
     end = tl.minimum(begin + size, row_bytes)
     if chunk == 0:
-        word = release_flag(board, released, receiver, slot, slots)
-        ready &= wait(word, epoch, boards, rank, ranks, receiver, stage, patience)
+        word = release_flag(board, sending, receiver, slot)
+        ready &= wait(word, sending.epoch, waiting, receiver)
     if source < 0:
         held = own_slots + (-1 - source).to(tl.int64) * row_bytes
-        word = arrival_count(board, arrived, -1 - source, chunk, max_chunks)
-        sender = tl.load(senders - 1 - source)
-        ready &= wait(word, PROGRAMS, boards, rank, ranks, sender, stage, patience)
+        word = arrival_count(board, sending, -1 - source, chunk)
+        sender = tl.load(sending.senders - 1 - source)
+        ready &= wait(word, PROGRAMS, waiting, sender)
         if ready:
-            move(held + begin, target + begin, end - begin, worker, True, W, PROGRAMS)
+            move(held + begin, target + begin, end - begin, sending.worker, True, W, PROGRAMS)
     elif ready:
-        move_from_home(homes, parts, num_parts, source, target, begin, end, worker, W, PROGRAMS)
+        move_from_home(sending, source, target, begin, end, W, PROGRAMS)
     if ready:
         add_one(count)
     return ready
 
 
 @triton.jit
-def wait_for_slots(
-    boards, board, senders, rank, ranks, slots, chunks, arrived, max_chunks, stage, patience,
-    PROGRAMS: tl.constexpr
-):  # fmt: skip
+def wait_for_slots(sending, PROGRAMS: tl.constexpr):
     """Until the last byte of every slot of this rank is there."""
-    for slot in range(slots):
-        sender = tl.load(senders + slot)
+    chunks = tl.load(sending.schedule + CHUNKS)
+    for slot in range(sending.slots):
+        sender = tl.load(sending.senders + slot)
         if sender >= 0:
             for chunk in range(chunks):
-                word = arrival_count(board, arrived, slot, chunk, max_chunks)
-                wait(word, PROGRAMS, boards, rank, ranks, sender, stage, patience)
+                word = arrival_count(sending.board, sending, slot, chunk)
+                wait(word, PROGRAMS, sending.waiting, sender)

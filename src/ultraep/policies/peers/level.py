@@ -1,22 +1,37 @@
-"""Twin of `reference/level.py`, where the threshold and the paths are explained.
+"""The least peak that moves along a fixed graph can reach, in whole tokens.
 
-A step is an edge taken forward, or with D added to its number, backward. `room` says what each can
-still take.
+Compiled with numba where that is installed.
+
+Shapes: S microbatches, R ranks, D edges, T steps.
 """
 
-from typing import NamedTuple
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
-from numba import njit
 
 from ultraep.arrays import IntArray
 
 UNSEEN, START = -2, -1
-NO_WAY, LEVEL = -2, -1
+NO_PATH, LEVEL = -2, -1
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def compiled(function: Function) -> Function:
+    """Compile a function with numba, if numba is installed and can write to its cache."""
+    try:
+        from numba import njit
+
+        return cast(Function, njit(cache=True)(function))
+    except (ImportError, RuntimeError):
+        return function
 
 
 class Graph(NamedTuple):
-    """The steps between ranks."""
+    """The steps between ranks: every edge forward, then every edge backward."""
 
     begin: IntArray  # [2 D] the rank that a step leaves
     end: IntArray  # [2 D] the rank that it leads to
@@ -24,20 +39,27 @@ class Graph(NamedTuple):
     first: IntArray  # [R + 1] where each rank begins in `order`
 
 
-def level(rank_SR, source_D, host_D, limit_SD):
-    """[S, D] tokens to move along every edge so that the fullest rank has least."""
-    limit_SD = np.ascontiguousarray(limit_SD)
-    return _level_all(rank_SR.copy(), limit_SD, _graph(source_D, host_D, rank_SR.shape[1]))
+def level(rank_SR: IntArray, source_D: IntArray, host_D: IntArray, limit_SD: IntArray) -> IntArray:
+    """[S, D] tokens to move along every edge so that the fullest rank has least.
 
+    A threshold rises from the mean: ranks above it send along a shortest path to a rank below it.
+    When no path is left, no other moves can bring the ranks that were reached below their own
+    mean, which is the next threshold; so the last one is the optimum.
 
-def _graph(source_D, host_D, ranks):
+    rank_SR: tokens of every rank before.   limit_SD: most tokens for every edge.
+
+    >>> level(np.array([[9, 0, 0]]), np.array([0, 1]), np.array([1, 2]), np.array([[9, 2]]))
+    array([[5, 2]])
+    """
     begin, end = np.concatenate([source_D, host_D]), np.concatenate([host_D, source_D])
     order = np.argsort(begin, kind="stable")
-    return Graph(begin, end, order, np.searchsorted(begin[order], np.arange(ranks + 1)))
+    first = np.searchsorted(begin[order], np.arange(rank_SR.shape[1] + 1))
+    graph = Graph(begin, end, order, first)
+    return _level_all(rank_SR.copy(), np.ascontiguousarray(limit_SD), graph)
 
 
-@njit(cache=True)
-def _level_all(load_SR, limit_SD, graph):
+@compiled
+def _level_all(load_SR: IntArray, limit_SD: IntArray, graph: Graph) -> IntArray:
     microbatches, edges = limit_SD.shape
     room_ST = np.zeros((microbatches, 2 * edges), np.int64)  # by step: what it can still take
     for microbatch in range(microbatches):
@@ -47,24 +69,26 @@ def _level_all(load_SR, limit_SD, graph):
     return room_ST[:, edges:]
 
 
-@njit(cache=True)
-def _level(load_R, room_T, graph):
+@compiled
+def _level(load_R: IntArray, room_T: IntArray, graph: Graph) -> None:
     threshold = -(-load_R.sum() // len(load_R))
     via_R = np.empty_like(load_R)
     while True:
         end = _search(load_R, room_T, graph, threshold, via_R)
         if end == LEVEL:
             return
-        if end == NO_WAY:
+        if end == NO_PATH:
             reached = via_R != UNSEEN
             threshold = -(-load_R[reached].sum() // reached.sum())
         else:
             _push(load_R, room_T, graph, threshold, via_R, end)
 
 
-@njit(cache=True)
-def _search(load_R, room_T, graph, threshold, via_R):
-    """The nearest rank below the threshold that one above it can send to, and the steps there."""
+@compiled
+def _search(
+    load_R: IntArray, room_T: IntArray, graph: Graph, threshold: int, via_R: IntArray
+) -> int:
+    """The nearest rank below the threshold that one above it can send to; `via_R`: the steps."""
     queue = np.empty_like(via_R)
     seen = 0
     for rank in range(len(load_R)):
@@ -85,15 +109,17 @@ def _search(load_R, room_T, graph, threshold, via_R):
             if via_R[end] == UNSEEN and room_T[step] > 0:
                 via_R[end] = step
                 if load_R[end] < threshold:
-                    return end
+                    return int(end)
                 queue[seen] = end
                 seen += 1
-    return NO_WAY
+    return NO_PATH
 
 
-@njit(cache=True)
-def _push(load_R, room_T, graph, threshold, via_R, end):
-    """As much as all steps and both ends allow."""
+@compiled
+def _push(
+    load_R: IntArray, room_T: IntArray, graph: Graph, threshold: int, via_R: IntArray, end: int
+) -> None:
+    """Move as much as all steps of the path, and both its ends, allow."""
     tokens = threshold - load_R[end]
     rank = end
     while via_R[rank] != START:

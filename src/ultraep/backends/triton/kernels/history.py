@@ -1,7 +1,10 @@
-"""Running sums of plans, which stay on the device: so the replays of a graph are counted, too.
+"""What is kept of plans on the device, so that the replays of a graph are counted, too.
 
-Layout of `sums`, 64 bits each: microbatches, copies, microbatches without a copy, imbalance before
-and after in parts of `PARTS`, and the worst one after. What follows is for others.
+add_plan     adds a plan to running sums, 64 bits each: microbatches, copies, microbatches without
+             a copy, imbalance before and after in parts of `PARTS`, and the worst one after
+keep_plan    keeps a plan in a ring. A place of the ring: whose plan it is, its step, its loads,
+             then its result in one piece. `state`: how many plans were kept so far, and the step
+             that the next ones belong to
 """
 
 import triton
@@ -9,6 +12,8 @@ import triton.language as tl
 
 PARTS = tl.constexpr(100_000)
 MICROBATCHES, COPIES, SKIPPED, BEFORE, AFTER, WORST = (tl.constexpr(n) for n in range(6))
+KEPT, STEP = tl.constexpr(0), tl.constexpr(1)
+HEADER = tl.constexpr(2)  # numbers before the loads
 
 
 @triton.jit
@@ -40,9 +45,8 @@ def add_plan(
 
     homes: [R] room. Rank 0 is home of both experts, 10 of 12 tokens; a copy on rank 1 takes 4.
 
-    >>> example(add_plan, 1, sums=[0, 0, 0, 0, 0, 0], homes=scratch(2), home_of_expert=[0, 0],
-    ...         num_replicas=[1], rank_loads=[6, 6], replicas=[[1, 1, 0], [-1, -1, -1]],
-    ...         quotas=[4, 0], ranks=2, R=2, C=2)
+    >>> example(add_plan, 1, sums=[0, 0, 0, 0, 0, 0], home_of_expert=[0, 0], num_replicas=[1],
+    ...         rank_loads=[6, 6], replicas=[[1, 1, 0], [-1, -1, -1]], quotas=[4, 0])
     sums = [1, 1, 0, 166666, 100000, 100000]
     """
     rank, copy = tl.arange(0, R), tl.arange(0, C)
@@ -58,7 +62,6 @@ def add_plan(
     tl.atomic_add(homes + tl.load(home_of_expert + expert_C), quota_C, mask=there_C)
     tl.atomic_add(homes + host_C, -quota_C, mask=there_C)
     tl.debug_barrier()
-    # Atomics are seen by all threads where they are made; a plain load may find an older line.
     at_home_R = tl.atomic_add(homes + rank, rank * 0, mask=there_R)
     total = tl.sum(load_R.to(tl.int64), 0)
     before = over_mean(tl.max(tl.where(there_R, at_home_R, 0), 0), ranks, total)
@@ -69,3 +72,32 @@ def add_plan(
     add_to(sums, BEFORE, before)
     add_to(sums, AFTER, after)
     tl.store(sums + WORST, tl.maximum(tl.load(sums + WORST), after))
+
+
+@triton.jit
+def copy_numbers(source, target, count, B: tl.constexpr):
+    for begin in range(0, count, B):
+        at = begin + tl.arange(0, B)
+        there = at < count
+        tl.store(target + at, tl.load(source + at, mask=there, other=0).to(tl.int32), mask=there)
+
+
+@triton.jit(do_not_specialize=["site"])
+def keep_plan(
+    ring, state, loads, result, site, places, size, num_loads, num_results, B: tl.constexpr
+):
+    """Keep the plan of one microbatch in the next place, over the oldest. One program.
+
+    >>> example(keep_plan, 1, ring=room(2, 6), state=[3, 7], loads=[[5, 1]], result=[8, 9], site=4,
+    ...         places=2, size=6, num_loads=2, num_results=2, B=2)
+    ring = [[_, _, _, _, _, _], [4, 7, 5, 1, 8, 9]]
+    state = [4, 7]
+    """
+    kept = tl.load(state + KEPT)
+    at = ring + (kept % places).to(tl.int64) * size
+    tl.store(at, site)
+    tl.store(at + 1, tl.load(state + STEP))
+    copy_numbers(loads, at + HEADER, num_loads, B)
+    copy_numbers(result, at + HEADER + num_loads, num_results, B)
+    tl.debug_barrier()
+    tl.store(state + KEPT, kept + 1)

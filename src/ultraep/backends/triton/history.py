@@ -1,4 +1,4 @@
-"""Launches of running sums of plans on the GPU."""
+"""What is kept of plans on the GPU: running sums, and a ring of the last plans."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ import torch
 
 from ultraep.arrays import IntArray
 from ultraep.backends.triton.device import launching
-from ultraep.backends.triton.kernels import meter as kernels
+from ultraep.backends.triton.kernels import history as kernels
 from ultraep.backends.triton.launch import power_of_2, quick
+
+HEADER, KEPT, STEP = (int(word.value) for word in (kernels.HEADER, kernels.KEPT, kernels.STEP))
+NUMBERS = 4096  # that are copied at once
 
 
 class PlanSums:
@@ -44,4 +47,34 @@ class PlanSums:
                 R=ranks,
                 C=copies,
                 num_warps=min(8, max(1, max(ranks, copies) // 128)),
+            )
+
+
+class PlanRing:
+    """The last plans of a rank; nothing is allocated later, so graphs can hold it.
+
+    `plans`: [places, HEADER + numbers].   `state`: plans that were kept so far, step of the next.
+    """
+
+    def __init__(self, places: int, numbers: int, device: torch.device) -> None:
+        self.plans = torch.zeros(places, HEADER + numbers, dtype=torch.int32, device=device)
+        self.state = torch.zeros(2, dtype=torch.int32, device=device)
+
+    def keep(self, site: int, loads: torch.Tensor, result: torch.Tensor) -> None:
+        """Keep this plan, whose numbers are on the device."""
+        places, size = self.plans.shape
+        assert HEADER + loads.numel() + result.numel() <= size, (loads.shape, result.shape, size)
+        with launching(self.state.device):
+            quick(kernels.keep_plan)[(1,)](
+                self.plans,
+                self.state,
+                loads,
+                result,
+                site,
+                places,
+                size,
+                loads.numel(),
+                result.numel(),
+                B=NUMBERS,
+                num_warps=8,
             )

@@ -1,0 +1,40 @@
+"""The record that `place` and `lower_bound` of every backend take next to the loads."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ultraep.arrays import IntArray
+from ultraep.config import NO_RATES, BalanceConfig
+from ultraep.topology import Topology
+
+
+class Limits(NamedTuple):
+    """Where experts live, and what a plan may do.
+
+    `first_of_rank[r]..first_of_rank[r + 1]` are the places of rank r's home experts in
+    `experts_by_rank`. Shapes: R ranks, E experts.
+    """
+
+    experts_by_rank: IntArray  # [E]
+    first_of_rank: IntArray  # [R + 1]
+    domain: int  # ranks of a fast-link domain
+    slots: int  # spare slots of a rank
+    max_replicas: int
+    tolerance_parts: int = 0  # millionths above the mean that a rank may serve
+    min_tokens: int = 1  # of a copy
+    rates: tuple[int, int, int, int] = NO_RATES  # of `config.Rates`; all 0: time does not decide
+
+    @classmethod
+    def of(cls, topology: Topology, config: BalanceConfig) -> Limits:
+        """The limits of a topology and a config."""
+        return cls(
+            topology.experts_by_rank,
+            topology.first_of_rank,
+            topology.domain_size,
+            topology.slots,
+            config.replica_limit,
+            config.tolerance_parts,
+            config.min_tokens_per_replica,
+            config.rates_for(topology.ranks * topology.slots),
+        )

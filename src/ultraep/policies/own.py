@@ -1,0 +1,47 @@
+"""Our own policy, and the two ends that it lies between: no copies, and forced balance."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ultraep.arrays import IntArray
+from ultraep.backends.limits import Limits
+from ultraep.config import UNLIMITED
+from ultraep.policies import Problem, register_policy
+
+
+@register_policy("none")
+def none(_: Problem) -> IntArray:
+    """No copies: every token goes to the home of its expert."""
+    return np.empty((0, 3), dtype=np.int64)
+
+
+@register_policy("ultraep")
+def ultraep(problem: Problem) -> IntArray:
+    """Alias planning: the emptiest rank takes from the fullest, exactly what it lacks.
+
+    The algorithm stands in `backends/reference/place.py`; `docs/plan.md` tells why it works.
+    """
+    limits = Limits.of(problem.topology, problem.config)
+    placed_C3: IntArray = problem.backend.place(problem.expert_loads, limits)
+    return placed_C3
+
+
+@register_policy("ideal", within_limits=False)
+def ideal(problem: Problem) -> IntArray:
+    """Forced balance: exactly the mean on every rank, without limits; a ceiling, not a plan.
+
+    With a slot for every home expert of a rank, alias planning always reaches the mean
+    (`docs/plan.md`), so the ceiling is our own solver without its limits; tolerance and limits of
+    the config mean nothing to it.
+    """
+    topology = problem.topology
+    limits = Limits(
+        topology.experts_by_rank,
+        topology.first_of_rank,
+        domain=topology.ranks,
+        slots=int(topology.homes_per_rank.max()),
+        max_replicas=UNLIMITED,
+    )
+    placed_C3: IntArray = problem.backend.place(problem.expert_loads, limits)
+    return placed_C3
