@@ -13,7 +13,6 @@ from ultraep.tools.demo.measure import EvenRouter
 from ultraep.tools.demo.train import train
 from ultraep.tools.launch.group import process_group
 from ultraep.tools.tiny.model import ModelConfig, TinyMoE
-from ultraep.tools.tiny.prefill import Request, next_batch
 from ultraep.topology import even_homes
 
 CONFIG = ModelConfig(hidden=16, ffn=16, experts=4, layers=2, heads=2)
@@ -92,12 +91,3 @@ def test_training_ends_when_the_time_is_over():
     assert 1 <= len(found["one"]) == len(found["two"]) < 10
     assert told[:4] == [("one", 1, 1), ("two", 1, 1), ("two", 2, 2), ("one", 2, 2)]
     assert all_of_it == {"one": [1, 2, 3]}
-
-
-def test_batches_keep_the_budget_and_the_order():
-    waiting = [
-        Request(number, 0.0, torch.zeros(length, dtype=torch.int64))
-        for number, length in enumerate([5, 3, 3, 4, 9, 1])
-    ]
-    batch = next_batch(waiting, ranks=2, budget=10)
-    assert [[request.number for request in part] for part in batch] == [[0, 3], [1, 2]]

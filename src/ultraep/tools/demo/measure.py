@@ -1,8 +1,8 @@
 """Throughput of the MoE layers, forward and backward: every policy beside forced balance.
 
-The layers of a trained model get the hidden states that real text gives them, and their own routers
-choose. Forced balance, the ceiling, has the same tokens and does the same work, but its experts
-are dealt out in turn. The variants take turns, and every call has to move its copies anew.
+The layers of a trained model get the hidden states of real text, and their own routers choose.
+Forced balance, the ceiling, has the same tokens and does the same work, but its experts are dealt
+out in turn. The variants take turns, and every call moves its copies again.
 
 Shapes: B sequences, T tokens, K experts per token, D model width.
 """
@@ -12,8 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from statistics import fmean, median
+from statistics import median
 
 import numpy as np
 import torch
@@ -23,22 +22,12 @@ from ultraep.layer import BalancedMoE
 from ultraep.parallel.full_state import moe_layers
 from ultraep.routing import Routing
 from ultraep.runtime.balancer import Balancer
+from ultraep.tools.demo.sizes import WARMUP
 from ultraep.tools.tiny.even import EvenTurns
 from ultraep.tools.tiny.model import TinyMoE
 from ultraep.tools.tiny.text import Text
 
 FORCED = "forced balance"
-WARMUP = 1  # rounds
-
-
-@dataclass(frozen=True)
-class LayerSpeed:
-    """One variant: mean over layers and texts."""
-
-    variant: str
-    tokens_per_second: float  # of all ranks
-    before: float  # imbalance without copies
-    after: float
 
 
 class EvenRouter(nn.Module):
@@ -63,10 +52,10 @@ def layer_speeds(
     rounds: int,
     seed: int = 0,
     tell: Callable[[int, int], None] = lambda *_: None,
-) -> list[LayerSpeed]:
-    """The speed of every policy, then of forced balance; alike on all ranks.
+) -> dict[str, float]:
+    """Tokens per second of all ranks, by policy, and of forced balance; the same on all ranks.
 
-    tokens: of a rank.   tell: called after every round with its number, and how many there will be.
+    tokens: of a rank.   tell: called after every round with its number, and the number of rounds.
     """
     layers = list(moe_layers(model).values())
     comm = layers[0].balancer.comm
@@ -74,31 +63,19 @@ def layer_speeds(
         states(model, sequences(text, tokens, length, seed, comm.rank, subject))
         for subject in range(len(text.names))
     ]
-    variants = [*policies, FORCED]
-    seconds: dict[str, list[float]] = {name: [] for name in variants}
-    plans: dict[str, list[tuple[float, float]]] = {name: [] for name in variants}
+    seconds: dict[str, list[float]] = {name: [] for name in (*policies, FORCED)}
     for turn in range(WARMUP + rounds):
-        for name in variants:
-            took = 0.0
-            for states_of_text in inputs:
-                for moe, x in zip(layers, states_of_text, strict=True):
-                    took += once(moe, x, name)
-                    assert moe.last_plan is not None
-                    plan = moe.last_plan.to_host()
-                    plans[name].append((plan.initial_imbalance, plan.imbalance))
+        for name, times in seconds.items():
+            took = [
+                once(moe, x, name)
+                for states_of_text in inputs
+                for moe, x in zip(layers, states_of_text, strict=True)
+            ]
             if turn >= WARMUP:
-                seconds[name].append(took / len(inputs) / len(layers))
+                times.append(sum(took) / len(took))
         tell(turn + 1, WARMUP + rounds)
     group_tokens = comm.size * inputs[0][0][..., 0].numel()
-    return [
-        LayerSpeed(
-            name,
-            group_tokens / median(seconds[name]),
-            fmean(before for before, _ in plans[name]),
-            fmean(after for _, after in plans[name]),
-        )
-        for name in variants
-    ]
+    return {name: group_tokens / median(times) for name, times in seconds.items()}
 
 
 def sequences(
@@ -111,7 +88,7 @@ def sequences(
 
 @torch.no_grad()
 def states(model: TinyMoE, tokens: torch.Tensor) -> list[torch.Tensor]:
-    """What each MoE layer gets for these tokens."""
+    """The input of every MoE layer for these tokens."""
     kept: list[torch.Tensor] = []
     hooks = [
         moe.register_forward_pre_hook(lambda _, args: kept.append(args[0].detach().clone()))

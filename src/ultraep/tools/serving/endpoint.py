@@ -9,19 +9,18 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from ultraep.errors import BackendUnavailable, CommunicationError, ConfigError
-from ultraep.tools.serving.asked import LONGEST_TURN, LoadAsked
-from ultraep.tools.serving.counters import imbalance_between, sums_of
+from ultraep.tools.serving.load import LONGEST_TURN, LoadOptions, Prompt
 from ultraep.tools.serving.measure import Turn, waits
-from ultraep.tools.serving.prompts import Prompt
 
 if TYPE_CHECKING:
     import httpx
@@ -31,6 +30,7 @@ GIVEN_UP = 8  # prompts in a row that did not reach the server
 FIRST_WORD = 10.0  # seconds to tell which models there are
 UNREACHED = ("cannot be reached", "no answer in time")
 UNSENT = "not sent, the server was given up"
+SAMPLE = re.compile(r"(ultraep_imbalance_(?:before|after)_(?:sum|count))(?:\{.*\})? (\S+)")
 
 
 @dataclass(frozen=True)
@@ -43,10 +43,10 @@ class Endpoint:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EndpointsAsked:
+class EndpointOptions:
     """Servers to compare, under the same load. timeout: seconds that a prompt may take in all."""
 
-    load: LoadAsked
+    load: LoadOptions
     endpoints: tuple[Endpoint, ...]
     timeout: float = 30.0
 
@@ -81,31 +81,23 @@ def endpoint_of(text: str, model: str | None = None) -> Endpoint:
     return Endpoint(name or parts.netloc, url.rstrip("/").removesuffix("/v1"), model)
 
 
-def run(asked: EndpointsAsked, tell: Callable[[Turn], None]) -> None:
+def run(options: EndpointOptions, tell: Callable[[Turn], None]) -> None:
     """All turns; `tell` hears each. Servers that are not there are an error before the first."""
-    asyncio.run(_all_turns(asked, tell))
+    asyncio.run(_all_turns(options, tell))
 
 
-async def _all_turns(asked: EndpointsAsked, tell: Callable[[Turn], None]) -> None:
-    async with _client(asked.timeout) as client:
-        servers = [Server(client, one, await _model_of(client, one)) for one in asked.endpoints]
-        for server, rate, number in turns(servers, asked.load):
-            prompts = asked.load.prompts(rate, number, BYTES_PER_TOKEN)
+async def _all_turns(options: EndpointOptions, tell: Callable[[Turn], None]) -> None:
+    async with _client(options.timeout) as client:
+        servers = [Server(client, one, await _model_of(client, one)) for one in options.endpoints]
+        for server, rate, number in options.load.turns(servers, options.load.known_rates()):
+            prompts = options.load.prompts(rate, number, BYTES_PER_TOKEN)
             if not server.dead:
-                tell(await server.turn(prompts, rate, number, asked.timeout))
+                tell(await server.turn(prompts, rate, number, options.timeout))
     dead = [server.endpoint.url for server in servers if server.dead]
     if dead:
         raise CommunicationError(
             f"{', '.join(dead)}: given up after {GIVEN_UP} prompts in a row without an answer"
         )
-
-
-def turns(servers: Sequence[Server], load: LoadAsked) -> Iterator[tuple[Server, float, int]]:
-    """Server, rate and round of every turn; servers take turns at being first."""
-    for number in range(load.rounds):
-        for place, rate in enumerate(load.known_rates()):
-            for index in range(len(servers)):
-                yield servers[(index + number + place) % len(servers)], rate, number
 
 
 class Nonsense(Exception):
@@ -190,7 +182,7 @@ class Server:
 
     async def _stream(self, prompt: Prompt) -> float:
         """Read the stream of one completion to its end; when its first token came."""
-        asked = {
+        body = {
             "model": self.model,
             "prompt": prompt.text.decode("utf-8", "replace"),
             "max_tokens": 1,
@@ -198,7 +190,7 @@ class Server:
             "stream": True,
         }
         address, end = f"{self.endpoint.url}/v1/completions", None
-        async with self.client.stream("POST", address, json=asked) as response:
+        async with self.client.stream("POST", address, json=body) as response:
             response.raise_for_status()
             async for line in response.aiter_lines():
                 if line.startswith("data:") and _has_token(line.removeprefix("data:").strip()):
@@ -261,3 +253,31 @@ async def _models(client: httpx.AsyncClient, endpoint: Endpoint) -> list[str]:
     if not found:
         raise CommunicationError(f"{address}: it serves no model")
     return found
+
+
+# -- counters of a server -------------------------------------------------------------------------
+
+
+def sums_of(page: str) -> dict[str, float]:
+    """Sums and counts of a page of Prometheus text, over all labels; empty if it has none.
+
+    >>> sums_of('ultraep_imbalance_after_sum{policy="ultraep"} 2.5')
+    {'ultraep_imbalance_after_sum': 2.5}
+    """
+    sums: dict[str, float] = {}
+    for name, value in SAMPLE.findall(page):
+        with suppress(ValueError):
+            sums[name] = sums.get(name, 0.0) + float(value)
+    return sums
+
+
+def imbalance_between(
+    before: Mapping[str, float], after: Mapping[str, float], which: str
+) -> float | None:
+    """Mean imbalance, "before" or "after" copies, between two pages; None: not counted there."""
+    name = f"ultraep_imbalance_{which}"
+    total, count = (
+        after.get(f"{name}_{part}", 0.0) - before.get(f"{name}_{part}", 0.0)
+        for part in ("sum", "count")
+    )
+    return total / count if count > 0 else None

@@ -52,6 +52,11 @@ class Text:
             pieces.append(data[begin : begin + length].long())
         return torch.stack(pieces)
 
+    def held_out(self) -> dict[str, bytes]:
+        """The part of every subject that is not trained on."""
+        parts = (data[len(data) - len(data) // HELD_OUT :] for data in self._all)
+        return {name: bytes(part.tolist()) for name, part in zip(self.names, parts, strict=True)}
+
     def main(self, step: int, period: int) -> int:
         """The subject of a step; it changes every `period` steps."""
         return step // period % len(self.names)
