@@ -32,7 +32,7 @@ def sizes(inspection: Inspection, top_k: int) -> dict[str, Any]:
     layer = next(iter(inspection.anatomy.block_of_layer))
     dense = set(anatomy.blocks) - set(anatomy.block_of_layer.values())
     found = {
-        "title": inspection.asked.name,
+        "title": inspection.options.name,
         "source": f"ultraep inspect, {type(opened.model).__name__}",
         "layers": len(anatomy.blocks),
         "dense_layers": len(dense),

@@ -181,16 +181,21 @@ def table(loads: Sequence[UnderLoad], objective: float) -> tuple[list[str], list
             "-" if gain is None else f"{gain:.2f}x",
             f"{load.throughput:.2f}",
             f"{load.within(objective):.0%}",
-            *(_shown(load.mean(name), 2) for name in ("before", "after")),
+            _imbalance(load),
             str(load.unanswered),
         ]
         for load, gain in zip(loads, gains(loads), strict=True)
     ]
-    return [*head, f"in {objective:g} s", "before", "after", "lost"], rows
+    return [*head, f"in {objective:g} s", "imbalance", "lost"], rows
 
 
-def _shown(value: float | None, digits: int = 3) -> str:
-    return "-" if value is None else f"{value:.{digits}f}"
+def _shown(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
+
+
+def _imbalance(load: UnderLoad) -> str:
+    before, after = load.mean("before"), load.mean("after")
+    return "-" if before is None or after is None else f"{before:.2f}->{after:.2f}"
 
 
 def notes(turns: Sequence[Turn]) -> list[str]:
