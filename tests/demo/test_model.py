@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from ultraep import Balancer
-from ultraep.errors import ConfigError
 from ultraep.parallel.full_state import moe_layers
 from ultraep.runtime.local import LocalGroup
 from ultraep.tools.demo.measure import EvenRouter
@@ -50,11 +49,6 @@ def test_unevenness_teaches_the_routers(tiny):
     with torch.no_grad():
         tiny(torch.arange(64)[None])
     assert tiny.unevenness == 0  # nobody learns from it
-
-
-def test_heads_have_an_even_width():
-    with pytest.raises(ConfigError, match="even width"):
-        ModelConfig(hidden=12, heads=4)
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

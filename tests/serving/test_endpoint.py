@@ -82,14 +82,6 @@ def test_wrong_answers_are_counted_by_kind(how, kind):
     assert UnderLoad("0", turn.rate, (turn,)).percentile(50) is None
 
 
-def test_some_wrong_answers_leave_the_others_alone():
-    with serving(lambda count: "error" if count % 2 else "well") as server:
-        (turn,) = measured(server)
-    wrong = turn.errors["status 500"]
-    assert 0 < wrong < len(turn.waited)
-    assert turn.waited.count(None) == wrong
-
-
 def test_a_server_that_hangs_is_not_waited_for():
     begin = time.monotonic()
     with serving("hang") as server, pytest.raises(CommunicationError, match="given up after 8"):

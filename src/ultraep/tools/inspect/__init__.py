@@ -7,8 +7,7 @@
     anatomy.py      where in a model its blocks and its experts are
     texts.py        text -> windows of tokens
     windows.py      one forward pass, block by block and window by window, recorded as a trace
-    estimate.py     speeds of this machine, for an estimate
-    run.py          all of that in order
+    run.py          all of that in order, and an estimate of its time
     findings.py     the trace planned again: EP sizes, slots, policies -> numbers
     preset.py       the model's sizes, for the simulator
     report.py       the page

@@ -10,7 +10,9 @@ OUT/
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,6 @@ from ultraep.errors import ConfigError, FileError
 from ultraep.tools.claim import Claim
 from ultraep.tools.inspect.anatomy import Anatomy, num_experts
 from ultraep.tools.inspect.checkpoint import Checkpoint, weight_files
-from ultraep.tools.inspect.estimate import Estimate, bytes_per_second, operations_per_second
 from ultraep.tools.inspect.families import RandomModel
 from ultraep.tools.inspect.findings import (
     PRESET_FILE,
@@ -49,8 +50,22 @@ CALL = 0.02  # seconds of a block besides its products, for every window
 PLAN = 0.0006  # seconds of a plan
 ACTIVATIONS = 12  # tensors of a window, as wide as the model, that a block holds at one time
 LIBRARIES = 500_000_000  # bytes of torch and transformers themselves
+SIDE = 768  # of the matrices whose product is timed
+SAMPLE = 16 << 20  # bytes that are read to measure the speed of reading
 
 Tell = Callable[[int, int, str], None]
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Sizes and time of an inspection before it starts."""
+
+    parameters: int
+    active: int  # per token
+    read: int  # bytes of files
+    memory: int  # bytes at one time, weights and activations
+    tokens: int
+    seconds: float
 
 
 class Inspection:
@@ -128,7 +143,7 @@ class Inspection:
 
     def result(self, caught: Catcher, findings: Findings, seconds: float) -> InspectionResult:
         """Facts about the model and the run, and a row for every case."""
-        opened, known, notes = self.opened, self.estimate, list(self.notes)
+        opened, notes = self.opened, list(self.notes)
         if caught.dropped:
             notes.append(f"{caught.dropped} records were dropped: the disk was too slow")
         return InspectionResult(
@@ -136,8 +151,8 @@ class Inspection:
             model=self.options.name,
             family=opened.config.model_type,
             random=self.options.family is not None,
-            parameters=known.parameters,
-            active=known.active,
+            parameters=self.estimate.parameters,
+            active=self.estimate.active,
             blocks=len(opened.anatomy.blocks),
             layers=findings.trace.layers.tolist(),
             experts=self.topology.experts,
@@ -183,8 +198,8 @@ class Inspection:
     def choices(self) -> int:
         """Experts that a token chooses, as the configuration says."""
         config = self.opened.config.get_text_config()
-        found = next((getattr(config, name) for name in CHOICES if hasattr(config, name)), None)
-        return min(found or USUAL_CHOICES, self.topology.experts)
+        choices = next((getattr(config, name) for name in CHOICES if hasattr(config, name)), None)
+        return min(choices or USUAL_CHOICES, self.topology.experts)
 
     def _excerpts(self) -> list[Excerpt]:
         options, config = self.options, self.opened.config.get_text_config()
@@ -205,13 +220,13 @@ class Inspection:
         )
 
     def _blocks(self) -> list[str]:
-        """Names of the blocks that are run: up to the last one that is looked at."""
+        """Names of the blocks that are run: up to the last one that is recorded."""
         names, wanted = list(self.anatomy.blocks), set(self.anatomy.block_of_layer.values())
         return names[: max(names.index(name) for name in wanted) + 1]
 
     def _note(self) -> str:
-        told = ", ".join(f"{span.name} {span.begin} to {span.end}" for span in self.texts)
-        return f"ultraep inspect {self.options.name}; steps are windows of text: {told}"
+        texts = ", ".join(f"{span.name} {span.begin} to {span.end}" for span in self.texts)
+        return f"ultraep inspect {self.options.name}; steps are windows of text: {texts}"
 
 
 def claim_folder(out: Path) -> Claim:
@@ -250,12 +265,12 @@ def _device(name: str | None) -> torch.device:
 
 
 def _chosen(anatomy: Anatomy, layers: tuple[int, ...] | None) -> list[int]:
-    known = list(anatomy.experts)
-    unknown = next((layer for layer in layers or () if layer not in known), None)
+    with_experts = list(anatomy.experts)
+    unknown = next((layer for layer in layers or () if layer not in with_experts), None)
     if unknown is not None:
-        told = ", ".join(map(str, known))
-        raise ConfigError(f"--layers {unknown}: layers with experts are {told}")
-    return known if layers is None else sorted(set(layers))
+        names = ", ".join(map(str, with_experts))
+        raise ConfigError(f"--layers {unknown}: layers with experts are {names}")
+    return with_experts if layers is None else sorted(set(layers))
 
 
 def _sizes(sizes: tuple[int, ...] | None, experts: int) -> list[int]:
@@ -293,3 +308,26 @@ def topology_of(anatomy: Anatomy, *, slots: int, sizes: list[int]) -> Topology:
 
 def _weights(module: torch.nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
+
+
+# -- speeds of this machine ----------------------------------------------------------------------
+
+
+def operations_per_second(device: torch.device, dtype: torch.dtype) -> float:
+    """Speed of products of two large matrices, the best of three."""
+    matrix = torch.ones(SIDE, SIDE, device=device, dtype=dtype)
+    best = float("inf")
+    for _ in range(3):
+        begin = time.perf_counter()
+        float((matrix @ matrix)[0, 0])  # waits for the device
+        best = min(best, time.perf_counter() - begin)
+    return 2 * SIDE**3 / best
+
+
+def bytes_per_second(file: Path) -> float:
+    """Speed of reading, in the middle of a file."""
+    with file.open("rb") as content:
+        content.seek(max(0, file.stat().st_size - SAMPLE) // 2)
+        begin = time.perf_counter()
+        count = len(content.read(SAMPLE))
+    return max(count, 1) / max(time.perf_counter() - begin, 1e-6)
