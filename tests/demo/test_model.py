@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from ultraep import Balancer
+from ultraep.layer import BalancedMoE
 from ultraep.parallel.full_state import moe_layers
 from ultraep.runtime.local import LocalGroup
-from ultraep.tools.demo.measure import EvenRouter
+from ultraep.tools.demo.measure import deal_evenly
 from ultraep.tools.demo.train import train
 from ultraep.tools.launch.group import process_group
 from ultraep.tools.tiny.model import ModelConfig, TinyMoE
@@ -57,10 +58,13 @@ def test_even_routing_is_even_over_ranks_however_the_homes_are(ranks):
 
     def body(comm):
         balancer = Balancer(experts=8, homes=homes, communicator=comm)
-        ids = torch.zeros(24, 3, dtype=torch.int64)
-        router = EvenRouter(lambda _: (ids, ids.double(), None), balancer)
-        even, gates, _ = router(torch.zeros(24, 5))
-        assert torch.equal(gates, ids.double())
+        moe = BalancedMoE.swiglu(4, 4, 8, 3, balancer=balancer)
+        tokens = torch.zeros(24, 4)
+        own, gates, _ = moe.router(tokens)
+        with deal_evenly(moe):
+            even, same_gates, _ = moe.router(tokens)
+        assert torch.equal(gates, same_gates)
+        assert torch.equal(own, moe.router(tokens)[0])
         assert all(len(set(row)) == 3 for row in even.tolist())
         return torch.tensor(homes)[even].flatten()
 

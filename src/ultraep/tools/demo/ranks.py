@@ -86,7 +86,7 @@ class Demo:
             load_full_state_dict(model, first.state)  # the same weights for all from here on
             requests = make_requests(self.text, self.queue())
             answers = self.answer(model, requests)
-            speeds = self.measure(model)
+            speeds = layer_speeds(model, self.text, self.job, self.tell_round)
         rows = [
             self.row(policy, found, held_out[policy], answers[policy], speeds)
             for policy, found in trained.items()
@@ -236,6 +236,9 @@ class Demo:
             seed=self.job.seed,
         )
 
+    def tell_round(self, done: int, rounds: int) -> None:
+        self.tell(Progress("layers", done, rounds, subject="each in turn"))
+
     def answer(self, model: TinyMoE, requests: list[Prompt]) -> dict[str, Answers]:
         def tell(policy: str, number: int, turn: Turn) -> None:
             self.tell(
@@ -253,19 +256,6 @@ class Demo:
 
         answers = answer(model, requests, self.queue(), self.job.policies, tell)
         return {one.policy: one for one in answers}
-
-    def measure(self, model: TinyMoE) -> dict[str, float]:
-        sizes = self.sizes
-        return layer_speeds(
-            model,
-            self.text,
-            self.job.policies,
-            tokens=sizes.tokens,
-            length=sizes.length,
-            rounds=sizes.layer_rounds,
-            seed=self.job.seed,
-            tell=lambda done, of: self.tell(Progress("layers", done, of, subject="each in turn")),
-        )
 
     def row(
         self,
