@@ -16,31 +16,27 @@ from ultraep.tools.demo.result import DemoResult, Note, PolicyResult, Progress
 from ultraep.tools.demo.sizes import Sizes
 
 
-def policy_result(policy, after, speed, share):
-    return PolicyResult(
-        policy=policy,
-        losses=[5.5, 2.25],
-        loss=2.25,
-        loss_held_out=2.5,
-        seconds=[0.5, 0.5],
-        tokens_per_second=4096.0,
-        before=[1.25, 1.25],
-        after=[after, after],
-        imbalance_before=1.25,
-        imbalance_before_worst=1.5,
-        imbalance_after=after,
-        imbalance_after_worst=after,
-        imbalance_bound=1.0,
-        copies_per_layer=0.0 if policy == "none" else 1.5,
-        weights_bytes=0 if policy == "none" else 2_000_000,
-        gradients_bytes=0 if policy == "none" else 1_000_000,
-        layer_tokens_per_second=speed,
-        layer_share=share,
-        first_token_median=0.5,
-        first_token_p90=0.75,
-        prefill_seconds=1.0,
-        prefill_difference=0.0,
-    )
+def policy_result(policy, after, speed, share, moved):
+    values = dict.fromkeys(PolicyResult.__dataclass_fields__, 0.5)
+    values |= {
+        "policy": policy,
+        "losses": [5.5, 2.25],
+        "loss": 2.25,
+        "loss_held_out": 2.5,
+        "seconds": [0.5, 0.5],
+        "tokens_per_second": 4096.0,
+        "before": [1.25, 1.25],
+        "after": [after, after],
+        "imbalance_before": 1.25,
+        "imbalance_before_worst": 1.5,
+        "imbalance_after": after,
+        "imbalance_after_worst": after,
+        "layer_tokens_per_second": speed,
+        "layer_share": share,
+        "weights_bytes": moved,
+        "gradients_bytes": moved,
+    }
+    return PolicyResult(**values)
 
 
 RESULT = DemoResult(
@@ -61,8 +57,8 @@ RESULT = DemoResult(
     wall_seconds=1.0,
     notes=[],
     policies=[
-        policy_result("none", 1.25, 16_000.0, 0.8),
-        policy_result("ultraep", 1.0, 19_200.0, 0.96),
+        policy_result("none", 1.25, 16_000.0, 0.8, 0),
+        policy_result("ultraep", 1.0, 19_200.0, 0.96, 1_500_000),
     ],
 )
 
