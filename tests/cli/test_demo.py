@@ -87,7 +87,7 @@ def test_it_says_what_it_does_and_what_came_out(ran, tmp_path):
     result = invoke("--no-report", "--ranks", 2, "--out", tmp_path)
     assert result.exit_code == 0, result.output
     out = " ".join(result.stdout.split())
-    assert out.startswith("plan train a small language model under every policy")
+    assert out.startswith("demo train a small language model under every policy")
     assert re.search(r"time (under a minute|\d+ to \d+ minutes) on idle cores", out)
     assert "ranks 2 ranks, one thread and 2 spare slots each" in out
     assert "note: something about the machine" in out

@@ -38,7 +38,7 @@ def test_a_random_model(tmp_path):
     assert "code, prose, tables: 384 tokens in 6 windows, sequences of 16" in out
     assert "reads 0 bytes, needs about" in out
     assert "note: weights are random" in out
-    assert re.search(r"Imbalance \d\.\d\d -> \d\.\d\d at EP8 ultraep with 1 slot\.", out)
+    assert re.search(r"Imbalance \d\.\d\d -> \d\.\d\d at EP8 under ultraep with 1 slot\.", out)
     assert "policies that place by past windows, at EP8" in out
     assert out.index("takes about") < out.index("Imbalance at every size")
     last = result.stdout.strip().splitlines()[-1]

@@ -247,7 +247,9 @@ class LoadTest:
         rates = len(load.known_rates() or load.shares)
         each = sum(map(load.seconds_at, load.known_rates())) or rates * load.seconds
         about = SETTING_UP + 1.2 * each * len(engine.variants) * load.rounds
-        self._introduce_load(load, rates * len(engine.variants), f"about {duration(about)}")
+        self._introduce_load(
+            load, rates * len(engine.variants), f"about {duration(about)} on idle cores"
+        )
 
     def introduce_servers(self, servers: EndpointOptions) -> None:
         """Print what will be measured by servers."""
@@ -267,7 +269,7 @@ class LoadTest:
             f"{lengths.burst}; {arrivals}; objective {load.objective:g} s; rounds: {load.rounds}",
         )
         self.total = turns * load.rounds
-        self.console.print(f"{'to do':<9}{self.total} turns, {how_long} in all", soft_wrap=True)
+        self.console.print(f"{'to do':<9}{self.total} turns, {how_long}", soft_wrap=True)
 
     def _say(self, name: str, words: str) -> None:
         self.facts.append((name.capitalize(), words))

@@ -127,7 +127,7 @@ def _introduce(console: Console, job: Job) -> None:
     where = "a GPU" if job.device == "cuda" else "one thread"
     slots = f"{sizes.slots} spare slot{'s' * (sizes.slots > 1)}"
     lines = {
-        "plan": "train a small language model under every policy, answer requests with it, measure "
+        "demo": "train a small language model under every policy, answer requests with it, measure "
         "its MoE layers beside even routing, write a report",
         "ranks": f"{ranks}, {where} and {slots} each; this machine has {cores} "
         f"core{'s' * (cores > 1)}",
@@ -135,11 +135,11 @@ def _introduce(console: Console, job: Job) -> None:
         f"{sizes.top_k} per token, width {sizes.hidden}, {sizes.dtype}",
         "text": "Python's own library: code, then prose, then tables; "
         f"{sizes.tokens} tokens per rank and step, {sizes.steps} steps",
-        "policy": f"{', '.join(job.policies)}, in turns, with the same seeds and the same text",
+        "policies": f"{', '.join(job.policies)}, in turns, with the same seeds and the same text",
         "time": _how_long(job, cores),
     }
     for name, words in lines.items():
-        console.print(Text(f"{name:<8}{words}"), soft_wrap=True)
+        console.print(Text(f"{name:<10}{words}"), soft_wrap=True)
     for words in job.notes:
         console.print(f"note: {words}", soft_wrap=True)
     console.print()

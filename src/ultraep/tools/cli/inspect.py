@@ -181,8 +181,8 @@ def _introduce(console: Console, inspection: Inspection) -> None:
         f"experts in each, {inspection.choices} per token",
         "text": f"{texts}: {known.tokens:,} tokens in {windows} windows, sequences of {length}",
         "to do": f"reads {decimal(known.read)}, needs about {decimal(known.memory)} of memory, "
-        f"takes about {duration(known.seconds)} on {opened.device}, "
-        f"{str(opened.dtype).removeprefix('torch.')}",
+        f"takes about {duration(known.seconds)} on an idle machine "
+        f"({opened.device}, {str(opened.dtype).removeprefix('torch.')})",
     }
     for name, words in lines.items():
         console.print(Text(f"{name:<7}{words}"), soft_wrap=True)

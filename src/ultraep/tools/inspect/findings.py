@@ -153,8 +153,9 @@ class Findings:
     @property
     def headline(self) -> str:
         """The answer in one line."""
-        shown, change = self.shown, f"{self.shown.before.mean():.2f} -> "
-        return f"Imbalance {change}{shown.after.mean():.2f} at {label(shown.case, ranks=True)}"
+        shown = self.shown
+        change = f"{shown.before.mean():.2f} -> {shown.after.mean():.2f}"
+        return f"Imbalance {change} at EP{self.sizes[0]} under {label(shown.case)}"
 
     def by_past(self, history: int) -> tuple[Mask, Mask]:
         """[N] records whose past is of their own text alone; those right after a change of text."""

@@ -46,6 +46,7 @@ USUAL_SIZES = (8, 16, 64)
 CHOICES = ("num_experts_per_tok", "moe_topk", "moe_k", "num_experts_per_token", "top_k_experts")
 USUAL_CHOICES = 8  # of a token, where the configuration has another name for it
 REACHED = 0.25  # of the speed of a large product, by the many smaller products of a model
+FIRST = 4.0  # seconds of first calls, which import and compile
 CALL = 0.02  # seconds of a block besides its products, for every window
 PLAN = 0.0006  # seconds of a plan
 ACTIVATIONS = 12  # tensors of a window, as wide as the model, that a block holds at one time
@@ -178,7 +179,7 @@ class Inspection:
         active = in_blocks - in_experts + round(in_experts * share)
         cases = len(self.sizes) * len(self.options.slots) * len(self.options.policies)
         speed = REACHED * operations_per_second(opened.device, opened.dtype)
-        seconds = 2 * active * tokens / speed + len(self.blocks) * windows * CALL
+        seconds = FIRST + 2 * active * tokens / speed + len(self.blocks) * windows * CALL
         seconds += len(self.anatomy.experts) * windows * cases * PLAN
         read = opened.bytes_to_read(self.blocks)
         if read and self.options.model is not None:

@@ -164,10 +164,10 @@ def headline(loads: Sequence[UnderLoad]) -> str:
     first = at_highest[0]
     load = next((load for load in policies if load.variant == SHOWN), policies[-1])
     gain = gains(loads)[loads.index(load)]
-    where = f"at {load.rate:g} prompts/s"
-    if gain is None or load is first:
-        return f"{load.variant}: first token after {_shown(load.percentile(50))} s {where} (median)"
-    return f"First token {gain:.2f}x as soon with {load.variant} as with {first.variant} {where}"
+    answer = f"First token after {_shown(load.percentile(50))} s with {load.variant}"
+    if load is not first and gain is not None:
+        answer += f", {_shown(first.percentile(50))} s with {first.variant} ({gain:.2f}x)"
+    return f"{answer} at {load.rate:g} prompts/s"
 
 
 def table(loads: Sequence[UnderLoad], objective: float) -> tuple[list[str], list[list[str]]]:
@@ -207,13 +207,15 @@ def notes(turns: Sequence[Turn]) -> list[str]:
         if errors:
             kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(errors.items()))
             lines.append(f"{load.variant} at {load.rate:g}/s: {kinds}")
-    for variant in dict.fromkeys(turn.variant for turn in turns):
-        share = None if variant in (base, FORCED) else agreement(turns, variant)
-        if share is not None:
-            lines.append(f"first tokens of {variant} equal to {base}: {share:.1%}")
-        spent = experts_per_token(turns, variant)
-        if spent:
-            lines.append(f"processor time per token in experts, {variant}: {1e3 * spent:.3f} ms")
+    variants = dict.fromkeys(turn.variant for turn in turns)
+    equal = {name: agreement(turns, name) for name in variants if name not in (base, FORCED)}
+    if any(equal.values()):
+        shares = ", ".join(f"{name} {share:.1%}" for name, share in equal.items() if share)
+        lines.append(f"first tokens equal to {base}: {shares}")
+    spent = {name: experts_per_token(turns, name) for name in variants}
+    if any(spent.values()):
+        times = ", ".join(f"{name} {1e3 * own:.3f} ms" for name, own in spent.items() if own)
+        lines.append(f"processor time per token in experts: {times}")
     disturbed = max((load.mean("disturbed") or 0.0 for load in loads), default=0.0)
     if disturbed > QUIET:
         lines.append(
