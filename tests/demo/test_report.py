@@ -9,7 +9,7 @@ from html.parser import HTMLParser
 
 import numpy as np
 import pytest
-from browser import chromium
+from browser import Browser, chromium
 from cli.test_demo import RESULT
 
 import ultraep
@@ -347,3 +347,23 @@ def test_a_browser_draws_all_plots_without_complaint(page, tmp_path):
     told = re.search(r'id="told"[^>]*>(.*?)</p>', shown.stdout)[1]
     assert told.startswith("Step 5 (prose), layer 1: imbalance ")
     assert f", {ranks.max() / ranks.mean():.3f} with." in told
+
+
+OVERLAPS = """[...document.querySelectorAll(".plot")].flatMap((plot) => {
+  const names = ".xtitle, .ytitle, .x2title, .y2title, .annotation-text, .modebar-group";
+  const parts = [...plot.querySelectorAll(names)]
+    .map((part) => [part.textContent, part.getBoundingClientRect()]);
+  return parts.flatMap(([one, a], place) => parts.slice(place + 1)
+    .filter(([, b]) => a.left < b.right && b.left < a.right && a.top < b.bottom && b.top < a.bottom)
+    .map(([other]) => `${plot.id}: ${one} / ${other}`));
+})"""
+
+
+@pytest.mark.skipif(chromium() is None, reason="no Chromium here")
+def test_nothing_collides_on_a_phone(report, tmp_path):
+    with Browser(tmp_path / "home") as browser:
+        browser.look(width=400, height=800)
+        browser.open(report.as_uri())
+        browser.wait("document.querySelectorAll('#plot-replay .main-svg').length")
+        assert browser.run("document.documentElement.scrollWidth") <= 400
+        assert browser.run(OVERLAPS) == []

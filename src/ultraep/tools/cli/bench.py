@@ -162,11 +162,11 @@ class PrefillOptions:
         from ultraep.tools.serving.run import EngineOptions
 
         self.refuse(("timeout",), "of servers: only with --endpoint")
-        given = {name: getattr(self, name) for name in ENGINE_OPTIONS}
-        given = {name: value for name, value in given.items() if value is not None}
+        options = {name: getattr(self, name) for name in ENGINE_OPTIONS}
+        options = {name: value for name, value in options.items() if value is not None}
         if self.policy is not None:
-            given["variants"] = tuple(names_in(given.pop("policy"), "--policy"))
-        return EngineOptions(load=self.load_options(), model=self.model, **given)
+            options["variants"] = tuple(names_in(options.pop("policy"), "--policy"))
+        return EngineOptions(load=self.load_options(), model=self.model, **options)
 
     def endpoint_options(self) -> EndpointOptions:
         """The servers, checked; options of the engine are refused."""

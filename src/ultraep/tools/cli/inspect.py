@@ -181,7 +181,7 @@ def _introduce(console: Console, inspection: Inspection) -> None:
         f"experts in each, {inspection.choices} per token",
         "text": f"{texts}: {known.tokens:,} tokens in {windows} windows, sequences of {length}",
         "to do": f"reads {decimal(known.read)}, needs about {decimal(known.memory)} of memory, "
-        f"takes about {duration(known.seconds)} on an idle machine "
+        f"takes about {duration(known.seconds)} when idle "
         f"({opened.device}, {str(opened.dtype).removeprefix('torch.')})",
     }
     for name, words in lines.items():

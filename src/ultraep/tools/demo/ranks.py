@@ -81,15 +81,15 @@ class Demo:
         with self.balancer("none") as balancer:
             model = TinyMoE(self.config, balancer, seed=self.job.seed)
             model.to(self.device, self.dtype).eval()
-            held_out = {policy: self.check(model, found) for policy, found in trained.items()}
+            held_out = {policy: self.check(model, own) for policy, own in trained.items()}
             first = trained[self.job.policies[0]]
             load_full_state_dict(model, first.state)  # the same weights for all from here on
             requests = make_requests(self.text, self.queue())
             answers = self.answer(model, requests)
             speeds = layer_speeds(model, self.text, self.job, self.tell_round)
         rows = [
-            self.row(policy, found, held_out[policy], answers[policy], speeds)
-            for policy, found in trained.items()
+            self.row(policy, own, held_out[policy], answers[policy], speeds)
+            for policy, own in trained.items()
         ]
         steps = len(first.steps)
         return DemoResult(
@@ -254,8 +254,8 @@ class Demo:
                 )
             )
 
-        answers = answer(model, requests, self.queue(), self.job.policies, tell)
-        return {one.policy: one for one in answers}
+        of_policies = answer(model, requests, self.queue(), self.job.policies, tell)
+        return {answers.policy: answers for answers in of_policies}
 
     def row(
         self,

@@ -2,8 +2,8 @@
 
 Rank 0 has the clock. When a microbatch is done, it takes the prompts that have arrived, sends all
 ranks the list of who serves which, and all ranks run the model. The time to a first token is real
-time: from the arrival of the prompt until its token is known on its rank. Processes of one machine
-share a clock.
+time: from the arrival of the prompt until its token is known on its rank. The clocks of all ranks
+start at a barrier, so that ranks of several hosts need no common clock.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ class LoadSums:
         if stage == "experts":
             self.busy[-1] += time.process_time()
 
-    def planned(self, _: Microbatch, made: AnyPlan) -> None:
-        plan = made.to_host()
+    def planned(self, _: Microbatch, any_plan: AnyPlan) -> None:
+        plan = any_plan.to_host()
         self.fullest += float(plan.initial_rank_loads.max())
         self.evened += float(plan.rank_loads.max())
         self.mean += plan.total / plan.topology.ranks
@@ -112,24 +112,25 @@ class Engine:
         with ExitStack() as stack:
             for balancer in self.model.balancers:
                 stack.enter_context(balancer.unchanged_weights())
-            begin, before = from_first(time.monotonic()), _runqueue_seconds()
+            dist.barrier()
+            begin, before = time.monotonic(), _runqueue_seconds()
             mine, microbatches = self._microbatches(prompts, texts, begin)
         lost = (_runqueue_seconds() - before) / max(time.monotonic() - begin, 1e-9)
         parts: list[Any] = [None] * self.ranks
         dist.all_gather_object(parts, (mine, sums.nbytes, lost, sums.busy))
         outputs, sent, shares, busy = zip(*parts, strict=True)
         served = {key: value for part in outputs for key, value in part.items()}
-        known = [served.get(prompt.number, (None, None)) for prompt in prompts]
+        ends = [served.get(prompt.number, (None, None)) for prompt in prompts]
         unserved = len(prompts) - len(served)
         return Turn(
             variant=variant,
             rate=rate,
             number=number,
-            waited=waits(prompts, [end for end, _ in known]),
+            waited=waits(prompts, [end for end, _ in ends]),
             tokens=[prompt.tokens for prompt in prompts],
             arrived=prompts[-1].arrival,
             seconds=max((end for end, _ in served.values()), default=0.0),
-            first=[output for _, output in known],
+            first=[output for _, output in ends],
             errors={"not served in time": unserved} if unserved else {},
             microbatches=microbatches,
             before=sums.fullest / sums.mean if sums.mean else None,

@@ -99,12 +99,12 @@ def poisson(rate: float, seed: Sequence[int]) -> Iterator[Arrival]:
 def read_arrivals(path: Path) -> tuple[Arrival, ...]:
     """The arrivals of a file, in order of time; the first one is moved to the beginning."""
     lines = enumerate(read_text(path, most=MOST_BYTES).splitlines(), start=1)
-    given = [(n, line) for n, line in lines if line.strip() and not line.lstrip().startswith("#")]
-    if not 1 <= len(given) <= MOST_ARRIVALS:
+    entries = [(n, line) for n, line in lines if line.strip() and not line.lstrip().startswith("#")]
+    if not 1 <= len(entries) <= MOST_ARRIVALS:
         raise FileError(
-            f"{path}: between 1 and {MOST_ARRIVALS:,} arrivals are needed, got {len(given):,}"
+            f"{path}: between 1 and {MOST_ARRIVALS:,} arrivals are needed, got {len(entries):,}"
         )
-    arrivals = [_arrival(path, number, line) for number, line in given]
+    arrivals = [_arrival(path, number, line) for number, line in entries]
     arrivals.sort(key=lambda arrival: arrival.second)
     return tuple(Arrival(second - arrivals[0].second, tokens) for second, tokens in arrivals)
 

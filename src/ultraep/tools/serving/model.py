@@ -134,8 +134,8 @@ class TransformersModel:
 
     def check_packing(self) -> None:
         """Refuse a model in which texts of one sequence see each other; collective."""
-        one, two = torch.arange(3, 12), torch.arange(20, 25)
-        alone, beside = self.last_logits([two])[0], self.last_logits([one, two])[1]
+        before, text = torch.arange(3, 12), torch.arange(20, 25)
+        alone, beside = self.last_logits([text])[0], self.last_logits([before, text])[1]
         off = ((alone - beside).abs().max() / alone.abs().max()).item()
         if not off <= ALIKE:
             raise ConfigError(
@@ -168,6 +168,6 @@ def encoder_of(folder: str | None) -> tuple[Encode, int]:
     """How text becomes tokens, and bytes of text that are enough for one."""
     if folder is None:
         return lambda text: list(text.encode()), 1
-    known = tokenizer_of(Path(folder))
+    tokenizer = tokenizer_of(Path(folder))
     vocabulary = config_of(folder).get_text_config().vocab_size
-    return known or hashed_words(vocabulary), BYTES_PER_TOKEN
+    return tokenizer or hashed_words(vocabulary), BYTES_PER_TOKEN
