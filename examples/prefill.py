@@ -3,7 +3,7 @@
     python examples/prefill.py                                              # one process
     torchrun --nproc-per-node 4 examples/prefill.py --policy none,ultraep   # four ranks, compared
 
-serving.py tells how requests become batches. All policies serve the same requests with
+`ultraep.tools.serving.engine` makes batches of requests. All policies serve the same requests with
 the same weights, so their outputs must agree: if they do not, the exit code is 1.
 """
 
@@ -29,34 +29,34 @@ from rich.table import Table
 import ultraep
 from ultraep.files.writing import write_text
 from ultraep.parallel.full_state import load_full_state_dict
+from ultraep.tools.serving.load import Prompt
 from ultraep.tools.tiny.model import TinyMoE
-from ultraep.tools.tiny.prefill import Answers, Queue, Request, answer, make_requests
+from ultraep.tools.tiny.prefill import Answers, Queue, answer, make_requests
 
 
-def report(answers: Answers, requests: Sequence[Request]) -> dict[str, Any]:
+def report(answers: Answers, pool_bytes: int) -> dict[str, Any]:
     """The numbers of one policy."""
-    served = answers.served
-    before = [plan.initial_imbalance for plan in served.plans]
-    after = [plan.imbalance for plan in served.plans]
+    turn = answers.turn
+    waited = [seconds for seconds in turn.waited if seconds is not None]
     return {
         "policy": answers.policy,
-        "batches": len(served.batches),
-        "first_token_mean": fmean(served.waited),
-        "first_token_p95": float(np.percentile(served.waited, 95)),
-        "tokens_per_second": sum(len(r.tokens) for r in requests) / sum(served.batches),
-        "imbalance_before": fmean(before),
-        "imbalance_before_worst": max(before),
-        "imbalance_after": fmean(after),
-        "imbalance_after_worst": max(after),
-        "copies": sum(plan.num_replicas for plan in served.plans),
-        "weights_bytes": sum(stats["weights_bytes_sent"] for stats in answers.stats),
-        "pool_bytes": max(stats["pool_bytes"] for stats in answers.stats),
+        "batches": turn.microbatches,
+        "first_token_mean": fmean(waited),
+        "first_token_p95": float(np.percentile(waited, 95)),
+        "tokens_per_second": sum(turn.tokens) / turn.seconds,
+        "imbalance_before": turn.before,
+        "imbalance_before_worst": turn.worst_before,
+        "imbalance_after": turn.after,
+        "imbalance_after_worst": turn.worst_after,
+        "copies": turn.copies,
+        "weights_bytes": turn.sent,
+        "pool_bytes": pool_bytes,
         "difference": answers.difference,
     }
 
 
-def table(rows: list[dict[str, Any]], ranks: int, requests: Sequence[Request]) -> Table:
-    tokens = sum(len(request.tokens) for request in requests)
+def table(rows: list[dict[str, Any]], ranks: int, requests: Sequence[Prompt]) -> Table:
+    tokens = sum(request.tokens for request in requests)
     shown = Table(title=f"{len(requests)} requests, {tokens:,} tokens, ranks: {ranks}")
     shown.add_column("")
     for row in rows:
@@ -107,7 +107,8 @@ def compare(args: argparse.Namespace) -> list[dict[str, Any]]:
         if saved:
             load_full_state_dict(model, saved["model"])
         answers = answer(model, requests, queue, args.policy)
-        rows = [report(of_policy, requests) for of_policy in answers]
+        pool_bytes = max(balancer.comm.gather_objects(balancer.stats()["pool_bytes"]))
+        rows = [report(of_policy, pool_bytes) for of_policy in answers]
     console.print(table(rows, dist.get_world_size(), requests))
     return rows
 

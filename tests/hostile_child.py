@@ -31,7 +31,7 @@ from ultraep.tools.demo.result import DemoResult
 from ultraep.tools.inspect.checkpoint import weight_files
 from ultraep.tools.inspect.run import claim_folder
 from ultraep.tools.inspect.texts import excerpts, hashed_words, texts_of, tokenizer_of
-from ultraep.tools.serving.arrivals import read_arrivals
+from ultraep.tools.serving.load import read_arrivals
 from ultraep.tools.sim.serving import load_requests
 
 GIGABYTE = 1 << 30

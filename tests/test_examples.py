@@ -16,6 +16,7 @@ import pytest
 import warm
 
 import ultraep
+from ultraep.parallel.full_state import moe_layers
 from ultraep.tools.tiny import prefill as tiny_prefill
 
 pytestmark = pytest.mark.filterwarnings("ignore::ultraep.NothingToBalance")  # as one process
@@ -188,8 +189,9 @@ def test_prefill_as_one_process(example, tmp_path, capsys):
 def test_prefill_tells_when_outputs_differ(example, monkeypatch, capsys):
     right = tiny_prefill.first_logits
 
-    def wrong(model, mine, policy):
-        return right(model, mine, policy) * (1.01 if policy == "ultraep" else 1)
+    def wrong(model, texts):
+        policy = next(iter(moe_layers(model).values())).balancer.config.policy
+        return right(model, texts) * (1.01 if policy == "ultraep" else 1)
 
     monkeypatch.setattr(tiny_prefill, "first_logits", wrong)
     assert example("prefill").main([*SHAPE, *SERVE]) == 1

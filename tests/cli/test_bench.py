@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 
 import pytest
@@ -50,8 +51,8 @@ def test_servers_are_compared_in_a_table_numbers_and_a_page(tmp_path):
     assert result.exit_code == 0, result.output
     out = " ".join(result.stdout.split())
     assert "servers slow at http://127.0.0.1:" in out
-    assert "to do 4 turns, at least 1 s in all" in out
-    assert "At 40 prompts a second" in out
+    assert "to do 4 turns, at least 1 s" in out
+    assert re.search(r"First token after 0\.\d+ s with quick, 0\.\d+ s with slow \(\d", out)
     assert "measuring 4/4" in " ".join(result.stderr.split())
     rows = json.loads((tmp_path / "rows.json").read_text())
     gain = [
@@ -62,8 +63,7 @@ def test_servers_are_compared_in_a_table_numbers_and_a_page(tmp_path):
     assert len(gain) == 2
     assert min(gain) > 1.5
     page = (tmp_path / "page.html").read_text()
-    assert "<title>Prefill under load</title>" in page
-    assert "40/s quick" in page
+    assert re.search(r"<h1>First token after 0\.\d+ s with quick", page)
 
 
 def test_what_was_measured_is_told_when_a_server_is_given_up(tmp_path):
@@ -126,7 +126,7 @@ def test_an_interrupted_run_writes_what_it_has_and_leaves_no_process(tmp_path):
         assert process.returncode == 130
         assert "interrupted; the table shows the turns before" in errors
         assert "Traceback" not in errors
-        assert "At 20 prompts a second" in out
+        assert "First token after" in out
     finally:
         assert gone([*ranks, process.pid])
     assert len(ranks) == 2

@@ -16,31 +16,27 @@ from ultraep.tools.demo.result import DemoResult, Note, PolicyResult, Progress
 from ultraep.tools.demo.sizes import Sizes
 
 
-def policy_result(policy, after, speed, share):
-    return PolicyResult(
-        policy=policy,
-        losses=[5.5, 2.25],
-        loss=2.25,
-        loss_held_out=2.5,
-        seconds=[0.5, 0.5],
-        tokens_per_second=4096.0,
-        before=[1.25, 1.25],
-        after=[after, after],
-        imbalance_before=1.25,
-        imbalance_before_worst=1.5,
-        imbalance_after=after,
-        imbalance_after_worst=after,
-        imbalance_bound=1.0,
-        copies_per_layer=0.0 if policy == "none" else 1.5,
-        weights_bytes=0 if policy == "none" else 2_000_000,
-        gradients_bytes=0 if policy == "none" else 1_000_000,
-        layer_tokens_per_second=speed,
-        layer_share=share,
-        first_token_median=0.5,
-        first_token_p90=0.75,
-        prefill_seconds=1.0,
-        prefill_difference=0.0,
-    )
+def policy_result(policy, after, speed, share, moved):
+    values = dict.fromkeys(PolicyResult.__dataclass_fields__, 0.5)
+    values |= {
+        "policy": policy,
+        "losses": [5.5, 2.25],
+        "loss": 2.25,
+        "loss_held_out": 2.5,
+        "seconds": [0.5, 0.5],
+        "tokens_per_second": 4096.0,
+        "before": [1.25, 1.25],
+        "after": [after, after],
+        "imbalance_before": 1.25,
+        "imbalance_before_worst": 1.5,
+        "imbalance_after": after,
+        "imbalance_after_worst": after,
+        "layer_tokens_per_second": speed,
+        "layer_share": share,
+        "weights_bytes": moved,
+        "gradients_bytes": moved,
+    }
+    return PolicyResult(**values)
 
 
 RESULT = DemoResult(
@@ -61,8 +57,8 @@ RESULT = DemoResult(
     wall_seconds=1.0,
     notes=[],
     policies=[
-        policy_result("none", 1.25, 16_000.0, 0.8),
-        policy_result("ultraep", 1.0, 19_200.0, 0.96),
+        policy_result("none", 1.25, 16_000.0, 0.8, 0),
+        policy_result("ultraep", 1.0, 19_200.0, 0.96, 1_500_000),
     ],
 )
 
@@ -91,18 +87,17 @@ def test_it_says_what_it_does_and_what_came_out(ran, tmp_path):
     result = invoke("--no-report", "--ranks", 2, "--out", tmp_path)
     assert result.exit_code == 0, result.output
     out = " ".join(result.stdout.split())
-    assert out.startswith("What will happen: 2 ranks train a small language model")
-    assert re.search(r"That takes about \d+ to \d+ (minutes|seconds) on this machine", out)
-    assert "2 ranks, one thread each" in out
-    assert "code, then prose, then tables" in out
+    assert out.startswith("demo train a small language model under every policy")
+    assert re.search(r"time (under a minute|\d+ to \d+ minutes) on idle cores", out)
+    assert "ranks 2 ranks, one thread and 2 spare slots each" in out
     assert "note: something about the machine" in out
     assert "1 training 1/2 ultraep code loss 5.500 4,096 tokens/s imbalance 1.250 -> 1.000" in out
     assert "share of forced balance 80.0% 96.0% 100.0%" in out
     assert "MoE layers: tokens/s 16,000 19,200 20,000" in out
-    assert "moved for copies 0 bytes 3.0 MB" in out
+    assert "moved for copies 0 B 3 MB" in out
     assert "imbalance after (worst) 1.250 (1.25) 1.000 (1.00)" in out
-    assert "MoE layers ran 1.20 times as fast as with none, at 96%" in out
-    assert "the losses agree to the last bit over the first tenth of the steps, to 1e-06 at" in out
+    assert "MoE layers 1.20x as fast with ultraep, same loss." in out
+    assert "96% of the speed of even routing; losses differ by at most 1e-05" in out
     assert "\x1b" not in result.stdout
     table = result.stdout[result.stdout.index("forced balance") - 60 :]
     assert max(map(len, table.split("trace ")[0].splitlines())) <= 80
@@ -133,12 +128,12 @@ def test_a_report_is_written_where_it_can_be(ran, tmp_path, monkeypatch):
     assert (first.exit_code, second.exit_code) == (0, 0)
 
 
-def test_no_gain_is_no_gain(ran):
+def test_the_headline_is_the_answer():
     slower = replace(RESULT.policies[1], layer_tokens_per_second=12_000.0, layer_share=0.6)
-    words = demo._meaning(replace(RESULT, policies=[RESULT.policies[0], slower]))
-    assert "ran slower, 0.75 times as fast as with none" in words
-    alone = demo._meaning(replace(RESULT, policies=[RESULT.policies[1]]))
-    assert "96% of forced balance" in alone
+    result = replace(RESULT, policies=[RESULT.policies[0], slower], loss_difference_last=0.02)
+    assert result.headline == "MoE layers 0.75x as fast with ultraep, losses 2.0% apart"
+    alone = replace(RESULT, policies=[RESULT.policies[1]])
+    assert alone.headline == "Imbalance 1.25 -> 1.00 with ultraep"
 
 
 def test_on_a_terminal_there_is_a_picture():

@@ -15,7 +15,7 @@ import ultraep
 from ultraep import BalanceConfig, ConfigError, LocalGroup, Topology, workload
 from ultraep.runtime.connect import connect
 from ultraep.tools.cli import app
-from ultraep.tools.launch.place import RankPlace
+from ultraep.tools.launch.processes import RankPlace
 
 SOURCE = Path(ultraep.__file__).parent.parent
 HUGE = str(10**20)

@@ -1,6 +1,7 @@
 """`ultraep inspect`: what it prints before and after, how it refuses, how it is interrupted."""
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -14,10 +15,7 @@ pytest.importorskip("transformers")
 
 from inspect_models import save_model, save_tokenizer
 
-from ultraep.errors import ConfigError
 from ultraep.tools.cli import app
-from ultraep.tools.cli.lists import ranges_in
-from ultraep.tools.cli.progress import duration
 from ultraep.trace.read import read_trace
 from ultraep.trace.replay import differing
 
@@ -35,13 +33,13 @@ def test_a_random_model(tmp_path):
     assert result.exit_code == 0, result.output
     out = " ".join(result.stdout.split())
     assert (
-        "random mixtral: 2.8 million parameters; 4 of 4 layers, 8 experts in each, 2 for a" in out
+        "random mixtral: 2.8 million parameters; 4 of 4 layers, 8 experts in each, 2 per t" in out
     )
     assert "code, prose, tables: 384 tokens in 6 windows, sequences of 16" in out
     assert "reads 0 bytes, needs about" in out
     assert "note: weights are random" in out
-    assert "At EP8 the fullest rank would have" in out
-    assert "eplb, which places by the window before: within a text" in out
+    assert re.search(r"Imbalance \d\.\d\d -> \d\.\d\d at EP8 under ultraep with 1 slot\.", out)
+    assert "policies that place by past windows, at EP8" in out
     assert out.index("takes about") < out.index("Imbalance at every size")
     last = result.stdout.strip().splitlines()[-1]
     assert last.endswith(
@@ -84,13 +82,10 @@ def test_a_checkpoint_with_texts_twice_in_one_folder(tmp_path):
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ([], "name the folder of a model, or a family with --random"),
+        ([], "name the directory of a model, or a family with --random"),
         (["Qwen/Qwen3-30B-A3B"], "Qwen/Qwen3-30B-A3B: no folder of this machine"),
-        (["--random", "llama"], "unknown family 'llama'; known are"),
         (["--random", "mixtral", "--ep", "eight"], "--ep must be numbers like 1,2, got 'eight'"),
-        (["--random", "mixtral", "--ep", "64"], "no more than the 8 experts"),
         (["--random", "mixtral", "--layers", "3-1"], "--layers 3-1: a range runs"),
-        (["--random", "mixtral", "--policy", "best"], "unknown policy 'best'"),
         (["--random", "mixtral", "--text", "nowhere.txt"], "nowhere.txt: no such file"),
         (["--random", "mixtral", "--tokens", "0"], "--tokens must be at least 1, got 0"),
         (["--random", "mixtral", "--out", "/dev/null/folder"], "cannot be written to"),
@@ -152,13 +147,3 @@ def test_nothing_is_asked_of_a_network(tmp_path, monkeypatch):
     save_tokenizer(model)
     result = invoke(model, *QUICK, "--out", tmp_path / "out", "--no-report")
     assert result.exit_code == 0, result.output
-
-
-def test_lists_with_ranges():
-    assert ranges_in("3, 0-1", "--layers") == [0, 1, 3]
-    with pytest.raises(ConfigError, match="--layers must be numbers like 0-3,7, got '-1'"):
-        ranges_in("-1", "--layers")
-
-
-def test_durations_are_as_exact_as_an_estimate():
-    assert [duration(s) for s in (0.1, 33, 300, 7200)] == ["1 s", "30 s", "5 min", "2.0 h"]

@@ -6,14 +6,13 @@ import pytest
 import torch
 
 from ultraep import Balancer
-from ultraep.errors import ConfigError
+from ultraep.layer import BalancedMoE
 from ultraep.parallel.full_state import moe_layers
 from ultraep.runtime.local import LocalGroup
-from ultraep.tools.demo.measure import EvenRouter
+from ultraep.tools.demo.measure import deal_evenly
 from ultraep.tools.demo.train import train
 from ultraep.tools.launch.group import process_group
 from ultraep.tools.tiny.model import ModelConfig, TinyMoE
-from ultraep.tools.tiny.prefill import Request, next_batch
 from ultraep.topology import even_homes
 
 CONFIG = ModelConfig(hidden=16, ffn=16, experts=4, layers=2, heads=2)
@@ -53,21 +52,19 @@ def test_unevenness_teaches_the_routers(tiny):
     assert tiny.unevenness == 0  # nobody learns from it
 
 
-def test_heads_have_an_even_width():
-    with pytest.raises(ConfigError, match="even width"):
-        ModelConfig(hidden=12, heads=4)
-
-
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_even_routing_is_even_over_ranks_however_the_homes_are(ranks):
     homes = even_homes(experts=8, ranks=ranks)
 
     def body(comm):
         balancer = Balancer(experts=8, homes=homes, communicator=comm)
-        ids = torch.zeros(24, 3, dtype=torch.int64)
-        router = EvenRouter(lambda _: (ids, ids.double(), None), balancer)
-        even, gates, _ = router(torch.zeros(24, 5))
-        assert torch.equal(gates, ids.double())
+        moe = BalancedMoE.swiglu(4, 4, 8, 3, balancer=balancer)
+        tokens = torch.zeros(24, 4)
+        own, gates, _ = moe.router(tokens)
+        with deal_evenly(moe):
+            even, same_gates, _ = moe.router(tokens)
+        assert torch.equal(gates, same_gates)
+        assert torch.equal(own, moe.router(tokens)[0])
         assert all(len(set(row)) == 3 for row in even.tolist())
         return torch.tensor(homes)[even].flatten()
 
@@ -92,12 +89,3 @@ def test_training_ends_when_the_time_is_over():
     assert 1 <= len(found["one"]) == len(found["two"]) < 10
     assert told[:4] == [("one", 1, 1), ("two", 1, 1), ("two", 2, 2), ("one", 2, 2)]
     assert all_of_it == {"one": [1, 2, 3]}
-
-
-def test_batches_keep_the_budget_and_the_order():
-    waiting = [
-        Request(number, 0.0, torch.zeros(length, dtype=torch.int64))
-        for number, length in enumerate([5, 3, 3, 4, 9, 1])
-    ]
-    batch = next_batch(waiting, ranks=2, budget=10)
-    assert [[request.number for request in part] for part in batch] == [[0, 3], [1, 2]]

@@ -77,12 +77,6 @@ def test_the_language_part_of_a_model_that_sees(tmp_path):
         assert torch.equal(found[name], expected[f"model.{name}"])
 
 
-def test_several_files(checkpoint):
-    assert len(list(checkpoint.glob("*.safetensors"))) > 2
-    expected, found = whole(checkpoint), streamed(checkpoint)
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
-
-
 def test_weights_are_of_the_type_that_is_asked_for(checkpoint):
     for dtype, wanted in ((None, torch.float32), (torch.float16, torch.float16)):
         opened = Checkpoint(checkpoint, device=CPU, dtype=dtype)
@@ -115,15 +109,6 @@ def test_one_block_at_a_time_has_weights(checkpoint):
     read = opened.bytes_to_read([*blocks])
     assert read == sum(needed.values())
     assert opened.bytes_in_memory() < read
-
-
-def test_what_stands_behind_the_last_layer_is_not_read(checkpoint):
-    opened, seen = Checkpoint(checkpoint, device=CPU), []
-    with opened:
-        name = [*opened.anatomy.blocks][1]
-        run_windows(opened.anatomy, [IDS], opened.lend, lambda *told: seen.append(told), name)
-    assert [block for block, _ in seen] == [*opened.anatomy.blocks][:2]
-    assert opened.bytes_to_read([name]) < opened.bytes_to_read([*opened.anatomy.blocks])
 
 
 def test_after_an_error_the_block_is_empty_again(checkpoint):

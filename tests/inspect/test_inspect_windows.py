@@ -5,17 +5,16 @@ from contextlib import nullcontext
 import numpy as np
 import pytest
 import torch
-from inspect_models import TEXTS, routing_of, save_tokenizer, smaller_config
+from inspect_models import routing_of, save_tokenizer, smaller_config
 
 from ultraep.errors import ConfigError, FileError
 from ultraep.tools.inspect import families
 from ultraep.tools.inspect.anatomy import Anatomy, num_experts
-from ultraep.tools.inspect.families import FAMILIES, RandomModel, small_config
+from ultraep.tools.inspect.families import FAMILIES, RandomModel
 from ultraep.tools.inspect.texts import (
     cut,
     excerpts,
     first_tokens,
-    hashed_words,
     texts_of,
     tokenizer_of,
 )
@@ -58,20 +57,6 @@ def test_families_keep_their_experts():
     assert list(found["deepseek_v3"].blocks) == [f"model.layers.{number}" for number in range(4)]
 
 
-def test_random_weights_follow_the_seed():
-    one, same, other = (
-        next(RandomModel("mixtral", device=CPU, dtype=None, seed=seed).model.parameters())
-        for seed in (1, 1, 2)
-    )
-    assert torch.equal(one, same)
-    assert not torch.equal(one, other)
-
-
-def test_unknown_families_are_refused_with_those_that_are_known():
-    with pytest.raises(ConfigError, match=r"unknown family 'llama'; known are .*qwen3_moe"):
-        small_config("llama")
-
-
 def test_what_is_split_is_put_together_again():
     value = (torch.arange(10).reshape(5, 2), {"mask": torch.ones(5, 1, 2, 2), "none": None}, 3)
     parts = split(value, [2, 3])
@@ -98,13 +83,6 @@ def test_a_broken_tokenizer_is_one_line(tmp_path):
     with pytest.raises(FileError, match="cannot read its tokenizer") as error:
         tokenizer_of(tmp_path)
     assert "\n" not in str(error.value)
-
-
-def test_words_are_tokens_of_the_vocabulary():
-    ids = hashed_words(50)("the fox and the dog " * 20)
-    assert 3 <= min(ids) <= max(ids) < 50
-    assert ids == hashed_words(50)("the fox and the dog " * 20)
-    assert len(set(hashed_words(4096)(TEXTS["letters"]))) > 12
 
 
 def test_no_more_is_encoded_than_needed():
@@ -143,10 +121,6 @@ def test_texts_have_sequences_of_one_length_and_names_of_their_own(tmp_path):
     assert {window.shape[1] for one in made for window in one.windows} == {4}
     with pytest.raises(ConfigError, match="is given twice"):
         texts_of([files[0], files[1], files[1]])
-
-
-def test_texts_of_this_machine_are_several_subjects():
-    assert list(texts_of([])) == ["code", "prose", "tables"]
 
 
 def test_an_empty_text_is_refused(tmp_path):

@@ -11,18 +11,24 @@ pytest.importorskip("ultraep.integrations.transformers", exc_type=ImportError)
 
 from serving.models import save_tiny
 from ultraep.errors import CommunicationError, ConfigError, FileError
-from ultraep.runtime import processes
+from ultraep.tools.launch import processes
 from ultraep.tools.launch.group import process_group
-from ultraep.tools.serving.arrivals import Arrival
-from ultraep.tools.serving.asked import EngineAsked, LoadAsked
-from ultraep.tools.serving.calibrate import Calibrated, calibrate, rates_of
+from ultraep.tools.serving import run as runs
+from ultraep.tools.serving.engine import Engine
+from ultraep.tools.serving.load import Arrival, Lengths, LoadOptions, make_prompts
 from ultraep.tools.serving.measure import Turn, agreement
-from ultraep.tools.serving.model import encoder_of, facts_of, first_tokens, last_logits
-from ultraep.tools.serving.prompts import Lengths, make_prompts
-from ultraep.tools.serving.run import check, run, turns
+from ultraep.tools.serving.model import TransformersModel, facts_of
+from ultraep.tools.serving.run import (
+    Calibrated,
+    EngineOptions,
+    calibrate,
+    check,
+    rates_of,
+    run,
+)
 
 LENGTHS = Lengths(shortest=4, longest=16, burst=4)
-LOAD = LoadAsked(rates=(20.0, 40.0), seconds=0.4, rounds=1, lengths=LENGTHS)
+LOAD = LoadOptions(rates=(20.0, 40.0), seconds=0.4, rounds=1, lengths=LENGTHS)
 
 
 @pytest.fixture(scope="module")
@@ -33,17 +39,11 @@ def tiny(tmp_path_factory):
 @pytest.fixture
 def engine(tiny):
     """One rank, which is this process."""
-    import torch.distributed as dist
-
-    from ultraep.tools.serving.engine import Engine
-    from ultraep.tools.serving.model import balanced_model
-
-    with process_group():
-        model = balanced_model(tiny, dist.group.WORLD, 0, slots=1, policy="none")
-        made = Engine(model, encoder_of(tiny)[0])
-        yield made
-        for owner in made.owners:
-            owner.close()
+    with process_group() as group:
+        model = TransformersModel(tiny, group, 0, slots=1, policy="none")
+        yield Engine(model)
+        for balancer in model.balancers:
+            balancer.close()
 
 
 def test_facts_are_known_before_the_model_is_made(tiny):
@@ -56,25 +56,25 @@ def test_facts_are_known_before_the_model_is_made(tiny):
 
 def test_what_cannot_be_served_is_refused_before_any_process(tiny, tmp_path):
     with pytest.raises(ConfigError, match="Qwen3ForCausalLM has no experts"):
-        check(EngineAsked(load=LOAD, model=save_tiny(tmp_path / "dense", experts=False)))
+        check(EngineOptions(load=LOAD, model=save_tiny(tmp_path / "dense", experts=False)))
     with pytest.raises(FileError, match=r"no config\.json"):
-        check(EngineAsked(load=LOAD, model=str(tmp_path)))
+        check(EngineOptions(load=LOAD, model=str(tmp_path)))
     with pytest.raises(ConfigError, match=r"up to 256 tokens, but .* takes 64"):
-        check(EngineAsked(load=LoadAsked(), model=tiny))
+        check(EngineOptions(load=LoadOptions(), model=tiny))
     recorded = (Arrival(0.0, 12), Arrival(1.0, 65))
     with pytest.raises(ConfigError, match="up to 65 tokens"):
-        check(EngineAsked(load=LoadAsked(recorded=recorded, lengths=LENGTHS), model=tiny))
+        check(EngineOptions(load=LoadOptions(recorded=recorded, lengths=LENGTHS), model=tiny))
     with pytest.raises(ConfigError, match=r"--ranks 5, but .* 4 experts"):
-        check(EngineAsked(load=LOAD, model=tiny, ranks=5))
+        check(EngineOptions(load=LOAD, model=tiny, ranks=5))
 
 
 def test_prompts_of_one_sequence_do_not_see_each_other(engine):
     texts = [torch.arange(3, 9), torch.arange(40, 60), torch.arange(7, 8)]
-    together = last_logits(engine.model, texts)
-    alone = torch.cat([last_logits(engine.model, [text]) for text in texts])
+    together = engine.model.last_logits(texts)
+    alone = torch.cat([engine.model.last_logits([text]) for text in texts])
     torch.testing.assert_close(together, alone, atol=1e-5, rtol=1e-5)
-    assert first_tokens(engine.model, texts) == alone.argmax(dim=-1).tolist()
-    assert first_tokens(engine.model, []) == []
+    assert engine.model.first_outputs(texts) == alone.argmax(dim=-1).tolist()
+    assert engine.model.first_outputs([]) == []
 
 
 def test_waiting_is_from_the_arrival_and_in_real_time(engine):
@@ -87,9 +87,7 @@ def test_waiting_is_from_the_arrival_and_in_real_time(engine):
 
 
 def test_a_turn_that_takes_too_long_is_ended(engine, monkeypatch):
-    from ultraep.tools.serving import engine as module
-
-    monkeypatch.setattr(module, "GRACE", 0.0)
+    monkeypatch.setattr(engine, "grace", 0.0)
     monkeypatch.setattr(engine, "budget", 1)
     turn = engine.serve(make_prompts([Arrival(0.0)] * 4, LENGTHS, [0], 8), "none", 9.0, 0)
     assert turn.errors == {"not served in time": turn.waited.count(None)}
@@ -97,22 +95,19 @@ def test_a_turn_that_takes_too_long_is_ended(engine, monkeypatch):
 
 
 def test_calibration_sets_the_engine_up(engine, tiny, monkeypatch):
-    from ultraep.tools.serving import calibrate as module
-
-    monkeypatch.setattr(module, "WANTED", 0.02)
-    asked = EngineAsked(load=LoadAsked(lengths=LENGTHS), model=tiny)
+    monkeypatch.setattr(runs, "WANTED", 0.02)
+    asked = EngineOptions(load=LoadOptions(lengths=LENGTHS), model=tiny)
     found = calibrate(engine, asked, 8)
     assert engine.budget == found.budget >= 32
     assert found.tokens_per_second > 0 < found.row_seconds
     assert found.copy_seconds == 0.0  # one rank has nothing to copy
     assert len(found.rates) == 4
-    rates = rates_of(asked, 1000 * found.tokens_per_second)
+    rates = rates_of(asked.load, 1000 * found.tokens_per_second)
     assert rates[3] / rates[0] == pytest.approx(1.4 / 0.4, rel=0.1)
 
 
 def test_variants_take_turns_at_being_first():
-    asked = EngineAsked(load=LoadAsked(rounds=2), variants=("a", "b"))
-    order = list(turns(asked, (1.0, 2.0)))
+    order = list(LoadOptions(rounds=2).turns(("a", "b"), (1.0, 2.0)))
     assert [variant for variant, *_ in order] == list("abba" + "baab")
     assert len(set(order)) == 8
 
@@ -120,7 +115,7 @@ def test_variants_take_turns_at_being_first():
 @pytest.mark.slow
 def test_two_ranks_serve_the_same_first_tokens_under_every_policy(tiny):
     heard = []
-    asked = EngineAsked(load=LOAD, model=tiny, budget=48)
+    asked = EngineOptions(load=LOAD, model=tiny, budget=48)
     run(asked, heard.append)
     found, *measured = heard
     assert isinstance(found, Calibrated)
@@ -139,8 +134,8 @@ def test_two_ranks_serve_the_same_first_tokens_under_every_policy(tiny):
 
 @pytest.mark.slow
 def test_even_routing_is_left_alone(tiny):
-    load = LoadAsked(rates=(40.0,), seconds=0.4, rounds=1, lengths=LENGTHS)
-    asked = EngineAsked(
+    load = LoadOptions(rates=(40.0,), seconds=0.4, rounds=1, lengths=LENGTHS)
+    asked = EngineOptions(
         load=load, model=tiny, budget=48, routing="even", variants=("none", "ultraep")
     )
     heard = []
@@ -160,7 +155,7 @@ def test_a_rank_that_dies_is_named_and_the_others_stop(tiny, monkeypatch):
             started.append(self.process)
 
     monkeypatch.setattr(processes, "Rank", Watched)
-    asked = EngineAsked(load=LoadAsked(lengths=LENGTHS, seconds=60.0), model=tiny, budget=48)
+    asked = EngineOptions(load=LoadOptions(lengths=LENGTHS, seconds=60.0), model=tiny, budget=48)
     with pytest.raises(CommunicationError, match=r"rank 1 failed.*ended by SIGKILL"):
         run(asked, lambda _: os.kill(started[1].pid, signal.SIGKILL))
     assert len(started) == 2

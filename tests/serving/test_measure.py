@@ -11,11 +11,13 @@ from ultraep.tools.serving.measure import (
     agreement,
     experts_per_token,
     gains,
+    headline,
+    notes,
+    rows_of,
+    table,
     under_load,
 )
-from ultraep.tools.serving.numbers import rows_of
-from ultraep.tools.serving.report.page import page
-from ultraep.tools.serving.words import notes, verdict
+from ultraep.tools.serving.report import page
 
 
 def turn(variant="none", rate=2.0, number=0, waited=(0.5, 1.5, None, 1.0), **more):
@@ -44,9 +46,7 @@ def test_a_prompt_without_a_first_token_counts_everywhere():
     one = UnderLoad("none", 2.0, (turn(), turn(waited=(0.1, None))))
     assert one.percentile(50) == 1.0
     assert one.percentile(90) is None
-    assert (one.answered, one.unanswered) == (4, 2)
-    assert one.throughput == 1.0
-    assert one.tokens_per_second == 10.0
+    assert (one.unanswered, one.throughput, one.tokens) == (2, 1.0, 40)
     assert one.within(1.0) == 0.5
 
 
@@ -62,16 +62,11 @@ def test_turns_are_put_together_by_rate_and_variant():
     assert agreement(TURNS, "ultraep") == pytest.approx(4 / 5)
 
 
-def test_saturated_is_who_serves_long_after_the_last_arrival():
-    assert UnderLoad("none", 4.0, (turn(rate=4.0),)).saturated  # a second of arrivals, two in all
-    assert not UnderLoad("none", 2.0, (turn(),)).saturated  # few came, by chance
-
-
 def test_processor_time_of_experts_is_for_each_served_token():
     turns = [turn(experts=0.6), turn("ultraep", waited=(1.0, 1.0), experts=0.2)]
     assert experts_per_token(turns, "none") == pytest.approx(0.6 / 30)
-    told = notes(turns, under_load(turns))[-1]
-    assert told.endswith("none 20.000 ms (1.00x) and ultraep 10.000 ms (2.00x)")
+    times = "none 20.000 ms, ultraep 10.000 ms"
+    assert notes(turns)[-1] == f"processor time per token in experts: {times}"
     assert experts_per_token(TURNS, "none") is None
 
 
@@ -91,15 +86,18 @@ def test_rows_carry_all_that_is_needed_and_nothing_that_is_not_known():
     }
 
 
-def test_words_tell_the_lowest_and_the_highest_rate_and_what_is_wrong():
-    found = under_load(TURNS)
-    low, high = verdict(found)
-    assert low.startswith("At 1 prompts a second, more than the 0.5 that are served, the first")
-    assert "1.000 s with none, 0.500 s with ultraep (2.00x), in the median" in high
-    told = notes(TURNS, found)
+def test_the_answer_the_table_and_what_is_wrong():
+    loads = under_load(TURNS)
+    both = "First token after 0.500 s with ultraep, 1.000 s with none (2.00x) at 2 prompts/s"
+    assert headline(loads) == both
+    assert headline(loads[:1]) == "First token after 0.500 s with none at 1 prompts/s"
+    head, rows = table(loads, 1.0)
+    assert dict(zip(head, rows[3], strict=True))["sooner"] == "2.00x"
+    assert dict(zip(head, rows[2], strict=True))["p99"] == "-"
+    told = notes(TURNS)
     assert "none at 1/s: 3 status 500" in told
-    assert "first tokens of ultraep equal to none: 80.0%" in told
-    assert any("others had a core of a rank up to 50%" in note for note in told)
+    assert "first tokens equal to none: ultraep 80.0%" in told
+    assert any("other programs had a core of a rank up to 50%" in note for note in told)
 
 
 def test_the_page_draws_what_was_measured():
@@ -110,6 +108,6 @@ def test_the_page_draws_what_was_measured():
     assert waits["lines"][0]["p50"] == [0.5, 1.0]
     assert waits["lines"][0]["p99"] == [0.5, None]
     assert [section.name for section in made.sections] == ["waits", "served", "loads"]
-    assert "2/s ultraep" in made.html("library")
+    assert "First token after 0.500 s with ultraep" in made.html("library")
     servers = page([turn(before=None, after=None)], 1.0, [])
     assert [section.name for section in servers.sections] == ["waits", "served"]

@@ -14,11 +14,6 @@ def subjects():
     return Text()
 
 
-def test_subjects_come_in_the_order_of_training(subjects):
-    assert subjects.names == ["code", "prose", "tables"]
-    assert [subjects.main(step, 2) for step in range(7)] == [0, 0, 1, 1, 2, 2, 0]
-
-
 def test_subjects_are_what_they_say():
     code, prose, tables = (read().decode("utf-8", "replace") for read in SUBJECTS.values())
     assert min(len(code), len(prose), len(tables)) > 10 * texts.LEAST
@@ -27,14 +22,6 @@ def test_subjects_are_what_they_say():
     assert prose.lower().count(" the ") > 2000
     assert prose.count("self.") < code.count("self.") / 10
     assert "0041;LATIN CAPITAL LETTER A;Lu;0;L" in tables
-
-
-def test_text_is_the_same_everywhere():
-    first, again = (
-        Text().sequences(np.random.default_rng(3), [0, 1], 40, held_out=True) for _ in range(2)
-    )
-    assert first.shape == (2, 40)
-    assert torch.equal(first, again)
 
 
 def test_most_of_it_is_of_the_subject_of_the_hour():

@@ -4,28 +4,32 @@ balancing.
 
 from __future__ import annotations
 
-import time
+import math
 from pathlib import Path
-from types import TracebackType
 from typing import Annotated
 
 import typer
 from rich import box
 from rich.console import Console, Group
-from rich.filesize import decimal
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-import ultraep.tools.demo.estimate as estimate
 from ultraep.errors import BackendUnavailable, ConfigError
 from ultraep.tools.cli import render
+from ultraep.tools.cli.tables import grid_of
 from ultraep.tools.cli.terminal import Grid, make_console
-from ultraep.tools.demo.job import Job
-from ultraep.tools.demo.result import DemoResult, Event, Note, PolicyResult, Progress, trace_folder
-from ultraep.tools.demo.sizes import Machine, choose, this_machine
-from ultraep.tools.launch.place import RankPlace
+from ultraep.tools.demo.result import DemoResult, Event, Note, Progress, trace_folder
+from ultraep.tools.demo.sizes import (
+    Job,
+    Machine,
+    choose,
+    core_speed,
+    expected_seconds,
+    this_machine,
+)
+from ultraep.tools.launch.processes import RankPlace
 
 EXAMPLE = (
     "Example: ultraep demo --quick\n\n"
@@ -34,6 +38,7 @@ EXAMPLE = (
 DEVICES = ("cpu", "cuda")
 LINES = 8  # of a phase, where there is no terminal
 HISTORY = 30  # steps in a sparkline
+LESS, MORE = 0.8, 1.4  # of the estimated time
 PHASES = {
     "training": "1 training",
     "prefill": "2 answering requests",
@@ -42,7 +47,9 @@ PHASES = {
 
 
 def command(
-    quick: Annotated[bool, typer.Option("--quick", help="A smaller one, under a minute.")] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Run a smaller demo, under a minute.")
+    ] = False,
     steps: Annotated[
         int | None,
         typer.Option(help="Steps of the training.", show_default="100, or as time allows"),
@@ -53,7 +60,7 @@ def command(
     ] = None,
     device: Annotated[str, typer.Option(help="cpu, or cuda with a GPU for every rank.")] = "cpu",
     out: Annotated[
-        Path, typer.Option(metavar="DIR", help="Folder for result, traces and report.")
+        Path, typer.Option(metavar="DIR", help="Output directory for result, traces and report.")
     ] = Path("ultraep-demo"),
     seed: Annotated[int, typer.Option(help="Seed of weights, texts and requests.")] = 0,
     policy: Annotated[
@@ -65,8 +72,8 @@ def command(
 ) -> None:
     """Train a small MoE model here, answer requests with it, and measure its layers.
 
-    The text is Python's own library, the ranks are real processes. Everything that is
-    printed was measured in this run. Under torchrun its ranks take the place of processes.
+    The text is Python's own library, the ranks are real processes. All printed numbers are
+    measured in this run. Under torchrun, the demo runs on its ranks instead.
     """
     from ultraep.tools.demo.run import prepare, run
 
@@ -86,7 +93,6 @@ def command(
     job = Job(sizes, names, str(out), seed, device, tuple(notes))
     console = make_console()
     console.quiet = place is not None and place.rank > 0
-    began = time.perf_counter()
     with prepare(job, place) as claim:
         _introduce(console, job)
         display = Display(console, names)
@@ -96,7 +102,7 @@ def command(
         except KeyboardInterrupt:
             console.print(f"interrupted; what was recorded so far is in {out}")
             raise
-        _conclude(console, result, time.perf_counter() - began)
+        _conclude(console, result)
         if not console.quiet:
             _save(console, result, out, report=not no_report)
 
@@ -117,52 +123,44 @@ def _machine(device: str) -> Machine:
 
 def _introduce(console: Console, job: Job) -> None:
     sizes, cores = job.sizes, this_machine().cores
-    where = "a GPU each" if job.device == "cuda" else "one thread each"
-    slots = "1 spare slot" if sizes.slots == 1 else f"{sizes.slots} spare slots"
-    _say(
-        console,
-        f"What will happen: {sizes.ranks} ranks train a small language model with every policy, "
-        "answer requests with it, measure its layers beside even routing, and write a report. "
-        f"{_how_long(job)}",
-    )
-    _say(
-        console,
-        f"{sizes.ranks} rank{'s' * (sizes.ranks > 1)}, {where}; "
-        f"this machine has {cores} core{'s' * (cores > 1)}. "
-        f"A byte-level language model: {sizes.layers} MoE layers of {sizes.experts} experts, "
-        f"{sizes.top_k} for each token, width {sizes.hidden}, {sizes.dtype}; "
-        f"{sizes.tokens} tokens per rank and step, {sizes.steps} steps, {slots} per rank. "
-        "It reads Python's own "
-        f"library: code, then prose, then tables. Policies: {', '.join(job.policies)}; they take "
-        "turns, with the same seeds and the same text.",
-    )
+    ranks = f"{sizes.ranks} rank{'s' * (sizes.ranks > 1)}"
+    where = "a GPU" if job.device == "cuda" else "one thread"
+    slots = f"{sizes.slots} spare slot{'s' * (sizes.slots > 1)}"
+    lines = {
+        "demo": "train a small language model under every policy, answer requests with it, measure "
+        "its MoE layers beside even routing, write a report",
+        "ranks": f"{ranks}, {where} and {slots} each; this machine has {cores} "
+        f"core{'s' * (cores > 1)}",
+        "model": f"bytes as tokens, {sizes.layers} MoE layers of {sizes.experts} experts, "
+        f"{sizes.top_k} per token, width {sizes.hidden}, {sizes.dtype}",
+        "text": "Python's own library: code, then prose, then tables; "
+        f"{sizes.tokens} tokens per rank and step, {sizes.steps} steps",
+        "policies": f"{', '.join(job.policies)}, in turns, with the same seeds and the same text",
+        "time": _how_long(job, cores),
+    }
+    for name, words in lines.items():
+        console.print(Text(f"{name:<10}{words}"), soft_wrap=True)
     for words in job.notes:
-        console.print(f"note: {words}")
-
-
-def _how_long(job: Job) -> str:
-    """Before it begins."""
-    if job.device != "cpu":
-        return "How long that takes on a GPU is not known beforehand: some minutes."
-    speed, cores = estimate.core_speed(job.sizes.dtype), this_machine().cores
-    found = estimate.seconds(job.sizes, len(job.policies), cores, speed)
-    return (
-        f"That takes {estimate.in_words(sum(found.values()))} on this machine, by "
-        f"{speed / 1e9:.0f} billion operations a second of one core; other programs make it longer."
-    )
-
-
-def _say(console: Console, words: str) -> None:
-    """A paragraph, no wider than is pleasant to read."""
-    console.print(Text(words), width=min(console.width, 88))
+        console.print(f"note: {words}", soft_wrap=True)
     console.print()
+
+
+def _how_long(job: Job, cores: int) -> str:
+    """An estimate for this machine, as wide as it is uncertain."""
+    if job.device != "cpu":
+        return "some minutes"
+    speed = core_speed(job.sizes.dtype)
+    seconds = expected_seconds(job.sizes, len(job.policies), cores, speed)
+    low, high = LESS * seconds / 60, MORE * seconds / 60
+    span = f"{max(1, int(low))} to {math.ceil(high)} minutes"
+    return f"{span if high > 1 else 'under a minute'} on idle cores; other programs make it longer"
 
 
 # -- while it runs -------------------------------------------------------------------------------
 
 
 class Display:
-    """What goes on: a picture that changes on a terminal, else a line now and then."""
+    """Progress: a picture that changes on a terminal, else a line now and then."""
 
     def __init__(self, console: Console, policies: tuple[str, ...]) -> None:
         self.console = console
@@ -174,16 +172,11 @@ class Display:
             self.live.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.live.stop()
 
     def show(self, event: Event) -> None:
-        """Take in what rank 0 told."""
+        """Print or draw an event of rank 0."""
         if isinstance(event, Note):
             self.console.print(f"note: {event.words}")
             return
@@ -198,7 +191,7 @@ class Display:
         every = -(-now.of // LINES)
         if now.done % every == 0 or now.done in (1, now.of):
             where = f"{PHASES[now.phase]:<21} {now.done:>4}/{now.of:<4}"
-            self.console.print(f"{where} {now.policy:<8} {_told(now)}", soft_wrap=True)
+            self.console.print(f"{where} {now.policy:<8} {_summary(now)}", soft_wrap=True)
 
     def picture(self, now: Progress) -> Group:
         head = Table.grid(padding=(0, 2))
@@ -218,7 +211,7 @@ class Display:
         return Group(head, grid)
 
 
-def _told(now: Progress) -> str:
+def _summary(now: Progress) -> str:
     parts = [
         f"{now.subject:<6}",
         "" if now.loss is None else f"loss {now.loss:.3f}",
@@ -248,93 +241,32 @@ def _cells(past: list[Progress], high: float, glyphs: render.Glyphs) -> list[str
 # -- afterwards ----------------------------------------------------------------------------------
 
 
-def _conclude(console: Console, result: DemoResult, seconds: float) -> None:
-    console.print(_table(result))
+def _conclude(console: Console, result: DemoResult) -> None:
+    sizes, last = result.sizes, result.policies[-1]
+    title = (
+        f"{sizes.ranks} rank{'s' * (sizes.ranks > 1)}, {result.steps} steps, "
+        f"{result.parameters / 1e6:.1f} M parameters, {result.requests} requests"
+    )
     console.print()
-    _say(console, f"{_meaning(result)} It took {seconds:.0f} s in all.")
+    console.print(grid_of(title, *result.table()))
+    console.print(f"\n{result.headline}.", style="bold", soft_wrap=True)
+    console.print(
+        f"Imbalance {last.imbalance_before:.2f} -> {last.imbalance_after:.3f}, "
+        f"{last.layer_share:.0%} of the speed of even routing; losses differ by at most "
+        f"{result.loss_difference:.0e}. Measured in {result.wall_seconds:.0f} s.\n"
+    )
 
 
 def _save(console: Console, result: DemoResult, out: Path, *, report: bool) -> None:
-    """After all is printed: a disk that is full by now takes nothing away."""
+    """Save after printing, so that a full disk costs nothing."""
     for policy in result.policies:
         console.print(f"trace    {trace_folder(out, policy.policy)}", soft_wrap=True)
     console.print(f"result   {result.save(out)}", soft_wrap=True)
-    if report:
-        _report(console, out)
-
-
-def _report(console: Console, out: Path) -> None:
+    if not report:
+        return
     from ultraep.tools.demo.report import write_report
 
     try:
         console.print(f"report   {write_report(out)}", soft_wrap=True)
     except BackendUnavailable as missing:
         console.print(f"note: {missing}", soft_wrap=True)
-
-
-def _table(result: DemoResult) -> Table:
-    sizes = result.sizes
-    title = (
-        f"{sizes.ranks} rank{'s' * (sizes.ranks > 1)}, {result.steps} steps, "
-        f"{result.parameters / 1e6:.1f} M parameters, {result.requests} requests"
-    )
-    grid = Grid(title=title, box=box.SIMPLE_HEAD, show_edge=False, title_justify="left")
-    grid.add_column("")
-    for row in result.policies:
-        grid.add_column(row.policy, justify="right")
-    grid.add_column("forced balance", justify="right", style=render.FAINT)
-    ceiling = {
-        "MoE layers: tokens/s": f"{result.forced_tokens_per_second:,.0f}",
-        "  share of forced balance": "100.0%",
-    }
-    for name, values in _rows(result.policies).items():
-        grid.add_row(name, *values, ceiling.get(name, ""))
-    return grid
-
-
-def _rows(policies: list[PolicyResult]) -> dict[str, list[str]]:
-    forms = {
-        "training: loss, last tenth": "{loss:.4f}",
-        "  loss on held-out text": "{loss_held_out:.4f}",
-        "  tokens/s, whole step": "{tokens_per_second:,.0f}",
-        "  imbalance before (worst)": "{imbalance_before:.3f} ({imbalance_before_worst:.2f})",
-        "  imbalance after (worst)": "{imbalance_after:.3f} ({imbalance_after_worst:.2f})",
-        "  copies per layer": "{copies_per_layer:.2f}",
-        "  moved for copies": "{moved}",
-        "MoE layers: tokens/s": "{layer_tokens_per_second:,.0f}",
-        "  share of forced balance": "{layer_share:.1%}",
-        "prefill: first token, median": "{first_token_median:.3f} s",
-        "  first token, p90": "{first_token_p90:.3f} s",
-    }
-    found: dict[str, list[str]] = {}
-    for name, form in forms.items():
-        found[name] = [
-            form.format(**vars(row), moved=decimal(row.weights_bytes + row.gradients_bytes))
-            for row in policies
-        ]
-    return found
-
-
-def _meaning(result: DemoResult) -> str:
-    """One sentence about the first policy and the last."""
-    first, last = result.policies[0], result.policies[-1]
-    if result.sizes.ranks == 1 or first is last:
-        return (
-            f"The fullest rank had {last.imbalance_before:.2f} times the mean load before copies, "
-            f"{last.imbalance_after:.3f} times with them; MoE layers reach {last.layer_share:.0%} "
-            "of forced balance."
-        )
-    gain = last.layer_tokens_per_second / first.layer_tokens_per_second
-    much = f"{gain:.2f} times as fast" if gain >= 1 else f"slower, {gain:.2f} times as fast"
-    return (
-        f"The router gave the fullest rank {last.imbalance_before:.2f} times the mean load; "
-        f"{last.policy} brought that to {last.imbalance_after:.3f} with "
-        f"{last.copies_per_layer:.1f} copies per layer, so that MoE layers ran {much} as with "
-        f"{first.policy}, at {last.layer_share:.0%} of what even routing would reach, and the "
-        f"losses agree {_closely(result.loss_difference_first)} over the first tenth of the steps, "
-        f"{_closely(result.loss_difference_last)} at the end."
-    )
-
-
-def _closely(difference: float) -> str:
-    return f"to {difference:.0e}" if difference else "to the last bit"

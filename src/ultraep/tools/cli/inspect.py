@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich import box
 from rich.console import Console
 from rich.filesize import decimal
 from rich.text import Text
@@ -18,12 +17,12 @@ from ultraep.errors import BackendUnavailable
 from ultraep.tools.cli import render
 from ultraep.tools.cli.lists import names_in, numbers_in, ranges_in
 from ultraep.tools.cli.progress import duration, progress
+from ultraep.tools.cli.tables import grid_of
 from ultraep.tools.cli.terminal import Grid, complain, make_console
-from ultraep.tools.inspect.asked import Asked
+from ultraep.tools.inspect.options import InspectOptions
 
 if TYPE_CHECKING:
-    from ultraep.tools.inspect.findings import Findings
-    from ultraep.tools.inspect.result import InspectionResult
+    from ultraep.tools.inspect.findings import Findings, InspectionResult
     from ultraep.tools.inspect.run import Inspection
 
 EXAMPLE = (
@@ -31,7 +30,7 @@ EXAMPLE = (
     "Example: ultraep inspect models/Qwen3-30B-A3B --text code.txt --text prose.txt --ep 8,64\n\n"
     "Example: ultraep inspect models/Qwen3-30B-A3B --layers 0-7 --tokens 4096"
 )
-USUAL = Asked(family="mixtral")
+USUAL = InspectOptions(family="mixtral")
 POLICIES = ",".join(USUAL.policies)
 MOST_LAYERS = 12  # that are printed; the report has them all
 CLUSTER = "h200-nvl8"
@@ -41,7 +40,7 @@ Model = Annotated[
     Path | None,
     typer.Argument(
         metavar="MODEL",
-        help="Folder of a checkpoint, as transformers' save_pretrained writes it.",
+        help="Directory of a checkpoint, as transformers' save_pretrained writes it.",
         show_default=False,
     ),
 ]
@@ -57,25 +56,28 @@ Texts = Annotated[
     typer.Option(
         "--text",
         metavar="FILE",
-        help="A text to send through the model; several: --text A --text B. They are told apart.",
+        help="A text to send through the model; several: --text A --text B. Results are per text.",
         show_default="code, prose and tables of Python's library",
     ),
 ]
 Sizes = Annotated[
     str | None,
     typer.Option(
-        "--ep", metavar="N,...", help="Ranks of the group.", show_default="8,16,64 where they fit"
+        "--ep",
+        metavar="N,...",
+        help="Ranks of the expert-parallel group.",
+        show_default="8,16,64 where they fit",
     ),
 ]
 Slots = Annotated[str, typer.Option(metavar="N,...", help="Spare slots of every rank.")]
 Tokens = Annotated[int, typer.Option(help="Tokens to read of every text.")]
 Window = Annotated[int, typer.Option(help="Tokens of a microbatch, all ranks together.")]
-Sequence = Annotated[int, typer.Option(help="Tokens that see each other.")]
+Sequence = Annotated[int, typer.Option(help="Tokens per sequence.")]
 Layers = Annotated[
     str | None,
     typer.Option(
         metavar="N-M,...",
-        help="Layers to look at; the model is run up to the last of them.",
+        help="Layers to record; the model is run up to the last of them.",
         show_default="all with experts",
     ),
 ]
@@ -83,7 +85,9 @@ Policies = Annotated[str, typer.Option(metavar="NAME,...", help="Policies to com
 History = Annotated[
     int, typer.Option(help="Past windows of a layer that eplb, lplb and flashlb place by.")
 ]
-Out = Annotated[Path, typer.Option(metavar="DIR", help="Folder for trace, result and report.")]
+Out = Annotated[
+    Path, typer.Option(metavar="DIR", help="Output directory for trace, result and report.")
+]
 Device = Annotated[
     str | None,
     typer.Option(help="cpu, cuda or cuda:0.", show_default="cuda where there is one"),
@@ -117,10 +121,10 @@ def command(
     """Look into a model: how uneven is its routing, and what would balancing bring?
 
     Sends text through a Mixture-of-Experts checkpoint of transformers on this machine, one block
-    at a time, records what its routers decide, and plans that for groups of many ranks. Nothing
+    at a time, records the choices of its routers, and plans them for groups of many ranks. Nothing
     is downloaded, and no cluster is needed.
     """
-    asked = Asked(
+    options = InspectOptions(
         model=model,
         family=random,
         files=tuple(text or ()),
@@ -137,28 +141,27 @@ def command(
         seed=seed,
     )
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "mkldnn_matmul failed")  # slow then, and that is told
-        _inspect(asked, out, report=not no_report)
+        warnings.filterwarnings("ignore", "mkldnn_matmul failed")  # slow then
+        _inspect(options, out, report=not no_report)
 
 
-def _inspect(asked: Asked, out: Path, *, report: bool) -> None:
-    from ultraep.tools.inspect.conclude import conclude
+def _inspect(options: InspectOptions, out: Path, *, report: bool) -> None:
     from ultraep.tools.inspect.run import Inspection, claim_folder
 
-    console, began = make_console(), time.perf_counter()
-    inspection = Inspection(asked)
+    console = make_console()
+    inspection = Inspection(options)
     with claim_folder(out) as claim:
         _introduce(console, inspection)
+        began = time.perf_counter()
         try:
             with inspection, progress("reading") as tell:
                 caught = inspection.record(claim, tell)
             with progress("planning") as tell:
                 findings = inspection.findings(claim, tell)
         except KeyboardInterrupt:
-            kept = f"what was recorded so far is in {claim.traces[0]}"
-            complain(f"interrupted; {kept}")
+            complain(f"interrupted; what was recorded so far is in {claim.traces[0]}")
             raise typer.Exit(INTERRUPTED) from None
-        result = conclude(inspection, caught, findings, time.perf_counter() - began)
+        result = inspection.result(caught, findings, time.perf_counter() - began)
         _show(console, result, findings)
         _save(console, inspection, result, findings, report=report, out=out)
 
@@ -167,19 +170,19 @@ def _inspect(asked: Asked, out: Path, *, report: bool) -> None:
 
 
 def _introduce(console: Console, inspection: Inspection) -> None:
-    """Sizes and time, before anything is read."""
+    """Print sizes and time before anything is read."""
     known, opened = inspection.estimate, inspection.opened
     layers, windows = inspection.anatomy.experts, inspection.texts[-1].end + 1
     texts = ", ".join(span.name for span in inspection.texts)
     length = inspection.excerpts[0].windows[0].shape[1]
     lines = {
-        "model": f"{inspection.asked.name}: {_large(known.parameters)} parameters; "
+        "model": f"{inspection.options.name}: {_large(known.parameters)} parameters; "
         f"{len(layers)} of {len(opened.anatomy.blocks)} layers, {inspection.topology.experts} "
-        f"experts in each, {inspection.choices} for a token",
+        f"experts in each, {inspection.choices} per token",
         "text": f"{texts}: {known.tokens:,} tokens in {windows} windows, sequences of {length}",
         "to do": f"reads {decimal(known.read)}, needs about {decimal(known.memory)} of memory, "
-        f"takes about {duration(known.seconds)} on {opened.device}, "
-        f"{str(opened.dtype).removeprefix('torch.')}",
+        f"takes about {duration(known.seconds)} when idle "
+        f"({opened.device}, {str(opened.dtype).removeprefix('torch.')})",
     }
     for name, words in lines.items():
         console.print(Text(f"{name:<7}{words}"), soft_wrap=True)
@@ -196,76 +199,55 @@ def _large(count: int) -> str:
 
 
 def _show(console: Console, result: InspectionResult, findings: Findings) -> None:
-    from ultraep.tools.inspect.report import words
+    from ultraep.tools.inspect.findings import BEYOND
 
-    console.print(_policies(result))
+    title = "Imbalance at every size, mean of all layers and windows (worst)"
+    console.print(grid_of(title, *result.table()))
+    if any(row.beyond for row in result.rows):
+        console.print(Text(f"* {BEYOND}", render.FAINT))
     console.print()
     console.print(_texts(findings))
     console.print()
     console.print(_layers(findings))
-    console.print()
-    for sentence in words.verdict(findings):
-        console.print(Text(sentence), width=min(console.width, 100))
-    if any(row.beyond for row in result.rows):
-        console.print(Text(f"* {words.BEYOND_LIMITS}", render.FAINT))
+    head, rows = findings.past_table()
+    if rows:
+        console.print()
+        title = f"Imbalance of policies that place by past windows, at EP{findings.sizes[0]}"
+        console.print(grid_of(title, head, rows))
+    console.print(f"\n{findings.headline}.", style="bold", soft_wrap=True)
     for note in result.notes:
         console.print(Text(f"note: {note}", render.FAINT), soft_wrap=True)
-    console.print(f"It took {result.wall_seconds:.0f} s in all.\n")
-
-
-def _grid(title: str, *columns: str) -> Grid:
-    grid = Grid(title=title, box=box.SIMPLE_HEAD, show_edge=False, title_justify="left")
-    for number, column in enumerate(columns):
-        grid.add_column(column, justify="right" if number else "left")
-    return grid
-
-
-def _policies(result: InspectionResult) -> Grid:
-    grid = _grid(
-        "Imbalance at every size, mean of all layers and windows (worst)",
-        *("policy", "EP", "slots", "before", "after", "bound", "copies", "remote"),
-    )
-    for row in result.rows:
-        grid.add_row(
-            row.policy + "*" * bool(row.beyond),
-            *(str(row.ranks), "-" if row.policy == "none" else str(row.slots)),
-            f"{row.before:.3f} ({row.before_worst:.2f})",
-            f"{row.after:.3f} ({row.after_worst:.2f})",
-            *(f"{row.bound:.3f}", f"{row.copies:.1f}", f"{row.remote:.1%}"),
-        )
-    return grid
+    console.print(f"It took {result.wall_seconds:.0f} s.\n")
 
 
 def _texts(findings: Findings) -> Grid:
-    sizes = findings.sizes
-    columns = [f"EP{size}" for size in sizes]
-    grid = _grid(f"Imbalance of every text, before -> {findings.shown_label}", "text", *columns)
+    from ultraep.tools.inspect.findings import label
+
+    shown = [findings.shown_of(size) for size in findings.sizes]
+    rows = []
     for span in findings.texts:
         own = findings.text == span.name
-        cells = []
-        for size in sizes:
-            one = findings.shown_of(size)
-            cells.append(f"{one.before[own].mean():.3f} -> {one.after[own].mean():.3f}")
-        grid.add_row(span.name, *cells)
-    return grid
+        cells = [f"{case.before[own].mean():.3f} -> {case.after[own].mean():.3f}" for case in shown]
+        rows.append([span.name, *cells])
+    title = f"Imbalance of every text, before -> {label(findings.shown.case)}"
+    return grid_of(title, ["text", *(f"EP{size}" for size in findings.sizes)], rows)
 
 
 def _layers(findings: Findings) -> Grid:
-    """All layers, or the most uneven ones of many."""
-    one, layers = findings.shown, findings.trace.layers.tolist()
+    """All layers, or the worst of many."""
+    from ultraep.tools.inspect.findings import label
+
+    shown, layers = findings.shown, findings.trace.layers.tolist()
     own = {layer: findings.trace.layer == layer for layer in layers}
-    worst = sorted(layers, key=lambda layer: -float(one.before[own[layer]].mean()))[:MOST_LAYERS]
-    which = "of every layer" if len(layers) == len(worst) else "of the most uneven layers"
-    title = f"Imbalance {which} at EP{findings.sizes[0]}, mean (worst)"
-    grid = _grid(title, "layer", "before", findings.shown_label, "copies")
+    worst = sorted(layers, key=lambda layer: -float(shown.before[own[layer]].mean()))[:MOST_LAYERS]
+    rows = []
     for layer in sorted(worst):
-        before, after = one.before[own[layer]], one.after[own[layer]]
-        grid.add_row(
-            str(layer),
-            *(f"{values.mean():.3f} ({values.max():.2f})" for values in (before, after)),
-            f"{one.copies[own[layer]].mean():.1f}",
-        )
-    return grid
+        both = shown.before[own[layer]], shown.after[own[layer]]
+        cells = [f"{values.mean():.3f} ({values.max():.2f})" for values in both]
+        rows.append([str(layer), *cells, f"{shown.copies[own[layer]].mean():.1f}"])
+    which = "of every layer" if len(layers) == len(worst) else "of the worst layers"
+    title = f"Imbalance {which} at EP{findings.sizes[0]}, mean (worst)"
+    return grid_of(title, ["layer", "before", label(shown.case), "copies"], rows)
 
 
 def _save(
@@ -277,10 +259,10 @@ def _save(
     report: bool,
     out: Path,
 ) -> None:
-    """After all is printed: a disk that is full by now takes nothing away."""
+    """Save after printing, so that a full disk costs nothing."""
+    from ultraep.tools.inspect.findings import PRESET_FILE, TRACE
     from ultraep.tools.inspect.preset import write_preset
     from ultraep.tools.inspect.report import write_report
-    from ultraep.tools.inspect.result import PRESET_FILE, TRACE
 
     console.print(f"trace    {out / TRACE}", soft_wrap=True)
     console.print(f"result   {result.save(out)}", soft_wrap=True)
@@ -290,14 +272,8 @@ def _save(
             console.print(f"report   {write_report(out, result, findings)}", soft_wrap=True)
         except BackendUnavailable as missing:
             console.print(f"note: {missing}", soft_wrap=True)
-    console.print("\nWould it pay on a cluster? " + _advise(out, result), soft_wrap=True)
-
-
-def _advise(out: Path, result: InspectionResult) -> str:
-    """The command that takes it from here."""
-    from ultraep.tools.inspect.result import PRESET_FILE, TRACE
-
     sizes = [row.ranks for row in result.rows]
     ranks = next((size for size in sizes if result.experts % size == 0), sizes[0])
     words = ("ultraep", "advise", "--trace", out / TRACE, "--model", out / PRESET_FILE)
-    return shlex.join(map(str, (*words, "--cluster", CLUSTER, "--ep", ranks)))
+    advise = shlex.join(map(str, (*words, "--cluster", CLUSTER, "--ep", ranks)))
+    console.print(f"\nWould it pay on a cluster? {advise}", soft_wrap=True)

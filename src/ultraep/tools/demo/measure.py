@@ -1,133 +1,83 @@
 """Throughput of the MoE layers, forward and backward: every policy beside forced balance.
 
-The layers of a trained model get the hidden states that real text gives them, and their own routers
-choose. Forced balance, the ceiling, has the same tokens and does the same work, but its experts
-are dealt out in turn. The variants take turns, and every call has to move its copies anew.
+The layers of a trained model get the hidden states of real text, and their own routers choose.
+Forced balance, the ceiling, has the same tokens and does the same work, but its experts are dealt
+out in turn. The variants take turns, and every call moves its copies again.
 
-Shapes: B sequences, T tokens, K experts per token, D model width.
+Shapes: B sequences, T tokens, D model width.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from statistics import fmean, median
+from collections.abc import Callable
+from contextlib import nullcontext
+from statistics import median
+from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from ultraep.layer import BalancedMoE
 from ultraep.parallel.full_state import moe_layers
 from ultraep.routing import Routing
-from ultraep.runtime.balancer import Balancer
+from ultraep.tools.demo.sizes import WARMUP, Job
 from ultraep.tools.tiny.even import EvenTurns
 from ultraep.tools.tiny.model import TinyMoE
 from ultraep.tools.tiny.text import Text
 
 FORCED = "forced balance"
-WARMUP = 1  # rounds
-
-
-@dataclass(frozen=True)
-class LayerSpeed:
-    """One variant: mean over layers and texts."""
-
-    variant: str
-    tokens_per_second: float  # of all ranks
-    before: float  # imbalance without copies
-    after: float
-
-
-class EvenRouter(nn.Module):
-    """Does what the router does, then hands its rows to all ranks, and their experts, in turn."""
-
-    def __init__(self, router: nn.Module, balancer: Balancer) -> None:
-        super().__init__()
-        self.router, self.even = router, EvenTurns(balancer.topology, balancer.rank)
-
-    def forward(self, tokens: torch.Tensor) -> Routing:
-        ids, gates, logits = self.router(tokens)
-        return Routing(self.even.chosen(ids), gates, logits)
 
 
 def layer_speeds(
-    model: TinyMoE,
-    text: Text,
-    policies: Sequence[str],
-    *,
-    tokens: int,
-    length: int,
-    rounds: int,
-    seed: int = 0,
-    tell: Callable[[int, int], None] = lambda *_: None,
-) -> list[LayerSpeed]:
-    """The speed of every policy, then of forced balance; alike on all ranks.
+    model: TinyMoE, text: Text, job: Job, tell: Callable[[int, int], None]
+) -> dict[str, float]:
+    """Tokens per second of all ranks, by policy, and of forced balance; the same on all ranks.
 
-    tokens: of a rank.   tell: called after every round with its number, and how many there will be.
+    tell: called after every round with its number, and the number of rounds.
     """
-    layers = list(moe_layers(model).values())
-    comm = layers[0].balancer.comm
-    inputs = [
-        states(model, sequences(text, tokens, length, seed, comm.rank, subject))
-        for subject in range(len(text.names))
-    ]
-    variants = [*policies, FORCED]
-    seconds: dict[str, list[float]] = {name: [] for name in variants}
-    plans: dict[str, list[tuple[float, float]]] = {name: [] for name in variants}
-    for turn in range(WARMUP + rounds):
-        for name in variants:
-            took = 0.0
-            for states_of_text in inputs:
-                for moe, x in zip(layers, states_of_text, strict=True):
-                    took += once(moe, x, name)
-                    assert moe.last_plan is not None
-                    plan = moe.last_plan.to_host()
-                    plans[name].append((plan.initial_imbalance, plan.imbalance))
+    layers, rounds = list(moe_layers(model).values()), WARMUP + job.sizes.layer_rounds
+    comm, length = layers[0].balancer.comm, job.sizes.length
+    inputs = []
+    for subject in range(len(text.names)):
+        rng = np.random.default_rng([job.seed, comm.rank, subject])
+        subjects = [subject] * (job.sizes.tokens // length)
+        inputs.append(states(model, text.sequences(rng, subjects, length, held_out=True)))
+    seconds: dict[str, list[float]] = {name: [] for name in (*job.policies, FORCED)}
+    for turn in range(rounds):
+        for name, times in seconds.items():
+            took = [
+                once(moe, x, name)
+                for states_of_text in inputs
+                for moe, x in zip(layers, states_of_text, strict=True)
+            ]
             if turn >= WARMUP:
-                seconds[name].append(took / len(inputs) / len(layers))
-        tell(turn + 1, WARMUP + rounds)
+                times.append(sum(took) / len(took))
+        tell(turn + 1, rounds)
     group_tokens = comm.size * inputs[0][0][..., 0].numel()
-    return [
-        LayerSpeed(
-            name,
-            group_tokens / median(seconds[name]),
-            fmean(before for before, _ in plans[name]),
-            fmean(after for _, after in plans[name]),
-        )
-        for name in variants
-    ]
-
-
-def sequences(
-    text: Text, tokens: int, length: int, seed: int, rank: int, subject: int
-) -> torch.Tensor:
-    """[B, T] held-out text of one subject, another one on every rank."""
-    rng = np.random.default_rng([seed, rank, subject])
-    return text.sequences(rng, [subject] * (tokens // length), length, held_out=True)
+    return {name: group_tokens / median(times) for name, times in seconds.items()}
 
 
 @torch.no_grad()
-def states(model: TinyMoE, tokens: torch.Tensor) -> list[torch.Tensor]:
-    """What each MoE layer gets for these tokens."""
-    kept: list[torch.Tensor] = []
+def states(model: TinyMoE, tokens_BT: torch.Tensor) -> list[torch.Tensor]:
+    """[B, T, D] the input of every MoE layer for these tokens."""
+    inputs: list[torch.Tensor] = []
     hooks = [
-        moe.register_forward_pre_hook(lambda _, args: kept.append(args[0].detach().clone()))
+        moe.register_forward_pre_hook(lambda _, args: inputs.append(args[0].detach().clone()))
         for moe in moe_layers(model).values()
     ]
-    model(tokens.to(model.norm.weight.device))
+    model(tokens_BT.to(model.norm.weight.device))
     for hook in hooks:
         hook.remove()
-    return kept
+    return inputs
 
 
 def once(moe: BalancedMoE, states_BTD: torch.Tensor, variant: str) -> float:
     """Seconds of forward and backward from a common start, on the slowest rank."""
     comm, x = moe.balancer.comm, states_BTD.clone().requires_grad_()
     moe.zero_grad(set_to_none=True)
-    with routed(moe, even=variant == FORCED):
+    with deal_evenly(moe) if variant == FORCED else nullcontext():
         comm.all_gather(torch.zeros(1, device=x.device))
         begin = time.perf_counter()
         y = moe(x, policy="none" if variant == FORCED else variant)
@@ -138,13 +88,12 @@ def once(moe: BalancedMoE, states_BTD: torch.Tensor, variant: str) -> float:
     return float(comm.all_gather(torch.tensor([took], device=x.device)).max())
 
 
-@contextmanager
-def routed(moe: BalancedMoE, *, even: bool) -> Iterator[None]:
-    """The layer with its own router, or with even choices."""
-    own = moe.router
-    if even:
-        moe.router = EvenRouter(own, moe.balancer)
-    try:
-        yield
-    finally:
-        moe.router = own
+def deal_evenly(moe: BalancedMoE) -> RemovableHandle:
+    """Deal the rows of a layer's router out to all ranks, and their experts, in turn."""
+    even = EvenTurns(moe.balancer.topology, moe.balancer.rank)
+
+    def replace_choices(_: Any, __: Any, routing: Routing) -> Routing:
+        ids, gates, logits = routing
+        return Routing(even.chosen(ids), gates, logits)
+
+    return moe.router.register_forward_hook(replace_choices)

@@ -1,10 +1,17 @@
-"""How much of the demo fits a machine: ranks by its cores, tokens by its memory, steps by time."""
+"""The job: ranks by the cores of a machine, tokens by its memory, steps by time; and an estimate.
+
+The estimate divides the operations of the model by the speed of one core in small NumPy products.
+Training on CPU ranks reaches a fixed share of that speed, measured on two ARM cores.
+"""
 
 from __future__ import annotations
 
 import os
+import time
 from dataclasses import dataclass, replace
 from pathlib import Path
+
+import numpy as np
 
 from ultraep.errors import ConfigError
 
@@ -12,6 +19,10 @@ MOST_RANKS, EXPERTS = 8, 32
 GIB = 1 << 30
 PROCESS = 0.45 * GIB  # of a rank before it has any weights
 FEWEST_TOKENS = 256
+REACHED = 0.53  # of the speed of products alone, by whole steps
+START_AND_REPORT = 17.0  # seconds
+SUBJECTS = 3  # of the text
+WARMUP = 1  # rounds of the layers
 
 
 @dataclass(frozen=True)
@@ -55,6 +66,18 @@ class Sizes:
         activations = 4 * self.layers * rows * (8 * self.hidden + 10 * self.ffn)
         numbers = (4 * policies + 1) * weights + 2 * activations
         return int(self.ranks * (PROCESS + numbers * (2 if self.dtype == "float64" else 1)))
+
+
+@dataclass(frozen=True)
+class Job:
+    """What all ranks are to do."""
+
+    sizes: Sizes
+    policies: tuple[str, ...]
+    out: str
+    seed: int = 0
+    device: str = "cpu"
+    notes: tuple[str, ...] = ()
 
 
 QUICK = {
@@ -101,7 +124,14 @@ def choose(
     sizes, notes = fit_memory(sizes, machine, policies, may_drop_ranks=ranks is None)
     # Of two ranks only one can help the other: one copy is not always enough for that.
     sizes = replace(sizes, slots=2 if sizes.ranks == 2 else 1)
-    return sizes, [*notes, *words_about_ranks(sizes, units, device)]
+    if sizes.ranks == 1:
+        notes.append("one rank: there is nothing to balance")
+    elif device == "cpu" and sizes.ranks > units:
+        notes.append(
+            f"{sizes.ranks} ranks share {units} core{'s' * (units > 1)}: loads are balanced, but "
+            "times mean little, since ranks that share a core do not run at the same time"
+        )
+    return sizes, notes
 
 
 def default_ranks(units: int, device: str) -> int:
@@ -114,7 +144,7 @@ def fit_memory(
     sizes: Sizes, machine: Machine, policies: int, *, may_drop_ranks: bool
 ) -> tuple[Sizes, list[str]]:
     """Smaller microbatches, then fewer ranks, until the memory suffices."""
-    free, wanted = machine.memory, sizes
+    free, original = machine.memory, sizes
     if free is None:
         return sizes, []
     while sizes.memory(policies) > free:
@@ -125,10 +155,10 @@ def fit_memory(
         else:
             break
     notes = []
-    if sizes != wanted:
+    if sizes != original:
         notes.append(
             f"{free / GIB:.1f} GiB of memory are free: {sizes.tokens} tokens per rank in place of "
-            f"{wanted.tokens}, ranks: {sizes.ranks} in place of {wanted.ranks}"
+            f"{original.tokens}, ranks: {sizes.ranks} in place of {original.ranks}"
         )
     if sizes.memory(policies) > free:
         needed = sizes.memory(policies) / GIB
@@ -136,21 +166,39 @@ def fit_memory(
     return sizes, notes
 
 
-def words_about_ranks(sizes: Sizes, units: int, device: str) -> list[str]:
-    """What the number of ranks means for the figures."""
-    if sizes.ranks == 1:
-        return ["one rank: there is nothing to balance"]
-    if device == "cpu" and sizes.ranks > units:
-        return [
-            f"{sizes.ranks} ranks share {units} core{'s' * (units > 1)}: loads are balanced, but "
-            "seconds say little, as no rank waits while another one works"
-        ]
-    return []
+def core_speed(dtype: str, tries: int = 40) -> float:
+    """Operations per second of one core, in products too small for several threads."""
+    left, right = np.ones((32, 64), dtype), np.ones((64, 128), dtype)
+    fastest = float("inf")
+    for _ in range(tries):
+        begin = time.perf_counter()
+        left @ right
+        fastest = min(fastest, time.perf_counter() - begin)
+    return 2 * 32 * 64 * 128 / fastest
+
+
+def expected_seconds(sizes: Sizes, policies: int, cores: int, speed: float) -> float:
+    """Seconds of the whole demo. speed: operations per second of one core.
+
+    >>> round(expected_seconds(Sizes(ranks=2), policies=2, cores=2, speed=13.4e9))
+    256
+    """
+    speed = REACHED * speed * min(1.0, cores / sizes.ranks)
+    experts = 6 * sizes.layers * sizes.top_k * sizes.hidden * sizes.ffn  # of a token, forward
+    attention = sizes.layers * (8 * sizes.hidden**2 + 4 * sizes.length * sizes.hidden)
+    training = policies * sizes.steps * 3 * sizes.tokens * (experts + attention) / speed
+    if sizes.seconds is not None:
+        training = min(training, sizes.seconds)
+    request_tokens = sizes.requests * (min(32, sizes.longest) + sizes.longest) / 2 / sizes.ranks
+    requests = policies * sizes.rounds * request_tokens * (experts + attention) / speed
+    layer_round = 3 * sizes.tokens * experts * SUBJECTS / speed
+    layers = (policies + 1) * (WARMUP + sizes.layer_rounds) * layer_round
+    return training + requests + layers + START_AND_REPORT
 
 
 def _core_limit() -> int | None:
     """Whole cores of the container's quota."""
-    quota, _, period = _line("/sys/fs/cgroup/cpu.max").partition(" ")
+    quota, _, period = _text("/sys/fs/cgroup/cpu.max").strip().partition(" ")
     if not quota.isdigit() or not period.isdigit():
         return None
     return max(1, int(quota) // int(period))
@@ -158,18 +206,14 @@ def _core_limit() -> int | None:
 
 def _free_memory() -> int | None:
     """Bytes that can be had now: of the host, and of the container."""
-    found = []
+    limits = []
     for line in _text("/proc/meminfo").splitlines():
         if line.startswith("MemAvailable:"):
-            found.append(int(line.split()[1]) * 1024)
-    limit, used = (_line(f"/sys/fs/cgroup/memory.{name}") for name in ("max", "current"))
+            limits.append(int(line.split()[1]) * 1024)
+    limit, used = (_text(f"/sys/fs/cgroup/memory.{name}").strip() for name in ("max", "current"))
     if limit.isdigit() and used.isdigit():
-        found.append(max(0, int(limit) - int(used)))
-    return min(found, default=None)
-
-
-def _line(path: str) -> str:
-    return _text(path).partition("\n")[0].strip()
+        limits.append(max(0, int(limit) - int(used)))
+    return min(limits, default=None)
 
 
 def _text(path: str) -> str:

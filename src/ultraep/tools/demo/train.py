@@ -1,7 +1,7 @@
-"""Training of the model: one rank's part of it.
+"""One rank's training loop.
 
-Experts are spread over the ranks. The rest of the model is on every rank: DistributedDataParallel
-averages its gradients. What that means for the experts, `ultraep.parallel` does.
+Experts are spread over the ranks. The rest of the model is on every rank, where
+DistributedDataParallel averages its gradients; `ultraep.parallel` does the same for experts.
 
 Shapes: B sequences, T tokens.
 """
@@ -21,6 +21,7 @@ import torch.distributed as dist
 from ultraep.parallel import average_expert_gradients, clip_grad_norm, data_parallel
 from ultraep.plan import Plan
 from ultraep.runtime.balancer import Balancer
+from ultraep.tools.serving.engine import from_first
 from ultraep.tools.tiny.model import ModelConfig, TinyMoE, next_byte_loss
 from ultraep.tools.tiny.text import Text
 
@@ -45,7 +46,7 @@ class TrainingOptions:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What one step did, over all ranks; imbalance over all its layers and microbatches."""
+    """One step of all ranks; imbalance over all its layers and microbatches."""
 
     loss: float
     before: float  # mean imbalance without copies
@@ -93,8 +94,18 @@ class Trainer:
             total += loss.detach().cpu()
         self.descend()
         dist.all_reduce(total)  # on the host: the device has finished by then
-        loss_of_all = total.item() / self.balancer.comm.size
-        return summed_up(loss_of_all, plans, time.perf_counter() - begin)
+        before = [plan.initial_imbalance for plan in plans]
+        after = [plan.imbalance for plan in plans]
+        return Step(
+            loss=total.item() / self.balancer.comm.size,
+            before=fmean(before),
+            after=fmean(after),
+            bound=fmean(plan.lower_bound for plan in plans),
+            worst_before=max(before),
+            worst_after=max(after),
+            copies=sum(plan.num_replicas for plan in plans),
+            seconds=time.perf_counter() - begin,
+        )
 
     def descend(self) -> None:
         """Change the weights by the gradients of this step."""
@@ -130,8 +141,7 @@ def train(
     begin = time.perf_counter()
     done: dict[str, list[Step]] = {name: [] for name in trainers}
     for number in range(steps):
-        late = seconds is not None and time.perf_counter() - begin > seconds
-        if seconds is not None and of_first(int(late)):
+        if seconds is not None and from_first(time.perf_counter() - begin > seconds):
             break
         names = list(trainers)
         for name in names if number % 2 == 0 else reversed(names):
@@ -140,29 +150,7 @@ def train(
     return done
 
 
-def of_first(value: int) -> int:
-    """What rank 0 says."""
-    told = torch.tensor(value)
-    dist.broadcast(told, 0)
-    return int(told)
-
-
 def held_out_text(text: Text, length: int) -> torch.Tensor:
     """[B, T + 1] some sequences of every subject, the same on every rank."""
     subjects = CHECKED * list(range(len(text.names)))
     return text.sequences(np.random.default_rng(0), subjects, length + 1, held_out=True)
-
-
-def summed_up(loss: float, plans: list[Plan], seconds: float) -> Step:
-    before = [plan.initial_imbalance for plan in plans]
-    after = [plan.imbalance for plan in plans]
-    return Step(
-        loss=loss,
-        before=fmean(before),
-        after=fmean(after),
-        bound=fmean(plan.lower_bound for plan in plans),
-        worst_before=max(before),
-        worst_after=max(after),
-        copies=sum(plan.num_replicas for plan in plans),
-        seconds=seconds,
-    )

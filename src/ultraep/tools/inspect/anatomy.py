@@ -71,9 +71,9 @@ def num_experts(module: nn.Module) -> int:
 def _outermost_list(model: nn.Module, name: str) -> str | None:
     parts = name.split(".")
     for end in range(1, len(parts)):
-        found = ".".join(parts[:end])
-        if isinstance(model.get_submodule(found), nn.ModuleList):
-            return found
+        path = ".".join(parts[:end])
+        if isinstance(model.get_submodule(path), nn.ModuleList):
+            return path
     return None
 
 

@@ -1,8 +1,8 @@
 """Checkpoint: a saved model that is never all in memory.
 
-The model is built without weights. Its blocks get theirs from the safetensors files for the time of
-a `with`; what stands around the blocks (embeddings, norms) stays. Which tensors of the files become
-which weights, and how, is known to transformers: its own loader is handed those of one block.
+The model is built without weights. A block gets its weights from the safetensors files for the time
+of a `with`; the rest of the model (embeddings, norms) keeps its weights. The loader of transformers
+makes weights of the tensors in the files, for one block at a time.
 """
 
 from __future__ import annotations
@@ -115,8 +115,8 @@ class Checkpoint:
     def _places(self) -> dict[str, dict[Place, torch.Tensor]]:
         """By block: modules with the names of their tensors, and what stands there while empty."""
         transient = {name for name, _ in self.model.named_non_persistent_buffers()}
-        found: dict[str, dict[Place, torch.Tensor]] = {name: {} for name in self.anatomy.blocks}
-        found[AROUND] = {}
+        places: dict[str, dict[Place, torch.Tensor]] = {name: {} for name in self.anatomy.blocks}
+        places[AROUND] = {}
         inside = {id(module) for module in self.anatomy.decoder.modules()}
         for path, module in self.model.named_modules():
             if id(module) not in inside:
@@ -124,8 +124,8 @@ class Checkpoint:
             block = self._block_of(f"{path}.")
             for name, tensor in (*module._parameters.items(), *module._buffers.items()):
                 if tensor is not None and f"{path}.{name}".lstrip(".") not in transient:
-                    found[block][module, name] = tensor
-        return found
+                    places[block][module, name] = tensor
+        return places
 
     def _block_of(self, path: str) -> str:
         match = self._block_names.match(path)
@@ -143,14 +143,14 @@ class Checkpoint:
         converters = [entry for entry in mapping if isinstance(entry, loading.WeightConverter)]
         wanted, prefix = self.model.state_dict(), self.model.base_model_prefix
         own = {self._name_of(place) for places in self._empty.values() for place in places}
-        found = defaultdict(list)
+        keys = defaultdict(list)
         for key in self._tensors:
             name, _ = loading.rename_source_key(key, renamings, converters, prefix, wanted)
             if name not in wanted:  # the loader, too, takes the name as it is then
                 name = key
             if name in own:
-                found[self._block_of(name)].append(key)
-        return found
+                keys[self._block_of(name)].append(key)
+        return keys
 
     def _name_of(self, place: Place) -> str:
         module, name = place

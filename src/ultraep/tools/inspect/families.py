@@ -60,10 +60,10 @@ def small_config(family: str) -> Any:
     library = transformers()
     if family not in library.CONFIG_MAPPING:
         raise ConfigError(f"transformers {library.__version__} does not have family {family!r}")
-    known = library.AutoConfig.for_model(family).to_dict()
-    sizes = SMALL | (LATENT if "kv_lora_rank" in known else {})
-    given = {name: size for name, size in sizes.items() if name in known or name in ALWAYS}
-    return library.AutoConfig.for_model(family, **(given | MORE.get(family, {})))
+    defaults = library.AutoConfig.for_model(family).to_dict()
+    sizes = SMALL | (LATENT if "kv_lora_rank" in defaults else {})
+    sizes = {name: size for name, size in sizes.items() if name in defaults or name in ALWAYS}
+    return library.AutoConfig.for_model(family, **(sizes | MORE.get(family, {})))
 
 
 class RandomModel:

@@ -1,59 +1,149 @@
-"""Findings: the trace planned again at all EP sizes, under all policies and slots -> numbers.
+"""Findings: the trace planned again at all EP sizes, under all policies and slots; and the result.
 
 Shapes: N records.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import cached_property
 from itertools import product
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ultraep.plan import Plan
-from ultraep.tools.inspect.result import Row, TextSpan, text_of_step
+from ultraep.files.writing import write_text
+from ultraep.tools.report.words import counted
 from ultraep.trace.read import Trace
-from ultraep.trace.replay import Case, Replayed, cases, plans, replayed
+from ultraep.trace.replay import Case, Replayed, cases, replayed
 
+RESULT_FILE = "result.json"
+REPORT_FILE = "report.html"
+PRESET_FILE = "model.toml"
+TRACE = "trace"
 NONE = "none"
-SHOWN = "ultraep"  # the policy that is shown in detail, if it was asked for
+SHOWN = "ultraep"  # the policy that is shown in detail, if it is among the options
+BEYOND = "moves homes or needs more slots than there are: compared here, not run"
 Tell = Callable[[int, int, str], None]
 Mask = NDArray[np.bool_]
+Table = tuple[list[str], list[list[str]]]  # head and rows
+
+
+@dataclass(frozen=True)
+class TextSpan:
+    """Windows of one text, from `begin` to `end`, both included: steps of the trace."""
+
+    name: str
+    begin: int
+    end: int
+    tokens: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """All records under one policy: means, and the worst of them."""
+
+    policy: str
+    ranks: int
+    slots: int
+    history: int | None
+    before: float
+    before_worst: float
+    after: float
+    after_worst: float
+    bound: float
+    copies: float
+    remote: float
+    beyond: int  # plans that need more slots than there are, or leave their domain
+
+
+@dataclass(frozen=True, kw_only=True)
+class InspectionResult:
+    """Facts about the model and the run, and a row for every policy, size and number of slots."""
+
+    version: str
+    model: str
+    family: str
+    random: bool
+    parameters: int
+    active: int
+    blocks: int
+    layers: list[int]  # those with experts that were recorded
+    experts: int
+    top_k: int
+    dtype: str
+    device: str
+    texts: list[TextSpan]
+    window: int
+    sequence: int
+    wall_seconds: float
+    notes: list[str]
+    rows: list[Row]
+
+    def save(self, folder: Path) -> Path:
+        """Write it into the folder."""
+        path = folder / RESULT_FILE
+        write_text(path, json.dumps(asdict(self), indent=1) + "\n")
+        return path
+
+    def table(self) -> Table:
+        """Imbalance of every row, mean and worst."""
+        head = ["policy", "EP", "slots", "before", "after", "bound", "copies", "remote"]
+        rows = [
+            [
+                row.policy + "*" * bool(row.beyond),
+                str(row.ranks),
+                "-" if row.policy == NONE else str(row.slots),
+                f"{row.before:.3f} ({row.before_worst:.2f})",
+                f"{row.after:.3f} ({row.after_worst:.2f})",
+                f"{row.bound:.3f}",
+                f"{row.copies:.1f}",
+                f"{row.remote:.1%}",
+            ]
+            for row in self.rows
+        ]
+        return head, rows
 
 
 @dataclass(frozen=True, eq=False)
 class Findings:
-    """The records of a trace under every case, and which text they are of."""
+    """The records of a trace under every case, and the texts they are of."""
 
     trace: Trace
     texts: list[TextSpan]
-    found: list[Replayed]
+    outcomes: list[Replayed]
 
-    @property
+    @cached_property
+    def names(self) -> list[str]:
+        """The text of every step."""
+        return [span.name for span in self.texts for _ in range(span.begin, span.end + 1)]
+
+    @cached_property
     def text(self) -> NDArray[np.str_]:
         """[N] the text of every record."""
-        return np.array(text_of_step(self.texts, self.trace.step))
+        return np.array(self.names)[self.trace.step]
 
     @property
     def rows(self) -> list[Row]:
         """A row for every case."""
-        return [_row(one) for one in self.found]
+        return [_row(outcome) for outcome in self.outcomes]
 
     @property
     def sizes(self) -> list[int]:
-        """Numbers of ranks, in the order that was asked for."""
-        return list(dict.fromkeys(one.case.topology.ranks for one in self.found))
+        """Numbers of ranks, in the order of the options."""
+        return list(dict.fromkeys(outcome.case.topology.ranks for outcome in self.outcomes))
 
     def of_size(self, ranks: int) -> list[Replayed]:
         """The cases with so many ranks."""
-        return [one for one in self.found if one.case.topology.ranks == ranks]
+        return [outcome for outcome in self.outcomes if outcome.case.topology.ranks == ranks]
 
     def shown_of(self, ranks: int) -> Replayed:
         """The case with so many ranks that is shown in detail: `SHOWN`, or the last policy."""
         own = self.of_size(ranks)
-        return next((one for one in own if one.case.config.policy == SHOWN), own[-1])
+        return next((outcome for outcome in own if outcome.case.config.policy == SHOWN), own[-1])
 
     @property
     def shown(self) -> Replayed:
@@ -61,13 +151,27 @@ class Findings:
         return self.shown_of(self.sizes[0])
 
     @property
-    def shown_label(self) -> str:
-        """Its policy and slots."""
-        return label(self.shown.case)
+    def headline(self) -> str:
+        """The answer in one line."""
+        shown = self.shown
+        change = f"{shown.before.mean():.2f} -> {shown.after.mean():.2f}"
+        return f"Imbalance {change} at EP{self.sizes[0]} under {label(shown.case)}"
 
-    def shown_plans(self) -> list[Plan]:
-        """[N] its plans."""
-        return list(plans(self.trace, self.shown.case))
+    def by_past(self, history: int) -> tuple[Mask, Mask]:
+        """[N] records whose past is of their own text alone; those right after a change of text."""
+        step, begins = self.trace.step, {span.name: span.begin for span in self.texts}
+        behind = step - np.array([begins[name] for name in self.text.tolist()])
+        return behind >= history, (behind == 0) & (step > 0)
+
+    def past_table(self) -> Table:
+        """Policies that place by past windows, at the first size; no rows: there are none."""
+        rows = []
+        for outcome in self.of_size(self.sizes[0]):
+            if outcome.case.history:
+                masks = self.by_past(outcome.case.history)
+                cells = [f"{outcome.after[m].mean():.3f}" if m.any() else "-" for m in masks]
+                rows.append([label(outcome.case), counted(outcome.case.history, "window"), *cells])
+        return ["policy", "past", "within a text", "after a change of text"], rows
 
 
 def find(
@@ -92,11 +196,11 @@ def find(
             history=[history],
         )
     ]
-    found = []
+    outcomes = []
     for number, case in enumerate(wanted):
         tell(number, len(wanted), label(case, ranks=True))
-        found.append(replayed(trace, case))
-    return Findings(trace, texts, found)
+        outcomes.append(replayed(trace, case))
+    return Findings(trace, texts, outcomes)
 
 
 def label(case: Case, *, ranks: bool = False) -> str:
@@ -106,27 +210,21 @@ def label(case: Case, *, ranks: bool = False) -> str:
     >>> label(Case(BalanceConfig(policy="eplb"), Topology(ranks=8, experts=8), 1), ranks=True)
     'EP8 eplb with 1 slot'
     """
-    policy, slots = case.config.policy, case.topology.slots
+    policy = case.config.policy
     where = f"EP{case.topology.ranks} " if ranks else ""
-    return where + (policy if policy == NONE else f"{policy} with {slots} slot{'s' * (slots != 1)}")
+    slots = "" if policy == NONE else f" with {counted(case.topology.slots, 'slot')}"
+    return where + policy + slots
 
 
-def past_of(findings: Findings, history: int) -> tuple[Mask, Mask]:
-    """[N] records whose past is of their own text alone; those right after a change of text."""
-    step, begins = findings.trace.step, {span.name: span.begin for span in findings.texts}
-    behind = step - np.array([begins[name] for name in findings.text.tolist()])
-    return behind >= history, (behind == 0) & (step > 0)
-
-
-def _row(one: Replayed) -> Row:
-    line, case = one.line, one.case
+def _row(outcome: Replayed) -> Row:
+    line, case = outcome.line, outcome.case
     return Row(
         policy=case.config.policy,
         ranks=case.topology.ranks,
         slots=case.topology.slots,
         history=case.history,
         before=line.before,
-        before_worst=float(one.before.max()),
+        before_worst=float(outcome.before.max()),
         after=line.after,
         after_worst=line.worst,
         bound=line.bound,

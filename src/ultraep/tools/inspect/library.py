@@ -24,11 +24,11 @@ LONGEST = 300  # characters of an error that are shown
 
 
 def transformers(part: str = "") -> Any:
-    """The library or a part of it; silent, and told not to ask any hub."""
+    """Import the library or a part of it; silent and offline."""
     os.environ.update(SETTINGS)
     try:
         library = import_module("transformers")
-        found = import_module(f"transformers.{part}") if part else library
+        module = import_module(f"transformers.{part}") if part else library
     except ImportError as error:
         raise BackendUnavailable(
             f"ultraep inspect needs transformers ({error}): {INSTALL}"
@@ -39,14 +39,14 @@ def transformers(part: str = "") -> Any:
         )
     library.logging.set_verbosity_error()
     library.logging.disable_progress_bar()
-    return found
+    return module
 
 
 def built(config: Any, dtype: Any) -> Any:
     """A model of that configuration, with its head where it has one: weights have its names."""
     library = transformers()
-    known = type(config) in library.AutoModelForCausalLM._model_mapping
-    auto = library.AutoModelForCausalLM if known else library.AutoModel
+    has_head = type(config) in library.AutoModelForCausalLM._model_mapping
+    auto = library.AutoModelForCausalLM if has_head else library.AutoModel
     return auto.from_config(config, dtype=dtype).eval()
 
 

@@ -22,7 +22,7 @@ def write_preset(path: Path, inspection: Inspection, top_k: int) -> None:
 
 
 def sizes(inspection: Inspection, top_k: int) -> dict[str, Any]:
-    """Sizes of the model; what is not plainly there is found from the numbers of weights."""
+    """Sizes of the model, from its configuration and the shapes of its weights."""
     opened, anatomy = inspection.opened, inspection.opened.anatomy
     config, experts = (
         opened.config.get_text_config(),
@@ -31,8 +31,8 @@ def sizes(inspection: Inspection, top_k: int) -> dict[str, Any]:
     width, count = config.hidden_size, inspection.topology.experts
     layer = next(iter(inspection.anatomy.block_of_layer))
     dense = set(anatomy.blocks) - set(anatomy.block_of_layer.values())
-    found = {
-        "title": inspection.asked.name,
+    table = {
+        "title": inspection.options.name,
         "source": f"ultraep inspect, {type(opened.model).__name__}",
         "layers": len(anatomy.blocks),
         "dense_layers": len(dense),
@@ -45,8 +45,8 @@ def sizes(inspection: Inspection, top_k: int) -> dict[str, Any]:
         "attention": _attention(config),
     }
     if dense:
-        found["dense_width"] = int(getattr(config, "intermediate_size", 0) or 0)
-    return found
+        table["dense_width"] = int(getattr(config, "intermediate_size", 0) or 0)
+    return table
 
 
 def _weights(module: nn.Module) -> int:
@@ -84,5 +84,5 @@ def _attention(config: Any) -> dict[str, Any]:
 
 def _toml(value: Any) -> str:
     if isinstance(value, dict):
-        return "{ " + ", ".join(f"{name} = {_toml(one)}" for name, one in value.items()) + " }"
+        return "{ " + ", ".join(f"{name} = {_toml(entry)}" for name, entry in value.items()) + " }"
     return json.dumps(value)

@@ -1,8 +1,8 @@
 """Texts -> windows of tokens.
 
-A window is a microbatch: some sequences of one text. Without files, the texts are those that every
-machine has, by subject. Tokens are those of the checkpoint's own tokenizer; a model that has none
-gets a token for every word, by a hash of it.
+A window is a microbatch: some sequences of one text. Without files, the texts are code, prose and
+tables of Python's library. The checkpoint's own tokenizer makes tokens of them; a model without a
+tokenizer gets a token for every word, by its hash.
 
 Shapes: B sequences of a window, T tokens of a sequence.
 """
@@ -55,11 +55,11 @@ def texts_of(files: Sequence[Path], tokens: int = 0) -> dict[str, str]:
     twice = next((file for file in files if files.count(file) > 1), None)
     if twice is not None:
         raise ConfigError(f"--text {twice} is given twice")
-    found: dict[str, str] = {}
+    texts: dict[str, str] = {}
     for file in files:
-        name = file.stem if file.stem not in found else str(file)
-        found[name] = read_beginning(file, max(MOST_TEXT, CHARACTERS * tokens))
-    return found
+        name = file.stem if file.stem not in texts else str(file)
+        texts[name] = read_beginning(file, max(MOST_TEXT, CHARACTERS * tokens))
+    return texts
 
 
 # -- tokens --------------------------------------------------------------------------------------
@@ -137,9 +137,9 @@ def excerpts(
     for name, value in (("--tokens", tokens), ("--window", window), ("--sequence", sequence)):
         if value < 1:
             raise ConfigError(f"{name} must be at least 1, got {value}")
-    found = {name: first_tokens(text, encode, tokens) for name, text in texts.items()}
-    empty = next((name for name, ids in found.items() if not len(ids)), None)
+    ids_of = {name: first_tokens(text, encode, tokens) for name, text in texts.items()}
+    empty = next((name for name, ids in ids_of.items() if not len(ids)), None)
     if empty is not None:
         raise FileError(f"the text {empty} is empty")
-    length = min(sequence, *(len(ids) for ids in found.values()))
-    return [Excerpt(name, cut(ids, window=window, sequence=length)) for name, ids in found.items()]
+    length = min(sequence, *(len(ids) for ids in ids_of.values()))
+    return [Excerpt(name, cut(ids, window=window, sequence=length)) for name, ids in ids_of.items()]

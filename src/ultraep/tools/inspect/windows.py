@@ -1,10 +1,15 @@
-"""One forward pass over all windows, in which every block takes one window after the other.
+"""One forward pass over all windows, block by block, in which the routing becomes a trace.
 
-So the weights of a block are needed once, and what a block needs in between is that of one window.
-The model's own forward runs as it is: what it hands to a block is split by sequences, what the
-block returns is put together again.
+Every block takes one window after the other, so its weights are needed once, and its activations
+are those of one window. The model's own forward runs as it is: the inputs of a block are split by
+sequences, and its outputs are joined again.
 
-Shapes: B sequences of all windows, T tokens of a sequence.
+All modules of experts in transformers' registry are called with hidden states, the ids that the
+router chose, and gates. A hook before that call counts the ids; the model does not change. The
+trace is that of one rank with all experts and no copies. `ultraep trace replay --ep 8` and the
+report deal its tokens out to more ranks.
+
+Shapes: N tokens of a window, K choices of a token, E experts.
 """
 
 from __future__ import annotations
@@ -12,19 +17,28 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
+from ultraep.config import BalanceConfig
+from ultraep.plan import plan
 from ultraep.tools.inspect.anatomy import Anatomy
+from ultraep.topology import Topology
+from ultraep.trace.record import Recorder
+
+PLAIN = BalanceConfig(policy="none")
+IDS = 1  # place of the ids in a call of experts: hidden states, ids, gates
 
 Lend = Callable[[str], AbstractContextManager[None]]
 Tell = Callable[[str, int], None]
 
 
 class _Enough(Exception):
-    """The last block that was asked for is through."""
+    """The last block that is needed has run."""
 
 
 def run_windows(
@@ -34,7 +48,7 @@ def run_windows(
 
     windows: [sequences, T] token ids of each.
     lend: the weights of a block, for the time of a `with`.
-    tell: hears which block takes which window, before it does.
+    tell: called with block and window before the block runs.
     """
     sizes = [len(window) for window in windows]
 
@@ -85,7 +99,7 @@ def _turned(columns: list[list[Any]], sizes: Sequence[int]) -> list[list[Any]]:
 
 
 def joined(parts: list[Any]) -> Any:
-    """What all windows returned, as one: the opposite of `split`.
+    """The outputs of all windows as one: the opposite of `split`.
 
     >>> joined([(torch.zeros(1, 2), None), (torch.ones(1, 2), None)])
     (tensor([[0., 0.],
@@ -97,3 +111,48 @@ def joined(parts: list[Any]) -> Any:
     if isinstance(first, (tuple, list)):
         return type(first)(joined(list(column)) for column in zip(*parts, strict=True))
     return first
+
+
+# -- recording -----------------------------------------------------------------------------------
+
+
+class Catcher:
+    """Records the choices of the routers of some layers, window by window.
+
+    window: the number of the window that goes through the model; the caller sets it.
+    top_k: choices of a token; 0 before the first window.
+    """
+
+    def __init__(self, folder: Path, anatomy: Anatomy, topology: Topology, *, note: str) -> None:
+        self._anatomy, self._topology = anatomy, topology
+        self._recorder = Recorder(folder, topology, PLAIN, note=note)
+        self.window, self.records, self.top_k = 0, 0, 0
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Hook into the experts until the end of the `with`; then the trace is complete."""
+        with self._recorder, ExitStack() as stack:
+            for layer, experts in self._anatomy.experts.items():
+                hook = experts.register_forward_pre_hook(self._hook(layer), with_kwargs=True)
+                stack.callback(hook.remove)
+            yield
+
+    @property
+    def dropped(self) -> int:
+        """Records that were lost because the disk was too slow."""
+        return self._recorder.dropped
+
+    def _hook(self, layer: int) -> Any:
+        def caught(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self._add(layer, (*args, *kwargs.values())[IDS])
+
+        return caught
+
+    def _add(self, layer: int, ids_NK: torch.Tensor) -> None:
+        experts, chosen = self._topology.experts, ids_NK.reshape(-1)
+        chosen = chosen[(chosen >= 0) & (chosen < experts)]
+        loads_E = torch.bincount(chosen, minlength=experts).cpu().numpy()
+        unbalanced = plan(loads_E[None], self._topology, PLAIN)
+        rows = np.concatenate([loads_E, np.zeros(self._topology.slots, dtype=np.int64)])
+        self._recorder.add(plan=unbalanced, slot_rows=rows, step=self.window, layer=layer)
+        self.records, self.top_k = self.records + 1, ids_NK.shape[-1]

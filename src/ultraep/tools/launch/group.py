@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ultraep.errors import ConfigError
-from ultraep.tools.launch.place import RankPlace
+from ultraep.tools.launch.processes import RankPlace
 
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 

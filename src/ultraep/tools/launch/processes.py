@@ -1,7 +1,8 @@
-"""The ranks as processes of this machine: how they start, what they tell, and that none stays.
+"""Ranks as processes of this machine: they start, report events and a result, and all end.
 
-Every rank has a pipe to this process. Down it comes its job, up come events, then a result or an
-error. A rank whose pipe is closed, since this process has ended however it did, leaves by itself.
+Every rank has a pipe to this process. It receives its job through the pipe and sends back events,
+then a result or an error. A rank ends by itself when its pipe closes, however this process ended.
+`torch.multiprocessing` would import torch in this process, too, and reports no events.
 """
 
 from __future__ import annotations
@@ -16,17 +17,48 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
+from dataclasses import dataclass
 from importlib import import_module
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-from ultraep.errors import CommunicationError, UltraEPError
-from ultraep.tools.launch.place import RankPlace
+from ultraep.errors import CommunicationError, ConfigError, UltraEPError
 
 GRACE = 3.0  # seconds for a rank to close what it has open
 LAST_WORDS = 2.0  # seconds to hear from the other ranks why one of them failed
+MOST_RANKS = 1 << 16
+
+
+@dataclass(frozen=True)
+class RankPlace:
+    """Where a rank stands in its group. `store`: a file through which the ranks find each other."""
+
+    rank: int
+    size: int
+    local: int  # number on its host
+    store: str | None = None  # None: torchrun has set the environment
+
+    @classmethod
+    def of_torchrun(cls) -> RankPlace | None:
+        """The place that torchrun gave to this process, if it did."""
+        if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+            return None
+        rank, size = _number("RANK", 0), _number("WORLD_SIZE", 1)
+        if rank >= size:
+            raise ConfigError(f"RANK is {rank} in the environment, but WORLD_SIZE {size}")
+        return cls(rank, size, _number("LOCAL_RANK", 0) if "LOCAL_RANK" in os.environ else rank)
+
+
+def _number(variable: str, least: int) -> int:
+    text = os.environ[variable]
+    if not text.isdecimal() or not least <= int(text) < MOST_RANKS:
+        raise ConfigError(
+            f"{variable} must lie between {least} and {MOST_RANKS - 1} in the environment, "
+            f"got {text!r}"
+        )
+    return int(text)
 
 
 class Failure(NamedTuple):
@@ -38,7 +70,7 @@ class Failure(NamedTuple):
 
 
 class Finished(NamedTuple):
-    """What the work of a rank came to."""
+    """The result of a rank's work."""
 
     result: Any
 
@@ -58,12 +90,12 @@ class Rank:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                start_new_session=True,  # Ctrl-C is for this process; it tells them
+                start_new_session=True,  # Ctrl-C is for this process, which stops the ranks
             )
         theirs.close()
 
     def lost(self) -> Failure:
-        """What to say about a rank whose pipe is closed."""
+        """Describe how a rank ended whose pipe is closed."""
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(LAST_WORDS)
         code, words = self.process.returncode, self.log.read_text("utf-8", "replace").splitlines()
@@ -77,41 +109,33 @@ class Rank:
 def run_ranks(
     work: str, job: Any, ranks: int, tell: Callable[[Any], None], keep: Sequence[int] = ()
 ) -> Any:
-    """Start the ranks, pass on what they tell, and return the result of rank 0.
+    """Start the ranks, pass on their events, and return the result of rank 0.
 
     work: "package.module:function", called as `function(place, job, tell)` by every rank. The
         module is imported there, and not here.
     keep: descriptors that the ranks hold open as long as they live.
     """
-    with tempfile.TemporaryDirectory(prefix="ultraep-ranks-") as name:
-        folder = Path(name)
-        with started(ranks, folder, keep) as them:
-            for rank in them:
-                place = RankPlace(rank.number, ranks, rank.number, f"{name}/store")
+    with tempfile.TemporaryDirectory(prefix="ultraep-ranks-") as folder:
+        started: list[Rank] = []
+        try:
+            for number in range(ranks):
+                started.append(Rank(number, Path(folder), keep))
+            for rank in started:
+                place = RankPlace(rank.number, ranks, rank.number, f"{folder}/store")
                 with suppress(BrokenPipeError):  # it is dead already; its pipe will say so
                     rank.pipe.send_bytes(pickle.dumps((work, place, job)))
-            return collect(them, tell)
+            return collect(started, tell)
+        finally:
+            stop(started)
 
 
-@contextmanager
-def started(count: int, folder: Path, keep: Sequence[int] = ()) -> Iterator[list[Rank]]:
-    """So many processes, which are gone afterwards."""
-    them: list[Rank] = []
-    try:
-        for number in range(count):
-            them.append(Rank(number, folder, keep))
-        yield them
-    finally:
-        stop(them)
-
-
-def stop(them: list[Rank]) -> None:
-    """End all processes: they may close their traces, but not take long."""
-    for rank in them:
+def stop(ranks: list[Rank]) -> None:
+    """End all processes; they have a moment to close their traces."""
+    for rank in ranks:
         if rank.process.poll() is None:
             rank.process.terminate()
     until = time.monotonic() + GRACE
-    for rank in them:
+    for rank in ranks:
         try:
             rank.process.wait(max(0.0, until - time.monotonic()))
         except subprocess.TimeoutExpired:
@@ -120,44 +144,44 @@ def stop(them: list[Rank]) -> None:
         rank.pipe.close()
 
 
-def collect(them: list[Rank], tell: Callable[[Any], None]) -> Any:
-    """Listen to all ranks until each has come to its end, or one of them has failed."""
-    pending = {rank.pipe: rank for rank in them}
+def collect(ranks: list[Rank], tell: Callable[[Any], None]) -> Any:
+    """Receive from all ranks until each has finished, or one of them has failed."""
+    pending = {rank.pipe: rank for rank in ranks}
     results: dict[int, Any] = {}
     while pending:
-        for pipe in wait(list(pending)):
-            assert isinstance(pipe, Connection)
-            said = listen(pending[pipe])
-            if isinstance(said, Failure):
-                fail(said, [rank for other, rank in pending.items() if other is not pipe])
-            elif isinstance(said, Finished):
-                results[pending.pop(pipe).number] = said.result
+        for rank, message in receive(pending, None):
+            if isinstance(message, Failure):
+                del pending[rank.pipe]
+                raise_cause(message, pending)
+            elif isinstance(message, Finished):
+                results[rank.number] = message.result
+                del pending[rank.pipe]
             else:
-                tell(said)
+                tell(message)
     return results[0]
 
 
-def listen(rank: Rank) -> Any:
-    """An event, a result, or a failure."""
-    try:
-        said = pickle.loads(rank.pipe.recv_bytes())
-    except (EOFError, ConnectionResetError):
-        return rank.lost()
-    return said
+def receive(pending: dict[Connection, Rank], timeout: float | None) -> Iterator[tuple[Rank, Any]]:
+    """Events, results and failures of the ranks that have sent something, or have ended."""
+    for pipe in wait(list(pending), timeout):
+        assert isinstance(pipe, Connection)
+        rank = pending[pipe]
+        try:
+            message = pickle.loads(pipe.recv_bytes())
+        except (EOFError, ConnectionResetError):
+            message = rank.lost()
+        yield rank, message
 
 
-def fail(first: Failure, others: list[Rank]) -> NoReturn:
-    """Raise what went wrong. The first to tell may only have noticed that another one is gone."""
+def raise_cause(first: Failure, pending: dict[Connection, Rank]) -> NoReturn:
+    """Raise what went wrong: the first failure may only be the consequence of another one."""
     failures, until = [first], time.monotonic() + LAST_WORDS
-    pending = {rank.pipe: rank for rank in others}
     while pending and first.weight < 2 and time.monotonic() < until:
-        for pipe in wait(list(pending), max(0.0, until - time.monotonic())):
-            assert isinstance(pipe, Connection)
-            said = listen(pending[pipe])
-            if isinstance(said, Failure):
-                failures.append(said)
-            if isinstance(said, Failure | Finished):
-                del pending[pipe]
+        for rank, message in receive(pending, max(0.0, until - time.monotonic())):
+            if isinstance(message, Failure):
+                failures.append(message)
+            if isinstance(message, Failure | Finished):
+                del pending[rank.pipe]
     cause = max(failures, key=lambda failure: failure.weight)
     raise CommunicationError(f"rank {cause.rank} failed, all others were stopped: {cause.words}")
 
@@ -178,7 +202,7 @@ def environment() -> dict[str, str]:
 
 
 def live(descriptor: int) -> None:
-    """The life of a rank."""
+    """Run one rank: receive the job, do it, and send the result."""
     stop_on_sigterm()
     pipe = Connection(descriptor)
     work, place, job = pickle.loads(pipe.recv_bytes())
@@ -186,8 +210,8 @@ def live(descriptor: int) -> None:
     module, _, function = work.partition(":")
     number = place.rank
 
-    def tell(said: Any) -> None:
-        pipe.send_bytes(pickle.dumps(said))
+    def tell(message: Any) -> None:
+        pipe.send_bytes(pickle.dumps(message))
 
     try:
         tell(Finished(getattr(import_module(module), function)(place, job, tell)))
@@ -201,12 +225,12 @@ def live(descriptor: int) -> None:
 
 
 def weight_of(error: Exception) -> int:
-    """A lost connection is a plain RuntimeError of torch, and rarely the cause."""
+    """Return 0 for a lost connection, which torch raises as RuntimeError: rarely the cause."""
     return 0 if isinstance(error, RuntimeError) and "onnection" in str(error) else 1
 
 
 def leave_with(pipe: Connection) -> None:
-    """Wait until the pipe is closed, which no message comes through any more; then end."""
+    """Wait until the pipe is closed, then end this process."""
     with suppress(EOFError, OSError):
         pipe.recv_bytes()
     os.kill(os.getpid(), signal.SIGTERM)

@@ -1,7 +1,7 @@
-"""What all reports are made of: one HTML file with interactive plots, and nothing to load.
+"""What all reports are made of: one HTML file with interactive plots that loads nothing.
 
 page.py      the file; page.html, page.css, parts.js and figures.js are its parts, which the viewer
-             has as well; a report adds its own figures
+             uses as well; demo.js, inspect.js and serving.js hold the figures of one report each
 numbers.py   what plots draw, ready for JSON
 rows.py      measured numbers to keep, for machines
 words.py     numbers, names and tables as text

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ultraep.arrays import IntArray
+from ultraep.plan import Plan
+from ultraep.trace.read import Trace
 
 Numbers = dict[str, Any]
 FloatArray = NDArray[np.float64]
@@ -17,9 +20,9 @@ DIGITS = 6
 
 
 def plain(values: Any) -> list[float | None]:
-    """As JSON has them: rounded, and None in place of what is no number."""
-    found = np.asarray(values, dtype=np.float64).tolist()
-    return [round(value, DIGITS) if math.isfinite(value) else None for value in found]
+    """Return rounded numbers as JSON allows them: None in place of NaN and infinity."""
+    numbers = np.asarray(values, dtype=np.float64).tolist()
+    return [round(value, DIGITS) if math.isfinite(value) else None for value in numbers]
 
 
 def kept(count: int, size: int, wanted: int, most: int = MOST_NUMBERS) -> IntArray:
@@ -33,3 +36,63 @@ def kept(count: int, size: int, wanted: int, most: int = MOST_NUMBERS) -> IntArr
         return np.arange(count)
     spread = np.linspace(0, count - 1, fitting).round().astype(np.int64)
     return np.union1d(spread, [wanted])
+
+
+def microbatches(
+    trace: Trace, plan_of: Callable[[int], Plan], domains: Sequence[str], *, noun: str
+) -> Numbers:
+    """Microbatches of every layer to choose from; `records[moment][layer]` is None where missing.
+
+    plan_of: the plan of a record.   domains: the kind of text of every step.
+    noun: what a step of the trace is called.
+    """
+    moments, moment_N = np.unique(
+        np.column_stack([trace.step, trace.microbatch]), axis=0, return_inverse=True
+    )
+    moment_N, layers = moment_N.reshape(-1), trace.layers.tolist()
+    plans = [plan_of(record) for record in range(len(trace))]
+    topology = plans[0].topology
+    worst = int(np.argmax([plan.initial_imbalance for plan in plans]))
+    size = len(layers) * 2 * (topology.experts + topology.ranks * topology.slots)
+    shown = kept(len(moments), size, int(moment_N[worst]))
+    place = {int(moment): number for number, moment in enumerate(shown)}
+    records: list[list[Numbers | None]] = [[None] * len(layers) for _ in shown]
+    for plan, moment, layer in zip(plans, moment_N.tolist(), trace.layer.tolist(), strict=True):
+        if moment in place:
+            records[place[moment]][layers.index(layer)] = microbatch(plan)
+    return {
+        "noun": noun,
+        "homes": [topology.home_experts(rank).tolist() for rank in range(topology.ranks)],
+        "slots": topology.slots,
+        "layers": layers,
+        "recorded": len(moments),
+        "moments": [
+            {"step": step, "microbatch": microbatch, "domain": domains[step]}
+            for step, microbatch in moments[shown].tolist()
+        ],
+        "worst": [place[int(moment_N[worst])], layers.index(int(trace.layer[worst]))],
+        "records": records,
+    }
+
+
+def microbatch(plan: Plan) -> Numbers:
+    """Loads of all experts, and what every slot holds and serves.
+
+    Policies beyond the limits may hold more replicas than there are slots; those are not shown.
+    """
+    topology = plan.topology
+    held_RL = np.full((topology.ranks, topology.slots), -1)
+    rows_RL = np.zeros_like(held_RL)
+    for (expert, host, slot), quota in zip(plan.replicas.tolist(), plan.quotas, strict=True):
+        if slot < topology.slots:
+            held_RL[host, slot], rows_RL[host, slot] = expert, quota
+    at_home = plan.dense_quota()[np.arange(topology.experts), topology.home_of_expert]
+    return {
+        "loads": plan.loads.sum(axis=0).tolist(),
+        "rows": [
+            count
+            for rank in range(topology.ranks)
+            for count in (*at_home[topology.home_experts(rank)].tolist(), *rows_RL[rank].tolist())
+        ],
+        "held": held_RL.reshape(-1).tolist(),
+    }

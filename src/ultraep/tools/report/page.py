@@ -1,7 +1,7 @@
 """The page: one HTML file with everything in it, plotly.js too. It cannot load anything else.
 
-The numbers stand in it as JSON, in scripts whose ids begin with "numbers-"; `figures` of the script
-that a report brings along draws them, with the parts of parts.js and the figures of figures.js.
+The numbers are JSON in scripts whose ids begin with "numbers-". The `figures` of a report's script
+draw them, with the parts of parts.js and the figures of figures.js.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from string import Template
 from ultraep.errors import BackendUnavailable
 from ultraep.tools.report.numbers import Numbers
 
-INTRODUCTION = """In a Mixture-of-Experts layer every rank is the home of some experts, and tokens
-travel to the experts that the router chose. All ranks wait for the fullest one. <em>Imbalance</em>
-is the load of the fullest rank over that of the mean rank: 1 is perfect, and 2 means that the layer
-takes twice as long as it could. Balancing copies busy experts into spare slots of other ranks, anew
-in every layer of every step, and sends some of their tokens there."""
+INTRODUCTION = """Every rank of a Mixture-of-Experts layer is the home of some experts, and each
+token is sent to the experts that the router chose. All ranks wait for the busiest one.
+<em>Imbalance</em> is the load of the busiest rank over the mean: 1 is perfect, and 2 means that the
+layer takes twice as long as it could. Balancing copies busy experts into spare slots of other
+ranks, in every layer of every step, and sends some of their tokens there."""
 PICKER = """<p class="picker">
 <label>layer <select id="layer"></select></label>
 <label>{noun} <input id="moment" type="range" min="0" step="1"></label>
@@ -43,8 +43,8 @@ class Section:
 class Page:
     """What stands on a page.
 
-    facts, notes: plain text.   result: HTML above all sections.
-    told: a sentence for every plot.   controls: HTML above a plot.   tables: HTML behind a section.
+    title: the answer.   facts, notes: plain text.   result: HTML behind the first section.
+    told: a caption for every plot.   controls: HTML above a plot.   tables: HTML behind a section.
     script: JavaScript with the figures.
     """
 
@@ -61,14 +61,14 @@ class Page:
 
     def html(self, library: str) -> str:
         """The whole file. library: the source of plotly.js."""
+        first, *others = map(self._section, self.sections)
         return Template(own_file("ultraep.tools.report", "page.html")).substitute(
             title=escape(self.title),
             introduction=INTRODUCTION,
             style=own_file("ultraep.tools.report", "page.css"),
             facts="\n".join(f"<dt>{a}</dt><dd>{escape(b)}</dd>" for a, b in self.facts),
             notes=_notes(self.notes),
-            result=self.result,
-            sections="\n".join(self._section(section) for section in self.sections),
+            sections="\n".join([first, self.result, *others]),
             numbers="\n".join(embedded(name, part) for name, part in self.numbers.items()),
             library=library.replace("</script", "<\\/script"),
             script="".join(own_file("ultraep.tools.report", name) for name in SHARED) + self.script,

@@ -29,7 +29,7 @@ function layout(more) {
     font: { family: "system-ui, sans-serif", size: 13, color: css("text") },
     paper_bgcolor: "rgba(0,0,0,0)",
     plot_bgcolor: "rgba(0,0,0,0)",
-    margin: { l: 60, r: 12, t: 36, b: 80 },
+    margin: { l: 60, r: 12, t: 46, b: 80 },
     hovermode: "x unified",
     hoverlabel: { bgcolor: css("back"), font: { color: css("text") } },
     legend: { orientation: "h", x: 0.5, xanchor: "center", yref: "container", y: 0.01, yanchor: "bottom" },

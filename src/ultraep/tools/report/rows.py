@@ -54,10 +54,10 @@ def _cpu_name() -> str:
 
 def versions() -> dict[str, str]:
     """Versions of this package and of what it computes with; nothing is imported for it."""
-    found = {"ultraep": __version__, "python": platform.python_version()}
+    numbers = {"ultraep": __version__, "python": platform.python_version()}
     for package in PACKAGES:
         try:
-            found[package] = importlib.metadata.version(package)
+            numbers[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
-            found[package] = "not installed"
-    return found
+            numbers[package] = "not installed"
+    return numbers

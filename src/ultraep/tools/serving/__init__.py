@@ -1,19 +1,13 @@
-"""Prefill under load: prompts arrive when they do, and the time to their first token is measured.
+"""Prefill under load: prompts arrive in real time, and the time to their first token is measured.
 
-    arrivals.py    when prompts arrive: drawn, or read from a file
-    prompts.py     what they say: mixed subjects and lengths, in bursts
-    asked.py       what is to be measured
-    queue.py       which of the waiting prompts are one microbatch
-    model.py       the model of the engine, random or from a checkpoint
-    variants.py    what is compared: policies, EPLB with fixed homes, forced even routing
-    engine.py      one rank that serves: microbatches in real time
-    calibrate.py   how fast it is, how large microbatches shall be, from when on a copy pays
-    run.py         all turns of all policies, as one rank, and in processes of this machine
-    endpoint.py    the same load for servers of the OpenAI protocol
-    counters.py    what such a server tells of its imbalance
-    measure.py     waiting times -> percentiles, throughput, share within the objective
-    numbers.py     numbers to keep; words.py: what they come to, in sentences
-    report/        the figure, as one HTML file
+    load.py       when prompts arrive, what they say, and which of them become one microbatch
+    variants.py   what is compared: policies, EPLB with fixed homes, forced even routing
+    engine.py     one rank that serves: microbatches in real time
+    model.py      a model of transformers in the engine, random or from a checkpoint
+    run.py        calibration and all turns, in processes of this machine
+    endpoint.py   the same load for servers of the OpenAI protocol
+    measure.py    waiting times -> percentiles, throughput, share within the objective
+    report.py     the page
 
-`ultraep bench prefill` shows it in the terminal.
+`ultraep bench prefill` shows it in the terminal. The tiny model is served by the same engine.
 """

@@ -1,4 +1,4 @@
-"""Waiting times -> what is told of them: percentiles, throughput, share within the objective.
+"""Waiting times -> percentiles, throughput, share within the objective; as a table and as rows.
 
 A prompt that got no first token has waited for ever: it counts in every percentile.
 """
@@ -7,23 +7,29 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
-from ultraep.tools.serving.prompts import Prompt
+from ultraep.tools.report.rows import MeasuredNumber, cpu_device, versions
+from ultraep.tools.serving.load import Prompt
+from ultraep.tools.serving.variants import FORCED
 
 PERCENTILES = (50, 90, 99)
-LONG_AFTER = 1.2  # times as long as prompts arrived
+QUIET = 0.03  # share of the time that others may have a core
+SHOWN = "ultraep"  # the variant of the headline, if it was measured
 
 
 @dataclass(frozen=True, kw_only=True)
 class Turn:
     """One variant at one rate in one round. Lists have an entry for every prompt.
 
-    waited: seconds to the first token; None: there was none.   first: that token, where known.
+    waited: seconds to the first token; None: there was none.
+    first: that token or its logits, where known.
     arrived: the second of the last arrival.   seconds: until the last first token.
     """
 
@@ -34,11 +40,13 @@ class Turn:
     tokens: list[int]
     arrived: float
     seconds: float
-    first: list[int | None] = field(default_factory=list)
+    first: list[Any] = field(default_factory=list)
     errors: Mapping[str, int] = field(default_factory=dict)
     microbatches: int = 0
     before: float | None = None  # imbalance, weighted by rows; None: not known
     after: float | None = None
+    worst_before: float | None = None
+    worst_after: float | None = None
     copies: int = 0
     sent: int = 0  # bytes of copies, all ranks
     experts: float | None = None  # seconds of the processor that worked longest, layer by layer
@@ -63,66 +71,42 @@ class UnderLoad:
 
         A time that was measured, not one between two of them.
         """
-        found = float(np.percentile(self.waited, share, method="inverted_cdf"))
-        return found if math.isfinite(found) else None
-
-    @property
-    def answered(self) -> int:
-        return sum(math.isfinite(waited) for waited in self.waited)
+        seconds = float(np.percentile(self.waited, share, method="inverted_cdf"))
+        return seconds if math.isfinite(seconds) else None
 
     @property
     def unanswered(self) -> int:
-        return len(self.waited) - self.answered
-
-    @property
-    def seconds(self) -> float:
-        return sum(turn.seconds for turn in self.turns)
+        """Prompts without a first token."""
+        return sum(math.isinf(waited) for waited in self.waited)
 
     @property
     def throughput(self) -> float:
         """Answered prompts a second."""
-        return self.answered / self.seconds if self.seconds else 0.0
+        return (len(self.waited) - self.unanswered) / self.seconds if self.seconds else 0.0
 
     @property
-    def saturated(self) -> bool:
-        """Whether serving went on for long after the last arrival: more came than was served."""
-        drawn = sum(turn.arrived for turn in self.turns)
-        return self.seconds > LONG_AFTER * max(drawn, len(self.waited) / self.rate)
+    def seconds(self) -> float:
+        """Of all turns."""
+        return sum(turn.seconds for turn in self.turns)
 
     @property
-    def served_tokens(self) -> int:
+    def tokens(self) -> int:
         """Tokens of answered prompts."""
-        return sum(
-            count
-            for turn in self.turns
-            for waited, count in zip(turn.waited, turn.tokens, strict=True)
-            if waited is not None
-        )
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Tokens of answered prompts a second."""
-        return self.served_tokens / self.seconds if self.seconds else 0.0
+        pairs = (pair for turn in self.turns for pair in zip(turn.waited, turn.tokens, strict=True))
+        return sum(tokens for waited, tokens in pairs if waited is not None)
 
     def within(self, objective: float) -> float:
         """The share of all prompts whose first token came in time."""
         return float(np.mean([waited <= objective for waited in self.waited]))
 
-    @property
-    def errors(self) -> Counter[str]:
-        return sum((Counter(turn.errors) for turn in self.turns), Counter())
+    def mean(self, name: str) -> float | None:
+        """The mean of a number of the turns, such as "before"; None: not known."""
+        return _mean(getattr(turn, name) for turn in self.turns)
 
-    @property
-    def before(self) -> float | None:
-        return _mean(turn.before for turn in self.turns)
 
-    @property
-    def after(self) -> float | None:
-        return _mean(turn.after for turn in self.turns)
-
-    @property
-    def disturbed(self) -> float | None:
-        return _mean(turn.disturbed for turn in self.turns)
+def _mean(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return float(np.mean(known)) if known else None
 
 
 def waits(prompts: Sequence[Prompt], ends: Sequence[float | None]) -> list[float | None]:
@@ -131,13 +115,8 @@ def waits(prompts: Sequence[Prompt], ends: Sequence[float | None]) -> list[float
     return [None if end is None else end - prompt.arrival for prompt, end in pairs]
 
 
-def _mean(values: Iterable[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return float(np.mean(known)) if known else None
-
-
 def under_load(turns: Sequence[Turn]) -> list[UnderLoad]:
-    """Turns by rate and variant, in the order in which these came first."""
+    """Turns by rate and variant; variants in the order of their first turns."""
     variants = list(dict.fromkeys(turn.variant for turn in turns))
     groups: dict[tuple[float, int], list[Turn]] = {}
     for turn in turns:
@@ -148,18 +127,18 @@ def under_load(turns: Sequence[Turn]) -> list[UnderLoad]:
     ]
 
 
-def experts_per_token(turns: Sequence[Turn], variant: str) -> float | None:
-    """Seconds of the processor for a served token in the experts of the fullest rank."""
-    own = [turn for turn in turns if turn.variant == variant and turn.experts is not None]
-    tokens = sum(UnderLoad(variant, turn.rate, (turn,)).served_tokens for turn in own)
-    return sum(turn.experts or 0.0 for turn in own) / tokens if tokens else None
-
-
-def gains(found: Sequence[UnderLoad], share: int = 50) -> list[float | None]:
+def gains(loads: Sequence[UnderLoad]) -> list[float | None]:
     """How many times sooner than the first variant at the same rate; None: one had no token."""
-    first = {one.rate: one for one in reversed(found)}
-    pairs = [(first[one.rate].percentile(share), one.percentile(share)) for one in found]
+    first = {load.rate: load.percentile(50) for load in reversed(loads)}
+    pairs = [(first[load.rate], load.percentile(50)) for load in loads]
     return [base / own if base and own else None for base, own in pairs]
+
+
+def experts_per_token(turns: Sequence[Turn], variant: str) -> float | None:
+    """Processor time for a served token in the experts of the busiest rank, in seconds."""
+    own = tuple(turn for turn in turns if turn.variant == variant and turn.experts is not None)
+    tokens = UnderLoad(variant, 0.0, own).tokens
+    return sum(turn.experts or 0.0 for turn in own) / tokens if tokens else None
 
 
 def agreement(turns: Sequence[Turn], variant: str) -> float | None:
@@ -173,3 +152,114 @@ def agreement(turns: Sequence[Turn], variant: str) -> float | None:
         if own is not None and other is not None
     ]
     return sum(own == other for own, other in pairs) / len(pairs) if pairs else None
+
+
+# -- for people ----------------------------------------------------------------------------------
+
+
+def headline(loads: Sequence[UnderLoad]) -> str:
+    """The answer in one line: the highest rate, `ultraep` or the last policy beside the first."""
+    at_highest = [load for load in loads if load.rate == loads[-1].rate]
+    policies = [load for load in at_highest if load.variant != FORCED] or at_highest
+    first = at_highest[0]
+    load = next((load for load in policies if load.variant == SHOWN), policies[-1])
+    gain = gains(loads)[loads.index(load)]
+    answer = f"First token after {_shown(load.percentile(50))} s with {load.variant}"
+    if load is not first and gain is not None:
+        answer += f", {_shown(first.percentile(50))} s with {first.variant} ({gain:.2f}x)"
+    return f"{answer} at {load.rate:g} prompts/s"
+
+
+def table(loads: Sequence[UnderLoad], objective: float) -> tuple[list[str], list[list[str]]]:
+    """Head and a row for every variant and rate; waiting times in seconds."""
+    head = ["rate", "policy", *(f"p{share}" for share in PERCENTILES), "sooner", "served"]
+    rows = [
+        [
+            f"{load.rate:g}/s",
+            load.variant,
+            *(_shown(load.percentile(share)) for share in PERCENTILES),
+            "-" if gain is None else f"{gain:.2f}x",
+            f"{load.throughput:.2f}",
+            f"{load.within(objective):.0%}",
+            _imbalance(load),
+            str(load.unanswered),
+        ]
+        for load, gain in zip(loads, gains(loads), strict=True)
+    ]
+    return [*head, f"in {objective:g} s", "imbalance", "lost"], rows
+
+
+def _shown(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
+
+
+def _imbalance(load: UnderLoad) -> str:
+    before, after = load.mean("before"), load.mean("after")
+    return "-" if before is None or after is None else f"{before:.2f}->{after:.2f}"
+
+
+def notes(turns: Sequence[Turn]) -> list[str]:
+    """Limits of the figures: errors, other first tokens, cores that other programs had."""
+    loads, base = under_load(turns), turns[0].variant
+    lines = []
+    for load in loads:
+        errors = sum((Counter(turn.errors) for turn in load.turns), Counter[str]())
+        if errors:
+            kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(errors.items()))
+            lines.append(f"{load.variant} at {load.rate:g}/s: {kinds}")
+    variants = dict.fromkeys(turn.variant for turn in turns)
+    equal = {name: agreement(turns, name) for name in variants if name not in (base, FORCED)}
+    if any(equal.values()):
+        shares = ", ".join(f"{name} {share:.1%}" for name, share in equal.items() if share)
+        lines.append(f"first tokens equal to {base}: {shares}")
+    spent = {name: experts_per_token(turns, name) for name in variants}
+    if any(spent.values()):
+        times = ", ".join(f"{name} {1e3 * own:.3f} ms" for name, own in spent.items() if own)
+        lines.append(f"processor time per token in experts: {times}")
+    disturbed = max((load.mean("disturbed") or 0.0 for load in loads), default=0.0)
+    if disturbed > QUIET:
+        lines.append(
+            f"other programs had a core of a rank up to {disturbed:.0%} of the time: measure on "
+            "idle cores"
+        )
+    return lines
+
+
+# -- for machines --------------------------------------------------------------------------------
+
+
+def rows_of(loads: Sequence[UnderLoad], objective: float, command: str) -> list[MeasuredNumber]:
+    """A row for every number that is known, like those of all benchmarks."""
+    origin = cpu_device(), versions(), command, datetime.now(UTC).date().isoformat()
+    rows = []
+    for load, gain in zip(loads, gains(loads), strict=True):
+        case: dict[str, str | int | float] = {
+            "policy": load.variant,
+            "rate": load.rate,
+            "prompts": len(load.waited),
+        }
+        for metric, value, unit in _numbers(load, gain, objective):
+            if value is not None:
+                number = float(f"{value:.7g}")
+                rows.append(MeasuredNumber("prefill", case, metric, number, unit, *origin))
+    return rows
+
+
+def _numbers(
+    load: UnderLoad, gain: float | None, objective: float
+) -> Iterator[tuple[str, float | None, str]]:
+    """Metric, value and unit."""
+    for share in PERCENTILES:
+        yield f"first_token_p{share}", load.percentile(share), "s"
+    yield "first_token_gain", gain, "ratio"
+    yield "throughput", load.throughput, "prompts/s"
+    yield "throughput_tokens", load.tokens / load.seconds if load.seconds else 0.0, "tokens/s"
+    yield f"within_{objective:g}_s", load.within(objective), "ratio"
+    yield "unanswered", load.unanswered, "prompts"
+    yield "imbalance_before", load.mean("before"), "ratio"
+    yield "imbalance_after", load.mean("after"), "ratio"
+    yield "copies", sum(turn.copies for turn in load.turns), "copies"
+    yield "weights_sent", sum(turn.sent for turn in load.turns), "bytes"
+    spent = experts_per_token(load.turns, load.variant)
+    yield "experts_processor_time", None if spent is None else 1e3 * spent, "ms/token"
+    yield "cores_taken_by_others", load.mean("disturbed"), "ratio"

@@ -1,4 +1,4 @@
-"""The model that the engine serves: random and small with experts that dominate, or a checkpoint.
+"""A model of transformers in the engine: a checkpoint, or random, small and mostly experts.
 
 Shapes: n prompts, T tokens.
 """
@@ -16,9 +16,13 @@ from ultraep.backends import wait_until_compiled
 from ultraep.errors import ConfigError, FileError
 from ultraep.tools.inspect.library import transformers
 from ultraep.tools.inspect.texts import Encode, hashed_words, tokenizer_of
+from ultraep.tools.serving.load import Prompt
+from ultraep.tools.serving.variants import EvenChoices
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+    from ultraep.runtime.balancer import Balancer
 
 RANDOM = {
     "vocab_size": 256,  # bytes
@@ -39,7 +43,7 @@ ALIKE = 1e-3  # relative: how far logits of a prompt may differ beside another o
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What is known of a model before it is made."""
+    """Facts about a model before it is built."""
 
     name: str
     parameters: int
@@ -87,6 +91,59 @@ def facts_of(folder: str | None) -> ModelFacts:
     )
 
 
+class TransformersModel:
+    """The model with its home experts of this rank, as the engine serves it; collective.
+
+    Its outputs are tokens.   bytes_per_token: bytes of text that are enough for one token.
+    """
+
+    def __init__(
+        self, folder: str | None, group: ProcessGroup, seed: int, **balancing: Any
+    ) -> None:
+        from ultraep.integrations.transformers import balanced_experts, balancers
+
+        self.model = balanced_model(folder, group, seed, **balancing)
+        self._encode, self.bytes_per_token = encoder_of(folder)
+        self.balancers: list[Balancer] = balancers(self.model)
+        even = {id(b): EvenChoices(b.topology, group.rank()) for b in self.balancers}
+        self.even_choices = list(even.values())
+        for module in balanced_experts(self.model).values():
+            module.register_forward_pre_hook(even[id(module.balancer)], with_kwargs=True)
+
+    def encode(self, prompt: Prompt) -> torch.Tensor:
+        """[T] token ids, no more than wanted."""
+        ids = self._encode(prompt.text.decode("utf-8", "replace"))[: prompt.tokens]
+        return torch.tensor(ids, dtype=torch.int64)
+
+    def first_outputs(self, texts: Sequence[torch.Tensor]) -> list[int]:
+        """[n] the first new token of every text."""
+        return self.last_logits(texts).argmax(dim=-1).tolist()[: len(texts)]
+
+    @torch.no_grad()
+    def last_logits(self, texts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """[n, V] of texts that stand one after the other in a single sequence.
+
+        A rank without texts takes part with one token, as attention needs one.
+        """
+        texts = texts or [torch.zeros(1, dtype=torch.int64)]
+        positions = torch.cat([torch.arange(len(text)) for text in texts])
+        ends = torch.tensor([len(text) for text in texts]).cumsum(0) - 1
+        inputs = {"input_ids": torch.cat(list(texts))[None], "position_ids": positions[None]}
+        logits: torch.Tensor = self.model(**inputs, use_cache=False, logits_to_keep=ends).logits[0]
+        return logits
+
+    def check_packing(self) -> None:
+        """Refuse a model in which texts of one sequence see each other; collective."""
+        before, text = torch.arange(3, 12), torch.arange(20, 25)
+        alone, beside = self.last_logits([text])[0], self.last_logits([before, text])[1]
+        off = ((alone - beside).abs().max() / alone.abs().max()).item()
+        if not off <= ALIKE:
+            raise ConfigError(
+                f"{type(self.model).__name__} lets prompts of one sequence see each other (logits "
+                f"differ by {off:.2g}, allowed are {ALIKE}): it cannot be served here"
+            )
+
+
 def balanced_model(
     folder: str | None, group: ProcessGroup, seed: int, **balancing: Any
 ) -> torch.nn.Module:
@@ -97,8 +154,9 @@ def balanced_model(
     library: Any = transformers()
     if folder is not None:
         slots, policy = balancing.pop("slots"), balancing.pop("policy")
-        given = {"slots": slots, "policy": policy, "balancing": balancing}
-        loaded: torch.nn.Module = balanced_from_pretrained(folder, group, **given)
+        loaded: torch.nn.Module = balanced_from_pretrained(
+            folder, group, slots=slots, policy=policy, balancing=balancing
+        )
         return loaded.eval()
     torch.manual_seed(seed)  # all ranks draw the same
     model: torch.nn.Module = library.Qwen3MoeForCausalLM(config_of(None)).eval()
@@ -110,38 +168,6 @@ def encoder_of(folder: str | None) -> tuple[Encode, int]:
     """How text becomes tokens, and bytes of text that are enough for one."""
     if folder is None:
         return lambda text: list(text.encode()), 1
-    known = tokenizer_of(Path(folder))
+    tokenizer = tokenizer_of(Path(folder))
     vocabulary = config_of(folder).get_text_config().vocab_size
-    return known or hashed_words(vocabulary), BYTES_PER_TOKEN
-
-
-@torch.no_grad()
-def first_tokens(model: Any, texts: Sequence[torch.Tensor]) -> list[int]:
-    """[n] the first new token of every text."""
-    return last_logits(model, texts).argmax(dim=-1).tolist()[: len(texts)]
-
-
-@torch.no_grad()
-def last_logits(model: Any, texts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """[n, V] of texts that stand one after the other in a single sequence.
-
-    Without any, a rank takes part with one token, as attention needs one.
-    """
-    texts = texts or [torch.zeros(1, dtype=torch.int64)]
-    positions = torch.cat([torch.arange(len(text)) for text in texts])
-    ends = torch.tensor([len(text) for text in texts]).cumsum(0) - 1
-    given = {"input_ids": torch.cat(list(texts))[None], "position_ids": positions[None]}
-    logits: torch.Tensor = model(**given, use_cache=False, logits_to_keep=ends).logits[0]
-    return logits
-
-
-def check_packing(model: Any) -> None:
-    """Refuse a model in which texts of one sequence see each other; collective."""
-    one, two = torch.arange(3, 12), torch.arange(20, 25)
-    alone, beside = last_logits(model, [two])[0], last_logits(model, [one, two])[1]
-    off = ((alone - beside).abs().max() / alone.abs().max()).item()
-    if not off <= ALIKE:
-        raise ConfigError(
-            f"{type(model).__name__} lets prompts of one sequence see each other (logits differ by "
-            f"{off:.2g}, allowed are {ALIKE}): it cannot be served here"
-        )
+    return tokenizer or hashed_words(vocabulary), BYTES_PER_TOKEN

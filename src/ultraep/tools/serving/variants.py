@@ -42,10 +42,9 @@ def check_variants(variants: Sequence[str]) -> None:
 def eplb_at_home(problem: Problem) -> IntArray:
     """EPLB with homes that stay: all slots filled by past loads, and loads split equally.
 
-    The next copy goes, again and again, to the expert with the largest past load per instance;
-    then copies are placed, heaviest first, on the lightest rank of the domain with a free slot;
-    one for which there is none but on a rank that has the expert is not made.
-    `tolerance` changes nothing, a copy is made however few tokens it will serve.
+    Each copy goes to the expert with the largest past load per instance. Copies are then placed,
+    heaviest first, on the least loaded rank of the domain that has a free slot and not the expert;
+    a copy without such a rank is left out. `tolerance` has no effect.
     """
     assert problem.history is not None
     topology = problem.topology
@@ -78,10 +77,10 @@ class EvenChoices:
     def __init__(self, topology: Topology, rank: int) -> None:
         self._even, self.on = EvenTurns(topology, rank), False
 
-    def __call__(self, _: Any, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        """What the experts get, if anything else than what is given."""
+    def __call__(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The arguments of the experts with even choices; None: unchanged."""
         if not self.on:
             return None
-        whole = dict(zip(ARGUMENTS, given, strict=False)) | named
-        whole["top_k_index"] = self._even.chosen(whole["top_k_index"])
-        return (), whole
+        named = dict(zip(ARGUMENTS, args, strict=False)) | kwargs
+        named["top_k_index"] = self._even.chosen(named["top_k_index"])
+        return (), named

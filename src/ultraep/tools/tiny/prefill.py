@@ -1,33 +1,30 @@
-"""Prefill: requests of mixed lengths and subjects, and the time to their first new token.
+"""Prefill of the tiny model: requests of mixed lengths and subjects, served by the serving engine.
 
-Requests wait in one queue. A batch takes them in order, each to the rank with the fewest tokens,
-until the token budget of a rank is used up; on a rank they stand one after the other in a single
-sequence. Time is that of a queue: a batch starts when the one before it is finished and its first
-request has arrived, and lasts as long as it was measured to.
+On a rank, the requests of a batch stand one after the other in a single sequence.
 
-Shapes: N requests, n requests of this rank, T tokens, V vocabulary.
+Shapes: n requests of this rank, T tokens, V vocabulary.
 """
 
 from __future__ import annotations
 
-import time
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import islice
 
-import numpy as np
 import torch
-import torch.distributed as dist
 
 from ultraep.parallel.full_state import moe_layers
-from ultraep.plan import Plan
-from ultraep.tools.tiny.model import VOCABULARY, TinyMoE
+from ultraep.tools.serving.engine import Engine
+from ultraep.tools.serving.load import Arrival, Lengths, Prompt, make_prompts, poisson
+from ultraep.tools.serving.measure import Turn
+from ultraep.tools.tiny.model import TinyMoE
 from ultraep.tools.tiny.text import Text
 
 
 @dataclass(frozen=True, kw_only=True)
 class Queue:
-    """What is asked for. `rate` requests arrive in a second; 0: all at once."""
+    """The requests. `rate` requests arrive in a second; 0: all at once."""
 
     requests: int = 200
     shortest: int = 8  # tokens of a request
@@ -41,124 +38,80 @@ class Queue:
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
-    """A text to continue, and when it was sent, in seconds."""
-
-    number: int
-    arrival: float
-    tokens: torch.Tensor  # [T]
-
-
-@dataclass(frozen=True, slots=True)
-class Served:
-    """What became of all requests; alike on all ranks."""
-
-    logits: torch.Tensor  # [N, V] of the first new token
-    waited: list[float]  # [N] seconds until it
-    batches: list[float]  # seconds that each took
-    plans: list[Plan]
-
-
-@dataclass(frozen=True, slots=True)
 class Answers:
-    """The round of median speed under one policy, and what differs from the first policy."""
+    """The round of median speed under one policy.
+
+    difference: of the logits from those of the first policy, the largest of all rounds, relative to
+        the largest logit.
+    """
 
     policy: str
-    served: Served
-    difference: float  # largest of all rounds, relative to the largest logit
-    stats: list[dict[str, Any]]  # of the balancers of all ranks
+    turn: Turn
+    difference: float
 
 
-def make_requests(text: Text, queue: Queue) -> list[Request]:
-    """Lengths spread evenly in their logarithm; subjects come in bursts."""
-    rng, count = np.random.default_rng(queue.seed), queue.requests
-    low, high = np.log([queue.shortest, queue.longest + 1])
-    lengths = np.exp(rng.uniform(low, high, count)).astype(int).clip(max=queue.longest)
-    gaps = rng.exponential(1 / queue.rate, count) if queue.rate else np.zeros(count)
-    requests = []
-    for number, (length, arrival) in enumerate(zip(lengths, gaps.cumsum(), strict=True)):
-        subject = text.shifting(rng, number, 1, queue.period)
-        tokens = text.sequences(rng, subject, int(length), held_out=True)[0]
-        requests.append(Request(number, float(arrival), tokens))
-    return requests
+class ServedTinyMoE:
+    """The model as the engine serves it; its outputs are logits."""
+
+    even_choices = ()
+
+    def __init__(self, model: TinyMoE) -> None:
+        self.model = model
+        self.balancers = [next(iter(moe_layers(model).values())).balancer]  # all layers share it
+
+    def encode(self, prompt: Prompt) -> torch.Tensor:
+        """[T] its bytes."""
+        return torch.frombuffer(bytearray(prompt.text), dtype=torch.uint8).long()
+
+    def first_outputs(self, texts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """[V] for every text: the logits of its first new token."""
+        return list(first_logits(self.model, texts))
 
 
-def next_batch(waiting: Sequence[Request], ranks: int, budget: int) -> list[list[Request]]:
-    """The first requests in the queue that fit, by the rank that serves them."""
-    batch: list[list[Request]] = [[] for _ in range(ranks)]
-    used = [0] * ranks
-    for request in waiting:
-        rank = used.index(min(used))
-        if used[rank] + len(request.tokens) > budget:
-            break
-        batch[rank].append(request)
-        used[rank] += len(request.tokens)
-    return batch
+def make_requests(text: Text, queue: Queue) -> list[Prompt]:
+    """Requests of held-out text."""
+    lengths = Lengths(shortest=queue.shortest, longest=queue.longest, burst=queue.period)
+    arrivals = [Arrival(0.0)] * queue.requests
+    if queue.rate:
+        arrivals = list(islice(poisson(queue.rate, [queue.seed]), queue.requests))
+    return make_prompts(arrivals, lengths, [queue.seed], 1, text.held_out())
 
 
 @torch.no_grad()
-def first_logits(model: TinyMoE, mine: Sequence[Request], policy: str) -> torch.Tensor:
-    """[n, V] of this rank's requests, on the host. A rank without any takes part with no tokens."""
+def first_logits(model: TinyMoE, texts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """[n, V] on the host. A rank without texts takes part with no tokens."""
     device = model.norm.weight.device
-    texts = [request.tokens for request in mine] or [torch.empty(0, dtype=torch.int64)]
-    positions = torch.cat([torch.arange(len(text)) for text in texts]).to(device)
-    ends = torch.tensor([len(text) for text in texts]).cumsum(0)[: len(mine)] - 1
-    logits: torch.Tensor = model(torch.cat(texts)[None].to(device), positions[None], policy)
+    packed = torch.cat([torch.empty(0, dtype=torch.int64), *texts])
+    positions = torch.cat([packed[:0], *(torch.arange(len(text)) for text in texts)])
+    ends = torch.tensor([len(text) for text in texts], dtype=torch.int64).cumsum(0) - 1
+    logits: torch.Tensor = model(packed[None].to(device), positions[None].to(device))
     return logits[0, ends.to(device)].cpu()
-
-
-def serve(model: TinyMoE, requests: Sequence[Request], policy: str, budget: int) -> Served:
-    """Serve all requests, batch after batch."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    logits = torch.zeros(len(requests), VOCABULARY, dtype=model.norm.weight.dtype)
-    waited, plans = [0.0] * len(requests), []
-    clock, batches = 0.0, []
-    queue = list(requests)
-    while queue:
-        clock = max(clock, queue[0].arrival)
-        batch = next_batch([r for r in queue if r.arrival <= clock], ranks, budget)
-        dist.barrier()
-        begin = time.perf_counter()
-        logits[[r.number for r in batch[rank]]] = first_logits(model, batch[rank], policy)
-        lasted = torch.tensor(time.perf_counter() - begin, dtype=torch.float64)
-        dist.all_reduce(lasted, dist.ReduceOp.MAX)
-        batches.append(lasted.item())
-        clock += lasted.item()
-        plans += model.last_plans()
-        taken = [request for part in batch for request in part]
-        for request in taken:
-            waited[request.number] = clock - request.arrival
-        queue = queue[len(taken) :]
-    dist.all_reduce(logits)  # every rank had its own rows, and zeros elsewhere
-    return Served(logits, waited, batches, plans)
 
 
 def answer(
     model: TinyMoE,
-    requests: Sequence[Request],
+    requests: Sequence[Prompt],
     queue: Queue,
     policies: Sequence[str],
-    tell: Callable[[str, int, Served], None] = lambda *_: None,
+    tell: Callable[[str, int, Turn], None] = lambda *_: None,
 ) -> list[Answers]:
     """Serve the requests under every policy, with the same weights, in turns.
 
     tell: called after every round of a policy, with its name and the number of the round.
     """
-    balancer = next(iter(moe_layers(model).values())).balancer
+    engine = Engine(ServedTinyMoE(model), budget=queue.budget, grace=math.inf)
+    rate = queue.rate or math.inf
     for policy in policies:
-        serve(model, requests[: queue.warmup], policy, queue.budget)
-    rounds: dict[str, list[tuple[Served, list[dict[str, Any]]]]] = {name: [] for name in policies}
+        engine.serve(requests[: max(1, queue.warmup)], policy, rate, 0)
+    rounds: dict[str, list[Turn]] = {policy: [] for policy in policies}
     for number in range(queue.rounds):
         for policy in policies:
-            balancer.reset_stats()
-            with balancer.unchanged_weights():  # it ends: no copies for the next policy
-                served = serve(model, requests, policy, queue.budget)
-            rounds[policy].append((served, balancer.comm.gather_objects(balancer.stats())))
-            tell(policy, number + 1, served)
-    first = rounds[policies[0]][0][0].logits
-    found = []
-    for policy, all_of_it in rounds.items():
-        served, stats = sorted(all_of_it, key=lambda r: sum(r[0].batches))[len(all_of_it) // 2]
-        off = max((s.logits - first).abs().max().item() for s, _ in all_of_it)
-        found.append(Answers(policy, served, off / first.abs().max().item(), stats))
-    return found
+            rounds[policy].append(engine.serve(requests, policy, rate, number))
+            tell(policy, number + 1, rounds[policy][-1])
+    first = torch.stack(rounds[policies[0]][0].first)
+    answers = []
+    for policy, turns in rounds.items():
+        median = sorted(turns, key=lambda turn: turn.seconds)[len(turns) // 2]
+        off = max((torch.stack(turn.first) - first).abs().max().item() for turn in turns)
+        answers.append(Answers(policy, median, off / first.abs().max().item()))
+    return answers

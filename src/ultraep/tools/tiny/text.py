@@ -32,12 +32,12 @@ class Text:
     """The subjects of this machine, each as one long tensor of bytes."""
 
     def __init__(self, subjects: Mapping[str, Callable[[], bytes]] | None = None) -> None:
-        found = {name: read() for name, read in (subjects or SUBJECTS).items()}
-        kept = {name: bytearray(data) for name, data in found.items() if len(data) >= LEAST}
-        if not kept:
+        texts = {name: bytearray(read()) for name, read in (subjects or SUBJECTS).items()}
+        texts = {name: data for name, data in texts.items() if len(data) >= LEAST}
+        if not texts:
             raise FileError(f"no text in Python's library, {sysconfig.get_path('stdlib')}")
-        self.names = list(kept)
-        self._all = [torch.frombuffer(data, dtype=torch.uint8) for data in kept.values()]
+        self.names = list(texts)
+        self._all = [torch.frombuffer(data, dtype=torch.uint8) for data in texts.values()]
 
     def sequences(
         self, rng: np.random.Generator, subjects: list[int], length: int, *, held_out: bool = False
@@ -51,6 +51,11 @@ class Text:
             begin = int(rng.integers(len(data) - length + 1))
             pieces.append(data[begin : begin + length].long())
         return torch.stack(pieces)
+
+    def held_out(self) -> dict[str, bytes]:
+        """The part of every subject that is not trained on."""
+        parts = (data[len(data) - len(data) // HELD_OUT :] for data in self._all)
+        return {name: bytes(part.tolist()) for name, part in zip(self.names, parts, strict=True)}
 
     def main(self, step: int, period: int) -> int:
         """The subject of a step; it changes every `period` steps."""
@@ -92,8 +97,8 @@ def _docstrings(*patterns: str) -> bytes:
     nodes = [
         node for path in _matching(patterns) for node in ast.walk(ast.parse(path.read_bytes()))
     ]
-    told = [ast.get_docstring(node) for node in nodes if isinstance(node, kinds)]
-    return "\n\n".join(text for text in told if text).encode()
+    docstrings = [ast.get_docstring(node) for node in nodes if isinstance(node, kinds)]
+    return "\n\n".join(filter(None, docstrings)).encode()
 
 
 def tables() -> bytes:

@@ -1,4 +1,4 @@
-"""What an inspection is asked for."""
+"""Options of an inspection."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
-    """What is to be looked into, and how. Exactly one of model and family is given."""
+class InspectOptions:
+    """Which model, texts, ranks and policies. Exactly one of model and family is given."""
 
     model: Path | None = None
     family: str | None = None
@@ -32,7 +32,7 @@ class Asked:
 
     def __post_init__(self) -> None:
         if (self.model is None) == (self.family is None):
-            raise ConfigError("name the folder of a model, or a family with --random; not both")
+            raise ConfigError("name the directory of a model, or a family with --random; not both")
         for name in self.policies:
             get_policy(name)
         if self.history < 1:
@@ -44,5 +44,5 @@ class Asked:
 
     @property
     def name(self) -> str:
-        """The model, in short."""
+        """The name of the model."""
         return self.model.resolve().name if self.model else f"random {self.family}"
