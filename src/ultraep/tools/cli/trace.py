@@ -22,8 +22,7 @@ from ultraep.tools.cli import render
 from ultraep.tools.cli.lists import names_in, numbers_in
 from ultraep.tools.cli.options import Force
 from ultraep.tools.cli.terminal import Grid, make_console, plain
-from ultraep.trace.chrome import timeline_of, write_timeline
-from ultraep.trace.export import write_csv
+from ultraep.trace.export import timeline_of, write_csv, write_timeline
 from ultraep.trace.read import Trace, read_trace
 from ultraep.trace.replay import Line, cases, differing
 from ultraep.trace.replay import replay as replay_case

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from ultraep.tools.claim import Claim
 from ultraep.tools.demo.result import REPORT_FILE, RESULT_FILE, TRACE
+from ultraep.tools.outputs import OutputDir
 
 
-class DemoFolder(Claim):
+class DemoFolder(OutputDir):
     """Result, report and a trace for each policy, claimed by one demo."""
 
     def __init__(self, folder: str | Path, policies: Sequence[str]) -> None:

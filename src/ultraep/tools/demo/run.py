@@ -14,19 +14,19 @@ from contextlib import AbstractContextManager, nullcontext
 
 from ultraep.errors import ConfigError
 from ultraep.policies import get_policy
-from ultraep.tools.claim import Claim
 from ultraep.tools.demo.folder import DemoFolder
 from ultraep.tools.demo.job import Job
 from ultraep.tools.demo.result import DemoResult, Event
 from ultraep.tools.launch.place import RankPlace
 from ultraep.tools.launch.processes import run_ranks, stop_on_sigterm
+from ultraep.tools.outputs import OutputDir
 
 
 def run(
     job: Job,
     tell: Callable[[Event], None],
     place: RankPlace | None = None,
-    claim: Claim | None = None,
+    claim: OutputDir | None = None,
 ) -> DemoResult:
     """Run the job on processes of this machine, or, with a place, as that rank of a group.
 
@@ -45,7 +45,7 @@ def run(
     return work(place, job, tell)
 
 
-def prepare(job: Job, place: RankPlace | None = None) -> AbstractContextManager[Claim | None]:
+def prepare(job: Job, place: RankPlace | None = None) -> AbstractContextManager[OutputDir | None]:
     """Check the policies and claim the folder; of a group, rank 0 does that for all."""
     for name in job.policies:
         get_policy(name)

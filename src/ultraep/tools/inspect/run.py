@@ -18,7 +18,6 @@ from typing import Any
 import torch
 
 from ultraep.errors import ConfigError, FileError
-from ultraep.tools.claim import Claim
 from ultraep.tools.inspect.anatomy import Anatomy
 from ultraep.tools.inspect.asked import Asked
 from ultraep.tools.inspect.catch import Catcher, topology_of
@@ -30,6 +29,7 @@ from ultraep.tools.inspect.library import Understood
 from ultraep.tools.inspect.result import FILES, TRACE, TextSpan, spans
 from ultraep.tools.inspect.texts import Excerpt, excerpts, hashed_words, texts_of, tokenizer_of
 from ultraep.tools.inspect.windows import run_windows
+from ultraep.tools.outputs import OutputDir
 from ultraep.topology import Topology
 from ultraep.trace.read import read_trace
 
@@ -68,7 +68,7 @@ class Inspection:
         """The texts, by windows."""
         return spans(self.excerpts)
 
-    def record(self, claim: Claim, tell: Tell) -> Catcher:
+    def record(self, claim: OutputDir, tell: Tell) -> Catcher:
         """Send all windows through the model; what its routers decide is in the trace then.
 
         tell: hears what was done, of how much, and what comes. On interruption the trace is
@@ -95,7 +95,7 @@ class Inspection:
             run_windows(self.anatomy, windows, self.opened.lend, going, self.blocks[-1])
         return catcher
 
-    def findings(self, claim: Claim, tell: Tell) -> Findings:
+    def findings(self, claim: OutputDir, tell: Tell) -> Findings:
         """The recorded trace, planned as asked for."""
         asked = self.asked
         return find(
@@ -174,9 +174,9 @@ class Inspection:
         return f"ultraep inspect {self.asked.name}; steps are windows of text: {told}"
 
 
-def claim_folder(out: Path) -> Claim:
+def claim_folder(out: Path) -> OutputDir:
     """The folder for all that an inspection makes."""
-    return Claim(out, work="inspection", files=FILES, traces=[TRACE])
+    return OutputDir(out, work="inspection", files=FILES, traces=[TRACE])
 
 
 # -- what is asked for ---------------------------------------------------------------------------

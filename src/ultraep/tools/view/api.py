@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Awaitable, Callable, Iterator
 from functools import wraps
-from typing import IO, Any
+from typing import IO
 
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
@@ -21,8 +21,11 @@ from ultraep.tools.report.numbers import Numbers
 from ultraep.tools.report.page import own_file, plotly_js
 from ultraep.tools.view.catalogue import GONE, Catalogue, Shown
 from ultraep.tools.view.guard import CHUNK
+from ultraep.tools.view.record import numbers_of, stages_of
 from ultraep.tools.view.replays import Question, Replays
 from ultraep.tools.view.table import VALUES, heat, overview
+from ultraep.tools.view.traces import SERVED, TIMED, OpenTrace
+from ultraep.trace.schema import KEY, Key
 
 MOST_POINTS, MOST_COLUMNS = 2000, 400
 LARGEST = 2**62
@@ -32,6 +35,13 @@ SANDBOX = (
     "sandbox allow-scripts; default-src 'none'; script-src 'unsafe-inline'; "
     "style-src 'unsafe-inline'; img-src data: blob:; frame-ancestors 'none'; base-uri 'none'; "
     "form-action 'none'"
+)
+HEADER_FACTS = (
+    *("ranks", "experts", "slots", "domain", "policy", "tolerance", "objective"),
+    *("created", "note"),
+)
+TRACE_FACTS = (
+    *("dropped", "left_out", "notes", "version", "done", "total", "finished", "complete"),
 )
 Answer = Callable[[Request], Awaitable[Response]]
 
@@ -109,47 +119,46 @@ class Api:
 
     def overview(self, request: Request) -> Numbers:
         """Lines, layers, sums."""
-        index = self.catalogue.index(whole(request, "trace"))
+        trace = self._trace(request)
         most = whole(request, "points", 600, low=2, high=MOST_POINTS)
-        found = overview(index.table, **stretch(request), most=most)
-        return found | {"stages": stages_told(index), "complete": index.complete}
+        means = zip(trace.header.stages, trace.table.stages.tolist(), strict=True)
+        return overview(trace.table, *stretch(request), most=most) | {
+            "stages": {stage: round(seconds, 9) for stage, seconds in means if seconds > 0},
+            "complete": trace.complete,
+        }
 
     def heat(self, request: Request) -> Numbers:
         """The map of layers and time."""
-        index = self.catalogue.index(whole(request, "trace"))
         value = request.query_params.get("value", "before")
         if value not in VALUES:
             raise ConfigError(f"value must be one of {', '.join(VALUES)}, got {value[:40]!r}")
         most = whole(request, "columns", 240, low=2, high=MOST_COLUMNS)
-        return heat(index.table, value, **stretch(request), most=most)
+        return heat(self._trace(request).table, value, *stretch(request), most=most)
 
     def worst(self, request: Request) -> Numbers:
         """The most uneven record of a stretch."""
-        index = self.catalogue.index(whole(request, "trace"))
-        given = "layer" in request.query_params
-        layer = whole(request, "layer") if given else None
-        found = stretch(request)
-        begin, end = found["begin"], found["end"]
-        end = LARGEST if end is None else end
-        return {"key": index.table.worst(index.table.within(begin, end, layer))}
+        table, (begin, end) = self._trace(request).table, stretch(request)
+        layer = whole(request, "layer") if "layer" in request.query_params else None
+        return {"key": table.worst(table.within(begin, end, layer))}
 
     def record(self, request: Request) -> Numbers:
         """One microbatch of one layer."""
-        number, key = whole(request, "trace"), key_of(request)
-        table = self.catalogue.index(number).table
-        step_M, microbatch_M, _ = table.moments
+        trace, key = self._trace(request), key_of(request)
+        step_M, microbatch_M, _ = trace.table.moments
+        earlier = (step_M < key[0]) | ((step_M == key[0]) & (microbatch_M < key[2]))
         around = {
-            "layers": table.layers[0].tolist(),
-            "moment": int(
-                ((step_M < key[0]) | ((step_M == key[0]) & (microbatch_M < key[2]))).sum()
-            ),
+            "layers": trace.table.layers[0].tolist(),
+            "moment": int(earlier.sum()),
             "moments": len(step_M),
         }
-        return self.catalogue.record(number, key) | {"around": around}
+        return numbers_of(trace.record(key, SERVED)) | {"around": around}
 
     def stages(self, request: Request) -> Numbers:
         """Its times on all ranks, forward and backward."""
-        return self.catalogue.stages(whole(request, "trace"), key_of(request))
+        return stages_of(self._trace(request).record(key_of(request), TIMED))
+
+    def _trace(self, request: Request) -> OpenTrace:
+        return self.catalogue.trace(whole(request, "trace"))
 
     async def ask(self, request: Request) -> Response:
         """Begin to plan again."""
@@ -204,36 +213,12 @@ def described(shown: Shown) -> Numbers:
         "error": shown.error,
         "gone": GONE if shown.gone else "",
     }
-    index = shown.index
-    if index is None:
+    trace = shown.trace
+    if trace is None:
         return facts
-    header = index.header
-    return facts | {
-        "ranks": header.ranks,
-        "experts": header.experts,
-        "slots": header.slots,
-        "domain": header.domain,
-        "policy": header.policy,
-        "tolerance": header.tolerance,
-        "objective": header.objective,
-        "created": header.created,
-        "note": header.note,
-        "records": len(index.table),
-        "dropped": index.dropped,
-        "left_out": index.left_out,
-        "notes": list(index.notes),
-        "version": index.version,
-        "done": index.done,
-        "total": index.total,
-        "finished": index.finished,
-        "complete": index.complete,
-    }
-
-
-def stages_told(index: Any) -> Numbers:
-    """Mean seconds of each stage, on the rank with the largest mean."""
-    pairs = zip(index.header.stages, index.table.stages.tolist(), strict=True)
-    return {stage: round(seconds, 9) for stage, seconds in pairs if seconds > 0}
+    facts |= {name: getattr(trace.header, name) for name in HEADER_FACTS}
+    facts |= {name: getattr(trace, name) for name in TRACE_FACTS}
+    return facts | {"records": len(trace.table)}
 
 
 # -- what is asked -------------------------------------------------------------------------------
@@ -256,15 +241,15 @@ def parsed(name: str, text: str, low: int, high: int) -> int:
     return int(text)
 
 
-def stretch(request: Request) -> dict[str, Any]:
+def stretch(request: Request) -> tuple[int, int]:
     """From which moment to which."""
-    given = "to" in request.query_params
-    return {"begin": whole(request, "from"), "end": whole(request, "to") if given else None}
+    return whole(request, "from"), whole(request, "to", LARGEST)
 
 
-def key_of(request: Request) -> tuple[int, int, int]:
+def key_of(request: Request) -> Key:
     """Step, layer and microbatch."""
-    return whole(request, "step"), whole(request, "layer"), whole(request, "microbatch")
+    step, layer, microbatch = (whole(request, name) for name in KEY)
+    return step, layer, microbatch
 
 
 def question(body: bytes) -> Question:

@@ -21,6 +21,7 @@ from ultraep.tools.report.numbers import FloatArray, Numbers, plain
 from ultraep.trace.schema import KEY, Array, Arrays
 
 MOST_LAYERS = 4096
+LAST = 2**62  # behind all moments
 VALUES = ("before", "after", "copies", "bytes", "lost", "saved", "cost")
 
 
@@ -103,37 +104,6 @@ class Table:
         return np.flatnonzero(wanted if layer is None else wanted & (self.layer == layer))
 
 
-def table_of(
-    keys: Arrays,
-    *,
-    before: FloatArray,
-    after: FloatArray,
-    copies: FloatArray,
-    bytes_moved: FloatArray,
-    experts: FloatArray,
-    mean: FloatArray,
-    cost: FloatArray,
-    stages: FloatArray,
-) -> Table:
-    """Return the table of these columns.
-
-    experts, mean: seconds that the slowest rank and the mean rank compute experts for.
-    """
-    timed = mean > 0
-    saved = np.where(copies > 0, mean * before - experts, 0.0)
-    return Table(
-        **keys,
-        before=before,
-        after=after,
-        copies=copies,
-        bytes=bytes_moved,
-        lost=np.where(timed, experts - mean, np.nan),
-        saved=np.where(timed, saved, np.nan),
-        cost=np.where(timed, cost, np.nan),
-        stages=stages,
-    )
-
-
 # -- what is drawn -------------------------------------------------------------------------------
 
 
@@ -189,10 +159,10 @@ class Stretch:
         }
 
 
-def overview(table: Table, *, begin: int = 0, end: int | None = None, most: int = 600) -> Numbers:
+def overview(table: Table, begin: int = 0, end: int = LAST, *, most: int = 600) -> Numbers:
     """Lines over time, bars of layers and sums, of one stretch of the run."""
     table.check()
-    points = Stretch(table, begin, len(table.moments[0]) if end is None else end, most)
+    points = Stretch(table, begin, end, most)
     lines = {name: points.spans(getattr(table, name)) for name in ("before", "after", "copies")}
     sums = {
         name: points.per_moment(getattr(table, name)) for name in ("bytes", "lost", "saved", "cost")
@@ -240,12 +210,10 @@ def totals(table: Table, records: IntArray) -> Numbers:
     return found
 
 
-def heat(
-    table: Table, value: str, *, begin: int = 0, end: int | None = None, most: int = 240
-) -> Numbers:
+def heat(table: Table, value: str, begin: int = 0, end: int = LAST, *, most: int = 240) -> Numbers:
     """Mean of every layer in every stretch of moments: [layer][column]."""
     table.check()
-    points = Stretch(table, begin, len(table.moments[0]) if end is None else end, most)
+    points = Stretch(table, begin, end, most)
     names, place_N = table.layers
     values = getattr(table, value)[points.records]
     known = ~np.isnan(values)
