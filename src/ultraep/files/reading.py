@@ -131,7 +131,7 @@ def read_array(path: str | Path, *, most: int = MOST_ARRAYS) -> Array:
             raise FileError(f"{path}: an archive of arrays; its name should end in .npz")
         check_size(path, most)
         file.seek(0)
-        return _array(file.read(most))
+        return _array(file.read())
 
 
 def read_arrays(
@@ -161,7 +161,8 @@ def names_of_arrays(path: str | Path) -> list[str]:
 def archive_of(path: str | Path) -> Iterator[Archive]:
     """Open an .npz file; damage becomes a `FileError`."""
     with reading(path), opened(path) as file, _zipped(file) as zipped:
-        members = {_name(member): member for member in zipped.infolist()}
+        size = os.fstat(file.fileno()).st_size
+        members = {_name(member, size): member for member in zipped.infolist()}
         if len(members) < len(zipped.infolist()):
             names = ", ".join(zipped.namelist())
             raise FileError(f"{path}: two arrays of one name among {names}")
@@ -262,8 +263,8 @@ def _zipped(file: IO[bytes]) -> zipfile.ZipFile:
         raise zipfile.BadZipFile(f"not an archive of arrays: {error}") from None
 
 
-def _name(member: zipfile.ZipInfo) -> str:
-    """Return the name of an array; refuse members that cannot be unpacked."""
+def _name(member: zipfile.ZipInfo, size: int) -> str:
+    """Return the name of an array in an archive of `size` bytes; refuse what cannot be unpacked."""
     if not member.filename.endswith(ENDING):
         raise ValueError(f"{member.filename!r} is no array")
     if member.flag_bits & ENCRYPTED:
@@ -272,6 +273,8 @@ def _name(member: zipfile.ZipInfo) -> str:
         raise ValueError(f"{member.filename} is compressed patched data, or strongly encrypted")
     if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
         raise ValueError(f"{member.filename} has an unknown compression, {member.compress_type}")
+    if member.compress_size > size:
+        raise ValueError(f"{member.filename} has {member.compress_size} bytes of {size}")
     return member.filename.removesuffix(ENDING)
 
 

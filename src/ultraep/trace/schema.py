@@ -42,8 +42,8 @@ SETTINGS = (
     *("policy", "tolerance", "min_tokens_per_replica", "max_replicas", "locality"),
     "objective",
 )
-OLD_OBJECTIVE = "balance"  # of traces that do not tell
-UNTOLD: dict[str, Any] = {"relay": "", "chunks": 0}  # entries that not every recorder knows
+# Entries of the header that older traces do not have, or that not every recorder knows.
+UNTOLD: dict[str, Any] = {"objective": "balance", "relay": "", "chunks": 0}
 
 FORWARD = ("loads", "plan", "verify", "replicate", "reroute", "dispatch", "experts", "combine")
 BACKWARD = (
@@ -147,7 +147,6 @@ SUMMARIES: dict[str, Field] = {
     "stage_sums": Field("stage_sums", "float64", "G", "pieces", since=4),  # seconds of all lines
 }
 VERSION = max(one.since for one in (*FIELDS, *SUMMARIES.values()))
-OBJECTIVE_SINCE = 3  # in the header
 KEY = tuple(one.name for one in FIELDS if one.join == "key")
 ENDS = "copy_ends"  # of what has the letter C
 
@@ -204,7 +203,7 @@ class Header:
     min_tokens_per_replica: int
     max_replicas: int | None
     locality: bool
-    objective: str = OLD_OBJECTIVE
+    objective: str = UNTOLD["objective"]
     relay: str = ""  # how weights were to be sent; "": nobody tells
     chunks: int = 0
     stages: tuple[str, ...] = STAGES
@@ -267,8 +266,6 @@ class Header:
             raise FileError(
                 f"{where}: a trace of version {version}, this program reads versions 1 to {VERSION}"
             )
-        if version < OBJECTIVE_SINCE:
-            content.setdefault("objective", OLD_OBJECTIVE)
         content = UNTOLD | content
         wrong = {entry.name for entry in fields(cls)} ^ content.keys()
         if wrong:

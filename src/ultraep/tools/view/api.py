@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Awaitable, Callable, Iterator
-from functools import wraps
+from collections.abc import Callable, Iterator
 from typing import IO
 
 from starlette.applications import Starlette
@@ -15,7 +14,8 @@ from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from ultraep import __version__
-from ultraep.errors import ConfigError, FileError, UltraEPError
+from ultraep.errors import ConfigError, UltraEPError
+from ultraep.files.reading import check_size, opened, reading
 from ultraep.policies import policy_names
 from ultraep.tools.report.numbers import Numbers
 from ultraep.tools.report.page import own_file, plotly_js
@@ -30,6 +30,7 @@ from ultraep.trace.schema import KEY, Key
 MOST_POINTS, MOST_COLUMNS = 2000, 400
 LARGEST = 2**62
 SCRIPTS = ("routes.js", "overview.js", "record.js", "compare.js", "view.js")
+TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
 MOST_REPORT = 64 << 20  # bytes
 SANDBOX = (
     "sandbox allow-scripts; default-src 'none'; script-src 'unsafe-inline'; "
@@ -40,10 +41,7 @@ HEADER_FACTS = (
     *("ranks", "experts", "slots", "domain", "policy", "tolerance", "objective"),
     *("created", "note"),
 )
-TRACE_FACTS = (
-    *("dropped", "left_out", "notes", "version", "done", "total", "finished", "complete"),
-)
-Answer = Callable[[Request], Awaitable[Response]]
+TRACE_FACTS = ("dropped", "left_out", "notes", "version", "done", "total", "finished", "complete")
 
 
 class Api:
@@ -54,32 +52,22 @@ class Api:
         self.files = static_files()
 
     def app(self) -> Starlette:
-        """The application, without a guard."""
-        routes = [
-            Route("/", self.page),
+        """Return the application, without a guard."""
+        answers = ("state", "overview", "heat", "worst", "record", "stages")
+        routes = [Route(f"/api/{name}", answered(getattr(self, name))) for name in answers]
+        routes += [
+            Route("/", self.static),
             Route("/static/{name}", self.static),
             Route("/report/{number}", answered(self.report)),
-            Route("/api/state", answered(self.state)),
-            Route("/api/overview", answered(self.overview)),
-            Route("/api/heat", answered(self.heat)),
-            Route("/api/worst", answered(self.worst)),
-            Route("/api/record", answered(self.record)),
-            Route("/api/stages", answered(self.stages)),
             Route("/api/replays", self.ask, methods=["POST"]),
             Route("/api/replays/{number}", answered(self.replay)),
             Route("/api/replays/{number}/stop", answered(self.stop), methods=["POST"]),
         ]
         return Starlette(routes=routes)
 
-    async def page(self, request: Request) -> Response:
-        """The page itself."""
-        return self._file(request, "index.html")
-
     async def static(self, request: Request) -> Response:
-        """One of its files; there are no others."""
-        return self._file(request, request.path_params["name"])
-
-    def _file(self, request: Request, name: str) -> Response:
+        """The page, or one of its files; there are no others."""
+        name = request.path_params.get("name", "index.html")
         if name not in self.files:
             return Response("There is no such file.\n", 404, media_type="text/plain")
         content, kind, tag = self.files[name]
@@ -91,30 +79,24 @@ class Api:
     def report(self, request: Request) -> Response:
         """A report that was written before; it may do nothing but draw itself."""
         path = self.catalogue.report(number_in_path(request))
-        try:
-            size = path.stat().st_size
-            if size > MOST_REPORT:
-                raise FileError(f"{path}: {size:,} bytes, at most {MOST_REPORT:,} are shown")
-            file = path.open("rb")
-        except OSError as error:
-            raise FileError(f"{path}: cannot be read: {error.strerror}") from None
-        return StreamingResponse(
-            chunks(file),
-            media_type="text/html",
-            headers={"content-security-policy": SANDBOX, "cache-control": "no-store"},
-        )
+        with reading(path):
+            check_size(path, MOST_REPORT)
+            file = opened(path)
+        headers = {"content-security-policy": SANDBOX, "cache-control": "no-store"}
+        return StreamingResponse(chunks(file), media_type="text/html", headers=headers)
 
     def state(self, _: Request) -> Numbers:
         """What is open, and how far it was read."""
+        items = [
+            {"number": number} | described(shown)
+            for number, shown in enumerate(list(self.catalogue.shown))
+        ]
         return {
             "version": __version__,
             "live": self.catalogue.live,
             "waiting_for": [str(path) for path in self.catalogue.paths],
             "policies": sorted(policy_names()),
-            "items": [
-                {"number": number} | described(shown)
-                for number, shown in enumerate(list(self.catalogue.shown))
-            ],
+            "items": items,
         }
 
     def overview(self, request: Request) -> Numbers:
@@ -167,7 +149,8 @@ class Api:
         except ClientDisconnect:
             late = "The request did not arrive in time.\n"
             return PlainTextResponse(late, 408, {"connection": "close"})
-        return await run_in_threadpool(told, lambda: self.replays.ask(question(body)).told())
+        ask = answered(lambda _: self.replays.ask(question(body)).told())
+        return await run_in_threadpool(ask, request)
 
     def replay(self, request: Request) -> Numbers:
         """How far that is."""
@@ -180,28 +163,21 @@ class Api:
         return job.told()
 
 
-def answered(ask: Callable[[Request], Numbers | Response]) -> Answer:
-    """A question that is answered in a thread of its own, so that others need not wait."""
+def answered(ask: Callable[[Request], Numbers | Response]) -> Callable[[Request], Response]:
+    """Answer in JSON, an error in one sentence. Starlette calls it in a thread of its own."""
 
-    @wraps(ask)
-    async def answer(request: Request) -> Response:
-        return await run_in_threadpool(told, lambda: ask(request))
+    def answer(request: Request) -> Response:
+        try:
+            found, status = ask(request), 200
+        except UltraEPError as error:
+            found, status = {"error": " ".join(str(error).split())}, 400
+        if isinstance(found, Response):
+            return found
+        text = json.dumps(found, separators=(",", ":"), allow_nan=False)
+        headers = {"cache-control": "no-store"}
+        return Response(text, status, media_type="application/json", headers=headers)
 
     return answer
-
-
-def told(ask: Callable[[], Numbers | Response]) -> Response:
-    """Its answer as JSON, or what is wrong with it in one sentence."""
-    try:
-        found = ask()
-        status = 200
-    except UltraEPError as error:
-        found, status = {"error": " ".join(str(error).split())}, 400
-    if isinstance(found, Response):
-        return found
-    text = json.dumps(found, separators=(",", ":"), allow_nan=False)
-    headers = {"cache-control": "no-store"}
-    return Response(text, status, media_type="application/json", headers=headers)
 
 
 def described(shown: Shown) -> Numbers:
@@ -280,19 +256,14 @@ def chunks(file: IO[bytes]) -> Iterator[bytes]:
 
 
 def static_files() -> dict[str, tuple[bytes, str, str]]:
-    """All files of the page, by name: content, type, tag."""
-    script, style = "text/javascript", "text/css"
-    texts = {
-        "index.html": (own_file("ultraep.tools.view", "page/index.html"), "text/html"),
-        "plotly.js": (plotly_js(), script),
-        "page.css": (own_file("ultraep.tools.report", "page.css"), style),
-        "parts.js": (own_file("ultraep.tools.report", "parts.js"), script),
-        "figures.js": (own_file("ultraep.tools.report", "figures.js"), script),
-        "view.css": (own_file("ultraep.tools.view", "page/view.css"), style),
-    }
-    texts |= {name: (own_file("ultraep.tools.view", f"page/{name}"), script) for name in SCRIPTS}
-    found = {}
-    for name, (text, kind) in texts.items():
-        content = text.encode("utf-8")
-        found[name] = content, kind, f'"{hashlib.sha256(content).hexdigest()[:16]}"'
-    return found
+    """Return all files of the page, by name: content, type, tag."""
+    texts = {"plotly.js": plotly_js()}
+    for name in ("page.css", "parts.js", "figures.js"):
+        texts[name] = own_file("ultraep.tools.report", name)
+    for name in ("index.html", "view.css", *SCRIPTS):
+        texts[name] = own_file("ultraep.tools.view", f"page/{name}")
+    files = {}
+    for name, text in texts.items():
+        content, ending = text.encode("utf-8"), name.rpartition(".")[2]
+        files[name] = content, TYPES[ending], f'"{hashlib.sha256(content).hexdigest()[:16]}"'
+    return files
