@@ -61,9 +61,10 @@ def _of_rank(field: Field, rank: Arrays, rows_N: IntArray, places_M: IntArray) -
         return rank[field.name][rows_N]
     here, late = places_M >= 0, rank[field.late]
     wide = np.float64 if late.dtype.kind == "f" else np.int64
-    whole = np.full((len(rows_N), *late.shape[1:]), field.default, dtype=wide)
     if field.name in rank:
-        whole[:] = rank[field.name][rows_N]
+        whole = rank[field.name][rows_N].astype(wide)
+    else:
+        whole = np.full((len(rows_N), *late.shape[1:]), field.default, dtype=wide)
     if (late != field.default).any():
         field.fold.at(whole, places_M[here], late[here])
     return whole

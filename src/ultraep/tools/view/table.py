@@ -19,7 +19,7 @@ import numpy as np
 from ultraep.arrays import IntArray
 from ultraep.errors import ConfigError
 from ultraep.tools.report.numbers import FloatArray, Numbers, plain
-from ultraep.trace.schema import KEY, Key
+from ultraep.trace.schema import KEY, Array, Key
 
 MOST_LAYERS = 4096
 LAST = 2**62  # behind all moments
@@ -190,10 +190,10 @@ def heat(table: Table, value: str, begin: int = 0, end: int = LAST, *, most: int
     }
 
 
-def _sums(place: IntArray, values: FloatArray, count: int) -> tuple[FloatArray, IntArray]:
+def _sums(place: IntArray, values: FloatArray, count: int) -> tuple[FloatArray, Array]:
     """[count] sums of the known values at every place, and how many are known."""
     known = ~np.isnan(values)
-    sums = np.bincount(place[known], values[known], minlength=count)
+    sums = np.bincount(place[known], values[known], minlength=count).astype(np.float64)
     return sums, np.bincount(place[known], minlength=count)
 
 

@@ -69,8 +69,8 @@ class RankColumns:
         self.starts = [0]  # first line of every piece, and the end
         self.line: NDArray[np.int32] = np.zeros(0, dtype=np.int32)  # [N] UNKNOWN: none
         self.seconds: NDArray[np.float32] = np.zeros((3, 0), dtype=np.float32)  # [3, N] TIMES
-        # lines with additions to records of earlier pieces, and the numbers of these records
-        self.late_line, self.late_number = np.zeros((2, 0), dtype=np.int64)
+        # numbers of records that have additions in later pieces, and the lines of these additions
+        self.late: IntArray = np.zeros((2, 0), dtype=np.int64)
         self.stage_sums = np.zeros(len(header.stages))
         self.dropped = self.repeated = 0
 
@@ -129,8 +129,8 @@ class OpenTrace:
 
     def number_of(self, key: Key) -> int:
         """Return the number of a record that all ranks have."""
-        number = self._numbers.get(key, UNKNOWN)
-        if self.complete and number >= 0 and self._sums["ranks"][number] == self.header.ranks:
+        number, ranks = self._numbers.get(key, UNKNOWN), self._sums["ranks"]
+        if self.complete and 0 <= number < len(ranks) and ranks[number] == self.header.ranks:
             return number
         step, layer, microbatch = key
         reason = "no such record, or not all ranks have it"
@@ -155,8 +155,7 @@ class OpenTrace:
         fresh = first[(number[first] >= 0) & (own.line[number[first]] == UNKNOWN)]
         late = count + np.flatnonzero(number[count:] >= 0)
         own.repeated += count - len(fresh)
-        own.late_line = np.append(own.late_line, own.starts[-1] + late)
-        own.late_number = np.append(own.late_number, number[late])
+        own.late = np.hstack([own.late, [number[late], own.starts[-1] + late]])
         at, rows = number[fresh], lines[fresh, Column.ROWS]
         own.line[at] = own.starts[-1] + fresh
         sums = self._sums
@@ -177,10 +176,14 @@ class OpenTrace:
 
     def _numbered(self, keys_T3: IntArray) -> IntArray:
         """[T] the number of the record with each key; UNKNOWN if there are too many records."""
-        numbers, keys = self._numbers, [(a, b, c) for a, b, c in keys_T3.tolist()]
-        begin = numbers.get(keys[0], UNKNOWN) if keys else UNKNOWN
-        if begin >= 0 and np.array_equal(self._keys_N3[begin : begin + len(keys)], keys_T3):
-            return np.arange(begin, begin + len(keys))  # ranks usually record in the same order
+        numbers = self._numbers
+        if len(keys_T3):  # ranks usually record in the same order
+            step, layer, microbatch = keys_T3[0].tolist()
+            begin = numbers.get((step, layer, microbatch), UNKNOWN)
+            same = self._keys_N3[: len(numbers)][begin : begin + len(keys_T3)]
+            if begin >= 0 and np.array_equal(same, keys_T3):
+                return np.arange(begin, begin + len(keys_T3))
+        keys = [(step, layer, microbatch) for step, layer, microbatch in keys_T3.tolist()]
         if len(numbers) + len(keys) <= self._most:
             number_T = np.array([numbers.setdefault(key, len(numbers)) for key in keys], np.int64)
         else:
@@ -385,10 +388,11 @@ class FolderTrace(OpenTrace):
         fields = {n: f for n, f in fields_in_pieces(rank).items() if f.name in of_ranks}
         rows: dict[str, list[Array]] = {name: [] for name in fields}
         first = int(own.line[number])
-        for line in (first, *own.late_line[own.late_number == number][:MOST_ADDITIONS].tolist()):
+        late_number, late_line = own.late
+        for line in (first, *late_line[late_number == number][:MOST_ADDITIONS].tolist()):
             piece = own.piece_of(line)
-            path, row = self.path_of(rank, piece), line - own.starts[piece]
-            stored, more_lines = self._layout(rank, piece)
+            path, stored, more_lines = self._layout(rank, piece)
+            row = line - own.starts[piece]
             additions = np.flatnonzero(more_lines == row)[:MOST_ADDITIONS].tolist()
             with reading(path), opened(path) as file:
                 for name, field in fields.items():
@@ -397,20 +401,19 @@ class FolderTrace(OpenTrace):
                         rows[name] += [stored[name].row(file, at) for at in wanted]
                     else:
                         rows[name] += [field.filled(sizes, field.shape[1:])] * len(wanted)
+                arrays = {name: np.array(values) for name, values in rows.items() if values}
         nothing = sizes | {"N": 0, "M": 0}
-        with reading(path):
-            arrays = {
-                name: np.array(rows[name]) if rows[name] else field.filled(nothing, field.shape)
-                for name, field in fields.items()
-            }
+        for name, field in fields.items():
+            if not rows[name]:
+                arrays[name] = field.filled(nothing, field.shape)
         return checked_arrays(arrays, fields, sizes, path)
 
-    def _read_layout(self, rank: int, piece: int) -> tuple[dict[str, ArrayRows], Array]:
-        """Return where the rows of a piece lie, and [M] the line of each of its additions."""
+    def _read_layout(self, rank: int, piece: int) -> tuple[Path, dict[str, ArrayRows], Array]:
+        """Return the path of a piece, its rows, and [M] the line of each of its additions."""
         path, fields = self.path_of(rank, piece), fields_in_pieces(rank)
         with open_piece(path, rank) as archive:
             stored = archive.rows([n for n, f in fields.items() if f.join in ("ranks", "slots")])
             keys = ("more_lines",) if "more_lines" in archive.members else (*KEY, "more")
         arrays = read_piece(path, self.header, rank, keys)
         lines = arrays["more_lines"] if "more_lines" in arrays else lines_of_additions(arrays)[1]
-        return stored, lines
+        return path, stored, lines
