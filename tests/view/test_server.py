@@ -306,7 +306,10 @@ def test_beyond_this_machine_a_token_is_needed(run):
 def test_slow_clients_do_not_block_others(run, monkeypatch):
     monkeypatch.setattr(server_module, "HEADER_SECONDS", 0.5)
     monkeypatch.setattr(guard, "BODY_SECONDS", 0.5)
-    with served(run) as server, httpx.Client(base_url=server.url, trust_env=False) as client:
+    with (
+        served(run) as server,
+        httpx.Client(base_url=server.url, trust_env=False, timeout=30) as client,
+    ):
         idle = [socket.create_connection(("127.0.0.1", port_of(server)), 10) for _ in range(40)]
         for number, raw in enumerate(idle):
             head = b"POST /api/replays HTTP/1.1\r\nHost: localhost\r\n"
