@@ -38,8 +38,8 @@ from ultraep.runtime.connect import connect
 from ultraep.runtime.recording import Recording
 from ultraep.tools.report.rows import cpu_device
 from ultraep.trace.files import write_arrays
-from ultraep.trace.pieces import Entry, piece
 from ultraep.trace.schema import BACKWARD, FORWARD, fields_of_plan
+from ultraep.trace.writer import Entry, piece
 
 PLANS = 32  # different ones, in a piece
 STEP = Metric("step_time_p50", "ms", "ms", ".3f")

@@ -25,7 +25,9 @@ from traces import plan_for, record
 
 from ultraep import UltraEPError, read_trace
 from ultraep.tools.view.catalogue import Catalogue
+from ultraep.tools.view.record import numbers_of, stages_of
 from ultraep.tools.view.table import heat, overview
+from ultraep.tools.view.traces import SERVED, TIMED
 from ultraep.trace.files import write_arrays
 from ultraep.trace.schema import SUMMARIES
 
@@ -203,17 +205,17 @@ def outcome_of_viewer(path):
         return str(error)
     try:
         catalogue.read_all()
-        index = catalogue.index(0)
-        drawn = [overview(index.table), heat(index.table, "lost")]
-        for place in range(len(index.table)):
-            drawn.append(catalogue.record(0, index.table.key(place)))
-            drawn.append(catalogue.stages(0, index.table.key(place)))
+        trace = catalogue.trace(0)
+        drawn = [overview(trace.table), heat(trace.table, "lost")]
+        for key in map(trace.table.key, range(len(trace.table))):
+            drawn.append(numbers_of(trace.record(key, SERVED)))
+            drawn.append(stages_of(trace.record(key, TIMED)))
         json.dumps(drawn, allow_nan=False)
     except UltraEPError as error:
         return str(error)
     finally:
         catalogue.close()
-    return "; ".join(index.notes)
+    return "; ".join(trace.notes)
 
 
 def outcomes(path):

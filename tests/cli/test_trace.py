@@ -145,12 +145,9 @@ REFUSED = {
     "nothing": (["export"], "name what to write: --csv, --perfetto or --npz"),
     "suffix": (["export", "--npz", "run.zip"], "--npz needs a name that ends in .npz, got run.zip"),
     "nowhere": (["export", "--csv", "/none/run.csv"], "cannot be written: No such file"),
-    "policy": (["replay", "--policy", "magic"], "unknown policy 'magic'"),
     "no policy": (["replay", "--policy", ","], "--policy must name at least one"),
     "slots": (["replay", "--slots", "two"], "--slots must be numbers like 1,2, got 'two'"),
     "ep": (["replay", "--ep", "3"], "2 recorded ranks cannot become 3: one number must divide"),
-    "experts": (["replay", "--ep", "8"], "4 experts do not divide evenly over 8 ranks"),
-    "history": (["replay", "--history", "0"], "history must be at least 1 microbatch, got 0"),
 }
 
 

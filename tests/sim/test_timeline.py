@@ -13,7 +13,7 @@ from ultraep.tools.cli.scenario import make_scenario
 from ultraep.tools.sim.run import plan_and_clock, time_layer
 from ultraep.tools.sim.scenario import Contender
 from ultraep.tools.sim.timeline import MOST_RANKS, make_timeline, median_microbatch, simulated_trace
-from ultraep.trace.chrome import stages, write_timeline
+from ultraep.trace.export import stages, write_timeline
 from ultraep.trace.schema import SIMULATED, STAGES, fields_in_file
 
 POLICIES = ("none", "eplb", "lplb", "quota", "ultraep", "ideal")

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from traces import TOPOLOGY, arrived, plan_for, record
 
 import ultraep
-from ultraep import BalanceConfig, ConfigError, FileError, Recorder, Topology, read_trace, workload
+from ultraep import BalanceConfig, ConfigError, FileError, Recorder, Topology, read_trace
 from ultraep.trace import files, writer
 from ultraep.trace.schema import STAGES
 
@@ -416,12 +416,3 @@ with ultraep.Recorder(sys.argv[1], topology) as recorder:
 assert ultraep.read_trace(sys.argv[1]).plan(0) == plan
 """
     run_python(code, tmp_path / "run")
-
-
-def test_loads_of_a_generator(tmp_path):
-    topology = Topology(ranks=8, experts=32, slots=2, domain=4)
-    loads = workload.topic_shift(8, 32, steps=12, top_k=4, tokens=100)
-    plans = [ultraep.plan(one, topology) for one in loads]
-    trace = read_trace(record(tmp_path / "run", plans, topology=topology))
-    assert (trace.loads == loads).all()
-    assert (trace.by_layer()[:, 0] == loads).all()

@@ -131,7 +131,7 @@ def served(*paths, live=False, host="127.0.0.1", finished=True):
         wait_for(lambda: server.server.started)
         if finished:
             shown = server.catalogue.shown
-            wait_for(lambda: all(one.index is None or one.index.finished for one in shown))
+            wait_for(lambda: all(one.trace is None or one.trace.finished for one in shown))
         yield server
     finally:
         server.server.should_exit = True

@@ -9,12 +9,10 @@ from traces import arrived
 
 import ultraep
 from ultraep import BalanceConfig, FileError, Rates, Recorder
-from ultraep.files.reading import archive_of, opened
+from ultraep.files.reading import archive_of, reading
 from ultraep.hops import Relay
-from ultraep.tools.view.folder import FolderIndex
-from ultraep.tools.view.record import numbers_of, record_of_pieces, record_of_trace
-from ultraep.tools.view.store import Store
-from ultraep.trace.files import read_piece
+from ultraep.tools.view.record import numbers_of
+from ultraep.tools.view.traces import SERVED, TIMED, FolderTrace
 from ultraep.trace.read import read_trace
 from view.runs import CONFIG, TOPOLOGY, change, plans_of_run, write_pieces
 
@@ -29,51 +27,49 @@ def run(long, tmp_path):
     return shutil.copytree(long, tmp_path / "run")
 
 
-# -- single rows ---------------------------------------------------------------------------------
+# -- rows of pieces ------------------------------------------------------------------------------
 
 
-def test_a_row_is_that_of_the_array(long):
-    header, path = read_trace(long).header, long / "rank-00001" / "000001.npz"
-    names = ("slot_rows", "seconds", "waited", "began", "more_seconds", "more_began")
-    whole = read_piece(path, header, 1, names)
-    assert not whole["waited"].any(), "it is not in the file"
-    for number in range(len(whole["began"])):
-        (found,) = Store().rows(path, header, 1, [dict.fromkeys(names, number)])
-        for name in names:
-            np.testing.assert_array_equal(found[name], whole[name][number])
+def opened_trace(folder):
+    trace = FolderTrace(folder)
+    trace.read(lambda: False)
+    return trace
 
 
 def test_a_piece_that_was_cut_off_later_is_told(run):
-    header, path = read_trace(run).header, run / "rank-00001" / "000001.npz"
+    trace, path = opened_trace(run), run / "rank-00001" / "000001.npz"
+    key = trace.table.key(6)
     path.write_bytes(path.read_bytes()[:200])
     with pytest.raises(FileError, match=r"000001\.npz: cannot be read, truncated or damaged"):
-        Store().rows(path, header, 1, [{"seconds": 2}])
+        trace.record(key, TIMED)
     path.unlink()
     with pytest.raises(FileError, match="no such file"):
-        Store().rows(path, header, 1, [{"seconds": 2}])
+        trace.record(key, TIMED)
 
 
-def test_arrays_of_another_shape_are_refused_before_a_row_is_read(run):
-    header, path = read_trace(run).header, run / "rank-00001" / "000001.npz"
+def test_arrays_of_another_shape_are_refused(run):
+    trace, path = opened_trace(run), run / "rank-00001" / "000001.npz"
     change(path, began=np.zeros((5, 3)))
     with pytest.raises(FileError, match="began must be float64"):
-        Store().rows(path, header, 1, [{"began": 0}])
+        trace.record(trace.table.key(6), TIMED)
 
 
-def test_rows_that_do_not_lie_together_are_refused(tmp_path):
-    np.savez(tmp_path / "a.npz", a=np.asfortranarray(np.arange(6.0).reshape(2, 3)))
+def test_a_row_is_that_of_the_array(tmp_path):
+    array = np.arange(6).reshape(3, 2)
+    np.savez_compressed(tmp_path / "a.npz", a=array)
+    np.savez(tmp_path / "b.npz", a=array)
+    for name in ("a.npz", "b.npz"):
+        with archive_of(tmp_path / name) as archive:
+            rows = archive.rows({"a"})["a"]
+            assert [rows.row(archive.file, n).tolist() for n in range(3)] == array.tolist()
+            with pytest.raises(FileError, match="row 3 of 3"), reading(tmp_path / name):
+                rows.row(archive.file, 3)
+    np.savez(tmp_path / "c.npz", c=np.asfortranarray(np.arange(6.0).reshape(2, 3)))
     with (
         pytest.raises(FileError, match="no rows that lie together"),
-        archive_of(tmp_path / "a.npz") as archive,
+        archive_of(tmp_path / "c.npz") as archive,
     ):
-        archive.places({"a"})
-    np.savez_compressed(tmp_path / "b.npz", b=np.arange(6).reshape(3, 2))
-    with archive_of(tmp_path / "b.npz") as archive:
-        place = archive.places({"b"})["b"]
-    with opened(tmp_path / "b.npz") as file:
-        assert place.row(file, 1).tolist() == [2, 3]
-        with pytest.raises(ValueError, match="row 3 of 3"):
-            place.row(file, 3)
+        archive.rows({"c"})
 
 
 # -- how weights were sent, and what a plan was to take ------------------------------------------
@@ -94,7 +90,7 @@ def test_a_trace_tells_how_weights_were_sent(tmp_path, mode):
     record_one(tmp_path / "run", relay=Relay(mode, 8))
     trace = read_trace(tmp_path / "run")
     assert (trace.header.relay, trace.header.chunks) == (mode, 8)
-    copies = numbers_of(record_of_trace(trace, 0))["copies"]
+    copies = numbers_of(trace)["copies"]
     assert copies["told"] == mode
     if mode != "auto":
         longest = max(len(one["way"]) for one in copies["list"])
@@ -118,7 +114,7 @@ def test_a_trace_that_does_not_tell_is_read(tmp_path):
     file.write_text(json.dumps(header))
     trace = read_trace(tmp_path / "run")
     assert (trace.header.relay, trace.header.chunks) == ("", 0)
-    assert numbers_of(record_of_trace(trace, 0))["copies"]["told"] == ""
+    assert numbers_of(trace)["copies"]["told"] == ""
     file.write_text(json.dumps(header | {"relay": "pigeon"}))
     with pytest.raises(FileError, match="relay 'pigeon' in 0 chunks is not known"):
         read_trace(tmp_path / "run")
@@ -127,11 +123,10 @@ def test_a_trace_that_does_not_tell_is_read(tmp_path):
 def test_what_a_plan_was_to_take_is_that_of_the_plan(tmp_path):
     config = BalanceConfig(rates=Rates(row=1000, copy=20_000, each=300, layer=5000))
     plan = record_one(tmp_path / "run", config=config)
-    index = FolderIndex(tmp_path / "run", Store())
-    index.read(lambda: False)
-    priced = numbers_of(record_of_pieces(index, 0))["priced"]
+    trace = opened_trace(tmp_path / "run")
+    priced = numbers_of(trace.record((0, 0, 0), SERVED))["priced"]
     assert priced["time"] == pytest.approx(plan.time / 1e12)
     assert priced["without"] == pytest.approx(plan.time_without_copies / 1e12)
     assert priced["rates"] == str(config.rates)
     record_one(tmp_path / "other")
-    assert numbers_of(record_of_trace(read_trace(tmp_path / "other"), 0))["priced"] is None
+    assert numbers_of(read_trace(tmp_path / "other"))["priced"] is None

@@ -20,6 +20,7 @@ from ultraep.tools.view import guard, replays  # noqa: E402
 from ultraep.tools.view import server as server_module  # noqa: E402
 from ultraep.tools.view.catalogue import Catalogue  # noqa: E402
 from ultraep.tools.view.server import bound_socket, open_server, reachable_name  # noqa: E402
+from ultraep.tools.view.traces import OpenTrace  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -151,13 +152,13 @@ def test_a_question_that_makes_no_sense_is_refused(client, question, words):
 
 
 def test_a_replay_can_be_stopped(server, client, monkeypatch):
-    routed = Catalogue.routed
+    routed = OpenTrace.routed
 
-    def slowly(self, *question):
+    def slowly(self, key):
         time.sleep(0.05)
-        return routed(self, *question)
+        return routed(self, key)
 
-    monkeypatch.setattr(Catalogue, "routed", slowly)
+    monkeypatch.setattr(OpenTrace, "routed", slowly)
     number = client.post("/api/replays", json={"trace": 0, "policy": "echo"}).json()["number"]
     wait_for(lambda: client.get(f"/api/replays/{number}").json()["done"] > 1)
     client.post(f"/api/replays/{number}/stop", json={})
@@ -305,7 +306,10 @@ def test_beyond_this_machine_a_token_is_needed(run):
 def test_slow_clients_do_not_block_others(run, monkeypatch):
     monkeypatch.setattr(server_module, "HEADER_SECONDS", 0.5)
     monkeypatch.setattr(guard, "BODY_SECONDS", 0.5)
-    with served(run) as server, httpx.Client(base_url=server.url, trust_env=False) as client:
+    with (
+        served(run) as server,
+        httpx.Client(base_url=server.url, trust_env=False, timeout=30) as client,
+    ):
         idle = [socket.create_connection(("127.0.0.1", port_of(server)), 10) for _ in range(40)]
         for number, raw in enumerate(idle):
             head = b"POST /api/replays HTTP/1.1\r\nHost: localhost\r\n"
@@ -328,7 +332,7 @@ def test_slow_clients_do_not_block_others(run, monkeypatch):
 def test_an_answer_that_takes_too_long_is_given_up(run, monkeypatch):
     monkeypatch.setattr(guard, "ANSWER_SECONDS", 0.2)
     with served(run) as server:
-        monkeypatch.setattr(server.catalogue, "record", lambda *_: time.sleep(0.6) or {})
+        monkeypatch.setattr(server.catalogue, "trace", lambda *_: time.sleep(0.6))
         query = {"trace": 0, "step": 0, "layer": 0, "microbatch": 0}
         answer = httpx.get(f"{server.url}api/record", params=query, trust_env=False)
         assert answer.status_code == 503

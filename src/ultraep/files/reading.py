@@ -17,11 +17,10 @@ import zipfile
 import zlib
 from collections.abc import Container, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from tokenize import TokenError
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,17 +30,15 @@ from ultraep.errors import FileError
 Array = NDArray[Any]
 UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 ENCRYPTED, UNREADABLE = 0x1, 0x60  # flags of a member
-COMPRESSIONS = {zipfile.ZIP_STORED: 1, zipfile.ZIP_DEFLATED: 1032}  # most bytes out of one byte
-PACKED_SHARE, PACKED_MORE = 2, 1024  # packed bytes are at most so many times the unpacked, and more
 ENDING = ".npy"
 LOCAL, LOCAL_MAGIC = struct.Struct("<4s22xHH"), b"PK\x03\x04"  # before the bytes of a member
 LENGTHS = {(1, 0): struct.Struct("<H"), (2, 0): struct.Struct("<I")}  # of an array's header
-MOST_HEADER = 10_000  # bytes, as NumPy has it
+MOST_HEADER = 10_000  # bytes, the limit of NumPy
 MOST_TEXT = 16 << 20  # bytes of a text file; parsed as JSON or CSV they take up to 30 times as much
 MOST_ARRAYS = 1 << 30  # bytes of all arrays that are read from one file
 MOST_DIRECTORY = 4 << 20  # bytes of an archive's directory
 HEAD = 512  # bytes that hold the header of an array of few dimensions
-Layout = tuple[tuple[int, ...], bool, np.dtype[Any]]  # shape, in Fortran's order, type
+Layout = tuple[tuple[int, ...], bool, np.dtype[Any]]  # shape, Fortran order, dtype
 
 # What NumPy and zipfile raise on files that were cut short or overwritten.
 DAMAGE = (
@@ -78,8 +75,26 @@ def reading(path: str | Path, what: str = "") -> Iterator[None]:
     except IsADirectoryError:
         raise FileError(f"{path}: a folder, not a file") from None
     except DAMAGE as error:
-        said = " ".join(str(error).split()) or type(error).__name__
-        raise FileError(f"{path}: cannot be read{wanted}, truncated or damaged: {said}") from None
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise FileError(f"{path}: cannot be read{wanted}, truncated or damaged: {reason}") from None
+
+
+def opened(path: str | Path) -> IO[bytes]:
+    """Open a regular file: a device or a pipe may have no end."""
+    mode = os.stat(path).st_mode
+    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+        raise FileError(f"{path}: not a regular file")
+    return open(path, "rb")
+
+
+def check_size(path: str | Path, most: int) -> None:
+    """Refuse a file of more than `most` bytes."""
+    size = os.stat(path).st_size
+    if size > most:
+        raise FileError(f"{path}: {size:,} bytes, but such a file may have at most {most:,}")
+
+
+# -- text ----------------------------------------------------------------------------------------
 
 
 def read_text(path: str | Path, *, most: int = MOST_TEXT) -> str:
@@ -87,10 +102,9 @@ def read_text(path: str | Path, *, most: int = MOST_TEXT) -> str:
 
     The encoding is UTF-8, unless a byte order mark says UTF-16.
     """
-    with reading(path), opened(path) as file:
+    with reading(path):
         check_size(path, most)
-        content = file.read(most)
-        return content.decode("utf-16" if content.startswith(UTF16) else "utf-8-sig")
+    return read_beginning(path, most)
 
 
 def read_beginning(path: str | Path, most: int) -> str:
@@ -102,11 +116,12 @@ def read_beginning(path: str | Path, most: int) -> str:
         return codecs.getincrementaldecoder(encoding)().decode(content, final=not cut)
 
 
-def check_size(path: str | Path, most: int) -> None:
-    """Refuse a file of more than `most` bytes."""
-    size = os.stat(path).st_size
-    if size > most:
-        raise FileError(f"{path}: {size:,} bytes, but such a file may have at most {most:,}")
+def lines_of(text: str) -> Iterator[tuple[int, str]]:
+    """Lines with their numbers; unlike `splitlines`, a form feed ends none."""
+    return enumerate(io.StringIO(text, newline=None), start=1)
+
+
+# -- arrays --------------------------------------------------------------------------------------
 
 
 def read_array(path: str | Path, *, most: int = MOST_ARRAYS) -> Array:
@@ -116,7 +131,7 @@ def read_array(path: str | Path, *, most: int = MOST_ARRAYS) -> Array:
             raise FileError(f"{path}: an archive of arrays; its name should end in .npz")
         check_size(path, most)
         file.seek(0)
-        return _array(file, os.fstat(file.fileno()).st_size)
+        return _array(file.read())
 
 
 def read_arrays(
@@ -131,45 +146,106 @@ def read_arrays(
         return archive.arrays(only, most=most)
 
 
+def names_of_arrays(path: str | Path) -> list[str]:
+    """Return the names of the arrays of an .npz file; [] for any other file."""
+    if Path(path).suffix.lower() != ".npz" or not os.path.isfile(path):
+        return []
+    with reading(path):
+        if not zipfile.is_zipfile(path):
+            return []
+    with archive_of(path) as archive:
+        return list(archive.members)
+
+
 @contextmanager
 def archive_of(path: str | Path) -> Iterator[Archive]:
-    """An .npz file that is open; what is damaged is told as a `FileError`."""
+    """Open an .npz file; damage becomes a `FileError`."""
     with reading(path), opened(path) as file, _zipped(file) as zipped:
-        members = {_name(member): member for member in zipped.infolist()}
+        size = os.fstat(file.fileno()).st_size
+        members = {_name(member, size): member for member in zipped.infolist()}
         if len(members) < len(zipped.infolist()):
             names = ", ".join(zipped.namelist())
             raise FileError(f"{path}: two arrays of one name among {names}")
         yield Archive(path, file, members)
 
 
-@dataclass(frozen=True)
-class Archive:
-    """Arrays of an open file, by name."""
+class Archive(NamedTuple):
+    """The arrays of an open .npz file, by name."""
 
     path: str | Path
     file: IO[bytes]
     members: dict[str, zipfile.ZipInfo]
 
+    def size(self, only: Container[str] | None = None) -> int:
+        """Bytes that these arrays claim to unpack to."""
+        return sum(member.file_size for member in self._wanted(only).values())
+
     def arrays(
         self, only: Container[str] | None = None, *, most: int = MOST_ARRAYS
     ) -> dict[str, Array]:
-        """Return them as `read_arrays` does."""
-        wanted = {n: one for n, one in self.members.items() if only is None or n in only}
-        size = sum(member.file_size for member in wanted.values())
-        if size > most:
+        """Return arrays as `read_arrays` does."""
+        if (size := self.size(only)) > most:
             raise FileError(
                 f"{self.path}: its arrays unpack to {size:,} bytes, but at most {most:,} are read"
             )
-        return {name: _member(self.file, member) for name, member in wanted.items()}
+        return {name: self._array(member) for name, member in self._wanted(only).items()}
 
-    def places(self, only: Container[str]) -> dict[str, ArrayPlace]:
-        """Where those of these names lie."""
-        wanted = {name: one for name, one in self.members.items() if name in only}
-        return {name: _place(self.file, member) for name, member in wanted.items()}
+    def rows(self, only: Container[str]) -> dict[str, ArrayRows]:
+        """Return where the rows of these arrays lie."""
+        return {name: self._rows(member) for name, member in self._wanted(only).items()}
+
+    def _wanted(self, only: Container[str] | None) -> dict[str, zipfile.ZipInfo]:
+        return {n: member for n, member in self.members.items() if only is None or n in only}
+
+    def _array(self, member: zipfile.ZipInfo) -> Array:
+        self._seek(member)
+        content = _unpacked(self.file.read(member.compress_size), member, member.file_size + 1)
+        if len(content) != member.file_size or zlib.crc32(content) != member.CRC:
+            raise zipfile.BadZipFile(f"{member.filename} is not what was written")
+        return _array(content)
+
+    def _rows(self, member: zipfile.ZipInfo) -> ArrayRows:
+        begin = self._seek(member)
+        head = io.BytesIO(_unpacked(self.file.read(min(HEAD, member.compress_size)), member, HEAD))
+        shape, fortran, dtype = _header(head)
+        _check_shape(shape, dtype, member.file_size - head.tell())
+        if not shape or (fortran and len(shape) > 1):
+            raise ValueError(f"{member.filename} has no rows that lie together")
+        return ArrayRows(member, begin, head.tell(), shape, dtype)
+
+    def _seek(self, member: zipfile.ZipInfo) -> int:
+        """Go to where the bytes of a member begin; zipfile takes several times as long for it."""
+        self.file.seek(member.header_offset)
+        magic, name_size, more_size = LOCAL.unpack(self.file.read(LOCAL.size))
+        if magic != LOCAL_MAGIC:
+            raise ValueError(f"{member.filename} does not begin where the archive says")
+        return self.file.seek(name_size + more_size, os.SEEK_CUR)
+
+
+class ArrayRows(NamedTuple):
+    """Where an array lies in its archive: a row is read without unpacking the rows behind it."""
+
+    member: zipfile.ZipInfo
+    begin: int  # of the packed bytes, in the file
+    first: int  # unpacked bytes before the first row
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+
+    def row(self, file: IO[bytes], number: int) -> Array:
+        """Return array[number]. The checksum of the array is not compared."""
+        if not 0 <= number < self.shape[0]:
+            raise ValueError(f"row {number} of {self.shape[0]}")
+        size = math.prod(self.shape[1:]) * self.dtype.itemsize
+        end = self.first + (number + 1) * size
+        file.seek(self.begin)
+        content = _unpacked(file.read(self.member.compress_size), self.member, end)
+        if len(content) != end:
+            raise EOFError(f"{len(content)} bytes in place of {end}")
+        return np.ndarray(self.shape[1:], self.dtype, content, end - size)
 
 
 class _Directory:
-    """A file for zipfile, which would read a directory of any size that the file claims."""
+    """A file for zipfile, which would read a directory of any size."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self.seek, self.tell, self._read = file.seek, file.tell, file.read
@@ -187,91 +263,43 @@ def _zipped(file: IO[bytes]) -> zipfile.ZipFile:
         raise zipfile.BadZipFile(f"not an archive of arrays: {error}") from None
 
 
-def names_of_arrays(path: str | Path) -> list[str]:
-    """The names of the arrays of an .npz file; none if it is no such file."""
-    if Path(path).suffix.lower() != ".npz" or not os.path.isfile(path):
-        return []
-    with reading(path), opened(path) as file:
-        if not zipfile.is_zipfile(file):
-            return []
-        with _zipped(file) as archive:
-            return [name.removesuffix(ENDING) for name in archive.namelist()]
-
-
-def opened(path: str | Path) -> IO[bytes]:
-    """Only what has an end: a device may not."""
-    mode = os.stat(path).st_mode
-    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
-        raise FileError(f"{path}: not a regular file")
-    return open(path, "rb")
-
-
-def _name(member: zipfile.ZipInfo) -> str:
+def _name(member: zipfile.ZipInfo, size: int) -> str:
+    """Return the name of an array in an archive of `size` bytes; refuse what cannot be unpacked."""
     if not member.filename.endswith(ENDING):
         raise ValueError(f"{member.filename!r} is no array")
-    return member.filename.removesuffix(ENDING)
-
-
-def _member(file: IO[bytes], member: zipfile.ZipInfo) -> Array:
-    _seek(file, member)
-    content = _unpacked(file, member.compress_size, member.compress_type, member.file_size + 1)
-    if len(content) != member.file_size or zlib.crc32(content) != member.CRC:
-        raise zipfile.BadZipFile(f"{member.filename} is not what was written")
-    return _array(io.BytesIO(content), member.file_size)
-
-
-def _seek(file: IO[bytes], member: zipfile.ZipInfo) -> int:
-    """Go to where the bytes of a member begin; zipfile's own way there is slow."""
     if member.flag_bits & ENCRYPTED:
         raise ValueError(f"{member.filename} is encrypted")
     if member.flag_bits & UNREADABLE:
         raise ValueError(f"{member.filename} is compressed patched data, or strongly encrypted")
-    if member.compress_type not in COMPRESSIONS:
+    if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
         raise ValueError(f"{member.filename} has an unknown compression, {member.compress_type}")
-    most = member.compress_size * COMPRESSIONS[member.compress_type]
-    if member.file_size > most:
-        raise ValueError(
-            f"{member.filename} cannot hold {member.file_size} bytes, at most {most} fit"
-        )
-    if member.compress_size > PACKED_SHARE * member.file_size + PACKED_MORE:
-        raise ValueError(
-            f"{member.filename} has {member.compress_size} packed bytes for {member.file_size}"
-        )
-    file.seek(member.header_offset)
-    magic, name_size, more_size = LOCAL.unpack(file.read(LOCAL.size))
-    if magic != LOCAL_MAGIC:
-        raise ValueError(f"{member.filename} does not begin where the archive says")
-    return file.seek(name_size + more_size, os.SEEK_CUR)
+    if member.compress_size > size:
+        raise ValueError(f"{member.filename} has {member.compress_size} bytes of {size}")
+    return member.filename.removesuffix(ENDING)
 
 
-def _unpacked(file: IO[bytes], size: int, kind: int, most: int) -> bytes:
-    """What so many bytes of the file hold, up to so many bytes."""
-    packed = file.read(size)
-    if len(packed) != size:
-        raise EOFError(f"{len(packed)} bytes in place of {size}")
-    if kind == zipfile.ZIP_STORED:
+def _array(content: bytes) -> Array:
+    """Return the array in the content of an .npy file."""
+    file = io.BytesIO(content)
+    shape, fortran, dtype = _header(file)
+    _check_shape(shape, dtype, len(content) - file.tell())
+    return np.ndarray(shape, dtype, content, file.tell(), order="F" if fortran else "C")
+
+
+def _unpacked(packed: bytes, member: zipfile.ZipInfo, most: int) -> bytes:
+    """Unpack the beginning of a member, up to `most` bytes."""
+    if member.compress_type == zipfile.ZIP_STORED:
         return packed[:most]
     return zlib.decompressobj(-zlib.MAX_WBITS).decompress(packed, most)
 
 
-def _array(file: IO[bytes], size: int) -> Array:
-    """The array of a file, or part of one, with so many bytes."""
-    shape, fortran, dtype = _header(file)
-    needed = _size(shape, dtype, size - file.tell())
-    content = file.read(needed + 1)
-    if len(content) != needed:
-        raise EOFError(f"{len(content)} bytes in place of {needed}")
-    return np.ndarray(shape, dtype, buffer=content, order="F" if fortran else "C")
-
-
-def _size(shape: tuple[int, ...], dtype: np.dtype[Any], left: int) -> int:
-    """Bytes of an array, which must be those that are left."""
+def _check_shape(shape: tuple[int, ...], dtype: np.dtype[Any], size: int) -> None:
+    """Refuse an array that does not take exactly `size` bytes."""
     if dtype.hasobject:
         raise ValueError("holds Python objects (a pickle), not numbers")
     needed = math.prod(shape) * dtype.itemsize
-    if min(shape, default=0) < 0 or needed != left:
-        raise ValueError(f"{dtype} {list(shape)} needs {needed} bytes, there are {left}")
-    return needed
+    if min(shape, default=0) < 0 or needed != size:
+        raise ValueError(f"{dtype} {list(shape)} needs {needed} bytes, there are {size}")
 
 
 def _header(file: IO[bytes]) -> Layout:
@@ -287,50 +315,8 @@ def _header(file: IO[bytes]) -> Layout:
 
 @lru_cache(maxsize=512)
 def _layout(version: tuple[int, int], text: bytes) -> Layout:
-    """What a header says; the pieces of a trace have few different ones."""
+    """Parse a header; the pieces of a trace have few different ones."""
     read = np.lib.format.read_array_header_1_0
     if version == (2, 0):
         read = np.lib.format.read_array_header_2_0
     return read(io.BytesIO(text))
-
-
-# -- single rows ---------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class ArrayPlace:
-    """Where an array lies in its archive, so that a row can be read without those behind it."""
-
-    begin: int  # of its bytes, in the file
-    packed: int  # how many there are
-    kind: int  # of compression
-    first: int  # bytes before the first row
-    shape: tuple[int, ...]
-    dtype: np.dtype[Any]
-
-    def row(self, file: IO[bytes], number: int) -> Array:
-        """array[number]; what the archive says of all of it is not compared."""
-        if not 0 <= number < self.shape[0]:
-            raise ValueError(f"row {number} of {self.shape[0]}")
-        size = math.prod(self.shape[1:]) * self.dtype.itemsize
-        end = self.first + (number + 1) * size
-        file.seek(self.begin)
-        content = _unpacked(file, self.packed, self.kind, end)
-        if len(content) != end:
-            raise EOFError(f"{len(content)} bytes in place of {end}")
-        return np.ndarray(self.shape[1:], self.dtype, content, offset=end - size)
-
-
-def _place(file: IO[bytes], member: zipfile.ZipInfo) -> ArrayPlace:
-    begin, size, kind = _seek(file, member), member.compress_size, member.compress_type
-    head = io.BytesIO(_unpacked(file, min(size, HEAD), kind, HEAD))
-    shape, fortran, dtype = _header(head)
-    _size(shape, dtype, member.file_size - head.tell())
-    if not shape or (fortran and len(shape) > 1):
-        raise ValueError(f"{member.filename} has no rows that lie together")
-    return ArrayPlace(begin, size, kind, head.tell(), shape, dtype)
-
-
-def lines_of(text: str) -> Iterator[tuple[int, str]]:
-    """Lines with their numbers; unlike `splitlines`, a form feed ends none."""
-    return enumerate(io.StringIO(text, newline=None), start=1)

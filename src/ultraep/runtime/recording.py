@@ -25,9 +25,8 @@ from ultraep.reroute import rows_received
 from ultraep.runtime.history import REMEMBERED, History, Moment
 from ultraep.runtime.settings import Settings
 from ultraep.topology import Topology
-from ultraep.trace.pieces import Key
 from ultraep.trace.record import Recorder
-from ultraep.trace.schema import FORWARD
+from ultraep.trace.schema import FORWARD, Key
 
 VARIABLE = "ULTRAEP_TRACE"  # in the environment: a folder for the traces of all balancers
 MOST_TRACES = 10_000  # in that folder

@@ -1,17 +1,29 @@
-"""A trace as a table for other programs. Shapes: N records, R ranks, G stages."""
+"""A trace for other programs: a table, or a timeline for Perfetto and chrome://tracing.
+
+A rank is a thread of the timeline. A record is drawn where it began; its stages follow each other,
+those of backward where backward began. A rank that waits for others shows a gap at the end of its
+stage. The simulator draws its runs with the same functions.
+
+Shapes: N records, R ranks, G stages.
+"""
 
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterator
+import json
+from collections.abc import Collection, Iterable, Iterator
 from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from ultraep.files.writing import write_text
 from ultraep.trace.read import Trace
-from ultraep.trace.schema import Array, fields_in_file
+from ultraep.trace.schema import KEY, Array, fields_in_file, of_backward
+
+TO_MICRO = 1e6
+Event = dict[str, Any]
 
 
 def write_csv(trace: Trace, path: str | Path) -> None:
@@ -46,3 +58,79 @@ def _by_stage(name: str, values: Array, stages: tuple[str, ...]) -> Iterator[tup
     else:
         columns = np.char.mod("%.7g", values).T
         yield from zip((f"{name} {stage}" for stage in stages), columns, strict=True)
+
+
+# -- timelines -----------------------------------------------------------------------------------
+
+
+def timeline(events: Iterable[Event], **others: Any) -> dict[str, Any]:
+    """What a file holds, in the format of Chrome's tracing; `others` say more about all of it."""
+    return {"traceEvents": list(events), "displayTimeUnit": "ms", "otherData": others}
+
+
+def write_timeline(path: str | Path, content: dict[str, Any]) -> None:
+    """Write it as JSON."""
+    write_text(path, json.dumps(content))
+
+
+def timeline_of(trace: Trace) -> dict[str, Any]:
+    """A run on all of its ranks; imbalance before and after are counters above."""
+    events = [named("process_name", "ultraep", 1)]
+    events += [*threads(range(trace.header.ranks), 1), *_counters(trace)]
+    events += stages(trace, range(trace.header.ranks), 1)
+    return timeline(events, policy=trace.header.policy, created=trace.header.created)
+
+
+def _counters(trace: Trace) -> Iterator[Event]:
+    begins = trace.began.min(axis=1)
+    values = begins - begins.min(initial=np.inf), trace.imbalance_before, trace.imbalance_after
+    for begin, before, after in zip(*(value.tolist() for value in values), strict=True):
+        arguments = {"before": before, "after": after}
+        begin *= TO_MICRO
+        yield {"ph": "C", "name": "imbalance", "pid": 1, "ts": begin, "args": arguments}
+
+
+def stages(
+    trace: Trace, ranks: Collection[int], process: int, first_thread: int = 0
+) -> Iterator[Event]:
+    """The stages of these ranks in all records, for as long as they were at work."""
+    back_G = of_backward(trace.header.stages)
+    begin_NRG = np.empty(trace.seconds.shape)
+    for began_NR, pass_G in ((trace.began, ~back_G), (trace.back_began, back_G)):
+        seconds = trace.seconds[:, :, pass_G].astype(np.float64)
+        before = np.cumsum(seconds, axis=2) - seconds
+        begin_NRG[:, :, pass_G] = (began_NR - trace.began.min(initial=np.inf))[:, :, None] + before
+    busy_NRG = trace.seconds - trace.waited
+    for record, rank, stage in np.argwhere((busy_NRG > 0) & ~np.isnan(begin_NRG)).tolist():
+        if rank in ranks:
+            key = {name: int(trace.arrays[name][record]) for name in KEY}
+            category = f"layer {key['layer']} {'backward' if back_G[stage] else 'forward'}"
+            lasts = begin_NRG[record, rank, stage], busy_NRG[record, rank, stage]
+            place = process, first_thread + rank
+            yield span(trace.header.stages[stage], category, *lasts, *place) | {"args": key}
+
+
+def span(
+    name: str, category: str, begin: float, seconds: float, process: int, thread: int
+) -> Event:
+    """Something that lasts."""
+    return {
+        "ph": "X",
+        "name": name,
+        "cat": category,
+        "ts": float(begin) * TO_MICRO,
+        "dur": float(seconds) * TO_MICRO,
+        "pid": process,
+        "tid": thread,
+    }
+
+
+def threads(ranks: Iterable[int], process: int, first_thread: int = 0) -> Iterator[Event]:
+    """The names of the threads of these ranks."""
+    for rank in ranks:
+        yield named("thread_name", f"rank {rank}", process, first_thread + rank)
+
+
+def named(kind: str, name: str, process: int, thread: int = 0) -> Event:
+    """The name of a process or of a thread."""
+    return {"ph": "M", "name": kind, "pid": process, "tid": thread, "args": {"name": name}}

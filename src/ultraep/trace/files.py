@@ -6,7 +6,8 @@ A trace may come from anybody. What its files claim to hold is bounded before it
 from __future__ import annotations
 
 import zipfile
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -40,18 +41,12 @@ def check_claims(where: Path, claimed: int, on_disk: int) -> None:
         )
 
 
-def claimed_bytes(archive: Archive, names: Container[str] | None = None) -> int:
-    """Bytes that arrays of an archive claim to unpack to; None: all of them."""
-    members = archive.members.items()
-    return sum(one.file_size for name, one in members if names is None or name in names)
-
-
 def check_pieces(folder: Path) -> None:
     """Compare what all pieces of a trace claim with their size, before any is unpacked."""
     claimed = on_disk = 0
     for path in folder.glob("rank-*/[0-9]*.npz"):
         with archive_of(path) as archive:
-            claimed += claimed_bytes(archive)
+            claimed += archive.size()
         on_disk += path.stat().st_size
     check_claims(folder, claimed, on_disk)
 
@@ -59,13 +54,20 @@ def check_pieces(folder: Path) -> None:
 def read_header(folder: Path) -> Header:
     """Return the header of the trace in a folder."""
     path = folder / HEADER_FILE
-    try:
-        size = path.stat().st_size
-    except OSError as error:
-        raise FileError(f"{path}: cannot be read: {error.strerror}") from None
-    if size > MOST_HEADER:
-        raise FileError(f"{path}: {size:,} bytes, a trace's header has at most {MOST_HEADER:,}")
-    return Header.from_json(read_text(path), path)
+    return Header.from_json(read_text(path, most=MOST_HEADER), path)
+
+
+@contextmanager
+def open_piece(path: Path, rank: int) -> Iterator[Archive]:
+    """Open a piece of a rank whose arrays have known names and bounded sizes."""
+    with archive_of(path) as archive:
+        unknown = archive.members.keys() - fields_in_pieces(rank).keys() - SUMMARIES.keys()
+        if unknown:
+            raise FileError(
+                f"{path}: not a piece of a trace: unknown arrays {', '.join(sorted(unknown))}"
+            )
+        check_claims(path, archive.size(), path.stat().st_size)
+        yield archive
 
 
 def read_piece(path: Path, header: Header, rank: int, names: Iterable[str] | None = None) -> Arrays:
@@ -74,16 +76,9 @@ def read_piece(path: Path, header: Header, rank: int, names: Iterable[str] | Non
     A summary that the piece does not hold is left out.
     """
     known = fields_in_pieces(rank)
-    wanted = known if names is None else {name: (known | SUMMARIES)[name] for name in names}
-    with archive_of(path) as archive:
-        unknown = archive.members.keys() - known.keys() - SUMMARIES.keys()
-        if unknown:
-            raise FileError(
-                f"{path}: not a piece of a trace: unknown arrays {', '.join(sorted(unknown))}"
-            )
-        claimed = claimed_bytes(archive, wanted)
-        check_claims(path, claimed, path.stat().st_size)
-        arrays = archive.arrays(wanted, most=claimed)
+    wanted = known if names is None else {n: known.get(n) or SUMMARIES[n] for n in names}
+    with open_piece(path, rank) as archive:
+        arrays = archive.arrays(wanted, most=archive.size())
     return checked_arrays(arrays, wanted, header.sizes(rank), path)
 
 
@@ -95,7 +90,7 @@ def read_single(path: Path) -> tuple[Header, Arrays]:
         size, most = archive.members["header"].file_size, 4 * MOST_HEADER  # four bytes a letter
         if size > most:
             raise FileError(f"{path}: a header of {size:,} bytes, at most {most:,} are read")
-        claimed = claimed_bytes(archive)
+        claimed = archive.size()
         check_claims(path, claimed, path.stat().st_size)
         arrays = archive.arrays(most=claimed)
     text = arrays.pop("header")

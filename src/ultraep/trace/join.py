@@ -22,50 +22,56 @@ def join(ranks: Sequence[Arrays]) -> Arrays:
     keys = [np.column_stack([rank[name] for name in KEY]) for rank in ranks]
     numbers = _numbered([*keys, *(rank["more"] for rank in ranks)])
     own, late = numbers[: len(ranks)], numbers[len(ranks) :]
-    found = [np.unique(number, return_index=True) for number in own]
-    common = found[0][0]
-    for known, _ in found[1:]:
+    unique = [np.unique(number, return_index=True) for number in own]
+    common = unique[0][0]
+    for known, _ in unique[1:]:
         common = np.intersect1d(common, known, assume_unique=True)
-    picked = [index[np.searchsorted(known, common)] for known, index in found]
+    picked = [index[np.searchsorted(known, common)] for known, index in unique]
     order = np.argsort(picked[0], kind="stable")  # as rank 0 recorded them
     rows = [index[order] for index in picked]
     places = [_places(number, common, order) for number in late]
-    repeated = max(len(number) - len(known) for number, (known, _) in zip(own, found, strict=True))
+    repeated = max(len(number) - len(known) for number, (known, _) in zip(own, unique, strict=True))
     left_out = len(np.unique(np.concatenate(own))) - len(common) + repeated
-    return _joined(ranks, rows, places) | {"left_out": np.array([left_out])}
-
-
-def _joined(ranks: Sequence[Arrays], rows: list[IntArray], places: list[IntArray]) -> Arrays:
-    """Every field, of the records that all ranks have."""
-    fields = list(fields_in_file().values())
-    alike = {f.name: ranks[0][f.name] for f in fields if f.join in ("key", "same")}
-    joined = taken(alike, rows[0])
-    for field in fields:
+    fields = fields_in_file()
+    same = {name: ranks[0][name] for name, f in fields.items() if f.join in ("key", "same")}
+    joined = taken(same, rows[0])
+    for name, field in fields.items():
         if field.join == "sum":
-            joined[field.name] = np.sum([rank[field.name] for rank in ranks], axis=0)
+            joined[name] = np.sum([rank[name] for rank in ranks], axis=0)
         elif field.join in ("ranks", "slots"):
-            parts = [_of_rank(field, *one) for one in zip(ranks, rows, places, strict=True)]
-            put = np.stack if field.join == "ranks" else np.concatenate
-            joined[field.name] = put(parts, axis=1)
-    return joined
+            joined[name] = side_by_side(field, ranks, rows, places)
+    return joined | {"left_out": np.array([left_out])}
+
+
+def side_by_side(
+    field: Field, ranks: Sequence[Arrays], rows: Sequence[IntArray], places: Sequence[IntArray]
+) -> Array:
+    """[N, R, ...] or [N, S] a field of all ranks, with its late additions.
+
+    rows: [N] the row of each record, by rank.
+    places: [M] the record of each addition, by rank; -1: a record that was left out.
+    """
+    parts = [_of_rank(field, *one) for one in zip(ranks, rows, places, strict=True)]
+    return np.stack(parts, axis=1) if field.join == "ranks" else np.concatenate(parts, axis=1)
 
 
 def _of_rank(field: Field, rank: Arrays, rows_N: IntArray, places_M: IntArray) -> Array:
-    """[N, ...] what a rank tells, with what it told late; that of other records is left out."""
+    """[N, ...] a field of one rank, with its late additions."""
     if not field.late:
         return rank[field.name][rows_N]
     here, late = places_M >= 0, rank[field.late]
     wide = np.float64 if late.dtype.kind == "f" else np.int64
-    whole = np.full((len(rows_N), *late.shape[1:]), field.default, dtype=wide)
     if field.name in rank:
-        whole[:] = rank[field.name][rows_N]
+        whole = rank[field.name][rows_N].astype(wide)
+    else:
+        whole = np.full((len(rows_N), *late.shape[1:]), field.default, dtype=wide)
     if (late != field.default).any():
         field.fold.at(whole, places_M[here], late[here])
     return whole
 
 
 def _numbered(keys: Sequence[IntArray]) -> list[IntArray]:
-    """A number in place of each key; equal keys have equal numbers."""
+    """Replace each key by a number; equal keys have equal numbers."""
     every = np.concatenate(keys)
     if not len(every):
         return [key[:, 0] for key in keys]
@@ -78,7 +84,7 @@ def _numbered(keys: Sequence[IntArray]) -> list[IntArray]:
 
 
 def _places(number_M: IntArray, common: IntArray, order: IntArray) -> IntArray:
-    """[M] the record that each addition belongs to; -1: one that was left out."""
+    """[M] the record that each addition belongs to; -1: a record that was left out."""
     if not len(common):
         return np.full(len(number_M), -1)
     near = np.minimum(np.searchsorted(common, number_M), len(common) - 1)

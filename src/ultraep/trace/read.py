@@ -8,7 +8,6 @@ Shapes: N records, R ranks, E experts, S slots of all ranks, G stages.
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -29,6 +28,7 @@ from ultraep.trace.join import join
 from ultraep.trace.schema import (
     ENDS,
     HEADER_FILE,
+    RANK_FOLDER,
     Array,
     Arrays,
     Header,
@@ -41,7 +41,6 @@ from ultraep.trace.schema import (
 from ultraep.trace.summary import routed_rows, sums_between
 
 FloatArray = NDArray[np.float64]
-RANK_FOLDER = re.compile(r"rank-(\d{5})")
 
 
 class Routed(NamedTuple):

@@ -28,19 +28,17 @@ from ultraep.hops import Relay
 from ultraep.loads import as_integers
 from ultraep.plan import DEFAULT_CONFIG, Plan
 from ultraep.topology import Topology
-from ultraep.trace.pieces import Entry, Key
 from ultraep.trace.schema import (
     HEADER_FILE,
     NOT_TOLD,
     STAGES,
     Array,
-    Field,
     Header,
-    fields_in_pieces,
+    Key,
     fields_of_plan,
     rank_folder,
 )
-from ultraep.trace.writer import Writer
+from ultraep.trace.writer import Entry, Writer
 
 MEMORY = 64 << 20  # bytes of records that wait
 OVERHEAD = 1000  # bytes of a record besides its arrays
@@ -78,12 +76,7 @@ class Recorder:
         self.header = Header.of(topology, config, relay=relay, stages=tuple(stages), note=note)
         self._config = config
         self._place = {stage: place for place, stage in enumerate(self.header.stages)}
-        self._sizes = self.header.sizes(rank)
-        self._fields = {
-            field.name: field
-            for name, field in fields_in_pieces(rank).items()
-            if field.join in ("ranks", "slots") and name == field.name and field.default is not None
-        }
+        self._slots = self.header.slots_of(rank)
         self._of_plan = attrgetter(*(field.plan for field in fields_of_plan()))
         _prepare(self.folder, self.header, rank)
         self._writer = Writer(self.folder / rank_folder(rank), self.header, rank, memory)
@@ -99,29 +92,24 @@ class Recorder:
         microbatch: int = 0,
         bytes_moved: int = 0,
         seconds: Mapping[str, float] | None = None,
+        waited: Mapping[str, float] | None = None,
         began: float | None = None,
-        **others: Any,
     ) -> bool:
         """Record one microbatch of one layer; False: it was dropped. Returns at once.
 
         step, layer, microbatch: name the record, on all ranks alike, and only this one.
         plan: all of it is recorded, with the loads that it was made for.
         slot_rows: rows that really arrived in each slot of this rank, home slots first.
-        bytes_moved: what this rank sent of weights and gradients of copies.
+        bytes_moved: bytes of weights and gradients of copies that this rank sent.
         seconds: of the stages on this rank, those that are known.
-        began: when it did, in seconds since 1970; None: it ends now.
-        others: more fields of the schema, by name.
+        waited: of the seconds, those at the end of a stage in which the rank waited for others.
+        began: when it began, in seconds since 1970; None: it ends now.
         """
         key = _key(step, layer, microbatch)
         self._check_plan(plan)
-        by_stage, rows = self._by_stage(seconds or {}), self._rows(slot_rows)
-        began = time.time() - sum(by_stage) if began is None else began
-        values = {"slot_rows": rows, "bytes_moved": int(bytes_moved), "seconds": by_stage}
-        values["began"] = began
+        rows = self._rows(slot_rows)
+        values = self._values("began", began, bytes_moved, seconds, waited) | {"slot_rows": rows}
         shared, nbytes = (), OVERHEAD + rows.nbytes
-        if others:
-            values |= self._told(others, late=False)
-            nbytes += sum(np.asarray(value).nbytes for value in others.values())
         if self.rank == 0:
             shared = self._of_plan(plan)
             nbytes += plan.loads.nbytes + plan.replicas.nbytes + plan.quotas.nbytes
@@ -135,15 +123,11 @@ class Recorder:
         microbatch: int = 0,
         bytes_moved: int = 0,
         seconds: Mapping[str, float] | None = None,
+        waited: Mapping[str, float] | None = None,
         began: float | None = None,
-        **others: Any,
     ) -> bool:
-        """Add bytes and seconds to a record of before: what its backward pass took."""
-        by_stage = self._by_stage(seconds or {})
-        began = time.time() - sum(by_stage) if began is None else began
-        values = {"bytes_moved": int(bytes_moved), "seconds": by_stage, "back_began": began}
-        if others:
-            values |= self._told(others, late=True)
+        """Add bytes and seconds of the backward pass to an earlier record."""
+        values = self._values("back_began", began, bytes_moved, seconds, waited)
         return self._writer.put(Entry(_key(step, layer, microbatch), values, None, OVERHEAD))
 
     def lose(self, records: int) -> None:
@@ -183,28 +167,25 @@ class Recorder:
 
     def _rows(self, slot_rows: Any) -> Array:
         rows = as_integers(slot_rows, "slot_rows").astype(np.int32)
-        if rows.shape != (self._sizes["L"],) or rows.min(initial=0) < 0:
+        if rows.shape != (self._slots,) or rows.min(initial=0) < 0:
             raise ConfigError(
-                f"slot_rows must be rows of each of the {self._sizes['L']} slots of rank "
+                f"slot_rows must be rows of each of the {self._slots} slots of rank "
                 f"{self.rank}, got {rows.tolist()}"
             )
         return rows
 
-    def _told(self, others: dict[str, Any], *, late: bool) -> dict[str, Any]:
-        """Fields besides the usual ones, as the schema has them."""
-        known = {name: field for name, field in self._fields.items() if field.late or not late}
-        for name in others.keys() - known.keys():
-            raise ConfigError(f"unknown field {name!r}; a rank tells {', '.join(known)}")
-        return {name: self._value(known[name], value) for name, value in others.items()}
-
-    def _value(self, field: Field, value: Any) -> Any:
-        if "G" in field.shape:
-            return self._by_stage(value)
-        wanted, found = [self._sizes[letter] for letter in field.shape[1:]], np.asarray(value)
-        if list(found.shape) != wanted or found.dtype.kind not in "bif":
-            got = f"{found.dtype} {list(found.shape)}"
-            raise ConfigError(f"{field.name} must be {field.kind} {wanted}, got {got}")
-        return found
+    def _values(
+        self,
+        beginning: str,
+        began: float | None,
+        bytes_moved: int,
+        seconds: Mapping[str, float] | None,
+        waited: Mapping[str, float] | None,
+    ) -> dict[str, Any]:
+        by_stage = self._by_stage(seconds or {})
+        began = time.time() - sum(by_stage) if began is None else began
+        values = {beginning: began, "bytes_moved": int(bytes_moved), "seconds": by_stage}
+        return values if waited is None else values | {"waited": self._by_stage(waited)}
 
     def _by_stage(self, seconds: Mapping[str, float]) -> list[float]:
         places = self._place

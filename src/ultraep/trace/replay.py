@@ -5,7 +5,7 @@ Shapes: N records, R ranks, E experts.
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
@@ -135,37 +135,41 @@ def plans(trace: Trace, case: Case) -> Iterator[Plan]:
 
 
 def plans_of(records: Iterable[Routed], case: Case) -> Iterator[Plan]:
-    """The plans of records, as they come."""
-    past: dict[int, deque[IntArray]] = defaultdict(lambda: deque(maxlen=case.history or 1))
-    for layer, loads, rates in records:
-        loads_RE = regrouped_loads(loads, case.topology.ranks)
-        seen = past[layer]
-        priced = replace(case, config=replace(case.config, rates=rates))
-        yield _plan(loads_RE, priced, seen)
-        seen.append(loads_RE.sum(axis=0))
+    """Return the plans of records, as they come."""
 
+    def priced(record: Routed) -> tuple[int, IntArray, Case]:
+        loads_RE = regrouped_loads(record.loads, case.topology.ranks)
+        config = replace(case.config, rates=record.rates)
+        return record.layer, loads_RE, replace(case, config=config)
 
-def _plan(loads_RE: IntArray, case: Case, seen: deque[IntArray]) -> Plan:
-    """With the past that there is; the first microbatch sees itself, as at run time."""
-    history = None
-    if case.history is not None:
-        history = np.stack(list(seen) or [loads_RE.sum(axis=0)])
-    return make_plan(loads_RE, case.topology, case.config, history=history)
+    return _plans(map(priced, records))
 
 
 def differing(trace: Trace) -> list[int]:
-    """Records whose plan is another one when it is made again as it was made; exactly compared."""
-    wrong = []
-    past: dict[int, deque[IntArray]] = defaultdict(lambda: deque(maxlen=1))
-    for record in range(len(trace)):
-        loads_RE, seen = trace.loads[record].astype(np.int64), past[int(trace.layer[record])]
+    """Return the records whose plan differs when it is made again as it was made."""
+
+    def recorded(record: int) -> tuple[int, IntArray, Case]:
         config = trace.config(record)
-        length = 1 if get_policy(config.policy).needs_history else None
-        again = _plan(loads_RE, Case(config, trace.topology, length), seen)
-        if again.digest() != trace.plan(record).digest():
-            wrong.append(record)
-        seen.append(loads_RE.sum(axis=0))
-    return wrong
+        history = 1 if get_policy(config.policy).needs_history else None
+        loads_RE = trace.loads[record].astype(np.int64)
+        return int(trace.layer[record]), loads_RE, Case(config, trace.topology, history)
+
+    again = enumerate(_plans(map(recorded, range(len(trace)))))
+    return [record for record, plan in again if plan.digest() != trace.plan(record).digest()]
+
+
+def _plans(records: Iterable[tuple[int, IntArray, Case]]) -> Iterator[Plan]:
+    """Plan loads of layers; a policy that needs a history sees the microbatches before.
+
+    The first microbatch of a layer sees itself, as at run time.
+    """
+    past: dict[int, deque[IntArray]] = {}
+    for layer, loads_RE, case in records:
+        seen = past.setdefault(layer, deque(maxlen=case.history or 1))
+        summed = loads_RE.sum(axis=0)
+        history = None if case.history is None else np.stack(list(seen) or [summed])
+        yield make_plan(loads_RE, case.topology, case.config, history=history)
+        seen.append(summed)
 
 
 # -- other numbers of ranks ----------------------------------------------------------------------

@@ -5,23 +5,23 @@
     |-- rank-00000/000000.npz, 000001.npz, ...     pieces, in order
     `-- rank-00001/...
 
-A new field is one line of `FIELDS`, with `since` of the next version: `Recorder.add(name=...)`
-takes it, pieces and files hold it, `Trace.name` shows it, and what was written before reads as its
-default. See docs/traces.md.
+A new field is one line of `FIELDS`, with `since` of the next version, and an argument of
+`Recorder.add`: pieces and files hold it, `Trace.name` shows it, and what was written before reads
+as its default. See docs/traces.md.
 
 Shapes: N records of a piece, C copies of all of them, M late additions, T lines and K columns of
-its summary, R ranks, E experts, L slots of a rank, S slots of all ranks, G
-stages.
+its summary, R ranks, E experts, L slots of a rank, S slots of all ranks, G stages.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import UTC, datetime
 from enum import IntEnum
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -36,22 +36,14 @@ from ultraep.topology import Topology
 
 FORMAT = "ultraep-trace"
 HEADER_FILE = "header.json"
-SHAPE = (
-    "ranks",
-    "experts",
-    "slots",
-    "domain",
-    "homes",
-)  # entries of the header that are a topology
+RANK_FOLDER, PIECE = re.compile(r"rank-(\d{5})"), re.compile(r"\d{6}\.npz")
+SHAPE = ("ranks", "experts", "slots", "domain", "homes")  # entries of the header: the topology
 SETTINGS = (
     *("policy", "tolerance", "min_tokens_per_replica", "max_replicas", "locality"),
     "objective",
 )
-OLD_OBJECTIVE = "balance"  # of traces that do not tell
-UNTOLD: dict[str, Any] = {
-    "relay": "",
-    "chunks": 0,
-}  # entries of the header that not every recorder knows
+# Entries of the header that older traces do not have, or that not every recorder knows.
+UNTOLD: dict[str, Any] = {"objective": "balance", "relay": "", "chunks": 0}
 
 FORWARD = ("loads", "plan", "verify", "replicate", "reroute", "dispatch", "experts", "combine")
 BACKWARD = (
@@ -66,6 +58,7 @@ MOST_STAGES, MOST_RANKS = 256, 4096
 NOT_TOLD = Relay()
 Array = NDArray[Any]
 Arrays = dict[str, Array]
+Key = tuple[int, int, int]  # step, layer, microbatch
 
 
 @dataclass(frozen=True)
@@ -154,7 +147,6 @@ SUMMARIES: dict[str, Field] = {
     "stage_sums": Field("stage_sums", "float64", "G", "pieces", since=4),  # seconds of all lines
 }
 VERSION = max(one.since for one in (*FIELDS, *SUMMARIES.values()))
-OBJECTIVE_SINCE = 3  # in the header
 KEY = tuple(one.name for one in FIELDS if one.join == "key")
 ENDS = "copy_ends"  # of what has the letter C
 
@@ -164,11 +156,16 @@ def of_backward(stages: tuple[str, ...]) -> NDArray[np.bool_]:
     return np.isin(stages, (*BACKWARD, ATTENTION_BACK))
 
 
-def fields_in_pieces(rank: int) -> dict[str, Field]:
-    """The arrays in a piece of this rank, by name; of additions with M in place of N."""
+def fields_in_pieces(rank: int) -> Mapping[str, Field]:
+    """Return the arrays in a piece of this rank, by name; of additions with M in place of N."""
+    return _fields_in_pieces(rank == 0)
+
+
+@cache
+def _fields_in_pieces(first: bool) -> Mapping[str, Field]:
     found = {}
     for one in FIELDS:
-        if one.join != "counted" and (one.join != "same" or rank == 0):
+        if one.join != "counted" and (one.join != "same" or first):
             if one.shape[0] != "M" or not one.late:
                 found[one.name] = one
             if one.late:
@@ -181,8 +178,9 @@ def fields_of_plan() -> list[Field]:
     return [one for one in FIELDS if one.plan]
 
 
-def fields_in_file() -> dict[str, Field]:
-    """The arrays of a trace whose ranks were joined, by name."""
+@cache
+def fields_in_file() -> Mapping[str, Field]:
+    """Return the arrays of a trace whose ranks were joined, by name."""
     found = {}
     for one in FIELDS:
         if one.join != "pieces":
@@ -205,7 +203,7 @@ class Header:
     min_tokens_per_replica: int
     max_replicas: int | None
     locality: bool
-    objective: str = OLD_OBJECTIVE
+    objective: str = UNTOLD["objective"]
     relay: str = ""  # how weights were to be sent; "": nobody tells
     chunks: int = 0
     stages: tuple[str, ...] = STAGES
@@ -268,8 +266,6 @@ class Header:
             raise FileError(
                 f"{where}: a trace of version {version}, this program reads versions 1 to {VERSION}"
             )
-        if version < OBJECTIVE_SINCE:
-            content.setdefault("objective", OLD_OBJECTIVE)
         content = UNTOLD | content
         wrong = {entry.name for entry in fields(cls)} ^ content.keys()
         if wrong:
@@ -288,7 +284,8 @@ class Header:
 
     def slots_of(self, rank: int) -> int:
         """Home slots and spare slots of a rank."""
-        return int(self.topology.homes_per_rank[rank]) + self.slots
+        first = self.topology.first_slot_of_rank
+        return int(first[rank + 1] - first[rank])
 
     def sizes(self, rank: int = 0) -> dict[str, int]:
         """What the letters of shapes stand for, as far as the header knows."""
@@ -330,7 +327,7 @@ def piece_file(number: int) -> str:
 
 
 def checked_arrays(
-    arrays: Arrays, wanted: dict[str, Field], sizes: dict[str, int], where: str | Path
+    arrays: Arrays, wanted: Mapping[str, Field], sizes: dict[str, int], where: str | Path
 ) -> Arrays:
     """Return all arrays that are wanted; `FileError` unless names, types and shapes are right.
 

@@ -34,7 +34,7 @@ from ultraep.tools.sim.run import Result
 from ultraep.tools.sim.run import simulate as run_simulation
 from ultraep.tools.sim.scenario import Contender, Scenario
 from ultraep.tools.sim.timeline import make_timeline, median_microbatch
-from ultraep.trace.chrome import write_timeline
+from ultraep.trace.export import write_timeline
 
 EXAMPLE = (
     "Example: ultraep simulate --cluster h200-nvl8 --model gpt-oss-20b --ep 8 --imbalance 1.6\n\n"

@@ -29,8 +29,7 @@ from ultraep.tools.cli.terminal import (
     make_grid,
     plain,
 )
-from ultraep.trace.chrome import timeline_of, write_timeline
-from ultraep.trace.export import write_csv
+from ultraep.trace.export import timeline_of, write_csv, write_timeline
 from ultraep.trace.read import Trace, read_trace
 from ultraep.trace.replay import Line, cases, differing
 from ultraep.trace.replay import replay as replay_case

@@ -68,7 +68,7 @@ def command(
     if export is not None and live:
         raise ConfigError("--export writes what is there now: it does not go with --live")
     check_targets((export, "page"), force=force)
-    catalogue = Catalogue(paths, live=live, tell=complain)
+    catalogue = Catalogue(paths, live=live, warn=complain)
     for error in catalogue.errors:
         complain(error)
     if not catalogue.usable:

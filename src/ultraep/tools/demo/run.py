@@ -15,7 +15,7 @@ from pathlib import Path
 
 from ultraep.errors import ConfigError
 from ultraep.policies import get_policy
-from ultraep.tools.claim import Claim
+from ultraep.tools.outputs import OutputDir
 from ultraep.tools.demo.result import REPORT_FILE, RESULT_FILE, TRACE, DemoResult, Event
 from ultraep.tools.demo.sizes import Job
 from ultraep.tools.launch.processes import RankPlace, run_ranks, stop_on_sigterm
@@ -25,7 +25,7 @@ def run(
     job: Job,
     tell: Callable[[Event], None],
     place: RankPlace | None = None,
-    claim: Claim | None = None,
+    claim: OutputDir | None = None,
 ) -> DemoResult:
     """Run the job on processes of this machine, or, with a place, as that rank of a group.
 
@@ -43,7 +43,7 @@ def run(
     return work_as_rank(place, job, tell)
 
 
-def prepare(job: Job, place: RankPlace | None = None) -> AbstractContextManager[Claim | None]:
+def prepare(job: Job, place: RankPlace | None = None) -> AbstractContextManager[OutputDir | None]:
     """Check the policies and claim the folder; rank 0 of a group claims it for all."""
     for name in job.policies:
         get_policy(name)
@@ -54,7 +54,7 @@ def prepare(job: Job, place: RankPlace | None = None) -> AbstractContextManager[
     return claim_folder(job.out, job.policies)
 
 
-def claim_folder(out: str | Path, policies: Sequence[str]) -> Claim:
-    """Claim the folder for result, report and a trace of each policy."""
+def claim_folder(out: str | Path, policies: Sequence[str]) -> OutputDir:
+    """OutputDir the folder for result, report and a trace of each policy."""
     traces = [f"{policy}/{TRACE}" for policy in policies]
-    return Claim(out, work="demo", files=(RESULT_FILE, REPORT_FILE), traces=traces)
+    return OutputDir(out, work="demo", files=(RESULT_FILE, REPORT_FILE), traces=traces)

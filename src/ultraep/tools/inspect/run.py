@@ -21,7 +21,7 @@ import torch
 
 from ultraep import __version__
 from ultraep.errors import ConfigError, FileError
-from ultraep.tools.claim import Claim
+from ultraep.tools.outputs import OutputDir
 from ultraep.tools.inspect.anatomy import Anatomy, num_experts
 from ultraep.tools.inspect.checkpoint import Checkpoint, weight_files
 from ultraep.tools.inspect.families import RandomModel
@@ -102,7 +102,7 @@ class Inspection:
             spans.append(TextSpan(excerpt.name, begin, end, excerpt.tokens))
         return spans
 
-    def record(self, claim: Claim, tell: Tell) -> Catcher:
+    def record(self, claim: OutputDir, tell: Tell) -> Catcher:
         """Send all windows through the model; what its routers decide is in the trace then.
 
         tell: hears what was done, of how much, and what comes. On interruption the trace is
@@ -129,7 +129,7 @@ class Inspection:
             run_windows(self.anatomy, windows, self.opened.lend, going, self.blocks[-1])
         return catcher
 
-    def findings(self, claim: Claim, tell: Tell) -> Findings:
+    def findings(self, claim: OutputDir, tell: Tell) -> Findings:
         """The recorded trace, planned under all policies."""
         options = self.options
         return find(
@@ -230,10 +230,10 @@ class Inspection:
         return f"ultraep inspect {self.options.name}; steps are windows of text: {texts}"
 
 
-def claim_folder(out: Path) -> Claim:
+def claim_folder(out: Path) -> OutputDir:
     """The folder for all that an inspection makes."""
     files = (RESULT_FILE, REPORT_FILE, PRESET_FILE)
-    return Claim(out, work="inspection", files=files, traces=[TRACE])
+    return OutputDir(out, work="inspection", files=files, traces=[TRACE])
 
 
 # -- options -------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from ultraep.tools.sim.layer import LayerClock
 from ultraep.tools.sim.planning import CopySets
 from ultraep.tools.sim.run import plan_and_clock
 from ultraep.tools.sim.scenario import Contender, Scenario
-from ultraep.trace.chrome import Event, named, span, stages, threads, timeline
+from ultraep.trace.export import Event, named, span, stages, threads, timeline
 from ultraep.trace.read import Trace
 from ultraep.trace.schema import SIMULATED, Header, of_backward
 

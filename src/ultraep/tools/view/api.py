@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Awaitable, Callable, Iterator
-from functools import wraps
-from typing import IO, Any
+from collections.abc import Callable, Iterator
+from typing import IO
 
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
@@ -15,25 +14,34 @@ from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from ultraep import __version__
-from ultraep.errors import ConfigError, FileError, UltraEPError
+from ultraep.errors import ConfigError, UltraEPError
+from ultraep.files.reading import check_size, opened, reading
 from ultraep.policies import policy_names
 from ultraep.tools.report.numbers import Numbers
 from ultraep.tools.report.page import own_file, plotly_js
 from ultraep.tools.view.catalogue import GONE, Catalogue, Shown
 from ultraep.tools.view.guard import CHUNK
+from ultraep.tools.view.record import numbers_of, stages_of
 from ultraep.tools.view.replays import Question, Replays
 from ultraep.tools.view.table import VALUES, heat, overview
+from ultraep.tools.view.traces import SERVED, TIMED, OpenTrace
+from ultraep.trace.schema import KEY, Key
 
 MOST_POINTS, MOST_COLUMNS = 2000, 400
 LARGEST = 2**62
 SCRIPTS = ("routes.js", "overview.js", "record.js", "compare.js", "view.js")
+TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
 MOST_REPORT = 64 << 20  # bytes
 SANDBOX = (
     "sandbox allow-scripts; default-src 'none'; script-src 'unsafe-inline'; "
     "style-src 'unsafe-inline'; img-src data: blob:; frame-ancestors 'none'; base-uri 'none'; "
     "form-action 'none'"
 )
-Answer = Callable[[Request], Awaitable[Response]]
+HEADER_FACTS = (
+    *("ranks", "experts", "slots", "domain", "policy", "tolerance", "objective"),
+    *("created", "note"),
+)
+TRACE_FACTS = ("dropped", "left_out", "notes", "version", "done", "total", "finished", "complete")
 
 
 class Api:
@@ -44,32 +52,22 @@ class Api:
         self.files = static_files()
 
     def app(self) -> Starlette:
-        """The application, without a guard."""
-        routes = [
-            Route("/", self.page),
+        """Return the application, without a guard."""
+        answers = ("state", "overview", "heat", "worst", "record", "stages")
+        routes = [Route(f"/api/{name}", answered(getattr(self, name))) for name in answers]
+        routes += [
+            Route("/", self.static),
             Route("/static/{name}", self.static),
             Route("/report/{number}", answered(self.report)),
-            Route("/api/state", answered(self.state)),
-            Route("/api/overview", answered(self.overview)),
-            Route("/api/heat", answered(self.heat)),
-            Route("/api/worst", answered(self.worst)),
-            Route("/api/record", answered(self.record)),
-            Route("/api/stages", answered(self.stages)),
             Route("/api/replays", self.ask, methods=["POST"]),
             Route("/api/replays/{number}", answered(self.replay)),
             Route("/api/replays/{number}/stop", answered(self.stop), methods=["POST"]),
         ]
         return Starlette(routes=routes)
 
-    async def page(self, request: Request) -> Response:
-        """The page itself."""
-        return self._file(request, "index.html")
-
     async def static(self, request: Request) -> Response:
-        """One of its files; there are no others."""
-        return self._file(request, request.path_params["name"])
-
-    def _file(self, request: Request, name: str) -> Response:
+        """The page, or one of its files; there are no others."""
+        name = request.path_params.get("name", "index.html")
         if name not in self.files:
             return Response("There is no such file.\n", 404, media_type="text/plain")
         content, kind, tag = self.files[name]
@@ -81,75 +79,68 @@ class Api:
     def report(self, request: Request) -> Response:
         """A report that was written before; it may do nothing but draw itself."""
         path = self.catalogue.report(number_in_path(request))
-        try:
-            size = path.stat().st_size
-            if size > MOST_REPORT:
-                raise FileError(f"{path}: {size:,} bytes, at most {MOST_REPORT:,} are shown")
-            file = path.open("rb")
-        except OSError as error:
-            raise FileError(f"{path}: cannot be read: {error.strerror}") from None
-        return StreamingResponse(
-            chunks(file),
-            media_type="text/html",
-            headers={"content-security-policy": SANDBOX, "cache-control": "no-store"},
-        )
+        with reading(path):
+            check_size(path, MOST_REPORT)
+            file = opened(path)
+        headers = {"content-security-policy": SANDBOX, "cache-control": "no-store"}
+        return StreamingResponse(chunks(file), media_type="text/html", headers=headers)
 
     def state(self, _: Request) -> Numbers:
         """What is open, and how far it was read."""
+        items = [
+            {"number": number} | described(shown)
+            for number, shown in enumerate(list(self.catalogue.shown))
+        ]
         return {
             "version": __version__,
             "live": self.catalogue.live,
             "waiting_for": [str(path) for path in self.catalogue.paths],
             "policies": sorted(policy_names()),
-            "items": [
-                {"number": number} | described(shown)
-                for number, shown in enumerate(list(self.catalogue.shown))
-            ],
+            "items": items,
         }
 
     def overview(self, request: Request) -> Numbers:
         """Lines, layers, sums."""
-        index = self.catalogue.index(whole(request, "trace"))
+        trace = self._trace(request)
         most = whole(request, "points", 600, low=2, high=MOST_POINTS)
-        found = overview(index.table, **stretch(request), most=most)
-        return found | {"stages": stages_told(index), "complete": index.complete}
+        means = zip(trace.header.stages, trace.table.stages.tolist(), strict=True)
+        return overview(trace.table, *stretch(request), most=most) | {
+            "stages": {stage: round(seconds, 9) for stage, seconds in means if seconds > 0},
+            "complete": trace.complete,
+        }
 
     def heat(self, request: Request) -> Numbers:
         """The map of layers and time."""
-        index = self.catalogue.index(whole(request, "trace"))
         value = request.query_params.get("value", "before")
         if value not in VALUES:
             raise ConfigError(f"value must be one of {', '.join(VALUES)}, got {value[:40]!r}")
         most = whole(request, "columns", 240, low=2, high=MOST_COLUMNS)
-        return heat(index.table, value, **stretch(request), most=most)
+        return heat(self._trace(request).table, value, *stretch(request), most=most)
 
     def worst(self, request: Request) -> Numbers:
         """The most uneven record of a stretch."""
-        index = self.catalogue.index(whole(request, "trace"))
-        given = "layer" in request.query_params
-        layer = whole(request, "layer") if given else None
-        found = stretch(request)
-        begin, end = found["begin"], found["end"]
-        end = LARGEST if end is None else end
-        return {"key": index.table.worst(index.table.within(begin, end, layer))}
+        table, (begin, end) = self._trace(request).table, stretch(request)
+        layer = whole(request, "layer") if "layer" in request.query_params else None
+        return {"key": table.worst(table.within(begin, end, layer))}
 
     def record(self, request: Request) -> Numbers:
         """One microbatch of one layer."""
-        number, key = whole(request, "trace"), key_of(request)
-        table = self.catalogue.index(number).table
-        step_M, microbatch_M, _ = table.moments
+        trace, key = self._trace(request), key_of(request)
+        step_M, microbatch_M, _ = trace.table.moments
+        earlier = (step_M < key[0]) | ((step_M == key[0]) & (microbatch_M < key[2]))
         around = {
-            "layers": table.layers[0].tolist(),
-            "moment": int(
-                ((step_M < key[0]) | ((step_M == key[0]) & (microbatch_M < key[2]))).sum()
-            ),
+            "layers": trace.table.layers[0].tolist(),
+            "moment": int(earlier.sum()),
             "moments": len(step_M),
         }
-        return self.catalogue.record(number, key) | {"around": around}
+        return numbers_of(trace.record(key, SERVED)) | {"around": around}
 
     def stages(self, request: Request) -> Numbers:
         """Its times on all ranks, forward and backward."""
-        return self.catalogue.stages(whole(request, "trace"), key_of(request))
+        return stages_of(self._trace(request).record(key_of(request), TIMED))
+
+    def _trace(self, request: Request) -> OpenTrace:
+        return self.catalogue.trace(whole(request, "trace"))
 
     async def ask(self, request: Request) -> Response:
         """Begin to plan again."""
@@ -158,7 +149,8 @@ class Api:
         except ClientDisconnect:
             late = "The request did not arrive in time.\n"
             return PlainTextResponse(late, 408, {"connection": "close"})
-        return await run_in_threadpool(told, lambda: self.replays.ask(question(body)).told())
+        ask = answered(lambda _: self.replays.ask(question(body)).told())
+        return await run_in_threadpool(ask, request)
 
     def replay(self, request: Request) -> Numbers:
         """How far that is."""
@@ -171,28 +163,21 @@ class Api:
         return job.told()
 
 
-def answered(ask: Callable[[Request], Numbers | Response]) -> Answer:
-    """A question that is answered in a thread of its own, so that others need not wait."""
+def answered(ask: Callable[[Request], Numbers | Response]) -> Callable[[Request], Response]:
+    """Answer in JSON, an error in one sentence. Starlette calls it in a thread of its own."""
 
-    @wraps(ask)
-    async def answer(request: Request) -> Response:
-        return await run_in_threadpool(told, lambda: ask(request))
+    def answer(request: Request) -> Response:
+        try:
+            found, status = ask(request), 200
+        except UltraEPError as error:
+            found, status = {"error": " ".join(str(error).split())}, 400
+        if isinstance(found, Response):
+            return found
+        text = json.dumps(found, separators=(",", ":"), allow_nan=False)
+        headers = {"cache-control": "no-store"}
+        return Response(text, status, media_type="application/json", headers=headers)
 
     return answer
-
-
-def told(ask: Callable[[], Numbers | Response]) -> Response:
-    """Its answer as JSON, or what is wrong with it in one sentence."""
-    try:
-        found = ask()
-        status = 200
-    except UltraEPError as error:
-        found, status = {"error": " ".join(str(error).split())}, 400
-    if isinstance(found, Response):
-        return found
-    text = json.dumps(found, separators=(",", ":"), allow_nan=False)
-    headers = {"cache-control": "no-store"}
-    return Response(text, status, media_type="application/json", headers=headers)
 
 
 def described(shown: Shown) -> Numbers:
@@ -204,36 +189,12 @@ def described(shown: Shown) -> Numbers:
         "error": shown.error,
         "gone": GONE if shown.gone else "",
     }
-    index = shown.index
-    if index is None:
+    trace = shown.trace
+    if trace is None:
         return facts
-    header = index.header
-    return facts | {
-        "ranks": header.ranks,
-        "experts": header.experts,
-        "slots": header.slots,
-        "domain": header.domain,
-        "policy": header.policy,
-        "tolerance": header.tolerance,
-        "objective": header.objective,
-        "created": header.created,
-        "note": header.note,
-        "records": len(index.table),
-        "dropped": index.dropped,
-        "left_out": index.left_out,
-        "notes": list(index.notes),
-        "version": index.version,
-        "done": index.done,
-        "total": index.total,
-        "finished": index.finished,
-        "complete": index.complete,
-    }
-
-
-def stages_told(index: Any) -> Numbers:
-    """Mean seconds of each stage, on the rank with the largest mean."""
-    pairs = zip(index.header.stages, index.table.stages.tolist(), strict=True)
-    return {stage: round(seconds, 9) for stage, seconds in pairs if seconds > 0}
+    facts |= {name: getattr(trace.header, name) for name in HEADER_FACTS}
+    facts |= {name: getattr(trace, name) for name in TRACE_FACTS}
+    return facts | {"records": len(trace.table)}
 
 
 # -- what is asked -------------------------------------------------------------------------------
@@ -256,15 +217,15 @@ def parsed(name: str, text: str, low: int, high: int) -> int:
     return int(text)
 
 
-def stretch(request: Request) -> dict[str, Any]:
+def stretch(request: Request) -> tuple[int, int]:
     """From which moment to which."""
-    given = "to" in request.query_params
-    return {"begin": whole(request, "from"), "end": whole(request, "to") if given else None}
+    return whole(request, "from"), whole(request, "to", LARGEST)
 
 
-def key_of(request: Request) -> tuple[int, int, int]:
+def key_of(request: Request) -> Key:
     """Step, layer and microbatch."""
-    return whole(request, "step"), whole(request, "layer"), whole(request, "microbatch")
+    step, layer, microbatch = (whole(request, name) for name in KEY)
+    return step, layer, microbatch
 
 
 def question(body: bytes) -> Question:
@@ -295,19 +256,14 @@ def chunks(file: IO[bytes]) -> Iterator[bytes]:
 
 
 def static_files() -> dict[str, tuple[bytes, str, str]]:
-    """All files of the page, by name: content, type, tag."""
-    script, style = "text/javascript", "text/css"
-    texts = {
-        "index.html": (own_file("ultraep.tools.view", "page/index.html"), "text/html"),
-        "plotly.js": (plotly_js(), script),
-        "page.css": (own_file("ultraep.tools.report", "page.css"), style),
-        "parts.js": (own_file("ultraep.tools.report", "parts.js"), script),
-        "figures.js": (own_file("ultraep.tools.report", "figures.js"), script),
-        "view.css": (own_file("ultraep.tools.view", "page/view.css"), style),
-    }
-    texts |= {name: (own_file("ultraep.tools.view", f"page/{name}"), script) for name in SCRIPTS}
-    found = {}
-    for name, (text, kind) in texts.items():
-        content = text.encode("utf-8")
-        found[name] = content, kind, f'"{hashlib.sha256(content).hexdigest()[:16]}"'
-    return found
+    """Return all files of the page, by name: content, type, tag."""
+    texts = {"plotly.js": plotly_js()}
+    for name in ("page.css", "parts.js", "figures.js"):
+        texts[name] = own_file("ultraep.tools.report", name)
+    for name in ("index.html", "view.css", *SCRIPTS):
+        texts[name] = own_file("ultraep.tools.view", f"page/{name}")
+    files = {}
+    for name, text in texts.items():
+        content, ending = text.encode("utf-8"), name.rpartition(".")[2]
+        files[name] = content, TYPES[ending], f'"{hashlib.sha256(content).hexdigest()[:16]}"'
+    return files

@@ -15,8 +15,11 @@ from ultraep.files.writing import write_text
 from ultraep.tools.report.numbers import MOST_NUMBERS, Numbers, kept
 from ultraep.tools.report.page import PICKER, Page, Section, own_file, plotly_js
 from ultraep.tools.report.words import counted, size, table
-from ultraep.tools.view.catalogue import Catalogue, Index, Shown
+from ultraep.tools.view.catalogue import Catalogue
+from ultraep.tools.view.record import numbers_of, stages_of
 from ultraep.tools.view.table import Table, heat, overview
+from ultraep.tools.view.traces import SERVED, TIMED, OpenTrace
+from ultraep.trace.schema import Key
 
 POINTS, COLUMNS = 600, 240
 SECTIONS = (
@@ -43,49 +46,46 @@ TOLD = {
 
 
 def write_page(catalogue: Catalogue, path: Path) -> int:
-    """Write the only trace of a catalogue; how many records it has."""
+    """Write the only trace of a catalogue; return the number of its records."""
     script = plotly_js()
-    number, shown = _only(catalogue)
+    traces = [(shown.item, shown.trace) for shown in catalogue.shown if shown.trace is not None]
+    if len(traces) != 1:
+        names = ", ".join(item.name for item, _ in traces) or "none"
+        raise ConfigError(f"--export writes one trace, here are {len(traces)}: {names}; name one")
+    [(item, trace)] = traces
     catalogue.read_all()
-    assert shown.index is not None
-    if not len(shown.index.table):
-        raise ConfigError(f"{shown.item.path}: nothing to show, the trace has no records")
-    write_text(path, _page(catalogue, number, shown, shown.index).html(script))
-    return len(shown.index.table)
+    if not len(trace.table):
+        raise ConfigError(f"{item.path}: nothing to show, the trace has no records")
+    write_text(path, _page(item.name, trace).html(script))
+    return len(trace.table)
 
 
-def _only(catalogue: Catalogue) -> tuple[int, Shown]:
-    found = [(n, shown) for n, shown in enumerate(catalogue.shown) if shown.index is not None]
-    if len(found) != 1:
-        names = ", ".join(shown.item.name for _, shown in found) or "none"
-        raise ConfigError(f"--export writes one trace, here are {len(found)}: {names}; name one")
-    return found[0]
-
-
-def _page(catalogue: Catalogue, number: int, shown: Shown, index: Index) -> Page:
-    whole = overview(index.table, most=POINTS)
+def _page(name: str, trace: OpenTrace) -> Page:
+    table = trace.table
+    whole = overview(table, most=POINTS)
     shared = {name: whole[name] for name in ("step", "steps_per_point", "axis", "domains")}
     lines = shared | {"unit": "microbatch" if whole["several"] else "step"} | whole["lines"]
-    key = index.table.key(_place_of_worst(index.table))
-    worst = _of_worst(catalogue, number, key)
-    numbers: dict[str, Numbers] = {
+    key = table.key(_place_of_worst(table))
+    copies = numbers_of(trace.record(key, SERVED))["copies"]
+    numbers: dict[str, Numbers | None] = {
         **dict.fromkeys(("imbalance", "copies"), lines),
         "layers": whole["layers"],
-        "before": heat(index.table, "before", most=COLUMNS),
-        "after": heat(index.table, "after", most=COLUMNS),
-        "microbatches": _microbatches(catalogue, number, index),
+        "before": heat(table, "before", most=COLUMNS),
+        "after": heat(table, "after", most=COLUMNS),
+        "time": lines if whole["totals"]["lost"] is not None else None,
+        "microbatches": _microbatches(trace),
+        "flows": copies if copies["list"] else None,
+        **stages_of(trace.record(key, TIMED)),
     }
-    if whole["totals"]["lost"] is not None:
-        numbers["time"] = lines
-    numbers |= {name: found for name, found in worst.items() if found}
+    drawn = {plot: values for plot, values in numbers.items() if values is not None}
     return Page(
-        title=f"Trace {shown.item.name}",
-        facts=_facts(index, whole["totals"]),
-        notes=[*index.notes, *_thinned(whole, numbers["microbatches"])],
+        title=f"Trace {name}",
+        facts=_facts(trace, whole["totals"]),
+        notes=[*trace.notes, *_thinned(whole, drawn["microbatches"])],
         result=f"<h2>Result</h2>\n{_result(whole['totals'])}",
-        sections=_sections(numbers),
-        told=TOLD | _told_of_worst(key, worst["flows"]),
-        numbers=numbers,
+        sections=_sections(drawn),
+        told=TOLD | _told_of_worst(key, copies),
+        numbers=drawn,
         script=own_file("ultraep.tools.view", "page/export.js"),
         controls={"microbatches": PICKER.format(noun="step")},
     )
@@ -100,20 +100,11 @@ def _sections(numbers: dict[str, Numbers]) -> list[Section]:
     return [section for section in found if section.plots]
 
 
-def _of_worst(
-    catalogue: Catalogue, number: int, key: tuple[int, int, int]
-) -> dict[str, Numbers | None]:
-    """Copies and stages of one record; None: there are none."""
-    copies = catalogue.record(number, key)["copies"]
-    return {"flows": copies if copies["list"] else None} | catalogue.stages(number, key)
-
-
-def _told_of_worst(key: tuple[int, int, int], copies: Numbers | None) -> dict[str, str]:
+def _told_of_worst(key: Key, copies: Numbers) -> dict[str, str]:
     step, layer, microbatch = key
     where = f"Step {step}, microbatch {microbatch}, layer {layer}"
-    chained = copies is not None and copies["relay"] == "chain"
-    told = copies is not None and copies["told"] in ("direct", "chain")
-    way = "passed on from copy to copy" if chained else "each sent by its home"
+    way = "passed on from copy to copy" if copies["relay"] == "chain" else "each sent by its home"
+    told = copies["told"] in ("direct", "chain")
     why = "as the balancer was told" if told else "as balancers choose by themselves"
     return {
         "flows": f"{where}: {way}, {why}. As wide as the tokens that are served elsewhere; where "
@@ -123,8 +114,8 @@ def _told_of_worst(key: tuple[int, int, int], copies: Numbers | None) -> dict[st
     }
 
 
-def _facts(index: Index, totals: Numbers) -> list[tuple[str, str]]:
-    header = index.header
+def _facts(trace: OpenTrace, totals: Numbers) -> list[tuple[str, str]]:
+    header = trace.header
     sizes = [
         counted(header.ranks, "rank"),
         counted(header.experts, "expert"),
@@ -158,24 +149,19 @@ def _thinned(whole: Numbers, microbatches: Numbers) -> list[str]:
     return found
 
 
-def _microbatches(catalogue: Catalogue, number: int, index: Index) -> Numbers:
-    """Microbatches to choose from, as the reports have them."""
-    found, topology = index.table, index.header.topology
-    step_M, microbatch_M, moment_N = found.moments
-    layers, place_N = found.layers
+def _microbatches(trace: OpenTrace) -> Numbers:
+    """Return microbatches to choose from, as the reports have them."""
+    table, topology = trace.table, trace.header.topology
+    step_M, microbatch_M, moment_N = table.moments
+    layers, place_N = table.layers
     slots = int(topology.first_slot_of_rank[-1]) + topology.ranks * topology.slots
-    worst = _place_of_worst(found)
-    shown = kept(
-        len(step_M),
-        len(layers) * (topology.experts + slots),
-        int(moment_N[worst]),
-        MOST_NUMBERS,
-    )
+    worst = _place_of_worst(table)
+    size = len(layers) * (topology.experts + slots)
+    shown = kept(len(step_M), size, int(moment_N[worst]), MOST_NUMBERS)
     place = {int(moment): at for at, moment in enumerate(shown)}
     records: list[list[Numbers | None]] = [[None] * len(layers) for _ in shown]
     for record in np.flatnonzero(np.isin(moment_N, shown)).tolist():
-        step, layer, microbatch = found.key(record)
-        whole = catalogue.record(number, (step, layer, microbatch))
+        whole = numbers_of(trace.record(table.key(record), SERVED))
         held = {name: whole[name] for name in ("loads", "rows", "held")}
         records[place[int(moment_N[record])]][int(place_N[record])] = held
     return {
@@ -188,7 +174,7 @@ def _microbatches(catalogue: Catalogue, number: int, index: Index) -> Numbers:
             {
                 "step": int(step_M[moment]),
                 "microbatch": int(microbatch_M[moment]),
-                "domain": index.header.policy,
+                "domain": trace.header.policy,
             }
             for moment in shown.tolist()
         ],
@@ -197,5 +183,5 @@ def _microbatches(catalogue: Catalogue, number: int, index: Index) -> Numbers:
     }
 
 
-def _place_of_worst(found: Table) -> int:
-    return int(np.nan_to_num(found.before).argmax())
+def _place_of_worst(table: Table) -> int:
+    return int(np.nan_to_num(table.before).argmax())

@@ -20,8 +20,10 @@ from ultraep.policies import get_policy
 from ultraep.tools.report.numbers import Numbers
 from ultraep.tools.view.catalogue import Catalogue
 from ultraep.tools.view.table import Table, overview
+from ultraep.tools.view.traces import OpenTrace
 from ultraep.trace.read import Trace
-from ultraep.trace.replay import Case, Replayed, cases, plans_of, replayed_plans
+from ultraep.trace.replay import Case, cases, plans_of, replayed_plans
+from ultraep.trace.schema import Header
 
 MOST_PLANS = 4000  # records that are planned again
 MOST_JOBS = 16  # that are kept
@@ -64,15 +66,15 @@ class Replays:
     """Questions about the traces of a catalogue; one is worked on at a time."""
 
     def __init__(self, catalogue: Catalogue) -> None:
-        self._library, self._jobs = catalogue, dict[int, ReplayJob]()
+        self._catalogue, self._jobs = catalogue, dict[int, ReplayJob]()
         self._lock, self._count = threading.Lock(), 0
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="ultraep replay")
 
     def ask(self, question: Question) -> ReplayJob:
         """Begin to work on it, or find the answer that is there."""
-        index = self._library.index(question.trace)
-        case_of(question, Trace(index.header, {}))  # what cannot be planned is refused at once
-        if not index.complete:
+        trace = self._catalogue.trace(question.trace)
+        case_of(question, trace.header)  # what cannot be planned is refused at once
+        if not trace.complete:
             raise ConfigError("the trace is still being read: ask again when all ranks were read")
         with self._lock:
             for job in self._jobs.values():
@@ -116,34 +118,39 @@ class Replays:
                 job.error, job.state = "an error of the program: see its terminal", "failed"
 
     def _answer(self, job: ReplayJob) -> Numbers:
-        index = self._library.index(job.question.trace)
-        table, case = index.table, case_of(job.question, Trace(index.header, {}))
+        trace = self._catalogue.trace(job.question.trace)
+        table, case = trace.table, case_of(job.question, trace.header)
         records = planned_again(table)
         job.total = len(records)
-        found = replayed_plans(self._plans(job, case, table, records), case)
-        records = records[: len(found.after)]
+        replayed = replayed_plans(self._plans(job, case, trace, records), case)
+        records = records[: len(replayed.after)]
+        unknown = dict.fromkeys(("bytes", "lost", "saved", "cost"), np.full(len(records), np.nan))
+        known = {name: getattr(replayed, name) for name in ("before", "after", "copies")}
+        line = asdict(replayed.line)
+        del line["case"]
         return {
             "layers": np.unique(table.layer[records]).tolist(),
             "all_layers": len(table.layers[0]),
             "recorded": overview(table.take(records)),
-            "replayed": overview(_table(table, records, found)),
-            "line": _line(found),
+            "replayed": overview(table.take(records, **known, **unknown)),
+            "line": case.told() | line,
         }
 
-    def _plans(self, job: ReplayJob, case: Case, table: Table, records: IntArray) -> Iterator[Plan]:
-        trace, keys = job.question.trace, map(table.key, records.tolist())
-        for plan in plans_of((self._library.routed(trace, key) for key in keys), case):
+    def _plans(
+        self, job: ReplayJob, case: Case, trace: OpenTrace, records: IntArray
+    ) -> Iterator[Plan]:
+        keys = map(trace.table.key, records.tolist())
+        for plan in plans_of(map(trace.routed, keys), case):
             yield plan
             job.done += 1
             if job.stop.is_set():
                 return
 
 
-def case_of(question: Question, trace: Trace) -> Case:
-    """How to plan; `ConfigError` if that is impossible."""
-    header = trace.header
+def case_of(question: Question, header: Header) -> Case:
+    """Return how to plan; `ConfigError` if that is impossible."""
     return cases(
-        trace,
+        Trace(header, {}),
         policies=[get_policy(question.policy).name],
         slots=[header.slots if question.slots is None else question.slots],
         ranks=[header.ranks if question.ranks is None else question.ranks],
@@ -153,31 +160,10 @@ def case_of(question: Question, trace: Trace) -> Case:
 
 
 def planned_again(table: Table, most: int = MOST_PLANS) -> IntArray:
-    """Records in the order of time: of all layers, or of some, evenly spread."""
+    """Return records in the order of time: of all layers, or of some, evenly spread."""
     names, place_N = table.layers
     if not len(names):
         raise ConfigError("nothing to replay: the trace has no records")
-    keep = max(1, min(len(names), most * len(names) // max(len(table), 1)))
+    keep = max(1, min(len(names), most * len(names) // len(table)))
     chosen = np.linspace(0, len(names) - 1, keep).round().astype(int)
     return np.flatnonzero(np.isin(place_N, chosen))
-
-
-def _table(table: Table, records: IntArray, found: Replayed) -> Table:
-    nothing = np.full(len(records), np.nan)
-    unknown = dict.fromkeys(("bytes", "lost", "saved", "cost"), nothing)
-    return table.take(
-        records, before=found.before, after=found.after, copies=found.copies, **unknown
-    )
-
-
-def _line(found: Replayed) -> Numbers:
-    line = found.line
-    return found.case.told() | {
-        "before": line.before,
-        "after": line.after,
-        "worst": line.worst,
-        "bound": line.bound,
-        "copies": line.copies,
-        "remote": line.remote,
-        "beyond": line.beyond,
-    }

@@ -12,15 +12,17 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
 from ultraep.arrays import IntArray
 from ultraep.errors import ConfigError
 from ultraep.tools.report.numbers import FloatArray, Numbers, plain
-from ultraep.trace.schema import KEY, Array, Arrays
+from ultraep.trace.schema import KEY, Array, Key
 
 MOST_LAYERS = 4096
+LAST = 2**62  # behind all moments
 VALUES = ("before", "after", "copies", "bytes", "lost", "saved", "cost")
 
 
@@ -60,13 +62,6 @@ class Table:
         moment_N[order] = np.cumsum(new) - 1
         return step[new], microbatch[new], moment_N
 
-    def check(self) -> None:
-        """Refuse what no page can show."""
-        if len(self.layers[0]) > MOST_LAYERS:
-            raise ConfigError(
-                f"the trace has {len(self.layers[0]):,} layers, at most {MOST_LAYERS:,} are shown"
-            )
-
     @cached_property
     def layers(self) -> tuple[IntArray, IntArray]:
         """The layers, each once, and [N] which of them every record has."""
@@ -78,7 +73,7 @@ class Table:
         columns = [entry.name for entry in fields(self) if entry.name != "stages"]
         return replace(self, **{name: getattr(self, name)[records] for name in columns} | others)
 
-    def worst(self, records: IntArray) -> tuple[int, int, int] | None:
+    def worst(self, records: IntArray) -> Key | None:
         """Step, layer and microbatch of the most uneven of these records."""
         if not len(records):
             return None
@@ -86,12 +81,7 @@ class Table:
         known = np.where(np.isnan(before), self.after[records], before)
         return self.key(int(records[known.argmax()]))
 
-    @property
-    def keys(self) -> Arrays:
-        """Steps, layers and microbatches of all records, by name."""
-        return {name: getattr(self, name) for name in KEY}
-
-    def key(self, record: int) -> tuple[int, int, int]:
+    def key(self, record: int) -> Key:
         """Step, layer and microbatch."""
         step, layer, microbatch = (int(getattr(self, name)[record]) for name in KEY)
         return step, layer, microbatch
@@ -103,37 +93,6 @@ class Table:
         return np.flatnonzero(wanted if layer is None else wanted & (self.layer == layer))
 
 
-def table_of(
-    keys: Arrays,
-    *,
-    before: FloatArray,
-    after: FloatArray,
-    copies: FloatArray,
-    bytes_moved: FloatArray,
-    experts: FloatArray,
-    mean: FloatArray,
-    cost: FloatArray,
-    stages: FloatArray,
-) -> Table:
-    """Return the table of these columns.
-
-    experts, mean: seconds that the slowest rank and the mean rank compute experts for.
-    """
-    timed = mean > 0
-    saved = np.where(copies > 0, mean * before - experts, 0.0)
-    return Table(
-        **keys,
-        before=before,
-        after=after,
-        copies=copies,
-        bytes=bytes_moved,
-        lost=np.where(timed, experts - mean, np.nan),
-        saved=np.where(timed, saved, np.nan),
-        cost=np.where(timed, cost, np.nan),
-        stages=stages,
-    )
-
-
 # -- what is drawn -------------------------------------------------------------------------------
 
 
@@ -141,64 +100,48 @@ class Stretch:
     """Moments of a stretch as points of a line: one each, or several together."""
 
     def __init__(self, table: Table, begin: int, end: int, most: int) -> None:
+        if len(table.layers[0]) > MOST_LAYERS:
+            raise ConfigError(
+                f"the trace has {len(table.layers[0]):,} layers, at most {MOST_LAYERS:,} are shown"
+            )
         step_M, microbatch_M, moment_N = table.moments
-        self.begin, self.end = max(0, begin), min(len(step_M), end)
-        self.table, self.per_point = table, max(1, math.ceil((self.end - self.begin) / most))
-        self.starts = np.arange(self.begin, self.end, self.per_point)
-        self.records = table.within(self.begin, self.end)
-        self.point = (moment_N[self.records] - self.begin) // self.per_point
-        self.step, self.microbatch = step_M[self.starts], microbatch_M[self.starts]
-
-    def spans(self, values_N: FloatArray) -> Numbers:
-        """Mean, least and largest value of every point; None where there is none."""
-        values, count = values_N[self.records], len(self.starts)
-        known = ~np.isnan(values)
-        low, high = np.full(count, np.inf), np.full(count, -np.inf)
-        np.minimum.at(low, self.point[known], values[known])
-        np.maximum.at(high, self.point[known], values[known])
-        return {"mean": self._means(values, known), "min": plain(low), "max": plain(high)}
-
-    def per_moment(self, values_N: FloatArray) -> list[float | None]:
-        """Sums over the layers of a moment, mean of the moments of every point."""
-        values = values_N[self.records]
-        known, count = ~np.isnan(values), len(self.starts)
-        sums = np.bincount(self.point[known], values[known], minlength=count)
-        there = np.bincount(self.point[known], minlength=count) > 0
-        moments = np.diff(np.append(self.starts, self.end))
-        return plain(np.where(there, sums / moments, np.nan))
-
-    def _means(self, values: FloatArray, known: Array) -> list[float | None]:
-        count = len(self.starts)
-        sums = np.bincount(self.point[known], values[known], minlength=count)
-        with np.errstate(invalid="ignore"):
-            return plain(sums / np.bincount(self.point[known], minlength=count))
-
-    def described(self) -> Numbers:
-        """What all lines share; `step` is where a point stands, `at` what it is."""
-        several = len(np.unique(self.table.microbatch)) > 1
-        return {
+        begin, end = max(0, begin), min(len(step_M), end)
+        per_point = max(1, math.ceil((end - begin) / most))
+        self.starts = np.arange(begin, end, per_point)
+        self.moments = np.diff(np.append(self.starts, end))
+        self.records = table.within(begin, end)
+        self.point = (moment_N[self.records] - begin) // per_point
+        step, microbatch = step_M[self.starts], microbatch_M[self.starts]
+        several = len(np.unique(table.microbatch)) > 1
+        self.facts: Numbers = {  # `step` is where a point stands, `at` what it is
             "axis": "microbatches, counted from the first" if several else "step",
-            "step": (self.starts if several else self.step).tolist(),
-            "at": np.column_stack([self.step, self.microbatch]).tolist(),
+            "step": (self.starts if several else step).tolist(),
+            "at": np.column_stack([step, microbatch]).tolist(),
             "several": several,
-            "steps_per_point": self.per_point,
-            "begin": self.begin,
-            "end": self.end,
-            "moments": len(self.table.moments[0]),
+            "steps_per_point": per_point,
+            "begin": begin,
+            "end": end,
+            "moments": len(step_M),
             "domains": [],
         }
 
 
-def overview(table: Table, *, begin: int = 0, end: int | None = None, most: int = 600) -> Numbers:
-    """Lines over time, bars of layers and sums, of one stretch of the run."""
-    table.check()
-    points = Stretch(table, begin, len(table.moments[0]) if end is None else end, most)
-    lines = {name: points.spans(getattr(table, name)) for name in ("before", "after", "copies")}
-    sums = {
-        name: points.per_moment(getattr(table, name)) for name in ("bytes", "lost", "saved", "cost")
-    }
-    return points.described() | {
-        "lines": lines | sums,
+def overview(table: Table, begin: int = 0, end: int = LAST, *, most: int = 600) -> Numbers:
+    """Return lines over time, bars of layers and sums, of one stretch of the run."""
+    points = Stretch(table, begin, end, most)
+    count, lines = len(points.starts), dict[str, Any]()
+    for name in ("before", "after", "copies"):
+        values = getattr(table, name)[points.records]
+        lines[name] = {
+            "mean": plain(_mean(points.point, values, count)),
+            "min": plain(-_largest(points.point, -values, count)),
+            "max": plain(_largest(points.point, values, count)),
+        }
+    for name in ("bytes", "lost", "saved", "cost"):  # of a moment: summed over its layers
+        sums, known = _sums(points.point, getattr(table, name)[points.records], count)
+        lines[name] = plain(np.where(known > 0, sums / points.moments, np.nan))
+    return points.facts | {
+        "lines": lines,
         "layers": by_layer(table, points.records),
         "totals": totals(table, points.records),
         "worst": table.worst(points.records),
@@ -206,62 +149,60 @@ def overview(table: Table, *, begin: int = 0, end: int | None = None, most: int 
 
 
 def by_layer(table: Table, records: IntArray) -> Numbers:
-    """Mean and worst of every layer."""
+    """Return the mean and the worst of every layer."""
     names, place_N = table.layers
-    place = place_N[records]
-    found: Numbers = {"layer": names.tolist()}
-    for name in ("before", "after"):
+    layers: Numbers = {"layer": names.tolist()}
+    for name in ("before", "after", "copies", "bytes"):
         values = getattr(table, name)[records]
-        known = ~np.isnan(values)
-        worst = np.full(len(names), -np.inf)
-        np.maximum.at(worst, place[known], values[known])
-        found |= {name: plain(_means_at(place[known], values[known], len(names)))}
-        found |= {f"{name}_worst": plain(worst)}
-    for name in ("copies", "bytes"):
-        values = getattr(table, name)[records]
-        known = ~np.isnan(values)
-        found[name] = plain(_means_at(place[known], values[known], len(names)))
-    return found
+        layers[name] = plain(_mean(place_N[records], values, len(names)))
+        if name in ("before", "after"):
+            layers[f"{name}_worst"] = plain(_largest(place_N[records], values, len(names)))
+    return layers
 
 
 def totals(table: Table, records: IntArray) -> Numbers:
-    """Means and sums of these records."""
-    found: Numbers = {"records": len(records)}
+    """Return means and sums of these records; None where nothing is known."""
+    numbers: Numbers = {"records": len(records)}
     for name in ("before", "after"):
         values = getattr(table, name)[records]
         known = values[~np.isnan(values)]
-        found |= {name: plain([known.mean() if len(known) else np.nan])[0]}
-        found |= {f"{name}_worst": plain([known.max(initial=-np.inf)])[0]}
-        found |= {f"{name}_known": len(known)}
+        mean, worst = plain([known.mean(), known.max()]) if len(known) else (None, None)
+        numbers |= {name: mean, f"{name}_worst": worst, f"{name}_known": len(known)}
     for name in ("copies", "bytes", "lost", "saved", "cost"):
         values = getattr(table, name)[records]
         known = values[~np.isnan(values)]
-        found[name] = plain([known.sum()])[0] if len(known) else None
-    return found
+        numbers[name] = plain([known.sum()])[0] if len(known) else None
+    return numbers
 
 
-def heat(
-    table: Table, value: str, *, begin: int = 0, end: int | None = None, most: int = 240
-) -> Numbers:
-    """Mean of every layer in every stretch of moments: [layer][column]."""
-    table.check()
-    points = Stretch(table, begin, len(table.moments[0]) if end is None else end, most)
+def heat(table: Table, value: str, begin: int = 0, end: int = LAST, *, most: int = 240) -> Numbers:
+    """Return the mean of every layer in every stretch of moments: [layer][column]."""
+    points = Stretch(table, begin, end, most)
     names, place_N = table.layers
-    values = getattr(table, value)[points.records]
-    known = ~np.isnan(values)
-    cell = place_N[points.records] * len(points.starts) + points.point
-    cells = _means_at(cell[known], values[known], len(names) * len(points.starts))
-    rows = cells.reshape(len(names), len(points.starts))
-    return points.described() | {
+    columns = len(points.starts)
+    cell = place_N[points.records] * columns + points.point
+    cells = _mean(cell, getattr(table, value)[points.records], len(names) * columns)
+    return points.facts | {
         "value": value,
         "layers": names.tolist(),
         "starts": points.starts.tolist(),
-        "z": [plain(row) for row in rows],
+        "z": [plain(row) for row in cells.reshape(len(names), columns)],
     }
 
 
-def _means_at(places: IntArray, values: FloatArray, count: int) -> FloatArray:
-    sums = np.bincount(places, values, minlength=count)
-    with np.errstate(invalid="ignore"):
-        means: FloatArray = sums / np.bincount(places, minlength=count)
-    return means
+def _sums(place: IntArray, values: FloatArray, count: int) -> tuple[FloatArray, Array]:
+    """[count] sums of the known values at every place, and how many are known."""
+    known = ~np.isnan(values)
+    sums = np.bincount(place[known], values[known], minlength=count).astype(np.float64)
+    return sums, np.bincount(place[known], minlength=count)
+
+
+def _mean(place: IntArray, values: FloatArray, count: int) -> FloatArray:
+    sums, known = _sums(place, values, count)
+    return np.where(known > 0, sums / np.maximum(known, 1), np.nan)
+
+
+def _largest(place: IntArray, values: FloatArray, count: int) -> FloatArray:
+    largest = np.full(count, -np.inf)
+    np.fmax.at(largest, place, values)
+    return largest
