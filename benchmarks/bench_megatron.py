@@ -15,7 +15,6 @@ Shapes: T tokens of a rank, K experts per token, E experts, D model width.
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 import warnings
@@ -28,8 +27,7 @@ warnings.filterwarnings("ignore")  # the library has many, of what is not instal
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 
 import torch
-from gain import FORCED, PLAIN, RATIO, Facts, Spent, gain_lines, medians, slowest
-from harness import Bench, Mismatch, common_options
+from harness import Bench, main
 from load_cases import Shape, skewed_ids
 from megatron.core import parallel_state
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
@@ -38,8 +36,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_on_cpu import on_cpu  # type: ignore[import-not-found]
-from timing import Host
-from world import on_ranks
+from ranks import FORCED, PLAIN, RATIO, Facts, check_close, gain_lines, on_ranks, timed_steps
 
 from ultraep.integrations.megatron import balanced
 
@@ -119,15 +116,16 @@ class Step:
 
 def compare(steps: dict[str, Step]) -> None:
     """Raise if outputs or gradients differ by more than the type explains."""
+    first = steps[PLAIN]
     for name, step in steps.items():
         step()
-        found = [(step.y, steps[PLAIN].y), (step.tokens.grad, steps[PLAIN].tokens.grad)]
-        mine, theirs = (s.layer.experts.parameters() for s in (step, steps[PLAIN]))
-        found += [(p.grad, q.grad) for p, q in zip(mine, theirs, strict=True)]
-        for got, want in found:
-            off = ((got - want).abs().max() / want.abs().max()).item()  # type: ignore[operator,union-attr]
-            if not off <= 1e-4 and not step.forced:
-                raise Mismatch(f"{name} differs by {off:.3g} of the largest, allowed are 1e-4")
+        if step.forced:  # other rows
+            continue
+        check_close(f"outputs of {name}", step.y, first.y)
+        check_close(f"gradients of {name}", step.tokens.grad, first.tokens.grad)
+        mine, theirs = (s.layer.experts.parameters() for s in (step, first))
+        for got, want in zip(mine, theirs, strict=True):
+            check_close(f"weights of {name}", got.grad, want.grad)
 
 
 def on_rank(rank: int, shape: Shape, rounds: int) -> dict[str, Facts]:
@@ -142,25 +140,14 @@ def on_rank(rank: int, shape: Shape, rounds: int) -> dict[str, Facts]:
         steps = {policy: Step(layer, tokens) for policy, layer in layers.items()}
         steps[FORCED] = Step(layers["none"], tokens, forced=True)
         compare(steps)
-        return timed(steps, rounds)
 
+        def imbalance(name: str) -> tuple[float, float]:
+            if name == PLAIN:
+                return RATIO, RATIO
+            plan = steps[name].layer.last_plan.to_host()
+            return plan.initial_imbalance, plan.imbalance
 
-def timed(steps: dict[str, Step], rounds: int) -> dict[str, Facts]:
-    """Medians of rounds in which all take turns, and what was planned."""
-    seconds: dict[str, list[Spent]] = {name: [] for name in steps}
-    facts: dict[str, Facts] = {}
-    for turn in range(rounds + 1):  # one to warm up
-        for name, step in steps.items():
-            spent = slowest(step)
-            if turn:
-                seconds[name].append(spent)
-            facts[name] = {"before": RATIO, "after": RATIO}
-            if name != PLAIN:
-                plan = step.layer.last_plan.to_host()
-                facts[name] = {"before": plan.initial_imbalance, "after": plan.imbalance}
-    for name, found in seconds.items():
-        facts[name] |= medians(found)
-    return facts
+        return timed_steps(steps, rounds, imbalance)
 
 
 def gain(bench: Bench) -> None:
@@ -170,14 +157,5 @@ def gain(bench: Bench) -> None:
     bench.table("a layer in processes, forward and backward", gain_lines(shape, found))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    common_options(parser)
-    options = parser.parse_args()
-    scale = TOY if options.toy else QUICK if options.quick else FULL
-    bench = Bench.of("megatron", sys.argv, scale, Host(name="torch on the CPU"), options.json)
-    bench.run({"gain": gain}, ["gain"])
-
-
 if __name__ == "__main__":
-    main()
+    main("megatron", __doc__, {"gain": gain}, {"toy": TOY, "quick": QUICK, "full": FULL})
