@@ -8,7 +8,7 @@
 Copies, by load, ranks, slots and tolerance, do not depend on the machine. Up to 8 ranks the fewest
 are exact where a mixed-integer program settles it, up to 16 ranks they are a bound (`fewest.py`),
 and beyond that the fewest joins of ranks that a long random search has found, which knows nothing
-of experts. What it finds with experts and slots is the fewest copies of a plan.
+of experts.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from itertools import product
 from pathlib import Path
 
 import numpy as np
-from fewest import MOST_RANKS, fewest_bound, fewest_copies, fewest_joins, fewest_planned
+from fewest import MOST_RANKS, fewest_bound, fewest_copies, fewest_joins
 from harness import Bench, Case, Extra, Metric, Samples, Values, main
 from load_cases import ORDERED, SHUFFLED, Kind, RecordedRouting
 from optimum import Unproven
@@ -39,8 +39,6 @@ COUNT = Metric("loads", "loads", "n", ".0f", sum)
 COPIES = Metric("copies_mean", "copies", "copies", ".2f")
 FEWEST = Metric("fewest_copies_mean", "copies", "fewest", ".2f")
 OVER = Metric("copies_over_fewest", "percent", "over %", ".1f")
-PLANNED = Metric("fewest_copies_planned_mean", "copies", "planned", ".2f")
-OVER_PLANNED = Metric("copies_over_fewest_planned", "percent", "over planned %", ".1f")
 AT_FEWEST = Metric("plans_with_the_fewest", "share", "equal", ".2f")
 FANOUT = Metric("fanout_mean", "copies", "fan", ".2f")
 EGRESS = Metric("egress_mean", "experts", "out", ".2f")
@@ -134,15 +132,12 @@ def measure(loads: IntArray, topology: Topology, tolerance: float) -> Values | N
     if plan.rank_loads.max() > threshold or not plan.num_replicas:
         return None
     least = fewest(plan, threshold)
-    planned = fewest_planned(loads.sum(axis=0), topology, threshold, plan.num_replicas)
     return {
         COUNT: 1,
         COPIES: plan.num_replicas,
         FEWEST: least,
         OVER: 100 * (plan.num_replicas / least - 1),
         AT_FEWEST: float(plan.num_replicas == least),
-        PLANNED: planned,
-        OVER_PLANNED: 100 * (plan.num_replicas / planned - 1),
         FANOUT: plan.max_fanout,
         EGRESS: plan.max_egress,
     }
@@ -164,9 +159,8 @@ def copies(bench: Bench) -> None:
         bench.table("copies", samples.lines())
     bench.report.note(
         "fewest: exact or a bound up to 16 ranks; beyond, the fewest joins that were found, which\n"
-        "know nothing of experts. planned: of the best random plan, or ours if that has as few.\n"
-        "Loads whose tolerance cannot be met with these slots are left out. training: our\n"
-        "recorded run; routing: the file that was given."
+        "know nothing of experts. Loads whose tolerance cannot be met with these slots are left\n"
+        "out. training: our recorded run; routing: the file that was given."
     )
 
 

@@ -24,8 +24,8 @@ import torch
 import torch.distributed as dist
 from bench_layer import one_step
 from harness import Bench, Line, Metric, main
+from layers import BEFORE, COPIES, STEP, Given, given_layer, on_ranks
 from load_cases import Shape, even_ids, skewed_ids
-from ranks import BEFORE, COPIES, STEP, Given, given_layer, on_ranks
 from timing import in_turns
 
 import ultraep

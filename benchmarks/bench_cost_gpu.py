@@ -26,8 +26,8 @@ from bench_cost import EVEN, NONE, configs, lines_of, named, summary
 from card import Partition, World, row_capacity, split
 from card import Size as LayerSize
 from harness import KERNELS, Bench, Case, Line, main
+from layers import AFTER, BEFORE, COPIES
 from load_cases import HotRank, even
-from ranks import AFTER, BEFORE, COPIES
 from timing import in_turns
 
 import ultraep

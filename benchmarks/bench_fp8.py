@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from grouped_mlp import DEEPSEEK, QWEN3, TINY, Draw, Model, as_stacks, drawer
 from harness import KERNELS, Bench, Case, Line, Metric, Values, main
-from ranks import Given, distance, given_layer
+from layers import Given, distance, given_layer
 from timing import Call, Host, free, in_a_row_ms, in_turns, medians, tell
 from torch import nn
 from torch.nn.functional import pad, silu

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from harness import Bench, Line, Metric, main
+from layers import AFTER, BEFORE, COPIES, FORCED, GAIN, RATE, SHARE, STAGE, STEP, Given, on_ranks
 from load_cases import Shape, even_ids, skewed_ids
-from ranks import AFTER, BEFORE, COPIES, FORCED, GAIN, RATE, SHARE, STAGE, STEP, Given, on_ranks
 from timing import in_turns
 
 import ultraep

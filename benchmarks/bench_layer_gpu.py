@@ -30,8 +30,8 @@ import numpy as np
 import torch
 from card import DRAWN, Ceilings, Seen, Size, World, drawn, even_plan
 from harness import KERNELS, Bench, Case, Line, Mismatch, Values, main
+from layers import AFTER, BEFORE, COPIES, GAIN, RATE, STEP
 from load_cases import HotRank, loads_of
-from ranks import AFTER, BEFORE, COPIES, GAIN, RATE, STEP
 
 import ultraep
 from ultraep import BalanceConfig, Plan, Topology

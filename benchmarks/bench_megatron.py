@@ -28,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 
 import torch
 from harness import Bench, main
+from layers import FORCED, PLAIN, RATIO, Facts, check_close, gain_lines, on_ranks, timed_steps
 from load_cases import Shape, skewed_ids
 from megatron.core import parallel_state
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
@@ -36,7 +37,6 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_on_cpu import on_cpu  # type: ignore[import-not-found]
-from ranks import FORCED, PLAIN, RATIO, Facts, check_close, gain_lines, on_ranks, timed_steps
 
 from ultraep.integrations.megatron import balanced
 

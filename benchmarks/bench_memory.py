@@ -30,8 +30,8 @@ import torch
 from bench_layer_gpu import SIZES, TOY
 from card import Size, World
 from harness import ANY, Bench, Line, Metric, main
+from layers import STEP, Given, given_layer
 from load_cases import HotRank, even
-from ranks import STEP, Given, given_layer
 from timing import free
 
 import ultraep

@@ -35,8 +35,8 @@ from bench_layer import Size, one_step
 from bench_layer_gpu import SIZES, plan_for
 from card import LAUNCHING, World, capacity_of
 from harness import CARD, KERNELS, Bench, Line, Metric, Values, main
+from layers import Given, given_layer, on_ranks
 from load_cases import HotRank, Shape, skewed_ids
-from ranks import Given, given_layer, on_ranks
 from single_contenders import Contender, Inputs, name_of
 from timing import device_us, free, in_a_row_ms, in_turns, standard_error, time_call
 
@@ -335,27 +335,20 @@ def graph(bench: Bench) -> None:
     bench.table(title, lines_of({"tokens": size.tokens, "load": load.name}, times))
     if len(kept) != rounds + 2 or kept.dropped:
         raise SystemExit(f"{len(kept)} of {rounds + 2} replays are recorded, {kept.dropped} lost")
-    bench.report.note(f"Counted by the graphs: {dict(plain.counted)}")
-    bench.report.note(
-        f"Recorded from the graphs: {len(kept)} replays, imbalance "
-        f"{kept.imbalance_before.mean():.3f} -> {kept.imbalance_after.mean():.3f}"
-    )
-    host = median(recorded.host) * 1e6
-    bench.report.note(f"Of the host, for a step of eight ranks: {host:.0f} us of record_step")
 
 
 class Watched:
     """Ranks of a card with one layer each, and graphs of their step by what watches them."""
 
     def __init__(self, world: World, load: HotRank, folder: str | None = None) -> None:
-        self.world, self.metrics, self.host = world, list[Metrics](), list[float]()
+        self.world, self.metrics = world, list[Metrics]()
         for rank in world.ranks:
             rank.record = folder
         loads, plan = plan_for(world.size, load, "ultraep")
         world.regroup(plan, capacity_of(plan))
         world.route(loads)
         self._graphs: dict[str, list[Any]] = {}
-        self._steps, self.counted = 0, dict[str, float]()
+        self._steps = 0
 
     def watch(self) -> None:
         self.metrics = [watch(rank.balancer) for rank in self.world.ranks]
@@ -376,11 +369,10 @@ class Watched:
 
     def _step(self, kind: str) -> None:
         if kind == BOTH:
-            begin, self._steps = time.perf_counter(), self._steps + 1
+            self._steps += 1
             for rank in self.world.ranks:
                 with torch.cuda.stream(rank.stream):
                     rank.balancer.record_step(self._steps)
-            self.host.append(time.perf_counter() - begin)
         self.world.replay()
 
     def check(self, replays: int) -> None:
@@ -389,7 +381,6 @@ class Watched:
         found = self.metrics[0].read()
         if found.totals.microbatches != replays:
             raise SystemExit(f"{found.totals.microbatches} of {replays} replays were counted")
-        self.counted = dict(found.values)
         for rank in self.world.ranks:
             rank.balancer.close()
 

@@ -1,7 +1,8 @@
 """Every planner on the same loads: how flat, how many copies, how fast; and how far from optimal.
 
     python benchmarks/bench_plan.py                          # quality, tolerance, growth, small
-    python benchmarks/bench_plan.py --only trace,optimum --trace FILE   # real routing, exact optima
+    python benchmarks/bench_plan.py --only trace --trace FILE   # recorded routing
+    python benchmarks/bench_plan.py --only optimum              # exact optima
     python benchmarks/bench_plan.py --toy                    # tiny, for CI
 
 `benchmarks/README.md` tells how to read the tables. Shapes: R ranks, E experts.
@@ -25,8 +26,7 @@ from timing import growth_law, one_core, time_call
 import ultraep
 from ultraep import BalanceConfig, Plan, Topology
 from ultraep.arrays import IntArray
-from ultraep.backends import select
-from ultraep.policies import BUILT_IN, Problem, get_policy
+from ultraep.policies import BUILT_IN, get_policy
 
 PUBLISHED_FOR = (64, 256, 2)  # ranks, experts, slots; ordered Zipf, 1 % above the mean
 PUBLISHED_COPIES = {1.5: 38, 2.0: 46, 3.0: 51}  # of UltraEP's planner, by ratio
@@ -49,8 +49,6 @@ EGRESS = Metric("egress_max", "experts", "out", ".0f", max)
 REMOTE = Metric("remote_share_mean", "share", "remote", ".3f")
 TIME = Metric("plan_time_p50", "us", "us", ".0f", median)
 FAST, SLOW = (Metric(f"plan_time_{p}", "us", p, ".0f") for p in ("p20", "p80"))
-PLACE_SHARE = Metric("place_share", "share", "place", ".2f")
-SPLIT_SHARE = Metric("split_share", "share", "split", ".2f")
 EXPONENT = Metric("exponent", "power", "exponent", ".2f")
 UPPER_EXPONENT = Metric("exponent_upper_half", "power", "upper half", ".2f")
 REALISED = Metric("realised_imbalance_mean", "max/mean", "realised")
@@ -229,7 +227,6 @@ def growth(bench: Bench) -> None:
             law[UPPER_EXPONENT] = growth_law(points[half:], times[half:])
         laws.append(Line({"load": kind.name, "along": along}, law))
     bench.table("growth law: time ~ size ^ exponent", laws)
-    bench.report.note("place and split are shares of the time; the rest checks, sums and tallies.")
 
 
 def _seconds(line: Line) -> float:
@@ -237,15 +234,10 @@ def _seconds(line: Line) -> float:
 
 
 def _growth_line(kind: Kind, ranks: int, experts: int, *, tokens: int, along: str) -> Line:
-    topology, config, backend = Topology(ranks=ranks, experts=experts), BalanceConfig(), select()
+    topology = Topology(ranks=ranks, experts=experts)
     loads = kind.draw(ranks, experts, tokens=tokens, seed=0)
-    problem = Problem(loads, loads.sum(axis=0), topology, config, backend, None)
-    place = partial(get_policy(config.policy).decide, problem)
-    split = partial(backend.split, loads, topology.home_of_expert, place(), config.locality)
     whole = time_call(partial(ultraep.plan, loads, topology), repeats=30, warmup=3)
     times = {FAST: 1e6 * whole.p20, TIME: 1e6 * whole.p50, SLOW: 1e6 * whole.p80}
-    for share, part in ((PLACE_SHARE, place), (SPLIT_SHARE, split)):
-        times[share] = time_call(part, repeats=30, warmup=3).p50 / whole.p50
     return Line(_case(topology, load=kind.name, along=along), times)
 
 
@@ -302,36 +294,27 @@ def optimum(bench: Bench) -> None:
     for case in small_cases(scale.optima):
         loads = np.zeros((case.topology.ranks, case.topology.experts), dtype=np.int64)
         loads[0] = case.expert_loads  # the sources do not matter to the peak
-        values = _gap(ultraep.plan(loads, case.topology), always=True)
+        values = _gap(ultraep.plan(loads, case.topology))
         shapes.add({"slots": case.topology.slots, "load": case.shape}, values)
         together.add({"slots": case.topology.slots, "load": "all"}, values)
     lines = [*shapes.lines(), *together.lines()]
     bench.table(
         "optimum, small random loads", sorted(lines, key=lambda line: str(line.case["slots"]))
     )
-    if (recorded := scale.recorded) is not None:
-        samples, ranks = Samples(), scale.trace_ranks[0]
-        for loads, _ in list(recorded.microbatches(ranks)):
-            topology = Topology(ranks=ranks, experts=loads.shape[1])
-            values = _gap(ultraep.plan(loads, topology), always=False)
-            samples.add(_case(topology, load=recorded.path.name), values)
-        bench.table("optimum, recorded routing", samples.lines())
     bench.report.note(
         "gap: imbalance over optimum, less one; at bound: plans that reach the lower bound."
         f"\nunproven within {TIME_LIMIT:g} s: counted, but left out of gap and optimum."
     )
 
 
-def _gap(plan: Plan, *, always: bool) -> Values:
-    """A plan at the bound is optimal, so that the program need not be run to know it."""
-    at_bound, best = plan.imbalance == plan.lower_bound, plan.imbalance
-    proven = True
-    if always or not at_bound:
-        try:
-            peak = optimal_peak(plan.loads.sum(axis=0), plan.topology, TIME_LIMIT)
-            best = peak * plan.topology.ranks / plan.total
-        except Unproven:
-            proven = False
+def _gap(plan: Plan) -> Values:
+    """A plan beside the best one; unless that is proven in time, as good as the best."""
+    best, proven = plan.imbalance, True
+    try:
+        peak = optimal_peak(plan.loads.sum(axis=0), plan.topology, TIME_LIMIT)
+        best = peak * plan.topology.ranks / plan.total
+    except Unproven:
+        proven = False
     assert plan.lower_bound <= best <= plan.imbalance, (plan, best)
     gap = plan.imbalance / best - 1 if proven else None
     return {
@@ -340,7 +323,7 @@ def _gap(plan: Plan, *, always: bool) -> Values:
         MEAN: plan.imbalance,
         WORST: plan.imbalance,
         OPTIMUM: best if proven else None,
-        AT_BOUND: float(at_bound),
+        AT_BOUND: float(plan.imbalance == plan.lower_bound),
         OPTIMAL: None if gap is None else float(gap == 0),
         EXCESS: gap,
         WORST_EXCESS: gap,

@@ -20,8 +20,8 @@ import numpy as np
 from bench_layer_gpu import OPTIONS, before, sizes_of
 from card import DRAWN, OF_MATMUL, Ceilings, Seen, Size, World, even_plan
 from harness import KERNELS, Bench, Case, Line, Metric, Values, main
+from layers import AFTER, BEFORE, COPIES, GAIN, RATE, STEP
 from load_cases import HotRank
-from ranks import AFTER, BEFORE, COPIES, GAIN, RATE, STEP
 
 import ultraep
 from ultraep import BalanceConfig, Plan, Topology

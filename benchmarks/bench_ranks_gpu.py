@@ -29,9 +29,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from harness import Line, Metric, Report, comma_list, common_options
-from load_cases import HotRank, Shape, ids_with, random_even_ids
-from mps import shared_card
-from ranks import (
+from layers import (
     AFTER,
     BEFORE,
     COPIES,
@@ -44,6 +42,8 @@ from ranks import (
     given_layer,
     on_ranks,
 )
+from load_cases import HotRank, Shape, ids_with, random_even_ids
+from mps import shared_card
 from timing import free, in_turns, on_gpu
 
 import ultraep

@@ -26,9 +26,9 @@ import bench_layer_gpu
 import numpy as np
 from card import OF_TILES, TILE_PERFECT, Size
 from harness import ROOT, Bench, Case, Line, Metric, main
+from layers import FORCED
 from load_cases import even_ids, skewed_ids
 from numpy.typing import NDArray
-from ranks import FORCED
 
 from ultraep import BalanceConfig, Topology, plan
 from ultraep.plan import Plan

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from harness import Bench, main
+from layers import gain_lines, on_ranks
 from load_cases import Shape
-from ranks import gain_lines, on_ranks
 
 
 @dataclass(frozen=True)

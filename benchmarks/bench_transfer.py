@@ -34,7 +34,6 @@ from transfer_parts import (
     board_of,
     copied_experts,
     copy_rate,
-    copy_us,
 )
 
 import ultraep
@@ -64,21 +63,9 @@ INGRESS = Metric("ingress_max", "copies", "in", ".0f", max)
 LONGEST = Metric("longest_chain_max", "hops", "hops", ".0f", max)
 PATH = {m: Metric(f"{m}_path_mean", "experts", m, ".2f") for m in MODES}
 WORST_PATH = {m: Metric(f"{m}_path_worst", "experts", "worst", ".2f", max) for m in MODES}
-SENT = Metric("hops_sent", "hops", "sent", ".0f")
 NODE = Metric("launch_floor", "us", "floor us", ".2f")
 SCHEDULE = {m: Metric(f"{m}_graph_time_p50", "us", f"{m} us", ".2f") for m in MODES}
 MEETING = Metric("meeting_time", "us", "us", ".2f")
-
-
-def copy(bench: Bench) -> None:
-    """The floor of the other sections."""
-    lines = []
-    for experts in (1, bench.scale.ranks):
-        size = experts * bench.scale.layout.nbytes
-        us = copy_us(bench, size)
-        case = {"experts": experts, "MB": round(size / 1e6, 3)}
-        lines.append(Line(case, {TIME: us, RATE: 2e-6 * size / us}))
-    bench.table("copy: tensor.copy_ within the device; TB/s count bytes read and written", lines)
 
 
 def direct(bench: Bench) -> None:
@@ -216,16 +203,16 @@ def schedule(bench: Bench) -> None:
         loads = Kind(SHUFFLED, ratio).draw(ranks, experts, tokens=bench.scale.tokens, seed=0)
         plan = ultraep.plan(loads, topology, backend="cpu")
         chain = hops(plan, "chain")
-        busiest, sent = _busiest(chain)
+        busiest, _ = _busiest(chain)
         board = board_of(LocalPeers(ranks, bench.clock.device), busiest)
         values: dict[Metric, float | None] = {COPIES: plan.num_replicas}
-        values |= {LONGEST: _longest(chain), SENT: sent}
+        values[LONGEST] = _longest(chain)
         for mode in MODES:
             values[SCHEDULE[mode]] = _schedule_us(bench, board, plan, mode)
         case: Case = {"ranks": ranks, "experts": experts, "load": f"{SHUFFLED} {ratio:g}"}
         lines.append(Line(case, values | {NODE: floor}))
     bench.table("schedule: from a plan to the hops of its busiest rank, in a graph", lines)
-    bench.report.note("sent: hops of that rank, in chains. Floor: a kernel that does nothing.")
+    bench.report.note("Floor: a kernel that does nothing, in a graph like theirs.")
 
 
 def _schedule_us(bench: Bench, board: Board, plan: Plan, mode: str) -> float:
@@ -274,7 +261,6 @@ def meeting_us(ranks: int, bench: Bench) -> float:
 
 
 SECTIONS = {
-    "copy": copy,
     "direct": direct,
     "relay": relay,
     "critical": critical,
@@ -283,7 +269,7 @@ SECTIONS = {
     "meet": meet,
 }
 # The ranks of CARD sections must run at once, which the interpreter does not do.
-NEEDS = {"copy": ANY, "critical": ANY, "reduce": KERNELS, "schedule": KERNELS}
+NEEDS = {"critical": ANY, "reduce": KERNELS, "schedule": KERNELS}
 NEEDS |= dict.fromkeys(("direct", "relay", "meet"), CARD)
 
 

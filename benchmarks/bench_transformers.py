@@ -25,8 +25,7 @@ from typing import Any
 
 import torch
 from harness import CPU, KERNELS, Bench, Line, Metric, Values, main
-from load_cases import HotRank, Shape, even_ids, skewed_ids
-from ranks import (
+from layers import (
     AFTER,
     BEFORE,
     FORCED,
@@ -42,6 +41,7 @@ from ranks import (
     on_ranks,
     timed_steps,
 )
+from load_cases import HotRank, Shape, even_ids, skewed_ids
 from timing import Host, in_a_row_ms, in_turns, medians
 from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock

@@ -26,8 +26,8 @@ from typing import Any
 
 import torch
 from harness import Metric, Values
+from layers import Given, drawn_weights, given_layer
 from load_cases import Shape, ids_with, loads_of, random_even_ids, tile_perfect_ids
-from ranks import Given, drawn_weights, given_layer
 from timing import Call, device_us, free, in_turns, medians
 
 import ultraep

@@ -12,8 +12,8 @@ from itertools import accumulate
 from typing import Any
 
 import torch
+from layers import Given, check_close, given_layer
 from load_cases import Shape
-from ranks import Given, check_close, given_layer
 from timing import Clock
 from torch import nn
 from torch.nn.functional import silu

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from bench_torchtitan import SMALL, Scale
+from layers import FORCED, PLAIN, RATIO, Facts, timed_steps
 from load_cases import Shape, skewed_ids
-from ranks import FORCED, PLAIN, RATIO, Facts, timed_steps
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 import torchtitan_tiny as tiny  # type: ignore[import-not-found]  # CUDA replaced on CPUs

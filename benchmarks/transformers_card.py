@@ -20,8 +20,8 @@ from unittest import mock
 
 import torch
 from card import LAUNCHING, Partition, capacity_of, graph_on, split, together
+from layers import FORCED
 from load_cases import HotRank, Shape, even, ids_with
-from ranks import FORCED
 from timing import device_us, free, tell, time_call
 
 import ultraep
