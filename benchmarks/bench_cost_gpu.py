@@ -26,7 +26,7 @@ from bench_cost import EVEN, NONE, configs, lines_of, named, summary
 from card import Partition, World, row_capacity, split
 from card import Size as LayerSize
 from harness import KERNELS, Bench, Case, Line, main
-from layers import AFTER, BEFORE, COPIES
+from layers import plan_values
 from load_cases import HotRank, even
 from timing import in_turns
 
@@ -145,8 +145,7 @@ def only_plans(bench: Bench, size: Size) -> None:
             plans = plans_of(one, loads_of(one, ratio), Rates(row=300_000, copy=150_000_000))
             for name, plan in plans.items():
                 case: Case = {"tokens": tokens, "ratio": ratio, "variant": name}
-                values = {BEFORE: plan.initial_imbalance, AFTER: plan.imbalance}
-                lines.append(Line(case, {**values, COPIES: float(plan.num_replicas)}))
+                lines.append(Line(case, plan_values(plan)))
     bench.table(size.model, lines, section="plans")
 
 

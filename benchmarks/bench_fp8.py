@@ -24,7 +24,7 @@ import torch
 from grouped_mlp import DEEPSEEK, QWEN3, TINY, Draw, Model, as_stacks, drawer
 from harness import KERNELS, Bench, Case, Line, Metric, Values, main
 from layers import Given, distance, given_layer
-from timing import Call, Host, free, in_a_row_ms, in_turns, medians, tell
+from timing import Call, free, in_a_row_ms, in_turns, medians
 from torch import nn
 from torch.nn.functional import pad, silu
 
@@ -39,7 +39,6 @@ PROMISED = "forward, weights promised"
 ANY_SCALES = "any scales"
 
 TIME = Metric("time_p50", "ms", "ms", ".3f")
-HOST_TIME = Metric("host_time", "ms", "host ms", ".2f")
 RATE = Metric("rate", "TFLOP/s", "TFLOP/s", ".0f")
 SPEED = Metric("speed_over_bf16", "ratio", "over bf16", ".2f")
 ROUNDING = Metric("error_of_product", "ratio", "rounding", ".5f")
@@ -122,9 +121,7 @@ def measured(bench: Bench, calls: Mapping[str, Call]) -> dict[str, float]:
     return medians(rounds)
 
 
-def values_of(bench: Bench, ms: float, plain: float, flops: int) -> Values:
-    if isinstance(bench.clock, Host):
-        return {HOST_TIME: ms}
+def values_of(ms: float, plain: float, flops: int) -> Values:
     return {TIME: ms, RATE: flops / ms / 1e9, SPEED: plain / ms}
 
 
@@ -151,7 +148,6 @@ def products(bench: Bench) -> None:
             shapes = {"gate_up": (2 * model.ffn, model.width), "down": (model.width, model.ffn)}
             lines = []
             for work, shape in shapes.items():
-                tell(f"{model.name}, {rows} rows, {work}")
                 case = {"model": model.name, "slots": slots, "rows": rows, "work": work}
                 lines += product_lines(bench, case, slots, rows, *shape)
                 free()
@@ -182,7 +178,7 @@ def product_lines(
     times = measured(bench, calls)
     flops = 2 * slots * rows * height * width
     return [
-        Line({**case, "path": n}, {**values_of(bench, ms, times[PLAIN], flops), **errors[n]})
+        Line({**case, "path": n}, {**values_of(ms, times[PLAIN], flops), **errors[n]})
         for n, ms in times.items()
     ]
 
@@ -232,7 +228,6 @@ def experts(bench: Bench) -> None:
     for model, slots in bench.scale.models:
         lines = []
         for rows in bench.scale.rows:
-            tell(f"{model.name}, {rows} rows")
             lines += expert_lines(bench, model, slots, rows)
             free()
         bench.table(f"D {model.width}, F {model.ffn}", lines)
@@ -267,7 +262,7 @@ def expert_lines(bench: Bench, model: Model, slots: int, rows: int) -> list[Line
     case: Case = {"model": model.name, "slots": slots, "rows": rows}
     flops = model.flops(slots * rows)
     return [
-        Line({**case, "path": n}, {**values_of(bench, ms, times[PLAIN], flops), ERROR: errors[n]})
+        Line({**case, "path": n}, {**values_of(ms, times[PLAIN], flops), ERROR: errors[n]})
         for n, ms in times.items()
     ]
 
@@ -298,7 +293,6 @@ def layer(bench: Bench) -> None:
     for model, slots in bench.scale.models:
         rows, top_k = max(bench.scale.rows), bench.scale.top_k
         tokens = slots * rows // top_k
-        tell(f"{model.name}, {tokens} tokens")
         lines = layer_lines(bench, model, slots, tokens, top_k)
         bench.table(f"EP1, {tokens} tokens, top {top_k}; D {model.width}, F {model.ffn}", lines)
         free()
@@ -342,7 +336,7 @@ def layer_lines(bench: Bench, model: Model, slots: int, tokens: int, top_k: int)
             found = measured(bench, {name: partial(call, moe) for name, moe in moes.items()})
         for name, ms in found.items():
             case = {"model": model.name, "work": work, "path": name}
-            speeds = values_of(bench, ms, found[PLAIN], flops * (3 if call is step else 1))
+            speeds = values_of(ms, found[PLAIN], flops * (3 if call is step else 1))
             lines.append(Line(case, {**speeds, ERROR: errors[name] if call is forward else None}))
     return lines
 

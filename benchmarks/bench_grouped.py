@@ -23,7 +23,7 @@ import torch
 from card import graph_on, split, together
 from grouped_mlp import DEEPSEEK, GLM, GPT_OSS, QWEN3, TINY, Draw, Mlp, Model, drawer
 from harness import CARD, KERNELS, Bench, Case, Line, Metric, Values, main
-from timing import Call, Clock, Gpu, Host, free, nothing, tell
+from timing import Call, Clock, Gpu, free, nothing
 from torch.nn import functional
 
 Stopwatch = Callable[[], float]  # microseconds
@@ -33,9 +33,7 @@ SPARE_BYTES = 4 << 30  # that partitions leave to others
 
 TIME = {p: Metric(f"{p}_time_p50", "ms", f"{p} ms", ".4f") for p in PASSES}
 RATE = {p: Metric(f"{p}_rate", "TFLOP/s", "TFLOP/s", ".1f") for p in PASSES}
-HOST_TIME = {p: Metric(f"{p}_host_time", "ms", f"{p} host ms", ".3f") for p in PASSES}
 WORK_TIME = Metric("time_p50", "ms", "ms", ".4f")
-WORK_HOST_TIME = Metric("host_time", "ms", "host ms", ".3f")
 WORK_RATE = Metric("rate", "TFLOP/s", "TFLOP/s", ".1f")
 WORK_BYTES = Metric("byte_rate", "GB/s", "GB/s", ".0f")
 
@@ -94,40 +92,22 @@ TOY = Scale(
 )
 
 
-def pass_values(clock: Clock, name: str, us: float, flops: int) -> dict[Metric, float | None]:
-    if isinstance(clock, Host):
-        return {HOST_TIME[name]: us / 1e3}
-    return {TIME[name]: us / 1e3, RATE[name]: flops / us / 1e6}
-
-
-def work_values(clock: Clock, us: float, flops: int, moved: int) -> Values:
-    if isinstance(clock, Host):
-        return {WORK_HOST_TIME: us / 1e3}
-    return {
-        WORK_TIME: us / 1e3,
-        WORK_RATE: flops / us / 1e6 if flops else None,
-        WORK_BYTES: moved / us / 1e3 if moved else None,
-    }
-
-
 def stopwatches(mlp: Mlp, clock: Clock) -> dict[str, Stopwatch]:
     return {name: clock.stopwatch(call, CALLS) for name, call in mlp.passes.items()}
 
 
-def measured(
-    bench: Bench, watches: Mapping[str, Stopwatch], flops: int
-) -> dict[Metric, float | None]:
+def measured(watches: Mapping[str, Stopwatch], flops: int) -> Values:
     """Both passes, in this order: backward needs what forward has left."""
     found: dict[Metric, float | None] = {}
     for name, stopwatch in watches.items():
-        found |= pass_values(bench.clock, name, stopwatch(), PASSES[name] * flops)
+        us = stopwatch()
+        found |= {TIME[name]: us / 1e3, RATE[name]: PASSES[name] * flops / us / 1e6}
     return found
 
 
 def grouped(bench: Bench) -> None:
     """The whole card; all slots have the same number of rows."""
     for model, slots in bench.scale.curves:
-        tell(f"{model.name}, {slots} slots")
         curve(bench, model, slots)
         free()
 
@@ -140,7 +120,7 @@ def curve(bench: Bench, model: Model, slots: int) -> None:
     for count in rows:
         mlp.divide([count] * slots)
         case: Case = {"model": model.name, "slots": slots, "rows": count}
-        lines.append(Line(case, measured(bench, watches, model.flops(slots * count))))
+        lines.append(Line(case, measured(watches, model.flops(slots * count))))
     bench.table(f"whole card, D {model.width}, F {model.ffn}; rows of every slot", lines)
 
 
@@ -151,7 +131,6 @@ def partitions(bench: Bench) -> None:
     streams, sms = [part.stream() for part in parts], [part.sms for part in parts]
     for model, choices in scale.partition_curves:
         slots = fitting(model, choices, max(scale.partition_rows), scale.partitions)
-        tell(f"{model.name}, {slots} slots, {len(sms)} partitions of {sms[0]} SMs")
         partition_curve(bench, model, slots, streams, sms)
         free()
 
@@ -173,7 +152,7 @@ def partition_curve(
                 mlp.divide([each] * slots)
             flops = model.flops(busy * slots * each)
             case: Case = {"model": model.name, "slots": slots, "busy": busy, "rows": each}
-            lines.append(Line(case, measured(bench, watches, flops)))
+            lines.append(Line(case, measured(watches, flops)))
     about = f"{count} partitions of {sms[0]} SMs, D {model.width}, F {model.ffn}"
     bench.table(f"{about}; partitions busy, time of the slowest, TFLOP/s of all", lines)
 
@@ -221,7 +200,12 @@ def dense(bench: Bench) -> None:
     for make in (matmuls, attentions, moves):
         for work in make(bench.scale, draw):
             us = bench.clock.us(work.call, wait)
-            lines.append(Line(work.case, work_values(bench.clock, us, work.flops, work.moved)))
+            values = {
+                WORK_TIME: us / 1e3,
+                WORK_RATE: work.flops / us / 1e6 if work.flops else None,
+                WORK_BYTES: work.moved / us / 1e3 if work.moved else None,
+            }
+            lines.append(Line(work.case, values))
     bench.table(f"{bench.clock.dtype}; GB/s count bytes read and written", lines)
 
 

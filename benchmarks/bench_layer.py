@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from harness import Bench, Line, Metric, main
-from layers import AFTER, BEFORE, COPIES, FORCED, GAIN, RATE, SHARE, STAGE, STEP, Given, on_ranks
+from layers import AFTER, BEFORE, COPIES, FORCED, SHARE, STAGE, Given, on_ranks, step_values
 from load_cases import Shape, even_ids, skewed_ids
 from timing import in_turns
 
@@ -116,13 +116,11 @@ def gain(bench: Bench) -> None:
     lines = []
     for name, facts in found.items():
         values = {
-            STEP: facts["step"] * 1e3,
-            RATE: size.ranks * size.tokens / facts["step"],
+            **step_values(size, facts["step"] * 1e3, found["none"]["step"] * 1e3),
             SHARE: found[FORCED]["step"] / facts["step"],
-            GAIN: found["none"]["step"] / facts["step"],
             BEFORE: facts["before"],
             AFTER: facts["after"],
-            COPIES: float(facts["copies"]),
+            COPIES: facts["copies"],
             MOVED: facts["moved"] / 1e6,
         }
         lines.append(Line(case | {"policy": name}, values))

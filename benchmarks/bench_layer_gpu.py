@@ -29,8 +29,8 @@ from typing import Any
 import numpy as np
 import torch
 from card import DRAWN, Ceilings, Seen, Size, World, drawn, even_plan
-from harness import KERNELS, Bench, Case, Line, Mismatch, Values, main
-from layers import AFTER, BEFORE, COPIES, GAIN, RATE, STEP
+from harness import KERNELS, Bench, Case, Line, Mismatch, main
+from layers import BEFORE, STEP, plan_values, step_values
 from load_cases import HotRank, loads_of
 
 import ultraep
@@ -102,17 +102,10 @@ def plan_for(size: Size, load: HotRank, policy: str) -> tuple[IntArray, Plan]:
     return loads, ultraep.plan(loads, topology, BalanceConfig(policy=policy))
 
 
-def before(loads: IntArray, size: Size) -> float:
-    """Imbalance without copies."""
-    served = loads.sum(axis=0).reshape(size.ranks, -1).sum(axis=1)
-    return float(served.max() / served.mean())
-
-
 @dataclass
 class Result:
     ms: float
-    after: float
-    copies: int
+    plan: Plan
     outputs: list[torch.Tensor]
     seen: Seen | None = None
 
@@ -125,7 +118,7 @@ def measure(world: World, load: HotRank, policy: str, ceilings: Ceilings | None 
     ms = seen.ms if seen else world.time(UNEVEN_ROUNDS)
     world.check()
     outputs = [rank.y.detach().clone() for rank in world.ranks]
-    return Result(ms, plan.imbalance, plan.num_replicas, outputs, seen)
+    return Result(ms, plan, outputs, seen)
 
 
 def measure_all(
@@ -185,35 +178,17 @@ def case_of(load: HotRank, policy: str) -> Case:
 
 def gain_lines(size: Size, load: HotRank, results: Mapping[str, Result]) -> list[Line]:
     """Of the policies, and of both kinds of even routing."""
-    seen = results["ultraep"].seen
+    none, seen = results["none"], results["ultraep"].seen
     assert seen is not None
+    found = {policy: (result.ms, result.plan) for policy, result in results.items()}
+    found |= {kind: (seen.ceilings[kind], even_plan(size, kind)) for kind in DRAWN}
     lines = []
-    for policy, result in results.items():
-        balance = {
-            BEFORE: before(load.draw(size), size),
-            AFTER: result.after,
-            COPIES: result.copies,
-        }
-        lines.append(gain_line(size, load, policy, result.ms, results["none"].ms, seen, balance))
-    for kind in DRAWN:
-        imbalance = even_plan(size, kind).imbalance
-        balance = {BEFORE: imbalance, AFTER: imbalance, COPIES: 0}
-        ms = seen.ceilings[kind]
-        lines.append(gain_line(size, load, kind, ms, results["none"].ms, seen, balance))
+    for policy, (ms, plan) in found.items():
+        values = {**step_values(size, ms, none.ms), **seen.shares(ms), **plan_values(plan)}
+        if policy == "eplb":  # which has moved homes
+            values[BEFORE] = none.plan.initial_imbalance
+        lines.append(Line(case_of(load, policy), values))
     return lines
-
-
-def gain_line(
-    size: Size, load: HotRank, policy: str, ms: float, uneven: float, seen: Seen, balance: Values
-) -> Line:
-    values: Values = {
-        STEP: ms,
-        RATE: size.ranks * size.tokens / ms * 1e3,
-        **seen.shares(ms),
-        GAIN: uneven / ms,
-        **balance,
-    }
-    return Line(case_of(load, policy), values)
 
 
 def only_plans(bench: Bench, size: Size, loads: tuple[HotRank, ...]) -> None:
@@ -221,10 +196,8 @@ def only_plans(bench: Bench, size: Size, loads: tuple[HotRank, ...]) -> None:
     bench.report.note("There is no GPU: nothing is timed.")
     lines = []
     for load, policy in product(loads, (*POLICIES, *DRAWN)):
-        routed, plan = plan_for(size, load, policy)
-        after = plan.imbalance
-        values: Values = {BEFORE: before(routed, size), AFTER: after, COPIES: plan.num_replicas}
-        lines.append(Line(case_of(load, policy), values))
+        _, plan = plan_for(size, load, policy)
+        lines.append(Line(case_of(load, policy), plan_values(plan)))
     bench.table(size.model, lines, section="plans")
 
 

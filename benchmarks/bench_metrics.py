@@ -23,7 +23,6 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
-from operator import attrgetter
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -45,21 +44,18 @@ from ultraep import workload
 from ultraep.metrics import Exporter, Log, Metrics, scalars
 from ultraep.metrics.meter import Meter, StageTimes
 from ultraep.plane import Microbatch
-from ultraep.reroute import rows_received
 from ultraep.runtime.clocks import HostClock
 from ultraep.runtime.connect import connect
 from ultraep.runtime.recording import Recording
-from ultraep.trace.files import write_arrays
-from ultraep.trace.pieces import Entry, piece
 from ultraep.trace.read import read_trace
-from ultraep.trace.schema import BACKWARD, FORWARD, fields_of_plan
+from ultraep.trace.schema import BACKWARD, FORWARD
 
 EVERY = 10
 NOTHING, METRICS, RECORDER, BOTH = "nothing", "metrics", "recorder", "recorder and metrics"
 OBSERVED = (NOTHING, METRICS, RECORDER, BOTH)
 ON_CARD = (NOTHING, METRICS, BOTH)
 STEPS_OF_A_ROUND = 5
-PLANS = 32  # different ones, in a piece
+PLANS = 32  # different ones
 STEP = Metric("step_time_p50", "ms", "ms", ".3f")
 COST = Metric("cost_of_recording", "share", "cost", ".4f")
 ERROR = Metric("error_of_cost", "share", "+-", ".4f")
@@ -216,10 +212,10 @@ def record(bench: Bench) -> None:
 
 
 def cost_of_record(plans: list[ultraep.Plan], count: int) -> dict[Metric, float]:
-    """What the step pays, and what the thread does for it later."""
-    rows = [rows_received(plan, 0).sum(axis=0).tolist() for plan in plans]
+    """What the step pays, and what the thread does for it at the same time or later."""
     with tempfile.TemporaryDirectory() as folder:
         took = []
+        process, thread = time.process_time(), time.thread_time()
         with ultraep.Recorder(f"{folder}/run", plans[0].topology, memory=1 << 30) as recorder:
             clock = HostClock([Recording(recorder, rank=0)], rank=0)
             for step in range(count):
@@ -227,31 +223,13 @@ def cost_of_record(plans: list[ultraep.Plan], count: int) -> dict[Metric, float]
                 begin = time.perf_counter()
                 pass_by(clock, microbatch, plan)
                 took.append(time.perf_counter() - begin)
-            header = recorder.header
-        entries = [
-            Entry((n, 0, 0), values_of(own, header.stages), shared_of(plan), nbytes=0)
-            for n, (plan, own) in enumerate(zip(plans, rows, strict=True))
-        ]
-        path = Path(folder, "piece.npz")
-        begin = time.thread_time()
-        write_arrays(path, piece(entries, header, 0, dropped=0))
-        written = time.thread_time() - begin
-        return {
-            INSIDE: median(took) * 1e6,
-            WRITE: written / len(entries) * 1e6,
-            DISK: path.stat().st_size / len(entries),
-        }
-
-
-def shared_of(plan: ultraep.Plan) -> tuple[Any, ...]:
-    """What rank 0 tells of a plan, as the recorder hands it on."""
-    return tuple(attrgetter(field.plan)(plan) for field in fields_of_plan())
-
-
-def values_of(rows: list[int], stages: tuple[str, ...]) -> dict[str, Any]:
-    """What it tells besides."""
-    seconds = [0.0] * len(stages)
-    return {"slot_rows": np.array(rows), "bytes_moved": 0, "began": 0.0, "seconds": seconds}
+        written = time.process_time() - process - (time.thread_time() - thread)
+        disk = sum(path.stat().st_size for path in Path(folder).rglob("*.npz"))
+    return {
+        INSIDE: median(took) * 1e6,
+        WRITE: written / count * 1e6,
+        DISK: disk / count,
+    }
 
 
 def pass_by(clock: HostClock, microbatch: Microbatch, plan: ultraep.Plan) -> None:

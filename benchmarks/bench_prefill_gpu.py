@@ -15,12 +15,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 
 import numpy as np
-from bench_layer_gpu import OPTIONS, before, sizes_of
+from bench_layer_gpu import OPTIONS, sizes_of
 from card import DRAWN, OF_MATMUL, Ceilings, Seen, Size, World, even_plan
 from harness import KERNELS, Bench, Case, Line, Metric, Values, main
-from layers import AFTER, BEFORE, COPIES, GAIN, RATE, STEP
+from layers import GAIN, plan_values, step_values
 from load_cases import HotRank
 
 import ultraep
@@ -69,46 +70,28 @@ def timed_steps(size: Size, hot: Sequence[HotRank]) -> dict[HotRank, tuple[float
 
 
 def lines_of(size: Size, hot: Sequence[HotRank], *, timed: bool) -> list[Line]:
-    """All loads and policies with so many tokens."""
+    """All loads and policies with so many tokens; even routing, as in turn with the last load."""
     found = timed_steps(size, hot) if timed else {}
     lines = []
-    for load in hot:
-        loads = load.draw(size)
-        for policy in POLICIES:
-            plan = planned(size, loads, policy, load.slots)
-            values = values_of(size, policy, *found[load]) if load in found else {}
-            case: Case = {"tokens": size.tokens, "load": load.name, "policy": policy}
-            imbalance = {BEFORE: before(loads, size), AFTER: plan.imbalance}
-            lines.append(Line(case, {**values, **imbalance, COPIES: plan.num_replicas}))
-    seen = found[hot[-1]][1] if found else None
-    return lines + [even_line(size, kind, seen) for kind in DRAWN]
+    for load, policy in product(hot, POLICIES):
+        plan = planned(size, load.draw(size), policy, load.slots)
+        values = values_of(size, policy, *found[load]) if load in found else {}
+        case: Case = {"tokens": size.tokens, "load": load.name, "policy": policy}
+        lines.append(Line(case, {**values, **plan_values(plan)}))
+    for kind in DRAWN:
+        case = {"tokens": size.tokens, "load": kind, "policy": "none"}
+        values = values_of(size, kind, *found[hot[-1]]) if found else {}
+        lines.append(Line(case, {**values, **plan_values(even_plan(size, kind))}))
+    return lines
 
 
-def even_line(size: Size, kind: str, seen: Seen | None) -> Line:
-    """Even routing, as it was in turn with the last load."""
-    imbalance = even_plan(size, kind).imbalance
-    values: Values = {BEFORE: imbalance, AFTER: imbalance, COPIES: 0}
-    if seen:
-        ms = seen.ceilings[kind]
-        values = {STEP: ms, RATE: rate(size, ms), **seen.shares(ms), **values}
-    return Line({"tokens": size.tokens, "load": kind, "policy": "none"}, values)
-
-
-def rate(size: Size, ms: float) -> float:
-    return size.ranks * size.tokens / ms * 1e3
-
-
-def values_of(size: Size, policy: str, uneven_ms: float, seen: Seen) -> Values:
+def values_of(size: Size, variant: str, uneven_ms: float, seen: Seen) -> Values:
+    """Of a policy, or of a kind of even routing."""
     flops = 2 * 3 * size.hidden * size.ffn * size.ranks * size.rows
-    ms = uneven_ms if policy == "none" else seen.ms
-    of_matmul = seen.values(flops)[OF_MATMUL] if policy == "ultraep" else None
-    return {
-        STEP: ms,
-        RATE: rate(size, ms),
-        **seen.shares(ms),
-        OF_MATMUL: of_matmul,
-        GAIN: uneven_ms / ms,
-    }
+    times = {"none": uneven_ms, "ultraep": seen.ms} | seen.ceilings
+    ms = times[variant]
+    of_matmul = seen.values(flops)[OF_MATMUL] if variant == "ultraep" else None
+    return {**step_values(size, ms, uneven_ms), **seen.shares(ms), OF_MATMUL: of_matmul}
 
 
 def break_even(tokens: list[int], gains: list[float]) -> float | None:

@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -33,18 +32,17 @@ from layers import (
     AFTER,
     BEFORE,
     COPIES,
-    GAIN,
-    RATE,
-    STEP,
     Given,
     check_close,
     drawn_weights,
     given_layer,
     on_ranks,
+    slowest,
+    step_values,
 )
 from load_cases import HotRank, Shape, ids_with, random_even_ids
 from mps import shared_card
-from timing import free, in_turns, on_gpu
+from timing import free, in_turns, nothing, on_gpu
 
 import ultraep
 from ultraep import BalanceConfig
@@ -58,7 +56,7 @@ CONFIGS = {
 }
 MODES = ("eager", "graphs")
 OF_EVEN = Metric("share_of_random_even_routing", "share", "of even", ".3f")
-Step = Callable[[], None]
+Step = Callable[[], object]
 Facts = dict[str, dict[str, float]]  # of every variant
 
 
@@ -215,9 +213,18 @@ def measure(variants: Variants, load: HotRank | None, mode: str) -> Facts:
     even = variants.router.ids, variants.router.gates
     steps[EVEN] = stepper(variants, NONE, mode)
 
+    wait: Step = torch.cuda.synchronize if variants.device.type == "cuda" else nothing
+
+    def repeat(step: Step) -> None:
+        for _ in range(variants.size.steps):
+            step()
+        wait()
+
     def seconds(name: str) -> float:
         variants.router.ids, variants.router.gates = even if name == EVEN else routed
-        return slowest(steps[name], variants.size.steps, variants.device)
+        wait()
+        elapsed, _ = slowest(partial(repeat, steps[name]))
+        return elapsed / variants.size.steps
 
     found = in_turns(list(steps), variants.size.rounds, seconds, warmup=1)
     variants.router.ids, variants.router.gates = routed
@@ -234,7 +241,7 @@ def measure(variants: Variants, load: HotRank | None, mode: str) -> Facts:
 def stepper(variants: Variants, name: str, mode: str) -> Step:
     """A call that runs one step of a variant: its kernels, or a graph of them."""
     if mode == "eager":
-        return lambda: void(variants.step(name))
+        return partial(variants.step, name)
     graph = torch.cuda.CUDAGraph()
     variants.step(name)
     variants.forget()
@@ -246,32 +253,12 @@ def stepper(variants: Variants, name: str, mode: str) -> Step:
     return graph.replay
 
 
-def void(_: object) -> None:
-    """Return nothing."""
-
-
-def slowest(step: Step, steps: int, device: torch.device) -> float:
-    """Seconds of a step, from a common start; the most of all ranks."""
-    wait: Callable[[], None] = torch.cuda.synchronize if device.type == "cuda" else lambda: None
-    wait()
-    dist.barrier()
-    begin = time.perf_counter()
-    for _ in range(steps):
-        step()
-    wait()
-    spent = torch.tensor([(time.perf_counter() - begin) / steps])
-    dist.all_reduce(spent, op=dist.ReduceOp.MAX)
-    return float(spent)
-
-
 def lines_of(size: Size, case: Mapping[str, Any]) -> list[Line]:
     facts: Facts = case["variants"]
     lines = []
     for name, found in facts.items():
         values = {
-            STEP: found["step"] * 1e3,
-            RATE: size.ranks * size.tokens / found["step"],
-            GAIN: facts[NONE]["step"] / found["step"],
+            **step_values(size, found["step"] * 1e3, facts[NONE]["step"] * 1e3),
             OF_EVEN: facts[EVEN]["step"] / found["step"],
             BEFORE: found.get("before"),
             AFTER: found.get("after"),

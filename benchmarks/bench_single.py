@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from harness import KERNELS, Bench, Line, Metric, Values, main
+from harness import KERNELS, Bench, Line, Metric, main
 from load_cases import Shape
 from single_contenders import (
     OURS,
@@ -37,12 +37,11 @@ from single_contenders import (
     experts_alone,
     name_of,
 )
-from timing import Host, free, in_a_row_ms, in_turns, medians, tell
+from timing import free, in_a_row_ms, in_turns, medians
 
 STEP = Metric("step_time_p50", "ms", "ms", ".3f")
 SPEED = Metric("speed_over_torch_grouped", "ratio", "speed", ".3f")
 SEAM_SPEED = Metric("speed_over_own_experts", "ratio", "speed", ".3f")
-HOST_STEP = Metric("step_host_time", "ms", "host ms", ".2f")
 ALONE = "experts alone"
 
 
@@ -69,11 +68,12 @@ def layer(bench: Bench) -> None:
     """Milliseconds of a step, and speed beside the quicker layer of torch."""
     lines = []
     for shape in bench.scale.shapes:
-        tell(name_of(shape))
         times = measured(bench, Inputs.of_tokens(shape, bench.clock), PLAIN | OURS)
         plain = min(times[name] for name in PLAIN)
         for name, ms in times.items():
-            lines.append(line(bench, shape, name, ms, {STEP: ms, SPEED: plain / ms}))
+            lines.append(
+                Line({"shape": name_of(shape), "path": name}, {STEP: ms, SPEED: plain / ms})
+            )
     about = f"EP1, {bench.scale.shapes[0].tokens} tokens, forward and backward, {bench.clock.dtype}"
     bench.table(f"{about}; shape D/F/experts/top-k", lines)
 
@@ -82,19 +82,17 @@ def seam(bench: Bench) -> None:
     """Milliseconds of stage 6 with the experts of torch, alone and through the seam."""
     lines = []
     for shape in bench.scale.shapes:
-        tell(name_of(shape))
         inputs = Inputs.of_tokens(shape, bench.clock).arrived()
         times = measured(bench, inputs, {ALONE: experts_alone} | SEAM)
         for name, ms in times.items():
-            lines.append(line(bench, shape, name, ms, {STEP: ms, SEAM_SPEED: times[ALONE] / ms}))
+            lines.append(
+                Line(
+                    {"shape": name_of(shape), "path": name},
+                    {STEP: ms, SEAM_SPEED: times[ALONE] / ms},
+                )
+            )
     about = "EP1, stage 6 by torch's grouped products, forward and backward"
     bench.table(f"{about}; shape D/F/experts/top-k", lines)
-
-
-def line(bench: Bench, shape: Shape, path: str, ms: float, values: Values) -> Line:
-    """Of the host, only its time."""
-    shown: Values = {HOST_STEP: ms} if isinstance(bench.clock, Host) else values
-    return Line({"shape": name_of(shape), "path": path}, shown)
 
 
 def measured(bench: Bench, inputs: Inputs, makes: Mapping[str, Make]) -> dict[str, float]:

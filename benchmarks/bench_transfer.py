@@ -23,7 +23,7 @@ import torch
 from card import graph_on, together
 from harness import ANY, CARD, KERNELS, Bench, Case, Line, Metric, Samples, Values, main
 from load_cases import ORDERED, SHUFFLED, Kind
-from timing import Call, Gpu, tell
+from timing import Call, Gpu
 from transfer_parts import (
     FULL,
     TOY,
@@ -74,7 +74,6 @@ def direct(bench: Bench) -> None:
     world = Neighbours(scale.ranks, bench)
     ring = [(rank, (rank + 1) % scale.ranks) for rank in range(scale.ranks)]
     for programs in scale.programs:
-        tell(f"direct: {programs} programs")
         us = Transfer(world, ring, mode="direct", programs=programs).time(bench.clock)
         rate = 2 * scale.ring_bytes / us
         case: Case = {"ranks": scale.ranks, "programs": programs}
@@ -88,7 +87,6 @@ def relay(bench: Bench) -> None:
     world = Neighbours(bench.scale.relay_ranks, bench)
     lines = []
     for programs in bench.scale.budgets:
-        tell(f"relay: {programs} programs of each rank")
         single: dict[str, float] = {}
         for fan in bench.scale.fans:
             values: dict[Metric, float | None] = {SIGNAL: None}
@@ -126,7 +124,6 @@ def reduce(bench: Bench) -> None:
     programs = 4 * clock.multiprocessors if isinstance(clock, Gpu) else 2  # of the data plane
     pull = Pull(bench, programs)
     for experts, zero in product(copied_experts(scale), (False, True)):
-        tell(f"reduce: {experts.name}")
         us, moved = pull.time(experts, zero), experts.moved(scale.numbers, zero)
         floor = moved / copied
         case = {"copies": experts.name, "zeros": "yes" if zero else "no", "programs": programs}
@@ -144,7 +141,6 @@ def critical(bench: Bench) -> None:
     scale, nbytes = bench.scale, FULL.layout.nbytes
     for family in (ORDERED, SHUFFLED):
         samples = Samples()
-        tell(f"critical: {family}")
         for (ranks, experts), ratio in product(scale.plan_sizes, scale.ratios):
             topology = Topology(ranks=ranks, experts=experts, slots=1)
             case: Case = {"load": family, "slots": 1, "ranks": ranks, "experts": experts}
@@ -197,7 +193,6 @@ def schedule(bench: Bench) -> None:
     floor = bench.clock.floor_us(1, INNER) if isinstance(bench.clock, Gpu) else None
     lines = []
     for ranks, experts in bench.scale.schedule_sizes:
-        tell(f"schedule: {ranks} ranks, {experts} experts")
         topology = Topology(ranks=ranks, experts=experts, slots=1)
         ratio = min(3.0, max(bench.scale.ratios))
         loads = Kind(SHUFFLED, ratio).draw(ranks, experts, tokens=bench.scale.tokens, seed=0)
@@ -230,7 +225,6 @@ def meet(bench: Bench) -> None:
     """All ranks wait for each other, again and again, each in a graph on a stream of its own."""
     lines = []
     for ranks in bench.scale.meets:
-        tell(f"meet: {ranks} ranks")
         lines.append(Line({"ranks": ranks}, {MEETING: meeting_us(ranks, bench)}))
     bench.table("meet: one meeting of all ranks, within one device", lines)
 

@@ -26,23 +26,20 @@ from typing import Any
 import torch
 from harness import CPU, KERNELS, Bench, Line, Metric, Values, main
 from layers import (
-    AFTER,
-    BEFORE,
     FORCED,
-    GAIN,
-    HOST_STEP,
     PLAIN,
-    RATE,
     RATIO,
     SHARE,
     Facts,
     check_close,
     gain_lines,
     on_ranks,
+    plan_values,
+    step_values,
     timed_steps,
 )
 from load_cases import HotRank, Shape, even_ids, skewed_ids
-from timing import Host, in_a_row_ms, in_turns, medians
+from timing import in_a_row_ms, in_turns, medians
 from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 from transformers_card import Blocks, GivenChoices
@@ -121,7 +118,7 @@ def overhead(bench: Bench) -> None:
     tokens = torch.randn(shape.tokens, shape.hidden, generator=draw).to(clock.device, clock.dtype)
     plain = block(shape, clock.device, clock.dtype)
     steps = {PLAIN: Step(plain, tokens.clone())}
-    for plane in ("messages",) if isinstance(clock, Host) else ("messages", "auto"):
+    for plane in ("messages", "auto") if bench.on_gpu else ("messages",):
         balanced = copy.deepcopy(plain)
         balance(balanced, policy="none", data_plane=plane)
         steps[f"balanced, {plane}"] = Step(balanced, tokens.clone())
@@ -136,8 +133,7 @@ def overhead(bench: Bench) -> None:
     lines = []
     for name, ms in times.items():
         values: Values = {STEP: ms, OVERHEAD: ms / times[PLAIN] - 1}
-        shown = {HOST_STEP: ms} if isinstance(clock, Host) else values
-        lines.append(Line({"shape": about, "tokens": shape.tokens, "block": name}, shown))
+        lines.append(Line({"shape": about, "tokens": shape.tokens, "block": name}, values))
     bench.table(f"EP1, policy none, forward and backward, {clock.dtype}", lines)
 
 
@@ -195,12 +191,9 @@ def card(bench: Bench) -> None:
             check_close(load.name, got, want)
         for policy, step in (found | {FORCED: forced}).items():
             values: Values = {
-                (HOST_STEP if isinstance(clock, Host) else STEP): step.ms,
-                RATE: shape.ranks * shape.tokens / step.ms * 1e3,
+                **step_values(shape, step.ms, found["none"].ms),
                 SHARE: forced.ms / step.ms,
-                GAIN: found["none"].ms / step.ms,
-                BEFORE: step.plan.initial_imbalance,
-                AFTER: step.plan.imbalance,
+                **plan_values(step.plan),
             }
             lines.append(Line({"load": load.name, "policy": policy}, values))
     blocks.close()

@@ -17,13 +17,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from harness import Case, Line, Metric, Mismatch
+from harness import Case, Line, Metric, Mismatch, Values
 from load_cases import Shape
 from timing import Call, in_turns
 from torch import nn
 from torch.multiprocessing.spawn import start_processes
 
 import ultraep
+from ultraep import Plan
 from ultraep.experts import Experts
 
 PLAIN, FORCED = "unmodified", "forced balance"
@@ -116,6 +117,20 @@ def _on_rank(
     dist.destroy_process_group()
     if rank == 0:
         torch.save(found, f"{folder}/found")
+
+
+def step_values(shape: Shape, ms: float, none_ms: float) -> Values:
+    """Milliseconds of a step, tokens per second of all ranks, and the gain over no balancing."""
+    return {STEP: ms, RATE: shape.ranks * shape.tokens / ms * 1e3, GAIN: none_ms / ms}
+
+
+def plan_values(plan: Plan) -> Values:
+    """The imbalance before and after a plan, and its copies."""
+    return {
+        BEFORE: plan.initial_imbalance,
+        AFTER: plan.imbalance,
+        COPIES: plan.num_replicas,
+    }
 
 
 def distance(got: torch.Tensor, want: torch.Tensor) -> float:

@@ -7,11 +7,13 @@ import runpy
 import sys
 from argparse import Namespace
 from dataclasses import fields
-from importlib import import_module
 from pathlib import Path
 
+import harness
 import numpy as np
 import pytest
+import run_all
+import timing
 import warm
 
 import ultraep
@@ -23,27 +25,6 @@ FRAMEWORKS = {"bench_megatron.py", "bench_torchtitan.py"}  # run by the tests of
 ALL = sorted(path.name for path in BENCHMARKS.glob("bench_*.py"))
 SCRIPTS = [name for name in ALL if name not in FRAMEWORKS]
 PLAN_SECTIONS = ("quality", "tolerance", "growth", "small", "trace", "optimum")
-
-
-@pytest.fixture(autouse=True)
-def _modules(monkeypatch):
-    monkeypatch.syspath_prepend(BENCHMARKS)
-
-
-@pytest.fixture
-def harness():
-    return import_module("harness")
-
-
-@pytest.fixture
-def timing():
-    return import_module("timing")
-
-
-@pytest.fixture
-def optimum():
-    pytest.importorskip("scipy")
-    return import_module("optimum")
 
 
 def run(script, *options):
@@ -77,7 +58,7 @@ def extra_options(script, folder):
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_a_toy_run_writes_complete_rows(script, tmp_path, harness):
+def test_a_toy_run_writes_complete_rows(script, tmp_path):
     pytest.importorskip("scipy")
     path = tmp_path / "rows.json"
     done = run(script, "--toy", "--json", str(path), *extra_options(script, tmp_path))
@@ -110,7 +91,7 @@ def test_nonsense_is_refused(options, refusal):
     assert options[0] in message or "unknown" in message
 
 
-def test_a_section_that_fails_takes_nothing_from_the_others(harness, timing, tmp_path, capsys):
+def test_a_section_that_fails_takes_nothing_from_the_others(tmp_path, capsys):
     metric = harness.Metric("answer", "apples", "answer")
 
     def works(bench):
@@ -130,21 +111,20 @@ def test_a_section_that_fails_takes_nothing_from_the_others(harness, timing, tmp
 
 
 def test_make_bench_tells_what_it_leaves_out():
-    run_all = import_module("run_all")
     assert run_all.chosen(dict.fromkeys(run_all.here(), True)) == (ALL, [])
     runs, left_out = run_all.chosen(dict.fromkeys(run_all.here(), False))
     assert {*runs, *(line.split()[0] for line in left_out)} == set(ALL)
     assert "bench_single.py is left out: it needs a GPU" in left_out
 
 
-def test_measurements_take_turns(timing):
+def test_measurements_take_turns():
     turns = []
     found = timing.in_turns("abc", 2, lambda name: turns.append(name) or len(turns), warmup=1)
     assert "".join(turns) == "abcbcacab"
     assert found == {"a": [6, 8], "b": [4, 9], "c": [5, 7]}
 
 
-def test_time_call_gives_percentiles_of_the_repeats(timing):
+def test_time_call_gives_percentiles_of_the_repeats():
     events = []
     before = lambda: events.append("before")  # noqa: E731
     found = timing.time_call(lambda: events.append("call"), repeats=5, warmup=2, before=before)
@@ -152,11 +132,7 @@ def test_time_call_gives_percentiles_of_the_repeats(timing):
     assert 0 <= found.p20 <= found.p50 <= found.p80
 
 
-def test_growth_law_is_the_exponent(timing):
-    assert timing.growth_law([1, 2, 4], [3, 12, 48]) == pytest.approx(2)
-
-
-def test_commands_name_no_place_of_this_machine(harness):
+def test_commands_name_no_place_of_this_machine():
     script = str(BENCHMARKS / "bench_plan.py")
     inside = str(ROOT / "benchmarks" / "results" / "plan.json")
     argv = [script, "--trace=/data/trace.npz", "--json", inside, "--window", "64", "../x/y.npz"]
@@ -166,7 +142,7 @@ def test_commands_name_no_place_of_this_machine(harness):
     )
 
 
-def test_a_report_replaces_its_file_as_a_whole(harness, tmp_path, capsys):
+def test_a_report_replaces_its_file_as_a_whole(tmp_path, capsys):
     path = tmp_path / "new" / "rows.json"
     metric = harness.Metric("answer", "apples", "answer")
     for value in (1.0, 2.0):
@@ -178,7 +154,7 @@ def test_a_report_replaces_its_file_as_a_whole(harness, tmp_path, capsys):
     assert "a table; case a" in capsys.readouterr().out
 
 
-def test_samples_combine_case_by_case(harness):
+def test_samples_combine_case_by_case():
     mean, worst = harness.Metric("m", "", "m"), harness.Metric("w", "", "w", combine=max)
     samples = harness.Samples()
     for case, value in (("a", 1.0), ("b", 5.0), ("a", 3.0)):
@@ -186,40 +162,6 @@ def test_samples_combine_case_by_case(harness):
     samples.add({"case": "c"}, {mean: None, worst: None})
     found = {line.case["case"]: list(line.values.values()) for line in samples.lines()}
     assert found == {"a": [2.0, 3.0], "b": [5.0, 5.0], "c": [None, None]}
-
-
-@pytest.mark.parametrize(
-    ("loads", "options", "peak"),
-    [
-        ([9, 0, 0], {"ranks": 3, "slots": 1}, 3),
-        ([9, 0, 0], {"ranks": 3, "slots": 0}, 9),
-        ([10, 0, 0], {"ranks": 3, "slots": 1}, 4),  # whole tokens
-        ([0, 0], {"ranks": 2, "slots": 1}, 0),
-        ([4, 4, 4, 0, 0, 0], {"ranks": 2, "slots": 1}, 8),  # one slot takes one of the three
-        ([4, 4, 4, 0, 0, 0], {"ranks": 2, "slots": 2}, 6),
-        ([8, 0, 4, 0], {"ranks": 4, "slots": 1, "domain": 2}, 4),  # nothing leaves its domain
-    ],
-)
-def test_optimal_peak_of_small_problems(optimum, loads, options, peak):
-    topology = ultraep.Topology(experts=len(loads), **options)
-    assert optimum.optimal_peak(np.array(loads), topology) == peak
-
-
-def test_optimum_lies_between_bound_and_plan(optimum):
-    for case in optimum.small_cases(24, seed=1):
-        loads = np.zeros((case.topology.ranks, case.topology.experts), dtype=np.int64)
-        loads[0] = case.expert_loads
-        plan = ultraep.plan(loads, case.topology)
-        peak = optimum.optimal_peak(case.expert_loads, case.topology)
-        imbalance = peak * case.topology.ranks / plan.total
-        assert plan.lower_bound <= imbalance <= plan.imbalance
-
-
-def test_small_cases_are_seeded(optimum):
-    one, two = (list(optimum.small_cases(6, seed=7)) for _ in range(2))
-    for left, right in zip(one, two, strict=True):
-        assert left.topology == right.topology
-        assert np.array_equal(left.expert_loads, right.expert_loads)
 
 
 def test_the_report_on_the_published_evaluation_is_written(tmp_path):
