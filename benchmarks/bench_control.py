@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from harness import KERNELS, Bench, Line, Metric, Mismatch, Parts, Values, main
+from harness import KERNELS, Bench, Case, Line, Metric, Mismatch, Values, main
 from load_cases import SHUFFLED, Kind
 from timing import REPLAYS, Gpu, captured, device_us, tell, time_call
 
@@ -71,7 +71,7 @@ class Setting:
         return BalanceConfig(tolerance=self.tolerance, objective=self.objective, rates=RATES)
 
     @property
-    def case(self) -> Parts:
+    def case(self) -> Case:
         return {
             "ranks": self.ranks,
             "experts": self.experts,
@@ -291,7 +291,7 @@ def stages(bench: Bench) -> None:
             settings.append((changed, (*VERBS, WHOLE)))
     for setting, names in settings:
         measured = measure(bench, setting, names)
-        lines = [Line(setting.case | {"stage": stage}, v) for stage, v in measured.items()]
+        lines = [Line({**setting.case, "stage": stage}, v) for stage, v in measured.items()]
         bench.table("stages", lines)
 
 

@@ -29,7 +29,6 @@ from torch.nn import functional
 Stopwatch = Callable[[], float]  # microseconds
 PASSES = {"forward": 1, "backward": 2}  # products of every row with every weight
 CALLS = 4  # in a graph of the whole card
-SPARE_BYTES = 4 << 30  # that partitions leave to others
 
 TIME = {p: Metric(f"{p}_time_p50", "ms", f"{p} ms", ".4f") for p in PASSES}
 RATE = {p: Metric(f"{p}_rate", "TFLOP/s", "TFLOP/s", ".1f") for p in PASSES}
@@ -48,7 +47,7 @@ class Scale:
     most_rows: int  # of all slots
     partitions: int
     sms: int  # of a partition
-    partition_curves: tuple[tuple[Model, tuple[int, ...]], ...]  # models and slots: what fits first
+    partition_curves: tuple[tuple[Model, int], ...]  # models and slots
     partition_rows: tuple[int, ...]
     matmul_rows: int
     matmul_widths: tuple[int, ...]
@@ -65,7 +64,7 @@ FULL = Scale(
     most_rows=131072,
     partitions=8,
     sms=16,
-    partition_curves=((QWEN3, (17,)), (DEEPSEEK, (33, 9))),
+    partition_curves=((QWEN3, 17), (DEEPSEEK, 9)),
     partition_rows=(128, 512, 2048, 4096),
     matmul_rows=8192,
     matmul_widths=(4096, 5120, 7168),
@@ -81,7 +80,7 @@ TOY = Scale(
     most_rows=200,
     partitions=2,
     sms=16,
-    partition_curves=((TINY, (3,)),),
+    partition_curves=((TINY, 3),),
     partition_rows=(16,),
     matmul_rows=32,
     matmul_widths=(64,),
@@ -129,8 +128,7 @@ def partitions(bench: Bench) -> None:
     scale = bench.scale
     parts = split(scale.partitions, scale.sms)
     streams, sms = [part.stream() for part in parts], [part.sms for part in parts]
-    for model, choices in scale.partition_curves:
-        slots = fitting(model, choices, max(scale.partition_rows), scale.partitions)
+    for model, slots in scale.partition_curves:
         partition_curve(bench, model, slots, streams, sms)
         free()
 
@@ -160,13 +158,6 @@ def partition_curve(
 def halves(count: int) -> list[int]:
     """Half of it, half of that, down to one."""
     return [] if count == 1 else [count // 2, *halves(count // 2)]
-
-
-def fitting(model: Model, choices: Sequence[int], rows: int, count: int) -> int:
-    """The first number of slots for which memory suffices, else the last."""
-    room = torch.cuda.mem_get_info()[0] - SPARE_BYTES
-    fits = (slots for slots in choices if count * model.bytes_of(slots, slots * rows) <= room)
-    return next(fits, choices[-1])
 
 
 def side_by_side(

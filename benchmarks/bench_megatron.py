@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 
 import torch
 from harness import Bench, main
-from layers import FORCED, PLAIN, RATIO, Facts, check_close, gain_lines, on_ranks, timed_steps
+from layers import FORCED, PLAIN, RATIO, Facts, Step, check_close, gain_lines, on_ranks, timed_steps
 from load_cases import Shape, skewed_ids
 from megatron.core import parallel_state
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
@@ -99,35 +99,6 @@ def make(config: Any, policy: str, ids: torch.Tensor) -> Any:
     return layer
 
 
-class Step:
-    """Forward and backward of a layer."""
-
-    def __init__(self, layer: Any, tokens: torch.Tensor, forced: bool = False) -> None:
-        self.layer, self.tokens, self.forced = layer, tokens.clone().requires_grad_(), forced
-        self.y = torch.empty(0)
-
-    def __call__(self) -> None:
-        self.layer.config.moe_router_force_load_balancing = self.forced
-        self.layer.zero_grad(set_to_none=True)
-        self.tokens.grad = None
-        self.y = self.layer(self.tokens)[0]
-        self.y.sum().backward()
-
-
-def compare(steps: dict[str, Step]) -> None:
-    """Raise if outputs or gradients differ by more than the type explains."""
-    first = steps[PLAIN]
-    for name, step in steps.items():
-        step()
-        if step.forced:  # other rows
-            continue
-        check_close(f"outputs of {name}", step.y, first.y)
-        check_close(f"gradients of {name}", step.tokens.grad, first.tokens.grad)
-        mine, theirs = (s.layer.experts.parameters() for s in (step, first))
-        for got, want in zip(mine, theirs, strict=True):
-            check_close(f"weights of {name}", got.grad, want.grad)
-
-
 def on_rank(rank: int, shape: Shape, rounds: int) -> dict[str, Facts]:
     """One process: time all variants in turns; the slowest rank counts."""
     with on_cpu():
@@ -138,16 +109,25 @@ def on_rank(rank: int, shape: Shape, rounds: int) -> dict[str, Facts]:
         tokens = torch.randn(shape.tokens, 1, shape.hidden, generator=draw)
         layers = {policy: make(config, policy, ids) for policy in (PLAIN, "none", "ultraep")}
         steps = {policy: Step(layer, tokens) for policy, layer in layers.items()}
-        steps[FORCED] = Step(layers["none"], tokens, forced=True)
-        compare(steps)
+        for policy, step in steps.items():
+            step()
+            step.compare(policy, steps[PLAIN])
+            grads = [[p.grad for p in s.layer.experts.parameters()] for s in (step, steps[PLAIN])]
+            for mine, theirs in zip(*grads, strict=True):
+                check_close(f"gradients of weights of {policy}", mine, theirs)
+
+        def forced() -> None:
+            steps["none"].layer.config.moe_router_force_load_balancing = True
+            steps["none"]()
+            steps["none"].layer.config.moe_router_force_load_balancing = False
 
         def imbalance(name: str) -> tuple[float, float]:
             if name == PLAIN:
                 return RATIO, RATIO
-            plan = steps[name].layer.last_plan.to_host()
+            plan = layers["none" if name == FORCED else name].last_plan.to_host()
             return plan.initial_imbalance, plan.imbalance
 
-        return timed_steps(steps, rounds, imbalance)
+        return timed_steps({**steps, FORCED: forced}, rounds, imbalance)
 
 
 def gain(bench: Bench) -> None:

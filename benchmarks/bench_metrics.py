@@ -34,10 +34,10 @@ from bench_layer import Size, one_step
 from bench_layer_gpu import SIZES, plan_for
 from card import LAUNCHING, World, capacity_of
 from harness import CARD, KERNELS, Bench, Line, Metric, Values, main
-from layers import Given, given_layer, on_ranks
+from layers import Given, on_ranks
 from load_cases import HotRank, Shape, skewed_ids
-from single_contenders import Contender, Inputs, name_of
-from timing import device_us, free, in_a_row_ms, in_turns, standard_error, time_call
+from single_contenders import Contender, Inputs, name_of, on_balancer
+from timing import device_us, free, in_a_row_ms, in_turns, nothing, standard_error, time_call
 
 import ultraep
 from ultraep import workload
@@ -246,38 +246,20 @@ def pass_by(clock: HostClock, microbatch: Microbatch, plan: ultraep.Plan) -> Non
 # -- a card --------------------------------------------------------------------------------------
 
 
-def watched_layer(
-    inputs: Inputs, weights: Mapping[str, Any], *, kind: str, folder: str, step: list[Any]
-) -> Any:
-    """Our layer on mapped memory; what is to be called after its step is left in `step`."""
-    router = Given(inputs.ids)
-    balancer = ultraep.Balancer(
-        "alone",
-        experts=inputs.shape.experts,
-        data_plane="mapped",
-        record=folder if RECORDER in kind else None,
-    )
-    step.append(watch(balancer).step if METRICS in kind else lambda: None)
-    moe = given_layer(balancer, router, weights)
-
-    def layer(x: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
-        router.gates = gates
-        y: torch.Tensor = moe(x)
-        return y
-
-    return layer
-
-
 def eager(bench: Bench) -> None:
     """One rank, launched as it comes: what the host adds is seen where the device waits for it."""
     shape: Shape = bench.scale.shape
     inputs, contenders, after = Inputs.of_tokens(shape, bench.clock), {}, {}
     with tempfile.TemporaryDirectory() as folder:
         for kind in ON_CARD:
-            step: list[Any] = []
-            make = partial(watched_layer, kind=kind, folder=f"{folder}/run", step=step)
-            contenders[kind] = Contender(inputs, make)
-            after[kind] = step[0]
+            balancer = ultraep.Balancer(
+                "alone",
+                experts=shape.experts,
+                data_plane="mapped",
+                record=f"{folder}/run" if RECORDER in kind else None,
+            )
+            contenders[kind] = Contender(inputs, partial(on_balancer, balancer=balancer))
+            after[kind] = watch(balancer).step if METRICS in kind else nothing
 
         def one(kind: str) -> None:
             contenders[kind].step()

@@ -117,12 +117,9 @@ def break_even_lines(lines: list[Line]) -> list[Line]:
         ours = [line for line in lines if case.items() <= line.case.items()]
         gains = [line.values[GAIN] or 0.0 for line in ours]
         if ours:
-            found.append(Line(case, {BREAK_EVEN: break_even([*map(tokens_of, ours)], gains)}))
+            tokens = [int(line.case["tokens"]) for line in ours]
+            found.append(Line(case, {BREAK_EVEN: break_even(tokens, gains)}))
     return found
-
-
-def tokens_of(line: Line) -> int:
-    return int(line.case["tokens"])
 
 
 @dataclass(frozen=True)

@@ -192,7 +192,6 @@ def on_rank(rank: int, size: Size, cuda: bool) -> list[dict[str, Any]]:
             found.append({"load": name, "mode": mode, "variants": facts})
             if rank == 0:
                 print(f"... {size.tokens} tokens, {name}, {mode}", file=sys.stderr, flush=True)
-        found[-1]["planes"] = {n: repr(layer.balancer) for n, layer in variants.layers.items()}
         variants.close()
         del variants
         free()
@@ -275,8 +274,6 @@ def run_model(report: Report, size: Size, *, cuda: bool) -> None:
         cases = on_ranks(size.ranks, partial(on_rank, size=one, cuda=cuda))
         for case in cases:
             report.add(f"EP{size.ranks}: {size.about}", lines_of(one, case))
-            for name, plane in case.get("planes", {}).items():
-                report.note(f"{name}: {plane}")
 
 
 def main(argv: Sequence[str]) -> None:

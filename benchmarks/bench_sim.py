@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -145,7 +145,7 @@ def predict_on_card(size: Size, curve: str, made: Plan, policy: str) -> float:
 
 
 def on_card(bench: Bench) -> None:
-    for title, lines in card_tables(bench.scale.small):
+    for title, lines in card_tables(bench.scale):
         bench.table(title, lines)
 
 
@@ -244,7 +244,7 @@ def cpu_seconds(
 
 def on_speed(bench: Bench) -> None:
     """Every policy alone, on the same loads."""
-    small = bench.scale.small
+    small = bench.scale
     setting = next(setting for setting in settings() if setting.name == "qwen-train")
     job = Training(microbatches=8 if small else 1000, steps=1)
     scenario = replace(scenario_of(setting), job=job)
@@ -263,16 +263,8 @@ def on_speed(bench: Bench) -> None:
     bench.table(f"{about}, EP64, two processes", lines)
 
 
-@dataclass(frozen=True)
-class Scale:
-    """How much is measured."""
-
-    small: bool
-
-
 SECTIONS = {"card": on_card, "cpu": on_cpu, "speed": on_speed}
 
 
 if __name__ == "__main__":
-    scales = {"toy": Scale(small=True), "quick": Scale(small=True), "full": Scale(small=False)}
-    main("sim", __doc__, SECTIONS, scales)
+    main("sim", __doc__, SECTIONS, {"toy": True, "quick": True, "full": False})  # small or not

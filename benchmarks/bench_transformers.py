@@ -31,6 +31,7 @@ from layers import (
     RATIO,
     SHARE,
     Facts,
+    Step,
     check_close,
     gain_lines,
     on_ranks,
@@ -97,32 +98,20 @@ def block(shape: Shape, device: torch.device, dtype: torch.dtype) -> Any:
     return made
 
 
-class Step:
-    """Forward and backward of a block."""
-
-    def __init__(self, made: Any, tokens: torch.Tensor) -> None:
-        self.block, self.tokens = made, tokens[None].requires_grad_()
-        self.y = torch.empty(0)
-
-    def __call__(self) -> None:
-        self.block.zero_grad(set_to_none=True)
-        self.tokens.grad = None
-        self.y = self.block(self.tokens)
-        self.y.sum().backward()
-
-
 def overhead(bench: Bench) -> None:
     """Milliseconds of a step of one rank, and how much more that is than unmodified."""
     shape, clock = bench.scale.alone, bench.clock
     draw = torch.Generator().manual_seed(1)
     tokens = torch.randn(shape.tokens, shape.hidden, generator=draw).to(clock.device, clock.dtype)
     plain = block(shape, clock.device, clock.dtype)
-    steps = {PLAIN: Step(plain, tokens.clone())}
+    steps = {PLAIN: Step(plain, tokens[None])}
     for plane in ("messages", "auto") if bench.on_gpu else ("messages",):
         balanced = copy.deepcopy(plain)
         balance(balanced, policy="none", data_plane=plane)
-        steps[f"balanced, {plane}"] = Step(balanced, tokens.clone())
-    compare(steps)
+        steps[f"balanced, {plane}"] = Step(balanced, tokens[None])
+    for name, step in steps.items():
+        step()
+        step.compare(name, steps[PLAIN])
     rounds = in_turns(
         list(steps),
         bench.scale.rounds,
@@ -137,15 +126,6 @@ def overhead(bench: Bench) -> None:
     bench.table(f"EP1, policy none, forward and backward, {clock.dtype}", lines)
 
 
-def compare(steps: dict[str, Step]) -> None:
-    """Raise if outputs or gradients of the tokens differ by more than the type explains."""
-    first = steps[PLAIN]
-    for name, step in steps.items():
-        step()
-        check_close(f"outputs of {name}", step.y, first.y)
-        check_close(f"gradients of {name}", step.tokens.grad, first.tokens.grad)
-
-
 def on_rank(rank: int, shape: Shape, rounds: int) -> dict[str, Facts]:
     """One process: time all variants in turns; the slowest rank counts."""
     skewed, even = skewed_ids(shape, RATIO), even_ids(shape)
@@ -153,7 +133,7 @@ def on_rank(rank: int, shape: Shape, rounds: int) -> dict[str, Facts]:
     made = {policy: copy.deepcopy(plain) for policy in ("none", "ultraep")}
     owners = {policy: balance(made[policy], policy=policy) for policy in made}
     tokens = torch.randn(shape.tokens, shape.hidden, generator=torch.Generator().manual_seed(rank))
-    run = {policy: Step(made[policy], tokens.clone()) for policy in made}
+    run = {policy: Step(made[policy], tokens[None]) for policy in made}
     variants = {"none": (skewed, "none"), "ultraep": (skewed, "ultraep"), FORCED: (even, "none")}
 
     def step(name: str) -> None:

@@ -31,12 +31,6 @@ class Model:
         """Of a forward pass."""
         return 2 * 3 * self.width * self.ffn * rows
 
-    def bytes_of(self, slots: int, rows: int) -> int:
-        """What `Mlp` holds."""
-        of_row = 2 * (3 * self.width + 5 * self.ffn) + 2 * 4
-        of_slot = 3 * self.width * self.ffn * (2 + 4)
-        return rows * of_row + slots * of_slot
-
 
 QWEN3 = Model("qwen3", 4096, 1536)
 DEEPSEEK = Model("deepseek", 7168, 2048)

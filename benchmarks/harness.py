@@ -36,7 +36,6 @@ ROOT = Path(__file__).resolve().parent.parent
 WIDTH, DIGITS = 120, 5  # of a printed table, of a number in it
 
 Case = Mapping[str, str | int | float]
-Parts = dict[str, Any]  # that become a case
 Section = Callable[[Any], None]
 Extra = Mapping[str, tuple[Callable[[str], Any], str]]  # type and help of options
 
@@ -281,8 +280,10 @@ def main(
         parser.add_argument(f"--{option}", type=kind, help=text)
     options = parser.parse_args()
     scale = scales["toy" if options.toy else "quick" if options.quick else "full"]
-    given = {o: v for o in extra or {} if (v := getattr(options, o)) is not None}
-    scale = replace(scale, **{o: v for o, v in given.items() if hasattr(scale, o)})
+    for option in extra or {}:
+        value = getattr(options, option)
+        if value is not None and hasattr(scale, option):
+            scale = replace(scale, **{option: value})
     names = getattr(options, "only", None) or list(usual or sections)
     need_of = {n: needs if isinstance(needs, str) else needs.get(n, CPU) for n in names}
     clock = _clock(set(need_of.values()), scale, toy=options.toy)

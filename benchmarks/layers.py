@@ -126,11 +126,7 @@ def step_values(shape: Shape, ms: float, none_ms: float) -> Values:
 
 def plan_values(plan: Plan) -> Values:
     """The imbalance before and after a plan, and its copies."""
-    return {
-        BEFORE: plan.initial_imbalance,
-        AFTER: plan.imbalance,
-        COPIES: plan.num_replicas,
-    }
+    return {BEFORE: plan.initial_imbalance, AFTER: plan.imbalance, COPIES: plan.num_replicas}
 
 
 def distance(got: torch.Tensor, want: torch.Tensor) -> float:
@@ -145,6 +141,26 @@ def check_close(what: str, got: torch.Tensor | None, want: torch.Tensor | None) 
     limit, off = 1e-4 if got.dtype.itemsize >= 4 else 2e-2, distance(got, want)
     if not off <= limit:
         raise Mismatch(f"{what} differs by {off:.2g}, allowed are {limit}")
+
+
+class Step:
+    """Forward and backward of a layer of a framework, and its last outputs."""
+
+    def __init__(self, layer: Any, tokens: torch.Tensor) -> None:
+        self.layer, self.tokens = layer, tokens.clone().requires_grad_()
+        self.y = torch.empty(0)
+
+    def __call__(self) -> None:
+        self.layer.zero_grad(set_to_none=True)
+        self.tokens.grad = None
+        y = self.layer(self.tokens)
+        self.y = y[0] if isinstance(y, tuple) else y  # some return a bias as well
+        self.y.sum().backward()
+
+    def compare(self, name: str, other: Step) -> None:
+        """Raise if outputs or gradients of the tokens are not those of another step."""
+        check_close(f"outputs of {name}", self.y, other.y)
+        check_close(f"gradients of {name}", self.tokens.grad, other.tokens.grad)
 
 
 def slowest(step: Call) -> Spent:

@@ -172,8 +172,13 @@ def apply(function: Any, *args: torch.Tensor) -> torch.Tensor:
 
 def with_ultraep(inputs: Inputs, weights: Mapping[str, Any], *, path: str) -> Layer:
     """Our layer on one data plane."""
-    shape, router = inputs.shape, Given(inputs.ids)
-    balancer = ultraep.Balancer("alone", experts=shape.experts, data_plane=path)
+    balancer = ultraep.Balancer("alone", experts=inputs.shape.experts, data_plane=path)
+    return on_balancer(inputs, weights, balancer=balancer)
+
+
+def on_balancer(inputs: Inputs, weights: Mapping[str, Any], *, balancer: ultraep.Balancer) -> Layer:
+    """Our layer with these weights on a balancer."""
+    router = Given(inputs.ids)
     moe = given_layer(balancer, router, weights)
 
     def layer(x: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:

@@ -129,15 +129,14 @@ class Neighbours:
         self.slots = [group.of(rank).allocate("rows", nbytes).local for rank in range(ranks)]
         self.rows = group.of(0).allocate("rows", nbytes)
         self.weights = [
-            {name: random_bits((1, *shape), self.device) for name, shape, _ in self.layout.parts}
+            {name: self._random_bits((1, *shape)) for name, shape, _ in self.layout.parts}
             for _ in range(ranks)
         ]
 
-
-def random_bits(shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """Numbers of every kind: two of them are rarely alike."""
-    bits = torch.randint(-(2**15), 2**15, shape, dtype=torch.int16, device=device)
-    return bits.view(torch.bfloat16)
+    def _random_bits(self, shape: tuple[int, ...]) -> torch.Tensor:
+        """Numbers of every kind: two of them are rarely alike."""
+        bits = torch.randint(-(2**15), 2**15, shape, dtype=torch.int16, device=self.device)
+        return bits.view(torch.bfloat16)
 
 
 class Transfer:
@@ -201,13 +200,10 @@ class Transfer:
             else:
                 want = self._world.weights[expert_of_host[host]]
                 got = self._world.layout.views(slot[None])
-                same = all(same_bits(got[name], want[name]) for name in want)
+                bits = torch.int16
+                same = all(torch.equal(got[n].view(bits), want[n].view(bits)) for n in want)
             if not same:
                 raise Mismatch(f"the slot of rank {host} after {self._copies}")
-
-
-def same_bits(one: torch.Tensor, two: torch.Tensor) -> bool:
-    return torch.equal(one.view(torch.int16), two.view(torch.int16))
 
 
 @dataclass(frozen=True, slots=True)
