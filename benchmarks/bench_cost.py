@@ -56,7 +56,7 @@ class Size(Shape):
     rounds: int = 21
 
 
-TOY = Size(hidden=16, ffn=32, all_tokens=(32,), ratios=(EVEN, 1.5), rounds=2)
+TOY = Size(hidden=16, ffn=32, all_tokens=(32,), ratios=(EVEN, 1.5), rounds=1)
 QUICK = Size(all_tokens=(64, 1024), ratios=(EVEN, 1.1, 1.5), rounds=9)
 
 
