@@ -143,9 +143,7 @@ def plans(bench: Bench) -> None:
         bench.table("plans", samples.lines())
 
 
-OPTIONS = {"routing": (Path, "recorded routing, .npz")}
-
-
 if __name__ == "__main__":
     scales = {"toy": TOY, "quick": QUICK, "full": FULL}
-    main("planner", __doc__, {"plans": plans}, scales, needs=KERNELS, extra=OPTIONS)
+    extra = {"routing": (Path, "recorded routing, .npz")}
+    main("planner", __doc__, {"plans": plans}, scales, needs=KERNELS, extra=extra)

@@ -223,10 +223,8 @@ def measure(bench: Bench, folder: Path) -> None:
     bench.report.note(f"Load of the machine when this began: {before:.1f}, of {cores} cores.")
 
 
-OPTIONS = {"trace": (Path, "the folder of a trace; one is drawn if it is not given")}
-
-
 if __name__ == "__main__":
     toy = Scale(Size(ranks=4, experts=16, layers=3, microbatches=8, tokens=64), rounds=3)
     scales = {"toy": toy, "quick": Scale(Size(microbatches=50), rounds=20), "full": Scale(Size())}
-    main("view", __doc__, {"": view}, scales, extra=OPTIONS)
+    extra = {"trace": (Path, "the folder of a trace; one is drawn if it is not given")}
+    main("view", __doc__, {"": view}, scales, extra=extra)

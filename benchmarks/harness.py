@@ -13,6 +13,8 @@ import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from importlib import import_module
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
@@ -194,15 +196,16 @@ class Bench:
 
     def run(self, sections: Mapping[str, Section], names: Sequence[str]) -> None:
         """Run these sections, also those after a failed one; then raise if one has failed."""
-        from triton.errors import TritonError
-
+        known: list[type[Exception]] = [RuntimeError, ImportError, Mismatch, UltraEPError]
+        if find_spec("triton") is not None:
+            known.append(import_module("triton.errors").TritonError)
         failures = []
         for name in names:
             tell(name)
             self.report.section = name
             try:
                 sections[name](self)
-            except (RuntimeError, ImportError, TritonError, Mismatch, UltraEPError) as error:
+            except tuple(known) as error:
                 traceback.print_exc()
                 failures.append(f"{name}: {error!r}")
             free()
