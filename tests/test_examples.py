@@ -27,7 +27,7 @@ TRAIN = (*SHAPE, "--steps", "6", "--tokens", "128", "--length", "16", "--accumul
 SERVE = ("--requests", "24", "--longest", "48", "--budget", "64", "--rounds", "1")
 
 
-def torchrun(script, *options):
+def torchrun(script, *options, limit=LIMIT):
     """Run an example on two ranks, as a user would."""
     own = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     own["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
@@ -38,7 +38,7 @@ def torchrun(script, *options):
         command, env=os.environ | own, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
         try:
-            out, errors = process.communicate(timeout=LIMIT)
+            out, errors = process.communicate(timeout=limit)
         except subprocess.TimeoutExpired:
             process.terminate()
             raise
