@@ -8,23 +8,20 @@
 Copies, by load, ranks, slots and tolerance, do not depend on the machine. Up to 8 ranks the fewest
 are exact where a mixed-integer program settles it, up to 16 ranks they are a bound (`fewest.py`),
 and beyond that the fewest joins of ranks that a long random search has found, which knows nothing
-of experts. What it finds with experts and slots is the fewest copies of a plan.
+of experts.
 """
 
 from __future__ import annotations
 
-import argparse
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
 
-import harness
 import numpy as np
-from fewest import MOST_RANKS, fewest_bound, fewest_copies, fewest_joins, fewest_planned
-from harness import Case, Metric, Report, Samples, Values, progress
+from fewest import MOST_RANKS, fewest_bound, fewest_copies, fewest_joins
+from harness import Bench, Case, Extra, Metric, Samples, Values, main
 from load_cases import ORDERED, SHUFFLED, Kind, RecordedRouting
 from optimum import Unproven
 from timing import one_core, time_call
@@ -42,14 +39,11 @@ COUNT = Metric("loads", "loads", "n", ".0f", sum)
 COPIES = Metric("copies_mean", "copies", "copies", ".2f")
 FEWEST = Metric("fewest_copies_mean", "copies", "fewest", ".2f")
 OVER = Metric("copies_over_fewest", "percent", "over %", ".1f")
-PLANNED = Metric("fewest_copies_planned_mean", "copies", "planned", ".2f")
-OVER_PLANNED = Metric("copies_over_fewest_planned", "percent", "over planned %", ".1f")
 AT_FEWEST = Metric("plans_with_the_fewest", "share", "equal", ".2f")
 FANOUT = Metric("fanout_mean", "copies", "fan", ".2f")
 EGRESS = Metric("egress_mean", "experts", "out", ".2f")
 IMBALANCE = Metric("imbalance_mean", "max/mean", "after", ".3f")
 MICROSECONDS = Metric("plan_time_p20", "us", "us", ".0f")
-SECTIONS = ("copies", "planning")
 CONFIGS = {
     "tolerance 0": BalanceConfig(),
     "tolerance 0.01": BalanceConfig(tolerance=0.01),
@@ -72,6 +66,7 @@ class Scale:
     seeds: int
     microbatches: int  # of recorded ones, at most
     window: int = 8192  # tokens of one
+    routing: Path | None = None
 
 
 FULL = Scale(
@@ -86,9 +81,7 @@ QUICK = replace(FULL, ranks=(8, 16), tolerances=(0.01,), seeds=1, microbatches=4
 TOY = replace(QUICK, ranks=(4,), experts=16, ratios=(2.0,), microbatches=2, window=64)
 
 
-def loads_of(
-    ranks: int, scale: Scale, recorded: RecordedRouting | None
-) -> Iterator[tuple[str, IntArray]]:
+def loads_of(ranks: int, scale: Scale) -> Iterator[tuple[str, IntArray]]:
     """Name and [R, E] loads; recorded ones on at most as many ranks as there are experts."""
     for family, ratio, seed in product((ORDERED, SHUFFLED), scale.ratios, range(scale.seeds)):
         draw = Kind(family, ratio).draw(ranks, scale.experts, tokens=8192, seed=seed)
@@ -97,7 +90,8 @@ def loads_of(
         sums = trace["loads"].sum(axis=1, dtype=np.int64)
     for tokens in _some(list(sums), scale):
         yield "training", _from_one_source(tokens, ranks)
-    if recorded:
+    if scale.routing is not None:
+        recorded = RecordedRouting(scale.routing, None, scale.window)
         found = [loads.sum(axis=0) for loads, _ in recorded.microbatches(1)]
         for tokens in _some(found, scale):
             if len(tokens) >= ranks:
@@ -138,44 +132,44 @@ def measure(loads: IntArray, topology: Topology, tolerance: float) -> Values | N
     if plan.rank_loads.max() > threshold or not plan.num_replicas:
         return None
     least = fewest(plan, threshold)
-    planned = fewest_planned(loads.sum(axis=0), topology, threshold, plan.num_replicas)
     return {
         COUNT: 1,
         COPIES: plan.num_replicas,
         FEWEST: least,
         OVER: 100 * (plan.num_replicas / least - 1),
         AT_FEWEST: float(plan.num_replicas == least),
-        PLANNED: planned,
-        OVER_PLANNED: 100 * (plan.num_replicas / planned - 1),
         FANOUT: plan.max_fanout,
         EGRESS: plan.max_egress,
     }
 
 
-def copies(report: Report, scale: Scale, recorded: RecordedRouting | None) -> None:
+def copies(bench: Bench) -> None:
     """All loads on all sizes; one table for each number of ranks."""
+    scale: Scale = bench.scale
+    one_core()
     for ranks in scale.ranks:
         samples = Samples()
-        for name, loads in progress(list(loads_of(ranks, scale, recorded)), f"EP{ranks}"):
+        for name, loads in list(loads_of(ranks, scale)):
             for slots, tolerance in product((1, 2), scale.tolerances):
                 topology = Topology(ranks=ranks, experts=loads.shape[1], slots=slots)
                 values = measure(loads, topology, tolerance)
                 case: Case = {"ranks": ranks, "load": name, "slots": slots, "tolerance": tolerance}
                 if values is not None:
                     samples.add(case, values)
-        report.add("copies", samples.lines())
-    report.note(
+        bench.table("copies", samples.lines())
+    bench.report.note(
         "fewest: exact or a bound up to 16 ranks; beyond, the fewest joins that were found, which\n"
-        "know nothing of experts. planned: of the best random plan, or ours if that has as few.\n"
-        "Loads whose tolerance cannot be met with these slots are left out. training: our\n"
-        "recorded run; routing: the file that was given."
+        "know nothing of experts. Loads whose tolerance cannot be met with these slots are left\n"
+        "out. training: our recorded run; routing: the file that was given."
     )
 
 
-def planning(report: Report, scale: Scale) -> None:
-    """The largest size, by objective: what rates make dear decides how many rungs are tried."""
-    ranks, samples = scale.ranks[-1], Samples()
-    for name, loads in progress(list(loads_of(ranks, scale, None)), "planning"):
+def planning(bench: Bench) -> None:
+    """The largest size, by objective: the rates decide how many attempts are made."""
+    one_core()
+    ranks, samples = bench.scale.ranks[-1], Samples()
+    generated = replace(bench.scale, routing=None)
+    for name, loads in list(loads_of(ranks, generated)):
         topology = Topology(ranks=ranks, experts=loads.shape[1])
         for objective, config in CONFIGS.items():
             call = partial(ultraep.plan, loads, topology, config)
@@ -188,34 +182,20 @@ def planning(report: Report, scale: Scale) -> None:
                 MICROSECONDS: 1e6 * time_call(call, repeats=20, warmup=2).p20,
             }
             samples.add({"ranks": ranks, "load": name, "objective": objective}, values)
-    report.add("planning", samples.lines())
-    report.note("Loads in, placement and split out, on one core. With rates, time decides.")
+    bench.table("planning", samples.lines())
+    bench.report.note("Loads in, placement and split out, on one core. With rates, time decides.")
 
 
-def main(argv: Sequence[str]) -> None:
-    """Print the tables, and write their rows."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    harness.common_options(parser)
-    parser.add_argument("--only", choices=SECTIONS, help="one of the two sections")
-    parser.add_argument("--ranks", type=int, help="of the sizes only this one")
-    parser.add_argument("--routing", type=Path, metavar="FILE", help="recorded routing, .npz")
-    options = parser.parse_args(argv[1:])
-    report = Report("copies", argv)
-    report.header()
-    scale = TOY if options.toy else QUICK if options.quick else FULL
-    if options.ranks:
-        scale = replace(scale, ranks=(options.ranks,))
-    recorded = options.routing and RecordedRouting(options.routing, None, scale.window)
-    one_core()
-    sections = {
-        "copies": partial(copies, report, scale, recorded),
-        "planning": partial(planning, report, scale),
-    }
-    for name in [options.only] if options.only else SECTIONS:
-        report.section = name
-        sections[name]()
-    report.write(options.json)
+def ranks(text: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in text.split(","))
+
+
+OPTIONS: Extra = {
+    "ranks": (ranks, "of the sizes only these"),
+    "routing": (Path, "recorded routing, .npz"),
+}
 
 
 if __name__ == "__main__":
-    main(sys.argv)
+    scales = {"toy": TOY, "quick": QUICK, "full": FULL}
+    main("copies", __doc__, {"copies": copies, "planning": planning}, scales, extra=OPTIONS)

@@ -13,28 +13,26 @@ Shapes: T tokens of a rank, K experts per token, R ranks, E experts, D model wid
 
 from __future__ import annotations
 
-import argparse
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from bench_layer import BEFORE, COPIES, STEP, one_step
-from harness import Line, Metric, Report, common_options
+from bench_layer import one_step
+from harness import Bench, Line, Metric, main
+from layers import BEFORE, COPIES, STEP, Given, given_layer, on_ranks
 from load_cases import Shape, even_ids, skewed_ids
-from world import Given, given_layer, on_ranks
+from timing import in_turns
 
 import ultraep
 from ultraep import BalanceConfig
 from ultraep.comm import Communicator
 from ultraep.experts import Experts
 from ultraep.runtime.connect import connect
-from ultraep.tools.report.rows import cpu_device
 
 NONE, AGAIN, TIME = "none", "none again", "time"
 OVER_NONE = Metric("time_over_none", "ratio", "over none", ".4f")
@@ -58,7 +56,7 @@ class Size(Shape):
     rounds: int = 21
 
 
-TOY = Size(hidden=16, ffn=32, all_tokens=(32,), ratios=(EVEN, 1.5), rounds=2)
+TOY = Size(hidden=16, ffn=32, all_tokens=(32,), ratios=(EVEN, 1.5), rounds=1)
 QUICK = Size(all_tokens=(64, 1024), ratios=(EVEN, 1.1, 1.5), rounds=9)
 
 
@@ -66,14 +64,13 @@ def named(tolerance: float) -> str:
     return f"tolerance {tolerance:g}"
 
 
-def configs() -> dict[str, BalanceConfig]:
-    """How every variant plans."""
-    fixed = {
-        named(tolerance): BalanceConfig(objective="balance", tolerance=tolerance)
-        for tolerance in TOLERANCES
-    }
+def configs(by_time: BalanceConfig | None) -> dict[str, BalanceConfig]:
+    """How every variant plans; without a config by time, only those that need no rates."""
     none = BalanceConfig(policy="none")
-    return {NONE: none, **fixed, TIME: BalanceConfig(), AGAIN: none}
+    found = {NONE: none}
+    for tolerance in TOLERANCES:
+        found[named(tolerance)] = BalanceConfig(objective="balance", tolerance=tolerance)
+    return found if by_time is None else {**found, TIME: by_time, AGAIN: none}
 
 
 def on_rank(rank: int, size: Size) -> dict[str, Any]:
@@ -89,16 +86,9 @@ def measure(rank: int, size: Size, comm: Communicator) -> dict[str, Any]:
     cases = []
     for tokens in size.all_tokens:
         for ratio in size.ratios:
-            shape = Shape(
-                hidden=size.hidden,
-                ffn=size.ffn,
-                experts=size.experts,
-                top_k=size.top_k,
-                tokens=tokens,
-                ranks=size.ranks,
-            )
+            shape = replace(size, tokens=tokens)
             ids = even_ids(shape) if ratio == EVEN else skewed_ids(shape, ratio)
-            found = take_turns(layers, ids[rank], shape, size.rounds, rank)
+            found = take_turns(layers, ids[rank], shape, rank)
             cases.append({"tokens": tokens, "ratio": ratio, **found})
     return {"cases": cases, "rates": str(layers[TIME].balancer.stats()["rates"][0])}
 
@@ -106,7 +96,7 @@ def measure(rank: int, size: Size, comm: Communicator) -> dict[str, Any]:
 def make_layers(size: Size, comm: Communicator) -> dict[str, ultraep.BalancedMoE]:
     """A layer for every variant, all with the same weights."""
     made, weights = {}, None
-    for name, config in configs().items():
+    for name, config in configs(BalanceConfig()).items():
         balancer = ultraep.Balancer(experts=size.experts, communicator=comm, config=config)
         if weights is None:
             home = balancer.topology.home_experts(balancer.rank).tolist()
@@ -116,29 +106,23 @@ def make_layers(size: Size, comm: Communicator) -> dict[str, ultraep.BalancedMoE
 
 
 def take_turns(
-    layers: Mapping[str, ultraep.BalancedMoE],
-    ids: torch.Tensor,
-    shape: Shape,
-    rounds: int,
-    rank: int,
+    layers: Mapping[str, ultraep.BalancedMoE], ids: torch.Tensor, size: Size, rank: int
 ) -> dict[str, Any]:
-    """Seconds of the slowest rank, by variant and round; each round begins with another one."""
+    """Seconds of the slowest rank, by variant and round."""
     generator = torch.Generator().manual_seed(rank)
-    tokens = torch.randn(shape.tokens, shape.hidden, generator=generator)
-    seconds: dict[str, list[float]] = {name: [] for name in layers}
-    names = list(layers)
-    for turn in range(rounds + 2):  # two to warm up
-        for name in names[turn % len(names) :] + names[: turn % len(names)]:
-            moe = layers[name]
-            moe.router.ids = ids
-            moe.router.gates = torch.full(ids.shape, 1 / shape.top_k, requires_grad=True)
-            mine = torch.tensor([one_step(moe, tokens, moe.balancer.config.policy)])
-            slowest = moe.balancer.comm.all_gather(mine).max().item()
-            if turn >= 2:
-                seconds[name].append(slowest)
+    tokens = torch.randn(size.tokens, size.hidden, generator=generator)
+
+    def seconds(name: str) -> float:
+        moe = layers[name]
+        moe.router.ids = ids
+        moe.router.gates = torch.full(ids.shape, 1 / size.top_k, requires_grad=True)
+        mine = torch.tensor([one_step(moe, tokens, moe.balancer.config.policy)])
+        return float(moe.balancer.comm.all_gather(mine).max())
+
+    found = in_turns(list(layers), size.rounds, seconds)
     plans = {name: moe.last_plan.to_host() for name, moe in layers.items()}  # type: ignore[union-attr]
     return {
-        "seconds": seconds,
+        "seconds": found,
         "copies": {name: plan.num_replicas for name, plan in plans.items()},
         "before": plans[NONE].initial_imbalance,
     }
@@ -174,7 +158,7 @@ def lines_of(case: Mapping[str, Any]) -> list[Line]:
     ]
 
 
-def summary(report: Report, cases: Sequence[Mapping[str, Any]]) -> None:
+def summary(bench: Bench, cases: Sequence[Mapping[str, Any]]) -> None:
     """The worst that planning by time did, beside what chance does."""
     found: dict[str, list[float]] = {NONE: [], AGAIN: [], "best": []}
     for case in cases:
@@ -182,27 +166,22 @@ def summary(report: Report, cases: Sequence[Mapping[str, Any]]) -> None:
         found[NONE].append(over(seconds, TIME, NONE))
         found[AGAIN].append(over(seconds, AGAIN, NONE))
         found["best"].append(over(seconds, TIME, best_tolerance(seconds)))
-    report.note(
+    bench.report.note(
         f"Worst of {len(cases)} cases: {max(found[NONE]):.4f} of none, {max(found['best']):.4f} of "
         f"the best tolerance; none again is at {min(found[AGAIN]):.4f} to {max(found[AGAIN]):.4f}."
     )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    common_options(parser)
-    options = parser.parse_args()
-    size = TOY if options.toy else QUICK if options.quick else Size()
-    report = Report("cost", sys.argv, device=cpu_device())
-    report.header()
+def cost(bench: Bench) -> None:
+    """All cases in processes."""
+    size: Size = bench.scale
     found = on_ranks(size.ranks, on_rank, size)
     title = f"a layer, forward and backward, EP{size.ranks}: D {size.hidden}, F {size.ffn}"
     for case in found["cases"]:
-        report.add(title, lines_of(case))
-    report.note(f"Rates in picoseconds: {found['rates']}")
-    summary(report, found["cases"])
-    report.write(options.json)
+        bench.table(title, lines_of(case))
+    bench.report.note(f"Rates in picoseconds: {found['rates']}")
+    summary(bench, found["cases"])
 
 
 if __name__ == "__main__":
-    main()
+    main("cost", __doc__, {"": cost}, {"toy": TOY, "quick": QUICK, "full": Size()})

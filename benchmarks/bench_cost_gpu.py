@@ -16,30 +16,23 @@ Shapes: T tokens of a rank, K experts per token, R ranks, E experts, D model wid
 
 from __future__ import annotations
 
-import argparse
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
 import numpy as np
-import torch
-from bench_cost import EVEN, NONE, TIME, TOLERANCES, lines_of, named, summary
-from bench_layer import AFTER, BEFORE, COPIES
-from harness import Case, Line, Report, common_options
-from layer_card import CUDA, LAUNCHING, LayerRank, World
-from layer_card import Size as LayerSize
+from bench_cost import EVEN, NONE, configs, lines_of, named, summary
+from card import Partition, World, row_capacity, split
+from card import Size as LayerSize
+from harness import KERNELS, Bench, Case, Line, main
+from layers import plan_values
 from load_cases import HotRank, even
-from timing import device_us, free, on_gpu
-from world import Card, Partition, split
+from timing import in_turns
 
 import ultraep
 from ultraep import BalanceConfig, Plan, Rates, Topology
 from ultraep.arrays import IntArray
-
-AGAIN = "none again"
-MICRO = 1e-6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,25 +60,6 @@ TOY = Size(
 )
 
 
-class CostWorld(World):
-    """Ranks on partitions that are there already."""
-
-    def __init__(self, parts: Sequence[Partition], size: Size) -> None:
-        ranks = [LayerRank(rank, part, size) for rank, part in enumerate(parts)]
-        Card.__init__(self, ranks)
-        self.size = size
-
-    def serve_by(self, plan: Plan) -> None:
-        """Replay by this plan from now on, with copies that are sent in every step."""
-        for rank in self.ranks:
-            rank.balancer.plane(CUDA).adopt(plan)
-
-    def microseconds(self, replays: int = 1) -> float:
-        """Those of a step, when all ranks are launched."""
-        wait = torch.cuda.synchronize
-        return device_us(self.replay, replays, warmup=1, before=wait, cycles=LAUNCHING)
-
-
 def loads_of(size: Size, ratio: float) -> IntArray:
     return even(size) if ratio == EVEN else HotRank(ratio).draw(size)
 
@@ -94,13 +68,8 @@ def plans_of(size: Size, loads: IntArray, rates: Rates | None) -> dict[str, Plan
     """The plan of every variant; by time only when there are rates."""
     homes = [expert * size.ranks // size.experts for expert in range(size.experts)]
     topology = Topology(ranks=size.ranks, experts=size.experts, slots=1, homes=homes)
-    none = BalanceConfig(policy="none")
-    configs = {NONE: none}
-    for tolerance in TOLERANCES:
-        configs[named(tolerance)] = BalanceConfig(objective="balance", tolerance=tolerance)
-    if rates is not None:
-        configs |= {TIME: BalanceConfig(rates=rates), AGAIN: none}
-    return {name: ultraep.plan(loads, topology, config) for name, config in configs.items()}
+    by_time = BalanceConfig(rates=rates) if rates is not None else None
+    return {n: ultraep.plan(loads, topology, config) for n, config in configs(by_time).items()}
 
 
 def fitted(plans: Sequence[Plan], seconds: Sequence[float]) -> Rates:
@@ -122,27 +91,26 @@ def _facts(plan: Plan) -> list[float]:
     return [1, int(plan.rank_loads.max()), transfers, copies, int(copies > 0)]
 
 
-def take_turns(world: CostWorld, plans: Mapping[str, Plan], rounds: int) -> dict[str, list[float]]:
-    """Seconds by variant and round; each round begins with another one."""
-    names = list(plans)
-    seconds: dict[str, list[float]] = {name: [] for name in names}
-    for turn in range(rounds):
-        for name in names[turn % len(names) :] + names[: turn % len(names)]:
-            world.serve_by(plans[name])
-            seconds[name].append(world.microseconds() * MICRO)
-    return seconds
+def take_turns(world: World, plans: Mapping[str, Plan], rounds: int) -> dict[str, list[float]]:
+    """Seconds by variant and round, with replicas that are sent in every step."""
+
+    def seconds(name: str) -> float:
+        world.adopt(plans[name])
+        return world.time(1, warmup=1) / 1e3
+
+    return in_turns(list(plans), rounds, seconds, warmup=0)
 
 
-def run_tokens(report: Report, parts: Sequence[Partition], size: Size) -> list[dict[str, Any]]:
+def run_tokens(bench: Bench, parts: Sequence[Partition], size: Size) -> list[dict[str, Any]]:
     """All loads with one number of tokens: first to fit rates, then to compare."""
     ratios = [r for r in size.ratios if r * size.rows * size.ranks <= size.largest] or [EVEN]
     loads = {ratio: loads_of(size, ratio) for ratio in ratios}
-    world = CostWorld(parts, size)
+    world = World(size, parts)
     first = plans_of(size, loads[ratios[0]], None)
     most = max(plans_of(size, drawn, None)[NONE].rank_loads.max() for drawn in loads.values())
-    world.regroup(first[named(0.0)], -(-int(most * 1.02) // 256) * 256)
+    world.regroup(first[named(0.0)], row_capacity(int(most)))
     world.route(loads[ratios[0]])
-    world.serve_by(first[NONE])
+    world.adopt(first[NONE])
     world.capture()
     known: list[tuple[Plan, float]] = []
     for drawn in loads.values():
@@ -152,7 +120,7 @@ def run_tokens(report: Report, parts: Sequence[Partition], size: Size) -> list[d
         known += [(plans[name], median(times)) for name, times in found.items()]
     world.check()
     rates = fitted(*zip(*known, strict=True))
-    report.note(f"... {size.tokens} tokens: {rates}")
+    bench.report.note(f"... {size.tokens} tokens: {rates}")
     cases = []
     for ratio, drawn in loads.items():
         world.route(drawn)
@@ -163,15 +131,13 @@ def run_tokens(report: Report, parts: Sequence[Partition], size: Size) -> list[d
         about = {"tokens": size.tokens, "ratio": ratio, "before": before}
         cases.append({**about, "seconds": seconds, "copies": copies})
     world.check()
-    for rank in world.ranks:
-        rank.leave()
-    free()
+    world.leave()
     return cases
 
 
-def only_plans(report: Report, size: Size) -> None:
+def only_plans(bench: Bench, size: Size) -> None:
     """Without a GPU: what the variants would make of the loads, with some rates."""
-    report.note("There is no GPU: nothing is timed, and rates are made up.")
+    bench.report.note("There is no GPU: nothing is timed, and rates are made up.")
     lines = []
     for tokens in size.all_tokens:
         one = replace(size, tokens=tokens)
@@ -179,37 +145,30 @@ def only_plans(report: Report, size: Size) -> None:
             plans = plans_of(one, loads_of(one, ratio), Rates(row=300_000, copy=150_000_000))
             for name, plan in plans.items():
                 case: Case = {"tokens": tokens, "ratio": ratio, "variant": name}
-                values = {BEFORE: plan.initial_imbalance, AFTER: plan.imbalance}
-                lines.append(Line(case, {**values, COPIES: float(plan.num_replicas)}))
-    report.section = "plans"
-    report.add(size.model, lines)
+                lines.append(Line(case, plan_values(plan)))
+    bench.table(size.model, lines, section="plans")
 
 
-def main(argv: list[str]) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    common_options(parser)
-    options = parser.parse_args(argv[1:])
-    timed = on_gpu(toy=options.toy)
-    size = TOY if options.toy else QWEN
-    if options.quick:
-        size = replace(size, all_tokens=(256, 4096), ratios=(EVEN, 1.1, 1.5), rounds=3)
-    report = Report("cost_gpu", argv, device=torch.cuda.get_device_name() if timed else None)
-    report.header()
-    if not timed:
-        only_plans(report, size)
-        report.write(options.json)
+def cost(bench: Bench) -> None:
+    """All numbers of tokens, on one card."""
+    size: Size = bench.scale
+    if not bench.on_gpu:
+        only_plans(bench, size)
         return
     parts = split(size.ranks, size.sms)
-    about = f"{size.model}: D {size.hidden}, F {size.ffn}, {size.experts} experts, top-{size.top_k}"
+    about = f"{size.model}: {size.about}"
     cases: list[dict[str, Any]] = []
     for tokens in size.all_tokens:
-        found = run_tokens(report, parts, replace(size, tokens=tokens))
+        found = run_tokens(bench, parts, replace(size, tokens=tokens))
         for case in found:
-            report.add(f"{about}, EP{size.ranks} on {size.sms} SMs each", lines_of(case))
+            bench.table(f"{about}, EP{size.ranks} on {size.sms} SMs each", lines_of(case))
         cases += found
-        report.write(options.json)
-    summary(report, cases)
+    summary(bench, cases)
+
+
+QUICK = replace(QWEN, all_tokens=(256, 4096), ratios=(EVEN, 1.1, 1.5))
 
 
 if __name__ == "__main__":
-    main(sys.argv)
+    scales = {"toy": TOY, "quick": QUICK, "full": QWEN}
+    main("cost_gpu", __doc__, {"": cost}, scales, needs=KERNELS)

@@ -14,37 +14,32 @@ Shapes: A rows, L slots, D model width, F hidden width.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from statistics import median
 from typing import Any
 
 import torch
-from bench_single import in_a_row
-from eight_bits import Quantised
 from grouped_mlp import DEEPSEEK, QWEN3, TINY, Draw, Model, as_stacks, drawer
-from harness import Bench, Case, Line, Metric, Values, run_sections
-from timing import Call, Gpu, Host, free, tell
+from harness import KERNELS, Bench, Case, Line, Metric, Values, main
+from layers import Given, distance, given_layer
+from timing import Call, free, in_a_row_ms, in_turns, medians
 from torch import nn
-from torch.nn.functional import silu
-from world import Given, given_layer
+from torch.nn.functional import pad, silu
 
 import ultraep
 from ultraep.bundle import Layout
-from ultraep.ops.formats import FORMATS, Format
+from ultraep.ops.formats import E4M3, FORMATS, Format
 
+LARGEST = 448.0  # of e4m3
 SAMPLE = 128  # rows of a slot whose errors are looked at
 PLAIN, TORCH, TORCH_ROWS = "bf16", "torch, bf16", "torch, fp8_rows"
-WHERE, PROMISED = "rows packed here", "forward, weights promised"
+PROMISED = "forward, weights promised"
 ANY_SCALES = "any scales"
 
 TIME = Metric("time_p50", "ms", "ms", ".3f")
-HOST_TIME = Metric("host_time", "ms", "host ms", ".2f")
 RATE = Metric("rate", "TFLOP/s", "TFLOP/s", ".0f")
-BYTE_RATE = Metric("byte_rate", "GB/s", "GB/s", ".0f")
 SPEED = Metric("speed_over_bf16", "ratio", "over bf16", ".2f")
 ROUNDING = Metric("error_of_product", "ratio", "rounding", ".5f")
 ERROR = Metric("error", "ratio", "error", ".4f")
@@ -69,26 +64,65 @@ QUICK = Scale(models=MODELS[:1], rows=(4096,), top_k=8, rounds=5, calls=3)
 TOY = Scale(models=((TINY, 4),), rows=(8,), top_k=2, rounds=1, calls=1)
 
 
+class Quantised:
+    """A weight of every slot in one format, and the rows that it meets."""
+
+    def __init__(
+        self, form: Format, weights: torch.Tensor, rows: torch.Tensor, any_scales: bool = False
+    ) -> None:
+        from ultraep.backends.triton import quantise
+        from ultraep.ops.quantised import QuantisedStacks
+
+        self.form, self._verbs = form, quantise
+        self.data = torch.empty_like(weights, dtype=E4M3)
+        shape = form.scale_shape(tuple(weights.shape))
+        self.scales = weights.new_empty(shape, dtype=form.scale_type)
+        quantise.quantise(form, weights, self.data, self.scales)
+        if any_scales:
+            take_any_scales(form, weights, self.data, self.scales)
+        self.stacks = QuantisedStacks(as_stacks(self.data), as_stacks(self.scales))
+        self.rows, self._width = rows, rows.shape[1]
+        self.given = quantise.pack(form, rows) if form.packs else rows
+
+    def exact(self, slot: int, part: slice) -> torch.Tensor:
+        """The product of the numbers that are multiplied."""
+        weight = self._verbs.dequantise(
+            self.form, self.data[slot], self.scales[slot], torch.float32
+        )
+        rows = self.rows[part]
+        if self.form.packs:
+            rows = self._verbs.unpack(self.form, self.given[part], self._width, torch.float32)
+        return rows.double() @ weight.double().T
+
+
+def take_any_scales(
+    form: Format, weights: torch.Tensor, data: torch.Tensor, scales: torch.Tensor
+) -> None:
+    """Quantise weights as many checkpoints are: the largest number of every block becomes 448."""
+    rows, columns = weights.shape[1:]
+    padded = pad(weights, (0, -columns % form.width, 0, -rows % form.height))
+    blocks = padded.unflatten(2, (-1, form.width)).unflatten(1, (-1, form.height))
+    scales.copy_(blocks.abs().amax(dim=(2, 4)).float() / LARGEST)
+    spread = scales.repeat_interleave(form.height, dim=1)[:, :rows]
+    spread = spread.repeat_interleave(form.width, dim=2)[..., :columns]
+    data.copy_((weights / spread).clamp(-LARGEST, LARGEST))
+
+
 def measured(bench: Bench, calls: Mapping[str, Call]) -> dict[str, float]:
     """Milliseconds of a call of each, the median of the rounds in which they take turns."""
-    found: dict[str, list[float]] = {name: [] for name in calls}
     for call in calls.values():
         call()
-    for round_ in range(bench.scale.rounds):
-        for name in calls if round_ % 2 else reversed(list(calls)):
-            found[name].append(in_a_row(bench.clock, calls[name], bench.scale.calls))
-    return {name: float(median(times)) for name, times in found.items()}
+    rounds = in_turns(
+        list(calls),
+        bench.scale.rounds,
+        lambda name: in_a_row_ms(bench.clock, calls[name], bench.scale.calls),
+        warmup=0,
+    )
+    return medians(rounds)
 
 
-def values_of(bench: Bench, ms: float, plain: float, flops: int = 0, moved: int = 0) -> Values:
-    if isinstance(bench.clock, Host):
-        return {HOST_TIME: ms}
-    return {
-        TIME: ms,
-        RATE: flops / ms / 1e9 if flops else None,
-        BYTE_RATE: moved / ms / 1e6 if moved else None,
-        SPEED: plain / ms if flops else None,
-    }
+def values_of(ms: float, plain: float, flops: int) -> Values:
+    return {TIME: ms, RATE: flops / ms / 1e9, SPEED: plain / ms}
 
 
 def engines(offsets: torch.Tensor, dtype: torch.dtype) -> dict[str, Any]:
@@ -107,10 +141,6 @@ def offsets_of(bench: Bench, slots: int, rows: int) -> torch.Tensor:
     return torch.arange(0, (slots + 1) * rows, rows, dtype=torch.int32, device=bench.clock.device)
 
 
-def distance(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    return float((found.double() - wanted.double()).norm() / wanted.double().norm())
-
-
 def products(bench: Bench) -> None:
     """Grouped products alone: gate and up, then down."""
     for model, slots in bench.scale.models:
@@ -118,7 +148,6 @@ def products(bench: Bench) -> None:
             shapes = {"gate_up": (2 * model.ffn, model.width), "down": (model.width, model.ffn)}
             lines = []
             for work, shape in shapes.items():
-                tell(f"{model.name}, {rows} rows, {work}")
                 case = {"model": model.name, "slots": slots, "rows": rows, "work": work}
                 lines += product_lines(bench, case, slots, rows, *shape)
                 free()
@@ -140,7 +169,7 @@ def product_lines(
     }
     for name, of in held.items():
         calls[name] = partial(ours[of.form.name].multiply, of.given, of.stacks, None, out=out)
-    if isinstance(bench.clock, Gpu):
+    if bench.on_gpu:
         calls |= torch_calls(given, weights, held["fp8_rows"], offsets[1:])
     errors = {
         name: errors_of(call, given, weights, held.get(name.removeprefix("torch, ")), rows)
@@ -149,7 +178,7 @@ def product_lines(
     times = measured(bench, calls)
     flops = 2 * slots * rows * height * width
     return [
-        Line({**case, "path": n}, {**values_of(bench, ms, times[PLAIN], flops), **errors[n]})
+        Line({**case, "path": n}, {**values_of(ms, times[PLAIN], flops), **errors[n]})
         for n, ms in times.items()
     ]
 
@@ -199,7 +228,6 @@ def experts(bench: Bench) -> None:
     for model, slots in bench.scale.models:
         lines = []
         for rows in bench.scale.rows:
-            tell(f"{model.name}, {rows} rows")
             lines += expert_lines(bench, model, slots, rows)
             free()
         bench.table(f"D {model.width}, F {model.ffn}", lines)
@@ -218,9 +246,6 @@ def expert_lines(bench: Bench, model: Model, slots: int, rows: int) -> list[Line
         result: torch.Tensor = engine.multiply(hidden, second, None, scale=gates, out=out)
         return result
 
-    def packing(engine: Any, *stacks: Any) -> torch.Tensor:
-        return forward(engine, engine.packed(given), *stacks)
-
     calls: dict[str, Callable[[], torch.Tensor]] = {
         PLAIN: partial(forward, ours[PLAIN], given, as_stacks(up), as_stacks(down))
     }
@@ -228,8 +253,6 @@ def expert_lines(bench: Bench, model: Model, slots: int, rows: int) -> list[Line
         first, second = Quantised(form, up, given), Quantised(form, down, given[:1, : model.ffn])
         stacks = first.stacks, second.stacks
         calls[name] = partial(forward, ours[name], first.given, *stacks)
-        if form.packs:
-            calls[f"{name}, {WHERE}"] = partial(packing, ours[name], *stacks)
         if form.packs and form.width:
             others = [Quantised(form, w, given[:1, : w.shape[2]], True) for w in (up, down)]
             stacks = others[0].stacks, others[1].stacks
@@ -239,7 +262,7 @@ def expert_lines(bench: Bench, model: Model, slots: int, rows: int) -> list[Line
     case: Case = {"model": model.name, "slots": slots, "rows": rows}
     flops = model.flops(slots * rows)
     return [
-        Line({**case, "path": n}, {**values_of(bench, ms, times[PLAIN], flops), ERROR: errors[n]})
+        Line({**case, "path": n}, {**values_of(ms, times[PLAIN], flops), ERROR: errors[n]})
         for n, ms in times.items()
     ]
 
@@ -270,7 +293,6 @@ def layer(bench: Bench) -> None:
     for model, slots in bench.scale.models:
         rows, top_k = max(bench.scale.rows), bench.scale.top_k
         tokens = slots * rows // top_k
-        tell(f"{model.name}, {tokens} tokens")
         lines = layer_lines(bench, model, slots, tokens, top_k)
         bench.table(f"EP1, {tokens} tokens, top {top_k}; D {model.width}, F {model.ffn}", lines)
         free()
@@ -314,62 +336,29 @@ def layer_lines(bench: Bench, model: Model, slots: int, tokens: int, top_k: int)
             found = measured(bench, {name: partial(call, moe) for name, moe in moes.items()})
         for name, ms in found.items():
             case = {"model": model.name, "work": work, "path": name}
-            speeds = values_of(bench, ms, found[PLAIN], flops * (3 if call is step else 1))
+            speeds = values_of(ms, found[PLAIN], flops * (3 if call is step else 1))
             lines.append(Line(case, {**speeds, ERROR: errors[name] if call is forward else None}))
     return lines
 
 
 def copies(bench: Bench) -> None:
-    """What a copy weighs, and how long weights and rows take to be quantised and made plain."""
+    """The bytes of a replica in every format."""
     for model, slots in bench.scale.models:
-        draw, lines = drawer(bench.clock), []
-        weights = weights_of(draw, model, slots)
-        rows = draw(max(bench.scale.rows) * slots // bench.scale.top_k, model.width)
+        weights, lines = weights_of(drawer(bench.clock), model, slots), []
+        full = 2 * sum(weight[0].numel() for weight in weights)
         for name, form in FORMATS.items():
-            tell(f"{model.name}, {name}")
-            for work, values in copy_values(bench, form, weights, rows).items():
-                lines.append(Line({"model": model.name, "format": name, "work": work}, values))
-        bench.table(f"D {model.width}, F {model.ffn}; GB/s count bytes read and written", lines)
-        free()
+            held = [Quantised(form, weight, weight[0, :1]) for weight in weights]
+            parts = {f"data {i}": one.data for i, one in enumerate(held)}
+            parts |= {f"scales {i}": one.scales for i, one in enumerate(held)}
+            nbytes = Layout.of(parts, slots).nbytes
+            case = {"model": model.name, "format": name, "work": "a copy"}
+            lines.append(Line(case, {BYTES: nbytes / 1e6, SHARE: nbytes / full}))
+        bench.table(f"D {model.width}, F {model.ffn}", lines)
 
 
-def copy_values(
-    bench: Bench, form: Format, weights: tuple[torch.Tensor, torch.Tensor], rows: torch.Tensor
-) -> dict[str, Values]:
-    from ultraep.backends.triton import quantise
-
-    held = [Quantised(form, weight, weight[0, :1]) for weight in weights]
-    parts = {f"data {i}": one.data for i, one in enumerate(held)}
-    parts |= {f"scales {i}": one.scales for i, one in enumerate(held)}
-    nbytes = Layout.of(parts, len(weights[0])).nbytes
-    full = 2 * sum(weight[0].numel() for weight in weights)
-    (data, scales), weight = (held[0].data, held[0].scales), weights[0]
-    calls: dict[str, Call] = {
-        "quantise weights": partial(quantise.quantise, form, weight, data, scales),
-        "dequantise weights": partial(quantise.dequantise, form, data, scales, weight.dtype),
-    }
-    if form.packs:
-        calls["pack rows"] = partial(quantise.pack, form, rows)
-    found: dict[str, Values] = {"a copy": {BYTES: nbytes / 1e6, SHARE: nbytes / full}}
-    for work, ms in measured(bench, calls).items():
-        numbers = rows.numel() if work == "pack rows" else weight.numel()
-        found[work] = values_of(bench, ms, ms, moved=3 * numbers)
-    return found
-
-
-SECTIONS: dict[str, Callable[[Bench], None]] = {
-    "products": products,
-    "experts": experts,
-    "layer": layer,
-    "copies": copies,
-}
-
-
-def main(argv: list[str]) -> None:
-    """Run the sections, print their tables, and write their rows."""
-    scales = {"toy": TOY, "quick": QUICK, "full": FULL}
-    run_sections("fp8", argv, __doc__, SECTIONS, scales)
+SECTIONS = {"products": products, "experts": experts, "layer": layer, "copies": copies}
 
 
 if __name__ == "__main__":
-    main(sys.argv)
+    scales = {"toy": TOY, "quick": QUICK, "full": FULL}
+    main("fp8", __doc__, SECTIONS, scales, needs=KERNELS)

@@ -1,7 +1,7 @@
 """Time of the grouped expert networks by rows of an expert, and of what surrounds them.
 
     python benchmarks/bench_grouped.py                    # needs a GPU; a minute and a half
-    python benchmarks/bench_grouped.py --only partitions  # also needs cuda-python, as ragged does
+    python benchmarks/bench_grouped.py --only partitions  # also needs cuda-python
     python benchmarks/bench_grouped.py --toy              # tiny, for CI; also without a GPU
 
 Forward is both products and SwiGLU, backward all gradients: of rows, of weights in single precision
@@ -15,33 +15,24 @@ Shapes: A rows that there is room for, L slots, D model width, F hidden width.
 
 from __future__ import annotations
 
-import argparse
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate
 
 import torch
+from card import graph_on, split, together
 from grouped_mlp import DEEPSEEK, GLM, GPT_OSS, QWEN3, TINY, Draw, Mlp, Model, drawer
-from grouped_ragged import ragged
-from harness import Bench, Case, Line, Metric, Values, common_options, section_option
-from timing import Call, Clock, Gpu, Host, free, nothing, on_gpu, tell
+from harness import CARD, KERNELS, Bench, Case, Line, Metric, Values, main
+from timing import Call, Clock, Gpu, free, nothing
 from torch.nn import functional
-from world import graph_on, split, together
 
 Stopwatch = Callable[[], float]  # microseconds
 PASSES = {"forward": 1, "backward": 2}  # products of every row with every weight
 CALLS = 4  # in a graph of the whole card
-CYCLES = 2_000_000  # a millisecond in which what is timed is queued before the device gets to it
-SPARE_BYTES = 4 << 30  # that partitions leave to others
 
 TIME = {p: Metric(f"{p}_time_p50", "ms", f"{p} ms", ".4f") for p in PASSES}
 RATE = {p: Metric(f"{p}_rate", "TFLOP/s", "TFLOP/s", ".1f") for p in PASSES}
-HOST_TIME = {p: Metric(f"{p}_host_time", "ms", f"{p} host ms", ".3f") for p in PASSES}
-OVER_EQUAL = {p: Metric(f"{p}_over_equal", "ratio", f"{p[0]}. / equal", ".3f") for p in PASSES}
 WORK_TIME = Metric("time_p50", "ms", "ms", ".4f")
-WORK_HOST_TIME = Metric("host_time", "ms", "host ms", ".3f")
 WORK_RATE = Metric("rate", "TFLOP/s", "TFLOP/s", ".1f")
 WORK_BYTES = Metric("byte_rate", "GB/s", "GB/s", ".0f")
 
@@ -50,17 +41,14 @@ WORK_BYTES = Metric("byte_rate", "GB/s", "GB/s", ".0f")
 class Scale:
     """How much is measured."""
 
-    repeats: int
+    rounds: int
     curves: tuple[tuple[Model, int], ...]  # models and slots
     rows: tuple[int, ...]  # of a slot
     most_rows: int  # of all slots
     partitions: int
     sms: int  # of a partition
-    partition_curves: tuple[tuple[Model, tuple[int, ...]], ...]  # models and slots: what fits first
+    partition_curves: tuple[tuple[Model, int], ...]  # models and slots
     partition_rows: tuple[int, ...]
-    skewed: Model
-    skewed_rows: int
-    skewed_unit: int  # rows of which every slot has a multiple
     matmul_rows: int
     matmul_widths: tuple[int, ...]
     heads: int
@@ -70,17 +58,14 @@ class Scale:
 
 
 FULL = Scale(
-    repeats=9,
+    rounds=9,
     curves=((QWEN3, 3), (QWEN3, 5), (QWEN3, 9), (DEEPSEEK, 5), (GLM, 5), (GPT_OSS, 5)),
     rows=(16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384),
     most_rows=131072,
     partitions=8,
     sms=16,
-    partition_curves=((QWEN3, (17,)), (DEEPSEEK, (33, 9))),
+    partition_curves=((QWEN3, 17), (DEEPSEEK, 9)),
     partition_rows=(128, 512, 2048, 4096),
-    skewed=QWEN3,
-    skewed_rows=32768,
-    skewed_unit=128,  # a tile
     matmul_rows=8192,
     matmul_widths=(4096, 5120, 7168),
     heads=64,
@@ -88,26 +73,15 @@ FULL = Scale(
     sequences=(4096, 8192),
     moved=(65536, 4096),
 )
-QUICK = replace(
-    FULL,
-    repeats=5,
-    curves=((QWEN3, 5), (DEEPSEEK, 5)),
-    rows=(16, 128, 1024, 8192),
-    partition_curves=((QWEN3, (17,)), (DEEPSEEK, (9,))),
-    partition_rows=(512, 4096),
-)
 TOY = Scale(
-    repeats=1,
+    rounds=1,
     curves=((TINY, 3),),
     rows=(16, 24, 130),
     most_rows=200,
     partitions=2,
     sms=16,
-    partition_curves=((TINY, (3,)),),
+    partition_curves=((TINY, 3),),
     partition_rows=(16,),
-    skewed=TINY,
-    skewed_rows=128,
-    skewed_unit=16,
     matmul_rows=32,
     matmul_widths=(64,),
     heads=2,
@@ -115,48 +89,24 @@ TOY = Scale(
     sequences=(32,),
     moved=(64, 64),
 )
-DIVISIONS = {  # shares of the slots
-    "equal": (1, 1, 1, 1, 1),
-    "one has half": (4, 1, 1, 1, 1),
-    "1:2:4:8:16": (1, 2, 4, 8, 16),
-    "one has all": (1, 0, 0, 0, 0),
-}
-
-
-def pass_values(clock: Clock, name: str, us: float, flops: int) -> dict[Metric, float | None]:
-    if isinstance(clock, Host):
-        return {HOST_TIME[name]: us / 1e3}
-    return {TIME[name]: us / 1e3, RATE[name]: flops / us / 1e6}
-
-
-def work_values(clock: Clock, us: float, flops: int, moved: int) -> Values:
-    if isinstance(clock, Host):
-        return {WORK_HOST_TIME: us / 1e3}
-    return {
-        WORK_TIME: us / 1e3,
-        WORK_RATE: flops / us / 1e6 if flops else None,
-        WORK_BYTES: moved / us / 1e3 if moved else None,
-    }
 
 
 def stopwatches(mlp: Mlp, clock: Clock) -> dict[str, Stopwatch]:
     return {name: clock.stopwatch(call, CALLS) for name, call in mlp.passes.items()}
 
 
-def measured(
-    bench: Bench, watches: Mapping[str, Stopwatch], flops: int
-) -> dict[Metric, float | None]:
+def measured(watches: Mapping[str, Stopwatch], flops: int) -> Values:
     """Both passes, in this order: backward needs what forward has left."""
     found: dict[Metric, float | None] = {}
     for name, stopwatch in watches.items():
-        found |= pass_values(bench.clock, name, stopwatch(), PASSES[name] * flops)
+        us = stopwatch()
+        found |= {TIME[name]: us / 1e3, RATE[name]: PASSES[name] * flops / us / 1e6}
     return found
 
 
 def grouped(bench: Bench) -> None:
     """The whole card; all slots have the same number of rows."""
     for model, slots in bench.scale.curves:
-        tell(f"{model.name}, {slots} slots")
         curve(bench, model, slots)
         free()
 
@@ -169,44 +119,8 @@ def curve(bench: Bench, model: Model, slots: int) -> None:
     for count in rows:
         mlp.divide([count] * slots)
         case: Case = {"model": model.name, "slots": slots, "rows": count}
-        lines.append(Line(case, measured(bench, watches, model.flops(slots * count))))
+        lines.append(Line(case, measured(watches, model.flops(slots * count))))
     bench.table(f"whole card, D {model.width}, F {model.ffn}; rows of every slot", lines)
-
-
-def skew(bench: Bench) -> None:
-    """The whole card; as many rows, divided in several ways."""
-    model, total, slots = bench.scale.skewed, bench.scale.skewed_rows, len(DIVISIONS["equal"])
-    mlp = Mlp(model, slots, total, bench.clock)
-    watches = stopwatches(mlp, bench.clock)
-    lines: list[Line] = []
-    for name, shares in DIVISIONS.items():
-        rows = divided(total, shares, bench.scale.skewed_unit)
-        mlp.divide(rows)
-        values = measured(bench, watches, model.flops(total))
-        equal = lines[0].values if lines else values
-        case = {"model": model.name, "division": name, "rows": " ".join(map(str, rows))}
-        lines.append(Line(case, values | over_equal(values, equal)))
-    bench.table(f"whole card, {slots} slots; {total} rows in all", lines)
-
-
-def divided(total: int, shares: Sequence[int], unit: int) -> list[int]:
-    """Rows of every slot, as near to its share as multiples of a unit come.
-
-    >>> divided(1024, (1, 2, 1), 128)
-    [256, 512, 256]
-    """
-    units, whole = total // unit, sum(shares)
-    ends = [unit * round(units * part / whole) for part in accumulate(shares)]
-    return [end - begin for begin, end in zip([0, *ends], ends, strict=False)]
-
-
-def over_equal(values: Values, equal: Values) -> dict[Metric, float | None]:
-    """How much longer than with equal slots; nothing without a GPU."""
-    found: dict[Metric, float | None] = {}
-    for name, metric in TIME.items():
-        mine, others = values.get(metric), equal.get(metric)
-        found[OVER_EQUAL[name]] = mine / others if mine and others else None
-    return found
 
 
 def partitions(bench: Bench) -> None:
@@ -214,9 +128,7 @@ def partitions(bench: Bench) -> None:
     scale = bench.scale
     parts = split(scale.partitions, scale.sms)
     streams, sms = [part.stream() for part in parts], [part.sms for part in parts]
-    for model, choices in scale.partition_curves:
-        slots = fitting(model, choices, max(scale.partition_rows), scale.partitions)
-        tell(f"{model.name}, {slots} slots, {len(sms)} partitions of {sms[0]} SMs")
+    for model, slots in scale.partition_curves:
         partition_curve(bench, model, slots, streams, sms)
         free()
 
@@ -238,7 +150,7 @@ def partition_curve(
                 mlp.divide([each] * slots)
             flops = model.flops(busy * slots * each)
             case: Case = {"model": model.name, "slots": slots, "busy": busy, "rows": each}
-            lines.append(Line(case, measured(bench, watches, flops)))
+            lines.append(Line(case, measured(watches, flops)))
     about = f"{count} partitions of {sms[0]} SMs, D {model.width}, F {model.ffn}"
     bench.table(f"{about}; partitions busy, time of the slowest, TFLOP/s of all", lines)
 
@@ -246,13 +158,6 @@ def partition_curve(
 def halves(count: int) -> list[int]:
     """Half of it, half of that, down to one."""
     return [] if count == 1 else [count // 2, *halves(count // 2)]
-
-
-def fitting(model: Model, choices: Sequence[int], rows: int, count: int) -> int:
-    """The first number of slots for which memory suffices, else the last."""
-    room = torch.cuda.mem_get_info()[0] - SPARE_BYTES
-    fits = (slots for slots in choices if count * model.bytes_of(slots, slots * rows) <= room)
-    return next(fits, choices[-1])
 
 
 def side_by_side(
@@ -282,11 +187,16 @@ class Work:
 def dense(bench: Bench) -> None:
     """What surrounds the experts: products, attention, rows that are read and written."""
     lines, draw = [], drawer(bench.clock)
-    wait = torch.cuda.synchronize if isinstance(bench.clock, Gpu) else nothing
+    wait = torch.cuda.synchronize if bench.on_gpu else nothing
     for make in (matmuls, attentions, moves):
         for work in make(bench.scale, draw):
             us = bench.clock.us(work.call, wait)
-            lines.append(Line(work.case, work_values(bench.clock, us, work.flops, work.moved)))
+            values = {
+                WORK_TIME: us / 1e3,
+                WORK_RATE: work.flops / us / 1e6 if work.flops else None,
+                WORK_BYTES: work.moved / us / 1e3 if work.moved else None,
+            }
+            lines.append(Line(work.case, values))
     bench.table(f"{bench.clock.dtype}; GB/s count bytes read and written", lines)
 
 
@@ -327,31 +237,10 @@ def moves(scale: Scale, draw: Draw) -> Iterator[Work]:
     yield Work({"work": "copy", "size": size}, partial(out.copy_, rows), moved=2 * nbytes)
 
 
-SECTIONS: dict[str, Callable[[Bench], None]] = {
-    "grouped": grouped,
-    "skew": skew,
-    "dense": dense,
-    "partitions": partitions,
-    "ragged": ragged,
-}
-ON_PARTS = ("partitions", "ragged")
-
-
-def main(argv: Sequence[str]) -> None:
-    """Run the sections, print their tables, and write their rows."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    common_options(parser)
-    section_option(parser, SECTIONS)
-    options = parser.parse_args(argv[1:])
-    gpu = on_gpu(toy=options.toy)
-    scale = TOY if options.toy else QUICK if options.quick else FULL
-    clock = Gpu(scale.repeats, CYCLES) if gpu else Host(scale.repeats, 0)
-    bench = Bench.of("grouped", argv, scale, clock, options.json)
-    names = [name for name in options.only if gpu or name not in ON_PARTS]
-    if names != options.only:
-        bench.report.note(f"\n{', '.join(ON_PARTS)}: need a GPU")
-    bench.run(SECTIONS, names)
+SECTIONS = {"grouped": grouped, "dense": dense, "partitions": partitions}
+NEEDS = {"grouped": KERNELS, "dense": KERNELS, "partitions": CARD}
 
 
 if __name__ == "__main__":
-    main(sys.argv)
+    scales = {"toy": TOY, "quick": FULL, "full": FULL}
+    main("grouped", __doc__, SECTIONS, scales, needs=NEEDS)

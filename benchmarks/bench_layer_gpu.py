@@ -13,35 +13,25 @@ bandwidth is shared by all. In one run, on the same weights:
                 tokens were of another topic; done before, so it costs nothing here
     ultraep     plans on the exact loads, sends the copies, in every step
 
-and as ceilings the kinds of even routing, and the plain products, of `ceilings.py`: these take
-turns with ultraep, since a card that is warm is slower.
+and as ceilings the kinds of even routing, and the plain products, of `card.py`: these take turns
+with ultraep, since a card that is warm is slower.
 
 Shapes: T tokens of a rank, K experts per token, R ranks, E experts, D model width, F hidden width.
 """
 
 from __future__ import annotations
 
-import argparse
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import product
+from typing import Any
 
 import numpy as np
 import torch
-from bench_layer import AFTER, BEFORE, COPIES, GAIN, RATE, STAGE, STEP
-from ceilings import (
-    DRAWN,
-    Ceilings,
-    Seen,
-    capacity_of,
-    drawn,
-    even_plan,
-)
-from harness import Case, Line, Metric, Report, Values, common_options
-from layer_card import Size, World
+from card import DRAWN, Ceilings, Seen, Size, World, drawn, even_plan
+from harness import KERNELS, Bench, Case, Line, Mismatch, main
+from layers import BEFORE, STEP, plan_values, step_values
 from load_cases import HotRank, loads_of
-from timing import on_gpu
 
 import ultraep
 from ultraep import BalanceConfig, Plan, Topology
@@ -52,8 +42,6 @@ from ultraep.policies.places import away_from_home, split_equally
 
 POLICIES = ("none", "eplb", "ultraep")
 UNEVEN_ROUNDS = 3  # of the others: they are further apart
-MOST = Metric("stage_time_of_the_slowest_rank", "ms", "slowest", ".3f")
-
 HALF_DEEPSEEK = "DeepSeek-V3, half of its experts"
 SIZES = (
     Size(model="Qwen3-235B", hidden=4096, ffn=1536, experts=128, tokens=8192),
@@ -114,69 +102,42 @@ def plan_for(size: Size, load: HotRank, policy: str) -> tuple[IntArray, Plan]:
     return loads, ultraep.plan(loads, topology, BalanceConfig(policy=policy))
 
 
-def before(loads: IntArray, size: Size) -> float:
-    """Imbalance without copies."""
-    served = loads.sum(axis=0).reshape(size.ranks, -1).sum(axis=1)
-    return float(served.max() / served.mean())
-
-
-Stages = dict[str, tuple[float, float]]
-
-
 @dataclass
 class Result:
     ms: float
-    after: float
-    copies: int
-    stages: Stages
+    plan: Plan
     outputs: list[torch.Tensor]
     seen: Seen | None = None
 
 
-def measure(
-    world: World, load: HotRank, policy: str, *, stages: bool, ceilings: Ceilings | None = None
-) -> Result:
+def measure(world: World, load: HotRank, policy: str, ceilings: Ceilings | None = None) -> Result:
     """One policy on one load, by itself or in turn with the ceilings."""
     loads, plan = plan_for(world.size, load, policy)
-    world.regroup(plan, capacity_of(plan))
-    world.route(loads)
-    world.capture()  # compiles, so that no kernel is loaded while another rank waits
-    if policy == "eplb":
-        world.adopt(plan)
-        world.capture()
-    world.replay()
-    world.check()
+    world.prepare(loads, plan, placed=policy == "eplb")
     seen = ceilings.in_turn_with(world.replay, world.size.rounds) if ceilings else None
     ms = seen.ms if seen else world.time(UNEVEN_ROUNDS)
     world.check()
     outputs = [rank.y.detach().clone() for rank in world.ranks]
-    found = world.breakdown() if stages else {}
-    return Result(ms, plan.imbalance, plan.num_replicas, found, outputs, seen)
+    return Result(ms, plan, outputs, seen)
 
 
 def measure_all(
-    report: Report, world: World, loads: tuple[HotRank, ...], staged: HotRank | None
-) -> tuple[dict[HotRank, dict[str, Result]], dict[str, Stages]]:
-    """All policies on all loads, and the stages of even routing if any are asked for.
-
-    What is uneven needs the most memory, and comes before the ceilings are there.
-    """
-    size = world.size
+    bench: Bench, size: Size, loads: tuple[HotRank, ...]
+) -> dict[HotRank, dict[str, Result]]:
+    """All policies on all loads. Uneven ones need the most memory and come before the ceilings."""
+    world = World(size)
     found: dict[HotRank, dict[str, Result]] = {load: {} for load in loads}
     for load, policy in product(loads, ("none", "eplb")):
-        report.note(f"... {size.model}, {load.name}, {policy}")
-        found[load][policy] = measure(world, load, policy, stages=load is staged)
+        bench.report.note(f"... {size.model}, {load.name}, {policy}")
+        found[load][policy] = measure(world, load, policy)
         compare(load, found[load])
-    for rank in world.ranks:
-        rank.leave()
-    ceilings = Ceilings(World(size, parts=world.parts))
+    world.leave()
+    ceilings = Ceilings(world.beside())
     for load in loads:
-        report.note(f"... {size.model}, {load.name}, ultraep and ceilings")
-        found[load]["ultraep"] = measure(
-            world, load, "ultraep", stages=load is staged, ceilings=ceilings
-        )
+        bench.report.note(f"... {size.model}, {load.name}, ultraep and ceilings")
+        found[load]["ultraep"] = measure(world, load, "ultraep", ceilings)
         compare(load, found[load])
-    return found, ceilings.breakdown() if staged else {}
+    return found
 
 
 def compare(load: HotRank, results: Mapping[str, Result]) -> None:
@@ -187,36 +148,28 @@ def compare(load: HotRank, results: Mapping[str, Result]) -> None:
         ):
             wrong = int((own != wanted).any(dim=1).sum())
             if wrong:
-                raise SystemExit(
+                raise Mismatch(
                     f"{load.name}: {policy} gives other outputs than the unbalanced layer for "
                     f"{wrong} of {len(own)} tokens of rank {rank}"
                 )
 
 
-def run(report: Report, size: Size, loads: tuple[HotRank, ...], *, stages: bool) -> None:
-    """The tables of one model, and of one load the stages."""
-    staged = loads[len(loads) > 1] if stages else None
-    found, even_stages = measure_all(report, World(size), loads, staged)
+def on_card(bench: Bench, size: Size, loads: tuple[HotRank, ...]) -> None:
+    """The tables of one model."""
+    found = measure_all(bench, size, loads)
     lines = [line for load, results in found.items() for line in gain_lines(size, load, results)]
-    about = f"{size.model}: D {size.hidden}, F {size.ffn}, {size.experts} experts, top-{size.top_k}"
+    about = f"{size.model}: {size.about}"
     about += f", {size.tokens} tokens a rank, EP{size.ranks} on {size.sms} SMs each"
-    report.section = "gain"
-    report.add(about, lines)
-    report.section = "ceilings"
-    seen = {load: results["ultraep"].seen for load, results in found.items()}
+    bench.table(about, lines, section="gain")
     flops = 3 * 2 * 3 * size.hidden * size.ffn * size.ranks * size.rows  # forward, twice backward
-    lines = [
-        Line({"load": load.name, "policy": "ultraep"}, {STEP: own.ms, **own.values(flops)})
-        for load, own in seen.items()
-        if own is not None
-    ]
-    report.add(f"{size.model}: shares of three ceilings, in turn; clock and power", lines)
-    if staged is not None:
-        report.section = "stages"
-        title = f"{size.model}: stages of a step; {staged.name}"
-        of_policies = {policy: result.stages for policy, result in found[staged].items()}
-        report.add(title, stage_lines(of_policies | even_stages))
-    report.section = ""
+    lines = []
+    for load, results in found.items():
+        seen = results["ultraep"].seen
+        assert seen is not None
+        case: Case = {"load": load.name, "policy": "ultraep"}
+        lines.append(Line(case, {STEP: seen.ms, **seen.values(flops)}))
+    title = f"{size.model}: shares of three ceilings, in turn; clock and power"
+    bench.table(title, lines, section="ceilings")
 
 
 def case_of(load: HotRank, policy: str) -> Case:
@@ -225,80 +178,54 @@ def case_of(load: HotRank, policy: str) -> Case:
 
 def gain_lines(size: Size, load: HotRank, results: Mapping[str, Result]) -> list[Line]:
     """Of the policies, and of both kinds of even routing."""
-    seen = results["ultraep"].seen
+    none, seen = results["none"], results["ultraep"].seen
     assert seen is not None
+    found = {policy: (result.ms, result.plan) for policy, result in results.items()}
+    found |= {kind: (seen.ceilings[kind], even_plan(size, kind)) for kind in DRAWN}
     lines = []
-    for policy, result in results.items():
-        balance = {
-            BEFORE: before(load.draw(size), size),
-            AFTER: result.after,
-            COPIES: result.copies,
-        }
-        lines.append(gain_line(size, load, policy, result.ms, results["none"].ms, seen, balance))
-    for kind in DRAWN:
-        imbalance = even_plan(size, kind).imbalance
-        balance = {BEFORE: imbalance, AFTER: imbalance, COPIES: 0}
-        ms = seen.ceilings[kind]
-        lines.append(gain_line(size, load, kind, ms, results["none"].ms, seen, balance))
+    for policy, (ms, plan) in found.items():
+        values = {**step_values(size, ms, none.ms), **seen.shares(ms), **plan_values(plan)}
+        if policy == "eplb":  # which has moved homes
+            values[BEFORE] = none.plan.initial_imbalance
+        lines.append(Line(case_of(load, policy), values))
     return lines
 
 
-def gain_line(
-    size: Size, load: HotRank, policy: str, ms: float, uneven: float, seen: Seen, balance: Values
-) -> Line:
-    values: Values = {
-        STEP: ms,
-        RATE: size.ranks * size.tokens / ms * 1e3,
-        **seen.shares(ms),
-        GAIN: uneven / ms,
-        **balance,
-    }
-    return Line(case_of(load, policy), values)
-
-
-def stage_lines(stages: Mapping[str, Stages]) -> list[Line]:
-    return [
-        Line({"policy": policy, "stage": stage}, {STAGE: mean, MOST: most})
-        for policy, found in stages.items()
-        for stage, (mean, most) in found.items()
-    ]
-
-
-def only_plans(report: Report, size: Size, loads: tuple[HotRank, ...]) -> None:
+def only_plans(bench: Bench, size: Size, loads: tuple[HotRank, ...]) -> None:
     """Without a GPU: what the policies would make of the loads."""
-    report.note("There is no GPU: nothing is timed.")
+    bench.report.note("There is no GPU: nothing is timed.")
     lines = []
     for load, policy in product(loads, (*POLICIES, *DRAWN)):
-        routed, plan = plan_for(size, load, policy)
-        after = plan.imbalance
-        values: Values = {BEFORE: before(routed, size), AFTER: after, COPIES: plan.num_replicas}
-        lines.append(Line(case_of(load, policy), values))
-    report.section = "plans"
-    report.add(size.model, lines)
+        _, plan = plan_for(size, load, policy)
+        lines.append(Line(case_of(load, policy), plan_values(plan)))
+    bench.table(size.model, lines, section="plans")
 
 
-def main(argv: list[str]) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    common_options(parser)
-    parser.add_argument("--model", choices=["qwen", "deepseek"], help="one of the two models")
-    parser.add_argument("--no-stages", action="store_true", help="leave the breakdown out")
-    options = parser.parse_args(argv[1:])
-    timed = on_gpu(toy=options.toy)
-    report = Report("layer_gpu", argv, device=torch.cuda.get_device_name() if timed else None)
-    report.header()
-    sizes = [TOY] if options.toy else list(SIZES)
-    if options.model:
-        sizes = [size for size in sizes if options.model in size.model.lower()]
-    loads = LOADS if not (options.quick or options.toy) else LOADS[1:2]
-    if options.toy:
-        loads = (replace(LOADS[0], ratio=1.2),)
-    for size in sizes:
-        if timed:
-            run(report, size, loads[: size.loads], stages=not (options.no_stages or options.toy))
-        else:
-            only_plans(report, size, loads[: size.loads])
-        report.write(options.json)  # what is measured is not lost if the next one fails
+@dataclass(frozen=True)
+class Scale:
+    """How much is measured."""
+
+    sizes: tuple[Size, ...] = SIZES
+    loads: tuple[HotRank, ...] = LOADS
+
+
+def layers(bench: Bench) -> None:
+    """All models, or the one that was asked for."""
+    measured: Any = on_card if bench.on_gpu else only_plans
+    for size in sizes_of(bench):
+        measured(bench, size, bench.scale.loads[: size.loads])
+
+
+def sizes_of(bench: Bench) -> list[Size]:
+    """The models, or only the one of `--model`."""
+    model = bench.options.model or ""
+    return [size for size in bench.scale.sizes if model in size.model.lower()]
+
+
+OPTIONS = {"model": (str, "only the model with this in its name: qwen, deepseek")}
 
 
 if __name__ == "__main__":
-    main(sys.argv)
+    toy = Scale((TOY,), (replace(LOADS[0], ratio=1.2),))
+    scales = {"toy": toy, "quick": Scale(loads=LOADS[1:2]), "full": Scale()}
+    main("layer_gpu", __doc__, {"": layers}, scales, needs=KERNELS, extra=OPTIONS)

@@ -15,7 +15,6 @@ Shapes: T tokens of a rank, K experts per token, E experts, D model width.
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 import warnings
@@ -28,8 +27,8 @@ warnings.filterwarnings("ignore")  # the library has many, of what is not instal
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 
 import torch
-from gain import FORCED, PLAIN, RATIO, Facts, Spent, gain_lines, medians, slowest
-from harness import Bench, Mismatch, common_options
+from harness import Bench, main
+from layers import FORCED, PLAIN, RATIO, Facts, Step, check_close, gain_lines, on_ranks, timed_steps
 from load_cases import Shape, skewed_ids
 from megatron.core import parallel_state
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
@@ -38,8 +37,6 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_on_cpu import on_cpu  # type: ignore[import-not-found]
-from timing import Host
-from world import on_ranks
 
 from ultraep.integrations.megatron import balanced
 
@@ -102,34 +99,6 @@ def make(config: Any, policy: str, ids: torch.Tensor) -> Any:
     return layer
 
 
-class Step:
-    """Forward and backward of a layer."""
-
-    def __init__(self, layer: Any, tokens: torch.Tensor, forced: bool = False) -> None:
-        self.layer, self.tokens, self.forced = layer, tokens.clone().requires_grad_(), forced
-        self.y = torch.empty(0)
-
-    def __call__(self) -> None:
-        self.layer.config.moe_router_force_load_balancing = self.forced
-        self.layer.zero_grad(set_to_none=True)
-        self.tokens.grad = None
-        self.y = self.layer(self.tokens)[0]
-        self.y.sum().backward()
-
-
-def compare(steps: dict[str, Step]) -> None:
-    """Raise if outputs or gradients differ by more than the type explains."""
-    for name, step in steps.items():
-        step()
-        found = [(step.y, steps[PLAIN].y), (step.tokens.grad, steps[PLAIN].tokens.grad)]
-        mine, theirs = (s.layer.experts.parameters() for s in (step, steps[PLAIN]))
-        found += [(p.grad, q.grad) for p, q in zip(mine, theirs, strict=True)]
-        for got, want in found:
-            off = ((got - want).abs().max() / want.abs().max()).item()  # type: ignore[operator,union-attr]
-            if not off <= 1e-4 and not step.forced:
-                raise Mismatch(f"{name} differs by {off:.3g} of the largest, allowed are 1e-4")
-
-
 def on_rank(rank: int, shape: Shape, rounds: int) -> dict[str, Facts]:
     """One process: time all variants in turns; the slowest rank counts."""
     with on_cpu():
@@ -140,27 +109,25 @@ def on_rank(rank: int, shape: Shape, rounds: int) -> dict[str, Facts]:
         tokens = torch.randn(shape.tokens, 1, shape.hidden, generator=draw)
         layers = {policy: make(config, policy, ids) for policy in (PLAIN, "none", "ultraep")}
         steps = {policy: Step(layer, tokens) for policy, layer in layers.items()}
-        steps[FORCED] = Step(layers["none"], tokens, forced=True)
-        compare(steps)
-        return timed(steps, rounds)
+        for policy, step in steps.items():
+            step()
+            step.compare(policy, steps[PLAIN])
+            grads = [[p.grad for p in s.layer.experts.parameters()] for s in (step, steps[PLAIN])]
+            for mine, theirs in zip(*grads, strict=True):
+                check_close(f"gradients of weights of {policy}", mine, theirs)
 
+        def forced() -> None:
+            steps["none"].layer.config.moe_router_force_load_balancing = True
+            steps["none"]()
+            steps["none"].layer.config.moe_router_force_load_balancing = False
 
-def timed(steps: dict[str, Step], rounds: int) -> dict[str, Facts]:
-    """Medians of rounds in which all take turns, and what was planned."""
-    seconds: dict[str, list[Spent]] = {name: [] for name in steps}
-    facts: dict[str, Facts] = {}
-    for turn in range(rounds + 1):  # one to warm up
-        for name, step in steps.items():
-            spent = slowest(step)
-            if turn:
-                seconds[name].append(spent)
-            facts[name] = {"before": RATIO, "after": RATIO}
-            if name != PLAIN:
-                plan = step.layer.last_plan.to_host()
-                facts[name] = {"before": plan.initial_imbalance, "after": plan.imbalance}
-    for name, found in seconds.items():
-        facts[name] |= medians(found)
-    return facts
+        def imbalance(name: str) -> tuple[float, float]:
+            if name == PLAIN:
+                return RATIO, RATIO
+            plan = layers["none" if name == FORCED else name].last_plan.to_host()
+            return plan.initial_imbalance, plan.imbalance
+
+        return timed_steps({**steps, FORCED: forced}, rounds, imbalance)
 
 
 def gain(bench: Bench) -> None:
@@ -170,14 +137,5 @@ def gain(bench: Bench) -> None:
     bench.table("a layer in processes, forward and backward", gain_lines(shape, found))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    common_options(parser)
-    options = parser.parse_args()
-    scale = TOY if options.toy else QUICK if options.quick else FULL
-    bench = Bench.of("megatron", sys.argv, scale, Host(name="torch on the CPU"), options.json)
-    bench.run({"gain": gain}, ["gain"])
-
-
 if __name__ == "__main__":
-    main()
+    main("megatron", __doc__, {"gain": gain}, {"toy": TOY, "quick": QUICK, "full": FULL})

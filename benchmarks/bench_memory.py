@@ -21,21 +21,18 @@ gradients of the home experts; the highest skew is run and timed as well.
 
 from __future__ import annotations
 
-import argparse
-import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from bench_layer import STEP
 from bench_layer_gpu import SIZES, TOY
-from harness import Line, Metric, Report, common_options
-from layer_card import Size, World
+from card import Size, World
+from harness import ANY, Bench, Line, Metric, main
+from layers import STEP, Given, given_layer
 from load_cases import HotRank, even
-from timing import free, on_gpu
-from world import Given, given_layer
+from timing import free
 
 import ultraep
 from ultraep import BalanceConfig, Plan, Topology
@@ -140,9 +137,7 @@ def on_card(
     first, *others = world.ranks
     found, room = shared_bytes(first.balancer, "cuda")
     first.capture()  # what is loaded for the first time is not of the step
-    first.graph = first.y = first.x.grad = first.router.gates.grad = None
-    for parameter in first.layer.parameters():
-        parameter.grad = None
+    first.forget()
     free()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
@@ -187,25 +182,29 @@ def lines(size: Size, skew: float, world: World | None, *, timed: bool) -> Itera
         yield Line({"skew": skew, "way": contender.name, "slots": contender.slots}, values)
 
 
-def main(argv: list[str]) -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    common_options(parser)
-    options = parser.parse_args(argv[1:])
-    card = on_gpu(toy=True)  # what is counted needs none
-    report = Report("memory", argv, device=torch.cuda.get_device_name() if card else None)
-    report.header()
-    size = TOY if options.toy else SIZES[0]
-    world = World(size) if card else None
-    skews = (1.0, 1.2) if options.toy else SKEWS[-1:] if options.quick else SKEWS
-    about = f"{size.model}: D {size.hidden}, F {size.ffn}, {size.experts} experts, top-{size.top_k}"
+@dataclass(frozen=True)
+class Scale:
+    """How much is measured."""
+
+    size: Size = SIZES[0]
+    skews: tuple[float, ...] = SKEWS
+
+
+def memory(bench: Bench) -> None:
+    """All skews, the highest first: it says most."""
+    size, skews = bench.scale.size, bench.scale.skews
+    world = World(size) if bench.on_gpu else None
+    about = f"{size.model}: {size.about}"
     about += f", {size.tokens} tokens a rank, EP{size.ranks}; bytes of one rank"
-    report.section = "measured" if card else "counted"
-    for skew in skews[::-1]:  # the highest first: it says most
-        report.add(about, list(lines(size, skew, world, timed=skew == skews[-1])))
-        report.write(options.json)
-    if not card:
-        report.note("There is no GPU: buffers are counted, and nothing runs.")
+    section = "counted" if world is None else "measured"
+    for skew in skews[::-1]:
+        found = list(lines(size, skew, world, timed=skew == skews[-1]))
+        bench.table(about, found, section=section)
+    if world is None:
+        bench.report.note("There is no GPU: buffers are counted, and nothing runs.")
 
 
 if __name__ == "__main__":
-    main(sys.argv)
+    toy = Scale(TOY, (1.0, 1.2))
+    scales = {"toy": toy, "quick": Scale(skews=SKEWS[-1:]), "full": Scale()}
+    main("memory", __doc__, {"": memory}, scales, needs=ANY)

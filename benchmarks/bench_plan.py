@@ -1,7 +1,8 @@
 """Every planner on the same loads: how flat, how many copies, how fast; and how far from optimal.
 
     python benchmarks/bench_plan.py                          # quality, tolerance, growth, small
-    python benchmarks/bench_plan.py --trace FILE --optimum   # also real routing and exact optima
+    python benchmarks/bench_plan.py --only trace --trace FILE   # recorded routing
+    python benchmarks/bench_plan.py --only optimum              # exact optima
     python benchmarks/bench_plan.py --toy                    # tiny, for CI
 
 `benchmarks/README.md` tells how to read the tables. Shapes: R ranks, E experts.
@@ -9,18 +10,15 @@
 
 from __future__ import annotations
 
-import argparse
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
 from statistics import median
 
-import harness
 import numpy as np
-from harness import Line, Metric, Report, Samples, Values, progress
+from harness import Bench, Extra, Line, Metric, Samples, Values, comma_list, main
 from load_cases import ORDERED, SHUFFLED, Kind, RecordedRouting, zipf_kinds
 from optimum import Unproven, optimal_peak, small_cases
 from timing import growth_law, one_core, time_call
@@ -28,10 +26,8 @@ from timing import growth_law, one_core, time_call
 import ultraep
 from ultraep import BalanceConfig, Plan, Topology
 from ultraep.arrays import IntArray
-from ultraep.backends import select
-from ultraep.policies import BUILT_IN, Problem, get_policy
+from ultraep.policies import BUILT_IN, get_policy
 
-SECTIONS = ("quality", "tolerance", "growth", "small", "trace", "optimum")
 PUBLISHED_FOR = (64, 256, 2)  # ranks, experts, slots; ordered Zipf, 1 % above the mean
 PUBLISHED_COPIES = {1.5: 38, 2.0: 46, 3.0: 51}  # of UltraEP's planner, by ratio
 STOP_EARLY = ("ultraep", "quota", "echo", "llep")  # the policies that make use of a tolerance
@@ -53,8 +49,6 @@ EGRESS = Metric("egress_max", "experts", "out", ".0f", max)
 REMOTE = Metric("remote_share_mean", "share", "remote", ".3f")
 TIME = Metric("plan_time_p50", "us", "us", ".0f", median)
 FAST, SLOW = (Metric(f"plan_time_{p}", "us", p, ".0f") for p in ("p20", "p80"))
-PLACE_SHARE = Metric("place_share", "share", "place", ".2f")
-SPLIT_SHARE = Metric("split_share", "share", "split", ".2f")
 EXPONENT = Metric("exponent", "power", "exponent", ".2f")
 UPPER_EXPONENT = Metric("exponent_upper_half", "power", "upper half", ".2f")
 REALISED = Metric("realised_imbalance_mean", "max/mean", "realised")
@@ -81,6 +75,16 @@ class Scale:
     small_tokens: tuple[int, ...]
     trace_ranks: tuple[int, ...]
     optima: int
+    policies: Sequence[str] = BUILT_IN
+    trace: Path | None = None
+    experts: int | None = None  # of the trace; default: from its largest id
+    window: int = 4096  # tokens of a microbatch of the trace
+
+    @property
+    def recorded(self) -> RecordedRouting | None:
+        if self.trace is None:
+            return None
+        return RecordedRouting(self.trace, self.experts, self.window)
 
     def seeds_at(self, ranks: int) -> int:
         """All seeds where it is shown load by load, fewer elsewhere."""
@@ -154,53 +158,56 @@ def measure(
     }
 
 
-def quality(report: Report, scale: Scale, policies: Sequence[str]) -> None:
+def quality(bench: Bench) -> None:
     """All policies on generated loads of all sizes, with one and two slots."""
+    scale: Scale = bench.scale
     kinds = [*zipf_kinds(scale.ratios), Kind("lognormal"), Kind("uniform"), Kind("one_hot")]
-    for ranks, experts in progress(scale.sizes, "quality"):
+    for ranks, experts in scale.sizes:
         tables = {slots: Samples() for slots in (1, 2)}
         repeats = 3 if ranks <= 64 else 1
         for kind in kinds:
             label = kind.name if ranks == scale.detail[0] else kind.family
             for seed in range(1 if kind.family == "one_hot" else scale.seeds_at(ranks)):
                 loads = kind.draw(ranks, experts, tokens=scale.tokens, seed=seed)
-                for (slots, samples), policy in product(tables.items(), policies):
+                for (slots, samples), policy in product(tables.items(), scale.policies):
                     topology = Topology(ranks=ranks, experts=experts, slots=slots)
                     config = BalanceConfig(policy=policy)
                     values = measure(loads, topology, config, history=loads, repeats=repeats)
                     samples.add(_case(topology, load=label, policy=policy), values)
         for samples in tables.values():
-            report.add("quality", samples.lines())
-    report.note(
+            bench.table("quality", samples.lines())
+    bench.report.note(
         "All policies plan the same n loads; eplb, lplb and flashlb place by the load they then "
         "serve.\nThese three move homes; llep, moonep and ideal keep to no slots: no bound holds "
         "for them."
     )
 
 
-def tolerance(report: Report, scale: Scale, policies: Sequence[str]) -> None:
+def tolerance(bench: Bench) -> None:
     """Copies that are made when 1 % above the mean will do."""
+    scale: Scale = bench.scale
     ranks, experts = scale.detail
     kinds = zipf_kinds([ratio for ratio in scale.ratios if ratio in PUBLISHED_COPIES])
     for slots in (1, 2):
         topology, samples = Topology(ranks=ranks, experts=experts, slots=slots), Samples()
-        for kind, seed in progress(list(product(kinds, range(scale.seeds))), "tolerance"):
+        for kind, seed in list(product(kinds, range(scale.seeds))):
             loads = kind.draw(ranks, experts, tokens=scale.tokens, seed=seed)
             same = kind.family == ORDERED and (*scale.detail, slots) == PUBLISHED_FOR
             published = PUBLISHED_COPIES[kind.ratio] if same and kind.ratio else None
-            for policy in (policy for policy in policies if policy in STOP_EARLY):
+            for policy in (policy for policy in scale.policies if policy in STOP_EARLY):
                 allowed = 0.0 if policy == "quota" else 0.01  # quota adds 1 % by itself
                 config = BalanceConfig(policy=policy, tolerance=allowed)
                 values = measure(loads, topology, config, history=loads)
                 values = {m: v for m, v in values.items() if m not in (BOUND, GAP)}
                 values |= {PUBLISHED: published}
                 samples.add(_case(topology, load=kind.name, policy=policy), values)
-        report.add("tolerance 0.01", samples.lines())
-    report.note("publ.: copies that UltraEP's paper prints for its own planner.")
+        bench.table("tolerance 0.01", samples.lines())
+    bench.report.note("publ.: copies that UltraEP's paper prints for its own planner.")
 
 
-def growth(report: Report, scale: Scale) -> None:
+def growth(bench: Bench) -> None:
     """How the time of our planner grows, with the ranks and with the experts."""
+    scale: Scale = bench.scale
     ranks, experts = scale.detail
     sizes_along = {
         "ranks": [(size, size * experts // ranks) for size in scale.growth_ranks],
@@ -209,12 +216,9 @@ def growth(report: Report, scale: Scale) -> None:
     laws = []
     for kind, along in product((Kind(SHUFFLED, 2.0), Kind("lognormal")), sizes_along):
         measured = partial(_growth_line, kind, tokens=scale.tokens, along=along)
-        passes = [
-            [measured(*size) for size in sizes_along[along]]
-            for _ in progress(range(GROWTH_PASSES), f"growth with {along}")
-        ]
+        passes = [[measured(*size) for size in sizes_along[along]] for _ in range(GROWTH_PASSES)]
         lines = [min(of_size, key=_seconds) for of_size in zip(*passes, strict=True)]
-        report.add("growth", lines)
+        bench.table("growth", lines)
         points = [float(line.case[along]) for line in lines]
         times = [_seconds(line) for line in lines]
         half = len(points) // 2
@@ -222,8 +226,7 @@ def growth(report: Report, scale: Scale) -> None:
         if half > 1:
             law[UPPER_EXPONENT] = growth_law(points[half:], times[half:])
         laws.append(Line({"load": kind.name, "along": along}, law))
-    report.add("growth law: time ~ size ^ exponent", laws)
-    report.note("place and split are shares of the time; the rest checks, sums and tallies.")
+    bench.table("growth law: time ~ size ^ exponent", laws)
 
 
 def _seconds(line: Line) -> float:
@@ -231,23 +234,19 @@ def _seconds(line: Line) -> float:
 
 
 def _growth_line(kind: Kind, ranks: int, experts: int, *, tokens: int, along: str) -> Line:
-    topology, config, backend = Topology(ranks=ranks, experts=experts), BalanceConfig(), select()
+    topology = Topology(ranks=ranks, experts=experts)
     loads = kind.draw(ranks, experts, tokens=tokens, seed=0)
-    problem = Problem(loads, loads.sum(axis=0), topology, config, backend, None)
-    place = partial(get_policy(config.policy).decide, problem)
-    split = partial(backend.split, loads, topology.home_of_expert, place(), config.locality)
     whole = time_call(partial(ultraep.plan, loads, topology), repeats=30, warmup=3)
     times = {FAST: 1e6 * whole.p20, TIME: 1e6 * whole.p50, SLOW: 1e6 * whole.p80}
-    for share, part in ((PLACE_SHARE, place), (SPLIT_SHARE, split)):
-        times[share] = time_call(part, repeats=30, warmup=3).p50 / whole.p50
     return Line(_case(topology, load=kind.name, along=along), times)
 
 
-def small(report: Report, scale: Scale) -> None:
+def small(bench: Bench) -> None:
     """Few tokens: what the sources send adds up to what was planned."""
+    scale: Scale = bench.scale
     ranks, experts = scale.detail
     topology, kind, samples = Topology(ranks=ranks, experts=experts), Kind(SHUFFLED, 2.0), Samples()
-    for tokens, seed in progress(list(product(scale.small_tokens, range(scale.seeds))), "small"):
+    for tokens, seed in list(product(scale.small_tokens, range(scale.seeds))):
         plan = ultraep.plan(kind.draw(ranks, experts, tokens=tokens, seed=seed), topology)
         served = plan.dense_split().sum(axis=(0, 1))
         values: Values = {
@@ -261,17 +260,21 @@ def small(report: Report, scale: Scale) -> None:
             COPIES: plan.num_replicas,
         }
         samples.add(_case(topology, load=kind.name) | {"tokens": tokens}, values)
-    report.add("small batches", samples.lines())
-    report.note(
+    bench.table("small batches", samples.lines())
+    bench.report.note(
         "tokens: of each rank; mean, worst: as planned; equal: share of loads met on every rank."
     )
 
 
-def trace(report: Report, scale: Scale, policies: Sequence[str], recorded: RecordedRouting) -> None:
+def trace(bench: Bench) -> None:
     """All policies on recorded routing; those that need history also with a stale one."""
+    scale: Scale = bench.scale
+    recorded = scale.recorded
+    if recorded is None:
+        raise SystemExit("section trace needs --trace FILE")
     for ranks in scale.trace_ranks:
         microbatches, samples = list(recorded.microbatches(ranks)), Samples()
-        for slots, policy in progress(list(product((1, 2), policies)), f"trace EP{ranks}"):
+        for slots, policy in list(product((1, 2), scale.policies)):
             config = BalanceConfig(policy=policy)
             stale = ("exact", "previous") if get_policy(policy).needs_history else ("-",)
             for history, (loads, before) in product(stale, microbatches):
@@ -280,46 +283,38 @@ def trace(report: Report, scale: Scale, policies: Sequence[str], recorded: Recor
                     topology = Topology(ranks=ranks, experts=loads.shape[1], slots=slots)
                     values = measure(loads, topology, config, history=past)
                     samples.add(_case(topology, policy=policy, history=history), values)
-        report.add(f"trace {recorded.path.name}, window {recorded.window}", samples.lines())
-    report.note("previous: placed by the window before; the first of a text has none.")
+        bench.table(f"trace {recorded.path.name}, window {recorded.window}", samples.lines())
+    bench.report.note("previous: placed by the window before; the first of a text has none.")
 
 
-def optimum(report: Report, scale: Scale, recorded: RecordedRouting | None) -> None:
+def optimum(bench: Bench) -> None:
     """How far our plans are from the best there is, by a mixed-integer program."""
+    scale: Scale = bench.scale
     shapes, together = Samples(), Samples()
-    for case in progress(small_cases(scale.optima), "optimum", scale.optima):
+    for case in small_cases(scale.optima):
         loads = np.zeros((case.topology.ranks, case.topology.experts), dtype=np.int64)
         loads[0] = case.expert_loads  # the sources do not matter to the peak
-        values = _gap(ultraep.plan(loads, case.topology), always=True)
+        values = _gap(ultraep.plan(loads, case.topology))
         shapes.add({"slots": case.topology.slots, "load": case.shape}, values)
         together.add({"slots": case.topology.slots, "load": "all"}, values)
     lines = [*shapes.lines(), *together.lines()]
-    report.add(
+    bench.table(
         "optimum, small random loads", sorted(lines, key=lambda line: str(line.case["slots"]))
     )
-    if recorded:
-        samples, ranks = Samples(), scale.trace_ranks[0]
-        for loads, _ in progress(list(recorded.microbatches(ranks)), "optimum of the trace"):
-            topology = Topology(ranks=ranks, experts=loads.shape[1])
-            values = _gap(ultraep.plan(loads, topology), always=False)
-            samples.add(_case(topology, load=recorded.path.name), values)
-        report.add("optimum, recorded routing", samples.lines())
-    report.note(
+    bench.report.note(
         "gap: imbalance over optimum, less one; at bound: plans that reach the lower bound."
         f"\nunproven within {TIME_LIMIT:g} s: counted, but left out of gap and optimum."
     )
 
 
-def _gap(plan: Plan, *, always: bool) -> Values:
-    """A plan at the bound is optimal, so that the program need not be run to know it."""
-    at_bound, best = plan.imbalance == plan.lower_bound, plan.imbalance
-    proven = True
-    if always or not at_bound:
-        try:
-            peak = optimal_peak(plan.loads.sum(axis=0), plan.topology, TIME_LIMIT)
-            best = peak * plan.topology.ranks / plan.total
-        except Unproven:
-            proven = False
+def _gap(plan: Plan) -> Values:
+    """A plan beside the best one; unless that is proven in time, as good as the best."""
+    best, proven = plan.imbalance, True
+    try:
+        peak = optimal_peak(plan.loads.sum(axis=0), plan.topology, TIME_LIMIT)
+        best = peak * plan.topology.ranks / plan.total
+    except Unproven:
+        proven = False
     assert plan.lower_bound <= best <= plan.imbalance, (plan, best)
     gap = plan.imbalance / best - 1 if proven else None
     return {
@@ -328,7 +323,7 @@ def _gap(plan: Plan, *, always: bool) -> Values:
         MEAN: plan.imbalance,
         WORST: plan.imbalance,
         OPTIMUM: best if proven else None,
-        AT_BOUND: float(at_bound),
+        AT_BOUND: float(plan.imbalance == plan.lower_bound),
         OPTIMAL: None if gap is None else float(gap == 0),
         EXCESS: gap,
         WORST_EXCESS: gap,
@@ -341,49 +336,23 @@ def _case(topology: Topology, **names: str) -> dict[str, str | int | float]:
     return {**sizes, **names}
 
 
-def main(argv: Sequence[str]) -> None:
-    """Run the chosen sections, print their tables, and write their rows."""
-    options = _options(argv[1:])
-    one_core()
-    report = Report("plan", argv)
-    report.header()
-    scale = TOY if options.toy else QUICK if options.quick else FULL
-    recorded = options.trace and RecordedRouting(options.trace, options.experts, options.window)
-    sections: dict[str, Callable[[], None]] = {
-        "quality": partial(quality, report, scale, options.policies),
-        "tolerance": partial(tolerance, report, scale, options.policies),
-        "growth": partial(growth, report, scale),
-        "small": partial(small, report, scale),
-        "trace": partial(trace, report, scale, options.policies, recorded),
-        "optimum": partial(optimum, report, scale, recorded),
-    }
-    for name in options.only:
-        report.section = name
-        sections[name]()
-    report.write(options.json)
-
-
-def _options(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    harness.common_options(parser)
-    names = partial(str.split, sep=",")
-    parser.add_argument("--only", type=names, metavar="A,B", help=f"of {', '.join(SECTIONS)}")
-    parser.add_argument("--policies", type=names, metavar="A,B", default=list(BUILT_IN))
-    parser.add_argument("--trace", type=Path, metavar="FILE", help="recorded routing, .npz")
-    parser.add_argument("--experts", type=int, help="of the trace; default: from its largest id")
-    parser.add_argument("--window", type=int, default=4096, help="tokens of a microbatch")
-    parser.add_argument("--optimum", action="store_true", help="also compare with exact optima")
-    options = parser.parse_args(arguments)
-    skipped = {"trace": not options.trace, "optimum": not options.optimum}
-    options.only = options.only or [name for name in SECTIONS if not skipped.get(name)]
-    if unknown := set(options.only) - set(SECTIONS):
-        parser.error(f"unknown sections {sorted(unknown)}; known are {', '.join(SECTIONS)}")
-    if unknown := set(options.policies) - set(ultraep.policy_names()):
-        parser.error(f"unknown policies {sorted(unknown)}; known are {', '.join(BUILT_IN)}")
-    if "trace" in options.only and not options.trace:
-        parser.error("section trace needs --trace FILE")
-    return options
+SECTIONS = {
+    "quality": quality,
+    "tolerance": tolerance,
+    "growth": growth,
+    "small": small,
+    "trace": trace,
+    "optimum": optimum,
+}
+OPTIONS: Extra = {
+    "policies": (comma_list(BUILT_IN), "A,B: some of the built-in ones"),
+    "trace": (Path, "recorded routing, .npz"),
+    "experts": (int, "of the trace; default: from its largest id"),
+    "window": (int, "tokens of a microbatch of the trace (default 4096)"),
+}
 
 
 if __name__ == "__main__":
-    main(sys.argv)
+    one_core()
+    scales, usual = {"toy": TOY, "quick": QUICK, "full": FULL}, list(SECTIONS)[:4]
+    main("plan", __doc__, SECTIONS, scales, usual=usual, extra=OPTIONS)

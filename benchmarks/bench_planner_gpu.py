@@ -6,15 +6,12 @@
 
 Every plan is compared with the plan of the CPU before it is timed. `plan` is captured once for each
 size and objective, in a graph of 20 calls; other loads are put in the place of the first ones and
-the graph is replayed. `kernels` times each launch of a plan alone. Times of Triton's interpreter,
-which runs `--toy` without a GPU, say nothing about a device.
+the graph is replayed. Times of Triton's interpreter, which runs `--toy` without a GPU, say nothing
+about a device.
 """
 
 from __future__ import annotations
 
-import argparse
-import sys
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -23,9 +20,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from harness import QUEUED, Bench, Line, Metric, Mismatch, Samples, common_options, section_option
+from harness import KERNELS, Bench, Metric, Mismatch, Samples, main
 from load_cases import ORDERED, SHUFFLED, Kind, RecordedRouting
-from timing import Gpu, Host, on_gpu, time_call
+from timing import time_call
 
 import ultraep
 from ultraep import BalanceConfig, Rates, Topology
@@ -48,7 +45,6 @@ SLOWEST = Metric("plan_time_max", "us", "slowest us", ".2f", max)
 TWIN = Metric("cpu_plan_time_p20", "us", "CPU us", ".0f", median)
 COPIES = Metric("copies_mean", "copies", "copies", ".1f")
 AFTER = Metric("imbalance_mean", "max/mean", "after", ".3f")
-LAUNCH = Metric("kernel_time_p50", "us", "us", ".2f", median)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,11 +71,11 @@ FULL = Scale(
 )
 QUICK = replace(FULL, sizes=((8, 32), (64, 256)), ratios=(1.5, 3.0), seeds=1, windows=4)
 TOY = Scale(
-    sizes=((4, 8),),
-    ratios=(2.0,),
+    sizes=((2, 4),),
+    ratios=(1.5,),
     seeds=1,
     windows=1,
-    tokens=32,
+    tokens=16,
     rounds=1,
     objectives=("balance", "time, both"),
 )
@@ -126,14 +122,6 @@ class Planned:
     def call(self) -> Any:
         return self.control.plan(self.loads)
 
-    @property
-    def launches(self) -> dict[str, Callable[[], None]]:
-        """Every launch of a plan, by the name of its kernel."""
-        planner = self.control._planner
-        found: dict[str, Callable[[], None]] = {"sum_loads": partial(planner.sum, self.loads)}
-        found["try_rungs" if planner.timed else "search"] = planner.place
-        return found | {"split": partial(planner.lay_out, self.loads)}
-
 
 def plans(bench: Bench) -> None:
     """All sizes, objectives and loads."""
@@ -156,41 +144,7 @@ def plans(bench: Bench) -> None:
         bench.table("plans", samples.lines())
 
 
-def kernels(bench: Bench) -> None:
-    """Each launch of a plan alone, with the usual loads."""
-    for ranks, experts in bench.scale.sizes:
-        lines = []
-        loads = Kind(SHUFFLED, bench.scale.ratios[-1]).draw(
-            ranks, experts, tokens=bench.scale.tokens, seed=0
-        )
-        for objective in bench.scale.objectives:
-            topology = Topology(ranks=ranks, experts=experts)
-            planned = Planned(topology, CONFIGS[objective], loads)
-            planned.put(loads)
-            for kernel, launch in planned.launches.items():
-                case = {"ranks": ranks, "experts": experts, "objective": objective}
-                us = bench.clock.stopwatch(launch, INNER)()
-                lines.append(Line(case | {"kernel": kernel}, {LAUNCH: us}))
-        bench.table("kernels", lines)
-
-
-SECTIONS = {"plans": plans, "kernels": kernels}
-
-
-def main(argv: Sequence[str]) -> None:
-    """Print the tables, and write their rows."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    common_options(parser)
-    section_option(parser, SECTIONS)
-    parser.add_argument("--routing", type=Path, metavar="FILE", help="recorded routing, .npz")
-    options = parser.parse_args(argv[1:])
-    gpu = on_gpu(toy=options.toy)
-    scale = TOY if options.toy else QUICK if options.quick else FULL
-    scale = replace(scale, routing=options.routing)
-    clock = Gpu(scale.rounds, QUEUED) if gpu else Host(1, 0)
-    bench = Bench.of("planner", argv, scale, clock, options.json)
-    bench.run(SECTIONS, options.only)
-
-
 if __name__ == "__main__":
-    main(sys.argv)
+    scales = {"toy": TOY, "quick": QUICK, "full": FULL}
+    extra = {"routing": (Path, "recorded routing, .npz")}
+    main("planner", __doc__, {"plans": plans}, scales, needs=KERNELS, extra=extra)

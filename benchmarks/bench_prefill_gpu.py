@@ -6,27 +6,23 @@
 As `bench_layer_gpu.py`, without backward, at the sizes of whole layers and from few tokens to many:
 what is left of balance when a microbatch is small, and from how many tokens on balancing is faster
 than leaving the ranks uneven. Copies are sent in every step. Ultraep takes turns with the ceilings
-of `ceilings.py`: random even routing is what frameworks call forced balance.
+of `card.py`: random even routing is what frameworks call forced balance.
 
 Shapes: T tokens of a rank, K experts per token, R ranks, E experts, D model width, F hidden width.
 """
 
 from __future__ import annotations
 
-import argparse
-import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from itertools import product
 
 import numpy as np
-import torch
-from bench_layer import AFTER, BEFORE, COPIES, GAIN, RATE, STEP
-from bench_layer_gpu import before
-from ceilings import DRAWN, OF_MATMUL, Ceilings, Seen, capacity_of, even_plan
-from harness import Case, Line, Metric, Report, Values, common_options
-from layer_card import LayerRank, Size, World
+from bench_layer_gpu import OPTIONS, sizes_of
+from card import DRAWN, OF_MATMUL, Ceilings, Seen, Size, World, even_plan
+from harness import KERNELS, Bench, Case, Line, Metric, Values, main
+from layers import GAIN, plan_values, step_values
 from load_cases import HotRank
-from timing import free, on_gpu
 
 import ultraep
 from ultraep import BalanceConfig, Plan, Topology
@@ -41,19 +37,6 @@ SIZES = (
 )  # tokens: the most for which two layers have room
 TOY = Size(model="toy", hidden=256, ffn=128, experts=16, tokens=128, top_k=2, ranks=2, rounds=2)
 LOADS = (HotRank(1.5), HotRank(2.0), HotRank(2.0, inner=1.0))
-TOY_LOADS = (HotRank(1.2),)
-
-
-class PrefillRank(LayerRank):
-    """A rank with one layer; a step is its forward pass."""
-
-    def step(self) -> None:
-        if self.clock is not None:
-            self.clock.mark("begin")
-        with torch.no_grad():
-            self.y = self.layer(self.x)
-        if self.clock is not None:
-            self.clock.mark("end")
 
 
 def planned(size: Size, loads: IntArray, policy: str, slots: int) -> Plan:
@@ -63,85 +46,52 @@ def planned(size: Size, loads: IntArray, policy: str, slots: int) -> Plan:
     return ultraep.plan(loads, topology, BalanceConfig(policy=policy))
 
 
-def prepare(world: World, loads: IntArray, plan: Plan) -> None:
-    """A graph of a step by this plan, which has run once."""
-    world.regroup(plan, capacity_of(plan))
-    world.route(loads)
-    world.capture()
-    world.replay()
-    world.check()
-
-
 def timed_steps(size: Size, hot: Sequence[HotRank]) -> dict[HotRank, tuple[float, Seen]]:
     """Milliseconds without balancing, and ultraep in turn with the ceilings.
 
     What is uneven needs the most memory, and comes before the ceilings are there.
     """
-    world, uneven = World(size, PrefillRank), {}
+    world, uneven = World(size, backward=False), {}
     for load in hot:
         loads = load.draw(size)
-        prepare(world, loads, planned(size, loads, "none", 0))
+        world.prepare(loads, planned(size, loads, "none", 0))
         uneven[load] = world.time()
         world.check()
-    leave(world)
-    ceilings, found = Ceilings(World(size, PrefillRank, world.parts)), {}
+    world.leave()
+    ceilings, found = Ceilings(world.beside()), {}
     for load in hot:
         loads = load.draw(size)
-        prepare(world, loads, planned(size, loads, "ultraep", load.slots))
+        world.prepare(loads, planned(size, loads, "ultraep", load.slots))
         found[load] = uneven[load], ceilings.in_turn_with(world.replay, size.rounds)
         world.check()
-    leave(world)
-    leave(ceilings.world)
+    world.leave()
+    ceilings.world.leave()
     return found
 
 
-def leave(world: World) -> None:
-    for rank in world.ranks:
-        rank.leave()
-    free()
-
-
 def lines_of(size: Size, hot: Sequence[HotRank], *, timed: bool) -> list[Line]:
-    """All loads and policies with so many tokens."""
+    """All loads and policies with so many tokens; even routing, as in turn with the last load."""
     found = timed_steps(size, hot) if timed else {}
     lines = []
-    for load in hot:
-        loads = load.draw(size)
-        for policy in POLICIES:
-            plan = planned(size, loads, policy, load.slots)
-            values = values_of(size, policy, *found[load]) if load in found else {}
-            case: Case = {"tokens": size.tokens, "load": load.name, "policy": policy}
-            imbalance = {BEFORE: before(loads, size), AFTER: plan.imbalance}
-            lines.append(Line(case, {**values, **imbalance, COPIES: plan.num_replicas}))
-    seen = found[hot[-1]][1] if found else None
-    return lines + [even_line(size, kind, seen) for kind in DRAWN]
+    for load, policy in product(hot, POLICIES):
+        plan = planned(size, load.draw(size), policy, load.slots)
+        values = values_of(size, policy, *found[load]) if load in found else {}
+        case: Case = {"tokens": size.tokens, "load": load.name, "policy": policy}
+        lines.append(Line(case, {**values, **plan_values(plan)}))
+    for kind in DRAWN:
+        case = {"tokens": size.tokens, "load": kind, "policy": "none"}
+        values = values_of(size, kind, *found[hot[-1]]) if found else {}
+        lines.append(Line(case, {**values, **plan_values(even_plan(size, kind))}))
+    return lines
 
 
-def even_line(size: Size, kind: str, seen: Seen | None) -> Line:
-    """Even routing, as it was in turn with the last load."""
-    imbalance = even_plan(size, kind).imbalance
-    values: Values = {BEFORE: imbalance, AFTER: imbalance, COPIES: 0}
-    if seen:
-        ms = seen.ceilings[kind]
-        values = {STEP: ms, RATE: rate(size, ms), **seen.shares(ms), **values}
-    return Line({"tokens": size.tokens, "load": kind, "policy": "none"}, values)
-
-
-def rate(size: Size, ms: float) -> float:
-    return size.ranks * size.tokens / ms * 1e3
-
-
-def values_of(size: Size, policy: str, uneven_ms: float, seen: Seen) -> Values:
+def values_of(size: Size, variant: str, uneven_ms: float, seen: Seen) -> Values:
+    """Of a policy, or of a kind of even routing."""
     flops = 2 * 3 * size.hidden * size.ffn * size.ranks * size.rows
-    ms = uneven_ms if policy == "none" else seen.ms
-    of_matmul = seen.values(flops)[OF_MATMUL] if policy == "ultraep" else None
-    return {
-        STEP: ms,
-        RATE: rate(size, ms),
-        **seen.shares(ms),
-        OF_MATMUL: of_matmul,
-        GAIN: uneven_ms / ms,
-    }
+    times = {"none": uneven_ms, "ultraep": seen.ms} | seen.ceilings
+    ms = times[variant]
+    of_matmul = seen.values(flops)[OF_MATMUL] if variant == "ultraep" else None
+    return {**step_values(size, ms, uneven_ms), **seen.shares(ms), OF_MATMUL: of_matmul}
 
 
 def break_even(tokens: list[int], gains: list[float]) -> float | None:
@@ -167,51 +117,37 @@ def break_even_lines(lines: list[Line]) -> list[Line]:
         ours = [line for line in lines if case.items() <= line.case.items()]
         gains = [line.values[GAIN] or 0.0 for line in ours]
         if ours:
-            found.append(Line(case, {BREAK_EVEN: break_even([*map(tokens_of, ours)], gains)}))
+            tokens = [int(line.case["tokens"]) for line in ours]
+            found.append(Line(case, {BREAK_EVEN: break_even(tokens, gains)}))
     return found
 
 
-def tokens_of(line: Line) -> int:
-    return int(line.case["tokens"])
+@dataclass(frozen=True)
+class Scale:
+    """How much is measured."""
+
+    sizes: tuple[Size, ...] = SIZES
+    tokens: tuple[int, ...] = TOKENS
+    loads: tuple[HotRank, ...] = LOADS
 
 
-def run(
-    report: Report, size: Size, tokens: Sequence[int], hot: Sequence[HotRank], *, timed: bool
-) -> None:
-    """The tables of one model."""
-    lines: list[Line] = []
-    for count in (number for number in tokens if number <= size.tokens):
-        report.note(f"... {size.model}, {count} tokens")
-        lines += lines_of(replace(size, tokens=count), hot, timed=timed)
-    about = f"{size.model}: D {size.hidden}, F {size.ffn}, {size.experts} experts, top-{size.top_k}"
-    about += f", forward, EP{size.ranks} on {size.sms} SMs each"
-    report.section = "prefill"
-    report.add(about, lines)
-    if timed:
-        report.section = "break-even"
-        report.add(
-            f"{size.model}: from how many tokens of a rank on it is faster", break_even_lines(lines)
-        )
-
-
-def main(argv: list[str]) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    common_options(parser)
-    parser.add_argument("--model", choices=["qwen", "deepseek"], help="one of the two models")
-    options = parser.parse_args(argv[1:])
-    timed = on_gpu(toy=options.toy)
-    report = Report("prefill_gpu", argv, device=torch.cuda.get_device_name() if timed else None)
-    report.header()
-    if not timed:
-        report.note("There is no GPU: nothing is timed.")
-    sizes = [TOY] if options.toy else list(SIZES)
-    if options.model:
-        sizes = [size for size in sizes if options.model in size.model.lower()]
-    tokens = (64, 128) if options.toy else (512, 8192) if options.quick else TOKENS
-    for size in sizes:
-        run(report, size, tokens, TOY_LOADS if options.toy else LOADS, timed=timed)
-        report.write(options.json)  # what is measured is not lost if the next one fails
+def prefill(bench: Bench) -> None:
+    """The tables of every model."""
+    if not bench.on_gpu:
+        bench.report.note("There is no GPU: nothing is timed.")
+    for size in sizes_of(bench):
+        lines: list[Line] = []
+        for count in (number for number in bench.scale.tokens if number <= size.tokens):
+            bench.report.note(f"... {size.model}, {count} tokens")
+            lines += lines_of(replace(size, tokens=count), bench.scale.loads, timed=bench.on_gpu)
+        about = f"forward, EP{size.ranks} on {size.sms} SMs each"
+        bench.table(f"{size.model}: {size.about}, {about}", lines, section="prefill")
+        if bench.on_gpu:
+            title = f"{size.model}: from how many tokens of a rank on it is faster"
+            bench.table(title, break_even_lines(lines), section="break-even")
 
 
 if __name__ == "__main__":
-    main(sys.argv)
+    toy = Scale((TOY,), (64, 128), (HotRank(1.2),))
+    scales = {"toy": toy, "quick": Scale(tokens=(512, 8192)), "full": Scale()}
+    main("prefill_gpu", __doc__, {"": prefill}, scales, needs=KERNELS, extra=OPTIONS)

@@ -18,22 +18,31 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from statistics import fmean, median
+from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from bench_layer import AFTER, BEFORE, COPIES, GAIN, RATE, STAGE, STEP
-from harness import Line, Metric, Mismatch, Report, common_options
+from harness import Line, Metric, Report, comma_list, common_options
+from layers import (
+    AFTER,
+    BEFORE,
+    COPIES,
+    Given,
+    check_close,
+    drawn_weights,
+    given_layer,
+    on_ranks,
+    slowest,
+    step_values,
+)
 from load_cases import HotRank, Shape, ids_with, random_even_ids
 from mps import shared_card
-from timing import free, on_gpu
-from world import Given, StageClock, given_layer, on_ranks
+from timing import free, in_turns, nothing, on_gpu
 
 import ultraep
 from ultraep import BalanceConfig
@@ -47,8 +56,7 @@ CONFIGS = {
 }
 MODES = ("eager", "graphs")
 OF_EVEN = Metric("share_of_random_even_routing", "share", "of even", ".3f")
-TOLERANCE = {torch.bfloat16: 2e-2, torch.float32: 1e-5}
-Step = Callable[[], None]
+Step = Callable[[], object]
 Facts = dict[str, dict[str, float]]  # of every variant
 
 
@@ -70,7 +78,6 @@ class Size(Shape):
     modes: tuple[str, ...] = MODES
     rounds: int = 7
     steps: int = 4  # that are timed together
-    staged: tuple[HotRank | None, ...] = (None, HotRank(2.0))  # loads whose stages are timed
 
 
 MODELS = {
@@ -89,7 +96,6 @@ TOY = Size(
     all_tokens=(64,),
     loads=(None, HotRank(1.5)),
     modes=("eager",),
-    staged=(),
     rounds=1,
     steps=1,
 )
@@ -112,7 +118,10 @@ class Variants:
         shape = size.tokens, size.hidden
         self.x = torch.randn(shape, **options).requires_grad_()
         self.dy = torch.randn(shape, **options)
-        self.weights = drawn_weights(size, rank, device, self.dtype)
+        homes = size.experts // size.ranks
+        home_experts = list(range(rank * homes, (rank + 1) * homes))
+        drawn = drawn_weights(size, home_experts, device, self.dtype)
+        self.weights = {name: torch.nn.Parameter(weight) for name, weight in drawn.items()}
         self.layers = {name: self._layer(name) for name in CONFIGS}
 
     def _layer(self, name: str) -> ultraep.BalancedMoE:
@@ -152,9 +161,7 @@ class Variants:
         wanted = self._results(NONE)
         for name in self.layers:
             for what, tensor in self._results(name).items():
-                error = (tensor - wanted[what]).norm() / wanted[what].norm()
-                if not error <= TOLERANCE[self.dtype]:
-                    raise Mismatch(f"{name}: {what} is off by {error:.2g} from {NONE}")
+                check_close(f"{what} of {name}", tensor, wanted[what])
 
     def _results(self, name: str) -> dict[str, torch.Tensor]:
         y = self.step(name)
@@ -163,36 +170,11 @@ class Variants:
         found |= {
             f"gradients of {n}": w.grad for n, w in self.weights.items() if w.grad is not None
         }
-        return {what: tensor.float().clone() for what, tensor in found.items()}
-
-    @contextmanager
-    def observed(self, name: str, clock: StageClock) -> Iterator[None]:
-        """Let the clock see the stages of a variant in this block."""
-        observers = self.layers[name].balancer._observers
-        observers.append(clock)
-        yield
-        observers.remove(clock)
+        return {what: tensor.clone() for what, tensor in found.items()}
 
     def close(self) -> None:
         for layer in self.layers.values():
             layer.balancer.close()
-
-
-def drawn_weights(
-    size: Size, rank: int, device: torch.device, dtype: torch.dtype
-) -> dict[str, torch.nn.Parameter]:
-    """The weights of the home experts of a rank."""
-    homes = size.experts // size.ranks
-    draw = torch.Generator(device=device).manual_seed(1000 + rank)
-    shapes = {"gate_up_proj": (2 * size.ffn, size.hidden), "down_proj": (size.hidden, size.ffn)}
-    return {
-        name: torch.nn.Parameter(
-            torch.empty(homes, *shape, device=device, dtype=dtype).uniform_(
-                -(shape[1] ** -0.5), shape[1] ** -0.5, generator=draw
-            )
-        )
-        for name, shape in shapes.items()
-    }
 
 
 def on_rank(rank: int, size: Size, cuda: bool) -> list[dict[str, Any]]:
@@ -210,28 +192,9 @@ def on_rank(rank: int, size: Size, cuda: bool) -> list[dict[str, Any]]:
             found.append({"load": name, "mode": mode, "variants": facts})
             if rank == 0:
                 print(f"... {size.tokens} tokens, {name}, {mode}", file=sys.stderr, flush=True)
-        if load in size.staged:
-            found[-1]["stages"] = staged(variants)
-        found[-1]["planes"] = {n: repr(layer.balancer) for n, layer in variants.layers.items()}
         variants.close()
         del variants
         free()
-    return found
-
-
-def staged(variants: Variants) -> Facts:
-    """Milliseconds of every stage of a replayed step, the mean of all ranks, by variant."""
-    found = {}
-    for name in (NONE, DEFAULT):
-        clock = StageClock.on_device()
-        with variants.observed(name, clock):
-            replay = stepper(variants, name, "graphs", clock)
-        for _ in range(3):
-            replay()
-        torch.cuda.synchronize()
-        every: list[dict[str, float]] = [{} for _ in range(variants.size.ranks)]
-        dist.all_gather_object(every, clock.times())
-        found[name] = {stage: fmean(times[stage] for times in every) for stage in every[0]}
     return found
 
 
@@ -248,16 +211,23 @@ def measure(variants: Variants, load: HotRank | None, mode: str) -> Facts:
     variants.route(None)
     even = variants.router.ids, variants.router.gates
     steps[EVEN] = stepper(variants, NONE, mode)
-    seconds: dict[str, list[float]] = {name: [] for name in steps}
-    for turn in range(variants.size.rounds + 1):
-        names = list(steps)
-        for name in names[turn % len(names) :] + names[: turn % len(names)]:
-            variants.router.ids, variants.router.gates = even if name == EVEN else routed
-            elapsed = slowest(steps[name], variants.size.steps, variants.device)
-            if turn:
-                seconds[name].append(elapsed)
+
+    wait: Step = torch.cuda.synchronize if variants.device.type == "cuda" else nothing
+
+    def repeat(step: Step) -> None:
+        for _ in range(variants.size.steps):
+            step()
+        wait()
+
+    def seconds(name: str) -> float:
+        variants.router.ids, variants.router.gates = even if name == EVEN else routed
+        wait()
+        elapsed, _ = slowest(partial(repeat, steps[name]))
+        return elapsed / variants.size.steps
+
+    found = in_turns(list(steps), variants.size.rounds, seconds, warmup=1)
     variants.router.ids, variants.router.gates = routed
-    facts = {name: {"step": median(found)} for name, found in seconds.items()}
+    facts = {name: {"step": median(times)} for name, times in found.items()}
     for name, plan in plans.items():
         facts[name] |= {
             "before": plan.initial_imbalance,
@@ -267,41 +237,19 @@ def measure(variants: Variants, load: HotRank | None, mode: str) -> Facts:
     return facts
 
 
-def stepper(variants: Variants, name: str, mode: str, clock: StageClock | None = None) -> Step:
+def stepper(variants: Variants, name: str, mode: str) -> Step:
     """A call that runs one step of a variant: its kernels, or a graph of them."""
     if mode == "eager":
-        return lambda: void(variants.step(name))
+        return partial(variants.step, name)
     graph = torch.cuda.CUDAGraph()
     variants.step(name)
     variants.forget()
     free()
     dist.barrier()
     with torch.cuda.graph(graph, pool=variants.pool, capture_error_mode="relaxed"):
-        if clock is not None:
-            clock.restart()
         variants.step(name)
-        if clock is not None:
-            clock.mark("backward end")
     variants.graphs.append(graph)
     return graph.replay
-
-
-def void(_: object) -> None:
-    """Return nothing."""
-
-
-def slowest(step: Step, steps: int, device: torch.device) -> float:
-    """Seconds of a step, from a common start; the most of all ranks."""
-    wait: Callable[[], None] = torch.cuda.synchronize if device.type == "cuda" else lambda: None
-    wait()
-    dist.barrier()
-    begin = time.perf_counter()
-    for _ in range(steps):
-        step()
-    wait()
-    spent = torch.tensor([(time.perf_counter() - begin) / steps])
-    dist.all_reduce(spent, op=dist.ReduceOp.MAX)
-    return float(spent)
 
 
 def lines_of(size: Size, case: Mapping[str, Any]) -> list[Line]:
@@ -309,9 +257,7 @@ def lines_of(size: Size, case: Mapping[str, Any]) -> list[Line]:
     lines = []
     for name, found in facts.items():
         values = {
-            STEP: found["step"] * 1e3,
-            RATE: size.ranks * size.tokens / found["step"],
-            GAIN: facts[NONE]["step"] / found["step"],
+            **step_values(size, found["step"] * 1e3, facts[NONE]["step"] * 1e3),
             OF_EVEN: facts[EVEN]["step"] / found["step"],
             BEFORE: found.get("before"),
             AFTER: found.get("after"),
@@ -326,39 +272,19 @@ def run_model(report: Report, size: Size, *, cuda: bool) -> None:
     for tokens in size.all_tokens:
         one = replace(size, tokens=tokens)
         cases = on_ranks(size.ranks, partial(on_rank, size=one, cuda=cuda))
-        title = f"D {size.hidden}, F {size.ffn}, {size.experts} experts, top-{size.top_k}"
         for case in cases:
-            report.add(f"EP{size.ranks}: {title}", lines_of(one, case))
-            if "stages" in case:
-                report.add("Stages of a replayed step, mean of the ranks", stage_lines(one, case))
-            for name, plane in case.get("planes", {}).items():
-                report.note(f"{name}: {plane}")
-
-
-def stage_lines(size: Size, case: Mapping[str, Any]) -> list[Line]:
-    lines = []
-    for name, stages in case["stages"].items():
-        for stage, ms in stages.items():
-            about = {"tokens": size.tokens, "load": case["load"], "variant": name, "stage": stage}
-            lines.append(Line({"model": size.model, **about}, {STAGE: ms}))
-    return lines
+            report.add(f"EP{size.ranks}: {size.about}", lines_of(one, case))
 
 
 def main(argv: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     common_options(parser)
-    parser.add_argument(
-        "--models",
-        default=",".join(MODELS),
-        metavar="A,B",
-        help=f"models to measure, of {', '.join(MODELS)} (default: all)",
-    )
+    text = f"models to measure, of {', '.join(MODELS)} (default: all)"
+    models = comma_list(MODELS)
+    parser.add_argument("--models", type=models, default=[*MODELS], metavar="A,B", help=text)
     options = parser.parse_args(argv[1:])
-    unknown = [name for name in options.models.split(",") if name not in MODELS]
-    if unknown:
-        parser.error(f"unknown models {', '.join(unknown)}; known are {', '.join(MODELS)}")
     cuda = on_gpu(toy=options.toy) and not options.toy
-    sizes = [TOY] if options.toy else [MODELS[name] for name in options.models.split(",")]
+    sizes = [TOY] if options.toy else [MODELS[name] for name in options.models]
     if options.quick:
         sizes = [replace(size, all_tokens=(4096,)) for size in sizes]
     device = f"{card_name()}, {sizes[0].ranks} processes by CUDA MPS" if cuda else None

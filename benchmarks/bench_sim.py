@@ -6,8 +6,6 @@ card share its power: one that works while others wait is faster, by what bench_
 measured for as many busy partitions. A dash: what was measured there was another plan.
 `cpu`: a layer of two processes on two cores (results of bench_layer.py). The rate of the cores is
 the one that makes forced balance right; no balancing and ultraep are predicted.
-`published`: throughput over forced balance and imbalance in the published settings; the ones that
-calibrated a constant are marked.
 `speed`: seconds for a thousand microbatches of 94 layers at EP64, policy by policy, two processes.
 
     python benchmarks/bench_sim.py --json out.json
@@ -16,22 +14,20 @@ calibrated a constant are marked.
 
 from __future__ import annotations
 
-import argparse
 import json
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import bench_layer
 import bench_layer_gpu
-import load_cases
 import numpy as np
-from ceilings import OF_TILES, TILE_PERFECT
-from harness import ROOT, Case, Line, Metric, Report, common_options, section_option
-from layer_card import Size
+from card import OF_TILES, TILE_PERFECT, Size
+from harness import ROOT, Bench, Case, Line, Metric, main
+from layers import FORCED
+from load_cases import even_ids, skewed_ids
 from numpy.typing import NDArray
 
 from ultraep import BalanceConfig, Topology, plan
@@ -41,8 +37,8 @@ from ultraep.tools.sim.costs import Costs, measured_rates
 from ultraep.tools.sim.layer import LayerClock
 from ultraep.tools.sim.model import GroupedAttention, Model
 from ultraep.tools.sim.planning import CopySets
-from ultraep.tools.sim.published import CONTENDERS, Setting, scenario_of, settings, share_of_ideal
-from ultraep.tools.sim.run import Result, simulate
+from ultraep.tools.sim.published import scenario_of, settings
+from ultraep.tools.sim.run import simulate
 from ultraep.tools.sim.runtime import runtime_of
 from ultraep.tools.sim.scenario import Contender
 from ultraep.tools.sim.training import Training
@@ -52,18 +48,14 @@ Table = tuple[str, list[Line]]  # title
 
 RESULTS = ROOT / "benchmarks" / "results"
 ON_CARD = (("qwen", "qwen3", 0), ("deepseek", "deepseek", 1))  # results, curve, size
-FORCED = "forced balance"
 FORMERLY = "share_of_forced_balance"  # how records before three ceilings name that of tiles
 SAME = 1e-5  # imbalances of one plan: the record has seven digits
 
 PREDICTED = Metric("predicted_share", "share", "predicted", ".3f")
 MEASURED = Metric("measured_share", "share", "measured", ".3f")
-PUBLISHED = Metric("published_share", "share", "published", ".3f")
 POINTS = Metric("error", "points", "points off", "+.1f")
-SIM_IMBALANCE = Metric("predicted_imbalance", "max/mean", "imbalance", ".3f")
 SECONDS = Metric("time", "s", "seconds", ".1f")
 PER_PLAN = Metric("time_per_layer_and_microbatch", "us", "us per layer and microbatch", ".0f")
-PUB_IMBALANCE = Metric("published_imbalance", "max/mean", "published", ".2f")
 
 
 def rows_of(name: str) -> list[dict[str, Any]]:
@@ -152,9 +144,9 @@ def predict_on_card(size: Size, curve: str, made: Plan, policy: str) -> float:
     return rest + forward + backward
 
 
-def on_card(report: Report, small: bool) -> None:
-    for title, lines in card_tables(small):
-        report.add(title, lines)
+def on_card(bench: Bench) -> None:
+    for title, lines in card_tables(bench.scale):
+        bench.table(title, lines)
 
 
 def card_tables(small: bool = False) -> Iterator[Table]:
@@ -202,8 +194,8 @@ def line(model: str, load: str, policy: str, predicted: float, measured: float |
 # -- two cores -----------------------------------------------------------------------------------
 
 
-def on_cpu(report: Report, _: bool) -> None:
-    report.add(*cpu_table())
+def on_cpu(bench: Bench) -> None:
+    bench.table(*cpu_table())
 
 
 def cpu_table() -> Table:
@@ -237,7 +229,7 @@ def cpu_seconds(
 ) -> float:
     """Seconds of a layer, forward and backward."""
     model = layer_model("two cores", size.hidden, size.ffn, size.experts, size.top_k)
-    ids = (load_cases.even_ids(size) if even else load_cases.skewed_ids(size, size.ratio)).numpy()
+    ids = (even_ids(size) if even else skewed_ids(size, size.ratio)).numpy()
     loads = np.stack([np.bincount(own.reshape(-1), minlength=size.experts) for own in ids])
     topology = Topology(ranks=size.ranks, experts=size.experts, slots=size.slots)
     copies = copies_of(plan(loads, topology, BalanceConfig(policy=policy)))
@@ -247,41 +239,12 @@ def cpu_seconds(
     return float(times.forward_seconds[0] + times.backward_seconds[0]) - attention
 
 
-# -- published -----------------------------------------------------------------------------------
-
-
-def on_published(report: Report, small: bool) -> None:
-    """Every published setting; or one."""
-    chosen = settings()[:1] if small else settings()
-    for setting in chosen:
-        scenario = scenario_of(setting, steps=1 if small else 2)
-        results = simulate(scenario, CONTENDERS, processes=1 if small else 2)
-        lines = [published_line(setting, result, results) for result in results[:-1]]
-        report.add(f"{setting.title} ({setting.use})", lines)
-
-
-def published_line(setting: Setting, result: Result, results: list[Result]) -> Line:
-    """Predicted beside published."""
-    share = share_of_ideal(results)[result.label]
-    known = result.policy in setting.throughput
-    published = setting.share(result.policy) if known else None
-    return Line(
-        {"setting": setting.name, "policy": result.policy},
-        {
-            PREDICTED: share,
-            PUBLISHED: published,
-            POINTS: None if published is None else 100 * (share - published),
-            SIM_IMBALANCE: result.imbalance,
-            PUB_IMBALANCE: setting.imbalance.get(result.policy),
-        },
-    )
-
-
 # -- speed ---------------------------------------------------------------------------------------
 
 
-def on_speed(report: Report, small: bool) -> None:
+def on_speed(bench: Bench) -> None:
     """Every policy alone, on the same loads."""
+    small = bench.scale
     setting = next(setting for setting in settings() if setting.name == "qwen-train")
     job = Training(microbatches=8 if small else 1000, steps=1)
     scenario = replace(scenario_of(setting), job=job)
@@ -297,29 +260,11 @@ def on_speed(report: Report, small: bool) -> None:
         case: Case = {"policy": policy, "slots": slots}
         lines.append(Line(case, {SECONDS: took, PER_PLAN: 1e6 * took / plans}))
     about = f"{scenario.microbatches} microbatches, {scenario.model.layers} layers"
-    report.add(f"{about}, EP64, two processes", lines)
+    bench.table(f"{about}, EP64, two processes", lines)
 
 
-SECTIONS: dict[str, Callable[[Report, bool], None]] = {
-    "card": on_card,
-    "cpu": on_cpu,
-    "published": on_published,
-    "speed": on_speed,
-}
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    common_options(parser)
-    section_option(parser, SECTIONS)
-    options = parser.parse_args()
-    report = Report("sim", sys.argv)
-    report.header()
-    for name in options.only:
-        report.section = name
-        SECTIONS[name](report, options.toy or options.quick)
-    report.write(options.json)
+SECTIONS = {"card": on_card, "cpu": on_cpu, "speed": on_speed}
 
 
 if __name__ == "__main__":
-    main()
+    main("sim", __doc__, SECTIONS, {"toy": True, "quick": True, "full": False})  # small or not

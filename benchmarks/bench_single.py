@@ -1,7 +1,7 @@
 """One rank alone: a whole MoE layer beside a plain one of torch, forward and backward.
 
     python benchmarks/bench_single.py                  # needs a GPU; a minute
-    python benchmarks/bench_single.py --only kernels   # stage 6, launch by launch
+    python benchmarks/bench_single.py --only seam      # one of the two sections
     python benchmarks/bench_single.py --toy            # tiny, for CI; also without a GPU
 
 Ids and gates are given, so that no router is timed. In one run, on the same weights:
@@ -10,7 +10,6 @@ Ids and gates are given, so that no router is timed. In one run, on the same wei
     torch, gathers     the same, but every sum over choices gathers its rows
     messages           our layer, on the data plane that sends messages
     mapped             our layer, on the data plane without the host
-    ..., generic       our layer with the experts of torch in it, through the seam of `loan.py`
 
 Outputs and all gradients are compared before anything is timed. Contenders take turns; a round is
 some steps in a row, between two events; the median of the rounds counts. What all are compared with
@@ -22,16 +21,12 @@ Shapes: T tokens, K experts per token, E experts, A = T * K rows, D model width,
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from statistics import median
 
-import torch
-from harness import Bench, Line, Metric, Values, run_sections
+from harness import KERNELS, Bench, Line, Metric, main
 from load_cases import Shape
 from single_contenders import (
-    GENERIC,
     OURS,
     PLAIN,
     SEAM,
@@ -42,16 +37,11 @@ from single_contenders import (
     experts_alone,
     name_of,
 )
-from single_kernels import kernels
-from timing import Clock, Host, device_us, free, tell
+from timing import free, in_a_row_ms, in_turns, medians
 
 STEP = Metric("step_time_p50", "ms", "ms", ".3f")
 SPEED = Metric("speed_over_torch_grouped", "ratio", "speed", ".3f")
-GENERIC_SPEED = Metric("generic_speed_over_torch_grouped", "ratio", "generic speed", ".3f")
 SEAM_SPEED = Metric("speed_over_own_experts", "ratio", "speed", ".3f")
-HOST_STEP = Metric("step_host_time", "ms", "host ms", ".2f")
-SPENT = Metric("device_time", "ms", "ms of a step", ".4f")
-CALLS = Metric("calls", "launches", "calls", ".1f")
 ALONE = "experts alone"
 
 
@@ -78,13 +68,12 @@ def layer(bench: Bench) -> None:
     """Milliseconds of a step, and speed beside the quicker layer of torch."""
     lines = []
     for shape in bench.scale.shapes:
-        tell(name_of(shape))
-        times = measured(bench, Inputs.of_tokens(shape, bench.clock), PLAIN | OURS | GENERIC)
+        times = measured(bench, Inputs.of_tokens(shape, bench.clock), PLAIN | OURS)
         plain = min(times[name] for name in PLAIN)
         for name, ms in times.items():
-            speed = GENERIC_SPEED if name in GENERIC else SPEED
-            values: Values = {STEP: ms, speed: plain / ms}
-            lines.append(line(bench, shape, name, ms, values))
+            lines.append(
+                Line({"shape": name_of(shape), "path": name}, {STEP: ms, SPEED: plain / ms})
+            )
     about = f"EP1, {bench.scale.shapes[0].tokens} tokens, forward and backward, {bench.clock.dtype}"
     bench.table(f"{about}; shape D/F/experts/top-k", lines)
 
@@ -93,88 +82,34 @@ def seam(bench: Bench) -> None:
     """Milliseconds of stage 6 with the experts of torch, alone and through the seam."""
     lines = []
     for shape in bench.scale.shapes:
-        tell(name_of(shape))
         inputs = Inputs.of_tokens(shape, bench.clock).arrived()
         times = measured(bench, inputs, {ALONE: experts_alone} | SEAM)
         for name, ms in times.items():
-            lines.append(line(bench, shape, name, ms, {STEP: ms, SEAM_SPEED: times[ALONE] / ms}))
+            lines.append(
+                Line(
+                    {"shape": name_of(shape), "path": name},
+                    {STEP: ms, SEAM_SPEED: times[ALONE] / ms},
+                )
+            )
     about = "EP1, stage 6 by torch's grouped products, forward and backward"
     bench.table(f"{about}; shape D/F/experts/top-k", lines)
-
-
-def line(bench: Bench, shape: Shape, path: str, ms: float, values: Values) -> Line:
-    """Of the host, only its time."""
-    shown: Values = {HOST_STEP: ms} if isinstance(bench.clock, Host) else values
-    return Line({"shape": name_of(shape), "path": path}, shown)
 
 
 def measured(bench: Bench, inputs: Inputs, makes: Mapping[str, Make]) -> dict[str, float]:
     """Milliseconds of a step of each, the median of the rounds in which they take turns."""
     contenders = {name: Contender(inputs, make) for name, make in makes.items()}
-    compare(contenders, bench.clock.dtype)
-    found: dict[str, list[float]] = {name: [] for name in contenders}
-    names = list(contenders)
-    for round_ in range(bench.scale.rounds):  # all are warm: they were compared
-        for name in names if round_ % 2 else reversed(names):  # none is always the first
-            step = contenders[name].step
-            found[name].append(in_a_row(bench.clock, step, bench.scale.steps))
-    del contenders
+    compare(contenders)
+    rounds = in_turns(
+        list(contenders),
+        bench.scale.rounds,
+        lambda name: in_a_row_ms(bench.clock, contenders[name].step, bench.scale.steps),
+        warmup=0,  # all are warm: they were compared
+    )
+    contenders.clear()
     free()
-    return {name: float(median(times)) for name, times in found.items()}
-
-
-def in_a_row(clock: Clock, call: Callable[[], object], times: int) -> float:
-    """Milliseconds of a call among some, launched as they come: eager."""
-
-    def calls() -> None:
-        for _ in range(times):
-            call()
-
-    us = clock.us(calls) if isinstance(clock, Host) else device_us(calls, 1)
-    return us / 1e3 / times
-
-
-def profile(bench: Bench) -> None:
-    """Where the device's time of a step goes: kernels of our layer without the host."""
-    from torch.profiler import ProfilerActivity
-
-    if isinstance(bench.clock, Host):
-        bench.report.note("\nprofile: needs a GPU")
-        return
-    steps = bench.scale.steps
-    for shape in bench.scale.shapes:
-        contender = Contender(Inputs.of_tokens(shape, bench.clock), OURS["mapped"])
-        contender.step()
-        torch.cuda.synchronize()
-        with torch.profiler.profile(activities=[ProfilerActivity.CUDA]) as seen:
-            for _ in range(steps):
-                contender.step()
-            torch.cuda.synchronize()
-        events = [event for event in seen.key_averages() if event.self_device_time_total > 0]
-        events.sort(key=lambda event: -event.self_device_time_total)
-        lines = []
-        for place, event in enumerate(events[:24]):
-            case = {"shape": name_of(shape), "place": place, "kernel": event.key[:60]}
-            ms = event.self_device_time_total / 1e3 / steps
-            lines.append(Line(case, {SPENT: ms, CALLS: event.count / steps}))
-        bench.table("mapped", lines)
-        del contender
-        free()
-
-
-SECTIONS: dict[str, Callable[[Bench], None]] = {
-    "layer": layer,
-    "seam": seam,
-    "profile": profile,
-    "kernels": kernels,
-}
-
-
-def main(argv: list[str]) -> None:
-    """Run the sections, print their tables, and write their rows."""
-    scales = {"toy": TOY, "quick": QUICK, "full": FULL}
-    run_sections("single", argv, __doc__, SECTIONS, scales)
+    return medians(rounds)
 
 
 if __name__ == "__main__":
-    main(sys.argv)
+    scales = {"toy": TOY, "quick": QUICK, "full": FULL}
+    main("single", __doc__, {"layer": layer, "seam": seam}, scales, needs=KERNELS)

@@ -13,16 +13,12 @@ work too, that is what to look at.
 
 from __future__ import annotations
 
-import argparse
-import sys
 from dataclasses import dataclass
 from typing import Any
 
-from gain import FORCED, PLAIN, RATIO, gain_lines
-from harness import Bench, common_options, section_option
+from harness import Bench, main
+from layers import gain_lines, on_ranks
 from load_cases import Shape
-from timing import Host
-from world import on_ranks
 
 
 @dataclass(frozen=True)
@@ -50,25 +46,9 @@ def gain(bench: Bench) -> None:
     """Tokens a second of two ranks: unmodified, unbalanced, balanced, forced balanced."""
     shape = bench.scale.shape
     found = on_ranks(shape.ranks, on_rank, bench.scale)
-    known = {PLAIN: (RATIO, RATIO), FORCED: (1.0, 1.0)}
-    for name, imbalance in known.items():
-        found[name] |= dict(zip(("before", "after"), imbalance, strict=True))
     lines = gain_lines(shape, found, {"layers": bench.scale.layers})
     bench.table("steps of the Trainer in processes", lines)
 
 
-SECTIONS = {"gain": gain}
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    common_options(parser)
-    section_option(parser, SECTIONS)
-    options = parser.parse_args()
-    scale = TOY if options.toy else QUICK if options.quick else FULL
-    bench = Bench.of("torchtitan", sys.argv, scale, Host(name="torch on the CPU"), options.json)
-    bench.run(SECTIONS, options.only)
-
-
 if __name__ == "__main__":
-    main()
+    main("torchtitan", __doc__, {"gain": gain}, {"toy": TOY, "quick": QUICK, "full": FULL})

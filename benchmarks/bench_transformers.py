@@ -18,26 +18,33 @@ Shapes: T tokens of a rank, K experts per token, E experts, D model width.
 
 from __future__ import annotations
 
-import argparse
 import copy
-import sys
 from dataclasses import dataclass
-from statistics import median
+from functools import partial
 from typing import Any
 
 import torch
-from bench_layer import AFTER, BEFORE, GAIN, RATE, SHARE
-from gain import FORCED, HOST_STEP, PLAIN, RATIO, Facts, Spent, gain_lines, medians, slowest
-from harness import Bench, Line, Metric, Mismatch, Values, common_options, section_option
+from harness import CPU, KERNELS, Bench, Line, Metric, Values, main
+from layers import (
+    FORCED,
+    PLAIN,
+    RATIO,
+    SHARE,
+    Facts,
+    Step,
+    check_close,
+    gain_lines,
+    on_ranks,
+    plan_values,
+    step_values,
+    timed_steps,
+)
 from load_cases import HotRank, Shape, even_ids, skewed_ids
-from timing import Clock, Gpu, Host, device_us, free, on_gpu, tell
+from timing import in_a_row_ms, in_turns, medians
 from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 from transformers_card import Blocks, GivenChoices
-from transformers_card import compare as compare_ranks
-from world import on_ranks
 
-from ultraep import Plan
 from ultraep.integrations.transformers import balance
 
 STEP = Metric("step_time_p50", "ms", "ms", ".3f")
@@ -91,77 +98,32 @@ def block(shape: Shape, device: torch.device, dtype: torch.dtype) -> Any:
     return made
 
 
-class Step:
-    """Forward and backward of a block."""
-
-    def __init__(self, made: Any, tokens: torch.Tensor) -> None:
-        self.block, self.tokens = made, tokens[None].requires_grad_()
-        self.y = torch.empty(0)
-
-    def __call__(self) -> None:
-        self.block.zero_grad(set_to_none=True)
-        self.tokens.grad = None
-        self.y = self.block(self.tokens)
-        self.y.sum().backward()
-
-
 def overhead(bench: Bench) -> None:
     """Milliseconds of a step of one rank, and how much more that is than unmodified."""
     shape, clock = bench.scale.alone, bench.clock
     draw = torch.Generator().manual_seed(1)
     tokens = torch.randn(shape.tokens, shape.hidden, generator=draw).to(clock.device, clock.dtype)
     plain = block(shape, clock.device, clock.dtype)
-    steps = {PLAIN: Step(plain, tokens.clone())}
-    for plane in ("messages",) if isinstance(clock, Host) else ("messages", "auto"):
+    steps = {PLAIN: Step(plain, tokens[None])}
+    for plane in ("messages", "auto") if bench.on_gpu else ("messages",):
         balanced = copy.deepcopy(plain)
         balance(balanced, policy="none", data_plane=plane)
-        steps[f"balanced, {plane}"] = Step(balanced, tokens.clone())
-    compare(steps)
-    times = in_turns(steps, clock, bench.scale)
+        steps[f"balanced, {plane}"] = Step(balanced, tokens[None])
+    for name, step in steps.items():
+        step()
+        step.compare(name, steps[PLAIN])
+    rounds = in_turns(
+        list(steps),
+        bench.scale.rounds,
+        lambda name: in_a_row_ms(clock, steps[name], bench.scale.steps),
+    )
+    times = medians(rounds)
     about = "/".join(str(n) for n in (shape.hidden, shape.ffn, shape.experts, shape.top_k))
     lines = []
     for name, ms in times.items():
         values: Values = {STEP: ms, OVERHEAD: ms / times[PLAIN] - 1}
-        shown = {HOST_STEP: ms} if isinstance(clock, Host) else values
-        lines.append(Line({"shape": about, "tokens": shape.tokens, "block": name}, shown))
+        lines.append(Line({"shape": about, "tokens": shape.tokens, "block": name}, values))
     bench.table(f"EP1, policy none, forward and backward, {clock.dtype}", lines)
-
-
-def compare(steps: dict[str, Step]) -> None:
-    """Raise if outputs or gradients of the tokens differ by more than the type explains."""
-    for step in steps.values():
-        step()
-    first = steps[PLAIN]
-    limit = 0.05 if first.y.dtype.itemsize < 4 else 1e-4
-    for name, step in steps.items():
-        for got, want in ((step.y, first.y), (step.tokens.grad, first.tokens.grad)):
-            assert got is not None and want is not None  # noqa: PT018
-            off = ((got - want).abs().max() / want.abs().max()).item()
-            if not off <= limit:
-                raise Mismatch(f"{name} differs by {off:.3g} of the largest, allowed are {limit}")
-
-
-def in_turns(steps: dict[str, Step], clock: Clock, scale: Scale) -> dict[str, float]:
-    """Milliseconds of each, the median of rounds in which they take turns."""
-    found: dict[str, list[float]] = {name: [] for name in steps}
-    for round_ in range(scale.rounds + 2):  # two to warm up
-        for name in steps if round_ % 2 else reversed(steps):
-            ms = in_a_row(steps[name], clock, scale.steps)
-            if round_ >= 2:
-                found[name].append(ms)
-    free()
-    return {name: float(median(times)) for name, times in found.items()}
-
-
-def in_a_row(step: Step, clock: Clock, times: int) -> float:
-    """Milliseconds of a step among some, launched as they come."""
-
-    def calls() -> None:
-        for _ in range(times):
-            step()
-
-    us = clock.us(calls) if isinstance(clock, Host) else device_us(calls, 1)
-    return us / 1e3 / times
 
 
 def on_rank(rank: int, shape: Shape, rounds: int) -> dict[str, Facts]:
@@ -171,22 +133,22 @@ def on_rank(rank: int, shape: Shape, rounds: int) -> dict[str, Facts]:
     made = {policy: copy.deepcopy(plain) for policy in ("none", "ultraep")}
     owners = {policy: balance(made[policy], policy=policy) for policy in made}
     tokens = torch.randn(shape.tokens, shape.hidden, generator=torch.Generator().manual_seed(rank))
-    steps = {policy: Step(made[policy], tokens.clone()) for policy in made}
+    run = {policy: Step(made[policy], tokens[None]) for policy in made}
     variants = {"none": (skewed, "none"), "ultraep": (skewed, "ultraep"), FORCED: (even, "none")}
-    seconds: dict[str, list[Spent]] = {name: [] for name in variants}
-    facts = {}
-    for turn in range(rounds + 2):  # two to warm up
-        for name, (ids, policy) in variants.items():
-            made[policy].gate = GivenChoices(ids[rank], torch.float32)
-            owners[policy].reset_stats()
-            spent = slowest(steps[policy])
-            if turn >= 2:
-                seconds[name].append(spent)
-            stats = owners[policy].stats()
-            facts[name] = {"before": stats["imbalance_before"], "after": stats["imbalance_after"]}
-    for name, found in seconds.items():
-        facts[name] |= medians(found)
-    return facts
+
+    def step(name: str) -> None:
+        ids, policy = variants[name]
+        made[policy].gate = GivenChoices(ids[rank], torch.float32)
+        owners[policy].reset_stats()
+        run[policy]()
+
+    def imbalance(name: str) -> tuple[float, float]:
+        stats = owners[variants[name][1]].stats()
+        return stats["imbalance_before"], stats["imbalance_after"]
+
+    return timed_steps(
+        {name: partial(step, name) for name in variants}, rounds, imbalance, warmup=2
+    )
 
 
 def gain(bench: Bench) -> None:
@@ -198,61 +160,31 @@ def gain(bench: Bench) -> None:
 
 def card(bench: Bench) -> None:
     """Tokens a second of eight ranks on one card: unbalanced, balanced and forced balanced."""
-    shape, clock = bench.scale.card, bench.clock
+    shape, clock, rounds = bench.scale.card, bench.clock, bench.scale.rounds
     blocks = Blocks(shape, lambda: block(shape, clock.device, clock.dtype), clock.device, SMS)
     loads = [HotRank(ratio) for ratio in bench.scale.hot]
-    forced = card_step(blocks, bench, loads[0], FORCED)
+    forced = blocks.run(loads[0], FORCED, rounds)
     lines = []
     for load in loads:
-        found = {policy: card_step(blocks, bench, load, policy) for policy in ("none", "ultraep")}
-        compare_ranks(load.name, found["ultraep"].outputs, found["none"].outputs)
+        found = {policy: blocks.run(load, policy, rounds) for policy in ("none", "ultraep")}
+        for got, want in zip(found["ultraep"].outputs, found["none"].outputs, strict=True):
+            check_close(load.name, got, want)
         for policy, step in (found | {FORCED: forced}).items():
             values: Values = {
-                (HOST_STEP if isinstance(clock, Host) else STEP): step.ms,
-                RATE: shape.ranks * shape.tokens / step.ms * 1e3,
+                **step_values(shape, step.ms, found["none"].ms),
                 SHARE: forced.ms / step.ms,
-                GAIN: found["none"].ms / step.ms,
-                BEFORE: step.plan.initial_imbalance,
-                AFTER: step.plan.imbalance,
+                **plan_values(step.plan),
             }
             lines.append(Line({"load": load.name, "policy": policy}, values))
     blocks.close()
-    about = f"D {shape.hidden}, F {shape.ffn}, {shape.experts} experts, top-{shape.top_k}, "
-    about += f"{shape.tokens} tokens a rank, EP{shape.ranks}"
+    about = f"{shape.about}, {shape.tokens} tokens a rank, EP{shape.ranks}"
     bench.table(f"the library's own experts, forward and backward; {about}", lines)
 
 
-@dataclass(frozen=True)
-class CardStep:
-    """What a step of all ranks took, and gave."""
-
-    ms: float
-    plan: Plan
-    outputs: list[torch.Tensor]
-
-
-def card_step(blocks: Blocks, bench: Bench, load: HotRank, policy: str) -> CardStep:
-    """One policy on one load."""
-    tell(f"{policy}, {load.name}")
-    plan = blocks.become(load, policy)
-    blocks.capture(plan)
-    return CardStep(blocks.step_ms(bench.scale.rounds), plan, blocks.outputs())
-
-
 SECTIONS = {"overhead": overhead, "card": card, "gain": gain}
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    common_options(parser)
-    section_option(parser, SECTIONS)
-    options = parser.parse_args()
-    scale = TOY if options.toy else QUICK if options.quick else FULL
-    on_device = set(options.only) - {"gain"} and on_gpu(toy=options.toy)
-    clock: Clock = Gpu() if on_device else Host(name="torch on the CPU")
-    bench = Bench.of("transformers", sys.argv, scale, clock, options.json)
-    bench.run(SECTIONS, options.only)
+NEEDS = {"overhead": KERNELS, "card": KERNELS, "gain": CPU}
 
 
 if __name__ == "__main__":
-    main()
+    scales = {"toy": TOY, "quick": QUICK, "full": FULL}
+    main("transformers", __doc__, SECTIONS, scales, needs=NEEDS)

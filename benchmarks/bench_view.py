@@ -1,7 +1,7 @@
 """How soon a large trace is open in `ultraep view`, how soon a click is answered, in which memory.
 
     python benchmarks/bench_view.py                  # EP64 x 256, 100 layers x 1000 microbatches
-    python benchmarks/bench_view.py --trace FOLDER   # one that is there; big_trace.py draws some
+    python benchmarks/bench_view.py --trace FOLDER   # a recorded one
     python benchmarks/bench_view.py --toy            # tiny, for CI
 
 A server is started as by a user who has installed it, so that Python has compiled its modules, and
@@ -12,7 +12,6 @@ places all over the run, never the same twice, while it is still read and afterw
 
 from __future__ import annotations
 
-import argparse
 import http.client
 import json
 import os
@@ -31,10 +30,8 @@ from urllib.parse import urlencode
 
 import numpy as np
 from big_trace import Size, write_trace
-from harness import Line, Metric, Report, common_options
+from harness import Bench, Line, Metric, main
 from numpy.typing import NDArray
-
-from ultraep.tools.report.rows import cpu_device
 
 LISTENS = Metric("time_to_listen", "s", "listens s", ".2f")
 FIRST = Metric("time_to_overview", "s", "overview s", ".2f")
@@ -185,8 +182,27 @@ def lines_of(took: dict[str, list[Took]], case: dict[str, Any], *, alone: bool) 
     return found
 
 
-def measure(report: Report, folder: Path, rounds: int) -> None:
-    rng = np.random.default_rng(0)
+@dataclass(frozen=True)
+class Scale:
+    """How much is measured."""
+
+    size: Size
+    rounds: int = 40
+    trace: Path | None = None
+
+
+def view(bench: Bench) -> None:
+    """The trace of `--trace`, or one that is drawn."""
+    with tempfile.TemporaryDirectory() as folder:
+        trace = bench.scale.trace
+        if trace is None:
+            trace = Path(folder, "run")
+            write_trace(trace, bench.scale.size)
+        measure(bench, trace)
+
+
+def measure(bench: Bench, folder: Path) -> None:
+    rng, rounds = np.random.default_rng(0), bench.scale.rounds
     before, cores = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0, os.cpu_count()
     disk = sum(path.stat().st_size for path in folder.rglob("*.npz")) / MB
     with installed(folder) as environment, served(folder, environment) as server:
@@ -197,43 +213,18 @@ def measure(report: Report, folder: Path, rounds: int) -> None:
         shape = server.ask("state")["items"][0]
         peak = server.peak()
     case = {name: shape[name] for name in ("ranks", "experts", "records")}
-    report.section = "open"
-    report.add(
-        "from the start of the process",
-        [Line(case, first | {WHOLE: seconds, WHOLE_BUSY: busy, MEMORY: peak, DISK: disk})],
-    )
-    report.section = "clicks"
+    values = first | {WHOLE: seconds, WHOLE_BUSY: busy, MEMORY: peak, DISK: disk}
+    bench.table("from the start of the process", [Line(case, values)], section="open")
     lines = lines_of(early, case | {"when": "while it is read"}, alone=False)
     lines += lines_of(late, case | {"when": "later"}, alone=True)
-    report.add("answers, as the page asks", lines)
-    report.note(
-        "CPU: work of the server, whatever else the machine does. Peak: of the whole process,"
-    )
-    report.note("Python and its packages included.")
-    if hasattr(os, "getloadavg"):
-        report.note(f"Load of the machine when this began: {before:.1f}, of {cores} cores.")
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    common_options(parser)
-    parser.add_argument("--trace", type=Path, metavar="FOLDER", help="a trace that is there")
-    options = parser.parse_args()
-    size, rounds = Size(), 40
-    if options.quick:
-        size, rounds = Size(microbatches=50), 20
-    if options.toy:
-        size, rounds = Size(ranks=4, experts=16, layers=3, microbatches=8, tokens=64), 3
-    report = Report("view", sys.argv, device=cpu_device())
-    report.header()
-    if options.trace is not None:
-        measure(report, options.trace, rounds)
-    else:
-        with tempfile.TemporaryDirectory() as folder:
-            write_trace(Path(folder, "run"), size)
-            measure(report, Path(folder, "run"), rounds)
-    report.write(options.json)
+    bench.table("answers, as the page asks", lines, section="clicks")
+    bench.report.note("CPU: work of the server, whatever else the machine does. Peak: of the whole")
+    bench.report.note("process, Python and its packages included.")
+    bench.report.note(f"Load of the machine when this began: {before:.1f}, of {cores} cores.")
 
 
 if __name__ == "__main__":
-    main()
+    toy = Scale(Size(ranks=4, experts=16, layers=3, microbatches=8, tokens=64), rounds=3)
+    scales = {"toy": toy, "quick": Scale(Size(microbatches=50), rounds=20), "full": Scale(Size())}
+    extra = {"trace": (Path, "the folder of a trace; one is drawn if it is not given")}
+    main("view", __doc__, {"": view}, scales, extra=extra)

@@ -1,7 +1,5 @@
 """A trace as large as one likes, drawn: the pieces that recorders of all ranks would have written.
 
-    python benchmarks/big_trace.py run --layers 100 --microbatches 1000     # EP64 x 256, 3 GB
-
 Loads are those of some plans that come again and again, the popular experts change now and then;
 times follow from the rows of each rank, with some noise. Only one piece is in memory at a time.
 
@@ -10,14 +8,12 @@ Shapes: P plans, N records of a piece, R ranks, E experts, S slots of all ranks,
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
 import numpy as np
-from harness import progress
 from numpy.typing import NDArray
 
 import ultraep
@@ -182,21 +178,6 @@ def write_trace(folder: Path, size: Size) -> None:
     for rank in range(size.ranks):
         (folder / rank_folder(rank)).mkdir()
     write_text(folder / HEADER_FILE, drawn.header.to_json() + "\n")
-    wanted = list(pieces(drawn))
-    for rank, number, begin, end in progress(wanted, "pieces"):
+    for rank, number, begin, end in pieces(drawn):
         path = folder / rank_folder(rank) / piece_file(number)
         write_arrays(path, piece_of(drawn, rank, begin, end, rng))
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("folder", type=Path, help="a new folder")
-    for name in ("ranks", "experts", "layers", "microbatches"):
-        usual = getattr(Size, name)
-        parser.add_argument(f"--{name}", type=int, default=usual, help=f"default {usual}")
-    options = vars(parser.parse_args())
-    write_trace(options.pop("folder"), Size(**options))
-
-
-if __name__ == "__main__":
-    main()

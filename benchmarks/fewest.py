@@ -97,14 +97,14 @@ def fewest_copies(
 
 
 @njit(cache=True)
-def _random_circles(height_R: IntArray, most: int) -> tuple[int, IntArray]:
-    """Joins of one random partition into circles that are closed, and the circle of every rank.
+def _random_circles(height_R: IntArray, most: int) -> int:
+    """Joins of one random partition into circles that are closed.
 
     `most` joins at least: there would be too many, or there is no such partition.
     """
     steady, tight = np.random.random(), np.random.random()
     ranks = len(height_R)
-    height, is_open, circle_R = height_R.copy(), np.ones(ranks, np.bool_), np.arange(ranks)
+    height, is_open = height_R.copy(), np.ones(ranks, np.bool_)
     joins = 0
     while joins < most:
         donor, host, seen = -1, -1, 0
@@ -131,55 +131,11 @@ def _random_circles(height_R: IntArray, most: int) -> tuple[int, IntArray]:
             elif not fits and (host < 0 or height[circle] < height[host]):
                 host = circle
         if host < 0:
-            return most, circle_R
+            return most
         height[host] += height[donor]
         is_open[donor] = False
-        circle_R[circle_R == donor] = host
         joins += 1
-    return joins, circle_R
-
-
-@njit(cache=True)
-def _copies_within(
-    loads_E: IntArray, first: IntArray, slots: int, threshold: int, circle_R: IntArray, most: int
-) -> int:
-    """Copies if the emptiest of a circle takes from the fullest of it; `most`: too many, or none.
-
-    A circle that is stuck takes in the circle of the emptiest rank outside.
-    """
-    ranks = len(circle_R)
-    at_home, room_R, free_R = loads_E.copy(), np.empty(ranks, np.int64), np.full(ranks, slots)
-    for rank in range(ranks):
-        room_R[rank] = threshold - loads_E[first[rank] : first[rank + 1]].sum()
-    for made in range(most):
-        circle = circle_R[np.argmin(room_R)]
-        if room_R.min() >= 0:
-            return made
-        roomy = np.where(free_R > 0, room_R, 0)
-        inside = np.where(circle_R == circle, roomy, 0)
-        host = np.argmax(inside if inside.max() > 0 else roomy)
-        need = roomy[host]
-        circle_R[circle_R == circle_R[host]] = circle
-        donor, expert, fits = -1, -1, False
-        for rank in range(ranks):
-            if room_R[rank] >= 0 or circle_R[rank] != circle:
-                continue
-            hot = first[rank] + np.argmax(at_home[first[rank] : first[rank + 1]])
-            enough = at_home[hot] >= need
-            if enough and fits:
-                better = room_R[rank] < room_R[donor]
-            else:
-                better = donor < 0 or enough or (not fits and at_home[hot] > at_home[expert])
-            if better:
-                donor, expert, fits = rank, hot, enough
-        quota = min(need, at_home[expert])
-        if quota <= 0:
-            return most
-        at_home[expert] -= quota
-        room_R[donor] += quota
-        room_R[host] -= quota
-        free_R[host] -= 1
-    return most
+    return joins
 
 
 @njit(cache=True)
@@ -187,33 +143,10 @@ def _least_of_random(height_R: IntArray, runs: int, seed: int) -> int:
     np.random.seed(seed)
     best = len(height_R)
     for _ in range(runs):
-        best = min(best, _random_circles(height_R, best)[0])
+        best = min(best, _random_circles(height_R, best))
     return best
-
-
-@njit(cache=True)
-def _least_of_random_plans(
-    loads_E: IntArray, first: IntArray, slots: int, threshold: int, most: int, runs: int, seed: int
-) -> int:
-    np.random.seed(seed)
-    height_R = np.empty(len(first) - 1, np.int64)
-    for rank in range(len(height_R)):
-        height_R[rank] = loads_E[first[rank] : first[rank + 1]].sum() - threshold
-    for _ in range(runs):
-        joins, circle_R = _random_circles(height_R, most)
-        if joins < most:
-            most = _copies_within(loads_E, first, slots, threshold, circle_R, most)
-    return most
 
 
 def fewest_joins(height_R: IntArray, runs: int = 5000) -> int:
     """Copies that circles need which a random search has found; slots and experts may not do."""
     return int(_least_of_random(height_R, runs, 1))
-
-
-def fewest_planned(
-    expert_loads: IntArray, topology: Topology, threshold: int, most: int, runs: int = 5000
-) -> int:
-    """Copies of the best of many plans within random circles; `most`, if none has fewer."""
-    tokens, first = expert_loads[topology.experts_by_rank], topology.first_of_rank
-    return int(_least_of_random_plans(tokens, first, topology.slots, threshold, most, runs, 1))

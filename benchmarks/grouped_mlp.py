@@ -17,11 +17,6 @@ if TYPE_CHECKING:  # kernels are imported late: Triton reads its settings when t
     from ultraep.ops.products import Stacks
 
 Draw = Callable[..., torch.Tensor]  # of a shape
-Mark = Callable[[str], object]
-
-
-def unmarked(_: str) -> None:
-    pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +30,6 @@ class Model:
     def flops(self, rows: int) -> int:
         """Of a forward pass."""
         return 2 * 3 * self.width * self.ffn * rows
-
-    def bytes_of(self, slots: int, rows: int) -> int:
-        """What `Mlp` holds."""
-        of_row = 2 * (3 * self.width + 5 * self.ffn) + 2 * 4
-        of_slot = 3 * self.width * self.ffn * (2 + 4)
-        return rows * of_row + slots * of_slot
 
 
 QWEN3 = Model("qwen3", 4096, 1536)
@@ -90,26 +79,22 @@ class Mlp:
         assert sum(rows) <= len(self._rows_AD), rows
         self._offsets.copy_(torch.tensor([0, *accumulate(rows)], dtype=torch.int32))
 
-    def forward(self, mark: Mark = unmarked) -> None:
-        """Both products and SwiGLU; `mark` comes after every launch, with its name."""
+    def forward(self) -> None:
+        """Both products and SwiGLU."""
         from ultraep.backends.triton.grouped import Grouped
 
         grouped = Grouped(self._offsets, programs=self._sms)
         grouped.multiply(self._rows_AD, self._gate_up, self._up)
-        mark("gate_up")
         grouped.swiglu(self._up, self._hidden_AF)
-        mark("swiglu")
         grouped.multiply(self._hidden_AF, self._down, self._served_AD, scale=self._scale_A)
-        mark("down")
 
-    def backward(self, mark: Mark = unmarked) -> None:
+    def backward(self) -> None:
         """Of the last forward pass with these rows."""
         from ultraep.backends.triton.grouped import Grouped
 
         grouped = Grouped(self._offsets, programs=self._sms)
         hidden_AF, scale_A = self._hidden_AF, self._scale_A
         grouped.multiply_transposed(self._d_out_AD, self._down, hidden_AF)
-        mark("d_hidden")
         grouped.swiglu_backward(
             self._up,
             hidden_AF,
@@ -118,13 +103,9 @@ class Mlp:
             scale=scale_A,
             d_scale=self._d_scale_A,
         )
-        mark("swiglu_backward")
         grouped.weight_gradients(self._d_out_AD, hidden_AF, self._d_down, scale=scale_A)
-        mark("d_down")
         grouped.weight_gradients(self._d_up, self._rows_AD, self._d_gate_up)
-        mark("d_gate_up")
         grouped.multiply_transposed(self._d_up, self._gate_up, self._served_AD)
-        mark("d_rows")
 
     @property
     def passes(self) -> dict[str, Call]:

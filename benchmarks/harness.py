@@ -1,25 +1,27 @@
-"""One record of what is measured, one run of its sections, for every benchmark of the project.
+"""What every benchmark shares: options, sections, tables, and one record per measured number.
 
-A benchmark fills a `Report` with lines, a case and what was measured in it. The report prints them
-as tables and keeps one `Row` per number, which carries all that is needed to read it alone or to
-measure it again: device, versions, command and date.
+A benchmark calls `main` with its sections and scales. A section measures and adds lines, each a
+case with its values, to `bench.table`. The report prints them as tables and keeps one `Row` per
+number with device, versions, command and date, so that a row can be read and repeated alone.
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from importlib import import_module
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Self, TypeVar
+from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.progress import track
 from rich.table import Table
 from timing import Clock, Gpu, Host, free, on_gpu, tell
 
@@ -29,14 +31,15 @@ from ultraep.files.writing import write_text
 from ultraep.tools.report.rows import MeasuredNumber as Row
 from ultraep.tools.report.rows import as_json, cpu_device, versions
 
-QUEUED = 2_000_000  # cycles: a millisecond in which a kernel is queued before the device gets to it
-
+# What a section needs: a CPU only; a GPU if there is one; a GPU, but at toy size Triton's
+# interpreter will do; a GPU in any case.
+CPU, ANY, KERNELS, CARD = "cpu", "any", "kernels", "card"
 ROOT = Path(__file__).resolve().parent.parent
 WIDTH, DIGITS = 120, 5  # of a printed table, of a number in it
 
-Item = TypeVar("Item")
 Case = Mapping[str, str | int | float]
-Parts = dict[str, Any]  # that become a case
+Section = Callable[[Any], None]
+Extra = Mapping[str, tuple[Callable[[str], Any], str]]  # type and help of options
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,40 +174,38 @@ def _shown(value: float | None, metric: Metric) -> str:
     return format(value, f".{room}f") if room < len(decimals) else text
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Bench:
-    """What all sections of a benchmark share: where lines go, how much is measured, and where."""
+    """What all sections of a benchmark share: the report, the scale, the clock and the options."""
 
     report: Report
     scale: Any
     clock: Clock
-    json: Path | None = None
+    options: argparse.Namespace
 
-    @classmethod
-    def of(
-        cls, name: str, argv: Sequence[str], scale: Any, clock: Clock, json: Path | None
-    ) -> Self:
-        """A benchmark of kernels: with a report that names their device and its host."""
-        report = Report(name, argv, device=f"{clock.name}; host {cpu_device()}")
-        report.header()
-        return cls(report, scale, clock, json)
+    @property
+    def on_gpu(self) -> bool:
+        return isinstance(self.clock, Gpu)
 
-    def table(self, title: str, lines: Sequence[Line]) -> None:
-        """Print the lines and write all rows so far: what fails later takes nothing away."""
+    def table(self, title: str, lines: Sequence[Line], section: str | None = None) -> None:
+        """Print the lines and write all rows so far: a later failure loses nothing."""
+        if section is not None:
+            self.report.section = section
         self.report.add(title, lines)
-        self.report.write(self.json)
+        self.report.write(self.options.json)
 
-    def run(self, sections: Mapping[str, Callable[[Any], None]], names: Sequence[str]) -> None:
-        """These sections, also those behind one that fails; then an error if one did."""
-        from triton.errors import TritonError
-
+    def run(self, sections: Mapping[str, Section], names: Sequence[str]) -> None:
+        """Run these sections, also those after a failed one; then raise if one has failed."""
+        known: list[type[Exception]] = [RuntimeError, ImportError, Mismatch, UltraEPError]
+        if find_spec("triton") is not None:
+            known.append(import_module("triton.errors").TritonError)
         failures = []
         for name in names:
             tell(name)
             self.report.section = name
             try:
                 sections[name](self)
-            except (RuntimeError, ImportError, TritonError, Mismatch, UltraEPError) as error:
+            except tuple(known) as error:
                 traceback.print_exc()
                 failures.append(f"{name}: {error!r}")
             free()
@@ -233,56 +234,77 @@ def _portable(argument: str) -> str:
     return option + equals + value
 
 
-def progress(items: Iterable[Item], label: str, total: float | None = None) -> Iterable[Item]:
-    """The same items, with a bar on stderr if that is a terminal."""
-    console = Console(stderr=True)
-    quiet: dict[str, Any] = {"transient": True, "disable": not console.is_terminal}
-    # No refreshing by itself: that would be a thread that disturbs what is timed.
-    return track(items, label, total=total, console=console, auto_refresh=False, **quiet)
-
-
 def common_options(parser: argparse.ArgumentParser) -> None:
-    """The options that every benchmark has."""
+    """Add the options that every benchmark has."""
     size = parser.add_mutually_exclusive_group()
     size.add_argument("--toy", action="store_true", help="tiny sizes, a few seconds, for CI")
     size.add_argument("--quick", action="store_true", help="fewer sizes and seeds, half a minute")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write all rows to this file")
 
 
-def section_option(parser: argparse.ArgumentParser, known: Iterable[str]) -> None:
-    """`--only A,B`: some of these sections, in the order in which they are known."""
+def comma_list(known: Iterable[str]) -> Callable[[str], list[str]]:
+    """Return the type of an option `A,B`: some of the known names, in their order."""
     every = list(known)
 
-    def sections(text: str) -> list[str]:
-        names = text.split(",")
-        unknown = [name for name in names if name not in every]
-        if unknown:
+    def names(text: str) -> list[str]:
+        chosen = text.split(",")
+        if unknown := [name for name in chosen if name not in every]:
             raise argparse.ArgumentTypeError(
-                f"unknown sections {', '.join(unknown)}; known are {', '.join(every)}"
+                f"unknown: {', '.join(unknown)}; known are {', '.join(every)}"
             )
-        return [name for name in every if name in names]
+        return [name for name in every if name in chosen]
 
-    parser.add_argument(
-        "--only", type=sections, default=every, metavar="A,B", help=", ".join(every)
-    )
+    return names
 
 
-def run_sections(
+def main(
     name: str,
-    argv: Sequence[str],
     about: str | None,
-    sections: Mapping[str, Callable[[Any], None]],
+    sections: Mapping[str, Section],
     scales: Mapping[str, Any],
+    *,
+    needs: str | Mapping[str, str] = CPU,
+    usual: Sequence[str] | None = None,
+    extra: Extra | None = None,
 ) -> None:
-    """A whole program: the sections that are asked for, on a GPU, or tiny ones without.
+    """Run a whole program: parse its options, then measure the chosen sections.
 
-    scales: how much is measured if `toy`, `quick` and `full`; each has `rounds`.
+    scales: how much is measured with `toy`, `quick` and otherwise (`full`).
+    needs: what a section needs (`CPU`, `ANY`, `KERNELS`, `CARD`), by name or for all of them.
+    usual: sections that run unless `--only` names others; all of them by default.
+    extra: type and help of further options; one that names a field of the scale replaces it.
     """
     parser = argparse.ArgumentParser(description=(about or "").split("\n")[0])
     common_options(parser)
-    section_option(parser, sections)
-    options = parser.parse_args(argv[1:])
-    gpu = on_gpu(toy=options.toy)
+    if len(sections) > 1:
+        only = comma_list(sections)
+        parser.add_argument("--only", type=only, metavar="A,B", help=", ".join(sections))
+    for option, (kind, text) in (extra or {}).items():
+        parser.add_argument(f"--{option}", type=kind, help=text)
+    options = parser.parse_args()
     scale = scales["toy" if options.toy else "quick" if options.quick else "full"]
-    clock = Gpu(scale.rounds, QUEUED) if gpu else Host(1, 0)
-    Bench.of(name, argv, scale, clock, options.json).run(sections, options.only)
+    for option in extra or {}:
+        value = getattr(options, option)
+        if value is not None and hasattr(scale, option):
+            scale = replace(scale, **{option: value})
+    names = getattr(options, "only", None) or list(usual or sections)
+    need_of = {n: needs if isinstance(needs, str) else needs.get(n, CPU) for n in names}
+    clock = _clock(set(need_of.values()), scale, toy=options.toy)
+    bench = Bench(Report(name, sys.argv, device=clock.device_name), scale, clock, options)
+    bench.report.header()
+    runs = [n for n in names if _runs_here(need_of[n], bench)]
+    for skipped in (n for n in names if n not in runs):
+        bench.report.note(f"{skipped}: needs a GPU")
+    bench.run(sections, runs)
+
+
+def _clock(needs: set[str], scale: Any, *, toy: bool) -> Clock:
+    if needs == {CPU}:
+        return Host(name="")
+    if on_gpu(toy=toy or bool(needs & {CPU, ANY})):
+        return Gpu(getattr(scale, "rounds", 21))
+    return Host(1, 0, name="Triton interpreter" if needs - {CPU, ANY} else "")
+
+
+def _runs_here(need: str, bench: Bench) -> bool:
+    return need in (CPU, ANY) or bench.on_gpu or (need == KERNELS and bench.options.toy)

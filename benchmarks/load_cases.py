@@ -31,6 +31,10 @@ class Shape:
     ranks: int = 1
 
     @property
+    def about(self) -> str:
+        return f"D {self.hidden}, F {self.ffn}, {self.experts} experts, top-{self.top_k}"
+
+    @property
     def rows(self) -> int:
         """Routed rows of a rank."""
         return self.tokens * self.top_k

@@ -92,27 +92,21 @@ def _peak_of_domain(pairs: Pairs, slots: int, time_limit: float) -> int:
     fullest = int(pairs.rank_loads.max())
     if fullest == pairs.mean or not slots:
         return fullest
+    count = len(pairs.expert)
     result = milp(
-        c=np.append(np.zeros(2 * len(pairs.expert)), 1.0),
-        integrality=_integrality(pairs),
+        c=np.append(np.zeros(2 * count), 1.0),
+        integrality=np.repeat([1, 0, 1], [count, count, 1]),
         bounds=_bounds(pairs),
         constraints=_constraints(pairs, slots),
         options={"time_limit": time_limit, "mip_rel_gap": 0.0},
     )
-    if result.status == OUT_OF_TIME:
-        raise Unproven(f"no proof within {time_limit:g} s")
     if result.status != OPTIMAL:
         raise Unproven(f"status {result.status}: {result.message}")
     peak: int = math.ceil(result.mip_dual_bound - NOISE)
-    copied = result.x[: len(pairs.expert)] > 0.5
+    copied = result.x[:count] > 0.5
     if not _flows(pairs, copied, peak):
         raise Unproven(f"the copies of the solver do not reach its peak of {peak}")
     return peak
-
-
-def _integrality(pairs: Pairs) -> IntArray:
-    num_pairs = len(pairs.expert)
-    return np.repeat([1, 0, 1], [num_pairs, num_pairs, 1])
 
 
 def _bounds(pairs: Pairs) -> Bounds:

@@ -33,7 +33,7 @@ Found = list[tuple[Setting, list[Result]]]
 def published(page: Page, effort: Effort) -> None:
     """Every setting: published beside simulated."""
     found = []
-    for setting in settings():
+    for setting in settings()[: effort.settings]:
         results = effort.run(scenario_of(setting, steps=effort.steps), CONTENDERS)
         found.append((setting, results))
     page.text(
@@ -217,7 +217,7 @@ def exposed(page: Page, found: Found) -> None:
 # -- where something was measured ----------------------------------------------------------------
 
 
-def measured(page: Page) -> None:
+def measured(page: Page, *, small: bool) -> None:
     """Predictions beside our own measurements."""
     page.text(
         "## Predicted beside measured",
@@ -227,7 +227,7 @@ def measured(page: Page) -> None:
         "the one rate comes from forced balance. A dash: what was measured there was another plan. "
         "`python benchmarks/bench_sim.py`.",
     )
-    for title, lines in (*bench_sim.card_tables(), bench_sim.cpu_table()):
+    for title, lines in (*bench_sim.card_tables(small), bench_sim.cpu_table()):
         page.text(f"### {title.split(':')[0]}")
         rows = [
             [
@@ -262,7 +262,7 @@ def write(folder: Path, effort: Effort) -> None:
         "stands in the section that says so.",
     )
     published(page, effort)
-    measured(page)
+    measured(page, small=effort.layers is not None)
     scaling(page, effort)
     studies(page, effort)
     page.write()

@@ -33,6 +33,7 @@ class Effort:
     steps: int
     processes: int
     points: int  # of a study, at most
+    settings: int | None = None  # published ones; None: all
 
     def cut(self, scenario: Scenario) -> Scenario:
         """The same scenario with fewer layers, and accordingly less time to wait for them."""
@@ -50,7 +51,7 @@ class Effort:
 
 
 FULL = Effort(layers=None, steps=2, processes=2, points=99)
-TOY = Effort(layers=4, steps=1, processes=1, points=2)
+TOY = Effort(layers=4, steps=1, processes=1, points=1, settings=2)
 
 
 class Page:

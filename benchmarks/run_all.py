@@ -2,7 +2,8 @@
 
     python benchmarks/run_all.py --quick    # less of each
 
-What cannot run here is told first, in a line each, with the reason.
+A line for each script that cannot run here comes first, with the reason. Scripts that can run in
+part say so themselves.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ NEEDS = {  # the others run anywhere
     "bench_copies.py": ("scipy",),
     "bench_cost_gpu.py": ("a GPU", "cuda-python"),
     "bench_fp8.py": ("a GPU",),
-    "bench_grouped.py": ("a GPU",),
+    "bench_grouped.py": ("a GPU", "cuda-python"),
     "bench_layer_gpu.py": ("a GPU", "cuda-python"),
     "bench_megatron.py": ("megatron",),
     "bench_plan.py": ("scipy",),
@@ -36,11 +37,6 @@ NEEDS = {  # the others run anywhere
     "bench_transformers.py": ("transformers",),
 }
 OPTIONAL = ("megatron", "scipy", "torchtitan", "transformers")
-PARTLY = {  # sections that run without something
-    "bench_grouped.py": ("cuda-python", "grouped,skew,dense"),
-    "bench_transfer.py": ("a GPU", "copy,critical"),
-    "bench_transformers.py": ("a GPU", "gain"),
-}
 
 
 def here() -> dict[str, bool]:
@@ -51,20 +47,15 @@ def here() -> dict[str, bool]:
     return known | {name: find_spec(name) is not None for name in OPTIONAL}
 
 
-def chosen(has: Mapping[str, bool]) -> tuple[dict[str, list[str]], list[str]]:
-    """The options of every script that can run; and of what cannot, a line with the reason."""
-    runs: dict[str, list[str]] = {}
-    left_out = []
+def chosen(has: Mapping[str, bool]) -> tuple[list[str], list[str]]:
+    """The scripts that can run; and for each of the others a line with the reason."""
+    runs, left_out = [], []
     for script in sorted(path.name for path in HERE.glob("bench_*.py")):
         lacking = [need for need in NEEDS.get(script, ()) if not has[need]]
-        need, sections = PARTLY.get(script, ("", ""))
         if lacking:
             left_out.append(f"{script} is left out: it needs {' and '.join(lacking)}")
-        elif need and not has[need]:
-            left_out.append(f"{script} runs --only {sections}: the rest needs {need}")
-            runs[script] = ["--only", sections]
         else:
-            runs[script] = []
+            runs.append(script)
     return runs, left_out
 
 
@@ -77,9 +68,9 @@ def main() -> None:
     runs, left_out = chosen(here())
     print(*left_out, sep="\n", flush=True)
     failed = []
-    for script, own in runs.items():
+    for script in runs:
         print(f"\n== {script}", flush=True)
-        command = [sys.executable, str(HERE / script), *own, *options.size]
+        command = [sys.executable, str(HERE / script), *options.size]
         failed += [script] if subprocess.run(command, check=False).returncode else []
     if failed:
         raise SystemExit(f"failed: {', '.join(failed)}")

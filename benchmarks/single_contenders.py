@@ -12,15 +12,14 @@ from itertools import accumulate
 from typing import Any
 
 import torch
+from layers import Given, check_close, given_layer
 from load_cases import Shape
 from timing import Clock
 from torch import nn
 from torch.nn.functional import silu
-from world import Given, given_layer
 
 import ultraep
 from ultraep.dispatch import Arrivals
-from ultraep.experts import ExpertsFrom
 from ultraep.experts.loan import serve
 from ultraep.microbatch import Layer as ExpertLayer
 
@@ -172,18 +171,16 @@ def apply(function: Any, *args: torch.Tensor) -> torch.Tensor:
     return found
 
 
-def with_ultraep(
-    inputs: Inputs, weights: Mapping[str, Any], *, path: str, generic: bool = False
-) -> Layer:
-    """Our layer on one data plane, with our experts or with those of torch."""
-    shape, router = inputs.shape, Given(inputs.ids)
-    balancer = ultraep.Balancer("alone", experts=shape.experts, data_plane=path)
-    if generic:
-        home = list(range(shape.experts))
-        experts = ExpertsFrom(counted_network, dict(weights), home)
-        moe = ultraep.BalancedMoE(router, experts, balancer=balancer)
-    else:
-        moe = given_layer(balancer, router, weights)
+def with_ultraep(inputs: Inputs, weights: Mapping[str, Any], *, path: str) -> Layer:
+    """Our layer on one data plane."""
+    balancer = ultraep.Balancer("alone", experts=inputs.shape.experts, data_plane=path)
+    return on_balancer(inputs, weights, balancer=balancer)
+
+
+def on_balancer(inputs: Inputs, weights: Mapping[str, Any], *, balancer: ultraep.Balancer) -> Layer:
+    """Our layer with these weights on a balancer."""
+    router = Given(inputs.ids)
+    moe = given_layer(balancer, router, weights)
 
     def layer(x: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
         router.gates = gates
@@ -242,26 +239,14 @@ PLAIN: dict[str, Make] = {
     "torch, gathers": partial(with_torch, gathers=True),
 }
 OURS: dict[str, Make] = {path: partial(with_ultraep, path=path) for path in PLANES}
-GENERIC: dict[str, Make] = {
-    f"{path}, generic": partial(with_ultraep, path=path, generic=True) for path in PLANES
-}
 SEAM: dict[str, Make] = {path: partial(through_the_seam, path=path) for path in PLANES}
 
 
-def compare(contenders: Mapping[str, Contender], dtype: torch.dtype) -> None:
-    """Stop where a contender computes something else than the first one."""
-    most = 2e-2 if dtype == torch.bfloat16 else 1e-5
+def compare(contenders: Mapping[str, Contender]) -> None:
+    """Raise where a contender computes something else than the first one."""
     wanted: dict[str, torch.Tensor] = {}
     for name, contender in contenders.items():
         found = contender.results()
         wanted = wanted or found
         for what, tensor in found.items():
-            error = distance(tensor, wanted[what])
-            if not error <= most:
-                raise SystemExit(f"{what} of {name!r} differ by {error:.2e}, at most {most:.0e}")
-
-
-def distance(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    """Norm of the difference, over that of what is wanted."""
-    difference = torch.linalg.vector_norm(found.float() - wanted.float())
-    return float(difference / torch.linalg.vector_norm(wanted.float()))
+            check_close(f"{what} of {name!r}", tensor, wanted[what])

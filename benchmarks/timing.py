@@ -14,13 +14,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ultraep.tools.report.rows import cpu_device
+
 Call = Callable[[], object]
+Value = TypeVar("Value")
+QUEUED = 2_000_000  # cycles: a millisecond in which a kernel is queued before the device gets to it
 REPLAYS = 25  # of a graph of short calls
 BEGAN = time.perf_counter()
 
@@ -70,22 +74,36 @@ def device_us(
     return float(median(1e3 * begin.elapsed_time(end) for begin, end in events))
 
 
-def in_turn_us(
-    turns: Mapping[str, tuple[Call, Call]], rounds: int, *, warmup: int, cycles: int
-) -> dict[str, float]:
-    """Microseconds of calls that take turns, the medians; what comes before each is not timed.
+def in_turns(
+    names: Sequence[str], rounds: int, measure: Callable[[str], Value], *, warmup: int = 2
+) -> dict[str, list[Value]]:
+    """Measure all names in turn, each round beginning with another one.
 
-    A card that slows down by power is then as slow for one as for the others.
+    A machine that slows down is then as slow for one as for the others.
     """
-    found: dict[str, list[float]] = {name: [] for name in turns}
+    values: dict[str, list[Value]] = {name: [] for name in names}
     for turn in range(warmup + rounds):
-        names = list(turns)
-        for name in names if turn % 2 else reversed(names):
-            before, call = turns[name]
-            us = device_us(call, 1, before=before, cycles=cycles)
+        first = turn % len(names)
+        for name in [*names[first:], *names[:first]]:
+            value = measure(name)
             if turn >= warmup:
-                found[name].append(us)
-    return {name: float(median(times)) for name, times in found.items()}
+                values[name].append(value)
+    return values
+
+
+def medians(values: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    return {name: float(median(found)) for name, found in values.items()}
+
+
+def in_a_row_ms(clock: Clock, call: Call, times: int) -> float:
+    """Milliseconds of a call among several that are launched as they come, without a graph."""
+
+    def calls() -> None:
+        for _ in range(times):
+            call()
+
+    us = clock.us(calls) if isinstance(clock, Host) else device_us(calls, 1)
+    return us / 1e3 / times
 
 
 def captured(call: Callable[[], Any], times: int) -> tuple[torch.cuda.CUDAGraph, Any]:
@@ -114,8 +132,9 @@ class Gpu:
 
     dtype = torch.bfloat16
 
-    def __init__(self, repeats: int = 21, cycles: int = 1_000_000) -> None:
-        self.name, self.device = torch.cuda.get_device_name(), torch.device("cuda")
+    def __init__(self, repeats: int = 21, cycles: int = QUEUED) -> None:
+        self.device = torch.device("cuda")
+        self.device_name = f"{torch.cuda.get_device_name()}; host {cpu_device()}"
         self.multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
         self._repeats, self._cycles = repeats, cycles
         self.floors: dict[int, float] = {}  # microseconds, by number of launches
@@ -128,10 +147,6 @@ class Gpu:
     def replay_us(self, graph: torch.cuda.CUDAGraph, inner: int = 1) -> float:
         """Microseconds of a call, of so many in a graph; replays queue up, none is waited for."""
         return device_us(graph.replay, REPLAYS, warmup=2) / inner
-
-    def short_us(self, call: Call, inner: int) -> float:
-        """Microseconds of one short call among so many in a graph."""
-        return self.replay_us(captured(call, inner)[0], inner)
 
     def stopwatch(self, call: Call, inner: int) -> Callable[[], float]:
         """Measures one call among some in a graph, in microseconds."""
@@ -164,17 +179,14 @@ class Host:
     dtype = torch.float32  # the interpreter multiplies bfloat16 as if they were integers
 
     def __init__(self, repeats: int = 3, warmup: int = 1, name: str = "Triton interpreter") -> None:
-        self.name, self.device = name, torch.device("cpu")
+        self.device = torch.device("cpu")
+        self.device_name = f"{name}; host {cpu_device()}" if name else cpu_device()
         self._repeats, self._warmup = repeats, warmup
 
     def us(self, call: Call, before: Call = nothing, launches: int = 1) -> float:
         """Microseconds of one call, the median."""
         del launches
         return 1e6 * time_call(call, self._repeats, self._warmup, before).p50
-
-    def short_us(self, call: Call, inner: int) -> float:
-        del inner
-        return self.us(call)
 
     def stopwatch(self, call: Call, inner: int) -> Callable[[], float]:
         del inner

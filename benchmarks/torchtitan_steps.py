@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from bench_torchtitan import SMALL, Scale
-from gain import FORCED, PLAIN, RATIO, Facts, Spent, medians, slowest
+from layers import FORCED, PLAIN, RATIO, Facts, timed_steps
 from load_cases import Shape, skewed_ids
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
@@ -97,20 +97,16 @@ def measure(rank: int, scale: Scale) -> dict[str, Facts]:
     with tempfile.TemporaryDirectory() as folder:
         made = {name: trainer(name, scale, folder) for name in names}
     batches = {name: made[name].batch_generator(made[name].dataloader) for name in names}
-    seconds: dict[str, list[Spent]] = {name: [] for name in names}
-    for turn in range(scale.rounds + 1):  # one to warm up
-        for name in names:
-            made[name].step = 2  # nothing is logged
-            spent = slowest(partial(made[name].train_step, batches[name]))
-            if turn:
-                seconds[name].append(spent)
-    return {name: facts(made[name], seconds[name]) for name in names}
 
+    def train(name: str) -> None:
+        made[name].step = 2  # nothing is logged
+        made[name].train_step(batches[name])
 
-def facts(of: Any, spent: list[Spent]) -> Facts:
-    """Medians, and the imbalance of a variant that knows it."""
-    found = medians(spent)
-    for owner in balancers(of.model_parts):
+    def imbalance(name: str) -> tuple[float, float]:
+        if name in (PLAIN, FORCED):
+            return (RATIO, RATIO) if name == PLAIN else (1.0, 1.0)
+        (owner,) = balancers(made[name].model_parts)
         stats = owner.stats()
-        found |= {"before": stats["imbalance_before"], "after": stats["imbalance_after"]}
-    return found
+        return stats["imbalance_before"], stats["imbalance_after"]
+
+    return timed_steps({name: partial(train, name) for name in names}, scale.rounds, imbalance)

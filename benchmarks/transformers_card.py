@@ -12,17 +12,17 @@ Shapes: T tokens of a rank, K experts per token, E experts, D model width.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from typing import Any
 from unittest import mock
 
 import torch
-from gain import FORCED
-from harness import Mismatch
+from card import LAUNCHING, Partition, capacity_of, graph_on, split, together
+from layers import FORCED
 from load_cases import HotRank, Shape, even, ids_with
-from timing import device_us, free, time_call
-from world import Partition, graph_on, split, together
+from timing import device_us, free, tell, time_call
 
 import ultraep
 from ultraep import BalanceConfig, LocalGroup, Plan, Topology
@@ -33,7 +33,15 @@ from ultraep.runtime.mapped.plane import MappedRows
 from ultraep.runtime.settings import DeviceShare
 
 MakeBlock = Callable[[], Any]  # with all experts; only those of a rank are kept
-LAUNCHING = 30_000_000  # cycles: longer than it takes to launch all ranks
+
+
+@dataclass(frozen=True)
+class CardStep:
+    """Milliseconds of a step of all ranks, its plan and its outputs."""
+
+    ms: float
+    plan: Plan
+    outputs: list[torch.Tensor]
 
 
 class BlockRank:
@@ -144,8 +152,13 @@ class Blocks:
             rank.balancer.check()
         return spent / 1e3
 
-    def outputs(self) -> list[torch.Tensor]:
-        return [rank.y.detach().clone() for rank in self.ranks]
+    def run(self, load: HotRank, policy: str, rounds: int) -> CardStep:
+        """Time one policy on one load."""
+        tell(f"{policy}, {load.name}")
+        plan = self.become(load, policy)
+        self.capture(plan)
+        ms = self.step_ms(rounds)
+        return CardStep(ms, plan, [rank.y.detach().clone() for rank in self.ranks])
 
     def close(self) -> None:
         for rank in self.ranks:
@@ -157,15 +170,5 @@ class Blocks:
         if self.device.type != "cuda":
             return [{"data_plane": "messages"}] * self.shape.ranks
         peers = LocalPeers(self.shape.ranks, self.device)
-        rows = -(-int(plan.rank_loads.max() * 1.02) // 256) * 256
-        same = {"data_plane": "mapped", "tokens": self.shape.tokens, "capacity": rows}
+        same = {"data_plane": "mapped", "tokens": self.shape.tokens, "capacity": capacity_of(plan)}
         return [{"peers": peers.of(rank.number), "share": rank.share} | same for rank in self.ranks]
-
-
-def compare(name: str, found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
-    """Raise if outputs differ by more than their type explains."""
-    limit = 0.02 if found[0].dtype.itemsize < 4 else 1e-5
-    for rank, (got, want) in enumerate(zip(found, expected, strict=True)):
-        off = ((got - want).norm() / want.norm()).item()
-        if not off <= limit:
-            raise Mismatch(f"{name}, rank {rank}: outputs differ by {off:.3g}, allowed are {limit}")

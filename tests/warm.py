@@ -107,17 +107,24 @@ def run_ranks(
     count: int, script: str | Path, *options: str, patience: float | None = None
 ) -> subprocess.CompletedProcess[str]:
     """Rank 0 of a program that finds its group in the environment, as torchrun gives it."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
-    group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(count)}
-    group |= {"GLOO_SOCKET_IFNAME": "lo"}
-    programs = [
-        Program(as_program, str(script), options, **group, RANK=str(rank), LOCAL_RANK=str(rank))
-        for rank in range(count)
-    ]
+    programs = start_ranks(count, as_program, str(script), options)
     first, *_ = [program.finish(patience) for program in programs]
     return first
+
+
+def start_ranks(count: int, work: Callable[..., Any], *args: Any) -> list[Program]:
+    """Ranks of a group that is described in the environment, as torchrun does it."""
+    group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": str(count)}
+    group |= {"GLOO_SOCKET_IFNAME": "lo"}
+    return [
+        Program(work, *args, **group, RANK=str(rank), LOCAL_RANK=str(rank)) for rank in range(count)
+    ]
+
+
+def free_port() -> str:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return str(found.getsockname()[1])
 
 
 def printing(files: list[Path], work: Callable[..., Any], args: tuple) -> None:

@@ -1,4 +1,4 @@
-"""The trace that is part of the repository: a training that `benchmarks/train_gpu.py` recorded."""
+"""The trace that is part of the repository: a training as EP8 on one card."""
 
 from pathlib import Path
 

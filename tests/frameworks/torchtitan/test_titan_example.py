@@ -6,12 +6,12 @@ import json
 
 import torch
 from test_benchmarks import run
-from test_examples import launch
+from test_examples import torchrun
 
 
 def test_losses_side_by_side(tmp_path):
     path = tmp_path / "logged.json"
-    done = launch("torchtitan_train.py", "--steps", 3, "--json", path, ranks=2, limit=180.0)
+    done = torchrun("torchtitan_train.py", "--steps", "3", "--json", str(path), limit=180.0)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("step   unmodified     balanced   difference   imbalance")
     losses = [

@@ -15,10 +15,10 @@ from pathlib import Path
 
 from ultraep.errors import ConfigError
 from ultraep.policies import get_policy
-from ultraep.tools.outputs import OutputDir
 from ultraep.tools.demo.result import REPORT_FILE, RESULT_FILE, TRACE, DemoResult, Event
 from ultraep.tools.demo.sizes import Job
 from ultraep.tools.launch.processes import RankPlace, run_ranks, stop_on_sigterm
+from ultraep.tools.outputs import OutputDir
 
 
 def run(

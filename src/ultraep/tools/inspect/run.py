@@ -21,7 +21,6 @@ import torch
 
 from ultraep import __version__
 from ultraep.errors import ConfigError, FileError
-from ultraep.tools.outputs import OutputDir
 from ultraep.tools.inspect.anatomy import Anatomy, num_experts
 from ultraep.tools.inspect.checkpoint import Checkpoint, weight_files
 from ultraep.tools.inspect.families import RandomModel
@@ -39,6 +38,7 @@ from ultraep.tools.inspect.library import Understood
 from ultraep.tools.inspect.options import InspectOptions
 from ultraep.tools.inspect.texts import Excerpt, excerpts, hashed_words, texts_of, tokenizer_of
 from ultraep.tools.inspect.windows import Catcher, run_windows
+from ultraep.tools.outputs import OutputDir
 from ultraep.topology import Topology
 from ultraep.trace.read import read_trace
 

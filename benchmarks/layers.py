@@ -1,0 +1,221 @@
+"""Layers with given routing, ranks in processes, and how their steps are timed and compared.
+
+Shapes: T tokens of a rank, K experts per token.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from harness import Case, Line, Metric, Mismatch, Values
+from load_cases import Shape
+from timing import Call, in_turns
+from torch import nn
+from torch.multiprocessing.spawn import start_processes
+
+import ultraep
+from ultraep import Plan
+from ultraep.experts import Experts
+
+PLAIN, FORCED = "unmodified", "forced balance"
+RATIO = 1.6  # fullest rank over mean rank, where a framework is measured
+
+STEP = Metric("step_time_p50", "ms", "ms", ".2f")
+RATE = Metric("tokens_per_second", "tokens/s", "tokens/s", ".0f")
+SHARE = Metric("share_of_forced_balance", "share", "of forced", ".3f")
+GAIN = Metric("gain_over_none", "ratio", "over none", ".3f")
+BEFORE = Metric("imbalance_before", "max/mean", "before", ".3f")
+AFTER = Metric("imbalance_after", "max/mean", "after", ".3f")
+COPIES = Metric("copies", "copies", "copies", ".1f")
+STAGE = Metric("stage_time", "ms", "ms", ".3f")
+HOST_STEP = Metric("step_host_time", "ms", "host ms", ".2f")
+BUSY = Metric("busiest_processor_time", "ms", "cpu ms", ".2f")
+LESS = Metric("busiest_processor_gain_over_none", "ratio", "cpu gain", ".3f")
+
+Spent = tuple[float, float]  # seconds, and of the processor in them
+Facts = dict[str, float]  # "step", "busy": medians of these; imbalance "before" and "after"
+
+
+class Given(nn.Module):
+    """A router whose choices and gates are given."""
+
+    def __init__(self, ids: torch.Tensor | None = None, gates: torch.Tensor | None = None) -> None:
+        super().__init__()
+        self.ids, self.gates = ids, gates
+
+    def forward(self, _: torch.Tensor) -> tuple[Any, Any]:
+        return self.ids, self.gates
+
+
+def given_layer(
+    balancer: ultraep.Balancer,
+    router: nn.Module,
+    weights: Mapping[str, torch.Tensor],
+    quantised: str | None = None,
+) -> ultraep.BalancedMoE:
+    """A layer of SwiGLU experts whose weights are given: nothing is drawn."""
+    homes = balancer.topology.home_experts(balancer.rank).tolist()
+    experts = Experts(1, 1, homes, quantised=quantised)
+    for name, weight in weights.items():
+        is_leaf = isinstance(weight, nn.Parameter)
+        setattr(experts, name, weight if is_leaf else nn.Parameter(weight))
+    return ultraep.BalancedMoE(router, experts, balancer=balancer)
+
+
+def drawn_weights(
+    shape: Shape, home_experts: list[int], device: torch.device, dtype: torch.dtype
+) -> dict[str, torch.Tensor]:
+    """Weights by the number of the expert, drawn on the device: quicker than those of training."""
+    homes = len(home_experts)
+    shapes = {"gate_up_proj": (2 * shape.ffn, shape.hidden), "down_proj": (shape.hidden, shape.ffn)}
+    weights = {
+        n: torch.empty(homes, *size, device=device, dtype=dtype) for n, size in shapes.items()
+    }
+    for index, expert in enumerate(home_experts):
+        generator = torch.Generator(device=device).manual_seed(1_000_003 + expert)
+        for stack in weights.values():
+            bound = stack.shape[-1] ** -0.5
+            stack[index].uniform_(-bound, bound, generator=generator)
+    return weights
+
+
+def on_ranks(ranks: int, work: Callable[..., Any], *args: Any) -> Any:
+    """What `work(rank, *args)` gives on rank 0 of so many processes, joined by gloo.
+
+    Each has a core, where there are enough, and one thread. Plain values and tensors come back.
+    On Linux they are forked from a process that has imported what this program imports.
+    """
+    method = "forkserver" if sys.platform == "linux" else "spawn"
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))  # it hears of no other path
+    multiprocessing.set_forkserver_preload([Path(sys.argv[0]).stem])
+    with tempfile.TemporaryDirectory() as folder:
+        start_processes(_on_rank, (ranks, folder, work, args), ranks, start_method=method)
+        return torch.load(f"{folder}/found", weights_only=True)
+
+
+def _on_rank(
+    rank: int, ranks: int, folder: str, work: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
+    if hasattr(os, "sched_setaffinity"):
+        cores = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, {cores[rank % len(cores)]})
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks
+    )
+    found = work(rank, *args)
+    dist.destroy_process_group()
+    if rank == 0:
+        torch.save(found, f"{folder}/found")
+
+
+def step_values(shape: Shape, ms: float, none_ms: float) -> Values:
+    """Milliseconds of a step, tokens per second of all ranks, and the gain over no balancing."""
+    return {STEP: ms, RATE: shape.ranks * shape.tokens / ms * 1e3, GAIN: none_ms / ms}
+
+
+def plan_values(plan: Plan) -> Values:
+    """The imbalance before and after a plan, and its copies."""
+    return {BEFORE: plan.initial_imbalance, AFTER: plan.imbalance, COPIES: plan.num_replicas}
+
+
+def distance(got: torch.Tensor, want: torch.Tensor) -> float:
+    """Norm of the difference, over that of what is wanted."""
+    return float((got.double() - want.double()).norm() / want.double().norm())
+
+
+def check_close(what: str, got: torch.Tensor | None, want: torch.Tensor | None) -> None:
+    """Raise if two tensors differ by more than their type explains."""
+    assert got is not None, what
+    assert want is not None, what
+    limit, off = 1e-4 if got.dtype.itemsize >= 4 else 2e-2, distance(got, want)
+    if not off <= limit:
+        raise Mismatch(f"{what} differs by {off:.2g}, allowed are {limit}")
+
+
+class Step:
+    """Forward and backward of a layer of a framework, and its last outputs."""
+
+    def __init__(self, layer: Any, tokens: torch.Tensor) -> None:
+        self.layer, self.tokens = layer, tokens.clone().requires_grad_()
+        self.y = torch.empty(0)
+
+    def __call__(self) -> None:
+        self.layer.zero_grad(set_to_none=True)
+        self.tokens.grad = None
+        y = self.layer(self.tokens)
+        self.y = y[0] if isinstance(y, tuple) else y  # some return a bias as well
+        self.y.sum().backward()
+
+    def compare(self, name: str, other: Step) -> None:
+        """Raise if outputs or gradients of the tokens are not those of another step."""
+        check_close(f"outputs of {name}", self.y, other.y)
+        check_close(f"gradients of {name}", self.tokens.grad, other.tokens.grad)
+
+
+def slowest(step: Call) -> Spent:
+    """Return seconds of a step from a common start and of its processor, the most of all ranks."""
+    dist.barrier()
+    begin, used = time.perf_counter(), time.process_time()
+    step()
+    spent = torch.tensor([time.perf_counter() - begin, time.process_time() - used])
+    dist.all_reduce(spent, op=dist.ReduceOp.MAX)
+    elapsed, busy = spent.tolist()
+    return elapsed, busy
+
+
+def timed_steps(
+    steps: Mapping[str, Call],
+    rounds: int,
+    imbalance: Callable[[str], tuple[float, float]],
+    *,
+    warmup: int = 1,
+) -> dict[str, Facts]:
+    """Time the steps of all variants in turn on this rank, in step with the other ranks.
+
+    imbalance: before and after balancing, of the variant of this name, asked after its last step.
+    """
+    facts: dict[str, Facts] = {}
+
+    def measure(name: str) -> Spent:
+        spent = slowest(steps[name])
+        before, after = imbalance(name)
+        facts[name] = {"before": before, "after": after}
+        return spent
+
+    for name, spent in in_turns(list(steps), rounds, measure, warmup=warmup).items():
+        seconds, busy = zip(*spent, strict=True)
+        facts[name] |= {"step": median(seconds), "busy": median(busy)}
+    return facts
+
+
+def gain_lines(shape: Shape, found: Mapping[str, Facts], more: Case | None = None) -> list[Line]:
+    """Return one line per variant, among which are "none" and forced balance."""
+    case: dict[str, str | int | float] = {"ranks": shape.ranks, "tokens": shape.tokens}
+    case |= more or {}
+    case |= {"hidden": shape.hidden, "ffn": shape.ffn}
+    case |= {"experts": shape.experts, "top_k": shape.top_k}
+    lines = []
+    for name, facts in found.items():
+        values = {
+            HOST_STEP: facts["step"] * 1e3,
+            BUSY: facts["busy"] * 1e3,
+            RATE: shape.ranks * shape.tokens / facts["step"],
+            SHARE: found[FORCED]["step"] / facts["step"],
+            GAIN: found["none"]["step"] / facts["step"],
+            LESS: found["none"]["busy"] / facts["busy"],
+            BEFORE: facts["before"],
+            AFTER: facts["after"],
+        }
+        lines.append(Line(case | {"policy": name}, values))
+    return lines
