@@ -36,7 +36,7 @@ DOTTED = re.compile(r"([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)+)(\(.*\))?")
 CALL_OR_SNAKE = re.compile(r"([A-Za-z_]\w*)\(.*\)|([a-z]+(?:_[a-z]+)+)")
 CLASS = re.compile(r"([A-Z][a-z]+(?:[A-Z][a-z]*)+|[A-Z]\w+Error)(?:(?::| \.\.\.).*)?")
 OPTION = re.compile(r"--[a-z][a-z-]*")
-OTHER_PROGRAMS = {"--nproc-per-node", "--nnodes", "--logdir", "--shm-size", "--help"}
+OTHER_PROGRAMS = {"--nproc-per-node", "--nnodes", "--logdir", "--shm-size", "--durations", "--help"}
 # Files that a user or a run creates.
 CREATED = re.compile(
     r"(.*/)?(run|loads|routing|out|my|plan|model|result|scalars|report|header|FILE|\d+)\.\w+"

@@ -42,13 +42,13 @@ def sort_all(loads, first_of_rank, size, slots, min_tokens, max_replicas):
             for expert in range(first, end):
                 rank_loads[rank] += loads[expert]
                 place = expert - first
-                settle(line, keys, place + 1, place, expert - offset, loads[expert])
+                rise(line, keys, place, expert - offset, loads[expert])
         line = emptiest_first[begin : begin + size]
         for rank in range(size):
-            settle(line, keys, rank + 1, rank, rank, -rank_loads[begin + rank])
+            rise(line, keys, rank, rank, -rank_loads[begin + rank])
         for place in range(size):  # sorted but for ties
             rank = line[size - 1 - place]
-            settle(fullest_first[begin:], keys, place + 1, place, rank, rank_loads[begin + rank])
+            rise(fullest_first[begin:], keys, place, rank, rank_loads[begin + rank])
     return SortedDomain(
         loads, first_of_rank, rank_loads, hottest_first, emptiest_first, fullest_first,
         slots, min_tokens, max_replicas,
@@ -87,14 +87,20 @@ def move(quota, expert, donor, host, at_home, rank_loads, free_slots):
 
 
 @njit(cache=True)
-def settle(line, keys, count, hole, rank, key):
-    """Put a rank into a line of `count` with a hole: the largest key first, then the lower rank."""
+def rise(line, keys, hole, rank, key):
+    """Put a rank into a line with a hole, or before it: the largest key first, then the lower."""
     while hole > 0:
         before = hole - 1
         if keys[before] > key or (keys[before] == key and line[before] < rank):
             break
         line[hole], keys[hole] = line[before], keys[before]
         hole = before
+    line[hole], keys[hole] = rank, key
+
+
+@njit(cache=True)
+def sink(line, keys, count, hole, rank, key):
+    """Put a rank into a line of `count` with a hole, or behind it."""
     while hole + 1 < count:
         after = hole + 1
         if keys[after] < key or (keys[after] == key and line[after] > rank):
@@ -170,15 +176,14 @@ def alias(domain, threshold, links, thrifty, placed):
         if rank_loads[donor] > threshold:
             hot[donor] = hottest_movable(at_home, domain, donor, links)
             heat[donor] = at_home[hot[donor]]
-            settle(donors, held, num_donors, donor_at, donor, rank_loads[donor])
+            sink(donors, held, num_donors, donor_at, donor, rank_loads[donor])
         else:
             take_out(donors, held, num_donors, donor_at, donor_at + 1)
             num_donors -= 1
         for rank in (host, donor):
             if threshold - rank_loads[rank] >= min_tokens and free_slots[rank] > 0:
+                rise(hosts, rooms, num_hosts, rank, threshold - rank_loads[rank])
                 num_hosts += 1
-                room = threshold - rank_loads[rank]
-                settle(hosts, rooms, num_hosts, num_hosts - 1, rank, room)
     return rank_loads.max(), made, transfers
 
 
@@ -259,8 +264,8 @@ def window(domain, threshold, placed):
         take_out(hosts, rooms, num_hosts, begin, end)
         num_hosts -= end - begin
         if threshold - rank_loads[last] >= min_tokens and free_slots[last] > 0:
+            rise(hosts, rooms, num_hosts, last, threshold - rank_loads[last])
             num_hosts += 1
-            settle(hosts, rooms, num_hosts, num_hosts - 1, last, threshold - rank_loads[last])
     return rank_loads.max(), made
 
 
@@ -382,7 +387,7 @@ def close_circles(domain, threshold, halves, anchor_kind, placed):
     for rank in domain.emptiest_first[::-1]:
         high = rank_loads[rank] - threshold
         if high > 0 or (high <= -min_tokens and domain.slots > 0):
-            settle(line, height, count + 1, count, rank, high)
+            rise(line, height, count, rank, high)
             count += 1
             donors += high > 0
             slack -= high
@@ -419,7 +424,7 @@ def close_circles(domain, threshold, halves, anchor_kind, placed):
             high = rank_loads[rank] - threshold
             can_host = high <= -min_tokens and free_slots[rank] > 0
             if high > 0 or (can_host and not closed):
-                settle(line, height, count + 1, count, rank, high)
+                rise(line, height, count, rank, high)
                 count += 1
                 donors += high > 0
                 slack -= high

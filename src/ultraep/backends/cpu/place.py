@@ -321,7 +321,7 @@ def sort_rows(rows, count):
 
 def place(expert_loads, limits):
     """[C, 3] expert, host rank and quota of every copy, ordered by expert, then host."""
-    return _place(expert_loads, *limits)
+    return _place(expert_loads, *limits[:-1], *limits.rates)
 
 
 @njit(cache=True)
@@ -334,14 +334,17 @@ def _place(
     max_replicas,
     tolerance_parts,
     min_tokens,
-    rates,
+    row,
+    copy,
+    each,
+    layer,
 ):
     loads = expert_loads[experts_by_rank]
     found = np.empty(((len(first_of_rank) - 1) * slots, 3), np.int64)
     limit = min(max_replicas, domain * slots)
     every = sort_all(loads, first_of_rank, domain, slots, min_tokens, limit)
-    if rates[0] > 0:
-        made = quickest(every, domain, tolerance_parts, rates, found)
+    if row > 0:
+        made = quickest(every, domain, tolerance_parts, (row, copy, each, layer), found)
     else:
         made = balanced(every, domain, tolerance_parts, found)
     for index in range(made):
