@@ -35,10 +35,10 @@ from transfer_parts import (
     copied_experts,
     copy_rate,
 )
-from ultraep.hops import MODES, Hop, choose, hops
 
 import ultraep
 from ultraep import Plan, Topology
+from ultraep.hops import MODES, Hop, choose, hops
 from ultraep.runtime.mapped.peers import LocalPeers
 
 if TYPE_CHECKING:  # kernels are imported late: Triton reads its settings when they are
