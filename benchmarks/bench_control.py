@@ -29,10 +29,10 @@ from load_cases import SHUFFLED, Kind
 from timing import REPLAYS, Gpu, captured, device_us, time_call
 
 import ultraep
-from ultraep import BalanceConfig, ControlPlane, Plan, Rates, Topology
+from ultraep import BalanceConfig, Plan, Rates, Topology
 from ultraep.arrays import PADDING, IntArray
 from ultraep.reroute import Routes, reroute
-from ultraep.runtime.control import DeviceRoutes
+from ultraep.runtime.control import ControlPlane, DeviceRoutes
 
 INNER = 20  # calls in one graph
 RATES = Rates(row=100_000, copy=200_000_000, each=1_000_000, layer=5_000_000)  # of a large layer
