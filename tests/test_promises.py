@@ -4,6 +4,7 @@ import ast
 import re
 import subprocess
 import sys
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import ultraep
@@ -118,6 +119,24 @@ def test_imports_point_inwards():
         targets = {name.split(".")[1] for name in imports_of(path) if name.startswith("ultraep.")}
         for target in targets & folders if own != "__init__" else ():
             assert ring_of(target) <= ring_of(own), f"{path} imports {target}"
+
+
+def test_no_import_circles():
+    names = {module_name(path): path for path in MODULES}
+    graph = {}
+    for name, path in names.items():
+        imported = {
+            target if target in names else target.rpartition(".")[0]: None
+            for target in imports_of(path)
+            if target.startswith("ultraep.")
+        }
+        graph[name] = imported.keys() & names.keys() - {name, "ultraep"}
+    TopologicalSorter(graph).prepare()  # raises CycleError, which names the circle
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
 def test_libraries_are_imported_in_their_folders_only():
