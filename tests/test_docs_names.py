@@ -132,10 +132,8 @@ def resolves(dotted):
 def is_importable(dotted):
     try:
         pkgutil.resolve_name(dotted)
-    except ImportError:  # of a framework that is not installed here
+    except (ImportError, AttributeError):  # a framework may not be installed here
         return ".integrations." in dotted and words().issuperset(dotted.split("."))
-    except AttributeError:
-        return False
     return True
 
 
