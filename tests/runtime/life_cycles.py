@@ -39,11 +39,9 @@ from ultraep import BalancedMoE, Balancer, ExpertsFrom, Topology
 HIDDEN, FFN = 6, 4
 WEIGHTS = ("gate_up_proj", "down_proj")
 FORMS = ("experts", "stacked", "list", "functions")
-REPLACEABLE = ("experts", "functions")  # others use the tensors that they were given for ever
 SELECTIVE = ("mm", "all ops")
 CHECKPOINTS = ("none", "none", "each", "all", "reentrant each", "reentrant all", *SELECTIVE)
-WRITES = ("in place", "other memory", "other parameter", "optimizer", "fused optimizer", "load")
-UNSEEN = ("data", "inference mode", "numpy")  # writes that torch does not count
+WRITES = ("in place", "data", "optimizer", "fused optimizer", "load")
 FAILURES = ("router", "experts", "rows", "recompute")
 Observed = list[tuple[str, torch.Tensor]]  # how ranks are joined, and what was observed
 
@@ -173,7 +171,7 @@ class _Drawing:
         if self.waiting:  # autograd would refuse their backward
             return None
         layer = int(self.draw.integers(self.layers))
-        return "write", layer, self._one_of(WRITES + UNSEEN), float(self.draw.uniform(0.5, 1.5))
+        return "write", layer, self._one_of(WRITES), float(self.draw.uniform(0.5, 1.5))
 
     def _copy(self) -> tuple[Any, ...] | None:
         if self.layers > 4:
@@ -440,31 +438,18 @@ class OnRank(Machine):
         written = self.layers[layer]
         if "optimizer" in how:
             self.step(written, fused=how == "fused optimizer")
-        elif how == "load":
-            module, assign = written.holder or written.experts, written.form in REPLACEABLE
+        elif how == "in place":
+            self.scale(written, factor)
+        elif how == "data":
+            for weight in self.weights(written):
+                weight.data.mul_(factor)
+        else:
+            module, assign = written.holder or written.experts, written.form in FORMS[::3]
             state = {name: factor * value for name, value in module.state_dict().items()}
             module.load_state_dict(state, assign=assign)
-        elif how == "other parameter" and written.form in REPLACEABLE:
-            module = written.holder or written.experts
-            for name in WEIGHTS:
-                setattr(module, name, nn.Parameter(factor * getattr(module, name).detach()))
-        else:
-            self.overwrite(written, how, factor)
-        if how in UNSEEN or ("optimizer" not in how and written.form == "functions"):
+        if how == "data" or ("optimizer" not in how and written.form == "functions"):
             self.balancer.weights_changed()
         self.forget_gradients()
-
-    def overwrite(self, layer: nn.Module, how: str, factor: float) -> None:
-        for weight in self.weights(layer):
-            if how == "data":
-                weight.data.mul_(factor)
-            elif how == "other memory":
-                weight.data = factor * weight.data
-            elif how == "numpy":  # as collectives write, and other libraries
-                weight.detach().numpy()[:] *= factor
-            else:
-                with torch.inference_mode(how == "inference mode"), torch.no_grad():
-                    weight.mul_(factor)
 
     def promise(self, begins: bool) -> None:
         if begins:

@@ -15,6 +15,7 @@ from test_mapped import mapped_balancer, single, small_tiles
 from ultraep import Balancer, LocalGroup
 from ultraep.backends.triton.board import AS_PROMISED, Told
 from ultraep.backends.triton.device import interpreted
+from ultraep.runtime.mapped.plane import MappedMicrobatch
 
 only_interpreted = pytest.mark.skipif(not interpreted(), reason="ranks are processes without GPUs")
 RANKS, EXPERTS = 3, 6
@@ -140,10 +141,10 @@ def replayed(me):
 
     def told(*_):
         versions = torch.empty(RANKS, dtype=torch.int32)
-        return Told(AS_PROMISED, plane._promise, versions)
+        return Told(AS_PROMISED, plane.promised, versions)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plane, "_told", told)
+        patch.setattr(MappedMicrobatch, "_told", told)
         for _ in range(2):
             with me.balancer.unchanged_weights():
                 found += [me.step(bundle)[2] for _ in range(2)]
