@@ -29,11 +29,14 @@ from ranks import (
 from ultraep import Balancer
 from ultraep.comm import Message
 from ultraep.errors import CommunicationError, ConfigError
+from ultraep.runtime import roll_call
 from ultraep.runtime.connect import connect
 from ultraep.runtime.local import LocalCommunicator
-from ultraep.runtime.roll_call import RollCall
 from ultraep.runtime.shared_memory import SharedMemoryCommunicator, usable
 from ultraep.runtime.torch_dist import TorchDistCommunicator
+
+# On a busy machine, other ranks may be too slow to answer as well.
+NO_RESPONSE = r"no response from (rank 1|ranks .*\b1\b.*) \(died, stopped, left or not there yet\)"
 
 
 def complaint(act, *args):
@@ -80,7 +83,9 @@ def silent(comm, verb, complained):
         return None
     args = {"all_gather": [torch.zeros(3)], "exchange": [[], [Message(1, torch.zeros(3))]]}
     try:
-        return complaint(getattr(comm, verb), *args[verb])
+        with pytest.MonkeyPatch.context() as patch:  # a busy machine may take long to answer
+            patch.setattr(roll_call, "GRACE", QUICK)
+            return complaint(getattr(comm, verb), *args[verb])
     finally:
         complained.touch()
 
@@ -117,7 +122,7 @@ def test_a_stopped_rank_is_named_over_sockets(tmp_path):
     found = everywhere("sockets", 3, stopped, tmp_path, timeout=1.5)
     for message, seconds in (found[0], found[2]):
         assert seconds < QUICK
-        assert "no response from rank 1 (died, stopped, left or not there yet)" in message
+        assert re.search(NO_RESPONSE, message)
 
 
 def one_is_late(rank, group, transport, folder):
@@ -135,7 +140,7 @@ def test_a_rank_that_makes_no_balancer_is_named(transport, tmp_path):
     found = shared_pool().run(3, one_is_late, transport, tmp_path)
     for message, seconds in (found[0], found[2]):
         assert seconds < QUICK
-        assert "no response from rank 1" in message
+        assert re.search(NO_RESPONSE, message)
 
 
 def test_a_store_that_does_not_respond_is_named(monkeypatch):
@@ -145,10 +150,10 @@ def test_a_store_that_does_not_respond_is_named(monkeypatch):
     store = dist.HashStore()
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
-        roll_call = RollCall(dist.group.WORLD, 0, 1)
-        assert roll_call.missing() == ""
-        monkeypatch.setattr(roll_call, "_answers", lost)
-        assert "store of the process group does not respond (rank 0" in roll_call.missing()
+        alone = roll_call.RollCall(dist.group.WORLD, 0, 1)
+        assert alone.missing() == ""
+        monkeypatch.setattr(alone, "_answers", lost)
+        assert "store of the process group does not respond (rank 0" in alone.missing()
     finally:
         dist.destroy_process_group()
 
