@@ -1,0 +1,264 @@
+"""Whole models of three frameworks, balanced beside unbalanced, with default settings.
+
+    python benchmarks/bench_frameworks.py                      # a GPU with CUDA MPS, or two cores
+    python benchmarks/bench_frameworks.py --only transformers
+    python benchmarks/bench_frameworks.py --toy                # two CPU processes, tiny
+
+Every rank is a process. On a GPU, eight ranks share the card, each with a part of its
+multiprocessors (`mps.py`). Without a GPU, two ranks have a pinned core and one thread each.
+`transformers` and `megatron` time forward and backward of a model, `torchtitan` steps of its
+Trainer. Only torchtitan synchronises gradients of replicated parameters: its FSDP2 does so.
+
+The text is Python's own library, one subject per rank. The model's own router routes it, then a
+given routing with one hot rank; random even routing is the ceiling. The loss of every variant is
+compared with the unmodified framework before anything is timed. On CPUs, unmodified Megatron-Core
+and torchtitan are timed as well. On a shared card they would send rows through the host, and
+unmodified transformers holds all experts on every rank. `predicted` is the gain that our layer
+alone, timed in the same run with the same routing, would give the step.
+
+Shapes: T tokens of a rank, K experts per token, R ranks, E experts, D model width.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Sequence
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from importlib import import_module
+from statistics import median
+from typing import Any
+
+os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # Megatron-Core compiles small functions
+warnings.filterwarnings("ignore")  # frameworks warn about packages that are not installed
+
+import torch
+from bench_ranks_gpu import EVEN, NONE, Variants, card_name
+from bench_ranks_gpu import Size as LayerSize
+from harness import (
+    Bench,
+    Line,
+    Metric,
+    Mismatch,
+    Report,
+    comma_list,
+    common_options,
+)
+from layers import AFTER, BEFORE, LESS, PLAIN, Spent, on_ranks, slowest, step_values
+from load_cases import HotRank, ids_with, random_even_ids
+from mps import shared_card
+from timing import Host, free, in_turns, nothing
+from whole_models import Choices, Size, WholeModel
+
+OURS = "ultraep"
+OWN, HOT = "own router", "one hot rank"
+LOSS_LIMIT = {"cuda": 5e-3, "cpu": 1e-5}  # relative difference: bfloat16, float32
+PREDICTED = Metric("gain_predicted_from_the_layer", "ratio", "predicted", ".3f")
+OF_EVEN = Metric("share_of_random_even_routing", "share", "of even", ".3f")
+FRAMEWORKS = ("transformers", "megatron", "torchtitan")
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How much is measured."""
+
+    size: Size
+    load: HotRank
+
+
+CARD = Scale(
+    Size(hidden=2048, ffn=768, experts=128, top_k=8, tokens=4096, ranks=8), HotRank(2.0)
+)  # the layers of Qwen3-30B-A3B
+CORES = Scale(
+    Size(
+        hidden=256,
+        ffn=1024,
+        experts=8,
+        top_k=2,
+        tokens=1024,
+        ranks=2,
+        layers=2,
+        heads=4,
+        sequence_length=128,
+        steps=1,
+    ),
+    HotRank(1.6),
+)
+TOY = Scale(
+    Size(
+        hidden=32,
+        ffn=16,
+        experts=8,
+        top_k=2,
+        tokens=64,
+        ranks=2,
+        layers=1,
+        heads=4,
+        sequence_length=32,
+        rounds=1,
+        steps=1,
+    ),
+    HotRank(1.5),
+)
+
+
+def on_rank(rank: int, framework: str, scale: Scale, cuda: bool) -> dict[str, Any]:
+    """One process: check and time all variants of one framework."""
+    device = torch.device("cuda", 0) if cuda else torch.device("cpu")
+    logging.getLogger().setLevel(logging.ERROR)
+    with ExitStack() as stack:
+        if cuda:
+            torch.cuda.set_device(device)
+        elif framework == "megatron":
+            from megatron_on_cpu import on_cpu  # type: ignore[import-not-found]
+
+            stack.enter_context(on_cpu())
+        steps = model_steps(rank, framework, scale, device)
+    layer = layer_seconds(rank, scale, device)
+    saved = scale.size.layers * (layer[NONE] - layer[OURS])
+    hot_none = steps[HOT][NONE]["step"]
+    steps[HOT][OURS]["predicted"] = hot_none / (hot_none - saved)
+    return steps
+
+
+def model_steps(
+    rank: int, framework: str, scale: Scale, device: torch.device
+) -> dict[str, dict[str, dict[str, float]]]:
+    """Seconds of a step and imbalance, by routing and variant."""
+    size, choices = scale.size, Choices()
+    routings = {
+        OWN: None,
+        HOT: ids_with(scale.load.draw(size)[rank], size, seed=rank).long().to(device),
+    }
+    even = random_even_ids(size, seed=rank).long().to(device)
+    build = partial(import_module(f"whole_{framework}").build, size, rank, device)
+    models = {PLAIN: build(PLAIN, choices)}
+    wanted = {name: loss_of(models[PLAIN], choices, ids) for name, ids in routings.items()}
+    if device.type == "cuda" or framework == "transformers":
+        del models[PLAIN]
+        free()
+    for variant in (NONE, OURS):
+        models[variant] = build(variant, choices)
+        for name, ids in routings.items():
+            loss = loss_of(models[variant], choices, ids)
+            check_loss(f"{framework}, {variant}, {name}", loss, wanted[name], device)
+    found = {}
+    for name, ids in routings.items():
+        runs = {variant: (model, ids) for variant, model in models.items()}
+        found[name] = timed(runs | {EVEN: (models[NONE], even)}, choices, size, device)
+    return found
+
+
+def loss_of(model: WholeModel, choices: Choices, ids: torch.Tensor | None) -> float:
+    choices.ids_TK = ids
+    return float(model.loss().detach())
+
+
+def check_loss(what: str, got: float, want: float, device: torch.device) -> None:
+    """Raise if a loss differs from the unmodified framework by more than the dtype explains."""
+    limit = LOSS_LIMIT[device.type]
+    if not abs(got - want) <= limit * abs(want):
+        raise Mismatch(f"{what}: the loss is {got}, unmodified {want} (allowed: {limit} of it)")
+
+
+def timed(
+    runs: dict[str, tuple[WholeModel, torch.Tensor | None]],
+    choices: Choices,
+    size: Size,
+    device: torch.device,
+) -> dict[str, dict[str, float]]:
+    """Seconds of a step of every run, in turns; the slowest rank counts."""
+    wait = torch.cuda.synchronize if device.type == "cuda" else nothing
+    facts: dict[str, dict[str, float]] = {}
+
+    def repeat(model: WholeModel) -> None:
+        for _ in range(size.steps):
+            model.step()
+        wait()
+
+    def measure(name: str) -> Spent:
+        model, choices.ids_TK = runs[name]
+        wait()
+        spent = slowest(partial(repeat, model))
+        if name != PLAIN:
+            before, after = model.imbalance()
+            facts[name] = {"before": before, "after": after}
+        return spent
+
+    for name, spent in in_turns(list(runs), size.rounds, measure, warmup=2).items():
+        elapsed, busy = (median(values) / size.steps for values in zip(*spent, strict=True))
+        facts.setdefault(name, {}).update(step=elapsed, busy=busy)
+    return {name: facts[name] for name in runs}
+
+
+def layer_seconds(rank: int, scale: Scale, device: torch.device) -> dict[str, float]:
+    """Seconds of a step of our layer alone, without balancing and with the default settings."""
+    size = scale.size
+    fields = {n: getattr(size, n) for n in ("hidden", "ffn", "experts", "top_k", "tokens", "ranks")}
+    variants = Variants(LayerSize(model="", **fields), rank, device, scale.load.ratio)
+    variants.route(scale.load)
+    wait = torch.cuda.synchronize if device.type == "cuda" else nothing
+
+    def seconds(name: str) -> float:
+        def repeat() -> None:
+            for _ in range(size.steps):
+                variants.step(name)
+            wait()
+
+        wait()
+        return slowest(repeat)[0] / size.steps
+
+    times = in_turns([NONE, "default"], size.rounds, seconds, warmup=2)
+    variants.close()
+    return {NONE: median(times[NONE]), OURS: median(times["default"])}
+
+
+def lines_of(size: Size, found: dict[str, Any]) -> list[Line]:
+    lines = []
+    for routing, variants in found.items():
+        for name, facts in variants.items():
+            values = {
+                **step_values(size, facts["step"] * 1e3, variants[NONE]["step"] * 1e3),
+                LESS: variants[NONE]["busy"] / facts["busy"],
+                PREDICTED: facts.get("predicted"),
+                OF_EVEN: variants[EVEN]["step"] / facts["step"],
+                BEFORE: facts.get("before"),
+                AFTER: facts.get("after"),
+            }
+            lines.append(Line({"routing": routing, "variant": name}, values))
+    return lines
+
+
+def run(framework: str, bench: Bench, *, cuda: bool) -> None:
+    size = bench.scale.size
+    found = on_ranks(size.ranks, on_rank, framework, bench.scale, cuda)
+    about = f"{size.layers} layers, {size.about}, {size.tokens} tokens a rank"
+    bench.table(f"{framework}, EP{size.ranks}: {about}", lines_of(size, found))
+
+
+def main(argv: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    common_options(parser)
+    only = comma_list(FRAMEWORKS)
+    parser.add_argument("--only", type=only, metavar="A,B", help=", ".join(FRAMEWORKS))
+    options = parser.parse_args(argv[1:])
+    cuda = torch.cuda.is_available() and not options.toy
+    scale = TOY if options.toy else CARD if cuda else CORES
+    if options.quick:
+        scale = replace(scale, size=replace(scale.size, rounds=3))
+    device = f"{card_name()}, {scale.size.ranks} processes by CUDA MPS" if cuda else None
+    report = Report("frameworks", argv, device=device)
+    report.header()
+    bench = Bench(report, scale, Host(name=""), options)
+    sections = {name: partial(run, name, cuda=cuda) for name in FRAMEWORKS}
+    with shared_card(scale.size.ranks) if cuda else nullcontext():
+        bench.run(sections, options.only or list(FRAMEWORKS))
+
+
+if __name__ == "__main__":
+    main(sys.argv)
