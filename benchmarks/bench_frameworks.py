@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import argparse
 import logging
-import os
 import sys
 import warnings
 from collections.abc import Sequence
@@ -34,10 +33,8 @@ from importlib import import_module
 from statistics import median
 from typing import Any
 
-os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # Megatron-Core compiles small functions
-warnings.filterwarnings("ignore")  # frameworks warn about packages that are not installed
-
 import torch
+import torch._dynamo
 from bench_ranks_gpu import EVEN, NONE, Variants, card_name
 from bench_ranks_gpu import Size as LayerSize
 from harness import (
@@ -111,6 +108,9 @@ def on_rank(rank: int, framework: str, scale: Scale, cuda: bool) -> dict[str, An
     """One process: check and time all variants of one framework."""
     device = torch.device("cuda", 0) if cuda else torch.device("cpu")
     logging.getLogger().setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore")  # frameworks warn about packages that are not installed
+    if framework == "megatron":  # it compiles small functions when it is imported
+        torch._dynamo.config.disable = True
     with ExitStack() as stack:
         if cuda:
             torch.cuda.set_device(device)

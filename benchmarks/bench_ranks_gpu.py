@@ -104,7 +104,14 @@ TOY = Size(
 class Variants:
     """The layer of one rank under every config, with the same weights and tokens."""
 
-    def __init__(self, size: Size, rank: int, device: torch.device, ratio: float) -> None:
+    def __init__(
+        self,
+        size: Size,
+        rank: int,
+        device: torch.device,
+        ratio: float,
+        configs: Mapping[str, BalanceConfig] = CONFIGS,
+    ) -> None:
         self.size, self.rank, self.device = size, rank, device
         # Without balancing, the fullest rank needs memory for all its rows from the first step.
         self.unbalanced_rows = int(1.1 * ratio * size.rows)
@@ -122,14 +129,14 @@ class Variants:
         home_experts = list(range(rank * homes, (rank + 1) * homes))
         drawn = drawn_weights(size, home_experts, device, self.dtype)
         self.weights = {name: torch.nn.Parameter(weight) for name, weight in drawn.items()}
-        self.layers = {name: self._layer(name) for name in CONFIGS}
+        self.layers = {name: self._layer(config) for name, config in configs.items()}
 
-    def _layer(self, name: str) -> ultraep.BalancedMoE:
+    def _layer(self, config: BalanceConfig) -> ultraep.BalancedMoE:
         balancer = ultraep.Balancer(
             dist.group.WORLD,
             experts=self.size.experts,
-            config=CONFIGS[name],
-            capacity=self.unbalanced_rows if name == NONE else "auto",
+            config=config,
+            capacity=self.unbalanced_rows if config.policy == "none" else "auto",
             timeout=120.0,
         )
         return given_layer(balancer, self.router, self.weights)

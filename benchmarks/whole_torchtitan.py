@@ -5,6 +5,7 @@ Shapes: B sequences, L tokens of each, K experts per token, E experts, D model w
 
 from __future__ import annotations
 
+import itertools
 import os
 import tempfile
 from dataclasses import dataclass, replace
@@ -17,6 +18,7 @@ from whole_models import Choices, Size, WholeModel, last_imbalance
 
 import torchtitan_tiny as tiny  # type: ignore[import-not-found]  # isort: skip  # replaces CUDA on CPUs
 
+from torchtitan.components.optimizer import default_adamw
 from torchtitan.config.override import derive, override
 from torchtitan.models.common.moe import TokenChoiceTopKRouter
 
@@ -67,14 +69,16 @@ def build(
             num_experts=size.experts,
             top_k=size.top_k,
         )
-        config.model_spec = replace(config.model_spec, model=model)
+        # Without the update of router biases, every step has the same routing.
+        config.model_spec = replace(config.model_spec, model=model, post_optimizer_build_fn=None)
         config.training.seq_len = size.sequence_length
         config.training.local_batch_size = size.tokens // size.sequence_length
         config.activation_checkpoint = None
+        config.optimizer = default_adamw(lr=0.0)
         config.metrics.log_freq = 1 << 30
         trainer = config.build()
-    batches = trainer.batch_generator(trainer.dataloader)
-    inputs, labels = next(batches)
+    inputs, labels = next(trainer.batch_generator(trainer.dataloader))
+    batches = (({**inputs}, labels) for _ in itertools.count())
     valid = torch.tensor(dist.get_world_size() * labels.numel(), device=device)
 
     def loss() -> torch.Tensor:

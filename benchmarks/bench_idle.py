@@ -1,0 +1,198 @@
+"""What balancing costs where there is nothing to balance: random even routing, step by step.
+
+    python benchmarks/bench_idle.py            # eight processes on one GPU, or two on two cores
+    python benchmarks/bench_idle.py --toy      # two CPU processes, tiny
+
+Every rank is a process, as in `bench_ranks_gpu.py`. Steps without balancing and with the default
+settings alternate, each pair in another order, so that a drift of the machine hits both. The cost
+is the median over pairs of their ratio; the quartiles say how well it is known. `again` compares
+two layers without balancing in the same way: the resolution of the method. A second table shows
+where the time goes, stage by stage, from separate steps with a timer around every stage.
+
+Shapes: T tokens of a rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
+from statistics import fmean, median
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from bench_ranks_gpu import DEFAULT, MODELS, NONE, TOY, Size, Variants, card_name, stepper
+from harness import Line, Metric, Report, common_options
+from layers import on_ranks, slowest
+from mps import shared_card
+from timing import Call, nothing
+
+from ultraep import BalanceConfig
+
+AGAIN = "none again"
+NO_BALANCING = BalanceConfig(policy="none")
+CONFIGS = {NONE: NO_BALANCING, DEFAULT: BalanceConfig(), AGAIN: NO_BALANCING}
+PAIRS = 31
+CORES = replace(
+    TOY, model="two cores", hidden=512, ffn=1024, all_tokens=(2048, 256), experts=8, top_k=2
+)
+COST = Metric("idle_cost", "ratio", "cost", "+.4f")
+LOWER = Metric("idle_cost_lower_quartile", "ratio", "lower quartile", "+.4f")
+UPPER = Metric("idle_cost_upper_quartile", "ratio", "upper quartile", "+.4f")
+STEP = Metric("step_time_p50", "ms", "none ms", ".3f")
+WITHOUT = Metric("stage_time_none", "ms", "none ms", ".4f")
+WITH = Metric("stage_time_default", "ms", "default ms", ".4f")
+MORE = Metric("stage_time_difference", "ms", "difference", "+.4f")
+
+
+class StageTimer:
+    """An observer that times every stage; a stage inside of another is subtracted from it."""
+
+    def __init__(self, *, cuda: bool) -> None:
+        self._cuda, self._open = cuda, list[tuple[str, Any]]()
+        self._spans = list[tuple[str, Any, Any]]()
+
+    def begin(self, stage: str, _: Any) -> None:
+        now = self._now()
+        if self._open:
+            self._spans.append((*self._open[-1], now))
+        self._open.append((stage, now))
+
+    def end(self, stage: str, _: Any) -> None:
+        now = self._now()
+        self._spans.append((stage, self._open.pop()[1], now))
+        if self._open:
+            self._open[-1] = (self._open[-1][0], now)
+
+    def planned(self, *_: Any) -> None: ...
+
+    def sent(self, *_: Any) -> None: ...
+
+    def _now(self) -> Any:
+        if not self._cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def milliseconds(self) -> dict[str, float]:
+        """The time of every stage since the last call."""
+        if self._cuda:
+            torch.cuda.synchronize()
+        total: dict[str, float] = defaultdict(float)
+        for stage, begin, end in self._spans:
+            total[stage] += begin.elapsed_time(end) if self._cuda else 1e3 * (end - begin)
+        self._spans.clear()
+        return total
+
+
+def on_rank(rank: int, size: Size, cuda: bool, pairs: int) -> dict[str, Any]:
+    """One process: the pairs of every mode, then the stages."""
+    device = torch.device("cuda", 0) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    variants = Variants(size, rank, device, ratio=1.0, configs=CONFIGS)
+    variants.route(None)
+    for name in variants.layers:
+        variants.step(name)  # takes memory, measures rates
+    variants.check()
+    wait = torch.cuda.synchronize if cuda else nothing
+    found: dict[str, Any] = {}
+    for mode in size.modes if cuda else ("eager",):
+        steps = {name: stepper(variants, name, mode) for name in variants.layers}
+        found[mode] = compare(steps, pairs, wait)
+    found["stages"] = {name: stages(variants, name, cuda=cuda) for name in (NONE, DEFAULT)}
+    variants.close()
+    return found
+
+
+def compare(steps: dict[str, Call], pairs: int, wait: Call) -> dict[str, list[float]]:
+    """Seconds of single steps, one for every name and pair."""
+
+    def step(name: str) -> float:
+        wait()
+
+        def whole() -> None:
+            steps[name]()
+            wait()
+
+        return slowest(whole)[0]
+
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    names = list(steps)
+    for turn in range(2 + pairs):
+        shift = turn % len(names)
+        for name in names[shift:] + names[:shift]:
+            elapsed = step(name)
+            if turn >= 2:
+                seconds[name].append(elapsed)
+    return seconds
+
+
+def stages(variants: Variants, name: str, *, cuda: bool, repeats: int = 9) -> dict[str, float]:
+    """Milliseconds of every stage of a step, the mean over ranks of the median over steps."""
+    timer = StageTimer(cuda=cuda)
+    variants.layers[name].balancer.observe(timer)
+    steps = []
+    for _ in range(repeats):
+        dist.barrier()
+        variants.step(name)
+        steps.append(timer.milliseconds())
+    medians = {stage: median(step.get(stage, 0.0) for step in steps) for stage in steps[-1]}
+    of_ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, medians)
+    return {stage: fmean(rank.get(stage, 0.0) for rank in of_ranks) for stage in medians}
+
+
+def cost_lines(size: Size, found: dict[str, Any]) -> list[Line]:
+    lines = []
+    for mode in (name for name in found if name != "stages"):
+        none = np.array(found[mode][NONE])
+        for name in (DEFAULT, AGAIN):
+            costs = np.array(found[mode][name]) / none - 1
+            lower, middle, upper = np.percentile(costs, (25, 50, 75))
+            values = {STEP: 1e3 * float(np.median(none)), COST: middle, LOWER: lower, UPPER: upper}
+            lines.append(Line({"tokens": size.tokens, "mode": mode, "layer": name}, values))
+    return lines
+
+
+def stage_lines(size: Size, found: dict[str, Any]) -> list[Line]:
+    without, with_default = found["stages"][NONE], found["stages"][DEFAULT]
+    lines = []
+    for stage, ms in with_default.items():
+        values = {WITHOUT: without.get(stage), WITH: ms, MORE: ms - without.get(stage, 0.0)}
+        lines.append(Line({"tokens": size.tokens, "stage": stage}, values))
+    return lines
+
+
+def main(argv: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    common_options(parser)
+    options = parser.parse_args(argv[1:])
+    cuda = torch.cuda.is_available() and not options.toy
+    size = TOY if options.toy else MODELS["qwen"] if cuda else CORES
+    pairs = 3 if options.toy else PAIRS // 3 if options.quick else PAIRS
+    device = f"{card_name()}, {size.ranks} processes by CUDA MPS" if cuda else None
+    report = Report("idle", argv, device=device)
+    report.header()
+    with shared_card(size.ranks) if cuda else nullcontext():
+        for tokens in size.all_tokens:
+            case = replace(size, tokens=tokens)
+            found = on_ranks(size.ranks, partial(on_rank, size=case, cuda=cuda, pairs=pairs))
+            title = f"EP{size.ranks}, {size.model}: {size.about}"
+            report.section = "cost"
+            report.add(f"{title}, cost of balancing an even load", cost_lines(case, found))
+            report.section = "stages"
+            report.add(f"{title}, stages", stage_lines(case, found))
+            report.write(options.json)
+
+
+if __name__ == "__main__":
+    main(sys.argv)
