@@ -15,13 +15,14 @@ QUICK := tests/test_golden.py tests/test_promises.py tests/test_docs_names.py \
 VLLM := .venv-vllm
 VLLM_VERSION := 0.32.0
 
-.PHONY: help demo check test test-slow test-all test-frameworks test-torchtitan test-megatron test-vllm lint types docs dist bench paper format clean
+.PHONY: help demo check test test-slow test-failed test-all test-frameworks test-torchtitan test-megatron test-vllm lint types docs dist bench paper format clean
 
 help:
 	@echo "make demo    set up, then train, serve and measure a small model here (five minutes)"
 	@echo "make check   set up, then lint, types and the quick tests (two minutes): while you work"
 	@echo "make test    set up, then the tests of every part, at small size (eight minutes on two cores, WORKERS=2)"
 	@echo "make test-slow  set up, then the tests that make test leaves out (ten minutes)"
+	@echo "make test-failed  the tests that failed in the last run, one at a time"
 	@echo "make test-all  set up, then all tests, random ones in their long form (hours)"
 	@echo "make test-frameworks  set up, then torchtitan and Megatron-Core, balanced beside unmodified (three minutes)"
 	@echo "make test-vllm  set up vLLM for CPUs on its own, then the plug-in in real servers (ten minutes)"
@@ -45,6 +46,9 @@ test: $(READY)
 
 test-slow: $(READY)
 	$(TESTS) -m 'slow and not long'
+
+test-failed: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --last-failed --last-failed-no-failures none -m ''
 
 test-all: $(READY)
 	$(TESTS) -m '' --hypothesis-profile thorough
