@@ -2,6 +2,8 @@
 
     python benchmarks/bench_ranks_gpu.py                     # needs a GPU and CUDA MPS
     python benchmarks/bench_ranks_gpu.py --models qwen       # one model
+    python benchmarks/bench_ranks_gpu.py --tokens 512,8192   # tokens of a rank
+    python benchmarks/bench_ranks_gpu.py --quantised fp8_rows   # forward, experts in FP8
     python benchmarks/bench_ranks_gpu.py --toy               # two CPU processes, tiny, for CI
 
 Every process is a rank of its own, with a share of the card's multiprocessors (`mps.py`), and
@@ -46,6 +48,7 @@ from timing import free, in_turns, nothing, on_gpu
 
 import ultraep
 from ultraep import BalanceConfig
+from ultraep.ops.formats import FORMATS
 
 EVEN = "random even routing"
 NONE, DEFAULT, BALANCE = "none", "default", "objective balance"
@@ -76,6 +79,7 @@ class Size(Shape):
         HotRank(2.0, inner=1.5),
     )
     modes: tuple[str, ...] = MODES
+    quantised: str | None = None  # FP8 format of the experts; forward only
     rounds: int = 7
     steps: int = 4  # that are timed together
 
@@ -139,7 +143,7 @@ class Variants:
             capacity=self.unbalanced_rows if config.policy == "none" else "auto",
             timeout=120.0,
         )
-        return given_layer(balancer, self.router, self.weights)
+        return given_layer(balancer, self.router, self.weights, self.size.quantised)
 
     def route(self, load: HotRank | None) -> None:
         """Give the tokens of this rank these choices; None: random ones, all experts alike."""
@@ -159,8 +163,10 @@ class Variants:
 
     def step(self, name: str) -> torch.Tensor:
         self.forget()
-        y: torch.Tensor = self.layers[name](self.x)
-        y.backward(self.dy)
+        with torch.set_grad_enabled(self.size.quantised is None):
+            y: torch.Tensor = self.layers[name](self.x)
+        if self.size.quantised is None:
+            y.backward(self.dy)
         return y
 
     def check(self) -> None:
@@ -171,13 +177,9 @@ class Variants:
                 check_close(f"{what} of {name}", tensor, wanted[what])
 
     def _results(self, name: str) -> dict[str, torch.Tensor]:
-        y = self.step(name)
-        assert self.x.grad is not None
-        found = {"outputs": y.detach(), "gradients of tokens": self.x.grad}
-        found |= {
-            f"gradients of {n}": w.grad for n, w in self.weights.items() if w.grad is not None
-        }
-        return {what: tensor.clone() for what, tensor in found.items()}
+        results = {"outputs": self.step(name).detach(), "gradients of tokens": self.x.grad}
+        results |= {f"gradients of {n}": weight.grad for n, weight in self.weights.items()}
+        return {what: tensor.clone() for what, tensor in results.items() if tensor is not None}
 
     def close(self) -> None:
         for layer in self.layers.values():
@@ -271,6 +273,8 @@ def lines_of(size: Size, case: Mapping[str, Any]) -> list[Line]:
             COPIES: found.get("copies"),
         }
         about = {"tokens": size.tokens, "mode": case["mode"], "load": case["load"]}
+        if size.quantised is not None:
+            about["experts"] = f"{size.quantised}, forward"
         lines.append(Line({"model": size.model, **about, "variant": name}, values))
     return lines
 
@@ -289,11 +293,18 @@ def main(argv: Sequence[str]) -> None:
     text = f"models to measure, of {', '.join(MODELS)} (default: all)"
     models = comma_list(MODELS)
     parser.add_argument("--models", type=models, default=[*MODELS], metavar="A,B", help=text)
+    text = "tokens of a rank (default: 4096,512)"
+    parser.add_argument("--tokens", type=token_counts, metavar="N,M", help=text)
+    text = f"time forward only, with experts in an FP8 format: {', '.join(FORMATS)}"
+    parser.add_argument("--quantised", choices=FORMATS, metavar="FORMAT", help=text)
     options = parser.parse_args(argv[1:])
     cuda = on_gpu(toy=options.toy) and not options.toy
     sizes = [TOY] if options.toy else [MODELS[name] for name in options.models]
     if options.quick:
         sizes = [replace(size, all_tokens=(4096,)) for size in sizes]
+    if options.tokens:
+        sizes = [replace(size, all_tokens=options.tokens) for size in sizes]
+    sizes = [replace(size, quantised=options.quantised) for size in sizes]
     device = f"{card_name()}, {sizes[0].ranks} processes by CUDA MPS" if cuda else None
     report = Report("ranks_gpu", argv, device=device)
     report.header()
@@ -301,6 +312,10 @@ def main(argv: Sequence[str]) -> None:
         for size in sizes:
             run_model(report, size, cuda=cuda)
             report.write(options.json)
+
+
+def token_counts(text: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in text.split(","))
 
 
 def card_name() -> str:
