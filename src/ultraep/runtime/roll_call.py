@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 LOOK = 0.5  # seconds between two looks for a question
-GRACE = 3.0  # seconds that an answer may take
+GRACE = 6.0  # seconds that an answer may take
 PAUSE = 0.02  # seconds between two looks for answers
 CAUSE = "cause"
 NO_STORE = (
