@@ -175,7 +175,8 @@ def keep_hottest(home_HG, load_G, threshold, links, H: tl.constexpr):
         left_HG = tl.where(row == hot_G[None, :], -2, left_HG)
         rest_G -= tl.maximum(most_G, 0)
         number += 1
-        going = tl.where(links == FEWEST, tl.max(rest_G, 0) > 0, number < links)
+        # All experts at most: loads of a rank that is gone may be any numbers.
+        going = tl.where(links == FEWEST, tl.max(rest_G, 0) > 0, number < links) & (number < H)
     home_HG = tl.where(left_HG == -2, home_HG, -1)
     floor = tl.maximum(tl.max(rest_G, 0), 0)
     floor = tl.where(links == MOST, 0, floor)
