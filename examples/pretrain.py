@@ -72,7 +72,9 @@ class Pretraining:
         ep = settings.group_size(self.size)
         rows = np.arange(self.size).reshape(-1, ep)
         self.group, _ = dist.new_subgroups_by_enumeration(rows.tolist())  # has every expert once
-        self.alike, _ = dist.new_subgroups_by_enumeration(rows.T.tolist())  # has the same experts
+        self.dp_replicas, _ = dist.new_subgroups_by_enumeration(
+            rows.T.tolist()
+        )  # has the same experts
         self.balancer = stack.enter_context(closing(self.make_balancer(ep, start)))
         training, model = settings.training, settings.model
         self.model = TinyMoE(  # ultraep 1: its MLPs are ultraep.BalancedMoE.swiglu(...)
@@ -162,7 +164,7 @@ class Pretraining:
         for gradient in dense:
             gradient /= self.size
         with connected():  # ultraep 5: inside a group, gradients of experts are sums already
-            parallel.average_expert_gradients(self.model, self.alike)
+            parallel.average_expert_gradients(self.model, self.dp_replicas)
             largest = self.settings.training.clip or math.inf
             norm = parallel.clip_grad_norm(self.model, largest)  # ultraep 6: of all experts
         for group in self.optimizer.param_groups:

@@ -33,7 +33,7 @@ def tensors_of(stack: Stack) -> list[torch.Tensor]:
     return [stack] if isinstance(stack, torch.Tensor) else list(stack)
 
 
-def given_tensors(bundle: Bundle) -> list[torch.Tensor]:
+def stored_tensors(bundle: Bundle) -> list[torch.Tensor]:
     """Those tensors of a bundle that are given as such: what functions return may be new."""
     given = [stack for stack in bundle.values() if not callable(stack)]
     return [tensor for stack in given for tensor in tensors_of(stack)]
@@ -57,7 +57,7 @@ def device_of_bundle(tensors: Mapping[str, Stack]) -> torch.device:
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Seen:
+class TensorVersion:
     """A tensor as it was. It is not mistaken for a new tensor in the same memory."""
 
     tensor: weakref.ref[torch.Tensor]
@@ -65,29 +65,33 @@ class Seen:
     writes: int
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> Seen:
+    def of(cls, tensor: torch.Tensor) -> TensorVersion:
         writes = 0 if tensor.is_inference() else tensor._version
         return cls(weakref.ref(tensor), tensor.data_ptr(), writes)
 
     def __eq__(self, other: object) -> bool:
         return (
-            isinstance(other, Seen)
+            isinstance(other, TensorVersion)
             and self.tensor() is other.tensor()
             and (self.address, self.writes) == (other.address, other.writes)
         )
 
 
-Weights: TypeAlias = list[Seen | Callable[[], Stack]]
+Weights: TypeAlias = list[TensorVersion | Callable[[], Stack]]
 
 
-def seen(bundle: Bundle) -> Weights:
+def bundle_versions(bundle: Bundle) -> Weights:
     """Return what identifies the weights of a bundle: tensors as they are, functions themselves.
 
     A function may return new tensors at every call, so only the promise covers what it returns.
     """
     found: Weights = []
     for stack in bundle.values():
-        found += [stack] if callable(stack) else [Seen.of(tensor) for tensor in tensors_of(stack)]
+        found += (
+            [stack]
+            if callable(stack)
+            else [TensorVersion.of(tensor) for tensor in tensors_of(stack)]
+        )
     return found
 
 

@@ -91,7 +91,7 @@ class BalancedMoE(nn.Module):
         policy: in place of the balancer's, for this call.
         """
         balancer, experts = self.balancer, self.experts
-        weights = experts.bundle_now(balancer.weights_promise)
+        weights = experts.current_bundle(balancer.weights_promise)
         tokens = x.reshape(-1, x.shape[-1])
         rows = in_autocast_type(tokens)
         experts.check(rows)

@@ -87,7 +87,7 @@ class AnyPlan(Protocol):
     def to_host(self) -> Plan:
         """Return the plan on the host, waiting for the device."""
 
-    def later(self) -> Callable[[], Plan]:
+    def to_host_async(self) -> Callable[[], Plan]:
         """Return a callable that yields the plan once the device has produced it; does not wait."""
 
 

@@ -57,7 +57,7 @@ class Plan:
         """The plan itself; plans on a device have to be fetched."""
         return self
 
-    def later(self) -> Callable[[], Plan]:
+    def to_host_async(self) -> Callable[[], Plan]:
         """A function that returns the plan; plans on a device may still be on their way."""
         return self.to_host
 
@@ -148,7 +148,7 @@ class Plan:
         return self.rates.time(peak=peak, transfers=transfers, copies=self.num_replicas)
 
     @property
-    def time_without_copies(self) -> int | None:
+    def time_without_replicas(self) -> int | None:
         """Picoseconds that it would take without its copies, by the rates."""
         if self.rates is None:
             return None
@@ -157,7 +157,7 @@ class Plan:
     @property
     def left_alone(self) -> bool:
         """Whether ranks stay uneven, since by the rates no copies would pay for themselves."""
-        if self.rates is None or self.num_replicas or not self.topology.can_copy:
+        if self.rates is None or self.num_replicas or not self.topology.can_replicate:
             return False
         return self.config.policy == "ultraep" and self.imbalance > 1 + self.config.tolerance
 
@@ -245,9 +245,9 @@ class Plan:
         )
 
     def _times(self) -> str:
-        if self.time is None or self.time_without_copies is None:
+        if self.time is None or self.time_without_replicas is None:
             return ""
-        planned, without = (ps / PER_MS for ps in (self.time, self.time_without_copies))
+        planned, without = (ps / PER_MS for ps in (self.time, self.time_without_replicas))
         return f", {planned:.3g} ms by its rates, {without:.3g} without copies"
 
     def _over_mean(self, tokens: int) -> float:
@@ -286,7 +286,7 @@ def decided(policy: Policy, problem: Problem) -> IntArray:
     return placed_C3
 
 
-def plan_of_copies(
+def plan_from_replicas(
     loads: Any, topology: Topology, config: BalanceConfig, placed_C3: IntArray
 ) -> Plan:
     """The plan that consists of these copies (expert, host, quota), made somewhere else.

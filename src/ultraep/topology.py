@@ -79,7 +79,7 @@ class Topology:
         return self.domain
 
     @property
-    def can_copy(self) -> bool:
+    def can_replicate(self) -> bool:
         """Whether there is a slot that a copy may go to, whatever the loads."""
         return self.slots > 0 and self.domain_size > 1
 

@@ -21,7 +21,7 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from ultraep.bundle import Bundle, Layout, check_repeatable, given_tensors, resolve
+from ultraep.bundle import Bundle, Layout, check_repeatable, stored_tensors, resolve
 from ultraep.dispatch import Arrivals
 from ultraep.errors import ConfigError, LoadError
 from ultraep.experts.loan import Network, run, serve
@@ -179,7 +179,7 @@ class ExpertsFrom(HomeModule):
 
     def home_parameters(self) -> list[nn.Parameter]:
         """Those among the tensors that are given as such."""
-        return [t for t in given_tensors(self._tensors) if isinstance(t, nn.Parameter)]
+        return [t for t in stored_tensors(self._tensors) if isinstance(t, nn.Parameter)]
 
     def check_stacked(self) -> None:
         """Raise if a parameter holds one expert, so that nobody knows which by its name."""
@@ -197,7 +197,7 @@ class ExpertsFrom(HomeModule):
         """What a copy of an expert consists of."""
         return self._tensors
 
-    def bundle_now(self, promise: int) -> Bundle:
+    def current_bundle(self, promise: int) -> Bundle:
         """What a copy consists of, whatever is promised of the weights."""
         del promise
         return self._tensors

@@ -45,9 +45,9 @@ class QuantisableModule(HomeModule):
     @property
     def bundle(self) -> dict[str, torch.Tensor]:
         """What a copy of an expert consists of."""
-        return self.bundle_now(0)
+        return self.current_bundle(0)
 
-    def bundle_now(self, promise: int) -> dict[str, torch.Tensor]:
+    def current_bundle(self, promise: int) -> dict[str, torch.Tensor]:
         """That of the weights as they are now.   promise: see `Balancer.weights_promise`."""
         own = self._own()
         if self._made is not None:

@@ -24,10 +24,12 @@ SMALLEST = 1e-6  # a norm to divide by
 
 
 @torch.no_grad()
-def average_expert_gradients(model: nn.Module, alike: dist.ProcessGroup | None = None) -> None:
+def average_expert_gradients(
+    model: nn.Module, dp_replicas: dist.ProcessGroup | None = None
+) -> None:
     """Make the gradients of experts averages over all ranks; once a step, after the last backward.
 
-    alike: the ranks with the same experts as this one, all of which call this; None: there are no
+    dp_replicas: the ranks with the same experts as this one, all of which call this; None: there are no
         others. Of parameters that `fully_shard` manages, it has averaged the gradients over them.
     """
     of_groups: dict[tuple[int, ...], list[torch.Tensor]] = defaultdict(list)
@@ -37,26 +39,28 @@ def average_expert_gradients(model: nn.Module, alike: dist.ProcessGroup | None =
     for spread, gradients in of_groups.items():
         plain = [gradient for gradient in gradients if mesh_of(gradient) is None]
         if plain:
-            check_alike(alike, spread)
-            add_up(plain, alike)
-            torch._foreach_div_(plain, len(spread) * (alike.size() if alike is not None else 1))
+            check_dp_replicas(dp_replicas, spread)
+            add_up(plain, dp_replicas)
+            torch._foreach_div_(
+                plain, len(spread) * (dp_replicas.size() if dp_replicas is not None else 1)
+            )
         sharded = [local(gradient) for gradient in gradients if mesh_of(gradient) is not None]
         if sharded:
             torch._foreach_div_(sharded, len(spread))
 
 
-def check_alike(alike: dist.ProcessGroup | None, spread: Sequence[int]) -> None:
+def check_dp_replicas(dp_replicas: dist.ProcessGroup | None, spread: Sequence[int]) -> None:
     """Whether these can be the ranks with the same experts, and all of them."""
     size = dist.get_world_size() if dist.is_initialized() else 1
-    if alike is None and size > len(spread):
+    if dp_replicas is None and size > len(spread):
         raise ConfigError(
-            f"there are {size} ranks, and the experts are spread over {len(spread)}: pass alike=, "
+            f"there are {size} ranks, and the experts are spread over {len(spread)}: pass dp_replicas=, "
             "the ranks with the same experts as this one; if there are no others, a group of one"
         )
-    together = dist.get_process_group_ranks(alike) if alike is not None else []
+    together = dist.get_process_group_ranks(dp_replicas) if dp_replicas is not None else []
     if strangers(together, spread):
         raise ConfigError(
-            f"ranks {together} are not alike: the experts are spread over {list(spread)}"
+            f"ranks {together} are not dp_replicas: the experts are spread over {list(spread)}"
         )
 
 

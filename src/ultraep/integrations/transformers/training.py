@@ -32,10 +32,10 @@ _Base: Any = Trainer if TYPE_CHECKING else object
 class BalancedTraining(_Base):  # type: ignore[misc]
     """What a Trainer of a balanced model does otherwise; it stands before any class of Trainer.
 
-    alike: the ranks with the same experts as this one, where there are several groups.
+    dp_replicas: the ranks with the same experts as this one, where there are several groups.
     """
 
-    alike: ProcessGroup | None = None
+    dp_replicas: ProcessGroup | None = None
 
     def __init__(self, *inputs: Any, **options: Any) -> None:
         super().__init__(*inputs, **options)
@@ -52,7 +52,7 @@ class BalancedTraining(_Base):  # type: ignore[misc]
         return self._norm(float("inf")) if grad_norm is None else grad_norm
 
     def _norm(self, limit: float) -> torch.Tensor:
-        average_expert_gradients(self.model, self.alike)
+        average_expert_gradients(self.model, self.dp_replicas)
         return clip_grad_norm(self.model, limit)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
