@@ -473,7 +473,7 @@ def test_inputs_and_settings_that_cannot_work():
     for top_k in (0, 9):
         with pytest.raises(ConfigError, match=f"top_k must lie between 1 and 8.*{top_k}"):
             BalancedMoE.swiglu(6, 4, 8, top_k, balancer=balancer)
-    with pytest.raises(ConfigError, match="unknown scores 'relu'; known are softmax, sigmoid"):
+    with pytest.raises(ConfigError, match="scores must be one of softmax, sigmoid, got 'relu'"):
         BalancedMoE.swiglu(6, 4, 8, 2, balancer=balancer, scores="relu")
     layer = BalancedMoE.swiglu(6, 4, 8, 2, balancer=balancer)
     with pytest.raises(LoadError, match=r"tokens must be \[\.\.\., 6\], got \[3, 5\]"):

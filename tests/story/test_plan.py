@@ -216,7 +216,7 @@ def test_the_largest_rates_still_fit_64_bits():
     most = Rates(row=2**31 - 1, copy=2**40, each=2**40, layer=2**40)
     assert most.time(peak=2**31 - 1, transfers=2**20, copies=2**20) < 2**63
     config = BalanceConfig(rates=most)
-    with pytest.raises(ConfigError, match="at most 1048576 spare slots, there are 1048577"):
+    with pytest.raises(ConfigError, match="at most 1048576 spare slots, got 1048577"):
         config.rates_for(2**20 + 1)
 
 
@@ -386,7 +386,7 @@ def test_check_names_slots_used_twice_or_too_many():
     with pytest.raises(PlanError, match="share one slot"):
         both.check(loads * [2, 1, 0, 0])
     one_slot = dataclasses.replace(both, topology=Topology(ranks=2, experts=4, slots=1))
-    with pytest.raises(PlanError, match="rank 1 holds 2 copies in 1 slots"):
+    with pytest.raises(PlanError, match="rank 1 has 2 replicas but 1 slots"):
         one_slot.check(loads * [2, 1, 0, 0])
 
 
@@ -412,5 +412,5 @@ def test_numbers_of_a_hand_made_example():
         plan.remote_tokens == 2 + 2
     )  # expert 0: two of rank 1's tokens; experts 2 and 3: two of rank 0's
     assert repr(plan) == (
-        "Plan(ultraep, 2 ranks, 4 experts: imbalance 1.600 -> 1.000 with 1 copies)"
+        "Plan(ultraep, 2 ranks, 4 experts: imbalance 1.600 -> 1.000 with 1 replicas)"
     )

@@ -225,9 +225,9 @@ def test_tensors_that_do_not_fit_the_homes_are_refused():
     with pytest.raises(ConfigError, match=r"'gate_up_proj' must be stacked over 8 home experts"):
         seam_of(layer, few)(Example([6]).inputs[0])
     lists = {"w": [torch.zeros(2)] * 7 + [torch.zeros(3)]}
-    with pytest.raises(ConfigError, match="'w' must be alike for all home experts"):
+    with pytest.raises(ConfigError, match="'w' must have one shape and dtype for all home experts"):
         seam_of(layer, lists)(Example([6]).inputs[0])
-    with pytest.raises(ConfigError, match=r"experts \[0, 1\], but those of rank 0 are \[0, 1, 2"):
+    with pytest.raises(ConfigError, match=r"home experts of rank 0, \[0, 1, 2.*; got \[0, 1\]"):
         BalancedMoE(layer.router, ExpertsFrom(network, {}, [0, 1]), balancer=balancer)
 
 
@@ -260,5 +260,5 @@ def test_a_network_that_learns_what_is_not_in_its_bundle_is_refused():
     extra = nn.Parameter(torch.ones((), dtype=torch.float64))
     moe, layer = alone(lambda rows, counts, tensors: network(rows, counts, tensors) * extra)
     layer.requires_grad_(False)
-    with pytest.raises(ConfigError, match="learns tensors that are not in its bundle"):
+    with pytest.raises(ConfigError, match="trainable tensors that are not in its bundle"):
         moe(Example([6]).inputs[0])
