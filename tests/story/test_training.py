@@ -463,7 +463,7 @@ def test_steps_take_no_more_memory_once_the_history_is_full():
     gc.disable()  # what is alive afterwards is alive without cycles to blame
     try:
         pools, tensors, objects = steps(15)
-        pools_after, tensors_after, objects_after = steps(200)
+        pools_after, tensors_after, objects_after = steps(60)
     finally:
         gc.enable()
     assert pools_after == pools
@@ -479,7 +479,7 @@ OPTIMIZERS = {
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_balanced_and_unbalanced_training_agree(optimizer):
-    """50 steps in double precision: layer balanced, layer unbalanced, dense twin."""
+    """25 steps in float64: layer balanced, layer unbalanced, dense twin."""
     example = Example([8] * 4, hidden=6, ffn=5, seed=4)
     targets = [gradient.tanh() for gradient in example.gradients]
 
@@ -487,7 +487,7 @@ def test_balanced_and_unbalanced_training_agree(optimizer):
         layer = example.layer(Balancer(experts=EXPERTS, communicator=comm, policy=policy))
         step = OPTIMIZERS[optimizer](layer.parameters())
         losses, copies = [], 0
-        for _ in range(50):
+        for _ in range(25):
             step.zero_grad()
             x = example.inputs[comm.rank]
             loss = (layer(x) - targets[comm.rank]).square().sum()
@@ -503,15 +503,15 @@ def test_balanced_and_unbalanced_training_agree(optimizer):
     (balanced, some), *_ = LocalGroup(4).run(lambda comm: work(comm, "ultraep"))
     twin = example.twin()
     step, losses = OPTIMIZERS[optimizer](twin.parameters()), []
-    for _ in range(50):
+    for _ in range(25):
         step.zero_grad()
         loss = (twin(torch.cat(example.inputs)) - torch.cat(targets)).square().sum()
         loss.backward()
         step.step()
         losses.append(loss.item())
     assert none == 0
-    assert some > 50
-    assert losses[-1] < losses[0] / 2
+    assert some > 25
+    assert losses[-1] < 0.7 * losses[0]
     assert_close(balanced, plain, tolerance=1e-9)
     assert_close(balanced, torch.tensor(losses, dtype=torch.float64), tolerance=1e-9)
 
