@@ -218,7 +218,7 @@ def test_one_process_with_text_of_its_own(pretrain, tmp_path, capsys):
     data = import_module("pretrain_parts").read_text(json.loads(files), "*.txt")
     assert {byte: data.count(byte) for byte in b"ABCD"} == {65: 1500, 66: 1500, 67: 0, 68: 1500}
     assert pretrain.main(run) == 1
-    assert "holds step 2, this run starts at 0: --resume goes on" in capsys.readouterr().err
+    assert "holds step 2, this run starts at 0: use --resume" in capsys.readouterr().err
     assert pretrain.main([*run, "--resume"]) == 0
     assert "nothing to do: the checkpoint has 2 steps of 2" in capsys.readouterr().out
     more = ["--set", "training.steps=3", "--resume"]
@@ -282,7 +282,7 @@ BAD_FILES = {
 BAD_DATA = {
     'data.files=["nowhere"]': "data.files: nowhere: No such file",
     "data.files=['{folder}']": "no *.txt in",
-    "training.length=10000000": "are no two windows of 10000000 bytes",
+    "training.length=10000000": "too few for two windows of 10000000 bytes",
 }
 
 
@@ -301,7 +301,7 @@ def test_errors_are_one_line(pretrain, capsys, tmp_path):
     (tmp_path / "torn.pt").write_bytes(b"PK")
     for file, message in {
         "gone.pt": "gone.pt: cannot be read: No such file",
-        "other.pt": "other.pt is no checkpoint of pretrain.py",
+        "other.pt": "other.pt is not a checkpoint of pretrain.py",
         "torn.pt": "torn.pt: ",
     }.items():
         runs.append(([*options(tmp_path), "--resume", str(tmp_path / file)], 1, message))
@@ -341,4 +341,4 @@ def test_tensorboard_gets_every_scalar(pretrain, monkeypatch, tmp_path, capsys):
     assert got["closed"]
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     assert run("without") == 0
-    assert "pip install tensorboard, or say --no-tensorboard" in capsys.readouterr().out
+    assert "pip install tensorboard, or pass --no-tensorboard" in capsys.readouterr().out
