@@ -1,4 +1,4 @@
-"""The text of all examples: Python's own library, by subjects that load other experts each."""
+"""The text of all examples: Python's standard library, in subjects that load different experts."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ SUBJECTS = {
 
 
 def library_bytes() -> bytes:
-    """All subjects, one after the other."""
-    found = [files(*patterns) for patterns in SUBJECTS.values()]
-    if not any(found):
+    """Return the text of all subjects."""
+    texts = [files(*patterns) for patterns in SUBJECTS.values()]
+    if not any(texts):
         raise ultraep.FileError("no text in Python's library")
-    return b"\n".join(data for data in found if data)
+    return b"\n".join(data for data in texts if data)
 
 
 def library_text() -> Text:
-    """Sequences of these subjects; the same on every machine with the same Python."""
+    """Return sequences of all subjects, the same on every machine with the same Python."""
     return Text({name: partial(files, *patterns) for name, patterns in SUBJECTS.items()})

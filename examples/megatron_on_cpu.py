@@ -1,9 +1,8 @@
-"""Megatron-Core 0.16 on ranks without a GPU: what it asks of CUDA, answered by the CPU.
+"""Run Megatron-Core 0.16 without a GPU: replaces the CUDA functions that it calls.
 
-    with on_cpu(): ...          # around everything that Megatron-Core does
+    with on_cpu(): ...          # around all uses of Megatron-Core
 
-For examples, tests and benchmarks of its balanced layers. On GPUs nothing of this is needed, and
-nothing of this changes what is computed.
+For examples, tests and benchmarks. It does not change results and is not needed on GPUs.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 
 class CudaIsCpu(TorchFunctionMode):
-    """Tensors that are asked for on "cuda" are on the CPU, and say that they are of CUDA."""
+    """Creates "cuda" tensors on the CPU and reports CUDA tensor types."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -26,14 +25,14 @@ class CudaIsCpu(TorchFunctionMode):
             kwargs["device"] = "cpu"
         if func is torch.Tensor.cuda:
             return args[0]
-        answer = func(*args, **kwargs)
-        if func is torch.Tensor.type and isinstance(answer, str):  # what optimizers look at
-            return answer.replace("torch.", "torch.cuda.", 1)
-        return answer
+        result = func(*args, **kwargs)
+        if func is torch.Tensor.type and isinstance(result, str):  # optimizers check it
+            return result.replace("torch.", "torch.cuda.", 1)
+        return result
 
 
 class Stream:
-    """A stream, where everything is done at once."""
+    """A stream that runs everything immediately."""
 
     def wait_stream(self, other: Stream) -> None: ...
 
@@ -44,18 +43,18 @@ class Stream:
 
 
 def counts_on_host(tensor: Any, as_numpy: bool = False, **_: Any) -> Any:
-    """Numbers of rows as the library has them after they were copied from a GPU."""
+    """Return row counts in the form they have after a copy from a GPU."""
     return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 
 
 @contextmanager
 def on_cpu() -> Iterator[None]:
-    """Let Megatron-Core find a CPU where it looks for a GPU."""
+    """Replace the CUDA functions of torch and Megatron-Core."""
     import megatron.core.tensor_parallel.random as random
     import megatron.core.transformer.moe.moe_utils as moe_utils
     import megatron.core.transformer.moe.token_dispatcher as token_dispatcher
 
-    answers: list[tuple[Any, str, Any]] = [
+    replacements: list[tuple[Any, str, Any]] = [
         (torch.cuda, "current_device", lambda: "cpu"),
         (torch.cuda, "synchronize", lambda *_: None),
         (torch.cuda, "Stream", Stream),
@@ -66,11 +65,11 @@ def on_cpu() -> Iterator[None]:
         (random, "_get_cuda_rng_state", lambda *_, **__: torch.get_rng_state()),
         (random, "_set_cuda_rng_state", lambda state, **__: torch.set_rng_state(state)),
         (token_dispatcher, "maybe_move_tensor_to_cpu", counts_on_host),
-        # of Transformer Engine: the release names it without asking whether it is there
+        # of Transformer Engine, which this release uses without checking that it is installed
         (moe_utils, "te_general_gemm", None),
     ]
     with ExitStack() as undo:
-        for where, name, answer in answers:
-            undo.enter_context(patch.object(where, name, answer, create=True))
+        for module, name, replacement in replacements:
+            undo.enter_context(patch.object(module, name, replacement, create=True))
         undo.enter_context(CudaIsCpu())
         yield

@@ -1,10 +1,9 @@
-"""A small GPT of Megatron-Core with experts on all ranks, trained unmodified and then balanced.
+"""Train a small MoE GPT with Megatron-Core, unmodified and then balanced.
 
     torchrun --nproc-per-node 2 examples/megatron_train.py
 
-Megatron-Core builds, shards and trains the model; `balanced` is the one line that differs. Losses
-of both are printed side by side. Ranks are CPU ranks here: `on_cpu` answers where Megatron-Core
-asks for a GPU.
+Megatron-Core builds, shards and trains the model; `balanced` is the one line that differs. Prints
+the losses of both runs side by side. The ranks run on CPUs: `on_cpu` replaces CUDA.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from collections.abc import Iterator
 from typing import Any
 
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # compiling takes longer than this training
-warnings.filterwarnings("ignore")  # the library has many, of what is not installed
+warnings.filterwarnings("ignore")  # the library warns about missing packages
 
 import torch
 import torch.distributed as dist
@@ -65,7 +64,7 @@ def configured() -> TransformerConfig:
 
 
 def build(options: dict[str, Any] | None) -> Any:
-    """The model under DDP; options of a balanced one, None: unmodified."""
+    """Return the model under DDP, with these balancer options; None: unmodified."""
     get_cuda_rng_tracker().reset()
     model_parallel_cuda_manual_seed(7)
     torch.manual_seed(7)
@@ -78,7 +77,7 @@ def build(options: dict[str, Any] | None) -> Any:
 
 
 def batches(step: int) -> Iterator[torch.Tensor]:
-    """Tokens of this rank; few of them are most of the text."""
+    """Yield skewed random tokens of this rank."""
     draw = torch.Generator().manual_seed(100 * step + dist.get_rank())
     while True:
         yield (torch.rand(ROWS, LENGTH + 1, generator=draw) ** 4 * VOCABULARY).long()
@@ -93,9 +92,9 @@ def forward_step(tokens: Iterator[torch.Tensor], model: Any) -> Any:
 
 
 def train(model: Any, steps: int) -> list[float]:
-    """The loss of every step, mean over microbatches and ranks."""
+    """Return the loss of every step, averaged over microbatches and ranks."""
     optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="adam", lr=3e-3), [model])
-    found = []
+    step_losses = []
     for step in range(steps):
         model.zero_grad_buffer()
         optimizer.zero_grad()
@@ -111,8 +110,8 @@ def train(model: Any, steps: int) -> list[float]:
         optimizer.step()
         mean = torch.stack(losses).mean()
         dist.all_reduce(mean)
-        found.append(float(mean) / dist.get_world_size())
-    return found
+        step_losses.append(float(mean) / dist.get_world_size())
+    return step_losses
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""What train_moe.py and prefill.py share: the group of ranks, the balancer, and their options."""
+"""Shared by train_moe.py and prefill.py: process group, balancer and options."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
 @contextmanager
 def process_group(backend: str = "gloo") -> Iterator[None]:
-    """The ranks that torchrun has started, or this process alone."""
+    """Connect the ranks started by torchrun, or this process alone."""
     alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     dist.init_process_group(backend, **alone)
     try:
@@ -34,9 +34,9 @@ def process_group(backend: str = "gloo") -> Iterator[None]:
 def balancer_of(
     args: argparse.Namespace, config: ModelConfig, policy: str
 ) -> Iterator[ultraep.Balancer]:
-    """A balancer over all ranks, whether or not the experts divide evenly among them."""
+    """Open a balancer over all ranks; the experts need not divide evenly."""
     balancer = ultraep.Balancer(
-        dist.new_group(),  # its messages do not mix with those of the rest of the model
+        dist.new_group(),  # separate from the messages of the rest of the model
         experts=config.experts,
         slots=args.slots,
         homes=even_homes(config.experts, dist.get_world_size()),
@@ -51,8 +51,8 @@ def balancer_of(
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """What both examples ask for: the shape of the model, and how to balance it."""
-    shape = parser.add_argument_group("model; of the checkpoint, if there is one")
+    """Add the options of the model and of balancing."""
+    shape = parser.add_argument_group("model (default: as in the checkpoint, if any)")
     for field in fields(ModelConfig):
         name = f"--{field.name.replace('_', '-')}"
         if field.type == "bool":
@@ -61,21 +61,21 @@ def add_options(parser: argparse.ArgumentParser) -> None:
             shape.add_argument(name, type=int, metavar="N", help=f"default {field.default}")
     shape.add_argument("--dtype", choices=DTYPES, default="float32")
     balance = parser.add_argument_group("balance")
-    balance.add_argument("--slots", type=int, default=1, help="spare slots of a rank (%(default)s)")
+    balance.add_argument("--slots", type=int, default=1, help="spare slots per rank (%(default)s)")
     balance.add_argument("--relay", choices=("auto", "direct", "chain"), default="auto")
     balance.add_argument("--transport", choices=("auto", "shared", "sockets"), default="auto")
     balance.add_argument(
-        "--tolerance", type=float, default=0.0, help="imbalance above 1 that may stay (%(default)s)"
+        "--tolerance", type=float, default=0.0, help="allowed imbalance above 1 (%(default)s)"
     )
 
 
 def model_config(args: argparse.Namespace, saved: Mapping[str, Any] | None) -> ModelConfig:
-    """The shape that was asked for; with a checkpoint, its shape."""
+    """Return the shape from the options, or from the checkpoint."""
     names = [field.name for field in fields(ModelConfig)]
-    asked = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    options = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     if saved is None:
-        return ModelConfig(**asked)
-    wrong = {name: value for name, value in asked.items() if value != saved[name]}
+        return ModelConfig(**options)
+    wrong = {name: value for name, value in options.items() if value != saved[name]}
     if wrong:
         raise ultraep.ConfigError(f"the checkpoint has {dict(saved)}, not {wrong}")
     return ModelConfig(**saved)

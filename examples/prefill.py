@@ -1,10 +1,10 @@
-"""Answer prefill requests of mixed lengths and subjects, under one or more policies.
+"""Serve prefill requests of mixed lengths and subjects under one or more policies.
 
     python examples/prefill.py                                              # one process
     torchrun --nproc-per-node 4 examples/prefill.py --policy none,ultraep   # four ranks, compared
 
-`ultraep.tools.serving.engine` makes batches of requests. All policies serve the same requests with
-the same weights, so their outputs must agree: if they do not, the exit code is 1.
+`ultraep.tools.serving.engine` batches the requests. All policies serve the same requests with the
+same weights; if their outputs differ, the exit code is 1.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from ultraep.tools.tiny.prefill import Answers, Queue, answer, make_requests
 
 
 def report(answers: Answers, pool_bytes: int) -> dict[str, Any]:
-    """The numbers of one policy."""
+    """Return the results of one policy."""
     turn = answers.turn
     waited = [seconds for seconds in turn.waited if seconds is not None]
     return {
@@ -68,9 +68,9 @@ def table(rows: list[dict[str, Any]], ranks: int, requests: Sequence[Prompt]) ->
         "imbalance before (worst)": "{imbalance_before:.3f} ({imbalance_before_worst:.3f})",
         "imbalance after (worst)": "{imbalance_after:.3f} ({imbalance_after_worst:.3f})",
         "batches": "{batches}",
-        "copies": "{copies}",
+        "replicas": "{copies}",
         "weights sent, all ranks": "{weights}",
-        "spare slots of a rank": "{pool}",
+        "spare slots per rank": "{pool}",
         "outputs differ by": "{difference:.1e}",
     }
     for name, form in forms.items():
@@ -95,7 +95,7 @@ def queue_of(args: argparse.Namespace) -> Queue:
 
 
 def compare(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Make the model, serve the requests under every policy, and show what came out."""
+    """Serve the requests under every policy and print the results."""
     console = Console(quiet=dist.get_rank() != 0)
     saved = torch.load(args.load) if args.load else None
     config = model_config(args, saved and saved["config"])
@@ -119,15 +119,15 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     serving = parser.add_argument_group("serving")
     serving.add_argument("--policy", default="none,ultraep", help="one or more: %(default)s")
     serving.add_argument("--requests", type=int, default=200)
-    serving.add_argument("--shortest", type=int, default=8, help="tokens of a request")
-    serving.add_argument("--longest", type=int, default=256, help="tokens of a request")
-    serving.add_argument("--budget", type=int, default=1024, help="tokens of a rank in a batch")
-    serving.add_argument("--rate", type=float, default=0.0, help="per second; 0: all at once")
-    serving.add_argument("--period", type=int, default=25, help="requests of one subject")
-    serving.add_argument("--warmup", type=int, default=20, help="requests served before, untimed")
-    serving.add_argument("--rounds", type=int, default=3, help="turns of each policy")
+    serving.add_argument("--shortest", type=int, default=8, help="fewest tokens of a request")
+    serving.add_argument("--longest", type=int, default=256, help="most tokens of a request")
+    serving.add_argument("--budget", type=int, default=1024, help="tokens per rank and batch")
+    serving.add_argument("--rate", type=float, default=0.0, help="requests/s; 0: all at once")
+    serving.add_argument("--period", type=int, default=25, help="requests per subject")
+    serving.add_argument("--warmup", type=int, default=20, help="untimed requests")
+    serving.add_argument("--rounds", type=int, default=3, help="runs of each policy")
     serving.add_argument("--seed", type=int, default=0)
-    serving.add_argument("--bitwise", action="store_true", help="outputs agree to the last bit")
+    serving.add_argument("--bitwise", action="store_true", help="outputs equal bit for bit")
     serving.add_argument("--agree", type=float, default=1e-4, help="relative (%(default)s)")
     add_options(parser)
     files = parser.add_argument_group("files")
@@ -139,9 +139,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     if unknown:
         parser.error(f"unknown policies {sorted(unknown)}, known: {ultraep.policy_names()}")
     if not 1 <= args.shortest <= args.longest <= args.budget:
-        parser.error("want 1 <= --shortest <= --longest <= --budget")
+        parser.error("the order must be 1 <= --shortest <= --longest <= --budget")
     if min(args.requests, args.period, args.rounds) < 1 or min(args.rate, args.warmup) < 0:
-        parser.error("--requests, --period and --rounds start at 1, --rate and --warmup at 0")
+        parser.error("--requests, --period, --rounds start at 1, --rate and --warmup at 0")
     return args
 
 
@@ -157,8 +157,8 @@ def main(argv: list[str] | None = None) -> int:
             return 2
         differing = [row["policy"] for row in rows if not row["difference"] <= args.agree]
         if differing and dist.get_rank() == 0:
-            told = f"outputs of {args.policy[0]} and {', '.join(differing)}"
-            print(f"{told} differ by more than {args.agree:g}", file=sys.stderr)
+            policies = f"{args.policy[0]} and {', '.join(differing)}"
+            print(f"outputs of {policies} differ by more than {args.agree:g}", file=sys.stderr)
     return 1 if differing else 0
 
 

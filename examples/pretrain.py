@@ -1,13 +1,12 @@
-"""Pretrain a Mixture-of-Experts language model on text of one's own, balancing every microbatch.
+"""Pretrain a Mixture-of-Experts language model on your own text, balancing every microbatch.
 
     python examples/pretrain.py --config examples/pretrain.toml
     torchrun --nproc-per-node 4 examples/pretrain.py --config examples/pretrain.toml
     torchrun --nproc-per-node 2 examples/pretrain.py --config examples/pretrain.toml --resume
 
-A program to copy. The places where a training meets ultraep are numbered, `# ultraep 1` to 8; the
-layer itself is in `Block` of `ultraep.tools.tiny.model`. All else is what any training has.
-Settings are in pretrain_settings.py; text, checkpoint files, scalars and signals in
-pretrain_parts.py.
+A script to copy. The eight places that use ultraep are numbered, `# ultraep 1` to 8; the layer
+itself is in `Block` of `ultraep.tools.tiny.model`. Settings are in pretrain_settings.py; text,
+checkpoint files, scalars and signals are in pretrain_parts.py.
 
 Shapes: M microbatches, B windows of this rank in each, T bytes of a window.
 """
@@ -59,20 +58,21 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.float32, "float64": torch.
 
 
 class Pretraining:
-    """One rank of it. To make one is collective, and so is all that it does."""
+    """One rank of the training. The constructor and all methods are collective."""
 
     def __init__(self, settings: Settings, text: Windows, start: int, stack: ExitStack) -> None:
         self.settings, self.text = settings, text
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        self.done = self.drawn = 0  # steps, and windows of the text
-        self.stopping = False  # a rank was asked to
+        self.done = self.drawn = 0  # steps done, windows read
+        self.stopping = False  # whether a rank received a signal
         self.device = torch.device("cpu")
         if settings.parallel.device == "cuda":
             self.device = own_gpu(self.rank)
         ep = settings.group_size(self.size)
         rows = np.arange(self.size).reshape(-1, ep)
-        self.group, _ = dist.new_subgroups_by_enumeration(rows.tolist())  # has every expert once
-        self.alike, _ = dist.new_subgroups_by_enumeration(rows.T.tolist())  # has the same experts
+        self.group, _ = dist.new_subgroups_by_enumeration(rows.tolist())  # expert-parallel
+        # The ranks that hold the same experts as this one.
+        self.dp_replicas, _ = dist.new_subgroups_by_enumeration(rows.T.tolist())
         self.balancer = stack.enter_context(closing(self.make_balancer(ep, start)))
         training, model = settings.training, settings.model
         self.model = TinyMoE(  # ultraep 1: its MLPs are ultraep.BalancedMoE.swiglu(...)
@@ -86,11 +86,11 @@ class Pretraining:
             weight_decay=training.weight_decay,
         )
         self.seed_anew()
-        self.roll = dist.new_group()  # to ask who is still there
+        self.roll = dist.new_group()  # to find out which ranks are alive
 
     def make_balancer(self, ep: int, start: int) -> ultraep.Balancer:
-        """Spare slots for copies, and all that fills them."""
-        balance, way = self.settings.balance, self.settings.parallel
+        """Return the balancer of this expert-parallel group."""
+        balance, links = self.settings.balance, self.settings.parallel
         experts = self.settings.model.experts
         return ultraep.Balancer(  # ultraep 2: one for all layers of an expert-parallel group
             self.group,
@@ -101,20 +101,20 @@ class Pretraining:
             config=ultraep.BalanceConfig(
                 policy=balance.policy,
                 tolerance=balance.tolerance,
-                objective="balance",  # a run that resumes plans as it did: nothing is measured
+                objective="balance",  # no measured rates, so that a resumed run is exact
             ),
             relay=balance.relay,
-            transport=way.transport,
-            timeout=way.timeout or None,
+            transport=links.transport,
+            timeout=links.timeout or None,
             record=trace_folder(self.settings.logging.record, start, self.rank // ep),
         )
 
-    def step(self, asked: bool) -> dict[str, float]:
-        """One step of the optimizer; `asked`: this rank is to stop. What to tell about it."""
+    def step(self, stop: bool) -> dict[str, float]:
+        """Run one optimizer step and return its scalars. `stop`: this rank received a signal."""
         begin, training = time.perf_counter(), self.settings.training
         self.balancer.record_step(self.done)  # ultraep 3: if a trace is recorded
         plans: list[ultraep.Plan] = []
-        told = torch.zeros(2, dtype=torch.float64)  # loss; ranks that are asked to stop
+        totals = torch.zeros(2, dtype=torch.float64)  # loss; ranks that received a signal
         tokens, share = self.batch(), 1 / training.microbatches
         for first in range(0, training.microbatches, training.in_flight):
             waiting = []
@@ -122,20 +122,20 @@ class Pretraining:
                 with self.autocast():
                     loss = next_byte_loss(self.model, tokens_BT)
                 waiting.append(share * (loss + training.even * self.model.unevenness))
-                plans += self.model.last_plans()  # ultraep 4: what was planned, for every layer
-                told[0] += share / self.size * loss.detach().cpu()
-            for loss in waiting:  # spare slots are filled anew: any number may wait, in any order
+                plans += self.model.last_plans()  # ultraep 4: the plan of every layer
+                totals[0] += share / self.size * loss.detach().cpu()
+            for loss in waiting:  # backward refills the spare slots, in any order
                 loss.backward()
-        told[1] = asked
-        size_of_gradient = self.descend()
-        self.sum(told)
-        if not math.isfinite(told[0]):
-            raise ultraep.UltraEPError(f"step {self.done}: the loss is {told[0].item()}")
-        self.stopping = bool(told[1])
+        totals[1] = stop
+        norm = self.descend()
+        self.sum(totals)
+        if not math.isfinite(totals[0]):
+            raise ultraep.UltraEPError(f"step {self.done}: the loss is {totals[0].item()}")
+        self.stopping = bool(totals[1])
         return {
-            "loss": told[0].item(),
+            "loss": totals[0].item(),
             "learning_rate": self.optimizer.param_groups[0]["lr"],
-            "gradient_norm": size_of_gradient,
+            "gradient_norm": norm,
             "tokens_per_second": training.batch * training.length / (time.perf_counter() - begin),
             "imbalance_before": fmean(plan.initial_imbalance for plan in plans),
             "imbalance_after": fmean(plan.imbalance for plan in plans),
@@ -143,7 +143,7 @@ class Pretraining:
         }
 
     def batch(self) -> torch.Tensor:
-        """[M, B, T + 1] of this rank. A microbatch has the same windows on any number of ranks."""
+        """Return `[M, B, T + 1]` tokens. A microbatch is the same text on any number of ranks."""
         training = self.settings.training
         numbers = self.text.after(self.drawn, training.batch)
         self.drawn += training.batch
@@ -151,20 +151,20 @@ class Pretraining:
         return self.text[mine.ravel()].unflatten(0, mine.shape).to(self.device)
 
     def autocast(self) -> torch.autocast:
-        """With bfloat16 the rows that travel are half as many bytes; weights stay float32."""
-        wanted = self.settings.training.precision == "bfloat16"
-        return torch.autocast(self.device.type, torch.bfloat16, enabled=wanted)
+        """With bfloat16, rows are sent with half the bytes; weights stay float32."""
+        bfloat16 = self.settings.training.precision == "bfloat16"
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=bfloat16)
 
     def descend(self) -> float:
-        """Average the gradients, limit their norm, change the weights; the norm before."""
+        """Average and clip the gradients, update the weights, return the norm before clipping."""
         dense = [p.grad for p in self.dense if p.grad is not None]
         self.sum(*dense)
         for gradient in dense:
             gradient /= self.size
-        with connected():  # ultraep 5: inside a group, gradients of experts are sums already
-            parallel.average_expert_gradients(self.model, self.alike)
+        with connected():  # ultraep 5: expert gradients are already sums over the group
+            parallel.average_expert_gradients(self.model, self.dp_replicas)
             largest = self.settings.training.clip or math.inf
-            norm = parallel.clip_grad_norm(self.model, largest)  # ultraep 6: of all experts
+            norm = parallel.clip_grad_norm(self.model, largest)  # ultraep 6: counts all experts
         for group in self.optimizer.param_groups:
             group["lr"] = self.learning_rate()
         self.optimizer.step()
@@ -173,23 +173,23 @@ class Pretraining:
         return norm.item()
 
     def learning_rate(self) -> float:
-        """The rate of the step to come: up in a line, then down along a cosine."""
+        """Return the rate of the next step: linear warmup, then a cosine."""
         training = self.settings.training
         if self.done < training.warmup:
             return training.lr * (self.done + 1) / training.warmup
-        way = (self.done - training.warmup) / max(1, training.steps - training.warmup)
-        share = training.final_lr + (1 - training.final_lr) * (1 + math.cos(math.pi * way)) / 2
+        progress = (self.done - training.warmup) / max(1, training.steps - training.warmup)
+        share = training.final_lr + (1 - training.final_lr) * (1 + math.cos(math.pi * progress)) / 2
         return training.lr * share
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
-        """The loss on held-out text, the same text on any number of ranks."""
+        """Return the loss on held-out text, the same text on any number of ranks."""
         training, held = self.settings.training, self.text.held_out
         total = torch.zeros((), dtype=torch.float64)
         rows = training.batch // training.microbatches // self.size
         self.model.eval()
-        for begin in range(0, len(held), rows * self.size):  # all ranks run the layers as often
-            mine = held[begin + self.rank * rows :][:rows]  # at the end perhaps none
+        for begin in range(0, len(held), rows * self.size):  # the same passes on all ranks
+            mine = held[begin + self.rank * rows :][:rows]  # may be empty at the end
             tokens = self.text[mine].to(self.device)
             with self.autocast():
                 logits = self.model(tokens[:, :-1]).flatten(0, 1)
@@ -200,9 +200,9 @@ class Pretraining:
         return {"held_out_loss": loss, "held_out_bits_per_byte": loss / math.log(2)}
 
     def save(self, folder: Path, keep: int) -> Path:
-        """Write all that training needs to go on, whole or not at all; keep the last few."""
+        """Write a checkpoint atomically; keep the last few."""
         path, rng = folder / f"step-{self.done:08d}.pt", self.everyone(rng_state(self.device))
-        mine = {"keep": self.rank == 0}  # the others only take part
+        mine = {"keep": self.rank == 0}  # the other ranks only send
         content = {
             "config": asdict(self.settings.model),
             "step": self.done,
@@ -215,7 +215,7 @@ class Pretraining:
             write_whole(content, path)
             for old in checkpoints(folder)[:-keep]:
                 old.unlink()
-        self.everyone("written")  # that may take longer than a balancer waits
+        self.everyone("written")  # wait: writing may take longer than the timeout
         return path
 
     def text_position(self) -> dict[str, Any]:
@@ -229,31 +229,31 @@ class Pretraining:
         }
 
     def load(self, saved: dict[str, Any]) -> None:
-        """Go on where `save` was called, on this or another number of ranks."""
+        """Continue from a checkpoint, saved on any number of ranks."""
         self.done, self.drawn = saved["step"], saved["text"]["drawn"]
         self.compare(saved["config"] | saved["text"])
-        full_state.load_full_state_dict(self.model, saved["model"])  # ultraep 8: each takes its own
+        full_state.load_full_state_dict(self.model, saved["model"])  # ultraep 8: the home experts
         full_state.load_full_optimizer_state(self.model, self.optimizer, saved["optimizer"])
         if len(saved["rng"]) == self.size:
             set_rng_state(saved["rng"][self.rank])
         else:
             self.seed_anew()
 
-    def compare(self, then: dict[str, Any]) -> None:
+    def compare(self, saved: dict[str, Any]) -> None:
         for name, now in (asdict(self.settings.model) | self.text_position()).items():
-            if then[name] != now:
+            if saved[name] != now:
                 what = "text" if name == "digest" else name
                 raise ultraep.ConfigError(
-                    f"no way to go on: {what} was {then[name]} in the checkpoint, now it is {now}"
+                    f"cannot resume: {what} was {saved[name]} in the checkpoint, now it is {now}"
                 )
 
     def seed_anew(self) -> None:
-        """Numbers that no other rank draws, for what is random in a model (here: nothing)."""
+        """Seed the random state of this rank, for models with dropout (not this one)."""
         drawn = np.random.SeedSequence([self.settings.training.seed, self.done, self.rank])
         torch.manual_seed(int(drawn.generate_state(1)[0]))
 
     def sum(self, *tensors: torch.Tensor) -> None:
-        """Sums over the ranks, in place, in one message."""
+        """Sum tensors over all ranks, in place, in one message."""
         flat = torch.cat([tensor.flatten() for tensor in tensors])
         with connected():
             dist.all_reduce(flat)
@@ -262,15 +262,15 @@ class Pretraining:
             tensor.copy_(part.view_as(tensor))
 
     def everyone(self, mine: Any) -> list[Any]:
-        """What all ranks say, and they wait for each other."""
-        found = [None] * self.size
+        """Return the values of all ranks; also a barrier."""
+        values = [None] * self.size
         with connected():
-            dist.all_gather_object(found, mine)
-        return found
+            dist.all_gather_object(values, mine)
+        return values
 
 
 def run(settings: Settings, resume: str | None) -> None:
-    """Train to the last step, or until somebody asks to stop."""
+    """Train to the last step, or until a signal."""
     steps, files = settings.training.steps, settings.checkpoints
     saved = checkpoint_of(resume, Path(files.folder))
     start = saved["step"] if saved else 0
@@ -282,40 +282,44 @@ def run(settings: Settings, resume: str | None) -> None:
                 raise ultraep.ConfigError(f"rank {rank} has other settings, text or checkpoint")
         if saved:
             training.load(saved)
-        del saved  # and with it the file
+        del saved  # closes the file
         scalars, stop = Scalars(settings, start, stack), stack.enter_context(Stop())
         stack.enter_context(naming(training.roll))
         if start >= steps:
             scalars.say(f"nothing to do: the checkpoint has {start} steps of {steps}")
         while training.done < steps and not training.stopping:
-            told, done = training.step(stop.asked), training.done
+            values, done = training.step(stop.asked), training.done
             last = done == steps or training.stopping
             if last or done % settings.logging.every == 0 or done == 1:
-                scalars.add(done, told)
+                scalars.add(done, values)
             if done == steps or done % settings.evaluation.every == 0:
                 scalars.add(done, training.evaluate())
             if last or done % files.every == 0:
                 path = training.save(Path(files.folder), files.keep)
                 scalars.say(f"step {done:>6}   written: {path}")
         if training.stopping and training.done < steps:
-            scalars.say(f"stopped after step {training.done}; --resume goes on")
+            scalars.say(f"stopped after step {training.done}; use --resume")
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     assert __doc__ is not None
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--config", metavar="FILE", help="settings, in TOML (default: as built in)")
+    parser.add_argument("--config", metavar="FILE", help="settings in TOML (default: built in)")
     parser.add_argument(
-        "--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="one more setting"
+        "--set",
+        action="append",
+        default=[],
+        metavar="SECTION.KEY=VALUE",
+        help="override one setting",
     )
     parser.add_argument(
         "--resume",
         nargs="?",
         const="",
         metavar="FILE",
-        help="go on from this checkpoint (default: the last in checkpoints.folder)",
+        help="continue from this checkpoint (default: the last in checkpoints.folder)",
     )
-    parser.add_argument("--no-tensorboard", action="store_true", help="no curves")
+    parser.add_argument("--no-tensorboard", action="store_true", help="do not write curves")
     return parser.parse_args(argv)
 
 
@@ -327,7 +331,7 @@ def main(argv: list[str] | None = None) -> int:
         settings = read_settings(args.config, [*args.set, *changes])
         settings.check(size)
     except ultraep.UltraEPError as error:
-        if rank == 0:  # all ranks read the same
+        if rank == 0:  # the same on all ranks
             print(f"pretrain: {error}", file=sys.stderr)
         return 2
     with process_group(BACKENDS[settings.parallel.device]):

@@ -1,4 +1,4 @@
-"""What pretrain.py has in common with any training: text, checkpoint files, scalars, an end.
+"""Parts of pretrain.py that any training has: text, checkpoint files, scalars, signals.
 
 Shapes: B windows, T bytes of a window.
 """
@@ -26,31 +26,33 @@ from pretrain_settings import Settings
 from ultraep.errors import CommunicationError, ConfigError, FileError
 from ultraep.files.writing import whole_file
 
-NEWS = 0.2  # seconds until all connections know of a rank that died
+SETTLE = 0.2  # seconds until all connections have noticed a dead rank
 
 
 class Windows:
-    """Text in windows, some held out. An epoch reads all others once, in an order of its own."""
+    """Text in windows, some held out. An epoch reads the others once, in its own order."""
 
     def __init__(self, data: bytes, settings: Settings) -> None:
         self.length, self.seed = settings.training.length, settings.training.seed
         numbers = np.arange((len(data) - 1) // self.length)
-        aside = numbers % settings.data.held_out == 0
-        self.held_out = numbers[aside][: settings.evaluation.windows]
-        self.trained = numbers[~aside]
+        held_out = numbers % settings.data.held_out == 0
+        self.held_out = numbers[held_out][: settings.evaluation.windows]
+        self.trained = numbers[~held_out]
         if not len(self.trained):
-            raise FileError(f"{len(data)} bytes of text are no two windows of {self.length} bytes")
+            raise FileError(
+                f"{len(data)} bytes of text: too few for two windows of {self.length} bytes"
+            )
         self.data = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         self.digest = hashlib.blake2b(data, digest_size=8).hexdigest()
         self._epoch, self._order = -1, self.trained
 
     def __getitem__(self, numbers: np.ndarray[Any, Any]) -> torch.Tensor:
-        """[B, T + 1] these windows, as token ids."""
+        """Return `[B, T + 1]` token ids of these windows."""
         begins = torch.from_numpy(numbers * self.length)
         return self.data[begins[:, None] + torch.arange(self.length + 1)].long()
 
     def after(self, drawn: int, count: int) -> np.ndarray[Any, Any]:
-        """The numbers of the next `count` windows, where `drawn` have been trained on."""
+        """Return the numbers of the next `count` windows after the first `drawn`."""
         return np.array([self._at(place) for place in range(drawn, drawn + count)])
 
     def _at(self, place: int) -> int:
@@ -62,17 +64,17 @@ class Windows:
 
 
 def read_text(files: list[str], pattern: str) -> bytes:
-    """All of these files, and all that match in these folders; without any, Python's library."""
+    """Read files, and matching files in folders; without any, Python's standard library."""
     if not files:
         return library_bytes()
-    found = []
+    paths: list[Path] = []
     for name in map(Path, files):
         inside = sorted(path for path in name.rglob(pattern) if path.is_file())
         if name.is_dir() and not inside:
             raise FileError(f"data.files: no {pattern} in {name}")
-        found += inside if name.is_dir() else [name]
+        paths += inside if name.is_dir() else [name]
     try:
-        return b"\n".join(path.read_bytes() for path in found)
+        return b"\n".join(path.read_bytes() for path in paths)
     except OSError as error:
         raise FileError(f"data.files: {error.filename}: {error.strerror}") from None
 
@@ -86,12 +88,12 @@ def write_whole(content: dict[str, Any], path: Path) -> None:
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """From the oldest to the newest."""
+    """Return the checkpoints of a folder, oldest first."""
     return sorted(folder.glob(f"step-{8 * '[0-9]'}.pt"))
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:
-    """What lies in the file; read when it is used."""
+    """Return a checkpoint; tensors are read on first use."""
     try:
         saved: dict[str, Any] = torch.load(path, map_location="cpu", mmap=True)
     except OSError as error:
@@ -99,28 +101,28 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     except (RuntimeError, UnpicklingError) as error:
         raise FileError(f"{path}: {str(error).partition(chr(10))[0]}") from None
     if not isinstance(saved, dict) or not saved.keys() >= {"config", "step", "text", "rng"}:
-        raise FileError(f"{path} is no checkpoint of pretrain.py")
+        raise FileError(f"{path} is not a checkpoint of pretrain.py")
     return saved
 
 
 def checkpoint_of(resume: str | None, folder: Path) -> dict[str, Any] | None:
-    """What to go on from. Nothing newer may lie in the folder: it would be taken for ours."""
-    found = checkpoints(folder)
-    path = Path(resume) if resume else found[-1] if found else None
+    """Return the checkpoint to resume. The folder must not hold newer ones of another run."""
+    existing = checkpoints(folder)
+    path = Path(resume) if resume else existing[-1] if existing else None
     if resume == "" and path is None:
         raise FileError(f"no checkpoint in {folder}: start without --resume")
     saved = read_checkpoint(path) if resume is not None and path is not None else None
-    start, newest = saved["step"] if saved else 0, int(found[-1].stem[5:]) if found else 0
+    start, newest = saved["step"] if saved else 0, int(existing[-1].stem[5:]) if existing else 0
     if newest > start:
         raise ConfigError(
             f"{folder} holds step {newest}, this run starts at {start}: "
-            "--resume goes on, or set checkpoints.folder"
+            "use --resume, or another checkpoints.folder"
         )
     return saved
 
 
 def trace_folder(parent: str, start: int, group: int) -> Path | None:
-    """A new folder for every run and group: a trace is not gone on with. Collective."""
+    """Return a new trace folder for this run and group. Collective."""
     if not parent:
         return None
     used = [len(list(Path(parent).glob("*")))]
@@ -129,10 +131,10 @@ def trace_folder(parent: str, start: int, group: int) -> Path | None:
 
 
 def own_gpu(rank: int) -> torch.device:
-    """The GPU of this rank, which it takes for its own."""
+    """Select the GPU of this rank."""
     number = int(os.environ.get("LOCAL_RANK", rank))
     if number >= torch.cuda.device_count():
-        raise ConfigError(f"rank {rank} wants GPU {number}, {torch.cuda.device_count()} found")
+        raise ConfigError(f"rank {rank} needs GPU {number}, there are {torch.cuda.device_count()}")
     torch.cuda.set_device(number)
     return torch.device("cuda", number)
 
@@ -150,7 +152,7 @@ def set_rng_state(state: dict[str, torch.Tensor]) -> None:
 
 @contextmanager
 def connected() -> Iterator[None]:
-    """A connection that torch.distributed lost is an error as those of a balancer are."""
+    """Turn lost connections of torch.distributed into `CommunicationError`."""
     try:
         yield
     except RuntimeError as error:
@@ -159,7 +161,7 @@ def connected() -> Iterator[None]:
 
 @contextmanager
 def naming(group: dist.ProcessGroup) -> Iterator[None]:
-    """If messages fail because ranks are gone, name them."""
+    """Add the dead ranks to a `CommunicationError`."""
     try:
         yield
     except CommunicationError as error:
@@ -170,8 +172,8 @@ def naming(group: dist.ProcessGroup) -> Iterator[None]:
 
 
 def missing(group: dist.ProcessGroup) -> list[int]:
-    """Ranks that are gone. Nobody need answer: to them, a message cannot even be sent off."""
-    time.sleep(NEWS)
+    """Return the ranks that a message cannot be sent to."""
+    time.sleep(SETTLE)
     gone = []
     for peer in range(group.size()):
         try:
@@ -183,7 +185,7 @@ def missing(group: dist.ProcessGroup) -> list[int]:
 
 
 class Stop:
-    """Ctrl-C, or the end of a job: heard at once, obeyed after the step, by all ranks together."""
+    """Catches SIGINT and SIGTERM; all ranks stop together after the step."""
 
     def __init__(self) -> None:
         self.asked = False
@@ -199,11 +201,11 @@ class Stop:
 
     def _ask(self, number: int, _: FrameType | None) -> None:
         self.asked = True
-        signal.signal(number, self._before[number])  # a second one ends it at once
+        signal.signal(number, self._before[number])  # a second signal stops at once
 
 
 class Scalars:
-    """Lines on the terminal, scalars.jsonl, and TensorBoard where it is installed; rank 0 only."""
+    """Writes scalars to the terminal, scalars.jsonl and TensorBoard; rank 0 only."""
 
     def __init__(self, settings: Settings, start: int, stack: ExitStack) -> None:
         self.silent = dist.get_rank() != 0
@@ -219,7 +221,7 @@ class Scalars:
         self.curves = curves(folder, start, stack) if settings.logging.tensorboard else None
 
     def add(self, step: int, values: dict[str, float]) -> None:
-        """One line of them."""
+        """Write the scalars of a step."""
         if self.silent:
             return
         self.file.write(json.dumps({"step": step} | values) + "\n")
@@ -243,6 +245,6 @@ def curves(folder: Path, start: int, stack: ExitStack) -> Any:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
-        print("no curves: pip install tensorboard, or say --no-tensorboard", flush=True)
+        print("no curves: pip install tensorboard, or pass --no-tensorboard", flush=True)
         return None
     return stack.enter_context(closing(SummaryWriter(folder, purge_step=start + 1)))

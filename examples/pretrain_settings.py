@@ -1,7 +1,7 @@
-"""The settings of pretrain.py: what there is, what it may be, and where it is read.
+"""The settings of pretrain.py, how they are read and checked.
 
-A section of the TOML file is a class here, a setting is a field. Whole numbers start at 1 and
-others at 0, unless the field says `least`.
+Each section of the TOML file is a class, each setting a field. Integers are at least 1 and floats
+at least 0, unless the field has another `least`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import ultraep
 from ultraep.errors import ConfigError, FileError
 from ultraep.tools.tiny.model import ModelConfig
 
-KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+TYPES = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 
 
 def number(default: float, *, least: int) -> Any:
@@ -31,18 +31,18 @@ def one_of(default: str, *choices: str) -> Any:
 @dataclass(frozen=True, kw_only=True)
 class Training:
     steps: int = 1000
-    batch: int = 32  # windows of a step, on all ranks together
-    length: int = 128  # bytes of a window
-    microbatches: int = 1  # of a step, one backward pass each
-    in_flight: int = 1  # of them, forward passes before the first backward
+    batch: int = 32  # windows per step, of all ranks
+    length: int = 128  # bytes per window
+    microbatches: int = 1  # per step
+    in_flight: int = 1  # forward passes before the first backward
     lr: float = 3e-3
-    final_lr: float = 0.1  # share of it that is left at the end
+    final_lr: float = 0.1  # fraction of lr at the end
     warmup: int = number(50, least=0)
     weight_decay: float = 0.1
-    clip: float = 1.0  # largest norm of the gradient; 0: any
-    even: float = 0.01  # weight of the auxiliary loss that asks the router to be even
+    clip: float = 1.0  # largest gradient norm; 0: no clipping
+    even: float = 0.01  # weight of the auxiliary load-balancing loss
     precision: str = one_of("float32", "float32", "bfloat16", "float64")
-    recompute: bool = False  # keep no activations inside a layer
+    recompute: bool = False  # recompute activations in backward
     seed: int = number(0, least=0)
 
 
@@ -51,7 +51,7 @@ class Parallel:
     ep: int = number(0, least=0)  # ranks of an expert-parallel group; 0: all
     device: str = one_of("cpu", "cpu", "cuda")
     transport: str = one_of("auto", "auto", "shared", "sockets")
-    timeout: float = number(0.0, least=0)  # seconds for a silent rank; 0: as long as torch waits
+    timeout: float = number(0.0, least=0)  # seconds to wait for a rank; 0: the timeout of torch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +67,7 @@ class Balance:
 class Data:
     files: list[str] = field(default_factory=list)  # or folders; none: Python's library
     pattern: str = "*.txt"  # of the files in a folder
-    held_out: int = number(20, least=2)  # one window of so many is not trained on
+    held_out: int = number(20, least=2)  # every 20th window is held out
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,11 +103,11 @@ class Settings:
     logging: Logging = Logging()
 
     def group_size(self, ranks: int) -> int:
-        """Ranks over which the experts are spread."""
+        """Return the number of ranks that the experts are spread over."""
         return self.parallel.ep or ranks
 
     def check(self, ranks: int) -> None:
-        """Whether the settings fit each other, and so many ranks."""
+        """Raise if the settings do not fit each other or the number of ranks."""
         model, training, ep = self.model, self.training, self.group_size(ranks)
         parts = training.microbatches * ranks
         refused = {
@@ -131,13 +131,13 @@ class Settings:
                 training.final_lr > 1
             ),
         }
-        for told, wrong in refused.items():
+        for message, wrong in refused.items():
             if wrong:
-                raise ConfigError(told)
+                raise ConfigError(message)
 
 
 def read_settings(path: str | None, changes: Iterable[str] = ()) -> Settings:
-    """Settings of a TOML file, or the defaults; then `section.key=value`, one after the other."""
+    """Read a TOML file, or the defaults, then apply changes `section.key=value`."""
     content = read_toml(path) if path else {}
     for change in changes:
         name, equals, value = change.partition("=")
@@ -160,7 +160,7 @@ def read_toml(path: str) -> dict[str, Any]:
 
 
 def toml_value(text: str) -> Any:
-    """As in the file; what is no TOML there is text, so that a name needs no quotes."""
+    """Parse a TOML value; invalid TOML is text, so that names need no quotes."""
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
@@ -179,27 +179,27 @@ def settings_of(content: dict[str, Any]) -> Settings:
     )
 
 
-def section_of(section: str, kind: type, given: dict[str, Any]) -> Any:
-    known, hints = {found.name: found for found in fields(kind)}, get_type_hints(kind)
-    for key, value in given.items():
+def section_of(section: str, cls: type, values: dict[str, Any]) -> Any:
+    known, hints = {f.name: f for f in fields(cls)}, get_type_hints(cls)
+    for key, value in values.items():
         if key not in known:
             raise ConfigError(f"unknown setting {section}.{key}; there are {', '.join(known)}")
         check_value(f"{section}.{key}", value, hints[key], known[key].metadata)
-    return kind(**given)
+    return cls(**values)
 
 
-def check_value(name: str, value: Any, kind: Any, limits: Any) -> None:
-    if kind == list[str]:
+def check_value(name: str, value: Any, expected: Any, limits: Any) -> None:
+    if expected == list[str]:
         if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
             raise ConfigError(f"{name} must be a list of texts, got {value!r}")
         return
-    fitting = (int, float) if kind is float else kind
-    if not isinstance(value, fitting) or (isinstance(value, bool) and kind is not bool):
-        raise ConfigError(f"{name} must be {KINDS[kind]}, got {value!r}")
+    types = (int, float) if expected is float else expected
+    if not isinstance(value, types) or (isinstance(value, bool) and expected is not bool):
+        raise ConfigError(f"{name} must be {TYPES[expected]}, got {value!r}")
     choices = limits.get("choices")
     if choices and value not in choices:
         raise ConfigError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
-    if kind in (int, float):
-        least = limits.get("least", 1 if kind is int else 0)
+    if expected in (int, float):
+        least = limits.get("least", 1 if expected is int else 0)
         if not (value >= least and math.isfinite(value)):
             raise ConfigError(f"{name} must be at least {least}, and finite, got {value}")

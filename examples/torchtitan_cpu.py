@@ -1,17 +1,17 @@
-"""torchtitan on CPU ranks: what its release takes from CUDA, taken from the host instead.
+"""Run torchtitan on CPU ranks: replaces what its release takes from CUDA.
 
-For the example, the tests and the benchmark on machines without a GPU; with GPUs none of this is
-needed. `use_cpu()` comes before torchtitan is imported. What it replaces, and why:
+For the example, the tests and the benchmark; not needed on GPUs. Call `use_cpu()` before importing
+torchtitan. It replaces:
 
-    device         the framework takes "cuda" where it finds no accelerator at all
-    memory         its metrics ask the device for its name and its memory
-    casts          experts are multiplied in bfloat16, which few CPUs have; here as they are
-    attention      that of torch with masks of any kind has no backward on CPUs
-    draws          on CPUs all parts of a sharded parameter are drawn alike; here it is drawn whole
-    sums           gloo has no reduction that multiplies before it adds; FSDP2 can also just add
-    all-to-all     gloo takes lists of pieces only if they are of one size
-    timeouts       torch before 2.14 cannot shorten them after the first step
-    barrier        the one after the first step names devices, which gloo does not take
+    device         the framework assumes "cuda" if it finds no accelerator
+    memory         its metrics query the name and the memory of the device
+    casts          experts multiply in bfloat16, which few CPUs support
+    attention      flex attention has no backward on CPUs
+    init           on CPUs, all shards of a parameter get the same random values
+    sums           gloo has no reduction with a factor; FSDP2 can divide afterwards
+    all-to-all     gloo supports lists of equal sizes only
+    timeouts       torch before 2.14 cannot change them after the first step
+    barrier        gloo does not accept device ids
 """
 
 from __future__ import annotations
@@ -31,15 +31,18 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.nn.attention.flex_attention import AuxOutput, BlockMask
 
-NEW = hasattr(dist, "set_timeout")  # torch 2.14 or later, for which the framework is written
-KNOWN = (r"DTensor .* may not have complete support on cpu", "In CPU autocast, but the target")
+NEW = hasattr(dist, "set_timeout")  # torch 2.14 or later, which the framework targets
+IGNORED_WARNINGS = (
+    r"DTensor .* may not have complete support on cpu",
+    "In CPU autocast, but the target",
+)
 MEMORY = SimpleNamespace(total_memory=1 << 34, name="CPU")  # of a rank, for percentages
 
 
 def use_cpu() -> None:
     """Let torchtitan run on CPU ranks."""
-    for told in KNOWN:
-        warnings.filterwarnings("ignore", told, UserWarning)
+    for message in IGNORED_WARNINGS:
+        warnings.filterwarnings("ignore", message, UserWarning)
     torch._utils._get_available_device_type = lambda: "cpu"
     torch.Tensor.bfloat16 = lambda tensor: tensor
     for name, host in HOST.items():
@@ -59,7 +62,7 @@ def use_cpu() -> None:
 
 
 def without_devices(barrier: Callable[..., Any]) -> Callable[..., Any]:
-    """A barrier that does not look at devices."""
+    """Return a barrier that ignores device ids."""
 
     @wraps(barrier)
     def on_hosts(group: Any = None, async_op: bool = False, device_ids: Any = None) -> Any:
@@ -70,7 +73,7 @@ def without_devices(barrier: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def all_to_all(outputs: list[Any], inputs: list[Any], group: Any = None) -> None:
-    """Exchange pieces of any size, those of a rank in one tensor."""
+    """Exchange pieces of any size, as one tensor."""
     sizes, sent = ([len(piece) for piece in pieces] for pieces in (outputs, inputs))
     received = torch.empty((sum(sizes), *inputs[0].shape[1:]), dtype=inputs[0].dtype)
     dist.all_to_all_single(received, torch.cat(inputs), sizes, sent, group)
@@ -79,7 +82,7 @@ def all_to_all(outputs: list[Any], inputs: list[Any], group: Any = None) -> None
 
 
 def draw_whole(module: Any, name: str, parameter: torch.Tensor) -> None:
-    """Give a parameter its first values: those that it has on any number of ranks."""
+    """Initialise a parameter with the same values on any number of ranks."""
     whole = torch.empty(parameter.shape, dtype=parameter.dtype)
     module._param_init[name](whole)
     if isinstance(parameter, DTensor):
@@ -101,7 +104,7 @@ def attention(
     enable_gqa: bool,
     **_: Any,
 ) -> tuple[torch.Tensor, AuxOutput]:
-    """What flex attention computes, in plain products: `[B, N, L, H]`, and `[B, N, L]` sums."""
+    """Compute flex attention with plain products: `[B, N, L, H]` and `[B, N, L]` log sums."""
     if enable_gqa:
         k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
     scores = (q @ k.mT).float() * (q.shape[-1] ** -0.5 if scale is None else scale)
@@ -112,7 +115,7 @@ def attention(
 
 
 def peak_memory(_: Any = None) -> dict[str, int]:
-    """The most that this process has had, in the words of a device."""
+    """Return the peak memory of this process as device memory stats."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return {f"{kind}_bytes.all.peak": peak for kind in ("active", "reserved")}
 

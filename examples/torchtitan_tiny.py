@@ -1,7 +1,7 @@
-"""A tiny Qwen3-MoE for torchtitan: its settings, its text, and what the Trainer logs, kept.
+"""A tiny Qwen3-MoE for torchtitan: settings, text, and a logger that stores the metrics.
 
-For `torchtitan_train.py`, the tests and the benchmark. Where there is no GPU, importing this lets
-torchtitan run on CPU ranks (`torchtitan_cpu.py`), so it comes before the framework is imported.
+For `torchtitan_train.py`, the tests and the benchmark. Import it before torchtitan: without a GPU,
+it makes torchtitan run on CPU ranks (`torchtitan_cpu.py`).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ OVERRIDES = "ultraep.integrations.torchtitan"
 
 
 class Bytes(BaseTokenizer):
-    """A token for every byte."""
+    """A tokenizer with one token per byte."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseTokenizer.Config):
@@ -52,7 +52,7 @@ class Bytes(BaseTokenizer):
 
 
 class Library(BaseDataLoader):
-    """Python's own library: every rank reads another subject, so that experts differ in load."""
+    """Python's standard library; every rank reads another subject, which skews the loads."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseDataLoader.Config):
@@ -80,7 +80,7 @@ class Library(BaseDataLoader):
 
 
 class Kept(BaseLogger):
-    """Metrics of every step, kept for the end."""
+    """A logger that stores the metrics of every step."""
 
     def __init__(self) -> None:
         self.steps: list[dict[str, float]] = []
@@ -90,7 +90,7 @@ class Kept(BaseLogger):
 
 
 def tiny_model(dim: int = 64, **layers: Any) -> Any:
-    """Two layers of eight experts, unless layers are described otherwise."""
+    """Return a model of two layers of eight experts; `layers` overrides their settings."""
     usual = {"n_layers": 2, "moe_hidden_dim": 48, "num_experts": 8, "top_k": 2}
     return qwen3.Qwen3Model.Config(
         vocab_size=256,
@@ -117,7 +117,7 @@ def tiny_model(dim: int = 64, **layers: Any) -> Any:
 
 
 def tiny(*overrides: Any, steps: int, folder: str) -> Any:
-    """The settings of a run, with these overrides."""
+    """Return the settings of a run with these overrides."""
     config = qwen3_moe_debug()
     config.model_spec = replace(config.model_spec, model=tiny_model())
     config.loss.loss_fn.global_vocab_size = 256
@@ -138,7 +138,7 @@ def tiny(*overrides: Any, steps: int, folder: str) -> Any:
 
 
 def train(config: Any) -> list[dict[str, float]]:
-    """What the framework logged in every step."""
+    """Train and return the metrics of every step."""
     trainer = config.build()
     trainer.metrics_processor.logger = kept = Kept()
     trainer.train()

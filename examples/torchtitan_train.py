@@ -1,9 +1,9 @@
-"""A tiny Qwen3-MoE trained by torchtitan on CPU ranks, without and with balancing, side by side.
+"""Train a tiny Qwen3-MoE with torchtitan on CPU ranks, unmodified and balanced.
 
     torchrun --nproc-per-node 2 examples/torchtitan_train.py --steps 20
 
-The same Trainer, model and text twice: unmodified, then with entries of `override.imports`, as
-`--override.imports` gives them on the command line of torchtitan. Losses are those that it logs.
+Runs the same Trainer, model and text twice: unmodified, then with entries of `override.imports`, as
+`--override.imports` passes them on torchtitan's command line. Prints the logged losses.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ LOSS, BEFORE, AFTER = (
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--slots", type=int, default=1, help="spare slots of every rank")
-    parser.add_argument("--json", type=Path, help="write what was logged into this file, too")
+    parser.add_argument("--slots", type=int, default=1, help="spare slots per rank")
+    parser.add_argument("--json", type=Path, help="also write the metrics to this file")
     options = parser.parse_args()
-    from torchtitan_tiny import OVERRIDES, tiny, train  # seconds: after the options are known
+    from torchtitan_tiny import OVERRIDES, tiny, train  # takes seconds: after parsing the options
 
     logging.getLogger().setLevel(logging.ERROR)
     dist.init_process_group()
@@ -44,13 +44,14 @@ def main() -> None:
 
 
 def show(plain: list[dict[str, float]], balanced: list[dict[str, float]]) -> None:
-    """Both runs, step by step."""
+    """Print both runs, step by step."""
     print("step   unmodified     balanced   difference   imbalance")
     for before, after in zip(plain, balanced, strict=True):
         losses = before[LOSS], after[LOSS]
-        told = f"{after[BEFORE]:.2f} -> {after[AFTER]:.2f}"
-        off = f"{abs(losses[0] - losses[1]):.1e}"
-        print(f"{before['step']:4}   {losses[0]:10.5f}   {losses[1]:10.5f}   {off:>10}   {told}")
+        imbalance = f"{after[BEFORE]:.2f} -> {after[AFTER]:.2f}"
+        difference = f"{abs(losses[0] - losses[1]):.1e}"
+        shown = f"{losses[0]:10.5f}   {losses[1]:10.5f}   {difference:>10}   {imbalance}"
+        print(f"{before['step']:4}   {shown}")
 
 
 if __name__ == "__main__":

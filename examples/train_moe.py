@@ -3,9 +3,9 @@
     python examples/train_moe.py                                            # one process
     torchrun --nproc-per-node 4 examples/train_moe.py --policy ultraep      # four ranks
 
-Experts are spread over the ranks. The rest of the model is on every rank: DistributedDataParallel
-averages its gradients. The gradients of the experts are sums over all tokens of the group already,
-so they are only divided by the number of ranks.
+The experts are spread over the ranks. DistributedDataParallel replicates the rest of the model and
+averages its gradients. Gradients of experts are already sums over all tokens of the group;
+`average_expert_gradients` divides them by the number of ranks.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from ultraep.files.writing import whole_file, write_text
 from ultraep.parallel import full_state
 from ultraep.tools.tiny.model import ModelConfig, TinyMoE, next_byte_loss
 
-LARGEST_NORM = 1.0  # of the gradient
-CHECKED = 4  # held-out sequences of each subject
+LARGEST_NORM = 1.0
+CHECKED = 4  # held-out sequences per subject
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What one step did, over all ranks; imbalance over all its layers and microbatches."""
+    """The result of one step, over all ranks, layers and microbatches."""
 
     loss: float
     plans: list[ultraep.Plan]
@@ -57,7 +57,7 @@ class Step:
 
 
 class Trainer:
-    """One rank of the training. To make one is collective."""
+    """One rank of the training. The constructor is collective."""
 
     def __init__(
         self, args: argparse.Namespace, config: ModelConfig, balancer: ultraep.Balancer
@@ -69,7 +69,7 @@ class Trainer:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=args.lr, betas=(0.9, 0.95))
 
     def step(self) -> Step:
-        """One step of the optimizer, over all its microbatches."""
+        """Run one optimizer step over all its microbatches."""
         begin, parts = time.perf_counter(), self.args.accumulate
         plans, total = [], torch.zeros((), dtype=torch.float64)
         self.optimizer.zero_grad()
@@ -89,7 +89,7 @@ class Trainer:
         return Step(loss_of_all, plans, time.perf_counter() - begin)
 
     def batch(self, part: int) -> torch.Tensor:
-        """[B, T + 1] sequences of this rank: another text, but the same subject, on every rank."""
+        """Return `[B, T + 1]` sequences: every rank has another text of the same subject."""
         args = self.args
         rng = np.random.default_rng([args.seed, self.done, part, dist.get_rank()])
         subjects = self.text.shifting(rng, self.done, args.tokens // args.length, args.period)
@@ -97,14 +97,14 @@ class Trainer:
 
     @torch.no_grad()
     def check(self) -> float:
-        """The loss on held-out text, the same text on any number of ranks."""
+        """Return the loss on held-out text, the same text on any number of ranks."""
         subjects = CHECKED * list(range(len(self.text.names)))
         rng, length = np.random.default_rng(0), self.args.length + 1
         tokens = self.text.sequences(rng, subjects, length, held_out=True)
         return next_byte_loss(self.model, tokens).item()
 
     def save(self, path: Path) -> None:
-        """Write everything that training needs to go on; all experts, whoever is their home."""
+        """Write a checkpoint with the experts of all ranks."""
         content = {
             "config": asdict(self.model.config),
             "step": self.done,
@@ -117,14 +117,14 @@ class Trainer:
         dist.barrier()
 
     def load(self, saved: dict[str, Any]) -> None:
-        """Go on where `save` was called, on this or another number of ranks."""
+        """Continue from a checkpoint, saved on any number of ranks."""
         self.done = saved["step"]
         full_state.load_full_state_dict(self.model, saved["model"])
         full_state.load_full_optimizer_state(self.model, self.optimizer, saved["optimizer"])
 
 
 class Display:
-    """A progress bar on a terminal, else a line now and then; nothing on the other ranks."""
+    """Shows a progress bar on a terminal, else ten lines; rank 0 only."""
 
     def __init__(self, console: Console, args: argparse.Namespace) -> None:
         self.console, self.steps = console, args.steps
@@ -141,17 +141,17 @@ class Display:
 
     def show(self, done: list[Step]) -> None:
         step = done[-1]
-        told = f"loss {step.loss:.3f}   {self.tokens / step.seconds:,.0f} tokens/s   {step}"
-        self.bar.update(self.task, advance=1, description=told)
+        line = f"loss {step.loss:.3f}   {self.tokens / step.seconds:,.0f} tokens/s   {step}"
+        self.bar.update(self.task, advance=1, description=line)
         often = max(1, self.steps // 10)
         if self.bar.disable and (len(done) % often == 0 or len(done) in (1, self.steps)):
-            self.console.print(f"step {len(done):>5}   {told}", highlight=False, soft_wrap=True)
+            self.console.print(f"step {len(done):>5}   {line}", highlight=False, soft_wrap=True)
 
 
 def summary(
     args: argparse.Namespace, trainer: Trainer, steps: list[Step], check: float
 ) -> dict[str, Any]:
-    """What the run did, over all ranks; the same on every rank."""
+    """Return the results of the run, over all ranks; the same on every rank."""
     comm = trainer.balancer.comm
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     rss = peak * (1 if sys.platform == "darwin" else 1024)
@@ -159,7 +159,7 @@ def summary(
     seconds: Counter[str] = Counter()
     for stats in everyone:
         seconds.update(stats["seconds"])
-    timed = steps[1:] or steps  # the first one also warms up
+    timed = steps[1:] or steps  # the first step is a warmup
     plans = [plan for step in steps for plan in step.plans]
     before = [plan.initial_imbalance for plan in plans]
     after = [plan.imbalance for plan in plans]
@@ -198,12 +198,12 @@ def table(found: dict[str, Any]) -> Table:
         "imbalance after, mean (worst)": "{imbalance_after:.3f} ({imbalance_after_worst:.3f})",
         "imbalance, lower bound, mean": "{imbalance_bound:.3f}",
         "tokens/s, all ranks": f"{found['tokens_per_second']:,.0f}",
-        "copies planned, sent": "{copies}, {copies_sent}",
+        "replicas planned, sent": "{copies}, {copies_sent}",
         "weights sent, all ranks": decimal(found["weights_bytes"]),
         "gradients sent, all ranks": decimal(found["gradients_bytes"]),
         "memory of a rank: spare slots": decimal(found["pool_bytes"]),
-        "memory of a rank: peak in all": decimal(found["rss_bytes"]),
-        "seconds in all": f"{found['seconds_in_all']:.2f}",
+        "memory of a rank: peak": decimal(found["rss_bytes"]),
+        "seconds in total": f"{found['seconds_in_all']:.2f}",
     }
     for name, value in rows.items():
         shown.add_row(name, value.format(**found))
@@ -218,9 +218,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     train = parser.add_argument_group("training")
     train.add_argument("--policy", choices=ultraep.policy_names(), default="ultraep")
     train.add_argument("--steps", type=int, default=100)
-    train.add_argument("--tokens", type=int, default=1024, help="of a rank's microbatch")
-    train.add_argument("--length", type=int, default=64, help="tokens of a sequence")
-    train.add_argument("--accumulate", type=int, default=1, help="microbatches of a step")
+    train.add_argument("--tokens", type=int, default=1024, help="tokens per rank and microbatch")
+    train.add_argument("--length", type=int, default=64, help="sequence length")
+    train.add_argument("--accumulate", type=int, default=1, help="microbatches per step")
     train.add_argument("--period", type=int, default=20, help="steps until the subject changes")
     train.add_argument("--lr", type=float, default=3e-3)
     train.add_argument("--seed", type=int, default=0)
@@ -228,13 +228,13 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add_options(parser)
     files = parser.add_argument_group("files")
     files.add_argument("--save", type=Path, help="write a checkpoint at the end")
-    files.add_argument("--load", type=Path, help="go on from a checkpoint, of any number of ranks")
+    files.add_argument("--load", type=Path, help="continue from a checkpoint")
     files.add_argument("--json", type=Path, help="write the summary")
     args = parser.parse_args(argv)
     if min(args.steps, args.length, args.accumulate, args.period) < 1:
-        parser.error("--steps, --length, --accumulate and --period start at 1")
+        parser.error("--steps, --length, --accumulate and --period must be at least 1")
     if args.tokens < 1 or args.tokens % args.length:
-        parser.error(f"--tokens {args.tokens} is no multiple of --length {args.length}")
+        parser.error(f"--tokens {args.tokens} is not a multiple of --length {args.length}")
     return args
 
 

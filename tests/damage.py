@@ -1,4 +1,8 @@
-"""Damaged files, for tests: what disks, networks, editors and other programs do to them."""
+"""Damaged files for tests: accidents of disks, networks and editors, and archives that lie.
+
+`damaged` applies random accidents. `claim_zeros` writes an archive with an array of zeros that is
+small when packed and takes gigabytes when read.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,7 @@ import json
 import random
 import struct
 import zipfile
+import zlib
 
 import numpy as np
 
@@ -18,7 +23,7 @@ ODD = (b"\x00", b"\x0c", b"\xef\xbb\xbf", b"\xff\xfe", b"\r", b"\n\n", b",", b"-
 ENCODINGS = ("utf-16", "utf-32", "utf-8-sig", "cp500")
 PACKED = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
 BLOCK = 64
-# Of the local header and of the central directory of a zip archive: where a field stands, how long.
+# Offset and length of fields in the headers of a zip archive.
 ZIP_FIELDS = {
     b"PK\x03\x04": ((4, 2), (6, 2), (8, 2), (14, 4), (18, 4), (22, 4), (26, 2), (28, 2)),
     b"PK\x01\x02": ((6, 2), (8, 2), (10, 2), (16, 4), (20, 4), (24, 4), (28, 2), (30, 2), (42, 4)),
@@ -29,7 +34,7 @@ SHAPES = ("(-1, 4)", "()", "(99999999999999999999, 4)", "(2, 4", "(True, 4)", "(
 
 
 def damaged(content: bytes, rng: random.Random) -> bytes:
-    """The content after one to three accidents."""
+    """Return the content after one to three accidents."""
     for _ in range(rng.choice((1, 1, 1, 2, 3))):
         content = rng.choice(ACCIDENTS)(content, rng)
     return content
@@ -80,7 +85,7 @@ def other_encoding(content: bytes, rng: random.Random) -> bytes:
 
 
 def zip_field(content: bytes, rng: random.Random) -> bytes:
-    """One field of one header."""
+    """Change one field of one header."""
     mark = rng.choice(tuple(ZIP_FIELDS))
     places = [at for at in range(len(content) - 46) if content[at : at + 4] == mark]
     if not places:
@@ -91,28 +96,28 @@ def zip_field(content: bytes, rng: random.Random) -> bytes:
 
 
 def array_header(content: bytes, rng: random.Random) -> bytes:
-    """What an array says about itself: version, length, type, order, shape."""
+    """Change the version, length, dtype or shape in the header of an array."""
     if not content.startswith(b"\x93NUMPY") or len(content) < 12:
         return content
-    kind = rng.randrange(4)
-    if kind == 0:
+    part = rng.randrange(4)
+    if part == 0:
         return content[:6] + bytes((rng.randrange(5), rng.randrange(3))) + content[8:]
-    if kind == 1:
+    if part == 1:
         return content[:8] + struct.pack("<H", rng.getrandbits(16)) + content[10:]
     header, _, body = content[10:].partition(b"\n")
     text = header.decode("latin-1")
     begin, end = text.find("'descr': '") + 10, text.find("',")
-    if kind == 2 and 10 <= begin < end:
+    if part == 2 and 10 <= begin < end:
         text = text[:begin] + rng.choice(DTYPES) + text[end:]
     begin, end = text.find("("), text.find(")") + 1
-    if kind == 3 and 0 <= begin < end:
+    if part == 3 and 0 <= begin < end:
         text = text[:begin] + rng.choice(SHAPES) + text[end:]
-    made = text.encode("latin-1")
-    return content[:8] + struct.pack("<H", (len(made) + 1) % 65536) + made + b"\n" + body
+    changed = text.encode("latin-1")
+    return content[:8] + struct.pack("<H", (len(changed) + 1) % 65536) + changed + b"\n" + body
 
 
 def member(content: bytes, rng: random.Random) -> bytes:
-    """One array of an archive, in an archive that is sound again."""
+    """Damage one array of an archive and write a valid archive."""
     try:
         with zipfile.ZipFile(io.BytesIO(content)) as archive:
             members = {name: archive.read(name) for name in archive.namelist()}
@@ -134,7 +139,7 @@ def member(content: bytes, rng: random.Random) -> bytes:
 
 
 def array_values(content: bytes, rng: random.Random) -> bytes:
-    """Another value, type or shape, in an array that is sound."""
+    """Change a value, the dtype or the shape of an array."""
     try:
         array = np.load(io.BytesIO(content), allow_pickle=False).copy()
     except DAMAGE:
@@ -156,7 +161,7 @@ def array_values(content: bytes, rng: random.Random) -> bytes:
 
 
 def json_value(content: bytes, rng: random.Random) -> bytes:
-    """Another value somewhere, in JSON that is sound."""
+    """Change or delete one value of JSON."""
     try:
         tree = json.loads(content)
     except (ValueError, RecursionError):
@@ -176,7 +181,7 @@ def json_value(content: bytes, rng: random.Random) -> bytes:
 
 
 def safetensors_header(content: bytes, rng: random.Random) -> bytes:
-    """What a file of safetensors says about itself: the length of its header, names, sizes."""
+    """Change the header of a safetensors file, or its length."""
     size = int.from_bytes(content[:8], "little")
     header, body = content[8 : 8 + size], content[8 + size :]
     if not header.startswith(b"{"):
@@ -193,3 +198,38 @@ ACCIDENTS = (
     *(json_value, json_value, safetensors_header, safetensors_header),
 )
 ACCIDENTS_INSIDE = (array_header, array_values, array_values, flip_bits, cut, other_numbers)
+
+
+def claim_zeros(path, name, shape, dtype):
+    """Put an array of zeros into an archive, keeping its other arrays if it exists."""
+    members = {}
+    if path.exists():
+        with zipfile.ZipFile(path) as archive:
+            members = {other: archive.read(other) for other in archive.namelist()}
+    head = io.BytesIO()
+    header = {"descr": np.dtype(dtype).str, "fortran_order": False, "shape": shape}
+    np.lib.format.write_array_header_1_0(head, header)
+    size = int(np.prod(shape, dtype=object)) * np.dtype(dtype).itemsize
+    packed = members[f"{name}.npy"] = _packed_zeros(head.getvalue(), size)
+    stored = io.BytesIO()
+    with zipfile.ZipFile(stored, "w", zipfile.ZIP_STORED) as archive:
+        for member_name, content in members.items():
+            archive.writestr(member_name, content)
+    content = bytearray(stored.getvalue())
+    for mark, method, sizes in ((b"PK\x03\x04", 8, 18), (b"PK\x01\x02", 10, 20)):
+        begin = 0
+        while (begin := content.find(mark, begin)) >= 0:
+            if struct.unpack_from("<I", content, begin + sizes)[0] == len(packed):
+                struct.pack_into("<H", content, begin + method, zipfile.ZIP_DEFLATED)
+                struct.pack_into("<I", content, begin + sizes + 4, len(head.getvalue()) + size)
+            begin += 4
+    path.write_bytes(content)
+
+
+def _packed_zeros(head, size):
+    """Return a deflate stream of `head` and `size` zeros, compressing one block once."""
+    packer, block = zlib.compressobj(9, zlib.DEFLATED, -zlib.MAX_WBITS), bytes(1 << 20)
+    begin = packer.compress(head) + packer.flush(zlib.Z_FULL_FLUSH)
+    zeros = packer.compress(block) + packer.flush(zlib.Z_FULL_FLUSH)
+    whole, rest = divmod(size, len(block))
+    return begin + zeros * whole + packer.compress(bytes(rest)) + packer.flush()

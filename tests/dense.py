@@ -1,8 +1,8 @@
-"""The definition of correct: the layer on one process, without ranks, slots or copies.
+"""The reference of all layer tests: the same layer in one process, without ranks or replicas.
 
-`DenseMoE` is the twin of a `BalancedMoE`, made of its full state. `Example` draws weights, skewed
-inputs and gradients of the outputs; `on_ranks` runs the layer on them, `dense` the twin, and
-`assert_same` compares all they return.
+`DenseMoE` is the dense twin of a `BalancedMoE`, built from its full state. `Example` draws weights,
+skewed inputs and gradients of the outputs; `on_ranks` runs the layer on them, `dense` runs the
+twin, and `assert_same` compares outputs and gradients.
 
 Shapes: T tokens, K experts per token, E experts, D model width, F hidden width of an expert.
 """
@@ -27,7 +27,7 @@ EXPERT_NAMES = ("gate_up_proj", "down_proj", "gate_up_bias", "down_bias")
 
 
 class DenseMoE(nn.Module):
-    """All experts in one place; `router` replaces the one of the state."""
+    """All experts in one process; `router` replaces the router of the state."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class DenseMoE(nn.Module):
         return ids, weights / weights.sum(-1, keepdim=True) if self.normalize else weights
 
     def mix(self, tokens: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """[T, D] the weighted sum of what the chosen experts make of every token."""
+        """Return `[T, D]` weighted sums of the outputs of the chosen experts."""
         stacks = [self.get(f"experts.{name}") for name in EXPERT_NAMES]
         outputs = tokens.new_zeros(*ids.shape, tokens.shape[-1])
         for expert in range(len(stacks[0])):
@@ -95,7 +95,7 @@ def mlp(
 
 
 def network(rows: torch.Tensor, counts: list[int], tensors: Mapping[str, Any]) -> torch.Tensor:
-    """SwiGLU experts, one after the other, with biases if there are some."""
+    """Run SwiGLU experts one after the other, with biases if there are any."""
     outputs = []
     for index, part in enumerate(rows.split(counts)):
         own = {name: stack[index].to(rows) for name, stack in tensors.items()}
@@ -122,7 +122,7 @@ def normal(up: torch.Tensor) -> torch.Tensor:
     return up * (1 + torch.erf(up / 2**0.5)) / 2
 
 
-# Written out again, each with the numbers that go in for one that comes out.
+# Reimplemented independently of ultraep.ops.activations.
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "swiglu": lambda up: silu(halves(up)[0]) * halves(up)[1],
     "clamped_swiglu": clamped,
@@ -134,7 +134,7 @@ INPUTS = {"gelu": 1, "squared_relu": 1}
 
 
 class FixedRouter(nn.Module):
-    """Routes as told, whatever the tokens: `[T, K]` ids, and weights that are learned."""
+    """Routes all tokens by fixed `[T, K]` ids and trainable weights."""
 
     def __init__(self, ids: torch.Tensor, weights: torch.Tensor) -> None:
         super().__init__()
@@ -147,11 +147,11 @@ class FixedRouter(nn.Module):
 
 @dataclass
 class Example:
-    """A layer, what every rank feeds it, and the gradients of what it answers.
+    """A layer, the inputs of every rank, and the gradients of the outputs.
 
     tokens: shape of the tokens of each rank, without the model width.
-    skew: how much more the first experts are liked than the last ones.
-    ids: `[T, K]` of every rank, in place of a router that chooses them.
+    skew: how strongly the router prefers the first experts.
+    ids: fixed `[T, K]` ids of every rank, instead of a router.
     """
 
     tokens: list[int | tuple[int, ...]]
@@ -180,7 +180,7 @@ class Example:
         shapes = [(t,) if isinstance(t, int) else tuple(t) for t in self.tokens]
         self.inputs = [draw(*shape, self.hidden) for shape in shapes]
         for x in self.inputs:
-            x[..., 0] = 1.0  # what the skew of the router looks at
+            x[..., 0] = 1.0  # the router's skew depends on it
         self.gradients = [draw(*shape, self.hidden) for shape in shapes]
         counts = [torch.Size(shape).numel() for shape in shapes]
         self.choice_weights = [draw(count, self.top_k) for count in counts]
@@ -212,7 +212,7 @@ class Example:
         return state
 
     def layer(self, balancer: Balancer, **options: Any) -> BalancedMoE:
-        """The layer of one rank, with the weights of this example."""
+        """Return the layer of one rank with the weights of this example."""
         layer = BalancedMoE.swiglu(
             self.hidden,
             self.ffn,
@@ -255,7 +255,7 @@ class Example:
 
 
 class _Draw:
-    """Random tensors: the same for every type, up to its precision."""
+    """Draws random tensors, the same for every dtype up to its precision."""
 
     def __init__(self, seed: int, dtype: torch.dtype) -> None:
         self._generator, self._dtype = torch.Generator().manual_seed(seed), dtype
@@ -267,7 +267,7 @@ class _Draw:
 
 @dataclass
 class Result:
-    """What one rank got, or the twin: outputs and all gradients, by name."""
+    """Outputs and gradients, by name, of one rank or of the twin."""
 
     output: torch.Tensor
     gradients: State
@@ -282,7 +282,7 @@ def on_ranks(
     wrap: Callable[[Any], Any] = lambda comm: comm,
     **balancer_options: Any,
 ) -> list[Result]:
-    """One forward and backward pass of the layer on every rank; `wrap` may dress communicators."""
+    """Run forward and backward on every rank; `wrap` may replace communicators."""
 
     def work(comm: Any) -> Result:
         comm = wrap(comm)
@@ -296,13 +296,25 @@ def on_ranks(
     return LocalGroup(example.ranks).run(work)
 
 
+def on_every_rank(example: Example, work: Callable[..., Any], **options: Any) -> list[Any]:
+    """Call `work(layer, x, gradient)` on every rank; return the results."""
+
+    def on_rank(comm: Any) -> Any:
+        balancer = Balancer(**{"experts": example.experts, "communicator": comm, **options})
+        x = example.inputs[comm.rank].clone().requires_grad_()
+        return work(example.layer(balancer), x, example.gradients[comm.rank])
+
+    return LocalGroup(example.ranks).run(on_rank)
+
+
 def gradients_of(layer: nn.Module, x: torch.Tensor) -> State:
-    found = {name: p.grad for name, p in layer.named_parameters() if p.grad is not None}
-    return found if x.grad is None else {"x": x.grad, **found}
+    """Return the gradients of the parameters, by name, and of `x`."""
+    gradients = {name: p.grad for name, p in layer.named_parameters() if p.grad is not None}
+    return gradients if x.grad is None else {"x": x.grad, **gradients}
 
 
 def dense(example: Example) -> Result:
-    """The same pass through the twin, with the tokens of all ranks one after the other."""
+    """Run the same pass through the twin, on the tokens of all ranks."""
     twin = example.twin()
     x = torch.cat([x.reshape(-1, example.hidden) for x in example.inputs]).requires_grad_()
     y = twin(x)
@@ -315,45 +327,53 @@ def dense(example: Example) -> Result:
 
 def assert_same(
     results: list[Result],
-    wanted: Result,
+    expected: Result,
     topology: ultraep.Topology,
     *,
     fixed_router: bool = False,
     tolerance: float | None = None,
 ) -> None:
-    """The ranks together got what the twin got."""
+    """Assert that the results of all ranks together are those of the twin."""
     flat = [result.output.flatten(0, -2) for result in results]
-    assert_close(torch.cat(flat), wanted.output, "output", tolerance)
-    for name, gradient in wanted.gradients.items():
-        found = [result.gradients[name] for result in results]
+    assert_close(torch.cat(flat), expected.output, "output", tolerance)
+    for name, gradient in expected.gradients.items():
+        parts = [result.gradients[name] for result in results]
         if name == "x":
-            both = torch.cat([part.flatten(0, -2) for part in found]), gradient
+            pair = torch.cat([part.flatten(0, -2) for part in parts]), gradient
         elif name.startswith("experts."):
             by_rank = torch.from_numpy(topology.experts_by_rank.copy())
-            both = torch.cat(found), gradient[by_rank]
+            pair = torch.cat(parts), gradient[by_rank]
         elif fixed_router and name == "router.weight":
-            both = torch.cat(found), gradient
+            pair = torch.cat(parts), gradient
         else:
-            both = torch.stack(found).sum(dim=0), gradient
-        assert_close(*both, f"gradient of {name}", tolerance)
+            pair = torch.stack(parts).sum(dim=0), gradient
+        assert_close(*pair, f"gradient of {name}", tolerance)
 
 
 def assert_close(
-    found: torch.Tensor, wanted: torch.Tensor, what: str = "", tolerance: float | None = None
+    actual: torch.Tensor, expected: torch.Tensor, what: str = "", tolerance: float | None = None
 ) -> None:
-    """Equal up to rounding, relative to the largest value."""
-    assert found.shape == wanted.shape, f"{what}: {list(found.shape)}, not {list(wanted.shape)}"
-    assert found.dtype == wanted.dtype, f"{what}: {found.dtype}, not {wanted.dtype}"
-    if not wanted.numel():
+    """Assert that two tensors are equal up to rounding, relative to the largest value."""
+    shapes = f"{list(actual.shape)}, not {list(expected.shape)}"
+    assert actual.shape == expected.shape, f"{what}: {shapes}"
+    assert actual.dtype == expected.dtype, f"{what}: {actual.dtype}, not {expected.dtype}"
+    if not expected.numel():
         return
-    error = (found.double() - wanted.double()).abs().max().item()
-    scale = wanted.double().abs().max().item()
-    allowed = TOLERANCE[wanted.dtype] if tolerance is None else tolerance
+    error = (actual.double() - expected.double()).abs().max().item()
+    scale = expected.double().abs().max().item()
+    allowed = TOLERANCE[expected.dtype] if tolerance is None else tolerance
     assert error <= allowed * scale, f"{what}: off by {error:.3g}, largest value {scale:.3g}"
 
 
+def assert_same_gradients(actual: State, expected: State) -> None:
+    """Assert that two passes gave the same gradients, by name."""
+    assert actual.keys() == expected.keys()
+    for name, gradient in expected.items():
+        assert_close(actual[name], gradient, name)
+
+
 def check(example: Example, **options: Any) -> list[Result]:
-    """Run layer and twin and compare them; what the ranks got."""
+    """Run layer and twin, compare them, and return the results of the ranks."""
     results = on_ranks(example, **options)
     plan = results[0].plan
     assert plan is not None

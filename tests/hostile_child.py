@@ -1,9 +1,9 @@
-"""Mutated files through the commands, in one process with little memory; prints what each came to.
+"""Pass damaged files to the commands, in one process with limited memory; print the outcomes.
 
     python hostile_child.py FOLDER FIRST LAST
 
-Every file has a number, the seed of its damage; -1 is a sound file, 0 a bomb. For each there is a
-line of JSON: number, file, outcome.
+Prints a line of JSON per file: number, file, outcome. The number is the seed of the damage; -1
+marks a valid file, 0 a file built to exhaust memory.
 """
 
 import json
@@ -12,29 +12,29 @@ import random
 import re
 import resource
 import signal
-import struct
 import sys
 import traceback
-import zipfile
-import zlib
 from pathlib import Path
 
 import numpy as np
-from damage import damaged
+from damage import claim_zeros, damaged
 from inspect_models import TEXTS, save_model, save_tokenizer
-from test_damaged_files import DATA, write_loads
+from traces import plan_for, record
 from typer.testing import CliRunner
 
-from ultraep import UltraEPError
+from ultraep import UltraEPError, read_trace
 from ultraep.tools.cli import app
 from ultraep.tools.demo.result import DemoResult
 from ultraep.tools.inspect.checkpoint import weight_files
 from ultraep.tools.inspect.run import claim_folder
 from ultraep.tools.inspect.texts import excerpts, hashed_words, texts_of, tokenizer_of
 from ultraep.tools.serving.load import read_arrivals
+from ultraep.tools.sim.cluster import load_cluster
 from ultraep.tools.sim.serving import load_requests
 
+DATA = Path(load_cluster.__code__.co_filename).parent / "data"
 GIGABYTE = 1 << 30
+PIECES = ("rank-00000/000000.npz", "rank-00001/000000.npz")
 SECONDS = 10
 SIMULATE = ("simulate", "--ep", 8, "--steps", 1, "--microbatches", 1, "--policy", "none")
 SIMULATE += ("--processes", 1)
@@ -43,14 +43,30 @@ INSPECT = ("--tokens", 16, "--window", 16, "--layers", 0, "--ep", 2, "--policy",
 INSPECT += ("--slots", 1, "--no-report")
 
 
+def write_loads(folder):
+    """Write loads and routing in every format."""
+    loads = np.random.default_rng(0).integers(0, 99, (3, 2, 4))
+    np.save(folder / "loads.npy", loads)
+    np.save(folder / "columns.npy", np.asfortranarray(loads[0]))
+    np.savez(folder / "loads.npz", *loads)
+    np.savez_compressed(folder / "packed.npz", *loads)
+    lines = ["\n".join(",".join(map(str, row)) for row in matrix) for matrix in loads.tolist()]
+    (folder / "loads.csv").write_text("\n\n".join(lines) + "\n")
+    (folder / "loads.json").write_text(json.dumps({"loads": loads.tolist()}))
+    ids = np.random.default_rng(1).integers(0, 4, (40, 2, 2)).astype(np.uint8)
+    np.savez_compressed(folder / "routing.npz", a_ids=ids, a_seq_lens=np.array([40]))
+
+
 def write_all(folder):
-    """Write sound files of every kind that commands read, but for traces."""
+    """Write valid files of every format that commands read."""
     from cli.test_demo import RESULT
 
     write_loads(folder)
-    for kind, name in (("clusters", "h200-nvl8"), ("models", "gpt-oss-20b"), ("requests", "stem")):
-        text = (DATA / f"{kind}.toml").read_text()
-        (folder / f"{kind}.toml").write_text(re.search(rf"\[{name}\][^[]*", text)[0])
+    run = record(folder / "run", [plan_for(seed) for seed in range(6)], layers=2, note="here")
+    read_trace(run).save(folder / "trace.npz")
+    for file, name in (("clusters", "h200-nvl8"), ("models", "gpt-oss-20b"), ("requests", "stem")):
+        text = (DATA / f"{file}.toml").read_text()
+        (folder / f"{file}.toml").write_text(re.search(rf"\[{name}\][^[]*", text)[0])
     (folder / "arrivals.txt").write_text("# second, tokens\n0.00, 120\n0.31, 64\n1.5\n")
     (folder / "prose.txt").write_text(TEXTS["letters"])
     (folder / "demo").mkdir()
@@ -60,24 +76,31 @@ def write_all(folder):
     save_tokenizer(folder / "model")
 
 
-def commands(folder):
-    """Return the command line, or the function, that reads each file."""
+def commands(folder, out):
+    """Return the command lines, or the function, that read each file."""
     inspect = ("inspect", folder / "model", "--text", folder / "prose.txt", *INSPECT)
-    inspect += ("--out", folder / "inspected")
+    inspect += ("--out", out / "inspected")
+    export = ("--csv", out / "a.csv", "--perfetto", out / "a.json", "--npz", out / "a.npz")
+    of_run, of_file = (
+        [("trace", "info", t), ("trace", "replay", t), ("trace", "export", t, *export, "--force")]
+        for t in (folder / "run", folder / "trace.npz")
+    )
     shard = sorted((folder / "model").glob("*.safetensors"))[1].name
     plans = ("loads.npy", "columns.npy", "loads.npz", "packed.npz", "loads.csv", "loads.json")
     return {
-        **{name: ("plan", folder / name) for name in plans},
-        "routing.npz": ("plan", folder / "routing.npz", "--ranks", 2, "--window", 8),
-        "clusters.toml": (*SIMULATE, "--cluster", folder / "clusters.toml", *SMALL[1]),
-        "models.toml": (*SIMULATE, *SMALL[0], "--model", folder / "models.toml"),
+        **{name: [("plan", folder / name)] for name in plans},
+        "routing.npz": [("plan", folder / "routing.npz", "--ranks", 2, "--window", 8)],
+        "trace.npz": of_file,
+        **{f"run/{name}": of_run for name in ("header.json", *PIECES)},
+        "clusters.toml": [(*SIMULATE, "--cluster", folder / "clusters.toml", *SMALL[1])],
+        "models.toml": [(*SIMULATE, *SMALL[0], "--model", folder / "models.toml")],
         "requests.toml": lambda path: load_requests(f"{path}"),
         "arrivals.txt": read_arrivals,
         "prose.txt": read_words,
         "demo/result.json": lambda path: DemoResult.load(path.parent),
         "out/.ultraep-inspection": lambda path: claim_folder(path.parent).close(),
-        "model/config.json": inspect,
-        f"model/{shard}": inspect,
+        "model/config.json": [inspect],
+        f"model/{shard}": [inspect],
         "model/model.safetensors.index.json": lambda path: weight_files(path.parent),
         "model/tokenizer.json": lambda path: tokenizer_of(path.parent)("the quick brown fox"),
     }
@@ -87,65 +110,48 @@ def read_words(path):
     excerpts(texts_of([path]), hashed_words(4096), tokens=16, window=16, sequence=16)
 
 
-def outcome(command, path):
-    """Return "fine", or "refused"; anything else is a failure, in words."""
+def outcome(read, path):
+    """Return "fine" or "refused"; anything else describes a failure."""
     signal.alarm(SECONDS)
     try:
-        if callable(command):
-            command(path)
+        if callable(read):
+            read(path)
             return "fine"
-        result = CliRunner().invoke(app, list(map(str, command)))
+        outcomes = [outcome_of_command(command) for command in read]
     except UltraEPError as error:
         return _refusal(f"ultraep: {error}\n")
-    except Exception:  # noqa: BLE001  whatever it is, it is a failure to report
+    except Exception:  # noqa: BLE001  any other exception is a failure
         return traceback.format_exc()
     finally:
         signal.alarm(0)
+    return max(outcomes, key=["fine", "refused", *outcomes].index)
+
+
+def outcome_of_command(command):
+    result = CliRunner().invoke(app, list(map(str, command)))
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         return "".join(traceback.format_exception(result.exception))
-    return "fine" if result.exit_code == 0 else _refusal(result.stderr)
+    replays_differently = command[:2] == ("trace", "replay") and result.exit_code == 1
+    return "fine" if result.exit_code == 0 or replays_differently else _refusal(result.stderr)
 
 
 def _refusal(words):
-    """One line; `ultraep inspect` may have printed its progress before."""
+    """Return "refused" for a message of one line; `inspect` may print its progress before."""
     *before, last = words.splitlines()
     wanted = last.startswith("ultraep: ") and all(line.startswith("reading") for line in before)
     no_memory = re.search("out of memory|MemoryError|Unable to allocate|can't allocate", last)
     return "refused" if wanted and not no_memory else words
 
 
-# -- bombs ---------------------------------------------------------------------------------------
-
-
-def bomb(path, member, shape, dtype):
-    """A small archive with an array of zeros of many gigabytes, which is really there."""
-    header = np.lib.format.header_data_from_array_1_0(np.zeros(0, dtype)) | {"shape": shape}
-    text = f"{header}\n".encode()
-    content = b"\x93NUMPY\x01\x00" + struct.pack("<H", len(text)) + text
-    size = int(np.prod(shape, dtype=object)) * np.dtype(dtype).itemsize
-    packer, step = zlib.compressobj(9, zlib.DEFLATED, -15), 1 << 24
-    packed = packer.compress(content) + packer.flush(zlib.Z_FULL_FLUSH)
-    block = packer.compress(bytes(step)) + packer.flush(zlib.Z_FULL_FLUSH)
-    packed += block * (size // step) + packer.flush(zlib.Z_FINISH)
-    with zipfile.ZipFile(path, "w") as archive:
-        archive.writestr(member, packed)
-    raw = bytearray(path.read_bytes())
-    for mark, kind, sizes in ((b"PK\x03\x04", 8, 22), (b"PK\x01\x02", 10, 24)):
-        place = raw.rindex(mark)
-        raw[place + kind : place + kind + 2] = struct.pack("<H", zipfile.ZIP_DEFLATED)
-        raw[place + sizes : place + sizes + 4] = struct.pack("<I", len(content) + size)
-    path.write_bytes(raw)
-
-
 def huge(path, _):
-    """Five gigabytes without a byte on the disk."""
+    """Write a sparse file of five gigabytes."""
     path.write_bytes(b"")
     os.truncate(path, 5 * GIGABYTE)
 
 
 BOMBS = {
-    "loads.npz": lambda path, _: bomb(path, "loads.npy", (1 << 20, 8, 256), "int8"),
-    "routing.npz": lambda path, _: bomb(path, "a_ids.npy", (1 << 24, 16, 8), "uint8"),
+    "loads.npz": lambda path, _: claim_zeros(path, "loads", (1 << 20, 8, 256), "int8"),
+    "routing.npz": lambda path, _: claim_zeros(path, "a_ids", (1 << 24, 16, 8), "uint8"),
     "loads.json": lambda path, _: path.write_text(json.dumps([["x" * 10**7, *range(400)]])),
     "loads.csv": lambda path, _: path.write_text("1\n" * 4_000_000),
     **dict.fromkeys(("loads.npy", "packed.npz", "clusters.toml", "arrivals.txt"), huge),
@@ -154,26 +160,38 @@ BOMBS = {
 }
 
 
-def main(folder, first, last):
-    """Damage, read and mend one file after the other."""
+def main(root, first, last):
+    """Damage, read and restore one file after the other."""
+    folder, out = root / "files", root / "out"
+    folder.mkdir()
+    out.mkdir()
     write_all(folder)
-    read_by = commands(folder)
+    read_by = commands(folder, out)
     whole = {name: (folder / name).read_bytes() for name in read_by}
-    for name, command in read_by.items():  # all is imported and compiled, and memory is taken
-        report(-1, name, outcome(command, folder / name))
+    for name, read in read_by.items():  # imports and compiles everything before the limit
+        report(-1, name, outcome(read, folder / name))
     _limit_memory()
     todo = [(0, name, damage) for name, damage in BOMBS.items()]
-    slow = [n for n, read in read_by.items() if isinstance(read, tuple) and read[0] != "plan"]
+    slow = [n for n, read in read_by.items() if isinstance(read, list) and read[0][0] != "plan"]
     names = slow + 2 * sorted(read_by.keys() - set(slow))
     todo += [(number, names[number % len(names)], mutate) for number in range(first, last)]
     for number, name, damage in todo:
-        damage(folder / name, random.Random(number))
-        report(number, name, outcome(read_by[name], folder / name))
-        (folder / name).write_bytes(whole[name])
+        path = folder / name
+        path.unlink()
+        path.write_bytes(whole[name])
+        damage(path, random.Random(number))
+        before = times_of_files(folder)
+        words = outcome(read_by[name], path)
+        before[path] = times_of_files(folder)[path]  # a folder may be claimed again
+        report(number, name, words if times_of_files(folder) == before else "changed files")
+        path.write_bytes(whole[name])
+
+
+def times_of_files(folder):
+    return {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
 
 
 def mutate(path, rng):
-    """One to three accidents."""
     path.write_bytes(damaged(path.read_bytes(), rng))
 
 
@@ -182,7 +200,7 @@ def report(number, name, words):
 
 
 def _limit_memory():
-    """One gigabyte more than the libraries take."""
+    """Allow one gigabyte more than the libraries use."""
     with open("/proc/self/status", encoding="ascii") as status:
         taken = next(int(line.split()[1]) << 10 for line in status if line.startswith("VmData"))
     resource.setrlimit(resource.RLIMIT_DATA, (taken + GIGABYTE, resource.RLIM_INFINITY))

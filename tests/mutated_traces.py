@@ -1,26 +1,20 @@
-"""Mutated and hostile traces: files that were damaged, and files that were made to do harm.
+"""Read damaged traces, and traces built to do harm, with limited memory and time.
 
-    python tests/mutated_traces.py FOLDER 300      # reads so many, prints what became of each
-
-All are read in one process, which may take little memory, and each in little time.
+python tests/mutated_traces.py FOLDER 300      # damage and read 300 traces, print each outcome
 """
 
 from __future__ import annotations
 
-import io
 import json
 import random
 import resource
 import shutil
 import signal
-import struct
 import sys
-import zipfile
-import zlib
 from pathlib import Path
 
 import numpy as np
-from damage import damaged
+from damage import claim_zeros, damaged
 from traces import plan_for, record
 
 from ultraep import UltraEPError, read_trace
@@ -31,17 +25,17 @@ from ultraep.tools.view.traces import SERVED, TIMED
 from ultraep.trace.files import write_arrays
 from ultraep.trace.schema import SUMMARIES
 
-MEMORY = 1 << 30  # bytes that reading may take
-SECONDS = 10.0  # that one trace may take
+MEMORY = 1 << 30  # limit in bytes
+SECONDS = 10.0  # limit per trace
 
 HEADER, FIRST, OTHER = "run/header.json", "run/rank-00000/000000.npz", "run/rank-00001/000000.npz"
 OLD, SINGLE = "old/rank-00000/000000.npz", "run.npz"
-FILES = (HEADER, HEADER, FIRST, FIRST, FIRST, OTHER, OLD, SINGLE)  # as often as they are drawn
-GIGABYTES = 3.9  # that a few megabytes claim to hold; zip needs no extension for so many
+FILES = (HEADER, HEADER, FIRST, FIRST, FIRST, OTHER, OLD, SINGLE)  # repeated: drawn more often
+GIGABYTES = 3.9  # claimed size; below the limit of plain zip
 
 
 def write_sound(folder):
-    """A trace of this version, the same without summaries (version 3), and in one file."""
+    """Write a trace, the same trace without summaries (version 3), and in one file."""
     run = record(folder / "run", [plan_for(seed) for seed in range(6)], layers=2)
     shutil.copytree(run, folder / "old")
     for path in (folder / "old").rglob("*.npz"):
@@ -53,7 +47,7 @@ def write_sound(folder):
 
 
 def mutations(folder, seeds):
-    """What is mutated, and where: every file stays so until the next is drawn."""
+    """Yield the name and path of a damaged trace, one at a time; restore it afterwards."""
     for seed in seeds:
         rng = random.Random(seed)
         path = folder / rng.choice(FILES)
@@ -64,45 +58,8 @@ def mutations(folder, seeds):
 
 
 def named(folder, path):
-    """The trace that a file belongs to, as users name it."""
+    """Return the trace that a file belongs to."""
     return path if path.parent == folder else folder / path.relative_to(folder).parts[0]
-
-
-# -- made to do harm -----------------------------------------------------------------------------
-
-
-def claiming(path, name, shape, dtype="<i4"):
-    """In place of one array of an archive, one of zeros that is small when packed."""
-    with zipfile.ZipFile(path) as archive:
-        members = {one: archive.read(one) for one in archive.namelist()}
-    head = io.BytesIO()
-    header = {"descr": dtype, "fortran_order": False, "shape": shape}
-    np.lib.format.write_array_header_1_0(head, header)
-    size = int(np.prod(shape)) * np.dtype(dtype).itemsize
-    packed = _packed_zeros(head.getvalue(), size)
-    members[f"{name}.npy"] = packed
-    made = io.BytesIO()
-    with zipfile.ZipFile(made, "w", zipfile.ZIP_STORED) as archive:
-        for other, content in members.items():
-            archive.writestr(other, content)
-    content = bytearray(made.getvalue())
-    for mark, method, sizes in ((b"PK\x03\x04", 8, 18), (b"PK\x01\x02", 10, 20)):
-        begin = 0
-        while (begin := content.find(mark, begin)) >= 0:
-            if struct.unpack_from("<I", content, begin + sizes)[0] == len(packed):
-                struct.pack_into("<H", content, begin + method, zipfile.ZIP_DEFLATED)
-                struct.pack_into("<I", content, begin + sizes + 4, len(head.getvalue()) + size)
-            begin += 4
-    path.write_bytes(content)
-
-
-def _packed_zeros(head, size):
-    """A deflate stream of `head` and so many zeros, of blocks that are packed once."""
-    packer, block = zlib.compressobj(9, zlib.DEFLATED, -zlib.MAX_WBITS), bytes(1 << 20)
-    begin = packer.compress(head) + packer.flush(zlib.Z_FULL_FLUSH)
-    one = packer.compress(block) + packer.flush(zlib.Z_FULL_FLUSH)
-    whole, rest = divmod(size, len(block))
-    return begin + one * whole + packer.compress(bytes(rest)) + packer.flush()
 
 
 def change_header(folder, **changes):
@@ -122,7 +79,7 @@ def no_pieces(folder):
 
 
 def many_pieces(folder):
-    """Each small enough by itself, of records without rows."""
+    """Write 30 pieces of records without rows, each below the limit."""
     with np.load(folder / OLD) as found:
         arrays = {name: found[name][:1] for name in found.files if name not in ("copies", "quotas")}
         arrays |= {name: found[name][:0] for name in ("copies", "quotas")}
@@ -139,25 +96,25 @@ def many_pieces(folder):
 
 RECORDS = int(GIGABYTES * 1e9 / 4 / 2 / 4)
 LINES = int(GIGABYTES * 1e9 / 8 / 12)
-HOSTILE = {  # what is done to the folder, the trace, and what `read_trace` says
+HOSTILE = {  # change to the folder, trace to read, expected message of `read_trace`
     "loads of 3.9 GB": (
-        lambda folder: claiming(folder / FIRST, "loads", (RECORDS, 2, 4)),
+        lambda folder: claim_zeros(folder / FIRST, "loads", (RECORDS, 2, 4), "<i4"),
         *("run", "that claim to unpack to 3,9"),
     ),
     "loads of 3.9 GB, one file": (
-        lambda folder: claiming(folder / SINGLE, "loads", (RECORDS, 2, 4)),
+        lambda folder: claim_zeros(folder / SINGLE, "loads", (RECORDS, 2, 4), "<i4"),
         *(SINGLE, "that claim to unpack to 3,9"),
     ),
     "a header of 2 GB, one file": (
-        lambda folder: claiming(folder / SINGLE, "header", (), "<U500000000"),
+        lambda folder: claim_zeros(folder / SINGLE, "header", (), "<U500000000"),
         *(SINGLE, "a header of 2,0"),
     ),
     "a summary of 3.9 GB": (
-        lambda folder: claiming(folder / FIRST, "summary", (LINES, 12), "<i8"),
+        lambda folder: claim_zeros(folder / FIRST, "summary", (LINES, 12), "<i8"),
         *("run", "that claim to unpack to 3,9"),
     ),
     "times of 3.9 GB": (
-        lambda folder: claiming(folder / OTHER, "seconds", (LINES * 12 // 7, 14), "<f4"),
+        lambda folder: claim_zeros(folder / OTHER, "seconds", (LINES * 12 // 7, 14), "<f4"),
         *("run", "that claim to unpack to 3,9"),
     ),
     "30 pieces": (many_pieces, "old", "that claim to unpack to "),
@@ -178,15 +135,12 @@ HOSTILE = {  # what is done to the folder, the trace, and what `read_trace` says
 }
 
 
-# -- reading them --------------------------------------------------------------------------------
-
-
 class TooSlow(BaseException):
-    """Not an Exception: nobody takes it for damage."""
+    """Not an Exception, so that no reader catches it."""
 
 
 def outcome_of_reader(path):
-    """What `read_trace` says of a trace, having looked at all of it; "" if it is fine."""
+    """Return the error of reading a whole trace; "" if it is valid."""
     try:
         trace = read_trace(path)
         _ = trace.imbalance_before, trace.imbalance_after, trace.num_copies, trace.by_layer()
@@ -198,7 +152,7 @@ def outcome_of_reader(path):
 
 
 def outcome_of_viewer(path):
-    """What the viewer says of a trace, having drawn all of it."""
+    """Return the error or the notes of drawing a whole trace in the viewer."""
     try:
         catalogue = Catalogue([path])
     except UltraEPError as error:
@@ -219,7 +173,7 @@ def outcome_of_viewer(path):
 
 
 def outcomes(path):
-    """Of both, each within its time."""
+    """Yield the outcomes of reader and viewer, each within the time limit."""
     for read in (outcome_of_reader, outcome_of_viewer):
         signal.setitimer(signal.ITIMER_REAL, SECONDS)
         yield read(path)
@@ -227,7 +181,7 @@ def outcomes(path):
 
 
 def main():
-    """Print a line of JSON for each trace: what it is, and what is said of it."""
+    """Print a line of JSON for each trace: its name and both outcomes."""
     folder, count = Path(sys.argv[1]), int(sys.argv[2])
 
     def too_slow(*_):
@@ -235,7 +189,7 @@ def main():
 
     signal.signal(signal.SIGALRM, too_slow)
     sound = write_sound(folder / "sound")
-    list(outcomes(sound / "run"))  # all modules are imported by now
+    list(outcomes(sound / "run"))  # imports everything before the limit
     size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (size + MEMORY, size + MEMORY))
     for name, path in mutations(sound, range(count)):

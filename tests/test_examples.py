@@ -161,7 +161,7 @@ def test_prefill_tells_when_outputs_differ(example, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("script", "options", "told"),
     [
-        ("train_moe", ["--tokens", "100", "--length", "64"], "no multiple"),
+        ("train_moe", ["--tokens", "100", "--length", "64"], "not a multiple"),
         ("train_moe", ["--policy", "nonsense"], "invalid choice"),
         ("prefill", ["--policy", "none,nonsense"], "nonsense"),
         ("prefill", ["--longest", "2000"], "--budget"),

@@ -1,4 +1,4 @@
-"""examples/pretrain.py: settings are checked, runs go on exactly, and end on all ranks together."""
+"""examples/pretrain.py checks its settings, resumes exactly, and stops on all ranks together."""
 
 from __future__ import annotations
 
@@ -80,17 +80,6 @@ def checkpoint(folder, step):
     return folder / f"step-{step:08d}.pt"
 
 
-def tensors(content, path=""):
-    """All tensors of nested dicts and lists, by their path."""
-    if isinstance(content, torch.Tensor):
-        return {path: content}
-    if not isinstance(content, dict | list):
-        return {}
-    items = content.items() if isinstance(content, dict) else enumerate(content)
-    nested = [tensors(value, f"{path}/{key}") for key, value in items]
-    return {name: tensor for part in nested for name, tensor in part.items()}
-
-
 @pytest.fixture
 def pretrain(monkeypatch):
     """The example as a module of this process, which is then a group of one."""
@@ -151,10 +140,9 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(two):
     one, other = (torch.load(checkpoint(two / run, 6)) for run in ("whole", "resumed"))
     assert one["text"] == other["text"]
     assert one["step"] == other["step"] == 6
-    one, other = tensors(one), tensors(other)
-    assert one.keys() == other.keys()
-    assert all(torch.equal(one[name], other[name]) for name in one)
-    assert {"/rng/0/cpu", "/rng/1/cpu"} <= one.keys()
+    for part in ("model", "optimizer", "rng"):
+        torch.testing.assert_close(one[part], other[part], rtol=0, atol=0)
+    assert [rng.keys() for rng in one["rng"]] == [{"cpu"}] * 2
 
 
 @pytest.mark.slow
@@ -230,7 +218,7 @@ def test_one_process_with_text_of_its_own(pretrain, tmp_path, capsys):
     data = import_module("pretrain_parts").read_text(json.loads(files), "*.txt")
     assert {byte: data.count(byte) for byte in b"ABCD"} == {65: 1500, 66: 1500, 67: 0, 68: 1500}
     assert pretrain.main(run) == 1
-    assert "holds step 2, this run starts at 0: --resume goes on" in capsys.readouterr().err
+    assert "holds step 2, this run starts at 0: use --resume" in capsys.readouterr().err
     assert pretrain.main([*run, "--resume"]) == 0
     assert "nothing to do: the checkpoint has 2 steps of 2" in capsys.readouterr().out
     more = ["--set", "training.steps=3", "--resume"]
@@ -267,92 +255,63 @@ def test_the_shipped_file_has_all_settings_and_their_defaults(pretrain):
     }
 
 
-@pytest.mark.parametrize(
-    ("change", "told"),
-    [
-        ("training.stepz=3", "unknown setting training.stepz; there are steps, batch"),
-        ("trainin.steps=3", "unknown section [trainin]; there are model, training"),
-        ("steps=3", "--set wants section.key=value, got 'steps=3'"),
-        ("training.steps=many", "training.steps must be a whole number, got 'many'"),
-        ("training.steps=true", "training.steps must be a whole number, got True"),
-        ("training.steps=0", "training.steps must be at least 1, and finite, got 0"),
-        ("training.lr=nan", "training.lr must be at least 0, and finite, got nan"),
-        ("training.recompute=1", "training.recompute must be true or false, got 1"),
-        ("balance.policy=best", "balance.policy must be one of"),
-        ("training.precision=int8", "one of float32, bfloat16, float64, got 'int8'"),
-        ("data.files=text.txt", "data.files must be a list of texts, got 'text.txt'"),
-        ("model.top_k=17", "model.top_k 17 is more than model.experts 16"),
-        ("model.heads=5", "hidden 64, heads 5"),
-        ("balance.slots=17", "balance.slots 17 is more than model.experts 16"),
-        ("balance.domain=2", "balance.domain 2 does not divide a group of 1 ranks"),
-        ("parallel.ep=2", "parallel.ep 2 does not divide 1 ranks"),
-        ("training.microbatches=5", "batch 32 does not divide among 5 microbatches x 1 ranks"),
-        ("training.in_flight=2", "in_flight 2 is more than training.microbatches 1"),
-        ("training.final_lr=2", "training.final_lr 2 is a share"),
-    ],
-)
-def test_a_bad_setting_is_one_line(pretrain, capsys, change, told):
-    assert pretrain.main(["--set", change]) == 2
-    line = capsys.readouterr().err
-    assert line.startswith("pretrain: ")
-    assert line.count("\n") == 1
-    assert told in line
+BAD_SETTINGS = {
+    "training.stepz=3": "unknown setting training.stepz; there are steps, batch",
+    "trainin.steps=3": "unknown section [trainin]; there are model, training",
+    "steps=3": "--set wants section.key=value, got 'steps=3'",
+    "training.steps=many": "training.steps must be a whole number, got 'many'",
+    "training.steps=0": "training.steps must be at least 1, and finite, got 0",
+    "training.lr=nan": "training.lr must be at least 0, and finite, got nan",
+    "training.recompute=1": "training.recompute must be true or false, got 1",
+    "balance.policy=best": "balance.policy must be one of",
+    "data.files=text.txt": "data.files must be a list of texts, got 'text.txt'",
+    "model.top_k=17": "model.top_k 17 is more than model.experts 16",
+    "model.heads=5": "hidden 64, heads 5",
+    "balance.slots=17": "balance.slots 17 is more than model.experts 16",
+    "balance.domain=2": "balance.domain 2 does not divide a group of 1 ranks",
+    "parallel.ep=2": "parallel.ep 2 does not divide 1 ranks",
+    "training.microbatches=5": "batch 32 does not divide among 5 microbatches x 1 ranks",
+    "training.in_flight=2": "in_flight 2 is more than training.microbatches 1",
+    "training.final_lr=2": "training.final_lr 2 is a share",
+}
+BAD_FILES = {
+    "steps = 3": "unknown section [steps]",
+    "training = 3": "[training] is a section, got 3",
+    "[training\n": "line 1",
+}
+BAD_DATA = {
+    'data.files=["nowhere"]': "data.files: nowhere: No such file",
+    "data.files=['{folder}']": "no *.txt in",
+    "training.length=10000000": "too few for two windows of 10000000 bytes",
+}
 
 
-@pytest.mark.parametrize(
-    ("content", "told"),
-    [
-        ("steps = 3", "unknown section [steps]"),
-        ("training = 3", "[training] is a section, got 3"),
-        ("[training\n", "line 1"),
-    ],
-)
-def test_a_bad_file_is_one_line(pretrain, capsys, tmp_path, content, told):
-    path = tmp_path / "run.toml"
-    for file, message in ((path, told), (tmp_path / "gone.toml", "No such file")):
+def test_errors_are_one_line(pretrain, capsys, tmp_path):
+    (tmp_path / "empty").mkdir()
+    runs = [(["--set", change], 2, message) for change, message in BAD_SETTINGS.items()]
+    runs.append((["--config", str(tmp_path / "gone.toml")], 2, "No such file"))
+    for number, (content, message) in enumerate(BAD_FILES.items()):
+        path = tmp_path / f"{number}.toml"
         path.write_text(content)
-        assert pretrain.main(["--config", str(file)]) == 2
+        runs.append((["--config", str(path)], 2, message))
+    for change, message in BAD_DATA.items():
+        change = change.replace("{folder}", str(tmp_path / "empty"))
+        runs.append(([*options(tmp_path), "--set", change], 1, message))
+    torch.save({"model": {}}, tmp_path / "other.pt")
+    (tmp_path / "torn.pt").write_bytes(b"PK")
+    for file, message in {
+        "gone.pt": "gone.pt: cannot be read: No such file",
+        "other.pt": "other.pt is not a checkpoint of pretrain.py",
+        "torn.pt": "torn.pt: ",
+    }.items():
+        runs.append(([*options(tmp_path), "--resume", str(tmp_path / file)], 1, message))
+    resume = [*options(tmp_path), "--resume"]
+    runs.append((resume, 1, f"no checkpoint in {tmp_path}: start without --resume"))
+    for argv, code, message in runs:
+        assert pretrain.main(argv) == code, argv
         line = capsys.readouterr().err
         assert message in line
         assert line.count("\n") == 1
-
-
-def test_ranks_are_part_of_the_check(pretrain, capsys, monkeypatch):
-    for name, value in {"RANK": "0", "WORLD_SIZE": "3"}.items():
-        monkeypatch.setenv(name, value)
-    assert pretrain.main([]) == 2
-    assert "batch 32 does not divide among 1 microbatches x 3 ranks" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("change", "told"),
-    [
-        ('data.files=["nowhere"]', "data.files: nowhere: No such file"),
-        ("data.files=['{empty}']", "no *.txt in"),
-        ("training.length=10000000", "are no two windows of 10000000 bytes"),
-    ],
-)
-def test_text_that_is_not_there(pretrain, capsys, tmp_path, change, told):
-    (tmp_path / "empty").mkdir()
-    change = change.replace("{empty}", str(tmp_path / "empty"))
-    assert pretrain.main([*options(tmp_path), "--set", change]) == 1
-    assert told in capsys.readouterr().err
-
-
-def test_checkpoints_that_are_none(pretrain, capsys, tmp_path):
-    other, torn = tmp_path / "other.pt", tmp_path / "torn.pt"
-    torch.save({"model": {}}, other)
-    torn.write_bytes(b"PK")
-    for resume, told in {
-        (): f"no checkpoint in {tmp_path}: start without --resume",
-        (str(tmp_path / "gone.pt"),): "gone.pt: cannot be read: No such file",
-        (str(other),): "other.pt is no checkpoint of pretrain.py",
-        (str(torn),): "torn.pt: ",
-    }.items():
-        assert pretrain.main([*options(tmp_path), "--resume", *resume]) == 1
-        errors = capsys.readouterr().err
-        assert told in errors
-        assert errors.count("\n") == 1
 
 
 def test_tensorboard_gets_every_scalar(pretrain, monkeypatch, tmp_path, capsys):
@@ -382,4 +341,4 @@ def test_tensorboard_gets_every_scalar(pretrain, monkeypatch, tmp_path, capsys):
     assert got["closed"]
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     assert run("without") == 0
-    assert "pip install tensorboard, or say --no-tensorboard" in capsys.readouterr().out
+    assert "pip install tensorboard, or pass --no-tensorboard" in capsys.readouterr().out

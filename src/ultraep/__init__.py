@@ -1,18 +1,18 @@
-"""Exact load balance for expert-parallel Mixture-of-Experts models.
+"""Exact load balancing for expert-parallel Mixture-of-Experts models.
 
-The load of every layer of every microbatch is known exactly after gating. From it:
+After gating, the load of every expert is known exactly. Each layer uses it in every microbatch:
 
-    1 count       gating ids -> exact loads of every source rank and expert       loads.py
-    2 plan        loads -> replicas of hot experts, and their quotas              plan.py
-    3 replicate   weights -> filled spare slots                                   hops.py
-    4 reroute     ids -> a slot instead of an expert for every routed row         reroute.py
-    5 dispatch    tokens -> rows at the rank that serves them                     dispatch.py
-    6 experts     rows -> outputs of home experts and replicas                    experts/
-    7 combine     outputs -> sums at the tokens' own rank                         combine.py
-    8 reduce      (backward) gradients of replicas -> home experts                runtime/
+    1 count       count the rows that every rank routes to every expert      loads.py
+    2 plan        choose replicas of hot experts, and a row quota for each   plan.py
+    3 replicate   copy expert weights into spare slots                       hops.py
+    4 reroute     assign a slot to every routed row                          reroute.py
+    5 dispatch    send rows to the ranks that serve them                     dispatch.py
+    6 experts     run the networks of home experts and replicas              experts/
+    7 combine     sum the outputs of each token on its own rank              combine.py
+    8 reduce      (backward) add gradients of replicas to the home experts   runtime/
 
-A `Microbatch` (`microbatch.py`) has these as verbs, `layer.py` calls them: `BalancedMoE`, over the
-ranks of a `Balancer`. Two data planes carry them, `messages` and `mapped` (`runtime/`).
+These stages are the methods of a `Microbatch` (`microbatch.py`). `BalancedMoE` (`layer.py`) calls
+them over the ranks of a `Balancer`. The data planes in `runtime/` run them: `messages`, `mapped`.
 
     >>> import ultraep
     >>> topology = ultraep.Topology(ranks=4, experts=8, slots=1)
@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from ultraep.trace.read import read_trace
     from ultraep.trace.record import Recorder
 
-# Imported on first use: most need torch, and planning does not.
+# Imported on first use: planning works without torch.
 _LAZY = {
     "BalancedMoE": "ultraep.layer",
     "Balancer": "ultraep.runtime.balancer",

@@ -1,4 +1,4 @@
-"""`python -m ultraep`: the same as the command `ultraep`."""
+"""Run the command line: `python -m ultraep`."""
 
 from ultraep.tools.cli import main
 

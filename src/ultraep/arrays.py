@@ -1,4 +1,4 @@
-"""The one array type of the control plane, 64-bit integers, and the one id that is none."""
+"""The integer array type of the control plane, and the id that marks padding."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from numpy.typing import NDArray
 
 IntArray = NDArray[np.int64]
 
-PADDING = -1  # in place of an expert's id: a row that is none, never counted and never sent
+PADDING = -1  # expert id of a padding row, which is neither counted nor sent
 
 
 def frozen(array: IntArray) -> IntArray:
-    """The array itself, refusing writes: records are shared and must not change."""
+    """Make an array read-only and return it."""
     array.flags.writeable = False
     return array

@@ -1,7 +1,7 @@
-"""Stage 7: expert outputs -> tokens, the sum at the token's own rank.
+"""Stage 7: sum the expert outputs of each token on the token's own rank.
 
-The outputs are multiplied by their gates already. The sum runs over a token's choices in their
-order, whatever slots served them: the result does not depend on the plan.
+The outputs are already multiplied by their gates. The sum runs over a token's choices in router
+order, whichever slots served them, so the result does not depend on the plan.
 
 Shapes: T tokens, A arrived rows, D model width.
 """
@@ -18,18 +18,18 @@ from ultraep.ops.recompute import Gradients, first_order, save
 
 
 def combine(outputs_AD: torch.Tensor, exchange: Exchange) -> torch.Tensor:
-    """[T, D] outputs of the tokens of this rank. Padding adds nothing."""
+    """Return the `[T, D]` outputs of this rank's tokens. Padding contributes nothing."""
     y_TD: torch.Tensor = _Combine.apply(outputs_AD, exchange)  # type: ignore[no-untyped-call]
     return y_TD
 
 
 class _Combine(torch.autograd.Function):
-    """Outputs travel to the tokens; their gradients travel to the slots."""
+    """Sends outputs to the tokens and, in backward, their gradients to the slots."""
 
     @staticmethod
     def forward(ctx: Any, outputs_AD: torch.Tensor, exchange: Exchange) -> torch.Tensor:
         ctx.num_rows = len(outputs_AD)
-        save(ctx, exchange)  # the recomputation of a checkpoint begins where this is needed
+        save(ctx, exchange)  # unpacking this starts the recomputation of a checkpoint
         with unseen():
             y_TD, _ = exchange.to_tokens(outputs_AD, None)
         return y_TD

@@ -1,4 +1,4 @@
-"""BalanceConfig and Rates: the settings of the planner, frozen and checked when made."""
+"""BalanceConfig and Rates: the settings of the planner, frozen and validated."""
 
 from __future__ import annotations
 
@@ -7,30 +7,30 @@ from dataclasses import dataclass
 
 from ultraep.errors import ConfigError
 
-PARTS = 1_000_000  # the tolerance is kept in millionths, so that no float decides a plan
+PARTS = 1_000_000  # the tolerance counts millionths: plans depend on integers only
 MAX_TOLERANCE = 1_000.0
-MOST_DIGITS = 40  # of a number in a text; int() refuses some thousand with an error of its own
-UNLIMITED = 1 << 40  # copies, tokens, picoseconds
+MOST_DIGITS = 40  # of a number in a text; int() raises its own error beyond some thousand
+UNLIMITED = 1 << 40  # replicas, rows, picoseconds
 OBJECTIVES = ("time", "balance")
-LADDER = (  # millionths
+LADDER = (  # tolerances that objective "time" tries, in millionths
     *(5_000, 10_000, 20_000, 30_000, 50_000, 70_000, 100_000, 140_000),
     *(200_000, 280_000, 400_000, 800_000, 1_600_000),
 )
-MOST_PER_ROW = (1 << 31) - 1  # picoseconds: times as many tokens, less than 2**62
-MOST_COPIES = 1 << 20  # whose times are added up: times UNLIMITED, at most 2**60
-LONGEST_TIMEOUT = 1e9  # seconds; clocks and queues overflow not far beyond
+MOST_PER_ROW = (1 << 31) - 1  # picoseconds; times 2**31 rows, less than 2**62
+MOST_REPLICAS = 1 << 20  # times UNLIMITED picoseconds, at most 2**60
+LONGEST_TIMEOUT = 1e9  # seconds; clocks and queues overflow beyond
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rates:
-    """What a plan costs, in whole picoseconds, so that no float decides a plan.
+    """The cost of a plan, in integer picoseconds.
 
-    row: a token on the fullest rank.
-    copy: a copy that the busiest rank receives, or an expert that it gives away.
-    each: a copy, wherever it is.
-    layer: that there are copies at all.
+    row: for each row on the fullest rank.
+    copy: for each replica that the busiest rank receives, or expert that it sends.
+    each: for each replica in the group.
+    layer: once, if there are any replicas.
 
-    A time is less than 2**63, for up to `MOST_COPIES` spare slots.
+    Times stay below 2**63 for up to `MOST_REPLICAS` spare slots.
     """
 
     row: int
@@ -45,9 +45,9 @@ class Rates:
 
     @classmethod
     def from_seconds(cls, *, row: float, copy: float, each: float, layer: float) -> Rates:
-        """Rates with two digits; all of them in parts where one is longer than can be counted."""
+        """Round rates in seconds to two digits; scale all down if one exceeds the range."""
         numbers = [max(0, round(seconds * PER_SECOND)) for seconds in (row, copy, each, layer)]
-        while numbers[0] > MOST_PER_ROW or max(numbers) > UNLIMITED:  # what pays is the same
+        while numbers[0] > MOST_PER_ROW or max(numbers) > UNLIMITED:  # plans stay the same
             numbers = [number // 10 for number in numbers]
         first, *others = map(two_digits, numbers)
         row_ps = min(max(1, first), MOST_PER_ROW)
@@ -55,7 +55,7 @@ class Rates:
 
     @classmethod
     def from_text(cls, text: str) -> Rates:
-        """Rates as `str` tells them; what is not named is 0.
+        """Parse the text that `str` returns; rates that are missing are 0.
 
         >>> Rates.from_text("row=5300,copy=41000000")
         Rates(row=5300, copy=41000000, each=0, layer=0)
@@ -66,7 +66,8 @@ class Rates:
             digits = number.isascii() and number.isdecimal() and len(number) <= MOST_DIGITS
             if name not in RATE_NAMES or name in numbers or not digits:
                 raise ConfigError(
-                    f"rates are {','.join(f'{n}=PICOSECONDS' for n in RATE_NAMES)}, got {text!r}"
+                    f"rates must be {','.join(f'{n}=PICOSECONDS' for n in RATE_NAMES)}, "
+                    f"got {text!r}"
                 )
             numbers[name] = int(number)
         if "row" not in numbers:
@@ -75,7 +76,7 @@ class Rates:
 
     @classmethod
     def from_numbers(cls, numbers: Sequence[int]) -> Rates:
-        """Rates of `numbers`."""
+        """Return the rates with these `numbers`."""
         return cls(**dict(zip(RATE_NAMES, numbers, strict=True)))
 
     def __str__(self) -> str:
@@ -83,11 +84,14 @@ class Rates:
 
     @property
     def numbers(self) -> tuple[int, int, int, int]:
-        """All four, in the order in which backends take them."""
+        """Row, copy, each, layer: the order in which backends expect them."""
         return self.row, self.copy, self.each, self.layer
 
     def time(self, *, peak: int, transfers: int, copies: int) -> int:
-        """Picoseconds of a plan. `transfers`: most copies that one rank receives or gives away."""
+        """Return the picoseconds of a plan.
+
+        transfers: most replicas that one rank receives or sends.
+        """
         fixed = self.layer if copies else 0
         return self.row * peak + self.copy * transfers + self.each * copies + fixed
 
@@ -99,18 +103,18 @@ PER_SECOND = 10**12  # picoseconds
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BalanceConfig:
-    """How a microbatch is balanced.
+    """Settings of the planner.
 
-    policy: name of a registered policy; `ultraep.policy_names()` lists them.
-    tolerance: how far above the mean the fullest rank may stay. 0.0 asks for the best there is;
-        0.01 stops at 1 % above the mean and uses as few copies as possible.
-    min_tokens_per_replica: a copy that would serve fewer tokens is not made.
-    max_replicas: most copies in one fast-link domain; None leaves that to the slots.
-    locality: tokens stay on their own rank where a copy there has room for them.
-    objective: "balance" keeps to the tolerance with as few replicas as it finds, whatever they
-        cost; "time" also tries larger tolerances, fewer replicas per rank and no replicas, and
-        takes the plan that is quickest by the rates.
-    rates: what tokens and copies cost; without them, "time" plans as "balance" does.
+    policy: name of a registered policy, see `ultraep.policy_names()`.
+    tolerance: allowed excess of the fullest rank over the mean. 0.0: the best balance; 0.01: stop
+        at 1 % above the mean and use as few replicas as possible.
+    min_tokens_per_replica: fewest rows that a replica may serve.
+    max_replicas: most replicas in one fast-link domain; None: limited by the slots only.
+    locality: prefer to serve rows on the rank they come from.
+    objective: "balance" meets the tolerance with few replicas, whatever they cost. "time" also
+        tries larger tolerances, fewer replicas per rank and no replicas, and chooses the plan that
+        is fastest according to the rates.
+    rates: the cost of rows and replicas. Without rates, "time" plans like "balance".
     """
 
     policy: str = "ultraep"
@@ -144,7 +148,7 @@ class BalanceConfig:
 
     @property
     def replica_limit(self) -> int:
-        """Most copies in one domain, as a number; without a limit, more than there can be."""
+        """`max_replicas` as an integer; `UNLIMITED` for None."""
         return UNLIMITED if self.max_replicas is None else self.max_replicas
 
     @property
@@ -153,18 +157,19 @@ class BalanceConfig:
         return round(self.tolerance * PARTS)
 
     def rates_for(self, spare_slots: int) -> tuple[int, int, int, int]:
-        """The rates as backends take them; all 0 where time is not what decides."""
+        """Return the rates for backends; zeros if the objective is balance or rates are unknown."""
         if self.objective == "balance" or self.rates is None:
             return NO_RATES
-        if spare_slots > MOST_COPIES:
+        if spare_slots > MOST_REPLICAS:
             raise ConfigError(
-                f"times are added up for at most {MOST_COPIES} spare slots, there are {spare_slots}"
+                f"rates support at most {MOST_REPLICAS} spare slots, got {spare_slots}; use "
+                'objective="balance"'
             )
         return self.rates.numbers
 
 
 def two_digits(number: int) -> int:
-    """The number with two digits that count.
+    """Round a number to two significant digits.
 
     >>> two_digits(12_345), two_digits(96), two_digits(0), two_digits(9_960)
     (12000, 96, 0, 10000)
@@ -174,7 +179,7 @@ def two_digits(number: int) -> int:
 
 
 def rungs_of(tolerance_parts: int) -> list[int]:
-    """The tolerances that objective "time" tries: the least that is wanted, then larger ones."""
+    """Return the tolerances that objective "time" tries, in millionths, smallest first."""
     return [tolerance_parts, *(parts for parts in LADDER if parts > tolerance_parts)]
 
 
@@ -186,7 +191,7 @@ def _check_integer(name: str, value: object, *, least: int, most: int = UNLIMITE
 
 
 def check_timeout(seconds: float | None) -> None:
-    """Refuse what is no time to wait for a rank; None is for the caller to understand."""
+    """Raise if a timeout is not a positive number of seconds; None is allowed."""
     if seconds is not None and (
         not isinstance(seconds, (int, float)) or not 0 < seconds <= LONGEST_TIMEOUT
     ):

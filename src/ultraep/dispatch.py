@@ -1,6 +1,6 @@
-"""Stage 5: tokens -> Arrivals, rows at the rank that serves them, grouped by slot.
+"""Stage 5: send every token to the ranks that serve it; rows arrive grouped by slot.
 
-A data plane moves the rows, by messages or through mapped memory. Autograd sees one function.
+The data plane moves the rows, by messages or through mapped memory. Autograd sees one function.
 
 Shapes: T tokens, K experts per token, A arrived rows, L slots of this rank, D model width.
 """
@@ -20,33 +20,33 @@ Pack: TypeAlias = Callable[[torch.Tensor], torch.Tensor]  # [T, D] -> [T, bytes]
 
 
 class Rows(Protocol):
-    """Moves the rows of one microbatch between tokens and slots, both ways.
+    """Moves the rows of one microbatch from tokens to slots and back.
 
-    Each way is the gradient of the other. A row may carry a scalar, which is not summed.
+    Each direction is the gradient of the other. A row may carry a scalar, which is not summed.
     """
 
     @property
     def offsets(self) -> torch.Tensor:
-        """[L + 1] where the rows of each slot begin, as int32 where the rows are."""
+        """[L + 1] first row of each slot, int32, on the device of the rows."""
 
     @property
     def slots(self) -> torch.Tensor:
-        """[T, K] slot of every routed row, counted over all ranks; -1: padding."""
+        """[T, K] global slot of every routed row; -1: padding."""
 
     def begins(self) -> list[int]:
-        """The offsets on the host; may wait for a device."""
+        """Return `offsets` on the host; may wait for the device."""
 
     def to_slots(
         self, values_TD: torch.Tensor, scalars_TK: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """[A, D] a row for each choice of every token, and `[A]` its scalar, in slot order."""
+        """Return `[A, D]` one row per choice of each token and its `[A]` scalar, in slot order."""
 
     def to_tokens(
         self, rows_AD: torch.Tensor, scalars_A: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """[T, D] the rows of each token, summed in the order of its choices; `[T, K]` scalars.
+        """Return `[T, D]` the rows of each token, summed in router order, and `[T, K]` scalars.
 
-        Padding, which was not sent, is zero.
+        Padding yields zeros.
         """
 
 
@@ -54,28 +54,29 @@ class Exchange(Rows, Protocol):
     """The rows of one microbatch until the end of its backward pass."""
 
     def begin_backward(self) -> None:
-        """Backward begins; called before its first row moves."""
+        """Called when backward begins, before its first row moves."""
 
 
 @dataclass(frozen=True, slots=True)
 class Arrivals:
-    """Rows that came from all ranks, those of one slot together, in the order of their sources.
+    """Rows received from all ranks, ordered by slot, then by source rank.
 
-    On a device there may be more rows than have arrived: rows from `offsets[L]` on are unused.
+    On a device the tensors may be longer than the rows received: rows from `offsets[L]` on are
+    unused.
     """
 
     rows: torch.Tensor  # [A, D]
-    gates: torch.Tensor  # [A] factors of their outputs
+    gates: torch.Tensor  # [A] factor of each output
     exchange: Exchange
-    packed: torch.Tensor | None = None  # [A, bytes] as they arrived; `rows` then has no values
+    packed: torch.Tensor | None = None  # [A, bytes] as sent; `rows` then has no values
 
     @property
     def offsets(self) -> torch.Tensor:
-        """[L + 1] where the rows of each slot begin."""
+        """[L + 1] first row of each slot."""
         return self.exchange.offsets
 
     def begins(self) -> list[int]:
-        """The offsets on the host; may wait for a device."""
+        """Return `offsets` on the host; may wait for the device."""
         return self.exchange.begins()
 
 
@@ -84,14 +85,14 @@ def dispatch(
 ) -> Arrivals:
     """Send every token to the slots that serve it, with the gates of its choices.
 
-    pack: turns rows into bytes, which travel in their place; gradients come back as rows.
+    pack: converts rows to bytes before sending; gradients travel unpacked.
     """
     rows_AD, gates_A, packed = _Dispatch.apply(tokens_TD, gates_TK, exchange, pack)  # type: ignore[no-untyped-call]
     return Arrivals(rows_AD, gates_A, exchange, packed)
 
 
 class _Dispatch(torch.autograd.Function):
-    """Rows and gates travel to the slots; their gradients travel to the tokens."""
+    """Sends rows and gates to the slots and, in backward, their gradients to the tokens."""
 
     @staticmethod
     def forward(
@@ -119,5 +120,6 @@ class _Dispatch(torch.autograd.Function):
     def backward(ctx: Any, exchange: Exchange, gradients: Gradients, _: Any) -> Gradients:
         d_rows_AD, d_gates_A, _ = gradients
         assert d_rows_AD is not None
-        learns = ctx.needs_input_grad[1]
-        return *exchange.to_tokens(d_rows_AD, d_gates_A if learns else None), None, None
+        if not ctx.needs_input_grad[1]:
+            d_gates_A = None
+        return *exchange.to_tokens(d_rows_AD, d_gates_A), None, None

@@ -1,40 +1,39 @@
-"""Everything that can go wrong, as one small tree.
+"""All exceptions of the package.
 
     UltraEPError
-    |-- ConfigError         a setting, topology or argument that cannot work  (also a ValueError)
-    |-- LoadError           loads that are no loads: wrong shape, sign, type  (also a ValueError)
-    |-- FileError           a file that cannot be read, or not be written     (also a ValueError)
-    |-- PlanError           a plan that breaks one of its rules; `.rule` names it
-    |-- PlanMismatch        ranks that disagree about settings, step or plan; names the ranks
-    |-- SlotError           spare slots that are in use, missing, or too few
-    |-- CommunicationError  a rank that failed, died or did not answer in time
-    `-- BackendUnavailable  a library that is missing, or of another version  (also an ImportError)
+    |-- ConfigError         an invalid setting, topology or argument          (also a ValueError)
+    |-- LoadError           loads or ids of the wrong shape, dtype or range   (also a ValueError)
+    |-- FileError           a file that cannot be read or written             (also a ValueError)
+    |-- PlanError           a plan that breaks a rule; `.rule` names it
+    |-- PlanMismatch        ranks that disagree about settings, step or plan
+    |-- SlotError           spare slots that are in use, or too few
+    |-- CommunicationError  a rank that failed, died or timed out
+    `-- BackendUnavailable  a library that is missing or not supported        (also an ImportError)
 
-Catch `UltraEPError` to catch them all. Messages name what was given and what was expected.
-`NothingToBalance` is a warning, not an error.
+Catch `UltraEPError` to catch all of them. `NothingToBalance` is a warning.
 """
 
 from __future__ import annotations
 
 
 class UltraEPError(Exception):
-    """Base of every error that this package raises on purpose."""
+    """Base class of the exceptions of this package."""
 
 
 class ConfigError(UltraEPError, ValueError):
-    """A setting, topology or argument that cannot work."""
+    """A setting, topology or argument is invalid."""
 
 
 class LoadError(UltraEPError, ValueError):
-    """Loads of the wrong shape, type or sign, or too large to count exactly."""
+    """Loads or ids have the wrong shape, dtype or range, or are too large to count exactly."""
 
 
 class FileError(UltraEPError, ValueError):
-    """A file that does not hold what is wanted, or that cannot be written."""
+    """A file has the wrong contents, or cannot be read or written."""
 
 
 class PlanError(UltraEPError):
-    """A plan that breaks one of its rules. `rule` is a short, stable name of that rule."""
+    """A plan breaks a rule. `rule` is its stable short name, see `ultraep.rules`."""
 
     def __init__(self, rule: str, detail: str) -> None:
         super().__init__(f"{rule}: {detail}")
@@ -42,20 +41,20 @@ class PlanError(UltraEPError):
 
 
 class PlanMismatch(UltraEPError):
-    """Ranks of one group that disagree about settings, step or plan. The message names them."""
+    """Ranks of one group disagree about settings, step or plan. The message names the ranks."""
 
 
 class SlotError(UltraEPError):
-    """Spare slots that a microbatch still uses, or that a plan needs and nobody has."""
+    """Spare slots are still in use by a microbatch, or a plan needs more slots than exist."""
 
 
 class CommunicationError(UltraEPError):
-    """A rank that failed, died or did not answer in time. The message names it where known."""
+    """A rank failed, died or timed out. The message names the rank if it is known."""
 
 
 class BackendUnavailable(UltraEPError, ImportError):
-    """A backend or library that is not installed, or has a version that is not supported."""
+    """A backend or library is not installed, or its version is not supported."""
 
 
 class NothingToBalance(UserWarning):
-    """A balancer with one rank, or without spare slots: it never replicates an expert."""
+    """A balancer has one rank or no spare slots, so it never replicates an expert."""

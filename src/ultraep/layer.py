@@ -30,29 +30,29 @@ def run_stages(
     *,
     policy: str | None = None,
 ) -> tuple[torch.Tensor, AnyPlan]:
-    """[T, D] -> [T, D] and the plan, by the experts of a layer, which apply the gates.
+    """Run the routed experts of a layer on `[T, D]` tokens; return `[T, D]` outputs and the plan.
 
-    Our layer and the layers of all frameworks run these lines.
+    `BalancedMoE` and the layers of all integrations run these lines.
     """
     experts = layer.serve
     if experts is None:
-        raise ConfigError(f"layer {layer.index} has no `serve`, which is its stage 6")
+        raise ConfigError(f"layer {layer.index} has no `serve`; pass the experts as Layer(serve=)")
     microbatch = balancer.begin(layer, ids, gates, tokens, policy=policy)
     microbatch.count()  # 1 exact loads of all ranks
     plan = microbatch.plan()  # 2 replicas and their quotas
-    with microbatch.replicate() as replicas:  # 3 spare slots are filled
+    with microbatch.replicate() as replicas:  # 3 fill the spare slots
         microbatch.reroute()  # 4 a slot for every routed row
-        rows = microbatch.dispatch()  # 5 rows travel to their slots
-        outputs = experts(rows, replicas)  # 6 networks; their backward is 8, reduce
-    return microbatch.combine(outputs), plan  # 7 sums at the tokens' own rank
+        rows = microbatch.dispatch()  # 5 send the rows to their slots
+        outputs = experts(rows, replicas)  # 6 run the networks; their backward is 8, reduce
+    return microbatch.combine(outputs), plan  # 7 sum the outputs of each token
 
 
 class BalancedMoE(nn.Module):
-    """Routed experts, spread over the ranks of a balancer's group.
+    """A Mixture-of-Experts layer, its experts spread over the ranks of a balancer.
 
-    router: any module that makes `Routing` of `[T, D]` tokens.
+    router: any module that maps `[T, D]` tokens to a `Routing`.
     experts: `Experts` or `ExpertsFrom` for the home experts of this rank.
-    shared: a module that every token passes on its own rank; None: there is none.
+    shared: an optional module that every token passes on its own rank.
     """
 
     def __init__(
@@ -64,11 +64,11 @@ class BalancedMoE(nn.Module):
         shared: nn.Module | None = None,
     ) -> None:
         super().__init__()
-        mine = tuple(balancer.topology.home_experts(balancer.rank).tolist())
-        if experts.home_experts != mine:
+        home_experts = tuple(balancer.topology.home_experts(balancer.rank).tolist())
+        if experts.home_experts != home_experts:
             raise ConfigError(
-                f"experts {list(experts.home_experts)}, but those of rank {balancer.rank} are "
-                f"{list(mine)}"
+                f"the experts must be the home experts of rank {balancer.rank}, "
+                f"{list(home_experts)}; got {list(experts.home_experts)}"
             )
         self.router, self.experts, self.shared, self.balancer = router, experts, shared, balancer
         self.experts.spread_over(balancer)
@@ -76,7 +76,7 @@ class BalancedMoE(nn.Module):
         self.layer_index = balancer.register_layer()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BalancedMoE:
-        """Copy the weights; the copy is another layer of the same balancer."""
+        """Copy the weights. The copy is another layer of the same balancer."""
         copied = memo[id(self)] = self.__class__.__new__(self.__class__)
         copied.__dict__.update(deepcopy(self.__dict__, memo))
         copied.layer_index = self.balancer.register_layer()
@@ -86,14 +86,15 @@ class BalancedMoE(nn.Module):
     def forward(
         self, x: torch.Tensor, *, policy: str | None = None, with_routing: bool = False
     ) -> Any:
-        """[..., D] -> [..., D]; and the `Routing`, for auxiliary losses, if it is asked for.
+        """Map `[..., D]` to `[..., D]`.
 
-        policy: in place of the balancer's, for this call.
+        policy: replaces the policy of the balancer for this call.
+        with_routing: also return the `Routing`, for auxiliary losses.
         """
         balancer, experts = self.balancer, self.experts
-        weights = experts.bundle_now(balancer.weights_promise)
+        weights = experts.current_bundle(balancer.weights_promise)
         tokens = x.reshape(-1, x.shape[-1])
-        rows = in_autocast_type(tokens)
+        rows = to_autocast_dtype(tokens)
         experts.check(rows)
         ids, gates, _ = routing = Routing(*self.router(tokens))
         layer = Layer(self.layer_index, weights, experts, experts.pack)
@@ -123,16 +124,18 @@ class BalancedMoE(nn.Module):
         dtype: torch.dtype | None = None,
         device: torch.device | None = None,
     ) -> BalancedMoE:
-        """The layer of most models: a `Router`, SwiGLU `Experts`, perhaps a shared `SwiGLU`.
+        """Build the layer of most models: a `Router` and SwiGLU `Experts`.
 
-        hidden, ffn: model width, and the hidden width of an expert.
+        hidden, ffn: model width, and hidden width of an expert.
         scores, normalize_top_k, router_bias: see `Router`.
         bias, bitwise, quantised: see `Experts`.
-        shared_ffn: hidden width of an expert that every token passes; None: there is none.
+        shared_ffn: hidden width of a shared expert; None: no shared expert.
         """
         topology, options = balancer.topology, {"dtype": dtype, "device": device}
         if experts != topology.experts:
-            raise ConfigError(f"{experts} experts, but the balancer has {topology.experts}")
+            raise ConfigError(
+                f"the layer has {experts} experts, but the balancer has {topology.experts}"
+            )
         router = Router(
             hidden,
             experts,
@@ -143,11 +146,10 @@ class BalancedMoE(nn.Module):
             seed=seed,
             **options,
         )
-        mine = topology.home_experts(balancer.rank).tolist()
         home = Experts(
             hidden,
             ffn,
-            mine,
+            topology.home_experts(balancer.rank).tolist(),
             bias=bias,
             bitwise=bitwise,
             quantised=quantised,
@@ -158,9 +160,9 @@ class BalancedMoE(nn.Module):
         return cls(router, home, balancer=balancer, shared=shared)
 
     def full_state_dict(self) -> dict[str, torch.Tensor]:
-        """The state with all experts, on every rank: a checkpoint for any number of ranks.
+        """Return the state with the experts of all ranks, which loads on any number of ranks.
 
-        All ranks call it, also if only one of them saves it.
+        Collective: all ranks must call it, even if only one rank saves the result.
         """
         if not self.experts.state_dict():
             raise ConfigError(
@@ -174,20 +176,21 @@ class BalancedMoE(nn.Module):
         return state
 
     def load_full_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Load a `full_state_dict`, also one of another number of ranks, with or without copies."""
-        topology, rank = self.balancer.topology, self.balancer.rank
+        """Load a `full_state_dict`, saved on any number of ranks."""
+        topology = self.balancer.topology
+        home_experts = topology.home_experts(self.balancer.rank).tolist()
         own = dict(state)
         for name in [name for name in state if name.startswith("experts.")]:
             if len(state[name]) != topology.experts:
                 raise ConfigError(
                     f"{name!r} holds {len(state[name])} experts, the layer has {topology.experts}"
                 )
-            own[name] = state[name][topology.home_experts(rank).tolist()]
+            own[name] = state[name][home_experts]
         self.load_state_dict(own)
 
 
 class SwiGLU(nn.Module):
-    """An expert that every token passes, on its own rank."""
+    """A shared expert: every token passes it on its own rank."""
 
     def __init__(self, hidden: int, ffn: int, seed: int, **options: Any) -> None:
         super().__init__()
@@ -202,9 +205,9 @@ class SwiGLU(nn.Module):
         return out
 
 
-def in_autocast_type(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor in the type that autocast asks for, if it is on; it leaves float64 alone."""
-    kind = tensor.device.type
-    if not torch.is_autocast_enabled(kind) or tensor.dtype == torch.float64:
+def to_autocast_dtype(tensor: torch.Tensor) -> torch.Tensor:
+    """Cast a tensor to the autocast dtype, if autocast is on. float64 stays, as in PyTorch."""
+    device = tensor.device.type
+    if not torch.is_autocast_enabled(device) or tensor.dtype == torch.float64:
         return tensor
-    return tensor.to(torch.get_autocast_dtype(kind))
+    return tensor.to(torch.get_autocast_dtype(device))

@@ -1,11 +1,11 @@
-"""Stage 1: gating ids -> loads, the exact tokens per source rank and expert.
+"""Stage 1: count the tokens that every source rank routes to every expert.
 
 Shapes: T tokens, K experts per token, R ranks, E experts.
 """
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 
@@ -14,11 +14,11 @@ from ultraep.backends import select
 from ultraep.errors import LoadError
 from ultraep.topology import Topology
 
-MAX_TOTAL = 2**31 - 1  # so that 32-bit devices count the same microbatch exactly
+MAX_TOTAL = 2**31 - 1  # so that devices count the same microbatch exactly in 32 bits
 
 
 def count_loads(ids: Any, experts: int, *, backend: str | None = None) -> IntArray:
-    """[E] tokens routed to every expert by the `[T, K]` ids of one rank; -1 is padding.
+    """Count the tokens of one rank for every expert: `[T, K]` ids -> `[E]`. -1 is padding.
 
     >>> count_loads([[0, 1], [1, 3]], experts=4)
     array([1, 2, 0, 1])
@@ -26,35 +26,35 @@ def count_loads(ids: Any, experts: int, *, backend: str | None = None) -> IntArr
     engine = select(backend, device_of(ids))
     flat = flat_ids(ids, engine.DEVICE)
     counts: IntArray
-    counts, unknown = engine.count(flat, experts)
-    if unknown:
-        named = flat[flat != PADDING]
+    counts, out_of_range = engine.count(flat, experts)
+    if out_of_range:
+        real = flat[flat != PADDING]
         raise LoadError(
-            f"ids must lie in 0..{experts - 1}, got {named.min()}..{named.max()} "
-            f"({unknown} of {len(flat)} are out of range)"
+            f"ids must lie in 0..{experts - 1}, got {real.min()}..{real.max()} "
+            f"({out_of_range} of {len(flat)} are out of range)"
         )
     return counts
 
 
 def device_of(values: Any) -> str:
-    """The type of the device that values are on."""
+    """Return the device type of a tensor; "cpu" for anything else."""
     return str(getattr(getattr(values, "device", None), "type", "cpu"))
 
 
 def flat_ids(ids: Any, device: str = "cpu") -> Any:
-    """[N] ids of any integer type, as int64; a tensor where a backend works on its device."""
+    """Return the ids as int64 `[N]`: a tensor if they are on `device`, else an array."""
     if device_of(ids) == device != "cpu":
         if not str(ids.dtype).startswith(("torch.int", "torch.uint")):
             raise LoadError(f"ids must be integers, got {ids.dtype}")
         return ids.reshape(-1).long()
     flat = as_integers(ids, "ids").reshape(-1)
-    if flat.dtype == np.uint64:  # its largest numbers must not turn into padding
+    if flat.dtype == np.uint64:  # the largest values must not wrap around to padding
         flat = np.minimum(flat, np.uint64(np.iinfo(np.int64).max))
     return flat.astype(np.int64, copy=False)
 
 
 def as_loads(loads: Any, topology: Topology) -> IntArray:
-    """A checked copy of `[R, E]` loads as int64, from an array, a tensor or nested lists."""
+    """Check `[R, E]` loads (array, tensor or nested lists) and return a copy as int64."""
     array = as_integers(loads, "loads")
     expected = (topology.ranks, topology.experts)
     if array.shape != expected:
@@ -62,27 +62,21 @@ def as_loads(loads: Any, topology: Topology) -> IntArray:
             f"loads must be [ranks, experts] = {list(expected)}, got {list(array.shape)}"
         )
     counts = np.array(array, dtype=np.int64, order="C")
-    # As unsigned numbers, negative ones are the largest: one pass finds both kinds of nonsense.
+    # Viewed as unsigned, negative numbers are the largest: one pass detects both errors.
     largest = int(counts.view(np.uint64).max(initial=0))
     if largest * counts.size > MAX_TOTAL and (largest > MAX_TOTAL or counts.sum() > MAX_TOTAL):
-        _refuse(array)
+        for source, expert in np.argwhere(array < 0)[:1]:
+            raise LoadError(
+                f"loads must not be negative, got {array[source, expert]} "
+                f"for source rank {source}, expert {expert}"
+            )
+        raise LoadError(f"loads must add up to at most {MAX_TOTAL} rows to be counted exactly")
     return counts
 
 
-def _refuse(array: np.ndarray[Any, np.dtype[Any]]) -> NoReturn:
-    for source, expert in np.argwhere(array < 0)[:1]:
-        raise LoadError(
-            f"loads must not be negative, got {array[source, expert]} "
-            f"for source rank {source}, expert {expert}"
-        )
-    raise LoadError(
-        f"loads add up to more than {MAX_TOTAL} tokens, the most that is counted exactly"
-    )
-
-
 def as_integers(values: Any, name: str) -> np.ndarray[Any, np.dtype[Any]]:
-    """Any array, tensor or nested lists as an integer array; `name` is for the error message."""
-    if hasattr(values, "detach"):  # a torch tensor, without importing torch to find out
+    """Convert an array, tensor or nested lists to an integer array; errors call it `name`."""
+    if hasattr(values, "detach"):  # a tensor, recognised without importing torch
         values = values.detach().cpu().numpy()
     try:
         array = np.asarray(values)

@@ -1,19 +1,19 @@
-"""The microbatch: the tokens of all ranks on their way through one layer. Protocols, no code.
+"""The interface of a microbatch: the tokens of all ranks passing through one layer.
 
     layer = Layer(index, weights, experts)
     microbatch = balancer.begin(layer, ids, gates, tokens)
     microbatch.count()                          1  exact loads of all ranks
     microbatch.plan()                           2  replicas and quotas, the same on every rank
-    with microbatch.replicate() as replicas:    3  spare slots filled, and 8 their gradients
+    with microbatch.replicate() as replicas:    3  fill the spare slots; 8 reduces their gradients
         microbatch.reroute()                    4  a slot for every routed row
         rows = microbatch.dispatch()            5
         outputs = experts(rows, replicas)       6
     y = microbatch.combine(outputs)             7
 
-A microbatch owns what its verbs find out. What backward needs outlives it: its replicas, and the
-exchange of its rows. A data plane keeps what outlives both: slots, workspaces, the communicator.
-Two data planes exist: `messages` of torch.distributed, and memory that GPUs have `mapped`. All
-ranks call the same verbs in the same order.
+All ranks call the same verbs in the same order. A microbatch stores the results of its verbs;
+backward keeps only its replicas and the exchange of its rows. A data plane keeps what outlives a
+microbatch: slots, workspaces and the communicator. Two data planes implement these protocols:
+`messages` (torch.distributed) and `mapped` (memory that GPUs map from each other).
 
 Shapes: T tokens, K experts per token, R ranks, E experts, H home experts and A arrived rows of this
 rank, D model width.
@@ -34,32 +34,32 @@ from ultraep.ops.products import Beside
 from ultraep.plan import Plan
 from ultraep.topology import Topology
 
-NO_LAYER = -1  # of synthetic microbatches
+NO_LAYER = -1  # layer index of synthetic microbatches
 Kinds = Mapping[str, tuple[tuple[int, ...], torch.dtype]]  # shape and dtype of tensors, by name
 Serve: TypeAlias = "Callable[[Arrivals, Replicas], torch.Tensor]"
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class MicrobatchInfo:
-    """Which microbatch this is, and how far it has come: what observers and traces store."""
+    """Identity and progress of a microbatch, for observers and traces."""
 
     layer: int
     step: int  # microbatches of all layers, counted from 1
-    again: bool  # whether forward is recomputed, in backward
+    again: bool  # whether this is a recomputation of forward during backward
     back: bool = False  # whether backward has begun
-    began: float = 0.0  # seconds since 1970, of forward or of backward
-    timed: bool = True  # whether the clock of its data plane times it
+    began: float = 0.0  # Unix time when forward, or backward, began
+    timed: bool = True  # whether the data plane measures its stages
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Layer:
-    """The home experts of this rank in one layer, as they are now.
+    """The home experts of this rank in one layer.
 
-    index: see `Balancer.register_layer`.
-    bundle: their weights, which replicas consist of; empty: nothing can be replicated.
-    serve: stage 6, which is timed on synthetic rows if plans depend on rates. None: plans are made
-        for balance, unless `BalanceConfig(rates=...)` is given.
-    pack: turns rows into bytes, which travel in their place.
+    index: the value that `Balancer.register_layer` returned.
+    bundle: the weights to replicate; empty: nothing can be replicated.
+    serve: stage 6. The balancer times it on synthetic rows if plans depend on rates. None: the
+        planner optimises balance, unless `BalanceConfig(rates=...)` is set.
+    pack: converts rows to bytes before they are sent.
     """
 
     index: int = 0
@@ -70,7 +70,7 @@ class Layer:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Inputs:
-    """What a microbatch begins with."""
+    """The inputs of a microbatch."""
 
     info: MicrobatchInfo
     layer: Layer
@@ -78,7 +78,7 @@ class Inputs:
     ids: torch.Tensor  # [T, K] experts of every token; -1: padding
     gates: torch.Tensor | None  # [T, K]
     tokens: torch.Tensor | None  # [T, D]
-    shares_slots: bool  # whether other layers use the same slots before backward
+    shares_slots: bool  # whether other layers may overwrite the slots before backward
 
 
 class AnyPlan(Protocol):
@@ -87,15 +87,15 @@ class AnyPlan(Protocol):
     def to_host(self) -> Plan:
         """Return the plan on the host, waiting for the device."""
 
-    def later(self) -> Callable[[], Plan]:
-        """Return a callable that yields the plan once the device has produced it; does not wait."""
+    def to_host_async(self) -> Callable[[], Plan]:
+        """Return a callable that yields the plan once the device has produced it; do not block."""
 
 
 class Replicas(Protocol):
-    """The replicas of a plan in the slots of this rank, lent for a `with` block.
+    """The replicas of a plan in the slots of this rank, valid inside a `with` block.
 
-    Entering begins to fill the slots; `tensors` waits for the last byte. After the block other
-    microbatches may overwrite them. Entering again, in backward, fills them again if necessary, in
+    Entering starts to fill the slots; `tensors` waits until they are filled. After the block, other
+    microbatches may overwrite the slots. Entering again in backward refills them if necessary, in
     the same memory unless another microbatch holds it.
     """
 
@@ -108,31 +108,31 @@ class Replicas(Protocol):
 
     @property
     def sms(self) -> int | None:
-        """Multiprocessors of this rank; None: all."""
+        """Number of multiprocessors that this rank uses; None: all."""
 
     @property
     def possible(self) -> bool:
-        """Whether this microbatch can have replicas, as far as the host knows."""
+        """Whether this microbatch may have replicas. A device plan may still have none."""
 
     @property
     def kernels(self) -> bool:
-        """Whether the kernels of a GPU can work on the rows of this microbatch."""
+        """Whether Triton kernels can run on the rows of this microbatch."""
 
     def __enter__(self) -> Self: ...
 
     def __exit__(self, *error: object) -> None: ...
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """`[slots, ...]` for every tensor of the bundle; an error outside of the block."""
+        """Return `[slots, ...]` for every tensor of the bundle; raises outside of the block."""
 
     def served_rows(self, like_AD: torch.Tensor) -> torch.Tensor | None:
-        """`[A, D]` memory from which other ranks read such rows; None: use any memory."""
+        """Return `[A, D]` memory that other ranks read outputs from; None: use any memory."""
 
     def gradient_slots(self, kinds: Kinds) -> dict[str, torch.Tensor]:
-        """`[slots, ...]` memory for the gradients of the replicas of this rank, not cleared."""
+        """Return `[slots, ...]` memory for the gradients of replicas, not cleared."""
 
     def spans(self) -> torch.Tensor:
-        """[H, 2] where the replicas of each home expert begin and end in the plan, for kernels."""
+        """Return `[H, 2]` first and end of each home expert's replicas in the plan, for kernels."""
 
     def reduce(
         self,
@@ -141,51 +141,52 @@ class Replicas(Protocol):
         *,
         beside: bool = False,
     ) -> Beside | None:
-        """Stage 8: begin to add the gradients of all replicas to those of the home experts.
+        """Stage 8: start to add the gradients of all replicas to the home gradients.
 
-        homes: `[H, ...]` or H tensors, for the names that `gradient_slots` was last called with.
-        own: gradients that home experts with replicas computed; None: they stand in `homes`.
-        beside: a product follows, which leaves the returned programs of a GPU to the reduction.
+        homes: `[H, ...]` or H tensors, for the names last passed to `gradient_slots`.
+        own: gradients that home experts with replicas computed; None: they are in `homes`.
+        beside: run the reduction next to the following product, which leaves it the returned
+            number of GPU programs.
         """
 
     def reduced(self) -> None:
-        """Wait until they are added."""
+        """Wait until `reduce` has finished."""
 
 
 class Microbatch(Protocol):
-    """The verbs of one microbatch. Each uses what the verbs before it have found."""
+    """The verbs of one microbatch. Each uses the results of the verbs before it."""
 
     @property
     def info(self) -> MicrobatchInfo: ...
 
     def count(self) -> torch.Tensor:
-        """Stage 1: [R, E] the exact loads of all ranks, where the ids are; collective."""
+        """Stage 1: return the `[R, E]` loads of all ranks, on the device of the ids. Collective."""
 
     def plan(self) -> AnyPlan:
-        """Stage 2: the plan, which is the same on every rank.
+        """Stage 2: return the plan, which is the same on every rank.
 
-        A `Plan`, or on the mapped plane a plan that stays on the device; both have `to_host`.
-        Measures the rates of the layer first if the plan depends on them and they are unknown.
+        The mapped plane returns a plan that stays on the device; `to_host` fetches it. If the plan
+        depends on rates, the first call of a layer measures them.
         """
 
     def replicate(self) -> Replicas:
-        """Stage 3: the replicas of the plan, for a `with` block."""
+        """Stage 3: return the replicas of the plan, for a `with` block."""
 
     def reroute(self) -> Exchange:
-        """Stage 4: a slot for every routed row of this rank.
+        """Stage 4: assign a slot to every routed row of this rank.
 
-        A dispatcher of another library takes `slots` from what is returned.
+        To send rows with the dispatcher of another library, use `slots` of the result.
         """
 
     def dispatch(self) -> Arrivals:
-        """Stage 5: the rows that the slots of this rank serve."""
+        """Stage 5: return the rows that the slots of this rank serve."""
 
     def combine(self, outputs_AD: torch.Tensor) -> torch.Tensor:
-        """Stage 7: [T, D] the outputs of the tokens of this rank."""
+        """Stage 7: return the `[T, D]` outputs of this rank's tokens."""
 
 
 class DataPlane(Protocol):
-    """Carries the microbatches of one rank, and keeps what outlives them."""
+    """Runs the microbatches of one rank and owns the memory that outlives them."""
 
     @property
     def name(self) -> str:
@@ -198,17 +199,17 @@ class DataPlane(Protocol):
         """Return a microbatch with these inputs."""
 
     def prepare(self, ids: torch.Tensor, rows: torch.Tensor, bundle: Bundle, /) -> None:
-        """Allocate the memory that microbatches like this need; collective."""
+        """Allocate the memory for microbatches of this size. Collective."""
 
     def promise(self) -> None:
-        """Pass the current promise about the weights of this rank to the device."""
+        """Copy the current promise about unchanged weights to the device."""
 
     @property
     def nbytes(self) -> int:
-        """Memory allocated for slots and what moves through them."""
+        """Bytes allocated for slots and transfers."""
 
     def check(self) -> None:
-        """Raise errors that a device has recorded and the host has not seen; waits for it."""
+        """Wait for the device and raise the errors that it has recorded."""
 
     def close(self) -> None:
-        """Free what was allocated; the group itself stays."""
+        """Free the memory. The process group stays open."""

@@ -1,7 +1,7 @@
-"""Stage 2: loads -> Plan, the copies of this microbatch and the tokens each of them serves.
+"""Stage 2: loads -> Plan: the replicas of a microbatch and the rows that each of them serves.
 
-Shapes: R ranks, E experts, C copies. Rows of `placed_C3`, as policies answer, are expert,
-host, quota; rows of `replicas`, as plans have them, are expert, host, spare slot.
+Shapes: R ranks, E experts, C replicas. `placed_C3`, which policies return, has columns expert,
+host, quota; `replicas` of a plan has columns expert, host, spare slot.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ultraep.config import NO_RATES, BalanceConfig, Rates
 from ultraep.errors import ConfigError, LoadError, PlanError, SlotError
 from ultraep.loads import MAX_TOTAL, as_integers, as_loads, device_of
 from ultraep.policies import BUILT_IN, Policy, Problem, get_policy
-from ultraep.rules import check_copies, check_loads, check_shape, check_slots, check_split
+from ultraep.rules import check_loads, check_replicas, check_shape, check_slots, check_split
 from ultraep.topology import Topology
 
 DEFAULT_CONFIG = BalanceConfig()
@@ -29,91 +29,91 @@ PER_MS = 1e9  # picoseconds
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Plan:
-    """Which experts are copied where, and which tokens go there.
+    """The replicas of one microbatch and the rows they serve.
 
-    Two ranks, one expert each, and 6 tokens that all want expert 0:
+    Two ranks with one expert each; all 6 rows are routed to expert 0:
 
     >>> topology = Topology(ranks=2, experts=2, slots=1)
-    >>> made = plan([[3, 0], [3, 0]], topology)
-    >>> made.replicas  # expert 0 has a copy on rank 1, in its spare slot 0
+    >>> example = plan([[3, 0], [3, 0]], topology)
+    >>> example.replicas  # a replica of expert 0 on rank 1, in spare slot 0
     array([[0, 1, 0]])
-    >>> made.quotas  # which serves 3 tokens
+    >>> example.quotas  # it serves 3 rows
     array([3])
-    >>> made.split  # all of them from rank 1 itself
+    >>> example.split  # all of them come from rank 1
     array([[0, 3]])
-    >>> made.initial_imbalance, made.imbalance
+    >>> example.initial_imbalance, example.imbalance
     (2.0, 1.0)
     """
 
     topology: Topology
     config: BalanceConfig
-    loads: IntArray  # [R, E] tokens that every source rank routed to every expert
-    replicas: IntArray  # [C, 3] expert, host rank, spare slot; ordered by expert, then host
-    quotas: IntArray  # [C] tokens that each copy serves; the rest of an expert stays at home
-    split: IntArray  # [C, R] of these, the tokens that come from each source rank
-    rank_loads: IntArray  # [R] tokens served by every rank
+    loads: IntArray  # [R, E] rows that each source rank routes to each expert
+    replicas: IntArray  # [C, 3] expert, host rank, spare slot; sorted by expert, then host
+    quotas: IntArray  # [C] rows that each replica serves; the home serves the rest
+    split: IntArray  # [C, R] the same rows, by source rank
+    rank_loads: IntArray  # [R] rows that each rank serves
 
     def to_host(self) -> Plan:
-        """The plan itself; plans on a device have to be fetched."""
+        """Return the plan itself; device plans copy it to the host."""
         return self
 
-    def later(self) -> Callable[[], Plan]:
-        """A function that returns the plan; plans on a device may still be on their way."""
+    def to_host_async(self) -> Callable[[], Plan]:
+        """Return a callable that returns the plan, as device plans do."""
         return self.to_host
 
     @property
     def num_replicas(self) -> int:
-        """Copies in all."""
+        """Number of replicas."""
         return len(self.replicas)
 
     @property
     def max_fanout(self) -> int:
-        """Most copies of one expert."""
+        """Most replicas of one expert."""
         return _largest(np.bincount(self.replicas[:, 0]))
 
     @property
     def max_ingress(self) -> int:
-        """Most copies received by one rank."""
+        """Most replicas that one rank receives."""
         return _largest(np.bincount(self.replicas[:, 1]))
 
     @property
     def max_egress(self) -> int:
-        """Most different experts given away by one rank: what it must send, with relays."""
+        """Most experts that one rank sends; relays forward further replicas of an expert."""
         experts = np.unique(self.replicas[:, 0])
         return _largest(np.bincount(self.topology.home_of_expert[experts]))
 
     @property
     def leaves_domain(self) -> bool:
-        """Whether a copy stands outside the fast-link domain of its home."""
+        """Whether a replica is outside of the fast-link domain of its home."""
         size = self.topology.domain_size
         homes = self.topology.home_of_expert[self.replicas[:, 0]]
         return bool((homes // size != self.replicas[:, 1] // size).any())
 
     @property
     def within_limits(self) -> bool:
-        """Whether it can be run: no more copies than slots, none outside its domain."""
+        """Whether the plan fits the slots and the fast-link domains."""
         return self.max_ingress <= self.topology.slots and not self.leaves_domain
 
     @property
     def total(self) -> int:
-        """Tokens of the microbatch, counted once for each expert they are routed to."""
+        """Routed rows of the microbatch."""
         return int(self.rank_loads.sum())
 
     @property
     def imbalance(self) -> float:
-        """Fullest rank over mean rank, as planned; 1.0 is perfect."""
+        """Rows of the fullest rank over the mean, with replicas; 1.0 is perfect."""
         return self._over_mean(_largest(self.rank_loads))
 
     @property
     def initial_imbalance(self) -> float:
-        """Fullest rank over mean rank, with every token at the home of its expert."""
+        """Rows of the fullest rank over the mean, without replicas."""
         return self._over_mean(_largest(self.initial_rank_loads))
 
     @property
     def lower_bound(self) -> float:
-        """What no plan for these loads and this topology can go below, as an imbalance.
+        """A lower bound on the imbalance of any plan for these loads.
 
-        It knows slots, domains and `max_replicas`; not `min_tokens_per_replica` nor tolerance.
+        It considers slots, domains and `max_replicas`, not `min_tokens_per_replica` or tolerance.
         """
         limits = Limits.of(self.topology, self.config)
         tokens = select().lower_bound(self.loads.sum(axis=0), limits)
@@ -121,7 +121,7 @@ class Plan:
 
     @property
     def initial_rank_loads(self) -> IntArray:
-        """[R] tokens of every rank if nothing were copied."""
+        """[R] rows that each rank would serve without replicas."""
         nothing = np.empty((0, 3), dtype=np.int64)
         rank_loads: IntArray = select().tally(
             self.loads.sum(axis=0), self.topology.home_of_expert, nothing, self.topology.ranks
@@ -130,17 +130,17 @@ class Plan:
 
     @property
     def rates(self) -> Rates | None:
-        """What tokens and copies cost, where time is the objective and that is known."""
+        """The rates, if the objective is time and they are known."""
         return self.config.rates if self.config.objective == "time" else None
 
     @property
     def rate_numbers(self) -> tuple[int, int, int, int]:
-        """The rates as traces keep them; zeros: there are none."""
+        """The rates as traces store them; zeros: no rates."""
         return NO_RATES if self.rates is None else self.rates.numbers
 
     @property
     def time(self) -> int | None:
-        """Picoseconds that the rates say it takes."""
+        """Estimated picoseconds, by the rates; None without rates."""
         if self.rates is None:
             return None
         transfers = max(self.max_ingress, self.max_egress)
@@ -148,32 +148,32 @@ class Plan:
         return self.rates.time(peak=peak, transfers=transfers, copies=self.num_replicas)
 
     @property
-    def time_without_copies(self) -> int | None:
-        """Picoseconds that it would take without its copies, by the rates."""
+    def time_without_replicas(self) -> int | None:
+        """Estimated picoseconds without replicas; None without rates."""
         if self.rates is None:
             return None
         return self.rates.time(peak=_largest(self.initial_rank_loads), transfers=0, copies=0)
 
     @property
     def left_alone(self) -> bool:
-        """Whether ranks stay uneven, since by the rates no copies would pay for themselves."""
-        if self.rates is None or self.num_replicas or not self.topology.can_copy:
+        """Whether the ranks stay uneven because, by the rates, replicas would cost more."""
+        if self.rates is None or self.num_replicas or not self.topology.can_replicate:
             return False
         return self.config.policy == "ultraep" and self.imbalance > 1 + self.config.tolerance
 
     @property
     def remote_tokens(self) -> int:
-        """Tokens served by another rank than the one they come from."""
+        """Rows that are served on another rank than their source."""
         homes = self.topology.home_of_expert
         experts, hosts = self.replicas[:, 0], self.replicas[:, 1]
-        copies = np.arange(self.num_replicas)
+        replicas = np.arange(self.num_replicas)
         local = self.loads[homes, np.arange(len(homes))].sum()
-        local -= self.split[copies, homes[experts]].sum()
-        local += self.split[copies, hosts].sum()
+        local -= self.split[replicas, homes[experts]].sum()
+        local += self.split[replicas, hosts].sum()
         return self.total - int(local)
 
     def dense_quota(self) -> IntArray:
-        """[E, R] tokens of every expert served on every rank."""
+        """Return `[E, R]` rows of each expert that each rank serves."""
         quota_ER = np.zeros((self.topology.experts, self.topology.ranks), dtype=np.int64)
         quota_ER[self.replicas[:, 0], self.replicas[:, 1]] = self.quotas
         at_home = self.loads.sum(axis=0) - quota_ER.sum(axis=1)
@@ -181,7 +181,7 @@ class Plan:
         return quota_ER
 
     def dense_split(self) -> IntArray:
-        """[source rank, expert, host rank] tokens; large, for inspection and tests."""
+        """Return rows by `[source rank, expert, host rank]`. Large: for inspection and tests."""
         ranks, experts = self.loads.shape
         split_RER = np.zeros((ranks, experts, ranks), dtype=np.int64)
         split_RER[:, self.replicas[:, 0], self.replicas[:, 1]] = self.split.T
@@ -190,7 +190,7 @@ class Plan:
         return split_RER
 
     def digest(self) -> str:
-        """A stable hash: equal plans have equal digests, on every machine and backend."""
+        """Return a stable hash: equal plans have equal digests on every machine and backend."""
         digest = hashlib.blake2b(b"ultraep-plan-1", digest_size=16)
         shape = [*self.loads.shape, self.topology.slots, self.topology.domain_size]
         for array in (
@@ -205,24 +205,24 @@ class Plan:
         return digest.hexdigest()
 
     def check_limits(self) -> None:
-        """Raise if it cannot be run: it needs more slots than there are, or other links."""
+        """Raise `SlotError` if the plan exceeds the slots or leaves its domains."""
         if not self.within_limits:
             raise SlotError(
                 f"policy {self.config.policy!r} needs {self.max_ingress} spare slots on one rank, "
-                f"there are {self.topology.slots}; copies "
+                f"there are {self.topology.slots}; its replicas "
                 f"{'leave' if self.leaves_domain else 'stay in'} their domain of "
                 f"{self.topology.domain_size} ranks"
             )
 
     def check(self, loads: Any) -> None:
-        """Raise `PlanError`, naming the broken rule, unless this is a sound plan for the loads."""
+        """Raise `PlanError`, naming the broken rule, if the plan is not valid for these loads."""
         limited = get_policy(self.config.policy).within_limits
         check_loads(self.loads, as_loads(loads, self.topology))
         check_shape(self.replicas)
         if self.quotas.shape != (self.num_replicas,):
-            raise PlanError("shape", f"{self.num_replicas} copies, quotas {self.quotas.shape}")
+            raise PlanError("shape", f"{self.num_replicas} replicas, quotas {self.quotas.shape}")
         placed_C3 = np.column_stack([self.replicas[:, :2], self.quotas])
-        check_copies(placed_C3, self.loads, self.topology, limited=limited)
+        check_replicas(placed_C3, self.loads, self.topology, limited=limited)
         check_slots(self.replicas, self.topology, limited=limited)
         check_split(self.split, placed_C3, self.loads)
         served = self.dense_quota().sum(axis=0)
@@ -241,14 +241,14 @@ class Plan:
         return (
             f"Plan({self.config.policy}, {self.topology.ranks} ranks, "
             f"{self.topology.experts} experts: imbalance {self.initial_imbalance:.3f} -> "
-            f"{self.imbalance:.3f} with {self.num_replicas} copies{self._times()})"
+            f"{self.imbalance:.3f} with {self.num_replicas} replicas{self._times()})"
         )
 
     def _times(self) -> str:
-        if self.time is None or self.time_without_copies is None:
+        if self.time is None or self.time_without_replicas is None:
             return ""
-        planned, without = (ps / PER_MS for ps in (self.time, self.time_without_copies))
-        return f", {planned:.3g} ms by its rates, {without:.3g} without copies"
+        planned, without = (ps / PER_MS for ps in (self.time, self.time_without_replicas))
+        return f", {planned:.3g} ms by its rates, {without:.3g} without replicas"
 
     def _over_mean(self, tokens: int) -> float:
         return tokens * self.topology.ranks / self.total if self.total else 1.0
@@ -264,43 +264,42 @@ def plan(
 ) -> Plan:
     """Plan one microbatch: a pure integer function of loads, topology and config.
 
-    loads: integers `[source rank, expert]`, an array or a tensor.
-    backend: "triton", "cpu", "reference" or None for the best one where the loads are; all give
-        the same bits.
-    history: past loads, `[..., expert]`, for the policies that place by them (eplb, lplb, flashlb).
+    loads: `[source rank, expert]` integers, as an array, a tensor or nested lists.
+    backend: "triton", "cpu", "reference", or None for the fastest on the device of the loads. All
+        backends return the same plan.
+    history: `[..., expert]` past loads, for policies that use them (eplb, lplb, flashlb).
     """
     policy = get_policy(config.policy)
     engine = select(backend, device_of(loads))
     loads_RE = as_loads(loads, topology)
     past_E = _past(history, policy, topology)
-    expert_loads = loads_RE.sum(axis=0)
-    problem = Problem(loads_RE, expert_loads, topology, config, engine, past_E)
+    problem = Problem(loads_RE, loads_RE.sum(axis=0), topology, config, engine, past_E)
     return _with_split(problem, decided(policy, problem))
 
 
 def decided(policy: Policy, problem: Problem) -> IntArray:
-    """[C, 3] the copies that the policy places, in order; a foreign policy is checked."""
+    """Return the `[C, 3]` replicas of a policy, sorted; check policies that are not built in."""
     placed_C3 = _in_order(policy.decide(problem), problem.topology)
     if policy.name not in BUILT_IN:
-        check_copies(placed_C3, problem.loads, problem.topology, limited=policy.within_limits)
+        check_replicas(placed_C3, problem.loads, problem.topology, limited=policy.within_limits)
     return placed_C3
 
 
-def plan_of_copies(
+def plan_from_replicas(
     loads: Any, topology: Topology, config: BalanceConfig, placed_C3: IntArray
 ) -> Plan:
-    """The plan that consists of these copies (expert, host, quota), made somewhere else.
+    """Return the plan with these replicas (expert, host, quota), for example from a trace.
 
-    Its policy need not be known here.
+    The policy of the config need not be registered.
     """
     loads_RE = as_loads(loads, topology)
     problem = Problem(loads_RE, loads_RE.sum(axis=0), topology, config, select(), None)
-    check_copies(placed_C3, loads_RE, topology, limited=False)
+    check_replicas(placed_C3, loads_RE, topology, limited=False)
     return _with_split(problem, placed_C3)
 
 
 def _with_split(problem: Problem, placed_C3: IntArray) -> Plan:
-    """All that follows from the copies: slots, rank loads, and the split over source ranks."""
+    """Complete a plan: spare slots, rank loads, and the split over source ranks."""
     topology, engine = problem.topology, problem.backend
     homes = topology.home_of_expert
     split_CR = engine.split(problem.loads, homes, placed_C3, problem.config.locality)
@@ -314,7 +313,7 @@ def _with_split(problem: Problem, placed_C3: IntArray) -> Plan:
 def _past(history: Any, policy: Policy, topology: Topology) -> IntArray | None:
     if history is None:
         if policy.needs_history:
-            raise ConfigError(f"policy {policy.name!r} places by past loads: pass history=")
+            raise ConfigError(f"policy {policy.name!r} needs past loads; pass history=")
         return None
     array = as_integers(history, "history")
     if not array.ndim or array.shape[-1] != topology.experts:
@@ -328,7 +327,7 @@ def _past(history: Any, policy: Policy, topology: Topology) -> IntArray | None:
 
 
 def _in_order(placed_C3: IntArray, topology: Topology) -> IntArray:
-    """These copies, ordered by expert, then host."""
+    """Sort replicas by expert, then host."""
     check_shape(placed_C3)
     place = placed_C3[:, 0] * topology.ranks + placed_C3[:, 1]
     if (place[1:] > place[:-1]).all():

@@ -1,9 +1,9 @@
-"""Stage 4: ids + Plan -> Routes, a slot instead of an expert for every routed row.
+"""Stage 4: assign a slot to every routed row of this rank.
 
-An id of -1 is padding: a row that is none, has no slot and is not sent.
+Padding (id -1) has no slot and is not sent.
 
-Shapes: T tokens, K experts per token, N = T * K routed rows, M of them that are no padding, R
-ranks, E experts, S slots of all ranks, L slots of this rank.
+Shapes: T tokens, K experts per token, N = T * K routed rows, M rows without padding, R ranks, E
+experts, S slots of all ranks, L slots of this rank.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from ultraep.plan import Plan
 
 @dataclass(frozen=True)
 class Routes:
-    """Where the rows of this rank go, and how many come from everywhere."""
+    """The slots of this rank's rows, and the row counts of all ranks."""
 
     shape: tuple[int, ...]  # of the ids: [T, K]
-    order: torch.Tensor  # [M] rows in the order of sending: by slot, then by place on the line
-    rows_of_slot: IntArray  # [S] rows of this rank for every slot
-    send_counts: list[int]  # [R] rows for every rank
-    receive_counts: IntArray  # [R, L] rows from every rank for each slot of this one
+    order: torch.Tensor  # [M] rows in send order: by slot, then by position in the expert's queue
+    rows_of_slot: IntArray  # [S] rows of this rank for each slot
+    send_counts: list[int]  # [R] rows for each rank
+    receive_counts: IntArray  # [R, L] rows from each rank for each slot of this rank
     known_positions: torch.Tensor | None = None
 
     @cached_property
     def slots(self) -> torch.Tensor:
-        """[T, K] slot of every routed row, counted over all ranks, for dispatchers; -1: padding."""
+        """[T, K] global slot of every routed row, for other dispatchers; -1: padding."""
         in_order = np.arange(len(self.rows_of_slot)).repeat(self.rows_of_slot)
         slots = torch.full((self.num_rows,), PADDING, device=self.order.device)
         slots[self.order] = torch.from_numpy(in_order).to(slots.device)
@@ -44,12 +44,12 @@ class Routes:
 
     @cached_property
     def token_of_row(self) -> torch.Tensor:
-        """[M] the token of every row, in the order of sending."""
+        """[M] token of each row, in send order."""
         return self.order // self.shape[-1]
 
     @cached_property
     def positions(self) -> torch.Tensor:
-        """[N] where every routed row stands in the order of sending; of padding, anywhere."""
+        """[N] position of each routed row in send order; undefined for padding."""
         if self.known_positions is not None:
             return self.known_positions
         positions = self.order.new_zeros(self.num_rows)
@@ -58,13 +58,13 @@ class Routes:
 
     @cached_property
     def padding(self) -> torch.Tensor:
-        """[N] whether a routed row is none."""
+        """[N] whether a row is padding."""
         padding = torch.ones(self.num_rows, dtype=torch.bool, device=self.order.device)
         return padding.index_fill_(0, self.order, False)
 
     @property
     def num_rows(self) -> int:
-        """Routed rows, padding and all."""
+        """Rows including padding."""
         return math.prod(self.shape)
 
     @property
@@ -73,13 +73,13 @@ class Routes:
 
 
 def reroute(ids: torch.Tensor, plan: Plan, rank: int, *, backend: str | None = None) -> Routes:
-    """Give every routed row of this rank its slot.
+    """Assign a slot to every routed row of this rank.
 
-    ids: `[T, K]` choices of the router, those that were counted; -1: padding.
+    ids: the `[T, K]` ids that stage 1 counted; -1: padding.
     """
     topology, engine = plan.topology, select(backend, ids.device.type)
     experts, hosts, indices = plan.replicas.T.copy()
-    found = engine.reroute(
+    result = engine.reroute(
         flat_ids(ids, engine.DEVICE),
         plan.loads[rank],
         topology.home_slot_of_expert,
@@ -88,9 +88,9 @@ def reroute(ids: torch.Tensor, plan: Plan, rank: int, *, backend: str | None = N
         plan.split[:, rank].copy(),
         int(topology.first_slot_of_rank[-1]),
     )
-    if found is None:
-        raise LoadError(f"the ids of rank {rank} are not those that its plan was made for")
-    return routes_of(plan, rank, ids.shape, torch.as_tensor(found[0], device=ids.device))
+    if result is None:
+        raise LoadError(f"the ids of rank {rank} differ from the loads of the plan")
+    return routes_of(plan, rank, ids.shape, torch.as_tensor(result[0], device=ids.device))
 
 
 def routes_of(
@@ -100,7 +100,7 @@ def routes_of(
     order_M: torch.Tensor,
     positions_N: torch.Tensor | None = None,
 ) -> Routes:
-    """Routes from the order of sending; all the rest is known from the plan."""
+    """Complete routes from their send order; the counts follow from the plan."""
     rows_of_slot = rows_sent(plan, rank)
     ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(rows_of_slot)])
     return Routes(
@@ -114,7 +114,7 @@ def routes_of(
 
 
 def rows_sent(plan: Plan, rank: int) -> IntArray:
-    """[S] rows that this rank sends to every slot."""
+    """Return `[S]` rows that this rank sends to each slot."""
     topology = plan.topology
     experts, hosts, indices = plan.replicas.T
     rows = np.zeros(topology.first_slot_of_rank[-1], dtype=np.int64)
@@ -125,16 +125,16 @@ def rows_sent(plan: Plan, rank: int) -> IntArray:
 
 
 def rows_received(plan: Plan, rank: int) -> IntArray:
-    """[R, L] rows that every rank sends to each slot of this one: home slots, then spare ones."""
+    """Return `[R, L]` rows from each rank for each slot of this rank: home slots, then spare."""
     topology = plan.topology
     mine = topology.home_experts(rank)
     received = np.zeros((topology.ranks, len(mine) + topology.slots), dtype=np.int64)
     received[:, : len(mine)] = plan.loads[:, mine]
     experts, hosts, indices = plan.replicas.T
-    for copy in np.flatnonzero(topology.home_of_expert[experts] == rank):
-        received[:, np.searchsorted(mine, experts[copy])] -= plan.split[copy]
-    for copy in np.flatnonzero(hosts == rank):
-        received[:, len(mine) + indices[copy]] = plan.split[copy]
+    for index in np.flatnonzero(topology.home_of_expert[experts] == rank):
+        received[:, np.searchsorted(mine, experts[index])] -= plan.split[index]
+    for index in np.flatnonzero(hosts == rank):
+        received[:, len(mine) + indices[index]] = plan.split[index]
     return received
 
 
@@ -146,13 +146,10 @@ def reroute_dense(
     *,
     backend: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Stage 4 for routers that hand out `[T, E]` maps: `[T, S]` map and probabilities.
-
-    Gradients flow through the probabilities to where they came from.
-    """
+    """Reroute `[T, E]` routing maps and probabilities to `[T, S]` slots; keeps gradients."""
     if routing_map.shape != probabilities.shape or routing_map.dtype != torch.bool:
         raise LoadError(
-            f"want a bool map like the probabilities {list(probabilities.shape)}, "
+            f"routing_map must be bool {list(probabilities.shape)} like the probabilities, "
             f"got {routing_map.dtype} {list(routing_map.shape)}"
         )
     tokens, experts = routing_map.nonzero(as_tuple=True)

@@ -1,4 +1,4 @@
-"""Before stage 1: tokens -> ids, gates and logits. Any module that hands these out is a router.
+"""Routers: tokens -> expert ids, gates and logits. Any module that returns a `Routing` will do.
 
 Shapes: T tokens, K experts per token, E experts, D model width.
 """
@@ -18,19 +18,19 @@ SCORES = ("softmax", "sigmoid")
 
 
 class Routing(NamedTuple):
-    """What a router decided for the tokens of this rank."""
+    """The decision of a router for the tokens of this rank."""
 
     ids: torch.Tensor  # [T, K] chosen experts; -1: padding
-    gates: torch.Tensor  # [T, K] what the outputs of these experts are multiplied by
+    gates: torch.Tensor  # [T, K] factor of each expert output
     logits: torch.Tensor | None = None  # [T, E] for auxiliary losses
 
 
 class Router(nn.Module):
-    """Scores every expert for every token and keeps the best `top_k`.
+    """A linear router that selects the `top_k` experts of each token.
 
     scores: "softmax" over all experts, or "sigmoid" of each.
-    normalize: the gates of a token's experts add up to one.
-    bias: a buffer that is added to the scores of the choice, not to the gates.
+    normalize: scale the gates of each token to sum to one.
+    bias: add a buffer to the scores when selecting experts; it does not change the gates.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Router(nn.Module):
         if not 1 <= top_k <= experts:
             raise ConfigError(f"top_k must lie between 1 and {experts} experts, got {top_k}")
         if scores not in SCORES:
-            raise ConfigError(f"unknown scores {scores!r}; known are {', '.join(SCORES)}")
+            raise ConfigError(f"scores must be one of {', '.join(SCORES)}, got {scores!r}")
         self.top_k, self.scores, self.normalize = top_k, scores, normalize
         generator = torch.Generator().manual_seed(seed)
         drawn = torch.randn(experts, hidden, generator=generator, dtype=torch.float64)
@@ -59,7 +59,7 @@ class Router(nn.Module):
         self.bias: torch.Tensor | None
 
     def forward(self, tokens_TD: torch.Tensor) -> Routing:
-        """Choices, gates and logits of every token."""
+        """Return ids, gates and logits of every token."""
         wide = torch.promote_types(tokens_TD.dtype, torch.float32)
         with torch.autocast(tokens_TD.device.type, enabled=False):
             logits = linear(tokens_TD.to(wide), self.weight.to(wide))
@@ -68,6 +68,6 @@ class Router(nn.Module):
         ids = choice.topk(self.top_k, dim=-1).indices
         if not self.normalize:
             return Routing(ids, scores.gather(-1, ids), logits)
-        # Scores of chosen experts may all be too small for their type; their logarithms are not.
+        # Normalise in log space: the scores of the chosen experts may all underflow.
         logs = logits if self.scores == "softmax" else logsigmoid(logits)
         return Routing(ids, logs.gather(-1, ids).softmax(dim=-1), logits)

@@ -1,19 +1,19 @@
-"""The rules of a plan, each with a short name that `PlanError.rule` carries.
+"""The rules of a plan, by the short name that `PlanError.rule` holds.
 
 shape            arrays fit the topology and each other
 range            experts, hosts and slots exist
-home             no copy stands on the home rank of its expert
-duplicate        no rank holds two copies of one expert
-order            copies stand in order of expert, then host
-slots            no rank uses more spare slots than it has, and none of them twice
-domain           no copy leaves the fast-link domain of its home
-quota            every copy serves at least one token, and together no more than the expert has
-split            what a copy gets from all sources is its quota; no source sends what it lacks
-loads            the plan was made for these loads
-rank loads       the rank loads are the sums of what is served there
+home             no replica is on the home rank of its expert
+duplicate        no rank has two replicas of one expert
+order            replicas are sorted by expert, then host
+slots            no rank uses more spare slots than it has, or one slot twice
+domain           every replica is in the fast-link domain of its home
+quota            every replica serves at least one row, all together at most the expert's load
+split            the sources send each replica its quota, and no source sends rows it lacks
+loads            the loads are those of the plan
+rank loads       the rank loads are the sums of the rows served there
 
-Shapes: R ranks, E experts, C copies. Rows of `placed_C3`, as policies answer, are expert,
-host, quota; rows of `replicas`, as plans have them, are expert, host, spare slot.
+Shapes: R ranks, E experts, C replicas. `placed_C3`, which policies return, has columns expert,
+host, quota; `replicas` of a plan has columns expert, host, spare slot.
 """
 
 from __future__ import annotations
@@ -32,31 +32,35 @@ def check_loads(planned_RE: IntArray, loads_RE: IntArray) -> None:
     for source, expert in np.argwhere(planned_RE != loads_RE)[:1]:
         raise PlanError(
             "loads",
-            f"source rank {source} routes {loads_RE[source, expert]} tokens to expert {expert}, "
-            f"the plan was made for {planned_RE[source, expert]}",
+            f"source rank {source} routes {loads_RE[source, expert]} rows to expert {expert}, "
+            f"but {planned_RE[source, expert]} in the plan",
         )
 
 
 def check_shape(placed_C3: IntArray) -> None:
-    """Raise `PlanError` unless the copies are int64 `[C, 3]`."""
+    """Raise `PlanError` unless the replicas are int64 `[C, 3]`."""
     if placed_C3.ndim != 2 or placed_C3.shape[1] != 3 or placed_C3.dtype != np.int64:
-        got = f"{placed_C3.dtype} {placed_C3.shape}"
-        raise PlanError("shape", f"want int64 [copies, 3], got {got}")
+        raise PlanError(
+            "shape", f"replicas must be int64 [C, 3], got {placed_C3.dtype} {placed_C3.shape}"
+        )
 
 
-def check_copies(
+def check_replicas(
     placed_C3: IntArray, loads_RE: IntArray, topology: Topology, *, limited: bool
 ) -> None:
-    """Raise `PlanError` unless copies (expert, host, quota) keep the rules that concern them."""
+    """Raise `PlanError` if replicas (expert, host, quota) break a rule.
+
+    limited: also check slots and domains.
+    """
     experts, hosts, quotas = placed_C3.T
     _check_range("expert", experts, topology.experts)
     _check_range("host", hosts, topology.ranks)
     homes = topology.home_of_expert[experts]
-    _fail_at(homes == hosts, placed_C3, "home", "stands on the home rank of its expert")
+    _fail_at(homes == hosts, placed_C3, "home", "is on the home rank of its expert")
     step = np.diff(experts * topology.ranks + hosts)
-    _fail_at(step == 0, placed_C3, "duplicate", "is the second copy of its expert there")
-    _fail_at(step < 0, placed_C3, "order", "is followed by a copy that belongs before it")
-    _fail_at(quotas < 1, placed_C3, "quota", "serves no token")
+    _fail_at(step == 0, placed_C3, "duplicate", "is the second replica of its expert there")
+    _fail_at(step < 0, placed_C3, "order", "must come after the replica that follows it")
+    _fail_at(quotas < 1, placed_C3, "quota", "serves no rows")
     served = np.zeros(topology.experts, dtype=np.int64)
     np.add.at(served, experts, quotas)
     over = np.flatnonzero(served > loads_RE.sum(axis=0))
@@ -64,67 +68,74 @@ def check_copies(
         expert = over[0]
         raise PlanError(
             "quota",
-            f"copies of expert {expert} serve {served[expert]} tokens, "
-            f"it has {loads_RE[:, expert].sum()}",
+            f"replicas of expert {expert} serve {served[expert]} rows, but its load is "
+            f"{loads_RE[:, expert].sum()}",
         )
     if limited:
         size = topology.domain_size
-        _fail_at(homes // size != hosts // size, placed_C3, "domain", "left its home's domain")
+        _fail_at(
+            homes // size != hosts // size,
+            placed_C3,
+            "domain",
+            "is outside of the domain of its home",
+        )
         _check_slot_counts(hosts, topology)
 
 
 def check_interval(
     placed_C4: IntArray, loads_SE: IntArray, topology: Topology, *, limited: bool
 ) -> None:
-    """Raise unless copies (microbatch, expert, host, quota) of many microbatches keep the rules."""
+    """Raise `PlanError` if replicas (microbatch, expert, host, quota) break a rule."""
     if placed_C4.ndim != 2 or placed_C4.shape[1] != 4 or placed_C4.dtype != np.int64:
-        raise PlanError("shape", f"want int64 [copies, 4], got {placed_C4.dtype} {placed_C4.shape}")
+        raise PlanError(
+            "shape", f"replicas must be int64 [C, 4], got {placed_C4.dtype} {placed_C4.shape}"
+        )
     microbatch_C, expert_C, host_C, _ = placed_C4.T
     _check_range("microbatch", microbatch_C, len(loads_SE))
     placed_C4 = placed_C4[np.lexsort((host_C, expert_C, microbatch_C))]
     first = np.searchsorted(placed_C4[:, 0], np.arange(len(loads_SE) + 1))
     for loads_E, (begin, end) in zip(loads_SE, pairwise(first), strict=True):
-        check_copies(placed_C4[begin:end, 1:], loads_E[None], topology, limited=limited)
+        check_replicas(placed_C4[begin:end, 1:], loads_E[None], topology, limited=limited)
 
 
 def _check_slot_counts(hosts: IntArray, topology: Topology) -> None:
     held = np.bincount(hosts, minlength=topology.ranks)
     if len(hosts) and held.max() > topology.slots:
         raise PlanError(
-            "slots", f"rank {held.argmax()} holds {held.max()} copies in {topology.slots} slots"
+            "slots", f"rank {held.argmax()} has {held.max()} replicas but {topology.slots} slots"
         )
 
 
 def check_slots(replicas_C3: IntArray, topology: Topology, *, limited: bool) -> None:
-    """Raise `PlanError` unless every copy has an existing slot of its own."""
+    """Raise `PlanError` unless every replica has its own slot."""
     hosts, slots = replicas_C3[:, 1], replicas_C3[:, 2]
     most = topology.slots if limited else topology.experts
     _check_range("slot", slots, most)
     places = hosts * most + slots
     if len(np.unique(places)) != len(places):
-        raise PlanError("slots", "two copies share one slot")
+        raise PlanError("slots", "two replicas share one slot")
 
 
 def check_split(split_CR: IntArray, placed_C3: IntArray, loads_RE: IntArray) -> None:
-    """Raise `PlanError` unless sources send every copy its quota, and only tokens they have."""
+    """Raise `PlanError` unless the sources send each replica its quota, from their own rows."""
     experts, _, quotas = placed_C3.T
     expected = (len(placed_C3), len(loads_RE))
     if split_CR.shape != expected:
         raise PlanError("shape", f"split must be {expected}, got {split_CR.shape}")
     if split_CR.min(initial=0) < 0:
-        raise PlanError("split", f"a source sends {split_CR.min()} tokens")
+        raise PlanError("split", f"a source sends {split_CR.min()} rows")
     received = split_CR.sum(axis=1)
-    for copy in np.flatnonzero(received != quotas)[:1]:
+    for index in np.flatnonzero(received != quotas)[:1]:
         raise PlanError(
-            "split", f"copy {copy} gets {received[copy]} tokens, its quota is {quotas[copy]}"
+            "split", f"replica {index} gets {received[index]} rows, its quota is {quotas[index]}"
         )
     sent = np.zeros_like(loads_RE)
     np.add.at(sent.T, experts, split_CR)
     for source, expert in np.argwhere(sent > loads_RE)[:1]:
         raise PlanError(
             "split",
-            f"source rank {source} sends {sent[source, expert]} tokens to copies of expert "
-            f"{expert}, it has {loads_RE[source, expert]}",
+            f"source rank {source} sends {sent[source, expert]} rows to replicas of expert "
+            f"{expert}, but has {loads_RE[source, expert]}",
         )
 
 
@@ -134,6 +145,8 @@ def _check_range(name: str, values: IntArray, end: int) -> None:
 
 
 def _fail_at(broken: np.ndarray, placed_C3: IntArray, rule: str, what: str) -> None:
-    for copy in np.flatnonzero(broken)[:1]:
-        expert, host, quota = placed_C3[copy].tolist()
-        raise PlanError(rule, f"the copy of expert {expert} on rank {host} ({quota} tokens) {what}")
+    for index in np.flatnonzero(broken)[:1]:
+        expert, host, quota = placed_C3[index].tolist()
+        raise PlanError(
+            rule, f"the replica of expert {expert} on rank {host} ({quota} rows) {what}"
+        )

@@ -1,4 +1,4 @@
-"""Topology: ranks, their fast-link domains, the homes of the experts, the spare slots.
+"""Topology: ranks, fast-link domains, home ranks of experts, and spare slots.
 
 Shapes: R ranks, E experts.
 """
@@ -19,16 +19,16 @@ MAX_EXPERTS = 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class Topology:
-    """Where experts live and where copies may go.
+    """Where experts live and where their replicas may go.
 
     ranks: ranks of the expert-parallel group.
     experts: experts of one layer.
-    slots: spare slots of every rank, each holding one copy.
-    domain: ranks joined by the fast link, contiguous; copies never leave the domain of their home.
-        None: all ranks are one domain.
-    homes: home rank of every expert. None: contiguous blocks of `experts / ranks`.
+    slots: spare slots of every rank, each for one replica.
+    domain: number of consecutive ranks joined by a fast link; replicas stay in the domain of their
+        home. None: one domain.
+    homes: home rank of every expert. None: blocks of `experts / ranks` consecutive experts.
 
-    Slots are numbered rank by rank, those of the home experts first, then the spare ones:
+    Slots are numbered rank by rank: first the home slots of a rank, then its spare slots.
 
     >>> topology = Topology(ranks=2, experts=4, slots=1)
     >>> topology.home_of_expert, topology.home_slot_of_expert, topology.first_slot_of_rank
@@ -55,8 +55,8 @@ class Topology:
         _check_range("domain", domain, 1, self.ranks)
         if self.ranks % domain:
             raise ConfigError(
-                f"domain must divide the ranks into equal blocks: "
-                f"{self.ranks} ranks do not divide by a domain of {domain}"
+                f"the domain must divide the ranks: {self.ranks} ranks do not divide by a domain "
+                f"of {domain}"
             )
         home_of_expert = self._home_of_expert()
         counts_R = np.bincount(home_of_expert, minlength=self.ranks)
@@ -79,8 +79,8 @@ class Topology:
         return self.domain
 
     @property
-    def can_copy(self) -> bool:
-        """Whether there is a slot that a copy may go to, whatever the loads."""
+    def can_replicate(self) -> bool:
+        """Whether replicas are possible at all: there are spare slots and several ranks."""
         return self.slots > 0 and self.domain_size > 1
 
     @property
@@ -88,33 +88,31 @@ class Topology:
         return self.ranks // self.domain_size
 
     def home_experts(self, rank: int) -> IntArray:
-        """The experts at home on a rank, ascending: the order of its home slots."""
+        """Return the home experts of a rank, ascending, in the order of its home slots."""
         return self.experts_by_rank[self.first_of_rank[rank] : self.first_of_rank[rank + 1]]
 
     def spare_slot(self, host: IntArray | int, index: IntArray | int) -> IntArray:
-        """The number of a rank's spare slot among all slots."""
+        """Return the global number of a spare slot."""
         end: IntArray = self.first_slot_of_rank[np.asarray(host) + 1]
         return end - self.slots + index
 
     @property
     def homes_per_rank(self) -> IntArray:
-        """[R] number of home experts of every rank."""
+        """[R] home experts of every rank."""
         return np.diff(self.first_of_rank)
 
     def _home_of_expert(self) -> IntArray:
         if self.homes is None:
             if self.experts % self.ranks:
                 raise ConfigError(
-                    f"{self.experts} experts do not divide evenly over {self.ranks} ranks: "
-                    f"pass homes=, the home rank of every expert (ultraep.topology.even_homes)"
+                    f"{self.experts} experts do not divide evenly over {self.ranks} ranks; "
+                    "pass homes=, for example ultraep.topology.even_homes(experts, ranks)"
                 )
             return np.repeat(np.arange(self.ranks), self.experts // self.ranks)
         try:
             homes = np.asarray(self.homes)
-        except ValueError:
-            raise ConfigError(
-                f"homes must be one rank for each of the {self.experts} experts, got a ragged list"
-            ) from None
+        except ValueError as error:
+            raise ConfigError(f"homes must be a list of ranks: {error}") from None
         if homes.ndim != 1 or len(homes) != self.experts:
             raise ConfigError(
                 f"homes must hold one rank for each of the {self.experts} experts, "
@@ -133,7 +131,7 @@ class Topology:
 
 
 def even_homes(experts: int, ranks: int) -> list[int]:
-    """The home rank of every expert, as even as can be where they do not divide evenly.
+    """Return a home rank for every expert, as evenly as possible.
 
     >>> even_homes(experts=5, ranks=2)
     [0, 0, 0, 1, 1]

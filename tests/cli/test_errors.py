@@ -105,7 +105,7 @@ def test_lines_and_encodings_of_all_systems(tmp_path, content):
 
 
 def test_ragged_homes():
-    with pytest.raises(ConfigError, match="each of the 4 experts, got a ragged list"):
+    with pytest.raises(ConfigError, match="homes must be a list of ranks"):
         Topology(ranks=2, experts=4, homes=[0, [1, 1], 0])
 
 

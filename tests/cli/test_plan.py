@@ -94,7 +94,7 @@ BAD_OPTIONS = {
         "unknown backend 'abacus'; known are triton, cpu",
     ),
     "tolerance": (["--tolerance", "nan"], "tolerance must lie between 0 and 1000, got nan"),
-    "rates": (["--rates", "row=fast"], "rates are row=PICOSECONDS,copy=PICOSECONDS"),
+    "rates": (["--rates", "row=fast"], "rates must be row=PICOSECONDS,copy=PICOSECONDS"),
     "min_tokens": (["--min-tokens", "0"], "at least 1, got 0"),
     "max_replicas": (["--max-replicas", "-2"], "at least 0, got -2"),
     "history": (["--history", "0"], "--history must be at least 1, got 0"),

@@ -29,7 +29,7 @@ def test_versions(known, refused, accepted, monkeypatch):
         monkeypatch.setattr(library, "version", lambda _, version=version: version)
         with pytest.raises(BackendUnavailable) as error:
             known.check()
-        assert f"{known.name} {known.known()} is needed, and {version} is installed" in str(
+        assert f"{known.name} {known.supported()} is needed, but {version} is installed" in str(
             error.value
         )
 

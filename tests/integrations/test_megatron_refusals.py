@@ -31,7 +31,7 @@ BAD = {
 def test_a_setting_is_refused_by_name_and_value(setting):
     check_settings(SimpleNamespace(num_moe_experts=8))
     config = SimpleNamespace(num_moe_experts=8, **{setting: BAD[setting]})
-    with pytest.raises(ConfigError, match=f"{setting}={BAD[setting]!r} cannot be balanced, .* can"):
+    with pytest.raises(ConfigError, match=f"{setting}={BAD[setting]!r} cannot be balanced, use "):
         check_settings(config)
 
 
@@ -49,7 +49,7 @@ def test_no_experts_are_refused():
 
 @pytest.mark.parametrize("name", ["group", "homes", "experts"])
 def test_the_library_has_its_own_groups(name):
-    with pytest.raises(ConfigError, match=f"'{name}' is no option"):
+    with pytest.raises(ConfigError, match=f"'{name}' cannot be set"):
         check_options({"slots": 1, name: 3})
 
 

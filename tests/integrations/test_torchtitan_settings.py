@@ -38,15 +38,19 @@ def test_layers_that_can_be_balanced(check, experts):
     ("place", "name", "match"),
     [
         (0, "VendorRoutedExperts", "VendorRoutedExperts cannot be balanced"),
-        (1, "LocalTokenDispatcher", "LocalTokenDispatcher cannot be balanced, it is not known"),
-        (1, "DeepEPTokenDispatcher", 'fused, and knows no spare slots: use AllTo.*"standard"'),
+        (1, "LocalTokenDispatcher", "LocalTokenDispatcher cannot be balanced, it is unknown"),
+        (
+            1,
+            "DeepEPTokenDispatcher",
+            'fused and does not support spare slots: use AllTo.*"standard"',
+        ),
         (1, "HybridEPTokenDispatcher", "HybridEPTokenDispatcher cannot be balanced, it is fused"),
         (1, "MinimalAsyncEPTokenDispatcher", "it is fused"),
-        (1, "TorchAOTokenDispatcher", "pads tokens for experts of 8 bits"),
-        (2, "Float8GroupedExperts", "8 bits belong to is not known: use GroupedExperts or GptOss"),
+        (1, "TorchAOTokenDispatcher", "pads tokens for FP8 experts"),
+        (2, "Float8GroupedExperts", "do not include FP8 scales: use GroupedExperts or GptOss"),
         (2, "MXFP8GptOssGroupedExperts", "MXFP8GptOssGroupedExperts cannot be balanced"),
-        (2, "FusedGroupedExperts", "have not been tried on copies"),
-        (2, "MyExperts", "MyExperts cannot be balanced, it is not known"),
+        (2, "FusedGroupedExperts", "are not tested with replicas"),
+        (2, "MyExperts", "MyExperts cannot be balanced, it is unknown"),
     ],
 )
 def test_layers_that_cannot(check, place, name, match):
@@ -67,7 +71,9 @@ def test_options(check):
     given = check.balancer_options(2, "quota", {"tolerance": 0.1, "in_flight": 3})
     config = BalanceConfig(policy="quota", tolerance=0.1)
     assert given == {"slots": 2, "config": config, "in_flight": 3}
-    with pytest.raises(ConfigError, match="unknown or not to be set here: group, slotz; known"):
+    with pytest.raises(
+        ConfigError, match="unknown options, or set by torchtitan: group, slotz; use"
+    ):
         check.balancer_options(1, "ultraep", {"slotz": 1, "group": None})
     with pytest.raises(ConfigError, match="nonsense"):
         check.balancer_options(1, "nonsense", {})

@@ -112,7 +112,7 @@ def test_experts_of_one_layer_are_gathered_at_once(rank, group):
     with quiet():
         model = build("mixtral")
         balancer = balance(model, group)
-        pieces = list(pieces_of(model, wanted=rank == 0))
+        pieces = list(pieces_of(model, keep=rank == 0))
         balancer.close()
     layers = [{name.split(".")[2] for name in piece if "exp" in name} for piece in pieces]
     assert layers == ([set(), {"0"}, {"1"}] if rank == 0 else [set()] * 3)

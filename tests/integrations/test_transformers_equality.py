@@ -119,13 +119,13 @@ def test_a_rank_has_memory_for_its_home_experts_only(rank, group):
 def test_two_groups_that_have_the_same_experts(rank, group, tmp_path):
     """Gradients over both groups, and one checkpoint."""
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    alike = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    dp_replicas = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     with quiet():
         plain, model = build("mixtral"), build("mixtral")
         learn(plain, all_batches(group), scale=1 / 4)
         balance(model, groups[rank // 2])
         learn(model, [batch(rank)])
-        parallel.average_expert_gradients(model, alike[rank % 2])
+        parallel.average_expert_gradients(model, dp_replicas[rank % 2])
         for parameter in parallel.dense_parameters(model).values():
             parameter.grad /= 4
         assert_same_gradients(model, plain)

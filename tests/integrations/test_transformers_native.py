@@ -98,7 +98,7 @@ def test_enabling_twice_or_with_nonsense():
         enable(policy="nonsense")
     style = enable()
     try:
-        with pytest.raises(ConfigError, match="enabled already"):
+        with pytest.raises(ConfigError, match="already enabled"):
             enable(slots=2)
     finally:
         style.disable()

@@ -17,9 +17,14 @@ import ultraep
 from ultraep import ConfigError
 from ultraep.integrations import vllm
 from ultraep.integrations.library import VLLM_LOGGER, Library
-from ultraep.integrations.vllm import cost
 from ultraep.integrations.vllm.counters import VARIABLE, ServingCounters, where_they_are
-from ultraep.integrations.vllm.refusals import BACKEND, reasons_of_engine, reasons_of_layer
+from ultraep.integrations.vllm.refusals import (
+    BACKEND,
+    least_tokens,
+    reasons_of_engine,
+    reasons_of_layer,
+    rows_to_pay,
+)
 from ultraep.integrations.vllm.settings import ServingSettings, read_settings
 from ultraep.microbatch import MicrobatchInfo
 
@@ -67,21 +72,21 @@ def test_settings_of_the_additional_configuration():
     [
         ({"ULTRAEP_SLOTS": "one"}, None, "ULTRAEP_SLOTS must be an integer, got 'one'"),
         ({"ULTRAEP_SLOTS": "-1"}, None, "slots must be an integer of at least 0, got -1"),
-        ({"ULTRAEP_SLOT": "1"}, None, "no such setting: ULTRAEP_SLOT; ULTRAEP_SLOTS"),
+        ({"ULTRAEP_SLOT": "1"}, None, "unknown setting ULTRAEP_SLOT; known are ULTRAEP_SLOTS"),
         ({"ULTRAEP_TOLERANCE": "low"}, None, "ULTRAEP_TOLERANCE must be a number, got 'low'"),
         ({"ULTRAEP_TOLERANCE": "-1"}, None, "tolerance must lie between 0 and 1000, got -1"),
         ({"ULTRAEP_KEEP": "yes"}, None, "ULTRAEP_KEEP must be 0 or 1, got 'yes'"),
         ({"ULTRAEP_POLICY": "best"}, None, "best"),
-        ({"ULTRAEP_RECORD": ""}, None, "record must be the name of a folder, got ''"),
+        ({"ULTRAEP_RECORD": ""}, None, "record must be the path of a directory, got ''"),
         ({"ULTRAEP_MIN_ROWS": "0"}, None, "min_rows must be an integer of at least 1, got 0"),
         ({}, {"ultraep": True}, "the additional configuration needs .*, got True"),
-        ({}, {"ultraep": {"slot": 1}}, "no such setting: slot; slots, policy"),
+        ({}, {"ultraep": {"slot": 1}}, "unknown setting slot; known are slots, policy"),
         ({}, {"ultraep": {"slots": "1"}}, "slots must be an integer of at least 0, got '1'"),
         ({}, {"ultraep": {"keep": 1}}, "keep must be true or false, got 1"),
         (
             {"ULTRAEP_SLOTS": "1"},
             {"ultraep": {"slots": 2}},
-            "ULTRAEP_SLOTS is 1, and the additional configuration has 2: give one",
+            "ULTRAEP_SLOTS is 1, but the additional configuration has 2: set only one",
         ),
     ],
 )
@@ -116,7 +121,7 @@ def engine(**changes):
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"data_parallel_size": 1}, "--data-parallel-size 1: there are no other ranks"),
+        ({"data_parallel_size": 1}, "--data-parallel-size 1: there is only one rank"),
         ({"tensor_parallel_size": 2}, "--tensor-parallel-size 2: several ranks have the same"),
         ({"pipeline_parallel_size": 2}, "--pipeline-parallel-size 2"),
         ({"prefill_context_parallel_size": 4}, "--prefill-context-parallel-size 4"),
@@ -127,8 +132,11 @@ def engine(**changes):
         ({"enforce_eager": False}, "CUDA graphs and compiled layers"),
         ({"enable_sleep_mode": True}, "sleep mode frees weights"),
         ({"lora_config": object()}, "LoRA (--enable-lora) may change experts"),
-        ({"speculative_config": object()}, "speculative decoding has a model more"),
-        ({"all2all_backend": "deepep_low_latency"}, "--all2all-backend deepep_low_latency: allga"),
+        ({"speculative_config": object()}, "speculative decoding uses a second model"),
+        (
+            {"all2all_backend": "deepep_low_latency"},
+            "--all2all-backend deepep_low_latency: use allga",
+        ),
     ],
 )
 def test_engines_that_are_left_alone(changes, reason):
@@ -165,11 +173,11 @@ def layer(
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"method": "Fp8MoEMethod"}, "layer is quantised by Fp8MoEMethod, and whether a copy"),
-        ({"kernel": "MoonEPExperts"}, "layer runs on ArmExperts: CPUUnquantized"),
-        ({"tensors": ("w13_weight", "w2_scale")}, "layer has tensors .* known: w2_scale$"),
+        ({"method": "Fp8MoEMethod"}, "layer is quantised by Fp8MoEMethod, and replicas may lack"),
+        ({"kernel": "MoonEPExperts"}, "layer runs on ArmExperts: use CPUUnquantized"),
+        ({"tensors": ("w13_weight", "w2_scale")}, "layer has unknown tensors: w2_scale$"),
         ({"shared": 1}, "layer has 1 shared experts among the routed ones"),
-        ({"places": (0, 1, -1, -1)}, "layer has other experts than its placement says"),
+        ({"places": (0, 1, -1, -1)}, "layer holds other experts than its placement says"),
     ],
 )
 def test_layers_that_are_left_alone(changes, reason):
@@ -182,17 +190,17 @@ def test_layers_that_are_left_alone(changes, reason):
 
 
 def test_copies_of_wider_types_need_more_rows():
-    in_float32 = cost.rows_to_pay(nbytes=4096, parameters=1024, device="cpu")
-    assert cost.rows_to_pay(nbytes=2048, parameters=1024, device="cpu") * 2 == in_float32
-    assert cost.rows_to_pay(nbytes=1024, parameters=1024, device="cpu") * 4 == in_float32
-    assert cost.rows_to_pay(nbytes=2, parameters=1, device="cuda") == 2000
-    assert cost.rows_to_pay(nbytes=2, parameters=1, device="xpu") == 2000
-    assert cost.rows_to_pay(nbytes=1, parameters=1000, device="cpu") == 1
+    in_float32 = rows_to_pay(nbytes=4096, parameters=1024, device="cpu")
+    assert rows_to_pay(nbytes=2048, parameters=1024, device="cpu") * 2 == in_float32
+    assert rows_to_pay(nbytes=1024, parameters=1024, device="cpu") * 4 == in_float32
+    assert rows_to_pay(nbytes=2, parameters=1, device="cuda") == 2000
+    assert rows_to_pay(nbytes=2, parameters=1, device="xpu") == 2000
+    assert rows_to_pay(nbytes=1, parameters=1000, device="cpu") == 1
 
 
 def test_a_batch_at_the_threshold_has_the_rows_of_a_copy_on_each_rank():
     for rows, ranks, top_k in [(16, 2, 2), (2000, 64, 8), (5, 3, 7), (1, 8, 8)]:
-        tokens = cost.least_tokens(rows, ranks, top_k)
+        tokens = least_tokens(rows, ranks, top_k)
         assert tokens * top_k / ranks >= rows > (tokens - 1) * top_k / ranks
 
 
@@ -241,9 +249,9 @@ def test_where_counters_are(monkeypatch):
     ("found", "told"),
     [
         (None, "vLLM is not installed: pip install"),
-        ("0.31.2", "vLLM 0.32.x is needed, and 0.31.2 is installed"),
-        ("0.33.0rc1", "vLLM 0.32.x is needed, and 0.33.0rc1 is installed"),
-        ("1.0", "vLLM 0.32.x is needed, and 1.0 is installed"),
+        ("0.31.2", "vLLM 0.32.x is needed, but 0.31.2 is installed"),
+        ("0.33.0rc1", "vLLM 0.32.x is needed, but 0.33.0rc1 is installed"),
+        ("1.0", "vLLM 0.32.x is needed, but 1.0 is installed"),
     ],
 )
 def test_other_versions_are_left_alone(monkeypatch, caplog, found, told):

@@ -44,8 +44,8 @@ def grid(ep):
     """The group that has every expert once, and the group that has the same experts."""
     rows = np.arange(dist.get_world_size()).reshape(-1, ep)
     experts, _ = dist.new_subgroups_by_enumeration(rows.tolist())
-    alike, _ = dist.new_subgroups_by_enumeration(rows.T.tolist())
-    return experts, alike
+    dp_replicas, _ = dist.new_subgroups_by_enumeration(rows.T.tolist())
+    return experts, dp_replicas
 
 
 def balanced(group, homes=None):
@@ -53,7 +53,7 @@ def balanced(group, homes=None):
     return Model(EXAMPLE.layer(Balancer(group, experts=8, homes=homes)))
 
 
-def wrapped(way, model, alike):
+def wrapped(way, model, dp_replicas):
     """The model in the hands of what averages its dense gradients."""
     if way == "ddp":
         return parallel.data_parallel(model)
@@ -65,7 +65,7 @@ def wrapped(way, model, alike):
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
     for dense in (model.moe.router, model.moe.shared):
         fully_shard(dense, mesh=world)
-    fully_shard(model.moe, mesh=DeviceMesh.from_group(alike, "cpu"))
+    fully_shard(model.moe, mesh=DeviceMesh.from_group(dp_replicas, "cpu"))
     return fully_shard(model, mesh=world)
 
 
@@ -73,9 +73,9 @@ class Training:
     """One rank of it."""
 
     def __init__(self, way, ep):
-        experts, self.alike = grid(ep)
+        experts, self.dp_replicas = grid(ep)
         self.bare = balanced(experts, HOMES[ep])
-        self.model = wrapped(way, self.bare, self.alike)
+        self.model = wrapped(way, self.bare, self.dp_replicas)
         self.optimizer = adam(self.model)
         rank, size = dist.get_rank(), dist.get_world_size()
         self.x = torch.cat(EXAMPLE.inputs).chunk(size)[rank]
@@ -85,7 +85,7 @@ class Training:
         self.optimizer.zero_grad()
         loss = self.model(self.x).square().mean()
         loss.backward()
-        parallel.average_expert_gradients(self.model, self.alike)
+        parallel.average_expert_gradients(self.model, self.dp_replicas)
         told = loss.detach().clone()
         dist.all_reduce(told)
         return told.item() / dist.get_world_size()

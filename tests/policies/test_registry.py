@@ -46,7 +46,7 @@ def test_it_sees_the_whole_problem(monkeypatch):
     assert problem.expert_loads.tolist() == [16, 0]
     assert problem.topology == TOPOLOGY
     assert policies.get_policy("curious").summary == "Look, and do nothing."
-    with pytest.raises(ConfigError, match="'curious' places by past loads: pass history="):
+    with pytest.raises(ConfigError, match="'curious' needs past loads; pass history="):
         ultraep.plan(LOADS, TOPOLOGY, config)
 
 
@@ -72,7 +72,7 @@ def test_its_mistakes_are_named(registered, copies, rule):
 
 def test_its_limits_are_held_unless_it_says_otherwise(registered):
     none = Topology(ranks=2, experts=2, slots=0)
-    with pytest.raises(PlanError, match="1 copies in 0 slots"):
+    with pytest.raises(PlanError, match="1 replicas but 0 slots"):
         ultraep.plan(LOADS, none, registered([[0, 1, 5]]))
 
 

@@ -218,7 +218,7 @@ def test_copies_that_do_not_pay_are_not_made(measured):
     for _, (plan,), stats, text in found:
         assert plan.num_replicas == 0
         assert plan.left_alone
-        assert plan.time == plan.time_without_copies == 1000 * plan.rank_loads.max()
+        assert plan.time == plan.time_without_replicas == 1000 * plan.rank_loads.max()
         assert (stats["priced"], stats["left_alone"], stats["copies"]) == (2, 2, 0)
         assert stats["planned_seconds"] == pytest.approx(2e-12 * plan.time)
         assert stats["rates"] == {0: {1: {"row": 1000, "copy": 10**9, "each": 0, "layer": 0}}}
@@ -234,7 +234,7 @@ def test_copies_that_pay_are_made(measured, monkeypatch):
         assert own[1] == wanted[1]
         assert own[2]["copies"] == wanted[2]["copies"] > 0
         assert own[2]["left_alone"] == 0
-        assert own[1][0].time < own[1][0].time_without_copies
+        assert own[1][0].time < own[1][0].time_without_replicas
         assert "ms by its rates" in repr(own[1][0])
         for one, other in zip(own[0], wanted[0], strict=True):
             assert_close(one, other, "gradient", 1e-12)
@@ -445,5 +445,5 @@ def test_plans_know_their_time():
     )
     assert plan.num_replicas == 1
     assert plan.time == 10 * 8 + 7 + 3 + 1
-    assert plan.time_without_copies == 160
+    assert plan.time_without_replicas == 160
     assert ultraep.plan(loads, topology).time is None

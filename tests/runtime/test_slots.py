@@ -217,7 +217,7 @@ def test_a_policy_whose_copies_leave_their_domain():
     def work(comm):
         balancer = Balancer(experts=4, slots=1, domain=2, communicator=comm, policy="llep")
         microbatch = counted(balancer, hot(comm, tokens=8))
-        with pytest.raises(SlotError, match="copies leave their domain of 2 ranks"):
+        with pytest.raises(SlotError, match="replicas leave their domain of 2 ranks"):
             microbatch.plan()
         assert planned(balancer, hot(comm, tokens=8), policy="ultraep")[1].within_limits
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from cases import routings
-from dense import Example, assert_close, dense, gradients_of
+from dense import Example
 from hypothesis import given, settings
 from microbatches import planned
 from torch.autograd.graph import saved_tensors_hooks
@@ -95,19 +95,6 @@ def test_each_direction_is_the_gradient_of_the_other(routing):
     assert sum(ones) == sum(others)
 
 
-@settings(max_examples=20)
-@given(routings())
-def test_without_scalars_none_travel(routing):
-    def work(exchange, rank):
-        values = whole_numbers(rank, exchange.routes.shape[0], WIDTH)
-        rows, nothing = exchange.to_slots(values, None)
-        assert nothing is None
-        _, nothing = exchange.to_tokens(rows, None)
-        assert nothing is None
-
-    on_ranks(routing, work)
-
-
 class Counting:
     """A communicator that notes what it is given to send."""
 
@@ -185,23 +172,3 @@ def test_gates_that_learn_nothing_do_not_travel_back():
     # there: rows and gates; back: outputs. And again: gradients of outputs, and of rows.
     assert first == [[7, 8], [7], [8, 8], [7, 8], [8, 8]]
     assert second == [[7, 8], [7], [6, 8], [7, 8], [6, 8]]
-
-
-@pytest.mark.parametrize("frozen", ["weights", "tokens", "weights and tokens"])
-def test_weights_and_tokens_need_no_gradient_to_be_used(frozen):
-    ids = [torch.arange(40).reshape(20, 2) % 5 % (3 + rank) for rank in range(4)]
-    example = Example([20] * 4, ids=ids, bias=True)
-
-    def work(comm):
-        layer = example.layer(Balancer(experts=8, communicator=comm))
-        layer.router.requires_grad_("weights" not in frozen)
-        x = example.inputs[comm.rank].clone().requires_grad_("tokens" not in frozen)
-        layer(x).backward(example.gradients[comm.rank])
-        assert layer.last_plan.num_replicas > 0
-        return gradients_of(layer, x)
-
-    results, wanted = LocalGroup(4).run(work), dense(example).gradients
-    assert ("router.weight" in results[0]) == ("weights" not in frozen)
-    assert ("x" in results[0]) == ("tokens" not in frozen)
-    for name in results[0]:
-        assert_close(torch.cat([found[name] for found in results]), wanted[name], name)

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 by_name = pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
 OFF = 0.06  # of the largest output, by rounding to e4m3 in three places
-TOKENS = [40, 25, 60]
+TOKENS = [20, 12, 30]
 
 
 def example(dtype=torch.float64, **options):
@@ -92,15 +92,6 @@ def test_gradients_are_those_of_the_dequantised_network(form):
         found = torch.cat([r[1][f"experts.{name}"] for r in results])
         wanted = twin.gradient(f"experts.{name}")[torch.from_numpy(order)]
         assert_close(found, wanted, name, 1e-5)
-
-
-@by_name
-def test_outputs_are_near_those_in_full(form):
-    given = example(torch.float32)
-    y = torch.cat([r[0] for r in on_ranks(given, form)])
-    wanted = given.twin()(torch.cat(given.inputs)).detach()
-    error = (y - wanted).norm() / wanted.norm()
-    assert error < (0.07 if form.packs else 0.05), error
 
 
 @by_name

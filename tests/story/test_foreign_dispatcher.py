@@ -1,11 +1,11 @@
-"""A dispatcher of others, which only permutes rows: it is told slots in place of experts."""
+"""A dispatcher of another library sends rows to slots instead of experts."""
 
 from itertools import pairwise
 
 import pytest
 import torch
-from dense import Example, gradients_of, network
-from test_seam import assert_alike, on_ranks, passes
+from dense import Example, gradients_of, network, on_every_rank
+from test_seam import assert_alike, passes
 
 from ultraep import serve
 from ultraep.dispatch import Arrivals
@@ -17,22 +17,22 @@ EXAMPLE = Example([30, 20, 25], experts=9, bias=True)
 
 
 class Permuting:
-    """Moves rows to physical experts and back, as DeepEP does; it knows nothing of copies.
+    """Moves rows to physical experts and back, like DeepEP, which has no replicas.
 
-    first: of the physical experts of every rank, counted over all ranks, and one past the last.
+    first: first physical expert of every rank, and the end.
     """
 
     def __init__(self, comm, first):
         self.comm, self.first = comm, torch.tensor(first.tolist())
 
     def dispatch(self, tokens, experts_TK, gates_TK):
-        """Rows and gates by physical expert of this rank, how many of each, and the way back."""
+        """Return rows and gates by physical expert, their counts, and arguments for `combine`."""
         flat = experts_TK.flatten()
-        order = flat.argsort(stable=True)[(flat < 0).sum() :]  # without those that chose nothing
+        order = flat.argsort(stable=True)[(flat < 0).sum() :]  # without padding
         rank_of = torch.bucketize(flat[order], self.first[1:], right=True)
         sent = torch.bincount(rank_of, minlength=self.comm.size)
         received = self.comm.all_gather(sent)[:, self.comm.rank]
-        there = Way(self.comm, sent.tolist(), received.tolist())
+        there = Transfer(self.comm, sent.tolist(), received.tolist())
         arrived = there.move(flat[order]) - self.first[self.comm.rank]
         sort = arrived.argsort(stable=True)
         rows = Moved.apply(tokens[order // experts_TK.shape[1]], there)[sort]
@@ -41,16 +41,16 @@ class Permuting:
         counts = torch.bincount(arrived, minlength=own).tolist()
         return rows, gates, counts, (there, sort, order, experts_TK.shape)
 
-    def combine(self, outputs, way_back):
-        """Sums of the outputs at their tokens."""
-        there, sort, order, (tokens, choices) = way_back
-        back = Moved.apply(outputs[sort.argsort()], there.turned())
+    def combine(self, outputs, state):
+        """Sum the outputs of each token."""
+        there, sort, order, (tokens, choices) = state
+        back = Moved.apply(outputs[sort.argsort()], there.reversed())
         sums = torch.zeros(tokens, outputs.shape[1], dtype=outputs.dtype)
         return sums.index_add(0, order // choices, back)
 
 
-class Way:
-    """So many rows to every rank, and from every rank."""
+class Transfer:
+    """An all-to-all with these row counts per rank."""
 
     def __init__(self, comm, sent, received):
         self.comm, self.sent, self.received = comm, sent, received
@@ -58,23 +58,23 @@ class Way:
     def move(self, rows):
         return self.comm.all_to_all(rows.contiguous(), self.sent, self.received)
 
-    def turned(self):
-        return Way(self.comm, self.received, self.sent)
+    def reversed(self):
+        return Transfer(self.comm, self.received, self.sent)
 
 
 class Moved(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, rows, way):
-        ctx.way = way
-        return way.move(rows)
+    def forward(ctx, rows, transfer):
+        ctx.transfer = transfer
+        return transfer.move(rows)
 
     @staticmethod
     def backward(ctx, gradient):
-        return ctx.way.turned().move(gradient), None
+        return ctx.transfer.reversed().move(gradient), None
 
 
 class Foreign:
-    """A layer with a router and a dispatcher of its own: plan, replicate and reroute are ours."""
+    """A layer with its own dispatcher, which calls plan, replicate and reroute."""
 
     def __init__(self, layer):
         self.layer, self.balancer, self.last_plan = layer, layer.balancer, None
@@ -99,22 +99,22 @@ class Foreign:
 
 
 def test_slots_are_physical_experts_of_any_dispatcher():
-    """Outputs and all gradients, those of copies through the loan, are those of our layer."""
-    ours = on_ranks(EXAMPLE, passes(lambda layer: layer), slots=2)
-    foreign = on_ranks(EXAMPLE, passes(Foreign), slots=2)
+    """Outputs and all gradients are those of `BalancedMoE`."""
+    ours = on_every_rank(EXAMPLE, passes(lambda layer: layer), slots=2)
+    foreign = on_every_rank(EXAMPLE, passes(Foreign), slots=2)
     assert_alike(foreign, ours)
 
 
 def test_microbatches_in_flight():
     """Two forward passes, then their backward passes in the order of a pipeline."""
 
-    def both(layer, rank, example):
+    def both(layer, x, gradient):
         moe = Foreign(layer)
-        xs = [example.inputs[rank].clone().requires_grad_() for _ in range(2)]
+        xs = [x, x.detach().clone().requires_grad_()]
         ys = [moe(x if index == 0 else x.flip(0)) for index, x in enumerate(xs)]
         for y in ys:
-            y.backward(example.gradients[rank])
+            y.backward(gradient)
         return {"y0": ys[0].detach(), "x1": xs[1].grad, **gradients_of(layer, xs[0])}
 
-    balanced, plain = (on_ranks(EXAMPLE, both, policy=p) for p in ("ultraep", "none"))
+    balanced, plain = (on_every_rank(EXAMPLE, both, policy=p) for p in ("ultraep", "none"))
     assert_alike(balanced, plain)

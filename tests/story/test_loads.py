@@ -56,10 +56,10 @@ def test_unsigned_ids_know_no_padding(dtype):
         ([[1, 2, 3, 4], [1, 2]], "rectangular"),
         ([["a"] * 4] * 2, "integers"),
         (np.array([[0, 0, 0, 0], [0, -7, 0, 0]]), "got -7 for source rank 1, expert 1"),
-        (np.full((2, 4), 2**31), "more than 2147483647"),
-        (np.full((2, 4), 2**29), "more than 2147483647"),
-        (np.full((2, 4), 2**63, dtype=np.uint64), "more than 2147483647"),
-        (np.full((2, 4), np.iinfo(np.int64).max), "more than 2147483647"),
+        (np.full((2, 4), 2**31), "at most 2147483647"),
+        (np.full((2, 4), 2**29), "at most 2147483647"),
+        (np.full((2, 4), 2**63, dtype=np.uint64), "at most 2147483647"),
+        (np.full((2, 4), np.iinfo(np.int64).max), "at most 2147483647"),
     ],
 )
 def test_bad_loads_are_refused(loads, message):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from cases import NAMED, configs, problems, timed_configs, topologies
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import ultraep
@@ -17,37 +17,21 @@ from ultraep.config import rungs_of
 
 
 @given(problems(), configs)
-def test_every_plan_keeps_every_rule(problem, config):
-    loads, topology = problem
-    ultraep.plan(loads, topology, config).check(loads)
-
-
-@given(problems(), configs)
-def test_tokens_are_conserved(problem, config):
+def test_every_plan(problem, config):
+    """Rules hold, rows are conserved, limits hold, and the imbalance never grows."""
     loads, topology = problem
     plan = ultraep.plan(loads, topology, config)
+    plan.check(loads)
     split, quota = plan.dense_split(), plan.dense_quota()
     assert split.min(initial=0) >= 0
     np.testing.assert_array_equal(split.sum(axis=2), loads)  # every source sends all it routed
     np.testing.assert_array_equal(split.sum(axis=0), quota)  # every quota is met exactly
     np.testing.assert_array_equal(quota.sum(axis=1), loads.sum(axis=0))
     np.testing.assert_array_equal(quota.sum(axis=0), plan.rank_loads)
-
-
-@given(problems(), configs)
-def test_limits_hold(problem, config):
-    loads, topology = problem
-    plan = ultraep.plan(loads, topology, config)
     assert (plan.quotas >= config.min_tokens_per_replica).all()
     if config.max_replicas is not None:
         in_domain = np.bincount(plan.replicas[:, 1] // topology.domain, minlength=1)
         assert in_domain.max() <= config.max_replicas
-
-
-@given(problems(), configs)
-def test_balancing_never_hurts_and_never_beats_the_bound(problem, config):
-    loads, topology = problem
-    plan = ultraep.plan(loads, topology, config)
     assert plan.lower_bound <= plan.imbalance <= plan.initial_imbalance
 
 
@@ -59,7 +43,6 @@ def test_without_slots_nothing_moves_and_the_bound_says_so(problem):
     assert plan.lower_bound == plan.imbalance == plan.initial_imbalance
 
 
-@settings(max_examples=1000)
 @given(topologies(max_ranks=8), st.integers(0, 2**32 - 1), st.sampled_from([1, 10, 1000]))
 def test_a_slot_for_every_home_expert_gives_the_mean_rounded_up(topology, seed, scale):
     most_homes = max(1, int(topology.homes_per_rank.max()))
@@ -205,18 +188,11 @@ def test_rates_are_checked(rates, message):
         Rates(**rates)
 
 
-def test_objectives_are_checked():
-    with pytest.raises(ConfigError, match="must be one of time, balance, got 'speed'"):
-        BalanceConfig(objective="speed")
-    with pytest.raises(ConfigError, match="rates must be Rates or None"):
-        BalanceConfig(rates=(1, 2, 3, 4))
-
-
 def test_the_largest_rates_still_fit_64_bits():
     most = Rates(row=2**31 - 1, copy=2**40, each=2**40, layer=2**40)
     assert most.time(peak=2**31 - 1, transfers=2**20, copies=2**20) < 2**63
     config = BalanceConfig(rates=most)
-    with pytest.raises(ConfigError, match="at most 1048576 spare slots, there are 1048577"):
+    with pytest.raises(ConfigError, match="at most 1048576 spare slots, got 1048577"):
         config.rates_for(2**20 + 1)
 
 
@@ -386,7 +362,7 @@ def test_check_names_slots_used_twice_or_too_many():
     with pytest.raises(PlanError, match="share one slot"):
         both.check(loads * [2, 1, 0, 0])
     one_slot = dataclasses.replace(both, topology=Topology(ranks=2, experts=4, slots=1))
-    with pytest.raises(PlanError, match="rank 1 holds 2 copies in 1 slots"):
+    with pytest.raises(PlanError, match="rank 1 has 2 replicas but 1 slots"):
         one_slot.check(loads * [2, 1, 0, 0])
 
 
@@ -412,5 +388,5 @@ def test_numbers_of_a_hand_made_example():
         plan.remote_tokens == 2 + 2
     )  # expert 0: two of rank 1's tokens; experts 2 and 3: two of rank 0's
     assert repr(plan) == (
-        "Plan(ultraep, 2 ranks, 4 experts: imbalance 1.600 -> 1.000 with 1 copies)"
+        "Plan(ultraep, 2 ranks, 4 experts: imbalance 1.600 -> 1.000 with 1 replicas)"
     )

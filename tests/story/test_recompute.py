@@ -141,20 +141,6 @@ def linear(rows, counts, tensors):
     return torch.cat([part @ w for part, w in zip(rows.split(counts), tensors["w"], strict=True)])
 
 
-def test_a_second_derivative_through_gates_and_frozen_linear_experts_is_refused():
-    def body(balancer):
-        homes = balancer.topology.home_experts(balancer.rank).tolist()
-        weights = torch.randn(len(homes), 16, 16, dtype=torch.float64)
-        router = TWO.layer(balancer).router
-        layer = BalancedMoE(router, ExpertsFrom(linear, {"w": weights}, homes), balancer=balancer)
-        x = TWO.inputs[balancer.rank].clone().requires_grad_()
-        (first,) = torch.autograd.grad(layer(x).sum(), [router.weight], create_graph=True)
-        with pytest.raises(RuntimeError, match="once_differentiable"):
-            first.square().sum().backward()
-
-    on_ranks(body)
-
-
 def served(balancer, bundle, gates, ids, tokens):
     """[T, D] outputs of one rank whose rows the caller sorts, as other dispatchers do."""
     microbatch, _ = planned(balancer, ids, bundle, gates=gates, tokens=tokens)

@@ -1,13 +1,12 @@
-"""The seam: networks of others on home weights and copies give what the layer of ours gives."""
+"""Networks of other frameworks on home weights and replicas compute what `Experts` computes."""
 
 import pytest
 import torch
-from dense import Example, assert_close, dense, gradients_of, network
+from dense import Example, assert_close, dense, gradients_of, network, on_every_rank
 from microbatches import planned
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
-from ultraep import BalancedMoE, Balancer, ConfigError, ExpertsFrom, LocalGroup, SlotError, serve
+from ultraep import BalancedMoE, Balancer, ConfigError, ExpertsFrom, SlotError, serve
 from ultraep.parallel import ShardedState, expert_parameters
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -21,22 +20,15 @@ def seam_of(layer, tensors=None, run=network):
     return BalancedMoE(layer.router, found, balancer=layer.balancer, shared=layer.shared)
 
 
-def on_ranks(example, body, **options):
-    def work(comm):
-        balancer = Balancer(experts=example.experts, communicator=comm, **options)
-        return body(example.layer(balancer), comm.rank, example)
+def passes(make, *, freeze=lambda layer, x: None, **options):
+    """Return a pass through `make(layer)`: its output and all gradients."""
 
-    return LocalGroup(example.ranks).run(work)
-
-
-def passes(make):
-    """One pass through `make(layer)`; what came out and all gradients."""
-
-    def body(layer, rank, example):
-        moe, x = make(layer), example.inputs[rank].clone().requires_grad_()
-        y = moe(x)
-        y.backward(example.gradients[rank])
-        assert moe.last_plan.num_replicas > 0
+    def body(layer, x, gradient):
+        freeze(layer, x)
+        moe = make(layer)
+        y = moe(x, **options)
+        y.backward(gradient)
+        assert options or moe.last_plan.num_replicas > 0
         return {"y": y.detach(), **gradients_of(layer, x)}
 
     return body
@@ -70,48 +62,28 @@ FORMS = {
 
 @pytest.mark.parametrize("form", FORMS)
 def test_any_network_gives_what_our_experts_give(form):
-    wanted = on_ranks(EXAMPLE, passes(lambda layer: layer), slots=2)
-    found = on_ranks(EXAMPLE, passes(lambda layer: seam_of(layer, FORMS[form](layer))), slots=2)
-    assert_alike(found, wanted)
-    twin = dense(EXAMPLE)
-    assert_close(torch.cat([rank["y"] for rank in found]), twin.output)
-
-
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_a_pass_may_be_computed_again_in_backward(reentrant):
-    def again(layer):
-        moe = seam_of(layer)
-
-        class Checkpointed(nn.Module):
-            def forward(self, x):
-                y = checkpoint(moe, x, use_reentrant=reentrant)
-                self.last_plan = moe.last_plan
-                return y
-
-        return Checkpointed()
-
-    assert_alike(on_ranks(EXAMPLE, passes(again)), on_ranks(EXAMPLE, passes(lambda layer: layer)))
+    ours = on_every_rank(EXAMPLE, passes(lambda layer: layer), slots=2)
+    found = on_every_rank(
+        EXAMPLE, passes(lambda layer: seam_of(layer, FORMS[form](layer))), slots=2
+    )
+    assert_alike(found, ours)
+    assert_close(torch.cat([rank["y"] for rank in found]), dense(EXAMPLE).output)
 
 
 @pytest.mark.parametrize("frozen", ["experts", "tokens", "experts and router", "some tensors"])
 def test_what_wants_no_gradient(frozen):
-    def run(make):
-        def body(layer, rank, example):
-            layer.experts.requires_grad_("experts" not in frozen)
-            layer.router.requires_grad_("router" not in frozen)
-            if frozen == "some tensors":
-                layer.experts.down_proj.requires_grad_(False)
-                layer.experts.gate_up_bias.requires_grad_(False)
-            x = example.inputs[rank].clone().requires_grad_(frozen != "tokens")
-            y = make(layer)(x)
-            y.backward(example.gradients[rank])
-            return {"y": y.detach(), **gradients_of(layer, x)}
+    def freeze(layer, x):
+        layer.experts.requires_grad_("experts" not in frozen)
+        layer.router.requires_grad_("router" not in frozen)
+        if frozen == "some tensors":
+            layer.experts.down_proj.requires_grad_(False)
+            layer.experts.gate_up_bias.requires_grad_(False)
+        x.requires_grad_(frozen != "tokens")
 
-        return on_ranks(EXAMPLE, body)
-
-    found = run(seam_of)
+    found = on_every_rank(EXAMPLE, passes(seam_of, freeze=freeze))
     if frozen != "some tensors":  # ours computes the others, too
-        assert_alike(found, run(lambda layer: layer))
+        ours = passes(lambda layer: layer, freeze=freeze)
+        assert_alike(found, on_every_rank(EXAMPLE, ours))
     assert ("experts.down_proj" in found[0]) == (frozen == "tokens")
 
 
@@ -136,18 +108,15 @@ def dequantising(rows, counts, tensors):
 
 
 def test_quantised_tensors_travel_with_their_scales():
-    def balanced(policy):
-        def body(layer, rank, example):
-            moe = seam_of(layer, quantised(layer), dequantising)
-            x = example.inputs[rank].clone().requires_grad_()
-            y = moe(x, policy=policy)
-            y.backward(example.gradients[rank])
-            return {"y": y.detach(), **gradients_of(layer, x)}
-
-        return on_ranks(EXAMPLE, body, slots=2)
-
-    found = balanced("ultraep")
-    assert_alike(found, balanced("none"))
+    found, plain = (
+        on_every_rank(
+            EXAMPLE,
+            passes(lambda layer: seam_of(layer, quantised(layer), dequantising), policy=policy),
+            slots=2,
+        )
+        for policy in ("ultraep", "none")
+    )
+    assert_alike(found, plain)
     assert "experts.down_proj" not in found[0]
     assert "experts.down_bias" in found[0]
 
@@ -164,20 +133,20 @@ def test_parameters_of_a_network_are_known_as_those_of_experts():
 def test_only_some_gradients_are_asked_for(which):
     """Whatever backward leaves out, the slots come back, and all ranks stay together."""
 
-    def body(layer, rank, example):
+    def body(layer, x, gradient):
         found = []
         for make in (seam_of, lambda layer: layer):
-            moe, x = make(layer), example.inputs[rank].clone().requires_grad_()
+            moe = make(layer)
             wanted = {
                 "router": [layer.router.weight],
                 "some of the experts": [layer.experts.down_bias],
                 "tokens": [x],
             }[which]
-            found.append(torch.autograd.grad(moe(x), wanted, example.gradients[rank])[0])
+            found.append(torch.autograd.grad(moe(x), wanted, gradient)[0])
             moe(x)
         assert_close(*found, which)
 
-    on_ranks(EXAMPLE, body)
+    on_every_rank(EXAMPLE, body)
 
 
 def test_a_full_state_does_not_lack_experts_in_silence():
@@ -225,17 +194,16 @@ def test_tensors_that_do_not_fit_the_homes_are_refused():
     with pytest.raises(ConfigError, match=r"'gate_up_proj' must be stacked over 8 home experts"):
         seam_of(layer, few)(Example([6]).inputs[0])
     lists = {"w": [torch.zeros(2)] * 7 + [torch.zeros(3)]}
-    with pytest.raises(ConfigError, match="'w' must be alike for all home experts"):
+    with pytest.raises(ConfigError, match="'w' must have one shape and dtype for all home experts"):
         seam_of(layer, lists)(Example([6]).inputs[0])
-    with pytest.raises(ConfigError, match=r"experts \[0, 1\], but those of rank 0 are \[0, 1, 2"):
+    with pytest.raises(ConfigError, match=r"home experts of rank 0, \[0, 1, 2.*; got \[0, 1\]"):
         BalancedMoE(layer.router, ExpertsFrom(network, {}, [0, 1]), balancer=balancer)
 
 
 def test_copies_are_refused_outside_of_their_loan():
     example = Example([20, 20])
 
-    def body(layer, rank, example):
-        x = example.inputs[rank]
+    def body(layer, x, gradient):
         ids, gates, _ = layer.router(x)
         bundle = layer.experts.bundle
         microbatch, _ = planned(layer.balancer, ids, bundle, gates=gates, tokens=x)
@@ -245,20 +213,12 @@ def test_copies_are_refused_outside_of_their_loan():
         with pytest.raises(SlotError, match="lent inside of their `with` block only"):
             serve(network, arrivals, replicas)
 
-    on_ranks(example, body)
-
-
-def test_a_second_derivative_is_refused():
-    moe, _ = alone(network)
-    x = Example([6]).inputs[0].clone().requires_grad_()
-    (first,) = torch.autograd.grad(moe(x).sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        first.sum().backward()
+    on_every_rank(example, body)
 
 
 def test_a_network_that_learns_what_is_not_in_its_bundle_is_refused():
     extra = nn.Parameter(torch.ones((), dtype=torch.float64))
     moe, layer = alone(lambda rows, counts, tensors: network(rows, counts, tensors) * extra)
     layer.requires_grad_(False)
-    with pytest.raises(ConfigError, match="learns tensors that are not in its bundle"):
+    with pytest.raises(ConfigError, match="trainable tensors that are not in its bundle"):
         moe(Example([6]).inputs[0])

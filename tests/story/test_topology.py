@@ -70,6 +70,8 @@ def test_bad_topologies_are_refused(settings, message):
         ({"min_tokens_per_replica": 1.5}, "at least 1, got 1.5"),
         ({"max_replicas": -1}, "at least 0, got -1"),
         ({"locality": 1}, "True or False, got 1"),
+        ({"objective": "speed"}, "must be one of time, balance, got 'speed'"),
+        ({"rates": (1, 2, 3, 4)}, "rates must be Rates or None"),
     ],
 )
 def test_bad_settings_are_refused(settings, message):

@@ -126,7 +126,7 @@ def test_what_a_plan_was_to_take_is_that_of_the_plan(tmp_path):
     trace = opened_trace(tmp_path / "run")
     priced = numbers_of(trace.record((0, 0, 0), SERVED))["priced"]
     assert priced["time"] == pytest.approx(plan.time / 1e12)
-    assert priced["without"] == pytest.approx(plan.time_without_copies / 1e12)
+    assert priced["without"] == pytest.approx(plan.time_without_replicas / 1e12)
     assert priced["rates"] == str(config.rates)
     record_one(tmp_path / "other")
     assert numbers_of(read_trace(tmp_path / "other"))["priced"] is None

@@ -1,17 +1,18 @@
-"""The seam: any network of any framework serves the rows of stage 6, on home weights and on copies.
+"""Run any network of any framework as stage 6, on home weights and on replicas.
 
     outputs = serve(network, arrivals, replicas)
 
-`network(rows, counts, tensors)` gets rows `[n, D]`, how many of them belong to each expert, and the
-tensors of these experts by name; it returns `[n, D]`. It runs twice: the rows of home slots meet
-the home weights, the rest meets the copies in the spare slots. Autograd knows both:
+`network(rows, counts, tensors)` gets `[n, D]` rows, the number of rows of each expert, and the
+tensors of these experts by name; it returns `[n, D]`. It runs twice: on the rows of the home slots
+with the home weights, and on the remaining rows with the replicas in the spare slots. Two autograd
+functions enclose the network:
 
-    forward     _Borrow  -> network -> _GiveBack     the slots are lent by the caller's `with` block
-    backward    _GiveBack fills the slots again, _Borrow reduces the gradients of the copies into
-                those of the home experts, which so arrive as gradients of the home parameters
+    forward     _Borrow -> network -> _GiveBack      inside the caller's `with` block
+    backward    _GiveBack refills the slots, _Borrow reduces the gradients of replicas into the
+                gradients of the home parameters
 
-What autograd keeps of the copies are views of the slots. They hold the right weights again when
-backward comes, though others have been there meanwhile.
+Autograd saves views of the slots. Other microbatches may overwrite the slots in between; backward
+refills them before the network's backward reads these views.
 
 Shapes: A arrived rows, H home experts, L spare slots, D model width.
 """
@@ -24,21 +25,31 @@ from types import ModuleType
 from typing import Any, TypeAlias
 
 import torch
+from torch import nn
 from torch.autograd import Variable
 
 import ultraep.ops.products as plain
-from ultraep.bundle import Stack, resolve, tensors_of
+from ultraep.bundle import (
+    Bundle,
+    Layout,
+    Stack,
+    check_repeatable,
+    resolve,
+    stored_tensors,
+    tensors_of,
+)
 from ultraep.dispatch import Arrivals
 from ultraep.errors import ConfigError, SlotError
 from ultraep.microbatch import Replicas
 from ultraep.ops.modes import seen_by_modes, unseen
 from ultraep.ops.recompute import Gradients, first_order, save
+from ultraep.parallel.home import HomeModule
 
 Network: TypeAlias = Callable[[torch.Tensor, list[int], dict[str, Any]], torch.Tensor]
 
 
 def serve(network: Network, arrivals: Arrivals, replicas: Replicas) -> torch.Tensor:
-    """[A, D] outputs of all rows times their gates, inside of the `with` block of the replicas."""
+    """Return `[A, D]` outputs times gates. Call inside the `with` block of the replicas."""
     loan = _Loan(arrivals.begins(), replicas, resolve(replicas.bundle))
     borrowed = _Borrow.apply(loan, arrivals.rows, *loan.flat)  # type: ignore[no-untyped-call]
     outputs = [
@@ -49,10 +60,10 @@ def serve(network: Network, arrivals: Arrivals, replicas: Replicas) -> torch.Ten
     ]
     if any(o.requires_grad for o in outputs) and not any(b.requires_grad for b in borrowed):
         raise ConfigError(
-            "the network learns tensors that are not in its bundle, so that copies lack them: "
-            f"the bundle has {', '.join(loan.homes)}"
+            "the network uses trainable tensors that are not in its bundle, so replicas would lack "
+            f"them; add them to the bundle, which has {', '.join(loan.homes)}"
         )
-    # All that was borrowed goes through it, so that no rank skips the reduction of the others.
+    # Everything borrowed is an input, so that every rank takes part in the reduction.
     served: torch.Tensor = _GiveBack.apply(loan, arrivals.gates, *outputs, *borrowed)  # type: ignore[no-untyped-call]
     return served
 
@@ -60,7 +71,7 @@ def serve(network: Network, arrivals: Arrivals, replicas: Replicas) -> torch.Ten
 def run(
     network: Network, rows: torch.Tensor, counts: list[int], weights: dict[str, Any]
 ) -> torch.Tensor:
-    """What the network makes of these rows; without rows it is not asked."""
+    """Run the network and check the shape of its outputs; skip it without rows."""
     if not len(rows):
         return rows
     outputs = network(rows, counts, weights)
@@ -72,12 +83,68 @@ def run(
     return outputs
 
 
+class ExpertsFrom(HomeModule):
+    """Experts computed by any network of any framework.
+
+    network: `network(rows, counts, tensors)`, see above.
+    tensors: the bundle of the home experts of this rank. Parameters stay in their own modules,
+        which train and save them. If a module may replace its parameters, for example by
+        `load_state_dict(..., assign=True)`, pass functions such as `lambda: module.up`.
+    home_experts: the experts of this rank.
+    """
+
+    pack = None  # rows travel unpacked
+
+    def __init__(self, network: Network, tensors: Bundle, home_experts: list[int]) -> None:
+        super().__init__()
+        self.home_experts = tuple(home_experts)
+        self._network, self.bundle = network, dict(tensors)
+        self._checked: set[Any] = set()
+
+    def home_parameters(self) -> list[nn.Parameter]:
+        """Return the parameters in the bundle."""
+        return [t for t in stored_tensors(self.bundle) if isinstance(t, nn.Parameter)]
+
+    def check_stacked(self) -> None:
+        """Raise if the parameters are not stacked over the home experts."""
+        for name, stack in self.bundle.items():
+            if not callable(stack) and not isinstance(stack, torch.Tensor):
+                raise ConfigError(
+                    f"{name!r} is {len(stack)} tensors, one for each home expert; ShardedState "
+                    "needs one tensor stacked over the experts"
+                )
+
+    def current_bundle(self, promise: int) -> Bundle:
+        """Return the bundle; it holds the original tensors, so promises do not matter."""
+        del promise
+        return self.bundle
+
+    @unseen()
+    @torch.no_grad()
+    def check(self, rows: torch.Tensor) -> None:
+        """Raise if the network or the bundle cannot be balanced, before anything is sent.
+
+        Runs the network on one row, once for every width, dtype and device of rows.
+        """
+        key = (rows.shape[-1], rows.dtype, rows.device)
+        if self.home_experts and key not in self._checked:
+            row, tensors = rows.new_zeros(1, rows.shape[-1]), resolve(self.bundle)
+            Layout.of(tensors, len(self.home_experts))
+            check_repeatable(self.bundle)
+            run(self._network, row, [1] + [0] * (len(self.home_experts) - 1), tensors)
+        self._checked.add(key)
+
+    def forward(self, arrivals: Arrivals, replicas: Replicas) -> torch.Tensor:
+        """Return `[A, D]` outputs times gates. Call inside the `with` block of the replicas."""
+        return serve(self._network, arrivals, replicas)
+
+
 class _Loan:
-    """The rows of one microbatch, and the weights that they meet."""
+    """The rows of one microbatch, with home weights and replicas."""
 
     def __init__(self, begins: list[int], replicas: Replicas, homes: Mapping[str, Stack]) -> None:
         self.replicas, self.homes = replicas, homes
-        self.rows = _rows_by_kernels() if replicas.kernels else plain
+        self.scaling = _triton_products() if replicas.kernels else plain
         self.flat = [tensor for stack in homes.values() for tensor in tensors_of(stack)]
         self.learning = [
             name for name, stack in homes.items() if any(t.requires_grad for t in tensors_of(stack))
@@ -89,78 +156,79 @@ class _Loan:
             slice(begins[replicas.num_homes], begins[-1]),
         )
         self._addresses: list[int] = []
-        self._open = False  # in backward
-        # A mode may keep views of the copies, and hand them out when others have the slots.
+        self._open = False  # whether backward holds the slots
+        # A dispatch mode may keep views of the slots and use them after they were overwritten.
         self._private = seen_by_modes()
 
     @unseen()
-    def held(self) -> dict[str, torch.Tensor]:
-        """`[L, ...]` the copies; in backward where they were in forward."""
-        held = self.replicas.tensors()
+    def slot_tensors(self) -> dict[str, torch.Tensor]:
+        """Return the `[L, ...]` replicas; in backward, in the same memory as in forward."""
+        slots = self.replicas.tensors()
         if self._private:
-            return {name: held[name].clone() for name in self.homes}
-        addresses = [tensor.data_ptr() for tensor in held.values()]
+            return {name: slots[name].clone() for name in self.homes}
+        addresses = [tensor.data_ptr() for tensor in slots.values()]
         if self._addresses not in ([], addresses):
             raise SlotError(
-                "backward needs the spare slots that forward had, but they are lent to another "
-                "microbatch: let that finish first"
+                "backward needs the spare slots that forward used, but another microbatch holds "
+                "them; finish that microbatch first"
             )
         self._addresses = addresses
-        # `.data`: another counter of writes, so that filling them again is nothing autograd minds.
-        return {name: held[name].data for name in self.homes}
+        # `.data` has its own version counter: autograd must not see that the slots are refilled.
+        return {name: slots[name].data for name in self.homes}
 
     def by_name(self, tensors: Iterable[Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Tensors of the home experts, then of the copies, in the form of the bundle."""
-        given, homes, copies = iter(tensors), {}, {}
+        """Return tensors of home experts and of replicas by name, in the form of the bundle."""
+        flat, homes, replicas = iter(tensors), {}, {}
         for name, stack in self.homes.items():
             stacked = isinstance(stack, torch.Tensor)
-            homes[name] = next(given) if stacked else [next(given) for _ in stack]
+            homes[name] = next(flat) if stacked else [next(flat) for _ in stack]
         for name, stack in self.homes.items():
-            held = next(given)
-            unbound = held is not None and not isinstance(stack, torch.Tensor)
-            copies[name] = list(held.unbind()) if unbound else held
-        return homes, copies
+            slots = next(flat)
+            unbound = slots is not None and not isinstance(stack, torch.Tensor)
+            replicas[name] = list(slots.unbind()) if unbound else slots
+        return homes, replicas
 
     def reduce(self, gradients: tuple[torch.Tensor | None, ...]) -> list[torch.Tensor | None]:
-        """Stage 8: gradients of the home tensors, with those of all their copies."""
-        own, of_copies = gradients[: len(self.flat)], gradients[len(self.flat) :]
+        """Stage 8: return the home gradients plus the gradients of all replicas."""
+        own, of_replicas = gradients[: len(self.flat)], gradients[len(self.flat) :]
         summed = [
-            self._for_adding(gradient, tensor)
+            self._writable(gradient, tensor)
             for gradient, tensor in zip(own, self.flat, strict=True)
         ]
-        wanted = [
+        required = [
             total if tensor.requires_grad else None
             for total, tensor in zip(summed, self.flat, strict=True)
         ]
         if not self.replicas.possible:
-            return wanted
+            return required
         homes, _ = self.by_name([*summed, *(None for _ in self.homes)])
-        held = self.replicas.tensors()
-        kinds = {n: (tuple(held[n].shape[1:]), held[n].dtype) for n in self.learning}
-        slots = self.replicas.gradient_slots(kinds)
-        for name, gradient in zip(self.homes, of_copies, strict=True):
+        weights = self.replicas.tensors()
+        slots = self.replicas.gradient_slots(
+            {n: (tuple(weights[n].shape[1:]), weights[n].dtype) for n in self.learning}
+        )
+        for name, gradient in zip(self.homes, of_replicas, strict=True):
             if name in slots:
                 slots[name].zero_() if gradient is None else slots[name].copy_(gradient)
         self.replicas.reduce({name: homes[name] for name in self.learning})
         self.replicas.reduced()
-        return wanted
+        return required
 
     def enter(self) -> None:
-        """Lend the slots again, for backward, whichever part of it there is."""
+        """Take the slots again for backward."""
         self.replicas.__enter__()
         self._open = True
         Variable._execution_engine.queue_callback(self.leave)
         if not self._private:
-            self.held()
+            self.slot_tensors()
 
     def leave(self) -> None:
-        """Give them back, unless that was done."""
+        """Give the slots back; idempotent."""
         if self._open:
             self._open = False
             self.replicas.__exit__(None, None, None)
 
-    def _for_adding(self, gradient: torch.Tensor | None, tensor: torch.Tensor) -> torch.Tensor:
-        """A gradient of its own memory: autograd may use that of another one twice."""
+    def _writable(self, gradient: torch.Tensor | None, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a gradient in its own memory: autograd may use one tensor twice."""
         if gradient is None:
             return torch.zeros_like(tensor)
         if not self.replicas.possible:
@@ -168,15 +236,15 @@ class _Loan:
         return gradient.clone(memory_format=torch.contiguous_format)
 
 
-def _rows_by_kernels() -> ModuleType:
-    """The kernels' way to scale rows, for whom they are there."""
-    from ultraep.backends.triton import products as scale
+def _triton_products() -> ModuleType:
+    """Import the Triton version of `ultraep.ops.products`."""
+    from ultraep.backends.triton import products
 
-    return scale
+    return products
 
 
 class _Borrow(torch.autograd.Function):
-    """Hands out rows, home weights and copies; takes back their gradients."""
+    """Returns rows, home weights and replicas; reduces their gradients in backward."""
 
     @staticmethod
     def forward(
@@ -186,40 +254,42 @@ class _Borrow(torch.autograd.Function):
         ctx.like = rows_AD.new_empty(()).expand(rows_AD.shape)
         ctx.set_materialize_grads(False)
         rows = [rows_AD[part] for part in loan.parts]
-        views, held = [home.view_as(home) for home in homes], loan.held()
+        views, slots = [home.view_as(home) for home in homes], loan.slot_tensors()
         fixed = [] if ctx.needs_input_grad[1] else [*rows]
         fixed += [v for v, home in zip(views, homes, strict=True) if not home.requires_grad]
-        fixed += [copy for name, copy in held.items() if name not in loan.learning]
+        fixed += [stack for name, stack in slots.items() if name not in loan.learning]
         ctx.mark_non_differentiable(*fixed)
-        return *rows, *views, *held.values()
+        return *rows, *views, *slots.values()
 
     @staticmethod
     @first_order
     def backward(ctx: Any, loan: _Loan, gradients: Gradients, _: Any) -> Gradients:
-        wanted: list[torch.Tensor | None] = [None] * len(loan.flat)
+        d_homes: list[torch.Tensor | None] = [None] * len(loan.flat)
         d_rows_AD = None
         with unseen():
             if loan.learning:
-                wanted = loan.reduce(gradients[2:])
+                d_homes = loan.reduce(gradients[2:])
             if ctx.needs_input_grad[1]:
                 d_rows_AD = _joined(loan, gradients[:2], ctx.like)
         loan.leave()
-        return None, d_rows_AD, *wanted
+        return None, d_rows_AD, *d_homes
 
 
 class _GiveBack(torch.autograd.Function):
-    """Takes what the network made of the rows; in backward, fills the slots before it runs."""
+    """Multiplies outputs by gates; in backward, refills the slots before the network runs."""
 
     @staticmethod
-    def forward(ctx: Any, loan: _Loan, gates_A: torch.Tensor, *given: torch.Tensor) -> torch.Tensor:
-        outputs = given[:2]
+    def forward(
+        ctx: Any, loan: _Loan, gates_A: torch.Tensor, *inputs: torch.Tensor
+    ) -> torch.Tensor:
+        outputs = inputs[:2]
         save(ctx, loan, gates_A, *outputs)
         with unseen():
             like = outputs[0].new_empty(()).expand(len(gates_A), outputs[0].shape[1])
             memory = loan.replicas.served_rows(like)
             served_AD = torch.empty_like(like) if memory is None else memory
             for part, rows in zip(loan.parts, outputs, strict=True):
-                loan.rows.scale_rows(rows, gates_A[part], served_AD[part])
+                loan.scaling.scale_rows(rows, gates_A[part], served_AD[part])
             return served_AD
 
     @staticmethod
@@ -229,19 +299,21 @@ class _GiveBack(torch.autograd.Function):
     ) -> Gradients:
         (d_served,), (gates_A, *outputs) = gradients, saved
         assert d_served is not None
-        if any(ctx.needs_input_grad[4:]):  # else backward ends here, and needs no weights
+        if any(ctx.needs_input_grad[4:]):  # else nothing needs the weights
             loan.enter()
         d_outputs, d_gates_A = [], torch.zeros_like(gates_A)
         for part, output in zip(loan.parts, outputs, strict=True):
-            given = d_served[part], output, gates_A[part], d_gates_A[part]
-            d_outputs.append(loan.rows.scale_rows_backward(*given))
+            d_output = loan.scaling.scale_rows_backward(
+                d_served[part], output, gates_A[part], d_gates_A[part]
+            )
+            d_outputs.append(d_output)
         return None, d_gates_A, *d_outputs, *(None for _ in ctx.needs_input_grad[4:])
 
 
 def _joined(
     loan: _Loan, parts: tuple[torch.Tensor | None, ...], like_AD: torch.Tensor
 ) -> torch.Tensor:
-    """[A, D] rows of home slots and of copies together; zeros for None."""
+    """Concatenate rows of home slots and of replicas to `[A, D]`; None is zero."""
     memory, homes = loan.replicas.served_rows(like_AD), parts[0]
     if memory is None and homes is not None and len(homes) == len(like_AD):
         return homes

@@ -1,57 +1,69 @@
-"""Stage 6: Arrivals -> outputs, a network for every home and every filled spare slot.
+"""Stage 6: run the network of every home slot and every filled spare slot.
 
     out = gate * down(activation(up(x)))
 
-The gate of a row came with the row. Backward restores the weights of the copies (stage 3 again),
-computes all gradients and adds those of the copies to their homes (stage 8). `Experts` does that by
-its own products of all slots, for the networks that most models have; `ExpertsFrom` runs whatever
-network there is through the seam of `loan.py`.
+The gate of a row arrives with the row. Backward refills the spare slots (stage 3), computes all
+gradients, and adds the gradients of replicas to their home experts (stage 8). `Experts` computes
+all slots with its own grouped products; `ExpertsFrom` (`loan.py`) runs any other network.
 
-Shapes: A arrived rows, H home experts of this rank, D model width, F hidden width, U what goes into
-the activation.
+Shapes: A arrived rows, H home experts of this rank, D model width, F hidden width, U width of the
+activation's input.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import ModuleType
 from typing import Any, Self
 
 import torch
 from torch import nn
 
-from ultraep.bundle import Bundle, Layout, check_repeatable, given_tensors, resolve
+import ultraep.ops.formats as formats
+from ultraep.backends import backend_for
 from ultraep.dispatch import Arrivals
 from ultraep.errors import ConfigError, LoadError
-from ultraep.experts.loan import Network, run, serve
-from ultraep.experts.quantisable import QuantisableModule
 from ultraep.microbatch import Replicas
 from ultraep.ops.activations import activation_named
-from ultraep.ops.modes import unseen
+from ultraep.ops.formats import Format, format_named
 from ultraep.ops.products import Beside, Products, Stacks, TorchProducts, accumulator
-from ultraep.ops.quantised import QuantisedProducts, QuantisedStacks
+from ultraep.ops.quantised import (
+    WEIGHTS,
+    QuantisedProducts,
+    QuantisedStacks,
+    QuantisedWeights,
+    check_quantised,
+)
 from ultraep.ops.recompute import Gradients, first_order, save
 from ultraep.parallel.home import HomeModule
 
 ENGINES = ("torch", "triton")
+BIASES = ("gate_up_bias", "down_bias")
+QUANTISED = (*WEIGHTS, *WEIGHTS.values())  # data and scales
 Weights = Mapping[str, torch.Tensor]
 Engine = Products | QuantisedProducts
 
 
-class Experts(QuantisableModule):
-    """The home experts of one rank, stacked: two products with an activation between them.
+class Experts(HomeModule):
+    """The home experts of one rank, stacked: two products with an activation in between.
 
-    home_experts: which they are.   activation: see `ultraep.ops.activations.ACTIVATIONS`.
-    seed: experts are drawn from it one by one, so a model starts alike on any number of ranks.
-    bitwise: what a row gives does not depend on the rows beside it; somewhat slower on a CPU.
-    engine: of the products, "torch" or "triton"; None: what is fastest where the rows are.
-    quantised: a name of `ultraep.ops.formats.FORMATS`. Forward then multiplies in eight bits;
-        replicas and rows that travel have them, too; full weights stay home and are trained.
+    home_experts: the experts of this rank.
+    activation: a name of `ultraep.ops.activations.ACTIVATIONS`.
+    seed: each expert is drawn from the seed and its own number, so a model starts with the same
+        weights on any number of ranks.
+    bitwise: the output of a row does not depend on the rows beside it; slower on a CPU.
+    engine: "torch" or "triton"; None: the faster one on the device of the rows.
+    quantised: a name of `ultraep.ops.formats.FORMATS`. Forward multiplies in FP8, and replicas and
+        rows travel in FP8; the full weights stay at home and are trained. They are quantised anew
+        in every microbatch, unless the user promises that they have not changed.
     """
 
     gate_up_bias: nn.Parameter | None
     down_bias: nn.Parameter | None
+    form: Format | None = None
+    _quantised: QuantisedWeights | None = None  # FP8 version of the full weights
 
     def __init__(
         self,
@@ -69,29 +81,19 @@ class Experts(QuantisableModule):
         device: torch.device | None = None,
     ) -> None:
         super().__init__()
-        self._set(home_experts, activation, bitwise, engine, quantised)
+        self._configure(home_experts, activation, bitwise, engine, quantised)
+        self._quantised = None if self.form is None else QuantisedWeights(self.form)
         options: dict[str, Any] = {"dtype": dtype, "device": device}
         homes, up = len(home_experts), self.activation.inputs * ffn
         self.gate_up_proj = nn.Parameter(torch.empty(homes, up, hidden, **options))
         self.down_proj = nn.Parameter(torch.empty(homes, hidden, ffn, **options))
-        for name, width in (("gate_up_bias", up), ("down_bias", hidden)):
+        for name, width in zip(BIASES, (up, hidden), strict=True):
             zeros = nn.Parameter(torch.zeros(homes, width, **options)) if bias else None
             self.register_parameter(name, zeros)
-        self._draw(seed)
-
-    def _set(
-        self,
-        home_experts: list[int],
-        activation: str,
-        bitwise: bool,
-        engine: str | None,
-        quantised: str | None,
-    ) -> None:
-        if engine is not None and engine not in ENGINES:
-            raise ConfigError(f"unknown engine {engine!r}; known are {', '.join(ENGINES)}")
-        self.activation = activation_named(activation)
-        self.bitwise, self.engine, self.home_experts = bitwise, engine, tuple(home_experts)
-        self._quantise_as(quantised)
+        for index, expert in enumerate(home_experts):
+            generator = torch.Generator().manual_seed(seed * 1_000_003 + expert)
+            for stack in (self.gate_up_proj, self.down_proj):
+                draw(stack[index], generator)
 
     @classmethod
     def from_quantised(
@@ -104,47 +106,105 @@ class Experts(QuantisableModule):
         bitwise: bool = False,
         engine: str | None = None,
     ) -> Self:
-        """Experts that are given in eight bits, and do not learn: as checkpoints have them.
+        """Build experts from the FP8 tensors of a checkpoint. They cannot be trained.
 
-        tensors: `gate_up_proj` and `down_proj` `[H, N, K]` e4m3, `gate_up_scales` and
-            `down_scales` as the format has them; perhaps `gate_up_bias` and `down_bias`.
+        tensors: `gate_up_proj` and `down_proj`, `[H, N, K]` e4m3; `gate_up_scales` and
+            `down_scales` in the layout of the format; optional `gate_up_bias` and `down_bias`.
         """
         experts = cls.__new__(cls)
         HomeModule.__init__(experts)
-        experts._set(home_experts, activation, bitwise, engine, quantised)
-        experts._take(tensors)
-        for name in ("gate_up_bias", "down_bias"):
-            given = tensors.get(name)
-            held = None if given is None else nn.Parameter(given.detach(), requires_grad=False)
-            experts.register_parameter(name, held)
+        experts._configure(home_experts, activation, bitwise, engine, quantised)
+        assert experts.form is not None
+        check_quantised(experts.form, tensors, len(home_experts))
+        for name in (*QUANTISED, *BIASES):
+            stack = tensors.get(name)
+            fixed = None if stack is None else nn.Parameter(stack.detach(), requires_grad=False)
+            experts.register_parameter(name, fixed)
         return experts
 
-    def _draw(self, seed: int) -> None:
-        for index, expert in enumerate(self.home_experts):
-            generator = torch.Generator().manual_seed(seed * 1_000_003 + expert)
-            for stack in (self.gate_up_proj, self.down_proj):
-                draw(stack[index], generator)
+    def _configure(
+        self,
+        home_experts: list[int],
+        activation: str,
+        bitwise: bool,
+        engine: str | None,
+        quantised: str | None,
+    ) -> None:
+        if engine is not None and engine not in ENGINES:
+            raise ConfigError(f"engine must be one of {', '.join(ENGINES)}, got {engine!r}")
+        self.activation = activation_named(activation)
+        self.bitwise, self.engine, self.home_experts = bitwise, engine, tuple(home_experts)
+        self.form = None if quantised is None else format_named(quantised)
+
+    @property
+    def bundle(self) -> dict[str, torch.Tensor]:
+        """The tensors of a replica."""
+        return self.current_bundle(0)
+
+    def current_bundle(self, promise: int) -> dict[str, torch.Tensor]:
+        """Return the tensors of a replica; quantise the weights again if they may have changed.
+
+        promise: see `Balancer.weights_promise`.
+        """
+        own = self._own_tensors()
+        if self._quantised is not None:
+            full = {name: own[name] for name in WEIGHTS}
+            self._quantised.refresh(full, _quantise_module(own["down_proj"].device), promise)
+        return own | self._quantised_tensors()
+
+    def _own_tensors(self) -> dict[str, torch.Tensor]:
+        """Return weights and biases."""
+        tensors = ((name, getattr(self, name)) for name in (*WEIGHTS, *BIASES))
+        return {name: tensor for name, tensor in tensors if tensor is not None}
+
+    def _quantised_tensors(self) -> dict[str, torch.Tensor]:
+        """Return FP8 data and scales, if the weights are quantised."""
+        if self._quantised is not None:
+            return self._quantised.tensors()
+        names = () if self.form is None else QUANTISED
+        return {name: getattr(self, name).detach() for name in names}
+
+    @property
+    def pack(self) -> Callable[[torch.Tensor], torch.Tensor] | None:
+        """A function that packs rows to bytes before sending; None: rows travel unpacked."""
+        form = self.form
+        if form is None or not form.packs:
+            return None
+        return lambda rows: _quantise_module(rows.device).pack(form, rows)
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> HomeModule:
+        """Move the parameters; FP8 data and scales keep their dtypes."""
+        fp8_only = self.form is not None and self._quantised is None
+        kept = [getattr(self, name) for name in QUANTISED] if fp8_only else []
+
+        def apply(tensor: torch.Tensor) -> Any:
+            if not any(tensor is stack for stack in kept):
+                return fn(tensor)
+            return fn(tensor.view(torch.uint8)).view(tensor.dtype)
+
+        return super()._apply(apply, recurse)
 
     def check(self, rows: torch.Tensor) -> None:
-        """Refuse rows that do not fit, before anything is sent."""
+        """Raise if the rows have the wrong width, before anything is sent."""
         width = self.gate_up_proj.shape[2]
         if rows.shape[-1] != width:
             raise LoadError(f"tokens must be [..., {width}], got {list(rows.shape)}")
 
     def forward(self, arrivals: Arrivals, replicas: Replicas) -> torch.Tensor:
-        """[A, D] outputs times their gates, inside of the `with` block of the replicas."""
-        own = self._own()
-        call = _Call(self._products(arrivals, replicas), replicas, tuple(own), self._eight_bits())
+        """Return `[A, D]` outputs times gates. Call inside the `with` block of the replicas."""
+        own = self._own_tensors()
+        engine = self._engine(arrivals, replicas)
+        call = _Call(engine, replicas, tuple(own), self._quantised_tensors())
         outputs: torch.Tensor = _TwoProducts.apply(  # type: ignore[no-untyped-call]
             arrivals.rows, arrivals.gates, arrivals.packed, call, *own.values()
         )
         return outputs
 
-    def _products(self, arrivals: Arrivals, replicas: Replicas) -> Engine:
-        """The engine for these rows."""
+    def _engine(self, arrivals: Arrivals, replicas: Replicas) -> Engine:
+        """Return the products engine for these rows."""
         engine, rows, form = self.engine, arrivals.rows, self.form
         if engine is None:
-            small = rows.dtype.itemsize <= 4  # kernels know no double precision
+            small = rows.dtype.itemsize <= 4  # the kernels do not support float64
             engine = "triton" if replicas.kernels and small else "torch"
         if engine == "torch":
             plain = TorchProducts(arrivals.begins(), self.activation, bitwise=self.bitwise)
@@ -160,80 +220,27 @@ class Experts(QuantisableModule):
         return TritonProducts(arrivals.offsets, self.activation, rows.dtype, replicas.sms)
 
 
-class ExpertsFrom(HomeModule):
-    """Experts that are any network of any framework, with the tensors that it has.
+def _quantise_module(device: torch.device) -> ModuleType:
+    """Return the module that quantises on a device: Triton kernels, or plain torch."""
+    if device.type == "cpu" or backend_for(device.type).name != "triton":
+        return formats
+    from ultraep.backends.triton import quantise
 
-    network: `network(rows, counts, tensors)`, see `loan.serve`.
-    tensors: a bundle, for the home experts of this rank; parameters of modules stay theirs, and
-        are trained and saved there. Give functions, such as `lambda: module.up`, if the module may
-        get new parameters, as in `load_state_dict(..., assign=True)`: a tensor given here is used
-        for ever.
-    home_experts: which they are.
-    """
-
-    def __init__(self, network: Network, tensors: Bundle, home_experts: list[int]) -> None:
-        super().__init__()
-        self.home_experts = tuple(home_experts)
-        self._network, self._tensors = network, dict(tensors)
-        self._tried: set[Any] = set()
-
-    def home_parameters(self) -> list[nn.Parameter]:
-        """Those among the tensors that are given as such."""
-        return [t for t in given_tensors(self._tensors) if isinstance(t, nn.Parameter)]
-
-    def check_stacked(self) -> None:
-        """Raise if a parameter holds one expert, so that nobody knows which by its name."""
-        for name, given in self._tensors.items():
-            if not callable(given) and not isinstance(given, torch.Tensor):
-                raise ConfigError(
-                    f"{name!r} is {len(given)} tensors, one for each home expert, and a checkpoint "
-                    "of ShardedState wants one that is stacked over them"
-                )
-
-    pack = None  # rows travel as they are
-
-    @property
-    def bundle(self) -> Bundle:
-        """What a copy of an expert consists of."""
-        return self._tensors
-
-    def bundle_now(self, promise: int) -> Bundle:
-        """What a copy consists of, whatever is promised of the weights."""
-        del promise
-        return self._tensors
-
-    @unseen()
-    @torch.no_grad()
-    def check(self, rows: torch.Tensor) -> None:
-        """Refuse a network or functions that cannot be balanced, before anything is sent.
-
-        The network runs on one row, once for every width, dtype and device of rows.
-        """
-        kind = (rows.shape[-1], rows.dtype, rows.device)
-        if self.home_experts and kind not in self._tried:
-            row, tensors = rows.new_zeros(1, rows.shape[-1]), resolve(self.bundle)
-            Layout.of(tensors, len(self.home_experts))
-            check_repeatable(self.bundle)
-            run(self._network, row, [1] + [0] * (len(self.home_experts) - 1), tensors)
-        self._tried.add(kind)
-
-    def forward(self, arrivals: Arrivals, replicas: Replicas) -> torch.Tensor:
-        """[A, D] outputs times their gates, inside of the `with` block of the replicas."""
-        return serve(self._network, arrivals, replicas)
+    return quantise
 
 
 @dataclass
 class _Call:
-    """What the rows of one microbatch meet."""
+    """The weights and the engine for the rows of one microbatch."""
 
     products: Engine
     replicas: Replicas
-    names: tuple[str, ...]  # of the weights that learn
-    eight_bits: dict[str, torch.Tensor] = field(default_factory=dict)  # what is multiplied instead
+    names: tuple[str, ...]  # of the trained weights
+    quantised: dict[str, torch.Tensor] = field(default_factory=dict)  # multiplied instead
 
-    def homes(self, learned: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-        """What the rows of home slots meet."""
-        return dict(zip(self.names, learned, strict=True)) | self.eight_bits
+    def homes(self, trained: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return the weights that home rows are multiplied by."""
+        return dict(zip(self.names, trained, strict=True)) | self.quantised
 
 
 class _TwoProducts(torch.autograd.Function):
@@ -249,18 +256,18 @@ class _TwoProducts(torch.autograd.Function):
         *stacked: torch.Tensor,
     ) -> torch.Tensor:
         products, homes = call.products, call.homes(stacked)
-        held, given = call.replicas.tensors(), rows_AD if packed is None else packed
+        slots, inputs = call.replicas.tensors(), rows_AD if packed is None else packed
         if packed is None and isinstance(products, QuantisedProducts):
-            given = products.packed(rows_AD)
-        up = products.multiply(given, *_layer(homes, held, "gate_up"))
+            inputs = products.packed(rows_AD)
+        up = products.multiply(inputs, *_layer(homes, slots, "gate_up"))
         outputs_AD = products.multiply(
             products.activate(up),
-            *_layer(homes, held, "down"),
+            *_layer(homes, slots, "down"),
             scale=gates_A,
             out=call.replicas.served_rows(rows_AD),
         )
         ctx.like = rows_AD.new_empty(()).expand(rows_AD.shape)
-        save(ctx, call, given, gates_A, up, *stacked)
+        save(ctx, call, inputs, gates_A, up, *stacked)
         return outputs_AD
 
     @staticmethod
@@ -268,64 +275,65 @@ class _TwoProducts(torch.autograd.Function):
     def backward(
         ctx: Any, call: _Call, gradients: Gradients, saved: tuple[torch.Tensor, ...]
     ) -> Gradients:
-        (d_outputs_AD,), (given, gates_A, up, *stacked) = gradients, saved
+        (d_outputs_AD,), (inputs, gates_A, up, *stacked) = gradients, saved
         assert d_outputs_AD is not None
         products, homes = call.products, call.homes(stacked)
-        learned = dict(zip(call.names, stacked, strict=True))
+        trained = dict(zip(call.names, stacked, strict=True))
         learns = any(ctx.needs_input_grad[4:])
-        sums = _Gradients(call.replicas, learned, products.knows_spans) if learns else None
+        sums = _Gradients(call.replicas, trained, products.knows_spans) if learns else None
         with call.replicas as replicas:
-            held = replicas.tensors()
-            gate_up, (down, down_bias) = (_layer(homes, held, n) for n in ("gate_up", "down"))
+            slots = replicas.tensors()
+            gate_up, (down, down_bias) = (_layer(homes, slots, n) for n in ("gate_up", "down"))
             d_hidden = products.multiply_transposed(d_outputs_AD, down)
             d_up, hidden, d_gates_A = products.activate_backward(up, d_hidden, gates_A)
             if down_bias is not None and ctx.needs_input_grad[1]:
                 products.row_dots(d_outputs_AD, down_bias, d_gates_A)
             if sums is not None:
                 products.weight_gradients(d_outputs_AD, hidden, *sums.of("down"), scale=gates_A)
-                products.weight_gradients(d_up, given, *sums.of("gate_up"))
+                products.weight_gradients(d_up, inputs, *sums.of("gate_up"))
             beside = None if sums is None else sums.reduce()
             d_rows_AD = products.multiply_transposed(
                 d_up, gate_up[0], out=replicas.served_rows(ctx.like), beside=beside
             )
-        wanted = sums.reduced() if sums is not None else [None] * len(stacked)
-        return d_rows_AD, d_gates_A if ctx.needs_input_grad[1] else None, None, None, *wanted
+        d_stacked = sums.reduced() if sums is not None else [None] * len(stacked)
+        return d_rows_AD, d_gates_A if ctx.needs_input_grad[1] else None, None, None, *d_stacked
 
 
 def _layer(
     homes: Weights,
-    copies: Weights,
+    slots: Weights,
     layer: str,
     sums: Weights | None = None,
     spans: torch.Tensor | None = None,
 ) -> tuple[Any, Stacks | None]:
-    """Weights and biases of one layer of all slots, or their gradients.
+    """Return weights and biases of one layer of all slots, or their gradients.
 
-    Weights are `Stacks`, or `QuantisedStacks` where there are scales.
+    The weights are `QuantisedStacks` if there are scales, else `Stacks`.
     """
 
     def stacks(name: str) -> Stacks:
-        return Stacks(homes[name].detach(), copies[name], sums[name] if sums else None, spans)
+        return Stacks(homes[name].detach(), slots[name], sums[name] if sums else None, spans)
 
     weight, bias, scales = stacks(f"{layer}_proj"), f"{layer}_bias", f"{layer}_scales"
-    found = QuantisedStacks(weight, stacks(scales)) if scales in homes else weight
-    return found, stacks(bias) if bias in homes else None
+    weights = QuantisedStacks(weight, stacks(scales)) if scales in homes else weight
+    return weights, stacks(bias) if bias in homes else None
 
 
 class _Gradients:
-    """Weight gradients of all slots, in the type they are summed in until that is done.
+    """Weight gradients of all slots, in the dtype of the reduction until it has finished.
 
-    Those of home experts to which nothing is added are rounded at once, if the engine knows which.
+    If the engine supports spans, gradients of home experts without replicas are rounded at once.
     """
 
     def __init__(self, replicas: Replicas, homes: Weights, knows_spans: bool) -> None:
         self._replicas, self._homes = replicas, homes
-        kinds = {n: (tuple(w.shape[1:]), accumulator(w.dtype)) for n, w in homes.items()}
+        wide = {n: accumulator(w.dtype) for n, w in homes.items()}
         if replicas.possible or knows_spans:
-            self._of_copies = replicas.gradient_slots(kinds)
-        else:  # of none, so that nobody clears memory for them
-            self._of_copies = {n: w.new_empty(0, *w.shape[1:]) for n, w in homes.items()}
-        wide = {n: kind for n, (_, kind) in kinds.items()}
+            self._slots = replicas.gradient_slots(
+                {n: (tuple(w.shape[1:]), wide[n]) for n, w in homes.items()}
+            )
+        else:  # empty, so that no memory is cleared
+            self._slots = {n: w.new_empty(0, *w.shape[1:]) for n, w in homes.items()}
         narrower = any(w.dtype != wide[n] for n, w in homes.items())
         apart = replicas.possible and knows_spans and narrower
         self._spans = replicas.spans() if apart else None
@@ -336,23 +344,23 @@ class _Gradients:
         }
 
     def of(self, layer: str) -> tuple[Any, Stacks | None]:
-        """Where the gradients of one layer go."""
-        return _layer(self._of_homes, self._of_copies, layer, self._own, self._spans)
+        """Return the memory for the gradients of one layer."""
+        return _layer(self._of_homes, self._slots, layer, self._own, self._spans)
 
     def reduce(self) -> Beside | None:
-        """Begin to add those of the copies to those of the homes, beside the product to come."""
+        """Start to add the gradients of replicas to the home gradients."""
         if not self._replicas.possible:
             return None
         return self._replicas.reduce(self._of_homes, self._own or None, beside=True)
 
     def reduced(self) -> list[torch.Tensor]:
-        """The gradients of the home experts, with those of all their copies."""
+        """Wait for `reduce` and return the gradients of the home experts."""
         self._replicas.reduced()
         return [self._of_homes[name].to(weight.dtype) for name, weight in self._homes.items()]
 
 
 @torch.no_grad()
 def draw(weight: torch.Tensor, generator: torch.Generator) -> None:
-    """Fill a weight `[out, in]` evenly within 1 / sqrt(in), alike for every type and device."""
+    """Fill a weight `[out, in]` uniformly within 1 / sqrt(in), equally for all dtypes."""
     drawn = torch.rand(weight.shape, generator=generator, dtype=torch.float64)
     weight.copy_((2 * drawn - 1) / math.sqrt(weight.shape[-1]))

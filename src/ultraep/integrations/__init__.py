@@ -1,1 +1,1 @@
-"""Models of other libraries, balanced; each subpackage imports its library, and no other does."""
+"""Balanced models of other libraries. Each subpackage imports only its own library."""

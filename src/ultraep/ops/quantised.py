@@ -17,7 +17,7 @@ from types import ModuleType
 import torch
 
 import ultraep.ops.formats as formats
-from ultraep.bundle import Weights, seen
+from ultraep.bundle import Weights, bundle_versions
 from ultraep.errors import ConfigError
 from ultraep.ops.formats import E4M3, Format
 from ultraep.ops.modes import unseen
@@ -145,7 +145,7 @@ class QuantisedWeights:
         promise: as long as it is the same, that is not necessary, but torch may know better; 0:
             nothing is promised. A graph that is captured quantises whenever it is replayed.
         """
-        now = promise, seen(full)
+        now = promise, bundle_versions(full)
         if promise and now == self._seen and not _captured(full):
             return
         for name, weight in full.items():

@@ -1,12 +1,12 @@
-"""Beside DDP, FSDP2 and DCP: what is to be done because every rank has experts of its own.
+"""Train with DDP, FSDP2 and DCP when every rank holds different experts.
 
-    expert_parameters, dense_parameters   which parameters are a rank's own, and which are not
-    data_parallel, leave_out_experts      DistributedDataParallel of all but the experts
-    average_expert_gradients              experts at the scale that dense gradients have
-    clip_grad_norm                        by the norm of all gradients of all ranks
+    expert_parameters, dense_parameters   parameters that differ between ranks, and all others
+    data_parallel, leave_out_experts      DistributedDataParallel without the experts
+    average_expert_gradients              scale expert gradients like dense gradients
+    clip_grad_norm                        clip by the norm of all gradients of all ranks
     ShardedState                          model and optimizer for torch.distributed.checkpoint
 
-What would damage experts in silence is refused: `wrapped.py` and `home.py`.
+Wrappers that would silently damage experts are refused (`wrapped.py`, `home.py`).
 """
 
 from ultraep.parallel.checkpoint import ShardedState

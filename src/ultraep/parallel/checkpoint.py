@@ -1,8 +1,8 @@
-"""Model and optimizer for torch.distributed.checkpoint: every expert is a tensor of its own there.
+"""Model and optimizer for torch.distributed.checkpoint, with one entry per expert.
 
-A parameter `moe.experts.down_proj` holds other experts on every rank; saved under that name, only
-those of one rank would be left. So its experts are saved as `moe.experts.down_proj.0`, `.1` and so
-on, each by a rank that has it, and the checkpoint fits any number of ranks and any homes.
+A parameter such as `moe.experts.down_proj` holds different experts on every rank. Saved under that
+name, only the experts of one rank would survive. `ShardedState` saves `moe.experts.down_proj.0`,
+`.1` and so on, each from a rank that holds it, so the checkpoint loads on any number of ranks.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ MODEL, OPTIMIZER = "model.", "optimizer."
 
 
 class ShardedState:
-    """What to give to `dcp.save` and `dcp.load`:
+    """A state for `dcp.save` and `dcp.load`:
 
         dcp.save({"training": ShardedState(model, optimizer)}, checkpoint_id=folder)
         dcp.load({"training": ShardedState(model, optimizer)}, checkpoint_id=folder)
 
-    model: as it is, compiled, or wrapped by DistributedDataParallel or `fully_shard`.
-    optimizer: None to save or load the model alone.
+    model: plain, compiled, or wrapped by DistributedDataParallel or `fully_shard`.
+    optimizer: None: save or load the model only.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
@@ -37,70 +37,74 @@ class ShardedState:
         self.optimizers = [] if optimizer is None else [optimizer]
 
     def state_dict(self) -> dict[str, Any]:
-        """All tensors share memory with model and optimizer: `dcp.load` fills these."""
+        """Return the state; its tensors share memory with model and optimizer."""
         experts = self._experts()
         state: dict[str, Any] = {}
         for key, value in self._stacked().items():
-            state |= by_expert(key, value, experts)
+            state |= _by_expert(key, value, experts)
         return state
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what was loaded."""
+        """Copy a loaded state into model and optimizer."""
         from torch.distributed.checkpoint.state_dict import set_state_dict
 
         experts, stacked = self._experts(), self._stacked()
         for key, value in stacked.items():
-            parts = by_expert(key, value, experts)
+            parts = _by_expert(key, value, experts)
             if key in parts:
                 stacked[key] = state[key]
             else:
                 for name, part in parts.items():
                     part.copy_(state[name])
+        model, optimizer = (
+            {key.removeprefix(start): v for key, v in stacked.items() if key.startswith(start)}
+            for start in (MODEL, OPTIMIZER)
+        )
         set_state_dict(
             self.model,
             self.optimizers,
-            model_state_dict=section(stacked, MODEL),
-            optim_state_dict=section(stacked, OPTIMIZER),
-            options=flat(),
+            model_state_dict=model,
+            optim_state_dict=optimizer,
+            options=_options(),
         )
 
     def _stacked(self) -> dict[str, Any]:
-        """The state with all home experts of this rank in one tensor, as model and optimizer do."""
+        """Return the state of model and optimizer, with experts stacked as in the model."""
         from torch.distributed.checkpoint.state_dict import get_state_dict
 
-        model, optimizer = get_state_dict(self.model, self.optimizers, options=flat())
-        named: dict[str, Any] = {MODEL + name: value for name, value in model.items()}
-        return named | {OPTIMIZER + name: value for name, value in optimizer.items()}
+        model, optimizer = get_state_dict(self.model, self.optimizers, options=_options())
+        state: dict[str, Any] = {MODEL + name: value for name, value in model.items()}
+        return state | {OPTIMIZER + name: value for name, value in optimizer.items()}
 
     def _experts(self) -> dict[str, tuple[int, ...]]:
-        """The experts in what is kept under these keys, and under keys that start with one."""
+        """Return the home experts of each state key, or prefix of keys, of expert tensors."""
         names = {id(parameter): name for name, parameter in self.model.named_parameters()}
-        found = {}
+        experts = {}
         for prefix, module in home_modules(self.model).items():
             module.check_stacked()
             own = list(module.state_dict(prefix=prefix and f"{prefix}."))
             own += [names[id(p)] for p in module.home_parameters() if id(p) in names]
             for name in own:
                 for start in (MODEL, OPTIMIZER + "state."):
-                    found[start + name.replace("_orig_mod.", "")] = module.home_experts
-        return found
+                    experts[start + name.replace("_orig_mod.", "")] = module.home_experts
+        return experts
 
 
-def by_expert(key: str, value: Any, experts: Mapping[str, Sequence[int]]) -> dict[str, Any]:
-    """What is stacked over experts, each under a key of its own; anything else as it is."""
+def _by_expert(key: str, value: Any, experts: Mapping[str, Sequence[int]]) -> dict[str, Any]:
+    """Split a tensor that is stacked over experts into one entry per expert."""
     owner = key
     while owner and owner not in experts:
         owner = owner.rpartition(".")[0]
     if not owner or not isinstance(value, torch.Tensor) or not value.ndim:
         return {key: value}
-    homes = homes_in(key, value, experts[owner])
+    homes = _local_homes(key, value, experts[owner])
     rows = local(value)
     return {f"{key}.{expert}": rows[index] for index, expert in enumerate(homes)}
 
 
-def homes_in(key: str, stacked: torch.Tensor, homes: Sequence[int]) -> Sequence[int]:
-    """Those home experts of which this rank has the rows, where several ranks share them."""
+def _local_homes(key: str, stacked: torch.Tensor, homes: Sequence[int]) -> Sequence[int]:
+    """Return the home experts whose rows this rank holds, if several ranks shard them."""
     if len(stacked) != len(homes):
         raise ConfigError(f"{key!r} has {len(stacked)} rows for {len(homes)} home experts")
     mesh = mesh_of(stacked)
@@ -108,18 +112,14 @@ def homes_in(key: str, stacked: torch.Tensor, homes: Sequence[int]) -> Sequence[
         return homes
     placements = stacked.placements  # type: ignore[attr-defined]
     if mesh.ndim != 1 or not placements[0].is_shard(0):
-        raise ConfigError(f"{key!r} is to be sharded along its experts, got {placements}")
+        raise ConfigError(f"{key!r} must be sharded along its experts, got {placements}")
     share = -(-len(homes) // mesh.size())
     first = share * mesh.get_local_rank()
     return homes[first : first + share]
 
 
-def section(state: Mapping[str, Any], start: str) -> dict[str, Any]:
-    return {k.removeprefix(start): value for k, value in state.items() if k.startswith(start)}
-
-
-def flat() -> Any:
-    """One level of keys, for parameters that only some ranks have."""
+def _options() -> Any:
+    """Return options for one level of keys, as some parameters exist on some ranks only."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions  # takes a second
 
     return StateDictOptions(flatten_optimizer_state_dict=True)

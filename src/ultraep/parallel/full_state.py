@@ -1,6 +1,6 @@
-"""State of a model and its optimizer with the experts of all ranks, for any number of ranks.
+"""State of model and optimizer with the experts of all ranks, which loads on any number of ranks.
 
-To gather one is collective: all ranks call it, also those that do not keep what is found.
+Gathering is collective: all ranks call it, also those that do not keep the result.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ State = dict[str, torch.Tensor]
 
 
 def full_state_dict(model: nn.Module, *, keep: bool = True) -> State:
-    """The `state_dict` of a model on the host, with the experts of all ranks in their order.
+    """Return the `state_dict` of a model on the host, with the experts of all ranks.
 
-    keep: whether this rank wants it; else it takes part, and gets nothing.
+    keep: False: take part in the collective, but return nothing.
     """
     state = dict(model.state_dict()) if keep else {}
     for prefix, moe in moe_layers(model).items():
-        whole = moe.full_state_dict()
+        layer_state = moe.full_state_dict()
         if keep:
-            state |= {prefix + name: tensor for name, tensor in whole.items()}
+            state |= {prefix + name: tensor for name, tensor in layer_state.items()}
     return {name: tensor.cpu() for name, tensor in state.items()}
 
 
 def load_full_state_dict(model: nn.Module, state: Mapping[str, torch.Tensor]) -> None:
-    """Load a `full_state_dict`, also one of another number of ranks."""
+    """Load a `full_state_dict`, saved on any number of ranks."""
     own = dict(state)
     for prefix, moe in moe_layers(model).items():
         part = {n.removeprefix(prefix): t for n, t in state.items() if n.startswith(prefix)}
@@ -46,46 +46,46 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, torch.Tensor]) ->
 def full_optimizer_state(
     model: nn.Module, optimizer: torch.optim.Optimizer, *, keep: bool = True
 ) -> dict[str, State]:
-    """What the optimizer knows of every parameter, by its name; as `full_state_dict`."""
-    balancers, found = balancer_of_experts(model), {}
+    """Return the optimizer state of every parameter, by name; see `full_state_dict`."""
+    balancers, full_state = balancer_of_experts(model), {}
     for name, parameter in model.named_parameters():
-        known: State = dict(optimizer.state.get(parameter, {}))
+        state: State = dict(optimizer.state.get(parameter, {}))
         if name in balancers:
-            known = {
-                k: gather_experts(t, balancers[name]) if t.ndim else t for k, t in known.items()
+            state = {
+                k: gather_experts(t, balancers[name]) if t.ndim else t for k, t in state.items()
             }
         if keep:
-            found[name] = {key: tensor.cpu() for key, tensor in known.items()}
-    return found
+            full_state[name] = {key: tensor.cpu() for key, tensor in state.items()}
+    return full_state
 
 
 def load_full_optimizer_state(
     model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, State]
 ) -> None:
-    """Load a `full_optimizer_state`, also one of another number of ranks."""
+    """Load a `full_optimizer_state`, saved on any number of ranks."""
     balancers = balancer_of_experts(model)
     for name, parameter in model.named_parameters():
         if name not in state:
-            raise ConfigError(f"the state of the optimizer has no parameter {name!r}")
-        known: dict[str, Any] = state[name]
+            raise ConfigError(f"the optimizer state has no parameter {name!r}")
+        own: dict[str, Any] = state[name]
         if name in balancers:
             topology, rank = balancers[name].topology, balancers[name].rank
-            mine = topology.home_experts(rank).tolist()
-            known = {key: t[mine] if t.ndim else t for key, t in known.items()}
+            home_experts = topology.home_experts(rank).tolist()
+            own = {key: t[home_experts] if t.ndim else t for key, t in own.items()}
         optimizer.state[parameter] = {
             key: tensor.to(parameter.device if tensor.ndim else "cpu", copy=True)
-            for key, tensor in known.items()
+            for key, tensor in own.items()
         }
 
 
 def moe_layers(model: nn.Module) -> dict[str, BalancedMoE]:
-    """The layers with experts, by the prefix of their parameters."""
+    """Return the balanced layers, by the prefix of their parameters."""
     named = model.named_modules()
     return {f"{name}." if name else "": m for name, m in named if isinstance(m, BalancedMoE)}
 
 
 def balancer_of_experts(model: nn.Module) -> dict[str, Balancer]:
-    """For each parameter of home experts, by name, who knows their ranks."""
+    """Return the balancer of each expert parameter, by name."""
     layers = moe_layers(model).items()
     return {
         prefix + name: moe.balancer for prefix, moe in layers for name in expert_parameters(moe)

@@ -1,9 +1,9 @@
-"""Gradients of experts beside dense ones: the same scale, and one norm.
+"""Scale and clip the gradients of experts together with dense gradients.
 
-The loss of a rank is a mean over its tokens; the loss of the job is the mean over all W ranks. DDP
-and FSDP2 average dense gradients over W. Gradients of home experts arrive as sums over the losses
-of the expert-parallel group; ranks of other groups that hold the same experts have sums of their
-own. All of these together, divided by W, are the gradients of the loss of the job.
+The loss of a rank is the mean over its tokens; the loss of the job is the mean over all W ranks.
+DDP and FSDP2 average dense gradients over W. Gradients of home experts arrive as sums over their
+expert-parallel group. Summed over the DP replicas of that group and divided by W, they are the
+gradients of the loss of the job.
 """
 
 from __future__ import annotations
@@ -17,51 +17,54 @@ from torch import nn
 from torch.nn.utils import get_total_norm
 
 from ultraep.errors import ConfigError
-from ultraep.parallel.home import ranks_of_experts, strangers
-from ultraep.parallel.tensors import local, mesh_of, pieces
+from ultraep.parallel.home import hold_different_experts, ranks_of_experts
+from ultraep.parallel.tensors import local, mesh_of, num_shards
 
-SMALLEST = 1e-6  # a norm to divide by
+SMALLEST = 1e-6  # added to the norm before dividing
 
 
 @torch.no_grad()
-def average_expert_gradients(model: nn.Module, alike: dist.ProcessGroup | None = None) -> None:
-    """Make the gradients of experts averages over all ranks; once a step, after the last backward.
+def average_expert_gradients(
+    model: nn.Module, dp_replicas: dist.ProcessGroup | None = None
+) -> None:
+    """Average the gradients of experts over all ranks. Call once per step, after backward.
 
-    alike: the ranks with the same experts as this one, all of which call this; None: there are no
-        others. Of parameters that `fully_shard` manages, it has averaged the gradients over them.
+    dp_replicas: the group of ranks that hold the same experts as this rank, all of which make this
+        call. None: no other rank holds them. Gradients under `fully_shard` are already averaged
+        over this group.
     """
-    of_groups: dict[tuple[int, ...], list[torch.Tensor]] = defaultdict(list)
-    for parameter, spread in ranks_of_experts(model).items():
+    gradients_by_ranks: dict[tuple[int, ...], list[torch.Tensor]] = defaultdict(list)
+    for parameter, ranks in ranks_of_experts(model).items():
         if parameter.grad is not None:
-            of_groups[spread].append(parameter.grad)
-    for spread, gradients in of_groups.items():
+            gradients_by_ranks[ranks].append(parameter.grad)
+    for ranks, gradients in gradients_by_ranks.items():
         plain = [gradient for gradient in gradients if mesh_of(gradient) is None]
         if plain:
-            check_alike(alike, spread)
-            add_up(plain, alike)
-            torch._foreach_div_(plain, len(spread) * (alike.size() if alike is not None else 1))
+            _check_dp_replicas(dp_replicas, ranks)
+            _all_reduce(plain, dp_replicas)
+            torch._foreach_div_(plain, len(ranks) * (dp_replicas.size() if dp_replicas else 1))
         sharded = [local(gradient) for gradient in gradients if mesh_of(gradient) is not None]
         if sharded:
-            torch._foreach_div_(sharded, len(spread))
+            torch._foreach_div_(sharded, len(ranks))
 
 
-def check_alike(alike: dist.ProcessGroup | None, spread: Sequence[int]) -> None:
-    """Whether these can be the ranks with the same experts, and all of them."""
-    size = dist.get_world_size() if dist.is_initialized() else 1
-    if alike is None and size > len(spread):
+def _check_dp_replicas(dp_replicas: dist.ProcessGroup | None, expert_ranks: Sequence[int]) -> None:
+    """Raise unless this group can be all ranks that hold the same experts."""
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    if dp_replicas is None and world > len(expert_ranks):
         raise ConfigError(
-            f"there are {size} ranks, and the experts are spread over {len(spread)}: pass alike=, "
-            "the ranks with the same experts as this one; if there are no others, a group of one"
+            f"the job has {world} ranks, but the experts are spread over {len(expert_ranks)}: pass "
+            "dp_replicas=, the group of ranks with the same experts, or a group of this rank alone"
         )
-    together = dist.get_process_group_ranks(alike) if alike is not None else []
-    if strangers(together, spread):
+    group = dist.get_process_group_ranks(dp_replicas) if dp_replicas is not None else []
+    if hold_different_experts(group, expert_ranks):
         raise ConfigError(
-            f"ranks {together} are not alike: the experts are spread over {list(spread)}"
+            f"dp_replicas must hold the same experts, but ranks {group} are among the ranks that "
+            f"the experts are spread over, {list(expert_ranks)}"
         )
 
 
-def add_up(gradients: list[torch.Tensor], group: dist.ProcessGroup | None) -> None:
-    """Sums over the ranks of a group, in place."""
+def _all_reduce(gradients: list[torch.Tensor], group: dist.ProcessGroup | None) -> None:
     if group is None:
         return
     pending = [dist.all_reduce(gradient, group=group, async_op=True) for gradient in gradients]
@@ -73,27 +76,28 @@ def add_up(gradients: list[torch.Tensor], group: dist.ProcessGroup | None) -> No
 def clip_grad_norm(
     model: nn.Module, max_norm: float, *, group: dist.ProcessGroup | None = None
 ) -> torch.Tensor:
-    """Limit the norm of all gradients to `max_norm`; what it was before, the same on all ranks.
+    """Scale all gradients so that their norm is at most `max_norm`; return the norm before.
 
-    Every expert counts once, wherever it is at home and however many ranks have it, and so does
-    every dense parameter, sharded or not. Comes after `average_expert_gradients`.
+    The norm is the same on all ranks: it counts every expert and every dense parameter once,
+    however they are sharded. Call after `average_expert_gradients`.
 
-    group: all ranks of the job, among which one number is summed up; None: the default group.
+    group: all ranks of the job; None: the default group. One number is all-reduced.
     """
-    gradients: dict[int, list[torch.Tensor]] = defaultdict(list)
+    gradients_by_parts: dict[int, list[torch.Tensor]] = defaultdict(list)
     total = torch.zeros((), dtype=torch.float64, device=next(model.parameters()).device)
-    spread = ranks_of_experts(model)
+    expert_ranks = ranks_of_experts(model)
     for parameter in model.parameters():
         if parameter.grad is not None:
-            parts = len(spread.get(parameter, [0])) * pieces(parameter.grad)
-            gradients[parts].append(local(parameter.grad))
-    for parts, found in gradients.items():  # one of so many parts: size / parts ranks have it
-        total += parts * get_total_norm(found).double().square()
+            parts = len(expert_ranks.get(parameter, [0])) * num_shards(parameter.grad)
+            gradients_by_parts[parts].append(local(parameter.grad))
+    # Each of `parts` parts is on world / parts ranks.
+    for parts, gradients in gradients_by_parts.items():
+        total += parts * get_total_norm(gradients).double().square()
     if dist.is_initialized():
         dist.all_reduce(total, group=group)
         total /= dist.get_world_size(group)
     norm = total.sqrt()
     factor = (max_norm / (norm + SMALLEST)).clamp(max=1.0)
-    for found in gradients.values():
-        torch._foreach_mul_(found, factor)
+    for gradients in gradients_by_parts.values():
+        torch._foreach_mul_(gradients, factor)
     return norm

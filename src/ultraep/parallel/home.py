@@ -1,7 +1,7 @@
-"""Parameters of home experts: under one name, every rank of the group has others.
+"""Modules of home experts, whose parameters differ from rank to rank.
 
-What replicates a parameter, or shards it, takes all ranks to hold the same. So these carry the
-ranks over which the experts are spread, and refuse to become one tensor of several such ranks.
+DDP and FSDP assume that a parameter is the same on all ranks. Expert parameters therefore carry
+the ranks that the experts are spread over, and refuse to become one DTensor of several such ranks.
 """
 
 from __future__ import annotations
@@ -19,32 +19,33 @@ from ultraep.parallel.tensors import mesh_of
 class HomeModule(nn.Module):
     """A module whose parameters are stacked over the home experts of this rank.
 
-    home_experts: which they are, in the order of the stack.
-    ranks: over which all experts are spread, as torch.distributed counts; every parameter carries
-        them as `expert_ranks`.
+    home_experts: the experts, in the order of the stack.
+    ranks: the global ranks that all experts are spread over. Every parameter has them as its
+        attribute `expert_ranks`.
     """
 
     home_experts: tuple[int, ...]
     ranks: tuple[int, ...] = (0,)
 
     def spread_over(self, balancer: Any) -> None:
-        """Say who has the other experts."""
+        """Record the ranks of the balancer as the ranks of the experts."""
         group = balancer.group
-        every = dist.get_process_group_ranks(group) if group else range(balancer.topology.ranks)
-        self.ranks = tuple(every)
+        ranks = dist.get_process_group_ranks(group) if group else range(balancer.topology.ranks)
+        self.ranks = tuple(ranks)
         self._mark()
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """As any module, unless the parameter is one with those of ranks that have other experts.
+        """Register a parameter; refuse a DTensor that spans ranks with different experts.
 
-        A DTensor is what `fully_shard`, `distribute_module` and their like put in its place.
+        `fully_shard`, `distribute_module` and others replace parameters by DTensors.
         """
         mesh = None if param is None else mesh_of(param)
-        together = [] if mesh is None else mesh.mesh.flatten().tolist()
-        if strangers(together, self.ranks):
+        mesh_ranks = [] if mesh is None else mesh.mesh.flatten().tolist()
+        if hold_different_experts(mesh_ranks, self.ranks):
             raise ConfigError(
-                f"{name!r} of home experts would be one DTensor of ranks {together}, but each "
-                f"of ranks {list(self.ranks)} has other experts: leave them out, fully_shard(..., "
+                f"{name!r} of home experts would become one DTensor of ranks {mesh_ranks}, but "
+                f"each of ranks {list(self.ranks)} has other experts: exclude them with "
+                "fully_shard(..., "
                 "ignored_params=set(ultraep.parallel.expert_parameters(model).values())), "
                 "or shard them over ranks that have the same experts"
             )
@@ -52,23 +53,23 @@ class HomeModule(nn.Module):
         self._mark()
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # Only a module that has a method of this name is told of parameters that fully_shard sets.
+        # fully_shard calls register_parameter only on modules that define __setattr__.
         super().__setattr__(name, value)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self._mark()  # copies of parameters come without
+        self._mark()  # copied parameters lose their attributes
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> HomeModule:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        self._mark()  # on another kind of device they are new ones
+        self._mark()  # moving to another device type creates new parameters
         return self
 
     def check_stacked(self) -> None:
-        """Raise if a parameter holds one expert, so that nobody knows which by its name."""
+        """Raise if the parameters are not stacked over the home experts."""
 
     def home_parameters(self) -> list[nn.Parameter]:
-        """All that the home experts consist of, also where other modules hold them."""
+        """Return the parameters of the home experts, including those that other modules own."""
         return list(self.parameters())
 
     def _mark(self) -> None:
@@ -76,29 +77,29 @@ class HomeModule(nn.Module):
             parameter.expert_ranks = self.ranks  # type: ignore[attr-defined]
 
 
-def strangers(together: Sequence[int], spread: Sequence[int]) -> bool:
-    """Whether ranks that hold something together have different experts, spread over `spread`."""
-    return len(set(together) & set(spread)) > 1
+def hold_different_experts(ranks: Sequence[int], expert_ranks: Sequence[int]) -> bool:
+    """Return whether two of `ranks` hold different experts, spread over `expert_ranks`."""
+    return len(set(ranks) & set(expert_ranks)) > 1
 
 
 def home_modules(model: nn.Module) -> dict[str, HomeModule]:
-    """Where the experts of a model are, by name."""
+    """Return the modules of home experts, by name."""
     return {name: m for name, m in model.named_modules() if isinstance(m, HomeModule)}
 
 
 def expert_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Parameters of home experts, by name: every rank has others."""
+    """Return the parameters of home experts, by name. They differ between ranks."""
     experts = {id(parameter) for parameter in ranks_of_experts(model)}
     return {name: p for name, p in model.named_parameters() if id(p) in experts}
 
 
 def dense_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """All other parameters, by name: the same on every rank."""
+    """Return all other parameters, by name. They are the same on every rank."""
     experts = expert_parameters(model)
     return {name: p for name, p in model.named_parameters() if name not in experts}
 
 
 def ranks_of_experts(model: nn.Module) -> dict[nn.Parameter, tuple[int, ...]]:
-    """For each parameter of experts, the ranks over which these are spread."""
+    """Return, for each expert parameter, the ranks that the experts are spread over."""
     modules = home_modules(model).values()
     return {parameter: m.ranks for m in modules for parameter in m.home_parameters()}

@@ -1,4 +1,4 @@
-"""What a rank has of a tensor that may be a DTensor; without its import, which takes a second."""
+"""Local parts of tensors that may be DTensors, without importing DTensor (one second)."""
 
 from __future__ import annotations
 
@@ -9,20 +9,19 @@ import torch
 
 
 def mesh_of(tensor: torch.Tensor) -> Any:
-    """The ranks of a DTensor; None for any other tensor."""
+    """Return the device mesh of a DTensor; None for other tensors."""
     return getattr(tensor, "device_mesh", None)
 
 
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank has of it."""
-    distributed: Any = tensor
-    return tensor if mesh_of(tensor) is None else distributed.to_local()
+def local(tensor: Any) -> torch.Tensor:
+    """Return the part of a tensor on this rank."""
+    part: torch.Tensor = tensor if mesh_of(tensor) is None else tensor.to_local()
+    return part
 
 
-def pieces(tensor: torch.Tensor) -> int:
-    """Into how many parts it is split."""
+def num_shards(tensor: Any) -> int:
+    """Return the number of parts that a tensor is split into."""
     if mesh_of(tensor) is None:
         return 1
-    distributed: Any = tensor
-    placed = zip(mesh_of(tensor).shape, distributed.placements, strict=True)
-    return math.prod(ranks for ranks, placement in placed if placement.is_shard())
+    sizes = zip(mesh_of(tensor).shape, tensor.placements, strict=True)
+    return math.prod(size for size, placement in sizes if placement.is_shard())

@@ -162,7 +162,7 @@ class DeviceClock:
 
     def planned(self, microbatch: MicrobatchInfo, plan: AnyPlan) -> None:
         if not torch.cuda.is_current_stream_capturing():
-            later = plan.later()
+            later = plan.to_host_async()
             self._waiting.append(lambda: self._notes.planned(microbatch, later()))
         elif self._replays is not None:
             self._replays.captured(microbatch, plan)  # type: ignore[arg-type]

@@ -66,7 +66,7 @@ def warn_if_idle(rank: int, topology: Topology, policy: str, *, chosen: bool) ->
 
     chosen: the caller asked for exactly these ranks, so one rank is no mistake.
     """
-    if rank > 0 or topology.can_copy or policy == "none" or (chosen and topology.ranks == 1):
+    if rank > 0 or topology.can_replicate or policy == "none" or (chosen and topology.ranks == 1):
         return
     if topology.ranks == 1:
         cause = "it has one rank"

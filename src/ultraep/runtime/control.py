@@ -81,7 +81,7 @@ class DevicePlan:
         """The plan in memory of its own, which the next one does not overwrite."""
         return replace(self, loads=self.loads.clone(), result=self.result.clone())
 
-    def later(self) -> Callable[[], Plan]:
+    def to_host_async(self) -> Callable[[], Plan]:
         """A function that returns the `Plan` when the device has come so far; does not wait."""
         if self.result.device.type == "cpu":
             return self.to_host
@@ -169,7 +169,9 @@ class ControlPlane:
             limits,
             locality=config.locality,
             device=self.device,
-            timed=config.objective == "time" and config.policy == "ultraep" and topology.can_copy,
+            timed=config.objective == "time"
+            and config.policy == "ultraep"
+            and topology.can_replicate,
         )
         self._counter = Counter(topology.experts, rows, self.device)
         self._rerouter = Rerouter(self._planner, self._counter)

@@ -95,7 +95,7 @@ class Pricing:
         return self._priced[config, rates]
 
     def _depends(self, config: BalanceConfig) -> bool:
-        return self._topology.can_copy and asks(config)
+        return self._topology.can_replicate and asks(config)
 
     def known(self) -> dict[int, dict[int, dict[str, int]]]:
         """The measured rates in plain numbers: by layer, from so many rows of an expert on."""

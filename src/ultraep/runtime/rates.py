@@ -34,7 +34,7 @@ from ultraep.config import BalanceConfig, Rates
 from ultraep.dispatch import Arrivals
 from ultraep.microbatch import Inputs, Replicas
 from ultraep.ops.products import accumulator
-from ultraep.plan import Plan, plan_of_copies
+from ultraep.plan import Plan, plan_from_replicas
 from ultraep.topology import Topology
 
 Trial: TypeAlias = Callable[[Plan, Bundle, int], Replicas]  # of a synthetic plan, by number
@@ -219,7 +219,9 @@ class _Trials:
         topology = self._topology
         tokens_RE = np.ones((topology.ranks, topology.experts), dtype=np.int64)
         placed = np.asarray(placed_C3, dtype=np.int64).reshape(-1, 3)
-        plan: Plan = plan_of_copies(tokens_RE, topology, BalanceConfig(objective="balance"), placed)
+        plan: Plan = plan_from_replicas(
+            tokens_RE, topology, BalanceConfig(objective="balance"), placed
+        )
         self._number += 1
         return self._trial(plan, bundle, self._number)
 

@@ -34,7 +34,7 @@ class Stats:
         self._copies += plan.num_replicas
         self._tokens += plan.total
         self._remote += plan.remote_tokens
-        time, without = plan.time, plan.time_without_copies
+        time, without = plan.time, plan.time_without_replicas
         if time is not None and without is not None:
             self._priced += 1
             self._left_alone += plan.left_alone

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from ultraep.bundle import Bundle, Weights, seen
+from ultraep.bundle import Bundle, Weights, bundle_versions
 
 
 class _OptimizerSteps:
@@ -82,7 +82,7 @@ class Versions:
         if not self.promise:
             self._last += 1
             return self._last
-        weights, known = seen(bundle), self._known.get(layer)
+        weights, known = bundle_versions(bundle), self._known.get(layer)
         if known is None or known.weights != weights:
             self._last += 1
             known = self._known[layer] = _Known(weights, self._last)

@@ -21,7 +21,7 @@ from ultraep.config import BalanceConfig, Rates
 from ultraep.errors import FileError
 from ultraep.files.reading import names_of_arrays
 from ultraep.files.writing import is_unfinished
-from ultraep.plan import Plan, plan_of_copies
+from ultraep.plan import Plan, plan_from_replicas
 from ultraep.topology import Topology
 from ultraep.trace.files import check_pieces, read_header, read_piece, read_single, write_arrays
 from ultraep.trace.join import join
@@ -125,7 +125,7 @@ class Trace:
     def left_alone(self) -> NDArray[np.bool_]:
         """[N] whether ranks stay uneven, since by the rates no copies would pay."""
         uneven = self.imbalance_before > 1 + self.header.tolerance
-        free = (self.rates[:, 0] > 0) & (self.policy == "ultraep") & self.topology.can_copy
+        free = (self.rates[:, 0] > 0) & (self.policy == "ultraep") & self.topology.can_replicate
         found: NDArray[np.bool_] = uneven & free & (self.num_copies == 0)
         return found
 
@@ -148,7 +148,7 @@ class Trace:
         begin, end = (int(self.copy_ends[n]) if n >= 0 else 0 for n in (record - 1, record))
         copies = self.copies[begin:end].astype(np.int64)
         copies[:, 2] = self.quotas[begin:end]
-        return plan_of_copies(self.loads[record], self.topology, self.config(record), copies)
+        return plan_from_replicas(self.loads[record], self.topology, self.config(record), copies)
 
     def of_layer(self, layer: int) -> Trace:
         """The records of one layer."""

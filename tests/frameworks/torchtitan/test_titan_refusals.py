@@ -84,7 +84,7 @@ def test_recipes_of_eight_bits(make, name):
             for f in dataclasses.fields(one.inner_experts)
         }
         one.inner_experts = make(GroupedExperts).Config(**own)
-    refused(config, f"{name}GroupedExperts cannot be balanced, what the scales of 8 bits")
+    refused(config, f"{name}GroupedExperts cannot be balanced, replicas do not include FP8 scales")
     for one in routed:
         swap_token_dispatcher(one, 16)
     refused(config, "TorchAOTokenDispatcher cannot be balanced, it pads tokens")
@@ -117,8 +117,8 @@ def test_other_routed_experts():
     [
         ({"policy": "nonsense"}, "nonsense"),
         ({"tolerance": -1}, "tolerance must lie between 0 and 1000, got -1"),
-        ({"slotz": 2}, "not to be set here: slotz; known are .*in_flight"),
-        ({"experts": 2}, "not to be set here: experts"),
+        ({"slotz": 2}, "set by torchtitan: slotz; use .*in_flight"),
+        ({"experts": 2}, "set by torchtitan: experts"),
     ],
 )
 def test_options_that_cannot_work(options, match):
@@ -140,7 +140,7 @@ def test_experts_outside_of_a_group():
     config = config_of()
     apply(config)
     experts = config.model_spec.model.layers[0].moe.routed_experts.build()
-    with pytest.raises(ConfigError, match="run only after parallelize"):
+    with pytest.raises(ConfigError, match="call parallelize"):
         experts(torch.zeros(1, 2, 64), *(torch.zeros(1, 2, 2) for _ in range(2)), torch.zeros(8))
 
 

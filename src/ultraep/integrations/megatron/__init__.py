@@ -1,8 +1,8 @@
-"""MoE layers of Megatron-Core, balanced.
+"""Balanced MoE layers of Megatron-Core.
 
-BalancedMoELayer              for a ModuleSpec, in place of MoELayer
-balanced                      a whole spec, with all its MoE layers
-balanced_layers, balancers    which layers of a model are balanced, and by whom
+BalancedMoELayer              replaces MoELayer in a ModuleSpec
+balanced                      replaces all MoE layers of a spec
+balanced_layers, balancers    the balanced layers of a model, and their balancers
 """
 
 from typing import TYPE_CHECKING, Any
@@ -24,6 +24,6 @@ def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     MEGATRON.check()
-    from ultraep.integrations.megatron import layer  # it imports Megatron-Core, which takes seconds
+    from ultraep.integrations.megatron import layer  # imports Megatron-Core: seconds
 
     return getattr(layer, name)

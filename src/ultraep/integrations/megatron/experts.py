@@ -1,7 +1,7 @@
-"""The experts of Megatron-Core: of which tensors they consist, and how they run with others.
+"""Run the experts of Megatron-Core with other tensors.
 
-The library's own `forward` computes, on home weights and on copies: it is given an object that
-looks like the module, with other tensors for another number of experts.
+The library's own `forward` computes home weights and replicas. It gets an `Overlay` of the module
+with other tensors and another number of experts.
 
 Shapes: H home experts, D model width.
 """
@@ -19,44 +19,44 @@ from torch.func import functional_call
 
 from ultraep.bundle import Stack
 from ultraep.errors import ConfigError
-from ultraep.integrations.common import InPlaceOf
+from ultraep.integrations.common import Overlay
 from ultraep.parallel.tensors import mesh_of
 
-WAITS = "DistributedDataParallel._make_forward_pre_hook"  # until weights are gathered
+PARAM_GATHER_HOOK = "DistributedDataParallel._make_forward_pre_hook"
 
 
 def check_spec(spec: Any) -> None:
-    """Raise if experts of this spec, or class, cannot be balanced; names them."""
-    kind = getattr(spec, "module", spec)
-    if not isinstance(kind, type) or not issubclass(kind, SequentialMLP | GroupedMLP):
-        name = getattr(kind, "__name__", kind)
+    """Raise if experts of this spec or class cannot be balanced."""
+    module = getattr(spec, "module", spec)
+    if not isinstance(module, type) or not issubclass(module, SequentialMLP | GroupedMLP):
+        name = getattr(module, "__name__", module)
         raise ConfigError(
-            f"experts of {name} cannot be balanced, those of SequentialMLP and GroupedMLP can "
+            f"{name} cannot be balanced; use SequentialMLP or GroupedMLP "
             "(moe_grouped_gemm=False, or moe_use_legacy_grouped_gemm=True)"
         )
-    if issubclass(kind, SequentialMLP):
+    if issubclass(module, SequentialMLP):
         for part in (spec.submodules.linear_fc1, spec.submodules.linear_fc2):
             layer = getattr(part, "module", part)
             if not issubclass(layer, ColumnParallelLinear | RowParallelLinear):
                 raise ConfigError(
-                    f"experts of {layer.__name__} cannot be balanced, those of "
-                    "ColumnParallelLinear and RowParallelLinear can (use_transformer_engine=False)"
+                    f"experts of {layer.__name__} cannot be balanced; use ColumnParallelLinear and "
+                    "RowParallelLinear (use_transformer_engine=False)"
                 )
 
 
 def without_fusion(experts: nn.Module) -> None:
-    """Let gradients of weights come from autograd, which adds those of the copies to them."""
+    """Disable fused weight gradients: replicas add their gradients through autograd."""
     for module in experts.modules():
         if getattr(module, "gradient_accumulation_fusion", False):
             module.gradient_accumulation_fusion = False  # type: ignore[assignment]
 
 
 def bundle_of(experts: Any) -> dict[str, Stack]:
-    """What a copy of an expert consists of.
+    """Return the tensors of a replica, as views of the parameters.
 
-    Views, since autograd hands on gradients of views in the order in which these were made, and of
-    parameters in any order: DDP begins to reduce a bucket when its gradients are there, and ranks
-    with the same experts must do so in the same order.
+    Autograd produces gradients of views in the order in which the views were created, but of
+    parameters in any order. DDP reduces a bucket when its gradients are complete, and ranks with
+    the same experts must reduce in the same order.
     """
     if isinstance(experts, GroupedMLP):
         homes, width = experts.num_local_experts, experts.config.hidden_size
@@ -65,27 +65,27 @@ def bundle_of(experts: Any) -> dict[str, Stack]:
             "weight2": experts.weight2.view(homes, -1, width),
         }
     each = [dict(expert.named_parameters()) for expert in experts.local_experts]
-    return {name: [one[name].view_as(one[name]) for one in each] for name in each[0]}
+    return {name: [own[name].view_as(own[name]) for own in each] for name in each[0]}
 
 
 def check_plain(experts: nn.Module) -> None:
-    """Raise if a parameter is not wholly here."""
+    """Raise if a parameter is sharded."""
     for name, parameter in experts.named_parameters():
         if mesh_of(parameter) is not None or not parameter.numel():
             raise ConfigError(
                 f"{name!r} is sharded, shape {list(parameter.shape)}: experts under FSDP cannot be "
-                "balanced, under DistributedDataParallel they can"
+                "balanced; use DistributedDataParallel"
             )
 
 
 def wait_for_weights(experts: nn.Module) -> None:
-    """Wait for weights that DDP still gathers (overlap_param_gather): they are about to be sent.
+    """Wait for weights that DDP is still gathering (overlap_param_gather), before sending them.
 
-    It waits in hooks of the modules that hold them, which do not know the tensors of copies.
+    DDP waits in forward hooks of the modules, which do not run for replicas.
     """
     for module in experts.modules():
         for hook in list(module._forward_pre_hooks.values()):
-            if getattr(hook, "__qualname__", "").startswith(WAITS):
+            if getattr(hook, "__qualname__", "").startswith(PARAM_GATHER_HOOK):
                 hook(module, ())
 
 
@@ -96,18 +96,18 @@ def compute(
     tensors: dict[str, Any],
     probs: torch.Tensor,
 ) -> torch.Tensor:
-    """[n, D] -> [n, D] as the library does it, with these tensors for so many rows each."""
+    """Run the library's experts on `[n, D]` rows with these tensors, `counts` rows each."""
     if isinstance(experts, GroupedMLP):
-        others = {name: tensor.contiguous() for name, tensor in tensors.items()}
+        replaced = {name: tensor.contiguous() for name, tensor in tensors.items()}
     else:
-        others = {"local_experts": _like(experts.local_experts[0], tensors)}
-    seen = InPlaceOf(experts, num_local_experts=len(counts), **others)
-    outputs: torch.Tensor = type(experts).forward(seen, rows, torch.tensor(counts), probs)[0]
+        replaced = {"local_experts": _experts_with(experts.local_experts[0], tensors)}
+    overlay = Overlay(experts, num_local_experts=len(counts), **replaced)
+    outputs: torch.Tensor = type(experts).forward(overlay, rows, torch.tensor(counts), probs)[0]
     return outputs
 
 
-def _like(expert: nn.Module, tensors: dict[str, Any]) -> list[Callable[..., Any]]:
-    """Experts like this one, with other tensors."""
+def _experts_with(expert: nn.Module, tensors: dict[str, Any]) -> list[Callable[..., Any]]:
+    """Return callables that run this expert with the tensors of each expert."""
     each = zip(*tensors.values(), strict=True)
-    weights = [dict(zip(tensors, held, strict=True)) for held in each]
+    weights = [dict(zip(tensors, own, strict=True)) for own in each]
     return [lambda *rows, own=own: functional_call(expert, own, rows) for own in weights]

@@ -1,10 +1,10 @@
-"""MoE models of torchtitan, balanced: overrides, which the framework takes by their names.
+"""Balanced MoE models of torchtitan, as overrides that the framework loads by name.
 
     --override.imports 'ultraep.integrations.torchtitan.balanced={"slots":1}'
                        ultraep.integrations.torchtitan.metrics
 
-balanced   its routed experts, with copies of hot ones in spare slots
-metrics    its metrics, with imbalance, copies and bytes among them
+balanced   routed experts with replicas of hot experts in spare slots
+metrics    the framework's metrics plus imbalance, replicas and bytes sent
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from ultraep.integrations.torchtitan.check import balancer_options, check_axes, 
 from ultraep.metrics.sinks import line_of
 from ultraep.runtime.balancer import Balancer
 
-TORCHTITAN.check()  # before what needs it
+TORCHTITAN.check()  # before importing it
 
 from torchtitan.components.metrics import MetricsProcessor  # noqa: E402
 from torchtitan.config.override import derive, override  # noqa: E402
@@ -30,17 +30,17 @@ __all__ = ["BalancedMetrics", "BalancedRoutedExperts", "balanced", "balancers", 
 
 @override(target=RoutedExperts.Config, description="expert parallelism balanced by ultraep")  # type: ignore[untyped-decorator]
 def balanced(cfg: Any, *, slots: int = 1, policy: str = "ultraep", **options: Any) -> Any:
-    """The configuration of balanced experts in place of `cfg`, called by the framework.
+    """Return the configuration of balanced experts; called by the framework.
 
     slots, policy, options: see `Balancer` and `BalanceConfig`.
     """
-    kinds = cfg, cfg.token_dispatcher, cfg.inner_experts
-    check_layer(*(kind._owner.__name__ for kind in kinds))
+    configs = cfg, cfg.token_dispatcher, cfg.inner_experts
+    check_layer(*(config._owner.__name__ for config in configs))
     sharding = cfg.inner_experts.sharding_config
     layouts = sharding.state_shardings.values() if sharding is not None else []
     check_axes([axis.value for layout in layouts for axis in layout.axes()])
-    given = balancer_options(slots, policy, options)
-    return derive(cfg, BalancedRoutedExperts.Config, balancer_options=given)
+    own = balancer_options(slots, policy, options)
+    return derive(cfg, BalancedRoutedExperts.Config, balancer_options=own)
 
 
 class BalancedMetrics(MetricsProcessor):  # type: ignore[misc]

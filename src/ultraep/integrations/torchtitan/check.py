@@ -1,7 +1,7 @@
-"""Which settings of torchtitan can be balanced; others are refused by name.
+"""Check the settings of torchtitan.
 
-Everything here is decided by names of classes and of mesh axes, while the configuration of a model
-is made: before a process group is asked for anything, and before a weight exists.
+The checks use only names of classes and mesh axes, and run while the model is configured: before
+any communication and before any weight is allocated.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from ultraep.runtime.balancer import Balancer
 ROUTED = "RoutedExperts"
 DISPATCHER = "AllToAllTokenDispatcher"
 EXPERTS = ("GroupedExperts", "GptOssGroupedExperts")
-OF_THE_FRAMEWORK = ("group", "experts", "homes", "config", "communicator", "peers", "share")
-WHY = {  # of what the framework has, by the beginning of its name
-    "TorchAO": "it pads tokens for experts of 8 bits, whose scales are not copied",
-    "DeepEP": "it is fused, and knows no spare slots",
-    "HybridEP": "it is fused, and knows no spare slots",
-    "MinimalAsyncEP": "it is fused, and knows no spare slots",
-    "Float8": "what the scales of 8 bits belong to is not known",
-    "MXFP8": "what the scales of 8 bits belong to is not known",
-    "Fused": "its kernels have not been tried on copies",
+SET_BY_TORCHTITAN = ("group", "experts", "homes", "config", "communicator", "peers", "share")
+REASONS = {  # by prefix of the class name
+    "TorchAO": "it pads tokens for FP8 experts, and replicas do not include scales",
+    "DeepEP": "it is fused and does not support spare slots",
+    "HybridEP": "it is fused and does not support spare slots",
+    "MinimalAsyncEP": "it is fused and does not support spare slots",
+    "Float8": "replicas do not include FP8 scales",
+    "MXFP8": "replicas do not include FP8 scales",
+    "Fused": "its kernels are not tested with replicas",
 }
 
 
 def check_layer(routed: str, dispatcher: str, experts: str) -> None:
     """Raise if a layer of these classes cannot be balanced."""
     if routed != ROUTED:
-        raise ConfigError(f"{routed} cannot be balanced, it is not the framework's {ROUTED}")
+        raise ConfigError(f"{routed} cannot be balanced: use the framework's {ROUTED}")
     if dispatcher != DISPATCHER:
         raise ConfigError(
             f"{dispatcher} cannot be balanced, {_reason(dispatcher)}: use {DISPATCHER} "
@@ -47,28 +47,28 @@ def check_layer(routed: str, dispatcher: str, experts: str) -> None:
 
 
 def _reason(name: str) -> str:
-    return next((why for start, why in WHY.items() if name.startswith(start)), "it is not known")
+    return next((why for start, why in REASONS.items() if name.startswith(start)), "it is unknown")
 
 
 def check_axes(axes: Collection[str]) -> None:
-    """Raise if these are not the mesh axes of weights that expert parallelism spreads."""
+    """Raise unless the weights are sharded over the mesh axis of expert parallelism."""
     if "ep" not in axes:
         tensor = " (tensor-parallel experts cannot be balanced)" * ("tp" in axes)
         raise ConfigError(
-            f"experts are spread over the mesh axes {', '.join(axes) or 'none'}, not over ep"
+            f"experts are sharded over the mesh axes {', '.join(axes) or 'none'}, not over ep"
             f"{tensor}: set parallelism.expert_parallel_degree to more than 1"
         )
 
 
 def balancer_options(slots: int, policy: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """What a `Balancer` is made with; settings of `BalanceConfig` may be among the options."""
+    """Return the arguments of the `Balancer`; options may include settings of `BalanceConfig`."""
     get_policy(policy)
-    known = set(inspect.signature(Balancer).parameters) - {*OF_THE_FRAMEWORK, "slots", "policy"}
+    known = set(inspect.signature(Balancer).parameters) - {*SET_BY_TORCHTITAN, "slots", "policy"}
     planned = {field.name for field in fields(BalanceConfig)} - {"policy"}
     unknown = sorted(options.keys() - known - planned)
     if unknown:
         raise ConfigError(
-            f"unknown or not to be set here: {', '.join(unknown)}; known are "
+            f"unknown options, or set by torchtitan: {', '.join(unknown)}; use "
             f"{', '.join(sorted(known | planned))}"
         )
     config = BalanceConfig(policy=policy, **{n: v for n, v in options.items() if n in planned})

@@ -1,8 +1,8 @@
-"""Routed experts of torchtitan, balanced: its router and experts, with our stages between them.
+"""Balanced routed experts of torchtitan.
 
-Parameters stay those of the framework's own module, which computes all rows: on home weights as the
-framework has spread them, and on copies. FSDP2, checkpoints and the norm of gradients see the same
-parameters as before.
+The stages replace the framework's token dispatch. The framework's own module still holds the
+parameters and computes all rows, on home weights and on replicas, so FSDP2, checkpoints and
+gradient clipping see the same parameters as before.
 
 Shapes: B sequences, L tokens of each, K experts per token, D model width, n rows.
 """
@@ -28,22 +28,21 @@ from ultraep.microbatch import AnyPlan, Layer
 from ultraep.runtime.balancer import Balancer
 
 COMPILED = (
-    "ranks speak to each other inside of balanced experts, which cannot be compiled: leave 'model' "
-    "out of --compile.components"
+    "balanced experts communicate and cannot be compiled: leave 'model' out of --compile.components"
 )
 
 
 class BalancedRoutedExperts(RoutedExperts):  # type: ignore[misc]
     """The routed experts of one layer.
 
-    balancer: of all layers with as many experts, in the same expert-parallel group.
-    layer_index: its number there, in the order in which layers first run.
-    last_plan: of the last microbatch.
+    balancer: shared by all layers with the same number of experts and group.
+    layer_index: index of the layer in the balancer, in the order in which layers first run.
+    last_plan: the plan of the last microbatch.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(RoutedExperts.Config):  # type: ignore[misc]
-        """That of the framework, and what a `Balancer` is made with."""
+        """The framework's configuration plus the arguments of the `Balancer`."""
 
         balancer_options: dict[str, Any] = field(default_factory=dict)
 
@@ -55,27 +54,27 @@ class BalancedRoutedExperts(RoutedExperts):  # type: ignore[misc]
         self.last_plan: AnyPlan | None = None
 
     def parallelize(self, parallel_dims: Any) -> None:
-        """Spread the experts as the framework does, and meet the other ranks."""
+        """Parallelize like the framework, then connect to the other ranks."""
         super().parallelize(parallel_dims)
         group = parallel_dims.get_mesh("ep").get_group()
         self.balancer = shared_balancer(group, self.inner_experts.num_experts, **self._options)
 
     @torch.compiler.disable(reason=COMPILED)  # type: ignore[untyped-decorator]
-    def forward(  # the names are part of how the framework spreads these tensors
+    def forward(  # the framework shards these tensors by argument name
         self,
         x_BLD: torch.Tensor,
         topk_scores_BLK: torch.Tensor,
         topk_expert_ids_BLK: torch.Tensor,
         num_local_tokens_per_expert_E: torch.Tensor,  # noqa: ARG002
     ) -> torch.Tensor:
-        """[B, L, D] -> [B, L, D]; `[B, L, K]` gates and ids of experts."""
+        """Map `[B, L, D]` to `[B, L, D]`, with `[B, L, K]` gates and expert ids."""
         with spmd_types.no_typecheck():
             flat = (t.flatten(0, 1) for t in (x_BLD, topk_expert_ids_BLK, topk_scores_BLK))
             return self._stages(*flat).view(x_BLD.shape)
 
     def _stages(self, tokens: torch.Tensor, ids: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
         if self.balancer is None:
-            raise ConfigError("balanced experts run only after parallelize, in their group")
+            raise ConfigError("balanced experts need a process group: call parallelize() first")
         if self.layer_index is None:
             self.layer_index = self.balancer.register_layer()
         network = partial(compute, self.inner_experts)
@@ -85,7 +84,7 @@ class BalancedRoutedExperts(RoutedExperts):  # type: ignore[misc]
 
 
 def home_tensors(experts: nn.Module) -> dict[str, torch.Tensor]:
-    """What this rank has of the experts, gathered by FSDP2 for this pass."""
+    """Return the local expert tensors, gathered by FSDP2 for this pass."""
     own = experts.named_parameters(recurse=False)
     return {name: p.to_local() if isinstance(p, DTensor) else p for name, p in own}
 
@@ -93,7 +92,7 @@ def home_tensors(experts: nn.Module) -> dict[str, torch.Tensor]:
 def compute(
     experts: nn.Module, rows: torch.Tensor, counts: list[int], tensors: dict[str, Any]
 ) -> torch.Tensor:
-    """[n, D] -> [n, D] by the framework's module, with these tensors in place of its own."""
-    given = rows, moved(torch.tensor(counts), rows.device)
-    outputs: torch.Tensor = torch.func.functional_call(experts, tensors, given)
+    """Run the framework's module on `[n, D]` rows with these tensors."""
+    inputs = rows, moved(torch.tensor(counts), rows.device)
+    outputs: torch.Tensor = torch.func.functional_call(experts, tensors, inputs)
     return outputs.to(rows.dtype)

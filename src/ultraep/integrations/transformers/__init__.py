@@ -1,9 +1,10 @@
-"""Models of Hugging Face transformers, balanced.
+"""Balanced models of Hugging Face transformers.
 
-balance, unbalance            a loaded model: home experts on every rank, and back
-balanced_from_pretrained      a checkpoint: every rank reads its home experts
-balancers, balanced_experts   who balances a model, and which of its modules
-BalancedTrainer               the library's Trainer; BalancedTraining for classes derived of it
+balance, unbalance            spread the experts of a loaded model over ranks, and undo it
+balanced_from_pretrained      load a checkpoint; every rank reads only its home experts
+balancers, balanced_experts   the balancers and the balanced modules of a model
+BalancedTrainer               the Trainer for balanced models; BalancedTraining for subclasses
+enable                        balance the library's own expert parallelism
 """
 
 from importlib import import_module
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ultraep.integrations.library import TRANSFORMERS
 
-TRANSFORMERS.check()  # before what needs it
+TRANSFORMERS.check()  # before importing it
 
 from ultraep.integrations.transformers.balance import (  # noqa: E402
     balance,

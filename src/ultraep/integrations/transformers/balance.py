@@ -1,4 +1,4 @@
-"""Balance a loaded model: every rank keeps its home experts, and feeds its own batch.
+"""Balance a loaded model: every rank keeps its home experts and runs its own batch.
 
 balancer = balance(model)              # all ranks of torch.distributed
 ...                                    # train, generate, model.save_pretrained
@@ -11,14 +11,21 @@ from contextlib import ExitStack
 from types import MethodType
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from ultraep.errors import ConfigError
-from ultraep.integrations.transformers.check import check_experts, experts_of, num_experts
-from ultraep.integrations.transformers.experts import BalancedExperts, reunite, spread
+from ultraep.integrations.transformers.experts import (
+    BalancedExperts,
+    is_registered,
+    reunite,
+    spread,
+    stacked_tensors,
+)
 from ultraep.integrations.transformers.save import save_pretrained
 from ultraep.parallel.home import expert_parameters
+from ultraep.parallel.tensors import mesh_of
 from ultraep.parallel.wrapped import leave_out_experts
 from ultraep.runtime.balancer import Balancer
 from ultraep.runtime.connect import GroupOrName, resolve_group
@@ -36,81 +43,77 @@ def balance(
     loaded: bool = True,
     **options: Any,
 ) -> Balancer:
-    """Spread the experts of a model over the ranks of a group, and balance every microbatch.
+    """Spread the experts of a model over the ranks of a group and balance every microbatch.
 
     group, slots, policy, options: see `Balancer`.
-    loaded: whether the model has weights; if not, they come later, for home experts only.
+    loaded: False if the weights are still on the meta device and loaded later.
 
-    Experts are those that the library's registry knows. Every rank keeps its home experts and
-    frees the others. Layers with another number of experts have another balancer: `balancers` has
-    them all, and that of most layers is returned. All ranks call this; nothing is changed if it
-    raises.
+    Balances the experts in the registry of transformers. Every rank keeps its home experts and
+    frees the others. Layers with different numbers of experts have different balancers; this
+    returns the balancer of most layers, `balancers` returns all. Collective. If it raises, the
+    model is unchanged.
     """
-    modules = experts_of(model)
+    modules = registered_experts(model)
     check_experts(model, modules, loaded)
-    made = _make_balancers(modules, group, options | {"slots": slots, "policy": policy})
+    by_count = _make_balancers(modules, group, options | {"slots": slots, "policy": policy})
     for module in modules.values():
-        spread(module, made[num_experts(module)])
+        spread(module, by_count[module.num_experts])
     leave_out_experts(model)
-    replace_methods(model)
-    counts = [num_experts(module) for module in modules.values()]
-    return made[max(made, key=counts.count)]
+    _replace_methods(model)
+    counts = [module.num_experts for module in modules.values()]
+    return by_count[max(by_count, key=counts.count)]
 
 
 def unbalance(model: nn.Module) -> None:
-    """Have all experts on every rank again, in the classes that they had; collective."""
+    """Restore all experts on every rank, and their original classes. Collective."""
     modules = balanced_experts(model)
     if not modules:
-        raise ConfigError(f"{type(model).__name__} is not balanced")
-    forget_ignored(model)
+        raise ConfigError(f"{type(model).__name__} is not balanced; call balance(model) first")
+    experts = expert_parameters(model)
+    for parameter in experts.values():
+        parameter.__dict__.pop("_ddp_ignored", None)
+    ignored = getattr(model, IGNORED_BY_DDP, ())
+    setattr(model, IGNORED_BY_DDP, [name for name in ignored if name not in experts])
     owners = balancers(model)
     for module in modules.values():
         reunite(module)
-    restore_methods(model)
+    for part in model.modules():
+        for name in REPLACED:
+            part.__dict__.pop(name, None)
     for balancer in owners:
         balancer.close()
 
 
 def balancers(model: nn.Module) -> list[Balancer]:
-    """The balancers of a model: one for each number of experts that its layers have."""
+    """Return the balancers of a model: one for each number of experts of its layers."""
     return list({id(m.balancer): m.balancer for m in balanced_experts(model).values()}.values())
 
 
 def balanced_experts(model: nn.Module) -> dict[str, BalancedExperts]:
-    """The balanced modules of a model, by name."""
+    """Return the balanced modules of a model, by name."""
     return {name: m for name, m in model.named_modules() if isinstance(m, BalancedExperts)}
 
 
 def _make_balancers(
-    modules: dict[str, nn.Module], group: GroupOrName, options: dict[str, Any]
+    modules: dict[str, Any], group: GroupOrName, options: dict[str, Any]
 ) -> dict[int, Balancer]:
-    """One for each number of experts; none is left open if one cannot be made."""
+    """Return a balancer for each number of experts; close all of them if one fails."""
     members = resolve_group(group)
     ranks = 1 if members is None else members.size()
-    made: dict[int, Balancer] = {}
+    by_count: dict[int, Balancer] = {}
     with ExitStack() as undo:
-        for experts in sorted({num_experts(module) for module in modules.values()}):
+        for experts in sorted({module.num_experts for module in modules.values()}):
             homes = None if experts % ranks == 0 else even_homes(experts, ranks)
-            made[experts] = Balancer(group, experts=experts, **{"homes": homes, **options})
-            undo.callback(made[experts].close)
+            by_count[experts] = Balancer(group, experts=experts, **{"homes": homes, **options})
+            undo.callback(by_count[experts].close)
         undo.pop_all()
-    return made
-
-
-def forget_ignored(model: nn.Module) -> None:
-    """Undo `leave_out_experts`."""
-    experts = expert_parameters(model)
-    for parameter in experts.values():
-        parameter.__dict__.pop("_ddp_ignored", None)
-    others = [name for name in getattr(model, IGNORED_BY_DDP, ()) if name not in experts]
-    setattr(model, IGNORED_BY_DDP, others)
+    return by_count
 
 
 def generate(model: Any, *inputs: Any, synced_gpus: bool | None = None, **options: Any) -> Any:
-    """`generate` of the library on all ranks, each of which goes on until all are done.
+    """Call `generate` of the library; every rank continues until all ranks are done.
 
-    With a static cache the library would compile: there are messages of ranks in between, so it is
-    asked not to.
+    Disables the compilation that the library uses for static caches: ranks exchange messages.
     """
     experts = next(m for m in model.modules() if isinstance(m, BalancedExperts))
     synced = experts.balancer.topology.ranks > 1 if synced_gpus is None else synced_gpus
@@ -121,8 +124,8 @@ def generate(model: Any, *inputs: Any, synced_gpus: bool | None = None, **option
 REPLACED = {"generate": generate, "save_pretrained": save_pretrained}
 
 
-def replace_methods(model: nn.Module) -> None:
-    """Replace methods of the library that need all ranks, in the model and in its parts."""
+def _replace_methods(model: nn.Module) -> None:
+    """Replace the methods that need all ranks, in the model and in its submodels."""
     for part in model.modules():
         if isinstance(part, PreTrainedModel) and balanced_experts(part):
             for name, method in REPLACED.items():
@@ -130,8 +133,69 @@ def replace_methods(model: nn.Module) -> None:
                     setattr(part, name, MethodType(method, part))
 
 
-def restore_methods(model: nn.Module) -> None:
-    """Undo `replace_methods`."""
-    for part in model.modules():
-        for name in REPLACED:
-            part.__dict__.pop(name, None)
+# Checks. They change nothing, so a model that cannot be balanced stays as it was.
+
+
+def registered_experts(model: nn.Module) -> dict[str, Any]:
+    """Return the modules in the library's registry of experts, by name; raise if none."""
+    modules = {name: module for name, module in model.named_modules() if is_registered(module)}
+    if modules:
+        return modules
+    names = {type(m).__name__ for m in model.modules() if "expert" in type(m).__name__.lower()}
+    reason = f"{', '.join(sorted(names))} cannot be balanced" if names else "it has no experts"
+    raise ConfigError(
+        f"{type(model).__name__} has no experts in the registry of transformers "
+        f"(use_experts_implementation): {reason}"
+    )
+
+
+def check_experts(model: nn.Module, modules: dict[str, Any], loaded: bool) -> None:
+    """Raise if one of these modules cannot be balanced, naming it and the reason."""
+    first_path: dict[int, str] = {}
+    for name, module in modules.items():
+        if isinstance(module, BalancedExperts):
+            raise ConfigError(f"{type(model).__name__} is already balanced: {name!r}")
+        _check_adapters(model, name)
+        for key, tensor in stacked_tensors(module).items():
+            path = f"{name}.{key}"
+            if loaded and tensor.device.type == "meta":
+                raise ConfigError(f"{path!r} is on the meta device: load the weights first")
+            _check_tensor(path, tensor, module.num_experts)
+            first = first_path.setdefault(tensor.data_ptr() or id(tensor), path)
+            if first != path:
+                raise ConfigError(f"{first!r} and {path!r} are tied: each layer needs its own")
+    names = {id(module): name for name, module in modules.items()}
+    for name, module in model.named_modules(remove_duplicate=False):
+        first = names.get(id(module), name)
+        if first != name:
+            raise ConfigError(f"{first!r} and {name!r} are tied: each layer needs its own")
+
+
+def _check_tensor(path: str, tensor: torch.Tensor, experts: int) -> None:
+    """Raise if a tensor is not stacked over experts, sharded, quantised, or has a gradient."""
+    if mesh_of(tensor) is not None:
+        raise ConfigError(f"{path!r} is already a DTensor of ranks {mesh_of(tensor).mesh.tolist()}")
+    plain = type(tensor.data) is torch.Tensor
+    if not tensor.is_floating_point() or tensor.dtype.itemsize < 2 or not plain:
+        raise ConfigError(
+            f"{path!r} is quantised ({type(tensor.data).__name__}, {tensor.dtype}), and its scales "
+            "are unknown: use experts of 16 bits or more"
+        )
+    if not tensor.ndim or len(tensor) != experts:
+        raise ConfigError(
+            f"{path!r} must be stacked over {experts} experts, got shape {list(tensor.shape)}"
+        )
+    if tensor.grad is not None:
+        raise ConfigError(f"{path!r} has a gradient for all experts: call zero_grad() first")
+
+
+def _check_adapters(model: nn.Module, name: str) -> None:
+    """Raise if an adapter wraps the experts: its tensors cover all experts."""
+    parts = name.split(".")
+    for end in range(1, len(parts)):
+        parent = model.get_submodule(".".join(parts[:end]))
+        if hasattr(parent, "base_layer") and parts[end] == "base_layer":
+            raise ConfigError(
+                f"{type(parent).__name__} adapts {name!r}: adapters of experts cannot be balanced; "
+                "adapt other layers only"
+            )

@@ -1,9 +1,8 @@
-"""Experts of a transformers model, spread over ranks: what becomes of such a module.
+"""Experts of a transformers model, spread over ranks.
 
-The library decorates classes of experts, so that one of several functions computes them. Balancing
-changes the class of a module to one that is derived from its own and from `BalancedExperts`: its
-parameters hold the home experts of this rank, its forward is the stages, and what it computes is
-still what the library computes, on home weights and on copies.
+Balancing changes the class of an experts module to a subclass of its own class and of
+`BalancedExperts`. Its parameters then hold the home experts of this rank and its forward runs the
+stages. The library's own functions still compute the experts, on home weights and on replicas.
 
 Shapes: T tokens, K experts per token, E experts, n rows, D model width.
 """
@@ -23,30 +22,31 @@ from ultraep.bundle import Bundle
 from ultraep.comm import moved
 from ultraep.errors import ConfigError
 from ultraep.experts.loan import serve
-from ultraep.integrations.common import InPlaceOf
+from ultraep.integrations.common import Overlay
 from ultraep.layer import run_stages
 from ultraep.microbatch import AnyPlan, Layer
 from ultraep.parallel.home import HomeModule
 from ultraep.runtime.balancer import Balancer
 from ultraep.runtime.state import gather_experts
 
-GROUPED = "grouped_mm"  # the library's name for products of all experts at once
+GROUPED = "grouped_mm"  # the library's grouped matrix products
 
 
 def is_registered(module: nn.Module) -> bool:
-    """Whether the library's registry of experts knows this module."""
+    """Return whether the module is in the library's registry of experts."""
     return hasattr(module, "is_concatenated") and hasattr(module, "has_gate")
 
 
 class BalancedExperts(HomeModule):
-    """The home experts of this rank, in a module of the library that had all experts.
+    """The home experts of this rank, in a module of the library.
 
-    kind: the class that it had.   balancer, layer_index: who balances it, and its number there.
+    original_class: its class before balancing.
+    balancer, layer_index: its balancer, and its index there.
     stacked: names of the tensors that are stacked over experts.
-    last_plan: of the last microbatch.
+    last_plan: the plan of the last microbatch.
     """
 
-    kind: type[nn.Module]
+    original_class: type[nn.Module]
     stacked: tuple[str, ...]
     balancer: Balancer
     layer_index: int
@@ -56,25 +56,24 @@ class BalancedExperts(HomeModule):
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        """[T, D] -> [T, D], as the class before; `[T, K]` ids of experts, and gates."""
-        given = hidden_states, top_k_index, top_k_weights
-        y, self.last_plan = stages(self, self.bundle, *given)
+        """Map `[T, D]` to `[T, D]`, with `[T, K]` expert ids and gates."""
+        y, self.last_plan = stages(self, self.bundle, hidden_states, top_k_index, top_k_weights)
         return y
 
     @property
     def bundle(self) -> dict[str, torch.Tensor]:
-        """What a copy of an expert consists of: all that is stacked over experts."""
+        """The tensors of a replica: all tensors stacked over experts."""
         own = stacked_tensors(self)
         if own.keys() != set(self.stacked):
             changed = sorted(own.keys() ^ set(self.stacked))
             raise ConfigError(
-                f"{', '.join(changed)} of {self.kind.__name__} changed since it was balanced: "
-                "adapters of experts (LoRA) cannot be balanced, those of other layers can"
+                f"{', '.join(changed)} of {self.original_class.__name__} changed after balancing: "
+                "adapters of experts (LoRA) cannot be balanced; adapt other layers only"
             )
         return own
 
     def home_parameters(self) -> list[nn.Parameter]:
-        """Those of single experts; what all experts share is like any dense parameter."""
+        """Return the parameters of single experts; parameters that experts share are dense."""
         return [p for p in self._parameters.values() if p is not None]
 
 
@@ -85,9 +84,9 @@ def stages(
     top_k_index: torch.Tensor,
     gates: torch.Tensor,
 ) -> tuple[torch.Tensor, AnyPlan]:
-    """[T, D] -> [T, D] and the plan: `kind`, `balancer` and `layer_index` of experts say how."""
+    """Run the stages of a balanced module; return `[T, D]` outputs and the plan."""
     balancer: Balancer = experts.balancer
-    # What no expert serves has an id behind the last one in this library.
+    # The library marks padding by ids beyond the last expert.
     ids = top_k_index.masked_fill(top_k_index >= balancer.topology.experts, PADDING)
     layer = Layer(experts.layer_index, bundle, partial(serve, partial(compute, experts)))
     return run_stages(balancer, layer, ids, gates, tokens)
@@ -96,20 +95,20 @@ def stages(
 def compute(
     experts: Any, rows: torch.Tensor, counts: list[int], tensors: dict[str, Any]
 ) -> torch.Tensor:
-    """[n, D] -> [n, D] as the library does it, with these tensors for so many rows each."""
-    seen = InPlaceOf(experts, num_experts=len(counts), **tensors)
+    """Run the library's experts on `[n, D]` rows with these tensors, `counts` rows each."""
+    overlay = Overlay(experts, num_experts=len(counts), **tensors)
     if experts.config._experts_implementation == GROUPED:
-        return in_groups(seen, rows, counts)
+        return grouped_mm(overlay, rows, counts)
     each = moved(torch.tensor(counts), rows.device)
     ids = torch.arange(len(counts), device=rows.device)
     ids = ids.repeat_interleave(each, output_size=len(rows))
     ones = rows.new_ones(len(rows), 1)
-    outputs: torch.Tensor = experts.kind.forward(seen, rows, ids[:, None], ones)
+    outputs: torch.Tensor = experts.original_class.forward(overlay, rows, ids[:, None], ones)
     return outputs
 
 
-def in_groups(experts: Any, rows: torch.Tensor, counts: list[int]) -> torch.Tensor:
-    """What the library does for "grouped_mm", for rows that are in the order of experts already."""
+def grouped_mm(experts: Any, rows: torch.Tensor, counts: list[int]) -> torch.Tensor:
+    """Compute like the library's "grouped_mm", for rows already sorted by expert."""
     ends = moved(torch.tensor(list(accumulate(counts)), dtype=torch.int32), rows.device)
     first = "gate_up_proj" if experts.has_gate else "up_proj"
     hidden = _product(experts, first, rows, counts, ends)
@@ -123,7 +122,7 @@ def in_groups(experts: Any, rows: torch.Tensor, counts: list[int]) -> torch.Tens
 def _product(
     experts: Any, name: str, rows: torch.Tensor, counts: list[int], ends: torch.Tensor
 ) -> torch.Tensor:
-    """Rows times the weights of their experts."""
+    """Multiply rows by the weights of their experts."""
     bias = None
     if experts.has_bias:
         each = moved(torch.tensor(counts), rows.device)
@@ -136,26 +135,27 @@ def _product(
 
 
 def stacked_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and buffers that the module holds itself, by name."""
+    """Return the direct parameters and buffers of a module, by name."""
     own = {**module._parameters, **module._buffers}
     return {name: tensor for name, tensor in own.items() if tensor is not None}
 
 
 @cache
-def balanced_class(kind: Any) -> type[BalancedExperts]:
-    """The class of a module of this class when it is balanced."""
-    return type(f"Balanced{kind.__name__}", (BalancedExperts, kind), {"kind": kind})
+def balanced_class(original: Any) -> type[BalancedExperts]:
+    """Return the balanced subclass of a class of experts."""
+    bases = (BalancedExperts, original)
+    return type(f"Balanced{original.__name__}", bases, {"original_class": original})
 
 
 @torch.no_grad()
 def spread(module: Any, balancer: Balancer) -> None:
-    """Keep only the home experts of this rank, and become balanced."""
+    """Keep only the home experts of this rank and change the class of the module."""
     homes = tuple(balancer.topology.home_experts(balancer.rank).tolist())
     for tensor in stacked_tensors(module).values():
-        if len(homes) < len(tensor):  # a copy, so that the memory of the others is freed
+        if len(homes) < len(tensor):  # copies, which frees the other experts
             tensor.data = tensor.data[list(homes)]
-    kind: Any = type(module)
-    module.__class__ = balanced_class(kind)
+    original: Any = type(module)
+    module.__class__ = balanced_class(original)
     module.home_experts, module.balancer, module.last_plan = homes, balancer, None
     module.stacked = tuple(stacked_tensors(module))
     module.layer_index = balancer.register_layer()
@@ -164,11 +164,11 @@ def spread(module: Any, balancer: Balancer) -> None:
 
 @torch.no_grad()
 def reunite(module: Any) -> None:
-    """Have all experts again, as before `spread`; collective."""
+    """Undo `spread`. Collective."""
     for tensor in module.bundle.values():
         tensor.data = gather_experts(tensor, module.balancer)
         tensor.grad = None
         tensor.__dict__.pop("expert_ranks", None)
     for name in ("home_experts", "stacked", "balancer", "last_plan", "layer_index", "ranks"):
         delattr(module, name)
-    module.__class__ = module.kind
+    module.__class__ = module.original_class

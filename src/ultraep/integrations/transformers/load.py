@@ -1,7 +1,7 @@
-"""Load a balanced model: every rank reads the dense weights and its home experts, nothing else.
+"""Load a balanced model: every rank reads only the dense weights and its home experts.
 
-The library makes the model without memory, then reads a checkpoint into it. In between, the model
-is balanced, and the checkpoint gets a view in which there are home experts only.
+The library builds the model on the meta device and then reads the checkpoint. In between, this
+module balances the model and restricts the checkpoint to the home experts.
 """
 
 from __future__ import annotations
@@ -38,91 +38,93 @@ def balanced_from_pretrained(
     model_class: type[Any] | None = None,
     **options: Any,
 ) -> Any:
-    """A model from a checkpoint in safetensors, balanced; all ranks of the group call it.
+    """Load a model from safetensors and balance it. Collective.
 
-    group, slots, policy: see `balance`; `balancing` has its further options.
-    model_class: None: what the checkpoint says that it is.   options: of `from_pretrained`.
+    group, slots, policy, balancing: see `balance`; `balancing` holds its other options.
+    model_class: None: the class named in the checkpoint.   options: passed to `from_pretrained`.
     """
-    kind = model_class or class_of(path)
-    spread = {"slots": slots, "policy": policy, **(balancing or {})}
+    original = model_class or class_of(path)
+    balance_options = {"slots": slots, "policy": policy, **(balancing or {})}
     with ExitStack() as undo:
 
-        class Loading(kind):  # type: ignore[misc, valid-type]
-            """The class of the model, while it is loaded."""
+        class Loading(original):  # type: ignore[misc, valid-type]
+            """The class of the model while it is loaded."""
 
             @staticmethod
             def _load_pretrained_model(
                 model: Any, state: Any, files: list[str], loading: Any, *others: Any
             ) -> Any:
-                balance(model, group, loaded=False, **spread)
+                balance(model, group, loaded=False, **balance_options)
                 undo.callback(_close, model)
                 with ExitStack() as opened:
                     state = home_state(model, files, loading.weight_mapping or [], opened)
-                    return kind._load_pretrained_model(model, state, None, loading, *others)
+                    return original._load_pretrained_model(model, state, None, loading, *others)
 
-        Loading.__name__, Loading.__module__ = kind.__name__, kind.__module__
+        Loading.__name__, Loading.__module__ = original.__name__, original.__module__
         model = Loading.from_pretrained(path, **options)
-        model.__class__ = kind
+        model.__class__ = original
         if not balanced_experts(model):
-            raise FileError(f"{path} holds no safetensors of a whole model: load it, then balance")
+            raise FileError(
+                f"{path} has no safetensors of a whole model: load it, then call balance"
+            )
         undo.pop_all()
     return model
 
 
 def class_of(path: str | Path) -> type[Any]:
-    """The class of the model that a checkpoint holds."""
+    """Return the model class named in a checkpoint."""
     names = transformers.AutoConfig.from_pretrained(path).architectures or []
-    found: Any = getattr(transformers, names[0], None) if names else None
-    if found is None:
-        raise ConfigError(f"{path} is of {names or 'no'} architectures: pass model_class=")
-    return found  # type: ignore[no-any-return]
+    model_class: Any = getattr(transformers, names[0], None) if names else None
+    if model_class is None:
+        raise ConfigError(f"{path} names the architectures {names}: pass model_class=")
+    return model_class  # type: ignore[no-any-return]
 
 
 def home_state(
     model: Any, files: Iterable[str], mapping: list[Any], opened: ExitStack
 ) -> dict[str, Any]:
-    """The tensors of a checkpoint, not read yet; those of experts for home experts only."""
+    """Return the tensors of a checkpoint, unread, with the home experts only."""
     stored: dict[str, Any] = {}
     for file in files:
         if not file.endswith(".safetensors"):
-            raise FileError(f"{Path(file).name}: home experts are read from safetensors only")
+            raise FileError(f"{Path(file).name}: home experts can be read from safetensors only")
         reader = opened.enter_context(safe_open(file, framework="pt"))
         stored |= {key: reader.get_slice(key) for key in reader.keys()}  # noqa: SIM118
     sources = _sources(model, stored, mapping)
     for (name, _), keys in sources.items():
         owner = model.get_submodule(name.rpartition(".")[0])
         experts = owner.balancer.topology.experts
-        if len(keys) == experts:  # one tensor for each
+        if len(keys) == experts:  # one tensor per expert
             for index in set(range(experts)) - set(owner.home_experts):
                 del stored[keys[index]]
         elif len(keys) == 1 and stored[keys[0]].get_shape()[0] == experts:
             stored[keys[0]] = HomeRows(stored[keys[0]], owner.home_experts)
         else:
             raise FileError(
-                f"{name!r} of {experts} experts is made of {len(keys)} tensors such as "
-                f"{keys[0]!r}: load the whole model, then balance it"
+                f"{name!r} of {experts} experts is stored as {len(keys)} tensors such as "
+                f"{keys[0]!r}: load the whole model, then call balance"
             )
     return stored
 
 
 def _sources(model: Any, stored: Iterable[str], mapping: list[Any]) -> dict[Any, list[str]]:
-    """The keys of a checkpoint for every tensor of experts, in the order of experts."""
+    """Return the checkpoint keys of every expert tensor, in the order of experts."""
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
-    wanted = model.state_dict()
+    state = model.state_dict()
     experts = {f"{name}.{key}" for name, m in balanced_experts(model).items() for key in m.bundle}
-    found: dict[Any, list[str]] = defaultdict(list)
+    sources: dict[Any, list[str]] = defaultdict(list)
     for key in sorted(stored, key=dot_natural_key):
         name, pattern = rename_source_key(
-            key, renamings, converters, model.base_model_prefix, wanted
+            key, renamings, converters, model.base_model_prefix, state
         )
         if name in experts:
-            found[name, pattern].append(key)
-    return found
+            sources[name, pattern].append(key)
+    return sources
 
 
 class HomeRows:
-    """Some rows of a tensor in a file; they are read when somebody asks for all there is."""
+    """The rows of the home experts in a stored tensor, read on indexing."""
 
     def __init__(self, stored: Any, homes: tuple[int, ...]) -> None:
         self._stored, self._homes = stored, homes
@@ -133,13 +135,13 @@ class HomeRows:
         return rows[[home - begin for home in self._homes]]
 
     def get_shape(self) -> list[int]:
-        """As it will be."""
+        """Return the shape after reading."""
         return [len(self._homes), *self._stored.get_shape()[1:]]
 
     def get_dtype(self) -> str:
-        """As it is in the file."""
-        kind: str = self._stored.get_dtype()
-        return kind
+        """Return the dtype in the file."""
+        dtype: str = self._stored.get_dtype()
+        return dtype
 
 
 def _close(model: nn.Module) -> None:

@@ -1,7 +1,7 @@
-"""`save_pretrained` of a balanced model: the checkpoint that the model would write unbalanced.
+"""`save_pretrained` of a balanced model: writes the same checkpoint as the unbalanced model.
 
-Experts are gathered on the rank that writes, layer by layer, and written shard by shard: no more
-than a shard and a layer of them is in its memory at once.
+The writing rank gathers the experts layer by layer and writes shard by shard, so its memory holds
+at most one shard and the experts of one layer.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ultraep.runtime.state import gather_experts
 State = dict[str, torch.Tensor]
 UNITS = {f"{unit}B": 1000**power for power, unit in enumerate("KMGT", start=1)}
 UNITS |= {f"{unit}IB": 1024**power for power, unit in enumerate("KMGT", start=1)}
-OF_NO_WEIGHTS = ("save_peft_format", "token")  # options that do not concern what is written here
+OTHER_OPTIONS = ("save_peft_format", "token")  # allowed: they do not affect the weights
 
 
 def save_pretrained(
@@ -37,24 +37,30 @@ def save_pretrained(
     max_shard_size: int | str = "50GB",
     save_original_format: bool = True,
     variant: str | None = None,
-    **others: Any,
+    **options: Any,
 ) -> None:
-    """Write the checkpoint that all experts in one process would give; all ranks call it.
+    """Write the checkpoint of all experts. Collective.
 
-    Arguments are those of the library. `others` are refused: they would give something else.
+    Takes the arguments of the library. Refuses `options` that would change the weights.
     """
     plain = type(model).save_pretrained
-    if getattr(model, "_hf_peft_config_loaded", False):  # adapters alone, and experts have none
-        plain(model, save_directory, is_main_process=is_main_process, variant=variant, **others)
+    if getattr(
+        model, "_hf_peft_config_loaded", False
+    ):  # writes adapters only, and experts have none
+        plain(model, save_directory, is_main_process=is_main_process, variant=variant, **options)
         return
     unset = (None, False)
-    asked = [n for n, value in others.items() if n not in OF_NO_WEIGHTS and value not in unset]
-    if asked:
-        raise ConfigError(f"save_pretrained of a balanced model does not take {', '.join(asked)}")
+    refused = [n for n, value in options.items() if n not in OTHER_OPTIONS and value not in unset]
+    if refused:
+        raise ConfigError(
+            f"save_pretrained of a balanced model does not support {', '.join(refused)}"
+        )
     limit, writer = bytes_of(max_shard_size), None
     writes = model.should_save_on_this_rank(is_main_process)
     if writes:
-        plain(model, save_directory, state_dict={}, variant=variant)  # all but the weights
+        plain(
+            model, save_directory, state_dict={}, variant=variant
+        )  # everything except the weights
         writer = ShardWriter(Path(save_directory), limit, variant)
     for piece in pieces_of(model, writes):
         if writer is not None:
@@ -65,10 +71,10 @@ def save_pretrained(
         dist.barrier()
 
 
-def pieces_of(model: nn.Module, wanted: bool) -> Iterator[State]:
-    """The state with all experts, layer by layer, on the host; collective.
+def pieces_of(model: nn.Module, keep: bool) -> Iterator[State]:
+    """Yield the state with all experts, layer by layer, on the host. Collective.
 
-    wanted: whether this rank wants it; else it takes part, and gets nothing.
+    keep: False: take part in the collective, but yield empty pieces.
     """
     state = dict(model.state_dict())
     for name in getattr(model, "_keys_to_ignore_on_save", None) or ():
@@ -85,22 +91,22 @@ def pieces_of(model: nn.Module, wanted: bool) -> Iterator[State]:
             tensor = state.pop(name)
             if name in owners:
                 tensor = _gathered(tensor, owners[name])
-            if wanted:
+            if keep:
                 piece[name] = tensor.detach().cpu()
         yield piece
 
 
 def _gathered(stacked: torch.Tensor, owner: BalancedExperts) -> torch.Tensor:
-    """The tensor of all experts, where it is written; nothing on other ranks."""
+    """Return the tensor of all experts on the rank that writes it."""
     group = owner.balancer.group
-    everyone = dist.get_process_group_ranks(group) if group is not None else [0]
-    writer = everyone.index(0) if 0 in everyone else 0
+    ranks = dist.get_process_group_ranks(group) if group is not None else [0]
+    writer = ranks.index(0) if 0 in ranks else 0
     owner.balancer.at_state(owner.layer_index, stacked.device)
     return gather_experts(stacked, owner.balancer, only=writer)
 
 
 def _owners(model: nn.Module) -> dict[str, BalancedExperts]:
-    """Which module has the tensors of these names."""
+    """Return the balanced module of each expert tensor, by name."""
     return {
         f"{prefix}.{name}" if prefix else name: module
         for prefix, module in model.named_modules()
@@ -110,55 +116,55 @@ def _owners(model: nn.Module) -> dict[str, BalancedExperts]:
 
 
 def bytes_of(size: int | str) -> int:
-    """A size as the library takes it, "5GB" or a number of bytes.
+    """Convert a size such as "5GB" to bytes.
 
     >>> bytes_of("2MB"), bytes_of("1.5 GiB"), bytes_of(10)
     (2000000, 1610612736, 10)
     """
     if isinstance(size, int):
         return size
-    found = re.fullmatch(r"([\d.]+) ?([KMGT]i?B)", size, re.IGNORECASE)
-    if found is None:
-        raise ConfigError(f'max_shard_size must be bytes, or such as "5GB", got {size!r}')
-    return int(float(found[1]) * UNITS[found[2].upper()])
+    match = re.fullmatch(r"([\d.]+) ?([KMGT]i?B)", size, re.IGNORECASE)
+    if match is None:
+        raise ConfigError(f'max_shard_size must be a number of bytes or "5GB", got {size!r}')
+    return int(float(match[1]) * UNITS[match[2].upper()])
 
 
 class ShardWriter:
-    """Writes tensors into files of limited size, and an index if there are several."""
+    """Writes tensors into files of limited size, and an index if there are several files."""
 
     def __init__(self, folder: Path, limit: int, variant: str | None) -> None:
         self._folder, self._limit = folder, limit
         self._middle = f".{variant}" if variant else ""
         self._pending: State = {}
         self._files: list[list[str]] = []  # names of tensors in every file
-        self._held = self._bytes = 0  # that wait, and that are written
+        self._pending_bytes = self._bytes = 0
 
     def add(self, tensors: State) -> None:
-        """Write them, now or with those that come."""
+        """Queue tensors; write a file when the queue is full."""
         for name, tensor in tensors.items():
-            if self._pending and self._held + tensor.nbytes > self._limit:
+            if self._pending and self._pending_bytes + tensor.nbytes > self._limit:
                 self._write()
             self._pending[name] = tensor.contiguous()
-            self._held += tensor.nbytes
+            self._pending_bytes += tensor.nbytes
 
     def close(self) -> None:
-        """Write what is left, and give the files their names."""
+        """Write the rest, rename the files and write the index."""
         if self._pending:
             self._write()
         total = len(self._files)
         names = [self._name(index, total) for index in range(total)]
         path = self._folder / f"model.safetensors.index{self._middle}.json"
-        for stale in (path, self._folder / self._name(0, 1)):  # of a save in another form
+        for stale in (path, self._folder / self._name(0, 1)):  # left by an earlier save
             stale.unlink(missing_ok=True)
-        for index, name in enumerate(names):
-            self._temporary(index).replace(self._folder / name)
+        for number, name in enumerate(names):
+            self._temporary(number).replace(self._folder / name)
         if total > 1:
             where = {t: name for name, held in zip(names, self._files, strict=True) for t in held}
-            told = {"metadata": {"total_size": self._bytes}, "weight_map": where}
-            path.write_text(json.dumps(told, indent=2, sort_keys=True) + "\n")
+            index = {"metadata": {"total_size": self._bytes}, "weight_map": where}
+            path.write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
 
     def _write(self) -> None:
-        self._bytes, self._held = self._bytes + self._held, 0
+        self._bytes, self._pending_bytes = self._bytes + self._pending_bytes, 0
         path = self._temporary(len(self._files))
         save_file(self._pending, path, metadata={"format": "pt"})
         self._files.append(list(self._pending))

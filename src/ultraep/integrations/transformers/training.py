@@ -1,8 +1,8 @@
-"""The library's Trainer for balanced models: gradients, their norm, and checkpoints.
+"""The Trainer of the library for balanced models.
 
-Every rank has other experts. So their gradients are averaged here, where the wrapper for data
-parallelism leaves them alone; the norm that clips counts each of them once; and checkpoints have
-the weights and the state of the optimizer of all ranks, for any number of ranks.
+Every rank has different experts. The Trainer averages their gradients, which DDP ignores; clips by
+a norm that counts every expert once; and saves weights and optimizer state of all ranks in
+checkpoints that load on any number of ranks.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ _Base: Any = Trainer if TYPE_CHECKING else object
 
 
 class BalancedTraining(_Base):  # type: ignore[misc]
-    """What a Trainer of a balanced model does otherwise; it stands before any class of Trainer.
+    """A mixin for Trainer classes; list it before the Trainer class.
 
-    alike: the ranks with the same experts as this one, where there are several groups.
+    dp_replicas: the group of ranks with the same experts as this rank, if there are several.
     """
 
-    alike: ProcessGroup | None = None
+    dp_replicas: ProcessGroup | None = None
 
     def __init__(self, *inputs: Any, **options: Any) -> None:
         super().__init__(*inputs, **options)
         if not balanced_experts(self.model):
-            raise ConfigError(f"{type(self.model).__name__} is not balanced: call balance before")
+            raise ConfigError(f"{type(self.model).__name__} is not balanced: call balance first")
         if self.args.fp16:
-            raise ConfigError("fp16 scales losses by what each rank sees: use bf16, or float32")
-        leave_out_experts(self.model)  # also where an adapter has been put around the model since
+            raise ConfigError("fp16 uses a different loss scale on each rank: use bf16 or float32")
+        leave_out_experts(self.model)  # again, in case an adapter now wraps the model
 
     def _clip_grad_norm(self, model: Any) -> torch.Tensor:  # noqa: ARG002
         return self._norm(self.args.max_grad_norm)
@@ -52,14 +52,14 @@ class BalancedTraining(_Base):  # type: ignore[misc]
         return self._norm(float("inf")) if grad_norm is None else grad_norm
 
     def _norm(self, limit: float) -> torch.Tensor:
-        average_expert_gradients(self.model, self.alike)
+        average_expert_gradients(self.model, self.dp_replicas)
         return clip_grad_norm(self.model, limit)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write the weights of all ranks, for `from_pretrained`; all ranks call it."""
+        """Write the weights of all ranks, for `from_pretrained`. Collective."""
         if self.args.should_save:
             super().save_model(output_dir, _internal_call)
-        elif isinstance(self.model, PreTrainedModel):  # a model of adapters has no experts to save
+        elif isinstance(self.model, PreTrainedModel):  # adapters have no experts to save
             self.model.save_pretrained(output_dir or self.args.output_dir, is_main_process=False)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
@@ -69,7 +69,7 @@ class BalancedTraining(_Base):  # type: ignore[misc]
 
     def _load_from_checkpoint(self, folder: str, model: Any = None) -> None:  # noqa: ARG002
         if not (Path(folder) / STATE).is_dir():
-            raise ConfigError(f"{folder} has no {STATE}: it was not saved by a balanced Trainer")
+            raise ConfigError(f"{folder} has no {STATE}: BalancedTrainer did not save it")
         self._load(folder, ShardedState(self.model))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
@@ -91,4 +91,4 @@ class BalancedTraining(_Base):  # type: ignore[misc]
 
 
 class BalancedTrainer(BalancedTraining, Trainer):  # type: ignore[misc]
-    """The Trainer of the library, for balanced models."""
+    """The Trainer of the library for balanced models."""

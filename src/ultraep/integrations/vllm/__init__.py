@@ -1,14 +1,13 @@
-"""A plug-in for vLLM: every layer of every prefill batch is balanced, without a fork.
+"""A plug-in for vLLM that balances every layer of every prefill batch.
 
-vLLM finds `register` by its entry point `vllm.general_plugins` and calls it in each of its
-processes. Settings are in `settings`; nothing happens unless one of them is given.
+vLLM loads `register` through the entry point `vllm.general_plugins` in each of its processes. The
+plug-in does nothing unless a setting is given.
 
-settings   what a user asks for, in the environment or by --additional-config
-refusals   what is not balanced, and why
-cost       from how many tokens a batch is balanced
-counters   numbers for operators, on the page of metrics
-service    what all layers of a model share
-experts    the layer itself; it and `service` import vLLM
+settings   settings from the environment or --additional-config
+refusals   engines, layers and batches that are not balanced, and why
+counters   counters on vLLM's metrics page
+service    balancers and counters that the layers of a model share
+experts    the balanced layer; it and `service` import vLLM
 """
 
 from __future__ import annotations
@@ -24,17 +23,17 @@ __all__ = ["register"]
 
 
 def register() -> None:
-    """Put balanced experts in the place of vLLM's own; called by vLLM, also several times.
+    """Replace vLLM's experts by balanced experts; vLLM may call this several times.
 
-    A layer learns later whether they are wanted: `--additional-config` is not known here.
+    Each layer decides later whether to balance: `--additional-config` is not known here.
     """
-    asked = read_settings(os.environ, None)
+    settings = read_settings(os.environ, None)
     try:
         VLLM.check()
-    except BackendUnavailable as problem:  # a server goes on without us
-        level = logging.WARNING if asked else logging.DEBUG
+    except BackendUnavailable as problem:  # the server starts without balancing
+        level = logging.WARNING if settings else logging.DEBUG
         logging.getLogger(VLLM_LOGGER).log(level, "ultraep balances nothing: %s", problem)
         return
-    from ultraep.integrations.vllm.experts import install  # vLLM, and torch
+    from ultraep.integrations.vllm.experts import install  # imports vLLM
 
     install()

@@ -1,7 +1,7 @@
-"""Experts of vLLM on home weights and on copies: what takes the place of its `RoutedExperts`.
+"""Balanced experts for vLLM, on home weights and on replicas.
 
-vLLM asks its registry for the class of a layer when it makes one. Ours is derived from its own, so
-that loading, quantisation and kernels are vLLM's; it computes otherwise only where it balances.
+vLLM looks up the class of a layer in a registry. The balanced class is a subclass of vLLM's, which
+keeps its loading, quantisation and kernels, and overrides only the forward pass.
 
 Shapes: T tokens, K experts per token, A arrived rows, n of them, D model width.
 """
@@ -25,7 +25,7 @@ from vllm.model_executor.models.gpt_oss import GptOssRoutedExperts
 
 from ultraep.comm import moved
 from ultraep.dispatch import Arrivals
-from ultraep.integrations.common import InPlaceOf
+from ultraep.integrations.common import Overlay
 from ultraep.integrations.vllm.refusals import OF_ROUTER
 from ultraep.integrations.vllm.service import Service
 from ultraep.integrations.vllm.settings import read_settings
@@ -33,22 +33,22 @@ from ultraep.layer import run_stages
 from ultraep.microbatch import AnyPlan, Layer, Replicas
 from ultraep.runtime.balancer import Balancer
 
-_current: Service | None = None  # of the model that is being made
+_current: Service | None = None  # of the model being built
 
 
 def install() -> None:
-    """Have vLLM make balanced experts from now on; again is nothing.
+    """Register balanced experts with vLLM; idempotent.
 
-    Its registry goes by the name of a class, and gpt-oss has one of its own.
+    The registry is keyed by class name, and gpt-oss has its own class.
     """
-    for kind in (RoutedExperts, GptOssRoutedExperts):
-        if kind.__name__ not in op_registry_oot:
-            made = type(f"Balanced{kind.__name__}", (BalancedRows, kind), {})
-            op_registry_oot[kind.__name__] = made
+    for original in (RoutedExperts, GptOssRoutedExperts):
+        name = original.__name__
+        if name not in op_registry_oot:
+            op_registry_oot[name] = type(f"Balanced{name}", (BalancedRows, original), {})
 
 
 def service_for(config: Any) -> Service | None:
-    """That of this model; None: nothing was asked for."""
+    """Return the service of this model; None: no settings are given."""
     global _current
     settings = read_settings(os.environ, config.additional_config)
     if settings is None:
@@ -59,11 +59,10 @@ def service_for(config: Any) -> Service | None:
 
 
 class BalancedRows(RoutedExperts):  # type: ignore[misc]
-    """The home experts of this rank, and copies of others for a batch.
+    """A mixin for vLLM's experts: home experts of this rank plus replicas for a batch.
 
-    Stands before the class of vLLM that it balances.
-    balancer, layer_index: who balances it, and its number there, if it is.
-    last_plan: of the last batch.
+    balancer, layer_index: the balancer and the index of the layer, if it is balanced.
+    last_plan: the plan of the last batch.
     """
 
     balancer: Balancer | None = None
@@ -84,16 +83,17 @@ class BalancedRows(RoutedExperts):  # type: ignore[misc]
         shared_experts: Any = None,
         shared_experts_input: torch.Tensor | None = None,
     ) -> Any:
-        """[T, D] -> [T, D]; `[T, K]` gates and ids of experts. Shared experts are run by others."""
+        """Map `[T, D]` to `[T, D]`, with `[T, K]` gates and expert ids."""
         if self.service is None or not self.service.ready:
-            given = x, topk_weights, topk_ids, shared_experts, shared_experts_input
-            return super().forward_modular(*given)
+            return super().forward_modular(
+                x, topk_weights, topk_ids, shared_experts, shared_experts_input
+            )
         return self._stages(x, topk_weights, topk_ids)
 
     def forward_monolithic(self, *inputs: Any, **options: Any) -> Any:
-        """Kernels that route by themselves are left alone, which is said."""
+        """Run kernels that route by themselves, which are never balanced."""
         if self.service is not None:
-            assert not self.service.ready, "kernels that route by themselves are refused"
+            assert not self.service.ready, "layers whose kernels route by themselves are refused"
         return super().forward_monolithic(*inputs, **options)
 
     def _stages(self, x: torch.Tensor, gates: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
@@ -106,26 +106,26 @@ class BalancedRows(RoutedExperts):  # type: ignore[misc]
 
     @property
     def bundle(self) -> dict[str, torch.Tensor]:
-        """What a copy of an expert consists of: all that vLLM keeps for one."""
+        """The tensors of a replica: all parameters of an expert."""
         return {name: t for name, t in self.named_parameters() if name not in OF_ROUTER}
 
     def _serve(self, arrivals: Arrivals, replicas: Replicas) -> torch.Tensor:
-        """[A, D] outputs of all rows times their gates, on home weights and on copies."""
+        """Return `[A, D]` outputs times gates, on home weights and on replicas."""
         begins, homes = arrivals.begins(), replicas.num_homes
         memory = replicas.served_rows(arrivals.rows)
         outputs = torch.empty_like(arrivals.rows) if memory is None else memory
 
         def serve(begin: int, end: int, counts: list[int], tensors: dict[str, Any]) -> None:
-            given = arrivals.rows[begin:end], arrivals.gates[begin:end]
-            outputs[begin:end] = self._compute(*given, counts, tensors)
+            rows, gates = arrivals.rows[begin:end], arrivals.gates[begin:end]
+            outputs[begin:end] = self._compute(rows, gates, counts, tensors)
 
         if begins[homes]:
             counts = [end - begin for begin, end in pairwise(begins[: homes + 1])]
             serve(0, begins[homes], counts, self.bundle)
         for slot, (begin, end) in enumerate(pairwise(begins[homes:])):
-            if begin < end:  # one by one: kernels take experts that stand apart for neighbours
-                lent = {name: t[slot : slot + 1] for name, t in replicas.tensors().items()}
-                serve(begin, end, [end - begin], lent)
+            if begin < end:  # one by one: kernels assume contiguous experts
+                weights = {name: t[slot : slot + 1] for name, t in replicas.tensors().items()}
+                serve(begin, end, [end - begin], weights)
         return outputs
 
     def _compute(
@@ -135,7 +135,7 @@ class BalancedRows(RoutedExperts):  # type: ignore[misc]
         counts: list[int],
         tensors: dict[str, torch.Tensor],
     ) -> torch.Tensor:
-        """[n, D] -> [n, D] by the kernel of vLLM, with these tensors for so many rows each."""
+        """Run vLLM's kernel on `[n, D]` rows with these tensors, `counts` rows each."""
         each = moved(torch.tensor(counts), rows.device)
         ids = torch.arange(len(counts), dtype=torch.int32, device=rows.device)
         ids = ids.repeat_interleave(each, output_size=len(rows))
@@ -153,21 +153,21 @@ class BalancedRows(RoutedExperts):  # type: ignore[misc]
         return outputs
 
     def _kernel(self, tensors: dict[str, torch.Tensor]) -> FusedMoEKernel:
-        """The kernel of vLLM for experts of one rank; biases are part of how it is configured."""
+        """Return vLLM's kernel for these tensors; biases are part of its configuration."""
         experts = self.quant_method.moe_kernel.fused_experts
         if "w13_bias" in tensors:
             experts = copy.copy(experts)
-            seen = InPlaceOf(self, **tensors)
-            experts.quant_config = self.quant_method.get_fused_moe_quant_config(seen)
+            overlay = Overlay(self, **tensors)
+            experts.quant_config = self.quant_method.get_fused_moe_quant_config(overlay)
         return FusedMoEKernel(make_moe_prepare_and_finalize_no_dp_ep(False), experts)
 
     def load_weights(self, *inputs: Any, **options: Any) -> Any:
-        """Loads as vLLM does; copies of what was there before serve no more."""
+        """Load weights like vLLM; existing replicas become invalid."""
         self._weights_change()
         return super().load_weights(*inputs, **options)
 
     def weight_loader(self, *inputs: Any, **options: Any) -> Any:
-        """Loads one tensor as vLLM does; copies of what was there before serve no more."""
+        """Load one tensor like vLLM; existing replicas become invalid."""
         self._weights_change()
         return super().weight_loader(*inputs, **options)
 

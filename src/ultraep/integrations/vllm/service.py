@@ -1,4 +1,4 @@
-"""What all balanced layers of a model share: settings, balancers, counters, and one line of log."""
+"""Settings, balancers and counters that the balanced layers of a model share."""
 
 from __future__ import annotations
 
@@ -16,9 +16,13 @@ from ultraep import __version__
 from ultraep.bundle import Layout
 from ultraep.config import BalanceConfig
 from ultraep.integrations.library import VLLM_LOGGER
-from ultraep.integrations.vllm.cost import least_tokens, rows_to_pay
 from ultraep.integrations.vllm.counters import ServingCounters, where_they_are
-from ultraep.integrations.vllm.refusals import reasons_of_engine, reasons_of_layer
+from ultraep.integrations.vllm.refusals import (
+    least_tokens,
+    reasons_of_engine,
+    reasons_of_layer,
+    rows_to_pay,
+)
 from ultraep.integrations.vllm.settings import ServingSettings
 from ultraep.runtime.balancer import Balancer
 from ultraep.runtime.clocks import DeviceClock, HostClock
@@ -27,7 +31,7 @@ from ultraep.runtime.clocks import DeviceClock, HostClock
 class Service:
     """The balanced layers of one model on this rank.
 
-    config: the model's configuration in vLLM.   layers: as they are made, alike on all ranks.
+    config: vLLM's configuration.   layers: in the order of creation, the same on all ranks.
     """
 
     def __init__(self, config: Any, settings: ServingSettings) -> None:
@@ -38,7 +42,7 @@ class Service:
 
     @cached_property
     def ready(self) -> bool:
-        """Whether layers are balanced; collective when it is first asked for, and says so once."""
+        """Whether the layers are balanced. The first access is collective and logs the decision."""
         reasons = reasons_of_engine(self.config)
         for layer in self.layers:
             reasons += reasons_of_layer(layer, homes_of(layer))
@@ -53,7 +57,7 @@ class Service:
         return not reasons
 
     def _open(self, group: Any) -> None:
-        """A balancer for each number of experts, and a number there for every layer; collective."""
+        """Create a balancer for each number of experts and register every layer. Collective."""
         counters = counters_of(group.rank_in_group)
         with ExitStack() as undo:
             for layer in self.layers:
@@ -61,7 +65,7 @@ class Service:
                 if key not in self._balancers:
                     balancer = self._balancers[key] = self._balancer(layer, group)
                     undo.callback(balancer.close)
-                    undo.enter_context(balancer.unchanged_weights())  # but for `weight_loader`
+                    undo.enter_context(balancer.unchanged_weights())  # see `weight_loader`
                     clock = HostClock if layer.w2_weight.device.type == "cpu" else DeviceClock
                     balancer.observe(clock([counters], balancer.rank))
                 layer.balancer = self._balancers[key]
@@ -81,7 +85,7 @@ class Service:
                 policy=settings.policy,
                 tolerance=settings.tolerance,
                 min_tokens_per_replica=rows,
-                objective="balance",  # by `rows`: copies stay, so that rates would ask too much
+                objective="balance",  # kept replicas cost nothing, which rates ignore
             ),
             in_flight=len(self.layers) if settings.keep else 1,
             record=settings.record,
@@ -90,53 +94,53 @@ class Service:
         return balancer
 
     def policy(self, balancer: Balancer) -> str | None:
-        """That of the batch which vLLM computes now; None: as the settings say.
+        """Return "none" for a batch that is too small to balance, else None.
 
-        vLLM has told all ranks how many tokens each of them has.
+        vLLM shares the token counts of all ranks before every forward pass.
         """
-        told = get_forward_context().dp_metadata
-        assert told is not None, "vLLM tells the tokens of all ranks wherever there are several"
-        tokens = int(told.num_tokens_across_dp_cpu.sum())
+        metadata = get_forward_context().dp_metadata
+        assert metadata is not None, "data parallelism provides the token counts of all ranks"
+        tokens = int(metadata.num_tokens_across_dp_cpu.sum())
         return "none" if tokens < self._least[balancer] else None
 
     def __str__(self) -> str:
         balancer = self.layers[0].balancer
         topology, config = balancer.topology, balancer.config
         tensors = self.layers[0].bundle
-        held = Layout.of(tensors, len(self.layers[0].w2_weight)).nbytes * topology.slots
-        held *= len(self.layers) if self.settings.keep else 1
+        nbytes = Layout.of(tensors, len(self.layers[0].w2_weight)).nbytes * topology.slots
+        nbytes *= len(self.layers) if self.settings.keep else 1
         untested = "" if self.layers[0].w2_weight.device.type == "cpu" else " (not tested on GPUs)"
         return (
             f"{len(self.layers)} layers of {topology.experts} experts over {topology.ranks} ranks"
             f"{untested}: policy {config.policy}, tolerance {config.tolerance:g}, "
-            f"{topology.slots} slots in {held / 1e6:,.1f} MB; "
-            f"batches under {self._least[balancer]:,} tokens are left alone, a copy serves "
+            f"{topology.slots} slots in {nbytes / 1e6:,.1f} MB; "
+            f"batches under {self._least[balancer]:,} tokens are not balanced, a replica serves "
             f"{config.min_tokens_per_replica:,} rows or more; {where_they_are()}"
         )
 
 
 @cache
 def counters_of(rank: int) -> ServingCounters:
-    """Those of this process; their names can be taken once."""
+    """Return the counters of this process; prometheus_client registers names once."""
     return ServingCounters(rank)
 
 
 def homes_of(layer: Any) -> list[int]:
-    """The home rank of every expert, as vLLM has placed them."""
+    """Return the home rank of every expert, as placed by vLLM."""
     ranks = layer.moe_config.moe_parallel_config.ep_size
     homes = [0] * layer.global_num_experts
     for rank in range(ranks):
-        _, found, _ = determine_expert_map(
+        _, expert_map, _ = determine_expert_map(
             ranks, rank, layer.global_num_experts, layer.expert_placement_strategy
         )
-        if found is not None:  # None: rank 0 has all experts
-            for expert in (found >= 0).nonzero().flatten().tolist():
+        if expert_map is not None:  # None: rank 0 has all experts
+            for expert in (expert_map >= 0).nonzero().flatten().tolist():
                 homes[expert] = rank
     return homes
 
 
 def rows_to_pay_for(layer: Any) -> int:
-    """Rows that pay for a copy of one of these experts."""
+    """Return the rows that pay for a replica of one of these experts."""
     tensors = list(layer.bundle.values())
     nbytes = sum(t[0].numel() * t.element_size() for t in tensors)
     parameters = sum(t[0].numel() for t in tensors)

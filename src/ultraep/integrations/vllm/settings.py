@@ -1,4 +1,4 @@
-"""Settings of the plug-in: from the environment, and from `--additional-config`.
+"""Settings of the plug-in, from the environment or `--additional-config`.
 
 ULTRAEP_SLOTS=1 vllm serve MODEL --data-parallel-size 2 --enable-expert-parallel --enforce-eager
 vllm serve MODEL ... --additional-config '{"ultraep": {"slots": 1}}'
@@ -16,20 +16,20 @@ from ultraep.policies import get_policy
 
 KEY = "ultraep"  # in the additional configuration
 PREFIX = "ULTRAEP_"  # in the environment
-OTHERS = {"ULTRAEP_TRACE", "ULTRAEP_RATES"}  # variables with that prefix that are read elsewhere
+READ_ELSEWHERE = {"ULTRAEP_TRACE", "ULTRAEP_RATES"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServingSettings:
-    """What a user asks for.
+    """Settings of the plug-in.
 
-    slots: spare slots of every rank, in every layer; 0: nothing is balanced.
+    slots: spare slots of every rank in every layer; 0: balance nothing.
     policy, tolerance: see `BalanceConfig`.
-    record: folder for a trace of every microbatch; None: as ULTRAEP_TRACE says.
-    min_rows: rows that a copy must serve to be worth its way; batches with fewer on a rank are left
-        alone. None: as many as pay for the bytes of an expert (`cost`).
-    keep: slots for every layer, so that copies are still there in its next batch; otherwise all
-        layers share one set, and copies are sent in every batch.
+    record: directory for a trace of every microbatch; None: the value of ULTRAEP_TRACE.
+    min_rows: fewest rows that a replica may serve. Batches with fewer rows per rank are not
+        balanced. None: enough rows to pay for the transfer of an expert (`rows_to_pay`).
+    keep: keep separate slots for every layer, so that replicas stay for the next batch. False: all
+        layers share one set of slots, and replicas are sent again for every batch.
     """
 
     slots: int = 1
@@ -46,33 +46,34 @@ class ServingSettings:
         if not isinstance(self.keep, bool):
             raise ConfigError(f"keep must be true or false, got {self.keep!r}")
         if self.record is not None and not (isinstance(self.record, str) and self.record):
-            raise ConfigError(f"record must be the name of a folder, got {self.record!r}")
+            raise ConfigError(f"record must be the path of a directory, got {self.record!r}")
         BalanceConfig(policy=self.policy, tolerance=self.tolerance)
         get_policy(self.policy)
 
 
 def read_settings(environment: Mapping[str, str], additional: Any) -> ServingSettings | None:
-    """The settings that are given; None: nothing was asked for.
+    """Read the settings; None: no setting is given, or slots is 0.
 
-    additional: vLLM's additional configuration, whose part `ultraep` is ours.
+    additional: vLLM's additional configuration; only its key `ultraep` is read.
     """
-    here, there = _from_environment(environment), _from_additional(additional)
-    if here is None and there is None:
+    variables, config = _from_environment(environment), _from_additional(additional)
+    if variables is None and config is None:
         return None
-    here, there = here or {}, there or {}
-    for name in here.keys() & there.keys():
-        if here[name] != there[name]:
+    variables, config = variables or {}, config or {}
+    for name in variables.keys() & config.keys():
+        if variables[name] != config[name]:
             raise ConfigError(
-                f"{PREFIX}{name.upper()} is {here[name]!r}, and the additional configuration has "
-                f"{there[name]!r}: give one of them"
+                f"{PREFIX}{name.upper()} is {variables[name]!r}, but the additional "
+                f"configuration has {config[name]!r}: set only one of them"
             )
-    settings = ServingSettings(**here, **{n: v for n, v in there.items() if n not in here})
+    settings = ServingSettings(**(config | variables))
     return settings if settings.slots else None
 
 
 def _from_environment(environment: Mapping[str, str]) -> dict[str, Any] | None:
     names = {f"{PREFIX}{name.upper()}": name for name in READERS}
-    texts = {n: t for n, t in environment.items() if n.startswith(PREFIX) and n not in OTHERS}
+    ours = {n: text for n, text in environment.items() if n.startswith(PREFIX)}
+    texts = {n: text for n, text in ours.items() if n not in READ_ELSEWHERE}
     _check_names(texts, names)
     return {
         names[key]: _value(key, text, *READERS[names[key]]) for key, text in texts.items()
@@ -94,7 +95,7 @@ def _from_additional(additional: Any) -> dict[str, Any] | None:
 def _check_names(names: Iterable[str], known: Mapping[str, Any]) -> None:
     unknown = sorted(set(names) - known.keys())
     if unknown:
-        raise ConfigError(f"no such setting: {', '.join(unknown)}; {', '.join(known)}")
+        raise ConfigError(f"unknown setting {', '.join(unknown)}; known are {', '.join(known)}")
 
 
 def _check_count(name: str, value: object, *, least: int) -> None:
@@ -102,11 +103,11 @@ def _check_count(name: str, value: object, *, least: int) -> None:
         raise ConfigError(f"{name} must be an integer of at least {least}, got {value!r}")
 
 
-def _value(key: str, text: str, read: Callable[[str], Any], kind: str) -> Any:
+def _value(key: str, text: str, read: Callable[[str], Any], what: str) -> Any:
     try:
         return read(text)
     except (KeyError, ValueError):
-        raise ConfigError(f"{key} must be {kind}, got {text!r}") from None
+        raise ConfigError(f"{key} must be {what}, got {text!r}") from None
 
 
 READERS: dict[str, tuple[Callable[[str], Any], str]] = {

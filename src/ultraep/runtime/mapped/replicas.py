@@ -48,7 +48,7 @@ class MappedReplicas:
         self._promises, self._memory, self._in_backward = shared.versions, memory, in_backward
         self._plan, self._versions = plan, versions
         self.schedule, self._given = schedule, schedule is not None  # what this rank has to do
-        self.sms, self.possible = memory.sms, memory.topology.can_copy
+        self.sms, self.possible = memory.sms, memory.topology.can_replicate
         self._lent: ExitStack | None = None
         self._buffer: int | None = None  # that was lent last
         self._held: dict[str, torch.Tensor] = {}

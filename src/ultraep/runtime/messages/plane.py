@@ -180,7 +180,7 @@ class MessagesMicrobatch(BaseMicrobatch[Plan]):
         assert kernels is not None
         config = self._plane.last_config.get(self.info.layer, self._shared.config)
         if kernels.control.use(config):
-            plan, kernels.planned = kernels.control.plan(loads).later(), self.info
+            plan, kernels.planned = kernels.control.plan(loads).to_host_async(), self.info
             routes = kernels.control.reroute(self._inputs.ids.contiguous(), counted=True)
             self._ahead = _Ahead(config, plan, *_copied(routes))
 

@@ -344,7 +344,7 @@ def _times(label: str, plans: list[Plan]) -> str:
     """Return what the plans of a policy take by the rates."""
     planned, without = (
         fmean(getattr(plan, name) for plan in plans) / PER_MS
-        for name in ("time", "time_without_copies")
+        for name in ("time", "time_without_replicas")
     )
     alone = sum(plan.left_alone for plan in plans)
     left = f"; {alone} of {len(plans)} left alone, no copies would pay" if alone else ""
@@ -367,7 +367,7 @@ def _record(outcome: Outcome, series: Series) -> dict[str, Any]:
         "remote_tokens": plan.remote_tokens,
         "total_tokens": plan.total,
         "time_ps": plan.time,
-        "time_without_copies_ps": plan.time_without_copies,
+        "time_without_copies_ps": plan.time_without_replicas,
         "plan_us": round(outcome.plan_us, 3),
         "digest": plan.digest(),
         "rank_loads": plan.rank_loads.tolist(),

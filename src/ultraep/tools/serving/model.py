@@ -74,18 +74,18 @@ def config_of(folder: str | None) -> Any:
 
 def facts_of(folder: str | None) -> ModelFacts:
     """The facts, by a model without memory; one without experts is refused."""
-    from ultraep.integrations.transformers.check import experts_of, num_experts
+    from ultraep.integrations.transformers.balance import registered_experts
 
     config = config_of(folder)
     with torch.device("meta"):
         model = transformers().AutoModelForCausalLM.from_config(config)
-    modules = list(experts_of(model).values())
+    modules = list(registered_experts(model).values())
     text = config.get_text_config()
     return ModelFacts(
         name="random Qwen3-MoE" if folder is None else Path(folder).resolve().name,
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         layers=len(modules),
-        experts=max(num_experts(module) for module in modules),
+        experts=max(module.num_experts for module in modules),
         top_k=int(getattr(text, "num_experts_per_tok", 0)),
         longest=int(getattr(text, "max_position_embeddings", 1 << 30)),
     )
