@@ -15,7 +15,7 @@ from ranks import RankPool
 from ultraep import Balancer, ConfigError
 from ultraep.comm import Communicator, Message, Peers
 from ultraep.runtime.connect import connect
-from ultraep.runtime.mapped.symmetric import SymmetricPeers
+from ultraep.runtime.mapped.peers import SymmetricPeers
 
 PATIENCE = 120.0  # seconds; kernels are compiled meanwhile
 

@@ -120,8 +120,8 @@ SCENARIOS = {
     r"ranks \[0, 2\] have .* with gradient.*; "
     r"ranks \[1\] have ((?!gradient).)*",
     take_another_policy: r"ranks disagree about the plan of layer 0 \(step 5\): "
-    r"ranks \[0, 2\] have [1-9] copies by policy 'ultraep'; "
-    r"ranks \[1\] have 0 copies by policy 'none'",
+    r"ranks \[0, 2\] have [1-9] replicas by policy 'ultraep'; "
+    r"ranks \[1\] have 0 replicas by policy 'none'",
     take_another_balancer: r"ranks disagree about the balancer: ranks \[0, 2\] have \(Topology.*; "
     r"ranks \[1\] have \(Topology.*",
 }

@@ -183,8 +183,8 @@ def test_policies_of_one_call_that_differ_are_an_error_on_every_rank():
     for message in LocalGroup(4).run(work):
         assert re.fullmatch(
             r"ranks disagree about the plan of layer 0 \(step 1\): "
-            r"ranks \[0, 2, 3\] have \d copies by policy 'ultraep'; "
-            r"ranks \[1\] have 0 copies by policy 'none'",
+            r"ranks \[0, 2, 3\] have \d replicas by policy 'ultraep'; "
+            r"ranks \[1\] have 0 replicas by policy 'none'",
             message,
         )
 

@@ -33,7 +33,7 @@ from ultraep import (
 )
 from ultraep.backends.triton import counter, rerouter, streamer
 from ultraep.backends.triton.device import interpreted
-from ultraep.runtime.mapped.symmetric import SymmetricPeers
+from ultraep.runtime.mapped.peers import SymmetricPeers
 from ultraep.trace.schema import BACKWARD, FORWARD
 
 pytestmark = pytest.mark.skipif(not interpreted(), reason="ranks are processes without GPUs")
@@ -437,11 +437,14 @@ WORDS = {
     "capacities": ["ranks [0] have", "capacity=50", "; ranks [1] have", "capacity=51"],
     "weights": ["about the weights or inputs: ranks [0] have", "[24, 16]", "[1] have", "[32, 16]"],
     "inputs": ["about the weights or inputs: ranks [0] have", "rows [16] torch.float32 with grad"],
-    "ids of one rank": ["ids"] if False else [],
-    "lent": ["layer 0 (step ", "needs spare slots, all 1 are lent to layer 0", "in_flight="],
-    "turn": ["is to be planned or rerouted, but", "stages 1, 2 and 4 of a microbatch follow"],
+    "lent": [
+        "layer 0 (step ",
+        "needs spare slots, but all 1 buffers are lent to layer 0",
+        "in_flight=",
+    ],
+    "turn": ["cannot be planned or rerouted after microbatch", "before count of the next"],
     "ids": ["2 ids must lie in 0..7"],
-    "capacity": [" rows for rank ", "but its buffers are for 5: give a larger capacity="],
+    "capacity": [" rows for rank ", "but its buffers are for 5: pass a larger capacity="],
     "strayed": ["ranks are at different places of the program", "the backward pass of layer"],
 }
 

@@ -31,8 +31,7 @@ from ultraep.backends.triton import reducer, streamer
 from ultraep.backends.triton.board import Board
 from ultraep.backends.triton.streamer import Streamer
 from ultraep.bundle import Layout
-from ultraep.runtime.mapped.peers import LocalPeers
-from ultraep.runtime.mapped.symmetric import SymmetricPeers
+from ultraep.runtime.mapped.peers import LocalPeers, SymmetricPeers
 from ultraep.runtime.settings import DeviceShare
 
 pytestmark = [
@@ -366,7 +365,7 @@ class Layers:
                         own.check()
                 own.check()
                 own.reset_stats()
-                room._notes._asked = False  # they have seen it, and would tell
+                room.faults.pending = False  # has polled the faults already
 
     def draw(self, seed):
         """Other tokens; some experts are liked by all of them."""

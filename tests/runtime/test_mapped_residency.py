@@ -144,7 +144,7 @@ def replayed(me):
         return Told(AS_PROMISED, plane.promised, versions)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(MappedMicrobatch, "_told", told)
+        patch.setattr(MappedMicrobatch, "_weights_promise", told)
         for _ in range(2):
             with me.balancer.unchanged_weights():
                 found += [me.step(bundle)[2] for _ in range(2)]

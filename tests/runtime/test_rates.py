@@ -34,12 +34,12 @@ from ultraep.runtime.control import ControlPlane
 from ultraep.runtime.mapped.peers import LocalPeers
 from ultraep.runtime.pricing import from_environment
 from ultraep.runtime.rates import (
-    Found,
-    Kind,
+    LayerShape,
     PriceList,
-    concluded,
-    made_up_copies,
+    Timings,
+    price_list,
     slopes,
+    synthetic_replicas,
 )
 from ultraep.trace.replay import differing
 
@@ -51,7 +51,7 @@ WEIGHT = ("w", (4, 8), torch.float32)  # 128 bytes
 
 
 def kind(*, learns=False, again=False):
-    return Kind(((*WEIGHT, learns),), 8, torch.float32, again)
+    return LayerShape(((*WEIGHT, learns),), 8, torch.float32, again)
 
 
 @pytest.fixture
@@ -81,39 +81,39 @@ def measured(measuring, monkeypatch):
 def test_of_several_turns_the_quickest_of_the_slowest_rank_counts():
     one, small = [3e-6] * 2, [4e-6] * 2
     found = [
-        Found(1, [5e-6, 60e-6], idle=[1e-6, 5e-6], one=one, small=small, whole=[9e-6, 24e-6]),
-        Found(1, [9e-6, 50e-6], idle=[2e-6, 1e-6], one=one, small=small, whole=[14e-6, 7e-6]),
+        Timings(1, [5e-6, 60e-6], idle=[1e-6, 5e-6], one=one, small=small, whole=[9e-6, 24e-6]),
+        Timings(1, [9e-6, 50e-6], idle=[2e-6, 1e-6], one=one, small=small, whole=[14e-6, 7e-6]),
     ]
     way = 10e-6 / 128 * 2 * 32  # 10 us for 128 bytes; a row of 32 bytes comes and goes
     wanted = Rates.from_seconds(row=3e-6 + way, copy=12e-6, each=1e-6, layer=0.0)
-    assert concluded(found, 2, kind()) == PriceList(((1, wanted),))
-    assert concluded(found[::-1], 2, kind()) == concluded(found, 2, kind())
+    assert price_list(found, 2, kind()) == PriceList(((1, wanted),))
+    assert price_list(found[::-1], 2, kind()) == price_list(found, 2, kind())
 
 
 @pytest.mark.parametrize("again", [False, True])
 def test_training_pays_for_gradients(again):
-    one = Found(1, [2e-6, 32e-6], idle=[0.0], one=[2e-6], small=[3e-6], whole=[13e-6])
+    one = Timings(1, [2e-6, 32e-6], idle=[0.0], one=[2e-6], small=[3e-6], whole=[13e-6])
     wanted = Rates.from_seconds(
         row=3 * 2e-6 + 2 * 10e-6 / 128 * 2 * 32,
         copy=(3 + again) * 10e-6,
         each=(2 + again) * 1e-6,
         layer=(2 + again) * 1e-6,
     )
-    found = concluded([one, one], 2, kind(learns=True, again=again))
+    found = price_list([one, one], 2, kind(learns=True, again=again))
     assert found.at(0) == found.at(10**6) == wanted
 
 
 def test_ranks_without_home_experts_say_nothing_of_rows():
-    one = Found(2, [2e-6, 3e-6, 5e-6], *([1e-6],) * 4)
+    one = Timings(2, [2e-6, 3e-6, 5e-6], *([1e-6],) * 4)
     none = one._replace(homes=0, network=[])
-    assert concluded([none, one, none], 2, kind()) == concluded([one], 2, kind())
+    assert price_list([none, one, none], 2, kind()) == price_list([one], 2, kind())
 
 
 def test_rates_depend_on_the_rows_of_an_expert_as_far_as_all_ranks_have_come():
     """Here, 16 rows take no longer than one: weights are read in that time."""
     far, less = [4.0, 4.0, 8.0, 32.0], [4.0, 4.0, 8.0]
     assert slopes(far, 2) == [(0.0, 2.0), (4 / 96, 4 / 2 - 16 * 4 / 96), (24 / 384, 0.0)]
-    prices = concluded([Found(2, one, *([0.0],) * 4) for one in (far, less)], 2, kind())
+    prices = price_list([Timings(2, one, *([0.0],) * 4) for one in (far, less)], 2, kind())
     assert [least for least, _ in prices.steps] == [1, 16]
     few, many = (rates for _, rates in prices.steps)
     assert few.row == 1  # nothing is saved
@@ -143,8 +143,8 @@ def test_rows_that_take_longer_than_is_counted_keep_their_price():
         (Topology(ranks=3, experts=2, homes=[0, 2]), [(0, 1, 1), (1, 0, 1)]),
     ],
 )
-def test_made_up_copies(topology, wanted):
-    assert made_up_copies(topology).tolist() == [list(copy) for copy in wanted]
+def test_synthetic_replicas(topology, wanted):
+    assert synthetic_replicas(topology).tolist() == [list(copy) for copy in wanted]
 
 
 # Given in the environment.
