@@ -116,12 +116,6 @@ def test_settings_that_break_the_proof_are_refused(name):
     LocalGroup(2).run(work)
 
 
-@pytest.mark.parametrize("capacity", [0, -3, "most"])
-def test_what_is_no_capacity_is_refused(capacity):
-    with pytest.raises(ConfigError, match=str(capacity)):
-        Balancer("alone", experts=8, capacity=capacity)
-
-
 def test_another_policy_that_exceeds_it_is_refused_by_name():
     def work(comm):
         balancer = Balancer(experts=8, slots=4, communicator=comm, capacity="static")

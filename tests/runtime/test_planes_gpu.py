@@ -124,15 +124,6 @@ def test_messages_that_are_asked_for_give_the_same(dtype):
 
 
 @pytest.mark.parametrize("plane", PLANES)
-def test_double_precision_is_exact(plane):
-    """Kernels do not know it: torch multiplies then. Gates travel as they are."""
-    example = example_of([40], torch.float64)
-    wanted = dense(example)
-    found = one_pass(alone(plane, example), example)
-    assert_alike(found, {"y": wanted.output, **wanted.gradients})
-
-
-@pytest.mark.parametrize("plane", PLANES)
 @pytest.mark.parametrize("gates", [torch.float64, torch.bfloat16], ids=str)
 def test_gates_of_another_type_than_the_rows(plane, gates):
     example = example_of([40], bias=True)
@@ -199,28 +190,6 @@ def test_the_first_pass_may_be_in_inference_mode():
     found = [one_pass(layer, example) for _ in range(2)]
     assert torch.equal(found[0]["y"], served)
     assert_alike(found[1], found[0])
-
-
-def test_memory_grows_with_the_largest_microbatch():
-    """Backward of the first comes after the growth; its memory is still there."""
-    example = example_of([90])
-    found = {}
-    for plane in PLANES:
-        layer, held = alone(plane, example, in_flight=3), []
-        xs = [example.inputs[0][:n].to(CUDA).requires_grad_() for n in (10, 90, 50)]
-        ys = []
-        for x in xs:
-            ys.append(layer(x))
-            held.append(layer.balancer.stats()["pool_bytes"])
-        for x, y in zip(reversed(xs), reversed(ys), strict=True):
-            y.backward(example.gradients[0][: len(x)].to(CUDA))
-        layer.balancer.check()
-        found[plane] = {f"y {n}": y.detach().cpu() for n, y in enumerate(ys)}
-        found[plane] |= {f"x {n}": x.grad.cpu() for n, x in enumerate(xs)}
-        found[plane] |= {name: p.grad.cpu() for name, p in layer.named_parameters()}
-        if plane == "mapped":
-            assert held[0] < held[1] == held[2]
-    assert_alike(found["mapped"], found["messages"])
 
 
 def test_stages_are_timed_on_the_device():

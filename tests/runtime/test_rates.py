@@ -127,14 +127,6 @@ def test_rates_have_two_digits_and_are_in_range(row, copy, each, layer):
     assert all(two_digits(number) == number or number in MOST for number in rates.numbers)
 
 
-def test_rows_that_take_longer_than_is_counted_keep_their_price():
-    one, tenth = (
-        Rates.from_seconds(row=0.01, copy=3.0, each=0.5, layer=0.0),
-        Rates(row=1_000_000_000, copy=300_000_000_000, each=50_000_000_000),
-    )
-    assert one == tenth
-
-
 @pytest.mark.parametrize(
     ("topology", "wanted"),
     [
@@ -187,11 +179,6 @@ def test_environment_that_cannot_be_read(monkeypatch, text, reason):
         Balancer("alone", experts=2)
 
 
-def test_rates_and_their_text():
-    rates = Rates(row=1, copy=2, each=3, layer=4)
-    assert Rates.from_text(str(rates)) == rates == Rates.from_numbers(rates.numbers)
-
-
 # In a layer.
 
 EXAMPLE = Example([30] * 4)
@@ -238,16 +225,6 @@ def test_copies_that_pay_are_made(measured, monkeypatch):
         assert "ms by its rates" in repr(own[1][0])
         for one, other in zip(own[0], wanted[0], strict=True):
             assert_close(one, other, "gradient", 1e-12)
-
-
-@pytest.mark.parametrize("rates", [DEAR, CHEAP], ids=["dear", "cheap"])
-def test_whatever_is_planned_the_result_is_the_same(measured, rates):
-    measured(rates)
-    own = LocalGroup(4).run(steps)
-    none = LocalGroup(4).run(lambda comm: steps(comm, policy="none"))
-    for one, other in zip(own, none, strict=True):
-        for gradient, wanted in zip(one[0], other[0], strict=True):
-            assert_close(gradient, wanted, "gradient", 1e-12)
 
 
 def test_layers_of_one_kind_share_what_was_measured(measured):
@@ -424,17 +401,6 @@ def test_a_device_plans_by_rates_that_come_later():
         plan = control.plan(torch.from_numpy(loads)).to_host()
         assert plan == ultraep.plan(loads, topology, config)
         assert plan.rates == rates
-
-
-@pytest.mark.skipif(not interpreted(), reason="elsewhere, as the data plane of a GPU")
-def test_what_is_adopted_later_takes_the_place_of_what_was():
-    """Graphs read the memory of the first: it must hold the loads of the last."""
-    topology = Topology(ranks=2, experts=4)
-    control = ControlPlane(topology, rows=64)
-    first = control.adopt(ultraep.plan([[8, 0, 0, 0], [8, 0, 0, 0]], topology))
-    second = ultraep.plan([[0, 6, 2, 0], [0, 9, 0, 1]], topology)
-    control.adopt(second)
-    assert first.to_host() == second
 
 
 def test_plans_know_their_time():
