@@ -260,8 +260,8 @@ WRONG_INPUTS = {
         [integers(3, 2, dtype=torch.uint64)],
         r"ids must fit into 63 bits and a sign, got torch.uint64",
     ),
-    "no plan": ("reroute", [integers(2, 2)], r"there is no plan yet: call plan\(\) before"),
-    "no plan for a map": ("reroute_map", [booleans(2, 8), torch.zeros(2, 8)], "there is no plan"),
+    "no plan": ("reroute", [integers(2, 2)], r"call plan\(\) before reroute"),
+    "no plan for a map": ("reroute_map", [booleans(2, 8), torch.zeros(2, 8)], "call plan"),
     "other probabilities": (
         "reroute_map",
         [booleans(2, 8), torch.zeros(3, 8)],

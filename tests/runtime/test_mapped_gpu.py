@@ -1,8 +1,8 @@
 """Mapped memory on a GPU: many ranks on one device, late ranks, graphs, and ranks that never come.
 
 Ranks of one process wait for each other on the device, so each stream needs its own hardware queue:
-they run in a process that is started with enough of them. Kernels are compiled and loaded before any
-rank waits, because loading may wait for running kernels.
+they run in a process that is started with enough of them. Kernels are compiled and loaded before
+any rank waits, because loading may wait for running kernels.
 
 ULTRAEP_GPU_ROUNDS: plans of each test; the default is 200.
 """
@@ -360,7 +360,7 @@ class Layers:
                         own.check()
                 own.check()
                 own.reset_stats()
-                workspace.faults.pending = False  # has polled the faults already
+                workspace.faults.forget()
 
     def draw(self, seed):
         """Other tokens; some experts are liked by all of them."""

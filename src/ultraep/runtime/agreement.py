@@ -101,7 +101,7 @@ class Agreement:
         gathered = comm.gather_objects((settings, secrets.token_hex(8)))
         every = [other for other, _ in gathered]
         _compare("the settings", every, every)
-        # Two balancers may have equal settings: the token of rank 0 tells them apart.
+        # Balancers with equal settings differ by the token of rank 0.
         self._balancer = short_digest(settings.encode(), gathered[0][1].encode())
 
     def over(self, comm: Communicator) -> Agreement:

@@ -89,7 +89,7 @@ class Capacity:
         return max(2 * rows, most + most // 2)
 
     def suffices(self, allocated: int, most: int) -> bool:
-        """Whether so many rows are enough; if that is not proven, an eighth must stay free."""
+        """Whether the allocated rows are enough; if not proven, an eighth must stay free."""
         if self.setting != AUTO:
             return True
         return most <= (allocated if self.proven else allocated - allocated // 8)

@@ -319,7 +319,7 @@ class ControlPlane:
 
     def _last_plan(self) -> DevicePlan:
         if self._plan is None:
-            raise LoadError("there is no plan yet: call plan() before reroute()")
+            raise LoadError("call plan() before reroute()")
         return self._plan
 
     def _check_ids(self, ids: torch.Tensor) -> None:
@@ -352,19 +352,17 @@ class ControlPlane:
             raise LoadError(f"loads must be int32 or int64, got {loads.dtype}")
         if loads.stride(1) != 1:
             raise LoadError(f"the rows of loads must be contiguous, got strides {loads.stride()}")
-        self._check_device("loads", loads)
+        if loads.device != self.device:
+            raise LoadError(f"loads must be on {self.device}, got {loads.device}")
 
     def _check_tensor(self, name: str, tensor: torch.Tensor) -> None:
-        self._check_device(name, tensor)
+        if tensor.device != self.device:
+            raise LoadError(f"{name} must be on {self.device}, got {tensor.device}")
         if not tensor.is_contiguous():
             raise LoadError(
                 f"{name} must be contiguous: shape {list(tensor.shape)}, "
                 f"strides {list(tensor.stride())}"
             )
-
-    def _check_device(self, name: str, tensor: torch.Tensor) -> None:
-        if tensor.device != self.device:
-            raise LoadError(f"{name} must be on {self.device}, got {tensor.device}")
 
 
 def _check_settings(topology: Topology, config: BalanceConfig, rows: int, rank: int) -> None:

@@ -24,7 +24,7 @@ REMEMBERED = 64  # microbatches of a layer; more hardly wait for backward at the
 class Moment(NamedTuple):
     """The position of a microbatch in the history of its layer."""
 
-    before: IntArray  # [E] the previous loads of this layer; its own if there are none
+    before: IntArray  # [E] the previous loads of this layer; its own if it is the first
     number: int | None  # of the microbatch in this layer; None: recomputed, but forgotten
 
 

@@ -1,4 +1,4 @@
-"""What all data planes share: how they are registered, and the base of their microbatches.
+"""The base of all data planes: their registration, and their microbatches.
 
 `BaseMicrobatch` checks the order of the verbs, marks them as stages, and measures rates where a
 plan needs them. A data plane implements `_count`, `_rows_of_all`, `_make_plan`, `_replicas`,
@@ -38,7 +38,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, eq=False)
 class Shared:
-    """What a balancer shares with its data planes."""
+    """The parts of a balancer that its data planes use."""
 
     comm: Communicator
     topology: Topology

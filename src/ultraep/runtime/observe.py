@@ -1,4 +1,4 @@
-"""What a balancer reports: stages that begin and end, plans, bytes sent.
+"""Observers of a balancer: stages that begin and end, plans, bytes sent.
 
 `staged` marks a method as a stage; observers are called when it begins and ends. Clocks are
 observers that pass host numbers to sinks (`Stats`, `Recording`).
@@ -170,19 +170,16 @@ class ObservedExchange:
         return self._rows.slots
 
     def begin_backward(self) -> None:
-        """Note that backward begins."""
+        """Note that backward begins, with the stage `combine back`."""
         self.info.back, self.info.began = True, time.time()
-        self._begin_backward()
-
-    @staged("combine back")
-    def _begin_backward(self) -> None:
-        self._at_backward()
+        self._staged("combine back", self._at_backward)
 
     def to_slots(
         self, values_TD: torch.Tensor, scalars_TK: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Stage 5, or the backward of stage 7; then the stage of the experts begins."""
-        moved = self._to_slots(values_TD, scalars_TK)
+        stage = "combine back" if self.info.back else "dispatch"
+        moved = self._staged(stage, self._rows.to_slots, values_TD, scalars_TK)
         self._serving = "experts back" if self.info.back else "experts"
         self.observers.begin(self._serving, self.info)
         return moved
@@ -194,16 +191,11 @@ class ObservedExchange:
         if self._serving:
             self.observers.end(self._serving, self.info)
         self._serving = ""
-        return self._to_tokens(rows_AD, scalars_A)
+        stage = "dispatch back" if self.info.back else "combine"
+        return self._staged(stage, self._rows.to_tokens, rows_AD, scalars_A)
 
-    @staged("dispatch", "combine back")
-    def _to_slots(
-        self, values_TD: torch.Tensor, scalars_TK: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        return self._rows.to_slots(values_TD, scalars_TK)
-
-    @staged("combine", "dispatch back")
-    def _to_tokens(
-        self, rows_AD: torch.Tensor, scalars_A: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        return self._rows.to_tokens(rows_AD, scalars_A)
+    def _staged(self, stage: str, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        self.observers.begin(stage, self.info)
+        result = work(*args, **kwargs)
+        self.observers.end(stage, self.info)
+        return result

@@ -75,7 +75,7 @@ class Pricing:
         self._of_layer[layer] = self._of_shape[shape]
 
     def config_for(self, inputs: Inputs, rows: int) -> BalanceConfig:
-        """Return the config with the rates for so many rows of all ranks, if it needs rates."""
+        """Return the config with the rates for these rows of all ranks, if it needs rates."""
         config, layer = inputs.config, inputs.info.layer
         if not self._depends(config):
             return config

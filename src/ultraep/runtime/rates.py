@@ -63,7 +63,7 @@ class Timings(NamedTuple):
 
 @dataclass(frozen=True)
 class LayerShape:
-    """What the rates of a layer depend on, the same on all ranks.
+    """The properties of a layer that determine its rates, the same on all ranks.
 
     resends: whether weights are sent again in backward, because other layers use the slots.
     """
@@ -182,11 +182,7 @@ class PriceList:
 
     def at(self, rows: int) -> Rates:
         """Return the rates for a mean number of rows per expert."""
-        result = self.steps[0][1]
-        for least, rates in self.steps:
-            if least <= rows:
-                result = rates
-        return result
+        return [rates for least, rates in self.steps if least <= max(rows, self.steps[0][0])][-1]
 
     def __str__(self) -> str:
         return "; ".join(f"from {least} rows {rates}" for least, rates in self.steps)

@@ -96,7 +96,7 @@ def _new_directory(parent: Path) -> Path:
 
 @dataclass
 class _Pass:
-    """What was observed of one microbatch since it was last written."""
+    """Observations of one microbatch since it was last written."""
 
     plan: Plan
     key: Key | None  # None: not recorded

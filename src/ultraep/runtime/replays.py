@@ -46,9 +46,6 @@ class _New:
     plans: list[Fetch]
     kept: Fetch
 
-    def here(self) -> bool:
-        return self.kept.here()
-
 
 class ReplayedPlans:
     """The plans of captured microbatches of one rank, on one device."""
@@ -97,7 +94,7 @@ class ReplayedPlans:
         """Record the plans that have arrived; does not wait."""
         if not self._sites:
             return
-        if self._new is not None and self._new.here():
+        if self._new is not None and self._new.kept.here():
             self._record()
         if self._new is None and self._kept is not None and self._kept.here():
             self._copy_new()

@@ -15,7 +15,8 @@ import platform
 import weakref
 from collections import deque
 from collections.abc import Iterable, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
+from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -84,10 +85,6 @@ class SharedMemoryCommunicator:
     def peers(self, device: torch.device) -> Peers:
         """Return symmetric memory of GPUs; this communicator sends only CPU tensors."""
         return mapped_by(self._group, device)
-
-    def abort(self) -> None:
-        """Mark this rank as failed, so that other ranks stop waiting for it."""
-        self._wire.abort()
 
     def close(self) -> None:
         """Release the shared memory; other ranks can still read what was sent.
@@ -182,34 +179,22 @@ def _open_files(setup: TorchDistCommunicator, prefix: str, undo: ExitStack) -> s
 def _this_host(rank: int) -> _Host:
     if rank == 0:  # memory of dead groups counts as free
         segments.sweep()
-    boot = _first_line("/proc/sys/kernel/random/boot_id")
     writable = os.access(segments.FOLDER, os.R_OK | os.W_OK)
+    place = [platform.node()]
+    with suppress(OSError):  # containers of one host may have separate /dev/shm and pids
+        place.append(Path("/proc/sys/kernel/random/boot_id").read_text())
+        place.append(str(os.stat(segments.FOLDER).st_dev))
+        place.append(os.readlink("/proc/self/ns/pid"))
     return _Host(
         machine=f"{platform.system()} {platform.machine()}",
         writable=writable,
         free=segments.free_bytes() if writable else 0,
-        place=(platform.node(), boot, *_namespace()),
+        place=tuple(place),
     )
 
 
-def _namespace() -> tuple[str, ...]:
-    """Identify the container: containers of one host may have separate /dev/shm and pids."""
-    try:
-        return str(os.stat(segments.FOLDER).st_dev), os.readlink("/proc/self/ns/pid")
-    except OSError:
-        return ()
-
-
-def _first_line(path: str) -> str:
-    try:
-        with open(path, encoding="ascii") as file:
-            return file.readline().strip()
-    except OSError:
-        return ""
-
-
 def _obstacle(hosts: Sequence[_Host], wanted: int) -> str:
-    """Return why these ranks cannot share so many bytes; empty if they can."""
+    """Return why these ranks cannot share this much memory; empty if they can."""
     for rank, host in enumerate(hosts):
         if host.machine not in MACHINES:
             return f"rank {rank} runs on {host.machine}, not on {' or '.join(MACHINES)}"

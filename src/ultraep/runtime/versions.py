@@ -1,7 +1,7 @@
 """Versions of the weights of a rank: replicas may serve again while the version stays the same.
 
-Torch does not count every write: not those of collectives, of fused optimizers, through `.data`, to
-tensors created in inference mode, or by other libraries; and freed memory is reused. So weights get
+Torch does not count writes by collectives, by fused optimizers, through `.data`, to tensors created
+in inference mode, or by other libraries; and it reuses freed memory. So weights get
 a new version in every microbatch, and its replicas serve one forward and backward pass. Inside of
 `unchanged` the version of a layer stays, unless torch shows that weights have changed.
 """
@@ -64,7 +64,7 @@ class Versions:
 
     @property
     def promise(self) -> int:
-        """The number of the current promise for all layers; 0: there is none."""
+        """The number of the current promise for all layers, or 0."""
         if self._steps != optimizer_steps.total:
             self.changed()
         return self._promised if self._promises else 0

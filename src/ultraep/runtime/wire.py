@@ -74,7 +74,7 @@ def _words(size: int) -> int:
 
 
 class _Header(NamedTuple):
-    """What the sender writes about a piece."""
+    """The header of a piece, written by the sender."""
 
     verb: int
     left: int  # bytes of the message that were not sent before
@@ -125,7 +125,7 @@ class _Outbox(_Pair):
         return self._words[self._at + RELEASED] == self._pieces
 
     def put(self, verb: str, data: torch.Tensor) -> torch.Tensor | None:
-        """Send as many bytes as fit; return the rest, if any."""
+        """Send the bytes that fit; return the rest, if any."""
         left = size = len(data)
         if left > len(self._segment):
             self._grow(left)

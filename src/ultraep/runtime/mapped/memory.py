@@ -78,7 +78,7 @@ class MappedMemory:
     def share_loads(self, loads_E: torch.Tensor, digest: int, weights: Told) -> torch.Tensor:
         """Return [R, E] the loads of all ranks, whose digests must be equal.
 
-        weights: the promise of this rank about its weights, and where to put those of all ranks.
+        weights: the promise of this rank about its weights, and where to store all promises.
         """
         if self.peers.size == 1:
             return loads_E[None]

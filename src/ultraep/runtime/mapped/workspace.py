@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
@@ -23,7 +22,7 @@ from ultraep.runtime.capacity import AUTO, Capacity
 from ultraep.runtime.control import ControlPlane, DevicePlan, device_config
 from ultraep.runtime.mapped.memory import MappedMemory
 from ultraep.runtime.microbatch import Shared
-from ultraep.runtime.streams import capturing
+from ultraep.runtime.streams import Fetch, capturing
 
 
 @dataclass(frozen=True, eq=False)
@@ -219,7 +218,7 @@ class Workspaces:
         never_full = capacity >= shared.topology.ranks * rows or (
             self.capacity.proven and capacity >= rows
         )
-        self._all.append(Workspace(control, memory, never_full, FaultPoll(peers.device)))
+        self._all.append(Workspace(control, memory, never_full, FaultPoll()))
         return self._all[-1]
 
 
@@ -238,12 +237,9 @@ class FaultPoll:
     The last word is not a fault but the most rows that ever arrived.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
-        self._host = torch.zeros(6, dtype=torch.int32, pin_memory=self._cuda)
-        self._words = self._host.numpy()  # the same memory; quicker to read
-        self._event: Any = torch.cuda.Event() if self._cuda else None
-        self.pending, self.most_rows = False, 0
+    def __init__(self) -> None:
+        self._fetch: Fetch | None = None
+        self.most_rows = 0
 
     def note_rows(self, rows: int) -> None:
         """Remember the most rows that arrived."""
@@ -251,17 +247,17 @@ class FaultPoll:
 
     def poll(self, words: tuple[torch.Tensor, ...]) -> bool:
         """Whether faults have reached the host; requests the next values."""
-        if self._cuda and torch.cuda.is_current_stream_capturing():
+        if capturing(words[0].device) or (self._fetch is not None and not self._fetch.here()):
             return False
-        if self.pending and self._cuda and not self._event.query():
-            return False
-        if self.pending:
-            self.note_rows(int(self._words[-1]))
-            if self._words[:-1].any():
-                self.pending = False
+        fetch, self._fetch = self._fetch, None
+        if fetch is not None:
+            *faults, rows = fetch.wait().tolist()
+            self.note_rows(rows)
+            if any(faults):
                 return True
-        self._host.copy_(torch.cat(words), non_blocking=True)
-        if self._cuda:
-            self._event.record()
-        self.pending = True
+        self._fetch = Fetch(torch.cat(words))
         return False
+
+    def forget(self) -> None:
+        """Ignore the values that were requested."""
+        self._fetch = None

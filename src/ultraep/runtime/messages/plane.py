@@ -111,7 +111,7 @@ class Kernels:
 
 @dataclass(frozen=True, slots=True)
 class _Ahead:
-    """What a GPU computes for a microbatch before the host knows its loads."""
+    """Results of a GPU for a microbatch before the host knows its loads."""
 
     config: BalanceConfig  # of the last microbatch of the layer
     plan: Callable[[], Plan]  # available once the loads are known

@@ -13,7 +13,7 @@ Shapes: R ranks, H home experts of this rank, L spare slots, B bytes of a row.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from itertools import groupby
 
@@ -133,17 +133,23 @@ class MessageReplicas(BaseReplicas):
         """Stage 8; returns when all gradients are added."""
         del beside
         assert self._gradients is not None, "gradient_slots() must be called before reduce()"
-        layout, rows = self._gradients
-        nbytes = reduce_gradients(
-            homes,
-            own or homes,
-            rows,
-            layout,
-            self._plan,
-            self._shared.comm,
-            staging=lambda count: self._gradient_rows("arriving", count, layout),
-        )
-        self._report("gradients", layout, nbytes)
+        layout, rows_LB = self._gradients
+        comm, home_of_expert = self._shared.comm, self._plan.topology.home_of_expert
+        sends, arriving = [], []  # arriving: index of the home expert, host rank of the replica
+        for expert, host, slot in self._plan.replicas.tolist():
+            if host == comm.rank:
+                sends.append(Message(int(home_of_expert[expert]), rows_LB[slot]))
+            if home_of_expert[expert] == comm.rank:
+                arriving.append((int(np.searchsorted(self._home_experts, expert)), host))
+        staging = self._gradient_rows("arriving", len(arriving), layout)
+        hosts = [host for _, host in arriving]
+        comm.exchange(sends, [Message(host, row) for host, row in zip(hosts, staging, strict=True)])
+        views, own = layout.views(staging), own or homes
+        for index, group in groupby(range(len(arriving)), key=lambda number: arriving[number][0]):
+            numbers = list(group)
+            for name, stack in homes.items():
+                _add(stack[index], own[name][index], [views[name][number] for number in numbers])
+        self._report("gradients", layout, len(sends) * layout.nbytes)
 
     @staged("reduce")
     def reduced(self) -> None:
@@ -199,41 +205,6 @@ def _chunk(nbytes: int, index: int, chunks: int) -> slice | None:
         return None
     size = -(-nbytes // chunks)
     return slice(index * size, min(nbytes, (index + 1) * size))
-
-
-def reduce_gradients(
-    homes: Mapping[str, Stack],
-    own: Mapping[str, Stack],
-    rows_LB: torch.Tensor,
-    layout: Layout,
-    plan: Plan,
-    comm: Communicator,
-    *,
-    staging: Callable[[int], torch.Tensor],
-) -> int:
-    """Add the gradients of replicas to the gradients of their home experts; return the bytes sent.
-
-    homes, own: `[H, ...]` or H tensors for every tensor of the layout; may be the same.
-    rows_LB: gradients of the replicas of this rank.   staging: returns `[n, B]` receive buffers.
-    """
-    home_of_expert = plan.topology.home_of_expert
-    home_experts = plan.topology.home_experts(comm.rank)
-    sends, arriving = [], []  # arriving: index of the home expert, host rank of the replica
-    for expert, host, slot in plan.replicas.tolist():
-        if host == comm.rank:
-            sends.append(Message(int(home_of_expert[expert]), rows_LB[slot]))
-        if home_of_expert[expert] == comm.rank:
-            arriving.append((int(np.searchsorted(home_experts, expert)), host))
-    staged_rows = staging(len(arriving))
-    comm.exchange(
-        sends, [Message(host, row) for (_, host), row in zip(arriving, staged_rows, strict=True)]
-    )
-    views = layout.views(staged_rows)
-    for index, group in groupby(range(len(arriving)), key=lambda number: arriving[number][0]):
-        numbers = list(group)
-        for name, stack in homes.items():
-            _add(stack[index], own[name][index], [views[name][number] for number in numbers])
-    return len(sends) * layout.nbytes
 
 
 def _add(home: torch.Tensor, own: torch.Tensor, replicas: Sequence[torch.Tensor]) -> None:
