@@ -363,7 +363,7 @@ class OnRank(Machine):
         return layer
 
     def _watch(self, layer: BalancedMoE) -> None:
-        """Let hooks of the layer raise when they are told to; replaces those of the original."""
+        """Let hooks of the layer raise on request; replaces the hooks of the original."""
         for module in (layer.router, layer.experts):
             module._forward_hooks.clear()
             module._forward_pre_hooks.clear()
@@ -414,7 +414,7 @@ class OnRank(Machine):
         super().copy(layer, factor)
         self._watch(self.layers[-1])
         if self.layers[-1].form == "functions":
-            self.balancer.weights_changed()  # its weights were scaled, and nobody sees that
+            self.balancer.weights_changed()  # torch does not see that its weights were scaled
 
     def write(self, layer: int, how: str, factor: float) -> None:
         written = self.layers[layer]

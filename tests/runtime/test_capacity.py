@@ -1,4 +1,4 @@
-"""Capacity: the mean where that is proven, refused elsewhere; learnt and grown without a word."""
+"""Capacity: the mean where it is proven, refused elsewhere; learnt and grown automatically."""
 
 from contextlib import nullcontext
 
@@ -153,7 +153,7 @@ def hold(balancer, example):
 
 
 def learn(rank, group, example):
-    """Room for rows before and after microbatches that nobody balances; outputs of all."""
+    """Capacities and outputs of unbalanced microbatches."""
     with small_tiles():
         balancer = mapped_balancer(example, group, policy="none", capacity="auto")
         layer, rooms, outputs = example.layer(balancer), [], []

@@ -251,7 +251,7 @@ def test_a_killed_rank_is_noticed_and_named(end_of_ranks):
 
 def test_an_interpreter_that_ends_cleans_up(end_of_ranks):
     _, (_, before, after) = end_of_ranks
-    assert len(before) == 2  # a message that nobody read, and the control file
+    assert len(before) == 2  # an unread message, and the control file
     assert after == []
 
 

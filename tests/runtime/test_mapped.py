@@ -290,7 +290,7 @@ class Noted(SharedPeers):
 def pass_under_watch(rank, group, example, alone):
     """One pass in which no kernel leaves the memory of the group; `alone`: rank 1 is gone.
 
-    Then it waits for nobody a second time, whatever stands where the others should have written.
+    Then the rank waits only once, whatever is in the memory that rank 1 should have written.
     """
     with small_tiles():
         peers = Noted(group)

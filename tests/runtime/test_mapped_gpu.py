@@ -54,7 +54,7 @@ def pool():
 
 @pytest.fixture
 def two():
-    """New ones for every test: torch's symmetric memory remembers groups by their names."""
+    """New processes for every test: torch's symmetric memory remembers groups by their names."""
     with processes(2) as pool:
         yield pool
 
@@ -95,7 +95,7 @@ def bundle_of(experts):
 
 
 @contextmanager
-def nobody_waits(boards):
+def no_waiting(boards):
     """Ranks do not wait inside of this block; afterwards the boards are as before."""
     patience = [board.patience for board in boards]
     for board in boards:
@@ -130,9 +130,9 @@ class World:
         self.made = torch.zeros(RANKS, self.streamers[0].size, dtype=torch.int32, device=CUDA)
         self.streams = [torch.cuda.Stream() for _ in range(RANKS)]
         torch.cuda.synchronize()
-        # Loaded now: loading waits for kernels, and they will wait for each other.
+        # Loaded now: loading waits for running kernels, which will wait for each other.
         torch.cuda._sleep(1)
-        with nobody_waits(self.boards):
+        with no_waiting(self.boards):
             self.launch(self.fill, range(RANKS))
 
     def schedule(self, rank):
@@ -342,7 +342,7 @@ class Layers:
         self.prepare()
 
     def prepare(self):
-        """All memory before anybody waits: to take it later would wait for those who wait."""
+        """Allocate all memory before any rank waits: allocation waits for running kernels."""
         ids = torch.zeros(TOKENS, TOP_K, dtype=torch.int64, device=CUDA)
         for own, layer, x in zip(self.balancers, self.layers, self.inputs, strict=True):
             own.prepare(ids, x, layer.experts.bundle)
@@ -350,12 +350,12 @@ class Layers:
         torch.cuda.synchronize()
 
     def warm_up(self):
-        """Twice: the second pass frees what the first one has taken, and takes it again."""
+        """Run twice: the second pass frees what the first one allocated, and allocates again."""
         for _ in range(2):
-            with nobody_waits([workspace.memory.board for workspace in self.workspaces]):
+            with no_waiting([workspace.memory.board for workspace in self.workspaces]):
                 self.backward(self.forward())
             for own, workspace in zip(self.balancers, self.workspaces, strict=True):
-                for _ in range(3):  # loads and rows of nobody
+                for _ in range(3):  # faults of passes without the other ranks
                     with suppress(UltraEPError):
                         own.check()
                 own.check()
@@ -373,7 +373,7 @@ class Layers:
         torch.cuda.synchronize()
 
     def forward(self):
-        """Launches all ranks; waits for nobody."""
+        """Launch all ranks without waiting."""
         outputs = []
         for rank, stream in enumerate(self.streams):
             with torch.cuda.stream(stream):
@@ -439,7 +439,7 @@ def promised_replays(rank, group):
         with ExitStack() as stack:
             for own in layers.balancers if promise else ():
                 stack.enter_context(own.unchanged_weights())
-            torch.cuda.synchronize()  # it is told in order of this stream, and ranks have others
+            torch.cuda.synchronize()  # the promise is made on this stream, and ranks use others
             once()
             once()
         torch.cuda.synchronize()
@@ -499,7 +499,7 @@ def test_a_graph_of_the_layer_gives_what_the_layer_gives(pool):
 
 def pair(group, timeout):
     """One rank of two that share memory through the driver."""
-    warnings.simplefilter("default")  # those of torch's symmetric memory are its own
+    warnings.simplefilter("default")  # torch's symmetric memory warns
     peers = SymmetricPeers(group, device="cuda:0")
     topology, rank = Topology(ranks=2, experts=2 * HOMES), peers.rank
     board = Board(peers, slots=1, buffers=1, timeout=timeout)

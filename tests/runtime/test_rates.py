@@ -260,7 +260,7 @@ def test_a_group_of_one_measures_nothing(measured, caplog):
     assert "rates" not in caplog.text
 
 
-def test_who_measures_nothing_is_told_so_once(measuring, caplog):
+def test_unknown_rates_are_logged_once(measuring, caplog):
     def by_hand(comm):
         balancer = Balancer(experts=8, communicator=comm)
         for _ in range(2):

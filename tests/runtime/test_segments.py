@@ -234,7 +234,7 @@ def test_only_files_of_the_dead_group_are_swept(folder):
     assert names(folder) == [f"{prefix}0-1-0-1"]
 
 
-def test_the_last_rank_removes_what_nobody_read(folder):
+def test_the_last_rank_removes_unread_messages(folder):
     prefix = segments.new_prefix()
     first = segments.Files(prefix, 4096, founder=True)
     second = segments.Files(prefix, 4096, founder=False)

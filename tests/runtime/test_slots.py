@@ -12,7 +12,7 @@ CPU = torch.device("cpu")
 LAYOUT = Layout.of({"w": torch.zeros(1, 5)}, 1)
 
 
-def test_whoever_comes_back_gets_what_is_left_of_it():
+def test_a_borrower_gets_the_buffer_with_its_content():
     pool, one, two, three = (
         SlotPool(1, 2),
         {(0, 0): (0, 5, 1)},

@@ -144,11 +144,13 @@ class MessageReplicas(BaseReplicas):
         staging = self._gradient_rows("arriving", len(arriving), layout)
         hosts = [host for _, host in arriving]
         comm.exchange(sends, [Message(host, row) for host, row in zip(hosts, staging, strict=True)])
-        views, own = layout.views(staging), own or homes
+        views = layout.views(staging)
+        of_homes: Mapping[str, Stack] = own or homes
         for index, group in groupby(range(len(arriving)), key=lambda number: arriving[number][0]):
             numbers = list(group)
             for name, stack in homes.items():
-                _add(stack[index], own[name][index], [views[name][number] for number in numbers])
+                replicas = [views[name][number] for number in numbers]
+                _add(stack[index], of_homes[name][index], replicas)
         self._report("gradients", layout, len(sends) * layout.nbytes)
 
     @staged("reduce")
