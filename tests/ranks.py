@@ -46,6 +46,7 @@ TRANSPORTS = ["local", "sockets", "shared"]
 # Seconds. Only a failing test waits that long; a busy machine is slow to start processes.
 LIMIT = 180.0  # of a run
 PATIENCE = 60.0  # with a silent rank, and with processes that end
+QUICK = 30.0  # less than a rank needs that waits for its timeout
 TIMED_OUT = re.compile(r"no progress in|waited .* s for|[Tt]imed out")  # errors after a timeout
 
 
