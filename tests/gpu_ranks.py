@@ -1,4 +1,4 @@
-"""Ranks that share one GPU: processes that may, and two ways in which they speak."""
+"""Ranks that share one GPU: their processes, and a balancer for each data plane."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from ranks import RankPool
 from ultraep import Balancer, ConfigError
 from ultraep.comm import Communicator, Message, Peers
 from ultraep.runtime.connect import connect
-from ultraep.runtime.mapped.symmetric import SymmetricPeers
+from ultraep.runtime.mapped.peers import SymmetricPeers
 
-PATIENCE = 120.0  # seconds; kernels are compiled meanwhile
+PATIENCE = 120.0  # seconds; enough to compile kernels
 
 
 @contextmanager
 def processes(size: int) -> Iterator[RankPool]:
-    """Those in which many streams run at the same time, and which may share the device."""
+    """Processes in which many streams run at the same time, and which may share the device."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32")
         patch.setenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
@@ -31,20 +31,20 @@ def processes(size: int) -> Iterator[RankPool]:
 
 
 def mapped(group: dist.ProcessGroup, **options: Any) -> Balancer:
-    """One rank of those that share memory through the driver."""
-    warnings.simplefilter("default")  # those of torch's symmetric memory are its own
+    """A rank whose memory the others map."""
+    warnings.simplefilter("default")  # torch's symmetric memory warns
     peers = SymmetricPeers(group, device="cuda:0")
     return Balancer(group, peers=peers, data_plane="mapped", timeout=PATIENCE, **options)
 
 
 def messages(group: dist.ProcessGroup, **options: Any) -> Balancer:
-    """One rank of the same group that sends all by messages."""
+    """A rank of the same group that uses messages."""
     communicator = ThroughHost(connect(group, timeout=PATIENCE))
     return Balancer(communicator=communicator, data_plane="messages", **options)
 
 
 class ThroughHost:
-    """Messages of a GPU over a group of CPUs: gloo does not know every message of a GPU."""
+    """Messages of a GPU through the host, because gloo cannot send all GPU tensors."""
 
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm

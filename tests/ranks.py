@@ -2,16 +2,15 @@
 
     def work(rank, group, number): ...                  # at the top of a module: it is pickled
 
-    results = run_ranks(3, work, 42)                     # fresh processes: some seconds
-    results = shared_pool().run(3, work, 42)             # processes that stay: some milliseconds
+    results = shared_pool().run(3, work, 42)             # processes that stay between runs
     results = everywhere("shared", 3, body, 42)          # body(communicator, number)
 
     @on_ranks(2)
     def test_something(rank, group, tmp_path): ...      # a test whose body runs on every rank
 
-`run` raises `RankError` with the first traceback; `outcomes` tells what became of each rank, for
-tests in which ranks are meant to fail. Every run gets a process group of its own. Processes that
-were lost, or did not come back in time, are killed and replaced.
+`run` raises `RankError` with the first traceback. `outcomes` returns the end of each rank, for
+tests in which ranks are meant to fail. Every run has its own process group. Processes that died or
+did not return in time are killed and replaced.
 """
 
 from __future__ import annotations
@@ -23,6 +22,7 @@ import glob
 import inspect
 import os
 import pickle
+import re
 import time
 import traceback
 import warnings
@@ -39,21 +39,23 @@ import warm
 
 from ultraep import NothingToBalance
 from ultraep.runtime.connect import connect
-from ultraep.runtime.local import LocalGroup
+from ultraep.runtime.local import LocalCommunicator, LocalGroup
+from ultraep.runtime.shared_memory import SharedMemoryCommunicator
 
 TRANSPORTS = ["local", "sockets", "shared"]
-# Seconds. Only what hangs needs them, so they are many: a busy machine is slow to start processes.
+# Seconds. Only a failing test waits that long; a busy machine is slow to start processes.
 LIMIT = 180.0  # of a run
-PATIENCE = 60.0  # with a silent rank, and with processes that are to end
-QUICK = 30.0  # enough for a rank that hears of a failure; one that waits for its timeout needs more
+PATIENCE = 60.0  # with a silent rank, and with processes that end
+QUICK = 30.0  # less than a rank needs that waits for its timeout
+TIMED_OUT = re.compile(r"no progress in|waited .* s for|[Tt]imed out")  # errors after a timeout
 
 
 class RankError(AssertionError):
-    """What a rank raised, as text."""
+    """The error of a rank, as text."""
 
 
 class Outcome(NamedTuple):
-    """What became of the work of a rank, and when. `kind` is "result", "error" or "lost"."""
+    """The end of the work of a rank. `kind` is "result", "error" or "lost"."""
 
     when: float
     rank: int
@@ -62,7 +64,7 @@ class Outcome(NamedTuple):
 
 
 class Job(NamedTuple):
-    """The work of one rank, and where to find the others."""
+    """The work of one rank, and how to join its group."""
 
     work: Callable[..., Any]
     args: tuple[Any, ...]
@@ -73,7 +75,7 @@ class Job(NamedTuple):
 
 
 class Worker:
-    """One process that runs what it is sent."""
+    """One process that runs jobs."""
 
     def __init__(self) -> None:
         self.pipe, theirs = Pipe()
@@ -116,7 +118,7 @@ class RankPool:
     def outcomes(
         self, size: int, work: Callable[..., Any], *args: Any, timeout: float = LIMIT
     ) -> list[Outcome]:
-        """What became of each rank, in the order in which they ended."""
+        """Return the end of each rank, in the order in which they ended."""
         assert size <= self.limit
         self._fill(size)
         self.runs += 1
@@ -165,24 +167,18 @@ def receive(rank: int, pipe: Connection) -> Outcome:
     return Outcome(when, rank, kind, value)
 
 
-def run_ranks(size: int, work: Callable[..., Any], *args: Any, timeout: float = LIMIT) -> list:
-    """`work(rank, group, *args)` in processes of their own, which are gone afterwards."""
-    with RankPool(size) as pool:
-        return pool.run(size, work, *args, timeout=timeout)
-
-
 @functools.cache
 def shared_pool() -> RankPool:
-    """One pool for the whole session, whoever asks."""
+    """Return the one pool of the test session."""
     pool = RankPool()
     atexit.register(pool.close)
     return pool
 
 
 def on_ranks(size: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Make a test of a function `body(rank, group, ...)` that runs on every rank of a pool.
+    """Turn a function `body(rank, group, ...)` into a test that runs on every rank of a pool.
 
-    What fails on a rank fails the test. Fixtures and parameters are sent there.
+    A failure on any rank fails the test. Fixtures and parameters are sent to the ranks.
     """
 
     def decorate(body: Callable[..., None]) -> Callable[..., None]:
@@ -204,7 +200,7 @@ def run_body(rank: int, group: Any, module: str, name: str, arguments: dict[str,
 def everywhere(
     transport: str, size: int, body: Callable[..., Any], *args: Any, timeout: float = PATIENCE
 ) -> list:
-    """The results of `body(communicator, *args)` on all ranks, whatever joins them."""
+    """Return the results of `body(communicator, *args)` on all ranks, over any transport."""
     if transport == "local":
         return LocalGroup(size, timeout=timeout).run(lambda comm: body(comm, *args))
     try:
@@ -221,8 +217,18 @@ def on_communicator(rank, group, transport, body, args, timeout):
         comm.close()
 
 
+def set_timeout(comm: Any, seconds: float) -> None:
+    """Shorten the timeout of a connected rank: connecting may take long on a busy machine."""
+    if isinstance(comm, LocalCommunicator):
+        comm._group.timeout = seconds
+    elif isinstance(comm, SharedMemoryCommunicator):
+        comm._wire.timeout = seconds
+    else:
+        comm._timeout = seconds
+
+
 def meet(folder: Path, rank: int, size: int) -> None:
-    """Wait for all ranks without a message: when one fails then, none is still at work before."""
+    """Wait for all ranks without a message, so that all have finished what came before."""
     (folder / str(rank)).touch()
     until = time.monotonic() + PATIENCE
     while len(list(folder.iterdir())) < size:
@@ -231,12 +237,12 @@ def meet(folder: Path, rank: int, size: int) -> None:
 
 
 def leftovers(pids: list[int]) -> list[str]:
-    """What communicators of these processes, as rank 0, left in shared memory."""
+    """Return the shared-memory files that these processes left behind as rank 0."""
     return [path for pid in pids for path in glob.glob(f"/dev/shm/ultraep-{pid}-*")]
 
 
 def serve(pipe: Connection) -> None:
-    """The life of a worker: one job after the other, until the other end is closed."""
+    """Run one job after the other, until the other end of the pipe is closed."""
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     while True:
@@ -251,7 +257,7 @@ def serve(pipe: Connection) -> None:
 
 
 def do(pickled: bytes) -> bytes:
-    """What to tell about the job: when it ended, how, and with what."""
+    """Run a job; return when and how it ended, pickled."""
     try:
         job = pickle.loads(pickled)
         with warnings.catch_warnings():

@@ -1,7 +1,7 @@
-"""Communicator and Peers: how ranks speak, and memory that they share. Protocols, no code.
+"""Communicator and Peers: messages between ranks, and memory that ranks share. Protocols.
 
-Every rank of a group calls the same verbs in the same order, also with nothing to say. Shapes and
-counts are known on both sides beforehand, from the plan: nothing is negotiated.
+Every rank of a group calls the same verbs in the same order, even with nothing to send. Both sides
+know shapes and counts from the plan, so they are not sent.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import torch
 
 
 class Message(NamedTuple):
-    """A contiguous tensor to send to a peer, or to be filled by what the peer sends."""
+    """A contiguous tensor to send to a peer, or to receive from it."""
 
     peer: int
     tensor: torch.Tensor
 
 
 class Communicator(Protocol):
-    """What a stage needs of the group. Errors are `CommunicationError` and name the peer."""
+    """Messages between the ranks of a group. Errors are `CommunicationError` and name the peer."""
 
     @property
     def rank(self) -> int: ...
@@ -35,47 +35,47 @@ class Communicator(Protocol):
         ...
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """[size, ...] the tensors of all ranks, which have one shape."""
+        """Return [size, ...] the tensors of all ranks, which have one shape."""
         ...
 
     def all_to_all(
         self, rows: torch.Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]
     ) -> torch.Tensor:
-        """Rows from all ranks, in their order; `rows` are for rank 0, then rank 1, and so on."""
+        """Send rows to all ranks, in rank order; return the rows from all ranks, in rank order."""
         ...
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
-        """Point to point, all at once; messages between two ranks keep their order."""
+        """Send and receive point to point, all at once; two ranks keep the order of messages."""
         ...
 
     def gather_objects(self, value: Any) -> list[Any]:
-        """The small picklable values of all ranks; for set-up and errors, not for the hot path."""
+        """Return the small picklable values of all ranks; for set-up and errors."""
         ...
 
     def peers(self, device: torch.device) -> Peers:
-        """Memory of a device that all ranks map; a `ConfigError` says why there is none."""
+        """Return memory of a device that all ranks map; raises ConfigError if it is impossible."""
         ...
 
     def hosts(self) -> Communicator | None:
-        """One whose messages wait for no device; collective. None: nobody can wait."""
+        """Return a communicator whose messages wait for no device, or None; collective."""
         ...
 
     def close(self) -> None:
-        """Give back what the communicator took. The group itself stays."""
+        """Free the resources of the communicator; the group itself stays."""
         ...
 
 
 @dataclass(frozen=True, eq=False)
 class Region:
-    """Memory that every rank has alike, and that all ranks can read and write."""
+    """Memory of the same size on every rank, which all ranks can read and write."""
 
     local: torch.Tensor  # [bytes] of this rank
-    addresses: torch.Tensor  # [size] where that of every rank begins, as seen from this one
-    handle: object = None  # what keeps it mapped
+    addresses: torch.Tensor  # [size] where the memory of every rank begins, in this process
+    handle: object = None  # keeps it mapped
 
 
 class Peers(Protocol):
-    """Ranks that reach each other's memory. All allocate the same, in the same order."""
+    """Ranks that map each other's memory. All allocate the same regions, in the same order."""
 
     @property
     def rank(self) -> int: ...
@@ -87,20 +87,20 @@ class Peers(Protocol):
     def device(self) -> torch.device: ...
 
     def allocate(self, name: str, nbytes: int) -> Region:
-        """Zeros, aligned to 64 bytes; an error on all ranks if they want different sizes."""
+        """Return zeros, aligned to 64 bytes; raises on all ranks if their sizes differ."""
         ...
 
     def gather_objects(self, value: Any) -> list[Any]:
-        """The small picklable values of all ranks; for set-up and errors."""
+        """Return the small picklable values of all ranks; for set-up and errors."""
         ...
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         ...
 
 
 def moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A tensor of the host on that device; nobody waits for a GPU."""
+    """Copy a host tensor to a device, without waiting for a GPU."""
     if device.type != "cuda":
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)

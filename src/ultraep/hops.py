@@ -1,7 +1,7 @@
-"""Hops: the way of an expert's weights from its home to its copies, as data.
+"""Hops: how the weights of an expert travel from its home to its replicas.
 
-In mode `direct` the home sends every copy itself. In mode `chain` the copies of an expert stand in
-a row, and each passes on what it gets. Mode `auto` takes the one that is done sooner, plan by plan.
+In mode `direct` the home sends to every replica itself. In mode `chain` each replica of an expert
+forwards the weights to the next. Mode `auto` picks the faster mode for each plan.
 """
 
 from __future__ import annotations
@@ -17,58 +17,58 @@ HOME = -1
 
 
 class Relay(NamedTuple):
-    """How a balancer was told to send weights. mode: one of `MODES`, "": nobody tells."""
+    """The relay settings of a balancer. mode: one of `MODES`, or "" if unknown."""
 
     mode: str = ""
-    chunks: int = 0  # of an expert in a chain; 0: nobody tells
+    chunks: int = 0  # of an expert in a chain; 0: unknown
 
 
 class Hop(NamedTuple):
-    """One rank hands an expert to another."""
+    """One transfer of an expert between two ranks."""
 
     expert: int
     sender: int
-    sender_slot: int  # spare slot it is sent from, or HOME
+    sender_slot: int  # spare slot of the sender, or HOME
     receiver: int
-    slot: int  # spare slot it is received in
+    slot: int  # spare slot of the receiver
     depth: int  # hops before this one
 
 
 def hops(
     plan: Plan, mode: str, *, chunks: int = 1, skip: set[tuple[int, int]] | None = None
 ) -> list[Hop]:
-    """The hops of a plan, by expert and depth.
+    """Return the hops of a plan, by expert and depth.
 
-    chunks: pieces of an expert in a chain; mode `auto` decides by them.
-    skip: slots (host, index) that are filled already.
+    chunks: pieces of an expert in a chain, for the choice of mode `auto`.
+    skip: slots (host, index) that already hold their replica.
     """
     if mode not in MODES:
         raise ConfigError(f"unknown relay mode {mode!r}; known are {', '.join(MODES)}")
     mode = choose(plan, chunks, skip) if mode == "auto" else mode
     homes = plan.topology.home_of_expert
-    copies: dict[int, list[tuple[int, int]]] = {}
+    chained = mode == "chain"
+    replicas: dict[int, list[tuple[int, int]]] = {}
     for expert, host, slot in plan.replicas.tolist():
         if not skip or (host, slot) not in skip:
-            copies.setdefault(expert, []).append((host, slot))
-    sends = set(homes[list(copies)].tolist())
-    found = []
-    for expert, places in copies.items():
+            replicas.setdefault(expert, []).append((host, slot))
+    senders = set(homes[list(replicas)].tolist())
+    path = []
+    for expert, places in replicas.items():
         sender, sender_slot = int(homes[expert]), HOME
-        for depth, (host, slot) in enumerate(sorted(places, key=lambda p: (p[0] in sends, p))):
-            chained = mode == "chain"
-            found.append(Hop(expert, sender, sender_slot, host, slot, depth if chained else 0))
+        for depth, (host, slot) in enumerate(sorted(places, key=lambda p: (p[0] in senders, p))):
+            path.append(Hop(expert, sender, sender_slot, host, slot, depth if chained else 0))
             if chained:
                 sender, sender_slot = host, slot
-    return found
+    return path
 
 
 def choose(
     plan: Plan, chunks: int, skip: set[tuple[int, int]] | None = None
 ) -> Literal["direct", "chain"]:
-    """The faster mode for what is to be sent; decided by integers, alike on every rank.
+    """Return the faster mode, decided by integers, so the same on every rank.
 
-    What takes longest is the rank that sends most. A chain of h hops also takes h - 1 chunks of
-    time until its last copy gets its first one.
+    The rank that sends most takes longest. In a chain of h hops, the last replica also waits h - 1
+    chunks for its first one.
     """
     direct, chain = (hops(plan, mode, skip=skip) for mode in ("direct", "chain"))
     longest = max((hop.depth + 1 for hop in chain), default=0)
@@ -76,12 +76,12 @@ def choose(
     return "chain" if rounds < _most_sent(direct) * chunks else "direct"
 
 
-def _most_sent(found: list[Hop]) -> int:
-    """Hops that the busiest rank sends."""
-    return max(Counter(hop.sender for hop in found).values(), default=0)
+def _most_sent(path: list[Hop]) -> int:
+    """Return the number of hops of the rank that sends most."""
+    return max(Counter(hop.sender for hop in path).values(), default=0)
 
 
 def copies_sent(plan: Plan, what: str, rank: int) -> int:
-    """Replicas whose `weights` or `gradients` a rank sends, by the plan."""
+    """Return how many replicas' `weights` or `gradients` a rank sends by the plan."""
     homes, hosts = plan.topology.home_of_expert[plan.replicas[:, 0]], plan.replicas[:, 1]
     return int(((homes if what == "weights" else hosts) == rank).sum())

@@ -694,7 +694,9 @@ def test_different_sizes_are_named_on_every_rank():
 def test_different_sizes_are_named_in_one_process():
     group = LocalPeers(2, device=DEVICE)
     group.of(0).allocate("rows", 1000)
-    with pytest.raises(ConfigError, match="rank 1 wants 1001 bytes for 'rows', others 1000"):
+    with pytest.raises(
+        ConfigError, match="rank 1 allocates 1001 bytes for 'rows', other ranks allocated 1000"
+    ):
         group.of(1).allocate("rows", 1001)
 
 

@@ -8,7 +8,7 @@ Actions, with n a microbatch and l a layer:
 
     forward n     through some layers, perhaps checkpointed; also without gradients
     backward n    of one or two microbatches that wait, in any order
-    drop n        nobody runs its backward
+    drop n        its backward is never run
     write l       of all expert weights, in one of several ways
     copy l        a deep copy, with other weights, becomes a further layer
     promise       `unchanged_weights` begins or ends
@@ -47,7 +47,7 @@ Observed = list[tuple[str, torch.Tensor]]  # how ranks are joined, and what was 
 
 
 class Failure(Exception):
-    """What hooks and routers raise when they are told to."""
+    """Raised by hooks and routers on request."""
 
 
 @dataclass
@@ -200,7 +200,11 @@ class _Drawing:
 
 
 class Machine:
-    """Takes the actions of a program with layers that a subclass makes."""
+    """Takes the actions of a program.
+
+    A subclass creates the layers and has `mine` (its share of all tokens), `through` (run layers),
+    `parameter_gradients`, `weights` and `write`.
+    """
 
     def __init__(self, program: Program) -> None:
         self.program = program
@@ -215,13 +219,6 @@ class Machine:
 
     def tokens(self, number: int) -> torch.Tensor:
         return self.mine(self.program.inputs(number))
-
-    def mine(self, every: list[torch.Tensor]) -> torch.Tensor:
-        """What this machine has of all ranks'."""
-        raise NotImplementedError
-
-    def through(self, chain: list[int], how: str, x: torch.Tensor) -> torch.Tensor:
-        raise NotImplementedError
 
     def forward(self, number: int, chain: list[int], how: str) -> None:
         x = self.tokens(number).requires_grad_()
@@ -245,9 +242,6 @@ class Machine:
         for layer in self.layers:
             self.observed += self.parameter_gradients(layer)
 
-    def parameter_gradients(self, layer: nn.Module) -> Observed:
-        raise NotImplementedError
-
     def drop(self, number: int) -> None:
         del self.waiting[number]
 
@@ -265,13 +259,13 @@ class Machine:
             self.drop(number)
 
     def failing_backward(self, number: int, where: str) -> None:
-        raise NotImplementedError
+        """Run a backward pass that raises. Its gradients are forgotten, so `Dense` need not."""
 
     def fail_forward(self, number: int, chain: list[int], how: str) -> None:
-        raise NotImplementedError
+        """Run a forward pass that raises."""
 
     def promise(self, begins: bool) -> None:
-        raise NotImplementedError
+        """Begin or end a promise that weights do not change."""
 
     def copy(self, layer: int, factor: float) -> None:
         copied = deepcopy(self.layers[layer])
@@ -282,9 +276,6 @@ class Machine:
     def scale(self, layer: nn.Module, factor: float) -> None:
         for weight in self.weights(layer):
             weight.mul_(factor)
-
-    def weights(self, layer: nn.Module) -> list[nn.Parameter]:
-        raise NotImplementedError
 
     def step(self, layer: nn.Module, *, fused: bool) -> None:
         for weight in self.weights(layer):
@@ -324,15 +315,6 @@ class Dense(Machine):
         else:
             self.scale(self.layers[layer], factor)
         self.forget_gradients()
-
-    def promise(self, begins: bool) -> None:
-        """Nothing to promise."""
-
-    def failing_backward(self, number: int, where: str) -> None:
-        """Its gradients would be forgotten."""
-
-    def fail_forward(self, number: int, chain: list[int], how: str) -> None:
-        """Nothing comes of it."""
 
 
 class Holder(nn.Module):
@@ -381,7 +363,7 @@ class OnRank(Machine):
         return layer
 
     def _watch(self, layer: BalancedMoE) -> None:
-        """Let hooks of the layer raise when they are told to; replaces those of the original."""
+        """Let hooks of the layer raise on request; replaces the hooks of the original."""
         for module in (layer.router, layer.experts):
             module._forward_hooks.clear()
             module._forward_pre_hooks.clear()
@@ -432,7 +414,7 @@ class OnRank(Machine):
         super().copy(layer, factor)
         self._watch(self.layers[-1])
         if self.layers[-1].form == "functions":
-            self.balancer.weights_changed()  # its weights were scaled, and nobody sees that
+            self.balancer.weights_changed()  # torch does not see that its weights were scaled
 
     def write(self, layer: int, how: str, factor: float) -> None:
         written = self.layers[layer]

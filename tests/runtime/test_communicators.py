@@ -95,8 +95,8 @@ def all_verbs(comm):
             check(*swapping(comm, counts_RR, shape, dtype, key))
         for got, wanted in exchanging(comm, ring, dtype, key):
             check(got, wanted)
-    told = {"rank": comm.rank, "text": "x" * 1000 * comm.rank}
-    assert comm.gather_objects(told) == [{"rank": r, "text": "x" * 1000 * r} for r in range(size)]
+    value = {"rank": comm.rank, "text": "x" * 1000 * comm.rank}
+    assert comm.gather_objects(value) == [{"rank": r, "text": "x" * 1000 * r} for r in range(size)]
     return comm.rank, comm.size
 
 
@@ -107,12 +107,12 @@ def test_every_verb_and_dtype(run, size):
 
 def almost_nothing(comm):
     size = comm.size
-    nobody = [[0] * size for _ in range(size)]
+    nothing = [[0] * size for _ in range(size)]
     one = [[7 if (source, target) == (0, size - 1) else 0 for target in range(size)]
            for source in range(size)]  # fmt: skip
     for shape in ((), (3,), (0,), (2, 0)):
         check(*gathering(comm, (0, *shape), torch.float32, 1))
-        check(*swapping(comm, nobody, shape, torch.bfloat16, 1))
+        check(*swapping(comm, nothing, shape, torch.bfloat16, 1))
         check(*swapping(comm, one, shape, torch.bfloat16, 2))
     comm.exchange([], [])
     for messages in ([(0, size - 1, (4,))], [(0, size - 1, (0, 3)), (0, size - 1, (2,))]):

@@ -1,4 +1,4 @@
-"""Ranks that raise, die, dawdle or disagree; what is left behind; which communicator is taken."""
+"""Ranks that raise, die, are slow or disagree; files left behind; the choice of a communicator."""
 
 import errno
 import os
@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from ranks import (
     PATIENCE,
-    QUICK,
+    TIMED_OUT,
     TRANSPORTS,
     RankError,
     RankPool,
@@ -22,29 +22,29 @@ from ranks import (
     leftovers,
     meet,
     on_communicator,
-    run_ranks,
+    set_timeout,
     shared_pool,
 )
 
 from ultraep import Balancer
 from ultraep.comm import Message
 from ultraep.errors import CommunicationError, ConfigError
-from ultraep.runtime import roll_call
+from ultraep.runtime import torch_dist
 from ultraep.runtime.connect import connect
 from ultraep.runtime.local import LocalCommunicator
 from ultraep.runtime.shared_memory import SharedMemoryCommunicator, usable
 from ultraep.runtime.torch_dist import TorchDistCommunicator
 
+SHORT = 1.5  # seconds
 # On a busy machine, other ranks may be too slow to answer as well.
 NO_RESPONSE = r"no response from (rank 1|ranks .*\b1\b.*) \(died, stopped, left or not there yet\)"
 
 
 def complaint(act, *args):
-    """The message of the error, and after how many seconds it came."""
-    start = time.monotonic()
+    """Return the message of the error."""
     with pytest.raises(CommunicationError) as caught:
         act(*args)
-    return str(caught.value), time.monotonic() - start
+    return str(caught.value)
 
 
 def raise_in_the_middle(comm, log, folder):
@@ -67,16 +67,17 @@ def test_a_rank_that_raises_stops_the_others(transport, tmp_path):
         args = (transport, raise_in_the_middle, (log, tmp_path), PATIENCE)
         found = {o.rank: o for o in shared_pool().outcomes(3, on_communicator, *args)}
         assert "on purpose" in found[1].value
-        log = [complaint for rank in (0, 2) for complaint in found[rank].value]
+        log = [message for rank in (0, 2) for message in found[rank].value]
     assert len(log) == 2
-    for message, seconds in log:
-        assert seconds < QUICK
+    for message in log:
         assert "rank 1" in message
+        assert not TIMED_OUT.search(message)
 
 
 def silent(comm, verb, complained):
-    """Rank 1 says nothing until rank 0 has complained, however long that takes."""
+    """Rank 1 sends nothing until rank 0 has raised an error, however long that takes."""
     comm.all_gather(torch.zeros(3))
+    set_timeout(comm, SHORT)
     if comm.rank == 1:
         while not complained.exists():
             time.sleep(0.01)
@@ -84,7 +85,7 @@ def silent(comm, verb, complained):
     args = {"all_gather": [torch.zeros(3)], "exchange": [[], [Message(1, torch.zeros(3))]]}
     try:
         with pytest.MonkeyPatch.context() as patch:  # a busy machine may take long to answer
-            patch.setattr(roll_call, "GRACE", QUICK)
+            patch.setattr(torch_dist, "GRACE", PATIENCE)
             return complaint(getattr(comm, verb), *args[verb])
     finally:
         complained.touch()
@@ -94,19 +95,19 @@ def silent(comm, verb, complained):
 @pytest.mark.parametrize("verb", ["all_gather", "exchange"])
 def test_a_rank_that_is_too_slow_is_an_error(transport, verb, tmp_path):
     args = (verb, tmp_path / "complained")
-    message, seconds = everywhere(transport, 2, silent, *args, timeout=1.5)[0]
-    assert 1.4 < seconds < QUICK
-    wanted = {
+    message = everywhere(transport, 2, silent, *args)[0]
+    expected = {
         "local": "rank 0 waited 1.5 s for rank 1",
         "shared": "no progress in 1.5 s with rank 1",
         "sockets": "rank 1 did not reach this call" if verb == "all_gather" else "with rank 1: ",
     }
-    assert wanted[transport] in message
+    assert expected[transport] in message
 
 
 def stopped(comm, folder):
-    """Rank 1 is stopped until the others have complained."""
+    """Rank 1 is stopped until the others have raised errors."""
     processes = comm.gather_objects(os.getpid())
+    set_timeout(comm, SHORT)
     if comm.rank == 1:
         os.kill(os.getpid(), signal.SIGSTOP)
         return None
@@ -119,27 +120,25 @@ def stopped(comm, folder):
 
 
 def test_a_stopped_rank_is_named_over_sockets(tmp_path):
-    found = everywhere("sockets", 3, stopped, tmp_path, timeout=1.5)
-    for message, seconds in (found[0], found[2]):
-        assert seconds < QUICK
+    found = everywhere("sockets", 3, stopped, tmp_path)
+    for message in (found[0], found[2]):
         assert re.search(NO_RESPONSE, message)
 
 
 def one_is_late(rank, group, transport, folder):
-    """Rank 1 makes no balancer before the others have given up."""
+    """Rank 1 creates no balancer before the others have given up."""
     if rank == 1:
         return meet(folder, rank, 3)
     try:
-        return complaint(partial(Balancer, experts=3, timeout=1.5, transport=transport))
+        return complaint(partial(Balancer, experts=3, timeout=SHORT, transport=transport))
     finally:
         meet(folder, rank, 3)
 
 
 @pytest.mark.parametrize("transport", ["auto", "sockets"])
-def test_a_rank_that_makes_no_balancer_is_named(transport, tmp_path):
+def test_a_rank_that_creates_no_balancer_is_named(transport, tmp_path):
     found = shared_pool().run(3, one_is_late, transport, tmp_path)
-    for message, seconds in (found[0], found[2]):
-        assert seconds < QUICK
+    for message in (found[0], found[2]):
         assert re.search(NO_RESPONSE, message)
 
 
@@ -150,7 +149,7 @@ def test_a_store_that_does_not_respond_is_named(monkeypatch):
     store = dist.HashStore()
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
-        alone = roll_call.RollCall(dist.group.WORLD, 0, 1)
+        alone = torch_dist.RollCall(dist.group.WORLD, 0, 1)
         assert alone.missing() == ""
         monkeypatch.setattr(alone, "_answers", lost)
         assert "store of the process group does not respond (rank 0" in alone.missing()
@@ -163,12 +162,12 @@ def disagree(comm):
         comm.exchange([Message(1, torch.zeros(3))], [])
         return None
     complained = complaint(comm.exchange, [], [Message(0, torch.zeros(2))])
-    assert complaint(comm.all_gather, torch.zeros(1))[0].endswith("failed before")
+    assert complaint(comm.all_gather, torch.zeros(1)).endswith("failed before")
     return complained
 
 
 def test_sizes_that_disagree_are_named():
-    message, _ = everywhere("shared", 2, disagree)[1]
+    message = everywhere("shared", 2, disagree)[1]
     assert "rank 0 sent 12 bytes, 8 were expected" in message
 
 
@@ -176,13 +175,13 @@ def give_up(comm):
     if comm.rank == 1:
         # As if two more ranks had been killed, with a message between them.
         Path(f"{comm._wire._files._prefix}-7-8-1").touch()
-        return comm.abort()
+        return comm._wire.abort()
     return complaint(comm.all_gather, torch.zeros(3))
 
 
 def test_an_abort_stops_the_others_and_cleans_up():
-    for found in everywhere("shared", 3, give_up)[::2]:
-        assert "rank 1 gave up" in found[0] or "because of rank 1" in found[0]
+    for message in everywhere("shared", 3, give_up)[::2]:
+        assert "rank 1 gave up" in message or "because of rank 1" in message
 
 
 def without_descriptors(comm):
@@ -199,7 +198,7 @@ def raise_too_many(*args):
 
 
 def test_a_message_that_cannot_be_opened_is_an_error_on_both_ends():
-    (sender, _), (receiver, _) = everywhere("shared", 2, without_descriptors)
+    sender, receiver = everywhere("shared", 2, without_descriptors)
     assert "no message of rank 0: [Errno 24]" in receiver
     assert "rank 1 gave up, because of rank 0" in sender
 
@@ -243,29 +242,29 @@ def end_of_ranks(tmp_path_factory):
 
 def test_a_killed_rank_is_noticed_and_named(end_of_ranks):
     complaints, (left, _, _) = end_of_ranks
-    for message, seconds in complaints:
-        assert seconds < QUICK
+    for message in complaints:
         assert re.search(r"rank 2 .*died|because of rank 2", message)
+        assert not TIMED_OUT.search(message)
         assert "\n" not in message
     assert left == []
 
 
 def test_an_interpreter_that_ends_cleans_up(end_of_ranks):
     _, (_, before, after) = end_of_ranks
-    assert len(before) == 2  # a message that nobody read, and the control file
+    assert len(before) == 2  # an unread message, and the control file
     assert after == []
 
 
 def drop(rank, group):
     for _ in range(3):
         comm = SharedMemoryCommunicator(group, PATIENCE)
-        comm.all_gather(torch.zeros(3))
         comm.exchange([Message(1 - rank, torch.zeros(1 << 18))], [])
         del comm
 
 
-def test_a_communicator_that_is_dropped_cleans_up():
+def test_a_communicator_that_is_garbage_collected_cleans_up():
     shared_pool().run(2, drop)
+    assert leftovers(shared_pool().pids) == []
 
 
 def last_words(comm):
@@ -316,17 +315,6 @@ def test_other_machines_are_refused():
 # The processes that run all this.
 
 
-def fail_on_one(rank, group):
-    if rank == 1:
-        raise ValueError("the first one")
-    dist.barrier()
-
-
-def test_the_first_traceback_is_shown():
-    with pytest.raises(RankError, match="the first one"):
-        shared_pool().run(3, fail_on_one)
-
-
 def process_number(rank, group):
     return os.getpid()
 
@@ -342,12 +330,6 @@ def test_a_run_has_a_time_limit_and_leaves_no_process():
         shared_pool().run(2, sleep_long, timeout=1.0)
     assert_gone(sleeper)
     assert sleeper not in shared_pool().run(2, process_number)
-
-
-def test_processes_of_their_own_are_gone_afterwards():
-    (fresh,) = run_ranks(1, process_number)
-    assert fresh != os.getpid()
-    assert_gone(fresh)
 
 
 def assert_gone(process):

@@ -45,12 +45,12 @@ def test_one_rank_over_nccl_agrees_with_the_dense_twin(nccl, data_plane):
     balancer.close()
 
 
-def test_without_a_timeout_nccl_says_how_long_to_wait(nccl):
+def test_the_default_timeout_is_the_one_of_nccl(nccl):
     assert Balancer(nccl, experts=8).comm.timeout == 77.0
     assert Balancer(nccl, experts=8, timeout=5.0).comm.timeout == 5.0
 
 
-def test_ranks_at_different_places_are_told_so():
+def test_ranks_at_different_places_raise():
     def work(comm):
         balancer = Balancer(experts=8, communicator=comm)
         ids = torch.arange(16, device=CUDA).reshape(8, 2) % 8

@@ -1,12 +1,16 @@
-"""Which ranks a balancer balances, and the warning of one that has nowhere to put a replica."""
+"""The group and the data plane of a balancer; the warning if it cannot place replicas."""
 
 import warnings
 
 import pytest
+import torch
+from microbatches import counted
 from ranks import PATIENCE, shared_pool
 
 from ultraep import Balancer, ConfigError, LocalGroup, NothingToBalance
+from ultraep.runtime import connect, mapped, messages
 from ultraep.runtime.mapped.peers import LocalPeers
+from ultraep.runtime.microbatch import PlaneKind
 
 
 def sizes(rank, group):
@@ -21,12 +25,26 @@ def sizes(rank, group):
     return found
 
 
-def test_none_is_the_default_group_and_one_process_is_asked_for_by_name():
+def test_none_is_the_default_group_and_alone_is_this_process():
     for rank, found in enumerate(shared_pool().run(2, sizes)):
         assert found == [(2, rank, True), (2, rank, True), (1, 0, False)]
 
 
-def test_processes_that_have_not_met_are_refused(monkeypatch):
+def test_auto_tries_the_registered_data_planes_in_order(monkeypatch):
+    def refuse(site):
+        raise ConfigError(f"{site.comm.size} ranks form no domains")
+
+    hybrid = PlaneKind("hybrid", refuse, obstacle=lambda site: "")
+    monkeypatch.setattr(connect, "PLANES", (mapped.PLANE, hybrid, messages.PLANE))
+    ids = torch.zeros(4, 1, dtype=torch.int64)
+    balancer = Balancer("alone", experts=4)
+    counted(balancer, ids)
+    assert "messages on cpu: rank 0: 1 ranks form no domains" in repr(balancer)
+    with pytest.raises(ConfigError, match="'hybrid' is not possible: rank 0: 1 ranks form"):
+        counted(Balancer("alone", experts=4, data_plane="hybrid"), ids)
+
+
+def test_processes_without_a_process_group_are_refused(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
     with pytest.raises(ConfigError, match=r"started 4 processes.*call torch.*init_process_group"):
         Balancer(experts=8)
@@ -34,12 +52,12 @@ def test_processes_that_have_not_met_are_refused(monkeypatch):
 
 
 @pytest.mark.parametrize("group", ["everyone", 1.5, -100])
-def test_what_is_no_group_is_refused(group):
+def test_an_invalid_group_is_refused(group):
     with pytest.raises(ConfigError, match="or 'alone', got"):
         Balancer(group, experts=8)
 
 
-def test_one_rank_is_warned_about_where_the_balancer_is_made(monkeypatch):
+def test_the_warning_about_one_rank_points_to_the_caller(monkeypatch):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     with pytest.warns(
         NothingToBalance, match=r"one rank; start .* torchrun .*group='alone'"
@@ -53,7 +71,7 @@ def test_one_rank_is_warned_about_where_the_balancer_is_made(monkeypatch):
     [({"slots": 0}, "slots=0 leaves no place"), ({"domain": 1}, "domain=1 keeps replicas")],
     ids=["slots", "domain"],
 )
-def test_ranks_without_a_place_for_replicas_are_warned_about_once(options, cause):
+def test_ranks_that_cannot_place_replicas_warn_once(options, cause):
     def work(comm):
         Balancer(experts=8, communicator=comm, **options)
 
@@ -62,7 +80,7 @@ def test_ranks_without_a_place_for_replicas_are_warned_about_once(options, cause
     assert len(got) == 1
 
 
-def test_what_was_asked_for_is_not_warned_about():
+def test_explicit_choices_do_not_warn():
     """Warnings are errors here."""
     Balancer("alone", experts=8, slots=0)
     Balancer(experts=8, policy="none")

@@ -1,6 +1,6 @@
-"""Mapped memory without a GPU: the layer in processes whose kernels pull from each other's memory.
+"""Mapped memory without a GPU: processes whose interpreted kernels pull from each other's memory.
 
-Whatever the plans, slots and relays, it gives what the layer gives over messages.
+For all plans, slots and relays, results must equal those of messages.
 """
 
 import time
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 import torch
-from dense import Example, assert_close, dense, gradients_of, network
+from dense import Example, assert_close, gradients_of, network
 from guard import watched
 from microbatches import counted, planned
 from ranks import PATIENCE, shared_pool
@@ -33,7 +33,6 @@ from ultraep import (
 )
 from ultraep.backends.triton import counter, rerouter, streamer
 from ultraep.backends.triton.device import interpreted
-from ultraep.runtime.mapped.symmetric import SymmetricPeers
 from ultraep.trace.schema import BACKWARD, FORWARD
 
 pytestmark = pytest.mark.skipif(not interpreted(), reason="ranks are processes without GPUs")
@@ -53,7 +52,7 @@ def small_tiles():
 
 
 def mapped_balancer(example, group=None, *, peers=None, **options):
-    """With room for whatever the router likes."""
+    """A balancer with room for all rows on one rank."""
     peers = peers or SharedPeers(group)
     tokens = max(len(x) for x in example.inputs)
     options = {"capacity": example.ranks * tokens * example.top_k, "timeout": PATIENCE} | options
@@ -62,7 +61,7 @@ def mapped_balancer(example, group=None, *, peers=None, **options):
 
 @contextmanager
 def naps(seed):
-    """Some milliseconds before some kernels: no rank may count on another one's pace."""
+    """Sleep some milliseconds before some kernels, so that ranks run at different speeds."""
     launch, rng = GridExecutor.__call__, np.random.default_rng(seed)
 
     def late(self, *args, **kwargs):
@@ -94,7 +93,7 @@ def on_host(body, example, options):
 
 
 def assert_as_on_host(body, example, **options):
-    """Every rank gets the same tensors by both; what the device found."""
+    """Check that both give the same tensors on every rank; return those of the device."""
     found = shared_pool().run(example.ranks, on_device, body, example, options)
     for own, wanted in zip(found, on_host(body, example, options), strict=True):
         assert own.keys() == wanted.keys()
@@ -291,7 +290,7 @@ class Noted(SharedPeers):
 def pass_under_watch(rank, group, example, alone):
     """One pass in which no kernel leaves the memory of the group; `alone`: rank 1 is gone.
 
-    Then it waits for nobody a second time, whatever stands where the others should have written.
+    Then the rank waits only once, whatever is in the memory that rank 1 should have written.
     """
     with small_tiles():
         peers = Noted(group)
@@ -327,8 +326,8 @@ def forget_the_others(balancer):
     share, memory.board.patience = memory.share_loads, 20
     balancer.plane("cpu").workspaces.agreement = None
 
-    def share_loads(loads, *told):
-        gathered = share(loads, *told)
+    def share_loads(loads, *args):
+        gathered = share(loads, *args)
         gathered[1] = torch.from_numpy(rng.integers(-(2**31), 2**31, gathered[1].shape))
         return gathered
 
@@ -365,23 +364,27 @@ def test_a_pass_without_a_rank_ends_and_names_it():
     assert "at stage 'loads' (seen on rank 0)" in message
 
 
-# What cannot work.
+# Errors.
 
 
-def told(kind, act, *args, **options):
-    """The message of that error."""
+def error_of(kind, act, *args, **options):
+    """Return the message of the error."""
     with pytest.raises(kind) as caught:
         act(*args, **options)
     return str(caught.value)
 
 
 def refusals(rank, group, example):
-    """What all ranks are told when they do the same wrong thing, or different things."""
+    """The errors of all ranks that do the same wrong thing, or different things."""
     with small_tiles():
         x = example.inputs[rank]
         messages = {
-            "settings": told(PlanMismatch, mapped_balancer, example, group, slots=1 + (rank == 1)),
-            "capacities": told(PlanMismatch, mapped_balancer, example, group, capacity=50 + rank),
+            "settings": error_of(
+                PlanMismatch, mapped_balancer, example, group, slots=1 + (rank == 1)
+            ),
+            "capacities": error_of(
+                PlanMismatch, mapped_balancer, example, group, capacity=50 + rank
+            ),
         }
         balancer = mapped_balancer(example, group, slots=1)
         layer = example.layer(balancer)
@@ -389,28 +392,28 @@ def refusals(rank, group, example):
         floats = torch.zeros(4, 2) if rank == 1 else torch.zeros(4, 2, dtype=torch.int64)
         refused_input(balancer, floats)
         messages |= {
-            "weights": told(PlanMismatch, other, x),
-            "inputs": told(PlanMismatch, layer, x.clone().requires_grad_(rank == 1)),
-            "lent": told(SlotError, lend_twice, balancer, layer, x),
-            "turn": told(ConfigError, plan_twice, balancer, layer, x),
+            "weights": error_of(PlanMismatch, other, x),
+            "inputs": error_of(PlanMismatch, layer, x.clone().requires_grad_(rank == 1)),
+            "lent": error_of(SlotError, lend_twice, balancer, layer, x),
+            "turn": error_of(ConfigError, plan_twice, balancer, layer, x),
         }
         layer(x)
         balancer.check()
         counted(balancer, torch.tensor([[8, 0], [-2, -1]]))
-        messages["ids"] = told(LoadError, balancer.check)
+        messages["ids"] = error_of(LoadError, balancer.check)
         narrow = mapped_balancer(example, group, capacity=5)
         example.layer(narrow)(x)
-        messages["capacity"] = told(LoadError, narrow.check)
+        messages["capacity"] = error_of(LoadError, narrow.check)
         narrow.check()
         y = layer(x.clone().requires_grad_())
-        strayed = told(PlanMismatch, y.sum().backward if rank else layer.full_state_dict)
+        strayed = error_of(PlanMismatch, y.sum().backward if rank else layer.full_state_dict)
         return messages | {"strayed": strayed}
 
 
 def refused_input(balancer, ids):
     """Those that are no integers are named where they are, and elsewhere their rank is."""
     words = "ids must be integers, got torch.float32" if ids.is_floating_point() else "ranks [1]"
-    assert words in told(UltraEPError, counted, balancer, ids)
+    assert words in error_of(UltraEPError, counted, balancer, ids)
 
 
 def lend_twice(balancer, layer, x):
@@ -437,32 +440,23 @@ WORDS = {
     "capacities": ["ranks [0] have", "capacity=50", "; ranks [1] have", "capacity=51"],
     "weights": ["about the weights or inputs: ranks [0] have", "[24, 16]", "[1] have", "[32, 16]"],
     "inputs": ["about the weights or inputs: ranks [0] have", "rows [16] torch.float32 with grad"],
-    "ids of one rank": ["ids"] if False else [],
-    "lent": ["layer 0 (step ", "needs spare slots, all 1 are lent to layer 0", "in_flight="],
-    "turn": ["is to be planned or rerouted, but", "stages 1, 2 and 4 of a microbatch follow"],
+    "lent": [
+        "layer 0 (step ",
+        "needs spare slots, but all 1 buffers are lent to layer 0",
+        "in_flight=",
+    ],
+    "turn": ["cannot be planned or rerouted after microbatch", "before count of the next"],
     "ids": ["2 ids must lie in 0..7"],
-    "capacity": [" rows for rank ", "but its buffers are for 5: give a larger capacity="],
+    "capacity": [" rows for rank ", "but its buffers are for 5: pass a larger capacity="],
     "strayed": ["ranks are at different places of the program", "the backward pass of layer"],
 }
 
 
 @pytest.mark.parametrize("what", WORDS)
-def test_what_cannot_work_is_refused_on_every_rank(what, refused):
+def test_every_rank_raises_the_error(what, refused):
     for messages in refused:
         for words in WORDS[what]:
             assert words in messages[what]
-
-
-def test_symmetric_memory_needs_gpus():
-    class Group:
-        def rank(self):
-            return 0
-
-        def size(self):
-            return 1
-
-    with pytest.raises(ConfigError, match="symmetric memory needs GPUs, got device cpu"):
-        SymmetricPeers(Group(), device="cpu")
 
 
 # One rank alone needs no other process.
@@ -517,26 +511,6 @@ def test_a_second_derivative_is_refused(alone):
         first.sum().backward()
 
 
-def test_the_full_state_can_be_saved(alone):
-    example, layer = alone
-    assert torch.equal(
-        layer.full_state_dict()["experts.down_proj"], example.state["experts.down_proj"]
-    )
-
-
-def test_double_precision_is_exact():
-    """Kernels do not know it: torch multiplies then."""
-    example = Example(tokens=[6], experts=4)
-    layer = example.layer(Balancer("alone", experts=4, data_plane="mapped"))
-    x = example.inputs[0].clone().requires_grad_()
-    y = layer(x)
-    y.backward(example.gradients[0])
-    wanted = dense(example)
-    assert_close(y.detach(), wanted.output)
-    for name, gradient_ in gradients_of(layer, x).items():
-        assert_close(gradient_, wanted.gradients[name], name)
-
-
 # What is seen from outside.
 
 SENT = ("weights_bytes", "weights_copies", "gradients_bytes", "gradients_copies")
@@ -554,8 +528,8 @@ def counters(balancer, example):
         f"{what}_{unit}_sent" for what in ("weights", "gradients") for unit in ("bytes", "copies")
     ]
     summed = torch.tensor([float(stats[name]) for name in sent])
-    told = torch.tensor([stats[name] for name in COUNTED])
-    return {"told": told, "sent": balancer.comm.all_gather(summed).sum(dim=0)}
+    counted_ = torch.tensor([stats[name] for name in COUNTED])
+    return {"counted": counted_, "sent": balancer.comm.all_gather(summed).sum(dim=0)}
 
 
 def test_statistics_are_those_of_messages():
@@ -654,7 +628,7 @@ def test_memory_grows_with_the_largest_microbatch():
 def test_without_words_between_hosts_memory_cannot_grow():
     shared_pool().run(2, on_device, grow_in_silence, single([5, 5]), {"verify": False})
     balancer = Balancer("alone", experts=4, data_plane="mapped", verify=False)
-    for tokens in (4, 5):  # nobody need be told
+    for tokens in (4, 5):
         counted(balancer, torch.zeros(tokens, 1, dtype=torch.int64))
 
 

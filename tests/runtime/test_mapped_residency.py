@@ -139,16 +139,16 @@ def replayed(me):
     """As in a graph: a word on the device says what is promised when a kernel runs."""
     plane, bundle, found = me.balancer.plane("cpu"), me.weights(), []
 
-    def told(*_):
+    def as_promised(*_):
         versions = torch.empty(RANKS, dtype=torch.int32)
         return Told(AS_PROMISED, plane.promised, versions)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(MappedMicrobatch, "_told", told)
+        patch.setattr(MappedMicrobatch, "_weights_promise", as_promised)
         for _ in range(2):
             with me.balancer.unchanged_weights():
                 found += [me.step(bundle)[2] for _ in range(2)]
-                bundle["w"].mul_(2)  # nobody sees it between replays, but
+                bundle["w"].mul_(2)  # not visible between replays, but
                 me.balancer.weights_changed()
                 found += [me.step(bundle, scale=2.0)[2] for _ in range(2)]
             bundle["w"].div_(2)

@@ -1,18 +1,16 @@
-"""The whole layer in real processes: equal to the dense twin, beside DDP, and when a rank dies."""
+"""The whole layer in real processes: against the dense twin, beside DDP, and when a rank dies."""
 
 import os
 import signal
-import time
 
 import pytest
 import torch
 import torch.distributed as dist
 from dense import Example, Result, assert_same, dense, gradients_of
-from ranks import PATIENCE, QUICK, everywhere, meet, shared_pool
+from ranks import PATIENCE, TIMED_OUT, everywhere, meet, shared_pool
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-import ultraep
 from ultraep import BalancedMoE, Balancer, CommunicationError, Topology
 
 
@@ -41,13 +39,6 @@ def test_processes_agree_with_the_dense_twin(size, transport):
     results = [Result(y, gradients) for y, gradients, *_ in found]
     topology = Topology(ranks=size, experts=example.experts)
     assert_same(results, dense(example), topology)
-
-
-def test_processes_agree_in_single_precision():
-    example = example_for(4, torch.float32)
-    found = everywhere("shared", 4, one_pass, example, {"slots": 2})
-    results = [Result(y, gradients) for y, gradients, *_ in found]
-    assert_same(results, dense(example), Topology(ranks=4, experts=16))
 
 
 class Model(nn.Module):
@@ -98,26 +89,6 @@ def test_training_beside_ddp_is_the_same_balanced_or_not():
     assert after == pytest.approx(1.0, abs=0.02)
 
 
-def two_groups(rank, group):
-    """Every rank is in the group of its neighbours, and in the group of all."""
-    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    found = []
-    for members in (pairs[rank // 2], group):
-        balancer = Balancer(members, experts=8, slots=1, timeout=PATIENCE)
-        layer = BalancedMoE.swiglu(16, 12, 8, 2, balancer=balancer, dtype=torch.float64)
-        x = torch.randn(10, 16, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
-        found.append((layer(x).detach(), balancer.comm.size))
-        balancer.close()
-    return found
-
-
-def test_several_groups_in_one_process():
-    """Experts are drawn alike on any number of ranks, so both groups compute the same."""
-    for (small, pair), (large, all_ranks) in shared_pool().run(4, two_groups):
-        assert (pair, all_ranks) == (2, 4)
-        torch.testing.assert_close(small, large, rtol=1e-12, atol=1e-12)
-
-
 def dies_in_the_middle(rank, group, transport, folder):
     balancer = Balancer(group, experts=9, slots=1, transport=transport, timeout=PATIENCE)
     layer = BalancedMoE.swiglu(16, 12, 9, 2, balancer=balancer)
@@ -127,10 +98,9 @@ def dies_in_the_middle(rank, group, transport, folder):
     meet(folder, rank, 3)
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    begin = time.monotonic()
     with pytest.raises(CommunicationError) as caught:
         y.sum().backward()
-    return str(caught.value), time.monotonic() - begin
+    return str(caught.value)
 
 
 @pytest.mark.parametrize("transport", ["sockets", "shared"])
@@ -140,19 +110,6 @@ def test_a_rank_that_dies_stops_the_others_in_backward(transport, tmp_path):
     assert found[1].kind == "lost"
     for rank in (0, 2):
         assert found[rank].kind == "result", found[rank].value
-        message, seconds = found[rank].value
-        assert seconds < QUICK
-        assert "\n" not in message
-        assert "rank 1" in message
-
-
-def other_settings(rank, group):
-    with pytest.raises(ultraep.PlanMismatch) as caught:
-        Balancer(group, experts=9, slots=1 + (rank == 2), timeout=PATIENCE)
-    return str(caught.value)
-
-
-def test_other_settings_are_named_on_every_rank():
-    for message in shared_pool().run(3, other_settings):
-        assert "ranks [0, 1] have" in message
-        assert "ranks [2] have" in message
+        assert "\n" not in found[rank].value
+        assert "rank 1" in found[rank].value
+        assert not TIMED_OUT.search(found[rank].value)

@@ -34,12 +34,12 @@ from ultraep.runtime.control import ControlPlane
 from ultraep.runtime.mapped.peers import LocalPeers
 from ultraep.runtime.pricing import from_environment
 from ultraep.runtime.rates import (
-    Found,
-    Kind,
+    LayerShape,
     PriceList,
-    concluded,
-    made_up_copies,
+    Timings,
+    price_list,
     slopes,
+    synthetic_replicas,
 )
 from ultraep.trace.replay import differing
 
@@ -51,7 +51,7 @@ WEIGHT = ("w", (4, 8), torch.float32)  # 128 bytes
 
 
 def kind(*, learns=False, again=False):
-    return Kind(((*WEIGHT, learns),), 8, torch.float32, again)
+    return LayerShape(((*WEIGHT, learns),), 8, torch.float32, again)
 
 
 @pytest.fixture
@@ -81,39 +81,39 @@ def measured(measuring, monkeypatch):
 def test_of_several_turns_the_quickest_of_the_slowest_rank_counts():
     one, small = [3e-6] * 2, [4e-6] * 2
     found = [
-        Found(1, [5e-6, 60e-6], idle=[1e-6, 5e-6], one=one, small=small, whole=[9e-6, 24e-6]),
-        Found(1, [9e-6, 50e-6], idle=[2e-6, 1e-6], one=one, small=small, whole=[14e-6, 7e-6]),
+        Timings(1, [5e-6, 60e-6], idle=[1e-6, 5e-6], one=one, small=small, whole=[9e-6, 24e-6]),
+        Timings(1, [9e-6, 50e-6], idle=[2e-6, 1e-6], one=one, small=small, whole=[14e-6, 7e-6]),
     ]
     way = 10e-6 / 128 * 2 * 32  # 10 us for 128 bytes; a row of 32 bytes comes and goes
     wanted = Rates.from_seconds(row=3e-6 + way, copy=12e-6, each=1e-6, layer=0.0)
-    assert concluded(found, 2, kind()) == PriceList(((1, wanted),))
-    assert concluded(found[::-1], 2, kind()) == concluded(found, 2, kind())
+    assert price_list(found, 2, kind()) == PriceList(((1, wanted),))
+    assert price_list(found[::-1], 2, kind()) == price_list(found, 2, kind())
 
 
 @pytest.mark.parametrize("again", [False, True])
 def test_training_pays_for_gradients(again):
-    one = Found(1, [2e-6, 32e-6], idle=[0.0], one=[2e-6], small=[3e-6], whole=[13e-6])
+    one = Timings(1, [2e-6, 32e-6], idle=[0.0], one=[2e-6], small=[3e-6], whole=[13e-6])
     wanted = Rates.from_seconds(
         row=3 * 2e-6 + 2 * 10e-6 / 128 * 2 * 32,
         copy=(3 + again) * 10e-6,
         each=(2 + again) * 1e-6,
         layer=(2 + again) * 1e-6,
     )
-    found = concluded([one, one], 2, kind(learns=True, again=again))
+    found = price_list([one, one], 2, kind(learns=True, again=again))
     assert found.at(0) == found.at(10**6) == wanted
 
 
 def test_ranks_without_home_experts_say_nothing_of_rows():
-    one = Found(2, [2e-6, 3e-6, 5e-6], *([1e-6],) * 4)
+    one = Timings(2, [2e-6, 3e-6, 5e-6], *([1e-6],) * 4)
     none = one._replace(homes=0, network=[])
-    assert concluded([none, one, none], 2, kind()) == concluded([one], 2, kind())
+    assert price_list([none, one, none], 2, kind()) == price_list([one], 2, kind())
 
 
 def test_rates_depend_on_the_rows_of_an_expert_as_far_as_all_ranks_have_come():
     """Here, 16 rows take no longer than one: weights are read in that time."""
     far, less = [4.0, 4.0, 8.0, 32.0], [4.0, 4.0, 8.0]
     assert slopes(far, 2) == [(0.0, 2.0), (4 / 96, 4 / 2 - 16 * 4 / 96), (24 / 384, 0.0)]
-    prices = concluded([Found(2, one, *([0.0],) * 4) for one in (far, less)], 2, kind())
+    prices = price_list([Timings(2, one, *([0.0],) * 4) for one in (far, less)], 2, kind())
     assert [least for least, _ in prices.steps] == [1, 16]
     few, many = (rates for _, rates in prices.steps)
     assert few.row == 1  # nothing is saved
@@ -127,14 +127,6 @@ def test_rates_have_two_digits_and_are_in_range(row, copy, each, layer):
     assert all(two_digits(number) == number or number in MOST for number in rates.numbers)
 
 
-def test_rows_that_take_longer_than_is_counted_keep_their_price():
-    one, tenth = (
-        Rates.from_seconds(row=0.01, copy=3.0, each=0.5, layer=0.0),
-        Rates(row=1_000_000_000, copy=300_000_000_000, each=50_000_000_000),
-    )
-    assert one == tenth
-
-
 @pytest.mark.parametrize(
     ("topology", "wanted"),
     [
@@ -143,8 +135,8 @@ def test_rows_that_take_longer_than_is_counted_keep_their_price():
         (Topology(ranks=3, experts=2, homes=[0, 2]), [(0, 1, 1), (1, 0, 1)]),
     ],
 )
-def test_made_up_copies(topology, wanted):
-    assert made_up_copies(topology).tolist() == [list(copy) for copy in wanted]
+def test_synthetic_replicas(topology, wanted):
+    assert synthetic_replicas(topology).tolist() == [list(copy) for copy in wanted]
 
 
 # Given in the environment.
@@ -185,11 +177,6 @@ def test_environment_that_cannot_be_read(monkeypatch, text, reason):
     monkeypatch.setenv(VARIABLE, text)
     with pytest.raises(ConfigError, match=f"variable {VARIABLE} must be 'off' or rates: {reason}"):
         Balancer("alone", experts=2)
-
-
-def test_rates_and_their_text():
-    rates = Rates(row=1, copy=2, each=3, layer=4)
-    assert Rates.from_text(str(rates)) == rates == Rates.from_numbers(rates.numbers)
 
 
 # In a layer.
@@ -240,16 +227,6 @@ def test_copies_that_pay_are_made(measured, monkeypatch):
             assert_close(one, other, "gradient", 1e-12)
 
 
-@pytest.mark.parametrize("rates", [DEAR, CHEAP], ids=["dear", "cheap"])
-def test_whatever_is_planned_the_result_is_the_same(measured, rates):
-    measured(rates)
-    own = LocalGroup(4).run(steps)
-    none = LocalGroup(4).run(lambda comm: steps(comm, policy="none"))
-    for one, other in zip(own, none, strict=True):
-        for gradient, wanted in zip(one[0], other[0], strict=True):
-            assert_close(gradient, wanted, "gradient", 1e-12)
-
-
 def test_layers_of_one_kind_share_what_was_measured(measured):
     asked = measured(DEAR)
     found = LocalGroup(4).run(lambda comm: steps(comm, layers=3))
@@ -283,7 +260,7 @@ def test_a_group_of_one_measures_nothing(measured, caplog):
     assert "rates" not in caplog.text
 
 
-def test_who_measures_nothing_is_told_so_once(measuring, caplog):
+def test_unknown_rates_are_logged_once(measuring, caplog):
     def by_hand(comm):
         balancer = Balancer(experts=8, communicator=comm)
         for _ in range(2):
@@ -424,17 +401,6 @@ def test_a_device_plans_by_rates_that_come_later():
         plan = control.plan(torch.from_numpy(loads)).to_host()
         assert plan == ultraep.plan(loads, topology, config)
         assert plan.rates == rates
-
-
-@pytest.mark.skipif(not interpreted(), reason="elsewhere, as the data plane of a GPU")
-def test_what_is_adopted_later_takes_the_place_of_what_was():
-    """Graphs read the memory of the first: it must hold the loads of the last."""
-    topology = Topology(ranks=2, experts=4)
-    control = ControlPlane(topology, rows=64)
-    first = control.adopt(ultraep.plan([[8, 0, 0, 0], [8, 0, 0, 0]], topology))
-    second = ultraep.plan([[0, 6, 2, 0], [0, 9, 0, 1]], topology)
-    control.adopt(second)
-    assert first.to_host() == second
 
 
 def test_plans_know_their_time():

@@ -1,5 +1,5 @@
-"""Where the stages run: how the ranks of a group reach each other, and what memory they own.
+"""The runtime: the balancer, communicators between ranks, and the data planes.
 
-`connect.connect(group)` gives the communicator of a process group: shared memory or sockets;
-`local.LocalGroup` gives many ranks in one process. Nothing is imported before it is asked for.
+`connect.connect(group)` returns the communicator of a process group: shared memory or sockets.
+`local.LocalGroup` runs many ranks in one process.
 """

@@ -1,17 +1,17 @@
-"""Agreement: ranks say where they are in the program and what they have, and compare it.
+"""Agreement: ranks compare where they are in the program and what they have.
 
-They do so at some points of every step, by gathering a record of 64-bit words from all ranks:
+At some points of every step, ranks gather a record of 64-bit words from all ranks:
 
-    balancer             which one it is, as a digest
-    point, layer, step   where the rank is
-    digest               of what must be alike there: signature of tensors, or the plan
-    refused, version     whether the rank's input is no good; the version of its weights
-    tokens               of this rank, where memory must have room for them
-    rows                 the most that it was ever planned to serve, for the same reason
-    loads                [E]; zeros where they are not asked for
+    balancer             digest that identifies the balancer
+    point, layer, step   position of the rank in the program
+    digest               of what must be equal there: signature of tensors, or the plan
+    refused, version     whether the rank refuses its input; the version of its weights
+    tokens               of this rank, for the size of memory
+    rows                 the most that this rank was ever planned to serve, likewise
+    loads                [E]; zeros at points that do not gather loads
 
-Records of all points have one size. So ranks at different points still understand each other, and
-what all of them see is the same table: all raise the same error, which names them.
+Records have the same size at every point. So ranks at different points can still compare them, and
+all ranks raise the same error, which names the ranks that differ.
 
 Shapes: R ranks, E experts.
 """
@@ -33,11 +33,11 @@ from ultraep.comm import Communicator, moved
 from ultraep.errors import CommunicationError, PlanMismatch
 
 FIELDS = ("balancer", "point", "layer", "step", "digest", "refused", "version", "tokens", "rows")
-ALIKE, PLACE, REFUSED = slice(0, 5), slice(1, 4), 5  # where they stand
+COMPARED, PLACE, REFUSED = slice(0, 5), slice(1, 4), 5  # positions in a record
 
 
 class Point(IntEnum):
-    """What ranks compare."""
+    """A point of the program at which ranks compare records."""
 
     LOADS = 0
     LOADS_AGAIN = 1
@@ -55,12 +55,12 @@ WORDS = {
     Point.BACKWARD: "the backward pass",
     Point.STATE: "the full state",
     Point.PLANE: "the choice of a data plane",
-    Point.RATES: "the measuring of rates",
+    Point.RATES: "the measurement of rates",
 }
 
 
 class Place(NamedTuple):
-    """Where a rank is in the program."""
+    """The position of a rank in the program."""
 
     point: int
     layer: int
@@ -72,14 +72,14 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Records:
-    """What all ranks have sent from one place."""
+    """The records of all ranks from one place."""
 
     words: IntArray  # [R, fields and E]
     on_device: torch.Tensor  # the same
-    alike: bool  # in all that must be alike
+    equal: bool  # whether all ranks agree about what must be equal
 
     def column(self, field: str) -> IntArray:
-        """[R] one field of all ranks."""
+        """Return [R] one field of all ranks."""
         return self.words[:, FIELDS.index(field)]
 
     @property
@@ -94,57 +94,66 @@ class Records:
 
 
 class Agreement:
-    """What one rank compares with the others. To make one is collective, and compares settings."""
+    """Compares this rank with the others. Creating one is collective and compares the settings."""
 
     def __init__(self, comm: Communicator, settings: str, experts: int) -> None:
         self._comm, self._settings, self._experts = comm, settings, experts
-        told = comm.gather_objects((settings, secrets.token_hex(8)))
-        every = [other for other, _ in told]
+        gathered = comm.gather_objects((settings, secrets.token_hex(8)))
+        every = [other for other, _ in gathered]
         _compare("the settings", every, every)
-        # Two balancers with the same settings are two: rank 0 says which one this is.
-        self._balancer = short_digest(settings.encode(), told[0][1].encode())
+        # Balancers with equal settings differ by the token of rank 0.
+        self._balancer = short_digest(settings.encode(), gathered[0][1].encode())
 
-    def loads(
+    def over(self, comm: Communicator) -> Agreement:
+        """Return an agreement with the same settings over another communicator; collective."""
+        return self if comm is self._comm else Agreement(comm, self._settings, self._experts)
+
+    def gather_loads(
         self,
         place: Place,
         loads_E: torch.Tensor,
         *,
-        told: str,
+        signature: str,
         version: int,
         refused: torch.Tensor | int,
         tokens: int = 0,
         rows: int = 0,
         meanwhile: Callable[[torch.Tensor], None] | None = None,
     ) -> Records:
-        """The records of all ranks with their loads. Nothing but the place is compared yet.
+        """Gather the records of all ranks with their loads; compares only the place.
 
-        told: the signature of weights and inputs, of which the digest travels.
-        meanwhile: what to do with the loads on their device before the host waits for them.
+        signature: of weights and inputs; its digest is sent.
+        meanwhile: called with the loads on their device before the host waits for them.
         """
-        digest = short_digest(told.encode())
-        numbers = (digest, 0, version, tokens, rows)
-        record = self._record(place, loads_E.device, numbers)
+        digest = short_digest(signature.encode())
+        record = self._record(place, loads_E.device, digest, 0, version, tokens, rows)
         record[REFUSED] = refused
         record[len(FIELDS) :] = loads_E
         return self._gather(place, record, meanwhile)
 
-    def compare_inputs(self, records: Records, told: str) -> None:
-        """Raise if some rank refused its input, or has inputs or weights of another kind."""
+    def compare_inputs(self, records: Records, signature: str) -> None:
+        """Raise if a rank refused its input, or if weights or inputs differ in shape or dtype."""
         if records.words[:, REFUSED].any():
             refused = np.flatnonzero(records.column("refused")).tolist()
             raise CommunicationError(f"ranks {refused} refused their input; their errors say why")
-        self._compare_digests("the weights or inputs", records, told)
+        self._compare_digests("the weights or inputs", records, signature)
 
-    def meet(self, place: Place, device: torch.device, *, digest: int = 0, told: str = "") -> None:
-        """Raise if ranks are at different places, or if the digests differ of what is told."""
+    def compare(
+        self, place: Place, device: torch.device, *, digest: int = 0, description: str = ""
+    ) -> None:
+        """Raise if ranks are at different places, or if their digests differ; collective.
+
+        description: shown in the error if digests differ.
+        """
         if self._comm.size == 1:
             return
-        records = self._gather(place, self._record(place, device, (digest, 0, 0, 0, 0)))
-        self._compare_digests(place, records, told)
+        records = self._gather(place, self._record(place, device, digest))
+        self._compare_digests(place, records, description)
 
-    def _record(self, place: Place, device: torch.device, numbers: tuple[int, ...]) -> torch.Tensor:
+    def _record(self, place: Place, device: torch.device, *numbers: int) -> torch.Tensor:
         words = np.zeros(len(FIELDS) + self._experts, np.int64)
-        words[: len(FIELDS)] = (self._balancer, *place, *numbers)
+        begin = (self._balancer, *place, *numbers)
+        words[: len(begin)] = begin
         return moved(torch.from_numpy(words), device)
 
     def _gather(
@@ -160,13 +169,14 @@ class Agreement:
         if meanwhile is not None:
             meanwhile(gathered[:, len(FIELDS) :])
         words = gathered.cpu().numpy()
-        records = Records(words, gathered, bool((words[1:, ALIKE] == words[:1, ALIKE]).all()))
-        if not records.alike:
+        equal = bool((words[1:, COMPARED] == words[:1, COMPARED]).all())
+        records = Records(words, gathered, equal)
+        if not equal:
             self._compare_places(records)
         return records
 
     def _compare_places(self, records: Records) -> None:
-        """All ranks have the same table: if one of them asks the others, all do."""
+        """Raise if places differ. All ranks have the same records, so all of them get here."""
         balancers = records.column("balancer").tolist()
         if len(set(balancers)) > 1:
             _compare("the balancer", balancers, self._comm.gather_objects(self._settings))
@@ -176,30 +186,31 @@ class Agreement:
             listed = "; ".join(f"ranks {ranks} are at {place}" for place, ranks in groups)
             raise PlanMismatch(f"ranks are at different places of the program: {listed}")
 
-    def _compare_digests(self, what: str | Place, records: Records, told: str) -> None:
-        """After places: what is not alike then is the digest, and one asks as all do."""
-        if not records.alike:
-            _compare(what, records.column("digest").tolist(), self._comm.gather_objects(told))
+    def _compare_digests(self, what: str | Place, records: Records, description: str) -> None:
+        """Raise if digests differ; places are equal by now."""
+        if not records.equal:
+            descriptions = self._comm.gather_objects(description)
+            _compare(what, records.column("digest").tolist(), descriptions)
 
 
 def short_digest(*parts: Any) -> int:
-    """A 62-bit digest of arrays or bytes."""
+    """Return a 62-bit digest of arrays or bytes."""
     digest = hashlib.blake2b(digest_size=8)
     for part in parts:
         digest.update(part if isinstance(part, bytes) else np.ascontiguousarray(part).tobytes())
     return int.from_bytes(digest.digest(), "little") >> 2
 
 
-def _compare(what: str | Place, values: Sequence[Hashable], told: Sequence[str]) -> None:
-    """Raise if the values of all ranks are not alike, with what they tell about them."""
-    groups = _groups(values)
+def _compare(what: str | Place, values: Sequence[Hashable], descriptions: Sequence[str]) -> None:
+    """Raise with the descriptions if the values of all ranks are not equal."""
+    groups = _groups(values).values()
     if len(groups) > 1:
-        listed = "; ".join(f"ranks {ranks} have {told[ranks[0]]}" for ranks in groups.values())
+        listed = "; ".join(f"ranks {ranks} have {descriptions[ranks[0]]}" for ranks in groups)
         raise PlanMismatch(f"ranks disagree about {what}: {listed}")
 
 
 def _groups(values: Sequence[Hashable]) -> dict[Hashable, list[int]]:
-    """The ranks that have each value."""
+    """Return the ranks that have each value."""
     groups: dict[Hashable, list[int]] = {}
     for rank, value in enumerate(values):
         groups.setdefault(value, []).append(rank)

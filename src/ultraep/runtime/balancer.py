@@ -4,14 +4,16 @@
     layer = Layer(index, weights, experts)                   # see `ultraep.microbatch`
     microbatch = balancer.begin(layer, ids, gates, tokens)
 
-All ranks do so in the same order. A data plane, `messages` or `mapped`, carries the microbatches of
-a device; it is chosen with the first one. Observers see what it does (`observe.py`).
+All ranks make these calls in the same order. A data plane (`messages` or `mapped`) carries the
+microbatches of a device; ranks choose it at the first microbatch. Observers are notified of stages
+and plans (`observe.py`).
 
 Shapes: T tokens, K experts per token, D model width.
 """
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
@@ -35,8 +37,7 @@ from ultraep.plan import plan as make_plan
 from ultraep.policies import get_policy
 from ultraep.reroute import reroute
 from ultraep.runtime.agreement import Agreement, Place, Point
-from ultraep.runtime.backward import in_backward
-from ultraep.runtime.capacity import AUTO, check_config, check_topology, default_config
+from ultraep.runtime.capacity import AUTO, Capacity, default_config
 from ultraep.runtime.clocks import clock_of
 from ultraep.runtime.connect import (
     ALONE,
@@ -44,24 +45,27 @@ from ultraep.runtime.connect import (
     GroupOrName,
     choose,
     connect,
+    plane_kinds,
     resolve_group,
     warn_if_idle,
 )
 from ultraep.runtime.mapped.peers import SilentCommunicator
-from ultraep.runtime.messages.plane import MessagesPlane
-from ultraep.runtime.microbatch import Shared
+from ultraep.runtime.microbatch import Shared, Site
 from ultraep.runtime.observe import Clock, Observer, Observers, Sink
-from ultraep.runtime.pricing import Pricing, from_environment, measurable
-from ultraep.runtime.recording import Recording, open_recorder, wanted
+from ultraep.runtime.pricing import Pricing, from_environment, needs_rates
+from ultraep.runtime.recording import Recording, open_recorder, recording_setting
 from ultraep.runtime.replays import ReplayedPlans
+from ultraep.runtime.replicas import in_backward
 from ultraep.runtime.settings import DeviceShare, Settings
 from ultraep.runtime.stats import Stats
 from ultraep.runtime.versions import Versions
 from ultraep.topology import Topology
 
+logger = logging.getLogger(__name__)
+
 
 class _Carrier(NamedTuple):
-    """What carries and times the microbatches of one device."""
+    """The data plane and the clock of one device."""
 
     choice: Choice
     plane: DataPlane
@@ -73,30 +77,30 @@ class Balancer:
 
     group: the expert-parallel process group; None: the default group; "alone": this process.
     experts, slots, domain, homes: see `Topology`.
-    config or policy: how to balance; `policy` alone is short for `BalanceConfig(policy=...)`, with
-        `objective="balance"` where the capacity is static. With the objective "time" and no rates,
-        these are measured with the first microbatch of a layer, unless the environment variable
-        ULTRAEP_RATES gives them, or is "off": docs/cost.md.
-    data_plane: "mapped", GPUs that map each other's memory, and no host between the stages;
-        "messages" of torch.distributed; "auto": mapped where all ranks can.
-    tokens: of the mapped plane: the most tokens of a rank in a microbatch. None: learnt from the
-        first microbatch, grown when one has more.
-    capacity: rows that a rank has room for. "auto": learnt, and grown outside of graphs; "static":
-        the mean of all ranks, refused where plans could exceed it, see `runtime/capacity.py`.
-    backend: "triton", "cpu" or "reference"; None: the best one where the ids are.
+    config or policy: how to balance. `policy` alone is short for `BalanceConfig(policy=...)`, with
+        `objective="balance"` if the capacity is static. With the objective "time" and no rates, the
+        first microbatch of a layer measures rates, unless the environment variable ULTRAEP_RATES
+        contains rates or "off": docs/cost.md.
+    data_plane: "mapped": GPUs map each other's memory, without the host between the stages;
+        "messages" of torch.distributed; "auto": mapped if all ranks can.
+    tokens: for the mapped plane, the most tokens of a rank in a microbatch. None: learnt from the
+        first microbatch, grown by a larger one.
+    capacity: the most rows that a rank can serve. "auto": learnt, and grown outside of graphs;
+        "static": the mean of all ranks, refused if plans could exceed it (`runtime/capacity.py`).
+    backend: "triton", "cpu" or "reference"; None: the best one for the device of the ids.
     relay: how weights travel, "direct", "chain", or "auto": the faster one for each plan.
     chunks: pieces of an expert in a chain of messages.
-    in_flight: buffers of spare slots, for callers that keep several filled at the same time, and
-        for layers that are to find their copies again.
-    verify: compare the plans of all ranks, and where they are in backward. Without it, only loads
-        are compared: a rank that skips a backward pass may stop the others, or go unnoticed.
+    in_flight: buffers of spare slots. More buffers let several microbatches hold slots at the same
+        time, and let layers find their replicas again.
+    verify: compare the plans of all ranks, and their positions in backward. Without it, ranks
+        compare only loads: a rank that skips a backward pass may hang the others or go unnoticed.
     transport: of messages: "auto", "shared" (memory, CPU ranks of one host) or "sockets" (the
         group's own).
-    timeout: seconds after which a silent rank is an error; None: the group's own (those of
-        torch.distributed: 30 minutes with gloo, 10 with NCCL). A rank that died is one at once.
-    record: folder for a trace of every microbatch, on all ranks; None: one inside the folder that
-        the environment variable ULTRAEP_TRACE names, or none.
-    communicator, peers: in place of a group, for ranks that are no processes (`LocalGroup`), and
+    timeout: seconds after which a silent rank is an error; None: the timeout of the group (30
+        minutes with gloo, 10 with NCCL). A rank that died is an error at once.
+    record: directory for a trace of every microbatch, on all ranks; None: a new one inside the
+        directory in the environment variable ULTRAEP_TRACE, if it is set.
+    communicator, peers: in place of a group, for ranks that are not processes (`LocalGroup`), and
         for memory that they share (`LocalPeers`).
     share: the part of a GPU that this rank may use; None: all of it.
     """
@@ -130,6 +134,7 @@ class Balancer:
             raise ConfigError(f"give config or policy, not both: {config} and {policy!r}")
         self.config = from_environment(config or default_config(policy, capacity))
         get_policy(self.config.policy)
+        plane_kinds(data_plane)
         self.settings = Settings(
             backend=backend,
             relay=relay,
@@ -143,11 +148,11 @@ class Balancer:
             timeout=timeout,
             share=share,
         )
-        check_config(capacity, self.config)
         self._peers, own_ranks = peers, communicator is not None or peers is not None
         self.group = None if own_ranks and group is None else resolve_group(group)
         warm_up(backend)
-        self._join(communicator, record, (experts, slots, domain, homes))
+        topology = partial(Topology, experts=experts, slots=slots, domain=domain, homes=homes)
+        self._join(communicator, record, topology)
         chosen = own_ranks or group == ALONE
         warn_if_idle(self.rank, self.topology, self.config.policy, chosen=chosen)
         self._pricing = Pricing(self.topology, self.comm, self._agreement)
@@ -159,10 +164,12 @@ class Balancer:
         self._carriers: dict[torch.device, _Carrier] = {}
 
     def _join(
-        self, communicator: Communicator | None, record: str | Path | None, topology: Any
+        self,
+        communicator: Communicator | None,
+        record: str | Path | None,
+        topology: partial[Topology],
     ) -> None:
-        """Meet the other ranks, and compare settings with them; collective."""
-        experts, slots, domain, homes = topology
+        """Connect to the other ranks and compare settings with them; collective."""
         settings = self.settings
         with ExitStack() as undo:
             peers = self._peers
@@ -171,32 +178,37 @@ class Balancer:
             self.comm = communicator or undo.enter_context(
                 closing(connect(self.group, transport=settings.transport, timeout=settings.timeout))
             )
-            self.topology = Topology(
-                ranks=self.comm.size, experts=experts, slots=slots, domain=domain, homes=homes
+            self.topology = topology(ranks=self.comm.size)
+            Capacity(settings.capacity, self.topology, self.config)  # refuses what is not proven
+            if isinstance(self.comm, SilentCommunicator) and needs_rates(self.config):
+                logger.info("plans are made for balance: ranks of one thread need rates=")
+                self.config = replace(self.config, objective="balance")
+            compared = (
+                self.topology,
+                self.config,
+                settings.compared(),
+                recording_setting(record),
+                __version__,
             )
-            check_topology(settings.capacity, self.topology, self.config)
-            self.config = measurable(self.config, self.comm)
-            agreed = (self.topology, self.config, settings.agreed(), wanted(record), __version__)
-            self._agreed = repr(agreed)
-            self._agreement = Agreement(self.comm, self._agreed, experts)
+            self._agreement = Agreement(self.comm, repr(compared), self.topology.experts)
             self.recorder = open_recorder(record, self.comm, self.topology, self.config, settings)
             undo.pop_all()
         self._recording = None if self.recorder is None else Recording(self.recorder, self.rank)
 
     def __repr__(self) -> str:
         chosen = [
-            f"{carrier.choice.name} on {device}: {carrier.choice.reason}"
+            f"{carrier.choice.kind.name} on {device}: {carrier.choice.reason}"
             for device, carrier in self._carriers.items()
         ]
         topology, config = self.topology, self.config
         return (
             f"Balancer(rank {self.rank} of {self.comm.size}, {topology.experts} experts, "
-            f"{topology.slots} slots, policy {config.policy!r}, {self._pricing.told(config)}, "
+            f"{topology.slots} slots, policy {config.policy!r}, {self._pricing.describe(config)}, "
             f"data plane {'; '.join(chosen) or 'not chosen before the first microbatch'})"
         )
 
     def __copy__(self) -> Self:
-        """Belong to the running processes: copies of a module share their balancer."""
+        """Return the balancer itself: copies of a module share it."""
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
@@ -204,8 +216,8 @@ class Balancer:
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise ConfigError(
-            "a Balancer belongs to running processes and is in no file: save the state_dict() of a "
-            "module (its own experts), or the full_state_dict() of a layer (all)"
+            "a Balancer belongs to running processes and cannot be pickled: save the state_dict() "
+            "of a module (its own experts), or the full_state_dict() of a layer (all experts)"
         )
 
     @property
@@ -231,8 +243,8 @@ class Balancer:
 
         layer: its number, weights and stage 6, as they are now.
         ids: `[T, K]` the experts that the router chose for every token; -1: padding.
-        gates, tokens: `[T, K]` and `[T, D]` as they are to be sent; optional for callers that
-            only count and plan, or that send the rows themselves.
+        gates, tokens: `[T, K]` and `[T, D]`, to be dispatched. Leave them out if you only count and
+            plan, or dispatch rows yourself.
         policy: in place of the balancer's, for this microbatch.
         """
         refuse_transforms()
@@ -250,25 +262,27 @@ class Balancer:
         return carrier.plane.begin(Inputs(info, layer, config, ids, gates, tokens, shares_slots))
 
     def plane(self, device: torch.device | str) -> DataPlane:
-        """The data plane for tokens on that device; collective when it is first called."""
+        """Return the data plane for tokens on this device; collective at the first call."""
         return self._carrier(device).plane
 
     def _carrier(self, device: torch.device | str) -> _Carrier:
         if isinstance(device, str) or device.index is None:
             device = torch.empty(0, device=device).device
         if device not in self._carriers:
-            place = Place(Point.PLANE, 0, self._steps)
-            meet = partial(self._agreement.meet, place, device)
-            choice = choose(self.comm, self.settings, device, self._peers, meet)
-            recording, replays = self._recording, None
-            if recording is not None and device.type == "cuda" and choice.peers is not None:
-                replays = ReplayedPlans(recording, self.topology, device)
-            recorded = recording is not None
-            clock = clock_of(device, self._sinks, self.rank, recorded=recorded, replays=replays)
-            self._carriers[device] = _Carrier(choice, self._make_plane(choice, clock), clock)
+            self._carriers[device] = self._make_carrier(device)
         return self._carriers[device]
 
-    def _make_plane(self, choice: Choice, clock: Clock) -> DataPlane:
+    def _make_carrier(self, device: torch.device) -> _Carrier:
+        compare_places = partial(
+            self._agreement.compare, Place(Point.PLANE, 0, self._steps), device
+        )
+        site = Site(self.comm, device, self._peers)
+        choice = choose(self.settings.data_plane, site, compare_places)
+        recording, replays = self._recording, None
+        if recording is not None and device.type == "cuda" and choice.kind.captures:
+            replays = ReplayedPlans(recording, self.topology, device)
+        recorded = recording is not None
+        clock = clock_of(device, self._sinks, self.rank, recorded=recorded, replays=replays)
         shared = Shared(
             self.comm,
             self.topology,
@@ -279,51 +293,48 @@ class Balancer:
             self._pricing,
             Observers(clock, self._observers),
         )
-        if choice.peers is None:
-            return MessagesPlane(shared)
-        from ultraep.runtime.mapped.plane import MappedPlane  # triton, only where it is used
-
-        return MappedPlane(shared, choice.peers, self._agreed)
+        return _Carrier(choice, choice.make(shared), clock)
 
     def prepare(self, ids: torch.Tensor, rows: torch.Tensor, bundle: Bundle) -> None:
-        """Take all memory that microbatches like this need; collective. Otherwise the first does.
+        """Allocate all memory that microbatches like this need; collective.
 
-        A graph can then be captured without a step before.
+        Otherwise the first microbatch does. Call it to capture a graph without a step before.
         """
         self.plane(ids.device).prepare(ids, rows, bundle)
 
     def observe(self, observer: Observer) -> None:
-        """Tell this observer, too, what happens from now on."""
+        """Add an observer of stages, plans and transfers."""
         self._observers.append(observer)
 
     def add_sink(self, sink: Sink) -> None:
-        """Pass what the clocks of the data planes observe from now on to this sink, too."""
+        """Add a sink that receives what the clocks of the data planes measure."""
         self._sinks.append(sink)
 
     def at_state(self, layer: int, device: torch.device) -> None:
-        """Before the experts of all ranks are gathered: raise if not all ranks are about to."""
-        self._agreement.meet(Place(Point.STATE, layer, self._steps), device)
+        """Raise unless all ranks are about to gather the experts of this layer; collective."""
+        self._agreement.compare(Place(Point.STATE, layer, self._steps), device)
 
     def record_step(self, step: int) -> None:
-        """Say to which step of training the next microbatches belong, if they are recorded.
+        """Set the training step of the next microbatches in the trace, if one is recorded.
 
-        Unless that is said, the microbatches of a layer count as steps. Replays of graphs, too, in
-        the order of the current stream; those of before are fetched here, without waiting.
+        Without it, every microbatch of a layer counts as a step. The step also holds for replays of
+        graphs, in the order of the current stream. Fetches earlier replays without waiting.
         """
         if self._recording is not None:
             for carrier in self._carriers.values():
-                carrier.clock.begin_step(step)  # what was not noted yet belongs to the step before
+                carrier.clock.begin_step(step)  # first: flushes the previous step
             self._recording.begin_step(step)
 
     @contextmanager
     def unchanged_weights(self) -> Iterator[None]:
         """Promise that the weights of this rank's home experts do not change in this block.
 
-        Replicas still in their slots are then not sent again: for serving, and for the microbatches
-        between two optimizer steps. Otherwise replicas serve one microbatch, forward and backward,
-        since torch does not see every write. Writes that torch sees, steps of its optimizers and
-        other tensors than before are noticed. Call `weights_changed` after any other write, and
-        before `torch.utils.swap_tensors`. One rank alone may promise.
+        Replicas that are still in their slots are then not sent again. Use it for serving, and for
+        the microbatches between two optimizer steps. Without it, replicas serve one microbatch,
+        forward and backward, since torch does not see every write. The balancer notices writes that
+        torch sees, steps of torch's optimizers, and tensors that were replaced. Call
+        `weights_changed` after any other write, and before `torch.utils.swap_tensors`. The promise
+        of one rank does not bind the others.
 
         It holds for replays of graphs in the block, in the order of the current stream; there, only
         `weights_changed` reports changes. A capture promises nothing.
@@ -336,32 +347,32 @@ class Balancer:
             self._promise()
 
     def _promise(self) -> None:
-        """Tell the devices what is promised from here on."""
+        """Pass the current promise to the devices."""
         for carrier in self._carriers.values():
             carrier.plane.promise()
 
     @property
     def weights_promise(self) -> int:
-        """The number of the promise that weights do not change; 0: there is none."""
+        """The number of the current promise that weights do not change, or 0."""
         return self._versions.promise
 
     def weights_changed(self) -> None:
-        """Say that weights of this rank have changed in spite of a promise. One rank may."""
+        """Report that weights of this rank have changed in spite of a promise; not collective."""
         self._versions.changed()
         self._promise()
 
     def stats(self) -> dict[str, Any]:
-        """What was planned and moved so far, and the seconds of every stage on this rank.
+        """Return what was planned and moved so far, and the seconds of every stage on this rank.
 
-        A forward pass that is computed again in backward counts twice. Waits for a device, where
-        the seconds of all microbatches are concluded from those of the `timed` ones.
+        A forward pass that backward recomputes counts twice. Waits for a device. There, the seconds
+        of all microbatches are extrapolated from the `timed` ones.
         """
         self._settle()
-        held = sum(carrier.plane.nbytes for carrier in self._carriers.values())
-        return self._stats.summary() | {"pool_bytes": held, "rates": self._pricing.known()}
+        pool_bytes = sum(carrier.plane.nbytes for carrier in self._carriers.values())
+        return self._stats.summary() | {"pool_bytes": pool_bytes, "rates": self._pricing.known()}
 
     def reset_stats(self) -> None:
-        """Start counting anew."""
+        """Set all counters of `stats` to zero."""
         self._settle()
         self._stats.reset()
 
@@ -370,16 +381,16 @@ class Balancer:
             carrier.clock.settle()
 
     def check(self) -> None:
-        """Raise what a device has noted and the host has not seen yet; waits for it.
+        """Raise errors that a device has recorded and the host has not seen; waits for the device.
 
-        A lost rank, more rows than the capacity, invalid ids. `count` looks by itself, without
-        waiting; after the replay of a graph, call this.
+        Such errors are a lost rank, more rows than the capacity, and invalid ids. `count` checks
+        without waiting; call this after the replay of a graph.
         """
         for carrier in self._carriers.values():
             carrier.plane.check()
 
     def close(self) -> None:
-        """Write the rest of the trace, give back memory and the communicator's resources."""
+        """Write the rest of the trace; free memory and the resources of the communicator."""
         for carrier in self._carriers.values():
             carrier.clock.finish()
         if self.recorder is not None:
@@ -393,7 +404,7 @@ class Balancer:
 def warm_up(backend: str | None) -> None:
     """Load or compile what a step needs before joining a group, so that no rank waits for another.
 
-    Without a named backend, a child process compiles the planner and the first steps do without.
+    Without a named backend, a child process compiles the planner; the first steps do without it.
     """
     if backend is None:
         compile_in_background()

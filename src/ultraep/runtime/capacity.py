@@ -1,10 +1,10 @@
-"""Capacity: the rows that a rank has room for in a microbatch, where memory has a fixed size.
+"""Capacity: the rows that a rank can serve in a microbatch, where memory has a fixed size.
 
-static   exactly the mean of all ranks, and so the rows that a rank can have itself; refused
-         where a plan could exceed the mean, whatever the loads (docs/plan.md has the proof)
-auto     the same where that is proven; else twice as much at first, and more when ranks come
-         near to it: known from notes of the device, agreed upon by all hosts
-a number that many, always
+static     the mean of all ranks, so at most the rows that a rank can have itself; refused where a
+           plan could exceed the mean (docs/plan.md has the proof)
+auto       the same where the proof holds; otherwise twice as much at first. It grows before a rank
+           comes close to it
+a number   that number
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from ultraep.plan import Plan
 from ultraep.topology import Topology
 
 AUTO, STATIC = "auto", "static"
-NEEDED = {  # of a config
+# The settings of a config for which the proof holds.
+PROVEN = {
     "policy": "ultraep",
     "tolerance": 0,
     "min_tokens_per_replica": 1,
@@ -27,13 +28,13 @@ NEEDED = {  # of a config
 
 
 def default_config(policy: str | None, capacity: int | str) -> BalanceConfig:
-    """How to balance where only the policy is said, or nothing."""
+    """Return the config of a balancer that was given at most a policy."""
     config = BalanceConfig(policy="ultraep" if policy is None else policy)
     return replace(config, objective="balance") if capacity == STATIC else config
 
 
 def check_setting(capacity: int | str) -> None:
-    """Refuse what is no capacity."""
+    """Raise if the capacity is invalid."""
     if isinstance(capacity, str):
         if capacity not in (AUTO, STATIC):
             raise ConfigError(f"capacity is a number, {AUTO!r} or {STATIC!r}, got {capacity!r}")
@@ -41,77 +42,64 @@ def check_setting(capacity: int | str) -> None:
         raise ConfigError(f"capacity must be at least 1, got {capacity}")
 
 
-def check_config(capacity: int | str, config: BalanceConfig) -> None:
-    """Refuse a static capacity with a planner that may stay above the mean."""
-    obstacle = _of_config(config)
-    if capacity == STATIC and obstacle:
-        raise ConfigError(f"capacity='static' is the mean, and plans may exceed it: {obstacle}")
-
-
-def check_topology(capacity: int | str, topology: Topology, config: BalanceConfig) -> None:
-    """Refuse a static capacity where slots or links do not suffice for the mean."""
-    obstacle = _of_topology(topology, config)
-    if capacity == STATIC and obstacle:
-        raise ConfigError(f"capacity='static' is the mean, and plans may exceed it: {obstacle}")
-
-
 @dataclass(frozen=True)
 class Capacity:
-    """The setting of a balancer, and what it means for its topology and its planner."""
+    """The capacity of a balancer; raises ConfigError if "static" is not proven."""
 
     setting: int | str
     topology: Topology
     config: BalanceConfig
 
-    @cached_property
+    def __post_init__(self) -> None:
+        if self.setting == STATIC and not self.proven:
+            raise ConfigError(
+                f"capacity='static' is the mean, and plans may exceed it: {self._obstacle}"
+            )
+
+    @property
     def proven(self) -> bool:
-        """Whether no plan exceeds the mean, rounded up, whatever the loads."""
-        return not (_of_config(self.config) or _of_topology(self.topology, self.config))
+        """Whether no plan exceeds the mean, rounded up, whatever the loads are."""
+        return not self._obstacle
 
-    def rows_for(self, rows: int, seen: int) -> int:
-        """Rows to have room for, if a rank can have so many itself.
+    @cached_property
+    def _obstacle(self) -> str:
+        """Why a plan may exceed the mean; empty if it cannot."""
+        topology, config = self.topology, self.config
+        for name, needed in PROVEN.items():
+            if getattr(config, name) != needed:
+                return f"{name}={getattr(config, name)!r}, it needs {needed!r}"
+        if topology.num_domains > 1:
+            return f"{topology.num_domains} domains of {topology.domain_size} ranks, it needs 1"
+        homes, ranks, slots = int(topology.homes_per_rank.max()), topology.ranks, topology.slots
+        if ranks > 1 and slots < homes:
+            return f"{slots} slots, it needs {homes}, the most home experts of a rank"
+        if ranks > 1 and config.replica_limit < ranks * slots:
+            return f"max_replicas={config.max_replicas}, it needs {ranks * slots}"
+        return ""
 
-        seen: the most that a rank was ever planned to serve, by whichever policy.
+    def rows_for(self, rows: int, most: int) -> int:
+        """Return the rows to allocate memory for.
+
+        rows: that a rank can have itself.   most: that any rank was ever planned to serve.
         """
         if not isinstance(self.setting, str):
             return self.setting
-        if self.setting == STATIC or (self.proven and seen <= rows):
+        if self.setting == STATIC or (self.proven and most <= rows):
             return rows
-        return max(2 * rows, seen + seen // 2)
+        return max(2 * rows, most + most // 2)
 
-    def suffices(self, room: int, seen: int) -> bool:
-        """Whether room for so many rows is enough; unless proven, for an eighth more than seen."""
+    def suffices(self, allocated: int, most: int) -> bool:
+        """Whether the allocated rows are enough; if not proven, an eighth must stay free."""
         if self.setting != AUTO:
             return True
-        return seen <= (room if self.proven else room - room // 8)
+        return most <= (allocated if self.proven else allocated - allocated // 8)
 
     def check(self, plan: Plan) -> None:
         """Raise if a plan exceeds a static capacity."""
-        mean, fullest = -(-plan.total // plan.topology.ranks), int(plan.rank_loads.max())
-        if self.setting == STATIC and fullest > mean:
+        mean, most = -(-plan.total // plan.topology.ranks), int(plan.rank_loads.max())
+        if self.setting == STATIC and most > mean:
             rank = int(plan.rank_loads.argmax())
             raise LoadError(
-                f"policy {plan.config.policy!r} gives {fullest} rows to rank {rank}, but "
+                f"policy {plan.config.policy!r} gives {most} rows to rank {rank}, but "
                 f"capacity='static' has room for the mean of {mean}"
             )
-
-
-def _of_config(config: BalanceConfig) -> str:
-    for name, needed in NEEDED.items():
-        given = getattr(config, name)
-        if given != needed:
-            return f"{name}={given!r}, it needs {needed!r}"
-    return ""
-
-
-def _of_topology(topology: Topology, config: BalanceConfig) -> str:
-    homes, ranks = int(topology.homes_per_rank.max()), topology.ranks
-    if topology.num_domains > 1:
-        return f"{topology.num_domains} domains of {topology.domain_size} ranks, it needs 1"
-    if ranks > 1 and topology.slots < homes:
-        return (
-            f"{topology.slots} slots, it needs {homes}, the home experts of the rank that has most"
-        )
-    if ranks > 1 and config.replica_limit < ranks * topology.slots:
-        return f"max_replicas={config.max_replicas}, it needs {ranks * topology.slots}"
-    return ""

@@ -1,6 +1,6 @@
-"""Clocks: observers that hand numbers of the host to sinks (`Stats`, `Recording`).
+"""Clocks: observers that pass host numbers to sinks (`Stats`, `Recording`).
 
-`HostClock` does it at once, `DeviceClock` when the device has come so far, without waiting for it.
+`HostClock` passes them at once, `DeviceClock` when the device has finished the stage.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from ultraep.plan import Plan
 from ultraep.runtime.observe import Clock, Later, Sink
 from ultraep.runtime.replays import ReplayedPlans
 
-TIMED = 8  # one microbatch in so many, on a GPU that is not recorded
-MOST_PENDING = 4096  # notes that wait for the device
-WORD, GOLDEN = 1 << 32, 2654435769  # the golden section of a word
+TIMED = 8  # one in this many microbatches is timed on a GPU, unless all are recorded
+MOST_PENDING = 4096  # reports that wait for the device
+WORD, GOLDEN = 1 << 32, 2654435769  # the golden section of a 32-bit word
 FIRST_STAGES = ("loads", "combine back")  # of forward, and of backward
 LAST_STAGES = ("combine", "reduce", "dispatch back")  # after which a microbatch may be gone
 
 
 class _Spans:
-    """The open stages of every microbatch; what is inside of another does not count for that."""
+    """The open stages of every microbatch; a stage does not include the stages inside of it."""
 
     def __init__(self, now: Callable[[], Any], took: Callable[..., None]) -> None:
         self._now, self._took = now, took
@@ -53,14 +53,14 @@ class _Spans:
             stack[-1][1] = now
 
 
-class HostClock:
-    """Seconds of the host, for planes whose verbs return when they are done.
+class HostClock(Clock):
+    """Times stages on the host, for planes whose verbs return when they are done.
 
-    rank: of this rank, whose part in a plan is noted as sent where nobody counts it.
+    rank: of this process; determines what it sends by a plan, if the plane does not count it.
     """
 
     def __init__(self, sinks: Sequence[Sink], rank: int) -> None:
-        self._notebooks, self._rank = sinks, rank
+        self._sinks, self._rank = sinks, rank
         self._spans = _Spans(time.perf_counter, self._took)
         self._plans: WeakKeyDictionary[MicrobatchInfo, Plan] = WeakKeyDictionary()
 
@@ -68,8 +68,8 @@ class HostClock:
         self.took(microbatch, stage, now - since)
 
     def took(self, microbatch: MicrobatchInfo, stage: str, seconds: float) -> None:
-        """Note the seconds of a stage."""
-        for sink in self._notebooks:
+        """Pass the seconds of a stage to the sinks."""
+        for sink in self._sinks:
             sink.took(microbatch, stage, seconds)
 
     def begin(self, stage: str, microbatch: MicrobatchInfo) -> None:
@@ -80,15 +80,15 @@ class HostClock:
         self.passed(stage, microbatch, microbatch.began)
 
     def passed(self, stage: str, microbatch: MicrobatchInfo, began: float) -> None:
-        """Note the end of a pass, if that was its last stage."""
+        """Report the end of a pass to the sinks if this was its last stage."""
         if stage in LAST_STAGES:
-            for sink in self._notebooks:
+            for sink in self._sinks:
                 sink.passed(microbatch, began)
 
     def planned(self, microbatch: MicrobatchInfo, plan: AnyPlan) -> None:
-        found = self._plans[microbatch] = plan.to_host()
-        for sink in self._notebooks:
-            sink.planned(microbatch, found)
+        host_plan = self._plans[microbatch] = plan.to_host()
+        for sink in self._sinks:
+            sink.planned(microbatch, host_plan)
 
     def sent(
         self, microbatch: MicrobatchInfo, what: str, nbytes: int, copies: int | Later | None
@@ -97,28 +97,15 @@ class HostClock:
             copies = copies_sent(self._plans[microbatch], what, self._rank)
         elif callable(copies):
             copies = copies()
-        for sink in self._notebooks:
+        for sink in self._sinks:
             sink.sent(microbatch, what, nbytes * copies, copies)
 
-    def times(self, _step: int) -> bool:
-        """Every microbatch."""
-        return True
 
-    def begin_step(self, _step: int) -> None:
-        """Nothing is left to be noted."""
+class DeviceClock(Clock):
+    """Times stages on a GPU by events on its stream, and reports when the device has finished them.
 
-    def settle(self) -> None:
-        """Nothing is left to be noted."""
-
-    def finish(self) -> None:
-        """Nothing is left to be noted."""
-
-
-class DeviceClock:
-    """Seconds of a GPU, between events on its stream; notes come when the device has come so far.
-
-    every: one microbatch in so many is timed, since events are work of the host: layers in turn.
-    What a graph captures is not noted. replays: records what its replays plan; None: nobody does.
+    every: one in this many microbatches is timed, because events cost time of the host.
+    replays: records the plans of replayed graphs; stages that a graph captures are not reported.
     """
 
     def __init__(
@@ -129,27 +116,28 @@ class DeviceClock:
         replays: ReplayedPlans | None = None,
     ) -> None:
         self._every, self._replays = every, replays
-        self._notes = HostClock(sinks, rank)
+        self._host = HostClock(sinks, rank)
         self._spans = _Spans(_event, self._took)
         self._pending: deque[tuple[Any, list[Callable[[], None]]]] = deque()
-        self._waiting: list[Callable[[], None]] = []  # notes that the next event is for
+        self._reports: list[Callable[[], None]] = []  # that wait for the next event
 
     def times(self, step: int) -> bool:
-        """The first microbatch, and then as evenly as multiples of the golden section lie."""
+        """Whether this microbatch is timed: the first one, then evenly over steps and layers."""
         return ((step - 1) * GOLDEN & WORD - 1) * self._every < WORD
 
     def _took(self, microbatch: MicrobatchInfo, stage: str, since: Any, now: Any) -> None:
-        def note() -> None:
-            self._notes.took(microbatch, stage, since.elapsed_time(now) / 1000)
+        def report() -> None:
+            self._host.took(microbatch, stage, since.elapsed_time(now) / 1000)
 
-        self._waiting.append(note)
+        self._reports.append(report)
         self._attach(now)
 
     def begin(self, stage: str, microbatch: MicrobatchInfo) -> None:
         if torch.cuda.is_current_stream_capturing():
             return
         if stage in FIRST_STAGES:
-            self._catch_up()
+            while self._pending and self._pending[0][0].query():
+                self._report_next()
         self._spans.begin(stage, microbatch)
 
     def end(self, stage: str, microbatch: MicrobatchInfo) -> None:
@@ -157,13 +145,13 @@ class DeviceClock:
             return
         self._spans.end(stage, microbatch)
         if stage in LAST_STAGES:
-            began = microbatch.began  # until then, backward may have begun
-            self._waiting.append(lambda: self._notes.passed(stage, microbatch, began))
+            began = microbatch.began  # now: backward will change it
+            self._reports.append(lambda: self._host.passed(stage, microbatch, began))
 
     def planned(self, microbatch: MicrobatchInfo, plan: AnyPlan) -> None:
         if not torch.cuda.is_current_stream_capturing():
             later = plan.to_host_async()
-            self._waiting.append(lambda: self._notes.planned(microbatch, later()))
+            self._reports.append(lambda: self._host.planned(microbatch, later()))
         elif self._replays is not None:
             self._replays.captured(microbatch, plan)  # type: ignore[arg-type]
 
@@ -171,26 +159,22 @@ class DeviceClock:
         self, microbatch: MicrobatchInfo, what: str, nbytes: int, copies: int | Later | None
     ) -> None:
         if not torch.cuda.is_current_stream_capturing():
-            self._waiting.append(lambda: self._notes.sent(microbatch, what, nbytes, copies))
+            self._reports.append(lambda: self._host.sent(microbatch, what, nbytes, copies))
         elif self._replays is not None and copies is None:
             self._replays.sent(microbatch, what, nbytes)
 
     def _attach(self, event: Any) -> None:
-        """Take the notes that wait when this event is over."""
-        self._pending.append((event, self._waiting))
-        self._waiting = []
+        """Make the reports wait for this event."""
+        self._pending.append((event, self._reports))
+        self._reports = []
         while len(self._pending) > MOST_PENDING:
-            self._next()
+            self._report_next()
 
-    def _next(self) -> None:
-        event, notes = self._pending.popleft()
+    def _report_next(self) -> None:
+        event, reports = self._pending.popleft()
         event.synchronize()
-        for note in notes:
-            note()
-
-    def _catch_up(self) -> None:
-        while self._pending and self._pending[0][0].query():
-            self._next()
+        for report in reports:
+            report()
 
     def begin_step(self, step: int) -> None:
         self.settle()
@@ -198,16 +182,14 @@ class DeviceClock:
             self._replays.begin_step(step)
 
     def settle(self) -> None:
-        """Note all that was seen; waits for the device. Of replays, what has come."""
-        if self._waiting:
+        if self._reports:
             self._attach(_event())
         while self._pending:
-            self._next()
+            self._report_next()
         if self._replays is not None:
             self._replays.fetch()
 
     def finish(self) -> None:
-        """Note everything; waits for the device."""
         self.settle()
         if self._replays is not None:
             self._replays.finish()
@@ -227,7 +209,7 @@ def clock_of(
     recorded: bool,
     replays: ReplayedPlans | None = None,
 ) -> Clock:
-    """The clock of a data plane on that device."""
+    """Return the clock of a data plane on this device."""
     if device.type != "cuda":
         return HostClock(sinks, rank)
     return DeviceClock(sinks, rank, 1 if recorded else TIMED, replays)

@@ -1,7 +1,7 @@
 """Which process group, communicator and data plane a balancer uses.
 
-The data plane is chosen for the first microbatch, when it is known where its tokens are, and by all
-ranks together: mapped memory where all ranks map each other's, else messages.
+All ranks choose the data plane together at the first microbatch, when they know the device of the
+tokens. `PLANES` registers the data planes in order of preference; the last one serves every group.
 """
 
 from __future__ import annotations
@@ -13,31 +13,33 @@ import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias
 
-import torch
 import torch.distributed as dist
 
-from ultraep.backends import BACKENDS
-from ultraep.comm import Communicator, Peers
+from ultraep.comm import Communicator
 from ultraep.config import check_timeout
 from ultraep.errors import CommunicationError, ConfigError, NothingToBalance, PlanMismatch
-from ultraep.runtime import local
-from ultraep.runtime.settings import TRANSPORTS, Settings
+from ultraep.microbatch import DataPlane
+from ultraep.runtime import local, mapped, messages
+from ultraep.runtime.microbatch import PlaneKind, Shared, Site
+from ultraep.runtime.settings import TRANSPORTS, check_choice
 from ultraep.runtime.streams import capturing
 from ultraep.topology import Topology
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-ALONE: Final = "alone"  # the group of this process and no other
+PLANES = (mapped.PLANE, messages.PLANE)
+AUTO: Final = "auto"
+ALONE: Final = "alone"  # the group of this process alone
 GroupOrName: TypeAlias = "ProcessGroup | Literal['alone'] | None"
 
 logger = logging.getLogger(__name__)
 
 
 def resolve_group(group: Any) -> ProcessGroup | None:
-    """Return the process group that a caller's `group` means; None: this process alone.
+    """Return the process group for a `group` argument; None if this process is alone.
 
-    As everywhere in torch, None means the default group.
+    As everywhere in torch, the argument None means the default group.
     """
     running = dist.is_available() and dist.is_initialized()
     if isinstance(group, str) and group == ALONE:
@@ -62,9 +64,9 @@ def resolve_group(group: Any) -> ProcessGroup | None:
 
 
 def warn_if_idle(rank: int, topology: Topology, policy: str, *, chosen: bool) -> None:
-    """Warn on rank 0 if this topology has nowhere to put a replica, whatever the loads.
+    """Warn on rank 0 if this topology cannot have replicas.
 
-    chosen: the caller asked for exactly these ranks, so one rank is no mistake.
+    chosen: the caller chose these ranks explicitly, so one rank is not a mistake.
     """
     if rank > 0 or topology.can_replicate or policy == "none" or (chosen and topology.ranks == 1):
         return
@@ -82,27 +84,26 @@ def warn_if_idle(rank: int, topology: Topology, policy: str, *, chosen: bool) ->
     warnings.warn(
         f"this balancer never balances anything: {cause}; {remedy}",
         NothingToBalance,
-        stacklevel=3,  # the line that makes the balancer
+        stacklevel=3,  # the line that creates the balancer
     )
 
 
 def connect(
     group: ProcessGroup | None, *, transport: str = "auto", timeout: float | None = None
 ) -> Communicator:
-    """The communicator of this rank; all ranks of the group call it with the same arguments.
+    """Connect this rank to its group (None: this process alone); collective.
 
-    None means this process alone. "auto" takes shared memory where all ranks are CPU ranks of one
-    host that has enough of it, torch.distributed elsewhere. "shared" and "sockets" are taken at
-    their word. `timeout` is how many seconds to wait for a rank; None: as long as the group does.
+    transport: "shared" is shared memory, "sockets" is torch.distributed. "auto" uses shared memory
+        if all ranks are CPU ranks of one host that has enough of it.
+    timeout: seconds to wait for a rank; None: the timeout of the group.
     """
-    if transport not in TRANSPORTS:
-        raise ConfigError(f"transport is one of {', '.join(TRANSPORTS)}, got {transport!r}")
+    check_choice("transport", transport, TRANSPORTS)
     check_timeout(timeout)
     if group is None:
         return local.alone()
     if transport == "auto" and sys.platform != "linux":
         transport = "sockets"
-    # Here, not above: a process alone needs neither.
+    # Imported here, because a process alone needs neither.
     if transport != "sockets":
         from ultraep.runtime import shared_memory
 
@@ -116,89 +117,84 @@ def connect(
 
 
 def connect_hosts(group: ProcessGroup, timeout: float | None = None) -> Communicator:
-    """The hosts of a group of GPUs, whose messages wait for no device; collective."""
+    """Connect the hosts of a group of GPUs, so that their messages wait for no device."""
     ranks = dist.get_process_group_ranks(group)
     hosts = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
     return connect(hosts, timeout=timeout)
 
 
+def plane_kinds(name: str) -> tuple[PlaneKind, ...]:
+    """Return the data planes to try for `data_plane=name`, in order of preference."""
+    check_choice("data_plane", name, (AUTO, *(kind.name for kind in PLANES)))
+    return tuple(kind for kind in PLANES if name in (AUTO, kind.name))
+
+
 class Choice(NamedTuple):
-    """A data plane, and the reason for it."""
+    """A data plane, the reason for it, and the function that makes it."""
 
-    name: str
+    kind: PlaneKind
     reason: str
-    peers: Peers | None = None
+    make: Callable[[Shared], DataPlane]
 
 
-def choose(
-    comm: Communicator,
-    settings: Settings,
-    device: torch.device,
-    peers: Peers | None,
-    meet: Callable[[], None],
-) -> Choice:
-    """The plane for tokens on this device, alike on all ranks; collective if it must be found out.
+def choose(name: str, site: Site, compare_places: Callable[[], None]) -> Choice:
+    """Choose the data plane for `data_plane=name`, the same on all ranks; collective.
 
-    peers: memory that ranks map, if it is given.   meet: raises if not all ranks are here.
+    compare_places: raises if not all ranks have come here.
     """
-    wanted = settings.data_plane
-    if capturing(device):
+    if capturing(site.device):
         raise ConfigError(
-            "no data plane is chosen yet, and none can be in a graph: run a step before, outside "
-            "of a graph, or `prepare`"
+            "a data plane cannot be chosen while a graph is captured: run a step before the "
+            "capture, or call `prepare`"
         )
-    if wanted == "messages":
-        return Choice("messages", "asked for")
-    if wanted == "auto" and device.type == "cpu" and peers is None:
-        return Choice("messages", "tokens are on the CPU")
-    reasons: list[str] = []
-    if peers is None:
-        meet()
-        reasons = _obstacles(comm, device, _obstacle_here())
-        if not reasons:  # on all ranks: to take memory is collective
-            peers, obstacle = _map(comm, device)
-            reasons = _obstacles(comm, device, obstacle)
-    else:
-        _obstacles(comm, device, "")
-    if reasons and wanted == "mapped":
-        raise ConfigError(f"data_plane='mapped' is not possible: {'; '.join(reasons)}")
-    if reasons:
-        found = Choice("messages", reasons[0])
+    reason, size = "", site.comm.size
+    for kind in plane_kinds(name):
+        passed_over = kind.passed_over(site) if name == AUTO else ""
+        if passed_over:
+            reason = passed_over
+            continue
+        if kind.obstacle is None:
+            return Choice(kind, reason or kind.reason, kind.connect(site))
+        if site.peers is None:
+            compare_places()
+        make, obstacles = _try(kind, kind.obstacle(site), site)
+        if make is not None:
+            choice = Choice(kind, kind.reason.format(size=size), make)
+            logger.info("data plane of %d ranks: %s (%s)", size, kind.name, choice.reason)
+            return choice
+        if name != AUTO:
+            raise ConfigError(f"data_plane={name!r} is not possible: {'; '.join(obstacles)}")
+        reason = obstacles[0]
         logger.warning(
-            "data plane of %d ranks: messages, slower than mapped memory, because %s; pass "
-            "data_plane='messages' if that is intended",
-            comm.size,
-            found.reason,
+            "data plane of %d ranks: not %s, because %s; pass data_plane='messages' to request "
+            "the slower messages without this warning",
+            size,
+            kind.name,
+            reason,
         )
-        return found
-    found = Choice("mapped", f"all {comm.size} ranks map each other's memory", peers)
-    logger.info("data plane of %d ranks: %s (%s)", comm.size, found.name, found.reason)
-    return found
+    raise AssertionError("the last data plane serves every group")
 
 
-def _obstacles(comm: Communicator, device: torch.device, obstacle: str) -> list[str]:
-    """The obstacles of all ranks."""
-    told = comm.gather_objects((device.type, obstacle))
-    _compare_devices([kind for kind, _ in told])
-    return [f"rank {rank}: {text}" for rank, (_, text) in enumerate(told) if text]
-
-
-def _obstacle_here() -> str:
-    triton = next(info for info in BACKENDS if info.name == "triton")
-    return f"the backend 'triton' {triton.obstacle}" if triton.obstacle else ""
-
-
-def _map(comm: Communicator, device: torch.device) -> tuple[Peers | None, str]:
-    """Memory that all ranks map, or why there is none."""
+def _try(
+    kind: PlaneKind, obstacle: str, site: Site
+) -> tuple[Callable[[Shared], DataPlane] | None, list[str]]:
+    """Connect the ranks, or return the obstacles of all ranks; collective."""
+    obstacles = _gather_obstacles(site, obstacle)
+    if obstacles:  # on any rank: connecting is collective
+        return None, obstacles
+    make = None
     try:
-        peers = comm.peers(device)
-        peers.allocate("probe", 64)
+        make = kind.connect(site)
     except (ConfigError, CommunicationError) as error:
-        return None, str(error)
-    return peers, ""
+        obstacle = str(error)
+    obstacles = _gather_obstacles(site, obstacle)
+    return None if obstacles else make, obstacles
 
 
-def _compare_devices(kinds: list[str]) -> None:
-    if len(set(kinds)) > 1:
-        listed = "; ".join(f"rank {rank} has {kind}" for rank, kind in enumerate(kinds))
+def _gather_obstacles(site: Site, obstacle: str) -> list[str]:
+    """Return the obstacles of all ranks; raise if their tokens are on different device types."""
+    gathered = site.comm.gather_objects((site.device.type, obstacle))
+    if len({device for device, _ in gathered}) > 1:
+        listed = "; ".join(f"rank {rank} has {device}" for rank, (device, _) in enumerate(gathered))
         raise PlanMismatch(f"ranks disagree about the device of their tokens: {listed}")
+    return [f"rank {rank}: {text}" for rank, (_, text) in enumerate(gathered) if text]

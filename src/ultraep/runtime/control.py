@@ -1,14 +1,14 @@
 """ControlPlane: stages 1, 2 and 4 on the GPU, from ids to routes without the host in between.
 
-Every verb launches a fixed row of kernels over buffers that were allocated once. So it returns at
-once, can be captured in a CUDA graph, and a replay with other ids or loads gives other plans and
-routes. What a verb returns stays valid until the same verb is called again.
+Every verb launches a fixed sequence of kernels over buffers that were allocated once. So it returns
+at once, a CUDA graph can capture it, and a replay with other ids or loads gives other plans and
+routes. The result of a verb is valid until the same verb is called again.
 
-What cannot be seen on the host, since nobody waits for it, is counted on the device: ids that name
-no expert, loads that are no loads, ids that are not those of the plan. `check` reads the counts.
+The host does not wait, so the device counts faults: invalid ids, invalid loads, and ids that differ
+from the ids of the plan. `check` reads the counts.
 
-Shapes: T tokens, K experts per token, N = T * K routed rows, R ranks, E experts, C copies at most,
-S slots of all ranks, L slots of this rank.
+Shapes: T tokens, K experts per token, N = T * K routed rows, R ranks, E experts, C replicas at
+most, S slots of all ranks, L slots of this rank.
 """
 
 from __future__ import annotations
@@ -29,19 +29,24 @@ from ultraep.loads import MAX_TOTAL
 from ultraep.plan import Plan
 from ultraep.topology import Topology
 
-POLICIES = ("ultraep", "none")
+POLICIES = ("ultraep", "none")  # that kernels plan
+
+
+def device_config(config: BalanceConfig) -> BalanceConfig:
+    """Return the config, with the policy "ultraep" if kernels do not plan its policy."""
+    return config if config.policy in POLICIES else replace(config, policy="ultraep")
 
 
 @dataclass(frozen=True, slots=True)
 class DevicePlan:
-    """A plan that has not left the device. Rows behind the last copy are -1, or 0 tokens."""
+    """A plan on the device. After the last replica, entries are -1, or 0 rows."""
 
     topology: Topology
     config: BalanceConfig
-    loads: torch.Tensor  # [R, E] as they were given
+    loads: torch.Tensor  # [R, E] the loads that were planned
     expert_of_slot: torch.Tensor  # [S] what every slot holds; -1: nothing
-    result: torch.Tensor  # all that follows, in one piece
-    places: Mapping[str, tuple[slice, tuple[int, ...]]]  # where it stands there
+    result: torch.Tensor  # the tensors below in one piece
+    places: Mapping[str, tuple[slice, tuple[int, ...]]]  # of these tensors in it
 
     def _part(self, name: str) -> torch.Tensor:
         place, shape = self.places[name]
@@ -49,7 +54,7 @@ class DevicePlan:
 
     @property
     def num_replicas(self) -> torch.Tensor:
-        """[1] copies in all."""
+        """[1] replicas in total."""
         return self._part("num_replicas")
 
     @property
@@ -59,30 +64,30 @@ class DevicePlan:
 
     @property
     def quotas(self) -> torch.Tensor:
-        """[C] tokens that each copy serves."""
+        """[C] rows that each replica serves."""
         return self._part("quotas")
 
     @property
     def split(self) -> torch.Tensor:
-        """[C, R] of these, the tokens that come from each source rank."""
+        """[C, R] the quotas by source rank."""
         return self._part("split")
 
     @property
     def rank_loads(self) -> torch.Tensor:
-        """[R] tokens served by every rank."""
+        """[R] rows that every rank serves."""
         return self._part("rank_loads")
 
     @property
     def slot_of_copy(self) -> torch.Tensor:
-        """[C] counted over all ranks."""
+        """[C] slot of each replica, counted over all ranks."""
         return self._part("slot_of_copy")
 
     def kept(self) -> DevicePlan:
-        """The plan in memory of its own, which the next one does not overwrite."""
+        """Return the plan in its own memory, which the next plan does not overwrite."""
         return replace(self, loads=self.loads.clone(), result=self.result.clone())
 
     def to_host_async(self) -> Callable[[], Plan]:
-        """A function that returns the `Plan` when the device has come so far; does not wait."""
+        """Return a callable that yields the `Plan` once the device has produced it."""
         if self.result.device.type == "cpu":
             return self.to_host
         result, loads = (
@@ -92,9 +97,9 @@ class DevicePlan:
         return lambda: self.to_host(loads.numpy().astype(np.int64), result)
 
     def to_host(self, loads: IntArray | None = None, fetched: torch.Tensor | None = None) -> Plan:
-        """The plan as a `Plan`; waits for the device.
+        """Return the plan as a `Plan`; waits for the device.
 
-        loads, fetched: what the host has of loads and `result` already.
+        loads, fetched: the loads and the `result` if they are on the host already.
         """
         fetched = self.result.cpu() if fetched is None else fetched
         result = fetched.numpy().astype(np.int64)
@@ -116,29 +121,28 @@ class DevicePlan:
 
 @dataclass(frozen=True, slots=True)
 class DeviceRoutes:
-    """Routes that have not left the device."""
+    """Routes on the device."""
 
     slots: torch.Tensor  # [T, K] slot of every row, counted over all ranks; -1: padding
-    positions: torch.Tensor  # [N] where it stands in the order of sending; -1: padding
-    order: torch.Tensor  # [N] the rows in the order of sending; behind the last one -1
+    positions: torch.Tensor  # [N] position of each row in the order of sending; -1: padding
+    order: torch.Tensor  # [N] the rows in the order of sending; -1 after the last one
     rows_of_slot: torch.Tensor  # [S] rows of this rank for every slot
     send_counts: torch.Tensor  # [R] rows for every rank
     receive_counts: torch.Tensor  # [R, L] rows from every rank for each slot of this one
 
     @property
     def realised(self) -> torch.Tensor:
-        """Tokens that this rank will serve: by the plan, its `rank_loads`."""
+        """Rows that this rank will serve; equals its `rank_loads` in the plan."""
         return self.receive_counts.sum()
 
 
 class ControlPlane:
     """Counts, plans and reroutes the microbatches of one rank on its GPU.
 
-    rows: the most routed rows, tokens times choices, that this rank has in one microbatch.
-    rank: of this rank among those of the topology.
+    rows: the most routed rows (tokens times choices) of this rank in one microbatch.
     config: with the policy "ultraep" or "none".
-    device: None, the current GPU; through Triton's interpreter, the CPU.
-    `faults`: [3] what the device has counted since the last `check`.
+    device: None: the current GPU, or the CPU with Triton's interpreter.
+    `faults`: [3] faults that the device has counted since the last `check`.
     """
 
     def __init__(
@@ -186,9 +190,9 @@ class ControlPlane:
         self._received = torch.zeros(topology.ranks, local, dtype=torch.int32, device=self.device)
 
     def use(self, config: BalanceConfig) -> bool:
-        """Plan by this config from now on, if only its rates are others; whether that is so.
+        """Use this config from now on and return True, if it differs from the last only in rates.
 
-        A graph goes on by those that it was captured with.
+        A captured graph keeps its rates.
         """
         if config is not self.config:
             if replace(config, rates=self.config.rates) != self.config:
@@ -205,7 +209,7 @@ class ControlPlane:
         return self._counter.totals[:-1]
 
     def count_map(self, routing_map: torch.Tensor) -> torch.Tensor:
-        """Stage 1 for a router that hands out a bool map `[T, E]`."""
+        """Stage 1 for a router that returns a bool map `[T, E]`."""
         self._check_map(routing_map)
         with self._here():
             self._counter.count_map(routing_map)
@@ -220,7 +224,7 @@ class ControlPlane:
         return self._plan
 
     def adopt(self, plan: Plan) -> DevicePlan:
-        """Take a plan that was made elsewhere, by any policy, as the last one."""
+        """Use a plan that was made elsewhere, by any policy, as the last plan."""
         if plan.topology != self.topology or not plan.within_limits:
             raise ConfigError(f"{plan} does not fit {self.topology}")
         p, topology = self._planner, self.topology
@@ -238,7 +242,7 @@ class ControlPlane:
         held[topology.home_slot_of_expert] = np.arange(topology.experts)
         held[slots] = plan.replicas[:, 0]
         p.expert_of_slot.copy_(torch.from_numpy(held))
-        if self._adopted_loads is None:  # one piece of memory, which graphs read again
+        if self._adopted_loads is None:  # allocated once, because graphs read it again
             self._adopted_loads = torch.zeros(plan.loads.shape, dtype=torch.int64).to(self.device)
         self._adopted_loads.copy_(torch.from_numpy(plan.loads.copy()))
         self._plan = replace(self._device_plan(self._adopted_loads), config=plan.config)
@@ -247,9 +251,9 @@ class ControlPlane:
     def reroute(
         self, ids: torch.Tensor, *, counted: bool = False, in_place: bool = False
     ) -> DeviceRoutes:
-        """Stage 4: a slot for every one of the ids, by the last plan.
+        """Stage 4: a slot for each of the ids, by the last plan.
 
-        counted: the last call of `count` was with these ids, so it need not be done again.
+        counted: the last call of `count` had these ids, so skip counting.
         in_place: write the slots over the ids.
         """
         self._check_ids(ids)
@@ -273,13 +277,13 @@ class ControlPlane:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Stage 4 for a map: `[T, S]` map and probabilities.
 
-        counted: the last call of `count_map` was with this map, so it need not be done again.
-        Gradients flow through the probabilities to where they came from.
+        counted: the last call of `count_map` had this map, so skip counting.
+        The probabilities are differentiable.
         """
         self._check_map(routing_map)
         if probabilities.shape != routing_map.shape:
             raise LoadError(
-                f"probabilities must be like the map, {list(routing_map.shape)}, "
+                f"probabilities must have the shape of the map, {list(routing_map.shape)}, "
                 f"got {list(probabilities.shape)}"
             )
         plan = self._last_plan()
@@ -294,29 +298,21 @@ class ControlPlane:
         return slot_map, torch.where(slot_map, spread, 0)
 
     def check(self) -> None:
-        """Raise what the device has counted since the last check; waits for it."""
-        unknown, no_loads, unlike = self.faults.tolist()
+        """Raise faults that the device has counted since the last check; waits for it."""
+        counts = self.faults.tolist()
         self.faults.zero_()
-        complaints = []
-        if unknown:
-            complaints.append(f"{unknown} ids must lie in 0..{self.topology.experts - 1}")
-        if no_loads:
-            complaints.append(f"{no_loads} loads are negative, or add up to more than {MAX_TOTAL}")
-        if unlike:
-            complaints.append(f"{unlike} experts have another number of rows than in the plan")
-        if complaints:
-            raise LoadError(f"since the last check on rank {self.rank}: {'; '.join(complaints)}")
+        meanings = (
+            f"ids must lie in 0..{self.topology.experts - 1}",
+            f"loads are negative, or add up to more than {MAX_TOTAL}",
+            "experts have another number of rows than in the plan",
+        )
+        faults = [f"{n} {meaning}" for n, meaning in zip(counts, meanings, strict=True) if n]
+        if faults:
+            raise LoadError(f"since the last check on rank {self.rank}: {'; '.join(faults)}")
 
     def _device_plan(self, loads: torch.Tensor) -> DevicePlan:
         p = self._planner
-        return DevicePlan(
-            self.topology,
-            self.config,
-            loads,
-            p.expert_of_slot,
-            p.result,
-            p.places,
-        )
+        return DevicePlan(self.topology, self.config, loads, p.expert_of_slot, p.result, p.places)
 
     def _here(self) -> AbstractContextManager[None]:
         from ultraep.backends.triton.device import launching
@@ -325,7 +321,7 @@ class ControlPlane:
 
     def _last_plan(self) -> DevicePlan:
         if self._plan is None:
-            raise LoadError("nothing is planned yet: call plan() before reroute()")
+            raise LoadError("call plan() before reroute()")
         return self._plan
 
     def _check_ids(self, ids: torch.Tensor) -> None:
@@ -338,15 +334,11 @@ class ControlPlane:
             raise LoadError(f"{ids.numel()} routed rows, but the buffers are for {self.rows}")
 
     def _check_map(self, routing_map: torch.Tensor) -> None:
-        if routing_map.dtype != torch.bool or routing_map.ndim != 2:
+        experts = self.topology.experts
+        if routing_map.dtype != torch.bool or routing_map.shape[1:] != (experts,):
             raise LoadError(
-                f"want a bool map [tokens, {self.topology.experts} experts], "
+                f"the map must be bool [tokens, {experts} experts], "
                 f"got {routing_map.dtype} {list(routing_map.shape)}"
-            )
-        if routing_map.shape[1] != self.topology.experts:
-            raise LoadError(
-                f"the map has {routing_map.shape[1]} experts, "
-                f"the topology has {self.topology.experts}"
             )
         self._check_tensor("the map", routing_map)
         if len(routing_map) > self.rows:
@@ -362,23 +354,21 @@ class ControlPlane:
             raise LoadError(f"loads must be int32 or int64, got {loads.dtype}")
         if loads.stride(1) != 1:
             raise LoadError(f"the rows of loads must be contiguous, got strides {loads.stride()}")
-        self._check_device("loads", loads)
+        if loads.device != self.device:
+            raise LoadError(f"loads must be on {self.device}, got {loads.device}")
 
     def _check_tensor(self, name: str, tensor: torch.Tensor) -> None:
-        self._check_device(name, tensor)
+        if tensor.device != self.device:
+            raise LoadError(f"{name} must be on {self.device}, got {tensor.device}")
         if not tensor.is_contiguous():
             raise LoadError(
                 f"{name} must be contiguous: shape {list(tensor.shape)}, "
                 f"strides {list(tensor.stride())}"
             )
 
-    def _check_device(self, name: str, tensor: torch.Tensor) -> None:
-        if tensor.device != self.device:
-            raise LoadError(f"{name} must be on {self.device}, got {tensor.device}")
-
 
 def _check_settings(topology: Topology, config: BalanceConfig, rows: int, rank: int) -> None:
-    """Refuse what a GPU cannot do, before its memory is taken."""
+    """Raise if the GPU cannot work with these settings, before memory is allocated."""
     if config.policy not in POLICIES:
         raise ConfigError(
             f"policy {config.policy!r} cannot run on the GPU; known are {', '.join(POLICIES)}"

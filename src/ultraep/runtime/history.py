@@ -1,8 +1,8 @@
-"""History: the loads that a layer saw, for policies that place experts by past loads.
+"""History: past loads of a layer, for policies that place experts by them.
 
-A forward pass that backward computes again (activation checkpointing) must get the plan of the
-first time. Its loads are looked up, not added. Microbatches of one layer that wait for backward
-with equal loads share their past, because a lookup could not tell them apart.
+A forward pass that backward recomputes (activation checkpointing) must get its first plan again. So
+its loads are looked up, not added. Microbatches of a layer with equal loads that wait for backward
+share their past, because a lookup could not distinguish them.
 
 Shapes: E experts.
 """
@@ -18,14 +18,14 @@ import numpy as np
 from ultraep.arrays import IntArray
 from ultraep.microbatch import MicrobatchInfo
 
-REMEMBERED = 64  # microbatches of a layer; more can hardly wait for their backward pass
+REMEMBERED = 64  # microbatches of a layer; more hardly wait for backward at the same time
 
 
 class Moment(NamedTuple):
-    """Where the loads of a microbatch stand in the history of its layer."""
+    """The position of a microbatch in the history of its layer."""
 
-    before: IntArray  # [E] the loads before these in this layer; these if there were none
-    number: int | None  # of the microbatch in this layer; None: recomputed, but not remembered
+    before: IntArray  # [E] the previous loads of this layer; its own if it is the first
+    number: int | None  # of the microbatch in this layer; None: recomputed, but forgotten
 
 
 class _Entry(NamedTuple):
@@ -34,7 +34,7 @@ class _Entry(NamedTuple):
     microbatch: weakref.ref[MicrobatchInfo]
 
     def waits(self) -> bool:
-        """Whether backward may still compute this microbatch again."""
+        """Whether backward may still recompute this microbatch."""
         microbatch = self.microbatch()
         return microbatch is not None and not microbatch.back
 
@@ -47,7 +47,7 @@ class History:
         self._counts: dict[int, int] = defaultdict(int)
 
     def note(self, microbatch: MicrobatchInfo, loads_E: IntArray) -> Moment:
-        """Return the past of these loads, and remember them unless they are recomputed."""
+        """Return the position of these loads, and remember them unless they are recomputed."""
         layer, entries = microbatch.layer, self._entries[microbatch.layer]
         equal = [entry for entry in reversed(entries) if np.array_equal(entry.loads, loads_E)]
         waiting = [entry for entry in equal if entry.waits()]

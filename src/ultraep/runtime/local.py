@@ -1,10 +1,10 @@
-"""Many ranks in one process, each in a thread of its own: for tests, notebooks and simulation.
+"""Many ranks in one process, one thread each: for tests, notebooks and simulation.
 
     group = LocalGroup(4)
     outputs = group.run(lambda comm: layer_of(comm)(inputs[comm.rank]))
 
-If one rank raises, the others stop with a `CommunicationError` instead of waiting for ever, and
-`run` raises what the first one raised. So do ranks that wait for one whose work has ended.
+If a rank raises, the others stop with a `CommunicationError`, and `run` raises the first error. So
+do ranks that wait for a rank whose work has ended.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
 from typing import Any, Self, TypeVar
 
 import torch
@@ -44,13 +46,14 @@ class LocalGroup:
         self._lock = threading.Lock()
 
     def run(self, work: Callable[[Communicator], T]) -> list[T]:
-        """`work(communicator)` on every rank at once; the results in the order of ranks."""
+        """Run `work(communicator)` on every rank at once; return the results in rank order."""
         results: list[Any] = [None] * self.size
         self._ended.clear()
         count_optimizer_steps()  # while no other thread is using an optimizer
 
         def on_rank(rank: int) -> None:
-            with _Watch(self, rank):
+            with ExitStack() as stack:
+                stack.push(partial(self._end, rank))
                 results[rank] = work(LocalCommunicator(self, rank))
 
         threads = [threading.Thread(target=on_rank, args=(r,)) for r in range(self.size)]
@@ -62,24 +65,22 @@ class LocalGroup:
             raise self._failed[1]
         return results
 
-    def fail(self, rank: int, error: BaseException) -> None:
-        """Remember the first failure; every waiting rank sees it."""
+    def _end(self, rank: int, _type: object, error: BaseException | None, _trace: object) -> bool:
+        """Note the end of a rank's work, and the first error, which `run` raises."""
         with self._lock:
-            if self._failed is None:
+            if error is not None and self._failed is None:
                 self._failed = (rank, error)
-
-    def end(self, rank: int) -> None:
-        """Say that nothing more comes from this rank."""
         self._ended.add(rank)
+        return True
 
     def send(self, verb: str, source: int, target: int, value: Any) -> None:
         self._mail[source, target].put((verb, value))
 
     def receive(self, verb: str, source: int, target: int) -> Any:
-        """The next value from that source; an error once a rank failed or the time is over."""
+        """Return the next value from a rank; raise once a rank failed or after the timeout."""
         mail, waited, step = self._mail[source, target], 0.0, 0.05
         while True:
-            ended = source in self._ended  # asked before its last word could be overlooked
+            ended = source in self._ended  # read first: its last message may be in the queue
             try:
                 sent, value = mail.get(timeout=step)
                 break
@@ -96,22 +97,6 @@ class LocalGroup:
         if sent != verb:
             raise CommunicationError(f"rank {target} is at {verb}, rank {source} at {sent} instead")
         return value
-
-
-class _Watch:
-    """Reports whatever ends a rank's work to its group, which raises it where `run` was called."""
-
-    def __init__(self, group: LocalGroup, rank: int) -> None:
-        self._group, self._rank = group, rank
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
-        if error is not None:
-            self._group.fail(self._rank, error)
-        self._group.end(self._rank)
-        return True
 
 
 class LocalCommunicator:
@@ -148,17 +133,17 @@ class LocalCommunicator:
         return self._swap("gather_objects", [value] * self.size)
 
     def hosts(self) -> Self:
-        """Itself: it is of hosts."""
+        """Return itself: its messages wait for no device."""
         return self
 
     def peers(self, device: torch.device) -> Peers:
-        """Memory of one rank; several threads would wait for each other on one stream."""
+        """Return the memory of a single rank; several threads would wait on one stream."""
         if self.size > 1:
-            raise ConfigError(f"{self.size} ranks are threads of one process: give peers=")
+            raise ConfigError(f"{self.size} ranks are threads of one process: pass peers=")
         return LocalPeers(1, device).of(0)
 
     def close(self) -> None:
-        """Nothing was taken."""
+        """Do nothing: nothing was allocated."""
 
     def _swap(self, verb: str, values: Sequence[Any]) -> list[Any]:
         for peer, value in enumerate(values):
@@ -173,5 +158,5 @@ class LocalCommunicator:
 
 
 def alone() -> LocalCommunicator:
-    """The communicator of a group of one."""
+    """Return the communicator of a group of one."""
     return LocalCommunicator(LocalGroup(1), 0)

@@ -1,7 +1,8 @@
-"""BaseMicrobatch: what the microbatches of all data planes share.
+"""The base of all data planes: their registration, and their microbatches.
 
-The verbs check their order, are observed as stages, and measure rates where a plan needs them. A
-data plane implements four methods of its own: `_count`, `_make_plan`, `_replicas` and `_rows`.
+`BaseMicrobatch` checks the order of the verbs, marks them as stages, and measures rates where a
+plan needs them. A data plane implements `_count`, `_rows_of_all`, `_make_plan`, `_replicas`,
+`_trial` and `_rows`.
 
 Shapes: T tokens, R ranks, E experts, A arrived rows, D model width.
 """
@@ -11,17 +12,17 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 
 from ultraep.bundle import Bundle
 from ultraep.combine import combine
-from ultraep.comm import Communicator
+from ultraep.comm import Communicator, Peers
 from ultraep.config import BalanceConfig
 from ultraep.dispatch import Arrivals, Exchange, Rows, dispatch
 from ultraep.errors import ConfigError
-from ultraep.microbatch import AnyPlan, Inputs, Replicas
+from ultraep.microbatch import AnyPlan, DataPlane, Inputs, Replicas
 from ultraep.ops.modes import unseen
 from ultraep.plan import Plan
 from ultraep.runtime.agreement import Agreement, Place, Point
@@ -37,7 +38,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, eq=False)
 class Shared:
-    """What a balancer shares with its data planes."""
+    """The parts of a balancer that its data planes use."""
 
     comm: Communicator
     topology: Topology
@@ -47,6 +48,38 @@ class Shared:
     versions: Versions
     pricing: Pricing
     observers: Observers
+
+
+class Site(NamedTuple):
+    """Where a data plane is needed: one rank of a group, with tokens on this device."""
+
+    comm: Communicator
+    device: torch.device
+    peers: Peers | None = None  # mapped memory that the user passed
+
+
+def _any_device(_: Site) -> str:
+    return ""
+
+
+class PlaneKind(NamedTuple):
+    """A data plane that balancers can use; `connect.PLANES` registers it.
+
+    connect: collective; returns the function that makes the plane. If the group cannot be served,
+        raises ConfigError or CommunicationError with the reason.
+    obstacle: why this rank cannot use the plane, found without messages; empty if it can. None: the
+        plane serves every group, so ranks need not compare their obstacles.
+    passed_over: why data_plane="auto" does not even try the plane here; empty if it does.
+    reason: shown by `repr(balancer)` when the plane is chosen, with {size} ranks.
+    captures: whether CUDA graphs can capture its microbatches.
+    """
+
+    name: str
+    connect: Callable[[Site], Callable[[Shared], DataPlane]]
+    obstacle: Callable[[Site], str] | None = None
+    passed_over: Callable[[Site], str] = _any_device
+    reason: str = "requested"
+    captures: bool = False
 
 
 class BaseMicrobatch(ABC, Generic[AnyPlanT]):
@@ -69,7 +102,7 @@ class BaseMicrobatch(ABC, Generic[AnyPlanT]):
     @unseen()
     def plan(self) -> AnyPlanT:
         """Stage 2: the plan, which is the same on every rank."""
-        self._known(self._loads, "count")
+        self._after("count", self._loads)
         pricing = self._shared.pricing
         if pricing.lacks_rates(self._inputs):
             with self.observers.silenced():
@@ -83,49 +116,53 @@ class BaseMicrobatch(ABC, Generic[AnyPlanT]):
 
     def replicate(self) -> Replicas:
         """Stage 3: the replicas of the plan, for a `with` block."""
-        return self._replicas(self._known(self._plan, "plan"))
+        return self._replicas(self._after("plan", self._plan))
 
     @unseen()
     @staged("reroute")
     def reroute(self) -> Exchange:
         """Stage 4: a slot for every routed row of this rank."""
-        rows, at_backward = self._rows(self._known(self._plan, "plan"))
+        rows, at_backward = self._rows(self._after("plan", self._plan))
         self._exchange = ObservedExchange(rows, self.info, self.observers, at_backward)
         return self._exchange
 
     def dispatch(self) -> Arrivals:
         """Stage 5: the rows that the slots of this rank serve."""
-        inputs, exchange = self._inputs, self._known(self._exchange, "reroute")
+        inputs, exchange = self._inputs, self._after("reroute", self._exchange)
         if inputs.tokens is None or inputs.gates is None:
             raise ConfigError("dispatch() needs tokens and gates: pass both to Balancer.begin")
         return dispatch(inputs.tokens, inputs.gates, exchange, inputs.layer.pack)
 
     def combine(self, outputs_AD: torch.Tensor) -> torch.Tensor:
         """Stage 7: [T, D] the outputs of the tokens of this rank."""
-        return combine(outputs_AD, self._known(self._exchange, "reroute"))
+        return combine(outputs_AD, self._after("reroute", self._exchange))
 
-    def _known(self, value: T | None, verb: str) -> T:
-        if value is None:
+    def _after(self, verb: str, result: T | None) -> T:
+        """Return the result of an earlier verb; raise if that verb was not called."""
+        if result is None:
             raise ConfigError(
-                f"call {verb}() before: the verbs of a microbatch are count, plan, replicate, "
+                f"call {verb}() first: the verbs of a microbatch are count, plan, replicate, "
                 "reroute, dispatch, combine, in this order"
             )
-        return value
+        return result
 
     def _place(self, point: Point) -> Place:
         return Place(point, self.info.layer, self.info.step)
 
+    def _loads_place(self) -> Place:
+        return self._place(Point.LOADS_AGAIN if self.info.again else Point.LOADS)
+
     @abstractmethod
     def _count(self) -> torch.Tensor:
-        """[R, E] the loads of all ranks."""
+        """Return [R, E] the loads of all ranks."""
 
     @abstractmethod
     def _rows_of_all(self) -> int:
-        """Routed rows of all ranks, the same number on every host; an upper bound is enough."""
+        """Return the routed rows of all ranks or an upper bound, the same number on every host."""
 
     @abstractmethod
     def _make_plan(self, config: BalanceConfig) -> AnyPlanT:
-        """The plan for the loads that were counted: the stage `plan`."""
+        """Return the plan for the loads that were counted."""
 
     @staged("verify")
     def _verify(self, plan: AnyPlanT) -> None:
@@ -133,12 +170,12 @@ class BaseMicrobatch(ABC, Generic[AnyPlanT]):
 
     @abstractmethod
     def _replicas(self, plan: AnyPlanT) -> Replicas:
-        """The replicas of the plan."""
+        """Return the replicas of the plan."""
 
     @abstractmethod
     def _trial(self, plan: Plan, bundle: Bundle, number: int) -> Replicas:
-        """Replicas of a synthetic plan, to be timed; none with that number were sent before."""
+        """Return the replicas of a synthetic plan, to be timed; every number is used once."""
 
     @abstractmethod
     def _rows(self, plan: AnyPlanT) -> tuple[Rows, Callable[[], None]]:
-        """What moves the rows, and what to call when backward begins."""
+        """Return the object that moves rows, and the function to call when backward begins."""

@@ -1,7 +1,7 @@
-"""What a balancer reports: stages that begin and end, plans, bytes sent.
+"""Observers of a balancer: stages that begin and end, plans, bytes sent.
 
-Verbs hold no timers: `staged` marks a method as a stage, and observers are called when it begins
-and ends. Clocks are observers that pass numbers of the host to sinks (`Stats`, `Recording`).
+`staged` marks a method as a stage; observers are called when it begins and ends. Clocks are
+observers that pass host numbers to sinks (`Stats`, `Recording`).
 
 Stages, forward and backward: `ultraep.trace.schema.STAGES`.
 """
@@ -20,13 +20,13 @@ from ultraep.dispatch import Rows
 from ultraep.microbatch import AnyPlan, MicrobatchInfo
 from ultraep.plan import Plan
 
-Later: TypeAlias = Callable[[], int]  # a number that a device will know
+Later: TypeAlias = Callable[[], int]  # yields a number once a device has produced it
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
 class Observer(Protocol):
-    """Called when something happens; stages may be inside of others."""
+    """Called when something happens; stages may be nested."""
 
     def begin(self, stage: str, microbatch: MicrobatchInfo, /) -> None: ...
 
@@ -37,27 +37,28 @@ class Observer(Protocol):
     def sent(
         self, microbatch: MicrobatchInfo, what: str, nbytes: int, copies: int | Later | None, /
     ) -> None:
-        """`weights` or `gradients` of so many replicas, `nbytes` each; None: as planned."""
+        """`weights` or `gradients` of some replicas, `nbytes` each; None: as planned."""
 
 
-class Clock(Observer, Protocol):
+class Clock(Observer):
     """The observer of a data plane, which passes what it observes to sinks."""
 
-    def times(self, step: int, /) -> bool:
-        """Whether stages of that microbatch are timed."""
+    def times(self, _step: int, /) -> bool:
+        """Whether the stages of this microbatch are timed."""
+        return True
 
-    def begin_step(self, step: int, /) -> None:
-        """Flush; what a device does from now on belongs to this step."""
+    def begin_step(self, _step: int, /) -> None:
+        """Flush; what the device does from now on belongs to this step."""
 
     def settle(self) -> None:
-        """Pass on everything observed, and the replays that have arrived."""
+        """Pass on everything observed, and the replays that have arrived; waits for the device."""
 
     def finish(self) -> None:
-        """Pass on everything; waits for the device."""
+        """Pass on everything, and wait for all replays."""
 
 
 class Sink(Protocol):
-    """Stores what clocks observe, in numbers of the host."""
+    """Stores what clocks observe, as host numbers."""
 
     def planned(self, microbatch: MicrobatchInfo, plan: Plan, /) -> None: ...
 
@@ -66,7 +67,7 @@ class Sink(Protocol):
     def sent(self, microbatch: MicrobatchInfo, what: str, nbytes: int, copies: int, /) -> None: ...
 
     def passed(self, microbatch: MicrobatchInfo, began: float, /) -> None:
-        """The microbatch may have left the layer, in a pass that began then."""
+        """A forward or backward pass that began at this time may have ended."""
 
 
 class Observers:
@@ -77,7 +78,7 @@ class Observers:
 
     @contextmanager
     def silenced(self) -> Iterator[None]:
-        """What happens in this block is not observed."""
+        """Call no observers inside of this block."""
         self._silent = True
         try:
             yield
@@ -103,7 +104,7 @@ class Observers:
             observer.sent(microbatch, what, nbytes, copies)
 
     def _all(self, *, timed: bool = True) -> list[Observer]:
-        """All observers; without the clock for stages that it does not time."""
+        """Return all observers, without the clock for stages that it does not time."""
         if self._silent:
             return []
         return [self.clock, *self._added] if timed and self.clock is not None else self._added
@@ -125,9 +126,9 @@ Self = TypeVar("Self", bound=Observed)
 def staged(
     forward: str, backward: str | None = None
 ) -> Callable[[Callable[Concatenate[Self, P], T]], Callable[Concatenate[Self, P], T]]:
-    """Mark a method as a stage, perhaps with another name in backward. If it raises, it has no end.
+    """Mark a method as a stage, with another name in backward if given.
 
-    The name is chosen when the method is called.
+    If the method raises, the stage does not end.
     """
 
     def decorate(verb: Callable[Concatenate[Self, P], T]) -> Callable[Concatenate[Self, P], T]:
@@ -146,7 +147,7 @@ def staged(
 
 
 class ObservedExchange:
-    """The rows of a microbatch whose moves are stages, with the experts between them.
+    """The rows of a microbatch, whose moves and the experts between them are stages.
 
     at_backward: called when backward begins.
     """
@@ -169,19 +170,16 @@ class ObservedExchange:
         return self._rows.slots
 
     def begin_backward(self) -> None:
-        """Backward begins."""
+        """Note that backward begins, with the stage `combine back`."""
         self.info.back, self.info.began = True, time.time()
-        self._meet()
-
-    @staged("combine back")
-    def _meet(self) -> None:
-        self._at_backward()
+        self._staged("combine back", self._at_backward)
 
     def to_slots(
         self, values_TD: torch.Tensor, scalars_TK: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Stage 5, or the backward of stage 7; then the experts begin."""
-        moved = self._to_slots(values_TD, scalars_TK)
+        """Stage 5, or the backward of stage 7; then the stage of the experts begins."""
+        stage = "combine back" if self.info.back else "dispatch"
+        moved = self._staged(stage, self._rows.to_slots, values_TD, scalars_TK)
         self._serving = "experts back" if self.info.back else "experts"
         self.observers.begin(self._serving, self.info)
         return moved
@@ -189,20 +187,15 @@ class ObservedExchange:
     def to_tokens(
         self, rows_AD: torch.Tensor, scalars_A: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The experts end; stage 7, or the backward of stage 5."""
+        """End the stage of the experts; then stage 7, or the backward of stage 5."""
         if self._serving:
             self.observers.end(self._serving, self.info)
         self._serving = ""
-        return self._to_tokens(rows_AD, scalars_A)
+        stage = "dispatch back" if self.info.back else "combine"
+        return self._staged(stage, self._rows.to_tokens, rows_AD, scalars_A)
 
-    @staged("dispatch", "combine back")
-    def _to_slots(
-        self, values_TD: torch.Tensor, scalars_TK: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        return self._rows.to_slots(values_TD, scalars_TK)
-
-    @staged("combine", "dispatch back")
-    def _to_tokens(
-        self, rows_AD: torch.Tensor, scalars_A: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        return self._rows.to_tokens(rows_AD, scalars_A)
+    def _staged(self, stage: str, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        self.observers.begin(stage, self.info)
+        result = work(*args, **kwargs)
+        self.observers.end(stage, self.info)
+        return result

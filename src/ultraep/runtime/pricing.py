@@ -1,4 +1,4 @@
-"""Pricing: the rates of every layer of a balancer, given or measured, and who is told of them."""
+"""Pricing: the rates that the layers of a balancer are planned with, given or measured."""
 
 from __future__ import annotations
 
@@ -11,14 +11,13 @@ from ultraep.config import BalanceConfig, Rates
 from ultraep.errors import ConfigError
 from ultraep.microbatch import Inputs
 from ultraep.runtime.agreement import Agreement, Place, Point
-from ultraep.runtime.mapped.peers import SilentCommunicator
-from ultraep.runtime.rates import Kind, PriceList, Trial, measure
+from ultraep.runtime.rates import LayerShape, PriceList, Trial, measure
 from ultraep.runtime.streams import capturing
 from ultraep.topology import Topology
 
-VARIABLE = "ULTRAEP_RATES"  # in the environment: rates for all balancers that would measure them
+VARIABLE = "ULTRAEP_RATES"  # environment variable with rates for all balancers
 OFF = "off"
-PRICED = "ultraep"  # the policy that looks at rates
+PRICED = "ultraep"  # the policy that uses rates
 UNKNOWN = (
     "its rates are unknown: none were measured before a graph was captured, or the layer has "
     "no `serve`, and BalanceConfig(rates=...) was not given"
@@ -28,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 def from_environment(config: BalanceConfig) -> BalanceConfig:
-    """The config with what the environment says, if rates would have to be measured."""
+    """Return the config with the rates of the environment, if it would need a measurement."""
     text = os.environ.get(VARIABLE, "").strip()
     if not text or config.objective != "time" or config.rates is not None:
         return config
@@ -42,22 +41,19 @@ def from_environment(config: BalanceConfig) -> BalanceConfig:
         ) from None
 
 
-def measurable(config: BalanceConfig, comm: Communicator) -> BalanceConfig:
-    """The config; without the objective "time" where its rates can never be measured."""
-    if not isinstance(comm, SilentCommunicator) or not asks(config):
-        return config
-    logger.info("plans are made for balance: ranks of one thread need rates=")
-    return replace(config, objective="balance")
+def needs_rates(config: BalanceConfig) -> bool:
+    """Whether plans depend on rates that the config does not have."""
+    return config.objective == "time" and config.rates is None and config.policy == PRICED
 
 
 class Pricing:
-    """The rates that the layers of one balancer are planned by."""
+    """The measured rates of one balancer, by layer."""
 
     def __init__(self, topology: Topology, comm: Communicator, agreement: Agreement) -> None:
         self._topology, self._comm, self._agreement = topology, comm, agreement
-        self._of_kind: dict[Kind, PriceList] = {}
+        self._of_shape: dict[LayerShape, PriceList] = {}
         self._of_layer: dict[int, PriceList] = {}
-        self._priced: dict[tuple[BalanceConfig, Rates], BalanceConfig] = {}
+        self._configs: dict[tuple[BalanceConfig, Rates], BalanceConfig] = {}
         self._logged = False
 
     def lacks_rates(self, inputs: Inputs) -> bool:
@@ -69,17 +65,17 @@ class Pricing:
         return measurable and not capturing(inputs.ids.device)
 
     def measure(self, inputs: Inputs, trial: Trial) -> None:
-        """Measure the rates of the layer, unless those of its kind are known; collective."""
-        layer, kind = inputs.info.layer, Kind.of(inputs)
-        if kind not in self._of_kind:
-            self._agreement.meet(Place(Point.RATES, layer, inputs.info.step), inputs.ids.device)
-            prices = measure(inputs, trial, kind, self._topology, self._comm)
-            logger.info("rates of layer %d and all like it: %s", layer, prices)
-            self._of_kind[kind] = prices
-        self._of_layer[layer] = self._of_kind[kind]
+        """Measure the rates of the layer, unless a layer of its shape was measured; collective."""
+        layer, shape = inputs.info.layer, LayerShape.of(inputs)
+        if shape not in self._of_shape:
+            self._agreement.compare(Place(Point.RATES, layer, inputs.info.step), inputs.ids.device)
+            prices = measure(inputs, trial, shape, self._topology, self._comm)
+            logger.info("rates of layer %d and all layers of its shape: %s", layer, prices)
+            self._of_shape[shape] = prices
+        self._of_layer[layer] = self._of_shape[shape]
 
     def config_for(self, inputs: Inputs, rows: int) -> BalanceConfig:
-        """The config with rates for so many rows of all ranks, if it depends on them."""
+        """Return the config with the rates for these rows of all ranks, if it needs rates."""
         config, layer = inputs.config, inputs.info.layer
         if not self._depends(config):
             return config
@@ -90,30 +86,25 @@ class Pricing:
                 logger.info("layer %d is planned for balance, not for time: %s", layer, UNKNOWN)
             return config
         rates = prices.at(rows // self._topology.experts)
-        if (config, rates) not in self._priced:
-            self._priced[config, rates] = replace(config, rates=rates)
-        return self._priced[config, rates]
+        if (config, rates) not in self._configs:
+            self._configs[config, rates] = replace(config, rates=rates)
+        return self._configs[config, rates]
 
     def _depends(self, config: BalanceConfig) -> bool:
-        return self._topology.can_replicate and asks(config)
+        return self._topology.can_replicate and needs_rates(config)
 
     def known(self) -> dict[int, dict[int, dict[str, int]]]:
-        """The measured rates in plain numbers: by layer, from so many rows of an expert on."""
+        """Return the measured rates as numbers: by layer and smallest number of rows."""
         return {
-            layer: {least: asdict(rates) for least, rates in prices.steps}
+            layer: {rows: asdict(rates) for rows, rates in prices.steps}
             for layer, prices in sorted(self._of_layer.items())
         }
 
-    def told(self, config: BalanceConfig) -> str:
-        """The objective, in the words of `repr(balancer)`."""
+    def describe(self, config: BalanceConfig) -> str:
+        """Return the objective for `repr(balancer)`."""
         if config.objective == "balance":
             return "objective 'balance'"
         if config.rates is not None:
             return f"objective 'time' ({config.rates})"
         lists = dict.fromkeys(self._of_layer.values())
         return f"objective 'time' ({' and '.join(map(str, lists)) or 'no rates yet'})"
-
-
-def asks(config: BalanceConfig) -> bool:
-    """Whether rates decide, and none are given."""
-    return config.objective == "time" and config.rates is None and config.policy == PRICED

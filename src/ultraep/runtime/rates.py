@@ -1,18 +1,17 @@
-"""Rates of a group, measured: what rows and copies cost here, once for each kind of layer.
+"""Measured rates of a group: the time that a row and a replica cost, per shape of layer.
 
-    row     the network of the layer on made-up rows, on every rank alone: what more of them take,
-            from a few of every expert to many; and the way of a row, by the bytes per second of
-            copies
-    copy    weights through the data plane, one expert of every rank to the next; and what one more
-            group of rows takes in the network
-    each    the same with experts of a few bytes: what every further copy takes
-    layer   and what the first one takes
+    row     the network of the layer on synthetic rows, on every rank alone: the slope from few to
+            many rows per expert; plus the transfer time of a row, from the measured bandwidth
+    copy    weights through the data plane, one expert of every rank to the next rank; plus the time
+            that one more group of rows takes in the network
+    each    the same with experts of a few bytes: the cost of every further replica
+    layer   the fixed cost of the first replica
 
-In training, products are made three times, rows travel twice, and copies also carry gradients back.
-All ranks tell each other what they have found, and conclude the same integers from it, with two
-digits. Nothing is measured in a graph, in backward, or where ranks cannot speak to each other.
+In training, a row takes three products and travels twice, and replicas also send gradients.
+All ranks gather their measurements and compute the same integers from them, with two digits.
+Rates are not measured in a graph, in backward, or where ranks cannot exchange messages.
 
-Shapes: R ranks, E experts, H home experts of this rank, C copies, D model width.
+Shapes: R ranks, E experts, H home experts of this rank, C replicas, D model width.
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any, NamedTuple, Self, TypeAlias, cast
 
 import numpy as np
@@ -37,45 +37,45 @@ from ultraep.ops.products import accumulator
 from ultraep.plan import Plan, plan_from_replicas
 from ultraep.topology import Topology
 
-Trial: TypeAlias = Callable[[Plan, Bundle, int], Replicas]  # of a synthetic plan, by number
+Trial: TypeAlias = Callable[[Plan, Bundle, int], Replicas]  # replicas of a synthetic plan
 
-ROWS = (1, 16, 64, 256, 1024)  # of every home expert, until they take `ENOUGH`
-MOST_ROWS = 32768  # of all of them
-MOST_HOMES = MOST_ROWS // ROWS[1]  # experts that get synthetic rows: slopes need two row counts
+ROWS = (1, 16, 64, 256, 1024)  # of every home expert, until one takes `ENOUGH`
+MOST_ROWS = 32768  # of all home experts
+MOST_HOMES = MOST_ROWS // ROWS[1]  # home experts with synthetic rows: a slope needs two counts
 ENOUGH = 0.02  # seconds
-TURNS = 5  # of which the quickest counts, as others may use the machine
-MOST_TURNS = 50  # of what takes no time
-FEW_BYTES = 64  # of an expert whose way costs nothing by its length
+TURNS = 5  # the quickest counts, because other programs may use the machine
+MOST_TURNS = 50  # of very short work
+FEW_BYTES = 64  # of an expert whose transfer time is only latency
 PRODUCTS = 3  # in training: outputs, gradients of rows, gradients of weights
-GRADIENTS = 2  # times that a gradient passes: sent, then added
+GRADIENTS = 2  # a gradient is sent, then added
 
 
-class Found(NamedTuple):
-    """Seconds that one rank has found."""
+class Timings(NamedTuple):
+    """Seconds that one rank has measured."""
 
     homes: int  # experts that served synthetic rows
-    network: list[float]  # for each of `ROWS`, as far as that is quick
-    idle: list[float]  # filling slots without a copy, turn by turn
-    one: list[float]  # with one of a few bytes
-    small: list[float]  # with one of a few bytes from every rank
+    network: list[float]  # for each of `ROWS`, until it takes too long
+    idle: list[float]  # filling slots without a replica, turn by turn
+    one: list[float]  # with one replica of a few bytes
+    small: list[float]  # with one replica of a few bytes from every rank
     whole: list[float]  # the same with the experts of the layer
 
 
 @dataclass(frozen=True)
-class Kind:
-    """What the costs of a layer depend on, alike on all ranks.
+class LayerShape:
+    """The properties of a layer that determine its rates, the same on all ranks.
 
-    again: whether copies are sent again in backward, since other layers use the slots meanwhile.
+    resends: whether weights are sent again in backward, because other layers use the slots.
     """
 
-    parts: tuple[tuple[str, tuple[int, ...], torch.dtype, bool], ...]  # with what learns
+    parts: tuple[tuple[str, tuple[int, ...], torch.dtype, bool], ...]  # last: requires gradients
     width: int
     dtype: torch.dtype
-    again: bool
+    resends: bool
 
     @classmethod
-    def of(cls, inputs: Inputs) -> Kind:
-        """That of the layer of a microbatch."""
+    def of(cls, inputs: Inputs) -> LayerShape:
+        """Return the shape of the layer of a microbatch."""
         tensors = resolve(inputs.layer.bundle)
         layout = Layout.of(tensors, len(next(iter(tensors.values()))))
         parts = tuple(
@@ -87,11 +87,11 @@ class Kind:
 
     @property
     def gradient_bytes(self) -> int:
-        """Bytes of an expert's gradients; 0: nothing of it learns."""
+        """Bytes of the gradients of an expert; 0 if no tensor requires them."""
         return sum(
             torch.Size(shape).numel() * accumulator(dtype).itemsize
-            for _, shape, dtype, learns in self.parts
-            if learns
+            for _, shape, dtype, trained in self.parts
+            if trained
         )
 
     @property
@@ -100,109 +100,104 @@ class Kind:
 
     @property
     def layout(self) -> Layout:
-        """Where the tensors of an expert stand."""
+        """Layout of the tensors of an expert."""
         return Layout(tuple(part[:3] for part in self.parts))
 
 
 def measure(
-    inputs: Inputs, trial: Trial, kind: Kind, topology: Topology, comm: Communicator
+    inputs: Inputs, trial: Trial, shape: LayerShape, topology: Topology, comm: Communicator
 ) -> PriceList:
-    """The rates of this kind of layer, alike on all ranks; collective.
+    """Return the rates for this shape of layer, the same on all ranks; collective.
 
-    Stage 6 of the layer runs on synthetic rows, and weights move for synthetic plans.
+    Runs stage 6 of the layer on synthetic rows, and sends weights for synthetic plans.
     """
     bundle, device = inputs.layer.bundle, device_of_bundle(resolve(inputs.layer.bundle))
     homes = len(topology.home_experts(comm.rank))
     trials = _Trials(trial, comm, topology, inputs.ids.device)
-    few = {"few": torch.zeros(homes, FEW_BYTES // 4, device=device)}
-    every = made_up_copies(topology)
+    few_bytes = {"few": torch.zeros(homes, FEW_BYTES // 4, device=device)}
+    placed = synthetic_replicas(topology)
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
-        nobody = NoReplicas(trials.replicas([], bundle), kind.layout, device)
-        found = Found(
-            min(nobody.num_homes, MOST_HOMES),
-            _network(inputs, nobody),
-            idle=trials.seconds(every[:0], few),
-            one=trials.seconds(every[:1], few),
-            small=trials.seconds(every, few),
-            whole=trials.seconds(every, bundle),
+        without = NoReplicas(trials.replicas(placed[:0], bundle), shape.layout, device)
+        timings = Timings(
+            min(without.num_homes, MOST_HOMES),
+            _network(inputs, without),
+            idle=trials.seconds(placed[:0], few_bytes),
+            one=trials.seconds(placed[:1], few_bytes),
+            small=trials.seconds(placed, few_bytes),
+            whole=trials.seconds(placed, bundle),
         )
-    told = comm.gather_objects(found)
-    return concluded(told, len(every), kind)
+    return price_list(comm.gather_objects(timings), len(placed), shape)
 
 
-def concluded(told: Sequence[Found], copies: int, kind: Kind) -> PriceList:
-    """The rates that follow from what all ranks have found, with so many copies at once."""
-    homes = max(found.homes for found in told)
-    networks = [found.network for found in told if found.homes == homes]
-    # As far as all ranks have come; what others do to a machine only ever adds time.
+def price_list(ranks: Sequence[Timings], replicas: int, shape: LayerShape) -> PriceList:
+    """Return the rates that follow from the timings of all ranks with this many replicas."""
+    homes = max(timings.homes for timings in ranks)
+    networks = [timings.network for timings in ranks if timings.homes == homes]
+    # The shortest list counts. The quickest time counts, because interference only adds time.
     network = [min(seconds) for seconds in zip(*networks, strict=False)]
     idle, one, small, whole = (
-        min(max(turn) for turn in zip(*(getattr(found, name) for found in told), strict=True))
+        min(max(turn) for turn in zip(*(getattr(timings, name) for timings in ranks), strict=True))
         for name in ("idle", "one", "small", "whole")
     )
     copy = max(0.0, whole - small)
-    each = max(0.0, small - one) / max(1, copies - 1)
+    each = max(0.0, small - one) / max(1, replicas - 1)
     layer = max(0.0, one - idle - each)
-    per_byte = copy / kind.layout.nbytes
-    learns = kind.gradient_bytes > 0
-    passes, products = (2, PRODUCTS) if learns else (1, 1)
-    sends = 1 + (learns and kind.again)
-    found_rates = []
-    for row, group in slopes(network, homes):
-        rates = Rates.from_seconds(
-            row=products * row + passes * 2 * kind.row_bytes * per_byte,
-            copy=sends * copy + GRADIENTS * kind.gradient_bytes * per_byte + products * group,
-            each=(sends + learns) * each,
-            layer=(sends + learns) * layer,
+    per_byte = copy / shape.layout.nbytes
+    trained = shape.gradient_bytes > 0
+    passes, products = (2, PRODUCTS) if trained else (1, 1)
+    sends = 1 + (trained and shape.resends)
+    rates = [
+        Rates.from_seconds(
+            row=products * row + passes * 2 * shape.row_bytes * per_byte,
+            copy=sends * copy + GRADIENTS * shape.gradient_bytes * per_byte + products * group,
+            each=(sends + trained) * each,
+            layer=(sends + trained) * layer,
         )
-        found_rates.append(rates)
-    return PriceList(tuple(zip(ROWS, found_rates, strict=False)))
+        for row, group in slopes(network, homes)
+    ]
+    return PriceList(tuple(zip(ROWS, rates, strict=False)))
 
 
 def slopes(seconds: Sequence[float], homes: int) -> list[tuple[float, float]]:
-    """What one more row takes, and one more group of rows, from each of `ROWS` to the next.
+    """Return the time of one more row and of one more group, from each of `ROWS` to the next.
 
     >>> slopes([3.0, 33.0, 129.0], homes=1)  # 1, 16 and 64 rows
     [(2.0, 1.0), (2.0, 1.0)]
     """
-    found = []
+    result = []
     for (few, short), (many, long) in pairwise(zip(ROWS, seconds, strict=False)):
-        row = max(0.0, long - short) / (homes * (many - few))  # less: others were at work
-        found.append((row, max(0.0, short / homes - row * few)))
-    return found
+        row = max(0.0, long - short) / (homes * (many - few))  # interference can make it negative
+        result.append((row, max(0.0, short / homes - row * few)))
+    return result
 
 
 @dataclass(frozen=True)
 class PriceList:
-    """Rates by the rows of an expert: where weights take longer to read than rows, these are free.
+    """Rates by the mean number of rows per expert: few rows are free while weights are read.
 
-    steps: from so many rows of every expert on, on average, these rates; the first also for fewer.
+    steps: smallest number of rows, and the rates from there on; the first also holds for fewer.
     """
 
     steps: tuple[tuple[int, Rates], ...]
 
     def at(self, rows: int) -> Rates:
-        """The rates for so many rows of an expert, on average."""
-        found = self.steps[0][1]
-        for least, rates in self.steps:
-            if least <= rows:
-                found = rates
-        return found
+        """Return the rates for a mean number of rows per expert."""
+        return [rates for least, rates in self.steps if least <= max(rows, self.steps[0][0])][-1]
 
     def __str__(self) -> str:
         return "; ".join(f"from {least} rows {rates}" for least, rates in self.steps)
 
 
-def made_up_copies(topology: Topology) -> IntArray:
-    """[C, 3] expert, host, one token: of every rank one expert on the next rank of its domain."""
-    size, found = topology.domain_size, []
+def synthetic_replicas(topology: Topology) -> IntArray:
+    """Return [C, 3] expert, host, 1 row: one expert of every rank on the next of its domain."""
+    size, placed = topology.domain_size, []
     for rank in range(topology.ranks):
-        mine = topology.home_experts(rank)
+        homes = topology.home_experts(rank)
         first = rank // size * size
         host = first + (rank - first + 1) % size
-        if len(mine) and host != rank:
-            found.append((int(mine[0]), host, 1))
-    return np.array(sorted(found), dtype=np.int64).reshape(-1, 3)
+        if len(homes) and host != rank:
+            placed.append((int(homes[0]), host, 1))
+    return np.array(sorted(placed), dtype=np.int64).reshape(-1, 3)
 
 
 class _Trials:
@@ -214,70 +209,60 @@ class _Trials:
         self._trial, self._comm, self._topology, self._device = trial, comm, topology, device
         self._number = 0
 
-    def replicas(self, placed_C3: Any, bundle: Bundle) -> Replicas:
-        """Replicas of such a plan, as if they had never been sent."""
+    def replicas(self, placed_C3: IntArray, bundle: Bundle) -> Replicas:
+        """Return the replicas of a plan, as if their weights had never been sent."""
         topology = self._topology
-        tokens_RE = np.ones((topology.ranks, topology.experts), dtype=np.int64)
-        placed = np.asarray(placed_C3, dtype=np.int64).reshape(-1, 3)
-        plan: Plan = plan_from_replicas(
-            tokens_RE, topology, BalanceConfig(objective="balance"), placed
-        )
+        loads_RE = np.ones((topology.ranks, topology.experts), dtype=np.int64)
+        config = BalanceConfig(objective="balance")
+        plan: Plan = plan_from_replicas(loads_RE, topology, config, placed_C3)
         self._number += 1
         return self._trial(plan, bundle, self._number)
 
     def seconds(self, placed_C3: IntArray, bundle: Bundle) -> list[float]:
-        """Seconds of this rank, turn by turn, from a common start; the first allocates memory."""
+        """Return the seconds of each turn from a common start; the first turn does not count."""
         seconds = []
         for _ in range(TURNS + 1):
             replicas = self.replicas(placed_C3, bundle)
-            _wait(self._device)
+            _synchronize(self._device)
             self._comm.gather_objects(None)
             begin = time.perf_counter()
             with replicas:
                 replicas.tensors()
-                _wait(self._device)
+                _synchronize(self._device)
                 seconds.append(time.perf_counter() - begin)
         return seconds[1:]
 
 
-def _network(inputs: Inputs, nobody: NoReplicas) -> list[float]:
-    """Seconds that the network of this rank takes for each of `ROWS`, as far as that is quick."""
+def _network(inputs: Inputs, without: NoReplicas) -> list[float]:
+    """Return the seconds of the network of this rank for each of `ROWS`, until it takes long."""
     tokens, gates, serve = inputs.tokens, inputs.gates, inputs.layer.serve
     assert tokens is not None
     assert gates is not None
     assert serve is not None
     seconds: list[float] = []
-    for each in ROWS if nobody.num_homes else ():
+    for rows in ROWS if without.num_homes else ():
         slow = len(seconds) > 2 and seconds[-1] > ENOUGH
-        if slow or each * min(nobody.num_homes, MOST_HOMES) > MOST_ROWS:
+        if slow or rows * min(without.num_homes, MOST_HOMES) > MOST_ROWS:
             break
-        arrivals = made_up_arrivals(each, nobody.num_homes, tokens, gates)
-        seconds.append(_quickest(partial(serve, arrivals, cast(Replicas, nobody)), tokens.device))
+        arrivals = _synthetic_arrivals(rows, without.num_homes, tokens, gates)
+        work = partial(serve, arrivals, cast(Replicas, without))
+        seconds.append(_quickest(work, tokens.device))
     return seconds
 
 
-def made_up_arrivals(each: int, homes: int, rows: torch.Tensor, gates: torch.Tensor) -> Arrivals:
-    """`each` seeded synthetic rows for each of the first `MOST_HOMES` home experts."""
-    generator = torch.Generator(rows.device).manual_seed(0)
-    shape, device = (each * min(homes, MOST_HOMES), rows.shape[-1]), rows.device
-    made = torch.randn(shape, generator=generator, device=device).to(rows.dtype)
-    begins = [min(each * index, len(made)) for index in range(homes + 1)]
-    return Arrivals(made, gates.new_ones(len(made)), _Begins(begins, device))  # type: ignore[arg-type]
-
-
-class _Begins:
-    """What a network asks an exchange for."""
-
-    def __init__(self, begins: list[int], device: torch.device) -> None:
-        self._begins = begins
-        self.offsets = torch.tensor(begins, dtype=torch.int32, device=device)
-
-    def begins(self) -> list[int]:
-        return self._begins
+def _synthetic_arrivals(rows: int, homes: int, like: torch.Tensor, gates: torch.Tensor) -> Arrivals:
+    """Return seeded rows for each of the first `MOST_HOMES` home experts."""
+    generator = torch.Generator(like.device).manual_seed(0)
+    shape = rows * min(homes, MOST_HOMES), like.shape[-1]
+    values = torch.randn(shape, generator=generator, device=like.device).to(like.dtype)
+    begins = [min(rows * index, len(values)) for index in range(homes + 1)]
+    offsets = torch.tensor(begins, dtype=torch.int32, device=like.device)
+    exchange: Any = SimpleNamespace(offsets=offsets, begins=lambda: begins)  # what a network uses
+    return Arrivals(values, gates.new_ones(len(values)), exchange)
 
 
 class NoReplicas:
-    """No replicas and no slots: for a network that is timed alone."""
+    """No replicas and no slots, for a network that is timed alone."""
 
     possible = False
 
@@ -293,30 +278,30 @@ class NoReplicas:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Nothing was lent."""
+        """Do nothing: no slots were lent."""
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """`[0, ...]` for every tensor of the bundle."""
         return dict(self._tensors)
 
     def served_rows(self, like_AD: torch.Tensor) -> None:
-        """Any memory will do."""
+        """None: use any memory."""
 
 
 def _quickest(work: Callable[[], object], device: torch.device) -> float:
-    """Seconds of the work, of several turns after one that does not count."""
-    found: list[float] = []
-    while len(found) <= TURNS or (sum(found) < ENOUGH and len(found) <= MOST_TURNS):
-        _wait(device)
+    """Return the seconds of the quickest of several turns, after one that does not count."""
+    seconds: list[float] = []
+    while len(seconds) <= TURNS or (sum(seconds) < ENOUGH and len(seconds) <= MOST_TURNS):
+        _synchronize(device)
         begin = time.perf_counter()
         work()
-        _wait(device)
-        found.append(time.perf_counter() - begin)
-        if sum(found) > 10 * ENOUGH and len(found) > 2:
+        _synchronize(device)
+        seconds.append(time.perf_counter() - begin)
+        if sum(seconds) > 10 * ENOUGH and len(seconds) > 2:
             break
-    return min(found[1:])
+    return min(seconds[1:])
 
 
-def _wait(device: torch.device) -> None:
+def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)

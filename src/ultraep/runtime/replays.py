@@ -1,9 +1,9 @@
-"""ReplayedPlans: what the replays of a graph leave on the device becomes a part of the trace.
+"""ReplayedPlans: adds the microbatches of replayed graphs to the trace.
 
-A replay calls nobody on the host. So a kernel behind the planner keeps every plan in a ring on the
-device, with its step, and a graph captures it with the rest. The host fetches from the ring without
-waiting: first how many plans there are, later those that are new. What was overwritten before it
-was fetched counts as dropped. Seconds of stages are not known: a graph is timed as a whole.
+A replay runs no Python. So a kernel after the planner stores every plan with its step in a ring on
+the device, and a graph captures this kernel with the rest. The host fetches from the ring without
+waiting: first the number of plans, later the new ones. Plans that were overwritten before they were
+fetched count as dropped. The seconds of stages are unknown.
 
 Shapes: R ranks, E experts.
 """
@@ -23,39 +23,36 @@ from ultraep.runtime.recording import Recording
 from ultraep.runtime.streams import Fetch
 from ultraep.topology import Topology
 
-MEMORY = 64 << 20  # bytes of plans that wait on a device
-FEWEST, MOST = 64, 4096  # plans
+MEMORY = 64 << 20  # bytes of plans on a device
+FEWEST, MOST = 64, 4096  # plans in the ring
 NO_STEP = -1
-LAUNCHES = 64  # steps whose launch is remembered
+LAUNCHES = 64  # steps whose launch time is remembered
 
 
 @dataclass
 class _Site:
-    """Where a graph plans: one microbatch that was captured."""
+    """One captured microbatch."""
 
     layer: int
-    plan: DevicePlan  # for which numbers are fetched
-    sent: list[tuple[str, int]] = field(default_factory=list)  # what, bytes of a copy
+    plan: DevicePlan  # without its tensors
+    sent: list[tuple[str, int]] = field(default_factory=list)  # what, bytes per replica
 
 
 @dataclass(frozen=True)
 class _New:
-    """Plans that are on their way to the host, and how many were kept when they were copied."""
+    """Plans that are being copied to the host, and how many were stored after the copy."""
 
     first: int
     plans: list[Fetch]
     kept: Fetch
 
-    def here(self) -> bool:
-        return self.kept.here()
-
 
 class ReplayedPlans:
     """The plans of captured microbatches of one rank, on one device."""
 
-    @torch.inference_mode(False)  # it is written to outside of it, too
+    @torch.inference_mode(False)  # so that training can write the ring, too
     def __init__(self, recording: Recording, topology: Topology, device: torch.device) -> None:
-        from ultraep.backends.triton.history import PlanRing  # triton, where it is used
+        from ultraep.backends.triton.history import PlanRing  # imports triton
 
         ranks, copies = topology.ranks, max(1, topology.ranks * topology.slots)
         self._loads = ranks * topology.experts
@@ -72,32 +69,32 @@ class ReplayedPlans:
         self._launched: dict[int, float] = {}
 
     def captured(self, microbatch: MicrobatchInfo, plan: DevicePlan) -> None:
-        """Keep the plan of this microbatch in every replay, unless it is computed again."""
+        """Store the plan of this microbatch in every replay, unless it is a recomputation."""
         if microbatch.again:
             return
         self.ring.keep(len(self._sites), plan.loads, plan.result)
-        nothing = plan.result.new_empty(0)  # so that the memory of the graph is not held
+        nothing = plan.result.new_empty(0)  # do not keep the memory of the graph alive
         light = replace(plan, loads=nothing, expert_of_slot=nothing, result=nothing)
         site = self._of[microbatch] = _Site(microbatch.layer, light)
         self._sites.append(site)
 
     def sent(self, microbatch: MicrobatchInfo, what: str, nbytes: int) -> None:
-        """Every replay sends so many bytes of each copy, as it is planned."""
+        """Note that every replay sends this many bytes of each planned replica."""
         if microbatch in self._of:
             self._of[microbatch].sent.append((what, nbytes))
 
     def begin_step(self, step: int) -> None:
-        """The replays from here on, in the order of the current stream, are of this step."""
+        """Set the step of the following replays, in the order of the current stream."""
         self.ring.state[1].fill_(step)
         self._launched[step] = time.time()
         if len(self._launched) > LAUNCHES:
             del self._launched[next(iter(self._launched))]
 
     def fetch(self) -> None:
-        """Record what has come by now; does not wait."""
+        """Record the plans that have arrived; does not wait."""
         if not self._sites:
             return
-        if self._new is not None and self._new.here():
+        if self._new is not None and self._new.kept.here():
             self._record()
         if self._new is None and self._kept is not None and self._kept.here():
             self._copy_new()
@@ -105,7 +102,7 @@ class ReplayedPlans:
             self._kept = Fetch(self.ring.state)
 
     def finish(self) -> None:
-        """Record everything that was replayed so far; waits for the device."""
+        """Record all replays so far; waits for the device."""
         if not self._sites:
             return
         if self.ring.state.device.type == "cuda":
@@ -118,7 +115,7 @@ class ReplayedPlans:
             self._record()
 
     def _copy_new(self) -> None:
-        """Ask for the plans that were kept since the last time."""
+        """Start copying the plans that were stored since the last time."""
         assert self._kept is not None
         kept, places = int(self._kept.wait()[0]), len(self.ring.plans)
         self._kept = None
@@ -133,7 +130,7 @@ class ReplayedPlans:
         self._new = _New(first, plans, Fetch(self.ring.state))
 
     def _record(self) -> None:
-        """Record the plans that have come."""
+        """Record the plans that have arrived."""
         assert self._new is not None
         new, self._new = self._new, None
         rows = torch.cat([part.wait() for part in new.plans]).numpy()
@@ -148,8 +145,8 @@ class ReplayedPlans:
         loads = numbers[: self._loads].reshape(self._shape).astype(np.int64)
         plan = site.plan.to_host(loads, torch.from_numpy(numbers[self._loads :]))
         began = self._launched.get(step, time.time())
-        own = None if step == NO_STEP else step
-        self._recording.replayed(site.layer, own, plan, site.sent, began)
+        known_step = None if step == NO_STEP else step
+        self._recording.replayed(site.layer, known_step, plan, site.sent, began)
 
     def _lose(self, plans: int) -> None:
         if plans:

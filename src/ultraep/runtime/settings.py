@@ -1,4 +1,4 @@
-"""Settings of a balancer that all ranks must have alike, checked before anything is taken."""
+"""Settings of a balancer, checked before anything is allocated and equal on all ranks."""
 
 from __future__ import annotations
 
@@ -14,16 +14,15 @@ from ultraep.runtime.capacity import AUTO, check_setting
 if TYPE_CHECKING:
     import torch
 
-PLANES = ("auto", "messages", "mapped")
 TRANSPORTS = ("auto", "shared", "sockets")
-OF_A_RANK = ("backend", "timeout", "share")  # the others are compared
+MAY_DIFFER = ("backend", "timeout", "share")  # between ranks
 
 
 @dataclass(frozen=True)
 class DeviceShare:
     """The part of a GPU that a rank may use, where several ranks share one.
 
-    sms: multiprocessors of this rank; None: all.   budget: those of them that move weights.
+    sms: multiprocessors of this rank; None: all.   budget: how many of them move weights.
     stream: on which weights move; None: a new one.
     """
 
@@ -51,11 +50,8 @@ class Settings:
     def __post_init__(self) -> None:
         if self.backend is not None:
             select(self.backend)
-        for name, known in (("relay", MODES), ("transport", TRANSPORTS), ("data_plane", PLANES)):
-            if getattr(self, name) not in known:
-                raise ConfigError(
-                    f"{name} is one of {', '.join(known)}, got {getattr(self, name)!r}"
-                )
+        check_choice("relay", self.relay, MODES)
+        check_choice("transport", self.transport, TRANSPORTS)
         for name in ("chunks", "in_flight", "tokens"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -63,10 +59,16 @@ class Settings:
         check_setting(self.capacity)
         check_timeout(self.timeout)
 
-    def agreed(self) -> str:
-        """What ranks compare."""
+    def compared(self) -> str:
+        """Return the settings that must be equal on all ranks, as text."""
         return ", ".join(
             f"{field.name}={getattr(self, field.name)!r}"
             for field in fields(self)
-            if field.name not in OF_A_RANK
+            if field.name not in MAY_DIFFER
         )
+
+
+def check_choice(name: str, value: str, known: tuple[str, ...]) -> None:
+    """Raise if the value is not one of the known ones."""
+    if value not in known:
+        raise ConfigError(f"{name} is one of {', '.join(known)}, got {value!r}")

@@ -1,8 +1,8 @@
-"""The communicator of CPU ranks on one host: bytes travel through /dev/shm, not through sockets.
+"""The communicator of CPU ranks on one host: messages through /dev/shm instead of sockets.
 
-The process group serves to find each other, once. wire.py moves the messages. The sockets of gloo
-would do the same, but a layer then takes 4 to 9 % longer (benchmarks/bench_layer.py), and a rank
-that dies is not named.
+Why not gloo's sockets: with them a layer takes 4 to 9 % longer (benchmarks/bench_layer.py), and
+gloo never names a rank that died. The process group is used once, to set up. wire.py moves the
+messages, segments.py owns the files.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import platform
 import weakref
 from collections import deque
 from collections.abc import Iterable, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
+from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -28,8 +29,8 @@ from ultraep.runtime.mapped.peers import mapped_by
 from ultraep.runtime.torch_dist import (
     TorchDistCommunicator,
     as_bytes,
+    contiguous,
     copy_own,
-    landing,
     timeout_of,
 )
 
@@ -39,17 +40,17 @@ logger = logging.getLogger(__name__)
 
 
 class SharedMemoryCommunicator:
-    """One rank of a gloo group on one host. To make one is collective, and it is for one thread.
+    """One rank of a gloo group on one host, for one thread. Creating one is collective.
 
-    After an error the communicator stays broken, here and soon on all other ranks. `timeout` is
-    how many seconds to wait without any progress; None: as long as the group does. A rank that
-    died is noticed at once.
+    After an error the communicator stays broken, here and soon on all other ranks.
+    timeout: seconds to wait without progress; None: the timeout of the group. A rank that died is
+        noticed at once.
     """
 
     def __init__(self, group: dist.ProcessGroup, timeout: float | None = None) -> None:
         self._group, self._wire = group, _set_up(group, timeout)
         self.rank, self.size, self.timeout = self._wire.rank, self._wire.size, self._wire.timeout
-        # Also at exit; the wire does not know the communicator, so nothing keeps that alive.
+        # Also at exit. The wire does not refer to the communicator, so it can be collected.
         self._release = weakref.finalize(self, self._wire.close)
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -61,38 +62,34 @@ class SharedMemoryCommunicator:
         width = math.prod(rows.shape[1:]) * rows.element_size()
         arrived = rows.new_empty((sum(receive_counts), *rows.shape[1:]))
         parts = as_bytes(rows).split([count * width for count in send_counts])
-        places = as_bytes(arrived).split([count * width for count in receive_counts])
-        self._swap("all_to_all", parts, places)
+        targets = as_bytes(arrived).split([count * width for count in receive_counts])
+        self._swap("all_to_all", parts, targets)
         return arrived
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
-        with landing(receives) as buffers:
+        with contiguous(receives) as buffers:
             copy_own(self.rank, sends, buffers)
             self._wire.move("exchange", self._queues(sends), self._queues(buffers))
 
     def gather_objects(self, value: Any) -> list[Any]:
         data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
         sizes = self._gather("gather_objects", torch.tensor(len(data), device="cpu")).tolist()
-        places = [torch.empty(size, dtype=torch.uint8, device="cpu") for size in sizes]
-        self._swap("gather_objects", [data] * self.size, places)
-        return [pickle.loads(place.numpy().tobytes()) for place in places]
+        targets = [torch.empty(size, dtype=torch.uint8, device="cpu") for size in sizes]
+        self._swap("gather_objects", [data] * self.size, targets)
+        return [pickle.loads(target.numpy().tobytes()) for target in targets]
 
     def hosts(self) -> Self:
-        """Itself: it is of hosts."""
+        """Return itself: its messages wait for no device."""
         return self
 
     def peers(self, device: torch.device) -> Peers:
-        """Symmetric memory of GPUs: this communicator carries only what is on the CPU."""
+        """Return symmetric memory of GPUs; this communicator sends only CPU tensors."""
         return mapped_by(self._group, device)
 
-    def abort(self) -> None:
-        """Tell the other ranks that this one failed: they stop waiting for it."""
-        self._wire.abort()
-
     def close(self) -> None:
-        """Let go of the shared memory; what was sent can still be read.
+        """Release the shared memory; other ranks can still read what was sent.
 
-        The end of the interpreter does it too. Ranks that wait for this one get an error.
+        Also happens at the end of the interpreter. Ranks that wait for this one get an error.
         """
         self._release()
 
@@ -103,14 +100,14 @@ class SharedMemoryCommunicator:
         return gathered
 
     def _swap(
-        self, verb: str, parts: Sequence[torch.Tensor], places: Sequence[torch.Tensor]
+        self, verb: str, parts: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]
     ) -> None:
-        """One message of bytes to, and one from, every rank."""
-        places[self.rank].copy_(parts[self.rank])
-        # Every rank starts with another peer: all sending to rank 0 first would make a queue.
+        """Send one message of bytes to every rank, and receive one."""
+        targets[self.rank].copy_(parts[self.rank])
+        # Every rank starts with another peer, so that ranks do not queue for rank 0.
         peers = [(self.rank + step) % self.size for step in range(1, self.size)]
         outgoing = {peer: deque([parts[peer]]) for peer in peers}
-        self._wire.move(verb, outgoing, {peer: deque([places[peer]]) for peer in peers})
+        self._wire.move(verb, outgoing, {peer: deque([targets[peer]]) for peer in peers})
 
     def _queues(self, messages: Iterable[Message]) -> wire.Queues:
         queues: wire.Queues = {}
@@ -121,16 +118,16 @@ class SharedMemoryCommunicator:
 
 
 class _Host(NamedTuple):
-    """What a rank knows about where it runs."""
+    """Where a rank runs."""
 
     machine: str
     writable: bool
     free: int  # bytes
-    place: tuple[str, ...]
+    place: tuple[str, ...]  # equal for ranks that share memory and pids
 
 
 def usable(group: dist.ProcessGroup, timeout: float | None = None) -> bool:
-    """Whether all ranks of the group can share memory, and should; collective, alike everywhere."""
+    """Whether all ranks of the group can share enough memory; collective."""
     if dist.get_backend(group) != "gloo":
         return False
     with closing(TorchDistCommunicator(group, timeout)) as setup:
@@ -145,75 +142,59 @@ def _set_up(group: dist.ProcessGroup, timeout: float | None) -> wire.Wire:
     """Connect to the other ranks; collective."""
     if dist.get_backend(group) != "gloo":
         raise ConfigError(f"shared memory needs a gloo group, got {dist.get_backend(group)}")
-    with closing(TorchDistCommunicator(group, timeout)) as setup:
-        return _meet(setup, timeout_of(group) if timeout is None else timeout)
-
-
-def _meet(setup: TorchDistCommunicator, patience: float) -> wire.Wire:
-    told = setup.gather_objects((_this_host(setup.rank), segments.new_prefix()))
-    hosts, prefix = [host for host, _ in told], told[0][1]
-    obstacle = _obstacle(hosts, wire.control_bytes(setup.size))
-    if obstacle:
-        raise ConfigError(f"shared memory cannot be used: {obstacle}")
-    with ExitStack() as undo:
-        files = _join(setup, prefix, undo)
+    timeout = timeout_of(group) if timeout is None else timeout
+    with closing(TorchDistCommunicator(group, timeout)) as setup, ExitStack() as undo:
+        gathered = setup.gather_objects((_this_host(setup.rank), segments.new_prefix()))
+        hosts, prefix = [host for host, _ in gathered], gathered[0][1]
+        obstacle = _obstacle(hosts, wire.control_bytes(setup.size))
+        if obstacle:
+            raise ConfigError(f"shared memory cannot be used: {obstacle}")
+        files = _open_files(setup, prefix, undo)
         files.limit = wire.largest_segment(setup.size, hosts[0].free)
-        joined = wire.Wire(setup.rank, setup.size, patience, files)
-        setup.gather_objects(None)  # nobody starts, or leaves, before all are on the roll
+        joined = wire.Wire(setup.rank, setup.size, timeout, files)
+        setup.gather_objects(None)  # no rank starts or leaves before all have joined
         undo.pop_all()
     return joined
 
 
-def _join(setup: TorchDistCommunicator, prefix: str, undo: ExitStack) -> segments.Files:
-    """Rank 0 makes the control file, then the others open it; an error on one is one on all."""
+def _open_files(setup: TorchDistCommunicator, prefix: str, undo: ExitStack) -> segments.Files:
+    """Rank 0 creates the control file, then the others open it; an error is raised on all ranks."""
     size = wire.control_bytes(setup.size)
     for founder in (True, False):
-        trouble = None
+        failure = None
         if founder == (setup.rank == 0):
             try:
-                made = segments.Files(prefix, size, founder=founder)
-                files = undo.enter_context(closing(made))
+                opened = segments.Files(prefix, size, founder=founder)
+                files = undo.enter_context(closing(opened))
             except OSError as error:
-                trouble = f"rank {setup.rank}: {error}"
-        troubles = [text for text in setup.gather_objects(trouble) if text]
-        if troubles:
+                failure = f"rank {setup.rank}: {error}"
+        failures = [text for text in setup.gather_objects(failure) if text]
+        if failures:
             raise CommunicationError(
-                f"no control file of {size:,} bytes in {segments.FOLDER}: {'; '.join(troubles)}"
+                f"no control file of {size:,} bytes in {segments.FOLDER}: {'; '.join(failures)}"
             )
     return files
 
 
 def _this_host(rank: int) -> _Host:
-    if rank == 0:  # what dead groups hold is as good as free
+    if rank == 0:  # memory of dead groups counts as free
         segments.sweep()
-    boot = _first_line("/proc/sys/kernel/random/boot_id")
     writable = os.access(segments.FOLDER, os.R_OK | os.W_OK)
+    place = [platform.node()]
+    with suppress(OSError):  # containers of one host may have separate /dev/shm and pids
+        place.append(Path("/proc/sys/kernel/random/boot_id").read_text())
+        place.append(str(os.stat(segments.FOLDER).st_dev))
+        place.append(os.readlink("/proc/self/ns/pid"))
     return _Host(
         machine=f"{platform.system()} {platform.machine()}",
         writable=writable,
         free=segments.free_bytes() if writable else 0,
-        place=(platform.node(), boot, *_namespace()),
+        place=tuple(place),
     )
 
 
-def _namespace() -> tuple[str, ...]:
-    """Containers of one host may have a /dev/shm and process numbers of their own."""
-    try:
-        return str(os.stat(segments.FOLDER).st_dev), os.readlink("/proc/self/ns/pid")
-    except OSError:
-        return ()
-
-
-def _first_line(path: str) -> str:
-    try:
-        with open(path, encoding="ascii") as file:
-            return file.readline().strip()
-    except OSError:
-        return ""
-
-
 def _obstacle(hosts: Sequence[_Host], wanted: int) -> str:
-    """Why these ranks cannot share so many bytes of memory; empty if they can."""
+    """Return why these ranks cannot share this much memory; empty if they can."""
     for rank, host in enumerate(hosts):
         if host.machine not in MACHINES:
             return f"rank {rank} runs on {host.machine}, not on {' or '.join(MACHINES)}"
@@ -224,6 +205,6 @@ def _obstacle(hosts: Sequence[_Host], wanted: int) -> str:
     if hosts[0].free < wanted:
         return (
             f"{segments.FOLDER} has {hosts[0].free:,} bytes free, {len(hosts)} ranks want "
-            f"{wanted:,}; containers get more by --shm-size"
+            f"{wanted:,}; start containers with a larger --shm-size"
         )
     return ""

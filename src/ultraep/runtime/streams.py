@@ -1,4 +1,4 @@
-r"""What runs at the same time on one GPU: the one place that knows streams.
+r"""Streams: what runs at the same time on one GPU.
 
     forward     main      loads  plan  reroute  dispatch ...... experts  combine
                 aside               \ schedule  stream ....../
@@ -6,8 +6,8 @@ r"""What runs at the same time on one GPU: the one place that knows streams.
     backward    main      d combine .......... d experts, weight gradients  last product  d dispatch
                 aside    \ stream again ...../                            \ pull, product /
 
-Work aside begins when everything that the main stream was given so far is done, and the main stream
-goes on when it is joined. On the CPU everything happens in the order in which it is called.
+Work aside begins when the main stream has finished what was launched before it. The main stream
+waits for it at `join`. On the CPU everything runs in the order of the calls.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ import torch
 
 
 def capturing(device: torch.device) -> bool:
-    """Whether a graph is captured: no rank may wait then, or allocate memory that ranks share."""
+    """Whether a graph is being captured; then no rank may wait or allocate shared memory."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 class Overlap:
-    """The stream beside the main one, which is whatever stream is current.
+    """A second stream beside the main one, which is the current stream.
 
-    stream: for ranks that may use a part of the device only; None: a new one.
+    stream: to use as the second stream; None: a new one.
     """
 
     def __init__(self, device: torch.device, stream: torch.cuda.Stream | None) -> None:
         self._stream: torch.cuda.Stream | None = None
-        self._begun = False  # and not joined: a graph must not wait for what it has not
+        self._begun = False  # and not joined; a graph must not wait for work outside of it
         if device.type == "cuda":
             self._stream = stream or torch.cuda.Stream(device)
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Run the block beside the main stream, after all that this one was given."""
+        """Launch the block on the second stream, after everything launched on the main stream."""
         stream = self._stream
         if stream is None:
             yield
@@ -48,7 +48,7 @@ class Overlap:
             yield
 
     def join(self) -> None:
-        """The main stream goes on when what was given aside is done."""
+        """Make the main stream wait for the second one."""
         if self._begun:
             assert self._stream is not None
             torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
@@ -56,7 +56,7 @@ class Overlap:
 
 
 class Fetch:
-    """A copy of a tensor on its way to the host, as the current stream leaves it."""
+    """An asynchronous copy of a tensor to the host, in the order of the current stream."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._event: torch.cuda.Event | None = None
@@ -69,11 +69,11 @@ class Fetch:
         self._event.record(torch.cuda.current_stream(tensor.device))
 
     def here(self) -> bool:
-        """Whether it has come."""
+        """Whether the copy is complete."""
         return self._event is None or self._event.query()
 
     def wait(self) -> torch.Tensor:
-        """The copy; waits for it."""
+        """Wait for the copy and return it."""
         if self._event is not None:
             self._event.synchronize()
         return self._copy

@@ -1,40 +1,66 @@
 """The communicator over torch.distributed: any process group, gloo or NCCL, sub-groups included.
 
-Tensors travel as bytes: nothing is summed on the way, and gloo does not know every dtype.
+Tensors travel as bytes: nothing is summed on the way, and gloo does not support every dtype.
+
+gloo reports that a connection closed or timed out, but not which rank caused it. So every rank runs
+a thread that polls the store of the process group twice a second (`RollCall`). A rank that fails
+writes a question there. The threads of the other ranks answer with the number of collective calls
+that their rank has entered:
+
+    no answer                 the rank died, is stopped, left, or has not joined yet
+    fewer calls than here     the rank is alive, and has not reached this call
+
+The first rank to find the cause stores it, so that later failures report the same cause.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import pickle
 import re
+import threading
 import time
+import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from ultraep.comm import Communicator, Message, Peers
 from ultraep.errors import CommunicationError, ConfigError
 from ultraep.runtime.mapped.peers import mapped_by
-from ultraep.runtime.roll_call import RollCall
 
-# torch 2.13 renamed it and warns about the old name; 2.11 knows only that one.
+# torch 2.13 renamed it and warns about the old name; 2.11 has only the old one.
 _all_gather: Callable[..., Any] = (
     getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 )
 HANG_UP = 1 << 30  # the tag of a message that is never sent
+POLL = 0.5  # seconds between two looks for a question
+GRACE = 6.0  # seconds to wait for answers
+PAUSE = 0.02  # seconds between two looks for answers
+CAUSE = "cause"
+NO_STORE = (
+    "the store of the process group does not respond (rank 0 hosts it, unless a launcher does)"
+)
+
+# By the ranks of a group: its members create communicators in the same order. Never reset, so that
+# a store that outlives a group holds no keys of the next one.
+_numbers: defaultdict[tuple[int, ...], Iterator[int]] = defaultdict(itertools.count)
 
 
 class TorchDistCommunicator:
-    """One rank of a process group. To make one is collective: all ranks of the group do it.
+    """One rank of a process group. Creating one is collective.
 
-    `timeout` in seconds holds for CPU tensors; on a GPU the host does not wait, and the watchdog
-    of the group does the rest. None leaves it to the group in both cases. `connect_hosts` makes
-    the communicator of the hosts of a group of GPUs; None: they have none.
+    timeout: seconds, for CPU tensors; None: the timeout of the group. On a GPU the host does not
+        wait, and the watchdog of the group applies.
+    connect_hosts: connects the hosts of a group of GPUs; None: hosts cannot exchange messages.
     """
 
     def __init__(
@@ -46,12 +72,12 @@ class TorchDistCommunicator:
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
         if self.rank < 0:
-            raise ConfigError("this process is no rank of the group")
+            raise ConfigError("this process is not a rank of the group")
         self._group = group
         self._timeout, self._connect_hosts = timeout, connect_hosts
         self._over_gloo = "cpu:" in dist.get_backend_config(group)
         self._roll_call = RollCall(group, self.rank, self.size)
-        # NCCL connects in the first call, which all ranks must join; an exchange may lack some.
+        # NCCL connects in the first call, which all ranks must join; some may skip an exchange.
         self.gather_objects(None)
 
     @property
@@ -81,7 +107,7 @@ class TorchDistCommunicator:
         return arrived
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
-        with landing(receives) as buffers:
+        with contiguous(receives) as buffers:
             copy_own(self.rank, sends, buffers)
             ops = [*self._ops(dist.isend, sends), *self._ops(dist.irecv, buffers)]
             if ops:
@@ -103,17 +129,17 @@ class TorchDistCommunicator:
         return [pickle.loads(row[:n].numpy().tobytes()) for row, n in zip(rows, sizes, strict=True)]
 
     def hosts(self) -> Communicator | None:
-        """Over gloo, and shared memory where all ranks are on one host."""
+        """Return a communicator over gloo, or over shared memory if all ranks are on one host."""
         if dist.get_backend(self._group) == "gloo":
             return self
         return self._connect_hosts and self._connect_hosts(self._group, self._timeout)
 
     def peers(self, device: torch.device) -> Peers:
-        """Symmetric memory of GPUs."""
+        """Return symmetric memory of GPUs."""
         return mapped_by(self._group, device)
 
     def close(self) -> None:
-        """Answer no more questions of ranks that fail; the group stays."""
+        """Stop answering the questions of ranks that fail; the group stays."""
         self._roll_call.close()
 
     def _gather(self, verb: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -126,7 +152,7 @@ class TorchDistCommunicator:
         return gathered
 
     def _ops(self, verb: Callable[..., Any], messages: Sequence[Message]) -> list[dist.P2POp]:
-        """Without empty ones: both sides know their sizes, and backends differ about them."""
+        """Return the operations, without empty messages, which backends treat differently."""
         return [
             dist.P2POp(verb, as_bytes(tensor), dist.get_global_rank(self._group, peer), self._group)
             for peer, tensor in messages
@@ -135,7 +161,7 @@ class TorchDistCommunicator:
 
     def _wait_all(self, works: Sequence[Any], ops: Sequence[dist.P2POp]) -> None:
         deadline = self._deadline()
-        if len(works) != len(ops):  # NCCL makes one work of them all
+        if len(works) != len(ops):  # NCCL returns one work for all
             for work in works:
                 self._wait(work, ops[0].tensor.device, deadline)
             return
@@ -155,7 +181,7 @@ class TorchDistCommunicator:
 
     @contextmanager
     def _named(self, verb: str, *, collective: bool = True) -> Iterator[None]:
-        """Turn an error of torch.distributed into one that names the ranks that are missing."""
+        """Turn an error of torch.distributed into one that names the missing ranks."""
         if collective:
             self._roll_call.enter()
         try:
@@ -171,7 +197,7 @@ class TorchDistCommunicator:
             ) from error
 
     def _hang_up(self) -> None:
-        """Close gloo's connections: what timed out here would else keep the process from ending.
+        """Close the connections of gloo: an operation that timed out would keep the process alive.
 
         A receive that times out closes the connections to all ranks; `abort` does not.
         """
@@ -184,8 +210,103 @@ class TorchDistCommunicator:
                 work.wait(timedelta(milliseconds=1))
 
 
+@dataclass
+class _Answering:
+    """The state of the thread that answers; it must not keep the communicator alive."""
+
+    store: Any
+    rank: int
+    calls: int = 0
+    closed: threading.Event = field(default_factory=threading.Event)
+
+    def run(self) -> None:
+        try:
+            store = self.store.clone()  # a separate connection: other threads may block theirs
+            while not self.closed.wait(POLL):
+                if store.check([f"question/{self.rank}"]):
+                    store.set(f"answer/{self.rank}", str(self.calls))
+                    return
+        except RuntimeError:  # the store is gone, so no rank can ask any more
+            return
+
+
+class RollCall:
+    """Finds the missing ranks after a failure."""
+
+    def __init__(self, group: dist.ProcessGroup, rank: int, size: int) -> None:
+        self._rank, self._size = rank, size
+        number = next(_numbers[tuple(dist.get_process_group_ranks(group))])
+        store = distributed_c10d._get_process_group_store(group)
+        prefix = f"ultraep/{number}"
+        self._store = dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]
+        self._answering = _Answering(self._store, rank)
+        thread = threading.Thread(target=self._answering.run, daemon=True, name="ultraep roll call")
+        self.close = weakref.finalize(self, _end, thread, self._answering.closed)
+        if size > 1:
+            thread.start()
+
+    def enter(self) -> None:
+        """Count a collective call."""
+        self._answering.calls += 1
+
+    def missing(self) -> str:
+        """Return which ranks are missing; empty if none is. May take some seconds."""
+        result: list[str] = []
+        thread = threading.Thread(target=self._ask, args=(result,), daemon=True)
+        thread.start()  # a store whose host is stopped never returns
+        thread.join(GRACE + 1)
+        return result[0] if result else NO_STORE
+
+    def _ask(self, result: list[str]) -> None:
+        try:
+            if not self._store.check([CAUSE]):
+                cause = self._cause(self._answers())
+                if cause:  # another rank may have stored its own
+                    self._store.compare_set(CAUSE, "", cause)
+            known = self._store.check([CAUSE])
+            result.append(self._store.get(CAUSE).decode() if known else "")
+        except RuntimeError:
+            return
+
+    def _answers(self) -> dict[int, int]:
+        """Return the collective calls of the ranks that answer in time."""
+        waiting = [rank for rank in range(self._size) if rank != self._rank]
+        for rank in waiting:
+            self._store.set(f"question/{rank}", "")
+        answers: dict[int, int] = {}
+        until = time.monotonic() + GRACE
+        while waiting and time.monotonic() < until:
+            for rank in [rank for rank in waiting if self._store.check([f"answer/{rank}"])]:
+                answers[rank] = int(self._store.get(f"answer/{rank}"))
+                waiting.remove(rank)
+            time.sleep(PAUSE)
+        return answers
+
+    def _cause(self, answers: dict[int, int]) -> str:
+        others = [rank for rank in range(self._size) if rank != self._rank]
+        gone = [rank for rank in others if rank not in answers]
+        behind = [rank for rank, calls in answers.items() if calls < self._answering.calls]
+        parts = []
+        if gone:
+            parts.append(f"no response from {_listed(gone)} (died, stopped, left or not there yet)")
+        if behind:
+            parts.append(f"{_listed(behind)} did not reach this call")
+        return "; ".join(parts)
+
+
+def _listed(ranks: list[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+
+
+def _end(thread: threading.Thread, closed: threading.Event) -> None:
+    """End the thread before the interpreter does, which would leave it inside of the store."""
+    closed.set()
+    if thread.is_alive() and thread is not threading.current_thread():
+        thread.join(POLL)
+
+
 def timeout_of(group: dist.ProcessGroup) -> float:
-    """Seconds after which the group itself gives up; of its CPU side, if it has one."""
+    """Return the timeout of the group in seconds; of its CPU side, if it has one."""
     devices = group._device_types
     device = next((device for device in devices if device.type == "cpu"), devices[0])
     seconds: float = group._get_backend(device).options._timeout.total_seconds()
@@ -193,13 +314,13 @@ def timeout_of(group: dist.ProcessGroup) -> float:
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a tensor in one dimension: its own memory if it is contiguous."""
+    """Return the bytes of a tensor in one dimension, without a copy if it is contiguous."""
     return tensor.detach().contiguous().view(-1).view(torch.uint8)
 
 
 @contextmanager
-def landing(receives: Sequence[Message]) -> Iterator[list[Message]]:
-    """Contiguous places to receive into; what is not contiguous is filled at the end."""
+def contiguous(receives: Sequence[Message]) -> Iterator[list[Message]]:
+    """Yield contiguous tensors to receive into; copy them to tensors that are not, at the end."""
     buffers = [
         message
         if message.tensor.is_contiguous()
@@ -215,7 +336,7 @@ def landing(receives: Sequence[Message]) -> Iterator[list[Message]]:
 
 
 def copy_own(rank: int, sends: Sequence[Message], receives: Sequence[Message]) -> None:
-    """What a rank sends to itself."""
+    """Copy the messages of a rank to itself."""
     sources = [tensor for peer, tensor in sends if peer == rank]
     targets = [tensor for peer, tensor in receives if peer == rank]
     for source, target in zip(sources, targets, strict=True):

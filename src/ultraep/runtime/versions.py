@@ -1,9 +1,9 @@
-"""Whether replicas may serve again: a number that stays the same only where that is promised.
+"""Versions of the weights of a rank: replicas may serve again while the version stays the same.
 
-Torch does not count every write: not the writes of collectives and of fused optimizers, through
-`.data`, to tensors made in inference mode, or by other libraries; and freed memory is used again.
-So weights get a new number in every microbatch, and its replicas serve one forward and backward
-pass. Inside `unchanged` the number of a layer stays, unless torch knows that the promise is broken.
+Torch does not count writes by collectives, by fused optimizers, through `.data`, to tensors created
+in inference mode, or by other libraries; and it reuses freed memory. So weights get
+a new version in every microbatch, and its replicas serve one forward and backward pass. Inside of
+`unchanged` the version of a layer stays, unless torch shows that weights have changed.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
-from typing import NamedTuple
 
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -19,7 +18,7 @@ from ultraep.bundle import Bundle, Weights, bundle_versions
 
 
 class _OptimizerSteps:
-    """Steps of all optimizers of torch: fused ones write weights without counting the write."""
+    """Counts steps of all torch optimizers: fused ones write weights without counting the write."""
 
     total = 0
 
@@ -32,28 +31,21 @@ optimizer_steps = _OptimizerSteps()
 
 @cache
 def count_optimizer_steps() -> None:
-    """Begin to count, for the rest of the process."""
+    """Start to count optimizer steps, for the rest of the process."""
     register_optimizer_step_post_hook(optimizer_steps)
 
 
-class _Known(NamedTuple):
-    """The weights of a layer, and their number."""
-
-    weights: Weights
-    number: int
-
-
 class Versions:
-    """The numbers of the weights of this rank, by layer. None is ever used for other weights."""
+    """The versions of the weights of this rank, by layer. A version is never used twice."""
 
     def __init__(self) -> None:
         self._last = self._promises = self._promised = 0
         self._steps = optimizer_steps.total
-        self._known: dict[int, _Known] = {}
+        self._known: dict[int, tuple[Weights, int]] = {}  # weights and version of a layer
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:
-        """Weights do not change in this block, except by optimizers and before `changed`."""
+        """Promise that weights change in this block only by optimizers and before `changed`."""
         count_optimizer_steps()
         self._promises += 1
         self._promised += self._promises == 1
@@ -65,25 +57,27 @@ class Versions:
                 self.changed()
 
     def changed(self) -> None:
-        """Weights have changed: all layers get new numbers."""
+        """Give all layers new versions."""
         self._known.clear()
         self._steps = optimizer_steps.total
         self._promised += 1
 
     @property
     def promise(self) -> int:
-        """The number of the promise that holds now, for all layers; 0: there is none."""
+        """The number of the current promise for all layers, or 0."""
         if self._steps != optimizer_steps.total:
             self.changed()
         return self._promised if self._promises else 0
 
     def of(self, layer: int, bundle: Bundle) -> int:
-        """Return the number of these weights in the microbatch that begins."""
+        """Return the version of these weights in the microbatch that begins."""
         if not self.promise:
             self._last += 1
             return self._last
-        weights, known = bundle_versions(bundle), self._known.get(layer)
-        if known is None or known.weights != weights:
+        weights = bundle_versions(bundle)
+        known, version = self._known.get(layer, (None, 0))
+        if known != weights:
             self._last += 1
-            known = self._known[layer] = _Known(weights, self._last)
-        return known.number
+            version = self._last
+            self._known[layer] = weights, version
+        return version

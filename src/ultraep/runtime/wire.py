@@ -2,22 +2,22 @@
 
 All ranks map one control file. It begins with 64-bit words, each of which has one writer:
 
-    per rank          pid, state, blame
-    per ordered pair  arrived, and what is told of it (by the sender); released (by the receiver)
+    per rank          pid, state, culprit
+    per ordered pair  arrived and header of the piece (by the sender); released (by the receiver)
 
 Each ordered pair has a segment for the bytes, at first a small one at the end of the control file.
-For a message that does not fit, the sender makes a larger one, the next generation. Where there is
-no room for that, the message travels in pieces. A piece goes like this:
+For a message that does not fit, the sender makes a larger one, the next generation. If memory is
+short, the message travels in pieces. A piece is sent like this:
 
-    sender    waits until released == pieces sent; copies the bytes into the segment; tells what
-              they are; then counts `arrived` up
-    receiver  waits until arrived > pieces read; copies the bytes out; then counts `released` up
+    sender    waits until released == pieces sent; copies the bytes into the segment; writes the
+              header; then increments `arrived`
+    receiver  waits until arrived > pieces read; copies the bytes out; then increments `released`
 
-The counters only grow, so there is nothing to reset, and no reset to agree about.
+The counters only grow, so they need no reset.
 
-Memory order: a word is stored after everything before it, and loaded before everything after it;
-fences see to that, since not every processor does. So the data is there once `arrived` is seen,
-and has been read once `released` is seen. Words are aligned and therefore stored whole.
+Memory order: fences make sure that a word is stored after everything before it, and loaded before
+everything after it. So the data is complete when `arrived` is seen, and has been read when
+`released` is seen. Words are aligned, so processors store them whole.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ from ultraep.backends.cpu.fence import fence
 from ultraep.errors import CommunicationError
 from ultraep.runtime.segments import Files
 
-VERBS = {"all_gather": 0, "all_to_all": 1, "exchange": 2, "gather_objects": 3}
-LINE = 8  # words of a cache line: no two writers share one
-PID, STATE, BLAME = 0, 1, 2  # words in the line of a rank
-ARRIVED, TOLD, RELEASED = 0, 1, LINE  # words in the two lines of a pair
+VERBS = ("all_gather", "all_to_all", "exchange", "gather_objects")
+LINE = 8  # words of a cache line; no two writers share one
+PID, STATE, CULPRIT = 0, 1, 2  # words in the line of a rank
+ARRIVED, HEADER, RELEASED = 0, 1, LINE  # words in the two lines of a pair
 RUNNING, CLOSED, FAILED = 1, 2, 3
 FIRST = 1 << 14  # bytes of a pair's first segment
 SMALLEST = 1 << 16  # bytes of a later one
-# Bytes that a segment can have, or sockets are as fast: on 2 cores, an all_to_all of 8 MB to each
-# took 2, 4 and 8 ranks 3, 35 and 145 ms in pieces of 1 MB, 5, 87 and 682 ms in pieces of 256 KB,
-# 7, 161 and 428 ms over sockets.
+# Smallest useful size of a segment, below which sockets are as fast. Measured on 2 cores, an
+# all_to_all of 8 MB to each of 2, 4 and 8 ranks: 3, 35 and 145 ms in pieces of 1 MB; 5, 87 and
+# 682 ms in pieces of 256 KB; 7, 161 and 428 ms over sockets.
 PIECE = 1 << 20
-# Turns of waiting, before the long naps. Few spins: on 2 cores, 200 of them made an all_gather of 4
-# ranks three times as slow, and one of 2 ranks no faster.
+# Turns of waiting before the long naps. More spins hurt: on 2 cores, 200 spins made an all_gather
+# of 4 ranks three times as slow, and of 2 ranks no faster.
 SPINS, YIELDS, NAPS = 10, 200, 200
 NAP, LONG_NAP, LOOK = 20e-6, 100e-6, 0.05  # seconds
 
@@ -54,18 +54,18 @@ Queues = dict[int, deque[torch.Tensor]]  # bytes to send to, or to receive from,
 
 
 def control_bytes(size: int) -> int:
-    """Size of the control file of so many ranks."""
+    """Return the size of the control file of a group."""
     return _words(size) * 8 + size**2 * FIRST
 
 
 def largest_segment(size: int, free: int) -> int:
-    """Bytes, a power of two: with all segments of that size, half of what is free stays free."""
+    """Return a power of two: with all segments of that size, half of the free memory stays free."""
     each = (free - control_bytes(size)) // (2 * max(1, size * (size - 1)))
     return max(FIRST, 1 << max(each, 1).bit_length() - 1)
 
 
 def wanted_bytes(size: int) -> int:
-    """What should be free for so many ranks: with less, sockets are as fast."""
+    """Return the free memory below which sockets are as fast."""
     return control_bytes(size) + 2 * size * (size - 1) * PIECE
 
 
@@ -73,8 +73,17 @@ def _words(size: int) -> int:
     return (size + 2 * size**2) * LINE
 
 
+class _Header(NamedTuple):
+    """The header of a piece, written by the sender."""
+
+    verb: int
+    left: int  # bytes of the message that were not sent before
+    size: int  # of this piece
+    generation: int  # of the segment that holds it
+
+
 class _Words:
-    """64-bit words of memory that others map too: a store says that all before it was done."""
+    """Fenced access to the 64-bit words of the control file."""
 
     def __init__(self, block: mmap.mmap) -> None:
         self._words = memoryview(block).cast("q")
@@ -88,27 +97,18 @@ class _Words:
         fence()
         self._words[at] = value
 
-    def tell(self, at: int, told: _Told) -> None:
+    def write_header(self, at: int, header: _Header) -> None:
         """Store words that others load only after a word which is stored later."""
         words = self._words
-        words[at], words[at + 1], words[at + 2], words[at + 3] = told
+        words[at], words[at + 1], words[at + 2], words[at + 3] = header
 
-    def told(self, at: int) -> _Told:
+    def read_header(self, at: int) -> _Header:
         words = self._words
-        return _Told(words[at], words[at + 1], words[at + 2], words[at + 3])
-
-
-class _Told(NamedTuple):
-    """What the sender tells of a piece."""
-
-    verb: int
-    left: int  # bytes of the message that were not sent before
-    size: int  # of these bytes
-    generation: int  # of the segment that they are in
+        return _Header(words[at], words[at + 1], words[at + 2], words[at + 3])
 
 
 class _Pair:
-    """What either end of an ordered pair has of it."""
+    """An ordered pair of ranks, as either end has it."""
 
     def __init__(self, files: Files, size: int, source: int, target: int) -> None:
         pair = source * size + target
@@ -125,22 +125,23 @@ class _Outbox(_Pair):
         return self._words[self._at + RELEASED] == self._pieces
 
     def put(self, verb: str, data: torch.Tensor) -> torch.Tensor | None:
-        """Send as much as there is room for; the rest of it, if there is one."""
+        """Send the bytes that fit; return the rest, if any."""
         left = size = len(data)
         if left > len(self._segment):
             self._grow(left)
             size = min(left, len(self._segment))
         self._segment[:size].copy_(data if size == left else data[:size])
-        self._words.tell(self._at + TOLD, _Told(VERBS[verb], left, size, self._generation))
+        header = _Header(VERBS.index(verb), left, size, self._generation)
+        self._words.write_header(self._at + HEADER, header)
         self._pieces += 1
         self._words[self._at + ARRIVED] = self._pieces
         return None if size == left else data[size:]
 
-    def _grow(self, size: int) -> None:
-        room, next_one = max(SMALLEST, 1 << (size - 1).bit_length()), self._generation + 1
-        memory = self._files.make(f"{self._name}-{next_one}", room, above=len(self._segment))
+    def _grow(self, nbytes: int) -> None:
+        size, generation = max(SMALLEST, 1 << (nbytes - 1).bit_length()), self._generation + 1
+        memory = self._files.make(f"{self._name}-{generation}", size, above=len(self._segment))
         if memory is not None:
-            self._generation, self._segment = next_one, _bytes_of(memory)
+            self._generation, self._segment = generation, _bytes_of(memory)
 
 
 class _Inbox(_Pair):
@@ -149,67 +150,65 @@ class _Inbox(_Pair):
     def arrived(self) -> bool:
         return self._words[self._at + ARRIVED] > self._pieces
 
-    def told(self) -> _Told:
-        return self._words.told(self._at + TOLD)
+    def header(self) -> _Header:
+        return self._words.read_header(self._at + HEADER)
 
-    def take(self, told: _Told, place: torch.Tensor) -> torch.Tensor | None:
-        """Fill the place with what has arrived; the rest of it, if there is one."""
-        if told.generation != self._generation:
-            self._segment = _bytes_of(self._files.open(f"{self._name}-{told.generation}"))
-            self._generation = told.generation
-        whole = told.size == told.left
-        (place if whole else place[: told.size]).copy_(self._segment[: told.size])
+    def take(self, header: _Header, target: torch.Tensor) -> torch.Tensor | None:
+        """Copy the piece to the target; return the rest of the target, if any."""
+        if header.generation != self._generation:
+            self._segment = _bytes_of(self._files.open(f"{self._name}-{header.generation}"))
+            self._generation = header.generation
+        whole = header.size == header.left
+        (target if whole else target[: header.size]).copy_(self._segment[: header.size])
         self._pieces += 1
         self._words[self._at + RELEASED] = self._pieces
-        return None if whole else place[told.size :]
+        return None if whole else target[header.size :]
 
 
-class _Roll:
-    """Who is still there. Every rank writes its own line."""
+class _Roster:
+    """The states of all ranks. Every rank writes its own line."""
 
     def __init__(self, words: _Words, rank: int, size: int) -> None:
         self._words, self._rank, self._size = words, rank, size
-        self._mine = rank * LINE
-        words[self._mine + PID] = os.getpid()
-        words[self._mine + STATE] = RUNNING
+        words[rank * LINE + PID] = os.getpid()
+        words[rank * LINE + STATE] = RUNNING
 
     def state(self, rank: int) -> int:
         return self._words[rank * LINE + STATE]
 
-    def present(self, rank: int) -> bool:
-        return self.state(rank) == RUNNING and _alive(self._words[rank * LINE + PID])
-
-    def leave(self, state: int, blame: int) -> None:
-        self._words[self._mine + BLAME] = blame
-        self._words[self._mine + STATE] = state
+    def leave(self, state: int, culprit: int) -> None:
+        """Set the state of this rank, unless it has left before."""
+        if self.state(self._rank) == RUNNING:
+            self._words[self._rank * LINE + CULPRIT] = culprit
+            self._words[self._rank * LINE + STATE] = state
 
     def loss(self) -> tuple[int, str] | None:
-        """A rank without which there is no going on, and what happened to it."""
-        ranks = range(self._size)
-        for rank in ranks:
-            if self.state(rank) == RUNNING and not self.present(rank):
-                return rank, f"rank {rank} (process {self._words[rank * LINE + PID]}) died"
-        for rank in ranks:
+        """Return a rank that is lost, and what happened to it."""
+        for rank in range(self._size):
+            pid = self._words[rank * LINE + PID]
+            if self.state(rank) == RUNNING and not _alive(pid) and self.state(rank) == RUNNING:
+                return rank, f"rank {rank} (process {pid}) died"
+        for rank in range(self._size):
             if self.state(rank) == FAILED:
-                blame = self._words[rank * LINE + BLAME]
-                because = "" if blame == rank else f", because of rank {blame}"
-                return blame, f"rank {rank} gave up{because}"
+                culprit = self._words[rank * LINE + CULPRIT]
+                because = "" if culprit == rank else f", because of rank {culprit}"
+                return culprit, f"rank {rank} gave up{because}"
         return None
 
 
-class _Patience:
-    """How to wait: spin, then let others run, then sleep."""
+class _Backoff:
+    """How to wait: spin, then yield, then sleep."""
 
     def __init__(self) -> None:
         self._turns = 0
         self._since = self._looked = time.monotonic()
 
-    def renew(self) -> None:
+    def reset(self) -> None:
         self._turns = 0
         self._since = time.monotonic()
 
     def pause(self) -> bool:
-        """One turn; true when it is time to look around."""
+        """Wait for one turn; return whether it is time to look for lost ranks."""
         self._turns += 1
         if self._turns <= SPINS:
             return False
@@ -228,43 +227,41 @@ class _Patience:
 
 
 class Wire:
-    """Everything one rank shares with the others, and the moving of messages over it."""
+    """Sends and receives the messages of one rank."""
 
     def __init__(self, rank: int, size: int, timeout: float, files: Files) -> None:
         self.rank, self.size, self.timeout = rank, size, timeout
         self._files, self._pid = files, os.getpid()
-        self._roll = _Roll(_Words(files.control), rank, size)
+        self._roster = _Roster(_Words(files.control), rank, size)
         peers = [peer for peer in range(size) if peer != rank]
         self._outboxes = {peer: _Outbox(files, size, rank, peer) for peer in peers}
         self._inboxes = {peer: _Inbox(files, size, peer, rank) for peer in peers}
 
     def move(self, verb: str, outgoing: Queues, incoming: Queues) -> None:
-        """Send and receive all of it; empties the queues."""
-        if self._roll.state(self.rank) != RUNNING:
+        """Send and receive everything; empties the queues."""
+        if self._roster.state(self.rank) != RUNNING:
             raise CommunicationError(f"{verb}: rank {self.rank} has closed, or failed before")
         done = False
         try:
-            patience = _Patience()
+            backoff = _Backoff()
             while outgoing or incoming:
                 if self._push(verb, outgoing) | self._pull(verb, incoming):
-                    patience.renew()
-                elif patience.pause():
-                    self._look(verb, outgoing, incoming, patience.waited())
+                    backoff.reset()
+                elif backoff.pause():
+                    self._look(verb, outgoing, incoming, backoff.waited())
             done = True
         finally:
             if not done:
                 self.abort()
 
     def abort(self) -> None:
-        if self._roll.state(self.rank) == RUNNING:
-            self._roll.leave(FAILED, blame=self.rank)
+        self._roster.leave(FAILED, self.rank)
 
     def close(self) -> None:
-        """Say so, and let go. Others can still read what was sent."""
-        if os.getpid() != self._pid:  # a forked child: all of this belongs to its parent
+        """Leave the group; other ranks can still read what was sent."""
+        if os.getpid() != self._pid:  # a forked child: everything belongs to its parent
             return
-        if self._roll.state(self.rank) == RUNNING:
-            self._roll.leave(CLOSED, blame=self.rank)
+        self._roster.leave(CLOSED, self.rank)
         self._files.close()
         self._outboxes.clear()
         self._inboxes.clear()
@@ -278,47 +275,46 @@ class Wire:
     def _pull(self, verb: str, incoming: Queues) -> bool:
         ready = [peer for peer in incoming if self._inboxes[peer].arrived()]
         for peer in ready:
-            box, place = self._inboxes[peer], incoming[peer][0]
-            told = box.told()
-            self._compare(verb, peer, told, len(place))
+            inbox, target = self._inboxes[peer], incoming[peer][0]
+            header = inbox.header()
+            self._compare(verb, peer, header, len(target))
             try:
-                rest = box.take(told, place)
+                rest = inbox.take(header, target)
             except OSError as error:
                 self._fail(verb, peer, f"no message of rank {peer}: {error}")
             _advance(incoming, peer, rest)
         return bool(ready)
 
-    def _compare(self, verb: str, peer: int, told: _Told, size: int) -> None:
-        """What has arrived with what is expected."""
-        if told.verb != VERBS[verb]:
-            other = next(name for name, number in VERBS.items() if number == told.verb)
-            self._fail(verb, peer, f"rank {peer} is at {other} instead")
-        if told.left != size:
-            self._fail(verb, peer, f"rank {peer} sent {told.left} bytes, {size} were expected")
+    def _compare(self, verb: str, peer: int, header: _Header, size: int) -> None:
+        """Fail if another message has arrived than this rank expects."""
+        if VERBS[header.verb] != verb:
+            self._fail(verb, peer, f"rank {peer} is at {VERBS[header.verb]} instead")
+        if header.left != size:
+            self._fail(verb, peer, f"rank {peer} sent {header.left} bytes, {size} were expected")
 
     def _look(self, verb: str, outgoing: Queues, incoming: Queues, waited: float) -> None:
-        loss = self._roll.loss()
+        """Fail if a rank is lost, or if the timeout has passed."""
+        loss = self._roster.loss()
         if loss is not None:
             self._fail(verb, *loss)
-        # A rank closes after its last message: whoever sees that it closed sees the message too.
-        closed = [p for p in {*outgoing, *incoming} if self._roll.state(p) == CLOSED]
-        for peer in closed:
+        peers = sorted({*outgoing, *incoming})
+        # A rank closes after its last message, so its messages are visible once it has closed.
+        for peer in [peer for peer in peers if self._roster.state(peer) == CLOSED]:
             sent = peer not in outgoing or self._outboxes[peer].free()
             came = peer not in incoming or self._inboxes[peer].arrived()
             if not (sent and came):
                 self._fail(verb, peer, f"rank {peer} has closed")
         if waited > self.timeout:
-            peers = sorted({*outgoing, *incoming})
-            names = ", ".join(str(peer) for peer in peers)
+            names = ", ".join(map(str, peers))
             self._fail(verb, peers[0], f"no progress in {self.timeout:g} s with rank {names}")
 
-    def _fail(self, verb: str, blame: int, what: str) -> NoReturn:
-        self._roll.leave(FAILED, blame)
+    def _fail(self, verb: str, culprit: int, what: str) -> NoReturn:
+        self._roster.leave(FAILED, culprit)
         raise CommunicationError(f"{verb}: {what}; noticed by rank {self.rank} of {self.size}")
 
 
 def _advance(queues: Queues, peer: int, rest: torch.Tensor | None) -> None:
-    """Put the rest of the first message in its place; without one, the next is the first."""
+    """Replace the first message by its rest, or remove it."""
     if rest is not None:
         queues[peer][0] = rest
         return
@@ -339,9 +335,9 @@ def _alive(pid: int) -> bool:
             state = file.read().rpartition(b") ")[2][:1]
     except OSError:
         return True
-    return state not in (b"Z", b"X")  # a zombie still has a number, but will not answer
+    return state not in (b"Z", b"X")  # a zombie still has a pid, but will not answer
 
 
 def _bytes_of(memory: mmap.mmap, begin: int = 0, count: int = -1) -> torch.Tensor:
-    with torch.inference_mode(False):  # tensors made in that mode are not to be written later
+    with torch.inference_mode(False):  # tensors made in inference mode cannot be written later
         return torch.frombuffer(memory, dtype=torch.uint8, offset=begin, count=count)

@@ -1,4 +1,4 @@
-"""Memory that ranks map: of GPUs of a group, or of many ranks of one process on one device.
+"""Memory that ranks map: GPUs of a process group, or many ranks of one process on one device.
 
 group = LocalPeers(8)
 planes = [... group.of(rank) ... for rank in range(8)]
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ultraep.comm import Peers, Region
-from ultraep.errors import ConfigError
+from ultraep.errors import CommunicationError, ConfigError
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -26,34 +26,32 @@ class LocalPeers:
             raise ConfigError(f"a group needs at least one rank, got {size}")
         self.size = size
         self.device = torch.empty(0, device=device or "cuda").device
-        self._pieces: dict[str, list[torch.Tensor]] = {}
-        self._tables: dict[str, torch.Tensor] = {}
+        self._regions: dict[str, tuple[list[torch.Tensor], torch.Tensor]] = {}
         self._lock = threading.Lock()
 
     def of(self, rank: int) -> LocalPeer:
-        """What one rank sees of it."""
+        """Return the peers as seen from one rank."""
         if not 0 <= rank < self.size:
             raise ConfigError(f"rank must lie in 0..{self.size - 1}, got {rank}")
         return LocalPeer(self, rank)
 
     def allocate(self, rank: int, name: str, nbytes: int) -> Region:
-        """The first rank that asks gets it for all."""
+        """Return the region of this name; the first rank allocates it for all."""
         with self._lock:
-            if name not in self._pieces:
+            if name not in self._regions:
                 pieces = [
                     torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
                     for _ in range(self.size)
                 ]
-                self._pieces[name] = pieces
-                self._tables[name] = torch.tensor(
-                    [piece.data_ptr() for piece in pieces], device=self.device
-                )
-        pieces = self._pieces[name]
+                addresses = [piece.data_ptr() for piece in pieces]
+                self._regions[name] = pieces, torch.tensor(addresses, device=self.device)
+        pieces, table = self._regions[name]
         if pieces[0].numel() != nbytes:
             raise ConfigError(
-                f"rank {rank} wants {nbytes} bytes for {name!r}, others {pieces[0].numel()}"
+                f"rank {rank} allocates {nbytes} bytes for {name!r}, other ranks allocated "
+                f"{pieces[0].numel()}"
             )
-        return Region(pieces[rank], self._tables[name], pieces)
+        return Region(pieces[rank], table, pieces)
 
 
 class LocalPeer:
@@ -67,58 +65,106 @@ class LocalPeer:
         return self._group.allocate(self.rank, name, nbytes)
 
     def gather_objects(self, value: Any) -> list[Any]:
-        """Ranks of one process are made one after the other; there is nobody to ask."""
+        """Return the value of this rank alone: the ranks run one after the other."""
         return [value]
 
     def close(self) -> None:
-        """The memory lives as long as the group."""
+        """Do nothing: the group owns the memory."""
 
 
 class NamedPeers:
-    """Peers whose regions have names of their own."""
+    """Peers whose regions have a common prefix."""
 
     def __init__(self, peers: Peers, name: str) -> None:
         self._peers, self._name = peers, name
         self.rank, self.size, self.device = peers.rank, peers.size, peers.device
+        self.gather_objects = peers.gather_objects
 
     def allocate(self, name: str, nbytes: int) -> Region:
         return self._peers.allocate(f"{self._name}: {name}", nbytes)
 
+    def close(self) -> None:
+        """Do nothing: the peers own the memory."""
+
+
+class SymmetricPeers:
+    """One rank of a group whose GPUs map each other's memory: torch's symmetric memory.
+
+    Several processes may share one device for development, with
+    `TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1` in the environment.
+    """
+
+    def __init__(self, group: ProcessGroup, device: torch.device | str | None = None) -> None:
+        self.group = group
+        self.rank, self.size = group.rank(), group.size()
+        self.device = torch.empty(0, device=device or "cuda").device
+        if self.device.type != "cuda":
+            raise ConfigError(f"symmetric memory needs GPUs, got device {self.device}")
+        self._regions: list[Region] = []
+
+    def allocate(self, name: str, nbytes: int) -> Region:
+        import torch.distributed._symmetric_memory as symmetric_memory
+
+        sizes = self.gather_objects((name, nbytes))
+        if len(set(sizes)) > 1:
+            listed = "; ".join(
+                f"rank {rank}: {size} bytes for {other!r}"
+                for rank, (other, size) in enumerate(sizes)
+            )
+            raise ConfigError(f"ranks allocate different memory: {listed}")
+        with torch.cuda.device(self.device), torch.inference_mode(False):
+            try:
+                local = symmetric_memory.empty(nbytes, dtype=torch.uint8, device=self.device)
+                handle = symmetric_memory.rendezvous(local, self.group)
+            except RuntimeError as error:
+                raise CommunicationError(
+                    f"rank {self.rank} of {self.size} cannot share {nbytes} bytes for {name!r} "
+                    f"with its peers: {error}"
+                ) from error
+            local.zero_()
+            torch.cuda.synchronize()
+            addresses = torch.tensor(list(handle.buffer_ptrs), device=self.device)
+        torch.distributed.barrier(self.group)  # no rank writes before all have zeros
+        region = Region(local, addresses, handle)
+        self._regions.append(region)
+        return region
+
     def gather_objects(self, value: Any) -> list[Any]:
-        return self._peers.gather_objects(value)
+        values: list[Any] = [None] * self.size
+        torch.distributed.all_gather_object(values, value, group=self.group)
+        return values
 
     def close(self) -> None:
-        """Nothing of its own is taken."""
+        """Free the memory; the group stays."""
+        self._regions.clear()
 
 
 def mapped_by(group: ProcessGroup, device: torch.device) -> Peers:
-    """Return memory of the ranks' GPUs that they all map, whatever backend the group has."""
+    """Return memory of the ranks' GPUs that all ranks map, whatever backend the group has."""
     if device.type != "cuda":
         raise ConfigError(f"tokens are on {device}, and only GPUs map each other's memory")
-    if group.size() == 1:
-        return LocalPeers(1, device).of(0)
-    from ultraep.runtime.mapped.symmetric import SymmetricPeers
-
-    return SymmetricPeers(group, device)
+    return LocalPeers(1, device).of(0) if group.size() == 1 else SymmetricPeers(group, device)
 
 
 class SilentCommunicator:
-    """One of several ranks that one thread drives, one after the other: nobody can wait."""
+    """One of several ranks that one thread runs one after the other, so no rank can wait."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size, self.timeout = rank, size, 30.0
 
     def gather_objects(self, value: Any) -> list[Any]:
-        """As if all had the same."""
+        """Return the value of this rank for every rank."""
         return [value] * self.size
 
     def close(self) -> None:
-        """Nothing was taken."""
+        """Do nothing: nothing was allocated."""
 
     def _refuse(self, *_: Any) -> Any:
-        raise ConfigError(f"{self.size} ranks of one process have no group to speak over")
+        raise ConfigError(
+            f"{self.size} ranks of one thread cannot exchange messages: pass communicator="
+        )
 
     all_gather = all_to_all = exchange = peers = _refuse
 
     def hosts(self) -> None:
-        """Nobody."""
+        """None: hosts cannot exchange messages."""

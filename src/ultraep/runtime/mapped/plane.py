@@ -1,10 +1,10 @@
-"""The data plane of mapped memory: the stages of a microbatch, and no host between them.
+"""The data plane of mapped memory: the stages of a microbatch without a host between them.
 
 Loads, plan, routes, rows and weights stay on the GPUs of a group that map each other's memory.
-Every verb launches the same kernels whatever the loads are, so a whole layer, forward and backward,
-can be captured in a CUDA graph and replayed. Run one step before, or `prepare`, to allocate memory.
-Outside of graphs the hosts also tell each other where they are and how many tokens they have,
-without waiting for their GPUs: so memory grows, and a rank that strays is named.
+Every verb launches the same kernels whatever the loads are, so a CUDA graph can capture a whole
+layer, forward and backward. Run one step before the capture, or `prepare`, to allocate memory.
+Outside of graphs the hosts also exchange their positions and numbers of tokens, without waiting for
+their GPUs. So memory grows, and a rank at another position is named.
 
 Shapes: T tokens, K experts per token, R ranks, E experts, A rows that fit the workspace, D model
 width.
@@ -27,8 +27,7 @@ from ultraep.microbatch import NO_LAYER, Inputs, MicrobatchInfo
 from ultraep.ops.modes import unseen
 from ultraep.plan import Plan
 from ultraep.plan import plan as make_plan
-from ultraep.runtime.agreement import Agreement, Place, Point
-from ultraep.runtime.backward import LentInBackward
+from ultraep.runtime.agreement import Place, Point
 from ultraep.runtime.control import DevicePlan, DeviceRoutes
 from ultraep.runtime.history import History
 from ultraep.runtime.mapped.memory import MappedMemory
@@ -36,37 +35,29 @@ from ultraep.runtime.mapped.replicas import MappedReplicas
 from ultraep.runtime.mapped.workspace import Workspace, Workspaces
 from ultraep.runtime.microbatch import BaseMicrobatch, Shared
 from ultraep.runtime.observe import staged
+from ultraep.runtime.replicas import LentInBackward
 from ultraep.runtime.streams import capturing
 
 
 class MappedPlane:
-    """One rank of a group of GPUs that map each other's memory.
-
-    agreed: the settings of the balancer, which the hosts of all ranks compare.
-    """
+    """One rank of a group of GPUs that map each other's memory."""
 
     name = "mapped"
 
-    def __init__(self, shared: Shared, peers: Peers, agreed: str) -> None:
+    def __init__(self, shared: Shared, peers: Peers) -> None:
         _check_current(peers.device)
         self.shared, self.topology, self.device = shared, shared.topology, peers.device
         with torch.inference_mode(False):
             self.promised = torch.zeros(1, dtype=torch.int32, device=peers.device)
         self.promise()
         self._peers, self._hosts = peers, shared.comm.hosts()
-        self.workspaces = Workspaces(shared, peers, self._agreement_of_hosts(agreed))
+        agreement = None if self._hosts is None else shared.agreement.over(self._hosts)
+        self.workspaces = Workspaces(shared, peers, agreement)
         self.history = History()
         self.in_backward = LentInBackward()
         self.counted: MicrobatchInfo | None = None  # whose ids and loads the device holds
         self.adopted: DevicePlan | None = None
-        self.kept: torch.Tensor | None = None  # schedule of replicas that stay
-
-    def _agreement_of_hosts(self, agreed: str) -> Agreement | None:
-        if self._hosts is self.shared.comm:
-            return self.shared.agreement
-        if self._hosts is None:
-            return None
-        return Agreement(self._hosts, agreed, self.topology.experts)
+        self.kept: torch.Tensor | None = None  # schedule of replicas that stay in their slots
 
     def begin(self, inputs: Inputs) -> MappedMicrobatch:
         """Return a microbatch with these inputs."""
@@ -88,16 +79,18 @@ class MappedPlane:
 
         It must be a plan for their loads: a replayed graph uses the plan that was adopted last.
         """
+        if plan is not None:
+            self.workspaces.last.check_rows(int(plan.rank_loads.max()))
         self.adopted = None if plan is None else self.workspaces.last.control.adopt(plan)
         self.kept = None
 
     def keep(self, bundle: Bundle) -> None:
-        """Send the replicas of the adopted plan once: they stay while nothing else fills the slots.
+        """Send the replicas of the adopted plan once; they stay while nothing else fills the slots.
 
         For weights that do not change, and one layer: changes are not detected.
         """
         if self.adopted is None:
-            raise ConfigError("nothing is adopted whose copies could be kept")
+            raise ConfigError("keep() needs an adopted plan: call adopt(plan) first")
         info = MicrobatchInfo(0, 0, again=False, back=True)
         versions = torch.zeros(self._peers.size, dtype=torch.int32, device=self.device)
         replicas = self.replicas(self.workspaces.last, info, self.adopted, bundle, versions)
@@ -114,17 +107,17 @@ class MappedPlane:
         versions: torch.Tensor,
         schedule: torch.Tensor | None = None,
     ) -> MappedReplicas:
-        """The replicas of a plan, in the slots of that workspace."""
+        """Return the replicas of a plan, in the slots of this workspace."""
         return MappedReplicas(
             self.shared, workspace.memory, self.in_backward, info, plan, bundle, versions, schedule
         )
 
-    def meet(self, place: Place) -> None:
-        """Compare where the hosts of all ranks are, unless a graph is captured."""
+    def compare_places(self, place: Place) -> None:
+        """Raise if the hosts of all ranks are not at this place, unless a graph is captured."""
         agreement = self.workspaces.agreement
         verify = self.shared.settings.verify and not capturing(self.device)
         if agreement is not None and verify:
-            agreement.meet(place, torch.device("cpu"))
+            agreement.compare(place, torch.device("cpu"))
 
     @property
     def nbytes(self) -> int:
@@ -161,18 +154,18 @@ class MappedMicrobatch(BaseMicrobatch[DevicePlan]):
 
     def _count(self) -> torch.Tensor:
         plane, inputs, info = self._plane, self._inputs, self.info
-        told = signature(resolve(inputs.layer.bundle), rows=inputs.tokens, gates=inputs.gates)
-        place = self._place(Point.LOADS_AGAIN if info.again else Point.LOADS)
-        workspace, self._most_tokens = plane.workspaces.for_microbatch(inputs.ids, place, told)
-        workspace.look()
+        own = signature(resolve(inputs.layer.bundle), rows=inputs.tokens, gates=inputs.gates)
+        workspaces, place = plane.workspaces, self._loads_place()
+        workspace, self._most_tokens = workspaces.for_microbatch(inputs.ids, place, own)
+        workspace.poll()
         self._workspace, plane.counted = workspace, info
-        kind = zlib.crc32(f"layer {info.layer}: {told}".encode()) >> 1
-        counts, weights = workspace.control.count(inputs.ids.contiguous()), self._told()
+        digest = zlib.crc32(f"layer {info.layer}: {own}".encode()) >> 1
+        counts, weights = workspace.control.count(inputs.ids.contiguous()), self._weights_promise()
         self._versions = weights.versions
-        return workspace.memory.share_loads(counts, kind, weights)
+        return workspace.memory.share_loads(counts, digest, weights)
 
-    def _told(self) -> Told:
-        """Whether these weights are promised to be unchanged; in graphs, the device knows."""
+    def _weights_promise(self) -> Told:
+        """Return the promise of this rank about its weights; in a graph, the device reads it."""
         plane, versions = self._plane, self._shared.versions
         of_all = torch.empty(plane.topology.ranks, dtype=torch.int32, device=plane.device)
         if capturing(plane.device):
@@ -181,18 +174,18 @@ class MappedMicrobatch(BaseMicrobatch[DevicePlan]):
         return Told(even(number) if versions.promise else 0, plane.promised, of_all)
 
     def _rows_of_all(self) -> int:
-        """As if every rank had as many tokens as the rank with the most."""
+        """As if every rank had the tokens of the rank with the most tokens."""
         return self._most_tokens * self._inputs.ids.shape[1] * self._plane.topology.ranks
 
     def _current(self) -> Workspace:
-        """The workspace, while its buffers hold this microbatch."""
+        """Return the workspace if its buffers still hold this microbatch."""
         counted, workspace = self._plane.counted, self._workspace
         assert workspace is not None
         if counted is not self.info:
             raise ConfigError(
-                f"microbatch {self.info.step} is to be planned or rerouted, but "
-                f"{counted.step if counted else 'another'} was counted since: on a device, stages "
-                "1, 2 and 4 of a microbatch follow each other"
+                f"microbatch {self.info.step} cannot be planned or rerouted after microbatch "
+                f"{counted.step if counted else '?'} was counted: on a GPU, call count, plan and "
+                "reroute of one microbatch before count of the next"
             )
         return workspace
 
@@ -203,7 +196,10 @@ class MappedMicrobatch(BaseMicrobatch[DevicePlan]):
         if plane.adopted is not None:
             return plane.adopted
         if control.use(config):
-            return control.plan(loads).kept()
+            plan = control.plan(loads)
+            if plane.workspaces.must_wait(self._current(), self.info.layer):
+                plan = self._with_room(plan, int(plan.rank_loads.max()))
+            return plan.kept()
         if capturing(plane.device):
             raise ConfigError(
                 f"policy {config.policy!r} plans on the host and cannot be captured in a graph; "
@@ -211,10 +207,25 @@ class MappedMicrobatch(BaseMicrobatch[DevicePlan]):
             )
         numbers = loads.cpu().numpy().astype("int64")
         past = plane.history.note(self.info, numbers.sum(axis=0)).before
-        plan = make_plan(numbers, plane.topology, config, history=past)
-        plan.check_limits()
-        plane.workspaces.capacity.check(plan)
-        return control.adopt(plan).kept()
+        host_plan = make_plan(numbers, plane.topology, config, history=past)
+        host_plan.check_limits()
+        plane.workspaces.capacity.check(host_plan)
+        adopted = control.adopt(host_plan)
+        return self._with_room(adopted, int(host_plan.rank_loads.max())).kept()
+
+    def _with_room(self, plan: DevicePlan, most_rows: int) -> DevicePlan:
+        """Return the plan; if a rank serves more rows than fit, move to a larger workspace first.
+
+        Collective then: all ranks have the same plan.
+        """
+        plane, ids = self._plane, self._inputs.ids
+        larger = plane.workspaces.larger(self._current(), most_rows)
+        if larger is None:
+            return plan
+        host_plan = plan.to_host()
+        self._workspace = larger
+        larger.control.count(ids.contiguous())
+        return larger.control.adopt(host_plan)
 
     def _replicas(self, plan: DevicePlan) -> MappedReplicas:
         plane, workspace, versions = self._plane, self._workspace, self._versions
@@ -240,25 +251,30 @@ class MappedMicrobatch(BaseMicrobatch[DevicePlan]):
         plane, place, replicas = self._plane, self._place(Point.BACKWARD), self._lent
 
         def at_backward() -> None:
-            plane.meet(place)
+            plane.compare_places(place)
             if replicas is not None:
                 replicas.begin_again()
 
-        return MappedRows(workspace.memory, routes), at_backward
+        return MappedRows(workspace.memory, routes, workspace.overflow(plan)), at_backward
 
 
 class MappedRows:
-    """Moves rows between tokens and slots; each rank pulls what it needs."""
+    """Moves rows between tokens and slots; each rank pulls what it needs.
 
-    def __init__(self, memory: MappedMemory, routes: DeviceRoutes) -> None:
-        self._memory, self._routes = memory, routes
+    overflow: whether some rank has more rows than fit, on the device; None: that is impossible.
+    """
+
+    def __init__(
+        self, memory: MappedMemory, routes: DeviceRoutes, overflow: torch.Tensor | None
+    ) -> None:
+        self._memory, self._routes, self._overflow = memory, routes, overflow
         self._rows = memory.exchange.row_map()
         self.slots, self._shape = routes.slots, routes.slots.shape
         self.offsets = self._rows.offsets
 
     @unseen()
     def begins(self) -> list[int]:
-        """The offsets on the host; waits for the device."""
+        """Return the offsets on the host; waits for the device."""
         begins: list[int] = self.offsets.tolist()
         return begins
 
@@ -269,18 +285,18 @@ class MappedRows:
         memory, exchange, routes = self._memory, self._memory.exchange, self._routes
         values_TD = values_TD.contiguous()
         nbytes = exchange.layout.value_bytes(values_TD.shape[1] * values_TD.itemsize)
-        exchange.expose_values(values_TD, memory.to_write("values", nbytes))
+        exchange.expose_values(values_TD, memory.writable("values", nbytes))
         if scalars_TK is not None:
             exchange.tables(routes.rows_of_slot, routes.receive_counts, self._rows)
             exchange.expose(routes.order, scalars_TK.contiguous())
-        memory.meet()
+        memory.barrier()
         gates_A = None
         if scalars_TK is not None:
             gates_A = scalars_TK.new_empty(memory.capacity, dtype=scalar_type(scalars_TK.dtype))
             exchange.origins(routes.receive_counts, self._rows, gates_A)
             exchange.landings(routes.slots, routes.positions, self._rows)
         rows_AD = values_TD.new_empty(memory.capacity, values_TD.shape[1])
-        exchange.gather_rows(memory.to_read("values", nbytes), self._rows, rows_AD)
+        exchange.gather_rows(memory.readable("values", nbytes), self._rows, rows_AD)
         return rows_AD, gates_A
 
     def to_tokens(
@@ -291,27 +307,33 @@ class MappedRows:
         nbytes = exchange.layout.served_bytes(width * rows_AD.itemsize)
         served = exchange.served_rows(memory.region("served", nbytes), width, rows_AD.dtype)
         if rows_AD.data_ptr() != served.data_ptr():
-            memory.to_write("served", nbytes)
+            memory.writable("served", nbytes)
             served[: len(rows_AD)].copy_(rows_AD)
         scalars_TK = None
         if scalars_A is not None:
-            region = memory.to_write("served", nbytes)
+            region = memory.writable("served", nbytes)
             scalars = exchange.served_scalars(region, scalars_A.dtype)
             scalars[: len(scalars_A)].copy_(scalars_A)
             scalars_TK = scalars_A.new_empty(self._shape)
-        memory.meet()
+        memory.barrier()
         sums_TD = rows_AD.new_empty(self._shape[0], width)
-        exchange.sum_rows(memory.to_read("served", nbytes), self._rows, sums_TD, scalars_TK)
+        exchange.sum_rows(memory.readable("served", nbytes), self._rows, sums_TD, scalars_TK)
+        self._mark_overflow(sums_TD)
         return sums_TD, scalars_TK
+
+    def _mark_overflow(self, sums_TD: torch.Tensor) -> None:
+        """Put a NaN into the result if rows were dropped: the host learns of it only later."""
+        if self._overflow is not None and sums_TD.numel():
+            sums_TD.view(-1)[:1].masked_fill_(self._overflow, torch.nan)
 
 
 def even(number: int) -> int:
-    """A version of 32 bits for a number of the host; promises of the device have odd ones."""
+    """Return a 32-bit version for a number of the host; promises of the device have odd ones."""
     return 2 * (number % 2**30)
 
 
 def _check_current(device: torch.device) -> None:
-    """Kernels are launched on the current device."""
+    """Raise if kernels would be launched on another device than this one."""
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         raise ConfigError(
             f"the memory is on {device}, the current device is cuda:{torch.cuda.current_device()}: "

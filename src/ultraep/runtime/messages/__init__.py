@@ -1,1 +1,20 @@
 """The data plane of messages: any group of torch.distributed, and shared memory of CPU ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from ultraep.runtime.microbatch import PlaneKind, Shared, Site
+
+if TYPE_CHECKING:
+    from ultraep.microbatch import DataPlane
+
+
+def _connect(_: Site) -> Callable[[Shared], DataPlane]:
+    from ultraep.runtime.messages.plane import MessagesPlane
+
+    return MessagesPlane
+
+
+PLANE = PlaneKind("messages", _connect)

@@ -1,8 +1,7 @@
 """The data plane of messages: loads, weights, rows and gradients travel through a communicator.
 
-The host knows loads and plan. Some messages also carry what the ranks must agree on (agreement.py),
-so that a rank with other weights, or at another place of the program, is an error that names it, on
-every rank.
+The host knows loads and plan. Ranks also compare their weights and their positions in the program
+(agreement.py). If they differ, every rank raises an error that names the ranks.
 
 Shapes: T tokens, K experts per token, N routed rows, M of them without padding, A arrived rows, L
 slots of this rank, R ranks, E experts, D model width.
@@ -11,8 +10,7 @@ slots of this rank, R ranks, E experts, D model width.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
@@ -30,7 +28,7 @@ from ultraep.microbatch import NO_LAYER, Inputs, MicrobatchInfo
 from ultraep.plan import Plan
 from ultraep.plan import plan as make_plan
 from ultraep.reroute import Routes, reroute, routes_of
-from ultraep.runtime.agreement import Place, Point, short_digest
+from ultraep.runtime.agreement import Point, short_digest
 from ultraep.runtime.capacity import Capacity
 from ultraep.runtime.history import History
 from ultraep.runtime.messages.replicas import MessageReplicas
@@ -64,7 +62,7 @@ class MessagesPlane:
         """Allocate one buffer of spare slots."""
         tensors = resolve(bundle)
         layout = Layout.of(tensors, len(self.topology.home_experts(self.shared.comm.rank)))
-        with self.pool.lend(layout, device_of_bundle(tensors), "nobody yet"):
+        with self.pool.lend(layout, device_of_bundle(tensors), "prepare()"):
             self.kernels = self._kernels_for(ids)
 
     def promise(self) -> None:
@@ -84,17 +82,15 @@ class MessagesPlane:
         """Do nothing: only memory was allocated."""
 
     def _kernels_for(self, ids: torch.Tensor) -> Kernels | None:
-        """The kernels for these ids, if they are on a GPU, or if the user chose that backend."""
+        """Return kernels for these ids if they are on a GPU, or if the user chose that backend."""
         settings, kernels, rows = self.shared.settings, self.kernels, ids.numel()
         if (settings.backend or backend_for(ids.device.type).name) != "triton":
             return None
         if kernels is not None and kernels.fit(ids):
             return kernels
-        from ultraep.runtime.control import POLICIES, ControlPlane  # triton, where it is used
+        from ultraep.runtime.control import ControlPlane, device_config  # imports triton
 
-        config = self.shared.config
-        if config.policy not in POLICIES:
-            config = replace(config, policy="ultraep")
+        config = device_config(self.shared.config)
         rows = min(1 << max(rows, 1024).bit_length(), MAX_TOTAL // self.topology.ranks)
         rank, device = self.shared.comm.rank, ids.device
         return Kernels(ControlPlane(self.topology, config, rows=rows, rank=rank, device=device))
@@ -115,12 +111,12 @@ class Kernels:
 
 @dataclass(frozen=True, slots=True)
 class _Ahead:
-    """What a GPU computes for a microbatch before the host knows its loads."""
+    """Results of a GPU for a microbatch before the host knows its loads."""
 
     config: BalanceConfig  # of the last microbatch of the layer
     plan: Callable[[], Plan]  # available once the loads are known
     order: torch.Tensor  # [N] rows in the order of sending
-    positions: torch.Tensor  # [N] where each of them stands there
+    positions: torch.Tensor  # [N] position of each row in that order
 
 
 class MessagesMicrobatch(BaseMicrobatch[Plan]):
@@ -136,25 +132,25 @@ class MessagesMicrobatch(BaseMicrobatch[Plan]):
     def _count(self) -> torch.Tensor:
         inputs, shared, info = self._inputs, self._shared, self.info
         counts_E, refused = self._own_counts()
-        told = signature(resolve(inputs.layer.bundle), rows=inputs.tokens, gates=inputs.gates)
-        records = shared.agreement.loads(
-            self._place(Point.LOADS_AGAIN if info.again else Point.LOADS),
+        own = signature(resolve(inputs.layer.bundle), rows=inputs.tokens, gates=inputs.gates)
+        records = shared.agreement.gather_loads(
+            self._loads_place(),
             counts_E,
-            told=told,
+            signature=own,
             version=shared.versions.of(info.layer, inputs.layer.bundle),
             refused=refused,
             meanwhile=self._work_ahead if isinstance(refused, torch.Tensor) else None,
         )
         if records.column("refused")[shared.comm.rank]:
             self._refuse()
-        shared.agreement.compare_inputs(records, told)
+        shared.agreement.compare_inputs(records, own)
         self._loads_RE, self._versions = records.loads, records.column("version")
         return records.loads_on_device
 
     def _own_counts(self) -> tuple[torch.Tensor, torch.Tensor | int]:
-        """[E] the loads of this rank, and whether its ids are invalid: an error to raise later.
+        """Return [E] the loads of this rank, and whether its ids are invalid.
 
-        On a GPU, the second also says whether something was wrong since the last step.
+        On a GPU, the second also covers faults since the last step. The error is raised later.
         """
         ids, experts = self._inputs.ids, self._shared.topology.experts
         try:
@@ -167,7 +163,7 @@ class MessagesMicrobatch(BaseMicrobatch[Plan]):
             return torch.zeros(experts, dtype=torch.int64, device=ids.device), 1
 
     def _refuse(self) -> None:
-        """Raise the error that `_own_counts` has caught."""
+        """Raise the error that `_own_counts` caught."""
         ids, shared = self._inputs.ids, self._shared
         if self._kernels is not None:
             self._kernels.control.check()
@@ -215,11 +211,11 @@ class MessagesMicrobatch(BaseMicrobatch[Plan]):
 
     @staged("verify")
     def _verify(self, plan: Plan) -> None:
-        self._shared.agreement.meet(
+        self._shared.agreement.compare(
             self._place(Point.PLAN),
             self._inputs.ids.device,
             digest=short_digest(plan.replicas, plan.quotas),
-            told=f"{plan.num_replicas} copies by policy {plan.config.policy!r}",
+            description=f"{plan.num_replicas} replicas by policy {plan.config.policy!r}",
         )
 
     def _replicas(self, plan: Plan) -> MessageReplicas:
@@ -228,7 +224,7 @@ class MessagesMicrobatch(BaseMicrobatch[Plan]):
 
     def _trial(self, plan: Plan, bundle: Bundle, number: int) -> MessageReplicas:
         info = MicrobatchInfo(NO_LAYER, self.info.step, again=False)
-        versions = np.full(plan.topology.ranks, number)  # so that no slot holds them yet
+        versions = np.full(plan.topology.ranks, number)  # no slot holds this version
         return self._replicas_of(info, plan, bundle, versions)
 
     def _replicas_of(
@@ -238,9 +234,14 @@ class MessagesMicrobatch(BaseMicrobatch[Plan]):
         return MessageReplicas(self._shared, pool, info, plan, bundle, versions, device)
 
     def _rows(self, plan: Plan) -> tuple[RowMessages, Callable[[], None]]:
-        shared, device = self._shared, self._inputs.ids.device
-        at_backward = partial(_compare_places, shared, self._place(Point.BACKWARD), device)
-        return RowMessages(self._routes(plan), shared.comm), at_backward
+        agreement, verify = self._shared.agreement, self._shared.settings.verify
+        place, device = self._place(Point.BACKWARD), self._inputs.ids.device
+
+        def at_backward() -> None:
+            if verify:
+                agreement.compare(place, device)
+
+        return RowMessages(self._routes(plan), self._shared.comm), at_backward
 
     def _routes(self, plan: Plan) -> Routes:
         ids, rank, kernels = self._inputs.ids, self._shared.comm.rank, self._kernels
@@ -258,14 +259,8 @@ class MessagesMicrobatch(BaseMicrobatch[Plan]):
         return routes_of(plan, rank, ids.shape, order[:sent], positions)
 
 
-def _compare_places(shared: Shared, place: Place, device: torch.device) -> None:
-    """Raise if ranks begin the backward passes of different microbatches."""
-    if shared.settings.verify:
-        shared.agreement.meet(place, device)
-
-
 def _copied(routes: DeviceRoutes) -> tuple[torch.Tensor, torch.Tensor]:
-    """Order and positions in memory of their own, clamped where a row is padding."""
+    """Return order and positions in their own memory, clamped where a row is padding."""
     most = max(0, routes.order.numel() - 1)
     return routes.order.long().clamp_(0, most), routes.positions.long().clamp_(0, most)
 
@@ -286,7 +281,7 @@ class RowMessages:
         return self.routes.slots
 
     def begins(self) -> list[int]:
-        """The offsets, known from the plan."""
+        """Return the offsets, known from the plan."""
         return self._begins
 
     def to_slots(
@@ -294,26 +289,26 @@ class RowMessages:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """[A, D] a row for each choice of every token, and `[A]` its scalar, in slot order."""
         order = self.routes.order
-        rows_AD = self._there(values_TD.index_select(0, self.routes.token_of_row))
+        rows_AD = self._to_slot_order(values_TD.index_select(0, self.routes.token_of_row))
         if scalars_TK is None:
             return rows_AD, None
-        return rows_AD, self._there(scalars_TK.reshape(-1).index_select(0, order))
+        return rows_AD, self._to_slot_order(scalars_TK.reshape(-1).index_select(0, order))
 
     def to_tokens(
         self, rows_AD: torch.Tensor, scalars_A: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """[T, D] the rows of each token, summed in the order of its choices; `[T, K]` scalars."""
-        sums_TD = self._back(rows_AD).sum(dim=1, dtype=rows_AD.dtype)
-        return sums_TD, None if scalars_A is None else self._back(scalars_A)
+        sums_TD = self._to_token_order(rows_AD).sum(dim=1, dtype=rows_AD.dtype)
+        return sums_TD, None if scalars_A is None else self._to_token_order(scalars_A)
 
-    def _there(self, sent: torch.Tensor) -> torch.Tensor:
+    def _to_slot_order(self, sent: torch.Tensor) -> torch.Tensor:
         """[A, ...] in slot order, from `[M, ...]` in the order of sending."""
         if self._comm.size == 1:
             return sent
         arrived = self._comm.all_to_all(sent, self.routes.send_counts, self._from_rank)
         return _transpose_blocks(arrived, self._blocks)
 
-    def _back(self, served: torch.Tensor) -> torch.Tensor:
+    def _to_token_order(self, served: torch.Tensor) -> torch.Tensor:
         """[T, K, ...] in the order of tokens, from `[A, ...]` in slot order."""
         back = served
         if self._comm.size > 1:
