@@ -28,11 +28,10 @@ from ultraep import (
     Rates,
     Topology,
 )
-from ultraep.backends.triton import board as boards
-from ultraep.backends.triton import reducer
-from ultraep.backends.triton.board import Board
+from ultraep.backends.triton import signals
 from ultraep.backends.triton.device import default_device
-from ultraep.backends.triton.streamer import Streamer
+from ultraep.backends.triton.signals import Signals
+from ultraep.backends.triton.streamer import Streamer, pull
 from ultraep.bundle import Layout
 from ultraep.runtime.control import ControlPlane
 from ultraep.runtime.mapped.peers import LocalPeers
@@ -79,7 +78,7 @@ def copies(relay: str) -> Callable[[], None]:
     def send() -> None:
         topology = Topology(ranks=4, experts=8, slots=2)
         group = LocalPeers(4, device=DEVICE)
-        own = [Board(group.of(r), slots=2, buffers=1, timeout=60.0) for r in range(4)]
+        own = [Signals(group.of(r), slots=2, buffers=1, timeout=60.0) for r in range(4)]
         streamers = [Streamer(board, topology, relay=relay, programs=2) for board in own]
         tensors = [{"w": torch.full((2, 999), float(r), device=DEVICE)} for r in range(4)]
         layout = Layout.of(tensors[0], 2)
@@ -102,7 +101,7 @@ def copies(relay: str) -> Callable[[], None]:
         for piece in of_copies.handle:
             piece.view(torch.float32).fill_(1.0)
         summed = torch.zeros(2, 999, device=DEVICE)
-        reducer.pull(summed, of_copies, made[0], streamers[0], programs=3)
+        pull(summed, of_copies, made[0], streamers[0], programs=3)
         assert summed.sum(dim=1).tolist() == [3 * 999.0, 0.0]
 
     return send
@@ -129,7 +128,7 @@ WORK = {f"example of {name}": example(name) for name in EXAMPLES} | {
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--part", default="0/1", help="number and count of parts, 3/8")
-    boards.polls_per_second = lambda device: 1e6  # to measure it takes minutes here
+    signals.polls_per_second = lambda device: 1e6  # to measure it takes minutes here
     part, parts = map(int, parser.parse_args().part.split("/"))
     for name in list(WORK)[part::parts]:
         WORK[name]()

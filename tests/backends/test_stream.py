@@ -22,10 +22,9 @@ from triton.runtime.interpreter import InterpreterBuilder
 
 import ultraep
 from ultraep import BalanceConfig, CommunicationError, ConfigError, Plan, Topology
-from ultraep.backends.triton import board as boards
-from ultraep.backends.triton import reducer, streamer
-from ultraep.backends.triton.board import MAX_CHUNKS, MEETINGS, Board
+from ultraep.backends.triton import signals, streamer
 from ultraep.backends.triton.device import default_device, interpreted
+from ultraep.backends.triton.signals import BARRIERS, MAX_CHUNKS, Signals
 from ultraep.backends.triton.streamer import Contents, Streamer, chunks_for
 from ultraep.bundle import Layout
 from ultraep.hops import HOME, choose, hops
@@ -152,7 +151,7 @@ def wanted_schedule(plan, rank, mode, nbytes, skip=None):
 def no_clock():
     """Boards of this process need not know how long a poll takes: nobody waits here."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(boards, "polls_per_second", lambda device: 1000.0)
+        patch.setattr(signals, "polls_per_second", lambda device: 1000.0)
         yield
 
 
@@ -161,7 +160,7 @@ def of_bytes(nbytes):
 
 
 def streamer_of(group, rank, topology, mode):
-    board = Board(group.of(rank), slots=topology.slots, buffers=1, timeout=1.0)
+    board = Signals(group.of(rank), slots=topology.slots, buffers=1, timeout=1.0)
     return Streamer(board, topology, relay=mode, programs=1)
 
 
@@ -243,7 +242,7 @@ def test_a_schedule_is_written_into_its_own_memory_only():
     for rank in (0, 2):
         made_by = streamer_of(group, rank, topology, "auto")
         made = torch.zeros(made_by.size, dtype=torch.int32, device=DEVICE)
-        with watched(also=made_by.board.region.handle) as watch:
+        with watched(also=made_by.signals.region.handle) as watch:
             made_by.schedule(on_device(plan), of_bytes(4096), made)
         assert watch.touched
 
@@ -362,7 +361,7 @@ class Rank:
         self, peers, topology, *, relay="chain", programs=1, seed=0, buffers=1, timeout=PATIENCE
     ):
         self.topology, self.rank, self.seed = topology, peers.rank, seed
-        self.board = Board(peers, slots=topology.slots, buffers=buffers, timeout=timeout)
+        self.board = Signals(peers, slots=topology.slots, buffers=buffers, timeout=timeout)
         self.streamer = Streamer(self.board, topology, relay=relay, programs=programs)
         mine = topology.home_experts(peers.rank).tolist()
         self.tensors = stacked_tensors(mine, seed)
@@ -516,7 +515,7 @@ def fill_under_watch(rank, group):
         me.slots().fill_(SCRIBBLE)
         with watched(also=me.memory()) as watch:
             me.fill(me.schedule(plan))
-            me.board.meet("rows")
+            me.board.barrier("rows")
         me.assert_filled(plan)
     return {"stream", "share"} <= watch.kernels
 
@@ -530,7 +529,7 @@ def send_two_views_of_one_memory(rank, group):
     topology = Topology(ranks=2, experts=2)
     peers = SharedPeers(group)
     with small_tiles():
-        board = Board(peers, slots=1, buffers=1, timeout=PATIENCE)
+        board = Signals(peers, slots=1, buffers=1, timeout=PATIENCE)
         made_by = Streamer(board, topology, relay="direct", programs=1)
         plan, base = plan_with(topology, [(0, 1, 0)]), torch.arange(64, dtype=torch.float32)
         for length in (16, 64):
@@ -555,12 +554,12 @@ def test_bundles_at_one_address_may_have_different_shapes():
 def test_weights_must_be_contiguous():
     made_by = streamer_of(LocalPeers(2, device=DEVICE), 0, Topology(ranks=2, experts=4), "auto")
     tensors = {"weight": torch.zeros(2, 6, 4, device=DEVICE).transpose(1, 2)}
-    with pytest.raises(ConfigError, match=r"'weight' must be contiguous: shape \[2, 4, 6\]"):
+    with pytest.raises(ConfigError, match=r"'weight' must be contiguous, got shape \[2, 4, 6\]"):
         made_by.sources(Layout.of(tensors, 2), tensors)
 
 
 def test_programs_must_be_positive():
-    board = Board(LocalPeers(2, device=DEVICE).of(0), slots=1, buffers=1, timeout=1.0)
+    board = Signals(LocalPeers(2, device=DEVICE).of(0), slots=1, buffers=1, timeout=1.0)
     with pytest.raises(ConfigError, match="programs must be at least 1, got 0"):
         Streamer(board, Topology(ranks=2, experts=4), relay="auto", programs=0)
 
@@ -570,7 +569,7 @@ def test_programs_must_be_positive():
 
 def share_rows(rank, group, rounds, numbers):
     peers, rng = SharedPeers(group), np.random.default_rng(rank)
-    board = Board(peers, slots=1, buffers=1, timeout=PATIENCE)
+    board = Signals(peers, slots=1, buffers=1, timeout=PATIENCE)
     tables = peers.allocate("tables", board.table_bytes(numbers))
     gathered = torch.empty(peers.size, numbers, dtype=torch.int32)
     every = torch.arange(peers.size * numbers, dtype=torch.int32).view(peers.size, numbers)
@@ -582,9 +581,9 @@ def share_rows(rank, group, rounds, numbers):
         assert torch.equal(gathered, wanted), number
         if number % 5 == 0:
             nap(rng)
-            board.meet("rows")
+            board.barrier("rows")
     board.check()
-    return [int(board.words[board.channel(index)]) for index in range(len(MEETINGS))]
+    return [int(board.words[board.channel(index)]) for index in range(len(BARRIERS))]
 
 
 @only_interpreted
@@ -604,7 +603,7 @@ def complaint(board):
 def act_of(me, stage):
     """What all ranks do together, and wait for rank 2."""
     if stage != "weights":
-        return me.board.meet(stage)
+        return me.board.barrier(stage)
     plan = plan_with(me.topology, [(4, 0, 0), (4, 1, 0)])
     return me.fill(me.schedule(plan))
 
@@ -613,14 +612,14 @@ def without_rank_2(rank, group, timeout):
     """The complaints at every stage, and how long all took. After a fault, nobody waits."""
     topology, found, begin = Topology(ranks=3, experts=6), [], time.monotonic()
     with small_tiles():
-        for stage in boards.STAGES:
+        for stage in signals.STAGES:
             me = Rank(SharedPeers(group), topology, relay="direct", timeout=timeout)
             if rank == 2:
                 continue
             act_of(me, stage)
             found.append(complaint(me.board))
-            me.board.patience = 2**31 - 1
-            for other in boards.STAGES:
+            me.board.poll_limit = 2**31 - 1
+            for other in signals.STAGES:
                 act_of(me, other)
             assert complaint(me.board) == found[-1]
     return found, time.monotonic() - begin
@@ -630,8 +629,8 @@ def without_rank_2(rank, group, timeout):
 def test_a_rank_that_never_comes_is_named():
     for rank, (complaints, seconds) in enumerate(shared_pool().run(3, without_rank_2, 1.0)[:2]):
         assert seconds < QUICK
-        for stage, message in zip(boards.STAGES, complaints, strict=True):
-            assert message.startswith("rank 2 did not come within 1 s")
+        for stage, message in zip(signals.STAGES, complaints, strict=True):
+            assert message.startswith("rank 2 did not arrive within 1 s")
             assert f"at stage {stage!r} (seen on rank {rank})" in message
 
 
@@ -656,14 +655,14 @@ def die_in_a_chain(rank, group, timeout):
         me.fill(me.schedule(plan))
         me.assert_filled(plan)
         made = me.schedule(plan)
-        me.board.meet("rows")
-        me.board.patience = int(me.board.patience * timeout / PATIENCE)
+        me.board.barrier("rows")
+        me.board.poll_limit = int(me.board.poll_limit * timeout / PATIENCE)
         if rank == 1:
             assert int(made[1]) > 2, "no chunk left to send"
             end_at_store(3)
         begin = time.monotonic()
         me.fill(made)
-        me.board.meet("rows")
+        me.board.barrier("rows")
         return complaint(me.board), time.monotonic() - begin
 
 
@@ -675,7 +674,7 @@ def test_a_rank_that_dies_in_a_chain_stops_the_others():
     for rank in (0, 2, 3):
         assert by_rank[rank].kind == "result", by_rank[rank].value
         message, seconds = by_rank[rank].value
-        assert message.startswith(("rank 1 did not come", "rank 2 did not come"))
+        assert message.startswith(("rank 1 did not arrive", "rank 2 did not arrive"))
         assert seconds < QUICK
 
 
@@ -717,7 +716,7 @@ def test_peers_of_one_process_share_memory():
 def small_pieces(monkeypatch):
     """Several tiles of few numbers."""
     if interpreted():
-        monkeypatch.setattr(reducer, "NUMBERS", 32)
+        monkeypatch.setattr(streamer, "GRADIENTS", 32)
 
 
 class Gradients:
@@ -758,7 +757,7 @@ class Gradients:
 
     def pull(self, **options):
         with watched(also=self.rows.handle) if interpreted() else no_watch():
-            reducer.pull(self.of_homes, self.rows, self.made, self.streamer, **options)
+            streamer.pull(self.of_homes, self.rows, self.made, self.streamer, **options)
 
 
 @contextmanager
@@ -792,7 +791,7 @@ def fanned_plan():
 @pytest.mark.parametrize("width", [1, 32, 77])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_gradients_are_added_in_the_order_of_the_plan(dtype, width, ahead, large, monkeypatch):
-    monkeypatch.setattr(reducer, "AHEAD", ahead)
+    monkeypatch.setattr(streamer, "AHEAD", ahead)
     for rank in (0, 3):
         case = Gradients(fanned_plan(), rank, width, dtype)
         wanted, kept = case.wanted(), [piece.clone() for piece in case.of_copies]

@@ -30,13 +30,12 @@ from ultraep.backends.limits import Limits
 from ultraep.backends.reference.members import VARIANTS, alias, close_circles, window
 from ultraep.backends.reference.place import attempts_of, domains_of, shared_threshold, solve
 from ultraep.backends.reference.reroute import stride
-from ultraep.backends.triton.counter import ROWS, TOKENS, Counter
 from ultraep.backends.triton.device import default_device, interpreted
 from ultraep.backends.triton.kernels import place
 from ultraep.backends.triton.kernels.reroute import place_on_line
 from ultraep.backends.triton.kernels.rungs import LIMITED
 from ultraep.backends.triton.planner import Planner
-from ultraep.backends.triton.rerouter import strides
+from ultraep.backends.triton.rerouter import ROWS, TOKENS, Counter, strides
 from ultraep.config import NO_RATES, rungs_of
 from ultraep.reroute import reroute, reroute_dense, rows_received
 from ultraep.runtime.control import ControlPlane
@@ -657,7 +656,7 @@ KERNEL_NAMES = {
     "split",
     "tile_counts",
     "tile_offsets",
-    "lines",
+    "lay_lines",
     "assign",
     "receive",
     "tile_counts_of_map",

@@ -13,11 +13,10 @@ from typing import Any
 
 import torch
 
-from ultraep.backends.triton.board import Board, Told
 from ultraep.backends.triton.exchange import RegionLayout, RowExchange, aligned
-from ultraep.backends.triton.grouped import multiprocessors
-from ultraep.backends.triton.reducer import pull
-from ultraep.backends.triton.streamer import Contents, Streamer
+from ultraep.backends.triton.launch import multiprocessors
+from ultraep.backends.triton.signals import Signals, WeightVersion
+from ultraep.backends.triton.streamer import Contents, Streamer, pull
 from ultraep.bundle import Layout
 from ultraep.comm import Peers, Region
 from ultraep.errors import LoadError, SlotError
@@ -56,7 +55,7 @@ class MappedMemory:
         self.tokens, self.top_k = tokens, top_k
         self.sms = share.sms or multiprocessors(own.device)
         self.overlap = Overlap(own.device, share.stream)
-        self.board = Board(own, slots=topology.slots, buffers=buffers, timeout=timeout)
+        self.board = Signals(own, slots=topology.slots, buffers=buffers, timeout=timeout)
         moving, self._pulling, self.beside = _programs(own.device, self.sms, share.budget)
         self.streamer = Streamer(self.board, topology, relay=relay, programs=moving)
         layout = RegionLayout(
@@ -83,7 +82,7 @@ class MappedMemory:
         self._held: dict[tuple[Layout, int], dict[str, torch.Tensor]] = {}
         self._read: set[str] = set()  # since the last meeting
 
-    def share_loads(self, loads_E: torch.Tensor, kind: int, told: Told) -> torch.Tensor:
+    def share_loads(self, loads_E: torch.Tensor, kind: int, told: WeightVersion) -> torch.Tensor:
         """[R, E] the loads of all ranks, from those of this one; all must be of one kind.
 
         told: of the weights of this rank, and of all.
@@ -96,7 +95,7 @@ class MappedMemory:
 
     def meet(self) -> None:
         """What every rank has written, all can read afterwards."""
-        self.board.meet("rows")
+        self.board.barrier("rows")
         self._read.clear()
 
     def region(self, kind: str, nbytes: int) -> Region:
@@ -220,7 +219,7 @@ class MappedMemory:
         beside: aside, by a few large programs: products leave no room on a multiprocessor, so those
         that these take must be left to them.
         """
-        self.board.meet("gradients")
+        self.board.barrier("gradients")
         self._read = {"gradients"}
         with self.overlap.aside() if beside else nullcontext():
             for name, of_copies in slots.items():
