@@ -3,10 +3,10 @@
     python tests/backends/compile_kernels.py --sizes 64x256x1,512x2048x2 --targets sm_90,gfx942
 
 A size is ranks x experts x slots; matrix products hardly depend on it and are compiled for the
-first size only. Every variant of a kernel is one line: warps, registers per thread, spilled bytes (on AMD
-registers), bytes of shared memory, bytes of a thread's widest load. With `--known FOLDER` a variant
-is compiled once, until its source or Triton changes. With `--once TARGETS`, these targets compile
-one variant of most kernels, and the other targets compile every variant of the first size.
+first size only. Every variant of a kernel is one line: warps, registers per thread, spilled bytes
+(on AMD registers), bytes of shared memory, bytes of a thread's widest load. With `--known FOLDER` a
+variant is compiled once, until its source or Triton changes. With `--once TARGETS`, these targets
+compile one variant of most kernels, and the other targets compile every variant of the first size.
 """
 
 from __future__ import annotations

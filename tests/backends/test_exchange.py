@@ -435,7 +435,7 @@ def test_routes_of_the_control_plane():
 def test_too_many_tokens_are_refused():
     group = random_group()
     values = torch.zeros(group.layout.tokens + 1, group.width, device=DEVICE)
-    with pytest.raises(ultraep.LoadError, match="16 routed rows, but the regions are for 14"):
+    with pytest.raises(ultraep.LoadError, match="got 16 routed rows, but the regions hold 14"):
         group.exchanges[0].expose_values(values, group.values[0])
 
 

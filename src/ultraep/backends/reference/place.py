@@ -30,7 +30,7 @@ LINKS = (1, 2)  # always tried, though they may not suffice for the tolerance
 
 
 def probe(domain: Domain, threshold: int) -> Attempt:
-    """Return the best attempt: lowest peak above the threshold, then fewest replicas, fan-out, egress."""
+    """Return the best attempt: the least peak, replicas, fan-out and egress, in this order."""
     attempts = [alias(domain, threshold)]
     if threshold > domain.mean:
         attempts.insert(0, window(domain, threshold))  # moves fewer rows
@@ -46,8 +46,8 @@ def probe(domain: Domain, threshold: int) -> Attempt:
 def solve(domain: Domain, best: Attempt) -> Attempt:
     """Return the best attempt, or one at the least threshold above it that `alias` meets.
 
-    A failed attempt predicts the next threshold: the peak falls in proportion as the threshold rises.
-    After a success, the threshold just below it is tried, then bisection.
+    A failed attempt predicts the next threshold: the peak falls in proportion as the threshold
+    rises. After a success, the threshold just below it is tried, then bisection.
     """
     threshold = best.threshold
     if best.peak <= threshold:
@@ -153,10 +153,10 @@ def quickest(domains: list[Domain], tolerance_parts: int, rates: Rates) -> list[
 def attempts_of(
     domains: list[Domain], rungs: list[int], few_links: bool
 ) -> tuple[list[list[Attempt]], list[list[Attempt]]]:
-    """Return attempts at the lowest rung that may need fewer links than the exact plan, and all others.
+    """Return attempts that may need fewer links than the exact plan, and all others.
 
-    If links cost time, each rung is attempted with the fewest links it needs. With even fewer links,
-    the threshold is the least one that they can meet.
+    If links cost time, each rung is attempted with the fewest links it needs. The lowest rung is
+    also attempted with LINKS; its threshold is then the least one that so few links can meet.
     """
 
     def attempts(thresholds: list[int], links: int | None) -> list[Attempt]:

@@ -27,7 +27,6 @@ WORDS, WARPS = 8192, 4  # of a tile of weights
 GRADIENTS, GRADIENT_WARPS = 4096, 8  # of a tile of gradients
 # Factor for programs that have a multiprocessor to themselves: as many threads as possible.
 LARGE = 4 if torch.version.hip is None else 2
-AHEAD = 3  # replicas whose gradients are loaded together: 1 or 3
 MOST_SOURCES = 1024  # address tables in the cache
 
 
@@ -287,7 +286,6 @@ def pull(
         gradients_HP.stride(0),
         ACCUMULATOR=tl.float64 if double else tl.float32,
         ZERO=zero,
-        AHEAD=AHEAD,
         ALIGNED=own.shape[1] * own.element_size() % 16 == 0,
         W=GRADIENTS * size,
         PROGRAMS=programs,

@@ -31,7 +31,7 @@ from ultraep.backends.triton.kernels.state import (
     loads_of,
     quotas_of,
     threshold_of,
-    work_of,
+    work_size,
 )
 
 GROUP = tl.constexpr(32)
@@ -85,7 +85,7 @@ def first_by_groups(
     slack = (threshold > own_mean).to(tl.int32)
     tl.store(fact_of(tried.facts, domain, SLACK, SHAPE), slack)
 
-    work = work_of(work, domain, SHAPE)
+    work += domain * work_size(SHAPE.H, SHAPE.G)
     hosted = attempts_of(tried.attempts, domain, problem, SHAPE)
     loads = loads_of(tried.attempt_loads, domain, 0, problem, SHAPE)
     free_all(hosted, problem, SHAPE)

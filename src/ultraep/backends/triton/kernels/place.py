@@ -51,7 +51,7 @@ from ultraep.backends.triton.kernels.state import (
     mean_of,
     measure_of,
     rank_loads_of,
-    scratch_of,
+    scratch_size,
     shared_threshold,
 )
 
@@ -237,7 +237,7 @@ def lower_bounds(
     domain = tl.program_id(0)
     problem = Problem(ranks, slots, 1, limit)
     load_G = rank_loads_of(load_domain(home, domain, SHAPE))
-    scratch = scratch_of(scratch, domain, SHAPE)
+    scratch += domain * scratch_size(SHAPE.H, SHAPE.G)
     least = bound(load_G, home_of(home, domain, SHAPE), scratch, problem, SHAPE, STEP)
     tl.store(bounds + domain, least)
 

@@ -35,7 +35,7 @@ from ultraep.backends.triton.kernels.schedule import (
     store_place,
     store_span,
 )
-from ultraep.backends.triton.kernels.signals import HELD, SENT, board_of, next_fill
+from ultraep.backends.triton.kernels.signals import HELD, LAST_FILL, SENT, board_of
 
 DIRECT, CHAIN, AUTO = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 NEVER = tl.constexpr(2**30)
@@ -281,7 +281,8 @@ def make_schedule(
     """
     board, fill = board_of(boards, rank), tl.load(schedule + FILL)
     if again == 0:
-        fill = next_fill(board, numbering)
+        fill = tl.load(board + numbering + LAST_FILL) + 1
+        tl.store(board + numbering + LAST_FILL, fill)
     all_held = ((again != 0) & (fill == tl.load(board + channel + HELD))).to(tl.int32)
     to_send = scratch + NOTES * copies
     leave_out(replicas, homes, versions, held, to_send, owner, all_held, slots, copies, C)

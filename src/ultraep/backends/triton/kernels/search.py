@@ -29,7 +29,7 @@ from ultraep.backends.triton.kernels.state import (
     measure_of,
     quotas_of,
     rank_loads_of,
-    scratch_of,
+    scratch_size,
 )
 
 GUESSES = tl.constexpr(4)
@@ -201,7 +201,7 @@ def least_that_is_met(
     home_HG = load_domain(home, domain, SHAPE)
     load_G = rank_loads_of(home_HG)
     rank = tl.arange(0, SHAPE.G)
-    scratch = scratch_of(scratch, domain, SHAPE)
+    scratch += domain * scratch_size(SHAPE.H, SHAPE.G)
     least = bound(load_G, home_of(home, domain, SHAPE), scratch, problem, SHAPE, STEP)
     tl.debug_barrier()
     end_G = tl.load(attempt_loads + rank, mask=rank < problem.ranks, other=0)

@@ -49,21 +49,8 @@ def fault_of(stage, peer):
 
 @triton.jit
 def next_epoch(board, channel):
-    """Return the number of the epoch that begins; `end_epoch` stores it."""
+    """Return the number of the epoch that begins; the last program stores it."""
     return tl.load(board + channel + EPOCH) + 1
-
-
-@triton.jit
-def end_epoch(board, channel, epoch):
-    tl.store(board + channel + EPOCH, epoch)
-
-
-@triton.jit
-def next_fill(board, channel):
-    """Return a new fill number."""
-    fill = tl.load(board + channel + LAST_FILL) + 1
-    tl.store(board + channel + LAST_FILL, fill)
-    return fill
 
 
 @triton.jit
@@ -207,4 +194,4 @@ def share(
             taken = tl.load(here + at, mask=there, volatile=True)
             tl.store(gathered + peer.to(tl.int64) * numbers + at, taken, mask=there)
     if last_of(mine, channel, ranks):
-        end_epoch(mine, channel, epoch)
+        tl.store(mine + channel + EPOCH, epoch)

@@ -147,16 +147,6 @@ def found_quotas_of(found, spare_slots):
 
 
 @triton.jit
-def scratch_of(scratch, domain, SHAPE: tl.constexpr):
-    return scratch + domain * scratch_size(SHAPE.H, SHAPE.G)
-
-
-@triton.jit
-def work_of(work, domain, SHAPE: tl.constexpr):
-    return work + domain * work_size(SHAPE.H, SHAPE.G)
-
-
-@triton.jit
 def heats_of(work, SHAPE: tl.constexpr):
     """[G] rows of the hottest expert at home of every rank."""
     return work + SHAPE.H * SHAPE.G

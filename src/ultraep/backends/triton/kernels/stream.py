@@ -33,11 +33,11 @@ from ultraep.backends.triton.kernels.schedule import (
     senders_of,
 )
 from ultraep.backends.triton.kernels.signals import (
+    EPOCH,
     HELD,
     Waiting,
     add_one,
     board_of,
-    end_epoch,
     last_of,
     next_epoch,
     post,
@@ -206,7 +206,7 @@ def stream(
         for begin in range(0, slots * max_chunks, 64):
             tl.store(board + arrived + begin + flag, 0, mask=begin + flag < slots * max_chunks)
         tl.store(board + channel + HELD, fill)
-        end_epoch(board, channel, epoch)
+        tl.store(board + channel + EPOCH, epoch)
 
 
 @triton.jit
@@ -279,14 +279,9 @@ def gradient_row(rows, places, copy, width, own, ALIGNED: tl.constexpr):
 
 
 @triton.jit
-def add_rows(
-    total, rows, places, copy, end, width, own, here, there,
-    AHEAD: tl.constexpr, ALIGNED: tl.constexpr
-):  # fmt: skip
-    """Add the gradients of up to AHEAD replicas to the total, in their order."""
+def add_rows(total, rows, places, copy, end, width, own, here, there, ALIGNED: tl.constexpr):
+    """Add the gradients of up to three replicas to the total, in their order."""
     first = gradient_row(rows, places, copy, width, own, ALIGNED)
-    if AHEAD == 1:
-        return total + tl.load(first + here, mask=there).to(total.dtype)
     second = gradient_row(rows, places, tl.minimum(copy + 1, end - 1), width, own, ALIGNED)
     third = gradient_row(rows, places, tl.minimum(copy + 2, end - 1), width, own, ALIGNED)
     tile_1 = tl.load(first + here, mask=there)
@@ -308,7 +303,6 @@ def pull(
     stride,
     ACCUMULATOR: tl.constexpr,
     ZERO: tl.constexpr,
-    AHEAD: tl.constexpr,
     ALIGNED: tl.constexpr,
     W: tl.constexpr,
     PROGRAMS: tl.constexpr,
@@ -324,7 +318,7 @@ def pull(
     >>> schedule = [1, 1, 1, 1, 0, 1, 0, 0, 0, 0, 0, 0, -1, 1, 0, -2, 0, 0, 1, 0, 0]
     >>> example(pull, 1, gradients=[[-1.0, -1.0], [3.0, 4.0]], own=[[1.0, 2.0], [0.0, 0.0]],
     ...         rows=at([[0.5, 0.5]], [[10.0, 20.0]]), schedule=schedule, copies=2, homes=2,
-    ...         width=2, stride=2, ACCUMULATOR=tl.float32, ZERO=True, AHEAD=1, ALIGNED=False, W=2,
+    ...         width=2, stride=2, ACCUMULATOR=tl.float32, ZERO=True, ALIGNED=False, W=2,
     ...         PROGRAMS=1)
     gradients = [[11.0, 22.0], [3.0, 4.0]]
     rows = [[[0.5, 0.5]], [[0.0, 0.0]]]
@@ -340,12 +334,11 @@ def pull(
                 here = begin + at
                 there = here < width
                 total = tl.load(source + here, mask=there).to(ACCUMULATOR)
-                for copy in range(first, end, AHEAD):
+                for copy in range(first, end, 3):
                     # Load several replicas before the first addition.
                     total = add_rows(
-                        total, rows, places, copy, end, width, own, here, there,
-                        AHEAD, ALIGNED
-                    )  # fmt: skip
+                        total, rows, places, copy, end, width, own, here, there, ALIGNED
+                    )
                 tl.store(target + here, total.to(gradients.dtype.element_ty), mask=there)
                 if ZERO:
                     for copy in range(first, end):
