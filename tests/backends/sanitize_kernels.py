@@ -1,13 +1,13 @@
-"""Launch every kernel at a small size on a GPU, one process, for NVIDIA's compute-sanitizer.
+"""Launch every kernel at a small size on a GPU, in one process, for NVIDIA's compute-sanitizer.
 
     compute-sanitizer --tool memcheck python tests/backends/sanitize_kernels.py
     compute-sanitizer --tool racecheck python tests/backends/sanitize_kernels.py
 
-Each kernel does the example of its docstring; then whole stages run at sizes of several tiles: the
-control plane, a layer of one rank there and back, and copies for four ranks by one launch. The
-sanitizer runs one kernel after the other, so nobody may wait for a kernel that comes later.
+Runs the example of every kernel, then whole stages at sizes of several tiles: the control plane, a
+layer of one rank forward and backward, and replicas for four ranks by one launch. The sanitizer
+runs one kernel after the other, so no kernel may wait for a later one.
 
-`--part 3/8`: an eighth of it, to compile in eight processes before.
+`--part 3/8`: one of eight parts, to compile them in eight processes first.
 """
 
 from __future__ import annotations
@@ -21,13 +21,7 @@ import torch
 from test_kernel_examples import EXAMPLES, RUNNER
 
 import ultraep
-from ultraep import (
-    BalanceConfig,
-    BalancedMoE,
-    Balancer,
-    Rates,
-    Topology,
-)
+from ultraep import BalanceConfig, BalancedMoE, Balancer, Rates, Topology
 from ultraep.backends.triton import signals
 from ultraep.backends.triton.device import default_device
 from ultraep.backends.triton.signals import Signals
@@ -40,7 +34,7 @@ DEVICE = default_device()
 
 
 def control() -> None:
-    """Counts, plans and routes, of several settings."""
+    """Count, plan and route with several settings."""
     rng = np.random.default_rng(0)
     by_time = BalanceConfig(rates=Rates(row=1000, copy=20_000, each=1000))
     settings = product(({}, {"slots": 2, "domain": 4}, {"slots": 0}), (None, by_time))
@@ -73,7 +67,7 @@ def layer(dtype: torch.dtype) -> Callable[[], None]:
 
 
 def copies(relay: str) -> Callable[[], None]:
-    """Weights for four ranks by one launch, twice; then the gradients of one of them."""
+    """Send weights for four ranks by one launch, twice; then sum gradients of one rank."""
 
     def send() -> None:
         topology = Topology(ranks=4, experts=8, slots=2)
@@ -109,9 +103,9 @@ def copies(relay: str) -> Callable[[], None]:
 
 def example(name: str) -> Callable[[], None]:
     def run() -> None:
-        told: list[str] = []
-        RUNNER.run(EXAMPLES[name], out=told.append, clear_globs=False)
-        assert not told, "".join(told)
+        output: list[str] = []
+        RUNNER.run(EXAMPLES[name], out=output.append, clear_globs=False)
+        assert not output, "".join(output)
 
     return run
 
@@ -127,8 +121,8 @@ WORK = {f"example of {name}": example(name) for name in EXAMPLES} | {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--part", default="0/1", help="number and count of parts, 3/8")
-    signals.polls_per_second = lambda device: 1e6  # to measure it takes minutes here
+    parser.add_argument("--part", default="0/1", help="part to run, as in 3/8")
+    signals.polls_per_second = lambda device: 1e6  # the measurement takes minutes here
     part, parts = map(int, parser.parse_args().part.split("/"))
     for name in list(WORK)[part::parts]:
         WORK[name]()
