@@ -35,7 +35,7 @@ class Stacks:
     """One tensor per slot: a stack of the home slots and a stack of the spare slots.
 
     Both have equal strides within a slot and a contiguous last dimension. They have one dtype,
-    except gradients: those of homes may have the dtype of the parameters.
+    except gradients: `homes` may have the dtype of the parameters.
     """
 
     homes: torch.Tensor

@@ -12,6 +12,7 @@ from numba import njit
 
 from ultraep.arrays import IntArray
 from ultraep.backends.reference.members import EMPTIEST, FULLEST
+from ultraep.config import UNLIMITED
 
 
 class SortedDomain(NamedTuple):
@@ -66,15 +67,6 @@ def domain_at(every, begin, size):
         every.hottest_first[experts], every.emptiest_first[begin:end],
         every.fullest_first[begin:end], every.slots, every.min_tokens, every.max_replicas,
     )  # fmt: skip
-
-
-@njit(cache=True)
-def hottest(at_home, first, rank):
-    best = first[rank]
-    for expert in range(best + 1, first[rank + 1]):
-        if at_home[expert] > at_home[best]:
-            best = expert
-    return best
 
 
 @njit(cache=True)
@@ -247,7 +239,7 @@ def window(domain, threshold, placed):
                 donor = rank
         if donor < 0:
             break
-        expert = hottest(at_home, domain.first, donor)
+        expert = hottest_movable(at_home, domain, donor, UNLIMITED)
         surplus = min(rank_loads[donor] - threshold, at_home[expert])
         begin, end = tightest(rooms[:num_hosts], surplus)
         if begin == end:
@@ -414,7 +406,7 @@ def close_circles(domain, threshold, halves, anchor_kind, placed):
         count -= 2
         donors -= 1
         move(quota, hot[donor], donor, host, at_home, rank_loads, free_slots)
-        hot[donor] = hottest(at_home, first, donor)
+        hot[donor] = hottest_movable(at_home, domain, donor, UNLIMITED)
         heat[donor] = at_home[hot[donor]]
         for rank in (donor, host):
             high = rank_loads[rank] - threshold

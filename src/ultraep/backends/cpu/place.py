@@ -137,7 +137,7 @@ def copy_rows(target, source, count):
 
 @njit(cache=True)
 def append(found, total, placed, made, first_expert, first_rank):
-    """Append the replicas of a domain to those of earlier domains."""
+    """Append the replicas of a domain to `found`."""
     for index in range(made):
         found[total + index, 0] = first_expert + placed[index, 0]
         found[total + index, 1] = first_rank + placed[index, 1]

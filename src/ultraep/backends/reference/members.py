@@ -141,7 +141,7 @@ def alias(domain: Domain, threshold: int) -> Attempt:
     """Let the emptiest rank take exactly what it lacks from the fullest.
 
     As in Walker's alias method the donor may fall below the threshold; it is then itself served as
-    the emptiest. With as many slots as home experts per rank this always meets the mean.
+    the emptiest. With one slot per home expert on every rank, this always meets the mean.
     """
     attempt = Attempt(domain, threshold)
     while attempt.unfinished and take(attempt):
@@ -194,7 +194,7 @@ def thrifty(domain: Domain, threshold: int, links: int) -> Attempt:
 def _tightest_pair(attempt: Attempt, surplus: dict[int, int]) -> tuple[int, int, int | None]:
     """Return the smallest surplus that one expert carries, the tightest host, and the waste.
 
-    The higher rank on a tie; a waste of None: there is no such pair.
+    Ties go to the higher rank. The waste is None without such a pair.
     """
     ready, room = attempt.ready(surplus), attempt.room
     if not ready:

@@ -20,6 +20,7 @@ import torch
 
 from ultraep.arrays import IntArray
 from ultraep.backends.limits import Limits
+from ultraep.backends.reference.reroute import tally
 from ultraep.backends.triton.device import default_device, launching
 from ultraep.backends.triton.kernels.plan import Homes, Plan
 from ultraep.backends.triton.kernels.state import MOST
@@ -133,23 +134,6 @@ def reroute(
     if isinstance(ids_N, torch.Tensor):
         return order, rows_of_slot
     return _on_host(order), _on_host(rows_of_slot)
-
-
-def tally(
-    expert_loads: IntArray, home_of_expert: IntArray, copies_C3: IntArray, ranks: int
-) -> tuple[IntArray, IntArray]:
-    """[R] rows served by every rank, and [C] the spare slot of every replica."""
-    experts, hosts, quotas = _on_device(copies_C3).T
-    homes = _on_device(home_of_expert)
-    rank_loads = torch.zeros(ranks, dtype=torch.int64, device=homes.device)
-    rank_loads.index_add_(0, homes, _on_device(expert_loads))
-    rank_loads.index_add_(0, homes[experts], -quotas)
-    rank_loads.index_add_(0, hosts, quotas)
-    by_host = torch.sort(hosts, stable=True)
-    first = torch.searchsorted(by_host.values, by_host.values)
-    slots = torch.empty_like(hosts)
-    slots[by_host.indices] = torch.arange(len(hosts), device=hosts.device) - first
-    return _on_host(rank_loads), _on_host(slots)
 
 
 def _planner(expert_loads: IntArray, limits: Limits) -> Planner:

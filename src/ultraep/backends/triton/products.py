@@ -29,7 +29,7 @@ class TritonProducts:
         the host does not wait for it. Rows behind `offsets[L]` are neither read nor written.
     dtype: of the rows; weights of another dtype are converted, as under autocast.
     programs: multiprocessors to use; None: all.
-    table: tile sizes; None: those of this GPU.
+    table: tile sizes; None: the table of this GPU.
 
     Sums are float32. A row of a result has the same bits at any position, beside any other rows; a
     sum over rows depends on their order.
@@ -262,7 +262,7 @@ class TritonProducts:
 
 
 def check_rows(*tensors: torch.Tensor | None) -> None:
-    """Assert that tensors have as many rows as the first, without gaps; vectors are float32."""
+    """Assert that tensors have equal numbers of rows, without gaps; vectors are float32."""
     present = [tensor for tensor in tensors if tensor is not None]
     for tensor in present:
         assert len(tensor) == len(present[0]), (tensor.shape, present[0].shape)

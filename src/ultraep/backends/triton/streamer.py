@@ -25,13 +25,13 @@ MODES = {"direct": relay.DIRECT, "chain": relay.CHAIN, "auto": relay.AUTO}
 SIGNAL_COST = 88 << 10  # bytes that a program moves in the latency of a signal
 WORDS, WARPS = 8192, 4  # of a tile of weights
 GRADIENTS, GRADIENT_WARPS = 4096, 8  # of a tile of gradients
-# Factor for programs that have a multiprocessor to themselves: as many threads as possible.
+# Factor for programs that have a multiprocessor to themselves and use all its threads.
 LARGE = 4 if torch.version.hip is None else 2
 MOST_SOURCES = 1024  # address tables in the cache
 
 
 class Contents(NamedTuple):
-    """What the slots of one buffer hold on all ranks, and what a microbatch puts there.
+    """Contents of the slots of one buffer on all ranks, before and after a microbatch.
 
     held: [R * slots, 3] owner, expert and version of every slot; 0: nothing.
     versions: [R] of the weights of all ranks; 0: not promised, so they are sent again.
@@ -264,7 +264,7 @@ def pull(
     own_HP: torch.Tensor | None = None,
     zero: bool = False,
 ) -> None:
-    """Sum the gradients of home experts that have replicas with those of the replicas.
+    """Add the gradients of replicas to the gradients of their home experts.
 
     own_HP: gradients of the home experts; None: `gradients_HP`.
     rows: `[slots, P]` of every rank, in the same dtype.   zero: clear them.

@@ -111,7 +111,7 @@ def tightest_pair(
 
 @triton.jit
 def smallest(value_G, chosen_G, G: tl.constexpr, PACKED: tl.constexpr):
-    """Return the smallest chosen value and the last rank that has it; MOST and -1 if there is none.
+    """Return the smallest chosen value and the last rank that has it; MOST and -1: none.
 
     Chosen values are never negative.
     """
@@ -233,7 +233,7 @@ def tightest(room_G, key_G, surplus, allowed, G: tl.constexpr):
     """Find the last run of as few neighbours as possible that have room for the surplus.
 
     Returns the length of the run, how many of its hosts are allowed, and the keys of the first and
-    last allowed host. None is allowed if there is no such run.
+    last allowed host. Without such a run, none is allowed.
     """
     place = tl.arange(0, G)
     wanted = 1
@@ -350,7 +350,7 @@ def pair_that_leaves_one(
 ):
     """Return a donor that fills a host, so that its rest fits tightly with another rank.
 
-    The anchor is one of the two; the other one wastes least. G, G: there is no such pair.
+    The anchor is one of the two; the other one wastes least. Returns G, G without a pair.
     """
     rank = tl.arange(0, G)
     hosted = anchor == EMPTIEST

@@ -8,7 +8,7 @@
     landings        rank and arrived row that serve every routed row
     sum_rows        served rows of every token, added in the order of its choices
 
-`addresses` are those of a region, one per rank, multiples of 16. A region holds
+`addresses` holds the address of a region on every rank, a multiple of 16. A region holds
 
     tables   the sending order; where each slot begins in it; `blocks` [R, stride], where the rows
              of every rank begin among the arrivals of each slot; scalars of the routed rows

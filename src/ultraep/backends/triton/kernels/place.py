@@ -69,7 +69,7 @@ def sum_loads(
     BR: tl.constexpr,
     BE: tl.constexpr,
 ):
-    """[E] rows of every expert, and [D, H, G] the same by home; -1 where there is no expert.
+    """[E] rows of every expert, and [D, H, G] the same by home; -1: padding.
 
     `faults` counts loads that are negative or too large, and sums that are too large.
 

@@ -1,9 +1,9 @@
 """Stage 6 on the GPU in FP8: products of e4m3 rows with e4m3 weights.
 
-    lay_ratios            ratio of the row scales of every group to those of the next group
+    lay_ratios            ratio of the row scales of every group to the next group's
     multiply_quantised    the products
 
-Tiles and their order are those of `grouped.multiply`. Either 128 numbers of a row share a scale and
+Uses the tiles of `grouped.multiply`, in their order. Either 128 numbers of a row share a scale and
 128 x 128 numbers of a weight (BLOCKS), or a whole row shares one. Codes are e4m3 where the tensor
 cores multiply it; otherwise they are bytes, which the kernel decodes to float16 without rounding.
 
@@ -33,7 +33,7 @@ GROUP = tl.constexpr(128)  # rows and columns of a weight, and columns of a row,
 
 
 class Ratio(NamedTuple):
-    """Factors from the units of one step to those of the next: of rows, and of a tile's weights.
+    """Factors from the units of one step to the next: of rows, and of a tile's weights.
 
     A tile has up to 2 * GROUP columns: `low` belongs to the first GROUP of them, `high` to the
     rest. Behind the last step, the unit is 1.   changes: 0 if all `of_rows` are 1.

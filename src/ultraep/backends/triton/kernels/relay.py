@@ -67,7 +67,7 @@ def leave_out(
     """Write which replicas must be sent, and mark the slots as holding the plan.
 
     A slot already holds a replica if it holds that expert of that owner in the promised version;
-    version 0 is no promise. all_held: whether the slots hold this very fill.
+    version 0 promises nothing. all_held: whether the slots hold this very fill.
     """
     all_C = tl.arange(0, C)
     expert_C, home_C, host_C, slot_C = replicas_at(replicas, homes, all_C, copies)

@@ -234,7 +234,7 @@ def assign(
 def sort_by_expert(ids, offsets, rows, experts, B: tl.constexpr):
     """Return expert, row and number within the expert of the rows of this tile, sorted by expert.
 
-    The expert is `experts` where there is none, and larger behind the end: those rows come last.
+    Rows without an expert get the number `experts`, rows behind the end a larger one.
     """
     tile = tl.program_id(0)
     within = tl.arange(0, B)

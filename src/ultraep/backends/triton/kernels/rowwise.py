@@ -87,9 +87,7 @@ def swiglu_backward(
         mask_m = first + offs_m < rows
         up_ptr, d_up_ptr = row_ptrs(up, first, BLOCK_M), row_ptrs(d_up, first, BLOCK_M)
         d_hidden_ptr = row_ptrs(d_hidden, first, BLOCK_M)
-        scale_M = tl.full((BLOCK_M,), 1.0, tl.float32)
-        if scale_ptr is not None:
-            scale_M = tl.load(scale_ptr + first + offs_m, mask=mask_m, other=0.0)
+        scale_M = tl.load(scale_ptr + first + offs_m, mask=mask_m, other=0.0)
         dot_MN = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for start in range(0, width, BLOCK_N):
             column = start + offs_n[None, :]
@@ -105,12 +103,10 @@ def swiglu_backward(
             tl.store(d_up_ptr + column, d_gate.to(d_up.ptr.dtype.element_ty), mask=mask)
             d_value = grad * silu
             tl.store(d_up_ptr + width + column, d_value.to(d_up.ptr.dtype.element_ty), mask=mask)
-            if hidden is not None:
-                scaled = silu * value * scale_M[:, None]
-                hidden_ptr = row_ptrs(hidden, first, BLOCK_M)
-                tl.store(hidden_ptr + column, scaled.to(hidden.ptr.dtype.element_ty), mask=mask)
-        if d_scale_ptr is not None:
-            tl.store(d_scale_ptr + first + offs_m, tl.sum(dot_MN, 1), mask=mask_m)
+            scaled = silu * value * scale_M[:, None]
+            hidden_ptr = row_ptrs(hidden, first, BLOCK_M)
+            tl.store(hidden_ptr + column, scaled.to(hidden.ptr.dtype.element_ty), mask=mask)
+        tl.store(d_scale_ptr + first + offs_m, tl.sum(dot_MN, 1), mask=mask_m)
 
 
 @triton.jit(do_not_specialize=["num_homes", "num_slots"])

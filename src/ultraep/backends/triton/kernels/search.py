@@ -193,7 +193,7 @@ def least_that_is_met(
     home, attempts, attempt_loads, scratch, domain, best, peak, alias_peak, threshold, problem,
     SHAPE: tl.constexpr, STEP: tl.constexpr
 ):  # fmt: skip
-    """Return the buffer of the best attempt above the threshold; pointers are those of the domain.
+    """Return the buffer of the best attempt above the threshold; pointers are per domain.
 
     alias_peak: peak of the first attempt at the threshold, in buffer 0.
     """
@@ -242,7 +242,7 @@ def least_that_is_met(
 
 @triton.jit
 def publish(plan, attempts, attempt_loads, domain, best, problem, SHAPE: tl.constexpr):
-    """Write replicas and loads of one attempt; pointers are those of the domain.
+    """Write replicas and loads of one attempt; pointers are per domain.
 
     Another program of the same launch may have made the attempt.
     """

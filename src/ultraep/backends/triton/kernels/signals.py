@@ -26,7 +26,7 @@ RANKS = tl.constexpr(65536)  # more than any group has
 
 
 class Waiting(NamedTuple):
-    """What `wait` needs: boards of all ranks, this rank, its stage, and the most polls."""
+    """Arguments of `wait`: boards of all ranks, this rank, its stage, and the most polls."""
 
     boards: Any
     rank: Any
@@ -149,7 +149,7 @@ def share(
     poll_limit,
     B: tl.constexpr,
 ):
-    """Program p: send `numbers` int32 to rank p and receive as many from it. A barrier.
+    """Program p: exchange `numbers` int32 with rank p. A barrier.
 
     tables: memory of all ranks, `[2, R, numbers + 2]`: a fast rank writes its next row into the
     other half while a slow rank still reads.   flags: word of the first of R flags.

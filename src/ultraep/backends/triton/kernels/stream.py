@@ -48,7 +48,7 @@ ALIGNMENT = tl.constexpr(64)  # bytes, of chunks and of tensors in a slot
 
 
 class Sending(NamedTuple):
-    """What a program needs to fill the slots of other ranks."""
+    """Everything a program needs to fill the slots of other ranks."""
 
     waiting: Any
     board: Any
