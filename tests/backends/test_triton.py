@@ -49,6 +49,7 @@ only_interpreted = pytest.mark.skipif(
 UNSHRUNK = [Phase.explicit, Phase.reuse, Phase.generate]  # shrinking takes many minutes
 few = settings(max_examples=25, phases=UNSHRUNK)
 SMALL = [name for name in NAMED if name != "wide"]
+EXACT = BalanceConfig()
 LOOSE = BalanceConfig(tolerance=0.05, max_replicas=2, min_tokens_per_replica=3)
 
 
@@ -64,7 +65,7 @@ def planned(loads, topology, config):
     return control_of(topology, config).plan(on_device(loads)).to_host()
 
 
-def assert_planned(loads, topology, config=None):
+def assert_planned(loads, topology, config=EXACT):
     """The kernels and the host make the same plan."""
     assert_same_plan(planned(loads, topology, config), ultraep.plan(loads, topology, config))
 
@@ -155,7 +156,7 @@ LARGE = {
 }
 
 
-@pytest.mark.parametrize("config", [None, LOOSE], ids=["exact", "limits"])
+@pytest.mark.parametrize("config", [EXACT, LOOSE], ids=["exact", "limits"])
 @pytest.mark.parametrize("name", LARGE)
 def test_plans_of_large_domains(name, config, by_groups):
     assert_planned(*LARGE[name], config)
