@@ -42,7 +42,7 @@ from ultraep.hops import MODES, Hop, choose, hops
 from ultraep.runtime.mapped.peers import LocalPeers
 
 if TYPE_CHECKING:  # kernels are imported late: Triton reads its settings when they are
-    from ultraep.backends.triton.board import Board
+    from ultraep.backends.triton.signals import Signals
 
 MEETS = 50  # meetings of a graph
 LINK_PROGRAMS = 16  # that fill a link
@@ -210,7 +210,7 @@ def schedule(bench: Bench) -> None:
     bench.report.note("Floor: a kernel that does nothing, in a graph like theirs.")
 
 
-def _schedule_us(bench: Bench, board: Board, plan: Plan, mode: str) -> float:
+def _schedule_us(bench: Bench, board: Signals, plan: Plan, mode: str) -> float:
     """Of one mode; tests compare the result with that of the host."""
     from ultraep.backends.triton.streamer import Streamer
 
@@ -235,9 +235,9 @@ def meeting_us(ranks: int, bench: Bench) -> float:
     boards = [board_of(group, rank) for rank in range(ranks)]
     streams = [torch.cuda.Stream() for _ in boards]
 
-    def meet_often(board: Board, meetings: int) -> None:
+    def meet_often(board: Signals, meetings: int) -> None:
         for _ in range(meetings):
-            board.meet("rows")
+            board.barrier("rows")
 
     def graphs(meetings: int) -> list[Call]:
         return [
@@ -245,7 +245,7 @@ def meeting_us(ranks: int, bench: Bench) -> float:
             for stream, board in zip(streams, boards, strict=True)
         ]
 
-    together([partial(board.meet, "rows") for board in boards], streams)
+    together([partial(board.barrier, "rows") for board in boards], streams)
     torch.cuda.synchronize()
     boards[0].check()
     short, long = graphs(MEETS), graphs(3 * MEETS)

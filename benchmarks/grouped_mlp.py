@@ -14,6 +14,7 @@ import torch
 from timing import Call, Clock
 
 if TYPE_CHECKING:  # kernels are imported late: Triton reads its settings when they are
+    from ultraep.backends.triton.products import TritonProducts
     from ultraep.ops.products import Stacks
 
 Draw = Callable[..., torch.Tensor]  # of a shape
@@ -68,10 +69,9 @@ class Mlp:
         self._d_down = as_stacks(empty(slots, width, ffn, dtype=torch.float32))
         self._rows_AD, self._d_out_AD = drawn(room, width), drawn(room, width)
         self._served_AD = empty(room, width)  # outputs, then gradients of the rows
-        self._up, self._d_up = empty(room, 2 * ffn), empty(room, 2 * ffn)
+        self._up = empty(room, 2 * ffn)
         self._hidden_AF = empty(room, ffn)
         self._scale_A = drawn(room).float()
-        self._d_scale_A = empty(room, dtype=torch.float32)
 
     def divide(self, rows: Sequence[int]) -> None:
         """From now on, the slots have so many rows."""
@@ -81,31 +81,26 @@ class Mlp:
 
     def forward(self) -> None:
         """Both products and SwiGLU."""
-        from ultraep.backends.triton.grouped import Grouped
-
-        grouped = Grouped(self._offsets, programs=self._sms)
-        grouped.multiply(self._rows_AD, self._gate_up, self._up)
-        grouped.swiglu(self._up, self._hidden_AF)
-        grouped.multiply(self._hidden_AF, self._down, self._served_AD, scale=self._scale_A)
+        products = self._products()
+        up = products.multiply(self._rows_AD, self._gate_up, None, out=self._up)
+        hidden_AF = products.activate(up)
+        products.multiply(hidden_AF, self._down, None, scale=self._scale_A, out=self._served_AD)
 
     def backward(self) -> None:
-        """Of the last forward pass with these rows."""
-        from ultraep.backends.triton.grouped import Grouped
+        """Backward of the last forward pass with these rows."""
+        products, scale_A = self._products(), self._scale_A
+        d_hidden_AF = products.multiply_transposed(self._d_out_AD, self._down, out=self._hidden_AF)
+        d_up, hidden_AF, _ = products.activate_backward(self._up, d_hidden_AF, scale_A)
+        products.weight_gradients(self._d_out_AD, hidden_AF, self._d_down, None, scale=scale_A)
+        products.weight_gradients(d_up, self._rows_AD, self._d_gate_up, None)
+        products.multiply_transposed(d_up, self._gate_up, out=self._served_AD)
 
-        grouped = Grouped(self._offsets, programs=self._sms)
-        hidden_AF, scale_A = self._hidden_AF, self._scale_A
-        grouped.multiply_transposed(self._d_out_AD, self._down, hidden_AF)
-        grouped.swiglu_backward(
-            self._up,
-            hidden_AF,
-            self._d_up,
-            hidden=hidden_AF,
-            scale=scale_A,
-            d_scale=self._d_scale_A,
-        )
-        grouped.weight_gradients(self._d_out_AD, hidden_AF, self._d_down, scale=scale_A)
-        grouped.weight_gradients(self._d_up, self._rows_AD, self._d_gate_up)
-        grouped.multiply_transposed(self._d_up, self._gate_up, self._served_AD)
+    def _products(self) -> TritonProducts:
+        from ultraep.backends.triton.products import TritonProducts
+        from ultraep.ops.activations import activation_named
+
+        dtype = self._rows_AD.dtype
+        return TritonProducts(self._offsets, activation_named("swiglu"), dtype, self._sms)
 
     @property
     def passes(self) -> dict[str, Call]:

@@ -19,7 +19,7 @@ from ultraep.bundle import Layout
 from ultraep.runtime.mapped.peers import LocalPeers
 
 if TYPE_CHECKING:  # kernels are imported late: Triton reads its settings when they are
-    from ultraep.backends.triton.board import Board
+    from ultraep.backends.triton.signals import Signals
 
 POISON = 0xA5  # byte that a slot holds before it is filled
 TIMEOUT = 5.0  # seconds after which a rank that waits gives up
@@ -105,10 +105,10 @@ def copy_rate(bench: Bench) -> float:
     return 2 * size / bench.clock.us(partial(target.copy_, source))
 
 
-def board_of(group: LocalPeers, rank: int) -> Board:
-    from ultraep.backends.triton.board import Board
+def board_of(group: LocalPeers, rank: int) -> Signals:
+    from ultraep.backends.triton.signals import Signals
 
-    return Board(group.of(rank), slots=1, buffers=1, timeout=TIMEOUT)
+    return Signals(group.of(rank), slots=1, buffers=1, timeout=TIMEOUT)
 
 
 def as_replicas(rows: Sequence[Sequence[int]], copies: int, device: torch.device) -> torch.Tensor:
@@ -256,7 +256,7 @@ class Pull:
 
     def time(self, copied: Copied, zero: bool) -> float:
         """Microseconds of a pull; the sums of the last one are compared."""
-        from ultraep.backends.triton.reducer import pull
+        from ultraep.backends.triton.streamer import pull
 
         rows = [(*copy, 0) for copy in copied.copies]
         replicas_C3 = as_replicas(rows, self._streamer.copies, self._made.device)

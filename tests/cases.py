@@ -162,3 +162,10 @@ def skewed_ids(rank, experts=8, tokens=40, seed=0):
     generator = torch.Generator().manual_seed(100 * seed + rank)
     liked = torch.exp(-0.8 * torch.arange(experts))
     return torch.multinomial(liked, tokens, replacement=True, generator=generator)[:, None]
+
+
+def assert_same_plan(plan, wanted):
+    """All arrays and the digest are equal."""
+    for name in ("replicas", "quotas", "split", "rank_loads"):
+        np.testing.assert_array_equal(getattr(plan, name), getattr(wanted, name), err_msg=name)
+    assert plan.digest() == wanted.digest()

@@ -29,8 +29,7 @@ class Watch:
 
     def enter(self, kernel: str, arguments: list[object]) -> None:
         self.kernels.add(kernel)
-        given = [span(a) for a in arguments if isinstance(a, torch.Tensor)]
-        self.spans = self.always + given
+        self.spans = self.always + [span(tensor) for tensor in tensors_in(arguments)]
 
     def check(self, verb: str, pointers, mask) -> None:
         addresses = np.asarray(pointers.data)
@@ -44,6 +43,15 @@ class Watch:
         if not inside.all():
             raise IndexError(f"{verb}: {(~inside).sum()} of {inside.size} addresses out of bounds")
         self.touched += addresses.size
+
+
+def tensors_in(arguments: Iterable[object]) -> Iterator[torch.Tensor]:
+    """The tensors among the arguments of a kernel, also those in groups."""
+    for argument in arguments:
+        if isinstance(argument, torch.Tensor):
+            yield argument
+        elif isinstance(argument, tuple):
+            yield from tensors_in(argument)
 
 
 def span(tensor: torch.Tensor) -> tuple[int, int]:

@@ -1,12 +1,12 @@
-"""Compile the kernels of the GPU ahead of time, without a GPU, and print what they take there.
+"""Compile the GPU kernels ahead of time, without a GPU, and print the resources they use.
 
     python tests/backends/compile_kernels.py --sizes 64x256x1,512x2048x2 --targets sm_90,gfx942
 
-A size is ranks x experts x slots; products of matrices hardly depend on it, and are compiled for
-the first one only. Every variant of a kernel that is launched for it is a line: warps, registers of
-a thread, bytes or registers that are spilled, bytes of shared memory, bytes of the widest load of a
-thread. With `--known FOLDER` a variant is compiled once, until its source or Triton changes. With
-`--once TARGETS` these get one variant of most kernels, and the others every one for the first size.
+A size is ranks x experts x slots; matrix products hardly depend on it and are compiled for the
+first size only. Every variant of a kernel is one line: warps, registers per thread, spilled bytes
+(on AMD registers), bytes of shared memory, bytes of a thread's widest load. With `--known FOLDER` a
+variant is compiled once, until its source or Triton changes. With `--once TARGETS`, these targets
+compile one variant of most kernels, and the other targets compile every variant of the first size.
 """
 
 from __future__ import annotations
@@ -29,51 +29,25 @@ TARGETS = {
     "sm_100": ("cuda", 100, 32),
     "gfx942": ("hip", "gfx942", 64),
 }
-COLUMNS = (
-    "kernel",
-    "size",
-    "target",
-    "warps",
-    "registers",
-    "spilled",
-    "shared",
-    "widest",
-    "variant",
-)
-WIDTHS = (20, 12, 8, 5, 9, 7, 7, 6, 0)
-TYPES = {
-    "torch.int32": "*i32",
-    "torch.int64": "*i64",
-    "torch.bool": "*i1",
-    "torch.bfloat16": "*bf16",
-    "torch.float32": "*fp32",
-    "torch.float64": "*fp64",
-    "torch.uint8": "*u8",
-    "torch.float8_e4m3fn": "*fp8e4nv",
-}
-EXCHANGED = [("bfloat16", 8), ("float32", 8), ("bfloat16", 10)]  # rows, choices of every token
-MATRICES = (
-    "multiply",
-    "multiply_quantised",
-    "weight_gradients",
-)  # what they take depends on the target most
+COLUMNS = {"kernel": 20, "size": 12, "target": 8, "warps": 5, "registers": 9}  # and their widths
+COLUMNS |= {"spilled": 7, "shared": 7, "widest": 6, "variant": 0}
+EXCHANGED = [("bfloat16", 8), ("float32", 8), ("bfloat16", 10)]  # dtype of rows, top k
+MATRICES = ("multiply", "multiply_quantised", "weight_gradients")  # compiled in full everywhere
 PRODUCTS = [(4096, 1536, False), (2880, 2880, True)]  # model width, hidden width, with biases
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--sizes", default="64x256x1", help="ranks x experts x slots, by commas")
-    parser.add_argument("--targets", default=",".join(TARGETS), help="by commas")
     parser.add_argument(
-        "--once",
-        default="",
-        help="targets with one variant of most kernels, as sizes but the first",
+        "--sizes", default="64x256x1", help="comma-separated ranks x experts x slots"
     )
-    parser.add_argument("--known", type=Path, help="folder that keeps what was found")
-    parser.add_argument("--workers", type=int, default=2, help="processes that compile")
+    parser.add_argument("--targets", default=",".join(TARGETS), help="comma-separated GPUs")
+    parser.add_argument("--once", default="", help="targets that compile few variants")
+    parser.add_argument("--known", type=Path, help="directory that caches the results")
+    parser.add_argument("--workers", type=int, default=2, help="compiler processes")
     options = parser.parse_args()
     os.environ["TRITON_INTERPRET"] = "0"  # read when a kernel is first imported
-    print(line(COLUMNS))
+    print(line(tuple(COLUMNS)))
     with tempfile.TemporaryDirectory() as cache:
         os.environ["TRITON_CACHE_DIR"] = cache
         known = options.known or Path(cache)
@@ -89,75 +63,64 @@ def main() -> None:
 
 
 def line(row: tuple[object, ...]) -> str:
-    cells = zip(map(str, row), WIDTHS, strict=True)
+    cells = zip(map(str, row), COLUMNS.values(), strict=True)
     return " ".join(cell.ljust(width) for cell, width in cells).rstrip()
 
 
 def compile_all(
     target: str, sizes: list[str], every: list[str], known: Path
 ) -> list[tuple[object, ...]]:
-    """A row for every variant of every kernel that is launched for `every` size, and for the last
-    one of the others; of products, for one of their shapes if there is no size with every variant.
-    """
+    """Return a row for every variant of the sizes in `every`, and for one variant otherwise."""
     from triton.backends.compiler import GPUTarget
 
     machine = GPUTarget(*TARGETS[target])
     products = {sizes[0]: PRODUCTS if every else PRODUCTS[-1:]}
-    found = [
+    variants = [
         (size, launch)
         for size in sizes
         for launch in launches(*map(int, size.split("x")), machine, products.get(size, []))
     ]
-    last = {launch[0].fn.__name__: launch for _, launch in found}
+    last = {source.name: source for _, (source, _) in variants}
     return [
-        (name, size, target, *facts(*launch, machine, known))
-        for size, launch in found
-        for name in [launch[0].fn.__name__]
-        if size in every or name in MATRICES or launch is last[name]
+        (source.name, size, target, *facts(source, options, machine, known))
+        for size, (source, options) in variants
+        if size in every or source.name in MATRICES or source is last[source.name]
     ]
 
 
-def facts(
-    kernel: Any, arguments: dict[str, Any], options: dict[str, int], machine: Any, known: Path
-) -> list[object]:
-    """The columns behind the target: as they were found before, or by compiling."""
+def facts(source: Any, options: dict[str, int], machine: Any, known: Path) -> list[object]:
+    """Return the columns after the target, from the cache or by compiling."""
     import triton
-    from triton.compiler import ASTSource
 
-    fixed_ones = fixed(kernel, arguments)
-    source = ASTSource(kernel, signature(kernel, arguments), fixed_ones, aligned(kernel, arguments))
     key = (source.hash(), triton.__version__, machine, sorted(options.items()))
     file = known / f"{hashlib.sha256(repr(key).encode()).hexdigest()}.json"
     if file.exists():
         return json.loads(file.read_text())
-    made = triton.compile(source, machine, options)
-    variant = ",".join(f"{name}={value}" for name, value in fixed_ones.items()) or "-"
-    found = [
-        options["num_warps"],
-        *resources(made),
-        made.metadata.shared,
-        widest_load(made),
-        variant,
-    ]
+    compiled = triton.compile(source, machine, options)
+    resource_use = (*resources(compiled), compiled.metadata.shared, widest_load(compiled))
+    row = [options["num_warps"], *resource_use, constants_of(source)]
     unfinished = file.with_suffix(f".{os.getpid()}")
-    unfinished.write_text(json.dumps(found))
+    unfinished.write_text(json.dumps(row))
     unfinished.replace(file)
-    return found
+    return row
 
 
 def launches(
     ranks: int, experts: int, slots: int, machine: Any, products: list[tuple[int, int, bool]]
-) -> list[tuple[Any, dict[str, Any], dict[str, int]]]:
-    """Every kernel with its arguments, warps and stages, once for every variant."""
-    from triton.runtime.jit import JITFunction
+) -> list[tuple[Any, dict[str, int]]]:
+    """Return source and options of every variant of every kernel that is launched."""
+    from triton.compiler import ASTSource, make_backend
+    from triton.runtime.jit import JITFunction, create_function_from_signature
 
-    found = {}
+    variants, backend = {}, make_backend(machine)
 
     def record(kernel: Any, *args: Any, grid: Any, warmup: bool, **named: Any):
-        arguments = dict(zip(kernel.arg_names, args, strict=False)) | named
+        bind = create_function_from_signature(kernel.signature, kernel.params, backend)
+        bound, specialisation, _ = bind(*args, **named)
+        _, *parts = kernel._pack_args(backend, named, bound, specialisation, None)
+        source = ASTSource(kernel, *parts)
         options = {name: named[name] for name in ("num_warps", "num_stages") if name in named}
-        variant = (kernel.fn.__name__, str(fixed(kernel, arguments)), str(options))
-        found.setdefault(variant, (kernel, arguments, options))
+        variants.setdefault((source.name, constants_of(source), str(options)), (source, options))
 
     run, JITFunction.run = JITFunction.run, record
     try:
@@ -173,21 +136,29 @@ def launches(
             launch_data(ranks, experts, slots, relay, dtype)
     finally:
         JITFunction.run = run
-    return list(found.values())
+    return list(variants.values())
+
+
+def constants_of(source: Any) -> str:
+    """Return what the kernel is compiled for, without spaces."""
+    constants = {
+        ".".join([source.fn.arg_names[first], *map(str, path)]): value
+        for (first, *path), value in source.constants.items()
+    }
+    return ",".join(f"{name}={value}" for name, value in constants.items()).replace(" ", "") or "-"
 
 
 def launch_all(
     ranks: int, experts: int, slots: int, tolerance: float, row: int = 0, rows: int = 4096
 ) -> None:
-    """What a rank does in one step, and what it may do."""
+    """Launch the control plane of one rank."""
     import torch
 
     from ultraep import BalanceConfig, Topology
     from ultraep.backends.limits import Limits
-    from ultraep.backends.triton.counter import Counter
     from ultraep.backends.triton.history import PlanRing, PlanSums
     from ultraep.backends.triton.planner import Planner
-    from ultraep.backends.triton.rerouter import Rerouter
+    from ultraep.backends.triton.rerouter import Counter, Rerouter
 
     topology, config = (
         Topology(ranks=ranks, experts=experts, slots=slots),
@@ -223,45 +194,44 @@ def capability(machine: Any) -> tuple[str, tuple[int, int]]:
 def launch_products(
     homes: int, slots: int, hidden: int, ffn: int, biases: bool, machine: Any, rows: int = 4096
 ) -> None:
-    """The networks of all slots, forward and backward; the second one with weights of the rows."""
+    """Launch the experts of all slots, forward and backward."""
     from contextlib import nullcontext
     from dataclasses import replace
 
     import torch
 
     from ultraep.backends.triton.blocks import table_for
-    from ultraep.backends.triton.grouped import Beside, Grouped, Stacks
-    from ultraep.backends.triton.products import scale_rows, scale_rows_backward
+    from ultraep.backends.triton.products import TritonProducts, scale_rows, scale_rows_backward
+    from ultraep.ops.activations import activation_named
+    from ultraep.ops.products import Beside, Stacks
 
-    def room(*shape: int, dtype: Any = torch.bfloat16) -> torch.Tensor:
-        return torch.empty(*shape, dtype=dtype)
+    half, single = torch.bfloat16, torch.float32
 
-    def stacks(*shape: int, dtype: Any = torch.bfloat16) -> Stacks:
-        return Stacks(room(homes, *shape, dtype=dtype), room(slots, *shape, dtype=dtype))
+    def stacks(*shape: int, dtype: Any = half, of_homes: Any = None) -> Stacks:
+        home_stack = torch.empty(homes, *shape, dtype=of_homes or dtype)
+        return Stacks(home_stack, torch.empty(slots, *shape, dtype=dtype))
 
     offsets = torch.empty(homes + slots + 1, dtype=torch.int32)
-    grouped = Grouped(offsets, programs=132, table=table_for(*capability(machine)))
-    scale, single = room(rows, dtype=torch.float32), torch.float32
+    table, swiglu = table_for(*capability(machine)), activation_named("swiglu")
+    products = TritonProducts(offsets, swiglu, half, programs=132, table=table)
     up, down = stacks(2 * ffn, hidden), stacks(hidden, ffn)
     up_bias, down_bias = (stacks(2 * ffn), stacks(hidden)) if biases else (None, None)
     d_down_bias = stacks(hidden, dtype=single) if biases else None
-    wide, narrow, outer = room(rows, 2 * ffn), room(rows, ffn), room(rows, hidden)
-    grouped.multiply(outer, up, wide, bias=up_bias)
-    grouped.swiglu(wide, narrow)
-    grouped.multiply(narrow, down, outer, bias=down_bias, scale=scale)
-    grouped.multiply_transposed(outer, down, narrow)
-    grouped.multiply_transposed(outer, down, narrow, beside=Beside(8, nullcontext))
-    grouped.swiglu_backward(wide, narrow, wide, hidden=narrow, scale=scale, d_scale=scale)
-    grouped.weight_gradients(
-        outer, narrow, stacks(hidden, ffn, dtype=single), bias=d_down_bias, scale=scale
-    )
-    mixed = Stacks(room(homes, hidden, ffn), room(slots, hidden, ffn, dtype=single))
-    grouped.weight_gradients(outer, narrow, mixed)
-    sums = room(homes, hidden, ffn, dtype=single)
-    apart = replace(mixed, sums=sums, spans=torch.empty(homes, 2, dtype=torch.int32))
-    grouped.weight_gradients(outer, narrow, apart)
+    outer, scale = torch.empty(rows, hidden, dtype=half), torch.empty(rows)
+    wide = products.multiply(outer, up, up_bias)
+    narrow = products.activate(wide)
+    products.multiply(narrow, down, down_bias, scale=scale)
+    products.multiply_transposed(outer, down)
+    products.multiply_transposed(outer, down, beside=Beside(8, nullcontext))
+    products.activate_backward(wide, narrow, scale)
+    gradients = stacks(hidden, ffn, dtype=single)
+    products.weight_gradients(outer, narrow, gradients, d_down_bias, scale=scale)
+    mixed = stacks(hidden, ffn, dtype=single, of_homes=half)
+    products.weight_gradients(outer, narrow, mixed, None)
+    sums, spans = torch.empty(homes, hidden, ffn), torch.empty(homes, 2, dtype=torch.int32)
+    products.weight_gradients(outer, narrow, replace(mixed, sums=sums, spans=spans), None)
     if down_bias is not None:
-        grouped.row_dots(outer, down_bias, scale)
+        products.row_dots(outer, down_bias, scale)
     scale_rows(outer, scale, outer)
     scale_rows_backward(outer, outer, scale, scale)
 
@@ -269,12 +239,13 @@ def launch_products(
 def launch_quantised(
     homes: int, slots: int, hidden: int, ffn: int, biases: bool, machine: Any, rows: int = 4096
 ) -> None:
-    """Weights and rows of eight bits, in every format, there and back."""
+    """Launch FP8 products and conversions, in every format."""
     import torch
 
     from ultraep.backends.triton import quantise
     from ultraep.backends.triton.blocks import multiplies_e4m3, table_for
-    from ultraep.backends.triton.quantised import GroupedQuantised
+    from ultraep.backends.triton.quantised import TritonQuantised
+    from ultraep.ops.activations import activation_named
     from ultraep.ops.formats import E4M3, FORMATS
     from ultraep.ops.products import Stacks
     from ultraep.ops.quantised import QuantisedStacks
@@ -284,7 +255,6 @@ def launch_quantised(
 
     native, table = multiplies_e4m3(*capability(machine)), table_for(*capability(machine))
     offsets = torch.empty(homes + slots + 1, dtype=torch.int32)
-    grouped = GroupedQuantised(offsets, programs=132, table=table, native=native)
     outer, wide = (torch.empty(rows, width, dtype=torch.bfloat16) for width in (hidden, 2 * ffn))
     bias = stacks(hidden) if biases else None
     for form in FORMATS.values():
@@ -296,14 +266,17 @@ def launch_quantised(
         quantise.quantise(form, torch.empty(homes, hidden, ffn, dtype=torch.bfloat16), *held)
         quantise.dequantise(form, *held, torch.bfloat16)
         if form.packs:
+            products = TritonQuantised(
+                offsets, activation_named("swiglu"), outer.dtype, form, 132, table, native
+            )
             quantise.unpack(form, quantise.pack(form, outer), hidden, outer.dtype, offsets[-1:])
-            packed = grouped.swiglu_quantise(form, wide)
+            packed = products.activate(wide)
             gates = torch.empty(rows) if biases else None
-            grouped.multiply_quantised(form, packed, down, outer, bias=bias, scale=gates)
+            products.multiply(packed, down, bias, scale=gates, out=outer)
 
 
 def launch_exchange(ranks: int, experts: int, slots: int, dtype: str, top_k: int) -> None:
-    """Tokens to slots, and back with and without scalars."""
+    """Launch dispatch, and combine with and without scalars."""
     from types import SimpleNamespace
 
     import torch
@@ -311,28 +284,28 @@ def launch_exchange(ranks: int, experts: int, slots: int, dtype: str, top_k: int
     from ultraep import Topology
     from ultraep.backends.triton.exchange import RegionLayout, RowExchange
 
-    def room(*shape: int, dtype: Any = torch.int32) -> torch.Tensor:
+    def empty(*shape: int, dtype: Any = torch.int32) -> torch.Tensor:
         return torch.empty(*shape, dtype=dtype)
 
     def region(num_bytes: int) -> Any:
-        addresses = room(ranks, dtype=torch.int64)
-        return SimpleNamespace(local=room(num_bytes, dtype=torch.uint8), addresses=addresses)
+        addresses = empty(ranks, dtype=torch.int64)
+        return SimpleNamespace(local=empty(num_bytes, dtype=torch.uint8), addresses=addresses)
 
     tokens, width, capacity = 512, 7168, 8192
     first_slot = Topology(ranks=ranks, experts=experts, slots=slots).first_slot_of_rank
     layout = RegionLayout(
         first_slot_of_rank=first_slot, tokens=tokens, top_k=top_k, capacity=capacity
     )
-    rows = room(capacity, width, dtype=getattr(torch, dtype))
+    rows = empty(capacity, width, dtype=getattr(torch, dtype))
     values, served = (region(layout.served_bytes(width * rows.itemsize)) for _ in range(2))
     exchange = RowExchange(layout, rank=0, tables=region(layout.table_bytes), programs=132)
-    row_map, received = exchange.row_map(), room(ranks, exchange.num_local)
-    scalars = room(tokens, top_k, dtype=torch.float32)
-    routed = room(layout.rows)
-    exchange.tables(room(layout.num_slots), received, row_map)
+    row_map, received = exchange.row_map(), empty(ranks, exchange.num_local)
+    scalars = empty(tokens, top_k, dtype=torch.float32)
+    routed = empty(layout.rows)
+    exchange.tables(empty(layout.num_slots), received, row_map)
     exchange.expose(routed, scalars)
     exchange.expose_values(rows[:tokens], values)
-    exchange.origins(received, row_map, room(capacity, dtype=torch.float32))
+    exchange.origins(received, row_map, empty(capacity, dtype=torch.float32))
     exchange.landings(routed, routed, row_map)
     exchange.gather_rows(values, row_map, rows)
     exchange.sum_rows(served, row_map, rows[:tokens])
@@ -340,80 +313,49 @@ def launch_exchange(ranks: int, experts: int, slots: int, dtype: str, top_k: int
 
 
 def launch_data(ranks: int, experts: int, slots: int, relay: str, dtype: str) -> None:
-    """Loads, weights and gradients between ranks that reach each other's memory."""
+    """Launch barriers, and the transfer of weights and gradients."""
     import torch
 
     from ultraep import Topology
-    from ultraep.backends.triton.board import Board
-    from ultraep.backends.triton.reducer import pull
-    from ultraep.backends.triton.streamer import Streamer
+    from ultraep.backends.triton.signals import Signals
+    from ultraep.backends.triton.streamer import Streamer, pull
     from ultraep.bundle import Layout
     from ultraep.runtime.mapped.peers import LocalPeers
 
     width = 4096
     peers = LocalPeers(ranks, "cpu").of(0)
-    board = Board(peers, slots=slots, buffers=1, timeout=1.0)
+    signals = Signals(peers, slots=slots, buffers=1, timeout=1.0)
     loads = torch.zeros(experts, dtype=torch.int32)
-    board.share("loads", loads, board.region, loads)
-    board.meet("rows")
+    signals.share("loads", loads, signals.region, loads)
+    signals.barrier("rows")
     topology = Topology(ranks=ranks, experts=experts, slots=slots)
-    streamer = Streamer(board, topology, relay=relay, programs=64)
+    streamer = Streamer(signals, topology, relay=relay, programs=64)
     weights = {"w": torch.zeros(streamer.homes, width, dtype=getattr(torch, dtype))}
     layout = Layout.of(weights, streamer.homes)
-    made = torch.zeros(streamer.size, dtype=torch.int32)
+    schedule = torch.zeros(streamer.size, dtype=torch.int32)
     rows = peers.allocate("rows", 64)
-    streamer.schedule(torch.zeros(streamer.copies, 3, dtype=torch.int32), layout, made)
-    streamer.fill(made, layout, weights, rows)
+    streamer.schedule(torch.zeros(streamer.copies, 3, dtype=torch.int32), layout, schedule)
+    streamer.fill(schedule, layout, weights, rows)
     for zero in (False, True):
-        pull(weights["w"], rows, made, streamer, programs=528, zero=zero)
-        pull(weights["w"], rows, made, streamer, programs=8, large=True)
+        pull(weights["w"], rows, schedule, streamer, programs=528, zero=zero)
+        pull(weights["w"], rows, schedule, streamer, programs=8, large=True)
 
 
-def fixed(kernel: Any, arguments: dict[str, Any]) -> dict[str, Any]:
-    """What the kernel is compiled for, arguments that are not given among them."""
-    names = [p.name for p in kernel.params if p.is_constexpr or arguments[p.name] is None]
-    return {name: arguments[name] for name in names}
-
-
-def signature(kernel: Any, arguments: dict[str, Any]) -> dict[str, str]:
-    known = fixed(kernel, arguments)
-    names = [p.name for p in kernel.params]
-    return {n: "constexpr" if n in known else type_of(arguments[n]) for n in names}
-
-
-def type_of(argument: Any) -> str:
-    return TYPES[str(argument.dtype)] if hasattr(argument, "dtype") else "i32"
-
-
-def aligned(kernel: Any, arguments: dict[str, Any]) -> dict[tuple[int], list[list[object]]]:
-    """The pointers and numbers that a launch would find to be divisible by 16."""
-
-    def divisible(param: Any) -> bool:
-        argument = arguments[param.name]
-        if param.is_constexpr or param.do_not_specialize_on_alignment or argument is None:
-            return False
-        if hasattr(argument, "data_ptr"):
-            return argument.data_ptr() % 16 == 0
-        return not param.do_not_specialize and argument % 16 == 0
-
-    return {(p.num,): [["tt.divisibility", 16]] for p in kernel.params if divisible(p)}
-
-
-def resources(made: Any) -> tuple[int, int]:
-    """Registers of a thread, and how much of them is spilled: bytes, on AMD registers."""
-    if "amdgcn" in made.asm:
-        text = made.asm["amdgcn"]
+def resources(compiled: Any) -> tuple[int, int]:
+    """Return registers per thread, and spilled bytes; on AMD spilled registers."""
+    if "amdgcn" in compiled.asm:
+        text = compiled.asm["amdgcn"]
         return number(r"\.vgpr_count:\s+(\d+)", text), number(r"\.vgpr_spill_count:\s+(\d+)", text)
-    text = usage(made.asm["cubin"])
+    text = usage(compiled.asm["cubin"])
     return number(r"REG:(\d+)", text), number(r"STACK:(\d+)", text)
 
 
-def widest_load(made: Any) -> int:
-    """Bytes that a thread loads from global memory at once, at most; 0: it loads none."""
-    if "amdgcn" in made.asm:
-        loads = re.findall(r"(?:global|buffer|flat)_load_dword(?:x(\d))?\s", made.asm["amdgcn"])
+def widest_load(compiled: Any) -> int:
+    """Return the bytes of a thread's widest load from global memory; 0: it loads none."""
+    if "amdgcn" in compiled.asm:
+        loads = re.findall(r"(?:global|buffer|flat)_load_dword(?:x(\d))?\s", compiled.asm["amdgcn"])
         return max((4 * int(times or 1) for times in loads), default=0)
-    loads = re.findall(r"ld\.global\S*?(?:\.v(\d))?\.[bsuf](\d+)\s", made.asm["ptx"])
+    loads = re.findall(r"ld\.global\S*?(?:\.v(\d))?\.[bsuf](\d+)\s", compiled.asm["ptx"])
     return max((int(times or 1) * int(size) // 8 for times, size in loads), default=0)
 
 
@@ -429,9 +371,9 @@ def usage(cubin: bytes) -> str:
 
 
 def number(pattern: str, text: str) -> int:
-    found = re.search(pattern, text)
-    assert found is not None, f"no {pattern} in {text}"
-    return int(found[1])
+    match = re.search(pattern, text)
+    assert match is not None, f"no {pattern} in {text}"
+    return int(match[1])
 
 
 if __name__ == "__main__":

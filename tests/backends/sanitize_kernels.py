@@ -1,13 +1,13 @@
-"""Launch every kernel at a small size on a GPU, one process, for NVIDIA's compute-sanitizer.
+"""Launch every kernel at a small size on a GPU, in one process, for NVIDIA's compute-sanitizer.
 
     compute-sanitizer --tool memcheck python tests/backends/sanitize_kernels.py
     compute-sanitizer --tool racecheck python tests/backends/sanitize_kernels.py
 
-Each kernel does the example of its docstring; then whole stages run at sizes of several tiles: the
-control plane, a layer of one rank there and back, and copies for four ranks by one launch. The
-sanitizer runs one kernel after the other, so nobody may wait for a kernel that comes later.
+Runs the example of every kernel, then whole stages at sizes of several tiles: the control plane, a
+layer of one rank forward and backward, and replicas for four ranks by one launch. The sanitizer
+runs one kernel after the other, so no kernel may wait for a later one.
 
-`--part 3/8`: an eighth of it, to compile in eight processes before.
+`--part 3/8`: one of eight parts, to compile them in eight processes first.
 """
 
 from __future__ import annotations
@@ -21,18 +21,11 @@ import torch
 from test_kernel_examples import EXAMPLES, RUNNER
 
 import ultraep
-from ultraep import (
-    BalanceConfig,
-    BalancedMoE,
-    Balancer,
-    Rates,
-    Topology,
-)
-from ultraep.backends.triton import board as boards
-from ultraep.backends.triton import reducer
-from ultraep.backends.triton.board import Board
+from ultraep import BalanceConfig, BalancedMoE, Balancer, Rates, Topology
+from ultraep.backends.triton import signals
 from ultraep.backends.triton.device import default_device
-from ultraep.backends.triton.streamer import Streamer
+from ultraep.backends.triton.signals import Signals
+from ultraep.backends.triton.streamer import Streamer, pull
 from ultraep.bundle import Layout
 from ultraep.runtime.control import ControlPlane
 from ultraep.runtime.mapped.peers import LocalPeers
@@ -41,7 +34,7 @@ DEVICE = default_device()
 
 
 def control() -> None:
-    """Counts, plans and routes, of several settings."""
+    """Count, plan and route with several settings."""
     rng = np.random.default_rng(0)
     by_time = BalanceConfig(rates=Rates(row=1000, copy=20_000, each=1000))
     settings = product(({}, {"slots": 2, "domain": 4}, {"slots": 0}), (None, by_time))
@@ -74,12 +67,12 @@ def layer(dtype: torch.dtype) -> Callable[[], None]:
 
 
 def copies(relay: str) -> Callable[[], None]:
-    """Weights for four ranks by one launch, twice; then the gradients of one of them."""
+    """Send weights for four ranks by one launch, twice; then sum gradients of one rank."""
 
     def send() -> None:
         topology = Topology(ranks=4, experts=8, slots=2)
         group = LocalPeers(4, device=DEVICE)
-        own = [Board(group.of(r), slots=2, buffers=1, timeout=60.0) for r in range(4)]
+        own = [Signals(group.of(r), slots=2, buffers=1, timeout=60.0) for r in range(4)]
         streamers = [Streamer(board, topology, relay=relay, programs=2) for board in own]
         tensors = [{"w": torch.full((2, 999), float(r), device=DEVICE)} for r in range(4)]
         layout = Layout.of(tensors[0], 2)
@@ -102,7 +95,7 @@ def copies(relay: str) -> Callable[[], None]:
         for piece in of_copies.handle:
             piece.view(torch.float32).fill_(1.0)
         summed = torch.zeros(2, 999, device=DEVICE)
-        reducer.pull(summed, of_copies, made[0], streamers[0], programs=3)
+        pull(summed, of_copies, made[0], streamers[0], programs=3)
         assert summed.sum(dim=1).tolist() == [3 * 999.0, 0.0]
 
     return send
@@ -110,9 +103,9 @@ def copies(relay: str) -> Callable[[], None]:
 
 def example(name: str) -> Callable[[], None]:
     def run() -> None:
-        told: list[str] = []
-        RUNNER.run(EXAMPLES[name], out=told.append, clear_globs=False)
-        assert not told, "".join(told)
+        output: list[str] = []
+        RUNNER.run(EXAMPLES[name], out=output.append, clear_globs=False)
+        assert not output, "".join(output)
 
     return run
 
@@ -128,8 +121,8 @@ WORK = {f"example of {name}": example(name) for name in EXAMPLES} | {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--part", default="0/1", help="number and count of parts, 3/8")
-    boards.polls_per_second = lambda device: 1e6  # to measure it takes minutes here
+    parser.add_argument("--part", default="0/1", help="part to run, as in 3/8")
+    signals.polls_per_second = lambda device: 1e6  # the measurement takes minutes here
     part, parts = map(int, parser.parse_args().part.split("/"))
     for name in list(WORK)[part::parts]:
         WORK[name]()

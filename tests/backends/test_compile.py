@@ -1,4 +1,4 @@
-"""Every kernel compiles for every GPU that is promised, and is of the size that it should be."""
+"""Every kernel compiles for every supported GPU, within its registers and shared memory."""
 
 import ast
 import os
@@ -16,12 +16,12 @@ SCRIPT = Path(__file__).parent / "compile_kernels.py"
 SIZES = ("64x256x1", "512x2048x2")
 MOVERS = {"expose_values", "gather_rows", "sum_rows", "stream", "pull"}  # between GPUs
 PRODUCTS = {"multiply", "multiply_quantised", "weight_gradients"}
-ONCE = ("sm_80", "sm_100", "gfx942")  # one variant of most will do in a hurry
-SHARED = {"sm_80": 163, "sm_90": 227, "sm_100": 227, "gfx942": 64}  # KiB of a program, at most
+ONCE = ("sm_80", "sm_100", "gfx942")  # targets that compile one variant of most kernels
+SHARED = {"sm_80": 163, "sm_90": 227, "sm_100": 227, "gfx942": 64}  # KiB per program
 
 
 def launched():
-    """The names of the kernels that no other one calls."""
+    """Return the names of the kernels that no other kernel calls."""
     trees = [ast.parse(file.read_text()) for file in KERNELS.glob("*.py")]
     functions = [node for tree in trees for node in tree.body if isinstance(node, ast.FunctionDef)]
     kernels = {node.name for node in functions if node.decorator_list}
@@ -39,7 +39,7 @@ def names_in(call):
     scope="module", params=[ONCE, pytest.param((), marks=pytest.mark.long)], ids=["most", "all"]
 )
 def table(request):
-    """What the script prints, line by line; what has not changed is not compiled again."""
+    """Return the lines of the script; variants that have not changed are not compiled again."""
     source = str(Path(ultraep.__file__).parents[1])
     paths = [source, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     once = ("--once", ",".join(request.param))
@@ -74,7 +74,7 @@ def test_the_planner_compiles_in_all_its_variants(table):
 
 @pytest.mark.slow
 def test_registers_suffice(table):
-    """Only the search for a higher threshold, a rare case, may keep some numbers elsewhere."""
+    """Only the search for a higher threshold, a rare case, may spill."""
     allowed = {"search": 64}
     for row in table:
         if row["size"] == "64x256x1" and row["target"] == "sm_90":
@@ -83,7 +83,7 @@ def test_registers_suffice(table):
 
 @pytest.mark.slow
 def test_shared_memory_suffices_everywhere(table):
-    """Only products of matrices may take all that there is."""
+    """Only matrix products may use all shared memory."""
     for row in table:
         most = SHARED[row["target"]] if row["kernel"] in PRODUCTS else 48
         assert int(row["shared"]) <= most * 1024, row
@@ -93,16 +93,16 @@ def test_shared_memory_suffices_everywhere(table):
 def test_products_compile_with_and_without_biases(table):
     for kernel in PRODUCTS:
         variants = [row["variant"] for row in table if row["kernel"] == kernel]
-        without = [variant for variant in variants if "copy_biases_ptr=None" in variant]
+        without = [variant for variant in variants if "biases=None" in variant]
         assert 0 < len(without) < len(variants)
 
 
 @pytest.mark.slow
 def test_memory_is_moved_in_wide_pieces(table):
-    """Addresses that a kernel finds in a table are not known to be aligned unless it is told."""
+    """Addresses from a table are not known to be aligned; the kernels must hint it."""
     rows = [row for row in table if row["kernel"] in MOVERS]
     assert {row["kernel"] for row in rows} == MOVERS
     for row in rows:
-        # Warps of 64 threads leave each of them half as much to add up.
+        # Warps of 64 threads leave each thread half as many elements.
         halved = row["target"] == "gfx942" and row["kernel"] == "sum_rows"
         assert row["widest"] == ("8" if halved else "16"), row

@@ -1,4 +1,4 @@
-"""First use: the reference backend plans until one process of the host has compiled the planner."""
+"""First use: the reference backend plans until one process per host has compiled the planner."""
 
 import json
 import logging
@@ -32,7 +32,7 @@ FUNCTIONS = ("count", "lower_bound", "place", "reroute", "split", "tally")
 
 @pytest.fixture
 def argument_types(monkeypatch):
-    """The types with which each compiled function is called, by name."""
+    """Record the argument types of each compiled function, by name."""
     recorded = {}
 
     def record(module, name):

@@ -1,4 +1,4 @@
-"""Rows between GPUs: pulled by kernels they are where a few lines of Python put them."""
+"""Rows between GPUs: the kernels put them where a few lines of Python put them."""
 
 from typing import NamedTuple
 
@@ -34,7 +34,7 @@ class Piece(NamedTuple):
 
 
 def make_region(ranks, num_bytes):
-    """The pieces of all ranks, full of what must not be taken for anything."""
+    """Return the regions of all ranks, filled with garbage."""
     pieces = [
         torch.full((num_bytes,), 0xAB, dtype=torch.uint8, device=DEVICE) for _ in range(ranks)
     ]
@@ -61,12 +61,12 @@ def route_of(ids, plan, rank):
     positions, order = torch.full((2, ids.numel()), -1, dtype=torch.int32)
     positions[routes.order] = torch.arange(len(routes.order), dtype=torch.int32)
     order[: len(routes.order)] = routes.order
-    found = (routes.slots, positions, order, routes.rows_of_slot, routes.receive_counts)
-    return Route(*(torch.as_tensor(part).to(DEVICE, torch.int32) for part in found))
+    parts = (routes.slots, positions, order, routes.rows_of_slot, routes.receive_counts)
+    return Route(*(torch.as_tensor(part).to(DEVICE, torch.int32) for part in parts))
 
 
 class Twin:
-    """The same by hand: every arrived row is a pair of a rank and one of its routed rows."""
+    """The same in Python: every arrived row is a pair of a rank and one of its routed rows."""
 
     def __init__(self, ids, plan, capacity):
         first = plan.topology.first_slot_of_rank
@@ -101,7 +101,7 @@ class Twin:
         return target * capacity + arrived
 
     def summed(self, rank, served, tokens, top_k):
-        """[T, D] in the order of choices, rounded once; [T, K] scalars, each its arrived row."""
+        """[T, D] sums in the order of choices, rounded once."""
         wide = torch.float64 if served[0].dtype == torch.float64 else torch.float32
         sums = torch.zeros(tokens, served[0].shape[1], dtype=wide)
         for row in range(tokens * top_k):
@@ -112,7 +112,7 @@ class Twin:
 
 
 class Group:
-    """Every rank of a small group in this process, one after the other."""
+    """All ranks of a small group in this process, one after the other."""
 
     def __init__(self, ids, plan, *, width=8, dtype=torch.float32, capacity=None, programs=3):
         self.ids, self.plan, self.width, self.dtype = ids, plan, width, dtype
@@ -146,7 +146,7 @@ class Group:
         return pieces_of(self.tables, self.values, self.served)
 
     def dispatch(self, values, gates):
-        """[capacity, D] what arrives at every rank."""
+        """[capacity, D] the rows that arrive at every rank."""
         for rank, exchange, row_map, route in self.members:
             exchange.tables(route.rows_of_slot, route.receive_counts, row_map)
             exchange.expose(route.order, gates[rank].to(DEVICE))
@@ -179,7 +179,7 @@ class Group:
         return summed.cpu(), scalars.cpu()
 
     def random(self, rows, seed):
-        """Rows of every rank, of many magnitudes: another order would give other sums."""
+        """Rows of many magnitudes: another order would give other sums."""
         draw = torch.Generator().manual_seed(seed)
         found = []
         for number in rows:
@@ -193,7 +193,7 @@ def bits(tensor):
 
 
 def assert_there_and_back(group, seed=0):
-    """Both directions, bit by bit, and nothing written that is not asked for."""
+    """Both directions, bit for bit, and nothing else is written."""
     values = group.random(map(len, group.ids), seed)
     gates = [torch.rand(own.shape) for own in group.ids]
     arrivals = group.dispatch(values, gates)
@@ -302,7 +302,7 @@ def test_ranks_without_slots():
 
 
 def test_more_slots_than_a_tile_of_the_tables():
-    """Tables are made in steps; here the order of 5000 slots takes three."""
+    """Tables are written in steps; 5000 slots take three."""
     topology = Topology(ranks=2, experts=5000, slots=0)
     ids = [torch.from_numpy(np.random.default_rng(r).integers(0, 5000, (20, 2))) for r in range(2)]
     group = Group(ids, plan_of(ids, topology))
@@ -332,7 +332,7 @@ def test_bytes_are_moved_too(dtype, width):
 
 @pytest.mark.parametrize("offset", [0, 1, 2, 5])
 def test_values_that_begin_anywhere(offset):
-    """Words are as wide as the alignment lets them be; the last bytes are moved one by one."""
+    """Words are as wide as the alignment allows; the last bytes are copied one by one."""
     group = random_group(tokens=(9, 1, 3), width=5, dtype=torch.int8, programs=2)
     for rank, own in enumerate(group.ids):
         memory = torch.arange(offset, offset + 64, dtype=torch.int8, device=DEVICE)
@@ -352,8 +352,8 @@ def test_weights_of_any_type():
 
 
 @pytest.mark.parametrize("missing", [1, 4, 1000])
-def test_no_room(missing):
-    """Rows that do not fit are left away, counted, and add nothing."""
+def test_rows_above_the_capacity(missing):
+    """Rows above the capacity are dropped and counted, and add nothing."""
     full = random_group(4, tokens=(20, 7, 9), padding=0.0, slots=0)
     capacity = max(1, full.capacity - missing)
     group = Group(full.ids, full.plan, capacity=capacity)
@@ -395,8 +395,8 @@ def test_what_others_expose_is_read_by_its_address():
 
 @only_interpreted
 @pytest.mark.parametrize(("seed", "capacity"), [(0, 5), (1, 5), (2, 900)])
-def test_routes_that_are_none_lead_nowhere(seed, capacity):
-    """Whatever a wrong plan, or a rank that failed, leaves in the tables."""
+def test_invalid_routes_stay_in_bounds(seed, capacity):
+    """A wrong plan or a failed rank may leave anything in the tables."""
     group = random_group(seed, capacity=capacity)
     rng = np.random.default_rng(seed)
 
@@ -413,7 +413,7 @@ def test_routes_that_are_none_lead_nowhere(seed, capacity):
 
 
 def test_routes_of_the_control_plane():
-    """From ids to arrivals and back, with nothing of the host in between."""
+    """From ids to arrivals and back, without the host."""
     topology = Topology(ranks=2, experts=6, slots=1)
     rng = np.random.default_rng(5)
     ids = [draw_ids(rng, tokens, 3, topology, 2.0) for tokens in (17, 40)]
@@ -435,7 +435,7 @@ def test_routes_of_the_control_plane():
 def test_too_many_tokens_are_refused():
     group = random_group()
     values = torch.zeros(group.layout.tokens + 1, group.width, device=DEVICE)
-    with pytest.raises(ultraep.LoadError, match="16 routed rows, but the regions are for 14"):
+    with pytest.raises(ultraep.LoadError, match="got 16 routed rows, but the regions hold 14"):
         group.exchanges[0].expose_values(values, group.values[0])
 
 

@@ -1,7 +1,7 @@
-"""Every kernel that is launched shows an example in its docstring, and does what it shows there.
+"""Every launched kernel has an example in its docstring, and produces what the example shows.
 
-An example is a doctest that calls `example`. On a machine with a GPU the kernels are compiled,
-elsewhere they run through Triton's interpreter.
+An example is a doctest that calls `example`. With a GPU the kernels are compiled, otherwise
+Triton's interpreter runs them.
 """
 
 from __future__ import annotations
@@ -19,13 +19,17 @@ from test_compile import launched
 
 from ultraep.backends.triton import kernels
 from ultraep.backends.triton.device import default_device, launching
+from ultraep.backends.triton.kernels.grouped import Tiling
+from ultraep.backends.triton.kernels.quantise import MatrixStack
+from ultraep.backends.triton.kernels.state import Shape
+from ultraep.backends.triton.kernels.tiles import Matrix, SlotTensors
 
 DEVICE = default_device()
-EMPTY = -77  # stands in a room before anything is written
+EMPTY = -77  # fills memory before anything is written
 
 
 class Memory:
-    """A tensor of an example. What is `private` to the kernel is not shown."""
+    """A tensor of an example. `private` tensors belong to the kernel and are not printed."""
 
     def __init__(self, tensor: torch.Tensor, private: bool = False) -> None:
         self.tensor, self.private = tensor.to(DEVICE), private
@@ -39,7 +43,7 @@ class Memory:
 
 
 class Addresses:
-    """Pieces of memory that a kernel finds by their addresses, often one of every rank."""
+    """Tensors that a kernel reaches by address, often one per rank."""
 
     private = False
 
@@ -55,7 +59,7 @@ class Addresses:
 
 
 def memory_of(value: object) -> Memory | Addresses:
-    """Lists are int32 or float32, by their numbers; bytes are uint8."""
+    """Lists are int32 or float32; bytes are uint8."""
     if isinstance(value, Memory | Addresses):
         return value
     if isinstance(value, bytes):
@@ -65,29 +69,43 @@ def memory_of(value: object) -> Memory | Addresses:
 
 
 def room(*shape: int, dtype: torch.dtype = torch.int32) -> Memory:
-    """Memory in which nothing is written yet."""
+    """Uninitialised memory."""
     return Memory(torch.full(shape, EMPTY, dtype=dtype))
 
 
 def scratch(*shape: int) -> Memory:
-    """Memory that is for the kernel only."""
+    """Memory for the kernel only."""
     return Memory(torch.full(shape, EMPTY, dtype=torch.int32), private=True)
 
 
+def codes(values: list[Any]) -> Memory:
+    """E4m3 codes, as bytes."""
+    return Memory(torch.tensor(values, dtype=torch.uint8))
+
+
+def shape(**sizes: int) -> Shape:
+    """Sizes of the domain of the examples."""
+    return Shape(H=2, G=2, HELD=2, ONE_SLOT=True, BUFFERS=4, MEMBERS=1)._replace(**sizes)
+
+
+def tiling(**sizes: int) -> Tiling:
+    """Tiles of the examples."""
+    return Tiling(False, False, BLOCK_M=16, BLOCK_N=16, BLOCK_K=16, HALF=False)._replace(**sizes)
+
+
 def at(*pieces: object) -> Addresses:
-    """The addresses of these pieces."""
+    """The addresses of these tensors."""
     return Addresses([memory_of(piece) for piece in pieces])
 
 
 def parts(*values: object) -> Memory:
-    """One piece with several parts, each of which begins at a multiple of 16 bytes."""
+    """One tensor of several parts, each at a multiple of 16 bytes."""
     found = [memory_of(value).given.flatten().view(torch.int32) for value in values]
     return Memory(torch.cat([torch.nn.functional.pad(p, (0, -len(p) % 4)) for p in found]))
 
 
-# What examples leave out: sizes and tables of the story that `kernels/__init__.py` tells, and how
-# products are cut. Strides are those of the tensors.
-STORY: dict[str, Any] = {
+# Arguments that examples leave out: sizes and tables of the group in `kernels/__init__.py`.
+DEFAULTS: dict[str, Any] = {
     "ranks": 2,
     "experts": 4,
     "slots": 1,
@@ -102,50 +120,74 @@ STORY: dict[str, Any] = {
     "expert_of_place": [0, 2, 1, 3],
     "strides": [1, 1, 1, 1, 3, 3],
     "faults": [0],
+    "SHAPE": shape(),
+    "TILING": tiling(),
+    "H": 2,
+    "G": 2,
+    "R": 2,
+    "C": 2,
+    "STEP": 4,
+    "GROUP_M": 8,
 }
-STORY |= {"H": 2, "G": 2, "HELD": 2, "ONE_SLOT": True, "R": 2, "C": 2, "STEP": 4, "BUFFERS": 4}
-STORY |= {"MEMBERS": 1, "BY_GROUPS": False}
-STORY |= dict.fromkeys(("TRANSPOSED", "EVEN_M", "EVEN_N", "EVEN_K", "HALF", "DRAWN"), False)
-STORY |= dict.fromkeys(("BLOCK_M", "BLOCK_N", "BLOCK_K"), 16) | {"GROUP_M": 8}
-PRIVATE = ("attempts", "attempt_loads", "counts", "facts", "scratch", "work", "homes")
+DEFAULTS |= dict.fromkeys(("TRANSPOSED", "EVEN_M", "EVEN_N", "DRAWN", "BY_GROUPS"), False)
+DEFAULTS |= dict.fromkeys(("BLOCK_M", "BLOCK_N", "BLOCK_K"), 16)
+PRIVATE = ("attempts", "attempt_loads", "counts", "facts", "outcomes", "scratch", "work", "homes")
 
 
-def stride_of(name: str, tensors: dict[str, Any]) -> int | None:
-    """What a launch gives as the stride of that name: of tensors, of those of slots, of weights."""
-    names = {"weights": "homes", "scales": "home_scales"}
-    for stem, dim in ((name, 0), (names.get(name, name), 1)):
-        for other in (stem, f"of_{stem}", stem.replace("homes", "home_biases"),
-                      stem.replace("copies", "copy_biases")):  # fmt: skip
-            if other in tensors:
-                stride: int = tensors[other].given.stride(dim)
-                return stride
-    return None
+class Launch:
+    """The arguments of one launch, and the memory that the kernel may change, by name."""
 
+    def __init__(self, kernel: Any, given: dict[str, Any]) -> None:
+        self.memories: dict[str, Memory | Addresses] = {}
+        self.given = given
+        parameters = inspect.signature(kernel.fn).parameters
+        self.arguments = {
+            name: self.argument(name, parameter.annotation)
+            for name, parameter in parameters.items()
+        }
+        self.arguments |= {name: given[name] for name in ("num_warps",) if name in given}
 
-def complete(kernel: Any, arguments: dict[str, Any]) -> dict[str, Any]:
-    """All arguments of an example by the names of the kernel, those that it leaves out too."""
-    names = inspect.signature(kernel.fn).parameters
-    known = {n: n if n in names or f"{n}_ptr" not in names else f"{n}_ptr" for n in arguments}
-    given = {n: STORY[n] for n in names if n in STORY}
-    given |= {name: scratch(256) for name in names if name in PRIVATE}
-    given |= {known[name]: value for name, value in arguments.items()}
-    lists = (list, bytes, Memory, Addresses)
-    given = {n: memory_of(v) if isinstance(v, lists) else v for n, v in given.items()}
-    tensors = {n.removesuffix("_ptr"): v for n, v in given.items() if hasattr(v, "given")}
-    for name in names:
-        if name.startswith("stride_") and name not in given:
-            given[name] = stride_of(name.removeprefix("stride_"), tensors)
-    return {name: given[name] for name in (*names, *given) if name in given}
+    def argument(self, name: str, group: Any) -> Any:
+        """One argument, or a group of arguments by the annotation of the parameter."""
+        if not (isinstance(group, type) and hasattr(group, "_fields")):
+            return self.value(name.removesuffix("_ptr"))
+        if group not in (Matrix, MatrixStack, SlotTensors):
+            return group(*(self.value(field) for field in group._fields))
+        value = self.given.get(name)
+        if value is None:
+            return None
+        if group is SlotTensors:
+            fields = (f"{name}.{part}" for part in ("homes", "copies", "sums", "spans"))
+            tensors = [self.tensor(*item) for item in zip(fields, value, strict=False)]
+            homes, copies, sums, spans = [*tensors, None, None][:4]
+            return group(
+                homes, copies, sums, spans, homes.stride(0), copies.stride(0), homes.stride(1)
+            )
+        tensor = self.tensor(name, value)
+        rest = tensor.shape[1] if group is Matrix else tensor.stride(1)
+        return group(tensor, tensor.stride(0), rest)
+
+    def value(self, name: str) -> Any:
+        """The argument of that name: of the example, private to the kernel, or by default."""
+        if name in self.given:
+            value = self.given[name]
+        else:
+            value = scratch(256) if name in PRIVATE else DEFAULTS.get(name)
+        lists = (list, bytes, Memory, Addresses)
+        return self.tensor(name, value) if isinstance(value, lists) else value
+
+    def tensor(self, name: str, value: Any) -> torch.Tensor:
+        memory = self.memories[name] = memory_of(value)
+        return memory.given
 
 
 def example(kernel: Any, programs: int | tuple[int, ...], **arguments: Any) -> None:
     """Launch the kernel with these arguments, and print what it has changed; `_`: not written."""
-    given = complete(kernel, arguments)
-    memories = {n.removesuffix("_ptr"): v for n, v in given.items() if hasattr(v, "given")}
+    launch = Launch(kernel, arguments)
     grid = programs if isinstance(programs, tuple) else (programs,)
     with launching(DEVICE):
-        kernel[grid](**{name: getattr(value, "given", value) for name, value in given.items()})
-    changed = {n: memory for n, memory in memories.items() if memory.changed()}
+        kernel[grid](**launch.arguments)
+    changed = {name: memory for name, memory in launch.memories.items() if memory.changed()}
     for name, memory in changed.items():
         if not memory.private:
             print(f"{name} = {memory.shown()}")
@@ -154,11 +196,11 @@ def example(kernel: Any, programs: int | tuple[int, ...], **arguments: Any) -> N
 
 
 RUNNER = doctest.DocTestRunner(verbose=False, optionflags=doctest.NORMALIZE_WHITESPACE)
-HELPERS = {f.__name__: f for f in (at, example, parts, room, scratch)}
+HELPERS = {f.__name__: f for f in (at, codes, example, parts, room, shape, tiling)}
 
 
 def examples() -> Iterator[doctest.DocTest]:
-    """The docstrings of all kernels, launched or not."""
+    """Yield the doctests of all kernels."""
     for found in pkgutil.iter_modules(kernels.__path__):
         module = importlib.import_module(f"{kernels.__name__}.{found.name}")
         for name, value in vars(module).items():
@@ -177,13 +219,13 @@ def test_every_launched_kernel_has_an_example():
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_kernels_do_what_their_examples_show(name):
-    told: list[str] = []
-    RUNNER.run(EXAMPLES[name], out=told.append)
-    assert not told, "".join(told)
+    output: list[str] = []
+    RUNNER.run(EXAMPLES[name], out=output.append)
+    assert not output, "".join(output)
 
 
 def test_examples_can_fail():
-    """A wrong number is seen, and so is a place that was never written."""
+    """A wrong number fails, and so does memory that was never written."""
     wrong = EXAMPLES["tile_offsets"].docstring.replace("totals = [3, 1", "totals = [3, _")
     names = EXAMPLES["tile_offsets"].globs
     test = doctest.DocTestParser().get_doctest(wrong, names, "wrong", None, None)

@@ -1,4 +1,4 @@
-"""What was compiled for a launch is found again by arguments of the same kind, and only by them."""
+"""A launch finds the compiled kernel by the specialisation of its arguments."""
 
 from types import SimpleNamespace
 
@@ -13,7 +13,7 @@ from ultraep.errors import ConfigError
 
 
 class Compiled:
-    """Notes what it is launched with."""
+    """Records what it is launched with."""
 
     def __init__(self, log):
         self.log = log
@@ -23,7 +23,7 @@ class Compiled:
 
 
 class Kernel:
-    """Like a kernel of Triton, but for the compiling."""
+    """Like a Triton kernel, but without compiling."""
 
     arg_names = ("out", "number", "other", "WIDTH")
 
@@ -48,55 +48,58 @@ def launched(kernel):
     return Quick(kernel)
 
 
-def room(offset=0, dtype=torch.float32):
+def memory(offset=0, dtype=torch.float32):
     return torch.zeros(64, dtype=dtype)[offset:]
 
 
 def test_the_second_launch_looks_for_nothing(kernel, launched):
-    out, again = room(), room()
+    out, again = memory(), memory()
     for tensor in (out, again):
         launched[(7,)](tensor, 3, None, WIDTH=32, num_warps=4)
     assert len(kernel.compiled) == 1
-    [(grid, (given, number, other, width))] = kernel.launched
+    [(grid, (tensor, number, other, width))] = kernel.launched
     assert (grid, number, other, width) == ((7, 1, 1), 3, None, 32)
-    assert given is again
+    assert tensor is again
 
 
-KINDS = [
-    (room(), 3, None, 32, 4),
-    (room(1), 3, None, 32, 4),  # another alignment
-    (room(dtype=torch.bfloat16), 3, None, 32, 4),
-    (room(), 1, None, 32, 4),  # compiled into the kernel
-    (room(), 16, None, 32, 4),  # divides by 16
-    (room(), 1 << 31, None, 32, 4),  # 64 bits
-    (room(), 3, room(), 32, 4),
-    (room(), 3, None, 64, 4),
-    (room(), 3, None, 32, 8),
+SPECIALISATIONS = [
+    (memory(), 3, None, 32, 4),
+    (memory(1), 3, None, 32, 4),  # another alignment
+    (memory(dtype=torch.bfloat16), 3, None, 32, 4),
+    (memory(), 1, None, 32, 4),  # compiled into the kernel
+    (memory(), 16, None, 32, 4),  # divides by 16
+    (memory(), 1 << 31, None, 32, 4),  # 64 bits
+    (memory(), 3, memory(), 32, 4),
+    (memory(), 3, (memory(), 3), 32, 4),  # a group of arguments
+    (memory(), 3, (memory(), 1), 32, 4),
+    ((memory(), 3), 3, None, 32, 4),
+    (memory(), 3, None, 64, 4),
+    (memory(), 3, None, 32, 8),
 ]
 
 
-def test_every_kind_of_arguments_is_compiled(kernel, launched):
+def test_every_specialisation_is_compiled(kernel, launched):
     for _ in range(2):
-        for out, number, other, width, warps in KINDS:
+        for out, number, other, width, warps in SPECIALISATIONS:
             launched[(1,)](out, number, other, WIDTH=width, num_warps=warps)
-    assert len(kernel.compiled) == len(kernel.launched) == len(KINDS)
+    assert len(kernel.compiled) == len(kernel.launched) == len(SPECIALISATIONS)
 
 
-def test_numbers_of_one_kind_are_not_compiled_again(kernel, launched):
+def test_integers_of_one_specialisation_are_not_compiled_again(kernel, launched):
     for number in (3, 5, 1000, -7):
-        launched[(1,)](room(), number, None, WIDTH=32)
+        launched[(1,)](memory(), number, None, WIDTH=32)
     for number in (32, 48, 0):
-        launched[(1,)](room(), number, None, WIDTH=32)
+        launched[(1,)](memory(), number, None, WIDTH=32)
     assert len(kernel.compiled) == 2
     assert [arguments[1] for _, arguments in kernel.launched] == [5, 1000, -7, 48, 0]
 
 
 def test_hooks_are_called_at_every_launch(kernel, launched):
-    seen = []
-    kernel.pre_run_hooks.append(lambda *arguments, **constants: seen.append(arguments[1]))
+    numbers = []
+    kernel.pre_run_hooks.append(lambda *arguments, **constants: numbers.append(arguments[1]))
     for number in (3, 5, 7):
-        launched[(1,)](room(), number, None, WIDTH=32)
-    assert seen == [5, 7]  # Triton itself calls them when it compiles
+        launched[(1,)](memory(), number, None, WIDTH=32)
+    assert numbers == [5, 7]  # Triton itself calls them when it compiles
 
 
 def test_what_the_interpreter_runs_stays_as_it_is(monkeypatch):
@@ -118,7 +121,7 @@ def test_programs_that_cannot_wait_for_each_other_are_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: small)
     require_resident(4, 4, torch.device("cuda", 7))
     with pytest.raises(
-        ConfigError, match="5 programs of 4 warps wait for each other, small holds 4 of"
+        ConfigError, match="5 programs of 4 warps wait for each other, but small runs 4 of"
     ):
         require_resident(5, 4, torch.device("cuda", 7))
     require_resident(1000, 4, torch.device("cpu"))

@@ -1,8 +1,8 @@
-"""Every backend gives the bits of the reference, over the named grid and at random."""
+"""Every backend returns the plans of the reference, on named and random cases."""
 
 import numpy as np
 import pytest
-from cases import NAMED, configs, problems, timed_configs
+from cases import NAMED, assert_same_plan, configs, problems, timed_configs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -10,7 +10,7 @@ import ultraep
 from ultraep import BackendUnavailable, BalanceConfig, ConfigError, backends
 from ultraep.backends.limits import Limits
 
-FAST = ["cpu"]  # the kernels of the GPU are slow here, and have a file of their own
+FAST = ["cpu"]  # `test_triton.py` tests the GPU kernels, which are slow here
 SETTINGS = [
     BalanceConfig(),
     BalanceConfig(tolerance=0.01),
@@ -20,37 +20,30 @@ SETTINGS = [
 ]
 
 
-def assert_same(plan, wanted):
-    for name in ("replicas", "quotas", "split", "rank_loads"):
-        np.testing.assert_array_equal(getattr(plan, name), getattr(wanted, name), err_msg=name)
-    assert plan.digest() == wanted.digest()
+def assert_agrees(backend, loads, topology, config):
+    wanted = ultraep.plan(loads, topology, config, backend="reference")
+    assert_same_plan(ultraep.plan(loads, topology, config, backend=backend), wanted)
 
 
 @pytest.mark.parametrize("backend", FAST)
 @pytest.mark.parametrize("config", SETTINGS, ids=str)
 @pytest.mark.parametrize("name", NAMED)
 def test_named_cases(name, config, backend):
-    loads, topology = NAMED[name]
-    wanted = ultraep.plan(loads, topology, config, backend="reference")
-    assert_same(ultraep.plan(loads, topology, config, backend=backend), wanted)
+    assert_agrees(backend, *NAMED[name], config)
 
 
 @pytest.mark.parametrize("backend", FAST)
 @settings(max_examples=2000)
 @given(problems(), configs)
 def test_random_cases(backend, problem, config):
-    loads, topology = problem
-    wanted = ultraep.plan(loads, topology, config, backend="reference")
-    assert_same(ultraep.plan(loads, topology, config, backend=backend), wanted)
+    assert_agrees(backend, *problem, config)
 
 
 @pytest.mark.parametrize("backend", FAST)
 @settings(max_examples=500)
 @given(problems(), timed_configs)
 def test_quickest_plans(backend, problem, config):
-    loads, topology = problem
-    wanted = ultraep.plan(loads, topology, config, backend="reference")
-    assert_same(ultraep.plan(loads, topology, config, backend=backend), wanted)
+    assert_agrees(backend, *problem, config)
 
 
 @pytest.mark.parametrize("backend", FAST)

@@ -1,4 +1,4 @@
-"""Numbers of eight bits on the GPU, beside their twins; without one, kernels are interpreted."""
+"""FP8 on the GPU, compared with the torch twins; without a GPU, Triton interprets the kernels."""
 
 from contextlib import nullcontext
 from itertools import pairwise
@@ -8,14 +8,15 @@ import torch
 from guard import watched
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_grouped import dot, padded
+from test_grouped import SMALL as PLAIN
+from test_grouped import dot
 from triton.runtime.interpreter import InterpreterBuilder
 
 import ultraep.ops.formats as formats
 from ultraep.backends.triton import quantise
 from ultraep.backends.triton.blocks import Blocks, capability_of, multiplies_e4m3
 from ultraep.backends.triton.device import default_device, interpreted, launching
-from ultraep.backends.triton.quantised import GroupedQuantised, TritonQuantised
+from ultraep.backends.triton.quantised import TritonQuantised
 from ultraep.ops.activations import activation_named
 from ultraep.ops.formats import E4M3, FORMATS
 from ultraep.ops.products import Stacks, TorchProducts
@@ -23,15 +24,16 @@ from ultraep.ops.quantised import QuantisedProducts, QuantisedStacks
 
 DEVICE = default_device()
 KERNEL = "multiply_quantised"
-SMALL = {(KERNEL, name): Blocks(16, 16, 128, stages=2, band=2, half=True) for name in FORMATS}
-WIDE = {(KERNEL, "fp8"): Blocks(16, 256, 128, stages=2)}
+BLOCKS = Blocks(16, 16, 128, stages=2, band=2, half=True)
+SMALL = PLAIN | {(KERNEL, name): BLOCKS for name in FORMATS}
+WIDE = PLAIN | {(KERNEL, "fp8"): Blocks(16, 256, 128, stages=2)}
 SLOTS = {
     "mixed": ([5, 0, 17], [9, 3]),
     "no rows": ([0, 0], [0]),
     "no copies": ([16, 3, 2], []),
     "no homes": ([], [3, 0, 20]),
 }
-ROOM = 40
+CAPACITY = 40
 PACKING = [form for form in FORMATS.values() if form.packs]
 by_name = pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
 packing = pytest.mark.parametrize("form", PACKING, ids=lambda form: form.name)
@@ -40,15 +42,19 @@ types = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=st
 
 @pytest.fixture(autouse=True)
 def watch(monkeypatch):
-    """Interpreted kernels touch nothing but their tensors, and compute as a GPU does."""
+    """Interpreted kernels access only their tensors, and compute as a GPU does."""
     if interpreted():
         monkeypatch.setattr(InterpreterBuilder, "create_dot", dot)
     with watched() if interpreted() else nullcontext(), launching(DEVICE):
         yield
 
 
+def engine(form, offsets, dtype, **options):
+    return TritonQuantised(offsets, activation_named("swiglu"), dtype, form, **options)
+
+
 def drawn(*shape, seed=0, dtype=torch.float32):
-    """Numbers of many sizes, some of them zero."""
+    """Numbers of many magnitudes, some of them zero."""
     draw = torch.Generator().manual_seed(seed)
     values = torch.randn(shape, generator=draw) * 2.0 ** torch.randint(
         -12, 8, shape, generator=draw
@@ -109,7 +115,7 @@ def test_rows_behind_the_last_are_left_alone():
     st.booleans(),
 )
 def test_groups_of_a_row_share_a_scale_in_reach(sizes, seed, zero):
-    """At most 16 times what they need: of numbers from 1/900 of the largest on, no bit is lost."""
+    """Groups within a factor of 16 of the largest share its scale; errors stay in bounds."""
     draw = torch.Generator().manual_seed(seed)
     rows = torch.randn(1, 128 * len(sizes), generator=draw)
     rows *= 2.0 ** torch.tensor(sizes).repeat_interleave(128)
@@ -151,29 +157,21 @@ def test_what_is_no_number_stays_none():
 
 
 class Case:
-    """Rows of some slots, weights of eight bits, and both engines."""
+    """Rows of some slots, FP8 weights, and both engines."""
 
-    def __init__(self, form, name="mixed", dtype=torch.float32, table=None, depth=300, width=40):
-        homes, copies = SLOTS[name]
-        counts = homes + copies
-        self.total, self.form, self.dtype = sum(counts), form, dtype
-        begins = torch.tensor([0, *counts]).cumsum(0)
-        offsets = begins.to(DEVICE, torch.int32)
-        swiglu = activation_named("swiglu")
-        plain = TorchProducts(begins.tolist(), swiglu, bitwise=True)
+    def __init__(self, form, name="mixed", dtype=torch.float32, table=SMALL, depth=300, width=40):
+        counts = SLOTS[name]
+        self.total, self.form, self.dtype = sum(map(sum, counts)), form, dtype
+        begins = torch.tensor([0, *counts[0], *counts[1]]).cumsum(0)
+        plain = TorchProducts(begins.tolist(), activation_named("swiglu"), bitwise=True)
         self.twin = QuantisedProducts(plain, form, dtype)
-        self.kernels = TritonQuantised(offsets, swiglu, dtype, form, programs=2)
-        self.kernels._grouped = GroupedQuantised(offsets, programs=2, table=table or SMALL)
-        self.rows = drawn(ROOM, depth, dtype=dtype, seed=1)
-        self.scale = drawn(ROOM, seed=2)
-        stacks = [quantised(form, drawn(len(n), width, depth, seed=3)) for n in (homes, copies)]
-        self.bias = Stacks(*(drawn(len(n), width, seed=4) for n in (homes, copies)))
-        (data, scales), (copied, copied_scales) = stacks
-        copied = padded(copied.view(torch.uint8).float()).to(torch.uint8)
-        copied = torch.stack([*copied]) if len(copied) else copied.contiguous()
-        self.weights = QuantisedStacks(
-            Stacks(data, copied.view(E4M3)), Stacks(scales, copied_scales)
-        )
+        offsets = begins.to(DEVICE, torch.int32)
+        self.kernels = engine(form, offsets, dtype, programs=2, table=table)
+        self.rows = drawn(CAPACITY, depth, dtype=dtype, seed=1)
+        self.scale = drawn(CAPACITY, seed=2)
+        stacks = [quantised(form, drawn(len(n), width, depth, seed=3)) for n in counts]
+        self.bias = Stacks(*(drawn(len(n), width, seed=4) for n in counts))
+        self.weights = QuantisedStacks(*(Stacks(*pair) for pair in zip(*stacks, strict=True)))
 
 
 def close(found, wanted, dtype=torch.float32):
@@ -196,7 +194,7 @@ def test_products_are_those_of_the_twin(form, name, dtype):
 
 @pytest.mark.parametrize("name", ["mixed", "no copies"])
 def test_products_with_any_scales_are_those_of_the_twin(name):
-    """Those of a checkpoint are no powers of two."""
+    """Scales of a checkpoint need not be powers of two."""
     case = Case(FORMATS["fp8"], name, depth=512, width=272, table=WIDE)
     for stack in (case.weights.scales.homes, case.weights.scales.copies):
         stack *= 1 + torch.rand(stack.shape, generator=torch.Generator().manual_seed(6)).to(DEVICE)
@@ -213,10 +211,10 @@ def test_sums_are_scaled_only_where_scales_change(changing):
         case.rows[7, 128:256] *= 2.0**-9
     packed = case.twin.packed(case.rows)
     _, scales = FORMATS["fp8"].parts(packed, 512)
-    grouped, blocks = case.kernels._grouped, WIDE[KERNEL, "fp8"]
-    tiles = grouped._tiles(ROOM, blocks)
-    _, changes = grouped._ratios(scales, tiles, blocks)
-    marked = [[0, 0, 0, 1]] * int(tiles[0])  # the last one leads to sums as they are
+    blocks = WIDE[KERNEL, "fp8"]
+    order = case.kernels._products.tile_order(CAPACITY, blocks)
+    _, changes = case.kernels.row_ratios(scales, order, blocks)
+    marked = [[0, 0, 0, 1]] * int(order[0])  # behind the last group, the unit is 1
     marked[1] = [1, 1, 0, 1] if changing else marked[1]
     assert changes[: len(marked)].tolist() == marked
     found = case.kernels.multiply(packed, case.weights, None)
@@ -227,7 +225,7 @@ def test_sums_are_scaled_only_where_scales_change(changing):
 @packing
 def test_what_stands_between_products_is_that_of_the_twin(form, dtype):
     case = Case(form, dtype=dtype)
-    up = drawn(ROOM, 2 * 200, dtype=dtype).clamp(-9, 9)
+    up = drawn(CAPACITY, 2 * 200, dtype=dtype).clamp(-9, 9)
     found = case.kernels.activate(up)[: case.total]
     both = [case.form.parts(p, 200) for p in (found, case.twin.activate(up)[: case.total])]
     (data, scales), (wanted, wanted_scales) = both
@@ -241,21 +239,16 @@ def test_what_stands_between_products_is_that_of_the_twin(form, dtype):
 
 
 @packing
-def test_backward_is_that_of_plain_numbers(form):
-    case = Case(form)
-    packed, d_out = case.twin.packed(case.rows), drawn(ROOM, 40, seed=5)
-    for verb in ("kernels", "twin"):
-        engine = getattr(case, verb)
-        d_rows = engine.multiply_transposed(d_out, case.weights)
-        into = Stacks(
-            torch.empty(3, 40, 300, device=DEVICE), torch.empty(2, 40, 300, device=DEVICE)
-        )
-        engine.weight_gradients(d_out, packed, into, None)
-        if verb == "kernels":
-            found = d_rows, into
-    close(found[0][: case.total], d_rows[: case.total], torch.float32)
-    for one, other in ((found[1].homes, into.homes), (found[1].copies, into.copies)):
-        close(one, other, torch.float32)
+def test_backward_uses_dequantised_numbers(form):
+    case, results = Case(form), []
+    packed, d_out = case.twin.packed(case.rows), drawn(CAPACITY, 40, seed=5)
+    for products in (case.kernels, case.twin):
+        d_rows = products.multiply_transposed(d_out, case.weights)
+        into = Stacks(*(torch.empty(n, 40, 300, device=DEVICE) for n in (3, 2)))
+        products.weight_gradients(d_out, packed, into, None)
+        results.append((d_rows[: case.total], into.homes, into.copies))
+    for result, wanted in zip(*results, strict=True):
+        close(result, wanted)
 
 
 @types
@@ -263,28 +256,22 @@ def test_backward_is_that_of_plain_numbers(form):
 def test_bits_of_a_row_do_not_depend_on_its_place(form, dtype):
     """The same rows and weights in slots of other sizes, and in another order."""
     case = Case(form, "no copies", dtype)
-    data, scales = case.weights.data.homes, case.weights.scales.homes
-    packed, order = case.twin.packed(case.rows), torch.randperm(21)
-    one = QuantisedStacks(*(Stacks(t[:1], t[:0]) for t in (data, scales)))
-    offsets = torch.tensor([0, 21], dtype=torch.int32, device=DEVICE)
-    many = torch.tensor([0, 9, 9, 21], dtype=torch.int32, device=DEVICE)
-    found = []
-    for begins, stacks, rows in (
-        (offsets, one, packed[:21]),
-        (many, three_alike(one), packed[:21][order.to(DEVICE)]),
-    ):
-        out = torch.empty(21, 40, dtype=dtype, device=DEVICE)
-        grouped = GroupedQuantised(begins, programs=2, table=SMALL)
-        grouped.multiply_quantised(form, rows, stacks, out)
-        found.append(out)
-    assert torch.equal(found[0][order.to(DEVICE)], found[1])
+    assert_same_bits(case.form, case.rows[:21], case.weights, [0, 9, 9, 21], table=SMALL)
 
 
-def three_alike(stacks):
-    def alike(stack):
-        return Stacks(stack.homes.repeat(2, 1, 1), stack.homes.clone())
-
-    return QuantisedStacks(alike(stacks.data), alike(stacks.scales))
+def assert_same_bits(form, rows, weights, ends, **options):
+    """One slot, or several with the same weights and the rows in another order."""
+    order, results = torch.randperm(len(rows)).to(DEVICE), []
+    packed, homes = quantise.pack(form, rows), (weights.data.homes, weights.scales.homes)
+    for begins, moved in (([0, len(rows)], packed), (ends, packed[order])):
+        count = len(begins) - 2  # of home slots; the last slot is a spare one
+        repeated = [Stacks(t[:1].repeat(count, 1, 1), t[:1].clone()) for t in homes]
+        if not count:
+            repeated = [Stacks(t[:1], t[:0]) for t in homes]
+        offsets = torch.tensor(begins, dtype=torch.int32, device=DEVICE)
+        products = engine(form, offsets, rows.dtype, **options)
+        results.append(products.multiply(moved, QuantisedStacks(*repeated), None))
+    assert torch.equal(results[0][order], results[1])
 
 
 @pytest.mark.gpu
@@ -301,9 +288,9 @@ def test_large_products(form, sizes):
     stacks = QuantisedStacks(Stacks(data[:3], data[3:]), Stacks(scales[:3], scales[3:]))
     packed = quantise.pack(form, rows)
     for native in {False, multiplies_e4m3(*capability_of(DEVICE))}:
-        grouped = GroupedQuantised(begins.to(DEVICE, torch.int32), native=native)
+        products = engine(form, begins.to(DEVICE, torch.int32), rows.dtype, native=native)
         out = rows.new_full((1500, height), 7.0)
-        grouped.multiply_quantised(form, packed, stacks, out)
+        products.multiply(packed, stacks, None, out=out)
         plain = formats.dequantise(form, data, scales, torch.float32)
         exact = formats.unpack(form, packed, width, torch.float32)
         for slot, (begin, end) in enumerate(pairwise(begins.tolist())):
@@ -316,17 +303,9 @@ def test_large_products(form, sizes):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @packing
-def test_bits_do_not_depend_on_the_place_in_tiles_as_in_use(form):
-    """In one slot, or in two of which one ends with half a tile; native or decoded."""
+def test_bits_do_not_depend_on_the_place_in_the_tiles_of_this_gpu(form):
+    """In one slot, or in two of which one ends with half a tile."""
     rows = torch.randn(700, 1024, device=DEVICE, dtype=torch.bfloat16)
     data, scales = quantised(form, torch.randn(1, 512, 1024, device=DEVICE))
-    packed, order = quantise.pack(form, rows), torch.randperm(700, device=DEVICE)
-    one = QuantisedStacks(Stacks(data, data[:0]), Stacks(scales, scales[:0]))
-    two = QuantisedStacks(Stacks(data, data.clone()), Stacks(scales, scales.clone()))
-    found = []
-    for ends, stacks, moved in (([0, 700], one, packed), ([0, 170, 700], two, packed[order])):
-        out = rows.new_empty(700, 512)
-        offsets = torch.tensor(ends, dtype=torch.int32, device=DEVICE)
-        GroupedQuantised(offsets).multiply_quantised(form, moved, stacks, out)
-        found.append(out)
-    assert torch.equal(found[0][order], found[1])
+    weights = QuantisedStacks(Stacks(data, data[:0]), Stacks(scales, scales[:0]))
+    assert_same_bits(form, rows, weights, [0, 170, 700])

@@ -1,4 +1,4 @@
-"""Rows times one number each: the kernels give what torch gives."""
+"""Rows times one factor each: the kernels agree with torch."""
 
 import pytest
 import torch
@@ -22,13 +22,13 @@ def drawn(*shape, dtype=torch.float32, seed=0):
 def test_kernels_agree_with_torch(size, dtype, scale_type):
     rows, d_out = (drawn(*size, dtype=dtype, seed=seed) for seed in (0, 1))
     scale = drawn(size[0], dtype=scale_type, seed=2)
-    found = []
+    results = []
     for engine in (products, kernels):
         out, d_scale = torch.full_like(rows, torch.nan), torch.full_like(scale, torch.nan)
         engine.scale_rows(rows, scale, out)
         d_rows = engine.scale_rows_backward(d_out, rows, scale, d_scale)
-        found.append((out, d_rows, d_scale))
-    (out, d_rows, d_scale), (by_kernel, d_rows_by_kernel, d_scale_by_kernel) = found
+        results.append((out, d_rows, d_scale))
+    (out, d_rows, d_scale), (by_kernel, d_rows_by_kernel, d_scale_by_kernel) = results
     assert torch.equal(by_kernel, out)
     assert torch.equal(d_rows_by_kernel, d_rows)
     close = 1e-2 if scale_type == torch.bfloat16 else 1e-5
@@ -44,7 +44,7 @@ def test_rows_of_part_of_a_tensor():
     assert not out[7].any()
 
 
-def test_rows_that_the_kernels_do_not_know_are_left_to_torch():
+def test_unsupported_rows_are_left_to_torch():
     for rows in (drawn(4, 6, dtype=torch.float64), drawn(6, 4).T, drawn(0, 6)):
         scale, out = drawn(len(rows), dtype=rows.dtype), torch.empty_like(rows)
         kernels.scale_rows(rows, scale, out)

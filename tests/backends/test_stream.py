@@ -1,12 +1,12 @@
-"""Copies of experts between ranks: who sends them is what `replicate.hops` says, and they arrive.
+"""Replicas between ranks: schedules equal `hops.hops`, and weights and gradients arrive.
 
 Ranks are processes that map each other's memory and really wait for each other. The programs of an
-interpreted rank run one after the other: two of them only where nobody waits in a circle.
+interpreted rank run one after the other, so that two programs work only without circular waits.
 """
 
 import os
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import NamedTuple
 
 import numpy as np
@@ -22,10 +22,9 @@ from triton.runtime.interpreter import InterpreterBuilder
 
 import ultraep
 from ultraep import BalanceConfig, CommunicationError, ConfigError, Plan, Topology
-from ultraep.backends.triton import board as boards
-from ultraep.backends.triton import reducer, streamer
-from ultraep.backends.triton.board import MAX_CHUNKS, MEETINGS, Board
+from ultraep.backends.triton import signals, streamer
 from ultraep.backends.triton.device import default_device, interpreted
+from ultraep.backends.triton.signals import BARRIERS, MAX_CHUNKS, Signals
 from ultraep.backends.triton.streamer import Contents, Streamer, chunks_for
 from ultraep.bundle import Layout
 from ultraep.hops import HOME, choose, hops
@@ -39,7 +38,7 @@ only_interpreted = pytest.mark.skipif(not interpreted(), reason="ranks are proce
 
 
 def plan_with(topology, replicas):
-    """A plan with these copies, of which only the copies count here."""
+    """Return a plan with these replicas; everything else is 0."""
     copies, ranks = sorted(replicas), topology.ranks
     return Plan(
         topology,
@@ -53,7 +52,7 @@ def plan_with(topology, replicas):
 
 
 def random_plan(rng, topology, fullness=0.8):
-    """Any experts in any spare slots of their domain, some of them more often than others."""
+    """Put random experts into random spare slots of their domain, some more often than others."""
     liked = rng.normal(0, 2, topology.experts)
     domains = topology.home_of_expert // topology.domain_size
     replicas = []
@@ -72,7 +71,7 @@ def random_plan(rng, topology, fullness=0.8):
 
 
 def on_device(plan):
-    """[C, 3] the copies, with room for all that there can be."""
+    """[C, 3] the replicas, padded to the most there can be."""
     most = max(1, plan.topology.ranks * plan.topology.slots)
     replicas = torch.full((most, 3), -1, dtype=torch.int32)
     replicas[: plan.num_replicas] = torch.from_numpy(plan.replicas.copy())
@@ -83,7 +82,7 @@ def on_device(plan):
 
 
 class Schedule(NamedTuple):
-    """What one rank has to do."""
+    """What one rank sends and receives."""
 
     hops: list[list[int]]  # source, receiver, slot, depth
     chunks: int
@@ -93,8 +92,8 @@ class Schedule(NamedTuple):
     of_homes: list[list[int]]  # first and end among the copies
 
 
-def found_schedule(made, plan, rank):
-    """As the kernel has written it."""
+def kernel_schedule(made, plan, rank):
+    """Parse what the kernel has written."""
     most, slots = max(1, plan.topology.ranks * plan.topology.slots), plan.topology.slots
     homes = len(plan.topology.home_experts(rank))
     header, numbers, senders, copies, of_homes = made.cpu().split(
@@ -111,48 +110,40 @@ def found_schedule(made, plan, rank):
     )
 
 
-def wanted_schedule(plan, rank, mode, nbytes, skip=None):
-    """As the plain twin has it; `skip`: slots that hold their copies already."""
+def host_schedule(plan, rank, mode, nbytes, skip=None):
+    """Compute the schedule with `hops`; `skip`: slots that already hold their replica."""
     longest = max((hop.depth + 1 for hop in hops(plan, "chain", skip=skip)), default=0)
     if mode == "auto":
         mode = choose(plan, chunks_for(longest, nbytes, programs=1), skip)
-    way = hops(plan, mode, skip=skip)
-    longest = max((hop.depth + 1 for hop in way), default=0)
+    all_hops = hops(plan, mode, skip=skip)
+    longest = max((hop.depth + 1 for hop in all_hops), default=0)
     places = plan.replicas[:, 1:].tolist()
     mine = plan.topology.home_experts(rank).tolist()
     sent = sorted(
-        (hop for hop in way if hop.sender == rank),
+        (hop for hop in all_hops if hop.sender == rank),
         key=lambda hop: (hop.depth, places.index([hop.receiver, hop.slot])),
     )
+    sources = [
+        mine.index(hop.expert) if hop.sender_slot == HOME else -1 - hop.sender_slot for hop in sent
+    ]
     experts = plan.replicas[:, 0].tolist()
     firsts = [experts.index(expert) if expert in experts else 0 for expert in mine]
-    sender_of = {(hop.receiver, hop.slot): hop.sender for hop in way}
+    sender_of = {(hop.receiver, hop.slot): hop.sender for hop in all_hops}
     return Schedule(
-        [
-            [
-                mine.index(hop.expert) if hop.sender_slot == HOME else -1 - hop.sender_slot,
-                hop.receiver,
-                hop.slot,
-                hop.depth,
-            ]
-            for hop in sent
-        ],
+        [[s, hop.receiver, hop.slot, hop.depth] for s, hop in zip(sources, sent, strict=True)],
         chunks_for(longest, nbytes, programs=1),
         longest,
         [sender_of.get((rank, slot), -1) for slot in range(plan.topology.slots)],
         places,
-        [
-            [first, first + experts.count(expert)]
-            for first, expert in zip(firsts, mine, strict=True)
-        ],
+        [[f, f + experts.count(expert)] for f, expert in zip(firsts, mine, strict=True)],
     )
 
 
 @pytest.fixture(scope="module", autouse=True)
 def no_clock():
-    """Boards of this process need not know how long a poll takes: nobody waits here."""
+    """Skip the measurement of a poll: no kernel of this process waits."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(boards, "polls_per_second", lambda device: 1000.0)
+        patch.setattr(signals, "polls_per_second", lambda device: 1000.0)
         yield
 
 
@@ -161,19 +152,19 @@ def of_bytes(nbytes):
 
 
 def streamer_of(group, rank, topology, mode):
-    board = Board(group.of(rank), slots=topology.slots, buffers=1, timeout=1.0)
+    board = Signals(group.of(rank), slots=topology.slots, buffers=1, timeout=1.0)
     return Streamer(board, topology, relay=mode, programs=1)
 
 
 def schedules(plan, mode, nbytes, ranks=None):
-    """What the kernel and the twin say for these ranks."""
+    """Yield the schedules of the kernel and of the host for these ranks."""
     topology, replicas = plan.topology, on_device(plan)
     group = LocalPeers(topology.ranks, device=DEVICE)
     for rank in range(topology.ranks) if ranks is None else ranks:
         made_by = streamer_of(group, rank, topology, mode)
         made = torch.full((made_by.size,), -7, dtype=torch.int32, device=DEVICE)
         made_by.schedule(replicas, of_bytes(nbytes), made)
-        yield found_schedule(made, plan, rank), wanted_schedule(plan, rank, mode, nbytes)
+        yield kernel_schedule(made, plan, rank), host_schedule(plan, rank, mode, nbytes)
 
 
 @only_interpreted
@@ -207,11 +198,7 @@ FANS = {  # copies, bytes of an expert, and whether relays are worth it
     "one to five": ([(0, host, 0) for host in range(1, 6)], 1 << 26, True),
     "one to five, small": ([(0, host, 0) for host in range(1, 6)], 64, True),
     "two of one home": ([(e, h, e) for e in (0, 1) for h in (1, 2, 3)], 1 << 26, True),
-    "relays would be the busiest": (
-        [(0, 4, 0), (0, 5, 0), (2, 4, 1), (2, 5, 1)],
-        64,
-        False,
-    ),
+    "relays are busiest": ([(0, 4, 0), (0, 5, 0), (2, 4, 1), (2, 5, 1)], 64, False),
 }
 
 
@@ -243,19 +230,19 @@ def test_a_schedule_is_written_into_its_own_memory_only():
     for rank in (0, 2):
         made_by = streamer_of(group, rank, topology, "auto")
         made = torch.zeros(made_by.size, dtype=torch.int32, device=DEVICE)
-        with watched(also=made_by.board.region.handle) as watch:
+        with watched(also=made_by.signals.region.handle) as watch:
             made_by.schedule(on_device(plan), of_bytes(4096), made)
         assert watch.touched
 
 
 class Twin:
-    """What slots hold, as messages know it."""
+    """What slots hold, as the host tracks it."""
 
     def __init__(self, topology):
         self.topology, self.held = topology, {}
 
     def skipped(self, plan, versions, owner):
-        """Slots that hold what is wanted; then all do."""
+        """Return the slots that hold what is needed, then mark all slots of the plan as filled."""
         wanted = {
             (host, slot): (owner, expert, int(versions[self.topology.home_of_expert[expert]]))
             for expert, host, slot in plan.replicas.tolist()
@@ -268,7 +255,7 @@ class Twin:
 @only_interpreted
 @pytest.mark.parametrize("mode", MODES)
 def test_schedules_leave_out_what_is_there(mode):
-    """Plan after plan, of two layers; some ranks have promised, some have other weights now."""
+    """Plans of two layers in turn; some ranks have promised, some have new weights."""
     topology, rng = Topology(ranks=5, experts=20, slots=2), np.random.default_rng(len(mode))
     group, nbytes = LocalPeers(5, device=DEVICE), 1 << 24
     makers = [streamer_of(group, rank, topology, mode) for rank in range(5)]
@@ -284,8 +271,8 @@ def test_schedules_leave_out_what_is_there(mode):
             made = torch.full((maker.size,), -7, dtype=torch.int32, device=DEVICE)
             numbers = torch.from_numpy(versions.astype(np.int32)).to(DEVICE)
             maker.schedule(on_device(plan), of_bytes(nbytes), made, Contents(table, numbers, owner))
-            found = found_schedule(made, plan, rank)
-            assert found == wanted_schedule(plan, rank, mode, nbytes, skip), (turn, rank)
+            found = kernel_schedule(made, plan, rank)
+            assert found == host_schedule(plan, rank, mode, nbytes, skip), (turn, rank)
         assert all(torch.equal(tables[0], table) for table in tables)
     assert seen
 
@@ -305,7 +292,7 @@ def test_chunks_grow_with_the_chain_and_the_expert(length, one, other, programs)
 
 
 def test_chunks_of_a_large_expert():
-    """n + 4 rounds of 100 / n and 1 more: least with the root of 4 * 100 chunks."""
+    """n + 4 rounds of 100 / n + 1: least with sqrt(4 * 100) chunks."""
     assert chunks_for(5, 100 * 8 * streamer.SIGNAL_COST, programs=8) == 20
 
 
@@ -314,7 +301,7 @@ def test_chunks_of_a_large_expert():
 
 @contextmanager
 def small_tiles():
-    """Small experts in many chunks and tiles."""
+    """Use small experts in many chunks and tiles."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(streamer, "WORDS", 32)
         patch.setattr(streamer, "SIGNAL_COST", 64)
@@ -331,7 +318,7 @@ TYPES = {
 
 
 def expert_tensors(expert, seed):
-    """The tensors of one expert, of any size; the same wherever they are drawn."""
+    """Return the tensors of one expert, of any size, equal on every rank."""
     sizes = np.random.default_rng(seed).integers(1, 80, len(TYPES))
     sizes[3] *= 4  # a multiple of 16 bytes
     generator = torch.Generator().manual_seed(1000 * seed + expert)
@@ -343,7 +330,7 @@ def expert_tensors(expert, seed):
 
 
 def stacked_tensors(experts, seed):
-    """Those of several experts, contiguous; the last ones begin at odd addresses."""
+    """Return contiguous stacks of several experts; some begin at odd addresses."""
     bundles = [expert_tensors(expert, seed) for expert in experts]
     stacks = {}
     for name, like in expert_tensors(0, seed).items():
@@ -356,13 +343,13 @@ def stacked_tensors(experts, seed):
 
 
 class Rank:
-    """One rank with weights that it alone has, and spare slots for those of others."""
+    """One rank with its own weights, and spare slots for weights of others."""
 
     def __init__(
         self, peers, topology, *, relay="chain", programs=1, seed=0, buffers=1, timeout=PATIENCE
     ):
         self.topology, self.rank, self.seed = topology, peers.rank, seed
-        self.board = Board(peers, slots=topology.slots, buffers=buffers, timeout=timeout)
+        self.board = Signals(peers, slots=topology.slots, buffers=buffers, timeout=timeout)
         self.streamer = Streamer(self.board, topology, relay=relay, programs=programs)
         mine = topology.home_experts(peers.rank).tolist()
         self.tensors = stacked_tensors(mine, seed)
@@ -386,13 +373,13 @@ class Rank:
         return int(self.board.words[self.board.channel_of_buffer(buffer)])
 
     def memory(self):
-        """All that the kernels reach by address."""
+        """Return all memory that the kernels reach by address."""
         regions = (self.board.region, self.board._no_table, *self.rows)
         shared = [piece for region in regions for piece in region.handle]
         return [*shared, *self.tensors.values()]
 
     def assert_filled(self, plan, buffer=0):
-        """The slots of the plan hold their experts, bit for bit; the others are untouched."""
+        """The slots of the plan hold their experts bit for bit; the others are untouched."""
         self.board.check()
         rows, held = self.slots(buffer), set()
         views = self.layout.views(rows)
@@ -406,13 +393,13 @@ class Rank:
 
 
 def nap(rng):
-    """Some milliseconds, or none."""
+    """Sleep some milliseconds, or not at all."""
     time.sleep(rng.choice([0.0, 0.0, 0.003, 0.01]))
 
 
 @contextmanager
 def dawdling(rng, chance):
-    """Kernels stop now and then in the middle of their work, long enough for others to go on."""
+    """Let kernels sleep now and then, long enough for other ranks to go on."""
     load = InterpreterBuilder.create_masked_load
 
     def late(self, *args):
@@ -426,7 +413,7 @@ def dawdling(rng, chance):
 
 
 def fill_again_and_again(rank, group, topology, options, fills, one_home):
-    """Plan after plan; every rank is late now and then."""
+    """Fill plan after plan; every rank is late now and then."""
     shared, own = np.random.default_rng(fills), np.random.default_rng(rank)
     with small_tiles(), dawdling(own, 0.0005):
         me = Rank(SharedPeers(group), topology, seed=fills, **options)
@@ -449,12 +436,7 @@ TRANSFERS = {  # ranks, topology, streamer, only experts of rank 0
     "direct": (3, {"experts": 6, "slots": 2}, {"relay": "direct", "programs": 2}, False),
     "chains that cross": (4, {"experts": 8, "slots": 2}, {"relay": "chain"}, False),
     "chains of one home": (4, {"experts": 8, "slots": 1}, {"programs": 2}, True),
-    "a rank without homes": (
-        3,
-        {"experts": 5, "slots": 2, "homes": [0, 2, 0, 2, 2]},
-        {"relay": "auto"},
-        False,
-    ),
+    "no homes": (3, {"experts": 5, "slots": 2, "homes": [0, 2, 0, 2, 2]}, {"relay": "auto"}, False),
 }
 
 
@@ -468,7 +450,7 @@ def test_experts_arrive_bit_for_bit(name):
 
 
 def fill_what_is_there(rank, group):
-    """Two schedules, two buffers, and a third schedule of the same copies."""
+    """Two schedules, two buffers, and a third schedule of the same replicas."""
     topology = Topology(ranks=3, experts=6)
     plans = [
         plan_with(topology, [(0, 1, 0), (0, 2, 0), (5, 0, 0)]),
@@ -516,7 +498,7 @@ def fill_under_watch(rank, group):
         me.slots().fill_(SCRIBBLE)
         with watched(also=me.memory()) as watch:
             me.fill(me.schedule(plan))
-            me.board.meet("rows")
+            me.board.barrier("rows")
         me.assert_filled(plan)
     return {"stream", "share"} <= watch.kernels
 
@@ -530,7 +512,7 @@ def send_two_views_of_one_memory(rank, group):
     topology = Topology(ranks=2, experts=2)
     peers = SharedPeers(group)
     with small_tiles():
-        board = Board(peers, slots=1, buffers=1, timeout=PATIENCE)
+        board = Signals(peers, slots=1, buffers=1, timeout=PATIENCE)
         made_by = Streamer(board, topology, relay="direct", programs=1)
         plan, base = plan_with(topology, [(0, 1, 0)]), torch.arange(64, dtype=torch.float32)
         for length in (16, 64):
@@ -555,22 +537,22 @@ def test_bundles_at_one_address_may_have_different_shapes():
 def test_weights_must_be_contiguous():
     made_by = streamer_of(LocalPeers(2, device=DEVICE), 0, Topology(ranks=2, experts=4), "auto")
     tensors = {"weight": torch.zeros(2, 6, 4, device=DEVICE).transpose(1, 2)}
-    with pytest.raises(ConfigError, match=r"'weight' must be contiguous: shape \[2, 4, 6\]"):
+    with pytest.raises(ConfigError, match=r"'weight' must be contiguous, got shape \[2, 4, 6\]"):
         made_by.sources(Layout.of(tensors, 2), tensors)
 
 
 def test_programs_must_be_positive():
-    board = Board(LocalPeers(2, device=DEVICE).of(0), slots=1, buffers=1, timeout=1.0)
+    board = Signals(LocalPeers(2, device=DEVICE).of(0), slots=1, buffers=1, timeout=1.0)
     with pytest.raises(ConfigError, match="programs must be at least 1, got 0"):
         Streamer(board, Topology(ranks=2, experts=4), relay="auto", programs=0)
 
 
-# Meetings.
+# Barriers.
 
 
 def share_rows(rank, group, rounds, numbers):
     peers, rng = SharedPeers(group), np.random.default_rng(rank)
-    board = Board(peers, slots=1, buffers=1, timeout=PATIENCE)
+    board = Signals(peers, slots=1, buffers=1, timeout=PATIENCE)
     tables = peers.allocate("tables", board.table_bytes(numbers))
     gathered = torch.empty(peers.size, numbers, dtype=torch.int32)
     every = torch.arange(peers.size * numbers, dtype=torch.int32).view(peers.size, numbers)
@@ -582,9 +564,9 @@ def share_rows(rank, group, rounds, numbers):
         assert torch.equal(gathered, wanted), number
         if number % 5 == 0:
             nap(rng)
-            board.meet("rows")
+            board.barrier("rows")
     board.check()
-    return [int(board.words[board.channel(index)]) for index in range(len(MEETINGS))]
+    return [int(board.words[board.channel(index)]) for index in range(len(BARRIERS))]
 
 
 @only_interpreted
@@ -595,48 +577,48 @@ def test_rows_are_shared_in_every_round():
 # Faults.
 
 
-def complaint(board):
+def error_of(board):
     with pytest.raises(CommunicationError) as caught:
         board.check()
     return str(caught.value)
 
 
 def act_of(me, stage):
-    """What all ranks do together, and wait for rank 2."""
+    """Do what all ranks do together, waiting for rank 2."""
     if stage != "weights":
-        return me.board.meet(stage)
+        return me.board.barrier(stage)
     plan = plan_with(me.topology, [(4, 0, 0), (4, 1, 0)])
     return me.fill(me.schedule(plan))
 
 
 def without_rank_2(rank, group, timeout):
-    """The complaints at every stage, and how long all took. After a fault, nobody waits."""
+    """Return the errors of every stage, and the time of all. After a fault, no rank waits."""
     topology, found, begin = Topology(ranks=3, experts=6), [], time.monotonic()
     with small_tiles():
-        for stage in boards.STAGES:
+        for stage in signals.STAGES:
             me = Rank(SharedPeers(group), topology, relay="direct", timeout=timeout)
             if rank == 2:
                 continue
             act_of(me, stage)
-            found.append(complaint(me.board))
-            me.board.patience = 2**31 - 1
-            for other in boards.STAGES:
+            found.append(error_of(me.board))
+            me.board.poll_limit = 2**31 - 1
+            for other in signals.STAGES:
                 act_of(me, other)
-            assert complaint(me.board) == found[-1]
+            assert error_of(me.board) == found[-1]
     return found, time.monotonic() - begin
 
 
 @only_interpreted
-def test_a_rank_that_never_comes_is_named():
-    for rank, (complaints, seconds) in enumerate(shared_pool().run(3, without_rank_2, 1.0)[:2]):
+def test_a_rank_that_never_arrives_is_named():
+    for rank, (errors, seconds) in enumerate(shared_pool().run(3, without_rank_2, 1.0)[:2]):
         assert seconds < QUICK
-        for stage, message in zip(boards.STAGES, complaints, strict=True):
-            assert message.startswith("rank 2 did not come within 1 s")
+        for stage, message in zip(signals.STAGES, errors, strict=True):
+            assert message.startswith("rank 2 did not arrive within 1 s")
             assert f"at stage {stage!r} (seen on rank {rank})" in message
 
 
 def end_at_store(number):
-    """Let this process end without a word when kernels have stored so many times."""
+    """End this process abruptly after `number` stores of kernels."""
     store, stores = InterpreterBuilder.create_masked_store, iter(range(number))
 
     def last_store(self, *args):
@@ -656,15 +638,15 @@ def die_in_a_chain(rank, group, timeout):
         me.fill(me.schedule(plan))
         me.assert_filled(plan)
         made = me.schedule(plan)
-        me.board.meet("rows")
-        me.board.patience = int(me.board.patience * timeout / PATIENCE)
+        me.board.barrier("rows")
+        me.board.poll_limit = int(me.board.poll_limit * timeout / PATIENCE)
         if rank == 1:
             assert int(made[1]) > 2, "no chunk left to send"
             end_at_store(3)
         begin = time.monotonic()
         me.fill(made)
-        me.board.meet("rows")
-        return complaint(me.board), time.monotonic() - begin
+        me.board.barrier("rows")
+        return error_of(me.board), time.monotonic() - begin
 
 
 @only_interpreted
@@ -675,7 +657,7 @@ def test_a_rank_that_dies_in_a_chain_stops_the_others():
     for rank in (0, 2, 3):
         assert by_rank[rank].kind == "result", by_rank[rank].value
         message, seconds = by_rank[rank].value
-        assert message.startswith(("rank 1 did not come", "rank 2 did not come"))
+        assert message.startswith(("rank 1 did not arrive", "rank 2 did not arrive"))
         assert seconds < QUICK
 
 
@@ -717,13 +699,13 @@ def test_peers_of_one_process_share_memory():
 
 @pytest.fixture
 def small_pieces(monkeypatch):
-    """Several tiles of few numbers."""
+    """Use several tiles of few gradients."""
     if interpreted():
-        monkeypatch.setattr(reducer, "NUMBERS", 32)
+        monkeypatch.setattr(streamer, "GRADIENTS", 32)
 
 
 class Gradients:
-    """Those of the home experts of one rank, and of the copies on all ranks."""
+    """Gradients of the home experts of one rank, and of the replicas on all ranks."""
 
     def __init__(self, plan, rank, width, dtype):
         self.plan, self.topology, self.rank = plan, plan.topology, rank
@@ -742,14 +724,14 @@ class Gradients:
         self.of_homes = self.draw(generator, homes).to(DEVICE)
 
     def draw(self, generator, rows):
-        """Of many magnitudes, so that another order gives other sums; some are -0."""
+        """Draw many magnitudes, so that another order gives other sums; some are -0."""
         drawn = torch.randn(rows, self.width, generator=generator, dtype=torch.float64)
         drawn *= 10 ** torch.randint(-3, 4, drawn.shape, generator=generator)
         drawn[:, ::5] = -0.0
         return drawn.to(self.dtype)
 
     def wanted(self):
-        """[H, P] one addition after the other, in the order of the plan."""
+        """[H, P] one addition after the other, in plan order."""
         wide = torch.float64 if self.dtype == torch.float64 else torch.float32
         sums = self.of_homes.to(wide, copy=True)
         mine = self.topology.home_experts(self.rank).tolist()
@@ -759,13 +741,8 @@ class Gradients:
         return sums.to(self.dtype)
 
     def pull(self, **options):
-        with watched(also=self.rows.handle) if interpreted() else no_watch():
-            reducer.pull(self.of_homes, self.rows, self.made, self.streamer, **options)
-
-
-@contextmanager
-def no_watch():
-    yield
+        with watched(also=self.rows.handle) if interpreted() else nullcontext():
+            streamer.pull(self.of_homes, self.rows, self.made, self.streamer, **options)
 
 
 def bits(tensor):
@@ -777,7 +754,7 @@ FANNED = Topology(ranks=6, experts=10, slots=3, homes=[0, 1, 0, 0, 0, 2, 0, 0, 3
 
 
 def fanned_plan():
-    """Every fan-out; the copies of other homes stand between them."""
+    """Every fan-out; replicas of other homes are in between."""
     mine = FANNED.home_experts(0).tolist()
     free = {host: [2, 0, 1] for host in range(1, 6)}
     replicas = [
@@ -790,11 +767,10 @@ def fanned_plan():
 
 
 @pytest.mark.usefixtures("small_pieces")
-@pytest.mark.parametrize(("ahead", "large"), [(1, False), (3, False), (3, True)])
+@pytest.mark.parametrize("large", [False, True])
 @pytest.mark.parametrize("width", [1, 32, 77])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_gradients_are_added_in_the_order_of_the_plan(dtype, width, ahead, large, monkeypatch):
-    monkeypatch.setattr(reducer, "AHEAD", ahead)
+def test_gradients_are_added_in_the_order_of_the_plan(dtype, width, large):
     for rank in (0, 3):
         case = Gradients(fanned_plan(), rank, width, dtype)
         wanted, kept = case.wanted(), [piece.clone() for piece in case.of_copies]

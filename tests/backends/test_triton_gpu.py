@@ -1,9 +1,9 @@
-"""The kernels on a GPU: compiled, captured in graphs, and waited for by nobody."""
+"""The kernels on a GPU: compiled, captured in graphs, without synchronisation."""
 
 import numpy as np
 import pytest
 import torch
-from cases import distinct_ids, draw_ids, plan_of
+from cases import assert_same_plan, distinct_ids, draw_ids, plan_of
 
 import ultraep
 from ultraep import BalanceConfig, Rates, Topology, workload
@@ -31,18 +31,12 @@ CONFIGS = {
 
 
 def random_loads(topology, seed):
-    """Flat or skewed, few or many tokens."""
+    """Flat or skewed loads, few or many rows."""
     rng = np.random.default_rng(seed)
     shape = (topology.ranks, topology.experts)
     liked = np.exp(rng.normal(0, rng.choice([0.0, 0.5, 1.0, 2.0, 4.0]), topology.experts))
     scale = rng.choice([0.3, 3, 30, 3000]) / liked.mean()
     return rng.poisson(liked * scale, shape)
-
-
-def assert_same_plan(found, wanted):
-    for name in ("replicas", "quotas", "split", "rank_loads"):
-        np.testing.assert_array_equal(getattr(found, name), getattr(wanted, name), err_msg=name)
-    assert found.digest() == wanted.digest()
 
 
 def assert_same_routes(found, wanted):
@@ -79,7 +73,7 @@ def test_a_plan_of_1024_ranks(config):
 
 
 class Step:
-    """One rank's step with inputs that stay in their place, as a graph needs them."""
+    """One rank's step with inputs at fixed addresses, as a graph needs them."""
 
     def __init__(self, tokens=3000, top_k=4, rank=3):
         self.topology, self.rank = Topology(ranks=8, experts=32, slots=2), rank
@@ -89,7 +83,7 @@ class Step:
         self.loads = torch.zeros(8, 32, dtype=torch.int32, device=CUDA)
 
     def draw(self, seed):
-        """Other ids and loads; the plan for them, made on the host."""
+        """Draw other ids and loads; return the plan and routes that the host makes for them."""
         rng = np.random.default_rng(seed)
         ids = [draw_ids(rng, self.tokens, self.top_k, self.topology, 1.5) for _ in range(8)]
         ids[self.rank][:: seed + 2] = -1
@@ -212,7 +206,7 @@ def test_maps_of_any_length(tokens):
     control.check()
 
 
-def test_ids_and_loads_that_are_none_are_counted():
+def test_invalid_ids_and_loads_are_counted():
     control = ControlPlane(Topology(ranks=2, experts=8), rows=10, device=CUDA)
     control.count(torch.tensor([[0, 8], [-2, -1]], device=CUDA))
     control.plan(torch.full((2, 8), -1, device=CUDA))

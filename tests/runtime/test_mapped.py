@@ -31,7 +31,7 @@ from ultraep import (
     UltraEPError,
     read_trace,
 )
-from ultraep.backends.triton import counter, rerouter, streamer
+from ultraep.backends.triton import rerouter, streamer
 from ultraep.backends.triton.device import interpreted
 from ultraep.trace.schema import BACKWARD, FORWARD
 
@@ -43,9 +43,8 @@ ROUNDING = 1e-5  # sums of single precision, in another order
 def small_tiles():
     """Few tokens in several tiles, small experts in several chunks."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (counter, rerouter):
-            patch.setattr(module, "ROWS", 16)
-            patch.setattr(module, "TOKENS", 16)
+        patch.setattr(rerouter, "ROWS", 16)
+        patch.setattr(rerouter, "TOKENS", 16)
         patch.setattr(streamer, "WORDS", 256)
         patch.setattr(streamer, "SIGNAL_COST", 512)
         yield
@@ -315,7 +314,7 @@ def pass_under_watch(rank, group, example, alone):
         with pytest.raises(CommunicationError) as caught:
             balancer.check()
         one()  # copies what was noted, without waiting
-        with pytest.raises(CommunicationError, match="rank 1 did not come"):
+        with pytest.raises(CommunicationError, match="rank 1 did not arrive"):
             one()
         return str(caught.value)
 
@@ -323,7 +322,7 @@ def pass_under_watch(rank, group, example, alone):
 def forget_the_others(balancer):
     """Rank 1 is waited for shortly; then its loads are whatever was in memory."""
     memory, rng = memory_of(balancer), np.random.default_rng(0)
-    share, memory.board.patience = memory.share_loads, 20
+    share, memory.board.poll_limit = memory.share_loads, 20
     balancer.plane("cpu").workspaces.agreement = None
 
     def share_loads(loads, *args):
@@ -360,7 +359,7 @@ def test_a_pass_stays_in_the_memory_of_the_ranks():
 
 def test_a_pass_without_a_rank_ends_and_names_it():
     message, _ = shared_pool().run(2, pass_under_watch, single([7, 5]), True)
-    assert message.startswith("rank 1 did not come within 60 s")
+    assert message.startswith("rank 1 did not arrive within 60 s")
     assert "at stage 'loads' (seen on rank 0)" in message
 
 

@@ -13,8 +13,8 @@ from ranks import shared_pool
 from test_mapped import mapped_balancer, single, small_tiles
 
 from ultraep import Balancer, LocalGroup
-from ultraep.backends.triton.board import AS_PROMISED, Told
 from ultraep.backends.triton.device import interpreted
+from ultraep.backends.triton.signals import AS_PROMISED, WeightVersion
 from ultraep.runtime.mapped.plane import MappedMicrobatch
 
 only_interpreted = pytest.mark.skipif(not interpreted(), reason="ranks are processes without GPUs")
@@ -141,7 +141,7 @@ def replayed(me):
 
     def as_promised(*_):
         versions = torch.empty(RANKS, dtype=torch.int32)
-        return Told(AS_PROMISED, plane.promised, versions)
+        return WeightVersion(AS_PROMISED, plane.promised, versions)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(MappedMicrobatch, "_weights_promise", as_promised)

@@ -243,14 +243,18 @@ def test_what_does_not_fit_is_refused():
         Experts.from_quantised("fp8_rows", given, [0, 1])
     with pytest.raises(ConfigError, match=r"torch.float8_e4m3fn, got .* torch.float32"):
         Experts.from_quantised("fp8", given | {"gate_up_proj": torch.ones(2, 256, 256)}, [0, 1])
-    with pytest.raises(ConfigError, match="needs 'down_scales', given are"):
+    with pytest.raises(ConfigError, match="needs 'down_scales', got"):
         Experts.from_quantised("fp8", {n: given[n] for n in list(given)[:3]}, [0, 1])
     for wrong in (0.0, -1.0, torch.nan, torch.inf):
         given["down_scales"][0, 0, 0] = wrong
-        with pytest.raises(ConfigError, match="must be positive and finite, 1 of 4 are not"):
+        with pytest.raises(
+            ConfigError, match="must be positive and finite, but 1 of 4 scales are not"
+        ):
             Experts.from_quantised("fp8", given, [0, 1])
     given = {n: t.clone() for n, t in Experts(64, 32, [0, 1], quantised="mxfp8").bundle.items()}
     Experts.from_quantised("mxfp8", given, [0, 1])
     given["gate_up_scales"][0, 0, 0] = 255  # ue8m0: not a number
-    with pytest.raises(ConfigError, match="must be positive and finite, 1 of 256 are not"):
+    with pytest.raises(
+        ConfigError, match="must be positive and finite, but 1 of 256 scales are not"
+    ):
         Experts.from_quantised("mxfp8", given, [0, 1])

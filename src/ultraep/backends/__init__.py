@@ -1,16 +1,16 @@
-"""How a stage is computed: the same names and signatures in every backend.
+"""Backends that compute the stages, with the same functions in each.
 
-A backend knows no rank: integers, arrays and `Limits` in, arrays out. It offers
+A backend does not know its rank: it takes integers, arrays and `Limits`, and returns arrays.
 
     count(...)        rows of every expert, from the router's ids
-    place(...)        which expert is copied where, and how many tokens each copy serves
-    lower_bound(...)  the least that the fullest rank can hold, whatever the plan
-    split(...)        how many tokens of every source rank each copy serves
-    reroute(...)      the order of sending, and the rows of every slot
-    tally(...)        what every rank serves and holds in the end
-    DEVICE            the type of the tensors that `count` and `reroute` take instead of arrays
+    place(...)        which experts are replicated where, and how many rows each replica serves
+    lower_bound(...)  the least load of the fullest rank that any plan can reach
+    split(...)        how many rows of every source rank each replica serves
+    reroute(...)      the sending order, and the rows of every slot
+    tally(...)        rows that every rank serves, and the slot of every replica
+    DEVICE            device type of the tensors that `count` and `reroute` also accept
 
-`reference` is slow, obvious and the definition of correct; every other backend gives its bits.
+`reference` is slow and simple, and defines the correct plans; all backends return equal bits.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ logger = logging.getLogger("ultraep")
 
 @dataclass(frozen=True, slots=True)
 class BackendInfo:
-    """A backend by name: its module, where it runs, what it needs, and how to get that."""
+    """Name, module, device and requirement of a backend."""
 
     name: str
     module: str
-    device: str  # type of the tensors that it is made for
+    device: str  # type of the tensors that it serves
     needs: str | None
     hint: str
 
     @property
     def obstacle(self) -> str:
-        """Why it cannot be used here; empty if it can."""
+        """Why the backend cannot be used here; empty if it can."""
         if self.needs is not None and importlib.util.find_spec(self.needs) is None:
             return f"needs {self.needs}, which is not installed: {self.hint}"
         if self.device != "cpu" and not _gpu_usable():
-            return "needs a GPU, and torch sees none (TRITON_INTERPRET=1 runs it slowly without)"
+            return "needs a GPU, but torch found none (TRITON_INTERPRET=1 runs it slowly without)"
         return ""
 
     @property
@@ -60,13 +60,13 @@ BACKENDS = (
 
 
 def backend_names() -> list[str]:
-    """Names of all backends."""
+    """Return the names of all backends."""
     return [info.name for info in BACKENDS]
 
 
 @cache
 def backend_for(device: str = "cpu") -> BackendInfo:
-    """The best backend here for tensors of a device type; says so if a better one is missing."""
+    """Return the best available backend for a device type; log which better ones are missing."""
     for info in BACKENDS:
         if info.device not in (device, "cpu"):
             continue
@@ -78,12 +78,12 @@ def backend_for(device: str = "cpu") -> BackendInfo:
 
 
 def select(name: str | None = None, device: str = "cpu") -> ModuleType:
-    """The backend of that name, or the best one for a device. An explicit choice never falls back.
+    """Return the backend of that name, or the best one for a device. A name never falls back.
 
-    device: a type of torch devices, where ids or loads are.
+    device: torch device type of the ids or loads.
 
-    Without a name, `reference` stands in for `cpu` until the compiled functions are on disk. The
-    name "cpu" loads or compiles them now.
+    Without a name, `reference` replaces `cpu` until the compiled functions are on disk. The name
+    "cpu" loads or compiles them now.
     """
     if name is None:
         name = backend_for(device).name
@@ -106,7 +106,7 @@ def _named(name: str) -> ModuleType:
 
 
 def compile_in_background() -> None:
-    """Have the planner compiled, unless it is on disk; plans come from `reference` meanwhile."""
+    """Compile the planner in the background, unless it is on disk; `reference` plans meanwhile."""
     if backend_for().name == "cpu":
         PLANNER.request()
 

@@ -1,9 +1,9 @@
-"""Use the compiled planner once it is on disk, and have one process per host compile it.
+"""Use the compiled planner once it is on disk, and let one process per host compile it.
 
-Numba takes about half a minute to compile the planner and keeps the result in its cache on disk.
-Until the result is there, a process plans with the `reference` backend, which gives the same plans.
-A child process compiles in the background. It holds a file lock in the cache directory, so that
-other processes wait for its result instead of compiling too, and it ends with its parent.
+Numba takes about half a minute to compile the planner and caches the result on disk. Until then, a
+process plans with the `reference` backend, which returns the same plans. A child process compiles
+in the background and ends with its parent. It holds a file lock in the cache directory, so that
+other processes wait for its result instead of compiling, too.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ LOCK = "ultraep-compile.lock"
 CHILD = (
     "import sys; sys.path[:] = sys.argv[1:]; from ultraep.backends.cpu.on_disk import main; main()"
 )
-LOOK_AGAIN = 0.5  # seconds between two looks for the compiled planner
-SHORT_RUN = 2.0  # seconds; a command that ends earlier does not start to compile
+LOOK_AGAIN = 0.5  # seconds between two checks for the compiled planner
+SHORT_RUN = 2.0  # seconds; shorter commands do not compile
 MEANWHILE = "planning with the slower reference backend, which gives the same plans"
 
 
@@ -44,7 +44,7 @@ class CompiledPlanner:
         self._ready = self._unavailable = self._requested = False
         self._first_look: float | None = None
         self._next_look = 0.0
-        self._said = ""
+        self._logged = ""
         self._child: subprocess.Popen[bytes] | None = None
         self._of_parent: subprocess.Popen[bytes] | None = None  # after a fork
 
@@ -75,7 +75,7 @@ class CompiledPlanner:
                 self._ready = True
 
     def stop(self) -> None:
-        """End the child process. What it has compiled so far stays on disk."""
+        """End the child process. Functions compiled so far stay on disk."""
         if self._child is not None:
             self._child.kill()
             self._child.wait()
@@ -96,17 +96,17 @@ class CompiledPlanner:
             if on_disk.load():
                 return True
         if not self._requested and now < self._first_look + SHORT_RUN:
-            self._say("the planner is not compiled on this machine yet (backend cpu compiles it)")
+            self._log("the planner is not compiled on this machine yet (backend cpu compiles it)")
             return False
         lock = _lock(on_disk.cache_folder(), wait=False)
         if lock is None:
-            self._say("another process is compiling the planner")
+            self._log("another process is compiling the planner")
             return False
         with lock:
             return on_disk.load() or self._start(lock)
 
     def _start(self, lock: BinaryIO) -> bool:
-        """Start the child, which inherits the lock. True: that is impossible, so compile here."""
+        """Start the child, which inherits the lock. Return True if this process must compile."""
         if getattr(sys, "frozen", False):  # sys.executable is the application
             return True
         try:
@@ -120,12 +120,12 @@ class CompiledPlanner:
         except OSError as error:
             logger.warning("cannot compile the planner in the background: %s", error)
             return True
-        self._say("compiling the planner in the background")
+        self._log("compiling the planner in the background")
         return False
 
-    def _say(self, state: str) -> None:
-        if state != self._said:
-            self._said = state
+    def _log(self, state: str) -> None:
+        if state != self._logged:
+            self._logged = state
             logger.info("%s; %s", state, MEANWHILE)
 
     def _has_ended(self, child: subprocess.Popen[bytes]) -> bool:
@@ -143,7 +143,7 @@ class CompiledPlanner:
         self._child = None
 
     def after_fork(self) -> None:
-        """Leave the child process to the parent: this process polls the lock instead."""
+        """Leave the child process to the parent; this process polls the lock instead."""
         self._mutex = threading.Lock()
         if self._child is not None:
             self._of_parent = self._child
@@ -162,9 +162,9 @@ def import_on_disk() -> ModuleType:
 
 
 def _lock(folder: str, *, wait: bool) -> BinaryIO | None:
-    """Open and lock the lock file; None: another process holds it.
+    """Open and lock the lock file; return None if another process holds it.
 
-    Where files cannot be locked, the returned file is not, and several processes may compile.
+    If files cannot be locked, returns an unlocked file: several processes may compile.
     """
     if fcntl is None:
         return open(os.devnull, "ab")

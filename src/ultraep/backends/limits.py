@@ -1,4 +1,4 @@
-"""The record that `place` and `lower_bound` of every backend take next to the loads."""
+"""The argument of `place` and `lower_bound` that describes a topology and its limits."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from ultraep.topology import Topology
 
 
 class Limits(NamedTuple):
-    """Where experts live, and what a plan may do.
+    """Homes of experts, and what a plan may do.
 
-    `first_of_rank[r]..first_of_rank[r + 1]` are the places of rank r's home experts in
-    `experts_by_rank`. Shapes: R ranks, E experts.
+    The home experts of rank r are `experts_by_rank[first_of_rank[r] : first_of_rank[r + 1]]`.
+    Shapes: R ranks, E experts.
     """
 
     experts_by_rank: IntArray  # [E]
     first_of_rank: IntArray  # [R + 1]
-    domain: int  # ranks of a fast-link domain
-    slots: int  # spare slots of a rank
+    domain: int  # ranks per fast-link domain
+    slots: int  # spare slots per rank
     max_replicas: int
     tolerance_parts: int = 0  # millionths above the mean that a rank may serve
-    min_tokens: int = 1  # of a copy
-    rates: tuple[int, int, int, int] = NO_RATES  # of `config.Rates`; all 0: time does not decide
+    min_tokens: int = 1  # rows per replica
+    rates: tuple[int, int, int, int] = NO_RATES  # of `config.Rates`; all 0: ignore time
 
     @classmethod
     def of(cls, topology: Topology, config: BalanceConfig) -> Limits:
-        """The limits of a topology and a config."""
+        """Return the limits of a topology and a config."""
         return cls(
             topology.experts_by_rank,
             topology.first_of_rank,

@@ -1,1 +1,1 @@
-"""Tensor operations that need no group: activations, number formats, products, and autograd."""
+"""Tensor operations without communication: activations, number formats, products, autograd."""

@@ -1,7 +1,7 @@
-"""What stands between the two products of an expert: `[A, U] -> [A, F]`, and its gradient.
+"""Activations between the two products of an expert: `[A, U] -> [A, F]`, and their gradients.
 
-Gated ones take twice the hidden width, U = 2F: a gate and a value of every hidden number, in two
-halves or interleaved.
+Gated activations take U = 2F inputs: a gate and a value per hidden element, in two halves or
+interleaved.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ ALPHA, LIMIT = 1.702, 7.0  # of gpt-oss
 
 @dataclass(frozen=True)
 class Activation:
-    """A function of every row alone, differentiable by torch."""
+    """A row-wise function that torch can differentiate."""
 
     name: str
     apply: Callable[[torch.Tensor], torch.Tensor]
-    inputs: int = 2  # numbers that go in for each that comes out
+    inputs: int = 2  # per output
 
     def gradient(self, up: torch.Tensor, d_hidden: torch.Tensor) -> torch.Tensor:
-        """Gradient of what went in, from that of what came out."""
+        """Return the gradient of the input from the gradient of the output."""
         with torch.enable_grad():
-            given = up.detach().requires_grad_()
-            (d_up,) = torch.autograd.grad(self.apply(given), given, d_hidden)
+            leaf = up.detach().requires_grad_()
+            (d_up,) = torch.autograd.grad(self.apply(leaf), leaf, d_hidden)
         return d_up
 
 
@@ -40,7 +40,7 @@ def swiglu(up: torch.Tensor) -> torch.Tensor:
 
 
 def clamped_swiglu(up: torch.Tensor) -> torch.Tensor:
-    """[..., 2F] -> [..., F] as gpt-oss has it: interleaved, clamped, and the value plus one."""
+    """[..., 2F] -> [..., F] as in gpt-oss: interleaved, clamped, and the value plus one."""
     gate, value = up[..., ::2].clamp(max=LIMIT), up[..., 1::2].clamp(-LIMIT, LIMIT)
     return gate * torch.sigmoid(ALPHA * gate) * (value + 1)
 
@@ -52,7 +52,7 @@ def geglu(up: torch.Tensor) -> torch.Tensor:
 
 
 def squared_relu(up: torch.Tensor) -> torch.Tensor:
-    """[..., F] -> [..., F]: the square of what is positive."""
+    """[..., F] -> [..., F]: the square of the positive part."""
     return relu(up).square()
 
 
@@ -69,7 +69,7 @@ ACTIVATIONS = {
 
 
 def activation_named(name: str) -> Activation:
-    """The activation of that name."""
+    """Return the activation of that name."""
     if name not in ACTIVATIONS:
         raise ConfigError(f"unknown activation {name!r}; known are {', '.join(ACTIVATIONS)}")
     return ACTIVATIONS[name]

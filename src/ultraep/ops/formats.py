@@ -1,16 +1,15 @@
-"""Numbers of eight bits with scales: how weights and rows are quantised, and made plain again.
+"""FP8 formats: how weights and rows are quantised and dequantised.
 
-An e4m3 number has three bits behind its first one: it is off by 2^-4 of itself at most, and by
-2^-10 of the scale where it is small. Numbers in groups share a scale. Scales that are made here are
-powers of two, so that dequantised numbers have no more bits than bfloat16 has; those of checkpoints
-may be any positive ones. Groups of one row take the scale of the largest of them where it is within
-reach of their own: an e4m3 number has an exponent itself, so that hardly any bit is lost, and where
-scales do not change, products need not be scaled before they are added.
+An e4m3 number has three mantissa bits: its error is at most 2^-4 of itself, and 2^-10 of the scale
+for small numbers. Groups of numbers share a scale. Scales computed here are powers of two, so that
+dequantised numbers fit bfloat16; scales of checkpoints may be any positive numbers. Groups of one
+row use the scale of the largest group if it is within REACH of their own: e4m3 has an exponent, so
+that hardly any precision is lost, and where scales do not change, partial sums need no scaling.
 
-    quantise, dequantise    weights: e4m3 numbers and their scales, two tensors
-    pack, unpack            rows: each with its scales behind it, one row of bytes, which travels
+    quantise, dequantise    weights: e4m3 codes and scales, two tensors
+    pack, unpack            rows: the codes of a row, then its scales, as bytes that can be sent
 
-Shapes: A rows, N and K those of a weight.
+Shapes: A rows, N and K of a weight.
 """
 
 from __future__ import annotations
@@ -24,20 +23,20 @@ from ultraep.errors import ConfigError
 
 E4M3 = torch.float8_e4m3fn
 ALIGNMENT = 16  # bytes, of a packed row and of the scales in it
-CARRY = 0x1FFFFF  # into the exponent, from a mantissa above that of 448 = 1.75 * 2**8
+CARRY = 0x1FFFFF  # carries into the exponent for mantissas above 1.75, as 448 = 1.75 * 2**8
 LARGEST = 8  # exponent of the largest number, 448
-LEAST = 127 - 40  # biased exponent of the smallest scale: two of them never differ by 2**96
+LEAST = 127 - 40  # biased exponent of the smallest scale: ratios of scales stay below 2**96
 ONE = 127  # biased exponent
-REACH = 4  # powers of two by which the scale of a row may be above that of a group
+REACH = 4  # powers of two by which a group's scale may be raised to the row's
 
 
 @dataclass(frozen=True)
 class Format:
-    """How a weight is quantised, and the rows that it meets.
+    """How weights are quantised, and the rows they are multiplied with.
 
     height, width: rows and columns of a weight that share a scale; width 0: all columns.
-    bytes_of_exponents: scales are one byte, a power of two (ue8m0); else float32.
-    packs: rows are quantised as well, in groups of `width`; else they meet dequantised weights.
+    bytes_of_exponents: scales are one byte, a power of two (ue8m0); otherwise float32.
+    packs: rows are quantised, too, in groups of `width`; otherwise weights are dequantised.
     """
 
     name: str
@@ -51,25 +50,25 @@ class Format:
         return torch.uint8 if self.bytes_of_exponents else torch.float32
 
     def groups(self, columns: int) -> int:
-        """Scales of a row of so many columns."""
+        """Return the number of scales of a row."""
         return _pieces(columns, self.width) if self.width else 1
 
     def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of the scales of weights `[..., N, K]`."""
+        """Return the shape of the scales of weights `[..., N, K]`."""
         *outer, height, columns = shape
         return *outer, _pieces(height, self.height), self.groups(columns)
 
     def scales_at(self, columns: int) -> int:
-        """Bytes of a packed row before its scales."""
+        """Return the offset of the scales in a packed row, in bytes."""
         return ALIGNMENT * _pieces(columns, ALIGNMENT)
 
     def row_bytes(self, columns: int) -> int:
-        """Bytes of a packed row."""
+        """Return the size of a packed row in bytes."""
         scales = ALIGNMENT * _pieces(4 * self.groups(columns), ALIGNMENT)
         return self.scales_at(columns) + scales
 
     def parts(self, packed: torch.Tensor, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """[A, K] e4m3 numbers and [A, groups] float32 scales: views of packed rows."""
+        """Return views of packed rows: [A, K] e4m3 codes and [A, groups] float32 scales."""
         assert packed.shape[1] == self.row_bytes(columns), (packed.shape, columns)
         at = self.scales_at(columns)
         scales = packed[:, at : at + 4 * self.groups(columns)]
@@ -87,28 +86,28 @@ FORMATS = {
 
 
 def format_named(name: str) -> Format:
-    """The format of that name."""
+    """Return the format of that name."""
     if name not in FORMATS:
         raise ConfigError(f"unknown format {name!r}; known are {', '.join(FORMATS)}")
     return FORMATS[name]
 
 
 def quantise(form: Format, values: torch.Tensor, data: torch.Tensor, scales: torch.Tensor) -> None:
-    """Weights `[..., N, K]` into e4m3 numbers and their scales."""
-    made, exponents = _quantise(values, form.height, form.width or values.shape[-1])
-    data.copy_(made)
+    """Quantise weights `[..., N, K]` into e4m3 codes and their scales."""
+    codes, exponents = _quantise(values, form.height, form.width or values.shape[-1])
+    data.copy_(codes)
     scales.copy_(exponents if form.bytes_of_exponents else _powers(exponents))
 
 
 def dequantise(
     form: Format, data: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
-    """[..., N, K] weights, rounded once where the type cannot hold them."""
+    """Return weights [..., N, K], rounded once if the dtype cannot hold them."""
     return _dequantise(data, scales, form.height, form.width or data.shape[-1], dtype)
 
 
 def pack(form: Format, rows: torch.Tensor) -> torch.Tensor:
-    """[A, bytes] rows `[A, K]`, each with its scales behind it."""
+    """Return rows [A, K] as bytes: the codes of a row, then its scales."""
     columns = rows.shape[1]
     if not len(rows):
         return rows.new_empty(0, form.row_bytes(columns), dtype=torch.uint8)
@@ -120,7 +119,7 @@ def pack(form: Format, rows: torch.Tensor) -> torch.Tensor:
 
 
 def unpack(form: Format, packed: torch.Tensor, columns: int, dtype: torch.dtype) -> torch.Tensor:
-    """[A, K] rows; types of three bits and more hold them exactly."""
+    """Return rows [A, K]; dtypes with three or more mantissa bits hold them exactly."""
     data, scales = form.parts(packed, columns)
     return _dequantise(data, scales, 1, form.width or columns, dtype)
 
@@ -128,7 +127,7 @@ def unpack(form: Format, packed: torch.Tensor, columns: int, dtype: torch.dtype)
 def _quantise(
     values: torch.Tensor, height: int, width: int, *, level: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """E4m3 numbers, and the exponent of a scale for each group of height x width of them."""
+    """Return e4m3 codes, and the exponent of the scale of each height x width group."""
     rows, columns = values.shape[-2:]
     values = values.float()
     groups = pad(values, (0, -columns % width, 0, -rows % height))
@@ -150,17 +149,17 @@ def _dequantise(
 
 
 def exponents_of(largest: torch.Tensor) -> torch.Tensor:
-    """Biased exponents of the scales of groups with such largest numbers: the least that suffice.
+    """Return the least biased exponents that scale groups with these maxima to 448 or less.
 
     >>> (exponents_of(torch.tensor([448.0, 449.0, 0.4375, 0.0])) - ONE).tolist()
     [0, 1, -10, 0]
     """
-    found = ((largest.view(torch.int32) + CARRY) >> 23) - LARGEST
-    return torch.where(largest == 0, ONE, found.clamp(min=LEAST)).to(torch.int32)
+    exponents = ((largest.view(torch.int32) + CARRY) >> 23) - LARGEST
+    return torch.where(largest == 0, ONE, exponents.clamp(min=LEAST)).to(torch.int32)
 
 
 def _levelled(exponents: torch.Tensor, largest: torch.Tensor) -> torch.Tensor:
-    """Raise those of the groups of a row to the highest, where it is in reach or they are zero.
+    """Raise exponents to the row's highest where it is within REACH or the group is zero.
 
     >>> largest = torch.tensor([[448.0, 3.5, 100.0, 0.0, 28.0]])
     >>> (_levelled(exponents_of(largest), largest) - ONE).tolist()
@@ -176,12 +175,12 @@ def _as_numbers(scales: torch.Tensor) -> torch.Tensor:
 
 
 def _powers(exponents: torch.Tensor) -> torch.Tensor:
-    """Two to the power of biased exponents."""
+    """Return two to the power of biased exponents."""
     return (exponents << 23).view(torch.float32)
 
 
 def _spread(factors: torch.Tensor, height: int, width: int, shape: torch.Size) -> torch.Tensor:
-    """[..., N, K] the factor of every number, from that of its group."""
+    """[..., N, K] the factor of every element, from the factor of its group."""
     spread = factors.repeat_interleave(height, dim=-2)[..., : shape[-2], :]
     return spread.repeat_interleave(width, dim=-1)[..., : shape[-1]]
 

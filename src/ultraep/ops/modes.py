@@ -1,8 +1,8 @@
-"""Ops that dispatch modes shall not see: what ranks tell and send each other.
+"""Hide ops that communicate from dispatch modes.
 
-A mode may keep what an op returns and hand it out instead of calling the op again, as selective
-activation checkpointing does. A message is no such op: all ranks take part in it, and what is
-packed or allocated for it depends on what was sent before.
+A mode may keep the result of an op and return it instead of calling the op again, as selective
+activation checkpointing does. That is wrong for messages: all ranks take part in them, and what is
+packed or allocated for one depends on earlier messages.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from ultraep.errors import ConfigError
 
 
 def seen_by_modes() -> bool:
-    """Whether a dispatch mode sees the ops that run now."""
+    """Return whether a dispatch mode sees the ops that run now."""
     return torch._C._len_torch_dispatch_stack() > 0
 
 
 @contextmanager
 def unseen() -> Iterator[None]:
-    """No dispatch mode sees the ops of this block, or of the decorated function."""
+    """Hide the ops of this block, or of the decorated function, from dispatch modes."""
     if not seen_by_modes():
         yield
         return
@@ -33,9 +33,9 @@ def unseen() -> Iterator[None]:
 
 
 def refuse_transforms() -> None:
-    """Raise inside of torch.func.grad, vmap and their like, which cannot see into messages."""
+    """Raise inside torch.func.grad, vmap and similar transforms, which cannot see messages."""
     if _functorch.peek_interpreter_stack() is not None:
         raise ConfigError(
-            "a balanced layer cannot run inside of a torch.func transform (grad, vjp, jvp, vmap): "
+            "a balanced layer cannot run inside a torch.func transform (grad, vjp, jvp, vmap): "
             "other ranks take part in it; use loss.backward() or torch.autograd.grad"
         )

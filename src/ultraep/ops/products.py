@@ -1,11 +1,11 @@
-"""The products of stage 6: the rows of every slot with the weights of that slot.
+"""Products of stage 6: the rows of every slot with the weights of that slot.
 
-An engine computes them for all slots of a rank: `TorchProducts` here, one slot after the other, and
-`backends/triton/products.py` on a GPU, all at once. Both have these verbs, and a row of a result
-never depends on the rows beside it where that is promised (`bitwise`).
+`TorchProducts` computes one slot after the other; `backends/triton/products.py` computes all slots
+in one launch on a GPU. Both implement `Products`. With `bitwise`, a row of a result never depends
+on the rows beside it.
 
-Shapes: A rows, L slots of this rank (H home slots, then the spare ones), N and K those of a weight,
-U and F what goes into and out of an activation.
+Shapes: A rows, L slots of this rank (H home slots, then the spare slots), N and K of a weight, U
+and F input and output width of an activation.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ TILE = 32
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
-    """The type in which gradients of that type are summed."""
+    """Return the dtype in which gradients of that dtype are summed."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 @dataclass(frozen=True)
 class Stacks:
-    """One tensor of every slot: of the home slots, and of the spare ones.
+    """One tensor per slot: a stack of the home slots and a stack of the spare slots.
 
-    Both have the same strides within a slot, and a last dimension without gaps. They have one type,
-    but for gradients: those of homes may be rounded to the type of the parameters.
+    Both have equal strides within a slot and a contiguous last dimension. They have one dtype,
+    except gradients: `homes` may have the dtype of the parameters.
     """
 
     homes: torch.Tensor
     copies: torch.Tensor
-    sums: torch.Tensor | None = None  # of gradients, in place of `homes` where copies are added
-    spans: torch.Tensor | None = None  # [H, 2] where the copies of each home expert begin and end
+    sums: torch.Tensor | None = None  # replaces `homes` for gradients that replicas are added to
+    spans: torch.Tensor | None = None  # [H, 2] begin and end of the replicas of each home expert
 
     def __post_init__(self) -> None:
         homes, copies, sums = self.homes, self.copies, self.sums
@@ -58,9 +58,9 @@ class Stacks:
 
 
 class Beside(NamedTuple):
-    """Other work of the device that takes some programs of a product at first.
+    """Concurrent work on the device that occupies some programs of a product at first.
 
-    behind: the block is launched where that work is done, on the same multiprocessors.
+    behind: a context that launches behind that work, on the same multiprocessors.
     """
 
     programs: int
@@ -68,11 +68,11 @@ class Beside(NamedTuple):
 
 
 class Products(Protocol):
-    """What stage 6 needs of an engine, for the rows of one microbatch."""
+    """Products and activations of stage 6 for the rows of one microbatch."""
 
     @property
     def knows_spans(self) -> bool:
-        """Whether `weight_gradients` heeds the `sums` and `spans` of stacks."""
+        """Whether `weight_gradients` uses `sums` and `spans` of stacks."""
         ...
 
     def multiply(
@@ -84,7 +84,7 @@ class Products(Protocol):
         scale: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """[A, N] rows @ W^T + bias, times `scale` [A]; W [N, K] and bias [N] of every slot."""
+        """[A, N] rows @ W^T + bias, times `scale` [A]; W [N, K] and bias [N] per slot."""
         ...
 
     def multiply_transposed(
@@ -105,14 +105,15 @@ class Products(Protocol):
     def activate_backward(
         self, up: torch.Tensor, d_hidden_AF: torch.Tensor, scale_A: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Backward of down(activate(up)) * scale, given d_hidden = d_out @ W_down, not scaled.
+        """Backward of down(activate(up)) * scale, from d_hidden = d_out @ W_down before scaling.
 
-        [A, U] gradient of `up`, [A, F] activate(up) * scale, and [A] d_hidden . activate(up).
+        Returns d_up [A, U], activate(up) * scale [A, F], and the dot products of d_hidden with
+        activate(up) [A]. May overwrite `d_hidden_AF`.
         """
         ...
 
     def row_dots(self, rows_AN: torch.Tensor, bias: Stacks, sums_A: torch.Tensor) -> None:
-        """Add to the sums the product of every row with the bias [N] of its slot."""
+        """Add the dot product of every row with the bias [N] of its slot to the sums."""
         ...
 
     def weight_gradients(
@@ -124,21 +125,23 @@ class Products(Protocol):
         *,
         scale: torch.Tensor | None = None,
     ) -> None:
-        """Overwrite `into`, [N, K] of every slot, by d_out^T @ rows; zeros where no rows are.
+        """Write d_out^T @ rows [N, K] per slot to `into`; zeros for a slot without rows.
 
-        Of slots that have no place there, nobody wants to know.
-        And `bias`, [N] of every slot, by the sum of d_out; only there, rows times `scale` [A].
+        Also writes the sum of d_out * scale to `bias` [N] per slot. Slots that `into` lacks are
+        skipped. Sums are rounded once, to the dtype of their stack; home experts with replicas are
+        not rounded, and go to `sums` if there is one.
         """
         ...
 
 
 class TorchProducts:
-    """Products by torch, one slot after the other.
+    """Products with torch, one slot after the other.
 
     begins: [L + 1] where the rows of each slot begin.
-    bitwise: fixed tiles of rows, so that what a row gives does not depend on the rows beside it.
+    bitwise: multiply fixed tiles of rows, so that a row never depends on the rows beside it.
 
-    New tensors, none written in part: selective checkpointing may keep any of them.
+    Returns new tensors and never writes a part of one: selective checkpointing may keep any of
+    them.
     """
 
     knows_spans = False
@@ -156,13 +159,13 @@ class TorchProducts:
         scale: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        found = []
+        parts = []
         for slot, part in self._parts():
             weight = _of_slot(weights, slot, rows_AK)
             added = None if bias is None else _of_slot(bias, slot, rows_AK)
             product = self._in_tiles(linear, rows_AK[part], weight, added)
-            found.append(product if scale is None else product * scale[part, None].to(product))
-        return self._joined(found, rows_AK, weights.homes.shape[1], out)
+            parts.append(product if scale is None else product * scale[part, None].to(product))
+        return self._joined(parts, rows_AK, weights.homes.shape[1], out)
 
     def multiply_transposed(
         self,
@@ -172,12 +175,12 @@ class TorchProducts:
         out: torch.Tensor | None = None,
         beside: Beside | None = None,
     ) -> torch.Tensor:
-        del beside  # nothing is: one slot after the other
-        found = [
+        del beside  # only for GPUs
+        parts = [
             self._in_tiles(torch.matmul, rows_AN[part], _of_slot(weights, slot, rows_AN))
             for slot, part in self._parts()
         ]
-        return self._joined(found, rows_AN, weights.homes.shape[2], out)
+        return self._joined(parts, rows_AN, weights.homes.shape[2], out)
 
     def activate(self, up: torch.Tensor) -> torch.Tensor:
         return self._activation.apply(up)
@@ -209,7 +212,7 @@ class TorchProducts:
                 bias[slot].copy_(scaled.sum(dim=0))
 
     def _parts(self) -> Iterator[tuple[int, slice]]:
-        """Every slot that has rows, and its rows."""
+        """Yield every slot that has rows, and its rows."""
         for slot, (begin, end) in enumerate(pairwise(self._begins)):
             if end > begin:
                 yield slot, slice(begin, end)
@@ -217,11 +220,11 @@ class TorchProducts:
     def _joined(
         self, parts: list[torch.Tensor], like: torch.Tensor, width: int, out: torch.Tensor | None
     ) -> torch.Tensor:
-        """The rows of all slots in one tensor, or in that which is given."""
+        """Join the rows of all slots in one tensor, or in `out`."""
         joined = torch.cat(parts) if parts else like.new_empty(0, width)
         if out is None:
             return joined
-        with unseen():  # memory of all microbatches: a mode that kept it would not write it again
+        with unseen():  # a mode that kept this shared memory would not write it again
             out[: len(joined)].copy_(joined)
         return out
 
@@ -235,15 +238,14 @@ class TorchProducts:
             return multiply(rows, *weights)
         short = -len(rows) % self._tile
         padded = torch.cat([rows, rows.new_zeros(short, rows.shape[1])])
-        return torch.cat([multiply(part, *weights) for part in padded.split(self._tile)])[
-            : len(rows)
-        ]
+        products = [multiply(part, *weights) for part in padded.split(self._tile)]
+        return torch.cat(products)[: len(rows)]
 
 
 def activate_backward(
     activation: Activation, up: torch.Tensor, d_hidden_AF: torch.Tensor, scale_A: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What the verb of that name returns, of any activation; there may be more scales than rows."""
+    """See `Products.activate_backward`; there may be more scales than rows."""
     hidden_AF, scale_A1 = activation.apply(up), scale_A[: len(up), None].to(up.dtype)
     d_up = activation.gradient(up, d_hidden_AF * scale_A1)
     d_scale_A = scale_A.new_zeros(len(scale_A), dtype=accumulator(up.dtype))
@@ -252,26 +254,26 @@ def activate_backward(
 
 
 def _of_slot(stacks: Stacks, slot: int, rows: torch.Tensor) -> torch.Tensor:
-    """The tensor of one slot, in the type of the rows."""
-    with unseen():  # a view of a slot that was kept may show what others put there since
-        held = stacks[slot]
-    return held.to(rows)
+    """Return the tensor of one slot, in the dtype of the rows."""
+    with unseen():  # a mode that kept the view would show later contents of the slot
+        tensor = stacks[slot]
+    return tensor.to(rows)
 
 
 def scale_rows(rows_AD: torch.Tensor, scale_A: torch.Tensor, out_AD: torch.Tensor) -> None:
-    """Into `out_AD`, rows times their scale, which is rounded to their type before."""
+    """Write rows times their scale, rounded to the dtype of the rows, into `out_AD`."""
     torch.mul(rows_AD, scale_A[:, None].to(rows_AD.dtype), out=out_AD)
 
 
 def scale_rows_backward(
     d_out_AD: torch.Tensor, rows_AD: torch.Tensor, scale_A: torch.Tensor, d_scale_A: torch.Tensor
 ) -> torch.Tensor:
-    """[A, D] gradients of the rows; into `d_scale_A`, those of their scale."""
+    """Return the gradient [A, D] of the rows, and write the gradient of the scale."""
     d_scale_A.copy_(dots(d_out_AD, rows_AD))
     return d_out_AD * scale_A[:, None].to(rows_AD.dtype)
 
 
-def dots(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Products of rows, in the type of sums; a row's does not depend on the rows beside it."""
-    wide = accumulator(one.dtype)
-    return (one.to(wide) * other.to(wide)).sum(dim=1)
+def dots(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """Return the dot products of rows, accumulated row by row."""
+    wide = accumulator(left.dtype)
+    return (left.to(wide) * right.to(wide)).sum(dim=1)

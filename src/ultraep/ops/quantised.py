@@ -1,11 +1,10 @@
-"""Products of stage 6 with weights of eight bits, and the weights themselves.
+"""Products of stage 6 with FP8 weights, and the FP8 weights of home experts.
 
 Forward multiplies e4m3 rows with e4m3 weights, or plain rows with dequantised weights, as the
-format says. Backward is that of the network at the dequantised weights and rows, by the engine of
-plain products: rounding to eight bits passes gradients straight on, to weights that are kept in
-full at home.
+format says. Backward uses the dequantised weights and rows. Rounding to FP8 passes gradients
+straight through to the master weights at home.
 
-Shapes: A rows, N and K those of a weight, F what comes out of an activation.
+Shapes: A rows, N and K of a weight, F output width of an activation.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from ultraep.ops.products import Beside, Products, Stacks, accumulator
 
 @dataclass(frozen=True)
 class QuantisedStacks:
-    """The numbers of one weight of every slot, and their scales."""
+    """Codes and scales of one weight per slot."""
 
     data: Stacks
     scales: Stacks
@@ -38,13 +37,13 @@ class QuantisedStacks:
 
 
 class QuantisedProducts:
-    """The twin of the kernels: all products are made of dequantised numbers.
+    """`Products` of packed rows, if the format packs them, with `QuantisedStacks` as weights.
 
-    It has the verbs of `Products`, for rows that are packed if the format packs them, and
-    `QuantisedStacks` as weights.   plain: the engine of plain products.   dtype: of results.
+    Multiplies dequantised numbers; twin of the kernels.   plain: multiplies them.   dtype: of
+    results.
     """
 
-    numbers = formats  # whose verbs quantise
+    numbers = formats  # the module that quantises
 
     def __init__(self, plain: Products, form: Format, dtype: torch.dtype) -> None:
         self._plain, self._form, self._dtype = plain, form, dtype
@@ -54,7 +53,7 @@ class QuantisedProducts:
         return self._plain.knows_spans
 
     def packed(self, rows_AK: torch.Tensor) -> torch.Tensor:
-        """Rows as they are multiplied."""
+        """Return rows as they are multiplied."""
         return self.numbers.pack(self._form, rows_AK) if self._form.packs else rows_AK
 
     def multiply(
@@ -71,12 +70,12 @@ class QuantisedProducts:
             return self._plain.multiply(rows, plain, bias, scale=scale, out=out)
         wide = accumulator(self._dtype)
         numbers = self._rows(rows, weights.width, wide)
-        found = self._plain.multiply(numbers, self._weights(weights, wide), bias).to(self._dtype)
+        product = self._plain.multiply(numbers, self._weights(weights, wide), bias).to(self._dtype)
         if scale is not None:
-            found = found * scale[: len(found), None].to(self._dtype)
+            product = product * scale[: len(product), None].to(self._dtype)
         if out is None:
-            return found
-        out[: len(found)].copy_(found)
+            return product
+        out[: len(product)].copy_(product)
         return out
 
     def multiply_transposed(
@@ -125,41 +124,41 @@ class QuantisedProducts:
         return self.numbers.unpack(self._form, packed, width, dtype)
 
 
-NAN_BYTE = 255  # of a scale that is a power of two in one byte (ue8m0)
+NAN_BYTE = 255  # as a ue8m0 scale
 WEIGHTS = {"gate_up_proj": "gate_up_scales", "down_proj": "down_scales"}  # and their scales
 
 
 class QuantisedWeights:
-    """Weights of home experts in eight bits, made of full ones in memory that stays."""
+    """FP8 weights of home experts, quantised from master weights into persistent memory."""
 
     def __init__(self, form: Format) -> None:
         self._form = form
         self._held: dict[str, torch.Tensor] = {}
-        self._seen: tuple[int, Weights] = (0, [])
+        self._source: tuple[int, Weights] = (0, [])
 
     @unseen()
     @torch.no_grad()
     def refresh(self, full: Mapping[str, torch.Tensor], numbers: ModuleType, promise: int) -> None:
-        """Quantise them anew, by the verbs of `formats` or of their twins.
+        """Quantise the weights, with the functions of `formats` or its twin `numbers`.
 
-        promise: as long as it is the same, that is not necessary, but torch may know better; 0:
-            nothing is promised. A graph that is captured quantises whenever it is replayed.
+        promise: while it stays the same, weights that torch considers unchanged are not quantised
+            again; 0: always quantise. A captured graph quantises at every replay.
         """
-        now = promise, bundle_versions(full)
-        if promise and now == self._seen and not _captured(full):
+        source = promise, bundle_versions(full)
+        if promise and source == self._source and not _captured(full):
             return
         for name, weight in full.items():
-            data, scales = self._room(name, weight)
+            data, scales = self._memory(name, weight)
             numbers.quantise(self._form, weight.detach(), data, scales)
-        self._seen = now
+        self._source = source
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """What was made: numbers, and their scales."""
+        """Return codes and scales by name."""
         return dict(self._held)
 
-    def _room(self, name: str, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        held = self._held.get(name)
-        if held is None or (held.shape, held.device) != (weight.shape, weight.device):
+    def _memory(self, name: str, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        data = self._held.get(name)
+        if data is None or (data.shape, data.device) != (weight.shape, weight.device):
             shape = self._form.scale_shape(tuple(weight.shape))
             with torch.inference_mode(False):
                 self._held[name] = weight.new_empty(weight.shape, dtype=E4M3)
@@ -168,17 +167,17 @@ class QuantisedWeights:
 
 
 def _captured(tensors: Mapping[str, torch.Tensor]) -> bool:
-    """Whether a graph of what is done with these is captured."""
+    """Return whether a graph capture uses these tensors."""
     cuda = any(tensor.is_cuda for tensor in tensors.values())
     return cuda and torch.cuda.is_current_stream_capturing()
 
 
 def check_quantised(form: Format, tensors: Mapping[str, torch.Tensor], homes: int) -> None:
-    """Refuse tensors that are no weights of that format for so many experts."""
+    """Raise if the tensors are not the weights of `homes` experts in that format."""
     for name, scales_name in WEIGHTS.items():
         missing = [n for n in (name, scales_name) if n not in tensors]
         if missing:
-            raise ConfigError(f"{form.name} needs {missing[0]!r}, given are {', '.join(tensors)}")
+            raise ConfigError(f"{form.name} needs {missing[0]!r}, got {', '.join(tensors)}")
         data, scales = tensors[name], tensors[scales_name]
         if data.ndim != 3 or len(data) != homes or data.dtype != E4M3:
             raise ConfigError(
@@ -195,6 +194,6 @@ def check_quantised(form: Format, tensors: Mapping[str, torch.Tensor], homes: in
             valid = (scales > 0) & scales.isfinite()
         if not valid.all():
             raise ConfigError(
-                f"{scales_name!r} must be positive and finite, {int((~valid).sum())} of "
-                f"{scales.numel()} are not"
+                f"{scales_name!r} must be positive and finite, but {int((~valid).sum())} of "
+                f"{scales.numel()} scales are not"
             )

@@ -80,7 +80,7 @@ def first_order(
                 "the state of this microbatch is gone: a saved-tensor hook copied a tensor of a "
                 "recomputed forward pass; exclude int64 tensors on the CPU from that hook"
             )
-        found: Gradients = once(ctx, state, len(gradients), *gradients, *saved)
-        return found
+        result: Gradients = once(ctx, state, len(gradients), *gradients, *saved)
+        return result
 
     return checked

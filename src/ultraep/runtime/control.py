@@ -157,10 +157,9 @@ class ControlPlane:
         config = config or BalanceConfig()
         _check_settings(topology, config, rows, rank)
         select("triton")
-        from ultraep.backends.triton.counter import Counter
         from ultraep.backends.triton.device import default_device
         from ultraep.backends.triton.planner import Planner
-        from ultraep.backends.triton.rerouter import Rerouter
+        from ultraep.backends.triton.rerouter import Counter, Rerouter
 
         self.topology, self.config, self.rank, self.rows = topology, config, rank, rows
         self.device = torch.empty(0, device=device or default_device()).device
@@ -180,7 +179,9 @@ class ControlPlane:
         self._counter = Counter(topology.experts, rows, self.device)
         self._rerouter = Rerouter(self._planner, self._counter)
         self.faults = torch.zeros(3, dtype=torch.int32, device=self.device)
-        self._counter.unknown, self._planner.faults, self._rerouter.unlike = self.faults.split(1)
+        self._counter.unknown, self._planner.faults, self._rerouter.mismatches = self.faults.split(
+            1
+        )
         self._plan: DevicePlan | None = None
         self._adopted_loads: torch.Tensor | None = None
         local = int(topology.homes_per_rank[rank]) + topology.slots

@@ -1,4 +1,4 @@
-"""A fence of the memory: what other cores see keeps the order in which it was done here."""
+"""A memory fence, so that other cores see stores in program order."""
 
 from numba import njit, types
 from numba.extending import intrinsic
@@ -15,5 +15,5 @@ def _fence(_typing):
 
 @njit(types.void(), cache=True)
 def fence():
-    """No load or store of this thread moves over this point, in either direction."""
+    """Order all loads and stores of this thread before and after this call."""
     _fence()

@@ -1,8 +1,8 @@
 """Twin of `reference/members.py`.
 
-Experts are renumbered rank by rank, so that the home experts of a rank are neighbours; `first`
-says where each rank begins. Every attempt writes its copies (expert, host, quota) into the rows
-of its `placed` and returns (peak, number of copies).
+Experts are renumbered by home rank, so that the experts of a rank are neighbours; `first` says
+where each rank begins. Every attempt writes its replicas (expert, host, quota) into the rows of
+`placed` and returns (peak, number of replicas).
 """
 
 from typing import NamedTuple
@@ -12,15 +12,16 @@ from numba import njit
 
 from ultraep.arrays import IntArray
 from ultraep.backends.reference.members import EMPTIEST, FULLEST
+from ultraep.config import UNLIMITED
 
 
 class SortedDomain(NamedTuple):
     """Loads and limits of a domain, sorted once for all attempts; the lower index on a tie."""
 
-    loads: IntArray  # [E] tokens of every expert
+    loads: IntArray  # [E] rows of every expert
     first: IntArray  # [R + 1]
-    rank_loads: IntArray  # [R] tokens of every rank
-    hottest_first: IntArray  # [E] the experts of every rank, the one with the most tokens first
+    rank_loads: IntArray  # [R] rows of every rank
+    hottest_first: IntArray  # [E] experts of every rank, most rows first
     emptiest_first: IntArray  # [R]
     fullest_first: IntArray  # [R]
     slots: int
@@ -30,7 +31,7 @@ class SortedDomain(NamedTuple):
 
 @njit(cache=True)
 def sort_all(loads, first_of_rank, size, slots, min_tokens, max_replicas):
-    """All domains in one; experts and ranks are numbered inside each of them."""
+    """Return all domains as one; experts and ranks are numbered within each domain."""
     ranks = len(first_of_rank) - 1
     rank_loads, keys = np.zeros(ranks, np.int64), np.empty(max(len(loads), ranks), np.int64)
     hottest_first = np.empty(len(loads), np.int64)
@@ -57,7 +58,7 @@ def sort_all(loads, first_of_rank, size, slots, min_tokens, max_replicas):
 
 @njit(cache=True)
 def domain_at(every, begin, size):
-    """The domain that begins with this rank."""
+    """Return the domain that begins with this rank."""
     end = begin + size
     first = every.first[begin : end + 1]
     experts = slice(first[0], first[-1])
@@ -69,17 +70,8 @@ def domain_at(every, begin, size):
 
 
 @njit(cache=True)
-def hottest(at_home, first, rank):
-    best = first[rank]
-    for expert in range(best + 1, first[rank + 1]):
-        if at_home[expert] > at_home[best]:
-            best = expert
-    return best
-
-
-@njit(cache=True)
 def move(quota, expert, donor, host, at_home, rank_loads, free_slots):
-    """Tokens of the donor's expert go to a new copy on the host."""
+    """Move rows of the donor's expert to a new replica on the host."""
     at_home[expert] -= quota
     rank_loads[donor] -= quota
     rank_loads[host] += quota
@@ -88,7 +80,7 @@ def move(quota, expert, donor, host, at_home, rank_loads, free_slots):
 
 @njit(cache=True)
 def rise(line, keys, hole, rank, key):
-    """Put a rank into a line with a hole, or before it: the largest key first, then the lower."""
+    """Insert a rank into a line at a hole or before it: largest key first, then the lower rank."""
     while hole > 0:
         before = hole - 1
         if keys[before] > key or (keys[before] == key and line[before] < rank):
@@ -100,7 +92,7 @@ def rise(line, keys, hole, rank, key):
 
 @njit(cache=True)
 def sink(line, keys, count, hole, rank, key):
-    """Put a rank into a line of `count` with a hole, or behind it."""
+    """Insert a rank into a line of `count` at a hole or behind it."""
     while hole + 1 < count:
         after = hole + 1
         if keys[after] < key or (keys[after] == key and line[after] > rank):
@@ -119,15 +111,15 @@ def take_out(line, keys, count, begin, end):
 
 @njit(cache=True)
 def alias(domain, threshold, links, thrifty, placed):
-    """`alias` of the reference, or `thrifty`. Its peak, copies, and most transfers of one rank.
+    """`alias` or `thrifty` of the reference; return peak, replicas, and most transfers of one rank.
 
-    Hosts stand in a line by their room, donors in another by their load, the largest first.
+    Hosts are sorted by room, donors by load, the largest first.
     """
     rank_loads, at_home = domain.rank_loads.copy(), domain.loads.copy()
     ranks, min_tokens = len(rank_loads), domain.min_tokens
     slots = min(domain.slots, links)
     free_slots, given = np.full(ranks, slots, np.int64), np.zeros(ranks, np.int64)
-    most_hosts = ranks + domain.max_replicas  # one leaves with every copy, and may come back
+    most_hosts = ranks + domain.max_replicas  # one leaves with every replica, and may return
     hosts, rooms, num_hosts = np.empty(most_hosts, np.int64), np.empty(most_hosts, np.int64), 0
     donors, held, num_donors = np.empty(ranks, np.int64), np.empty(ranks, np.int64), 0
     hot, heat = np.empty(ranks, np.int64), np.empty(ranks, np.int64)
@@ -189,7 +181,7 @@ def alias(domain, threshold, links, thrifty, placed):
 
 @njit(cache=True)
 def hottest_movable(at_home, domain, rank, links):
-    """The expert with the most tokens at home among those that the rank may give away."""
+    """Return the expert with the most rows at home that the rank may give away."""
     begin, end = domain.first[rank], domain.first[rank + 1]
     best = domain.hottest_first[begin]
     for place in range(begin + 1, min(end, begin + links)):
@@ -201,23 +193,23 @@ def hottest_movable(at_home, domain, rank, links):
 
 @njit(cache=True)
 def fullest_that_can(need, line, donors, heat):
-    """The fullest donor that can give it all; if none can, the one with the hottest expert."""
-    found = 0
+    """Return the fullest donor that can give it all, or the one with the hottest expert."""
+    hottest_at = 0
     for place in range(donors):
         if heat[line[place]] >= need:
             return place
-        if heat[line[place]] > heat[line[found]]:
-            found = place
-    return found
+        if heat[line[place]] > heat[line[hottest_at]]:
+            hottest_at = place
+    return hottest_at
 
 
 @njit(cache=True)
 def tightest_pair(donors, held, num_donors, rooms, num_hosts, heat, threshold, min_tokens):
-    """The last donor whose surplus one expert can carry, and the last host with room for it."""
+    """Return the last donor whose surplus one expert can carry, and the last host with room."""
     for donor_at in range(num_donors - 1, -1, -1):
         surplus = held[donor_at] - threshold
         if min_tokens <= surplus <= heat[donors[donor_at]]:
-            low, high = 0, num_hosts  # all before `low` have room, none from `high` on
+            low, high = 0, num_hosts  # hosts before `low` have room, hosts from `high` on have not
             while low < high:
                 middle = (low + high) // 2
                 if rooms[middle] >= surplus:
@@ -230,7 +222,7 @@ def tightest_pair(donors, held, num_donors, rooms, num_hosts, heat, threshold, m
 
 @njit(cache=True)
 def window(domain, threshold, placed):
-    """Every donor gives its surplus to as few hosts as possible, and to the tightest such."""
+    """Let every donor give its surplus to the fewest hosts, and to the tightest such."""
     rank_loads, at_home = domain.rank_loads.copy(), domain.loads.copy()
     ranks, min_tokens = len(rank_loads), domain.min_tokens
     free_slots = np.full(ranks, domain.slots, np.int64)
@@ -247,7 +239,7 @@ def window(domain, threshold, placed):
                 donor = rank
         if donor < 0:
             break
-        expert = hottest(at_home, domain.first, donor)
+        expert = hottest_movable(at_home, domain, donor, UNLIMITED)
         surplus = min(rank_loads[donor] - threshold, at_home[expert])
         begin, end = tightest(rooms[:num_hosts], surplus)
         if begin == end:
@@ -260,7 +252,7 @@ def window(domain, threshold, placed):
             made += 1
             surplus -= quota
             move(quota, expert, donor, hosts[place], at_home, rank_loads, free_slots)
-        last = hosts[end - 1]  # all others are full
+        last = hosts[end - 1]  # the others are full
         take_out(hosts, rooms, num_hosts, begin, end)
         num_hosts -= end - begin
         if threshold - rank_loads[last] >= min_tokens and free_slots[last] > 0:
@@ -271,7 +263,7 @@ def window(domain, threshold, placed):
 
 @njit(cache=True)
 def tightest(rooms, surplus):
-    """Begin and end of the last run of as few neighbours as possible that hold the surplus."""
+    """Return begin and end of the last run of as few neighbours as possible with enough room."""
     length, held = 0, 0
     while held < surplus and length < len(rooms):
         held += rooms[length]
@@ -287,7 +279,7 @@ def tightest(rooms, surplus):
 
 @njit(cache=True)
 def first_like(height, place):
-    """The first place in the line that is as high as this one."""
+    """Return the first place in the line with the same height."""
     while place > 0 and height[place - 1] == height[place]:
         place -= 1
     return place
@@ -295,7 +287,7 @@ def first_like(height, place):
 
 @njit(cache=True)
 def tight_pair(line, height, donors, count, heat, min_tokens, allowed):
-    """The largest surplus that one host takes, and wastes little; and the tightest such host."""
+    """Return the largest surplus that one host takes with little waste, and the tightest host."""
     host = count
     for donor in range(donors):
         surplus = height[donor]
@@ -309,7 +301,7 @@ def tight_pair(line, height, donors, count, heat, min_tokens, allowed):
 
 @njit(cache=True)
 def hottest_then(at_home, first, donor, hot, room):
-    """Tokens of the donor's hottest expert after it has filled a host."""
+    """Return the rows of the donor's hottest expert after it has filled a host."""
     most = at_home[hot] - room
     for expert in range(first[donor], first[donor + 1]):
         if expert != hot:
@@ -321,9 +313,9 @@ def hottest_then(at_home, first, donor, hot, room):
 def pair_that_leaves_one(
     line, height, donors, count, heat, min_tokens, allowed, anchor_kind, at_home, first, hot, ready
 ):
-    """A donor that fills a host, so that what is left of it fits tightly with another rank.
+    """Return the places of a donor and a host that it fills, so that its rest fits another rank.
 
-    Their places in the line. ready: room for those of donors that one copy can free.
+    ready: scratch memory for the places of donors that one replica can settle.
     """
     hosted, anchor = anchor_kind == EMPTIEST, 0
     if anchor_kind != FULLEST:
@@ -334,7 +326,7 @@ def pair_that_leaves_one(
             ready[num_ready] = place
             num_ready += 1
     best, partner = allowed + 1, -1
-    host_at, donor_at = count, num_ready  # of the tightest others; what is left only ever falls
+    host_at, donor_at = count, num_ready  # of the tightest others; the rest only ever falls
     for other in range(donors) if hosted else range(donors, count):
         donor, host = (other, anchor) if hosted else (anchor, other)
         rest, room = height[donor] + height[host], -height[host]
@@ -368,20 +360,16 @@ def pair_that_leaves_one(
 
 @njit(cache=True)
 def close_circles(domain, threshold, halves, anchor_kind, placed):
-    """Close a circle of two; or make a copy that leaves two that fit; or do as `alias` does.
+    """Close a circle of two; or prepare one with a replica; or do as `alias` does.
 
-    Ranks stand in a line, the highest first, then the lower rank: first all donors, the fullest
-    first, then all hosts, the tightest first. Ranks that are done have left it. `height` are those
-    of the line.
+    Ranks are sorted by height (load above the threshold), then by rank: first all donors, the
+    fullest first, then all hosts, the tightest first. Settled ranks are removed.
     """
     rank_loads, at_home = domain.rank_loads.copy(), domain.loads.copy()
     ranks, first, min_tokens = len(rank_loads), domain.first, domain.min_tokens
     free_slots = np.full(ranks, domain.slots, np.int64)
-    hot, heat, ready = (
-        np.zeros(ranks, np.int64),
-        np.zeros(ranks, np.int64),
-        np.empty(ranks, np.int64),
-    )
+    hot, heat = np.zeros(ranks, np.int64), np.zeros(ranks, np.int64)
+    ready = np.empty(ranks, np.int64)
     line, height = np.empty(ranks, np.int64), np.empty(ranks, np.int64)
     donors, count, slack, made = 0, 0, 0, 0
     for rank in domain.emptiest_first[::-1]:
@@ -418,7 +406,7 @@ def close_circles(domain, threshold, halves, anchor_kind, placed):
         count -= 2
         donors -= 1
         move(quota, hot[donor], donor, host, at_home, rank_loads, free_slots)
-        hot[donor] = hottest(at_home, first, donor)
+        hot[donor] = hottest_movable(at_home, domain, donor, UNLIMITED)
         heat[donor] = at_home[hot[donor]]
         for rank in (donor, host):
             high = rank_loads[rank] - threshold

@@ -1,7 +1,4 @@
-"""Twin of `reference/place.py`, where it is explained.
-
-The rows of `placed`, and the numbers of experts in it, are those of `members.py`.
-"""
+"""Twin of `reference/place.py`. Rows of `placed` and numbers of experts are as in `members.py`."""
 
 import numpy as np
 from numba import njit
@@ -12,13 +9,13 @@ from ultraep.backends.reference.place import GUESSES, LINKS
 from ultraep.config import LADDER, PARTS, UNLIMITED
 
 NEVER = (1 << 63) - 1  # longer than any time
-FEWEST = 0  # links: as few as the threshold needs
-LIMITED = 1 + len(LINKS)  # attempts at the lowest rung, with few links
+FEWEST = 0  # as links: as few as the threshold needs
+LIMITED = 1 + len(LINKS)  # attempts at the lowest rung with few links
 
 
 @njit(cache=True)
 def probe(domain, threshold, placed, spare):
-    """The best attempt at this threshold; its peak and copies."""
+    """Write the best attempt at this threshold to `placed`; return peak and replicas."""
     first, ranks = domain.first, len(domain.rank_loads)
     peak, made, _ = alias(domain, threshold, UNLIMITED, False, placed)
     if threshold * ranks - domain.loads.sum() < ranks:
@@ -38,7 +35,7 @@ def probe(domain, threshold, placed, spare):
 
 @njit(cache=True)
 def cost_of(found, made, peak, threshold, first):
-    """What makes one attempt better than another: all of these, in this order."""
+    """Return the cost of an attempt, compared lexicographically."""
     copies_of = np.zeros(first[-1], np.int64)
     for copy in range(made):
         copies_of[found[copy, 0]] += 1
@@ -54,7 +51,7 @@ def cost_of(found, made, peak, threshold, first):
 
 @njit(cache=True)
 def balanced(every, size, tolerance_parts, found):
-    """The best attempts at all domains in `found`; the number of copies."""
+    """Write the best attempts at all domains to `found`; return the number of replicas."""
     placed = np.empty((every.max_replicas, 3), np.int64)
     spare = np.empty_like(placed)
     threshold = shared_threshold(every, size, tolerance_parts)
@@ -69,7 +66,7 @@ def balanced(every, size, tolerance_parts, found):
 
 @njit(cache=True)
 def shared_threshold(every, size, tolerance_parts):
-    """What no rank shall exceed: the heaviest domain's mean, rounded up, and the tolerance."""
+    """Return the mean of the heaviest domain, rounded up, plus the tolerance."""
     threshold = 0
     for begin in range(0, len(every.rank_loads), size):
         total = every.rank_loads[begin : begin + size].sum()
@@ -80,9 +77,10 @@ def shared_threshold(every, size, tolerance_parts):
 
 @njit(cache=True)
 def solve(domain, threshold, placed, peak, made, transfers):
-    """The attempt in `placed`, or one at the least threshold above it that `alias` meets.
+    """Replace the attempt in `placed` by one at the least threshold above it that `alias` meets.
 
-    Its peak, copies and transfers; the copies stand in the first rows of `placed`.
+    Returns peak, replicas and transfers of the attempt, whose replicas are the first rows of
+    `placed`.
     """
     if peak <= threshold:
         return peak, made, transfers
@@ -116,7 +114,7 @@ def solve(domain, threshold, placed, peak, made, transfers):
 
 @njit(cache=True)
 def excess_share(domain, placed, made, threshold):
-    """What is too much, shared among the ranks that are full, rounded up."""
+    """Return the rows above the threshold per full rank, rounded up."""
     rank_loads = domain.rank_loads.copy()
     for copy in range(made):
         home = np.searchsorted(domain.first, placed[copy, 0], side="right") - 1
@@ -139,7 +137,7 @@ def copy_rows(target, source, count):
 
 @njit(cache=True)
 def append(found, total, placed, made, first_expert, first_rank):
-    """Write the copies of a domain behind those of all before it."""
+    """Append the replicas of a domain to `found`."""
     for index in range(made):
         found[total + index, 0] = first_expert + placed[index, 0]
         found[total + index, 1] = first_rank + placed[index, 1]
@@ -149,12 +147,11 @@ def append(found, total, placed, made, first_expert, first_rank):
 
 @njit(cache=True)
 def quickest(every, size, tolerance_parts, rates, found):
-    """The quickest plan in `found`; the number of its copies.
+    """Write the quickest plan to `found`; return the number of its replicas.
 
-    It makes as few attempts as the same answer allows. A rank above a threshold gives away at least
-    as many of its hottest experts as hold its surplus, and all of it must find room. So a plan that
-    meets the threshold takes at least some time. Thresholds whose least time is shortest are tried
-    first, until no other can be quicker.
+    Makes as few attempts as the answer allows. A rank above a threshold must give away at least the
+    hottest experts that hold its surplus, so that every attempt has a least time. Attempts are made
+    in the order of their least times, until no other one can be quicker.
     """
     row, copy, each, layer = rates
     thresholds, links = attempts_to_make(every, size, tolerance_parts, copy > 0)
@@ -184,7 +181,7 @@ def quickest(every, size, tolerance_parts, rates, found):
 
 @njit(cache=True)
 def attempts_to_make(every, size, tolerance_parts, few_links):
-    """Thresholds that all domains share, and links, of all attempts."""
+    """Return shared threshold and links of every attempt."""
     thresholds = np.empty(LIMITED + len(LADDER), np.int64)
     links = np.full(len(thresholds), FEWEST if few_links else UNLIMITED, np.int64)
     thresholds[:LIMITED] = shared_threshold(every, size, tolerance_parts)
@@ -200,7 +197,7 @@ def attempts_to_make(every, size, tolerance_parts, few_links):
 
 @njit(cache=True)
 def exact(every, size, threshold, placed, found):
-    """All domains solved, in `found`; their peak, copies, and most transfers of one rank."""
+    """Write the solved domains to `found`; return peak, replicas, and most transfers of a rank."""
     peak, total, transfers = 0, 0, 0
     for begin in range(0, len(every.rank_loads), size):
         domain = domain_at(every, begin, size)
@@ -213,7 +210,7 @@ def exact(every, size, threshold, placed, found):
 
 @njit(cache=True)
 def attempt_all(every, size, shared, links, placed, found):
-    """All domains attempted once, in `found`; their highest threshold, copies and transfers.
+    """Write one attempt per domain to `found`; return the highest threshold, replicas, transfers.
 
     The threshold is -1 if a domain does not meet its own.
     """
@@ -234,7 +231,7 @@ def attempt_all(every, size, shared, links, placed, found):
 
 @njit(cache=True)
 def threshold_with(domain, shared, links):
-    """The shared threshold, or the least peak that so few links leave, if that is higher."""
+    """Return the shared threshold, or the least peak that so few links allow."""
     if links in (FEWEST, UNLIMITED):
         return shared
     peak = shared
@@ -248,10 +245,10 @@ def threshold_with(domain, shared, links):
 
 @njit(cache=True)
 def least_times(every, size, thresholds, links, rates, time, exact_transfers):
-    """The least time of every attempt; `NEVER` where that is longer than `time`."""
+    """Return the least time of every attempt; `NEVER` if it is longer than `time`."""
     row, copy, each, layer = rates
     attempts, at_home = len(thresholds), every.rank_loads.max()
-    # With no rank above the threshold there is nothing to plan; else there is at least one copy.
+    # A plan has at least one replica, unless no rank is above the threshold.
     highest = min(at_home - 1, (time - copy - each - layer) // row)
     peak, most = thresholds.copy(), np.zeros(attempts, np.int64)
     copies = np.zeros(attempts, np.int64)
@@ -267,7 +264,7 @@ def least_times(every, size, thresholds, links, rates, time, exact_transfers):
     least = np.full(attempts, NEVER, np.int64)
     for number in range(attempts):
         possible = number >= LIMITED or (copy > 0 and most[number] < exact_transfers)
-        # So many links are the fewest for the lowest rung: the first attempt has them, too.
+        # If these are the fewest links for the lowest rung, the first attempt has them, too.
         known = most[number] == links[number] and peak[number] == thresholds[0]
         if len(every.rank_loads) == size and known:
             continue
@@ -278,9 +275,9 @@ def least_times(every, size, thresholds, links, rates, time, exact_transfers):
 
 @njit(cache=True)
 def least_transfers(domain, threshold):
-    """The least transfers of one rank, and the fewest copies, of a plan that meets a threshold.
+    """Return the least transfers of one rank, and the fewest replicas, that can meet a threshold.
 
-    A copy serves no more than the emptiest rank lacks.
+    A replica serves no more than the emptiest rank lacks.
     """
     widest = threshold - domain.rank_loads[domain.emptiest_first[0]]
     most, copies, left = 0, 0, 0
@@ -320,7 +317,7 @@ def sort_rows(rows, count):
 
 
 def place(expert_loads, limits):
-    """[C, 3] expert, host rank and quota of every copy, ordered by expert, then host."""
+    """[C, 3] expert, host rank and quota of every replica, sorted by expert, then host."""
     return _place(expert_loads, *limits[:-1], *limits.rates)
 
 
@@ -354,7 +351,7 @@ def _place(
 
 
 def lower_bound(expert_loads, limits):
-    """Tokens on the fullest rank that no plan can go below."""
+    """Return the load of the fullest rank that no plan can go below."""
     return _lower_bound(expert_loads, *limits[:5])
 
 
@@ -369,7 +366,7 @@ def _lower_bound(expert_loads, experts_by_rank, first_of_rank, domain, slots, ma
 
 @njit(cache=True)
 def least_peak_of(domain):
-    """The least that the fullest rank of a domain can hold, whatever the plan."""
+    """Return the least load of the fullest rank of a domain that any plan can reach."""
     loads, ranks = domain.loads, len(domain.rank_loads)
     rank_of_expert, position = np.empty(len(loads), np.int64), np.empty(ranks, np.int64)
     for place, rank in enumerate(domain.emptiest_first):

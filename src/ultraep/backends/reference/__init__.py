@@ -1,8 +1,7 @@
-"""Plain NumPy and Python: slow, obvious, the definition of correct."""
+"""Plain NumPy and Python: slow and simple, the definition of correct plans."""
 
 from ultraep.backends.reference.place import lower_bound, place
-from ultraep.backends.reference.reroute import count, reroute
-from ultraep.backends.reference.split import split, tally
+from ultraep.backends.reference.reroute import count, reroute, split, tally
 
 __all__ = ["DEVICE", "count", "lower_bound", "place", "reroute", "split", "tally"]
 

@@ -1,84 +1,74 @@
-"""Small greedy rules that can meet a threshold; `place.py` chooses among their attempts.
+"""Greedy heuristics that try to meet a threshold; `place.py` chooses among their attempts.
 
-alias     the emptiest rank takes from the fullest, exactly what it lacks
-thrifty   the same, but a surplus that fits tightly into one host goes there alone
-window    every donor gives its surplus to as few hosts as possible, and to the tightest such
-circles   small groups of ranks keep to the threshold among themselves
+alias     the emptiest rank takes exactly what it lacks from the fullest
+thrifty   alias, but a surplus that fits tightly into one host goes there alone
+window    every donor gives its surplus to the fewest hosts, the tightest ones
+circles   small groups of ranks meet the threshold among themselves
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from itertools import count
 
 from ultraep.config import UNLIMITED
 
-MOST_RANKS = 128  # of a domain in which circles are looked for: every pair of ranks is looked at
+MOST_RANKS = 128  # of a domain in which circles are searched: every pair of ranks is examined
 EMPTIEST, FULLEST, SMALLEST = range(3)  # host; donor; donor with the least surplus
-# (halves, anchor): what a circle may waste, in halves of an even share of the slack, and which rank
-# is joined with another where no two fit. Each finds what the others miss.
+# (halves, anchor): what a circle may waste, in halves of an even share of the slack, and the rank
+# that is paired if no two ranks fit. Each variant solves cases that the others miss.
 VARIANTS = ((1, EMPTIEST), (6, EMPTIEST), (4, FULLEST), (3, SMALLEST))
 
 
-@dataclass
 class Domain:
-    """The ranks of one fast-link domain, and what is still at home on each of them."""
+    """The ranks of one fast-link domain.
 
-    experts: list[list[int]]  # home experts of every rank, ascending
-    load: dict[int, int]  # tokens of every expert
-    slots: int
-    min_tokens: int
-    max_replicas: int
+    experts: home experts of every rank, ascending.   load: rows of every expert.
+    """
 
-    @property
-    def rank_loads(self) -> list[int]:
-        return [sum(self.load[e] for e in experts) for experts in self.experts]
-
-    @property
-    def mean(self) -> int:
-        """The mean rank load, rounded up."""
-        return -(-sum(self.rank_loads) // len(self.experts))
+    def __init__(
+        self,
+        experts: list[list[int]],
+        load: dict[int, int],
+        slots: int,
+        min_tokens: int,
+        max_replicas: int,
+    ) -> None:
+        self.experts, self.load, self.slots = experts, load, slots
+        self.min_tokens, self.max_replicas = min_tokens, max_replicas
+        self.rank_loads = [sum(load[e] for e in own) for own in experts]
+        self.mean = -(-sum(self.rank_loads) // len(experts))  # rounded up
 
     def hottest(self, rank: int, number: int) -> list[int]:
-        """The home experts with the most tokens; the lower index on a tie."""
+        """Return the home experts with the most rows; the lower index on a tie."""
         return sorted(self.experts[rank], key=lambda e: (-self.load[e], e))[:number]
 
     def least_peak(self, links: int) -> int:
-        """The peak that is left if every rank gives away all tokens of its hottest experts."""
+        """Return the peak if every rank gives away all rows of its `links` hottest experts."""
         return max(
             load - sum(self.load[e] for e in self.hottest(rank, links))
             for rank, load in enumerate(self.rank_loads)
         )
 
     def fewest_links(self, threshold: int) -> int:
-        """The fewest experts that each rank must be able to give away to get to the threshold."""
+        """Return the fewest experts that each rank must give away to meet the threshold."""
         return next(links for links in count(1) if self.least_peak(links) <= threshold)
 
 
-@dataclass
 class Attempt:
-    """A plan under construction: loads so far, tokens still at home, free slots, copies made.
+    """A plan under construction. `copies` are its replicas: expert, host, quota.
 
     links: most replicas that a rank may receive, and most of its experts that it may give away.
     """
 
-    domain: Domain
-    threshold: int
-    links: int = UNLIMITED
-    rank_loads: list[int] = field(init=False)
-    at_home: dict[int, int] = field(init=False)
-    movable: list[list[int]] = field(init=False)
-    free_slots: list[int] = field(init=False)
-    copies: list[tuple[int, int, int]] = field(default_factory=list)  # expert, host, quota
-
-    def __post_init__(self) -> None:
-        self.rank_loads = self.domain.rank_loads
-        self.at_home = dict(self.domain.load)
+    def __init__(self, domain: Domain, threshold: int, links: int = UNLIMITED) -> None:
+        self.domain, self.threshold = domain, threshold
+        self.rank_loads, self.at_home = list(domain.rank_loads), dict(domain.load)
         ranks = range(len(self.rank_loads))
-        self.movable = [self.domain.hottest(rank, self.links) for rank in ranks]
-        self.free_slots = [min(self.domain.slots, self.links)] * len(ranks)
+        self.movable = [domain.hottest(rank, links) for rank in ranks]
+        self.free_slots = [min(domain.slots, links)] * len(ranks)
+        self.copies: list[tuple[int, int, int]] = []
 
     @property
     def peak(self) -> int:
@@ -89,41 +79,56 @@ class Attempt:
         return len(self.copies) >= self.domain.max_replicas
 
     @property
-    def fanout(self) -> int:
-        """Most copies of one expert."""
-        return _most_of_one(expert for expert, _, _ in self.copies)
+    def unfinished(self) -> bool:
+        """Whether a rank is above the threshold and another replica is allowed."""
+        return self.peak > self.threshold and not self.full
 
     @property
-    def ingress(self) -> int:
-        """Most copies received by one rank."""
-        return _most_of_one(host for _, host, _ in self.copies)
+    def fanout(self) -> int:
+        """Most replicas of one expert."""
+        return max(Counter(expert for expert, _, _ in self.copies).values(), default=0)
 
     @property
     def egress(self) -> int:
-        """Most different experts given away by one rank."""
+        """Most experts that one rank gives away."""
         given = {expert for expert, _, _ in self.copies}
         return max(len(given.intersection(experts)) for experts in self.domain.experts)
 
     @property
     def transfers(self) -> int:
-        """Most copies that one rank receives, or experts that it gives away."""
-        return max(self.ingress, self.egress)
+        """Most replicas that one rank receives, or experts that it gives away."""
+        received = Counter(host for _, host, _ in self.copies)
+        return max(self.egress, *received.values(), 0)
+
+    @property
+    def surplus(self) -> dict[int, int]:
+        """Rows above the threshold of every donor."""
+        above = ((rank, load - self.threshold) for rank, load in enumerate(self.rank_loads))
+        return {rank: rows for rank, rows in above if rows > 0}
+
+    @property
+    def room(self) -> dict[int, int]:
+        """Rows that a new replica may serve on every rank that can host one."""
+        below = ((rank, self.threshold - load) for rank, load in enumerate(self.rank_loads))
+        least = max(1, self.domain.min_tokens)
+        return {rank: rows for rank, rows in below if rows >= least and self.free_slots[rank]}
 
     def hottest(self, rank: int) -> int:
-        """The movable expert with the most tokens still at home; the lower index on a tie."""
+        """Return the movable expert with the most rows at home; the lower index on a tie."""
         return max(self.movable[rank], key=lambda e: (self.at_home[e], -e))
 
     def heat(self, rank: int) -> int:
-        """Tokens of the hottest expert."""
+        """Return the rows of the hottest expert."""
         return self.at_home[self.hottest(rank)]
 
-    def room(self, rank: int) -> int:
-        """Tokens that a copy on this rank may still serve; 0 if it cannot hold one."""
-        room = self.threshold - self.rank_loads[rank]
-        return room if self.free_slots[rank] and room >= self.domain.min_tokens else 0
+    def ready(self, surplus: dict[int, int]) -> list[int]:
+        """Return the donors whose whole surplus one replica can take."""
+        least = self.domain.min_tokens
+        return [donor for donor, rows in surplus.items() if least <= rows <= self.heat(donor)]
 
-    def copy(self, expert: int, donor: int, host: int, quota: int) -> None:
-        """Move `quota` tokens of the donor's expert into a new copy on the host."""
+    def replicate(self, donor: int, host: int, quota: int, expert: int | None = None) -> None:
+        """Move `quota` rows of the donor's expert, by default the hottest, to a new replica."""
+        expert = self.hottest(donor) if expert is None else expert
         assert 0 < quota <= self.at_home[expert]
         self.copies.append((expert, host, quota))
         self.at_home[expert] -= quota
@@ -132,229 +137,171 @@ class Attempt:
         self.free_slots[host] -= 1
 
 
-def _most_of_one(values: Iterable[int]) -> int:
-    return max(Counter(values).values(), default=0)
-
-
 def alias(domain: Domain, threshold: int) -> Attempt:
-    """The emptiest rank takes from the fullest, exactly what it lacks.
+    """Let the emptiest rank take exactly what it lacks from the fullest.
 
-    As in Walker's alias method the donor may fall below the threshold; it then takes its own turn
-    as the emptiest. With as many slots as home experts per rank this always meets the mean.
+    As in Walker's alias method the donor may fall below the threshold; it is then itself served as
+    the emptiest. With one slot per home expert on every rank, this always meets the mean.
     """
     attempt = Attempt(domain, threshold)
-    ranks = range(len(domain.experts))
-    while attempt.peak > threshold and not attempt.full:
-        host = max(ranks, key=lambda r: (attempt.room(r), -r))
-        if not take(attempt, host):
-            break
+    while attempt.unfinished and take(attempt):
+        pass
     return attempt
 
 
-def take(attempt: Attempt, host: int) -> bool:
-    """The host takes what it lacks from the fullest rank that can give it all.
+def take(attempt: Attempt) -> bool:
+    """Let the emptiest rank take what it lacks from the fullest rank that can give it all.
 
-    If none can, from the one with the hottest expert. Whether that is a copy.
+    If no rank can, take from the one with the hottest expert. Return whether that is a replica.
     """
-    need = attempt.room(host)
-    donors = [r for r, load in enumerate(attempt.rank_loads) if load > attempt.threshold]
-    enough = [r for r in donors if attempt.heat(r) >= need]
+    room, loads = attempt.room, attempt.rank_loads
+    if not room:
+        return False
+    host = max(room, key=lambda r: (room[r], -r))
+    donors = attempt.surplus
+    enough = [r for r in donors if attempt.heat(r) >= room[host]]
     if enough:
-        donor = max(enough, key=lambda r: (attempt.rank_loads[r], -r))
+        donor = max(enough, key=lambda r: (loads[r], -r))
     else:
-        donor = max(donors, key=lambda r: (attempt.heat(r), attempt.rank_loads[r], -r))
-    quota = min(need, attempt.heat(donor))
+        donor = max(donors, key=lambda r: (attempt.heat(r), loads[r], -r))
+    quota = min(room[host], attempt.heat(donor))
     if quota < attempt.domain.min_tokens:
         return False
-    attempt.copy(attempt.hottest(donor), donor, host, quota)
+    attempt.replicate(donor, host, quota)
     return True
 
 
 def thrifty(domain: Domain, threshold: int, links: int) -> Attempt:
-    """`alias`, but a surplus that fits tightly into one host goes there alone.
+    """Like `alias`, but a surplus that fits tightly into one host goes there alone.
 
-    One replica then settles two ranks, and the room that is left on the host is wasted. All ranks
-    together can waste the slack; one donor may waste an even share of it.
+    One replica then settles two ranks and wastes the remaining room of the host. All donors
+    together may waste the slack, each an even share of it.
     """
     attempt = Attempt(domain, threshold, links)
-    ranks = range(len(domain.experts))
-    slack = threshold * len(ranks) - sum(attempt.rank_loads)
-    while attempt.peak > threshold and not attempt.full:
-        donors = [r for r in ranks if attempt.rank_loads[r] > threshold]
-        donor, host = _tightest_pair(attempt, donors)
-        surplus = attempt.rank_loads[donor] - threshold
-        wasted = attempt.room(host) - surplus
-        if wasted >= 0 and wasted * len(donors) <= slack:
-            attempt.copy(attempt.hottest(donor), donor, host, surplus)
+    slack = threshold * len(attempt.rank_loads) - sum(attempt.rank_loads)
+    while attempt.unfinished:
+        surplus = attempt.surplus
+        donor, host, wasted = _tightest_pair(attempt, surplus)
+        if wasted is not None and wasted * len(surplus) <= slack:
+            attempt.replicate(donor, host, surplus[donor])
             attempt.free_slots[host] = 0
             slack -= wasted
-        elif not take(attempt, max(ranks, key=lambda r: (attempt.room(r), -r))):
+        elif not take(attempt):
             break
     return attempt
 
 
-def _tightest_pair(attempt: Attempt, donors: list[int]) -> tuple[int, int]:
-    """The smallest surplus that one expert can carry, and the host with the least room for it.
+def _tightest_pair(attempt: Attempt, surplus: dict[int, int]) -> tuple[int, int, int | None]:
+    """Return the smallest surplus that one expert carries, the tightest host, and the waste.
 
-    The higher rank on a tie. If there is no such pair, any donor twice: it has no room.
+    Ties go to the higher rank. The waste is None without such a pair.
     """
-    surplus = {r: attempt.rank_loads[r] - attempt.threshold for r in donors}
-    ready = [r for r in donors if attempt.domain.min_tokens <= surplus[r] <= attempt.heat(r)]
+    ready, room = attempt.ready(surplus), attempt.room
     if not ready:
-        return donors[0], donors[0]
+        return -1, -1, None
     donor = min(ready, key=lambda r: (surplus[r], -r))
-    hosts = [r for r in range(len(attempt.rank_loads)) if attempt.room(r) >= surplus[donor]]
-    return donor, min(hosts, key=lambda r: (attempt.room(r), -r), default=donor)
+    hosts = [r for r in room if room[r] >= surplus[donor]]
+    host = min(hosts, key=lambda r: (room[r], -r), default=-1)
+    return donor, host, room[host] - surplus[donor] if hosts else None
 
 
 def window(domain: Domain, threshold: int) -> Attempt:
-    """Every donor gives its surplus to as few hosts as possible, and to the tightest such.
+    """Let every donor give its surplus to the fewest hosts, and to the tightest such.
 
-    Hosts stand in a line, the roomiest first. If the m roomiest could take the surplus and no
-    fewer could, the last m neighbours in the line that still can are taken. Donors with little
-    surplus choose first: they leave the roomy hosts to those who need them.
+    Hosts are sorted by room, the roomiest first. If m hosts are needed, the last m neighbours in
+    that order which suffice are chosen. Donors with little surplus choose first and leave the roomy
+    hosts to the others.
     """
     attempt = Attempt(domain, threshold)
-    ranks = range(len(domain.experts))
-    while attempt.peak > threshold:
-        donors = [r for r in ranks if attempt.rank_loads[r] > threshold]
-        donor = min(donors, key=lambda r: (attempt.rank_loads[r], r))
-        expert = attempt.hottest(donor)
-        surplus = min(attempt.rank_loads[donor] - threshold, attempt.at_home[expert])
-        hosts = sorted((r for r in ranks if attempt.room(r)), key=lambda r: (-attempt.room(r), r))
-        chosen = _tightest(hosts, [attempt.room(r) for r in hosts], surplus)
-        for host in chosen:
-            quota = min(attempt.room(host), max(surplus, domain.min_tokens))
+    while surplus := attempt.surplus:
+        donor = min(surplus, key=lambda r: (surplus[r], r))
+        expert, room = attempt.hottest(donor), attempt.room
+        rows = min(surplus[donor], attempt.at_home[expert])
+        hosts = _tightest(sorted(room, key=lambda r: (-room[r], r)), room, rows)
+        for host in hosts:
+            quota = min(room[host], max(rows, domain.min_tokens))
             if attempt.full or attempt.at_home[expert] < quota:
                 return attempt
-            attempt.copy(expert, donor, host, quota)
-            surplus -= quota
-        if not chosen:
+            attempt.replicate(donor, host, quota, expert)
+            rows -= quota
+        if not hosts:
             break
     return attempt
 
 
-def _tightest(hosts: list[int], rooms: list[int], surplus: int) -> list[int]:
-    """The last run of as few neighbours as possible whose rooms hold the surplus."""
+def _tightest(hosts: list[int], room: dict[int, int], surplus: int) -> list[int]:
+    """Return the last run of as few neighbours as possible that have room for the surplus."""
     for length in range(1, len(hosts) + 1):
-        if sum(rooms[:length]) >= surplus:
-            starts = range(len(hosts) - length, -1, -1)
-            start = next(s for s in starts if sum(rooms[s : s + length]) >= surplus)
-            return hosts[start : start + length]
+        if sum(room[host] for host in hosts[:length]) >= surplus:
+            runs = [hosts[s : s + length] for s in range(len(hosts) - length, -1, -1)]
+            return next(run for run in runs if sum(room[host] for host in run) >= surplus)
     return []
 
 
-@dataclass
-class Heights:
-    """What every rank has above the threshold, or below it if it can host; else 0."""
-
-    attempt: Attempt
-    of_rank: list[int]
-    allowed: int  # tokens that a circle may waste
-
-    @classmethod
-    def now(cls, attempt: Attempt, halves: int) -> Heights:
-        loads, threshold = attempt.rank_loads, attempt.threshold
-        heights = [
-            load - threshold if load > threshold else -attempt.room(rank)
-            for rank, load in enumerate(loads)
-        ]
-        donors = sum(height > 0 for height in heights)
-        slack = max(0, -sum(heights))
-        return cls(attempt, heights, slack * halves // (2 * donors))
-
-    @property
-    def donors(self) -> list[int]:
-        return [rank for rank, height in enumerate(self.of_rank) if height > 0]
-
-    @property
-    def hosts(self) -> list[int]:
-        return [rank for rank, height in enumerate(self.of_rank) if height < 0]
-
-    def ready(self, donor: int) -> bool:
-        """Whether one copy can take all its surplus."""
-        surplus = self.of_rank[donor]
-        return self.attempt.domain.min_tokens <= surplus <= self.attempt.heat(donor)
-
-    def waste(self, height: int, others: list[int]) -> int | None:
-        """The least that is wasted if one of the others closes a circle of this height.
-
-        None: more than is allowed.
-        """
-        wasted = [-height - self.of_rank[other] for other in others]
-        return min((w for w in wasted if 0 <= w <= self.allowed), default=None)
-
-
 def close_circles(domain: Domain, threshold: int, halves: int, anchor: int) -> Attempt:
-    """Close a circle of two; or make a copy that leaves two that fit; or do as `alias` does.
+    """Close a circle of two; or prepare one with a replica; or do as `alias` does.
 
-    A circle are ranks that can keep to the threshold among themselves. A circle of k ranks needs
-    k - 1 copies, so many small circles need few copies. A rank's *height* is its load above the
-    threshold; a circle can be closed when its heights add up to 0 or less. What it then lacks is
-    wasted: nobody else can use it. There is little to waste, if the threshold is near the mean, so
-    circles are closed where they fit tightly.
+    A circle is a set of ranks that can meet the threshold among themselves: the surplus of its
+    donors is at most the room of its hosts. A circle of k ranks needs k - 1 replicas, so many small
+    circles need few replicas. No other rank can use the room that is left: it is wasted. Near the
+    mean there is little to waste, so only circles that fit tightly are closed.
     """
     attempt = Attempt(domain, threshold)
-    while attempt.peak > threshold and not attempt.full:
-        heights = Heights.now(attempt, halves)
-        if not heights.hosts:
+    while attempt.unfinished:
+        surplus, room = attempt.surplus, attempt.room
+        if not room:
             break
-        if pair := _tight_pair(heights):
-            donor, host = pair
-            attempt.copy(attempt.hottest(donor), donor, host, heights.of_rank[donor])
-            attempt.free_slots[host] = 0  # what it lacks is wasted
-        elif pair := _pair_that_leaves_one(heights, anchor):
-            donor, host = pair
-            attempt.copy(attempt.hottest(donor), donor, host, attempt.room(host))
-        elif not take(attempt, _emptiest(heights)):
+        slack = max(0, sum(room.values()) - sum(surplus.values()))
+        allowed = slack * halves // (2 * len(surplus))
+        ready = attempt.ready(surplus)
+        fits = [(d, h) for d in ready for h in room if 0 <= room[h] - surplus[d] <= allowed]
+        if fits:
+            donor, host = min(fits, key=lambda p: (-surplus[p[0]], p[0], room[p[1]], p[1]))
+            attempt.replicate(donor, host, surplus[donor])
+            attempt.free_slots[host] = 0  # the rest of its room is wasted
+        elif pair := _pair_that_leaves_one(attempt, surplus, room, ready, allowed, anchor):
+            attempt.replicate(*pair, room[pair[1]])
+        elif not take(attempt):
             break
     return attempt
 
 
-def _tight_pair(heights: Heights) -> tuple[int, int] | None:
-    """The largest surplus that one host takes, and wastes little; and the tightest such host."""
-    height, hosts = heights.of_rank, heights.hosts
-    donors = [d for d in heights.donors if heights.ready(d)]
-    donors = [d for d in donors if heights.waste(height[d], hosts) is not None]
-    if not donors:
-        return None
-    donor = max(donors, key=lambda d: (height[d], -d))
-    roomy = [h for h in hosts if height[h] <= -height[donor]]
-    return donor, max(roomy, key=lambda h: (height[h], -h))
+def _pair_that_leaves_one(
+    attempt: Attempt,
+    surplus: dict[int, int],
+    room: dict[int, int],
+    ready: list[int],
+    allowed: int,
+    anchor: int,
+) -> tuple[int, int] | None:
+    """Return a donor that fills a host, so that its rest fits tightly with another rank.
 
-
-def _pair_that_leaves_one(heights: Heights, anchor: int) -> tuple[int, int] | None:
-    """A donor that fills a host, so that what is left of the donor fits tightly with another rank.
-
-    One of the two is the anchor. The other is that which wastes least.
+    The anchor is one of the two; the other one is chosen to waste least.
     """
     if anchor == EMPTIEST:
-        host = _emptiest(heights)
-        pairs = [(donor, host) for donor in heights.donors]
+        host = max(room, key=lambda h: (room[h], -h))
+        pairs = [(donor, host) for donor in surplus]
     else:
         sign = -1 if anchor == FULLEST else 1
-        donor = min(heights.donors, key=lambda d: (sign * heights.of_rank[d], d))
-        pairs = [(donor, host) for host in heights.hosts]
-    wasted = [(w, pair) for pair in pairs if (w := _waste_after(heights, *pair)) is not None]
-    return min(wasted)[1] if wasted else None
+        donor = min(surplus, key=lambda d: (sign * surplus[d], d))
+        pairs = [(donor, host) for host in room]
+    found = []
+    for donor, host in pairs:
+        rest = surplus[donor] - room[host]
+        if attempt.heat(donor) < room[host]:
+            continue
+        if rest <= 0:
+            wasted: Iterable[int] = (-rest - surplus[d] for d in ready if d != donor)
+        elif attempt.domain.min_tokens <= rest <= _heat_after(attempt, donor, room[host]):
+            wasted = (room[h] - rest for h in room if h != host)
+        else:
+            continue
+        found += [(waste, donor, host) for waste in wasted if 0 <= waste <= allowed]
+    return min(found)[1:] if found else None
 
 
-def _waste_after(heights: Heights, donor: int, host: int) -> int | None:
-    """What a circle of three wastes, in which the donor fills the host first; None: too much."""
-    attempt, room = heights.attempt, -heights.of_rank[host]
-    rest = heights.of_rank[donor] - room
-    if attempt.heat(donor) < room:
-        return None
-    if rest <= 0:
-        others = [d for d in heights.donors if d != donor and heights.ready(d)]
-        return heights.waste(rest, others)
-    at_home = [attempt.at_home[e] for e in attempt.domain.experts[donor]]
-    at_home.remove(attempt.heat(donor))
-    hottest_then = max(attempt.heat(donor) - room, *at_home, 0)
-    if not attempt.domain.min_tokens <= rest <= hottest_then:
-        return None
-    return heights.waste(rest, [h for h in heights.hosts if h != host])
-
-
-def _emptiest(heights: Heights) -> int:
-    return min(heights.hosts, key=lambda h: (heights.of_rank[h], h))
+def _heat_after(attempt: Attempt, donor: int, quota: int) -> int:
+    """Return the rows of the donor's hottest expert once it has given `quota` rows."""
+    rows = [attempt.at_home[e] for e in attempt.domain.experts[donor]]
+    rows.remove(attempt.heat(donor))
+    return max(attempt.heat(donor) - quota, *rows, 0)

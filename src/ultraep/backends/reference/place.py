@@ -1,10 +1,10 @@
-"""Which expert is copied into which rank, and how many tokens each copy serves.
+"""Which experts are replicated on which ranks, and how many rows each replica serves.
 
-Every fast-link domain is solved for itself, against one threshold that all of them share:
-no rank shall serve more. When no attempt meets it, a search finds the least threshold that alias
-planning meets. Where time decides, several thresholds are tried, and the quickest plan is taken.
+Every fast-link domain is solved on its own, against a threshold that all domains share: no rank
+should serve more rows. If no attempt meets it, a search finds the least threshold that `alias`
+meets. With rates, several thresholds are tried, and the quickest plan wins.
 
-Shapes: E experts, C copies.
+Shapes: E experts, C replicas.
 """
 
 from __future__ import annotations
@@ -25,19 +25,15 @@ from ultraep.backends.reference.members import (
 )
 from ultraep.config import PARTS, UNLIMITED, Rates, rungs_of
 
-GUESSES = 4  # of the search, before it bisects
-LINKS = (1, 2)  # that are tried, though they may not suffice for the tolerance that is asked for
+GUESSES = 4  # steps of the search before it bisects
+LINKS = (1, 2)  # always tried, though they may not suffice for the tolerance
 
 
 def probe(domain: Domain, threshold: int) -> Attempt:
-    """The best attempt at this threshold: the lowest peak above it.
-
-    Then the fewest copies, then the lowest fan-out, then the fewest experts that one rank gives
-    away.
-    """
+    """Return the best attempt: the least peak, replicas, fan-out and egress, in this order."""
     attempts = [alias(domain, threshold)]
     if threshold > domain.mean:
-        attempts.insert(0, window(domain, threshold))  # it moves fewer tokens
+        attempts.insert(0, window(domain, threshold))  # moves fewer rows
         if len(domain.experts) <= MOST_RANKS:
             attempts += [close_circles(domain, threshold, *variant) for variant in VARIANTS]
 
@@ -48,11 +44,10 @@ def probe(domain: Domain, threshold: int) -> Attempt:
 
 
 def solve(domain: Domain, best: Attempt) -> Attempt:
-    """The best attempt at a threshold, or at the least one above it that alias planning meets.
+    """Return the best attempt, or one at the least threshold above it that `alias` meets.
 
-    An attempt that fails says where the next may succeed: the peak comes down in proportion as the
-    threshold goes up. When one has succeeded, the threshold below it is tried; bisection does the
-    rest.
+    A failed attempt predicts the next threshold: the peak falls in proportion as the threshold
+    rises. After a success, the threshold just below it is tried, then bisection.
     """
     threshold = best.threshold
     if best.peak <= threshold:
@@ -79,13 +74,13 @@ def solve(domain: Domain, best: Attempt) -> Attempt:
 
 
 def excess_share(attempt: Attempt) -> int:
-    """What is too much, shared among the ranks that are full, rounded up."""
+    """Return the rows above the threshold per full rank, rounded up."""
     over = [load - attempt.threshold for load in attempt.rank_loads]
     return -(-sum(max(0, tokens) for tokens in over) // sum(tokens >= 0 for tokens in over))
 
 
 def step(last: Attempt, attempt: Attempt) -> int:
-    """How much higher the threshold would have to be if the peak went on as since the last one."""
+    """Return how far to raise the threshold if the peak falls on as since the last attempt."""
     above = attempt.peak - attempt.threshold
     gain = last.peak - last.threshold - above
     if gain <= 0:
@@ -94,7 +89,7 @@ def step(last: Attempt, attempt: Attempt) -> int:
 
 
 def place(expert_loads: IntArray, limits: Limits) -> IntArray:
-    """[C, 3] expert, host rank and quota of every copy, ordered by expert, then host."""
+    """[C, 3] expert, host rank and quota of every replica, sorted by expert, then host."""
     domains = domains_of(expert_loads, limits)
     if limits.rates[0]:
         attempts = quickest(domains, limits.tolerance_parts, Rates.from_numbers(limits.rates))
@@ -110,7 +105,7 @@ def place(expert_loads: IntArray, limits: Limits) -> IntArray:
 
 
 def domains_of(expert_loads: IntArray, limits: Limits) -> list[Domain]:
-    """All fast-link domains."""
+    """Return all fast-link domains."""
     first, domains = limits.first_of_rank, []
     for begin in range(0, len(first) - 1, limits.domain):
         homes = [
@@ -123,7 +118,7 @@ def domains_of(expert_loads: IntArray, limits: Limits) -> list[Domain]:
 
 
 def shared_threshold(domains: list[Domain], tolerance_parts: int) -> int:
-    """One for all: a lighter domain need not be flatter than the heaviest can be."""
+    """Return one threshold for all: a lighter domain need not be flatter than the heaviest."""
     return max(
         max(d.mean, sum(d.load.values()) * (PARTS + tolerance_parts) // (len(d.experts) * PARTS))
         for d in domains
@@ -131,11 +126,10 @@ def shared_threshold(domains: list[Domain], tolerance_parts: int) -> int:
 
 
 def quickest(domains: list[Domain], tolerance_parts: int, rates: Rates) -> list[Attempt]:
-    """The quickest of the exact plan, of attempts at larger thresholds, and of no copies.
+    """Return the quickest of the exact plan, attempts at larger thresholds, and no replicas.
 
-    Then the one with the fewest copies, then the first one. The exact plan is solved and has the
-    time of the peak that it reaches. An attempt has the time of its threshold, and does not count
-    if it does not meet it.
+    Ties go to the fewest replicas, then to the first. The exact plan takes the time of its peak. An
+    attempt takes the time of its threshold, and counts only if it meets the threshold.
     """
     rungs = [shared_threshold(domains, parts) for parts in rungs_of(tolerance_parts)]
     exact = [solve(d, alias(d, rungs[0])) for d in domains]
@@ -159,10 +153,10 @@ def quickest(domains: list[Domain], tolerance_parts: int, rates: Rates) -> list[
 def attempts_of(
     domains: list[Domain], rungs: list[int], few_links: bool
 ) -> tuple[list[list[Attempt]], list[list[Attempt]]]:
-    """Attempts at the lowest rung that may need fewer links than the exact plan; at all others.
+    """Return attempts that may need fewer links than the exact plan, and all others.
 
-    If links cost anything, each rung is attempted with the fewest links that it needs. With even
-    fewer links, the threshold is the least one that they can meet.
+    If links cost time, each rung is attempted with the fewest links it needs. The lowest rung is
+    also attempted with LINKS; its threshold is then the least one that so few links can meet.
     """
 
     def attempts(thresholds: list[int], links: int | None) -> list[Attempt]:
@@ -182,22 +176,22 @@ def attempts_of(
 
 
 def most_transfers(attempts: list[Attempt]) -> int:
-    """Most replicas that one rank receives, or experts that it gives away, in any domain."""
+    """Return the most transfers of one rank, in any domain."""
     return max(a.transfers for a in attempts)
 
 
 def lower_bound(expert_loads: IntArray, limits: Limits) -> int:
-    """Tokens on the fullest rank that no plan can go below."""
+    """Return the load of the fullest rank that no plan can go below."""
     return max(least_peak_of(domain) for domain in domains_of(expert_loads, limits))
 
 
 def least_peak_of(domain: Domain) -> int:
-    """The least that the fullest rank of a domain can hold, whatever the plan.
+    """Return the least load of the fullest rank that any plan can reach.
 
-    Take the k emptiest ranks. They have k * slots slots, so beyond their own load they can serve at
-    most the k * slots hottest experts that live outside of them. All the rest stays with the other
-    ranks, and the fullest of those holds at least the mean of that rest. The best k gives the
-    bound: k = 0 is the mean, and without slots k = G - 1 is the fullest rank.
+    The k emptiest ranks have k * slots slots, so beyond their own load they serve at most the
+    k * slots hottest experts of the other ranks. The rest stays with the other ranks, whose fullest
+    serves at least the mean of it. The best k gives the bound: k = 0 is the mean, and without slots
+    k = G - 1 is the fullest rank.
     """
     rank_loads, ranks = domain.rank_loads, len(domain.experts)
     emptiest_first = sorted(range(ranks), key=lambda r: (rank_loads[r], r))

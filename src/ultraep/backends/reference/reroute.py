@@ -1,13 +1,18 @@
-"""Which slot serves each routed row of one source rank, and in which order rows are sent.
+"""Which source ranks each replica serves, and which slot serves each routed row of one rank.
 
-The i-th row of an expert goes to place `i * stride mod n` on the line of its n rows; home and
-copies divide that line by their counts. The stride is about the golden section of n and has no
-factor in common with it, so neighbouring tokens spread over all copies and every count is met.
-Where no row leaves for a copy there is nothing to spread: the i-th row has place i.
+Splitting is exact. Put the rows of an expert on a line, ordered by source rank, and its quotas on
+the same line, home first. Where the interval of a source overlaps the interval of a replica, these
+rows go there. Both sets of intervals cover the line once, so that sources and quotas are met. With
+locality, rows that a host can send to itself are taken off the line first.
 
-Rows are sent by slot, then by place: a row's position follows from its own i alone.
+Rerouting puts row i of an expert at place `i * stride mod n` on the line of its n rows; home and
+replicas divide that line by their counts. The stride is about the golden section of n and coprime
+to it, so that neighbouring tokens spread over all replicas and every count is met. If no row leaves
+for a replica, row i has place i. Rows are sent by slot, then by place: the position of a row
+follows from its own i alone.
 
-Shapes: N routed rows, M of them that are no padding, E experts, C copies, S slots of all ranks.
+Shapes: N routed rows, M of them without padding, R ranks, E experts, C replicas, S slots of all
+ranks.
 """
 
 from __future__ import annotations
@@ -20,7 +25,7 @@ from ultraep.arrays import PADDING, IntArray
 
 
 def count(ids_N: IntArray, experts: int) -> tuple[IntArray, int]:
-    """[E] rows of every expert, and the number of ids out of range. Padding is neither.
+    """[E] rows of every expert, and the number of ids out of range. Padding counts as neither.
 
     >>> count(np.array([0, 2, 2, 7, PADDING]), 3)
     (array([1, 0, 2]), 1)
@@ -39,14 +44,13 @@ def reroute(
     rows_of_copy: IntArray,
     num_slots: int,
 ) -> tuple[IntArray, IntArray] | None:
-    """[M] the rows in the order of sending, and [S] the rows of every slot.
+    """[M] the rows in sending order, and [S] the rows of every slot.
 
-    loads_E: rows of every expert, as the plan knows them; None is returned if the ids differ.
-    expert_of_copy: in rising order.
-    rows_of_copy: rows that this source rank sends to each copy; the rest goes home.
+    loads_E: rows of every expert in the plan; returns None if the ids differ.
+    expert_of_copy: ascending.   rows_of_copy: rows that this source rank sends to each replica.
 
-    Four rows for expert 1, at places 0, 3, 2, 1, and padding; the last place is for its copy in
-    slot 0:
+    Four rows for expert 1, at places 0, 3, 2, 1, and padding; the last place belongs to the replica
+    in slot 0:
 
     >>> reroute(*map(np.array, ([1, 1, -1, 1, 1], [0, 4], [2, 1], [1], [0], [1])), 3)
     (array([1, 0, 4, 3]), array([1, 3, 0]))
@@ -72,8 +76,65 @@ def reroute(
 
 
 def stride(length: int) -> int:
-    """The first number from the golden section of `length` upwards that is coprime to it."""
+    """Return the first number from the golden section of `length` on that is coprime to it."""
     step = max(1, length * 618 // 1000)
     while math.gcd(step, length) != 1:
         step += 1
     return step
+
+
+def split(
+    loads_RE: IntArray, home_of_expert: IntArray, placed_C3: IntArray, locality: bool
+) -> IntArray:
+    """[C, R] rows of every source rank served by each replica (expert, host, quota).
+
+    Two source ranks with 3 rows each for expert 0, at home on rank 0; rank 1 serves 2 of them:
+
+    >>> copies = np.array([[0, 1, 2]])
+    >>> split(np.array([[3], [3]]), np.array([0]), copies, locality=True)
+    array([[0, 2]])
+    """
+    split_CR = np.zeros((len(placed_C3), len(loads_RE)), dtype=np.int64)
+    for expert in sorted(set(placed_C3[:, 0].tolist())):
+        rows = np.flatnonzero(placed_C3[:, 0] == expert)
+        sources = loads_RE[:, expert].copy()
+        hosts = [int(home_of_expert[expert]), *placed_C3[rows, 1].tolist()]
+        quotas = [int(sources.sum() - placed_C3[rows, 2].sum()), *placed_C3[rows, 2].tolist()]
+        table = np.zeros((len(hosts), len(sources)), dtype=np.int64)
+        if locality:
+            for copy, host in enumerate(hosts):
+                kept = min(int(sources[host]), quotas[copy])
+                table[copy, host] = kept
+                sources[host] -= kept
+                quotas[copy] -= kept
+        source_end, quota_end = np.cumsum(sources), np.cumsum(quotas)
+        for copy in range(len(hosts)):
+            for source in range(len(sources)):
+                begin = max(source_end[source] - sources[source], quota_end[copy] - quotas[copy])
+                end = min(source_end[source], quota_end[copy])
+                table[copy, source] += max(0, end - begin)
+        split_CR[rows] = table[1:]
+    return split_CR
+
+
+def tally(
+    expert_loads: IntArray, home_of_expert: IntArray, placed_C3: IntArray, ranks: int
+) -> tuple[IntArray, IntArray]:
+    """[R] rows served by every rank, and [C] the spare slot of every replica (expert, host, quota).
+
+    The replicas of one host are numbered in their order.
+
+    >>> tally(np.array([6, 1]), np.array([0, 1]), np.array([[0, 1, 2]]), 2)
+    (array([4, 3]), array([0]))
+    """
+    rank_loads = np.zeros(ranks, dtype=np.int64)
+    for expert, tokens in enumerate(expert_loads):
+        rank_loads[home_of_expert[expert]] += tokens
+    used = np.zeros(ranks, dtype=np.int64)
+    slots = np.zeros(len(placed_C3), dtype=np.int64)
+    for copy, (expert, host, quota) in enumerate(placed_C3):
+        rank_loads[home_of_expert[expert]] -= quota
+        rank_loads[host] += quota
+        slots[copy] = used[host]
+        used[host] += 1
+    return rank_loads, slots

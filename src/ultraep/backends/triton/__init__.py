@@ -1,13 +1,157 @@
-"""Triton kernels for the GPU: the bits of the reference.
+"""Triton kernels for the GPU, bit for bit equal to the reference.
 
-These functions take and give what those of every backend do: arrays on the host, but ids and order
-may be tensors of the device. They wait for the device. The kernels themselves do not:
-`Counter`, `Planner` and `Rerouter` launch them over buffers that stay where they are, and
-`ultraep.runtime.control.ControlPlane` is made of those.
+The functions here have the signatures of every backend: arrays on the host, except that ids and
+order may be tensors on the device. They wait for the device. The kernels do not: `Counter`,
+`Planner` and `Rerouter` launch them over preallocated buffers, and
+`ultraep.runtime.control.ControlPlane` combines these classes.
+
+Shapes: N routed rows, R ranks, E experts, C replicas, S slots of all ranks.
 """
 
-from ultraep.backends.triton.host import count, lower_bound, place, reroute, split, tally
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from types import SimpleNamespace
+from typing import Any, TypeVar, cast
+
+import numpy as np
+import torch
+
+from ultraep.arrays import IntArray
+from ultraep.backends.limits import Limits
+from ultraep.backends.reference.reroute import tally
+from ultraep.backends.triton.device import default_device, launching
+from ultraep.backends.triton.kernels.plan import Homes, Plan
+from ultraep.backends.triton.kernels.state import MOST
+from ultraep.backends.triton.planner import Planner
+from ultraep.backends.triton.rerouter import Counter, Planned, Rerouter
+from ultraep.config import NO_RATES
 
 __all__ = ["DEVICE", "count", "lower_bound", "place", "reroute", "split", "tally"]
 
 DEVICE = "cuda"
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def _launching(function: Function) -> Function:
+    @wraps(function)
+    def launched(*args: Any) -> Any:
+        with launching(default_device()):
+            return function(*args)
+
+    return cast(Function, launched)
+
+
+@_launching
+def count(ids_N: IntArray | torch.Tensor, experts: int) -> tuple[IntArray, int]:
+    """[E] rows of every expert, and the number of ids out of range."""
+    ids = _on_device(ids_N)
+    counter = Counter(experts, ids.numel(), ids.device)
+    counter.count(ids)
+    return _on_host(counter.totals[:experts]), int(counter.unknown)
+
+
+@_launching
+def place(expert_loads: IntArray, limits: Limits) -> IntArray:
+    """[C, 3] expert, host rank and quota of every replica, sorted by expert, then host."""
+    planner = _planner(expert_loads, limits)
+    planner.place()
+    experts, quotas = _on_host(planner.found)
+    held = np.flatnonzero(experts != MOST.value)
+    copies = np.stack([experts[held], held // max(1, limits.slots), quotas[held]], axis=1)
+    return copies[np.lexsort((copies[:, 1], copies[:, 0]))]
+
+
+@_launching
+def lower_bound(expert_loads: IntArray, limits: Limits) -> int:
+    """Return the load of the fullest rank that no plan can go below."""
+    return int(_planner(expert_loads, limits._replace(rates=NO_RATES)).bounds().max())
+
+
+@_launching
+def split(
+    loads_RE: IntArray, home_of_expert: IntArray, copies_C3: IntArray, locality: bool
+) -> IntArray:
+    """[C, R] rows of every source rank served by each replica (expert, host, quota)."""
+    ranks = len(loads_RE)
+    hosts = copies_C3[:, 1]
+    slots = int(np.bincount(hosts, minlength=1).max())
+    order = np.argsort(home_of_expert, kind="stable")
+    first = np.searchsorted(home_of_expert[order], np.arange(ranks + 1))
+    limits = Limits(order, first, ranks, slots, max_replicas=ranks * slots)
+    planner = Planner(limits, locality=locality, device=default_device())
+    # Put the replicas of every host into its spare slots, in any order.
+    by_host = np.argsort(hosts, kind="stable")
+    index = np.arange(len(hosts)) - np.searchsorted(hosts[by_host], hosts[by_host])
+    found = np.full((2, ranks * slots), MOST.value)
+    found[:, hosts[by_host] * slots + index] = copies_C3[by_host][:, [0, 2]].T
+    loads = _on_device(loads_RE)
+    if slots:
+        planner.sum(loads)
+        planner.found.copy_(_on_device(found))
+        planner.lay_out(loads)
+    return _on_host(planner.split)[: len(copies_C3)]
+
+
+@_launching
+def reroute(
+    ids_N: IntArray | torch.Tensor,
+    loads_E: IntArray,
+    home_slot_of_expert: IntArray,
+    expert_of_copy: IntArray,
+    slot_of_copy: IntArray,
+    rows_of_copy: IntArray,
+    num_slots: int,
+) -> tuple[IntArray, IntArray] | tuple[torch.Tensor, torch.Tensor] | None:
+    """Return [M] rows in sending order and [S] rows of every slot; None if the ids differ."""
+    ids, loads = _on_device(ids_N), _on_device(loads_E)[None]
+    copies = max(1, len(expert_of_copy))
+    padded = np.full((copies, 3), -1)
+    padded[: len(expert_of_copy), 0] = expert_of_copy
+    slots, rows = np.zeros(copies, np.int64), np.zeros(copies, np.int64)
+    slots[: len(slot_of_copy)], rows[: len(rows_of_copy)] = slot_of_copy, rows_of_copy
+    number = np.array([len(expert_of_copy)])
+    plan = Plan(_int32(padded), None, _int32(slots), _int32(rows), _int32(number))
+    first_slot = _int32(np.array([0, num_slots]))
+    planned = SimpleNamespace(
+        experts=len(loads_E),
+        ranks=1,
+        num_slots=num_slots,
+        max_fanout=copies,
+        plan_tensors=plan,
+        home_tables=Homes(None, _int32(home_slot_of_expert), first_slot, None),
+    )
+    counter = Counter(len(loads_E), ids.numel(), ids.device)
+    rerouter = Rerouter(cast(Planned, planned), counter)
+    order = torch.empty(ids.numel(), dtype=torch.int64, device=ids.device)
+    counter.count(ids)
+    rerouter.lines(loads, 0)
+    rerouter.assign(ids, torch.empty_like(order), order, torch.empty_like(order))
+    if int(counter.unknown) or int(rerouter.mismatches):
+        return None
+    order, rows_of_slot = order[: int(loads.sum())], rerouter.rows_of_slot.long()
+    if isinstance(ids_N, torch.Tensor):
+        return order, rows_of_slot
+    return _on_host(order), _on_host(rows_of_slot)
+
+
+def _planner(expert_loads: IntArray, limits: Limits) -> Planner:
+    """Return a planner that has the rows of every expert."""
+    planner = Planner(limits, locality=False, device=default_device())
+    planner.sum(_on_device(expert_loads)[None])
+    return planner
+
+
+def _on_device(values: IntArray | torch.Tensor) -> torch.Tensor:
+    if isinstance(values, torch.Tensor):
+        return values.contiguous()
+    return torch.from_numpy(np.array(values, dtype=np.int64)).to(default_device())
+
+
+def _int32(array: IntArray) -> torch.Tensor:
+    return _on_device(array).to(torch.int32)
+
+
+def _on_host(tensor: torch.Tensor) -> IntArray:
+    return tensor.cpu().numpy().astype(np.int64)

@@ -1,4 +1,4 @@
-"""How the kernels of stage 6 cut their work, by the capability of the GPU."""
+"""Tile sizes of the kernels of stage 6, by the compute capability of the GPU."""
 
 from __future__ import annotations
 
@@ -11,10 +11,7 @@ import torch
 
 @dataclass(frozen=True)
 class Blocks:
-    """How a kernel cuts its work, and what a multiprocessor holds of it.
-
-    Tiles of rows x columns, in steps of `depth`; `band` rows of tiles share their columns.
-    """
+    """Tiles of rows x columns, in steps of `depth`; `band` rows of tiles share their columns."""
 
     rows: int
     columns: int
@@ -22,11 +19,11 @@ class Blocks:
     warps: int = 4
     stages: int = 3
     band: int = 8
-    resident: int = 1  # programs on one multiprocessor
-    half: bool = False  # whether slots of few rows may have a tile of half the height
+    resident: int = 1  # programs per multiprocessor
+    half: bool = False  # whether slots of few rows may use tiles of half the height
 
 
-Table = Mapping[tuple[str, int | str], Blocks]  # by kernel, and bytes of an element or format
+Table = Mapping[tuple[str, int | str], Blocks]  # by kernel, and bytes per element or format
 
 _ROWS: Table = {
     (kernel, size): Blocks(4, 1024 // size, warps=8, resident=resident)
@@ -36,8 +33,8 @@ _ROWS: Table = {
 
 
 def _products(half: Blocks, gradients: Blocks, quantised: Blocks) -> Table:
-    """A table by how products of two bytes, their gradients and those of one byte are cut."""
-    # No tensor cores: exact products of single precision.
+    """Return a table: tiles of 16-bit products, of their gradients, and of FP8 products."""
+    # Products of float32 are exact and use no tensor cores.
     single = Blocks(64, 64, 32, warps=4, stages=2, resident=2)
     return {
         ("multiply", 2): half,
@@ -54,7 +51,7 @@ _GRADIENTS = Blocks(128, 256, 64, warps=8, stages=3)
 _SMALL = Blocks(128, 128, 64, warps=8, stages=2)
 E4M3_FROM = (8, 9)
 
-TABLES: dict[str, dict[tuple[int, int], Table]] = {  # by backend, and the least capability
+TABLES: dict[str, dict[tuple[int, int], Table]] = {  # by backend and least capability
     "cuda": {
         (0, 0): _products(_HALF, _GRADIENTS, Blocks(128, 128, 128, warps=8, stages=2)),
         E4M3_FROM: _products(
@@ -68,7 +65,7 @@ TABLES: dict[str, dict[tuple[int, int], Table]] = {  # by backend, and the least
 
 
 def capability_of(device: torch.device) -> tuple[str, tuple[int, int]]:
-    """The backend and the compute capability of a GPU; the interpreter has the least one."""
+    """Return backend and compute capability of a GPU; the interpreter has the least one."""
     if torch.version.hip is not None:
         return "hip", (0, 0)
     if device.type != "cuda":
@@ -77,18 +74,18 @@ def capability_of(device: torch.device) -> tuple[str, tuple[int, int]]:
 
 
 def multiplies_e4m3(backend: str, capability: tuple[int, int]) -> bool:
-    """Whether the tensor cores of a GPU multiply e4m3."""
+    """Return whether the tensor cores of a GPU multiply e4m3."""
     return backend == "cuda" and capability >= E4M3_FROM
 
 
 def table_for(backend: str, capability: tuple[int, int]) -> Table:
-    """The table of the highest capability that is not above that of the GPU."""
+    """Return the table of the highest capability that the GPU has."""
     tables = TABLES[backend]
     return tables[max(least for least in tables if least <= capability)]
 
 
 def square_band(programs: int, blocks: Blocks) -> int:
-    """Rows of tiles in a band with which so many programs need the fewest rows and columns at once.
+    """Return the height of a band with which `programs` programs need the fewest rows and columns.
 
     >>> square_band(16, Blocks(128, 256))
     6

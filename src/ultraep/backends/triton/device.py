@@ -1,4 +1,4 @@
-"""Where the kernels run: on the GPU, or slowly through Triton's interpreter."""
+"""Where the kernels run: on the GPU, or slowly in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _interpreting = threading.RLock()
 
 
 def interpreted() -> bool:
-    """Whether `TRITON_INTERPRET=1` has the kernels run on the CPU, as tests do."""
+    """Return whether `TRITON_INTERPRET=1` runs the kernels on the CPU, as tests do."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
@@ -22,7 +22,7 @@ def usable() -> bool:
 
 
 def launching(device: torch.device) -> AbstractContextManager[Any]:
-    """Kernels are launched on the current device; the interpreter is for one thread at a time."""
+    """Make the device current for launches; the interpreter serves one thread at a time."""
     if device.type != "cuda":
         return _interpreting
     if device.index == torch.cuda.current_device():

@@ -1,20 +1,20 @@
-"""Buffers and launches of stages 5 and 7 between GPUs that read each other's memory.
+"""Buffers and launches of stages 5 and 7 between GPUs that access each other's memory.
 
-Every rank exposes what it has, and pulls what it needs:
+Every rank publishes what it has, and reads what it needs:
 
     exchange.tables(rows_of_slot, receive_counts, row_map)
     exchange.expose(order, weights)
     exchange.expose_values(tokens, values)
-    ...                                                     all ranks wait for each other
+    ...                                                     barrier
     exchange.origins(receive_counts, row_map, gates)
     exchange.landings(slots, positions, row_map)
     exchange.gather_rows(values, row_map, arrivals)
     ...                                                     experts fill `served_rows(served, ...)`
-    ...                                                     all ranks wait for each other
+    ...                                                     barrier
     exchange.sum_rows(served, row_map, outputs)
 
-Nobody may expose anew before the others have pulled. The way back of gradients is the same with
-gradients of outputs as values, and needs no tables: they are in the `RowMap`.
+No rank may publish again before the others have read. Backward does the same with gradients of the
+outputs as values, and needs no tables: the `RowMap` has them.
 
 Shapes: T tokens, K choices, N = T * K routed rows, A arrived rows, S slots of all ranks, L slots of
 this rank, R ranks, D width of a row.
@@ -23,7 +23,6 @@ this rank, R ranks, D width of a row.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 import torch
@@ -36,97 +35,63 @@ from ultraep.comm import Region
 from ultraep.errors import ConfigError, LoadError
 
 ALIGNMENT = 128  # bytes, of every part of a region
-WORDS = {4: torch.int32, 2: torch.int16, 1: torch.int8}  # in which rows are moved, by their bytes
+WORDS = {4: torch.int32, 2: torch.int16, 1: torch.int8}  # dtypes that move rows, by their bytes
 TYPES = {4: tl.int32, 2: tl.int16, 1: tl.int8}
 SCALAR = 8  # bytes, at most
-IN_FLIGHT = 64 << 10  # bytes that a program has asked for at once; few programs suffice then
+IN_FLIGHT = 64 << 10  # bytes that a program loads at once, so that few programs suffice
 WARPS = 16
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
 class RegionLayout:
-    """What the regions of a group hold. It must be the same on every rank.
+    """Sizes and offsets of the regions of a group. It must be equal on every rank.
 
     first_slot_of_rank: [R + 1] of the topology.
-    tokens, top_k: the most tokens that a rank has at once, and the choices of each.
+    tokens, top_k: most tokens of a rank, and choices per token.
     capacity: rows that may arrive at a rank.
     """
 
-    first_slot_of_rank: IntArray
-    tokens: int
-    top_k: int
-    capacity: int
-
-    def __post_init__(self) -> None:
-        for name in ("tokens", "top_k", "capacity"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be positive, got {getattr(self, name)}")
-
-    @cached_property
-    def ranks(self) -> int:
-        return len(self.first_slot_of_rank) - 1
-
-    @cached_property
-    def num_slots(self) -> int:
-        return int(self.first_slot_of_rank[-1])
-
-    @cached_property
-    def most_local(self) -> int:
-        """Slots of the rank that has the most of them."""
-        return int(np.diff(self.first_slot_of_rank).max())
-
-    @cached_property
-    def rows(self) -> int:
-        """Routed rows of a rank, at most."""
-        return self.tokens * self.top_k
-
-    @cached_property
-    def begins_at(self) -> int:
-        """Bytes from the beginning of the tables, where the order stands."""
-        return aligned(4 * self.rows)
-
-    @cached_property
-    def blocks_at(self) -> int:
-        return self.begins_at + aligned(4 * self.num_slots)
-
-    @cached_property
-    def scalars_at(self) -> int:
-        return self.blocks_at + aligned(4 * self.ranks * self.most_local)
-
-    @cached_property
-    def table_bytes(self) -> int:
-        """Size of the region of the tables."""
-        return self.scalars_at + aligned(SCALAR * self.rows)
+    def __init__(
+        self, *, first_slot_of_rank: IntArray, tokens: int, top_k: int, capacity: int
+    ) -> None:
+        for name, size in (("tokens", tokens), ("top_k", top_k), ("capacity", capacity)):
+            if size < 1:
+                raise ConfigError(f"{name} must be positive, got {size}")
+        self.first_slot_of_rank, self.tokens = first_slot_of_rank, tokens
+        self.top_k, self.capacity = top_k, capacity
+        self.ranks, self.num_slots = len(first_slot_of_rank) - 1, int(first_slot_of_rank[-1])
+        self.most_local = int(np.diff(first_slot_of_rank).max())  # slots of one rank
+        self.rows = tokens * top_k  # routed rows of a rank, at most
+        # Bytes from the beginning of the tables, which start with the sending order.
+        self.begins_at = aligned(4 * self.rows)
+        self.blocks_at = self.begins_at + aligned(4 * self.num_slots)
+        self.scalars_at = self.blocks_at + aligned(4 * self.ranks * self.most_local)
+        self.table_bytes = self.scalars_at + aligned(SCALAR * self.rows)
+        self.served_at = aligned(SCALAR * capacity)  # the scalars of served rows come first
 
     def value_bytes(self, row_bytes: int) -> int:
-        """Size of a region for the values of all tokens."""
+        """Return the size of a region for the values of all tokens."""
         return aligned(self.tokens * row_bytes)
 
-    @cached_property
-    def served_at(self) -> int:
-        """Bytes from the beginning of what was served, where the scalars stand, to the rows."""
-        return aligned(SCALAR * self.capacity)
-
     def served_bytes(self, row_bytes: int) -> int:
-        """Size of a region for served rows and their scalars."""
+        """Return the size of a region for served rows and their scalars."""
         return self.served_at + aligned(self.capacity * row_bytes)
 
 
 @dataclass(frozen=True, slots=True)
 class RowMap:
-    """Where every row came from, and where it went: all that is needed until the gradients."""
+    """Source and destination of every row, for one microbatch, forward and backward."""
 
     offsets: torch.Tensor  # [L + 1] where the arrivals of each slot begin; the last: A
-    origins: torch.Tensor  # [capacity] rank * rows + routed row of each arrived row; -1: unknown
+    origins: torch.Tensor  # [capacity] rank * rows + routed row of each arrived row; -1: none
     landings: torch.Tensor  # [rows] rank * capacity + arrived row of each routed row; -1: none
 
 
 class RowExchange:
-    """Moves rows between the ranks of a group. All verbs only launch kernels, always the same.
+    """Moves rows between the ranks of a group. Every method launches the same kernels each time.
 
-    tables: a region of `layout.table_bytes`, for the routes of one microbatch after the other.
-    programs: of the kernels that move rows; no more of them than this run at a time.
-    `faults`: how often more rows arrived than there is room for, and the most that ever arrived.
+    tables: a region of `layout.table_bytes`, for the routes of one microbatch at a time.
+    programs: at most this many programs move rows at a time.
+    `faults`: how often more rows arrived than the capacity, and the most that ever arrived.
     """
 
     def __init__(self, layout: RegionLayout, *, rank: int, tables: Region, programs: int) -> None:
@@ -147,36 +112,36 @@ class RowExchange:
         return self.region.local[at : at + 4 * length].view(torch.int32)
 
     def row_map(self) -> RowMap:
-        """Buffers for the routes of one microbatch, in one piece."""
+        """Allocate the routes of one microbatch, in one piece."""
         capacity, rows = self.layout.capacity, self.layout.rows
-        offsets = cdiv(self.num_local + 1, 2)  # of half the size
+        offsets = cdiv(self.num_local + 1, 2)  # half the size of the others
         piece = torch.zeros(capacity + rows + offsets, dtype=torch.int64, device=self.device)
         origins, landings, rest = piece.split([capacity, rows, offsets])
         return RowMap(rest.view(torch.int32)[: self.num_local + 1], origins, landings)
 
     def served_rows(self, served: Region, width: int, dtype: torch.dtype) -> torch.Tensor:
-        """[capacity, D] the part of a region for what this rank serves, by arrived row."""
-        known = (served.local.data_ptr(), width, dtype)
-        if known not in self._served:
+        """[capacity, D] the part of a region for the rows that this rank serves."""
+        key = (served.local.data_ptr(), width, dtype)
+        if key not in self._served:
             begin, end = self.layout.served_at, self.layout.served_bytes(width * dtype.itemsize)
             rows = served.local[begin:end].view(dtype)
-            self._served[known] = rows[: self.layout.capacity * width]
-        return self._served[known].view(self.layout.capacity, width)  # autograd wants a new one
+            self._served[key] = rows[: self.layout.capacity * width]
+        return self._served[key].view(self.layout.capacity, width)  # autograd needs a new view
 
     def served_scalars(self, served: Region, dtype: torch.dtype) -> torch.Tensor:
-        """[capacity] the part for one scalar of every arrived row."""
+        """[capacity] the part of a region for one scalar of every arrived row."""
         return served.local[: dtype.itemsize * self.layout.capacity].view(dtype)
 
     def scalars(self, dtype: torch.dtype) -> torch.Tensor:
-        """[N] the part of the tables for a scalar of every routed row."""
+        """[N] the part of the tables for one scalar of every routed row."""
         begin = self.layout.scalars_at
         end = begin + dtype.itemsize * self.layout.rows
         return self.region.local[begin:end].view(dtype)
 
     def tables(self, rows_of_slot: torch.Tensor, received: torch.Tensor, row_map: RowMap) -> None:
-        """Where the rows of every slot begin, here and for the others.
+        """Write where the rows of every slot begin, for this rank and for the others.
 
-        rows_of_slot: [S] rows that this rank sends.   received: [R, L] those that it gets.
+        rows_of_slot: [S] rows that this rank sends.   received: [R, L] rows that it receives.
         """
         layout = self.layout
         assert rows_of_slot.numel() == layout.num_slots
@@ -201,7 +166,7 @@ class RowExchange:
         )
 
     def expose(self, order: torch.Tensor, scalars: torch.Tensor) -> None:
-        """[N] the routed rows in the order of sending, and a scalar of each by routed row."""
+        """Publish the sending order [N], and a scalar of every routed row."""
         self._check_rows(order.numel())
         assert scalars.numel() == order.numel()
         assert scalars.is_contiguous()
@@ -217,7 +182,7 @@ class RowExchange:
             )
 
     def expose_values(self, values: torch.Tensor, region: Region) -> None:
-        """[T, D] rows of this rank's tokens, of any type."""
+        """Publish the rows [T, D] of this rank's tokens, of any dtype."""
         self._check_rows(len(values) * self.layout.top_k)
         assert values.is_contiguous()
         assert values.nbytes <= region.local.numel()
@@ -235,7 +200,7 @@ class RowExchange:
         )
 
     def origins(self, received: torch.Tensor, row_map: RowMap, scalars: torch.Tensor) -> None:
-        """Pulls from where every arrived row comes, and its scalar `[capacity]`."""
+        """Read the origin of every arrived row, and its scalar `[capacity]`."""
         layout, rows = self.layout, 1024
         self._check_received(received)
         if not received.numel():
@@ -260,7 +225,7 @@ class RowExchange:
         )
 
     def gather_rows(self, values: Region, row_map: RowMap, gathered: torch.Tensor) -> None:
-        """[capacity, D] pulls the values of all arrived rows; what is behind them stays."""
+        """Read the values [capacity, D] of all arrived rows; the rest stays."""
         row_bytes = gathered.shape[1] * gathered.itemsize
         assert gathered.is_contiguous()
         assert len(gathered) >= self.layout.capacity
@@ -282,7 +247,7 @@ class RowExchange:
         )
 
     def landings(self, slots: torch.Tensor, positions: torch.Tensor, row_map: RowMap) -> None:
-        """Pulls where every routed row `[T, K]` is served."""
+        """Read where every routed row `[T, K]` is served."""
         layout, rows = self.layout, 256
         self._check_rows(slots.numel())
         if not slots.numel():
@@ -312,9 +277,9 @@ class RowExchange:
         summed: torch.Tensor,
         scalars: torch.Tensor | None = None,
     ) -> None:
-        """[T, D] pulls what was served for every token and adds it up, in the order of choices.
+        """Read the served rows of every token and sum them [T, D], in the order of choices.
 
-        scalars: [T, K] where to put the scalars that stand beside the rows, if they are wanted.
+        scalars: [T, K] receives the scalars of the rows; None: not needed.
         """
         layout, (tokens, width) = self.layout, summed.shape
         self._check_rows(tokens * layout.top_k)
@@ -323,8 +288,8 @@ class RowExchange:
         assert scalars is None or scalars.is_contiguous()
         if not tokens:
             return
-        of_choice = max(IN_FLIGHT // power_of_2(layout.top_k), 4 << 10)
-        rows, columns = tile_of(width, of_choice // summed.itemsize)
+        per_choice = max(IN_FLIGHT // power_of_2(layout.top_k), 4 << 10)
+        rows, columns = tile_of(width, per_choice // summed.itemsize)
         quick(kernels.sum_rows)[(self.programs,)](
             served.addresses,
             row_map.landings,
@@ -342,7 +307,9 @@ class RowExchange:
 
     def _check_rows(self, rows: int) -> None:
         if rows > self.layout.rows:
-            raise LoadError(f"{rows} routed rows, but the regions are for {self.layout.rows}")
+            raise LoadError(
+                f"got {rows} routed rows, but the regions hold {self.layout.rows}; use more tokens"
+            )
 
     def _check_received(self, received: torch.Tensor) -> None:
         assert received.shape == (self.layout.ranks, self.num_local)
@@ -350,7 +317,7 @@ class RowExchange:
 
 
 def scalar_type(dtype: torch.dtype) -> torch.dtype:
-    """In which scalars of that type travel."""
+    """Return the dtype in which scalars of that dtype are sent."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -359,12 +326,12 @@ def aligned(num_bytes: int) -> int:
 
 
 def word_size(number: int) -> int:
-    """Bytes of the widest words that divide an address, or a length, or both joined by `|`."""
+    """Return the bytes of the widest words that divide an address or a length."""
     return next(size for size in WORDS if number % size == 0)
 
 
 def tile_of(width: int, most: int) -> tuple[int, int]:
-    """Rows and columns of a tile of so many elements: powers of two, few columns of it unused."""
+    """Return rows and columns of a tile of `most` elements: powers of two, few columns unused."""
     columns = [1 << power for power in range(11, 6, -1) if 1 << power <= most]
     best = min(columns, key=lambda number: -width % number)
     best = min(best, power_of_2(width))

@@ -1,4 +1,4 @@
-"""What is kept of plans on the GPU: running sums, and a ring of the last plans."""
+"""Plans on the GPU: running sums, and a ring of the last plans."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from ultraep.backends.triton.kernels import history as kernels
 from ultraep.backends.triton.launch import power_of_2, quick
 
 HEADER, KEPT, STEP = (int(word.value) for word in (kernels.HEADER, kernels.KEPT, kernels.STEP))
-NUMBERS = 4096  # that are copied at once
+BLOCK = 4096  # integers copied at once
 
 
 class PlanSums:
-    """Adds plans of one topology to `sums`; nothing is allocated later, so graphs can hold it.
+    """Adds plans of one topology to `sums`. Allocates nothing later, so that graphs can capture it.
 
-    sums: [N] of 64 bits, in the order of the kernel.
+    sums: [N] int64, in the order of the kernel.
     """
 
     def __init__(self, sums: torch.Tensor, home_of_expert: IntArray, ranks: int) -> None:
         self.sums, self._ranks = sums, ranks
         device = sums.device
         self._homes = torch.from_numpy(home_of_expert.copy()).to(device, torch.int32)
-        self._room = torch.zeros(ranks, dtype=torch.int32, device=device)
+        self._scratch = torch.zeros(ranks, dtype=torch.int32, device=device)
 
     def add(
         self,
@@ -32,12 +32,12 @@ class PlanSums:
         replicas: torch.Tensor,
         quotas: torch.Tensor,
     ) -> None:
-        """Count this plan, whose numbers are on the device."""
+        """Add this plan, whose tensors are on the device."""
         ranks, copies = power_of_2(self._ranks), power_of_2(len(quotas))
         with launching(self.sums.device):
             quick(kernels.add_plan)[(1,)](
                 self.sums,
-                self._room,
+                self._scratch,
                 self._homes,
                 num_replicas,
                 rank_loads,
@@ -51,9 +51,9 @@ class PlanSums:
 
 
 class PlanRing:
-    """The last plans of a rank; nothing is allocated later, so graphs can hold it.
+    """The last plans of a rank. Allocates nothing later, so that graphs can capture it.
 
-    `plans`: [places, HEADER + numbers].   `state`: plans that were kept so far, step of the next.
+    `plans`: [places, HEADER + numbers].   `state`: number of plans so far, step of the next plan.
     """
 
     def __init__(self, places: int, numbers: int, device: torch.device) -> None:
@@ -61,7 +61,7 @@ class PlanRing:
         self.state = torch.zeros(2, dtype=torch.int32, device=device)
 
     def keep(self, site: int, loads: torch.Tensor, result: torch.Tensor) -> None:
-        """Keep this plan, whose numbers are on the device."""
+        """Store this plan, whose tensors are on the device."""
         places, size = self.plans.shape
         assert HEADER + loads.numel() + result.numel() <= size, (loads.shape, result.shape, size)
         with launching(self.state.device):
@@ -75,6 +75,6 @@ class PlanRing:
                 size,
                 loads.numel(),
                 result.numel(),
-                B=NUMBERS,
+                B=BLOCK,
                 num_warps=8,
             )

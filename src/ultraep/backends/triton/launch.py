@@ -1,10 +1,10 @@
-"""Launches that cost the host little: where kernels last microseconds, its time is what counts.
+"""Launch kernels with little work on the host.
 
-Triton looks at every argument of every launch for the kernel that was compiled for its like. Here a
-launch is known by no more than what kernels are compiled for, the types of its arguments, whether
-addresses and numbers divide by 16 and numbers are one, and what was compiled is launched directly.
+Where kernels last microseconds, host time dominates. Triton inspects every argument of every launch
+to find the compiled kernel. `quick` looks up the compiled kernel by what kernels are specialised
+for: dtypes, whether addresses and integers are divisible by 16, and whether integers are 1.
 
-    quick(kernel)[grid](*arguments, **constants)            in place of kernel[grid](...)
+    quick(kernel)[grid](*arguments, **constants)            instead of kernel[grid](...)
 """
 
 from __future__ import annotations
@@ -18,54 +18,60 @@ from triton.runtime import JITFunction
 
 from ultraep.errors import ConfigError
 
-ALIGNED = 15  # bits of an address or a number that compiled kernels are told of
-WIDE = 1 << 31  # numbers from here on have 64 bits
+ALIGNED = 15  # bits of an address or integer for which kernels are specialised
+WIDE = 1 << 31  # integers from here on have 64 bits
 _known: dict[int, Quick] = {}
 
 
 def cdiv(number: int, size: int) -> int:
-    """Pieces of that size in a number; Triton's own is ten times slower on the host."""
+    """Divide, rounding up; Triton's own function is ten times slower on the host."""
     return -(-number // size)
 
 
 def power_of_2(number: int) -> int:
-    """The least power of two that is not below the number."""
+    """Return the least power of two that is at least `number`."""
     return 1 << max(0, number - 1).bit_length()
+
+
+def multiprocessors(device: torch.device) -> int:
+    """Return the number of multiprocessors of a GPU; the interpreter uses two."""
+    if device.type != "cuda":
+        return 2
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 @cache
 def require_resident(programs: int, warps: int, device: torch.device) -> None:
-    """Raise if a GPU cannot hold so many programs at once, which kernels that wait must be.
+    """Raise if a GPU cannot run that many programs at once: kernels that poll would hang.
 
-    Only the threads of a multiprocessor are counted, not registers and shared memory: what this
-    refuses would certainly wait in vain.
+    Counts the threads of a multiprocessor, not registers or shared memory, so that every refused
+    launch would certainly hang.
     """
     if device.type != "cuda":
         return
     properties = torch.cuda.get_device_properties(device)
-    of_program = warps * getattr(properties, "warp_size", 32)
-    most = properties.multi_processor_count * (
-        properties.max_threads_per_multi_processor // of_program
-    )
+    threads = warps * getattr(properties, "warp_size", 32)
+    per_multiprocessor = properties.max_threads_per_multi_processor // threads
+    most = properties.multi_processor_count * per_multiprocessor
     if programs > most:
         raise ConfigError(
-            f"{programs} programs of {warps} warps wait for each other, {properties.name} holds "
-            f"{most} of them at once: put fewer ranks on this device, or move with fewer programs"
+            f"{programs} programs of {warps} warps wait for each other, but {properties.name} runs "
+            f"{most} of them at once; put fewer ranks on this device or use fewer programs"
         )
 
 
 def quick(kernel: Any) -> Any:
-    """The kernel, launched by way of what was compiled before; the interpreter's as it is."""
-    found = _known.get(id(kernel))
-    if found is None:
+    """Return the kernel with quick launches; an interpreted kernel is returned as it is."""
+    known = _known.get(id(kernel))
+    if known is None:
         if not isinstance(kernel, JITFunction):
             return kernel
-        found = _known[id(kernel)] = Quick(kernel)
-    return found
+        known = _known[id(kernel)] = Quick(kernel)
+    return known
 
 
 class Quick:
-    """A kernel, and what was compiled of it for every kind of arguments."""
+    """A kernel and its compiled variants, by their specialisation."""
 
     def __init__(self, kernel: Any) -> None:
         self._kernel = kernel
@@ -75,30 +81,28 @@ class Quick:
         return partial(self._launch, grid)
 
     def _launch(self, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
-        kind = (arguments[0].device, *constants.values(), *map(_kind, arguments))
-        found = self._compiled.get(kind)
-        if found is None:
-            self._first(kind, grid, arguments, constants)
+        first = arguments[0]
+        device = (first[0] if isinstance(first, tuple) else first).device
+        key = (device, *constants.values(), *map(_specialisation, arguments))
+        known = self._compiled.get(key)
+        if known is None:
+            compiled = self._kernel[grid](*arguments, **constants)
+            if compiled is not None:
+                rest = self._kernel.arg_names[len(arguments) :]
+                self._compiled[key] = compiled, tuple(constants[name] for name in rest)
             return
         for hook in self._kernel.pre_run_hooks:  # as Triton does
             hook(*arguments, **constants)
-        compiled, rest = found
+        compiled, rest = known
         compiled[(*grid, 1, 1)[:3]](*arguments, *rest)
 
-    def _first(
-        self, kind: Any, grid: tuple[int, ...], arguments: Any, constants: dict[str, Any]
-    ) -> None:
-        """Compile and launch it as Triton does, and keep what was compiled."""
-        compiled = self._kernel[grid](*arguments, **constants)
-        if compiled is not None:
-            rest = self._kernel.arg_names[len(arguments) :]
-            self._compiled[kind] = compiled, tuple(constants[name] for name in rest)
 
-
-def _kind(argument: Any) -> Any:
-    """What a kernel may be compiled for, of one argument."""
+def _specialisation(argument: Any) -> Any:
+    """Return what a kernel may be compiled for, of one argument or group of arguments."""
     if type(argument) is int:
         return argument == 1, argument & ALIGNED == 0, -WIDE <= argument < WIDE
     if isinstance(argument, torch.Tensor):
         return argument.dtype, argument.data_ptr() & ALIGNED
+    if isinstance(argument, tuple):
+        return tuple(map(_specialisation, argument))
     return argument

@@ -1,6 +1,6 @@
-"""Buffers and launches of stage 2 on the GPU: loads in, copies and their split out.
+"""Buffers and launches of stage 2 on the GPU: from loads to replicas and their sources.
 
-Shapes: R ranks, E experts, D domains, C copies at most, S slots of all ranks.
+Shapes: R ranks, E experts, D domains, C replicas at most, S slots of all ranks.
 """
 
 from __future__ import annotations
@@ -15,23 +15,25 @@ from ultraep.arrays import IntArray
 from ultraep.backends.limits import Limits
 from ultraep.backends.reference.members import MOST_RANKS
 from ultraep.backends.triton.kernels import groups, place, rungs, state
+from ultraep.backends.triton.kernels.plan import Homes, Plan
 from ultraep.backends.triton.kernels.rungs import LIMITED
+from ultraep.backends.triton.kernels.search import PlanOut
 from ultraep.backends.triton.launch import cdiv, power_of_2, quick
 from ultraep.config import NO_RATES, rungs_of
 from ultraep.errors import ConfigError
 
 INT = torch.int32
-MAX_TILE = 1 << 14  # home experts times ranks of a domain, both padded, that one program can hold
+MAX_TILE = 1 << 14  # padded home experts times padded ranks of a domain, in one program
 
 
 class Planner:
-    """Plans for one topology and one set of limits; everything is allocated once.
+    """Plans for one topology and one set of limits, in buffers that are allocated once.
 
-    `plan` only launches kernels, and always the same ones: it can be captured in a graph. The
-    results stand in tensors that the next call overwrites; rows behind the last copy are -1 or 0.
-    `places`: where each of them begins and ends in `result`, and its shape.
-    limits: its rates, what tokens and copies cost, can be changed between plans by `use`.
-    timed: whether time may decide, though there are no rates yet.
+    `plan` always launches the same kernels, so that a graph can capture it. Results are in tensors
+    that the next call overwrites; rows behind the last replica are -1 or 0.
+    `places`: slice and shape of each result in `result`.
+    limits: rates may change between plans, see `use`.
+    timed: whether rates may be set later, though `limits` has none.
     """
 
     num_replicas: torch.Tensor
@@ -57,7 +59,7 @@ class Planner:
         tolerances = [self.parts] * LIMITED.value + rungs_of(self.parts)
         self.tried = len(tolerances) if may_be_timed else 0
         self.homes = max(1, int(np.diff(first_of_rank).max()))
-        self.max_fanout = domain  # whatever the limit: plans of others may be adopted
+        self.max_fanout = domain  # independent of the limit: a plan may come from elsewhere
         self._pad()
         self._tables(experts_by_rank, first_of_rank, device)
         self._allocate(device)
@@ -67,15 +69,17 @@ class Planner:
         self._rates = {limits.rates: self.rates}
 
     def use(self, rates: tuple[int, int, int, int]) -> None:
-        """Plan by these rates from now on. Graphs go on by those that they were captured with."""
-        found = self._rates.get(rates)
-        if found is None:
-            found = torch.empty(len(rates), dtype=torch.int64, device=self.rates.device)
+        """Plan with these rates from now on. Captured graphs keep the rates of their capture."""
+        known = self._rates.get(rates)
+        if known is None:
+            known = torch.empty(len(rates), dtype=torch.int64, device=self.rates.device)
             for index, number in enumerate(rates):
-                found[index].fill_(number)
-            if not (found.is_cuda and torch.cuda.is_current_stream_capturing()):
-                self._rates[rates] = found  # else a graph fills them, and nobody else may read them
-        self.rates, self.timed = found, self.tried > 0 and rates != NO_RATES
+                known[index].fill_(number)
+            if not (known.is_cuda and torch.cuda.is_current_stream_capturing()):
+                self._rates[rates] = (
+                    known  # a captured fill runs at replay: do not share its tensor
+                )
+        self.rates, self.timed = known, self.tried > 0 and rates != NO_RATES
 
     def _pad(self) -> None:
         power = power_of_2
@@ -85,40 +89,40 @@ class Planner:
         tile = self.H * self.G
         if tile > MAX_TILE:
             raise ConfigError(
-                f"a domain of {self.domain} ranks with up to {self.homes} home experts makes a "
-                f"tile of {tile}, the GPU planner holds {MAX_TILE}"
+                f"a domain of {self.domain} ranks with up to {self.homes} home experts needs a "
+                f"tile of {tile}, but the GPU planner holds {MAX_TILE}; use smaller domains"
             )
-        # One warp as long as a thread holds few experts: several wait for each other at every step.
+        # One warp while a thread holds few experts: several warps synchronise at every step.
         self.warps = min(8, max(1, tile // 512))
         self.by_groups = self.G >= 256
         self.in_circles = self.slack and self.domain <= MOST_RANKS
         self.members = 1 + self.slack + self.in_circles * state.VARIANTS.value
         self.buffers = max(self.members, self.tried) + 3
-        # Members that close circles look at every pair of ranks.
+        # `close_circles` examines every pair of ranks.
         pairs = self.G * self.G if self.in_circles else 0
         self.first_warps = max(self.warps, min(8, pairs // 1024))
         self.step = max(1, min(16, tile, 2048 * self.warps // tile))
 
     @property
     def settings(self) -> tuple[int, ...]:
-        """What the first attempts need to know, in the order of their arguments."""
+        """Arguments that all first attempts take, in their order."""
         return self.domains, self.domain, self.slots, self.min_tokens, self.limit
 
     @property
-    def shape(self) -> dict[str, Any]:
-        """What kernels that attempt a plan are compiled for."""
-        tile = {"H": self.H, "G": self.G, "HELD": power_of_2(max(1, self.held))}
-        return tile | {"ONE_SLOT": self.slots == 1, "BUFFERS": self.buffers}
+    def shape(self) -> state.Shape:
+        """Compile-time sizes of a domain."""
+        held, one_slot = power_of_2(max(1, self.held)), self.slots == 1
+        return state.Shape(self.H, self.G, held, one_slot, self.buffers, self.members)
 
     @property
     def step_over_domains(self) -> int:
-        """Domains whose tokens are looked at together."""
+        """Domains whose rows a program loads together."""
         return power_of_2(min(self.domains, max(1, 2048 // (self.H * self.G))))
 
     def _tables(
         self, experts_by_rank: IntArray, first_of_rank: IntArray, device: torch.device
     ) -> None:
-        """What never changes: homes and slots."""
+        """Allocate what never changes: homes and slots."""
         ranks = np.repeat(np.arange(self.ranks), np.diff(first_of_rank))
         row = np.arange(self.experts) - first_of_rank[ranks]
         places = ((ranks // self.domain) * self.H + row) * self.G + ranks % self.domain
@@ -137,15 +141,15 @@ class Planner:
         self.expert_of_place = table(padded, places, experts)
         self.home_of_expert = table(self.experts, experts, ranks)
         self.home_slot_of_expert = table(self.experts, experts, home_slots)
-        self.expert_of_slot = table(self.num_slots, home_slots, experts)  # spare ones change
+        self.expert_of_slot = table(self.num_slots, home_slots, experts)  # spare slots change
         self.first_slot_of_rank = table(self.ranks + 1, slice(None), first_slot)
-        self.home = table(padded, [], [])  # tokens of every expert at its home
+        self.home = table(padded, [], [])  # rows of every expert at its home
 
     def _allocate(self, device: torch.device) -> None:
         def numbers(*shape: int) -> torch.Tensor:
             return torch.zeros(shape, dtype=INT, device=device)
 
-        copies = max(1, self.ranks * self.slots)  # without slots, one row that is never used
+        copies = max(1, self.ranks * self.slots)  # at least one row, unused without slots
         self.expert_loads = numbers(self.experts)
         self.attempts = numbers(self.domains, self.buffers, 2, max(1, self.held))
         self.attempt_loads = numbers(self.domains, self.buffers, self.domain)
@@ -157,21 +161,40 @@ class Planner:
             self.work = numbers(self.domains, state.work_size(self.H, self.G))
         self.scratch = numbers(self.domains, state.scratch_size(self.H, self.G))
         self.found = torch.full((2, copies), 2**31 - 1, dtype=INT, device=device)
-        self.faults = numbers(1)  # loads that are negative, or too many
-        # All results stand in one piece of memory, and travel to the host in one copy.
+        self.faults = numbers(1)  # loads that are negative or too large
+        # All results are in one piece of memory, which one copy takes to the host.
         self.places, end = {}, 0
         for name, shape in self._results(copies).items():
             size = math.prod(shape)
             self.places[name] = slice(end, end + size), shape
-            end += cdiv(size, 4) * 4  # wide loads want 16 bytes
+            end += cdiv(size, 4) * 4  # aligned to 16 bytes
         self.result = numbers(end)
         for name, (at, shape) in self.places.items():
             setattr(self, name, self.result[at].view(shape))
         self.replicas.fill_(-1)
         self.slot_of_copy.fill_(-1)
+        self.plan_tensors = Plan(
+            self.replicas, self.quotas, self.slot_of_copy, self.split, self.num_replicas
+        )
+        self.home_tables = Homes(
+            self.home_of_expert,
+            self.home_slot_of_expert,
+            self.first_slot_of_rank,
+            self.expert_of_slot,
+        )
+        self._attempts = state.Attempts(
+            self.attempts, self.attempt_loads, self.facts, self.outcomes, self.scratch
+        )
+        self._plan_out = PlanOut(
+            self.found,
+            self.rank_loads,
+            self.expert_of_slot,
+            self.expert_of_place,
+            self.first_slot_of_rank,
+        )
 
     def _results(self, copies: int) -> dict[str, tuple[int, ...]]:
-        """Shapes of all that a plan consists of."""
+        """Return the shapes of all tensors of a plan."""
         return {
             "num_replicas": (1,),
             "rank_loads": (self.ranks,),
@@ -182,13 +205,13 @@ class Planner:
         }
 
     def plan(self, loads_RE: torch.Tensor) -> None:
-        """Launch it all: afterwards the plan stands in the buffers."""
+        """Launch all kernels; the plan is then in the buffers."""
         self.sum(loads_RE)
         self.place()
         self.lay_out(loads_RE)
 
     def sum(self, loads_RE: torch.Tensor) -> None:
-        """Tokens of every expert."""
+        """Sum the rows of every expert."""
         columns = 32
         quick(place.sum_loads)[(cdiv(self.experts, columns),)](
             loads_RE,
@@ -205,7 +228,7 @@ class Planner:
         )
 
     def place(self) -> None:
-        """The copies of every domain, where they are held, and what every rank serves."""
+        """Place the replicas of every domain, and sum what every rank serves."""
         if self.by_groups:
             self._first_by_groups()
         if self.timed:
@@ -220,34 +243,24 @@ class Planner:
             self.home,
             self.work,
             self.counts,
-            self.attempts,
-            self.attempt_loads,
-            self.facts,
+            self._attempts,
             *self.settings,
             self.parts,
-            **self.shape,
-            MEMBERS=self.members,
+            SHAPE=self.shape,
             num_warps=1,
         )
 
     def _try_rungs(self) -> None:
         quick(rungs.try_rungs)[(self.domains, self.tried)](
             self.home,
+            self.counts,
             self.tolerances,
             self.rates,
-            self.counts,
-            self.attempts,
-            self.attempt_loads,
-            self.outcomes,
+            self._attempts,
             self.finished,
-            self.scratch,
-            self.expert_of_place,
-            self.first_slot_of_rank,
-            self.found,
-            self.rank_loads,
-            self.expert_of_slot,
+            self._plan_out,
             *self.settings,
-            **self.shape,
+            SHAPE=self.shape,
             BY_GROUPS=self.by_groups,
             PADDED=power_of_2(self.tried),
             STEP=self.step_over_domains,
@@ -259,13 +272,10 @@ class Planner:
         quick(place.first_try)[(self.domains, self.members - self.by_groups)](
             self.home,
             self.counts,
-            self.attempts,
-            self.attempt_loads,
-            self.facts,
+            self._attempts,
             *self.settings,
             self.parts,
-            **self.shape,
-            MEMBERS=self.members,
+            SHAPE=self.shape,
             BY_GROUPS=self.by_groups,
             STEP=self.step_over_domains,
             num_warps=self.first_warps,
@@ -274,28 +284,17 @@ class Planner:
     def _search(self, first: bool) -> None:
         quick(place.search)[(self.domains,)](
             self.home,
-            self.expert_of_place,
-            self.first_slot_of_rank,
-            self.attempts,
-            self.attempt_loads,
-            self.facts,
-            self.scratch,
-            self.found,
-            self.rank_loads,
-            self.expert_of_slot,
-            self.domain,
-            self.slots,
-            self.min_tokens,
-            self.limit,
+            self._attempts,
+            self._plan_out,
+            *self.settings[1:],
             FIRST=first,
-            **self.shape,
-            MEMBERS=self.members,
+            SHAPE=self.shape,
             STEP=self.step,
             num_warps=self.warps,
         )
 
     def bounds(self) -> torch.Tensor:
-        """[D] the least that the fullest rank of every domain can hold."""
+        """[D] the least load of the fullest rank that any plan of a domain can reach."""
         bounds = torch.empty(self.domains, dtype=INT, device=self.facts.device)
         quick(place.lower_bounds)[(self.domains,)](
             self.home,
@@ -304,29 +303,22 @@ class Planner:
             self.domain,
             self.slots,
             self.limit,
-            H=self.H,
-            G=self.G,
+            SHAPE=self.shape,
             STEP=self.step,
             num_warps=self.warps,
         )
         return bounds
 
     def lay_out(self, loads_RE: torch.Tensor) -> None:
-        """Replicas with their slots and quotas, and the tokens of every source for each of them."""
+        """Write the replicas with slots and quotas, and their rows from every source."""
         if not self.slots:
             return
         quick(place.split)[(len(self.quotas),)](
             loads_RE,
             self.expert_loads,
-            self.home_of_expert,
-            self.first_slot_of_rank,
             self.found,
-            self.replicas,
-            self.quotas,
-            self.slot_of_copy,
-            self.expert_of_slot,
-            self.split,
-            self.num_replicas,
+            self.home_tables,
+            self.plan_tensors,
             self.ranks,
             loads_RE.stride(0),
             SLOTS=self.slots,

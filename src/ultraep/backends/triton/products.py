@@ -1,9 +1,7 @@
-"""Products of stage 6 on a GPU, with numbers of rows that only the device need know.
+"""Products of stage 6 on a GPU; the host does not know how many rows arrive.
 
-And rows times one number each, for rows whose number the host knows.
-
-Shapes: A rows that there is room for, D width of a row, F hidden width, U what goes into the
-activation.
+Shapes: A row capacity, L slots of this rank (H home slots, then the spare slots), N and K of a
+weight, F hidden width, U input width of the activation, D width of a row.
 """
 
 from __future__ import annotations
@@ -11,23 +9,30 @@ from __future__ import annotations
 import torch
 
 import ultraep.ops.products as plain
-from ultraep.backends.triton.grouped import Grouped
-from ultraep.backends.triton.kernels import rowwise
-from ultraep.backends.triton.launch import cdiv, power_of_2, quick
+from ultraep.backends.triton.blocks import Blocks, Table, capability_of, square_band, table_for
+from ultraep.backends.triton.kernels import grouped, rowwise, tiles
+from ultraep.backends.triton.kernels.grouped import Tiling
+from ultraep.backends.triton.kernels.tiles import Matrix, SlotTensors
+from ultraep.backends.triton.launch import cdiv, multiprocessors, power_of_2, quick
 from ultraep.errors import ConfigError
 from ultraep.ops.activations import Activation
 from ultraep.ops.products import Beside, Stacks
 
 TYPES = (torch.bfloat16, torch.float16, torch.float32)
-TILE, WIDEST, WARPS = 4096, 1024, 8  # of rows that are scaled
+TILE, WIDEST, WARPS = 4096, 1024, 8  # elements, columns and warps of a tile of `scale_rows`
 
 
 class TritonProducts:
-    """Products of all slots at once.
+    """Products of all slots in one launch; the rows of slot l are `offsets[l]:offsets[l + 1]`.
 
-    offsets: [L + 1] int32 where the rows of each slot begin.
-    dtype: of the rows; weights of another type are converted, as under autocast.
-    programs: multiprocessors to fill; None: all.
+    offsets: [L + 1] int32 of one microbatch. The same kernels are launched whatever it holds, and
+        the host does not wait for it. Rows behind `offsets[L]` are neither read nor written.
+    dtype: of the rows; weights of another dtype are converted, as under autocast.
+    programs: multiprocessors to use; None: all.
+    table: tile sizes; None: the table of this GPU.
+
+    Sums are float32. A row of a result has the same bits at any position, beside any other rows; a
+    sum over rows depends on their order.
     """
 
     knows_spans = True
@@ -38,11 +43,20 @@ class TritonProducts:
         activation: Activation,
         dtype: torch.dtype,
         programs: int | None = None,
+        table: Table | None = None,
     ) -> None:
         if dtype not in TYPES:
             known = ", ".join(map(str, TYPES))
-            raise ConfigError(f"kernels multiply {known}; rows are {dtype}: give engine='torch'")
-        self._grouped, self._activation = Grouped(offsets, programs=programs), activation
+            raise ConfigError(
+                f"the Triton kernels multiply {known}, got rows of {dtype}; use engine='torch'"
+            )
+        assert offsets.dtype == torch.int32, offsets.dtype
+        self.offsets, self.num_slots = offsets, len(offsets) - 1
+        self.programs = programs or multiprocessors(offsets.device)
+        self.table = table or table_for(*capability_of(offsets.device))
+        self._activation = activation
+        self._orders: dict[tuple[int, int], torch.Tensor] = {}
+        self._padded_slots = power_of_2(max(1, self.num_slots))
 
     def multiply(
         self,
@@ -53,11 +67,19 @@ class TritonProducts:
         scale: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        dtype, width = rows_AK.dtype, weights.homes.shape[1]
-        out_AN = rows_AK.new_empty(rows_AK.shape[0], width) if out is None else out
-        added = None if bias is None else fitting(bias, dtype)
+        weights = fitting(weights, rows_AK.dtype)
+        width = weights.homes.shape[1]
+        self.check(weights, (width, rows_AK.shape[1]))
+        if bias is not None:
+            bias = fitting(bias, rows_AK.dtype)
+            self.check(bias, (width,))
+        out_AN = rows_AK.new_empty(len(rows_AK), width) if out is None else out
+        blocks = self.table["multiply", rows_AK.element_size()]
+        order = self.tile_order(len(rows_AK), blocks)
         scale = None if scale is None else scale.float()
-        self._grouped.multiply(rows_AK, fitting(weights, dtype), out_AN, bias=added, scale=scale)
+        self._multiply(
+            rows_AK, weights, bias, scale, order, out_AN, blocks, self.programs, transposed=False
+        )
         return out_AN
 
     def multiply_transposed(
@@ -68,32 +90,111 @@ class TritonProducts:
         out: torch.Tensor | None = None,
         beside: Beside | None = None,
     ) -> torch.Tensor:
-        width, stacks = weights.homes.shape[2], fitting(weights, rows_AN.dtype)
-        out_AK = rows_AN.new_empty(rows_AN.shape[0], width) if out is None else out
-        self._grouped.multiply_transposed(rows_AN, stacks, out_AK, beside=beside)
+        weights = fitting(weights, rows_AN.dtype)
+        width = weights.homes.shape[2]
+        self.check(weights, (rows_AN.shape[1], width))
+        out_AK = rows_AN.new_empty(len(rows_AN), width) if out is None else out
+        blocks = self.table["multiply_transposed", rows_AN.element_size()]
+        order = self.tile_order(len(rows_AN), blocks)
+        arguments = rows_AN, weights, None, None, order, out_AK, blocks
+        if beside is None:
+            self._multiply(*arguments, self.programs, transposed=True)
+            return out_AK
+        order[int(tiles.DRAWN)].zero_()
+        with beside.behind():
+            self._multiply(*arguments, beside.programs, transposed=True, drawn=True)
+        self._multiply(*arguments, self.programs - beside.programs, transposed=True, drawn=True)
         return out_AK
+
+    def _multiply(
+        self,
+        rows: torch.Tensor,
+        weights: Stacks,
+        bias: Stacks | None,
+        scale: torch.Tensor | None,
+        order: torch.Tensor,
+        out: torch.Tensor,
+        blocks: Blocks,
+        programs: int,
+        *,
+        transposed: bool,
+        drawn: bool = False,
+    ) -> None:
+        check_rows(rows, out, scale)
+        quick(grouped.multiply)[(programs * blocks.resident,)](
+            matrix(rows),
+            slot_tensors(weights),
+            slot_tensors(bias),
+            scale,
+            order,
+            matrix(out),
+            len(weights.homes),
+            TRANSPOSED=transposed,
+            TILING=tiling(blocks, depth=rows.shape[1], width=out.shape[1]),
+            DRAWN=drawn,
+            num_warps=blocks.warps,
+            num_stages=blocks.stages,
+        )
 
     def activate(self, up: torch.Tensor) -> torch.Tensor:
         if self._activation.name != "swiglu":
             return self._activation.apply(up)
-        hidden_AF = up.new_empty(up.shape[0], up.shape[1] // 2)
-        self._grouped.swiglu(up, hidden_AF)
+        hidden_AF = up.new_empty(len(up), up.shape[1] // 2)
+        check_rows(up, hidden_AF)
+        blocks = self.table["swiglu", up.element_size()]
+        quick(rowwise.swiglu)[(self.programs * blocks.resident,)](
+            matrix(up),
+            self.offsets,
+            matrix(hidden_AF),
+            self.num_slots,
+            BLOCK_M=blocks.rows,
+            BLOCK_N=blocks.columns,
+            num_warps=blocks.warps,
+        )
         return hidden_AF
 
     def activate_backward(
         self, up: torch.Tensor, d_hidden_AF: torch.Tensor, scale_A: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         scale_A = scale_A.float()
-        if self._activation.name == "swiglu":
-            d_up, d_scale_A = torch.empty_like(up), torch.empty_like(scale_A)
-            self._grouped.swiglu_backward(
-                up, d_hidden_AF, d_up, hidden=d_hidden_AF, scale=scale_A, d_scale=d_scale_A
-            )
-            return d_up, d_hidden_AF, d_scale_A
-        return plain.activate_backward(self._activation, up, d_hidden_AF, scale_A)
+        if self._activation.name != "swiglu":
+            return plain.activate_backward(self._activation, up, d_hidden_AF, scale_A)
+        d_up, d_scale_A = torch.empty_like(up), torch.empty_like(scale_A)
+        check_rows(up, d_hidden_AF, d_up, scale_A)
+        assert up.shape[1] == 2 * d_hidden_AF.shape[1], (up.shape, d_hidden_AF.shape)
+        blocks = self.table["swiglu_backward", up.element_size()]
+        quick(rowwise.swiglu_backward)[(self.programs * blocks.resident,)](
+            matrix(up),
+            matrix(d_hidden_AF),
+            scale_A,
+            self.offsets,
+            matrix(d_up),
+            matrix(d_hidden_AF),  # the hidden values replace their gradients
+            d_scale_A,
+            self.num_slots,
+            BLOCK_M=blocks.rows,
+            BLOCK_N=blocks.columns,
+            num_warps=blocks.warps,
+        )
+        return d_up, d_hidden_AF, d_scale_A
 
     def row_dots(self, rows_AN: torch.Tensor, bias: Stacks, sums_A: torch.Tensor) -> None:
-        self._grouped.row_dots(rows_AN, fitting(bias, rows_AN.dtype), sums_A)
+        bias = fitting(bias, rows_AN.dtype)
+        self.check(bias, rows_AN.shape[1:])
+        check_rows(rows_AN, sums_A)
+        blocks = self.table["row_dots", rows_AN.element_size()]
+        quick(rowwise.row_dots)[(self.programs * blocks.resident,)](
+            matrix(rows_AN),
+            slot_tensors(bias),
+            self.offsets,
+            sums_A,
+            len(bias.homes),
+            self.num_slots,
+            L=self._padded_slots,
+            BLOCK_M=blocks.rows,
+            BLOCK_N=blocks.columns,
+            num_warps=blocks.warps,
+        )
 
     def weight_gradients(
         self,
@@ -104,12 +205,99 @@ class TritonProducts:
         *,
         scale: torch.Tensor | None = None,
     ) -> None:
+        height, width = d_out_AN.shape[1], rows_AK.shape[1]
         scale = None if scale is None else scale.float()
-        self._grouped.weight_gradients(d_out_AN, rows_AK, into, bias=bias, scale=scale)
+        check_rows(d_out_AN, rows_AK, scale)
+        assert d_out_AN.dtype == rows_AK.dtype, (d_out_AN.dtype, rows_AK.dtype)
+        self.check(into, (height, width))
+        if bias is not None:
+            self.check(bias, (height,))
+        blocks = self.table["weight_gradients", rows_AK.element_size()]
+        quick(grouped.weight_gradients)[(self.programs * blocks.resident,)](
+            matrix(d_out_AN),
+            matrix(rows_AK),
+            scale,
+            self.offsets,
+            slot_tensors(into),
+            slot_tensors(bias),
+            len(into.homes),
+            self.num_slots,
+            EVEN_M=height % blocks.rows == 0,
+            EVEN_N=width % blocks.columns == 0,
+            BLOCK_M=blocks.rows,
+            BLOCK_N=blocks.columns,
+            BLOCK_K=blocks.depth,
+            GROUP_M=blocks.band,
+            num_warps=blocks.warps,
+            num_stages=blocks.stages,
+        )
+
+    def tile_order(self, rows: int, blocks: Blocks) -> torch.Tensor:
+        """Return the order of tiles of that height, computed once per microbatch."""
+        band = min(blocks.band, square_band(self.programs, blocks))
+        key = blocks.rows, band
+        if key not in self._orders:
+            entries = 1 + cdiv(rows, blocks.rows) + self.num_slots
+            order = self.offsets.new_empty(int(tiles.ENTRIES) * entries)
+            quick(tiles.lay_tiles)[(max(1, self.num_slots),)](
+                self.offsets,
+                order,
+                self.num_slots,
+                L=self._padded_slots,
+                BLOCK_M=blocks.rows,
+                GROUP_M=band,
+                B=64,
+                num_warps=4,
+            )
+            self._orders[key] = order
+        return self._orders[key]
+
+    def check(self, stacks: Stacks, shape: tuple[int, ...]) -> None:
+        """Assert that the stacks hold one tensor of that shape per slot, with equal strides."""
+        assert len(stacks) == self.num_slots, (len(stacks), self.num_slots)
+        assert stacks.homes.shape[1:] == shape, (stacks.homes.shape, shape)
+        strides = stacks.homes.stride()[1:], stacks.copies.stride()[1:]
+        assert strides[0] == strides[1], strides
+        assert strides[0][-1] == 1, strides
+
+
+def check_rows(*tensors: torch.Tensor | None) -> None:
+    """Assert that tensors have equal numbers of rows, without gaps; vectors are float32."""
+    present = [tensor for tensor in tensors if tensor is not None]
+    for tensor in present:
+        assert len(tensor) == len(present[0]), (tensor.shape, present[0].shape)
+        assert tensor.stride(-1) == 1, tensor.stride()
+        assert tensor.ndim > 1 or tensor.dtype == torch.float32, tensor.dtype
+
+
+def matrix(tensor: torch.Tensor) -> Matrix:
+    """Return a matrix as the argument of a kernel."""
+    return Matrix(tensor, tensor.stride(0), tensor.shape[1])
+
+
+def slot_tensors(stacks: Stacks | None) -> SlotTensors | None:
+    """Return stacks as the argument of a kernel."""
+    if stacks is None:
+        return None
+    homes, copies = stacks.homes, stacks.copies
+    strides = homes.stride(0), copies.stride(0), homes.stride(1)
+    return SlotTensors(homes, copies, stacks.sums, stacks.spans, *strides)
+
+
+def tiling(blocks: Blocks, *, depth: int, width: int) -> Tiling:
+    """Return the compile-time sizes of a product."""
+    return Tiling(
+        EVEN_K=depth % blocks.depth == 0,
+        EVEN_N=width % blocks.columns == 0,
+        BLOCK_M=blocks.rows,
+        BLOCK_N=blocks.columns,
+        BLOCK_K=blocks.depth,
+        HALF=blocks.half,
+    )
 
 
 def fitting(stacks: Stacks, dtype: torch.dtype) -> Stacks:
-    """Weights in the type of the rows, as under autocast, without gaps within an expert."""
+    """Convert weights to the dtype of the rows, as autocast does, with equal strides in a slot."""
     homes = stacks.homes.to(dtype)
     if homes.stride()[1:] != stacks.copies.stride()[1:]:
         homes = homes.contiguous()
@@ -117,57 +305,44 @@ def fitting(stacks: Stacks, dtype: torch.dtype) -> Stacks:
 
 
 def scale_rows(rows_AD: torch.Tensor, scale_A: torch.Tensor, out_AD: torch.Tensor) -> None:
-    """Into `out_AD`, rows times their scale; torch does what the kernel does not know."""
-    if not _known(scale_A, rows_AD):
+    """Write rows times their scale into `out_AD`."""
+    if not _supported(scale_A, rows_AD):
         plain.scale_rows(rows_AD, scale_A, out_AD)
         return
-    (num_rows, width), blocks = rows_AD.shape, _tile_for(rows_AD.shape[1])
-    quick(rowwise.scale_rows)[(cdiv(num_rows, blocks["BLOCK_M"]),)](
-        rows_AD,
-        scale_A,
-        out_AD,
-        num_rows,
-        width,
-        rows_AD.stride(0),
-        out_AD.stride(0),
-        **blocks,
-        num_warps=WARPS,
+    blocks = _tile_for(rows_AD.shape[1])
+    quick(rowwise.scale_rows)[(cdiv(len(rows_AD), blocks["BLOCK_M"]),)](
+        matrix(rows_AD), scale_A, matrix(out_AD), len(rows_AD), **blocks, num_warps=WARPS
     )
 
 
 def scale_rows_backward(
     d_out_AD: torch.Tensor, rows_AD: torch.Tensor, scale_A: torch.Tensor, d_scale_A: torch.Tensor
 ) -> torch.Tensor:
-    """[A, D] gradients of the rows; into `d_scale_A`, those of their scale."""
-    if not _known(scale_A, rows_AD, d_out_AD):
+    """Return the gradient [A, D] of the rows, and write the gradient of the scale."""
+    if not _supported(scale_A, rows_AD, d_out_AD):
         return plain.scale_rows_backward(d_out_AD, rows_AD, scale_A, d_scale_A)
     d_rows_AD = torch.empty_like(rows_AD, memory_format=torch.contiguous_format)
-    (num_rows, width), blocks = rows_AD.shape, _tile_for(rows_AD.shape[1])
-    quick(rowwise.scale_rows_backward)[(cdiv(num_rows, blocks["BLOCK_M"]),)](
-        d_out_AD,
-        rows_AD,
+    blocks = _tile_for(rows_AD.shape[1])
+    quick(rowwise.scale_rows_backward)[(cdiv(len(rows_AD), blocks["BLOCK_M"]),)](
+        matrix(d_out_AD),
+        matrix(rows_AD),
         scale_A,
-        d_rows_AD,
+        matrix(d_rows_AD),
         d_scale_A,
-        num_rows,
-        width,
-        d_out_AD.stride(0),
-        rows_AD.stride(0),
-        d_rows_AD.stride(0),
+        len(rows_AD),
         **blocks,
         num_warps=WARPS,
     )
     return d_rows_AD
 
 
-def _known(scale_A: torch.Tensor, *of_rows: torch.Tensor) -> bool:
-    """Whether the kernels know such rows."""
+def _supported(scale_A: torch.Tensor, *matrices: torch.Tensor) -> bool:
+    """Return whether the kernels handle these shapes and dtypes; torch does otherwise."""
     return scale_A.dtype.itemsize <= 4 and all(
-        rows.dtype.itemsize <= 4 and rows.stride(1) == 1 and rows.shape[0] > 0 for rows in of_rows
+        rows.dtype.itemsize <= 4 and rows.stride(1) == 1 and len(rows) > 0 for rows in matrices
     )
 
 
 def _tile_for(width: int) -> dict[str, int]:
-    """Rows and columns of a tile."""
     columns = min(WIDEST, power_of_2(width))
     return {"BLOCK_M": TILE // columns, "BLOCK_N": columns}

@@ -1,4 +1,4 @@
-"""Buffers and launches of stage 4 on the GPU: counted ids and a plan in, routes out.
+"""Buffers and launches of stages 1 and 4 on the GPU: ids to loads, then to routes.
 
 Shapes: N rows, E experts, R ranks, S slots of all ranks, L slots of one rank.
 """
@@ -12,80 +12,121 @@ import torch
 import triton.language as tl
 
 from ultraep.arrays import IntArray
-from ultraep.backends.triton.counter import ROWS, TOKENS, Counter
-from ultraep.backends.triton.kernels import reroute
+from ultraep.backends.triton.kernels import count, reroute
+from ultraep.backends.triton.kernels.plan import Homes, Plan
 from ultraep.backends.triton.launch import cdiv, power_of_2, quick
+
+ROWS, TOKENS = 512, 64  # of a tile of ids, of a tile of a map
+
+
+class Counter:
+    """Counts the rows of every expert, at most `rows` rows at a time, in buffers allocated once.
+
+    `totals`: [E + 1] rows of every expert, then rows without an expert.
+    `offsets`: [tiles, E + 1] rows of every expert in earlier tiles.
+    `unknown`: [1] ids out of range, over all calls.
+    """
+
+    def __init__(self, experts: int, rows: int, device: torch.device) -> None:
+        self.experts, self.rows = experts, rows
+        tiles = cdiv(max(rows, 1), TOKENS)
+        self.offsets = _zeros(tiles, experts + 1, device=device)
+        self.totals, self.unknown = _zeros(experts + 1, device=device), _zeros(1, device=device)
+
+    def count(self, ids: torch.Tensor) -> None:
+        """Count ids of any shape and integer dtype; -1 is padding."""
+        tiles = cdiv(ids.numel(), ROWS)
+        if tiles:
+            quick(count.tile_counts)[(tiles,)](
+                ids,
+                self.offsets,
+                self.unknown,
+                ids.numel(),
+                self.experts,
+                B=ROWS,
+                E=power_of_2(self.experts + 1),
+                num_warps=8,
+            )
+        self._sum_tiles(tiles)
+
+    def count_map(self, routing_map: torch.Tensor) -> None:
+        """Count the tokens of every expert in a map `[N, E]`."""
+        tokens, columns = len(routing_map), 64
+        tiles = cdiv(tokens, TOKENS)
+        if tiles:
+            quick(count.tile_counts_of_map)[(tiles, cdiv(self.experts + 1, columns))](
+                routing_map,
+                self.offsets,
+                tokens,
+                self.experts,
+                routing_map.stride(0),
+                B=TOKENS,
+                E=columns,
+                num_warps=4,
+            )
+        self._sum_tiles(tiles)
+
+    def _sum_tiles(self, tiles: int) -> None:
+        bins, columns = self.experts + 1, 8
+        quick(count.tile_offsets)[(cdiv(bins, columns),)](
+            self.offsets,
+            self.totals,
+            tiles,
+            bins,
+            T=min(256, power_of_2(max(tiles, 1))),
+            E=columns,
+            num_warps=4,
+        )
 
 
 class Planned(Protocol):
-    """What is known of a plan: by a `Planner`, or given to `host.reroute`."""
+    """A plan on the device and its sizes: of a `Planner`, or given to `reroute`."""
 
     ranks: int
     experts: int
     num_slots: int
-    max_fanout: int  # most copies that one expert can have
-    replicas: torch.Tensor
-    slot_of_copy: torch.Tensor
-    split: torch.Tensor
-    num_replicas: torch.Tensor
-    home_of_expert: torch.Tensor
-    home_slot_of_expert: torch.Tensor
-    expert_of_slot: torch.Tensor
-    first_slot_of_rank: torch.Tensor
+    max_fanout: int  # most replicas of one expert
+    plan_tensors: Plan
+    home_tables: Homes
 
 
 class Rerouter:
-    """Reroutes what its counter has counted, by the plans of its planner; allocated once.
+    """Routes the rows that its counter has counted, by the plans of its planner.
 
-    `rows_of_slot`: [S].   `send_counts`: [R].   `unlike`: experts of which the plan knew another
-    number of rows, ever.
+    `rows_of_slot`: [S].   `send_counts`: [R].
+    `mismatches`: [1] experts whose number of rows differed from the plan, over all calls.
     """
 
     def __init__(self, planner: Planned, counter: Counter) -> None:
         self.planner, self.counter = planner, counter
         device = counter.totals.device
-
-        def numbers(*shape: int) -> torch.Tensor:
-            return torch.zeros(shape, dtype=torch.int32, device=device)
-
         self.product = tl.uint32 if counter.rows <= 1 << 16 else tl.int64
         self.strides = torch.from_numpy(strides(counter.rows)).to(device, torch.int32)
-        self.away, self.first_copy, self.end_copy = (numbers(planner.experts) for _ in range(3))
-        self.first_place = numbers(len(planner.slot_of_copy))
-        self.first_place_of_slot = numbers(planner.num_slots)
-        self.rows_of_slot = numbers(planner.num_slots)
-        self.first_row = numbers(planner.num_slots + 1)
-        self.send_counts = numbers(planner.ranks)
-        self.unlike = numbers(1)
+        self.copies = len(planner.plan_tensors.slot_of_copy)
+        experts, slots = planner.experts, planner.num_slots
+        sizes = experts, experts, experts, self.copies, slots, slots, slots + 1, planner.ranks
+        self.lines_of_rank = reroute.Lines(*(_zeros(size, device=device) for size in sizes))
+        self.rows_of_slot = self.lines_of_rank.rows_of_slot
+        self.send_counts = self.lines_of_rank.send_counts
+        self.mismatches = _zeros(1, device=device)
 
     def lines(self, loads_RE: torch.Tensor, rank: int) -> None:
-        """How the rows of every expert are divided among its slots."""
+        """Divide the rows of every expert among its slots."""
         planner, slots = self.planner, power_of_2(self.planner.num_slots)
-        quick(reroute.lines)[(1,)](
+        quick(reroute.lay_lines)[(1,)](
             loads_RE,
             self.counter.totals,
-            planner.replicas,
-            planner.slot_of_copy,
-            planner.split,
-            planner.num_replicas,
-            planner.home_slot_of_expert,
-            planner.first_slot_of_rank,
-            self.away,
-            self.first_copy,
-            self.end_copy,
-            self.first_place,
-            self.first_place_of_slot,
-            self.rows_of_slot,
-            self.first_row,
-            self.send_counts,
-            self.unlike,
+            planner.plan_tensors,
+            planner.home_tables,
+            self.lines_of_rank,
+            self.mismatches,
             rank,
             planner.ranks,
             planner.experts,
             planner.num_slots,
             loads_RE.stride(0),
             E=power_of_2(planner.experts),
-            C=power_of_2(len(planner.slot_of_copy)),
+            C=power_of_2(self.copies),
             S=slots,
             R=power_of_2(planner.ranks),
             num_warps=min(16, max(1, slots // 128)),
@@ -94,7 +135,7 @@ class Rerouter:
     def assign(
         self, ids: torch.Tensor, slots: torch.Tensor, order: torch.Tensor, positions: torch.Tensor
     ) -> None:
-        """The slot and the position of every row. Needs `lines`."""
+        """Write slot, position and order of every row, after `lines`."""
         planner, tiles = self.planner, cdiv(ids.numel(), ROWS)
         if not tiles:
             return
@@ -103,13 +144,9 @@ class Rerouter:
             self.counter.offsets,
             self.counter.totals,
             self.strides,
-            planner.home_slot_of_expert,
-            self.away,
-            self.first_copy,
-            self.end_copy,
-            self.first_place,
-            planner.slot_of_copy,
-            self.first_row,
+            planner.plan_tensors,
+            planner.home_tables,
+            self.lines_of_rank,
             slots,
             order,
             positions,
@@ -123,7 +160,7 @@ class Rerouter:
         )
 
     def assign_to_map(self, routing_map: torch.Tensor, slot_map: torch.Tensor) -> None:
-        """Which slots serve each token. Needs `lines`, and a counted map."""
+        """Write which slots serve each token, after `count_map` and `lines`."""
         planner, columns = self.planner, 64
         tiles = cdiv(len(routing_map), TOKENS)
         if not tiles:
@@ -133,10 +170,8 @@ class Rerouter:
             self.counter.offsets,
             self.counter.totals,
             self.strides,
-            planner.expert_of_slot,
-            self.away,
-            self.first_place_of_slot,
-            self.rows_of_slot,
+            planner.home_tables,
+            self.lines_of_rank,
             slot_map,
             len(routing_map),
             planner.experts,
@@ -149,22 +184,17 @@ class Rerouter:
         )
 
     def receive(self, loads_RE: torch.Tensor, rank: int, received: torch.Tensor) -> None:
-        """[R, L] rows that every rank sends to each slot of this one. Needs a plan, no ids."""
-        planner, copies = self.planner, len(self.planner.slot_of_copy)
-        C, R = power_of_2(copies), power_of_2(planner.ranks)
+        """[R, L] rows that every rank sends to each slot of this rank. Needs a plan, no ids."""
+        planner, C, R = self.planner, power_of_2(self.copies), power_of_2(self.planner.ranks)
         quick(reroute.receive)[(received.shape[1],)](
             loads_RE,
-            planner.replicas,
-            planner.slot_of_copy,
-            planner.split,
-            planner.expert_of_slot,
-            planner.home_of_expert,
-            planner.first_slot_of_rank,
+            planner.plan_tensors,
+            planner.home_tables,
             received,
             rank,
             planner.ranks,
             received.shape[1],
-            copies,
+            self.copies,
             loads_RE.stride(0),
             C=C,
             R=R,
@@ -183,3 +213,7 @@ def strides(most: int) -> IntArray:
         steps[shared] += 1
         shared[shared] = np.gcd(steps[shared], lengths[shared]) != 1
     return steps
+
+
+def _zeros(*shape: int, device: torch.device) -> torch.Tensor:
+    return torch.zeros(shape, dtype=torch.int32, device=device)

@@ -1,6 +1,6 @@
-"""Launches of stage 3 on the GPU: a plan on the device in, filled spare slots out.
+"""Launches of stages 3 and 8 on the GPU: weights into spare slots, gradients back to their homes.
 
-Shapes: C copies at most, H home experts, R ranks, P tensors of a bundle.
+Shapes: C replicas at most, H home experts, R ranks, P tensors of a bundle.
 """
 
 from __future__ import annotations
@@ -10,27 +10,32 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
+import triton.language as tl
 
-from ultraep.backends.triton.board import MAX_CHUNKS, STAGES, Board
 from ultraep.backends.triton.kernels import relay, schedule, stream
+from ultraep.backends.triton.kernels.plan import Homes
 from ultraep.backends.triton.launch import power_of_2, quick, require_resident
+from ultraep.backends.triton.signals import MAX_CHUNKS, STAGES, Signals
 from ultraep.bundle import Layout, Stack, tensors_of
 from ultraep.comm import Region
 from ultraep.errors import ConfigError
 from ultraep.topology import Topology
 
 MODES = {"direct": relay.DIRECT, "chain": relay.CHAIN, "auto": relay.AUTO}
-SIGNAL_COST = 88 << 10  # bytes that a program could move while a signal travels
-WORDS, WARPS = 8192, 4  # of a tile
-MOST_SOURCES = 1024  # tables of addresses that are kept
+SIGNAL_COST = 88 << 10  # bytes that a program moves in the latency of a signal
+WORDS, WARPS = 8192, 4  # of a tile of weights
+GRADIENTS, GRADIENT_WARPS = 4096, 8  # of a tile of gradients
+# Factor for programs that have a multiprocessor to themselves and use all its threads.
+LARGE = 4 if torch.version.hip is None else 2
+MOST_SOURCES = 1024  # address tables in the cache
 
 
 class Contents(NamedTuple):
-    """What the slots of one buffer hold on all ranks, and what is to be there of one microbatch.
+    """Contents of the slots of one buffer on all ranks, before and after a microbatch.
 
-    held: [R * slots, 3] owner, expert and version of what every slot holds; versions above 0 only.
-    versions: [R] of the weights of all ranks; 0: not promised, so that they are sent again.
-    owner: a number of the layer and the kind of its weights.   buffer: of slots.
+    held: [R * slots, 3] owner, expert and version of every slot; 0: nothing.
+    versions: [R] of the weights of all ranks; 0: not promised, so they are sent again.
+    owner: identifies the layer and the shapes of its weights.   buffer: of slots.
     """
 
     held: torch.Tensor
@@ -40,27 +45,29 @@ class Contents(NamedTuple):
 
 
 class Streamer:
-    """Sends the weights of experts into the spare slots of others, as the plan says.
+    """Sends the weights of experts into the spare slots of other ranks, as the plan says.
 
-    relay: "direct", "chain" or "auto".   programs: how much of the device may work at it; alike
-    on all ranks.
+    relay: "direct", "chain" or "auto".   programs: per rank; must be equal on all ranks.
     """
 
-    def __init__(self, board: Board, topology: Topology, *, relay: str, programs: int) -> None:
+    def __init__(self, signals: Signals, topology: Topology, *, relay: str, programs: int) -> None:
         if programs < 1:
             raise ConfigError(f"programs must be at least 1, got {programs}")
-        self.board, self.topology, self.programs = board, topology, programs
+        self.signals, self.topology, self.programs = signals, topology, programs
         self.mode = MODES[relay]
-        device = board.peers.device
+        device = signals.peers.device
 
         def table(values: object) -> torch.Tensor:
             return torch.as_tensor(values, dtype=torch.int32, device=device)
 
         self.copies = max(1, topology.ranks * topology.slots)
-        self.homes = len(topology.home_experts(board.peers.rank))
-        self._home_of_expert = table(topology.home_of_expert.copy())
-        self._home_slot_of_expert = table(topology.home_slot_of_expert.copy())
-        self._first_slot_of_rank = table(topology.first_slot_of_rank.copy())
+        self.homes = len(topology.home_experts(signals.peers.rank))
+        self._home_tables = Homes(
+            table(topology.home_of_expert.copy()),
+            table(topology.home_slot_of_expert.copy()),
+            table(topology.first_slot_of_rank.copy()),
+            None,
+        )
         self._chunks: dict[int, torch.Tensor] = {}
         self._sources: dict[tuple[Any, ...], tuple[torch.Tensor, torch.Tensor]] = {}
         self._captured: dict[tuple[Any, ...], tuple[torch.Tensor, torch.Tensor]] = {}
@@ -70,12 +77,12 @@ class Streamer:
         )
 
     def empty_slots(self) -> torch.Tensor:
-        """[R * slots, 3] what `Contents` say of slots that hold nothing."""
-        return torch.zeros(self.copies, 3, dtype=torch.int32, device=self.board.peers.device)
+        """[R * slots, 3] the `held` table of empty slots."""
+        return torch.zeros(self.copies, 3, dtype=torch.int32, device=self.signals.peers.device)
 
     @property
     def size(self) -> int:
-        """Numbers of a schedule."""
+        """Number of integers of a schedule."""
         return int(schedule.HEADER.value) + 6 * self.copies + self.topology.slots + 2 * self.homes
 
     def schedule(
@@ -87,20 +94,18 @@ class Streamer:
         *,
         again: bool = False,
     ) -> None:
-        """What this rank has to do for a plan, into `schedule`; to be carried out before the next.
+        """Write what this rank must send for a plan; execute it before the next schedule.
 
-        contents: of the slots, which hold the copies of the plan afterwards; None: anything.
-        again: the schedule was carried out before, and others may have filled the slots since.
+        contents: of the slots, updated to the plan; None: unknown.
+        again: the schedule was executed before, and the slots may have been filled since.
         """
         held, versions, owner, buffer = contents or self._anything
-        board, topology = self.board, self.topology
+        signals, topology = self.signals, self.topology
         padded = power_of_2(self.copies)
         quick(relay.make_schedule)[(1,)](
-            board.region.addresses,
+            signals.region.addresses,
             replicas_C3,
-            self._home_of_expert,
-            self._home_slot_of_expert,
-            self._first_slot_of_rank,
+            self._home_tables,
             self.chunks_of_length(layout.nbytes),
             versions,
             held,
@@ -108,13 +113,13 @@ class Streamer:
             self._scratch,
             owner,
             int(again),
-            board.peers.rank,
+            signals.peers.rank,
             topology.ranks,
             topology.slots,
             self.homes,
             self.copies,
-            board.channel_of_buffer(0),  # fills of all buffers are numbered together
-            board.channel_of_buffer(buffer),
+            signals.channel_of_buffer(0),  # fills of all buffers are numbered together
+            signals.channel_of_buffer(buffer),
             MODE=self.mode,
             C=padded,
             B=max(1, min(32, padded, 8192 // padded)),
@@ -130,9 +135,9 @@ class Streamer:
         rows: Region,
         buffer: int = 0,
     ) -> None:
-        """Send what the schedule says, unless the slots hold it already."""
+        """Send what the schedule says, unless the slots already hold it."""
         homes, parts = self.sources(layout, tensors)
-        self.launch(homes, parts, schedule, layout.nbytes, rows, buffer, self.board.peers.rank, 1)
+        self.launch(homes, parts, schedule, layout.nbytes, rows, buffer, self.signals.peers.rank, 1)
 
     def launch(
         self,
@@ -145,11 +150,11 @@ class Streamer:
         first_rank: int,
         ranks: int,
     ) -> None:
-        """Send for several ranks of this device at once; `homes` and `schedules` by rank."""
-        board, topology = self.board, self.topology
-        require_resident(self.programs * ranks, WARPS, board.peers.device)
+        """Send for several ranks of this device; `homes` and `schedules` are by rank."""
+        signals, topology = self.signals, self.topology
+        require_resident(self.programs * ranks, WARPS, signals.peers.device)
         quick(stream.stream)[(self.programs * ranks,)](
-            board.region.addresses,
+            signals.region.addresses,
             rows.addresses,
             homes,
             parts,
@@ -162,12 +167,12 @@ class Streamer:
             len(parts),
             homes.numel() // ranks,
             self.size,
-            board.channel_of_buffer(buffer),
-            board.released(buffer),
-            board.arrived(buffer),
+            signals.channel_of_buffer(buffer),
+            signals.released(buffer),
+            signals.arrived(buffer),
             MAX_CHUNKS,
             STAGES.index("weights"),
-            board.patience,
+            signals.poll_limit,
             W=WORDS,
             PROGRAMS=self.programs,
             num_warps=WARPS,
@@ -176,25 +181,27 @@ class Streamer:
     def sources(
         self, layout: Layout, tensors: Mapping[str, Stack]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """[H, P] where the tensors of home experts begin; [P, 3] place in a row, bytes, alignment.
+        """[H, P] addresses of the tensors of home experts; [P, 3] offset, bytes and alignment.
 
-        Kept for weights that stay where they are; those that a graph has seen are kept for good.
+        The tables are cached by address; tables that a graph has captured are never dropped.
         """
-        places = tuple(place_of(name, tensors[name]) for name, _, _ in layout.parts)
+        places = tuple(pointers(name, tensors[name]) for name, _, _ in layout.parts)
         key, capturing = (layout, places), self._capturing()
         known = self._captured.get(key) or self._sources.pop(key, None)
         if known is None and capturing:
-            raise ConfigError("a graph is captured, and no step was run with these weights before")
-        found = known or self._table(layout, tensors)
-        (self._captured if capturing else self._sources)[key] = found
+            raise ConfigError(
+                "a graph capture uses weights that no step has used before; run one step first"
+            )
+        tables = known or self._table(layout, tensors)
+        (self._captured if capturing else self._sources)[key] = tables
         if len(self._sources) > MOST_SOURCES:
             self._sources.pop(next(iter(self._sources)))
-        return found
+        return tables
 
     def _table(
         self, layout: Layout, tensors: Mapping[str, Stack]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        device, parts = self.board.peers.device, []
+        device, parts = self.signals.peers.device, []
         columns = [addresses(tensors[name]) for name, _, _ in layout.parts]
         for (begin, end), column in zip(layout.spans.values(), columns, strict=True):
             aligned = (end - begin) % 16 == 0 and all(pointer % 16 == 0 for pointer in column)
@@ -203,23 +210,23 @@ class Streamer:
         return homes.to(device), torch.tensor(parts, dtype=torch.int64, device=device)
 
     def _capturing(self) -> bool:
-        cuda = self.board.peers.device.type == "cuda"
+        cuda = self.signals.peers.device.type == "cuda"
         return cuda and torch.cuda.is_current_stream_capturing()
 
     def chunks_of_length(self, nbytes: int) -> torch.Tensor:
-        """Chunks of an expert of so many bytes, by the longest chain."""
+        """[longest + 1] chunks of an expert of that size, by the longest chain."""
         if nbytes not in self._chunks:
             longest = min(self.copies, self.topology.domain_size)
             chunks = [chunks_for(length, nbytes, self.programs) for length in range(longest + 1)]
-            device = self.board.peers.device
+            device = self.signals.peers.device
             self._chunks[nbytes] = torch.tensor(chunks, dtype=torch.int32, device=device)
         return self._chunks[nbytes]
 
 
 def chunks_for(length: int, nbytes: int, programs: int) -> int:
-    """Chunks of an expert in a chain of so many hops.
+    """Return the number of chunks of an expert in a chain of `length` hops.
 
-    n chunks take n + length - 1 rounds, of nbytes / n bytes and one signal each: least at the root.
+    n chunks take n + length - 1 rounds of nbytes / n bytes and one signal each: least at the root.
     """
     if length < 2:
         return 1
@@ -227,20 +234,60 @@ def chunks_for(length: int, nbytes: int, programs: int) -> int:
     return min(MAX_CHUNKS, max(2, best))
 
 
-def place_of(name: str, stack: Stack) -> tuple[int, ...]:
-    """What tells where the tensors of the home experts begin."""
+def pointers(name: str, stack: Stack) -> tuple[int, ...]:
+    """Return the addresses that identify the tensors of the home experts."""
     for tensor in tensors_of(stack):
         if not tensor.is_contiguous():
             raise ConfigError(
-                f"{name!r} must be contiguous: shape {list(tensor.shape)}, "
-                f"strides {list(tensor.stride())}"
+                f"{name!r} must be contiguous, got shape {list(tensor.shape)} and strides "
+                f"{list(tensor.stride())}; call .contiguous()"
             )
     return tuple(tensor.data_ptr() for tensor in tensors_of(stack))
 
 
 def addresses(stack: Stack) -> list[int]:
-    """[H] where the tensor of every home expert begins."""
+    """[H] the address of the tensor of every home expert."""
     if not isinstance(stack, torch.Tensor):
         return [tensor.data_ptr() for tensor in stack]
     step = stack.stride(0) * stack.itemsize if stack.ndim else 0
     return [stack.data_ptr() + index * step for index in range(len(stack))]
+
+
+def pull(
+    gradients_HP: torch.Tensor,
+    rows: Region,
+    schedule: torch.Tensor,
+    streamer: Streamer,
+    *,
+    programs: int,
+    large: bool = False,
+    own_HP: torch.Tensor | None = None,
+    zero: bool = False,
+) -> None:
+    """Add the gradients of replicas to the gradients of their home experts.
+
+    own_HP: gradients of the home experts; None: `gradients_HP`.
+    rows: `[slots, P]` of every rank, in the same dtype.   zero: clear them.
+    large: a program has a multiprocessor to itself.
+    """
+    own = gradients_HP if own_HP is None else own_HP
+    assert own.stride() == gradients_HP.stride(), (own.stride(), gradients_HP.stride())
+    double = own.dtype == torch.float64
+    size = LARGE if large and not double else 1
+    quick(stream.pull)[(programs,)](
+        gradients_HP,
+        own,
+        rows.addresses,
+        schedule,
+        streamer.topology.slots,
+        streamer.copies,
+        len(gradients_HP),
+        gradients_HP.shape[1],
+        gradients_HP.stride(0),
+        ACCUMULATOR=tl.float64 if double else tl.float32,
+        ZERO=zero,
+        ALIGNED=own.shape[1] * own.element_size() % 16 == 0,
+        W=GRADIENTS * size,
+        PROGRAMS=programs,
+        num_warps=GRADIENT_WARPS * size,
+    )

@@ -13,11 +13,10 @@ from typing import Any
 
 import torch
 
-from ultraep.backends.triton.board import Board, Told
 from ultraep.backends.triton.exchange import RegionLayout, RowExchange, aligned
-from ultraep.backends.triton.grouped import multiprocessors
-from ultraep.backends.triton.reducer import pull
-from ultraep.backends.triton.streamer import Contents, Streamer
+from ultraep.backends.triton.launch import multiprocessors
+from ultraep.backends.triton.signals import Signals, WeightVersion
+from ultraep.backends.triton.streamer import Contents, Streamer, pull
 from ultraep.bundle import Layout
 from ultraep.comm import Peers, Region
 from ultraep.errors import LoadError
@@ -49,7 +48,7 @@ class MappedMemory:
         self.sms = share.sms or multiprocessors(own.device)
         self.overlap = Overlap(own.device, share.stream)
         timeout = settings.timeout or shared.comm.timeout
-        self.board = Board(own, slots=topology.slots, buffers=self.buffers, timeout=timeout)
+        self.board = Signals(own, slots=topology.slots, buffers=self.buffers, timeout=timeout)
         moving, self._pulling, self.beside = _programs(own.device, self.sms, share.budget)
         self.streamer = Streamer(self.board, topology, relay=settings.relay, programs=moving)
         layout = RegionLayout(
@@ -75,7 +74,7 @@ class MappedMemory:
         self._slot_tensors: dict[tuple[Layout, int], dict[str, torch.Tensor]] = {}
         self._read: set[str] = set()  # since the last barrier
 
-    def share_loads(self, loads_E: torch.Tensor, digest: int, weights: Told) -> torch.Tensor:
+    def share_loads(self, loads_E: torch.Tensor, digest: int, weights: WeightVersion) -> torch.Tensor:
         """Return [R, E] the loads of all ranks, whose digests must be equal.
 
         weights: the promise of this rank about its weights, and where to store all promises.
@@ -88,7 +87,7 @@ class MappedMemory:
 
     def barrier(self) -> None:
         """Make what every rank has written readable for all ranks."""
-        self.board.meet("rows")
+        self.board.barrier("rows")
         self._read.clear()
 
     def region(self, name: str, nbytes: int) -> Region:
@@ -206,7 +205,7 @@ class MappedMemory:
         beside: run on the second stream with a few large programs, beside a product that leaves
             their multiprocessors free.
         """
-        self.board.meet("gradients")
+        self.board.barrier("gradients")
         self._read = {"gradients"}
         with self.overlap.aside() if beside else nullcontext():
             for name, of_replicas in slots.items():

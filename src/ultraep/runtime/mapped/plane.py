@@ -17,8 +17,8 @@ from collections.abc import Callable
 
 import torch
 
-from ultraep.backends.triton.board import AS_PROMISED, Told
 from ultraep.backends.triton.exchange import scalar_type
+from ultraep.backends.triton.signals import AS_PROMISED, WeightVersion
 from ultraep.bundle import Bundle, resolve, signature
 from ultraep.comm import Peers
 from ultraep.config import BalanceConfig
@@ -164,14 +164,14 @@ class MappedMicrobatch(BaseMicrobatch[DevicePlan]):
         self._versions = weights.versions
         return workspace.memory.share_loads(counts, digest, weights)
 
-    def _weights_promise(self) -> Told:
+    def _weights_promise(self) -> WeightVersion:
         """Return the promise of this rank about its weights; in a graph, the device reads it."""
         plane, versions = self._plane, self._shared.versions
         of_all = torch.empty(plane.topology.ranks, dtype=torch.int32, device=plane.device)
         if capturing(plane.device):
-            return Told(AS_PROMISED, plane.promised, of_all)
+            return WeightVersion(AS_PROMISED, plane.promised, of_all)
         number = versions.of(self.info.layer, self._inputs.layer.bundle)
-        return Told(even(number) if versions.promise else 0, plane.promised, of_all)
+        return WeightVersion(even(number) if versions.promise else 0, plane.promised, of_all)
 
     def _rows_of_all(self) -> int:
         """As if every rank had the tokens of the rank with the most tokens."""

@@ -1,12 +1,12 @@
-"""Twins of the rules in `reference/members.py`: one domain, one program, in registers.
+"""Twins of the heuristics in `reference/members.py`: one program per domain, in registers.
 
-The ranks of the domain stand in columns, their home experts in rows: `home_HG` are the tokens still
-at home (-1 where a rank has no such expert) and `load_G` the tokens of every rank. A reduction over
-experts then stays inside a thread, and one over ranks is one instruction of a warp.
+Axis 1 of a tile are the ranks of the domain, axis 0 their home experts: `home_HG` are the rows
+still at home (-1: no expert) and `load_G` the rows of every rank. A reduction over experts then
+stays inside a thread, and one over ranks is one instruction of a warp.
 
-Every copy is noted at its host: `hosted` is one attempt, see `state.py`. The answer is the loads in
-the end and the number of copies; of `alias` also the tokens at home and the most copies of a rank.
-`problem` and `SHAPE` are those of `state.py`.
+Every replica is stored at its host: `hosted` is one attempt, see `state.py`. The functions return
+the final loads and the number of replicas; `alias` also the rows at home and the most replicas of
+one rank.
 """
 
 import triton
@@ -20,7 +20,7 @@ EMPTIEST, FULLEST, SMALLEST = (tl.constexpr(number) for number in range(3))
 
 @triton.jit
 def free_all(hosted, problem, SHAPE: tl.constexpr):
-    """Forget the copies of an earlier attempt."""
+    """Clear the replicas of an earlier attempt."""
     slot = tl.arange(0, SHAPE.HELD)
     tl.debug_barrier()
     tl.store(hosted + slot, slot * 0 - 1, mask=slot < held_by(problem))
@@ -32,11 +32,11 @@ def alias(
     load_G, home_HG, hosted, threshold, slack, usable, problem,
     SHAPE: tl.constexpr, THRIFTY: tl.constexpr, PACKED: tl.constexpr
 ):  # fmt: skip
-    """The emptiest rank takes from the fullest, exactly what it lacks.
+    """Let the emptiest rank take exactly what it lacks from the fullest.
 
-    With `THRIFTY`, a surplus that fits tightly into one host goes there alone: see `tightest_pair`.
-    With `PACKED`, tokens and ranks share a number, and one reduction finds both; tokens and rows
-    of experts likewise.   usable: slots of a rank that may be used.
+    THRIFTY: a surplus that fits tightly into one host goes there alone, see `tightest_pair`.
+    PACKED: rows and rank share one integer, so that one reduction finds both; likewise rows and
+    expert.   usable: slots per rank that may be used.
     """
     rank = tl.arange(0, SHAPE.G)
     row = tl.arange(0, SHAPE.H)[:, None]
@@ -55,7 +55,7 @@ def alias(
             heat_G = most_G
             hot_G = tl.min(tl.where(home_HG == most_G[None, :], row, SHAPE.H), 0)
         room_G = tl.where(free_G > 0, threshold - load_G, -1)
-        if THRIFTY:  # before `choose`, which branches: the reductions of both can overlap
+        if THRIFTY:  # before the branch in `choose`: the reductions of both can overlap
             tight, tight_host, tight_donor, surplus, wasted = tightest_pair(
                 room_G, load_G, heat_G, threshold, slack, problem.min_tokens, SHAPE.G, PACKED
             )
@@ -68,7 +68,7 @@ def alias(
             filled = tl.where(tight, usable, 1)
             slack -= tl.where(tight, wasted, 0)
         going = quota >= problem.min_tokens
-        donor = tl.where(going, donor, SHAPE.G)  # nobody
+        donor = tl.where(going, donor, SHAPE.G)  # none
         host = tl.where(going, host, SHAPE.G)
         slot = host
         if not SHAPE.ONE_SLOT:
@@ -95,10 +95,9 @@ def alias(
 def tightest_pair(
     room_G, load_G, heat_G, threshold, slack, min_tokens, G: tl.constexpr, PACKED: tl.constexpr
 ):
-    """The smallest surplus that one expert can carry, and the host with the least room for it.
+    """Find the smallest surplus that one expert can carry, and the host with the least room for it.
 
-    Whether there are such, and waste no more than an even share of the slack; host, donor, the
-    surplus, and what is wasted.
+    Returns whether they waste at most an even share of the slack, host, donor, surplus and waste.
     """
     surplus_G = load_G - threshold
     ready_G = (surplus_G >= min_tokens) & (surplus_G <= heat_G)
@@ -112,9 +111,9 @@ def tightest_pair(
 
 @triton.jit
 def smallest(value_G, chosen_G, G: tl.constexpr, PACKED: tl.constexpr):
-    """The smallest value of those chosen, and the last rank that has it; `MOST`, -1: there is none.
+    """Return the smallest chosen value and the last rank that has it; MOST and -1: none.
 
-    Chosen are only values that are not negative.
+    Chosen values are never negative.
     """
     rank = tl.arange(0, G)
     if PACKED:
@@ -122,14 +121,14 @@ def smallest(value_G, chosen_G, G: tl.constexpr, PACKED: tl.constexpr):
         value, last = unpack(key, G)
         none = key == MOST
         return tl.where(none, MOST, value), tl.where(none, -1, last)
-    else:  # noqa: RET505 - both are compiled where this is not an else
+    else:  # noqa: RET505 - without `else`, Triton compiles both
         value = tl.min(tl.where(chosen_G, value_G, MOST), 0)
         return value, tl.max(tl.where(chosen_G & (value_G == value), rank, -1), 0)
 
 
 @triton.jit
 def choose(room_G, load_G, heat_G, threshold, G: tl.constexpr, PACKED: tl.constexpr):
-    """The emptiest rank, who gives to it, and how much."""
+    """Return the emptiest rank, its donor, and the quota."""
     need, host = largest(room_G, G, PACKED)
     donor, quota = choose_donor(need, load_G, heat_G, threshold, G, PACKED)
     return host, donor, quota
@@ -137,7 +136,7 @@ def choose(room_G, load_G, heat_G, threshold, G: tl.constexpr, PACKED: tl.conste
 
 @triton.jit
 def choose_donor(need, load_G, heat_G, threshold, G: tl.constexpr, PACKED: tl.constexpr):
-    """The fullest rank that can give what is needed, or the one that can give most."""
+    """Return the fullest rank that can give `need`, or else the most; and the quota."""
     over_G = load_G > threshold
     enough_G = over_G & (heat_G >= need)
     fullest, donor = largest(tl.where(enough_G, load_G, -1), G, PACKED)
@@ -151,11 +150,11 @@ def choose_donor(need, load_G, heat_G, threshold, G: tl.constexpr, PACKED: tl.co
 
 @triton.jit
 def largest(value_G, G: tl.constexpr, PACKED: tl.constexpr):
-    """The largest value, and the first rank that has it."""
+    """Return the largest value, and the first rank that has it."""
     rank = tl.arange(0, G)
     if PACKED:
         return unpack(tl.max(value_G * G + (G - 1 - rank), 0), G)
-    else:  # noqa: RET505 - both are compiled where this is not an else
+    else:  # noqa: RET505 - without `else`, Triton compiles both
         value = tl.max(value_G, 0)
         return value, tl.min(tl.where(value_G == value, rank, G), 0)
 
@@ -171,7 +170,7 @@ def alias_packed_or_not(
     load_G, home_HG, hosted, threshold, slack, usable, problem,
     SHAPE: tl.constexpr, THRIFTY: tl.constexpr
 ):  # fmt: skip
-    """`alias`, packed if tokens times ranks, or times rows, fit into 32 bits."""
+    """Call `alias`, packed if rows times ranks or experts fit into 32 bits."""
     made = 0
     received = 0
     if tl.maximum(tl.max(load_G, 0), threshold) < (1 << 31) // max(SHAPE.H, SHAPE.G) - 1:
@@ -187,7 +186,7 @@ def alias_packed_or_not(
 
 @triton.jit
 def window(load_G, home_HG, hosted, threshold, problem, SHAPE: tl.constexpr):
-    """Every donor gives its surplus to as few hosts as possible, and to the tightest such."""
+    """Let every donor give its surplus to the fewest hosts, and to the tightest such."""
     ranks, slots, min_tokens, limit = problem
     rank = tl.arange(0, SHAPE.G)
     row = tl.arange(0, SHAPE.H)[:, None]
@@ -205,15 +204,15 @@ def window(load_G, home_HG, hosted, threshold, problem, SHAPE: tl.constexpr):
         hot = tl.max(tl.where(rank == donor, hot_G, -1), 0)
         surplus = tl.minimum(least - threshold, heat)
         room_G = tl.where((free_G > 0) & (threshold - load_G >= min_tokens), threshold - load_G, 0)
-        # Unique, and in the order of the line of hosts: the roomiest first, then the lower rank.
+        # Unique keys, in the order of hosts: the roomiest first, then the lower rank.
         key_G = (room_G.to(tl.int64) << 32) | (SHAPE.G - rank)
         wanted, kept, first, last = tightest(room_G, key_G, surplus, limit - made, SHAPE.G)
         host_G = (key_G <= first) & (key_G >= last)
-        # All but the last one are filled up.
+        # All hosts but the last are filled.
         final = tl.where(kept == wanted, last, -1)
         filled = tl.sum(tl.where(host_G & (key_G != final), room_G, 0), 0)
         rest = tl.minimum((last >> 32).to(tl.int32), tl.maximum(surplus - filled, min_tokens))
-        # The last one may ask for more than is left at home: then it, and all after it, is off.
+        # If the last host needs more than is left at home, it is skipped and the attempt ends.
         whole = (kept == wanted) & (heat - filled >= rest)
         host_G = host_G & (key_G != tl.where(whole, -1, final))
         quota_G = tl.where(host_G, tl.where(key_G == final, rest, room_G), 0)
@@ -231,10 +230,10 @@ def window(load_G, home_HG, hosted, threshold, problem, SHAPE: tl.constexpr):
 
 @triton.jit
 def tightest(room_G, key_G, surplus, allowed, G: tl.constexpr):
-    """The last run of as few neighbours as possible that hold the surplus.
+    """Find the last run of as few neighbours as possible that have room for the surplus.
 
-    How many that are, how many of them are allowed, and the keys of the first and last allowed one.
-    None are allowed if there is no such run.
+    Returns the length of the run, how many of its hosts are allowed, and the keys of the first and
+    last allowed host. Without such a run, none is allowed.
     """
     place = tl.arange(0, G)
     wanted = 1
@@ -258,7 +257,7 @@ def tightest(room_G, key_G, surplus, allowed, G: tl.constexpr):
 
 @triton.jit
 def variant_of(number):
-    """What a circle may waste, in halves of an even share; and the rank that is to be joined."""
+    """Return what a circle may waste, in halves of an even share, and the anchor."""
     halves = tl.where(number == 0, 1, tl.where(number == 1, 6, tl.where(number == 2, 4, 3)))
     anchor = tl.where(number < 2, EMPTIEST, tl.where(number == 2, FULLEST, SMALLEST))
     return halves, anchor
@@ -266,21 +265,21 @@ def variant_of(number):
 
 @triton.jit
 def first_with(chosen_G, G: tl.constexpr):
-    """The first rank for which this is true; G: none."""
+    """Return the first rank for which this is true; G: none."""
     return tl.min(tl.where(chosen_G, tl.arange(0, G), G), 0)
 
 
 @triton.jit
 def at(value_G, rank, G: tl.constexpr):
-    """The value of one rank."""
+    """Return the value of one rank."""
     return tl.sum(tl.where(tl.arange(0, G) == rank, value_G, 0), 0)
 
 
 @triton.jit
 def least_waste(rest_G, height_G, G: tl.constexpr):
-    """[G] what is wasted by a circle of this height that the tightest other rank closes.
+    """[G] the waste if the tightest other rank closes a circle of this height; MOST if none can.
 
-    0 is the height of those who close none; `MOST`: nobody can.
+    Ranks of height 0 close no circle.
     """
     rank = tl.arange(0, G)
     rest = rest_G[None, :]
@@ -292,7 +291,7 @@ def least_waste(rest_G, height_G, G: tl.constexpr):
 
 @triton.jit
 def close_circles(load_G, home_HG, hosted, threshold, variant, problem, SHAPE: tl.constexpr):
-    """Close a circle of two; or make a copy that leaves two that fit; or do as `alias` does."""
+    """Close a circle of two; or prepare one with a replica; or do as `alias` does."""
     halves, anchor = variant_of(variant)
     ranks, slots, min_tokens, limit = problem
     rank = tl.arange(0, SHAPE.G)
@@ -316,21 +315,13 @@ def close_circles(load_G, home_HG, hosted, threshold, variant, problem, SHAPE: t
         quota = most
         if not closed:
             donor, host = pair_that_leaves_one(
-                surplus_G,
-                room_G,
-                ready_G,
-                heat_G,
-                second_G,
-                min_tokens,
-                allowed,
-                anchor,
-                SHAPE.G,
+                surplus_G, room_G, ready_G, heat_G, second_G, min_tokens, allowed, anchor, SHAPE.G
             )
             quota = at(room_G, host, SHAPE.G)
             if host == SHAPE.G:
                 host, donor, quota = choose(room_G, load_G, heat_G, threshold, SHAPE.G, False)
         going = quota >= min_tokens
-        donor = tl.where(going, donor, SHAPE.G)  # nobody
+        donor = tl.where(going, donor, SHAPE.G)  # none
         host = tl.where(going, host, SHAPE.G)
         slot = host * slots + slots - at(free_G, host, SHAPE.G)
         tl.store(hosted + slot + rank * 0, hot_G * SHAPE.G + rank, mask=rank == donor)
@@ -346,7 +337,7 @@ def close_circles(load_G, home_HG, hosted, threshold, variant, problem, SHAPE: t
 
 @triton.jit
 def waste_allowed(surplus_G, room_G, halves):
-    """What one circle may waste, of what all ranks lack together."""
+    """Return what one circle may waste."""
     slack = tl.sum(room_G.to(tl.int64), 0) - tl.sum(surplus_G.to(tl.int64), 0)
     donors = tl.sum((surplus_G > 0).to(tl.int32), 0)
     allowed = tl.maximum(slack, 0) * halves // (2 * donors)
@@ -357,16 +348,16 @@ def waste_allowed(surplus_G, room_G, halves):
 def pair_that_leaves_one(
     surplus_G, room_G, ready_G, heat_G, second_G, min_tokens, allowed, anchor, G: tl.constexpr
 ):
-    """A donor that fills a host, so that what is left of it fits tightly with another rank.
+    """Return a donor that fills a host, so that its rest fits tightly with another rank.
 
-    One of the two is the anchor. The other is that which wastes least; G, G: nobody does.
+    The anchor is one of the two; the other one wastes least. Returns G, G without a pair.
     """
     rank = tl.arange(0, G)
     hosted = anchor == EMPTIEST
     key_G = tl.where(hosted, room_G, surplus_G)
     key_G = tl.where((anchor == SMALLEST) & (surplus_G > 0), MOST - surplus_G, key_G)
     joined = largest(key_G, G, False)[1]
-    # Of the donor and of the host, if the anchor is one of them and this rank the other.
+    # Values of donor and host, if one of them is the anchor and the other one this rank.
     give_G = tl.where(hosted, surplus_G, at(surplus_G, joined, G))
     heat_G = tl.where(hosted, heat_G, at(heat_G, joined, G))
     second_G = tl.where(hosted, second_G, at(second_G, joined, G))
@@ -379,7 +370,7 @@ def pair_that_leaves_one(
     waste_G = least_waste(rest_G, others_G, G)
     least = tl.min(waste_G, 0)
     partner = first_with((waste_G == least) & (least <= allowed), G)
-    nobody = partner == G
-    donor = tl.where(nobody, G, tl.where(hosted, partner, joined))
-    host = tl.where(nobody, G, tl.where(hosted, joined, partner))
+    none = partner == G
+    donor = tl.where(none, G, tl.where(hosted, partner, joined))
+    host = tl.where(none, G, tl.where(hosted, joined, partner))
     return donor, host

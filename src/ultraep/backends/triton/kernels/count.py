@@ -1,9 +1,8 @@
-"""Twin of `count` in the reference: rows of every expert, and where rows of every tile begin.
+"""Twin of `count` in the reference: rows of every expert, in total and in earlier tiles.
 
-Rows are cut into tiles. `offsets` says for every tile and expert how many rows of that expert stand
-in earlier tiles: with it, `reroute` numbers the rows of an expert without looking at other tiles,
-whatever the order in which programs run. A row without an expert (padding, or an id out of range)
-is counted in one bin more, behind the last expert.
+Rows are divided into tiles. `offsets` holds, per tile and expert, the rows of that expert in
+earlier tiles: with it, `reroute` numbers the rows of an expert without examining other tiles. Rows
+without an expert (padding, or an id out of range) are counted in a bin behind the last expert.
 
 Shapes: N rows, E experts, B rows of a tile.
 """
@@ -14,7 +13,7 @@ import triton.language as tl
 
 @triton.jit
 def bin_of(id_B, there_B, experts):
-    """[B] the expert of every row; `experts`: none. And which ids are out of range."""
+    """[B] the expert of every row, `experts` if it has none; and which ids are out of range."""
     id_B = id_B.to(tl.int64)  # an unsigned 255 is not -1
     known_B = (id_B >= 0) & (id_B < experts)
     unknown_B = there_B & (known_B == 0) & (id_B != -1)
@@ -23,13 +22,13 @@ def bin_of(id_B, there_B, experts):
 
 @triton.jit
 def offsets_of(offsets, tile, experts):
-    """[E + 1] of a tile: the bins of all experts, and one for rows without."""
+    """Return the bins [E + 1] of a tile."""
     return offsets + tile.to(tl.int64) * (experts + 1)
 
 
 @triton.jit(do_not_specialize=["rows", "experts"])
 def tile_counts(ids, counts, faults, rows, experts, B: tl.constexpr, E: tl.constexpr):
-    """Program t: [E + 1] rows of every bin in tile t.
+    """Program t: count the rows of every bin in tile t.
 
     >>> example(tile_counts, 2, ids=[0, 1, 0, 9, -1, 0], counts=room(2, 5), rows=6, B=4, E=8)
     counts = [[2, 1, 0, 0, 1], [1, 0, 0, 0, 1]]
@@ -52,7 +51,7 @@ def tile_counts(ids, counts, faults, rows, experts, B: tl.constexpr, E: tl.const
 def tile_counts_of_map(
     routing_map, counts, rows, experts, stride, B: tl.constexpr, E: tl.constexpr
 ):
-    """Program (t, e): [E + 1] tokens of every expert in tile t of a map `[N, E]`, for some of them.
+    """Program (t, e): count the tokens of some experts in tile t of a map `[N, E]`.
 
     >>> routing_map = [[1, 0, 0, 1], [1, 0, 0, 0], [0, 0, 1, 0]]
     >>> example(tile_counts_of_map, (2, 1), routing_map=routing_map, counts=room(2, 5), rows=3, B=2,
@@ -66,13 +65,13 @@ def tile_counts_of_map(
     mask = (token < rows)[:, None] & (expert < experts)[None, :]
     chosen_BE = (tl.load(at, mask=mask, other=0) != 0).to(tl.int32)
     at = offsets_of(counts, tile, experts) + expert
-    # Nothing is without an expert here: the last bin is empty.
+    # The last bin stays empty: a map has no rows without an expert.
     tl.store(at, tl.sum(chosen_BE, 0), mask=expert <= experts)
 
 
 @triton.jit(do_not_specialize=["tiles", "bins"])
 def tile_offsets(counts, totals, tiles, bins, T: tl.constexpr, E: tl.constexpr):
-    """Counts of tiles become counts of all earlier tiles, in place; and [E + 1] the totals.
+    """Replace counts per tile by counts of all earlier tiles, and write the totals [E + 1].
 
     >>> example(tile_offsets, 1, counts=[[2, 1, 0, 0, 1], [1, 0, 0, 0, 1]], totals=room(5), tiles=2,
     ...         bins=5, T=2, E=8)

@@ -1,27 +1,25 @@
-"""Rows between GPUs that read each other's memory: every rank pulls what it needs.
+"""Rows between GPUs that access each other's memory: every rank reads what it needs.
 
-    make_tables     where slots begin in the order of sending, and ranks among the arrivals
-    expose_routes   order and scalars of the routed rows, to where the others can read them
-    expose_values   tokens, or gradients of outputs, likewise
-    origins         whose row, and which, every arrived row is; the scalar of each
-    gather_rows     the values of the arrived rows
-    landings        on which rank and in which of its rows every routed row was served
+    make_tables     where slots begin in the sending order, and ranks among the arrivals
+    expose_routes   publish order and scalars of the routed rows
+    expose_values   publish tokens, or gradients of outputs
+    origins         source rank and row of every arrived row, and its scalar
+    gather_rows     values of the arrived rows
+    landings        rank and arrived row that serve every routed row
     sum_rows        served rows of every token, added in the order of its choices
 
-`addresses` are those of a region's pieces, one of every rank, multiples of 16. A piece holds
+`addresses` holds the address of a region on every rank, a multiple of 16. A region holds
 
-    tables   one part behind the other: the order of sending; where each slot begins in it;
-             `blocks` [R, stride], where the rows of every rank begin among the arrivals of each
-             slot; scalars of the routed rows
+    tables   the sending order; where each slot begins in it; `blocks` [R, stride], where the rows
+             of every rank begin among the arrivals of each slot; scalars of the routed rows
     values   [tokens, width]
-    served   scalars of the arrived rows, then [capacity, width] the rows
+    served   scalars of the arrived rows, then the rows [capacity, width]
 
-A row of some rank is one number, rank * rows + row, with as many rows as every rank has. Between a
-kernel that writes into a region and those that read it on other ranks, somebody has to wait: not
-these kernels.
+A row of a rank is one integer: rank * rows + row. The caller must synchronise the ranks between
+kernels that write a region and kernels that read it.
 
-What comes from other ranks, or from a plan for other ids, is never trusted with an address:
-positions and rows are compared with the sizes that were agreed on.
+Data from other ranks is not trusted with an address: positions and rows are compared with the
+agreed sizes.
 
 Shapes: T tokens, K choices, N = T * K routed rows, S slots of all ranks, L slots of this rank, R
 ranks, A arrived rows.
@@ -36,32 +34,15 @@ LARGEST = tl.constexpr(2**31 - 1)
 
 
 @triton.jit
-def joined(rank, row, rows):
-    """A rank and one of its rows as one number."""
-    return rank.to(tl.int64) * rows + row
-
-
-@triton.jit
-def parted(number, ROWS: tl.constexpr):
-    """The rank and its row."""
-    return number // ROWS, number % ROWS
-
-
-@triton.jit
-def block_at(blocks, source, local, stride):
-    return blocks + source * stride + local
-
-
-@triton.jit
 def part_of(addresses, rank, AT: tl.constexpr, TYPE: tl.constexpr):
-    """Where a part of the pieces of these ranks lies: `AT` bytes behind their beginning."""
+    """Return the pointer to byte `AT` of the regions of these ranks."""
     begin = tl.load(addresses + rank) + AT
     return tl.multiple_of(begin, 16).to(tl.pointer_type(TYPE))
 
 
 @triton.jit
 def own_tiles(tiles):
-    """The tiles of this program: neighbours, so that it looks up most addresses only once."""
+    """Return the tiles of this program: neighbours, so that it loads most addresses once."""
     share = tl.cdiv(tiles, tl.num_programs(0))
     begin = tl.program_id(0) * share
     return begin, tl.minimum(begin + share, tiles)
@@ -69,28 +50,22 @@ def own_tiles(tiles):
 
 @triton.jit
 def values_of(
-    addresses,
-    origin_of_row,
-    first,
-    total,
-    ROWS: tl.constexpr,
-    CHOICES: tl.constexpr,
-    ROW_BYTES: tl.constexpr,
-    B: tl.constexpr,
-):
-    """[B] addresses of the values of the arrived rows from the first one on; 0: none."""
+    addresses, origin_of_row, first, total, ROWS: tl.constexpr, CHOICES: tl.constexpr,
+    ROW_BYTES: tl.constexpr, B: tl.constexpr
+):  # fmt: skip
+    """[B] addresses of the values of the arrived rows, from row `first` on; 0: unknown origin."""
     row = first + tl.arange(0, B)
     origin = tl.load(origin_of_row + row, mask=row < total, other=-1)
     known = origin >= 0
-    rank, routed = parted(origin, ROWS)
+    rank, routed = origin // ROWS, origin % ROWS
     begin = tl.load(addresses + rank, mask=known, other=0)
     return tl.where(known, begin + routed // CHOICES * ROW_BYTES, 0)
 
 
 @triton.jit
 def tile_at(row_addresses, column, WIDTH: tl.constexpr, TYPE: tl.constexpr):
-    """[B, C] some columns of the rows at these addresses; 0 where there is no row or column."""
-    # Only the hint makes loads of 16 bytes, and rows of other lengths do not begin at a multiple.
+    """[B, C] some columns of the rows at these addresses; 0 without a row or column."""
+    # The hint enables loads of 16 bytes; rows of other lengths are not aligned.
     ALIGNED: tl.constexpr = 16 if WIDTH * TYPE.primitive_bitwidth % 128 == 0 else 1
     begin = tl.multiple_of(row_addresses.to(tl.pointer_type(TYPE))[:, None], [1, ALIGNED])
     there = (row_addresses != 0)[:, None] & (column < WIDTH)[None, :]
@@ -99,23 +74,16 @@ def tile_at(row_addresses, column, WIDTH: tl.constexpr, TYPE: tl.constexpr):
 
 @triton.jit
 def served_of(
-    addresses,
-    landing_of_row,
-    first,
-    tokens,
-    CHOICES: tl.constexpr,
-    CAPACITY: tl.constexpr,
-    ROWS_AT: tl.constexpr,
-    ROW_BYTES: tl.constexpr,
-    B: tl.constexpr,
-):
-    """For every choice, the addresses `[B]` of what was served for these tokens; 0: nothing."""
+    addresses, landing_of_row, first, tokens, CHOICES: tl.constexpr, CAPACITY: tl.constexpr,
+    ROWS_AT: tl.constexpr, ROW_BYTES: tl.constexpr, B: tl.constexpr
+):  # fmt: skip
+    """For every choice, the addresses [B] of the rows served for these tokens; 0: none."""
     token = first + tl.arange(0, B)
     found = ()
     for choice in tl.static_range(CHOICES):
         row = token.to(tl.int64) * CHOICES + choice
         landing = tl.load(landing_of_row + row, mask=token < tokens, other=-1)
-        rank, arrived = parted(landing, CAPACITY)
+        rank, arrived = landing // CAPACITY, landing % CAPACITY
         begin = tl.load(addresses + rank, mask=landing >= 0, other=0)
         served = begin + ROWS_AT + arrived * ROW_BYTES
         found = found + (tl.where(landing >= 0, served, 0),)  # noqa: RUF005
@@ -124,12 +92,13 @@ def served_of(
 
 @triton.jit
 def pull_scalars(addresses, landing_of_row, scalars, num_rows, CAPACITY: tl.constexpr):
-    """[N] the scalars that stand beside the served rows; 0: not served."""
+    """[N] the scalars of the served rows; 0: not served."""
     B: tl.constexpr = 512
     for first in range(tl.program_id(0) * B, num_rows, tl.num_programs(0) * B):
         row = first + tl.arange(0, B)
         landing = tl.load(landing_of_row + row, mask=row < num_rows, other=-1)
-        rank, arrived = parted(tl.maximum(landing, 0), CAPACITY)
+        known = tl.maximum(landing, 0)
+        rank, arrived = known // CAPACITY, known % CAPACITY
         there = part_of(addresses, rank, 0, scalars.dtype.element_ty)
         scalar = tl.load(there + arrived, mask=landing >= 0, other=0.0)
         tl.store(scalars + row, scalar, mask=row < num_rows)
@@ -151,12 +120,12 @@ def make_tables(
     stride,
     B: tl.constexpr,
 ):
-    """Two programs: one for what this rank sends, one for what arrives.
+    """Write the tables of what this rank sends (program 0) and of what arrives (program 1).
 
-    begins: [S] where the rows of every slot begin in the order of sending.
+    begins: [S] where the rows of every slot begin in the sending order.
     blocks: [R, stride] where the rows of every rank begin among the arrivals of each slot.
-    offsets: [L + 1] where the arrivals of each slot begin; the last one: how many there are.
-    faults: how often there were more than `capacity`; and the most that there ever were.
+    offsets: [L + 1] where the arrivals of each slot begin, then their number.
+    faults: how often more than `capacity` rows arrived, and the most that ever arrived.
 
     >>> example(make_tables, 2, rows_of_slot=[1, 0, 0, 1, 0, 3], received=[[0, 1, 0], [1, 0, 3]],
     ...         begins=room(6), blocks=room(2, 3), offsets=room(4), faults=[0, 0], num_local=3,
@@ -184,7 +153,7 @@ def make_tables(
             rows_B = tl.maximum(rows_B.to(tl.int64), 0)
             begin_B = end + tl.cumsum(rows_B, 0) - rows_B
             begin_B = tl.minimum(begin_B, capacity).to(tl.int32)
-            tl.store(block_at(blocks, source, local, stride), begin_B, mask=there)
+            tl.store(blocks + source * stride + local, begin_B, mask=there)
             tl.store(offsets + local, begin_B, mask=there & (source == 0))
             end += tl.sum(rows_B, 0)
         tl.store(offsets + num_local, tl.minimum(end, capacity).to(tl.int32))
@@ -196,7 +165,7 @@ def make_tables(
 
 @triton.jit(do_not_specialize=["rows"])
 def expose_routes(order, scalars, exposed_order, exposed_scalars, rows, B: tl.constexpr):
-    """[N] the order of the routed rows, and their scalars in the type of the tables, to these.
+    """Copy order and scalars of the routed rows to the tables, in the dtype of the tables.
 
     >>> example(expose_routes, 1, order=[0, 1, 4, 3, 2], scalars=[0.5, 0.25, 0.125, 1.0, 2.0],
     ...         exposed_order=room(6), exposed_scalars=room(6, dtype=torch.float32), rows=5, B=4)
@@ -215,9 +184,9 @@ def expose_routes(order, scalars, exposed_order, exposed_scalars, rows, B: tl.co
 def expose_values(
     values, exposed, num_bytes, WORD: tl.constexpr, LANES: tl.constexpr, B: tl.constexpr
 ):
-    """Any bytes, 16 at a time, as words of a type that suits the alignment of the values.
+    """Copy bytes, 16 at a time, as words of a dtype that suits the alignment of the values.
 
-    LANES: words of 16 bytes.   B: words that a program moves at once.
+    LANES: words per 16 bytes.   B: words that a program copies at once.
 
     >>> example(expose_values, 1, values=bytes(range(1, 19)), exposed=bytes(20), num_bytes=18,
     ...         WORD=tl.int32, LANES=4, B=8)
@@ -227,7 +196,7 @@ def expose_values(
     tiles = tl.cdiv(num_bytes // 16, B // LANES)
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
         word = tile * B + tl.arange(0, B).to(tl.int64)
-        # Whole groups of 16 bytes are there or not: else every word would be a load of its own.
+        # The mask is uniform over 16 bytes: otherwise every word would be a separate load.
         there = word // LANES < num_bytes // 16
         tl.store(target + word, tl.load(source + word, mask=there), mask=there)
     if tl.program_id(0) == 0:
@@ -255,8 +224,7 @@ def origins(
 ):
     """Program (l, q, p): part p of the arrivals of slot l from rank q.
 
-    origin_of_row: [A] rank * rows + row, of the routed rows of all ranks; -1: unknown.
-    gate_of_row: [A] the scalar that stands there beside it.
+    origin_of_row: [A] rank * rows + routed row; -1: unknown.   gate_of_row: [A] its scalar.
 
     >>> scalars = [0.5, 0.25, 0.125, 1.0, 2.0]
     >>> first = parts([0, 3, 1, 2, -1], [0, 2, 3, 3, 3, 4], scalars)  # order, begins, scalars
@@ -274,7 +242,7 @@ def origins(
     scalars = part_of(addresses, source, SCALARS, gate_of_row.dtype.element_ty)
     begin = tl.load(begins + tl.load(first_slot_of_rank + rank) + local)
     begin = tl.minimum(tl.maximum(begin, 0), rows)
-    target = tl.load(block_at(blocks, source, local, stride))
+    target = tl.load(blocks + source * stride + local)
     number = tl.load(received_at(received, source, local, num_local))
     number = tl.minimum(number, capacity - target)
     for first in range(part * B, number, tl.num_programs(2) * B):
@@ -283,7 +251,7 @@ def origins(
         sent = tl.load(order + begin + row, mask=there & (row < rows - begin), other=-1)
         known = (sent >= 0) & (sent < rows)
         weight = tl.load(scalars + sent, mask=known, other=0.0)
-        origin = tl.where(known, joined(source, sent, rows), -1)
+        origin = tl.where(known, source.to(tl.int64) * rows + sent, -1)
         tl.store(origin_of_row + target + row, origin, mask=there)
         tl.store(gate_of_row + target + row, weight, mask=there)
 
@@ -301,10 +269,10 @@ def gather_rows(
     B: tl.constexpr,
     C: tl.constexpr,
 ):
-    """Every program takes its share of the tiles of B arrived rows and C of their words.
+    """Copy the values of the arrived rows, in tiles of B rows and C words.
 
-    The addresses for the next tile are looked up while the words of this one are on their way.
-    gathered: [A, WORDS] words of any type; rows of unknown origin become 0.
+    Addresses of the next tile are loaded while the words of this one are in flight.
+    gathered: [A, WORDS] words of any dtype; rows of unknown origin become 0.
 
     >>> first = [[1, 10], [2, 20], [3, 30], [4, 40], [5, 50]]
     >>> second = [[6, 60], [7, 70], [8, 80], [9, 90], [0, 0]]
@@ -349,7 +317,7 @@ def landings(
 ):
     """Program t: the routed rows of tile t.
 
-    landing_of_row: [N] rank * capacity + row of that rank's arrivals; -1: not sent, or no room.
+    landing_of_row: [N] rank * capacity + arrived row; -1: not sent, or above the capacity.
 
     >>> first, second = [[0, 3, 4], [2, 4, 4]], [[0, 1, 2], [0, 2, 2]]  # the blocks of both ranks
     >>> example(landings, 1, addresses=at(first, second), slots=[0, 3, 5, 5, 5],
@@ -365,11 +333,11 @@ def landings(
     target = tl.load(rank_of_slot + slot, mask=known, other=0)
     local = slot - tl.load(first_slot_of_rank + target, mask=known, other=0)
     blocks = part_of(addresses, target, BLOCKS, tl.int32)
-    begin = tl.load(block_at(blocks, rank, local, stride), mask=known, other=0)
+    begin = tl.load(blocks + rank * stride + local, mask=known, other=0)
     within = tl.load(positions + row, mask=known, other=0)
     within -= tl.load(begins + slot, mask=known, other=0)
     held = known & (begin >= 0) & (within >= 0) & (within < capacity - begin)
-    landing = joined(target, begin + within, capacity)
+    landing = target.to(tl.int64) * capacity + begin + within
     tl.store(landing_of_row + row, tl.where(held, landing, -1), mask=there)
 
 
@@ -387,10 +355,10 @@ def sum_rows(
     B: tl.constexpr,
     C: tl.constexpr,
 ):
-    """Every program takes its share of the tiles of B tokens and C columns.
+    """Sum the served rows of every token, in tiles of B tokens and C columns.
 
-    What is served for all choices is on its way at once, as are the addresses for the next tile.
-    summed: [T, WIDTH] rounded once.   scalars: [T, K], if wanted.
+    The rows of all choices are in flight at once, and so are the addresses of the next tile.
+    summed: [T, WIDTH] rounded once.   scalars: [T, K]; None: not needed.
 
     >>> first = parts([0.75, 0.125], [[1.0, 10.0], [2.0, 20.0]])  # scalars, rows
     >>> second = parts([0.5, 0.25], [[3.0, 30.0], [4.0, 40.0]])

@@ -1,47 +1,40 @@
 """Stage 6 on the GPU: matrix products of the rows of every slot with the weights of that slot.
 
-The rows of slot l are `offsets[l]:offsets[l + 1]`, numbers that only the device knows. A fixed
-number of programs shares the tiles of all slots, tile t going to program t modulo their number.
-Weights stand in two stacks: those of the home slots, then those of the spare ones.
+    multiply            rows @ W^T or rows @ W
+    weight_gradients    d_out^T @ rows for every slot
 
-    multiply            every row with the weights of its slot, or with their transposed
-    weight_gradients    of every slot: the sum over its rows
+The rows of slot l are `offsets[l]:offsets[l + 1]`; only the device knows these numbers. A fixed
+number of programs shares the tiles of all slots: tile t goes to program t modulo their number.
 
-What a row gets depends on this row and its weights alone, not on its position nor on the rows
-beside it: every sum over columns is made in the same order, in steps of BLOCK_K from first to last.
+A row of the result depends only on that row and its weights, not on its position: every sum over
+columns runs from the first to the last column, in steps of BLOCK_K.
 
-Shapes: A rows that there is room for, L slots of this rank, padded to a power of two; tiles of
-BLOCK_M rows and BLOCK_N columns, summed in steps of BLOCK_K.
+Shapes: A row capacity, L slots of this rank; tiles have BLOCK_M rows and BLOCK_N columns.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
 
 from ultraep.backends.triton.kernels.tiles import (
+    Matrix,
     Part,
     SlotTensors,
-    Sums,
     draw_tile,
     find_tile,
-    of_slot,
-    store_of_slot,
+    slot_ptr,
+    store_to_slot,
 )
 
 
-class Matrix(NamedTuple):
-    """Rows that begin at `at`, one every `stride` numbers."""
+class Tiling(NamedTuple):
+    """Compile-time sizes of a product. EVEN_K, EVEN_N: tiles cover the matrix exactly.
 
-    at: Any
-    stride: Any
-    columns: Any
+    HALF: slots of few rows use tiles of half the height, if most slots are such. The last rows of
+    large slots do not: a program that runs ahead of its neighbours misses the cache they share.
+    """
 
-
-class Cut(NamedTuple):
-    """How `multiply` is compiled: what it computes, and how the work is cut into tiles."""
-
-    TRANSPOSED: bool
     EVEN_K: bool
     EVEN_N: bool
     BLOCK_M: int
@@ -50,216 +43,180 @@ class Cut(NamedTuple):
     HALF: bool
 
 
-@triton.constexpr_function
-def cut_of(*settings):
-    return Cut(*settings)
-
-
 @triton.jit
-def in_bands(tile, high, wide, GROUP_M: tl.constexpr):
-    """Row and column of a tile among high x wide of them: bands of rows, in them column by column.
+def in_bands(tile, num_m, num_n, GROUP_M: tl.constexpr):
+    """Return row and column of a tile among num_m x num_n tiles.
 
-    Tiles that are worked on at the same time then need few rows and few columns.
+    Tiles are numbered column by column within bands of GROUP_M rows, so that programs which run at
+    the same time share rows and columns.
     """
-    first = tile // (GROUP_M * wide) * GROUP_M
-    height = tl.minimum(high - first, GROUP_M)
-    within = tile - first * wide
+    first = tile // (GROUP_M * num_n) * GROUP_M
+    height = tl.minimum(num_m - first, GROUP_M)
+    within = tile - first * num_n
     return first + within % height, within // height
 
 
 @triton.jit
-def load_tile(at, row, column, stride, rows, columns, EVEN_ROWS: tl.constexpr, ALL: tl.constexpr):
-    """A tile of a matrix, with zeros where it has no rows or columns left."""
-    at += row[:, None] * stride + column[None, :]
-    if EVEN_ROWS and ALL:
-        tile = tl.load(at)
-    elif ALL:
-        tile = tl.load(at, mask=(row < rows)[:, None], other=0.0)
+def load_tile(
+    ptr, row, column, stride, rows, columns, EVEN_ROWS: tl.constexpr, EVEN_COLUMNS: tl.constexpr
+):
+    """Load a tile of a matrix; elements out of range are 0."""
+    ptr += row[:, None] * stride + column[None, :]
+    if EVEN_ROWS and EVEN_COLUMNS:
+        tile = tl.load(ptr)
+    elif EVEN_COLUMNS:
+        tile = tl.load(ptr, mask=(row < rows)[:, None], other=0.0)
     elif EVEN_ROWS:
-        tile = tl.load(at, mask=(column < columns)[None, :], other=0.0)
+        tile = tl.load(ptr, mask=(column < columns)[None, :], other=0.0)
     else:
-        tile = tl.load(at, mask=(row < rows)[:, None] & (column < columns)[None, :], other=0.0)
+        tile = tl.load(ptr, mask=(row < rows)[:, None] & (column < columns)[None, :], other=0.0)
     return tile
 
 
 def work_of_product(_grid, kernel, args):
-    """For profilers: a product with its shape, and its operations if all rows are there.
-
-    How many rows are there is known on the device alone.
-    """
-    rows, inner = args["rows_ptr"], args["depth"] if "depth" in args else args["height"]
-    count, width, bits = rows.shape[0], args["width"], 8 * rows.element_size()
+    """Return name and operations of a product for profilers, counting the full row capacity."""
+    rows, other = args["rows"], args["out"] if "out" in args else args["d_out"]
+    count, bits = rows.ptr.shape[0], 8 * rows.ptr.element_size()
+    inner, width = rows.columns, other.columns
+    if "out" not in args:
+        inner, width = width, inner
     name = f"{kernel.name}_{count}x{inner}x{width}"
     return {"name": name, f"flops{bits}": 2 * count * inner * width}
 
 
 @triton.jit(do_not_specialize=["num_homes"], launch_metadata=work_of_product)
 def multiply(
-    rows_ptr,
-    homes_ptr,
-    copies_ptr,
-    home_biases_ptr,
-    copy_biases_ptr,
+    rows: Matrix,
+    weights: SlotTensors,
+    biases: SlotTensors,
     scale_ptr,
     tiles_ptr,
-    out_ptr,
+    out: Matrix,
     num_homes,
-    depth,
-    width,
-    stride_rows,
-    stride_homes,
-    stride_copies,
-    stride_weights,
-    stride_home_biases,
-    stride_copy_biases,
-    stride_out,
     TRANSPOSED: tl.constexpr,
-    EVEN_K: tl.constexpr,
-    EVEN_N: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    HALF: tl.constexpr,
+    TILING: tl.constexpr,
     DRAWN: tl.constexpr,
 ):
-    """[A, depth] -> [A, width]: (rows @ W^T + bias) * scale, W a [width, depth] of every slot.
+    """[A, K] -> [A, N]: (rows @ W^T + bias) * scale, with W [N, K] per slot.
 
-    TRANSPOSED: rows @ W, W a [depth, width].   EVEN_K, EVEN_N: tiles leave nothing over.
-    HALF: where most slots have few rows, those are tiles of half the height. The last rows of large
-    slots are not: a program that gets ahead of its neighbours finds nothing in the cache of what
-    they share.   DRAWN: programs draw their tiles, those of other launches on the same tiles too.
+    TRANSPOSED: rows @ W, with W [K, N].   tiles_ptr: see `lay_tiles`.
+    DRAWN: programs draw their tiles from a counter, which several launches may share.
 
     >>> rows = [[1.0, 2.0], [3.0, 4.0], [5.0, 6.0], [7.0, 8.0], [9.0, 10.0], [11.0, 12.0]]
     >>> homes = [[[1.0, 0.0], [0.0, 1.0]], [[0.0, 1.0], [1.0, 0.0]]]
-    >>> example(multiply, 2, rows=rows, homes=homes, copies=[[[1.0, 1.0], [2.0, 0.0]]],
-    ...         home_biases=[[0.0, 0.0], [10.0, 20.0]], copy_biases=[[100.0, 0.0]],
-    ...         scale=[1.0, 1.0, 0.5, 2.0, 1.0, 1.0], num_homes=2,
-    ...         tiles=[3, 0, 0, 0, 0, 0, 0, 1, 0, 1, 1, 1, 1, 1, 1, 2, 2, 3, 2, 1],
-    ...         out=room(6, 2, dtype=torch.float32), depth=2, width=2)
+    >>> copies = [[[1.0, 1.0], [2.0, 0.0]]]
+    >>> tiles = [3, 0, 0, 0, 0, 0, 0, 1, 0, 1, 1, 1, 1, 1, 1, 2, 2, 3, 2, 1]
+    >>> example(multiply, 2, rows=rows, weights=(homes, copies), tiles=tiles, num_homes=2,
+    ...         biases=([[0.0, 0.0], [10.0, 20.0]], [[100.0, 0.0]]),
+    ...         scale=[1.0, 1.0, 0.5, 2.0, 1.0, 1.0], out=room(6, 2, dtype=torch.float32))
     out = [[1.0, 2.0], [14.0, 23.0], [55.5, 5.0], [230.0, 28.0], [119.0, 18.0], [_, _]]
     """
-    weights = SlotTensors(homes_ptr, copies_ptr, num_homes, stride_homes, stride_copies)
-    biases = SlotTensors(
-        home_biases_ptr, copy_biases_ptr, num_homes, stride_home_biases, stride_copy_biases
-    )
-    given, made = Matrix(rows_ptr, stride_rows, depth), Matrix(out_ptr, stride_out, width)
-    high, wide = tl.load(tiles_ptr), tl.cdiv(width, BLOCK_N)
-    halves = HALF and tl.load(tiles_ptr + 1) != 0
+    num_m, num_n = tl.load(tiles_ptr), tl.cdiv(out.columns, TILING.BLOCK_N)
+    halves = TILING.HALF and tl.load(tiles_ptr + 1) != 0
     first = draw_tile(tiles_ptr) if DRAWN else tl.program_id(0)
-    following, _, next_column = find_tile(tiles_ptr, first, high, wide)
-    CUT: tl.constexpr = cut_of(TRANSPOSED, EVEN_K, EVEN_N, BLOCK_M, BLOCK_N, BLOCK_K, HALF)
+    following, _, next_column = find_tile(tiles_ptr, first, num_m, num_n)
     if DRAWN:
-        while first < high * wide:
+        while first < num_m * num_n:
             part, column = following, next_column
             first = draw_tile(tiles_ptr)
-            following, _, next_column = find_tile(tiles_ptr, first, high, wide)
+            following, _, next_column = find_tile(tiles_ptr, first, num_m, num_n)
             multiply_part(
-                given, weights, biases, scale_ptr, made, part, column, halves, stride_weights, CUT
-            )
+                rows, weights, biases, scale_ptr, out, part, column, halves, num_homes,
+                TRANSPOSED, TILING
+            )  # fmt: skip
     else:
-        for tile in range(first, high * wide, tl.num_programs(0)):
+        for tile in range(first, num_m * num_n, tl.num_programs(0)):
             part, column = following, next_column
-            # Looked up while this tile is made: its numbers are three loads away.
-            following, _, next_column = find_tile(tiles_ptr, tile + tl.num_programs(0), high, wide)
+            # Look up the next tile before this product: its entries are three loads away.
+            next_tile = tile + tl.num_programs(0)
+            following, _, next_column = find_tile(tiles_ptr, next_tile, num_m, num_n)
             multiply_part(
-                given, weights, biases, scale_ptr, made, part, column, halves, stride_weights, CUT
-            )
+                rows, weights, biases, scale_ptr, out, part, column, halves, num_homes,
+                TRANSPOSED, TILING
+            )  # fmt: skip
 
 
 @triton.jit
 def multiply_part(
-    rows, weights, biases, scale, out, part, column, halves, stride_weights, CUT: tl.constexpr
-):
-    """The tile of some rows and a column of tiles, of the size that it has there."""
-    at_weights = of_slot(weights, part.slot)
-    at_bias = None if biases.homes is None else of_slot(biases, part.slot)
-    low = halves and part.count <= CUT.BLOCK_M // 2
-    for LOW in tl.static_range(1 + CUT.HALF):
+    rows, weights, biases, scale_ptr, out, part, column, halves, num_homes,
+    TRANSPOSED: tl.constexpr, TILING: tl.constexpr
+):  # fmt: skip
+    """Compute one tile, of full or half height."""
+    weight_ptr = slot_ptr(weights, part.slot, num_homes)
+    bias_ptr = None if biases is None else slot_ptr(biases, part.slot, num_homes)
+    low = halves and part.count <= TILING.BLOCK_M // 2
+    for LOW in tl.static_range(1 + TILING.HALF):
         if low == LOW:
             multiply_tile(
-                rows, at_weights, stride_weights, at_bias, scale, out, part,
-                column * CUT.BLOCK_N, CUT, CUT.BLOCK_M // (1 + LOW)
+                rows, weight_ptr, weights.stride_row, bias_ptr, scale_ptr, out, part,
+                column * TILING.BLOCK_N, TRANSPOSED, TILING, TILING.BLOCK_M // (1 + LOW)
             )  # fmt: skip
 
 
 @triton.jit
 def multiply_tile(
-    rows, at_weights, stride_weights, at_bias, scale, out, part, column,
-    CUT: tl.constexpr, BLOCK_M: tl.constexpr
+    rows, weight_ptr, stride_weight, bias_ptr, scale_ptr, out, part, column,
+    TRANSPOSED: tl.constexpr, TILING: tl.constexpr, BLOCK_M: tl.constexpr
 ):  # fmt: skip
-    """One tile of `multiply`: BLOCK_M rows, BLOCK_N columns from `column` on."""
-    offs_m, offs_n, offs_k = (
-        tl.arange(0, BLOCK_M),
-        tl.arange(0, CUT.BLOCK_N),
-        tl.arange(0, CUT.BLOCK_K),
-    )
+    """Compute BLOCK_M rows and BLOCK_N columns of `multiply`, from `column` on."""
+    BLOCK_N: tl.constexpr = TILING.BLOCK_N
+    BLOCK_K: tl.constexpr = TILING.BLOCK_K
+    offs_m, offs_n, offs_k = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
     left = out.columns - column
-    # Behind the last row of the slot, it is read again: its product is not stored.
-    at_rows = rows.at + part.begin * rows.stride
+    # Behind the last row of the slot, read that row again: its product is not stored.
+    row_ptr = rows.ptr + part.begin * rows.stride
     last_M = tl.minimum(offs_m, part.count - 1)
-    sum_MN = tl.zeros((BLOCK_M, CUT.BLOCK_N), tl.float32)
-    for k in range(0, rows.columns, CUT.BLOCK_K):
+    sum_MN = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for k in range(0, rows.columns, BLOCK_K):
         deep = rows.columns - k
         row_MK = load_tile(
-            at_rows + k, last_M, offs_k, rows.stride, BLOCK_M, deep, True, CUT.EVEN_K
+            row_ptr + k, last_M, offs_k, rows.stride, BLOCK_M, deep, True, TILING.EVEN_K
         )
-        if CUT.TRANSPOSED:
-            at = at_weights + k * stride_weights + column
+        if TRANSPOSED:
+            ptr = weight_ptr + k * stride_weight + column
             weight_KN = load_tile(
-                at, offs_k, offs_n, stride_weights, deep, left, CUT.EVEN_K, CUT.EVEN_N
+                ptr, offs_k, offs_n, stride_weight, deep, left, TILING.EVEN_K, TILING.EVEN_N
             )
         else:
-            at = at_weights + column.to(tl.int64) * stride_weights + k
+            ptr = weight_ptr + column.to(tl.int64) * stride_weight + k
             weight_NK = load_tile(
-                at, offs_n, offs_k, stride_weights, left, deep, CUT.EVEN_N, CUT.EVEN_K
+                ptr, offs_n, offs_k, stride_weight, left, deep, TILING.EVEN_N, TILING.EVEN_K
             )
             weight_KN = weight_NK.T
         sum_MN = tl.dot(row_MK, weight_KN, sum_MN, input_precision="ieee")
-    if at_bias is not None:
-        bias_N = tl.load(at_bias + column + offs_n, mask=offs_n < left, other=0.0)
-        sum_MN += bias_N.to(tl.float32)[None, :]
-    store_products(out, sum_MN, scale, part, column, BLOCK_M, CUT.BLOCK_N)
+    store_products(out, sum_MN, bias_ptr, scale_ptr, part, column, BLOCK_M, BLOCK_N)
 
 
 @triton.jit
-def store_products(out, sum_MN, scale, part, column, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Round the sums of a tile, then every row times its scale; only what is there is stored."""
+def store_products(
+    out, sum_MN, bias_ptr, scale_ptr, part, column, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    """Add the bias, round, multiply every row by its scale, and store the rows that exist."""
     offs_m, offs_n = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
-    out_MN = sum_MN.to(out.at.dtype.element_ty)
-    if scale is not None:
-        scale_M = tl.load(scale + part.begin + offs_m, mask=offs_m < part.count, other=0.0)
-        scale_M = scale_M.to(out.at.dtype.element_ty).to(tl.float32)
+    mask_n = offs_n < out.columns - column
+    if bias_ptr is not None:
+        bias_N = tl.load(bias_ptr + column + offs_n, mask=mask_n, other=0.0)
+        sum_MN += bias_N.to(tl.float32)[None, :]
+    out_MN = sum_MN.to(out.ptr.dtype.element_ty)
+    if scale_ptr is not None:
+        scale_M = tl.load(scale_ptr + part.begin + offs_m, mask=offs_m < part.count, other=0.0)
+        scale_M = scale_M.to(out.ptr.dtype.element_ty).to(tl.float32)
         scaled_MN = out_MN.to(tl.float32) * scale_M[:, None]
-        out_MN = scaled_MN.to(out.at.dtype.element_ty)
-    at_MN = out.at + (part.begin + offs_m)[:, None] * out.stride + (column + offs_n)[None, :]
-    mask = (offs_m < part.count)[:, None] & (offs_n < out.columns - column)[None, :]
-    tl.store(at_MN, out_MN, mask=mask)
+        out_MN = scaled_MN.to(out.ptr.dtype.element_ty)
+    ptr_MN = out.ptr + (part.begin + offs_m)[:, None] * out.stride + (column + offs_n)[None, :]
+    tl.store(ptr_MN, out_MN, mask=(offs_m < part.count)[:, None] & mask_n[None, :])
 
 
 @triton.jit(do_not_specialize=["num_homes", "num_slots"], launch_metadata=work_of_product)
 def weight_gradients(
-    d_out_ptr,
-    rows_ptr,
+    d_out: Matrix,
+    rows: Matrix,
     scale_ptr,
     offsets_ptr,
-    of_homes_ptr,
-    of_copies_ptr,
-    sums_ptr,
-    of_home_biases_ptr,
-    of_copy_biases_ptr,
-    bias_sums_ptr,
-    spans_ptr,
+    into: SlotTensors,
+    biases: SlotTensors,
     num_homes,
     num_slots,
-    height,
-    width,
-    stride_d_out,
-    stride_rows,
-    stride_homes,
-    stride_copies,
-    stride_weights,
-    stride_home_biases,
-    stride_copy_biases,
     EVEN_M: tl.constexpr,
     EVEN_N: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -267,113 +224,86 @@ def weight_gradients(
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
 ):
-    """[A, height], [A, width] -> [height, width] of every slot: d_out^T @ rows; 0 without rows.
+    """[A, N], [A, K] -> [N, K] per slot: d_out^T @ rows; zeros for a slot without rows.
 
-    And [height] for the biases: the sum of d_out * scale, by the first column of tiles. Those of
-    home experts that have copies, by their `spans`, stay as they are in `sums` if there are any.
+    The first column of tiles also sums d_out * scale into the biases [N]. Gradients of home experts
+    that have replicas go to `into.sums_ptr` unrounded, if it is not None.
 
     >>> d_out = [[1.0, 2.0], [0.0, 3.0], [1.0, 0.0], [1.0, 1.0], [0.0, 1.0], [9.0, 9.0]]
     >>> rows = [[1.0, 2.0], [3.0, 4.0], [5.0, 6.0], [7.0, 8.0], [9.0, 10.0], [11.0, 12.0]]
     >>> example(weight_gradients, 2, d_out=d_out, rows=rows, scale=[1.0, 1.0, 0.5, 2.0, 1.0, 1.0],
-    ...         offsets=[0, 1, 2, 5], of_homes=room(2, 2, 2, dtype=torch.bfloat16),
-    ...         of_copies=room(1, 2, 2, dtype=torch.float32),
-    ...         sums=room(2, 2, 2, dtype=torch.float32), spans=[[0, 0], [0, 1]],
-    ...         bias_sums=room(2, 2, dtype=torch.float32),
-    ...         of_home_biases=room(2, 2, dtype=torch.bfloat16),
-    ...         of_copy_biases=room(1, 2, dtype=torch.float32), num_homes=2, num_slots=3, height=2,
-    ...         width=2)
-    of_homes = [[[1.0, 2.0], [2.0, 4.0]], [[_, _], [_, _]]]
-    of_copies = [[[12.0, 14.0], [16.0, 18.0]]]
-    sums = [[[_, _], [_, _]], [[0.0, 0.0], [9.0, 12.0]]]
-    of_home_biases = [[1.0, 2.0], [_, _]]
-    of_copy_biases = [[2.5, 3.0]]
-    bias_sums = [[_, _], [0.0, 3.0]]
+    ...         offsets=[0, 1, 2, 5], num_homes=2, num_slots=3,
+    ...         into=(room(2, 2, 2, dtype=torch.bfloat16), room(1, 2, 2, dtype=torch.float32),
+    ...               room(2, 2, 2, dtype=torch.float32), [[0, 0], [0, 1]]),
+    ...         biases=(room(2, 2, dtype=torch.bfloat16), room(1, 2, dtype=torch.float32)))
+    into.homes = [[[1.0, 2.0], [2.0, 4.0]], [[_, _], [_, _]]]
+    into.copies = [[[12.0, 14.0], [16.0, 18.0]]]
+    into.sums = [[[_, _], [_, _]], [[0.0, 0.0], [9.0, 12.0]]]
+    biases.homes = [[1.0, 2.0], [0.0, 3.0]]
+    biases.copies = [[2.5, 3.0]]
     """
-    into = SlotTensors(of_homes_ptr, of_copies_ptr, num_homes, stride_homes, stride_copies)
-    biases = SlotTensors(
-        of_home_biases_ptr, of_copy_biases_ptr, num_homes, stride_home_biases, stride_copy_biases
-    )
-    into_sums, into_bias_sums = Sums(sums_ptr, spans_ptr), Sums(bias_sums_ptr, spans_ptr)
-    left, right = Matrix(d_out_ptr, stride_d_out, height), Matrix(rows_ptr, stride_rows, width)
-    high, wide = tl.cdiv(height, BLOCK_M), tl.cdiv(width, BLOCK_N)
-    following = rows_of_slot(offsets_ptr, tl.program_id(0) // (high * wide), num_slots)
-    for number in range(tl.program_id(0), num_slots * high * wide, tl.num_programs(0)):
-        part, tile = following, number % (high * wide)
-        following = rows_of_slot(
-            offsets_ptr, (number + tl.num_programs(0)) // (high * wide), num_slots
-        )
-        row, column = in_bands(tile, high, wide, GROUP_M)
+    num_m, num_n = tl.cdiv(d_out.columns, BLOCK_M), tl.cdiv(rows.columns, BLOCK_N)
+    following = rows_of_slot(offsets_ptr, tl.program_id(0) // (num_m * num_n), num_slots)
+    for number in range(tl.program_id(0), num_slots * num_m * num_n, tl.num_programs(0)):
+        part, tile = following, number % (num_m * num_n)
+        next_slot = (number + tl.num_programs(0)) // (num_m * num_n)
+        following = rows_of_slot(offsets_ptr, next_slot, num_slots)
+        row, column = in_bands(tile, num_m, num_n, GROUP_M)
         gradient_tile(
-            left, right, into, into_sums, stride_weights, part, row * BLOCK_M, column * BLOCK_N,
+            d_out, rows, into, part, row * BLOCK_M, column * BLOCK_N, num_homes,
             EVEN_M, EVEN_N, BLOCK_M, BLOCK_N, BLOCK_K
         )  # fmt: skip
-        if of_home_biases_ptr is not None and column == 0:
+        if biases is not None and column == 0:
             bias_tile(
-                left,
-                scale_ptr,
-                biases,
-                into_bias_sums,
-                part,
-                row * BLOCK_M,
-                EVEN_M,
-                BLOCK_M,
-                BLOCK_K,
+                d_out, scale_ptr, biases, part, row * BLOCK_M, num_homes, EVEN_M, BLOCK_M, BLOCK_K
             )
 
 
 @triton.jit
-def rows_of_slot(offsets, slot, num_slots):
-    """All rows of a slot; none behind the last one."""
-    begin = tl.load(offsets + slot, mask=slot < num_slots, other=0)
-    end = tl.load(offsets + slot + 1, mask=slot < num_slots, other=0)
+def rows_of_slot(offsets_ptr, slot, num_slots):
+    """Return the rows of a slot; none behind the last slot."""
+    begin = tl.load(offsets_ptr + slot, mask=slot < num_slots, other=0)
+    end = tl.load(offsets_ptr + slot + 1, mask=slot < num_slots, other=0)
     return Part(slot, begin.to(tl.int64), end - begin)
 
 
 @triton.jit
 def gradient_tile(
-    d_out, rows, into, sums, stride_weights, part, row, column, EVEN_M: tl.constexpr,
-    EVEN_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
+    d_out, rows, into, part, row, column, num_homes, EVEN_M: tl.constexpr, EVEN_N: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
 ):  # fmt: skip
-    """One tile of `weight_gradients`: rows from `row` on, columns from `column` on."""
+    """Compute one tile of `weight_gradients`, from `row` and `column` on."""
     offs_m, offs_n, offs_k = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
     high, wide = d_out.columns - row, rows.columns - column
     sum_MN = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for k in range(0, part.count, BLOCK_K):
         first, left = part.begin + k, part.count - k
-        at = d_out.at + first * d_out.stride + row
-        out_KM = load_tile(at, offs_k, offs_m, d_out.stride, left, high, False, EVEN_M)
-        at = rows.at + first * rows.stride + column
-        row_KN = load_tile(at, offs_k, offs_n, rows.stride, left, wide, False, EVEN_N)
+        ptr = d_out.ptr + first * d_out.stride + row
+        out_KM = load_tile(ptr, offs_k, offs_m, d_out.stride, left, high, False, EVEN_M)
+        ptr = rows.ptr + first * rows.stride + column
+        row_KN = load_tile(ptr, offs_k, offs_n, rows.stride, left, wide, False, EVEN_N)
         sum_MN = tl.dot(out_KM.T, row_KN, sum_MN, input_precision="ieee")
-    at_MN = (row + offs_m)[:, None] * stride_weights + (column + offs_n)[None, :]
+    offset_MN = (row + offs_m)[:, None] * into.stride_row + (column + offs_n)[None, :]
     mask = (offs_m < high)[:, None] & (offs_n < wide)[None, :]
-    store_of_slot(into, sums, part.slot, at_MN, sum_MN, mask)
+    store_to_slot(into, part.slot, num_homes, offset_MN, sum_MN, mask)
 
 
 @triton.jit
 def bias_tile(
-    d_out,
-    scale,
-    biases,
-    sums,
-    part,
-    row,
-    ALL: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
-    """Some gradients of a bias: sums over the rows of its slot, every row times its scale."""
+    d_out, scale_ptr, biases, part, row, num_homes,
+    EVEN_M: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr
+):  # fmt: skip
+    """Sum d_out * scale over the rows of a slot, for BLOCK_M elements of the bias."""
     offs_m, offs_k = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_K)
     columns = d_out.columns - row
     sum_KM = tl.zeros((BLOCK_K, BLOCK_M), tl.float32)
     for k in range(0, part.count, BLOCK_K):
         first, left = part.begin + k, part.count - k
-        at = d_out.at + row + first * d_out.stride
-        row_KM = load_tile(at, offs_k, offs_m, d_out.stride, left, columns, False, ALL)
+        ptr = d_out.ptr + row + first * d_out.stride
+        row_KM = load_tile(ptr, offs_k, offs_m, d_out.stride, left, columns, False, EVEN_M)
         row_KM = row_KM.to(tl.float32)
-        if scale is not None:
-            scale_K = tl.load(scale + first + offs_k, mask=offs_k < left, other=0.0)
+        if scale_ptr is not None:
+            scale_K = tl.load(scale_ptr + first + offs_k, mask=offs_k < left, other=0.0)
             row_KM *= scale_K[:, None]
         sum_KM += row_KM
-    at, mask = row + offs_m, offs_m < columns
-    store_of_slot(biases, sums, part.slot, at, tl.sum(sum_KM, 0), mask)
+    store_to_slot(biases, part.slot, num_homes, row + offs_m, tl.sum(sum_KM, 0), offs_m < columns)

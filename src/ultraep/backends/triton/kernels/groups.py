@@ -1,14 +1,14 @@
-"""Twin of `alias` in `reference/members.py` for large domains: one warp, and groups of 32 ranks.
+"""Twin of `alias` in `reference/members.py` for large domains: one warp, groups of 32 ranks.
 
-In `attempts.py` every step looks at all ranks. Here the state is in memory, and in registers are
-only three numbers of every group:
+In `attempts.py` every step examines all ranks. Here the state is in memory, and registers hold
+three numbers per group:
 
-    room    of its emptiest rank, and which one that is
-    load    of its fullest rank above the threshold that has an expert hot enough, likewise
-    wait    the hottest expert of its ranks above the threshold that have none hot enough
+    room    of its emptiest rank, with that rank
+    load    of its fullest rank above the threshold with an expert hot enough, with that rank
+    wait    rows of the hottest expert among ranks above the threshold that have none hot enough
 
-A step looks at these, and then again at the two groups that have changed. What is needed only ever
-falls, so a rank that waits is looked at again when it has fallen to the heat of its group.
+A step examines these numbers, then the two groups that changed. The need of the emptiest rank only
+ever falls, so a waiting rank is examined again once the need has fallen to the heat of its group.
 """
 
 import triton
@@ -20,6 +20,7 @@ from ultraep.backends.triton.kernels.state import (
     MOST,
     SLACK,
     THRESHOLD,
+    Attempts,
     Problem,
     attempts_of,
     counts_of,
@@ -29,9 +30,8 @@ from ultraep.backends.triton.kernels.state import (
     home_of,
     loads_of,
     quotas_of,
-    shape_of,
     threshold_of,
-    work_of,
+    work_size,
 )
 
 GROUP = tl.constexpr(32)
@@ -39,7 +39,7 @@ GROUP = tl.constexpr(32)
 
 @triton.jit
 def total_of(home, domain, SHAPE: tl.constexpr):
-    """Tokens of a domain."""
+    """Return the rows of a domain."""
     place = tl.arange(0, SHAPE.G)
     total = tl.zeros((), tl.int64)
     for row in range(SHAPE.H):
@@ -48,71 +48,62 @@ def total_of(home, domain, SHAPE: tl.constexpr):
     return total
 
 
-@triton.jit(
-    do_not_specialize=["domains", "ranks", "slots", "min_tokens", "limit", "parts"],
-)
+@triton.jit(do_not_specialize=["domains", "ranks", "slots", "min_tokens", "limit", "parts"])
 def first_by_groups(
     home,
     work,
     counts,
-    attempts,
-    attempt_loads,
-    facts,
+    tried: Attempts,
     domains,
     ranks,
     slots,
     min_tokens,
     limit,
     parts,
-    H: tl.constexpr,
-    G: tl.constexpr,
-    HELD: tl.constexpr,
-    ONE_SLOT: tl.constexpr,
-    BUFFERS: tl.constexpr,
-    MEMBERS: tl.constexpr,
+    SHAPE: tl.constexpr,
 ):
-    """Program d: the attempt of the first member at domain d. See `first_try`.
+    """Program d: the attempt of the first heuristic at domain d; see `first_try`.
 
-    Without a tolerance, 5 tokens are allowed, and rank 1 takes the 3 that it lacks:
+    Without a tolerance, 5 rows are allowed, and rank 1 takes 3:
 
     >>> none = 30 * [-1]
     >>> example(first_by_groups, 1, home=[[[6, 1, *none], [1, 1, *none]]], attempts=room(1, 2, 2),
-    ...         attempt_loads=room(1, 2), facts=room(1, 6), parts=0, G=32, BUFFERS=1, num_warps=1)
+    ...         attempt_loads=room(1, 2), facts=room(1, 6), parts=0, SHAPE=shape(G=32, BUFFERS=1),
+    ...         num_warps=1)
     attempts = [[[-1, 0], [_, 3]]]
     attempt_loads = [[4, 5]]
     facts = [[5, 0, 5, 1, 0, 0]]
     """
     domain = tl.program_id(0)
     problem = Problem(ranks, slots, min_tokens, limit)
-    SHAPE: tl.constexpr = shape_of(H, G, HELD, ONE_SLOT, BUFFERS)
     most = tl.zeros((), tl.int64)
     for other in range(domains):
         most = tl.maximum(most, total_of(home, other, SHAPE))
     threshold = threshold_of(most, ranks, parts)
     own_mean = (total_of(home, domain, SHAPE) + ranks - 1) // ranks
-    tl.store(fact_of(facts, domain, THRESHOLD, MEMBERS), threshold)
+    tl.store(fact_of(tried.facts, domain, THRESHOLD, SHAPE), threshold)
     slack = (threshold > own_mean).to(tl.int32)
-    tl.store(fact_of(facts, domain, SLACK, MEMBERS), slack)
+    tl.store(fact_of(tried.facts, domain, SLACK, SHAPE), slack)
 
-    work = work_of(work, domain, SHAPE)
-    hosted = attempts_of(attempts, domain, problem, SHAPE)
-    loads = loads_of(attempt_loads, domain, 0, problem, SHAPE)
+    work += domain * work_size(SHAPE.H, SHAPE.G)
+    hosted = attempts_of(tried.attempts, domain, problem, SHAPE)
+    loads = loads_of(tried.attempt_loads, domain, 0, problem, SHAPE)
     free_all(hosted, problem, SHAPE)
     peak = set_out(home_of(home, domain, SHAPE), work, loads, problem, SHAPE)
     made = 0
-    if tl.maximum(peak, threshold) < (1 << 31) // G - 1:
+    if tl.maximum(peak, threshold) < (1 << 31) // SHAPE.G - 1:
         made = alias_by_groups(work, hosted, loads, threshold, problem, SHAPE, tl.int32)
     else:
         made = alias_by_groups(work, hosted, loads, threshold, problem, SHAPE, tl.int64)
-    rank = tl.arange(0, G)
+    rank = tl.arange(0, SHAPE.G)
     load_G = tl.load(loads + rank, mask=rank < ranks, other=0)
-    counts = counts_of(counts, domain, 0, MEMBERS, SHAPE)
-    note(facts, hosted, counts, load_G, made, domain, 0, problem, SHAPE, MEMBERS)
+    counts = counts_of(counts, domain, 0, SHAPE)
+    note(tried.facts, hosted, counts, load_G, made, domain, 0, problem, SHAPE)
 
 
 @triton.jit
 def set_out(home, work, loads, problem, SHAPE: tl.constexpr):
-    """All tokens at home, all slots free; the load of the fullest rank."""
+    """Put all rows at home and free all slots; return the load of the fullest rank."""
     lane = tl.arange(0, GROUP)
     row = tl.arange(0, SHAPE.H)[:, None]
     peak = 0
@@ -131,14 +122,14 @@ def set_out(home, work, loads, problem, SHAPE: tl.constexpr):
 
 @triton.jit
 def emptiest(load_R, free_R, rank, threshold, G: tl.constexpr, KEY: tl.constexpr):
-    """Room of the emptiest rank of a group, and which one that is, in one number."""
+    """Return the room of the emptiest rank of a group and that rank, packed."""
     room_R = tl.where(free_R > 0, threshold - load_R, -1)
     return tl.max(room_R.to(KEY) * G + (G - 1 - rank), 0)
 
 
 @triton.jit
 def fullest(load_R, heat_R, rank, need, threshold, G: tl.constexpr, KEY: tl.constexpr):
-    """Load of the fullest rank of a group that can give, likewise; and the heat that waits."""
+    """Return the packed load of the fullest rank that can give, and the `wait` heat."""
     over_R = load_R > threshold
     donor_R = tl.where(over_R & (heat_R >= need), load_R, -1)
     wait = tl.max(tl.where(over_R & (heat_R < need), heat_R, -1), 0)
@@ -147,7 +138,7 @@ def fullest(load_R, heat_R, rank, need, threshold, G: tl.constexpr, KEY: tl.cons
 
 @triton.jit
 def hottest(home_H, H: tl.constexpr, KEY: tl.constexpr):
-    """Tokens of the hottest expert, and where it stands; the first one on a tie."""
+    """Return the rows of the hottest expert and its index; the first one on a tie."""
     tokens, row = unpack(tl.max(home_H.to(KEY) * H + (H - 1 - tl.arange(0, H)), 0), H)
     return tokens.to(tl.int32), row.to(tl.int32)
 
@@ -156,25 +147,25 @@ def hottest(home_H, H: tl.constexpr, KEY: tl.constexpr):
 def alias_by_groups(
     work, hosted, loads, threshold, problem, SHAPE: tl.constexpr, KEY: tl.constexpr
 ):
-    """The emptiest rank takes from the fullest, exactly what it lacks. The number of copies."""
+    """Let the emptiest rank take what it lacks from the fullest; return the number of replicas."""
     group = tl.arange(0, SHAPE.G // GROUP)
     room_Q = rooms(work, loads, threshold, problem, SHAPE, KEY)
     load_Q = tl.zeros((SHAPE.G // GROUP,), KEY) - SHAPE.G
-    wait_Q = tl.zeros((SHAPE.G // GROUP,), tl.int32) + MOST  # nobody was looked at yet
+    wait_Q = tl.zeros((SHAPE.G // GROUP,), tl.int32) + MOST  # no group was examined yet
     made = 0
     going = problem.limit > 0
     while going:
         need, host = unpack(tl.max(room_Q, 0), SHAPE.G)
         need = need.to(tl.int32)
         host = host.to(tl.int32)
-        load_Q, wait_Q = look_again(
+        load_Q, wait_Q = examine_waiting(
             load_Q, wait_Q, work, loads, need, threshold, problem, SHAPE, KEY
         )
         most, donor = unpack(tl.max(load_Q, 0), SHAPE.G)
         donor = donor.to(tl.int32)
         quota = need
         if most < 0:
-            donor, quota = look_at_all(work, loads, need, threshold, problem, SHAPE, KEY)
+            donor, quota = donor_of_all(work, loads, need, threshold, problem, SHAPE, KEY)
         going = quota >= problem.min_tokens
         rank_h = (host // GROUP) * GROUP + tl.arange(0, GROUP)
         rank_d = (donor // GROUP) * GROUP + tl.arange(0, GROUP)
@@ -197,7 +188,7 @@ def alias_by_groups(
 
 @triton.jit
 def rooms(work, loads, threshold, problem, SHAPE: tl.constexpr, KEY: tl.constexpr):
-    """The emptiest rank of every group, before the first step."""
+    """Return the emptiest rank of every group, before the first step."""
     group = tl.arange(0, SHAPE.G // GROUP)
     room_Q = tl.zeros((SHAPE.G // GROUP,), KEY)
     for q in range(SHAPE.G // GROUP):
@@ -211,11 +202,11 @@ def rooms(work, loads, threshold, problem, SHAPE: tl.constexpr, KEY: tl.constexp
 
 
 @triton.jit
-def look_again(
+def examine_waiting(
     load_Q, wait_Q, work, loads, need, threshold, problem,
     SHAPE: tl.constexpr, KEY: tl.constexpr
 ):  # fmt: skip
-    """The fullest ranks, after a look at the groups where somebody waited who can give now."""
+    """Update the fullest ranks of groups whose waiting ranks can give now."""
     group = tl.arange(0, SHAPE.G // GROUP)
     wait = tl.max(wait_Q, 0)
     while wait >= tl.maximum(need, 0):
@@ -235,9 +226,9 @@ def hand_over(
     work, hosted, loads, host, donor, quota, going, rank_h, rank_d, problem,
     SHAPE: tl.constexpr, KEY: tl.constexpr
 ):  # fmt: skip
-    """Host a quota of the donor's hottest expert, in memory only if `going`.
+    """Host a quota of the donor's hottest expert; memory changes only if `going`.
 
-    Loads and free slots of the groups of host and donor, and heats of the donor's, afterwards.
+    Returns the new loads and free slots of both groups, and the heats of the donor's group.
     """
     row = tl.arange(0, SHAPE.H)
     heats, free = heats_of(work, SHAPE), free_of(work, SHAPE)
@@ -250,7 +241,7 @@ def hand_over(
     slot = host
     if not SHAPE.ONE_SLOT:
         slot = host * problem.slots + problem.slots - tl.load(free + host)
-    # All that is needed has been read: now it may change.
+    # Everything was read; now memory may change.
     tl.debug_barrier()
     load_h += tl.where(rank_h == host, quota, 0) - tl.where(rank_h == donor, quota, 0)
     load_d += tl.where(rank_d == host, quota, 0) - tl.where(rank_d == donor, quota, 0)
@@ -271,8 +262,8 @@ def hand_over(
 
 
 @triton.jit
-def look_at_all(work, loads, need, threshold, problem, SHAPE: tl.constexpr, KEY: tl.constexpr):
-    """The donor among all ranks, and what it gives: nobody has an expert hot enough."""
+def donor_of_all(work, loads, need, threshold, problem, SHAPE: tl.constexpr, KEY: tl.constexpr):
+    """Return a donor among all ranks and what it gives, if no expert is hot enough."""
     rank = tl.arange(0, SHAPE.G)
     load_G = tl.load(loads + rank, mask=rank < problem.ranks, other=0)
     heat_G = tl.load(heats_of(work, SHAPE) + rank)

@@ -1,10 +1,9 @@
-"""What is kept of plans on the device, so that the replays of a graph are counted, too.
+"""Statistics of plans on the device, so that replays of a graph are counted, too.
 
-add_plan     adds a plan to running sums, 64 bits each: microbatches, copies, microbatches without
-             a copy, imbalance before and after in parts of `PARTS`, and the worst one after
-keep_plan    keeps a plan in a ring. A place of the ring: whose plan it is, its step, its loads,
-             then its result in one piece. `state`: how many plans were kept so far, and the step
-             that the next ones belong to
+add_plan     add a plan to int64 sums: microbatches, replicas, microbatches without a replica,
+             imbalance before and after in parts of `PARTS`, and the worst imbalance after
+keep_plan    store a plan in a ring. An entry holds site, step, loads and result.
+             `state`: number of plans so far, and the step of the next plan
 """
 
 import triton
@@ -23,7 +22,7 @@ def add_to(sums, index: tl.constexpr, number):
 
 @triton.jit
 def over_mean(peak, ranks, total):
-    """Parts of the mean; without tokens, one."""
+    """Return the peak in parts of the mean; PARTS without rows."""
     parts = peak.to(tl.int64) * ranks * PARTS // tl.maximum(total, 1)
     return tl.where(total > 0, parts, PARTS)
 
@@ -43,7 +42,7 @@ def add_plan(
 ):
     """Add one plan to the sums. One program.
 
-    homes: [R] room. Rank 0 is home of both experts, 10 of 12 tokens; a copy on rank 1 takes 4.
+    homes: [R] scratch. Rank 0 is home of both experts, 10 of 12 rows; a replica on rank 1 takes 4.
 
     >>> example(add_plan, 1, sums=[0, 0, 0, 0, 0, 0], home_of_expert=[0, 0], num_replicas=[1],
     ...         rank_loads=[6, 6], replicas=[[1, 1, 0], [-1, -1, -1]], quotas=[4, 0])
@@ -86,7 +85,7 @@ def copy_numbers(source, target, count, B: tl.constexpr):
 def keep_plan(
     ring, state, loads, result, site, places, size, num_loads, num_results, B: tl.constexpr
 ):
-    """Keep the plan of one microbatch in the next place, over the oldest. One program.
+    """Store the plan of one microbatch over the oldest one. One program.
 
     >>> example(keep_plan, 1, ring=room(2, 6), state=[3, 7], loads=[[5, 1]], result=[8, 9], site=4,
     ...         places=2, size=6, num_loads=2, num_results=2, B=2)

@@ -1,15 +1,36 @@
 """Layouts of loads and of a plan on the device, shared by all kernels that write or read them.
 
-loads      [R, E]  tokens of every source rank for every expert; rows are `stride` apart
-replicas   [C, 3]  of every copy: its expert, its host rank, its spare slot there; -1: no copy
-split_CR   [C, R]  tokens of every source rank that each copy serves
-received   [R, L]  rows that every rank sends to each slot of this one
+loads      [R, E]  rows of every source rank for every expert; ranks are `stride` apart
+replicas   [C, 3]  expert, host rank and spare slot there of every replica; -1: no replica
+split      [C, R]  rows of every source rank that each replica serves
+received   [R, L]  rows that every rank sends to each slot of this rank
 """
+
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 
 EXPERT, HOST, SLOT = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+
+
+class Plan(NamedTuple):
+    """The tensors of a plan."""
+
+    replicas: Any
+    quotas: Any  # [C] rows that each replica serves
+    slot_of_copy: Any  # [C] among the slots of all ranks
+    split: Any
+    num_replicas: Any  # [1]
+
+
+class Homes(NamedTuple):
+    """Where experts are. `expert_of_slot` depends on the plan; -1: the slot is free."""
+
+    home_of_expert: Any  # [E] rank
+    home_slot_of_expert: Any  # [E]
+    first_slot_of_rank: Any  # [R + 1]
+    expert_of_slot: Any  # [S]
 
 
 @triton.jit
@@ -23,8 +44,8 @@ def replica_at(replicas, copy, column: tl.constexpr):
 
 
 @triton.jit
-def split_at(split_CR, copy, source, ranks):
-    return split_CR + copy.to(tl.int64) * ranks + source
+def split_at(split, copy, source, ranks):
+    return split + copy.to(tl.int64) * ranks + source
 
 
 @triton.jit

@@ -1,24 +1,24 @@
-"""Twin of `replicate.hops`: who hands which expert to whom, from a plan on the device.
+"""Twin of `hops.hops`: which rank sends which expert to which rank, from a plan on the device.
 
-Every rank writes a schedule of its own (`schedule.py`). Copies are compared with all others at
-once, tile by tile. What is found about them is noted in `scratch`, [4, C]:
+Every rank writes its own schedule (`schedule.py`). Each tile of B replicas is compared with all
+replicas at once. Notes about the replicas are in `scratch`, [4, C]:
 
-    KEY      where it stands in its chain: whether its host sends experts of its own, host, slot
-    PLACE    how many of its chain stand before it
-    BEFORE   the key of the one right before it
+    KEY      sort key within its chain: whether its host sends experts of its own, host, slot
+    PLACE    how many of its chain precede it
+    BEFORE   key of its predecessor
     LAST     whether it is the last one
 
-Behind them stand the copies that are to be sent, [C, 3] like those of the plan: what a slot holds
-already is left out. What the slots of all ranks hold is in `held`, [R * slots, 3], a table of its
-own on every rank, in which all write the same: whose weights, of which expert, of which version.
+Behind the notes are the replicas that must be sent, [C, 3] as in the plan: replicas that a slot
+already holds are left out. `held`, [R * slots, 3], says what the slots of all ranks hold: owner,
+expert and version of the weights. Every rank has its own table; all tables are equal.
 
-Shapes: C copies at most, B copies of a tile.
+Shapes: C replicas at most, B replicas of a tile.
 """
 
 import triton
 import triton.language as tl
 
-from ultraep.backends.triton.kernels.plan import EXPERT, HOST, SLOT, replica_at
+from ultraep.backends.triton.kernels.plan import EXPERT, HOST, SLOT, Homes, replica_at
 from ultraep.backends.triton.kernels.schedule import (
     CHUNKS,
     DEPTH,
@@ -35,7 +35,7 @@ from ultraep.backends.triton.kernels.schedule import (
     store_place,
     store_span,
 )
-from ultraep.backends.triton.kernels.signals import HELD, SENT, board_of, next_fill
+from ultraep.backends.triton.kernels.signals import HELD, LAST_FILL, SENT, board_of
 
 DIRECT, CHAIN, AUTO = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 NEVER = tl.constexpr(2**30)
@@ -49,12 +49,12 @@ def noted(scratch, what: tl.constexpr, copy, copies):
 
 
 @triton.jit
-def copies_at(replicas, home_of_expert, at, copies):
-    """Expert, home, host and slot of these copies; experts behind the last are -1."""
+def replicas_at(replicas, homes, at, copies):
+    """Return expert, home, host and slot of these replicas; experts behind the last are -1."""
     there = at < copies
     expert = tl.load(replica_at(replicas, at, EXPERT), mask=there, other=-1)
     there = expert >= 0
-    home = tl.load(home_of_expert + expert, mask=there, other=-1)
+    home = tl.load(homes.home_of_expert + expert, mask=there, other=-1)
     host = tl.load(replica_at(replicas, at, HOST), mask=there, other=-2)
     slot = tl.load(replica_at(replicas, at, SLOT), mask=there, other=0)
     return tl.where(there, expert, -1), home, host, slot
@@ -62,16 +62,15 @@ def copies_at(replicas, home_of_expert, at, copies):
 
 @triton.jit
 def leave_out(
-    replicas, home_of_expert, versions, held, to_send, owner, all_held, slots, copies,
-    C: tl.constexpr
-):  # fmt: skip
-    """Note which copies are to be sent, and that the slots hold all of the plan afterwards.
+    replicas, homes, versions, held, to_send, owner, all_held, slots, copies, C: tl.constexpr
+):
+    """Write which replicas must be sent, and mark the slots as holding the plan.
 
-    A copy is there already if its slot holds that expert of that owner in the version that was
-    promised; 0 is no promise. all_held: whether the slots hold this very fill.
+    A slot already holds a replica if it holds that expert of that owner in the promised version;
+    version 0 promises nothing. all_held: whether the slots hold this very fill.
     """
     all_C = tl.arange(0, C)
-    expert_C, home_C, host_C, slot_C = copies_at(replicas, home_of_expert, all_C, copies)
+    expert_C, home_C, host_C, slot_C = replicas_at(replicas, homes, all_C, copies)
     there_C = expert_C >= 0
     version_C = tl.load(versions + home_C, mask=there_C, other=0)
     place_C = held + 3 * (host_C * slots + slot_C)
@@ -91,19 +90,17 @@ def leave_out(
 
 
 @triton.jit
-def stand_in_row(
-    replicas, home_of_expert, scratch, copies, ranks, slots, C: tl.constexpr, B: tl.constexpr
-):
-    """Place of every copy in its chain, who stands before it, and whether it is the last.
+def order_chains(replicas, homes, scratch, copies, ranks, slots, C: tl.constexpr, B: tl.constexpr):
+    """Write place and predecessor of every replica in its chain, and whether it is the last.
 
-    Ranks that have experts of their own to send come last. Returns the longest chain.
+    Ranks that send experts of their own come last. Returns the length of the longest chain.
     """
     all_C = tl.arange(0, C)
-    expert_C, home_C, _host_C, _slot_C = copies_at(replicas, home_of_expert, all_C, copies)
+    expert_C, home_C, _host_C, _slot_C = replicas_at(replicas, homes, all_C, copies)
     longest = 0
     for begin in range(0, C, B):
         at = begin + tl.arange(0, B)
-        _expert, _home, host, slot = copies_at(replicas, home_of_expert, at, copies)
+        _expert, _home, host, slot = replicas_at(replicas, homes, at, copies)
         sends = tl.max((home_C[None, :] == host[:, None]).to(tl.int32), 1)
         key = (sends * ranks + host) * slots + slot
         tl.store(noted(scratch, KEY, at, copies), key, mask=at < copies)
@@ -111,12 +108,12 @@ def stand_in_row(
     key_C = tl.load(noted(scratch, KEY, all_C, copies), mask=all_C < copies, other=0)
     for begin in range(0, C, B):
         at = begin + tl.arange(0, B)
-        expert = copies_at(replicas, home_of_expert, at, copies)[0]
+        expert = replicas_at(replicas, homes, at, copies)[0]
         key = tl.load(noted(scratch, KEY, at, copies), mask=at < copies, other=0)
-        alike = (expert_C[None, :] == expert[:, None]) & (expert >= 0)[:, None]
-        before = alike & (key_C[None, :] < key[:, None])
+        same = (expert_C[None, :] == expert[:, None]) & (expert >= 0)[:, None]
+        before = same & (key_C[None, :] < key[:, None])
         place = tl.sum(before.to(tl.int32), 1)
-        length = tl.sum(alike.to(tl.int32), 1)
+        length = tl.sum(same.to(tl.int32), 1)
         previous = tl.max(tl.where(before, key_C[None, :], -1), 1)
         last = (place == length - 1).to(tl.int32)
         tl.store(noted(scratch, PLACE, at, copies), place, mask=at < copies)
@@ -128,10 +125,10 @@ def stand_in_row(
 
 
 @triton.jit
-def most_sent(replicas, home_of_expert, scratch, copies, C: tl.constexpr, B: tl.constexpr):
-    """Hops that the busiest rank sends, if homes send all themselves, and in chains."""
+def most_sent(replicas, homes, scratch, copies, C: tl.constexpr, B: tl.constexpr):
+    """Return the hops that the busiest rank sends: if homes send all, and in chains."""
     all_C = tl.arange(0, C)
-    expert_C, home_C, host_C, _slot_C = copies_at(replicas, home_of_expert, all_C, copies)
+    expert_C, home_C, host_C, _slot_C = replicas_at(replicas, homes, all_C, copies)
     there_C = expert_C >= 0
     place_C = tl.load(noted(scratch, PLACE, all_C, copies), mask=there_C, other=1)
     last_C = tl.load(noted(scratch, LAST, all_C, copies), mask=there_C, other=1)
@@ -139,7 +136,7 @@ def most_sent(replicas, home_of_expert, scratch, copies, C: tl.constexpr, B: tl.
     direct, chain = 0, 0
     for begin in range(0, C, B):
         at = begin + tl.arange(0, B)
-        expert, home, host, _slot = copies_at(replicas, home_of_expert, at, copies)
+        expert, home, host, _slot = replicas_at(replicas, homes, at, copies)
         from_home = (home_C[None, :] == home[:, None]) & there_C[None, :] & (expert >= 0)[:, None]
         direct = tl.maximum(direct, tl.max(tl.sum(from_home.to(tl.int32), 1), 0))
         relays = (host_C[None, :] == home[:, None]) & passes_C[None, :] & (expert >= 0)[:, None]
@@ -154,31 +151,30 @@ def most_sent(replicas, home_of_expert, scratch, copies, C: tl.constexpr, B: tl.
 
 @triton.jit
 def choose(
-    replicas, home_of_expert, scratch, chunks_of_length, longest, copies,
+    replicas, homes, scratch, chunks_of_length, longest, copies,
     MODE: tl.constexpr, C: tl.constexpr, B: tl.constexpr
 ):  # fmt: skip
-    """Whether experts go in chains; as in `replicate.choose`, in integers."""
+    """Return whether experts go in chains; integer version of `hops.choose`."""
     chained = longest > 1
     if MODE == DIRECT:
         chained = longest < 0
     if MODE == AUTO:
         chunks = tl.load(chunks_of_length + longest)
-        direct, chain = most_sent(replicas, home_of_expert, scratch, copies, C, B)
+        direct, chain = most_sent(replicas, homes, scratch, copies, C, B)
         chained = chain * chunks + tl.maximum(longest - 1, 0) < direct * chunks
     return chained
 
 
 @triton.jit
-def senders_of_copies(
-    expert_C, home_C, home_slot_of_expert, first_slot_of_rank, scratch, chained,
-    rank, ranks, slots, copies, C: tl.constexpr
-):  # fmt: skip
-    """[C] source of every copy at its sender, that sender, and depth."""
+def senders_of_replicas(
+    expert_C, home_C, homes, scratch, chained, rank, ranks, slots, copies, C: tl.constexpr
+):
+    """[C] source of every replica at its sender, that sender, and the depth in the chain."""
     all_C, there_C = tl.arange(0, C), expert_C >= 0
     place_C = tl.load(noted(scratch, PLACE, all_C, copies), mask=there_C, other=0)
     before_C = tl.load(noted(scratch, BEFORE, all_C, copies), mask=there_C, other=0)
-    index_C = tl.load(home_slot_of_expert + expert_C, mask=there_C, other=0)
-    index_C -= tl.load(first_slot_of_rank + rank)
+    index_C = tl.load(homes.home_slot_of_expert + expert_C, mask=there_C, other=0)
+    index_C -= tl.load(homes.first_slot_of_rank + rank)
     relayed_C = there_C & (place_C > 0) & (tl.where(chained, 1, 0) != 0)
     source_C = tl.where(relayed_C, -1 - before_C % slots, index_C)
     sender_C = tl.where(relayed_C, (before_C // slots) % ranks, home_C)
@@ -192,7 +188,7 @@ def write_hops(
     schedule, source_C, sender_C, host_C, slot_C, depth_C, scratch, rank, copies,
     C: tl.constexpr, B: tl.constexpr
 ):  # fmt: skip
-    """The hops that this rank sends, by depth, then in the order of the plan; their number."""
+    """Write the hops of this rank by depth, then in plan order; return their number."""
     all_C = tl.arange(0, C)
     mine_C = sender_C == rank
     key_C = tl.where(mine_C, depth_C * C + all_C, NEVER)
@@ -214,7 +210,7 @@ def write_hops(
 
 @triton.jit
 def write_senders(schedule, sender_C, host_C, slot_C, rank, slots, copies):
-    """Who fills the slots of this rank."""
+    """Write which rank fills each slot of this rank."""
     for slot in range(slots):
         here_C = (host_C == rank) & (slot_C == slot)
         sender = tl.max(tl.where(here_C, sender_C, -1), 0)
@@ -223,42 +219,30 @@ def write_senders(schedule, sender_C, host_C, slot_C, rank, slots, copies):
 
 @triton.jit
 def write_places(
-    schedule, replicas, home_of_expert, home_slot_of_expert, first_slot_of_rank, rank, slots,
-    homes, copies, C: tl.constexpr, H: tl.constexpr
-):  # fmt: skip
-    """Where all copies are, also those that were there, and which are of this rank's experts."""
+    schedule, replicas, homes, rank, slots, num_homes, copies, C: tl.constexpr, H: tl.constexpr
+):
+    """Write the places of all replicas, also of held ones, and the spans of this rank's experts."""
     all_C, home = tl.arange(0, C), tl.arange(0, H)
-    expert_C, home_C, host_C, slot_C = copies_at(replicas, home_of_expert, all_C, copies)
+    expert_C, home_C, host_C, slot_C = replicas_at(replicas, homes, all_C, copies)
     mine_C = (expert_C >= 0) & (home_C == rank)
-    index_C = tl.load(home_slot_of_expert + expert_C, mask=mine_C, other=0)
-    index_C = tl.where(mine_C, index_C - tl.load(first_slot_of_rank + rank), -1)
+    index_C = tl.load(homes.home_slot_of_expert + expert_C, mask=mine_C, other=0)
+    index_C = tl.where(mine_C, index_C - tl.load(homes.first_slot_of_rank + rank), -1)
     store_place(places_of(schedule, copies, slots), all_C, host_C, slot_C, all_C < copies)
     of_home = home[:, None] == index_C[None, :]
     count = tl.sum(of_home.to(tl.int32), 1)
     first = tl.min(tl.where(of_home, all_C[None, :], NEVER), 1)
     first = tl.where(count > 0, first, 0)
-    store_span(homes_of(schedule, copies, slots), home, first, first + count, home < homes)
+    store_span(homes_of(schedule, copies, slots), home, first, first + count, home < num_homes)
 
 
 @triton.jit(
-    do_not_specialize=[
-        "owner",
-        "again",
-        "rank",
-        "ranks",
-        "slots",
-        "homes",
-        "copies",
-        "numbering",
-        "channel",
-    ]
-)
+    do_not_specialize=["owner", "again", "rank", "ranks", "slots", "num_homes", "copies",
+                       "numbering", "channel"]
+)  # fmt: skip
 def make_schedule(
     boards,
     replicas,
-    home_of_expert,
-    home_slot_of_expert,
-    first_slot_of_rank,
+    homes: Homes,
     chunks_of_length,
     versions,
     held,
@@ -269,7 +253,7 @@ def make_schedule(
     rank,
     ranks,
     slots,
-    homes,
+    num_homes,
     copies,
     numbering,
     channel,
@@ -278,18 +262,18 @@ def make_schedule(
     B: tl.constexpr,
     H: tl.constexpr,
 ):
-    """One program: the schedule of this rank, for slots that hold something already.
+    """Write the schedule of this rank. One program.
 
-    versions: [R] of the weights of every rank.   owner: a number of the layer and its kind.
-    again: whether the schedule has its number, and was carried out before; else it gets one.
-    numbering, channel: words at which those of the first buffer, and of this one, begin.
+    versions: [R] of the weights of every rank.   owner: identifies the layer and its shapes.
+    again: whether the schedule was executed before and keeps its number.
+    numbering, channel: first words of the channels of the first buffer and of this one.
 
-    Rank 0 sends its first expert into slot 0 of rank 1, and nobody fills its own slot:
+    Rank 0 sends its first expert into slot 0 of rank 1, and no rank fills its own slot:
 
     >>> boards = at([0, 0, 0, 0, 0, 0, 0, 0], [0, 0, 0, 0, 0, 0, 0, 0])
     >>> example(make_schedule, 1, boards=boards, replicas=[[0, 1, 0], [-1, -1, -1]],
     ...         chunks_of_length=[1, 1, 2], versions=[7, 8], held=[[0, 0, 0], [1, 0, 6]],
-    ...         schedule=room(21), owner=1, again=0, rank=0, homes=2, copies=2, numbering=4,
+    ...         schedule=room(21), owner=1, again=0, rank=0, num_homes=2, copies=2, numbering=4,
     ...         channel=4, MODE=AUTO, B=2)
     boards = [[0, 1, 0, 0, 0, 0, 0, 1], [0, 0, 0, 0, 0, 0, 0, 0]]
     held = [[0, 0, 0], [1, 0, 7]]
@@ -297,29 +281,24 @@ def make_schedule(
     """
     board, fill = board_of(boards, rank), tl.load(schedule + FILL)
     if again == 0:
-        fill = next_fill(board, numbering)
+        fill = tl.load(board + numbering + LAST_FILL) + 1
+        tl.store(board + numbering + LAST_FILL, fill)
     all_held = ((again != 0) & (fill == tl.load(board + channel + HELD))).to(tl.int32)
     to_send = scratch + NOTES * copies
-    leave_out(replicas, home_of_expert, versions, held, to_send, owner, all_held, slots, copies, C)
-    longest = stand_in_row(to_send, home_of_expert, scratch, copies, ranks, slots, C, B)
-    chained = choose(
-        to_send, home_of_expert, scratch, chunks_of_length, longest, copies, MODE, C, B
-    )
+    leave_out(replicas, homes, versions, held, to_send, owner, all_held, slots, copies, C)
+    longest = order_chains(to_send, homes, scratch, copies, ranks, slots, C, B)
+    chained = choose(to_send, homes, scratch, chunks_of_length, longest, copies, MODE, C, B)
     longest = tl.where(chained, longest, tl.minimum(longest, 1))
     all_C = tl.arange(0, C)
-    expert_C, home_C, host_C, slot_C = copies_at(to_send, home_of_expert, all_C, copies)
-    source_C, sender_C, depth_C = senders_of_copies(
-        expert_C, home_C, home_slot_of_expert, first_slot_of_rank, scratch, chained,
-        rank, ranks, slots, copies, C
-    )  # fmt: skip
+    expert_C, home_C, host_C, slot_C = replicas_at(to_send, homes, all_C, copies)
+    source_C, sender_C, depth_C = senders_of_replicas(
+        expert_C, home_C, homes, scratch, chained, rank, ranks, slots, copies, C
+    )
     sent = write_hops(
         schedule, source_C, sender_C, host_C, slot_C, depth_C, scratch, rank, copies, C, B
     )
     write_senders(schedule, sender_C, host_C, slot_C, rank, slots, copies)
-    write_places(
-        schedule, replicas, home_of_expert, home_slot_of_expert, first_slot_of_rank, rank, slots,
-        homes, copies, C, H
-    )  # fmt: skip
+    write_places(schedule, replicas, homes, rank, slots, num_homes, copies, C, H)
     tl.store(schedule + HOPS, sent)
     tl.store(board + SENT, tl.load(board + SENT) + sent)
     tl.store(schedule + CHUNKS, tl.load(chunks_of_length + longest))

@@ -1,12 +1,14 @@
-"""Twin of `reference/reroute.py`: a slot and a place in the order of sending for every row.
+"""Twin of `reference/reroute.py`: the slot of every row, and its position in the sending order.
 
-    lines     for one source rank: where every slot begins, on its expert's line and in the order
-    assign    every row finds its number within its expert, its place on the line, its slot
-    assign_to_map    maps of tokens and experts become maps of tokens and slots
-    receive   rows that every rank sends to each slot of one
+    lay_lines        where every slot begins on the line of its expert, and in the sending order
+    assign           slot and position of every row
+    assign_to_map    token-to-expert maps become token-to-slot maps
+    receive          rows that every rank sends to each slot of one rank
 
-Shapes: N rows, E experts, C copies, S slots of all ranks, R ranks, B rows of a tile.
+Shapes: N rows, E experts, C replicas, S slots of all ranks, R ranks, B rows of a tile.
 """
+
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -14,6 +16,8 @@ import triton.language as tl
 from ultraep.backends.triton.kernels.count import bin_of, offsets_of
 from ultraep.backends.triton.kernels.plan import (
     EXPERT,
+    Homes,
+    Plan,
     load_at,
     received_at,
     replica_at,
@@ -21,24 +25,26 @@ from ultraep.backends.triton.kernels.plan import (
 )
 
 
+class Lines(NamedTuple):
+    """How the rows of one source rank are divided: every expert has a line of its rows."""
+
+    away: Any  # [E] rows that leave the home of their expert
+    first_copy: Any  # [E] first replica; valid where rows go away
+    end_copy: Any  # [E]
+    first_place: Any  # [C] where a replica begins on the line of its expert
+    first_place_of_slot: Any  # [S] where a slot begins there
+    rows_of_slot: Any  # [S]
+    first_row: Any  # [S + 1] where a slot begins in the sending order
+    send_counts: Any  # [R]
+
+
 @triton.jit(do_not_specialize=["rank", "ranks", "experts", "num_slots", "stride"])
-def lines(
+def lay_lines(
     loads,
     totals,
-    replicas,
-    slot_of_copy,
-    split_CR,
-    num_replicas,
-    home_slot_of_expert,
-    first_slot_of_rank,
-    away,
-    first_copy,
-    end_copy,
-    first_place,
-    first_place_of_slot,
-    rows_of_slot,
-    first_row,
-    send_counts,
+    plan: Plan,
+    homes: Homes,
+    lines: Lines,
     faults,
     rank,
     ranks,
@@ -50,17 +56,12 @@ def lines(
     S: tl.constexpr,
     R: tl.constexpr,
 ):
-    """One program, for the rows of one source rank.
+    """Write the lines of one source rank. One program.
 
-    away: [E] rows of an expert that leave its home.
-    first_copy, end_copy: [E] its copies; only valid where rows go away.
-    first_place: [C] where a copy begins on the line of its expert; and [S], where a slot does.
-    first_row: [S + 1] where a slot begins in the order of sending.
+    Rank 1 has four rows for expert 0; three of them go to the replica in slot 5:
 
-    Three of the four rows of expert 0 that rank 1 has go to the copy in slot 5:
-
-    >>> example(lines, 1, loads=[[2, 1, 0, 1], [4, 0, 1, 0]], totals=[4, 0, 1, 0, 0],
-    ...         replicas=[[0, 1, 0], [-1, -1, -1]], slot_of_copy=[5, -1], split_CR=[[0, 3], [0, 0]],
+    >>> example(lay_lines, 1, loads=[[2, 1, 0, 1], [4, 0, 1, 0]], totals=[4, 0, 1, 0, 0],
+    ...         replicas=[[0, 1, 0], [-1, -1, -1]], slot_of_copy=[5, -1], split=[[0, 3], [0, 0]],
     ...         num_replicas=[1], away=room(4), first_copy=room(4), end_copy=room(4),
     ...         first_place=room(2), first_place_of_slot=room(6), rows_of_slot=room(6),
     ...         first_row=room(7), send_counts=room(2), rank=1, E=4, S=8)
@@ -73,74 +74,71 @@ def lines(
     first_row = [0, 1, 1, 1, 2, 2, 5]
     send_counts = [1, 4]
     """
-    expert, slot = tl.arange(0, E), tl.arange(0, S)
-    tl.store(away + expert, expert * 0, mask=expert < experts)
-    tl.store(rows_of_slot + slot, slot * 0, mask=slot < num_slots)
-    number = tl.load(num_replicas)
-    expert_C, rows_C, end_C, begin_C, all_C, away_E = gather_copies(
-        replicas, split_CR, away, first_copy, end_copy, first_row,
-        number, rank, ranks, experts, E, C
-    )  # fmt: skip
-    length_E = tl.load(totals + expert, mask=expert < experts, other=0)
-    count_unlike(loads, length_E, faults, rank, experts, stride, E)
-    home_E = tl.load(home_slot_of_expert + expert, mask=expert < experts, other=0)
-    tl.store(rows_of_slot + home_E, length_E - away_E, mask=expert < experts)
-    tl.store(first_place_of_slot + home_E, expert * 0, mask=expert < experts)
-    copy = tl.arange(0, C)
-    there = copy < number
-    slot_C = tl.load(slot_of_copy + copy, mask=there, other=0)
-    tl.store(rows_of_slot + slot_C, rows_C, mask=there)
-    length_C = tl.load(totals + expert_C, mask=there, other=0)
+    expert, slot, copy = tl.arange(0, E), tl.arange(0, S), tl.arange(0, C)
+    mask_e = expert < experts
+    tl.store(lines.away + expert, expert * 0, mask=mask_e)
+    tl.store(lines.rows_of_slot + slot, slot * 0, mask=slot < num_slots)
+    number = tl.load(plan.num_replicas)
+    expert_C, rows_C, end_C, begin_C, all_C, away_E = gather_replicas(
+        plan, lines, number, rank, ranks, experts, E, C
+    )
+    length_E = tl.load(totals + expert, mask=mask_e, other=0)
+    count_mismatches(loads, length_E, faults, rank, experts, stride, E)
+    home_E = tl.load(homes.home_slot_of_expert + expert, mask=mask_e, other=0)
+    tl.store(lines.rows_of_slot + home_E, length_E - away_E, mask=mask_e)
+    tl.store(lines.first_place_of_slot + home_E, expert * 0, mask=mask_e)
+    mask_c = copy < number
+    slot_C = tl.load(plan.slot_of_copy + copy, mask=mask_c, other=0)
+    tl.store(lines.rows_of_slot + slot_C, rows_C, mask=mask_c)
+    length_C = tl.load(totals + expert_C, mask=mask_c, other=0)
     at_home_C = length_C - (all_C - begin_C)
     place_C = at_home_C + end_C - rows_C - begin_C
-    tl.store(first_place + copy, place_C, mask=there)
-    tl.store(first_place_of_slot + slot_C, place_C, mask=there)
+    tl.store(lines.first_place + copy, place_C, mask=mask_c)
+    tl.store(lines.first_place_of_slot + slot_C, place_C, mask=mask_c)
     tl.debug_barrier()
-    order_slots(rows_of_slot, first_row, num_slots, S)
+    order_slots(lines, num_slots, S)
     tl.debug_barrier()
-    count_sent(first_slot_of_rank, first_row, send_counts, ranks, R)
+    count_sent(homes.first_slot_of_rank, lines, ranks, R)
 
 
 @triton.jit
-def gather_copies(
-    replicas, split_CR, away, first_copy, end_copy, first_row, number, rank, ranks, experts,
-    E: tl.constexpr, C: tl.constexpr
-):  # fmt: skip
-    """Notes the copies of every expert that has some, and the rows that go `away`, which was 0.
+def gather_replicas(plan, lines, number, rank, ranks, experts, E: tl.constexpr, C: tl.constexpr):
+    """Write the replicas of every expert, and the rows that go away, initially 0.
 
-    [C] experts and rows of the copies, and their sum so far; its begin and end for the copy's
-    expert; [E] what goes away.
+    Returns [C] experts and rows of the replicas, their running sum, where it begins and ends for
+    the replica's expert, and [E] the rows that go away.
     """
+    away, first_row = lines.away, lines.first_row
     copy, expert = tl.arange(0, C), tl.arange(0, E)
-    there = copy < number
+    mask_c, mask_e = copy < number, expert < experts
     before, after = copy > 0, copy + 1 < number
-    expert_C = tl.load(replica_at(replicas, copy, EXPERT), mask=there, other=experts)
-    before_C = tl.load(replica_at(replicas, copy - 1, EXPERT), mask=there & before, other=-1)
-    after_C = tl.load(replica_at(replicas, copy + 1, EXPERT), mask=after, other=-1)
-    rows_C = tl.load(split_at(split_CR, copy, rank, ranks), mask=there, other=0)
+    expert_C = tl.load(replica_at(plan.replicas, copy, EXPERT), mask=mask_c, other=experts)
+    before_C = tl.load(replica_at(plan.replicas, copy - 1, EXPERT), mask=mask_c & before, other=-1)
+    after_C = tl.load(replica_at(plan.replicas, copy + 1, EXPERT), mask=after, other=-1)
+    rows_C = tl.load(split_at(plan.split, copy, rank, ranks), mask=mask_c, other=0)
     end_C = tl.cumsum(rows_C, 0)
-    begins_C = there & (expert_C != before_C)
-    ends_C = there & (expert_C != after_C)
+    begins_C = mask_c & (expert_C != before_C)
+    ends_C = mask_c & (expert_C != after_C)
     tl.debug_barrier()
-    # `away` holds the end of an expert's copies first, then their beginning is subtracted.
+    # `away` first holds where the replicas of an expert end; then their beginning is subtracted.
     tl.store(away + expert_C, end_C, mask=ends_C)
-    tl.store(first_copy + expert_C, copy, mask=begins_C)
+    tl.store(lines.first_copy + expert_C, copy, mask=begins_C)
     tl.store(first_row + expert_C, end_C - rows_C, mask=begins_C)
-    tl.store(end_copy + expert_C, copy + 1, mask=ends_C)
+    tl.store(lines.end_copy + expert_C, copy + 1, mask=ends_C)
     tl.debug_barrier()
-    begin_E = tl.load(first_row + expert, mask=expert < experts, other=0)
-    end_E = tl.load(away + expert, mask=expert < experts, other=0)
-    begin_C = tl.load(first_row + expert_C, mask=there, other=0)
-    all_C = tl.load(away + expert_C, mask=there, other=0)
+    begin_E = tl.load(first_row + expert, mask=mask_e, other=0)
+    end_E = tl.load(away + expert, mask=mask_e, other=0)
+    begin_C = tl.load(first_row + expert_C, mask=mask_c, other=0)
+    all_C = tl.load(away + expert_C, mask=mask_c, other=0)
     tl.debug_barrier()
     away_E = tl.where(end_E > 0, end_E - begin_E, 0)
-    tl.store(away + expert, away_E, mask=expert < experts)
+    tl.store(away + expert, away_E, mask=mask_e)
     return expert_C, rows_C, end_C, begin_C, all_C, away_E
 
 
 @triton.jit
-def count_unlike(loads, length_E, faults, rank, experts, stride, E: tl.constexpr):
-    """Experts of which the plan knew another number of rows are faults."""
+def count_mismatches(loads, length_E, faults, rank, experts, stride, E: tl.constexpr):
+    """Count experts whose number of rows differs from the plan's."""
     expert = tl.arange(0, E)
     planned_E = tl.load(load_at(loads, rank, expert, stride), mask=expert < experts, other=0)
     wrong = tl.sum((length_E != planned_E).to(tl.int32), 0)
@@ -148,31 +146,31 @@ def count_unlike(loads, length_E, faults, rank, experts, stride, E: tl.constexpr
 
 
 @triton.jit
-def order_slots(rows_of_slot, first_row, num_slots, S: tl.constexpr):
-    """[S + 1] where the rows of every slot begin, and their number."""
+def order_slots(lines, num_slots, S: tl.constexpr):
+    """[S + 1] where the rows of every slot begin, and their total."""
     slot = tl.arange(0, S)
-    rows_S = tl.load(rows_of_slot + slot, mask=slot < num_slots, other=0)
+    rows_S = tl.load(lines.rows_of_slot + slot, mask=slot < num_slots, other=0)
     end_S = tl.cumsum(rows_S, 0)
-    tl.store(first_row + slot, end_S - rows_S, mask=slot < num_slots)
-    tl.store(first_row + num_slots, tl.sum(rows_S, 0))
+    tl.store(lines.first_row + slot, end_S - rows_S, mask=slot < num_slots)
+    tl.store(lines.first_row + num_slots, tl.sum(rows_S, 0))
 
 
 @triton.jit
-def count_sent(first_slot_of_rank, first_row, send_counts, ranks, R: tl.constexpr):
+def count_sent(first_slot_of_rank, lines, ranks, R: tl.constexpr):
     """[R] rows that go to the slots of every rank."""
     to = tl.arange(0, R)
     begin_R = tl.load(first_slot_of_rank + to, mask=to < ranks, other=0)
     end_R = tl.load(first_slot_of_rank + to + 1, mask=to < ranks, other=0)
-    sent_R = tl.load(first_row + end_R, mask=to < ranks, other=0)
-    sent_R -= tl.load(first_row + begin_R, mask=to < ranks, other=0)
-    tl.store(send_counts + to, sent_R, mask=to < ranks)
+    sent_R = tl.load(lines.first_row + end_R, mask=to < ranks, other=0)
+    sent_R -= tl.load(lines.first_row + begin_R, mask=to < ranks, other=0)
+    tl.store(lines.send_counts + to, sent_R, mask=to < ranks)
 
 
 @triton.jit
 def place_on_line(number, length, gone, strides, known, PRODUCT: tl.constexpr):
-    """The i-th row of n goes to place i * stride mod n, unless all of them stay at home.
+    """Return the place of row i of n: i * stride mod n, or i if no row goes away.
 
-    PRODUCT: a type that holds n * n; dividing 64 bits takes many times longer than 32.
+    PRODUCT: a dtype that holds n * n; a 64-bit division takes many times longer than a 32-bit one.
     """
     step = tl.load(strides + length, mask=known & (gone > 0), other=1).to(PRODUCT)
     spread = number.to(PRODUCT) * step % tl.maximum(length, 1).to(PRODUCT)
@@ -185,13 +183,9 @@ def assign(
     offsets,
     totals,
     strides,
-    home_slot_of_expert,
-    away,
-    first_copy,
-    end_copy,
-    first_place,
-    slot_of_copy,
-    first_row,
+    plan: Plan,
+    homes: Homes,
+    lines: Lines,
     slots,
     order,
     positions,
@@ -202,10 +196,10 @@ def assign(
     PRODUCT: tl.constexpr,
     B: tl.constexpr,
 ):
-    """Program t: the rows of tile t, sorted by expert. `slots` may be `ids` itself.
+    """Program t: the rows of tile t, sorted by expert. `slots` may be the tensor `ids`.
 
-    slots: [N] the slot of every row.   positions: [N] where it stands in the order of sending.
-    order: [N] the rows in that order; rows without an expert have no slot, and come last, as -1.
+    slots: [N] slot of every row.   positions: [N] position of every row in the sending order.
+    order: [N] rows in that order; rows without an expert have no slot, and come last, as -1.
 
     >>> example(assign, 1, ids=[0, 2, 0, 0, 0], offsets=[[0, 0, 0, 0, 0]], totals=[4, 0, 1, 0, 0],
     ...         away=[3, 0, 0, 0], first_copy=[0, 0, 0, 0], end_copy=[1, 0, 0, 0],
@@ -220,15 +214,16 @@ def assign(
     there = bin_B <= experts
     known = bin_B < experts
     length = tl.load(totals + bin_B, mask=known, other=0)
-    gone = tl.load(away + bin_B, mask=known, other=0)
+    gone = tl.load(lines.away + bin_B, mask=known, other=0)
     place = place_on_line(number, length, gone, strides, known, PRODUCT)
     copied = known & (place >= length - gone)
-    copy = copy_on_line(bin_B, place, copied, first_copy, end_copy, first_place, halvings)
-    slot = tl.load(home_slot_of_expert + bin_B, mask=known, other=num_slots)
-    slot = tl.where(copied, tl.load(slot_of_copy + copy, mask=copied, other=0), slot)
-    begin_place = tl.load(first_place + copy, mask=copied, other=0)
-    # No slot: ids that were counted are not these.
-    position = tl.load(first_row + slot, mask=there & (slot >= 0), other=-1) + place - begin_place
+    copy = replica_on_line(bin_B, place, copied, lines, halvings)
+    slot = tl.load(homes.home_slot_of_expert + bin_B, mask=known, other=num_slots)
+    slot = tl.where(copied, tl.load(plan.slot_of_copy + copy, mask=copied, other=0), slot)
+    begin_place = tl.load(lines.first_place + copy, mask=copied, other=0)
+    # The slot is -1 if these are not the ids that were counted.
+    first_row = tl.load(lines.first_row + slot, mask=there & (slot >= 0), other=-1)
+    position = first_row + place - begin_place
     safe = there & (position >= 0) & (position < rows)
     tl.store(slots + row, tl.where(known, slot, -1), mask=there)
     tl.store(positions + row, tl.where(known, position, -1), mask=there)
@@ -237,9 +232,9 @@ def assign(
 
 @triton.jit
 def sort_by_expert(ids, offsets, rows, experts, B: tl.constexpr):
-    """Expert, row and number within the expert of the rows of this tile, sorted by expert.
+    """Return expert, row and number within the expert of the rows of this tile, sorted by expert.
 
-    The expert is `experts` where there is none, and more behind the end: those come last.
+    Rows without an expert get the number `experts`, rows behind the end a larger one.
     """
     tile = tl.program_id(0)
     within = tl.arange(0, B)
@@ -257,21 +252,21 @@ def sort_by_expert(ids, offsets, rows, experts, B: tl.constexpr):
 
 
 @triton.jit
-def copy_on_line(expert, place, copied, first_copy, end_copy, first_place, halvings):
-    """The copy of the expert on whose part of the line the place is, by bisection."""
-    low = tl.load(first_copy + expert, mask=copied, other=0)
-    high = tl.load(end_copy + expert, mask=copied, other=1)
+def replica_on_line(expert, place, copied, lines, halvings):
+    """Find the replica whose part of the line holds the place, by bisection."""
+    low = tl.load(lines.first_copy + expert, mask=copied, other=0)
+    high = tl.load(lines.end_copy + expert, mask=copied, other=1)
     for _ in range(halvings):
         middle = (low + high) // 2
-        right = tl.load(first_place + middle, mask=copied, other=0) <= place
+        right = tl.load(lines.first_place + middle, mask=copied, other=0) <= place
         low = tl.where(right, middle, low)
         high = tl.where(right, high, middle)
     return low
 
 
 @triton.jit
-def later(one, other):
-    return tl.maximum(one, other)
+def later(left, right):
+    return tl.maximum(left, right)
 
 
 @triton.jit(do_not_specialize=["rows", "experts", "num_slots", "stride"])
@@ -280,10 +275,8 @@ def assign_to_map(
     offsets,
     totals,
     strides,
-    expert_of_slot,
-    away,
-    first_place_of_slot,
-    rows_of_slot,
+    homes: Homes,
+    lines: Lines,
     slot_map,
     rows,
     experts,
@@ -293,7 +286,7 @@ def assign_to_map(
     B: tl.constexpr,
     S: tl.constexpr,
 ):
-    """Program (t, s): tokens of tile t, some slots: whether the slot serves the token.
+    """Program (t, s): for the tokens of tile t and some slots, whether the slot serves the token.
 
     >>> routing_map = [[1, 0, 0, 0], [0, 0, 1, 0], [1, 0, 0, 0], [1, 0, 0, 0], [1, 0, 0, 0]]
     >>> example(assign_to_map, (1, 1), routing_map=routing_map, offsets=[[0, 0, 0, 0, 0]],
@@ -306,7 +299,7 @@ def assign_to_map(
     tile = tl.program_id(0)
     token = tile * B + tl.arange(0, B)
     slot = tl.program_id(1) * S + tl.arange(0, S)
-    expert_S = tl.load(expert_of_slot + slot, mask=slot < num_slots, other=-1)
+    expert_S = tl.load(homes.expert_of_slot + slot, mask=slot < num_slots, other=-1)
     held = expert_S >= 0
     at = routing_map + token[:, None].to(tl.int64) * stride + expert_S[None, :]
     chosen = tl.load(at, mask=(token < rows)[:, None] & held[None, :], other=0) != 0
@@ -314,10 +307,10 @@ def assign_to_map(
     begin = tl.load(offsets_of(offsets, tile, experts) + expert_S, mask=held, other=0)
     number = begin[None, :] + tl.cumsum(counted, 0) - counted
     length = tl.load(totals + expert_S, mask=held, other=0)[None, :]
-    gone = tl.load(away + expert_S, mask=held, other=0)[None, :]
+    gone = tl.load(lines.away + expert_S, mask=held, other=0)[None, :]
     place = place_on_line(number, length, gone, strides, held[None, :], PRODUCT)
-    first = tl.load(first_place_of_slot + slot, mask=held, other=0)[None, :]
-    end = first + tl.load(rows_of_slot + slot, mask=held, other=0)[None, :]
+    first = tl.load(lines.first_place_of_slot + slot, mask=held, other=0)[None, :]
+    end = first + tl.load(lines.rows_of_slot + slot, mask=held, other=0)[None, :]
     served = chosen & (place >= first) & (place < end)
     at = slot_map + token[:, None].to(tl.int64) * num_slots + slot[None, :]
     tl.store(at, served.to(tl.int8), mask=(token < rows)[:, None] & (slot < num_slots)[None, :])
@@ -326,12 +319,8 @@ def assign_to_map(
 @triton.jit(do_not_specialize=["rank", "ranks", "num_local", "num_copies", "stride"])
 def receive(
     loads,
-    replicas,
-    slot_of_copy,
-    split_CR,
-    expert_of_slot,
-    home_of_expert,
-    first_slot_of_rank,
+    plan: Plan,
+    homes: Homes,
     received,
     rank,
     ranks,
@@ -345,33 +334,33 @@ def receive(
     """Program l: [R] rows that every rank sends to slot l of this rank.
 
     >>> example(receive, 3, loads=[[2, 1, 0, 1], [4, 0, 1, 0]], replicas=[[0, 1, 0], [-1, -1, -1]],
-    ...         slot_of_copy=[5, -1], split_CR=[[0, 3], [0, 0]], expert_of_slot=[0, 1, -1, 2, 3, 0],
+    ...         slot_of_copy=[5, -1], split=[[0, 3], [0, 0]], expert_of_slot=[0, 1, -1, 2, 3, 0],
     ...         received=room(2, 3), rank=1, num_local=3, num_copies=2, STEP=2)
     received = [[0, 1, 0], [1, 0, 3]]
     """
     local = tl.program_id(0)
-    slot = tl.load(first_slot_of_rank + rank) + local
-    expert = tl.load(expert_of_slot + slot)
+    slot = tl.load(homes.first_slot_of_rank + rank) + local
+    expert = tl.load(homes.expert_of_slot + slot)
     source = tl.arange(0, R)
     copy = tl.arange(0, C)
-    mask = copy < num_copies
+    mask_c, mask_r = copy < num_copies, source < ranks
     rows_R = source * 0
     if expert >= 0:
-        if tl.load(home_of_expert + expert) == rank:
+        if tl.load(homes.home_of_expert + expert) == rank:
             column = load_at(loads, source, expert, stride)
-            rows_R = tl.load(column, mask=source < ranks, other=0).to(tl.int32)
-            expert_C = tl.load(replica_at(replicas, copy, EXPERT), mask=mask, other=-1)
+            rows_R = tl.load(column, mask=mask_r, other=0).to(tl.int32)
+            expert_C = tl.load(replica_at(plan.replicas, copy, EXPERT), mask=mask_c, other=-1)
             same_C = (expert_C == expert).to(tl.int32)
             first = tl.min(tl.where(same_C != 0, copy, C), 0)
             for begin in range(first, first + tl.sum(same_C, 0), STEP):
                 other = begin + tl.arange(0, STEP)
                 listed = other < first + tl.sum(same_C, 0)
-                rows = split_at(split_CR, other[:, None], source[None, :], ranks)
-                gone = tl.load(rows, mask=listed[:, None] & (source < ranks)[None, :], other=0)
+                rows = split_at(plan.split, other[:, None], source[None, :], ranks)
+                gone = tl.load(rows, mask=listed[:, None] & mask_r[None, :], other=0)
                 rows_R -= tl.sum(gone, 0)
         else:
-            slot_C = tl.load(slot_of_copy + copy, mask=mask, other=-1)
+            slot_C = tl.load(plan.slot_of_copy + copy, mask=mask_c, other=-1)
             own = tl.sum(tl.where(slot_C == slot, copy, 0), 0)
-            row = split_at(split_CR, own, source, ranks)
-            rows_R = tl.load(row, mask=source < ranks, other=0)
-    tl.store(received_at(received, source, local, num_local), rows_R, mask=source < ranks)
+            row = split_at(plan.split, own, source, ranks)
+            rows_R = tl.load(row, mask=mask_r, other=0)
+    tl.store(received_at(received, source, local, num_local), rows_R, mask=mask_r)

@@ -1,4 +1,4 @@
-"""Twin of `quickest` in `reference/place.py`: all attempts, side by side, and the quickest."""
+"""Twin of `quickest` in `reference/place.py`: all attempts side by side, and the quickest plan."""
 
 import triton
 import triton.language as tl
@@ -18,6 +18,7 @@ from ultraep.backends.triton.kernels.state import (
     MOST,
     REACHED,
     TRANSFERS,
+    Attempts,
     Problem,
     attempt_of,
     attempts_of,
@@ -26,69 +27,58 @@ from ultraep.backends.triton.kernels.state import (
     loads_of,
     outcome_of,
     rank_loads_of,
-    shape_of,
     shared_threshold,
 )
 
-FEWEST = tl.constexpr(0)  # links: as few as the threshold needs
+FEWEST = tl.constexpr(0)  # as links: as few as the threshold needs
 MOST_TIME = tl.constexpr(2**63 - 1)
-LIMITED = tl.constexpr(3)  # attempts behind the exact one that count if they have fewer transfers
+LIMITED = tl.constexpr(3)  # attempts after the exact one that need fewer transfers to count
 
 
 @triton.jit
 def links_of(number, copy):
-    """The links of an attempt: see `attempts_of` in the reference."""
+    """Return the links of an attempt; see `attempts_of` in the reference."""
     fewest = tl.where(copy > 0, FEWEST, MOST)
     return tl.where(number == 2, 1, tl.where(number == 3, 2, fewest))
 
 
-# Of the address of `home`: see `first_try`.
+# For the alignment of `home`, see `first_try`.
 @triton.jit(
     do_not_specialize=["domains", "ranks", "slots", "min_tokens", "limit"],
     do_not_specialize_on_alignment=["home", "counts"],
 )
 def try_rungs(
     home,
+    counts,
     tolerances,
     rates,
-    counts,
-    attempts,
-    attempt_loads,
-    outcomes,
+    tried: Attempts,
     finished,
-    scratch,
-    expert_of_place,
-    first_slot_of_rank,
-    found,
-    planned_loads,
-    expert_of_slot,
+    plan: PlanOut,
     domains,
     ranks,
     slots,
     min_tokens,
     limit,
-    H: tl.constexpr,
-    G: tl.constexpr,
-    HELD: tl.constexpr,
-    ONE_SLOT: tl.constexpr,
-    BUFFERS: tl.constexpr,
+    SHAPE: tl.constexpr,
     BY_GROUPS: tl.constexpr,
     PADDED: tl.constexpr,
     STEP: tl.constexpr,
     SEARCH_STEP: tl.constexpr,
 ):
-    """Program (d, n): attempt n at domain d; the first one is exact.
+    """Program (d, n): attempt n at domain d; attempt 0 is exact.
 
-    The last program that is finished publishes the quickest plan. With `BY_GROUPS`, the first
-    attempt at the exact plan was made already.   finished: 0.   PADDED: as in `quickest_of`.
+    The last program to finish publishes the quickest plan.   BY_GROUPS: `first_by_groups` has made
+    the first attempt.   finished: 0.   PADDED: see `quickest_of`.
 
-    Rank 0 gives 3 tokens with no tolerance, and 1 at 40 %. Two tokens less on the fullest rank are
-    worth 200; a copy costs 500:
+    Rank 0 gives 3 rows with no tolerance, and 1 row at 40 %. Two rows fewer on the fullest rank
+    save 200; a replica costs 500:
 
     >>> example(try_rungs, (1, 2), home=[[[6, 1], [1, 1]]], tolerances=[0, 400000],
     ...         rates=torch.tensor([100, 500, 0, 0]), attempt_loads=room(1, 5, 2),
     ...         outcomes=room(1, 2, 5), finished=[0], found=room(2, 2), planned_loads=room(2),
-    ...         expert_of_slot=[0, 1, 0, 2, 3, 0], BUFFERS=5, PADDED=2, STEP=1, SEARCH_STEP=4)
+    ...         expert_of_slot=[0, 1, 0, 2, 3, 0], SHAPE=shape(BUFFERS=5), PADDED=2, STEP=1,
+    ...         SEARCH_STEP=4)
     attempt_loads = [[[4, 5], [6, 3], [_, _], [_, _], [7, 2]]]
     outcomes = [[[0, 5, 1, 1, 7], [1, 6, 1, 1, 7]]]
     found = [[2147483647, 2147483647], [0, 0]]
@@ -97,39 +87,38 @@ def try_rungs(
     """
     domain = tl.program_id(0)
     number = tl.program_id(1)
-    rank = tl.arange(0, G)
+    rank = tl.arange(0, SHAPE.G)
     problem = Problem(ranks, slots, min_tokens, limit)
-    SHAPE: tl.constexpr = shape_of(H, G, HELD, ONE_SLOT, BUFFERS)
     home_HG = load_domain(home, domain, SHAPE)
     load_G = rank_loads_of(home_HG)
     parts = tl.load(tolerances + number)
     threshold = shared_threshold(load_G, home, domains, parts, problem, SHAPE, STEP)
-    tried = attempts_of(attempts, domain, problem, SHAPE)
-    loads = loads_of(attempt_loads, domain, 0, problem, SHAPE)
-    outcome = outcome_of(outcomes, domain, number, tl.num_programs(1))
+    attempts = attempts_of(tried.attempts, domain, problem, SHAPE)
+    loads = loads_of(tried.attempt_loads, domain, 0, problem, SHAPE)
+    outcome = outcome_of(tried.outcomes, domain, number, tl.num_programs(1))
     tl.store(outcome + AT_HOME, tl.max(load_G, 0))
     if number == 0:
-        free_all(attempt_of(tried, BUFFERS - 1, problem), problem, SHAPE)
-        tl.store(loads + (BUFFERS - 1) * ranks + rank, load_G, mask=rank < ranks)
+        free_all(attempt_of(attempts, SHAPE.BUFFERS - 1, problem), problem, SHAPE)
+        tl.store(loads + (SHAPE.BUFFERS - 1) * ranks + rank, load_G, mask=rank < ranks)
         made = threshold * 0
         transfers = threshold * 0 + MOST
         if not BY_GROUPS:
             load_G, home_HG, made, received = alias_packed_or_not(
-                load_G, home_HG, tried, threshold, tl.zeros((), tl.int64), slots, problem,
+                load_G, home_HG, attempts, threshold, tl.zeros((), tl.int64), slots, problem,
                 SHAPE, False
             )  # fmt: skip
             tl.store(loads + rank, load_G, mask=rank < ranks)
             given = most_given(home_HG, load_domain(home, domain, SHAPE))
             transfers = tl.maximum(given, received)
         solve(
-            outcome, home, counts, tried, loads, scratch, domain, threshold, transfers, made,
-            problem, SHAPE, SEARCH_STEP
+            outcome, home, counts, attempts, loads, tried.scratch, domain, threshold, transfers,
+            made, problem, SHAPE, SEARCH_STEP
         )  # fmt: skip
     else:
         links = links_of(number, tl.load(rates + 1))
-        home_HG, threshold, links = keep_hottest(home_HG, load_G, threshold, links, H)
+        home_HG, threshold, links = keep_hottest(home_HG, load_G, threshold, links, SHAPE.H)
         slack = threshold.to(tl.int64) * ranks - tl.sum(load_G.to(tl.int64), 0)
-        hosted = attempt_of(tried, number, problem)
+        hosted = attempt_of(attempts, number, problem)
         load_G, home_HG, made, received = alias_packed_or_not(
             load_G, home_HG, hosted, threshold, slack, tl.minimum(slots, links), problem,
             SHAPE, True
@@ -140,27 +129,26 @@ def try_rungs(
         tl.store(outcome + REACHED, tl.where(tl.max(load_G, 0) > threshold, MOST, threshold))
         tl.store(outcome + MADE, made)
         tl.store(outcome + TRANSFERS, tl.maximum(given, received))
-    tl.debug_barrier()  # all that this program has stored is there
+    tl.debug_barrier()  # all stores of this program are in memory
     before = tl.atomic_add(finished, 1, sem="acq_rel")
     if before == tl.num_programs(0) * tl.num_programs(1) - 1:
         tl.store(finished, 0)
-        chosen = quickest_of(outcomes, rates, domains, tl.num_programs(1), PADDED)
-        plan = PlanOut(found, planned_loads, expert_of_slot, expert_of_place, first_slot_of_rank)
+        chosen = quickest_of(tried.outcomes, rates, domains, tl.num_programs(1), PADDED)
         for index in range(domains):
-            best = BUFFERS - 1
+            best = SHAPE.BUFFERS - 1
             if chosen >= 0:
-                at = outcome_of(outcomes, index, chosen, tl.num_programs(1))
+                at = outcome_of(tried.outcomes, index, chosen, tl.num_programs(1))
                 best = tl.load(at + BUFFER, cache_modifier=".cg")
-            tried = attempts_of(attempts, index, problem, SHAPE)
-            loads = loads_of(attempt_loads, index, 0, problem, SHAPE)
-            publish(plan, tried, loads, index, best, problem, SHAPE)
+            attempts = attempts_of(tried.attempts, index, problem, SHAPE)
+            loads = loads_of(tried.attempt_loads, index, 0, problem, SHAPE)
+            publish(plan, attempts, loads, index, best, problem, SHAPE)
 
 
 @triton.jit
 def keep_hottest(home_HG, load_G, threshold, links, H: tl.constexpr):
-    """Only the hottest experts of every rank may go: as many as there are links.
+    """Let every rank give away its hottest experts only, one per link; the others become -1.
 
-    The others are -1. The threshold, or the least one that so few links can meet; and the links.
+    Returns rows at home, the threshold or the least one that so few links can meet, and the links.
     """
     row = tl.arange(0, H)[:, None]
     rest_G = load_G - threshold
@@ -185,7 +173,7 @@ def keep_hottest(home_HG, load_G, threshold, links, H: tl.constexpr):
 
 @triton.jit
 def most_given(home_HG, before_HG):
-    """Most experts that one rank has given tokens of; -1 in `home_HG`: it may not."""
+    """Return the most experts that one rank gave rows of; -1 in `home_HG`: not allowed."""
     given_HG = (home_HG >= 0) & (home_HG != before_HG)
     return tl.max(tl.sum(given_HG.to(tl.int32), 0), 0)
 
@@ -195,9 +183,9 @@ def solve(
     outcome, home, counts, attempts, attempt_loads, scratch, domain, threshold, transfers, made,
     problem, SHAPE: tl.constexpr, STEP: tl.constexpr
 ):  # fmt: skip
-    """The outcome of the first attempt, or of the search above its threshold.
+    """Write the outcome of the first attempt, or of the search above its threshold.
 
-    transfers: of the first attempt; `MOST`: they are not known.
+    transfers: of the first attempt; `MOST`: unknown.
     """
     rank, slot = tl.arange(0, SHAPE.G), tl.arange(0, SHAPE.HELD)
     tl.debug_barrier()
@@ -229,9 +217,9 @@ def solve(
 
 @triton.jit
 def quickest_of(outcomes, rates, domains, attempts, PADDED: tl.constexpr):
-    """The number of the attempt that is quickest for all domains; -1: no copies are.
+    """Return the number of the attempt that is quickest over all domains; -1: no replicas.
 
-    rates: row, copy, each and layer, as 64 bits.   PADDED: the attempts, padded to a power of two.
+    rates: row, copy, each and layer, 64-bit.   PADDED: the number of attempts as a power of two.
     """
     number = tl.arange(0, PADDED)
     known = number < attempts
@@ -262,5 +250,5 @@ def quickest_of(outcomes, rates, domains, attempts, PADDED: tl.constexpr):
 
 @triton.jit
 def load_shared(at, mask):
-    """What other programs of the same launch have stored."""
+    """Load what other programs of the same launch have stored."""
     return tl.load(at, mask=mask, other=0, cache_modifier=".cg")

@@ -1,13 +1,13 @@
-"""Layout of a schedule: what one rank has to do for a plan, as numbers on the device.
+"""Layout of a schedule: what one rank sends and receives for a plan.
 
-    header   [4]          hops that are sent, chunks of an expert, number of the fill, longest chain
+    header   [4]          hops to send, chunks of an expert, number of the fill, longest chain
     hops     [copies, 4]  source (home expert i: i; spare slot s: -1 - s), receiver, its slot,
-                          depth in the chain; by depth
-    senders  [slots]      who fills each slot of this rank; -1: nobody
-    places   [copies, 2]  host rank and slot of every copy, in the order of the plan
-    homes    [H, 2]       first and end among those, of every home expert of this rank
+                          depth in the chain; sorted by depth
+    senders  [slots]      rank that fills each slot of this rank; -1: none
+    places   [copies, 2]  host rank and slot of every replica, in plan order
+    homes    [H, 2]       first and end replica of every home expert of this rank
 
-`copies` and `slots` are the most that there can be: what is not used stands free.
+`copies` and `slots` are upper bounds; the rest is unused.
 """
 
 import triton
@@ -35,7 +35,7 @@ def places_of(schedule, copies, slots):
 
 @triton.jit
 def load_place(places, copy):
-    """Host rank and slot of a copy."""
+    """Return host rank and slot of a replica."""
     return tl.load(places + 2 * copy), tl.load(places + 2 * copy + 1)
 
 
@@ -52,7 +52,7 @@ def homes_of(schedule, copies, slots):
 
 @triton.jit
 def load_span(homes, home):
-    """First and end of the copies of a home expert."""
+    """Return first and end of the replicas of a home expert."""
     return tl.load(homes + 2 * home), tl.load(homes + 2 * home + 1)
 
 

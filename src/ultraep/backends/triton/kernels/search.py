@@ -1,9 +1,9 @@
-"""The best attempt, or the least threshold that can be met; then the plan that follows.
+"""Choose an attempt, search for the least threshold that is met, and publish the plan.
 
-note, best_of_members    what an attempt costs, and which one is best
+note, best_of_members    measures of an attempt, and the best one
 bound                    twin of `least_peak_of` in `reference/place.py`, for one domain
-least_that_is_met        twin of `solve` there: the least threshold that alias planning meets
-publish                  the attempt that was chosen becomes the plan
+least_that_is_met        twin of `solve` there
+publish                  write the chosen attempt as the plan
 """
 
 from typing import Any, NamedTuple
@@ -29,17 +29,17 @@ from ultraep.backends.triton.kernels.state import (
     measure_of,
     quotas_of,
     rank_loads_of,
-    scratch_of,
+    scratch_size,
 )
 
 GUESSES = tl.constexpr(4)
 
 
 class PlanOut(NamedTuple):
-    """Where `publish` writes a plan, and the tables that it needs for it."""
+    """Where `publish` writes a plan, and the tables it needs."""
 
     found: Any
-    loads: Any
+    planned_loads: Any
     expert_of_slot: Any
     expert_of_place: Any
     first_slot_of_rank: Any
@@ -47,14 +47,14 @@ class PlanOut(NamedTuple):
 
 @triton.jit
 def weigh(hosted, counts, problem, SHAPE: tl.constexpr):
-    """Most copies of one expert, and most experts that one rank gives away.
+    """Return the most replicas of one expert, and the most experts that one rank gives away.
 
-    counts: room for H * G numbers.
+    counts: scratch memory for H * G integers.
     """
     place = tl.arange(0, SHAPE.H * SHAPE.G)
     tl.store(counts + place, place * 0)
     slot = tl.arange(0, SHAPE.HELD)
-    tl.debug_barrier()  # the attempt is written, too
+    tl.debug_barrier()  # the attempt is in memory, too
     place_of_slot = tl.load(hosted + slot, mask=slot < held_by(problem), other=-1)
     tl.atomic_add(counts + place_of_slot, 1, mask=place_of_slot >= 0, sem="relaxed")
     tl.debug_barrier()
@@ -67,7 +67,7 @@ def weigh(hosted, counts, problem, SHAPE: tl.constexpr):
 
 @triton.jit
 def received_by(hosted, problem, SHAPE: tl.constexpr):
-    """[G] copies that every rank receives."""
+    """[G] replicas that every rank receives."""
     rank = tl.arange(0, SHAPE.G)
     received_G = rank * 0
     for index in range(problem.slots):
@@ -77,16 +77,13 @@ def received_by(hosted, problem, SHAPE: tl.constexpr):
 
 
 @triton.jit
-def note(
-    facts, hosted, counts, load_G, made, domain, member, problem,
-    SHAPE: tl.constexpr, MEMBERS: tl.constexpr
-):  # fmt: skip
-    """The measures of a member's attempt, among the facts."""
+def note(facts, hosted, counts, load_G, made, domain, member, problem, SHAPE: tl.constexpr):
+    """Write the measures of a heuristic's attempt to `facts`."""
     fanout = 0
     egress = 0
-    if MEMBERS > 1:  # else there is nothing to choose
+    if SHAPE.MEMBERS > 1:  # a single heuristic is not compared
         fanout, egress = weigh(hosted, counts, problem, SHAPE)
-    at = measure_of(facts, domain, member, 0, MEMBERS)
+    at = measure_of(facts, domain, member, 0, SHAPE)
     tl.store(at + PEAK, tl.max(load_G, 0))
     tl.store(at + COPIES, made)
     tl.store(at + FANOUT, fanout)
@@ -94,22 +91,22 @@ def note(
 
 
 @triton.jit
-def best_of_members(facts, domain, MEMBERS: tl.constexpr):
-    """The member with the best attempt, the threshold, and the peak.
+def best_of_members(facts, domain, SHAPE: tl.constexpr):
+    """Return the heuristic with the best attempt, the threshold, and the peak of that attempt.
 
-    The lowest peak above the threshold, then the fewest copies, the lowest fan-out, the fewest
-    experts that one rank gives away; then the second member, then the earlier one.
+    Compares, in this order: peak above the threshold, replicas, fan-out, egress; ties go to the
+    second heuristic, then to the earlier one.
     """
-    threshold = tl.load(fact_of(facts, domain, THRESHOLD, MEMBERS))
-    slack = tl.load(fact_of(facts, domain, SLACK, MEMBERS)) != 0
+    threshold = tl.load(fact_of(facts, domain, THRESHOLD, SHAPE))
+    slack = tl.load(fact_of(facts, domain, SLACK, SHAPE)) != 0
     best = 0
-    at = measure_of(facts, domain, 0, 0, MEMBERS)
+    at = measure_of(facts, domain, 0, 0, SHAPE)
     peak = tl.load(at + PEAK)
     copies = tl.load(at + COPIES)
     fanout = tl.load(at + FANOUT)
     egress = tl.load(at + EGRESS)
-    for member in tl.static_range(1, MEMBERS):
-        at = measure_of(facts, domain, member, 0, MEMBERS)
+    for member in tl.static_range(1, SHAPE.MEMBERS):
+        at = measure_of(facts, domain, member, 0, SHAPE)
         other_peak = tl.load(at + PEAK)
         other_copies = tl.load(at + COPIES)
         other_fanout = tl.load(at + FANOUT)
@@ -131,7 +128,7 @@ def best_of_members(facts, domain, MEMBERS: tl.constexpr):
 
 @triton.jit
 def place_in_line(key_N, keys, N: tl.constexpr, STEP: tl.constexpr):
-    """[N] how many keys are larger, or equal and earlier. `keys` are the same ones in memory."""
+    """[N] how many keys are larger, or equal and earlier; `keys` holds key_N in memory."""
     number = tl.arange(0, N)
     place_N = number * 0
     for begin in range(0, N, STEP):
@@ -145,12 +142,12 @@ def place_in_line(key_N, keys, N: tl.constexpr, STEP: tl.constexpr):
 
 @triton.jit
 def bound(load_G, home, scratch, problem, SHAPE: tl.constexpr, STEP: tl.constexpr):
-    """The least that the fullest rank can hold.
+    """Return the least load of the fullest rank that any plan can reach.
 
-    home: [H * G] tokens of the home experts.   scratch: room for 2 * H * G + 2 * G numbers.
+    home: [H * G] rows of the home experts.   scratch: memory for 2 * H * G + 2 * G integers.
     """
     rank = tl.arange(0, SHAPE.G)
-    # The emptiest rank first; columns without a rank come last.
+    # Emptiest rank first; padding columns last.
     key_G = tl.where(rank < problem.ranks, -load_G, -MOST - 1)
     tl.store(scratch + rank, key_G)
     tl.debug_barrier()
@@ -184,7 +181,7 @@ def bound(load_G, home, scratch, problem, SHAPE: tl.constexpr, STEP: tl.constexp
 
 @triton.jit
 def excess_share(load_G, threshold):
-    """What is too much, shared among the ranks that are full, rounded up."""
+    """Return the rows above the threshold per full rank, rounded up."""
     full_G = load_G >= threshold
     over = tl.sum(tl.where(full_G, load_G - threshold, 0).to(tl.int64), 0)
     full = tl.maximum(tl.sum(full_G.to(tl.int32), 0), 1)
@@ -196,15 +193,15 @@ def least_that_is_met(
     home, attempts, attempt_loads, scratch, domain, best, peak, alias_peak, threshold, problem,
     SHAPE: tl.constexpr, STEP: tl.constexpr
 ):  # fmt: skip
-    """The buffer of the best attempt above the threshold; all are those of the domain.
+    """Return the buffer of the best attempt above the threshold; pointers are per domain.
 
-    alias_peak: of the first attempt at the threshold, in buffer 0.
+    alias_peak: peak of the first attempt at the threshold, in buffer 0.
     """
-    SPARE: tl.constexpr = SHAPE.BUFFERS - 3  # the first of two buffers to try again
+    SPARE: tl.constexpr = SHAPE.BUFFERS - 3  # the first of the two search buffers
     home_HG = load_domain(home, domain, SHAPE)
     load_G = rank_loads_of(home_HG)
     rank = tl.arange(0, SHAPE.G)
-    scratch = scratch_of(scratch, domain, SHAPE)
+    scratch += domain * scratch_size(SHAPE.H, SHAPE.G)
     least = bound(load_G, home_of(home, domain, SHAPE), scratch, problem, SHAPE, STEP)
     tl.debug_barrier()
     end_G = tl.load(attempt_loads + rank, mask=rank < problem.ranks, other=0)
@@ -245,20 +242,20 @@ def least_that_is_met(
 
 @triton.jit
 def publish(plan, attempts, attempt_loads, domain, best, problem, SHAPE: tl.constexpr):
-    """Copies and loads of one attempt; `attempts` and `attempt_loads` are those of the domain.
+    """Write replicas and loads of one attempt; pointers are per domain.
 
-    Another program of the same launch may have made it.
+    Another program of the same launch may have made the attempt.
     """
     rank, there = tl.arange(0, SHAPE.G), tl.arange(0, SHAPE.G) < problem.ranks
     load_G = tl.load(attempt_loads + best * problem.ranks + rank, there, cache_modifier=".cg")
-    tl.store(plan.loads + domain * problem.ranks + rank, load_G, mask=there)
+    tl.store(plan.planned_loads + domain * problem.ranks + rank, load_G, mask=there)
     write_found(plan, attempts, domain, best, problem, SHAPE)
     free_slots(plan, domain, problem, SHAPE)
 
 
 @triton.jit
 def write_found(plan, attempts, domain, best, problem, SHAPE: tl.constexpr):
-    """The experts and quotas of the best attempt, by spare slot."""
+    """Write experts and quotas of the best attempt, by spare slot."""
     slot, held = tl.arange(0, SHAPE.HELD), held_by(problem)
     there = slot < held
     hosted = attempt_of(attempts, best, problem)
@@ -274,7 +271,7 @@ def write_found(plan, attempts, domain, best, problem, SHAPE: tl.constexpr):
 
 @triton.jit
 def free_slots(plan, domain, problem, SHAPE: tl.constexpr):
-    """No spare slot of the domain holds an expert until `split` says so."""
+    """Mark all spare slots of the domain as free; `split` fills them."""
     slot = tl.arange(0, SHAPE.HELD)
     there = slot < held_by(problem)
     slots = tl.maximum(problem.slots, 1)

@@ -1,16 +1,16 @@
-"""Words by which ranks speak through each other's memory, in order at the scope of the system.
+"""Signals between ranks: int32 words in memory that all ranks can access, at system scope.
 
-Every rank has a board of int32 words that all can reach:
+Every rank has a signal area, its `board`:
 
-    [FAULT]                  what went wrong first: 0, or stage * RANKS + rank + 1
-    [SENT]                   copies that this rank was to send so far
-    [CHANNEL + c * WORDS..]  channel c: epoch, tickets of the programs that are done; and of buffers
-                             of slots, the fill that they hold and the last one that was numbered
+    [FAULT]                  the first fault: 0, or stage * RANKS + rank + 1
+    [SENT]                   replicas that this rank was to send so far
+    [CHANNEL + c * WORDS..]  channel c: epoch, and a counter of finished programs; for buffers of
+                             slots also the fill that they hold and the number of the last fill
     then                     flags
 
-Epochs live on the board and are advanced by the kernels themselves, so a graph can be replayed. A
-rank that waits polls its own memory only, at most `patience` times: then it writes the rank it
-waited for on every board, and from then on nobody waits for anything.
+Kernels advance the epochs themselves, so that graphs can be replayed. A waiting rank polls its own
+memory, at most `poll_limit` times. Then it writes the rank it waited for on every board, and from
+then on no rank waits.
 """
 
 from typing import Any, NamedTuple
@@ -22,96 +22,83 @@ FAULT, SENT = tl.constexpr(0), tl.constexpr(1)
 CHANNEL = tl.constexpr(4)
 EPOCH, TICKETS, HELD, LAST_FILL = (tl.constexpr(number) for number in range(4))
 WORDS = tl.constexpr(4)  # of a channel
-RANKS = tl.constexpr(65536)  # more than there are
+RANKS = tl.constexpr(65536)  # more than any group has
 
 
 class Waiting(NamedTuple):
-    """Who waits, and for how long: boards of all ranks, the rank, its stage, and polls at most."""
+    """Arguments of `wait`: boards of all ranks, this rank, its stage, and the most polls."""
 
     boards: Any
     rank: Any
     ranks: Any
     stage: Any
-    patience: Any
+    poll_limit: Any
 
 
 @triton.jit
 def board_of(addresses, rank):
-    """The words of that rank."""
+    """Return the board of a rank."""
     return tl.load(addresses + rank).to(tl.pointer_type(tl.int32))
 
 
 @triton.jit
 def fault_of(stage, peer):
-    """What stands at `FAULT` if a rank was waited for in vain."""
+    """Return the fault word for a rank that did not signal in time."""
     return stage * RANKS + peer + 1
 
 
 @triton.jit
 def next_epoch(board, channel):
-    """The number of the meeting or fill that begins; `end_epoch` makes it the last one."""
+    """Return the number of the epoch that begins; the last program stores it."""
     return tl.load(board + channel + EPOCH) + 1
 
 
 @triton.jit
-def end_epoch(board, channel, epoch):
-    tl.store(board + channel + EPOCH, epoch)
-
-
-@triton.jit
-def next_fill(board, channel):
-    """A number that no fill had before."""
-    fill = tl.load(board + channel + LAST_FILL) + 1
-    tl.store(board + channel + LAST_FILL, fill)
-    return fill
-
-
-@triton.jit
 def read(word):
-    """What stands there now, and with it all that was written before it."""
+    """Read a word; also makes visible what the writer wrote before it."""
     return tl.atomic_add(word, 0, sem="acquire", scope="sys")
 
 
 @triton.jit
 def post(word, value):
-    """Write it behind everything that this program wrote before."""
+    """Write a word after everything that this program wrote before."""
     tl.debug_barrier()
     tl.atomic_xchg(word, value, sem="release", scope="sys")
 
 
 @triton.jit
 def add_one(word):
-    """Count one more, behind everything that this program wrote before."""
+    """Increment a word after everything that this program wrote before."""
     tl.debug_barrier()
     tl.atomic_add(word, 1, sem="release", scope="sys")
 
 
 @triton.jit
 def wait(word, least, waiting, peer):
-    """Until the word has come to `least`; whether it has. `peer`: who should have written it."""
+    """Poll until the word reaches `least`; return whether it did. `peer` should write it."""
     fault = board_of(waiting.boards, waiting.rank) + FAULT
     value, broken, polls = read(word), 0, 0
-    while (value - least < 0) & (broken == 0) & (polls < waiting.patience):
+    while (value - least < 0) & (broken == 0) & (polls < waiting.poll_limit):
         value = read(word)
         polls += 1
         if polls % 32 == 0:
             broken = read(fault)
-    came = value - least >= 0
-    if (came == 0) & (broken == 0):
-        tell(waiting.boards, waiting.ranks, fault_of(waiting.stage, peer))
-    return came
+    arrived = value - least >= 0
+    if (arrived == 0) & (broken == 0):
+        report(waiting.boards, waiting.ranks, fault_of(waiting.stage, peer))
+    return arrived
 
 
 @triton.jit
-def tell(addresses, ranks, fault):
-    """Write what went wrong on all boards where nothing is written yet."""
+def report(addresses, ranks, fault):
+    """Write a fault on all boards that have none."""
     for rank in range(ranks):
         tl.atomic_cas(board_of(addresses, rank) + FAULT, 0, fault, sem="acq_rel", scope="sys")
 
 
 @triton.jit
 def last_of(board, channel, programs):
-    """Whether all other programs of this launch were here before; then the tickets are anew."""
+    """Return whether all other programs of this launch have arrived; then reset the counter."""
     tickets = board + channel + TICKETS
     tl.debug_barrier()
     last = tl.atomic_add(tickets, 1, sem="acq_rel", scope="gpu") == programs - 1
@@ -122,37 +109,27 @@ def last_of(board, channel, programs):
 
 @triton.jit
 def row_of(table, epoch, sender, ranks, numbers):
-    """The row of a sender in a table `[2, R, numbers + 2]`, whose halves take turns."""
+    """Return the row of a sender in a table `[2, R, numbers + 2]`, whose halves alternate."""
     return table + ((epoch & 1) * ranks + sender).to(tl.int64) * (numbers + 2)
 
 
 @triton.jit(do_not_specialize=["polls"])
 def idle(word, polls):
-    """Look at a word as often as that, as one that waits does.
+    """Poll a word that stays 0, to measure how long a poll takes.
 
     >>> example(idle, 1, word=[0], polls=3)
     nothing
     """
-    seen, count = 0, 0
-    while (seen == 0) & (count < polls):
-        seen = read(word)
+    value, count = 0, 0
+    while (value == 0) & (count < polls):
+        value = read(word)
         count += 1
 
 
 @triton.jit(
-    do_not_specialize=[
-        "rank",
-        "ranks",
-        "channel",
-        "flags",
-        "numbers",
-        "kind",
-        "version",
-        "stage",
-        "unlike",
-        "patience",
-    ]
-)
+    do_not_specialize=["rank", "ranks", "channel", "flags", "numbers", "kind", "version", "stage",
+                       "mismatch", "poll_limit"]
+)  # fmt: skip
 def share(
     boards,
     tables,
@@ -168,25 +145,25 @@ def share(
     kind,
     version,
     stage,
-    unlike,
-    patience,
+    mismatch,
+    poll_limit,
     B: tl.constexpr,
 ):
-    """Program p: hand `numbers` int32 to rank p, and take those of rank p; all ranks meet.
+    """Program p: exchange `numbers` int32 with rank p. A barrier.
 
     tables: memory of all ranks, `[2, R, numbers + 2]`: a fast rank writes its next row into the
-    other half, while a slow one still reads.   flags: word of the first of R flags.
-    kind: behind the numbers; ranks that meet with different ones are a fault of stage `unlike`.
-    version: the last number of a row, of this rank's weights; -1: what stands at `promise`.
-    versions: [R] those of all ranks.
+    other half while a slow rank still reads.   flags: word of the first of R flags.
+    kind: sent behind the numbers; ranks with different kinds are a fault of stage `mismatch`.
+    version: sent last, of this rank's weights; -1: the integer at `promise`.
+    versions: [R] the versions of all ranks.
 
-    Rank 1 has been here for epoch 1: its flag is on the board of rank 0, its row in the table.
+    Rank 1 has signalled epoch 1: its flag is on the board of rank 0, its row in the table.
 
     >>> boards = at([0, 0, 0, 0, 0, 0, 0, 0, 0, 1], [0, 0, 0, 0, 0, 0, 0, 0, 0, 0])
     >>> tables = at([[0, 0, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0], [7, 8, 0, 4]], 4 * [[0, 0, 0, 0]])
     >>> example(share, 2, boards=boards, tables=tables, row=[5, 6], gathered=room(2, 2),
     ...         promise=[3], versions=room(2), rank=0, channel=4, flags=8, numbers=2, kind=0,
-    ...         version=-1, stage=0, unlike=4, patience=9, B=2)
+    ...         version=-1, stage=0, mismatch=4, poll_limit=9, B=2)
     boards = [[0, 0, 0, 0, 1, 0, 0, 0, 1, 1], [0, 0, 0, 0, 0, 0, 0, 0, 1, 0]]
     tables = [[[0, 0, 0, 0], [0, 0, 0, 0], [5, 6, 0, 3], [7, 8, 0, 4]],
               [[0, 0, 0, 0], [0, 0, 0, 0], [5, 6, 0, 3], [0, 0, 0, 0]]]
@@ -207,14 +184,14 @@ def share(
     tl.store(at_peer + numbers + 1, tl.where(version < 0, promised, version))
     post(theirs + flags + rank, epoch)
     tl.store(versions + peer, 0)
-    if wait(mine + flags + peer, epoch, Waiting(boards, rank, ranks, stage, patience), peer):
+    if wait(mine + flags + peer, epoch, Waiting(boards, rank, ranks, stage, poll_limit), peer):
         tl.store(versions + peer, tl.load(here + numbers + 1, volatile=True))
         if tl.load(here + numbers, volatile=True) != kind:
-            tell(boards, ranks, fault_of(unlike, peer))
+            report(boards, ranks, fault_of(mismatch, peer))
         for begin in range(0, numbers, B):
             at = begin + tl.arange(0, B)
             there = at < numbers
             taken = tl.load(here + at, mask=there, volatile=True)
             tl.store(gathered + peer.to(tl.int64) * numbers + at, taken, mask=there)
     if last_of(mine, channel, ranks):
-        end_epoch(mine, channel, epoch)
+        tl.store(mine + channel + EPOCH, epoch)

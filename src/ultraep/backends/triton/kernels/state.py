@@ -1,23 +1,23 @@
-"""Layouts of what the planner notes while it plans, of every domain.
+"""Layouts of the planner's buffers, per domain.
 
-Without rates, all members of the portfolio attempt one threshold. With rates, attempts are made at
-several thresholds; the first one is exact.
+Without rates, all heuristics attempt one threshold. With rates, attempts are made at several
+thresholds; the first attempt is exact.
 
-    home            [D, H, G]   tokens of the home experts (rows) of its ranks (columns); -1: none
-    attempts        [D, BUFFERS, 2, held]   of every spare slot: the place of its expert in `home`
-                    (row * G + column; -1: the slot stays free), then all quotas
-    attempt_loads   [D, BUFFERS, ranks]   tokens that every rank serves by each attempt
-    facts           [D, facts_size]   the threshold, whether it is above the mean, then the
-                    measures of the attempt of every member: peak, copies, fan-out, egress
-    outcomes        [D, attempts, OUTCOMES]   the buffer of an attempt, its peak, copies, most
-                    transfers of one rank, and the peak with all tokens at home
-    counts          [D, MEMBERS, H * G]   for `weigh`: copies of every expert
-    found           [2, D * held]   the best: the expert of every spare slot (`MOST`: none), quotas
+    home            [D, H, G]   rows of the home experts (axis 1) of every rank (axis 2); -1: none
+    attempts        [D, BUFFERS, 2, held]   for every spare slot the index of its expert in `home`
+                    (row * G + column; -1: free), then all quotas
+    attempt_loads   [D, BUFFERS, ranks]   rows that every rank serves in each attempt
+    facts           [D, facts_size]   the threshold, whether it is above the mean, then for every
+                    heuristic: peak, replicas, fan-out, egress
+    outcomes        [D, attempts, OUTCOMES]   for every attempt: its buffer, peak, replicas, most
+                    transfers of one rank, and the peak without replicas
+    counts          [D, MEMBERS, H * G]   for `weigh`: replicas of every expert
+    found           [2, D * held]   the plan: expert of every spare slot (`MOST`: none), and quota
     scratch         [D, scratch_size]   for `bound`
-    work            [D, H + 2, G]   for `groups`: tokens at home, the hottest, free slots
+    work            [D, H + 2, G]   for `groups`: rows at home, the hottest expert, free slots
 
-`held` are the spare slots of a domain, `ranks` its ranks, H and G their homes and number, padded.
-Buffers: one of every member or attempt, then two to try again, and one without copies.
+`held` is the number of spare slots of a domain and `ranks` its ranks; H and G are powers of two.
+Buffers: one per heuristic or attempt, then two for the search, and one without replicas.
 """
 
 from typing import Any, NamedTuple
@@ -26,39 +26,45 @@ import triton
 import triton.language as tl
 
 MOST = tl.constexpr(2**31 - 1)
-VARIANTS = tl.constexpr(4)  # of members that close circles
+VARIANTS = tl.constexpr(4)  # of `close_circles`
 THRESHOLD, SLACK, MEASURES = (tl.constexpr(number) for number in (0, 1, 2))
 PEAK, COPIES, FANOUT, EGRESS = (tl.constexpr(number) for number in range(4))
 BUFFER, REACHED, MADE, TRANSFERS, AT_HOME, OUTCOMES = (tl.constexpr(n) for n in range(6))
 
 
 class Problem(NamedTuple):
-    """What every attempt at a domain keeps to."""
+    """Limits of every attempt at a domain."""
 
     ranks: Any
     slots: Any
     min_tokens: Any
-    limit: Any  # most copies of the domain
+    limit: Any  # most replicas in the domain
 
 
 class Shape(NamedTuple):
-    """What kernels that attempt a plan are compiled for: sizes of a domain, padded."""
+    """Compile-time sizes of a domain, padded to powers of two."""
 
     H: int
     G: int
     HELD: int
     ONE_SLOT: bool
     BUFFERS: int
+    MEMBERS: int  # heuristics
 
 
-@triton.constexpr_function
-def shape_of(H, G, HELD, ONE_SLOT, BUFFERS):
-    return Shape(H, G, HELD, ONE_SLOT, BUFFERS)
+class Attempts(NamedTuple):
+    """Buffers of attempts, of all domains."""
+
+    attempts: Any
+    attempt_loads: Any
+    facts: Any
+    outcomes: Any
+    scratch: Any
 
 
 @triton.jit
 def held_by(problem):
-    """Spare slots of a domain."""
+    """Return the number of spare slots of a domain."""
     return problem.ranks * problem.slots
 
 
@@ -84,7 +90,7 @@ def home_of(home, domain, SHAPE: tl.constexpr):
 
 @triton.jit
 def load_domain(home, domain, SHAPE: tl.constexpr):
-    """[H, G] tokens of the home experts of every rank; -1: there is none."""
+    """[H, G] rows of the home experts of every rank; -1: no expert."""
     row = tl.arange(0, SHAPE.H)[:, None]
     column = tl.arange(0, SHAPE.G)[None, :]
     return tl.load(home + (domain * SHAPE.H + row) * SHAPE.G + column)
@@ -92,19 +98,19 @@ def load_domain(home, domain, SHAPE: tl.constexpr):
 
 @triton.jit
 def attempts_of(attempts, domain, problem, SHAPE: tl.constexpr):
-    """All attempts at a domain."""
+    """Return the attempts at a domain."""
     return attempts + domain * SHAPE.BUFFERS * 2 * held_by(problem)
 
 
 @triton.jit
 def attempt_of(attempts, buffer, problem):
-    """One of the attempts at a domain."""
+    """Return one of the attempts at a domain."""
     return attempts + buffer * 2 * held_by(problem)
 
 
 @triton.jit
 def quotas_of(attempt, problem):
-    """The second half of an attempt."""
+    """Return the second half of an attempt."""
     return attempt + held_by(problem)
 
 
@@ -114,15 +120,14 @@ def loads_of(attempt_loads, domain, buffer, problem, SHAPE: tl.constexpr):
 
 
 @triton.jit
-def fact_of(facts, domain, name, MEMBERS: tl.constexpr):
-    """One of the facts."""
-    return facts + domain * facts_size(MEMBERS) + name
+def fact_of(facts, domain, name, SHAPE: tl.constexpr):
+    return facts + domain * facts_size(SHAPE.MEMBERS) + name
 
 
 @triton.jit
-def measure_of(facts, domain, member, name, MEMBERS: tl.constexpr):
-    """One of the measures of a member's attempt."""
-    return fact_of(facts, domain, MEASURES + 4 * member + name, MEMBERS)
+def measure_of(facts, domain, member, name, SHAPE: tl.constexpr):
+    """Return the pointer to a measure of a heuristic's attempt."""
+    return fact_of(facts, domain, MEASURES + 4 * member + name, SHAPE)
 
 
 @triton.jit
@@ -131,47 +136,37 @@ def outcome_of(outcomes, domain, number, attempts):
 
 
 @triton.jit
-def counts_of(counts, domain, member, MEMBERS: tl.constexpr, SHAPE: tl.constexpr):
-    return counts + (domain * MEMBERS + member) * SHAPE.H * SHAPE.G
+def counts_of(counts, domain, member, SHAPE: tl.constexpr):
+    return counts + (domain * SHAPE.MEMBERS + member) * SHAPE.H * SHAPE.G
 
 
 @triton.jit
 def found_quotas_of(found, spare_slots):
-    """The second half of `found`, behind the spare slots of all domains."""
+    """Return the second half of `found`, behind the spare slots of all domains."""
     return found + spare_slots
 
 
 @triton.jit
-def scratch_of(scratch, domain, SHAPE: tl.constexpr):
-    return scratch + domain * scratch_size(SHAPE.H, SHAPE.G)
-
-
-@triton.jit
-def work_of(work, domain, SHAPE: tl.constexpr):
-    return work + domain * work_size(SHAPE.H, SHAPE.G)
-
-
-@triton.jit
 def heats_of(work, SHAPE: tl.constexpr):
-    """[G] tokens of the hottest expert at home, of every rank."""
+    """[G] rows of the hottest expert at home of every rank."""
     return work + SHAPE.H * SHAPE.G
 
 
 @triton.jit
 def free_of(work, SHAPE: tl.constexpr):
-    """[G] the free slots of every rank."""
+    """[G] free slots of every rank."""
     return work + (SHAPE.H + 1) * SHAPE.G
 
 
 @triton.jit
 def rank_loads_of(home_HG):
-    """[G] tokens of every rank, with all of them at home."""
+    """[G] rows of every rank without replicas."""
     return tl.sum(tl.maximum(home_HG, 0), 0)
 
 
 @triton.jit
 def mean_of(load_G, ranks):
-    """The mean load of a rank, rounded up."""
+    """Return the mean load of a rank, rounded up."""
     return ((tl.sum(load_G.to(tl.int64), 0) + ranks - 1) // ranks).to(tl.int32)
 
 
@@ -179,9 +174,9 @@ def mean_of(load_G, ranks):
 def shared_threshold(
     load_G, home, domains, parts, problem, SHAPE: tl.constexpr, STEP: tl.constexpr
 ):
-    """What no rank shall exceed: the heaviest domain's mean, rounded up, and the tolerance.
+    """Return the threshold: the mean of the heaviest domain plus the tolerance.
 
-    load_G: of one of the domains.
+    load_G: loads of any one domain.
     """
     most = tl.sum(load_G.to(tl.int64), 0)
     if domains > 1:
@@ -198,8 +193,8 @@ def shared_threshold(
 
 @triton.jit
 def threshold_of(total, ranks, parts):
-    """The mean load of a rank, rounded up, and as many millionths of it more."""
+    """Return the mean load of a rank, rounded up, plus `parts` millionths of it."""
     mean = (total + ranks - 1) // ranks
     allowed = total * (1000000 + parts) // (ranks.to(tl.int64) * 1000000)
-    # More than all tokens is never exceeded either, and needs more than 32 bits.
+    # A threshold above all rows would need more than 32 bits.
     return tl.minimum(tl.maximum(mean, allowed), MOST).to(tl.int32)

@@ -1,10 +1,14 @@
-"""Persistent tile streaming: the weights of experts from rank to rank, by a schedule (`relay.py`).
+"""Weights and gradients of replicas between ranks, by a schedule (`relay.py`).
 
-The programs of a rank share every chunk: each moves its tiles of it and then counts one more at the
-receiver. A chunk has arrived when all programs have counted; the receiver passes it on at once. The
-sender writes into a slot only after its owner has said, for this epoch, that nobody reads it.
+    stream    stage 3: write the weights of experts into the spare slots of other ranks
+    pull      stage 8, twin of `grad_reduce`: home ranks sum the gradients of their replicas
 
-Shapes: W words (4 bytes) of a tile.
+`stream` is persistent. The programs of a rank share every chunk: each writes its tiles and then
+increments a counter at the receiver. A chunk has arrived when all programs have counted; the
+receiver then relays it. A sender writes into a slot only after its owner has released the slot for
+this epoch.
+
+Shapes: W words (4 bytes) or gradients of a tile.
 """
 
 from typing import Any, NamedTuple
@@ -21,32 +25,36 @@ from ultraep.backends.triton.kernels.schedule import (
     RECEIVER,
     SOURCE,
     TO_SLOT,
+    homes_of,
     hop_at,
+    load_place,
+    load_span,
+    places_of,
     senders_of,
 )
 from ultraep.backends.triton.kernels.signals import (
+    EPOCH,
     HELD,
     Waiting,
     add_one,
     board_of,
-    end_epoch,
     last_of,
     next_epoch,
     post,
     wait,
 )
 
-ALIGNMENT = tl.constexpr(64)  # of chunks, and of tensors in a row
+ALIGNMENT = tl.constexpr(64)  # bytes, of chunks and of tensors in a slot
 
 
 class Sending(NamedTuple):
-    """What a program of a rank needs to fill the slots of others."""
+    """Everything a program needs to fill the slots of other ranks."""
 
     waiting: Any
     board: Any
-    rows: Any  # addresses of the slots of every rank
+    rows: Any  # [R] addresses of the slots of every rank
     homes: Any  # [H, P] addresses of the tensors of home experts
-    parts: Any  # [P, 3] where each tensor stands in the row, its bytes, whether all is aligned
+    parts: Any  # [P, 3] of each tensor: offset in a slot, bytes, whether both sides are aligned
     num_parts: Any
     schedule: Any
     senders: Any
@@ -61,13 +69,13 @@ class Sending(NamedTuple):
 
 @triton.jit
 def release_flag(board, sending, receiver, slot):
-    """The word at which a receiver tells the owner of the board that its slot is free."""
+    """Return the word by which a receiver releases its slot to the owner of the board."""
     return board + sending.released + receiver * sending.slots + slot
 
 
 @triton.jit
 def arrival_count(board, sending, slot, chunk):
-    """The word at which programs count that they have brought their part of a chunk."""
+    """Return the word that counts the programs which have written their part of a chunk."""
     return board + sending.arrived + slot * sending.max_chunks + chunk
 
 
@@ -75,9 +83,9 @@ def arrival_count(board, sending, slot, chunk):
 def move(
     source, target, nbytes, worker, WIDE: tl.constexpr, W: tl.constexpr, PROGRAMS: tl.constexpr
 ):
-    """Copy this worker's tiles of a piece of memory, given by addresses.
+    """Copy this worker's tiles between two addresses.
 
-    WIDE: both are aligned to 16 bytes, and up to 15 bytes more may be written.
+    WIDE: both are aligned to 16 bytes, and up to 15 more bytes may be written.
     """
     if WIDE:
         source = tl.multiple_of(source, 16).to(tl.pointer_type(tl.int32))
@@ -105,7 +113,7 @@ def move(
 def move_from_home(
     sending, source, target, begin, end, W: tl.constexpr, PROGRAMS: tl.constexpr
 ):  # fmt: skip
-    """Copy this worker's share of a piece of a home expert, whose tensors stand apart."""
+    """Copy this worker's share of a home expert, whose tensors are apart."""
     for part in range(sending.num_parts):
         offset = tl.load(sending.parts + 3 * part)
         nbytes = tl.load(sending.parts + 3 * part + 1)
@@ -122,7 +130,7 @@ def move_from_home(
 
 @triton.jit
 def release_slots(sending):
-    """Tell whoever fills the slots of this rank that nobody reads them any more."""
+    """Signal to the ranks that fill the slots of this rank that the slots are free."""
     boards, rank = sending.waiting.boards, sending.waiting.rank
     for slot in range(sending.slots):
         sender = tl.load(sending.senders + slot)
@@ -131,23 +139,10 @@ def release_slots(sending):
 
 
 @triton.jit(
-    do_not_specialize=[
-        "first_rank",
-        "ranks",
-        "slots",
-        "copies",
-        "row_bytes",
-        "num_parts",
-        "num_addresses",
-        "stride",
-        "channel",
-        "released",
-        "arrived",
-        "max_chunks",
-        "stage",
-        "patience",
-    ]
-)
+    do_not_specialize=["first_rank", "ranks", "slots", "copies", "row_bytes", "num_parts",
+                       "num_addresses", "stride", "channel", "released", "arrived", "max_chunks",
+                       "stage", "poll_limit"]
+)  # fmt: skip
 def stream(
     boards,
     rows,
@@ -167,24 +162,24 @@ def stream(
     arrived,
     max_chunks,
     stage,
-    patience,
+    poll_limit,
     W: tl.constexpr,
     PROGRAMS: tl.constexpr,
 ):
-    """Programs of one rank after the other: fill the slots of others, until its own are filled.
+    """Fill the slots of other ranks until the own slots are filled; PROGRAMS programs per rank.
 
-    rows: addresses of the slots of every rank.   homes: [ranks of this launch, H, P] addresses of
-    the tensors of home experts, `num_addresses` for each rank.
+    rows: [R] addresses of the slots of every rank.   homes: [ranks of this launch, H, P] addresses
+    of the tensors of home experts, `num_addresses` per rank.
     released, arrived: words of the first of `ranks * slots` and `slots * max_chunks` flags.
 
-    Rank 0 has the schedule that `make_schedule` shows, and slot 0 of rank 1 is released to it.
+    Rank 0 has the schedule of the example of `make_schedule`; slot 0 of rank 1 is released to it.
 
     >>> boards = at([0, 0, 0, 0, 0, 0, 0, 1, 0, 1, 0], [0, 0, 0, 0, 0, 0, 0, 1, 0, 0, 0])
     >>> schedule = [1, 1, 1, 1, 0, 1, 0, 0, 0, 0, 0, 0, -1, 1, 0, -2, 0, 0, 1, 0, 0]
     >>> example(stream, 1, boards=boards, rows=at(room(1, 4), room(1, 4)),
     ...         homes=at([1, 2, 3, 4], [5, 6, 7, 8]), parts=[[0, 16, 1]], schedules=[schedule],
     ...         first_rank=0, copies=2, row_bytes=16, num_parts=1, num_addresses=2, stride=21,
-    ...         channel=4, released=8, arrived=10, max_chunks=1, stage=2, patience=9, W=4,
+    ...         channel=4, released=8, arrived=10, max_chunks=1, stage=2, poll_limit=9, W=4,
     ...         PROGRAMS=1)
     boards = [[0, 0, 0, 0, 1, 0, 1, 1, 0, 1, 0], [0, 0, 0, 0, 0, 0, 0, 1, 0, 0, 1]]
     rows = [[[_, _, _, _]], [[1, 2, 3, 4]]]
@@ -197,7 +192,7 @@ def stream(
     epoch = next_epoch(board, channel)
     fill = tl.load(schedule + FILL)
     sending = Sending(
-        Waiting(boards, rank, ranks, stage, patience), board, rows, homes + index * num_addresses,
+        Waiting(boards, rank, ranks, stage, poll_limit), board, rows, homes + index * num_addresses,
         parts, num_parts, schedule, senders_of(schedule, copies), slots, row_bytes,
         released, arrived, max_chunks, epoch, worker
     )  # fmt: skip
@@ -211,17 +206,17 @@ def stream(
         for begin in range(0, slots * max_chunks, 64):
             tl.store(board + arrived + begin + flag, 0, mask=begin + flag < slots * max_chunks)
         tl.store(board + channel + HELD, fill)
-        end_epoch(board, channel, epoch)
+        tl.store(board + channel + EPOCH, epoch)
 
 
 @triton.jit
 def send(sending, W: tl.constexpr, PROGRAMS: tl.constexpr):
-    """Chunk c of a hop at depth d goes in round c + d, so that no round waits for a later one."""
+    """Send all hops; chunk c at depth d goes in round c + d, so that no round needs a later one."""
     schedule = sending.schedule
     num_hops, chunks = tl.load(schedule + HOPS), tl.load(schedule + CHUNKS)
     longest, own_slots = tl.load(schedule + LONGEST), tl.load(sending.rows + sending.waiting.rank)
     size = tl.cdiv(tl.cdiv(sending.row_bytes, chunks), ALIGNMENT) * ALIGNMENT
-    ready = num_hops > 0  # and nobody was waited for in vain
+    ready = num_hops > 0  # and no wait has failed
     for moment in range(chunks + longest - 1):
         for number in range(num_hops):
             source = tl.load(hop_at(schedule, number, SOURCE))
@@ -239,9 +234,9 @@ def send_chunk(
     sending, own_slots, ready, source, receiver, slot, chunk, size,
     W: tl.constexpr, PROGRAMS: tl.constexpr
 ):  # fmt: skip
-    """Send this worker's share of one chunk of a hop as soon as it may go; whether it went."""
+    """Send this worker's share of a chunk once it may go; return whether it went."""
     waiting, board, row_bytes = sending.waiting, sending.board, sending.row_bytes
-    # All addresses are at hand before the wait, so that what arrives goes on at once.
+    # Load all addresses before the wait, so that an arriving chunk is relayed at once.
     target = tl.load(sending.rows + receiver) + slot.to(tl.int64) * row_bytes
     count = arrival_count(board_of(waiting.boards, receiver), sending, slot, chunk)
     begin = chunk * size
@@ -265,7 +260,7 @@ def send_chunk(
 
 @triton.jit
 def wait_for_slots(sending, PROGRAMS: tl.constexpr):
-    """Until the last byte of every slot of this rank is there."""
+    """Wait until every slot of this rank is complete."""
     chunks = tl.load(sending.schedule + CHUNKS)
     for slot in range(sending.slots):
         sender = tl.load(sending.senders + slot)
@@ -273,3 +268,81 @@ def wait_for_slots(sending, PROGRAMS: tl.constexpr):
             for chunk in range(chunks):
                 word = arrival_count(sending.board, sending, slot, chunk)
                 wait(word, PROGRAMS, sending.waiting, sender)
+
+
+@triton.jit
+def gradient_row(rows, places, copy, width, own, ALIGNED: tl.constexpr):
+    """Return the pointer to the gradient of a replica, in the dtype of the home gradient."""
+    host, slot = load_place(places, copy)
+    row = tl.load(rows + host).to(own.dtype) + slot.to(tl.int64) * width
+    return tl.multiple_of(row, 16) if ALIGNED else row
+
+
+@triton.jit
+def add_rows(total, rows, places, copy, end, width, own, here, there, ALIGNED: tl.constexpr):
+    """Add the gradients of up to three replicas to the total, in their order."""
+    first = gradient_row(rows, places, copy, width, own, ALIGNED)
+    second = gradient_row(rows, places, tl.minimum(copy + 1, end - 1), width, own, ALIGNED)
+    third = gradient_row(rows, places, tl.minimum(copy + 2, end - 1), width, own, ALIGNED)
+    tile_1 = tl.load(first + here, mask=there)
+    tile_2 = tl.load(second + here, mask=there & (here * 0 + copy + 1 < end), other=-0.0)
+    tile_3 = tl.load(third + here, mask=there & (here * 0 + copy + 2 < end), other=-0.0)
+    return total + tile_1.to(total.dtype) + tile_2.to(total.dtype) + tile_3.to(total.dtype)
+
+
+@triton.jit(do_not_specialize=["slots", "copies", "homes"])
+def pull(
+    gradients,
+    own,
+    rows,
+    schedule,
+    slots,
+    copies,
+    homes,
+    width,
+    stride,
+    ACCUMULATOR: tl.constexpr,
+    ZERO: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    W: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+):
+    """Sum the gradients of every home expert with replicas, in the order of the plan.
+
+    gradients, own: [H, width] result and own gradient, `stride` apart; may be one tensor.
+    rows: [R] addresses of every rank's `[slots, width]` gradients, in the dtype of `own`.
+    ZERO: clear the gradients of the replicas.   ALIGNED: rows begin at multiples of 16 bytes.
+
+    Home expert 0 has one replica, in slot 0 of rank 1:
+
+    >>> schedule = [1, 1, 1, 1, 0, 1, 0, 0, 0, 0, 0, 0, -1, 1, 0, -2, 0, 0, 1, 0, 0]
+    >>> example(pull, 1, gradients=[[-1.0, -1.0], [3.0, 4.0]], own=[[1.0, 2.0], [0.0, 0.0]],
+    ...         rows=at([[0.5, 0.5]], [[10.0, 20.0]]), schedule=schedule, copies=2, homes=2,
+    ...         width=2, stride=2, ACCUMULATOR=tl.float32, ZERO=True, ALIGNED=False, W=2,
+    ...         PROGRAMS=1)
+    gradients = [[11.0, 22.0], [3.0, 4.0]]
+    rows = [[[0.5, 0.5]], [[0.0, 0.0]]]
+    """
+    worker = tl.program_id(0)
+    places, spans = places_of(schedule, copies, slots), homes_of(schedule, copies, slots)
+    at = tl.arange(0, W)
+    target, source = gradients, own
+    for home in range(homes):
+        first, end = load_span(spans, home)
+        if end > first:
+            for begin in range(worker * W, width, PROGRAMS * W):
+                here = begin + at
+                there = here < width
+                total = tl.load(source + here, mask=there).to(ACCUMULATOR)
+                for copy in range(first, end, 3):
+                    # Load several replicas before the first addition.
+                    total = add_rows(
+                        total, rows, places, copy, end, width, own, here, there, ALIGNED
+                    )
+                tl.store(target + here, total.to(gradients.dtype.element_ty), mask=there)
+                if ZERO:
+                    for copy in range(first, end):
+                        held = gradient_row(rows, places, copy, width, own, ALIGNED)
+                        tl.store(held + here, 0.0, mask=there)
+        target += stride
+        source += stride

@@ -1,15 +1,8 @@
-"""Tensors of the slots of a rank, and the order in which the tiles of a grouped product are made.
+"""Arguments of grouped products: matrices, tensors of slots, and the order of tiles.
 
-One tensor of every slot stands in two stacks: those of the home slots, then those of the spare
-ones. `of_slot` says where one begins, `store_of_slot` where results go.
-
-A *row of tiles* is made of BLOCK_M rows of one slot, as many tiles as the result has columns of
-them. Rows of tiles stand in bands of one slot, and a band is made column by column: programs that
-work at the same time then share rows and weights, and read most of them from the cache.
-
-    lay_tiles    lays all rows of tiles in order
-    find_tile    the rows and the column of one tile
-    draw_tile    the next one that no program has, where some programs begin late
+A *row of tiles* covers BLOCK_M rows of one slot and all columns of the result. Rows of tiles form
+bands within a slot, and a band is computed column by column: programs that run at the same time
+share rows and weights, and find most of them in the cache.
 
 Shapes: L slots of this rank, padded to a power of two.
 """
@@ -21,12 +14,36 @@ import triton.language as tl
 
 from ultraep.backends.triton.kernels.schedule import load_span
 
-ENTRIES = tl.constexpr(5)  # numbers of a row of tiles
-DRAWN = tl.constexpr(2)  # where the tiles that were drawn are counted
+ENTRIES = tl.constexpr(5)  # integers per row of tiles
+DRAWN = tl.constexpr(2)  # index of the counter of drawn tiles
+
+
+class Matrix(NamedTuple):
+    """A matrix with contiguous rows."""
+
+    ptr: Any
+    stride: Any
+    columns: Any
+
+
+class SlotTensors(NamedTuple):
+    """One tensor per slot, in two stacks: home slots, then spare slots.
+
+    sums_ptr: where gradients of home experts with replicas go, laid out like `homes_ptr`.
+    spans_ptr: [H, 2] first and end of the replicas of every home expert.
+    """
+
+    homes_ptr: Any
+    copies_ptr: Any
+    sums_ptr: Any
+    spans_ptr: Any
+    stride_home: Any
+    stride_copy: Any
+    stride_row: Any
 
 
 class Part(NamedTuple):
-    """Rows of one slot: `count` of them from `begin` on."""
+    """`count` rows of one slot, from row `begin` on."""
 
     slot: Any
     begin: Any
@@ -43,12 +60,12 @@ def lay_tiles(
     GROUP_M: tl.constexpr,
     B: tl.constexpr,
 ):
-    """Program l: the rows of tiles of slot l, behind those of the slots before it.
+    """Program l: write the rows of tiles of slot l.
 
-    tiles_ptr: how many there are, and whether most are of slots with no more rows than half a tile.
-    Then, from the next multiple of ENTRIES on, of each: its slot; its first row, and how many the
-    slot has from there on; the first of its band, and how many the band has. The rows of tiles of a
-    slot are divided evenly into bands of about GROUP_M.
+    tiles_ptr: the number of rows of tiles, and whether most belong to slots of at most BLOCK_M // 2
+    rows. Then, from index ENTRIES on, for each: slot, first row, rows of the slot from there on,
+    first row of tiles of its band, height of the band. Bands of a slot have equal heights of about
+    GROUP_M.
 
     >>> example(lay_tiles, 3, offsets=[0, 1, 2, 5], tiles=room(30), num_slots=3, L=4, BLOCK_M=2,
     ...         GROUP_M=2, B=4)
@@ -65,7 +82,7 @@ def lay_tiles(
     first_row = tl.sum(tl.where(own_L, begin_L, 0), 0)
     before = tl.sum(tl.where(slot_L < slot, high_L, 0), 0)
     bands = tl.maximum((high + GROUP_M // 2) // GROUP_M, 1)
-    height, higher = tl.maximum(high // bands, 1), high % bands  # so many have one more
+    height, higher = tl.maximum(high // bands, 1), high % bands  # `higher` bands have one more
     for begin in range(0, high, B):
         tile_B = begin + tl.arange(0, B)
         after_B = tile_B - higher * (height + 1)
@@ -83,15 +100,15 @@ def lay_tiles(
 
 @triton.jit
 def draw_tile(tiles):
-    """The number of a tile: programs that draw work at neighbours, whenever they began."""
+    """Draw the next tile from the counter that all programs share."""
     return tl.atomic_add(tiles + DRAWN, 1, sem="relaxed", scope="gpu")
 
 
 @triton.jit
 def find_tile(tiles, tile, high, wide):
-    """Rows of a tile, their number among rows of tiles, and its column.
+    """Return the rows of a tile, the index of its row of tiles, and its column.
 
-    Its count is that of its slot from there on, maybe more than BLOCK_M.
+    The count of rows runs to the end of the slot: it may be larger than BLOCK_M.
     """
     mask = tile < high * wide
     at = tiles + ENTRIES * (1 + tile // wide)
@@ -106,47 +123,32 @@ def find_tile(tiles, tile, high, wide):
     return part, number, within // height
 
 
-class SlotTensors(NamedTuple):
-    """One tensor of every slot: `homes` of the home slots, `copies` of the spare ones."""
-
-    homes: Any
-    copies: Any
-    num_homes: Any
-    home_stride: Any
-    copy_stride: Any
-
-
-class Sums(NamedTuple):
-    """Where to store what the home experts with copies have, like `homes`; None: there, too."""
-
-    at: Any
-    spans: Any  # first and end of the copies of every home expert
+@triton.jit
+def slot_ptr(stacks, slot, num_homes):
+    """Return the pointer to the tensor of a slot."""
+    spare = slot - num_homes
+    home_ptr = stacks.homes_ptr + slot.to(tl.int64) * stacks.stride_home
+    copy_ptr = stacks.copies_ptr + spare.to(tl.int64) * stacks.stride_copy
+    return tl.where(spare < 0, home_ptr, copy_ptr)
 
 
 @triton.jit
-def of_slot(stacks, slot):
-    """Where the tensor of a slot begins."""
-    spare = slot - stacks.num_homes
-    home_at = stacks.homes + slot.to(tl.int64) * stacks.home_stride
-    return tl.where(spare < 0, home_at, stacks.copies + spare.to(tl.int64) * stacks.copy_stride)
-
-
-@triton.jit
-def store_of_slot(stacks, sums, slot, at, values, mask):
-    """Store numbers at places of the tensor of a slot; the two stacks may differ in type."""
-    homes, copies = stacks.homes, stacks.copies
-    if sums.at is None and homes.dtype == copies.dtype:
-        tl.store(of_slot(stacks, slot) + at, values.to(homes.dtype.element_ty), mask=mask)
-    elif slot < stacks.num_homes:
-        home = slot.to(tl.int64) * stacks.home_stride
+def store_to_slot(stacks, slot, num_homes, offset, values, mask):
+    """Store values into the tensor of a slot; the two stacks may differ in dtype."""
+    homes_ptr, copies_ptr = stacks.homes_ptr, stacks.copies_ptr
+    if stacks.sums_ptr is None and homes_ptr.dtype == copies_ptr.dtype:
+        values = values.to(homes_ptr.dtype.element_ty)
+        tl.store(slot_ptr(stacks, slot, num_homes) + offset, values, mask=mask)
+    elif slot < num_homes:
+        home = slot.to(tl.int64) * stacks.stride_home
         final = True
-        if sums.at is not None:
-            first, end = load_span(sums.spans, slot)
+        if stacks.sums_ptr is not None:
+            first, end = load_span(stacks.spans_ptr, slot)
             final = first == end
             if not final:
-                tl.store(sums.at + home + at, values, mask=mask)
+                tl.store(stacks.sums_ptr + home + offset, values, mask=mask)
         if final:
-            tl.store(homes + home + at, values.to(homes.dtype.element_ty), mask=mask)
+            tl.store(homes_ptr + home + offset, values.to(homes_ptr.dtype.element_ty), mask=mask)
     else:
-        copy = copies + (slot - stacks.num_homes).to(tl.int64) * stacks.copy_stride
-        tl.store(copy + at, values.to(copies.dtype.element_ty), mask=mask)
+        copy_ptr = copies_ptr + (slot - num_homes).to(tl.int64) * stacks.stride_copy
+        tl.store(copy_ptr + offset, values.to(copies_ptr.dtype.element_ty), mask=mask)
