@@ -19,10 +19,10 @@ import bench_sim
 import numpy as np
 from harness import ROOT
 from paper_studies import FULL, TOY, Effort, Page, percent, scaling, studies
+from published import CONTENDERS, Setting, scenario_of, settings, share_of_ideal
 
 from ultraep.tools.report.rows import versions
 from ultraep.tools.sim.model import load_model
-from ultraep.tools.sim.published import CONTENDERS, Setting, scenario_of, settings, share_of_ideal
 from ultraep.tools.sim.run import Result
 
 NAMES = {"quota": "UltraEP as published (`quota`)", "ultraep": "**`ultraep`, one slot**"}

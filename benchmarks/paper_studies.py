@@ -8,13 +8,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from published import CLUSTER, CONTENDERS, scenario_of, settings
+
 from ultraep.files.writing import whole_file, write_text
 from ultraep.tools.sim.cluster import load_cluster
 from ultraep.tools.sim.model import load_model
-from ultraep.tools.sim.published import CLUSTER, CONTENDERS, scenario_of, settings
 from ultraep.tools.sim.run import Result, simulate
-from ultraep.tools.sim.runtime import runtime_of
-from ultraep.tools.sim.scenario import Contender, Scenario
+from ultraep.tools.sim.runtime import Contender, runtime_of
+from ultraep.tools.sim.scenario import Scenario
 from ultraep.tools.sim.serving import Serving
 from ultraep.tools.sim.training import Training
 from ultraep.tools.sim.workload import fit_skew
