@@ -36,7 +36,7 @@ ONLY_IN = {
     "httpx": ["tools/serving"],
     "matplotlib": ["tools/sim"],
     "plotly": ["tools/report"],
-    "numba": ["backends/cpu", "policies/peers/level.py"],
+    "numba": ["backends/cpu", "policies/peers/lplb.py"],
     "scipy": [],  # for tests and benchmarks only
     "typer": ["tools/cli"],
     "rich": ["tools/cli"],
