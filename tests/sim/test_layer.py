@@ -26,7 +26,8 @@ from .small import MICRO, replicas_of, small_costs, small_runtime
 PAIR = Topology(ranks=2, experts=4, slots=1)
 LOADS = [[12, 4, 2, 2]]  # 5 tokens on each of two ranks, top-2: 16 rows on rank 0, 4 on rank 1
 MOVED = [(0, 0, 1, 5)]  # 5 rows of expert 0 on rank 1: 11 and 9
-FORWARD = "attention loads plan replicate reroute dispatch experts combine".split()
+CONTROL = ["loads", "plan", "replicate", "reroute"]
+FORWARD = ["attention", *CONTROL, "dispatch", "experts", "combine"]
 
 
 def clock(topology: Topology = PAIR, **changes: Any) -> LayerClock:
@@ -138,9 +139,7 @@ def test_control_costs_of_runtimes(
     times: Any = {"plan_us": np.full(2, 5.0), "schedule_us": np.full(2, 2.0), "hop_us": 1.0}
     costs = small_costs(reroute_us=10 * 6553.6, **times)  # 10 us for the 10 rows of a rank
     stages = micro(pair_times(costs=costs, runtime=small_runtime(**runtime)).forward)
-    assert [stages[name] for name in FORWARD[1:5]] == pytest.approx(
-        [loads, plan, replicate, reroute]
-    )
+    assert [stages[name] for name in CONTROL] == pytest.approx([loads, plan, replicate, reroute])
 
 
 @pytest.mark.parametrize(
