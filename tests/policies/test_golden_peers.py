@@ -1,7 +1,7 @@
 """The reimplemented policies decide like the original planners, case by case.
 
 `tests/golden/peers` holds cases with seeded loads. Cases with recorded routing are not part of the
-project: they are read from the folder in ULTRAEP_PEERS_GOLDEN, or from `shared/peers_golden` next to
+project: they are read from the folder in ULTRAEP_PEERS_GOLDEN, or from `shared/peers_golden` beside
 the checkout. Ties go to the lower index.
 """
 

@@ -11,7 +11,7 @@ original.
 With one window, variance and covariance of the loads are zero. Several windows, thresholds for
 acting and the relabelling of ranks that saves moves are left out. Where an instance finds no rank,
 the original is undefined; here that number of replicas is skipped, or the instance is left out if
-there is no other number. As in `eplb`, shares are whole rows, homes may be uneven and move freely,
+no other number exists. As in `eplb`, shares are whole rows, homes may be uneven and move freely,
 and without past load the experts stay at home. `tolerance` has no effect.
 `min_tokens_per_replica` and `max_replicas` are refused.
 

@@ -214,7 +214,7 @@ def _compiled(function: Function) -> Function:
 def _push(
     load_R: IntArray, room_T: IntArray, graph: Graph, threshold: int, via_R: IntArray, end: int
 ) -> None:
-    """Move as many rows as all steps of the path and both its ends allow."""
+    """Move the most rows that all steps of the path and both its ends allow."""
     rows = threshold - load_R[end]
     rank = end
     while via_R[rank] != START:

@@ -33,7 +33,7 @@ BACKWARD = 2  # operations of a product's backward over its forward
 CORE_BACKWARD = 2.5  # the same for attention scores and values
 # Times that a token's vector passes through memory outside products, forward: two norms (read and
 # written), two residual sums (two reads, one write), rotary embedding of queries and keys, the
-# router's read. Backward takes twice as many.
+# router's read. Backward doubles them.
 ELEMENTWISE_PASSES = 16
 ROW_PASSES = 3  # per row: gathered, written, read again for the sum
 CONTROL_ROWS = 8192 * 8  # rows at which counting and rerouting were measured

@@ -49,7 +49,6 @@ class Scenario:
     ranks: int  # of the expert-parallel group
     slots: int = 1
     tolerance: float = 0.01
-    min_tokens_per_replica: int = 1
     interval: int = 100  # microbatches for which policies that use past loads keep a placement
     domain: int | None = None  # None: from the cluster
     rates: MeasuredRates = field(default_factory=measured_rates)
@@ -104,12 +103,7 @@ class Scenario:
         rates, job = self.prices, self.job
         if rates is None and self.objective == "time":
             rates = rates_by(self.costs, ranks=self.ranks, tokens=job.tokens, training=job.trains)
-        return BalanceConfig(
-            tolerance=self.tolerance,
-            min_tokens_per_replica=self.min_tokens_per_replica,
-            objective=self.objective,
-            rates=rates,
-        )
+        return BalanceConfig(tolerance=self.tolerance, objective=self.objective, rates=rates)
 
     @property
     def costs(self) -> Costs:
