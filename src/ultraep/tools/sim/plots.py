@@ -8,6 +8,7 @@ from __future__ import annotations
 import html
 import importlib
 import io
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,30 +66,14 @@ class Picture:
     first_layer: int = 0
 
     @property
-    def labels(self) -> list[str]:
-        """Names of the policies."""
-        return [result.label for result in self.results]
-
-    @property
     def shares(self) -> list[str]:
         """Shares of forced balance, as labels of the bars."""
         return [f"{result.throughput / self.ideal:.0%}" for result in self.results]
 
-    @property
-    def colours(self) -> list[str]:
-        """One colour per policy."""
-        unknown = [label for label in self.labels if label not in POLICY_COLOURS]
-        return [
-            POLICY_COLOURS.get(label) or OTHER_COLOURS[unknown.index(label) % len(OTHER_COLOURS)]
-            for label in self.labels
-        ]
-
     def parts(self) -> dict[str, list[float]]:
         """Return the milliseconds of every part that takes any time, by policy."""
         parts = {
-            part: [
-                1e3 * sum(result.stages.get(name, 0.0) for name in names) for result in self.results
-            ]
+            part: [1e3 * sum(r.stages.get(name, 0.0) for name in names) for r in self.results]
             for part, names in PARTS.items()
         }
         return {part: values for part, values in parts.items() if any(values)}
@@ -131,26 +116,29 @@ def _draw(picture: Picture, image_format: str) -> bytes:
         figure = Figure(figsize=(13, 5.2), layout="constrained")
         throughput, imbalance, stages = figure.subplots(1, 3)
         figure.suptitle(picture.title, fontsize=11)
-        _draw_throughput(throughput, picture)
-        _draw_imbalance(imbalance, picture)
-        _draw_stages(stages, picture)
+        labels = [result.label for result in picture.results]
+        spare = itertools.cycle(OTHER_COLOURS)
+        colours = [POLICY_COLOURS.get(label) or next(spare) for label in labels]
+        _draw_throughput(throughput, picture, labels, colours)
+        _draw_imbalance(imbalance, picture, colours)
+        _draw_stages(stages, picture, labels)
         for axes in (imbalance, stages):
             axes.legend(frameon=False, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.12))
         figure.savefig(image, format=image_format, dpi=150, metadata=METADATA[image_format])
     return image.getvalue()
 
 
-def _draw_throughput(axes: Axes, picture: Picture) -> None:
+def _draw_throughput(axes: Axes, picture: Picture, labels: list[str], colours: list[str]) -> None:
     throughputs = [result.throughput for result in picture.results]
-    bars = axes.bar(picture.labels, throughputs, color=picture.colours)
+    bars = axes.bar(labels, throughputs, color=colours)
     axes.bar_label(bars, picture.shares, padding=2)
     axes.set_title("Throughput, and its share of forced balance")
     axes.set_ylabel(picture.results[0].unit)
     axes.margins(y=0.1)
 
 
-def _draw_imbalance(axes: Axes, picture: Picture) -> None:
-    for result, colour in zip(picture.results, picture.colours, strict=True):
+def _draw_imbalance(axes: Axes, picture: Picture, colours: list[str]) -> None:
+    for result, colour in zip(picture.results, colours, strict=True):
         layers = picture.first_layer + np.arange(len(result.imbalance_by_layer))
         axes.plot(layers, result.imbalance_by_layer, color=colour, label=result.label)
     axes.set_title("Busiest rank over mean rank, by layer")
@@ -158,11 +146,11 @@ def _draw_imbalance(axes: Axes, picture: Picture) -> None:
     axes.set_ylabel("imbalance, mean over microbatches")
 
 
-def _draw_stages(axes: Axes, picture: Picture) -> None:
+def _draw_stages(axes: Axes, picture: Picture, labels: list[str]) -> None:
     bottom = np.zeros(len(picture.results))
     colours = dict(zip(PARTS, PART_COLOURS, strict=True))
     for part, values in picture.parts().items():
-        axes.bar(picture.labels, values, bottom=bottom, color=colours[part], label=part)
+        axes.bar(labels, values, bottom=bottom, color=colours[part], label=part)
         bottom += values
     axes.set_title("A microbatch through all layers")
     axes.set_ylabel("ms")

@@ -22,7 +22,7 @@ from ultraep.loads import MAX_TOTAL
 from ultraep.tools.sim.costs import FloatArray
 from ultraep.tools.sim.planning import sum_by_home
 from ultraep.tools.sim.presets import check_range, presets
-from ultraep.topology import MAX_EXPERTS, Topology
+from ultraep.topology import Topology
 from ultraep.trace.read import holds_trace, read_trace
 from ultraep.workload import loads_of_windows, read_loads, read_routing
 from ultraep.workload.files import MOST_NUMBERS, holds_routing
@@ -256,12 +256,8 @@ def read_microbatches(
 
 def _count_routing(path: str | Path, ranks: int, experts: int | None, window: int) -> IntArray:
     texts = read_routing(path)
-    needed = max(int(ids.max()) for ids in texts) + 1
-    experts = 1 << (needed - 1).bit_length() if experts is None else experts
-    if not needed <= experts <= MAX_EXPERTS:
-        raise ConfigError(
-            f"{path}: ids up to {needed - 1} need {needed} to {MAX_EXPERTS} experts, got {experts}"
-        )
+    if experts is None:  # the next power of two
+        experts = 1 << max(int(ids.max()) for ids in texts).bit_length()
     layers = sorted({ids.shape[1] for ids in texts})
     if len(layers) > 1:
         raise FileError(
@@ -273,9 +269,8 @@ def _count_routing(path: str | Path, ranks: int, experts: int | None, window: in
             f"{path}: {counts:,} counts for {ranks} ranks of {experts} experts, but at most "
             f"{MOST_NUMBERS:,} are read: use fewer ranks or a larger window"
         )
-    settings: dict[str, Any] = {"ranks": ranks, "experts": experts, "tokens": window}
     try:
-        parts = [loads_of_windows(ids, **settings) for ids in texts]
+        parts = [loads_of_windows(i, ranks=ranks, experts=experts, tokens=window) for i in texts]
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
     if not sum(map(len, parts)):
