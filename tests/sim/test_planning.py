@@ -70,7 +70,7 @@ def check_same(replicas: Replicas, plans: list[Plan]) -> None:
         for (expert, host, _), quota in zip(own.replicas.tolist(), own.quotas, strict=True)
     ]
     assert sorted(np.column_stack(placed).tolist()) == sorted(expected)
-    assert replicas.rank_loads().tolist() == [own.rank_loads.tolist() for own in plans]
+    assert replicas.rank_loads.tolist() == [own.rank_loads.tolist() for own in plans]
 
 
 @pytest.mark.parametrize("policy", EXACT)

@@ -108,7 +108,7 @@ def test_only_placements_use_the_first_interval() -> None:
     for name, times in zip(names, layer, strict=True):
         config = BalanceConfig(policy=name, tolerance=0.01 if name == "ultraep" else 0.0)
         replicas = plan_layer(now_SE, made.topology, config, interval=4, past_E=past_E)
-        assert times.rank_rows.tolist() == replicas.rank_loads().max(axis=1).tolist()
+        assert times.rank_rows.tolist() == replicas.rank_loads.max(axis=1).tolist()
         assert times.replicas.sum() == len(replicas.rows)
 
 

@@ -69,31 +69,30 @@ class LayerClock:
 
     def times(self, replicas: Replicas) -> LayerTimes:
         """Return the times of all microbatches."""
-        rank_SR = replicas.rank_loads()
-        forward = self._forward(replicas, rank_SR)
-        backward = self._backward(replicas, rank_SR, forward) if self.training else {}
-        peak_S = rank_SR.max(axis=1)
-        imbalance_S = peak_S / np.maximum(rank_SR.mean(axis=1), 1e-9)
-        replicas_S = np.bincount(replicas.microbatch, minlength=len(rank_SR))
+        forward = self._forward(replicas)
+        backward = self._backward(replicas, forward) if self.training else {}
+        peak_S = replicas.rank_loads.max(axis=1)
+        imbalance_S = peak_S / np.maximum(replicas.rank_loads.mean(axis=1), 1e-9)
+        replicas_S = np.bincount(replicas.microbatch, minlength=len(peak_S))
         return LayerTimes(forward, backward, peak_S, imbalance_S, replicas_S)
 
     def by_rank(self, replicas: Replicas) -> dict[str, FloatArray]:
         """[S, R] busy seconds of each rank, for the stages in which ranks differ."""
-        rank_SR = replicas.rank_loads()
-        busy_SR = self._ports(np.maximum(rank_SR, self.rows).astype(float)) + self._latency
-        experts_SR = self._experts(replicas, rank_SR, backward=False)
+        rows_SR = np.maximum(replicas.rank_loads, self.rows).astype(float)
+        busy_SR = self._ports(rows_SR) + self._latency
+        experts_SR = self._experts(replicas, backward=False)
         times = {"dispatch": busy_SR, "experts": experts_SR, "combine": busy_SR}
         if self.training:
-            times["experts back"] = self._experts(replicas, rank_SR, backward=True)
+            times["experts back"] = self._experts(replicas, backward=True)
         return times
 
     # -- forward ---------------------------------------------------------------------------------
 
-    def _forward(self, replicas: Replicas, rank_SR: IntArray) -> dict[str, FloatArray]:
-        ones_S = np.ones(len(rank_SR))
-        exchange_S = self._exchange(rank_SR)
+    def _forward(self, replicas: Replicas) -> dict[str, FloatArray]:
+        exchange_S = self._exchange(replicas)
+        ones_S = np.ones_like(exchange_S)
         loads, plan = self._control()
-        replicate_S, reroute_S = self._before_dispatch(replicas, rank_SR, exchange_S)
+        replicate_S, reroute_S = self._before_dispatch(replicas)
         return {
             "attention": ones_S * self.costs.attention_forward(self.tokens, self.context),
             "loads": ones_S * loads,
@@ -101,7 +100,7 @@ class LayerClock:
             "replicate": replicate_S,
             "reroute": reroute_S,
             "dispatch": exchange_S,
-            "experts": self._experts(replicas, rank_SR, backward=False).max(axis=1),
+            "experts": self._experts(replicas, backward=False).max(axis=1),
             "combine": exchange_S,
         }
 
@@ -121,10 +120,10 @@ class LayerClock:
     def _latency(self) -> float:
         return self.costs.latency(self.topology.num_domains)
 
-    def _exchange(self, rank_SR: IntArray) -> FloatArray:
+    def _exchange(self, replicas: Replicas) -> FloatArray:
         """[S] seconds to send rows to the ranks that serve them, or back: the busiest port."""
         # No rank sends more than the mean, so the busiest port is a receiver.
-        return self._ports(rank_SR.max(axis=1).astype(float)) + self._latency
+        return self._ports(replicas.rank_loads.max(axis=1).astype(float)) + self._latency
 
     def _ports(self, rows: FloatArray, weight_bytes: NDArray[Any] | float = 0.0) -> FloatArray:
         topology = self.topology
@@ -133,21 +132,19 @@ class LayerClock:
         inside = size * (topology.domain_size - 1) / topology.ranks
         return self.costs.on_links(inside + weight_bytes, outside)
 
-    def _experts(self, replicas: Replicas, rank_SR: IntArray, *, backward: bool) -> FloatArray:
+    def _experts(self, replicas: Replicas, *, backward: bool) -> FloatArray:
         """[S, R] seconds of every rank's slots, one after the other, and of moving its rows."""
         seconds_of = self.costs.experts_backward if backward else self.costs.experts_forward
         products_SR: FloatArray = replicas.sum_by_rank(
             seconds_of(replicas.at_home), seconds_of(replicas.rows)
         )
-        return products_SR + (2 if backward else 1) * self.costs.row_moves(rank_SR)
+        return products_SR + (2 if backward else 1) * self.costs.row_moves(replicas.rank_loads)
 
     # -- weights ---------------------------------------------------------------------------------
 
-    def _before_dispatch(
-        self, replicas: Replicas, rank_SR: IntArray, exchange_S: FloatArray
-    ) -> tuple[FloatArray, FloatArray]:
+    def _before_dispatch(self, replicas: Replicas) -> tuple[FloatArray, FloatArray]:
         """[S] seconds by which weights delay dispatch, and rerouting that they do not hide."""
-        zeros_S = np.zeros(len(rank_SR))
+        zeros_S = np.zeros(len(replicas.rank_loads))
         if self.runtime.relay == "nothing":
             return zeros_S, zeros_S
         measured = self.runtime.planner == "measured"
@@ -155,11 +152,11 @@ class LayerClock:
         reroute_S = zeros_S + max(self.costs.reroute(self.rows), schedule)
         if not self.runtime.streams:
             return zeros_S, reroute_S
-        weights_S = self._weights(replicas, rank_SR, exchange_S)
+        weights_S = self._weights(replicas)
         hidden_S = zeros_S if self.runtime.beside else weights_S
         return weights_S, np.maximum(reroute_S - hidden_S, 0.0)
 
-    def _weights(self, replicas: Replicas, rank_SR: IntArray, exchange_S: FloatArray) -> FloatArray:
+    def _weights(self, replicas: Replicas) -> FloatArray:
         """[S] seconds of sending weights that the exchange of rows does not hide."""
         sent_SR, hops_S = self._sent(replicas)
         received_SR = replicas.received()
@@ -168,10 +165,11 @@ class LayerClock:
         if not self.runtime.beside:
             busiest_S = np.maximum(sent_SR.max(axis=1), received_SR.max(axis=1)) * size
             return self.costs.on_links(busiest_S, 0.0) + start_S
-        out_SR = self._ports(np.full(rank_SR.shape, float(self.rows)), sent_SR * size)
-        in_SR = self._ports(rank_SR.astype(float), received_SR * size)
+        rank_SR = replicas.rank_loads.astype(float)
+        out_SR = self._ports(np.full_like(rank_SR, self.rows), sent_SR * size)
+        in_SR = self._ports(rank_SR, received_SR * size)
         both_S = np.maximum(out_SR, in_SR).max(axis=1)
-        late_S: FloatArray = both_S + self._latency + start_S - exchange_S
+        late_S: FloatArray = both_S + self._latency + start_S - self._exchange(replicas)
         return np.maximum(late_S, 0.0)
 
     def _sent(self, replicas: Replicas) -> tuple[FloatArray, FloatArray]:
@@ -187,9 +185,8 @@ class LayerClock:
             # A home with many replicas serves about sqrt(replicas) relays, which serve the rest.
             relays_SE = np.where(fan_SE >= MIN_TREE, np.ceil(np.sqrt(fan_SE)), fan_SE)
             relayed_SE = (fan_SE - relays_SE).astype(np.int64)
-            return direct_SR - sum_by_home(relayed_SE, self.topology), any_S + (
-                longest_S >= MIN_TREE
-            )
+            tree_SR = direct_SR - sum_by_home(relayed_SE, self.topology)
+            return tree_SR, any_S + (longest_S >= MIN_TREE)
         chain_SR = replicas.sent(chain=True).astype(float)
         chain_SR += np.maximum(longest_S - 1, 0)[:, None] / CHUNKS
         if relay == "chain":
@@ -201,14 +198,14 @@ class LayerClock:
     # -- backward --------------------------------------------------------------------------------
 
     def _backward(
-        self, replicas: Replicas, rank_SR: IntArray, forward: dict[str, FloatArray]
+        self, replicas: Replicas, forward: dict[str, FloatArray]
     ) -> dict[str, FloatArray]:
-        runtime, ones_S = self.runtime, np.ones(len(rank_SR))
-        exchange_S = self._exchange(rank_SR)
-        experts_S = self._experts(replicas, rank_SR, backward=True).max(axis=1)
-        attention_S = ones_S * self.costs.attention_backward(self.tokens, self.context)
+        runtime, exchange_S = self.runtime, self._exchange(replicas)
+        experts_S = self._experts(replicas, backward=True).max(axis=1)
+        attention = self.costs.attention_backward(self.tokens, self.context)
+        attention_S = np.full_like(exchange_S, attention)
         kept = not runtime.streams or (runtime.kept and self.recompute)
-        again_S = 0 * ones_S if kept else self._weights(replicas, rank_SR, exchange_S)
+        again_S = 0 * exchange_S if kept else self._weights(replicas)
         hiding_S = attention_S if runtime.hidden == "attention" else LAST_PRODUCT * experts_S
         exposed_S = np.maximum(self._reduce(replicas) - hiding_S, 0.0)
         times = {

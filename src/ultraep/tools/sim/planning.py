@@ -9,6 +9,7 @@ Shapes: S microbatches, E experts, R ranks, C replicas of all microbatches toget
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -43,6 +44,7 @@ class Replicas:
         at_home_SE = loads_SE - away.reshape(loads_SE.shape).astype(np.int64)
         return cls(topology, microbatch_C, expert_C, host_C, rows_C, at_home_SE)
 
+    @cached_property
     def rank_loads(self) -> IntArray:
         """[S, R] rows that every rank serves."""
         return self.sum_by_rank(self.at_home, self.rows)
