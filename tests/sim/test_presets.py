@@ -100,7 +100,8 @@ def test_latent_attention_by_hand() -> None:
 def test_counts_of_a_small_model_by_hand() -> None:
     model = small_model()
     assert (model.moe_layers, model.expert_layers) == (2, range(1, 3))
-    assert (model.expert_weights, model.expert_bytes, model.attention_weights) == (96, 192, 192)
+    assert (model.expert_weights, model.attention_weights) == (96, 192)
+    assert (model.slot_bytes(training=False), model.slot_bytes(training=True)) == (192, 576)
     assert model.shared_weights == 3 * 8 * 2 + 8 * 4
     # Three attentions, a dense MLP, two shared experts with routers, two embeddings.
     assert model.plain_weights == 3 * 192 + 3 * 8 * 5 + 2 * 80 + 2 * 16 * 8

@@ -236,17 +236,17 @@ def _search(
 ) -> int:
     """Return the nearest rank below the threshold that a rank above it can send to."""
     queue = np.empty_like(via_R)
-    seen = 0
+    tail = 0
     for rank in range(len(load_R)):
         via_R[rank] = UNSEEN
         if load_R[rank] > threshold:
             via_R[rank] = START
-            queue[seen] = rank
-            seen += 1
-    if seen == 0:
+            queue[tail] = rank
+            tail += 1
+    if tail == 0:
         return DONE
     head = 0
-    while head < seen:
+    while head < tail:
         rank = queue[head]
         head += 1
         for index in range(graph.first[rank], graph.first[rank + 1]):
@@ -256,8 +256,8 @@ def _search(
                 via_R[end] = step
                 if load_R[end] < threshold:
                     return int(end)
-                queue[seen] = end
-                seen += 1
+                queue[tail] = end
+                tail += 1
     return NO_PATH
 
 

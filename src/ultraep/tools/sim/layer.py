@@ -160,7 +160,7 @@ class LayerClock:
         """[S] seconds of sending weights that the exchange of rows does not hide."""
         sent_SR, hops_S = self._sent(replicas)
         received_SR = replicas.received()
-        size = float(self.costs.model.expert_bytes)
+        size = float(self.costs.model.slot_bytes(training=False))
         start_S = hops_S * self.costs.hop()
         if not self.runtime.beside:
             busiest_S = np.maximum(sent_SR.max(axis=1), received_SR.max(axis=1)) * size

@@ -118,17 +118,12 @@ class Model:
         return GATED * self.width * self.expert_width
 
     @property
-    def expert_bytes(self) -> int:
-        """Bytes of one expert's weights."""
-        return WEIGHT_BYTES * self.expert_weights
-
-    @property
     def row_bytes(self) -> int:
         """Bytes that an expert holds for one row: input, gate and up, hidden, output."""
         return ROW_BYTES * (2 * self.width + 3 * self.expert_width)
 
     def slot_bytes(self, *, training: bool) -> int:
-        """Return the bytes of one spare slot, which all layers share."""
+        """Return the bytes of a spare slot: weights, and gradients in training."""
         return self.expert_weights * (WEIGHT_BYTES + (GRADIENT_BYTES if training else 0))
 
     @property
