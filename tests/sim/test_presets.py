@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -55,15 +54,8 @@ attention = { kind = "grouped", heads = 4, kv_heads = 2, head_width = 16 }
 
 
 @pytest.fixture
-def write(tmp_path: Path) -> Callable[[str], str]:
-    """Writes a TOML file and returns its name."""
-
-    def write_file(text: str) -> str:
-        path = tmp_path / "mine.toml"
-        path.write_text(text)
-        return str(path)
-
-    return write_file
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "mine.toml"
 
 
 # Models
@@ -188,18 +180,19 @@ def test_an_unknown_name_lists_the_known_ones(kind: str, name: str) -> None:
         LOADERS[kind](name)
 
 
-def test_a_file_gives_its_first_table_or_the_named_one(write: Callable[[str], str]) -> None:
-    path = write(CLUSTER + CLUSTER.replace("first", "second").replace("16", "32"))
-    first = load_cluster(path)
+def test_a_file_gives_its_first_table_or_the_named_one(file: Path) -> None:
+    file.write_text(CLUSTER + CLUSTER.replace("first", "second").replace("16", "32"))
+    first = load_cluster(str(file))
     assert (first.name, first.matmul_tflops) == ("first", 500.5)
-    assert load_cluster(f"{path}:first").devices == 16
-    assert load_cluster(f"{path}:second").devices == 32
+    assert load_cluster(f"{file}:first").devices == 16
+    assert load_cluster(f"{file}:second").devices == 32
     with pytest.raises(ConfigError, match="unknown cluster 'secnd'; did you mean second"):
-        load_cluster(f"{path}:secnd")
+        load_cluster(f"{file}:secnd")
 
 
-def test_a_model_from_a_file(write: Callable[[str], str]) -> None:
-    model = load_model(write(MODEL))
+def test_a_model_from_a_file(file: Path) -> None:
+    file.write_text(MODEL)
+    model = load_model(str(file))
     assert model.expert_weights == 3 * 64 * 32
     assert model.shared_width == model.dense_width == 0
     assert model.attention == GroupedAttention(kind="grouped", heads=4, kv_heads=2, head_width=16)
@@ -217,10 +210,10 @@ def test_a_model_from_a_file(write: Callable[[str], str]) -> None:
         ('title = "mine"', "title = 3", "title must be of type str, got 3"),
     ],
 )
-def test_wrong_entries(write: Callable[[str], str], line: str, instead: str, message: str) -> None:
-    path = write(CLUSTER.replace(line, instead))
-    with pytest.raises(ConfigError, match=re.escape(f"cluster {path}: {message}")):
-        load_cluster(path)
+def test_wrong_entries(file: Path, line: str, instead: str, message: str) -> None:
+    file.write_text(CLUSTER.replace(line, instead))
+    with pytest.raises(ConfigError, match=re.escape(f"cluster {file}: {message}")):
+        load_cluster(str(file))
 
 
 @pytest.mark.parametrize(
@@ -232,7 +225,7 @@ def test_wrong_entries(write: Callable[[str], str], line: str, instead: str, mes
         ('{ kind = "latent", head = 4 }', "attention: unknown entry 'head'; did you mean heads?"),
     ],
 )
-def test_wrong_attention(write: Callable[[str], str], attention: str, message: str) -> None:
-    path = write(re.sub(r"attention = .*", f"attention = {attention}", MODEL))
+def test_wrong_attention(file: Path, attention: str, message: str) -> None:
+    file.write_text(re.sub(r"attention = .*", f"attention = {attention}", MODEL))
     with pytest.raises(ConfigError, match=re.escape(message)):
-        load_model(path)
+        load_model(str(file))

@@ -69,8 +69,6 @@ def test_order_and_imbalance_of_the_policies(job: Any) -> None:
 def test_units_of_throughput() -> None:
     train, prefill = results(TRAINING)[0], results(PREFILL)[0]
     assert (train.unit, prefill.unit) == ("TFLOP/s per device", "requests/s")
-    operations = GLM.training_operations(4096)
-    assert train.throughput == pytest.approx(train.tokens_per_second * operations / 1e12)
     assert 10 < train.throughput < 2500
     assert prefill.throughput == pytest.approx(prefill.tokens_per_second * 16 / 2000)
 
