@@ -29,6 +29,7 @@ from harness import ROOT, Bench, Case, Line, Metric, main
 from layers import FORCED
 from load_cases import even_ids, skewed_ids
 from numpy.typing import NDArray
+from published import scenario_of, settings
 
 from ultraep import BalanceConfig, Topology, plan
 from ultraep.plan import Plan
@@ -36,11 +37,9 @@ from ultraep.tools.sim.cluster import Cluster, load_cluster
 from ultraep.tools.sim.costs import Costs, measured_rates
 from ultraep.tools.sim.layer import LayerClock
 from ultraep.tools.sim.model import GroupedAttention, Model
-from ultraep.tools.sim.planning import CopySets
-from ultraep.tools.sim.published import scenario_of, settings
+from ultraep.tools.sim.planning import Replicas
 from ultraep.tools.sim.run import simulate
-from ultraep.tools.sim.runtime import runtime_of
-from ultraep.tools.sim.scenario import Contender
+from ultraep.tools.sim.runtime import Contender, runtime_of
 from ultraep.tools.sim.training import Training
 
 FloatArray = NDArray[np.float64]
@@ -87,13 +86,11 @@ def clock_of(costs: Costs, topology: Topology, policy: str, tokens: int) -> Laye
     return LayerClock(costs=costs, topology=topology, tokens=tokens, **rest)
 
 
-def copies_of(made: Plan) -> CopySets:
-    """A plan of the runtime, as the simulator keeps it."""
-    loads_E = made.loads.sum(axis=0)
-    away_E = np.bincount(made.replicas[:, 0], weights=made.quotas, minlength=len(loads_E))
+def replicas_of(made: Plan) -> Replicas:
+    """A plan of the runtime as the simulator's record."""
     first = np.zeros(made.num_replicas, dtype=np.int64)
-    at_home = (loads_E - away_E.astype(np.int64))[None]
-    return CopySets(first, made.replicas[:, 0], made.replicas[:, 1], made.quotas, at_home)
+    placed_C4 = np.column_stack([first, made.replicas[:, :2], made.quotas])
+    return Replicas.of(made.topology, placed_C4, made.loads.sum(axis=0)[None])
 
 
 # -- one card ------------------------------------------------------------------------------------
@@ -133,12 +130,12 @@ def predict_on_card(size: Size, curve: str, made: Plan, policy: str) -> float:
     costs = Costs(load_cluster("h200-eight-parts"), model, measured_rates())
     runtime = "none" if policy in ("none", TILE_PERFECT) else "ultraep"
     clock = clock_of(costs, made.topology, runtime, size.tokens)
-    copies = copies_of(made)
-    times = clock.times(copies)
+    replicas = replicas_of(made)
+    times = clock.times(replicas)
     stages = times.forward | times.backward
     leaving = ("attention", "attention back", "experts", "experts back")
     rest = sum(float(took[0]) for stage, took in stages.items() if stage not in leaving)
-    ranks = clock.by_rank(copies)
+    ranks = clock.by_rank(replicas)
     forward = card_seconds(ranks["experts"][0], speed_by_busy(curve, "forward"))
     backward = card_seconds(ranks["experts back"][0], speed_by_busy(curve, "backward"))
     return rest + forward + backward
@@ -232,9 +229,9 @@ def cpu_seconds(
     ids = (even_ids(size) if even else skewed_ids(size, size.ratio)).numpy()
     loads = np.stack([np.bincount(own.reshape(-1), minlength=size.experts) for own in ids])
     topology = Topology(ranks=size.ranks, experts=size.experts, slots=size.slots)
-    copies = copies_of(plan(loads, topology, BalanceConfig(policy=policy)))
+    replicas = replicas_of(plan(loads, topology, BalanceConfig(policy=policy)))
     clock = clock_of(Costs(cluster, model, measured_rates()), topology, policy, size.tokens)
-    times = clock.times(copies)
+    times = clock.times(replicas)
     attention = float(times.forward["attention"][0] + times.backward["attention back"][0])
     return float(times.forward_seconds[0] + times.backward_seconds[0]) - attention
 

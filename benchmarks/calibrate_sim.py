@@ -15,11 +15,11 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 
+from published import CONTENDERS, Setting, scenario_of, settings
+
 from ultraep.tools.sim.costs import measured_rates
-from ultraep.tools.sim.published import CONTENDERS, Setting, scenario_of, settings
 from ultraep.tools.sim.run import simulate
-from ultraep.tools.sim.runtime import runtime_of
-from ultraep.tools.sim.scenario import Contender
+from ultraep.tools.sim.runtime import Contender, runtime_of
 
 HALVINGS = 12
 IDEAL = CONTENDERS[-1]

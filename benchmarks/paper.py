@@ -1,12 +1,12 @@
-"""Write docs/results/paper.md: the published evaluation beside what the simulator says.
+"""Write docs/results/paper.md: the published evaluation next to the simulator's predictions.
 
     make paper                                    # some minutes
     python benchmarks/paper.py --toy --out /tmp/x # few layers, for CI
 
 Tables: the published settings (throughput, share of forced balance, imbalance, predicted and
-published), how well predictions fit where something was measured, the exposed cost of a layer,
-scaling in groups and in ranks, and what changes with slots, tolerance, tokens, domains, links and
-relays. Everything is seeded; the same versions write the same text.
+published), predictions next to measurements, the exposed cost of a layer, scaling in groups and
+ranks, and the effect of slots, tolerance, tokens, domains, links and relays. Everything is seeded;
+the same versions write the same text.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ import bench_sim
 import numpy as np
 from harness import ROOT
 from paper_studies import FULL, TOY, Effort, Page, percent, scaling, studies
+from published import CONTENDERS, Setting, scenario_of, settings, share_of_ideal
 
 from ultraep.tools.report.rows import versions
 from ultraep.tools.sim.model import load_model
-from ultraep.tools.sim.published import CONTENDERS, Setting, scenario_of, settings, share_of_ideal
 from ultraep.tools.sim.run import Result
 
 NAMES = {"quota": "UltraEP as published (`quota`)", "ultraep": "**`ultraep`, one slot**"}
@@ -31,17 +31,18 @@ Found = list[tuple[Setting, list[Result]]]
 
 
 def published(page: Page, effort: Effort) -> None:
-    """Every setting: published beside simulated."""
-    found = []
-    for setting in settings()[: effort.settings]:
-        results = effort.run(scenario_of(setting, steps=effort.steps), CONTENDERS)
-        found.append((setting, results))
+    """Every setting, published and simulated."""
+    chosen = settings()[: effort.settings]
+    found = [
+        (setting, effort.run(scenario_of(setting, steps=effort.steps), CONTENDERS))
+        for setting in chosen
+    ]
     page.text(
         "## The published settings",
         "",
-        "Share: throughput over that of forced balance. Published throughput is TFLOP/s per device in "
-        "training and requests/s at the limit of the mean time to the first token in serving. "
-        "Settings marked *calibrate* gave the constants of `calibrated.toml`; the others are held back.",
+        "Share: throughput over forced balance. Published throughput is TFLOP/s per device in training, "
+        "and requests/s at the limit of the mean time to first token in serving. The constants in "
+        "`calibrated.toml` were fitted to the settings marked *calibrate*; the other settings are held back.",
     )
     for setting, results in found:
         setting_table(page, setting, results)
@@ -125,8 +126,8 @@ def ours(page: Page, found: Found) -> None:
 
 
 def errors(page: Page, found: Found) -> None:
-    """How many ratios fit, and what the published ones imply."""
-    page.text("## How well it fits")
+    """Errors of the ratios, and the implications of the published ones."""
+    page.text("## Accuracy")
     counts: dict[str, list[float]] = {"calibrate": [], "hold back": []}
     wrong = []
     for setting, results in found:
@@ -148,7 +149,7 @@ def errors(page: Page, found: Found) -> None:
         ["settings", "ratios", f"within {WITHIN:g} points", "mean error, points", "largest"], rows
     )
     if wrong:
-        page.text("Pairs of policies that stand the other way round than published:")
+        page.text("Pairs of policies whose order differs from the published one:")
         page.text(*(f"- {pair}" for pair in wrong))
     implied(page, found)
 
@@ -169,7 +170,7 @@ def swapped(setting: Setting, known: list[Result]) -> list[str]:
 
 
 def implied(page: Page, found: Found) -> None:
-    """The part of the time that grows with the fullest rank, if time is linear in it."""
+    """The share of the time that grows with the busiest rank, if time is linear in it."""
 
     def part(gain: float, imbalance: float) -> float:
         return (gain - 1) / (imbalance - 1)
@@ -184,16 +185,16 @@ def implied(page: Page, found: Found) -> None:
         simulated = part(ideal.throughput / none.throughput, none.imbalance)
         rows.append([setting.title, *(f"{value:.2f}" for value in pairs), f"{simulated:.2f}"])
     page.text(
-        "What the published figures imply: if the time of a step is a part that does not depend on the "
-        "balance and a part that grows with the fullest rank, `none` and `EPLB` each say how large the "
-        "latter is. One model on one kind of work has one such part; where two published columns, or two "
-        "models of nearly the same shape, disagree by a factor, no model of this kind can meet both."
+        "Implied by the published figures: suppose that one part of the step time is constant and the other "
+        "grows with the busiest rank. Then `none` and `EPLB` each give the size of the second part, which "
+        "should be equal for one model on one task. Where two published columns, or two models of nearly "
+        "the same shape, differ by a factor, no model of this kind can match both."
     )
     page.table(["setting", "by none, published", "by EPLB, published", "by none, simulated"], rows)
 
 
 def exposed(page: Page, found: Found) -> None:
-    """What a layer pays for balancing, forward."""
+    """The forward cost of balancing per layer."""
     rows = []
     for setting, results in found:
         layers = load_model(setting.model).moe_layers
@@ -208,23 +209,23 @@ def exposed(page: Page, found: Found) -> None:
     page.text(
         "## Exposed on the critical path",
         "",
-        "Microseconds of one layer, forward: loads + plan + weights (with the reroute). Published for "
+        "Microseconds per layer, forward: loads + plan + weights (including reroute). Published for "
         "EP64: 252 to 300.",
     )
     page.table(["setting", "`quota`", "of it", "`ultraep`", "of it"], rows)
 
 
-# -- where something was measured ----------------------------------------------------------------
+# -- measurements --------------------------------------------------------------------------------
 
 
 def measured(page: Page, *, small: bool) -> None:
-    """Predictions beside our own measurements."""
+    """Predictions next to our own measurements."""
     page.text(
-        "## Predicted beside measured",
+        "## Predicted and measured",
         "",
         "Share of forced balance of one layer, forward and backward: eight ranks on partitions of one "
-        "H200, and two processes on two cores. Nothing was calibrated on the H200 runs; on the cores "
-        "the one rate comes from forced balance. A dash: what was measured there was another plan. "
+        "H200, and two processes on two cores. Nothing was calibrated on the H200 runs. On the cores, "
+        "forced balance gives the only rate. A dash means that the measured plan was a different one. "
         "`python benchmarks/bench_sim.py`.",
     )
     for title, lines in (*bench_sim.card_tables(small), bench_sim.cpu_table()):
@@ -248,7 +249,7 @@ def by_label(results: list[Result]) -> dict[str, Result]:
 
 
 def write(folder: Path, effort: Effort) -> None:
-    """Everything, into a folder."""
+    """Write all sections into a folder."""
     folder.mkdir(parents=True, exist_ok=True)
     page = Page(folder)
     known = versions()
@@ -257,9 +258,9 @@ def write(folder: Path, effort: Effort) -> None:
         "",
         "Written by `make paper` "
         f"(ultraep {known['ultraep']}, NumPy {known['numpy']}); "
-        "[how the simulator works and how far it can be trusted](../simulator.md). "
-        "All simulated figures are predictions for a GB200 NVL72, not measurements; what was measured "
-        "stands in the section that says so.",
+        "[how the simulator works and how accurate it is](../simulator.md). "
+        "All simulated figures are predictions for a GB200 NVL72. Measurements are in the section "
+        "*Predicted and measured*.",
     )
     published(page, effort)
     measured(page, small=effort.layers is not None)

@@ -8,13 +8,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from published import CLUSTER, CONTENDERS, scenario_of, settings
+
 from ultraep.files.writing import whole_file, write_text
 from ultraep.tools.sim.cluster import load_cluster
 from ultraep.tools.sim.model import load_model
-from ultraep.tools.sim.published import CLUSTER, CONTENDERS, scenario_of, settings
 from ultraep.tools.sim.run import Result, simulate
-from ultraep.tools.sim.runtime import runtime_of
-from ultraep.tools.sim.scenario import Contender, Scenario
+from ultraep.tools.sim.runtime import Contender, runtime_of
+from ultraep.tools.sim.scenario import Scenario
 from ultraep.tools.sim.serving import Serving
 from ultraep.tools.sim.training import Training
 from ultraep.tools.sim.workload import fit_skew
@@ -142,43 +143,47 @@ def draw_shares(axes: Any, shares: list[tuple[str, float, float]]) -> None:
 def studies(page: Page, effort: Effort) -> None:
     """What changes with every knob."""
     page.text(
-        "## What it depends on",
+        "## Sensitivity",
         "",
-        "Qwen3-235B training, EP64, GB200 NVL72, 8192 tokens a rank, imbalance 2.86, one slot, tolerance "
-        "0.01, unless said otherwise. GB: what the fullest device needs.",
+        "Qwen3-235B training, EP64, GB200 NVL72, 8192 tokens per rank, imbalance 2.86, one slot and "
+        "tolerance 0.01 unless stated otherwise. GB: memory of the busiest device.",
     )
     start = base(effort)
     slots = [
         (f"{count} slots" if count != 1 else "1 slot", start, replace(OURS, slots=count))
         for count in range(5)
     ]
-    text = "With one slot there is nothing left to gain from more."
+    text = "One slot is enough: more slots gain nothing."
     study(page, effort, "Spare slots", text, slots)
     tolerances = [
         (f"{value:g}", start, replace(OURS, tolerance=value))
         for value in (0.0, 0.005, 0.01, 0.02, 0.05, 0.1)
     ]
-    text = "Exact balance needs most copies; a percent above the mean saves more than it costs."
+    text = "Exact balance needs the most replicas. "
+    text += "Allowing one percent above the mean saves more than it costs."
     study(page, effort, "Tolerance", text, tolerances)
     tokens = [
         (f"{count}", replace(start, job=training_of(start, tokens=count)), OURS)
         for count in (256, 512, 1024, 2048, 4096, 8192, 16384)
     ]
-    text = "Copies cost the same for few tokens; below some thousand they eat what they save."
-    study(page, effort, "Tokens of a rank", text, tokens, picture="tokens")
+    text = "Replicas cost the same with few tokens. "
+    text += "Below a few thousand tokens they cost more than they save."
+    study(page, effort, "Tokens per rank", text, tokens, picture="tokens")
     relays = [
         (mode, start, replace(OURS, runtime=replace(runtime_of("ultraep"), relay=mode)))
         for mode in ("direct", "chain", "auto")
     ]
     study(page, effort, "Relays", "`direct`: relays off.", relays)
-    text = "Copies stay in the domain of their home; rows between domains go over the network, which becomes the limit for everyone. "
-    text += "H200 with NVLink domains of 8, then GB200 devices in domains of several sizes; 400 Gbit/s per device beyond."
+    text = "Replicas stay in the domain of their home. "
+    text += "Rows between domains use the network, which limits every policy. "
+    text += "H200 with NVLink domains of 8, then GB200 devices in domains of several sizes; "
+    text += "400 Gbit/s per device between domains."
     study(page, effort, "Domain smaller than the group", text, domains(effort))
     links = [
         (f"{rate} GB/s", replace(start, cluster=replace(start.cluster, link_gb_s=rate)), OURS)
         for rate in (100, 225, 450, 900, 1800)
     ]
-    text = "Rows and weights share it."
+    text = "Rows and weights share the link."
     study(page, effort, "Rate of the fast link", text, links, picture="links")
 
 

@@ -1,8 +1,8 @@
-"""What the originals of the policies decided, case by case: ours decide the same.
+"""The reimplemented policies decide like the original planners, case by case.
 
-`tests/golden/peers` holds cases of seeded loads as figures. Cases of recorded routing stay out of
-the project: they are read from the folder that ULTRAEP_PEERS_GOLDEN names, or from
-`shared/peers_golden` beside the checkout. On every tie the lower index comes first.
+`tests/golden/peers` holds cases with seeded loads. Cases with recorded routing are not part of the
+project: they are read from the folder in ULTRAEP_PEERS_GOLDEN, or from `shared/peers_golden` beside
+the checkout. Ties go to the lower index.
 """
 
 from __future__ import annotations
@@ -24,24 +24,19 @@ RECORDED = Path(os.environ.get("ULTRAEP_PEERS_GOLDEN", ROOT.parent / "shared" / 
 
 
 def cases(*planners: str) -> pytest.MarkDecorator:
-    """Every case of these planners; one that is skipped stands for those that are not here."""
-    found = []
+    """All cases of these planners. If recorded cases are missing, one skipped case says so."""
+    params = []
     for planner in planners:
-        seeded = json.loads((SEEDED / f"{planner}.json").read_text())
-        assert seeded
-        names = {case["name"] for case in seeded}
-        found += [pytest.param(planner, case, id=f"{planner}-{case['name']}") for case in seeded]
-        recorded = RECORDED / f"{planner}.json"
-        if not recorded.is_file():
+        by_name = {}
+        for folder in (RECORDED, SEEDED):
+            path = folder / f"{planner}.json"
+            if folder == SEEDED or path.is_file():
+                by_name |= {case["name"]: case for case in json.loads(path.read_text())}
+        params += [pytest.param(planner, case, id=f"{planner}-{n}") for n, case in by_name.items()]
+        if not (RECORDED / f"{planner}.json").is_file():
             missing = pytest.mark.skip(reason=f"no cases of recorded routing in {RECORDED}")
-            found.append(pytest.param(planner, {}, id=f"{planner}-recorded", marks=missing))
-            continue
-        found += [
-            pytest.param(planner, case, id=f"{planner}-{case['name']}")
-            for case in json.loads(recorded.read_text())
-            if case["name"] not in names
-        ]
-    return pytest.mark.parametrize(("planner", "case"), found)
+            params.append(pytest.param(planner, {}, id=f"{planner}-recorded", marks=missing))
+    return pytest.mark.parametrize(("planner", "case"), params)
 
 
 def topology_of(case: Any) -> Topology:
@@ -50,7 +45,7 @@ def topology_of(case: Any) -> Topology:
 
 
 def planned(case: Any, policy: str, **settings: Any) -> Plan:
-    """All tokens come from rank 0."""
+    """All rows come from rank 0."""
     loads_RE = np.zeros((case["ranks"], case["experts"]), dtype=np.int64)
     loads_RE[0] = case["loads"]
     config = BalanceConfig(policy=policy, **settings)
@@ -59,12 +54,12 @@ def planned(case: Any, policy: str, **settings: Any) -> Plan:
     return made
 
 
-def copies_of(made: Plan) -> Any:
+def replicas_of(made: Plan) -> Any:
     return np.column_stack([made.replicas[:, :2], made.quotas]).tolist()
 
 
 def settings_of(planner: str, parameters: Any) -> dict[str, Any]:
-    """The parameters of an original as settings of ours."""
+    """Settings for the parameters of an original."""
     if planner == "quota":
         return {"min_tokens_per_replica": parameters["floor"]}
     if planner == "llep":
@@ -74,30 +69,30 @@ def settings_of(planner: str, parameters: Any) -> dict[str, Any]:
 
 
 @cases("quota", "llep", "moonep")
-def test_copies_are_those_of_the_original(planner: str, case: Any) -> None:
+def test_replicas_equal_the_original(planner: str, case: Any) -> None:
     made = planned(case, planner, **settings_of(planner, case["parameters"]))
-    assert copies_of(made) == case["result"]["copies"]
+    assert replicas_of(made) == case["result"]["copies"]
     assert made.rank_loads.tolist() == case["result"]["rank_loads"]
 
 
 @cases("echo")
-def test_both_algorithms_of_echo_are_those_of_the_original(planner: str, case: Any) -> None:
+def test_both_algorithms_of_echo_equal_the_original(planner: str, case: Any) -> None:
     loads_E, homes_E = np.array(case["loads"]), topology_of(case).home_of_expert
     algorithm, threshold = case["parameters"]["algorithm"], case["parameters"]["threshold"]
     if algorithm == "bin_packing":
-        copies = echo.bin_packing(loads_E, homes_E, case["ranks"])
+        placed = echo.bin_packing(loads_E, homes_E, case["ranks"])
     else:
         slots = {"slots": case["slots"], "threshold": threshold}
-        copies = echo.one_shot(loads_E, homes_E, case["ranks"], **slots)
-    assert sorted(copies.tolist()) == case["result"]["copies"]
-    if (algorithm == "bin_packing") == (case["slots"] == 1):  # what the policy chooses, too
+        placed = echo.one_shot(loads_E, homes_E, case["ranks"], **slots)
+    assert sorted(placed.tolist()) == case["result"]["copies"]
+    if (algorithm == "bin_packing") == (case["slots"] == 1):  # as the policy chooses
         made = planned(case, planner, tolerance=threshold)
-        assert copies_of(made) == case["result"]["copies"]
+        assert replicas_of(made) == case["result"]["copies"]
 
 
 @cases("eplb", "flashlb")
-def test_places_are_those_of_the_original(planner: str, case: Any) -> None:
-    """Shares are whole tokens here, so loads are within one token for every place of a rank."""
+def test_placements_equal_the_original(planner: str, case: Any) -> None:
+    """Shares are whole rows here, so loads differ by less than one row per place of a rank."""
     history_E, topology = np.array(case["history"]), topology_of(case)
     if planner == "eplb":
         instances_ER = eplb.place_by_past(history_E, topology)
@@ -111,12 +106,12 @@ def test_places_are_those_of_the_original(planner: str, case: Any) -> None:
 
 
 @cases("lplb")
-def test_homes_copies_and_peaks_are_those_of_the_original(planner: str, case: Any) -> None:
-    """Of the split only the peak of every group: optimal splits are not unique."""
+def test_homes_replicas_and_peaks_of_lplb_equal_the_original(planner: str, case: Any) -> None:
+    """Optimal splits are not unique, so only the peak of every group is compared."""
     history_E, topology, result = np.array(case["history"]), topology_of(case), case["result"]
     table, devices = (case["parameters"][name] for name in ("host_copies_from", "devices_per_node"))
     places = lplb.place_on_graph(history_E, topology, table, devices_per_node=devices)
-    for rank, experts in enumerate(result["homes"]):  # there ordered by past load
+    for rank, experts in enumerate(result["homes"]):  # sorted by past load there
         assert np.flatnonzero(places.home_of_expert == rank).tolist() == sorted(experts)
     host_X = places.host[places.edge]
     assert sorted(np.column_stack([places.expert, host_X]).tolist()) == result["copies"]
@@ -133,7 +128,7 @@ def test_homes_copies_and_peaks_are_those_of_the_original(planner: str, case: An
 
 
 @cases("lplb")
-def test_graphs_are_those_of_the_original(planner: str, case: Any) -> None:
+def test_graphs_of_lplb_equal_the_original(planner: str, case: Any) -> None:
     name, size = case["parameters"]["graph"], case["domain"]
     table = {
         "cube8": lplb.CUBE,

@@ -1,4 +1,4 @@
-"""A policy of one's own is one registered function."""
+"""Policies that users register."""
 
 import numpy as np
 import pytest
@@ -12,36 +12,36 @@ TOPOLOGY = Topology(ranks=2, experts=2, slots=1)
 
 @pytest.fixture
 def registered(monkeypatch):
-    """Registers a policy for one test."""
+    """Registers a policy that returns fixed replicas, for one test."""
     monkeypatch.setattr(policies, "_registry", dict(policies._registry))
 
-    def register(copies, **flags):
-        register_policy("mine", **flags)(lambda problem: np.array(copies))
+    def register(placed, **flags):
+        register_policy("mine", **flags)(lambda problem: np.array(placed))
         return BalanceConfig(policy="mine")
 
     return register
 
 
-def test_one_function_is_enough(registered):
+def test_a_policy_is_one_function(registered):
     plan = ultraep.plan(LOADS, TOPOLOGY, registered([[0, 1, 5]]))
     plan.check(LOADS)
     assert plan.rank_loads.tolist() == [11, 5]
     assert "mine" in ultraep.policy_names()
 
 
-def test_it_sees_the_whole_problem(monkeypatch):
-    monkeypatch.setattr(policies, "_registry", dict(policies._registry))
-    seen = []
+@pytest.mark.usefixtures("registered")
+def test_a_policy_receives_the_whole_problem():
+    problems = []
 
     @register_policy("curious", needs_history=True)
     def curious(problem):
         """Look, and do nothing."""
-        seen.append(problem)
+        problems.append(problem)
         return np.empty((0, 3), dtype=np.int64)
 
     config = BalanceConfig(policy="curious")
     ultraep.plan(LOADS, TOPOLOGY, config, history=[[1, 2], [3, 4]])
-    (problem,) = seen
+    (problem,) = problems
     assert problem.history.tolist() == [4, 6]
     assert problem.expert_loads.tolist() == [16, 0]
     assert problem.topology == TOPOLOGY
@@ -51,7 +51,7 @@ def test_it_sees_the_whole_problem(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("copies", "rule"),
+    ("placed", "rule"),
     [
         ([[0, 0, 5]], "home"),
         ([[0, 1, 5], [0, 1, 3]], "duplicate"),
@@ -64,35 +64,29 @@ def test_it_sees_the_whole_problem(monkeypatch):
         ([[0.0, 1.0, 5.0]], "shape"),
     ],
 )
-def test_its_mistakes_are_named(registered, copies, rule):
+def test_mistakes_are_named(registered, placed, rule):
     with pytest.raises(PlanError) as caught:
-        ultraep.plan(LOADS, TOPOLOGY, registered(copies))
+        ultraep.plan(LOADS, TOPOLOGY, registered(placed))
     assert caught.value.rule == rule
 
 
-def test_its_limits_are_held_unless_it_says_otherwise(registered):
-    none = Topology(ranks=2, experts=2, slots=0)
-    with pytest.raises(PlanError, match="1 replicas but 0 slots"):
-        ultraep.plan(LOADS, none, registered([[0, 1, 5]]))
+@pytest.mark.parametrize("within_limits", [True, False])
+def test_slots_limit_only_policies_within_limits(registered, within_limits):
+    no_slots = Topology(ranks=2, experts=2, slots=0)
+    config = registered([[0, 1, 5]], within_limits=within_limits)
+    if within_limits:
+        with pytest.raises(PlanError, match="1 replicas but 0 slots"):
+            ultraep.plan(LOADS, no_slots, config)
+    else:
+        ultraep.plan(LOADS, no_slots, config).check(LOADS)
 
 
-def test_it_may_say_otherwise(registered):
-    none = Topology(ranks=2, experts=2, slots=0)
-    ultraep.plan(LOADS, none, registered([[0, 1, 5]], within_limits=False)).check(LOADS)
-
-
-def test_an_interval_needs_a_past(registered):
-    with pytest.raises(ConfigError, match="'mine' has no past to keep"):
+def test_invalid_registrations(registered):
+    with pytest.raises(ConfigError, match="'mine': over_interval needs needs_history"):
         registered([[0, 1, 5]], over_interval=lambda problem, loads: np.empty((0, 4), np.int64))
-
-
-def test_names_are_taken_once(registered):
     registered([[0, 1, 5]])
     with pytest.raises(ConfigError, match="'mine' is registered already"):
         registered([[0, 1, 6]])
-
-
-def test_an_unknown_policy_is_refused():
     with pytest.raises(ConfigError, match="unknown policy 'best'; known are none, ultraep"):
         ultraep.plan(LOADS, TOPOLOGY, BalanceConfig(policy="best"))
 
@@ -106,6 +100,6 @@ def test_an_unknown_policy_is_refused():
         (5, r"got \[\]"),
     ],
 )
-def test_bad_history_is_refused(history, message):
+def test_invalid_history(history, message):
     with pytest.raises(ultraep.LoadError, match=message):
         ultraep.plan(LOADS, TOPOLOGY, history=history)

@@ -1,24 +1,25 @@
-"""advise: what it recommends, when it says that balancing does not pay, and why."""
+"""advise: recommended settings, verdicts, and reasons."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import numpy as np
 import pytest
 
 from ultraep.tools.sim.advise import (
+    SEEDS,
     TOLERANCES,
     Advice,
     Option,
     advise,
+    break_even,
     choose,
     verdict_of,
 )
 from ultraep.tools.sim.cluster import load_cluster
-from ultraep.tools.sim.gain import DRAWS, break_even
-from ultraep.tools.sim.memory import slot_bytes
 from ultraep.tools.sim.model import load_model
 from ultraep.tools.sim.run import simulate
 from ultraep.tools.sim.scenario import Scenario
@@ -30,93 +31,84 @@ from ultraep.topology import Topology
 RANKS = 8
 MODEL = replace(load_model("gpt-oss-20b"), layers=6)
 GB = 1e9
+EVEN = {"imbalance": 1.02, "noise": 0.01}
 
 
 @cache
-def made(
+def scenario(
     imbalance: float = 1.6,
     noise: float = 0.25,
     tokens: int = 8192,
     memory_gb: float = 141,
-    **changes: object,
+    **changes: Any,
 ) -> Scenario:
     topology = Topology(ranks=RANKS, experts=MODEL.experts)
-    cluster = replace(load_cluster("h200-nvl8"), memory_gb=memory_gb)
-    scenario = Scenario(
-        cluster=cluster,
+    made = Scenario(
+        cluster=replace(load_cluster("h200-nvl8"), memory_gb=memory_gb),
         model=MODEL,
         workload=fit_skew(imbalance, topology, MODEL.top_k, range(MODEL.layers), noise=noise),
         job=Training(tokens=tokens, microbatches=4, steps=1),
         ranks=RANKS,
     )
-    return replace(scenario, **changes)
+    return replace(made, **changes)
 
 
 @cache
-def advised(**changes: object) -> Advice:
-    return advise(made(**changes))
-
-
-def prefill(**changes: object) -> Scenario:
-    requests = replace(load_requests("stem"), limit_s=0.1)
-    return replace(made(**changes), job=Serving(requests=requests, iterations=6))
+def advised(**changes: Any) -> Advice:
+    return advise(scenario(**changes))
 
 
 def recorded() -> Scenario:
     loads = np.random.default_rng(3).zipf(1.6, (5, MODEL.layers, MODEL.experts)).clip(1, 400)
-    return replace(made(), workload=Recorded(loads, MODEL.top_k))
+    return replace(scenario(), workload=Recorded(loads, MODEL.top_k))
 
 
-def said(advice: Advice) -> str:
+def reasons(advice: Advice) -> str:
     return " ".join(advice.reasons)
 
 
-# -- verdicts ------------------------------------------------------------------------------------
+# Verdicts
 
 
 def test_strong_skew_pays():
-    found = advised(imbalance=1.8)
-    assert found.verdict == "pays"
-    assert found.slots == found.option.slots >= 1
-    assert found.tolerance == found.option.tolerance
-    assert found.gain.low >= 1.05
-    assert found.none.share < found.option.share <= 1
-    assert found.saved > 2 * found.exposed > 0
-    assert "imbalance without balancing: 1.8" in said(found)
+    advice = advised(imbalance=1.8)
+    assert advice.verdict == "pays"
+    assert advice.slots == advice.option.slots >= 1
+    assert advice.tolerance == advice.option.tolerance
+    assert advice.gain.low >= 1.05
+    assert advice.none.share < advice.option.share <= 1
+    assert advice.saved > 2 * advice.exposed > 0
+    assert "imbalance without balancing: 1.8" in reasons(advice)
 
 
-def test_even_loads_do_not_pay_and_it_says_why():
-    found = advised(imbalance=1.02, noise=0.01)
-    assert (found.verdict, found.slots, found.tolerance) == ("does not pay", 0, 0.0)
-    assert found.option.slots == 1
-    assert "imbalance without balancing: 1.02" in said(found)
-    assert found.break_even.tokens is None
-    assert "too few tokens" in said(found)
+def test_even_loads_do_not_pay():
+    advice = advised(**EVEN)
+    assert (advice.verdict, advice.slots, advice.tolerance) == ("does not pay", 0, 0.0)
+    assert advice.option.slots == 1
+    assert advice.break_even.tokens is None
+    assert "imbalance without balancing: 1.02" in reasons(advice)
+    assert "too few tokens" in reasons(advice)
 
 
-def test_few_tokens_do_not_pay_and_it_says_from_where_on():
-    found = advised(tokens=128)
-    assert found.verdict == "does not pay"
-    assert found.gain.high < 1
-    assert found.break_even.tokens > 128
-    assert found.exposed > found.saved
-    assert "too few tokens per rank and microbatch: 128" in said(found)
+def test_few_tokens_do_not_pay():
+    advice = advised(tokens=128)
+    assert advice.verdict == "does not pay"
+    assert advice.gain.high < 1
+    assert advice.break_even.tokens > 128
+    assert advice.exposed > advice.saved
+    assert "too few tokens per rank and microbatch: 128" in reasons(advice)
 
 
-def test_a_domain_of_one_rank_has_no_place_for_copies():
-    found = advised(domain=1)
-    assert (found.verdict, found.slots, found.option, found.options) == (
-        "does not pay",
-        0,
-        None,
-        (),
-    )
-    assert (found.gain.overall, found.gain.low, found.gain.high) == (1, 1, 1)
-    assert "one rank" in said(found)
+def test_a_domain_of_one_rank_cannot_hold_replicas():
+    advice = advised(domain=1)
+    assert (advice.verdict, advice.slots, advice.options) == ("does not pay", 0, ())
+    assert advice.option is None
+    assert (advice.gain.overall, advice.gain.low, advice.gain.high) == (1, 1, 1)
+    assert "one rank" in reasons(advice)
 
 
 @pytest.mark.parametrize(
-    ("gain", "low", "expected"),
+    ("gain", "low", "verdict"),
     [
         (1.3, 1.05, "pays"),
         (1.3, 1.04, "pays a little"),
@@ -125,12 +117,12 @@ def test_a_domain_of_one_rank_has_no_place_for_copies():
         (0.4, 0.3, "does not pay"),
     ],
 )
-def test_verdicts_follow_the_gain(gain, low, expected):
-    assert verdict_of(gain, low, avoids_out_of_memory=False) == expected
+def test_verdicts_follow_the_gain(gain, low, verdict):
+    assert verdict_of(gain, low, avoids_out_of_memory=False) == verdict
     assert verdict_of(gain, low, avoids_out_of_memory=True) == "pays"
 
 
-# -- settings ------------------------------------------------------------------------------------
+# Settings
 
 
 def option(slots: int, tolerance: float, share: float, out_of_memory: float = 0.0) -> Option:
@@ -150,48 +142,40 @@ def test_settings_that_need_more_memory_than_none_are_not_chosen():
     assert choose(tried[1:], 0.25) is None
 
 
-def test_all_settings_are_what_simulate_says():
-    found = advised()
+def test_options_have_the_results_of_simulate():
+    advice = advised()
     settings = [(slots, tolerance) for slots in range(1, 5) for tolerance in TOLERANCES]
-    assert [(o.slots, o.tolerance) for o in found.options] == settings
-    scenario = replace(made(), slots=2, tolerance=0.02)
-    none, own, ideal = simulate(scenario, ["none", "ultraep", "ideal"])
-    picked = found.options[settings.index((2, 0.02))]
+    assert [(o.slots, o.tolerance) for o in advice.options] == settings
+    same = replace(scenario(), slots=2, tolerance=0.02)
+    none, own, ideal = simulate(same, ["none", "ultraep", "ideal"])
+    picked = advice.options[settings.index((2, 0.02))]
     assert picked.throughput == own.throughput
     assert picked.share == own.throughput / ideal.throughput
-    assert found.none.throughput == none.throughput
+    assert advice.none.throughput == none.throughput
 
 
-# -- gain ----------------------------------------------------------------------------------------
+# Gain
 
 
 def test_the_range_covers_microbatches_and_seeds():
     gain = advised().gain
-    assert len(gain.draws) == len(set(gain.draws)) == DRAWS
+    assert len(gain.draws) == len(set(gain.draws)) == SEEDS
     assert gain.draws[0] == gain.overall == advised().option.gain
-    every = (*gain.draws, *gain.microbatches)
-    assert (gain.low, gain.high) == (min(every), max(every))
+    gains = (*gain.draws, *gain.microbatches)
+    assert (gain.low, gain.high) == (min(gains), max(gains))
 
 
-def test_a_trace_has_no_seeds():
-    found = advise(recorded())
-    assert found.gain.draws == (found.gain.overall,)
-    assert found.gain.low <= found.gain.overall <= found.gain.high
+def test_prefill_advice_is_about_the_request_rate():
+    requests = replace(load_requests("stem"), limit_s=0.1)
+    job = Serving(requests=requests, iterations=6)
+    advice = advise(replace(scenario(imbalance=2.5), job=job))
+    assert (advice.job, advice.unit, advice.verdict) == ("prefill", "requests/s", "pays")
+    assert advice.gain.low <= advice.gain.overall <= advice.gain.high
+    assert "per iteration" in advice.remainder
+    assert advice.memory.slot == MODEL.slot_bytes(training=False)
 
 
-def test_prefill_is_about_the_rate_at_the_limit():
-    found = advise(prefill(imbalance=2.5))
-    assert (found.job, found.unit) == ("prefill", "requests/s")
-    assert found.gain.low <= found.gain.overall <= found.gain.high
-    assert found.verdict == "pays"
-    assert "per iteration" in found.remainder
-    assert found.memory.slot == slot_bytes(MODEL, training=False)
-
-
-# -- break-even ----------------------------------------------------------------------------------
-
-
-def test_break_even_is_always_never_or_for_good():
+def test_break_even_is_reached_always_never_or_from_some_tokens():
     falling = ((64, 1.1), (128, 0.9), (256, 0.99), (512, 1.01))
     assert break_even(falling, 0.5).always
     assert break_even(falling, 0.5).tokens == 64
@@ -199,48 +183,41 @@ def test_break_even_is_always_never_or_for_good():
     assert break_even(falling, 1.0).tokens == pytest.approx(256 * 2**0.5)
 
 
-# -- memory --------------------------------------------------------------------------------------
+# Memory
 
 
-def needed(slots: int = 0) -> float:
-    """GB of a device with even loads."""
-    slot = slot_bytes(MODEL, training=True)
-    even = advised(imbalance=1.02, noise=0.01).memory.none / GB
-    return even + slots * slot / GB
+def memory_gb(slots: int) -> float:
+    """GB of a device with even loads and these slots."""
+    return (advised(**EVEN).memory.none + slots * MODEL.slot_bytes(training=True)) / GB
 
 
-def test_slots_are_limited_by_memory():
-    found = advised(memory_gb=needed(slots=2))
-    assert {o.slots for o in found.options} == {1, 2}
-    assert "at most 2 spare slots" in said(found)
-
-
-def test_balancing_may_be_what_makes_it_fit():
-    found = advised(memory_gb=needed(slots=2))
-    assert found.memory.none_out_of_memory == 1
-    assert found.memory.avoids_out_of_memory
-    assert found.verdict == "pays"
-    assert "out of memory without balancing: 100%" in said(found)
+def test_memory_limits_the_slots_and_may_make_balancing_necessary():
+    advice = advised(memory_gb=memory_gb(slots=2))
+    assert {o.slots for o in advice.options} == {1, 2}
+    assert "at most 2 spare slots" in reasons(advice)
+    assert advice.memory.none_out_of_memory == 1
+    assert advice.memory.avoids_out_of_memory
+    assert advice.verdict == "pays"
+    assert "out of memory without balancing: 100%" in reasons(advice)
 
 
 def test_no_slot_fits():
-    found = advised(memory_gb=needed() - 0.05)
-    assert (found.verdict, found.option, found.slots) == ("does not pay", None, 0)
-    assert "no spare slot fits" in said(found)
-    assert "out of memory without balancing" in said(found)
+    advice = advised(memory_gb=memory_gb(slots=0) - 0.05)
+    assert (advice.verdict, advice.option, advice.slots) == ("does not pay", None, 0)
+    assert "no spare slot fits" in reasons(advice)
+    assert "out of memory without balancing" in reasons(advice)
 
 
-# -- the rest ------------------------------------------------------------------------------------
+def test_a_trace_has_one_seed():
+    gain = advise(recorded()).gain
+    assert gain.draws == (gain.overall,)
+    assert gain.low <= gain.overall <= gain.high
 
 
-def test_advice_is_the_same_every_time_and_for_any_number_of_processes():
-    assert advise(made()) == advised()
-    assert advise(recorded(), processes=2) == advise(recorded())
-
-
-def test_progress_reaches_its_end():
-    for scenario in (made(), recorded()):
-        seen: list[tuple[int, int]] = []
-        advise(scenario, report=lambda done, total, seen=seen: seen.append((done, total)))
-        assert seen == sorted(seen)
-        assert seen[-1][0] == seen[-1][1]
+@pytest.mark.parametrize("make", [scenario, recorded])
+def test_advice_is_reproducible_and_progress_reaches_its_end(make):
+    reports: list[tuple[int, int]] = []
+    advice = advise(make(), report=lambda *counts: reports.append(counts))
+    assert advice == (advised() if make is scenario else advise(recorded(), processes=2))
+    assert reports == sorted(reports)
+    assert reports[-1][0] == reports[-1][1]

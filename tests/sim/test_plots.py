@@ -1,4 +1,4 @@
-"""Pictures: all policies and stages are in them, and they need nothing from outside."""
+"""Plots contain all policies and stages and need nothing from the network."""
 
 import re
 import sys
@@ -17,24 +17,26 @@ POLICIES = ("none", "echo=ultraep", "ultraep", "ideal")
 
 @pytest.fixture(scope="module")
 def picture():
-    asked = ScenarioOptions(cluster="h200-nvl8", model="gpt-oss-20b", ep=8, steps=1, microbatches=2)
-    results = simulate(make_scenario(asked, interval=4), POLICIES)
-    return Picture("a title of ours", results, results[-1].throughput)
+    options = ScenarioOptions(
+        cluster="h200-nvl8", model="gpt-oss-20b", ep=8, steps=1, microbatches=2
+    )
+    results = simulate(make_scenario(options, interval=4), POLICIES)
+    return Picture("the title", results, results[-1].throughput)
 
 
-def test_a_png_can_be_read_again(picture, tmp_path):
+def test_a_png_has_the_size_of_the_figure(picture, tmp_path):
     write_plot(tmp_path / "out.png", picture)
     height, width, _ = matplotlib.image.imread(tmp_path / "out.png").shape
     assert (width, height) == (1950, 780)
 
 
-def test_an_svg_is_the_same_every_time(picture, tmp_path):
+def test_an_svg_is_reproducible(picture, tmp_path):
     for name in ("a.svg", "b.svg"):
         write_plot(tmp_path / name, picture)
     content = (tmp_path / "a.svg").read_text()
     assert content == (tmp_path / "b.svg").read_text()
-    for words in ("a title of ours", *POLICIES, *picture.shares):
-        assert f"<!-- {words}" in content
+    for text in ("the title", *POLICIES, *picture.shares):
+        assert f"<!-- {text}" in content
 
 
 def test_a_page_works_offline(picture, tmp_path):
@@ -43,26 +45,22 @@ def test_a_page_works_offline(picture, tmp_path):
     assert content.startswith("<!doctype html>")
     assert content.count("<svg") == 1
     assert not re.search(r"<(script|link|img)", content)
-    for words in ("<title>a title of ours</title>", *POLICIES):
-        assert words in content
+    for text in ("<title>the title</title>", *POLICIES):
+        assert text in content
 
 
-def test_parts_hold_every_stage_once(picture):
-    result = picture.results[0]
-    named = [name for names in PARTS.values() for name in names]
-    assert sorted(named) == sorted(result.stages)
+def test_every_stage_is_in_one_part(picture):
+    names = [name for part in PARTS.values() for name in part]
+    assert sorted(names) == sorted(picture.results[0].stages)
     for number, result in enumerate(picture.results):
         drawn = sum(values[number] for values in picture.parts().values())
         assert drawn == pytest.approx(1e3 * result.seconds)
 
 
-@pytest.mark.parametrize("name", ["out.pdf", "out", "png"])
-def test_other_endings_are_refused(name):
-    with pytest.raises(ConfigError, match=r"a picture ends in \.png, \.svg, \.html"):
-        check_plot(name)
-
-
-def test_a_missing_package_is_named(monkeypatch):
+def test_unknown_formats_and_a_missing_package(monkeypatch):
+    for name in ("out.pdf", "out", "png"):
+        with pytest.raises(ConfigError, match=r"a plot must end in \.png, \.svg, \.html"):
+            check_plot(name)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(BackendUnavailable, match=r"need matplotlib .*ultraep\[plot\]"):
         check_plot("a.png")

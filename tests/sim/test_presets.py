@@ -1,9 +1,8 @@
-"""Clusters, models and the tables they come from."""
+"""Clusters, models, and the TOML tables that they come from."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,11 @@ from ultraep.tools.sim.serving import load_requests
 
 from .small import small_cluster, small_model
 
+LOADERS: dict[str, Any] = {
+    "clusters": load_cluster,
+    "models": load_model,
+    "requests": load_requests,
+}
 CLUSTER = """
 [first]
 title = "mine"
@@ -50,41 +54,34 @@ attention = { kind = "grouped", heads = 4, kv_heads = 2, head_width = 16 }
 
 
 @pytest.fixture
-def written(tmp_path: Path) -> Callable[[str], str]:
-    """Writes a file of one's own; its name."""
-
-    def write(text: str) -> str:
-        path = tmp_path / "mine.toml"
-        path.write_text(text)
-        return str(path)
-
-    return write
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "mine.toml"
 
 
 # Models
 
 
 @pytest.mark.parametrize(
-    ("name", "all_billions", "active_billions"),
+    ("name", "billions", "active_billions"),
     [
         ("qwen3-235b", 235, 22),
         ("glm-4.5-106b", 106, 12),
-        ("glm-4.7-358b", 353, 32),  # without the layer that predicts one token more
+        ("glm-4.7-358b", 353, 32),  # without the layer for multi-token prediction
         ("deepseek-v3-671b", 671, 37),
         ("gpt-oss-120b", 117, 5.1),
         ("gpt-oss-20b", 21, 3.6),
         ("kimi-k2", 1026, 32),
     ],
 )
-def test_weights_are_those_on_the_tin(
-    name: str, all_billions: float, active_billions: float
+def test_presets_have_the_published_numbers_of_weights(
+    name: str, billions: float, active_billions: float
 ) -> None:
     model = load_model(name)
-    assert model.weights / 1e9 == pytest.approx(all_billions, rel=0.01)
+    assert model.weights / 1e9 == pytest.approx(billions, rel=0.01)
     assert model.active_weights / 1e9 == pytest.approx(active_billions, rel=0.07)
 
 
-def test_attention_of_deepseek_v3_by_hand() -> None:
+def test_latent_attention_by_hand() -> None:
     queries = 7168 * 1536 + 1536 * 128 * 192
     keys_and_values = 7168 * 576 + 512 * 128 * 256
     model = load_model("deepseek-v3-671b")
@@ -92,42 +89,25 @@ def test_attention_of_deepseek_v3_by_hand() -> None:
     assert model.attention.core == 2 * 128 * (192 + 128)
 
 
-def test_all_counts_of_a_small_model_by_hand() -> None:
+def test_counts_of_a_small_model_by_hand() -> None:
     model = small_model()
-    assert model.moe_layers == 2
-    assert model.expert_weights == 96
-    assert model.expert_bytes == 192
-    assert model.attention_weights == 192
+    assert (model.moe_layers, model.expert_layers) == (2, range(1, 3))
+    assert (model.expert_weights, model.attention_weights) == (96, 192)
+    assert (model.slot_bytes(training=False), model.slot_bytes(training=True)) == (192, 576)
     assert model.shared_weights == 3 * 8 * 2 + 8 * 4
-    # Three attentions, a dense MLP, two shared experts with routers, two tables.
+    # Three attentions, a dense MLP, two shared experts with routers, two embeddings.
     assert model.plain_weights == 3 * 192 + 3 * 8 * 5 + 2 * 80 + 2 * 16 * 8
     assert model.weights == 1112 + 2 * 4 * 96
     assert model.active_weights == 1112 - 128 + 2 * 2 * 96
-    # Looks at 5 of 10 tokens in all three layers, 2 heads * 4 wide, scores and values.
+    # A token attends to 5 of 10 tokens in all three layers: 2 heads, 4 wide, scores and values.
     assert model.training_operations(10) == 3 * (2 * 1368 + 3 * 32 * 5)
 
 
-def test_windowed_layers_look_back_no_further() -> None:
-    attention = GroupedAttention(
-        kind="grouped", heads=2, kv_heads=1, head_width=4, window=10, windowed_layers=1
-    )
-    model = small_model(attention=attention)
-    assert model.looked_at(6) == 6
-    assert model.looked_at(40) == pytest.approx((10 + 40 + 40) / 3)
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"experts": 0}, "experts must be at least 1, got 0"),
-        ({"layers": -1}, "layers must be at least 1, got -1"),
-        ({"dense_layers": 3}, r"dense_layers must lie in 0\.\.2, got 3"),
-        ({"top_k": 5}, "top_k 5 is more than its 4 experts"),
-    ],
-)
-def test_models_that_cannot_be(changes: dict[str, int], words: str) -> None:
-    with pytest.raises(ConfigError, match=f"model small: {words}"):
-        small_model(**changes)
+def test_windowed_layers_attend_to_their_window() -> None:
+    sizes: Any = {"kind": "grouped", "heads": 2, "kv_heads": 1, "head_width": 4}
+    model = small_model(attention=GroupedAttention(**sizes, window=10, windowed_layers=1))
+    assert model.attended(6) == 6
+    assert model.attended(40) == pytest.approx((10 + 40 + 40) / 3)
 
 
 # Clusters
@@ -136,7 +116,7 @@ def test_models_that_cannot_be(changes: dict[str, int], words: str) -> None:
 @pytest.mark.parametrize(
     ("ranks", "size"), [(1, 1), (4, 4), (8, 8), (10, 5), (12, 6), (16, 8), (11, 1), (64, 8)]
 )
-def test_a_group_takes_the_largest_equal_blocks_of_a_domain(ranks: int, size: int) -> None:
+def test_a_group_uses_the_largest_equal_blocks_of_a_domain(ranks: int, size: int) -> None:
     assert small_cluster(domain=8).domain_of(ranks) == size
 
 
@@ -146,35 +126,34 @@ def test_a_group_larger_than_the_cluster_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("make", "changes", "message"),
     [
-        ({"devices": 0}, "devices must be at least 1, got 0"),
-        ({"domain": 0}, "domain must be at least 1, got 0"),
-        ({"link_gb_s": 0.0}, "link_gb_s must be positive, got 0"),
-        ({"memory_gb": -5.0}, "memory_gb must be positive, got -5"),
-        ({"matmul_tflops": float("inf")}, "matmul_tflops must be positive, got inf"),
-        ({"network_gb_s": float("nan")}, "network_gb_s must be positive, got nan"),
-        ({"link_us": -1.0}, "link_us must be at least 0, got -1"),
+        (small_model, {"experts": 0}, "model small: experts must be at least 1, got 0"),
+        (small_model, {"layers": -1}, "model small: layers must be at least 1, got -1"),
+        (small_model, {"dense_layers": 3}, r"dense_layers must lie in 0\.\.2, got 3"),
+        (small_model, {"top_k": 5}, "top_k 5 is more than its 4 experts"),
+        (small_cluster, {"domain": 0}, "cluster small: domain must be at least 1, got 0"),
+        (small_cluster, {"link_gb_s": 0.0}, "link_gb_s must be positive, got 0"),
+        (small_cluster, {"memory_gb": -5.0}, "memory_gb must be positive, got -5"),
+        (small_cluster, {"matmul_tflops": float("inf")}, "matmul_tflops must be positive, got inf"),
+        (small_cluster, {"network_gb_s": float("nan")}, "network_gb_s must be positive, got nan"),
+        (small_cluster, {"link_us": -1.0}, "link_us must be at least 0, got -1"),
     ],
 )
-def test_clusters_that_cannot_be(changes: dict[str, Any], words: str) -> None:
-    with pytest.raises(ConfigError, match=f"cluster small: {words}"):
-        small_cluster(**changes)
+def test_invalid_sizes(make: Any, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make(**changes)
 
 
-# The tables
+# Tables
 
 
-def test_all_presets_can_be_made() -> None:
-    for load, kind in [
-        (load_cluster, "clusters"),
-        (load_model, "models"),
-        (load_requests, "requests"),
-    ]:
+def test_all_presets_load() -> None:
+    for kind, load in LOADERS.items():
         assert [load(name).name for name in presets(kind)] == list(presets(kind))
 
 
-def test_a_policy_has_its_own_runtime_or_none() -> None:
+def test_a_policy_has_a_runtime_or_an_error() -> None:
     known = {"ideal", *presets("runtimes")}
     assert known <= set(BUILT_IN)
     for policy in known:
@@ -186,7 +165,7 @@ def test_a_policy_has_its_own_runtime_or_none() -> None:
             runtime_of(policy)
 
 
-def test_runtimes_hold_known_words() -> None:
+def test_runtimes_use_known_words() -> None:
     assert {field.name for field in fields(Runtime)} == {"name", *presets("runtimes")["none"]}
     for table in presets("runtimes").values():
         assert table["planner"] in ("measured", "given")
@@ -194,36 +173,33 @@ def test_runtimes_hold_known_words() -> None:
         assert table["hidden"] in ("experts", "attention")
 
 
-# Names and files
-
-
-@pytest.mark.parametrize("load", [load_cluster, load_model, load_requests])
+@pytest.mark.parametrize("kind", LOADERS)
 @pytest.mark.parametrize("name", ["nothing-like-it", ""])
-def test_unknown_names_are_answered_with_those_known(load: Any, name: str) -> None:
+def test_an_unknown_name_lists_the_known_ones(kind: str, name: str) -> None:
     with pytest.raises(ConfigError, match=f"unknown .* {name!r}; known are .*, "):
-        load(name)
+        LOADERS[kind](name)
 
 
-def test_a_file_gives_its_first_table_or_the_one_named(written: Callable[[str], str]) -> None:
-    second = CLUSTER.replace("first", "second").replace("16", "32")
-    path = written(CLUSTER + second)
-    assert load_cluster(path).name == "first"
-    assert load_cluster(path).matmul_tflops == 500.5
-    assert load_cluster(f"{path}:first").devices == 16
-    assert load_cluster(f"{path}:second").devices == 32
+def test_a_file_gives_its_first_table_or_the_named_one(file: Path) -> None:
+    file.write_text(CLUSTER + CLUSTER.replace("first", "second").replace("16", "32"))
+    first = load_cluster(str(file))
+    assert (first.name, first.matmul_tflops) == ("first", 500.5)
+    assert load_cluster(f"{file}:first").devices == 16
+    assert load_cluster(f"{file}:second").devices == 32
     with pytest.raises(ConfigError, match="unknown cluster 'secnd'; did you mean second"):
-        load_cluster(f"{path}:secnd")
+        load_cluster(f"{file}:secnd")
 
 
-def test_a_model_of_ones_own(written: Callable[[str], str]) -> None:
-    model = load_model(written(MODEL))
+def test_a_model_from_a_file(file: Path) -> None:
+    file.write_text(MODEL)
+    model = load_model(str(file))
     assert model.expert_weights == 3 * 64 * 32
     assert model.shared_width == model.dense_width == 0
     assert model.attention == GroupedAttention(kind="grouped", heads=4, kv_heads=2, head_width=16)
 
 
 @pytest.mark.parametrize(
-    ("line", "instead", "words"),
+    ("line", "instead", "message"),
     [
         ("devices = 16", "devicess = 16", "unknown entry 'devicess'; did you mean devices?"),
         ("link_us = 2", "link_us = 2\nzzz = 1", "unknown entry 'zzz'; known are name, title"),
@@ -234,16 +210,14 @@ def test_a_model_of_ones_own(written: Callable[[str], str]) -> None:
         ('title = "mine"', "title = 3", "title must be of type str, got 3"),
     ],
 )
-def test_wrong_entries_are_named(
-    written: Callable[[str], str], line: str, instead: str, words: str
-) -> None:
-    path = written(CLUSTER.replace(line, instead))
-    with pytest.raises(ConfigError, match=re.escape(f"cluster {path}: {words}")):
-        load_cluster(path)
+def test_wrong_entries(file: Path, line: str, instead: str, message: str) -> None:
+    file.write_text(CLUSTER.replace(line, instead))
+    with pytest.raises(ConfigError, match=re.escape(f"cluster {file}: {message}")):
+        load_cluster(str(file))
 
 
 @pytest.mark.parametrize(
-    ("attention", "words"),
+    ("attention", "message"),
     [
         ('"grouped"', "attention must be a table with kind grouped or latent"),
         ('{ kind = "linear" }', "attention must be a table with kind grouped or latent"),
@@ -251,9 +225,7 @@ def test_wrong_entries_are_named(
         ('{ kind = "latent", head = 4 }', "attention: unknown entry 'head'; did you mean heads?"),
     ],
 )
-def test_wrong_attention_is_named(
-    written: Callable[[str], str], attention: str, words: str
-) -> None:
-    text = re.sub(r"attention = .*", lambda _: f"attention = {attention}", MODEL)
-    with pytest.raises(ConfigError, match=re.escape(words)):
-        load_model(written(text))
+def test_wrong_attention(file: Path, attention: str, message: str) -> None:
+    file.write_text(re.sub(r"attention = .*", f"attention = {attention}", MODEL))
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        load_model(str(file))

@@ -1,4 +1,4 @@
-"""The timeline: its figures are those of the simulation, its form is that of Chrome's tracing."""
+"""The timeline has the figures of the simulation and the format of Chrome's tracing."""
 
 import json
 from functools import cache
@@ -11,16 +11,14 @@ from ultraep.errors import ConfigError
 from ultraep.tools.cli.options import ScenarioOptions
 from ultraep.tools.cli.scenario import make_scenario
 from ultraep.tools.sim.run import plan_and_clock, time_layer
-from ultraep.tools.sim.scenario import Contender
-from ultraep.tools.sim.timeline import MOST_RANKS, make_timeline, median_microbatch, simulated_trace
+from ultraep.tools.sim.runtime import Contender
+from ultraep.tools.sim.timeline import MAX_RANKS, make_timeline, median_microbatch, simulated_trace
 from ultraep.trace.export import stages, write_timeline
 from ultraep.trace.schema import SIMULATED, STAGES, fields_in_file
 
 POLICIES = ("none", "eplb", "lplb", "quota", "ultraep", "ideal")
 CONTENDERS = [Contender.of(policy) for policy in POLICIES]
 MICROBATCH, LAYERS = 2, 3
-
-
 SCENARIOS = {
     "training": {"steps": 1, "microbatches": 4},
     "no_recompute": {"steps": 1, "microbatches": 4, "no_recompute": True},
@@ -35,40 +33,28 @@ def scenario_of(name):
     return make_scenario(ScenarioOptions(**sizes | SCENARIOS[name]), interval=4)
 
 
-@pytest.fixture(params=SCENARIOS)
-def scenario(request):
-    return scenario_of(request.param)
+@cache
+def timeline_of(name):
+    return make_timeline(scenario_of(name), CONTENDERS, microbatch=MICROBATCH, layers=LAYERS)
 
 
-@pytest.fixture
-def training():
-    return scenario_of("training")
-
-
-def drawn(scenario, layers=LAYERS):
-    return make_timeline(scenario, CONTENDERS, microbatch=MICROBATCH, layers=layers)
-
-
-def by_process(timeline):
-    """Complete events of every policy."""
-    names = {e["pid"]: e["args"]["name"] for e in timeline["traceEvents"] if is_name(e)}
-    events = {name: [] for name in names.values()}
-    for event in timeline["traceEvents"]:
-        if event["ph"] == "X":
-            events[names[event["pid"]]].append(event)
-    return events
-
-
-def is_name(event):
-    return event["name"] == "process_name"
+def events_of(name):
+    """Complete events by policy."""
+    events = timeline_of(name)["traceEvents"]
+    names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
+    return {
+        policy: [e for e in events if e["ph"] == "X" and e["pid"] == process]
+        for process, policy in names.items()
+    }
 
 
 def end(event):
     return event["ts"] + event["dur"]
 
 
-def test_layers_last_as_long_as_in_the_simulation(scenario):
-    events = by_process(drawn(scenario))
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_layers_last_as_long_as_in_the_simulation(name):
+    scenario, events = scenario_of(name), events_of(name)
     assert list(events) == list(POLICIES)
     for layer in range(LAYERS):
         for policy, times in zip(POLICIES, time_layer(scenario, CONTENDERS, layer), strict=True):
@@ -76,72 +62,58 @@ def test_layers_last_as_long_as_in_the_simulation(scenario):
             passes = {"forward": times.forward_seconds}
             if times.backward:
                 passes["backward"] = times.backward_seconds
-            for way, seconds_S in passes.items():
-                whole = own[f"layer {layer} {way}"]
+            for direction, seconds_S in passes.items():
+                whole = own[f"layer {layer} {direction}"]
                 assert whole["dur"] == pytest.approx(1e6 * seconds_S[MICROBATCH])
-                stages = [e for e in events[policy] if e["cat"] == whole["name"]]
-                assert min(e["ts"] for e in stages) == pytest.approx(whole["ts"])
-                assert max(map(end, stages)) <= end(whole) * (1 + 1e-12)
-                if scenario.ranks <= MOST_RANKS:  # the busiest rank is there
-                    assert max(map(end, stages)) == pytest.approx(end(whole))
+                parts = [e for e in events[policy] if e["cat"] == whole["name"]]
+                assert min(e["ts"] for e in parts) == pytest.approx(whole["ts"])
+                assert max(map(end, parts)) <= end(whole) * (1 + 1e-12)
+                if scenario.ranks <= MAX_RANKS:  # the busiest rank is drawn
+                    assert max(map(end, parts)) == pytest.approx(end(whole))
 
 
-def test_passes_follow_each_other(training):
-    for own in by_process(drawn(training)).values():
+def test_passes_follow_each_other():
+    for own in events_of("training").values():
         passes = [event for event in own if event["tid"] == 0]
-        names = [event["name"] for event in passes]
-        assert names[:LAYERS] == [f"layer {n} forward" for n in range(LAYERS)]
-        assert names[LAYERS:] == [f"layer {n} backward" for n in reversed(range(LAYERS))]
+        forward = [f"layer {n} forward" for n in range(LAYERS)]
+        backward = [f"layer {n} backward" for n in reversed(range(LAYERS))]
+        assert [event["name"] for event in passes] == forward + backward
         assert passes[0]["ts"] == 0
         for before, after in pairwise(passes):
             assert after["ts"] == pytest.approx(end(before))
 
 
-def test_ranks_wait_for_the_busiest_between_experts_and_combine(scenario):
-    for policy, own in by_process(drawn(scenario)).items():
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_ranks_do_one_thing_at_a_time_and_wait_before_combine(name):
+    for policy, own in events_of(name).items():
+        for thread in {event["tid"] for event in own}:
+            spans = sorted((e["ts"], end(e)) for e in own if e["tid"] == thread)
+            assert all(start >= stop - 1e-6 for (_, stop), (start, _) in pairwise(spans))
         first = [e for e in own if e["cat"] == "layer 0 forward"]
         ends = np.array([end(e) for e in first if e["name"] == "experts"])
         (begin,) = {e["ts"] for e in first if e["name"] == "combine"}
-        gaps = begin - ends
-        assert gaps.min() == pytest.approx(0, abs=1e-6 * begin)  # the busiest is always drawn
-        waiting = gaps.max() / begin
+        gaps = (begin - ends) / begin
+        assert gaps.min() == pytest.approx(0, abs=1e-6)  # the busiest rank is always drawn
         if policy in ("none", "ideal"):
-            assert (waiting > 0.1) == (policy == "none")
+            assert (gaps.max() > 0.1) == (policy == "none")
 
 
-def test_a_rank_does_one_thing_at_a_time(scenario):
-    for own in by_process(drawn(scenario)).values():
-        for thread in {event["tid"] for event in own}:
-            mine = sorted((e["ts"], end(e)) for e in own if e["tid"] == thread)
-            for (_, stop), (start, _) in pairwise(mine):
-                assert start >= stop - 1e-6
-
-
-def test_few_ranks_are_drawn_of_many_and_it_says_so(training):
-    timeline = drawn(scenario_of("wide"))
+def test_a_wide_group_shows_some_ranks_with_names(tmp_path):
+    assert timeline_of("training")["otherData"]["ranks"] == "all 8"
+    timeline = timeline_of("wide")
     assert timeline["otherData"]["ranks"].startswith("16 of 32 for each policy")
-    for own in by_process(timeline).values():
-        assert len({event["tid"] for event in own}) == MOST_RANKS + 1
-    assert drawn(training)["otherData"]["ranks"] == "all 8"
-
-
-def test_everything_has_a_name_and_the_file_is_json(tmp_path):
-    timeline = drawn(scenario_of("wide"))
-    path = tmp_path / "out.json"
-    write_timeline(path, timeline)
-    events = json.loads(path.read_text())["traceEvents"]
+    write_timeline(tmp_path / "out.json", timeline)
+    events = json.loads((tmp_path / "out.json").read_text())["traceEvents"]
     named = {(e["pid"], e["tid"]) for e in events if e["name"] == "thread_name"}
-    used = {(e["pid"], e["tid"]) for e in events if e["ph"] == "X"}
-    assert named == used
-    for event in events:
-        assert event["ph"] in ("X", "M")
-        if event["ph"] == "X":
-            assert event["dur"] > 0 <= event["ts"]
+    assert named == {(e["pid"], e["tid"]) for e in events if e["ph"] == "X"}
+    assert len(named) == len(POLICIES) * (MAX_RANKS + 1)
+    assert {event["ph"] for event in events} == {"X", "M"}
+    assert all(e["dur"] > 0 <= e["ts"] for e in events if e["ph"] == "X")
 
 
-def test_what_is_drawn_are_records_of_the_schema(training):
-    layers = np.arange(2)
-    clocked = [next(plan_and_clock(training, CONTENDERS[:1], layer)) for layer in layers.tolist()]
+def test_the_timeline_is_drawn_from_trace_records():
+    layers, scenario = np.arange(2), scenario_of("training")
+    clocked = [next(plan_and_clock(scenario, CONTENDERS[:1], layer)) for layer in layers.tolist()]
     trace = simulated_trace(CONTENDERS[0], clocked, layers, MICROBATCH)
     sizes, fields = trace.header.sizes() | {"N": 2}, fields_in_file()
     for name, array in trace.arrays.items():
@@ -155,11 +127,10 @@ def test_what_is_drawn_are_records_of_the_schema(training):
 
 
 def test_the_median_microbatch():
-    assert median_microbatch(np.array([5.0, 1.0, 3.0])) == 2
-    assert median_microbatch(np.array([5.0, 1.0, 3.0, 4.0])) == 2
-    assert median_microbatch(np.array([7.0])) == 0
+    for seconds, index in (([5.0, 1.0, 3.0], 2), ([5.0, 1.0, 3.0, 4.0], 2), ([7.0], 0)):
+        assert median_microbatch(np.array(seconds)) == index
 
 
-def test_a_timeline_needs_a_layer(training):
+def test_a_timeline_needs_a_layer():
     with pytest.raises(ConfigError, match="at least one layer, got 0"):
-        drawn(training, layers=0)
+        make_timeline(scenario_of("training"), CONTENDERS, microbatch=MICROBATCH, layers=0)

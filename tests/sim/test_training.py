@@ -1,8 +1,8 @@
-"""Pipelines, data-parallel groups and the optimizer."""
+"""Training: pipelines, data-parallel groups, the optimizer, and memory."""
 
 from __future__ import annotations
 
-import heapq
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -11,168 +11,133 @@ import pytest
 from ultraep.errors import ConfigError
 from ultraep.tools.sim.model import load_model
 from ultraep.tools.sim.run import simulate
-from ultraep.tools.sim.scenario import Scenario
-from ultraep.tools.sim.training import (
-    Training,
-    optimizer_seconds,
-    part_of_layer,
-    pipeline_seconds,
-    plain_seconds,
-)
-from ultraep.tools.sim.workload import Skew
+from ultraep.tools.sim.training import Training, pipeline_seconds, stage_of_layer
 
-from .small import plain_rates, small_cluster, small_costs, small_model
-
-MICRO = 1e-6
+from .small import MICRO, small_costs, small_model, small_scenario
 
 # Pipelines
 
 
-def run_pipeline(forward: Any, backward: Any) -> float:
-    """By events: a free part starts a backward if one is ready, else a forward if it may.
+def longest_path(forward: Any, backward: Any) -> float:
+    """The end of the last pass: each waits for its input and for the pass before it."""
+    count, stages = forward.shape
 
-    It may as long as no more microbatches are under way on it than there are parts from it to
-    the last. Forwards and backwards each keep the order of their numbers.
-    """
-    count, parts = forward.shape
-    ready_f = [list(range(count)) if part == 0 else [] for part in range(parts)]
-    ready_b: list[list[int]] = [[] for _ in range(parts)]
-    under_way, done_f, done_b = [0] * parts, [0] * parts, [0] * parts
-    busy = [False] * parts
-    events: list[tuple[float, int, str, int]] = []
-    clock = 0.0
+    def passes(stage: int) -> list[tuple[str, int]]:
+        """At most `stages - stage` microbatches are in flight on a stage."""
+        warm = min(count, stages - stage)
+        rest = [[("b", n), ("f", n + warm)] for n in range(count)]
+        in_order = [("f", n) for n in range(warm)] + [step for pair in rest for step in pair]
+        return [step for step in in_order if step[1] < count]
 
-    def start(part: int) -> None:
-        if busy[part]:
-            return
-        # One forward, one backward in turn: a forward is due while there is room for it.
-        room = parts - part - under_way[part]
-        if done_f[part] < count and room > 0:
-            if ready_f[part]:
-                number = ready_f[part].pop(0)
-                busy[part] = True
-                under_way[part] += 1
-                done_f[part] += 1
-                heapq.heappush(events, (clock + forward[number, part], part, "f", number))
-        elif ready_b[part]:
-            number = ready_b[part].pop(0)
-            busy[part] = True
-            done_b[part] += 1
-            heapq.heappush(events, (clock + backward[number, part], part, "b", number))
-
-    while True:
-        for part in range(parts):
-            start(part)
-        if not events:
-            break
-        clock, part, way, number = heapq.heappop(events)
-        busy[part] = False
-        if way == "f":
-            (ready_f[part + 1] if part < parts - 1 else ready_b[part]).append(number)
+    @cache
+    def end(kind: str, number: int, stage: int) -> float:
+        order = passes(stage)
+        index = order.index((kind, number))
+        before = end(*order[index - 1], stage) if index else 0.0
+        if kind == "f":
+            ready = end("f", number, stage - 1) if stage else 0.0
         else:
-            under_way[part] -= 1
-            if part:
-                ready_b[part - 1].append(number)
-    assert done_f == done_b == [count] * parts
-    return clock
+            last = stage == stages - 1
+            ready = end("f", number, stage) if last else end("b", number, stage + 1)
+        return max(before, ready) + (forward if kind == "f" else backward)[number, stage]
+
+    return max(end("b", count - 1, stage) for stage in range(stages))
 
 
-@pytest.mark.parametrize("parts", [1, 2, 3, 4, 5])
-@pytest.mark.parametrize("count", [1, 2, 3, 4, 6, 8])
-def test_a_pipeline_takes_as_long_as_its_events(count: int, parts: int) -> None:
-    rng = np.random.default_rng([count, parts])
-    for _ in range(20):
-        forward, backward = rng.exponential(1.0, (2, count, parts)) + 1e-3
-        assert pipeline_seconds(forward, backward) == pytest.approx(run_pipeline(forward, backward))
+@pytest.mark.parametrize("stages", [1, 2, 3, 5])
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 8])
+def test_a_pipeline_takes_as_long_as_its_longest_path(count: int, stages: int) -> None:
+    rng = np.random.default_rng([count, stages])
+    for _ in range(10):
+        forward, backward = rng.exponential(1.0, (2, count, stages)) + 1e-3
+        assert pipeline_seconds(forward, backward) == pytest.approx(longest_path(forward, backward))
+    equal = pipeline_seconds(np.full((count, stages), 0.3), np.full((count, stages), 0.7))
+    assert equal == pytest.approx(count + stages - 1)  # the known bubble
 
 
-@pytest.mark.parametrize(("count", "parts"), [(1, 1), (8, 1), (1, 4), (4, 4), (8, 4), (32, 3)])
-def test_equal_times_leave_the_known_bubble(count: int, parts: int) -> None:
-    forward, backward = np.full((count, parts), 0.3), np.full((count, parts), 0.7)
-    assert pipeline_seconds(forward, backward) == pytest.approx((count + parts - 1) * (0.3 + 0.7))
+@pytest.mark.parametrize("stages", [1, 2, 7, 61])
+def test_stages_are_contiguous_and_the_first_get_the_remainder(stages: int) -> None:
+    stage_of = stage_of_layer(load_model("deepseek-v3-671b"), stages)
+    assert len(stage_of) == 61
+    assert stage_of == sorted(stage_of)
+    sizes = np.bincount(stage_of, minlength=stages).tolist()
+    assert len(sizes) == stages
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[0] - sizes[-1] <= 1
 
 
-# Layers
+# Outside the layers with experts
 
 
-@pytest.mark.parametrize("parts", [1, 2, 3, 4, 7, 61])
-def test_every_layer_has_a_stage(parts: int) -> None:
-    found = part_of_layer(load_model("deepseek-v3-671b"), parts)
-    assert len(found) == 61
-    assert found == sorted(found)
-    sizes = np.bincount(found, minlength=parts)
-    assert len(sizes) == parts
-    assert sizes.max() - sizes.min() <= 1
-    assert sizes.tolist() == sorted(sizes, reverse=True)
-
-
-def test_more_stages_than_layers_are_refused() -> None:
-    with pytest.raises(ConfigError, match="3 layers cannot be dealt out to 4 pipeline parts"):
-        part_of_layer(small_model(), 4)
-
-
-def test_dense_layers_and_the_head_stand_at_the_ends() -> None:
+def test_dense_layers_and_the_head_are_in_the_first_and_last_stage() -> None:
     costs = small_costs()
     training = Training(tokens=10, sequence=4, pipeline=3, recompute=False)
     assert training.context == 2
-    forward, backward = plain_seconds(costs, training)
+    forward, backward = training.dense_seconds(costs)
     dense = costs.attention_forward(10, 2) + costs.dense_mlp(10)
     assert forward == pytest.approx([dense, 0, costs.head(10)])
     back = costs.attention_backward(10, 2) + 2 * costs.dense_mlp(10)
     assert backward == pytest.approx([back, 0, 2 * costs.head(10)])
-    again = plain_seconds(costs, Training(tokens=10, sequence=4, pipeline=3))[1]
-    assert again == pytest.approx([back + dense, 0, 2 * costs.head(10)])
+    recomputed = Training(tokens=10, sequence=4, pipeline=3).dense_seconds(costs)[1]
+    assert recomputed == pytest.approx([back + dense, 0, 2 * costs.head(10)])
 
 
-def test_the_optimizer_passes_over_its_share() -> None:
-    # 768 weights of experts over 2 ranks, 2 parts and 3 groups, 1112 others likewise.
-    training = Training(pipeline=2, groups=3)
-    seconds = optimizer_seconds(small_costs(memory=0.5), training, ranks=2)
-    share = (768 + 1112) / (2 * 2 * 3)
-    assert 28 * share / 50 <= seconds / MICRO <= 30 * share / 50 + 1e-9
+def test_the_optimizer_updates_its_share() -> None:
+    # 768 weights of experts over 2 ranks, 2 stages and 3 groups, 1112 others likewise.
+    seconds = Training(pipeline=2, groups=3).optimizer_seconds(small_costs(memory=0.5), ranks=2)
+    assert seconds / MICRO == pytest.approx(30 * (768 + 1112) / (2 * 2 * 3) / 50)
 
 
-# Steps
-
-
-def scenario(**settings: Any) -> Scenario:
-    training = Training(**{"tokens": 64, "sequence": 64, "microbatches": 3, "steps": 2, **settings})
-    return Scenario(
-        cluster=small_cluster(),
-        model=small_model(),
-        workload=Skew(experts=4, top_k=2, spread=1.0, noise=0.5),
-        job=training,
-        ranks=2,
-        rates=plain_rates(),
-    )
-
-
-def test_one_stage_does_one_thing_after_the_other() -> None:
-    made = scenario()
-    (result,) = simulate(made, ["none"])
-    training = made.job
-    assert isinstance(training, Training)
-    plain = sum(part[0] for part in plain_seconds(made.costs, training))
-    step = optimizer_seconds(made.costs, training, 2)
-    took = result.by_microbatch.sum() + 6 * plain + 2 * step
-    assert result.tokens_per_second == pytest.approx(6 * 64 / took)
-    operations = made.model.training_operations(64)
+@pytest.mark.parametrize("groups", [1, 3])
+def test_a_step_waits_for_the_slowest_group(groups: int) -> None:
+    job = Training(tokens=64, sequence=64, microbatches=3, steps=2, groups=groups)
+    scenario = small_scenario(job)
+    (result,) = simulate(scenario, ["none"])
+    dense = sum(part[0] for part in job.dense_seconds(scenario.costs))
+    by_group = result.by_microbatch.reshape(2, 3, groups).sum(axis=1)  # steps, groups
+    assert len(np.unique(by_group.round(12))) == 2 * groups
+    seconds = by_group.max(axis=1).sum() + 6 * dense
+    seconds += 2 * job.optimizer_seconds(scenario.costs, 2)
+    assert result.tokens_per_second == pytest.approx(6 * 64 / seconds)
+    operations = scenario.model.training_operations(64)
     assert result.throughput == pytest.approx(result.tokens_per_second * operations / 1e12)
 
 
-def test_a_step_waits_for_the_slowest_group() -> None:
-    made = scenario(groups=3)
-    (result,) = simulate(made, ["none"])
-    training = made.job
-    assert isinstance(training, Training)
-    plain = sum(part[0] for part in plain_seconds(made.costs, training))
-    by_group = result.by_microbatch.reshape(2, 3, 3).sum(axis=1)  # steps, groups
-    assert len(np.unique(by_group.round(12))) == 6
-    slowest = by_group.max(axis=1).sum()
-    took = slowest + 6 * plain + 2 * optimizer_seconds(made.costs, training, 2)
-    assert result.tokens_per_second == pytest.approx(6 * 64 / took)
-
-
-def test_nothing_of_a_training_is_empty() -> None:
+def test_no_size_of_a_training_is_zero() -> None:
     with pytest.raises(ConfigError, match="groups must be at least 1, got 0"):
         Training(groups=0)
+
+
+# Memory of the small model: 8 experts of 96 weights, and 1112 other weights
+
+
+def job(**settings: Any) -> Training:
+    return Training(**{"tokens": 10, "sequence": 10, "microbatches": 4, "steps": 1} | settings)
+
+
+def test_weights_gradients_and_a_share_of_the_optimizer_state() -> None:
+    assert job().weight_bytes(small_model(), 2) == 6 * (384 + 1112) + 12 * (384 + 1112 / 2)
+    sharded = job(pipeline=2, groups=3).weight_bytes(small_model(), 2)
+    assert sharded == pytest.approx(6 * (192 + 556) + 12 * (192 / 3 + 556 / 6))
+
+
+def test_slots_and_rows() -> None:
+    memory = small_scenario(job()).memory(1, 7)
+    # A row: input and output 8 wide, gate, up and hidden 4 wide, two bytes each.
+    assert (memory.slots, memory.rows) == ((2 + 4) * 96, 7 * 2 * (2 * 8 + 3 * 4))
+    assert memory.total == memory.weights + memory.slots + memory.kept + memory.rows
+
+
+@pytest.mark.parametrize(
+    ("settings", "vectors"),
+    [
+        ({}, 3 + 10),  # inputs of three layers, and one whole layer
+        ({"pipeline": 3}, 3 + 10),  # the first stage has one layer and three microbatches
+        ({"pipeline": 3, "microbatches": 2}, 2 + 10),
+        ({"pipeline": 2, "microbatches": 8}, 4 + 10),
+        # Ten vectors of three layers, and the 20 rows of 56 bytes of two other layers.
+        ({"recompute": False}, 10 * 3 + 2 * 20 * 56 / 160),
+    ],
+)
+def test_stored_activations(settings: dict[str, Any], vectors: float) -> None:
+    assert job(**settings).activation_bytes(small_model()) == 2 * 10 * 8 * vectors

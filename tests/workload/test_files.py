@@ -1,4 +1,4 @@
-"""Load files and recorded routing: what is read, and what is refused by name."""
+"""Load files and recorded routing, valid and damaged."""
 
 import json
 
@@ -12,28 +12,26 @@ SEQUENCE = np.stack([MATRIX, MATRIX + 1, MATRIX + 2])
 
 
 def write(path, matrices):
-    if path.suffix == ".npy":
-        np.save(path, matrices)
-    elif path.suffix == ".npz":
-        np.savez(path, *matrices.reshape(-1, 2, 4))
-    elif path.suffix == ".csv":
-        blocks = [
-            "\n".join(",".join(map(str, row)) for row in m) for m in matrices.reshape(-1, 2, 4)
-        ]
-        path.write_text("\n\n".join(blocks) + "\n")
-    else:
-        path.write_text(json.dumps(matrices.tolist()))
+    sequence = matrices.reshape(-1, 2, 4)
+    lines = ["\n".join(",".join(map(str, row)) for row in matrix) for matrix in sequence]
+    write_as = {
+        ".npy": lambda: np.save(path, matrices),
+        ".npz": lambda: np.savez(path, *sequence),
+        ".csv": lambda: path.write_text("\n\n".join(lines) + "\n"),
+        ".json": lambda: path.write_text(json.dumps(matrices.tolist())),
+    }
+    write_as[path.suffix]()
     return path
 
 
 @pytest.mark.parametrize("suffix", [".npy", ".npz", ".csv", ".json"])
 @pytest.mark.parametrize("matrices", [MATRIX, SEQUENCE], ids=["one", "sequence"])
-def test_all_formats_hold_one_or_many(tmp_path, suffix, matrices):
+def test_all_formats_hold_one_matrix_or_a_sequence(tmp_path, suffix, matrices):
     read = workload.read_loads(write(tmp_path / f"loads{suffix}", matrices))
     np.testing.assert_array_equal(read, matrices.reshape(-1, 2, 4))
 
 
-def test_a_json_object_names_its_loads(tmp_path):
+def test_a_json_object_with_loads(tmp_path):
     path = tmp_path / "loads.JSON"
     path.write_text(json.dumps({"loads": MATRIX.tolist(), "model": "any"}))
     np.testing.assert_array_equal(workload.read_loads(path)[0], MATRIX)
@@ -48,7 +46,7 @@ BAD = {
     "empty.json": (b"", "Expecting value"),
     "none.json": (b"[]", r"got shape \[0\]"),
     "half.json": (b"[[1, 2], [3", "delimiter"),
-    "key.json": (b'{"load": []}', "needs the key 'loads', found"),
+    "key.json": (b'{"load": []}', "needs the key 'loads', got"),
     "ragged.json": (b"[[1, 2], [3]]", "rectangular"),
     "float.json": (b"[[1.5, 2]]", "integers, got float"),
     "flat.json": (b"[1, 2]", r"\[source rank, expert\].* got shape \[2\]"),
@@ -61,7 +59,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_bad_files_are_refused_by_name(tmp_path, name):
+def test_damaged_files_are_named(tmp_path, name):
     content, message = BAD[name]
     path = tmp_path / name
     path.write_bytes(content)
@@ -71,7 +69,7 @@ def test_bad_files_are_refused_by_name(tmp_path, name):
     assert "\n" not in str(caught.value)
 
 
-def test_objects_floats_and_huge_numbers_are_refused(tmp_path):
+def test_objects_floats_huge_numbers_and_missing_files(tmp_path):
     path = tmp_path / "loads.npy"
     for array, message in (
         (np.array([[None]]), "pickle"),
@@ -83,8 +81,6 @@ def test_objects_floats_and_huge_numbers_are_refused(tmp_path):
             workload.read_loads(path)
     with pytest.raises(FileError, match="no such file"):
         workload.read_loads(tmp_path / "missing.npy")
-    with pytest.raises(FileError, match="no such file"):
-        workload.read_loads(tmp_path.with_suffix(".npy"))
 
 
 def test_windows_count_every_row(tmp_path):
@@ -93,16 +89,13 @@ def test_windows_count_every_row(tmp_path):
     (read,) = workload.read_routing(tmp_path / "routing.npz")
     loads = workload.loads_of_windows(read, ranks=4, experts=8, tokens=20)
     assert loads.shape == (2, 3, 4, 8)
-    for window in range(2):
-        for layer in range(3):
-            for rank in range(4):
-                begin = window * 20 + rank * 5
-                rows = ids[begin : begin + 5, layer]
-                counted = np.bincount(rows.reshape(-1), minlength=8)
-                np.testing.assert_array_equal(loads[window, layer, rank], counted)
+    for window, layer, rank in np.ndindex(2, 3, 4):
+        begin = window * 20 + rank * 5
+        counts = np.bincount(ids[begin : begin + 5, layer].reshape(-1), minlength=8)
+        np.testing.assert_array_equal(loads[window, layer, rank], counts)
 
 
-def test_bad_routing_is_refused(tmp_path):
+def test_invalid_routing(tmp_path):
     path = tmp_path / "routing.npz"
     for content in ({"loads": MATRIX}, {"a_ids": MATRIX}):
         np.savez(path, **content)

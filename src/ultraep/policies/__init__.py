@@ -1,16 +1,10 @@
-"""Who decides where copies go: one registered function per policy, all behind one call.
+"""Policies: functions that decide which experts are replicated, and where.
 
-A policy sees a `Problem` and answers with `placed_C3`: integers `[C, 3]`, expert, host rank and
-quota of every copy. What it leaves out stays at home. To add one:
+A policy receives a `Problem` and returns `placed_C3`: integers `[C, 3]`, one row per replica with
+expert, host rank and quota. Rows that it does not assign stay at home. To add a policy:
 
     @ultraep.register_policy("mine")
     def mine(problem: ultraep.Problem) -> IntArray: ...
-
-`within_limits=False` marks policies that were not made for a fixed number of spare slots, or that
-move experts freely; their plans are compared, not run, and not held to the slot and domain limits.
-`over_interval` may be given by policies that place by the past: the same decision for many
-microbatches that share one past, so that places are found once. The simulator uses it; without
-it, it asks for every microbatch anew.
 """
 
 from __future__ import annotations
@@ -28,14 +22,14 @@ from ultraep.topology import Topology
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """What a policy decides on. Shapes: R ranks, E experts."""
+    """The input of a policy. Shapes: R ranks, E experts."""
 
-    loads: IntArray  # [R, E] tokens that every source rank routed to every expert
+    loads: IntArray  # [R, E] rows that every source rank routed to every expert
     expert_loads: IntArray  # [E] their sum over source ranks
     topology: Topology
     config: BalanceConfig
     backend: ModuleType
-    history: IntArray | None  # [E] tokens of every expert in the past, for policies that need it
+    history: IntArray | None  # [E] past rows of every expert, for policies that need them
 
 
 Decide = Callable[[Problem], IntArray]
@@ -73,9 +67,16 @@ def register_policy(
     needs_history: bool = False,
     over_interval: DecideInterval | None = None,
 ) -> Callable[[Decide], Decide]:
-    """Make the decorated function available as `BalanceConfig(policy=name)`."""
+    """Make the decorated function available as `BalanceConfig(policy=name)`.
+
+    within_limits: False for policies that ignore spare slots or move experts freely. Their plans
+        are for comparison: a balancer does not run them.
+    needs_history: whether the policy uses past loads.
+    over_interval: decides for many microbatches with the same past, in one call. The simulator
+        uses it; without it, it calls the policy for every microbatch.
+    """
     if over_interval is not None and not needs_history:
-        raise ConfigError(f"policy {name!r} has no past to keep: over_interval needs needs_history")
+        raise ConfigError(f"policy {name!r}: over_interval needs needs_history=True")
 
     def register(decide: Decide) -> Decide:
         if name in _registry and _registry[name].decide is not decide:
@@ -88,7 +89,7 @@ def register_policy(
 
 
 def get_policy(name: str) -> Policy:
-    """The policy of that name; built-in ones are imported when first asked for."""
+    """Return the policy of that name. Built-in policies are imported on first use."""
     if name in BUILT_IN:  # also if it is registered: another thread may still be importing it
         importlib.import_module(f"ultraep.policies.{MODULES[name]}")
     if name not in _registry:
@@ -97,5 +98,5 @@ def get_policy(name: str) -> Policy:
 
 
 def policy_names() -> list[str]:
-    """Names of all policies: the built-in ones, then those registered since."""
+    """Return the names of all policies: built-in first, then registered ones."""
     return [*BUILT_IN, *(name for name in _registry if name not in BUILT_IN)]

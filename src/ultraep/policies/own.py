@@ -1,4 +1,4 @@
-"""Our own policy, and the two ends that it lies between: no copies, and forced balance."""
+"""Our own policy, and its lower and upper bound: no replicas, and forced balance."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from ultraep.policies import Problem, register_policy
 
 @register_policy("none")
 def none(_: Problem) -> IntArray:
-    """No copies: every token goes to the home of its expert."""
+    """No replicas: every row goes to the home of its expert."""
     return np.empty((0, 3), dtype=np.int64)
 
 
 @register_policy("ultraep")
 def ultraep(problem: Problem) -> IntArray:
-    """Alias planning: the emptiest rank takes from the fullest, exactly what it lacks.
+    """Alias planning: the emptiest rank takes its exact deficit from the busiest rank.
 
-    The algorithm stands in `backends/reference/place.py`; `docs/plan.md` tells why it works.
+    `backends/reference/place.py` implements the algorithm; `docs/plan.md` explains it.
     """
     limits = Limits.of(problem.topology, problem.config)
     placed_C3: IntArray = problem.backend.place(problem.expert_loads, limits)
@@ -29,11 +29,10 @@ def ultraep(problem: Problem) -> IntArray:
 
 @register_policy("ideal", within_limits=False)
 def ideal(problem: Problem) -> IntArray:
-    """Forced balance: exactly the mean on every rank, without limits; a ceiling, not a plan.
+    """Forced balance: the mean on every rank, without limits; an upper bound, not a plan.
 
     With a slot for every home expert of a rank, alias planning always reaches the mean
-    (`docs/plan.md`), so the ceiling is our own solver without its limits; tolerance and limits of
-    the config mean nothing to it.
+    (`docs/plan.md`). Tolerance and limits of the config are ignored.
     """
     topology = problem.topology
     limits = Limits(

@@ -1,10 +1,10 @@
-"""What the policies that place by the past share: packing, equal shares, and the record.
+"""Helpers that several policies share: limits, domains, packing, and equal shares.
 
-An instance is a place that serves an expert, be it the home or a copy. These policies move homes
-freely; in the records an instance on the home rank is the home and all others are copies, so an
-expert that moved away has its whole load in copies.
+Policies that use past loads move homes freely. An instance is a home or a replica. In their plans
+an instance on the original home rank is the home and all others are replicas, so an expert that
+moved has its whole load in replicas.
 
-Shapes: S microbatches, R ranks, E experts, N items, X pairs of expert and rank, C copies.
+Shapes: S microbatches, R ranks, E experts, N items, X pairs of expert and rank, C replicas.
 """
 
 from __future__ import annotations
@@ -16,17 +16,53 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ultraep.arrays import IntArray
+from ultraep.config import BalanceConfig
+from ultraep.errors import ConfigError
 from ultraep.policies import Problem
-from ultraep.policies.limits import refuse_limits
 from ultraep.topology import Topology
 
 FloatArray = NDArray[np.float32]
 
 
-def pack(weight_N: FloatArray, places_R: IntArray) -> IntArray:
-    """[N] the rank of every item: the heaviest first, each on the lightest rank with a place.
+def refuse_limits(config: BalanceConfig, *names: str) -> None:
+    """Raise `ConfigError` if a setting that the policy cannot honour is not at its default."""
+    default = BalanceConfig()
+    for name in names:
+        value, usual = getattr(config, name), getattr(default, name)
+        if value != usual:
+            raise ConfigError(
+                f"policy {config.policy!r} cannot honour {name}={value}: leave it at {usual}"
+            )
 
-    Sums are in single precision, as in EPLB. Where every rank has one place, item i is on rank i.
+
+def by_domain(problem: Problem, decide: Callable[[IntArray, IntArray, int], IntArray]) -> IntArray:
+    """[C, 3] replicas of all domains, each planned on its own.
+
+    decide: takes the loads of a domain's experts, their home ranks and the number of ranks, and
+        returns `[C, 3]` expert, host and quota. Experts and ranks count from 0 in the domain.
+    """
+    topology, size = problem.topology, problem.topology.domain_size
+    parts = []
+    for begin in range(0, topology.ranks, size):
+        first, last = topology.first_of_rank[[begin, begin + size]]
+        experts_E = np.sort(topology.experts_by_rank[first:last])
+        homes_E = topology.home_of_expert[experts_E] - begin
+        expert_C, host_C, quota_C = decide(problem.expert_loads[experts_E], homes_E, size).T
+        parts.append(np.column_stack([experts_E[expert_C], begin + host_C, quota_C]))
+    return np.concatenate(parts)
+
+
+def sum_by_rank(loads_E: IntArray, homes_E: IntArray, ranks: int) -> IntArray:
+    """[R] rows of every rank, all at home."""
+    load_R = np.zeros(ranks, dtype=np.int64)
+    np.add.at(load_R, homes_E, loads_E)
+    return load_R
+
+
+def pack(weight_N: FloatArray, places_R: IntArray) -> IntArray:
+    """[N] the rank of every item: the heaviest first, each on the lightest rank with a free place.
+
+    Sums are in single precision, as in EPLB. If every rank has one place, item i is on rank i.
 
     >>> pack(np.array([3, 9, 4, 5], dtype=np.float32), np.array([2, 2]))
     array([0, 0, 1, 1])
@@ -48,9 +84,9 @@ def pack(weight_N: FloatArray, places_R: IntArray) -> IntArray:
 
 
 def copied_items(weight_N: FloatArray, copies: int, most: int) -> IntArray:
-    """Who gets one copy after the other: the item with the largest weight per instance.
+    """Return the items to replicate, in order: always the largest weight per instance.
 
-    most: instances of one item; when all have so many, the rest of the copies is not made.
+    most: instances of one item. When all items have that many, the rest is not made.
 
     >>> copied_items(np.array([90, 31, 20], dtype=np.float32), copies=3, most=4)
     array([0, 0, 1])
@@ -58,24 +94,24 @@ def copied_items(weight_N: FloatArray, copies: int, most: int) -> IntArray:
     instances_N = [1] * len(weight_N)
     shares = [(-weight, item) for item, weight in enumerate(weight_N)]
     heapify(shares)
-    made: list[int] = []
-    while shares and len(made) < copies:
+    items: list[int] = []
+    while shares and len(items) < copies:
         item = shares[0][1]
         if instances_N[item] == most:
             heappop(shares)
             continue
         instances_N[item] += 1
         heapreplace(shares, (-weight_N[item] / np.float32(instances_N[item]), item))
-        made.append(item)
-    return np.array(made, dtype=np.int64)
+        items.append(item)
+    return np.array(items, dtype=np.int64)
 
 
 def split_equally(
     loads_SE: IntArray, instances_ER: IntArray
 ) -> tuple[IntArray, IntArray, IntArray]:
-    """[X] experts and [X] ranks that hold them, and [S, X] tokens: equal shares per instance.
+    """[X] experts and [X] ranks that hold them, and [S, X] rows: equal shares per instance.
 
-    The remainder goes one each to the instances on the first ranks.
+    The remainder goes to the instances on the first ranks, one row each.
 
     >>> split_equally(np.array([[5]]), np.array([[1, 0, 2]]))
     (array([0, 0]), array([0, 2]), array([[2, 3]]))
@@ -91,7 +127,7 @@ def split_equally(
 def away_from_home(
     expert_X: IntArray, rank_X: IntArray, rows_SX: IntArray, topology: Topology
 ) -> IntArray:
-    """[C, 4] microbatch, expert, host and quota of all tokens that are served away from home."""
+    """[C, 4] microbatch, expert, host and quota of all rows served away from home."""
     away_X = np.flatnonzero(rank_X != topology.home_of_expert[expert_X])
     rows_SX = rows_SX[:, away_X]
     microbatch_C, index_C = np.nonzero(rows_SX)
@@ -105,15 +141,13 @@ def served_equally(
 ) -> IntArray:
     """[C, 4] microbatch, expert, host and quota: one placement, equal shares of every load.
 
-    place: `[E, R]` instances by a past load. Without any past load the experts stay at home.
+    place: returns `[E, R]` instances for a past load. Without past load all experts stay at home.
     """
     refuse_limits(problem.config, "min_tokens_per_replica", "max_replicas")
     assert problem.history is not None
     topology = problem.topology
-    placed = place if problem.history.any() else _at_home
-    instances_ER = placed(problem.history, topology)
+    if problem.history.any():
+        instances_ER = place(problem.history, topology)
+    else:
+        instances_ER = np.eye(topology.ranks, dtype=np.int64)[topology.home_of_expert]
     return away_from_home(*split_equally(loads_SE, instances_ER), topology)
-
-
-def _at_home(_: IntArray, topology: Topology) -> IntArray:
-    return np.equal.outer(topology.home_of_expert, np.arange(topology.ranks)).astype(np.int64)

@@ -1,161 +1,146 @@
-"""The planner published with UltraEP: search a threshold, fill the roomiest rank first.
+"""quota: the planner published with UltraEP. It searches a threshold and fills the emptiest rank.
 
-Source: the UltraEP paper and its public planner (2026). Every fast-link domain looks for a low
-threshold that no rank exceeds. What a rank has above it is carved off, its hottest experts first,
-into copies on the roomiest ranks. A fast search probes 1 % above the mean and at most twice a
-little higher, and accepts a copy only if it takes a fair share of the need. When all three probes
-fail, a slow search over all thresholds accepts any copy above a fixed floor. The home of an
-expert keeps at least one token.
+Source: the UltraEP paper and its public planner (2026). Every fast-link domain searches a low
+threshold that no rank exceeds. The excess of a rank goes, hottest expert first, to replicas on the
+ranks with most room. A fast search probes 1 % above the mean, then twice a little higher, and
+accepts a replica only if it takes a fair share of the excess. If all three probes fail, a slow
+search over all thresholds accepts any replica above a floor. The home keeps at least one row.
 
-The floor is `min_tokens_per_replica`, and as published it acts in the slow search only: the fast
-one makes smaller copies all the same. It is 1 unless set, where the published one is 1024, which
-leaves small microbatches without any copy when the fast search fails. All arithmetic is in
-integers, where the published one finds its bounds in single precision, and homes may be uneven.
-`tolerance` raises the lower end of the search, as `balance_threshold` does there: the 1 % of the
-first probe come on top. `max_replicas` is refused.
+The floor is `min_tokens_per_replica`; as published it affects only the slow search. Its default is
+1, where the published one is 1024, which leaves small microbatches without replicas when the fast
+search fails. `tolerance` raises the lower end of the search, like the published
+`balance_threshold`; the 1 % of the first probe is added to it. Arithmetic is in integers, where the
+published planner uses single precision for its bounds, and homes may be uneven. `max_replicas` is
+refused.
 
-Shapes: G ranks of one domain.
+Shapes: G ranks of one domain, E experts.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from itertools import pairwise
+from functools import partial
 
 import numpy as np
 
 from ultraep.arrays import IntArray
+from ultraep.config import PARTS, BalanceConfig
 from ultraep.policies import Problem, register_policy
-from ultraep.policies.limits import allowed_load, refuse_limits
+from ultraep.policies.places import by_domain, refuse_limits, sum_by_rank
 
 FAST_PROBES = 3
 KEPT_AT_HOME = 1
 
-Copies = list[tuple[int, int, int]]  # expert, host (counted within the domain), quota
+Placed = list[tuple[int, int, int]]  # expert, host, quota
 
 
 @register_policy("quota")
 def quota(problem: Problem) -> IntArray:
     """UltraEP's published planner: threshold search, roomiest rank first."""
-    topology, config = problem.topology, problem.config
-    refuse_limits(config, "max_replicas")
-    copies: Copies = []
-    for begin in range(0, topology.ranks, topology.domain_size):
-        domain = _domain(problem, begin)
-        tokens, ranks = int(domain.rank_loads.sum()), topology.domain_size
-        low = allowed_load(tokens, ranks, config.tolerance_parts)
-        found = search(domain, low, config.min_tokens_per_replica)
-        copies += [(expert, begin + host, served) for expert, host, served in found]
-    return np.array(copies, dtype=np.int64).reshape(-1, 3)
+    refuse_limits(problem.config, "max_replicas")
+    slots = problem.topology.slots
+    return by_domain(problem, partial(plan_domain, slots=slots, config=problem.config))
+
+
+def plan_domain(
+    loads_E: IntArray, homes_E: IntArray, ranks: int, *, slots: int, config: BalanceConfig
+) -> IntArray:
+    """[C, 3] expert, host and quota of every replica of a domain."""
+    experts: list[list[tuple[int, int]]] = [[] for _ in range(ranks)]
+    for expert in np.argsort(-loads_E, kind="stable").tolist():
+        experts[homes_E[expert]].append((expert, int(loads_E[expert])))
+    domain = Domain(sum_by_rank(loads_E, homes_E, ranks), experts, slots)
+    # The mean plus the tolerance, rounded up without floats.
+    low = -(-int(loads_E.sum()) * (PARTS + config.tolerance_parts) // (ranks * PARTS))
+    placed = search(domain, low, config.min_tokens_per_replica)
+    return np.array(placed, dtype=np.int64).reshape(-1, 3)
 
 
 @dataclass(frozen=True, slots=True)
-class DomainRanks:
-    """The ranks of one domain, their home experts heaviest first, and their slots."""
+class Domain:
+    """The ranks of one domain, their home experts (hottest first) and their slots."""
 
     rank_loads: IntArray  # [G]
-    experts: list[list[tuple[int, int]]]  # (expert, its tokens), for every rank
+    experts: list[list[tuple[int, int]]]  # expert and its rows, for every rank
     slots: int
 
 
 @dataclass(slots=True)
 class Probe:
-    """A plan under construction: what each rank can still take, and the copies so far."""
+    """A plan under construction."""
 
-    room: IntArray  # [G] tokens up to the threshold; 0 when no slot is left
+    room: IntArray  # [G] rows up to the threshold; 0 when no slot is left
     free_slots: IntArray  # [G]
-    min_tokens: int  # fewest tokens that a copy is made for
-    fair: bool  # a copy must take its fair share of the need as well
-    copies: Copies = field(default_factory=list)
+    min_rows: int  # of a replica
+    fair: bool  # a replica must take its fair share of the excess, too
+    placed: Placed = field(default_factory=list)
 
-    def give(self, expert: int, need: int, movable: int) -> int:
-        """Make copies of the expert until the need is met; the tokens that found no place."""
-        offered_G = self.room.copy()  # without the ranks that hold this expert
-        while need > 0 and movable > 0:
-            host = int(offered_G.argmax())
-            tokens = min(need, int(offered_G[host]), movable)
-            if tokens < self.least(need, int(np.count_nonzero(offered_G))):
+    def replicate(self, expert: int, excess: int, movable: int) -> int:
+        """Replicate an expert and return the excess that is left."""
+        room_G = self.room.copy()  # without the ranks that hold this expert
+        while excess > 0 and movable > 0:
+            host = int(room_G.argmax())
+            rows = min(excess, int(room_G[host]), movable)
+            share = -(-excess // max(int(np.count_nonzero(room_G)), 1)) if self.fair else 0
+            if rows < max(share, self.min_rows):
                 break
-            self.copies.append((expert, host, tokens))
+            self.placed.append((expert, host, rows))
             self.free_slots[host] -= 1
-            self.room[host] = self.room[host] - tokens if self.free_slots[host] else 0
-            offered_G[host] = 0
-            need -= tokens
-            movable -= tokens
-        return need
-
-    def least(self, need: int, candidates: int) -> int:
-        """Fewest tokens that a copy is made for, with so much need and so many candidates."""
-        share = -(-need // max(candidates, 1)) if self.fair else 0
-        return max(share, self.min_tokens)
+            self.room[host] = self.room[host] - rows if self.free_slots[host] else 0
+            room_G[host] = 0
+            excess -= rows
+            movable -= rows
+        return excess
 
 
-def search(domain: DomainRanks, low: int, min_tokens: int) -> Copies:
-    """The copies at the first threshold that can be met, looked for from `low` upwards."""
+def search(domain: Domain, low: int, min_rows: int) -> Placed:
+    """Return the replicas at the first threshold, from `low` upwards, that can be met."""
     high = max(low, int(domain.rank_loads.max()))
     if domain.slots == 0:
         return []
     threshold = -(-low * 101 // 100)
     for _ in range(FAST_PROBES):
-        copies = probe(domain, min(threshold, high), 1, fair=True)
-        if copies is not None:
-            return copies
+        placed = probe(domain, min(threshold, high), 1, fair=True)
+        if placed is not None:
+            return placed
         threshold += max(1, -(-high // 100))
-    return _search_slowly(domain, low, high, min_tokens)
+    return _search_slowly(domain, low, high, min_rows)
 
 
-def _search_slowly(domain: DomainRanks, low: int, high: int, min_tokens: int) -> Copies:
-    """Narrow the thresholds to a fifth, again and again; `high` itself needs no copies.
+def _search_slowly(domain: Domain, low: int, high: int, min_rows: int) -> Placed:
+    """Narrow the range of thresholds to a fifth, repeatedly. `high` itself needs no replicas.
 
-    With a floor, a higher threshold can fail where a lower one did not: a rank may have too little
-    excess for any copy. So this finds a threshold that can be met, not always the least.
+    With a floor, a higher threshold can fail where a lower one succeeds, because a rank may have
+    too little excess for a replica. So the result is a threshold that can be met, not the lowest.
     """
-    copies = probe(domain, low, min_tokens, fair=False)
-    if copies is not None:
-        return copies
-    best: Copies = []
+    placed = probe(domain, low, min_rows, fair=False)
+    if placed is not None:
+        return placed
+    best: Placed = []
     low += 1
     while low < high:
-        for threshold in _between(low, high):
-            copies = probe(domain, threshold, min_tokens, fair=False)
-            if copies is not None:
-                best, high = copies, threshold
+        thresholds = [low + (high - low) * fifth // 5 for fifth in (1, 2, 3, 4)]
+        if high - low <= 4:
+            thresholds = list(range(low, high))
+        for threshold in thresholds:
+            placed = probe(domain, threshold, min_rows, fair=False)
+            if placed is not None:
+                best, high = placed, threshold
                 break
             low = threshold + 1
     return best
 
 
-def _between(low: int, high: int) -> list[int]:
-    """Up to four thresholds that cut `low..high` into fifths; `high` is known already."""
-    if high - low <= 4:
-        return list(range(low, high))
-    return [low + (high - low) * fifth // 5 for fifth in (1, 2, 3, 4)]
-
-
-def probe(domain: DomainRanks, threshold: int, min_tokens: int, *, fair: bool) -> Copies | None:
-    """The copies that bring every rank down to the threshold; None if the greedy finds none."""
+def probe(domain: Domain, threshold: int, min_rows: int, *, fair: bool) -> Placed | None:
+    """Return replicas that bring every rank down to the threshold; None if the greedy fails."""
     room_G = np.maximum(threshold - domain.rank_loads, 0)
-    free_slots_G = np.full(len(room_G), domain.slots)
-    attempt = Probe(room_G, free_slots_G, min_tokens, fair)
+    attempt = Probe(room_G, np.full(len(room_G), domain.slots), min_rows, fair)
     for source in np.argsort(-domain.rank_loads, kind="stable").tolist():
-        need = int(domain.rank_loads[source]) - threshold
-        for expert, tokens in domain.experts[source]:
-            if need <= 0:
+        excess = int(domain.rank_loads[source]) - threshold
+        for expert, rows in domain.experts[source]:
+            if excess <= 0:
                 break
-            need = attempt.give(expert, need, tokens - KEPT_AT_HOME)
-        if need > 0:
+            excess = attempt.replicate(expert, excess, rows - KEPT_AT_HOME)
+        if excess > 0:
             return None
-    return attempt.copies
-
-
-def _domain(problem: Problem, begin: int) -> DomainRanks:
-    topology, loads = problem.topology, problem.expert_loads.tolist()
-    end = begin + topology.domain_size
-    first = topology.first_of_rank[begin : end + 1].tolist()
-    by_rank = topology.experts_by_rank.tolist()
-    experts = []
-    for start, stop in pairwise(first):
-        homes = sorted(by_rank[start:stop], key=lambda expert: -loads[expert])
-        experts.append([(expert, loads[expert]) for expert in homes])
-    rank_loads = [sum(tokens for _, tokens in homes) for homes in experts]
-    return DomainRanks(np.array(rank_loads, dtype=np.int64), experts, topology.slots)
+    return attempt.placed

@@ -1,12 +1,12 @@
-"""Loads from files: one matrix `[source rank, expert]`, or a sequence; and recorded routing.
+"""Loads from files: one matrix `[source rank, expert]` or a sequence, and recorded routing.
 
-.npy   an integer array, two- or three-dimensional
-.npz   any number of such arrays, in the order of the file
+.npy   an integer array with two or three dimensions
+.npz   any number of these arrays, in file order
 .csv   one line per source rank, one column per expert; empty lines between matrices
 .json  nested lists, or an object whose "loads" are nested lists
 
-Recorded routing is an .npz file with expert ids `[token, layer, choice]` in arrays `*_ids`; runs of
-consecutive tokens become microbatches.
+Recorded routing is an .npz file with expert ids `[token, layer, choice]` in arrays `*_ids`. Windows
+of consecutive tokens become microbatches.
 
 Shapes: T tokens, H layers, K experts per token, S microbatches, R ranks, E experts.
 """
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,41 +34,40 @@ from ultraep.files.reading import (
 )
 from ultraep.loads import MAX_TOTAL, as_integers
 
-IDS = "_ids"  # ending of the names of arrays with expert ids
-MOST_NUMBERS = 1 << 25  # of loads or ids in a file: 256 MiB as int64
+IDS = "_ids"  # suffix of arrays with expert ids
+FORMATS = (".npy", ".npz", ".csv", ".json")
+MOST_NUMBERS = 1 << 25  # loads or ids in a file: 256 MiB as int64
 MOST_BYTES = 1 << 28
-MOST_LINES = 1 << 20  # of a .csv file; a line takes more memory than its text
+MOST_LINES = 1 << 20  # of a .csv file, whose lines take more memory than their text
 
 
 def read_loads(path: str | Path) -> IntArray:
-    """[S, R, E] all load matrices of the file, in order."""
+    """[S, R, E] all load matrices of a file, in order."""
     path = Path(path)
     if not os.path.exists(path):
         raise FileError(f"{path}: no such file")
-    read = READERS.get(path.suffix.lower())
-    if read is None:
+    if path.suffix.lower() not in FORMATS:
         raise FileError(
-            f"{path}: unknown format {path.suffix or '(none)'!r}; known are {', '.join(READERS)}"
+            f"{path}: unknown format {path.suffix or '(none)'!r}; known are {', '.join(FORMATS)}"
         )
     try:
-        arrays = [_as_sequence(values) for values in read(path)]
-        check_count(arrays)
-        matrices = [array.astype(np.int64, copy=False) for array in arrays]
+        arrays = [_as_sequence(values) for values in _read(path)]
+        _check_count(arrays)
     except LoadError as error:
         raise FileError(f"{path}: {error}") from None
-    shapes = sorted({matrix.shape[1:] for matrix in matrices})
+    shapes = sorted({array.shape[1:] for array in arrays})
+    if not shapes:
+        raise FileError(f"{path}: holds no loads")
     if len(shapes) > 1:
         raise FileError(f"{path}: matrices of different shapes, {shapes[0]} and {shapes[1]}")
-    if not matrices or not sum(len(matrix) for matrix in matrices):
-        raise FileError(f"{path}: holds no loads")
-    return np.concatenate(matrices)
+    return np.concatenate([array.astype(np.int64, copy=False) for array in arrays])
 
 
 def _as_sequence(values: Any) -> IntArray:
     array = as_integers(values, "loads")
     if array.ndim not in (2, 3):
         raise LoadError(
-            f"want [source rank, expert] or a sequence of such, got shape {list(array.shape)}"
+            f"need [source rank, expert] or a sequence of matrices, got shape {list(array.shape)}"
         )
     if array.dtype == np.uint64 and array.size and array.max() > np.iinfo(np.int64).max:
         raise LoadError(f"a load of {array.max()} is too large to count")
@@ -77,24 +76,33 @@ def _as_sequence(values: Any) -> IntArray:
     return array.reshape(-1, *array.shape[-2:])
 
 
-def _read_npy(path: Path) -> Iterator[Any]:
-    yield read_array(path, most=MOST_BYTES)
+def _read(path: Path) -> Iterator[Any]:
+    """Yield the arrays of a file."""
+    suffix = path.suffix.lower()
+    if suffix == ".npy":
+        yield read_array(path, most=MOST_BYTES)
+    elif suffix == ".npz":
+        yield from _read_npz(path)
+    elif suffix == ".csv":
+        yield from _read_csv(path)
+    else:
+        yield _read_json(path)
 
 
 def _read_npz(path: Path) -> Iterator[Any]:
     arrays = read_arrays(path, most=MOST_BYTES)
     if "header" in arrays:
-        raise LoadError("a trace, not loads: ultraep.read_trace reads it")
+        raise LoadError("a trace, not loads; read it with ultraep.read_trace")
     ids = next((name for name in arrays if name.endswith(IDS)), None)
     if ids is not None:
         raise LoadError(
-            f"recorded routing, not loads: {ids} holds expert ids; ultraep.workload.read_routing "
-            "reads them, loads_of_windows counts them"
+            f"recorded routing, not loads: {ids} holds expert ids; read them with "
+            "ultraep.workload.read_routing and count them with loads_of_windows"
         )
     yield from arrays.values()
 
 
-def _read_csv(path: Path) -> Iterator[Any]:
+def _read_csv(path: Path) -> Iterator[list[list[int]]]:
     rows: list[list[int]] = []
     text = read_text(path)
     if max(text.count("\n"), text.count("\r")) > MOST_LINES:
@@ -119,72 +127,60 @@ def _parse_row(line: str, number: int, rows: list[list[int]]) -> list[int]:
     return row
 
 
-def _read_json(path: Path) -> Iterator[Any]:
+def _read_json(path: Path) -> IntArray:
     text = read_text(path)
     with reading(path):
         content = json.loads(text)
     if isinstance(content, dict):
         if "loads" not in content:
-            raise LoadError(f"an object needs the key 'loads', found {sorted(content)}")
+            raise LoadError(f"an object needs the key 'loads', got {sorted(content)}")
         content = content["loads"]
-    yield _integers(content)
-
-
-def _integers(nested: Any) -> IntArray:
-    """Return nested lists as an array; of a long string NumPy would make an array of such ones."""
+    # An array of objects: NumPy would turn a long string into an array of long strings.
     try:
-        array = np.asarray(nested, dtype=object)
+        array = np.asarray(content, dtype=object)
     except ValueError as error:  # nested too deeply
         raise LoadError(f"loads must be a rectangular array: {error}") from None
-    others = sorted(kind.__name__ for kind in set(map(type, array.flat)) - {int})
-    if "list" in others:
+    types = sorted(item.__name__ for item in set(map(type, array.flat)) - {int})
+    if "list" in types:
         raise LoadError("loads must be a rectangular array, got lists of different lengths")
-    if others:
-        raise LoadError(f"loads must be integers, got {', '.join(others)}")
+    if types:
+        raise LoadError(f"loads must be integers, got {', '.join(types)}")
     try:
         return array.astype(np.int64)
     except OverflowError:
         raise LoadError("a load is too large to count") from None
 
 
-READERS: dict[str, Callable[[Path], Iterator[Any]]] = {
-    ".npy": _read_npy,
-    ".npz": _read_npz,
-    ".csv": _read_csv,
-    ".json": _read_json,
-}
+def _check_count(arrays: Sequence[NDArray[Any]]) -> None:
+    """Raise `LoadError` if a file has more numbers than may be read."""
+    count = sum(array.size for array in arrays)
+    if count > MOST_NUMBERS:
+        raise LoadError(f"holds {count:,} numbers, but at most {MOST_NUMBERS:,} are read: split it")
 
 
 # -- recorded routing ----------------------------------------------------------------------------
 
 
 def holds_routing(path: str | Path) -> bool:
-    """Whether `read_routing` is the one to read it: an .npz file with arrays `*_ids`."""
+    """Return whether a file holds recorded routing: an .npz file with arrays `*_ids`."""
     return any(name.endswith(IDS) for name in names_of_arrays(path))
 
 
 def read_routing(path: str | Path) -> list[IntArray]:
-    """Expert ids `[T, H, K]` of every recorded text: the arrays `*_ids` of an .npz file."""
-    wanted = [name for name in names_of_arrays(path) if name.endswith(IDS)]
-    arrays = list(read_arrays(path, wanted, most=MOST_BYTES).values())
+    """Return expert ids `[T, H, K]` of every recorded text: the arrays `*_ids` of an .npz file."""
+    names = [name for name in names_of_arrays(path) if name.endswith(IDS)]
+    arrays = list(read_arrays(path, names, most=MOST_BYTES).values())
     if not arrays or any(ids.ndim != 3 or 0 in ids.shape for ids in arrays):
         raise FileError(f"{path}: routing needs arrays *_ids of shape [tokens, layers, top_k]")
     try:
-        check_count(arrays)
+        _check_count(arrays)
         return [as_integers(ids, "ids").astype(np.int64, copy=False) for ids in arrays]
     except LoadError as error:
         raise FileError(f"{path}: {error}") from None
 
 
-def check_count(arrays: Sequence[NDArray[Any]]) -> None:
-    """Refuse more numbers than fit into the memory that reading a file may take."""
-    count = sum(array.size for array in arrays)
-    if count > MOST_NUMBERS:
-        raise LoadError(f"holds {count:,} numbers, but at most {MOST_NUMBERS:,} are read: split it")
-
-
 def loads_of_windows(ids: IntArray, *, ranks: int, experts: int, tokens: int) -> IntArray:
-    """[S, H, R, E] loads of every full run of `tokens` tokens, shared out evenly over the ranks.
+    """[S, H, R, E] loads of every full window of `tokens` tokens, divided evenly over the ranks.
 
     Four tokens with one expert each, as one microbatch of two ranks:
 

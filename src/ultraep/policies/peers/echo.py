@@ -1,24 +1,23 @@
-"""ECHO: what overflows is matched to what has room, largest first, into spare slots.
+"""ECHO: rows above the mean go to ranks below it, largest first, into spare slots.
 
-Source: NVIDIA's ECHO (a research prototype for Megatron-LM, 2025): hot experts are cloned into
-spare slots in every forward pass, from the exact load. The mean is rounded down; what a rank has
-above it spills, from its hottest experts first (of equally hot ones the last).
+Source: NVIDIA's ECHO (a research prototype for Megatron-LM, 2025): in every forward pass hot
+experts are replicated into spare slots by the exact load. The mean is rounded down. A rank spills
+its excess from its hottest experts first (the last of equally hot ones).
 
-Two algorithms, as in the original. With one slot, bin packing, its default: experts queue on eight
-shelves by what they spill; the roomiest rank takes from the first shelf that is not empty, and
-what is left of the expert queues again. With more slots, one shot: spills and rooms are laid on two
-lines, largest first, and copied where they overlap; a rank that overlaps more experts than it has
-slots keeps the largest overlaps, and the rest stays at home.
+There are two algorithms, as in the original. One slot: bin packing, its default. Experts queue on
+eight shelves by their spill. The emptiest rank takes from the first shelf that is not empty, and
+the rest of the expert queues again. More slots: one shot. Spills and free room are laid on two
+lines, largest first, and replicated where they overlap. A rank with more overlaps than slots keeps
+the largest, and the rest stays at home.
 
-`tolerance` is the threshold of the one shot: a budget of every home rank, which keeps its smallest
-copies at home as long as it stays below `1 + tolerance` times the mean; but if any rank is above
-that with all copies made, none is dropped anywhere. It is compared in single precision, as there.
-Bin packing knows no threshold: `tolerance` changes nothing with one slot. Ours adds three things:
-every domain is planned for itself; homes may be uneven; and below a mean of 7, where the original
-divides by zero, shelves are one token apart. `min_tokens_per_replica` and `max_replicas` are
-refused.
+`tolerance` is the threshold of the one shot, a budget per home rank, compared in single precision
+as in the original: a home keeps its smallest replicas while it stays below `1 + tolerance` times
+the mean. If any rank is above that with all replicas made, all replicas are made. Bin packing
+ignores `tolerance`. Three things are added: every domain is planned on its own, homes may be
+uneven, and below a mean of 7, where the original divides by zero, shelves are one row apart.
+`min_tokens_per_replica` and `max_replicas` are refused.
 
-Shapes: G ranks of one domain, E experts, H ranks with room, P overlaps, C copies.
+Shapes: G ranks of one domain, E experts, H ranks with room, P overlaps, C replicas.
 """
 
 from __future__ import annotations
@@ -31,16 +30,14 @@ from numpy.typing import NDArray
 
 from ultraep.arrays import IntArray
 from ultraep.policies import Problem, register_policy
-from ultraep.policies.limits import by_domain, refuse_limits
+from ultraep.policies.places import by_domain, refuse_limits, sum_by_rank
 
-BoolArray = NDArray[np.bool_]
-
-SHELVES = 8  # the first for what fills a whole rank
+SHELVES = 8  # the first one is for spills that fill a whole rank
 
 
 @register_policy("echo")
 def echo(problem: Problem) -> IntArray:
-    """NVIDIA ECHO: overflow matched to room, by bin packing or in one pass over two lines."""
+    """NVIDIA ECHO: spills matched to free room, by bin packing or in one pass over two lines."""
     refuse_limits(problem.config, "min_tokens_per_replica", "max_replicas")
     slots = problem.topology.slots
     if slots == 1:
@@ -49,53 +46,52 @@ def echo(problem: Problem) -> IntArray:
 
 
 def bin_packing(loads_E: IntArray, homes_E: IntArray, ranks: int) -> IntArray:
-    """[C, 3] expert, host and quota: one copy at most on every rank."""
+    """[C, 3] expert, host and quota: at most one replica on every rank."""
     mean, spill_E, room_G = _spill_and_room(loads_E, homes_E, ranks)
     shelves: list[deque[tuple[int, int]]] = [deque() for _ in range(SHELVES)]
     for expert in _largest_first(spill_E):
         shelves[_shelf(int(spill_E[expert]), mean)].append((expert, int(spill_E[expert])))
-    copies = []
+    placed = []
     for host in _largest_first(room_G):
         shelf = next((shelf for shelf in shelves if shelf), None)
         if shelf is None:
             break
         expert, left = shelf.popleft()
         quota = min(left, int(room_G[host]))
-        copies.append((expert, host, quota))
+        placed.append((expert, host, quota))
         if left > quota:
             shelves[_shelf(left - quota, mean)].append((expert, left - quota))
-    return np.array(copies, dtype=np.int64).reshape(-1, 3)
+    return np.array(placed, dtype=np.int64).reshape(-1, 3)
 
 
 def one_shot(
     loads_E: IntArray, homes_E: IntArray, ranks: int, *, slots: int, threshold: float = 0.0
 ) -> IntArray:
-    """[C, 3] expert, host and quota of the overlaps that find a slot and are worth it."""
+    """[C, 3] expert, host and quota of the overlaps that find a slot and exceed the budget."""
     mean, spill_E, room_G = _spill_and_room(loads_E, homes_E, ranks)
     placed_C3 = _largest_of_host(_match(spill_E, room_G), slots)
     if threshold <= 0:
         return placed_C3
-    kept_G = np.zeros(ranks, dtype=np.int64)
-    np.add.at(kept_G, homes_E, loads_E)
+    kept_G = sum_by_rank(loads_E, homes_E, ranks)
     home_C = homes_E[placed_C3[:, 0]]
     np.subtract.at(kept_G, home_C, placed_C3[:, 2])
     allowed = np.float32(mean) + np.float32(threshold) * np.float32(mean)
     budget_G = allowed - kept_G.astype(np.float32)
     if (budget_G < 0).any():
         return placed_C3
-    return placed_C3[~_affordable(placed_C3[:, 2], home_C, budget_G)]
+    return placed_C3[~_within_budget(placed_C3[:, 2], home_C, budget_G)]
 
 
 def _spill_and_room(
     loads_E: IntArray, homes_E: IntArray, ranks: int
 ) -> tuple[int, IntArray, IntArray]:
-    """The mean, [E] tokens that shall leave each expert, and [G] tokens that a rank can take.
+    """Return the mean, [E] rows that leave each expert, and [G] rows that a rank can take.
 
     >>> _spill_and_room(np.array([5, 9, 4]), np.array([0, 0, 1]), 2)
     (9, array([0, 5, 0]), array([0, 5]))
     """
     mean = int(loads_E.sum()) // ranks
-    order_E = np.lexsort((loads_E, homes_E))  # by rank; within a rank the coldest first
+    order_E = np.lexsort((loads_E, homes_E))  # by rank, then coldest first
     sorted_E = loads_E[order_E]
     through_E = np.cumsum(sorted_E)
     before_E = np.concatenate([np.zeros(1, np.int64), through_E])
@@ -107,20 +103,20 @@ def _spill_and_room(
     return mean, spill_E, np.maximum(mean - load_G, 0)
 
 
-def _shelf(tokens: int, mean: int) -> int:
-    """Where what is left of an expert queues.
+def _shelf(spill: int, mean: int) -> int:
+    """Return the shelf for a spill.
 
-    >>> [_shelf(tokens, mean=70) for tokens in (75, 70, 69, 60, 11, 10, 1)]
+    >>> [_shelf(spill, mean=70) for spill in (75, 70, 69, 60, 11, 10, 1)]
     [0, 0, 1, 2, 6, 7, 7]
     """
-    if tokens >= mean:
+    if spill >= mean:
         return 0
     width = max(mean // (SHELVES - 1), 1)
-    return min(SHELVES - 1, (mean - tokens) // width + 1)
+    return min(SHELVES - 1, (mean - spill) // width + 1)
 
 
 def _match(spill_E: IntArray, room_G: IntArray) -> IntArray:
-    """[P, 3] expert, rank and tokens of every overlap of the two lines, both largest first.
+    """[P, 3] expert, rank and rows of every overlap of the two lines, both largest first.
 
     >>> _match(np.array([3, 0, 4]), np.array([0, 6, 1]))
     array([[2, 1, 4],
@@ -137,15 +133,15 @@ def _match(spill_E: IntArray, room_G: IntArray) -> IntArray:
     return np.column_stack([expert_P, rank_P, cuts - begin_P])
 
 
-def _largest_first(tokens: IntArray) -> list[int]:
-    """Indices of the positive numbers."""
-    order = np.argsort(-tokens, kind="stable")
-    found: list[int] = order[tokens[order] > 0].tolist()
-    return found
+def _largest_first(rows: IntArray) -> list[int]:
+    """Return the indices of the positive numbers, largest first."""
+    order = np.argsort(-rows, kind="stable")
+    indices: list[int] = order[rows[order] > 0].tolist()
+    return indices
 
 
 def _largest_of_host(overlaps_P3: IntArray, slots: int) -> IntArray:
-    """The overlaps that the slots of every rank can hold: the largest, then the first."""
+    """Return the overlaps that the slots of every rank can hold: the largest, then the first."""
     _, host_P, quota_P = overlaps_P3.T
     order_P = np.lexsort((-quota_P, host_P))
     host_P = host_P[order_P]
@@ -154,8 +150,10 @@ def _largest_of_host(overlaps_P3: IntArray, slots: int) -> IntArray:
     return kept_P3
 
 
-def _affordable(quota_C: IntArray, home_C: IntArray, budget_G: NDArray[np.float32]) -> BoolArray:
-    """[C] copies that stay at home: every home's smallest, as many as its budget allows."""
+def _within_budget(
+    quota_C: IntArray, home_C: IntArray, budget_G: NDArray[np.float32]
+) -> NDArray[np.bool_]:
+    """[C] whether a replica stays at home: every home's smallest, up to its budget."""
     order_C = np.lexsort((quota_C, home_C))
     home_C = home_C[order_C]
     through_C = np.cumsum(quota_C[order_C])

@@ -1,21 +1,17 @@
-"""EPLB: experts placed by their past load, and the current load split equally.
+"""EPLB: experts placed by past load; the current load is split equally.
 
-Source: DeepSeek's EPLB (2025), its flat variant. From the loads of a past window, the next copy
-goes, again and again, to the expert with the largest load per instance. Then the instances are
-packed, heaviest first, each on the lightest rank with a free place; two instances of one expert
-may meet on a rank, which then has two shares. Between two such placements nothing adapts: every
-instance of an expert gets the same share of its tokens. Shares of past loads are in single
-precision, as in the original, and equal ones are taken in order of their index.
+Source: DeepSeek's EPLB (2025), its flat variant. By the loads of a past window, the next replica
+always goes to the expert with the largest load per instance. Then the instances are packed,
+heaviest first, each on the lightest rank with a free place. Two instances of one expert may be on
+one rank, which then serves two shares. Until the next placement every instance of an expert serves
+the same share of its rows. Past loads are in single precision, as in the original.
 
-A rank has places for as many instances as it has home experts and spare slots; homes move freely.
-Slots and domains are therefore not kept.
-
-Ours adds three things: shares are whole tokens, so an instance may serve one more than another;
-homes may be uneven; and without any past load (all zeros) the experts stay at home. The variant for
-nodes is not here. `tolerance` changes nothing, there is nothing to stop early.
+A rank has one place per home expert and per spare slot. Homes move freely, so slots and domains are
+not respected. Three things differ: shares are whole rows, homes may be uneven, and without past
+load the experts stay at home. The variant for nodes is left out. `tolerance` has no effect.
 `min_tokens_per_replica` and `max_replicas` are refused.
 
-Shapes: S microbatches, R ranks, E experts, C copies.
+Shapes: S microbatches, R ranks, E experts, C replicas.
 """
 
 from __future__ import annotations
@@ -45,8 +41,8 @@ def place_by_past(history_E: IntArray, topology: Topology) -> IntArray:
     past_E = history_E.astype(np.float32)
     places_R = topology.homes_per_rank + topology.slots
     places = int(places_R.sum())
-    copied = copied_items(past_E, places - topology.experts, most=places)
-    expert_N = np.concatenate([np.arange(topology.experts), copied])
+    replicated = copied_items(past_E, places - topology.experts, most=places)
+    expert_N = np.concatenate([np.arange(topology.experts), replicated])
     share_E = past_E / np.bincount(expert_N).astype(np.float32)
     np.add.at(instances_ER, (expert_N, pack(share_E[expert_N], places_R)), 1)
     return instances_ER

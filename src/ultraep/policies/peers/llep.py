@@ -1,31 +1,28 @@
-"""LLEP: what does not fit at home spills, heaviest expert first, to the least loaded rank.
+"""LLEP: rows that do not fit at home go to the least loaded rank, heaviest expert first.
 
 Source: least-loaded expert parallelism (LLEP, Salesforce, 2026). On the exact load of every batch,
-the heaviest expert first: its home takes what fits under alpha times the mean, the rest goes, with
-a copy of the weights, to the ranks with the least load. A piece below a floor is not given to a
-rank unless it is all that is left; what finds no rank goes to the least loaded one, above the cap.
-There are no spare slots: a rank holds as many copies as it is given.
+heaviest expert first, the home takes what fits under alpha times the mean. The rest goes, with a
+replica of the weights, to the ranks with the least load. A rank takes no piece below a floor unless
+it is the last piece. Rows that find no rank go to the least loaded one, above the cap. The load of
+a rank includes its home experts that are still to be placed. There are no spare slots.
 
-Load is one number per rank: it starts as that of the home experts and changes when tokens spill.
-alpha is `1 + tolerance` and the floor `min_tokens_per_replica`: the original's own settings are
-0.1 and 1024, and the cap is alpha times the mean cut to a whole number in double precision, as
-there. Since the last piece of an expert may be of any size, the floor is none for every copy. Ours
-leaves out the switch that keeps plain expert parallelism below a given imbalance, off unless set
-in the original. `max_replicas` is refused. Copies ignore slots and domains.
+alpha is `1 + tolerance` and the floor `min_tokens_per_replica`; the defaults of the original are
+0.1 and 1024. The cap is cut to an integer in double precision, as in the original. The switch for
+plain expert parallelism below some imbalance, off by default in the original, is left out.
+`max_replicas` is refused. Slots and domains are ignored.
 
-Shapes: R ranks, E experts, C copies.
+Shapes: R ranks, E experts, C replicas.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
 
 import numpy as np
 
 from ultraep.arrays import IntArray
 from ultraep.policies import Problem, register_policy
-from ultraep.policies.limits import refuse_limits
+from ultraep.policies.places import refuse_limits, sum_by_rank
 
 
 @register_policy("llep", within_limits=False)
@@ -48,58 +45,32 @@ def spill_over(
     """[C, 3] expert, host and quota of every piece that leaves its home."""
     total = int(loads_E.sum())
     cap = max(1, int(alpha * (total // ranks))) if total >= ranks else total
-    load_R = np.zeros(ranks, dtype=np.int64)
-    np.add.at(load_R, homes_E, loads_E)
-    spread = _Spread(load_R, cap, floor, Counter())
+    load_R = sum_by_rank(loads_E, homes_E, ranks)  # placed, or still pending at home
+    quotas: Counter[tuple[int, int]] = Counter()  # by expert and host
     for expert in np.argsort(-loads_E, kind="stable").tolist():
-        if loads_E[expert]:
-            spread.serve(expert, int(homes_E[expert]), int(loads_E[expert]))
-    copies = [(*pair, quota) for pair, quota in sorted(spread.quotas.items())]
-    return np.array(copies, dtype=np.int64).reshape(-1, 3)
-
-
-@dataclass(frozen=True, slots=True)
-class _Spread:
-    """A plan under construction."""
-
-    loads: IntArray  # [R] assigned, or still pending at home
-    cap: int
-    floor: int
-    quotas: Counter[tuple[int, int]]  # tokens by expert and host
-
-    def serve(self, expert: int, home: int, tokens: int) -> None:
-        """Home takes what fits, the others take the rest."""
-        self.loads[home] -= tokens
-        stay = min(max(self.cap - int(self.loads[home]), 0), tokens)
-        self.loads[home] += stay
-        if tokens > stay:
-            self.spill(expert, home, tokens - stay, anew=stay > 0)
-
-    def spill(self, expert: int, home: int, rest: int, *, anew: bool) -> None:
-        """Pieces to the least loaded, who are looked for anew after every piece, or only once."""
-        hosts, turn = self.others(home), 0
-        while rest and turn < len(hosts):
-            piece = self.piece(hosts[turn], rest)
-            turn += 1
-            if piece:
-                self.give(expert, hosts[turn - 1], piece)
+        home, rest = int(homes_E[expert]), int(loads_E[expert])
+        load_R[home] -= rest
+        at_home = min(max(cap - int(load_R[home]), 0), rest)
+        load_R[home] += at_home
+        rest -= at_home
+        hosts, index = _least_loaded(load_R, home), 0
+        while rest:
+            last = index == len(hosts)  # no rank may take the rest: the first takes it anyway
+            host = hosts[0 if last else index]
+            piece = rest if last else min(rest, cap - int(load_R[host]))
+            index += 1
+            if piece == rest or piece >= max(floor, 1):
+                load_R[host] += piece
+                quotas[expert, host] += piece
                 rest -= piece
-                if anew:
-                    hosts, turn = self.others(home), 0
-        if rest:
-            self.give(expert, hosts[0], rest)
+                if at_home:  # sort the hosts again after every piece
+                    hosts, index = _least_loaded(load_R, home), 0
+    placed = [(*pair, quota) for pair, quota in sorted(quotas.items())]
+    return np.array(placed, dtype=np.int64).reshape(-1, 3)
 
-    def others(self, home: int) -> list[int]:
-        """The other ranks, the least loaded first."""
-        order: list[int] = np.argsort(self.loads, kind="stable").tolist()
-        order.remove(home)
-        return order
 
-    def piece(self, host: int, rest: int) -> int:
-        """Tokens that the host takes: up to the cap, and not below the floor unless it is all."""
-        piece = min(rest, self.cap - int(self.loads[host]))
-        return piece if piece == rest or piece >= max(self.floor, 1) else 0
-
-    def give(self, expert: int, host: int, tokens: int) -> None:
-        self.loads[host] += tokens
-        self.quotas[expert, host] += tokens
+def _least_loaded(load_R: IntArray, home: int) -> list[int]:
+    """Return the ranks other than `home`, the least loaded first."""
+    ranks: list[int] = np.argsort(load_R, kind="stable").tolist()
+    ranks.remove(home)
+    return ranks

@@ -1,18 +1,17 @@
-"""MoonEP: every rank serves exactly the mean, and gets its copies from one other rank.
+"""MoonEP: every rank serves exactly the mean and gets its replicas from one other rank.
 
-Source: MoonEP (2026). On the exact load, again and again, the rank that lacks most is filled up by
-the rank that has most above the mean, also where that rank then lacks some itself: it is filled
-later. Each rank is filled once, so all its copies come from one home rank, and there are at most
-as many as that rank has experts. What a rank gives away is taken from its experts with most tokens
-left, for the host with most to get.
+Source: MoonEP (2026). On the exact load, the rank with the largest deficit is repeatedly filled by
+the rank with the largest excess, even if the donor then has a deficit, which is filled later. Each
+rank is filled once, so all its replicas come from one home rank. The donor gives rows of its
+fullest experts first, to the host that needs most.
 
-The original has a spare slot for every home expert of a rank, and as many tokens as ranks times
-their capacity. Here the ranks with most at home serve one token more where the tokens do not
-divide evenly, and slots are not looked at: its plans are compared, not run. With fewer slots
-the original reads weights from other ranks instead, which is not here. Every domain is balanced for
-itself. `tolerance` changes nothing. `min_tokens_per_replica` and `max_replicas` are refused.
+The original has a spare slot for every home expert, and divisible loads. Here the busiest ranks
+serve one row more if the rows do not divide evenly, and slots are ignored, so plans are for
+comparison only. With fewer slots the original reads weights from other ranks, which is left out.
+Every domain is planned on its own. `tolerance` has no effect. `min_tokens_per_replica` and
+`max_replicas` are refused.
 
-Shapes: G ranks of one domain, E experts, C copies.
+Shapes: G ranks of one domain, E experts, C replicas.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ import numpy as np
 
 from ultraep.arrays import IntArray
 from ultraep.policies import Problem, register_policy
-from ultraep.policies.limits import by_domain, refuse_limits
+from ultraep.policies.places import by_domain, refuse_limits, sum_by_rank
 
 
 @register_policy("moonep", within_limits=False)
@@ -32,43 +31,41 @@ def moonep(problem: Problem) -> IntArray:
 
 
 def fill_up(loads_E: IntArray, homes_E: IntArray, ranks: int) -> IntArray:
-    """[C, 3] expert, host and quota of every copy."""
-    wanted_GG = _wanted(loads_E, homes_E, ranks)
-    copies: list[tuple[int, int, int]] = []
-    for donor in np.flatnonzero(wanted_GG.any(axis=1)).tolist():
+    """[C, 3] expert, host and quota of every replica."""
+    moved_GG = _moved(sum_by_rank(loads_E, homes_E, ranks))
+    placed: list[tuple[int, int, int]] = []
+    for donor in np.flatnonzero(moved_GG.any(axis=1)).tolist():
         own = np.flatnonzero(homes_E == donor)
-        copies += _cut(own, loads_E[own], wanted_GG[donor])
-    return np.array(copies, dtype=np.int64).reshape(-1, 3)
+        placed += _cut(own, loads_E[own], moved_GG[donor])
+    return np.array(placed, dtype=np.int64).reshape(-1, 3)
 
 
-def _wanted(loads_E: IntArray, homes_E: IntArray, ranks: int) -> IntArray:
-    """[G, G] tokens that every rank gives to every other."""
-    above_G = np.zeros(ranks, dtype=np.int64)
-    np.add.at(above_G, homes_E, loads_E)
-    share, remainder = divmod(int(loads_E.sum()), ranks)
-    above_G[np.argsort(-above_G, kind="stable")[:remainder]] -= 1
-    above_G -= share
-    wanted_GG = np.zeros((ranks, ranks), dtype=np.int64)
-    while above_G.any():
-        donor, host = above_G.argmax(), above_G.argmin()
-        wanted_GG[donor, host] = -above_G[host]
-        above_G[donor] += above_G[host]
-        above_G[host] = 0
-    return wanted_GG
+def _moved(load_G: IntArray) -> IntArray:
+    """[G, G] rows that every rank gives to every other."""
+    share, remainder = divmod(int(load_G.sum()), len(load_G))
+    excess_G = load_G - share
+    excess_G[np.argsort(-load_G, kind="stable")[:remainder]] -= 1
+    moved_GG = np.zeros((len(load_G), len(load_G)), dtype=np.int64)
+    while excess_G.any():
+        donor, host = excess_G.argmax(), excess_G.argmin()
+        moved_GG[donor, host] = -excess_G[host]
+        excess_G[donor] += excess_G[host]
+        excess_G[host] = 0
+    return moved_GG
 
 
-def _cut(expert_E: IntArray, left_E: IntArray, wanted_G: IntArray) -> list[tuple[int, int, int]]:
-    """Copies of one rank's experts: the host with most to get from the expert with most left.
+def _cut(expert_E: IntArray, left_E: IntArray, needed_G: IntArray) -> list[tuple[int, int, int]]:
+    """Return the replicas of one rank: the fullest expert serves the host that needs most.
 
     >>> _cut(np.array([6, 7]), np.array([9, 5]), np.array([0, 10, 3]))
     [(6, 1, 9), (7, 2, 3), (7, 1, 1)]
     """
-    left_E, wanted_G = left_E.copy(), wanted_G.copy()
-    copies = []
-    while wanted_G.any():
-        place, host = int(left_E.argmax()), int(wanted_G.argmax())
-        tokens = int(min(left_E[place], wanted_G[host]))
-        copies.append((int(expert_E[place]), host, tokens))
-        left_E[place] -= tokens
-        wanted_G[host] -= tokens
-    return copies
+    left_E, needed_G = left_E.copy(), needed_G.copy()
+    placed = []
+    while needed_G.any():
+        index, host = int(left_E.argmax()), int(needed_G.argmax())
+        rows = int(min(left_E[index], needed_G[host]))
+        placed.append((int(expert_E[index]), host, rows))
+        left_E[index] -= rows
+        needed_G[host] -= rows
+    return placed

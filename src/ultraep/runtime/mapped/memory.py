@@ -74,7 +74,9 @@ class MappedMemory:
         self._slot_tensors: dict[tuple[Layout, int], dict[str, torch.Tensor]] = {}
         self._read: set[str] = set()  # since the last barrier
 
-    def share_loads(self, loads_E: torch.Tensor, digest: int, weights: WeightVersion) -> torch.Tensor:
+    def share_loads(
+        self, loads_E: torch.Tensor, digest: int, weights: WeightVersion
+    ) -> torch.Tensor:
         """Return [R, E] the loads of all ranks, whose digests must be equal.
 
         weights: the promise of this rank about its weights, and where to store all promises.

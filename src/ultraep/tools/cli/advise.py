@@ -17,9 +17,15 @@ from ultraep.tools.cli import scenario as scenarios
 from ultraep.tools.cli.options import ScenarioOptions, with_options
 from ultraep.tools.cli.progress import progress
 from ultraep.tools.cli.terminal import Grid, count, make_console, make_grid
-from ultraep.tools.sim.advise import CLEAR_GAIN, DOES_NOT_PAY, TOLERANCES, Advice
+from ultraep.tools.sim.advise import (
+    CLEAR_GAIN,
+    DOES_NOT_PAY,
+    PROBE_TOKENS,
+    TOLERANCES,
+    Advice,
+    BreakEven,
+)
 from ultraep.tools.sim.advise import advise as ask
-from ultraep.tools.sim.gain import PROBE_TOKENS, BreakEven
 from ultraep.tools.sim.scenario import Scenario
 from ultraep.tools.sim.serving import Serving
 

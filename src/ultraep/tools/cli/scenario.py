@@ -60,7 +60,9 @@ def _job(options: ScenarioOptions) -> Training | Serving:
         sizes = {"tokens": options.tokens, "sequence": options.tokens, **given}
         return Training(recompute=recompute, **sizes)
     _refuse(given, "--prefill serves requests", "training")
-    return Serving(requests=load_requests(options.prefill), chunk=options.tokens, seed=options.seed)
+    return Serving(
+        requests=load_requests(options.prefill), tokens=options.tokens, seed=options.seed
+    )
 
 
 def _objective(options: ScenarioOptions) -> str:
@@ -83,7 +85,7 @@ def _workload(options: ScenarioOptions, scenario: Scenario) -> Workload:
         given.pop("imbalance", IMBALANCE),
         scenario.topology,
         model.top_k,
-        range(model.dense_layers, model.layers),
+        model.expert_layers,
         seed=options.seed,
         **{"noise": noise, **given},
     )
@@ -138,7 +140,7 @@ def _describe_job(job: Training | Serving) -> str:
         requests = job.requests
         return (
             f"prefill of {requests.name}: prompts of {requests.mean_tokens:,.0f} tokens, chunks of "
-            f"{job.chunk:,}, first token after {requests.limit_s:g} s on average"
+            f"{job.tokens:,}, first token after {requests.limit_s:g} s on average"
         )
     parts = [
         f"training: {job.tokens:,} tokens per rank and microbatch",

@@ -32,7 +32,8 @@ from ultraep.tools.sim.plots import Picture, check_plot, write_plot
 from ultraep.tools.sim.presets import presets
 from ultraep.tools.sim.run import Result
 from ultraep.tools.sim.run import simulate as run_simulation
-from ultraep.tools.sim.scenario import Contender, Scenario
+from ultraep.tools.sim.runtime import Contender
+from ultraep.tools.sim.scenario import Scenario
 from ultraep.tools.sim.timeline import make_timeline, median_microbatch
 from ultraep.trace.export import write_timeline
 

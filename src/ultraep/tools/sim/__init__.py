@@ -1,15 +1,14 @@
-"""The eight stages under a clock instead of a GPU: would balancing pay on this cluster?
+"""Simulator: the stages of the runtime under a clock instead of on a GPU.
 
-A cluster, a model, a workload and a job make a `Scenario`; `simulate` returns what every policy
-would bring. The runtime's own policies make the plans. Seconds come from data sheets, measured
-points and a few calibrated constants (`data/*.toml`, each with its source). `docs/simulator.md`
-says what is modelled, what is not, and how well it predicts.
+`simulate` takes a `Scenario` (cluster, model, workload, job) and returns the throughput of every
+policy. The runtime's own policies make the plans. Seconds come from data sheets, measured points
+and a few calibrated constants (`data/*.toml`, each with its source). `docs/simulator.md` states
+what is modelled, what is not, and how accurate it is.
 
-    cluster.py   devices, rates, links                workload.py  rows of every expert
-    model.py     sizes of a model                     planning.py  who copies what
-    costs.py     seconds of single things, rates      layer.py     one layer under the clock
-    runtime.py   what a policy's plans cost           training.py  pipeline, groups, steps
-    memory.py    bytes of the fullest device          serving.py   requests that arrive and wait
-    run.py       all of it together                   published.py the paper's settings
-    advise.py    does it pay, with which settings     gain.py      range of the gain, break-even
+    cluster.py   devices, rates, links             workload.py  rows of every expert
+    model.py     sizes of a model                  planning.py  replicas in every microbatch
+    costs.py     seconds of single operations      layer.py     seconds of the stages of a layer
+    runtime.py   costs of a policy's plans         training.py  pipeline, groups, steps
+    scenario.py  what is simulated, its memory     serving.py   requests that arrive and wait
+    run.py       simulate                          advise.py    does it pay, with which settings
 """

@@ -1,44 +1,46 @@
-"""advise: is balancing worth it on this cluster, and with how many slots and which tolerance?
+"""advise: does balancing pay on this cluster, and with how many slots and which tolerance?
 
-All settings run on the same loads, beside no balancing and forced balance. The best settings run
-again on loads drawn anew, which gives the range of the gain, and with few and many tokens per rank,
-which gives the break-even. Plans by time find out themselves what pays and need no tolerance.
+All settings run on the same loads, next to no balancing and forced balance. The best settings run
+again with other seeds, which gives the range of the gain, and with few and many tokens per rank,
+which gives the break-even. Plans by time need no tolerance.
+
+Shapes: S microbatches.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from ultraep.tools.sim.gain import (
-    DRAWS,
-    IDEAL,
-    NONE,
-    PROBE_TOKENS,
-    BreakEven,
-    Curve,
-    Gain,
-    break_even,
-    draw_again,
-    gain_of,
-    probe,
-)
-from ultraep.tools.sim.memory import memory_of, slot_bytes
-from ultraep.tools.sim.run import Report, Result, simulate
-from ultraep.tools.sim.scenario import Contender, Scenario
-from ultraep.tools.sim.workload import Skew
+import numpy as np
+
+from ultraep.errors import ConfigError
+from ultraep.tools.sim.run import Report, Result, simulate, time_layer
+from ultraep.tools.sim.runtime import Contender
+from ultraep.tools.sim.scenario import Scenario
+from ultraep.tools.sim.serving import Serving
+from ultraep.tools.sim.training import Training
+from ultraep.tools.sim.workload import Skew, fit_skew, mean_imbalance
+from ultraep.topology import Topology
 from ultraep.trace.schema import FORWARD
 
-MOST_SLOTS = 4
+Curve = tuple[tuple[int, float], ...]  # tokens per rank and microbatch, gain
+
+NONE, IDEAL = Contender("none", "none", slots=0), Contender("ideal", "ideal", slots=0)
+MAX_SLOTS = 4
 TOLERANCES = (0.0, 0.01, 0.02, 0.05)
-NEAR = 0.005  # of the best throughput: what fewer slots may cost
+NEAR = 0.005  # share of the best throughput that fewer slots may cost
+SEEDS = 3  # runs of a drawn workload
+PERCENTILES = (10, 90)  # of the gains of microbatches
+PROBE_TOKENS = tuple(2**power for power in range(6, 15))
+PROBE_MICROBATCHES = 8
 
 PAYS, PAYS_A_LITTLE, DOES_NOT_PAY = "pays", "pays a little", "does not pay"
-CLEAR_GAIN = 1.05  # at the low end of the range: it pays
+CLEAR_GAIN = 1.05  # at the low end of the range: balancing pays
 SMALL_GAIN = 1.01  # overall: it pays a little
-LEFT_OVER = 0.02  # imbalance beyond the tolerance that is worth a word
+NOTABLE_IMBALANCE = 0.02  # beyond the tolerance
 
-# Stages that balancing adds, and stages that it shortens, each with its counterpart in backward.
+# Stages that balancing adds, stages that it shortens, and their backward stages.
 EXPOSED = ("loads", "plan", "replicate", "reroute", "reduce")
 SHORTENED = ("dispatch", "experts", "combine")
 BACK = {
@@ -51,42 +53,66 @@ BACK = {
 
 @dataclass(frozen=True)
 class Option:
-    """One choice of settings, and what it brought on the same loads as all others."""
+    """One choice of settings and its result. All options run on the same loads."""
 
     slots: int
     tolerance: float
     throughput: float
     share: float  # of ideal
     gain: float  # over none
-    copies: float  # of a layer
+    copies: float  # replicas per layer
     imbalance: float
-    memory: float  # bytes of the fullest device
+    memory: float  # bytes of the busiest device
     out_of_memory: float  # share of the microbatches
 
 
 @dataclass(frozen=True)
-class DeviceMemory:
-    """Bytes on the fullest device."""
+class Gain:
+    """Throughput over no balancing. The range covers microbatches and seeds."""
 
-    device: float  # what it has
-    slot: float  # of one spare slot; all layers share it
-    slots: float  # of those that are looked at
+    overall: float
+    low: float
+    high: float
+    microbatches: tuple[float, float]  # 10th and 90th percentile
+    draws: tuple[float, ...]  # one per seed; a recorded trace has one
+
+
+@dataclass(frozen=True)
+class BreakEven:
+    """Tokens per rank and microbatch from which a gain is reached.
+
+    tokens: None if the most tokens tried do not reach the gain.
+    always: whether the fewest tokens tried, which `tokens` then is, reach the gain.
+    """
+
+    gain: float
+    tokens: float | None
+    always: bool
+
+
+@dataclass(frozen=True)
+class DeviceMemory:
+    """Bytes on the busiest device."""
+
+    device: float  # capacity
+    slot: float  # one spare slot, which all layers share
+    slots: float  # the spare slots of the chosen option
     none: float  # needed without balancing
-    balanced: float  # needed with it
+    balanced: float  # needed with balancing
     none_out_of_memory: float  # share of the microbatches
     balanced_out_of_memory: float
-    avoids_out_of_memory: bool  # it runs with balancing only
+    avoids_out_of_memory: bool  # the job fits only with balancing
 
 
 @dataclass(frozen=True, kw_only=True)
 class Advice:
-    """All that is known about whether balancing pays, and why.
+    """Whether balancing pays, and why.
 
-    slots, tolerance, objective: what to set; no slots if it does not pay.
-    option: the settings that gain, break-even and memory are about; they may not pay. None if there
-        is nowhere to put a copy.
+    slots, tolerance, objective: the settings to use; no slots if balancing does not pay.
+    option: the best settings, which gain, break-even and memory refer to, whether or not they pay.
+        None if no rank can hold a replica.
     curve: gain by tokens per rank and microbatch.
-    exposed, saved: seconds of a microbatch that balancing costs, and that it takes off.
+    exposed, saved: seconds of a microbatch that balancing adds and saves.
     """
 
     cluster: str
@@ -113,78 +139,67 @@ class Advice:
     exposed: float
     saved: float
     remainder: str
-    reasons: tuple[str, ...]
+    reasons: tuple[str, ...] = ()
 
 
 def advise(scenario: Scenario, *, processes: int = 1, report: Report | None = None) -> Advice:
-    """Try all settings for a scenario; its own slots and tolerance do not matter.
+    """Try all settings for a scenario. Its own slots and tolerance are ignored.
 
-    report: called with the simulations that are done, and how many there are.
+    report: called with the number of finished simulations and of all simulations.
     """
-    settings = _settings(scenario)
-    tried = [NONE, *(_contender(*setting) for setting in settings), IDEAL]
-    seeds = DRAWS - 1 if isinstance(scenario.workload, Skew) else 0
-    done, total = len(tried), len(tried) + 2 * seeds + len(PROBE_TOKENS)
-    tell = report or (lambda *_: None)
+    tolerances = TOLERANCES if scenario.objective == "balance" else (0.0,)
+    tried = [
+        Contender("ultraep", f"ultraep, {slots} slots, tolerance {tolerance}", slots, tolerance)
+        for slots in range(1, max_slots(scenario) + 1)
+        for tolerance in tolerances
+    ]
+    seeds = SEEDS - 1 if isinstance(scenario.workload, Skew) else 0
+    done = len(tried) + 2
+    total = done + 2 * seeds + len(PROBE_TOKENS)
+    progress = report or (lambda *_: None)
     none, *balanced, ideal = simulate(
         scenario,
-        tried,
+        [NONE, *tried, IDEAL],
         processes=processes,
-        report=lambda layers, of: tell(len(tried) * layers // of, total),
+        report=lambda layers, all_layers: progress(done * layers // all_layers, total),
     )
     options = tuple(
-        _option(result, tolerance, none, ideal)
-        for result, (_, tolerance) in zip(balanced, settings, strict=True)
+        _option(result, contender.tolerance or 0.0, none, ideal)
+        for contender, result in zip(tried, balanced, strict=True)
     )
     best = choose(options, none.out_of_memory)
     if best is None:
-        return _advice(_Search(scenario, none, none, ideal, options))
-    contender = _contender(best.slots, best.tolerance)
-    draws, curve = [best.gain], []
-    for gain in draw_again(scenario, contender, processes):
-        draws.append(gain)
-        done += 2
-        tell(done, total)
-    for point in probe(scenario, contender):
+        return _advice(scenario, (none, none, ideal), options, None, (1.0,), ())
+    index = options.index(best)
+    gains, curve = [best.gain], []
+    for gain in _gains_of_seeds(scenario, tried[index], processes):
+        gains.append(gain)
+        progress(done + 2 * (len(gains) - 1), total)
+    for point in _gains_by_tokens(scenario, tried[index]):
         curve.append(point)
-        done += 1
-        tell(done, total)
-    own = balanced[options.index(best)]
-    return _advice(_Search(scenario, none, own, ideal, options, best, tuple(draws), tuple(curve)))
+        progress(done + 2 * seeds + len(curve), total)
+    results = (none, balanced[index], ideal)
+    return _advice(scenario, results, options, best, tuple(gains), tuple(curve))
 
 
 # -- settings ------------------------------------------------------------------------------------
 
 
-def most_slots(scenario: Scenario) -> int:
-    """Slots that are worth trying: copies have somewhere to go, and memory holds them."""
+def max_slots(scenario: Scenario) -> int:
+    """Return the most slots worth trying: replicas need another rank, and memory must fit."""
     if scenario.topology.domain_size == 1:
         return 0
-    every = range(1, _slots_wanted(scenario) + 1)
-    return sum(_least_memory(scenario, slots) <= scenario.cluster.memory for slots in every)
+    counts = range(1, _useful_slots(scenario) + 1)
+    return sum(_even_memory(scenario, slots) <= scenario.cluster.memory for slots in counts)
 
 
-def _slots_wanted(scenario: Scenario) -> int:
-    """Slots that would be tried if there were enough memory."""
-    return min(MOST_SLOTS, scenario.model.experts // scenario.ranks)
+def _useful_slots(scenario: Scenario) -> int:
+    return min(MAX_SLOTS, scenario.model.experts // scenario.ranks)
 
 
-def _least_memory(scenario: Scenario, slots: int) -> float:
-    """Return the bytes of a device with this many slots if all ranks have the same load."""
-    rows = scenario.rows / scenario.ranks
-    return memory_of(scenario.model, scenario.ranks, slots, scenario.job, rows).total
-
-
-def _settings(scenario: Scenario) -> list[tuple[int, float]]:
-    """Slots and tolerances that are tried."""
-    every = range(1, most_slots(scenario) + 1)
-    tolerances = TOLERANCES if scenario.objective == "balance" else (0.0,)
-    return [(slots, tolerance) for slots in every for tolerance in tolerances]
-
-
-def _contender(slots: int, tolerance: float) -> Contender:
-    label = f"ultraep, {slots} slots, tolerance {tolerance}"
-    return Contender("ultraep", label, slots=slots, tolerance=tolerance)
+def _even_memory(scenario: Scenario, slots: int) -> float:
+    """Return the bytes of a device with these slots if all ranks have the same load."""
+    return scenario.memory(slots, scenario.rows / scenario.ranks).total
 
 
 def _option(result: Result, tolerance: float, none: Result, ideal: Result) -> Option:
@@ -202,10 +217,10 @@ def _option(result: Result, tolerance: float, none: Result, ideal: Result) -> Op
 
 
 def choose(options: tuple[Option, ...], none_out_of_memory: float) -> Option | None:
-    """The fewest slots that are near the best; for these the best tolerance.
+    """Return the option with the fewest slots near the best, then the best tolerance.
 
-    Settings that run out of memory more often than no balancing does are left out. Of equals the
-    larger tolerance is taken: it makes fewer copies.
+    Options that run out of memory more often than no balancing are ignored. Ties go to the larger
+    tolerance, which makes fewer replicas.
     """
     usable = [option for option in options if option.out_of_memory <= none_out_of_memory]
     if not usable:
@@ -216,32 +231,113 @@ def choose(options: tuple[Option, ...], none_out_of_memory: float) -> Option | N
     return max(equal, key=lambda option: (round(option.share, 6), option.tolerance))
 
 
+# -- gain ----------------------------------------------------------------------------------------
+
+
+def _gain(scenario: Scenario, none: Result, balanced: Result, draws: tuple[float, ...]) -> Gain:
+    """Return the gain and its range over microbatches and seeds.
+
+    The gains of microbatches are ratios of their seconds, scaled so that their mean is the overall
+    gain, which pipelines and queues make a little smaller.
+    """
+    overall = balanced.throughput / none.throughput
+    plain = scenario.job.plain_seconds(scenario.costs, scenario.ranks)
+    none_S, own_S = none.by_microbatch + plain, balanced.by_microbatch + plain
+    gain_S = (none_S / own_S) * (overall * own_S.mean() / none_S.mean())
+    low, high = (float(value) for value in np.percentile(gain_S, PERCENTILES))
+    gains = (overall, low, high, *draws)
+    return Gain(overall, min(gains), max(gains), (low, high), draws)
+
+
+def _gains_of_seeds(scenario: Scenario, balanced: Contender, processes: int) -> Iterator[float]:
+    """Yield the gain on loads of other seeds. A recorded trace has none."""
+    skew, model, job = scenario.workload, scenario.model, scenario.job
+    if not isinstance(skew, Skew):
+        return
+    topology, layers = Topology(ranks=scenario.ranks, experts=model.experts), model.expert_layers
+    imbalance = mean_imbalance(skew, topology, layers)
+    lengths = {"topic_length": skew.topic_length, "drift_length": skew.drift_length}
+    for number in range(1, SEEDS):
+        seed, drawn_job = skew.seed + number, job
+        if isinstance(job, Serving):  # other arrivals, too
+            drawn_job = replace(job, seed=job.seed + number)
+        try:
+            drawn = fit_skew(
+                imbalance, topology, model.top_k, layers, noise=skew.noise, seed=seed, **lengths
+            )
+        except ConfigError:  # this seed cannot quite reach the imbalance
+            drawn = replace(skew, seed=seed)
+        other = replace(scenario, workload=drawn, job=drawn_job)
+        none, own = simulate(other, [NONE, balanced], processes=processes)
+        yield own.throughput / none.throughput
+
+
+def _gains_by_tokens(scenario: Scenario, balanced: Contender) -> Iterator[tuple[int, float]]:
+    """Yield tokens per rank and the gain with them, on few microbatches."""
+    for tokens in PROBE_TOKENS:
+        job = replace(scenario.job, tokens=tokens)
+        if isinstance(job, Training):
+            microbatches = max(PROBE_MICROBATCHES // job.groups, 1)
+            short: Training | Serving = replace(job, steps=1, microbatches=microbatches)
+        else:
+            short = replace(job, iterations=PROBE_MICROBATCHES)
+        probe = replace(scenario, job=short, interval=1)
+        times = [time_layer(probe, [NONE, balanced], n) for n in scenario.model.expert_layers]
+        none, own = (
+            sum(float((t.forward_seconds + t.backward_seconds).mean()) for t in layers)
+            for layers in zip(*times, strict=True)
+        )
+        plain = job.plain_seconds(scenario.costs, scenario.ranks)
+        yield tokens, (none + plain) / (own + plain)
+
+
+def break_even(curve: Curve, gain: float) -> BreakEven:
+    """Return the tokens from which a gain is reached and kept, between the points of a curve.
+
+    >>> break_even(((64, 0.75), (256, 1.25)), 1.0)
+    BreakEven(gain=1.0, tokens=128.0, always=False)
+    """
+    below = [index for index, (_, reached) in enumerate(curve) if reached < gain]
+    if not below:
+        return BreakEven(gain, float(curve[0][0]), always=True)
+    if below[-1] == len(curve) - 1:
+        return BreakEven(gain, None, always=False)
+    (few, less), (many, more) = curve[below[-1] : below[-1] + 2]
+    part = (gain - less) / (more - less)
+    return BreakEven(gain, float(few * (many / few) ** part), always=False)
+
+
 # -- advice --------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Search:
-    """What the simulations gave; `balanced` is `none` where nothing can be copied."""
-
-    scenario: Scenario
-    none: Result
-    balanced: Result
-    ideal: Result
-    options: tuple[Option, ...]
-    best: Option | None = None
-    draws: tuple[float, ...] = (1.0,)
-    curve: Curve = ()
-
-
-def _advice(search: _Search) -> Advice:
-    scenario, none, balanced, best = search.scenario, search.none, search.balanced, search.best
-    memory = _memory(search)
-    gain = gain_of(scenario, none, balanced, search.draws)
-    even = break_even(search.curve, 1.0) if best else None
+def _advice(
+    scenario: Scenario,
+    results: tuple[Result, Result, Result],
+    options: tuple[Option, ...],
+    best: Option | None,
+    draws: tuple[float, ...],
+    curve: Curve,
+) -> Advice:
+    """Return the advice. results: without balancing, with the best option, and ideal."""
+    none, balanced, ideal = results
+    slot = float(scenario.model.slot_bytes(training=scenario.job.trains))
+    memory = DeviceMemory(
+        device=scenario.cluster.memory,
+        slot=slot,
+        slots=best.slots * slot if best else 0.0,
+        none=none.memory.total,
+        balanced=balanced.memory.total,
+        none_out_of_memory=none.out_of_memory,
+        balanced_out_of_memory=balanced.out_of_memory,
+        avoids_out_of_memory=none.out_of_memory > 0 and not balanced.out_of_memory,
+    )
+    gain = _gain(scenario, none, balanced, draws)
     verdict = verdict_of(gain.overall, gain.low, avoids_out_of_memory=memory.avoids_out_of_memory)
     advised = best if verdict != DOES_NOT_PAY else None
-    exposed, saved = exposed_seconds(balanced), saved_seconds(none, balanced)
-    return Advice(
+    before, after, least = (seconds_by_stage(result) for result in results)
+    left = {name: after[name] - least[name] for name in after}
+    most = max(left, key=lambda name: left[name])
+    advice = Advice(
         cluster=scenario.cluster.name,
         model=scenario.model.name,
         job=scenario.job.name,
@@ -254,116 +350,78 @@ def _advice(search: _Search) -> Advice:
         tolerance=advised.tolerance if advised else 0.0,
         objective=scenario.objective,
         unit=none.unit,
-        none=_option(none, 0.0, none, search.ideal),
+        none=_option(none, 0.0, none, ideal),
         option=best,
-        options=search.options,
-        ideal_throughput=search.ideal.throughput,
+        options=options,
+        ideal_throughput=ideal.throughput,
         gain=gain,
-        break_even=even,
-        clear_gain=break_even(search.curve, CLEAR_GAIN) if best else None,
-        curve=search.curve,
+        break_even=break_even(curve, 1.0) if best else None,
+        clear_gain=break_even(curve, CLEAR_GAIN) if best else None,
+        curve=curve,
         memory=memory,
-        exposed=exposed,
-        saved=saved,
-        remainder=_remainder(search),
-        reasons=tuple(_reasons(search, even, exposed, saved)),
+        exposed=sum(after[name] for name in EXPOSED),
+        saved=sum(before[name] - after[name] for name in SHORTENED),
+        remainder=f"{_ms(sum(left.values()))} per {scenario.job.unit}, of which "
+        f"{most} {_ms(left[most])}",
     )
+    return replace(advice, reasons=tuple(_reasons(advice, scenario)))
 
 
 def verdict_of(gain: float, low: float, *, avoids_out_of_memory: bool) -> str:
-    """Return one of the three verdicts; what runs with balancing only pays."""
+    """Return one of the three verdicts. Balancing pays if the job does not fit without it."""
     if avoids_out_of_memory or low >= CLEAR_GAIN:
         return PAYS
     return PAYS_A_LITTLE if gain >= SMALL_GAIN else DOES_NOT_PAY
 
 
-def _memory(search: _Search) -> DeviceMemory:
-    scenario, none, balanced = search.scenario, search.none, search.balanced
-    slot = slot_bytes(scenario.model, training=scenario.job.trains)
-    slots = search.best.slots if search.best else 0
-    return DeviceMemory(
-        device=scenario.cluster.memory,
-        slot=float(slot),
-        slots=float(slots * slot),
-        none=none.memory.total,
-        balanced=balanced.memory.total,
-        none_out_of_memory=none.out_of_memory,
-        balanced_out_of_memory=balanced.out_of_memory,
-        avoids_out_of_memory=none.out_of_memory > 0 and not balanced.out_of_memory,
-    )
-
-
 def seconds_by_stage(result: Result) -> dict[str, float]:
     """Return the seconds of a microbatch, with forward, recompute and backward added up."""
     stages = result.stages
-    again = 2 if "recompute" in stages else 1
+    passes = 2 if "recompute" in stages else 1
     return {
-        name: (again if name in FORWARD else 1) * stages.get(name, 0.0)
+        name: (passes if name in FORWARD else 1) * stages.get(name, 0.0)
         + stages.get(BACK.get(name, ""), 0.0)
         for name in (*EXPOSED, *SHORTENED)
     }
 
 
-def exposed_seconds(result: Result) -> float:
-    """Return the seconds that balancing adds to a microbatch."""
-    seconds = seconds_by_stage(result)
-    return sum(seconds[name] for name in EXPOSED)
-
-
-def saved_seconds(none: Result, balanced: Result) -> float:
-    """Return the seconds that balancing takes off a microbatch."""
-    before, after = seconds_by_stage(none), seconds_by_stage(balanced)
-    return sum(before[name] - after[name] for name in SHORTENED)
-
-
-def _remainder(search: _Search) -> str:
-    """Name the stage that takes most of the time that is left to ideal."""
-    own, ideal = seconds_by_stage(search.balanced), seconds_by_stage(search.ideal)
-    left = {name: own[name] - ideal[name] for name in own}
-    most = max(left, key=lambda name: left[name])
-    total = _ms(max(sum(left.values()), 0.0))
-    return f"{total} per {search.scenario.job.unit}, of which {most} {_ms(max(left[most], 0.0))}"
-
-
-def _reasons(
-    search: _Search, even: BreakEven | None, exposed: float, saved: float
-) -> Iterator[str]:
-    """Yield the facts behind the verdict, the weightiest first."""
-    scenario, none, balanced = search.scenario, search.none, search.balanced
-    topology, job = scenario.topology, scenario.job
-    for result, how in ((none, "without balancing"), (balanced, "with balancing")):
-        if result.out_of_memory:
-            yield f"out of memory {how}: {result.out_of_memory:.0%} of the {job.units}"
-    if even is None or search.best is None:
-        yield _why_no_slot(search)
+def _reasons(advice: Advice, scenario: Scenario) -> Iterator[str]:
+    """Yield the facts behind the verdict, the most important first."""
+    job, topology, best, even = scenario.job, scenario.topology, advice.option, advice.break_even
+    without, balanced = advice.memory.none_out_of_memory, advice.memory.balanced_out_of_memory
+    if without:
+        yield f"out of memory without balancing: {without:.0%} of the {job.units}"
+    if balanced:
+        yield f"out of memory with balancing: {balanced:.0%} of the {job.units}"
+    if even is None or best is None:
+        yield _why_no_slot(advice, scenario)
         return
-    share = none.throughput / search.ideal.throughput
-    yield f"imbalance without balancing: {none.imbalance:.2f}, at {share:.1%} of ideal"
-    yield f"balancing costs {_ms(exposed)} per {job.unit} and saves {_ms(max(saved, 0.0))}"
+    none = advice.none
+    yield f"imbalance without balancing: {none.imbalance:.2f}, at {none.share:.1%} of ideal"
+    yield f"balancing costs {_ms(advice.exposed)} per {job.unit} and saves {_ms(advice.saved)}"
     if even.tokens is None or job.tokens < even.tokens:
         yield f"too few tokens per rank and {job.unit}: {job.tokens:,}, see break-even"
-    if most_slots(scenario) < _slots_wanted(scenario):
-        yield f"memory holds at most {most_slots(scenario)} spare slots"
-    if topology.num_domains > 1 and balanced.imbalance > 1 + search.best.tolerance + LEFT_OVER:
+    if max_slots(scenario) < _useful_slots(scenario):
+        yield f"memory holds at most {max_slots(scenario)} spare slots"
+    if topology.num_domains > 1 and best.imbalance > 1 + best.tolerance + NOTABLE_IMBALANCE:
         yield (
-            f"copies stay in domains of {topology.domain_size} ranks, "
-            f"which leaves an imbalance of {balanced.imbalance:.2f}"
+            f"replicas stay in domains of {topology.domain_size} ranks, "
+            f"which leaves an imbalance of {best.imbalance:.2f}"
         )
 
 
-def _why_no_slot(search: _Search) -> str:
-    scenario = search.scenario
+def _why_no_slot(advice: Advice, scenario: Scenario) -> str:
     if scenario.topology.domain_size == 1:
-        return "one rank per fast-link domain: copies have nowhere to go"
-    with_one = [option.memory for option in search.options if option.slots == 1]
-    needed = min(with_one, default=_least_memory(scenario, 1))
+        return "one rank per fast-link domain: replicas have nowhere to go"
+    with_one = [option.memory for option in advice.options if option.slots == 1]
+    needed = min(with_one, default=_even_memory(scenario, 1))
     return (
-        f"no spare slot fits: the fullest device would need {needed / 1e9:,.1f} GB of "
+        f"no spare slot fits: the busiest device would need {needed / 1e9:,.1f} GB of "
         f"{scenario.cluster.memory_gb:,.1f} GB"
     )
 
 
 def _ms(seconds: float) -> str:
-    """Milliseconds with three digits or so."""
-    value = 1e3 * seconds
+    """Milliseconds with about three digits."""
+    value = 1e3 * max(seconds, 0.0)
     return f"{value:,.0f} ms" if value >= 100 else f"{value:.{1 if value >= 10 else 2}f} ms"

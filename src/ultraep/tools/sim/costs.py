@@ -1,9 +1,7 @@
-"""Seconds of single things: a product, a row on a link, a plan.
-
-They come from data sheets and measured points.
+"""Costs: seconds of single operations, from data sheets and measured points.
 
 A product takes the longer of its operations at the device's rate and its bytes at the memory's
-rate, over the part of that which was measured for as many rows (`Reached.grouped_*`).
+rate, divided by the efficiency measured for that number of rows.
 """
 
 from __future__ import annotations
@@ -19,27 +17,32 @@ from numpy.typing import NDArray
 from ultraep.config import Rates
 from ultraep.errors import ConfigError
 from ultraep.tools.sim.cluster import GIGA, MICRO, Cluster, load_cluster
-from ultraep.tools.sim.model import GATED, WEIGHT_BYTES, Model, load_model
+from ultraep.tools.sim.model import (
+    GATED,
+    GRADIENT_BYTES,
+    ROW_BYTES,
+    WEIGHT_BYTES,
+    Model,
+    load_model,
+)
 from ultraep.tools.sim.presets import presets
 
 FloatArray = NDArray[np.float64]
 
-ROW_BYTES = 2  # per element of a row that travels: BF16
-GRADIENT_BYTES = 4  # of an expert's weight: FP32
 BACKWARD = 2  # operations of a product's backward over its forward
-CORE_BACKWARD = 2.5  # the same for scores and values of attention
-# Times that a token's vector passes through memory outside of products, forward: two norms
-# (read and written), two residual sums (two read, one written), rotation of queries and keys, the
-# router's reading; backward twice as often.
+CORE_BACKWARD = 2.5  # the same for attention scores and values
+# Times that a token's vector passes through memory outside products, forward: two norms (read and
+# written), two residual sums (two reads, one write), rotary embedding of queries and keys, the
+# router's read. Backward doubles them.
 ELEMENTWISE_PASSES = 16
-# Times that a row passes through memory on its way: gathered and written, read again when summed.
-ROW_PASSES = 3
-CONTROL_ROWS = 8192 * 8  # rows for which counting and rerouting were measured
+ROW_PASSES = 3  # per row: gathered, written, read again for the sum
+CONTROL_ROWS = 8192 * 8  # rows at which counting and rerouting were measured
+EXPERT_BACKWARD_BYTES = 2 * WEIGHT_BYTES + GRADIENT_BYTES  # per weight: two reads, one gradient
 
 
 @dataclass(frozen=True)
-class Reached:
-    """What is reached of the data sheet, and the measured times of the control plane."""
+class MeasuredRates:
+    """Efficiencies (share of the data-sheet rate), and times of the control plane."""
 
     dense_matmul: float
     attention_forward: float
@@ -53,25 +56,25 @@ class Reached:
     ranks: FloatArray
     plan_us: FloatArray
     schedule_us: FloatArray
-    meeting_us: float
+    meeting_us: float  # barrier
     count_us: float
     reroute_us: float
     hop_us: float
-    framework: float  # how much longer everything but experts and messages takes than it should
+    framework: float  # slowdown of everything except experts and messages
 
 
 @cache
-def measured_rates() -> Reached:
-    """The measured points that come with the package."""
+def measured_rates() -> MeasuredRates:
+    """Return the measured points that ship with the package."""
     tables = presets("measured")
     grouped = tables["grouped"]
     values: Any = {**tables["fractions"], **tables["control"], "rows": grouped["rows"]}
-    values |= {f"grouped_{way}": grouped[way] for way in ("forward", "backward")}
+    values |= {f"grouped_{name}": grouped[name] for name in ("forward", "backward")}
     values["framework"] = presets("calibrated")["framework"]["factor"]
     del values["source"]
     for name, value in values.items():
         values[name] = np.array(value, dtype=float) if isinstance(value, list) else float(value)
-    return Reached(**values)
+    return MeasuredRates(**values)
 
 
 @dataclass(frozen=True)
@@ -80,130 +83,118 @@ class Costs:
 
     cluster: Cluster
     model: Model
-    rates: Reached
+    rates: MeasuredRates
 
     # -- experts ---------------------------------------------------------------------------------
 
     def experts_forward(self, rows: Any) -> FloatArray:
         """Return the seconds of each slot, given its rows."""
-        part, weight_bytes = self.rates.grouped_forward, WEIGHT_BYTES
-        return self._grouped(np.asarray(rows, dtype=float), 1, weight_bytes, part)
+        return self._grouped(rows, 1, WEIGHT_BYTES, self.rates.grouped_forward)
 
     def experts_backward(self, rows: Any) -> FloatArray:
-        """Return the seconds of each slot in backward: gradients of rows and of weights."""
-        part, weight_bytes = self.rates.grouped_backward, 2 * WEIGHT_BYTES + GRADIENT_BYTES
-        return self._grouped(np.asarray(rows, dtype=float), BACKWARD, weight_bytes, part)
+        """Return the backward seconds of each slot: gradients of rows and of weights."""
+        efficiency = self.rates.grouped_backward
+        return self._grouped(rows, BACKWARD, EXPERT_BACKWARD_BYTES, efficiency)
 
     def _grouped(
-        self, rows: FloatArray, times: int, weight_bytes: int, part: FloatArray
+        self, rows: Any, factor: int, weight_bytes: int, efficiency: FloatArray
     ) -> FloatArray:
-        model, cluster = self.model, self.cluster
-        operations = times * 2.0 * model.expert_weights * rows
-        moved = weight_bytes * model.expert_weights + times * self._row_traffic() * rows
-        roofline = np.maximum(operations / cluster.matmul, moved / cluster.memory_rate)
-        reached = np.interp(np.log2(np.maximum(rows, 1.0)), np.log2(self.rates.rows), part)
+        rows, model = np.asarray(rows, dtype=float), self.model
+        traffic = ROW_BYTES * (2 * model.width + 4 * model.expert_width)  # read and written per row
+        operations = factor * 2.0 * model.expert_weights * rows
+        moved = weight_bytes * model.expert_weights + factor * traffic * rows
+        roofline = np.maximum(operations / self.cluster.matmul, moved / self.cluster.memory_rate)
+        reached = np.interp(np.log2(np.maximum(rows, 1.0)), np.log2(self.rates.rows), efficiency)
         seconds: FloatArray = np.where(rows > 0, roofline / reached, 0.0)
         return seconds
 
-    def _row_traffic(self) -> int:
-        """Bytes that a row of the products reads and writes."""
-        return ROW_BYTES * (2 * self.model.width + 4 * self.model.expert_width)
-
     def row_moves(self, rows: Any) -> FloatArray:
-        """Return the seconds to bring rows into the order of the slots, or back."""
-        moved = ROW_PASSES * ROW_BYTES * self.model.width * np.asarray(rows, dtype=float)
-        seconds: FloatArray = moved / (self.cluster.memory_rate * self.rates.memory)
+        """Return the seconds to sort rows by slot, or to restore their order."""
+        seconds: FloatArray = self._memory(ROW_PASSES, np.asarray(rows, dtype=float))
         return seconds
+
+    def _memory(self, passes: int, tokens: Any) -> Any:
+        """Seconds of moving the vectors of these tokens through memory."""
+        moved = passes * ROW_BYTES * self.model.width * tokens
+        return moved / (self.cluster.memory_rate * self.rates.memory)
 
     # -- everything else of a layer --------------------------------------------------------------
 
     def attention_forward(self, tokens: float, context: float) -> float:
-        """Return the seconds of all but the experts; context: tokens before each token."""
-        weights = self.model.attention_weights + self.model.shared_weights
-        products = self._dense(2.0 * tokens * weights)
-        return self.rates.framework * (
-            products
-            + self._core(tokens, context) / self.rates.attention_forward
-            + self._elementwise(tokens)
-        )
+        """Return the seconds of a layer without its experts. context: tokens before each token."""
+        core = self._core(tokens, context) / self.rates.attention_forward
+        passes: float = self._memory(ELEMENTWISE_PASSES, tokens)
+        return self.rates.framework * (self._projections(tokens) + core + passes)
 
     def attention_backward(self, tokens: float, context: float) -> float:
-        """Seconds of the backward of all these."""
-        weights = self.model.attention_weights + self.model.shared_weights
-        products = BACKWARD * self._dense(2.0 * tokens * weights)
+        """Return the backward seconds of a layer without its experts."""
+        products = BACKWARD * self._projections(tokens)
         core = CORE_BACKWARD * self._core(tokens, context) / self.rates.attention_backward
-        return self.rates.framework * (products + core + 2 * self._elementwise(tokens))
+        passes: float = self._memory(ELEMENTWISE_PASSES, tokens)
+        return self.rates.framework * (products + core + 2 * passes)
 
     def dense_mlp(self, tokens: float) -> float:
-        """The MLP of a layer without experts, forward."""
+        """Return the forward seconds of the MLP of a layer without experts."""
         weights = GATED * self.model.width * self.model.dense_width
         return self.rates.framework * self._dense(2.0 * tokens * weights)
 
     def head(self, tokens: float) -> float:
-        """The output table, forward."""
-        return self.rates.framework * self._dense(
-            2.0 * tokens * self.model.vocabulary * self.model.width
-        )
+        """Return the forward seconds of the output embedding."""
+        operations = 2.0 * tokens * self.model.vocabulary * self.model.width
+        return self.rates.framework * self._dense(operations)
+
+    def _projections(self, tokens: float) -> float:
+        weights = self.model.attention_weights + self.model.shared_weights
+        return self._dense(2.0 * tokens * weights)
 
     def _dense(self, operations: float) -> float:
         return operations / (self.cluster.matmul * self.rates.dense_matmul)
 
     def _core(self, tokens: float, context: float) -> float:
-        seen = self.model.looked_at(context)
-        return tokens * seen * self.model.attention.core / self.cluster.matmul
-
-    def _elementwise(self, tokens: float) -> float:
-        moved = ELEMENTWISE_PASSES * ROW_BYTES * self.model.width * tokens
-        return moved / (self.cluster.memory_rate * self.rates.memory)
+        attended = self.model.attended(context)
+        return tokens * attended * self.model.attention.core / self.cluster.matmul
 
     # -- links -----------------------------------------------------------------------------------
 
     def on_links(self, bytes_inside: Any, bytes_outside: Any) -> FloatArray:
         """Return the seconds of a port, given its bytes inside and beyond the domain."""
         cluster, rates = self.cluster, self.rates
-        inside = np.asarray(bytes_inside) / (cluster.link_rate * rates.link)
-        outside = np.asarray(bytes_outside) / (cluster.network_rate * rates.network)
+        inside = np.asarray(bytes_inside) / (cluster.link_gb_s * GIGA * rates.link)
+        outside = np.asarray(bytes_outside) / (cluster.network_gb_s * GIGA * rates.network)
         seconds: FloatArray = np.maximum(inside, outside)
         return seconds
 
     def latency(self, domains: int) -> float:
-        """Seconds that one exchange of messages takes beside its bytes."""
+        """Return the fixed seconds of one exchange of messages."""
         cluster = self.cluster
         return (cluster.link_us if domains == 1 else cluster.network_us) * MICRO
-
-    def reduced_at(self, bytes_in: Any, gb_s: float) -> FloatArray:
-        """Seconds of gradients that come in at a home."""
-        rate = gb_s * GIGA or self.cluster.link_rate * self.rates.link
-        seconds: FloatArray = np.asarray(bytes_in) / rate
-        return seconds
 
     # -- control ---------------------------------------------------------------------------------
 
     def plan(self, ranks: int) -> float:
-        """Planning on the device, as measured."""
+        """Return the measured seconds of planning on the device."""
         return self._by_ranks(ranks, self.rates.plan_us)
 
     def schedule(self, ranks: int) -> float:
-        """Who sends what, as measured."""
+        """Return the measured seconds of scheduling the weight transfers."""
         return self._by_ranks(ranks, self.rates.schedule_us)
 
     def loads(self, rows: float, ranks: int, domains: int) -> float:
-        """Counting the rows of a rank and swapping the counts."""
+        """Return the seconds to count the rows of a rank and to exchange the counts."""
         counting = self.rates.count_us * MICRO * rows / CONTROL_ROWS
-        swapped = self.on_links(8.0 * self.model.experts * ranks, 0.0)
-        return counting + float(swapped) + self.rates.meeting_us * MICRO + self.latency(domains)
+        exchange = float(self.on_links(8.0 * self.model.experts * ranks, 0.0))
+        return counting + exchange + self.rates.meeting_us * MICRO + self.latency(domains)
 
     def reroute(self, rows: float) -> float:
-        """A slot for every row of a rank."""
+        """Return the seconds to assign a slot to every row of a rank."""
         return self.rates.reroute_us * MICRO * rows / CONTROL_ROWS
 
     def hop(self) -> float:
-        """What a relay costs beside the bytes."""
+        """Return the fixed seconds of one relay hop."""
         return self.rates.hop_us * MICRO
 
     def _by_ranks(self, ranks: int, table_us: FloatArray) -> float:
-        known = np.log2(self.rates.ranks)
-        log_us = np.interp(np.log2(ranks), known, np.log2(table_us))
+        log_us = np.interp(np.log2(ranks), np.log2(self.rates.ranks), np.log2(table_us))
         return float(2.0**log_us) * MICRO
 
 
@@ -211,17 +202,13 @@ class Costs:
 
 
 def rates_of(
-    cluster: Cluster | str,
-    model: Model | str,
-    *,
-    ranks: int,
-    tokens: int,  # of every rank
-    training: bool = False,
+    cluster: Cluster | str, model: Model | str, *, ranks: int, tokens: int, training: bool = False
 ) -> Rates:
-    """Return what rows and copies cost in a layer of the model on a cluster that is not there.
+    """Return the rates of plans by time for a model on a cluster, without running it.
 
-    cluster, model: names of presets, or files: see `ultraep simulate --help`.
-    training: whether there is a backward pass, in which copies are sent again.
+    cluster, model: records, names of presets, or files.
+    tokens: tokens per rank.
+    training: include the backward pass, in which weights of replicas are sent again.
     """
     cluster = load_cluster(cluster) if isinstance(cluster, str) else cluster
     model = load_model(model) if isinstance(model, str) else model
@@ -232,24 +219,22 @@ def rates_of(
 
 
 def rates_by(costs: Costs, *, ranks: int, tokens: int, training: bool) -> Rates:
-    """Return the rates of plans by time."""
+    """Return the rates of plans by time for these costs."""
     model = costs.model
     rows = max(1.0, ranks * tokens * model.top_k / model.experts)
-    row, passes, weight_bytes = _one_more(costs.experts_forward, rows), 1, WEIGHT_BYTES
+    row, passes, weight_bytes = _marginal(costs.experts_forward, rows), 1, WEIGHT_BYTES
     if training:
-        row, passes = row + _one_more(costs.experts_backward, rows), 2
-        weight_bytes = 2 * WEIGHT_BYTES + GRADIENT_BYTES
+        row, passes = row + _marginal(costs.experts_backward, rows), 2
+        weight_bytes = EXPERT_BACKWARD_BYTES
     transfer = costs.on_links(2 * passes * ROW_BYTES * model.width, 0.0)
-    copy = costs.on_links(weight_bytes * model.expert_weights, 0.0)
     return Rates.from_seconds(
         row=row + float(transfer),
-        copy=float(copy),
+        copy=float(costs.on_links(weight_bytes * model.expert_weights, 0.0)),
         each=0.0,
         layer=passes * (costs.schedule(ranks) + costs.hop()),
     )
 
 
-def _one_more(seconds_of: Callable[[float], Any], rows: float) -> float:
-    """Return the seconds of one more row, averaged from `rows` to twice as many rows."""
-    few, many = (float(seconds_of(number)) for number in (rows, 2 * rows))
-    return max(0.0, many - few) / rows
+def _marginal(seconds_of: Callable[[float], Any], rows: float) -> float:
+    """Return the seconds of one more row, averaged from `rows` to `2 * rows`."""
+    return max(0.0, float(seconds_of(2 * rows)) - float(seconds_of(rows))) / rows

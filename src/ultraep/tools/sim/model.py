@@ -1,4 +1,4 @@
-"""Model: the sizes of a Mixture-of-Experts transformer, and what follows from them.
+"""Model: the sizes of a Mixture-of-Experts transformer, and the counts that follow from them.
 
 All counts are per token and layer unless the name says otherwise. A product with n weights takes
 2n operations per token.
@@ -10,32 +10,34 @@ from dataclasses import dataclass
 from typing import Any
 
 from ultraep.errors import ConfigError
-from ultraep.tools.sim.presets import as_record, check_least, load_table
+from ultraep.tools.sim.presets import as_record, check_range, load_table
 
 WEIGHT_BYTES = 2  # BF16
+GRADIENT_BYTES = 4  # FP32
+ROW_BYTES = 2  # per element of a row or an activation: BF16
 GATED = 3  # matrices of a gated MLP: gate, up, down
-MOST_LAYERS = 1 << 12
+MAX_LAYERS = 1 << 12
 
 
 @dataclass(frozen=True, kw_only=True)
 class Attention:
-    """What every kind of attention has."""
+    """Fields of every attention type."""
 
     kind: str
     heads: int
-    window: int = 0  # tokens that a windowed layer looks back
+    window: int = 0  # tokens that a windowed layer attends to
     windowed_layers: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class GroupedAttention(Attention):
-    """Attention whose heads share keys and values in groups."""
+    """Grouped-query attention: groups of heads share keys and values."""
 
     kv_heads: int
     head_width: int
 
     def weights(self, width: int) -> int:
-        """Weights of the projections of one layer."""
+        """Return the weights of the projections of one layer."""
         return width * self.head_width * (2 * self.heads + 2 * self.kv_heads)
 
     @property
@@ -45,8 +47,8 @@ class GroupedAttention(Attention):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Latent(Attention):
-    """Attention with keys and values from a narrow latent vector."""
+class LatentAttention(Attention):
+    """Multi-head latent attention: keys and values come from a narrow latent vector."""
 
     query_rank: int
     kv_rank: int
@@ -55,7 +57,7 @@ class Latent(Attention):
     value_width: int
 
     def weights(self, width: int) -> int:
-        """Weights of the projections of one layer."""
+        """Return the weights of the projections of one layer."""
         key_width = self.plain_width + self.rotary_width
         query = self.query_rank * (width + self.heads * key_width)
         keys = width * (self.kv_rank + self.rotary_width)
@@ -68,9 +70,12 @@ class Latent(Attention):
         return 2 * self.heads * (self.plain_width + self.rotary_width + self.value_width)
 
 
+ATTENTION: dict[Any, Any] = {"grouped": GroupedAttention, "latent": LatentAttention}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """A transformer whose layers, but for some dense ones at the start, have experts."""
+    """A transformer with `dense_layers` dense layers, then layers with experts."""
 
     name: str
     title: str
@@ -82,14 +87,14 @@ class Model:
     top_k: int
     expert_width: int
     vocabulary: int
-    attention: GroupedAttention | Latent
+    attention: GroupedAttention | LatentAttention
     dense_width: int = 0
     shared_width: int = 0
 
     def __post_init__(self) -> None:
         where = f"model {self.name}: "
-        check_least(self, "layers width experts top_k expert_width vocabulary", 1, where=where)
-        check_least(self, "layers", 1, MOST_LAYERS, where)
+        check_range(self, "layers", 1, MAX_LAYERS, where)
+        check_range(self, "width experts top_k expert_width vocabulary", 1, where=where)
         if not 0 <= self.dense_layers < self.layers:
             raise ConfigError(
                 f"{where}dense_layers must lie in 0..{self.layers - 1}, got {self.dense_layers}"
@@ -98,8 +103,13 @@ class Model:
             raise ConfigError(f"{where}top_k {self.top_k} is more than its {self.experts} experts")
 
     @property
+    def expert_layers(self) -> range:
+        """Indices of the layers with experts."""
+        return range(self.dense_layers, self.layers)
+
+    @property
     def moe_layers(self) -> int:
-        """Layers with experts."""
+        """Number of layers with experts."""
         return self.layers - self.dense_layers
 
     @property
@@ -108,9 +118,13 @@ class Model:
         return GATED * self.width * self.expert_width
 
     @property
-    def expert_bytes(self) -> int:
-        """Bytes of one expert's weights."""
-        return WEIGHT_BYTES * self.expert_weights
+    def row_bytes(self) -> int:
+        """Bytes that an expert holds for one row: input, gate and up, hidden, output."""
+        return ROW_BYTES * (2 * self.width + 3 * self.expert_width)
+
+    def slot_bytes(self, *, training: bool) -> int:
+        """Return the bytes of a spare slot: weights, and gradients in training."""
+        return self.expert_weights * (WEIGHT_BYTES + (GRADIENT_BYTES if training else 0))
 
     @property
     def attention_weights(self) -> int:
@@ -124,42 +138,46 @@ class Model:
 
     @property
     def plain_weights(self) -> int:
-        """All weights except the experts': every rank of an expert-parallel group has them."""
+        """All weights except the experts: every rank of an expert-parallel group holds them."""
         dense = self.dense_layers * GATED * self.width * self.dense_width
         embeddings = 2 * self.vocabulary * self.width
         shared = self.moe_layers * self.shared_weights
         return self.layers * self.attention_weights + dense + shared + embeddings
 
     @property
+    def all_expert_weights(self) -> int:
+        """Weights of the experts of all layers."""
+        return self.moe_layers * self.experts * self.expert_weights
+
+    @property
     def weights(self) -> int:
         """All weights."""
-        return self.plain_weights + self.moe_layers * self.experts * self.expert_weights
+        return self.plain_weights + self.all_expert_weights
 
     @property
     def active_weights(self) -> int:
-        """Weights that take part in the computation of one token; the input table does not."""
+        """Weights used for one token, without the input embedding."""
         active = self.plain_weights - self.vocabulary * self.width
         return active + self.moe_layers * self.top_k * self.expert_weights
 
-    def looked_at(self, context: float) -> float:
-        """Return the tokens that a token attends to, mean over layers; context: tokens before."""
+    def attended(self, context: float) -> float:
+        """Return how many of `context` preceding tokens a token attends to, mean over layers."""
         attention = self.attention
         near = min(context, attention.window) * attention.windowed_layers
         return (near + context * (self.layers - attention.windowed_layers)) / self.layers
 
     def training_operations(self, sequence: int) -> float:
-        """Operations of a token, forward and backward without recompute: what is reported."""
-        core = self.layers * self.attention.core * self.looked_at(sequence / 2)
+        """Return the operations per token, forward and backward without recompute."""
+        core = self.layers * self.attention.core * self.attended(sequence / 2)
         return 3 * (2 * self.active_weights + core)
 
 
 def load_model(name: str) -> Model:
-    """Return a preset, or a model of a TOML file."""
-    own_name, table = load_table("models", name)
-    where, attention = f"model {name}", table.get("attention")
+    """Return a preset, or a model from a TOML file."""
+    table, where = load_table("models", name), f"model {name}"
+    attention = table.get("attention")
     kind = attention.get("kind") if isinstance(attention, dict) else None
-    if kind not in ("grouped", "latent"):
+    if not isinstance(attention, dict) or kind not in ("grouped", "latent"):
         raise ConfigError(f"{where}: attention must be a table with kind grouped or latent")
-    make: Any = GroupedAttention if kind == "grouped" else Latent
-    record = as_record(make, table["attention"], f"{where}, attention")
-    return as_record(Model, {"name": own_name, **table, "attention": record}, where)
+    record = as_record(ATTENTION[kind], attention, f"{where}, attention")
+    return as_record(Model, {**table, "attention": record}, where)

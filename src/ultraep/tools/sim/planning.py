@@ -1,14 +1,15 @@
-"""Who copies what: the policies of the runtime, over all microbatches of a layer.
+"""Plans of all microbatches of a layer, made by the policies of the runtime.
 
-Policies that see the exact load decide anew for every microbatch. Those that place by the past keep
-it for an interval, and with it their places: they only split the load of each microbatch.
+Policies that use the exact load decide for every microbatch. Policies that use past loads keep
+their placement for an interval and only split the load of each microbatch.
 
-Shapes: S microbatches, E experts, R ranks, C copies of all microbatches together.
+Shapes: S microbatches, E experts, R ranks, C replicas of all microbatches together.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -24,37 +25,82 @@ from ultraep.topology import Topology
 
 
 @dataclass(frozen=True)
-class CopySets:
-    """The copies of all microbatches, and the rows that stay at home."""
+class Replicas:
+    """The replicas of a layer in all microbatches, and the rows that stay at home."""
 
+    topology: Topology
     microbatch: IntArray  # [C]
     expert: IntArray  # [C]
     host: IntArray  # [C]
     rows: IntArray  # [C]
     at_home: IntArray  # [S, E]
 
-    def rank_loads(self, topology: Topology) -> IntArray:
+    @classmethod
+    def of(cls, topology: Topology, placed_C4: IntArray, loads_SE: IntArray) -> Replicas:
+        """Return the replicas (microbatch, expert, host, rows) of these loads."""
+        microbatch_C, expert_C, host_C, rows_C = placed_C4.T
+        place_C = microbatch_C * topology.experts + expert_C
+        away = np.bincount(place_C, weights=rows_C, minlength=loads_SE.size)
+        at_home_SE = loads_SE - away.reshape(loads_SE.shape).astype(np.int64)
+        return cls(topology, microbatch_C, expert_C, host_C, rows_C, at_home_SE)
+
+    @cached_property
+    def rank_loads(self) -> IntArray:
         """[S, R] rows that every rank serves."""
-        return sum_by_rank(self, self.at_home, self.rows, topology)
+        return self.sum_by_rank(self.at_home, self.rows)
+
+    def sum_by_rank(self, home_SE: NDArray[Any], replica_C: NDArray[Any]) -> NDArray[Any]:
+        """[S, R] sums over the home experts of every rank and the replicas that it hosts."""
+        total_SR = sum_by_home(home_SE, self.topology)
+        place_C = self.microbatch * self.topology.ranks + self.host
+        added = np.bincount(place_C, weights=replica_C, minlength=total_SR.size)
+        summed: NDArray[Any] = total_SR + added.reshape(total_SR.shape).astype(total_SR.dtype)
+        return summed
+
+    def per_expert(self) -> IntArray:
+        """[S, E] replicas of every expert."""
+        return self._count(self.microbatch, self.expert, self.topology.experts)
+
+    def received(self) -> IntArray:
+        """[S, R] experts that every rank receives."""
+        return self._count(self.microbatch, self.host, self.topology.ranks)
+
+    def sent(self, *, chain: bool) -> IntArray:
+        """[S, R] experts that every rank sends, from home or as a link of a chain.
+
+        The order is the one of `hops.hops`: in a chain, hosts that send experts of their own come
+        last, and every replica except the last passes the expert on.
+        """
+        microbatch, expert, host, ranks = (
+            self.microbatch,
+            self.expert,
+            self.host,
+            self.topology.ranks,
+        )
+        home_C = self.topology.home_of_expert[expert]
+        direct_SR = self._count(microbatch, home_C, ranks)
+        if not chain:
+            return direct_SR
+        order = np.lexsort((host, direct_SR[microbatch, host] > 0, expert, microbatch))
+        microbatch, expert, host, home_C = (x[order] for x in (microbatch, expert, host, home_C))
+        new_expert = (np.diff(microbatch) != 0) | (np.diff(expert) != 0)
+        first, last = np.ones(len(order), dtype=bool), np.ones(len(order), dtype=bool)
+        first[1:], last[:-1] = new_expert, new_expert
+        from_home = self._count(microbatch[first], home_C[first], ranks)
+        return from_home + self._count(microbatch[~last], host[~last], ranks)
+
+    def _count(self, microbatch: IntArray, index: IntArray, width: int) -> IntArray:
+        """[S, width] how often each index occurs in each microbatch."""
+        shape = (len(self.at_home), width)
+        return np.bincount(microbatch * width + index, minlength=shape[0] * width).reshape(shape)
 
 
 def sum_by_home(values_SE: NDArray[Any], topology: Topology) -> NDArray[Any]:
-    """[S, R] sum over the experts at home on every rank."""
+    """[S, R] sums over the home experts of every rank."""
     by_rank = np.pad(values_SE[:, topology.experts_by_rank], ((0, 0), (0, 1)))
     sums_SR: NDArray[Any] = np.add.reduceat(by_rank, topology.first_of_rank, axis=1)[:, :-1]
     sums_SR[:, topology.homes_per_rank == 0] = 0
     return sums_SR
-
-
-def sum_by_rank(
-    copies: CopySets, home_SE: NDArray[Any], copy_C: NDArray[Any], topology: Topology
-) -> NDArray[Any]:
-    """[S, R] sum over the experts at home on a rank and over the copies that it hosts."""
-    total_SR = sum_by_home(home_SE, topology)
-    place_C = copies.microbatch * topology.ranks + copies.host
-    added = np.bincount(place_C, weights=copy_C, minlength=total_SR.size)
-    summed: NDArray[Any] = total_SR + added.reshape(total_SR.shape).astype(total_SR.dtype)
-    return summed
 
 
 def plan_layer(
@@ -64,93 +110,44 @@ def plan_layer(
     *,
     interval: int,
     past_E: IntArray,
-) -> CopySets:
+) -> Replicas:
     """Plan all microbatches of a layer.
 
-    interval: microbatches for which policies that place by the past keep it: the rows of the
-        interval before, and `past_E` at first.
+    interval: microbatches for which policies that use past loads keep their placement. The past is
+        the interval before; `past_E` for the first one.
     """
     policy = get_policy(config.policy)
-    nothing = np.zeros((0, topology.experts), dtype=np.int64)
-    problem = Problem(nothing, nothing.sum(axis=0), topology, config, select(), None)
+    no_loads = np.zeros((0, topology.experts), dtype=np.int64)
+    problem = Problem(no_loads, no_loads.sum(axis=0), topology, config, select(), None)
     if not policy.needs_history:
-        return _gathered(_one_by_one(policy, problem, loads_SE), loads_SE)
+        return Replicas.of(topology, _plan_each(policy, problem, loads_SE), loads_SE)
     parts = []
     for begin in range(0, len(loads_SE), interval):
         now_SE = loads_SE[begin : begin + interval]
-        found_C4 = _over_interval(policy, replace(problem, history=past_E), now_SE)
-        parts.append(np.column_stack([found_C4[:, 0] + begin, found_C4[:, 1:]]))
+        placed_C4 = _plan_interval(policy, replace(problem, history=past_E), now_SE)
+        parts.append(np.column_stack([placed_C4[:, 0] + begin, placed_C4[:, 1:]]))
         past_E = now_SE.sum(axis=0)
-    return _gathered(np.concatenate(parts), loads_SE)
+    return Replicas.of(topology, np.concatenate(parts), loads_SE)
 
 
-def _over_interval(policy: Policy, problem: Problem, loads_SE: IntArray) -> IntArray:
-    """[C, 4] microbatch, expert, host and rows, with one past: at once if the policy can."""
+def _plan_interval(policy: Policy, problem: Problem, loads_SE: IntArray) -> IntArray:
+    """[C, 4] microbatch, expert, host and rows for one past, in one call if the policy can."""
     if policy.over_interval is None:
-        return _one_by_one(policy, problem, loads_SE)
+        return _plan_each(policy, problem, loads_SE)
     placed_C4 = policy.over_interval(problem, loads_SE)
     if policy.name not in BUILT_IN:
         check_interval(placed_C4, loads_SE, problem.topology, limited=policy.within_limits)
     return placed_C4
 
 
-def _one_by_one(policy: Policy, problem: Problem, loads_SE: IntArray) -> IntArray:
-    """[C, 4] microbatch, expert, host and rows: the policy decides for every microbatch."""
-    sources = 1 if policy.name in BUILT_IN else problem.topology.ranks  # ours do not look at them
+def _plan_each(policy: Policy, problem: Problem, loads_SE: IntArray) -> IntArray:
+    """[C, 4] microbatch, expert, host and rows, one decision per microbatch."""
+    # Built-in policies ignore the source ranks, so one source is enough for them.
+    sources = 1 if policy.name in BUILT_IN else problem.topology.ranks
     source_R = np.arange(sources)[:, None]
-    problems = (
-        replace(problem, loads=(loads_E + source_R) // sources, expert_loads=loads_E)
-        for loads_E in loads_SE
-    )
-    placed = [decided(policy, one) for one in problems]
-    microbatch_C = np.repeat(np.arange(len(placed)), [len(copies) for copies in placed])
+    placed = [
+        decided(policy, replace(problem, loads=(load_E + source_R) // sources, expert_loads=load_E))
+        for load_E in loads_SE
+    ]
+    microbatch_C = np.repeat(np.arange(len(placed)), [len(replicas) for replicas in placed])
     return np.column_stack([microbatch_C, np.concatenate(placed)])
-
-
-def _gathered(placed_C4: IntArray, loads_SE: IntArray) -> CopySets:
-    microbatch_C, expert_C, host_C, rows_C = placed_C4.T
-    away = np.bincount(
-        microbatch_C * loads_SE.shape[1] + expert_C, weights=rows_C, minlength=loads_SE.size
-    )
-    at_home_SE = loads_SE - away.reshape(loads_SE.shape).astype(np.int64)
-    return CopySets(microbatch_C, expert_C, host_C, rows_C, at_home_SE)
-
-
-def sends_by_rank(copies: CopySets, topology: Topology, *, chain: bool) -> IntArray:
-    """[S, R] experts that every rank sends, from home or as a link of a chain.
-
-    As `replicate.hops` orders them: in a chain, hosts that have experts of their own to send come
-    last, and every copy but the last one of an expert passes it on.
-    """
-    microbatches, ranks = len(copies.at_home), topology.ranks
-    home_C = topology.home_of_expert[copies.expert]
-    place_C = copies.microbatch * ranks
-    if not chain:
-        return _count(place_C + home_C, microbatches, ranks)
-    sender = np.zeros(microbatches * ranks, dtype=bool)
-    sender[place_C + home_C] = True
-    busy_C = sender[place_C + copies.host]
-    order = np.lexsort((copies.host, busy_C, copies.expert, copies.microbatch))
-    of_expert = (copies.microbatch * topology.experts + copies.expert)[order]
-    differs = of_expert[1:] != of_expert[:-1]
-    first = np.concatenate([[True], differs]) if len(order) else np.zeros(0, bool)
-    last = np.concatenate([differs, [True]]) if len(order) else np.zeros(0, bool)
-    sent = np.concatenate([(place_C + home_C)[order][first], (place_C + copies.host)[order][~last]])
-    return _count(sent, microbatches, ranks)
-
-
-def copies_of_expert(copies: CopySets, topology: Topology) -> IntArray:
-    """[S, E] copies of every expert."""
-    place = copies.microbatch * topology.experts + copies.expert
-    return _count(place, len(copies.at_home), topology.experts)
-
-
-def received_by_rank(copies: CopySets, topology: Topology) -> IntArray:
-    """[S, R] experts that every rank receives."""
-    microbatches, ranks = len(copies.at_home), topology.ranks
-    return _count(copies.microbatch * ranks + copies.host, microbatches, ranks)
-
-
-def _count(places: IntArray, microbatches: int, width: int) -> IntArray:
-    counts = np.bincount(places, minlength=microbatches * width)
-    return counts.reshape(microbatches, width)

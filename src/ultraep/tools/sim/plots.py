@@ -1,6 +1,6 @@
-"""Results as pictures: throughput, imbalance by layer, and where the time of a microbatch goes.
+"""Plots of results: throughput, imbalance by layer, and the time of a microbatch by stage.
 
-matplotlib draws all of them (pip install 'ultraep[plot]'); an .html page holds the SVG.
+Needs matplotlib (pip install 'ultraep[plot]'). An .html page embeds the SVG.
 """
 
 from __future__ import annotations
@@ -8,10 +8,13 @@ from __future__ import annotations
 import html
 import importlib
 import io
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from ultraep.errors import BackendUnavailable, ConfigError
 from ultraep.files.writing import MARKS, whole_file
@@ -20,8 +23,8 @@ from ultraep.tools.sim.run import Result
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-ENDINGS = (".png", ".svg", ".html")
-# Stages that belong together, from the bottom of a bar to its top.
+FORMATS = (".png", ".svg", ".html")
+# Groups of stages and their colours, from the bottom of a bar to its top.
 PARTS = {
     "attention": ("attention", "attention back"),
     "experts": ("experts", "experts back"),
@@ -40,11 +43,22 @@ POLICY_COLOURS = {
     "ideal": "#1c1f23",
 }
 OTHER_COLOURS = ("#b3475f", "#5f9ea0", "#a0522d")
+STYLE: dict[Any, Any] = {
+    "font.size": 9,
+    "axes.titlesize": 10,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "svg.hashsalt": "ultraep",
+}
+METADATA: dict[str, dict[str, str | None]] = {
+    "png": {"Software": "ultraep"},
+    "svg": {"Date": None, "Creator": "ultraep"},
+}
 
 
 @dataclass(frozen=True)
 class Picture:
-    """What is drawn."""
+    """The data of a plot."""
 
     title: str
     results: Sequence[Result]
@@ -52,123 +66,92 @@ class Picture:
     first_layer: int = 0
 
     @property
-    def labels(self) -> list[str]:
-        """Names of the policies."""
-        return [result.label for result in self.results]
-
-    @property
     def shares(self) -> list[str]:
-        """Shares of forced balance, as written on the bars."""
+        """Shares of forced balance, as labels of the bars."""
         return [f"{result.throughput / self.ideal:.0%}" for result in self.results]
 
-    @property
-    def colours(self) -> list[str]:
-        """A colour for each policy."""
-        others = [label for label in self.labels if label not in POLICY_COLOURS]
-        return [
-            POLICY_COLOURS.get(label) or OTHER_COLOURS[others.index(label) % len(OTHER_COLOURS)]
-            for label in self.labels
-        ]
-
     def parts(self) -> dict[str, list[float]]:
-        """Milliseconds of every part that takes any time, by policy."""
+        """Return the milliseconds of every part that takes any time, by policy."""
         parts = {
-            part: [
-                1e3 * sum(result.stages.get(name, 0.0) for name in names) for result in self.results
-            ]
+            part: [1e3 * sum(r.stages.get(name, 0.0) for name in names) for r in self.results]
             for part, names in PARTS.items()
         }
         return {part: values for part, values in parts.items() if any(values)}
 
 
 def check_plot(path: str | Path) -> None:
-    """Raise for an unknown file ending, or if matplotlib is missing."""
+    """Raise if the file format is unknown or matplotlib is missing."""
     ending = Path(path).suffix.lower()
-    if ending not in ENDINGS:
+    if ending not in FORMATS:
         raise ConfigError(
-            f"{path}: a picture ends in {', '.join(ENDINGS)}, got {ending or 'no ending'}"
+            f"{path}: a plot must end in {', '.join(FORMATS)}, got {ending or 'no ending'}"
         )
     try:
         importlib.import_module("matplotlib")
     except ImportError as error:
         raise BackendUnavailable(
-            f"pictures need matplotlib ({error}): pip install 'ultraep[plot]'"
+            f"plots need matplotlib ({error}): pip install 'ultraep[plot]'"
         ) from None
 
 
 def write_plot(path: str | Path, picture: Picture) -> None:
-    """Draw a picture in the format that the file name asks for."""
+    """Write a plot in the format of the file name."""
     check_plot(path)
     ending = Path(path).suffix.lower()
-    image = _draw(picture, "png" if ending == ".png" else "svg")
+    content = _draw(picture, "png" if ending == ".png" else "svg")
+    if ending == ".html":
+        head = f'<!doctype html><html><head>{MARKS["page"].decode()}<meta charset="utf-8">'
+        head += f"<title>{html.escape(picture.title)}</title></head><body>"
+        content = head.encode() + content[content.index(b"<svg") :] + b"</body></html>"
     with whole_file(path) as file:
-        file.write(_page(picture, image) if ending == ".html" else image)
-
-
-def _page(picture: Picture, image: bytes) -> bytes:
-    title = html.escape(picture.title)
-    head = f'<!doctype html><html><head>{MARKS["page"].decode()}<meta charset="utf-8">'
-    head += f"<title>{title}</title></head><body>"
-    return head.encode() + image[image.index(b"<svg") :] + b"</body></html>"
+        file.write(content)
 
 
 def _draw(picture: Picture, image_format: str) -> bytes:
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
-    settings: dict[Any, Any] = {
-        "font.size": 9,
-        "axes.titlesize": 10,
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "svg.hashsalt": "ultraep",
-    }
-    made_by: dict[str, str | None] = {"Software": "ultraep"}
-    if image_format == "svg":
-        made_by = {"Date": None, "Creator": "ultraep"}
     image = io.BytesIO()
-    with mpl.rc_context(settings):
+    with mpl.rc_context(STYLE):
         figure = Figure(figsize=(13, 5.2), layout="constrained")
         throughput, imbalance, stages = figure.subplots(1, 3)
         figure.suptitle(picture.title, fontsize=11)
-        _draw_throughput(throughput, picture)
-        _draw_imbalance(imbalance, picture)
-        _draw_stages(stages, picture)
-        figure.savefig(image, format=image_format, dpi=150, metadata=made_by)
+        labels = [result.label for result in picture.results]
+        spare = itertools.cycle(OTHER_COLOURS)
+        colours = [POLICY_COLOURS.get(label) or next(spare) for label in labels]
+        _draw_throughput(throughput, picture, labels, colours)
+        _draw_imbalance(imbalance, picture, colours)
+        _draw_stages(stages, picture, labels)
+        for axes in (imbalance, stages):
+            axes.legend(frameon=False, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.12))
+        figure.savefig(image, format=image_format, dpi=150, metadata=METADATA[image_format])
     return image.getvalue()
 
 
-def _draw_throughput(axes: Axes, picture: Picture) -> None:
+def _draw_throughput(axes: Axes, picture: Picture, labels: list[str], colours: list[str]) -> None:
     throughputs = [result.throughput for result in picture.results]
-    bars = axes.bar(picture.labels, throughputs, color=picture.colours)
+    bars = axes.bar(labels, throughputs, color=colours)
     axes.bar_label(bars, picture.shares, padding=2)
     axes.set_title("Throughput, and its share of forced balance")
     axes.set_ylabel(picture.results[0].unit)
     axes.margins(y=0.1)
 
 
-def _draw_imbalance(axes: Axes, picture: Picture) -> None:
-    for result, colour in zip(picture.results, picture.colours, strict=True):
-        by_layer = result.imbalance_by_layer
-        layers = range(picture.first_layer, picture.first_layer + len(by_layer))
-        axes.plot(layers, by_layer, color=colour, label=result.label)
-    axes.set_title("Fullest rank over mean rank, by layer")
+def _draw_imbalance(axes: Axes, picture: Picture, colours: list[str]) -> None:
+    for result, colour in zip(picture.results, colours, strict=True):
+        layers = picture.first_layer + np.arange(len(result.imbalance_by_layer))
+        axes.plot(layers, result.imbalance_by_layer, color=colour, label=result.label)
+    axes.set_title("Busiest rank over mean rank, by layer")
     axes.set_xlabel("layer")
     axes.set_ylabel("imbalance, mean over microbatches")
-    _legend_below(axes)
 
 
-def _draw_stages(axes: Axes, picture: Picture) -> None:
-    below = [0.0] * len(picture.results)
+def _draw_stages(axes: Axes, picture: Picture, labels: list[str]) -> None:
+    bottom = np.zeros(len(picture.results))
     colours = dict(zip(PARTS, PART_COLOURS, strict=True))
     for part, values in picture.parts().items():
-        axes.bar(picture.labels, values, bottom=below, color=colours[part], label=part)
-        below = [low + value for low, value in zip(below, values, strict=True)]
+        axes.bar(labels, values, bottom=bottom, color=colours[part], label=part)
+        bottom += values
     axes.set_title("A microbatch through all layers")
     axes.set_ylabel("ms")
-    axes.set_ylim(0, 1.05 * max(below))
-    _legend_below(axes)
-
-
-def _legend_below(axes: Axes) -> None:
-    axes.legend(frameon=False, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.12))
+    axes.set_ylim(0, 1.05 * bottom.max())

@@ -1,6 +1,6 @@
-"""Presets and your own files: tables of TOML, turned into records.
+"""Presets and your own TOML files, read into dataclasses.
 
-A name picks a preset; `file.toml` the first table of a file, `file.toml:name` another one of it.
+A name selects a preset. `file.toml` selects the first table of a file, `file.toml:name` another.
 """
 
 from __future__ import annotations
@@ -19,62 +19,73 @@ from ultraep.files.reading import read_text, reading
 Record = TypeVar("Record")
 Table = dict[str, Any]
 
-LARGEST = 10**15  # of any number in a table
-MOST_TABLES = 1 << 15  # bytes of a TOML file; tomllib takes seconds for some of that length
-NAMES_OF_ONE = {"clusters": "cluster", "models": "model", "requests": "set of requests"}
-
-
-def load_table(kind: str, name: str) -> tuple[str, Table]:
-    """Return name and table of a preset of a kind (clusters, models), or of a file."""
-    path, _, wanted = name.partition(":") if ".toml" in name else ("", "", name)
-    tables = _tables_of_file(Path(path)) if path else presets(kind)
-    if path and not wanted:
-        wanted = next(iter(tables))
-    if wanted not in tables:
-        near = difflib.get_close_matches(wanted, tables, n=1, cutoff=0.4)
-        hint = f" did you mean {near[0]}?" if near else ""
-        where = f"{path}: " if path else ""
-        one = NAMES_OF_ONE.get(kind, kind)
-        raise ConfigError(f"{where}unknown {one} {wanted!r};{hint} known are {', '.join(tables)}")
-    return wanted, tables[wanted]
+LARGEST = 10**15  # any number in a table
+MAX_FILE_BYTES = 1 << 15  # tomllib can take seconds for a file of this size
+SINGULAR = {"clusters": "cluster", "models": "model", "requests": "set of requests"}
+TYPES: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "str": (str,)}
 
 
 @cache
 def presets(kind: str) -> dict[str, Table]:
-    """All presets of a kind, in the order of their file; not to be changed."""
+    """Return all presets of a kind ("clusters", "models", ...) in file order. Read-only."""
     text = resources.files("ultraep.tools.sim").joinpath("data", f"{kind}.toml").read_text("utf-8")
     return tomllib.loads(text)
 
 
-def load_record(make: type[Record], kind: str, name: str) -> Record:
-    """Return a preset of a kind, or a table of a file, as a dataclass with a name."""
-    own_name, table = load_table(kind, name)
-    return as_record(make, {"name": own_name, **table}, f"{NAMES_OF_ONE[kind]} {name}")
+def load_table(kind: str, name: str) -> Table:
+    """Return the table of a preset or of a file, with its name as an entry."""
+    path, _, table_name = name.partition(":") if ".toml" in name else ("", "", name)
+    tables = _read_tables(Path(path)) if path else presets(kind)
+    if path and not table_name:
+        table_name = next(iter(tables))
+    if table_name not in tables:
+        near = difflib.get_close_matches(table_name, tables, n=1, cutoff=0.4)
+        hint = f" did you mean {near[0]}?" if near else ""
+        where = f"{path}: " if path else ""
+        raise ConfigError(
+            f"{where}unknown {SINGULAR[kind]} {table_name!r};{hint} known are {', '.join(tables)}"
+        )
+    return {"name": table_name, **tables[table_name]}
 
 
-def as_record(make: type[Record], table: Table, where: str) -> Record:
-    """A dataclass from a table; fields that are missing, unknown or of a wrong type are named."""
-    fields = {field.name: field for field in dataclasses.fields(make)}  # type: ignore[arg-type]
+def _read_tables(path: Path) -> dict[str, Table]:
+    text = read_text(path, most=MAX_FILE_BYTES)
+    with reading(path, "TOML"):
+        content = tomllib.loads(text)
+    tables = {name: table for name, table in content.items() if isinstance(table, dict)}
+    if not tables:
+        raise FileError(f"{path}: holds no table; a table begins with a line like [my-name]")
+    return tables
+
+
+def load_record(record_type: type[Record], kind: str, name: str) -> Record:
+    """Return a preset, or a table of a file, as a dataclass."""
+    return as_record(record_type, load_table(kind, name), f"{SINGULAR[kind]} {name}")
+
+
+def as_record(record_type: type[Record], table: Table, where: str) -> Record:
+    """Return a table as a dataclass. Errors name missing, unknown and mistyped entries."""
+    fields = {field.name: field for field in dataclasses.fields(record_type)}  # type: ignore[arg-type]
     unknown = sorted(set(table) - set(fields))
     if unknown:
         near = difflib.get_close_matches(unknown[0], fields, n=1)
-        raise ConfigError(
-            f"{where}: unknown entry {unknown[0]!r}"
-            + (f"; did you mean {near[0]}?" if near else f"; known are {', '.join(fields)}")
-        )
-    missing = [
-        name
-        for name, field in fields.items()
-        if name not in table and field.default is dataclasses.MISSING
-    ]
+        hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(fields)}"
+        raise ConfigError(f"{where}: unknown entry {unknown[0]!r}; {hint}")
+    required = [name for name, field in fields.items() if field.default is dataclasses.MISSING]
+    missing = [name for name in required if name not in table]
     if missing:
         raise ConfigError(f"{where}: {', '.join(missing)} missing")
     for name, value in table.items():
-        _check_type(where, name, str(fields[name].type), value)
-    return make(**table)
+        annotation = str(fields[name].type)
+        types = TYPES.get(annotation)
+        if types and (not isinstance(value, types) or isinstance(value, bool)):
+            raise ConfigError(f"{where}: {name} must be of type {annotation}, got {value!r}")
+        if isinstance(value, (int, float)) and abs(value) > LARGEST:
+            raise ConfigError(f"{where}: {name} must be at most {LARGEST}, got {value}")
+    return record_type(**table)
 
 
-def check_least(
+def check_range(
     record: object, names: str, least: float, most: float = LARGEST, where: str = ""
 ) -> None:
     """Raise unless the named fields of a record lie between `least` and `most`."""
@@ -86,28 +97,9 @@ def check_least(
             raise ConfigError(f"{where}{name} must be at most {most:.10g}, got {value}")
 
 
-def check_positive(record: object, names: str, where: str = "") -> None:
+def check_positive(record: object, names: str, where: str) -> None:
     """Raise unless the named fields of a record are positive and finite."""
     for name in names.split():
         value = getattr(record, name)
         if not 0 < value <= LARGEST:
             raise ConfigError(f"{where}{name} must be positive, got {value}")
-
-
-def _check_type(where: str, name: str, annotation: str, value: Any) -> None:
-    kinds: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "str": (str,)}
-    wanted = kinds.get(annotation)
-    if wanted and (not isinstance(value, wanted) or isinstance(value, bool)):
-        raise ConfigError(f"{where}: {name} must be of type {annotation}, got {value!r}")
-    if isinstance(value, (int, float)) and abs(value) > LARGEST:
-        raise ConfigError(f"{where}: {name} must be at most {LARGEST}, got {value}")
-
-
-def _tables_of_file(path: Path) -> dict[str, Table]:
-    text = read_text(path, most=MOST_TABLES)
-    with reading(path, "TOML"):
-        content = tomllib.loads(text)
-    tables = {name: table for name, table in content.items() if isinstance(table, dict)}
-    if not tables:
-        raise FileError(f"{path}: holds no table; a table begins with a line like [my-name]")
-    return tables

@@ -1,4 +1,4 @@
-"""Runtime: how the plans of a policy are carried out, and what that costs (data/runtimes.toml)."""
+"""Runtime: what executing the plans of a policy costs. Contender: a policy in a simulation."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ NONE, IDEAL = "none", "ideal"
 
 @dataclass(frozen=True, kw_only=True)
 class Runtime:
-    """Who pays what for a plan. `data/runtimes.toml` explains the fields and gives sources."""
+    """How plans are executed. `data/runtimes.toml` explains the fields and gives sources."""
 
     name: str
     planner: str  # measured, given
@@ -29,43 +29,62 @@ class Runtime:
 
     @property
     def streams(self) -> bool:
-        """Whether weights travel in every pass."""
+        """Whether weights of replicas are sent in every pass."""
         return self.relay in ("direct", "chain", "auto", "tree")
-
-
-def price(policy: str, runtime: Runtime | None = None) -> Runtime:
-    """The runtime of a policy, or one that was chosen for it, if its plans can be priced so."""
-    known = get_policy(policy)
-    runtime = runtime or runtime_of(policy)
-    why = None
-    if runtime.streams and not known.within_limits:
-        why = "it copies beyond spare slots and domains"
-    elif runtime.relay == "placed" and not known.needs_history:
-        why = "it copies anew in every microbatch, and there copies stay"
-    elif runtime.relay == "nothing" and policy not in (NONE, IDEAL):
-        why = "there nothing is copied"
-    if why:
-        raise ConfigError(
-            f"policy {policy} cannot be priced as {runtime.name}: {why}; "
-            "`ultraep plan` compares its plans"
-        )
-    return runtime
 
 
 def runtime_of(policy: str) -> Runtime:
     """Return the runtime of a policy; raise `ConfigError` if its costs are unknown."""
     tables = presets("runtimes")
-    name = {IDEAL: NONE}.get(policy, policy)
+    name = NONE if policy == IDEAL else policy
     if name not in tables:
         raise ConfigError(
-            f"policy {policy!r} has no costs of its own, only {', '.join([*tables, IDEAL])} "
-            f"have: name the one whose costs it shall have, {policy}=NAME"
+            f"policy {policy!r} has no costs of its own; costs are known for "
+            f"{', '.join([*tables, IDEAL])}. Name one of them: {policy}=NAME"
         )
-    table = {**tables[name], **_calibrated(name)}
-    return as_record(Runtime, {"name": policy, **table}, f"runtime of {policy}")
+    calibrated = presets("calibrated").get(name, {})
+    costs = {key: value for key, value in calibrated.items() if key.endswith("_us")}
+    return as_record(Runtime, {"name": policy, **tables[name], **costs}, f"runtime of {policy}")
 
 
-def _calibrated(name: str) -> dict[str, float]:
-    """What of a runtime is known by calibration only."""
-    table = presets("calibrated").get(name, {})
-    return {key: value for key, value in table.items() if key.endswith("_us")}
+@dataclass(frozen=True)
+class Contender:
+    """A policy in a simulation. `None` means the default of the scenario or the policy."""
+
+    policy: str
+    label: str
+    slots: int | None = None
+    tolerance: float | None = None
+    runtime: Runtime | None = None
+
+    @staticmethod
+    def of(name: str) -> Contender:
+        """Return the contender for NAME, or for NAME=OTHER.
+
+        "echo=ultraep" plans with `echo` and prices the plans like plans of `ultraep`. Use it for
+        policies without known costs.
+        """
+        policy, equals, priced_as = name.partition("=")
+        if equals and not priced_as:
+            raise ConfigError(f"NAME=OTHER needs two policies, got {name!r}")
+        contender = Contender(policy, name, runtime=runtime_of(priced_as) if priced_as else None)
+        contender.price()
+        return contender
+
+    def price(self) -> Runtime:
+        """Return the runtime that executes the plans; raise `ConfigError` if it cannot."""
+        policy = get_policy(self.policy)
+        runtime = self.runtime or runtime_of(self.policy)
+        reason = None
+        if runtime.streams and not policy.within_limits:
+            reason = "the policy replicates beyond spare slots and domains"
+        elif runtime.relay == "placed" and not policy.needs_history:
+            reason = "the policy replicates in every microbatch, but replicas of this runtime stay"
+        elif runtime.relay == "nothing" and self.policy not in (NONE, IDEAL):
+            reason = "this runtime does not replicate"
+        if reason:
+            raise ConfigError(
+                f"policy {self.policy} cannot be priced as {runtime.name}: {reason}; "
+                "`ultraep plan` compares its plans"
+            )
+        return runtime

@@ -1,10 +1,9 @@
-"""Serving prefill under the clock: requests arrive, wait, and are prefilled in chunks.
+"""Serving: requests arrive, wait, and are prefilled in chunks.
 
-Attention is data parallel over the ranks of the expert-parallel group: every request belongs to
-one rank, in turn. An iteration takes up to `chunk` tokens from the queue of every rank, and all
-ranks go through the layers together: attention lasts as long as that of the rank with the most
-work, the experts as long as the loads of this iteration say. The figure is the rate of requests at
-which the mean time to the first token reaches its limit.
+Attention is data parallel: every request belongs to one rank, round robin. An iteration takes up
+to `tokens` tokens from the queue of every rank, and all ranks go through the layers together.
+Attention takes as long as on the rank with the most work; the experts follow the loads of the
+iteration. The result is the request rate at which the mean time to first token reaches its limit.
 
 Shapes: S iterations, R ranks, N requests.
 """
@@ -12,27 +11,29 @@ Shapes: S iterations, R ranks, N requests.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
-from numpy.typing import NDArray
 
-from ultraep.tools.sim.costs import Costs
-from ultraep.tools.sim.presets import check_least, check_positive, load_record
+from ultraep.tools.sim.costs import Costs, FloatArray
+from ultraep.tools.sim.layer import LayerTimes
+from ultraep.tools.sim.model import ROW_BYTES, WEIGHT_BYTES, Model
+from ultraep.tools.sim.presets import check_positive, check_range, load_record
+from ultraep.tools.sim.training import STORED_WIDTHS
 
-FloatArray = NDArray[np.float64]
-
-LONGEST = 131_072  # tokens of a prompt
-LONGEST_LIMIT = 3600.0  # seconds to the first token
-WIDEST = 8.0  # deviation of the logarithm of lengths
+MAX_PROMPT = 131_072  # tokens
+MAX_LIMIT_S = 3600.0
+MAX_SPREAD = 8.0  # standard deviation of the logarithm of lengths
 HALVINGS = 14
-RUN_LIMITS = 20  # length of a run, in limits of the time to the first token
+RUN_LIMITS = 20  # length of a run, in limits of the time to first token
+FIXED_STAGES = ("loads", "plan", "replicate", "reroute")  # do not shrink with a partial chunk
 
 
 @dataclass(frozen=True, kw_only=True)
 class Requests:
-    """Prompts of a log-normal length, and the time that the first token may take."""
+    """Prompts of log-normal length, and the limit of the mean time to first token."""
 
     name: str
     title: str
@@ -43,36 +44,34 @@ class Requests:
     def __post_init__(self) -> None:
         where = f"requests {self.name}: "
         check_positive(self, "mean_tokens limit_s", where)
-        check_least(self, "spread", 0, WIDEST, where)
-        check_least(self, "limit_s", 0, LONGEST_LIMIT, where)
+        check_range(self, "spread", 0, MAX_SPREAD, where)
+        check_range(self, "limit_s", 0, MAX_LIMIT_S, where)
 
     def lengths(self, count: int, rng: np.random.Generator) -> FloatArray:
         """[N] tokens of each prompt."""
         centre = np.log(self.mean_tokens) - self.spread**2 / 2
-        drawn = np.rint(np.exp(rng.normal(centre, self.spread, count)))
-        return np.clip(drawn, 1, LONGEST)
+        lengths = np.rint(np.exp(rng.normal(centre, self.spread, count)))
+        return np.clip(lengths, 1, MAX_PROMPT)
 
 
 def load_requests(name: str) -> Requests:
-    """Return a preset, or a set of requests of a TOML file."""
+    """Return a preset, or a set of requests from a TOML file."""
     return load_record(Requests, "requests", name)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Serving:
-    """How requests are served.
-
-    chunk: most tokens that a rank takes in one iteration.
-    """
+    """A prefill job."""
 
     requests: Requests
-    chunk: int = 8192
-    iterations: int = 64  # different loads; they repeat
+    tokens: int = 8192  # chunk: most tokens per rank and iteration
+    iterations: int = 64  # iterations with different loads; then the loads repeat
     seed: int = 0
 
     name: ClassVar[str] = "prefill"
     unit: ClassVar[str] = "iteration"
     units: ClassVar[str] = "iterations"
+    throughput_unit: ClassVar[str] = "requests/s"
     trains: ClassVar[bool] = False
     pipeline: ClassVar[int] = 1
     groups: ClassVar[int] = 1
@@ -80,72 +79,88 @@ class Serving:
     recompute: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        check_least(self, "chunk iterations", 1)
+        check_range(self, "tokens iterations", 1)
 
     @property
     def simulated(self) -> int:
         """Iterations with loads of their own."""
         return self.iterations
 
-    @property
-    def tokens(self) -> int:
-        """Tokens of a rank in a full iteration."""
-        return self.chunk
+    def weight_bytes(self, model: Model, ranks: int) -> float:
+        """Return the bytes of weights per device."""
+        return WEIGHT_BYTES * (model.all_expert_weights / ranks + model.plain_weights)
+
+    def activation_bytes(self, model: Model) -> float:
+        """Return the bytes per device of the activations of one layer."""
+        return ROW_BYTES * self.tokens * model.width * STORED_WIDTHS
+
+    def plain_seconds(self, costs: Costs, ranks: int) -> float:  # noqa: ARG002
+        """Return the seconds per iteration that `LayerTimes` leaves out."""
+        model, tokens, context = costs.model, self.tokens, self.requests.mean_tokens / 2
+        attention = costs.attention_forward(tokens, context)
+        core = attention - costs.attention_forward(tokens, 0.0)
+        dense = model.dense_layers * (attention + costs.dense_mlp(tokens))
+        return model.moe_layers * core + dense
+
+    def throughput(
+        self, costs: Costs, ranks: int, layers: Sequence[LayerTimes]
+    ) -> tuple[float, float]:
+        """Return requests/s, and tokens/s per device."""
+        experts_S = np.sum([t.forward_seconds - t.forward["attention"] for t in layers], axis=0)
+        fixed_S = np.sum([t.forward[name] for t in layers for name in FIXED_STAGES], axis=0)
+        iteration = make_iteration(costs, self, experts_S - fixed_S, float(fixed_S.mean()))
+        rate = rate_at_limit(iteration, self, ranks)
+        return rate, rate * self.requests.mean_tokens / ranks
 
 
 @dataclass(frozen=True)
 class Iteration:
-    """What an iteration costs, for all layers together."""
+    """The costs of an iteration, for all layers together."""
 
-    fixed: float  # seconds, whatever there is to do
+    fixed: float  # seconds, whatever the number of tokens
     experts: FloatArray  # [S] seconds of rows and experts with full chunks
-    per_token: float  # seconds of a rank's token in everything else
-    per_pair: float  # seconds of a token looking at another
+    per_token: float  # seconds per token of a rank for everything else
+    per_pair: float  # seconds per pair of tokens in attention
     chunk: int
 
     def seconds(self, number: int, tokens_R: FloatArray, pairs_R: FloatArray) -> float:
-        """How long an iteration takes: tokens of each rank, and pairs that attention looks at."""
-        plain = float((self.per_token * tokens_R + self.per_pair * pairs_R).max())
+        """Return the seconds of an iteration, given each rank's tokens and attention pairs."""
+        attention = float((self.per_token * tokens_R + self.per_pair * pairs_R).max())
         filled = float(tokens_R.mean()) / self.chunk
-        return self.fixed + plain + filled * float(self.experts[number % len(self.experts)])
+        return self.fixed + attention + filled * float(self.experts[number % len(self.experts)])
 
 
 def make_iteration(
     costs: Costs, serving: Serving, experts_S: FloatArray, fixed: float
 ) -> Iteration:
-    """What an iteration costs, from the seconds of the layers with experts."""
-    model, tokens = costs.model, serving.chunk
-    nothing = costs.attention_forward(tokens, 0.0)
+    """Return the costs of an iteration, given the seconds of the layers with experts."""
+    model, tokens = costs.model, serving.tokens
+    no_context = costs.attention_forward(tokens, 0.0)
     dense = model.dense_layers * costs.dense_mlp(tokens)
-    per_token = (model.layers * nothing + dense) / tokens
-    # A window limits what is looked at: take the slope at the mean prompt.
+    per_token = (model.layers * no_context + dense) / tokens
+    # With windowed attention the cost is not linear in the context: use the mean prompt.
     context = serving.requests.mean_tokens / 2
-    looking = costs.attention_forward(tokens, context) - nothing
-    per_pair = model.layers * looking / (tokens * context)
-    return Iteration(fixed, experts_S, per_token, per_pair, tokens)
+    core = costs.attention_forward(tokens, context) - no_context
+    return Iteration(fixed, experts_S, per_token, model.layers * core / (tokens * context), tokens)
 
 
 def rate_at_limit(iteration: Iteration, serving: Serving, ranks: int) -> float:
-    """Requests per second at which the mean time to the first token is at its limit."""
-    limit = serving.requests.limit_s
-    mean_tokens = serving.requests.mean_tokens
-    tokens_R = np.full(ranks, float(serving.chunk))
-    full = iteration.seconds(0, tokens_R, tokens_R * mean_tokens / 2)
-    high = 2 * ranks * serving.chunk / full / mean_tokens
-    low = 0.0
+    """Return the requests per second at which the mean time to first token meets its limit."""
+    requests = serving.requests
+    tokens_R = np.full(ranks, float(serving.tokens))
+    full = iteration.seconds(0, tokens_R, tokens_R * requests.mean_tokens / 2)
+    low, high = 0.0, 2 * ranks * serving.tokens / full / requests.mean_tokens
     for _ in range(HALVINGS):
         rate = (low + high) / 2
-        arrivals_N, lengths_N = _drawn(serving, rate)
-        mean = mean_first_token(iteration, arrivals_N, lengths_N, ranks)
-        low, high = (rate, high) if mean <= limit else (low, rate)
+        mean = mean_first_token(iteration, *draw_requests(serving, rate), ranks)
+        low, high = (rate, high) if mean <= requests.limit_s else (low, rate)
     return low
 
 
-def _drawn(serving: Serving, rate: float) -> tuple[FloatArray, FloatArray]:
-    """Arrivals and lengths of a run; the same prompts at every rate, closer to each other."""
-    rng = np.random.default_rng([serving.seed, 7])
+def draw_requests(serving: Serving, rate: float) -> tuple[FloatArray, FloatArray]:
+    """[N] arrivals and lengths of a run. All rates have the same prompts and relative gaps."""
     count = max(int(rate * RUN_LIMITS * serving.requests.limit_s), 1)
-    gaps_N = rng.standard_exponential(count)
+    gaps_N = np.random.default_rng([serving.seed, 7]).standard_exponential(count)
     lengths_N = serving.requests.lengths(count, np.random.default_rng([serving.seed, 8]))
     return np.cumsum(gaps_N) / rate, lengths_N
 
@@ -153,19 +168,17 @@ def _drawn(serving: Serving, rate: float) -> tuple[FloatArray, FloatArray]:
 def mean_first_token(
     iteration: Iteration, arrivals_N: FloatArray, lengths_N: FloatArray, ranks: int
 ) -> float:
-    """Mean seconds from the arrival of a request to the end of its prefill."""
+    """Return the mean seconds from the arrival of a request to the end of its prefill."""
     queues: list[deque[int]] = [deque() for _ in range(ranks)]
-    done_N = np.zeros(len(arrivals_N))
-    progress_N = np.zeros(len(arrivals_N))
-    arrived, number, clock = 0, 0, 0.0
-    finished = 0
+    done_N, prefilled_N = np.zeros(len(arrivals_N)), np.zeros(len(arrivals_N))
+    arrived, finished, number, clock = 0, 0, 0, 0.0
     while finished < len(arrivals_N):
         if not any(queues):
             clock = max(clock, float(arrivals_N[arrived]))
         while arrived < len(arrivals_N) and arrivals_N[arrived] <= clock:
             queues[arrived % ranks].append(arrived)
             arrived += 1
-        tokens_R, pairs_R, ended = _take(queues, progress_N, lengths_N, iteration.chunk)
+        tokens_R, pairs_R, ended = _take(queues, prefilled_N, lengths_N, iteration.chunk)
         clock += iteration.seconds(number, tokens_R, pairs_R)
         number += 1
         done_N[ended] = clock
@@ -174,21 +187,19 @@ def mean_first_token(
 
 
 def _take(
-    queues: list[deque[int]], progress_N: FloatArray, lengths_N: FloatArray, chunk: int
+    queues: list[deque[int]], prefilled_N: FloatArray, lengths_N: FloatArray, chunk: int
 ) -> tuple[FloatArray, FloatArray, list[int]]:
-    """Up to a chunk of every queue: tokens, pairs, and the requests that end with it."""
+    """Take up to a chunk from every queue: [R] tokens, [R] pairs, and the finished requests."""
     tokens_R, pairs_R = np.zeros(len(queues)), np.zeros(len(queues))
     ended: list[int] = []
     for rank, queue in enumerate(queues):
-        room = float(chunk)
-        while queue and room > 0:
+        while queue and tokens_R[rank] < chunk:
             request = queue[0]
-            before = progress_N[request]
-            taken = min(room, lengths_N[request] - before)
+            before = prefilled_N[request]
+            taken = min(chunk - tokens_R[rank], lengths_N[request] - before)
             tokens_R[rank] += taken
             pairs_R[rank] += taken * (before + taken / 2)
-            progress_N[request] = before + taken
-            room -= taken
-            if progress_N[request] >= lengths_N[request]:
+            prefilled_N[request] = before + taken
+            if prefilled_N[request] >= lengths_N[request]:
                 ended.append(queue.popleft())
     return tokens_R, pairs_R, ended

@@ -1,55 +1,53 @@
-"""Training under the clock: microbatches in a pipeline, then the step that waits for all groups.
+"""Training: microbatches in a pipeline, data-parallel groups, and the optimizer step.
 
-The layers are dealt out to the parts of a pipeline. Every part runs one forward, one backward in
-turn (1F1B) once it is full. Data-parallel groups work at their own loads and meet at the end of a
-step; then the optimizer passes over the weights. Messages of the pipeline and of data
-parallelism are taken to be hidden.
+Layers are split into pipeline stages, which alternate one forward and one backward (1F1B) once the
+pipeline is full. Data-parallel groups have loads of their own and synchronise at the end of a step.
+Then the optimizer updates the weights. Pipeline and data-parallel messages are assumed hidden.
 
-Shapes: S microbatches, P parts, G groups.
+Shapes: S microbatches, P pipeline stages.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ultraep.errors import ConfigError
-from ultraep.tools.sim.costs import Costs
-from ultraep.tools.sim.model import Model
-from ultraep.tools.sim.presets import check_least
+from ultraep.tools.sim.costs import Costs, FloatArray
+from ultraep.tools.sim.layer import LayerTimes
+from ultraep.tools.sim.model import GRADIENT_BYTES, ROW_BYTES, WEIGHT_BYTES, Model
+from ultraep.tools.sim.presets import check_range
 
-FloatArray = NDArray[np.float64]
-
-OPTIMIZER_BYTES = 30  # read and written per weight: gradient, master copy and two moments; weight
+STORED_WIDTHS = 10  # vectors of the model's width that a layer stores per token without recompute
+OPTIMIZER_STATE_BYTES = 12  # per weight: FP32 master weight and two moments
+OPTIMIZER_BYTES = 30  # moved per weight: gradient, master weight, two moments, weight
 
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """How a model is trained.
+    """A training job."""
 
-    tokens: of every rank in a microbatch.
-    sequence: tokens per sequence; a microbatch holds several.
-    """
-
-    tokens: int = 8192
-    sequence: int = 8192
-    pipeline: int = 1  # parts that the layers are dealt out to
+    tokens: int = 8192  # per rank and microbatch
+    sequence: int = 8192  # tokens per sequence; a microbatch may hold several sequences
+    pipeline: int = 1  # stages
     groups: int = 1  # data-parallel expert-parallel groups
-    microbatches: int = 8  # of one step and group
+    microbatches: int = 8  # per step and group
     steps: int = 8
     recompute: bool = True
 
     name: ClassVar[str] = "training"
     unit: ClassVar[str] = "microbatch"
     units: ClassVar[str] = "microbatches"
+    throughput_unit: ClassVar[str] = "TFLOP/s per device"
     trains: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        check_least(self, "tokens sequence pipeline groups microbatches steps", 1)
+        check_range(self, "tokens sequence pipeline groups microbatches steps", 1)
 
     @property
     def simulated(self) -> int:
@@ -58,87 +56,123 @@ class Training:
 
     @property
     def context(self) -> float:
-        """Tokens before each token, on average."""
+        """Mean number of tokens before each token."""
         return min(self.sequence, self.tokens) / 2
 
+    def weight_bytes(self, model: Model, ranks: int) -> float:
+        """Return the bytes per device of weights, gradients and optimizer state."""
+        experts = model.all_expert_weights / ranks / self.pipeline
+        plain = model.plain_weights / self.pipeline
+        sharded = experts / self.groups + plain / (ranks * self.groups)
+        weights = (WEIGHT_BYTES + GRADIENT_BYTES) * (experts + plain)
+        return weights + OPTIMIZER_STATE_BYTES * sharded
 
-def part_of_layer(model: Model, parts: int) -> list[int]:
-    """The part of every layer: contiguous, the first ones one longer where it does not divide.
+    def activation_bytes(self, model: Model) -> float:
+        """Return the bytes per device of activations stored for backward."""
+        vector = ROW_BYTES * self.tokens * model.width
+        layers = math.ceil(model.layers / self.pipeline) * min(self.pipeline, self.microbatches)
+        if self.recompute:
+            return vector * layers + vector * STORED_WIDTHS
+        rows = self.tokens * model.top_k * model.row_bytes
+        return STORED_WIDTHS * vector * layers + (layers - 1) * rows
 
-    Dense layers come first, as in the model.
-    """
-    if parts > model.layers:
-        raise ConfigError(f"{model.layers} layers cannot be dealt out to {parts} pipeline parts")
-    bounds = np.cumsum([len(some) for some in np.array_split(np.arange(model.layers), parts)])
-    return [int(np.searchsorted(bounds, layer, side="right")) for layer in range(model.layers)]
+    def plain_seconds(self, costs: Costs, ranks: int) -> float:
+        """Return the seconds per microbatch outside the layers with experts."""
+        forward_P, backward_P = self.dense_seconds(costs)
+        optimizer = self.optimizer_seconds(costs, ranks) * self.pipeline
+        return float(forward_P.sum() + backward_P.sum()) + optimizer / self.microbatches
+
+    def throughput(
+        self, costs: Costs, ranks: int, layers: Sequence[LayerTimes]
+    ) -> tuple[float, float]:
+        """Return TFLOP/s and tokens/s, both per device."""
+        forward_P, backward_P = self.dense_seconds(costs)
+        forward_SP = np.tile(forward_P, (self.simulated, 1))
+        backward_SP = np.tile(backward_P, (self.simulated, 1))
+        stages = stage_of_layer(costs.model, self.pipeline)[costs.model.dense_layers :]
+        for stage, times in zip(stages, layers, strict=True):
+            forward_SP[:, stage] += times.forward_seconds
+            backward_SP[:, stage] += times.backward_seconds
+        shape = (self.steps, self.microbatches, self.groups, self.pipeline)
+        forward, backward = forward_SP.reshape(shape), backward_SP.reshape(shape)
+        seconds = self.steps * self.optimizer_seconds(costs, ranks)
+        for step in range(self.steps):
+            seconds += max(
+                pipeline_seconds(forward[step, :, group], backward[step, :, group])
+                for group in range(self.groups)
+            )
+        tokens = self.steps * self.microbatches * self.tokens / self.pipeline / seconds
+        operations = costs.model.training_operations(min(self.sequence, self.tokens))
+        return tokens * operations / 1e12, tokens
+
+    def dense_seconds(self, costs: Costs) -> tuple[FloatArray, FloatArray]:
+        """[P] forward and backward seconds of dense layers and of the output embedding."""
+        forward_P, backward_P = np.zeros(self.pipeline), np.zeros(self.pipeline)
+        dense = costs.attention_forward(self.tokens, self.context) + costs.dense_mlp(self.tokens)
+        backward = costs.attention_backward(self.tokens, self.context)
+        backward += 2 * costs.dense_mlp(self.tokens)
+        again = dense if self.recompute else 0.0
+        for stage in stage_of_layer(costs.model, self.pipeline)[: costs.model.dense_layers]:
+            forward_P[stage] += dense
+            backward_P[stage] += backward + again
+        forward_P[-1] += costs.head(self.tokens)
+        backward_P[-1] += 2 * costs.head(self.tokens)
+        return forward_P, backward_P
+
+    def optimizer_seconds(self, costs: Costs, ranks: int) -> float:
+        """Return the seconds to update this device's share of the weights."""
+        experts = costs.model.all_expert_weights / ranks / self.pipeline
+        plain = costs.model.plain_weights / self.pipeline / ranks / self.groups
+        size = OPTIMIZER_BYTES * (experts / self.groups + plain)
+        return size / (costs.cluster.memory_rate * costs.rates.memory)
 
 
-def plain_seconds(costs: Costs, training: Training) -> tuple[FloatArray, FloatArray]:
-    """[P] forward and backward seconds of what has no experts: dense layers, and the head."""
-    parts = part_of_layer(costs.model, training.pipeline)
-    forward, backward = np.zeros(training.pipeline), np.zeros(training.pipeline)
-    tokens, context = training.tokens, training.context
-    dense = costs.attention_forward(tokens, context) + costs.dense_mlp(tokens)
-    dense_back = costs.attention_backward(tokens, context) + 2 * costs.dense_mlp(tokens)
-    again = dense if training.recompute else 0.0
-    for layer in range(costs.model.dense_layers):
-        forward[parts[layer]] += dense
-        backward[parts[layer]] += dense_back + again
-    forward[-1] += costs.head(tokens)
-    backward[-1] += 2 * costs.head(tokens)
-    return forward, backward
+def stage_of_layer(model: Model, stages: int) -> list[int]:
+    """Return the pipeline stage of every layer. The first stages get the remainder."""
+    if stages > model.layers:
+        raise ConfigError(f"{model.layers} layers cannot be split into {stages} pipeline stages")
+    parts = np.array_split(np.arange(model.layers), stages)
+    return np.repeat(np.arange(stages), [len(part) for part in parts]).tolist()
 
 
 def pipeline_seconds(forward_SP: FloatArray, backward_SP: FloatArray) -> float:
-    """Until the last backward of a step is done, one forward and one backward in turn.
+    """Return the seconds of one step with a 1F1B schedule.
 
-    Two parts, three microbatches, one second forward and two backward: the last part is busy for
-    nine seconds, after one of waiting, and the first part ends two seconds later.
+    Two stages, three microbatches, one second forward and two backward: the last stage is busy for
+    nine seconds, after one second of waiting, and the first stage ends two seconds later.
 
     >>> pipeline_seconds(np.ones((3, 2)), np.full((3, 2), 2.0))
     12.0
     """
-    count, parts = forward_SP.shape
-    # Row 0 is forward, row 1 backward. The input of the first forward is there at once; the output
-    # of the last forward is the input of its backward.
+    count, stages = forward_SP.shape
+    # ends[0] are forwards and ends[1] backwards; column p + 1 is stage p. The first forward has
+    # its input at once, and the last forward's output is the input of its backward.
     seconds = (forward_SP, backward_SP)
-    ends = np.full((2, count, parts + 2), np.nan)
+    ends = np.full((2, count, stages + 2), np.nan)
     ends[0, :, 0] = 0.0
-    free = np.zeros(parts)
-    turns = [_turns(count, parts, part) for part in range(parts)]
-    while any(turns):
-        for part, left in enumerate(turns):
+    free_P = np.zeros(stages)
+    schedules = [_schedule(count, stages - stage) for stage in range(stages)]
+    while any(schedules):
+        for stage, left in enumerate(schedules):
             while left:
-                back, number = left[0]
-                ready = ends[back, number, part + 2 if back else part]
+                backward, number = left[0]
+                ready = ends[backward, number, stage + 2 if backward else stage]
                 if np.isnan(ready):
                     break
-                free[part] = max(free[part], ready) + seconds[back][number, part]
-                ends[back, number, part + 1] = free[part]
-                if part == parts - 1 and not back:
-                    ends[1, number, parts + 1] = free[part]
+                free_P[stage] = max(free_P[stage], ready) + seconds[backward][number, stage]
+                ends[backward, number, stage + 1] = free_P[stage]
+                if stage == stages - 1 and not backward:
+                    ends[1, number, stages + 1] = free_P[stage]
                 left.popleft()
-    return float(free.max())
+    return float(free_P.max())
 
 
-def _turns(count: int, parts: int, part: int) -> deque[tuple[int, int]]:
-    """What a part does, in order: some forwards, then one backward and one forward in turn.
-
-    Pairs: 0 for forward or 1 for backward, and the microbatch.
-    """
-    warm = min(count, parts - part)
-    turns = deque((0, number) for number in range(warm))
+def _schedule(count: int, in_flight: int) -> deque[tuple[int, int]]:
+    """Return the passes of a stage in order: (0 forward or 1 backward, microbatch)."""
+    warm_up = min(count, in_flight)
+    passes = deque((0, number) for number in range(warm_up))
     for number in range(count):
-        turns.append((1, number))
-        if warm + number < count:
-            turns.append((0, warm + number))
-    return turns
-
-
-def optimizer_seconds(costs: Costs, training: Training, ranks: int) -> float:
-    """Seconds of one pass over this device's share of the weights and their optimizer state."""
-    model = costs.model
-    experts = model.moe_layers * model.experts * model.expert_weights / ranks / training.pipeline
-    plain = model.plain_weights / training.pipeline / ranks / training.groups
-    size = OPTIMIZER_BYTES * (experts / training.groups + plain)
-    return size / (costs.cluster.memory_rate * costs.rates.memory)
+        passes.append((1, number))
+        if warm_up + number < count:
+            passes.append((0, warm_up + number))
+    return passes

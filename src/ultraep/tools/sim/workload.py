@@ -1,9 +1,8 @@
-"""Workload: the rows that every expert of every layer gets, microbatch by microbatch.
+"""Workload: the rows of every expert in every layer and microbatch.
 
-Two kinds. `Skew` draws them: every layer has experts that are popular throughout (how much differs
-from layer to layer), each microbatch differs a little from the one before, and the text may move
-to another topic. `Recorded` takes them from a trace. Both are functions of layer and microbatch
-alone: which process asks, and in which order, changes nothing.
+`Skew` draws loads: every layer has persistently popular experts (how popular varies by layer), each
+microbatch differs a little, and topics may change. `Recorded` reads loads from a trace. Both depend
+on layer and microbatch alone, so results do not depend on the number of processes.
 
 Shapes: S microbatches, E experts, R ranks, H recorded layers.
 """
@@ -16,39 +15,37 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ultraep.arrays import IntArray
 from ultraep.errors import ConfigError, FileError
 from ultraep.loads import MAX_TOTAL
+from ultraep.tools.sim.costs import FloatArray
 from ultraep.tools.sim.planning import sum_by_home
-from ultraep.tools.sim.presets import check_least, presets
-from ultraep.topology import MAX_EXPERTS, Topology
+from ultraep.tools.sim.presets import check_range, presets
+from ultraep.topology import Topology
 from ultraep.trace.read import holds_trace, read_trace
 from ultraep.workload import loads_of_windows, read_loads, read_routing
 from ultraep.workload.files import MOST_NUMBERS, holds_routing
 
-FloatArray = NDArray[np.float64]
-
-# Spread of the skew over layers and the noise between windows of 4096 tokens of one text, both as
-# found in recorded routing of gpt-oss-20b (24 layers, 15 windows).
+# Spread of the skew over layers and noise between windows of 4096 tokens of one text, both measured
+# in recorded routing of gpt-oss-20b (24 layers, 15 windows).
 LAYER_SPREAD = 0.27
 RECORDED_NOISE = 0.4
-STEEPEST = 8.0  # deviation of log popularity beyond which all rows go to a few experts
+MAX_SPREAD = 8.0  # standard deviation of log popularity at which a few experts get all rows
 WINDOW = 4096  # tokens of a microbatch cut from recorded routing
-PROBE_ROWS = 8192 * 8  # of every rank
-PROBES = 1024  # loads by which the skew is fitted, at least
-LEAST_SHARE = 1e-12  # of an expert without weight: it gets rows when all others are full
+PROBE_ROWS = 8192 * 8  # per rank
+PROBES = 1024  # loads to which the skew is fitted, at least
+MIN_SHARE = 1e-12  # of an expert without weight: it gets rows only when all others are full
 
 
 @dataclass(frozen=True, kw_only=True)
 class Skew:
     """Drawn loads.
 
-    spread: deviation of the experts' log popularity that lasts.
-    noise: deviation that is drawn anew for every microbatch and layer.
-    topic_length: microbatches after which the popular experts are others, at once; 0: never.
-    drift_length: microbatches in which they gradually become others; 0: they stay.
+    spread: standard deviation of the persistent log popularity of experts.
+    noise: standard deviation of the part drawn anew for every microbatch and layer.
+    topic_length: microbatches after which popularity changes at once; 0: never.
+    drift_length: microbatches over which popularity changes gradually; 0: never.
     """
 
     experts: int
@@ -60,9 +57,9 @@ class Skew:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        check_least(self, "spread noise", 0, STEEPEST)
-        check_least(self, "topic_length drift_length", 0, MAX_TOTAL)
-        check_least(self, "seed", 0, 2**63 - 1)
+        check_range(self, "spread noise", 0, MAX_SPREAD)
+        check_range(self, "topic_length drift_length", 0, MAX_TOTAL)
+        check_range(self, "seed", 0, 2**63 - 1)
         if self.topic_length and self.drift_length:
             raise ConfigError(
                 f"topics change at once or gradually: topic_length {self.topic_length} and "
@@ -70,17 +67,15 @@ class Skew:
             )
 
     def expert_loads(self, layer: int, microbatches: IntArray, rows: int) -> IntArray:
-        """[S, E] rows of every expert, of each of these microbatches."""
+        """[S, E] rows of every expert in each of these microbatches."""
         logits_SE = self.noise * self._normal(1, layer, microbatches)
-        logits_SE += self._layer_spread(layer) * self._lasting(layer, microbatches)
+        factor = np.random.default_rng([self.seed, 2, layer]).normal(1.0, LAYER_SPREAD)
+        spread = self.spread * max(float(factor), 0.0)
+        logits_SE += spread * self._persistent(layer, microbatches)
         return share_out(np.exp(logits_SE), rows, self.top_k)
 
-    def _layer_spread(self, layer: int) -> float:
-        factor = np.random.default_rng([self.seed, 2, layer]).normal(1.0, LAYER_SPREAD)
-        return self.spread * max(float(factor), 0.0)
-
-    def _lasting(self, layer: int, microbatches: IntArray) -> FloatArray:
-        """[S, E] what is popular throughout, with a deviation of one."""
+    def _persistent(self, layer: int, microbatches: IntArray) -> FloatArray:
+        """[S, E] persistent log popularity with a standard deviation of one."""
         if self.drift_length:
             topic_S, after_S = np.divmod(microbatches, self.drift_length)
             angle_S1 = after_S[:, None] / self.drift_length * (np.pi / 2)
@@ -92,20 +87,41 @@ class Skew:
 
     def _normal(self, stream: int, layer: int, numbers: IntArray) -> FloatArray:
         """[S, E] draws that depend on stream, layer and number alone."""
-        last = int(numbers.max())
-        drawn = np.random.Generator(np.random.Philox(key=[self.seed, stream * 65536 + layer]))
-        block: FloatArray = drawn.standard_normal((last + 1, self.experts))
+        rng = np.random.Generator(np.random.Philox(key=[self.seed, stream * 65536 + layer]))
+        block: FloatArray = rng.standard_normal((int(numbers.max()) + 1, self.experts))
         return block[numbers]
 
 
+@dataclass(frozen=True)
+class Recorded:
+    """Loads of a trace, scaled to the rows of a microbatch. After the last one they repeat."""
+
+    loads: IntArray  # [S, H, E]
+    top_k: int
+
+    @property
+    def experts(self) -> int:
+        """Experts of a layer."""
+        return int(self.loads.shape[2])
+
+    def expert_loads(self, layer: int, microbatches: IntArray, rows: int) -> IntArray:
+        """[S, E] rows of every expert in each of these microbatches."""
+        count, layers, _ = self.loads.shape
+        loads_SE = self.loads[microbatches % count, layer % layers]
+        return share_out(loads_SE.astype(np.float64), rows, self.top_k)
+
+
+Workload = Skew | Recorded
+
+
 def share_out(weights_SE: FloatArray, rows: int, top_k: int) -> IntArray:
-    """[S, E] whole rows in proportion to the weights; no expert gets more than one row per token.
+    """[S, E] whole rows in proportion to the weights, at most one row per token and expert.
 
     >>> share_out(np.array([[6.0, 1.0, 1.0]]), rows=8, top_k=2)
     array([[4, 2, 2]])
     """
     tokens = rows // top_k
-    weights_SE = np.maximum(weights_SE, LEAST_SHARE * weights_SE.sum(axis=1, keepdims=True))
+    weights_SE = np.maximum(weights_SE, MIN_SHARE * weights_SE.sum(axis=1, keepdims=True))
     exact_SE = weights_SE * (rows / weights_SE.sum(axis=1, keepdims=True))
     full_SE = np.zeros(exact_SE.shape, dtype=bool)
     while (exact_SE > tokens).any():
@@ -121,6 +137,9 @@ def share_out(weights_SE: FloatArray, rows: int, top_k: int) -> IntArray:
     return whole_SE
 
 
+# -- fitting -------------------------------------------------------------------------------------
+
+
 def fit_skew(
     imbalance: float,
     topology: Topology,
@@ -128,41 +147,40 @@ def fit_skew(
     layers: range,
     *,
     noise: float = RECORDED_NOISE,
-    topic_length: int = 0,
-    drift_length: int = 0,
-    seed: int = 0,
+    **settings: int,
 ) -> Skew:
-    """Return drawn loads with this mean imbalance over these layers and some microbatches.
+    """Return drawn loads with this mean imbalance over these layers.
 
-    The noise stays as it is unless it alone exceeds the imbalance; then the noise is reduced, and
-    no popularity lasts.
+    If the noise alone exceeds the imbalance, the result has less noise and no persistent part.
+
+    settings: `topic_length`, `drift_length` and `seed` of `Skew`.
     """
     if not 1 <= imbalance <= topology.ranks:
         raise ConfigError(
             f"imbalance must lie between 1 and the {topology.ranks} ranks, got {imbalance}"
         )
-    skew = Skew(
-        experts=topology.experts,
-        top_k=top_k,
-        spread=0.0,
-        noise=noise,
-        topic_length=topic_length,
-        drift_length=drift_length,
-        seed=seed,
-    )
+    skew = Skew(experts=topology.experts, top_k=top_k, spread=0.0, noise=noise, **settings)
 
     def reached(**changes: Any) -> float:
         return mean_imbalance(replace(skew, **changes), topology, layers)
 
     if reached() > imbalance:
         return replace(skew, noise=_bisect(lambda x: reached(noise=x), imbalance, noise))
-    most = reached(spread=STEEPEST)
+    most = reached(spread=MAX_SPREAD)
     if most < imbalance:
         raise ConfigError(
             f"an imbalance of {imbalance} cannot be drawn for {topology.experts} experts, "
             f"top-{top_k}, on {topology.ranks} ranks: at most about {most:.1f}"
         )
-    return replace(skew, spread=_bisect(lambda x: reached(spread=x), imbalance, STEEPEST))
+    return replace(skew, spread=_bisect(lambda x: reached(spread=x), imbalance, MAX_SPREAD))
+
+
+def _bisect(value: Callable[[float], float], target: float, high: float) -> float:
+    low = 0.0
+    for _ in range(20):
+        middle = (low + high) / 2
+        low, high = (middle, high) if value(middle) < target else (low, middle)
+    return (low + high) / 2
 
 
 def calibrated_noise(*, training: bool) -> float:
@@ -171,7 +189,7 @@ def calibrated_noise(*, training: bool) -> float:
 
 
 def mean_imbalance(workload: Workload, topology: Topology, layers: range) -> float:
-    """Fullest rank over mean rank without copies, mean over layers and some microbatches."""
+    """Return the imbalance without replicas, mean over layers and some microbatches."""
     rows = PROBE_ROWS * topology.ranks
     microbatches = np.arange(-(-PROBES // len(layers)))
     by_layer = [
@@ -182,44 +200,17 @@ def mean_imbalance(workload: Workload, topology: Topology, layers: range) -> flo
 
 
 def rank_imbalance(loads_SE: IntArray, topology: Topology) -> FloatArray:
-    """[S] fullest rank over mean rank, every row at the home of its expert."""
+    """[S] busiest rank over mean rank, every row at the home of its expert."""
     loads_SR = sum_by_home(loads_SE, topology)
-    peak_S: FloatArray = loads_SR.max(axis=1) / loads_SR.mean(axis=1)
-    return peak_S
+    imbalance_S: FloatArray = loads_SR.max(axis=1) / loads_SR.mean(axis=1)
+    return imbalance_S
 
 
-def _bisect(value: Callable[[float], float], wanted: float, high: float) -> float:
-    low = 0.0
-    for _ in range(20):
-        middle = (low + high) / 2
-        low, high = (middle, high) if value(middle) < wanted else (low, middle)
-    return (low + high) / 2
-
-
-@dataclass(frozen=True)
-class Recorded:
-    """Loads of a trace, scaled to the rows of a microbatch; when it ends it starts again."""
-
-    loads: IntArray  # [S, H, E]
-    top_k: int
-
-    @property
-    def experts(self) -> int:
-        """Experts of a layer."""
-        return int(self.loads.shape[2])
-
-    def expert_loads(self, layer: int, microbatches: IntArray, rows: int) -> IntArray:
-        """[S, E] rows of every expert, of each of these microbatches."""
-        recorded_SHE = self.loads
-        picked_SE = recorded_SHE[microbatches % len(recorded_SHE), layer % recorded_SHE.shape[1]]
-        return share_out(picked_SE.astype(np.float64), rows, self.top_k)
-
-
-Workload = Skew | Recorded
+# -- files ---------------------------------------------------------------------------------------
 
 
 def read_workload(path: str | Path, *, experts: int, top_k: int) -> Recorded:
-    """Return the workload of a trace, of recorded routing (`*_ids` in .npz) or of a loads file."""
+    """Return the loads of a trace, of recorded routing (`*_ids` in .npz) or of a loads file."""
     loads_SHRE = read_microbatches(path, experts=experts)
     if loads_SHRE.shape[3] != experts:
         raise ConfigError(
@@ -243,9 +234,9 @@ def read_microbatches(
     window: int = WINDOW,
     any_homes: bool = True,
 ) -> IntArray:
-    """[S, H, R, E] loads of a trace, of recorded routing, or of a file of loads.
+    """[S, H, R, E] loads of a trace, of recorded routing, or of a loads file.
 
-    ranks, experts, window: how recorded routing is counted; the other files have their own.
+    ranks, experts, window: how to count recorded routing; other files store their own.
     any_homes: accept a trace whose experts do not live in equal blocks.
     """
     if holds_routing(path):
@@ -254,21 +245,19 @@ def read_microbatches(
         return read_loads(path)[:, None]
     trace = read_trace(path)
     if trace.header.homes is not None and not any_homes:
-        raise ConfigError(f"{path}: a trace with homes of its own: ultraep trace replay plans it")
+        raise ConfigError(
+            f"{path}: the trace has homes of its own; plan it with `ultraep trace replay`"
+        )
     loads_SHRE = trace.by_layer().astype(np.int64, copy=False)
     if not loads_SHRE.size:
-        raise FileError(f"{path}: no microbatch of which all layers were recorded")
+        raise FileError(f"{path}: no microbatch with records of all layers")
     return loads_SHRE
 
 
 def _count_routing(path: str | Path, ranks: int, experts: int | None, window: int) -> IntArray:
     texts = read_routing(path)
-    needed = max(int(ids.max()) for ids in texts) + 1
-    experts = 1 << (needed - 1).bit_length() if experts is None else experts
-    if not needed <= experts <= MAX_EXPERTS:
-        raise ConfigError(
-            f"{path}: ids up to {needed - 1} need {needed} to {MAX_EXPERTS} experts, got {experts}"
-        )
+    if experts is None:  # the next power of two
+        experts = 1 << max(int(ids.max()) for ids in texts).bit_length()
     layers = sorted({ids.shape[1] for ids in texts})
     if len(layers) > 1:
         raise FileError(

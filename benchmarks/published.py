@@ -1,22 +1,25 @@
-"""The published settings, simulated: what the paper reports beside what the clock says."""
+"""Settings of the published evaluation, as scenarios of the simulator."""
 
 from __future__ import annotations
 
+import tomllib
 from dataclasses import dataclass
 
+from harness import ROOT
+
 from ultraep.tools.sim.cluster import load_cluster
-from ultraep.tools.sim.costs import Reached, measured_rates
+from ultraep.tools.sim.costs import MeasuredRates, measured_rates
 from ultraep.tools.sim.model import load_model
-from ultraep.tools.sim.presets import as_record, presets
 from ultraep.tools.sim.run import Result
-from ultraep.tools.sim.scenario import Contender, Scenario
+from ultraep.tools.sim.runtime import Contender
+from ultraep.tools.sim.scenario import Scenario
 from ultraep.tools.sim.serving import Serving, load_requests
 from ultraep.tools.sim.training import Training
 from ultraep.tools.sim.workload import calibrated_noise, fit_skew
 from ultraep.topology import Topology
 
 CLUSTER = "gb200-nvl72"
-# Spare slots: two in the published recipe; the published imbalance of LPLB is nearest with one.
+# Two spare slots as in the published recipe; one for LPLB, which fits its published imbalance best.
 CONTENDERS = (
     Contender.of("none"),
     Contender("eplb", "eplb", slots=2),
@@ -46,27 +49,25 @@ class Setting:
 
     @property
     def training(self) -> bool:
-        """Whether a model is trained; else requests are prefilled."""
+        """Whether the setting is training; otherwise it is prefill."""
         return not self.requests
 
     def share(self, policy: str) -> float:
-        """Published throughput over that of forced balance."""
+        """Published throughput over forced balance."""
         return self.throughput[policy] / self.throughput["ideal"]
 
 
 def settings() -> list[Setting]:
-    """All published settings."""
-    return [
-        as_record(Setting, {"name": name, **table}, f"setting {name}")
-        for name, table in presets("published").items()
-    ]
+    """Return all published settings."""
+    tables = tomllib.loads((ROOT / "benchmarks" / "published.toml").read_text("utf-8"))
+    return [Setting(name=name, **table) for name, table in tables.items()]
 
 
 def scenario_of(
     setting: Setting,
     *,
     noise: float | None = None,
-    rates: Reached | None = None,
+    rates: MeasuredRates | None = None,
     steps: int = 2,
     seed: int = 0,
 ) -> Scenario:
@@ -83,12 +84,12 @@ def scenario_of(
             steps=steps,
         )
     else:
-        job = Serving(requests=load_requests(setting.requests), chunk=setting.tokens, seed=seed)
+        job = Serving(requests=load_requests(setting.requests), tokens=setting.tokens, seed=seed)
     workload = fit_skew(
         setting.imbalance["none"],
         Topology(ranks=setting.ranks, experts=model.experts),
         model.top_k,
-        range(model.dense_layers, model.layers),
+        model.expert_layers,
         noise=calibrated_noise(training=setting.training) if noise is None else noise,
         seed=seed,
     )
@@ -103,5 +104,5 @@ def scenario_of(
 
 
 def share_of_ideal(results: list[Result]) -> dict[str, float]:
-    """Throughput of every contender over that of the last one, forced balance."""
+    """Throughput of every contender over the last one, forced balance."""
     return {result.label: result.throughput / results[-1].throughput for result in results}
