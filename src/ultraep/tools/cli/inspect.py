@@ -247,7 +247,7 @@ def _layers(findings: Findings) -> Grid:
         rows.append([str(layer), *cells, f"{shown.copies[own[layer]].mean():.1f}"])
     which = "of every layer" if len(layers) == len(worst) else "of the worst layers"
     title = f"Imbalance {which} at EP{findings.sizes[0]}, mean (worst)"
-    return grid_of(title, ["layer", "before", label(shown.case), "copies"], rows)
+    return grid_of(title, ["layer", "before", label(shown.case), "replicas"], rows)
 
 
 def _save(
@@ -261,8 +261,8 @@ def _save(
 ) -> None:
     """Save after printing, so that a full disk costs nothing."""
     from ultraep.tools.inspect.findings import PRESET_FILE, TRACE
-    from ultraep.tools.inspect.preset import write_preset
     from ultraep.tools.inspect.report import write_report
+    from ultraep.tools.inspect.run import write_preset
 
     console.print(f"trace    {out / TRACE}", soft_wrap=True)
     console.print(f"result   {result.save(out)}", soft_wrap=True)
