@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ultraep.files.writing import write_text
+from ultraep.tools.inspect.options import InspectOptions
 from ultraep.tools.report.words import counted
 from ultraep.trace.read import Trace
 from ultraep.trace.replay import Case, Replayed, cases, replayed
@@ -26,6 +27,11 @@ PRESET_FILE = "model.toml"
 TRACE = "trace"
 SHOWN = "ultraep"  # the policy to show in detail, if it is among the options
 BEYOND = "moves homes or needs more slots than there are: compared here, cannot run"
+LEGEND = (
+    "before, after: imbalance without and with replicas, mean (worst); bound: the best imbalance "
+    "with these slots; replicas: per layer; remote: rows served on another rank"
+)
+Tell = Callable[[int, int, str], None]
 Mask = NDArray[np.bool_]
 Table = tuple[list[str], list[list[str]]]  # head and rows
 
@@ -190,27 +196,18 @@ class Findings:
 
 
 def find(
-    trace: Trace,
-    texts: list[TextSpan],
-    *,
-    sizes: Sequence[int],
-    slots: Sequence[int],
-    policies: Sequence[str],
-    history: int,
-    tell: Callable[[int, int, str], None],
+    trace: Trace, texts: list[TextSpan], sizes: Sequence[int], options: InspectOptions, tell: Tell
 ) -> Findings:
-    """Replay all records under every combination; slots do not matter for policy none."""
-    combinations = [
-        case
-        for size, policy in product(sizes, policies)
-        for case in cases(
-            trace,
-            policies=[policy],
-            slots=slots[:1] if policy == "none" else slots,
-            ranks=[size],
-            history=[history],
+    """Replay all records at every number of ranks, under every policy and number of slots.
+
+    tell: called with cases done, all cases, and a description of the next case.
+    """
+    combinations = []
+    for size, policy in product(sizes, options.policies):
+        slots = options.slots[:1] if policy == "none" else options.slots  # none has no replicas
+        combinations += cases(
+            trace, policies=[policy], slots=slots, ranks=[size], history=[options.history]
         )
-    ]
     outcomes = []
     for number, case in enumerate(combinations):
         tell(number, len(combinations), f"EP{case.topology.ranks} {label(case)}")

@@ -14,6 +14,7 @@ import numpy as np
 from ultraep.files.writing import write_text
 from ultraep.tools.inspect.findings import (
     BEYOND,
+    LEGEND,
     REPORT_FILE,
     Findings,
     InspectionResult,
@@ -65,7 +66,7 @@ def page(result: InspectionResult, findings: Findings) -> Page:
         title=f"{result.model}: {findings.headline}",
         facts=_facts(result),
         notes=result.notes,
-        result=f"<h2>Result</h2>\n{table(*result.table(), 'result')}{beyond}",
+        result=f"<h2>Result</h2>\n<p>{LEGEND}.</p>\n{table(*result.table(), 'result')}{beyond}",
         sections=[section for section in SECTIONS if section.plots[0] in numbers],
         told=CAPTIONS,
         numbers=numbers,

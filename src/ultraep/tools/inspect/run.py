@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -34,6 +33,7 @@ from ultraep.tools.inspect.findings import (
     TRACE,
     Findings,
     InspectionResult,
+    Tell,
     TextSpan,
     find,
 )
@@ -58,8 +58,6 @@ ACTIVATIONS = 12  # hidden-size tensors of a window that a block holds at once
 LIBRARIES = 500_000_000  # bytes of torch and transformers
 SIDE = 768  # of the matrix product that is timed
 SAMPLE = 16 << 20  # bytes read to time the disk
-
-Tell = Callable[[int, int, str], None]
 
 
 @dataclass(frozen=True)
@@ -136,16 +134,7 @@ class Inspection:
 
     def findings(self, out: OutputDir, tell: Tell) -> Findings:
         """Replay the recorded trace under all policies."""
-        options = self.options
-        return find(
-            read_trace(out.traces[0]),
-            self.texts,
-            sizes=self.sizes,
-            slots=options.slots,
-            policies=options.policies,
-            history=options.history,
-            tell=tell,
-        )
+        return find(read_trace(out.traces[0]), self.texts, self.sizes, self.options, tell)
 
     def result(
         self, recorder: RoutingRecorder, findings: Findings, seconds: float

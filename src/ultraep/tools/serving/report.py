@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -29,6 +29,10 @@ SECTIONS = (
     Section("waits", "Time to first token", ("waits",)),
     Section("served", "Throughput", ("served", "intime")),
     Section("loads", "Imbalance", ("loads",)),
+)
+LEGEND = (
+    "Times to first token are in seconds. sooner: median of the first policy over the median of "
+    "this policy; served: first tokens per second; lost: prompts without a first token."
 )
 CAPTIONS = {
     "waits": "Solid lines are medians, dotted lines the 90th percentile. The dashed line is the "
@@ -117,31 +121,26 @@ def rows_of(loads: Sequence[UnderLoad], objective: float, command: str) -> list[
             "rate": load.rate,
             "prompts": len(load.waited),
         }
-        for metric, value, unit in _numbers(load, gain, objective):
+        cpu_time = experts_per_token(load.turns, load.variant)
+        numbers = [
+            *((f"first_token_p{share}", load.percentile(share), "s") for share in PERCENTILES),
+            ("first_token_gain", gain, "ratio"),
+            ("throughput", load.throughput, "prompts/s"),
+            ("throughput_tokens", load.tokens / load.seconds if load.seconds else 0.0, "tokens/s"),
+            (f"within_{objective:g}_s", load.within(objective), "ratio"),
+            ("unanswered", load.unanswered, "prompts"),
+            ("imbalance_before", load.mean("before"), "ratio"),
+            ("imbalance_after", load.mean("after"), "ratio"),
+            ("copies", sum(turn.copies for turn in load.turns), "copies"),
+            ("weights_sent", sum(turn.sent for turn in load.turns), "bytes"),
+            ("experts_processor_time", None if cpu_time is None else 1e3 * cpu_time, "ms/token"),
+            ("cores_taken_by_others", load.mean("disturbed"), "ratio"),
+        ]
+        for metric, value, unit in numbers:
             if value is not None:
                 number = float(f"{value:.7g}")
                 rows.append(MeasuredNumber("prefill", case, metric, number, unit, *origin))
     return rows
-
-
-def _numbers(
-    load: UnderLoad, gain: float | None, objective: float
-) -> Iterator[tuple[str, float | None, str]]:
-    """Metric, value and unit."""
-    for share in PERCENTILES:
-        yield f"first_token_p{share}", load.percentile(share), "s"
-    yield "first_token_gain", gain, "ratio"
-    yield "throughput", load.throughput, "prompts/s"
-    yield "throughput_tokens", load.tokens / load.seconds if load.seconds else 0.0, "tokens/s"
-    yield f"within_{objective:g}_s", load.within(objective), "ratio"
-    yield "unanswered", load.unanswered, "prompts"
-    yield "imbalance_before", load.mean("before"), "ratio"
-    yield "imbalance_after", load.mean("after"), "ratio"
-    yield "copies", sum(turn.copies for turn in load.turns), "copies"
-    yield "weights_sent", sum(turn.sent for turn in load.turns), "bytes"
-    cpu_time = experts_per_token(load.turns, load.variant)
-    yield "experts_processor_time", None if cpu_time is None else 1e3 * cpu_time, "ms/token"
-    yield "cores_taken_by_others", load.mean("disturbed"), "ratio"
 
 
 # -- page ----------------------------------------------------------------------------------------
@@ -164,7 +163,7 @@ def page(turns: Sequence[Turn], objective: float, facts: Sequence[tuple[str, str
         title=headline(loads),
         facts=facts,
         notes=notes(turns),
-        result=f"<h2>Result</h2>\n{html_table(head, rows, 'result')}",
+        result=f"<h2>Result</h2>\n<p>{LEGEND}</p>\n{html_table(head, rows, 'result')}",
         sections=[section for section in SECTIONS if section.plots[0] in numbers],
         told=CAPTIONS,
         numbers=numbers,
