@@ -12,7 +12,7 @@ from inspect_models import TEXTS, routing_of
 from torch import nn
 
 from ultraep.errors import ConfigError, FileError
-from ultraep.tools.inspect.anatomy import Anatomy
+from ultraep.tools.inspect.blocks import Anatomy
 from ultraep.tools.inspect.findings import label
 from ultraep.tools.inspect.options import InspectOptions
 from ultraep.tools.inspect.report import write_report

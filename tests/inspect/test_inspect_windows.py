@@ -9,10 +9,9 @@ from inspect_models import routing_of, save_tokenizer, smaller_config
 
 from ultraep.errors import ConfigError, FileError
 from ultraep.tools.inspect import families
-from ultraep.tools.inspect.anatomy import num_experts
+from ultraep.tools.inspect.blocks import join, num_experts, run_windows, split
 from ultraep.tools.inspect.families import FAMILIES, RandomModel
 from ultraep.tools.inspect.texts import cut, excerpts, first_tokens, texts_of, tokenizer_of
-from ultraep.tools.inspect.windows import join, run_windows, split
 
 transformers = pytest.importorskip("transformers")
 CPU = torch.device("cpu")

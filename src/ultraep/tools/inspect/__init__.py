@@ -4,9 +4,8 @@ options.py      options
 library.py      import transformers, offline
 families.py     small random models
 checkpoint.py   saved models, one block in memory at a time
-anatomy.py      blocks and experts of a model
 texts.py        windows of tokens
-windows.py      one forward pass, window by window, recorded as a trace
+blocks.py       blocks and experts of a model; a forward pass over windows, recorded as a trace
 run.py          all of it in order, with an estimate; sizes for the simulator
 findings.py     the trace replayed at all EP sizes, slots and policies
 report.py       the page

@@ -22,7 +22,7 @@ from torch import nn
 
 from ultraep.errors import ConfigError, FileError
 from ultraep.files.reading import check_size, read_text
-from ultraep.tools.inspect.anatomy import Anatomy
+from ultraep.tools.inspect.blocks import Anatomy
 from ultraep.tools.inspect.library import LibraryErrors, build_model, one_line, transformers
 
 INDEX = "model.safetensors.index.json"

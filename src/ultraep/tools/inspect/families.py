@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ultraep.errors import ConfigError
-from ultraep.tools.inspect.anatomy import Anatomy
+from ultraep.tools.inspect.blocks import Anatomy
 from ultraep.tools.inspect.library import build_model, transformers
 
 SMALL: dict[str, int] = {

@@ -23,7 +23,7 @@ from torch import nn
 from ultraep import __version__
 from ultraep.errors import ConfigError, FileError
 from ultraep.files.writing import write_text
-from ultraep.tools.inspect.anatomy import Anatomy, num_experts
+from ultraep.tools.inspect.blocks import Anatomy, RoutingRecorder, num_experts, run_windows
 from ultraep.tools.inspect.checkpoint import Checkpoint, weight_files
 from ultraep.tools.inspect.families import RandomModel
 from ultraep.tools.inspect.findings import (
@@ -40,7 +40,6 @@ from ultraep.tools.inspect.findings import (
 from ultraep.tools.inspect.library import LibraryErrors
 from ultraep.tools.inspect.options import InspectOptions
 from ultraep.tools.inspect.texts import excerpts, hashed_words, texts_of, tokenizer_of
-from ultraep.tools.inspect.windows import RoutingRecorder, run_windows
 from ultraep.tools.outputs import OutputDir
 from ultraep.tools.sim.model import GATED
 from ultraep.topology import Topology

@@ -15,15 +15,18 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from ultraep.errors import BackendUnavailable, CommunicationError, ConfigError
 from ultraep.tools.serving.load import LONGEST_TURN, LoadOptions, Prompt
 from ultraep.tools.serving.measure import Turn, waits
 
-if TYPE_CHECKING:
+try:
     import httpx
+except ImportError as missing:
+    raise BackendUnavailable(
+        f"--endpoint needs httpx ({missing}): pip install 'ultraep[bench]'"
+    ) from None
 
 BYTES_PER_TOKEN = 4  # of English text, roughly; servers count with their own tokenizer
 MOST_UNREACHED = 8  # prompts in a row that may fail to reach a server
@@ -89,12 +92,6 @@ def run(options: EndpointOptions, tell: Callable[[Turn], None]) -> None:
 
 
 async def _all_turns(options: EndpointOptions, tell: Callable[[Turn], None]) -> None:
-    try:
-        import httpx
-    except ImportError as error:
-        raise BackendUnavailable(
-            f"--endpoint needs httpx ({error}): pip install 'ultraep[bench]'"
-        ) from None
     load, limits = options.load, httpx.Limits(max_connections=None, max_keepalive_connections=64)
     async with httpx.AsyncClient(timeout=options.timeout, limits=limits, trust_env=False) as client:
         servers = [
@@ -114,8 +111,6 @@ async def _all_turns(options: EndpointOptions, tell: Callable[[Turn], None]) -> 
 
 async def _model_of(client: httpx.AsyncClient, endpoint: Endpoint) -> str:
     """The model to use; raises if the server does not answer or does not have it."""
-    import httpx
-
     address = f"{endpoint.url}/v1/models"
     try:
         async with asyncio.timeout(FIRST_ANSWER):
@@ -171,8 +166,6 @@ class Server:
         self, prompt: Prompt, begin: float, limit: float, errors: Counter[str]
     ) -> float | None:
         """Send a prompt at its arrival time; return the second of its first token, or None."""
-        import httpx
-
         await asyncio.sleep(begin + prompt.arrival - time.monotonic())
         if self.dead:
             errors[UNSENT] += 1
@@ -210,8 +203,6 @@ class Server:
 
     async def _counters(self) -> Mapping[str, float]:
         """Counters from the server's metrics page; all zero without such a page."""
-        import httpx
-
         page = ""
         if not self.dead:
             with suppress(TimeoutError, httpx.HTTPError):
@@ -223,8 +214,6 @@ class Server:
 
 def _name_of(error: Exception) -> str:
     """The name under which an error is counted."""
-    import httpx
-
     if isinstance(error, (TimeoutError, httpx.TimeoutException)):
         return TIMEOUT
     if isinstance(error, httpx.HTTPStatusError):
