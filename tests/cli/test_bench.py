@@ -71,7 +71,7 @@ def test_what_was_measured_is_told_when_a_server_is_given_up(tmp_path):
         options = "--endpoint", server.url, "--timeout", "0.2", "--json", tmp_path / "rows.json"
         result = invoke(*FAST, *options)
     assert result.exit_code == 2
-    assert "given up after 8 prompts in a row" in result.stderr
+    assert "dropped after 8 prompts in a row" in result.stderr
     assert "no answer in time" in result.stdout
     rows = json.loads((tmp_path / "rows.json").read_text())
     assert {row["value"] for row in rows if row["metric"] == "within_1_s"} == {0.0}
@@ -91,9 +91,9 @@ REFUSED = {
     "rate and load": (["--rate", 1, "--load", 1], "--rate, --load or --arrivals alone"),
     "no number": (["--rate", "fast"], "--rate must be numbers like 0.5,2, got 'fast'"),
     "no endpoint": (["--endpoint", "here", "--rate", 1], "[NAME=]http://HOST:PORT, got 'here'"),
-    "no rate": (["--endpoint", "http://a:1"], "a server is not calibrated: give --rate"),
-    "policy": (["--policy", "none,lplb"], "policy 'lplb' needs more slots"),
-    "model": (["--model", "/nowhere"], "/nowhere: no folder of a checkpoint"),
+    "no rate": (["--endpoint", "http://a:1"], "servers are not calibrated: pass --rate"),
+    "policy": (["--policy", "none,lplb"], "policy 'lplb' moves homes or needs more slots"),
+    "model": (["--model", "/nowhere"], "/nowhere: not a directory"),
     "too long": (["--longest", 5000], "up to 5000 tokens, but random Qwen3-MoE takes 4096"),
     "no file": (["--arrivals", "/nowhere"], "/nowhere"),
     "no target": (["--json", "/nowhere/x.json"], "cannot be written"),

@@ -83,7 +83,7 @@ def test_a_checkpoint_with_texts_twice_in_one_folder(tmp_path):
     ("options", "expected"),
     [
         ([], "name the directory of a model, or a family with --random"),
-        (["Qwen/Qwen3-30B-A3B"], "Qwen/Qwen3-30B-A3B: no folder of this machine"),
+        (["Qwen/Qwen3-30B-A3B"], "Qwen/Qwen3-30B-A3B: not a directory"),
         (["--random", "mixtral", "--ep", "eight"], "--ep must be numbers like 1,2, got 'eight'"),
         (["--random", "mixtral", "--layers", "3-1"], "--layers 3-1: a range runs"),
         (["--random", "mixtral", "--text", "nowhere.txt"], "nowhere.txt: no such file"),

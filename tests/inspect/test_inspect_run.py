@@ -1,4 +1,4 @@
-"""An inspection: its trace replays, its numbers are those of the trace, the report draws them."""
+"""An inspection: its trace, the numbers of its result and report, and invalid options."""
 
 import json
 import re
@@ -12,12 +12,11 @@ from inspect_models import TEXTS, routing_of
 from torch import nn
 
 from ultraep.errors import ConfigError, FileError
-from ultraep.tools.inspect.anatomy import Anatomy
+from ultraep.tools.inspect.blocks import Anatomy
 from ultraep.tools.inspect.findings import label
 from ultraep.tools.inspect.options import InspectOptions
-from ultraep.tools.inspect.preset import write_preset
 from ultraep.tools.inspect.report import write_report
-from ultraep.tools.inspect.run import Inspection, claim_folder, topology_of
+from ultraep.tools.inspect.run import Inspection, claim_folder, topology_of, write_preset
 from ultraep.tools.sim.model import load_model
 from ultraep.tools.sim.workload import read_workload
 from ultraep.trace.read import read_trace
@@ -27,37 +26,33 @@ pytest.importorskip("transformers")
 SETTINGS = {"tokens": 192, "window": 64, "sequence": 16, "sizes": (4, 8), "device": "cpu"}
 
 
-def quiet(*_):
-    """Tell nobody."""
-
-
 class Done:
-    """A finished inspection, and all that it left."""
+    """A finished inspection and its outputs."""
 
-    def __init__(self, out, **asked):
-        self.out, self.inspection = out, Inspection(InspectOptions(**(SETTINGS | asked)))
-        with claim_folder(out) as claim:
+    def __init__(self, out, **options):
+        self.out, self.inspection = out, Inspection(InspectOptions(**(SETTINGS | options)))
+        with claim_folder(out) as folder:
             with self.inspection, routing_of(self.inspection.opened.model) as self.ids:
-                self.caught = self.inspection.record(claim, quiet)
-            self.findings = self.inspection.findings(claim, quiet)
+                self.recorder = self.inspection.record(folder, lambda *_: None)
+            self.findings = self.inspection.findings(folder, lambda *_: None)
         self.trace = read_trace(out / "trace")
-        self.result = self.inspection.result(self.caught, self.findings, 1.5)
+        self.result = self.inspection.result(self.recorder, self.findings, 1.5)
 
 
 @pytest.fixture(scope="module")
 def done(checkpoint, text_files, tmp_path_factory):
-    out = tmp_path_factory.mktemp("out")
-    return Done(out, model=checkpoint, files=tuple(text_files))
+    return Done(tmp_path_factory.mktemp("out"), model=checkpoint, files=tuple(text_files))
 
 
 # -- the trace -----------------------------------------------------------------------------------
 
 
-def test_the_trace_holds_what_the_routers_decided(done):
+def test_the_trace_holds_the_routing_and_replays(done):
     trace, windows = done.trace, 3 * len(TEXTS)
     assert (trace.header.ranks, trace.header.experts, trace.header.slots) == (1, 16, 1)
-    assert len(trace) == 4 * windows == done.caught.records
+    assert len(trace) == 4 * windows == done.recorder.records
     assert trace.dropped == trace.left_out == 0
+    assert differing(trace) == []
     for number, (name, ids) in enumerate(done.ids.items()):
         assert name == f"model.layers.{number}.mlp.experts"
         own = trace.of_layer(number)
@@ -69,36 +64,30 @@ def test_the_trace_holds_what_the_routers_decided(done):
     assert "letters 0 to 2, numbers 3 to 5" in trace.header.note
 
 
-def test_the_trace_replays_as_it_was_recorded(done):
-    assert differing(done.trace) == []
-
-
-def test_the_trace_and_the_sizes_are_a_workload_of_the_simulator(done):
-    write_preset(done.out / "model.toml", done.inspection, done.caught.top_k)
+def test_the_simulator_reads_the_trace_and_the_sizes(done):
+    write_preset(done.out / "model.toml", done.inspection, done.recorder.top_k)
     model = load_model(str(done.out / "model.toml"))
     assert (model.experts, model.top_k, model.layers, model.dense_layers) == (16, 8, 4, 0)
     assert (model.width, model.expert_width, model.shared_width) == (128, 64, 0)
-    found = read_workload(done.out / "trace", experts=model.experts, top_k=model.top_k)
-    assert found.loads.shape == (6, 4, 16)
+    workload = read_workload(done.out / "trace", experts=model.experts, top_k=model.top_k)
+    assert workload.loads.shape == (6, 4, 16)
 
 
 @pytest.mark.parametrize(
     ("family", "shared", "dense"),
     [("qwen2_moe", 64, 0), ("deepseek_v3", 64, 128), ("glm4_moe", 64, 128)],
 )
-def test_sizes_beside_the_experts(family, shared, dense, tmp_path):
-    inspection = Inspection(
-        InspectOptions(family=family, device="cpu", tokens=8, sequence=8, sizes=(2,))
-    )
+def test_sizes_of_shared_experts_and_dense_layers(family, shared, dense, tmp_path):
+    options = InspectOptions(family=family, device="cpu", tokens=8, sequence=8, sizes=(2,))
+    inspection = Inspection(options)
     write_preset(tmp_path / "model.toml", inspection, 8)
     model = load_model(str(tmp_path / "model.toml"))
     assert (model.shared_width, model.dense_width) == (shared, dense)
     assert model.dense_layers == (1 if dense else 0)
-    counted = sum(p.numel() for p in inspection.opened.model.parameters())
-    assert model.weights == pytest.approx(counted, rel=0.02)
+    assert model.weights == pytest.approx(inspection.estimate.parameters, rel=0.02)
 
 
-# -- the numbers ---------------------------------------------------------------------------------
+# -- the result ----------------------------------------------------------------------------------
 
 
 def test_rows_are_replays_of_the_trace(done):
@@ -112,17 +101,13 @@ def test_rows_are_replays_of_the_trace(done):
         line = replay(done.trace, case)
         assert (row.before, row.after, row.after_worst) == (line.before, line.after, line.worst)
         assert (row.copies, row.remote, row.beyond) == (line.copies, line.remote, line.beyond)
-
-
-def test_the_result_is_saved(done):
     content = json.loads(done.result.save(done.out).read_text())
-    assert content["family"] == "qwen3_moe"
-    assert (content["experts"], content["top_k"], content["layers"]) == (16, 8, [0, 1, 2, 3])
+    assert (content["family"], content["experts"], content["top_k"]) == ("qwen3_moe", 16, 8)
+    assert (content["layers"], content["notes"]) == ([0, 1, 2, 3], [])
     assert content["rows"][0]["policy"] == "none"
-    assert not content["notes"]
 
 
-def test_one_size_need_not_divide_the_experts(tmp_path):
+def test_the_ranks_need_not_divide_the_experts(tmp_path):
     done = Done(tmp_path, family="qwen2_moe", sizes=(8, 7), policies=("ultraep",), slots=(1,))
     assert done.trace.header.experts == 60
     assert [row.ranks for row in done.result.rows] == [8, 7]
@@ -130,38 +115,33 @@ def test_one_size_need_not_divide_the_experts(tmp_path):
     assert differing(done.trace) == []
 
 
-def test_only_some_layers(checkpoint, tmp_path):
+def test_selected_layers(checkpoint, tmp_path):
     done = Done(tmp_path, model=checkpoint, layers=(0, 2), policies=("none",), slots=(0,))
     assert done.trace.layers.tolist() == [0, 2]
     assert list(done.ids) == [f"model.layers.{number}.mlp.experts" for number in range(3)]
-    assert (
-        done.inspection.estimate.read
-        < Inspection(InspectOptions(model=checkpoint, **SETTINGS)).estimate.read
-    )
+    every = Inspection(InspectOptions(model=checkpoint, **SETTINGS))
+    assert done.inspection.estimate.read < every.estimate.read
 
 
-# -- what is refused -----------------------------------------------------------------------------
-
-REFUSED = {
-    "nothing": ({}, "name the directory of a model, or a family with --random"),
-    "policy": ({"family": "mixtral", "policies": ("best",)}, "unknown policy 'best'"),
-    "ranks": ({"family": "mixtral", "sizes": (8, 16)}, "--ep 16: .* no more than the 8 experts"),
-    "slots": ({"family": "mixtral", "slots": (9,)}, "slots must lie between 0 and 8, got 9"),
-    "layers": ({"family": "mixtral", "layers": (1, 9)}, "--layers 9: layers with experts are 0, 1"),
-    "device": ({"family": "mixtral", "device": "abacus"}, "--device is cpu, cuda or cuda:0"),
-    "type": ({"family": "mixtral", "dtype": "int4"}, "--dtype is one of float32"),
-    "history": ({"family": "mixtral", "history": 0}, "--history must be at least 1, got 0"),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_wrong_settings_are_refused(name):
-    settings, words = REFUSED[name]
-    with pytest.raises(ConfigError, match=words):
-        Inspection(InspectOptions(**({"sizes": (4,), "device": "cpu"} | settings)))
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"family": None}, "name the directory of a model, or a family with --random"),
+        ({"policies": ("best",)}, "unknown policy 'best'"),
+        ({"sizes": (8, 16)}, "--ep 16: ranks must lie between 1 and the 8 experts"),
+        ({"slots": (9,)}, "slots must lie between 0 and 8, got 9"),
+        ({"layers": (1, 9)}, "--layers 9: layers with experts are 0, 1"),
+        ({"device": "abacus"}, "--device must be cpu, cuda or cuda:N, got 'abacus'"),
+        ({"dtype": "int4"}, "--dtype is one of float32"),
+        ({"history": 0}, "--history must be at least 1, got 0"),
+    ],
+)
+def test_invalid_options_are_refused(options, message):
+    with pytest.raises(ConfigError, match=message):
+        Inspection(InspectOptions(**({"family": "mixtral", "sizes": (4,)} | options)))
 
 
-def test_layers_with_other_numbers_of_experts_are_refused():
+def test_layers_with_different_numbers_of_experts_are_refused():
     experts = {n: nn.ParameterList([nn.Parameter(torch.zeros(4 + n, 2))]) for n in range(2)}
     anatomy = Anatomy(nn.Module(), {}, experts, {0: "a", 1: "b"})
     with pytest.raises(ConfigError, match="layer 0 has 4 experts, layer 1 has 5"):
@@ -169,7 +149,7 @@ def test_layers_with_other_numbers_of_experts_are_refused():
     assert topology_of(anatomy.only([1]), slots=1, sizes=[5]).experts == 5
 
 
-def test_a_folder_with_something_else_in_it_is_left_alone(tmp_path):
+def test_files_of_others_are_not_overwritten(tmp_path):
     (tmp_path / "report.html").write_text("mine")
     with pytest.raises(FileError, match="no inspection has marked it as its own"):
         claim_folder(tmp_path)
@@ -185,51 +165,43 @@ def page(done):
     return write_report(done.out, done.result, done.findings).read_text("utf-8")
 
 
-def test_numbers_of_the_page_are_those_of_the_trace(done, page):
-    found, one = done.findings, done.findings.shown
+def test_the_page_shows_the_numbers_of_the_trace(done, page):
+    trace, findings, shown = done.trace, done.findings, done.findings.shown
     sizes, layers, texts = (embedded(page, name) for name in ("sizes", "layers", "texts"))
     assert sizes["sizes"] == layers["sizes"] == [4, 8]
-    for row in done.result.rows:
-        slots = "" if row.policy == "none" else f" with {row.slots} slot{'s' * (row.slots > 1)}"
-        place = sizes["sizes"].index(row.ranks)
-        assert sizes["mean"][row.policy + slots][place] == pytest.approx(row.after, abs=1e-6)
-        assert sizes["worst"][row.policy + slots][place] == pytest.approx(row.after_worst, abs=1e-6)
-    name = label(one.case)
+    for row, outcome in zip(done.result.rows, findings.outcomes, strict=True):
+        name, place = label(outcome.case), sizes["sizes"].index(row.ranks)
+        assert sizes["mean"][name][place] == pytest.approx(row.after, abs=1e-6)
+        assert sizes["worst"][name][place] == pytest.approx(row.after_worst, abs=1e-6)
+    name = label(shown.case)
     assert name == "ultraep with 1 slot"
     for layer in layers["names"]:
-        own = one.after[done.trace.layer == layer]
-        assert layers["mean"][0][name][layer] == pytest.approx(own.mean(), abs=1e-6)
-        assert layers["worst"][0]["none"][layer] == pytest.approx(
-            one.before[done.trace.layer == layer].max(), abs=1e-6
-        )
+        own = trace.layer == layer
+        assert layers["mean"][0][name][layer] == pytest.approx(shown.after[own].mean(), abs=1e-6)
+        worst = layers["worst"][0]["none"][layer]
+        assert worst == pytest.approx(shown.before[own].max(), abs=1e-6)
     assert texts["names"] == list(TEXTS)
     for place, text in enumerate(texts["names"]):
-        own = one.before[found.text == text].mean()
-        assert texts["mean"][0]["none"][place] == pytest.approx(own, abs=1e-6)
+        mean = shown.before[findings.text == text].mean()
+        assert texts["mean"][0]["none"][place] == pytest.approx(mean, abs=1e-6)
+    experts = embedded(page, "experts")
+    assert experts["texts"] == ["all texts", *TEXTS]
+    loads = trace.loads[(trace.layer == 2) & (trace.step < 3)].sum(axis=(0, 1))
+    np.testing.assert_allclose(experts["load"][1][2], loads / loads.mean(), atol=1e-3)
 
 
-def test_the_past_is_told_apart_by_text(done, page):
-    found = embedded(page, "history")
-    eplb = next(one for one in done.findings.of_size(4) if one.case.config.policy == "eplb")
-    step, name = done.trace.step, label(eplb.case)
-    same, changed = np.isin(step, [1, 2, 4, 5]), step == 3
-    assert found["same"][name][0] == pytest.approx(eplb.after[same].mean(), abs=1e-6)
-    assert found["changed"][name][0] == pytest.approx(eplb.after[changed].mean(), abs=1e-6)
-    head, rows = done.findings.past_table()
-    assert head[3] == "after a change of text"
-    assert rows[0] == [
-        *(name, "1 window", f"{eplb.after[same].mean():.3f}", f"{eplb.after[changed].mean():.3f}")
-    ]
+def test_history_within_a_text_and_after_a_change(done, page):
+    history, step = embedded(page, "history"), done.trace.step
+    eplb = next(o for o in done.findings.of_size(4) if o.case.config.policy == "eplb")
+    name = label(eplb.case)
+    same, changed = (eplb.after[mask].mean() for mask in (np.isin(step, [1, 2, 4, 5]), step == 3))
+    assert history["same"][name][0] == pytest.approx(same, abs=1e-6)
+    assert history["changed"][name][0] == pytest.approx(changed, abs=1e-6)
+    _, rows = done.findings.past_table()
+    assert rows[0] == [name, "1 window", f"{same:.3f}", f"{changed:.3f}"]
 
 
-def test_popular_experts_are_those_of_the_trace(done, page):
-    found = embedded(page, "experts")
-    assert found["texts"] == ["all texts", *TEXTS]
-    own = done.trace.loads[(done.trace.layer == 2) & (done.trace.step < 3)].sum(axis=(0, 1))
-    np.testing.assert_allclose(found["load"][1][2], own / own.mean(), atol=1e-3)
-
-
-def test_the_page_loads_nothing(done, page):
+def test_the_page_is_self_contained(done, page):
     parts = Parts()
     parts.feed(page)
     assert all(url.startswith("data:") for url in parts.loaded)
@@ -238,7 +210,7 @@ def test_the_page_loads_nothing(done, page):
     assert "letters (192 tokens), numbers (192 tokens); windows of 64 tokens" in page
 
 
-def test_no_past_is_enough(tmp_path):
+def test_the_page_without_policies_that_use_history(tmp_path):
     small = Done(tmp_path, family="mixtral", policies=("none",), slots=(1,), sizes=(4,))
     pytest.importorskip("plotly")
     page = write_report(small.out, small.result, small.findings).read_text("utf-8")
@@ -248,8 +220,8 @@ def test_no_past_is_enough(tmp_path):
 
 
 @pytest.mark.skipif(chromium() is None, reason="no Chromium here")
-def test_a_browser_draws_all_plots_without_complaint(done, page, tmp_path):
-    """Then it chooses other sizes, another text and another window, as a user would."""
+def test_a_browser_draws_all_plots_without_errors(done, page, tmp_path):
+    """Selects other sizes, another text and another window, as a user would."""
     choose = """<script>
     for (const [id, value] of Object.entries({
       "choice-layers": 1, "choice-texts": 1, "choice-experts": 2, "moment": 4, "layer": 1,
@@ -260,13 +232,13 @@ def test_a_browser_draws_all_plots_without_complaint(done, page, tmp_path):
     </script></body>"""
     path = tmp_path / "page.html"
     path.write_text(page.replace("</body>", choose), "utf-8")
-    shown = dump_dom(path, tmp_path / "home")
-    assert "CONSOLE" not in shown.stderr, shown.stderr
+    drawn = dump_dom(path, tmp_path / "home")
+    assert "CONSOLE" not in drawn.stderr, drawn.stderr
     for plot in ("sizes", "layers", "texts", "history", "experts", "microbatches"):
-        drawn = shown.stdout.split(f'id="plot-{plot}"')[1].split("</section>")[0]
-        assert 'class="main-svg"' in drawn, plot
-    told = re.search(r'id="told"[^>]*>(.*?)</p>', shown.stdout)[1]
+        section = drawn.stdout.split(f'id="plot-{plot}"')[1].split("</section>")[0]
+        assert 'class="main-svg"' in section, plot
+    sentence = re.search(r'id="told"[^>]*>(.*?)</p>', drawn.stdout)[1]
     record = (done.trace.step == 4) & (done.trace.layer == 1)
-    one = done.findings.shown
-    assert told.startswith("Window 4 (numbers), layer 1: imbalance ")
-    assert f"{one.before[record][0]:.3f} without copies, {one.after[record][0]:.3f} with." in told
+    before, after = (getattr(done.findings.shown, name)[record][0] for name in ("before", "after"))
+    assert sentence.startswith("Window 4 (numbers), layer 1: imbalance ")
+    assert f"{before:.3f} without copies, {after:.3f} with." in sentence

@@ -240,9 +240,9 @@ def test_plans_are_counted_by_the_first_rank():
 
 def test_where_counters_are(monkeypatch):
     monkeypatch.setenv(VARIABLE, "folder")
-    assert where_they_are() == "counters are on the page of metrics"
+    assert where_they_are() == "counters are on the metrics page"
     monkeypatch.delenv(VARIABLE)
-    assert where_they_are().endswith("that needs PROMETHEUS_MULTIPROC_DIR")
+    assert where_they_are().endswith("set PROMETHEUS_MULTIPROC_DIR to show them")
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Metrics: what the runtimes count, what a reading says, and where it goes."""
+"""Metrics: what the runtimes count, the values of a reading, alarms and exporters."""
 
 import json
 import logging
@@ -19,17 +19,28 @@ import ultraep
 from ultraep import Balancer, ConfigError, Topology
 from ultraep.backends.triton.device import default_device, interpreted
 from ultraep.backends.triton.history import PlanSums
-from ultraep.metrics import ALERTS, DASHBOARD, AlarmSettings, Log, Metrics, Telemetry, scalars
-from ultraep.metrics import names as known
-from ultraep.metrics.alarms import Alarms
+from ultraep.metrics import (
+    ALERTS,
+    DASHBOARD,
+    AlarmSettings,
+    Exporter,
+    Log,
+    Metrics,
+    Telemetry,
+    scalars,
+    serve,
+)
+from ultraep.metrics.figures import FIGURES
 from ultraep.metrics.hosts import is_known_host
-from ultraep.metrics.meter import ORDER, Meter, Totals, add_plan
-from ultraep.metrics.prometheus import Exporter, serve
+from ultraep.metrics.meter import ORDER, Meter, stats_of
+from ultraep.metrics.reading import Alarms
 from ultraep.microbatch import MicrobatchInfo
 from ultraep.runtime.control import ControlPlane
 from ultraep.runtime.mapped.peers import LocalPeers
+from ultraep.runtime.stats import Stats
 
 DEVICE = default_device()
+EXPORTED = {name for figure in FIGURES for name in figure.samples}
 
 
 # -- counting ------------------------------------------------------------------------------------
@@ -40,56 +51,49 @@ DEVICE = default_device()
     [(1, 1, 0, None), (2, 4, 1, None), (4, 16, 0, None), (6, 24, 2, None), (8, 8, 1, 4)],
     ids=str,
 )
-def test_the_kernel_counts_as_its_twin(shape):
+def test_the_kernel_counts_like_the_host(shape):
     ranks, experts, slots, domain = shape
     topology = Topology(ranks=ranks, experts=experts, slots=slots, domain=domain)
     control = ControlPlane(topology, rows=64, device=DEVICE)
     sums = torch.zeros(len(ORDER), dtype=torch.int64, device=DEVICE)
-    on_device, on_host = PlanSums(sums, topology.home_of_expert, ranks), [0] * len(ORDER)
+    on_device, on_host = PlanSums(sums, topology.home_of_expert, ranks), Stats()
     rng = np.random.default_rng(0)
-    for most in (1, 3, 100, 0):  # the last one: no tokens at all
+    for most in (1, 3, 100, 0):  # the last microbatch has no tokens
         loads = rng.integers(0, most + 1, (ranks, experts)) if most else np.zeros((ranks, experts))
         plan = control.plan(torch.from_numpy(loads).to(DEVICE, torch.int32))
         on_device.add(plan.num_replicas, plan.rank_loads, plan.replicas, plan.quotas)
-        add_plan(on_host, plan.to_host())
-        assert sums.tolist() == on_host
-    assert on_host[0] == 4
+        on_host.add_plan(plan.to_host())
+        counted = stats_of(sums.tolist())
+        for name in ORDER[:6]:
+            assert getattr(counted, name) == pytest.approx(getattr(on_host, name), abs=4e-5), name
+    assert on_host.microbatches == 4
 
 
-def steps_of(balancer, example, metrics, layers=2, steps=3):
-    """Some steps of training."""
-    made = [example.layer(balancer) for _ in range(layers)]
+def train(balancer, example, metrics, layers=2, steps=3):
+    modules = [example.layer(balancer) for _ in range(layers)]
     for _ in range(steps):
         x = example.inputs[balancer.rank].clone().requires_grad_()
-        for layer in made:
+        for layer in modules:
             x = x + layer(x)
         x.sum().backward()
         metrics.step()
 
 
-def as_stats_say(values, stats):
-    for name in (known.BEFORE, known.AFTER, known.WORST):
-        assert values[name] == pytest.approx(stats[name], abs=2e-5), name
-    for name in ("microbatches", "copies"):
-        assert values[name] == stats[name], name
-
-
-def test_messages_are_counted_as_stats_say():
+def test_a_reading_on_the_messages_plane_equals_the_stats():
     def work(comm):
         example = Example(tokens=[20, 12], experts=8, top_k=2)
-        balancer, heard = Balancer(experts=8, communicator=comm), []
-        metrics = Metrics(balancer, every=3).tell(heard.append)
-        steps_of(balancer, example, metrics)
-        (reading,) = heard
+        balancer, readings = Balancer(experts=8, communicator=comm), []
+        metrics = Metrics(balancer, every=3).tell(readings.append)
+        train(balancer, example, metrics)
+        (reading,) = readings
         assert reading.step == 3
         stats = balancer.stats()
-        as_stats_say(reading.values, stats)
-        for name in (known.WEIGHTS, known.GRADIENTS):
-            assert reading.values[name] == stats[name]
-        for stage, seconds in stats["seconds"].items():
-            assert reading.values[f"seconds/{stage}"] == pytest.approx(seconds / 6)
+        seconds = {f"seconds/{stage}": total / 6 for stage, total in stats["seconds"].items()}
+        figures = {name: stats[name] for name in reading.values.keys() & stats.keys()}
+        assert len(figures) == 7
+        assert reading.values == pytest.approx(figures | seconds | {"skipped": 0.0})
         again = metrics.read().values
-        assert (again["microbatches"], again[known.AFTER], again["copies"]) == (0, 1.0, 0)
+        assert (again["microbatches"], again["imbalance_after"], again["copies"]) == (0, 1.0, 0)
 
     ultraep.LocalGroup(2).run(work)
 
@@ -104,26 +108,29 @@ def on_mapped(rank, group, example):
         timeout=60.0,
     )
     metrics = Metrics(balancer, every=2)
-    steps_of(balancer, example, metrics, layers=1, steps=2)
-    found, stats = metrics.read(), balancer.stats()
+    train(balancer, example, metrics, layers=1, steps=2)
+    reading, stats = metrics.read(), balancer.stats()
     balancer.close()
-    return found.totals.__dict__ | {"seconds": dict(found.totals.seconds)}, stats
+    totals = reading.totals.figures()
+    del totals["imbalance_worst"]  # since the reading before this one
+    return totals, set(reading.totals.seconds), stats
 
 
 @pytest.mark.skipif(not interpreted(), reason="ranks are processes without GPUs")
 def test_the_mapped_plane_is_counted_on_the_device():
     example = Example(tokens=[20, 12], experts=4, top_k=2, dtype=torch.float32)
-    found = shared_pool().run(2, on_mapped, example)
-    for totals, stats in found:
-        assert totals["microbatches"] == stats["microbatches"] == 2
-        assert totals["copies"] == stats["copies"]
-        assert totals["after"] / 2 == pytest.approx(stats["imbalance_after"], abs=2e-5)
-        assert totals["before"] / 2 == pytest.approx(stats["imbalance_before"], abs=2e-5)
-        assert set(totals["seconds"]) == set(stats["seconds"])
-    sent = [sum(stats[name] for _, stats in found) for name in (known.WEIGHTS, known.GRADIENTS)]
-    assert sent[0] > 0
-    for totals, _ in found:  # each tells an equal part
-        assert [2 * totals["weights"], 2 * totals["gradients"]] == sent
+    results = shared_pool().run(2, on_mapped, example)
+    sent = {
+        name: sum(stats[name] for *_, stats in results)
+        for name in ("weights_bytes_sent", "gradients_bytes_sent")
+    }
+    assert sent["weights_bytes_sent"] > 0
+    for totals, stages, stats in results:
+        assert totals["microbatches"] == 2
+        assert stages == set(stats["seconds"])
+        equal_shares = {name: nbytes / 2 for name, nbytes in sent.items()}
+        expected = {name: stats[name] for name in totals} | equal_shares
+        assert totals == pytest.approx(expected, abs=2e-5)
 
 
 @pytest.mark.gpu
@@ -146,160 +153,154 @@ def test_replays_of_a_graph_are_counted():
     assert metrics.read().totals.microbatches == 6
 
 
-def test_a_backward_pass_whose_forward_was_not_seen_is_not_counted():
-    meter, totals = Meter(Topology(ranks=2, experts=4)), Totals()
+def test_a_backward_pass_planned_before_the_meter_existed_is_not_counted():
+    meter = Meter(Topology(ranks=2, experts=4))
     meter.sent(MicrobatchInfo(0, 1, again=False, back=True), "gradients", 8, None)
-    meter.fetch().add_to(totals)
-    assert (totals.gradients, totals.microbatches) == (0, 0)
+    assert not any(vars(meter.fetch().host).values())
 
 
-def test_readings_that_come_late_are_handed_out_late(monkeypatch):
-    here, heard = [False], []
-    metrics = Metrics(Balancer("alone", experts=4), every=2).tell(heard.append)
-    monkeypatch.setattr(type(metrics._meters[0].fetch()), "here", lambda _: here[0])
+def test_a_reading_is_published_in_the_step_in_which_it_arrives(monkeypatch):
+    ready, readings = [False], []
+    metrics = Metrics(Balancer("alone", experts=4), every=2).tell(readings.append)
+    monkeypatch.setattr("ultraep.metrics.meter.Fetched.ready", lambda _: ready[0])
     for _ in range(3):
         metrics.step()
-    assert heard == []
-    here[0] = True
-    metrics.step()  # the first has come, and the second is asked for and there
-    assert [reading.step for reading in heard] == [2, 4]
+    assert readings == []
+    ready[0] = True
+    metrics.step()  # publishes the first reading, then fetches and publishes the second
+    assert [reading.step for reading in readings] == [2, 4]
 
 
-def test_what_cannot_be_measured_is_refused():
-    balancer = Balancer("alone", experts=4)
-    with pytest.raises(ConfigError, match="every must be at least 1, got 0"):
-        Metrics(balancer, every=0)
-    with pytest.raises(ConfigError, match="at least one balancer, got none"):
-        Metrics()
-    with pytest.raises(ConfigError, match="one policy at a time, got none and ultraep"):
-        Metrics(balancer, Balancer("alone", experts=4, policy="none"))
-    with pytest.raises(ConfigError, match=re.escape("high must be above 1, got 1.0")):
-        AlarmSettings(high=1.0)
-    with pytest.raises(ConfigError, match="patience must be at least 1, got 0"):
-        AlarmSettings(patience=0)
-    with pytest.raises(ConfigError, match="add_scalar or log"):
-        scalars(7)
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda b: Metrics(b, every=0), "every must be at least 1, got 0"),
+        (lambda _: Metrics(), "at least one balancer, got none"),
+        (
+            lambda b: Metrics(b, Balancer("alone", experts=4, policy="none")),
+            "must have one policy, got none and ultraep",
+        ),
+        (lambda _: AlarmSettings(high=1.0), re.escape("high must be above 1, got 1.0")),
+        (lambda _: AlarmSettings(patience=0), "patience must be at least 1, got 0"),
+        (lambda _: scalars(7), "add_scalar or log"),
+    ],
+)
+def test_invalid_arguments_are_refused(make, message):
+    with pytest.raises(ConfigError, match=message):
+        make(Balancer("alone", experts=4))
 
 
 # -- alarms --------------------------------------------------------------------------------------
 
 
-def values(before, after, skipped):
-    return {"microbatches": 8, known.BEFORE: before, known.AFTER: after, known.SKIPPED: skipped}
-
-
 @pytest.mark.parametrize(
-    ("seen", "expected"),
+    ("before", "after", "skipped", "expected"),
     [
-        (values(2.0, 1.01, 0.0), set()),
-        (values(2.0, 1.5, 0.0), {"imbalance_high"}),
-        (values(1.15, 1.15, 1.0), {"balancing_skipped"}),
-        (values(1.5, 1.5, 1.0), {"balancing_skipped", "imbalance_high"}),
-        (values(1.02, 1.02, 1.0), set()),  # nothing to gain
-        (values(1.15, 1.15, 0.9), set()),  # now and then there is a copy
+        pytest.param(2.0, 1.01, 0.0, set(), id="balanced"),
+        pytest.param(2.0, 1.5, 0.0, {"imbalance_high"}, id="stays high"),
+        pytest.param(1.15, 1.15, 1.0, {"balancing_skipped"}, id="skipped"),
+        pytest.param(1.5, 1.5, 1.0, {"balancing_skipped", "imbalance_high"}, id="both"),
+        pytest.param(1.02, 1.02, 1.0, set(), id="nothing to gain"),
+        pytest.param(1.15, 1.15, 0.9, set(), id="some replicas"),
     ],
-    ids=["balanced", "stays high", "skipped", "both", "nothing to gain", "some copies"],
 )
-def test_alarms_mean_one_thing_each(seen, expected):
+def test_alarms_start_after_some_readings_and_end_with_a_good_one(before, after, skipped, expected):
+    def values(before, after, skipped):
+        imbalance = {"imbalance_before": before, "imbalance_after": after}
+        return imbalance | {"microbatches": 8, "skipped": skipped}
+
+    bad, good = values(before, after, skipped), values(1.0, 1.0, 0.0)
     alarms = Alarms(AlarmSettings(patience=3), balancing=True)
-    assert [set(alarms.look(seen)) for _ in range(3)] == [set(), set(), expected]
-    assert alarms.look(values(1.0, 1.0, 0.0)) == {}
-    assert alarms.look(seen) == {}  # and patience begins anew
-    off = Alarms(AlarmSettings(patience=1), balancing=False)
-    assert off.look(seen) == {}
+    active = [set(alarms.check(reading)) for reading in (bad, bad, bad, good, bad)]
+    assert active == [set(), set(), expected, set(), set()]
+    assert Alarms(AlarmSettings(patience=1), balancing=False).check(bad) == {}
 
 
-def test_the_log_has_a_line_for_every_reading_and_tells_of_alarms_once(caplog):
-    balancer = Balancer("alone", experts=4)
-    example = Example(tokens=[20], experts=4)
-    metrics = Metrics(balancer, every=1).tell(Log())
-    with caplog.at_level(logging.INFO, logger="ultraep"):
-        steps_of(balancer, example, metrics, layers=1, steps=1)
-    assert "step 1: imbalance 1.000 -> 1.000 (worst 1.000), 0 copies" in caplog.text
-    assert "100% left alone" in caplog.text
-    log, reading = Log(), metrics.read()
-    caplog.clear()
-    for alarms in ({"imbalance_high": "because"}, {"imbalance_high": "because"}, {}):
-        log(ultraep.metrics.Reading(7, 0, "ultraep", reading.values, reading.totals, alarms))
-    told = [record.message for record in caplog.records if record.levelno == logging.WARNING]
-    assert told == [
-        "ultraep: imbalance_high: because",
-        "ultraep: imbalance_high: is over at step 7",
-    ]
-
-
-# -- where it goes -------------------------------------------------------------------------------
+# -- exporters -----------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def reading():
     balancer, example = Balancer("alone", experts=4), Example(tokens=[20], experts=4)
     metrics = Metrics(balancer, every=1)
-    steps_of(balancer, example, metrics, layers=1, steps=2)
+    train(balancer, example, metrics, layers=1, steps=2)
     return metrics.read()
 
 
-def test_scalars_reach_all_three_kinds_of_target(reading):
+def test_the_log_has_a_line_per_reading_and_warns_when_an_alarm_starts_or_ends(reading, caplog):
+    log = Log()
+    with caplog.at_level(logging.INFO, logger="ultraep"):
+        for alarms in ({"imbalance_high": "because"}, {"imbalance_high": "because"}, {}):
+            log(replace(reading, step=7, alarms=alarms))
+    assert "step 7: imbalance 1.000 -> 1.000 (worst 1.000), 0 replicas" in caplog.text
+    warnings = [record.message for record in caplog.records if record.levelno == logging.WARNING]
+    assert warnings == [
+        "ultraep: imbalance_high: because",
+        "ultraep: imbalance_high: ended at step 7",
+    ]
+
+
+def test_scalars_reach_writers_runs_and_functions(reading):
     class Writer:
         def __init__(self):
-            self.found = {}
+            self.written = {}
 
         def add_scalar(self, name, value, step):
-            self.found[name] = value, step
+            self.written[name] = value, step
 
     class Run:
         def log(self, values, step):
-            self.found = {name: (value, step) for name, value in values.items()}
+            self.written = {name: (value, step) for name, value in values.items()}
 
-    writer, run, found = Writer(), Run(), {}
-    for target in (writer, run, lambda values, step: found.update(values)):
+    writer, run, values = Writer(), Run(), {}
+    for target in (writer, run, lambda scalars, step: values.update(scalars)):
         scalars(target)(reading)
-    assert writer.found == run.found == {name: (value, 2) for name, value in found.items()}
-    assert found["ultraep/imbalance_after"] == reading.values[known.AFTER]
-    assert "ultraep/skipped" in found
+    assert writer.written == run.written == {name: (value, 2) for name, value in values.items()}
+    assert values["ultraep/imbalance_after"] == reading.values["imbalance_after"]
+    assert "ultraep/skipped" in values
 
 
-def samples(page):
-    pairs = (line.rpartition(" ") for line in page if line[0] != "#")
-    return {name: float(value) for name, _, value in pairs}
-
-
-def test_the_page_of_prometheus_has_the_last_reading(reading):
+def test_the_prometheus_page_shows_the_last_reading(reading):
     client = pytest.importorskip("prometheus_client")
     registry = client.CollectorRegistry()
+
+    def page():
+        lines = client.generate_latest(registry).decode().splitlines()
+        pairs = (line.rpartition(" ") for line in lines if line[0] != "#")
+        return {name: float(value) for name, _, value in pairs}
+
     exporter = Exporter(registry)
-    assert client.generate_latest(registry) == b""
+    assert page() == {}
     exporter(reading)
-    page = samples(client.generate_latest(registry).decode().splitlines())
-    assert page['ultraep_imbalance_after_count{policy="ultraep"}'] == 2
-    assert page["ultraep_microbatches_skipped_total"] == reading.totals.skipped
-    assert page['ultraep_alarm{alarm="imbalance_high"}'] == 0
-    assert page['ultraep_stage_seconds_total{stage="experts"}'] > 0
-    names = {name.partition("{")[0] for name in page}
-    assert names <= {name for figure in known.EXPORTED for name in figure.samples}
-    exporter(replace(reading, rank=1))  # whose plans are those of rank 0
-    page = samples(client.generate_latest(registry).decode().splitlines())
-    assert not any(name.startswith("ultraep_copies") for name in page)
-    assert "ultraep_weights_sent_bytes_total" in page
+    shown = page()
+    assert shown['ultraep_imbalance_after_count{policy="ultraep"}'] == 2
+    assert shown["ultraep_microbatches_skipped_total"] == reading.totals.skipped
+    assert shown['ultraep_alarm{alarm="imbalance_high"}'] == 0
+    assert shown['ultraep_stage_seconds_total{stage="experts"}'] > 0
+    assert {name.partition("{")[0] for name in shown} <= EXPORTED
+    exporter(replace(reading, rank=1))  # rank 0 exports the figures of the group
+    assert not any(name.startswith("ultraep_copies") for name in page())
+    assert "ultraep_weights_sent_bytes_total" in page()
     exporter.close()
-    assert client.generate_latest(registry) == b""
+    assert page() == {}
 
 
-def test_a_page_of_its_own_is_served(reading):
+def test_serve_answers_requests_that_name_this_machine(reading):
     pytest.importorskip("prometheus_client")
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         port = taken.getsockname()[1]
         taken.listen()
-        with pytest.raises(ultraep.CommunicationError, match=f"127.0.0.1:{port} cannot be served"):
+        with pytest.raises(ultraep.CommunicationError, match=f"metrics at 127.0.0.1:{port}: "):
             serve(port)
-    exporter = serve(port)
-    exporter(reading)
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as reply:
+    serve(port)(reading)
+    url = f"http://127.0.0.1:{port}/metrics"
+    with urllib.request.urlopen(url, timeout=30) as reply:
         assert b"ultraep_copies_planned_total" in reply.read()
-    ask = urllib.request.Request(f"http://127.0.0.1:{port}/metrics", headers={"Host": "evil.test"})
     with pytest.raises(urllib.error.HTTPError, match="421"):
-        urllib.request.urlopen(ask, timeout=30)
+        urllib.request.urlopen(
+            urllib.request.Request(url, headers={"Host": "evil.test"}), timeout=30
+        )
 
 
 @pytest.mark.parametrize(
@@ -310,7 +311,7 @@ def test_a_page_of_its_own_is_served(reading):
         *(("evil.example", False, False), ("127.0.0.1@evil", False, False), ("", False, False)),
     ],
 )
-def test_a_server_answers_under_names_of_this_machine(host, local, beyond):
+def test_which_host_headers_name_this_machine(host, local, beyond):
     assert is_known_host([host], {"gpu-3"}, local=True) == local
     assert is_known_host([host], {"gpu-3"}, local=False) == beyond
     assert not is_known_host([host, host], {"gpu-3"}, local=True)
@@ -320,20 +321,16 @@ def test_telemetry_shows_the_last_reading(reading):
     metrics = pytest.importorskip("opentelemetry.sdk.metrics")
     export = pytest.importorskip("opentelemetry.sdk.metrics.export")
     reader = export.InMemoryMetricReader()
-    telemetry = Telemetry(metrics.MeterProvider([reader]).get_meter("test"))
-    telemetry(reading)
+    Telemetry(metrics.MeterProvider([reader]).get_meter("test"))(reading)
     scope = reader.get_metrics_data().resource_metrics[0].scope_metrics[0]
-    found = {metric.name: metric.data.data_points for metric in scope.metrics}
-    assert found["ultraep_imbalance_after"][0].value == reading.values[known.AFTER]
-    assert found["ultraep_microbatches_skipped"][0].value == reading.totals.skipped
+    points = {metric.name: metric.data.data_points for metric in scope.metrics}
+    assert points["ultraep_imbalance_after"][0].value == reading.values["imbalance_after"]
+    assert points["ultraep_microbatches_skipped"][0].value == reading.totals.skipped
 
 
-def test_dashboard_and_rules_use_known_names():
-    exported = {name for figure in known.EXPORTED for name in figure.samples}
+def test_dashboard_and_alert_rules_use_exported_names():
     panels = json.loads(DASHBOARD.read_text())["panels"]
     expressions = [target["expr"] for panel in panels for target in panel["targets"]]
-    used = set(re.findall(r"ultraep_\w+", " ".join(expressions)))
-    assert used == exported
-    rules = re.findall(r"(ultraep_\w+)[\[{]", ALERTS.read_text())
-    assert set(rules) <= exported
+    assert set(re.findall(r"ultraep_\w+", " ".join(expressions))) == EXPORTED
+    assert set(re.findall(r"(ultraep_\w+)[\[{]", ALERTS.read_text())) <= EXPORTED
     assert len(re.findall(r"- alert:", ALERTS.read_text())) == 2

@@ -18,7 +18,7 @@ EXPERTS = {"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok":
 
 
 def save_tiny(folder, *, experts=True):
-    """A random model of two layers; `ultraep` serves it in no time."""
+    """Save a random model of two layers, which is fast to serve."""
     library = transformers()
     torch.manual_seed(0)
     if experts:

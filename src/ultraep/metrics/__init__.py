@@ -1,19 +1,16 @@
-"""Figures of a run for those who watch it: a log line, scalars, Prometheus, OpenTelemetry.
+"""Figures of a running job: a log line, scalars, Prometheus, OpenTelemetry.
 
     metrics = Metrics(balancer, every=100).tell(Log(), scalars(writer), serve(port=9464))
     ...
     metrics.step()                                            after every step
 
-They cost the step a few additions; `docs/metrics.md` tells what each of them means.
+They cost a step a few additions. docs/metrics.md explains every figure.
 """
 
 from pathlib import Path
 
-from ultraep.metrics.alarms import AlarmSettings
-from ultraep.metrics.prometheus import Exporter, serve
-from ultraep.metrics.reading import Metrics, Reading, Sink
-from ultraep.metrics.sinks import Log, scalars
-from ultraep.metrics.telemetry import Telemetry
+from ultraep.metrics.exporters import Exporter, Log, Telemetry, scalars, serve
+from ultraep.metrics.reading import AlarmSettings, Metrics, Reading, Sink
 
 DASHBOARD = Path(__file__).parent / "dashboard.json"  # for Grafana
 ALERTS = Path(__file__).parent / "alerts.yml"  # rules for Prometheus

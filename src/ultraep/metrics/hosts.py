@@ -1,8 +1,8 @@
-"""Which `Host` headers an HTTP server on this machine answers.
+"""Which `Host` headers an HTTP server on this machine accepts.
 
-A page of another site can lead a name of its own to this machine (DNS rebinding), and then read
-what a local server answers to the user's browser. An address, and a name of this machine, cannot be
-led here that way; every other name is refused.
+With DNS rebinding, a foreign web page lets a name of its own resolve to this machine, and then
+reads a local server through the user's browser. IP addresses and names of this machine cannot be
+rebound, so servers accept only these.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import re
 import socket
 from collections.abc import Collection, Sequence
 
-NAME = re.compile(r"(\[[0-9a-fA-F:.]+\]|[\w.-]+)(?::(\d{1,5}))?")
+HOST = re.compile(r"(\[[0-9a-fA-F:.]+\]|[\w.-]+)(?::(\d{1,5}))?")
 
 
 def is_loopback(host: str) -> bool:
@@ -24,18 +24,18 @@ def is_loopback(host: str) -> bool:
 
 
 def own_names() -> set[str]:
-    """Names by which others may know this machine."""
+    """Names of this machine in the network."""
     return {socket.gethostname().lower(), socket.getfqdn().lower()}
 
 
 def is_known_host(headers: Sequence[str], names: Collection[str], *, local: bool) -> bool:
     """Whether a request names this machine.
 
-    headers: the values of its `Host` headers; there must be one.
+    headers: the values of its `Host` headers; exactly one is allowed.
     names: names of this machine besides localhost, in lower case.
-    local: the server listens on a loopback address, so that no other address is right.
+    local: whether the server listens on a loopback address; other addresses are then refused.
     """
-    match = NAME.fullmatch(headers[0]) if len(headers) == 1 else None
+    match = HOST.fullmatch(headers[0]) if len(headers) == 1 else None
     if match is None:
         return False
     name = match[1].lower()

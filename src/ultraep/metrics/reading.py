@@ -1,4 +1,8 @@
-"""Metrics: figures of balancers, read once in so many steps and handed to whoever wants them."""
+"""Metrics: figures of balancers, read every few steps and passed to sinks, with two alarms.
+
+imbalance_high      the imbalance stays high although balancing is on
+balancing_skipped   the router is uneven, balancing is on, and no replica is made
+"""
 
 from __future__ import annotations
 
@@ -6,30 +10,90 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-import ultraep.metrics.names as names
 from ultraep.errors import ConfigError
-from ultraep.metrics.alarms import Alarms, AlarmSettings
-from ultraep.metrics.meter import Fetched, Meter, Totals
+from ultraep.metrics.meter import Fetched, Meter
 from ultraep.runtime.balancer import Balancer
 from ultraep.runtime.stats import Stats
+
+ALARMS = {
+    "imbalance_high": (
+        "the busiest rank has {imbalance_after:.2f} times the mean load although balancing is on; "
+        "likely causes: too few slots, min_tokens_per_replica too high, a small domain, or a "
+        "policy that places by past loads"
+    ),
+    "balancing_skipped": (
+        "no replica was made in {microbatches:.0f} layers of microbatches although the busiest "
+        "rank has {imbalance_before:.2f} times the mean load; likely causes: batches too small "
+        "for a replica to pay, a high tolerance, or no slots"
+    ),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlarmSettings:
+    """Limits of the alarms.
+
+    high: mean imbalance after balancing at which `imbalance_high` starts.
+    worth: mean imbalance before balancing above which a replica should be made.
+    patience: readings in a row that must exceed the limit. A reading within the limit ends it.
+    """
+
+    high: float = 1.2
+    worth: float = 1.1
+    patience: int = 3
+
+    def __post_init__(self) -> None:
+        for name in ("high", "worth"):
+            if not getattr(self, name) > 1:
+                raise ConfigError(f"{name} must be above 1, got {getattr(self, name)}")
+        if self.patience < 1:
+            raise ConfigError(f"patience must be at least 1, got {self.patience}")
+
+
+class Alarms:
+    """Checks one reading after another. balancing: False switches all alarms off."""
+
+    def __init__(self, settings: AlarmSettings, *, balancing: bool) -> None:
+        self._settings, self._balancing = settings, balancing
+        self._in_a_row = dict.fromkeys(ALARMS, 0)
+
+    def check(self, values: Mapping[str, float]) -> dict[str, str]:
+        """Return the active alarms with their explanations.
+
+        >>> alarms = Alarms(AlarmSettings(patience=2), balancing=True)
+        >>> bad = {"microbatches": 8, "imbalance_before": 2.0, "imbalance_after": 1.5, "skipped": 0}
+        >>> [list(alarms.check(bad)) for _ in range(2)]
+        [[], ['imbalance_high']]
+        """
+        settings = self._settings
+        uneven = values["imbalance_before"] > settings.worth
+        exceeded = {
+            "imbalance_high": values["imbalance_after"] >= settings.high,
+            "balancing_skipped": values["skipped"] >= 1 and uneven,
+        }
+        for name, bad in exceeded.items():
+            self._in_a_row[name] = self._in_a_row[name] + 1 if bad and self._balancing else 0
+        active = [name for name, count in self._in_a_row.items() if count >= settings.patience]
+        return {name: ALARMS[name].format(**values) for name in active}
 
 
 @dataclass(frozen=True)
 class Reading:
-    """What was counted up to a step.
+    """Counts up to a step.
 
-    values: of the steps since the last reading, by the names of `names`. Imbalances are means over
-        layers of microbatches, `skipped` the share of those without a copy, copies and bytes sums,
-        `seconds/STAGE` means over those that were timed.
-    totals: since the beginning.   alarms: those that hold, and what they mean.
-    rank: of this rank in the group; all but bytes and seconds is alike on all.
+    values: figures since the previous reading. Imbalances are means over layers of microbatches,
+        `skipped` is the share of them without a replica, copies and bytes are sums, and
+        `seconds/STAGE` are means over the timed microbatches.
+    totals: sums since `Metrics` was created; `worst` since the previous reading.
+    alarms: active alarms with their explanations.
+    rank: this rank. Only bytes and seconds differ between ranks.
     """
 
     step: int
     rank: int
     policy: str
     values: Mapping[str, float]
-    totals: Totals
+    totals: Stats
     alarms: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -37,12 +101,11 @@ Sink: TypeAlias = Callable[[Reading], None]
 
 
 class Metrics:
-    """Counts what balancers do from now on; `step` after every step hands out readings.
+    """Counts what balancers do, and passes readings to sinks. Call `step` after every step.
 
-    balancers: of this rank; all with one policy. Make this before a graph is captured: the graph
-        holds the counting of its replays.
-    every: steps between two readings.   alarms: when to raise them.
-    Plans are alike on all ranks, so one rank of a group tells all but its own bytes and seconds.
+    balancers: balancers of this rank, all with one policy. Create `Metrics` before you capture a
+        graph, so that the graph counts its replays.
+    every: steps between two readings.   alarms: limits of the alarms.
     """
 
     def __init__(
@@ -54,40 +117,43 @@ class Metrics:
             raise ConfigError(f"every must be at least 1, got {every}")
         policies = sorted({balancer.config.policy for balancer in balancers})
         if len(policies) > 1:
-            raise ConfigError(f"one policy at a time, got {' and '.join(policies)}")
+            raise ConfigError(
+                f"all balancers must have one policy, got {' and '.join(policies)}; create one "
+                "Metrics per policy"
+            )
         self.policy, self.every, self._steps = policies[0], every, 0
         self._rank = balancers[0].rank
         self._sinks: list[Sink] = []
-        self._coming: tuple[int, list[Fetched]] | None = None
-        self._before = Totals()
-        on = self.policy != "none" and any(b.topology.slots for b in balancers)
-        self._alarms = Alarms(alarms or AlarmSettings(), balancing=on)
+        self._pending: tuple[int, list[Fetched]] | None = None
+        self._previous = Stats()
+        balancing = self.policy != "none" and any(b.topology.slots for b in balancers)
+        self._alarms = Alarms(alarms or AlarmSettings(), balancing=balancing)
         self._meters = [Meter(balancer.topology) for balancer in balancers]
-        self._times = [Stats() for _ in balancers]
-        for balancer, meter, times in zip(balancers, self._meters, self._times, strict=True):
+        self._times = Stats()
+        for balancer, meter in zip(balancers, self._meters, strict=True):
             balancer.observe(meter)
-            balancer.add_sink(times)
+            balancer.add_sink(self._times)
 
     def tell(self, *sinks: Sink) -> Metrics:
-        """Hand every reading from now on to these, too."""
+        """Pass every later reading to these sinks, too."""
         self._sinks.extend(sinks)
         return self
 
     def step(self) -> None:
-        """A step is over. One in `every` is read; what a device tells comes with a later step."""
+        """Count a step. Sums of a device may arrive, and be passed on, in a later step."""
         self._steps += 1
-        if self._coming is not None and self._all_here():
+        if self._arrived():
             self._publish()
         if self._steps % self.every == 0:
-            if self._coming is not None:
+            if self._pending is not None:
                 self._publish()
             self._fetch()
-            if self._all_here():
+            if self._arrived():
                 self._publish()
 
     def read(self) -> Reading:
-        """Read now, and hand it out; waits for a device."""
-        if self._coming is not None:
+        """Read now and pass the reading to the sinks; waits for the device."""
+        if self._pending is not None:
             self._publish()
         for meter in self._meters:
             meter.settle()
@@ -95,46 +161,36 @@ class Metrics:
         return self._publish()
 
     def _fetch(self) -> None:
-        self._coming = self._steps, [meter.fetch() for meter in self._meters]
+        self._pending = self._steps, [meter.fetch() for meter in self._meters]
 
-    def _all_here(self) -> bool:
-        return self._coming is not None and all(fetched.here() for fetched in self._coming[1])
+    def _arrived(self) -> bool:
+        return self._pending is not None and all(f.ready() for f in self._pending[1])
 
     def _publish(self) -> Reading:
-        assert self._coming is not None
-        (step, fetched), self._coming = self._coming, None
-        totals = Totals()
-        for one in fetched:
-            one.add_to(totals)
-        for times in self._times:
-            totals.timed += times.timed
-            for stage, seconds in times.seconds.items():
-                totals.seconds[stage] += seconds
-        values = since(self._before, totals)
-        alarms = self._alarms.look(values) if values["microbatches"] else {}
-        self._before = totals
+        assert self._pending is not None
+        (step, fetched), self._pending = self._pending, None
+        totals = Stats(timed=self._times.timed)
+        totals.seconds.update(self._times.seconds)
+        for part in (part for of_meter in fetched for part in of_meter.parts()):
+            totals.add(part)
+        values = values_between(self._previous, totals)
+        alarms = self._alarms.check(values) if values["microbatches"] else {}
+        self._previous = totals
         reading = Reading(step, self._rank, self.policy, values, totals, alarms)
         for sink in self._sinks:
             sink(reading)
         return reading
 
 
-def since(before: Totals, now: Totals) -> dict[str, float]:
-    """The values between two totals."""
-    count = now.microbatches - before.microbatches
-    timed = now.timed - before.timed
-    values = {
-        "microbatches": count,
-        names.BEFORE: (now.before - before.before) / count if count else 1.0,
-        names.AFTER: (now.after - before.after) / count if count else 1.0,
-        names.WORST: now.worst if count else 1.0,
-        names.COPIES: now.copies - before.copies,
-        names.SKIPPED: (now.skipped - before.skipped) / count if count else 0.0,
-        names.WEIGHTS: now.weights - before.weights,
-        names.GRADIENTS: now.gradients - before.gradients,
-    }
-    for stage, seconds in now.seconds.items():
-        if timed:
-            gone = seconds - before.seconds.get(stage, 0.0)
-            values[f"{names.SECONDS}/{stage}"] = gone / timed
+def values_between(previous: Stats, totals: Stats) -> dict[str, float]:
+    """Figures of the microbatches between two readings."""
+    recent = Stats()
+    recent.add(totals)
+    recent.add(previous, sign=-1)
+    values = recent.figures() | {"skipped": recent.skipped / max(1, recent.microbatches)}
+    if not recent.microbatches:
+        values |= dict.fromkeys(("imbalance_before", "imbalance_after", "imbalance_worst"), 1.0)
+    if recent.timed:
+        for stage, seconds in recent.seconds.items():
+            values[f"seconds/{stage}"] = seconds / recent.timed
     return values

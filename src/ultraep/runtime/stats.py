@@ -1,8 +1,12 @@
-"""Stats: what a balancer planned and moved, and how long its stages took."""
+"""Stats: running sums of what a balancer planned and sent, and of the seconds of its stages.
+
+`Balancer.stats`, `ultraep.metrics` and the serving engine count with this class.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import dataclass, field
 from typing import Any
 
 from ultraep.config import PER_SECOND
@@ -10,70 +14,111 @@ from ultraep.microbatch import MicrobatchInfo
 from ultraep.plan import Plan
 
 
+@dataclass
 class Stats:
-    """Running sums; `summary` turns them into means."""
+    """Sums over microbatches; a microbatch counts once per layer.
 
-    def __init__(self) -> None:
-        self.reset()
+    before, after: sums of imbalances.   worst: the largest imbalance after balancing.
+    skipped: microbatches whose plan has no replica.
+    priced: microbatches planned with rates; `left_alone`, `time` and `time_without_replicas` are
+        sums over them.
+    bytes_sent, copies_sent: by "weights" and "gradients".
+    seconds: by stage, in the `timed` microbatches.
+    """
+
+    microbatches: int = 0
+    copies: int = 0
+    skipped: int = 0
+    before: float = 0.0
+    after: float = 0.0
+    worst: float = 0.0
+    rows: int = 0
+    remote_rows: int = 0
+    priced: int = 0
+    left_alone: int = 0
+    time: int = 0
+    time_without_replicas: int = 0
+    timed: int = 0
+    bytes_sent: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    copies_sent: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
 
     def reset(self) -> None:
-        """Begin to count."""
-        self._microbatches = self.timed = 0  # `timed`: those whose `seconds` are known
-        self._before = self._after = self._worst = 0.0
-        self._copies = self._tokens = self._remote = 0
-        self._left_alone = self._priced = self._time = self._without = 0
-        self._sent: dict[str, int] = defaultdict(int)
-        self.seconds: dict[str, float] = defaultdict(float)
+        """Set all sums to zero."""
+        vars(self).update(vars(type(self)()))
 
-    def planned(self, microbatch: MicrobatchInfo, plan: Plan) -> None:
-        self._microbatches += 1
-        self.timed += microbatch.timed
-        self._before += plan.initial_imbalance
-        self._after += plan.imbalance
-        self._worst = max(self._worst, plan.imbalance)
-        self._copies += plan.num_replicas
-        self._tokens += plan.total
-        self._remote += plan.remote_tokens
+    def add_plan(self, plan: Plan) -> None:
+        """Count a plan."""
+        self.microbatches += 1
+        self.copies += plan.num_replicas
+        self.skipped += plan.num_replicas == 0
+        self.before += plan.initial_imbalance
+        self.after += plan.imbalance
+        self.worst = max(self.worst, plan.imbalance)
+        self.rows += plan.total
+        self.remote_rows += plan.remote_tokens
         time, without = plan.time, plan.time_without_replicas
         if time is not None and without is not None:
-            self._priced += 1
-            self._left_alone += plan.left_alone
-            self._time += time
-            self._without += without
+            self.priced += 1
+            self.left_alone += plan.left_alone
+            self.time += time
+            self.time_without_replicas += without
+
+    def add(self, other: Stats, sign: int = 1) -> None:
+        """Add the sums of another `Stats`, or subtract them with sign=-1."""
+        for name, value in vars(other).items():
+            if isinstance(value, dict):
+                own = getattr(self, name)
+                for key, number in value.items():
+                    own[key] += sign * number
+            elif name != "worst":
+                setattr(self, name, getattr(self, name) + sign * value)
+            elif sign > 0:
+                self.worst = max(self.worst, value)
+
+    # As a sink of the clocks:
+
+    def planned(self, microbatch: MicrobatchInfo, plan: Plan) -> None:
+        self.timed += microbatch.timed
+        self.add_plan(plan)
 
     def took(self, _: MicrobatchInfo, stage: str, seconds: float) -> None:
         self.seconds[stage] += seconds
 
     def sent(self, _: MicrobatchInfo, what: str, nbytes: int, copies: int) -> None:
-        self._sent[f"{what}_bytes_sent"] += nbytes
-        self._sent[f"{what}_copies_sent"] += copies
+        self.bytes_sent[what] += nbytes
+        self.copies_sent[what] += copies
 
     def passed(self, _: MicrobatchInfo, __: float) -> None:
-        """Nothing: sums know no microbatch."""
+        """Nothing to count."""
+
+    def figures(self) -> dict[str, float]:
+        """Mean imbalances, the worst imbalance, and sums, by the names that users see."""
+        count = max(1, self.microbatches)
+        return {
+            "microbatches": self.microbatches,
+            "imbalance_before": self.before / count,
+            "imbalance_after": self.after / count,
+            "imbalance_worst": self.worst,
+            "copies": self.copies,
+            "weights_bytes_sent": self.bytes_sent["weights"],
+            "gradients_bytes_sent": self.bytes_sent["gradients"],
+        }
 
     def summary(self) -> dict[str, Any]:
-        """Means over microbatches, totals of what this rank sent, seconds per stage.
+        """Figures of `Balancer.stats`.
 
-        Of the `priced` ones, planned by rates: how many of them are left alone since no copies
-        would pay, and what the plans should take in all, as they are and without copies.
+        `seconds` are extrapolated from the timed microbatches to all microbatches.
         """
-        count = max(1, self._microbatches)
-        for_all = count / self.timed if self.timed else 1.0
-        return {
-            "microbatches": self._microbatches,
-            "imbalance_before": self._before / count,
-            "imbalance_after": self._after / count,
-            "imbalance_worst": self._worst,
-            "copies": self._copies,
-            "priced": self._priced,
-            "left_alone": self._left_alone,
-            "planned_seconds": self._time / PER_SECOND,
-            "planned_seconds_without_copies": self._without / PER_SECOND,
-            "remote_share": self._remote / max(1, self._tokens),
-            "weights_bytes_sent": self._sent["weights_bytes_sent"],
-            "weights_copies_sent": self._sent["weights_copies_sent"],
-            "gradients_bytes_sent": self._sent["gradients_bytes_sent"],
-            "gradients_copies_sent": self._sent["gradients_copies_sent"],
+        scale = max(1, self.microbatches) / self.timed if self.timed else 1.0
+        return self.figures() | {
+            "priced": self.priced,
+            "left_alone": self.left_alone,
+            "planned_seconds": self.time / PER_SECOND,
+            "planned_seconds_without_copies": self.time_without_replicas / PER_SECOND,
+            "remote_share": self.remote_rows / max(1, self.rows),
+            "weights_copies_sent": self.copies_sent["weights"],
+            "gradients_copies_sent": self.copies_sent["gradients"],
             "timed": self.timed,
-            "seconds": {stage: for_all * found for stage, found in self.seconds.items()},
+            "seconds": {stage: scale * seconds for stage, seconds in self.seconds.items()},
         }

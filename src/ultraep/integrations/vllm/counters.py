@@ -1,8 +1,8 @@
-"""Numbers for operators, on vLLM's own page of metrics.
+"""Counters of the plug-in on vLLM's own metrics page.
 
-They are made in the processes that compute; the page is served by others. prometheus_client brings
-them together where it works for several processes: where `PROMETHEUS_MULTIPROC_DIR` is set, as
-vLLM does by itself when it starts several API servers, which it does with data parallelism.
+Worker processes count, and API server processes serve the page. prometheus_client combines them if
+`PROMETHEUS_MULTIPROC_DIR` is set. vLLM sets it itself when it starts several API servers, as it
+does with data parallelism.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
-import ultraep.metrics.names as names
+from ultraep.metrics.figures import FIGURES
 from ultraep.microbatch import MicrobatchInfo
 from ultraep.plan import Plan
 
@@ -18,55 +18,54 @@ if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
 
 VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
+TRAINING_ONLY = ("gradients_sent_bytes",)
 
 
 class ServingCounters:
-    """A sink whose sums others read; made once in a process.
+    """A sink that counts on the metrics page; create it once per process.
 
-    rank: plans are alike on all ranks, so that only the first one counts them.
+    rank: all ranks make the same plans, so only rank 0 counts them.
     """
 
     def __init__(self, rank: int, registry: CollectorRegistry | None = None) -> None:
-        from prometheus_client import REGISTRY, Counter, Summary  # comes with vLLM
+        from prometheus_client import REGISTRY, Counter, Summary  # installed with vLLM
 
-        where: Any = {"registry": REGISTRY if registry is None else registry}
         self._rank = rank
-
-        def make(kind: Any, figure: names.Exported) -> Any:
-            labels = [figure.label] if figure.label else []
-            return kind(figure.name, figure.help, labels, **where)
-
-        self._before = make(Summary, names.IMBALANCE_BEFORE)
-        self._after = make(Summary, names.IMBALANCE_AFTER)
-        self._planned = make(Counter, names.COPIES_PLANNED)
-        self._left_alone = make(Counter, names.LEFT_ALONE)
-        self._copies = make(Counter, names.COPIES_SENT)
-        self._bytes = make(Counter, names.WEIGHTS_SENT)
-        self._seconds = make(Counter, names.STAGE_SECONDS)
-        self._timed = make(Counter, names.TIMED)
+        kinds: dict[str, Any] = {"counter": Counter, "summary": Summary}
+        self._counters = {
+            figure.name: kinds[figure.kind](
+                figure.full_name,
+                figure.help,
+                [figure.label] if figure.label else [],
+                registry=REGISTRY if registry is None else registry,
+            )
+            for figure in FIGURES
+            if figure.kind in kinds and figure.name not in TRAINING_ONLY
+        }
 
     def planned(self, microbatch: MicrobatchInfo, plan: Plan) -> None:
-        self._timed.inc(microbatch.timed)
+        counters = self._counters
+        counters["microbatches_timed"].inc(microbatch.timed)
         if self._rank == 0:
             policy = plan.config.policy
-            self._before.labels(policy).observe(plan.initial_imbalance)
-            self._after.labels(policy).observe(plan.imbalance)
-            self._planned.inc(plan.num_replicas)
-            self._left_alone.inc(plan.num_replicas == 0)
+            counters["imbalance_before"].labels(policy).observe(plan.initial_imbalance)
+            counters["imbalance_after"].labels(policy).observe(plan.imbalance)
+            counters["copies_planned"].inc(plan.num_replicas)
+            counters["microbatches_skipped"].inc(plan.num_replicas == 0)
 
     def took(self, _: MicrobatchInfo, stage: str, seconds: float) -> None:
-        self._seconds.labels(stage).inc(seconds)
+        self._counters["stage_seconds"].labels(stage).inc(seconds)
 
     def sent(self, _: MicrobatchInfo, __: str, nbytes: int, copies: int) -> None:
-        self._copies.inc(copies)
-        self._bytes.inc(nbytes)
+        self._counters["copies_sent"].inc(copies)
+        self._counters["weights_sent_bytes"].inc(nbytes)
 
     def passed(self, _: MicrobatchInfo, __: float) -> None:
-        """Nothing: sums know no microbatch."""
+        """Nothing to count."""
 
 
 def where_they_are() -> str:
-    """Whether the page of metrics has them, for the log."""
+    """Whether the metrics page shows the counters, for the log."""
     if os.environ.get(VARIABLE):
-        return "counters are on the page of metrics"
-    return f"counters are not on the page of metrics: that needs {VARIABLE}"
+        return "counters are on the metrics page"
+    return f"counters are not on the metrics page; set {VARIABLE} to show them"

@@ -309,7 +309,8 @@ class LoadTest:
 
     def _conclude(self) -> None:
         from ultraep.tools.report.rows import as_json
-        from ultraep.tools.serving.measure import headline, notes, rows_of, table, under_load
+        from ultraep.tools.serving.measure import under_load
+        from ultraep.tools.serving.report import headline, notes, rows_of, table
 
         if not self.turns:
             return

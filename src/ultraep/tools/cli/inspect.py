@@ -155,14 +155,14 @@ def _inspect(options: InspectOptions, out: Path, *, report: bool) -> None:
         began = time.perf_counter()
         try:
             with inspection, progress("reading") as tell:
-                caught = inspection.record(claim, tell)
+                recorder = inspection.record(claim, tell)
             with progress("planning") as tell:
                 findings = inspection.findings(claim, tell)
         except KeyboardInterrupt:
             complain(f"interrupted; what was recorded so far is in {claim.traces[0]}")
             raise typer.Exit(INTERRUPTED) from None
-        result = inspection.result(caught, findings, time.perf_counter() - began)
-        _show(console, result, findings)
+        result = inspection.result(recorder, findings, time.perf_counter() - began)
+        _show(console, result, findings, len(inspection.notes))
         _save(console, inspection, result, findings, report=report, out=out)
 
 
@@ -198,11 +198,13 @@ def _large(count: int) -> str:
 # -- afterwards ----------------------------------------------------------------------------------
 
 
-def _show(console: Console, result: InspectionResult, findings: Findings) -> None:
-    from ultraep.tools.inspect.findings import BEYOND
+def _show(console: Console, result: InspectionResult, findings: Findings, already: int) -> None:
+    """Print the findings. already: number of notes printed before."""
+    from ultraep.tools.inspect.findings import BEYOND, LEGEND
 
     title = "Imbalance at every size, mean of all layers and windows (worst)"
     console.print(grid_of(title, *result.table()))
+    console.print(Text(LEGEND, render.FAINT))
     if any(row.beyond for row in result.rows):
         console.print(Text(f"* {BEYOND}", render.FAINT))
     console.print()
@@ -215,7 +217,7 @@ def _show(console: Console, result: InspectionResult, findings: Findings) -> Non
         title = f"Imbalance of policies that place by past windows, at EP{findings.sizes[0]}"
         console.print(grid_of(title, head, rows))
     console.print(f"\n{findings.headline}.", style="bold", soft_wrap=True)
-    for note in result.notes:
+    for note in result.notes[already:]:
         console.print(Text(f"note: {note}", render.FAINT), soft_wrap=True)
     console.print(f"It took {result.wall_seconds:.0f} s.\n")
 
@@ -247,7 +249,7 @@ def _layers(findings: Findings) -> Grid:
         rows.append([str(layer), *cells, f"{shown.copies[own[layer]].mean():.1f}"])
     which = "of every layer" if len(layers) == len(worst) else "of the worst layers"
     title = f"Imbalance {which} at EP{findings.sizes[0]}, mean (worst)"
-    return grid_of(title, ["layer", "before", label(shown.case), "copies"], rows)
+    return grid_of(title, ["layer", "before", label(shown.case), "replicas"], rows)
 
 
 def _save(
@@ -261,8 +263,8 @@ def _save(
 ) -> None:
     """Save after printing, so that a full disk costs nothing."""
     from ultraep.tools.inspect.findings import PRESET_FILE, TRACE
-    from ultraep.tools.inspect.preset import write_preset
     from ultraep.tools.inspect.report import write_report
+    from ultraep.tools.inspect.run import write_preset
 
     console.print(f"trace    {out / TRACE}", soft_wrap=True)
     console.print(f"result   {result.save(out)}", soft_wrap=True)

@@ -1,16 +1,14 @@
-"""Inspecting a model: text goes through it on this machine, its routing becomes a trace.
+"""Inspect a model: run text through it on this machine, and replay its routing for many ranks.
 
-    options.py      which model, texts, ranks and policies
-    library.py      transformers, offline, imported when it is needed
-    families.py     small random models of a family, to try it
-    checkpoint.py   saved models, of which one block at a time has its weights
-    anatomy.py      where in a model its blocks and its experts are
-    texts.py        text -> windows of tokens
-    windows.py      one forward pass, block by block and window by window, recorded as a trace
-    run.py          all of that in order, and an estimate of its time
-    findings.py     the trace planned again: EP sizes, slots, policies -> numbers
-    preset.py       the model's sizes, for the simulator
-    report.py       the page
+options.py      options
+library.py      import transformers, offline
+families.py     small random models
+checkpoint.py   saved models, one block in memory at a time
+texts.py        windows of tokens
+blocks.py       blocks and experts of a model; a forward pass over windows, recorded as a trace
+run.py          all of it in order, with an estimate; sizes for the simulator
+findings.py     the trace replayed at all EP sizes, slots and policies
+report.py       the page
 
 transformers: pip install 'ultraep[transformers]'.
 """

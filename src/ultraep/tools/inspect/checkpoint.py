@@ -1,8 +1,8 @@
-"""Checkpoint: a saved model that is never all in memory.
+"""Checkpoint: a saved model of which one block at a time is in memory.
 
-The model is built without weights. A block gets its weights from the safetensors files for the time
-of a `with`; the rest of the model (embeddings, norms) keeps its weights. The loader of transformers
-makes weights of the tensors in the files, for one block at a time.
+The model is built without weights. A block gets its weights from the safetensors files inside a
+`with`; the modules outside of blocks (embeddings, norms) keep theirs. transformers' own loader
+converts the tensors of the files into weights, for one block at a time.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -23,27 +22,36 @@ from torch import nn
 
 from ultraep.errors import ConfigError, FileError
 from ultraep.files.reading import check_size, read_text
-from ultraep.tools.inspect.anatomy import Anatomy
-from ultraep.tools.inspect.library import Understood, built, one_line, transformers
+from ultraep.tools.inspect.blocks import Anatomy
+from ultraep.tools.inspect.library import LibraryErrors, build_model, one_line, transformers
 
 INDEX = "model.safetensors.index.json"
 CONFIG = "config.json"
 MOST_CONFIG = 4 << 20  # bytes
 MOST_INDEX = 32 << 20
-MOST_SAFETENSORS_HEADER = 16 << 20
+MOST_HEADER = 16 << 20
 MOST_BUFFERS = 1 << 28
-MOST_LAYERS, LARGEST = 1000, 2**31  # of numbers in a configuration
-PLAIN_WHEN_READ = ("fp8", "mxfp4")  # kinds of quantised weights
-COPIES = 3  # of the weights of a block, while tensors of the files are put together
-AROUND = ""  # in place of the name of a block: what is in none
-Place = tuple[nn.Module, str]
+MOST_LAYERS, LARGEST = 1000, 2**31  # limits for numbers in a configuration
+DEQUANTISED = ("fp8", "mxfp4")  # quantisation methods that are dequantised while reading
+ASSEMBLING = 3  # memory of a block over its saved size, while its tensors are assembled
+OUTSIDE = ""  # in place of a block name: modules outside of all blocks
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A parameter or buffer of the model, and its tensor on the meta device."""
+
+    module: nn.Module
+    name: str
+    path: str
+    empty: torch.Tensor
 
 
 class Checkpoint:
-    """A local folder that `save_pretrained` has written. In its context, what is around the blocks
-    is filled.
+    """A local directory written by `save_pretrained`. Inside a `with`, the modules outside of
+    blocks have their weights.
 
-    dtype: what is computed in; None: as weights were saved.
+    dtype: dtype of the computation; None: as saved.
     """
 
     def __init__(
@@ -53,118 +61,92 @@ class Checkpoint:
         self.config = read_config(self.folder)
         self._saved = saved_dtype(self.config, self.folder)
         self.dtype = dtype or self._saved
-        with self._understood("cannot be dequantised by transformers"):
+        with self._errors("transformers cannot dequantise the weights"):
             self._quantizer = dequantizer(self.config, self.folder)
-        self._tensors = {
-            key: tensor for path in weight_files(self.folder) for key, tensor in saved_in(path)
-        }
-        with self._understood("transformers cannot build this model"):
-            self.model = self._without_weights()
+        self._tensors = {t.key: t for path in weight_files(self.folder) for t in tensors_in(path)}
+        with self._errors("transformers cannot build this model"), torch.device("meta"):
+            self.model = build_model(self.config, self._saved)
+            if self._quantizer is not None:
+                self._quantizer.preprocess_model(
+                    model=self.model, dtype=self._saved, device_map=None
+                )
         self.anatomy = Anatomy.of(self.model)
+        self._block_name = re.compile(rf"({'|'.join(map(re.escape, self.anatomy.blocks))})\.")
         mapping = transformers("conversion_mapping").get_model_conversion_mapping
         self._mapping = mapping(self.model, hf_quantizer=self._quantizer)
-        self._empty = self._places()
-        self._keys = self._keys_of_blocks()
+        self._weights = self._weights_by_block()
+        self._keys = self._keys_by_block()
 
-    def _understood(self, failed: str) -> Understood:
-        return Understood(self.folder / CONFIG, failed)
+    def _errors(self, message: str) -> LibraryErrors:
+        return LibraryErrors(self.folder / CONFIG, message)
 
     def __enter__(self) -> Checkpoint:
-        self._fill(AROUND)
+        self._load(OUTSIDE)
         self._fill_buffers()
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._empty_again(AROUND)
+        self._unload(OUTSIDE)
 
     @contextmanager
-    def lend(self, block: str) -> Iterator[None]:
-        """The weights of a block, until the end of the `with`."""
+    def loaded(self, block: str) -> Iterator[None]:
+        """Hold the weights of a block inside of a `with`."""
         try:
-            self._fill(block)
+            self._load(block)
             yield
         finally:
-            self._empty_again(block)
+            self._unload(block)
 
     def bytes_to_read(self, blocks: list[str]) -> int:
-        """Bytes of the files that belong to these blocks, and to what is around them."""
-        keys = [key for block in (AROUND, *blocks) for key in self._keys[block]]
+        """Bytes in the files of these blocks and of the modules outside of blocks."""
+        keys = [key for block in (OUTSIDE, *blocks) for key in self._keys[block]]
         return sum(self._tensors[key].nbytes for key in keys)
 
     def bytes_in_memory(self) -> int:
-        """Bytes of weights at one time: those around the blocks, the largest block, and its tensors
-        of the files while they are put together.
-        """
-        counts = {
-            block: sum(empty.numel() for empty in places.values())
-            for block, places in self._empty.items()
+        """Peak bytes of weights: outside of blocks, and the largest block during assembly."""
+        numbers = {
+            block: sum(weight.empty.numel() for weight in weights)
+            for block, weights in self._weights.items()
         }
-        around = counts.pop(AROUND)
-        largest, sizes = max(counts.values()), (self.dtype.itemsize, self._saved.itemsize)
-        return around * sizes[0] + largest * max(sum(sizes), COPIES * sizes[1])
+        outside, largest = numbers.pop(OUTSIDE), max(numbers.values())
+        computed, saved = self.dtype.itemsize, self._saved.itemsize
+        return outside * computed + largest * max(computed + saved, ASSEMBLING * saved)
 
-    # -- the model without weights ---------------------------------------------------------------
-
-    def _without_weights(self) -> Any:
-        with torch.device("meta"):
-            model = built(self.config, self._saved)
-            if self._quantizer is not None:
-                self._quantizer.preprocess_model(model=model, dtype=self._saved, device_map=None)
-        return model
-
-    def _places(self) -> dict[str, dict[Place, torch.Tensor]]:
-        """By block: modules with the names of their tensors, and what stands there while empty."""
+    def _weights_by_block(self) -> dict[str, list[Weight]]:
         transient = {name for name, _ in self.model.named_non_persistent_buffers()}
-        places: dict[str, dict[Place, torch.Tensor]] = {name: {} for name in self.anatomy.blocks}
-        places[AROUND] = {}
+        weights: dict[str, list[Weight]] = {name: [] for name in (OUTSIDE, *self.anatomy.blocks)}
         inside = {id(module) for module in self.anatomy.decoder.modules()}
         for path, module in self.model.named_modules():
             if id(module) not in inside:
                 continue
-            block = self._block_of(f"{path}.")
             for name, tensor in (*module._parameters.items(), *module._buffers.items()):
-                if tensor is not None and f"{path}.{name}".lstrip(".") not in transient:
-                    places[block][module, name] = tensor
-        return places
+                full = f"{path}.{name}" if path else name
+                if tensor is not None and full not in transient:
+                    weights[self._block_of(full)].append(Weight(module, name, full, tensor))
+        return weights
 
     def _block_of(self, path: str) -> str:
-        match = self._block_names.match(path)
-        return match[1] if match else AROUND
+        match = self._block_name.match(path)
+        return match[1] if match else OUTSIDE
 
-    @cached_property
-    def _block_names(self) -> re.Pattern[str]:
-        return re.compile("(" + "|".join(map(re.escape, self.anatomy.blocks)) + r")\.")
-
-    def _keys_of_blocks(self) -> dict[str, list[str]]:
-        """Names of tensors in the files, by the block that they belong to."""
+    def _keys_by_block(self) -> dict[str, list[str]]:
+        """Names of tensors in the files, by block."""
         loading = transformers("core_model_loading")
-        mapping = self._mapping
-        renamings = [entry for entry in mapping if isinstance(entry, loading.WeightRenaming)]
-        converters = [entry for entry in mapping if isinstance(entry, loading.WeightConverter)]
-        wanted, prefix = self.model.state_dict(), self.model.base_model_prefix
-        own = {self._name_of(place) for places in self._empty.values() for place in places}
+        renamings = [m for m in self._mapping if isinstance(m, loading.WeightRenaming)]
+        converters = [m for m in self._mapping if isinstance(m, loading.WeightConverter)]
+        state, prefix = self.model.state_dict(), self.model.base_model_prefix
+        own = {weight.path for weights in self._weights.values() for weight in weights}
         keys = defaultdict(list)
         for key in self._tensors:
-            name, _ = loading.rename_source_key(key, renamings, converters, prefix, wanted)
-            if name not in wanted:  # the loader, too, takes the name as it is then
+            name, _ = loading.rename_source_key(key, renamings, converters, prefix, state)
+            if name not in state:  # the loader does the same
                 name = key
             if name in own:
                 keys[self._block_of(name)].append(key)
         return keys
 
-    def _name_of(self, place: Place) -> str:
-        module, name = place
-        path = self._paths[id(module)]
-        return f"{path}.{name}" if path else name
-
-    @cached_property
-    def _paths(self) -> dict[int, str]:
-        return {id(module): path for path, module in self.model.named_modules()}
-
-    # -- weights ---------------------------------------------------------------------------------
-
-    def _fill(self, block: str) -> None:
-        """By the library's own loader, as saved; then as computed in."""
+    def _load(self, block: str) -> None:
+        """Load weights in their saved dtype with transformers' loader, then convert them."""
         exceptions = self.model._get_dtype_plan(self._saved)  # by parts of names
         settings = transformers("modeling_utils").LoadStateDictConfig(
             device_map={"": self.device},
@@ -176,88 +158,87 @@ class Checkpoint:
         load = transformers("core_model_loading").convert_and_load_state_dict_in_model
         with (
             slices([self._tensors[key] for key in self._keys[block]]) as tensors,
-            self._understood("transformers cannot load the weights"),
+            self._errors("transformers cannot load the weights"),
         ):
             info, _ = load(self.model, tensors, settings)
         self._check_loaded(info)
-        for module, name in self._empty[block]:
-            tensor, path = getattr(module, name), self._name_of((module, name))
+        for weight in self._weights[block]:
+            tensor = getattr(weight.module, weight.name)
             if tensor.is_meta:
-                raise FileError(f"{self.folder}: the files hold no weights for {path}")
-            if tensor.is_floating_point() and not any(part in path for part in exceptions):
+                raise FileError(f"{self.folder}: the files hold no weights for {weight.path}")
+            if tensor.is_floating_point() and not any(part in weight.path for part in exceptions):
                 tensor.data = tensor.data.to(self.dtype)
 
     def _check_loaded(self, info: Any) -> None:
-        wrong = [
-            *(
-                f"{name} is {list(saved)} there, not {list(size)}"
-                for name, saved, size in sorted(info.mismatched_keys)
-            ),
-            *(
-                f"{name}: is a tensor missing or renamed? {one_line(words)}"
-                for name, words in info.conversion_errors.items()
-            ),
-        ]
-        if wrong:
-            raise FileError(f"{self.folder}: weights that do not fit {CONFIG}: {wrong[0]}")
+        for name, saved, size in sorted(info.mismatched_keys):
+            raise FileError(
+                f"{self.folder}: weights do not fit {CONFIG}: {name} has shape {list(saved)} in "
+                f"the files, the model needs {list(size)}"
+            )
+        for name, error in info.conversion_errors.items():
+            raise FileError(
+                f"{self.folder}: weights do not fit {CONFIG}: {name}: is a tensor missing or "
+                f"renamed? {one_line(error)}"
+            )
 
-    def _empty_again(self, block: str) -> None:
-        for (module, name), empty in self._empty[block].items():
-            setattr(module, name, empty)
+    def _unload(self, block: str) -> None:
+        for weight in self._weights[block]:
+            setattr(weight.module, weight.name, weight.empty)
 
     def _fill_buffers(self) -> None:
-        """Make what is not in files but follows from the configuration, such as frequencies."""
+        """Compute buffers that are not saved, such as rotary frequencies."""
         buffers = dict(self.model.named_non_persistent_buffers())
         size = sum(buffer.nbytes for buffer in buffers.values())
         if size > MOST_BUFFERS:
             raise FileError(
-                f"{self.folder / CONFIG}: the model needs buffers of {size:,} bytes, at most "
-                f"{MOST_BUFFERS:,} are made"
+                f"{self.folder / CONFIG}: the model needs buffers of {size:,} bytes, the limit is "
+                f"{MOST_BUFFERS:,}"
             )
-        for name, buffer in buffers.items():
-            path, _, own = name.rpartition(".")
-            module = self.model.get_submodule(path)
-            setattr(module, own, torch.empty_like(buffer, device=self.device))
+        for path, buffer in buffers.items():
+            parent, _, name = path.rpartition(".")
+            module = self.model.get_submodule(parent)
+            setattr(module, name, torch.empty_like(buffer, device=self.device))
         for module in self.anatomy.decoder.modules():
             if module._non_persistent_buffers_set:
                 self.model._init_weights(module)
 
 
-# -- a folder ------------------------------------------------------------------------------------
+# -- files ---------------------------------------------------------------------------------------
 
 
 def read_config(folder: Path) -> Any:
-    """The configuration of a local checkpoint; `ConfigError` or `FileError` if there is none."""
+    """Read the configuration of a local checkpoint."""
     if not folder.is_dir():
         raise ConfigError(
-            f"{folder}: no folder of this machine. A model must be here already, as "
-            "save_pretrained writes it; nothing is downloaded"
+            f"{folder}: not a directory; pass the directory of a checkpoint on this machine, as "
+            "written by save_pretrained (nothing is downloaded)"
         )
-    if not (folder / CONFIG).is_file():
-        raise FileError(f"{folder}: no checkpoint of transformers, there is no {CONFIG}")
+    path = folder / CONFIG
+    if not path.is_file():
+        raise FileError(f"{folder}: not a checkpoint of transformers, there is no {CONFIG}")
     library = transformers()
-    check_size(folder / CONFIG, MOST_CONFIG)
-    with Understood(folder / CONFIG, "transformers cannot read it"):
+    check_size(path, MOST_CONFIG)
+    with LibraryErrors(path, "transformers cannot read it"):
         config = library.AutoConfig.from_pretrained(
             folder, local_files_only=True, trust_remote_code=False
         )
-        sizes = config.to_dict()
-    _check_numbers(folder / CONFIG, sizes)
+        numbers = config.to_dict()
+    _check_numbers(path, numbers)
     return config
 
 
 def _check_numbers(path: Path, table: Mapping[Any, Any]) -> None:
-    """Refuse numbers that no model has; transformers would build layers for hours."""
+    """Refuse sizes that no model has; transformers would build layers for hours."""
     for name, value in table.items():
         if isinstance(value, Mapping):
             _check_numbers(path, value)
         most = MOST_LAYERS if "layers" in str(name) or name == "depth" else LARGEST
         if isinstance(value, int) and abs(value) > most:
-            raise FileError(f"{path}: {name} is {value}, but at most {most} is possible")
+            raise FileError(f"{path}: {name} is {value}, the limit is {most}")
 
 
 def saved_dtype(config: Any, folder: Path) -> torch.dtype:
-    """Return the type that the weights were saved in."""
+    """The dtype of the saved weights."""
     dtype = config.get_text_config().dtype or torch.float32
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise FileError(f"{folder / CONFIG}: dtype must be a floating-point type, got {dtype!r}")
@@ -265,9 +246,9 @@ def saved_dtype(config: Any, folder: Path) -> torch.dtype:
 
 
 def dequantizer(config: Any, folder: Path) -> Any:
-    """What makes plain weights of quantised ones while they are read; None: they are plain.
+    """The quantizer of transformers that dequantises weights while reading; None if not needed.
 
-    Experts that are multiplied in a quantised form are not those of the registry.
+    Modules that compute with quantised experts are not in the registry.
     """
     settings = getattr(config, "quantization_config", None) or getattr(
         config.get_text_config(), "quantization_config", None
@@ -275,10 +256,10 @@ def dequantizer(config: Any, folder: Path) -> Any:
     if not settings:
         return None
     method = settings.get("quant_method")
-    if method not in PLAIN_WHEN_READ:
+    if method not in DEQUANTISED:
         raise ConfigError(
-            f"{folder}: weights quantised by {method} are not read here, only by "
-            f"{' and '.join(PLAIN_WHEN_READ)}: save the model in bfloat16"
+            f"{folder}: weights quantised by {method} cannot be read, only "
+            f"{' and '.join(DEQUANTISED)}; save the model in bfloat16"
         )
     quantizers = transformers("quantizers.auto").AutoHfQuantizer
     return quantizers.from_config({**settings, "dequantize": True}, pre_quantized=True)
@@ -286,20 +267,16 @@ def dequantizer(config: Any, folder: Path) -> Any:
 
 def weight_files(folder: Path) -> list[Path]:
     """The safetensors files of a checkpoint."""
-    index = folder / INDEX
+    files, index = sorted(folder.glob("*.safetensors")), folder / INDEX
     if index.is_file():
         try:
-            names = sorted(
-                set(json.loads(read_text(index, most=MOST_INDEX))["weight_map"].values())
-            )
+            names = set(json.loads(read_text(index, most=MOST_INDEX))["weight_map"].values())
+            files = [folder / str(name) for name in sorted(names)]
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise FileError(f"{index}: damaged: {one_line(error)}") from None
-        files = [folder / str(name) for name in names]
-    else:
-        files = sorted(folder.glob("*.safetensors"))
-    missing = next((path for path in files if not path.is_file()), None)
-    if missing is not None:
-        raise FileError(f"{missing}: no such file, but {INDEX} names it")
+    for path in files:
+        if not path.is_file():
+            raise FileError(f"{path}: no such file, but {INDEX} lists it")
     if not files:
         raise FileError(f"{folder}: no weights, there is no file *.safetensors")
     return files
@@ -307,54 +284,49 @@ def weight_files(folder: Path) -> list[Path]:
 
 @dataclass(frozen=True)
 class SavedTensor:
-    """A tensor of a file, known by its header."""
+    """A tensor in a file, according to the header."""
 
     key: str
     path: Path
     nbytes: int
 
 
-def saved_in(path: Path) -> list[tuple[str, SavedTensor]]:
-    """What a file holds, by name."""
-    with _opened(path) as file:
+def tensors_in(path: Path) -> list[SavedTensor]:
+    """All tensors in a file."""
+    with _open(path) as file:
         return [
-            (key, SavedTensor(key, path, _nbytes(file.get_slice(key))))
-            for key in file.keys()  # noqa: SIM118  no dict
+            SavedTensor(key, path, _nbytes(file.get_slice(key)))
+            for key in file.keys()  # noqa: SIM118  not a dict
         ]
 
 
 @contextmanager
 def slices(wanted: list[SavedTensor]) -> Iterator[dict[str, Any]]:
-    """Tensors that are read when they are used; files are mapped no longer than that."""
+    """Tensors by key, read on use; their files are open inside of the `with`."""
     with ExitStack() as stack:
-        files = {path: stack.enter_context(_opened(path)) for path in {t.path for t in wanted}}
+        files = {path: stack.enter_context(_open(path)) for path in {t.path for t in wanted}}
         yield {tensor.key: files[tensor.path].get_slice(tensor.key) for tensor in wanted}
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[Any]:
+def _open(path: Path) -> Iterator[Any]:
     from safetensors import SafetensorError, safe_open
 
     try:
-        _check_header(path)
-        with safe_open(path, framework="pt", device="cpu") as file:
-            yield file
+        with path.open("rb") as file:
+            header = int.from_bytes(file.read(8), "little")
+        if header > MOST_HEADER:  # safetensors would parse all of it
+            raise FileError(
+                f"{path}: truncated or damaged: the header claims {header:,} bytes, the limit is "
+                f"{MOST_HEADER:,}"
+            )
+        with safe_open(path, framework="pt", device="cpu") as tensors:
+            yield tensors
     except (SafetensorError, OSError) as error:
-        raise FileError(f"{path}: cannot be read, truncated or damaged: {error}") from None
-
-
-def _check_header(path: Path) -> None:
-    """Refuse a header that is too long, before the whole of it is parsed."""
-    with path.open("rb") as file:
-        size = int.from_bytes(file.read(8), "little")
-    if size > MOST_SAFETENSORS_HEADER:
-        raise FileError(
-            f"{path}: cannot be read, truncated or damaged: it claims a header of {size:,} bytes, "
-            f"at most {MOST_SAFETENSORS_HEADER:,} are read"
-        )
+        raise FileError(f"{path}: truncated or damaged: {error}") from None
 
 
 def _nbytes(tensor: Any) -> int:
-    """Bytes of a tensor in a file, by its type: BF16, F32, F8_E4M3, BOOL."""
+    """Bytes of a tensor in a file, from its dtype: BF16, F32, F8_E4M3, BOOL."""
     bits = re.search(r"\d+", tensor.get_dtype())
     return int(math.prod(tensor.get_shape())) * (int(bits[0]) if bits else 8) // 8

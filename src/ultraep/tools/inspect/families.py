@@ -1,6 +1,6 @@
-"""Small random models of the families that transformers has, to try `ultraep inspect` with.
+"""Small random models of transformers' families, to try `ultraep inspect`.
 
-Experts, and how many of them a token chooses, are as many as the family has; all else is small.
+The number of experts and of experts per token are the family's; all other sizes are small.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from ultraep.errors import ConfigError
-from ultraep.tools.inspect.anatomy import Anatomy
-from ultraep.tools.inspect.library import built, transformers
+from ultraep.tools.inspect.blocks import Anatomy
+from ultraep.tools.inspect.library import build_model, transformers
 
 SMALL: dict[str, int] = {
     "vocab_size": 4096,
@@ -30,8 +30,8 @@ SMALL: dict[str, int] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-ALWAYS = {"head_dim", "pad_token_id", "bos_token_id", "eos_token_id"}  # also if no default is known
-LATENT: dict[str, int] = {  # of attention with keys and values from a latent vector
+ALWAYS = {"head_dim", "pad_token_id", "bos_token_id", "eos_token_id"}  # also without a default
+LATENT: dict[str, int] = {  # for multi-head latent attention
     "q_lora_rank": 64,
     "kv_lora_rank": 32,
     "qk_rope_head_dim": 16,
@@ -40,7 +40,7 @@ LATENT: dict[str, int] = {  # of attention with keys and values from a latent ve
     "head_dim": 16,
     "num_key_value_heads": 4,
 }
-MORE: dict[str, dict[str, Any]] = {  # what a family has no default for
+MORE: dict[str, dict[str, Any]] = {  # sizes without a default
     "deepseek_v2": {"num_experts_per_tok": 6},
     "dots1": {"n_routed_experts": 128, "num_experts_per_tok": 6, "n_shared_experts": 2},
 }
@@ -56,7 +56,7 @@ FAMILIES = (
 def small_config(family: str) -> Any:
     """The configuration of a small model of this family."""
     if family not in FAMILIES:
-        raise ConfigError(f"unknown family {family!r}; known are {', '.join(FAMILIES)}")
+        raise ConfigError(f"unknown family {family!r}; known families: {', '.join(FAMILIES)}")
     library = transformers()
     if family not in library.CONFIG_MAPPING:
         raise ConfigError(f"transformers {library.__version__} does not have family {family!r}")
@@ -67,28 +67,28 @@ def small_config(family: str) -> Any:
 
 
 class RandomModel:
-    """A small model of a family with random weights, all in memory; used like a `Checkpoint`."""
+    """A small model of a family with random weights in memory; used like a `Checkpoint`."""
 
     def __init__(
         self, family: str, *, device: torch.device, dtype: torch.dtype | None, seed: int
     ) -> None:
         self.config, self.device, self.dtype = small_config(family), device, dtype or torch.float32
         torch.manual_seed(seed)
-        self.model = built(self.config, torch.float32).to(device, self.dtype)
+        self.model = build_model(self.config, torch.float32).to(device, self.dtype)
         self.anatomy = Anatomy.of(self.model)
 
     def __enter__(self) -> RandomModel:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Nothing is held."""
+        """Nothing to unload."""
 
-    def lend(self, _: str) -> AbstractContextManager[None]:
-        """The weights are there already."""
+    def loaded(self, _: str) -> AbstractContextManager[None]:
+        """The weights are always in memory."""
         return nullcontext()
 
     def bytes_to_read(self, _: list[str]) -> int:
-        """None: the weights are drawn."""
+        """0: there are no files."""
         return 0
 
     def bytes_in_memory(self) -> int:

@@ -1,4 +1,4 @@
-"""Findings: the trace planned again at all EP sizes, under all policies and slots; and the result.
+"""Findings: the trace replayed at all EP sizes, under all policies and slots; and the result.
 
 Shapes: N records.
 """
@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ultraep.files.writing import write_text
+from ultraep.tools.inspect.options import InspectOptions
 from ultraep.tools.report.words import counted
 from ultraep.trace.read import Trace
 from ultraep.trace.replay import Case, Replayed, cases, replayed
@@ -24,9 +25,12 @@ RESULT_FILE = "result.json"
 REPORT_FILE = "report.html"
 PRESET_FILE = "model.toml"
 TRACE = "trace"
-NONE = "none"
-SHOWN = "ultraep"  # the policy that is shown in detail, if it is among the options
-BEYOND = "moves homes or needs more slots than there are: compared here, not run"
+SHOWN = "ultraep"  # the policy to show in detail, if it is among the options
+BEYOND = "moves homes or needs more slots than there are: compared here, cannot run"
+LEGEND = (
+    "before, after: imbalance without and with replicas, mean (worst); bound: the best imbalance "
+    "with these slots; replicas: per layer; remote: rows served on another rank"
+)
 Tell = Callable[[int, int, str], None]
 Mask = NDArray[np.bool_]
 Table = tuple[list[str], list[list[str]]]  # head and rows
@@ -34,7 +38,7 @@ Table = tuple[list[str], list[list[str]]]  # head and rows
 
 @dataclass(frozen=True)
 class TextSpan:
-    """Windows of one text, from `begin` to `end`, both included: steps of the trace."""
+    """The windows of a text, `begin` to `end` inclusive, which are steps of the trace."""
 
     name: str
     begin: int
@@ -44,7 +48,10 @@ class TextSpan:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """All records under one policy: means, and the worst of them."""
+    """One policy, number of ranks and slots: means and worst values over all records.
+
+    beyond: plans that need more slots than there are, or leave their domain.
+    """
 
     policy: str
     ranks: int
@@ -57,12 +64,39 @@ class Row:
     bound: float
     copies: float
     remote: float
-    beyond: int  # plans that need more slots than there are, or leave their domain
+    beyond: int
+
+    @classmethod
+    def of(cls, outcome: Replayed) -> Row:
+        line, case = outcome.line, outcome.case
+        return cls(
+            policy=case.config.policy,
+            ranks=case.topology.ranks,
+            slots=case.topology.slots,
+            history=case.history,
+            before_worst=float(outcome.before.max()),
+            after_worst=line.worst,
+            **{n: getattr(line, n) for n in ("before", "after", "bound", "copies", "remote")},
+            beyond=line.beyond,
+        )
+
+    def cells(self) -> list[str]:
+        """The row of a table."""
+        return [
+            self.policy + "*" * bool(self.beyond),
+            str(self.ranks),
+            "-" if self.policy == "none" else str(self.slots),
+            f"{self.before:.3f} ({self.before_worst:.2f})",
+            f"{self.after:.3f} ({self.after_worst:.2f})",
+            f"{self.bound:.3f}",
+            f"{self.copies:.1f}",
+            f"{self.remote:.1%}",
+        ]
 
 
 @dataclass(frozen=True, kw_only=True)
 class InspectionResult:
-    """Facts about the model and the run, and a row for every policy, size and number of slots."""
+    """Facts about the model and the run, and all rows; written to result.json."""
 
     version: str
     model: str
@@ -71,7 +105,7 @@ class InspectionResult:
     parameters: int
     active: int
     blocks: int
-    layers: list[int]  # those with experts that were recorded
+    layers: list[int]  # recorded layers
     experts: int
     top_k: int
     dtype: str
@@ -84,33 +118,20 @@ class InspectionResult:
     rows: list[Row]
 
     def save(self, folder: Path) -> Path:
-        """Write it into the folder."""
+        """Write result.json into the folder."""
         path = folder / RESULT_FILE
         write_text(path, json.dumps(asdict(self), indent=1) + "\n")
         return path
 
     def table(self) -> Table:
         """Imbalance of every row, mean and worst."""
-        head = ["policy", "EP", "slots", "before", "after", "bound", "copies", "remote"]
-        rows = [
-            [
-                row.policy + "*" * bool(row.beyond),
-                str(row.ranks),
-                "-" if row.policy == NONE else str(row.slots),
-                f"{row.before:.3f} ({row.before_worst:.2f})",
-                f"{row.after:.3f} ({row.after_worst:.2f})",
-                f"{row.bound:.3f}",
-                f"{row.copies:.1f}",
-                f"{row.remote:.1%}",
-            ]
-            for row in self.rows
-        ]
-        return head, rows
+        head = ["policy", "EP", "slots", "before", "after", "bound", "replicas", "remote"]
+        return head, [row.cells() for row in self.rows]
 
 
 @dataclass(frozen=True, eq=False)
 class Findings:
-    """The records of a trace under every case, and the texts they are of."""
+    """The records of a trace under every case, and their texts."""
 
     trace: Trace
     texts: list[TextSpan]
@@ -129,7 +150,7 @@ class Findings:
     @property
     def rows(self) -> list[Row]:
         """A row for every case."""
-        return [_row(outcome) for outcome in self.outcomes]
+        return [Row.of(outcome) for outcome in self.outcomes]
 
     @property
     def sizes(self) -> list[int]:
@@ -137,17 +158,17 @@ class Findings:
         return list(dict.fromkeys(outcome.case.topology.ranks for outcome in self.outcomes))
 
     def of_size(self, ranks: int) -> list[Replayed]:
-        """The cases with so many ranks."""
+        """The cases with this number of ranks."""
         return [outcome for outcome in self.outcomes if outcome.case.topology.ranks == ranks]
 
     def shown_of(self, ranks: int) -> Replayed:
-        """The case with so many ranks that is shown in detail: `SHOWN`, or the last policy."""
+        """The case to show in detail at this number of ranks: `SHOWN`, or the last policy."""
         own = self.of_size(ranks)
         return next((outcome for outcome in own if outcome.case.config.policy == SHOWN), own[-1])
 
     @property
     def shown(self) -> Replayed:
-        """The case of the first size that is shown in detail."""
+        """The case to show in detail."""
         return self.shown_of(self.sizes[0])
 
     @property
@@ -158,77 +179,48 @@ class Findings:
         return f"Imbalance {change} at EP{self.sizes[0]} under {label(shown.case)}"
 
     def by_past(self, history: int) -> tuple[Mask, Mask]:
-        """[N] records whose past is of their own text alone; those right after a change of text."""
+        """[N] whether the history of a record is all from its own text; whether a text begins."""
         step, begins = self.trace.step, {span.name: span.begin for span in self.texts}
         behind = step - np.array([begins[name] for name in self.text.tolist()])
         return behind >= history, (behind == 0) & (step > 0)
 
     def past_table(self) -> Table:
-        """Policies that place by past windows, at the first size; no rows: there are none."""
+        """Policies that place by past windows, at the first number of ranks."""
         rows = []
         for outcome in self.of_size(self.sizes[0]):
             if outcome.case.history:
                 masks = self.by_past(outcome.case.history)
                 cells = [f"{outcome.after[m].mean():.3f}" if m.any() else "-" for m in masks]
                 rows.append([label(outcome.case), counted(outcome.case.history, "window"), *cells])
-        return ["policy", "past", "within a text", "after a change of text"], rows
+        return ["policy", "history", "within a text", "after a change of text"], rows
 
 
 def find(
-    trace: Trace,
-    texts: list[TextSpan],
-    *,
-    sizes: Sequence[int],
-    slots: Sequence[int],
-    policies: Sequence[str],
-    history: int,
-    tell: Tell,
+    trace: Trace, texts: list[TextSpan], sizes: Sequence[int], options: InspectOptions, tell: Tell
 ) -> Findings:
-    """Plan all records under every combination; without balancing, slots make no difference."""
-    wanted = [
-        case
-        for size, policy in product(sizes, policies)
-        for case in cases(
-            trace,
-            policies=[policy],
-            slots=slots[:1] if policy == NONE else slots,
-            ranks=[size],
-            history=[history],
+    """Replay all records at every number of ranks, under every policy and number of slots.
+
+    tell: called with cases done, all cases, and a description of the next case.
+    """
+    combinations = []
+    for size, policy in product(sizes, options.policies):
+        slots = options.slots[:1] if policy == "none" else options.slots  # none has no replicas
+        combinations += cases(
+            trace, policies=[policy], slots=slots, ranks=[size], history=[options.history]
         )
-    ]
     outcomes = []
-    for number, case in enumerate(wanted):
-        tell(number, len(wanted), label(case, ranks=True))
+    for number, case in enumerate(combinations):
+        tell(number, len(combinations), f"EP{case.topology.ranks} {label(case)}")
         outcomes.append(replayed(trace, case))
     return Findings(trace, texts, outcomes)
 
 
-def label(case: Case, *, ranks: bool = False) -> str:
-    """A case in short.
+def label(case: Case) -> str:
+    """Policy and slots of a case.
 
     >>> from ultraep import BalanceConfig, Topology
-    >>> label(Case(BalanceConfig(policy="eplb"), Topology(ranks=8, experts=8), 1), ranks=True)
-    'EP8 eplb with 1 slot'
+    >>> label(Case(BalanceConfig(policy="eplb"), Topology(ranks=8, experts=8), 1))
+    'eplb with 1 slot'
     """
     policy = case.config.policy
-    where = f"EP{case.topology.ranks} " if ranks else ""
-    slots = "" if policy == NONE else f" with {counted(case.topology.slots, 'slot')}"
-    return where + policy + slots
-
-
-def _row(outcome: Replayed) -> Row:
-    line, case = outcome.line, outcome.case
-    return Row(
-        policy=case.config.policy,
-        ranks=case.topology.ranks,
-        slots=case.topology.slots,
-        history=case.history,
-        before=line.before,
-        before_worst=float(outcome.before.max()),
-        after=line.after,
-        after_worst=line.worst,
-        bound=line.bound,
-        copies=line.copies,
-        remote=line.remote,
-        beyond=line.beyond,
-    )
+    return policy if policy == "none" else f"{policy} with {counted(case.topology.slots, 'slot')}"

@@ -13,12 +13,12 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 @dataclass(frozen=True, kw_only=True)
 class InspectOptions:
-    """Which model, texts, ranks and policies. Exactly one of model and family is given."""
+    """Model, texts, numbers of ranks and policies. Pass either model or family."""
 
     model: Path | None = None
     family: str | None = None
     files: tuple[Path, ...] = ()
-    tokens: int = 8192  # of every text
+    tokens: int = 8192  # per text
     window: int = 4096
     sequence: int = 512
     layers: tuple[int, ...] | None = None

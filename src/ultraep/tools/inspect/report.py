@@ -1,4 +1,4 @@
-"""The report of an inspection: one HTML file with interactive plots, made of its findings.
+"""The report of an inspection: one HTML file with interactive plots of the findings.
 
 Shapes: N records, H layers, E experts.
 """
@@ -14,6 +14,7 @@ import numpy as np
 from ultraep.files.writing import write_text
 from ultraep.tools.inspect.findings import (
     BEYOND,
+    LEGEND,
     REPORT_FILE,
     Findings,
     InspectionResult,
@@ -27,24 +28,24 @@ from ultraep.trace.replay import Replayed, plans
 
 ALL = "all texts"
 SECTIONS = (
-    Section("sizes", "Imbalance by the size of the group", ("sizes",)),
-    Section("layers", "Imbalance of every layer", ("layers",)),
-    Section("texts", "Imbalance of every text", ("texts",)),
-    Section("history", "Placing by past windows", ("history",)),
-    Section("experts", "Popular experts", ("experts",)),
+    Section("sizes", "Imbalance by number of ranks", ("sizes",)),
+    Section("layers", "Imbalance by layer", ("layers",)),
+    Section("texts", "Imbalance by text", ("texts",)),
+    Section("history", "Placement by past windows", ("history",)),
+    Section("experts", "Load of every expert", ("experts",)),
     Section("microbatches", "One window, rank by rank", ("microbatches",)),
 )
 CAPTIONS = {
-    "sizes": "Mean of all layers and windows. More ranks have fewer experts each, so a busy expert "
-    "weighs more.",
-    "layers": "Mean of all windows.",
-    "texts": "Mean of all layers and windows of a text.",
-    "history": "Policies that place by past windows, where the past is of the same text and right "
-    "after a change of text. ultraep plans by the loads of the window itself.",
-    "experts": "Load of every expert over the mean expert of its layer: 1 is a fair share. Texts "
-    "that differ here need different copies.",
-    "microbatches": "One bar is one rank and one block is one expert. The colour of a block is the "
-    "home of its expert; hatched blocks are copies. The first one shown is the worst of all.",
+    "sizes": "Mean over all layers and windows. With more ranks, each rank has fewer experts, so a "
+    "busy expert weighs more.",
+    "layers": "Mean over all windows.",
+    "texts": "Mean over all layers and windows of a text.",
+    "history": "Policies that place by past windows: within a text, and right after a change of "
+    "text. ultraep plans by the loads of the window itself.",
+    "experts": "Load of an expert over the mean of its layer; 1 is an equal share. Texts that "
+    "differ here need different replicas.",
+    "microbatches": "A bar is a rank and a block is an expert. The colour of a block shows the "
+    "home rank of its expert; hatched blocks are replicas. The most uneven window is shown first.",
 }
 CHOICE = '<p class="picker"><label>{noun} <select id="choice-{plot}"></select></label></p>'
 
@@ -58,16 +59,14 @@ def write_report(out: Path, result: InspectionResult, findings: Findings) -> Pat
 
 
 def page(result: InspectionResult, findings: Findings) -> Page:
-    """Everything on the page."""
+    """The page with all plots."""
     numbers = all_numbers(findings)
-    head, rows = result.table()
     beyond = f"\n<p>* {BEYOND}.</p>" if any(row.beyond for row in result.rows) else ""
-    past_head, past_rows = findings.past_table()
     return Page(
         title=f"{result.model}: {findings.headline}",
         facts=_facts(result),
         notes=result.notes,
-        result=f"<h2>Result</h2>\n{table(head, rows, 'result')}{beyond}",
+        result=f"<h2>Result</h2>\n<p>{LEGEND}.</p>\n{table(*result.table(), 'result')}{beyond}",
         sections=[section for section in SECTIONS if section.plots[0] in numbers],
         told=CAPTIONS,
         numbers=numbers,
@@ -78,7 +77,7 @@ def page(result: InspectionResult, findings: Findings) -> Page:
             "experts": CHOICE.format(noun="text", plot="experts"),
             "microbatches": PICKER.format(noun="window"),
         },
-        tables={"history": table(past_head, past_rows, "past-table")},
+        tables={"history": table(*findings.past_table(), "past-table")},
     )
 
 
@@ -91,25 +90,22 @@ def _facts(result: InspectionResult) -> list[tuple[str, str]]:
                   "parameters"),
         ("Layers", f"{layers}, {result.experts} experts per layer, {result.top_k} per token"),
         ("Texts", f"{texts}; windows of {result.window:,} tokens, sequences of {result.sequence}"),
-        ("Groups", f"{sizes}: the tokens of a window are dealt out evenly to the ranks"),
+        ("Ranks", f"{sizes}; the tokens of a window are divided evenly over the ranks"),
         ("Machine", f"{result.device}, {result.dtype}, ultraep {result.version}; "
                     f"{result.wall_seconds:.0f} s"),
     ]  # fmt: skip
 
 
-# -- numbers -------------------------------------------------------------------------------------
-
-
 def all_numbers(findings: Findings) -> dict[str, Numbers]:
-    """By plot; everything that the page draws."""
+    """The numbers of every plot."""
     trace, texts = findings.trace, [span.name for span in findings.texts]
-    layers, shown = trace.layers.tolist(), findings.shown.case
-    plan_of = list(plans(trace, shown)).__getitem__
+    layers = trace.layers.tolist()
+    plan_of = list(plans(trace, findings.shown.case)).__getitem__
     numbers = {
         "sizes": by_size(findings),
-        "layers": by_group(findings, layers, [trace.layer == layer for layer in layers]),
-        "texts": by_group(findings, texts, [findings.text == name for name in texts]),
-        "experts": popularity(findings),
+        "layers": by_group(findings, {layer: trace.layer == layer for layer in layers}),
+        "texts": by_group(findings, {name: findings.text == name for name in texts}),
+        "experts": expert_loads(findings),
         "microbatches": microbatches(trace, plan_of, findings.names, noun="Window"),
     }
     if any(outcome.case.history for outcome in findings.outcomes):
@@ -117,60 +113,57 @@ def all_numbers(findings: Findings) -> dict[str, Numbers]:
     return numbers
 
 
-def by_size(findings: Findings) -> Numbers:
-    """Means, worst values and copies of every case, by number of ranks."""
-    outcomes = findings.outcomes
-    return {
-        "sizes": findings.sizes,
-        "cases": cases(findings),
-        "mean": _by_case(outcomes, lambda outcome: outcome.after.mean()),
-        "worst": _by_case(outcomes, lambda outcome: outcome.after.max()),
-        "copies": _by_case(outcomes, lambda outcome: outcome.copies.mean()),
-    }
-
-
-def cases(findings: Findings) -> list[Numbers]:
-    """Policy and slots of all cases of one size."""
+def _head(findings: Findings) -> Numbers:
+    """Numbers of ranks, and label, policy and slots of the cases at each number."""
     first = [outcome.case for outcome in findings.of_size(findings.sizes[0])]
-    return [
+    cases = [
         {"label": label(case), "policy": case.config.policy, "slots": case.topology.slots}
         for case in first
     ]
+    return {"sizes": findings.sizes, "cases": cases}
 
 
-def _by_case(
+def _by_label(
     outcomes: Sequence[Replayed], value: Callable[[Replayed], Any]
 ) -> dict[str, list[float | None]]:
-    """By label, a value for every size."""
+    """Values by the label of the case; the list has one value per number of ranks."""
     values: dict[str, list[Any]] = {}
     for outcome in outcomes:
         values.setdefault(label(outcome.case), []).append(value(outcome))
     return {name: plain(of_case) for name, of_case in values.items()}
 
 
-def by_group(findings: Findings, names: Sequence[Any], groups: Sequence[Mask]) -> Numbers:
-    """Mean and worst imbalance of groups of records, for every size and case."""
+def by_size(findings: Findings) -> Numbers:
+    """Mean and worst imbalance and replicas of every case, by number of ranks."""
+    outcomes = findings.outcomes
+    return _head(findings) | {
+        "mean": _by_label(outcomes, lambda outcome: outcome.after.mean()),
+        "worst": _by_label(outcomes, lambda outcome: outcome.after.max()),
+        "copies": _by_label(outcomes, lambda outcome: outcome.copies.mean()),
+    }
 
-    def of_sizes(fold: Callable[[Any], Any]) -> list[dict[str, list[float | None]]]:
+
+def by_group(findings: Findings, groups: dict[Any, Mask]) -> Numbers:
+    """Mean and worst imbalance of groups of records, by number of ranks and case."""
+
+    def folded(fold: Callable[[Any], Any]) -> list[dict[str, list[float | None]]]:
         return [
             {
-                label(outcome.case): plain([fold(outcome.after[mask]) for mask in groups])
+                label(outcome.case): plain([fold(outcome.after[mask]) for mask in groups.values()])
                 for outcome in findings.of_size(size)
             }
             for size in findings.sizes
         ]
 
-    return {
-        "names": list(names),
-        "sizes": findings.sizes,
-        "cases": cases(findings),
-        "mean": of_sizes(np.mean),
-        "worst": of_sizes(np.max),
+    return _head(findings) | {
+        "names": list(groups),
+        "mean": folded(np.mean),
+        "worst": folded(np.max),
     }
 
 
 def by_past(findings: Findings) -> Numbers:
-    """Policies that place by the past, where that is of the same text and where it is not."""
+    """Policies that place by past windows, beside the shown policy with the same slots."""
     shown = findings.shown.case
     compared = [
         outcome
@@ -182,26 +175,25 @@ def by_past(findings: Findings) -> Numbers:
     same, changed = findings.by_past(history)
 
     def means(mask: Mask) -> dict[str, list[float | None]]:
-        return _by_case(compared, lambda o: o.after[mask].mean() if mask.any() else np.nan)
+        return _by_label(compared, lambda o: o.after[mask].mean() if mask.any() else np.nan)
 
-    labels = {label(outcome.case) for outcome in compared}
-    return {
-        "sizes": findings.sizes,
-        "cases": [case for case in cases(findings) if case["label"] in labels],
+    labels, head = {label(outcome.case) for outcome in compared}, _head(findings)
+    return head | {
+        "cases": [case for case in head["cases"] if case["label"] in labels],
         "window": history,
         "same": means(same),
         "changed": means(changed),
     }
 
 
-def popularity(findings: Findings) -> Numbers:
-    """Load of every expert over the mean, by text and layer."""
+def expert_loads(findings: Findings) -> Numbers:
+    """Load of every expert over the mean of its layer, by text and layer."""
     trace, layers = findings.trace, findings.trace.layers
     masks = {ALL: np.ones(len(trace), dtype=bool)}
     masks |= {span.name: findings.text == span.name for span in findings.texts}
     loads_NE = trace.loads.sum(axis=1, dtype=np.int64)
 
-    def shares(mask: Mask) -> list[list[float]]:
+    def over_mean(mask: Mask) -> list[list[float]]:
         loads_HE = np.stack([loads_NE[mask & (trace.layer == n)].sum(axis=0) for n in layers])
         means_H1 = np.maximum(loads_HE.mean(axis=1, keepdims=True), 1e-9)
         rounded: list[list[float]] = (loads_HE / means_H1).round(3).tolist()
@@ -210,5 +202,5 @@ def popularity(findings: Findings) -> Numbers:
     return {
         "layers": layers.tolist(),
         "texts": list(masks),
-        "load": [shares(mask) for mask in masks.values()],
+        "load": [over_mean(mask) for mask in masks.values()],
     }

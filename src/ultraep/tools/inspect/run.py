@@ -1,27 +1,29 @@
-"""Inspection: a model and texts that belong together, checked; then the routing, recorded.
+"""Inspection: check a model and its texts, estimate the work, record the routing.
 
 OUT/
-|-- trace/              every window of every layer, for `ultraep trace` and `ultraep advise`
+|-- trace/              all windows of all layers, for `ultraep trace` and `ultraep advise`
 |-- result.json         an `InspectionResult`
-|-- model.toml          the model's sizes, for the simulator
-|-- report.html         made of them
-`-- .ultraep-inspection what of this an inspection made, and whether one runs
+|-- model.toml          the sizes of the model, for the simulator
+|-- report.html         plots of the findings
+`-- .ultraep-inspection marker: which of these files an inspection wrote
 """
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from ultraep import __version__
 from ultraep.errors import ConfigError, FileError
-from ultraep.tools.inspect.anatomy import Anatomy, num_experts
+from ultraep.files.writing import write_text
+from ultraep.tools.inspect.blocks import Anatomy, RoutingRecorder, num_experts, run_windows
 from ultraep.tools.inspect.checkpoint import Checkpoint, weight_files
 from ultraep.tools.inspect.families import RandomModel
 from ultraep.tools.inspect.findings import (
@@ -31,30 +33,30 @@ from ultraep.tools.inspect.findings import (
     TRACE,
     Findings,
     InspectionResult,
+    Tell,
     TextSpan,
     find,
 )
-from ultraep.tools.inspect.library import Understood
+from ultraep.tools.inspect.library import LibraryErrors
 from ultraep.tools.inspect.options import InspectOptions
-from ultraep.tools.inspect.texts import Excerpt, excerpts, hashed_words, texts_of, tokenizer_of
-from ultraep.tools.inspect.windows import Catcher, run_windows
+from ultraep.tools.inspect.texts import excerpts, hashed_words, texts_of, tokenizer_of
 from ultraep.tools.outputs import OutputDir
+from ultraep.tools.sim.model import GATED
 from ultraep.topology import Topology
 from ultraep.trace.read import read_trace
 
 USUAL_SIZES = (8, 16, 64)
-CHOICES = ("num_experts_per_tok", "moe_topk", "moe_k", "num_experts_per_token", "top_k_experts")
-USUAL_CHOICES = 8  # of a token, where the configuration has another name for it
-REACHED = 0.25  # of the speed of a large product, by the many smaller products of a model
-FIRST = 4.0  # seconds of first calls, which import and compile
-CALL = 0.02  # seconds of a block besides its products, for every window
-PLAN = 0.0006  # seconds of a plan
-ACTIVATIONS = 12  # tensors of a window, as wide as the model, that a block holds at one time
-LIBRARIES = 500_000_000  # bytes of torch and transformers themselves
-SIDE = 768  # of the matrices whose product is timed
-SAMPLE = 16 << 20  # bytes that are read to measure the speed of reading
-
-Tell = Callable[[int, int, str], None]
+TOP_K_NAMES = ("num_experts_per_tok", "moe_topk", "moe_k", "num_experts_per_token", "top_k_experts")
+USUAL_TOP_K = 8  # if the configuration has another name for it
+# For the estimate:
+EFFICIENCY = 0.25  # speed of a model's matrix products over a large matrix product
+FIRST_SECONDS = 4.0  # imports and compilation
+CALL_SECONDS = 0.02  # overhead per block and window
+PLAN_SECONDS = 0.0006  # per plan
+ACTIVATIONS = 12  # hidden-size tensors of a window that a block holds at once
+LIBRARIES = 500_000_000  # bytes of torch and transformers
+SIDE = 768  # of the matrix product that is timed
+SAMPLE = 16 << 20  # bytes read to time the disk
 
 
 @dataclass(frozen=True)
@@ -64,26 +66,30 @@ class Estimate:
     parameters: int
     active: int  # per token
     read: int  # bytes of files
-    memory: int  # bytes at one time, weights and activations
+    memory: int  # peak bytes
     tokens: int
     seconds: float
 
 
 class Inspection:
-    """A model that was opened without its weights, and the texts for it. A context, as it is."""
+    """A model opened without its weights, and the texts for it. Enter it to load weights."""
 
     def __init__(self, options: InspectOptions) -> None:
         self.options, self.notes = options, list[str]()
         self.opened = _open(options)
-        whole = self.opened.anatomy
-        self.anatomy = whole.only(_chosen(whole, options.layers))
+        self.anatomy = self.opened.anatomy.only(_layers(self.opened.anatomy, options.layers))
         experts = topology_of(self.anatomy, slots=0, sizes=[]).experts
         self.sizes = _sizes(options.sizes, experts)
-        self.topology = _topology(self.anatomy, options.slots, self.sizes)
+        # Checks every number of slots; the trace has the first.
+        self.topology, *_ = (
+            topology_of(self.anatomy, slots=slots, sizes=self.sizes) for slots in options.slots
+        )
         self.excerpts = self._excerpts()
         if options.family is not None:
-            self.notes.append("weights are random: a real model has another imbalance")
-        self.blocks = self._blocks()
+            self.notes.append("weights are random: a trained model has another imbalance")
+        blocks = list(self.opened.anatomy.blocks)
+        last = max(blocks.index(name) for name in self.anatomy.block_of_layer.values())
+        self.blocks = blocks[: last + 1]  # that must run
 
     def __enter__(self) -> Inspection:
         self.opened.__enter__()
@@ -92,7 +98,7 @@ class Inspection:
     def __exit__(self, *error: object) -> None:
         self.opened.__exit__(*error)
 
-    @property
+    @cached_property
     def texts(self) -> list[TextSpan]:
         """The windows of every text in the trace."""
         spans: list[TextSpan] = []
@@ -102,51 +108,40 @@ class Inspection:
             spans.append(TextSpan(excerpt.name, begin, end, excerpt.tokens))
         return spans
 
-    def record(self, claim: OutputDir, tell: Tell) -> Catcher:
-        """Send all windows through the model; what its routers decide is in the trace then.
+    def record(self, out: OutputDir, tell: Tell) -> RoutingRecorder:
+        """Run all windows through the model and record the routing as a trace.
 
-        tell: hears what was done, of how much, and what comes. On interruption the trace is
-        complete as far as it goes.
+        tell: called with steps done, all steps, and a description of the next step. After an
+        interruption, the trace holds everything recorded so far.
         """
-        catcher = Catcher(claim.traces[0], self.anatomy, self.topology, note=self._note())
-        windows = [
-            torch.from_numpy(window).to(self.opened.device)
-            for excerpt in self.excerpts
-            for window in excerpt.windows
-        ]
-        names = [span.name for span in self.texts for _ in range(span.begin, span.end + 1)]
+        spans = ", ".join(f"{span.name} {span.begin} to {span.end}" for span in self.texts)
+        note = f"ultraep inspect {self.options.name}; steps are windows of text: {spans}"
+        recorder = RoutingRecorder(out.traces[0], self.anatomy, self.topology, note=note)
+        windows = [(e.name, window) for e in self.excerpts for window in e.windows]
 
-        def going(block: str, number: int) -> None:
-            catcher.window = number
-            place = self.blocks.index(block)
-            words = f"layer {place} of {len(self.anatomy.blocks)}, {names[number]}"
-            tell(place * len(windows) + number, len(self.blocks) * len(windows), words)
+        def before_block(block: str, number: int) -> None:
+            recorder.window = number
+            layer = self.blocks.index(block)
+            words = f"layer {layer} of {len(self.anatomy.blocks)}, {windows[number][0]}"
+            tell(layer * len(windows) + number, len(self.blocks) * len(windows), words)
 
-        with (
-            catcher.listening(),
-            Understood(self.options.model or Path(self.options.name), "transformers cannot run it"),
-        ):
-            run_windows(self.anatomy, windows, self.opened.lend, going, self.blocks[-1])
-        return catcher
+        path = self.options.model or Path(self.options.name)
+        with recorder.attached(), LibraryErrors(path, "transformers cannot run it"):
+            ids = [torch.from_numpy(window).to(self.opened.device) for _, window in windows]
+            run_windows(self.anatomy, ids, self.opened.loaded, before_block, self.blocks[-1])
+        return recorder
 
-    def findings(self, claim: OutputDir, tell: Tell) -> Findings:
-        """The recorded trace, planned under all policies."""
-        options = self.options
-        return find(
-            read_trace(claim.traces[0]),
-            self.texts,
-            sizes=self.sizes,
-            slots=options.slots,
-            policies=options.policies,
-            history=options.history,
-            tell=tell,
-        )
+    def findings(self, out: OutputDir, tell: Tell) -> Findings:
+        """Replay the recorded trace under all policies."""
+        return find(read_trace(out.traces[0]), self.texts, self.sizes, self.options, tell)
 
-    def result(self, caught: Catcher, findings: Findings, seconds: float) -> InspectionResult:
+    def result(
+        self, recorder: RoutingRecorder, findings: Findings, seconds: float
+    ) -> InspectionResult:
         """Facts about the model and the run, and a row for every case."""
         opened, notes = self.opened, list(self.notes)
-        if caught.dropped:
-            notes.append(f"{caught.dropped} records were dropped: the disk was too slow")
+        if recorder.dropped:
+            notes.append(f"{recorder.dropped} records were dropped because the disk was too slow")
         return InspectionResult(
             version=__version__,
             model=self.options.name,
@@ -157,7 +152,7 @@ class Inspection:
             blocks=len(opened.anatomy.blocks),
             layers=findings.trace.layers.tolist(),
             experts=self.topology.experts,
-            top_k=caught.top_k,
+            top_k=recorder.top_k,
             dtype=str(opened.dtype).removeprefix("torch."),
             device=str(opened.device),
             texts=self.texts,
@@ -170,24 +165,25 @@ class Inspection:
 
     @cached_property
     def estimate(self) -> Estimate:
-        """Sizes and time; measures for a moment how fast this machine is."""
+        """Sizes and time; takes a moment to measure the speed of this machine."""
         opened, windows = self.opened, self.texts[-1].end + 1
         tokens = sum(excerpt.tokens for excerpt in self.excerpts)
-        in_experts = sum(map(_weights, self.anatomy.experts.values()))
-        in_blocks = sum(_weights(self.anatomy.blocks[name]) for name in self.blocks)
+        in_experts = sum(map(_parameters, self.anatomy.experts.values()))
+        in_blocks = sum(_parameters(self.anatomy.blocks[name]) for name in self.blocks)
         share = self.choices / self.topology.experts
         active = in_blocks - in_experts + round(in_experts * share)
         cases = len(self.sizes) * len(self.options.slots) * len(self.options.policies)
-        speed = REACHED * operations_per_second(opened.device, opened.dtype)
-        seconds = FIRST + 2 * active * tokens / speed + len(self.blocks) * windows * CALL
-        seconds += len(self.anatomy.experts) * windows * cases * PLAN
+        speed = EFFICIENCY * operations_per_second(opened.device, opened.dtype)
+        seconds = FIRST_SECONDS + 2 * active * tokens / speed
+        seconds += len(self.blocks) * windows * CALL_SECONDS
+        seconds += len(self.anatomy.experts) * windows * cases * PLAN_SECONDS
         read = opened.bytes_to_read(self.blocks)
         if read and self.options.model is not None:
             seconds += read / bytes_per_second(weight_files(self.options.model)[0])
         width = opened.config.get_text_config().hidden_size * opened.dtype.itemsize
         activations = tokens + ACTIVATIONS * self.choices * (tokens // windows)
         return Estimate(
-            parameters=_weights(opened.model),
+            parameters=_parameters(opened.model),
             active=active,
             read=read,
             memory=LIBRARIES + opened.bytes_in_memory() + width * activations,
@@ -197,16 +193,16 @@ class Inspection:
 
     @property
     def choices(self) -> int:
-        """Experts that a token chooses, as the configuration says."""
+        """Experts per token, from the configuration."""
         config = self.opened.config.get_text_config()
-        choices = next((getattr(config, name) for name in CHOICES if hasattr(config, name)), None)
-        return min(choices or USUAL_CHOICES, self.topology.experts)
+        top_k = next((getattr(config, name) for name in TOP_K_NAMES if hasattr(config, name)), None)
+        return min(top_k or USUAL_TOP_K, self.topology.experts)
 
-    def _excerpts(self) -> list[Excerpt]:
+    def _excerpts(self) -> list[Any]:
         options, config = self.options, self.opened.config.get_text_config()
         encode = tokenizer_of(options.model) if options.model else None
         if encode is None:
-            self.notes.append("no tokenizer: every word is a token, by its hash")
+            self.notes.append("no tokenizer: every word becomes a token by its hash")
         longest = getattr(config, "max_position_embeddings", None) or options.sequence
         if longest < 1:
             raise FileError(
@@ -220,18 +216,9 @@ class Inspection:
             sequence=min(options.sequence, longest),
         )
 
-    def _blocks(self) -> list[str]:
-        """Names of the blocks that are run: up to the last one that is recorded."""
-        names, wanted = list(self.anatomy.blocks), set(self.anatomy.block_of_layer.values())
-        return names[: max(names.index(name) for name in wanted) + 1]
-
-    def _note(self) -> str:
-        texts = ", ".join(f"{span.name} {span.begin} to {span.end}" for span in self.texts)
-        return f"ultraep inspect {self.options.name}; steps are windows of text: {texts}"
-
 
 def claim_folder(out: Path) -> OutputDir:
-    """The folder for all that an inspection makes."""
+    """The output directory of an inspection."""
     files = (RESULT_FILE, REPORT_FILE, PRESET_FILE)
     return OutputDir(out, work="inspection", files=files, traces=[TRACE])
 
@@ -246,7 +233,7 @@ def _open(options: InspectOptions) -> Any:
         return RandomModel(options.family, device=device, dtype=dtype, seed=options.seed)
     assert options.model is not None
     if dtype is None and device.type == "cpu":
-        dtype = torch.float32  # what most processors multiply fastest
+        dtype = torch.float32  # the fastest dtype on most CPUs
     return Checkpoint(options.model, device=device, dtype=dtype)
 
 
@@ -254,24 +241,23 @@ def _device(name: str | None) -> torch.device:
     if name is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        device = torch.device(name)
+        device: torch.device | None = torch.device(name)
     except RuntimeError:
-        raise ConfigError(f"--device is cpu, cuda or cuda:0, got {name!r}") from None
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"--device must be cpu, cuda or cuda:N, got {name!r}")
     count = torch.cuda.device_count()
-    if device.type not in ("cpu", "cuda"):
-        raise ConfigError(f"--device is cpu, cuda or cuda:0, got {name!r}")
     if device.type == "cuda" and (device.index or 0) >= count:
-        raise ConfigError(f"--device {name}: this machine has {count} GPUs that torch can use")
+        raise ConfigError(f"--device {name}: torch finds {count} GPUs on this machine")
     return device
 
 
-def _chosen(anatomy: Anatomy, layers: tuple[int, ...] | None) -> list[int]:
-    with_experts = list(anatomy.experts)
-    unknown = next((layer for layer in layers or () if layer not in with_experts), None)
-    if unknown is not None:
-        names = ", ".join(map(str, with_experts))
-        raise ConfigError(f"--layers {unknown}: layers with experts are {names}")
-    return with_experts if layers is None else sorted(set(layers))
+def _layers(anatomy: Anatomy, layers: tuple[int, ...] | None) -> list[int]:
+    for layer in layers or ():
+        if layer not in anatomy.experts:
+            names = ", ".join(map(str, anatomy.experts))
+            raise ConfigError(f"--layers {layer}: layers with experts are {names}")
+    return list(anatomy.experts) if layers is None else sorted(set(layers))
 
 
 def _sizes(sizes: tuple[int, ...] | None, experts: int) -> list[int]:
@@ -280,42 +266,33 @@ def _sizes(sizes: tuple[int, ...] | None, experts: int) -> list[int]:
         return fitting or [1 << (experts.bit_length() - 1)]
     for size in sizes:
         if not 1 <= size <= experts:
-            raise ConfigError(
-                f"--ep {size}: ranks must be at least 1 and no more than the {experts} experts"
-            )
+            raise ConfigError(f"--ep {size}: ranks must lie between 1 and the {experts} experts")
     return list(dict.fromkeys(sizes))
 
 
-def _topology(anatomy: Anatomy, slots: tuple[int, ...], sizes: list[int]) -> Topology:
-    """The topology of the trace; all numbers of slots are checked."""
-    topologies = [topology_of(anatomy, slots=count, sizes=sizes) for count in slots]
-    return topologies[0]
-
-
 def topology_of(anatomy: Anatomy, *, slots: int, sizes: list[int]) -> Topology:
-    """One rank with all experts, which can be regrouped into so many ranks later."""
+    """One rank with all experts, which can be regrouped into these numbers of ranks."""
     counts = {layer: num_experts(experts) for layer, experts in anatomy.experts.items()}
-    experts = next(iter(counts.values()))
-    other = next((layer for layer, count in counts.items() if count != experts), None)
-    if other is not None:
-        first = next(iter(counts))
-        raise ConfigError(
-            f"layer {first} has {experts} experts, layer {other} has {counts[other]}: a trace is "
-            "one of layers with the same number, choose them with --layers"
-        )
+    first, experts = next(iter(counts.items()))
+    for layer, count in counts.items():
+        if count != experts:
+            raise ConfigError(
+                f"layer {first} has {experts} experts, layer {layer} has {count}; all layers of a "
+                "trace must have the same number, select them with --layers"
+            )
     uneven = any(experts % size for size in sizes)
     return Topology(ranks=1, experts=experts, slots=slots, homes=[0] * experts if uneven else None)
 
 
-def _weights(module: torch.nn.Module) -> int:
+def _parameters(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-# -- speeds of this machine ----------------------------------------------------------------------
+# -- speed of this machine -----------------------------------------------------------------------
 
 
 def operations_per_second(device: torch.device, dtype: torch.dtype) -> float:
-    """Speed of products of two large matrices, the best of three."""
+    """Speed of a product of two large matrices, the best of three."""
     matrix = torch.ones(SIDE, SIDE, device=device, dtype=dtype)
     best = float("inf")
     for _ in range(3):
@@ -332,3 +309,68 @@ def bytes_per_second(file: Path) -> float:
         begin = time.perf_counter()
         count = len(content.read(SAMPLE))
     return max(count, 1) / max(time.perf_counter() - begin, 1e-6)
+
+
+# -- sizes for the simulator ---------------------------------------------------------------------
+
+
+def write_preset(path: Path, inspection: Inspection, top_k: int) -> None:
+    """Write the sizes of the model as TOML, for `ultraep advise --model`."""
+    opened, anatomy = inspection.opened, inspection.opened.anatomy
+    config = opened.config.get_text_config()
+    layer, experts = next(iter(inspection.anatomy.experts.items()))
+    block = anatomy.blocks[anatomy.block_of_layer[layer]]
+    width, count = config.hidden_size, inspection.topology.experts
+    dense = set(anatomy.blocks) - set(anatomy.block_of_layer.values())
+    table = {
+        "title": inspection.options.name,
+        "source": f"ultraep inspect, {type(opened.model).__name__}",
+        "layers": len(anatomy.blocks),
+        "dense_layers": len(dense),
+        "width": width,
+        "experts": count,
+        "top_k": top_k,
+        "expert_width": max(1, _parameters(experts) // (count * GATED * width)),
+        "vocabulary": config.vocab_size,
+        "shared_width": _shared_width(block, experts, width),
+        "attention": _attention(config),
+    }
+    if dense:
+        table["dense_width"] = int(getattr(config, "intermediate_size", 0) or 0)
+    lines = [f"{name} = {_toml(value)}" for name, value in table.items()]
+    write_text(path, "\n".join(["[inspected]", *lines]) + "\n")
+
+
+def _shared_width(block: nn.Module, experts: nn.Module, width: int) -> int:
+    """Parameters beside experts and router in their parent module, as the width of a gated MLP."""
+    parent = next(m for m in block.modules() if any(child is experts for child in m.children()))
+    count, own = num_experts(experts), set(experts.parameters())
+    router = ((count, width), (count,))  # shapes
+    shared = [p for p in parent.parameters() if p not in own and tuple(p.shape) not in router]
+    return sum(p.numel() for p in shared) // (GATED * width)
+
+
+def _attention(config: Any) -> dict[str, Any]:
+    heads = config.num_attention_heads
+    if getattr(config, "kv_lora_rank", None) and getattr(config, "q_lora_rank", None):
+        return {
+            "kind": "latent",
+            "heads": heads,
+            "query_rank": config.q_lora_rank,
+            "kv_rank": config.kv_lora_rank,
+            "plain_width": config.qk_nope_head_dim,
+            "rotary_width": config.qk_rope_head_dim,
+            "value_width": config.v_head_dim,
+        }
+    return {
+        "kind": "grouped",
+        "heads": heads,
+        "kv_heads": getattr(config, "num_key_value_heads", None) or heads,
+        "head_width": getattr(config, "head_dim", None) or config.hidden_size // heads,
+    }
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{ " + ", ".join(f"{name} = {_toml(entry)}" for name, entry in value.items()) + " }"
+    return json.dumps(value)

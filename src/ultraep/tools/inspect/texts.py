@@ -1,8 +1,8 @@
-"""Texts -> windows of tokens.
+"""Texts as windows of tokens.
 
 A window is a microbatch: some sequences of one text. Without files, the texts are code, prose and
-tables of Python's library. The checkpoint's own tokenizer makes tokens of them; a model without a
-tokenizer gets a token for every word, by its hash.
+tables from Python's own library. The checkpoint's tokenizer encodes them; without a tokenizer,
+every word becomes a token by its hash.
 
 Shapes: B sequences of a window, T tokens of a sequence.
 """
@@ -21,23 +21,23 @@ import numpy as np
 from ultraep.arrays import IntArray
 from ultraep.errors import ConfigError, FileError
 from ultraep.files.reading import MOST_TEXT, check_size, read_beginning
-from ultraep.tools.inspect.library import Understood, transformers
+from ultraep.tools.inspect.library import LibraryErrors, transformers
 from ultraep.tools.tiny.text import SUBJECTS
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
-CHARACTERS = 8  # of a token, at first; more of the text is taken if they were too few
+CHARACTERS = 8  # per token, at first; more text is encoded if it has too few tokens
 MOST_TOKENIZER = 128 << 20  # bytes of a file
-RESERVED = 3  # ids that are no words: padding, begin, end
+RESERVED = 3  # ids of padding, begin, end
 
 Encode = Callable[[str], Sequence[int]]
 
 
 @dataclass(frozen=True, eq=False)
 class Excerpt:
-    """The windows that are read of one text."""
+    """The windows of one text: [B, T] token ids each."""
 
     name: str
-    windows: list[IntArray]  # [B, T] token ids of each
+    windows: list[IntArray]
 
     @property
     def tokens(self) -> int:
@@ -46,39 +46,35 @@ class Excerpt:
 
 
 def texts_of(files: Sequence[Path], tokens: int = 0) -> dict[str, str]:
-    """Return the beginning of every file by its name; without files, the texts of this machine.
+    """Return the beginning of every file by name; without files, texts of Python's library.
 
-    tokens: how many of every text will be read.
+    tokens: tokens that will be read of every text.
     """
     if not files:
         return {name: read().decode("utf-8", "replace") for name, read in SUBJECTS.items()}
-    twice = next((file for file in files if files.count(file) > 1), None)
-    if twice is not None:
-        raise ConfigError(f"--text {twice} is given twice")
     texts: dict[str, str] = {}
     for file in files:
+        if files.count(file) > 1:
+            raise ConfigError(f"--text {file} is given twice; name every file once")
         name = file.stem if file.stem not in texts else str(file)
         texts[name] = read_beginning(file, max(MOST_TEXT, CHARACTERS * tokens))
     return texts
 
 
-# -- tokens --------------------------------------------------------------------------------------
-
-
 def tokenizer_of(folder: Path) -> Encode | None:
     """The tokenizer of a checkpoint; None if it has none."""
-    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+    files = [folder / name for name in TOKENIZER_FILES if (folder / name).is_file()]
+    if not files:
         return None
-    for name in TOKENIZER_FILES:
-        if (folder / name).is_file():
-            check_size(folder / name, MOST_TOKENIZER)
-    with Understood(folder, "transformers cannot read its tokenizer"):
+    for file in files:
+        check_size(file, MOST_TOKENIZER)
+    with LibraryErrors(folder, "transformers cannot read its tokenizer"):
         tokenizer: Any = transformers().AutoTokenizer.from_pretrained(
             folder, local_files_only=True, trust_remote_code=False
         )
 
     def encode(text: str) -> Sequence[int]:
-        with Understood(folder, "its tokenizer cannot encode a text"):
+        with LibraryErrors(folder, "its tokenizer cannot encode a text"):
             ids: Sequence[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
         return ids
 
@@ -86,7 +82,7 @@ def tokenizer_of(folder: Path) -> Encode | None:
 
 
 def hashed_words(vocabulary: int) -> Encode:
-    """A token for every word and every sign, the same on every machine.
+    """Return an encoder with one token per word and sign, the same on every machine.
 
     >>> hashed_words(1000)("to be, or not to be")
     [408, 445, 185, 34, 792, 346, 445]
@@ -101,7 +97,7 @@ def hashed_words(vocabulary: int) -> Encode:
 
 
 def first_tokens(text: str, encode: Encode, count: int) -> IntArray:
-    """Up to so many tokens from the beginning of a text; no more of it is encoded than needed."""
+    """Return up to `count` tokens, and encode no more text than needed."""
     characters = CHARACTERS * count
     while True:
         ids = np.asarray(encode(text[:characters]), dtype=np.int64)
@@ -110,14 +106,10 @@ def first_tokens(text: str, encode: Encode, count: int) -> IntArray:
         characters *= 2
 
 
-# -- windows -------------------------------------------------------------------------------------
-
-
 def cut(ids: IntArray, *, window: int, sequence: int) -> list[IntArray]:
-    """Windows of whole sequences; what is left over at the end is not read.
+    """Cut tokens into windows of whole sequences; the rest at the end is dropped.
 
-    A text that is shorter than a window is one window, one that is shorter than a sequence one
-    sequence.
+    A text shorter than a window is one window; a text shorter than a sequence is one sequence.
 
     >>> [window.shape for window in cut(np.arange(90), window=40, sequence=10)]
     [(4, 10), (4, 10)]
@@ -125,21 +117,21 @@ def cut(ids: IntArray, *, window: int, sequence: int) -> list[IntArray]:
     [(2, 10)]
     """
     length = min(sequence, window, len(ids))
-    lines = ids[: len(ids) // length * length].reshape(-1, length)
-    rows = min(max(window // length, 1), len(lines))
-    return [lines[begin : begin + rows] for begin in range(0, len(lines) - rows + 1, rows)]
+    sequences = ids[: len(ids) // length * length].reshape(-1, length)
+    rows = min(max(window // length, 1), len(sequences))
+    return [sequences[begin : begin + rows] for begin in range(0, len(sequences) - rows + 1, rows)]
 
 
 def excerpts(
     texts: dict[str, str], encode: Encode, *, tokens: int, window: int, sequence: int
 ) -> list[Excerpt]:
-    """The first windows of every text. All of them have sequences of one length."""
+    """The first windows of every text. All sequences have the same length."""
     for name, value in (("--tokens", tokens), ("--window", window), ("--sequence", sequence)):
         if value < 1:
             raise ConfigError(f"{name} must be at least 1, got {value}")
     ids_of = {name: first_tokens(text, encode, tokens) for name, text in texts.items()}
-    empty = next((name for name, ids in ids_of.items() if not len(ids)), None)
-    if empty is not None:
-        raise FileError(f"the text {empty} is empty")
-    length = min(sequence, *(len(ids) for ids in ids_of.values()))
+    for name, ids in ids_of.items():
+        if not len(ids):
+            raise FileError(f"the text {name} is empty")
+    length = min(sequence, *map(len, ids_of.values()))
     return [Excerpt(name, cut(ids, window=window, sequence=length)) for name, ids in ids_of.items()]

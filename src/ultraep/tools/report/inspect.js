@@ -24,7 +24,7 @@ const figures = {
     const ranks = data.sizes.map((size) => `EP${size}`);
     const worst = ({ label }) => ({
       customdata: data.worst[label].map((value, place) => [value, data.copies[label][place]]),
-      hovertemplate: "%{y:.3f} (worst %{customdata[0]:.3f}), %{customdata[1]:.1f} copies",
+      hovertemplate: "%{y:.3f} (worst %{customdata[0]:.3f}), %{customdata[1]:.1f} replicas",
     });
     return [
       caseBars(ranks, data.cases, data.mean, worst),

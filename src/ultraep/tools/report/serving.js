@@ -1,6 +1,6 @@
 // The plots of a load test.
 
-const rateAxis = { ...title("prompts a second"), rangemode: "tozero" };
+const rateAxis = { ...title("prompts per second"), rangemode: "tozero" };
 
 function lines(data, key, look = () => ({})) {
   return data.lines.map((one, place) => {
@@ -24,7 +24,7 @@ const figures = {
     return [
       [...tail, ...median],
       {
-        xaxis: rateAxis, yaxis: { ...title("seconds to the first token"), type: "log" },
+        xaxis: rateAxis, yaxis: { ...title("seconds to first token"), type: "log" },
         shapes: [even("x domain", data.objective)],
       },
     ];
@@ -36,12 +36,12 @@ const figures = {
       type: "line", x0: 0, y0: 0, x1: most, y1: most, line: { color: css("text"), width: 1, dash: "dash" },
     };
     return [lines(data, "served"), {
-      xaxis: rateAxis, yaxis: { ...title("first tokens a second"), rangemode: "tozero" }, shapes: [diagonal],
+      xaxis: rateAxis, yaxis: { ...title("first tokens per second"), rangemode: "tozero" }, shapes: [diagonal],
     }];
   },
 
   intime(data) {
-    const whole = { ...title("share in time"), tickformat: ".0%", range: [0, 1.05] };
+    const whole = { ...title("share within objective"), tickformat: ".0%", range: [0, 1.05] };
     return [lines(data, "share", () => ({ hovertemplate: "%{y:.1%}" })), { xaxis: rateAxis, yaxis: whole }];
   },
 
@@ -51,7 +51,7 @@ const figures = {
       line: { color: colour, dash: "dot", width: 1.5 },
     }));
     return [[...routed, ...lines(data, "after")], {
-      xaxis: rateAxis, yaxis: title("fullest rank / mean rank"), shapes: [even("x domain", 1)],
+      xaxis: rateAxis, yaxis: title("busiest rank / mean"), shapes: [even("x domain", 1)],
     }];
   },
 };

@@ -1,13 +1,11 @@
-"""Prefill under load: prompts arrive in real time, and the time to their first token is measured.
+"""Prefill under load: the time to first token while prompts arrive in real time.
 
-    load.py       when prompts arrive, what they say, and which of them become one microbatch
-    variants.py   what is compared: policies, EPLB with fixed homes, forced even routing
-    engine.py     one rank that serves: microbatches in real time
-    model.py      a model of transformers in the engine, random or from a checkpoint
-    run.py        calibration and all turns, in processes of this machine
-    endpoint.py   the same load for servers of the OpenAI protocol
-    measure.py    waiting times -> percentiles, throughput, share within the objective
-    report.py     the page
+load.py       arrivals, prompts, microbatches
+engine.py     one rank that serves prompts, and the variants to compare
+run.py        a transformers model in the engine, calibration, all turns
+endpoint.py   the same load for servers with the OpenAI protocol
+measure.py    percentiles, throughput, gains
+report.py     sentence, table, notes, rows of numbers, page
 
-`ultraep bench prefill` shows it in the terminal. The tiny model is served by the same engine.
+`ultraep bench prefill` runs it. The tiny model is served by the same engine.
 """

@@ -1,7 +1,7 @@
-"""Servers of the OpenAI protocol under the same load: streamed completions, one token each.
+"""The same load for servers with the OpenAI protocol: streamed completions of one token.
 
-Every prompt is sent when it arrives, whether or not earlier ones were answered. Errors are counted
-by kind. A server that cannot be reached several times in a row is given up.
+Every prompt is sent at its arrival time, whether or not earlier prompts are answered. Errors are
+counted by name. A server that cannot be reached several times in a row is dropped.
 httpx: pip install 'ultraep[bench]'.
 """
 
@@ -11,31 +11,34 @@ import asyncio
 import json
 import re
 import time
-from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from ultraep.errors import BackendUnavailable, CommunicationError, ConfigError
 from ultraep.tools.serving.load import LONGEST_TURN, LoadOptions, Prompt
 from ultraep.tools.serving.measure import Turn, waits
 
-if TYPE_CHECKING:
+try:
     import httpx
+except ImportError as missing:
+    raise BackendUnavailable(
+        f"--endpoint needs httpx ({missing}): pip install 'ultraep[bench]'"
+    ) from None
 
-BYTES_PER_TOKEN = 4  # of English text, roughly; servers count their own
-GIVEN_UP = 8  # prompts in a row that did not reach the server
+BYTES_PER_TOKEN = 4  # of English text, roughly; servers count with their own tokenizer
+MOST_UNREACHED = 8  # prompts in a row that may fail to reach a server
 FIRST_ANSWER = 10.0  # seconds to list the models of a server
-UNREACHED = ("cannot be reached", "no answer in time")
-UNSENT = "not sent, the server was given up"
+TIMEOUT, UNREACHABLE = "no answer in time", "cannot be reached"
+UNSENT = "not sent, the server was dropped"
 SAMPLE = re.compile(r"(ultraep_imbalance_(?:before|after)_(?:sum|count))(?:\{.*\})? (\S+)")
 
 
 @dataclass(frozen=True)
 class Endpoint:
-    """A server: its name in tables, its address up to "/v1", and its model (None: its first)."""
+    """A server: its name in tables, its URL without "/v1", and its model (None: the first)."""
 
     name: str
     url: str
@@ -44,7 +47,7 @@ class Endpoint:
 
 @dataclass(frozen=True, kw_only=True)
 class EndpointOptions:
-    """Servers to compare under the same load. timeout: seconds that a prompt may take in all."""
+    """Servers to compare under the same load. timeout: seconds per prompt."""
 
     load: LoadOptions
     endpoints: tuple[Endpoint, ...]
@@ -53,15 +56,17 @@ class EndpointOptions:
     def __post_init__(self) -> None:
         names = [endpoint.name for endpoint in self.endpoints]
         if len(set(names)) < len(names):
-            raise ConfigError(f"endpoints need names that differ: NAME=URL, got {', '.join(names)}")
+            raise ConfigError(
+                f"endpoints need different names, got {', '.join(names)}; use NAME=URL"
+            )
         if not self.load.known_rates():
-            raise ConfigError("a server is not calibrated: give --rate, or --arrivals with times")
+            raise ConfigError("servers are not calibrated: pass --rate or --arrivals")
         if not 0 < self.timeout <= LONGEST_TURN:
             raise ConfigError(f"--timeout must lie in 0 to {LONGEST_TURN:g}, got {self.timeout:g}")
 
 
 def endpoint_of(text: str, model: str | None = None) -> Endpoint:
-    """Parse an endpoint of the command line, NAME=URL or URL.
+    """Parse NAME=URL or URL from the command line.
 
     >>> endpoint_of("eplb=http://127.0.0.1:8000/v1/").url
     'http://127.0.0.1:8000'
@@ -74,7 +79,7 @@ def endpoint_of(text: str, model: str | None = None) -> Endpoint:
     try:
         parts = urlsplit(url)
         valid = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
-    except ValueError:  # a port beyond 65535, a bracket that is open
+    except ValueError:  # invalid port or bracket
         valid = False
     if not valid:
         raise ConfigError(f"--endpoint is [NAME=]http://HOST:PORT, got {text!r}")
@@ -82,13 +87,13 @@ def endpoint_of(text: str, model: str | None = None) -> Endpoint:
 
 
 def run(options: EndpointOptions, tell: Callable[[Turn], None]) -> None:
-    """Call `tell` with every turn. A server that is not there is an error before the first."""
+    """Call `tell` with every turn. Raises before the first turn if a server does not answer."""
     asyncio.run(_all_turns(options, tell))
 
 
 async def _all_turns(options: EndpointOptions, tell: Callable[[Turn], None]) -> None:
-    load = options.load
-    async with _client(options.timeout) as client:
+    load, limits = options.load, httpx.Limits(max_connections=None, max_keepalive_connections=64)
+    async with httpx.AsyncClient(timeout=options.timeout, limits=limits, trust_env=False) as client:
         servers = [
             Server(client, endpoint, await _model_of(client, endpoint))
             for endpoint in options.endpoints
@@ -100,29 +105,50 @@ async def _all_turns(options: EndpointOptions, tell: Callable[[Turn], None]) -> 
     dead = [server.endpoint.url for server in servers if server.dead]
     if dead:
         raise CommunicationError(
-            f"{', '.join(dead)}: given up after {GIVEN_UP} prompts in a row without an answer"
+            f"{', '.join(dead)}: dropped after {MOST_UNREACHED} prompts in a row without an answer"
         )
 
 
+async def _model_of(client: httpx.AsyncClient, endpoint: Endpoint) -> str:
+    """The model to use; raises if the server does not answer or does not have it."""
+    address = f"{endpoint.url}/v1/models"
+    try:
+        async with asyncio.timeout(FIRST_ANSWER):
+            response = await client.get(address)
+        response.raise_for_status()
+        models = [str(model["id"]) for model in response.json()["data"]]
+    except (TimeoutError, httpx.TimeoutException):
+        raise CommunicationError(f"{address}: no answer within {FIRST_ANSWER:g} s") from None
+    except httpx.HTTPError as error:
+        raise CommunicationError(f"{address}: {error or type(error).__name__}") from None
+    except (ValueError, KeyError, TypeError, RecursionError):
+        raise CommunicationError(f"{address}: the answer is not a list of models") from None
+    if not models:
+        raise CommunicationError(f"{address}: the list of models is empty")
+    if endpoint.model not in (None, *models):
+        raise ConfigError(f"{endpoint.url} serves {', '.join(models)}, not {endpoint.model!r}")
+    return endpoint.model or models[0]
+
+
 class InvalidAnswer(Exception):
-    """An answer that does not follow the protocol."""
+    """The answer does not follow the protocol."""
 
 
 class Server:
-    """One server under load. dead: whether it was given up."""
+    """One server under load. dead: whether it was dropped."""
 
     def __init__(self, client: httpx.AsyncClient, endpoint: Endpoint, model: str) -> None:
         self.client, self.endpoint, self.model, self.dead = client, endpoint, model, False
         self._unreached = 0  # prompts in a row
 
     async def turn(self, prompts: Sequence[Prompt], rate: float, number: int, limit: float) -> Turn:
-        """Send all prompts at their seconds, and wait for their first tokens."""
+        """Send all prompts at their arrival times and wait for their first tokens."""
         errors: Counter[str] = Counter()
         counters = await self._counters()
         begin = time.monotonic()
         ends = await asyncio.gather(*(self._send(p, begin, limit, errors) for p in prompts))
         seconds = time.monotonic() - begin
-        pages = counters, await self._counters()
+        imbalance = imbalances_between(counters, await self._counters())
         return Turn(
             variant=self.endpoint.name,
             rate=rate,
@@ -132,47 +158,32 @@ class Server:
             arrived=prompts[-1].arrival,
             seconds=max((end for end in ends if end is not None), default=seconds),
             errors=dict(errors),
-            before=imbalance_between(*pages, "before"),
-            after=imbalance_between(*pages, "after"),
+            before=imbalance["before"],
+            after=imbalance["after"],
         )
 
     async def _send(
         self, prompt: Prompt, begin: float, limit: float, errors: Counter[str]
     ) -> float | None:
-        """Send a prompt when it arrives; the second of its first token, or None."""
+        """Send a prompt at its arrival time; return the second of its first token, or None."""
         await asyncio.sleep(begin + prompt.arrival - time.monotonic())
         if self.dead:
             errors[UNSENT] += 1
             return None
-        end, error = await self._complete(prompt, limit)
-        self._unreached = self._unreached + 1 if error in UNREACHED else 0
-        self.dead = self.dead or self._unreached >= GIVEN_UP
-        if error is not None:
-            errors[error] += 1
-            return None
-        return end - begin
-
-    async def _complete(self, prompt: Prompt, limit: float) -> tuple[float, str | None]:
-        """The time of the first token, or the kind of error."""
-        import httpx
-
         try:
             async with asyncio.timeout(limit):
-                return await self._stream(prompt), None
-        except (TimeoutError, httpx.TimeoutException):
-            error = UNREACHED[1]
-        except httpx.HTTPStatusError as status:
-            error = f"status {status.response.status_code}"
-        except httpx.ConnectError:
-            error = UNREACHED[0]
-        except httpx.HTTPError:
-            error = "broke off"
-        except InvalidAnswer:
-            error = "nonsense"
-        return 0.0, error
+                end = await self._stream(prompt)
+        except (TimeoutError, httpx.HTTPError, InvalidAnswer) as error:
+            name = _name_of(error)
+            errors[name] += 1
+            self._unreached = self._unreached + 1 if name in (TIMEOUT, UNREACHABLE) else 0
+            self.dead = self.dead or self._unreached >= MOST_UNREACHED
+            return None
+        self._unreached = 0
+        return end - begin
 
     async def _stream(self, prompt: Prompt) -> float:
-        """Read the stream of one completion to its end; the time of its first token."""
+        """Read the stream of one completion to its end; return the time of its first token."""
         body = {
             "model": self.model,
             "prompt": prompt.text.decode("utf-8", "replace"),
@@ -191,21 +202,29 @@ class Server:
         return end
 
     async def _counters(self) -> Mapping[str, float]:
-        """The counters of its page of metrics; empty where there is no such page."""
-        import httpx
+        """Counters from the server's metrics page; all zero without such a page."""
+        page = ""
+        if not self.dead:
+            with suppress(TimeoutError, httpx.HTTPError):
+                async with asyncio.timeout(FIRST_ANSWER):
+                    response = await self.client.get(f"{self.endpoint.url}/metrics")
+                page = response.text if response.is_success else ""
+        return sums_of(page)
 
-        if self.dead:
-            return {}
-        try:
-            async with asyncio.timeout(FIRST_ANSWER):
-                response = await self.client.get(f"{self.endpoint.url}/metrics")
-        except (TimeoutError, httpx.HTTPError):
-            return {}
-        return sums_of(response.text) if response.is_success else {}
+
+def _name_of(error: Exception) -> str:
+    """The name under which an error is counted."""
+    if isinstance(error, (TimeoutError, httpx.TimeoutException)):
+        return TIMEOUT
+    if isinstance(error, httpx.HTTPStatusError):
+        return f"status {error.response.status_code}"
+    if isinstance(error, httpx.ConnectError):
+        return UNREACHABLE
+    return "invalid answer" if isinstance(error, InvalidAnswer) else "broken stream"
 
 
 def _has_token(data: str) -> bool:
-    """Whether an event of a stream brings a token."""
+    """Whether an event of a stream contains a token."""
     if data == "[DONE]":
         return False
     try:
@@ -215,65 +234,26 @@ def _has_token(data: str) -> bool:
         raise InvalidAnswer from None
 
 
-@asynccontextmanager
-async def _client(timeout: float) -> AsyncIterator[httpx.AsyncClient]:
-    try:
-        import httpx
-    except ImportError as error:
-        raise BackendUnavailable(
-            f"--endpoint needs httpx ({error}): pip install 'ultraep[bench]'"
-        ) from None
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
-    async with httpx.AsyncClient(timeout=timeout, limits=limits, trust_env=False) as client:
-        yield client
+def sums_of(page: str) -> Mapping[str, float]:
+    """Sums and counts on a page of Prometheus, over all labels; 0 for missing names.
 
-
-async def _model_of(client: httpx.AsyncClient, endpoint: Endpoint) -> str:
-    """The model to use; the server must be there, and have it."""
-    import httpx
-
-    address = f"{endpoint.url}/v1/models"
-    try:
-        async with asyncio.timeout(FIRST_ANSWER):
-            response = await client.get(address)
-        response.raise_for_status()
-        models = [str(model["id"]) for model in response.json()["data"]]
-    except (TimeoutError, httpx.TimeoutException):
-        raise CommunicationError(f"{address}: no answer in {FIRST_ANSWER:g} s") from None
-    except httpx.HTTPError as error:
-        raise CommunicationError(f"{address}: {error or type(error).__name__}") from None
-    except (ValueError, KeyError, TypeError, RecursionError):
-        raise CommunicationError(f"{address}: not the answer of an OpenAI protocol") from None
-    if not models:
-        raise CommunicationError(f"{address}: it serves no model")
-    if endpoint.model not in (None, *models):
-        raise ConfigError(f"{endpoint.url} serves {', '.join(models)}, not {endpoint.model!r}")
-    return endpoint.model or models[0]
-
-
-# -- counters of a server ------------------------------------------------------------------------
-
-
-def sums_of(page: str) -> dict[str, float]:
-    """Sums and counts of a page of Prometheus text, over all labels; empty if it has none.
-
-    >>> sums_of('ultraep_imbalance_after_sum{policy="ultraep"} 2.5')
+    >>> dict(sums_of('ultraep_imbalance_after_sum{policy="ultraep"} 2.5'))
     {'ultraep_imbalance_after_sum': 2.5}
     """
-    sums: dict[str, float] = {}
+    sums: dict[str, float] = defaultdict(float)
     for name, value in SAMPLE.findall(page):
         with suppress(ValueError):
-            sums[name] = sums.get(name, 0.0) + float(value)
+            sums[name] += float(value)
     return sums
 
 
-def imbalance_between(
-    before: Mapping[str, float], after: Mapping[str, float], which: str
-) -> float | None:
-    """Mean imbalance, "before" or "after" copies, between two pages; None: not counted there."""
-    name = f"ultraep_imbalance_{which}"
-    total, count = (
-        after.get(f"{name}_{part}", 0.0) - before.get(f"{name}_{part}", 0.0)
-        for part in ("sum", "count")
-    )
-    return total / count if count > 0 else None
+def imbalances_between(
+    earlier: Mapping[str, float], later: Mapping[str, float]
+) -> dict[str, float | None]:
+    """Mean imbalance before and after balancing between two pages; None if not counted."""
+    means: dict[str, float | None] = {}
+    for which in ("before", "after"):
+        total, count = f"ultraep_imbalance_{which}_sum", f"ultraep_imbalance_{which}_count"
+        increase = later[count] - earlier[count]
+        means[which] = (later[total] - earlier[total]) / increase if increase > 0 else None
+    return means

@@ -1,9 +1,14 @@
-"""One rank of the engine: it serves prompts as they arrive, microbatch after microbatch.
+"""The engine: one rank that serves prompts as they arrive, microbatch after microbatch.
 
-Rank 0 has the clock. When a microbatch is done, it takes the prompts that have arrived, sends all
-ranks the list of who serves which, and all ranks run the model. The time to a first token is real
-time: from the arrival of the prompt until its token is known on its rank. The clocks of all ranks
-start at a barrier, so that ranks of several hosts need no common clock.
+Rank 0 has the clock. When a microbatch is done, rank 0 takes the prompts that have arrived, sends
+all ranks the assignment of prompts to ranks, and all ranks run the model. The time to first token
+is wall-clock time, from the arrival of a prompt to its token on its rank. The clocks of all ranks
+start at a barrier, so ranks on several hosts need no common clock.
+
+A variant is a policy of the balancer, "eplb" (EPLB with fixed homes) or "even" (forced even
+routing).
+
+Shapes: T tokens, K experts per token, R ranks, E experts.
 """
 
 from __future__ import annotations
@@ -11,26 +16,35 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
+from ultraep.arrays import IntArray
+from ultraep.errors import ConfigError
 from ultraep.microbatch import AnyPlan, MicrobatchInfo
+from ultraep.policies import Problem, get_policy, register_policy
+from ultraep.policies.places import away_from_home, copied_items, split_equally
 from ultraep.runtime.balancer import Balancer
 from ultraep.runtime.observe import Later
+from ultraep.runtime.stats import Stats
 from ultraep.tools.serving.load import Prompt, next_microbatch
-from ultraep.tools.serving.measure import Turn, waits
-from ultraep.tools.serving.variants import FORCED, EvenChoices, policy_of
+from ultraep.tools.serving.measure import FORCED, Turn, waits
+from ultraep.tools.tiny.even import EvenTurns
+from ultraep.topology import Topology
 
-LATE, GRACE = 2.0, 10.0  # a turn ends after so many times its arrivals, and seconds more
+LATE, GRACE = 2.0, 10.0  # a turn ends after LATE times its arrivals plus GRACE seconds
 CPU = torch.device("cpu")
+AT_HOME = "eplb_at_home"
+ARGUMENTS = ("hidden_states", "top_k_index", "top_k_weights")  # of transformers' experts
 
 
 class ServedModel(Protocol):
-    """A model in the engine: the tiny one, or one of transformers."""
+    """A model in the engine: the tiny model, or a transformers model."""
 
     @property
     def balancers(self) -> Sequence[Balancer]: ...
@@ -45,25 +59,32 @@ class ServedModel(Protocol):
         """The first new token of every text, or its logits; collective."""
 
 
+@dataclass
 class LoadSums:
-    """An observer that adds up loads.
+    """An observer that sums loads over microbatches.
 
-    Imbalance is the sum of what the busiest ranks had over that of the mean ranks.
-    rows: that this rank served.   nbytes: that it sent for copies.
-    busy: seconds of its processor in the experts, for every layer of every microbatch. Other
-        programs on this machine hardly change them.
+    busiest_before, busiest_after: rows of the busiest rank without and with replicas.
+    rows: rows that this rank served.   nbytes: bytes that it sent for replicas.
+    busy: CPU seconds of its experts, per microbatch and layer. Other programs on the machine
+        hardly change CPU time.
     """
 
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
-        self.reset()
+    rank: int
+    plans: Stats = field(default_factory=Stats)
+    busiest_before: int = 0
+    busiest_after: int = 0
+    worst_before: float = 1.0
+    rows: int = 0
+    nbytes: int = 0
+    busy: list[float] = field(default_factory=list)
 
     def reset(self) -> None:
-        """Start counting."""
-        self.fullest = self.evened = self.mean = 0.0
-        self.worst_before = self.worst_after = 1.0
-        self.copies = self.nbytes = self.rows = 0
-        self.busy: list[float] = []
+        """Set all sums to zero."""
+        vars(self).update(vars(LoadSums(self.rank)))
+
+    def imbalance(self, busiest: int) -> float | None:
+        """Rows of the busiest rank over the mean; None without rows."""
+        return busiest * dist.get_world_size() / self.plans.rows if self.plans.rows else None
 
     def begin(self, stage: str, _: MicrobatchInfo) -> None:
         if stage == "experts":
@@ -75,12 +96,10 @@ class LoadSums:
 
     def planned(self, _: MicrobatchInfo, any_plan: AnyPlan) -> None:
         plan = any_plan.to_host()
-        self.fullest += float(plan.initial_rank_loads.max())
-        self.evened += float(plan.rank_loads.max())
-        self.mean += plan.total / plan.topology.ranks
+        self.plans.add_plan(plan)
+        self.busiest_before += int(plan.initial_rank_loads.max())
+        self.busiest_after += int(plan.rank_loads.max())
         self.worst_before = max(self.worst_before, plan.initial_imbalance)
-        self.worst_after = max(self.worst_after, plan.imbalance)
-        self.copies += plan.num_replicas
         self.rows += int(plan.rank_loads[self.rank])
 
     def sent(self, _: MicrobatchInfo, __: str, nbytes: int, copies: int | Later | None) -> None:
@@ -90,8 +109,8 @@ class LoadSums:
 class Engine:
     """The model on this rank, and its balancers.
 
-    budget: most tokens of a rank in a microbatch.   grace: seconds until a turn is ended.
-    min_tokens: rows that a copy has to serve at least, so that it saves more than it costs.
+    budget: max tokens per rank in a microbatch.   grace: extra seconds before a turn is ended.
+    min_tokens: min rows of a replica, so that a replica saves more time than it costs.
     """
 
     def __init__(
@@ -104,8 +123,8 @@ class Engine:
             balancer.observe(self.sums)
 
     def serve(self, prompts: Sequence[Prompt], variant: str, rate: float, number: int) -> Turn:
-        """One turn; the result is the same on all ranks."""
-        self._choose(variant)
+        """Serve one turn; returns the same result on all ranks."""
+        self._select(variant)
         sums = self.sums
         sums.reset()
         texts = {prompt.number: self.model.encode(prompt) for prompt in prompts}
@@ -113,12 +132,12 @@ class Engine:
             for balancer in self.model.balancers:
                 stack.enter_context(balancer.unchanged_weights())
             dist.barrier()
-            begin, before = time.monotonic(), _runqueue_seconds()
+            begin, preempted = time.monotonic(), _preempted_seconds()
             mine, microbatches = self._microbatches(prompts, texts, begin)
-        lost = (_runqueue_seconds() - before) / max(time.monotonic() - begin, 1e-9)
-        parts: list[Any] = [None] * self.ranks
-        dist.all_gather_object(parts, (mine, sums.nbytes, lost, sums.busy))
-        outputs, sent, shares, busy = zip(*parts, strict=True)
+        disturbed = (_preempted_seconds() - preempted) / max(time.monotonic() - begin, 1e-9)
+        by_rank: list[Any] = [None] * self.ranks
+        dist.all_gather_object(by_rank, (mine, sums.nbytes, disturbed, sums.busy))
+        outputs, nbytes, disturbed_shares, busy = zip(*by_rank, strict=True)
         served = {key: value for part in outputs for key, value in part.items()}
         ends = [served.get(prompt.number, (None, None)) for prompt in prompts]
         unserved = len(prompts) - len(served)
@@ -133,20 +152,20 @@ class Engine:
             first=[output for _, output in ends],
             errors={"not served in time": unserved} if unserved else {},
             microbatches=microbatches,
-            before=sums.fullest / sums.mean if sums.mean else None,
-            after=sums.evened / sums.mean if sums.mean else None,
+            before=sums.imbalance(sums.busiest_before),
+            after=sums.imbalance(sums.busiest_after),
             worst_before=sums.worst_before,
-            worst_after=sums.worst_after,
-            copies=sums.copies,
-            sent=sum(sent),
+            worst_after=max(1.0, sums.plans.worst),
+            copies=sums.plans.copies,
+            sent=sum(nbytes),
             experts=sum(map(max, zip(*busy, strict=True))),
-            disturbed=max(shares),
+            disturbed=max(disturbed_shares),
         )
 
     def _microbatches(
         self, prompts: Sequence[Prompt], texts: dict[int, torch.Tensor], begin: float
     ) -> tuple[dict[int, tuple[float, Any]], int]:
-        """End and output of this rank's prompts by number, and how many microbatches there were."""
+        """End and output of this rank's prompts by number, and the number of microbatches."""
         waiting, count = list(prompts), 0
         served: dict[int, tuple[float, Any]] = {}
         until = LATE * prompts[-1].arrival + self.grace
@@ -162,7 +181,7 @@ class Engine:
             del waiting[: sum(map(len, batch))]
 
     def _next(self, waiting: Sequence[Prompt], begin: float, until: float) -> list[list[int]]:
-        """The numbers of the next prompts by rank, once one has arrived; on rank 0 only."""
+        """On rank 0, wait for the next prompts and return their numbers by rank."""
         if self.rank or not waiting:
             return []
         now = time.monotonic() - begin
@@ -175,8 +194,8 @@ class Engine:
         batch = next_microbatch(arrived, self.ranks, self.budget)
         return [[prompt.number for prompt in part] for part in batch]
 
-    def _choose(self, variant: str) -> None:
-        """Let this variant plan from now on; on all ranks."""
+    def _select(self, variant: str) -> None:
+        """Plan by this variant from now on."""
         policy = policy_of(variant)
         least = self.min_tokens if policy == "ultraep" else 1
         for balancer in self.model.balancers:
@@ -187,8 +206,8 @@ class Engine:
             choices.on = variant == FORCED or self.routing == "even"
 
 
-def _runqueue_seconds() -> float:
-    """Seconds in which this process was ready and others had its core; 0: not known."""
+def _preempted_seconds() -> float:
+    """Seconds in which this process was runnable but not running; 0 if unknown."""
     try:
         return int(Path("/proc/self/schedstat").read_text("ascii").split()[1]) / 1e9
     except (OSError, IndexError, ValueError):
@@ -196,7 +215,71 @@ def _runqueue_seconds() -> float:
 
 
 def from_first(value: Any) -> Any:
-    """The value of rank 0; collective."""
+    """Return the value of rank 0; collective."""
     values = [value]
     dist.broadcast_object_list(values, device=CPU)
     return values[0]
+
+
+# -- variants ------------------------------------------------------------------------------------
+
+
+def policy_of(variant: str) -> str:
+    """The registered policy of a variant."""
+    return {"eplb": AT_HOME, FORCED: "none"}.get(variant, variant)
+
+
+def check_variants(variants: Sequence[str]) -> None:
+    """Raise if a variant is unknown or cannot run."""
+    for variant in variants:
+        if not get_policy(policy_of(variant)).within_limits:
+            raise ConfigError(
+                f"policy {variant!r} moves homes or needs more slots than the topology has, so it "
+                "cannot run; compare it with `ultraep plan`, or use 'eplb' (EPLB with fixed homes)"
+            )
+
+
+@register_policy(AT_HOME, needs_history=True)
+def eplb_at_home(problem: Problem) -> IntArray:
+    """EPLB with fixed homes: fill all slots by past loads, and split loads equally.
+
+    Each replica goes to the expert with the largest past load per instance. Replicas are then
+    placed, heaviest first, on the least loaded rank of the domain that has a free slot and not the
+    expert. A replica without such a rank is dropped. `tolerance` has no effect.
+    """
+    assert problem.history is not None
+    topology = problem.topology
+    homes_E = topology.home_of_expert
+    instances_ER = np.equal.outer(homes_E, np.arange(topology.ranks)).astype(np.int64)
+    past_E = problem.history.astype(np.float32)
+    slots = topology.ranks * topology.slots if past_E.any() else 0
+    copied = copied_items(past_E, slots, most=topology.domain_size)
+    share_E = past_E / (1 + np.bincount(copied, minlength=topology.experts)).astype(np.float32)
+    load_R = np.bincount(homes_E, share_E, minlength=topology.ranks)
+    left_R = np.full(topology.ranks, topology.slots)
+    domain_R = np.arange(topology.ranks) // topology.domain_size
+    for expert in sorted(copied.tolist(), key=lambda expert: -share_E[expert]):
+        near_R = domain_R == domain_R[homes_E[expert]]
+        free_R = (left_R > 0) & (instances_ER[expert] == 0) & near_R
+        if free_R.any():
+            rank = int(np.where(free_R, load_R, np.inf).argmin())
+            instances_ER[expert, rank] += 1
+            load_R[rank] += share_E[expert]
+            left_R[rank] -= 1
+    split = split_equally(problem.expert_loads[None], instances_ER)
+    return away_from_home(*split, topology)[:, 1:]
+
+
+class EvenChoices:
+    """A hook for transformers' experts: even choices for the same tokens and gates, while `on`."""
+
+    def __init__(self, topology: Topology, rank: int) -> None:
+        self._even, self.on = EvenTurns(topology, rank), False
+
+    def __call__(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the arguments with even choices; None leaves them unchanged."""
+        if not self.on:
+            return None
+        named = dict(zip(ARGUMENTS, args, strict=False)) | kwargs
+        named["top_k_index"] = self._even.chosen(named["top_k_index"])
+        return (), named

@@ -1,15 +1,15 @@
-"""The load: when prompts arrive, what they say, and which of them become one microbatch.
+"""The load: when prompts arrive, their text and length, and how they form microbatches.
 
-Arrivals are an open loop: nobody waits for an answer before sending the next prompt. They are drawn
-from a Poisson process, or read from a file with a line `second` or `second, tokens` for each
-prompt, where # begins a comment:
+The load is open-loop: a prompt arrives on schedule, whether or not earlier prompts are answered.
+Arrivals are drawn from a Poisson process, or read from a file with one line `second` or
+`second, tokens` per prompt. Lines that start with # are comments:
 
     # second, tokens
     0.00, 120
     0.31, 64
 
-Prompts are text of this machine. Subjects load different experts and come in bursts, so that the
-load moves. Lengths are spread evenly in their logarithm: many short ones, few long ones.
+Prompts are texts from Python's own library. Most prompts of a burst have the same subject, and
+subjects load different experts. Lengths are uniform in the logarithm.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from ultraep.errors import ConfigError, FileError
 from ultraep.files.reading import read_text
 from ultraep.tools.tiny.text import MAIN, SUBJECTS
 
-MOST_ARRIVALS = 100_000  # of one turn
-MOST_BYTES = 8 << 20  # of a file
+MOST_ARRIVALS = 100_000  # per turn
+MOST_BYTES = 8 << 20  # per file
 LONGEST_TURN = 3600.0  # seconds
 Variant = TypeVar("Variant")
 
 
 class Arrival(NamedTuple):
-    """A moment in seconds, and the tokens of the prompt; None: to be drawn."""
+    """Arrival time in seconds, and the length of the prompt; None: drawn later."""
 
     second: float
     tokens: int | None = None
@@ -43,18 +43,18 @@ class Arrival(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A text that asks for its first token, some seconds after the beginning."""
+    """A prompt. tokens: requested length; a server counts with its own tokenizer."""
 
     number: int
     arrival: float
     subject: str
-    tokens: int  # that are wanted; a server counts its own
+    tokens: int
     text: bytes
 
 
 @dataclass(frozen=True, kw_only=True)
 class Lengths:
-    """Tokens of prompts, and for how many prompts a subject stays."""
+    """Range of prompt lengths in tokens. burst: prompts until the subject changes."""
 
     shortest: int = 16
     longest: int = 256
@@ -71,7 +71,7 @@ class Lengths:
 
     @property
     def mean(self) -> float:
-        """Tokens of a drawn prompt, on average.
+        """Mean length of a drawn prompt.
 
         >>> round(Lengths(shortest=16, longest=256).mean)
         87
@@ -84,7 +84,7 @@ class Lengths:
 
 
 def poisson(rate: float, seed: Sequence[int]) -> Iterator[Arrival]:
-    """Draw `rate` arrivals a second on average, without end; the first one comes at once.
+    """Draw arrivals without end, `rate` per second on average, starting at second 0.
 
     >>> from itertools import islice
     >>> [round(second, 2) for second, _ in islice(poisson(2.0, [0]), 5)]
@@ -97,31 +97,32 @@ def poisson(rate: float, seed: Sequence[int]) -> Iterator[Arrival]:
 
 
 def read_arrivals(path: Path) -> tuple[Arrival, ...]:
-    """The arrivals of a file, in order of time; the first one is moved to the beginning."""
-    lines = enumerate(read_text(path, most=MOST_BYTES).splitlines(), start=1)
-    entries = [(n, line) for n, line in lines if line.strip() and not line.lstrip().startswith("#")]
-    if not 1 <= len(entries) <= MOST_ARRIVALS:
+    """Read a file of arrivals, sorted by time and shifted to start at second 0."""
+    arrivals = []
+    for number, line in enumerate(read_text(path, most=MOST_BYTES).splitlines(), start=1):
+        if line.strip() and not line.lstrip().startswith("#"):
+            arrivals.append(_parse_arrival(line, f"{path}, line {number}"))
+    if not 1 <= len(arrivals) <= MOST_ARRIVALS:
         raise FileError(
-            f"{path}: between 1 and {MOST_ARRIVALS:,} arrivals are needed, got {len(entries):,}"
+            f"{path}: between 1 and {MOST_ARRIVALS:,} arrivals are needed, got {len(arrivals):,}"
         )
-    arrivals = [_arrival(path, number, line) for number, line in entries]
     arrivals.sort(key=lambda arrival: arrival.second)
     return tuple(Arrival(second - arrivals[0].second, tokens) for second, tokens in arrivals)
 
 
-def _arrival(path: Path, number: int, line: str) -> Arrival:
+def _parse_arrival(line: str, where: str) -> Arrival:
     second, _, tokens = line.partition(",")
     try:
         arrival = Arrival(float(second), int(tokens) if tokens.strip() else None)
     except ValueError:
         arrival = Arrival(math.nan)
     if not math.isfinite(arrival.second) or (arrival.tokens is not None and arrival.tokens < 1):
-        raise FileError(f"{path}, line {number}: seconds[,tokens] is wanted, got {line.strip()!r}")
+        raise FileError(f"{where}: expected seconds[,tokens], got {line.strip()!r}")
     return arrival
 
 
 def rate_of(arrivals: Sequence[Arrival]) -> float:
-    """Arrivals a second, as recorded; arrivals that all come at once have no rate.
+    """Arrivals per second; infinite if all arrive at once.
 
     >>> rate_of([Arrival(0.0), Arrival(0.5), Arrival(1.0)])
     2.0
@@ -140,35 +141,35 @@ def make_prompts(
     bytes_per_token: int,
     texts: Mapping[str, bytes] | None = None,
 ) -> list[Prompt]:
-    """A prompt for every arrival; the same seed gives the same prompts.
+    """Make a prompt for every arrival; the same seed gives the same prompts.
 
-    texts: by subject; None: those of this machine.
+    texts: by subject; None: Python's own library.
     """
     texts = texts or library_texts()
-    rng, names = np.random.default_rng([*seed, 1]), list(texts)
+    rng, subjects = np.random.default_rng([*seed, 1]), list(texts)
     low, high = np.log([lengths.shortest, lengths.longest + 1])
     prompts = []
     for number, (second, tokens) in enumerate(arrivals):
         drawn = int(np.exp(rng.uniform(low, high)))
-        burst = number // lengths.burst % len(names)
-        subject = names[burst if rng.random() < MAIN else rng.integers(len(names))]
+        burst = number // lengths.burst % len(subjects)
+        subject = subjects[burst if rng.random() < MAIN else rng.integers(len(subjects))]
         tokens = tokens or min(drawn, lengths.longest)
         begin = int(rng.integers(1 << 31))
-        text = piece(texts[subject], begin, tokens * bytes_per_token)
+        text = excerpt(texts[subject], begin, tokens * bytes_per_token)
         prompts.append(Prompt(number, second, subject, tokens, text))
     return prompts
 
 
 @cache
 def library_texts() -> dict[str, bytes]:
-    """All text of this machine, by subject."""
+    """Texts from Python's own library, by subject."""
     return {name: read() for name, read in SUBJECTS.items()}
 
 
-def piece(data: bytes, begin: int, length: int) -> bytes:
-    """So many bytes from some place on; behind the last one follows the first.
+def excerpt(data: bytes, begin: int, length: int) -> bytes:
+    """Return `length` bytes from `begin` on, wrapping around at the end.
 
-    >>> piece(b"abcd", 6, 7)
+    >>> excerpt(b"abcd", 6, 7)
     b'cdabcda'
     """
     begin %= len(data)
@@ -176,9 +177,9 @@ def piece(data: bytes, begin: int, length: int) -> bytes:
 
 
 def next_microbatch(waiting: Sequence[Prompt], ranks: int, budget: int) -> list[list[Prompt]]:
-    """The first prompts that fit, in order, each on the rank with the fewest tokens.
+    """Take the first prompts that fit, in order, each on the rank with the fewest tokens.
 
-    budget: most tokens of a rank. A prompt that is longer than that is served alone on its rank.
+    budget: max tokens per rank. A longer prompt is served alone on its rank.
     """
     batch: list[list[Prompt]] = [[] for _ in range(ranks)]
     used = [0] * ranks
@@ -196,12 +197,12 @@ def next_microbatch(waiting: Sequence[Prompt], ranks: int, budget: int) -> list[
 
 @dataclass(frozen=True, kw_only=True)
 class LoadOptions:
-    """The load, whoever serves it.
+    """The load of the engine or of servers.
 
-    rates: prompts a second; empty: by `shares` of what the first variant can serve, or as the
-        file of arrivals has them.
-    seconds: of the arrivals of one turn.   rounds: turns of every variant at every rate.
-    objective: seconds within which a first token is wanted.
+    rates: prompts per second; empty: the rate of the recorded arrivals, or `shares` of the
+        throughput of the engine without balancing.
+    seconds: duration of the arrivals of a turn.   rounds: turns per variant and rate.
+    objective: limit for the time to first token, in seconds.
     """
 
     rates: tuple[float, ...] = ()
@@ -228,16 +229,16 @@ class LoadOptions:
 
     @cached_property
     def longest(self) -> int:
-        """Tokens of the longest prompt that can come."""
+        """Length of the longest possible prompt, in tokens."""
         recorded = [arrival.tokens for arrival in self.recorded] or [None]
         return max(self.lengths.longest if tokens is None else tokens for tokens in recorded)
 
     def known_rates(self) -> tuple[float, ...]:
-        """The rates, if they need no calibration."""
+        """The rates, or () if a calibration must choose them."""
         return self.rates or ((rate_of(self.recorded),) if self.recorded else ())
 
     def prompts(self, rate: float, number: int, bytes_per_token: int) -> list[Prompt]:
-        """The prompts of one round at one rate; the same for all variants."""
+        """The prompts of round `number` at one rate; the same for all variants."""
         seed = [self.seed, number]
         arrivals: Sequence[Arrival] = self.recorded
         if not arrivals:
@@ -249,13 +250,13 @@ class LoadOptions:
         return make_prompts(arrivals, self.lengths, seed, bytes_per_token)
 
     def seconds_at(self, rate: float) -> float:
-        """How long the arrivals of a turn take."""
+        """Duration of the arrivals of a turn."""
         return len(self.recorded) / rate if self.recorded else self.seconds
 
     def turns(
         self, variants: Sequence[Variant], rates: Sequence[float]
     ) -> Iterator[tuple[Variant, float, int]]:
-        """Variant, rate and round of every turn; variants take turns at being first."""
+        """Variant, rate and round of every turn; variants take turns at going first."""
         for number in range(self.rounds):
             for place, rate in enumerate(rates):
                 for index in range(len(variants)):

@@ -1,36 +1,35 @@
-"""Waiting times -> percentiles, throughput, share within the objective; as a table and as rows.
+"""Measurements of turns: percentiles of the time to first token (TTFT), throughput, gains.
 
-A prompt that got no first token has waited for ever: it counts in every percentile.
+A prompt without a first token counts as an infinite wait in every percentile.
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-from ultraep.tools.report.rows import MeasuredNumber, cpu_device, versions
 from ultraep.tools.serving.load import Prompt
-from ultraep.tools.serving.variants import FORCED
 
 PERCENTILES = (50, 90, 99)
-QUIET = 0.03  # share of the time that others may have a core
-SHOWN = "ultraep"  # the variant of the headline, if it was measured
+FORCED = "even"  # the variant with forced even routing
 
 
 @dataclass(frozen=True, kw_only=True)
 class Turn:
-    """One variant at one rate in one round. Lists have an entry for every prompt.
+    """One variant at one rate in one round. Lists have one entry per prompt.
 
-    waited: seconds to the first token; None: there was none.
-    first: that token or its logits, where known.
-    arrived: the second of the last arrival.   seconds: until the last first token.
+    waited: TTFT in seconds; None without a first token.
+    first: the first token or its logits, where known.
+    arrived: second of the last arrival.   seconds: until the last first token.
+    before, after: imbalance over all rows of the turn; None if unknown.
+    sent: bytes of replicas, all ranks.
+    experts: CPU seconds of the busiest rank's experts, summed over layers.
+    disturbed: share of the time in which other programs used the core of a rank.
     """
 
     variant: str
@@ -43,14 +42,14 @@ class Turn:
     first: list[Any] = field(default_factory=list)
     errors: Mapping[str, int] = field(default_factory=dict)
     microbatches: int = 0
-    before: float | None = None  # imbalance, weighted by rows; None: not known
+    before: float | None = None
     after: float | None = None
     worst_before: float | None = None
     worst_after: float | None = None
     copies: int = 0
-    sent: int = 0  # bytes of copies, all ranks
-    experts: float | None = None  # seconds of the processor that worked longest, layer by layer
-    disturbed: float | None = None  # share of the time in which others had the core of a rank
+    sent: int = 0
+    experts: float | None = None
+    disturbed: float | None = None
 
 
 @dataclass(frozen=True)
@@ -63,14 +62,11 @@ class UnderLoad:
 
     @cached_property
     def waited(self) -> list[float]:
-        """Seconds of every prompt of all turns; infinite without a first token."""
+        """TTFT of every prompt of all turns; infinite without a first token."""
         return [math.inf if w is None else w for turn in self.turns for w in turn.waited]
 
     def percentile(self, share: int) -> float | None:
-        """Seconds to the first token that so many of a hundred had; None: they had none.
-
-        A time that was measured, not one between two of them.
-        """
+        """A percentile of TTFT, which is a measured value; None if it is infinite."""
         seconds = float(np.percentile(self.waited, share, method="inverted_cdf"))
         return seconds if math.isfinite(seconds) else None
 
@@ -80,14 +76,14 @@ class UnderLoad:
         return sum(math.isinf(waited) for waited in self.waited)
 
     @property
-    def throughput(self) -> float:
-        """Answered prompts a second."""
-        return (len(self.waited) - self.unanswered) / self.seconds if self.seconds else 0.0
+    def seconds(self) -> float:
+        """Duration of all turns."""
+        return sum(turn.seconds for turn in self.turns)
 
     @property
-    def seconds(self) -> float:
-        """Of all turns."""
-        return sum(turn.seconds for turn in self.turns)
+    def throughput(self) -> float:
+        """Answered prompts per second."""
+        return (len(self.waited) - self.unanswered) / self.seconds if self.seconds else 0.0
 
     @property
     def tokens(self) -> int:
@@ -96,27 +92,24 @@ class UnderLoad:
         return sum(tokens for waited, tokens in pairs if waited is not None)
 
     def within(self, objective: float) -> float:
-        """The share of all prompts whose first token came in time."""
+        """Share of all prompts whose TTFT met the objective."""
         return float(np.mean([waited <= objective for waited in self.waited]))
 
     def mean(self, name: str) -> float | None:
-        """The mean of a number of the turns, such as "before"; None: not known."""
-        return _mean(getattr(turn, name) for turn in self.turns)
-
-
-def _mean(values: Iterable[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return float(np.mean(known)) if known else None
+        """Mean of an attribute of the turns, such as "before"; None if unknown."""
+        values = [getattr(turn, name) for turn in self.turns]
+        known = [value for value in values if value is not None]
+        return float(np.mean(known)) if known else None
 
 
 def waits(prompts: Sequence[Prompt], ends: Sequence[float | None]) -> list[float | None]:
-    """Seconds from every arrival to its end; None: there was none."""
+    """TTFT of every prompt; None without a first token."""
     pairs = zip(prompts, ends, strict=True)
     return [None if end is None else end - prompt.arrival for prompt, end in pairs]
 
 
 def under_load(turns: Sequence[Turn]) -> list[UnderLoad]:
-    """Turns by rate and variant; variants in the order of their first turns."""
+    """Group turns by rate and variant; variants in the order of their first turns."""
     variants = list(dict.fromkeys(turn.variant for turn in turns))
     groups: dict[tuple[float, int], list[Turn]] = {}
     for turn in turns:
@@ -128,21 +121,21 @@ def under_load(turns: Sequence[Turn]) -> list[UnderLoad]:
 
 
 def gains(loads: Sequence[UnderLoad]) -> list[float | None]:
-    """How many times sooner than the first variant at the same rate; None: one had no token."""
+    """Median TTFT of the first variant at the same rate over the median TTFT of each variant."""
     first = {load.rate: load.percentile(50) for load in reversed(loads)}
     pairs = [(first[load.rate], load.percentile(50)) for load in loads]
     return [base / own if base and own else None for base, own in pairs]
 
 
 def experts_per_token(turns: Sequence[Turn], variant: str) -> float | None:
-    """Processor time for a served token in the experts of the busiest rank, in seconds."""
+    """CPU seconds per served token in the experts of the busiest rank."""
     own = tuple(turn for turn in turns if turn.variant == variant and turn.experts is not None)
     tokens = UnderLoad(variant, 0.0, own).tokens
     return sum(turn.experts or 0.0 for turn in own) / tokens if tokens else None
 
 
 def agreement(turns: Sequence[Turn], variant: str) -> float | None:
-    """The share of first tokens that are those of the first variant in the same round."""
+    """Share of first tokens equal to the first tokens of the first variant in the same round."""
     base = {(t.rate, t.number): t.first for t in turns if t.variant == turns[0].variant}
     pairs = [
         (own, other)
@@ -152,114 +145,3 @@ def agreement(turns: Sequence[Turn], variant: str) -> float | None:
         if own is not None and other is not None
     ]
     return sum(own == other for own, other in pairs) / len(pairs) if pairs else None
-
-
-# -- for people ----------------------------------------------------------------------------------
-
-
-def headline(loads: Sequence[UnderLoad]) -> str:
-    """The answer in one line: the highest rate, `ultraep` or the last policy beside the first."""
-    at_highest = [load for load in loads if load.rate == loads[-1].rate]
-    policies = [load for load in at_highest if load.variant != FORCED] or at_highest
-    first = at_highest[0]
-    load = next((load for load in policies if load.variant == SHOWN), policies[-1])
-    gain = gains(loads)[loads.index(load)]
-    answer = f"First token after {_shown(load.percentile(50))} s with {load.variant}"
-    if load is not first and gain is not None:
-        answer += f", {_shown(first.percentile(50))} s with {first.variant} ({gain:.2f}x)"
-    return f"{answer} at {load.rate:g} prompts/s"
-
-
-def table(loads: Sequence[UnderLoad], objective: float) -> tuple[list[str], list[list[str]]]:
-    """Head and a row for every variant and rate; waiting times in seconds."""
-    head = ["rate", "policy", *(f"p{share}" for share in PERCENTILES), "sooner", "served"]
-    rows = [
-        [
-            f"{load.rate:g}/s",
-            load.variant,
-            *(_shown(load.percentile(share)) for share in PERCENTILES),
-            "-" if gain is None else f"{gain:.2f}x",
-            f"{load.throughput:.2f}",
-            f"{load.within(objective):.0%}",
-            _imbalance(load),
-            str(load.unanswered),
-        ]
-        for load, gain in zip(loads, gains(loads), strict=True)
-    ]
-    return [*head, f"in {objective:g} s", "imbalance", "lost"], rows
-
-
-def _shown(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3f}"
-
-
-def _imbalance(load: UnderLoad) -> str:
-    before, after = load.mean("before"), load.mean("after")
-    return "-" if before is None or after is None else f"{before:.2f}->{after:.2f}"
-
-
-def notes(turns: Sequence[Turn]) -> list[str]:
-    """Limits of the figures: errors, other first tokens, cores that other programs had."""
-    loads, base = under_load(turns), turns[0].variant
-    lines = []
-    for load in loads:
-        errors = sum((Counter(turn.errors) for turn in load.turns), Counter[str]())
-        if errors:
-            kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(errors.items()))
-            lines.append(f"{load.variant} at {load.rate:g}/s: {kinds}")
-    variants = dict.fromkeys(turn.variant for turn in turns)
-    equal = {name: agreement(turns, name) for name in variants if name not in (base, FORCED)}
-    if any(equal.values()):
-        shares = ", ".join(f"{name} {share:.1%}" for name, share in equal.items() if share)
-        lines.append(f"first tokens equal to {base}: {shares}")
-    spent = {name: experts_per_token(turns, name) for name in variants}
-    if any(spent.values()):
-        times = ", ".join(f"{name} {1e3 * own:.3f} ms" for name, own in spent.items() if own)
-        lines.append(f"processor time per token in experts: {times}")
-    disturbed = max((load.mean("disturbed") or 0.0 for load in loads), default=0.0)
-    if disturbed > QUIET:
-        lines.append(
-            f"other programs had a core of a rank up to {disturbed:.0%} of the time: measure on "
-            "idle cores"
-        )
-    return lines
-
-
-# -- for machines --------------------------------------------------------------------------------
-
-
-def rows_of(loads: Sequence[UnderLoad], objective: float, command: str) -> list[MeasuredNumber]:
-    """A row for every number that is known, like those of all benchmarks."""
-    origin = cpu_device(), versions(), command, datetime.now(UTC).date().isoformat()
-    rows = []
-    for load, gain in zip(loads, gains(loads), strict=True):
-        case: dict[str, str | int | float] = {
-            "policy": load.variant,
-            "rate": load.rate,
-            "prompts": len(load.waited),
-        }
-        for metric, value, unit in _numbers(load, gain, objective):
-            if value is not None:
-                number = float(f"{value:.7g}")
-                rows.append(MeasuredNumber("prefill", case, metric, number, unit, *origin))
-    return rows
-
-
-def _numbers(
-    load: UnderLoad, gain: float | None, objective: float
-) -> Iterator[tuple[str, float | None, str]]:
-    """Metric, value and unit."""
-    for share in PERCENTILES:
-        yield f"first_token_p{share}", load.percentile(share), "s"
-    yield "first_token_gain", gain, "ratio"
-    yield "throughput", load.throughput, "prompts/s"
-    yield "throughput_tokens", load.tokens / load.seconds if load.seconds else 0.0, "tokens/s"
-    yield f"within_{objective:g}_s", load.within(objective), "ratio"
-    yield "unanswered", load.unanswered, "prompts"
-    yield "imbalance_before", load.mean("before"), "ratio"
-    yield "imbalance_after", load.mean("after"), "ratio"
-    yield "copies", sum(turn.copies for turn in load.turns), "copies"
-    yield "weights_sent", sum(turn.sent for turn in load.turns), "bytes"
-    spent = experts_per_token(load.turns, load.variant)
-    yield "experts_processor_time", None if spent is None else 1e3 * spent, "ms/token"
-    yield "cores_taken_by_others", load.mean("disturbed"), "ratio"

@@ -1,0 +1,72 @@
+"""All figures for Prometheus and OpenTelemetry: names, kinds, help texts, and where values are.
+
+The exporters and the plug-in for vLLM use this table; a test compares the dashboard and the alert
+rules with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from ultraep.metrics.reading import ALARMS, Reading
+
+PREFIX = "ultraep"
+IMBALANCE = "load of the busiest rank over the mean"
+SUFFIXES = {"summary": ("_sum", "_count"), "counter": ("_total",), "gauge": ("",)}
+Values = float | Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A figure as Prometheus shows it.
+
+    kind: summary, counter or gauge.   label: name of its label; the values are then a mapping.
+    values: its values in a reading; None: only vLLM exports it.
+    per_rank: whether it differs between ranks. Rank 0 alone exports the other figures.
+    """
+
+    name: str
+    kind: str
+    help: str
+    values: Callable[[Reading], Values] | None
+    label: str | None = None
+    per_rank: bool = False
+
+    @property
+    def full_name(self) -> str:
+        """The name with its prefix."""
+        return f"{PREFIX}_{self.name}"
+
+    @property
+    def samples(self) -> tuple[str, ...]:
+        """Names on the page, without labels.
+
+        >>> Figure("copies_planned", "counter", "", None).samples
+        ('ultraep_copies_planned_total',)
+        """
+        return tuple(self.full_name + suffix for suffix in SUFFIXES[self.kind])
+
+
+FIGURES = (
+    Figure("imbalance_before", "summary", f"{IMBALANCE}, without replicas",
+           lambda r: {r.policy: r.totals.before}, label="policy"),
+    Figure("imbalance_after", "summary", f"{IMBALANCE}, with replicas",
+           lambda r: {r.policy: r.totals.after}, label="policy"),
+    Figure("imbalance_worst", "gauge", f"largest {IMBALANCE} since the last reading",
+           lambda r: r.totals.worst),
+    Figure("copies_planned", "counter", "replicas in all plans", lambda r: r.totals.copies),
+    Figure("copies_sent", "counter", "replicas sent", None),
+    Figure("microbatches_skipped", "counter", "layers of microbatches without a replica",
+           lambda r: r.totals.skipped),
+    Figure("weights_sent_bytes", "counter", "bytes of replicas sent",
+           lambda r: r.totals.bytes_sent["weights"], per_rank=True),
+    Figure("gradients_sent_bytes", "counter", "bytes of gradients of replicas sent",
+           lambda r: r.totals.bytes_sent["gradients"], per_rank=True),
+    Figure("stage_seconds", "counter", "seconds of a stage in the timed microbatches",
+           lambda r: r.totals.seconds, label="stage", per_rank=True),
+    Figure("microbatches_timed", "counter", "layers of microbatches whose stages were timed",
+           lambda r: r.totals.timed, per_rank=True),
+    Figure("alarm", "gauge", "1 while the alarm is active",
+           lambda r: {name: float(name in r.alarms) for name in ALARMS}, label="alarm"),
+)  # fmt: skip

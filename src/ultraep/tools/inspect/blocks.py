@@ -1,0 +1,211 @@
+"""Blocks: the blocks and experts of a model, run window by window, with the routing recorded.
+
+Experts are modules in transformers' registry. All of them are called with hidden states, the
+chosen expert ids, and gates. Blocks are the members of the outermost module list around the
+experts: the decoder layers.
+
+Every block processes one window after another, so its weights are needed once and its activations
+hold one window. The model's own forward runs unchanged: the inputs of a block are split by
+sequences, and its outputs are concatenated. A hook before the experts counts the expert ids. The
+trace has one rank with all experts and no replicas; replays divide its tokens over more ranks.
+
+Shapes: N tokens of a window, K experts per token, E experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+from ultraep.config import BalanceConfig
+from ultraep.errors import ConfigError
+from ultraep.plan import plan
+from ultraep.topology import Topology
+from ultraep.trace.record import Recorder
+
+MARK = "is_concatenated"  # the registry sets it on every module of experts
+UNBALANCED = BalanceConfig(policy="none")
+IDS = 1  # index of the ids among the arguments of experts: hidden states, ids, gates
+
+LoadBlock = Callable[[str], AbstractContextManager[None]]
+
+
+@dataclass(frozen=True, eq=False)
+class Anatomy:
+    """The decoder of a model, its blocks by name, and its experts and their blocks by layer."""
+
+    decoder: nn.Module  # takes token ids
+    blocks: dict[str, nn.Module]
+    experts: dict[int, nn.Module]
+    block_of_layer: dict[int, str]
+
+    @classmethod
+    def of(cls, model: Any) -> Anatomy:
+        """Find the blocks and experts; raise for a model without experts of the registry."""
+        decoder = model.get_decoder()
+        prefix = next(name for name, module in model.named_modules() if module is decoder)
+        names = [
+            f"{prefix}.{name}" if prefix else name
+            for name, module in decoder.named_modules()
+            if hasattr(module, MARK)
+        ]
+        lists = {_outermost_list(model, name) for name in names}
+        if not names or None in lists:
+            raise ConfigError(
+                f"{type(model).__name__} has no experts of transformers' registry; inspect a "
+                "Mixture-of-Experts model whose experts are in the registry"
+            )
+        blocks = {
+            f"{part}.{number}": block
+            for part in sorted(filter(None, lists))
+            for number, block in enumerate(model.get_submodule(part))
+        }
+        block_of = [next(b for b in blocks if name.startswith(f"{b}.")) for name in names]
+        # Layers are numbered like blocks, unless a block has several modules of experts.
+        layers = [list(blocks).index(block) for block in block_of]
+        if len(set(layers)) < len(layers):
+            layers = list(range(len(layers)))
+        experts = dict(zip(layers, map(model.get_submodule, names), strict=True))
+        return cls(decoder, blocks, experts, dict(zip(layers, block_of, strict=True)))
+
+    def only(self, layers: Collection[int]) -> Anatomy:
+        """The same model with the experts of these layers only."""
+        return Anatomy(
+            self.decoder,
+            self.blocks,
+            {layer: self.experts[layer] for layer in layers},
+            {layer: self.block_of_layer[layer] for layer in layers},
+        )
+
+
+def num_experts(module: nn.Module) -> int:
+    """Number of experts in a module of the registry: the length of each of its weights."""
+    return len(next(module.parameters()))
+
+
+def _outermost_list(model: nn.Module, name: str) -> str | None:
+    parts = name.split(".")
+    paths = [".".join(parts[:end]) for end in range(1, len(parts))]
+    return next((p for p in paths if isinstance(model.get_submodule(p), nn.ModuleList)), None)
+
+
+# -- windows -------------------------------------------------------------------------------------
+
+
+class _LastBlockDone(Exception):
+    """The last block that is needed has run."""
+
+
+def run_windows(
+    anatomy: Anatomy,
+    windows: Sequence[torch.Tensor],
+    load_block: LoadBlock,
+    tell: Callable[[str, int], None],
+    last: str,
+) -> None:
+    """Run the decoder up to the block `last`.
+
+    windows: [sequences, T] token ids of each window.
+    load_block: a context that holds the weights of a block.
+    tell: called with block and window before the block runs.
+    """
+    sizes = [len(window) for window in windows]
+
+    def in_windows(name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        outputs = []
+        with load_block(name):
+            for number, (own_args, own_kwargs) in enumerate(split((args, kwargs), sizes)):
+                tell(name, number)
+                outputs.append(forward(*own_args, **own_kwargs))
+        if name == last:
+            raise _LastBlockDone
+        return join(outputs)
+
+    with ExitStack() as stack, torch.no_grad():
+        for name, block in anatomy.blocks.items():
+            block.forward = partial(in_windows, name, block.forward)
+            stack.callback(delattr, block, "forward")
+        with suppress(_LastBlockDone):
+            anatomy.decoder(input_ids=torch.cat(list(windows)), use_cache=False)
+
+
+def split(value: Any, sizes: Sequence[int]) -> list[Any]:
+    """Split the tensors with all sequences into windows; other values are the same for all.
+
+    >>> split({"x": torch.arange(6).reshape(3, 2), "scale": 2.0}, [1, 2])[0]
+    {'x': tensor([[0, 1]]), 'scale': 2.0}
+    """
+
+    def parts(leaf: Any) -> list[Any]:
+        if isinstance(leaf, torch.Tensor) and leaf.ndim > 1 and len(leaf) == sum(sizes):
+            return list(leaf.split(list(sizes)))
+        return [leaf] * len(sizes)
+
+    leaves, spec = tree_flatten(value)
+    by_leaf = [parts(leaf) for leaf in leaves]
+    return [tree_unflatten([p[n] for p in by_leaf], spec) for n in range(len(sizes))]
+
+
+def join(outputs: list[Any]) -> Any:
+    """Concatenate the outputs of all windows: the inverse of `split`.
+
+    >>> join([(torch.zeros(1, 2), None), (torch.ones(1, 2), None)])
+    (tensor([[0., 0.],
+            [1., 1.]]), None)
+    """
+
+    def joined(*leaves: Any) -> Any:
+        tensors = isinstance(leaves[0], torch.Tensor) and leaves[0].ndim > 1
+        return torch.cat(leaves) if tensors else leaves[0]
+
+    return tree_map(joined, *outputs)
+
+
+class RoutingRecorder:
+    """Records the expert ids that routers choose, window by window, as a trace.
+
+    window: number of the window that is running; the caller sets it.
+    top_k: experts per token; 0 before the first window.
+    """
+
+    def __init__(self, folder: Path, anatomy: Anatomy, topology: Topology, *, note: str) -> None:
+        self._anatomy, self._topology = anatomy, topology
+        self._recorder = Recorder(folder, topology, UNBALANCED, note=note)
+        self.window, self.records, self.top_k = 0, 0, 0
+
+    @contextmanager
+    def attached(self) -> Iterator[None]:
+        """Hook into the experts until the end of the `with`; then the trace is complete."""
+        with self._recorder, ExitStack() as stack:
+            for layer, experts in self._anatomy.experts.items():
+                hook = experts.register_forward_pre_hook(
+                    partial(self._record, layer), with_kwargs=True
+                )
+                stack.callback(hook.remove)
+            yield
+
+    @property
+    def dropped(self) -> int:
+        """Records that were dropped because the disk was too slow."""
+        return self._recorder.dropped
+
+    def _record(
+        self, layer: int, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        ids_NK = (*args, *kwargs.values())[IDS]
+        experts, ids = self._topology.experts, ids_NK.reshape(-1)
+        ids = ids[(ids >= 0) & (ids < experts)]
+        loads_E = torch.bincount(ids, minlength=experts).cpu().numpy()
+        unbalanced = plan(loads_E[None], self._topology, UNBALANCED)
+        rows = np.concatenate([loads_E, np.zeros(self._topology.slots, dtype=np.int64)])
+        self._recorder.add(plan=unbalanced, slot_rows=rows, step=self.window, layer=layer)
+        self.records, self.top_k = self.records + 1, ids_NK.shape[-1]
