@@ -33,7 +33,7 @@ from ultraep.trace.schema import (
     Arrays,
     Header,
     fields_in_file,
-    fields_in_pieces,
+    no_records,
     piece_file,
     rank_folder,
     taken,
@@ -247,10 +247,7 @@ def _read_rank(folder: Path, header: Header, rank: int) -> Arrays:
         if name != piece_file(number):
             raise FileError(f"{folder / name}: not the piece that is expected here, {number:06d}")
         pieces.append(read_piece(folder / name, header, rank))
-    nothing = {"N": 0, "C": 0, "M": 0} | header.sizes(rank)
-    fields = fields_in_pieces(rank)
-    none = {name: field.filled(nothing, field.shape) for name, field in fields.items()}
-    return _concatenated(pieces or [none])
+    return _concatenated(pieces or [no_records(header, rank)])
 
 
 def _concatenated(pieces: list[Arrays]) -> Arrays:

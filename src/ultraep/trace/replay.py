@@ -35,7 +35,7 @@ class Case:
     topology: Topology
     history: int | None = None
 
-    def told(self) -> dict[str, Any]:
+    def settings(self) -> dict[str, Any]:
         """In plain values, for records of what was replayed."""
         return {
             "policy": self.config.policy,

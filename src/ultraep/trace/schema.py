@@ -173,6 +173,14 @@ def _fields_in_pieces(first: bool) -> Mapping[str, Field]:
     return found
 
 
+def no_records(header: Header, rank: int) -> Arrays:
+    """Return the arrays of a piece without records and additions."""
+    sizes = {"N": 0, "C": 0, "M": 0} | header.sizes(rank)
+    return {
+        name: field.filled(sizes, field.shape) for name, field in fields_in_pieces(rank).items()
+    }
+
+
 def fields_of_plan() -> list[Field]:
     """What rank 0 takes from a plan."""
     return [one for one in FIELDS if one.plan]
