@@ -131,11 +131,11 @@ function flowsFigure(replicas, width) {
     return nodes.get(name).place;
   };
   const ends = links.map(({ from, to, depth }) => [node(from, depth), node(to, depth + 1)]);
-  const shade = (pair) => {
-    const count = between.get(pair) || 0;
-    between.set(pair, count + 1);
-    return SHADES[count % SHADES.length];
-  };
+  const places = ends.map((pair) => { // number of the flow among those between its two ranks
+    const place = between.get(pair.join()) || 0;
+    between.set(pair.join(), place + 1);
+    return place;
+  });
   const all = [...nodes.values()], hue = (rank) => HOMES[rank % HOMES.length];
   return [
     [{
@@ -149,8 +149,8 @@ function flowsFigure(replicas, width) {
         source: ends.map(([from]) => from), target: ends.map(([, to]) => to),
         label: links.map(({ expert }) => `expert ${expert}`),
         value: links.map(({ rows }) => Math.max(rows, 1)),
-        color: links.map(({ home }, place) => hue(home) + shade(ends[place].join())),
-        line: { color: css("back"), width: 1 },
+        color: links.map(({ home }, at) => hue(home) + SHADES[places[at] % SHADES.length]),
+        line: { color: css("back"), width: ends.map((pair) => (between.get(pair.join()) > 1 ? 1 : 0)) },
         customdata: links.map(({ expert, from, to, depth, rows }) =>
           `expert ${expert}: rank ${from} to rank ${to}` + (depth ? `, hop ${depth + 1}` : "") +
           `<br>${rows.toLocaleString("en")} rows are served there or further on`),

@@ -52,6 +52,9 @@ class Handler(BaseHTTPRequestHandler):
 
     def handle_one_request(self) -> None:
         """Answer one request; close the connection if it does not arrive in time."""
+        if self.server.stopped:
+            self.close_connection = True
+            return
         self.connection.settimeout(STALLED_SECONDS)
         self._arrival = threading.Timer(REQUEST_SECONDS, self._hang_up)
         self._arrival.daemon = True
@@ -81,7 +84,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def send_error(self, code: int, message: str | None = None, _: str | None = None) -> None:
         """Answer a malformed request, or one with an unknown method."""
-        self.close_connection = True
+        self.close_connection, self.request_version = True, self.protocol_version
         self._send(Answer.text(message or "Bad request", 405 if code == 501 else code))
 
     def log_message(self, format: str, *values: Any) -> None:  # noqa: A002
@@ -171,6 +174,7 @@ class ViewServer(ThreadingHTTPServer):
         self.names = set() if local else {host.lower(), *own_names()}
         bracketed = f"[{name}]" if ":" in name else name
         self.url = f"http://{bracketed}:{self.port}/" + ("" if local else f"?token={self.token}")
+        self.stopped = False
         self._free = threading.BoundedSemaphore(MOST_CONNECTIONS)
 
     def run(self) -> None:
@@ -180,6 +184,7 @@ class ViewServer(ThreadingHTTPServer):
             with suppress(KeyboardInterrupt):
                 self.serve_forever(poll_interval=0.1)
         finally:
+            self.stopped = True
             self.api.replays.close()
             self.catalogue.close()
             self.server_close()

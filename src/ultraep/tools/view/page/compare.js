@@ -20,13 +20,14 @@ function showSettings() {
   find("settings").hidden = !find("policy").value;
 }
 
-// The other runs and the policy of the replay, from the address or by default: all other traces;
-// if there are none, a replay.
+// The other runs and the policy of the replay, from the address or by default: the other traces of
+// the same ranks and experts; if there are none, a replay.
 function chosenRuns() {
-  const others = traces().filter(({ name, error }) => !error && name !== route.trace);
+  const mine = item(), others = traces().filter(({ name, error }) => !error && name !== mine.name);
   if (route.also === undefined && route.policy === undefined) {
-    const replay = item().policy === "eplb" ? "ultraep" : "eplb";
-    return [others, others.slice(0, MOST_RUNS - 1), others.length || baked ? "" : replay];
+    const alike = others.filter(({ ranks, experts }) => ranks === mine.ranks && experts === mine.experts);
+    const replay = mine.policy === "eplb" ? "ultraep" : "eplb";
+    return [others, alike.slice(0, MOST_RUNS - 1), alike.length || !mine.records ? "" : replay];
   }
   const names = (route.also ?? "").split(BETWEEN);
   return [others, others.filter(({ name }) => names.includes(name)), route.policy ?? ""];
@@ -69,7 +70,7 @@ async function loadCompare() {
   if (!answer) return;
   const { ranks, slots, history } = answer.settings;
   const name = [`replay: ${policy}`, `EP${ranks}`, counted(slots, "slot"), ...(history ? [`history ${history}`] : [])].join(", ");
-  runs[0].data = { ...answer.recorded, layers: answer.recorded.layers };
+  runs[0].data = answer.recorded;
   showRuns([...runs, { name, policy, data: answer.replayed, training: {} }]);
 }
 
@@ -144,7 +145,8 @@ function runLayersFigure(runs) {
 }
 
 const trainingFigure = (key, words, hovertemplate, axis = {}) => (runs) => [
-  runs.map(({ name, training, line: own }) =>
-    line(training[key].map((_, step) => step), training[key], name, own.color, { line: own, hovertemplate })),
+  runs.map(({ name, training, line: own }, place) => // the first line stays visible under the others
+    line(training[key].map((_, step) => step), training[key], name, own.color,
+      { line: { ...own, width: place ? 2 : 5 }, hovertemplate })),
   { xaxis: { ...title("training step"), showgrid: false }, yaxis: { ...title(words), ...axis } },
 ];
