@@ -1,29 +1,16 @@
-"""One record: single rows of a piece, the paths of weights, the predicted time."""
+"""One record: the paths of weights and the predicted time."""
 
 import json
 
-import numpy as np
 import pytest
 from traces import arrived
 
 import ultraep
 from ultraep import BalanceConfig, FileError, Rates, Recorder
-from ultraep.files.reading import archive_of
 from ultraep.hops import Relay
 from ultraep.tools.view.record import numbers_of
 from ultraep.trace.read import read_trace
 from view.runs import CONFIG, TOPOLOGY, plans_of_run
-
-
-@pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
-def test_single_rows_of_an_array(tmp_path, save):
-    array, path = np.arange(6).reshape(3, 2), tmp_path / "a.npz"
-    save(path, a=array, columns=np.asfortranarray(array))
-    with archive_of(path) as archive:
-        assert [archive.row("a", n).tolist() for n in range(3)] == array.tolist()
-    for name, row, words in (("a", 3, "row 3 of 3"), ("columns", 0, "rows contiguously")):
-        with pytest.raises(FileError, match=words), archive_of(path) as archive:
-            archive.row(name, row)
 
 
 def record_one(folder, *, config=CONFIG, **options):

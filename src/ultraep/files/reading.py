@@ -187,20 +187,6 @@ class Archive(NamedTuple):
             )
         return {name: self._array(member) for name, member in self._members(only).items()}
 
-    def row(self, name: str, number: int) -> Array:
-        """Return array[number] without unpacking the rows after it or checking the checksum."""
-        member = self.members[name]
-        with self.file.open(member) as file:
-            shape, fortran, dtype = _header(file)
-            _check_shape(shape, dtype, member.file_size - file.tell())
-            if not shape or (fortran and len(shape) > 1):
-                raise ValueError(f"{member.filename} does not store its rows contiguously")
-            if not 0 <= number < shape[0]:
-                raise ValueError(f"row {number} of {shape[0]}")
-            size = math.prod(shape[1:]) * dtype.itemsize
-            file.seek(number * size, os.SEEK_CUR)
-            return np.ndarray(shape[1:], dtype, file.read(size))
-
     def _array(self, member: zipfile.ZipInfo) -> Array:
         with self.file.open(member) as file:
             return _array(file.read(member.file_size))  # read() would unpack more than is claimed

@@ -6,14 +6,13 @@ A trace may come from an untrusted source, so sizes are checked before anything 
 from __future__ import annotations
 
 import zipfile
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import numpy as np
 
 from ultraep.errors import FileError
-from ultraep.files.reading import Archive, archive_of, read_text
+from ultraep.files.reading import archive_of, read_text
 from ultraep.files.writing import whole_file
 from ultraep.trace.schema import (
     HEADER_FILE,
@@ -57,19 +56,6 @@ def read_header(folder: Path) -> Header:
     return Header.from_json(read_text(path, most=MOST_HEADER), path)
 
 
-@contextmanager
-def open_piece(path: Path, rank: int) -> Iterator[Archive]:
-    """Open a piece of a rank whose arrays have known names and bounded sizes."""
-    with archive_of(path) as archive:
-        unknown = archive.members.keys() - fields_in_pieces(rank).keys() - SUMMARIES.keys()
-        if unknown:
-            raise FileError(
-                f"{path}: not a piece of a trace: unknown arrays {', '.join(sorted(unknown))}"
-            )
-        check_claims(path, archive.size(), path.stat().st_size)
-        yield archive
-
-
 def read_piece(path: Path, header: Header, rank: int, names: Iterable[str] | None = None) -> Arrays:
     """Return all arrays of a piece, or those of these names, checked against the header.
 
@@ -77,8 +63,14 @@ def read_piece(path: Path, header: Header, rank: int, names: Iterable[str] | Non
     """
     known = fields_in_pieces(rank)
     wanted = known if names is None else {n: known.get(n) or SUMMARIES[n] for n in names}
-    with open_piece(path, rank) as archive:
-        arrays = archive.arrays(wanted, most=archive.size())
+    with archive_of(path) as archive:
+        unknown = archive.members.keys() - known.keys() - SUMMARIES.keys()
+        if unknown:
+            names = ", ".join(sorted(unknown))
+            raise FileError(f"{path}: not a piece of a trace: unknown arrays {names}")
+        size = archive.size()
+        check_claims(path, size, path.stat().st_size)
+        arrays = archive.arrays(wanted, most=size)
     return checked_arrays(arrays, wanted, header.sizes(rank), path)
 
 

@@ -36,24 +36,18 @@ def join(ranks: Sequence[Arrays]) -> Arrays:
         if field.join == "sum":
             joined[name] = np.sum([rank[name] for rank in ranks], axis=0)
         elif field.join in ("ranks", "slots"):
-            joined[name] = side_by_side(field, ranks, rows, places)
+            inputs = zip(ranks, rows, places, strict=True)
+            parts = [_of_rank(field, *arguments) for arguments in inputs]
+            stack = np.stack if field.join == "ranks" else np.concatenate
+            joined[name] = stack(parts, axis=1)
     return joined | {"left_out": np.array([left_out])}
 
 
-def side_by_side(
-    field: Field, ranks: Sequence[Arrays], rows: Sequence[IntArray], places: Sequence[IntArray]
-) -> Array:
-    """[N, R, ...] or [N, S] a field of all ranks, with its late additions.
-
-    rows: [N] the row of each record, by rank.
-    places: [M] the record of each addition, by rank; -1: a record that was left out.
-    """
-    parts = [_of_rank(field, *own) for own in zip(ranks, rows, places, strict=True)]
-    return np.stack(parts, axis=1) if field.join == "ranks" else np.concatenate(parts, axis=1)
-
-
 def _of_rank(field: Field, rank: Arrays, rows_N: IntArray, places_M: IntArray) -> Array:
-    """[N, ...] a field of one rank, with its late additions."""
+    """[N, ...] a field of one rank, with its late additions.
+
+    rows_N: the row of each record.   places_M: the record of each addition; -1: left out.
+    """
     if not field.late:
         return rank[field.name][rows_N]
     here, late = places_M >= 0, rank[field.late]

@@ -234,10 +234,11 @@ def _read_rank(folder: Path, header: Header, rank: int) -> Arrays:
         if name != piece_file(number):
             raise FileError(f"{folder / name}: expected piece {number:06d} here")
         pieces.append(read_piece(folder / name, header, rank))
-    return _concatenated(pieces or [no_records(header, rank)])
+    return concatenated(pieces or [no_records(header, rank)])
 
 
-def _concatenated(pieces: list[Arrays]) -> Arrays:
+def concatenated(pieces: list[Arrays]) -> Arrays:
+    """Return the pieces of a rank as one."""
     whole = {name: np.concatenate([piece[name] for piece in pieces]) for name in pieces[0]}
     whole["dropped"] = pieces[-1]["dropped"]  # counted from the first piece on
     if ENDS in whole:

@@ -6,7 +6,6 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, get_type_hints
 
 import numpy as np
 
@@ -19,7 +18,7 @@ from ultraep.tools.report.numbers import Numbers, plain
 from ultraep.tools.report.page import own_file, plotly_js
 from ultraep.tools.view.catalogue import GONE, Catalogue, Item
 from ultraep.tools.view.record import numbers_of, stages_of
-from ultraep.tools.view.replays import Question, ReplayJob, Replays
+from ultraep.tools.view.replays import Question, Replays
 from ultraep.tools.view.table import VALUES, heat, overview
 from ultraep.tools.view.traces import OpenTrace
 from ultraep.trace.schema import KEY, Key
@@ -41,7 +40,7 @@ REPORT_HEADERS = {
     "x-frame-options": "SAMEORIGIN",
     "content-type": "text/html; charset=utf-8",
 }
-ANSWERS = ("state", "overview", "training", "heat", "worst", "record", "replay")
+ANSWERS = ("state", "overview", "training", "heat", "worst", "record", "replay", "stop")
 Query = Mapping[str, str]
 HEADER_FACTS = (
     *("ranks", "experts", "slots", "domain", "policy", "tolerance", "objective"),
@@ -78,35 +77,19 @@ class Api:
         self.catalogue, self.replays = catalogue, Replays(catalogue)
         self.files = static_files()
 
-    def answer(self, path: str, query: Query, body: bytes | None = None) -> Answer:
-        """Answer a request. body: None unless it is a POST."""
+    def answer(self, path: str, query: Query) -> Answer:
+        """Answer a request."""
         name = path.removeprefix("/api/") if path.startswith("/api/") else ""
         try:
-            if body is None and path in self.files:
+            if path in self.files:
                 return self.files[path]
-            if body is None and path == "/report":
+            if path == "/report":
                 return self._report(query)
-            if body is None and name in ANSWERS:
+            if name in ANSWERS:
                 return Answer.json(getattr(self, name)(query))
-            if body is not None and name in ("replay", "stop"):
-                return Answer.json(self._job(name, body).to_json())
         except UltraEPError as error:
             return Answer.json({"error": " ".join(str(error).split())}, 400)
         return Answer.text("There is no such page", 404)
-
-    def _job(self, name: str, body: bytes) -> ReplayJob:
-        """Start a replay, or stop one."""
-        try:
-            content = json.loads(body)
-        except (ValueError, RecursionError):
-            content = None
-        if not isinstance(content, dict):
-            raise ConfigError("the body of the request is not a JSON object")
-        if name == "replay":
-            return self.replays.ask(question(content))
-        job = self.replays.job(parsed("number", str(content.get("number"))))
-        job.stop.set()
-        return job
 
     def _report(self, query: Query) -> Answer:
         """Return a report, which may only draw itself."""
@@ -181,8 +164,16 @@ class Api:
         return self.catalogue.trace(query.get("trace", ""))
 
     def replay(self, query: Query) -> Numbers:
-        """Return the progress of a replay, and its answer."""
-        return self.replays.job(whole(query, "number")).to_json()
+        """Start a replay, or return the progress and the answer of the replay of this number."""
+        if "number" in query:
+            return self.replays.job(whole(query, "number")).to_json()
+        return self.replays.ask(question(query)).to_json()
+
+    def stop(self, query: Query) -> Numbers:
+        """Stop a replay early."""
+        job = self.replays.job(whole(query, "number"))
+        job.stop.set()
+        return job.to_json()
 
 
 def described(item: Item) -> Numbers:
@@ -222,18 +213,17 @@ def key_of(query: Query) -> Key:
     return step, layer, microbatch
 
 
-def question(content: dict[str, Any]) -> Question:
-    """Return the settings of a replay, checked."""
-    hints = get_type_hints(Question)
-    if not {"trace", "policy"} <= content.keys() <= hints.keys():
-        raise ConfigError(f"a replay needs trace and policy; settings are {', '.join(hints)}")
-    for name, value in content.items():
-        number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        large = number and not -LARGEST <= value <= LARGEST
-        allowed = hints[name] | int if name == "tolerance" else hints[name]
-        if isinstance(value, bool) or not isinstance(value, allowed) or large:
-            raise ConfigError(f"{name} must be {hints[name]}, got {str(value)[:40]!r}")
-    return Question(**content)
+def question(query: Query) -> Question:
+    """Return the settings of a replay."""
+    numbers = {name: whole(query, name) for name in ("slots", "ranks", "history") if name in query}
+    tolerance = None
+    if "tolerance" in query:
+        try:
+            tolerance = float(query["tolerance"])
+        except ValueError:
+            got = query["tolerance"][:40]
+            raise ConfigError(f"tolerance must be a number, got {got!r}") from None
+    return Question(query.get("trace", ""), query.get("policy", ""), **numbers, tolerance=tolerance)
 
 
 def static_files() -> dict[str, Answer]:

@@ -25,7 +25,7 @@ from ultraep.tools.view.api import Answer, Api
 from ultraep.tools.view.catalogue import Catalogue
 
 COOKIE = "ultraep_view"
-MOST_BODY, MOST_QUERY, MOST_HEADERS = 16 << 10, 2 << 10, 16 << 10  # bytes
+MOST_QUERY, MOST_HEADERS = 2 << 10, 16 << 10  # bytes
 CHUNK = 64 << 10  # bytes that wait for a client to read
 REQUEST_SECONDS = 10.0  # in which a request must arrive, after the answer to the previous one
 STALLED_SECONDS = 20.0  # in which a client must read a chunk
@@ -66,21 +66,18 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """Answer a request, unless it is refused."""
+        self._arrival.cancel()
         answer = self._refusal()
         if answer is not None:
             self.close_connection = True  # a body may follow
         else:
-            body = None
-            if self.command == "POST":
-                body = self.rfile.read(int(self.headers["content-length"]))
-            self._arrival.cancel()
             query = dict(parse_qsl(self._address.query))
-            answer = self.server.api.answer(self._address.path, query, body)
+            answer = self.server.api.answer(self._address.path, query)
             if self.headers.get("if-none-match") == answer.headers.get("etag", ""):
                 answer = Answer(b"", 304, answer.headers)
         self._send(answer)
 
-    do_HEAD = do_POST = do_GET  # noqa: N815  names of http.server
+    do_HEAD = do_GET  # noqa: N815  name of http.server
 
     def send_error(self, code: int, message: str | None = None, _: str | None = None) -> None:
         """Answer a malformed request, or one with an unknown method."""
@@ -119,24 +116,14 @@ class Handler(BaseHTTPRequestHandler):
             return Answer.text("The host name is not a name of this machine", 421)
         if not self._same_origin(hosts[0]):
             return Answer.text("Requests from other sites are refused", 403)
-        if self.command == "POST" and (refusal := self._wrong_body()) is not None:
-            return refusal
+        if "content-length" in self.headers or "transfer-encoding" in self.headers:
+            return Answer.text("Requests with a body are refused", 413)
         return None if token is None else self._without_token(token)
 
     def _same_origin(self, host: str) -> bool:
         if self.headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
             return False
         return self.headers.get("origin", f"http://{host}") == f"http://{host}"
-
-    def _wrong_body(self) -> Answer | None:
-        if self.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
-            return Answer.text("The body must be JSON", 415)
-        length = self.headers.get("content-length", "")
-        if not length.isdecimal() or "transfer-encoding" in self.headers:
-            return Answer.text("The length of the body is missing", 411)
-        if len(length) > 9 or int(length) > MOST_BODY:
-            return Answer.text(f"At most {MOST_BODY} bytes of body are accepted", 413)
-        return None
 
     def _without_token(self, token: str) -> Answer | None:
         query = parse_qsl(self._address.query)

@@ -14,6 +14,7 @@ from bisect import bisect_right
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,9 +22,9 @@ from numpy.typing import NDArray
 from ultraep.arrays import IntArray
 from ultraep.errors import ConfigError, FileError
 from ultraep.tools.view.table import Table
-from ultraep.trace.files import open_piece, read_header, read_piece
-from ultraep.trace.join import side_by_side
-from ultraep.trace.read import Routed, Trace, read_trace
+from ultraep.trace.files import read_header, read_piece
+from ultraep.trace.join import join
+from ultraep.trace.read import Routed, Trace, concatenated, read_trace
 from ultraep.trace.schema import (
     KEY,
     PIECE,
@@ -33,24 +34,21 @@ from ultraep.trace.schema import (
     Column,
     Header,
     Key,
-    checked_arrays,
-    fields_in_file,
-    fields_in_pieces,
     no_records,
     piece_file,
     rank_folder,
     taken,
 )
-from ultraep.trace.summary import NANOSECONDS, TIMES, lines_of_additions, summary_of
+from ultraep.trace.summary import NANOSECONDS, TIMES, summary_of
 
 PLANNED = ("layer", "policy", "loads", "copy_ends", "copies", "quotas", "rates")  # rank 0 only
 SUMMARY = ("summary", "stage_sums", "dropped")  # arrays of a piece that the table needs
 MOST_RECORDS, MOST_LINES = 2_000_000, 32 << 20  # records; records times ranks
-MOST_ADDITIONS = 1000  # additions to one record that are read from a rank
+MOST_PIECES = 16  # of a rank with additions to one record
 MOST_SECONDS = 1e12  # per stage and piece
 MOST_NOTES = 20
 PUBLISH_SECONDS = 0.5  # between two tables while a trace is read
-CACHED_RECORDS, CACHED_PIECES = 8, 2
+CACHED_PIECES = 2
 
 
 class OpenTrace:
@@ -72,20 +70,19 @@ class OpenTrace:
         self._served: IntArray = np.zeros((3, 0), np.int64)  # rows, largest rank, bytes
         self._line: NDArray[np.int32] = np.zeros((ranks, 0), np.int32)  # 0: not recorded
         self._seconds: NDArray[np.float32] = np.zeros((ranks, 3, 0), np.float32)  # by TIMES
-        self.record = lru_cache(CACHED_RECORDS)(self._record)
         self.table = self._table()
 
     def read(self, stop: Callable[[], bool]) -> None:
         """Read everything that is new; return early when `stop` returns True."""
         raise NotImplementedError
 
-    def _record(self, key: Key) -> Trace:
-        """Return a trace of one record; `record` caches it."""
+    def record(self, key: Key) -> Trace:
+        """Return a trace of one record."""
         raise NotImplementedError
 
     def routed(self, key: Key) -> Routed:
-        """Return the loads and rates of a record."""
-        return self._record(key).routed(0)
+        """Return the input of the plan of a record."""
+        return self.record(key).routed(0)
 
     @property
     def dropped(self) -> int:
@@ -171,7 +168,6 @@ class OpenTrace:
                 setattr(self, name, np.pad(column, widths))
 
     def _publish(self) -> None:
-        self.record.cache_clear()
         self.table = self._table()
         self.version += 1
 
@@ -238,7 +234,8 @@ class FileTrace(OpenTrace):
         own["slot_rows"] = arrays["slot_rows"][:, slots[rank] : slots[rank + 1]]
         return summary_of(self.header, own) | {"dropped": own["dropped"]}
 
-    def _record(self, key: Key) -> Trace:
+    def record(self, key: Key) -> Trace:
+        """Return a trace of one record."""
         return self.trace.take(np.array([self._line[0, self.number_of(key)] - 1]))
 
 
@@ -249,6 +246,7 @@ class FolderTrace(OpenTrace):
         super().__init__(folder, read_header(folder))
         self.live = live
         self._plans = lru_cache(CACHED_PIECES)(self._read_plans)
+        self._joined = lru_cache(CACHED_PIECES)(self._read_joined)
         for path in sorted(folder.iterdir()):
             match = RANK_FOLDER.fullmatch(path.name)
             if match and int(match[1]) >= self.header.ranks:
@@ -311,64 +309,45 @@ class FolderTrace(OpenTrace):
     # -- one record -----------------------------------------------------------------------------
 
     def routed(self, key: Key) -> Routed:
-        """Return the loads and rates of a record; only rank 0 is read."""
-        return Trace(self.header, self._plan_arrays(self.number_of(key))).routed(0)
+        """Return the input of the plan of a record; only rank 0 is read."""
+        piece, row = self._locate(0, int(self._line[0, self.number_of(key)]))
+        plans = self._plans(piece)
+        if row >= len(plans["loads"]):
+            self._contradiction(piece)
+        return Trace(self.header, taken(plans, np.array([row]))).routed(0)
 
-    def _record(self, key: Key) -> Trace:
+    def _read_plans(self, piece: int) -> Arrays:
+        return read_piece(self.piece_path(0, piece), self.header, 0, PLANNED)
+
+    def record(self, key: Key) -> Trace:
+        """Return a trace of one record. All ranks are read."""
         number = self.number_of(key)
-        arrays = self._plan_arrays(number)
-        ranks = [self._rank_arrays(rank, number) for rank in range(self.header.ranks)]
-        row = [np.zeros(1, dtype=np.int64)] * len(ranks)
+        pieces = []
+        for rank, (late_number, late_line) in enumerate(self._late):
+            lines = [int(self._line[rank, number]), *late_line[late_number == number].tolist()]
+            own = sorted({self._locate(rank, line)[0] for line in lines})
+            pieces.append(tuple(own[:MOST_PIECES]))
+        trace = self._joined(tuple(pieces))
+        keys = np.column_stack([trace.arrays[name] for name in KEY])
+        records = np.flatnonzero((keys == key).all(axis=1))
+        if not len(records):
+            self._contradiction(pieces[0][0])
+        return trace.take(records[:1])
+
+    def _read_joined(self, pieces: tuple[tuple[int, ...], ...]) -> Trace:
+        """Return the records of some pieces of each rank."""
         with np.errstate(invalid="ignore"):  # a file may hold any number
-            for name, field in fields_in_file().items():
-                if field.join in ("ranks", "slots"):
-                    counts = [len(rank[field.late]) if field.late else 0 for rank in ranks]
-                    places = [np.zeros(count, dtype=np.int64) for count in counts]
-                    arrays[name] = side_by_side(field, ranks, row, places)
-        return Trace(self.header, arrays)
+            ranks = [
+                concatenated([read_piece(self.piece_path(rank, n), self.header, rank) for n in own])
+                for rank, own in enumerate(pieces)
+            ]
+            return Trace(self.header, join(ranks))
 
     def _locate(self, rank: int, line: int) -> tuple[int, int]:
         """Return the piece of a line, and its row in the piece."""
         piece = bisect_right(self.starts[rank], line) - 1
         return piece, line - self.starts[rank][piece]
 
-    def _plan_arrays(self, number: int) -> Arrays:
-        """Return the arrays that only rank 0 stores, with one record."""
-        piece, row = self._locate(0, int(self._line[0, number]))
-        plans = self._plans(piece)
-        if row >= len(plans["loads"]):
-            path = self.piece_path(0, piece)
-            raise FileError(f"{path}: the summary has row {row}, the piece {len(plans['loads'])}")
-        return taken(plans, np.array([row]))
-
-    def _read_plans(self, piece: int) -> Arrays:
-        return read_piece(self.piece_path(0, piece), self.header, 0, PLANNED)
-
-    def _rank_arrays(self, rank: int, number: int) -> Arrays:
-        """Return the arrays of one rank with one record: its row, and the rows of its additions."""
-        sizes, nothing = self.header.sizes(rank), no_records(self.header, rank)
-        fields = {n: f for n, f in fields_in_pieces(rank).items() if f.join in ("ranks", "slots")}
-        rows: dict[str, list[Array]] = {name: [] for name in fields}
-        first = int(self._line[rank, number])
-        late_number, late_line = self._late[rank]
-        for line in (first, *late_line[late_number == number][:MOST_ADDITIONS].tolist()):
-            piece, row = self._locate(rank, line)
-            path = self.piece_path(rank, piece)
-            additions = np.flatnonzero(self._more_lines(path, rank) == row)[:MOST_ADDITIONS]
-            with open_piece(path, rank) as archive:
-                for name, field in fields.items():
-                    wanted = [row] if line == first else []
-                    wanted = additions.tolist() if field.shape[0] == "M" else wanted
-                    if name in archive.members:
-                        rows[name] += [archive.row(name, at) for at in wanted]
-                    else:
-                        rows[name] += [field.filled(sizes, field.shape[1:])] * len(wanted)
-        arrays = {name: np.array(rows[name]) if rows[name] else nothing[name] for name in fields}
-        return checked_arrays(arrays, fields, sizes, path)
-
-    def _more_lines(self, path: Path, rank: int) -> IntArray:
-        """[M] the summary line of each addition in a piece."""
-        arrays = read_piece(path, self.header, rank, ("more_lines",))
-        if not arrays:  # before version 4
-            return lines_of_additions(read_piece(path, self.header, rank, (*KEY, "more")))[1]
-        return arrays["more_lines"]
+    def _contradiction(self, piece: int) -> NoReturn:
+        path = self.piece_path(0, piece)
+        raise FileError(f"{path}: the summary lists a record that the piece does not contain")

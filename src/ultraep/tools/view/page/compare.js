@@ -13,7 +13,7 @@ function prepareCompare() {
     go({ also: also.join(BETWEEN) || NO_RUNS, ...values });
   });
   find("policy").addEventListener("input", showSettings);
-  find("stop").addEventListener("click", () => post("stop", { number: Number(find("stop").value) }).catch(showError));
+  find("stop").addEventListener("click", () => ask("stop", { number: find("stop").value }).catch(showError));
 }
 
 function showSettings() {
@@ -64,9 +64,8 @@ async function loadCompare() {
   if (turn !== comparison) return;
   showRuns(runs);
   if (!policy) return;
-  const optional = (name) => (route[name] ? { [name]: Number(route[name]) } : {});
-  const settings = Object.assign({}, ...SETTINGS.slice(1).map(optional));
-  const answer = await replayed(await post("replay", { trace: route.trace, policy, ...settings }), turn);
+  const settings = Object.fromEntries(SETTINGS.slice(1).map((name) => [name, route[name]]));
+  const answer = await replayed(await ask("replay", { trace: route.trace, policy, ...settings }), turn);
   if (!answer) return;
   const { ranks, slots, history } = answer.settings;
   const name = [`replay: ${policy}`, `EP${ranks}`, counted(slots, "slot"), ...(history ? [`history ${history}`] : [])].join(", ");

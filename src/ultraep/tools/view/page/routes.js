@@ -43,12 +43,12 @@ const goToRecord = ([step, layer, microbatch], options) => go({ view: "record", 
 
 // -- requests ------------------------------------------------------------------------------------
 
-async function ask(name, parameters = {}, options = {}) {
+async function ask(name, parameters = {}) {
   if (baked) return bakedAnswer(name, parameters);
   const entries = Object.entries(parameters).filter(([, value]) => value !== undefined && value !== "");
   let answer;
   try {
-    answer = await fetch(`/api/${name}?${new URLSearchParams(entries)}`, options);
+    answer = await fetch(`/api/${name}?${new URLSearchParams(entries)}`);
   } catch {
     throw new Error("the viewer does not answer: has it been stopped?");
   }
@@ -57,9 +57,6 @@ async function ask(name, parameters = {}, options = {}) {
   if (!answer.ok) throw new Error(content.error || `answer ${answer.status}`);
   return content;
 }
-
-const post = (name, body) =>
-  ask(name, {}, { method: "POST", headers: { "content-type": "application/json" }, body: JSON.stringify(body) });
 
 function bakedAnswer(name, { step, layer, microbatch, from = 0, to = Infinity, value }) {
   if (name === "heat") return baked.heat[value];
