@@ -57,7 +57,7 @@ def read_header(folder: Path) -> Header:
 
 
 def read_piece(path: Path, header: Header, rank: int, names: Iterable[str] | None = None) -> Arrays:
-    """Return all arrays of a piece, or those of these names, checked against the header.
+    """Return arrays of a piece, all or by name, checked against the header.
 
     Missing summaries are left out.
     """

@@ -217,7 +217,7 @@ def regrouped_loads(loads_RE: IntArray, ranks: int) -> IntArray:
         return merged
     parts = ranks // old
     ends_RE = np.cumsum(loads_RE, axis=1)
-    # Of the first n rows of a rank, part j gets the rows whose number modulo parts is j.
+    # Part j gets the rows of a rank whose number modulo parts is j.
     dealt = (ends_RE[:, None] + (parts - 1 - np.arange(parts))[:, None]) // parts
     split: IntArray = np.diff(dealt, axis=2, prepend=0).reshape(ranks, experts)
     return split

@@ -1,7 +1,7 @@
 """Replays: plan the loads of a trace again under other settings, in the background.
 
-Of a long trace, some evenly spaced layers are replanned. All moments of a layer are needed for
-policies that use past loads.
+In a long trace, only some evenly spaced layers are replanned, each with all of its moments, because
+policies may use past loads.
 """
 
 from __future__ import annotations
