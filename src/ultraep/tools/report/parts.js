@@ -231,21 +231,22 @@ function preparePicker() {
 const DISK = { // icon of the CSV button
   width: 24, height: 24, path: "M4 2h12l4 4v16H4V2zm2 2v16h12V8h-4V4H6zm2 8h8v2H8v-2zm0 4h8v2H8v-2z",
 };
-const OPTIONS = { responsive: true, displaylogo: false };
-const parsed = {};
+const parsed = {}, options = {}; // by figure; with other options, Plotly would build the figure anew
 
-function options(name) {
+function optionsOf(name) {
   const csv = { name: "csv", title: "Download the numbers as CSV", icon: DISK, click: (plot) => saveCsv(name, plot.data) };
-  return {
-    ...OPTIONS, displayModeBar: true, toImageButtonOptions: { format: "png", scale: 2, filename: name },
+  options[name] ??= {
+    responsive: true, displaylogo: false, displayModeBar: true,
+    toImageButtonOptions: { format: "png", scale: 2, filename: name },
     modeBarButtons: [["toImage", csv, "zoom2d", "pan2d", "resetScale2d"]],
   };
+  return options[name];
 }
 
 function draw(name) {
   parsed[name] = parsed[name] || numbers(name);
   const [traces, more] = figures[name](parsed[name]);
-  return Plotly.react(find(`plot-${name}`), traces, layout(more), options(name));
+  return Plotly.react(find(`plot-${name}`), traces, layout(more), optionsOf(name));
 }
 
 // The numbers of a figure, one line per point: series, x, y, and the value of a cell or a flow.
