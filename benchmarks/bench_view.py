@@ -116,10 +116,15 @@ def served(folder: Path, environment: dict[str, str]) -> Iterator[Server]:
         process.wait()
 
 
+def trace_name(server: Server) -> str:
+    name: str = server.ask("state")["items"][0]["name"]
+    return name
+
+
 def opened(server: Server) -> dict[Metric, float | None]:
     """Wait for the first overview."""
     listens = time.perf_counter() - server.began
-    while not (whole := server.ask("overview", trace=0))["totals"]["records"]:
+    while not (whole := server.ask("overview", trace=trace_name(server)))["totals"]["records"]:
         time.sleep(0.01)
     first = time.perf_counter() - server.began
     records = whole["totals"]["records"]
@@ -131,16 +136,17 @@ def clicks(
 ) -> dict[str, list[Took]]:
     """How long answers took, by what was asked. whole: all ranks were read."""
     took: dict[str, list[Took]] = {}
+    trace = trace_name(server)
 
     def ask(name: str, path: str, **parameters: Any) -> Any:
         begin, busy = time.perf_counter(), server.cpu()
-        answer = server.ask(path, trace=0, **parameters)
+        answer = server.ask(path, trace=trace, **parameters)
         seconds, after = time.perf_counter() - begin, server.cpu()
         worked = None if busy is None or after is None else after - busy
         took.setdefault(name, []).append((seconds, worked))
         return answer
 
-    moments = server.ask("overview", trace=0)["moments"]
+    moments = server.ask("overview", trace=trace)["moments"]
     for _ in range(rounds):
         begin = int(rng.integers(0, max(1, moments - 1)))
         end = int(rng.integers(begin + 1, moments + 1))
@@ -151,7 +157,6 @@ def clicks(
             continue
         wanted = dict(zip(("step", "layer", "microbatch"), key, strict=True))
         ask("microbatch", "record", **wanted)
-        ask("its stages", "stages", **wanted)
         ask("microbatch, again", "record", **wanted)
     return took
 

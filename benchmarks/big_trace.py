@@ -23,6 +23,7 @@ from ultraep.files.writing import write_text
 from ultraep.hops import Relay
 from ultraep.topology import Topology
 from ultraep.trace.files import write_arrays
+from ultraep.trace.record import PIECE_BYTES
 from ultraep.trace.schema import (
     HEADER_FILE,
     STAGES,
@@ -33,7 +34,6 @@ from ultraep.trace.schema import (
     rank_folder,
 )
 from ultraep.trace.summary import summary_of
-from ultraep.trace.writer import PIECE_BYTES
 
 PHASES, VARIANTS = 6, 16  # plans: so many kinds of text, so many of each
 PER_OTHER_PIECE = 2000  # records of a rank that is not the first: what a recorder has in 4 MiB

@@ -21,7 +21,6 @@ from ultraep import UltraEPError, read_trace
 from ultraep.tools.view.catalogue import Catalogue
 from ultraep.tools.view.record import numbers_of, stages_of
 from ultraep.tools.view.table import heat, overview
-from ultraep.tools.view.traces import SERVED, TIMED
 from ultraep.trace.files import write_arrays
 from ultraep.trace.schema import SUMMARIES
 
@@ -121,7 +120,7 @@ HOSTILE = {  # change to the folder, trace to read, expected message of `read_tr
     "a header of 5 GB": (sparse_header, "run", "header.json: 5,368,709,120 bytes"),
     "65,536 ranks": (
         lambda folder: change_header(folder, ranks=1 << 16, experts=1 << 20, domain=1 << 16),
-        *("run", "65,536 ranks, traces of at most 4,096 are read"),
+        *("run", "65,536 ranks, a trace has at most 4,096"),
     ),
     "4,096 ranks without files": (no_pieces, "run", ""),
     "200,000 stages": (
@@ -159,11 +158,10 @@ def outcome_of_viewer(path):
         return str(error)
     try:
         catalogue.read_all()
-        trace = catalogue.trace(0)
+        trace = catalogue.trace(catalogue.items[0].name)
         drawn = [overview(trace.table), heat(trace.table, "lost")]
         for key in map(trace.table.key, range(len(trace.table))):
-            drawn.append(numbers_of(trace.record(key, SERVED)))
-            drawn.append(stages_of(trace.record(key, TIMED)))
+            drawn += [numbers_of(trace.record(key)), stages_of(trace.record(key))]
         json.dumps(drawn, allow_nan=False)
     except UltraEPError as error:
         return str(error)

@@ -138,7 +138,7 @@ def test_what_cannot_be_written_is_refused_before_and_after(tmp_path):
 
 def test_one_file_under_two_names_is_refused(tmp_path):
     (tmp_path / "link").symlink_to("file")
-    with pytest.raises(FileError, match="are one file"):
+    with pytest.raises(FileError, match="are the same file"):
         writing.check_targets(
             (tmp_path / "file", "table"), (None, "page"), (tmp_path / "link", "page")
         )

@@ -241,4 +241,4 @@ def test_a_browser_draws_all_plots_without_errors(done, page, tmp_path):
     record = (done.trace.step == 4) & (done.trace.layer == 1)
     before, after = (getattr(done.findings.shown, name)[record][0] for name in ("before", "after"))
     assert sentence.startswith("Window 4 (numbers), layer 1: imbalance ")
-    assert f"{before:.3f} without copies, {after:.3f} with." in sentence
+    assert f"{before:.3f} without replicas, {after:.3f} with." in sentence

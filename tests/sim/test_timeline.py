@@ -118,7 +118,7 @@ def test_the_timeline_is_drawn_from_trace_records():
     sizes, fields = trace.header.sizes() | {"N": 2}, fields_in_file()
     for name, array in trace.arrays.items():
         assert array.shape == tuple(sizes[letter] for letter in fields[name].shape)
-        assert array.dtype.kind == np.dtype(fields[name].kind).kind
+        assert array.dtype.kind == np.dtype(fields[name].dtype).kind
     assert trace.header.stages[1:-1] == STAGES
     assert (trace.waited <= trace.seconds).all()
     assert trace.waited.min() >= 0

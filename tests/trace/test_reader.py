@@ -1,4 +1,4 @@
-"""Traces that are damaged, foreign or of another version are refused in one line."""
+"""Damaged and foreign traces, and traces of another version, are refused in one line."""
 
 import json
 import shutil
@@ -18,9 +18,9 @@ def run(tmp_path):
 
 
 def edit(path, **changes):
-    """Write a piece anew, with other arrays; None: without."""
-    with np.load(path) as found:
-        arrays = dict(found) | changes
+    """Replace arrays of a file; None removes one."""
+    with np.load(path) as stored:
+        arrays = dict(stored) | changes
     np.savez_compressed(path, **{k: v for k, v in arrays.items() if v is not None})
 
 
@@ -43,10 +43,13 @@ BAD = {
         lambda d: (d / OTHER).write_bytes(b""),
         "000000.npz: cannot be read",
     ),
-    "foreign file": (lambda d: (d / "rank-00000/a.npz").write_bytes(b""), "a.npz: not the piece"),
+    "foreign file": (
+        lambda d: (d / "rank-00000/a.npz").write_bytes(b""),
+        "a.npz: expected piece 000001",
+    ),
     "missing piece": (
         lambda d: (d / PIECE).rename(d / "rank-00000/000001.npz"),
-        "000001.npz: not the piece that is expected here, 000000",
+        "000001.npz: expected piece 000000",
     ),
     "foreign arrays": (lambda d: np.savez(d / PIECE, a=np.zeros(3)), "unknown arrays a"),
     "an array more": (lambda d: edit(d / OTHER, extra=np.zeros(1)), "unknown arrays extra"),
@@ -65,7 +68,7 @@ BAD = {
     ),
     "rank too many": (
         lambda d: shutil.copytree(d / "rank-00000", d / "rank-00002"),
-        "rank-00002: a rank too many, the trace is one of 2 ranks",
+        "rank-00002: unexpected, the trace has only 2 ranks",
     ),
     "no header": (lambda d: (d / "header.json").unlink(), "holds no trace, there is no header"),
     "cut header": (lambda d: cut(d / "header.json"), "header.json: truncated or damaged"),
@@ -94,7 +97,7 @@ def test_a_bad_trace_is_one_clear_line(run, spoil, message):
     assert "\n" not in str(caught.value)
 
 
-def test_what_is_no_trace(tmp_path):
+def test_paths_without_a_trace(tmp_path):
     with pytest.raises(FileError, match="none: no such file or folder"):
         read_trace(tmp_path / "none")
     with pytest.raises(FileError, match="holds no trace"):
@@ -107,7 +110,7 @@ def test_what_is_no_trace(tmp_path):
         read_trace(tmp_path / "loads.npz")
 
 
-def test_unfinished_files_and_notes_are_passed_over(run):
+def test_unfinished_files_and_notes_are_ignored(run):
     (run / "rank-00000" / ".000001.npz.tmp").write_bytes(b"half")
     (run / "notes.txt").write_text("mine")
     assert len(read_trace(run)) == 4
@@ -116,7 +119,7 @@ def test_unfinished_files_and_notes_are_passed_over(run):
 def test_the_only_trace_in_a_folder_is_found(run, tmp_path):
     assert len(read_trace(tmp_path)) == 4
     record(tmp_path / "again", [plan_for(0)])
-    with pytest.raises(FileError, match="holds 2 traces, name one of them: again, run"):
+    with pytest.raises(FileError, match="holds 2 traces, choose one of again, run"):
         read_trace(tmp_path)
 
 
@@ -156,8 +159,8 @@ def test_a_trace_is_a_workload(run, tmp_path):
     trace = read_trace(run)
     trace.save(tmp_path / "small.npz")
     for path in (run, tmp_path / "small.npz"):
-        found = read_workload(path, experts=4, top_k=1)
-        assert found.loads.tolist() == trace.loads.sum(axis=1)[:, None].tolist()
+        workload = read_workload(path, experts=4, top_k=1)
+        assert workload.loads.tolist() == trace.loads.sum(axis=1)[:, None].tolist()
     with pytest.raises(ConfigError, match="has loads of 4 experts, the model has 8"):
         read_workload(run, experts=8, top_k=1)
     with pytest.raises(FileError, match="holds no trace"):

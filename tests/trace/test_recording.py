@@ -294,7 +294,7 @@ def test_a_rank_that_cannot_write_takes_the_trace_back(tmp_path):
     (tmp_path / "run" / "rank-00001").mkdir(parents=True)  # of a run before
 
     def work(comm):
-        with pytest.raises(FileError, match=r"rank 1 cannot record: .*holds a trace already"):
+        with pytest.raises(FileError, match=r"rank 1 cannot record: .*already holds a trace"):
             Balancer(experts=9, communicator=comm, record=tmp_path / "run")
 
     LocalGroup(3).run(work)

@@ -1,4 +1,4 @@
-"""The schema alone says what a trace holds; old traces are read."""
+"""The schema is consistent, and old traces are read."""
 
 import json
 
@@ -18,8 +18,8 @@ def test_a_trace_of_the_first_version_is_read(tmp_path):
     header = json.loads((run / "header.json").read_text())
     (run / "header.json").write_text(json.dumps(header | {"version": 1}))
     for piece in run.glob("rank-*/*.npz"):
-        with np.load(piece) as found:
-            assert not any("waited" in name for name in found)  # nobody told, nothing is written
+        with np.load(piece) as stored:
+            assert not any("waited" in name for name in stored)  # optional, not recorded here
     trace = read_trace(run)
     assert trace.header.version == 1
     assert trace.waited.shape == trace.seconds.shape

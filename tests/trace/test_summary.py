@@ -29,8 +29,8 @@ def test_a_recorder_stores_what_the_overview_needs(tmp_path):
     trace = read_trace(run)
     assert not any(name in trace.arrays for name in SUMMARIES)
     for rank in range(2):
-        found = summary_of_rank(run, rank)
-        lines = found["summary"]
+        summary = summary_of_rank(run, rank)
+        lines = summary["summary"]
         assert lines[:, Column.STEP].tolist() == [0, 1, 2, 3]
         assert not lines[:, Column.LATE].any()
         assert lines[:, Column.ROWS].tolist() == trace.rank_loads[:, rank].tolist()
@@ -38,8 +38,8 @@ def test_a_recorder_stores_what_the_overview_needs(tmp_path):
         assert set(lines[:, Column.EXPERTS].tolist()) == {250_000_000}
         assert set(lines[:, Column.EXPERTS_BACK].tolist()) == {1_500_000_000}
         assert set(lines[:, Column.COST].tolist()) == {625_000_000}
-        assert found["more_lines"].tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
-        np.testing.assert_allclose(found["stage_sums"], trace.seconds[:, rank].sum(axis=0))
+        assert summary["more_lines"].tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
+        np.testing.assert_allclose(summary["stage_sums"], trace.seconds[:, rank].sum(axis=0))
     lines = summary_of_rank(run, 0)["summary"]
     assert lines[:, Column.ROUTED].tolist() == trace.loads.sum(axis=(1, 2)).tolist()
     assert lines[:, Column.PEAK].tolist() == trace.initial_rank_loads.max(axis=1).tolist()
@@ -58,7 +58,7 @@ def test_additions_to_a_record_of_an_earlier_piece_share_a_line():
     assert [len(part) for part in lines_of_additions(nothing)] == [0, 0]
 
 
-def test_times_that_are_no_numbers_count_as_nothing(tmp_path):
+def test_invalid_times_are_clipped(tmp_path):
     with Recorder(tmp_path / "run", TOPOLOGY) as recorder:
         for step, value in enumerate((np.nan, np.inf, -1.0, 3e38)):
             rows = arrived(PLANS[0], 0)
@@ -72,7 +72,7 @@ def test_a_piece_without_records_has_a_summary(tmp_path):
     with Recorder(tmp_path / "late", TOPOLOGY) as recorder:
         recorder.more(step=0, bytes_moved=5)
         recorder.more(step=0, bytes_moved=6)
-    found = summary_of_rank(tmp_path / "late", 0)
-    assert found["summary"][:, [Column.LATE, Column.BYTES]].tolist() == [[1, 11]]
-    assert found["more_lines"].tolist() == [0, 0]
+    late = summary_of_rank(tmp_path / "late", 0)
+    assert late["summary"][:, [Column.LATE, Column.BYTES]].tolist() == [[1, 11]]
+    assert late["more_lines"].tolist() == [0, 0]
     assert len(summary_of_rank(run, 1)["summary"]) == 1

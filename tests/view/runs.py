@@ -11,7 +11,13 @@ from traces import arrived
 
 import ultraep
 from ultraep import BalanceConfig, Recorder, Topology
-from ultraep.trace.schema import BACKWARD, FORWARD
+from ultraep.files.writing import write_text
+from ultraep.tools.view.catalogue import Catalogue
+from ultraep.tools.view.server import ViewServer
+from ultraep.trace.files import read_header, write_arrays
+from ultraep.trace.read import _read_rank
+from ultraep.trace.schema import BACKWARD, FORWARD, SUMMARIES, fields_in_pieces
+from ultraep.trace.summary import summary_of
 
 TOPOLOGY = Topology(ranks=4, experts=12, slots=1)
 CONFIG = BalanceConfig()
@@ -21,94 +27,74 @@ LAYERS, MOMENTS = 3, 10
 def plans_of_run(moments=MOMENTS, layers=LAYERS):
     """By moment and layer."""
     rng = np.random.default_rng(7)
-    found = {}
+    plans = {}
     for moment in range(moments):
         for layer in range(layers):
             loads = rng.integers(0, 30, (TOPOLOGY.ranks, TOPOLOGY.experts))
             loads[:, (moment + 5 * layer) % TOPOLOGY.experts] += 90
-            found[moment, layer] = ultraep.plan(loads, TOPOLOGY, CONFIG)
-    return found
+            plans[moment, layer] = ultraep.plan(loads, TOPOLOGY, CONFIG)
+    return plans
 
 
-def key_of(moment, layer):
-    return {"step": moment // 2, "layer": layer, "microbatch": moment % 2}
-
-
-def add(recorder, plan, key, rank, rng):
-    """A record of one rank, forward and backward."""
-    seconds = dict(zip(FORWARD, rng.random(len(FORWARD)) * 1e-3, strict=True))
-    backward = dict(zip(BACKWARD, rng.random(len(BACKWARD)) * 1e-3, strict=True))
-    moved = int(rng.integers(0, 1000))
-    rows = arrived(plan, rank)
-    assert recorder.add(plan=plan, slot_rows=rows, bytes_moved=moved, seconds=seconds, **key)
-    assert recorder.more(seconds=backward, bytes_moved=moved, **key)
-
-
-def write_run(folder, *, moments=MOMENTS, layers=LAYERS, ranks=None):
-    """A whole trace; `ranks`: those that write."""
-    plans = plans_of_run(moments, layers)
-    for rank in range(TOPOLOGY.ranks) if ranks is None else ranks:
+def write_run(folder, *, moments=MOMENTS, ranks=range(TOPOLOGY.ranks), parts=1):
+    """A whole trace. ranks: the ranks that write. parts: additions with backward per record."""
+    plans = plans_of_run(moments)
+    for rank in ranks:
         rng = np.random.default_rng(rank)
         with Recorder(folder, TOPOLOGY, CONFIG, rank=rank) as recorder:
             for (moment, layer), plan in plans.items():
-                add(recorder, plan, key_of(moment, layer), rank, rng)
+                key = {"step": moment // 2, "layer": layer, "microbatch": moment % 2}
+                moved = int(rng.integers(0, 1000))
+                seconds = dict(zip(FORWARD, rng.random(len(FORWARD)) * 1e-3, strict=True))
+                rows = arrived(plan, rank)
+                recorder.add(plan=plan, slot_rows=rows, bytes_moved=moved, seconds=seconds, **key)
+                for _ in range(parts):
+                    seconds = dict(zip(BACKWARD, rng.random(len(BACKWARD)) * 1e-3, strict=True))
+                    recorder.more(seconds=seconds, bytes_moved=moved, **key)
     return folder
 
 
-def write_pieces(folder, *, moments=MOMENTS, layers=LAYERS, per_piece=4, odd=False, version=4):
-    """The same in pieces as small as these; odd: every rank has pieces of its own size.
+def write_pieces(folder, *, per_piece=4, odd=False, version=4):
+    """The same trace in pieces of a few records.
 
-    version: that of the pieces; before 4 they had no summary.
+    odd: every rank has its own number of records per piece.
+    version: of the pieces; before 4 they had no summary.
     """
-    from ultraep.files.writing import write_text
-    from ultraep.trace.files import write_arrays
-    from ultraep.trace.read import read_trace
-    from ultraep.trace.schema import fields_in_pieces
-    from ultraep.trace.summary import summary_of
-
-    whole = folder.with_name(folder.name + "-whole")
-    write_run(whole, moments=moments, layers=layers)
-    header = read_trace(whole).header
+    whole = write_run(folder.with_name(folder.name + "-whole"))
+    header = read_header(whole)
     folder.mkdir()
     write_text(folder / "header.json", header.to_json())
     for rank in range(header.ranks):
         own = folder / f"rank-{rank:05d}"
         own.mkdir()
-        arrays = _whole_rank(whole, rank)
+        arrays = _read_rank(whole / own.name, header, rank)
         size = per_piece + (rank if odd else 0)
         for number, begin in enumerate(range(0, len(arrays["step"]), size)):
-            rows = slice(begin, begin + size)
-            fields = fields_in_pieces(rank)
-            piece = {
-                n: arrays[n][rows] for n, f in fields.items() if f.shape[0] in "NM" and n in arrays
-            }
-            piece["dropped"] = arrays["dropped"]
-            if rank == 0:
-                ends = np.concatenate([[0], arrays["copy_ends"]])
-                first, last = ends[begin], ends[min(begin + size, len(ends) - 1)]
-                piece["copy_ends"] = (piece["copy_ends"] - first).astype(np.int32)
-                piece |= {name: arrays[name][first:last] for name in ("copies", "quotas")}
+            piece = _rows(arrays, rank, begin, begin + size)
             if version > 3:
                 piece |= summary_of(header, piece)
             write_arrays(own / f"{number:06d}.npz", piece)
     return folder
 
 
-def _whole_rank(folder, rank):
-    """All arrays of a rank; what is told late is in the order of the records."""
-    from ultraep.trace.read import _read_rank, read_trace
-
-    return _read_rank(folder / f"rank-{rank:05d}", read_trace(folder).header, rank)
+def _rows(arrays, rank, begin, end):
+    """Some records of a rank, with their additions and replicas."""
+    fields = fields_in_pieces(rank)
+    piece = {n: a[begin:end] for n, a in arrays.items() if fields[n].shape[0] in "NM"}
+    piece["dropped"] = arrays["dropped"]
+    if rank == 0:
+        ends = np.concatenate([[0], arrays["copy_ends"]])
+        first, last = ends[begin], ends[min(end, len(ends) - 1)]
+        piece["copy_ends"] = (piece["copy_ends"] - first).astype(np.int32)
+        piece |= {name: arrays[name][first:last] for name in ("copies", "quotas")}
+    return piece
 
 
 def change(path, **changes):
-    """Change arrays of a piece; None removes one. Its summary goes: it would not fit."""
-    from ultraep.trace.files import write_arrays
-    from ultraep.trace.schema import SUMMARIES
-
-    with np.load(path) as found:
-        arrays = {name: found[name] for name in found.files if name not in SUMMARIES} | changes
-    write_arrays(path, {name: array for name, array in arrays.items() if array is not None})
+    """Change arrays of a piece; its summary goes, which would not fit."""
+    with np.load(path) as stored:
+        arrays = {name: stored[name] for name in stored.files if name not in SUMMARIES}
+    write_arrays(path, arrays | changes)
 
 
 def wait_for(condition, seconds=60):
@@ -121,19 +107,15 @@ def wait_for(condition, seconds=60):
 @contextmanager
 def served(*paths, live=False, host="127.0.0.1", finished=True):
     """A server of these paths, in a thread."""
-    from ultraep.tools.view.catalogue import Catalogue
-    from ultraep.tools.view.server import open_server
-
-    server = open_server(Catalogue(list(paths), live=live), host=host)
+    server = ViewServer(Catalogue(list(paths), live=live), host, 0)
     thread = threading.Thread(target=server.run)
     thread.start()
     try:
-        wait_for(lambda: server.server.started)
         if finished:
-            shown = server.catalogue.shown
-            wait_for(lambda: all(one.trace is None or one.trace.finished for one in shown))
+            items = server.catalogue.items
+            wait_for(lambda: all(item.trace is None or item.trace.finished for item in items))
         yield server
     finally:
-        server.server.should_exit = True
+        server.shutdown()
         thread.join(30)
         assert not thread.is_alive()

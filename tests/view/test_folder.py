@@ -1,8 +1,7 @@
-"""What is read piece by piece is what the trace holds; damage is told, and the rest is there."""
+"""The viewer reads piece by piece what the trace holds; it names damage and shows the rest."""
 
 import json
 import shutil
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,23 +14,12 @@ from ultraep.tools.view import catalogue as catalogue_module
 from ultraep.tools.view import table, traces
 from ultraep.tools.view.catalogue import Catalogue, look
 from ultraep.tools.view.record import numbers_of, stages_of
-from ultraep.tools.view.traces import SERVED, TIMED, FileTrace, FolderTrace
+from ultraep.tools.view.traces import FileTrace, FolderTrace
 from ultraep.trace import files
 from ultraep.trace.files import read_piece, write_arrays
 from ultraep.trace.schema import KEY, Column, fields_in_pieces
 from ultraep.trace.summary import summary_of
-from view.runs import (
-    CONFIG,
-    LAYERS,
-    MOMENTS,
-    TOPOLOGY,
-    change,
-    key_of,
-    plans_of_run,
-    wait_for,
-    write_pieces,
-    write_run,
-)
+from view.runs import LAYERS, MOMENTS, TOPOLOGY, change, wait_for, write_pieces, write_run
 
 EXPERTS = ("experts", "experts back")
 COST = ("plan", "verify", "replicate", "weights again", "reduce")
@@ -42,9 +30,9 @@ def never():
 
 
 def read(folder, **options):
-    index = FolderTrace(folder, **options)
-    index.read(never)
-    return index
+    trace = FolderTrace(folder, **options)
+    trace.read(never)
+    return trace
 
 
 @pytest.fixture(scope="module")
@@ -52,71 +40,61 @@ def pieces(tmp_path_factory):
     return write_pieces(tmp_path_factory.mktemp("pieces") / "run", odd=True)
 
 
-def check_equal(found, trace):
-    """All that a table holds, beside the trace."""
-    np.testing.assert_array_equal(found.step, trace.step)
-    np.testing.assert_array_equal(found.layer, trace.layer)
-    np.testing.assert_array_equal(found.microbatch, trace.microbatch)
-    np.testing.assert_array_equal(found.before, trace.imbalance_before)
-    np.testing.assert_array_equal(found.after, trace.imbalance_after)
-    np.testing.assert_array_equal(found.copies, trace.num_copies)
-    np.testing.assert_array_equal(found.bytes, trace.bytes_moved.sum(axis=1))
+def check_equal(shown, trace):
+    """Compare a table with the trace."""
+    for name in KEY:
+        np.testing.assert_array_equal(getattr(shown, name), trace.arrays[name])
+    np.testing.assert_array_equal(shown.before, trace.imbalance_before)
+    np.testing.assert_array_equal(shown.after, trace.imbalance_after)
+    np.testing.assert_array_equal(shown.copies, trace.num_copies)
+    np.testing.assert_array_equal(shown.bytes, trace.bytes_moved.sum(axis=1))
     own = trace.seconds[:, :, np.isin(trace.header.stages, EXPERTS)]
     slowest, mean = own.max(axis=1).sum(axis=1), own.sum(axis=2).mean(axis=1)
-    np.testing.assert_allclose(found.lost, slowest - mean, rtol=1e-5, atol=1e-9)
+    np.testing.assert_allclose(shown.lost, slowest - mean, rtol=1e-5, atol=1e-9)
     saved = np.where(trace.num_copies > 0, mean * trace.imbalance_before - slowest, 0)
-    np.testing.assert_allclose(found.saved, saved, rtol=1e-5, atol=1e-9)
+    np.testing.assert_allclose(shown.saved, saved, rtol=1e-5, atol=1e-9)
     cost = trace.seconds[:, :, np.isin(trace.header.stages, COST)].sum(axis=2).max(axis=1)
-    np.testing.assert_allclose(found.cost, cost, rtol=1e-5)
-    np.testing.assert_allclose(found.stages, trace.seconds.mean(axis=0).max(axis=0), rtol=1e-6)
+    np.testing.assert_allclose(shown.cost, cost, rtol=1e-5)
+    np.testing.assert_allclose(shown.stages, trace.seconds.mean(axis=0).max(axis=0), rtol=1e-6)
 
 
-def places_in(trace, found):
-    """Where the records of a table stand in the trace."""
-    keys = zip(*(trace.arrays[name].tolist() for name in KEY), strict=True)
-    place = {key: n for n, key in enumerate(keys)}
-    return [place[tuple(found.key(n))] for n in range(len(found))]
+def check_records(shown, trace):
+    """Compare every record with the record of the trace."""
+    for n in range(len(trace)):
+        alone, own = trace.take(np.array([n])), shown.record(shown.table.key(n))
+        assert numbers_of(own) == numbers_of(alone)
+        assert stages_of(own) == stages_of(alone)
 
 
-@pytest.mark.parametrize("kind", ["one piece", "pieces", "file"])
-def test_a_table_holds_what_the_trace_holds(kind, run, pieces, trace, tmp_path):
-    if kind == "file":
+@pytest.mark.parametrize("source", ["one piece", "pieces", "pieces of version 3", "file"])
+def test_table_and_records_equal_the_trace(source, run, pieces, trace, tmp_path):
+    if source == "file":
         trace.save(tmp_path / "run.npz")
-        found = FileTrace(tmp_path / "run.npz")
+        shown = FileTrace(tmp_path / "run.npz")
     else:
-        found = read(run if kind == "one piece" else pieces)
-    check_equal(found.table, trace if kind != "pieces" else ultraep.read_trace(pieces))
-    assert (found.finished, found.notes, found.left_out, found.dropped) == (True, [], 0, 0)
+        if source == "pieces of version 3":
+            pieces = write_pieces(tmp_path / "run", version=3)
+        folder = run if source == "one piece" else pieces
+        shown, trace = read(folder), ultraep.read_trace(folder)
+    check_equal(shown.table, trace)
+    check_records(shown, trace)
+    assert (shown.finished, shown.notes, shown.left_out, shown.dropped) == (True, [], 0, 0)
 
 
-def check_records(index, trace):
-    """Every record, beside that of the trace."""
+def test_a_record_shows_its_plan(trace):
     for n in range(len(trace)):
-        alone = trace.take(np.array([n]))
-        key = tuple(int(trace.arrays[name][n]) for name in KEY)
-        assert numbers_of(index.record(key, SERVED)) == numbers_of(alone)
-        assert stages_of(index.record(key, TIMED)) == stages_of(alone)
-
-
-def test_a_record_is_that_of_the_trace(pieces):
-    trace = ultraep.read_trace(pieces)
-    check_records(read(pieces), trace)
-    for n in range(len(trace)):
-        found = numbers_of(trace.take(np.array([n])))
-        assert found["before"] == pytest.approx(trace.imbalance_before[n], abs=1e-6)
-        assert found["after"] == pytest.approx(trace.imbalance_after[n], abs=1e-6)
-        plan, copies = trace.plan(n), found["copies"]["list"]
-        assert sorted((c["expert"], c["host"], c["slot"], c["tokens"]) for c in copies) == sorted(
-            (*copy, quota)
-            for copy, quota in zip(plan.replicas.tolist(), plan.quotas.tolist(), strict=True)
+        plan = trace.plan(n)
+        copies = numbers_of(trace.take(np.array([n])))["copies"]["list"]
+        shown = sorted((c["expert"], c["path"][-1], c["slot"], c["rows"]) for c in copies)
+        assert shown == sorted(
+            (*replica, quota)
+            for replica, quota in zip(plan.replicas.tolist(), plan.quotas.tolist(), strict=True)
         )
-        for copy in copies:
-            assert copy["way"][0] == TOPOLOGY.home_of_expert[copy["expert"]]
-            assert copy["way"][-1] == copy["host"]
+        assert all(c["path"][0] == TOPOLOGY.home_of_expert[c["expert"]] for c in copies)
 
 
-def test_times_that_were_told_at_another_time(tmp_path):
-    """A stage of forward told late, one of backward told at once: as `read_trace` has them."""
+def test_stages_recorded_with_the_other_pass(tmp_path):
+    """A forward stage in an addition, a backward stage in the record: as in `read_trace`."""
     plan = plan_for(0)
     for rank in range(2):
         with ultraep.Recorder(tmp_path / "run", plan.topology, rank=rank) as recorder:
@@ -126,39 +104,24 @@ def test_times_that_were_told_at_another_time(tmp_path):
     check_records(read(tmp_path / "run"), ultraep.read_trace(tmp_path / "run"))
 
 
-@pytest.mark.parametrize("version", [3, 4])
-def test_records_of_rank_0_are_shown_before_the_other_ranks_were_read(tmp_path, version):
-    """Also of a trace without summaries, which are computed then."""
-    run = write_pieces(tmp_path / "run", version=version)
-    index, trace = FolderTrace(run), ultraep.read_trace(run)
-    index.read(lambda: index.version > 0)
-    assert not index.complete
-    assert not index.finished
-    early = index.table
-    np.testing.assert_array_equal(early.before, trace.imbalance_before)
-    np.testing.assert_array_equal(early.copies, trace.num_copies)
-    for name in ("after", "bytes", "lost", "saved", "cost"):
-        assert np.isnan(getattr(early, name)).all()
-    assert table.overview(early)["totals"]["after"] is None
-    with pytest.raises(ConfigError, match="not all ranks were read yet"):
-        index.record(early.key(0), SERVED)
-    index.read(never)
-    assert index.complete
-    assert index.notes == []
-    check_equal(index.table, trace)
-    check_records(index, trace)
+def test_the_table_grows_while_the_trace_is_read(pieces, monkeypatch):
+    monkeypatch.setattr(traces, "PUBLISH_SECONDS", 0.0)
+    trace, sizes = FolderTrace(pieces), []
+    trace.read(lambda: bool(sizes.append(len(trace.table))))
+    assert sizes == sorted(sizes)
+    assert 0 < sizes[len(sizes) // 2] < MOMENTS * LAYERS == len(trace.table)
 
 
-def test_a_summary_is_read_in_place_of_the_loads(pieces, monkeypatch):
-    asked = []
+def test_the_table_needs_only_the_summaries(pieces, monkeypatch):
+    requested = []
 
-    def noting(path, header, rank, names=None, **more):
-        asked.append(names)
-        return read_piece(path, header, rank, names, **more)
+    def noting(path, header, rank, names=None):
+        requested.append(names)
+        return read_piece(path, header, rank, names)
 
     monkeypatch.setattr(traces, "read_piece", noting)
-    check_equal(read(pieces).table, ultraep.read_trace(pieces))
-    assert set(asked) == {("summary", "stage_sums", "dropped")}
+    read(pieces)
+    assert set(requested) == {("summary", "stage_sums", "dropped")}
 
 
 @pytest.mark.parametrize("first", [True, False])
@@ -169,46 +132,40 @@ def test_a_piece_without_a_record_of_its_own(tmp_path, first):
         with ultraep.Recorder(tmp_path / "late", TOPOLOGY, rank=rank) as recorder:
             recorder.more(step=0, seconds={"reduce": 1.0})
         late = tmp_path / f"late/rank-{rank:05d}/000000.npz"
-        assert len(read_arrays(late)["step"]) == 0
         whole, behind = (run / f"rank-{rank:05d}/00000{number}.npz" for number in (0, 1))
         if first:
             whole = whole.rename(behind)
         shutil.copy(late, whole.with_name("000000.npz") if first else behind)
-    index, trace = read(run), ultraep.read_trace(run)
-    assert index.notes == []
-    check_equal(index.table, trace)
-    check_records(index, trace)
+    shown, trace = read(run), ultraep.read_trace(run)
+    assert shown.notes == []
+    check_equal(shown.table, trace)
+    check_records(shown, trace)
 
 
 def test_an_exception_ends_the_reading_of_one_trace_only(run, tmp_path, monkeypatch):
     for name in ("bad", "good"):
         shutil.copytree(run, tmp_path / name)
-    read_rightly = FolderTrace.read
+    read_folder = FolderTrace.read
 
     def read_or_fail(self, stop):
         if self.path.name == "bad":
             raise IndexError("arrays used as indices must be of integer type")
-        return read_rightly(self, stop)
+        return read_folder(self, stop)
 
     monkeypatch.setattr(FolderTrace, "read", read_or_fail)
-    told = []
-    catalogue = Catalogue([tmp_path], warn=told.append)
-    catalogue.start()
-    try:
-        bad, good = catalogue.shown
-        wait_for(lambda: bad.trace.finished and good.trace.finished)
-        assert len(good.trace.table) == MOMENTS * LAYERS
-        assert good.trace.notes == []
-        (note,) = bad.trace.notes
-        assert "only a part is shown" in note
-        assert "IndexError: arrays used as indices" in note
-        wait_for(lambda: told == [note])
-    finally:
-        catalogue.close()
+    warnings = []
+    catalogue = Catalogue([tmp_path], warn=warnings.append)
+    catalogue.read_all()
+    catalogue.close()
+    assert len(catalogue.trace("good").table) == MOMENTS * LAYERS
+    assert catalogue.trace("good").notes == []
+    assert catalogue.trace("bad").notes == warnings
+    assert "the rest is missing: an error of ultraep" in warnings[0]
+    assert "IndexError: arrays used as indices" in warnings[0]
 
 
 def test_records_in_another_order_or_twice(tmp_path):
-    """The first of a kind counts, and those that a rank lacks are left out, as in `read_trace`."""
+    """The first record of a key counts; records that a rank lacks are left out."""
     topology = Topology(ranks=2, experts=4, slots=1)
     plans = [plan_for(seed, topology) for seed in range(8)]
     orders = {0: [0, 1, 2, 3, 4, 4, 5], 1: [5, 3, 3, 2, 0, 7, 1]}
@@ -218,108 +175,76 @@ def test_records_in_another_order_or_twice(tmp_path):
                 recorder.add(plan=plans[n], slot_rows=arrived(plans[n], rank), step=n)
             for n in reversed(order):
                 recorder.more(step=n, bytes_moved=n, seconds={"reduce": 0.5})
-    trace, index = ultraep.read_trace(tmp_path / "run"), read(tmp_path / "run")
-    found = index.table
-    np.testing.assert_array_equal(found.step, trace.step)
-    np.testing.assert_array_equal(found.after, trace.imbalance_after)
-    np.testing.assert_array_equal(found.bytes, trace.bytes_moved.sum(axis=1))
-    assert index.left_out == trace.left_out
+    trace, shown = ultraep.read_trace(tmp_path / "run"), read(tmp_path / "run")
+    np.testing.assert_array_equal(shown.table.step, trace.step)
+    np.testing.assert_array_equal(shown.table.after, trace.imbalance_after)
+    np.testing.assert_array_equal(shown.table.bytes, trace.bytes_moved.sum(axis=1))
+    assert shown.left_out == trace.left_out
+    with pytest.raises(ConfigError, match="no such record, or not all ranks have it yet"):
+        shown.record((4, 0, 0))
 
 
-def test_ranks_that_write_less_are_waited_for(tmp_path):
-    plans = [plan_for(seed) for seed in range(6)]
-    record(tmp_path / "run", plans, ranks={0: 6, 1: 4})
-    index = read(tmp_path / "run")
-    assert len(index.table) == 4
-    assert index.left_out == 2
-    with pytest.raises(ConfigError, match="no such record, or not all ranks have it"):
-        index.record((5, 0, 0), SERVED)
-
-
-def write_parts(folder):
-    """A run whose ranks tell of backward in three parts, of the same stages."""
-    for rank in range(TOPOLOGY.ranks):
-        rng = np.random.default_rng(rank)
-        with ultraep.Recorder(folder, TOPOLOGY, CONFIG, rank=rank) as recorder:
-            for place, plan in plans_of_run().items():
-                key, rows = key_of(*place), arrived(plan, rank)
-                seconds = {"experts": rng.random(), "plan": rng.random()}
-                assert recorder.add(plan=plan, slot_rows=rows, seconds=seconds, **key)
-                for _ in range(3):
-                    seconds = {"experts back": rng.random(), "reduce": rng.random()}
-                    assert recorder.more(seconds=seconds, **key)
-    return folder
-
-
-def test_parts_of_a_stage_are_added_up_before_ranks_are_compared(tmp_path):
-    """At once, and with each part of backward in a piece of its own, read one after the other."""
-    parts = write_parts(tmp_path / "parts")
+def test_additions_in_later_pieces_are_added_up_before_ranks_are_compared(tmp_path):
+    """With each part of backward in its own piece, read one after the other."""
+    parts, folder = write_run(tmp_path / "parts", parts=3), tmp_path / "run"
     trace = ultraep.read_trace(parts)
     check_equal(read(parts).table, trace)
-    header = trace.header
-    folder = tmp_path / "run"
     folder.mkdir()
-    (folder / "header.json").write_text((parts / "header.json").read_text())
-    rows = [slice(place, None, 3) for place in range(3)]
-    index = FolderTrace(folder, live=True)
-    for number, late in enumerate(rows):
-        for rank in range(header.ranks):
+    shutil.copy(parts / "header.json", folder)
+    shown = FolderTrace(folder, live=True)
+    for number in range(3):
+        for rank in range(TOPOLOGY.ranks):
             own, fields = folder / f"rank-{rank:05d}", fields_in_pieces(rank)
             own.mkdir(exist_ok=True)
-            with np.load(parts / own.name / "000000.npz") as whole:
-                piece = {name: whole[name] for name in whole.files if name in fields}
+            piece = read_piece(parts / own.name / "000000.npz", trace.header, rank)
             for name, array in piece.items():
                 if fields[name].shape[0] == "M":
-                    piece[name] = array[late]
+                    piece[name] = array[number::3]
                 elif number and fields[name].shape[0] in "NC":
                     piece[name] = array[:0]
-            write_arrays(own / f"{number:06d}.npz", piece | summary_of(header, piece))
-        index.read(never)
-    check_equal(index.table, trace)
+            write_arrays(own / f"{number:06d}.npz", piece | summary_of(trace.header, piece))
+        shown.read(never)
+    check_equal(shown.table, trace)
 
 
-# -- while it is written -------------------------------------------------------------------------
+# -- live ----------------------------------------------------------------------------------------
 
 
 def test_a_run_is_followed_piece_by_piece(pieces, tmp_path):
-    """In any order in which ranks may write: the end is what the trace holds."""
+    """In any order in which ranks may write, the table ends up equal to the trace."""
     grown = tmp_path / "run"
     grown.mkdir()
     shutil.copy(pieces / "header.json", grown)
-    index = FolderTrace(grown, live=True)
-    index.read(never)
-    assert len(index.table) == 0
-    files = sorted(path.relative_to(pieces) for path in pieces.rglob("*.npz"))
-    files.sort(key=lambda path: (path.name, -int(str(path.parent)[-1])))  # rank 0 comes last
-    seen = [0]
-    for path in files:
+    shown, sizes = read(grown, live=True), [0]
+    written = sorted(path.relative_to(pieces) for path in pieces.rglob("*.npz"))
+    written.sort(key=lambda path: (path.name, -int(str(path.parent)[-1])))  # rank 0 comes last
+    for path in written:
         (grown / path).parent.mkdir(exist_ok=True)
         shutil.copy(pieces / path, grown / path)
-        index.read(never)
-        seen.append(len(index.table))
-    assert seen == sorted(seen)
-    check_equal(index.table, ultraep.read_trace(pieces))
-    assert index.finished
-    assert index.notes == []
+        shown.read(never)
+        sizes.append(len(shown.table))
+    assert sizes == sorted(sizes)
+    check_equal(shown.table, ultraep.read_trace(pieces))
+    assert (shown.finished, shown.notes) == (True, [])
 
 
-def test_a_folder_that_vanishes_and_comes_back(run, tmp_path, monkeypatch):
+def test_a_folder_that_disappears_and_comes_back(run, tmp_path, monkeypatch):
     monkeypatch.setattr(catalogue_module, "PERIOD", 0.02)
     catalogue = Catalogue([tmp_path / "run"], live=True)
-    assert catalogue.shown == []
+    assert catalogue.items == []
     catalogue.start()
     try:
         write_run(tmp_path / "run", moments=2)
-        wait_for(lambda: catalogue.shown and catalogue.shown[0].trace is not None)
-        shown = catalogue.shown[0]
-        wait_for(lambda: len(shown.trace.table) == 2 * LAYERS)
+        wait_for(lambda: catalogue.items and catalogue.items[0].trace is not None)
+        item = catalogue.items[0]
+        wait_for(lambda: len(item.trace.table) == 2 * LAYERS)
         shutil.rmtree(tmp_path / "run")
-        wait_for(lambda: shown.gone)
-        assert len(shown.trace.table) == 2 * LAYERS
+        wait_for(lambda: item.gone)
+        assert len(item.trace.table) == 2 * LAYERS
         with pytest.raises(FileError):
-            catalogue.trace(0).record((0, 0, 0), SERVED)
+            catalogue.trace("run").record((0, 0, 0))
         shutil.copytree(run, tmp_path / "run")
-        wait_for(lambda: not shown.gone and len(shown.trace.table) == MOMENTS * LAYERS)
+        wait_for(lambda: not item.gone and len(item.trace.table) == MOMENTS * LAYERS)
     finally:
         catalogue.close()
 
@@ -327,36 +252,31 @@ def test_a_folder_that_vanishes_and_comes_back(run, tmp_path, monkeypatch):
 # -- damage --------------------------------------------------------------------------------------
 
 
-def test_a_damaged_piece_is_told_and_the_rest_is_there(pieces, tmp_path):
-    shutil.copytree(pieces, tmp_path / "run")
-    path = tmp_path / "run/rank-00001/000001.npz"
+def test_a_damaged_piece_is_named_and_the_rest_is_shown(pieces, tmp_path):
+    run = shutil.copytree(pieces, tmp_path / "run")
+    path = run / "rank-00001/000001.npz"
     path.write_bytes(path.read_bytes()[:200])
-    index = read(tmp_path / "run")
-    assert len(index.notes) == 1
-    assert "000001.npz: cannot be read" in index.notes[0]
-    assert 0 < len(index.table) < MOMENTS * LAYERS
-    trace = ultraep.read_trace(pieces)
-    wanted = places_in(trace, index.table)
-    np.testing.assert_array_equal(index.table.before, trace.imbalance_before[wanted])
-    np.testing.assert_array_equal(index.table.bytes, trace.bytes_moved.sum(axis=1)[wanted])
+    shown, trace = read(run), ultraep.read_trace(pieces)
+    assert len(shown.notes) == 1
+    assert "000001.npz: cannot be read" in shown.notes[0]
+    assert 0 < len(shown.table) < MOMENTS * LAYERS
+    keys = list(zip(*(trace.arrays[name].tolist() for name in KEY), strict=True))
+    rows = [keys.index(shown.table.key(n)) for n in range(len(shown.table))]
+    np.testing.assert_array_equal(shown.table.before, trace.imbalance_before[rows])
+    np.testing.assert_array_equal(shown.table.bytes, trace.bytes_moved.sum(axis=1)[rows])
 
 
-def test_a_piece_that_is_missing_is_told(pieces, tmp_path):
-    shutil.copytree(pieces, tmp_path / "run")
-    (tmp_path / "run/rank-00002/000002.npz").unlink()
-    (tmp_path / "run/rank-00009").mkdir()
-    notes = " ".join(read(tmp_path / "run").notes)
+def test_a_missing_piece_is_named(pieces, tmp_path):
+    run = shutil.copytree(pieces, tmp_path / "run")
+    (run / "rank-00002/000002.npz").unlink()
+    (run / "rank-00009").mkdir()
+    notes = " ".join(read(run).notes)
     assert "000003.npz: not read, 000002.npz before it is missing" in notes
-    assert "rank-00009: a rank too many, the trace is one of 4" in notes
-
-
-def change_header(folder, **changes):
-    path = folder / "header.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    assert "rank-00009: not read, the trace has only 4 ranks" in notes
 
 
 HEADERS = {
-    "newer": ({"version": 99}, "a trace of version 99, this program reads versions 1 to"),
+    "newer": ({"version": 99}, "version 99, this program reads versions 1 to"),
     "foreign": ({"format": "other"}, "not the header of a trace"),
     "hostile": ({"ranks": 10**9}, "ranks must lie between"),
     "unknown": ({"more": 1}, "missing or unknown: more"),
@@ -366,119 +286,125 @@ HEADERS = {
 @pytest.mark.parametrize("name", HEADERS)
 def test_a_trace_that_cannot_be_opened_leaves_the_others(name, run, tmp_path):
     changes, words = HEADERS[name]
-    shutil.copytree(run, tmp_path / "bad")
-    shutil.copytree(run, tmp_path / "good")
-    change_header(tmp_path / "bad", **changes)
+    for copy in ("bad", "good"):
+        shutil.copytree(run, tmp_path / copy)
+    header = tmp_path / "bad/header.json"
+    header.write_text(json.dumps(json.loads(header.read_text()) | changes))
     catalogue = Catalogue([tmp_path])
-    assert [bool(one.error) for one in catalogue.shown] == [True, False]
-    assert words in catalogue.errors[0]
     catalogue.read_all()
-    assert len(catalogue.trace(1).table) == MOMENTS * LAYERS
-    with pytest.raises(FileError, match=words.split(",")[0]):
-        catalogue.trace(0)
     catalogue.close()
+    assert len(catalogue.errors) == 1
+    assert words in catalogue.errors[0]
+    assert len(catalogue.trace("good").table) == MOMENTS * LAYERS
+    with pytest.raises(FileError, match=words.split(",")[0]):
+        catalogue.trace("bad")
 
 
-def test_copies_that_make_no_sense_are_counted(run, tmp_path):
-    shutil.copytree(run, tmp_path / "run")
-    path = tmp_path / "run/rank-00000/000000.npz"
-    arrays = read_arrays(path)
-    change(path, copies=np.full_like(arrays["copies"], 10**6))
-    index = read(tmp_path / "run")
-    found = numbers_of(index.record(index.table.key(0), SERVED))
-    assert found["unusable"] == index.table.copies[0] > 0
-    assert found["copies"]["list"] == []
+def test_replicas_that_make_no_sense_are_counted(run, tmp_path):
+    path = shutil.copytree(run, tmp_path / "run") / "rank-00000/000000.npz"
+    change(path, copies=np.full_like(read_arrays(path)["copies"], 10**6))
+    shown = read(tmp_path / "run")
+    numbers = numbers_of(shown.record(shown.table.key(0)))
+    assert numbers["unusable"] == shown.table.copies[0] > 0
+    assert numbers["copies"]["list"] == []
 
 
-def test_numbers_that_are_none_do_no_harm(run, trace, tmp_path):
-    shutil.copytree(run, tmp_path / "run")
-    path = tmp_path / "run/rank-00001/000000.npz"
-    arrays = {name: array.copy() for name, array in read_arrays(path).items()}
-    arrays["seconds"][:5] = [[np.nan], [np.inf], [-np.inf], [3e38], [-1]]
-    arrays["began"] = np.where(np.arange(len(arrays["began"])) % 2, np.inf, np.nan)
-    arrays["bytes_moved"][:] = 2**62
-    change(path, **{name: arrays[name] for name in ("seconds", "began", "bytes_moved")})
+def test_any_number_becomes_valid_json(run, tmp_path):
+    path = shutil.copytree(run, tmp_path / "run") / "rank-00001/000000.npz"
+    seconds = read_arrays(path)["seconds"].copy()
+    seconds[:5] = [[np.nan], [np.inf], [-np.inf], [3e38], [-1]]
+    began = np.where(np.arange(len(seconds)) % 2, np.inf, np.nan)
+    change(path, seconds=seconds, began=began, bytes_moved=np.full(len(seconds), 2**62))
     ultraep.read_trace(tmp_path / "run").save(tmp_path / "run.npz")
-    for index in (read(tmp_path / "run"), FileTrace(tmp_path / "run.npz")):
-        json.dumps(table.overview(index.table), allow_nan=False)
-        json.dumps(table.heat(index.table, "lost"), allow_nan=False)
-    index = read(tmp_path / "run")
-    for place in range(3):
-        json.dumps(stages_of(index.record(index.table.key(place), TIMED)), allow_nan=False)
+    for shown in (read(tmp_path / "run"), FileTrace(tmp_path / "run.npz")):
+        json.dumps(table.overview(shown.table), allow_nan=False)
+        json.dumps(table.heat(shown.table, "lost"), allow_nan=False)
+        for place in range(3):
+            json.dumps(stages_of(shown.record(shown.table.key(place))), allow_nan=False)
 
 
-def test_a_piece_that_claims_too_much_is_told(run, tmp_path, monkeypatch):
+def test_a_piece_that_claims_too_much_is_refused(run, monkeypatch):
     monkeypatch.setattr(files, "SMALL", 100)
     monkeypatch.setattr(files, "RATIO", 0.01)
-    index = read(run)
-    assert len(index.table) == 0
-    assert "bytes that claim to unpack to" in index.notes[0]
+    shown = read(run)
+    assert len(shown.table) == 0
+    assert "bytes that claim to unpack to" in shown.notes[0]
 
 
-def test_a_summary_that_does_not_fit_is_told(run, tmp_path):
-    """Records behind additions; rows that the arrays do not have."""
-    shutil.copytree(run, tmp_path / "run")
-    path = tmp_path / "run/rank-00000/000000.npz"
+def test_a_summary_that_contradicts_the_piece(run, tmp_path):
+    path = shutil.copytree(run, tmp_path / "run") / "rank-00000/000000.npz"
     arrays = read_arrays(path)
     swapped = arrays["summary"].copy()
     swapped[0, Column.LATE] = 1
     write_arrays(path, arrays | {"summary": swapped})
-    assert "the summary has records behind additions" in read(tmp_path / "run").notes[0]
+    assert "the summary has records after additions" in read(tmp_path / "run").notes[0]
     arrays |= {name: arrays[name][:1] for name in ("loads", "policy", "rates", "copy_ends")}
     write_arrays(path, arrays)
-    catalogue = Catalogue([tmp_path / "run"])
-    catalogue.read_all()
+    shown = read(tmp_path / "run")
     with pytest.raises(FileError, match=r"000000\.npz"):
-        catalogue.trace(0).record(catalogue.trace(0).table.key(5), SERVED)
-    catalogue.close()
+        shown.record(shown.table.key(5))
+
+
+@pytest.mark.parametrize("spoil", ["cut", "shape", "removed"])
+def test_a_piece_that_changes_after_it_was_read(pieces, tmp_path, spoil):
+    shown = read(shutil.copytree(pieces, tmp_path / "run"))
+    path = tmp_path / "run/rank-00001/000001.npz"
+    words = {"cut": "truncated or damaged", "shape": "began must be float64", "removed": "no such"}
+    if spoil == "cut":
+        path.write_bytes(path.read_bytes()[:200])
+    elif spoil == "shape":
+        change(path, began=np.zeros((5, 3)))
+    else:
+        path.unlink()
+    with pytest.raises(FileError, match=words[spoil]):
+        shown.record(shown.table.key(6))
+
+
+# -- numbers that are drawn ----------------------------------------------------------------------
 
 
 def test_too_many_layers_are_refused(run, monkeypatch):
     monkeypatch.setattr(table, "MOST_LAYERS", 2)
-    for draw in (table.overview, lambda one: table.heat(one, "before")):
+    for draw in (table.overview, lambda shown: table.heat(shown, "before")):
         with pytest.raises(ConfigError, match="3 layers, at most 2 are shown"):
             draw(read(run).table)
 
 
-# -- what is drawn -------------------------------------------------------------------------------
-
-
 def test_points_stand_for_several_moments(trace, run):
-    found = table.overview(read(run).table, most=4)
-    assert (found["steps_per_point"], found["step"]) == (3, [0, 3, 6, 9])
-    moment = trace.step * 2 + trace.microbatch
-    for at, begin in enumerate(found["step"]):
+    numbers = table.overview(read(run).table, most=4)
+    assert (numbers["steps_per_point"], numbers["step"]) == (3, [0, 3, 6, 9])
+    moment, lines = trace.step * 2 + trace.microbatch, numbers["lines"]
+    for at, begin in enumerate(numbers["step"]):
         own = (moment >= begin) & (moment < begin + 3)
-        spans = found["lines"]["before"]
-        assert spans["mean"][at] == pytest.approx(trace.imbalance_before[own].mean(), abs=1e-6)
-        assert spans["max"][at] == pytest.approx(trace.imbalance_before[own].max(), abs=1e-6)
+        before = trace.imbalance_before[own]
+        assert lines["before"]["mean"][at] == pytest.approx(before.mean(), abs=1e-6)
+        assert lines["before"]["max"][at] == pytest.approx(before.max(), abs=1e-6)
         moments = len(np.unique(moment[own]))
-        assert found["lines"]["bytes"][at] == pytest.approx(trace.bytes_moved[own].sum() / moments)
+        assert lines["bytes"][at] == pytest.approx(trace.bytes_moved[own].sum() / moments)
     worst = trace.imbalance_before.argmax()
-    assert found["worst"] == (trace.step[worst], trace.layer[worst], trace.microbatch[worst])
+    assert numbers["worst"] == tuple(trace.arrays[name][worst] for name in KEY)
 
 
 def test_cells_of_the_map_are_means(trace, run):
-    found = table.heat(read(run).table, "after", 2, 8, most=3)
+    numbers = table.heat(read(run).table, "after", 2, 8, most=3)
     moment = trace.step * 2 + trace.microbatch
     for layer in range(LAYERS):
-        for column, begin in enumerate(found["starts"]):
+        for column, begin in enumerate(numbers["starts"]):
             own = (moment >= begin) & (moment < begin + 2) & (trace.layer == layer)
             mean = trace.imbalance_after[own].mean()
-            assert found["z"][layer][column] == pytest.approx(mean, abs=1e-6)
+            assert numbers["z"][layer][column] == pytest.approx(mean, abs=1e-6)
 
 
-def test_nothing_is_drawn_of_nothing(tmp_path):
-    record(tmp_path / "run", [])
-    found = read(tmp_path / "run").table
-    assert table.overview(found)["totals"]["records"] == 0
-    assert table.heat(found, "before")["z"] == []
+def test_a_trace_without_records_is_drawn(tmp_path):
+    shown = read(record(tmp_path / "run", [])).table
+    assert table.overview(shown)["totals"]["records"] == 0
+    assert table.heat(shown, "before")["z"] == []
 
 
-# -- what is found -------------------------------------------------------------------------------
+# -- searching -----------------------------------------------------------------------------------
 
 
-def test_what_a_folder_holds(run, tmp_path):
+def test_the_contents_of_a_folder(run, tmp_path):
     shutil.copytree(run, tmp_path / "demo/none/trace")
     shutil.copytree(run, tmp_path / "demo/ultraep/trace")
     (tmp_path / "demo/report.html").write_text("<p>")
@@ -492,12 +418,19 @@ def test_what_a_folder_holds(run, tmp_path):
     assert len(look([run, run])) == 1
 
 
+def test_traces_of_one_name_are_told_apart(run, tmp_path):
+    paths = [shutil.copytree(run, tmp_path / folder / "run") for folder in ("a", "b")]
+    catalogue = Catalogue(paths)
+    catalogue.close()
+    assert [item.name for item in catalogue.items] == ["run", str(tmp_path / "b/run")]
+
+
 @pytest.mark.parametrize(
     ("name", "words"),
     [("gone", "no such file or folder"), ("empty", "nothing to view"), ("a.txt", "not a trace")],
 )
-def test_what_holds_nothing_is_refused(name, words, tmp_path):
+def test_paths_without_traces_are_refused(name, words, tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "a.txt").write_text("x")
     with pytest.raises(FileError, match=words):
-        look([Path(tmp_path, name)])
+        look([tmp_path / name])

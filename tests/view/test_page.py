@@ -1,34 +1,35 @@
 """The page in a real browser: every view, links, clicks, keys, and the numbers that it shows."""
 
+import json
 import re
 import shutil
 
 import numpy as np
 import pytest
 from browser import Browser, chromium
+from cli.test_demo import RESULT
 from traces import arrived
 
 import ultraep
 from ultraep import BalanceConfig, Rates, Recorder, Topology
 from ultraep.hops import Relay
+from ultraep.tools.view import catalogue as catalogue_module
+from ultraep.tools.view.catalogue import Catalogue
+from ultraep.tools.view.export import write_page
 from view.runs import LAYERS, MOMENTS, TOPOLOGY, served, write_run
 
 pytest.importorskip("plotly")
-pytest.importorskip("starlette")
-pytest.importorskip("uvicorn")
 if chromium() is None:
     pytest.skip("no Chromium here", allow_module_level=True)
-
-from ultraep.tools.view.catalogue import Catalogue
-from ultraep.tools.view.export import write_page
 
 VIEWS = {
     "overview": ["imbalance", "layers", "copies", "time"],
     "map": ["map"],
     "record": ["ranks", "flows", "forward", "backward"],
-    "compare": [],
+    "compare": ["runs", "runlayers"],
 }
-LONG_NAME = "the-run-of-last-week-with-a-name-that-tells-all-of-its-settings-2026-11-16"
+LONG_NAME = "the-run-of-last-week-with-a-name-that-lists-all-of-its-settings-2026-11-16"
+ROWS = "[...document.querySelectorAll('{} tbody tr')].map((row) => row.innerText.split('\\t'))"
 
 
 @pytest.fixture(scope="module")
@@ -40,27 +41,27 @@ def server(run, tmp_path_factory):
     shutil.copytree(run, folder / "torn")
     (folder / "torn/header.json").write_text('{"format": "ultraep-trace"')
     (folder / "report.html").write_text("<title>r</title><link rel=icon href='data:,'><p>A report.")
-    with served(folder) as found:
-        yield found
+    with served(folder) as running:
+        yield running
 
 
 @pytest.fixture(scope="module")
 def window(tmp_path_factory):
-    with Browser(tmp_path_factory.mktemp("browser")) as found:
-        yield found
+    with Browser(tmp_path_factory.mktemp("browser")) as browser:
+        yield browser
 
 
 @pytest.fixture
 def page(window, server):
-    """An empty page; at the end, that nothing was said in the console or asked for elsewhere."""
+    """An empty page; afterwards, check that it printed and loaded nothing unexpected."""
     window.open("about:blank")
     window.messages.clear()
     window.requests.clear()
     window.look()
     yield window
     assert window.messages == []
-    asked = {url for url in window.requests if not url.startswith(("data:", "blob:", "about:"))}
-    assert all(url.startswith((server.url, "file:")) for url in asked), asked
+    loaded = {url for url in window.requests if not url.startswith(("data:", "blob:", "about:"))}
+    assert all(url.startswith((server.url, "file:")) for url in loaded), loaded
 
 
 def goto(page, server, link):
@@ -74,90 +75,93 @@ def drawn(page):
     page.wait("document.body && document.body.dataset.shown === location.hash")
 
 
-def number_of(server, name):
-    return next(n for n, one in enumerate(server.catalogue.shown) if one.item.name == name)
+def shows(page, element, words):
+    page.wait(f"document.getElementById('{element}').innerText.includes({json.dumps(words)})")
 
 
 def card(page, name):
-    shown = page.run("[...document.querySelectorAll('#cards div')].map((one) => one.innerText)")
+    shown = page.run("[...document.querySelectorAll('#cards div')].map((card) => card.innerText)")
     return next(text.split("\n")[1:] for text in shown if text.split("\n")[0] == name)
 
 
 @pytest.mark.parametrize(
-    "look", [{}, {"dark": True}, {"width": 390}], ids=["light", "dark", "narrow"]
+    "look", [{"width": 1360}, {"dark": True}, {"width": 390}], ids=["light", "dark", "narrow"]
 )
 @pytest.mark.parametrize("view", VIEWS)
 def test_every_view_is_drawn(page, server, view, look):
     page.look(**look)
-    goto(page, server, f"view={view}&trace={number_of(server, 'run')}")
+    goto(page, server, f"view={view}&trace=run")
     for plot in VIEWS[view]:
         page.wait(f"document.querySelector('#plot-{plot} .main-svg')")
-    wide = page.run("document.documentElement.scrollWidth <= window.innerWidth")
-    assert wide, "it must be scrolled sideways"
+        buttons = f"document.querySelectorAll('#plot-{plot} .modebar-btn')"
+        titles = page.run(f"[...{buttons}].map((button) => button.dataset.title)")
+        assert "Download the numbers as CSV" in titles
+        assert any("PNG" in title or "plot as a" in title for title in titles)
+    assert page.run("document.documentElement.scrollWidth <= window.innerWidth"), "too wide"
     assert page.run("document.getElementById('error').hidden")
 
 
 def test_long_names_fit_a_phone(page, server):
     page.look(width=390)
-    number, other = number_of(server, "run"), number_of(server, LONG_NAME)
-    for link in (f"view=compare&trace={number}&other={other}", f"view=compare&trace={other}"):
+    for link in (f"view=compare&trace=run&also={LONG_NAME}", f"view=compare&trace={LONG_NAME}"):
         goto(page, server, link)
         assert page.run("document.documentElement.scrollWidth <= window.innerWidth")
 
 
-def test_the_numbers_are_those_of_the_trace(page, server, trace):
-    goto(page, server, f"view=overview&trace={number_of(server, 'run')}")
+def test_the_numbers_of_the_trace(page, server, trace):
+    goto(page, server, "view=overview&trace=run")
     assert card(page, "records")[0] == str(len(trace))
-    assert card(page, "imbalance without copies") == [
+    assert card(page, "imbalance without replicas") == [
         f"{trace.imbalance_before.mean():.3f}",
         f"worst {trace.imbalance_before.max():.3f}",
     ]
-    assert card(page, "imbalance with copies")[0] == f"{trace.imbalance_after.mean():.3f}"
-    assert card(page, "copies")[0] == str(trace.num_copies.sum())
+    assert card(page, "imbalance with replicas")[0] == f"{trace.imbalance_after.mean():.3f}"
+    assert card(page, "replicas")[0] == str(trace.num_copies.sum())
     line = page.run("find('plot-imbalance').data[2].y")
     moment = trace.step * 2 + trace.microbatch
-    wanted = [trace.imbalance_before[moment == at].mean() for at in range(MOMENTS)]
-    np.testing.assert_allclose(line, wanted, atol=1e-6)
+    means = [trace.imbalance_before[moment == at].mean() for at in range(MOMENTS)]
+    np.testing.assert_allclose(line, means, atol=1e-6)
     bars = page.run("find('plot-layers').data[1].y")
-    wanted = [trace.of_layer(layer).imbalance_after.mean() for layer in range(LAYERS)]
-    np.testing.assert_allclose(bars, wanted, atol=1e-6)
+    means = [trace.of_layer(layer).imbalance_after.mean() for layer in range(LAYERS)]
+    np.testing.assert_allclose(bars, means, atol=1e-6)
+    text = page.run("csvText(csvRows(find('plot-imbalance').data))")
+    lines = [row.split(",") for row in text.splitlines()]
+    assert lines[0] == ["series", "x", "y", "value"]
+    assert [row[:2] for row in lines[1:3]] == [["without replicas", "0"], ["without replicas", "1"]]
+    assert len(lines) == 1 + 2 * MOMENTS
 
 
-def test_a_link_leads_to_one_microbatch(page, server, trace):
-    link = f"view=record&trace={number_of(server, 'run')}&step=3&layer=2&microbatch=1"
-    goto(page, server, link)
+def test_a_link_opens_one_microbatch(page, server, trace):
+    goto(page, server, "view=record&trace=run&step=3&layer=2&microbatch=1")
     n = int(np.flatnonzero((trace.step == 3) & (trace.layer == 2) & (trace.microbatch == 1))[0])
-    plan = trace.plan(n)
-    told = page.text("told")
-    assert told.startswith("Step 3, microbatch 1, layer 2 (ultraep): imbalance ")
+    plan, words = trace.plan(n), page.text("told")
+    assert words.startswith("Step 3, microbatch 1, layer 2 (ultraep): imbalance ")
     before, after = trace.imbalance_before[n], trace.imbalance_after[n]
-    assert f"imbalance {before:.3f} without copies, {after:.3f} with." in told
+    assert f"imbalance {before:.3f} without replicas, {after:.3f} with." in words
     heights = page.run(
         "find('plot-ranks').data"
         ".map(({x, y, xaxis}) => x.map((rank, at) => [xaxis, rank, y[at]])).flat()"
     )
-    for axis, wanted in (("x", trace.initial_rank_loads[n]), ("x2", trace.rank_loads[n])):
-        found = np.zeros(TOPOLOGY.ranks)
-        for _, rank, rows in (one for one in heights if one[0] == axis):
-            found[rank] += rows
-        np.testing.assert_array_equal(found, wanted)
+    for axis, loads in (("x", trace.initial_rank_loads[n]), ("x2", trace.rank_loads[n])):
+        heights_of_ranks = np.zeros(TOPOLOGY.ranks)
+        for _, rank, rows in (bar for bar in heights if bar[0] == axis):
+            heights_of_ranks[rank] += rows
+        np.testing.assert_array_equal(heights_of_ranks, loads)
+    widths = page.run("find('plot-ranks').data.map(({marker}) => marker.line.width)")
+    assert set(widths) == {0}, "borders would hide small blocks"
     page.run("document.getElementById('listed').open = true")
-    rows = page.run(
-        "[...document.querySelectorAll('#copies tbody tr')].map((row) => row.innerText)"
-    )
     shown = {
-        tuple(re.findall(r"\d+", row.split("\t")[0] + " " + row.split("\t")[3])) for row in rows
+        tuple(re.findall(r"\d+", row[0] + " " + row[3])) for row in page.run(ROWS.format("#copies"))
     }
-    wanted = {(str(c[0]), str(q)) for c, q in zip(plan.replicas, plan.quotas, strict=True)}
-    assert shown == wanted
-    assert "this trace does not tell how weights were to be sent" in page.text("ways")
-    widths = page.run("find('plot-forward').data.filter((one) => one.name === 'experts')[0].x")
+    assert shown == {(str(c[0]), str(q)) for c, q in zip(plan.replicas, plan.quotas, strict=True)}
+    assert "this trace does not contain the relay mode" in page.text("paths")
+    widths = page.run("find('plot-forward').data.filter(({name}) => name === 'experts')[0].x")
     stage = trace.header.stages.index("experts")
     np.testing.assert_allclose(widths, 1e3 * trace.seconds[n, :, stage], atol=1e-3)
 
 
 def spot(page, plot, x, y):
-    """Where a point of a plot is on the screen."""
+    """Return the position of a point of a plot on the screen."""
     return page.run(
         f"""(() => {{
         const plot = find("plot-{plot}"), whole = plot._fullLayout;
@@ -168,17 +172,15 @@ def spot(page, plot, x, y):
     )
 
 
-def test_clicks_lead_to_microbatches(page, server, trace):
-    number = number_of(server, "run")
-    goto(page, server, f"view=overview&trace={number}")
-    moment = trace.step * 2 + trace.microbatch
+def test_clicks_open_microbatches(page, server, trace):
+    goto(page, server, "view=overview&trace=run")
     page.click(*spot(page, "imbalance", 5, "plot.data[2].y[5]"))
     page.wait("location.hash.includes('view=record')")
     drawn(page)
-    own = np.flatnonzero(moment == 5)
+    own = np.flatnonzero(trace.step * 2 + trace.microbatch == 5)
     worst = own[trace.imbalance_before[own].argmax()]
     assert f"step=2&layer={trace.layer[worst]}&microbatch=1" in page.run("location.hash")
-    goto(page, server, f"view=map&trace={number}")
+    goto(page, server, "view=map&trace=run")
     page.click(*spot(page, "map", 4, 2))
     page.wait("location.hash.includes('view=record')")
     assert "step=2&layer=2&microbatch=0" in page.run("location.hash")
@@ -187,128 +189,151 @@ def test_clicks_lead_to_microbatches(page, server, trace):
 
 
 def test_the_keyboard_suffices(page, server, trace):
-    goto(page, server, f"view=overview&trace={number_of(server, 'run')}")
+    goto(page, server, "view=overview&trace=run")
     page.press("2")
     page.wait("document.querySelector('#plot-map .main-svg')")
     for _ in range(30):
         page.press("Tab")
         if page.run("document.activeElement.id") == "plot-map":
             break
-    assert page.run("document.activeElement.id") == "plot-map"
     page.press("ArrowRight", "ArrowRight", "ArrowDown")
     n = int(np.flatnonzero((trace.step == 1) & (trace.layer == 1) & (trace.microbatch == 0))[0])
     assert page.text("cell") == f"layer 1, step 1, microbatch 0: {trace.imbalance_before[n]:.3f}"
     page.press("Enter")
-    page.wait(
-        "document.getElementById('told').innerText.startsWith('Step 1, microbatch 0, layer 1')"
-    )
+    shows(page, "told", "Step 1, microbatch 0, layer 1")
     page.run("document.activeElement.blur()")
     page.press("ArrowRight")
-    page.wait(
-        "document.getElementById('told').innerText.startsWith('Step 1, microbatch 1, layer 1')"
-    )
+    shows(page, "told", "Step 1, microbatch 1, layer 1")
     page.press("ArrowDown")
-    page.wait(
-        "document.getElementById('told').innerText.startsWith('Step 1, microbatch 1, layer 2')"
-    )
+    shows(page, "told", "Step 1, microbatch 1, layer 2")
     page.press("w")
     worst = int(trace.imbalance_before.argmax())
-    wanted = f"Step {trace.step[worst]}, microbatch {trace.microbatch[worst]}"
-    page.wait(f"document.getElementById('told').innerText.startsWith('{wanted}')")
+    shows(page, "told", f"Step {trace.step[worst]}, microbatch {trace.microbatch[worst]}")
     page.press("?")
     page.wait("document.getElementById('help').open")
     page.press("Escape")
     page.wait("!document.getElementById('help').open")
     page.press("]")
-    page.wait(f"location.hash.includes('trace={number_of(server, 'short')}')")
+    page.wait("location.hash.includes('trace=short')")
 
 
-def test_a_trace_beside_its_replay(page, server, trace):
-    number = number_of(server, "run")
-    goto(page, server, f"view=compare&trace={number}&other=replay&policy=none")
-    page.wait("!document.getElementById('compared').hidden")
-    rows = page.run(
-        "[...document.querySelectorAll('#table tbody tr')].map((one) => one.innerText.split('\\t'))"
-    )
+# -- comparing -----------------------------------------------------------------------------------
+
+
+def test_a_trace_and_its_replay(page, server, trace):
+    goto(page, server, "view=compare&trace=run&also=-&policy=none")
+    shows(page, "working", "Replanned 30 records.")
+    rows = page.run(ROWS.format("#table"))
     before, after = trace.imbalance_before.mean(), trace.imbalance_after.mean()
-    assert rows[0][2:4] == [f"{before:.3f}", f"{after:.3f}"]
-    assert rows[1][2:4] == [f"{before:.3f}", f"{before:.3f}"]
-    assert "30 records planned again." in page.text("working")
+    assert rows[0][3:5] == [f"{before:.3f}", f"{after:.3f}"]
+    assert rows[1][3:5] == [f"{before:.3f}", f"{before:.3f}"]
 
 
 def test_a_form_is_filled_in_and_sent_with_keys(page, server):
-    goto(page, server, f"view=compare&trace={number_of(server, 'run')}")
+    goto(page, server, "view=compare&trace=run&also=-&policy=none")
     page.run("document.getElementById('ranks').focus()")
     page.press("3", "Enter")
-    page.wait("!document.getElementById('error').hidden")
-    assert "4 recorded ranks cannot become 3" in page.text("error")
-    page.messages[:] = [one for one in page.messages if "400 (Bad Request)" not in one]
+    shows(page, "error", "4 recorded ranks cannot become 3")
+    page.messages[:] = [text for text in page.messages if "400 (Bad Request)" not in text]
 
 
-def test_two_traces_side_by_side(page, server):
-    number, other = number_of(server, "run"), number_of(server, "short")
-    goto(page, server, f"view=compare&trace={number}&other={other}")
-    page.wait("!document.getElementById('compared').hidden")
-    rows = page.run(
-        "[...document.querySelectorAll('#table tbody tr')].map((one) => one.innerText.split('\\t'))"
-    )
-    assert [row[:2] for row in rows] == [["run", "30"], ["short", "12"]]
-    lines = page.run("find('plot-both').data.map(({name}) => name).filter(Boolean)")
-    assert lines == ["run, without copies", "short, without copies", "run", "short"]
+def test_several_traces_in_one_figure(page, server):
+    goto(page, server, "view=compare&trace=run&also=short")
+    assert [row[:3] for row in page.run(ROWS.format("#table"))] == [
+        ["run", "ultraep", "30"],
+        ["short", "ultraep", "12"],
+    ]
+    lines = page.run("find('plot-runs').data.filter(({name}) => name)")
+    assert [line["name"] for line in lines] == ["run, without replicas", "run", "short"]
+    assert lines[1]["line"]["color"] == lines[2]["line"]["color"], "the colour of the policy"
+    assert lines[1]["line"]["dash"] != lines[2]["line"]["dash"]
+    assert page.run("document.getElementById('trained').hidden")
 
 
-def test_a_damaged_trace_is_told_and_the_rest_is_shown(page, server):
+def test_a_demo_opens_on_the_balanced_run_and_compares_by_itself(window, run, tmp_path):
+    for row in RESULT.policies:
+        folder = shutil.copytree(run, tmp_path / row.policy / "trace")
+        header = json.loads((folder / "header.json").read_text())
+        (folder / "header.json").write_text(json.dumps(header | {"policy": row.policy}))
+    RESULT.save(tmp_path)
+    with served(tmp_path) as server:
+        goto(window, server, "")
+        assert window.text("heading") == "ultraep/trace"
+        goto(window, server, "view=compare")
+        names = [row[0] for row in window.run(ROWS.format("#table"))]
+        assert sorted(names) == sorted(f"{row.policy}/trace" for row in RESULT.policies)
+        losses = window.run("find('plot-loss').data.map(({y}) => y.length)")
+        assert losses == [RESULT.steps] * len(RESULT.policies)
+        window.wait("document.querySelector('#plot-speed .main-svg')")
+        shutil.rmtree(tmp_path / "none")
+    with served(tmp_path) as server:
+        goto(window, server, "view=compare")
+        shows(window, "table", "replay: eplb, EP4")
+        assert window.messages == []
+
+
+# -- notes and errors ----------------------------------------------------------------------------
+
+
+def test_a_damaged_trace_is_named_and_the_rest_is_shown(page, server):
     goto(page, server, "")
     assert "torn/header.json: truncated or damaged" in page.text("notes")
     assert page.run("document.querySelector('#plot-imbalance .main-svg') !== null")
-    goto(page, server, f"view=overview&trace={number_of(server, 'torn')}")
-    page.wait("!document.getElementById('error').hidden")
-    assert "truncated or damaged" in page.text("error")
-    assert page.run("document.getElementById('view-overview').hidden"), "nothing to be drawn"
+    goto(page, server, "view=overview&trace=torn")
+    shows(page, "error", "truncated or damaged")
+    assert page.run("document.getElementById('view-overview').hidden"), "nothing to draw"
     assert "torn (cannot be opened)" in page.run("find('trace').innerText")
 
 
-def test_an_empty_trace_is_told(window, tmp_path):
+def test_an_empty_trace(window, tmp_path):
     write_run(tmp_path / "run", ranks=[0])
     with served(tmp_path / "run") as server:
         goto(window, server, "")
-        assert "nothing was recorded, or nothing that all ranks have" in window.text("notes")
+        assert "the trace has no record that all ranks wrote" in window.text("notes")
         assert window.run("document.getElementById('drawn').hidden")
         for view in ("map", "record", "compare"):
             goto(window, server, f"view={view}")
         assert window.messages == []
 
 
-def test_a_report_is_shown_by_itself(page, server):
-    goto(page, server, "")
-    assert page.run("document.querySelector('#reports a').innerText") == "report.html"
-    page.open(f"{server.url}report/{number_of(server, 'report.html')}")
-    page.wait("document.body && document.body.innerText.includes('A report.')")
+def test_a_missing_record_is_an_error(page, server):
+    goto(page, server, "view=record&trace=run&step=99&layer=0&microbatch=0")
+    shows(page, "error", "no such record")
+    page.messages[:] = [text for text in page.messages if "400 (Bad Request)" not in text]
+
+
+def test_a_report_has_a_way_back(page, server):
+    goto(page, server, "view=record&trace=short")
+    page.run("document.querySelector('#reports a').click()")
+    page.wait("location.hash.includes('view=report&trace=short')")
+    page.wait("frames.length === 1 && !find('view-report').hidden")
+    page.run("document.querySelector('nav a[data-view=record]').click()")
+    shows(page, "told", "microbatch")
+    goto(page, server, "view=report&report=report.html")
+    assert page.run("find('report').getAttribute('src')") == "/report?name=report.html"
 
 
 def test_a_chain_is_drawn_as_it_was_sent(window, tmp_path):
-    """Every copy of an expert hands it on to the next, and the page says that it was told to."""
+    """Every replica passes the weights on to the next one."""
     topology = Topology(ranks=8, experts=16, slots=1)
     loads = np.full((8, 16), 3)
     loads[:, 2] = 200
     config = BalanceConfig(rates=Rates(row=1000, copy=1))
     plan = ultraep.plan(loads, topology, config)
     for rank in range(8):
-        told = {"rank": rank, "relay": Relay("chain", 4)}
-        with Recorder(tmp_path / "run", topology, config, **told) as recorder:
+        options = {"rank": rank, "relay": Relay("chain", 4)}
+        with Recorder(tmp_path / "run", topology, config, **options) as recorder:
             recorder.add(plan=plan, slot_rows=arrived(plan, rank), bytes_moved=10, step=0)
     with served(tmp_path / "run") as server:
         window.look(width=390)
         goto(window, server, "view=record")
-        assert "passed on from copy to copy, as the balancer was told." in window.text("ways")
-        assert "Numbers are ranks" in window.text("ways")
-        assert window.run("find('plot-flows').data[0].node.label.length") == plan.num_replicas + 1
-        assert window.run("find('plot-flows').data[0].node.label[0]") == "1"
-        links = window.run(
-            "(({source, target}) => [source, target])(find('plot-flows').data[0].link)"
-        )
-        assert sorted(links[0]) == list(range(plan.num_replicas))
-        assert f"By its rates ({config.rates} ps) it takes" in window.text("told")
+        assert "passes the weights on to the next, as the balancer was set." in window.text("paths")
+        assert "Numbers are ranks" in window.text("paths")
+        labels = window.run("find('plot-flows').data[0].node.label")
+        assert (len(labels), labels[0]) == (plan.num_replicas + 1, "1")
+        sources = window.run("find('plot-flows').data[0].link.source")
+        assert sorted(sources) == list(range(plan.num_replicas))
+        assert f"Predicted by the rates ({config.rates} ps)" in window.text("told")
         assert "objective time" in window.run("find('facts').textContent")
         window.look()
         goto(window, server, "view=record")
@@ -316,40 +341,48 @@ def test_a_chain_is_drawn_as_it_was_sent(window, tmp_path):
         assert window.messages == []
 
 
-def test_a_record_that_is_not_there_is_told(page, server):
-    goto(page, server, f"view=record&trace={number_of(server, 'run')}&step=99&layer=0&microbatch=0")
-    page.wait("!document.getElementById('error').hidden")
-    assert "no such record" in page.text("error")
-    page.messages[:] = [one for one in page.messages if "400 (Bad Request)" not in one]
+def test_flows_between_two_ranks_differ_in_shade(page, server):
+    goto(page, server, "view=overview&trace=run")
+    replicas = [{"expert": e, "path": [0, 1], "rows": 5, "slot": e} for e in range(3)]
+    link = page.run(f"flowsFigure({json.dumps(replicas)}, 800)[0][0].link")
+    assert len(set(link["color"])) == 3
+    assert link["line"]["width"] == [1, 1, 1]
+    assert link["label"] == ["expert 0", "expert 1", "expert 2"]
 
 
-def test_what_is_exported_needs_nobody(page, run, trace, tmp_path):
+# -- files and running jobs ----------------------------------------------------------------------
+
+
+def test_an_exported_file_needs_no_server(page, run, trace, tmp_path):
     catalogue = Catalogue([run])
     assert write_page(catalogue, tmp_path / "run.html") == len(trace)
     catalogue.close()
-    page.open((tmp_path / "run.html").as_uri())
-    page.wait("document.querySelector('#plot-microbatches .main-svg')")
-    drawn_ones = ("imbalance", "layers", "before", "after", "copies", "time", "microbatches")
-    for plot in (*drawn_ones, "flows", "forward", "backward"):
-        assert page.run(f"document.querySelector('#plot-{plot} .main-svg') !== null"), plot
+    address = (tmp_path / "run.html").as_uri()
+    for view in ("overview", "map", "record"):
+        page.open("about:blank")
+        page.open(f"{address}#view={view}")
+        for plot in VIEWS[view]:
+            page.wait(f"document.querySelector('#plot-{plot} .main-svg')")
     worst = int(trace.imbalance_before.argmax())
-    assert f"imbalance {trace.imbalance_before[worst]:.3f} without copies" in page.text("told")
-    assert all(url.startswith(("file:", "data:", "blob:")) for url in page.requests)
+    words = f"imbalance {trace.imbalance_before[worst]:.3f} without replicas"
+    shows(page, "told", words)
+    page.press("ArrowUp" if trace.layer[worst] else "ArrowDown")
+    page.wait(f"!document.getElementById('told').innerText.includes('{words}')")
+    assert page.run("document.querySelector('nav a[data-view=compare]')") is None
+    assert all(url.startswith(("file:", "data:", "blob:", "about:")) for url in page.requests)
 
 
 def test_the_page_follows_a_running_job(window, tmp_path, monkeypatch):
-    from ultraep.tools.view import catalogue as catalogue_module
-
     monkeypatch.setattr(catalogue_module, "PERIOD", 0.1)
     window.messages.clear()
     with served(tmp_path / "run", live=True, finished=False) as server:
         window.open(server.url)
         window.wait("document.body && document.body.innerText.includes('Waiting for a trace in')")
         write_run(tmp_path / "run", moments=3)
-        window.wait(f"document.body.innerText.includes('Follows the run: {3 * LAYERS} records')")
+        shows(window, "status", f"Follows the run: {3 * LAYERS} records")
         window.wait("document.querySelector('#plot-imbalance .main-svg')")
         shutil.rmtree(tmp_path / "run")
-        window.wait("document.body.innerText.includes('the folder is gone')")
+        shows(window, "notes", "the folder is gone")
         assert window.messages == []
-    window.wait("document.body.innerText.includes('the viewer does not answer')")
+    shows(window, "status", "the viewer does not answer")
     window.messages.clear()

@@ -1,1 +1,1 @@
-"""Files that users name: what is read is bounded, what is written is whole or not there."""
+"""Files that users name: bounded reading, atomic writing."""

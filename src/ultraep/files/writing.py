@@ -1,7 +1,7 @@
-"""Write files that the user names: whole or not at all, and over no file of another program.
+"""Write files that the user names: atomically, and never over a file of another program.
 
-A regular file is written under another name beside it, then renamed. A symbolic link stays, and
-its target is written. A device, a pipe or standard output is streamed to.
+A regular file is written under a temporary name and then renamed. If the path is a symbolic link,
+its target is replaced. A device, a pipe or standard output receives the content as a stream.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from typing import IO
 from ultraep.errors import FileError
 
 STREAMS = (1, 2)  # descriptors of standard output and standard error
-HEAD = 4096  # bytes at the beginning of a file in which its mark stands
-# By what is written: bytes by which an earlier one is recognised.
+HEAD = 4096  # bytes at the beginning of a file that contain its mark
+# Bytes that identify an earlier output of each kind.
 MARKS = {
     "page": b'<meta name="generator" content="ultraep">',
     "picture": b"ultraep",
@@ -31,34 +31,34 @@ MARKS = {
     "trace": b"header.npy",
     "benchmark": b'[\n{"benchmark":',
 }
-Target = tuple[str | Path | None, str]  # a file, and what will be written into it
+Target = tuple[str | Path | None, str]  # a file, and the kind of output for it
 
 
 @contextmanager
 def whole_file(path: str | Path) -> Iterator[IO[bytes]]:
-    """A file to write into; an error, whichever, leaves what was there before.
+    """Open a file for writing; on any error, leave the existing file untouched.
 
-    What the system refuses is a `FileError` that names the path.
+    Errors of the system become a `FileError` that names the path.
     """
     try:
         with _streamed(path) if is_stream(path) else _replaced(path) as file:
             yield file
     except OSError as error:
         if isinstance(error, BrokenPipeError) and _own_stream(path) is not None:
-            raise  # `| head` is no error
+            raise  # `| head` is not an error
         raise FileError(f"{path}: cannot be written: {error.strerror or error}") from None
 
 
 def write_text(path: str | Path, content: str) -> None:
-    """A text file in UTF-8, whole or not at all."""
+    """Write a text file in UTF-8 atomically."""
     with whole_file(path) as file:
         file.write(content.encode("utf-8"))
 
 
 def check_targets(*targets: Target, force: bool = False) -> None:
-    """Refuse files that cannot be written, before anything is computed for them.
+    """Refuse files that cannot be written, before their content is computed.
 
-    A file that exists must be one that this program wrote, unless `force` is set.
+    Unless `force` is set, an existing file must be an output of this program.
     """
     files = [(path, kind) for path, kind in targets if path is not None and not is_stream(path)]
     for path, kind in files:
@@ -74,20 +74,20 @@ def check_targets(*targets: Target, force: bool = False) -> None:
             raise FileError(f"{path}: cannot be written: {error.strerror}") from None
     for path, other in combinations([path for path, _ in files], 2):
         if os.path.realpath(path) == os.path.realpath(other):
-            raise FileError(f"{path} and {other} are one file, of which only the last would stay")
+            raise FileError(f"{path} and {other} are the same file: choose different names")
 
 
 def is_stream(path: str | Path) -> bool:
-    """Whether there is something that takes what is written and must not be replaced."""
+    """Whether a path is a device, a pipe or an output of this process, to be written in place."""
     with suppress(OSError):
         mode = os.stat(path).st_mode
-        whole = stat.S_ISREG(mode) or stat.S_ISDIR(mode)  # of these, folders are refused
-        return not whole or _own_stream(path) is not None
+        regular = stat.S_ISREG(mode) or stat.S_ISDIR(mode)  # folders are refused later
+        return not regular or _own_stream(path) is not None
     return False
 
 
 def _replaceable(path: str | Path, mark: bytes) -> bool:
-    """Whether there is no file, an empty one, or one with this mark."""
+    """Whether the file is missing, empty, or has this mark."""
     if not os.path.exists(path):
         return True
     with open(path, "rb") as file:
@@ -96,14 +96,14 @@ def _replaceable(path: str | Path, mark: bytes) -> bool:
 
 
 def is_unfinished(name: str) -> bool:
-    """Whether a process was killed while it wrote this file; what it should have held is lost."""
+    """Whether this is the temporary file of a process that was killed while writing."""
     return name.startswith(".") and name.endswith(".tmp")
 
 
 def _own_stream(path: str | Path) -> int | None:
-    """The descriptor of this process that the path is another name of, as /dev/stdout is.
+    """Return the descriptor of standard output or error if the path, like /dev/stdout, names it.
 
-    It may be a regular file to which a shell has redirected, also one that already has content.
+    The shell may have redirected it to a regular file.
     """
     for descriptor in STREAMS:
         with suppress(OSError):
@@ -114,7 +114,7 @@ def _own_stream(path: str | Path) -> int | None:
 
 @contextmanager
 def _streamed(path: str | Path) -> Iterator[IO[bytes]]:
-    """Collected first: formats such as zip go back in what they write, a stream cannot."""
+    """Collect the content before streaming it: some formats, such as zip, seek backwards."""
     with tempfile.TemporaryFile() as content:
         yield content
         content.seek(0)
@@ -126,7 +126,7 @@ def _open_stream(path: str | Path) -> IO[bytes]:
     descriptor = _own_stream(path)
     if descriptor is None:
         return open(path, "wb")
-    print(end="", flush=True)  # what was printed comes first
+    print(end="", flush=True)  # keep the order of printed lines
     return open(os.dup(descriptor), "wb")
 
 
@@ -141,13 +141,13 @@ def _replaced(path: str | Path) -> Iterator[IO[bytes]]:
             shutil.copymode(target, unfinished)
         os.replace(unfinished, target)
     finally:
-        unfinished.unlink(missing_ok=True)  # it is gone already if all went well
+        unfinished.unlink(missing_ok=True)  # missing after a successful rename
 
 
 def _target(path: str | Path) -> Path:
-    """The file behind all links, where it may be written."""
+    """Return the file behind all links; raise `OSError` if it is not writable."""
     target = Path(os.path.realpath(path))
-    if target.is_symlink():  # it points to itself
+    if target.is_symlink():  # a loop
         raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
     if target.is_dir():
         raise OSError(errno.EISDIR, os.strerror(errno.EISDIR))

@@ -1,13 +1,12 @@
-"""Traces: what a run did, microbatch by microbatch, in plain arrays. See docs/traces.md.
+"""Traces: records of a run, one per microbatch and layer, in plain arrays. See docs/traces.md.
 
 A trace is a folder with `header.json` (ranks, experts, slots, homes, policy, stages, version) and
-the pieces of every rank, compressed .npz files. Rank 0 keeps what all ranks know alike, and every
-rank what it alone knows:
+the pieces of every rank, which are compressed .npz files:
 
-    all      loads [N, R, E], copies [C, 3], quotas [C]
-    a rank   rows that arrived in its slots [N, L], bytes it moved [N], seconds of its stages [N, G]
+    rank 0        loads [N, R, E], replicas [C, 3], quotas [C]
+    every rank    rows that arrived in its slots [N, L], bytes it moved [N], seconds by stage [N, G]
 
-Records are known by step, layer and microbatch. All of this stands in schema.py, and only there.
+Step, layer and microbatch identify a record. schema.py defines all fields.
 
     with Recorder("run", topology) as recorder:       # or Balancer(..., record="run")
         recorder.add(step=0, plan=plan, slot_rows=arrived)

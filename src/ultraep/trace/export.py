@@ -1,8 +1,8 @@
-"""A trace for other programs: a table, or a timeline for Perfetto and chrome://tracing.
+"""Export a trace as a CSV table, or as a timeline for Perfetto and chrome://tracing.
 
-A rank is a thread of the timeline. A record is drawn where it began; its stages follow each other,
-those of backward where backward began. A rank that waits for others shows a gap at the end of its
-stage. The simulator draws its runs with the same functions.
+In the timeline a rank is a thread. The stages of a record follow each other from the start of its
+forward or backward pass. Waiting time is a gap at the end of a stage. The simulator uses the same
+functions.
 
 Shapes: N records, R ranks, G stages.
 """
@@ -27,7 +27,7 @@ Event = dict[str, Any]
 
 
 def write_csv(trace: Trace, path: str | Path) -> None:
-    """One line per record; seconds are those of the slowest rank."""
+    """Write a table with one line per record; seconds are the maximum over ranks."""
     columns = dict(_columns(trace))
     text = StringIO(newline="")
     table = csv.writer(text, lineterminator="\n")
@@ -37,7 +37,7 @@ def write_csv(trace: Trace, path: str | Path) -> None:
 
 
 def _columns(trace: Trace) -> Iterator[tuple[str, Array]]:
-    """First what is told as it is, then what follows from it, then what ranks make together."""
+    """Yield plain fields, derived columns, then fields reduced over the ranks."""
     shown = {name: field.table for name, field in fields_in_file().items() if field.table}
     yield from ((name, trace.arrays[name]) for name, how in shown.items() if how == "plain")
     yield "tokens", trace.rank_loads.sum(axis=1)
@@ -48,33 +48,30 @@ def _columns(trace: Trace) -> Iterator[tuple[str, Array]]:
         if how != "plain":
             values = trace.arrays[name]
             over_ranks = values.sum(axis=1) if how == "sum" else values.max(axis=1)
-            yield from _by_stage(name.replace("_", " "), over_ranks, trace.header.stages)
-
-
-def _by_stage(name: str, values: Array, stages: tuple[str, ...]) -> Iterator[tuple[str, Array]]:
-    """One column, or one for every stage."""
-    if values.ndim == 1:
-        yield name, values
-    else:
-        columns = np.char.mod("%.7g", values).T
-        yield from zip((f"{name} {stage}" for stage in stages), columns, strict=True)
+            title = name.replace("_", " ")
+            if over_ranks.ndim == 1:
+                yield title, over_ranks
+            else:
+                columns = np.char.mod("%.7g", over_ranks).T
+                titles = (f"{title} {stage}" for stage in trace.header.stages)
+                yield from zip(titles, columns, strict=True)
 
 
 # -- timelines -----------------------------------------------------------------------------------
 
 
 def timeline(events: Iterable[Event], **others: Any) -> dict[str, Any]:
-    """What a file holds, in the format of Chrome's tracing; `others` say more about all of it."""
+    """Return the content of a timeline file in Chrome's format, with other facts about the run."""
     return {"traceEvents": list(events), "displayTimeUnit": "ms", "otherData": others}
 
 
 def write_timeline(path: str | Path, content: dict[str, Any]) -> None:
-    """Write it as JSON."""
+    """Write a timeline as JSON."""
     write_text(path, json.dumps(content))
 
 
 def timeline_of(trace: Trace) -> dict[str, Any]:
-    """A run on all of its ranks; imbalance before and after are counters above."""
+    """Return the timeline of all ranks, with imbalance before and after as counters."""
     events = [named("process_name", "ultraep", 1)]
     events += [*threads(range(trace.header.ranks), 1), *_counters(trace)]
     events += stages(trace, range(trace.header.ranks), 1)
@@ -93,7 +90,7 @@ def _counters(trace: Trace) -> Iterator[Event]:
 def stages(
     trace: Trace, ranks: Collection[int], process: int, first_thread: int = 0
 ) -> Iterator[Event]:
-    """The stages of these ranks in all records, for as long as they were at work."""
+    """Yield the stages of these ranks in all records, without waiting time."""
     back_G = of_backward(trace.header.stages)
     begin_NRG = np.empty(trace.seconds.shape)
     for began_NR, pass_G in ((trace.began, ~back_G), (trace.back_began, back_G)):
@@ -105,15 +102,15 @@ def stages(
         if rank in ranks:
             key = {name: int(trace.arrays[name][record]) for name in KEY}
             category = f"layer {key['layer']} {'backward' if back_G[stage] else 'forward'}"
-            lasts = begin_NRG[record, rank, stage], busy_NRG[record, rank, stage]
-            place = process, first_thread + rank
-            yield span(trace.header.stages[stage], category, *lasts, *place) | {"args": key}
+            times = begin_NRG[record, rank, stage], busy_NRG[record, rank, stage]
+            thread = process, first_thread + rank
+            yield span(trace.header.stages[stage], category, *times, *thread) | {"args": key}
 
 
 def span(
     name: str, category: str, begin: float, seconds: float, process: int, thread: int
 ) -> Event:
-    """Something that lasts."""
+    """Return an event with a duration."""
     return {
         "ph": "X",
         "name": name,
@@ -126,11 +123,11 @@ def span(
 
 
 def threads(ranks: Iterable[int], process: int, first_thread: int = 0) -> Iterator[Event]:
-    """The names of the threads of these ranks."""
+    """Yield the names of the threads of these ranks."""
     for rank in ranks:
         yield named("thread_name", f"rank {rank}", process, first_thread + rank)
 
 
 def named(kind: str, name: str, process: int, thread: int = 0) -> Event:
-    """The name of a process or of a thread."""
+    """Return the event that names a process or a thread."""
     return {"ph": "M", "name": kind, "pid": process, "tid": thread, "args": {"name": name}}

@@ -1,19 +1,18 @@
 """The files of a trace: its header, and arrays in .npz files without pickle.
 
-A trace may come from anybody. What its files claim to hold is bounded before it is unpacked.
+A trace may come from an untrusted source, so sizes are checked before anything is unpacked.
 """
 
 from __future__ import annotations
 
 import zipfile
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import numpy as np
 
 from ultraep.errors import FileError
-from ultraep.files.reading import Archive, archive_of, read_text
+from ultraep.files.reading import archive_of, read_text
 from ultraep.files.writing import whole_file
 from ultraep.trace.schema import (
     HEADER_FILE,
@@ -26,13 +25,13 @@ from ultraep.trace.schema import (
     fields_in_pieces,
 )
 
-LEVEL = 1  # of compression: counts are mostly zero bytes, more effort hardly helps
+LEVEL = 1  # of compression: most bytes of counts are zero, higher levels hardly help
 MOST_HEADER = 4 << 20  # bytes of the text
-SMALL, RATIO = 128 << 20, 100  # bytes that may always be unpacked; beyond, so many per byte on disk
+SMALL, RATIO = 128 << 20, 100  # bytes that may always be unpacked; otherwise, per byte on disk
 
 
 def check_claims(where: Path, claimed: int, on_disk: int) -> None:
-    """Refuse files that claim to unpack to far more than they take on the disk."""
+    """Refuse files that claim to unpack to far more than their size on disk."""
     most = max(SMALL, RATIO * on_disk)
     if claimed > most:
         raise FileError(
@@ -42,7 +41,7 @@ def check_claims(where: Path, claimed: int, on_disk: int) -> None:
 
 
 def check_pieces(folder: Path) -> None:
-    """Compare what all pieces of a trace claim with their size, before any is unpacked."""
+    """Check the claimed sizes of all pieces of a trace together."""
     claimed = on_disk = 0
     for path in folder.glob("rank-*/[0-9]*.npz"):
         with archive_of(path) as archive:
@@ -57,37 +56,30 @@ def read_header(folder: Path) -> Header:
     return Header.from_json(read_text(path, most=MOST_HEADER), path)
 
 
-@contextmanager
-def open_piece(path: Path, rank: int) -> Iterator[Archive]:
-    """Open a piece of a rank whose arrays have known names and bounded sizes."""
-    with archive_of(path) as archive:
-        unknown = archive.members.keys() - fields_in_pieces(rank).keys() - SUMMARIES.keys()
-        if unknown:
-            raise FileError(
-                f"{path}: not a piece of a trace: unknown arrays {', '.join(sorted(unknown))}"
-            )
-        check_claims(path, archive.size(), path.stat().st_size)
-        yield archive
-
-
 def read_piece(path: Path, header: Header, rank: int, names: Iterable[str] | None = None) -> Arrays:
-    """Return the arrays of a piece, or only these; their types and shapes fit the header.
+    """Return arrays of a piece, all or by name, checked against the header.
 
-    A summary that the piece does not hold is left out.
+    Missing summaries are left out.
     """
     known = fields_in_pieces(rank)
     wanted = known if names is None else {n: known.get(n) or SUMMARIES[n] for n in names}
-    with open_piece(path, rank) as archive:
-        arrays = archive.arrays(wanted, most=archive.size())
+    with archive_of(path) as archive:
+        unknown = archive.members.keys() - known.keys() - SUMMARIES.keys()
+        if unknown:
+            names = ", ".join(sorted(unknown))
+            raise FileError(f"{path}: not a piece of a trace: unknown arrays {names}")
+        size = archive.size()
+        check_claims(path, size, path.stat().st_size)
+        arrays = archive.arrays(wanted, most=size)
     return checked_arrays(arrays, wanted, header.sizes(rank), path)
 
 
 def read_single(path: Path) -> tuple[Header, Arrays]:
-    """Return what `Trace.save` has written."""
+    """Read a file written by `Trace.save`."""
     with archive_of(path) as archive:
         if "header" not in archive.members:
             raise FileError(f"{path}: not a trace, it has no header")
-        size, most = archive.members["header"].file_size, 4 * MOST_HEADER  # four bytes a letter
+        size, most = archive.members["header"].file_size, 4 * MOST_HEADER  # UTF-32
         if size > most:
             raise FileError(f"{path}: a header of {size:,} bytes, at most {most:,} are read")
         claimed = archive.size()
@@ -95,13 +87,13 @@ def read_single(path: Path) -> tuple[Header, Arrays]:
         arrays = archive.arrays(most=claimed)
     text = arrays.pop("header")
     if text.dtype.kind != "U" or text.ndim:
-        raise FileError(f"{path}: not a trace, it has no header of text, but {text.dtype}")
+        raise FileError(f"{path}: not a trace, it has no header: expected text, got {text.dtype}")
     header = Header.from_json(str(text), path)
     return header, checked_arrays(arrays, fields_in_file(), header.sizes(), path)
 
 
 def write_arrays(path: Path, arrays: Mapping[str, Array]) -> None:
-    """Write a compressed .npz file, whole or not at all."""
+    """Write a compressed .npz file; on failure, leave no partial file."""
     with (
         whole_file(path) as file,
         zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED, compresslevel=LEVEL) as archive,

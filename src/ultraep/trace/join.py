@@ -1,4 +1,4 @@
-"""The records of all ranks, matched by step, layer and microbatch, and joined as the schema says.
+"""Join the records of all ranks, matched by step, layer and microbatch, as the schema defines.
 
 Shapes: N records, M late additions.
 """
@@ -15,10 +15,7 @@ from ultraep.trace.schema import KEY, Array, Arrays, Field, fields_in_file, take
 
 
 def join(ranks: Sequence[Arrays]) -> Arrays:
-    """Match the records, and add to them what came late.
-
-    Of records with the same key the first one counts.
-    """
+    """Match the records and add their late additions. The first record of a key counts."""
     keys = [np.column_stack([rank[name] for name in KEY]) for rank in ranks]
     numbers = _numbered([*keys, *(rank["more"] for rank in ranks)])
     own, late = numbers[: len(ranks)], numbers[len(ranks) :]
@@ -27,7 +24,7 @@ def join(ranks: Sequence[Arrays]) -> Arrays:
     for known, _ in unique[1:]:
         common = np.intersect1d(common, known, assume_unique=True)
     picked = [index[np.searchsorted(known, common)] for known, index in unique]
-    order = np.argsort(picked[0], kind="stable")  # as rank 0 recorded them
+    order = np.argsort(picked[0], kind="stable")  # the order of rank 0
     rows = [index[order] for index in picked]
     places = [_places(number, common, order) for number in late]
     repeated = max(len(number) - len(known) for number, (known, _) in zip(own, unique, strict=True))
@@ -39,24 +36,18 @@ def join(ranks: Sequence[Arrays]) -> Arrays:
         if field.join == "sum":
             joined[name] = np.sum([rank[name] for rank in ranks], axis=0)
         elif field.join in ("ranks", "slots"):
-            joined[name] = side_by_side(field, ranks, rows, places)
+            inputs = zip(ranks, rows, places, strict=True)
+            parts = [_of_rank(field, *arguments) for arguments in inputs]
+            stack = np.stack if field.join == "ranks" else np.concatenate
+            joined[name] = stack(parts, axis=1)
     return joined | {"left_out": np.array([left_out])}
 
 
-def side_by_side(
-    field: Field, ranks: Sequence[Arrays], rows: Sequence[IntArray], places: Sequence[IntArray]
-) -> Array:
-    """[N, R, ...] or [N, S] a field of all ranks, with its late additions.
-
-    rows: [N] the row of each record, by rank.
-    places: [M] the record of each addition, by rank; -1: a record that was left out.
-    """
-    parts = [_of_rank(field, *one) for one in zip(ranks, rows, places, strict=True)]
-    return np.stack(parts, axis=1) if field.join == "ranks" else np.concatenate(parts, axis=1)
-
-
 def _of_rank(field: Field, rank: Arrays, rows_N: IntArray, places_M: IntArray) -> Array:
-    """[N, ...] a field of one rank, with its late additions."""
+    """[N, ...] a field of one rank, with its late additions.
+
+    rows_N: the row of each record.   places_M: the record of each addition; -1: left out.
+    """
     if not field.late:
         return rank[field.name][rows_N]
     here, late = places_M >= 0, rank[field.late]
@@ -84,7 +75,7 @@ def _numbered(keys: Sequence[IntArray]) -> list[IntArray]:
 
 
 def _places(number_M: IntArray, common: IntArray, order: IntArray) -> IntArray:
-    """[M] the record that each addition belongs to; -1: a record that was left out."""
+    """[M] the record of each addition; -1: a record that was left out."""
     if not len(common):
         return np.full(len(number_M), -1)
     near = np.minimum(np.searchsorted(common, number_M), len(common) - 1)

@@ -1,7 +1,7 @@
-"""read_trace: a folder or a file -> Trace, the records of all ranks side by side.
+"""read_trace: read a folder or a file into a `Trace` with the records of all ranks.
 
-Ranks write by themselves, so one that was killed may have written less than the others. Records
-are matched by step, layer and microbatch; those that a rank lacks are left out, and counted.
+Each rank writes its own files, so a rank that was killed may have fewer records. Records are
+matched by step, layer and microbatch; records that some ranks lack are left out and counted.
 
 Shapes: N records, R ranks, E experts, S slots of all ranks, G stages.
 """
@@ -28,12 +28,13 @@ from ultraep.trace.join import join
 from ultraep.trace.schema import (
     ENDS,
     HEADER_FILE,
+    KEY,
     RANK_FOLDER,
     Array,
     Arrays,
     Header,
     fields_in_file,
-    fields_in_pieces,
+    no_records,
     piece_file,
     rank_folder,
     taken,
@@ -44,19 +45,19 @@ FloatArray = NDArray[np.float64]
 
 
 class Routed(NamedTuple):
-    """What a record asked to be planned."""
+    """The input of the plan of a record."""
 
     layer: int
     loads: IntArray  # [R, E]
-    rates: Rates | None  # that it was planned by
+    rates: Rates | None
 
 
 @dataclass(frozen=True, eq=False)
 class Trace:
-    """What was recorded: the fields of the schema, as attributes.
+    """A trace: the fields of the schema as attributes.
 
-    Every array has one row per record, in the order of recording; what ranks tell for themselves
-    has the ranks next. Of a simulated microbatch only the key and the times are known.
+    Every array has one row per record, in the order of recording. In arrays that each rank writes,
+    the second dimension is the rank. A simulated trace has only keys and times.
     """
 
     header: Header
@@ -73,27 +74,27 @@ class Trace:
 
     @property
     def dropped(self) -> int:
-        """Records and additions that were lost by ranks that were too slow to write."""
+        """Records and additions that ranks lost because writing was too slow or failed."""
         return int(self.arrays["dropped"][0])
 
     @property
     def left_out(self) -> int:
-        """Records that not all ranks have."""
+        """Records that some ranks lack."""
         return int(self.arrays["left_out"][0])
 
     @property
     def topology(self) -> Topology:
-        """Where experts live, and where copies may go."""
+        """The topology of the run."""
         return self.header.topology
 
     @property
     def steps(self) -> IntArray:
-        """The steps that were recorded, each once."""
+        """The recorded steps in ascending order."""
         return np.unique(self.step)
 
     @property
     def layers(self) -> IntArray:
-        """The layers that were recorded, each once."""
+        """The recorded layers in ascending order."""
         return np.unique(self.layer)
 
     @cached_property
@@ -103,47 +104,48 @@ class Trace:
 
     @cached_property
     def initial_rank_loads(self) -> IntArray:
-        """[N, R] rows of every rank if nothing had been copied."""
+        """[N, R] rows of every rank without replicas."""
         return routed_rows(self.header, self.loads)
 
     @property
     def imbalance_before(self) -> FloatArray:
-        """[N] fullest rank over mean rank, with every token at the home of its expert."""
+        """[N] busiest rank over mean rank, without replicas."""
         return imbalance(self.initial_rank_loads)
 
     @property
     def imbalance_after(self) -> FloatArray:
-        """[N] fullest rank over mean rank, by the rows that arrived."""
+        """[N] busiest rank over mean rank, by the rows that arrived."""
         return imbalance(self.rank_loads)
 
     @property
     def num_copies(self) -> IntArray:
-        """[N] copies of every record."""
+        """[N] replicas of every record."""
         return np.diff(self.copy_ends, prepend=0)
 
     @property
     def left_alone(self) -> NDArray[np.bool_]:
-        """[N] whether ranks stay uneven, since by the rates no copies would pay."""
-        uneven = self.imbalance_before > 1 + self.header.tolerance
-        free = (self.rates[:, 0] > 0) & (self.policy == "ultraep") & self.topology.can_replicate
-        found: NDArray[np.bool_] = uneven & free & (self.num_copies == 0)
-        return found
+        """[N] whether an imbalanced record has no replicas because they would cost too much."""
+        imbalanced = self.imbalance_before > 1 + self.header.tolerance
+        priced = (self.rates[:, 0] > 0) & (self.policy == "ultraep") & self.topology.can_replicate
+        alone: NDArray[np.bool_] = imbalanced & priced & (self.num_copies == 0)
+        return alone
 
     def config(self, record: int) -> BalanceConfig:
-        """How a record was planned."""
+        """Return the config of the plan of a record."""
         policy, rates = str(self.policy[record]), self.rates_of(record)
         return replace(self.header.config, policy=policy, rates=rates)
 
     def rates_of(self, record: int) -> Rates | None:
-        """What tokens and copies cost when it was planned, if anybody knew."""
-        return rates_of(self.rates[record])
+        """Return the rates of the plan of a record; None if it used none."""
+        numbers = self.rates[record]
+        return Rates.from_numbers(numbers.tolist()) if numbers.any() else None
 
     def routed(self, record: int) -> Routed:
-        """What a record asked to be planned."""
+        """Return the input of the plan of a record."""
         return Routed(int(self.layer[record]), self.loads[record], self.rates_of(record))
 
     def plan(self, record: int) -> Plan:
-        """The plan of a record, as it was made."""
+        """Return the plan of a record."""
         record = range(len(self))[record]
         begin, end = (int(self.copy_ends[n]) if n >= 0 else 0 for n in (record - 1, record))
         copies = self.copies[begin:end].astype(np.int64)
@@ -151,51 +153,41 @@ class Trace:
         return plan_from_replicas(self.loads[record], self.topology, self.config(record), copies)
 
     def of_layer(self, layer: int) -> Trace:
-        """The records of one layer."""
+        """Return the records of one layer."""
         return self.take(np.flatnonzero(self.layer == layer))
 
     def by_layer(self) -> IntArray:
         """[microbatches, layers, R, E] the loads of microbatches that all layers have."""
-        found = [
-            {
-                (int(self.step[record]), int(self.microbatch[record])): int(record)
-                for record in np.flatnonzero(self.layer == layer)
-            }
-            for layer in self.layers
-        ]
-        common = [key for key in found[0] if all(key in own for own in found)] if found else []
-        records = [[own[key] for own in found] for key in common]
-        return self.loads[np.array(records, dtype=np.int64).reshape(len(common), len(found))]
+        layers: dict[int, dict[tuple[int, int], int]] = {int(layer): {} for layer in self.layers}
+        keys = zip(*(self.arrays[name].tolist() for name in KEY), strict=True)
+        for record, (step, layer, microbatch) in enumerate(keys):
+            layers[layer][step, microbatch] = record
+        first = next(iter(layers.values()), {})
+        common = [key for key in first if all(key in own for own in layers.values())]
+        records = [[own[key] for own in layers.values()] for key in common]
+        return self.loads[np.array(records, dtype=np.int64).reshape(len(common), len(layers))]
 
     def take(self, records: IntArray) -> Trace:
-        """Some of the records, in that order."""
+        """Return some of the records, in that order."""
         return replace(self, arrays=taken(self.arrays, records))
 
     def save(self, path: str | Path) -> None:
-        """One file with all of it, for sharing; `read_trace` reads it."""
+        """Write the trace into one file, which `read_trace` reads."""
         arrays: Arrays = {"header": np.array(self.header.to_json())}
         for name, field in fields_in_file().items():
-            arrays[name] = self.arrays[name].astype(field.kind)
+            arrays[name] = self.arrays[name].astype(field.dtype)
         write_arrays(Path(path), arrays)
 
 
-def rates_of(numbers: Array) -> Rates | None:
-    """Rates as a trace holds them; zeros are none."""
-    return Rates.from_numbers(numbers.tolist()) if numbers.any() else None
-
-
 def imbalance(loads_NR: IntArray) -> FloatArray:
-    """[N] fullest rank over mean rank; 1.0 where there is no token."""
+    """[N] busiest rank over mean rank; 1.0 without rows."""
     total_N = np.maximum(loads_NR.sum(axis=1), 1)
-    found: FloatArray = loads_NR.max(axis=1, initial=0) * loads_NR.shape[1] / total_N
-    return np.where(loads_NR.any(axis=1), found, 1.0)
-
-
-# -- reading -------------------------------------------------------------------------------------
+    ratio: FloatArray = loads_NR.max(axis=1, initial=0) * loads_NR.shape[1] / total_N
+    return np.where(loads_NR.any(axis=1), ratio, 1.0)
 
 
 def read_trace(path: str | Path) -> Trace:
-    """The trace in a folder, or in a file that `ultraep trace export --npz` has written."""
+    """Read the trace in a folder, or in a file written by `ultraep trace export --npz`."""
     path = Path(path)
     if path.is_dir():
         return _read_folder(_folder_of_trace(path))
@@ -205,24 +197,21 @@ def read_trace(path: str | Path) -> Trace:
 
 
 def holds_trace(path: str | Path) -> bool:
-    """Whether `read_trace` is the one to read it: a folder, or an .npz file with a header."""
-    path = Path(path)
-    if path.is_dir():
-        return True
-    return "header" in names_of_arrays(path)
+    """Whether a path is a folder, or an .npz file with a header."""
+    return Path(path).is_dir() or "header" in names_of_arrays(path)
 
 
 def _folder_of_trace(path: Path) -> Path:
-    """The folder itself, or the only trace in it."""
+    """Return the folder itself, or the only trace in it."""
     if (path / HEADER_FILE).is_file():
         return path
-    found = sorted(header.parent for header in path.glob(f"*/{HEADER_FILE}"))
-    if len(found) > 1:
-        names = ", ".join(folder.name for folder in found)
-        raise FileError(f"{path}: holds {len(found)} traces, name one of them: {names}")
-    if not found:
+    folders = sorted(header.parent for header in path.glob(f"*/{HEADER_FILE}"))
+    if len(folders) == 1:
+        return folders[0]
+    if not folders:
         raise FileError(f"{path}: holds no trace, there is no {HEADER_FILE}")
-    return found[0]
+    names = ", ".join(folder.name for folder in folders)
+    raise FileError(f"{path}: holds {len(folders)} traces, choose one of {names}")
 
 
 def _read_folder(folder: Path) -> Trace:
@@ -230,30 +219,26 @@ def _read_folder(folder: Path) -> Trace:
     names = {path.name for path in folder.iterdir() if RANK_FOLDER.fullmatch(path.name)}
     last = max(names, default="")
     if last > rank_folder(header.ranks - 1):
-        raise FileError(
-            f"{folder / last}: a rank too many, the trace is one of {header.ranks} ranks"
-        )
+        raise FileError(f"{folder / last}: unexpected, the trace has only {header.ranks} ranks")
     check_pieces(folder)
     ranks = [_read_rank(folder / rank_folder(rank), header, rank) for rank in range(header.ranks)]
     return Trace(header, join(ranks))
 
 
 def _read_rank(folder: Path, header: Header, rank: int) -> Arrays:
-    """All pieces of a rank, one behind the other."""
+    """Return all pieces of a rank, concatenated."""
     names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
     names = [name for name in names if not is_unfinished(name)]
     pieces = []
     for number, name in enumerate(names):
         if name != piece_file(number):
-            raise FileError(f"{folder / name}: not the piece that is expected here, {number:06d}")
+            raise FileError(f"{folder / name}: expected piece {number:06d} here")
         pieces.append(read_piece(folder / name, header, rank))
-    nothing = {"N": 0, "C": 0, "M": 0} | header.sizes(rank)
-    fields = fields_in_pieces(rank)
-    none = {name: field.filled(nothing, field.shape) for name, field in fields.items()}
-    return _concatenated(pieces or [none])
+    return concatenated(pieces or [no_records(header, rank)])
 
 
-def _concatenated(pieces: list[Arrays]) -> Arrays:
+def concatenated(pieces: list[Arrays]) -> Arrays:
+    """Return the pieces of a rank as one."""
     whole = {name: np.concatenate([piece[name] for piece in pieces]) for name in pieces[0]}
     whole["dropped"] = pieces[-1]["dropped"]  # counted from the first piece on
     if ENDS in whole:

@@ -1,23 +1,26 @@
-"""Recorder: hands the records of one rank to a thread that writes them, and never waits for it.
+"""Recorder: passes the records of one rank to a thread that writes them, and never waits for it.
 
     with Recorder("run", topology, config, rank=rank) as recorder:
         for step in range(steps):
             ...
             recorder.add(step=step, layer=0, microbatch=0, plan=plan, slot_rows=arrived)
 
-What waits to be written takes a bounded amount of memory. When it is full, because the disk is too
-slow, records are dropped and counted; the count is part of the trace.
+Records that wait to be written take a bounded amount of memory. If the disk is too slow, further
+records are dropped and counted; the trace stores the count.
 """
 
 from __future__ import annotations
 
+import logging
+import os
+import threading
 import time
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -28,32 +31,45 @@ from ultraep.hops import Relay
 from ultraep.loads import as_integers
 from ultraep.plan import DEFAULT_CONFIG, Plan
 from ultraep.topology import Topology
+from ultraep.trace.files import write_arrays
 from ultraep.trace.schema import (
+    ENDS,
     HEADER_FILE,
-    NOT_TOLD,
+    KEY,
+    PLAN_FIELDS,
     STAGES,
+    UNKNOWN_RELAY,
     Array,
+    Arrays,
+    Field,
     Header,
     Key,
-    fields_of_plan,
+    fields_in_pieces,
+    piece_file,
     rank_folder,
 )
-from ultraep.trace.writer import Entry, Writer
+from ultraep.trace.summary import summary_of
 
 MEMORY = 64 << 20  # bytes of records that wait
 OVERHEAD = 1000  # bytes of a record besides its arrays
 LARGEST = np.iinfo(np.int32).max
+PIECE_BYTES = 4 << 20  # after which a piece is written, uncompressed
+FIRST_WAIT, LONGEST_WAIT = 0.25, 60.0  # seconds between two pieces; each wait twice the last one
+POLL_SECONDS = 0.25  # between two checks of the queue
+CLOSE_SECONDS = 30.0  # that `close` waits for the thread
+
+logger = logging.getLogger(__name__)
 
 
 class Recorder:
-    """Writes what one rank knows of every microbatch into a trace.
+    """Writes the records of one rank into a trace.
 
-    folder: of the trace; all ranks name the same. It must not hold a trace yet.
+    folder: of the trace, the same on all ranks. It must not hold a trace yet.
     topology, config: of the run; the plans of all records must have been made for them.
-    rank: whose records these are. Rank 0 also writes what all know alike: loads and plans.
-    relay: how the weights of copies are sent, if that is known.
-    stages: names of what `seconds` tell about.   note: anything to keep with the trace.
-    memory: bytes that may wait to be written; what comes beyond is dropped, and counted.
+    rank: of the records. Rank 0 also writes loads and plans, which all ranks share.
+    relay: how the weights of replicas are sent, if known.
+    stages: names of the stages in `seconds`.   note: free text for the header.
+    memory: bytes that may wait to be written; records beyond the limit are dropped and counted.
     """
 
     def __init__(
@@ -63,7 +79,7 @@ class Recorder:
         config: BalanceConfig = DEFAULT_CONFIG,
         *,
         rank: int = 0,
-        relay: Relay = NOT_TOLD,
+        relay: Relay = UNKNOWN_RELAY,
         stages: Sequence[str] = STAGES,
         note: str = "",
         memory: int = MEMORY,
@@ -75,10 +91,9 @@ class Recorder:
         self.folder, self.rank = Path(folder), rank
         self.header = Header.of(topology, config, relay=relay, stages=tuple(stages), note=note)
         self._config = config
-        self._place = {stage: place for place, stage in enumerate(self.header.stages)}
-        self._slots = self.header.slots_of(rank)
-        self._of_plan = attrgetter(*(field.plan for field in fields_of_plan()))
-        _prepare(self.folder, self.header, rank)
+        self._slots = self.header.sizes(rank)["L"]
+        self._plan_values = attrgetter(*(field.plan for field in PLAN_FIELDS))
+        _create_folders(self.folder, self.header, rank)
         self._writer = Writer(self.folder / rank_folder(rank), self.header, rank, memory)
         self._finish = weakref.finalize(self, Writer.close, self._writer)  # also at exit
 
@@ -95,15 +110,15 @@ class Recorder:
         waited: Mapping[str, float] | None = None,
         began: float | None = None,
     ) -> bool:
-        """Record one microbatch of one layer; False: it was dropped. Returns at once.
+        """Record one microbatch of one layer. Returns at once; False if it was dropped.
 
-        step, layer, microbatch: name the record, on all ranks alike, and only this one.
-        plan: all of it is recorded, with the loads that it was made for.
-        slot_rows: rows that really arrived in each slot of this rank, home slots first.
-        bytes_moved: bytes of weights and gradients of copies that this rank sent.
-        seconds: of the stages on this rank, those that are known.
-        waited: of the seconds, those at the end of a stage in which the rank waited for others.
-        began: when it began, in seconds since 1970; None: it ends now.
+        step, layer, microbatch: the key of the record, the same on all ranks, used only once.
+        plan: recorded as a whole, with its loads.
+        slot_rows: rows that arrived in each slot of this rank, home slots first.
+        bytes_moved: bytes of weights and gradients of replicas that this rank sent.
+        seconds: by stage, on this rank.
+        waited: the part of the seconds, at the end of a stage, spent waiting for other ranks.
+        began: start in seconds since 1970; by default, now minus the seconds.
         """
         key = _key(step, layer, microbatch)
         self._check_plan(plan)
@@ -111,7 +126,7 @@ class Recorder:
         values = self._values("began", began, bytes_moved, seconds, waited) | {"slot_rows": rows}
         shared, nbytes = (), OVERHEAD + rows.nbytes
         if self.rank == 0:
-            shared = self._of_plan(plan)
+            shared = self._plan_values(plan)
             nbytes += plan.loads.nbytes + plan.replicas.nbytes + plan.quotas.nbytes
         return self._writer.put(Entry(key, values, shared, nbytes))
 
@@ -131,20 +146,20 @@ class Recorder:
         return self._writer.put(Entry(_key(step, layer, microbatch), values, None, OVERHEAD))
 
     def lose(self, records: int) -> None:
-        """Count records that are lost before they came here."""
+        """Count records that were lost before they reached the recorder."""
         self._writer.lose(records)
 
     @property
     def dropped(self) -> int:
-        """Records and additions that were lost so far, since writing was too slow or failed."""
+        """Records and additions lost so far, because writing was too slow or failed."""
         return self._writer.dropped
 
     def close(self) -> None:
-        """Write what still waits; records that come later are dropped."""
+        """Write the records that wait; later records are dropped."""
         self._finish()
 
     def discard(self) -> None:
-        """Take an empty trace back: a group that did not come about leaves none."""
+        """Remove the empty trace of a group that could not be formed."""
         self.close()
         (self.folder / rank_folder(self.rank)).rmdir()
         if self.rank == 0:
@@ -159,11 +174,11 @@ class Recorder:
     def _check_plan(self, plan: Plan) -> None:
         if plan.topology != self.header.topology:
             raise ConfigError(
-                f"the plan is one for {plan.topology}, the trace for {self.header.topology}"
+                f"the plan was made for {plan.topology}, the trace for {self.header.topology}"
             )
         mine, its = self._config, plan.config
         if mine is not its and replace(its, policy=mine.policy, rates=mine.rates) != mine:
-            raise ConfigError(f"the plan was made with {its}, the trace is one of {mine}")
+            raise ConfigError(f"the plan was made with {its}, the trace with {mine}")
 
     def _rows(self, slot_rows: Any) -> Array:
         rows = as_integers(slot_rows, "slot_rows").astype(np.int32)
@@ -176,7 +191,7 @@ class Recorder:
 
     def _values(
         self,
-        beginning: str,
+        began_name: str,
         began: float | None,
         bytes_moved: int,
         seconds: Mapping[str, float] | None,
@@ -184,56 +199,177 @@ class Recorder:
     ) -> dict[str, Any]:
         by_stage = self._by_stage(seconds or {})
         began = time.time() - sum(by_stage) if began is None else began
-        values = {beginning: began, "bytes_moved": int(bytes_moved), "seconds": by_stage}
+        values = {began_name: began, "bytes_moved": int(bytes_moved), "seconds": by_stage}
         return values if waited is None else values | {"waited": self._by_stage(waited)}
 
     def _by_stage(self, seconds: Mapping[str, float]) -> list[float]:
-        places = self._place
-        values = [0.0] * len(places)
-        try:
-            for stage, value in seconds.items():
-                values[places[stage]] = value
-        except KeyError as key:
-            raise ConfigError(f"unknown stage {key}; the trace has {', '.join(places)}") from None
-        return values
+        stages = self.header.stages
+        unknown = [stage for stage in seconds if stage not in stages]
+        if unknown:
+            raise ConfigError(f"unknown stage {unknown[0]!r}; the trace has {', '.join(stages)}")
+        return [seconds.get(stage, 0.0) for stage in stages]
 
 
 def _key(step: int, layer: int, microbatch: int) -> Key:
     if step < 0 or not 0 <= layer <= LARGEST or not 0 <= microbatch <= LARGEST:
         raise ConfigError(
-            f"step, layer and microbatch must not be negative: {step}, {layer}, {microbatch}"
+            f"step must be >= 0, layer and microbatch must lie in 0..{LARGEST}, "
+            f"got {step}, {layer}, {microbatch}"
         )
     return int(step), int(layer), int(microbatch)
 
 
-def _prepare(folder: Path, header: Header, rank: int) -> None:
-    """Make the folder of a rank, and rank 0 the header; refuse what cannot be written to."""
-    own = folder / rank_folder(rank)
+def _create_folders(folder: Path, header: Header, rank: int) -> None:
+    """Create the folder of a rank, and on rank 0 the header; refuse a folder that is in use."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        if rank == 0:
-            _check_empty(folder)
-        own.mkdir()
+        names = sorted(path.name for path in folder.iterdir())
+        others = [name for name in names if not name.startswith("rank-")] if rank == 0 else []
+        if HEADER_FILE not in others and others:
+            raise FileError(
+                f"{folder}: not empty, it holds {others[0]}: choose a new folder for the trace"
+            )
+        if others:
+            raise FileExistsError
+        (folder / rank_folder(rank)).mkdir()
         if rank == 0:
             write_text(folder / HEADER_FILE, header.to_json() + "\n")
     except FileExistsError:
         if not folder.is_dir():
-            raise FileError(f"{folder}: a file, a trace needs a folder") from None
-        raise FileError(_held(folder)) from None
+            raise FileError(f"{folder}: is a file, but a trace needs a folder") from None
+        raise FileError(
+            f"{folder}: already holds a trace: remove it, or choose a new folder"
+        ) from None
     except OSError as error:
         raise FileError(f"{folder}: cannot be written to: {error.strerror}") from None
 
 
-def _check_empty(folder: Path) -> None:
-    """Other ranks may have been here already; anything else must not."""
-    found = sorted(path.name for path in folder.iterdir() if not path.name.startswith("rank-"))
-    if HEADER_FILE in found:
-        raise FileError(_held(folder))
-    if found:
-        raise FileError(
-            f"{folder}: not empty, it holds {found[0]}: name a new folder for the trace"
-        )
+# -- the writer thread ---------------------------------------------------------------------------
 
 
-def _held(folder: Path) -> str:
-    return f"{folder}: holds a trace already: remove it, or name a new folder"
+class Entry(NamedTuple):
+    """One microbatch of one layer on one rank: a record, or an addition to an earlier record."""
+
+    key: Key
+    values: dict[str, Any]  # by the name of the field
+    shared: tuple[Any, ...] | None  # values of the plan on rank 0; None: an addition
+    nbytes: int  # of memory, while it waits
+
+
+class Writer:
+    """The queue of a recorder, and the thread that writes it into pieces."""
+
+    def __init__(self, folder: Path, header: Header, rank: int, memory: int) -> None:
+        self._folder, self._header, self._rank, self._memory = folder, header, rank, memory
+        self._lock, self._wake = threading.Lock(), threading.Event()
+        self._waiting: list[Entry] = []
+        self._held = 0  # bytes that wait, or are being written
+        self.dropped = self._stored = 0  # so far, and the count in the last piece
+        self._closed = self._failed = False
+        self._pieces = 0
+        self._thread: threading.Thread | None = None
+        self._process = os.getpid()
+
+    def put(self, entry: Entry) -> bool:
+        """Queue an entry, or drop it if the memory is full."""
+        with self._lock:
+            if self._closed or self._failed or self._held + entry.nbytes > self._memory:
+                self.dropped += 1
+                return False
+            self._waiting.append(entry)
+            self._held += entry.nbytes
+            self._start()
+        if 2 * self._held > self._memory:
+            self._wake.set()
+        return True
+
+    def lose(self, count: int) -> None:
+        """Count records that were dropped elsewhere."""
+        with self._lock:
+            self.dropped += count
+            self._start()
+
+    def close(self) -> None:
+        """Write the queue; give up on a stuck writer after a while."""
+        if os.getpid() != self._process:  # a forked child does not have the thread
+            return
+        with self._lock:
+            self._closed = True
+            thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            self._wake.set()
+            thread.join(CLOSE_SECONDS)
+            if thread.is_alive():
+                logger.warning("%s: still being written, the last records may go", self._folder)
+        if self.dropped:
+            logger.warning("%s: %d records were dropped", self._folder, self.dropped)
+
+    def _start(self) -> None:
+        if self._thread is None and not self._closed:
+            self._thread = threading.Thread(target=self._run, name="ultraep trace", daemon=True)
+            self._thread.start()
+
+    def _run(self) -> None:
+        """Collect for a while and write a piece, until closed."""
+        wait, most = FIRST_WAIT, min(PIECE_BYTES, self._memory // 2)
+        closed = False
+        while not closed and not self._failed:
+            until = time.monotonic() + wait
+            while not self._closed and self._held <= most:
+                if self._waiting and time.monotonic() >= until:
+                    break
+                self._wake.wait(POLL_SECONDS)
+                self._wake.clear()
+            closed = self._closed
+            self._write()
+            wait = min(2 * wait, LONGEST_WAIT)
+
+    def _write(self) -> None:
+        with self._lock:
+            entries, self._waiting, dropped = self._waiting, [], self.dropped
+        if entries or dropped > self._stored:
+            arrays = piece(entries, self._header, self._rank, dropped=dropped)
+            try:
+                write_arrays(self._folder / piece_file(self._pieces), arrays)
+            except FileError as error:
+                logger.warning("recording ends here: %s", error)
+                with self._lock:
+                    self._failed = True
+                    self.dropped += len(entries) + len(self._waiting)
+                    self._waiting, self._held = [], 0
+                return
+            self._stored, self._pieces = dropped, self._pieces + 1
+        with self._lock:
+            self._held -= sum(entry.nbytes for entry in entries)
+
+
+def piece(entries: list[Entry], header: Header, rank: int, *, dropped: int) -> Arrays:
+    """Return the arrays of one piece, with its summary."""
+    records = [entry for entry in entries if entry.shared is not None]
+    additions = [entry for entry in entries if entry.shared is None]
+    names = (*KEY, *(field.name for field in PLAN_FIELDS))
+    columns: dict[str, Sequence[Any]] = {"more": [entry.key for entry in additions]}
+    shared = zip(*(entry.key + (entry.shared or ()) for entry in records), strict=True)
+    columns |= zip(names, shared, strict=False)
+    sizes, arrays = header.sizes(rank), {"dropped": np.array([dropped], dtype=np.int64)}
+    for name, field in fields_in_pieces(rank).items():
+        own = additions if field.shape[0] == "M" else records
+        values = columns.get(field.name)
+        if values is None:
+            optional = field.since > 1
+            if name in arrays or (optional and not any(field.name in e.values for e in own)):
+                continue
+            default = field.filled(sizes, field.shape[1:]) if optional else None
+            values = [entry.values.get(field.name, default) for entry in own]
+        arrays[name] = _array(field, values, [sizes[letter] for letter in field.shape[1:]])
+    return arrays | summary_of(header, arrays)
+
+
+def _array(field: Field, values: Sequence[Any], shape: list[int]) -> Array:
+    """Return one row per record; the replicas of all records one after the other."""
+    if field.shape[0] == "C":
+        none = np.empty((0, *shape), dtype=field.dtype)
+        return np.concatenate([none, *values]).astype(field.dtype)
+    if field.name == ENDS:
+        return np.cumsum([len(copies) for copies in values], dtype=field.dtype)
+    return np.array(values, dtype=field.dtype).reshape(len(values), *shape)

@@ -1,4 +1,4 @@
-"""Replay: plan the recorded loads again, under any policy, slots, ranks and memory of the past.
+"""Replay: plan the recorded loads again, with other policies, slots, ranks and history lengths.
 
 Shapes: N records, R ranks, E experts.
 """
@@ -26,17 +26,17 @@ from ultraep.trace.read import FloatArray, Routed, Trace
 
 @dataclass(frozen=True)
 class Case:
-    """One way to plan a trace again.
+    """The settings of a replay.
 
-    history: past microbatches of a layer, for policies that place by them; None for others.
+    history: past microbatches of a layer that the policy sees; None for policies without history.
     """
 
     config: BalanceConfig
     topology: Topology
     history: int | None = None
 
-    def told(self) -> dict[str, Any]:
-        """In plain values, for records of what was replayed."""
+    def settings(self) -> dict[str, Any]:
+        """Return the settings as plain values."""
         return {
             "policy": self.config.policy,
             "ranks": self.topology.ranks,
@@ -48,7 +48,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Line:
-    """All records under one case: means, and the worst of them."""
+    """Means over all records of one case, and the worst record."""
 
     case: Case
     before: float
@@ -56,7 +56,7 @@ class Line:
     worst: float
     bound: float
     copies: float
-    remote: float  # share of tokens that are served on another rank than their own
+    remote: float  # share of rows that another rank than their source serves
     beyond: int  # plans that need more slots than there are, or leave their domain
 
 
@@ -69,24 +69,24 @@ def cases(
     history: Sequence[int],
     tolerance: float | None = None,
 ) -> list[Case]:
-    """Every combination; of the past only where the policy looks at it."""
+    """Return every combination of settings; history only for policies that use it."""
     for length in history:
         if length < 1:
             raise ConfigError(f"history must be at least 1 microbatch, got {length}")
     base = trace.header.config
     base = base if tolerance is None else replace(base, tolerance=tolerance)
-    found = []
+    combinations = []
     for size, count, name in product(ranks, slots, policies):
         topology = regrouped_topology(trace.topology, ranks=size, slots=count)
         lengths: Sequence[int | None] = history if get_policy(name).needs_history else [None]
         config = replace(base, policy=name)
-        found += [Case(config, topology, length) for length in lengths]
-    return found
+        combinations += [Case(config, topology, length) for length in lengths]
+    return combinations
 
 
 @dataclass(frozen=True, eq=False)
 class Replayed:
-    """All records under one case, one by one. [N] each; what they are is said at `Line`."""
+    """The replayed records of one case. Each array is [N]; `Line` explains them."""
 
     case: Case
     before: FloatArray
@@ -98,7 +98,7 @@ class Replayed:
 
     @property
     def line(self) -> Line:
-        """Their means, and the worst of them."""
+        """The means, and the worst record."""
         names = ("before", "after", "bound", "copies", "remote")
         means = {name: fmean(getattr(self, name).tolist()) for name in names}
         worst, beyond = float(self.after.max()), int(self.beyond.sum())
@@ -106,7 +106,7 @@ class Replayed:
 
 
 def replay(trace: Trace, case: Case) -> Line:
-    """Plan all records; what comes out on average."""
+    """Plan all records, and return the means."""
     return replayed(trace, case).line
 
 
@@ -115,14 +115,14 @@ def replayed(trace: Trace, case: Case) -> Replayed:
     return replayed_plans(plans(trace, case), case)
 
 
-def replayed_plans(made: Iterable[Plan], case: Case) -> Replayed:
-    """What becomes of these plans."""
+def replayed_plans(plans: Iterable[Plan], case: Case) -> Replayed:
+    """Return the numbers of these plans."""
     rows = [
         (
             *(plan.initial_imbalance, plan.imbalance, plan.lower_bound, plan.num_replicas),
             *(plan.remote_tokens / max(plan.total, 1), not plan.within_limits),
         )
-        for plan in made
+        for plan in plans
     ]
     if not rows:
         raise ConfigError("nothing to replay: the trace has no records")
@@ -130,23 +130,24 @@ def replayed_plans(made: Iterable[Plan], case: Case) -> Replayed:
 
 
 def plans(trace: Trace, case: Case) -> Iterator[Plan]:
-    """The plans of all records, in their order, by the rates that were recorded."""
+    """Yield the plans of all records in order, with the recorded rates."""
     return plans_of(map(trace.routed, range(len(trace))), case)
 
 
 def plans_of(records: Iterable[Routed], case: Case) -> Iterator[Plan]:
-    """Return the plans of records, as they come."""
-
-    def priced(record: Routed) -> tuple[int, IntArray, Case]:
-        loads_RE = regrouped_loads(record.loads, case.topology.ranks)
-        config = replace(case.config, rates=record.rates)
-        return record.layer, loads_RE, replace(case, config=config)
-
-    return _plans(map(priced, records))
+    """Yield the plans of records."""
+    return _plans(
+        (
+            record.layer,
+            regrouped_loads(record.loads, case.topology.ranks),
+            replace(case, config=replace(case.config, rates=record.rates)),
+        )
+        for record in records
+    )
 
 
 def differing(trace: Trace) -> list[int]:
-    """Return the records whose plan differs when it is made again as it was made."""
+    """Plan all records with their recorded settings; return the records whose plan differs."""
 
     def recorded(record: int) -> tuple[int, IntArray, Case]:
         config = trace.config(record)
@@ -159,24 +160,24 @@ def differing(trace: Trace) -> list[int]:
 
 
 def _plans(records: Iterable[tuple[int, IntArray, Case]]) -> Iterator[Plan]:
-    """Plan loads of layers; a policy that needs a history sees the microbatches before.
+    """Plan loads of layers; a policy with history sees the previous microbatches of the layer.
 
-    The first microbatch of a layer sees itself, as at run time.
+    For the first microbatch of a layer, the history is the microbatch itself, as at run time.
     """
     past: dict[int, deque[IntArray]] = {}
     for layer, loads_RE, case in records:
-        seen = past.setdefault(layer, deque(maxlen=case.history or 1))
+        earlier = past.setdefault(layer, deque(maxlen=case.history or 1))
         summed = loads_RE.sum(axis=0)
-        history = None if case.history is None else np.stack(list(seen) or [summed])
+        history = None if case.history is None else np.stack(list(earlier) or [summed])
         yield make_plan(loads_RE, case.topology, case.config, history=history)
-        seen.append(summed)
+        earlier.append(summed)
 
 
 # -- other numbers of ranks ----------------------------------------------------------------------
 
 
 def regrouped_topology(topology: Topology, *, ranks: int, slots: int) -> Topology:
-    """A topology of more or fewer ranks: neighbours are merged, or divided evenly."""
+    """Return a topology with more or fewer ranks: neighbours are merged, or divided evenly."""
     old = topology.ranks
     if ranks < 1 or (old % ranks and ranks % old):
         raise ConfigError(
@@ -191,18 +192,17 @@ def regrouped_topology(topology: Topology, *, ranks: int, slots: int) -> Topolog
 
 def _regrouped_homes(topology: Topology, ranks: int) -> list[int]:
     old = topology.ranks
-    if ranks <= old:
-        merged: list[int] = (topology.home_of_expert // (old // ranks)).tolist()
-        return merged
-    parts, homes = ranks // old, np.empty(topology.experts, dtype=np.int64)
-    for rank in range(old):
-        mine = topology.home_experts(rank)
-        homes[mine] = rank * parts + np.arange(len(mine)) * parts // max(len(mine), 1)
-    return homes.tolist()
+    homes = topology.home_of_expert * ranks // old  # of merged ranks
+    if ranks > old:
+        parts = ranks // old
+        for rank in range(old):
+            own = topology.home_experts(rank)
+            homes[own] = rank * parts + np.arange(len(own)) * parts // max(len(own), 1)
+    return [int(home) for home in homes]
 
 
 def regrouped_loads(loads_RE: IntArray, ranks: int) -> IntArray:
-    """The loads of source ranks that are merged, or whose tokens are dealt out in turn.
+    """Return the loads of merged source ranks, or deal the rows of a rank out in turn.
 
     >>> regrouped_loads(np.array([[3, 1], [0, 2]]), 1)
     array([[3, 3]])
@@ -217,7 +217,7 @@ def regrouped_loads(loads_RE: IntArray, ranks: int) -> IntArray:
         return merged
     parts = ranks // old
     ends_RE = np.cumsum(loads_RE, axis=1)
-    # Of the first n tokens of a rank, part j gets those whose number leaves j when divided.
+    # Part j gets the rows of a rank whose number modulo parts is j.
     dealt = (ends_RE[:, None] + (parts - 1 - np.arange(parts))[:, None]) // parts
     split: IntArray = np.diff(dealt, axis=2, prepend=0).reshape(ranks, experts)
     return split

@@ -1,15 +1,15 @@
-"""What a trace consists of: its stages, its fields, its header. All that handles traces reads this.
+"""The schema of a trace: stages, fields, header. Every reader and writer of traces uses it.
 
     folder/
     |-- header.json
     |-- rank-00000/000000.npz, 000001.npz, ...     pieces, in order
     `-- rank-00001/...
 
-A new field is one line of `FIELDS`, with `since` of the next version, and an argument of
-`Recorder.add`: pieces and files hold it, `Trace.name` shows it, and what was written before reads
-as its default. See docs/traces.md.
+To add a field, add one line to `FIELDS`, with the next version in `since`, and an argument to
+`Recorder.add`. Pieces and files then hold it, `Trace.name` returns it, and older traces return its
+default. See docs/traces.md.
 
-Shapes: N records of a piece, C copies of all of them, M late additions, T lines and K columns of
+Shapes: N records of a piece, C replicas of all of them, M late additions, T lines and K columns of
 its summary, R ranks, E experts, L slots of a rank, S slots of all ranks, G stages.
 """
 
@@ -37,13 +37,13 @@ from ultraep.topology import Topology
 FORMAT = "ultraep-trace"
 HEADER_FILE = "header.json"
 RANK_FOLDER, PIECE = re.compile(r"rank-(\d{5})"), re.compile(r"\d{6}\.npz")
-SHAPE = ("ranks", "experts", "slots", "domain", "homes")  # entries of the header: the topology
-SETTINGS = (
+TOPOLOGY = ("ranks", "experts", "slots", "domain", "homes")  # entries of the header
+CONFIG = (
     *("policy", "tolerance", "min_tokens_per_replica", "max_replicas", "locality"),
     "objective",
 )
-# Entries of the header that older traces do not have, or that not every recorder knows.
-UNTOLD: dict[str, Any] = {"objective": "balance", "relay": "", "chunks": 0}
+# Entries of the header that older traces lack.
+DEFAULTS: dict[str, Any] = {"objective": "balance", "relay": "", "chunks": 0}
 
 FORWARD = ("loads", "plan", "verify", "replicate", "reroute", "dispatch", "experts", "combine")
 BACKWARD = (
@@ -52,10 +52,10 @@ BACKWARD = (
 )
 STAGES = FORWARD + BACKWARD
 ATTENTION, ATTENTION_BACK = "attention", "attention back"
-SIMULATED = (ATTENTION, *STAGES, ATTENTION_BACK)  # the simulator knows what lies around, too
+SIMULATED = (ATTENTION, *STAGES, ATTENTION_BACK)  # stages of the simulator
 
 MOST_STAGES, MOST_RANKS = 256, 4096
-NOT_TOLD = Relay()
+UNKNOWN_RELAY = Relay()
 Array = NDArray[Any]
 Arrays = dict[str, Array]
 Key = tuple[int, int, int]  # step, layer, microbatch
@@ -63,23 +63,22 @@ Key = tuple[int, int, int]  # step, layer, microbatch
 
 @dataclass(frozen=True)
 class Field:
-    """An array of a trace, and what becomes of it on its way.
+    """An array of a trace.
 
-    kind, shape: its type; a letter for every dimension in the pieces of a rank, digits are
-        themselves.
-    join: how those of all ranks become one. "key": a record is known by it; "same": all ranks know
-        it alike, rank 0 writes it; "ranks": side by side, a dimension R behind N; "slots": those
-        of all ranks in a row; "sum": added up; "counted" by the reader; "pieces": not at all.
-    plan: the attribute of a plan that it is.
-    default: for records that do not tell; None: all of them tell.
-    late, fold: the array of what is told later, and how that goes into the record. With M in
-        place of N nothing is told before.
-    table: what becomes of it in a table: "plain"; over the ranks "sum" or "max"; "": nothing.
-    since: the version it came with. After the first, pieces hold it only if a record tells it.
+    dtype, shape: of the array in a piece of a rank; a letter per dimension, digits are sizes.
+    join: how the arrays of all ranks become one array. "key": part of the key of a record; "same":
+        rank 0 alone writes it; "ranks": stacked, dimension R after N; "slots": slots of all ranks
+        side by side; "sum": added up; "counted": computed by the reader; "pieces": not joined.
+    plan: the attribute of a plan that it stores.
+    default: the value in records that lack the field; None if every record has it.
+    late, fold: the array of later additions, and how they are added to the record. With M instead
+        of N in the shape, records have additions only.
+    table: its column in a table: "plain", "sum" or "max" over the ranks, or "" for none.
+    since: the version that added it. Later fields are in a piece only if a record has them.
     """
 
     name: str
-    kind: str
+    dtype: str
     shape: str
     join: Literal["key", "same", "ranks", "slots", "sum", "counted", "pieces"]
     plan: str = ""
@@ -90,9 +89,9 @@ class Field:
     since: int = 1
 
     def filled(self, sizes: Mapping[str, int], letters: str) -> Array:
-        """Nothing but defaults, in this shape."""
+        """Return an array of defaults."""
         shape = [sizes[letter] for letter in letters]
-        return np.full(shape, self.default or 0, dtype=self.kind)
+        return np.full(shape, self.default or 0, dtype=self.dtype)
 
 
 FIELDS: tuple[Field, ...] = (
@@ -100,26 +99,26 @@ FIELDS: tuple[Field, ...] = (
     Field("layer", "int32", "N", "key", table="plain"),
     Field("microbatch", "int32", "N", "key", table="plain"),
     Field("policy", "str", "N", "same", plan="config.policy", table="plain"),
-    # tokens that every source rank routed to every expert
+    # rows that every source rank routed to every expert
     Field("loads", "int32", "NRE", "same", plan="loads"),
-    # record n has the copies from copy_ends[n - 1] to copy_ends[n]
+    # record n has the replicas from copy_ends[n - 1] to copy_ends[n]
     Field("copy_ends", "int32", "N", "same", plan="replicas"),
     Field("copies", "int32", "C3", "same", plan="replicas"),  # expert, host rank, spare slot
     Field("quotas", "int32", "C", "same", plan="quotas"),
-    # picoseconds of `config.Rates` that the plan was made by; zeros: there were none
+    # picoseconds of the `config.Rates` of the plan; zeros: the plan used no rates
     Field("rates", "int64", "N4", "same", plan="rate_numbers", default=0, since=3),
     Field("slot_rows", "int32", "NL", "slots"),  # rows that arrived in each slot
-    # weights and gradients of copies that the rank sent
+    # weights and gradients of replicas that the rank sent
     Field("bytes_moved", "int64", "N", "ranks", default=0, late="more_bytes", table="sum"),
     Field("began", "float64", "N", "ranks"),  # seconds since 1970
-    # the same of what was told late, which is backward; NaN: nothing was
+    # start of the backward pass; NaN without one
     Field("back_began", "float64", "M", "ranks", default=np.nan, late="more_began", fold=np.fmin),
     Field("seconds", "float32", "NG", "ranks", default=0, late="more_seconds", table="max"),
-    # of the seconds, those at the end of a stage in which the rank waited for others
+    # the part of the seconds, at the end of a stage, in which the rank waited for other ranks
     Field("waited", "float32", "NG", "ranks", default=0, late="more_waited", since=2),
-    Field("more", "int64", "M3", "pieces"),  # step, layer, microbatch that additions belong to
-    Field("dropped", "int64", "1", "sum"),  # records and additions that were lost so far
-    Field("left_out", "int64", "1", "counted"),  # records that not all ranks have
+    Field("more", "int64", "M3", "pieces"),  # step, layer, microbatch of each addition
+    Field("dropped", "int64", "1", "sum"),  # records and additions lost so far
+    Field("left_out", "int64", "1", "counted"),  # records that some ranks lack
 )
 
 
@@ -135,8 +134,8 @@ class Column(IntEnum):
     EXPERTS = 6
     EXPERTS_BACK = 7
     COST = 8  # of the stages that balancing adds
-    ROUTED = 9  # rows of all ranks; rank 0 alone stores this and the following columns
-    PEAK = 10  # rows of the fullest rank without replicas
+    ROUTED = 9  # rows of all ranks; only rank 0 stores this and the following columns
+    PEAK = 10  # rows of the busiest rank without replicas
     REPLICAS = 11
 
 
@@ -146,52 +145,48 @@ SUMMARIES: dict[str, Field] = {
     "more_lines": Field("more_lines", "int32", "M", "pieces", since=4),  # line of each addition
     "stage_sums": Field("stage_sums", "float64", "G", "pieces", since=4),  # seconds of all lines
 }
-VERSION = max(one.since for one in (*FIELDS, *SUMMARIES.values()))
-KEY = tuple(one.name for one in FIELDS if one.join == "key")
-ENDS = "copy_ends"  # of what has the letter C
+VERSION = max(entry.since for entry in (*FIELDS, *SUMMARIES.values()))
+KEY = tuple(entry.name for entry in FIELDS if entry.join == "key")
+PLAN_FIELDS = tuple(entry for entry in FIELDS if entry.plan)  # that rank 0 takes from a plan
+ENDS = "copy_ends"
 
 
 def of_backward(stages: tuple[str, ...]) -> NDArray[np.bool_]:
-    """[G] whether each stage is one of backward."""
+    """[G] whether each stage belongs to the backward pass."""
     return np.isin(stages, (*BACKWARD, ATTENTION_BACK))
 
 
 def fields_in_pieces(rank: int) -> Mapping[str, Field]:
-    """Return the arrays in a piece of this rank, by name; of additions with M in place of N."""
+    """Return the arrays in a piece of this rank, by name; additions have M instead of N."""
     return _fields_in_pieces(rank == 0)
 
 
 @cache
 def _fields_in_pieces(first: bool) -> Mapping[str, Field]:
-    found = {}
-    for one in FIELDS:
-        if one.join != "counted" and (one.join != "same" or first):
-            if one.shape[0] != "M" or not one.late:
-                found[one.name] = one
-            if one.late:
-                found[one.late] = replace(one, shape="M" + one.shape[1:])
-    return found
-
-
-def fields_of_plan() -> list[Field]:
-    """What rank 0 takes from a plan."""
-    return [one for one in FIELDS if one.plan]
+    arrays = {}
+    for entry in FIELDS:
+        if entry.join != "counted" and (entry.join != "same" or first):
+            if entry.shape[0] != "M" or not entry.late:
+                arrays[entry.name] = entry
+            if entry.late:
+                arrays[entry.late] = replace(entry, shape="M" + entry.shape[1:])
+    return arrays
 
 
 @cache
 def fields_in_file() -> Mapping[str, Field]:
-    """Return the arrays of a trace whose ranks were joined, by name."""
-    found = {}
-    for one in FIELDS:
-        if one.join != "pieces":
-            shape = "NR" + one.shape[1:] if one.join == "ranks" else one.shape.replace("L", "S")
-            found[one.name] = replace(one, shape=shape)
-    return found
+    """Return the arrays of a trace with joined ranks, by name."""
+    arrays = {}
+    for entry in FIELDS:
+        if entry.join != "pieces":
+            joined = "NR" + entry.shape[1:] if entry.join == "ranks" else entry.shape
+            arrays[entry.name] = replace(entry, shape=joined.replace("L", "S"))
+    return arrays
 
 
 @dataclass(frozen=True)
 class Header:
-    """What holds for all records of a trace."""
+    """The settings of a run, valid for all records of its trace."""
 
     ranks: int
     experts: int
@@ -203,8 +198,8 @@ class Header:
     min_tokens_per_replica: int
     max_replicas: int | None
     locality: bool
-    objective: str = UNTOLD["objective"]
-    relay: str = ""  # how weights were to be sent; "": nobody tells
+    objective: str = DEFAULTS["objective"]
+    relay: str = ""  # how the balancer sends weights; "": unknown
     chunks: int = 0
     stages: tuple[str, ...] = STAGES
     note: str = ""
@@ -224,139 +219,139 @@ class Header:
         topology: Topology,
         config: BalanceConfig,
         *,
-        relay: Relay = NOT_TOLD,
+        relay: Relay = UNKNOWN_RELAY,
         stages: tuple[str, ...] = STAGES,
         note: str = "",
     ) -> Header:
-        """The header of a run."""
+        """Return the header of a run."""
+        settings = {name: getattr(topology, name) for name in ("ranks", "experts", "slots")}
+        settings |= {name: getattr(config, name) for name in CONFIG}
         homes = None if topology.homes is None else tuple(int(home) for home in topology.homes)
         return cls(
-            ranks=topology.ranks,
-            experts=topology.experts,
-            slots=topology.slots,
+            **settings,
             domain=topology.domain_size,
             homes=homes,
             relay=relay.mode,
             chunks=relay.chunks,
             stages=tuple(stages),
             note=note,
-            **{name: getattr(config, name) for name in SETTINGS},
         )
 
     @cached_property
     def topology(self) -> Topology:
-        """Where experts live, and where copies may go."""
-        return Topology(**{name: getattr(self, name) for name in SHAPE})
+        """The topology of the run."""
+        return Topology(**{name: getattr(self, name) for name in TOPOLOGY})
 
     @cached_property
     def config(self) -> BalanceConfig:
-        """How microbatches were balanced; a record may have a policy of its own."""
-        return BalanceConfig(**{name: getattr(self, name) for name in SETTINGS})
+        """The config of the run; a record may have its own policy."""
+        return BalanceConfig(**{name: getattr(self, name) for name in CONFIG})
 
     def to_json(self) -> str:
-        """One object, readable."""
+        """Return the header as indented JSON."""
         return json.dumps({"format": FORMAT} | asdict(self) | {"version": VERSION}, indent=1)
 
     @classmethod
     def from_json(cls, text: str, where: str | Path) -> Header:
-        """The header of the file `where`, checked."""
-        content = _object(text, where)
+        """Return the header in the file `where`, checked."""
+        try:
+            content = json.loads(text)
+        except (json.JSONDecodeError, RecursionError) as error:
+            raise FileError(f"{where}: truncated or damaged: {error}") from None
+        if not isinstance(content, dict) or content.pop("format", None) != FORMAT:
+            raise FileError(f"{where}: not the header of a trace")
         version = content.get("version")
         if type(version) is not int or not 1 <= version <= VERSION:
             raise FileError(
                 f"{where}: a trace of version {version}, this program reads versions 1 to {VERSION}"
             )
-        content = UNTOLD | content
+        content = DEFAULTS | content
         wrong = {entry.name for entry in fields(cls)} ^ content.keys()
         if wrong:
-            told = ", ".join(sorted(wrong))
-            raise FileError(f"{where}: entries that are missing or unknown: {told}")
+            names = ", ".join(sorted(wrong))
+            raise FileError(f"{where}: entries that are missing or unknown: {names}")
         for name in ("homes", "stages"):
             if isinstance(content[name], list):
                 content[name] = tuple(content[name])
         try:
             header = cls(**content)
             _ = header.topology, header.config
-            _check_words(header)
+            header._check()
         except (ConfigError, TypeError) as error:
             raise FileError(f"{where}: {error}") from None
         return header
 
-    def slots_of(self, rank: int) -> int:
-        """Home slots and spare slots of a rank."""
-        first = self.topology.first_slot_of_rank
-        return int(first[rank + 1] - first[rank])
+    def _check(self) -> None:
+        if self.relay not in ("", *MODES) or type(self.chunks) is not int or self.chunks < 0:
+            raise ConfigError(
+                f"relay must be one of {', '.join(MODES)} with chunks >= 0, "
+                f"got {self.relay!r} with {self.chunks!r}"
+            )
+        texts = (self.note, self.created, *self.stages)
+        if not isinstance(self.stages, tuple) or not all(isinstance(text, str) for text in texts):
+            raise ConfigError("stages, note and created must be text")
+        if len(self.stages) > MOST_STAGES:
+            raise ConfigError(f"{len(self.stages):,} stages, a trace has at most {MOST_STAGES}")
+        if self.ranks > MOST_RANKS:
+            raise ConfigError(f"{self.ranks:,} ranks, a trace has at most {MOST_RANKS:,}")
 
     def sizes(self, rank: int = 0) -> dict[str, int]:
-        """What the letters of shapes stand for, as far as the header knows."""
-        slots = int(self.topology.first_slot_of_rank[-1])
-        known = {"R": self.ranks, "E": self.experts, "S": slots, "G": len(self.stages)}
-        return known | {"L": self.slots_of(rank), "K": len(Column), "1": 1, "3": 3, "4": 4}
+        """Return the sizes of the dimensions that the header determines, by letter."""
+        first = self.topology.first_slot_of_rank
+        sizes = {"R": self.ranks, "E": self.experts, "S": int(first[-1]), "G": len(self.stages)}
+        slots = int(first[rank + 1] - first[rank])
+        return sizes | {"L": slots, "K": len(Column), "1": 1, "3": 3, "4": 4}
 
 
-def _object(text: str, where: str | Path) -> dict[str, Any]:
-    try:
-        content = json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise FileError(f"{where}: truncated or damaged: {error}") from None
-    if not isinstance(content, dict) or content.pop("format", None) != FORMAT:
-        raise FileError(f"{where}: not the header of a trace")
-    return content
-
-
-def _check_words(header: Header) -> None:
-    if header.relay not in ("", *MODES) or type(header.chunks) is not int or header.chunks < 0:
-        raise ConfigError(f"relay {header.relay!r} in {header.chunks!r} chunks is not known")
-    words = (header.note, header.created, *header.stages)
-    if not isinstance(header.stages, tuple) or not all(isinstance(word, str) for word in words):
-        raise ConfigError("stages, note and created must be text")
-    if len(header.stages) > MOST_STAGES:
-        raise ConfigError(f"{len(header.stages):,} stages, a trace has at most {MOST_STAGES}")
-    if header.ranks > MOST_RANKS:
-        raise ConfigError(f"{header.ranks:,} ranks, traces of at most {MOST_RANKS:,} are read")
+def no_records(header: Header, rank: int) -> Arrays:
+    """Return the arrays of a piece without records and additions."""
+    sizes = {"N": 0, "C": 0, "M": 0} | header.sizes(rank)
+    return {n: entry.filled(sizes, entry.shape) for n, entry in fields_in_pieces(rank).items()}
 
 
 def rank_folder(rank: int) -> str:
-    """Name of the folder with the pieces of a rank."""
+    """Return the name of the folder with the pieces of a rank."""
     return f"rank-{rank:05d}"
 
 
 def piece_file(number: int) -> str:
-    """Name of a piece."""
+    """Return the file name of a piece."""
     return f"{number:06d}.npz"
 
 
 def checked_arrays(
     arrays: Arrays, wanted: Mapping[str, Field], sizes: dict[str, int], where: str | Path
 ) -> Arrays:
-    """Return all arrays that are wanted; `FileError` unless names, types and shapes are right.
+    """Return the wanted arrays; raise `FileError` unless names, types and shapes are right.
 
-    An array of a later version that is missing becomes its default, or stays missing if it has
-    none.
+    A missing array of a later version becomes its default; without a default it stays missing.
     """
-    needed = {name for name, one in wanted.items() if one.since == 1}
+    needed = {name for name, entry in wanted.items() if entry.since == 1}
     wrong = needed - arrays.keys() | arrays.keys() - wanted.keys()
     if wrong:
-        told = ", ".join(sorted(wrong))
-        raise FileError(f"{where}: no piece of a trace: arrays missing or unknown: {told}")
+        names = ", ".join(sorted(wrong))
+        raise FileError(f"{where}: not a piece of a trace: arrays missing or unknown: {names}")
     known = dict(sizes)
-    for name, one in wanted.items():
+    for name, entry in wanted.items():
         if name in arrays:
-            _check_array(name, arrays[name], one, known, where)
-    _check_ends(arrays, where)
+            _check_array(name, arrays[name], entry, known, where)
+    if (ends := arrays.get(ENDS)) is not None:
+        last, count = int(ends[-1]) if len(ends) else 0, len(arrays["copies"])
+        if (np.diff(ends, prepend=0) < 0).any() or last != count:
+            raise FileError(f"{where}: {ENDS} do not fit the {count} replicas")
     return {
-        name: arrays[name] if name in arrays else one.filled(known, one.shape)
-        for name, one in wanted.items()
-        if name in arrays or one.default is not None
+        name: arrays[name] if name in arrays else entry.filled(known, entry.shape)
+        for name, entry in wanted.items()
+        if name in arrays or entry.default is not None
     }
 
 
 def _check_array(
     name: str, array: Array, wanted: Field, known: dict[str, int], where: str | Path
 ) -> None:
-    """Compare type and shape; what a letter stands for is known from then on."""
-    kind, letters = wanted.kind, wanted.shape
-    right = array.dtype.kind == "U" if kind == "str" else array.dtype == np.dtype(kind)
+    """Check type and shape; the first array with a letter determines its size."""
+    dtype, letters = wanted.dtype, wanted.shape
+    right = array.dtype.kind == "U" if dtype == "str" else array.dtype == np.dtype(dtype)
     if right and array.ndim == len(letters):
         for letter, size in zip(letters, array.shape, strict=True):
             known.setdefault(letter, size)
@@ -364,28 +359,19 @@ def _check_array(
             return
     shape = [known.get(letter, letter) for letter in letters]
     raise FileError(
-        f"{where}: {name} must be {kind} {shape}, got {array.dtype} {list(array.shape)}"
+        f"{where}: {name} must be {dtype} {shape}, got {array.dtype} {list(array.shape)}"
     )
 
 
-def _check_ends(arrays: Arrays, where: str | Path) -> None:
-    ends = arrays.get(ENDS)
-    if ends is None:
-        return
-    last = int(ends[-1]) if len(ends) else 0
-    if (np.diff(ends, prepend=0) < 0).any() or last != len(arrays["copies"]):
-        raise FileError(f"{where}: {ENDS} do not fit the {len(arrays['copies'])} copies")
-
-
 def taken(arrays: Arrays, records: IntArray) -> Arrays:
-    """Those of some records, in that order, with their copies."""
+    """Return the arrays of some records, in that order, with their replicas."""
     ends = np.cumsum(np.diff(arrays[ENDS], prepend=0)[records], dtype=np.int64)
     counts = np.diff(ends, prepend=0)
-    shifts = arrays[ENDS][records] - ends  # from where a copy stands now to where it stood
+    shifts = arrays[ENDS][records] - ends  # from the new position of a replica to the old one
     copies = np.arange(int(counts.sum())) + np.repeat(shifts, counts)
     letters, rows = fields_in_file(), {"N": records, "C": copies}
-    found = {
+    chosen = {
         name: array[rows[letters[name].shape[0]]] if letters[name].shape[0] in rows else array
         for name, array in arrays.items()
     }
-    return found | {ENDS: ends}
+    return chosen | {ENDS: ends}

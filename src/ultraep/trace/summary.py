@@ -1,7 +1,7 @@
 """The summary of a piece: a few integers per record, enough for the overview of a whole run.
 
-The recorder stores it in every piece, so the viewer need not unpack loads, rows and times. Pieces
-of version 3 and older have none; `summary_of` computes it from their arrays.
+The recorder stores it in every piece, so that the viewer does not unpack loads, rows and times.
+Pieces of versions 1 to 3 have no summary; `summary_of` computes it from their arrays.
 
 Shapes: N records, M late additions and T lines of a piece, K columns, G stages.
 """
@@ -15,7 +15,7 @@ from ultraep.trace.schema import ENDS, KEY, Array, Arrays, Column, Header
 
 COST = ("plan", "verify", "replicate", "weights again", "reduce")  # stages that balancing adds
 NANOSECONDS = 1e9
-LONGEST = 1e6  # seconds; longer times are cut to it
+LONGEST = 1e6  # seconds; longer times are clipped
 TIMES = slice(Column.EXPERTS, Column.COST + 1)
 
 
@@ -38,20 +38,18 @@ def summary_of(header: Header, arrays: Arrays) -> Arrays:
         np.add.at(lines[:, place], more_lines, _nanoseconds(more_seconds[:, own]))
     if ENDS in arrays:
         by_rank = routed_rows(header, arrays["loads"])
-        records[:, Column.ROUTED], records[:, Column.PEAK] = (
-            by_rank.sum(axis=1),
-            by_rank.max(axis=1),
-        )
+        records[:, Column.ROUTED] = by_rank.sum(axis=1)
+        records[:, Column.PEAK] = by_rank.max(axis=1)
         records[:, Column.REPLICAS] = np.diff(arrays[ENDS], prepend=0)
     stage_sums = seconds.sum(axis=0) + more_seconds.sum(axis=0)
     return {"summary": lines, "more_lines": more_lines, "stage_sums": stage_sums}
 
 
 def lines_of_additions(arrays: Arrays) -> tuple[IntArray, IntArray]:
-    """Return which additions have a line of their own, and [M] the line of each addition.
+    """Return the additions that start a line, and [M] the line of each addition.
 
-    An addition to a record of the piece is part of the line of that record. Those to one record of
-    an earlier piece share a line behind all records.
+    Additions to a record of the piece belong to the line of that record. Additions to one record of
+    an earlier piece share a line after all records.
     """
     count = len(arrays["step"])
     keys = np.concatenate([np.column_stack([arrays[name] for name in KEY]), arrays["more"]])
@@ -67,20 +65,20 @@ def _finite(seconds: Array) -> Array:
 
 
 def _nanoseconds(seconds: Array) -> IntArray:
-    """[N] the sum of some stages."""
-    found: IntArray = np.rint(seconds.sum(axis=1) * NANOSECONDS).astype(np.int64)
-    return found
+    """[N] the sum over stages."""
+    nanoseconds: IntArray = np.rint(seconds.sum(axis=1) * NANOSECONDS).astype(np.int64)
+    return nanoseconds
 
 
 def routed_rows(header: Header, loads_NRE: Array) -> IntArray:
-    """[N, R] rows of every rank if every row stayed at the home of its expert."""
+    """[N, R] rows of every rank without replicas."""
     topology = header.topology
     by_home = loads_NRE.sum(axis=1, dtype=np.int64)[:, topology.experts_by_rank]
     return sums_between(by_home, topology.first_of_rank)
 
 
 def sums_between(values: Array, ends: IntArray) -> IntArray:
-    """[N, len(ends) - 1] sums of neighbouring columns, also of none."""
+    """[N, len(ends) - 1] sums of the columns between neighbouring ends."""
     upto = np.zeros((len(values), values.shape[1] + 1), dtype=np.int64)
     np.cumsum(values, axis=1, out=upto[:, 1:])
     return np.diff(upto[:, ends], axis=1)

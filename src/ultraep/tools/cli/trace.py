@@ -284,7 +284,7 @@ def _lines(lines: Sequence[Line]) -> Grid:
 
 
 def _record(line: Line) -> dict[str, Any]:
-    return line.case.told() | {
+    return line.case.settings() | {
         "imbalance_before": line.before,
         "imbalance_after": line.after,
         "imbalance_worst": line.worst,

@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING, Annotated
 
 from typer import Argument, Option
 
-from ultraep.errors import BackendUnavailable, ConfigError, FileError
+from ultraep.errors import ConfigError, FileError
 from ultraep.files.writing import check_targets, is_stream
 from ultraep.tools.cli.options import Force
 from ultraep.tools.cli.terminal import complain
 
 if TYPE_CHECKING:
     from ultraep.tools.view.catalogue import Catalogue
-    from ultraep.tools.view.server import ViewServer
 
 EXAMPLE = (
     "Example: ultraep view run/\n\n"
@@ -91,22 +90,14 @@ def _export(catalogue: Catalogue, path: Path) -> None:
 
 
 def _serve(catalogue: Catalogue, host: str, port: int, open_browser: bool) -> None:
-    catalogue.start()  # it reads while the server is made
+    from ultraep.tools.view.server import ViewServer
+
+    catalogue.start()  # read while the server is set up
     try:
-        server = _server(catalogue, host, port)
+        server = ViewServer(catalogue, host, port)
         print(f"{server.url}  (Ctrl-C ends it)", flush=True)
         if open_browser:
             webbrowser.open(server.url)
         server.run()
     finally:
         catalogue.close()
-
-
-def _server(catalogue: Catalogue, host: str, port: int) -> ViewServer:
-    try:
-        from ultraep.tools.view.server import open_server
-    except ImportError as error:
-        raise BackendUnavailable(
-            f"the viewer needs starlette and uvicorn ({error}): pip install 'ultraep[view]'"
-        ) from None
-    return open_server(catalogue, host=host, port=port)

@@ -22,13 +22,16 @@ function stepAxis({ step, steps_per_point: several, axis = "training step" }, mo
 
 // -- over time and by layer ---------------------------------------------------------------------
 
+// The colour of a run with replicas; reports show the policy ultraep.
+const withColour = ({ policy = "ultraep" }) => (policy === "none" ? AFTER : policyColour(policy));
+
 function imbalanceFigure(data) {
   return [
     [
       band(data.step, data.before, BEFORE),
-      band(data.step, data.after, AFTER),
-      line(data.step, data.before.mean, "without copies", BEFORE, { line: { color: BEFORE, dash: "dot" } }),
-      line(data.step, data.after.mean, "with copies", AFTER),
+      band(data.step, data.after, withColour(data)),
+      line(data.step, data.before.mean, "without replicas", BEFORE, { line: { color: BEFORE, dash: "dot" } }),
+      line(data.step, data.after.mean, "with replicas", withColour(data)),
     ],
     { ...regions(data.domains), xaxis: stepAxis(data), yaxis: title("imbalance; band: layers") },
   ];
@@ -42,7 +45,7 @@ function layersFigure(data) {
     hovertemplate: "%{y:.3f} (worst %{customdata:.3f})",
   });
   return [
-    [bar("before", "without copies", BEFORE, "/"), bar("after", "with copies", AFTER, "")],
+    [bar("before", "without replicas", BEFORE, "/"), bar("after", "with replicas", withColour(data), "")],
     {
       xaxis: { ...title("layer"), type: "category" },
       yaxis: title("imbalance, mean of steps"),
@@ -58,29 +61,29 @@ function copiesFigure(data) {
   const moved = data.bytes.map((value) => (value === null ? null : value / factor));
   return [
     [
-      band(data.step, data.copies, AFTER),
-      line(data.step, data.copies.mean, "copies per layer", AFTER),
-      line(data.step, moved, `${unit} moved per ${data.unit || "step"}`, "#3d9970",
-        { yaxis: "y2", line: { color: "#3d9970", dash: "dash" } }),
+      band(data.step, data.copies, withColour(data)),
+      line(data.step, data.copies.mean, "replicas per layer", withColour(data)),
+      line(data.step, moved, `${unit} moved per ${data.unit || "step"}`, WORK.balancing,
+        { yaxis: "y2", line: { color: WORK.balancing, dash: "dash" } }),
     ],
     {
       ...regions(data.domains),
       xaxis: stepAxis(data, { anchor: "y2" }),
-      yaxis: { ...title("copies; band: layers"), domain: [0.55, 1], rangemode: "tozero" },
+      yaxis: { ...title("replicas; band: layers"), domain: [0.55, 1], rangemode: "tozero" },
       yaxis2: { ...title(`${unit} per ${data.unit || "step"}`), domain: [0, 0.45], rangemode: "tozero" },
     },
   ];
 }
 
-// Seconds of all layers of a moment: what copies save, what they cost, what is still lost.
+// Seconds of all layers of a moment: saved by replicas, spent on them, still lost.
 function timeFigure(data) {
   const ms = (values) => values.map((value) => (value === null ? null : 1e3 * value));
   const hovertemplate = "%{y:.3f} ms";
   return [
     [
-      line(data.step, ms(data.saved), "saved in experts", AFTER, { hovertemplate }),
-      line(data.step, ms(data.cost), "spent on balancing", "#9b72cf",
-        { hovertemplate, line: { color: "#9b72cf", dash: "dash" } }),
+      line(data.step, ms(data.saved), "saved in experts", withColour(data), { hovertemplate }),
+      line(data.step, ms(data.cost), "spent on balancing", WORK.balancing,
+        { hovertemplate, line: { color: WORK.balancing, dash: "dash" } }),
       line(data.step, ms(data.lost), "still lost in experts", BEFORE,
         { hovertemplate, line: { color: BEFORE, dash: "dot" } }),
     ],
@@ -100,48 +103,57 @@ function heatTrace(z, { x, y, low, high, words, hover }) {
   };
 }
 
-// -- copies of one microbatch, from home to hosts -------------------------------------------------
+// -- replicas of one microbatch, from home to hosts -----------------------------------------------
 
-// Hops of all copies; as wide as the tokens that leave home by them.
-function hopsOf(copies) {
+// Hops of all replicas; as wide as the rows that leave home by them.
+function hopsOf(replicas) {
   const links = new Map();
-  for (const { expert, way, tokens } of copies) {
-    for (let depth = 0; depth + 1 < way.length; depth++) {
-      const name = [expert, depth, way[depth], way[depth + 1]].join();
-      const link = links.get(name) || { expert, depth, from: way[depth], to: way[depth + 1], home: way[0], tokens: 0 };
-      link.tokens += tokens;
+  for (const { expert, path, rows } of replicas) {
+    for (let depth = 0; depth + 1 < path.length; depth++) {
+      const name = [expert, depth, path[depth], path[depth + 1]].join();
+      const link = links.get(name) || { expert, depth, from: path[depth], to: path[depth + 1], home: path[0], rows: 0 };
+      link.rows += rows;
       links.set(name, link);
     }
   }
   return [...links.values()];
 }
 
-// width: of the plot; where there is no room for words, ranks are numbers only.
-function flowsFigure(copies, width) {
-  const nodes = new Map(), links = hopsOf(copies);
-  const roomy = wordsFit(copies, width);
+const SHADES = ["d0", "60", "98"]; // opacity of flows between the same two ranks, in turn
+
+// width: of the plot; if it is narrow, ranks are labelled with numbers only.
+function flowsFigure(replicas, width) {
+  const nodes = new Map(), links = hopsOf(replicas), between = new Map();
+  const wide = wordsFit(replicas, width);
   const node = (rank, depth) => {
     const name = `${rank},${depth}`;
     if (!nodes.has(name)) nodes.set(name, { place: nodes.size, rank, depth });
     return nodes.get(name).place;
   };
   const ends = links.map(({ from, to, depth }) => [node(from, depth), node(to, depth + 1)]);
+  const places = ends.map((pair) => { // number of the flow among those between its two ranks
+    const place = between.get(pair.join()) || 0;
+    between.set(pair.join(), place + 1);
+    return place;
+  });
   const all = [...nodes.values()], hue = (rank) => HOMES[rank % HOMES.length];
   return [
     [{
       type: "sankey", arrangement: "snap", orientation: "h",
       node: {
-        label: all.map(({ rank }) => (roomy ? `rank ${rank}` : String(rank))), color: all.map(({ rank }) => hue(rank)),
-        align: "left", pad: PITCH, thickness: roomy ? 12 : 6, line: { width: 0 },
+        label: all.map(({ rank }) => (wide ? `rank ${rank}` : String(rank))), color: all.map(({ rank }) => hue(rank)),
+        align: "left", pad: PITCH, thickness: wide ? 12 : 6, line: { width: 0 },
         customdata: all.map(({ rank }) => `rank ${rank}`), hovertemplate: "%{customdata}<extra></extra>",
       },
       link: {
         source: ends.map(([from]) => from), target: ends.map(([, to]) => to),
-        value: links.map(({ tokens }) => Math.max(tokens, 1)),
-        color: links.map(({ home }) => hue(home) + "66"),
-        customdata: links.map(({ expert, from, to, depth, tokens }) =>
+        label: links.map(({ expert }) => `expert ${expert}`),
+        value: links.map(({ rows }) => Math.max(rows, 1)),
+        color: links.map(({ home }, at) => hue(home) + SHADES[places[at] % SHADES.length]),
+        line: { color: css("back"), width: ends.map((pair) => (between.get(pair.join()) > 1 ? 1 : 0)) },
+        customdata: links.map(({ expert, from, to, depth, rows }) =>
           `expert ${expert}: rank ${from} to rank ${to}` + (depth ? `, hop ${depth + 1}` : "") +
-          `<br>${tokens.toLocaleString("en")} tokens are served there or beyond`),
+          `<br>${rows.toLocaleString("en")} rows are served there or further on`),
         hovertemplate: "%{customdata}<extra></extra>",
       },
     }],
@@ -151,30 +163,27 @@ function flowsFigure(copies, width) {
 
 const PITCH = 14; // pixels between ranks, so that their names do not overlap
 
-const wordsFit = (copies, width) => width / Math.max(...copies.map(({ way }) => way.length), 1) > 90;
+const wordsFit = (replicas, width) => width / Math.max(...replicas.map(({ path }) => path.length), 1) > 90;
 
-const flowsHeight = (copies) => {
-  const columns = new Map(); // ranks that stand above each other
-  for (const { way } of copies) {
-    way.forEach((rank, depth) => columns.set(depth, (columns.get(depth) || new Set()).add(rank)));
+const flowsHeight = (replicas) => {
+  const columns = new Map(); // ranks above each other
+  for (const { path } of replicas) {
+    path.forEach((rank, depth) => columns.set(depth, (columns.get(depth) || new Set()).add(rank)));
   }
   return Math.max(220, 1.7 * PITCH * Math.max(...[...columns.values()].map((ranks) => ranks.size)) + 48);
 };
 
 // -- stages of all ranks -------------------------------------------------------------------------
 
-const SHAPES = ["", "/", "\\", "x", "-", "|", "+", "."];
-// A stage of backward looks like the one of forward that it undoes or repeats.
-const LIKE = {
-  "combine back": "combine", "experts back": "experts", "dispatch back": "dispatch", "weights again": "replicate",
-  "attention back": "attention",
+// A stage has the colour of its kind of work and a pattern of its own. A backward stage looks like
+// the forward stage that it reverses or repeats.
+const STAGES = {
+  experts: ["experts", ""], "experts back": ["experts", ""], recompute: ["experts", "/"],
+  dispatch: ["messages", ""], "dispatch back": ["messages", ""], combine: ["messages", "\\"], "combine back": ["messages", "\\"],
+  plan: ["balancing", ""], verify: ["balancing", "."], replicate: ["balancing", "/"], "weights again": ["balancing", "/"],
+  reduce: ["balancing", "x"],
+  loads: ["other", ""], reroute: ["other", "/"], attention: ["other", "-"], "attention back": ["other", "-"],
 };
-const LOOKS = ["loads", "plan", "verify", "replicate", "reroute", "dispatch", "experts", "combine", "recompute", "reduce", "attention"];
-
-function lookOf(name, place) {
-  const found = LOOKS.indexOf(LIKE[name] || name);
-  return found < 0 ? place : found;
-}
 
 // Forward or backward of one microbatch: a row for every rank; waiting is drawn thin.
 function stagesFigure({ stages, begin, seconds, waited }) {
@@ -184,8 +193,8 @@ function stagesFigure({ stages, begin, seconds, waited }) {
     const busy = ranks.map((rank) => 1e3 * ((seconds[rank][place] || 0) - wait[rank]));
     if (!busy.some((value) => value > 0) && !wait.some((value) => value > 0)) return [];
     const base = ranks.map((rank) => (begin[rank][place] === null ? null : 1e3 * begin[rank][place]));
-    const look = lookOf(name, place), color = HOMES[look % HOMES.length];
-    const pattern = { shape: SHAPES[look % SHAPES.length], size: 6, fgcolor: css("back"), fillmode: "overlay" };
+    const [work, shape] = STAGES[name] || ["other", "+"], color = WORK[work];
+    const pattern = { shape, size: 6, fgcolor: css("back"), fillmode: "overlay" };
     const bar = (x, from, more) => ({
       type: "bar", orientation: "h", y: ranks, x, base: from, name, legendgroup: name,
       hovertemplate: `rank %{y}: ${name} %{x:.3f} ms<extra></extra>`, ...more,

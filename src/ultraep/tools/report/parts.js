@@ -7,19 +7,24 @@ const find = (id) => document.getElementById(id);
 const css = (name) =>
   getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
 
-const BEFORE = "#d0713a", AFTER = "#3b82d6";
+// One colour language for all pages.
+// Policies colour lines and bars of runs; a run without replicas has the colour of policy none.
 const POLICIES = {
   none: "#8d949c", eplb: "#d0713a", lplb: "#9b72cf", echo: "#c9a227", quota: "#3d9970",
-  ultraep: "#3b82d6",
+  ultraep: "#3b82d6", flashlb: "#cf5f7a", llep: "#5f9ea0", moonep: "#a0522d",
 };
-const OTHERS = ["#cf5f7a", "#5f9ea0", "#a0522d", "#7a8b3c"];
+const OTHERS = ["#7a8b3c", "#6b6fb0", "#2f6f8f", "#8a6d3b"]; // policies of the user
+const BEFORE = POLICIES.none, AFTER = POLICIES.ultraep;
+// Ranks colour experts and flows: by the home rank of the expert. Replicas are hatched.
 const HOMES = [
-  "#3b82d6", "#3d9970", "#d0713a", "#9b72cf", "#c9a227", "#cf5f7a", "#4aa3a8", "#8d949c",
-  "#7a8b3c", "#a0673f",
+  "#4e8fc7", "#5aa469", "#d98b4a", "#8f7ac0", "#bfa53a", "#c86f86", "#4aa3a8", "#98a1a8",
+  "#8a9a4b", "#a87850",
 ];
+// Kinds of work colour times and bytes.
+const WORK = { experts: "#c2872e", messages: "#2f9e8f", balancing: "#b0569b", other: "#8d949c" };
 const MOST_NAMED = 12; // experts in a sentence
 const DASHES = { none: "dot", eplb: "solid", lplb: "dash", echo: "dashdot", quota: "longdash" };
-const policyColour = (name, place) => POLICIES[name] || OTHERS[place % OTHERS.length];
+const policyColour = (name) => POLICIES[name] || OTHERS[[...name].reduce((sum, c) => sum + c.charCodeAt(0), 0) % OTHERS.length];
 
 function layout(more) {
   const axis = {
@@ -27,7 +32,7 @@ function layout(more) {
   };
   const whole = {
     font: { family: "system-ui, sans-serif", size: 13, color: css("text") },
-    paper_bgcolor: "rgba(0,0,0,0)",
+    paper_bgcolor: css("back"),
     plot_bgcolor: "rgba(0,0,0,0)",
     margin: { l: 60, r: 12, t: 46, b: 80 },
     hovermode: "x unified",
@@ -72,7 +77,7 @@ function even(xref, y, yref = "y") {
 
 // -- one microbatch -----------------------------------------------------------------------------
 
-// The microbatch that is picked, rank by rank, without and with copies.
+// The microbatch that is picked, rank by rank, without and with replicas.
 function microbatchFigure(data) {
   const [moment, layer] = [Number(find("moment").value), Number(find("layer").value)];
   const { step, microbatch, domain } = data.moments[moment];
@@ -89,7 +94,7 @@ function microbatchFigure(data) {
   return [drawn, more];
 }
 
-// Ranks as bars, stacked by expert, without and with copies; and a sentence.
+// Ranks as bars, stacked by expert, without and with replicas; and a sentence.
 function ranksFigure(data, record) {
   const [before, after] = blocks(data, record);
   const mean = sums(before).reduce((a, b) => a + b, 0) / data.homes.length;
@@ -100,8 +105,8 @@ function ranksFigure(data, record) {
     [...stacks(data, before, ""), ...stacks(data, after, "2")],
     placed({
       barmode: "stack", hovermode: "closest", showlegend: false, margin: { l: 60, r: 12, t: 36, b: 44 },
-      xaxis: { ...ranks, domain: [0, 0.47], ...title("rank, without copies") },
-      xaxis2: { ...ranks, domain: [0.53, 1], ...title("rank, with copies"), anchor: "y2" },
+      xaxis: { ...ranks, domain: [0, 0.47], ...title("rank, without replicas") },
+      xaxis2: { ...ranks, domain: [0.53, 1], ...title("rank, with replicas"), anchor: "y2" },
       yaxis: { ...title("rows (dashed: mean)"), range: [0, 1.04 * most] },
       yaxis2: { range: [0, 1.04 * most], showticklabels: false, anchor: "x2" },
       shapes: [even("x domain", mean), even("x2 domain", mean)],
@@ -110,7 +115,7 @@ function ranksFigure(data, record) {
   ];
 }
 
-// Whether there is no room for ranks without and with copies beside each other.
+// Whether there is no room for ranks without and with replicas beside each other.
 const apart = (ranks) => document.documentElement.clientWidth < 600 || ranks > 32;
 
 function oneAboveTheOther(more) {
@@ -122,7 +127,7 @@ function oneAboveTheOther(more) {
   };
 }
 
-// For every rank its blocks {expert, rows, copy}, without and with copies.
+// For every rank its blocks {expert, rows, copy}, without and with replicas.
 function blocks(data, { loads, rows, held }) {
   const before = data.homes.map((experts) =>
     experts.map((expert) => ({ expert, rows: loads[expert], of: loads[expert], copy: false })));
@@ -143,7 +148,7 @@ function sums(ranks) {
   return ranks.map((parts) => parts.reduce((sum, part) => sum + part.rows, 0));
 }
 
-// Homes first, the largest block at the bottom; copies on top.
+// Home experts first, the largest block at the bottom; replicas on top.
 function stacks(data, ranks, axis) {
   const homeOf = [];
   data.homes.forEach((experts, rank) => experts.forEach((expert) => (homeOf[expert] = rank)));
@@ -152,15 +157,16 @@ function stacks(data, ranks, axis) {
     type: "bar", x, y: parts.map((part) => part.rows), xaxis: `x${axis}`, yaxis: `y${axis}`,
     text: parts.map((part, place) => words(part, homeOf[part.expert], x[place])),
     textposition: "none", hovertemplate: "%{text}<extra></extra>",
-    marker: { ...marker, line: { color: css("back"), width: 1 } },
+    marker: { ...marker, line: { width: 0 } }, // a border would hide blocks of few rows
   });
-  // One trace for the largest of all ranks, one for the next of all, ...: few are drawn soon.
+  // One trace for the largest block of all ranks, one for the second, ...: few traces draw fast.
+  // Every second block is lighter, so that neighbours of one home rank differ.
   const layers = (blocks, marker) => {
     const traces = [];
     for (let place = 0; blocks.some((parts) => parts[place]); place++) {
       const x = blocks.flatMap((parts, rank) => (parts[place] ? [rank] : []));
       const parts = x.map((rank) => blocks[rank][place]);
-      traces.push(bar(x, parts, marker(parts.map(hue))));
+      traces.push(bar(x, parts, marker(parts.map((part) => hue(part) + (place % 2 ? "b0" : "")))));
     }
     return traces;
   };
@@ -174,7 +180,7 @@ function stacks(data, ranks, axis) {
 }
 
 function words({ expert, rows, of, copy }, home, rank) {
-  const what = copy ? `a copy of expert ${expert}, at home on rank ${home}` : `expert ${expert}, at home`;
+  const what = copy ? `replica of expert ${expert}, home rank ${home}` : `expert ${expert}, at home`;
   const share = of ? Math.round((100 * rows) / of) : 0;
   return `rank ${rank}: ${what}<br>${rows.toLocaleString("en")} rows, ${share} % of the expert's`;
 }
@@ -201,9 +207,9 @@ function account(data, before, after) {
   const copies = [...hosts].sort(([a], [b]) => a - b).map(([expert, ranks]) =>
     `${expert} on rank${ranks.length > 1 ? "s" : ""} ${stretches(ranks)}`);
   const count = [...hosts.values()].reduce((sum, ranks) => sum + ranks.length, 0);
-  const named = copies.length <= MOST_NAMED ? `Copies of expert ${copies.join(", expert ")}.` : `${count} copies.`;
-  return `imbalance ${ratio(before).toFixed(3)} without copies, ${ratio(after).toFixed(3)} with. ` +
-    (copies.length ? named : "No copies.");
+  const named = copies.length <= MOST_NAMED ? `Replicas of expert ${copies.join(", expert ")}.` : `${count} replicas.`;
+  return `imbalance ${ratio(before).toFixed(3)} without replicas, ${ratio(after).toFixed(3)} with. ` +
+    (copies.length ? named : "No replicas.");
 }
 
 function preparePicker() {
@@ -222,15 +228,57 @@ function preparePicker() {
 
 // -- drawing ------------------------------------------------------------------------------------
 
-const OPTIONS = {
-  responsive: true, displaylogo: false, modeBarButtons: [["toImage", "zoom2d", "pan2d", "resetScale2d"]],
+const DISK = { // icon of the CSV button
+  width: 24, height: 24, path: "M4 2h12l4 4v16H4V2zm2 2v16h12V8h-4V4H6zm2 8h8v2H8v-2zm0 4h8v2H8v-2z",
 };
-const parsed = {};
+const parsed = {}, options = {}; // by figure; with other options, Plotly would build the figure anew
+
+function optionsOf(name) {
+  const csv = { name: "csv", title: "Download the numbers as CSV", icon: DISK, click: (plot) => saveCsv(name, plot.data) };
+  options[name] ??= {
+    responsive: true, displaylogo: false, displayModeBar: true,
+    toImageButtonOptions: { format: "png", scale: 2, filename: name },
+    modeBarButtons: [["toImage", csv, "zoom2d", "pan2d", "resetScale2d"]],
+  };
+  return options[name];
+}
 
 function draw(name) {
   parsed[name] = parsed[name] || numbers(name);
   const [traces, more] = figures[name](parsed[name]);
-  return Plotly.react(find(`plot-${name}`), traces, layout(more), OPTIONS);
+  return Plotly.react(find(`plot-${name}`), traces, layout(more), optionsOf(name));
+}
+
+// The numbers of a figure, one line per point: series, x, y, and the value of a cell or a flow.
+function csvRows(traces) {
+  const rows = [["series", "x", "y", "value"]];
+  for (const { type, name = "", x = [], y = [], z, node, link, text, hoverinfo } of traces) {
+    if (type === "heatmap") {
+      z.forEach((cells, row) => cells.forEach((value, column) => rows.push([name, x[column] ?? column, y[row], value])));
+    } else if (type === "sankey") {
+      link.value.forEach((value, place) =>
+        rows.push([link.label[place], node.label[link.source[place]], node.label[link.target[place]], value]));
+    } else if (hoverinfo !== "skip") { // a band repeats the lines around it
+      x.forEach((value, place) => rows.push([Array.isArray(text) ? text[place] : name, value, y[place], ""]));
+    }
+  }
+  return rows;
+}
+
+function csvText(rows) {
+  const cell = (value) => {
+    const words = String(value ?? "").replaceAll("<br>", "; ");
+    return /[",\n]/.test(words) ? `"${words.replaceAll('"', '""')}"` : words;
+  };
+  return rows.map((row) => row.map(cell).join(",")).join("\n") + "\n";
+}
+
+function saveCsv(name, traces) {
+  const link = document.createElement("a");
+  link.href = URL.createObjectURL(new Blob([csvText(csvRows(traces))], { type: "text/csv" }));
+  link.download = `${name}.csv`;
+  link.click();
+  URL.revokeObjectURL(link.href);
 }
 
 // Whether its numbers are there, and its place is shown: not all views of the viewer are.

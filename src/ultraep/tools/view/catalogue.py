@@ -1,8 +1,8 @@
-"""Catalogue: all traces and reports that are open, and the thread that reads them.
+"""Catalogue: the open traces and reports by name, and the thread that reads them.
 
-A folder is one of a trace, or of several (`ULTRAEP_TRACE`), or the output of a demo or an
-inspection: their traces and their report. A report may be named by itself; the traces beside it
-are shown, too. If a trace cannot be opened, the page says why, and the others are open.
+A path is a trace (a folder or an .npz file), a folder with several traces, the output of a demo or
+an inspection, or a report, which also opens the traces next to it. If a trace cannot be opened, the
+page says why and shows the others.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from ultraep.errors import ConfigError, FileError, UltraEPError
 from ultraep.files.reading import names_of_arrays
@@ -22,33 +22,27 @@ from ultraep.trace.files import read_header
 from ultraep.trace.schema import HEADER_FILE
 
 REPORT_FILE, RESULT_FILE = "report.html", "result.json"
-DEPTH = ("", "*/", "*/*/")  # how far below a folder traces are looked for
+DEPTH = ("", "*/", "*/*/")  # how deep below a folder traces are searched
 MOST_ITEMS = 64
-PERIOD = 1.0  # seconds between two looks at a folder that is followed
-GONE = "the folder is gone: what was read before is shown"
+PERIOD = 1.0  # seconds between two checks of a folder that is followed
+GONE = "the folder is gone: the page shows what was read before"
 
 
-class Item(NamedTuple):
-    """Something to view. path: a folder or a file, as it was named; name: as it is shown."""
+@dataclass
+class Item:
+    """A trace or a report. If a trace cannot be opened, `error` says why."""
 
     kind: Literal["trace", "report"]
     path: Path
     name: str
-
-
-@dataclass
-class Shown:
-    """A trace or a report; without a trace, and with an error, if it cannot be opened."""
-
-    item: Item
     trace: OpenTrace | None = None
     error: str = ""
     gone: bool = False
-    failed: bool = False  # reading it has ended early
+    failed: bool = False  # an exception ended the reading early
 
 
 class Catalogue:
-    """The open traces and reports, by number. warn: called once with each note about damage."""
+    """The open traces and reports. warn: called once with each note about damage."""
 
     def __init__(
         self,
@@ -57,15 +51,15 @@ class Catalogue:
         live: bool = False,
         warn: Callable[[str], object] = str,
     ) -> None:
-        self.paths, self.live, self.shown = list(paths), live, list[Shown]()
+        self.paths, self.live, self.items = list(paths), live, list[Item]()
         self._warn, self._warned = warn, set[str]()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="ultraep view", daemon=True)
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="ultraep view")
-        self._look()
+        self._find_items()
 
     def start(self) -> None:
-        """Begin to read in a thread, unless it has begun."""
+        """Start the reading thread; idempotent."""
         if self._thread.ident is None:
             self._thread.start()
 
@@ -77,18 +71,18 @@ class Catalogue:
         self._reader.shutdown()
 
     def read_all(self) -> None:
-        """Read everything that is there, and return when it is read.
+        """Read all traces, and return when they are read.
 
-        An exception, whichever, ends the reading of one trace; its page says so.
+        Any exception ends the reading of one trace only; a note on its page says so.
         """
-        for shown in self.shown:
-            trace = shown.trace
-            if trace is None or shown.failed:
+        for item in self.items:
+            trace = item.trace
+            if trace is None or item.failed:
                 continue
             error = self._reader.submit(trace.read, self._stop.is_set).exception()
             if error is not None:
-                shown.failed = trace.finished = True
-                trace.notes.append(f"reading ended early, only a part is shown: {_words(error)}")
+                item.failed = trace.finished = True
+                trace.notes.append(f"reading ended early, the rest is missing: {_message(error)}")
             for note in trace.notes:
                 if note not in self._warned:
                     self._warned.add(note)
@@ -96,29 +90,31 @@ class Catalogue:
 
     @property
     def errors(self) -> list[str]:
-        """What could not be opened, one line each."""
-        return [shown.error for shown in self.shown if shown.error]
+        """One line for each trace that could not be opened."""
+        return [item.error for item in self.items if item.error]
 
     @property
     def usable(self) -> bool:
-        """Whether there is anything to show, or may be later."""
-        return self.live or any(not shown.error for shown in self.shown)
+        """Whether there is something to show, now or later."""
+        return self.live or any(not item.error for item in self.items)
 
-    def trace(self, number: int) -> OpenTrace:
-        """Return the trace of this number."""
-        shown = self._numbered(number, "trace")
-        if shown.trace is None:
-            raise FileError(shown.error)
-        return shown.trace
+    def trace(self, name: str) -> OpenTrace:
+        """Return the trace of this name."""
+        item = self._item("trace", name)
+        if item.trace is None:
+            raise FileError(item.error)
+        return item.trace
 
-    def report(self, number: int) -> Path:
-        """Return the file of the report of this number."""
-        return self._numbered(number, "report").item.path
+    def report(self, name: str) -> Path:
+        """Return the file of the report of this name."""
+        return self._item("report", name).path
 
-    def _numbered(self, number: int, kind: str) -> Shown:
-        if not 0 <= number < len(self.shown) or self.shown[number].item.kind != kind:
-            raise ConfigError(f"{kind} {number}: there is none of this number")
-        return self.shown[number]
+    def _item(self, kind: str, name: str) -> Item:
+        for item in self.items:
+            if (item.kind, item.name) == (kind, name):
+                return item
+        names = ", ".join(item.name for item in self.items if item.kind == kind) or "none"
+        raise ConfigError(f"there is no {kind} {name[:80]!r}, open: {names}")
 
     # -- reading --------------------------------------------------------------------------------
 
@@ -128,48 +124,51 @@ class Catalogue:
             if not self.live:
                 return
             self._stop.wait(PERIOD)
-            self._look()
-            for shown in self.shown:
-                self._look_again(shown)
+            self._find_items()
+            for item in self.items:
+                if item.kind == "trace" and not isinstance(item.trace, FileTrace):
+                    self._check_folder(item)
 
-    def _look(self) -> None:
-        """Open what is there and was not there before."""
-        known = {shown.item.path for shown in self.shown}
+    def _find_items(self) -> None:
+        """Open the traces and reports that are new."""
+        known = {item.path for item in self.items}
         try:
             items = look(self.paths, live=self.live)
         except OSError:
-            return  # a folder that goes away while it is looked through
-        self.shown += [self._opened(item) for item in items if item.path not in known]
+            return  # a folder disappeared during the search
+        for item in items:
+            if item.path not in known:
+                if any(item.name == other.name for other in self.items):
+                    item.name = str(item.path)
+                self._open(item)
+                self.items.append(item)
 
-    def _opened(self, item: Item) -> Shown:
-        if item.kind == "report":
-            return Shown(item)
-        opened = self._reader.submit(self._open, item.path)
-        error = opened.exception()
-        return Shown(item, opened.result()) if error is None else Shown(item, error=_words(error))
+    def _open(self, item: Item) -> None:
+        if item.kind == "trace":
+            opening = self._reader.submit(self._open_trace, item.path)
+            error = opening.exception()
+            item.trace = opening.result() if error is None else None
+            item.error, item.failed = "" if error is None else _message(error), False
 
-    def _open(self, path: Path) -> OpenTrace:
+    def _open_trace(self, path: Path) -> OpenTrace:
         return FolderTrace(path, live=self.live) if path.is_dir() else FileTrace(path)
 
-    def _look_again(self, shown: Shown) -> None:
-        """Notice that a folder is gone, or holds another trace now."""
-        if shown.item.kind == "report" or isinstance(shown.trace, FileTrace):
-            return
+    def _check_folder(self, item: Item) -> None:
+        """Notice that a folder is gone, or now holds another trace."""
         try:
-            header = read_header(shown.item.path)
+            header = read_header(item.path)
         except FileError as error:
-            shown.gone = not (shown.item.path / HEADER_FILE).exists()
-            if shown.trace is None and not shown.gone:
-                shown.error = str(error)
+            item.gone = not (item.path / HEADER_FILE).exists()
+            if item.trace is None and not item.gone:
+                item.error = str(error)
             return
-        shown.gone = False
-        if shown.trace is None or shown.trace.header != header:
-            again = self._opened(shown.item)
-            shown.trace, shown.error, shown.failed = again.trace, again.error, False
+        item.gone = False
+        if item.trace is None or item.trace.header != header:
+            self._open(item)
 
 
-def _words(error: BaseException) -> str:
-    """Say an error in one line; for an error of the program, with the place that raised it."""
+def _message(error: BaseException) -> str:
+    """Return an error as one line; for a bug, with the place that raised it."""
     if isinstance(error, (UltraEPError, OSError)):
         return str(error)
     frame = traceback.extract_tb(error.__traceback__)[-1]
@@ -177,22 +176,22 @@ def _words(error: BaseException) -> str:
     return f"an error of ultraep, please report it: {type(error).__name__}: {error} ({where})"
 
 
-# -- what the paths hold -------------------------------------------------------------------------
+# -- searching -----------------------------------------------------------------------------------
 
 
 def look(paths: Iterable[Path], *, live: bool = False) -> list[Item]:
-    """Return all that these paths hold; `FileError` for one that is missing or holds nothing.
+    """Return the traces and reports in these paths, not opened.
 
-    live: a folder may still be empty, or missing.
+    Raise `FileError` for a path that is missing or has neither, unless `live` is set.
     """
     items: dict[Path, Item] = {}
     for path in paths:
-        held = list(_in_folder(path) if path.is_dir() else _of_file(path, live))
-        if not held and not live:
+        inside = list(_in_folder(path) if path.is_dir() else _of_file(path, live))
+        if not inside and not live:
             raise FileError(
                 f"{path}: nothing to view, neither a trace ({HEADER_FILE}) nor a {REPORT_FILE}"
             )
-        for item in held:
+        for item in inside:
             items.setdefault(item.path.resolve(), item)
     return list(items.values())[:MOST_ITEMS]
 

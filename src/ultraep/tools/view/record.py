@@ -1,6 +1,6 @@
-"""One record as the page shows it: everything about one microbatch of one layer.
+"""One record as the page shows it: one microbatch of one layer.
 
-Shapes: R ranks, E experts, S slots of all ranks, C copies, G stages.
+Shapes: R ranks, E experts, S slots of all ranks, C replicas, G stages.
 """
 
 from __future__ import annotations
@@ -18,18 +18,20 @@ from ultraep.tools.report.numbers import FloatArray, Numbers, plain
 from ultraep.trace.read import Trace
 from ultraep.trace.schema import Array, of_backward
 
-CHUNKS = 4  # of a chain, the default of balancers
-DIGITS = 7
+CHUNKS = 4  # per chain, the default of balancers
+DIGITS = 7  # of seconds: a tenth of a microsecond
 
 
 def numbers_of(trace: Trace) -> Numbers:
-    """Return all that the page draws of the only record of a trace."""
+    """Return everything that the page draws of the only record of a trace."""
     header, topology = trace.header, trace.topology
-    copies, quotas, unusable = _usable_copies(trace)
+    copies = trace.copies.astype(np.int64)
+    usable = (copies >= 0).all(axis=1)
+    usable &= (copies[:, 0] < header.experts) & (copies[:, 1] < header.ranks)
+    copies, quotas = copies[usable], trace.quotas[usable].astype(np.int64)
     held = np.full((header.ranks, header.slots), -1)
-    in_slots = copies[:, 2] < header.slots  # policies beyond the limits may hold more
+    in_slots = copies[:, 2] < header.slots  # some policies use more slots than there are
     held[copies[in_slots, 1], copies[in_slots, 2]] = copies[in_slots, 0]
-    before, after = trace.initial_rank_loads[0], trace.rank_loads[0]
     return {
         "policy": str(trace.policy[0]),
         "ranks": header.ranks,
@@ -40,68 +42,56 @@ def numbers_of(trace: Trace) -> Numbers:
         "held": held.reshape(-1).tolist(),
         "before": plain(trace.imbalance_before)[0],
         "after": plain(trace.imbalance_after)[0],
-        "rank_loads": {"before": before.tolist(), "after": after.tolist()},
         "bytes": trace.bytes_moved[0].tolist(),
         "copies": _copies(trace, copies, quotas),
-        "priced": _priced(trace, copies, before, after),
-        "unusable": unusable,
+        "priced": _priced(trace, copies),
+        "unusable": int((~usable).sum()),
     }
 
 
-def _usable_copies(trace: Trace) -> tuple[IntArray, IntArray, int]:
-    """Return copies [C, 3] and quotas [C] whose expert and host exist, and how many do not."""
-    copies, header = trace.copies.astype(np.int64), trace.header
-    usable = (copies >= 0).all(axis=1)
-    usable &= (copies[:, 0] < header.experts) & (copies[:, 1] < header.ranks)
-    return copies[usable], trace.quotas[usable].astype(np.int64), int((~usable).sum())
-
-
-def _priced(trace: Trace, copies: IntArray, before: IntArray, after: IntArray) -> Numbers | None:
-    """Return the seconds by the rates, with and without copies; None: no rates."""
+def _priced(trace: Trace, copies: IntArray) -> Numbers | None:
+    """Return the predicted seconds with and without replicas; None without rates."""
     rates, homes = trace.rates_of(0), trace.topology.home_of_expert
     if rates is None or trace.header.objective != "time":
         return None
     received, sent = np.bincount(copies[:, 1]), np.bincount(homes[np.unique(copies[:, 0])])
     transfers = int(max(received.max(initial=0), sent.max(initial=0)))
-    planned = rates.time(peak=int(after.max()), transfers=transfers, copies=len(copies))
-    without = rates.time(peak=int(before.max()), transfers=0, copies=0)
+    before, after = int(trace.initial_rank_loads.max()), int(trace.rank_loads.max())
+    planned = rates.time(peak=after, transfers=transfers, copies=len(copies))
+    without = rates.time(peak=before, transfers=0, copies=0)
     return {"rates": str(rates), "time": planned / PER_SECOND, "without": without / PER_SECOND}
 
 
 def _copies(trace: Trace, copies: IntArray, quotas: IntArray) -> Numbers:
-    """Return every copy with its path from home.
+    """Return every replica with the path of its weights.
 
-    relay: "direct" or "chain".
-    told: the mode that the balancer was given; for "auto", and for "" (not recorded), the paths
-        follow the rule that balancers apply.
+    relay: "direct" or "chain".   mode: the setting of the balancer. For "auto", and for "" (not
+    recorded), the paths follow the rule that balancers apply.
     """
     header, none = trace.header, np.zeros(0, dtype=np.int64)
     loads = trace.loads[0].astype(np.int64)
     plan = Plan(header.topology, header.config, loads, copies, quotas, none, none)
     sent = hops(plan, header.relay or "auto", chunks=header.chunks or CHUNKS)
+    rows = {(int(c[0]), int(c[1])): int(q) for c, q in zip(copies, quotas, strict=True)}
     paths: dict[tuple[int, int], list[int]] = {}
+    replicas = []
     for hop in sent:
-        before = paths.get((hop.expert, hop.sender), [hop.sender])
-        paths[hop.expert, hop.receiver] = [*before, hop.receiver]
-    tokens = {(int(c[0]), int(c[1])): int(q) for c, q in zip(copies, quotas, strict=True)}
-    return {
-        "relay": "chain" if any(hop.depth for hop in sent) else "direct",
-        "told": header.relay,
-        "list": [
+        path = [*paths.get((hop.expert, hop.sender), [hop.sender]), hop.receiver]
+        paths[hop.expert, hop.receiver] = path
+        replicas.append(
             {
                 "expert": hop.expert,
-                "host": hop.receiver,
                 "slot": hop.slot,
-                "tokens": tokens[hop.expert, hop.receiver],
-                "way": paths[hop.expert, hop.receiver],
+                "rows": rows[hop.expert, hop.receiver],
+                "path": path,
             }
-            for hop in sent
-        ],
-    }
+        )
+    relay = "chain" if any(hop.depth for hop in sent) else "direct"
+    return {"relay": relay, "mode": header.relay, "list": replicas}
 
 
 def stages_of(trace: Trace) -> dict[str, Numbers | None]:
-    """Return when the stages of the only record ran, by pass; None: no times are known."""
+    """Return when the stages of the only record ran, by pass; None without times."""
     backward_G = of_backward(trace.header.stages)
     return {
         "forward": _stages(trace, "forward", trace.began[0], ~backward_G),
@@ -110,18 +100,18 @@ def stages_of(trace: Trace) -> dict[str, Numbers | None]:
 
 
 def _stages(trace: Trace, name: str, began: FloatArray, own_G: NDArray[np.bool_]) -> Numbers | None:
-    """Return when the stages of all ranks begin, how long they take and wait."""
+    """Return start, duration and waiting time of the stages of all ranks."""
     seconds, waited = (_finite(times[0, :, own_G].T) for times in (trace.seconds, trace.waited))
     if np.isnan(began).all() or not seconds.any():
         return None
-    with np.errstate(invalid="ignore"):  # a file may hold anything
+    with np.errstate(invalid="ignore"):  # a file may hold any number
         begin = (began - np.nanmin(began))[:, None] + np.cumsum(seconds, axis=1) - seconds
     return {
         "name": name,
         "stages": [stage for stage, own in zip(trace.header.stages, own_G, strict=True) if own],
-        "begin": [_short(row) for row in begin],
-        "seconds": [_short(row) for row in seconds],
-        "waited": [_short(row) for row in waited],
+        "begin": [_rounded(row) for row in begin],
+        "seconds": [_rounded(row) for row in seconds],
+        "waited": [_rounded(row) for row in waited],
     }
 
 
@@ -129,6 +119,5 @@ def _finite(seconds: Array) -> FloatArray:
     return np.where(np.isfinite(seconds), seconds, 0).astype(np.float64)
 
 
-def _short(values: FloatArray) -> list[float | None]:
-    """Round seconds to a tenth of a microsecond."""
+def _rounded(values: FloatArray) -> list[float | None]:
     return [round(value, DIGITS) if math.isfinite(value) else None for value in values.tolist()]

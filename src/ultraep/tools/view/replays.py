@@ -1,7 +1,7 @@
-"""Replays: a trace planned again under another policy, slots, ranks or memory, in the background.
+"""Replays: plan the loads of a trace again under other settings, in the background.
 
-Large traces are planned again for some of their layers, evenly spread: policies with a memory need
-all moments of a layer.
+In a long trace, only some evenly spaced layers are replanned, each with all of its moments, because
+policies may use past loads.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -20,21 +20,20 @@ from ultraep.policies import get_policy
 from ultraep.tools.report.numbers import Numbers
 from ultraep.tools.view.catalogue import Catalogue
 from ultraep.tools.view.table import Table, overview
-from ultraep.tools.view.traces import OpenTrace
 from ultraep.trace.read import Trace
 from ultraep.trace.replay import Case, cases, plans_of, replayed_plans
 from ultraep.trace.schema import Header
 
 MOST_PLANS = 4000  # records that are planned again
-MOST_JOBS = 16  # that are kept
+MOST_JOBS = 16  # finished jobs included
 MOST_WAITING = 4
 
 
 @dataclass(frozen=True)
 class Question:
-    """What to plan again, and how; None: as recorded."""
+    """The trace to plan again, and the settings; None keeps the recorded one."""
 
-    trace: int
+    trace: str
     policy: str
     slots: int | None = None
     ranks: int | None = None
@@ -44,10 +43,11 @@ class Question:
 
 @dataclass(eq=False)
 class ReplayJob:
-    """A question, how far it is, and its answer."""
+    """A question, its progress, and its answer."""
 
     number: int
     question: Question
+    version: int  # of the trace
     state: str = "waiting"  # running, done, stopped, failed
     done: int = 0
     total: int = 0
@@ -55,15 +55,14 @@ class ReplayJob:
     answer: Numbers = field(default_factory=dict)
     stop: threading.Event = field(default_factory=threading.Event)
 
-    def told(self) -> Numbers:
-        """As the page has it."""
+    def to_json(self) -> Numbers:
+        """Return the job as the page receives it."""
         names = ("number", "state", "done", "total", "error", "answer")
-        question = asdict(self.question)
-        return {name: getattr(self, name) for name in names} | {"question": question}
+        return {name: getattr(self, name) for name in names}
 
 
 class Replays:
-    """Questions about the traces of a catalogue; one is worked on at a time."""
+    """Replays of the traces of a catalogue, one after the other."""
 
     def __init__(self, catalogue: Catalogue) -> None:
         self._catalogue, self._jobs = catalogue, dict[int, ReplayJob]()
@@ -71,40 +70,37 @@ class Replays:
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="ultraep replay")
 
     def ask(self, question: Question) -> ReplayJob:
-        """Begin to work on it, or find the answer that is there."""
+        """Return the job of a question; start it unless there is one."""
         trace = self._catalogue.trace(question.trace)
-        case_of(question, trace.header)  # what cannot be planned is refused at once
-        if not trace.complete:
-            raise ConfigError("the trace is still being read: ask again when all ranks were read")
+        case_of(question, trace.header)  # refuse invalid settings at once
+        wanted = question, trace.version
         with self._lock:
             for job in self._jobs.values():
-                if job.question == question and job.state in ("waiting", "running", "done"):
+                current = job.state in ("waiting", "running", "done")
+                if current and (job.question, job.version) == wanted:
                     return job
             waiting = sum(job.state == "waiting" for job in self._jobs.values())
             if waiting >= MOST_WAITING:
-                raise ConfigError(f"{waiting} replays are waiting already: wait, or stop one")
-            job = ReplayJob(self._count, question)
+                raise ConfigError(f"{waiting} replays are waiting: wait, or stop one")
+            job = ReplayJob(self._count, *wanted)
             self._jobs[job.number], self._count = job, self._count + 1
-            self._forget()
+            over = [job for job in self._jobs.values() if job.state not in ("waiting", "running")]
+            for old in over[: max(0, len(self._jobs) - MOST_JOBS)]:
+                del self._jobs[old.number]
         self._worker.submit(self._work, job)
         return job
 
     def job(self, number: int) -> ReplayJob:
-        """The job of this number."""
+        """Return the job of this number."""
         if number not in self._jobs:
-            raise ConfigError(f"replay {number}: there is none of this number")
+            raise ConfigError(f"there is no replay {number}")
         return self._jobs[number]
 
     def close(self) -> None:
-        """Stop all work."""
+        """Stop all jobs."""
         for job in list(self._jobs.values()):
             job.stop.set()
         self._worker.shutdown(cancel_futures=True)
-
-    def _forget(self) -> None:
-        over = [job for job in self._jobs.values() if job.state not in ("waiting", "running")]
-        for job in over[: max(0, len(self._jobs) - MOST_JOBS)]:
-            del self._jobs[job.number]
 
     def _work(self, job: ReplayJob) -> None:
         try:
@@ -114,41 +110,40 @@ class Replays:
         except (UltraEPError, OSError) as error:
             job.error, job.state = str(error), "failed"
         finally:
-            if job.state == "running":  # a bug is told in the page, too; the thread tells the rest
-                job.error, job.state = "an error of the program: see its terminal", "failed"
+            if job.state == "running":  # a bug; the executor keeps the exception
+                job.error, job.state = "an error of ultraep, please report it", "failed"
 
     def _answer(self, job: ReplayJob) -> Numbers:
         trace = self._catalogue.trace(job.question.trace)
         table, case = trace.table, case_of(job.question, trace.header)
         records = planned_again(table)
         job.total = len(records)
-        replayed = replayed_plans(self._plans(job, case, trace, records), case)
+
+        def plans() -> Iterator[Plan]:
+            keys = map(table.key, records.tolist())
+            for plan in plans_of(map(trace.routed, keys), case):
+                yield plan
+                job.done += 1
+                if job.stop.is_set():
+                    return
+
+        replayed = replayed_plans(plans(), case)
         records = records[: len(replayed.after)]
-        unknown = dict.fromkeys(("bytes", "lost", "saved", "cost"), np.full(len(records), np.nan))
-        known = {name: getattr(replayed, name) for name in ("before", "after", "copies")}
-        line = asdict(replayed.line)
-        del line["case"]
+        values = {name: getattr(replayed, name) for name in ("before", "after", "copies")}
+        for name in ("bytes", "lost", "saved", "cost"):
+            values[name] = np.full(len(records), np.nan)
         return {
-            "layers": np.unique(table.layer[records]).tolist(),
+            "layers": len(np.unique(table.layer[records])),
             "all_layers": len(table.layers[0]),
             "recorded": overview(table.take(records)),
-            "replayed": overview(table.take(records, **known, **unknown)),
-            "line": case.told() | line,
+            "replayed": overview(table.take(records, **values)),
+            "settings": case.settings(),
+            "beyond": int(replayed.beyond.sum()),
         }
-
-    def _plans(
-        self, job: ReplayJob, case: Case, trace: OpenTrace, records: IntArray
-    ) -> Iterator[Plan]:
-        keys = map(trace.table.key, records.tolist())
-        for plan in plans_of(map(trace.routed, keys), case):
-            yield plan
-            job.done += 1
-            if job.stop.is_set():
-                return
 
 
 def case_of(question: Question, header: Header) -> Case:
-    """Return how to plan; `ConfigError` if that is impossible."""
+    """Return the settings of a question; raise `ConfigError` if they are invalid."""
     return cases(
         Trace(header, {}),
         policies=[get_policy(question.policy).name],
@@ -160,7 +155,7 @@ def case_of(question: Question, header: Header) -> Case:
 
 
 def planned_again(table: Table, most: int = MOST_PLANS) -> IntArray:
-    """Return records in the order of time: of all layers, or of some, evenly spread."""
+    """Return the records to replan, in order of time: all layers, or some evenly spaced ones."""
     names, place_N = table.layers
     if not len(names):
         raise ConfigError("nothing to replay: the trace has no records")

@@ -1,135 +1,199 @@
-"""The server: one process on this machine, with uvicorn. `open_server` refuses before it serves."""
+"""The server: one process on this machine, one thread per connection, standard library only.
+
+A page of another site must not reach the viewer through the user's browser. The server refuses
+foreign host names, requests from other origins, and frames around the page. If it listens beyond
+this machine, it requires a token. Requests are limited in size and time, and so is the data that
+waits for a slow client.
+"""
 
 from __future__ import annotations
 
-import asyncio
 import ipaddress
 import secrets
 import socket
+import sys
+import threading
 from contextlib import suppress
-from dataclasses import dataclass
+from http.cookies import CookieError, SimpleCookie
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
-
-import h11
-import uvicorn
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from urllib.parse import parse_qsl, urlencode, urlsplit
 
 from ultraep.errors import ConfigError
-from ultraep.metrics.hosts import is_loopback, own_names
-from ultraep.tools.view.api import Api
+from ultraep.metrics.hosts import is_known_host, is_loopback, own_names
+from ultraep.tools.view.api import Answer, Api
 from ultraep.tools.view.catalogue import Catalogue
-from ultraep.tools.view.guard import MOST_HEADERS, Guard
 
-HEADER_SECONDS = 10.0  # in which a request must have come up to its body
-STALLED_SECONDS = 20.0  # in which a client must read what waits for it, some 64 kB
-KEEP_SECONDS, FAREWELL_SECONDS = 20, 2
-MOST_CONNECTIONS = 256
+COOKIE = "ultraep_view"
+MOST_QUERY, MOST_HEADERS = 2 << 10, 16 << 10  # bytes
+CHUNK = 64 << 10  # bytes that wait for a client to read
+REQUEST_SECONDS = 10.0  # in which a request must arrive, after the answer to the previous one
+STALLED_SECONDS = 20.0  # in which a client must read a chunk
+MOST_CONNECTIONS = 128
+HEADERS = {
+    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self' "
+    "'unsafe-inline'; img-src 'self' data: blob:; connect-src 'self'; frame-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "cache-control": "no-store",
+    "x-content-type-options": "nosniff",
+    "x-frame-options": "DENY",
+    "referrer-policy": "no-referrer",
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+    "permissions-policy": "camera=(), microphone=(), geolocation=()",
+}
 
 
-class Punctual(H11Protocol):
-    """Closes connections whose clients neither send a whole request nor read the answer in time."""
+class Handler(BaseHTTPRequestHandler):
+    """Answers the requests of one connection."""
 
-    _timer: asyncio.TimerHandle | None = None
-    _stalled: asyncio.TimerHandle | None = None
+    server: ViewServer
+    protocol_version = "HTTP/1.1"
 
-    def connection_made(self, transport: Any) -> None:
-        """Begin to wait for the first request."""
-        super().connection_made(transport)
-        self._wait()
+    def handle_one_request(self) -> None:
+        """Answer one request; close the connection if it does not arrive in time."""
+        if self.server.stopped:
+            self.close_connection = True
+            return
+        self.connection.settimeout(STALLED_SECONDS)
+        self._arrival = threading.Timer(REQUEST_SECONDS, self._hang_up)
+        self._arrival.daemon = True
+        self._arrival.start()
+        try:
+            super().handle_one_request()
+        finally:
+            self._arrival.cancel()
 
-    def data_received(self, data: bytes) -> None:
-        """Wait on, unless that was all of a request."""
-        super().data_received(data)
-        busy = self.cycle is not None and not self.cycle.response_complete
-        if busy and self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        elif not busy and self._timer is None:
-            self._wait()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        """Stop waiting."""
-        for timer in (self._timer, self._stalled):
-            if timer is not None:
-                timer.cancel()
-        super().connection_lost(exc)
-
-    def pause_writing(self) -> None:
-        """The client does not read: give it some time."""
-        super().pause_writing()
-        self._stalled = self.loop.call_later(STALLED_SECONDS, self.transport.abort)
-
-    def resume_writing(self) -> None:
-        """The client reads again."""
-        super().resume_writing()
-        if self._stalled is not None:
-            self._stalled.cancel()
-
-    def send_400_response(self, msg: str) -> None:
-        """Answer a malformed request; one that is malformed in its body may be answered already."""
-        if self.cycle is not None:
-            self.cycle.disconnected = True
-            self.cycle.message_event.set()
-        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-            super().send_400_response(msg)
+    def do_GET(self) -> None:
+        """Answer a request, unless it is refused."""
+        self._arrival.cancel()
+        answer = self._refusal()
+        if answer is not None:
+            self.close_connection = True  # a body may follow
         else:
-            self.transport.close()
+            query = dict(parse_qsl(self._address.query))
+            answer = self.server.api.answer(self._address.path, query)
+            if self.headers.get("if-none-match") == answer.headers.get("etag", ""):
+                answer = Answer(b"", 304, answer.headers)
+        self._send(answer)
 
-    def _wait(self) -> None:
-        self._timer = self.loop.call_later(HEADER_SECONDS, self.transport.close)
+    do_HEAD = do_GET  # noqa: N815  name of http.server
+
+    def send_error(self, code: int, message: str | None = None, _: str | None = None) -> None:
+        """Answer a malformed request, or one with an unknown method."""
+        self.close_connection, self.request_version = True, self.protocol_version
+        self._send(Answer.text(message or "Bad request", 405 if code == 501 else code))
+
+    def log_message(self, format: str, *values: Any) -> None:  # noqa: A002
+        """Print nothing about requests."""
+
+    def _hang_up(self) -> None:
+        self.close_connection = True
+        with suppress(OSError):
+            self.connection.shutdown(socket.SHUT_RDWR)
+
+    def _send(self, answer: Answer) -> None:
+        content = answer.content
+        self.send_response_only(answer.status)
+        for name, value in (HEADERS | answer.headers).items():
+            self.send_header(name, value)
+        self.send_header("content-length", str(len(content)))
+        if self.close_connection:
+            self.send_header("connection", "close")
+        self.end_headers()
+        if self.command != "HEAD":
+            for begin in range(0, len(content), CHUNK):
+                self.wfile.write(memoryview(content)[begin : begin + CHUNK])
+
+    def _refusal(self) -> Answer | None:
+        self._address = urlsplit(self.path)
+        hosts, token = self.headers.get_all("host", []), self.server.token
+        if len(self.path) > MOST_QUERY:
+            return Answer.text("The address is too long", 414)
+        if sum(len(name) + len(value) for name, value in self.headers.items()) > MOST_HEADERS:
+            return Answer.text(f"At most {MOST_HEADERS} bytes of headers are accepted", 431)
+        if not is_known_host(hosts, self.server.names, local=token is None):
+            return Answer.text("The host name is not a name of this machine", 421)
+        if not self._same_origin(hosts[0]):
+            return Answer.text("Requests from other sites are refused", 403)
+        if "content-length" in self.headers or "transfer-encoding" in self.headers:
+            return Answer.text("Requests with a body are refused", 413)
+        return None if token is None else self._without_token(token)
+
+    def _same_origin(self, host: str) -> bool:
+        if self.headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
+            return False
+        return self.headers.get("origin", f"http://{host}") == f"http://{host}"
+
+    def _without_token(self, token: str) -> Answer | None:
+        query = parse_qsl(self._address.query)
+        if _equal(dict(query).get("token", ""), token):
+            rest = urlencode([pair for pair in query if pair[0] != "token"])
+            location = self._address.path + (f"?{rest}" if rest else "")
+            cookie = f"{COOKIE}={token}; HttpOnly; SameSite=strict; Path=/"
+            return Answer(b"", 303, {"location": location, "set-cookie": cookie})
+        try:
+            cookie_value = SimpleCookie(self.headers.get("cookie", "")).get(COOKIE)
+        except CookieError:
+            cookie_value = None
+        if cookie_value is not None and _equal(cookie_value.value, token):
+            return None
+        return Answer.text("Open the address with the token that `ultraep view` printed", 401)
 
 
-@dataclass
-class ViewServer:
+def _equal(text: str, token: str) -> bool:
+    return secrets.compare_digest(text.encode(errors="replace"), token.encode())
+
+
+class ViewServer(ThreadingHTTPServer):
     """A server that is ready: its socket is bound, its address is known."""
 
-    url: str
-    api: Api
-    catalogue: Catalogue
-    listener: socket.socket
-    server: uvicorn.Server
+    daemon_threads, block_on_close = True, False
+
+    def __init__(self, catalogue: Catalogue, host: str, port: int) -> None:
+        self.catalogue, self.api = catalogue, Api(catalogue)
+        super().__init__(("", 0), Handler, bind_and_activate=False)
+        self.socket.close()
+        self.socket = listening_socket(host, port)
+        self.port: int = self.socket.getsockname()[1]
+        local, name = is_loopback(host), reachable_name(host)
+        self.token = None if local else secrets.token_urlsafe(24)
+        self.names = set() if local else {host.lower(), *own_names()}
+        bracketed = f"[{name}]" if ":" in name else name
+        self.url = f"http://{bracketed}:{self.port}/" + ("" if local else f"?token={self.token}")
+        self.stopped = False
+        self._free = threading.BoundedSemaphore(MOST_CONNECTIONS)
 
     def run(self) -> None:
-        """Serve until Ctrl-C, or until somebody sets `server.should_exit`."""
+        """Serve until Ctrl-C, or until another thread calls `shutdown`."""
         self.catalogue.start()
         try:
             with suppress(KeyboardInterrupt):
-                self.server.run(sockets=[self.listener])
+                self.serve_forever(poll_interval=0.1)
         finally:
-            self.close()
+            self.stopped = True
+            self.api.replays.close()
+            self.catalogue.close()
+            self.server_close()
 
-    def close(self) -> None:
-        """Stop all threads, give the port back."""
-        self.api.replays.close()
-        self.catalogue.close()
-        self.listener.close()
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Answer a connection in its own thread; close it if there are too many."""
+        if self._free.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
 
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """Answer all requests of a connection."""
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._free.release()
 
-def open_server(catalogue: Catalogue, *, host: str = "127.0.0.1", port: int = 0) -> ViewServer:
-    """Bind the port; beyond this machine, only with a token that is made here."""
-    api, here = Api(catalogue), is_loopback(host)
-    token = None if here else secrets.token_urlsafe(24)
-    listener = bound_socket(host, port)
-    guard = Guard(api.app(), hosts=() if here else {host, *own_names()}, token=token)
-    config = uvicorn.Config(
-        guard,
-        http=Punctual,
-        ws="none",
-        lifespan="off",
-        interface="asgi3",
-        log_level="error",  # below it, uvicorn comments on requests of clients
-        access_log=False,
-        server_header=False,
-        proxy_headers=False,
-        limit_concurrency=MOST_CONNECTIONS,
-        timeout_keep_alive=KEEP_SECONDS,
-        timeout_graceful_shutdown=FAREWELL_SECONDS,
-        h11_max_incomplete_event_size=MOST_HEADERS,
-    )
-    name = reachable_name(host)
-    shown = f"[{name}]" if ":" in name else name
-    url = f"http://{shown}:{listener.getsockname()[1]}/" + ("" if here else f"?token={token}")
-    return ViewServer(url, api, catalogue, listener, uvicorn.Server(config))
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Ignore clients that disconnect early; print other errors."""
+        if not isinstance(sys.exception(), OSError):
+            super().handle_error(request, client_address)
 
 
 def reachable_name(host: str) -> str:
@@ -140,34 +204,34 @@ def reachable_name(host: str) -> str:
         return host
     if not address.is_unspecified:
         return host
-    family, far = (socket.AF_INET, "192.0.2.1")
+    family, far = socket.AF_INET, "192.0.2.1"
     if address.version == 6:
-        family, far = (socket.AF_INET6, "2001:db8::1")
+        family, far = socket.AF_INET6, "2001:db8::1"
     with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect((far, 9))  # sends nothing, but chooses the interface that leads elsewhere
-        found: str = probe.getsockname()[0]
-        return found
+        probe.connect((far, 9))  # sends nothing, but selects the outgoing interface
+        name: str = probe.getsockname()[0]
+        return name
     return socket.gethostname()
 
 
-def bound_socket(host: str, port: int) -> socket.socket:
-    """A socket that listens there; `ConfigError` if the port is taken, or not ours to take."""
+def listening_socket(host: str, port: int) -> socket.socket:
+    """Return a socket that listens at this address; raise `ConfigError` if it cannot be used."""
     if not 0 <= port <= 65535:
         raise ConfigError(f"--port must lie in 0..65535, got {port}")
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, proto=socket.IPPROTO_TCP)
+        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        family, _, _, _, address = addresses[0]
+        listener = socket.socket(family, socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
         raise ConfigError(f"--host {host}: {error}") from None
-    family, kind, protocol, _, address = found[0]
-    listener = socket.socket(family, kind, protocol)  # only what is TCP by name sends at once
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
     except OSError as error:
         listener.close()
         raise ConfigError(
-            f"port {port} of {host} cannot be used ({error.strerror}): name another one, "
-            "or --port 0 for any"
+            f"port {port} of {host} cannot be used ({error.strerror}): choose another port, "
+            "or --port 0 for any free one"
         ) from None
     listener.listen()
     return listener

@@ -1,10 +1,10 @@
-"""Table: some numbers of every record at one moment, and what the page draws of them.
+"""Table: a few numbers of every record, and what the page draws of them.
 
-A *moment* is one microbatch of one step, over all layers; moments stand in their order. Where there
-are more of them than a page has room for, a point of a line or a column of the map stands for
-several: with their mean, least and largest value.
+A *moment* is one microbatch of one step, over all layers. If a range has more moments than the page
+can show, one point of a line or one column of the map covers several of them, with their mean,
+minimum and maximum.
 
-Shapes: N records, M moments, P points, G stages.
+Shapes: N records, M moments, G stages.
 """
 
 from __future__ import annotations
@@ -12,28 +12,28 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 
 from ultraep.arrays import IntArray
 from ultraep.errors import ConfigError
 from ultraep.tools.report.numbers import FloatArray, Numbers, plain
-from ultraep.trace.schema import KEY, Array, Key
+from ultraep.trace.schema import KEY, Key
 
 MOST_LAYERS = 4096
-LAST = 2**62  # behind all moments
+LAST = 2**62  # after all moments
 VALUES = ("before", "after", "copies", "bytes", "lost", "saved", "cost")
 
 
 @dataclass(frozen=True, eq=False)
 class Table:
-    """Records that all ranks have. What is not known, or not yet, is NaN.
+    """Records that all ranks have. Unknown values are NaN.
 
-    lost: seconds that the slowest rank computes experts for longer than the mean rank.
-    saved: seconds that it would compute longer without copies, if time follows rows; 0 where
-        there are none.
-    cost: seconds of the stages that balancing adds, on the rank that takes longest.
+    before, after: imbalance without and with replicas.   copies: replicas.
+    lost: seconds that the slowest rank computes experts longer than the mean rank.
+    saved: seconds that it would compute longer without replicas, if time is proportional to rows;
+        0 for records without replicas.
+    cost: seconds of the stages that balancing adds, on the slowest rank.
     """
 
     step: IntArray
@@ -54,50 +54,39 @@ class Table:
     @cached_property
     def moments(self) -> tuple[IntArray, IntArray, IntArray]:
         """[M] step, [M] microbatch, and [N] the moment of every record."""
-        order = np.lexsort((self.microbatch, self.step))
-        step, microbatch = self.step[order], self.microbatch[order]
-        new = np.ones(len(order), dtype=bool)
-        new[1:] = (np.diff(step) != 0) | (np.diff(microbatch) != 0)
-        moment_N = np.empty(len(order), dtype=np.int64)
-        moment_N[order] = np.cumsum(new) - 1
-        return step[new], microbatch[new], moment_N
+        keys = np.column_stack([self.step, self.microbatch])
+        moments, moment_N = np.unique(keys, axis=0, return_inverse=True)
+        return moments[:, 0], moments[:, 1], moment_N.reshape(-1)
 
     @cached_property
     def layers(self) -> tuple[IntArray, IntArray]:
-        """The layers, each once, and [N] which of them every record has."""
+        """The layers in ascending order, and [N] the position of each record's layer in them."""
         names, place_N = np.unique(self.layer, return_inverse=True)
         return names, place_N.reshape(-1)
 
     def take(self, records: IntArray, **others: FloatArray) -> Table:
-        """Some of the records, with other values for them."""
+        """Return some of the records, with other values for them."""
         columns = [entry.name for entry in fields(self) if entry.name != "stages"]
         return replace(self, **{name: getattr(self, name)[records] for name in columns} | others)
 
     def worst(self, records: IntArray) -> Key | None:
-        """Step, layer and microbatch of the most uneven of these records."""
-        if not len(records):
-            return None
-        before = self.before[records]
-        known = np.where(np.isnan(before), self.after[records], before)
-        return self.key(int(records[known.argmax()]))
+        """Return step, layer and microbatch of the most imbalanced of these records."""
+        return self.key(int(records[self.before[records].argmax()])) if len(records) else None
 
     def key(self, record: int) -> Key:
-        """Step, layer and microbatch."""
+        """Return step, layer and microbatch of a record."""
         step, layer, microbatch = (int(getattr(self, name)[record]) for name in KEY)
         return step, layer, microbatch
 
     def within(self, begin: int, end: int, layer: int | None = None) -> IntArray:
-        """Records from one moment to another, that not included; of one layer or of all."""
+        """Return the records of moments begin..end-1, of one layer or of all."""
         moment_N = self.moments[2]
-        wanted = (moment_N >= begin) & (moment_N < end)
-        return np.flatnonzero(wanted if layer is None else wanted & (self.layer == layer))
+        inside = (moment_N >= begin) & (moment_N < end)
+        return np.flatnonzero(inside if layer is None else inside & (self.layer == layer))
 
 
-# -- what is drawn -------------------------------------------------------------------------------
-
-
-class Stretch:
-    """Moments of a stretch as points of a line: one each, or several together."""
+class Points:
+    """The moments of a range as points of a line, each of one or several moments."""
 
     def __init__(self, table: Table, begin: int, end: int, most: int) -> None:
         if len(table.layers[0]) > MOST_LAYERS:
@@ -112,12 +101,13 @@ class Stretch:
         self.records = table.within(begin, end)
         self.point = (moment_N[self.records] - begin) // per_point
         step, microbatch = step_M[self.starts], microbatch_M[self.starts]
-        several = len(np.unique(table.microbatch)) > 1
-        self.facts: Numbers = {  # `step` is where a point stands, `at` what it is
-            "axis": "microbatches, counted from the first" if several else "step",
+        several = len(np.unique(microbatch_M)) > 1
+        self.facts: Numbers = {  # step: x position of each point; at: its step and microbatch
+            "axis": "microbatch, counted from the first" if several else "step",
             "step": (self.starts if several else step).tolist(),
             "at": np.column_stack([step, microbatch]).tolist(),
             "several": several,
+            "unit": "microbatch" if several else "step",
             "steps_per_point": per_point,
             "begin": begin,
             "end": end,
@@ -127,9 +117,9 @@ class Stretch:
 
 
 def overview(table: Table, begin: int = 0, end: int = LAST, *, most: int = 600) -> Numbers:
-    """Return lines over time, bars of layers and sums, of one stretch of the run."""
-    points = Stretch(table, begin, end, most)
-    count, lines = len(points.starts), dict[str, Any]()
+    """Return lines over time, means by layer and totals of a range of moments."""
+    points = Points(table, begin, end, most)
+    count, lines = len(points.starts), Numbers()
     for name in ("before", "after", "copies"):
         values = getattr(table, name)[points.records]
         lines[name] = {
@@ -137,7 +127,7 @@ def overview(table: Table, begin: int = 0, end: int = LAST, *, most: int = 600) 
             "min": plain(-_largest(points.point, -values, count)),
             "max": plain(_largest(points.point, values, count)),
         }
-    for name in ("bytes", "lost", "saved", "cost"):  # of a moment: summed over its layers
+    for name in ("bytes", "lost", "saved", "cost"):  # per moment, summed over its layers
         sums, known = _sums(points.point, getattr(table, name)[points.records], count)
         lines[name] = plain(np.where(known > 0, sums / points.moments, np.nan))
     return points.facts | {
@@ -149,35 +139,33 @@ def overview(table: Table, begin: int = 0, end: int = LAST, *, most: int = 600) 
 
 
 def by_layer(table: Table, records: IntArray) -> Numbers:
-    """Return the mean and the worst of every layer."""
+    """Return the mean and the worst value of every layer."""
     names, place_N = table.layers
     layers: Numbers = {"layer": names.tolist()}
-    for name in ("before", "after", "copies", "bytes"):
+    for name in ("before", "after"):
         values = getattr(table, name)[records]
         layers[name] = plain(_mean(place_N[records], values, len(names)))
-        if name in ("before", "after"):
-            layers[f"{name}_worst"] = plain(_largest(place_N[records], values, len(names)))
+        layers[f"{name}_worst"] = plain(_largest(place_N[records], values, len(names)))
     return layers
 
 
 def totals(table: Table, records: IntArray) -> Numbers:
     """Return means and sums of these records; None where nothing is known."""
     numbers: Numbers = {"records": len(records)}
-    for name in ("before", "after"):
+    for name in VALUES:
         values = getattr(table, name)[records]
         known = values[~np.isnan(values)]
-        mean, worst = plain([known.mean(), known.max()]) if len(known) else (None, None)
-        numbers |= {name: mean, f"{name}_worst": worst, f"{name}_known": len(known)}
-    for name in ("copies", "bytes", "lost", "saved", "cost"):
-        values = getattr(table, name)[records]
-        known = values[~np.isnan(values)]
-        numbers[name] = plain([known.sum()])[0] if len(known) else None
+        if name in ("before", "after"):
+            mean, worst = plain([known.mean(), known.max()]) if len(known) else (None, None)
+            numbers |= {name: mean, f"{name}_worst": worst}
+        else:
+            numbers[name] = plain([known.sum()])[0] if len(known) else None
     return numbers
 
 
 def heat(table: Table, value: str, begin: int = 0, end: int = LAST, *, most: int = 240) -> Numbers:
-    """Return the mean of every layer in every stretch of moments: [layer][column]."""
-    points = Stretch(table, begin, end, most)
+    """Return the mean of every layer in every column of the map: [layer][column]."""
+    points = Points(table, begin, end, most)
     names, place_N = table.layers
     columns = len(points.starts)
     cell = place_N[points.records] * columns + points.point
@@ -190,8 +178,8 @@ def heat(table: Table, value: str, begin: int = 0, end: int = LAST, *, most: int
     }
 
 
-def _sums(place: IntArray, values: FloatArray, count: int) -> tuple[FloatArray, Array]:
-    """[count] sums of the known values at every place, and how many are known."""
+def _sums(place: IntArray, values: FloatArray, count: int) -> tuple[FloatArray, IntArray]:
+    """[count] sums of the known values at every place, and their number."""
     known = ~np.isnan(values)
     sums = np.bincount(place[known], values[known], minlength=count).astype(np.float64)
     return sums, np.bincount(place[known], minlength=count)

@@ -1,32 +1,30 @@
-"""Open traces: a table of all records, and single records read when the page asks for them.
+"""Open traces: a table with one row per record, and single records read on request.
 
-The table comes from the summaries that recorders store in every piece. Rank 0 is read first: its
-summaries name the records, with the imbalance without replicas. The other ranks add the rows that
-arrived, bytes and times. A record counts when all ranks have it; until all ranks were read once,
-the records of rank 0 are shown with what is known of them. A piece that cannot be read is named in
-`notes`, and the others are shown.
+The table comes from the summaries that the recorder stores in every piece. The pieces of all ranks
+are read side by side, and a record enters the table once all ranks have it, so the table of a long
+trace grows while it is read. A damaged piece adds a note; the records of other pieces are shown.
 
-Shapes: N records, T lines of summaries, R ranks, G stages.
+Shapes: N records, T summary lines of a piece, R ranks, G stages.
 """
 
 from __future__ import annotations
 
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ultraep.arrays import IntArray
 from ultraep.errors import ConfigError, FileError
-from ultraep.files.reading import ArrayRows, opened, reading
 from ultraep.tools.view.table import Table
-from ultraep.trace.files import open_piece, read_header, read_piece
-from ultraep.trace.join import side_by_side
-from ultraep.trace.read import Routed, Trace, read_trace
+from ultraep.trace.files import read_header, read_piece
+from ultraep.trace.join import join
+from ultraep.trace.read import Routed, Trace, concatenated, read_trace
 from ultraep.trace.schema import (
     KEY,
     PIECE,
@@ -34,282 +32,252 @@ from ultraep.trace.schema import (
     Array,
     Arrays,
     Column,
-    Field,
     Header,
     Key,
-    checked_arrays,
-    fields_in_file,
-    fields_in_pieces,
+    no_records,
     piece_file,
     rank_folder,
     taken,
 )
-from ultraep.trace.summary import NANOSECONDS, TIMES, lines_of_additions, summary_of
+from ultraep.trace.summary import NANOSECONDS, TIMES, summary_of
 
-# Fields of a record that are read together.
-PLANNED = ("layer", "policy", "loads", "copy_ends", "copies", "quotas", "rates")
-SERVED = (*PLANNED, "slot_rows", "bytes_moved")
-TIMED = ("began", "back_began", "seconds", "waited")
-
-MOST_RECORDS, MOST_OF_RANKS = 2_000_000, 32 << 20  # records; records times ranks
-MOST_ADDITIONS = 1000  # lines, and additions of a line, that are read of one record and rank
-MOST_SECONDS = 1e12  # of a stage in a piece
+PLANNED = ("layer", "policy", "loads", "copy_ends", "copies", "quotas", "rates")  # rank 0 only
+SUMMARY = ("summary", "stage_sums", "dropped")  # arrays of a piece that the table needs
+MOST_RECORDS, MOST_LINES = 2_000_000, 32 << 20  # records; records times ranks
+MOST_PIECES = 16  # of a rank with additions to one record
+MOST_SECONDS = 1e12  # per stage and piece
 MOST_NOTES = 20
-PUBLISH_SECONDS = 0.5  # between two tables while rank 0 is read
-CACHED_RECORDS, CACHED_PLANS, CACHED_LAYOUTS = 8, 2, 4096  # records; pieces
-UNKNOWN = -1
-SUMMARY = ("summary", "stage_sums", "dropped")  # arrays of a piece
-SUMS = ("routed", "peak", "replicas", "rows", "fullest", "bytes", "ranks")
-
-
-class RankColumns:
-    """The columns of one rank. Records have a number, which is the same on all ranks."""
-
-    def __init__(self, header: Header) -> None:
-        self.starts = [0]  # first line of every piece, and the end
-        self.line: NDArray[np.int32] = np.zeros(0, dtype=np.int32)  # [N] UNKNOWN: none
-        self.seconds: NDArray[np.float32] = np.zeros((3, 0), dtype=np.float32)  # [3, N] TIMES
-        # numbers of records that have additions in later pieces, and the lines of these additions
-        self.late: IntArray = np.zeros((2, 0), dtype=np.int64)
-        self.stage_sums = np.zeros(len(header.stages))
-        self.dropped = self.repeated = 0
-
-    def reach(self, count: int) -> None:
-        """Make room for so many records."""
-        if (more := count - len(self.line)) > 0:
-            more = max(more, len(self.line))
-            self.line = np.pad(self.line, (0, more), constant_values=UNKNOWN)
-            self.seconds = np.pad(self.seconds, ((0, 0), (0, more)))
-
-    def piece_of(self, line: int) -> int:
-        """Return the number of the piece that holds a line."""
-        return bisect_right(self.starts, line) - 1
+PUBLISH_SECONDS = 0.5  # between two tables while a trace is read
+CACHED_PIECES = 2
 
 
 class OpenTrace:
-    """A trace that is shown. One thread reads; any thread may look at the table and at records."""
+    """A trace that the viewer shows. One thread reads it; any thread may use table and records."""
 
     def __init__(self, path: Path, header: Header) -> None:
-        self.path, self.header = path, header
-        self.ranks = [RankColumns(header) for _ in range(header.ranks)]
+        self.path, self.header, ranks = path, header, header.ranks
         self.notes: list[str] = []
         self.version = self.done = self.total = 0
-        self.finished = self.complete = False  # all was read; all ranks were read once
-        self._most = min(MOST_RECORDS, MOST_OF_RANKS // header.ranks)
+        self.finished = False
+        self.starts = [[1] for _ in range(ranks)]  # first line of every piece of a rank, and end
+        self._late: list[IntArray] = [np.zeros((2, 0), np.int64)] * ranks  # record, line
+        self._stage_sums = np.zeros((ranks, len(header.stages)))
+        self._dropped, self._repeated = np.zeros(ranks, np.int64), np.zeros(ranks, np.int64)
         self._numbers: dict[Key, int] = {}
-        self._keys_N3: IntArray = np.zeros((0, len(KEY)), dtype=np.int64)
-        self._sums = {name: np.zeros(0, dtype=np.int64) for name in SUMS}  # [N]
-        self.record = lru_cache(CACHED_RECORDS)(self._record)
+        # By record, in the last dimension, and longer than there are records.
+        self._key: IntArray = np.zeros((len(KEY), 0), np.int64)
+        self._planned: IntArray = np.zeros((3, 0), np.int64)  # routed rows, largest rank, replicas
+        self._served: IntArray = np.zeros((3, 0), np.int64)  # rows, largest rank, bytes
+        self._line: NDArray[np.int32] = np.zeros((ranks, 0), np.int32)  # 0: not recorded
+        self._seconds: NDArray[np.float32] = np.zeros((ranks, 3, 0), np.float32)  # by TIMES
         self.table = self._table()
 
     def read(self, stop: Callable[[], bool]) -> None:
-        """Read everything that is new; return early when `stop` says so."""
+        """Read everything that is new; return early when `stop` returns True."""
         raise NotImplementedError
 
-    def _record(self, key: Key, names: tuple[str, ...]) -> Trace:
-        """Return a trace of one record, with these fields; `record` caches it."""
+    def record(self, key: Key) -> Trace:
+        """Return a trace of one record."""
         raise NotImplementedError
 
     def routed(self, key: Key) -> Routed:
-        """Return what a record asked to be planned."""
-        return self._record(key, PLANNED).routed(0)
+        """Return the input of the plan of a record."""
+        return self.record(key).routed(0)
 
     @property
     def dropped(self) -> int:
         """Records and additions that ranks lost."""
-        return sum(own.dropped for own in self.ranks)
+        return int(self._dropped.sum())
 
     @property
     def left_out(self) -> int:
-        """Records that not all ranks have, as far as was read."""
-        if not self.complete:
+        """Records that some ranks lack, once all was read."""
+        if not self.finished:
             return 0
-        lacking = (self._sums["ranks"] > 0) & (self._sums["ranks"] < self.header.ranks)
-        return int(lacking.sum()) + max(own.repeated for own in self.ranks)
+        recorded = int((self._line > 0).any(axis=0).sum())
+        return recorded - len(self.table) + int(self._repeated.max())
 
     def number_of(self, key: Key) -> int:
         """Return the number of a record that all ranks have."""
-        number, ranks = self._numbers.get(key, UNKNOWN), self._sums["ranks"]
-        if self.complete and 0 <= number < len(ranks) and ranks[number] == self.header.ranks:
+        number = self._numbers.get(key, -1)
+        if 0 <= number < self._line.shape[1] and (self._line[:, number] > 0).all():
             return number
         step, layer, microbatch = key
-        reason = "no such record, or not all ranks have it"
-        if not self.complete:
-            reason = "not all ranks were read yet, wait a moment"
-        raise ConfigError(f"step {step}, layer {layer}, microbatch {microbatch}: {reason}")
+        raise ConfigError(
+            f"step {step}, layer {layer}, microbatch {microbatch}: no such record, or not all "
+            "ranks have it yet"
+        )
 
     def note(self, text: str) -> None:
-        """Show a line beside the trace, once."""
+        """Show a line next to the trace, once."""
         if text not in self.notes and len(self.notes) < MOST_NOTES:
             self.notes.append(text)
 
-    # -- columns --------------------------------------------------------------------------------
-
     def _add(self, rank: int, arrays: Arrays) -> None:
         """Add the summary of the next piece of a rank: records, then additions to earlier ones."""
-        own, lines = self.ranks[rank], arrays["summary"]
+        lines, start = arrays["summary"], self.starts[rank][-1]
         number = self._numbered(lines[:, : len(KEY)])
-        own.reach(len(self._numbers))
         count = int((lines[:, Column.LATE] == 0).sum())
         _, first = np.unique(number[:count], return_index=True)
-        fresh = first[(number[first] >= 0) & (own.line[number[first]] == UNKNOWN)]
+        new = first[(number[first] >= 0) & (self._line[rank, number[first]] == 0)]
         late = count + np.flatnonzero(number[count:] >= 0)
-        own.repeated += count - len(fresh)
-        own.late = np.hstack([own.late, [number[late], own.starts[-1] + late]])
-        at, rows = number[fresh], lines[fresh, Column.ROWS]
-        own.line[at] = own.starts[-1] + fresh
-        sums = self._sums
-        sums["ranks"][at] += 1
-        sums["rows"][at] += rows
-        sums["fullest"][at] = np.maximum(sums["fullest"][at], rows)
+        at, rows = number[new], lines[new, Column.ROWS]
+        self._repeated[rank] += count - len(new)
+        self._late[rank] = np.hstack([self._late[rank], [number[late], start + late]])
+        self._line[rank, at] = start + new
+        self._served[0, at] += rows
+        self._served[1, at] = np.maximum(self._served[1, at], rows)
         if rank == 0:
-            sums["routed"][at], sums["peak"][at], sums["replicas"][at] = lines[
-                fresh, Column.ROUTED : Column.REPLICAS + 1
-            ].T
-        counted = np.concatenate([fresh, late])
-        np.add.at(sums["bytes"], number[counted], lines[counted, Column.BYTES])
-        for seconds, nanoseconds in zip(own.seconds, lines[counted, TIMES].T, strict=True):
-            np.add.at(seconds, number[counted], (nanoseconds / NANOSECONDS).astype(np.float32))
-        own.stage_sums += np.clip(np.nan_to_num(arrays["stage_sums"]), 0, MOST_SECONDS)
-        own.dropped = int(arrays["dropped"][0])
-        own.starts.append(own.starts[-1] + len(lines))
+            self._planned[:, at] = lines[new, Column.ROUTED : Column.REPLICAS + 1].T
+        counted = np.concatenate([new, late])
+        np.add.at(self._served[2], number[counted], lines[counted, Column.BYTES])
+        seconds = (lines[counted, TIMES] / NANOSECONDS).astype(np.float32)
+        for stage in range(3):
+            np.add.at(self._seconds[rank, stage], number[counted], seconds[:, stage])
+        self._stage_sums[rank] += np.clip(np.nan_to_num(arrays["stage_sums"]), 0, MOST_SECONDS)
+        self._dropped[rank] = arrays["dropped"][0]
+        self.starts[rank].append(start + len(lines))
 
     def _numbered(self, keys_T3: IntArray) -> IntArray:
-        """[T] the number of the record with each key; UNKNOWN if there are too many records."""
-        numbers = self._numbers
+        """[T] the number of the record with each key; -1 beyond the limit of records."""
+        numbers, most = self._numbers, min(MOST_RECORDS, MOST_LINES // self.header.ranks)
         if len(keys_T3):  # ranks usually record in the same order
-            step, layer, microbatch = keys_T3[0].tolist()
-            begin = numbers.get((step, layer, microbatch), UNKNOWN)
-            same = self._keys_N3[: len(numbers)][begin : begin + len(keys_T3)]
-            if begin >= 0 and np.array_equal(same, keys_T3):
+            begin = numbers.get(_key(keys_T3[0].tolist()), len(numbers))
+            same = self._key[:, begin : min(begin + len(keys_T3), len(numbers))]
+            if np.array_equal(same.T, keys_T3):
                 return np.arange(begin, begin + len(keys_T3))
-        keys = [(step, layer, microbatch) for step, layer, microbatch in keys_T3.tolist()]
-        if len(numbers) + len(keys) <= self._most:
+        keys = list(map(_key, keys_T3.tolist()))
+        if len(numbers) + len(keys) <= most:
             number_T = np.array([numbers.setdefault(key, len(numbers)) for key in keys], np.int64)
         else:
-            number_T = np.array([numbers.get(key, UNKNOWN) for key in keys], np.int64)
-            if (number_T == UNKNOWN).any():
-                self.note(f"more than {self._most:,} records: the rest is not shown")
-        if (more := len(numbers) - len(self._keys_N3)) > 0:
-            more = max(more, len(self._keys_N3))
-            self._keys_N3 = np.pad(self._keys_N3, ((0, more), (0, 0)))
-            self._sums = {name: np.pad(sums, (0, more)) for name, sums in self._sums.items()}
+            number_T = np.array([numbers.get(key, -1) for key in keys], np.int64)
+            if (number_T < 0).any():
+                self.note(f"more than {most:,} records: the rest is not shown")
+        self._grow(len(numbers))
         known = number_T >= 0
-        self._keys_N3[number_T[known]] = keys_T3[known]
+        self._key[:, number_T[known]] = keys_T3[known].T
         return number_T
 
+    def _grow(self, count: int) -> None:
+        """Make all columns at least `count` records long."""
+        if count > self._key.shape[1]:
+            more = max(count, 2 * self._key.shape[1]) - self._key.shape[1]
+            for name in ("_key", "_planned", "_served", "_line", "_seconds"):
+                column: Array = getattr(self, name)
+                widths = [(0, 0)] * (column.ndim - 1) + [(0, more)]
+                setattr(self, name, np.pad(column, widths))
+
     def _publish(self) -> None:
-        self.record.cache_clear()
         self.table = self._table()
         self.version += 1
 
     def _table(self) -> Table:
-        """Return the records that all ranks have; those of rank 0 until all ranks were read."""
-        ranks, sums, count = self.header.ranks, self._sums, len(self._numbers)
-        for own in self.ranks:
-            own.reach(count)
-        recorded = self.ranks[0].line[:count]
-        shown = sums["ranks"][:count] == ranks if self.complete else recorded >= 0
-        keep = np.flatnonzero(shown)
-        keep = keep[np.argsort(recorded[keep], kind="stable")]
-        slowest, total = np.zeros((3, len(keep))), np.zeros(len(keep))
-        for own in self.ranks:
-            seconds = own.seconds[:, keep]
-            np.maximum(slowest, seconds, out=slowest)
-            total += seconds[0] + seconds[1]
-        experts, mean = slowest[0] + slowest[1], total / ranks
-        before = _ratio(sums["peak"][keep], sums["routed"][keep], ranks)
-        replicas = sums["replicas"][keep].astype(np.float64)
-        saved = np.where(replicas > 0, mean * before - experts, 0.0)
-        known = 1.0 if self.complete else np.nan
-        timed = np.where(mean > 0, known, np.nan)
-        stages = [own.stage_sums / max(1, int((own.line >= 0).sum())) for own in self.ranks]
+        """Return the records that all ranks have, in the order of rank 0."""
+        ranks = self.header.ranks
+        keep = np.flatnonzero((self._line > 0).all(axis=0))
+        keep = keep[np.argsort(self._line[0, keep], kind="stable")]
+        routed, peak, replicas = self._planned[:, keep]
+        rows, largest, moved = self._served[:, keep]
+        slowest = self._seconds.max(axis=0)[:, keep].astype(np.float64)
+        experts = slowest[0] + slowest[1]
+        mean = self._seconds[:, :2].sum(axis=(0, 1), dtype=np.float64)[keep] / ranks
+        before = _ratio(peak, routed, ranks)
+        timed = np.where(mean > 0, 1.0, np.nan)
+        recorded = np.maximum((self._line > 0).sum(axis=1), 1)
         return Table(
-            **dict(zip(KEY, self._keys_N3[keep].T, strict=True)),
+            **dict(zip(KEY, self._key[:, keep], strict=True)),
             before=before,
-            after=_ratio(sums["fullest"][keep], sums["rows"][keep], ranks) * known,
-            copies=replicas,
-            bytes=sums["bytes"][keep].astype(np.float64) * known,
+            after=_ratio(largest, rows, ranks),
+            copies=replicas.astype(np.float64),
+            bytes=moved.astype(np.float64),
             lost=(experts - mean) * timed,
-            saved=saved * timed,
+            saved=np.where(replicas > 0, mean * before - experts, 0.0) * timed,
             cost=slowest[2] * timed,
-            stages=np.max(stages, axis=0),
+            stages=(self._stage_sums / recorded[:, None]).max(axis=0),
         )
 
 
-def _ratio(fullest: IntArray, rows: IntArray, ranks: int) -> NDArray[np.float64]:
-    """[N] fullest rank over mean rank; 1.0 where there is no row."""
-    ratio: NDArray[np.float64] = fullest.astype(np.float64) * ranks / np.maximum(rows, 1)
+def _key(values: list[int]) -> Key:
+    step, layer, microbatch = values
+    return step, layer, microbatch
+
+
+def _ratio(largest: IntArray, rows: IntArray, ranks: int) -> NDArray[np.float64]:
+    """[N] largest rank over mean rank; 1.0 without rows."""
+    ratio: NDArray[np.float64] = largest.astype(np.float64) * ranks / np.maximum(rows, 1)
     return np.where(rows > 0, ratio, 1.0)
 
 
 class FileTrace(OpenTrace):
-    """A trace in one file, as `ultraep trace export --npz` writes it, read at once."""
+    """A trace in one file, written by `ultraep trace export --npz` and read as a whole."""
 
     def __init__(self, path: Path) -> None:
         self.trace = read_trace(path)
         super().__init__(path, self.trace.header)
         for rank in range(self.header.ranks):
             self._add(rank, self._summary(rank))
-        self.ranks[0].dropped += self.trace.dropped
-        self.ranks[0].repeated += self.trace.left_out
-        self.complete = self.finished = True
+        self._dropped[0] += self.trace.dropped
+        self._repeated[0] += self.trace.left_out
+        self.finished = True
         self.done = self.total = 1
         self._publish()
 
     def read(self, stop: Callable[[], bool]) -> None:
-        """Nothing is left to read."""
+        """Do nothing: the file is read already."""
 
     def _summary(self, rank: int) -> Arrays:
-        """Return the summary of what one rank has recorded."""
+        """Return the summary of the arrays of one rank."""
         arrays, slots = self.trace.arrays, self.header.topology.first_slot_of_rank
-        none = {"N": 0, "C": 0, "M": 0} | self.header.sizes(rank)
-        own = {name: f.filled(none, f.shape) for name, f in fields_in_pieces(rank).items()}
+        own = no_records(self.header, rank)
         own |= {name: arrays[name] for name in own.keys() & arrays.keys() if name != "dropped"}
         own |= {name: arrays[name][:, rank] for name in ("bytes_moved", "seconds")}
         own["slot_rows"] = arrays["slot_rows"][:, slots[rank] : slots[rank + 1]]
         return summary_of(self.header, own) | {"dropped": own["dropped"]}
 
-    def _record(self, key: Key, _names: tuple[str, ...]) -> Trace:
-        return self.trace.take(np.array([self.ranks[0].line[self.number_of(key)]]))
+    def record(self, key: Key) -> Trace:
+        """Return a trace of one record."""
+        return self.trace.take(np.array([self._line[0, self.number_of(key)] - 1]))
 
 
 class FolderTrace(OpenTrace):
-    """A trace in a folder, perhaps still being written."""
+    """A trace in a folder. live: a job may still be writing it."""
 
     def __init__(self, folder: Path, *, live: bool = False) -> None:
         super().__init__(folder, read_header(folder))
         self.live = live
-        self._plans = lru_cache(CACHED_PLANS)(self._read_plans)
-        self._layout = lru_cache(CACHED_LAYOUTS)(self._read_layout)
+        self._plans = lru_cache(CACHED_PIECES)(self._read_plans)
+        self._joined = lru_cache(CACHED_PIECES)(self._read_joined)
         for path in sorted(folder.iterdir()):
             match = RANK_FOLDER.fullmatch(path.name)
             if match and int(match[1]) >= self.header.ranks:
-                self.note(f"{path}: a rank too many, the trace is one of {self.header.ranks}")
+                self.note(f"{path}: not read, the trace has only {self.header.ranks} ranks")
 
-    def path_of(self, rank: int, piece: int) -> Path:
+    def piece_path(self, rank: int, piece: int) -> Path:
         """Return the path of a piece."""
         return self.path / rank_folder(rank) / piece_file(piece)
 
     # -- the table ------------------------------------------------------------------------------
 
     def read(self, stop: Callable[[], bool]) -> None:
-        """Read all pieces that are new; return early when `stop` says so."""
-        pieces = [self._new_pieces(rank) for rank in range(self.header.ranks)]
-        self.total += sum(map(len, pieces))
-        if any(pieces) or not self.complete:
-            self.finished = False
-            for rank, numbers in enumerate(pieces):
-                self._read_rank(rank, numbers, stop)
-                if stop():
-                    return
-            self.complete = True
-            self._publish()
+        """Read all new pieces, the first ones of all ranks first."""
+        pieces = sorted((n, r) for r in range(self.header.ranks) for n in self._new_pieces(r))
+        self.total, published = self.done + len(pieces), time.monotonic()
+        self.finished = self.finished and not pieces
+        for piece, rank in pieces:
+            if stop():
+                return
+            self._add(rank, self._summary(rank, piece))
+            self.done += 1
+            if time.monotonic() > published + PUBLISH_SECONDS:
+                self._publish()
+                published = time.monotonic()
         self.finished = True
+        if pieces:
+            self._publish()
 
     def _new_pieces(self, rank: int) -> range:
-        """Return the numbers of pieces that were not read, up to the first that is missing."""
-        folder, known = self.path / rank_folder(rank), len(self.ranks[rank].starts) - 1
+        """Return the numbers of pieces to read, up to the first missing one."""
+        folder, known = self.path / rank_folder(rank), len(self.starts[rank]) - 1
         try:
             names = {path.name for path in folder.iterdir()}
         except OSError:
@@ -322,98 +290,64 @@ class FolderTrace(OpenTrace):
             self.note(f"{folder / beyond[0]}: not read, {piece_file(end)} before it is missing")
         return range(known, end)
 
-    def _read_rank(self, rank: int, pieces: range, stop: Callable[[], bool]) -> None:
-        early, published = rank == 0 and not self.complete, time.monotonic()
-        for piece in pieces:
-            if stop():
-                return
-            self._add(rank, self._summary(rank, piece))
-            self.done += 1
-            if early and time.monotonic() > published + PUBLISH_SECONDS:
-                self._publish()
-                published = time.monotonic()
-        if early:
-            self._publish()
-
     def _summary(self, rank: int, piece: int) -> Arrays:
         """Return the summary of a piece; an empty one, with a note, if the piece is damaged."""
-        path = self.path_of(rank, piece)
+        path = self.piece_path(rank, piece)
         try:
             arrays = read_piece(path, self.header, rank, SUMMARY)
             if len(arrays) < len(SUMMARY):  # before version 4
                 arrays |= summary_of(self.header, read_piece(path, self.header, rank))
             late = arrays["summary"][:, Column.LATE]
             if (np.diff(late, prepend=0, append=1) < 0).any():
-                raise FileError(f"{path}: the summary has records behind additions")
+                raise FileError(f"{path}: the summary has records after additions")
         except FileError as error:
             self.note(str(error))
-            nothing = np.zeros((0, len(Column)), dtype=np.int64)
-            dropped = np.array([self.ranks[rank].dropped])
-            return {"summary": nothing, "stage_sums": np.zeros(1), "dropped": dropped}
+            empty = summary_of(self.header, no_records(self.header, rank))
+            return empty | {"dropped": self._dropped[rank : rank + 1]}
         return arrays
 
     # -- one record -----------------------------------------------------------------------------
 
-    def _record(self, key: Key, names: tuple[str, ...]) -> Trace:
-        number, fields = self.number_of(key), fields_in_file()
-        arrays = self._planned(number) if "loads" in names else {}
-        of_ranks = {name: fields[name] for name in names if fields[name].join in ("ranks", "slots")}
-        if of_ranks:
-            ranks = [self._rows(rank, number, of_ranks) for rank in range(self.header.ranks)]
-            row = [np.zeros(1, dtype=np.int64)] * len(ranks)
-            with np.errstate(invalid="ignore"):  # a file may hold anything
-                for name, field in of_ranks.items():
-                    additions = [len(rank[field.late]) if field.late else 0 for rank in ranks]
-                    places = [np.zeros(count, dtype=np.int64) for count in additions]
-                    arrays[name] = side_by_side(field, ranks, row, places)
-        return Trace(self.header, arrays)
-
-    def _planned(self, number: int) -> Arrays:
-        """Return the arrays that only rank 0 stores, with one record."""
-        own = self.ranks[0]
-        line = int(own.line[number])
-        piece = own.piece_of(line)
-        planned, row = self._plans(piece), line - own.starts[piece]
-        if row >= len(planned["loads"]):
-            path = self.path_of(0, piece)
-            raise FileError(f"{path}: row {row} of {len(planned['loads'])} in the summary")
-        return taken(planned, np.array([row]))
+    def routed(self, key: Key) -> Routed:
+        """Return the input of the plan of a record; only rank 0 is read."""
+        piece, row = self._locate(0, int(self._line[0, self.number_of(key)]))
+        plans = self._plans(piece)
+        if row >= len(plans["loads"]):
+            self._contradiction(piece)
+        return Trace(self.header, taken(plans, np.array([row]))).routed(0)
 
     def _read_plans(self, piece: int) -> Arrays:
-        return read_piece(self.path_of(0, piece), self.header, 0, PLANNED)
+        return read_piece(self.piece_path(0, piece), self.header, 0, PLANNED)
 
-    def _rows(self, rank: int, number: int, of_ranks: Mapping[str, Field]) -> Arrays:
-        """Return arrays of one rank with one record: its row, and the rows of its additions."""
-        own, sizes = self.ranks[rank], self.header.sizes(rank)
-        fields = {n: f for n, f in fields_in_pieces(rank).items() if f.name in of_ranks}
-        rows: dict[str, list[Array]] = {name: [] for name in fields}
-        first = int(own.line[number])
-        late_number, late_line = own.late
-        for line in (first, *late_line[late_number == number][:MOST_ADDITIONS].tolist()):
-            piece = own.piece_of(line)
-            path, stored, more_lines = self._layout(rank, piece)
-            row = line - own.starts[piece]
-            additions = np.flatnonzero(more_lines == row)[:MOST_ADDITIONS].tolist()
-            with reading(path), opened(path) as file:
-                for name, field in fields.items():
-                    wanted = additions if field.shape[0] == "M" else [row] if line == first else []
-                    if name in stored:
-                        rows[name] += [stored[name].row(file, at) for at in wanted]
-                    else:
-                        rows[name] += [field.filled(sizes, field.shape[1:])] * len(wanted)
-                arrays = {name: np.array(values) for name, values in rows.items() if values}
-        nothing = sizes | {"N": 0, "M": 0}
-        for name, field in fields.items():
-            if not rows[name]:
-                arrays[name] = field.filled(nothing, field.shape)
-        return checked_arrays(arrays, fields, sizes, path)
+    def record(self, key: Key) -> Trace:
+        """Return a trace of one record. All ranks are read."""
+        number = self.number_of(key)
+        pieces = []
+        for rank, (late_number, late_line) in enumerate(self._late):
+            lines = [int(self._line[rank, number]), *late_line[late_number == number].tolist()]
+            own = sorted({self._locate(rank, line)[0] for line in lines})
+            pieces.append(tuple(own[:MOST_PIECES]))
+        trace = self._joined(tuple(pieces))
+        keys = np.column_stack([trace.arrays[name] for name in KEY])
+        records = np.flatnonzero((keys == key).all(axis=1))
+        if not len(records):
+            self._contradiction(pieces[0][0])
+        return trace.take(records[:1])
 
-    def _read_layout(self, rank: int, piece: int) -> tuple[Path, dict[str, ArrayRows], Array]:
-        """Return the path of a piece, its rows, and [M] the line of each of its additions."""
-        path, fields = self.path_of(rank, piece), fields_in_pieces(rank)
-        with open_piece(path, rank) as archive:
-            stored = archive.rows([n for n, f in fields.items() if f.join in ("ranks", "slots")])
-            keys = ("more_lines",) if "more_lines" in archive.members else (*KEY, "more")
-        arrays = read_piece(path, self.header, rank, keys)
-        lines = arrays["more_lines"] if "more_lines" in arrays else lines_of_additions(arrays)[1]
-        return path, stored, lines
+    def _read_joined(self, pieces: tuple[tuple[int, ...], ...]) -> Trace:
+        """Return the records of some pieces of each rank."""
+        with np.errstate(invalid="ignore"):  # a file may hold any number
+            ranks = [
+                concatenated([read_piece(self.piece_path(rank, n), self.header, rank) for n in own])
+                for rank, own in enumerate(pieces)
+            ]
+            return Trace(self.header, join(ranks))
+
+    def _locate(self, rank: int, line: int) -> tuple[int, int]:
+        """Return the piece of a line, and its row in the piece."""
+        piece = bisect_right(self.starts[rank], line) - 1
+        return piece, line - self.starts[rank][piece]
+
+    def _contradiction(self, piece: int) -> NoReturn:
+        path = self.piece_path(0, piece)
+        raise FileError(f"{path}: the summary lists a record that the piece does not contain")

@@ -1,130 +1,151 @@
-// Two traces side by side, or a trace and its replay under other settings.
+// Several runs in the same figures: other traces, and a replay of this trace under other settings.
 
-let compared = null, asked = 0;
+const SETTINGS = ["policy", "slots", "ranks", "history", "tolerance"];
+const MOST_RUNS = 6, NO_RUNS = "-", BETWEEN = "|"; // in the entry `also` of the address
+const RUN_DASHES = ["solid", "dash", "dashdot", "longdash", "dot"];
+let comparison = 0;
 
 function prepareCompare() {
   find("question").addEventListener("submit", (event) => {
     event.preventDefault();
-    const fields = ["policy", "slots", "ranks", "history", "tolerance"];
-    const values = Object.fromEntries(fields.map((name) => [name, find(name).value]));
-    const other = find("other").value;
-    const replay = other === "replay";
-    const nothing = Object.fromEntries(fields.map((name) => [name, null]));
-    go(replay ? { other, ...values } : { ...nothing, other });
+    const also = [...find("runs").querySelectorAll("input:checked")].map(({ value }) => value);
+    const values = Object.fromEntries(SETTINGS.map((name) => [name, find("policy").value ? find(name).value : null]));
+    go({ also: also.join(BETWEEN) || NO_RUNS, ...values });
   });
-  find("other").addEventListener("input", showFields);
-  find("stop").addEventListener("click", () => post(`/api/replays/${find("stop").value}/stop`, {}).catch(tell));
+  find("policy").addEventListener("input", showSettings);
+  find("stop").addEventListener("click", () => ask("stop", { number: find("stop").value }).catch(showError));
 }
 
-function showFields() {
-  find("replayed").hidden = find("other").value !== "replay";
+function showSettings() {
+  find("settings").hidden = !find("policy").value;
 }
 
-function fillCompare() {
+// The other runs and the policy of the replay, from the address or by default: the other traces of
+// the same ranks and experts; if there are none, a replay.
+function chosenRuns() {
+  const mine = item(), others = traces().filter(({ name, error }) => !error && name !== mine.name);
+  if (route.also === undefined && route.policy === undefined) {
+    const alike = others.filter(({ ranks, experts }) => ranks === mine.ranks && experts === mine.experts);
+    const replay = mine.policy === "eplb" ? "ultraep" : "eplb";
+    return [others, alike.slice(0, MOST_RUNS - 1), alike.length || !mine.records ? "" : replay];
+  }
+  const names = (route.also ?? "").split(BETWEEN);
+  return [others, others.filter(({ name }) => names.includes(name)), route.policy ?? ""];
+}
+
+function fillCompare([others, chosen, policy]) {
   const mine = item();
-  const others = state.items.filter(({ kind, error, number: own }) =>
-    kind === "trace" && !error && String(own) !== route.trace);
-  find("other").replaceChildren(
-    new Option("itself, planned again", "replay"), ...others.map(({ number: own, name }) => new Option(name, own)),
-  );
-  find("policy").replaceChildren(...state.policies.map((name) => new Option(name, name)));
-  find("other").value = route.other ?? "replay";
-  find("policy").value = route.policy ?? "none";
-  find("slots").placeholder = mine.slots;
-  find("ranks").placeholder = mine.ranks;
-  find("tolerance").placeholder = mine.tolerance;
-  for (const name of ["slots", "ranks", "tolerance"]) find(name).value = route[name] ?? "";
+  find("runs").hidden = !others.length;
+  find("runs").replaceChildren(...others.map((other) => {
+    const label = element("label"), box = element("input", undefined, { type: "checkbox", value: other.name });
+    box.checked = chosen.includes(other);
+    label.append(box, ` ${other.name}`);
+    return label;
+  }));
+  find("policy").replaceChildren(new Option("no replay", ""), ...state.policies.map((name) => new Option(name, name)));
+  find("policy").value = policy;
+  for (const name of ["slots", "ranks", "tolerance"]) {
+    find(name).placeholder = mine[name];
+    find(name).value = route[name] ?? "";
+  }
   find("history").value = route.history ?? 1;
-  showFields();
+  showSettings();
 }
 
 async function loadCompare() {
-  const turn = ++asked;
-  fillCompare();
+  const turn = ++comparison;
+  const [others, chosen, policy] = chosenRuns();
+  fillCompare([others, chosen, policy]);
   find("compared").hidden = find("done").hidden = find("stop").hidden = true;
   find("working").textContent = "";
-  if (route.other === undefined) return;
-  if (route.other !== "replay") {
-    const [one, two] = await Promise.all([route.trace, route.other].map((trace) => ask("/api/overview", { trace })));
-    if (turn !== asked) return;
-    const name = state.items.find(({ number: own }) => String(own) === route.other).name;
-    showCompared({ recorded: one, replayed: two, names: [item().name, name], others: true });
-    return;
-  }
-  const optional = (name) => (route[name] ? { [name]: Number(route[name]) } : {});
-  const question = {
-    trace: Number(route.trace), policy: route.policy ?? "none",
-    ...optional("slots"), ...optional("ranks"), ...optional("history"), ...optional("tolerance"),
-  };
-  await follow(await post("/api/replays", question), turn);
+  const runs = await Promise.all([item(), ...chosen].map(async ({ name, policy: own }) => ({
+    name, policy: own, data: await ask("overview", { trace: name }), training: await ask("training", { trace: name }),
+  })));
+  if (turn !== comparison) return;
+  showRuns(runs);
+  if (!policy) return;
+  const settings = Object.fromEntries(SETTINGS.slice(1).map((name) => [name, route[name]]));
+  const answer = await replayed(await ask("replay", { trace: route.trace, policy, ...settings }), turn);
+  if (!answer) return;
+  const { ranks, slots, history } = answer.settings;
+  const name = [`replay: ${policy}`, `EP${ranks}`, counted(slots, "slot"), ...(history ? [`history ${history}`] : [])].join(", ");
+  runs[0].data = answer.recorded;
+  showRuns([...runs, { name, policy, data: answer.replayed, training: {} }]);
 }
 
-// Wait for a replay, and tell how far it is.
-async function follow(job, turn) {
+// Wait for a replay and show its progress; undefined if another view was opened meanwhile.
+async function replayed(job, turn) {
   while (job.state === "waiting" || job.state === "running") {
     find("done").hidden = find("stop").hidden = false;
     find("stop").value = job.number;
     find("done").value = job.total ? job.done / job.total : 0;
-    find("working").textContent = job.state === "waiting" ? "Waits for another replay."
-      : `Planned ${number(job.done)} of ${number(job.total)} records again.`;
+    find("working").textContent = job.state === "waiting" ? "Waiting for another replay."
+      : `Replanned ${number(job.done)} of ${counted(job.total, "record")}.`;
     await new Promise((resolve) => setTimeout(resolve, 300));
-    if (turn !== asked) return;
-    job = await ask(`/api/replays/${job.number}`);
-    if (turn !== asked) return;
+    if (turn !== comparison) return undefined;
+    job = await ask("replay", { number: job.number });
+    if (turn !== comparison) return undefined;
   }
   find("done").hidden = find("stop").hidden = true;
   if (job.state === "failed") throw new Error(job.error);
-  const { layers, all_layers: all, line } = job.answer;
-  find("working").textContent = `${number(job.done)} records planned again` +
-    (job.state === "stopped" ? ", then it was stopped" : "") +
-    (layers.length < all ? `: ${layers.length} of ${all} layers, evenly spread` : "") +
-    (line.beyond ? `; ${number(line.beyond)} plans need more slots than there are, or leave their domain` : "") + ".";
-  const words = [line.policy, `EP${line.ranks}`, counted(line.slots, "slot"),
-    ...(line.history ? [`history ${line.history}`] : [])];
-  showCompared({ ...job.answer, names: ["as recorded", words.join(", ")] });
+  const { layers, all_layers: all, beyond } = job.answer;
+  find("working").textContent = `Replanned ${counted(job.done, "record")}` +
+    (job.state === "stopped" ? ", then stopped" : "") +
+    (layers < all ? `, of ${layers} of ${all} layers, evenly spaced` : "") +
+    (beyond ? `; ${counted(beyond, "plan")} would need more slots than there are, or leave their domain` : "") + ".";
+  return job.answer;
 }
 
-function showCompared(data) {
-  compared = data;
+// -- figures -------------------------------------------------------------------------------------
+
+function showRuns(runs) {
+  const counts = {};
+  for (const run of runs) { // runs of one policy share its colour and differ in their dashes
+    const place = (counts[run.policy] = (counts[run.policy] ?? -1) + 1);
+    run.line = { color: policyColour(run.policy), dash: RUN_DASHES[place % RUN_DASHES.length] };
+    run.shape = ["", "/", "\\", "x", "."][place % 5];
+  }
   find("compared").hidden = false;
-  parsed.both = parsed.bothlayers = data;
-  const row = (name, { totals }) => [
-    name, number(totals.records), ratioWords(totals.before), ratioWords(totals.after), ratioWords(totals.after_worst),
-    totals.records ? (totals.copies / totals.records).toFixed(1) : "-", sizeWords(totals.bytes),
-  ];
   find("table").replaceChildren(table(
-    ["", "records", "without copies", "with copies", "worst", "copies a layer", "bytes"],
-    [row(data.names[0], data.recorded), row(data.names[1], data.replayed)],
+    ["", "policy", "records", "without replicas", "with replicas", "worst", "replicas per layer", "bytes"],
+    runs.map(({ name, policy, data: { totals } }) => [
+      name, policy, number(totals.records), ratioWords(totals.before), ratioWords(totals.after), ratioWords(totals.after_worst),
+      totals.records ? (totals.copies / totals.records).toFixed(1) : "-", sizeWords(totals.bytes),
+    ]),
   ));
-  draw("both");
-  draw("bothlayers");
+  const trained = runs.filter(({ training }) => training.loss);
+  find("trained").hidden = !trained.length;
+  for (const name of ["runs", "runlayers"]) parsed[name] = runs;
+  for (const name of ["speed", "loss"]) parsed[name] = trained;
+  for (const name of ["runs", "runlayers", ...(trained.length ? ["speed", "loss"] : [])]) draw(name);
 }
 
-// Lines of two runs; where their lengths differ, both begin at the left.
-function bothFigure({ recorded, replayed, names, others }) {
-  const drawn = [[recorded, names[0], BEFORE, "dot"], [replayed, names[1], AFTER, "solid"]];
-  const without = (one, name, color, dash) =>
-    line(one.step, one.lines.before.mean, name, color, { line: { color, width: 1, dash } });
+function runsFigure(runs) {
+  const [{ data }] = runs;
   return [
     [
-      ...drawn.map(([one, , colour]) => band(one.step, one.lines.after, colour)),
-      ...(others ? drawn.map(([one, name, color], place) =>
-        without(one, `${name}, without copies`, color, place ? "longdashdot" : "dash"))
-        : [without(recorded, "without copies", css("soft"), "dash")]),
-      ...drawn.map(([one, name, color, dash]) => line(one.step, one.lines.after.mean, name, color, { line: { color, dash } })),
+      ...runs.map((run) => band(run.data.step, run.data.lines.after, run.line.color)),
+      line(data.step, data.lines.before.mean, `${runs[0].name}, without replicas`, BEFORE, { line: { color: BEFORE, dash: "dot", width: 1 } }),
+      ...runs.map((run) => line(run.data.step, run.data.lines.after.mean, run.name, run.line.color, { line: run.line })),
     ],
-    { xaxis: { ...title(recorded.axis), showgrid: false }, yaxis: title("imbalance; band: layers") },
+    { xaxis: { ...title(data.axis), showgrid: false }, yaxis: title("imbalance; band: layers") },
   ];
 }
 
-function bothLayersFigure({ recorded, replayed, names }) {
-  const bar = ({ layers }, name, color, shape) => ({
-    type: "bar", x: layers.layer, y: layers.after, name, customdata: layers.after_worst,
-    marker: { color, pattern: { shape, size: 6, fgcolor: css("back"), fillmode: "overlay" } },
-    hovertemplate: "%{y:.3f} (worst %{customdata:.3f})",
-  });
+function runLayersFigure(runs) {
   return [
-    [bar(recorded, names[0], BEFORE, "/"), bar(replayed, names[1], AFTER, "")],
+    runs.map(({ name, data: { layers }, line: { color }, shape }) => ({
+      type: "bar", x: layers.layer, y: layers.after, name, customdata: layers.after_worst,
+      marker: { color, pattern: { shape, size: 6, fgcolor: css("back"), fillmode: "overlay" } },
+      hovertemplate: "%{y:.3f} (worst %{customdata:.3f})",
+    })),
     { xaxis: { ...title("layer"), type: "category" }, yaxis: title("imbalance, mean"), shapes: [even("x domain", 1)] },
   ];
 }
+
+const trainingFigure = (key, words, hovertemplate, axis = {}) => (runs) => [
+  runs.map(({ name, training, line: own }, place) => // the first line stays visible under the others
+    line(training[key].map((_, step) => step), training[key], name, own.color,
+      { line: { ...own, width: place ? 2 : 5 }, hovertemplate })),
+  { xaxis: { ...title("training step"), showgrid: false }, yaxis: { ...title(words), ...axis } },
+];

@@ -1,40 +1,38 @@
-// The run as a whole: lines over time, layers, sums; and the map of layers and time.
+// The whole run: lines over time, layers, totals; and the map of layers over time.
 
 let overview = null, heatData = null, cursor = [0, 0];
 
 async function loadOverview() {
   const { trace, from, to } = route;
-  const found = await ask("/api/overview", { trace, from, to, points: 600 });
-  overview = found;
-  const unit = found.several ? "microbatch" : "step";
-  const shared = { step: found.step, steps_per_point: found.steps_per_point, axis: found.axis, domains: [], unit };
-  parsed.imbalance = parsed.copies = parsed.time = { ...shared, ...found.lines };
-  parsed.layers = found.layers;
-  find("from").value = found.begin;
-  find("to").value = found.end;
-  find("from").max = find("to").max = found.moments;
-  showCards(found);
-  find("drawn").hidden = find("stretch").hidden = !found.totals.records;
-  if (!found.totals.records) return;
-  showStages(found.stages);
-  for (const name of ["imbalance", "layers", "copies", "time"]) draw(name);
-  find("plot-time").hidden = found.totals.lost === null;
-  find("timed").hidden = found.totals.lost === null;
+  const data = await ask("overview", { trace, from, to, points: 600 });
+  overview = data;
+  const policy = item().policy;
+  parsed.imbalance = parsed.copies = parsed.time = { ...data, ...data.lines, policy };
+  parsed.layers = { ...data.layers, policy };
+  find("from").value = data.begin;
+  find("to").value = data.end;
+  find("from").max = find("to").max = data.moments;
+  showCards(data);
+  find("drawn").hidden = find("range").hidden = !data.totals.records;
+  if (baked) find("range").hidden = true;
+  if (!data.totals.records) return;
+  showStages(data.stages);
+  const timed = data.totals.lost !== null;
+  find("plot-time").hidden = find("timed").hidden = !timed;
+  for (const name of ["imbalance", "layers", "copies", ...(timed ? ["time"] : [])]) draw(name);
 }
 
-function showCards({ totals, several, steps_per_point: each, complete, moments }) {
-  const missing = complete ? "none recorded" : "not read yet";
+function showCards({ totals, unit, steps_per_point: each, moments }) {
+  const perLayer = (total, words) => (totals.records ? `${words(total / totals.records)} per layer` : "");
   const cards = [
-    ["records", number(totals.records), `${number(moments)} ${several ? "microbatches" : "steps"}` +
-      (each > 1 ? `; a point stands for ${each}` : "")],
-    ["imbalance without copies", ratioWords(totals.before), `worst ${ratioWords(totals.before_worst)}`],
-    ["imbalance with copies", ratioWords(totals.after), complete ? `worst ${ratioWords(totals.after_worst)}` : missing],
-    ["copies", totals.copies === null ? "-" : number(totals.copies),
-      totals.records ? `${(totals.copies / totals.records).toFixed(1)} a layer` : ""],
-    ["bytes moved", totals.bytes ? sizeWords(totals.bytes) : "-", !totals.bytes ? missing :
-      `${sizeWords(Math.round(totals.bytes / totals.records))} a layer`],
-    ["time lost in experts", timeWords(totals.lost), totals.lost === null ? missing : "slowest rank above the mean rank"],
-    ["time saved in experts", timeWords(totals.saved), totals.saved === null ? missing : `${timeWords(totals.cost)} spent on it`],
+    ["records", number(totals.records), counted(moments, unit) + (each > 1 ? `; ${each} per point` : "")],
+    ["imbalance without replicas", ratioWords(totals.before), `worst ${ratioWords(totals.before_worst)}`],
+    ["imbalance with replicas", ratioWords(totals.after), `worst ${ratioWords(totals.after_worst)}`],
+    ["replicas", totals.copies === null ? "-" : number(totals.copies), perLayer(totals.copies, (mean) => mean.toFixed(1))],
+    ["bytes moved", totals.bytes ? sizeWords(totals.bytes) : "-",
+      totals.bytes ? perLayer(totals.bytes, (mean) => sizeWords(Math.round(mean))) : "none recorded"],
+    ["time lost in experts", timeWords(totals.lost), totals.lost === null ? "not recorded" : "slowest rank minus mean rank"],
+    ["time saved in experts", timeWords(totals.saved), totals.saved === null ? "not recorded" : `${timeWords(totals.cost)} spent on it`],
   ];
   find("cards").replaceChildren(...cards.map(([name, value, more]) => {
     const card = element("div"), big = element("dd", value);
@@ -46,20 +44,19 @@ function showCards({ totals, several, steps_per_point: each, complete, moments }
 
 function showStages(stages) {
   const rows = Object.entries(stages).map(([name, seconds]) => [name, timeWords(seconds)]);
-  const told = rows.length
-    ? [element("h2", "Stages"), element("p", "Mean per record, on the rank with the largest mean."), table(["stage", "time"], rows)]
-    : [element("p", "No stage times were recorded, or they have not been read yet.", { class: "soft" })];
-  find("stages-told").replaceChildren(...told);
+  find("stage-means").replaceChildren(...(rows.length
+    ? [element("h2", "Stages"), element("p", "Mean time per record, on the rank with the largest mean."), table(["stage", "time"], rows)]
+    : [element("p", "The trace has no stage times.", { class: "soft" })]));
 }
 
-// The most uneven record of some moments, perhaps of one layer only.
+// Open the most imbalanced record of a range of moments, of one layer or of all.
 async function openWorst(parameters = {}) {
-  const { key } = await ask("/api/worst", { trace: route.trace, ...parameters });
-  if (key) go({ view: "record", step: key[0], layer: key[1], microbatch: key[2] });
+  const { key } = await ask("worst", { trace: route.trace, ...parameters });
+  if (key) goToRecord(key);
 }
 
 function prepareOverview() {
-  find("stretch").addEventListener("submit", (event) => {
+  find("range").addEventListener("submit", (event) => {
     event.preventDefault();
     const [from, to] = [Number(find("from").value), Number(find("to").value)];
     go(to > from ? { from, to } : { from: to, to: from });
@@ -67,13 +64,13 @@ function prepareOverview() {
   find("whole").addEventListener("click", () => go({ from: null, to: null }));
 }
 
-// Plotly knows its events once something is drawn.
+// Plotly emits events only after the first drawing.
 function listen(name) {
   const plot = find(`plot-${name}`);
   if (plot.listened || !plot.on) return;
   plot.listened = true;
-  plot.on("plotly_click", ({ points: [point] }) => clicked(name, point).catch(tell));
-  if (name !== "layers" && name !== "map") plot.on("plotly_relayout", (change) => zoomed(change));
+  plot.on("plotly_click", ({ points: [point] }) => clicked(name, point).catch(showError));
+  if (name !== "layers" && name !== "map" && !baked) plot.on("plotly_relayout", zoomed);
 }
 
 async function clicked(name, point) {
@@ -94,32 +91,31 @@ function zoomed(change) {
 // -- the map -------------------------------------------------------------------------------------
 
 const VALUE_WORDS = {
-  before: ["imbalance", ratioWords], after: ["imbalance", ratioWords], copies: ["copies", (v) => v.toFixed(1)],
+  before: ["imbalance", ratioWords], after: ["imbalance", ratioWords], copies: ["replicas", (v) => v.toFixed(1)],
   bytes: ["bytes", sizeWords], lost: ["seconds", timeWords], saved: ["seconds", timeWords], cost: ["seconds", timeWords],
 };
 
 async function loadMap() {
   const { trace, from, to, value = "before" } = route;
   const columns = Math.max(40, Math.min(300, Math.floor(find("plot-map").clientWidth / 4)));
-  heatData = await ask("/api/heat", { trace, from, to, value, columns });
+  heatData = await ask("heat", { trace, from, to, value, columns });
   find("value").value = value;
   parsed.map = heatData;
   cursor = [Math.min(cursor[0], heatData.starts.length - 1), Math.min(cursor[1], heatData.layers.length - 1)];
   draw("map");
-  tellCell();
+  showCell();
 }
 
 function mapFigure(data) {
   const known = data.z.flat().filter((value) => value !== null);
-  const least = data.value === "before" || data.value === "after" ? 1 : Math.min(0, ...[known.reduce((a, b) => Math.min(a, b), 0)]);
+  const least = data.value === "before" || data.value === "after" ? 1 : known.reduce((a, b) => Math.min(a, b), 0);
   const most = known.reduce((a, b) => Math.max(a, b), least + 1e-9);
-  const x = data.step;
-  const hover = data.z.map((row, layer) => row.map((value, column) => cellWords(column, layer)));
+  const x = data.step, [column, layer] = cursor;
+  const hover = data.z.map((row, place) => row.map((_, at) => cellWords(at, place)));
   const trace = heatTrace(data.z, {
     x, y: data.layers, low: least, high: most, words: VALUE_WORDS[data.value][0], hover: "%{text}<extra></extra>",
   });
   const half = data.starts.length > 1 ? (x[1] - x[0]) / 2 : 0.5;
-  const [column, layer] = cursor;
   const frame = {
     type: "rect", x0: x[column] - half, x1: x[column] + half, y0: layer - 0.5, y1: layer + 0.5,
     line: { color: css("text"), width: 3 },
@@ -133,16 +129,16 @@ function mapFigure(data) {
 }
 
 function cellWords(column, layer) {
-  const { starts, steps_per_point: each, end, at, several, z, layers, value } = heatData;
+  const { starts, steps_per_point: each, end, at, several, unit, z, layers, value } = heatData;
   const count = Math.min(each, end - starts[column]), [step, microbatch] = at[column];
   const place = `step ${step}${several ? `, microbatch ${microbatch}` : ""}`;
-  const when = count > 1 ? `mean of ${count} ${several ? "microbatches" : "steps"} from ${place} on` : place;
-  const found = z[layer][column];
-  return `layer ${layers[layer]}, ${when}: ${found === null ? "nothing" : VALUE_WORDS[value][1](found)}`;
+  const when = count > 1 ? `mean of ${counted(count, unit)} from ${place} on` : place;
+  const mean = z[layer][column];
+  return `layer ${layers[layer]}, ${when}: ${mean === null ? "no value" : VALUE_WORDS[value][1](mean)}`;
 }
 
-function tellCell() {
-  find("cell").textContent = heatData.starts.length ? cellWords(...cursor) : "Nothing is known yet.";
+function showCell() {
+  find("cell").textContent = heatData.starts.length ? cellWords(...cursor) : "There are no records yet.";
 }
 
 async function openCell(column, layer) {
@@ -159,10 +155,10 @@ function prepareMap() {
     const move = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1] }[event.key];
     if (!heatData || !heatData.starts.length || (!move && event.key !== "Enter")) return;
     event.preventDefault();
-    if (!move) return void openCell(...cursor).catch(tell);
+    if (!move) return void openCell(...cursor).catch(showError);
     const bound = (value, count) => Math.max(0, Math.min(value, count - 1));
     cursor = [bound(cursor[0] + move[0], heatData.starts.length), bound(cursor[1] + move[1], heatData.layers.length)];
     draw("map");
-    tellCell();
+    showCell();
   });
 }

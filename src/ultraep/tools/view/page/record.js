@@ -1,103 +1,99 @@
-// One microbatch of one layer: ranks, copies, stages.
+// One microbatch of one layer: ranks, replicas, stages.
 
 let record = null, recordTurn = 0;
 
 async function loadRecord() {
   if (route.step === undefined) return startRecord();
   const { trace, step, layer, microbatch } = route;
-  const key = { trace, step, layer, microbatch };
-  const turn = ++recordTurn, found = await ask("/api/record", key);
+  const turn = ++recordTurn, data = await ask("record", { trace, step, layer, microbatch });
   if (turn !== recordTurn) return undefined;
-  record = found;
+  record = data;
   const layers = find("layer");
-  layers.replaceChildren(...found.around.layers.map((name) => new Option(name, name)));
+  layers.replaceChildren(...data.around.layers.map((name) => new Option(name, name)));
   [find("step").value, find("microbatch").value, layers.value] = [step, microbatch, layer];
-  parsed.ranks = found;
-  find("plot-ranks").style.height = apart(found.ranks) ? "640px" : "";
+  parsed.ranks = data;
+  find("plot-ranks").style.height = apart(data.ranks) ? "640px" : "";
   draw("ranks");
-  showFlows(found.copies, found.bytes.reduce((a, b) => a + b, 0));
+  showFlows(data.copies, data.bytes.reduce((a, b) => a + b, 0));
   find("passes").replaceChildren();
-  find("no-stages").textContent = "No times were recorded.";
-  const { forward, backward } = await ask("/api/stages", key);
-  if (turn !== recordTurn) return undefined;
-  for (const pass of [forward, backward]) if (pass) showPass(pass);
-  find("no-stages").hidden = find("passes").childElementCount > 0;
+  const passes = Object.values(data.stages).filter(Boolean);
+  find("no-stages").hidden = passes.length > 0;
+  passes.forEach(showPass);
   return undefined;
 }
 
-// Without a record in the address: the most uneven one.
+// Without a record in the address, show the most imbalanced one.
 async function startRecord() {
-  const { key } = await ask("/api/worst", { trace: route.trace });
-  if (!key) return void (find("told").textContent = "Nothing is recorded yet.");
-  return go({ step: key[0], layer: key[1], microbatch: key[2] }, { replace: true });
+  const { key } = await ask("worst", { trace: route.trace });
+  if (!key) return void (find("told").textContent = "There are no records yet.");
+  return goToRecord(key, { replace: true });
 }
 
-function ranksWithWords(found) {
-  const [traces, more, told] = ranksFigure(found, found);
-  const where = `Step ${route.step}, microbatch ${route.microbatch}, layer ${route.layer} (${found.policy}): `;
-  const moved = found.bytes.reduce((a, b) => a + b, 0);
-  const also = ` ${sizeWords(moved)} moved.`;
-  const wrong = found.unusable ? ` ${number(found.unusable)} of its copies name experts or ranks that do not exist.` : "";
-  find("told").textContent = where + told + also + wrong + priceWords(found);
-  return [traces, more];
+function ranksWithWords(data) {
+  const [figure, more, words] = ranksFigure(data, data);
+  const where = `Step ${route.step}, microbatch ${route.microbatch}, layer ${route.layer} (${data.policy}): `;
+  const moved = ` ${sizeWords(data.bytes.reduce((a, b) => a + b, 0))} moved.`;
+  const wrong = data.unusable ? ` ${counted(data.unusable, "replica")} in the trace name experts or ranks that do not exist.` : "";
+  find("told").textContent = where + words + moved + wrong + priceWords(data);
+  return [figure, more];
 }
 
 function priceWords({ priced, copies, after }) {
   if (!priced) return "";
-  const alone = !copies.list.length && after > 1 ? ": no copies would pay" : "";
-  return ` By its rates (${priced.rates} ps) it takes ${timeWords(priced.time)}, ` +
-    `without copies ${timeWords(priced.without)}${alone}.`;
+  const alone = !copies.list.length && after > 1 ? ": replicas would cost more than they save" : "";
+  return ` Predicted by the rates (${priced.rates} ps): ${timeWords(priced.time)}, ` +
+    `without replicas ${timeWords(priced.without)}${alone}.`;
 }
 
-const WAYS = {
-  direct: " as the balancer was told.", chain: " as the balancer was told.",
-  auto: " as balancers choose by themselves.",
-  "": " as balancers choose by themselves; this trace does not tell how weights were to be sent.",
+const MODE_WORDS = {
+  direct: "as the balancer was set.", chain: "as the balancer was set.",
+  auto: "chosen by the balancer.",
+  "": "by the rule of the balancer; this trace does not contain the relay mode.",
 };
 
-function showFlows({ relay, told, list }, moved) {
+function showFlows({ relay, mode, list }, moved) {
   const plot = find("plot-flows");
   plot.hidden = find("listed").hidden = !list.length;
-  find("ways").textContent = !list.length ? "No copies were made." :
-    `${list.length === 1 ? "One copy" : `${number(list.length)} copies`}, ` +
-    (relay === "chain" ? "passed on from copy to copy," : "each sent by its home,") + WAYS[told] +
-    (moved === 0 ? " No bytes were counted: nobody did, or the copies were there already." : "") +
-    " As wide as the tokens that are served elsewhere." +
-    (wordsFit(list, find("view-record").clientWidth) ? "" : " Numbers are ranks, home at the left.");
+  find("paths").textContent = !list.length ? "This microbatch has no replicas." :
+    `${counted(list.length, "replica")}. ` +
+    (relay === "chain" ? "Each host passes the weights on to the next, " : "The home rank sends the weights to every host, ") +
+    MODE_WORDS[mode] +
+    (moved === 0 ? " No bytes were recorded: they were not counted, or the replicas were in their slots already." : "") +
+    " The width shows the rows served by replicas. Flows between the same two ranks differ in shade, one per expert." +
+    (wordsFit(list, find("view-record").clientWidth) ? "" : " Numbers are ranks, home ranks on the left.");
   if (!list.length) return;
   plot.style.height = `${flowsHeight(list)}px`;
   parsed.flows = list;
   draw("flows");
   find("copies").replaceChildren(table(
-    ["expert", "way of its weights, by ranks", "spare slot", "tokens"],
-    list.map(({ expert, way, slot, tokens }) => [expert, way.join(" \u2192 "), slot, number(tokens)]),
+    ["expert", "path of its weights, by rank", "spare slot", "rows"],
+    list.map(({ expert, path, slot, rows }) => [expert, path.join(" \u2192 "), slot, number(rows)]),
   ));
 }
 
-function showPass(one) {
+function showPass(pass) {
   const plot = element("div", undefined, {
-    class: "plot", id: `plot-${one.name}`, role: "img", "aria-label": `Stages of all ranks, ${one.name}`,
+    class: "plot", id: `plot-${pass.name}`, role: "img", "aria-label": `Stages of all ranks, ${pass.name}`,
   });
-  plot.style.height = `${stagesHeight(one)}px`;
-  find("no-stages").hidden = true;
-  find("passes").append(element("h3", one.name), plot);
-  parsed[one.name] = one;
-  figures[one.name] = stagesFigure;
-  draw(one.name);
+  plot.style.height = `${stagesHeight(pass)}px`;
+  find("passes").append(element("h3", pass.name), plot);
+  parsed[pass.name] = pass;
+  figures[pass.name] = stagesFigure;
+  draw(pass.name);
 }
 
-// Another moment, or another layer, by so many.
+// Move by some moments and layers.
 async function step(moments, layers) {
   if (!record) return;
   const { around } = record;
   const place = around.layers.indexOf(Number(route.layer)) + layers;
   const moment = around.moment + moments;
   if (place < 0 || place >= around.layers.length || moment < 0 || moment >= around.moments) return;
-  const { key } = await ask("/api/worst", {
+  const { key } = await ask("worst", {
     trace: route.trace, layer: around.layers[place], from: moment, to: moment + 1,
   });
-  if (key) go({ step: key[0], layer: key[1], microbatch: key[2] });
-  else tell(`layer ${around.layers[place]} has no record there`);
+  if (key) goToRecord(key);
+  else showError(`layer ${around.layers[place]} has no record there`);
 }
 
 function prepareRecord() {
@@ -106,7 +102,7 @@ function prepareRecord() {
     go({ step: find("step").value, microbatch: find("microbatch").value || 0, layer: find("layer").value });
   });
   find("layer").addEventListener("input", () => go({ layer: find("layer").value }));
-  find("previous").addEventListener("click", () => step(-1, 0).catch(tell));
-  find("next").addEventListener("click", () => step(1, 0).catch(tell));
-  find("worst").addEventListener("click", () => openWorst().catch(tell));
+  find("previous").addEventListener("click", () => step(-1, 0).catch(showError));
+  find("next").addEventListener("click", () => step(1, 0).catch(showError));
+  find("worst").addEventListener("click", () => openWorst().catch(showError));
 }

@@ -1,53 +1,87 @@
-// Where the reader is, as the address says it, and how questions are asked.
+// The address of a view, requests to the server, and words for numbers.
 
-const VIEWS = ["overview", "map", "record", "compare"];
-let route = {}; // view, trace, and what else belongs to the view
+const VIEWS = ["overview", "map", "record", "compare", "report"];
+const TRACE_ENTRIES = ["step", "layer", "microbatch", "from", "to", "also", "policy", "slots", "ranks", "history", "tolerance"];
+// The answers of the server, if this page is an exported file.
+const baked = find("baked") ? JSON.parse(find("baked").textContent) : null;
+let route = {}; // view, trace, and the entries of the view
 let state = { items: [], policies: [] };
+
+const traces = () => state.items.filter(({ kind }) => kind === "trace");
+const reports = () => state.items.filter(({ kind }) => kind === "report");
+const item = () => traces().find(({ name }) => name === route.trace);
+
+// The run to show first: balanced if there is one.
+function firstTrace() {
+  const open = traces().filter(({ error }) => !error);
+  return open.find(({ policy }) => policy === "ultraep") || open.find(({ policy }) => policy !== "none") || open[0];
+}
 
 function readRoute() {
   route = Object.fromEntries(new URLSearchParams(location.hash.slice(1)));
-  if (!VIEWS.includes(route.view)) route.view = "overview";
-  const known = state.items.some(({ number, kind }) => kind === "trace" && String(number) === route.trace);
-  const first = state.items.find(({ kind, error }) => kind === "trace" && !error);
-  if (!known) route.trace = first ? String(first.number) : "";
+  if (!VIEWS.includes(route.view)) route.view = !traces().length && reports().length ? "report" : "overview";
+  if (!item()) route.trace = firstTrace()?.name ?? "";
+  if (route.view === "report") route.report ??= reports()[0]?.name;
 }
 
-// An address with some entries changed; null takes one away.
+// An address with some entries changed; null removes an entry.
 function address(changes) {
-  const entries = Object.entries({ ...route, ...changes }).filter(([, value]) => value !== null && value !== "");
+  const entries = Object.entries({ ...route, ...changes }).filter(([, value]) => value !== null && value !== undefined && value !== "");
   return `#${new URLSearchParams(entries)}`;
 }
 
-// Go there; an address that only says more of the same place replaces this one.
+// Go to an address. replace: it only completes the current one.
 function go(changes, { replace = false } = {}) {
-  const wanted = address(changes);
-  if (wanted === location.hash) return show();
-  if (!replace) return void (location.hash = wanted);
-  history.replaceState(null, "", wanted);
+  const target = address(changes);
+  if (target === location.hash) return show();
+  if (!replace) return void (location.hash = target);
+  history.replaceState(null, "", target);
   return show();
 }
 
-const item = () => state.items.find(({ number }) => String(number) === route.trace);
+const goToRecord = ([step, layer, microbatch], options) => go({ view: "record", step, layer, microbatch }, options);
 
-async function ask(path, parameters = {}, options = {}) {
+// -- requests ------------------------------------------------------------------------------------
+
+async function ask(name, parameters = {}) {
+  if (baked) return bakedAnswer(name, parameters);
   const entries = Object.entries(parameters).filter(([, value]) => value !== undefined && value !== "");
-  const query = new URLSearchParams(entries).toString();
   let answer;
   try {
-    answer = await fetch(query ? `${path}?${query}` : path, options);
+    answer = await fetch(`/api/${name}?${new URLSearchParams(entries)}`);
   } catch {
-    throw new Error("the viewer does not answer: has it been ended?");
+    throw new Error("the viewer does not answer: has it been stopped?");
   }
-  const kind = answer.headers.get("content-type") || "";
-  const found = kind.startsWith("application/json") ? await answer.json() : { error: await answer.text() };
-  if (!answer.ok) throw new Error(found.error || `answer ${answer.status}`);
-  return found;
+  const json = (answer.headers.get("content-type") || "").startsWith("application/json");
+  const content = json ? await answer.json() : { error: await answer.text() };
+  if (!answer.ok) throw new Error(content.error || `answer ${answer.status}`);
+  return content;
 }
 
-const post = (path, body) =>
-  ask(path, {}, { method: "POST", headers: { "content-type": "application/json" }, body: JSON.stringify(body) });
+function bakedAnswer(name, { step, layer, microbatch, from = 0, to = Infinity, value }) {
+  if (name === "heat") return baked.heat[value];
+  if (name === "worst") return { key: bakedWorst(layer, Number(from), Number(to)) };
+  if (name !== "record") return baked[name];
+  const record = baked.records[[step, layer, microbatch]];
+  if (!record) throw new Error("this file does not contain that microbatch: it holds a selection, evenly spaced over the run");
+  return record;
+}
 
-function tell(error) {
+// The most imbalanced record of a range; if the file has none there, the nearest one.
+function bakedWorst(layer, from, to) {
+  const here = [route.step, route.layer, route.microbatch].join();
+  const records = Object.entries(baked.records)
+    .filter(([key]) => layer === undefined || key.split(",")[1] === String(layer))
+    .map(([key, { around, before }]) => ({ key, before, moment: around.moment }));
+  const inside = records.filter(({ moment }) => moment >= from && moment < to);
+  const distance = ({ key, moment }) => (key === here ? Infinity : Math.abs(moment - from));
+  const best = inside.length
+    ? inside.reduce((a, b) => (b.before > a.before ? b : a))
+    : records.reduce((a, b) => (distance(b) < distance(a) ? b : a), records[0]);
+  return best ? best.key.split(",").map(Number) : null;
+}
+
+function showError(error) {
   find("error").hidden = !error;
   find("error").textContent = error ? error.message || error : "";
 }
@@ -55,7 +89,7 @@ function tell(error) {
 // -- words ---------------------------------------------------------------------------------------
 
 const number = (value) => value.toLocaleString("en");
-const counted = (count, noun) => `${number(count)} ${noun}${count === 1 ? "" : "s"}`;
+const counted = (count, noun) => `${number(count)} ${noun}${count === 1 ? "" : noun.endsWith("ch") ? "es" : "s"}`;
 const ratioWords = (value) => (value === null || value === undefined ? "-" : value.toFixed(3));
 
 function sizeWords(count) {
@@ -73,20 +107,20 @@ function timeWords(seconds) {
   return size >= 1e-3 ? `${(1e3 * seconds).toPrecision(3)} ms` : `${(1e6 * seconds).toPrecision(3)} \u00b5s`;
 }
 
-function element(tag, text, more = {}) {
-  const made = document.createElement(tag);
-  if (text !== undefined) made.textContent = text;
-  for (const [name, value] of Object.entries(more)) made.setAttribute(name, value);
-  return made;
+function element(tag, text, attributes = {}) {
+  const node = document.createElement(tag);
+  if (text !== undefined) node.textContent = text;
+  for (const [name, value] of Object.entries(attributes)) node.setAttribute(name, value);
+  return node;
 }
 
 function table(head, rows) {
-  const made = element("table"), top = made.createTHead().insertRow();
+  const node = element("table"), top = node.createTHead().insertRow();
   head.forEach((text) => top.append(element("th", text, { scope: "col" })));
-  const body = made.createTBody();
+  const body = node.createTBody();
   for (const cells of rows) {
     const row = body.insertRow();
     cells.forEach((text, place) => row.append(element(place ? "td" : "th", text)));
   }
-  return made;
+  return node;
 }

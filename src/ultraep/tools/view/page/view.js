@@ -1,67 +1,76 @@
-// The page: what is open, which view is shown, keys; and looking again while there is more to come.
+// The page: open traces, the current view, keys; and polling while there is more to come.
 
 const figures = {
   imbalance: imbalanceFigure, layers: layersFigure, copies: copiesFigure, time: timeFigure,
   map: mapFigure, ranks: ranksWithWords, flows: (list) => flowsFigure(list, find("plot-flows").clientWidth),
-  both: bothFigure, bothlayers: bothLayersFigure,
+  runs: runsFigure, runlayers: runLayersFigure,
+  speed: trainingFigure("tokens_per_second", "tokens/s", "%{y:,.0f}", { rangemode: "tozero" }),
+  loss: trainingFigure("loss", "loss", "%{y:.4f}"),
 };
-const LOADS = { overview: loadOverview, map: loadMap, record: loadRecord, compare: loadCompare };
+const LOADS = { overview: loadOverview, map: loadMap, record: loadRecord, compare: loadCompare, report: loadReport };
 const LISTENED = ["imbalance", "layers", "copies", "time", "map"];
-const PERIOD = 1000; // milliseconds between two looks
+const PERIOD = 1000; // milliseconds between two polls
 let turn = 0, drawnVersion = "";
 
 async function show() {
   const own = ++turn;
   readRoute();
-  const shown = item() && !item().error;
+  const shown = route.view === "report" || (item() && !item().error);
   for (const view of VIEWS) find(`view-${view}`).hidden = view !== route.view || !shown;
   for (const link of document.querySelectorAll("nav a")) {
-    link.href = address({ view: link.dataset.view });
-    if (link.dataset.view === route.view) link.setAttribute("aria-current", "page");
+    const { view, report = null } = link.dataset;
+    link.href = address({ view, report });
+    const current = view === route.view && (!report || report === route.report);
+    if (current) link.setAttribute("aria-current", "page");
     else link.removeAttribute("aria-current");
   }
   find("trace").value = route.trace;
   showItem();
-  document.title = `${route.view}${item() ? ` of ${item().name}` : ""} - ultraep view`;
+  const subject = route.view === "report" ? route.report : item()?.name;
+  document.title = `${subject ? `${subject}: ` : ""}${route.view} - ultraep view`;
   if (!shown) {
     if (item()) document.body.dataset.shown = location.hash;
     return;
   }
   try {
     await LOADS[route.view]();
-    if (own === turn) tell(null);
+    if (own === turn) showError(null);
   } catch (error) {
-    if (own === turn) tell(error);
+    if (own === turn) showError(error);
   }
   LISTENED.forEach(listen);
-  document.body.dataset.shown = location.hash; // for those who wait until it is drawn
+  document.body.dataset.shown = location.hash; // for tests, which wait until the view is drawn
 }
 
-// -- what is open --------------------------------------------------------------------------------
+function loadReport() {
+  const source = `/report?name=${encodeURIComponent(route.report ?? "")}`;
+  if (find("report").getAttribute("src") !== source) find("report").setAttribute("src", source);
+}
+
+// -- open traces ---------------------------------------------------------------------------------
 
 function showItems() {
-  const traces = state.items.filter(({ kind }) => kind === "trace");
-  const options = traces.map(({ number: own, name, error }) => new Option(error ? `${name} (cannot be opened)` : name, own));
-  const shown = [...find("trace").options].map(({ text, value }) => text + value).join();
-  if (shown !== options.map(({ text, value }) => text + value).join()) find("trace").replaceChildren(...options);
-  const reports = state.items.filter(({ kind }) => kind === "report");
-  if (find("reports").childElementCount !== reports.length) {
-    find("reports").replaceChildren(...reports.map(({ number: own, name }) =>
-      element("a", name, { href: `/report/${own}` })));
+  const options = traces().map(({ name, error }) => new Option(error ? `${name} (cannot be opened)` : name, name));
+  const texts = (list) => [...list].map(({ text }) => text).join("\n");
+  if (texts(find("trace").options) !== texts(options)) find("trace").replaceChildren(...options);
+  find("traces").hidden = options.length === 0;
+  if (find("reports").childElementCount !== reports().length) {
+    find("reports").replaceChildren(...reports().map(({ name }) =>
+      element("a", reports().length > 1 ? name : "Report", { "data-view": "report", "data-report": name })));
   }
 }
 
 function showItem() {
   const own = item();
   if (!own) {
-    find("status").textContent = state.live ? `Waiting for a trace in ${state.waiting_for.join(", ")}.`
-      : "There is no trace that can be shown.";
+    find("status").textContent = route.view === "report" ? ""
+      : state.live ? `Waiting for a trace in ${state.waiting_for.join(", ")}.` : "There is no trace to show.";
   } else if (own.error) {
     find("status").textContent = "";
-    tell(own.error);
+    showError(own.error);
   } else {
     find("status").textContent = progressWords(own);
-    const parts = [counted(own.ranks, "rank"), counted(own.experts, "expert"), `${counted(own.slots, "spare slot")} each`];
+    const parts = [counted(own.ranks, "rank"), counted(own.experts, "expert"), `${counted(own.slots, "spare slot")} per rank`];
     if (own.domain !== own.ranks) parts.push(`domains of ${counted(own.domain, "rank")}`);
     find("heading").textContent = own.name;
     find("facts").textContent = `${parts.join(", ")}. Policy ${own.policy}, objective ${own.objective}, tolerance ${own.tolerance}, ` +
@@ -73,49 +82,50 @@ function showItem() {
 }
 
 function progressWords(own) {
+  if (baked) return `Exported from ultraep ${state.version}.`;
   if (own.finished) return state.live ? `Follows the run: ${counted(own.records, "record")} so far.` : "";
-  return `${counted(own.records, "record")}; the trace is being read, ${Math.floor((100 * own.done) / Math.max(own.total, 1))} %.`;
+  return `${counted(own.records, "record")} so far, ${Math.floor((100 * own.done) / Math.max(own.total, 1))} % of the trace is read.`;
 }
 
 function showNotes(own) {
-  const others = state.items.filter(({ error, number: place }) => error && (!own || place !== own.number));
-  const notes = others.map(({ error }) => `cannot be opened: ${error}`);
+  const notes = traces().filter(({ error, name }) => error && (!own || name !== own.name)).map(({ error }) => `cannot be opened: ${error}`);
   if (own && !own.error) {
     notes.push(...own.notes);
     if (own.gone) notes.push(own.gone);
-    if (own.dropped) notes.push(`${counted(own.dropped, "record")} or additions were dropped: they came faster than they could be written`);
-    if (own.left_out && !state.live) notes.push(`${counted(own.left_out, "record")} left out: not all ranks have them`);
-    if (own.finished && !own.records && !state.live) notes.push("nothing was recorded, or nothing that all ranks have");
+    if (own.dropped) notes.push(`${counted(own.dropped, "record")} or additions were dropped: they arrived faster than they could be written`);
+    if (own.left_out && !state.live) notes.push(`${counted(own.left_out, "record")} left out: some ranks lack them`);
+    if (own.finished && !own.records && !state.live) notes.push("the trace has no record that all ranks wrote");
+    if (baked) notes.push(...baked.notes);
   }
   find("notes").hidden = !notes.length;
   find("notes").replaceChildren(...notes.map((text) => element("li", text)));
 }
 
-// Look again as long as there is more to come; draw again what has changed.
-async function follows() {
+// Poll while there is more to come, and draw what has changed.
+async function follow() {
   for (;;) {
     let lost = null;
     try {
-      state = await ask("/api/state");
+      state = await ask("state");
     } catch (error) {
       lost = error;
     }
     if (lost) find("status").textContent = lost.message;
-    else await noticed();
-    const over = !lost && !state.live && state.items.every(({ finished, error, kind }) => finished || error || kind === "report");
+    else await update();
+    const over = !lost && !state.live && traces().every(({ finished, error }) => finished || error);
     if (over) return;
     await new Promise((resolve) => setTimeout(resolve, PERIOD));
   }
 }
 
-async function noticed() {
+async function update() {
   showItems();
   readRoute();
   showItem();
   const own = item();
-  const version = own ? `${own.number} ${own.version} ${own.complete}` : "";
-  const settled = route.view === "record" && record;
-  if (version === drawnVersion || (drawnVersion && (settled || route.view === "compare"))) return;
+  const version = own ? `${own.name} ${own.version} ${own.finished}` : "none";
+  const settled = route.view === "report" || route.view === "compare" || (route.view === "record" && record);
+  if (version === drawnVersion || (drawnVersion && settled)) return;
   drawnVersion = version;
   await show();
 }
@@ -125,13 +135,13 @@ async function noticed() {
 function pressed(event) {
   const typing = event.target.closest("input, select, textarea, dialog[open], [role=application]");
   if (event.ctrlKey || event.metaKey || event.altKey || (typing && event.key !== "?")) return;
-  const views = { 1: "overview", 2: "map", 3: "record", 4: "compare" };
+  const view = baked && event.key === "4" ? undefined : { 1: "overview", 2: "map", 3: "record", 4: "compare" }[event.key];
   const moves = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1] };
-  if (views[event.key]) go({ view: views[event.key] });
-  else if (event.key === "w") openWorst().catch(tell);
+  if (view) go({ view });
+  else if (event.key === "w") openWorst().catch(showError);
   else if (event.key === "?") find("help").showModal();
   else if (event.key === "[" || event.key === "]") nextTrace(event.key === "]" ? 1 : -1);
-  else if (moves[event.key] && route.view === "record") step(...moves[event.key]).catch(tell);
+  else if (moves[event.key] && route.view === "record") step(...moves[event.key]).catch(showError);
   else return;
   event.preventDefault();
 }
@@ -142,7 +152,7 @@ function nextTrace(by) {
 }
 
 function chooseTrace(trace) {
-  go({ view: route.view, trace, step: null, layer: null, microbatch: null, from: null, to: null, other: null });
+  go({ ...Object.fromEntries(TRACE_ENTRIES.map((name) => [name, null])), trace });
 }
 
 find("trace").addEventListener("input", () => chooseTrace(find("trace").value));
@@ -153,4 +163,5 @@ prepareOverview();
 prepareMap();
 prepareRecord();
 prepareCompare();
-follows();
+if (baked) document.querySelector('nav a[data-view="compare"]').remove();
+follow();
