@@ -232,14 +232,8 @@ BAD_OPTIONS = {
     "ep": (["--ep", 7], "32 experts of gpt-oss-20b do not divide evenly over 7 ranks"),
     "weights": (["--model", "qwen3-235b"], "per device do not fit into the 141 GB"),
     "policy": (["--policy", "none,magic"], "unknown policy 'magic'; known are none, ultraep"),
-    "no_price": (
-        ["--policy", "echo"],
-        "policy 'echo' has no costs of its own; costs are known for ultraep",
-    ),
-    "beyond": (
-        ["--policy", "llep=ultraep"],
-        "as ultraep: the policy replicates beyond spare slots",
-    ),
+    "no_price": (["--policy", "echo"], "policy 'echo' has no costs of its own; costs are known"),
+    "beyond": (["--policy", "llep=ultraep"], "as ultraep: the policy replicates beyond"),
     "anew": (["--policy", "echo=eplb"], "as eplb: the policy replicates in every microbatch"),
     "for_nothing": (["--policy", "echo=none"], "as none: this runtime does not replicate"),
     "no_policy": (["--policy", ","], "--policy must name at least one"),

@@ -166,5 +166,5 @@ def test_a_trace_is_a_workload(run, tmp_path):
     with pytest.raises(FileError, match="holds no trace"):
         read_workload(tmp_path / "run" / "rank-00000", experts=8, top_k=1)
     record(tmp_path / "empty", [])
-    with pytest.raises(FileError, match="no microbatch of which all layers"):
+    with pytest.raises(FileError, match="no microbatch with records of all layers"):
         read_workload(tmp_path / "empty", experts=4, top_k=1)
