@@ -19,7 +19,7 @@ from ultraep.tools.cli import app
 from ultraep.trace.read import read_trace
 from ultraep.trace.replay import differing
 
-QUICK = ("--tokens", 128, "--window", 64, "--sequence", 16, "--device", "cpu")
+QUICK = ("--tokens", 128, "--window", 64, "--sequence-length", 16, "--device", "cpu")
 LIMIT = 120  # seconds
 
 

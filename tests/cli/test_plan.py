@@ -335,15 +335,15 @@ def test_options_are_frozen():
         "file",
         "bench": "",
         "inspect": "--device --dtype --ep --history --layers --no-report --out --policy --random "
-        "--seed --sequence --slots --text --tokens --window model",
+        "--seed --sequence-length --slots --text --tokens --window model",
         "simulate": "--cluster --domain --drift-length --ep --force --groups --imbalance "
         "--interval --json --microbatches --model --no-recompute --noise --objective --pipeline "
-        "--plot --policy --prefill --presets --processes --rates --seed --sequence "
+        "--plot --policy --prefill --presets --processes --rates --seed --sequence-length "
         "--slots --stages --steps --timeline --timeline-layers --tokens --tolerance "
         "--topic-length --trace",
         "advise": "--cluster --domain --drift-length --ep --groups --imbalance --json "
         "--microbatches --model --no-recompute --noise --objective --pipeline --prefill "
-        "--processes --rates --seed --sequence --stages --steps --tokens --topic-length "
+        "--processes --rates --seed --sequence-length --stages --steps --tokens --topic-length "
         "--trace",
         "demo": "--device --no-report --out --policy --quick --ranks --seed --steps",
         "env": "--json",

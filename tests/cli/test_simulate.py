@@ -301,7 +301,7 @@ def test_a_trace_and_drawn_loads_exclude_each_other(trace):
 
 @pytest.mark.usefixtures("nothing_is_simulated")
 def test_prefill_refuses_what_only_training_has():
-    options = ["--sequence", "--pipeline", "--groups", "--microbatches", "--steps"]
+    options = ["--sequence-length", "--pipeline", "--groups", "--microbatches", "--steps"]
     for given in ([option, 1] for option in options):
         assert_one_line(invoke(*QUICK, "--prefill", "stem", *given), f"{given[0]} has no meaning")
     assert_one_line(invoke(*QUICK, "--prefill", "stem", "--no-recompute"), "--no-recompute has no")

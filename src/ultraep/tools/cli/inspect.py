@@ -72,7 +72,7 @@ Sizes = Annotated[
 Slots = Annotated[str, typer.Option(metavar="N,...", help="Spare slots of every rank.")]
 Tokens = Annotated[int, typer.Option(help="Tokens to read of every text.")]
 Window = Annotated[int, typer.Option(help="Tokens of a microbatch, all ranks together.")]
-Sequence = Annotated[int, typer.Option(help="Tokens per sequence.")]
+SequenceLength = Annotated[int, typer.Option(help="Tokens per sequence.")]
 Layers = Annotated[
     str | None,
     typer.Option(
@@ -108,7 +108,7 @@ def command(
     slots: Slots = "1,2",
     tokens: Tokens = USUAL.tokens,
     window: Window = USUAL.window,
-    sequence: Sequence = USUAL.sequence,
+    sequence_length: SequenceLength = USUAL.sequence,
     layers: Layers = None,
     policy: Policies = POLICIES,
     history: History = USUAL.history,
@@ -130,7 +130,7 @@ def command(
         files=tuple(text or ()),
         tokens=tokens,
         window=window,
-        sequence=sequence,
+        sequence=sequence_length,
         layers=None if layers is None else tuple(ranges_in(layers, "--layers")),
         sizes=None if ep is None else tuple(numbers_in(ep, "--ep")),
         slots=tuple(numbers_in(slots, "--slots")),

@@ -96,9 +96,9 @@ class ScenarioOptions:
     tokens: Annotated[
         int, Option(help="Tokens per rank and microbatch; with --prefill, tokens per chunk.")
     ] = TOKENS
-    sequence: Annotated[
+    sequence_length: Annotated[
         int | None,
-        Option(metavar="TOKENS", help=f"{TRAINING}sequence length.", show_default="as --tokens"),
+        Option(metavar="TOKENS", help=f"{TRAINING}tokens per sequence.", show_default="as --tokens"),
     ] = None
     pipeline: Annotated[
         int | None,

@@ -26,7 +26,7 @@ from ultraep.tools.sim.workload import (
 
 LITTLE_WORK = 1000  # layers times microbatches for which a second process costs more than it saves
 DRAWING = ("imbalance", "noise", "topic_length", "drift_length")
-TRAINING = ("sequence", "pipeline", "groups", "microbatches", "steps", "no_recompute")
+TRAINING = ("sequence_length", "pipeline", "groups", "microbatches", "steps", "no_recompute")
 
 
 # -- the scenario --------------------------------------------------------------------------------
@@ -57,8 +57,8 @@ def _job(options: ScenarioOptions) -> Training | Serving:
     given = _given(options, TRAINING)
     if options.prefill is None:
         recompute = not given.pop("no_recompute", False)
-        sizes = {"tokens": options.tokens, "sequence": options.tokens, **given}
-        return Training(recompute=recompute, **sizes)
+        sequence = given.pop("sequence_length", options.tokens)
+        return Training(tokens=options.tokens, sequence=sequence, recompute=recompute, **given)
     _refuse(given, "--prefill serves requests", "training")
     return Serving(requests=load_requests(options.prefill), chunk=options.tokens, seed=options.seed)
 
