@@ -119,7 +119,7 @@ def page(demo: Demo, numbers: dict[str, Numbers]) -> Page:
         notes=_notes(demo, numbers),
         result=f"<h2>Result</h2>\n{table(head, rows, 'result')}",
         sections=SECTIONS,
-        told=CAPTIONS,
+        captions=CAPTIONS,
         numbers=numbers,
         script=own_file("ultraep.tools.report", "demo.js"),
         controls={"microbatches": PICKER.format(noun="step")},

@@ -44,7 +44,7 @@ class Page:
     """What stands on a page.
 
     title: the answer.   facts, notes: plain text.   result: HTML behind the first section.
-    told: a caption for every plot.   controls: HTML above a plot.   tables: HTML behind a section.
+    captions: the sentence above every plot.   controls: HTML above a plot.   tables: HTML behind a section.
     script: JavaScript with the figures.
     """
 
@@ -53,7 +53,7 @@ class Page:
     notes: Sequence[str]
     result: str
     sections: Sequence[Section]
-    told: Mapping[str, str]
+    captions: Mapping[str, str]
     numbers: Mapping[str, Numbers]
     script: str
     controls: Mapping[str, str] = field(default_factory=dict)
@@ -77,7 +77,7 @@ class Page:
     def _section(self, section: Section) -> str:
         parts = [f'<section id="{section.name}"><h2>{escape(section.title)}</h2>']
         for plot in section.plots:
-            parts.append(f"<p>{escape(self.told[plot])}</p>")
+            parts.append(f"<p>{escape(self.captions[plot])}</p>")
             parts.append(self.controls.get(plot, ""))
             parts.append(f'<div class="plot" id="plot-{plot}"></div>')
         parts.append(self.tables.get(section.name, ""))

@@ -84,7 +84,7 @@ def _page(name: str, trace: OpenTrace) -> Page:
         notes=[*trace.notes, *_thinned(whole, drawn["microbatches"])],
         result=f"<h2>Result</h2>\n{_result(whole['totals'])}",
         sections=_sections(drawn),
-        told=TOLD | _told_of_worst(key, copies),
+        captions=TOLD | _told_of_worst(key, copies),
         numbers=drawn,
         script=own_file("ultraep.tools.view", "page/export.js"),
         controls={"microbatches": PICKER.format(noun="step")},
