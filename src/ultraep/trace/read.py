@@ -213,16 +213,16 @@ def holds_trace(path: str | Path) -> bool:
 
 
 def _folder_of_trace(path: Path) -> Path:
-    """The folder itself, or the only trace in it."""
+    """Return the folder itself, or the only trace one or two levels below it."""
     if (path / HEADER_FILE).is_file():
         return path
-    found = sorted(header.parent for header in path.glob(f"*/{HEADER_FILE}"))
-    if len(found) > 1:
-        names = ", ".join(folder.name for folder in found)
-        raise FileError(f"{path}: holds {len(found)} traces, name one of them: {names}")
-    if not found:
+    headers = [*path.glob(f"*/{HEADER_FILE}"), *path.glob(f"*/*/{HEADER_FILE}")]
+    if len(headers) > 1:
+        names = ", ".join(sorted(str(header.parent) for header in headers))
+        raise FileError(f"{path}: holds {len(headers)} traces; pass one of them: {names}")
+    if not headers:
         raise FileError(f"{path}: holds no trace, there is no {HEADER_FILE}")
-    return found[0]
+    return headers[0].parent
 
 
 def _read_folder(folder: Path) -> Trace:

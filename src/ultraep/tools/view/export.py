@@ -12,7 +12,7 @@ import numpy as np
 
 from ultraep.errors import ConfigError
 from ultraep.files.writing import write_text
-from ultraep.tools.report.numbers import MOST_NUMBERS, Numbers, kept
+from ultraep.tools.report.numbers import MOST_NUMBERS, Numbers, sample
 from ultraep.tools.report.page import PICKER, Page, Section, own_file, plotly_js
 from ultraep.tools.report.words import counted, size, table
 from ultraep.tools.view.catalogue import Catalogue
@@ -157,7 +157,7 @@ def _microbatches(trace: OpenTrace) -> Numbers:
     slots = int(topology.first_slot_of_rank[-1]) + topology.ranks * topology.slots
     worst = _place_of_worst(table)
     size = len(layers) * (topology.experts + slots)
-    shown = kept(len(step_M), size, int(moment_N[worst]), MOST_NUMBERS)
+    shown = sample(len(step_M), size, int(moment_N[worst]), MOST_NUMBERS)
     place = {int(moment): at for at, moment in enumerate(shown)}
     records: list[list[Numbers | None]] = [[None] * len(layers) for _ in shown]
     for record in np.flatnonzero(np.isin(moment_N, shown)).tolist():
