@@ -64,7 +64,7 @@ def glyphs_for(console: Console) -> Glyphs:
 
 HEADERS = (
     *("policy", "imbalance\nbefore", "imbalance\nafter", "lower\nbound", "\nreplicas"),
-    *("max\nfan-out", "max\ningress", "remote\nrows", "planning\nus"),
+    *("max\nfan-out", "max\ningress", "remote\nrows", "plan\nus"),
 )
 
 
@@ -78,7 +78,7 @@ def by_label(outcomes: Sequence[Outcome]) -> dict[str, list[Outcome]]:
 
 def table(outcomes: Sequence[Outcome]) -> Grid:
     """Return a line for every policy, with means over all microbatches."""
-    return make_grid(HEADERS, map(_cells, by_label(outcomes).values()))
+    return make_grid(HEADERS, map(_cells, by_label(outcomes).values()), padding=0)
 
 
 def _cells(outcomes: Sequence[Outcome]) -> list[str]:

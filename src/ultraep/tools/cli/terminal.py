@@ -105,14 +105,18 @@ def _text(cell: Any) -> Text:
 
 
 def make_grid(
-    headers: Sequence[str], rows: Iterable[Sequence[str | Text]] = (), title: str | None = None
+    headers: Sequence[str],
+    rows: Iterable[Sequence[str | Text]] = (),
+    title: str | None = None,
+    *,
+    padding: int = 1,
 ) -> Grid:
     """Return a table with names in the first column and numbers in all others."""
     grid = Grid(
         title=title,
         title_justify="left",
         box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
+        padding=(0, padding, 0, 0),
         pad_edge=False,
         show_edge=False,
     )
