@@ -269,4 +269,4 @@ def test_a_browser_draws_all_plots_without_complaint(done, page, tmp_path):
     record = (done.trace.step == 4) & (done.trace.layer == 1)
     one = done.findings.shown
     assert told.startswith("Window 4 (numbers), layer 1: imbalance ")
-    assert f"{one.before[record][0]:.3f} without copies, {one.after[record][0]:.3f} with." in told
+    assert f"{one.before[record][0]:.3f} without replicas, {one.after[record][0]:.3f} with." in told

@@ -131,7 +131,7 @@ def test_a_link_leads_to_one_microbatch(page, server, trace):
     told = page.text("told")
     assert told.startswith("Step 3, microbatch 1, layer 2 (ultraep): imbalance ")
     before, after = trace.imbalance_before[n], trace.imbalance_after[n]
-    assert f"imbalance {before:.3f} without copies, {after:.3f} with." in told
+    assert f"imbalance {before:.3f} without replicas, {after:.3f} with." in told
     heights = page.run(
         "find('plot-ranks').data"
         ".map(({x, y, xaxis}) => x.map((rank, at) => [xaxis, rank, y[at]])).flat()"
@@ -333,7 +333,7 @@ def test_what_is_exported_needs_nobody(page, run, trace, tmp_path):
     for plot in (*drawn_ones, "flows", "forward", "backward"):
         assert page.run(f"document.querySelector('#plot-{plot} .main-svg') !== null"), plot
     worst = int(trace.imbalance_before.argmax())
-    assert f"imbalance {trace.imbalance_before[worst]:.3f} without copies" in page.text("told")
+    assert f"imbalance {trace.imbalance_before[worst]:.3f} without replicas" in page.text("told")
     assert all(url.startswith(("file:", "data:", "blob:")) for url in page.requests)
 
 

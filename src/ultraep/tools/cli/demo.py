@@ -9,6 +9,7 @@ OUT/
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -50,13 +51,13 @@ LINES = 8  # per phase, without a terminal
 HISTORY = 30  # steps in a sparkline
 PHASES = {
     "training": "1 training",
-    "prefill": "2 answering requests",
+    "prefill": "2 serving requests",
     "layers": "3 measuring layers",
 }
 
 
 def command(
-    quick: Annotated[bool, option("Run a smaller demo, about a minute.", flag="--quick")] = False,
+    quick: Annotated[bool, option("Run a smaller demo, 1 to 2 minutes.", flag="--quick")] = False,
     steps: Annotated[
         int | None, option("Training steps.", "100 (--quick: 30), fewer on a slow machine")
     ] = None,
@@ -164,11 +165,10 @@ def run(
 def _introduce(console: Console, job: Job) -> None:
     sizes = job.sizes
     unit = "a GPU" if job.device == "cuda" else "one thread"
-    time = "no limit, because --steps is set"
-    if sizes.seconds is not None:
-        time = (
-            f"training about {sizes.seconds:.0f} s at most, the whole demo two to three times that"
-        )
+    time = "depends on --steps"
+    if sizes.seconds is not None:  # training takes about half of the time
+        low, high = max(1, round(2 * sizes.seconds / 60)), math.ceil(4 * sizes.seconds / 60)
+        time = f"about {low} to {high} minutes"
     facts = {
         "demo": "train a small language model under every policy, serve requests with it, measure "
         "its MoE layers, write a report",
@@ -179,7 +179,7 @@ def _introduce(console: Console, job: Job) -> None:
         "text": "Python's own library: code, then prose, then tables; "
         f"{sizes.tokens} tokens per rank and step, {sizes.steps} steps",
         "policies": f"{', '.join(job.policies)}, in turns, with the same seeds and the same text",
-        "time": f"{time}; longer if other programs use the cores",
+        "time": f"{time}, longer if other programs use the cores",
     }
     print_facts(console, facts)
     print_notes(console, job.notes)

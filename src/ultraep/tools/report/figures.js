@@ -1,6 +1,6 @@
 // Figures that several reports and the viewer draw: numbers -> [traces, layout].
 
-// The kinds of text, as shaded regions with their names.
+// Shaded regions with the kind of text of each.
 function regions(domains) {
   const edges = domains.map(({ begin, end }) => [begin - 0.5, end + 0.5]);
   return {
@@ -27,8 +27,8 @@ function imbalanceFigure(data) {
     [
       band(data.step, data.before, BEFORE),
       band(data.step, data.after, AFTER),
-      line(data.step, data.before.mean, "without copies", BEFORE, { line: { color: BEFORE, dash: "dot" } }),
-      line(data.step, data.after.mean, "with copies", AFTER),
+      line(data.step, data.before.mean, "without replicas", BEFORE, { line: { color: BEFORE, dash: "dot" } }),
+      line(data.step, data.after.mean, "with replicas", AFTER),
     ],
     { ...regions(data.domains), xaxis: stepAxis(data), yaxis: title("imbalance; band: layers") },
   ];
@@ -42,7 +42,7 @@ function layersFigure(data) {
     hovertemplate: "%{y:.3f} (worst %{customdata:.3f})",
   });
   return [
-    [bar("before", "without copies", BEFORE, "/"), bar("after", "with copies", AFTER, "")],
+    [bar("before", "without replicas", BEFORE, "/"), bar("after", "with replicas", AFTER, "")],
     {
       xaxis: { ...title("layer"), type: "category" },
       yaxis: title("imbalance, mean of steps"),
@@ -59,20 +59,20 @@ function copiesFigure(data) {
   return [
     [
       band(data.step, data.copies, AFTER),
-      line(data.step, data.copies.mean, "copies per layer", AFTER),
-      line(data.step, moved, `${unit} moved per ${data.unit || "step"}`, "#3d9970",
+      line(data.step, data.copies.mean, "replicas per layer", AFTER),
+      line(data.step, moved, `${unit} sent per ${data.unit || "step"}`, "#3d9970",
         { yaxis: "y2", line: { color: "#3d9970", dash: "dash" } }),
     ],
     {
       ...regions(data.domains),
       xaxis: stepAxis(data, { anchor: "y2" }),
-      yaxis: { ...title("copies; band: layers"), domain: [0.55, 1], rangemode: "tozero" },
+      yaxis: { ...title("replicas; band: layers"), domain: [0.55, 1], rangemode: "tozero" },
       yaxis2: { ...title(`${unit} per ${data.unit || "step"}`), domain: [0, 0.45], rangemode: "tozero" },
     },
   ];
 }
 
-// Seconds of all layers of a moment: what copies save, what they cost, what is still lost.
+// Seconds of all layers per step: saved by replicas, spent on balancing, still lost.
 function timeFigure(data) {
   const ms = (values) => values.map((value) => (value === null ? null : 1e3 * value));
   const hovertemplate = "%{y:.3f} ms";
@@ -90,7 +90,7 @@ function timeFigure(data) {
 
 // -- a map of cells ------------------------------------------------------------------------------
 
-// One hue, ever darker (or, on a dark page, ever brighter): readable without colours.
+// One hue from light to dark (on a dark page, dark to light), readable without colours.
 function heatTrace(z, { x, y, low, high, words, hover }) {
   return {
     type: "heatmap", z, x, y, zmin: low, zmax: high, xgap: 0, ygap: y.length > 60 ? 0 : 1, hoverongaps: false,
@@ -100,9 +100,9 @@ function heatTrace(z, { x, y, low, high, words, hover }) {
   };
 }
 
-// -- copies of one microbatch, from home to hosts -------------------------------------------------
+// -- replicas of one microbatch, from home to hosts -----------------------------------------------
 
-// Hops of all copies; as wide as the tokens that leave home by them.
+// Hops of all replicas; a link is as wide as the rows that it takes off the home.
 function hopsOf(copies) {
   const links = new Map();
   for (const { expert, way, tokens } of copies) {
@@ -116,7 +116,7 @@ function hopsOf(copies) {
   return [...links.values()];
 }
 
-// width: of the plot; where there is no room for words, ranks are numbers only.
+// width: of the plot; a narrow plot shows only the numbers of ranks.
 function flowsFigure(copies, width) {
   const nodes = new Map(), links = hopsOf(copies);
   const roomy = wordsFit(copies, width);
@@ -141,7 +141,7 @@ function flowsFigure(copies, width) {
         color: links.map(({ home }) => hue(home) + "66"),
         customdata: links.map(({ expert, from, to, depth, tokens }) =>
           `expert ${expert}: rank ${from} to rank ${to}` + (depth ? `, hop ${depth + 1}` : "") +
-          `<br>${tokens.toLocaleString("en")} tokens are served there or beyond`),
+          `<br>${tokens.toLocaleString("en")} rows are served there or further on`),
         hovertemplate: "%{customdata}<extra></extra>",
       },
     }],
@@ -154,7 +154,7 @@ const PITCH = 14; // pixels between ranks, so that their names do not overlap
 const wordsFit = (copies, width) => width / Math.max(...copies.map(({ way }) => way.length), 1) > 90;
 
 const flowsHeight = (copies) => {
-  const columns = new Map(); // ranks that stand above each other
+  const columns = new Map(); // ranks in the same column
   for (const { way } of copies) {
     way.forEach((rank, depth) => columns.set(depth, (columns.get(depth) || new Set()).add(rank)));
   }
@@ -164,7 +164,7 @@ const flowsHeight = (copies) => {
 // -- stages of all ranks -------------------------------------------------------------------------
 
 const SHAPES = ["", "/", "\\", "x", "-", "|", "+", "."];
-// A stage of backward looks like the one of forward that it undoes or repeats.
+// A backward stage looks like the forward stage that it reverses or repeats.
 const LIKE = {
   "combine back": "combine", "experts back": "experts", "dispatch back": "dispatch", "weights again": "replicate",
   "attention back": "attention",
@@ -176,7 +176,7 @@ function lookOf(name, place) {
   return found < 0 ? place : found;
 }
 
-// Forward or backward of one microbatch: a row for every rank; waiting is drawn thin.
+// Forward or backward of one microbatch: a row per rank; waiting is drawn thin.
 function stagesFigure({ stages, begin, seconds, waited }) {
   const ranks = begin.map((_, rank) => rank);
   const traces = stages.flatMap((name, place) => {

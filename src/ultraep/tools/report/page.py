@@ -24,7 +24,7 @@ every step, and sends some of their rows there."""
 PICKER = """<p class="picker">
 <label>layer <select id="layer"></select></label>
 <label>{noun} <input id="moment" type="range" min="0" step="1"></label>
-<button type="button" id="worst">most uneven</button></p>
+<button type="button" id="worst">most imbalanced</button></p>
 <p id="told" class="told"></p>"""
 SHARED = ("parts.js", "figures.js")
 BEYOND = "<p>* exceeds the spare slots or moves experts, so it is compared here but cannot run.</p>"

@@ -1,6 +1,6 @@
 "use strict";
-// Parts of all reports. Nothing is computed here but sums and ratios of what is shown; what a report
-// draws stands in `figures`: for each of its numbers a function to [traces, layout].
+// Functions that all reports share. They compute only sums and ratios of the embedded numbers. A
+// report's `figures` maps the name of each plot to a function: numbers -> [traces, layout].
 
 const numbers = (name) => JSON.parse(document.getElementById(`numbers-${name}`).textContent);
 const find = (id) => document.getElementById(id);
@@ -17,7 +17,7 @@ const HOMES = [
   "#3b82d6", "#3d9970", "#d0713a", "#9b72cf", "#c9a227", "#cf5f7a", "#4aa3a8", "#8d949c",
   "#7a8b3c", "#a0673f",
 ];
-const MOST_NAMED = 12; // experts in a sentence
+const MOST_NAMED = 12; // experts listed in a sentence
 const DASHES = { none: "dot", eplb: "solid", lplb: "dash", echo: "dashdot", quota: "longdash" };
 const policyColour = (name, place) => POLICIES[name] || OTHERS[place % OTHERS.length];
 
@@ -72,16 +72,16 @@ function even(xref, y, yref = "y") {
 
 // -- one microbatch -----------------------------------------------------------------------------
 
-// The microbatch that is picked, rank by rank, without and with copies.
+// The selected microbatch, rank by rank, without and with replicas.
 function microbatchFigure(data) {
   const [moment, layer] = [Number(find("moment").value), Number(find("layer").value)];
   const { step, microbatch, domain } = data.moments[moment];
-  const several = data.moments.some((one) => one.microbatch > 0);
+  const several = data.moments.some((moment) => moment.microbatch > 0);
   const where = `${data.noun} ${step}${several ? `, microbatch ${microbatch}` : ""} (${domain}), ` +
     `layer ${data.layers[layer]}: `;
   const record = data.records[moment][layer];
   if (record === null) {
-    find("told").textContent = where + "nothing was recorded.";
+    find("told").textContent = where + "not recorded.";
     return [[], {}];
   }
   const [drawn, more, told] = ranksFigure(data, record);
@@ -89,7 +89,7 @@ function microbatchFigure(data) {
   return [drawn, more];
 }
 
-// Ranks as bars, stacked by expert, without and with copies; and a sentence.
+// Ranks as bars, stacked by expert, without and with replicas; and a sentence.
 function ranksFigure(data, record) {
   const [before, after] = blocks(data, record);
   const mean = sums(before).reduce((a, b) => a + b, 0) / data.homes.length;
@@ -100,8 +100,8 @@ function ranksFigure(data, record) {
     [...stacks(data, before, ""), ...stacks(data, after, "2")],
     placed({
       barmode: "stack", hovermode: "closest", showlegend: false, margin: { l: 60, r: 12, t: 36, b: 44 },
-      xaxis: { ...ranks, domain: [0, 0.47], ...title("rank, without copies") },
-      xaxis2: { ...ranks, domain: [0.53, 1], ...title("rank, with copies"), anchor: "y2" },
+      xaxis: { ...ranks, domain: [0, 0.47], ...title("rank, without replicas") },
+      xaxis2: { ...ranks, domain: [0.53, 1], ...title("rank, with replicas"), anchor: "y2" },
       yaxis: { ...title("rows (dashed: mean)"), range: [0, 1.04 * most] },
       yaxis2: { range: [0, 1.04 * most], showticklabels: false, anchor: "x2" },
       shapes: [even("x domain", mean), even("x2 domain", mean)],
@@ -110,7 +110,7 @@ function ranksFigure(data, record) {
   ];
 }
 
-// Whether there is no room for ranks without and with copies beside each other.
+// Whether the page is too narrow for two plots side by side.
 const apart = (ranks) => document.documentElement.clientWidth < 600 || ranks > 32;
 
 function oneAboveTheOther(more) {
@@ -122,7 +122,7 @@ function oneAboveTheOther(more) {
   };
 }
 
-// For every rank its blocks {expert, rows, copy}, without and with copies.
+// For every rank its blocks {expert, rows, of, copy}, without and with replicas.
 function blocks(data, { loads, rows, held }) {
   const before = data.homes.map((experts) =>
     experts.map((expert) => ({ expert, rows: loads[expert], of: loads[expert], copy: false })));
@@ -143,7 +143,7 @@ function sums(ranks) {
   return ranks.map((parts) => parts.reduce((sum, part) => sum + part.rows, 0));
 }
 
-// Homes first, the largest block at the bottom; copies on top.
+// Home experts from the bottom, largest first; replicas on top.
 function stacks(data, ranks, axis) {
   const homeOf = [];
   data.homes.forEach((experts, rank) => experts.forEach((expert) => (homeOf[expert] = rank)));
@@ -154,7 +154,7 @@ function stacks(data, ranks, axis) {
     textposition: "none", hovertemplate: "%{text}<extra></extra>",
     marker: { ...marker, line: { color: css("back"), width: 1 } },
   });
-  // One trace for the largest of all ranks, one for the next of all, ...: few are drawn soon.
+  // One trace holds the largest block of every rank, the next trace the second largest, ...
   const layers = (blocks, marker) => {
     const traces = [];
     for (let place = 0; blocks.some((parts) => parts[place]); place++) {
@@ -174,20 +174,20 @@ function stacks(data, ranks, axis) {
 }
 
 function words({ expert, rows, of, copy }, home, rank) {
-  const what = copy ? `a copy of expert ${expert}, at home on rank ${home}` : `expert ${expert}, at home`;
+  const what = copy ? `replica of expert ${expert}, at home on rank ${home}` : `expert ${expert}, at home`;
   const share = of ? Math.round((100 * rows) / of) : 0;
   return `rank ${rank}: ${what}<br>${rows.toLocaleString("en")} rows, ${share} % of the expert's`;
 }
 
-// Ascending numbers in words: 0, 2-5.
+// Ascending numbers as text: 0, 2-5.
 function stretches(numbers) {
-  const found = [];
-  for (const one of numbers) {
-    const last = found[found.length - 1];
-    if (last && last[1] === one - 1) last[1] = one;
-    else found.push([one, one]);
+  const ranges = [];
+  for (const number of numbers) {
+    const last = ranges[ranges.length - 1];
+    if (last && last[1] === number - 1) last[1] = number;
+    else ranges.push([number, number]);
   }
-  return found.map(([from, to]) => (to > from + 1 ? `${from}-${to}` : to > from ? `${from}, ${to}` : from)).join(", ");
+  return ranges.map(([from, to]) => (to > from + 1 ? `${from}-${to}` : to > from ? `${from}, ${to}` : from)).join(", ");
 }
 
 function account(data, before, after) {
@@ -201,9 +201,9 @@ function account(data, before, after) {
   const copies = [...hosts].sort(([a], [b]) => a - b).map(([expert, ranks]) =>
     `${expert} on rank${ranks.length > 1 ? "s" : ""} ${stretches(ranks)}`);
   const count = [...hosts.values()].reduce((sum, ranks) => sum + ranks.length, 0);
-  const named = copies.length <= MOST_NAMED ? `Copies of expert ${copies.join(", expert ")}.` : `${count} copies.`;
-  return `imbalance ${ratio(before).toFixed(3)} without copies, ${ratio(after).toFixed(3)} with. ` +
-    (copies.length ? named : "No copies.");
+  const named = copies.length <= MOST_NAMED ? `Replicas of expert ${copies.join(", expert ")}.` : `${count} replicas.`;
+  return `imbalance ${ratio(before).toFixed(3)} without replicas, ${ratio(after).toFixed(3)} with. ` +
+    (copies.length ? named : "No replicas.");
 }
 
 function preparePicker() {
@@ -233,7 +233,7 @@ function draw(name) {
   return Plotly.react(find(`plot-${name}`), traces, layout(more), OPTIONS);
 }
 
-// Whether its numbers are there, and its place is shown: not all views of the viewer are.
+// Whether a plot has numbers and is visible; the viewer hides some views.
 function drawable(name) {
   const plot = find(`plot-${name}`);
   return plot && plot.offsetParent !== null && (parsed[name] || find(`numbers-${name}`));
