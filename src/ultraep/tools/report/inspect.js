@@ -1,6 +1,6 @@
 // The plots of an inspection report.
 
-const MOST = 4; // times the mean load, from where on a cell is of entry colour
+const MOST = 4; // times the mean load; cells above it have the same colour
 
 // All slot counts of a policy share a colour; more slots are more transparent.
 function look(cases, { policy, slots }) {
