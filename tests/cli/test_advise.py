@@ -45,10 +45,10 @@ def test_all_settings_are_in_the_table_and_the_advice_is_marked():
     assert len(advice["options"]) == 16
     for option in advice["options"]:
         assert f"{option['share']:.1%}" in text
-    marked = [line for line in text.splitlines() if "%*" in line]
+    marked = [line for line in text.splitlines() if " *" in line and "%" in line]
     assert len(marked) == 1
     assert marked[0].startswith(str(advice["slots"]))
-    assert f"{advice['option']['share']:.1%}*" in marked[0]
+    assert f"*{advice['option']['share']:.1%}" in marked[0]
 
 
 @pytest.mark.parametrize("options", [(), BALANCE], ids=["time", "balance"])

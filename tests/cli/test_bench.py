@@ -28,7 +28,7 @@ def test_servers_are_compared_in_table_json_and_page(tmp_path):
     assert result.exit_code == 0, result.output
     out = " ".join(result.stdout.split())
     assert "servers slow at http://127.0.0.1:" in out
-    assert "work 4 runs, at least 1 s" in out
+    assert "work 4 runs, 1 s of arrivals in total" in out
     assert re.search(r"First token after 0\.\d+ s with quick, 0\.\d+ s with slow \(\d", out)
     assert "measuring 4/4" in " ".join(result.stderr.split())
     rows = json.loads((tmp_path / "rows.json").read_text())

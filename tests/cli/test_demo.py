@@ -122,7 +122,7 @@ def test_without_plotly_there_is_no_report(ran, tmp_path, monkeypatch):
 
     monkeypatch.setattr(reports, "write_report", write_report)
     first, second = (invoke("--out", tmp_path) for _ in range(2))
-    assert f"report  {tmp_path / 'report.html'}" in first.stdout
+    assert f"report    {tmp_path / 'report.html'}" in first.stdout
     assert "note: the report needs plotly" in second.stdout
     assert (first.exit_code, second.exit_code) == (0, 0)
 

@@ -204,7 +204,7 @@ def test_devices_that_run_out_of_memory_are_marked(tmp_path):
     none, ours = rows(*options, "--policy", "none,ultraep")
     assert none["out_of_memory"] > 0 == ours["out_of_memory"]
     words = flat(*options)
-    assert f"{none['memory_gb']['total']:.1f}!" in words
+    assert f"!{none['memory_gb']['total']:.1f}" in words
     assert "it fits into memory, unlike no balancing" in words
 
 

@@ -80,7 +80,8 @@ def test_narrow_tables_keep_words_and_numbers_whole(loads, run, width):
 
 
 def test_a_narrow_grid_is_a_paragraph_for_every_row(capsys):
-    grid = Grid(title="Title")
+    grid = Grid()
+    grid.heading = "Heading"
     for name in ("policy", "imbalance\nmean", "copies"):
         grid.add_column(name)
     grid.add_row("ultraep", "1.001", "12")
@@ -88,7 +89,7 @@ def test_a_narrow_grid_is_a_paragraph_for_every_row(capsys):
     console.width = 22
     console.print(grid)
     assert [line.rstrip() for line in capsys.readouterr().out.splitlines()] == [
-        *("Title", "ultraep", "  imbalance mean 1.001", "  copies         12")
+        *("Heading", "ultraep", "  imbalance mean 1.001", "  copies         12")
     ]
     console.width = 80
     console.print(grid)

@@ -27,7 +27,7 @@ def test_too_few_cores_give_a_note():
     assert choose(Machine(2, None), ranks=1)[1] == ["one rank: there is nothing to balance"]
 
 
-def test_little_memory_reduces_the_sizes_with_a_note():
+def test_little_memory_reduces_tokens_and_ranks_with_a_note():
     plenty = choose(Machine(8, 64 * GIB))
     assert plenty == choose(Machine(8, None))
     sizes, notes = choose(Machine(8, 5 * GIB))
@@ -36,7 +36,7 @@ def test_little_memory_reduces_the_sizes_with_a_note():
     assert "5.0 GiB of memory are free" in notes[0]
     least, notes = choose(Machine(8, 100_000_000))
     assert (least.ranks, least.tokens) == (2, module.FEWEST_TOKENS)
-    assert "more than is free" in notes[1]
+    assert "more than is free" in notes[0]
     assert choose(Machine(8, 100_000_000), ranks=8)[0].ranks == 8
 
 

@@ -107,12 +107,12 @@ def settings_table(advice: Advice) -> Grid:
     if not _by_time(advice):
         columns = [f"tolerance {tolerance:g}" for tolerance in TOLERANCES]
     grid = make_grid(["spare slots", *columns])
-    grid.add_row("0, no balancing", f"{advice.none.share:.1%} ", *[""] * (len(columns) - 1))
+    grid.add_row("0, no balancing", f"{advice.none.share:.1%}", *[""] * (len(columns) - 1))
     for slots in sorted({setting.slots for setting in advice.options}):
         cells = [
-            Text(f"{setting.share:.1%}*", "bold")
+            Text(f"*{setting.share:.1%}", "bold")
             if setting == advice.option
-            else Text(f"{setting.share:.1%} ")
+            else Text(f"{setting.share:.1%}")
             for setting in advice.options
             if setting.slots == slots
         ]

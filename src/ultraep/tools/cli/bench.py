@@ -195,7 +195,7 @@ def _describe_engine(engine: EngineOptions, model: ModelFacts) -> dict[str, str]
         f"layers of {model.experts} experts, {model.top_k} per token; {decimal(model.nbytes)}",
         "engine": f"{counted(engine.ranks, 'rank')}, one core and thread each; "
         f"{counted(engine.slots, 'spare slot')}; routing: {engine.routing}; "
-        f"policies {', '.join(engine.variants)}",
+        f"policies {', '.join(engine.variants)}; calibrated before the first run",
     }
 
 
@@ -214,7 +214,7 @@ class LoadTest:
         self.facts: dict[str, str] = {}
 
     def introduce(self, facts: dict[str, str], load: LoadOptions, variants: int) -> None:
-        """Print the setup and a lower bound of the time."""
+        """Print the setup and the amount of work."""
         lengths, rates = load.lengths, load.known_rates()
         arrivals = f"Poisson arrivals, {load.seconds:g} s per run"
         if load.recorded:
@@ -226,8 +226,9 @@ class LoadTest:
         }
         seconds = sum(map(load.seconds_at, rates)) or len(load.shares) * load.seconds
         self.total = (len(rates) or len(load.shares)) * variants * load.rounds
-        least = f"at least {variants * load.rounds * seconds:.0f} s"
-        print_facts(self.console, self.facts | {"work": f"{counted(self.total, 'run')}, {least}"})
+        arrivals = f"{variants * load.rounds * seconds:.0f} s of arrivals in total"
+        work = {"work": f"{counted(self.total, 'run')}, {arrivals}"}
+        print_facts(self.console, self.facts | work)
 
     def measure(self, work: Callable[[Callable[[Any], None]], None]) -> None:
         """Run the test; print and write the finished runs even if it is interrupted or fails."""

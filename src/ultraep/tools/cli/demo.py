@@ -280,7 +280,7 @@ def _conclude(console: Console, result: DemoResult) -> None:
 def _save(console: Console, result: DemoResult, out: Path, *, report: bool) -> None:
     """Save after printing, so that a full disk loses no output."""
     for row in result.policies:
-        print_facts(console, {"trace ": str(trace_folder(out, row.policy))})
+        print_facts(console, {"trace": str(trace_folder(out, row.policy))})
     print_facts(console, {"result": str(result.save(out))})
     if report:
         from ultraep.tools.demo.report import write_report

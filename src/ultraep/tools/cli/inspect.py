@@ -171,7 +171,6 @@ def _introduce(console: Console, inspection: Inspection) -> None:
         f"({opened.device}, {str(opened.dtype).removeprefix('torch.')})",
     }
     print_facts(console, facts)
-    print_notes(console, inspection.notes)
     console.print()
 
 
@@ -244,7 +243,7 @@ def _save(
     from ultraep.tools.inspect.preset import write_preset
     from ultraep.tools.inspect.report import write_report
 
-    print_facts(console, {"trace ": str(out / TRACE), "result": str(result.save(out))})
+    print_facts(console, {"trace": str(out / TRACE), "result": str(result.save(out))})
     write_preset(out / PRESET_FILE, inspection, result.top_k)
     if report:
         try:

@@ -221,7 +221,7 @@ def _table(answer: Answer) -> Grid:
         ]
     )
     for result in answer.results:
-        mark = "!" if result.out_of_memory else " "
+        mark = "!" if result.out_of_memory else ""
         grid.add_row(
             result.label,
             f"{result.throughput:,.1f}",
@@ -229,7 +229,7 @@ def _table(answer: Answer) -> Grid:
             f"{answer.gain(result):.2f}x",
             f"{result.imbalance:.3f} ({result.worst_imbalance:.2f})",
             f"{result.copies:.1f}",
-            f"{result.memory.total / GB:.1f}{mark if short else ''}",
+            f"{mark}{result.memory.total / GB:.1f}",
             *([f"{result.out_of_memory:.0%}"] if short else []),
             style="bold" if result.policy == OURS else None,
         )

@@ -63,9 +63,8 @@ def make_console(*, stderr: bool = False) -> Console:
 
 def print_facts(console: Console, facts: Mapping[str, str]) -> None:
     """Print a line with name and text for every fact."""
-    width = max(map(len, facts)) + 2
     for name, text in facts.items():
-        console.print(Text(f"{name:<{width}}{text}"), soft_wrap=True)
+        console.print(Text(f"{name:<9} {text}"), soft_wrap=True)
 
 
 def print_notes(console: Console, notes: Iterable[str]) -> None:
@@ -85,13 +84,15 @@ def print_records(records: Iterable[dict[str, Any]]) -> None:
 class Grid(Table):
     """A table that becomes one paragraph per row where the terminal is too narrow."""
 
+    heading = ""  # unlike a title, not wrapped to the width of the table
+
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        if self.heading:
+            yield Text(self.heading)
         unbounded = options.update(max_width=WIDEST)
         if self.__rich_measure__(console, unbounded).minimum <= options.max_width:
             yield from super().__rich_console__(console, options)
             return
-        if self.title:
-            yield Text(str(self.title))
         names = [" ".join(str(column.header).split()) for column in self.columns]
         width = max(map(len, names[1:]), default=0)
         for first, *cells in zip(*(column.cells for column in self.columns), strict=True):
@@ -107,19 +108,13 @@ def _text(cell: Any) -> Text:
 def make_grid(
     headers: Sequence[str],
     rows: Iterable[Sequence[str | Text]] = (),
-    title: str | None = None,
+    heading: str = "",
     *,
     padding: int = 1,
 ) -> Grid:
     """Return a table with names in the first column and numbers in all others."""
-    grid = Grid(
-        title=title,
-        title_justify="left",
-        box=box.SIMPLE_HEAD,
-        padding=(0, padding, 0, 0),
-        pad_edge=False,
-        show_edge=False,
-    )
+    grid = Grid(box=box.SIMPLE_HEAD, padding=(0, padding, 0, 0), pad_edge=False, show_edge=False)
+    grid.heading = heading
     for index, header in enumerate(headers):
         justify = "right" if index else "left"
         grid.add_column(header, justify=justify, no_wrap=True)  # type: ignore[arg-type]

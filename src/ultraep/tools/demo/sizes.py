@@ -1,4 +1,4 @@
-"""The job of the demo: ranks chosen by the machine's cores, tokens by its memory."""
+"""The job of the demo: ranks and tokens fitted to the machine's cores and memory."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from ultraep.tools.report.words import counted
 
 MOST_RANKS, EXPERTS = 8, 32
 GIB = 1 << 30
-PROCESS = 0.45 * GIB  # memory of a rank without weights
 FEWEST_TOKENS = 256
+PROCESS = 0.45 * GIB  # memory of a rank without weights
 
 
 @dataclass(frozen=True)
@@ -102,9 +102,7 @@ def choose(
     if steps is not None and steps < 1:
         raise ConfigError(f"--steps must be at least 1, got {steps}")
     if ranks is not None and not 1 <= ranks <= EXPERTS:
-        raise ConfigError(
-            f"--ranks must lie between 1 and {EXPERTS}, the number of experts; got {ranks}"
-        )
+        raise ConfigError(f"--ranks must lie between 1 and {EXPERTS} (the experts), got {ranks}")
     units = machine.gpus if device == "cuda" else machine.cores
     sizes = Sizes(ranks=ranks or default_ranks(units, device))
     if device == "cuda":
@@ -113,7 +111,7 @@ def choose(
         sizes = replace(sizes, **QUICK)  # type: ignore[arg-type]
     if steps is not None:
         sizes = replace(sizes, steps=steps, seconds=None)
-    sizes, notes = fit_memory(sizes, machine, policies, may_drop_ranks=ranks is None)
+    sizes, notes = fit_memory(sizes, machine.memory, policies, may_drop_ranks=ranks is None)
     # With two ranks, only one other rank can take rows, and one replica is not always enough.
     sizes = replace(sizes, slots=2 if sizes.ranks == 2 else 1)
     if sizes.ranks == 1:
@@ -133,29 +131,25 @@ def default_ranks(units: int, device: str) -> int:
 
 
 def fit_memory(
-    sizes: Sizes, machine: Machine, policies: int, *, may_drop_ranks: bool
+    sizes: Sizes, free: int | None, policies: int, *, may_drop_ranks: bool
 ) -> tuple[Sizes, list[str]]:
-    """Reduce the tokens, then the ranks, until the free memory suffices."""
-    free, original = machine.memory, sizes
-    if free is None:
-        return sizes, []
-    while sizes.memory(policies) > free:
-        if sizes.tokens > FEWEST_TOKENS:
-            sizes = replace(sizes, tokens=sizes.tokens // 2)
-        elif sizes.ranks > 2 and may_drop_ranks:
-            sizes = replace(sizes, ranks=sizes.ranks // 2)
+    """Halve the tokens, then the ranks, until the free memory suffices; return notes as well."""
+    smaller, notes = sizes, []
+    while free is not None and smaller.memory(policies) > free:
+        if smaller.tokens > FEWEST_TOKENS:
+            smaller = replace(smaller, tokens=smaller.tokens // 2)
+        elif smaller.ranks > 2 and may_drop_ranks:
+            smaller = replace(smaller, ranks=smaller.ranks // 2)
         else:
+            needed = smaller.memory(policies) / GIB
+            notes.append(f"the demo needs about {needed:.1f} GiB, more than is free, and may fail")
             break
-    notes = []
-    if sizes != original:
+    if free is not None and smaller != sizes:
         notes.append(
-            f"{free / GIB:.1f} GiB of memory are free: {sizes.tokens} tokens per rank instead of "
-            f"{original.tokens}, {sizes.ranks} ranks instead of {original.ranks}"
+            f"{free / GIB:.1f} GiB of memory are free: {smaller.tokens} tokens per rank instead of "
+            f"{sizes.tokens}, {smaller.ranks} ranks instead of {sizes.ranks}"
         )
-    if sizes.memory(policies) > free:
-        needed = sizes.memory(policies) / GIB
-        notes.append(f"the demo needs about {needed:.1f} GiB, more than is free, and may fail")
-    return sizes, notes
+    return smaller, notes
 
 
 def _core_limit() -> int | None:

@@ -4,7 +4,7 @@ page.py      the file, from page.html, page.css, parts.js and figures.js, which 
              demo.js, inspect.js and serving.js hold the figures of one report each
 numbers.py   numbers of plots, ready for JSON
 rows.py      records of measured numbers
-words.py     numbers, names and tables as text
+words.py     sizes, counts and tables as text
 
 Reports need plotly: pip install 'ultraep[plot]'.
 """

@@ -1,4 +1,4 @@
-"""Sizes, shares, counts, lists and tables as text."""
+"""Sizes, counts and tables as text."""
 
 from __future__ import annotations
 
@@ -18,24 +18,6 @@ def size(count: float) -> str:
         if count >= factor:
             return f"{count / factor:.3g} {unit}"
     return f"{count:.0f} B"
-
-
-def per_cent(share: float) -> str:
-    """Return a small share in per cent.
-
-    >>> per_cent(0.0), per_cent(0.0035), per_cent(4e-8)
-    ('0 %', '0.35 %', '4e-06 %')
-    """
-    return f"{100 * share:.2g} %"
-
-
-def listed(names: Sequence[str]) -> str:
-    """Join names for a sentence.
-
-    >>> listed(["a"]), listed(["a", "b", "c"])
-    ('a', 'a, b and c')
-    """
-    return " and ".join([", ".join(names[:-1]), names[-1]]) if len(names) > 1 else names[0]
 
 
 def counted(number: int, noun: str) -> str:

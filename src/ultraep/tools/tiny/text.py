@@ -65,7 +65,7 @@ class Text:
         """Draw `count` subjects, most of them the main subject of the step."""
         drawn = rng.integers(len(self.names), size=count)
         is_main = rng.random(count) < MAIN
-        return np.where(is_main, self.main(step, period), drawn).tolist()
+        return [int(subject) for subject in np.where(is_main, self.main(step, period), drawn)]
 
 
 def files(*patterns: str) -> bytes:
