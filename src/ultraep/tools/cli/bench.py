@@ -93,7 +93,7 @@ class PrefillOptions:
         option("Use the model's router, or assign experts evenly.", "own", metavar="own|even"),
     ] = None
     budget: Annotated[
-        int | None, option("Most tokens per rank and microbatch.", "as many as take 0.5 s")
+        int | None, option("Most tokens per rank and microbatch.", "calibrated to 0.5 s")
     ] = None
     rate: Annotated[str | None, option("Prompts per second.", "set by --load", metavar="X,...")] = (
         None

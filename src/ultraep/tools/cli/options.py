@@ -178,7 +178,7 @@ def with_options(record: type[Record]) -> Callable[[Callable[..., None]], Callab
 
 
 def set_options(options: Any, names: tuple[str, ...]) -> dict[str, Any]:
-    """Return those of the named options that were set."""
+    """Return the named options that were set, with their values."""
     values = {name: getattr(options, name) for name in names}
     return {name: value for name, value in values.items() if not (value is None or value is False)}
 

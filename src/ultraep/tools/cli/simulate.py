@@ -50,7 +50,7 @@ EXAMPLE = (
 NONE, IDEAL, OURS = "none", "ideal", "ultraep"
 WORTH_IT = 1.01  # smallest gain over no balancing that pays
 GB = 1e9
-RESULT_NUMBERS = (  # in JSON, besides those of the scenario
+RESULT_NUMBERS = (  # in JSON, besides the scenario
     *("policy", "priced_as", "throughput", "unit", "tokens_per_second", "imbalance"),
     *("worst_imbalance", "copies", "slots", "seconds", "stages", "out_of_memory"),
 )

@@ -38,7 +38,7 @@ def process_group(
 
 
 def gpus() -> int:
-    """Return the number of GPUs; raise if there is none."""
+    """Return the number of GPUs; raise if torch finds no GPU."""
     if not torch.cuda.is_available():
         raise ConfigError("--device cuda needs a GPU, but torch finds none; use --device cpu")
     return torch.cuda.device_count()
