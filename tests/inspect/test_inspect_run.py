@@ -171,7 +171,7 @@ def test_layers_with_other_numbers_of_experts_are_refused():
 
 def test_a_folder_with_something_else_in_it_is_left_alone(tmp_path):
     (tmp_path / "report.html").write_text("mine")
-    with pytest.raises(FileError, match="no inspection has marked it as its own"):
+    with pytest.raises(FileError, match="exists, but not as output of an earlier inspection"):
         claim_folder(tmp_path)
     assert (tmp_path / "report.html").read_text() == "mine"
 
