@@ -3,7 +3,6 @@
 import json
 import re
 import shutil
-import subprocess
 from dataclasses import replace
 from html.parser import HTMLParser
 
@@ -275,60 +274,35 @@ def test_a_missing_trace_is_an_error(copy, folder, message):
 # -- in a browser --------------------------------------------------------------------------------
 
 
-def dump_dom(path, home):
-    options = ["--headless", "--disable-gpu", "--no-sandbox", "--enable-logging=stderr"]
-    options += [f"--user-data-dir={home}", "--virtual-time-budget=5000", "--dump-dom"]
-    return subprocess.run(
-        [chromium(), *options, path.as_uri()],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-    )
-
-
-@pytest.mark.skipif(chromium() is None, reason="no Chromium here")
-def test_a_browser_draws_all_plots_without_errors(page, tmp_path):
-    """Then it chooses another microbatch, as a user would."""
-    choose = """<script>
-    const choose = (id, value) => {
-      document.getElementById(id).value = value;
-      document.getElementById(id).dispatchEvent(new Event("input"));
-    };
-    choose("moment", 5);
-    choose("layer", 1);
-    </script></body>"""
-    path = tmp_path / "page.html"
-    path.write_text(page.replace("</body>", choose), "utf-8")
-    shown = dump_dom(path, tmp_path / "home")
-    assert "CONSOLE" not in shown.stderr, shown.stderr
-    for section in SECTIONS:
-        for plot in section.plots:
-            drawn = shown.stdout.split(f'id="plot-{plot}"')[1].split("</section>")[0]
-            assert 'class="main-svg"' in drawn, plot
-    found = embedded(page, "microbatches")
-    record = found["records"][5][1]
-    ranks = np.array(record["rows"]).reshape(RANKS, -1).sum(axis=1)
-    told = re.search(r'id="told"[^>]*>(.*?)</p>', shown.stdout)[1]
-    assert told.startswith("Step 5 (prose), layer 1: imbalance ")
-    assert f", {ranks.max() / ranks.mean():.3f} with." in told
-
-
 OVERLAPS = """[...document.querySelectorAll(".plot")].flatMap((plot) => {
   const names = ".xtitle, .ytitle, .x2title, .y2title, .annotation-text, .modebar-group";
   const parts = [...plot.querySelectorAll(names)]
     .map((part) => [part.textContent, part.getBoundingClientRect()]);
-  return parts.flatMap(([one, a], place) => parts.slice(place + 1)
+  return parts.flatMap(([first, a], place) => parts.slice(place + 1)
     .filter(([, b]) => a.left < b.right && b.left < a.right && a.top < b.bottom && b.top < a.bottom)
-    .map(([other]) => `${plot.id}: ${one} / ${other}`));
+    .map(([second]) => `${plot.id}: ${first} / ${second}`));
 })"""
+SELECT = """for (const [id, value] of [["moment", 5], ["layer", 1]]) {
+  document.getElementById(id).value = value;
+  document.getElementById(id).dispatchEvent(new Event("input"));
+}"""
 
 
 @pytest.mark.skipif(chromium() is None, reason="no Chromium here")
-def test_nothing_collides_on_a_phone(report, tmp_path):
+def test_a_browser_draws_all_plots_without_collisions_on_a_phone(report, page, tmp_path):
+    """Then select another microbatch, as a user would."""
     with Browser(tmp_path / "home") as browser:
         browser.look(width=400, height=800)
         browser.open(report.as_uri())
-        browser.wait("document.querySelectorAll('#plot-replay .main-svg').length")
+        for section in SECTIONS:
+            for plot in section.plots:
+                browser.wait(f"document.querySelectorAll('#plot-{plot} .main-svg').length")
         assert browser.run("document.documentElement.scrollWidth") <= 400
         assert browser.run(OVERLAPS) == []
+        browser.run(SELECT)
+        text = browser.text("told")
+        assert browser.messages == []
+    selected = embedded(page, "microbatches")["records"][5][1]
+    ranks = np.array(selected["rows"]).reshape(RANKS, -1).sum(axis=1)
+    assert text.startswith("Step 5 (prose), layer 1: imbalance ")
+    assert f", {ranks.max() / ranks.mean():.3f} with." in text
