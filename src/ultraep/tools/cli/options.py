@@ -41,7 +41,7 @@ Policies = Annotated[
 ]
 Slots = Annotated[int, option("Spare slots per rank; a slot holds one replica of an expert.")]
 Tolerance = Annotated[
-    float, option("Load of the busiest rank that plans accept, above the mean: 0.01 is 1 %.")
+    float, option("How far the busiest rank may exceed the mean load: 0.01 is 1 %.")
 ]
 TRAINING = "Training only: "
 

@@ -47,8 +47,8 @@ Source = Annotated[
     Path,
     typer.Argument(
         metavar="PATH",
-        help="Folder of a trace, or a file written by `ultraep trace export --npz`. Of a demo: "
-        "ultraep-demo/ultraep/trace.",
+        help="Folder of a trace (for a demo: ultraep-demo/ultraep/trace), or a file written by "
+        "`ultraep trace export --npz`.",
     ),
 ]
 
@@ -199,7 +199,7 @@ def replay(
     ] = "1",
     tolerance: Annotated[
         float | None,
-        option("Load of the busiest rank that plans accept, above the mean.", "as recorded"),
+        option("How far the busiest rank may exceed the mean load.", "as recorded"),
     ] = None,
     as_json: AsJson = False,
 ) -> None:

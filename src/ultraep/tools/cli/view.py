@@ -40,7 +40,8 @@ def command(
     host: Annotated[
         str,
         option(
-            "Address to listen on. Other than this machine's, the page asks for the printed token.",
+            "Address to listen on. If other machines can reach it, the page asks for the printed "
+            "token.",
             metavar="ADDRESS",
         ),
     ] = "127.0.0.1",
@@ -53,7 +54,7 @@ def command(
 ) -> None:
     """Show traces in the browser: over time, layer by layer, down to one microbatch.
 
-    Only this machine can open the page, and the page loads nothing from the network.
+    By default only this machine can open the page. The page loads nothing from the network.
     """
     from ultraep.tools.view.catalogue import Catalogue
 
