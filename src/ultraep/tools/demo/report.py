@@ -1,8 +1,8 @@
 """The report of a demo: one HTML file with interactive plots of its result and a trace.
 
 The plots show the training under `ultraep`, or under the last policy if `ultraep` did not run. The
-report also replays its loads under other policies. The history of policies that plan from past loads
-is half of the steps of the shortest domain.
+report also replays its loads under other policies. Policies that plan from past loads use half the
+steps of the shortest domain as history.
 
 Shapes: N records.
 """
