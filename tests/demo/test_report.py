@@ -109,8 +109,8 @@ def trace(demo):
 
 
 def embedded(page, name):
-    found = re.search(rf'<script type="application/json" id="numbers-{name}">(.*?)</script>', page)
-    return json.loads(found[1])
+    match = re.search(rf'<script type="application/json" id="numbers-{name}">(.*?)</script>', page)
+    return json.loads(match[1])
 
 
 def by_step(trace, values, fold):
@@ -138,43 +138,43 @@ def test_plots_by_step_and_layer_match_the_trace(page, trace):
 
 
 def test_microbatches_match_the_trace(page, trace):
-    found = embedded(page, "microbatches")
-    assert len(found["records"]) == found["recorded"] == STEPS
+    plot = embedded(page, "microbatches")
+    assert len(plot["records"]) == plot["recorded"] == STEPS
     for n in range(len(trace)):
-        shown = found["records"][trace.step[n]][trace.layer[n]]
+        shown = plot["records"][trace.step[n]][trace.layer[n]]
         plan = trace.plan(n)
         assert shown["loads"] == plan.loads.sum(axis=0).tolist()
         assert shown["rows"] == trace.slot_rows[n].tolist()
         held = {(expert, rank) for rank, expert in enumerate(shown["held"]) if expert >= 0}
         assert held == {(expert, host) for expert, host, _ in plan.replicas.tolist()}
-    moment, layer = found["worst"]
+    moment, layer = plot["worst"]
     worst = trace.imbalance_before.argmax()
-    assert (trace.step[worst], trace.layer[worst]) == (found["moments"][moment]["step"], layer)
-    assert found["homes"] == [TOPOLOGY.home_experts(rank).tolist() for rank in range(RANKS)]
+    assert (trace.step[worst], trace.layer[worst]) == (plot["moments"][moment]["step"], layer)
+    assert plot["homes"] == [TOPOLOGY.home_experts(rank).tolist() for rank in range(RANKS)]
 
 
 def test_replay_under_the_recorded_policy_is_the_recording(page, trace):
-    found = embedded(page, "replay")
-    assert list(found["imbalance"]) == list(reports.POLICIES)
+    replay = embedded(page, "replay")
+    assert list(replay["imbalance"]) == list(reports.POLICIES)
     recorded = {"none": trace.imbalance_before, "ultraep": trace.imbalance_after}
     for policy, values in recorded.items():
         np.testing.assert_allclose(
-            found["imbalance"][policy], by_step(trace, values, np.mean), atol=1e-6
+            replay["imbalance"][policy], by_step(trace, values, np.mean), atol=1e-6
         )
-        row = next(row for row in found["table"] if row["policy"] == policy)
+        row = next(row for row in replay["table"] if row["policy"] == policy)
         around = np.isin(trace.step, [2, 3, 6, 7]), np.isin(trace.step, [4, 5, 8, 9])
         assert row["before_shift"] == pytest.approx(values[around[0]].mean(), abs=1e-6)
         assert row["after_shift"] == pytest.approx(values[around[1]].mean(), abs=1e-6)
 
 
 def test_stale_placements_show_after_a_change_of_domain(page):
-    found = embedded(page, "replay")
-    rows = {row["policy"]: row for row in found["table"]}
-    assert found["window"] == rows["eplb"]["window"] == 2
-    assert (found["shifts"], found["span"]) == ([4, 8], 2)
+    replay = embedded(page, "replay")
+    rows = {row["policy"]: row for row in replay["table"]}
+    assert replay["window"] == rows["eplb"]["window"] == 2
+    assert (replay["shifts"], replay["span"]) == ([4, 8], 2)
     assert rows["eplb"]["after_shift"] > rows["eplb"]["before_shift"] + 0.1
     assert rows["ultraep"]["after_shift"] < 1.01
-    eplb = found["imbalance"]["eplb"]
+    eplb = replay["imbalance"]["eplb"]
     assert eplb[4] > eplb[3] + 0.1
     assert eplb[8] > eplb[7] + 0.1
 
@@ -210,10 +210,10 @@ class Parts(HTMLParser):
         self.ids, self.loaded = [], []
 
     def handle_starttag(self, tag, attrs):
-        found = dict(attrs)
-        self.ids.append(found.get("id"))
+        values = dict(attrs)
+        self.ids.append(values.get("id"))
         names = {"link": ["href"], "a": [], "object": ["data"]}.get(tag, ["src", "srcset"])
-        self.loaded += [found[name] for name in names if found.get(name)]
+        self.loaded += [values[name] for name in names if values.get(name)]
 
 
 def test_the_page_has_all_sections_and_loads_nothing(page, report):
@@ -227,7 +227,7 @@ def test_the_page_has_all_sections_and_loads_nothing(page, report):
         for plot in section.plots:
             assert f"plot-{plot}" in parts.ids
             assert f"numbers-{plot}" in parts.ids
-    assert len(set(parts.ids)) == len([one for one in parts.ids if one]) + 1
+    assert len(set(parts.ids)) == len([name for name in parts.ids if name]) + 1
     assert report.stat().st_size < 8e6
     style = re.search(r"<style>(.*?)</style>", page, re.DOTALL)[1]
     assert "url(" not in style
