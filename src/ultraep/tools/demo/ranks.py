@@ -174,19 +174,9 @@ class Demo:
             self.sizes = replace(self.sizes, steps=steps)
 
     def report_step(self, policy: str, number: int, step: Step) -> None:
-        self.report(
-            Progress(
-                phase="training",
-                done=number,
-                of=self.sizes.steps,
-                policy=policy,
-                subject=self.subject(number - 1),
-                loss=step.loss,
-                tokens_per_second=self.group_tokens / step.seconds,
-                before=step.before,
-                after=step.after,
-            )
-        )
+        speed, subject = self.group_tokens / step.seconds, self.subject(number - 1)
+        progress = Progress("training", number, self.sizes.steps, policy, subject, step.loss, speed)
+        self.report(replace(progress, before=step.before, after=step.after))
 
     @property
     def group_tokens(self) -> int:
@@ -216,18 +206,9 @@ class Demo:
 
     def answer(self, model: TinyMoE, requests: list[Prompt]) -> dict[str, Answers]:
         def report_turn(policy: str, number: int, turn: Turn) -> None:
-            self.report(
-                Progress(
-                    phase="prefill",
-                    done=number,
-                    of=self.sizes.rounds,
-                    policy=policy,
-                    subject="mixed",
-                    tokens_per_second=sum(turn.tokens) / turn.seconds,
-                    before=turn.before,
-                    after=turn.after,
-                )
-            )
+            speed = sum(turn.tokens) / turn.seconds
+            progress = Progress("prefill", number, self.sizes.rounds, policy, "mixed", None, speed)
+            self.report(replace(progress, before=turn.before, after=turn.after))
 
         answers = answer(model, requests, self.queue(), self.job.policies, report_turn)
         return {of_policy.policy: of_policy for of_policy in answers}
